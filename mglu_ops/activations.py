@@ -1,0 +1,58 @@
+"""The gating functions of MGLU and their derivatives, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (the field's name)
+from torch import Tensor
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A pointwise function and its vector-Jacobian product."""
+
+    forward: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]
+    """`(grad_output, x) -> grad_x`."""
+
+
+def _sigmoid_backward(grad: Tensor, x: Tensor) -> Tensor:
+    return _aten.sigmoid_backward(grad, torch.sigmoid(x))
+
+
+def _tanh_backward(grad: Tensor, x: Tensor) -> Tensor:
+    return _aten.tanh_backward(grad, torch.tanh(x))
+
+
+ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+    {
+        "silu": Activation(F.silu, lambda grad, x: _aten.silu_backward(grad, x)),
+        "gelu": Activation(F.gelu, lambda grad, x: _aten.gelu_backward(grad, x)),
+        "gelu_tanh": Activation(
+            lambda x: F.gelu(x, approximate="tanh"),
+            lambda grad, x: _aten.gelu_backward(grad, x, approximate="tanh"),
+        ),
+        "relu": Activation(torch.relu, lambda grad, x: _aten.threshold_backward(grad, x, 0)),
+        "sigmoid": Activation(torch.sigmoid, _sigmoid_backward),
+        "tanh": Activation(torch.tanh, _tanh_backward),
+        "identity": Activation(lambda x: x, lambda grad, x: grad),
+    }
+)
+
+
+def get_activation(name: str) -> Activation:
+    """The activation called `name`.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    try:
+        return ACTIVATIONS[name]
+    except (KeyError, TypeError):
+        raise ValueError(f"activation: got {name!r}, must be one of {', '.join(ACTIVATIONS)}") from None

@@ -1,0 +1,40 @@
+"""The oracle: Algorithm 2 of arXiv 2506.23225 as it is written, in float64. Slow and plain, for tests.
+
+It is ordinary differentiable PyTorch, so its gradients come from autograd and not from our formulas.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (the field's name)
+from torch import Tensor
+
+from ..activations import get_activation
+
+
+def forward(
+    x: Tensor, weight: Tensor, masks: Tensor, activation: str = "silu", route_weights: Tensor | None = None
+) -> Tensor:
+    """`sum_i route_i * act(x (M_i * W)^T) * (x ((1 - M_i) * W)^T)` in float64.
+
+    Args:
+        x: `[..., in_features]`.
+        weight: `[out_features, in_features]`.
+        masks: `[n_masks, out_features, in_features]`; bool, or real where a gradient for the masks is wanted.
+        activation: a name of `mglu_ops.activations.ACTIVATIONS`.
+        route_weights: `[..., n_masks]` or None.
+
+    Returns:
+        float64 `[..., out_features]`.
+    """
+    act = get_activation(activation).forward
+    x, weight, masks = x.double(), weight.double(), masks.double()
+    result = torch.zeros(*x.shape[:-1], weight.shape[0], dtype=torch.float64, device=x.device)
+    for i, mask in enumerate(masks):
+        gate = F.linear(x, weight * mask)
+        value = F.linear(x, weight * (1.0 - mask))
+        term = act(gate) * value
+        if route_weights is not None:
+            term = route_weights[..., i : i + 1].double() * term
+        result = result + term
+    return result

@@ -1,0 +1,75 @@
+"""Argument checks shared by the eager and the fake kernels. Each error names the argument, what it was, what it must be.
+
+They look at metadata only: no value is read, so they cost no synchronisation and hold under FakeTensor.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .activations import ACTIVATIONS, get_activation
+from .masks import MAX_MASKS, check_layout
+
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_FLOATING_NAMES = "float16, bfloat16, float32 or float64"
+
+
+def check_inputs(x: Tensor, weight: Tensor, activation: str) -> None:
+    """x `[..., h]` and weight `[d, h]` of one floating dtype on one device, and a known activation."""
+    if x.dtype not in FLOATING:
+        raise TypeError(f"x: got dtype {x.dtype}, must be {_FLOATING_NAMES}")
+    if weight.dtype != x.dtype:
+        raise TypeError(f"weight: got dtype {weight.dtype}, must be x's dtype {x.dtype}")
+    if x.dim() < 1:
+        raise ValueError("x: got a scalar, must be [..., in_features]")
+    if weight.dim() != 2:
+        raise ValueError(f"weight: got shape {list(weight.shape)}, must be [out_features, in_features]")
+    if x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"x: got last size {x.shape[-1]} (shape {list(x.shape)}), must be weight's in_features {weight.shape[1]}"
+        )
+    if weight.device != x.device:
+        raise ValueError(f"weight: got device {weight.device}, must be x's device {x.device}")
+    if activation not in ACTIVATIONS:
+        get_activation(activation)
+
+
+def check_packed(weight: Tensor, packed_masks: Tensor) -> None:
+    """packed_masks `uint8 [d, ceil(h / 8), n_masks]` on weight's device."""
+    check_layout(packed_masks, weight.shape[1], weight.shape[0])
+    if packed_masks.device != weight.device:
+        raise ValueError(f"packed_masks: got device {packed_masks.device}, must be x's device {weight.device}")
+
+
+def check_logits(weight: Tensor, mask_logits: Tensor) -> None:
+    """mask_logits floating `[n_masks, d, h]` on weight's device."""
+    if mask_logits.dtype not in FLOATING:
+        raise TypeError(f"mask_logits: got dtype {mask_logits.dtype}, must be {_FLOATING_NAMES}")
+    shape = mask_logits.shape
+    if len(shape) != 3 or shape[1:] != weight.shape:
+        raise ValueError(
+            f"mask_logits: got shape {list(shape)}, must be [n_masks, out_features, in_features] = "
+            f"[n_masks, {weight.shape[0]}, {weight.shape[1]}]"
+        )
+    if not 1 <= shape[0] <= MAX_MASKS:
+        raise ValueError(f"mask_logits: got n_masks={shape[0]}, must be 1 to {MAX_MASKS}")
+    if mask_logits.device != weight.device:
+        raise ValueError(f"mask_logits: got device {mask_logits.device}, must be x's device {weight.device}")
+
+
+def check_route_weights(x: Tensor, n_masks: int, route_weights: Tensor | None) -> None:
+    """route_weights floating `[..., n_masks]` with x's leading sizes, on x's device."""
+    if route_weights is None:
+        return
+    if route_weights.dtype not in FLOATING:
+        raise TypeError(f"route_weights: got dtype {route_weights.dtype}, must be {_FLOATING_NAMES}")
+    expected = [*x.shape[:-1], n_masks]
+    if len(route_weights.shape) != len(expected) or any(
+        got != want for got, want in zip(route_weights.shape, expected, strict=True)
+    ):
+        raise ValueError(
+            f"route_weights: got shape {list(route_weights.shape)}, must be x's leading sizes and n_masks, {expected}"
+        )
+    if route_weights.device != x.device:
+        raise ValueError(f"route_weights: got device {route_weights.device}, must be x's device {x.device}")

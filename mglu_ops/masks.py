@@ -1,0 +1,138 @@
+"""The packed mask format, version 1: one bit a weight and mask.
+
+`packed_masks` is `uint8 [out_features, ceil(in_features / 8), n_masks]`. Bit `k % 8` (least significant
+first) of byte `[r, k // 8, i]` is `M_i[r, k]`; the bits past `in_features` in the last byte are 0.
+`n_masks` is innermost, so that the masks of eight neighbouring weights are `n_masks` contiguous bytes.
+It is the format of the kernels and of checkpoints alike.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+FORMAT_VERSION = 1
+MAX_MASKS = 16
+
+
+def packed_width(in_features: int) -> int:
+    """Bytes that hold `in_features` bits: the second size of a packed tensor."""
+    return (in_features + 7) // 8
+
+
+def pack(masks: Tensor) -> Tensor:
+    """Pack bool `[n_masks, out_features, in_features]` into `uint8 [out_features, ceil(in_features / 8), n_masks]`."""
+    n_masks, out_features, in_features = masks.shape
+    width = packed_width(in_features)
+    packed = torch.zeros(n_masks, out_features, width, dtype=torch.uint8, device=masks.device)
+    bits = masks.view(torch.uint8) if masks.is_contiguous() else masks.to(torch.uint8)
+    for bit in range(min(8, in_features)):
+        column = bits[:, :, bit::8]
+        packed[:, :, : column.shape[2]] |= column << bit
+    return packed.permute(1, 2, 0).contiguous()
+
+
+@lru_cache(maxsize=None)
+def _byte_to_bools(device: torch.device) -> Tensor:
+    """`int64 [256]`: entry b holds the eight bits of b as eight bytes of 0 or 1 (little endian, bit 0 first)."""
+    byte = torch.arange(256, dtype=torch.uint8, device=device)
+    bits = (byte.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
+    return bits.contiguous().view(torch.int64).squeeze(1)
+
+
+def unpack_one(packed_masks: Tensor, index: int, in_features: int) -> Tensor:
+    """Mask `index` of a packed tensor as bool `[out_features, in_features]` (a view when in_features % 8 != 0).
+
+    One table look-up a byte: eight times fewer elements to touch than shifting bit by bit.
+    """
+    octets = torch.take(_byte_to_bools(packed_masks.device), packed_masks[:, :, index].long())
+    return octets.view(torch.bool)[:, :in_features]
+
+
+def unpack(packed_masks: Tensor, in_features: int) -> Tensor:
+    """The inverse of `pack`: bool `[n_masks, out_features, in_features]`."""
+    n_masks = packed_masks.shape[2]
+    return torch.stack([unpack_one(packed_masks, i, in_features) for i in range(n_masks)])
+
+
+def binary_masks(masks: Tensor) -> Tensor:
+    """Bool `[n_masks, out_features, in_features]` from the forms `pack_masks` accepts.
+
+    Raises:
+        ValueError: wrong rank, n_masks of 0 or above 16, or a value other than 0 and 1.
+    """
+    if masks.dim() == 1:
+        raise ValueError(
+            f"masks: got shape {list(masks.shape)}, one value a channel; MGLU needs one bit a weight, "
+            "[n_masks, out_features, in_features] or [out_features, in_features] (a per-channel mask makes "
+            "gate * value zero in every channel)"
+        )
+    if masks.dim() not in (2, 3):
+        raise ValueError(
+            f"masks: got shape {list(masks.shape)}, must be [n_masks, out_features, in_features] "
+            "or [out_features, in_features]"
+        )
+    if masks.dim() == 2:
+        masks = masks.unsqueeze(0)
+    if not 1 <= masks.shape[0] <= MAX_MASKS:
+        raise ValueError(f"masks: got n_masks={masks.shape[0]}, must be 1 to {MAX_MASKS}")
+    if masks.dtype is torch.bool or masks.is_meta:
+        return masks.to(torch.bool)
+    if masks.dtype.is_complex:
+        raise ValueError(f"masks: got dtype {masks.dtype}, must be bool, or integer or real with values 0 and 1")
+    is_one = masks == 1
+    wrong = ~(is_one | (masks == 0))
+    if bool(wrong.any()):
+        first = masks[wrong][0].item()
+        raise ValueError(
+            f"masks: {int(wrong.sum())} of {masks.numel()} values are neither 0 nor 1 (the first is {first}); "
+            "masks must be binary. For real-valued logits use mglu::forward_ste, or pack `logits > 0`"
+        )
+    return is_one
+
+
+def check_layout(packed_masks: Tensor, in_features: int, out_features: int | None = None) -> None:
+    """Refuse a tensor whose dtype or shape cannot be packed masks of `in_features` columns. Reads no value.
+
+    Raises:
+        TypeError: the dtype is not uint8.
+        ValueError: wrong rank, size or number of masks.
+    """
+    if packed_masks.dtype is not torch.uint8:
+        raise TypeError(
+            f"packed_masks: got dtype {packed_masks.dtype}, must be torch.uint8; pack masks with mglu::pack_masks"
+        )
+    shape = packed_masks.shape
+    if (
+        len(shape) != 3
+        or shape[1] != packed_width(in_features)
+        or (out_features is not None and shape[0] != out_features)
+    ):
+        rows = "out_features" if out_features is None else out_features
+        raise ValueError(
+            f"packed_masks: got shape {list(shape)}, must be [out_features, ceil(in_features / 8), n_masks] = "
+            f"[{rows}, {packed_width(in_features)}, n_masks] for in_features={in_features}"
+        )
+    if not 1 <= shape[2] <= MAX_MASKS:
+        raise ValueError(f"packed_masks: got n_masks={shape[2]}, must be 1 to {MAX_MASKS}")
+
+
+def check_packed_masks(packed_masks: Tensor, in_features: int, out_features: int | None = None) -> None:
+    """Refuse a tensor that cannot be packed masks of `in_features` columns, or that is corrupted.
+
+    It reads the padding bits (a synchronisation on a GPU), so it is meant for where masks are made or loaded,
+    not for each call.
+
+    Raises:
+        TypeError: the dtype is not uint8.
+        ValueError: wrong rank, size or number of masks, or a padding bit is set.
+    """
+    check_layout(packed_masks, in_features, out_features)
+    used = in_features % 8
+    if used and not packed_masks.is_meta and bool((packed_masks[:, -1, :] >> used).any()):
+        raise ValueError(
+            f"packed_masks: padding bits past in_features={in_features} are set; the tensor was packed for "
+            "another in_features or is corrupted"
+        )

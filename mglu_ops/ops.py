@@ -1,0 +1,549 @@
+"""The operator contract: every schema, fake kernel, gradient, autocast, vmap, FLOP and sharding rule, in one place.
+
+| op | result |
+|---|---|
+| `mglu::pack_masks(masks)` | the packed masks (`mglu_ops.masks`) of bool or {0, 1} masks |
+| `mglu::unpack_masks(packed_masks, in_features)` | bool masks, the exact inverse |
+| `mglu::forward(x, weight, packed_masks, activation, route_weights)` | the layer with fixed masks |
+| `mglu::forward_ste(x, weight, mask_logits, activation, route_weights)` | the layer with learned masks, and the masks packed |
+| `mglu::forward_train(...)` | forward, and the gates and values that backward reads; what autograd calls |
+| `mglu::backward(...)` | all gradients of a layer |
+
+    forward: y = sum_i route_i * act(x (M_i * W)^T) * (x ((1 - M_i) * W)^T),   i = 1 .. n_masks, 1 <= n_masks <= 16
+
+x `[..., in_features]`, weight `[out_features, in_features]`, y `[..., out_features]`, route_weights `[..., n_masks]`,
+mask_logits `[n_masks, out_features, in_features]` with M = logits > 0.
+
+Registered with `torch.library.Library`, whose calls cost a third of `@custom_op`'s; no kernel is named here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+from torch.utils.flop_counter import register_flop_formula
+
+from . import checks, dispatch
+from .masks import MAX_MASKS, binary_masks, check_layout, pack, packed_width, unpack
+
+_lib = torch.library.Library("mglu", "DEF")
+
+_lib.define("pack_masks(Tensor masks) -> Tensor")
+_lib.define("unpack_masks(Tensor packed_masks, SymInt in_features) -> Tensor")
+_LAYER = 'str activation="silu", Tensor? route_weights=None'
+_lib.define(f"forward(Tensor x, Tensor weight, Tensor packed_masks, {_LAYER}) -> Tensor")
+_lib.define(f"forward_ste(Tensor x, Tensor weight, Tensor mask_logits, {_LAYER}) -> (Tensor, Tensor)")
+_lib.define(f"forward_train(Tensor x, Tensor weight, Tensor packed_masks, {_LAYER}) -> (Tensor, Tensor, Tensor)")
+_lib.define(
+    "backward(Tensor grad_output, Tensor x, Tensor weight, Tensor packed_masks, Tensor gates, Tensor values, "
+    "str activation, Tensor? route_weights, bool[3] needs, ScalarType? logits_dtype) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+pack_masks = torch.ops.mglu.pack_masks.default
+unpack_masks = torch.ops.mglu.unpack_masks.default
+forward = torch.ops.mglu.forward.default
+forward_ste = torch.ops.mglu.forward_ste.default
+forward_train = torch.ops.mglu.forward_train.default
+backward = torch.ops.mglu.backward.default
+
+
+def _kernel(name: str, key: str = "CompositeExplicitAutograd") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        _lib.impl(name, function, key)
+        return function
+
+    return register
+
+
+def _fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return torch.library.register_fake(f"mglu::{name}", lib=_lib)
+
+
+# --- Packing ----------------------------------------------------------------------------------------------------------
+
+
+@_kernel("pack_masks")
+def _pack_masks(masks: Tensor) -> Tensor:
+    return pack(binary_masks(masks))
+
+
+@_fake("pack_masks")
+def _pack_masks_fake(masks: Tensor) -> Tensor:
+    if masks.dim() == 2:
+        masks = masks.unsqueeze(0)
+    elif masks.dim() != 3:
+        binary_masks(masks)
+    n_masks, out_features, in_features = masks.shape
+    torch._check(n_masks >= 1, lambda: f"masks: got n_masks={n_masks}, must be 1 to {MAX_MASKS}")
+    torch._check(n_masks <= MAX_MASKS, lambda: f"masks: got n_masks={n_masks}, must be 1 to {MAX_MASKS}")
+    return masks.new_empty((out_features, packed_width(in_features), n_masks), dtype=torch.uint8)
+
+
+@_kernel("unpack_masks")
+def _unpack_masks(packed_masks: Tensor, in_features: int) -> Tensor:
+    check_layout(packed_masks, in_features)
+    return unpack(packed_masks, in_features)
+
+
+@_fake("unpack_masks")
+def _unpack_masks_fake(packed_masks: Tensor, in_features: int) -> Tensor:
+    check_layout(packed_masks, in_features)
+    shape = (packed_masks.shape[2], packed_masks.shape[0], in_features)
+    return packed_masks.new_empty(shape, dtype=torch.bool)
+
+
+# --- The layer --------------------------------------------------------------------------------------------------------
+
+
+def _check(x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None) -> None:
+    checks.check_inputs(x, weight, activation)
+    checks.check_packed(weight, packed_masks)
+    checks.check_route_weights(x, packed_masks.shape[2], route_weights)
+
+
+def _check_ste(x: Tensor, weight: Tensor, mask_logits: Tensor, activation: str, route_weights: Tensor | None) -> None:
+    checks.check_inputs(x, weight, activation)
+    checks.check_logits(weight, mask_logits)
+    checks.check_route_weights(x, mask_logits.shape[0], route_weights)
+
+
+@_kernel("forward")
+def _forward(
+    x: Tensor,
+    weight: Tensor,
+    packed_masks: Tensor,
+    activation: str = "silu",
+    route_weights: Tensor | None = None,
+) -> Tensor:
+    _check(x, weight, packed_masks, activation, route_weights)
+    return dispatch.forward(x, weight, packed_masks, activation, route_weights)
+
+
+@_fake("forward")
+def _forward_fake(
+    x: Tensor,
+    weight: Tensor,
+    packed_masks: Tensor,
+    activation: str = "silu",
+    route_weights: Tensor | None = None,
+) -> Tensor:
+    _check(x, weight, packed_masks, activation, route_weights)
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@_kernel("forward_ste")
+def _forward_ste(
+    x: Tensor,
+    weight: Tensor,
+    mask_logits: Tensor,
+    activation: str = "silu",
+    route_weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    _check_ste(x, weight, mask_logits, activation, route_weights)
+    packed_masks = pack(mask_logits > 0)
+    return dispatch.forward(x, weight, packed_masks, activation, route_weights), packed_masks
+
+
+@_fake("forward_ste")
+def _forward_ste_fake(
+    x: Tensor,
+    weight: Tensor,
+    mask_logits: Tensor,
+    activation: str = "silu",
+    route_weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    _check_ste(x, weight, mask_logits, activation, route_weights)
+    return x.new_empty((*x.shape[:-1], weight.shape[0])), _pack_masks_fake(mask_logits)
+
+
+@_kernel("forward_train")
+def _forward_train(
+    x: Tensor,
+    weight: Tensor,
+    packed_masks: Tensor,
+    activation: str = "silu",
+    route_weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check(x, weight, packed_masks, activation, route_weights)
+    return dispatch.forward_train(x, weight, packed_masks, activation, route_weights)
+
+
+@_fake("forward_train")
+def _forward_train_fake(
+    x: Tensor,
+    weight: Tensor,
+    packed_masks: Tensor,
+    activation: str = "silu",
+    route_weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    result = _forward_fake(x, weight, packed_masks, activation, route_weights)
+    saved = (packed_masks.shape[2], *result.shape)
+    return result, x.new_empty(saved), x.new_empty(saved)
+
+
+@_kernel("backward")
+def _backward(
+    grad_output: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    packed_masks: Tensor,
+    gates: Tensor,
+    values: Tensor,
+    activation: str,
+    route_weights: Tensor | None,
+    needs: Sequence[bool],
+    logits_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, weight, mask logits and route_weights; `needs` and `logits_dtype` say which (the rest are empty)."""
+    _check_backward(grad_output, x, weight, packed_masks, gates, values, activation, route_weights)
+    return dispatch.backward(
+        grad_output, x, weight, packed_masks, gates, values, activation, route_weights, needs, logits_dtype
+    )
+
+
+@_fake("backward")
+def _backward_fake(
+    grad_output: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    packed_masks: Tensor,
+    gates: Tensor,
+    values: Tensor,
+    activation: str,
+    route_weights: Tensor | None,
+    needs: Sequence[bool],
+    logits_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_backward(grad_output, x, weight, packed_masks, gates, values, activation, route_weights)
+    logits_shape = (packed_masks.shape[2], *weight.shape) if logits_dtype else (0,)
+    route_like = route_weights if needs[2] and route_weights is not None else x.new_empty(0)
+    return (
+        x.new_empty(x.shape if needs[0] else (0,)),
+        weight.new_empty(weight.shape if needs[1] else (0,)),
+        x.new_empty(logits_shape, dtype=logits_dtype or x.dtype),
+        route_like.new_empty(route_like.shape),
+    )
+
+
+def _check_backward(
+    grad_output: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    packed_masks: Tensor,
+    gates: Tensor,
+    values: Tensor,
+    activation: str,
+    route_weights: Tensor | None,
+) -> None:
+    _check(x, weight, packed_masks, activation, route_weights)
+    result = (*x.shape[:-1], weight.shape[0])
+    saved = (packed_masks.shape[2], *result)
+    for name, tensor, shape in (("grad_output", grad_output, result), ("gates", gates, saved), ("values", values, saved)):
+        if len(tensor.shape) != len(shape) or any(a != b for a, b in zip(tensor.shape, shape, strict=True)):
+            raise ValueError(f"{name}: got shape {list(tensor.shape)}, must be {list(shape)}")
+        if tensor.dtype != x.dtype:
+            raise TypeError(f"{name}: got dtype {tensor.dtype}, must be x's dtype {x.dtype}")
+
+
+# --- Gradients --------------------------------------------------------------------------------------------------------
+
+
+class _Layer(torch.autograd.Function):
+    """forward and forward_ste: exactly one of `mask_logits` and `packed_masks` is given."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        mask_logits: Tensor | None,
+        packed_masks: Tensor | None,
+        activation: str,
+        route_weights: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            if mask_logits is not None:
+                _check_ste(x, weight, mask_logits, activation, route_weights)
+                packed_masks = pack_masks(mask_logits > 0)
+            result, gates, values = forward_train(x, weight, packed_masks, activation, route_weights)
+        ctx.save_for_backward(x, weight, packed_masks, gates, values, route_weights)
+        ctx.activation = activation
+        ctx.logits_dtype = mask_logits.dtype if mask_logits is not None else None
+        ctx.mark_non_differentiable(packed_masks)
+        return result, packed_masks
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        x, weight, packed_masks, gates, values, route_weights = ctx.saved_tensors
+        needs_x, needs_weight, needs_logits, _, _, needs_route = ctx.needs_input_grad
+        grads = backward(
+            grad_output,
+            x,
+            weight,
+            packed_masks,
+            gates,
+            values,
+            ctx.activation,
+            route_weights,
+            (needs_x, needs_weight, needs_route),
+            ctx.logits_dtype if needs_logits else None,
+        )
+        wanted = (needs_x, needs_weight, needs_logits, needs_route)
+        grad_x, grad_weight, grad_logits, grad_route = (
+            grad if want else None for grad, want in zip(grads, wanted, strict=True)
+        )
+        return grad_x, grad_weight, grad_logits, None, None, grad_route
+
+
+@_kernel("forward", "Autograd")
+def _forward_autograd(
+    x: Tensor,
+    weight: Tensor,
+    packed_masks: Tensor,
+    activation: str = "silu",
+    route_weights: Tensor | None = None,
+) -> Tensor:
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(x, weight, route_weights):
+        return _Layer.apply(x, weight, None, packed_masks, activation, route_weights)[0]
+    with torch._C._AutoDispatchBelowAutograd():
+        return forward(x, weight, packed_masks, activation, route_weights)
+
+
+@_kernel("forward_ste", "Autograd")
+def _forward_ste_autograd(
+    x: Tensor,
+    weight: Tensor,
+    mask_logits: Tensor,
+    activation: str = "silu",
+    route_weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(x, weight, mask_logits, route_weights):
+        return _Layer.apply(x, weight, mask_logits, None, activation, route_weights)
+    with torch._C._AutoDispatchBelowAutograd():
+        return forward_ste(x, weight, mask_logits, activation, route_weights)
+
+
+def _no_gradient(op: Any, hint: str) -> Callable[..., Any]:
+    """An Autograd kernel of an op that is below autograd: refuses, rather than cut, a gradient."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs):
+            raise RuntimeError(f"{op}: has no gradient of its own; {hint}")
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args, **kwargs)
+
+    return kernel
+
+
+def _without_autograd(op: Any) -> Callable[..., Any]:
+    """An Autograd kernel of an op whose result is an integer tensor, which has no gradient."""
+
+    def kernel(*args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+
+    return kernel
+
+
+_kernel("pack_masks", "Autograd")(_without_autograd(pack_masks))
+_kernel("unpack_masks", "Autograd")(_without_autograd(unpack_masks))
+_kernel("forward_train", "Autograd")(_no_gradient(forward_train, "call mglu::forward, which differentiates"))
+_kernel("backward", "Autograd")(_no_gradient(backward, "a second derivative of MGLU is not implemented"))
+
+
+# --- Autocast: as F.linear does, x and weight go to the autocast dtype; logits are only compared, and stay -------------
+
+_AUTOCAST_KEYS = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
+_AUTOCAST_KEYSET = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
+
+
+def _autocast(op: Any, device_type: str) -> Callable[..., Any]:
+    def kernel(x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+        dtype = torch.get_autocast_dtype(device_type)
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYSET):
+            return op(*(_cast(tensor, dtype) for tensor in (x, weight)), *args, **kwargs)
+
+    return kernel
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    eligible = tensor.is_floating_point() and tensor.dtype is not torch.float64
+    return tensor.to(dtype) if eligible else tensor
+
+
+for _device_type, _key in _AUTOCAST_KEYS.items():
+    for _op in (forward, forward_ste):
+        _lib.impl(_op._schema.name.split("::")[1], _autocast(_op, _device_type), _key.name)
+
+
+# --- vmap: a batched x folds into the tokens; a batched weight or mask is a loop ---------------------------------------
+
+
+def _vmap_layer(op: Any) -> Callable[..., Any]:
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        x, weight, masks, activation, route_weights = (*args, *("silu", None)[len(args) - 3 :])
+        dims = (*in_dims, None, None)[:5]
+        if dims[1] is not None or dims[2] is not None or (dims[0] is None and dims[4] is None):
+            return _vmap_loop(op)(info, in_dims, *args)
+        x = _batched(x, dims[0], info.batch_size)
+        if route_weights is not None:
+            route_weights = _batched(route_weights, dims[4], info.batch_size)
+        results = op(x, weight, masks, activation, route_weights)
+        return (results, (0, None)) if isinstance(results, tuple) else (results, 0)
+
+    return rule
+
+
+def _batched(tensor: Tensor, dim: int | None, batch_size: int) -> Tensor:
+    return tensor.unsqueeze(0).expand(batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
+def _vmap_loop(op: Any) -> Callable[..., Any]:
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        def pick(i: int) -> list[Any]:
+            return [arg if dim is None else arg.select(dim, i) for arg, dim in zip(args, in_dims, strict=True)]
+
+        results = [op(*pick(i)) for i in range(info.batch_size)]
+        if isinstance(results[0], tuple):
+            stacked = tuple(torch.stack(part) for part in zip(*results, strict=True))
+            return stacked, (0,) * len(stacked)
+        return torch.stack(results), 0
+
+    return rule
+
+
+for _op, _rule in (
+    (pack_masks, _vmap_loop(pack_masks)),
+    (unpack_masks, _vmap_loop(unpack_masks)),
+    (forward, _vmap_layer(forward)),
+    (forward_ste, _vmap_layer(forward_ste)),
+    (forward_train, _vmap_loop(forward_train)),
+    (backward, _vmap_loop(backward)),
+):
+    torch.library.register_vmap(_op, _rule, lib=_lib)
+
+
+# --- FLOPs: n_masks + 1 GEMMs of 2 * tokens * out_features * in_features forward, twice that backward -------------------
+
+
+def _gemm_flops(x_shape: Sequence[int], weight_shape: Sequence[int], n_masks: int) -> int:
+    return (n_masks + 1) * 2 * math.prod(x_shape[:-1]) * math.prod(weight_shape)
+
+
+@register_flop_formula([torch.ops.mglu.forward, torch.ops.mglu.forward_train])
+def _forward_flops(
+    x_shape: Sequence[int], weight_shape: Sequence[int], packed_shape: Sequence[int], *args: Any, **kwargs: Any
+) -> int:
+    return _gemm_flops(x_shape, weight_shape, packed_shape[2])
+
+
+@register_flop_formula(torch.ops.mglu.forward_ste)
+def _forward_ste_flops(
+    x_shape: Sequence[int], weight_shape: Sequence[int], logits_shape: Sequence[int], *args: Any, **kwargs: Any
+) -> int:
+    return _gemm_flops(x_shape, weight_shape, logits_shape[0])
+
+
+@register_flop_formula(torch.ops.mglu.backward)
+def _backward_flops(
+    grad_shape: Sequence[int],
+    x_shape: Sequence[int],
+    weight_shape: Sequence[int],
+    packed_shape: Sequence[int],
+    gates_shape: Sequence[int],
+    values_shape: Sequence[int],
+    activation: str,
+    route_shape: Sequence[int] | None,
+    needs: Sequence[bool],
+    logits_dtype: torch.dtype | None,
+    **kwargs: Any,
+) -> int:
+    gemm = _gemm_flops(x_shape, weight_shape, packed_shape[2])
+    masked = gemm * packed_shape[2] // (packed_shape[2] + 1)
+    weight_gradient = gemm if needs[1] else masked if logits_dtype else 0
+    return weight_gradient + (gemm if needs[0] else 0)
+
+
+# --- DTensor: weight and masks are sharded along out_features (column parallel), or x along its tokens -------------------
+
+
+def register_dtensor_rules() -> None:
+    """Teach DTensor to shard the layer: column parallel (weight and masks `Shard(0)`, result `Shard(-1)`), and data
+    parallel (x `Shard(i)` of a leading dimension). Call it once in a program that passes DTensors to the operators;
+    it imports `torch.distributed.tensor`, which `import mglu_ops` does not.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.experimental import register_sharding
+
+    replicate, rows = Replicate(), Shard(0)
+
+    @register_sharding(pack_masks)
+    def _pack(masks: Any) -> Any:
+        options = [([replicate], [replicate])]
+        if masks.ndim == 3:
+            options.append(([rows], [Shard(1)]))
+        return options
+
+    def layer(outputs_saved: int) -> Callable[..., Any]:
+        def rule(x: Any, weight: Any, packed_masks: Any, activation: Any = None, route_weights: Any = None) -> Any:
+            route = [] if route_weights is None else [replicate]
+            last = x.ndim - 1
+            options = [
+                ([replicate] * (1 + outputs_saved), [replicate, replicate, replicate, *route]),
+                ([Shard(last)] + [Shard(last + 1)] * outputs_saved, [replicate, rows, rows, *route]),
+            ]
+            for dim in range(last):
+                shards = [Shard(dim)] * len(route)
+                options.append(
+                    ([Shard(dim)] + [Shard(dim + 1)] * outputs_saved, [Shard(dim), replicate, replicate, *shards])
+                )
+            return options
+
+        return rule
+
+    register_sharding(forward)(layer(0))
+    register_sharding(forward_train)(layer(2))
+
+    @register_sharding(backward)
+    def _backward_rule(
+        grad_output: Any,
+        x: Any,
+        weight: Any,
+        packed_masks: Any,
+        gates: Any,
+        values: Any,
+        activation: Any,
+        route_weights: Any,
+        needs: Any,
+        logits_dtype: Any,
+    ) -> Any:
+        partial, last = Partial(), x.ndim - 1
+        route = [] if route_weights is None else [replicate]
+
+        def option(grads: list[Any], inputs: list[Any]) -> Any:
+            wanted = (needs[0], needs[1], logits_dtype is not None, needs[2])
+            return [grad if want else replicate for grad, want in zip(grads, wanted, strict=True)], inputs
+
+        options = [
+            option([replicate] * 4, [replicate] * 6 + route),
+            option(
+                [partial, rows, Shard(1), partial],
+                [Shard(last), replicate, rows, rows, Shard(last + 1), Shard(last + 1), *route],
+            ),
+        ]
+        for dim in range(last):
+            token, saved = Shard(dim), Shard(dim + 1)
+            options.append(
+                option(
+                    [token, partial, partial, token],
+                    [token, token, replicate, replicate, saved, saved, *([token] * len(route))],
+                )
+            )
+        return options

@@ -1,0 +1,34 @@
+"""How far a result may be from the float64 oracle: the one table of tolerances, and the one way to compare."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Largest relative error ||result - oracle|| / ||oracle|| by dtype: a few roundings of the format (epsilon / 2 each)
+# through gate, value, activation, product and sum; measured results lie at a third of it.
+BUDGET = {
+    torch.float64: 1e-14,
+    torch.float32: 4e-6,
+    torch.float16: 3e-3,
+    torch.bfloat16: 2.4e-2,
+}
+
+# The design's bar: no more than this many times the error of the naive layer in the same dtype.
+NAIVE_FACTOR = 1.5
+
+
+def relative_error(result: Tensor, oracle: Tensor) -> float:
+    """`||result - oracle|| / ||oracle||` in float64; NaN where either is NaN, 0 for two zero tensors."""
+    assert result.shape == oracle.shape, f"shape {tuple(result.shape)}, oracle {tuple(oracle.shape)}"
+    result, oracle = result.detach().double().cpu(), oracle.detach().double().cpu()
+    norm = oracle.norm()
+    error = (result - oracle).norm()
+    return float(error / norm) if norm > 0 else float(error)
+
+
+def assert_matches(result: Tensor, oracle: Tensor, dtype: torch.dtype | None = None, what: str = "result") -> None:
+    """`result` is within the budget of its dtype (or of `dtype`) of `oracle`."""
+    budget = BUDGET[dtype or result.dtype]
+    error = relative_error(result, oracle)
+    assert error <= budget, f"{what}: relative error {error:.3g} above the budget {budget:.3g}"
