@@ -1,0 +1,41 @@
+"""The Dynamo backend "mglu": Inductor with the pass on, found by its entry point without any import."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.fx import GraphModule
+
+from .fusion import FusionPass
+from .install import config_of, fusion_report, passes_in_slot
+
+_OWN_OPTIONS = ("strict", "assume_binary")
+
+
+def mglu(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Any:
+    """`torch.compile(model, backend="mglu", mode=..., options=...)`.
+
+    Args:
+        gm: the graph.
+        example_inputs: its inputs.
+        mode: as of the Inductor backend ("reduce-overhead", "max-autotune", ...).
+        options: settings of Inductor, and our own `strict` and `assume_binary` (see `mglu_ops.enable_fusion`).
+
+    Returns:
+        The compiled graph. What was fused stands in `mglu_ops.fusion_report()`.
+    """
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+
+    patches: dict[str, Any] = dict(list_mode_options(mode)) if mode else {}
+    patches.update(options or {})
+    own = {name: bool(patches.pop(name)) for name in _OWN_OPTIONS if name in patches}
+    fusion_pass = FusionPass(fusion_report(), before=passes_in_slot(), **own)
+    return compile_fx(gm, example_inputs, config_patches={**patches, **config_of(fusion_pass)})

@@ -1,0 +1,118 @@
+"""The pass: find the layers of a graph, check each, rewrite those that are proved, report all."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph
+
+from .recognise import Recogniser
+from .report import FusionReport, SiteReport, module_path, source_line
+from .rewrite import rewrite
+from .sites import Refusal, Site, check, find_sites
+
+log = logging.getLogger(__name__)
+
+GraphPass = Callable[[Graph], Any]
+
+
+class FusionError(RuntimeError):
+    """Strict mode: a layer was recognised but not fused, or nothing was."""
+
+
+def fuse_graph(graph: Graph, report: FusionReport, *, strict: bool = False, assume_binary: bool = False) -> None:
+    """Rewrite, in place, the MGLU layers of a graph, and add to `report` what became of each.
+
+    Raises:
+        FusionError: under `strict`, if a layer is not fused. The others are.
+    """
+    recogniser = Recogniser(graph)
+    layers, missed = [], []
+    for site in find_sites(graph, recogniser):
+        try:
+            layer = check(graph, recogniser, site, assume_binary)
+        except Refusal as refusal:
+            missed.append(_describe(site, reason=str(refusal)))
+            log.info("%s", missed[-1])
+        else:
+            layers.append(layer)
+            report.fused.append(_describe(site, route="forward_ste" if layer.trains_masks else "forward"))
+            log.debug("%s", report.fused[-1])
+    rewrite(graph, recogniser, layers)
+    report.graphs += 1
+    report.missed.extend(missed)
+    if strict and missed:
+        raise FusionError("strict fusion: " + "; ".join(str(description) for description in missed))
+
+
+def _describe(site: Site, route: str = "", reason: str | None = None) -> SiteReport:
+    term = site.terms[0]
+    return SiteReport(
+        module_path=module_path(site.root),
+        source=source_line(site.root),
+        n_masks=len(site.terms),
+        activation=term.activation,
+        dtype=str(term.gate.dtype).removeprefix("torch."),
+        route=route,
+        reason=reason,
+    )
+
+
+@lru_cache(maxsize=1)
+def _source_hash() -> str:
+    """Of everything that decides what the pass does."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+class FusionPass(CustomGraphPass):
+    """The pass in the form that Inductor's `pre_grad_custom_pass` takes; first come the passes found there before.
+
+    Pickled, it keeps its options and loses its report, so that compile caches and worker processes may carry it.
+    """
+
+    def __init__(
+        self,
+        report: FusionReport,
+        *,
+        strict: bool = False,
+        assume_binary: bool = False,
+        before: Sequence[GraphPass] = (),
+    ) -> None:
+        self.report = report
+        self.strict = strict
+        self.assume_binary = assume_binary
+        self.before = tuple(before)
+
+    def __call__(self, graph: Graph) -> None:
+        for graph_pass in self.before:
+            graph_pass(graph)
+        fuse_graph(graph, self.report, strict=self.strict, assume_binary=self.assume_binary)
+
+    def uuid(self) -> Any | None:
+        """Changes with the sources, the options and the passes that come first; None if one of those has none."""
+        uuids = [graph_pass.uuid() if isinstance(graph_pass, CustomGraphPass) else None for graph_pass in self.before]
+        if any(uuid is None for uuid in uuids):
+            return None
+        return (
+            "mglu_ops",
+            _source_hash(),
+            self.strict,
+            self.assume_binary,
+            tuple(str(uuid) for uuid in uuids),
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.strict, self.assume_binary, self.before)
+
+
+def _rebuild(strict: bool, assume_binary: bool, before: Sequence[GraphPass]) -> FusionPass:
+    return FusionPass(FusionReport(), strict=strict, assume_binary=assume_binary, before=before)

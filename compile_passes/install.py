@@ -1,0 +1,119 @@
+"""Turning the pass on and off for plain `torch.compile(model)`.
+
+Inductor has one slot for passes at this level, which other libraries use too: what stands there is run first, and put
+back afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch._inductor.config as inductor_config
+
+from .fusion import FusionError, FusionPass, GraphPass
+from .report import FusionReport
+
+log = logging.getLogger(__name__)
+
+_lock = threading.RLock()
+_global_report = FusionReport()
+_enabled: tuple[FusionPass, dict[str, Any]] | None = None
+
+
+def passes_in_slot() -> list[GraphPass]:
+    """The passes of others in Inductor's slot, in order: one callable, or since torch 2.13 a list."""
+    slot: Any = inductor_config.pre_grad_custom_pass
+    found: list[GraphPass] = []
+    for graph_pass in slot if isinstance(slot, (list, tuple)) else [slot]:
+        if isinstance(graph_pass, FusionPass):
+            found.extend(graph_pass.before)
+        elif graph_pass is not None:
+            found.append(graph_pass)
+    return found
+
+
+def config_of(fusion_pass: FusionPass) -> dict[str, Any]:
+    """The Inductor settings that put a pass to work.
+
+    Where torch lets a pass run before or after the look-up in the compile cache, ours runs before: a warm start then
+    reports what it runs just as a cold one, and the cache is keyed by the fused graph.
+    """
+    settings: dict[str, Any] = {"pre_grad_custom_pass": fusion_pass}
+    if hasattr(inductor_config, "pre_grad_pass_timing"):
+        settings["pre_grad_pass_timing"] = "early"
+    return settings
+
+
+def fusion_report() -> FusionReport:
+    """The sites met by all compilations under `enable_fusion` and `backend="mglu"` in this process."""
+    return _global_report
+
+
+def enable_fusion(*, strict: bool = False, assume_binary: bool = False) -> FusionReport:
+    """Fuse MGLU layers in every `torch.compile` with the Inductor backend from now on.
+
+    Args:
+        strict: raise `FusionError` while compiling if a layer is recognised but cannot be fused.
+        assume_binary: also fuse masks that are real tensors, trusting them to hold 0 and 1 only; `mglu::pack_masks`
+            then checks their values at run time.
+
+    Returns:
+        The report that `fusion_report()` gives, which grows with each compilation.
+
+    Models that were compiled before stay as they are; call `torch._dynamo.reset()` to have them compiled anew.
+    A second call replaces the options of the first.
+    """
+    global _enabled
+    with _lock:
+        disable_fusion()
+        fusion_pass = FusionPass(_global_report, strict=strict, assume_binary=assume_binary, before=passes_in_slot())
+        settings = config_of(fusion_pass)
+        saved = {name: getattr(inductor_config, name) for name in settings}
+        for name, value in settings.items():
+            setattr(inductor_config, name, value)
+        _enabled = (fusion_pass, saved)
+    return _global_report
+
+
+def disable_fusion() -> None:
+    """Undo `enable_fusion`: put back what stood in Inductor's slot. Without effect if fusion is not enabled."""
+    global _enabled
+    with _lock:
+        if _enabled is None:
+            return
+        fusion_pass, saved = _enabled
+        _enabled = None
+        if inductor_config.pre_grad_custom_pass is not fusion_pass:
+            log.warning(
+                "disable_fusion: another library has changed torch._inductor.config.pre_grad_custom_pass since "
+                "enable_fusion; it is left as it is"
+            )
+            return
+        for name, value in saved.items():
+            setattr(inductor_config, name, value)
+
+
+@contextmanager
+def fusion(*, strict: bool = False, assume_binary: bool = False) -> Iterator[FusionReport]:
+    """`enable_fusion` for the compilations inside a `with` block, with a report of their own.
+
+    `torch.compile` compiles at the first call, so that call belongs inside the block.
+
+        with mglu_ops.fusion(strict=True) as report:
+            torch.compile(model)(x)
+        print(report)
+
+    Raises:
+        FusionError: under `strict`, when a layer was recognised but not fused (while compiling, as the cause of
+            torch's error), or when the block ends with nothing fused.
+    """
+    report = FusionReport()
+    fusion_pass = FusionPass(report, strict=strict, assume_binary=assume_binary, before=passes_in_slot())
+    with inductor_config.patch(config_of(fusion_pass)):
+        yield report
+    if strict and not report.fused:
+        raise FusionError(f"strict fusion: nothing was fused ({report.graphs} graphs compiled in the block)")

@@ -1,0 +1,324 @@
+"""The layers of a graph, and the checks that decide whether one may be fused.
+
+The graph before autograd is neither functional nor normalised, so that equal expressions need not hold equal values.
+A site is fused only if all of this holds, each refusal having its reason in words:
+
+1. *One x, one weight.* All terms read the same x and the same weight: the same node, or the same expression of nodes
+   that nothing mutates meanwhile.
+2. *Complementary binary masks.* Gate factor and value factor, as functions of one binary tensor, are M and 1 - M at
+   both of its values (`values.Binary`). The tensor is binary by dtype, as a comparison, or as the straight-through
+   form of one; a real tensor only under `assume_binary`, where `mglu::pack_masks` checks it at run time.
+3. *The same gradient.* Where the mask carries one, both factors have slope +1 and -1 in the same tensor, whose
+   gradient the operator returns; autograd then goes on from that tensor as it did before.
+4. *The same shapes and dtype.* Masks have the weight's shape (no broadcast); the result has the dtype of the
+   projections. Operands of another dtype (autocast) are cast as the projections cast them.
+5. *No interference.* Between the first node that the layer reads and its result, nothing outside it mutates what it
+   reads or computes, nothing in it is read after an in-place node has overwritten it, and no change of the grad mode
+   or of autocast falls between.
+6. *Nothing computed is asked for elsewhere.* Gates, values and products have no other users (masks may).
+7. *No functorch transform is recorded in the graph.*
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from .recognise import Recogniser
+from .symbols import as_call, example, is_inplace_name, is_inplace_operator, tensor_example
+from .values import Activated, Gated, Mask, Projection, Stacked, Term
+
+MAX_MASKS = 16
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_FUNCTORCH_MARKS = ("_increment_nesting", "_jvp_", "_enter_dual_level")
+_MODE_SWITCHES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode")
+
+
+class Refusal(Exception):  # noqa: N818 (a result, not an error)
+    """Why a site is not fused, in words for the user."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """A layer as the graph spells it: a node whose value is a sum of gated terms."""
+
+    root: Node
+    terms: tuple[Term, ...]
+
+    @property
+    def gates(self) -> Iterator[Projection]:
+        return (term.gate for term in self.terms)
+
+    @property
+    def projections(self) -> Iterator[Projection]:
+        for term in self.terms:
+            yield term.gate
+            yield term.value
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A site that may be fused, with all that the rewrite needs."""
+
+    site: Site
+    x: Node
+    weight: Node
+    transposed: bool
+    masks: tuple[tuple[Mask, bool], ...]
+    """Each mask, and whether the gate takes its complement."""
+    activation: str
+    dtype: torch.dtype
+    trains_masks: bool
+    interior: tuple[Node, ...]
+    """The nodes of the spelling, in the order of the graph: what the fused operator replaces."""
+
+
+def find_sites(graph: Graph, recogniser: Recogniser) -> list[Site]:
+    """The maximal sums of gated terms of a graph, in its order."""
+    sites = []
+    for node in graph.nodes:
+        value = recogniser.value(node)
+        if isinstance(value, Gated) and not all(_continues(recogniser, user) for user in node.users):
+            sites.append(Site(node, value.terms))
+    return sites
+
+
+def _continues(recogniser: Recogniser, node: Node) -> bool:
+    """Whether `node` carries a site on: a longer sum of it, or a stack that is summed."""
+    value = recogniser.value(node)
+    if isinstance(value, Stacked):
+        return bool(node.users) and all(isinstance(recogniser.value(user), Gated) for user in node.users)
+    return isinstance(value, Gated)
+
+
+def check(graph: Graph, recogniser: Recogniser, site: Site, assume_binary: bool) -> Layer:
+    """The layer at a site.
+
+    Raises:
+        Refusal: it is not proved to be MGLU, or may not be replaced.
+    """
+    if _under_functorch(graph):
+        raise Refusal("the graph records a functorch transform (torch.func.grad, vmap or jvp)")
+    if len(site.terms) > MAX_MASKS:
+        raise Refusal(f"the sum has {len(site.terms)} masks, the operator takes at most {MAX_MASKS}")
+    _check_operands(recogniser, site)
+    masks = tuple(_check_masks(term, assume_binary) for term in site.terms)
+    trained = [mask.straight_through is not None and _records_gradient(site.root) for mask, _ in masks]
+    for (mask, _), carries in zip(masks, trained, strict=True):
+        if carries and mask.proof is None:
+            raise Refusal(f"mask `{mask.bits.name}` requires a gradient but is not a straight-through mask of logits")
+    if any(trained):
+        if not all(trained):
+            raise Refusal("some masks carry a gradient and some do not; a layer must have one kind")
+        for term, (_, complement) in zip(site.terms, masks, strict=True):
+            _check_slopes(term, -1 if complement else 1)
+    first = site.terms[0].gate
+    assert isinstance(first.weight, Node)
+    layer = Layer(
+        site=site,
+        x=first.x,
+        weight=first.weight,
+        transposed=first.transposed,
+        masks=masks,
+        activation=site.terms[0].activation,
+        dtype=_check_dtypes(site, first),
+        trains_masks=any(trained),
+        interior=_interior(graph, site),
+    )
+    _check_users(recogniser, layer)
+    _check_mutation(graph, layer)
+    return layer
+
+
+def _under_functorch(graph: Graph) -> bool:
+    names = (getattr(node.target, "__name__", "") for node in graph.nodes if node.op == "call_function")
+    return any(mark in name for name in names for mark in _FUNCTORCH_MARKS)
+
+
+def _check_operands(recogniser: Recogniser, site: Site) -> None:
+    first = site.terms[0].gate
+    for projection in site.projections:
+        if projection.problem:
+            raise Refusal(projection.problem)
+        if not isinstance(projection.weight, Node):
+            raise Refusal(
+                "gate and value multiply the weight by two tensors that are not recognised as a mask and its "
+                "complement; write the second as 1 - mask (or ~mask for a bool mask)"
+            )
+        if recogniser.key(projection.x) != recogniser.key(first.x):
+            raise Refusal("gate and value project different inputs")
+        if recogniser.key(projection.weight) != recogniser.key(first.weight):
+            raise Refusal("gate and value mask different weights")
+        if projection.transposed != first.transposed:
+            raise Refusal("gate and value use the weight in different orientations")
+
+
+def _check_masks(term: Term, assume_binary: bool) -> tuple[Mask, bool]:
+    """The mask of a term, and whether its gate takes the complement."""
+    gate, value = term.gate.factor, term.value.factor
+    if gate is None or value is None:
+        unmasked = "gate" if gate is None else "value"
+        raise Refusal(f"the {unmasked} is not masked: MGLU masks the gate by M and the value by 1 - M")
+    if gate.mask.key != value.mask.key:
+        raise Refusal("gate and value use two different masks; the value's must be 1 - M of the gate's M")
+    if gate.is_gate(1) and value.is_gate(-1):
+        complement = False
+    elif gate.is_gate(-1) and value.is_gate(1):
+        complement = True
+    else:
+        raise Refusal(
+            f"the masks are not complementary: for M = 0 and 1 the gate takes {gate.at} and the value {value.at} "
+            "of the weight, must be (0, 1) and (1, 0)"
+        )
+    mask = gate.mask if gate.mask.straight_through is not None else value.mask
+    _check_mask_shape(term, mask)
+    if mask.proof is None and not assume_binary:
+        raise Refusal(
+            f"mask `{mask.bits.name}` is a real tensor ({_describe(mask.bits)}) that nothing proves to be binary; make "
+            "it bool, derive it by a comparison, or pass assume_binary=True (packing then checks its values)"
+        )
+    return mask, complement
+
+
+def _records_gradient(node: Node) -> bool:
+    """Whether tracing saw the node in a graph of gradients (not so under no_grad, whatever the parameters require)."""
+    value = tensor_example(node)
+    return value is not None and value.requires_grad
+
+
+def _check_slopes(term: Term, sign: int) -> None:
+    gate, value = term.gate.factor, term.value.factor
+    if gate is None or value is None:
+        raise AssertionError("the masks are checked first")
+    if gate.mask.straight_through != value.mask.straight_through:
+        raise Refusal("gate and value take the mask's gradient through different tensors")
+    if not gate.passes_gradient(sign) or not value.passes_gradient(-sign):
+        raise Refusal(
+            "the mask's gradient does not pass straight through both gate and value (a comparison, detach or power "
+            "of the mask stands between)"
+        )
+
+
+def _check_mask_shape(term: Term, mask: Mask) -> None:
+    weight, bits = tensor_example(term.gate.weight), tensor_example(mask.bits)
+    if weight is None or bits is None or weight.shape != bits.shape:
+        shape = "unknown" if bits is None else list(bits.shape)
+        raise Refusal(
+            f"mask `{mask.bits.name}` has shape {shape}, must be the weight's; a per-channel mask is not MGLU"
+        )
+
+
+def _describe(node: Node) -> str:
+    value = tensor_example(node)
+    return "unknown" if value is None else f"{value.dtype}".removeprefix("torch.")
+
+
+def _check_dtypes(site: Site, first: Projection) -> torch.dtype:
+    """The dtype of the layer: that of its projections, which its result must have too."""
+    x, weight, root = (tensor_example(node) for node in (first.x, first.weight, site.root))
+    if x is None or weight is None or root is None:
+        raise Refusal("tracing recorded no example of an operand's dtype")
+    if root.dtype not in _FLOATING:
+        raise Refusal(f"the result is {root.dtype}; the operator takes float16, bfloat16, float32 and float64")
+    for projection in site.projections:
+        if projection.dtype != root.dtype:
+            raise Refusal(f"the projections are {projection.dtype} and the result {root.dtype}; cast it after the sum")
+    if weight.dim() != 2 or x.dim() < 1:
+        raise Refusal(f"the weight has {weight.dim()} dimensions, must be a matrix")
+    return root.dtype
+
+
+def _interior(graph: Graph, site: Site) -> tuple[Node, ...]:
+    """The nodes between a site's leaves and its root, root included."""
+    leaves = {node for projection in site.projections for node in (projection.x, projection.weight)}
+    seen: set[Node] = set()
+    stack = [site.root]
+    while stack:
+        node = stack.pop()
+        if node in seen or node in leaves or as_call(node) is None:
+            continue
+        seen.add(node)
+        stack.extend(node.all_input_nodes)
+    return tuple(node for node in graph.nodes if node in seen)
+
+
+def _check_users(recogniser: Recogniser, layer: Layer) -> None:
+    interior = set(layer.interior)
+    for node in layer.interior:
+        if node is layer.site.root or not isinstance(recogniser.value(node), (Projection, Activated, Gated, Stacked)):
+            continue
+        for user in node.users:
+            if user not in interior:
+                raise Refusal(f"`{node.name}`, inside the layer, is also used by `{user.name}`")
+
+
+def _check_mutation(graph: Graph, layer: Layer) -> None:
+    interior, root = set(layer.interior), layer.site.root
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    leaves = {
+        layer.x,
+        layer.weight,
+        *(node for inner in interior for node in inner.all_input_nodes),
+    } - interior
+    touched = {storage for node in interior | leaves for storage in _storages(node)}
+    first = min(order[node] for node in interior)
+    for node in graph.nodes:
+        if not first <= order[node] <= order[root]:
+            continue
+        name = getattr(node.target, "__name__", "")
+        if node.op == "call_function" and name in _MODE_SWITCHES:
+            raise Refusal(f"`{name}` stands inside the layer")
+        written = [target for target in _written(node) if _storages(target) & touched or example(target) is None]
+        for target in written:
+            if node not in interior or target not in interior:
+                raise Refusal(f"`{node.name}` writes in place to `{target.name}`, which the layer reads")
+            _check_overwritten(node, _storages(target), interior | leaves, order)
+
+
+def _check_overwritten(writer: Node, storages: set[Any], nodes: set[Node], order: dict[Node, int]) -> None:
+    """After an in-place node, what it overwrote is read through that node only."""
+    for node in nodes:
+        if node is writer or order[node] > order[writer] or not _storages(node) & storages:
+            continue
+        if any(order[user] > order[writer] for user in node.users):
+            raise Refusal(f"`{node.name}` is read after `{writer.name}` has overwritten it")
+
+
+def _storages(node: Node) -> set[Any]:
+    """The identities of the storages that a node's value lives in."""
+    value = example(node)
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return {item.untyped_storage()._cdata for item in values if isinstance(item, torch.Tensor)}
+
+
+def _written(node: Node) -> list[Node]:
+    """The inputs that a node may write to. What is not known to be harmless counts as writing to all."""
+    inputs = node.all_input_nodes
+    if node.op in ("placeholder", "get_attr", "output"):
+        return []
+    first = inputs[:1]
+    out = node.kwargs.get("out")
+    outs = [out] if isinstance(out, Node) else []
+    target: Any = node.target
+    if node.op == "call_method":
+        return first + outs if is_inplace_name(str(target)) or target == "__setitem__" else outs
+    if node.op == "call_module" or isinstance(target, torch._ops.HigherOrderOperator):
+        return inputs
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return inputs if _schema_writes(target) else []
+    if is_inplace_operator(target) or is_inplace_name(getattr(target, "__name__", "")):
+        return first + outs
+    if node.kwargs.get("inplace") or getattr(target, "__name__", "") == "setitem":
+        return first + outs
+    module = getattr(target, "__module__", None) or "torch"
+    known = module.split(".")[0] in ("torch", "_operator", "builtins", "math", "operator")
+    return outs if known else inputs
+
+
+def _schema_writes(op: torch._ops.OpOverload | torch._ops.OpOverloadPacket) -> bool:
+    overloads = [op] if isinstance(op, torch._ops.OpOverload) else [getattr(op, name) for name in op.overloads()]
+    return any(overload._schema.is_mutable for overload in overloads)
