@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .activations import ACTIVATIONS, get_activation
 from .masks import MAX_MASKS, check_layout
+from .sizes import same_sizes
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FLOATING_NAMES = "float16, bfloat16, float32 or float64"
@@ -25,7 +26,7 @@ def check_inputs(x: Tensor, weight: Tensor, activation: str) -> None:
         raise ValueError("x: got a scalar, must be [..., in_features]")
     if weight.dim() != 2:
         raise ValueError(f"weight: got shape {list(weight.shape)}, must be [out_features, in_features]")
-    if x.shape[-1] != weight.shape[1]:
+    if not same_sizes(x.shape[-1:], weight.shape[1:]):
         raise ValueError(
             f"x: got last size {x.shape[-1]} (shape {list(x.shape)}), must be weight's in_features {weight.shape[1]}"
         )
@@ -47,7 +48,7 @@ def check_logits(weight: Tensor, mask_logits: Tensor) -> None:
     if mask_logits.dtype not in FLOATING:
         raise TypeError(f"mask_logits: got dtype {mask_logits.dtype}, must be {_FLOATING_NAMES}")
     shape = mask_logits.shape
-    if len(shape) != 3 or shape[1:] != weight.shape:
+    if len(shape) != 3 or not same_sizes(shape[1:], weight.shape):
         raise ValueError(
             f"mask_logits: got shape {list(shape)}, must be [n_masks, out_features, in_features] = "
             f"[n_masks, {weight.shape[0]}, {weight.shape[1]}]"
@@ -65,9 +66,7 @@ def check_route_weights(x: Tensor, n_masks: int, route_weights: Tensor | None) -
     if route_weights.dtype not in FLOATING:
         raise TypeError(f"route_weights: got dtype {route_weights.dtype}, must be {_FLOATING_NAMES}")
     expected = [*x.shape[:-1], n_masks]
-    if len(route_weights.shape) != len(expected) or any(
-        got != want for got, want in zip(route_weights.shape, expected, strict=True)
-    ):
+    if not same_sizes(route_weights.shape, expected):
         raise ValueError(
             f"route_weights: got shape {list(route_weights.shape)}, must be x's leading sizes and n_masks, {expected}"
         )

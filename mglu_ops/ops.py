@@ -26,10 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
+from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from . import checks, dispatch
-from .masks import MAX_MASKS, binary_masks, check_layout, pack, packed_width, unpack
+from .masks import binary_masks, check_layout, check_masks, pack, packed_width, unpack
+from .sizes import same_sizes
 
 _lib = torch.library.Library("mglu", "DEF")
 
@@ -75,13 +78,8 @@ def _pack_masks(masks: Tensor) -> Tensor:
 
 @_fake("pack_masks")
 def _pack_masks_fake(masks: Tensor) -> Tensor:
-    if masks.dim() == 2:
-        masks = masks.unsqueeze(0)
-    elif masks.dim() != 3:
-        binary_masks(masks)
-    n_masks, out_features, in_features = masks.shape
-    torch._check(n_masks >= 1, lambda: f"masks: got n_masks={n_masks}, must be 1 to {MAX_MASKS}")
-    torch._check(n_masks <= MAX_MASKS, lambda: f"masks: got n_masks={n_masks}, must be 1 to {MAX_MASKS}")
+    check_masks(masks)
+    n_masks, out_features, in_features = masks.shape if masks.dim() == 3 else (1, *masks.shape)
     return masks.new_empty((out_features, packed_width(in_features), n_masks), dtype=torch.uint8)
 
 
@@ -245,7 +243,7 @@ def _check_backward(
     result = (*x.shape[:-1], weight.shape[0])
     saved = (packed_masks.shape[2], *result)
     for name, tensor, shape in (("grad_output", grad_output, result), ("gates", gates, saved), ("values", values, saved)):
-        if len(tensor.shape) != len(shape) or any(a != b for a, b in zip(tensor.shape, shape, strict=True)):
+        if not same_sizes(tensor.shape, shape):
             raise ValueError(f"{name}: got shape {list(tensor.shape)}, must be {list(shape)}")
         if tensor.dtype != x.dtype:
             raise TypeError(f"{name}: got dtype {tensor.dtype}, must be x's dtype {x.dtype}")
@@ -266,8 +264,8 @@ class _Layer(torch.autograd.Function):
         packed_masks: Tensor | None,
         activation: str,
         route_weights: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd(), _outer_gradients():
             if mask_logits is not None:
                 _check_ste(x, weight, mask_logits, activation, route_weights)
                 packed_masks = pack_masks(mask_logits > 0)
@@ -275,12 +273,11 @@ class _Layer(torch.autograd.Function):
         ctx.save_for_backward(x, weight, packed_masks, gates, values, route_weights)
         ctx.activation = activation
         ctx.logits_dtype = mask_logits.dtype if mask_logits is not None else None
-        ctx.mark_non_differentiable(packed_masks)
-        return result, packed_masks
+        ctx.mark_non_differentiable(packed_masks, gates, values)
+        return result, packed_masks, gates, values
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_output: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, weight, packed_masks, gates, values, route_weights = ctx.saved_tensors
         needs_x, needs_weight, needs_logits, _, _, needs_route = ctx.needs_input_grad
         grads = backward(
@@ -302,6 +299,48 @@ class _Layer(torch.autograd.Function):
         return grad_x, grad_weight, grad_logits, None, None, grad_route
 
 
+class _LayerBackward(torch.autograd.Function):
+    """backward, tied under `create_graph=True` to a node that raises: its results must not pass for constants."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd(), _outer_gradients():
+            return backward(*args)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError("mglu::backward: a second derivative of MGLU is not implemented")
+
+
+def _outer_gradients() -> torch.set_grad_enabled:
+    """Inside `Function.forward`, which turns gradients off: the levels of functorch below this one may want theirs."""
+    return torch.set_grad_enabled(torch._C._are_functorch_transforms_active())
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply`, under functorch's transforms too.
+
+    They call the Autograd kernel of an op one level at a time, as for ATen's ops. `Function.apply` cannot know that
+    it is in such a kernel, and refuses; the class below it is what functorch itself calls for one level.
+    """
+    if not torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    with enable_single_level_autograd_function():
+        return super(torch.autograd.Function, function).apply(*args)
+
+
+def _needs_gradient(*args: Any) -> bool:
+    """Whether autograd has to know of this call; refuses, rather than drops, a tangent of forward-mode AD."""
+    if forward_ad._current_level >= 0:
+        for arg in args:
+            if isinstance(arg, Tensor) and forward_ad.unpack_dual(arg, level=0).tangent is not None:
+                raise NotImplementedError(
+                    "mglu: forward-mode AD (torch.func.jvp, jacfwd, dual_level) is not implemented; "
+                    "use reverse mode (backward, torch.func.grad, vjp, jacrev)"
+                )
+    return torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
+
+
 @_kernel("forward", "Autograd")
 def _forward_autograd(
     x: Tensor,
@@ -310,8 +349,8 @@ def _forward_autograd(
     activation: str = "silu",
     route_weights: Tensor | None = None,
 ) -> Tensor:
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(x, weight, route_weights):
-        return _Layer.apply(x, weight, None, packed_masks, activation, route_weights)[0]
+    if _needs_gradient(x, weight, route_weights):
+        return _apply(_Layer, x, weight, None, packed_masks, activation, route_weights)[0]
     with torch._C._AutoDispatchBelowAutograd():
         return forward(x, weight, packed_masks, activation, route_weights)
 
@@ -324,22 +363,34 @@ def _forward_ste_autograd(
     activation: str = "silu",
     route_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(x, weight, mask_logits, route_weights):
-        return _Layer.apply(x, weight, mask_logits, None, activation, route_weights)
+    if _needs_gradient(x, weight, mask_logits, route_weights):
+        return _apply(_Layer, x, weight, mask_logits, None, activation, route_weights)[:2]
     with torch._C._AutoDispatchBelowAutograd():
         return forward_ste(x, weight, mask_logits, activation, route_weights)
 
 
-def _no_gradient(op: Any, hint: str) -> Callable[..., Any]:
-    """An Autograd kernel of an op that is below autograd: refuses, rather than cut, a gradient."""
+@_kernel("forward_train", "Autograd")
+def _forward_train_autograd(
+    x: Tensor,
+    weight: Tensor,
+    packed_masks: Tensor,
+    activation: str = "silu",
+    route_weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Differentiable in its result, for a level of functorch above this one; gates and values are constants."""
+    if _needs_gradient(x, weight, route_weights):
+        result, _, gates, values = _apply(_Layer, x, weight, None, packed_masks, activation, route_weights)
+        return result, gates, values
+    with torch._C._AutoDispatchBelowAutograd():
+        return forward_train(x, weight, packed_masks, activation, route_weights)
 
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs):
-            raise RuntimeError(f"{op}: has no gradient of its own; {hint}")
-        with torch._C._AutoDispatchBelowAutograd():
-            return op(*args, **kwargs)
 
-    return kernel
+@_kernel("backward", "Autograd")
+def _backward_autograd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if _needs_gradient(*args):
+        return _apply(_LayerBackward, *args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return backward(*args)
 
 
 def _without_autograd(op: Any) -> Callable[..., Any]:
@@ -354,8 +405,6 @@ def _without_autograd(op: Any) -> Callable[..., Any]:
 
 _kernel("pack_masks", "Autograd")(_without_autograd(pack_masks))
 _kernel("unpack_masks", "Autograd")(_without_autograd(unpack_masks))
-_kernel("forward_train", "Autograd")(_no_gradient(forward_train, "call mglu::forward, which differentiates"))
-_kernel("backward", "Autograd")(_no_gradient(backward, "a second derivative of MGLU is not implemented"))
 
 
 # --- Autocast: as F.linear does, x and weight go to the autocast dtype; logits are only compared, and stay -------------
@@ -405,16 +454,27 @@ def _batched(tensor: Tensor, dim: int | None, batch_size: int) -> Tensor:
     return tensor.unsqueeze(0).expand(batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
+def _entry(tensor: Tensor, dim: int, index: int, size: int) -> Tensor:
+    """One of the batch; of an empty batch a stand-in, which gives the results' shapes."""
+    return tensor.select(dim, index) if size else tensor.new_zeros(tensor.movedim(dim, 0).shape[1:])
+
+
 def _vmap_loop(op: Any) -> Callable[..., Any]:
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        def pick(i: int) -> list[Any]:
-            return [arg if dim is None else arg.select(dim, i) for arg, dim in zip(args, in_dims, strict=True)]
+        size = info.batch_size
 
-        results = [op(*pick(i)) for i in range(info.batch_size)]
+        def pick(i: int) -> list[Any]:
+            batched = [isinstance(arg, Tensor) and dim is not None for arg, dim in zip(args, in_dims, strict=True)]
+            return [
+                _entry(arg, dim, i, size) if has else arg
+                for arg, dim, has in zip(args, in_dims, batched, strict=True)
+            ]
+
+        results = [op(*pick(i)) for i in range(max(size, 1))]
         if isinstance(results[0], tuple):
-            stacked = tuple(torch.stack(part) for part in zip(*results, strict=True))
+            stacked = tuple(torch.stack(part)[:size] for part in zip(*results, strict=True))
             return stacked, (0,) * len(stacked)
-        return torch.stack(results), 0
+        return torch.stack(results)[:size], 0
 
     return rule
 

@@ -1,0 +1,41 @@
+# `make demo` and `make test` set up all they need in .venv; the gpu targets use the python3 that is there.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO_ARGS ?=
+GPU_ENV := MGLU_REQUIRE_GPU=1
+
+.PHONY: demo test lint types unit gpu-test gpu-bench clean
+
+demo: $(VENV)/.ready
+	$(BIN)/python -m mglu_ops demo $(DEMO_ARGS)
+
+test: lint types unit
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.ready
+	$(BIN)/mypy
+
+unit: $(VENV)/.ready
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+# No network, no environment of our own: installs the project itself into the python3 at hand, and nothing else.
+gpu-install:
+	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --no-index --editable .
+
+gpu-test: gpu-install
+	$(GPU_ENV) $(PYTHON) -m pytest -m gpu tests
+
+gpu-bench: gpu-install
+	$(GPU_ENV) $(PYTHON) -m mglu_ops bench --out benchmarks/results
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,81 @@
+"""The command line of the demo. Light to import: nothing of training, compiling or plotting a bar is loaded here."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..masks import MAX_MASKS
+from .errors import Disagreement, OptionError
+
+if TYPE_CHECKING:
+    from .settings import Settings
+
+DESCRIPTION = (
+    "Trains a small byte-level language model with masked gated linear units through the fusion pass, beside a "
+    "SwiGLU model of the same sizes; compares the fused model with the naive one, freezes it, generates text, "
+    "exports it with AOTInductor, loads that back, and prints one table. Exits with 1 if anything disagrees."
+)
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `demo` to the commands."""
+    parser = subparsers.add_parser("demo", help="train, freeze, export and compare in one go", description=DESCRIPTION)
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", help="train on FILE (default: Python's language reference)"
+    )
+    parser.add_argument("--steps", type=_at_least(1), metavar="N", help="training steps of each model")
+    parser.add_argument("--n-masks", type=_at_least(1), default=4, metavar="N", help="masks a layer (default: 4)")
+    parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, data order and sampling")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
+    sizes = parser.add_argument_group("sizes (default: by device)")
+    sizes.add_argument("--layers", type=_at_least(1), metavar="N", help="decoder blocks")
+    sizes.add_argument("--width", type=_at_least(1), metavar="N", help="model width, a multiple of 32")
+    sizes.add_argument("--context", type=_at_least(2), metavar="N", help="bytes of context")
+    sizes.add_argument("--batch", type=_at_least(1), metavar="N", help="sequences a step")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the demo; its exit code."""
+    try:
+        settings = _settings(options)
+        if importlib.util.find_spec("tqdm") is None:
+            raise OptionError('the demo shows its progress with tqdm, which is missing: pip install "mglu-ops[demo]"')
+        from .run import run_demo
+
+        run_demo(settings)
+    except OptionError as error:
+        print(f"python -m mglu_ops demo: error: {error}", file=sys.stderr)
+        return 2
+    except Disagreement as error:
+        print(f"\nFAILED: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    from .settings import choose
+
+    if options.n_masks > MAX_MASKS:
+        raise OptionError(f"--n-masks: got {options.n_masks}, must be 1 to {MAX_MASKS}")
+    if options.json is not None and not options.json.resolve().parent.is_dir():
+        raise OptionError(f"--json: {options.json.resolve().parent} is not a directory")
+    return choose(options)
+
+
+def _at_least(minimum: int) -> Any:
+    def number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"got {text!r}, must be a whole number") from None
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"got {value}, must be at least {minimum}")
+        return value
+
+    return number

@@ -1,0 +1,54 @@
+"""The frozen model as an AOTInductor package, and back."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.export import Dim
+
+from .agreement import OUTPUT_BUDGET, relative_error
+from .errors import require
+from .settings import Settings
+from .text import Corpus
+from .train import Forward
+
+
+def export(model: nn.Module, settings: Settings, folder: str) -> Forward:
+    """Export `model` for any batch and any tokens up to the context, write the package to `folder`, load it back."""
+    sizes = settings.sizes
+    example = torch.zeros(2, sizes.context, dtype=torch.int64, device=settings.device)
+    dynamic = {"tokens": {0: Dim("batch", min=1, max=1024), 1: Dim("tokens", min=1, max=sizes.context)}}
+    with torch.no_grad():
+        program = torch.export.export(model, (example,), dynamic_shapes=dynamic)
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(Path(folder) / "model.pt2"))
+    return torch._inductor.aoti_load_package(path)
+
+
+def package_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder for the package that is gone afterwards, with what the loader still holds open."""
+    return tempfile.TemporaryDirectory(prefix="mglu-demo-", ignore_cleanup_errors=True)
+
+
+@torch.no_grad()
+def check_package(package: Forward, model: nn.Module, corpus: Corpus, settings: Settings) -> float:
+    """The largest relative error of the package's logits against the model's, over several shapes.
+
+    Raises:
+        Disagreement: it is above the budget.
+    """
+    sizes, largest = settings.sizes, 0.0
+    for batch, tokens in ((1, 1), (1, sizes.context), (2, sizes.context // 2 + 1), (3, sizes.context)):
+        inputs = corpus.held_out.repeat(1 + batch * tokens // len(corpus.held_out))[: batch * tokens]
+        inputs = inputs.view(batch, tokens).to(settings.device)
+        error = relative_error(package(inputs), model(inputs))
+        budget = OUTPUT_BUDGET[settings.dtype]
+        require(
+            error <= budget,
+            f"the exported package differs from the frozen model by {error:.2e} for {batch} x {tokens} tokens; "
+            f"the budget is {budget:.0e}",
+        )
+        largest = max(largest, error)
+    return largest

@@ -1,0 +1,248 @@
+"""The demo from text to table, one stage after the other. A stage that finds a disagreement raises it."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import mglu_ops
+import mglu_ops.nn
+
+from . import agreement, text
+from .errors import require
+from .export import check_package, export, package_folder
+from .generate import PROMPT, generate
+from .model import LanguageModel, gated_projections
+from .settings import Settings
+from .table import Row, render
+from .timing import COMPILED, FUSED, NAIVE, SWIGLU, compiled, time_steps, time_token
+from .train import Forward, perplexity, train
+
+GENERATED = 240
+
+
+@dataclass
+class Demo:
+    """A run: what it is given, and the results that its stages leave (`results` is what `--json` writes)."""
+
+    settings: Settings
+    corpus: text.Corpus
+    naive: nn.Module
+    swiglu: nn.Module
+    results: dict[str, Any] = field(default_factory=dict)
+    start: float = field(default_factory=time.perf_counter)
+
+    def say(self, words: str) -> None:
+        """Print the beginning of a stage with the seconds so far."""
+        print(f"[{time.perf_counter() - self.start:5.0f} s] {words}", flush=True)
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """The batch that comparisons and timings share."""
+        sizes, device = self.settings.sizes, self.settings.device
+        (pair,) = self.corpus.train_batches(sizes.batch, sizes.context, 1, self.settings.seed + 1)
+        return pair[0].to(device), pair[1].to(device)
+
+
+def run_demo(settings: Settings) -> dict[str, Any]:
+    """Run every stage and print the table; the results.
+
+    Raises:
+        OptionError: the text cannot be used.
+        Disagreement: two results that must agree do not, or a model did not learn.
+    """
+    start = time.perf_counter()
+    demo = _begin(settings)
+    demo.start = start
+    demo.say(_describe(demo))
+    fused = _fuse_and_train(demo)
+    frozen = _evaluate(demo, fused)
+    deployed = {name: _deployed(model, settings) for name, model in _named(demo, frozen).items()}
+    with package_folder() as folder:
+        package = _deploy(demo, deployed[FUSED], folder)
+        _time(demo, deployed, package)
+        del package
+    demo.results["seconds"] = time.perf_counter() - demo.start
+    print("\n" + _table(demo.results), flush=True)
+    print(f"\nEverything agrees. {demo.results['seconds']:.0f} s in all.", flush=True)
+    if settings.json is not None:
+        settings.json.write_text(json.dumps(demo.results, indent=2) + "\n")
+    return demo.results
+
+
+def _begin(settings: Settings) -> Demo:
+    corpus = text.load(settings.text, settings.sizes.context)
+
+    def build(gated: Any) -> nn.Module:
+        torch.manual_seed(settings.seed)
+        return LanguageModel(settings.sizes, gated).to(settings.device)
+
+    return Demo(
+        settings,
+        corpus,
+        naive=build(lambda inputs, outputs: mglu_ops.nn.NaiveMGLU(inputs, outputs, n_masks=settings.n_masks)),
+        swiglu=build(lambda inputs, outputs: mglu_ops.nn.GLU(inputs, outputs, activation="silu")),
+    )
+
+
+def _describe(demo: Demo) -> str:
+    sizes, settings = demo.settings.sizes, demo.settings
+    demo.results["settings"] = {
+        **asdict(sizes),
+        "n_masks": settings.n_masks,
+        "device": str(settings.device),
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "seed": settings.seed,
+        "text": demo.corpus.name,
+    }
+    return (
+        f"{demo.corpus.name}: {len(demo.corpus.train):,} bytes to train, {len(demo.corpus.held_out):,} held out; "
+        f"{sizes.layers} layers, width {sizes.width}, feed-forward {sizes.hidden}, {settings.n_masks} masks; "
+        f"{sizes.batch} x {sizes.context} bytes a step; {settings.device}, {demo.results['settings']['dtype']}"
+    )
+
+
+def _fuse_and_train(demo: Demo) -> Forward:
+    """Compile the naive model with fusion on, check sites and agreement, train it, and SwiGLU beside it."""
+    settings = demo.settings
+    demo.say("compiling the naive model with fusion on, and comparing it with itself uncompiled")
+    with mglu_ops.fusion() as report:
+        fused = compiled(demo.naive)
+        _agree(demo, fused, "before training")
+        _check_sites(demo, report)
+        demo.say(f"{len(report.fused)} of {settings.sizes.layers} layers fused, none missed; training both models")
+        trained = train("MGLU, fused", demo.naive, fused, demo.corpus, settings)
+    baseline = train("SwiGLU", demo.swiglu, compiled(demo.swiglu), demo.corpus, settings)
+    demo.results["training"] = {FUSED: asdict(trained), SWIGLU: asdict(baseline)}
+    return fused
+
+
+def _agree(demo: Demo, fused: Forward, when: str) -> None:
+    found = agreement.compare(demo.naive, fused, *demo.batch(), demo.settings)
+    demo.results.setdefault("agreement", {})[when] = asdict(found)
+    agreement.check(found, demo.settings.dtype, when)
+
+
+def _check_sites(demo: Demo, report: Any) -> None:
+    layers = demo.settings.sizes.layers
+    missed = [f"{site.module_path}: {site.reason}" for site in report.missed]
+    demo.results["sites"] = {"layers": layers, "fused": len(report.fused), "missed": len(missed)}
+    require(not missed, "fusion missed " + "; ".join(missed))
+    require(len(report.fused) == layers, f"fusion found {len(report.fused)} sites in a model of {layers} layers")
+    masks = sorted({site.n_masks for site in report.fused})
+    require(masks == [demo.settings.n_masks], f"the fused sites have {masks} masks, not {demo.settings.n_masks}")
+
+
+def _evaluate(demo: Demo, fused: Forward) -> nn.Module:
+    """Agreement and perplexities after training; the frozen model, which must have kept them."""
+    settings, corpus = demo.settings, demo.corpus
+    demo.say("comparing again after training; perplexity on the held-out text; freezing")
+    _agree(demo, fused, "after training")
+    frozen = mglu_ops.freeze(deepcopy(demo.naive))
+    inputs, _ = demo.batch()
+    with torch.no_grad(), settings.autocast():
+        error = agreement.relative_error(frozen(inputs), demo.naive(inputs))
+    demo.results["agreement"]["frozen"] = error
+    budget = agreement.OUTPUT_BUDGET[settings.dtype]
+    require(error <= budget, f"freezing changed the outputs by {error:.2e}; the budget is {budget:.0e}")
+    models = {NAIVE: demo.naive, FUSED: frozen, SWIGLU: demo.swiglu}
+    found = {name: perplexity(model, corpus, settings) for name, model in models.items()}
+    found["unigram"] = corpus.unigram_perplexity()
+    demo.results["perplexity"] = found
+    _check_perplexity(found, budget)
+    return frozen
+
+
+def _check_perplexity(found: dict[str, float], budget: float) -> None:
+    for name in (NAIVE, FUSED, SWIGLU):
+        require(
+            found[name] < found["unigram"],
+            f"perplexity of {name} is {found[name]:.3f}, not below {found['unigram']:.3f}, that of byte frequencies",
+        )
+    change = abs(found[FUSED] / found[NAIVE] - 1)
+    require(change <= budget, f"freezing changed the perplexity by {change:.2e}; the budget is {budget:.0e}")
+
+
+def _named(demo: Demo, frozen: nn.Module) -> dict[str, nn.Module]:
+    return {NAIVE: demo.naive, FUSED: frozen, SWIGLU: demo.swiglu}
+
+
+def _deployed(model: nn.Module, settings: Settings) -> nn.Module:
+    """A copy of `model` in the format of the matrix products, as inference has it."""
+    return deepcopy(model).to(settings.dtype).eval().requires_grad_(False)
+
+
+def _deploy(demo: Demo, frozen: nn.Module, folder: str) -> Forward:
+    """Generate text; export the frozen model, load the package back and check it."""
+    settings = demo.settings
+    content = generate(frozen, GENERATED, settings.sizes.context, settings.device, settings.seed)
+    demo.results["generated"] = text.printable(content)
+    demo.say(f"the frozen model writes, after {text.printable(PROMPT)!r}:")
+    print("\n".join("          | " + line for line in demo.results["generated"].splitlines()), flush=True)
+    demo.say("exporting the frozen model with AOTInductor, loading the package back")
+    package = export(frozen, settings, folder)
+    demo.results["agreement"]["exported"] = check_package(package, frozen, demo.corpus, settings)
+    return package
+
+
+def _time(demo: Demo, deployed: dict[str, nn.Module], package: Forward) -> None:
+    """Bytes, and the times of a training step and of a token."""
+    demo.results["bytes"] = {name: _bytes(model) for name, model in deployed.items()}
+    demo.say("timing training steps (compiles the naive model without fusion)")
+    steps = time_steps(demo.naive, demo.swiglu, demo.batch(), demo.settings)
+    torch._dynamo.reset()  # the variants of a token are compiled afresh, none after others of its class
+    demo.say("timing a token (compiles three models for it)")
+    token = demo.batch()[0][:1, :1].contiguous()
+    times, exported = time_token(deployed, package, token, demo.settings)
+    demo.results["milliseconds"] = {"step": steps, "token": times, "token_exported": exported}
+
+
+def _bytes(model: nn.Module) -> dict[str, int]:
+    """Bytes of the weights and of the masks (or their logits) in the gated projections."""
+    sizes = {"weights": 0, "masks": 0}
+    for module in gated_projections(model):
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            sizes["masks" if "mask" in name else "weights"] += tensor.numel() * tensor.element_size()
+    return sizes
+
+
+def _table(results: dict[str, Any]) -> str:
+    found, compared = results["perplexity"], results["agreement"]
+    trained, sizes = compared["after training"], results["bytes"]
+    learned = {name: found[name] for name in (NAIVE, FUSED, SWIGLU)}
+    times = results["milliseconds"]
+    rows = [
+        Row("sites fused (of layers)", {FUSED: f"{results['sites']['fused']} of {results['sites']['layers']}"}),
+        Row("output error, fused against naive", {FUSED: trained["output"]}, "{:.1e}"),
+        Row("gradient error, worst parameter", {FUSED: trained["gradient"]}, "{:.1e}"),
+        Row("output error against float64", {NAIVE: trained["naive_output"], FUSED: trained["fused_output"]}, "{:.1e}"),
+        Row(
+            "gradient error against float64",
+            {NAIVE: trained["naive_gradient"], FUSED: trained["fused_gradient"]},
+            "{:.1e}",
+        ),
+        Row("output error, frozen against naive", {FUSED: compared["frozen"]}, "{:.1e}"),
+        Row("output error, exported against frozen", {FUSED: compared["exported"]}, "{:.1e}"),
+        Row(f"held-out perplexity a byte (unigram {found['unigram']:.2f})", learned, "{:.3f}"),
+        Row("bits a byte", {name: math.log2(value) for name, value in learned.items()}, "{:.3f}"),
+        *(
+            Row(f"bytes of {part}, gated projections", _by_column(sizes, part), "{:,}", ratio=True)
+            for part in ("weights", "masks")
+        ),
+        Row("ms a training step", times["step"], "{:.1f}", ratio=True),
+        Row("ms a token (one token, no cache; fused: frozen)", times["token"], "{:.3f}", ratio=True),
+        Row("ms a token, exported package", {FUSED: times["token_exported"]}, "{:.3f}"),
+    ]
+    return render(rows)
+
+
+def _by_column(sizes: dict[str, dict[str, int]], part: str) -> dict[str, float | str]:
+    values: dict[str, float | str] = {name: size[part] for name, size in sizes.items()}
+    values[COMPILED] = values[NAIVE]
+    return values

@@ -1,0 +1,87 @@
+"""What a run of the demo is: text, sizes, device and number format."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .errors import OptionError
+
+HEAD_WIDTH = 32
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the model and of its training. `context` and `batch` in bytes of text and sequences."""
+
+    layers: int
+    width: int
+    context: int
+    batch: int
+    steps: int
+
+    @property
+    def hidden(self) -> int:
+        """Width inside a feed-forward layer."""
+        return 4 * self.width
+
+
+# Chosen so that the whole command takes under 3 minutes: on the CPU, of 2 cores.
+DEFAULT_SIZES = {
+    "cpu": Sizes(layers=3, width=128, context=128, batch=16, steps=150),
+    "cuda": Sizes(layers=6, width=512, context=256, batch=64, steps=400),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run of the demo."""
+
+    sizes: Sizes
+    n_masks: int
+    device: torch.device
+    seed: int
+    text: Path | None
+    json: Path | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The format of the matrix products: float32 on the CPU, bfloat16 (by autocast) on a GPU."""
+        return torch.float32 if self.device.type == "cpu" else torch.bfloat16
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """The context that a forward pass of training runs in."""
+        if self.dtype is torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.dtype)
+
+
+def choose(options: argparse.Namespace) -> Settings:
+    """The settings that the options ask for, the device's defaults where they are silent.
+
+    Raises:
+        OptionError: the device does not exist, or a size does not fit the model.
+    """
+    device = _device(options.device)
+    default = DEFAULT_SIZES[device.type]
+    sizes = Sizes(**{name: getattr(options, name) or getattr(default, name) for name in default.__dataclass_fields__})
+    if sizes.width % HEAD_WIDTH:
+        raise OptionError(f"--width: got {sizes.width}, must be a multiple of {HEAD_WIDTH}")
+    return Settings(sizes, options.n_masks, device, options.seed, options.text, options.json)
+
+
+def _device(name: str | None) -> torch.device:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    try:
+        device = torch.device(name or ("cuda" if gpus else "cpu"))
+    except RuntimeError:
+        raise OptionError(f"--device: got {name!r}, must be cpu, cuda or cuda:N") from None
+    if device.type not in DEFAULT_SIZES:
+        raise OptionError(f"--device: got {name!r}, must be cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        raise OptionError(f"--device: got {name!r}, but torch sees {gpus} CUDA GPUs")
+    return device

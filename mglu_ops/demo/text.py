@@ -1,0 +1,86 @@
+"""The text: bytes in, a training part, a held-out part, and the batches of both."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .errors import OptionError
+
+VOCABULARY = 256
+HELD_OUT_FRACTION = 0.1
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text split in two. `train` and `held_out` are int64 `[bytes]` with values 0 to 255."""
+
+    name: str
+    train: Tensor
+    held_out: Tensor
+
+    def train_batches(self, batch: int, context: int, steps: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """`steps` batches of random windows: inputs and next bytes, `[batch, context]` each. The seed is the order."""
+        generator = torch.Generator().manual_seed(seed)
+        offsets = torch.arange(context + 1)
+        for _ in range(steps):
+            starts = torch.randint(len(self.train) - context, (batch, 1), generator=generator)
+            windows = self.train[starts + offsets]
+            yield windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+    def held_out_batches(self, batch: int, context: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The held-out text in order, in windows that touch: each byte that fits is predicted once."""
+        count = (len(self.held_out) - 1) // context
+        inputs = self.held_out[: count * context].view(count, context)
+        targets = self.held_out[1 : count * context + 1].view(count, context)
+        yield from zip(inputs.split(batch), targets.split(batch), strict=True)
+
+    def unigram_perplexity(self) -> float:
+        """Perplexity of the held-out text by the byte frequencies of the training text (each counted once more)."""
+        counts = torch.bincount(self.train, minlength=VOCABULARY).double() + 1
+        log_probability = (counts / counts.sum()).log()
+        return float((-log_probability[self.held_out].mean()).exp())
+
+
+def load(path: Path | None, context: int) -> Corpus:
+    """The corpus of a file, or of Python's language reference.
+
+    Raises:
+        OptionError: the file cannot be read, is empty, or its held-out part is shorter than one context.
+    """
+    name, content = ("Python's language reference", _reference()) if path is None else (str(path), _read(path))
+    needed = int((context + 1) / HELD_OUT_FRACTION) + 1
+    if len(content) < needed:
+        words = "is empty" if not content else f"has {len(content)} bytes"
+        raise OptionError(f"--text: {name} {words}; at least {needed} are needed for a context of {context} bytes")
+    data = torch.frombuffer(bytearray(content), dtype=torch.uint8).long()
+    cut = len(data) - int(len(data) * HELD_OUT_FRACTION)
+    return Corpus(name, data[:cut], data[cut:])
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise OptionError(f"--text: cannot read {path}: {error.strerror}") from None
+
+
+def _reference() -> bytes:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise OptionError("--text: this Python came without pydoc_data; name a file") from None
+    return "\n\n".join(f"{name}\n{text}" for name, text in sorted(topics.items())).encode()
+
+
+def printable(content: bytes) -> str:
+    """Bytes as text that any terminal takes: what is no character of its encoding, or a control, is escaped."""
+    text = content.decode("utf-8", errors="backslashreplace")
+    shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    encoding = sys.stdout.encoding or "ascii"
+    return shown.encode(encoding, errors="backslashreplace").decode(encoding)

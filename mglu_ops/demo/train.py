@@ -1,0 +1,105 @@
+"""Training and evaluation, the same for every model."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm  # type: ignore[import-untyped] # its stubs are another package
+
+from .errors import require
+from .model import loss_of
+from .settings import Settings
+from .text import Corpus
+
+Forward = Callable[[Tensor], Tensor]
+"""Tokens to logits: a model, or what `torch.compile` made of it."""
+
+PEAK_RATE = 3e-3
+WARMUP_FRACTION = 0.1
+CLIP_NORM = 1.0
+SHOW_EVERY = 10
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a training run was: mean loss over its last tenth (nats a byte) and its speed without the first step."""
+
+    loss: float
+    tokens_per_second: float
+    first_step_seconds: float
+
+
+class Step:
+    """One training step of `model`, run by `forward`: AdamW after clipping. Calling it gives the loss."""
+
+    def __init__(self, model: nn.Module, forward: Forward, settings: Settings) -> None:
+        self.forward = forward
+        self.settings = settings
+        self.parameters = list(model.parameters())
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=PEAK_RATE, betas=(0.9, 0.95), fused=True)
+
+    def __call__(self, inputs: Tensor, targets: Tensor, rate: float = PEAK_RATE) -> Tensor:
+        self.optimizer.param_groups[0]["lr"] = rate
+        self.optimizer.zero_grad(set_to_none=True)
+        with self.settings.autocast():
+            logits = self.forward(inputs)
+        loss = loss_of(logits, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.parameters, CLIP_NORM)
+        self.optimizer.step()
+        return loss.detach()
+
+
+def rate_at(step: int, steps: int) -> float:
+    """Linear warm-up, then half a cosine to a tenth of the peak."""
+    warmup = max(1, int(WARMUP_FRACTION * steps))
+    if step < warmup:
+        return PEAK_RATE * (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return PEAK_RATE * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+def train(name: str, model: nn.Module, forward: Forward, corpus: Corpus, settings: Settings) -> Training:
+    """Train `model` by `forward` for `settings.sizes.steps` steps, with a progress bar of loss and speed.
+
+    Raises:
+        Disagreement: the loss stopped being a number.
+    """
+    sizes, device = settings.sizes, settings.device
+    step = Step(model, forward, settings)
+    tokens_a_step = sizes.batch * sizes.context
+    losses: list[Tensor] = []
+    start = after_first = time.perf_counter()
+    batches = corpus.train_batches(sizes.batch, sizes.context, sizes.steps, settings.seed)
+    bar = tqdm(batches, total=sizes.steps, desc=f"  {name}", unit="step", leave=True)
+    for index, (inputs, targets) in enumerate(bar):
+        losses.append(step(inputs.to(device), targets.to(device), rate_at(index, sizes.steps)))
+        if index == 0:
+            losses[0].item()  # waits for the device
+            after_first = time.perf_counter()
+        elif index % SHOW_EVERY == 0 or index == sizes.steps - 1:
+            loss = losses[-1].item()
+            speed = index * tokens_a_step / (time.perf_counter() - after_first)
+            bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
+            require(math.isfinite(loss), f"the loss of {name} is {loss} at step {index + 1}")
+    seconds = max(time.perf_counter() - after_first, 1e-9)
+    last = torch.stack(losses[-max(1, sizes.steps // 10) :]).mean().item()
+    return Training(last, (sizes.steps - 1) * tokens_a_step / seconds, after_first - start)
+
+
+@torch.no_grad()
+def perplexity(forward: Forward, corpus: Corpus, settings: Settings) -> float:
+    """`exp` of the mean cross-entropy a byte over the held-out text, in windows of the context that touch."""
+    sizes, device = settings.sizes, settings.device
+    total, count = 0.0, 0
+    for inputs, targets in corpus.held_out_batches(sizes.batch, sizes.context):
+        with settings.autocast():
+            logits = forward(inputs.to(device))
+        total += loss_of(logits, targets.to(device)).item() * targets.numel()
+        count += targets.numel()
+    return math.exp(total / count) if total / count < 700 else math.inf

@@ -1,0 +1,112 @@
+"""Feed-forward blocks: the MGLU projection followed by the output projection."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .arguments import check_size
+from .mglu import MGLU
+
+
+class MGLUFeedForward(nn.Module):
+    """`down_proj(mglu(x))`: the feed-forward layer of a transformer block, without biases.
+
+    Args:
+        hidden: size of x and of the result, at least 1.
+        intermediate: size between the two projections, at least 1.
+        n_masks: number of masks, 1 to 16.
+        activation: as in `MGLU`.
+        learnable_masks: as in `MGLU`.
+        top_k: as in `MGLU`.
+        device: of parameters and buffers.
+        dtype: of the parameters.
+
+    Attributes:
+        mglu: `MGLU(hidden, intermediate, ...)`.
+        down_proj: `nn.Linear(intermediate, hidden, bias=False)`.
+
+    Raises:
+        ValueError: an argument is out of range or of another type.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        *,
+        n_masks: int = 1,
+        activation: str = "silu",
+        learnable_masks: bool = True,
+        top_k: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_size("hidden", hidden)
+        check_size("intermediate", intermediate)
+        super().__init__()
+        self.mglu = MGLU(
+            hidden,
+            intermediate,
+            n_masks=n_masks,
+            activation=activation,
+            learnable_masks=learnable_masks,
+            top_k=top_k,
+            device=device,
+            dtype=dtype,
+        )
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        self.mglu.reset_parameters()
+        self.down_proj.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., hidden]` of x `[..., hidden]`."""
+        return self.down_proj(self.mglu(x))
+
+
+class _FixedActivation(MGLUFeedForward):
+    """An `MGLUFeedForward` whose activation is the class's."""
+
+    _activation: str
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        *,
+        n_masks: int = 1,
+        learnable_masks: bool = True,
+        top_k: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            hidden,
+            intermediate,
+            n_masks=n_masks,
+            activation=self._activation,
+            learnable_masks=learnable_masks,
+            top_k=top_k,
+            device=device,
+            dtype=dtype,
+        )
+
+
+class SwiMGLU(_FixedActivation):
+    """`MGLUFeedForward` gated by SiLU (Swish)."""
+
+    _activation = "silu"
+
+
+class GeMGLU(_FixedActivation):
+    """`MGLUFeedForward` gated by GELU."""
+
+    _activation = "gelu"
+
+
+class ReMGLU(_FixedActivation):
+    """`MGLUFeedForward` gated by ReLU."""
+
+    _activation = "relu"

@@ -1,0 +1,157 @@
+"""What `MGLU` and `NaiveMGLU` share: parameters, masks, router, checkpoints. Their forward differs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..masks import check_packed_masks, packed_width
+from .arguments import check_activation, check_dtype, check_masks, check_size
+
+_LOGITS = "mask_logits"
+_PACKED = "packed_masks"
+
+
+class MaskedLinear(nn.Module):
+    """One weight and `n_masks` masks, as logits to learn or packed and fixed; `MGLU` has the arguments."""
+
+    in_features: int
+    out_features: int
+    n_masks: int
+    activation: str
+    top_k: int | None
+    weight: nn.Parameter
+    mask_logits: nn.Parameter | None
+    packed_masks: Tensor | None
+    router: nn.Linear | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        n_masks: int = 1,
+        activation: str = "silu",
+        learnable_masks: bool = True,
+        top_k: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_size("in_features", in_features)
+        check_size("out_features", out_features)
+        check_masks(n_masks, learnable_masks, top_k)
+        check_activation(activation)
+        check_dtype(dtype)
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.n_masks = n_masks
+        self.activation = activation
+        self.top_k = top_k
+
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
+        self.register_parameter(_LOGITS, None)
+        self.register_buffer(_PACKED, None)
+        if learnable_masks:
+            logits = torch.empty(n_masks, out_features, in_features, device=device, dtype=dtype)
+            self.mask_logits = nn.Parameter(logits)
+        else:
+            shape = (out_features, packed_width(in_features), n_masks)
+            self.packed_masks = torch.empty(shape, device=device, dtype=torch.uint8)
+        self.router = None
+        if top_k is not None:
+            self.router = nn.Linear(in_features, n_masks, bias=False, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    @property
+    def learnable_masks(self) -> bool:
+        """Whether the masks are logits that training moves; False for fixed and for frozen masks."""
+        return self.packed_masks is None
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the weight (and router) anew as `nn.Linear` does, logits from 0.01 * N(0, 1), fixed masks from
+        fair coins.
+        """
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.packed_masks is not None:
+            # A random byte is eight fair coins: no tensor of one byte a weight and mask is needed.
+            self.packed_masks.random_(0, 256)
+            if used := self.in_features % 8:
+                self.packed_masks[:, -1, :] &= (1 << used) - 1
+        elif self.mask_logits is not None:
+            nn.init.normal_(self.mask_logits, std=0.01)
+        if self.router is not None:
+            self.router.reset_parameters()
+
+    def route_weights(self, x: Tensor) -> Tensor | None:
+        """`[..., n_masks]`: softmax over a token's `top_k` largest router logits, 0 elsewhere; or None."""
+        if self.router is None or self.top_k is None:
+            return None
+        logits = self.router(x)
+        kept, index = logits.topk(self.top_k, dim=-1)
+        # Autocast may widen softmax; the dtype of the router's result is that of the projections.
+        return torch.zeros_like(logits).scatter(-1, index, kept.softmax(-1).to(logits.dtype))
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, n_masks={self.n_masks}, "
+            f"activation={self.activation!r}, learnable_masks={self.learnable_masks}, top_k={self.top_k}"
+        )
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        problem = self._mask_problem(state_dict, prefix)
+        if problem is not None:
+            # Refused masks must not reach the copy below, which would cast a wrong dtype without a word; nor
+            # are they missing or unexpected keys besides: one cause, one message, and under strict=False too.
+            error_msgs.append(problem)
+            refused = {prefix + _LOGITS, prefix + _PACKED}
+            state_dict = {key: value for key, value in state_dict.items() if key not in refused}
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if problem is not None:
+            missing_keys[:] = [key for key in missing_keys if key not in refused]
+
+    def _mask_problem(self, state_dict: Mapping[str, Any], prefix: str) -> str | None:
+        """Why the masks of a checkpoint cannot be this module's, or None."""
+        logits_key, key = prefix + _LOGITS, prefix + _PACKED
+        packed = state_dict.get(key)
+        if self.learnable_masks:
+            if packed is None or logits_key in state_dict:
+                return None
+            return (
+                f"{key}: the checkpoint holds packed masks and this {type(self).__name__} learns its masks; "
+                "construct it with learnable_masks=False, or call mglu_ops.freeze(model) before loading"
+            )
+        if packed is None:
+            if logits_key not in state_dict:
+                return None
+            return (
+                f"{logits_key}: the checkpoint holds logits, and this {type(self).__name__} packed masks; "
+                "construct it with learnable_masks=True, load, and then call mglu_ops.freeze(model)"
+            )
+        if not isinstance(packed, Tensor):
+            return f"{key}: got {type(packed).__name__}, must be a torch.uint8 tensor"
+        try:
+            check_packed_masks(packed, self.in_features, self.out_features)
+        except (TypeError, ValueError) as error:
+            return f"{key}: {str(error).removeprefix('packed_masks: ')}"
+        if packed.shape[2] != self.n_masks:
+            return (
+                f"{key}: got n_masks={packed.shape[2]} (shape {list(packed.shape)}), must be {self.n_masks}"
+            )
+        return None

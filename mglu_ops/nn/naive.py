@@ -1,0 +1,45 @@
+"""The paper's layer as it is written: Algorithm 2 of arXiv 2506.23225, in a loop over the masks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..activations import get_activation
+from .masked_linear import MaskedLinear
+
+
+class NaiveMGLU(MaskedLinear):
+    """`MGLU` in plain PyTorch: two masked products a mask, each with a masked copy of the weight.
+
+    The same constructor and the same `state_dict` as `MGLU`. It is the layer to compare with and the spelling
+    that the fusion pass recognises, so nothing in it is tuned; `mglu_ops.freeze` turns it into an `MGLU`.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., out_features]` of x `[..., in_features]`."""
+        act = get_activation(self.activation).forward
+        route_weights = self.route_weights(x)
+        fixed = None
+        if self.packed_masks is not None:
+            fixed = torch.ops.mglu.unpack_masks(self.packed_masks, self.in_features)
+        y: Any = 0
+        for i in range(self.n_masks):
+            m = self._straight_through(i) if fixed is None else fixed[i].to(self.weight.dtype)
+            gate = F.linear(x, self.weight * m)
+            value = F.linear(x, self.weight * (1 - m))
+            if route_weights is None:
+                y = y + act(gate) * value
+            else:
+                y = y + route_weights[..., i : i + 1] * (act(gate) * value)
+        return y
+
+    def _straight_through(self, i: int) -> Tensor:
+        """Mask i: 0 or 1 forward, the identity of its logits backward."""
+        assert self.mask_logits is not None
+        soft = self.mask_logits[i]
+        hard = (soft > 0).to(soft.dtype)
+        return (hard - soft).detach() + soft

@@ -1,0 +1,159 @@
+"""The operators on a GPU: oracle agreement, gradients, CUDA graphs, streams, autocast and the fused compile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import mglu_ops
+from mglu_ops.backends import reference
+from tests.budgets import NAIVE_FACTOR, assert_matches, relative_error
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def exact_float32() -> Iterator[None]:
+    """float32 GEMMs in float32, as the budgets assume."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def problem(
+    tokens: tuple[int, ...], d: int, h: int, n_masks: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x = torch.randn(*tokens, h, device="cuda").to(dtype)
+    weight = (torch.randn(d, h, device="cuda") / h**0.5).to(dtype)
+    logits = torch.randn(n_masks, d, h, device="cuda").to(dtype)
+    route = torch.rand(*tokens, n_masks, device="cuda").to(dtype)
+    return x, weight, logits, route
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n_masks", [1, 4, 16])
+@pytest.mark.parametrize(("tokens", "d", "h"), [((1,), 256, 512), ((3, 5), 129, 333), ((200,), 512, 768), ((0,), 8, 16)])
+def test_forward_agrees_with_the_oracle(
+    dtype: torch.dtype, n_masks: int, tokens: tuple[int, ...], d: int, h: int
+) -> None:
+    x, weight, logits, route = problem(tokens, d, h, n_masks, dtype)
+    packed = torch.ops.mglu.pack_masks(logits > 0)
+    for weights in (None, route):
+        result = torch.ops.mglu.forward(x, weight, packed, "silu", weights)
+        assert_matches(result, reference.forward(x, weight, logits > 0, "silu", weights))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n_masks", [1, 4])
+def test_gradients_agree_with_the_oracle_and_the_naive_layer(dtype: torch.dtype, n_masks: int) -> None:
+    inputs = [t.requires_grad_() for t in problem((7, 9), 160, 200, n_masks, dtype)]
+    x, weight, logits, route = inputs
+    y, _ = torch.ops.mglu.forward_ste(x, weight, logits, "gelu", route)
+    grad = torch.randn_like(y)
+    found = torch.autograd.grad(y, inputs, grad)
+
+    def oracle_gradients(precision: torch.dtype) -> tuple[Tensor, ...]:
+        xs, ws, rs = (t.detach().to(precision).requires_grad_() for t in (x, weight, route))
+        masks = (logits > 0).to(precision).requires_grad_()
+        total: Tensor | float = 0.0
+        for i in range(n_masks):
+            gate = torch.nn.functional.linear(xs, ws * masks[i])
+            value = torch.nn.functional.linear(xs, ws * (1 - masks[i]))
+            total = total + rs[..., i : i + 1] * torch.nn.functional.gelu(gate) * value
+        assert isinstance(total, Tensor)
+        return torch.autograd.grad(total, (xs, ws, masks, rs), grad.to(precision))
+
+    oracle, naive = oracle_gradients(torch.float64), oracle_gradients(dtype)
+    for name, ours, theirs, exact in zip(("x", "weight", "logits", "route"), found, naive, oracle, strict=True):
+        assert_matches(ours, exact, dtype, name)
+        floor = torch.finfo(dtype).eps / 2
+        assert relative_error(ours, exact) <= max(NAIVE_FACTOR * relative_error(theirs, exact), floor), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_cuda_graph_replay_is_bit_equal_to_eager(dtype: torch.dtype) -> None:
+    """Captured at the first call of a fresh shape, replayed with changed inputs (masks too)."""
+    x, weight, logits, _ = problem((4,), 264, 520, 4, dtype)
+    packed = torch.ops.mglu.pack_masks(logits > 0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = torch.ops.mglu.forward(x, weight, packed)
+    for _ in range(3):
+        for tensor in (x, weight):
+            tensor.copy_(torch.randn_like(tensor))
+        packed.copy_(torch.ops.mglu.pack_masks(torch.rand_like(logits) > 0.3))
+        y.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(y, torch.ops.mglu.forward(x, weight, packed))
+
+
+def test_runs_on_the_current_stream() -> None:
+    x, weight, logits, _ = problem((2,), 512, 512, 2, torch.bfloat16)
+    packed = torch.ops.mglu.pack_masks(logits > 0)
+    expected = torch.ops.mglu.forward(2 * x, weight, packed)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        x.mul_(2)
+        result = torch.ops.mglu.forward(x, weight, packed)
+    stream.synchronize()
+    assert torch.equal(result, expected)
+
+
+def test_autocast() -> None:
+    x, weight, logits, _ = problem((16,), 64, 96, 2, torch.float32)
+    weight.requires_grad_()
+    with torch.autocast("cuda", torch.bfloat16):
+        y, packed = torch.ops.mglu.forward_ste(x, weight, logits)
+        assert y.dtype is torch.bfloat16
+        assert torch.equal(torch.ops.mglu.forward(x, weight, packed), y)
+    y.float().sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype is torch.float32
+
+
+def test_bad_input_leaves_the_context_alive() -> None:
+    x, weight, logits, _ = problem((2,), 64, 96, 2, torch.bfloat16)
+    packed = torch.ops.mglu.pack_masks(logits > 0)
+    with pytest.raises(ValueError, match="packed_masks: got device cpu"):
+        torch.ops.mglu.forward(x, weight, packed.cpu())
+    with pytest.raises(ValueError, match="neither 0 nor 1"):
+        torch.ops.mglu.pack_masks(logits)
+    torch.cuda.synchronize()
+    assert torch.ops.mglu.forward(x, weight, packed).isfinite().all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_fused_compile_trains_and_infers(dtype: torch.dtype, mode: str) -> None:
+    torch._dynamo.reset()
+    model = torch.nn.Sequential(*(mglu_ops.nn.NaiveMGLU(192, 192, n_masks=3) for _ in range(2))).cuda().to(dtype)
+    x = torch.randn(24, 192, device="cuda", dtype=dtype)
+    exact = torch.nn.Sequential(*(mglu_ops.nn.NaiveMGLU(192, 192, n_masks=3) for _ in range(2))).cuda().double()
+    exact.load_state_dict({name: value.double() for name, value in model.state_dict().items()})
+    with mglu_ops.fusion(strict=True) as report:
+        compiled = torch.compile(model, mode=mode)
+        for _ in range(3):
+            model.zero_grad()
+            y = compiled(x)
+            y.float().square().mean().backward()
+        assert [site.route for site in report.fused] == ["forward_ste"] * 2
+        assert not report.missed
+        exact(x.double()).square().mean().backward()
+        assert_matches(y, exact(x.double()), dtype)
+        for name, parameter in model.named_parameters():
+            expected = dict(exact.named_parameters())[name].grad
+            assert relative_error(parameter.grad, expected) <= 4 * 2.4e-2, name
+        with torch.no_grad():
+            for _ in range(3):
+                x.copy_(torch.randn_like(x))
+                y = compiled(x).clone()
+                assert_matches(y, exact(x.double()), dtype)

@@ -1,0 +1,413 @@
+"""`freeze` and checkpoints: learned masks become packed bits and survive a file; wrong ones are refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import safetensors.torch
+import torch
+from budgets import assert_matches
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from mglu_ops.nn import GLU, MGLU, NaiveMGLU, SwiMGLU, freeze
+
+MASKED = [MGLU, NaiveMGLU]
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def state_keys(module: nn.Module) -> set[str]:
+    return set(module.state_dict())
+
+
+# --- Freezing -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("top_k", [None, 2])
+def test_frozen_mglu_is_bit_equal(dtype, top_k):
+    torch.manual_seed(0)
+    layer = MGLU(45, 16, n_masks=3, top_k=top_k, dtype=dtype)
+    x = torch.randn(2, 7, 45, dtype=dtype)
+    logits, with_grad = layer.mask_logits.detach().clone(), layer(x).detach()
+    with torch.no_grad():
+        without_grad = layer(x)
+    assert freeze(layer) is layer
+    assert layer.mask_logits is None
+    assert not layer.learnable_masks
+    assert torch.equal(layer(x), with_grad)
+    with torch.no_grad():
+        assert torch.equal(layer(x), without_grad)
+    assert torch.equal(torch.ops.mglu.unpack_masks(layer.packed_masks, 45), logits > 0)
+    assert state_keys(layer) == {"weight", "packed_masks"} | ({"router.weight"} if top_k else set())
+
+
+@given(
+    in_features=st.integers(1, 40),
+    out_features=st.integers(1, 9),
+    n_masks=st.integers(1, 16),
+    seed=st.integers(0, 2**16),
+)
+@settings(max_examples=40, deadline=None)
+def test_frozen_mglu_is_bit_equal_at_any_shape(in_features, out_features, n_masks, seed):
+    torch.manual_seed(seed)
+    layer = MGLU(in_features, out_features, n_masks=n_masks)
+    x = torch.randn(3, in_features)
+    before = layer(x)
+    assert torch.equal(freeze(layer)(x), before)
+
+
+@pytest.mark.parametrize("learnable_masks", [True, False], ids=["learned", "fixed"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_naive_root_becomes_mglu(learnable_masks, dtype):
+    torch.manual_seed(0)
+    layer = NaiveMGLU(45, 16, n_masks=3, top_k=2, learnable_masks=learnable_masks, dtype=dtype).eval()
+    weight, router, x = layer.weight, layer.router, torch.randn(7, 45, dtype=dtype)
+    before = layer(x)
+    frozen = freeze(layer)
+    assert type(frozen) is MGLU
+    assert frozen.weight is weight
+    assert frozen.router is router
+    assert not frozen.training
+    assert_matches(frozen(x), before, dtype)
+    assert "mask_logits" not in state_keys(frozen)
+
+
+@pytest.mark.parametrize("kind", MASKED)
+def test_freezing_twice_changes_nothing(kind):
+    layer = freeze(kind(12, 8, n_masks=2))
+    packed = layer.packed_masks
+    assert freeze(layer) is layer
+    assert layer.packed_masks is packed
+
+
+def test_a_model_with_nothing_to_freeze_is_returned():
+    model = nn.Sequential(nn.Linear(4, 4), GLU(4, 4))
+    keys = state_keys(model)
+    assert freeze(model) is model
+    assert state_keys(model) == keys
+
+
+@pytest.mark.parametrize("wrong", [lambda x: x, {"a": torch.ones(1)}, None])
+def test_something_else_than_a_module_is_refused(wrong):
+    with pytest.raises(TypeError, match=f"model: got {type(wrong).__name__}, must be a torch.nn.Module"):
+        freeze(wrong)
+
+
+def test_zero_and_nan_logits_freeze_as_they_ran():
+    layer = MGLU(8, 4, n_masks=1)
+    with torch.no_grad():
+        edges = [0.0, -0.0, torch.nan, torch.inf, -torch.inf, 1e-30, -1e-30, 1.0]
+        layer.mask_logits[0, 0] = torch.tensor(edges)
+    x = torch.randn(3, 8)
+    before = layer(x)
+    assert torch.equal(freeze(layer)(x), before)
+    row = torch.ops.mglu.unpack_masks(layer.packed_masks, 8)[0, 0]
+    assert row.tolist() == [False, False, False, True, False, True, False, True]
+
+
+class Tree(nn.Module):
+    """One layer in two places, two with one weight, and others in a list, a dict and a feed-forward block."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.first = kind(16, 16, n_masks=2)
+        self.again = self.first
+        self.tied = kind(16, 16, n_masks=3, learnable_masks=False)
+        self.tied.weight = self.first.weight
+        self.blocks = nn.ModuleList([SwiMGLU(16, 24, n_masks=2), nn.ModuleDict({"inner": kind(16, 16)})])
+        self.glu = GLU(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.again(self.first(x)) + self.tied(x)
+        return self.glu(self.blocks[1]["inner"](self.blocks[0](x)))
+
+
+@pytest.mark.parametrize("kind", MASKED)
+def test_a_tree_is_frozen_everywhere_and_keeps_its_ties(kind):
+    torch.manual_seed(0)
+    model = Tree(kind).double()
+    x = torch.randn(5, 16, dtype=torch.float64)
+    before = model(x)
+    freeze(model)
+    assert not any("mask_logits" in key for key in state_keys(model))
+    assert not any(isinstance(module, NaiveMGLU) for module in model.modules())
+    assert model.again is model.first
+    assert model.tied.weight is model.first.weight
+    assert torch.equal(model.first.packed_masks, model.again.packed_masks)
+    torch.testing.assert_close(model(x), before, rtol=1e-12, atol=1e-14)
+    if kind is MGLU:
+        assert torch.equal(model(x), before)
+
+
+def test_shared_logits_become_shared_masks():
+    first, second, other = (MGLU(16, 8, n_masks=2) for _ in range(3))
+    second.mask_logits = first.mask_logits
+    freeze(nn.ModuleList([first, second, other]))
+    assert second.packed_masks is first.packed_masks
+    assert not torch.equal(other.packed_masks, first.packed_masks)
+
+
+@pytest.mark.parametrize("kind", MASKED)
+def test_hooks_and_requires_grad_are_kept(kind):
+    layer = kind(12, 8, n_masks=2)
+    layer.weight.requires_grad_(False)
+    calls = []
+    layer.register_forward_hook(lambda module, args, result: calls.append(result.shape))
+    freeze(layer)(torch.randn(3, 12))
+    assert calls == [(3, 8)]
+    assert not layer.weight.requires_grad
+
+
+@pytest.mark.parametrize("kind", MASKED)
+def test_weights_still_train_after_freezing(kind):
+    layer = freeze(kind(12, 8, n_masks=2))
+    layer(torch.randn(3, 12)).sum().backward()
+    assert layer.weight.grad.abs().max() > 0
+    assert [name for name, _ in layer.named_parameters()] == ["weight"]
+
+
+@pytest.mark.parametrize("kind", MASKED)
+@pytest.mark.parametrize("in_place", [True, False], ids=["Module.compile", "torch.compile"])
+def test_freeze_reaches_into_a_compiled_model(kind, in_place):
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    layer = kind(21, 12, n_masks=2)
+    if in_place:
+        layer.compile(backend="aot_eager", fullgraph=True)
+        compiled = layer
+    else:
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.randn(5, 21)
+    before = compiled(x)
+    assert freeze(compiled) is compiled
+    assert type(layer) is MGLU
+    assert layer.packed_masks is not None
+    assert_matches(compiled(x), before)
+    # What runs now is the frozen layer, and not the graph of before.
+    layer.packed_masks.zero_()
+    assert torch.equal(compiled(x), torch.zeros(5, 12))
+
+
+class Doubled(nn.Module):
+    def forward(self, tensor: Tensor) -> Tensor:
+        return 2 * tensor
+
+
+@pytest.mark.parametrize("kind", MASKED)
+@pytest.mark.parametrize("names", [("weight",), ("mask_logits",), ("weight", "mask_logits")], ids=str)
+def test_parametrizations(kind, names):
+    torch.manual_seed(0)
+    layer = kind(20, 12, n_masks=2, dtype=torch.float64)
+    for name in names:
+        parametrize.register_parametrization(layer, name, Doubled())
+    original, x = copy.deepcopy(layer), torch.randn(5, 20, dtype=torch.float64)
+    before = layer(x)
+    freeze(layer)
+    assert isinstance(layer, MGLU)
+    assert not isinstance(layer, NaiveMGLU)
+    assert parametrize.is_parametrized(layer) == ("weight" in names)
+    assert not any("mask_logits" in key for key in state_keys(layer))
+    torch.testing.assert_close(layer(x), before, rtol=1e-12, atol=1e-14)
+    assert torch.equal(copy.deepcopy(layer)(x), layer(x))
+    assert torch.equal(original(x), before), "freezing touched a deepcopy made before"
+
+
+class Biased(NaiveMGLU):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1
+
+
+def test_a_naive_subclass_keeps_its_class_and_says_so():
+    model = nn.Sequential(nn.Identity(), Biased(12, 8, n_masks=2))
+    x = torch.randn(3, 12)
+    before = model(x)
+    with pytest.warns(UserWarning, match="1 is a Biased, a subclass of NaiveMGLU") as caught:
+        freeze(model)
+    assert caught[0].filename == __file__
+    assert type(model[1]) is Biased
+    assert state_keys(model) == {"1.weight", "1.packed_masks"}
+    assert torch.equal(model(x), before)
+
+
+def test_an_mglu_subclass_keeps_its_class_silently():
+    class Scaled(MGLU):
+        def forward(self, x: Tensor) -> Tensor:
+            return 3 * super().forward(x)
+
+    layer, x = Scaled(12, 8, n_masks=2), torch.randn(3, 12)
+    before = layer(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        freeze(layer)
+    assert type(layer) is Scaled
+    assert torch.equal(layer(x), before)
+
+
+def test_freezing_on_meta_takes_a_frozen_checkpoint():
+    source = freeze(SwiMGLU(12, 20, n_masks=2))
+    target = freeze(SwiMGLU(12, 20, n_masks=2, device="meta"))
+    target.load_state_dict(source.state_dict(), assign=True)
+    x = torch.randn(3, 12)
+    assert torch.equal(target(x), source(x))
+
+
+# --- Checkpoints --------------------------------------------------------------------------------------------
+
+
+def through_torch(state: dict[str, Tensor], path) -> dict[str, Tensor]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def through_safetensors(state: dict[str, Tensor], path) -> dict[str, Tensor]:
+    safetensors.torch.save_file(state, path / "model.safetensors")
+    return safetensors.torch.load_file(path / "model.safetensors")
+
+
+@pytest.mark.parametrize("through", [through_torch, through_safetensors])
+@pytest.mark.parametrize("source_kind", MASKED)
+@pytest.mark.parametrize("target_kind", MASKED)
+@pytest.mark.parametrize("learnable_masks", [True, False], ids=["learned", "fixed"])
+@pytest.mark.parametrize("top_k", [None, 2])
+@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+def test_round_trip(through, source_kind, target_kind, learnable_masks, top_k, assign, tmp_path):
+    arguments = {"n_masks": 3, "learnable_masks": learnable_masks, "top_k": top_k, "dtype": torch.float64}
+    source = source_kind(21, 10, **arguments)
+    target = target_kind(21, 10, **arguments)
+    target.load_state_dict(through(source.state_dict(), tmp_path), assign=assign)
+    for name, tensor in source.state_dict().items():
+        assert torch.equal(target.state_dict()[name], tensor)
+        assert target.state_dict()[name].dtype == tensor.dtype
+    x = torch.randn(4, 21, dtype=torch.float64)
+    if source_kind is target_kind:
+        assert torch.equal(target(x), source(x))
+    else:
+        assert_matches(target(x), source(x))
+
+
+def test_frozen_checkpoint_loads_into_a_fixed_layer(tmp_path):
+    source, target = freeze(NaiveMGLU(21, 10, n_masks=3)), MGLU(21, 10, n_masks=3, learnable_masks=False)
+    safetensors.torch.save_model(source, str(tmp_path / "model.safetensors"))
+    safetensors.torch.load_model(target, tmp_path / "model.safetensors")
+    x = torch.randn(4, 21)
+    assert torch.equal(target(x), source(x))
+
+
+def _set_padding(packed: Tensor) -> Tensor:
+    packed[3, -1, 1] |= 0x80
+    return packed
+
+
+WRONG = {
+    "padding": (_set_padding, r"block\.packed_masks: padding bits past in_features=21 are set"),
+    "bool": (lambda p: p.bool(), r"block\.packed_masks: got dtype torch\.bool, must be torch\.uint8"),
+    "float": (lambda p: p.float(), r"block\.packed_masks: got dtype torch\.float32, must be torch\.uint8"),
+    "int8": (lambda p: p.view(torch.int8), r"block\.packed_masks: got dtype torch\.int8"),
+    "n_masks": (lambda p: p[..., :2], r"block\.packed_masks: got n_masks=2 \(shape .*\), must be 3"),
+    "in_features": (
+        lambda p: torch.zeros(10, 4, 3, dtype=torch.uint8),
+        r"block\.packed_masks: got shape \[10, 4, 3\], must be .* \[10, 3, n_masks\] for in_features=21",
+    ),
+    "out_features": (lambda p: p[:9], r"block\.packed_masks: got shape \[9, 3, 3\], must be"),
+    "order": (lambda p: p.permute(2, 0, 1), r"block\.packed_masks: got shape \[3, 10, 3\], must be"),
+    "rank": (lambda p: p[..., 0], r"block\.packed_masks: got shape \[10, 3\], must be"),
+    "no tensor": (lambda p: p.tolist(), r"block\.packed_masks: got list, must be a torch\.uint8 tensor"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("kind", MASKED)
+@pytest.mark.parametrize("options", [{}, {"assign": True}, {"strict": False}], ids=str)
+def test_wrong_packed_masks_are_refused(name, kind, options):
+    corrupt, message = WRONG[name]
+    model = nn.ModuleDict({"block": kind(21, 10, n_masks=3, learnable_masks=False)})
+    state = copy.deepcopy(model.state_dict())
+    state["block.packed_masks"] = corrupt(state["block.packed_masks"])
+    before = model["block"].packed_masks.clone()
+    with pytest.raises(RuntimeError, match=message) as raised:
+        model.load_state_dict(state, **options)
+    assert str(raised.value).count("packed_masks:") == 1
+    assert "Missing" not in str(raised.value)
+    assert "size mismatch" not in str(raised.value)
+    assert torch.equal(model["block"].packed_masks, before), "the refused masks were loaded"
+    assert model["block"].packed_masks.dtype is torch.uint8
+
+
+@given(in_features=st.integers(1, 40), bit=st.integers(0, 7), row=st.integers(0, 4), mask=st.integers(0, 2))
+@settings(max_examples=40, deadline=None)
+def test_a_flipped_bit_is_refused_exactly_if_it_is_padding(in_features, bit, row, mask):
+    layer = MGLU(in_features, 5, n_masks=3, learnable_masks=False)
+    state = copy.deepcopy(layer.state_dict())
+    state["packed_masks"][row, -1, mask] ^= 1 << bit
+    if 8 * (state["packed_masks"].shape[1] - 1) + bit < in_features:
+        layer.load_state_dict(state)
+        assert torch.equal(layer.packed_masks, state["packed_masks"])
+    else:
+        with pytest.raises(RuntimeError, match="padding bits"):
+            layer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", MASKED)
+@pytest.mark.parametrize("strict", [True, False])
+def test_frozen_checkpoint_into_a_learnable_layer_says_what_to_do(kind, strict):
+    state = {f"0.{key}": value for key, value in freeze(MGLU(12, 8)).state_dict().items()}
+    model = nn.Sequential(kind(12, 8))
+    with pytest.raises(RuntimeError, match=r"0\.packed_masks: the checkpoint holds packed masks") as raised:
+        model.load_state_dict(state, strict=strict)
+    assert "learnable_masks=False" in str(raised.value)
+    assert "mglu_ops.freeze(model) before" in str(raised.value)
+    assert "Missing" not in str(raised.value)
+    assert "Unexpected" not in str(raised.value)
+    # The advice works.
+    x = torch.randn(3, 12)
+    fixed = nn.Sequential(kind(12, 8, learnable_masks=False))
+    fixed.load_state_dict(state)
+    freeze(model).load_state_dict(state)
+    assert_matches(fixed(x), model(x))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_learnable_checkpoint_into_a_frozen_layer_says_what_to_do(strict):
+    source = MGLU(12, 8)
+    target = freeze(MGLU(12, 8))
+    with pytest.raises(RuntimeError, match="mask_logits: the checkpoint holds logits") as raised:
+        target.load_state_dict(source.state_dict(), strict=strict)
+    assert "learnable_masks=True, load, and then call mglu_ops.freeze(model)" in str(raised.value)
+    assert "Missing" not in str(raised.value)
+    assert "Unexpected" not in str(raised.value)
+    # The advice works.
+    learnable, x = MGLU(12, 8), torch.randn(3, 12)
+    learnable.load_state_dict(source.state_dict())
+    assert torch.equal(freeze(learnable)(x), source(x))
+
+
+def test_missing_masks_are_a_missing_key():
+    state = MGLU(12, 8).state_dict()
+    del state["mask_logits"]
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "mask_logits"'):
+        MGLU(12, 8).load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "packed_masks"'):
+        MGLU(12, 8, learnable_masks=False).load_state_dict(state)
+    assert MGLU(12, 8).load_state_dict(state, strict=False).missing_keys == ["mask_logits"]
+
+
+def test_logits_of_another_shape_are_a_size_mismatch():
+    with pytest.raises(RuntimeError, match=r"size mismatch for mask_logits.*\[2, 8, 12\].*\[3, 8, 12\]"):
+        MGLU(12, 8, n_masks=3).load_state_dict(MGLU(12, 8, n_masks=2).state_dict())

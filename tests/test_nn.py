@@ -1,0 +1,446 @@
+"""The modules: MGLU against the naive layer and the oracle, arguments, and what PyTorch does to modules."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from budgets import BUDGET, NAIVE_FACTOR, assert_matches, relative_error
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from mglu_ops.activations import ACTIVATIONS
+from mglu_ops.backends import reference
+from mglu_ops.masks import check_packed_masks
+from mglu_ops.nn import GLU, LU, MGLU, GeMGLU, MGLUFeedForward, NaiveMGLU, ReMGLU, SwiMGLU
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+MASKED = [MGLU, NaiveMGLU]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def pair(*args, seed: int = 0, **kwargs) -> tuple[MGLU, NaiveMGLU]:
+    """An MGLU and a NaiveMGLU with the same parameters, drawn separately from one seed."""
+    torch.manual_seed(seed)
+    fused = MGLU(*args, **kwargs)
+    torch.manual_seed(seed)
+    return fused, NaiveMGLU(*args, **kwargs)
+
+
+def oracle(layer: MGLU | NaiveMGLU, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
+    """The float64 result and gradients of a layer; the masks' gradient is the logits' (straight through)."""
+    x, weight = (t.detach().double().requires_grad_() for t in (x, layer.weight))
+    if layer.learnable_masks:
+        masks = (layer.mask_logits.detach() > 0).double().requires_grad_()
+    else:
+        masks = torch.ops.mglu.unpack_masks(layer.packed_masks, layer.in_features).double()
+    wanted = {"x": x, "weight": weight} | ({"mask_logits": masks} if layer.learnable_masks else {})
+    route = None
+    if layer.top_k is not None:
+        router = wanted["router.weight"] = layer.router.weight.detach().double().requires_grad_()
+        logits = F.linear(x, router)
+        # Spelled otherwise than in the layer: what is below the k-th largest logit is masked out.
+        kth = logits.sort(-1, descending=True).values[..., layer.top_k - 1, None]
+        route = logits.masked_fill(logits < kth, -torch.inf).softmax(-1)
+    result = reference.forward(x, weight, masks, layer.activation, route)
+    grads = torch.autograd.grad(result, list(wanted.values()), grad.double())
+    return {"result": result.detach()} | dict(zip(wanted, grads, strict=True))
+
+
+def results(layer: nn.Module, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
+    x = x.detach().clone().requires_grad_()
+    result = layer(x)
+    named = dict(layer.named_parameters())
+    grads = torch.autograd.grad(result, [x, *named.values()], grad)
+    return {"result": result.detach(), "x": grads[0]} | dict(zip(named, grads[1:], strict=True))
+
+
+# --- The numbers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("learnable_masks", [True, False], ids=["learned", "fixed"])
+@pytest.mark.parametrize("n_masks", [1, 4])
+def test_results_and_gradients_match_the_oracle(dtype, learnable_masks, n_masks):
+    fused, naive = pair(67, 48, n_masks=n_masks, learnable_masks=learnable_masks, dtype=dtype)
+    x, grad = torch.randn(3, 11, 67, dtype=dtype), torch.randn(3, 11, 48, dtype=dtype)
+    expected = oracle(fused, x, grad)
+    got, got_naive = results(fused, x, grad), results(naive, x, grad)
+    assert set(expected) == set(got) == set(got_naive)
+    for name in expected:
+        assert got[name].dtype == dtype
+        assert_matches(got[name], expected[name], dtype, name)
+        assert_matches(got_naive[name], expected[name], dtype, f"naive {name}")
+    if dtype in (torch.float16, torch.bfloat16):
+        # In float32 and float64 the operator's tests say how far a backend may be from the naive layer.
+        naive_error = relative_error(got_naive["result"], expected["result"])
+        assert relative_error(got["result"], expected["result"]) <= NAIVE_FACTOR * naive_error
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("learnable_masks", [True, False], ids=["learned", "fixed"])
+@pytest.mark.parametrize("top_k", [1, 2, 4])
+def test_routed_results_and_gradients_match_the_oracle(dtype, learnable_masks, top_k):
+    fused, naive = pair(40, 24, n_masks=4, learnable_masks=learnable_masks, top_k=top_k, dtype=dtype)
+    x, grad = torch.randn(2, 9, 40, dtype=dtype), torch.randn(2, 9, 24, dtype=dtype)
+    expected = oracle(fused, x, grad)
+    assert "router.weight" in expected
+    for kind in (fused, naive):
+        got = results(kind, x, grad)
+        assert set(got) == set(expected)
+        for name in expected:
+            assert_matches(got[name], expected[name], dtype, f"{type(kind).__name__} {name}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_routed_in_16_bits_matches_the_oracle_of_its_own_routes(dtype):
+    # The oracle's router may keep another mask at a near tie, so it is given the routes of the layer.
+    fused, naive = pair(40, 24, n_masks=4, top_k=2, dtype=dtype)
+    x = torch.randn(18, 40, dtype=dtype)
+    route = fused.route_weights(x)
+    assert torch.equal(route, naive.route_weights(x))
+    expected = reference.forward(x, fused.weight, fused.mask_logits > 0, "silu", route)
+    assert_matches(fused(x), expected, dtype)
+    assert_matches(naive(x), expected, dtype)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation(activation):
+    fused, naive = pair(21, 10, n_masks=2, activation=activation, dtype=torch.float64)
+    x, grad = torch.randn(6, 21, dtype=torch.float64), torch.randn(6, 10, dtype=torch.float64)
+    expected = oracle(fused, x, grad)
+    for kind in (fused, naive):
+        for name, got in results(kind, x, grad).items():
+            assert_matches(got, expected[name], torch.float64, name)
+
+
+@given(
+    in_features=st.integers(1, 33),
+    out_features=st.integers(1, 9),
+    n_masks=st.integers(1, 16),
+    leading=st.lists(st.integers(0, 3), max_size=3),
+    learnable=st.booleans(),
+    seed=st.integers(0, 2**16),
+    data=st.data(),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_shape_matches_the_naive_layer(
+    in_features, out_features, n_masks, leading, learnable, seed, data
+):
+    top_k = data.draw(st.none() | st.integers(1, n_masks), label="top_k")
+    sizes = {"n_masks": n_masks, "learnable_masks": learnable, "top_k": top_k}
+    fused, naive = pair(in_features, out_features, seed=seed, dtype=torch.float64, **sizes)
+    x = torch.randn(*leading, in_features, dtype=torch.float64)
+    grad = torch.randn(*leading, out_features, dtype=torch.float64)
+    expected, got = results(naive, x, grad), results(fused, x, grad)
+    assert got.keys() == expected.keys()
+    for name in expected:
+        assert got[name].shape == expected[name].shape
+        # Absolute where the naive gradient is a cancellation (one route's weight is always 1).
+        torch.testing.assert_close(got[name], expected[name], rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("top_k", [None, 2])
+def test_training_takes_the_same_steps(top_k):
+    fused, naive = pair(24, 16, n_masks=3, top_k=top_k, dtype=torch.float64)
+    start = copy.deepcopy(fused.state_dict())
+    x, target = torch.randn(5, 32, 24, dtype=torch.float64), torch.randn(5, 32, 16, dtype=torch.float64)
+    for layer in (fused, naive):
+        optimizer = torch.optim.SGD(layer.parameters(), lr=5.0)
+        losses = []
+        for step in range(5):
+            optimizer.zero_grad()
+            loss = F.mse_loss(layer(x[step]), target[step])
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert all(torch.isfinite(p).all() for p in layer.parameters()), losses
+    for name, got in fused.state_dict().items():
+        torch.testing.assert_close(got, naive.state_dict()[name], rtol=1e-12, atol=1e-12)
+        assert not torch.equal(got, start[name]), f"{name} was not trained"
+    flipped = (start["mask_logits"] > 0) != (fused.mask_logits > 0)
+    assert flipped.any(), "no mask changed, so the straight-through gradient was not put to use"
+
+
+def test_masks_are_not_trained_when_fixed():
+    layer = MGLU(16, 8, n_masks=2, learnable_masks=False)
+    before = layer.packed_masks.clone()
+    layer(torch.randn(4, 16)).sum().backward()
+    assert [name for name, _ in layer.named_parameters()] == ["weight"]
+    assert layer.weight.grad is not None
+    assert torch.equal(layer.packed_masks, before)
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 5])
+def test_route_weights_are_the_softmax_of_the_kept_logits(top_k):
+    layer = MGLU(12, 8, n_masks=5, top_k=top_k, dtype=torch.float64)
+    x = torch.randn(4, 7, 12, dtype=torch.float64)
+    route, logits = layer.route_weights(x), layer.router(x)
+    assert ((route > 0).sum(-1) == top_k).all()
+    torch.testing.assert_close(route.sum(-1), torch.ones(4, 7, dtype=torch.float64))
+    for token, weights in zip(logits.flatten(0, 1), route.flatten(0, 1), strict=True):
+        chosen = set(token.sort(descending=True).indices[:top_k].tolist())
+        assert set(weights.nonzero().flatten().tolist()) == chosen
+        exponentials = token[list(chosen)].exp()
+        torch.testing.assert_close(weights[list(chosen)], exponentials / exponentials.sum())
+
+
+@pytest.mark.parametrize("kind", MASKED)
+def test_routes_of_weight_zero_do_not_count(kind):
+    torch.manual_seed(0)
+    layer = kind(12, 8, n_masks=3, top_k=1)
+    x = torch.randn(20, 12)
+    before, chosen = layer(x), layer.route_weights(x).argmax(-1)
+    with torch.no_grad():
+        layer.mask_logits[2].neg_()
+    after = layer(x)
+    assert (chosen == 2).any()
+    assert (chosen != 2).any()
+    torch.testing.assert_close(after[chosen != 2], before[chosen != 2], rtol=0, atol=1e-6)
+    assert (after[chosen == 2] != before[chosen == 2]).any(-1).all()
+
+
+# --- Feed-forward blocks and baselines ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "activation"), [(SwiMGLU, "silu"), (GeMGLU, "gelu"), (ReMGLU, "relu")])
+def test_feed_forward(kind, activation):
+    torch.manual_seed(0)
+    block = kind(20, 36, n_masks=2, top_k=1, dtype=torch.float64)
+    torch.manual_seed(0)
+    same = MGLUFeedForward(20, 36, n_masks=2, top_k=1, activation=activation, dtype=torch.float64)
+    x = torch.randn(3, 20, dtype=torch.float64)
+    masks, route = block.mglu.mask_logits > 0, block.mglu.route_weights(x)
+    hidden = reference.forward(x, block.mglu.weight, masks, activation, route)
+    assert_matches(block(x), hidden @ block.down_proj.weight.double().t(), torch.float64)
+    assert torch.equal(block(x), same(x))
+    assert list(block.state_dict()) == [
+        "mglu.weight",
+        "mglu.mask_logits",
+        "mglu.router.weight",
+        "down_proj.weight",
+    ]
+
+
+def test_glu_and_lu():
+    x = torch.randn(4, 10, dtype=torch.float64)
+    glu, lu = GLU(10, 6, dtype=torch.float64), LU(10, 6, dtype=torch.float64)
+    gate, up = x @ glu.gate_proj.weight.t(), x @ glu.up_proj.weight.t()
+    torch.testing.assert_close(glu(x), gate * torch.sigmoid(gate) * up)
+    torch.testing.assert_close(lu(x), F.gelu(x @ lu.up_proj.weight.t()))
+    torch.testing.assert_close(GLU(10, 6, "relu")(x.float() * 0), torch.zeros(4, 6))
+    assert [name for name, _ in glu.named_parameters()] == ["gate_proj.weight", "up_proj.weight"]
+    assert [name for name, _ in lu.named_parameters()] == ["up_proj.weight"]
+
+
+# --- Initial values -----------------------------------------------------------------------------------------
+
+
+def test_initial_values():
+    torch.manual_seed(3)
+    linear = nn.Linear(300, 200, bias=False)
+    torch.manual_seed(3)
+    layer = MGLU(300, 200, n_masks=4)
+    assert torch.equal(layer.weight, linear.weight)
+    assert layer.mask_logits.std().item() == pytest.approx(0.01, rel=0.02)
+    assert abs(layer.mask_logits.mean().item()) < 1e-4
+
+
+@pytest.mark.parametrize("in_features", [300, 304, 5])
+def test_fixed_masks_are_fair_coins_in_the_packed_format(in_features):
+    torch.manual_seed(0)
+    layer = MGLU(in_features, 200, n_masks=4, learnable_masks=False)
+    check_packed_masks(layer.packed_masks, in_features, 200)
+    masks = torch.ops.mglu.unpack_masks(layer.packed_masks, in_features)
+    assert masks.shape == (4, 200, in_features)
+    spread = 0.5 / masks[0].numel() ** 0.5
+    assert (masks.double().mean((1, 2)) - 0.5).abs().max() < 5 * spread
+    assert (masks[0] ^ masks[1]).double().mean().item() == pytest.approx(0.5, abs=5 * spread)
+
+
+# --- What PyTorch does to modules ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", MASKED)
+@pytest.mark.parametrize("learnable_masks", [True, False], ids=["learned", "fixed"])
+@pytest.mark.parametrize("top_k", [None, 2])
+def test_compiles_as_one_graph(kind, learnable_masks, top_k):
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    layer = kind(19, 12, n_masks=3, learnable_masks=learnable_masks, top_k=top_k)
+    x, grad = torch.randn(5, 19), torch.randn(5, 12)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    expected = results(layer, x, grad)
+    got = results(compiled, x, grad)
+    for name, want in expected.items():
+        assert_matches(got[name if name in got else f"_orig_mod.{name}"], want, what=name)
+    with torch.no_grad():
+        assert_matches(compiled(x), expected["result"])
+
+
+@pytest.mark.slow
+def test_compiles_with_inductor():
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    block = SwiMGLU(16, 24, n_masks=2)
+    x = torch.randn(5, 16)
+    assert_matches(torch.compile(block, fullgraph=True)(x), block(x))
+
+
+@pytest.mark.parametrize("learnable_masks", [True, False], ids=["learned", "fixed"])
+@pytest.mark.parametrize("top_k", [None, 2])
+def test_autocast(learnable_masks, top_k):
+    fused, naive = pair(33, 16, n_masks=3, learnable_masks=learnable_masks, top_k=top_k)
+    x = torch.randn(7, 33)
+    exact = oracle(fused, x, torch.ones(7, 16))["result"]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, got_naive = fused(x), naive(x)
+    assert got.dtype is got_naive.dtype is torch.bfloat16
+    assert_matches(got, exact)
+    assert_matches(got_naive, exact)
+    got.sum().backward()
+    assert {parameter.grad.dtype for parameter in fused.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("kind", MASKED)
+@pytest.mark.parametrize("learnable_masks", [True, False], ids=["learned", "fixed"])
+def test_copies_are_equal_and_independent(kind, learnable_masks):
+    layer = kind(19, 12, n_masks=3, learnable_masks=learnable_masks, top_k=2, activation="gelu_tanh")
+    x = torch.randn(4, 19)
+    expected = layer(x)
+    saved = io.BytesIO()
+    torch.save(layer, saved)
+    saved.seek(0)
+    copies = [
+        copy.deepcopy(layer),
+        pickle.loads(pickle.dumps(layer)),
+        torch.load(saved, weights_only=False),
+    ]
+    with torch.no_grad():
+        layer.weight.zero_()
+    for duplicate in copies:
+        assert type(duplicate) is kind
+        assert torch.equal(duplicate(x), expected)
+
+
+@pytest.mark.parametrize("kind", [*MASKED, MGLUFeedForward])
+@pytest.mark.parametrize("learnable_masks", [True, False], ids=["learned", "fixed"])
+def test_meta_device(kind, learnable_masks):
+    layer = kind(19, 12, n_masks=3, learnable_masks=learnable_masks, top_k=2, device="meta")
+    assert all(t.is_meta for t in [*layer.parameters(), *layer.buffers()])
+    layer.to_empty(device="cpu")
+    for tensor in [*layer.parameters(), *layer.buffers()]:
+        tensor.data.fill_(255)
+    layer.reset_parameters()
+    for name, parameter in layer.named_parameters():
+        assert parameter.abs().max() < 2, f"{name} kept what to_empty left"
+    for name, buffer in layer.named_buffers():
+        check_packed_masks(buffer, 19, 12)
+        assert (buffer[:, :2] != 255).any(), f"{name} kept what to_empty left"
+    assert torch.isfinite(layer(torch.randn(2, 19))).all()
+
+
+def test_meta_forward_has_the_shape():
+    layer = SwiMGLU(8, 24, n_masks=2, device="meta", dtype=torch.bfloat16)
+    result = layer(torch.empty(2, 3, 8, device="meta", dtype=torch.bfloat16))
+    assert (result.shape, result.dtype, result.device.type) == ((2, 3, 8), torch.bfloat16, "meta")
+
+
+@pytest.mark.parametrize("kind", MASKED)
+def test_packed_masks_stay_bytes_when_the_dtype_changes(kind):
+    layer = kind(19, 12, n_masks=3, learnable_masks=False, top_k=1)
+    packed = layer.packed_masks.clone()
+    layer.to(torch.bfloat16)
+    assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
+    assert torch.equal(layer.packed_masks, packed)
+    assert layer.packed_masks.dtype is torch.uint8
+    assert layer(torch.randn(2, 19, dtype=torch.bfloat16)).dtype is torch.bfloat16
+    assert layer.double()(torch.randn(2, 19, dtype=torch.float64)).dtype is torch.float64
+
+
+@pytest.mark.parametrize("kind", MASKED)
+def test_repr_names_every_argument(kind):
+    text = repr(kind(19, 12, n_masks=3, learnable_masks=False, activation="gelu", top_k=2))
+    start = f"{kind.__name__}(\n  in_features=19, out_features=12, n_masks=3, activation='gelu', "
+    assert text.startswith(start + "learnable_masks=False, top_k=2"), text
+
+
+def test_functional_call_replaces_the_parameters():
+    layer, other = MGLU(9, 5, n_masks=2), MGLU(9, 5, n_masks=2)
+    x = torch.randn(3, 9)
+    assert torch.equal(torch.func.functional_call(layer, dict(other.named_parameters()), x), other(x))
+
+
+# --- Bad arguments ------------------------------------------------------------------------------------------
+
+BAD = [
+    ({"in_features": 0}, "in_features: got 0, must be an int of at least 1"),
+    ({"in_features": -4}, "in_features: got -4"),
+    ({"in_features": 8.0}, r"in_features: got 8\.0"),
+    ({"in_features": True}, "in_features: got True"),
+    ({"out_features": 0}, "out_features: got 0"),
+    ({"out_features": "8"}, "out_features: got '8'"),
+    ({"n_masks": 0}, "n_masks: got 0, must be an int from 1 to 16"),
+    ({"n_masks": 17}, "n_masks: got 17"),
+    ({"n_masks": True}, "n_masks: got True"),
+    ({"n_masks": 2.0}, r"n_masks: got 2\.0"),
+    ({"activation": "swish"}, "activation: got 'swish', must be one of silu, gelu"),
+    ({"activation": F.silu}, "activation: got <function silu"),
+    ({"activation": ["silu"]}, r"activation: got \['silu'\]"),
+    ({"top_k": 0, "n_masks": 2}, "top_k: got 0, must be None or an int from 1 to n_masks=2"),
+    ({"top_k": 3, "n_masks": 2}, "top_k: got 3"),
+    ({"top_k": True, "n_masks": 2}, "top_k: got True"),
+    ({"top_k": 1.0, "n_masks": 2}, r"top_k: got 1\.0"),
+    ({"learnable_masks": "no"}, "learnable_masks: got 'no', must be True or False"),
+    ({"dtype": torch.int8}, "dtype: got torch.int8, must be None or one of torch.float16"),
+    ({"dtype": torch.complex64}, "dtype: got torch.complex64"),
+]
+
+
+@pytest.mark.parametrize("kind", MASKED)
+@pytest.mark.parametrize(("wrong", "message"), BAD, ids=[str(wrong) for wrong, _ in BAD])
+def test_bad_arguments(kind, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        kind(**({"in_features": 8, "out_features": 8} | wrong))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SwiMGLU(0, 8), "hidden: got 0"),
+        (lambda: SwiMGLU(8, -1), "intermediate: got -1"),
+        (lambda: MGLUFeedForward(8, 8, n_masks=99), "n_masks: got 99"),
+        (lambda: GLU(0, 8), "in_features: got 0"),
+        (lambda: GLU(8, 8, "nope"), "activation: got 'nope'"),
+        (lambda: LU(8, 0), "out_features: got 0"),
+        (lambda: LU(8, 8, dtype=torch.int32), r"dtype: got torch\.int32"),
+    ],
+)
+def test_bad_arguments_of_blocks_and_baselines(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_bad_input_names_what_it_was():
+    layer = MGLU(8, 4)
+    with pytest.raises(ValueError, match="x: got last size 9"):
+        layer(torch.randn(2, 9))
+    with pytest.raises(TypeError, match=r"x: got dtype torch\.int64"):
+        layer(torch.ones(2, 8, dtype=torch.int64))
+
+
+def test_budgets_have_every_dtype():
+    assert set(DTYPES) == set(BUDGET)

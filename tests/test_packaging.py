@@ -1,0 +1,97 @@
+"""The wheel is pure, complete, and works with nothing but torch beside it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("mglu_ops", "compile_passes")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("setuptools", reason="building a wheel offline needs setuptools beside torch")
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    tracked = ("pyproject.toml", "README.md", "LICENSE", "mglu_ops", "compile_passes", "csrc")
+    subprocess.run(["cp", "-r", *(str(ROOT / name) for name in tracked), str(source)], check=True)
+    build = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(out), str(source)]
+    subprocess.run([sys.executable, "-m", "pip", *build], check=True)
+    (path,) = out.glob("*.whl")
+    return path
+
+
+def run_isolated(code: str, site: Path) -> str:
+    """Run code in a process that finds, beside the standard library, only torch's own needs and `site`."""
+    prelude = f"""
+        import sys
+        sys.path.insert(0, {str(site)!r})
+        class Refuse:
+            def find_spec(self, name, path=None, target=None):
+                if name.split(".")[0] in ("triton", "cuda", "tqdm", "safetensors", "hypothesis", "pytest"):
+                    raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+        sys.meta_path = [f for f in sys.meta_path if "editable" not in repr(f).lower()]
+        sys.meta_path.insert(0, Refuse())
+        import torch
+    """
+    script = textwrap.dedent(prelude) + textwrap.dedent(code)
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=site, timeout=300)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+def test_wheel_is_pure_and_holds_every_module_and_the_device_code(wheel: Path) -> None:
+    assert wheel.name.endswith("-py3-none-any.whl")
+    inside = set(zipfile.ZipFile(wheel).namelist())
+    modules = {str(p.relative_to(ROOT)) for package in PACKAGES for p in (ROOT / package).rglob("*.py")}
+    device_code = {f"mglu_ops/{p.relative_to(ROOT)}" for p in (ROOT / "csrc").rglob("*") if p.is_file()}
+    assert modules <= inside, f"not in the wheel: {sorted(modules - inside)}"
+    assert device_code
+    assert device_code <= inside, f"not in the wheel: {sorted(device_code - inside)}"
+    assert "mglu_ops/py.typed" in inside
+    assert not any(name.startswith(("tests/", "benchmarks/")) for name in inside)
+
+
+def test_cpu_paths_work_with_nothing_but_torch(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    out = run_isolated(
+        """
+        import mglu_ops
+        assert mglu_ops.__file__.startswith(sys.path[0])
+        x, w = torch.randn(3, 20, requires_grad=True), torch.randn(6, 20, requires_grad=True)
+        logits = torch.randn(2, 6, 20, requires_grad=True)
+        y, packed = torch.ops.mglu.forward_ste(x, w, logits)
+        y.sum().backward()
+        assert all(t.grad is not None for t in (x, w, logits))
+        assert torch.equal(torch.ops.mglu.forward(x, w, packed), y)
+        layer = mglu_ops.nn.NaiveMGLU(20, 6, n_masks=2)
+        expected = layer(x)
+        with mglu_ops.fusion(strict=True) as report:
+            torch.testing.assert_close(torch.compile(layer, backend="mglu")(x), expected)
+        torch.testing.assert_close(mglu_ops.freeze(layer)(x), expected)
+        print("fine")
+        """,
+        tmp_path,
+    )
+    assert "fine" in out
+
+
+def test_import_is_light(wheel: Path, tmp_path: Path) -> None:
+    """Under 0.2 s over `import torch`, and neither Inductor nor a GPU package with it."""
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    code = """
+        import time
+        start = time.perf_counter()
+        import mglu_ops
+        seconds = time.perf_counter() - start
+        heavy = [m for m in sys.modules if m.startswith(("torch._inductor", "triton", "cuda."))]
+        assert not heavy, heavy
+        print(seconds)
+    """
+    best = min(float(run_isolated(code, tmp_path)) for _ in range(3))
+    assert best < 0.2, f"import takes {best:.3f} s"

@@ -1,0 +1,49 @@
+"""Every snippet of the README runs, in order, as a user would type them; its arithmetic is right."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def snippets(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.slow
+def test_python_snippets_run(tmp_path: Path) -> None:
+    code = snippets("python")
+    assert len(code) >= 3
+    script = tmp_path / "readme.py"
+    script.write_text("\n".join(code))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=600
+    )
+    assert process.returncode == 0, process.stderr
+
+
+def test_make_targets_of_the_readme_exist() -> None:
+    makefile = (Path(__file__).parent.parent / "Makefile").read_text()
+    targets = re.findall(r"\bmake ([a-z-]+)", README)
+    assert {"demo", "test"} <= set(targets)
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), f"the Makefile has no target {target}"
+
+
+def test_bytes_a_token() -> None:
+    """The table of bits and megabytes a token follows from (16 + n_masks) h d bits against 32 h d."""
+    rows = re.findall(r"^\| (SwiGLU|SwiMGLU, n_m = (\d+)) \| (\d+) \| ([\d.]+) \| ([\d.]+)x \|$", README, re.MULTILINE)
+    assert len(rows) >= 5
+    for _, n_masks, bits, megabytes, ratio in rows:
+        expected = 16 + int(n_masks) if n_masks else 32
+        assert int(bits) == expected
+        assert float(megabytes) == pytest.approx(expected / 8 * 14336 * 4096 / 1e6, abs=0.05)
+        assert float(ratio) == pytest.approx(32 / expected, abs=0.005)
