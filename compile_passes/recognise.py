@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from .symbols import Call, as_call, tensor_example
+from .symbols import Call, as_call, equal_sizes, tensor_example
 from .values import (
     Activated,
     Binary,
@@ -126,6 +126,21 @@ class Recogniser:
             return None
         return base, index % example.shape[0]
 
+    def column_of(self, node: Node) -> tuple[Node, int] | None:
+        """`(tensor, i)` where `node` is `tensor[..., i : i + 1]`."""
+        call = as_call(node)
+        if call is None or call.symbol != "getitem" or not isinstance(call.args[0], Node):
+            return None
+        base, index = call.args
+        example = tensor_example(base)
+        if example is None or not isinstance(index, tuple) or not isinstance(index[-1], slice):
+            return None
+        whole = all(item is Ellipsis or item == slice(None) for item in index[:-1])
+        reaches_last = Ellipsis in index or len(index) == example.dim()
+        start, stop, step = index[-1].start, index[-1].stop, index[-1].step
+        is_one = isinstance(start, int) and start >= 0 and stop == start + 1 and step in (None, 1)
+        return (base, start) if whole and reaches_last and is_one else None
+
 
 def _is_matrix(argument: Any) -> bool:
     example = tensor_example(argument)
@@ -145,7 +160,7 @@ def _requires_grad(argument: Any) -> bool:
 def _same_shape(*nodes: Any) -> bool:
     examples = [tensor_example(node) for node in nodes]
     first = examples[0]
-    return first is not None and all(item is not None and item.shape == first.shape for item in examples)
+    return first is not None and all(item is not None and equal_sizes(item.shape, first.shape) for item in examples)
 
 
 # --- Functions of one mask -----------------------------------------------------------------------------------------
@@ -356,6 +371,10 @@ def _mul(recogniser: Recogniser, node: Node, call: Call) -> Value:
     a, b = recogniser.value(left), recogniser.value(right)
     if isinstance(a, (Activated, Projection)) and isinstance(b, (Activated, Projection)):
         return _gate_times_value(recogniser, a, b)
+    if isinstance(a, (Activated, Gated)):
+        return _route(recogniser, node, a, right)
+    if isinstance(b, (Activated, Gated)):
+        return _route(recogniser, node, b, left)
     if isinstance(a, Scalar) and isinstance(b, Scalar):
         return Scalar(a.value * b.value)
     if isinstance(a, Binary) and isinstance(b, Scalar):
@@ -382,6 +401,21 @@ def _apply_mask(recogniser: Recogniser, node: Node, mask: Binary, argument: Any)
     return None if factor is None else replace(weighted, factor=factor)
 
 
+def _route(recogniser: Recogniser, node: Node, value: Activated | Gated, weight: Any) -> Value:
+    """`r * act(gate) * value` with one number r a token, `[..., 1]`."""
+    term = value.terms[0] if isinstance(value, Gated) else value
+    projection = term.gate if isinstance(term, Term) else term.projection
+    r, x, result = tensor_example(weight), tensor_example(projection.x), tensor_example(node)
+    if r is None or x is None or result is None or recogniser.value(weight) is not None:
+        return None
+    if not r.dtype.is_floating_point or not equal_sizes(r.shape, (*x.shape[:-1], 1)) or result.dim() != x.dim():
+        return None
+    if term.route is not None or (isinstance(value, Gated) and len(value.terms) > 1):
+        return None
+    routed = replace(term, route=weight)
+    return Gated((routed,)) if isinstance(routed, Term) else routed
+
+
 def _gate_times_value(recogniser: Recogniser, a: Activated | Projection, b: Activated | Projection) -> Value:
     if isinstance(b, Activated):
         a, b = b, a
@@ -389,21 +423,22 @@ def _gate_times_value(recogniser: Recogniser, a: Activated | Projection, b: Acti
         return None
     if isinstance(a, Activated):
         if (
-            a.activation == "sigmoid"
+            a.route is None
+            and a.activation == "sigmoid"
             and _same_operands(recogniser, a.projection, b)
             and a.projection.factor == b.factor
         ):
             return Activated("silu", b)
-        activation, gate, value = a.activation, a.projection, b
+        activation, gate, value, route = a.activation, a.projection, b, a.route
     else:
-        activation, gate, value = "identity", a, b
+        activation, gate, value, route = "identity", a, b, None
         if value.factor is not None and value.factor.is_gate(1):
             gate, value = value, gate
     gate, value = _resolve(recogniser, gate, value), _resolve(recogniser, value, gate)
     masked = [isinstance(p.weight, Product) or p.factor is not None for p in (gate, value)]
     if not any(masked) or (not all(masked) and not _same_operands(recogniser, gate, value)):
         return None
-    return Gated((Term(activation, gate, value),))
+    return Gated((Term(activation, gate, value, route),))
 
 
 def _resolve(recogniser: Recogniser, projection: Projection, other: Projection) -> Projection:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch.fx import Graph, Node
-
-import mglu_ops.ops  # noqa: F401 (registers torch.ops.mglu)
 
 from .recognise import Recogniser
 from .sites import Layer
@@ -38,13 +37,36 @@ def rewrite(graph: Graph, recogniser: Recogniser, layers: Sequence[Layer]) -> No
 def _fused_call(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node:
     x = _cast(graph, layer.x, layer.dtype)
     weight = _transpose(graph, layer, _cast(graph, layer.weight, layer.dtype))
+    layer = _in_route_order(recogniser, layer)
+    route = _route_weights(graph, recogniser, layer)
     if layer.trains_masks:
         logits = _transpose(graph, layer, _mask_logits(graph, recogniser, layer))
-        pair = graph.call_function(_mglu.forward_ste.default, (x, weight, logits, layer.activation))
+        pair = graph.call_function(_mglu.forward_ste.default, (x, weight, logits, layer.activation, route))
         return graph.call_function(operator.getitem, (pair, 0))
-    bits = _transpose(graph, layer, _mask_bits(graph, recogniser, layer))
-    packed = graph.call_function(_mglu.pack_masks.default, (bits,))
-    return graph.call_function(_mglu.forward.default, (x, weight, packed, layer.activation))
+    packed = _packed_masks(graph, layer, _mask_bits(graph, recogniser, layer))
+    return graph.call_function(_mglu.forward.default, (x, weight, packed, layer.activation, route))
+
+
+def _in_route_order(recogniser: Recogniser, layer: Layer) -> Layer:
+    """The masks in the order of their columns of one tensor of route weights, where they have one."""
+    columns = [column for column in map(recogniser.column_of, layer.routes) if column is not None]
+    if not columns or len(columns) != len(layer.routes):
+        return layer
+    order = sorted(range(len(columns)), key=lambda i: columns[i][1])
+    return replace(layer, masks=tuple(layer.masks[i] for i in order), routes=tuple(layer.routes[i] for i in order))
+
+
+def _route_weights(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node | None:
+    """`[..., n_masks]`: the tensor whose columns the routes are, or the routes put side by side."""
+    if not layer.routes:
+        return None
+    columns = [column for column in map(recogniser.column_of, layer.routes) if column is not None]
+    if len(columns) == len(layer.routes) and len({recogniser.key(base) for base, _ in columns}) == 1:
+        base = columns[0][0]
+        example = tensor_example(base)
+        if example is not None and [index for _, index in columns] == list(range(example.shape[-1])):
+            return base
+    return graph.call_function(torch.cat, (list(layer.routes), -1))
 
 
 def _cast(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
@@ -66,7 +88,7 @@ def _mask_logits(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node:
     """
     logits = [mask.logits for mask, complement in layer.masks if not complement and mask.logits is not None]
     if len(logits) == len(layer.masks):
-        return _all_slices(recogniser, logits) or _stack(graph, logits)
+        return _all_slices(recogniser, logits, bool(layer.routes)) or _stack(graph, logits)
     centred = []
     for mask, complement in layer.masks:
         assert mask.straight_through is not None, "checked at the site"
@@ -79,13 +101,21 @@ def _mask_bits(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node:
     """The gate's masks as one tensor `[n_masks, ...]` that `mglu::pack_masks` takes."""
     if not any(complement for _, complement in layer.masks):
         bits = [mask.bits for mask, _ in layer.masks]
-        whole = _all_slices(recogniser, bits)
+        whole = _all_slices(recogniser, bits, bool(layer.routes))
         if whole is not None:
             return whole
-        positive = _all_positive_slices(recogniser, bits)
+        positive = _all_positive_slices(recogniser, bits, bool(layer.routes))
         if positive is not None:
             return graph.call_function(operator.gt, (positive, 0))
     return _stack(graph, [_gate_bits(graph, mask, complement) for mask, complement in layer.masks])
+
+
+def _packed_masks(graph: Graph, layer: Layer, bits: Node) -> Node:
+    """Packed: again, where the model unpacked them itself."""
+    call = as_call(bits)
+    if call is not None and call.symbol == "unpack_masks" and isinstance(call.args[0], Node) and not layer.transposed:
+        return call.args[0]
+    return graph.call_function(_mglu.pack_masks.default, (_transpose(graph, layer, bits),))
 
 
 def _gate_bits(graph: Graph, mask: Mask, complement: bool) -> Node:
@@ -94,7 +124,7 @@ def _gate_bits(graph: Graph, mask: Mask, complement: bool) -> Node:
     return graph.call_function(operator.eq, (mask.bits, 0))
 
 
-def _all_positive_slices(recogniser: Recogniser, bits: Sequence[Node]) -> Node | None:
+def _all_positive_slices(recogniser: Recogniser, bits: Sequence[Node], ordered: bool) -> Node | None:
     """The stacked logits `L` where the bits are `L[i] > 0` for every i."""
     sources = []
     for node in bits:
@@ -107,11 +137,11 @@ def _all_positive_slices(recogniser: Recogniser, bits: Sequence[Node]) -> Node |
         ):
             return None
         sources.append(call.args[0])
-    return _all_slices(recogniser, sources)
+    return _all_slices(recogniser, sources, ordered)
 
 
-def _all_slices(recogniser: Recogniser, nodes: Sequence[Node]) -> Node | None:
-    """The stacked tensor of which the nodes are all slices, once each; the order of a sum does not matter."""
+def _all_slices(recogniser: Recogniser, nodes: Sequence[Node], ordered: bool) -> Node | None:
+    """The stacked tensor of which the nodes are all slices, once each; `ordered` where their order matters."""
     slices = [recogniser.slice_of(node) for node in nodes]
     found = [item for item in slices if item is not None]
     if len(found) != len(nodes) or len({recogniser.key(base) for base, _ in found}) != 1:
@@ -119,7 +149,8 @@ def _all_slices(recogniser: Recogniser, nodes: Sequence[Node]) -> Node | None:
     base = found[0][0]
     example = tensor_example(base)
     assert example is not None, "slice_of looked at it"
-    return base if sorted(index for _, index in found) == list(range(example.shape[0])) else None
+    indices = [index for _, index in found]
+    return base if (indices if ordered else sorted(indices)) == list(range(example.shape[0])) else None
 
 
 def _stack(graph: Graph, nodes: Sequence[Node]) -> Node:

@@ -29,7 +29,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .recognise import Recogniser
-from .symbols import as_call, example, is_inplace_name, is_inplace_operator, tensor_example
+from .symbols import as_call, equal_sizes, example, is_inplace_name, is_inplace_operator, tensor_example
 from .values import Activated, Gated, Mask, Projection, Stacked, Term
 
 MAX_MASKS = 16
@@ -73,6 +73,8 @@ class Layer:
     activation: str
     dtype: torch.dtype
     trains_masks: bool
+    routes: tuple[Node, ...]
+    """A weight `[..., 1]` a mask, or none at all."""
     interior: tuple[Node, ...]
     """The nodes of the spelling, in the order of the graph: what the fused operator replaces."""
 
@@ -127,6 +129,7 @@ def check(graph: Graph, recogniser: Recogniser, site: Site, assume_binary: bool)
         activation=site.terms[0].activation,
         dtype=_check_dtypes(site, first),
         trains_masks=any(trained),
+        routes=_check_routes(site),
         interior=_interior(graph, site),
     )
     _check_users(recogniser, layer)
@@ -205,11 +208,18 @@ def _check_slopes(term: Term, sign: int) -> None:
 
 def _check_mask_shape(term: Term, mask: Mask) -> None:
     weight, bits = tensor_example(term.gate.weight), tensor_example(mask.bits)
-    if weight is None or bits is None or weight.shape != bits.shape:
+    if weight is None or bits is None or not equal_sizes(weight.shape, bits.shape):
         shape = "unknown" if bits is None else list(bits.shape)
         raise Refusal(
             f"mask `{mask.bits.name}` has shape {shape}, must be the weight's; a per-channel mask is not MGLU"
         )
+
+
+def _check_routes(site: Site) -> tuple[Node, ...]:
+    routes = tuple(term.route for term in site.terms if term.route is not None)
+    if routes and len(routes) != len(site.terms):
+        raise Refusal("some terms of the sum have route weights and some do not")
+    return routes
 
 
 def _describe(node: Node) -> str:
@@ -235,6 +245,7 @@ def _check_dtypes(site: Site, first: Projection) -> torch.dtype:
 def _interior(graph: Graph, site: Site) -> tuple[Node, ...]:
     """The nodes between a site's leaves and its root, root included."""
     leaves = {node for projection in site.projections for node in (projection.x, projection.weight)}
+    leaves |= {term.route for term in site.terms if term.route is not None}
     seen: set[Node] = set()
     stack = [site.root]
     while stack:

@@ -7,7 +7,7 @@ of a known operation is one more entry here.
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -15,8 +15,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 (the field's name)
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+import mglu_ops.ops  # noqa: F401 (registers torch.ops.mglu)
 
 _aten = torch.ops.aten
+_mglu = torch.ops.mglu
 
 # Symbol -> its spellings. A string is a method name; in-place forms are found by their trailing underscore.
 _SPELLINGS: Mapping[str, tuple[Any, ...]] = {
@@ -106,6 +110,7 @@ _SPELLINGS: Mapping[str, tuple[Any, ...]] = {
     "relu": (F.relu, torch.relu, "relu", _aten.relu.default),
     "sigmoid": (torch.sigmoid, F.sigmoid, torch.special.expit, "sigmoid", _aten.sigmoid.default),
     "tanh": (torch.tanh, F.tanh, "tanh", _aten.tanh.default),
+    "unpack_masks": (_mglu.unpack_masks, _mglu.unpack_masks.default),
     "dropout": (F.dropout, torch.dropout, _aten.dropout.default),
 }
 
@@ -163,3 +168,8 @@ def tensor_example(node: Any) -> torch.Tensor | None:
     """`example(node)` if it is a tensor."""
     value = example(node)
     return value if isinstance(value, torch.Tensor) else None
+
+
+def equal_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether two shapes are known to agree, without a guard on a symbolic size."""
+    return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))

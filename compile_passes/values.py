@@ -97,19 +97,21 @@ class Projection:
 
 @dataclass(frozen=True)
 class Activated:
-    """An activation of a projection."""
+    """An activation of a projection, times a weight a token (`route`, `[..., 1]`) if there is one."""
 
     activation: str
     projection: Projection
+    route: Node | None = None
 
 
 @dataclass(frozen=True)
 class Term:
-    """`act(gate) * value`, one mask's part of the layer."""
+    """`route * act(gate) * value`, one mask's part of the layer; route None is 1, else `[..., 1]`."""
 
     activation: str
     gate: Projection
     value: Projection
+    route: Node | None = None
 
 
 @dataclass(frozen=True)
