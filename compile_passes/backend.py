@@ -8,7 +8,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from .fusion import FusionPass
-from .install import config_of, fusion_report, passes_in_slot
+from .install import config_of, current_report, passes_in_slot
 
 _OWN_OPTIONS = ("strict", "assume_binary")
 
@@ -29,7 +29,8 @@ def mglu(
         options: settings of Inductor, and our own `strict` and `assume_binary` (see `mglu_ops.enable_fusion`).
 
     Returns:
-        The compiled graph. What was fused stands in `mglu_ops.fusion_report()`.
+        The compiled graph. What was fused stands in the report of the `mglu_ops.fusion()` block around it,
+        or else in `mglu_ops.fusion_report()`.
     """
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
@@ -37,5 +38,5 @@ def mglu(
     patches: dict[str, Any] = dict(list_mode_options(mode)) if mode else {}
     patches.update(options or {})
     own = {name: bool(patches.pop(name)) for name in _OWN_OPTIONS if name in patches}
-    fusion_pass = FusionPass(fusion_report(), before=passes_in_slot(), **own)
+    fusion_pass = FusionPass(current_report(), before=passes_in_slot(), **own)
     return compile_fx(gm, example_inputs, config_patches={**patches, **config_of(fusion_pass)})

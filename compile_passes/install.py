@@ -24,11 +24,21 @@ _global_report = FusionReport()
 _enabled: tuple[FusionPass, dict[str, Any]] | None = None
 
 
-def passes_in_slot() -> list[GraphPass]:
-    """The passes of others in Inductor's slot, in order: one callable, or since torch 2.13 a list."""
+def _slot() -> list[Any]:
+    """What stands in Inductor's slot: one callable or None, or since torch 2.13 a list."""
     slot: Any = inductor_config.pre_grad_custom_pass
+    return list(slot) if isinstance(slot, (list, tuple)) else [slot]
+
+
+def current_report() -> FusionReport:
+    """The report of the block or the `enable_fusion` that is in force, or the one of the process."""
+    return next((p.report for p in _slot() if isinstance(p, FusionPass)), _global_report)
+
+
+def passes_in_slot() -> list[GraphPass]:
+    """The passes of others in Inductor's slot, in order."""
     found: list[GraphPass] = []
-    for graph_pass in slot if isinstance(slot, (list, tuple)) else [slot]:
+    for graph_pass in _slot():
         if isinstance(graph_pass, FusionPass):
             found.extend(graph_pass.before)
         elif graph_pass is not None:

@@ -118,8 +118,10 @@ def test_routed_in_16_bits_matches_the_oracle_of_its_own_routes(dtype):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_every_activation(activation):
-    fused, naive = pair(21, 10, n_masks=2, activation=activation, dtype=torch.float64)
+@pytest.mark.parametrize("learnable_masks", [True, False], ids=["learned", "fixed"])
+def test_every_activation(activation, learnable_masks):
+    arguments = {"n_masks": 2, "activation": activation, "learnable_masks": learnable_masks}
+    fused, naive = pair(21, 10, dtype=torch.float64, **arguments)
     x, grad = torch.randn(6, 21, dtype=torch.float64), torch.randn(6, 10, dtype=torch.float64)
     expected = oracle(fused, x, grad)
     for kind in (fused, naive):
@@ -137,9 +139,7 @@ def test_every_activation(activation):
     data=st.data(),
 )
 @settings(max_examples=60, deadline=None)
-def test_any_shape_matches_the_naive_layer(
-    in_features, out_features, n_masks, leading, learnable, seed, data
-):
+def test_any_shape_matches_the_naive_layer(in_features, out_features, n_masks, leading, learnable, seed, data):
     top_k = data.draw(st.none() | st.integers(1, n_masks), label="top_k")
     sizes = {"n_masks": n_masks, "learnable_masks": learnable, "top_k": top_k}
     fused, naive = pair(in_features, out_features, seed=seed, dtype=torch.float64, **sizes)
@@ -264,6 +264,7 @@ def test_fixed_masks_are_fair_coins_in_the_packed_format(in_features):
     torch.manual_seed(0)
     layer = MGLU(in_features, 200, n_masks=4, learnable_masks=False)
     check_packed_masks(layer.packed_masks, in_features, 200)
+    assert layer.packed_masks.unique().numel() == (256 if in_features > 8 else 2**in_features)
     masks = torch.ops.mglu.unpack_masks(layer.packed_masks, in_features)
     assert masks.shape == (4, 200, in_features)
     spread = 0.5 / masks[0].numel() ** 0.5

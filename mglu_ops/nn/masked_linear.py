@@ -151,7 +151,5 @@ class MaskedLinear(nn.Module):
         except (TypeError, ValueError) as error:
             return f"{key}: {str(error).removeprefix('packed_masks: ')}"
         if packed.shape[2] != self.n_masks:
-            return (
-                f"{key}: got n_masks={packed.shape[2]} (shape {list(packed.shape)}), must be {self.n_masks}"
-            )
+            return f"{key}: got n_masks={packed.shape[2]} (shape {list(packed.shape)}), must be {self.n_masks}"
         return None
