@@ -173,3 +173,22 @@ def tensor_example(node: Any) -> torch.Tensor | None:
 def equal_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
     """Whether two shapes are known to agree, without a guard on a symbolic size."""
     return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
+
+
+def same_shape(*nodes: Any) -> bool:
+    """Whether nodes are tensors of one shape."""
+    examples = [tensor_example(node) for node in nodes]
+    first = examples[0]
+    return first is not None and all(item is not None and equal_sizes(item.shape, first.shape) for item in examples)
+
+
+def is_matrix(argument: Any) -> bool:
+    """Whether an argument is a node whose value has two dimensions."""
+    value = tensor_example(argument)
+    return isinstance(argument, Node) and value is not None and value.dim() == 2
+
+
+def requires_grad(argument: Any) -> bool:
+    """Whether tracing saw a gradient being recorded at a node."""
+    value = tensor_example(argument)
+    return value is not None and value.requires_grad

@@ -1,0 +1,63 @@
+"""Arithmetic of functions of one mask (`values.Binary`)."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from .symbols import same_shape, tensor_example
+from .values import Binary, Mask
+
+
+def constant(mask: Mask, value: float) -> Binary:
+    """A number as a function of a mask."""
+    return Binary(mask, at=(value, value), slope=(0, 0))
+
+
+def merge(a: Mask, b: Mask) -> Mask | None:
+    """The one mask that both are; None where they are two, or carry two gradients."""
+    if a.key != b.key:
+        return None
+    if a.straight_through is not None and b.straight_through is not None and a.straight_through != b.straight_through:
+        return None
+    return a if a.straight_through is not None else b
+
+
+def combine(a: Binary | None, b: Binary | None, sign: float) -> Binary | None:
+    """`a + sign * b` of one mask, where None is the constant 1; None where they are not of one mask."""
+    known = a or b
+    if known is None:
+        return None
+    a, b = a or constant(known.mask, 1), b or constant(known.mask, 1)
+    mask = merge(a.mask, b.mask)
+    if mask is None:
+        return None
+    at = (a.at[0] + sign * b.at[0], a.at[1] + sign * b.at[1])
+    slope = (a.slope[0] + sign * b.slope[0], a.slope[1] + sign * b.slope[1])
+    return Binary(mask, at, slope)
+
+
+def multiply(a: Binary, b: Binary) -> Binary | None:
+    """`a * b` of one mask."""
+    mask = merge(a.mask, b.mask)
+    if mask is None:
+        return None
+    at = (a.at[0] * b.at[0], a.at[1] * b.at[1])
+    slope = (
+        a.slope[0] * b.at[0] + a.at[0] * b.slope[0],
+        a.slope[1] * b.at[1] + a.at[1] * b.slope[1],
+    )
+    return Binary(mask, at, slope)
+
+
+def checked(node: Node, value: Binary | None) -> Binary | None:
+    """`value` if the node computes it exactly in its dtype and has the mask's own shape.
+
+    Multiples of 1/2 up to 128 are exact in every real dtype and within int8; unsigned types hold no negative.
+    """
+    example = tensor_example(node)
+    if value is None or example is None or not same_shape(node, value.mask.bits):
+        return None
+    low = 0 if example.dtype in (torch.uint8, torch.bool) else -128
+    exact = all(low <= v < 128 and (2.0 * v).is_integer() for v in value.at)
+    return value if exact else None
