@@ -1,4 +1,4 @@
-"""Argument checks shared by the eager and the fake kernels. Each error names the argument, what it was, what it must be.
+"""Argument checks shared by eager and fake kernels. Each error names the argument, what it was, what it must be.
 
 They look at metadata only: no value is read, so they cost no synchronisation and hold under FakeTensor.
 """
@@ -17,7 +17,9 @@ _FLOATING_NAMES = "float16, bfloat16, float32 or float64"
 
 
 def check_inputs(x: Tensor, weight: Tensor, activation: str) -> None:
-    """x `[..., h]` and weight `[d, h]` of one floating dtype on one device, and a known activation."""
+    """Of x `[..., h]` and weight `[d, h]`: one floating dtype, one device; and a known activation."""
+    if x is None or weight is None:  # torch lets None through for a Tensor
+        raise TypeError(f"{'x' if x is None else 'weight'}: got None, must be a tensor")
     if x.dtype not in FLOATING:
         raise TypeError(f"x: got dtype {x.dtype}, must be {_FLOATING_NAMES}")
     if weight.dtype != x.dtype:
@@ -45,6 +47,8 @@ def check_packed(weight: Tensor, packed_masks: Tensor) -> None:
 
 def check_logits(weight: Tensor, mask_logits: Tensor) -> None:
     """mask_logits floating `[n_masks, d, h]` on weight's device."""
+    if mask_logits is None:
+        raise TypeError("mask_logits: got None, must be a tensor")
     if mask_logits.dtype not in FLOATING:
         raise TypeError(f"mask_logits: got dtype {mask_logits.dtype}, must be {_FLOATING_NAMES}")
     shape = mask_logits.shape

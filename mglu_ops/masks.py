@@ -62,6 +62,8 @@ def check_masks(masks: Tensor) -> None:
         TypeError: a complex dtype.
         ValueError: wrong rank, or n_masks of 0 or above 16.
     """
+    if masks is None:
+        raise TypeError("masks: got None, must be a tensor")
     if masks.dtype.is_complex:
         raise TypeError(f"masks: got dtype {masks.dtype}, must be bool, or integer or real with values 0 and 1")
     if masks.dim() == 1:
@@ -109,6 +111,8 @@ def check_layout(packed_masks: Tensor, in_features: int, out_features: int | Non
         TypeError: the dtype is not uint8.
         ValueError: wrong rank, size or number of masks.
     """
+    if packed_masks is None:
+        raise TypeError("packed_masks: got None, must be a tensor")
     if packed_masks.dtype is not torch.uint8:
         raise TypeError(
             f"packed_masks: got dtype {packed_masks.dtype}, must be torch.uint8; pack masks with mglu::pack_masks"

@@ -5,7 +5,7 @@
 | `mglu::pack_masks(masks)` | the packed masks (`mglu_ops.masks`) of bool or {0, 1} masks |
 | `mglu::unpack_masks(packed_masks, in_features)` | bool masks, the exact inverse |
 | `mglu::forward(x, weight, packed_masks, activation, route_weights)` | the layer with fixed masks |
-| `mglu::forward_ste(x, weight, mask_logits, activation, route_weights)` | the layer with learned masks, and the masks packed |
+| `mglu::forward_ste(x, weight, mask_logits, activation, route_weights)` | the layer with learned masks; packs them |
 | `mglu::forward_train(...)` | forward, and the gates and values that backward reads; what autograd calls |
 | `mglu::backward(...)` | all gradients of a layer |
 
@@ -68,7 +68,7 @@ def _fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return torch.library.register_fake(f"mglu::{name}", lib=_lib)
 
 
-# --- Packing ----------------------------------------------------------------------------------------------------------
+# --- Packing --------------------------------------------------------------------------------------------------------
 
 
 @_kernel("pack_masks")
@@ -96,7 +96,7 @@ def _unpack_masks_fake(packed_masks: Tensor, in_features: int) -> Tensor:
     return packed_masks.new_empty(shape, dtype=torch.bool)
 
 
-# --- The layer --------------------------------------------------------------------------------------------------------
+# --- The layer ------------------------------------------------------------------------------------------------------
 
 
 def _check(x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None) -> None:
@@ -198,7 +198,7 @@ def _backward(
     needs: Sequence[bool],
     logits_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, weight, mask logits and route_weights; `needs` and `logits_dtype` say which (the rest are empty)."""
+    """Gradients of x, weight, mask logits and route_weights; `needs` and `logits_dtype` say which."""
     _check_backward(grad_output, x, weight, packed_masks, gates, values, activation, route_weights)
     return dispatch.backward(
         grad_output, x, weight, packed_masks, gates, values, activation, route_weights, needs, logits_dtype
@@ -242,14 +242,20 @@ def _check_backward(
     _check(x, weight, packed_masks, activation, route_weights)
     result = (*x.shape[:-1], weight.shape[0])
     saved = (packed_masks.shape[2], *result)
-    for name, tensor, shape in (("grad_output", grad_output, result), ("gates", gates, saved), ("values", values, saved)):
+    for name, tensor, shape in (
+        ("grad_output", grad_output, result),
+        ("gates", gates, saved),
+        ("values", values, saved),
+    ):
         if not same_sizes(tensor.shape, shape):
             raise ValueError(f"{name}: got shape {list(tensor.shape)}, must be {list(shape)}")
         if tensor.dtype != x.dtype:
             raise TypeError(f"{name}: got dtype {tensor.dtype}, must be x's dtype {x.dtype}")
+        if tensor.device != x.device:
+            raise ValueError(f"{name}: got device {tensor.device}, must be x's device {x.device}")
 
 
-# --- Gradients --------------------------------------------------------------------------------------------------------
+# --- Gradients ------------------------------------------------------------------------------------------------------
 
 
 class _Layer(torch.autograd.Function):
@@ -264,7 +270,7 @@ class _Layer(torch.autograd.Function):
         packed_masks: Tensor | None,
         activation: str,
         route_weights: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd(), _outer_gradients():
             if mask_logits is not None:
                 _check_ste(x, weight, mask_logits, activation, route_weights)
@@ -326,7 +332,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     if not torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     with enable_single_level_autograd_function():
-        return super(torch.autograd.Function, function).apply(*args)
+        return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc] # of the C class
 
 
 def _needs_gradient(*args: Any) -> bool:
@@ -407,7 +413,7 @@ _kernel("pack_masks", "Autograd")(_without_autograd(pack_masks))
 _kernel("unpack_masks", "Autograd")(_without_autograd(unpack_masks))
 
 
-# --- Autocast: as F.linear does, x and weight go to the autocast dtype; logits are only compared, and stay -------------
+# --- Autocast: as F.linear does, x and weight go to the autocast dtype; logits are only compared, and stay ----------
 
 _AUTOCAST_KEYS = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 _AUTOCAST_KEYSET = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
@@ -432,12 +438,13 @@ for _device_type, _key in _AUTOCAST_KEYS.items():
         _lib.impl(_op._schema.name.split("::")[1], _autocast(_op, _device_type), _key.name)
 
 
-# --- vmap: a batched x folds into the tokens; a batched weight or mask is a loop ---------------------------------------
+# --- vmap: a batched x folds into the tokens; a batched weight or mask is a loop ------------------------------------
 
 
 def _vmap_layer(op: Any) -> Callable[..., Any]:
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        x, weight, masks, activation, route_weights = (*args, *("silu", None)[len(args) - 3 :])
+        defaults: tuple[Any, ...] = ("silu", None)
+        x, weight, masks, activation, route_weights = (*args, *defaults[len(args) - 3 :])
         dims = (*in_dims, None, None)[:5]
         if dims[1] is not None or dims[2] is not None or (dims[0] is None and dims[4] is None):
             return _vmap_loop(op)(info, in_dims, *args)
@@ -466,8 +473,7 @@ def _vmap_loop(op: Any) -> Callable[..., Any]:
         def pick(i: int) -> list[Any]:
             batched = [isinstance(arg, Tensor) and dim is not None for arg, dim in zip(args, in_dims, strict=True)]
             return [
-                _entry(arg, dim, i, size) if has else arg
-                for arg, dim, has in zip(args, in_dims, batched, strict=True)
+                _entry(arg, dim, i, size) if has else arg for arg, dim, has in zip(args, in_dims, batched, strict=True)
             ]
 
         results = [op(*pick(i)) for i in range(max(size, 1))]
@@ -490,7 +496,7 @@ for _op, _rule in (
     torch.library.register_vmap(_op, _rule, lib=_lib)
 
 
-# --- FLOPs: n_masks + 1 GEMMs of 2 * tokens * out_features * in_features forward, twice that backward -------------------
+# --- FLOPs: n_masks + 1 GEMMs of 2 * tokens * out_features * in_features forward, twice that backward ---------------
 
 
 def _gemm_flops(x_shape: Sequence[int], weight_shape: Sequence[int], n_masks: int) -> int:
@@ -531,7 +537,7 @@ def _backward_flops(
     return weight_gradient + (gemm if needs[0] else 0)
 
 
-# --- DTensor: weight and masks are sharded along out_features (column parallel), or x along its tokens -------------------
+# --- DTensor: weight and masks are sharded along out_features (column parallel), or x along its tokens --------------
 
 
 def register_dtensor_rules() -> None:
@@ -544,9 +550,8 @@ def register_dtensor_rules() -> None:
 
     replicate, rows = Replicate(), Shard(0)
 
-    @register_sharding(pack_masks)
-    def _pack(masks: Any) -> Any:
-        options = [([replicate], [replicate])]
+    def pack_rule(masks: Any) -> Any:
+        options: list[Any] = [([replicate], [replicate])]
         if masks.ndim == 3:
             options.append(([rows], [Shard(1)]))
         return options
@@ -568,11 +573,11 @@ def register_dtensor_rules() -> None:
 
         return rule
 
+    register_sharding(pack_masks)(pack_rule)
     register_sharding(forward)(layer(0))
     register_sharding(forward_train)(layer(2))
 
-    @register_sharding(backward)
-    def _backward_rule(
+    def backward_rule(
         grad_output: Any,
         x: Any,
         weight: Any,
@@ -607,3 +612,5 @@ def register_dtensor_rules() -> None:
                 )
             )
         return options
+
+    register_sharding(backward)(backward_rule)

@@ -1,0 +1,133 @@
+"""Layers to test with: random sizes, layouts, masks and values, and the naive layer they are held against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mglu_ops.activations import ACTIVATIONS
+
+ACTIVATION_NAMES = sorted(ACTIVATIONS)
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+LAYOUTS = ("contiguous", "strided", "transposed", "offset", "expanded")
+
+n_masks = st.integers(1, 16)
+in_features = st.one_of(st.integers(1, 40), st.sampled_from([8, 16, 24, 64]))
+out_features = st.integers(1, 12)
+leading = st.lists(st.integers(1, 4), min_size=0, max_size=3).map(tuple)
+layouts = st.sampled_from(LAYOUTS)
+seeds = st.integers(0, 2**16)
+
+
+def laid_out(tensor: Tensor, layout: str) -> Tensor:
+    """The same values in another memory layout; `expanded` repeats the first entry of the first dimension."""
+    if layout == "strided":
+        wide = tensor.new_zeros(*tensor.shape[:-1], 2 * tensor.shape[-1])
+        wide[..., ::2] = tensor
+        return wide[..., ::2]
+    if layout == "transposed" and tensor.dim() > 1:
+        return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if layout == "offset":
+        flat = tensor.new_zeros(tensor.numel() + 3)
+        flat[3:] = tensor.flatten()
+        return flat[3:].view(tensor.shape)
+    if layout == "expanded" and tensor.dim() > 1:
+        return tensor[:1].contiguous().expand_as(tensor)
+    return tensor.contiguous()
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Arguments of one call, with the masks both plain and packed."""
+
+    x: Tensor
+    weight: Tensor
+    masks: Tensor
+    packed_masks: Tensor
+    activation: str
+    route_weights: Tensor | None
+
+    @property
+    def logits(self) -> Tensor:
+        """float32 logits whose signs are the masks."""
+        return torch.where(self.masks, 0.5, -0.5) + torch.linspace(0, 0.4, self.masks.numel()).view(self.masks.shape)
+
+    def forward(self) -> Tensor:
+        return torch.ops.mglu.forward(self.x, self.weight, self.packed_masks, self.activation, self.route_weights)
+
+    def with_(self, **changes: object) -> Layer:
+        """A copy with some fields changed; `masks` are packed anew."""
+        if "masks" in changes and "packed_masks" not in changes:
+            changes["packed_masks"] = torch.ops.mglu.pack_masks(changes["masks"])
+        return replace(self, **changes)
+
+
+def make_layer(
+    leading: tuple[int, ...] = (5,),
+    in_features: int = 24,
+    out_features: int = 10,
+    n_masks: int = 3,
+    *,
+    activation: str = "silu",
+    dtype: torch.dtype = torch.float32,
+    density: float = 0.5,
+    routed: bool = False,
+    seed: int = 0,
+) -> Layer:
+    """A layer of normal values, its products of size about 1."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*leading, in_features, generator=generator).to(dtype)
+    weight = (torch.randn(out_features, in_features, generator=generator) / in_features**0.5).to(dtype)
+    masks = torch.rand(n_masks, out_features, in_features, generator=generator) < density
+    route = torch.rand(*leading, n_masks, generator=generator).to(dtype) if routed else None
+    return Layer(x, weight, masks, torch.ops.mglu.pack_masks(masks), activation, route)
+
+
+@st.composite
+def layers(draw: st.DrawFn, dtype: torch.dtype | None = None, activation: str | None = None) -> Layer:
+    """Layers of every size, layout, dtype and activation."""
+    layer = make_layer(
+        draw(leading),
+        draw(in_features),
+        draw(out_features),
+        draw(n_masks),
+        activation=activation or draw(st.sampled_from(ACTIVATION_NAMES)),
+        dtype=dtype or draw(st.sampled_from(DTYPES)),
+        density=draw(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0])),
+        routed=draw(st.booleans()),
+        seed=draw(seeds),
+    )
+    packed = laid_out(layer.packed_masks, draw(layouts))
+    route = layer.route_weights
+    return layer.with_(
+        x=laid_out(layer.x, draw(layouts)),
+        weight=laid_out(layer.weight, draw(layouts)),
+        packed_masks=packed,
+        masks=torch.ops.mglu.unpack_masks(packed, layer.x.shape[-1]),
+        route_weights=None if route is None else laid_out(route, draw(layouts)),
+    )
+
+
+def naive(
+    x: Tensor, weight: Tensor, masks: Tensor, activation: str = "silu", route_weights: Tensor | None = None
+) -> Tensor:
+    """Algorithm 2 of the paper in the dtype of its arguments: the layer that the operators replace."""
+    act = ACTIVATIONS[activation].forward
+    masks = masks if masks.is_floating_point() else masks.to(weight.dtype)
+    result = None
+    for i, mask in enumerate(masks):
+        term = act(F.linear(x, weight * mask)) * F.linear(x, weight * (1 - mask))
+        if route_weights is not None:
+            term = term * route_weights[..., i : i + 1]
+        result = term if result is None else result + term
+    return result
+
+
+def straight_through(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """`logits > 0` in `dtype`, with the gradient of the identity."""
+    hard = (logits > 0).to(dtype)
+    return hard + (logits - logits.detach()).to(dtype)

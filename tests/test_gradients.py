@@ -1,0 +1,437 @@
+"""Gradients of the operators: against autograd through the naive layer, finite differences, and their cost."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import strategies as s
+import torch
+from budgets import assert_matches
+from hypothesis import assume, given, settings
+from strategies import DTYPES, Layer, make_layer, straight_through
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from mglu_ops.backends import reference
+
+forward, forward_ste = torch.ops.mglu.forward, torch.ops.mglu.forward_ste
+NAMES = ("x", "weight", "logits", "route_weights")
+
+
+def leaves(layer: Layer, *wanted: str) -> dict[str, Tensor | None]:
+    """Fresh leaves of a layer, of which those `wanted` require a gradient."""
+    tensors = {"x": layer.x, "weight": layer.weight, "logits": layer.logits, "route_weights": layer.route_weights}
+    return {
+        name: None if tensor is None else tensor.clone().requires_grad_(name in wanted)
+        for name, tensor in tensors.items()
+    }
+
+
+def exact_gradients(layer: Layer, grad_output: Tensor, *wanted: str) -> dict[str, Tensor]:
+    """By autograd, through the float64 oracle and the straight-through masks."""
+    args = {
+        name: None if tensor is None else tensor.detach().double().requires_grad_()
+        for name, tensor in leaves(layer).items()
+    }
+    masks = straight_through(args["logits"], torch.float64)
+    result = reference.forward(args["x"], args["weight"], masks, layer.activation, args["route_weights"])
+    result.backward(grad_output.double())
+    return {name: args[name].grad for name in wanted}
+
+
+def wanted_of(layer: Layer) -> tuple[str, ...]:
+    return NAMES if layer.route_weights is not None else NAMES[:3]
+
+
+# --- Right values -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize("activation", s.ACTIVATION_NAMES)
+def test_gradcheck(activation, routed):
+    layer = make_layer((2, 2), 9, 3, 2, activation=activation, dtype=torch.float64, routed=routed, seed=1)
+    args = leaves(layer, "x", "weight", "route_weights")
+    differentiable = [args[name] for name in ("x", "weight", "route_weights") if args[name] is not None]
+
+    def function(x: Tensor, weight: Tensor, route: Tensor | None = None) -> Tensor:
+        return forward(x, weight, layer.packed_masks, activation, route)
+
+    assert torch.autograd.gradcheck(function, differentiable)
+
+
+@settings(max_examples=60)
+@given(s.layers(dtype=torch.float64), s.layouts, s.seeds)
+def test_gradients_are_those_of_the_straight_through_naive_layer(layer, layout, seed):
+    # At a gate of exactly 0 (a row without a one) the derivative of relu is a matter of the last bit.
+    assume(layer.activation != "relu" or bool(layer.masks.any(-1).all()))
+    wanted = wanted_of(layer)
+    args = leaves(layer, *wanted)
+    result, _ = forward_ste(args["x"], args["weight"], args["logits"], layer.activation, args["route_weights"])
+    grad_output = torch.randn(result.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    grad_output = s.laid_out(grad_output, layout)
+    result.backward(grad_output)
+    for name, exact in exact_gradients(layer, grad_output, *wanted).items():
+        size = 1 + exact.abs().max().item() + (layer.x.norm() * layer.weight.norm()).item()
+        precision = 1e-7 if name == "logits" else 1e-12  # the logits are float32
+        torch.testing.assert_close(args[name].grad.double(), exact, rtol=precision, atol=precision * size)
+
+
+@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", s.ACTIVATION_NAMES)
+def test_relative_error_is_within_the_budget(activation, dtype, routed):
+    layer = make_layer((48,), 96, 40, 4, activation=activation, dtype=dtype, routed=routed)
+    wanted = wanted_of(layer)
+    args = leaves(layer, *wanted)
+    args["logits"] = layer.logits.to(dtype).requires_grad_()
+    result, _ = forward_ste(args["x"], args["weight"], args["logits"], activation, args["route_weights"])
+    grad_output = torch.randn(result.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    result.backward(grad_output)
+    for name, exact in exact_gradients(layer, grad_output, *wanted).items():
+        assert args[name].grad.dtype is args[name].dtype
+        assert_matches(args[name].grad, exact, dtype, what=f"gradient of {name}")
+
+
+@pytest.mark.parametrize("logits_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_have_a_dtype_of_their_own(dtype, logits_dtype):
+    layer = make_layer(dtype=dtype)
+    logits = layer.logits.to(logits_dtype).requires_grad_()
+    result, packed = forward_ste(layer.x, layer.weight, logits)
+    assert not packed.requires_grad
+    result.sum().backward()
+    assert logits.grad.dtype is logits_dtype
+    exact = exact_gradients(layer, torch.ones_like(result), "logits")["logits"]
+    coarser = max(dtype, logits_dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    assert_matches(logits.grad, exact, coarser)
+
+
+# --- What is asked for, and no more -----------------------------------------------------------------------
+
+
+def matmuls(function) -> int:
+    """How many GEMMs ran, whichever backend ran them."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        function()
+    return sum(event.count for event in profile.key_averages() if event.key in ("aten::mm", "aten::addmm", "aten::bmm"))
+
+
+SUBSETS = [subset for size in range(5) for subset in itertools.combinations(NAMES, size)]
+
+
+@pytest.mark.parametrize(
+    ("op", "wanted"),
+    [("forward", subset) for subset in SUBSETS if "logits" not in subset]
+    + [("forward_ste", subset) for subset in SUBSETS],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value) or "none",
+)
+def test_each_subset_of_gradients(op, wanted):
+    layer = make_layer(routed=True, dtype=torch.float64)
+    args = leaves(layer, *wanted)
+    x, weight, route = args["x"], args["weight"], args["route_weights"]
+    if op == "forward":
+        result = forward(x, weight, layer.packed_masks, "silu", route)
+    else:
+        result = forward_ste(x, weight, args["logits"], "silu", route)[0]
+    assert result.requires_grad == bool(wanted)
+    assert torch.equal(result.detach(), layer.forward())
+    if not wanted:
+        return
+    grad_output = torch.linspace(-1, 1, result.numel(), dtype=torch.float64).view(result.shape)
+    n = len(layer.masks)
+    of_weights = n + 1 if "weight" in wanted else n if "logits" in wanted else 0
+    with FlopCounterMode(display=False) as counter:
+        gemms = matmuls(lambda: result.backward(grad_output, retain_graph=True))
+    assert gemms == of_weights + (n + 1 if "x" in wanted else 0)
+    assert counter.get_total_flops() == gemms * 2 * layer.x.shape[0] * layer.weight.numel()
+    exact = exact_gradients(layer, grad_output, *wanted)
+    for name in NAMES:
+        if name in wanted:
+            torch.testing.assert_close(args[name].grad.double(), exact[name], rtol=1e-6, atol=1e-6)
+        else:
+            assert args[name].grad is None
+
+
+@pytest.mark.parametrize("n_masks", [1, 4, 16])
+@pytest.mark.parametrize("op", ["forward", "forward_ste"])
+def test_products_of_a_step(op, n_masks):
+    layer = make_layer((4, 7), n_masks=n_masks)
+    masks = layer.packed_masks if op == "forward" else layer.logits
+    gemm = 2 * 28 * layer.weight.numel()
+
+    def run(*wanted: str) -> int:
+        args = leaves(layer, *wanted)
+        with FlopCounterMode(display=False) as counter:
+            result = getattr(torch.ops.mglu, op)(args["x"], args["weight"], masks)
+            result = result[0] if isinstance(result, tuple) else result
+            if wanted:
+                result.sum().backward()
+        return counter.get_total_flops()
+
+    assert run() == (n_masks + 1) * gemm
+    assert run("x", "weight") == 3 * (n_masks + 1) * gemm
+    assert matmuls(lambda: run()) == n_masks + 1
+    assert matmuls(lambda: run("x", "weight")) == 3 * (n_masks + 1)
+
+
+def test_nothing_is_saved_without_gradients():
+    layer = make_layer()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        layer.forward()
+        with torch.no_grad():
+            layer.with_(weight=layer.weight.clone().requires_grad_()).forward()
+        assert not saved
+        layer.with_(weight=layer.weight.clone().requires_grad_()).forward()
+    assert saved
+
+
+# --- As autograd does -------------------------------------------------------------------------------------
+
+
+def test_gradients_accumulate():
+    layer = make_layer(dtype=torch.float64)
+    weight = layer.weight.clone().requires_grad_()
+    layer.with_(weight=weight).forward().sum().backward()
+    once = weight.grad.clone()
+    layer.with_(weight=weight).forward().sum().backward()
+    torch.testing.assert_close(weight.grad, 2 * once)
+
+
+def test_one_tensor_in_two_calls():
+    layer = make_layer(dtype=torch.float64)
+    weight, exact = layer.weight.clone().requires_grad_(), layer.weight.clone().requires_grad_()
+    layer.with_(weight=weight, x=layer.with_(weight=weight).forward() @ weight).forward().sum().backward()
+    inner = reference.forward(layer.x, exact, layer.masks)
+    reference.forward(inner @ exact, exact, layer.masks).sum().backward()
+    torch.testing.assert_close(weight.grad, exact.grad)
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_few_tokens(tokens):
+    layer = make_layer((tokens,), routed=True)
+    args = leaves(layer, *NAMES)
+    forward_ste(args["x"], args["weight"], args["logits"], "silu", args["route_weights"])[0].sum().backward()
+    for name, exact in exact_gradients(layer, torch.ones(tokens, 10), *NAMES).items():
+        assert_matches(args[name].grad, exact, torch.float32, what=name)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_no_gradient_where_none_is_recorded(context):
+    layer = make_layer()
+    args = leaves(layer, "x", "weight", "logits")
+    with context():
+        result, packed = forward_ste(args["x"], args["weight"], args["logits"])
+        fixed = forward(args["x"], args["weight"], packed)
+    assert not result.requires_grad
+    assert torch.equal(fixed, result)
+    assert torch.equal(result, layer.forward())
+    assert result.is_inference() == (context is torch.inference_mode)
+
+
+def test_masks_packed_in_inference_mode_serve_training():
+    layer = make_layer(dtype=torch.float64)
+    with torch.inference_mode():
+        packed = torch.ops.mglu.pack_masks(layer.masks)
+    weight = layer.weight.clone().requires_grad_()
+    forward(layer.x, weight, packed.clone()).sum().backward()
+    exact = exact_gradients(layer, torch.ones(5, 10), "weight")["weight"]
+    torch.testing.assert_close(weight.grad, exact)
+
+
+@pytest.mark.parametrize("name", ["weight", "packed_masks"])
+def test_a_change_in_place_before_backward_is_refused(name):
+    layer = make_layer()
+    args = leaves(layer, "x")
+    weight, packed = layer.weight.clone(), layer.packed_masks.clone()
+    result = forward(args["x"], weight, packed)
+    (weight if name == "weight" else packed).zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.sum().backward()
+
+
+def test_checkpointing():
+    layer = make_layer(dtype=torch.float64)
+    plain, recomputed = leaves(layer, *NAMES[:3]), leaves(layer, *NAMES[:3])
+    forward_ste(plain["x"], plain["weight"], plain["logits"])[0].square().sum().backward()
+    args = (recomputed["x"], recomputed["weight"], recomputed["logits"])
+    checkpoint(lambda *args: forward_ste(*args)[0].square(), *args, use_reentrant=False).sum().backward()
+    for name in NAMES[:3]:
+        assert torch.equal(plain[name].grad, recomputed[name].grad)
+
+
+def test_nan_in_one_token_stays_out_of_the_others_gradients():
+    layer = make_layer(dtype=torch.float64)
+    x = layer.x.clone()
+    x[2, 1] = torch.nan
+    clean, dirty = layer.x.clone().requires_grad_(), x.requires_grad_()
+    layer.with_(x=clean).forward().sum().backward()
+    layer.with_(x=dirty).forward().sum().backward()
+    rest = [0, 1, 3, 4]
+    assert dirty.grad[2].isnan().all()
+    torch.testing.assert_close(dirty.grad[rest], clean.grad[rest])
+
+
+def test_autocast_trains_like_the_naive_layer():
+    layer = make_layer((64,), 96, 48, 4, routed=True)
+    fused, plain = leaves(layer, *NAMES), leaves(layer, *NAMES)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = forward_ste(fused["x"], fused["weight"], fused["logits"], "silu", fused["route_weights"])[0]
+        masks = straight_through(plain["logits"], torch.float32)
+        expected = s.naive(plain["x"], plain["weight"], masks, "silu", plain["route_weights"])
+    assert result.dtype is torch.bfloat16
+    result.float().sum().backward()
+    expected.float().sum().backward()
+    for name in NAMES:
+        assert fused[name].grad.dtype is plain[name].grad.dtype is torch.float32
+        exact = exact_gradients(layer, torch.ones(64, 48), name)[name]
+        assert_matches(fused[name].grad, exact, torch.bfloat16, what=name)
+        assert_matches(fused[name].grad, plain[name].grad, torch.bfloat16, what=f"{name}, against the naive layer")
+
+
+# --- Second derivatives and forward mode are refused, never silently zero ---------------------------------
+
+
+def layer_of_weight(op: str = "forward"):
+    layer = make_layer(dtype=torch.float64)
+    if op == "forward":
+        return layer.weight, lambda weight: forward(layer.x, weight, layer.packed_masks)
+    return layer.weight, lambda weight: forward_ste(layer.x, weight, layer.logits)[0]
+
+
+SECOND = "second derivative of MGLU is not implemented"
+
+
+@pytest.mark.parametrize("op", ["forward", "forward_ste"])
+def test_double_backward_is_refused(op):
+    weight, function = layer_of_weight(op)
+    weight = weight.clone().requires_grad_()
+    loss = function(weight).sum()
+    (grad,) = torch.autograd.grad(loss, weight, create_graph=True)
+    with pytest.raises(RuntimeError, match=SECOND):
+        torch.autograd.grad(grad.sum(), weight, retain_graph=True)
+    with pytest.raises(RuntimeError, match=SECOND):  # a gradient penalty: part of the loss has a gradient
+        (loss + grad.square().sum()).backward()
+
+
+def test_create_graph_alone_is_no_error():
+    weight, function = layer_of_weight()
+    weight = weight.clone().requires_grad_()
+    (plain,) = torch.autograd.grad(function(weight).sum(), weight)
+    (kept,) = torch.autograd.grad(function(weight).sum(), weight, create_graph=True)
+    assert torch.equal(plain, kept.detach())
+
+
+@pytest.mark.parametrize("transform", ["grad-grad", "jacrev-jacrev", "hessian", "mixed"])
+def test_second_derivatives_of_torch_func_are_refused(transform):
+    layer = make_layer(dtype=torch.float64)
+    weight, function = layer_of_weight()
+    grad, jacrev, hessian = torch.func.grad, torch.func.jacrev, torch.func.hessian
+
+    def total(weight: Tensor) -> Tensor:
+        return function(weight).sum()
+
+    def of_x(weight: Tensor) -> Tensor:
+        return grad(lambda x: forward(x, weight, layer.packed_masks).sum())(layer.x)
+
+    transformed = {
+        "grad-grad": grad(lambda w: grad(total)(w).sum()),
+        "jacrev-jacrev": jacrev(jacrev(total)),
+        "hessian": hessian(total),
+        "mixed": grad(lambda w: of_x(w).sum()),
+    }[transform]
+    with pytest.raises((RuntimeError, NotImplementedError), match=f"{SECOND}|forward-mode AD"):
+        transformed(weight)
+
+
+def in_dual_level(function: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        return function(forward_ad.make_dual(weight, weight))
+
+
+@pytest.mark.parametrize("mode", ["jvp", "jacfwd", "dual_level"])
+@pytest.mark.parametrize("op", ["forward", "forward_ste"])
+def test_forward_mode_is_refused(op, mode):
+    weight, function = layer_of_weight(op)
+    transformed = {
+        "jvp": lambda w: torch.func.jvp(function, (w,), (w,)),
+        "jacfwd": torch.func.jacfwd(function),
+        "dual_level": lambda w: in_dual_level(function, w),
+    }[mode]
+    with pytest.raises(NotImplementedError, match=r"mglu: forward-mode AD .* is not implemented; use reverse mode"):
+        transformed(weight)
+
+
+def test_forward_mode_beside_the_layer_is_no_error():
+    weight, function = layer_of_weight()
+    _, tangent = torch.func.jvp(lambda t: (function(weight) * t).sum(), (torch.tensor(2.0),), (torch.tensor(1.0),))
+    torch.testing.assert_close(tangent.double(), function(weight).sum())
+
+
+# --- torch.func -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["forward", "forward_ste"])
+def test_func_grad_is_autograd(op):
+    weight, function = layer_of_weight(op)
+    leaf = weight.clone().requires_grad_()
+    function(leaf).square().sum().backward()
+    torch.testing.assert_close(torch.func.grad(lambda w: function(w).square().sum())(weight), leaf.grad)
+    result, pull = torch.func.vjp(function, weight)
+    torch.testing.assert_close(pull(2 * result.detach())[0], leaf.grad)
+
+
+def test_func_grad_of_every_argument():
+    layer = make_layer(dtype=torch.float64, routed=True)
+
+    def function(x: Tensor, weight: Tensor, logits: Tensor, route: Tensor) -> Tensor:
+        return forward_ste(x, weight, logits, "gelu", route)[0].sum()
+
+    args = leaves(layer)
+    grads = torch.func.grad(function, (0, 1, 2, 3))(*args.values())
+    exact = exact_gradients(layer.with_(activation="gelu"), torch.ones(5, 10), *NAMES)
+    for grad, name in zip(grads, NAMES, strict=True):
+        torch.testing.assert_close(grad.double(), exact[name], rtol=1e-6, atol=1e-6)
+
+
+def test_jacrev_is_the_naive_layers():
+    weight, function = layer_of_weight()
+    layer = make_layer(dtype=torch.float64)
+    exact = torch.func.jacrev(lambda w: reference.forward(layer.x, w, layer.masks))(weight)
+    torch.testing.assert_close(torch.func.jacrev(function)(weight), exact)
+
+
+def test_gradients_of_each_sample():
+    layer = make_layer(dtype=torch.float64)
+
+    def loss(weight: Tensor, x: Tensor) -> Tensor:
+        return forward(x, weight, layer.packed_masks).square().sum()
+
+    each = torch.vmap(torch.func.grad(loss), (None, 0))(layer.weight, layer.x)
+    for i, x in enumerate(layer.x):
+        torch.testing.assert_close(each[i], torch.func.grad(loss)(layer.weight, x))
+
+
+def test_gradients_through_vmap():
+    layer = make_layer(dtype=torch.float64)
+    weights = torch.stack([layer.weight, -layer.weight]).requires_grad_()
+    torch.vmap(lambda w: forward(layer.x, w, layer.packed_masks))(weights).sum().backward()
+    for i in range(2):
+        single = torch.func.grad(lambda w: forward(layer.x, w, layer.packed_masks).sum())(weights[i].detach())
+        torch.testing.assert_close(weights.grad[i], single)
+
+
+def test_an_outer_gradient_reaches_through_an_inner_one():
+    weight, function = layer_of_weight()
+    layer = make_layer(dtype=torch.float64)
+
+    def value_of_inner(weight: Tensor) -> Tensor:
+        inner = torch.func.grad_and_value(lambda x: forward(x, weight, layer.packed_masks).sum())
+        return inner(layer.x)[1]
+
+    exact = torch.func.grad(lambda w: function(w).sum())(weight)
+    torch.testing.assert_close(torch.func.grad(value_of_inner)(weight), exact)

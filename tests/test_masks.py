@@ -1,0 +1,116 @@
+"""The packed format: its definition bit by bit, its inverse, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import strategies as s
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mglu_ops import masks as packing
+
+pack, unpack = torch.ops.mglu.pack_masks, torch.ops.mglu.unpack_masks
+
+MASK_DTYPES = (
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+)  # fmt: skip
+
+
+def random_masks(shape: tuple[int, ...], seed: int, density: float = 0.5) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < density
+
+
+@given(s.n_masks, s.out_features, s.in_features, s.layouts, st.sampled_from(MASK_DTYPES), s.seeds)
+def test_round_trip(n_masks, out_features, in_features, layout, dtype, seed):
+    masks = s.laid_out(random_masks((n_masks, out_features, in_features), seed), layout)
+    packed = pack(s.laid_out(masks.to(dtype), layout))
+    assert packed.shape == (out_features, -(-in_features // 8), n_masks)
+    assert packed.dtype is torch.uint8
+    assert packed.is_contiguous()
+    assert torch.equal(unpack(packed, in_features), masks)
+    packing.check_packed_masks(packed, in_features, out_features)
+
+
+@given(s.n_masks, st.integers(1, 3), st.integers(1, 20), s.seeds)
+def test_each_bit_is_where_the_format_says(n_masks, out_features, in_features, seed):
+    masks = random_masks((n_masks, out_features, in_features), seed)
+    packed, truth = pack(masks).tolist(), masks.tolist()
+    for r in range(out_features):
+        for byte in range(len(packed[r])):
+            for i in range(n_masks):
+                bits = [truth[i][r][k] if k < in_features else False for k in range(8 * byte, 8 * byte + 8)]
+                assert packed[r][byte][i] == sum(1 << position for position, bit in enumerate(bits) if bit)
+
+
+@given(s.out_features, s.in_features, s.layouts, s.seeds)
+def test_one_mask_may_have_no_dimension_of_its_own(out_features, in_features, layout, seed):
+    mask = s.laid_out(random_masks((out_features, in_features), seed), layout)
+    assert torch.equal(pack(mask), pack(mask.unsqueeze(0)))
+
+
+@given(s.in_features, s.layouts, s.seeds)
+def test_unpack_reads_any_layout(in_features, layout, seed):
+    packed = s.laid_out(pack(random_masks((3, 5, in_features), seed)), layout)
+    assert torch.equal(unpack(packed, in_features), unpack(packed.contiguous(), in_features))
+
+
+@pytest.mark.parametrize("in_features", [1, 3, 7, 9, 15, 17])
+def test_padding_bits_are_zero(in_features):
+    packed = pack(torch.ones(16, 3, in_features, dtype=torch.bool))
+    used = in_features % 8
+    assert (packed[:, -1] == (1 << used) - 1).all()
+    assert (packed[:, :-1] == 255).all()
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 9), (2, 3, 0), (1, 0, 0)])
+def test_empty_masks(shape):
+    masks = torch.zeros(shape, dtype=torch.bool)
+    packed = pack(masks)
+    packing.check_packed_masks(packed, shape[2], shape[1])
+    assert torch.equal(unpack(packed, shape[2]), masks)
+
+
+def test_the_result_shares_no_memory_with_the_masks():
+    masks = torch.zeros(1, 2, 8, dtype=torch.uint8)
+    packed = pack(masks)
+    masks.fill_(1)
+    assert (packed == 0).all()
+
+
+@given(st.integers(1, 7), st.integers(0, 7), st.integers(1, 4), s.seeds)
+def test_a_set_padding_bit_is_found(used, bit, n_masks, seed):
+    in_features = 8 + used
+    packed = pack(random_masks((n_masks, 4, in_features), seed))
+    packed[seed % 4, 1, seed % n_masks] |= 1 << bit
+    if bit < used:
+        packing.check_packed_masks(packed, in_features)
+    else:
+        with pytest.raises(ValueError, match=rf"packed_masks: padding bits past in_features={in_features}"):
+            packing.check_packed_masks(packed, in_features)
+
+
+@pytest.mark.parametrize("in_features", [8, 17, 33])
+def test_a_tensor_packed_for_another_width_is_refused(in_features):
+    packed = pack(random_masks((2, 4, 24), 0))
+    with pytest.raises(ValueError, match=r"packed_masks: (got shape \[4, 3, 2\], must be|padding bits)"):
+        packing.check_packed_masks(packed, in_features)
+
+
+def test_rows_are_checked_where_they_are_known():
+    packed = pack(random_masks((2, 4, 24), 0))
+    packing.check_packed_masks(packed, 24, 4)
+    with pytest.raises(ValueError, match=r"packed_masks: got shape \[4, 3, 2\], must be .* \[5, 3, n_masks\]"):
+        packing.check_packed_masks(packed, 24, 5)
+
+
+def test_fake_masks_leave_no_trace_in_later_calls():
+    packed = pack(random_masks((2, 4, 11), 0))
+    expected = unpack(packed, 11)
+    with FakeTensorMode() as mode:
+        assert packing.unpack(mode.from_tensor(packed), 11).shape == (2, 4, 11)
+    assert torch.equal(packing.unpack(packed, 11), expected)
+    with FakeTensorMode() as mode:
+        assert packing.unpack(mode.from_tensor(packed), 11).dtype is torch.bool

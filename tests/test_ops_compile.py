@@ -1,0 +1,357 @@
+"""The operators in graphs: opcheck, torch.compile, fake and meta tensors, and sizes that only the run knows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import strategies as s
+import torch
+import torch.nn.functional as F
+from budgets import assert_matches
+from strategies import DTYPES, Layer, make_layer
+from torch import Tensor
+from torch._dynamo.decorators import mark_unbacked
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental import _config as symbolic_config
+
+mglu = torch.ops.mglu
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+# --- opcheck ----------------------------------------------------------------------------------------------
+
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+def opcheck(op: str, *args: object) -> None:
+    report = torch.library.opcheck(getattr(mglu, op).default, args, test_utils=CHECKS)
+    assert report == dict.fromkeys(CHECKS, "SUCCESS")
+
+
+def leaf(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().clone().requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, *DTYPES])
+@pytest.mark.parametrize("shape", [(3, 5, 12), (4, 8)])
+def test_opcheck_packing(shape, dtype):
+    masks = (torch.rand(shape) < 0.5).to(dtype)
+    opcheck("pack_masks", masks)
+    opcheck("unpack_masks", mglu.pack_masks(masks), shape[-1])
+
+
+@pytest.mark.parametrize("leading", [(5,), (2, 3), ()])
+@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_opcheck_layer(dtype, routed, leading):
+    layer = make_layer(leading, in_features=12, out_features=6, dtype=dtype, routed=routed)
+    x, weight, route = leaf(layer.x), leaf(layer.weight), leaf(layer.route_weights)
+    opcheck("forward", x, weight, layer.packed_masks, "gelu", route)
+    opcheck("forward_ste", x, weight, leaf(layer.logits), "gelu", route)
+
+
+@pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, False, True)])
+@pytest.mark.parametrize("logits_dtype", [None, torch.float32])
+@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_opcheck_below_autograd(dtype, routed, logits_dtype, needs):
+    layer = make_layer(in_features=12, out_features=6, dtype=dtype, routed=routed)
+    args = (layer.x, layer.weight, layer.packed_masks)
+    if needs[0]:
+        opcheck("forward_train", *args, "silu", layer.route_weights)
+    result, gates, values = mglu.forward_train(*args, "silu", layer.route_weights)
+    opcheck("backward", result, *args, gates, values, "silu", layer.route_weights, needs, logits_dtype)
+
+
+# --- torch.compile ----------------------------------------------------------------------------------------
+
+
+def function_of(name: str, layer: Layer) -> Callable[..., Tensor]:
+    """`(x, weight, route) -> y` of an operator, or of a plain linear layer."""
+    logits, packed = layer.logits, layer.packed_masks
+    if name == "linear":
+        return lambda x, weight, route=None: F.linear(x, weight).relu()
+    if name == "forward":
+        return lambda x, weight, route=None: mglu.forward(x, weight, packed, "silu", route)
+    return lambda x, weight, route=None: mglu.forward_ste(x, weight, logits, "silu", route)[0]
+
+
+def frames(
+    name: str,
+    sizes: tuple[int, ...],
+    *,
+    backend: str = "aot_eager",
+    training: bool = False,
+    routed: bool = False,
+    prepare: Callable[[Tensor], None] = lambda x: None,
+) -> list[int]:
+    """How many graphs there are after each call of a function compiled with dynamic=True, one call a size.
+
+    Each call's result and gradients are compared with those of eager mode.
+    """
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    function = function_of(name, make_layer())
+    compiled = torch.compile(function, backend=counter, fullgraph=True, dynamic=True)
+    counts = []
+    for tokens in sizes:
+        layer = make_layer((tokens,), routed=routed, seed=tokens)
+        args = [tensor for tensor in (layer.x, layer.weight, layer.route_weights) if tensor is not None]
+        eager_args = [tensor.clone().requires_grad_(training) for tensor in args]
+        args = [tensor.clone().requires_grad_(training) for tensor in args]
+        for tensor in (args[0], *args[2:]):
+            prepare(tensor)
+        result, expected = compiled(*args), function(*eager_args)
+        torch.testing.assert_close(result, expected)
+        if training:
+            result.square().sum().backward()
+            expected.square().sum().backward()
+            for got, want in zip(args, eager_args, strict=True):
+                torch.testing.assert_close(got.grad, want.grad)
+        counts.append(counter.frame_count)
+    return counts
+
+
+LAYERS = ("forward", "forward_ste")
+ORDERS = ((1, 2, 64, 0, 8), (8, 1, 64, 0, 2))
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=["from-1", "from-8"])
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_no_graph_more_than_a_linear_layer(training, order):
+    """dynamic=True alone: torch makes one graph for 1 token, one for 0 and one for all others, of any function."""
+    linear = frames("linear", order, training=training)
+    assert linear[-1] == 3
+    for name in LAYERS:
+        assert frames(name, order, training=training) == linear
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_one_graph_from_2_tokens_on(name, training):
+    assert frames(name, (8, 2, 3, 17, 64, 1000), training=training) == [1] * 6
+
+
+@pytest.mark.parametrize(
+    ("backend", "name", "training", "routed"),
+    [("aot_eager", *case) for case in itertools.product(LAYERS, [False, True], [False, True])]
+    + [pytest.param("inductor", name, True, True, marks=pytest.mark.slow) for name in LAYERS],
+)
+def test_one_graph_for_every_number_of_tokens_marked_unbacked(backend, name, training, routed):
+    """The way to tell torch not to treat 0 and 1 apart: the operators add no guard that would."""
+    for order in ORDERS:
+        counts = frames(name, order, training=training, routed=routed, backend=backend, prepare=_unbacked_tokens)
+        assert counts == [1] * len(order)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_one_graph_for_every_number_of_tokens_size_oblivious(name, training):
+    """The other way of torch. Not with Inductor: it takes the stride of a saved `[n_masks, 1, d]` for a constant,
+    of any op, and now and then guards on a plain linear layer too (torch 2.13).
+    """
+    for order in ORDERS:
+        with symbolic_config.patch(backed_size_oblivious=True):
+            counts = frames(name, order, training=training, routed=True)
+        assert counts == [1] * len(order)
+
+
+def _unbacked_tokens(x: Tensor) -> None:
+    mark_unbacked(x, 0)
+
+
+def test_sizes_that_only_the_run_knows():
+    layer = make_layer((9,), routed=True)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def selected(x: Tensor, route: Tensor, keep: Tensor) -> Tensor:
+        rows = keep.nonzero().squeeze(1)
+        return mglu.forward(x[rows], layer.weight, layer.packed_masks, "silu", route[rows])
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for count in (4, 1, 0, 9):
+            keep = torch.arange(9) < count
+            torch.testing.assert_close(selected(layer.x, layer.route_weights, keep), layer.forward()[:count])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "backend"),
+    [(dtype, "aot_eager") for dtype in DTYPES]
+    + [pytest.param(dtype, "inductor", marks=pytest.mark.slow) for dtype in (torch.float32, torch.bfloat16)],
+)
+def test_compiled_is_eager(dtype, backend):
+    layer = make_layer((3, 4), 19, 7, 5, dtype=dtype, routed=True, activation="gelu_tanh")
+
+    def step(x: Tensor, weight: Tensor, logits: Tensor, route: Tensor) -> tuple[Tensor, Tensor]:
+        result, packed = mglu.forward_ste(x * 2, weight, logits, "gelu_tanh", route.softmax(-1))
+        return result + 1, mglu.unpack_masks(packed, 19)
+
+    args = [leaf(tensor) for tensor in (layer.x, layer.weight, layer.logits, layer.route_weights)]
+    eager_args = [leaf(tensor) for tensor in args]
+    result, masks = torch.compile(step, backend=backend, fullgraph=True, dynamic=True)(*args)
+    expected, _ = step(*eager_args)
+    assert torch.equal(masks, layer.masks)
+    assert_matches(result, expected, dtype)
+    result.sum().backward()
+    expected.sum().backward()
+    for got, want in zip(args, eager_args, strict=True):
+        assert_matches(got.grad, want.grad, max(dtype, got.dtype, key=lambda dtype: torch.finfo(dtype).eps))
+
+
+@pytest.mark.parametrize("layout", s.LAYOUTS[1:])
+def test_compiled_with_any_strides(layout):
+    layer = make_layer()
+    compiled = torch.compile(lambda x, w, p: mglu.forward(x, w, p), backend="aot_eager", fullgraph=True)
+    args = [s.laid_out(tensor, layout) for tensor in (layer.x, layer.weight, layer.packed_masks)]
+    torch.testing.assert_close(compiled(*args), mglu.forward(*args))
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_compiled_under_autocast(training):
+    layer = make_layer((16,), 64, 32, routed=True)
+    args = [tensor.clone().requires_grad_(training) for tensor in (layer.x, layer.weight, layer.logits)]
+
+    def function(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return mglu.forward_ste(x, weight, logits, "silu", layer.route_weights)[0]
+
+    result = torch.compile(function, backend="aot_eager", fullgraph=True)(*args)
+    assert result.dtype is torch.bfloat16
+    assert torch.equal(result, function(*args))
+    if training:
+        grads = torch.autograd.grad(result.float().sum(), args)
+        expected = torch.autograd.grad(function(*args).float().sum(), args)
+        for got, want in zip(grads, expected, strict=True):
+            torch.testing.assert_close(got, want)
+
+
+def test_a_graph_holds_the_operators_and_nothing_of_them():
+    """One node a call, whatever the number of masks; forward_train and backward in training."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    from torch._dynamo.backends.common import aot_autograd
+
+    layer = make_layer(n_masks=16)
+    weight = leaf(layer.weight)
+    compiled = torch.compile(
+        lambda w: mglu.forward(layer.x, w, layer.packed_masks),
+        backend=aot_autograd(fw_compiler=keep, bw_compiler=keep),
+        fullgraph=True,
+    )
+    compiled(weight).sum().backward()
+    targets = [str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
+    assert [target for target in targets if target.startswith("mglu.")] == [
+        "mglu.forward_train.default",
+        "mglu.backward.default",
+    ]
+    assert not [target for target in targets if "mm" in target or "where" in target]
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap", "vmap-grad"])
+def test_torch_func_compiles(transform):
+    layer = make_layer(dtype=torch.float64)
+
+    def loss(weight: Tensor, x: Tensor) -> Tensor:
+        return mglu.forward(x, weight, layer.packed_masks).sum()
+
+    transformed = {
+        "grad": torch.func.grad(loss),
+        "vmap": torch.vmap(loss, (None, 0)),
+        "vmap-grad": torch.vmap(torch.func.grad(loss), (None, 0)),
+    }[transform]
+    compiled = torch.compile(lambda w, x: transformed(w, x), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(layer.weight, layer.x), transformed(layer.weight, layer.x))
+
+
+def test_export_holds_one_operator():
+    class Module(torch.nn.Module):
+        def __init__(self, layer: Layer):
+            super().__init__()
+            self.weight = torch.nn.Parameter(layer.weight)
+            self.register_buffer("packed_masks", layer.packed_masks)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return mglu.forward(x, self.weight, self.packed_masks)
+
+    layer = make_layer()
+    tokens = torch.export.Dim.DYNAMIC
+    program = torch.export.export(Module(layer), (layer.x,), dynamic_shapes={"x": {0: tokens}})
+    called = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    assert called == [mglu.forward.default]
+    for count in (2, 5, 64):
+        other = make_layer((count,))
+        torch.testing.assert_close(
+            program.module()(other.x), other.with_(weight=layer.weight, masks=layer.masks).forward()
+        )
+
+
+# --- Fake and meta tensors --------------------------------------------------------------------------------
+
+
+def describe(results: Tensor | tuple[Tensor, ...]) -> list[tuple[object, ...]]:
+    results = results if isinstance(results, tuple) else (results,)
+    return [(result.shape, result.stride(), result.dtype) for result in results]
+
+
+def calls(layer: Layer) -> dict[str, tuple[object, ...]]:
+    """Arguments of each op."""
+    args = (layer.x, layer.weight, layer.packed_masks)
+    tail = (layer.activation, layer.route_weights)
+    saved = mglu.forward_train(*args, *tail)
+    return {
+        "pack_masks": (layer.masks,),
+        "unpack_masks": (layer.packed_masks, layer.x.shape[-1]),
+        "forward": (*args, *tail),
+        "forward_ste": (layer.x, layer.weight, layer.logits, *tail),
+        "forward_train": (*args, *tail),
+        "backward": (saved[0], *args, *saved[1:], *tail, (True, True, True), torch.float32),
+    }
+
+
+@pytest.mark.parametrize("leading", [(5,), (), (0,), (2, 3)])
+@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fake_and_meta_results_are_shaped_as_real_ones(dtype, routed, leading):
+    for op, args in calls(make_layer(leading, 13, routed=routed, dtype=dtype)).items():
+        real = describe(getattr(mglu, op)(*args))
+        meta = [arg.to("meta") if isinstance(arg, Tensor) else arg for arg in args]
+        assert describe(getattr(mglu, op)(*meta)) == real, op
+        with FakeTensorMode() as mode:
+            fake = [mode.from_tensor(arg) if isinstance(arg, Tensor) else arg for arg in args]
+            assert describe(getattr(mglu, op)(*fake)) == real, op
+
+
+@pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True)])
+@pytest.mark.parametrize("logits_dtype", [None, torch.bfloat16])
+def test_gradients_not_asked_for_are_empty(needs, logits_dtype):
+    args = calls(make_layer(routed=True))["backward"][:-2]
+    for device in ("cpu", "meta"):
+        moved = [arg.to(device) if isinstance(arg, Tensor) else arg for arg in args]
+        grads = mglu.backward(*moved, needs, logits_dtype)
+        wanted = (needs[0], needs[1], logits_dtype is not None, needs[2])
+        shapes = [(5, 24), (10, 24), (3, 10, 24), (5, 3)]
+        assert [tuple(g.shape) for g in grads] == [
+            shape if want else (0,) for shape, want in zip(shapes, wanted, strict=True)
+        ]
+
+
+def test_training_on_meta_tensors():
+    layer = make_layer(routed=True)
+    args = [leaf(t.to("meta")) for t in (layer.x, layer.weight, layer.logits, layer.route_weights)]
+    result, packed = mglu.forward_ste(args[0], args[1], args[2], "silu", args[3])
+    assert packed.shape == (10, 3, 3)
+    result.sum().backward()
+    assert [arg.grad.shape for arg in args] == [arg.shape for arg in args]
