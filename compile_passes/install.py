@@ -6,7 +6,6 @@ back afterwards.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,11 +16,16 @@ import torch._inductor.config as inductor_config
 from .fusion import FusionError, FusionPass, GraphPass
 from .report import FusionReport
 
-log = logging.getLogger(__name__)
-
 _lock = threading.RLock()
 _global_report = FusionReport()
-_enabled: tuple[FusionPass, dict[str, Any]] | None = None
+
+
+class _EnabledPass(FusionPass):
+    """The pass that `enable_fusion` installs. What it replaced stands on it, so that there is no state beside torch's,
+    which is of a thread or of the process depending on torch's version.
+    """
+
+    replaced: dict[str, Any]
 
 
 def _slot() -> list[Any]:
@@ -75,36 +79,34 @@ def enable_fusion(*, strict: bool = False, assume_binary: bool = False) -> Fusio
         The report that `fusion_report()` gives, which grows with each compilation.
 
     Models that were compiled before stay as they are; call `torch._dynamo.reset()` to have them compiled anew.
-    A second call replaces the options of the first.
+    A second call replaces the options of the first. Since torch 2.13 Inductor's settings are of a thread: call this
+    in the thread that compiles, or use `backend="mglu"`, which works in any.
     """
-    global _enabled
     with _lock:
         disable_fusion()
-        fusion_pass = FusionPass(_global_report, strict=strict, assume_binary=assume_binary, before=passes_in_slot())
+        fusion_pass = _EnabledPass(_global_report, strict=strict, assume_binary=assume_binary, before=passes_in_slot())
         settings = config_of(fusion_pass)
-        saved = {name: getattr(inductor_config, name) for name in settings}
+        fusion_pass.replaced = {name: getattr(inductor_config, name) for name in settings}
         for name, value in settings.items():
             setattr(inductor_config, name, value)
-        _enabled = (fusion_pass, saved)
     return _global_report
 
 
 def disable_fusion() -> None:
-    """Undo `enable_fusion`: put back what stood in Inductor's slot. Without effect if fusion is not enabled."""
-    global _enabled
+    """Undo `enable_fusion`: put back what stood in Inductor's slot. Without effect if fusion is not enabled.
+
+    Passes that other libraries put there since then stay, also those that took out ours.
+    """
     with _lock:
-        if _enabled is None:
+        slot = _slot()
+        enabled = next((p for p in slot if isinstance(p, _EnabledPass)), None)
+        if enabled is None:
             return
-        fusion_pass, saved = _enabled
-        _enabled = None
-        if inductor_config.pre_grad_custom_pass is not fusion_pass:
-            log.warning(
-                "disable_fusion: another library has changed torch._inductor.config.pre_grad_custom_pass since "
-                "enable_fusion; it is left as it is"
-            )
-            return
-        for name, value in saved.items():
+        for name, value in enabled.replaced.items():
             setattr(inductor_config, name, value)
+        if len(slot) > 1:
+            kept = [list(p.before) if p is enabled else [p] for p in slot]
+            inductor_config.pre_grad_custom_pass = [graph_pass for passes in kept for graph_pass in passes]
 
 
 @contextmanager

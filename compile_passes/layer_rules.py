@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +40,15 @@ def _is_real_matrix(argument: Any) -> bool:
     return is_matrix(argument) and example is not None and example.dtype is not torch.bool
 
 
+def _upright(weighted: Weighted | None, argument: Any) -> Weighted | None:
+    """`weighted` as it lies at its node, as a mask of it must: a transposed weight is a weight of its own."""
+    if weighted is None or not weighted.transposed:
+        return weighted
+    return Weighted(argument, None) if weighted.factor is None else None
+
+
 def _apply_mask(recogniser: Recogniser, node: Node, mask: Binary, argument: Any) -> Weighted | None:
-    weighted = recogniser.as_weighted(argument)
+    weighted = _upright(recogniser.as_weighted(argument), argument)
     if weighted is None or not same_shape(node, argument):
         return None
     factor = mask if weighted.factor is None else multiply(mask, weighted.factor)
@@ -52,7 +60,10 @@ def difference_of_weights(recogniser: Recogniser, node: Node, call: Call) -> Val
     """`W - W * M`."""
     if len(call.args) != 2 or call.kwargs.get("alpha", 1) != 1:
         return None
-    a, b = recogniser.as_weighted(call.args[0]), recogniser.as_weighted(call.args[1])
+    left, right = call.args
+    a, b = recogniser.as_weighted(left), recogniser.as_weighted(right)
+    if a is not None and b is not None and a.transposed != b.transposed:
+        a, b = _upright(a, left), _upright(b, right)
     if a is None or b is None or a.transposed != b.transposed or (a.factor is None and b.factor is None):
         return None
     if recogniser.key(a.weight) != recogniser.key(b.weight):
@@ -90,18 +101,46 @@ def _choose(recogniser: Recogniser, node: Node, condition: Value, if_true: Any, 
     factor = Binary(condition.mask, at=(picked[0], picked[1]), slope=(0, 0))
     if all(isinstance(value, Scalar) for value in values):
         return checked(node, factor)
-    weights = [recogniser.as_weighted(b) for b, v in zip(branches, values, strict=True) if not isinstance(v, Scalar)]
-    weighted = weights[0]
-    if len(weights) != 1 or weighted is None or weighted.factor is not None or not same_shape(node, weighted.weight):
+    weights = [branch for branch, value in zip(branches, values, strict=True) if not isinstance(value, Scalar)]
+    weighted = _upright(recogniser.as_weighted(weights[0]), weights[0])
+    if len(weights) != 1 or weighted is None or weighted.factor is not None or not same_shape(node, weights[0]):
         return None
     return replace(weighted, factor=factor) if 0.0 in coefficients else None
 
 
 @rule("to", "alias")
 def pass_through(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """A change of dtype or device, or a copy: the site checks the dtype of the projections and of the result."""
-    value = recogniser.value(call.args[0])
-    return value if isinstance(value, (Weighted, Projection, Activated, Gated)) else None
+    """A change of dtype or device, or a copy, that loses no more than the layer itself does.
+
+    A part of the layer may be widened and taken back (the site compares the dtypes of projections and result); a
+    weight may be cast once, as the operator casts it.
+    """
+    value, source, result = recogniser.value(call.get(0, "input")), call.get(0, "input"), tensor_example(node)
+    if isinstance(value, Weighted) and result is not None:
+        return value if _rounds_once(value, source, result.dtype) else None
+    projection = _projection_of(value)
+    if projection is None or result is None or not _holds(result.dtype, projection.dtype):
+        return None
+    return value
+
+
+def _projection_of(value: Value) -> Projection | None:
+    if isinstance(value, Gated):
+        return value.terms[0].gate
+    return value.projection if isinstance(value, Activated) else value if isinstance(value, Projection) else None
+
+
+def _rounds_once(weighted: Weighted, node: Any, dtype: torch.dtype) -> bool:
+    """Whether a masked weight, at `node`, cast to `dtype` is what casting the weight itself gives."""
+    weight, source = tensor_example(weighted.weight), tensor_example(node)
+    if weight is None or source is None or not dtype.is_floating_point:
+        return False
+    return source.dtype == weight.dtype or _holds(source.dtype, dtype)
+
+
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether `wide` represents every value of `narrow`."""
+    return torch.promote_types(wide, narrow) == wide
 
 
 # --- Projections -----------------------------------------------------------------------------------------------------
@@ -133,14 +172,15 @@ def _same_operands(recogniser: Recogniser, a: Projection, b: Projection) -> bool
 
 @rule("getattr", "transpose")
 def _transpose(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    weighted = recogniser.as_weighted(call.args[0]) if call.args else None
+    value = recogniser.value(call.get(0, "input"))
+    weighted = value if isinstance(value, Product) else recogniser.as_weighted(call.get(0, "input"))
     if weighted is None:
         return None
     if call.symbol == "getattr":
         swaps = call.args[1] in ("T", "mT")
     else:
-        dims = [d % 2 for d in call.args[1:] if isinstance(d, int)]
-        swaps = len(dims) == 0 or sorted(dims) == [0, 1]
+        first, second = call.get(1, "dim0", 0), call.get(2, "dim1", 1)
+        swaps = isinstance(first, int) and isinstance(second, int) and first % 2 != second % 2
     return replace(weighted, transposed=not weighted.transposed) if swaps else None
 
 
@@ -154,10 +194,11 @@ def _project(recogniser: Recogniser, node: Node, call: Call) -> Value:
     product, result = recogniser.value(weight), tensor_example(node)
     if result is None:
         return None
-    if isinstance(product, Product) and call.symbol == "linear":
-        return Projection(x, product, None, result.dtype, problem=problem)
+    if isinstance(product, Product):
+        stored_in_first = product.transposed == (call.symbol == "linear")
+        return Projection(x, product, None, result.dtype, transposed=stored_in_first, problem=problem)
     weighted = recogniser.as_weighted(weight)
-    if weighted is None:
+    if weighted is None or not _rounds_once(weighted, weight, result.dtype):
         return None
     stored_in_first = weighted.transposed == (call.symbol == "linear")
     return Projection(x, weighted.weight, weighted.factor, result.dtype, transposed=stored_in_first, problem=problem)
@@ -232,6 +273,7 @@ def _gate_times_value(recogniser: Recogniser, a: Activated | Projection, b: Acti
             and a.activation == "sigmoid"
             and _same_operands(recogniser, a.projection, b)
             and a.projection.factor == b.factor
+            and a.projection.problem == b.problem
         ):
             return Activated("silu", b)
         activation, gate, value, route = a.activation, a.projection, b, a.route
@@ -243,7 +285,17 @@ def _gate_times_value(recogniser: Recogniser, a: Activated | Projection, b: Acti
     masked = [isinstance(p.weight, Product) or p.factor is not None for p in (gate, value)]
     if not any(masked) or (not all(masked) and not _same_operands(recogniser, gate, value)):
         return None
+    if not _factors(recogniser, gate) & _factors(recogniser, value):
+        return None
     return Gated((Term(activation, gate, value, route),))
+
+
+def _factors(recogniser: Recogniser, projection: Projection) -> set[Hashable]:
+    """What a projection's weight is made of: two gates that share none of it (a pruned SwiGLU) are no MGLU."""
+    weight = projection.weight
+    parts = [weight.a, weight.b] if isinstance(weight, Product) else [weight]
+    masks = [] if projection.factor is None else [projection.factor.mask.key]
+    return {*map(recogniser.key, parts), *masks}
 
 
 def _resolve(recogniser: Recogniser, projection: Projection, other: Projection) -> Projection:
@@ -299,6 +351,8 @@ def _sum(recogniser: Recogniser, node: Node, call: Call) -> Value:
     dim = call.get(1, "dim")
     dims = dim if isinstance(dim, (list, tuple)) else [dim]
     if not isinstance(stacked, Stacked) or list(dims) != [stacked.dim] or call.get(2, "keepdim", False):
+        return None
+    if call.kwargs.get("dtype") is not None:
         return None
     total: Value = Scalar(0)
     for item in stacked.items:

@@ -53,11 +53,12 @@ def multiply(a: Binary, b: Binary) -> Binary | None:
 def checked(node: Node, value: Binary | None) -> Binary | None:
     """`value` if the node computes it exactly in its dtype and has the mask's own shape.
 
-    Multiples of 1/2 up to 128 are exact in every real dtype and within int8; unsigned types hold no negative.
+    Multiples of 1/2 below 128 are exact in every floating dtype, whole numbers within int8; uint8 holds no negative
+    one, and bool holds 0 and 1 (True + True is True).
     """
     example = tensor_example(node)
     if value is None or example is None or not same_shape(node, value.mask.bits):
         return None
-    low = 0 if example.dtype in (torch.uint8, torch.bool) else -128
-    exact = all(low <= v < 128 and (2.0 * v).is_integer() for v in value.at)
-    return value if exact else None
+    low, high = {torch.bool: (0, 1), torch.uint8: (0, 127)}.get(example.dtype, (-127, 127))
+    step = 0.5 if example.dtype.is_floating_point else 1
+    return value if all(low <= v <= high and v % step == 0 for v in value.at) else None

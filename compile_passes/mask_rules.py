@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,27 +19,31 @@ if TYPE_CHECKING:
     from .recognise import Recogniser
 
 
-def _linear_terms(
-    recogniser: Recogniser, argument: Any, sign: float, carries: bool, into: dict[Any, list[Any]]
-) -> bool:
-    """Add `sign * argument` to `into`: `key -> [coefficient, that of the gradient, node]`; False if it is no sum."""
-    if not isinstance(argument, Node):
-        return False
-    call = as_call(argument)
-    if call is not None and call.symbol in ("add", "sub") and "alpha" not in call.kwargs and len(call.args) == 2:
-        second = sign if call.symbol == "add" else -sign
-        return _linear_terms(recogniser, call.args[0], sign, carries, into) and _linear_terms(
-            recogniser, call.args[1], second, carries, into
-        )
-    if call is not None and call.symbol == "neg":
-        return _linear_terms(recogniser, call.args[0], -sign, carries, into)
-    if call is not None and call.symbol == "detach":
-        return _linear_terms(recogniser, call.args[0], sign, False, into)
-    entry = into.setdefault(recogniser.key(argument), [0.0, 0.0, argument])
-    entry[0] += sign
-    if carries and requires_grad(argument):
-        entry[1] += sign
-    return True
+_LONGEST_SUM = 16
+"""Nodes to look at: a straight-through mask is a short sum, a residual stream may be of any length."""
+
+
+def _linear_terms(recogniser: Recogniser, node: Node) -> list[tuple[float, float, Node]] | None:
+    """The terms of a sum, `(coefficient, that of the gradient, node)`; None if it is none, or a long one."""
+    terms: dict[Hashable, tuple[float, float, Node]] = {}
+    pending: list[tuple[Any, float, bool]] = [(node, 1.0, True)]
+    for _ in range(_LONGEST_SUM):
+        if not pending:
+            return list(terms.values())
+        argument, sign, carries = pending.pop()
+        if not isinstance(argument, Node):
+            return None
+        call = as_call(argument)
+        symbol, operands = ("", ()) if call is None or call.kwargs else (call.symbol, call.args)
+        carries = carries and requires_grad(argument) and symbol != "detach"
+        if symbol in ("add", "sub") and len(operands) == 2:
+            pending += [(operands[0], sign, carries), (operands[1], sign if symbol == "add" else -sign, carries)]
+        elif symbol in ("neg", "detach"):
+            pending.append((operands[0], -sign if symbol == "neg" else sign, carries))
+        else:
+            value, gradient, first = terms.get(recogniser.key(argument), (0.0, 0.0, argument))
+            terms[recogniser.key(argument)] = (value + sign, gradient + sign * carries, first)
+    return None
 
 
 @rule("add", "sub")
@@ -49,11 +53,11 @@ def straight_through(recogniser: Recogniser, node: Node, call: Call) -> Value:
     (Exact while |soft| is at most 256 in bfloat16, 2048 in float16, 2^24 in float32; past that the spelling itself
     is no longer binary.)
     """
-    terms: dict[Any, list[Any]] = {}
-    if not _linear_terms(recogniser, node, 1.0, True, terms) or len(terms) < 2:
+    terms = _linear_terms(recogniser, node)
+    if terms is None or len(terms) < 2:
         return None
-    present = [entry for entry in terms.values() if entry[0] != 0]
-    differentiable = [entry for entry in terms.values() if entry[1] != 0]
+    present = [term for term in terms if term[0] != 0]
+    differentiable = [term for term in terms if term[1] != 0]
     if len(present) != 1 or present[0][0] != 1:
         return None
     hard = recogniser.value(present[0][2])
@@ -101,7 +105,7 @@ def arithmetic(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 @rule("neg")
 def negation(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    value = recogniser.value(call.args[0])
+    value = recogniser.value(call.get(0, "input"))
     if isinstance(value, Scalar):
         return Scalar(-value.value)
     return checked(node, value.map(operator.neg, lambda v: -1.0)) if isinstance(value, Binary) else None
@@ -110,7 +114,7 @@ def negation(recogniser: Recogniser, node: Node, call: Call) -> Value:
 @rule("not", "logical_not")
 def complement(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`~M`, of bool alone: of integers, `~` is another function."""
-    value, example = recogniser.value(call.args[0]), tensor_example(node)
+    value, example = recogniser.value(call.get(0, "input")), tensor_example(node)
     if not isinstance(value, Binary) or example is None or example.dtype is not torch.bool:
         return None
     return checked(node, value.map(lambda v: float(v == 0), lambda v: 0.0))
@@ -139,7 +143,7 @@ def comparison(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 @rule("to")
 def cast(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    value, example = recogniser.value(call.args[0]), tensor_example(node)
+    value, example = recogniser.value(call.get(0, "input")), tensor_example(node)
     if not isinstance(value, Binary) or example is None:
         return None
     if example.dtype is torch.bool:
@@ -151,13 +155,13 @@ def cast(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 @rule("detach")
 def detach(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    value = recogniser.value(call.args[0])
+    value = recogniser.value(call.get(0, "input"))
     return replace(value, slope=(0, 0)) if isinstance(value, Binary) else None
 
 
 @rule("alias")
 def alias(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    value = recogniser.value(call.args[0])
+    value = recogniser.value(call.get(0, "input"))
     return value if isinstance(value, Binary) else None
 
 

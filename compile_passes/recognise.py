@@ -13,6 +13,7 @@ import torch
 from torch.fx import Graph, Node
 
 from . import layer_rules, mask_rules  # noqa: F401 (they register their rules)
+from .mutation import mutated_storages, storages
 from .rules import rules_for
 from .symbols import as_call, is_matrix, requires_grad, tensor_example
 from .values import Binary, Mask, Scalar, Value, Weighted
@@ -25,7 +26,9 @@ class Recogniser:
         self._values: dict[Node, Value] = {}
         self._keys: dict[Node, int] = {}
         self._interned: dict[Hashable, int] = {}
+        self._mutated = mutated_storages(graph)
         for node in graph.nodes:
+            self._keys[node] = self._intern(node)
             self._values[node] = self._evaluate(node)
 
     def value(self, argument: Any) -> Value:
@@ -35,13 +38,11 @@ class Recogniser:
         return Scalar(float(argument)) if isinstance(argument, (bool, int, float)) else None
 
     def key(self, argument: Any) -> Hashable:
-        """Equal for arguments that hold the same value by construction, as long as nothing they read is mutated."""
+        """Equal for arguments that hold the same value, and the same gradient, by construction."""
         if isinstance(argument, (tuple, list)):
             return tuple(self.key(item) for item in argument)
         if not isinstance(argument, Node):
             return (type(argument).__name__, repr(argument))
-        if argument not in self._keys:
-            self._keys[argument] = self._intern(argument)
         return ("node", self._keys[argument])
 
     def _intern(self, node: Node) -> int:
@@ -49,13 +50,17 @@ class Recogniser:
         structure: Hashable
         if node.op == "get_attr":
             structure = ("get_attr", str(node.target))
-        elif call is None or call.symbol == "dropout":
+        elif call is None or call.symbol == "dropout" or self._is_mutable(node):
             structure = ("leaf", node.name)
         else:
             kwargs = tuple(sorted((name, self.key(value)) for name, value in call.kwargs.items()))
             dtype = getattr(tensor_example(node), "dtype", None)
-            structure = (call.symbol, str(node.target), dtype, self.key(call.args), kwargs)
+            structure = (call.symbol, str(node.target), dtype, requires_grad(node), self.key(call.args), kwargs)
         return self._interned.setdefault(structure, len(self._interned))
+
+    def _is_mutable(self, node: Node) -> bool:
+        """Whether the graph writes to what a node reads or makes, so that its expression does not tell its value."""
+        return self._mutated is None or any(storages(n) & self._mutated for n in (node, *node.all_input_nodes))
 
     def _evaluate(self, node: Node) -> Value:
         call = as_call(node)
@@ -91,11 +96,11 @@ class Recogniser:
         call = as_call(node)
         if call is None:
             return None
-        base, index = call.args[0] if call.args else None, call.get(1, "index")
+        base, index = call.get(0, "input"), call.get(1, "index")
         if call.symbol == "getitem" and isinstance(index, int) and isinstance(base, Node):
             inner = as_call(base)
             if inner is not None and inner.symbol == "unbind" and inner.get(1, "dim", 0) == 0:
-                base = inner.args[0]
+                base = inner.get(0, "input")
         elif call.symbol == "select" and call.get(1, "dim") == 0:
             index = call.get(2, "index")
         else:

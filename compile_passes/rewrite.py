@@ -121,6 +121,8 @@ def _packed_masks(graph: Graph, layer: Layer, bits: Node) -> Node:
 def _gate_bits(graph: Graph, mask: Mask, complement: bool) -> Node:
     if not complement:
         return mask.bits
+    if mask.proof is None:  # not by a comparison, which would hide from packing a value other than 0 and 1
+        return graph.call_function(operator.sub, (1, mask.bits))
     return graph.call_function(operator.eq, (mask.bits, 0))
 
 

@@ -3,18 +3,19 @@
 The graph before autograd is neither functional nor normalised, so that equal expressions need not hold equal values.
 A site is fused only if all of this holds, each refusal having its reason in words:
 
-1. *One x, one weight.* All terms read the same x and the same weight: the same node, or the same expression of nodes
-   that nothing mutates meanwhile.
+1. *One x, one weight.* All terms read the same x and the same weight: the same node, or the same expression of
+   tensors that the graph mutates nowhere (`Recogniser.key`).
 2. *Complementary binary masks.* Gate factor and value factor, as functions of one binary tensor, are M and 1 - M at
    both of its values (`values.Binary`). The tensor is binary by dtype, as a comparison, or as the straight-through
    form of one; a real tensor only under `assume_binary`, where `mglu::pack_masks` checks it at run time.
 3. *The same gradient.* Where the mask carries one, both factors have slope +1 and -1 in the same tensor, whose
    gradient the operator returns; autograd then goes on from that tensor as it did before.
 4. *The same shapes and dtype.* Masks have the weight's shape (no broadcast); the result has the dtype of the
-   projections. Operands of another dtype (autocast) are cast as the projections cast them.
+   projections, and nothing in between a narrower one. Operands of another dtype (autocast) are cast as the
+   projections cast them.
 5. *No interference.* Between the first node that the layer reads and its result, nothing outside it mutates what it
-   reads or computes, nothing in it is read after an in-place node has overwritten it, and no change of the grad mode
-   or of autocast falls between.
+   reads or computes, an in-place node inside it overwrites only what was made inside it and is read through that
+   node alone afterwards, and no change of the grad mode or of autocast falls between.
 6. *Nothing computed is asked for elsewhere.* Gates, values and products have no other users (masks may).
 7. *No functorch transform is recorded in the graph.*
 """
@@ -23,13 +24,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
+from .mutation import storages, written
 from .recognise import Recogniser
-from .symbols import as_call, equal_sizes, example, is_inplace_name, is_inplace_operator, tensor_example
+from .symbols import as_call, equal_sizes, example, tensor_example
 from .values import Activated, Gated, Mask, Projection, Stacked, Term
 
 MAX_MASKS = 16
@@ -81,12 +82,24 @@ class Layer:
 
 def find_sites(graph: Graph, recogniser: Recogniser) -> list[Site]:
     """The maximal sums of gated terms of a graph, in its order."""
-    sites = []
+    roots: dict[Node, Gated] = {}
     for node in graph.nodes:
         value = recogniser.value(node)
         if isinstance(value, Gated) and not all(_continues(recogniser, user) for user in node.users):
-            sites.append(Site(node, value.terms))
-    return sites
+            roots.setdefault(_without_cast(recogniser, node), value)
+    return [Site(root, value.terms) for root, value in roots.items()]
+
+
+def _without_cast(recogniser: Recogniser, node: Node) -> Node:
+    """The sum itself, where `node` is a copy of it or casts it from the layer's dtype to another."""
+    call = as_call(node)
+    while call is not None and call.symbol in ("to", "alias"):
+        source = call.get(0, "input")
+        value, example = recogniser.value(source), tensor_example(source)
+        if not isinstance(value, Gated) or example is None or example.dtype != value.terms[0].gate.dtype:
+            break
+        node, call = source, as_call(source)
+    return node
 
 
 def _continues(recogniser: Recogniser, node: Node) -> bool:
@@ -109,7 +122,7 @@ def check(graph: Graph, recogniser: Recogniser, site: Site, assume_binary: bool)
         raise Refusal(f"the sum has {len(site.terms)} masks, the operator takes at most {MAX_MASKS}")
     _check_operands(recogniser, site)
     masks = tuple(_check_masks(term, assume_binary) for term in site.terms)
-    trained = [mask.straight_through is not None and _records_gradient(site.root) for mask, _ in masks]
+    trained = [_trains(site, term, mask) for term, (mask, _) in zip(site.terms, masks, strict=True)]
     for (mask, _), carries in zip(masks, trained, strict=True):
         if carries and mask.proof is None:
             raise Refusal(f"mask `{mask.bits.name}` requires a gradient but is not a straight-through mask of logits")
@@ -187,10 +200,11 @@ def _check_masks(term: Term, assume_binary: bool) -> tuple[Mask, bool]:
     return mask, complement
 
 
-def _records_gradient(node: Node) -> bool:
-    """Whether tracing saw the node in a graph of gradients (not so under no_grad, whatever the parameters require)."""
-    value = tensor_example(node)
-    return value is not None and value.requires_grad
+def _trains(site: Site, term: Term, mask: Mask) -> bool:
+    """Whether a gradient reaches a term's mask: not under no_grad, whatever the parameters require."""
+    root = tensor_example(site.root)
+    slopes = [factor.slope for factor in (term.gate.factor, term.value.factor) if factor is not None]
+    return mask.straight_through is not None and root is not None and root.requires_grad and any(map(any, slopes))
 
 
 def _check_slopes(term: Term, sign: int) -> None:
@@ -270,12 +284,8 @@ def _check_users(recogniser: Recogniser, layer: Layer) -> None:
 def _check_mutation(graph: Graph, layer: Layer) -> None:
     interior, root = set(layer.interior), layer.site.root
     order = {node: position for position, node in enumerate(graph.nodes)}
-    leaves = {
-        layer.x,
-        layer.weight,
-        *(node for inner in interior for node in inner.all_input_nodes),
-    } - interior
-    touched = {storage for node in interior | leaves for storage in _storages(node)}
+    leaves = {layer.x, layer.weight, *(node for inner in interior for node in inner.all_input_nodes)} - interior
+    touched = {storage for node in interior | leaves for storage in storages(node)}
     first = min(order[node] for node in interior)
     for node in graph.nodes:
         if not first <= order[node] <= order[root]:
@@ -283,53 +293,20 @@ def _check_mutation(graph: Graph, layer: Layer) -> None:
         name = getattr(node.target, "__name__", "")
         if node.op == "call_function" and name in _MODE_SWITCHES:
             raise Refusal(f"`{name}` stands inside the layer")
-        written = [target for target in _written(node) if _storages(target) & touched or example(target) is None]
-        for target in written:
+        for target in written(node):
+            if example(target) is not None and not storages(target) & touched:
+                continue
             if node not in interior or target not in interior:
                 raise Refusal(f"`{node.name}` writes in place to `{target.name}`, which the layer reads")
-            _check_overwritten(node, _storages(target), interior | leaves, order)
+            _check_overwritten(node, target, interior, order)
 
 
-def _check_overwritten(writer: Node, storages: set[Any], nodes: set[Node], order: dict[Node, int]) -> None:
-    """After an in-place node, what it overwrote is read through that node only."""
-    for node in nodes:
-        if node is writer or order[node] > order[writer] or not _storages(node) & storages:
+def _check_overwritten(writer: Node, target: Node, interior: set[Node], order: dict[Node, int]) -> None:
+    """What an in-place node of the layer overwrites is the layer's own, and read after it through that node only."""
+    for node in order:
+        if order[node] >= order[writer] or not storages(node) & storages(target):
             continue
+        if node not in interior:
+            raise Refusal(f"`{writer.name}` writes in place to `{node.name}`, which is not the layer's own")
         if any(order[user] > order[writer] for user in node.users):
             raise Refusal(f"`{node.name}` is read after `{writer.name}` has overwritten it")
-
-
-def _storages(node: Node) -> set[Any]:
-    """The identities of the storages that a node's value lives in."""
-    value = example(node)
-    values = value if isinstance(value, (tuple, list)) else [value]
-    return {item.untyped_storage()._cdata for item in values if isinstance(item, torch.Tensor)}
-
-
-def _written(node: Node) -> list[Node]:
-    """The inputs that a node may write to. What is not known to be harmless counts as writing to all."""
-    inputs = node.all_input_nodes
-    if node.op in ("placeholder", "get_attr", "output"):
-        return []
-    first = inputs[:1]
-    out = node.kwargs.get("out")
-    outs = [out] if isinstance(out, Node) else []
-    target: Any = node.target
-    if node.op == "call_method":
-        return first + outs if is_inplace_name(str(target)) or target == "__setitem__" else outs
-    if node.op == "call_module" or isinstance(target, torch._ops.HigherOrderOperator):
-        return inputs
-    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        return inputs if _schema_writes(target) else []
-    if is_inplace_operator(target) or is_inplace_name(getattr(target, "__name__", "")):
-        return first + outs
-    if node.kwargs.get("inplace") or getattr(target, "__name__", "") == "setitem":
-        return first + outs
-    module = getattr(target, "__module__", None) or "torch"
-    known = module.split(".")[0] in ("torch", "_operator", "builtins", "math", "operator")
-    return outs if known else inputs
-
-
-def _schema_writes(op: torch._ops.OpOverload | torch._ops.OpOverloadPacket) -> bool:
-    overloads = [op] if isinstance(op, torch._ops.OpOverload) else [getattr(op, name) for name in op.overloads()]
-    return any(overload._schema.is_mutable for overload in overloads)

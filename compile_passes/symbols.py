@@ -118,8 +118,6 @@ SYMBOLS: Mapping[Any, str] = MappingProxyType(
     {spelling: symbol for symbol, spellings in _SPELLINGS.items() for spelling in spellings}
 )
 
-_INPLACE_OPERATORS = (operator.iadd, operator.isub, operator.imul)
-
 
 @dataclass(frozen=True)
 class Call:
@@ -150,11 +148,6 @@ def as_call(node: Node) -> Call | None:
 def is_inplace_name(name: str) -> bool:
     """`relu_`, but not `__add__` or `relu`."""
     return name.endswith("_") and not name.endswith("__")
-
-
-def is_inplace_operator(target: Any) -> bool:
-    """`y += t` and its like."""
-    return any(target is candidate for candidate in _INPLACE_OPERATORS)
 
 
 def example(node: Any) -> Any:

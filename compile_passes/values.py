@@ -69,6 +69,7 @@ class Product:
 
     a: Node
     b: Node
+    transposed: bool = False
 
 
 @dataclass(frozen=True)

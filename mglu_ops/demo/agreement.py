@@ -15,13 +15,17 @@ from .train import Forward
 
 Gradients = dict[str, Tensor]
 
-# Largest relative error of fused against naive over a whole model, by the format of the matrix products. A layer's
-# own budget is a fifth of it (tests/budgets.py); blocks, and the loss behind them, add to each other.
-OUTPUT_BUDGET = {torch.float32: 2e-5, torch.bfloat16: 5e-2}
-GRADIENT_BUDGET = {torch.float32: 2e-5, torch.bfloat16: 1e-1}
+# Largest relative error of fused against naive over a whole model, by the format of the matrix products: some layers,
+# each within its own budget, and what stands between them. Measured errors lie at a quarter of it and below.
+OUTPUT_BUDGET = {torch.float32: 4e-6, torch.bfloat16: 2.4e-2}
+GRADIENT_BUDGET = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
 
-# The design's bar: against float64, no more than this many times the error of the naive model.
+# The design's bar: against float64, no more than this many times the error of the naive model. So the two may differ
+# by 1 + 1.5 times naive's error, where a gradient almost cancels and this is more than the budget.
 NAIVE_FACTOR = 1.5
+
+# Below half the last place of the format there is nothing to compare.
+NEGLIGIBLE = {dtype: torch.finfo(dtype).eps / 2 for dtype in OUTPUT_BUDGET}
 
 
 @dataclass(frozen=True)
@@ -71,17 +75,20 @@ def check(found: Agreement, dtype: torch.dtype, when: str) -> None:
     Raises:
         Disagreement: with the numbers.
     """
-    for what, error, budget in (
-        ("outputs", found.output, OUTPUT_BUDGET[dtype]),
-        (f"gradients (worst: {found.worst_parameter})", found.gradient, GRADIENT_BUDGET[dtype]),
+    for what, error, budget, fused, naive in (
+        ("outputs", found.output, OUTPUT_BUDGET[dtype], found.fused_output, found.naive_output),
+        (
+            f"gradients (worst: {found.worst_parameter})",
+            found.gradient,
+            GRADIENT_BUDGET[dtype],
+            found.fused_gradient,
+            found.naive_gradient,
+        ),
     ):
-        require(error <= budget, f"{when}, fused {what} differ from naive by {error:.2e}; the budget is {budget:.0e}")
-    for what, fused, naive in (
-        ("outputs", found.fused_output, found.naive_output),
-        ("gradients", found.fused_gradient, found.naive_gradient),
-    ):
+        allowed = max(budget, (1 + NAIVE_FACTOR) * naive)
+        require(error <= allowed, f"{when}, fused {what} differ from naive by {error:.2e}; the budget is {allowed:.1e}")
         require(
-            fused <= NAIVE_FACTOR * naive,
+            fused <= max(NAIVE_FACTOR * naive, NEGLIGIBLE[dtype]),
             f"{when}, fused {what} err by {fused:.2e} against float64, "
             f"more than {NAIVE_FACTOR} times naive's {naive:.2e}",
         )

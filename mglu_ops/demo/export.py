@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 import torch
@@ -16,15 +19,32 @@ from .text import Corpus
 from .train import Forward
 
 
+LOAD = "import sys, torch, mglu_ops; torch._inductor.aoti_load_package(sys.argv[1])"
+
+
 def export(model: nn.Module, settings: Settings, folder: str) -> Forward:
-    """Export `model` for any batch and any tokens up to the context, write the package to `folder`, load it back."""
+    """Export `model` for any batch and any tokens up to the context, write the package to `folder`, load it back.
+
+    Raises:
+        Disagreement: the package does not load in a fresh process, the way it will be used.
+    """
     sizes = settings.sizes
     example = torch.zeros(2, sizes.context, dtype=torch.int64, device=settings.device)
     dynamic = {"tokens": {0: Dim("batch", min=1, max=1024), 1: Dim("tokens", min=1, max=sizes.context)}}
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own, about how it saves a package
         program = torch.export.export(model, (example,), dynamic_shapes=dynamic)
         path = torch._inductor.aoti_compile_and_package(program, package_path=str(Path(folder) / "model.pt2"))
+    _load_elsewhere(path)
     return torch._inductor.aoti_load_package(path)
+
+
+def _load_elsewhere(path: str) -> None:
+    """Load the package in a process of its own first: a crash of the loader there is an error here."""
+    child = subprocess.run([sys.executable, "-c", LOAD, path], capture_output=True, text=True, check=False)
+    last = child.stderr.strip().splitlines()[-1:] or ["no message"]
+    why = f"signal {-child.returncode}" if child.returncode < 0 else last[0]
+    require(child.returncode == 0, f"the exported package does not load in a fresh process: {why}")
 
 
 def package_folder() -> tempfile.TemporaryDirectory[str]:

@@ -16,16 +16,17 @@ import mglu_ops
 import mglu_ops.nn
 
 from . import agreement, text
-from .errors import require
+from .errors import Disagreement, require
 from .export import check_package, export, package_folder
 from .generate import PROMPT, generate
 from .model import LanguageModel, gated_projections
 from .settings import Settings
 from .table import Row, render
-from .timing import COMPILED, FUSED, NAIVE, SWIGLU, compiled, time_steps, time_token
+from .timing import COMPILED, FUSED, NAIVE, PACKAGE, SWIGLU, compiled, time_steps, time_token
 from .train import Forward, perplexity, train
 
 GENERATED = 240
+FAILED = "FAILED"
 
 
 @dataclass
@@ -37,6 +38,7 @@ class Demo:
     naive: nn.Module
     swiglu: nn.Module
     results: dict[str, Any] = field(default_factory=dict)
+    export_failure: str | None = None
     start: float = field(default_factory=time.perf_counter)
 
     def say(self, words: str) -> None:
@@ -67,9 +69,10 @@ def run_demo(settings: Settings) -> dict[str, Any]:
     with package_folder() as folder:
         package = _deploy(demo, deployed[FUSED], folder)
         _time(demo, deployed, package)
-        del package
+        del package  # before the folder that it was loaded from
     demo.results["seconds"] = time.perf_counter() - demo.start
     print("\n" + _table(demo.results), flush=True)
+    require(demo.export_failure is None, f"{demo.export_failure}")
     print(f"\nEverything agrees. {demo.results['seconds']:.0f} s in all.", flush=True)
     if settings.json is not None:
         settings.json.write_text(json.dumps(demo.results, indent=2) + "\n")
@@ -155,11 +158,16 @@ def _evaluate(demo: Demo, fused: Forward) -> nn.Module:
     found = {name: perplexity(model, corpus, settings) for name, model in models.items()}
     found["unigram"] = corpus.unigram_perplexity()
     demo.results["perplexity"] = found
-    _check_perplexity(found, budget)
+    check_perplexity(found, budget)
     return frozen
 
 
-def _check_perplexity(found: dict[str, float], budget: float) -> None:
+def check_perplexity(found: dict[str, float], budget: float) -> None:
+    """Refuse a model that is no better than byte frequencies, or a frozen one that lost by it.
+
+    Raises:
+        Disagreement: with the numbers.
+    """
     for name in (NAIVE, FUSED, SWIGLU):
         require(
             found[name] < found["unigram"],
@@ -178,20 +186,26 @@ def _deployed(model: nn.Module, settings: Settings) -> nn.Module:
     return deepcopy(model).to(settings.dtype).eval().requires_grad_(False)
 
 
-def _deploy(demo: Demo, frozen: nn.Module, folder: str) -> Forward:
-    """Generate text; export the frozen model, load the package back and check it."""
+def _deploy(demo: Demo, frozen: nn.Module, folder: str) -> Forward | None:
+    """Generate text; export the frozen model, load the package back and check it. None if that failed: the table
+    does not need the package, so it is printed before the demo fails.
+    """
     settings = demo.settings
     content = generate(frozen, GENERATED, settings.sizes.context, settings.device, settings.seed)
     demo.results["generated"] = text.printable(content)
     demo.say(f"the frozen model writes, after {text.printable(PROMPT)!r}:")
     print("\n".join("          | " + line for line in demo.results["generated"].splitlines()), flush=True)
     demo.say("exporting the frozen model with AOTInductor, loading the package back")
-    package = export(frozen, settings, folder)
-    demo.results["agreement"]["exported"] = check_package(package, frozen, demo.corpus, settings)
+    try:
+        package = export(frozen, settings, folder)
+        demo.results["agreement"]["exported"] = check_package(package, frozen, demo.corpus, settings)
+    except Disagreement as failure:
+        demo.export_failure = str(failure)
+        return None
     return package
 
 
-def _time(demo: Demo, deployed: dict[str, nn.Module], package: Forward) -> None:
+def _time(demo: Demo, deployed: dict[str, nn.Module], package: Forward | None) -> None:
     """Bytes, and the times of a training step and of a token."""
     demo.results["bytes"] = {name: _bytes(model) for name, model in deployed.items()}
     demo.say("timing training steps (compiles the naive model without fusion)")
@@ -199,7 +213,8 @@ def _time(demo: Demo, deployed: dict[str, nn.Module], package: Forward) -> None:
     torch._dynamo.reset()  # the variants of a token are compiled afresh, none after others of its class
     demo.say("timing a token (compiles three models for it)")
     token = demo.batch()[0][:1, :1].contiguous()
-    times, exported = time_token(deployed, package, token, demo.settings)
+    times = time_token(deployed, package, token, demo.settings)
+    exported = times.pop(PACKAGE, None)
     demo.results["milliseconds"] = {"step": steps, "token": times, "token_exported": exported}
 
 
@@ -228,7 +243,7 @@ def _table(results: dict[str, Any]) -> str:
             "{:.1e}",
         ),
         Row("output error, frozen against naive", {FUSED: compared["frozen"]}, "{:.1e}"),
-        Row("output error, exported against frozen", {FUSED: compared["exported"]}, "{:.1e}"),
+        Row("output error, exported against frozen", {FUSED: compared.get("exported", FAILED)}, "{:.1e}"),
         Row(f"held-out perplexity a byte (unigram {found['unigram']:.2f})", learned, "{:.3f}"),
         Row("bits a byte", {name: math.log2(value) for name, value in learned.items()}, "{:.3f}"),
         *(
@@ -237,7 +252,7 @@ def _table(results: dict[str, Any]) -> str:
         ),
         Row("ms a training step", times["step"], "{:.1f}", ratio=True),
         Row("ms a token (one token, no cache; fused: frozen)", times["token"], "{:.3f}", ratio=True),
-        Row("ms a token, exported package", {FUSED: times["token_exported"]}, "{:.3f}"),
+        Row("ms a token, exported package", {FUSED: times["token_exported"] or FAILED}, "{:.3f}"),
     ]
     return render(rows)
 

@@ -32,8 +32,8 @@ class Sizes:
 
 # Chosen so that the whole command takes under 3 minutes: on the CPU, of 2 cores.
 DEFAULT_SIZES = {
-    "cpu": Sizes(layers=3, width=128, context=128, batch=16, steps=150),
-    "cuda": Sizes(layers=6, width=512, context=256, batch=64, steps=400),
+    "cpu": Sizes(layers=2, width=128, context=128, batch=8, steps=300),
+    "cuda": Sizes(layers=6, width=512, context=256, batch=64, steps=250),
 }
 
 

@@ -12,7 +12,7 @@ RATIOS = ((NAIVE, "naive/fused"), (SWIGLU, "SwiGLU/fused"))
 
 @dataclass(frozen=True)
 class Row:
-    """A quantity by column; `unit` formats it, `ratio` says whether a quotient of two columns means something."""
+    """A quantity by column; `form` shows its numbers, `ratio` says whether a quotient of two columns means something."""
 
     label: str
     values: Mapping[str, float | str]
@@ -21,14 +21,17 @@ class Row:
 
     def cells(self) -> list[str]:
         """The row as text: label, a cell a column, the ratios."""
-        shown = [self.form.format(self.values[name]) if name in self.values else "" for name in COLUMNS]
+        shown = [self._show(self.values.get(name, "")) for name in COLUMNS]
         return [self.label, *shown, *(self._quotient(other) for other, _ in RATIOS)]
+
+    def _show(self, value: float | str) -> str:
+        return value if isinstance(value, str) else self.form.format(value)
 
     def _quotient(self, other: str) -> str:
         above, below = self.values.get(other), self.values.get(FUSED)
-        if not self.ratio or not isinstance(above, (int, float)) or not isinstance(below, (int, float)) or not below:
+        if not self.ratio or not isinstance(above, (int, float)) or not isinstance(below, (int, float)):
             return ""
-        return f"{above / below:.2f}x"
+        return f"{above / below:.2f}x" if above and below else ""
 
 
 def render(rows: list[Row]) -> str:

@@ -16,9 +16,10 @@ from .settings import Settings
 from .train import Forward, Step
 
 NAIVE, COMPILED, FUSED, SWIGLU = "naive", "naive compiled", "fused", "SwiGLU"
+PACKAGE = "package"
 COLUMNS = (NAIVE, COMPILED, FUSED, SWIGLU)
 
-STEP_ROUNDS, TOKEN_ROUNDS, TOKEN_CALLS = 7, 15, 20
+STEP_ROUNDS, TOKEN_ROUNDS, TOKEN_CALLS = 5, 9, 8
 
 
 def compiled(model: nn.Module) -> Forward:
@@ -57,9 +58,9 @@ def time_steps(
 
 @torch.no_grad()
 def time_token(
-    models: Mapping[str, nn.Module], package: Forward, token: Tensor, settings: Settings
-) -> tuple[dict[str, float], float]:
-    """Milliseconds of a forward pass of one token (`[1, 1]`, no cache), by variant, and of the exported package.
+    models: Mapping[str, nn.Module], package: Forward | None, token: Tensor, settings: Settings
+) -> dict[str, float]:
+    """Milliseconds of a forward pass of one token (`[1, 1]`, no cache), by variant, and of the package if there is one.
 
     `models` has the trained model as "naive", frozen as "fused", and "SwiGLU", in the format they are deployed in.
     """
@@ -69,10 +70,10 @@ def time_token(
         FUSED: compiled(models[FUSED]),
         SWIGLU: compiled(models[SWIGLU]),
     }
-    calls: dict[str, Callable[[], object]] = {name: _call(forward, token) for name, forward in forwards.items()}
-    calls["package"] = _call(package, token)
-    times = milliseconds(calls, settings.device, TOKEN_ROUNDS, TOKEN_CALLS)
-    return times, times.pop("package")
+    if package is not None:
+        forwards[PACKAGE] = package
+    calls = {name: _call(forward, token) for name, forward in forwards.items()}
+    return milliseconds(calls, settings.device, TOKEN_ROUNDS, TOKEN_CALLS)
 
 
 def _call(forward: Forward, token: Tensor) -> Callable[[], object]:

@@ -19,7 +19,8 @@ from .text import Corpus
 Forward = Callable[[Tensor], Tensor]
 """Tokens to logits: a model, or what `torch.compile` made of it."""
 
-PEAK_RATE = 3e-3
+RATE_TIMES_WIDTH = 0.768
+LARGEST_RATE = 6e-3
 WARMUP_FRACTION = 0.1
 CLIP_NORM = 1.0
 SHOW_EVERY = 10
@@ -41,10 +42,11 @@ class Step:
         self.forward = forward
         self.settings = settings
         self.parameters = list(model.parameters())
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=PEAK_RATE, betas=(0.9, 0.95), fused=True)
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=peak_rate(settings), betas=(0.9, 0.95), fused=True)
 
-    def __call__(self, inputs: Tensor, targets: Tensor, rate: float = PEAK_RATE) -> Tensor:
-        self.optimizer.param_groups[0]["lr"] = rate
+    def __call__(self, inputs: Tensor, targets: Tensor, rate: float | None = None) -> Tensor:
+        if rate is not None:
+            self.optimizer.param_groups[0]["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
         with self.settings.autocast():
             logits = self.forward(inputs)
@@ -55,13 +57,19 @@ class Step:
         return loss.detach()
 
 
-def rate_at(step: int, steps: int) -> float:
+def peak_rate(settings: Settings) -> float:
+    """The learning rate at the peak: inverse to the width, 6e-3 for the narrow."""
+    return min(LARGEST_RATE, RATE_TIMES_WIDTH / settings.sizes.width)
+
+
+def rate_at(step: int, settings: Settings) -> float:
     """Linear warm-up, then half a cosine to a tenth of the peak."""
+    steps, peak = settings.sizes.steps, peak_rate(settings)
     warmup = max(1, int(WARMUP_FRACTION * steps))
     if step < warmup:
-        return PEAK_RATE * (step + 1) / warmup
+        return peak * (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)
-    return PEAK_RATE * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
 def train(name: str, model: nn.Module, forward: Forward, corpus: Corpus, settings: Settings) -> Training:
@@ -78,7 +86,7 @@ def train(name: str, model: nn.Module, forward: Forward, corpus: Corpus, setting
     batches = corpus.train_batches(sizes.batch, sizes.context, sizes.steps, settings.seed)
     bar = tqdm(batches, total=sizes.steps, desc=f"  {name}", unit="step", leave=True)
     for index, (inputs, targets) in enumerate(bar):
-        losses.append(step(inputs.to(device), targets.to(device), rate_at(index, sizes.steps)))
+        losses.append(step(inputs.to(device), targets.to(device), rate_at(index, settings)))
         if index == 0:
             losses[0].item()  # waits for the device
             after_first = time.perf_counter()

@@ -1,0 +1,116 @@
+"""Graphs as Dynamo captures them, run as they are: what the pass sees and makes, without Inductor."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from budgets import relative_error
+from torch import Tensor
+from torch.fx import Graph, GraphModule
+
+from compile_passes.fusion import fuse_graph
+from compile_passes.report import FusionReport
+from compile_passes.symbols import as_call
+
+
+@dataclass
+class Capture:
+    """A Dynamo backend that fuses each graph, keeps it as it was before and as it is after, and runs the latter.
+
+    `fuse=False` runs the graph as it is.
+    """
+
+    strict: bool = False
+    assume_binary: bool = False
+    fuse: bool = True
+    report: FusionReport = field(default_factory=FusionReport)
+    before: list[Graph] = field(default_factory=list)
+    after: list[Graph] = field(default_factory=list)
+
+    def __call__(self, gm: GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        self.before.extend(copy.deepcopy(graph) for graph in _graphs(gm))
+        if self.fuse:
+            for graph in _graphs(gm):
+                fuse_graph(graph, self.report, strict=self.strict, assume_binary=self.assume_binary)
+                graph.lint()
+            _recompile(gm)
+        self.after.extend(_graphs(gm))
+        return gm.forward
+
+    def compile(self, function: Any, **options: Any) -> Any:
+        """`torch.compile` with this backend, with nothing left of earlier compilations."""
+        torch._dynamo.reset()
+        return torch.compile(function, backend=self, fullgraph=True, **options)
+
+    @property
+    def calls(self) -> Counter[str]:
+        """How often the graphs after the pass call each operation, by `call_name`."""
+        return calls(self.after)
+
+    @property
+    def calls_before(self) -> Counter[str]:
+        return calls(self.before)
+
+    @property
+    def reasons(self) -> list[str]:
+        return [site.reason or "" for site in self.report.missed]
+
+
+def _graphs(gm: GraphModule) -> list[Graph]:
+    """Of a module and of the bodies of its higher-order operators, as Inductor passes over them."""
+    return [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
+
+
+def _recompile(gm: GraphModule) -> None:
+    for module in gm.modules():
+        if isinstance(module, GraphModule):
+            module.recompile()
+
+
+def calls(graphs: list[Graph]) -> Counter[str]:
+    return Counter(call_name(node) for graph in graphs for node in graph.nodes if node.op.startswith("call"))
+
+
+def call_name(node: torch.fx.Node) -> str:
+    """`mglu.forward` of an operator of ours, else the recogniser's symbol (`linear`, `mul`), else the name."""
+    if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "mglu":
+        return f"mglu.{node.target._schema.name.split('::')[1]}"
+    call = as_call(node)
+    return call.symbol if call else str(getattr(node.target, "__name__", node.target))
+
+
+def results(function: Callable[..., Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+    """What `function(**tensors)` gives and the gradients of the tensors that require one; None where none reaches.
+
+    Of a tuple, the gradient is that of a sum of all its tensors.
+    """
+    output = function(**tensors)
+    outputs = output if isinstance(output, tuple) else (output,)
+    found: dict[str, Tensor | None] = {f"result {i}": y.detach() for i, y in enumerate(outputs)}
+    wanted = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+    recorded = [y for y in outputs if y.requires_grad]
+    if wanted and recorded:
+        # Not ones: a weight of each element of its own, that differs in sign.
+        weights = [torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view(y.shape) for y in recorded]
+        grads = torch.autograd.grad(recorded, list(wanted.values()), weights, allow_unused=True)
+        found |= dict(zip(wanted, grads, strict=True))
+    return found
+
+
+def assert_same(found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None], budget: float) -> None:
+    """Two `results` agree within a relative error; a gradient of 0 and none at all are the same."""
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        a, b = found[name], wanted[name]
+        if a is None or b is None:
+            present = b if a is None else a
+            assert present is None or not present.any(), f"{name}: a gradient on one side only"
+            continue
+        assert a.dtype == b.dtype, f"{name}: {a.dtype}, must be {b.dtype}"
+        error = relative_error(a, b)
+        assert error <= budget, f"{name}: relative error {error:.3g} above {budget:.3g}"

@@ -1,0 +1,307 @@
+"""The demo through its command line: what it finds, what it refuses, and that it fails when something disagrees."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tqdm", reason="the demo shows its progress with tqdm: pip install 'mglu-ops[demo]'")
+
+SMALL = ["--device", "cpu", "--layers", "1", "--width", "32", "--context", "32", "--batch", "8", "--n-masks", "2"]
+COLUMNS = {"naive", "naive compiled", "fused", "SwiGLU"}
+
+
+def start(program: list[str], *options: str) -> subprocess.CompletedProcess[str]:
+    """`python PROGRAM demo OPTIONS`. One thread: others' tests beside it stall the barriers of several."""
+    root = Path(__file__).parents[1]
+    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *program, "demo", *options]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+def demo(*options: str) -> subprocess.CompletedProcess[str]:
+    return start(["-m", "mglu_ops"], *options)
+
+
+def broken(patch: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """The demo after `patch`, Python that breaks something."""
+    program = f"import sys, mglu_ops\nfrom mglu_ops.__main__ import main\n{patch}\nsys.exit(main())"
+    return start(["-c", program], *options)
+
+
+@pytest.fixture(scope="module")
+def small_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("demo") / "small.txt"
+    path.write_bytes(b"".join(b"%d times %d is %d. \xff\n" % (i, j, i * j) for i in range(40) for j in range(9)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(small_text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """The output and the results of one small run."""
+    path = tmp_path_factory.mktemp("demo") / "results.json"
+    done = demo(*SMALL, "--steps", "60", "--text", str(small_text), "--json", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, json.loads(path.read_text())
+
+
+@pytest.mark.slow
+def test_every_layer_is_fused_and_agrees(finished: tuple[str, dict[str, Any]]) -> None:
+    _, results = finished
+    assert results["sites"] == {"layers": 1, "fused": 1, "missed": 0}
+    for when in ("before training", "after training"):
+        found = results["agreement"][when]
+        assert 0 <= found["output"] < 1e-5
+        assert 0 <= found["gradient"] < 1e-5
+        assert 0 < found["naive_output"] < 1e-5
+    assert 0 <= results["agreement"]["frozen"] < 1e-5
+    assert 0 <= results["agreement"]["exported"] < 1e-5
+
+
+@pytest.mark.slow
+def test_both_models_learn_and_freezing_keeps_the_perplexity(finished: tuple[str, dict[str, Any]]) -> None:
+    _, results = finished
+    found = results["perplexity"]
+    assert set(found) == {"naive", "fused", "SwiGLU", "unigram"}
+    assert 1 < found["naive"] < found["unigram"] < 256
+    assert 1 < found["SwiGLU"] < found["unigram"]
+    assert found["fused"] == pytest.approx(found["naive"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_bytes_are_those_of_the_format(finished: tuple[str, dict[str, Any]]) -> None:
+    _, results = finished
+    weights = 32 * 128
+    assert results["bytes"]["naive"] == {"weights": 4 * weights, "masks": 4 * 2 * weights}
+    assert results["bytes"]["fused"] == {"weights": 4 * weights, "masks": 2 * weights // 8}
+    assert results["bytes"]["SwiGLU"] == {"weights": 2 * 4 * weights, "masks": 0}
+
+
+@pytest.mark.slow
+def test_times_are_measured_for_every_variant_and_printed(finished: tuple[str, dict[str, Any]]) -> None:
+    output, results = finished
+    times = results["milliseconds"]
+    assert set(times["step"]) == set(times["token"]) == COLUMNS
+    assert all(value > 0 for value in (*times["step"].values(), *times["token"].values(), times["token_exported"]))
+    header = next(line for line in output.splitlines() if "naive compiled" in line)
+    assert all(column in header for column in COLUMNS)
+    assert f"{times['step']['fused']:.1f}" in next(line for line in output.splitlines() if "training step " in line)
+    assert "Everything agrees." in output
+    assert results["generated"].startswith("The syntax for ")
+
+
+WRONG_KERNEL = """
+from mglu_ops import dispatch
+right = dispatch.forward_train
+def wrong(*arguments):
+    result, *saved = right(*arguments)
+    return (result * 1.001, *saved)
+dispatch.forward_train = wrong
+"""
+
+WRONG_GRADIENT = """
+from mglu_ops import dispatch
+right = dispatch.backward
+def wrong(*arguments):
+    x, weight, logits, route = right(*arguments)
+    return x, weight, logits * 1.001, route
+dispatch.backward = wrong
+"""
+
+NO_FUSION = """
+import compile_passes.fusion
+compile_passes.fusion.FusionPass.__call__ = lambda self, graph: None
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("patch", "words"),
+    [
+        (WRONG_KERNEL, "before training, fused outputs differ from naive"),
+        (WRONG_GRADIENT, "before training, fused gradients (worst: blocks.0.feed_forward.gated.mask_logits) differ"),
+        (NO_FUSION, "fusion found 0 sites in a model of 1 layers"),
+    ],
+    ids=["outputs", "gradients", "sites"],
+)
+def test_a_disagreement_fails_loudly(patch: str, words: str, small_text: Path, tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    done = broken(patch, *SMALL, "--text", str(small_text), "--json", str(results))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f"FAILED: {words}" in done.stderr
+    assert "Everything agrees" not in done.stdout
+    assert not results.exists()
+
+
+def test_a_package_that_does_not_load_is_an_error_and_no_crash(tmp_path: Path) -> None:
+    from mglu_ops.demo import export
+    from mglu_ops.demo.errors import Disagreement
+
+    broken = tmp_path / "model.pt2"
+    broken.write_bytes(b"no archive")
+    with pytest.raises(Disagreement, match="does not load in a fresh process: .*Error"):
+        export._load_elsewhere(str(broken))
+
+
+def test_the_table_shows_ratios_and_what_failed() -> None:
+    from mglu_ops.demo.table import Row, render
+
+    rows = [
+        Row("ms", {"naive": 3.0, "fused": 2.0, "SwiGLU": 1.0}, "{:.1f}", ratio=True),
+        Row("error", {"fused": "FAILED"}, "{:.1e}"),
+    ]
+    lines = render(rows).splitlines()
+    assert lines[2].split() == ["ms", "3.0", "2.0", "1.0", "1.50x", "0.50x"]
+    assert lines[3].split() == ["error", "FAILED"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("naive", 26.0, "perplexity of naive is 26.000, not below 25.000"),
+        ("SwiGLU", float("nan"), "perplexity of SwiGLU is nan, not below"),
+        ("fused", float("inf"), "perplexity of fused is inf, not below"),
+        ("fused", 8.1, "freezing changed the perplexity"),
+    ],
+)
+def test_a_model_that_does_not_learn_fails(name: str, value: float, words: str) -> None:
+    from mglu_ops.demo.errors import Disagreement
+    from mglu_ops.demo.run import check_perplexity
+
+    learned = {"naive": 8.0, "fused": 8.0, "SwiGLU": 8.2, "unigram": 25.0}
+    check_perplexity(learned, 1e-5)
+    with pytest.raises(Disagreement, match=words):
+        check_perplexity({**learned, name: value}, 1e-5)
+
+
+def options_of(*options: str) -> tuple[int, str]:
+    """Exit code and error of the demo in this process, for options that it refuses before it starts."""
+    import contextlib
+    import io
+
+    from mglu_ops.__main__ import main
+
+    error = io.StringIO()
+    with contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            code = main(["demo", *options])
+        except SystemExit as exit_:
+            code = int(exit_.code or 0)
+    return code, error.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--n-masks", "17"], "--n-masks: got 17, must be 1 to 16"),
+        (["--n-masks", "0"], "got 0, must be at least 1"),
+        (["--steps", "-3"], "got -3, must be at least 1"),
+        (["--steps", "many"], "got 'many', must be a whole number"),
+        (["--width", "33"], "--width: got 33, must be a multiple of 32"),
+        (["--device", "abacus"], "--device: got 'abacus'"),
+        (["--device", "meta"], "--device: got 'meta'"),
+        (["--device", "cuda:99"], "--device: got 'cuda:99'"),
+        (["--json", "/no/such/folder/results.json"], "--json: /no/such/folder is not a directory"),
+        (["--text", "/no/such/file"], "--text: cannot read /no/such/file: No such file or directory"),
+        (["--no-such-option"], "unrecognized arguments"),
+    ],
+)
+def test_wrong_options_are_named(options: list[str], words: str) -> None:
+    code, error = options_of(*options)
+    assert code == 2
+    assert words in error
+
+
+def test_text_that_is_too_short_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(b"")
+    assert options_of("--device", "cpu", "--text", str(path))[0] == 2
+    assert "is empty" in options_of("--device", "cpu", "--text", str(path))[1]
+    path.write_bytes(b"short")
+    assert "has 5 bytes; at least" in options_of("--device", "cpu", "--text", str(path))[1]
+
+
+def test_missing_tqdm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    code, error = options_of("--device", "cpu")
+    assert code == 2
+    assert 'pip install "mglu-ops[demo]"' in error
+
+
+def test_a_command_is_required() -> None:
+    from mglu_ops.__main__ import main
+
+    with pytest.raises(SystemExit) as caught:
+        main([])
+    assert caught.value.code == 2
+
+
+def test_the_split_covers_the_text_once(tmp_path: Path) -> None:
+    from mglu_ops.demo.text import load
+
+    path = tmp_path / "text"
+    content = bytes(range(256)) * 8
+    path.write_bytes(content)
+    corpus = load(path, context=16)
+    assert bytes([*corpus.train.tolist(), *corpus.held_out.tolist()]) == content
+    assert len(corpus.held_out) == len(content) // 10
+    windows = [(x, y) for x, y in corpus.held_out_batches(batch=3, context=16)]
+    predicted = [byte for _, targets in windows for byte in targets.flatten().tolist()]
+    assert predicted == corpus.held_out[1 : 1 + len(predicted)].tolist()
+    assert len(predicted) == (len(corpus.held_out) - 1) // 16 * 16
+    first = list(corpus.train_batches(2, 16, 3, seed=5))
+    again = list(corpus.train_batches(2, 16, 3, seed=5))
+    assert all((a[0] == b[0]).all() for a, b in zip(first, again, strict=True))
+    assert all((inputs[:, 1:] == targets[:, :-1]).all() for inputs, targets in first)
+
+
+def test_unigram_perplexity_of_two_equal_bytes(tmp_path: Path) -> None:
+    from mglu_ops.demo.text import load
+
+    path = tmp_path / "text"
+    path.write_bytes(b"ab" * 100_000)
+    assert load(path, context=16).unigram_perplexity() == pytest.approx(2, rel=2e-3)
+
+
+def test_any_bytes_can_be_printed() -> None:
+    from mglu_ops.demo.text import printable
+
+    assert printable(b"a\xff\x00\x1b[0m\nb") == "a\\xff\\x00\\x1b[0m\nb"
+
+
+def test_medians_are_interleaved_and_leave_the_first_round_out() -> None:
+    import torch
+
+    from mglu_ops.demo.measure import milliseconds
+
+    order: list[str] = []
+    variants = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
+    times = milliseconds(variants, torch.device("cpu"), rounds=2, calls=2)
+    assert order == ["a", "a", "b", "b"] * 3
+    assert set(times) == {"a", "b"}
+
+
+def test_agreement_refuses_what_is_over_the_budget_or_no_number() -> None:
+    import torch
+
+    from mglu_ops.demo.agreement import Agreement, check
+    from mglu_ops.demo.errors import Disagreement
+
+    good = Agreement(1e-7, 1e-6, "w", 1e-7, 1e-7, 1e-6, 1e-6)
+    check(good, torch.float32, "now")
+    for name, value in (
+        ("output", 1e-3),
+        ("gradient", 1e-3),
+        ("output", float("nan")),
+        ("fused_output", 2e-7),
+        ("fused_gradient", 2e-6),
+    ):
+        with pytest.raises(Disagreement, match="now, fused"):
+            check(Agreement(**{**good.__dict__, name: value}), torch.float32, "now")

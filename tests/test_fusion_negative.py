@@ -1,0 +1,675 @@
+"""What the pass must leave alone: each refusal with its reason, the numbers unchanged, and no candidates in others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from budgets import BUDGET
+from graphs import Capture, assert_same, results
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from spellings import (
+    BOOL_COMPLEMENTS,
+    COMPLEMENTS,
+    FIXED,
+    PRODUCTS,
+    PROJECTIONS,
+    SUMS,
+    TRAINED,
+    WRONGS,
+    Program,
+    straight_through,
+)
+from torch import Tensor, nn
+
+from mglu_ops.activations import ACTIVATIONS
+
+SAME = 10 * BUDGET[torch.float64]
+D = H = 8  # square, so that no shape tells what is transposed
+
+
+def tensors(seed: int = 0, trained: tuple[str, ...] = ("x", "weight", "logits")) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    named = {"x": normal(5, H), "weight": normal(D, H), "logits": normal(3, D, H), "bits": normal(3, D, H) > 0}
+    named |= {"other": normal(D, H)}
+    return {name: t.requires_grad_(name in trained) if name != "bits" else t for name, t in named.items()}
+
+
+def layer(x: Tensor, weight: Tensor, m: Tensor, complement: Tensor) -> Tensor:
+    return F.silu(F.linear(x, weight * m)) * F.linear(x, weight * complement)
+
+
+REFUSED: dict[str, tuple[str, Callable[..., Any]]] = {}
+
+
+def refused(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A function of `x, weight, logits, bits, other` that has one candidate, refused for `reason` (or `a|b`)."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        REFUSED[function.__name__] = (reason, function)
+        return function
+
+    return register
+
+
+# --- Masks ----------------------------------------------------------------------------------------------------------
+
+
+@refused("nothing proves to be binary")
+def soft_mask(x, weight, logits, bits, other):
+    m = torch.sigmoid(logits[0])
+    return layer(x, weight, m, 1 - m)
+
+
+@refused("nothing proves to be binary")
+def float_mask(x, weight, logits, bits, other):
+    m = other + 0
+    return layer(x, weight, m, 1 - m)
+
+
+@refused("nothing proves to be binary")
+def integer_mask_of_more_values(x, weight, logits, bits, other):
+    m = other.abs().long() % 4
+    return layer(x, weight, m, 1 - m)
+
+
+@refused("two different masks")
+def two_masks(x, weight, logits, bits, other):
+    return layer(x, weight, bits[0], ~bits[1])
+
+
+@refused("two different masks")
+def mask_and_transposed_complement(x, weight, logits, bits, other):
+    return layer(x, weight, bits[0], ~bits[0].t())
+
+
+@refused("not complementary")
+def two_minus_mask(x, weight, logits, bits, other):
+    m = straight_through(logits[0])
+    return layer(x, weight, m, 2 - m)
+
+
+@refused("not complementary")
+def mask_twice(x, weight, logits, bits, other):
+    return layer(x, weight, bits[0], bits[0])
+
+
+@refused("not complementary")
+def scaled_mask(x, weight, logits, bits, other):
+    return layer(x, weight, bits[0] * 2, ~bits[0])
+
+
+@refused("not complementary")
+def sum_of_bools(x, weight, logits, bits, other):
+    """True + True is True, so the gate's factor is 0."""
+    m = (bits[0] + bits[0]) == 2
+    return layer(x, weight, m, ~m)
+
+
+@refused("two different masks")
+def overflow_of_int8(x, weight, logits, bits, other):
+    m = (bits[0].to(torch.int8) * 127 + 1) > 0
+    return layer(x, weight, bits[0], ~m)
+
+
+@refused("a per-channel mask is not MGLU")
+def mask_a_row(x, weight, logits, bits, other):
+    m = bits[0][:, :1]
+    return layer(x, weight, m, ~m)
+
+
+@refused("a per-channel mask is not MGLU")
+def mask_a_column(x, weight, logits, bits, other):
+    m = bits[0][:1]
+    return layer(x, weight, m, ~m)
+
+
+@refused("the value is not masked")
+def only_the_gate_is_masked(x, weight, logits, bits, other):
+    return F.silu(F.linear(x, weight * bits[0])) * F.linear(x, weight)
+
+
+@refused("at most 16")
+def seventeen_masks(x, weight, logits, bits, other):
+    return sum(layer(x, weight, bits[i % 3], ~bits[i % 3]) for i in range(17))
+
+
+# --- Operands -------------------------------------------------------------------------------------------------------
+
+
+@refused("mask different weights")
+def other_weight(x, weight, logits, bits, other):
+    return F.silu(F.linear(x, weight * bits[0])) * F.linear(x, other * ~bits[0])
+
+
+@refused("mask different weights")
+def detached_weight(x, weight, logits, bits, other):
+    return F.silu(F.linear(x, weight * bits[0])) * F.linear(x, weight.detach() * ~bits[0])
+
+
+@refused("project different inputs")
+def other_x(x, weight, logits, bits, other):
+    return F.silu(F.linear(x, weight * bits[0])) * F.linear(x + 1, weight * ~bits[0])
+
+
+@refused("project different inputs")
+def detached_x(x, weight, logits, bits, other):
+    return F.silu(F.linear(x, weight * bits[0])) * F.linear(x.detach(), weight * ~bits[0])
+
+
+@refused("project different inputs")
+def one_input_without_gradient(x, weight, logits, bits, other):
+    """The same expression twice, once under no_grad."""
+    with torch.no_grad():
+        first = x * 2
+    return F.silu(F.linear(first, weight * bits[0])) * F.linear(x * 2, weight * ~bits[0])
+
+
+@refused("different orientations|different weights")
+def two_orientations(x, weight, logits, bits, other):
+    return F.silu(F.linear(x, weight * bits[0])) * (x @ (weight * ~bits[0]))
+
+
+@refused("adds a bias")
+def bias(x, weight, logits, bits, other):
+    return F.silu(F.linear(x, weight * bits[0], other[0])) * F.linear(x, weight * ~bits[0])
+
+
+@refused("adds a bias")
+def bias_in_one_half_of_silu(x, weight, logits, bits, other):
+    gate = F.linear(x, weight * bits[0])
+    return torch.sigmoid(F.linear(x, weight * bits[0], other[0])) * gate * F.linear(x, weight * ~bits[0])
+
+
+@refused("the result torch.float64; cast it after the sum")
+def cast_terms(x, weight, logits, bits, other):
+    terms = [layer(x.float(), weight.float(), m, ~m).double() for m in bits]
+    return terms[0] + terms[1] + terms[2]
+
+
+# --- Other users ----------------------------------------------------------------------------------------------------
+
+
+@refused("is also used by")
+def gate_is_returned(x, weight, logits, bits, other):
+    gate = F.linear(x, weight * bits[0])
+    return F.silu(gate) * F.linear(x, weight * ~bits[0]), gate
+
+
+@refused("is also used by")
+def activation_is_used(x, weight, logits, bits, other):
+    activated = F.silu(F.linear(x, weight * bits[0]))
+    return activated * F.linear(x, weight * ~bits[0]) + activated.mean()
+
+
+@refused("is also used by")
+def stack_is_used(x, weight, logits, bits, other):
+    """Each of its terms is a layer of its own, their sum is not one."""
+    stacked = torch.stack([layer(x, weight, m, ~m) for m in bits])
+    return stacked.sum(0), stacked[0]
+
+
+# --- Gradients ------------------------------------------------------------------------------------------------------
+
+
+@refused("does not pass straight through")
+def compared_complement(x, weight, logits, bits, other):
+    m = straight_through(logits[0])
+    return layer(x, weight, m, m == 0)
+
+
+@refused("does not pass straight through")
+def detached_complement(x, weight, logits, bits, other):
+    m = straight_through(logits[0])
+    return layer(x, weight, m, (1 - m).detach())
+
+
+@refused("does not pass straight through")
+def squared(x, weight, logits, bits, other):
+    m = straight_through(logits[0])
+    return layer(x, weight, m * m, 1 - m)
+
+
+@refused("through different tensors")
+def two_straight_through_masks(x, weight, logits, bits, other):
+    return layer(x, weight, straight_through(logits[0]), 1 - straight_through(logits[0]))
+
+
+@refused("some masks carry a gradient and some do not")
+def one_trained_and_one_fixed(x, weight, logits, bits, other):
+    m = straight_through(logits[0])
+    return layer(x, weight, m, 1 - m) + layer(x, weight, bits[0], ~bits[0])
+
+
+@refused("`_set_grad_enabled` stands inside the layer")
+def value_without_gradient(x, weight, logits, bits, other):
+    m = straight_through(logits[0])
+    gate = F.silu(F.linear(x, weight * m))
+    with torch.no_grad():
+        value = F.linear(x, weight * (1 - m))
+    return gate * value
+
+
+@refused("`_set_grad_enabled` stands inside the layer")
+def half_of_the_mask_without_gradient(x, weight, logits, bits, other):
+    """The logits do get a gradient, as the difference is the constant here."""
+    with torch.no_grad():
+        difference = (logits[0] > 0).double() - logits[0]
+    m = difference + logits[0]
+    return layer(x, weight, m, 1 - m)
+
+
+@refused("autocast` stands inside the layer|cast it after the sum")
+def autocast_of_the_value(x, weight, logits, bits, other):
+    x, weight = x.float(), weight.float()
+    gate = F.silu(F.linear(x, weight * bits[0]))
+    with torch.autocast("cpu", torch.bfloat16):
+        value = F.linear(x, weight * ~bits[0])
+    return gate * value
+
+
+@refused("functorch transform")
+def functorch_gradient(x, weight, logits, bits, other):
+    return torch.func.grad(lambda x: layer(x, weight, bits[0], ~bits[0]).sum())(x)
+
+
+@refused("functorch transform")
+def functorch_vmap(x, weight, logits, bits, other):
+    return torch.vmap(lambda row: layer(row, weight, bits[0], ~bits[0]))(x)
+
+
+# --- Mutation -------------------------------------------------------------------------------------------------------
+
+BETWEEN: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "x.add_": lambda x, weight, m: x.add_(1),
+    "x /= 2": lambda x, weight, m: x.__itruediv__(2),
+    "x **= 2": lambda x, weight, m: x.__ipow__(2),
+    "x[0] = 1": lambda x, weight, m: x.__setitem__(0, 1),
+    "x.copy_": lambda x, weight, m: x.copy_(torch.ones_like(x)),
+    "a view of x": lambda x, weight, m: x.t().view(H, -1)[1:3].mul_(3),
+    "x.detach()": lambda x, weight, m: x.detach().neg_(),
+    "x.data": lambda x, weight, m: x.data.neg_(),
+    "out=x": lambda x, weight, m: torch.add(x, 1, out=x),
+    "relu(x, True)": lambda x, weight, m: F.relu(x, True),
+    "dropout_(x)": lambda x, weight, m: F.dropout(x, 1.0, True, True),
+    "silu(inplace)": lambda x, weight, m: F.silu(x, inplace=True),
+    "a list": lambda x, weight, m: torch._foreach_add_([torch.ones(2), x], 1.0),
+    "aten": lambda x, weight, m: torch.ops.aten.mul_.Tensor(x, torch.full_like(x, 2)),
+    "weight.mul_": lambda x, weight, m: weight.mul_(2),
+    "weight[0]": lambda x, weight, m: weight.__setitem__(0, 1),
+    "embedding": lambda x, weight, m: F.embedding(torch.arange(4), weight, max_norm=0.1),
+    "m.logical_not_": lambda x, weight, m: m.logical_not_(),
+    "m &= other": lambda x, weight, m: m.__iand__(~m),
+    "m[0].fill_": lambda x, weight, m: m[0].fill_(True),
+    "running statistics": lambda x, weight, m: F.batch_norm(x.t().t(), x[0], x[1].abs(), training=True),
+}
+
+
+@pytest.mark.parametrize("mutation", list(BETWEEN))
+def test_mutation_between_gate_and_value(mutation: str) -> None:
+    def function(x: Tensor, weight: Tensor, m: Tensor) -> Tensor:
+        gate = F.linear(x, weight * m)
+        BETWEEN[mutation](x, weight, m)
+        return F.silu(gate) * F.linear(x, weight * ~m)
+
+    def named() -> dict[str, Tensor]:
+        all_tensors = {name: t.detach() for name, t in tensors().items()}
+        return {"x": all_tensors["x"], "weight": all_tensors["weight"], "m": all_tensors["bits"][0].clone()}
+
+    eager, compiled = named(), named()
+    wanted = results(function, eager)
+    capture = Capture()
+    assert_same(results(capture.compile(function), compiled), wanted, SAME)
+    assert_same(compiled, eager, SAME)
+    assert capture.report.fused == []
+    assert len(capture.reasons) == 1
+    assert "writes in place" in capture.reasons[0]
+
+
+@refused("project different inputs")
+def same_expression_of_mutated_x(x, weight, logits, bits, other):
+    x = x.clone()
+    first = x + 1
+    x.add_(1)
+    return F.silu(F.linear(first, weight * bits[0])) * F.linear(x + 1, weight * ~bits[0])
+
+
+@refused("project different inputs")
+def same_expression_and_then_mutated(x, weight, logits, bits, other):
+    first, second = x + 1, x + 1
+    second.add_(5)
+    return F.silu(F.linear(first, weight * bits[0])) * F.linear(second, weight * ~bits[0])
+
+
+@refused("mask different weights")
+def same_expression_of_mutated_weight(x, weight, logits, bits, other):
+    weight = weight.clone()
+    first = weight * 2
+    weight[0] = 1
+    return F.silu(F.linear(x, first * bits[0])) * F.linear(x, (weight * 2) * ~bits[0])
+
+
+@refused("two different masks")
+def same_comparison_of_mutated_logits(x, weight, logits, bits, other):
+    logits = logits.clone()
+    first = logits[0] > 0
+    logits.neg_()
+    return layer(x, weight, first, ~(logits[0] > 0))
+
+
+@refused("nothing proves to be binary")
+def logits_mutated_inside_the_straight_through(x, weight, logits, bits, other):
+    logits = logits.clone()
+    hard = (logits[0] > 0).double()
+    logits.mul_(-1)
+    m = (hard - logits[0]).detach() + logits[0]
+    return layer(x, weight, m, 1 - m)
+
+
+@refused("is also used by")
+def routed_by_its_own_result(x, weight, logits, bits, other):
+    term = layer(x, weight, bits[0], ~bits[0])
+    return term.mean(-1, keepdim=True) * term
+
+
+@refused("some terms of the sum have route weights")
+def routed_in_part(x, weight, logits, bits, other):
+    return x[:, :1] * layer(x, weight, bits[0], ~bits[0]) + layer(x, weight, bits[1], ~bits[1])
+
+
+@refused("is read after|writes in place")
+def gate_overwritten_and_read(x, weight, logits, bits, other):
+    gate = F.linear(x, weight * bits[0])
+    activated = F.relu(gate, True)
+    return activated * (F.linear(x, weight) - gate)
+
+
+@refused("is also used by")
+def value_scaled_in_place(x, weight, logits, bits, other):
+    gate, value = F.linear(x, weight * bits[0]), F.linear(x, weight * ~bits[0])
+    value[0].mul_(2)
+    return F.silu(gate) * value
+
+
+@refused("which is not the layer's own")
+def view_of_the_sum(x, weight, logits, bits, other):
+    """The view sees what is added to the sum."""
+    y = torch.zeros(5, D, dtype=x.dtype)
+    view = y.view(-1)
+    y += layer(x, weight, bits[0], ~bits[0])
+    return y, view
+
+
+@refused("writes in place|is read after")
+def zeros_that_are_not_zero(x, weight, logits, bits, other):
+    y = torch.zeros(5, D, dtype=x.dtype)
+    y[0] = 3
+    return y + layer(x, weight, bits[0], ~bits[0])
+
+
+ABOUT_GRADIENTS = (
+    "compared_complement",
+    "detached_complement",
+    "squared",
+    "two_straight_through_masks",
+    "one_trained_and_one_fixed",
+    "detached_x",
+    "detached_weight",
+    "one_input_without_gradient",
+)
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+@pytest.mark.parametrize("training", [True, False])
+def test_refused(name: str, training: bool) -> None:
+    reason, function = REFUSED[name]
+    trained = ("x", "weight", "logits") if training else ()
+    wanted = results(function, tensors(trained=trained))
+    capture = Capture()
+    assert_same(results(capture.compile(function), tensors(trained=trained)), wanted, SAME)
+    if not training and name in ABOUT_GRADIENTS:
+        return  # whether it fuses is its own choice; the numbers are compared
+    assert len(capture.report.missed) == 1
+    assert any(part in capture.reasons[0] for part in reason.split("|"))
+    if name not in ("stack_is_used", "routed_by_its_own_result"):  # their terms are layers too
+        assert capture.report.fused == []
+        assert capture.calls["mglu.forward"] == capture.calls["mglu.forward_ste"] == 0
+
+
+def test_dropout_in_training() -> None:
+    """Its random numbers are those of eager from the same seed."""
+
+    def function(x: Tensor, weight: Tensor, bits: Tensor, training: bool) -> Tensor:
+        gate = F.dropout(F.linear(x, weight * bits), 0.5, training)
+        return F.silu(gate) * F.linear(x, weight * ~bits)
+
+    named = tensors(trained=())
+    for training in (True, False):
+        torch.manual_seed(0)
+        wanted = function(named["x"], named["weight"], named["bits"][0], training)
+        capture = Capture()
+        compiled = capture.compile(function)
+        torch.manual_seed(0)
+        assert_same({"y": compiled(named["x"], named["weight"], named["bits"][0], training)}, {"y": wanted}, SAME)
+        assert [len(capture.report.fused), len(capture.report.missed)] == ([0, 1] if training else [1, 0])
+        assert not training or "dropout" in capture.reasons[0]
+
+
+def test_inputs_that_share_memory() -> None:
+    """A view that comes in beside its base."""
+
+    def function(x: Tensor, view: Tensor, weight: Tensor, m: Tensor) -> Tensor:
+        gate = F.linear(x, weight * m)
+        view.add_(1)
+        return F.silu(gate) * F.linear(x, weight * ~m)
+
+    def named() -> dict[str, Tensor]:
+        t = tensors(trained=())
+        return {"x": t["x"], "view": t["x"][1:3], "weight": t["weight"], "m": t["bits"][0]}
+
+    capture = Capture()
+    assert_same(results(capture.compile(function), named()), results(function, named()), SAME)
+    assert capture.report.fused == []
+
+
+# --- Rounding -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["weight", "integer weight", "gate", "activated", "sum", "mm"])
+def test_narrower_parts_are_kept(where: str) -> None:
+    """A rounding that the user asked for (fake quantisation) is not lost."""
+
+    def narrow(t: Tensor, here: str) -> Tensor:
+        if where == "integer weight" and here == "weight":
+            return t.int().double()
+        return t.half().double() if where == here else t
+
+    def function(x: Tensor, weight: Tensor, bits: Tensor) -> Tensor:
+        y: Any = 0
+        for m in bits:
+            weights = [narrow(weight * m, "weight"), narrow(weight * ~m, "weight")]
+            if where == "mm":
+                gate, value = (F.linear(x.half(), w.half()).double() for w in weights)
+            else:
+                gate, value = (F.linear(x, w) for w in weights)
+            y = narrow(y + narrow(F.silu(narrow(gate, "gate")), "activated") * value, "sum")
+        return y
+
+    named = {name: t for name, t in tensors(trained=()).items() if name in ("x", "weight", "bits")}
+    named["weight"] = named["weight"] * 3
+    capture = Capture()
+    assert_same(results(capture.compile(function), named), results(function, named), SAME)
+    assert where == "sum" or capture.report.fused == []
+
+
+# --- Ordinary models ------------------------------------------------------------------------------------------------
+
+
+class SwiGLU(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(H, D), nn.Linear(H, D, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(self.gate(x)) * self.up(x)
+
+
+class Gating(nn.Module):
+    """`(1 - z) * h + z * n`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.z, self.n = nn.Linear(H, H), nn.Linear(H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z, n = torch.sigmoid(self.z(x)), torch.tanh(self.n(x))
+        return (1 - z) * x + z * n
+
+
+class LoRA(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D, H))
+        self.a, self.b = nn.Parameter(torch.randn(2, H)), nn.Parameter(torch.randn(D, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight + self.b @ self.a
+        return F.silu(F.linear(x, weight)) * (F.linear(x, self.weight) + F.linear(F.linear(x, self.a), self.b))
+
+
+class ScaledSwiGLU(nn.Module):
+    """Weights times scales: by row, by element, and pruned by masks of their own."""
+
+    def __init__(self, scale: str) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Parameter(torch.randn(D, H)), nn.Parameter(torch.randn(D, H))
+        shape = (D, 1) if scale == "row" else (D, H)
+        for name in ("gate_scale", "up_scale"):
+            value = torch.randn(shape) > 0 if scale == "pruned" else torch.randn(shape)
+            self.register_buffer(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(F.linear(x, self.gate * self.gate_scale)) * F.linear(x, self.up * self.up_scale)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(H, 3)
+        self.experts = nn.ModuleList(SwiGLU() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        route = self.router(x).softmax(-1)
+        return sum(route[..., i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
+
+
+class MaskedAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(H, 3 * H)
+        self.register_buffer("causal", torch.ones(5, 5).tril().bool())
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        scores = (q @ k.t()).masked_fill(~self.causal, float("-inf"))
+        scores = scores + torch.where(self.causal, 0.0, float("-inf")) + (1.0 - self.causal.float()) * -1e4
+        return (scores.softmax(-1) * (1 - 0 * self.causal.float())) @ v
+
+
+ORDINARY: dict[str, Callable[[], nn.Module]] = {
+    "SwiGLU": SwiGLU,
+    "gating": Gating,
+    "LoRA": LoRA,
+    "scaled by row": lambda: ScaledSwiGLU("row"),
+    "scaled by element": lambda: ScaledSwiGLU("element"),
+    "pruned": lambda: ScaledSwiGLU("pruned"),
+    "experts": Experts,
+    "attention": MaskedAttention,
+    "batch norm": lambda: nn.Sequential(nn.Linear(H, D), nn.BatchNorm1d(D), nn.ReLU(inplace=True), nn.Dropout(0.0)),
+    "LSTM cell": lambda: nn.LSTMCell(H, H),
+    "GRU cell": lambda: nn.GRUCell(H, H),
+}
+
+
+@pytest.mark.parametrize("name", list(ORDINARY))
+def test_ordinary_models_have_no_candidates(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = ORDINARY[name]().double(), torch.randn(5, H, dtype=torch.float64)
+    capture = Capture()
+    compiled = capture.compile(model)
+
+    def run(call: Callable[..., Any]) -> dict[str, Tensor | None]:
+        return results(lambda x, **_: call(x), {"x": x.clone().requires_grad_(), **dict(model.named_parameters())})
+
+    wanted = run(model)
+    assert_same(run(compiled), wanted, SAME)
+    assert (capture.report.fused, capture.report.missed) == ([], [])
+    assert capture.report.graphs > 0
+
+
+# --- Any program ----------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    trained = draw(st.booleans())
+    value = draw(st.sampled_from(["masked", "w - w * m", "t - gate"]))
+    return Program(
+        mask=draw(st.sampled_from(list(TRAINED if trained else FIXED))),
+        complement=draw(st.sampled_from(list(COMPLEMENTS if trained else BOOL_COMPLEMENTS))),
+        product=draw(st.sampled_from(list(PRODUCTS))),
+        projection=draw(st.sampled_from(list(PROJECTIONS))),
+        value=value,
+        activation=draw(st.sampled_from(list(ACTIVATIONS))),
+        total=draw(st.sampled_from(list(SUMS))),
+        trained=trained,
+        value_first=draw(st.booleans()),
+        swapped=value == "masked" and draw(st.booleans()),
+        wrong=draw(st.sampled_from([None, *WRONGS])),
+    )
+
+
+def program_tensors(program: Program, n_masks: int, with_gradient: set[str]) -> dict[str, Tensor]:
+    named = tensors(n_masks, trained=())
+    logits = torch.cat([named["logits"], -named["logits"].flip(1)])[:n_masks]
+    chosen = {
+        "x": named["x"],
+        "weight": named["weight"],
+        "masks": logits if program.trained else logits > 0,
+        "other_x": named["x"].flip(0).clone(),
+        "other_weight": named["other"],
+    }
+    return {k: t.requires_grad_(k in with_gradient and t.is_floating_point()) for k, t in chosen.items()}
+
+
+@settings(max_examples=120)
+@given(
+    program=programs(),
+    n_masks=st.sampled_from([1, 2, 4]),
+    with_gradient=st.one_of(
+        st.just({"x", "weight", "masks", "other_x", "other_weight"}),
+        st.just(set()),
+        st.sets(st.sampled_from(["x", "weight", "masks"])),
+    ),
+)
+def test_any_program_gives_what_eager_gives(program: Program, n_masks: int, with_gradient: set[str]) -> None:
+    """Results and all gradients; and a program of right parts fuses to one operator."""
+    try:
+        wanted = results(program, program_tensors(program, n_masks, with_gradient))
+    except (RuntimeError, TypeError):
+        return  # a mutation that autograd does not let happen
+    capture = Capture()
+    found = results(capture.compile(program), program_tensors(program, n_masks, with_gradient))
+    assert_same(found, wanted, SAME)
+    if program.wrong is None:
+        assert len(capture.report.fused) == 1
+        assert capture.report.missed == []
+        assert capture.calls["linear"] == capture.calls["matmul"] == 0
