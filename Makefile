@@ -8,7 +8,7 @@ GPU_ENV := MGLU_REQUIRE_GPU=1
 .PHONY: demo test lint types unit gpu-test gpu-bench clean
 
 demo: $(VENV)/.ready
-	$(BIN)/python -m mglu_ops demo $(DEMO_ARGS)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m mglu_ops demo $(DEMO_ARGS)
 
 test: lint types unit
 

@@ -7,10 +7,12 @@ back afterwards.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch._dynamo
 import torch._inductor.config as inductor_config
 
 from .fusion import FusionError, FusionPass, GraphPass
@@ -78,7 +80,8 @@ def enable_fusion(*, strict: bool = False, assume_binary: bool = False) -> Fusio
     Returns:
         The report that `fusion_report()` gives, which grows with each compilation.
 
-    Models that were compiled before stay as they are; call `torch._dynamo.reset()` to have them compiled anew.
+    What was compiled before is dropped, by `torch._dynamo.reset()`, and compiled anew at its next call: Dynamo keeps
+    code by class and shapes, and would run a new model on the unfused code of an older one without a word.
     A second call replaces the options of the first. Since torch 2.13 Inductor's settings are of a thread: call this
     in the thread that compiles, or use `backend="mglu"`, which works in any.
     """
@@ -89,13 +92,14 @@ def enable_fusion(*, strict: bool = False, assume_binary: bool = False) -> Fusio
         fusion_pass.replaced = {name: getattr(inductor_config, name) for name in settings}
         for name, value in settings.items():
             setattr(inductor_config, name, value)
+        torch._dynamo.reset()
     return _global_report
 
 
 def disable_fusion() -> None:
     """Undo `enable_fusion`: put back what stood in Inductor's slot. Without effect if fusion is not enabled.
 
-    Passes that other libraries put there since then stay, also those that took out ours.
+    What was fused stays fused until `torch._dynamo.reset()`. Passes that other libraries put there since then stay, also those that took out ours.
     """
     with _lock:
         slot = _slot()
@@ -119,6 +123,9 @@ def fusion(*, strict: bool = False, assume_binary: bool = False) -> Iterator[Fus
             torch.compile(model)(x)
         print(report)
 
+    Dynamo runs a model on code that it compiled before for another one of its class and shapes. If nothing was
+    compiled in the block for that reason, a warning says so, and `torch._dynamo.reset()` before the block helps.
+
     Raises:
         FusionError: under `strict`, when a layer was recognised but not fused (while compiling, as the cause of
             torch's error), or when the block ends with nothing fused.
@@ -128,4 +135,15 @@ def fusion(*, strict: bool = False, assume_binary: bool = False) -> Iterator[Fus
     with inductor_config.patch(config_of(fusion_pass)):
         yield report
     if strict and not report.fused:
-        raise FusionError(f"strict fusion: nothing was fused ({report.graphs} graphs compiled in the block)")
+        raise FusionError(f"strict fusion: nothing was fused ({_seen(report)})")
+    if not report.graphs:
+        warnings.warn(f"mglu_ops.fusion: nothing was fused: {_seen(report)}", UserWarning, stacklevel=3)
+
+
+def _seen(report: FusionReport) -> str:
+    if report.graphs:
+        return f"{report.graphs} graphs compiled in the block"
+    return (
+        "no graph was compiled in the block; either no compiled model was called in it, or it ran code that Dynamo "
+        "had compiled before, which torch._dynamo.reset() drops"
+    )

@@ -13,9 +13,7 @@ from torch import Tensor
 from .backends import composite
 
 
-def forward(
-    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None
-) -> Tensor:
+def forward(x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None) -> Tensor:
     return composite.forward(x, weight, packed_masks, activation, route_weights)
 
 

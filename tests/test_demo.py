@@ -140,13 +140,14 @@ def test_a_disagreement_fails_loudly(patch: str, words: str, small_text: Path, t
     assert not results.exists()
 
 
+@pytest.mark.slow
 def test_a_package_that_does_not_load_is_an_error_and_no_crash(tmp_path: Path) -> None:
     from mglu_ops.demo import export
     from mglu_ops.demo.errors import Disagreement
 
     broken = tmp_path / "model.pt2"
     broken.write_bytes(b"no archive")
-    with pytest.raises(Disagreement, match="does not load in a fresh process: .*Error"):
+    with pytest.raises(Disagreement, match=r"does not load in a fresh process: .*Error"):
         export._load_elsewhere(str(broken))
 
 

@@ -525,3 +525,25 @@ def test_backend_by_its_entry_point_without_import(tmp_path: Path) -> None:
     found = process(WITHOUT_IMPORT, tmp_path)
     assert found["fused"] == 1
     assert found["error"] < 1e-4
+
+
+def test_a_new_model_of_a_class_compiled_before_is_fused() -> None:
+    """Dynamo would reuse the unfused code of the first for the second."""
+    x = torch.randn(3, 24)
+    torch.compile(NaiveMGLU(24, 16))(x)
+    try:
+        report = mglu_ops.enable_fusion()
+        before = len(report.fused)
+        torch.compile(NaiveMGLU(24, 16))(x)
+        assert len(report.fused) == before + 1
+    finally:
+        mglu_ops.disable_fusion()
+
+
+def test_a_block_that_compiles_nothing_says_so() -> None:
+    x = torch.randn(3, 24)
+    torch.compile(NaiveMGLU(24, 16))(x)
+    with pytest.warns(UserWarning, match="no graph was compiled"), mglu_ops.fusion():
+        torch.compile(NaiveMGLU(24, 16))(x)
+    with pytest.raises(FusionError, match="no graph was compiled"), mglu_ops.fusion(strict=True):
+        torch.compile(NaiveMGLU(24, 16))(x)

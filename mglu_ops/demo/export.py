@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,6 @@ from .errors import require
 from .settings import Settings
 from .text import Corpus
 from .train import Forward
-
 
 LOAD = "import sys, torch, mglu_ops; torch._inductor.aoti_load_package(sys.argv[1])"
 
@@ -41,7 +41,9 @@ def export(model: nn.Module, settings: Settings, folder: str) -> Forward:
 
 def _load_elsewhere(path: str) -> None:
     """Load the package in a process of its own first: a crash of the loader there is an error here."""
-    child = subprocess.run([sys.executable, "-c", LOAD, path], capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", LOAD, path]
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     last = child.stderr.strip().splitlines()[-1:] or ["no message"]
     why = f"signal {-child.returncode}" if child.returncode < 0 else last[0]
     require(child.returncode == 0, f"the exported package does not load in a fresh process: {why}")

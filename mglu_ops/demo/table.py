@@ -12,7 +12,7 @@ RATIOS = ((NAIVE, "naive/fused"), (SWIGLU, "SwiGLU/fused"))
 
 @dataclass(frozen=True)
 class Row:
-    """A quantity by column; `form` shows its numbers, `ratio` says whether a quotient of two columns means something."""
+    """A quantity by column; `form` shows its numbers, `ratio` says whether a quotient of columns means something."""
 
     label: str
     values: Mapping[str, float | str]

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from budgets import BUDGET, NAIVE_FACTOR, assert_matches, relative_error
 from torch import Tensor
 
 import mglu_ops
 from mglu_ops.backends import reference
-from tests.budgets import BUDGET, NAIVE_FACTOR, assert_matches, relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -38,7 +38,9 @@ def problem(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n_masks", [1, 4, 16])
-@pytest.mark.parametrize(("tokens", "d", "h"), [((1,), 256, 512), ((3, 5), 129, 333), ((200,), 512, 768), ((0,), 8, 16)])
+@pytest.mark.parametrize(
+    ("tokens", "d", "h"), [((1,), 256, 512), ((3, 5), 129, 333), ((200,), 512, 768), ((0,), 8, 16)]
+)
 def test_forward_agrees_with_the_oracle(
     dtype: torch.dtype, n_masks: int, tokens: tuple[int, ...], d: int, h: int
 ) -> None:

@@ -1,0 +1,86 @@
+"""Compiling the Triton kernels for a GPU that is not there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from mglu_ops.backends.triton import launch
+
+_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.uint8: "u8"}
+
+
+class _Recorder:
+    """Stands in for a kernel, and keeps what it was launched with."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Any:
+        def record(*args: Any, **kwargs: Any) -> None:
+            self.args, self.kwargs = args, kwargs
+
+        return record
+
+
+def compile_kernel(n_masks: int, tokens: int, dtype: torch.dtype, capability: int) -> Any:
+    """The kernel that the backend launches for 1024 x 1024 weights, compiled."""
+    x = torch.empty(tokens, 1024, dtype=dtype)
+    weight = torch.empty(1024, 1024, dtype=dtype)
+    packed = torch.empty(1024, 128, n_masks, dtype=torch.uint8)
+    recorders = {name: _Recorder(getattr(launch, name)) for name in ("matvec_kernel", "matmul_kernel")}
+    with mock.patch.multiple(launch, **recorders):
+        launch.launch(x, weight, packed, "silu", None, None)
+    (used,) = (recorder for recorder in recorders.values() if hasattr(recorder, "args"))
+    return _compile(used.kernel, used.args, used.kwargs, capability)
+
+
+def _compile(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capability: int) -> Any:
+    """As Triton's launcher does: an argument of 1 is a constant, and what 16 divides is declared so."""
+    options = {name: kwargs[name] for name in ("num_warps", "num_stages")}
+    constants = {name: value for name, value in kwargs.items() if name not in options}
+    signature: dict[str, str] = dict.fromkeys(constants, "constexpr")
+    attributes = {}
+    for position, (name, arg) in enumerate(zip(kernel.arg_names, args, strict=False)):
+        if isinstance(arg, Tensor):
+            signature[name] = "*" + _TYPES[arg.dtype]
+            attributes[(position,)] = [["tt.divisibility", 16]]
+        elif arg == 1:
+            signature[name], constants[name] = "constexpr", 1
+        else:
+            signature[name] = "i32"
+            if arg % 16 == 0:
+                attributes[(position,)] = [["tt.divisibility", 16]]
+    positions = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    signature = {name: signature[name] for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=positions, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def spills(compiled: Any) -> int:
+    """Bytes of a thread's stack: what did not fit in registers."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        command = [tools / "cuobjdump", "-res-usage", cubin.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True)
+    match = re.search(r"STACK:(\d+)", report.stdout + report.stderr)
+    assert match, report.stdout + report.stderr
+    return int(match.group(1))
+
+
+def loop_of(compiled: Any) -> str:
+    """The body of the kernel's loop, after Triton has chosen the layouts."""
+    ir: str = compiled.asm["ttgir"]
+    return ir[ir.index("scf.for") : ir.rindex("scf.yield")]

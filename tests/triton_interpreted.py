@@ -1,0 +1,117 @@
+"""The Triton kernels against the oracle, on CPU tensors: test_triton.py runs this file with TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from mglu_ops.activations import ACTIVATIONS
+from mglu_ops.backends import reference
+from mglu_ops.backends import triton as backend
+from mglu_ops.masks import pack
+from tests.budgets import assert_matches
+
+Layout = Callable[[Tensor], Tensor]
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def check(
+    tokens: int,
+    d: int,
+    h: int,
+    n_masks: int,
+    dtype: torch.dtype = torch.float16,
+    activation: str = "silu",
+    routed: bool = False,
+    layout: Layout = lambda tensor: tensor,
+) -> Tensor:
+    """One call against the oracle; `layout` gives each tensor other strides or another offset."""
+    torch.manual_seed(n_masks)
+    x = torch.randn(tokens, h).to(dtype)
+    weight = (torch.randn(d, h) / max(h, 1) ** 0.5).to(dtype)
+    masks = torch.rand(n_masks, d, h) > 0.5
+    route = torch.rand(tokens, n_masks).to(dtype) if routed else None
+    packed = pack(masks)
+    laid = [layout(tensor) for tensor in (x, weight, packed)]
+    laid_route = layout(route) if route is not None else None
+    assert backend.unsupported_reason(*laid, activation, laid_route) is None
+    result = backend.forward(*laid, activation, laid_route)
+    assert result.dtype is dtype
+    assert_matches(result, reference.forward(x, weight, masks, activation, route))
+    return result
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("n_masks", [1, 2, 3, 6, 8, 12, 16])
+def test_numbers_of_masks(n_masks: int, tokens: int) -> None:
+    check(tokens, 2, 40, n_masks, routed=True)
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(activation: str, tokens: int) -> None:
+    check(tokens, 2, 24, 1, torch.float32 if tokens == 1 else torch.bfloat16, activation)
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize(
+    ("dtype", "h"), [*((dtype, 77) for dtype in DTYPES), *((torch.float16, h) for h in (1, 8, 1024, 1032))]
+)
+def test_ragged_sizes(dtype: torch.dtype, h: int, tokens: int) -> None:
+    check(tokens, 1 if tokens == 1 else 17, h, 3, dtype)
+
+
+def test_tokens_past_a_block() -> None:
+    check(64, 20, 96, 4)
+    check(33, 20, 96, 8)
+
+
+@pytest.mark.parametrize(("tokens", "d", "h"), [(0, 3, 16), (2, 0, 16), (1, 3, 0), (2, 3, 0)])
+def test_empty(tokens: int, d: int, h: int) -> None:
+    check(tokens, d, h, 2)
+
+
+def transposed(tensor: Tensor) -> Tensor:
+    return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def spaced(tensor: Tensor) -> Tensor:
+    return torch.stack([tensor, tensor], -1)[..., 0]
+
+
+def mask_major(tensor: Tensor) -> Tensor:
+    return tensor.movedim(-1, 0).contiguous().movedim(0, -1)
+
+
+def offset(tensor: Tensor) -> Tensor:
+    shifted = tensor.new_empty(tensor.numel() + 1)[1:].view(tensor.shape)
+    return shifted.copy_(tensor)
+
+
+def broadcast(tensor: Tensor) -> Tensor:
+    """Rows wider than they are used: strides that 8 does not divide."""
+    return torch.nn.functional.pad(tensor, (0, 3))[..., : tensor.shape[-1]]
+
+
+@pytest.mark.parametrize("layout", [transposed, spaced, mask_major, offset, broadcast])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_strides_and_offsets(layout: Layout, tokens: int) -> None:
+    check(tokens, 2, 64, 4, routed=True, layout=layout)
+    check(tokens, 2, 50, 2, torch.bfloat16, layout=layout)
+
+
+@pytest.mark.parametrize("fill", [False, True])
+def test_empty_gate_or_value_is_exactly_zero(fill: bool) -> None:
+    """Masks of zeros or of ones: one factor is 0, and no rounding of the sums may show in it."""
+    packed = pack(torch.full((2, 3, 72), fill))
+    x, weight = torch.randn(1, 72).half(), torch.randn(3, 72).half()
+    assert torch.equal(backend.forward(x, weight, packed, "identity", None), torch.zeros(1, 3).half())
+
+
+def test_a_nan_shows() -> None:
+    x, packed = torch.zeros(1, 16), pack(torch.ones(1, 2, 16, dtype=torch.bool))
+    weight = torch.tensor([[float("nan")] * 16, [1.0] * 16])
+    assert backend.forward(x, weight, packed, "relu", None).isnan().tolist() == [[True, False]]
