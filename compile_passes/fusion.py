@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +17,7 @@ from .recognise import Recogniser
 from .report import FusionReport, SiteReport, module_path, source_line
 from .rewrite import rewrite
 from .sites import Refusal, Site, check, find_sites
+from .symbols import example
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +34,13 @@ def fuse_graph(graph: Graph, report: FusionReport, *, strict: bool = False, assu
     Raises:
         FusionError: under `strict`, if a layer is not fused. The others are.
     """
+    if not _has_examples(graph):
+        warnings.warn(
+            "mglu_ops: a graph came without the examples that tracing records, so nothing in it can be proved and "
+            "fused (torch 2.11 drops them on a CPU under torch._inductor.config.freezing; use mglu_ops.freeze instead)",
+            UserWarning,
+            stacklevel=2,
+        )
     recogniser = Recogniser(graph)
     layers, missed = [], []
     for site in find_sites(graph, recogniser):
@@ -49,6 +58,11 @@ def fuse_graph(graph: Graph, report: FusionReport, *, strict: bool = False, assu
     report.missed.extend(missed)
     if strict and missed:
         raise FusionError("strict fusion: " + "; ".join(str(description) for description in missed))
+
+
+def _has_examples(graph: Graph) -> bool:
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    return not inputs or any(example(node) is not None for node in inputs)
 
 
 def _describe(site: Site, route: str = "", reason: str | None = None) -> SiteReport:

