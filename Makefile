@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 DEMO_ARGS ?=
 GPU_ENV := MGLU_REQUIRE_GPU=1
 
-.PHONY: demo test lint types unit gpu-test gpu-bench clean
+.PHONY: demo test lint types unit gpu-install gpu-test gpu-bench clean
 
 demo: $(VENV)/.ready
 	OMP_WAIT_POLICY=passive $(BIN)/python -m mglu_ops demo $(DEMO_ARGS)
@@ -35,7 +35,8 @@ gpu-test: gpu-install
 	$(GPU_ENV) $(PYTHON) -m pytest -m gpu tests
 
 gpu-bench: gpu-install
-	$(GPU_ENV) $(PYTHON) -m mglu_ops bench --out benchmarks/results
+	$(GPU_ENV) $(PYTHON) -m benchmarks.decode --name one_token
+	$(GPU_ENV) $(PYTHON) -m benchmarks.decode --name few_tokens --tokens 2 4 8 16 64 --baselines composite
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from . import nn, ops
+from .dispatch import choose as explain
 from .masks import check_packed_masks
 from .nn import freeze
 
@@ -21,6 +22,7 @@ __all__ = [
     "check_packed_masks",
     "disable_fusion",
     "enable_fusion",
+    "explain",
     "freeze",
     "fusion",
     "fusion_report",

@@ -1,25 +1,111 @@
-"""Which backend runs a call: a pure function of the problem, and the three calls that obey it.
+"""Which backend runs a call, and the calls that obey: a pure function of the arguments' metadata.
 
 Nothing is tuned or timed at run time. `backend=` overrides the choice, for tests and for tuning.
 """
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .backends import composite
+from .backends import composite, cuda, triton
+
+FEW_TOKENS = cuda.MAX_TOKENS
+"""Up to this many, reading the weight is the floor, and a kernel that reads it once wins; beyond, library GEMMs do."""
 
 
-def forward(x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None) -> Tensor:
-    return composite.forward(x, weight, packed_masks, activation, route_weights)
+@dataclass(frozen=True)
+class Choice:
+    """The backend of a call, and why it is that one."""
+
+    backend: str
+    reason: str
+    is_fallback: bool = False
+    """Whether a faster backend would have taken the call, but for the reason."""
+
+    def __str__(self) -> str:
+        return f"{self.backend}: {self.reason}"
+
+
+_BACKENDS: dict[str, Any] = {"cuda": cuda, "triton": triton}
+"""Those of few tokens, `[tokens, in_features]`; `composite` takes all."""
+
+
+def choose(
+    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", route_weights: Tensor | None = None
+) -> Choice:
+    """The backend for a call of `mglu::forward`; reads no value of the tensors."""
+    tokens = math.prod(x.shape[:-1])
+    if not x.is_cuda:
+        return Choice("composite", f"library GEMMs, the only backend for {x.device.type}")
+    if tokens > FEW_TOKENS:
+        return Choice("composite", f"library GEMMs, for {tokens} tokens (more than {FEW_TOKENS})")
+    if x.dtype is torch.float64:
+        return Choice("composite", "library GEMMs, the only backend for float64")
+    call = (_rows(x, tokens), weight, packed_masks, activation, route_weights)
+    problem = cuda.unsupported_reason(*call)
+    if problem is None:
+        return Choice("cuda", f"the weight is read once for {tokens} tokens")
+    if triton.unsupported_reason(*call) is None:
+        return Choice("triton", f"the weight is read once, but slower than by the CUDA backend: {problem}", True)
+    return Choice("composite", f"library GEMMs, several times slower here than the CUDA backend: {problem}", True)
+
+
+def _rows(tensor: Tensor, tokens: int) -> Tensor:
+    return tensor if tensor.dim() == 2 else tensor.reshape(tokens, tensor.shape[-1])
+
+
+@cache
+def _warn_of_fallback(choice: Choice) -> None:
+    warnings.warn(f"mglu::forward runs on the backend {choice}", UserWarning, stacklevel=4)
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    packed_masks: Tensor,
+    activation: str,
+    route_weights: Tensor | None,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """The result `[..., out_features]`, by the chosen backend or by `backend`.
+
+    Raises:
+        ValueError: `backend` is none of ours, or cannot take the call.
+    """
+    chosen = backend is None
+    if backend is None:
+        choice = choose(x, weight, packed_masks, activation, route_weights)
+        backend = choice.backend
+        if choice.is_fallback:
+            _warn_of_fallback(choice)
+    if backend == "composite":
+        return composite.forward(x, weight, packed_masks, activation, route_weights)
+    implementation = _BACKENDS.get(backend)
+    if implementation is None:
+        raise ValueError(f"backend: got {backend!r}, must be composite, {' or '.join(_BACKENDS)}")
+    tokens = math.prod(x.shape[:-1])
+    rows = _rows(x, tokens)
+    routes = None if route_weights is None else _rows(route_weights, tokens)
+    problem = None if chosen else implementation.unsupported_reason(rows, weight, packed_masks, activation, routes)
+    if problem is not None:
+        raise ValueError(f"backend: got {backend!r}, which cannot take this call: {problem}")
+    result = implementation.forward(rows, weight, packed_masks, activation, routes)
+    return result if x.dim() == 2 else result.view(*x.shape[:-1], weight.shape[0])
 
 
 def forward_train(
     x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, and the gates and values `[n_masks, ..., out_features]` that backward needs."""
     return composite.forward_train(x, weight, packed_masks, activation, route_weights)
 
 
@@ -35,6 +121,7 @@ def backward(
     needs: Sequence[bool],
     logits_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of x, weight, mask logits and route weights; those not asked for are empty."""
     return composite.backward(
         grad_output, x, weight, packed_masks, gates, values, activation, route_weights, needs, logits_dtype
     )

@@ -47,7 +47,7 @@ def unpack_one(packed_masks: Tensor, index: int, in_features: int) -> Tensor:
     byte k. Adding 127 to each byte carries what is not 0 into its top bit, and no further; shifted down, that is the
     byte of a bool. No table: one would have to be kept for each device, out of traces and CUDA graph captures.
     """
-    octets = packed_masks[:, :, index].long(memory_format=torch.contiguous_format)
+    octets = packed_masks[:, :, index].to(torch.int64, memory_format=torch.contiguous_format)
     octets.mul_(_EACH_BYTE).bitwise_and_(_BIT_K_OF_BYTE_K).add_(_ALL_BUT_TOP_BITS)
     octets.bitwise_right_shift_(7).bitwise_and_(_EACH_BYTE)
     return octets.view(torch.bool)[:, :in_features]

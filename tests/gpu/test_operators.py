@@ -10,6 +10,7 @@ from budgets import BUDGET, NAIVE_FACTOR, assert_matches, relative_error
 from torch import Tensor
 
 import mglu_ops
+from mglu_ops import dispatch
 from mglu_ops.backends import reference
 
 pytestmark = pytest.mark.gpu
@@ -93,6 +94,16 @@ def test_cuda_graph_replay_is_bit_equal_to_eager(dtype: torch.dtype) -> None:
         y.fill_(float("nan"))
         graph.replay()
         assert torch.equal(y, torch.ops.mglu.forward(x, weight, packed))
+
+
+def test_few_tokens_run_on_the_cuda_backend() -> None:
+    x, weight, logits, route = problem((2, 3), 264, 520, 4, torch.bfloat16)
+    packed = torch.ops.mglu.pack_masks(logits > 0)
+    assert mglu_ops.explain(x, weight, packed).backend == "cuda"
+    assert mglu_ops.explain(x.repeat(20, 1, 1), weight, packed).backend == "composite"
+    expected = reference.forward(x, weight, logits > 0, "silu", route)
+    for backend in ("cuda", "composite"):
+        assert_matches(dispatch.forward(x, weight, packed, "silu", route, backend=backend), expected)
 
 
 def test_runs_on_the_current_stream() -> None:

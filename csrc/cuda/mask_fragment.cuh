@@ -1,0 +1,73 @@
+// Mask bytes to sign flips.
+//
+// A thread holds, of one row of W, two octets A and B (8 weights each) and their 2 x kMasks mask bytes, contiguous
+// in the packed format. Weights are re-paired so that one register holds (A_j, B_j); then the flip of that register
+// under mask i needs bit j of A's byte at bit 15 and bit j of B's byte at bit 31. Bytes (A_i, A_i+1, B_i, B_i+1) in
+// one word give that for two masks with a single left shift: by 15 - j for mask i, by 7 - j for mask i + 1. So two
+// weights under a mask cost one shift (which ptxas can put on the multiplier's pipe) and one LOP3.
+#pragma once
+#include "ptx.cuh"
+
+namespace mglu {
+
+template <int kMasks>
+struct MaskWords {
+    static constexpr int kWords = (kMasks + 1) / 2;
+    u32 word[kWords];
+
+    // The flip bits (15 and 31) of mask i for pair j; the other bits are noise that flip_signs() drops.
+    __device__ __forceinline__ u32 bits(int i, int j) const { return word[i / 2] << ((i % 2 ? 7 : 15) - j); }
+};
+
+// Reads 2 * kMasks bytes at a shared address, in the widest pieces that their size keeps aligned.
+template <int kMasks>
+__device__ __forceinline__ void load_mask_stream(u32 (&stream)[(2 * kMasks + 3) / 4], u32 address) {
+    if constexpr (kMasks % 8 == 0) {
+#pragma unroll
+        for (int i = 0; i < kMasks / 8; ++i) {
+            const Vec16 v = load_shared_16(address + 16 * i);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) stream[4 * i + j] = v.word[j];
+        }
+    } else if constexpr (kMasks % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < kMasks / 4; ++i)
+            asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+                         : "=r"(stream[2 * i]), "=r"(stream[2 * i + 1])
+                         : "r"(address + 8 * i)
+                         : "memory");
+    } else if constexpr (kMasks % 2 == 0) {
+#pragma unroll
+        for (int i = 0; i < kMasks / 2; ++i)
+            asm volatile("ld.shared.b32 %0, [%1];" : "=r"(stream[i]) : "r"(address + 4 * i) : "memory");
+    } else {
+        u16 half[kMasks + 1] = {};
+#pragma unroll
+        for (int i = 0; i < kMasks; ++i)
+            asm volatile("ld.shared.u16 %0, [%1];" : "=h"(half[i]) : "r"(address + 2 * i) : "memory");
+#pragma unroll
+        for (int i = 0; i < (kMasks + 1) / 2; ++i)
+            stream[i] = static_cast<u32>(half[2 * i]) | (static_cast<u32>(half[2 * i + 1]) << 16);
+    }
+}
+
+template <int kMasks>
+__device__ __forceinline__ MaskWords<kMasks> load_mask_words(u32 address) {
+    constexpr int kStream = (2 * kMasks + 3) / 4;
+    u32 stream[kStream];
+    load_mask_stream<kMasks>(stream, address);
+    MaskWords<kMasks> masks;
+#pragma unroll
+    for (int w = 0; w < MaskWords<kMasks>::kWords; ++w) {
+        const int a = 2 * w;           // byte of A under mask 2w; the next byte is mask 2w + 1
+        const int b = kMasks + 2 * w;  // the same for B
+        const u32 from_a = stream[a / 4] >> (8 * (a % 4));
+        // B's two bytes straddle a word when kMasks is odd; with an odd kMasks the last word's second mask is noise.
+        const u32 next = b / 4 + 1 < kStream ? stream[b / 4 + 1] : 0;
+        const u32 from_b = b % 4 == 0 ? stream[b / 4] : __funnelshift_r(stream[b / 4], next, 8 * (b % 4));
+        masks.word[w] = pick_bytes<0x5410>(from_a, from_b);
+    }
+    return masks;
+}
+
+}  // namespace mglu

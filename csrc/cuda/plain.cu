@@ -1,0 +1,102 @@
+// MGLU right everywhere: any dtype, any strides, any alignment, any in_features. One warp a row of W, up to kTokens
+// tokens a pass. It is the road for float32 and for what the fast kernels cannot take; it makes no promise of speed
+// beyond coalesced, vectorised reads where rows happen to be aligned.
+#include "activation.cuh"
+#include "element.cuh"
+#include "params.cuh"
+#include "ptx.cuh"
+#include "finish.cuh"
+
+namespace mglu {
+
+constexpr int kType = MGLU_ELEMENT;
+constexpr int kMasks = MGLU_N_MASKS;
+constexpr int kTokens = MGLU_TOKENS;  // tokens that share one read of W
+constexpr int kWarps = 8;
+using Bits = typename Element<kType>::Bits;
+
+// Eight consecutive elements from k on; what lies past the row's end is zero.
+__device__ __forceinline__ void load_octet(float (&value)[8], const Bits* row, i64 stride, int k, int end, bool vector) {
+    constexpr int kPerVector = 16 / sizeof(Bits);
+    if (vector && k + 8 <= end) {
+#pragma unroll
+        for (int v = 0; v < 8 / kPerVector; ++v) {
+            const Vec16 read = *reinterpret_cast<const Vec16*>(row + k + v * kPerVector);
+#pragma unroll
+            for (int j = 0; j < kPerVector; ++j)
+                value[v * kPerVector + j] = to_float<kType>(
+                    static_cast<Bits>(kPerVector == 4 ? read.word[j % 4] : read.word[j / 2] >> (16 * (j % 2))));
+        }
+    } else {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) value[j] = k + j < end ? to_float<kType>(row[(k + j) * stride]) : 0.0f;
+    }
+}
+
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(0xffffffffu, value, distance);
+    return value;
+}
+
+__device__ __forceinline__ bool is_aligned(const void* pointer, i64 row_stride, i64 column_stride) {
+    return column_stride == 1 && reinterpret_cast<u64>(pointer) % 16 == 0 && row_stride * sizeof(Bits) % 16 == 0;
+}
+
+}  // namespace mglu
+
+extern "C" __global__ void __launch_bounds__(32 * mglu::kWarps) mglu_plain(const __grid_constant__ mglu::Params p) {
+    using namespace mglu;
+    const int lane = threadIdx.x % 32;
+    const i64 row = static_cast<i64>(blockIdx.x) * kWarps + threadIdx.x / 32;
+    if (row >= p.out_features) return;
+    const int first_token = blockIdx.y * kTokens;
+    const Bits* weight = static_cast<const Bits*>(p.weight) + row * p.weight_row_stride;
+    const Bits* x = static_cast<const Bits*>(p.x);
+    const bool weight_vector = is_aligned(p.weight, p.weight_row_stride, p.weight_column_stride);
+    const bool x_vector = is_aligned(p.x, p.x_row_stride, p.x_column_stride);
+
+    float t[kTokens] = {};
+    float s[kMasks][kTokens] = {};
+    for (int k = lane * 8; k < p.in_features; k += 32 * 8) {
+        float w[8];
+        load_octet(w, weight, p.weight_column_stride, k, p.in_features, weight_vector);
+        float part[kTokens][8];  // the products, so that t - s_i loses nothing
+#pragma unroll
+        for (int n = 0; n < kTokens; ++n) {
+            float value[8];
+            const i64 token = min(first_token + n, p.tokens - 1);
+            load_octet(value, x + token * p.x_row_stride, p.x_column_stride, k, p.in_features, x_vector);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                part[n][j] = value[j] * w[j];
+                t[n] += part[n][j];
+            }
+        }
+        const u8* masks = p.masks + row * p.mask_row_stride + k / 8 * p.mask_octet_stride;
+#pragma unroll
+        for (int i = 0; i < kMasks; ++i) {
+            const u32 bits = masks[i * p.mask_stride];
+#pragma unroll
+            for (int j = 0; j < 8; ++j)
+#pragma unroll
+                for (int n = 0; n < kTokens; ++n)
+                    if (bits >> j & 1) s[i][n] += part[n][j];
+        }
+    }
+
+#pragma unroll
+    for (int n = 0; n < kTokens; ++n) {
+        const int token = first_token + n;
+        const float sum_t = warp_sum(t[n]);
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kMasks; ++i) {
+            const float gate = warp_sum(s[i][n]);
+            if (token < p.tokens)
+                sum += load_route<MGLU_ROUTE>(p, token, i) * (activate<MGLU_ACTIVATION, kType != kFloat32>(gate) * (sum_t - gate));
+        }
+        if (lane == 0 && token < p.tokens)
+            static_cast<Bits*>(p.out)[static_cast<i64>(token) * p.out_features + row] = from_float<kType>(sum);
+    }
+}

@@ -1,0 +1,145 @@
+// A warp's private ring of stages in shared memory, filled with cp.async.
+//
+// A stage is kRows rows of kOctets octets (8 weights each): the weights row by row in blocks of 64 columns (128 bytes)
+// or whole rows, then the mask bytes row by row. The warp's lanes fill it together; each warp waits only for itself.
+#pragma once
+#include "params.cuh"
+#include "ptx.cuh"
+
+namespace mglu {
+
+template <int kRows_, int kOctets_, int kMasks_, int kMaskVector_, bool kSwizzle_>
+struct StageShape {
+    static constexpr int kRows = kRows_;
+    static constexpr int kOctets = kOctets_;
+    static constexpr int kMasks = kMasks_;
+    static constexpr int kMaskVector = kMaskVector_;  // bytes a lane copies of the masks at a time
+    static constexpr int kWeightBytes = kRows * kOctets * 16;
+    static constexpr int kMaskRowBytes = kOctets * kMasks;
+    static constexpr int kBytes = kWeightBytes + kRows * kMaskRowBytes;
+    // Swizzle: the fragment readers' lanes touch two rows at once; odd rows exchange neighbouring 16-byte vectors so
+    // that the two rows use different banks. Mask rows need it only where they are whole multiples of 128 bytes.
+    static constexpr bool kSwizzle = kSwizzle_;
+    static constexpr bool kSwizzleMasks = kSwizzle_ && kMaskRowBytes % 128 == 0 && kMaskVector == 16;
+};
+
+// Keeps a value in its register: without this ptxas recomputes addresses from the parameters at every stage.
+template <typename T>
+__device__ __forceinline__ void keep(T& value) {
+    if constexpr (sizeof(T) == 8) asm volatile("" : "+l"(value));
+    else asm volatile("" : "+r"(value));
+}
+
+// Copies one warp's 16 rows, stage after stage, from global memory into its ring. A lane keeps one pointer into W
+// and one into the masks; the rows of its other copies lie a warp-uniform step further on.
+template <typename Shape, int kStep>  // kStep: a warp takes every kStep-th stage of k
+class StageLoader {
+    static constexpr int kRows = Shape::kRows;
+    static constexpr int kOctets = Shape::kOctets;
+    static constexpr int kMasks = Shape::kMasks;
+    static constexpr int kMaskVector = Shape::kMaskVector;
+    static constexpr int kMaskRowBytes = Shape::kMaskRowBytes;
+    // One copy is one vector a lane. With V vectors a row it covers 32 / V whole rows, or a V / 32-th part of one.
+    static constexpr int kRowsPerCopy = kOctets < 32 ? 32 / kOctets : 1;
+    static constexpr int kCopiesPerRow = kOctets > 32 ? kOctets / 32 : 1;
+    static constexpr int kWeightCopies = kRows * kCopiesPerRow / kRowsPerCopy;
+    static constexpr int kVectorsPerRow = kMaskRowBytes / kMaskVector;
+    static constexpr int kMaskVectors = kRows * kVectorsPerRow;
+    static constexpr int kMaskCopies = (kMaskVectors + 31) / 32;
+    // A lane's copies of the masks differ by whole rows (or by 32 vectors) if V divides 32 (or is divided by it);
+    // else each has an offset of its own.
+    static constexpr bool kRegular = 32 % kVectorsPerRow == 0 || kVectorsPerRow % 32 == 0;
+    static constexpr int kMaskRowsPerCopy = kVectorsPerRow < 32 ? 32 / kVectorsPerRow : 1;
+    static constexpr int kMaskCopiesPerRow = kRegular && kVectorsPerRow > 32 ? kVectorsPerRow / 32 : 1;
+    static constexpr int kOffsets = kRegular ? 1 : kMaskCopies;
+    static_assert(kMaskRowBytes % kMaskVector == 0, "a stage's mask row is whole vectors");
+
+    const u8* weight_;
+    const u8* masks_;
+    i64 weight_step_;
+    i64 mask_step_;
+    u32 weight_place_;  // inside a slot
+    u32 mask_offset_[kOffsets];
+    u32 mask_place_[kOffsets];
+    int octets_left_;  // of the row, from the next stage's first on
+    u64 policy_;
+
+  public:
+    __device__ __forceinline__ StageLoader(const Params& p, bool read_once) {
+        const int lane = threadIdx.x % 32;
+        policy_ = cache_policy(read_once);
+        // Consecutive lanes take consecutive octets of a row, whole 128-byte lines at a time.
+        const int row = kOctets < 32 ? lane / kOctets : 0;
+        if constexpr (Shape::kSwizzle)
+            weight_place_ = lane % kOctets / 8 * (kRows * 128) + row * 128 + ((lane % 8) ^ (row & 1)) * 16;
+        else
+            weight_place_ = row * (kOctets * 16) + lane % kOctets * 16;
+        weight_step_ = p.weight_row_stride * (2 * kRowsPerCopy);
+        mask_step_ = p.mask_row_stride * kMaskRowsPerCopy;
+#pragma unroll
+        for (int c = 0; c < kOffsets; ++c) {
+            const int vector = c * 32 + lane;
+            const int tile_row = vector / kVectorsPerRow;
+            const int column = vector % kVectorsPerRow;
+            mask_offset_[c] = tile_row * static_cast<u32>(p.mask_row_stride) + column * kMaskVector;
+            const int place = Shape::kSwizzleMasks ? column ^ (tile_row & 1) : column;
+            mask_place_[c] = Shape::kWeightBytes + tile_row * kMaskRowBytes + place * kMaskVector;
+            keep(mask_offset_[c]);
+            keep(mask_place_[c]);
+        }
+        keep(weight_place_);
+    }
+
+    // Points at a stage of kRows rows; load_next() goes on from there along k.
+    __device__ __forceinline__ void start(const Params& p, int first_row, int first_stage) {
+        const int lane = threadIdx.x % 32;
+        const int row = kOctets < 32 ? lane / kOctets : 0;
+        octets_left_ = p.in_features / 8 - first_stage * kOctets;
+        weight_ = static_cast<const u8*>(p.weight) + (first_row + row) * p.weight_row_stride * 2 +
+                  static_cast<i64>(first_stage * kOctets + lane % kOctets) * 16;
+        masks_ = p.masks + first_row * p.mask_row_stride + static_cast<i64>(first_stage) * kMaskRowBytes;
+        if constexpr (kRegular) masks_ += mask_offset_[0];
+        keep(weight_);
+        keep(masks_);
+    }
+
+    // Copies the next of this warp's stages to a slot (a shared address).
+    __device__ __forceinline__ void load_next(u32 slot) {
+        const int lane = threadIdx.x % 32;
+        // Weights past the row's end become zeros. Mask bits there flip zeros: they may be anything, and only must
+        // not be read.
+        const u8* weight = weight_;
+#pragma unroll
+        for (int c = 0; c < kWeightCopies; ++c) {
+            const int column = c % kCopiesPerRow * 32;  // in octets
+            const u32 valid = lane % kOctets + column < octets_left_ ? 16 : 0;
+            // The swizzle follows the row's parity: it alternates only when a copy is one row.
+            const u32 flip = Shape::kSwizzle && kRowsPerCopy == 1 && c % 2 ? 16 : 0;
+            constexpr int kRowPitch = Shape::kSwizzle ? 128 : kOctets * 16;
+            const int place = c / kCopiesPerRow * kRowsPerCopy * kRowPitch + column * 16;
+            copy_async<16>((slot + weight_place_ + place) ^ flip, weight + column * 16, valid, policy_);
+            if (c % kCopiesPerRow == kCopiesPerRow - 1) weight += weight_step_;
+        }
+        weight_ += kStep * kOctets * 16;
+        const u8* masks = masks_;
+#pragma unroll
+        for (int c = 0; c < kMaskCopies; ++c) {
+            const int vector = c * 32 + lane;
+            const int column = vector % kVectorsPerRow * kMaskVector;  // in bytes
+            if ((kMaskVectors % 32 == 0 || vector < kMaskVectors) && column < octets_left_ * kMasks) {
+                if constexpr (kRegular) {
+                    const int part = c % kMaskCopiesPerRow * 32 * kMaskVector;
+                    const int place = c / kMaskCopiesPerRow * kMaskRowsPerCopy * kMaskRowBytes + part;
+                    copy_async<kMaskVector>(slot + mask_place_[0] + place, masks + part, kMaskVector, policy_);
+                } else {
+                    copy_async<kMaskVector>(slot + mask_place_[c], masks + mask_offset_[c], kMaskVector, policy_);
+                }
+            }
+            if (kRegular && c % kMaskCopiesPerRow == kMaskCopiesPerRow - 1) masks += mask_step_;
+        }
+        masks_ += kStep * kMaskRowBytes;
+        octets_left_ -= kStep * kOctets;
+    }
+};
+
+}  // namespace mglu

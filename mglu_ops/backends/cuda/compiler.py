@@ -1,0 +1,99 @@
+"""Device code to cubins: NVRTC through `cuda.core`, with a cache on disk that several processes may share."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused a kernel; the message holds its log."""
+
+
+@cache
+def source_directory() -> Path:
+    """The folder of the device code: inside an installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parents[2]
+    for candidate in (package / "csrc" / "cuda", package.parent / "csrc" / "cuda"):
+        if candidate.is_dir():
+            return candidate
+    raise FileNotFoundError(f"the CUDA sources of mglu_ops are neither in {package} nor beside it")
+
+
+def cache_directory() -> Path:
+    """Where cubins are kept: `MGLU_CACHE_DIR`, else `mglu_ops` in the user's XDG cache folder."""
+    override = os.environ.get("MGLU_CACHE_DIR")
+    if override:
+        return Path(override)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mglu_ops"
+
+
+@cache
+def _source_hash() -> str:
+    """Of every source, since each kernel includes several: a changed header never finds an old cubin."""
+    digest = hashlib.sha256()
+    for path in sorted(source_directory().glob("*.cu*")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def _compiler_version() -> str:
+    nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+    return ".".join(str(part) for part in nvrtc.nvrtcVersion()[1:])
+
+
+def compile_cubin(kernel: str, arch: str, defines: dict[str, int]) -> bytes:
+    """The cubin of `csrc/cuda/<kernel>.cu` for an architecture such as `sm_90`, from the cache if it is there.
+
+    Raises:
+        CompileError: with NVRTC's log.
+    """
+    options = ";".join(f"{name}={value}" for name, value in sorted(defines.items()))
+    identity = "\0".join((_source_hash(), kernel, arch, options, _compiler_version()))
+    path = cache_directory() / f"{kernel}-{arch}-{hashlib.sha256(identity.encode()).hexdigest()[:32]}.cubin"
+    try:
+        return path.read_bytes()
+    except OSError:
+        pass
+    code = _run_nvrtc(kernel, arch, defines)
+    _store(path, code)
+    return code
+
+
+def _run_nvrtc(kernel: str, arch: str, defines: dict[str, int]) -> bytes:
+    core: Any = importlib.import_module("cuda.core")
+    directory = source_directory()
+    options = core.ProgramOptions(
+        name=f"{kernel}.cu",
+        arch=arch,
+        std="c++17",
+        include_path=str(directory),
+        define_macro=[(name, str(value)) for name, value in sorted(defines.items())],
+    )
+    try:
+        program = core.Program((directory / f"{kernel}.cu").read_text(), "c++", options)
+        return bytes(program.compile("cubin").code)
+    except Exception as error:  # cuda.core raises its own types, which are not importable without it
+        raise CompileError(f"NVRTC could not compile {kernel}.cu for {arch} with {defines}:\n{error}") from error
+
+
+def _store(path: Path, code: bytes) -> None:
+    """Atomic, so that a process never reads half a file; a cache that cannot be written is only a slower one."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(code)
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError:
+        return

@@ -1,0 +1,332 @@
+"""The CUDA backend against the float64 oracle: every road, ragged shapes, strides, streams, graphs, guard bands."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from budgets import assert_matches
+from torch import Tensor
+
+from mglu_ops.backends import cuda, reference
+from mglu_ops.backends.cuda import LaunchConfig
+
+pytestmark = pytest.mark.gpu
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "sigmoid", "tanh", "identity")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    torch.cuda.synchronize()  # a fault belongs to the test that made it
+
+
+def pack(masks: Tensor) -> Tensor:
+    """Bool `[n, d, h]` to the packed format, independently of the package."""
+    n, d, h = masks.shape
+    padded = torch.zeros(n, d, -(-h // 8) * 8, dtype=torch.uint8, device=masks.device)
+    padded[:, :, :h] = masks
+    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=masks.device)
+    return (padded.view(n, d, -(-h // 8), 8) * weights).sum(-1, dtype=torch.uint8).permute(1, 2, 0).contiguous()
+
+
+class Problem:
+    """Random inputs of one call, and its float64 result."""
+
+    def __init__(
+        self,
+        tokens: int,
+        d: int,
+        h: int,
+        n_masks: int,
+        dtype: torch.dtype = torch.float16,
+        activation: str = "silu",
+        route: torch.dtype | None = None,
+    ) -> None:
+        self.x = torch.randn(tokens, h, device="cuda").to(dtype)
+        self.weight = (torch.randn(d, h, device="cuda") / max(h, 1) ** 0.5).to(dtype)
+        self.masks = torch.rand(n_masks, d, h, device="cuda") < 0.5
+        self.packed = pack(self.masks)
+        self.activation = activation
+        self.route = None if route is None else torch.rand(tokens, n_masks, device="cuda").to(route)
+
+    def run(self, config: LaunchConfig | None = None) -> Tensor:
+        return cuda.forward(self.x, self.weight, self.packed, self.activation, self.route, config=config)
+
+    def oracle(self) -> Tensor:
+        """The sum mask by mask, so that float64 copies of all masks never live at once."""
+        terms = [
+            reference.forward(
+                self.x,
+                self.weight,
+                mask[None],
+                self.activation,
+                None if self.route is None else self.route[:, i : i + 1],
+            )
+            for i, mask in enumerate(self.masks)
+        ]
+        return torch.stack(terms).sum(0)
+
+    def check(self, config: LaunchConfig | None = None) -> None:
+        assert cuda.unsupported_reason(self.x, self.weight, self.packed, self.activation, self.route) is None
+        assert_matches(self.run(config), self.oracle(), self.x.dtype)
+
+
+@pytest.mark.parametrize("n_masks", range(1, 17))
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_every_mask_count(tokens: int, n_masks: int) -> None:
+    Problem(tokens, 80, 512, n_masks).check()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_every_activation_and_dtype(tokens: int, activation: str, dtype: torch.dtype) -> None:
+    Problem(tokens, 64, 256, 4, dtype, activation).check()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 2, 5, 8, 9, 16, 17, 33, 64])
+@pytest.mark.parametrize("n_masks", [1, 4, 8, 16])
+def test_token_counts(n_masks: int, tokens: int, dtype: torch.dtype) -> None:
+    Problem(tokens, 96, 768, n_masks, dtype).check()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("h", [1, 7, 8, 15, 40, 64, 72, 264, 520, 1000, 1001])
+@pytest.mark.parametrize("d", [1, 15, 16, 17, 33, 130])
+def test_ragged_shapes(d: int, h: int, dtype: torch.dtype) -> None:
+    for tokens, n_masks in ((1, 1), (1, 3), (1, 8), (2, 2), (2, 16), (7, 5)):
+        Problem(tokens, d, h, n_masks, dtype).check()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("n_masks", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("shape", [(8192, 2048), (14336, 4096), (4096, 14336)])
+def test_real_shapes(shape: tuple[int, int], n_masks: int, dtype: torch.dtype) -> None:
+    for tokens in (1, 8):
+        Problem(tokens, *shape, n_masks, dtype).check()
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("route", DTYPES)
+def test_route_weights(route: torch.dtype, dtype: torch.dtype, tokens: int) -> None:
+    Problem(tokens, 48, 320, 6, dtype, route=route).check()
+    strided = Problem(tokens, 48, 320, 6, dtype, route=route)
+    assert strided.route is not None
+    strided.route = torch.rand(6, tokens * 2, device="cuda").to(route)[:, ::2].t()
+    strided.check()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_strides_and_offsets(tokens: int, dtype: torch.dtype) -> None:
+    d, h, n_masks = 48, 256, 4
+    p = Problem(tokens, d, h, n_masks, dtype)
+    expected = p.oracle()
+    x, weight, packed = p.x, p.weight, p.packed
+
+    def at_offset(tensor: Tensor, offset: int) -> Tensor:
+        storage = torch.empty(tensor.numel() + offset, dtype=tensor.dtype, device="cuda")
+        storage[offset:] = tensor.flatten()
+        return storage[offset:].view(tensor.shape)
+
+    def strided(tensor: Tensor) -> Tensor:
+        wide = torch.empty(*tensor.shape[:-1], tensor.shape[-1] * 2, dtype=tensor.dtype, device="cuda")
+        wide[..., ::2] = tensor
+        return wide[..., ::2]
+
+    def padded(tensor: Tensor, extra: int) -> Tensor:
+        wide = torch.empty(*tensor.shape[:-1], tensor.shape[-1] + extra, dtype=tensor.dtype, device="cuda")
+        wide[..., : tensor.shape[-1]] = tensor
+        return wide[..., : tensor.shape[-1]]
+
+    for p.x in (at_offset(x, 1), at_offset(x, 3), strided(x), padded(x, 1), x.t().contiguous().t()):
+        assert_matches(p.run(), expected, dtype, "x")
+    p.x = x
+    for p.weight in (
+        at_offset(weight, 1),
+        strided(weight),
+        padded(weight, 8),
+        padded(weight, 3),
+        weight.t().contiguous().t(),
+    ):
+        assert_matches(p.run(), expected, dtype, "weight")
+    p.weight = weight
+    for p.packed in (
+        at_offset(packed, 1),
+        at_offset(packed, 4),
+        strided(packed),
+        packed.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+    ):
+        assert_matches(p.run(), expected, dtype, "packed_masks")
+
+
+@pytest.mark.parametrize("rows", [(5, 37), (16, 64)])
+def test_views_of_larger_tensors(rows: tuple[int, int]) -> None:
+    p = Problem(1, 80, 512, 8)
+    expected = p.oracle()[:, rows[0] : rows[1]]
+    out = cuda.forward(p.x, p.weight[rows[0] : rows[1]], p.packed[rows[0] : rows[1]], "silu", None)
+    assert_matches(out, expected, torch.float16)
+
+
+def test_empty() -> None:
+    assert Problem(0, 32, 64, 2).run().shape == (0, 32)
+    assert Problem(2, 0, 64, 2).run().shape == (2, 0)
+    assert torch.equal(Problem(2, 32, 0, 2).run(), torch.zeros(2, 32, dtype=torch.float16, device="cuda"))
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize("n_masks", [3, 8])
+def test_guard_bands(n_masks: int, tokens: int) -> None:
+    """Inputs lie between NaN (or all-ones) bands that must not be used, the output between bands that must stay."""
+    p = Problem(tokens, 50, 520, n_masks)
+    expected = p.run()
+    band = 4096
+
+    def between(tensor: Tensor, fill: float) -> Tensor:
+        storage = torch.full((tensor.numel() + 2 * band,), fill, dtype=tensor.dtype, device="cuda")
+        storage[band:-band] = tensor.flatten()
+        return storage[band:-band].view(tensor.shape)
+
+    p.x, p.weight, p.packed = between(p.x, float("nan")), between(p.weight, float("nan")), between(p.packed, 255)
+    assert torch.equal(p.run(), expected)
+    # The allocator hands out neighbours: what stands around a fresh output must survive the launch.
+    pool = torch.full((64, expected.numel()), 7.0, dtype=torch.float16, device="cuda")
+    p.run()
+    assert bool((pool == 7.0).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize("n_masks", [1, 8, 16])
+def test_same_bits_every_time(n_masks: int, tokens: int, dtype: torch.dtype) -> None:
+    p = Problem(tokens, 1024, 1024, n_masks, dtype)
+    first = p.run()
+    assert all(torch.equal(p.run(), first) for _ in range(20))
+
+
+@pytest.mark.parametrize("n_masks", [1, 8])
+def test_a_row_does_not_depend_on_the_others(n_masks: int) -> None:
+    """Among 2 to 8 tokens; one token takes another kernel, whose sums have another order."""
+    p = Problem(8, 256, 1024, n_masks)
+    everyone = p.run()
+    x = p.x
+    for tokens in range(2, 8):
+        p.x = x[:tokens]
+        assert torch.equal(p.run(), everyone[:tokens])
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_graph_replay_with_new_inputs(tokens: int, dtype: torch.dtype) -> None:
+    p = Problem(tokens, 512, 1024, 4, dtype)
+    p.run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = p.run()
+        chained = p.run()
+    for _ in range(3):
+        p.x.copy_(torch.randn_like(p.x))
+        p.weight.copy_(torch.randn_like(p.weight) / 32)
+        graph.replay()
+        eager = p.run()
+        assert torch.equal(captured, eager)
+        assert torch.equal(chained, eager)
+
+
+def test_follows_the_producer_of_its_inputs() -> None:
+    """x, weight and masks written by the kernel just before: the early start of our launch must not read old values."""
+    p = Problem(1, 4096, 4096, 4)
+    expected = p.run()
+    x, weight, packed = p.x.clone(), p.weight.clone(), p.packed.clone()
+    for _ in range(50):
+        for tensor in (p.x, p.weight, p.packed):
+            tensor.zero_()
+        p.run()
+        p.packed.copy_(packed)
+        p.weight.copy_(weight)
+        p.x.copy_(x)
+        assert torch.equal(p.run(), expected)
+
+
+def test_streams_and_threads() -> None:
+    problems = [Problem(1 + i % 3, 128, 256, 1 + i) for i in range(4)]
+    expected = [p.run() for p in problems]
+    wrong: list[int] = []
+
+    def work(index: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+            for _ in range(100):
+                if not torch.equal(problems[index].run(), expected[index]):
+                    wrong.append(index)
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_more_than_2_31_elements() -> None:
+    d, h = 2**19 + 16, 4096
+    if torch.cuda.mem_get_info()[0] < 24 * 2**30:
+        pytest.skip("needs 24 GiB of device memory")
+    x = torch.randn(1, h, device="cuda").half()
+    weight = torch.empty(d, h, dtype=torch.float16, device="cuda").normal_(0, h**-0.5)
+    packed = torch.randint(0, 256, (d, h // 8, 8), dtype=torch.uint8, device="cuda")
+    out = cuda.forward(x, weight, packed, "silu", None)
+    tail = cuda.forward(x, weight[-64:].clone(), packed[-64:].clone(), "silu", None)
+    assert torch.equal(out[:, -64:], tail)
+
+
+CONFIGS = (
+    LaunchConfig("plain", block_tokens=1),
+    LaunchConfig("plain", block_tokens=4),
+    LaunchConfig("decode_fma", rows=1, tiles=2, split_k=2, stages=3),
+    LaunchConfig("decode_fma", rows=4, tiles=3, split_k=1, stages=2, sub=2, chains=2),
+    LaunchConfig("decode_fma", rows=1, tiles=1, split_k=4, stages=2, persistent=True),
+    LaunchConfig("decode_fma", rows=2, tiles=2, stages=3, chains=2, persistent=True),
+    LaunchConfig("decode_fma", rows=2, tiles=4, stages=2, early_weights=True),
+    LaunchConfig("decode_mma", tiles=2, split_k=2, stages=3, sub=1, mask_group=8, block_tokens=8),
+    LaunchConfig("decode_mma", tiles=1, split_k=8, stages=2, sub=4, mask_group=4, block_tokens=16),
+    LaunchConfig("decode_mma", tiles=2, split_k=4, mask_group=8, block_tokens=2),
+)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_override(config: LaunchConfig) -> None:
+    for d, h in ((100, 1032), (16, 64), (2051, 520)):  # persistent blocks walk over several tiles of the last
+        Problem(1, d, h, 8).check(config)
+        if config.kernel != "decode_fma":
+            Problem(6, d, h, 8).check(config)
+
+
+def test_failed_compile_has_the_log_and_leaves_the_context(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MGLU_CACHE_DIR", str(tmp_path))
+    p = Problem(1, 64, 256, 8)
+    from mglu_ops.backends.cuda.compiler import CompileError
+
+    with pytest.raises(CompileError, match="groups are equal"):
+        p.run(LaunchConfig("decode_mma", mask_group=5, block_tokens=8))
+    p.check()
+
+
+def test_unsupported() -> None:
+    p = Problem(1, 32, 64, 2)
+    assert cuda.unsupported_reason(p.x.cpu(), p.weight, p.packed, "silu", None)
+    assert cuda.unsupported_reason(p.x.double(), p.weight.double(), p.packed, "silu", None)
+    assert cuda.unsupported_reason(p.x, p.weight.float(), p.packed, "silu", None)
+    assert cuda.unsupported_reason(p.x, p.weight, p.packed, "softplus", None)
+    assert cuda.unsupported_reason(p.x.expand(1000, -1), p.weight, p.packed, "silu", None)

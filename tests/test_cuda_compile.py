@@ -1,0 +1,127 @@
+"""The device code compiles for every architecture, without spills, on a machine that has no GPU.
+
+With NVRTC (the `cuda-core` package) where it is installed, as on a user's machine; else with nvcc; else skipped.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mglu_ops.backends.cuda import config as launch
+from mglu_ops.backends.cuda import plan
+from mglu_ops.backends.cuda.compiler import source_directory
+
+ARCHITECTURES = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
+REGISTERS_PER_SM = 65536
+
+
+def _nvrtc() -> Any:
+    try:
+        nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+        nvrtc.nvrtcVersion()
+    except Exception:  # not installed, or its shared library is missing
+        return None
+    return nvrtc
+
+
+def _problem(
+    arch: tuple[int, int], dtype: torch.dtype, n_masks: int, tokens: int, mask_alignment: int = 16
+) -> plan.Problem:
+    return plan.Problem(
+        arch=arch,
+        dtype=dtype,
+        n_masks=n_masks,
+        tokens=tokens,
+        out_features=8192,
+        in_features=2048,
+        activation="silu",
+        route_dtype=None,
+        weight_aligned=True,
+        mask_alignment=mask_alignment,
+        x_vectorizable=True,
+        strides=(2048, 1, 2048, 1, 256 * n_masks, n_masks, 1, 0, 0),
+        multiprocessors=132,
+    )
+
+
+def _compile(kernel: str, arch: tuple[int, int], defines: dict[str, int], tmp_path: Path) -> str:
+    """What ptxas reports."""
+    source = source_directory() / f"{kernel}.cu"
+    name = f"sm_{arch[0]}{arch[1]}"
+    macros = [f"-D{key}={value}" for key, value in defines.items()]
+    nvrtc = _nvrtc()
+    if nvrtc is None:
+        nvcc = shutil.which("nvcc")
+        if nvcc is None:
+            pytest.skip("neither NVRTC (pip install mglu-ops[cuda]) nor nvcc is here")
+        command = [nvcc, "-cubin", "-std=c++17", f"-arch={name}", "-Xptxas", "-v", *macros, str(source)]
+        result = subprocess.run(
+            [*command, "-o", str(tmp_path / "out.cubin")], capture_output=True, text=True, check=False
+        )
+        assert result.returncode == 0, result.stderr
+        return result.stderr
+    error, program = nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), 0, [], [])
+    assert int(error) == 0
+    options = [f"-arch={name}", "-std=c++17", f"-I{source.parent}", "--ptxas-options=-v", *macros]
+    (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    _, size = nvrtc.nvrtcGetProgramLogSize(program)
+    log = b" " * size
+    nvrtc.nvrtcGetProgramLog(program, log)
+    nvrtc.nvrtcDestroyProgram(program)
+    assert int(error) == 0, log.decode()
+    return log.decode()
+
+
+def _check(problem: plan.Problem, config: launch.LaunchConfig, tmp_path: Path) -> None:
+    log = _compile(config.kernel, problem.arch, plan.defines(problem, config), tmp_path)
+    registers = re.search(r"Used (\d+) registers", log)
+    spills = re.search(r"(\d+) bytes spill stores", log)
+    assert registers is not None, log
+    assert spills is not None, log
+    assert int(spills[1]) == 0, f"{config} for {problem.arch}: {log}"
+    assert int(registers[1]) * config.threads * config.blocks_per_sm <= REGISTERS_PER_SM, f"{config}: {log}"
+
+
+@pytest.mark.parametrize("n_masks", [1, 3, 4, 8, 16])
+@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
+def test_fast_kernels(arch: tuple[int, int], tokens: int, n_masks: int, tmp_path: Path) -> None:
+    for dtype in (torch.float16, torch.bfloat16) if n_masks == 4 else (torch.float16,):
+        config = launch.choose(arch, dtype, n_masks, tokens, 8192, 2048, aligned=True)
+        assert config.kernel != "plain"
+        _check(_problem(arch, dtype, n_masks, tokens), config, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
+def test_plain_kernel(arch: tuple[int, int], dtype: torch.dtype, tmp_path: Path) -> None:
+    for n_masks, tokens in ((3, 1), (16, 4)):
+        config = launch.choose(arch, dtype, n_masks, tokens, 8192, 2048, aligned=False)
+        assert config.kernel == "plain"
+        _check(_problem(arch, dtype, n_masks, tokens), config, tmp_path)
+
+
+@pytest.mark.parametrize("n_masks", range(1, 17))
+@pytest.mark.parametrize("tokens", [1, 2, 8, 9, 64])
+@pytest.mark.parametrize("in_features", [8, 2048, 4096, 14336, 65536])
+def test_shared_memory_fits(in_features: int, tokens: int, n_masks: int) -> None:
+    for arch in ARCHITECTURES:
+        config = launch.choose(arch, torch.float16, n_masks, tokens, 8192, in_features, aligned=True)
+        shared = config.shared_bytes(n_masks, tokens, in_features)
+        assert config.blocks_per_sm * (shared + 1024) <= launch.shared_limit(arch) or config.kernel == "plain"
+
+
+def test_no_header_is_included() -> None:
+    """NVRTC needs no toolkit on the user's machine only as long as the sources include nothing but each other."""
+    for path in source_directory().glob("*.cu*"):
+        for name in re.findall(r'#include\s+([<"][^>"]+[>"])', path.read_text()):
+            assert name.startswith('"'), f"{path.name} includes {name}"
+            assert (source_directory() / name.strip('"')).is_file()
