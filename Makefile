@@ -36,7 +36,7 @@ gpu-test: gpu-install
 
 gpu-bench: gpu-install
 	$(GPU_ENV) $(PYTHON) -m benchmarks.decode --name one_token
-	$(GPU_ENV) $(PYTHON) -m benchmarks.decode --name few_tokens --tokens 2 4 8 16 64 --baselines composite
+	$(GPU_ENV) $(PYTHON) -m benchmarks.decode --name few_tokens --tokens 2 4 8 16 64 512 --baselines composite
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from .backends import composite, cuda, triton
 
-FEW_TOKENS = cuda.MAX_TOKENS
-"""Up to this many, reading the weight is the floor, and a kernel that reads it once wins; beyond, library GEMMs do."""
+_FEW_TOKENS = {torch.float16: 512, torch.bfloat16: 512, torch.float32: 64}
+"""Up to this many, a kernel that masks the weight on chip wins over GEMMs on masked copies of it: in 16 bits by
+measurement (benchmarks/results/few_tokens.csv), in float32 by design."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +46,17 @@ def choose(
     tokens = math.prod(x.shape[:-1])
     if not x.is_cuda:
         return Choice("composite", f"library GEMMs, the only backend for {x.device.type}")
-    if tokens > FEW_TOKENS:
-        return Choice("composite", f"library GEMMs, for {tokens} tokens (more than {FEW_TOKENS})")
-    if x.dtype is torch.float64:
-        return Choice("composite", "library GEMMs, the only backend for float64")
+    limit = _FEW_TOKENS.get(x.dtype)
+    if limit is None:
+        return Choice("composite", f"library GEMMs, the only backend for {x.dtype}")
+    if tokens > limit:
+        return Choice("composite", f"library GEMMs, for {tokens} tokens (more than {limit})")
     call = (_rows(x, tokens), weight, packed_masks, activation, route_weights)
     problem = cuda.unsupported_reason(*call)
     if problem is None:
-        return Choice("cuda", f"the weight is read once for {tokens} tokens")
+        return Choice("cuda", f"the masks are applied on chip, for {tokens} tokens (at most {limit})")
     if triton.unsupported_reason(*call) is None:
-        return Choice("triton", f"the weight is read once, but slower than by the CUDA backend: {problem}", True)
+        return Choice("triton", f"the masks are applied on chip, but slower than by the CUDA backend: {problem}", True)
     return Choice("composite", f"library GEMMs, several times slower here than the CUDA backend: {problem}", True)
 
 

@@ -12,8 +12,8 @@ import torch
 
 KernelName = Literal["decode_fma", "decode_mma", "plain"]
 
-MAX_TOKENS = 64
-"""More tokens belong to GEMMs."""
+MAX_TOKENS = 512
+"""More tokens belong to GEMMs: a group of 8 or 16 tokens reads W again, from L2 or from memory."""
 
 _SHARED_PER_SM = {(8, 0): 164, (8, 7): 164, (9, 0): 228, (10, 0): 228, (10, 3): 228, (11, 0): 228}
 _SHARED_PER_SM_OTHER = 100  # sm_86, 89, 120
