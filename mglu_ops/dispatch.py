@@ -17,9 +17,16 @@ from torch import Tensor
 
 from .backends import composite, cuda, triton
 
-_FEW_TOKENS = {torch.float16: 512, torch.bfloat16: 512, torch.float32: 64}
-"""Up to this many, a kernel that masks the weight on chip wins over GEMMs on masked copies of it: in 16 bits by
-measurement (benchmarks/results/few_tokens.csv), in float32 by design."""
+
+def _few_tokens(dtype: torch.dtype, n_masks: int) -> int:
+    """Up to how many tokens a kernel that masks the weight on chip is tried before GEMMs on masked copies of it.
+
+    In 16 bits as measured (benchmarks/results/few_tokens.csv): at 512 tokens the kernel wins by 1.7x to 2x for 4 to 16
+    masks and loses by 1.1x to 1.4x for one, at 128 it wins by 2x and more for any. float32 was not measured.
+    """
+    if dtype in (torch.float16, torch.bfloat16):
+        return 256 if n_masks == 1 else 512
+    return 64 if dtype is torch.float32 else 0
 
 
 @dataclass(frozen=True)
@@ -46,8 +53,8 @@ def choose(
     tokens = math.prod(x.shape[:-1])
     if not x.is_cuda:
         return Choice("composite", f"library GEMMs, the only backend for {x.device.type}")
-    limit = _FEW_TOKENS.get(x.dtype)
-    if limit is None:
+    limit = _few_tokens(x.dtype, packed_masks.shape[2])
+    if not limit:
         return Choice("composite", f"library GEMMs, the only backend for {x.dtype}")
     if tokens > limit:
         return Choice("composite", f"library GEMMs, for {tokens} tokens (more than {limit})")

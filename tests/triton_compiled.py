@@ -46,7 +46,7 @@ def compile_kernel(n_masks: int, tokens: int, dtype: torch.dtype, capability: in
 
 
 def _compile(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capability: int) -> Any:
-    """As Triton's launcher does: an argument of 1 is a constant, and what 16 divides is declared so."""
+    """As Triton's launcher does: arguments of 1 and None are constants, and what 16 divides is declared so."""
     options = {name: kwargs[name] for name in ("num_warps", "num_stages")}
     constants = {name: value for name, value in kwargs.items() if name not in options}
     signature: dict[str, str] = dict.fromkeys(constants, "constexpr")
@@ -55,8 +55,8 @@ def _compile(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capabil
         if isinstance(arg, Tensor):
             signature[name] = "*" + _TYPES[arg.dtype]
             attributes[(position,)] = [["tt.divisibility", 16]]
-        elif arg == 1:
-            signature[name], constants[name] = "constexpr", 1
+        elif arg is None or arg == 1:
+            signature[name], constants[name] = "constexpr", arg
         else:
             signature[name] = "i32"
             if arg % 16 == 0:

@@ -1,0 +1,96 @@
+"""How the kernels are launched: a pure function of the problem, from measurements on an H200.
+
+Times in comments are microseconds at 14336 x 4096 and 8192 x 2048, float16, by CUDA-graph replay over more than 1 GB of
+weights. A reading kernel takes 28.5, 30.1, 33.3, 39.7, 52.4 at 1, 2, 4, 8, 16 masks, and 9.2, 9.7, 10.6, 12.4, 16.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class MatvecConfig:
+    """A program is one row and one token; it reads `groups` groups of 8 weights at a time."""
+
+    groups: int
+    num_warps: int = 1
+
+
+@dataclass(frozen=True)
+class MatmulConfig:
+    """A program is a tile of rows and tokens, and goes over the columns in steps of `block_k`."""
+
+    block_rows: int
+    block_k: int
+    block_tokens: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        # With whole warp groups a product of 64 rows is `wgmma`, and a smaller one `mma`. Where a kernel had one of
+        # each, Triton 3.6 gave wrong sums (relative error 1e-2 at 8 and 16 masks), so both must be of one kind.
+        if self.num_warps % 4 == 0 and self.block_rows < 64:
+            raise ValueError(f"MatmulConfig: got {self.num_warps} warps, fewer than 64 rows must have 1 or 2")
+
+
+Config = MatvecConfig | MatmulConfig
+
+
+def choose(n_masks: int, tokens: int, *, wide: bool) -> Config:
+    """The launch of a problem; `wide` is float32, which tensor cores would round."""
+    masks = 1 << (n_masks - 1).bit_length()
+    if tokens <= _MATVEC_TOKENS[masks] or wide:
+        return _MATVEC[masks]
+    return next(config for config in _MATMUL[masks] if tokens <= config.block_tokens or config is _MATMUL[masks][-1])
+
+
+# Keys are the number of masks, rounded up to a power of two.
+
+# One warp a program: two or four warps sum through shared memory and a barrier (at 4 masks 41 and 46 against 38; at
+# 1 mask, where there are few sums, 30.6 and 29.9 against 30.5). 128 groups are four 16-byte loads in flight for a
+# thread; 64 take fewer registers, and so leave room for more warps, where there are many sums.
+_MATVEC = {
+    1: MatvecConfig(groups=128),  # 30.6, 10.3
+    2: MatvecConfig(groups=128),  # 32.6, 11.1
+    4: MatvecConfig(groups=64),  # 38.5, 13.5
+    8: MatvecConfig(groups=64),  # 51.0, 17.8
+    16: MatvecConfig(groups=128),  # 93.0, 31.2
+}
+
+# At 2 tokens and 1 or 2 masks a second program that finds its row in the cache (37.9, 13.3 and 44.4, 15.9) beats a tile
+# for 8 or 16 tokens that is nearly empty; at 4 masks it takes as long (62.7, 21.5), and at 3 tokens it loses.
+_MATVEC_TOKENS = {1: 2, 2: 2, 4: 1, 8: 1, 16: 1}
+
+# By tokens, the last for all above. One and two masks fill a warp group's 64 rows, and `wgmma` is fast there (at 1 mask
+# 36.6 against 67.8 of `mma`; a tile of 8 tokens takes 62). With more masks it waits on its operands (245 at 4 masks),
+# and one or two warps hold all accumulators of 16 or 32 rows: (masks + 1) * rows * tokens / threads registers.
+# Every tile fits in 99 KB of shared memory, which is what a program may have on capabilities 8.6, 8.9 and 12.0.
+_MATMUL = {
+    1: (
+        MatmulConfig(64, 128, 16, num_warps=4, num_stages=3),  # 36.6, 16.7
+        MatmulConfig(64, 128, 32, num_warps=4, num_stages=3),  # 39.3, 18.3
+        MatmulConfig(64, 64, 64, num_warps=4, num_stages=4),  # 53.8, 22.6
+    ),
+    2: (
+        MatmulConfig(32, 128, 8, num_warps=2, num_stages=3),  # 68.0, 19.4
+        MatmulConfig(32, 128, 16, num_warps=2, num_stages=3),  # 70.7, 21.6
+        MatmulConfig(64, 128, 32, num_warps=8, num_stages=3),  # 64.3, 23.1
+        MatmulConfig(32, 64, 64, num_warps=2, num_stages=3),  # 118.6, 37.4; 101.7, 30.1 with 133 KB
+    ),
+    4: (
+        MatmulConfig(32, 64, 8, num_warps=2, num_stages=4),  # 66.1, 20.7
+        MatmulConfig(32, 128, 16, num_warps=2, num_stages=3),  # 75.9, 24.8
+        MatmulConfig(32, 64, 32, num_warps=2, num_stages=4),  # 99.5, 31.0; 64 tokens 192.7, 52.3
+    ),
+    8: (
+        MatmulConfig(32, 64, 8, num_warps=2, num_stages=4),  # 77.5, 24.9
+        MatmulConfig(32, 64, 16, num_warps=2, num_stages=3),  # 103.1, 36.6; 64 tokens 357.0, 104.8
+    ),
+    16: (
+        MatmulConfig(16, 32, 8, num_warps=1, num_stages=4),  # 105.2, 36.2
+        MatmulConfig(16, 32, 16, num_warps=2, num_stages=4),  # 183.5, 46.6; 64 tokens 590.8, 175.7
+    ),
+}

@@ -1,0 +1,136 @@
+"""From tensors to a launch: strides, alignment, and which of the kernels' cases they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .configs import Config, MatvecConfig, choose
+from .matmul import matmul_kernel
+from .matvec import matvec_kernel
+
+
+def _in_units(stride: int, limit: int) -> tuple[int, int]:
+    """`stride` as (number, unit), where the unit is the largest power of two up to `limit` that divides it."""
+    unit = gcd(stride, limit)
+    return stride // unit, unit
+
+
+def _tail(in_features: int, step: int) -> int:
+    """Whether steps of `step` columns end with the row (0), in whole groups of 8 columns (1), or neither (2)."""
+    if in_features % step == 0:
+        return 0
+    return 1 if in_features % 8 == 0 else 2
+
+
+def _word_bytes(packed_masks: Tensor) -> int:
+    """The widest word, up to 8 bytes, that the bytes of a group of weights can be read in."""
+    row, group, mask = packed_masks.stride()
+    if mask != 1:
+        return 1
+    # A traced tensor has no address; its compiler sees to it that an input is aligned as its offset says.
+    address = packed_masks.storage_offset() if _is_traced(packed_masks) else packed_masks.data_ptr()
+    return gcd(gcd(packed_masks.shape[2], 8), gcd(gcd(row, group), address))
+
+
+def _is_traced(tensor: Tensor) -> bool:
+    return type(tensor) not in (Tensor, torch.nn.Parameter)
+
+
+def launch(
+    x: Tensor,
+    weight: Tensor,
+    packed_masks: Tensor,
+    activation: str,
+    route_weights: Tensor | None,
+    config: Config | None,
+) -> Tensor:
+    """The result `[tokens, out_features]`; one kernel, and no allocation but the result's."""
+    tokens, in_features = x.shape
+    out_features, n_masks = weight.shape[0], packed_masks.shape[2]
+    y = x.new_empty(tokens, out_features)
+    if y.numel() == 0:
+        return y
+    if in_features == 0:
+        return y.zero_()
+    config = config or choose(n_masks, tokens, wide=x.dtype is torch.float32)
+    run = _matvec if isinstance(config, MatvecConfig) else _matmul
+    wrap: Callable[[Any], Any] = torch.library.wrap_triton if _is_traced(x) else lambda kernel: kernel
+    run(
+        wrap,
+        config,
+        (x, weight, packed_masks, route_weights, y, tokens, out_features, in_features),
+        (
+            x.stride(),
+            weight.stride(),
+            packed_masks.stride(),
+            (0, 0) if route_weights is None else route_weights.stride(),
+        ),
+        {"N_MASKS": n_masks, "ACTIVATION": activation, "ROUTED": route_weights is not None},
+    )
+    return y
+
+
+def _matvec(wrap: Any, config: Any, problem: tuple[Any, ...], strides: Any, constants: dict[str, Any]) -> None:
+    packed_masks, tokens, out_features, in_features = problem[2], *problem[5:]
+    (x_token, x_k), (w_row, w_k), (m_row, m_group, m_mask), route_strides = strides
+    word = _word_bytes(packed_masks)
+    w_row, w_unit = _in_units(w_row, 8)
+    wrap(matvec_kernel)[(tokens * out_features,)](
+        *problem,
+        x_token,
+        x_k,
+        w_row,
+        w_k,
+        m_row // word,
+        m_group // word,
+        m_mask,
+        *route_strides,
+        **constants,
+        WORD_BYTES=word,
+        W_UNIT=w_unit,
+        TAIL=_tail(in_features, 8 * config.groups),
+        GROUPS=config.groups,
+        num_warps=config.num_warps,
+        num_stages=1,
+    )
+
+
+def _matmul(wrap: Any, config: Any, problem: tuple[Any, ...], strides: Any, constants: dict[str, Any]) -> None:
+    packed_masks, tokens, out_features, in_features = problem[2], *problem[5:]
+    (x_token, x_k), (w_row, w_k), (m_row, m_group, m_mask), route_strides = strides
+    n_masks = packed_masks.shape[2]
+    masks = 1 << (n_masks - 1).bit_length()
+    (x_token, x_unit), (w_row, w_unit), (m_row, m_unit) = (
+        _in_units(x_token, 8),
+        _in_units(w_row, 8),
+        _in_units(m_row, 16),
+    )
+    row_blocks, token_blocks = -(-out_features // config.block_rows), -(-tokens // config.block_tokens)
+    wrap(matmul_kernel)[(row_blocks * token_blocks,)](
+        *problem,
+        x_token,
+        x_k,
+        w_row,
+        w_k,
+        m_row,
+        m_group,
+        m_mask,
+        *route_strides,
+        **constants,
+        MASKS=masks,
+        X_UNIT=x_unit,
+        W_UNIT=w_unit,
+        M_UNIT=m_unit,
+        DENSE=masks == n_masks and m_mask == 1 and m_group == n_masks,
+        TAIL=_tail(in_features, config.block_k),
+        BLOCK_ROWS=config.block_rows,
+        BLOCK_K=config.block_k,
+        BLOCK_TOKENS=config.block_tokens,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )

@@ -1,0 +1,133 @@
+"""The kernel for several tokens: a program is BLOCK_ROWS rows of W times BLOCK_TOKENS tokens, on tensor cores.
+
+With `t = W x` and `f_i = (W with the sign flipped where M_i = 1) x`: gate_i = (t - f_i) / 2, value_i = (t + f_i) / 2.
+The flipped weights of all masks are one operand, `[MASKS * BLOCK_ROWS, BLOCK_K]`, of one product. That is what lets
+the compiler read W and the masks' bytes from shared memory in the layout of that operand, and flip the signs in
+registers: W is read once, and no flipped weight ever goes through shared memory.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .activations import activate
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _dot(a, b, total):
+    """`total + a b`; the interpreter holds bfloat16 as integers, and its products of them are wrong."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total)
+    return tl.dot(a, b, total)
+
+
+@triton.jit
+def _flip(w, mask_bytes, ROWS: tl.constexpr, K: tl.constexpr, MASKS: tl.constexpr):
+    """`[MASKS * ROWS, K]`: w `[ROWS, K]`, its sign flipped where a bit of `[ROWS, K / 8, MASKS]` bytes is set.
+
+    Two weights at a time, as the halves of an int32 (the compiler keeps such pairs in one register already).
+    `byte * 0x8001` puts bit k at k and at k + 15, so that a shift left by 15 - 2 j brings the bits 2 j and 2 j + 1 to
+    the two signs, 15 and 31.
+    """
+    low, high = tl.split(tl.reshape(w.to(tl.int16, bitcast=True), [ROWS, K // 8, 4, 2]))
+    pairs = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+    spread = tl.permute(mask_bytes, (2, 0, 1)).to(tl.int32) * 0x8001
+    shift = 15 - 2 * tl.arange(0, 4)
+    signs = (spread[:, :, :, None] << shift[None, None, None, :]) & -0x7FFF8000
+    flipped = pairs[None, :, :, :] ^ signs
+    halves = tl.join(flipped.to(tl.int16), (flipped >> 16).to(tl.int16))
+    return tl.reshape(halves, [MASKS * ROWS, K]).to(w.dtype, bitcast=True)
+
+
+@triton.jit
+def matmul_kernel(
+    x_ptr,
+    w_ptr,
+    m_ptr,
+    route_ptr,
+    y_ptr,
+    tokens,
+    out_features,
+    in_features,
+    x_token,  # strides of rows in units of X_UNIT, W_UNIT, M_UNIT: so the compiler knows what divides them
+    x_k,
+    w_row,
+    w_k,
+    m_row,
+    m_group,
+    m_mask,
+    route_token,
+    route_mask,
+    N_MASKS: tl.constexpr,
+    MASKS: tl.constexpr,  # N_MASKS, rounded up to a power of two
+    ACTIVATION: tl.constexpr,
+    ROUTED: tl.constexpr,
+    X_UNIT: tl.constexpr,
+    W_UNIT: tl.constexpr,
+    M_UNIT: tl.constexpr,
+    DENSE: tl.constexpr,  # the masks' bytes of a row are contiguous, and MASKS == N_MASKS
+    TAIL: tl.constexpr,  # as in matvec.py, of steps of BLOCK_K columns
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+):
+    """y[tokens of the block, rows of the block]."""
+    # The blocks of tokens of a row block are neighbours in time: all but the first find W in the cache.
+    token_blocks = tl.cdiv(tokens, BLOCK_TOKENS)
+    token = (tl.program_id(0) % token_blocks) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    row = (tl.program_id(0) // token_blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    # Past the last token and row, the last one again: no load has a mask for it, and the store leaves them out.
+    x_ptr += (tl.minimum(token, tokens - 1).to(tl.int64) * x_token * X_UNIT)[None, :]
+    last_row = tl.minimum(row, out_features - 1).to(tl.int64)
+    w_ptr += (last_row * w_row * W_UNIT)[:, None]
+    m_ptr += (last_row * m_row * M_UNIT)[:, None]
+    k = tl.arange(0, BLOCK_K)
+    mask = tl.arange(0, MASKS)
+    # The bytes of a row are one dimension of the tile, so that they are loaded 16 at a time where they are contiguous.
+    byte = tl.arange(0, BLOCK_K // 8 * MASKS)
+
+    total = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
+    flipped = tl.zeros([MASKS * BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
+    for start in range(0, in_features, BLOCK_K):
+        at = start + k
+        xs = x_ptr + (at * x_k)[:, None]
+        ws = w_ptr + (at * w_k)[None, :]
+        # x is loaded twice, with hints that differ so that the loads stay two: the products want it in two layouts,
+        # and the compiler brings in ahead of time only what has one use.
+        if TAIL == 0:
+            x = tl.load(xs)
+            x_again = tl.load(xs, eviction_policy="evict_last")
+            w = tl.load(ws, eviction_policy="evict_first")
+        else:
+            # Where TAIL is 1, whole groups of 8 are in or out: written so that the compiler sees it, and loads wide.
+            inside = at < (in_features // 8 * 8 if TAIL == 1 else in_features)
+            x = tl.load(xs, mask=inside[:, None], other=0.0)
+            x_again = tl.load(xs, mask=inside[:, None], other=0.0, eviction_policy="evict_last")
+            w = tl.load(ws, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+        at_byte = start // 8 * MASKS + byte
+        if DENSE and TAIL == 0:
+            packed = tl.load(m_ptr + at_byte[None, :], eviction_policy="evict_first")
+        else:
+            group, i = at_byte // MASKS, at_byte % MASKS
+            offset = at_byte if DENSE else group * m_group + i * m_mask
+            inside = (group * 8 < in_features) & (i < N_MASKS)
+            packed = tl.load(m_ptr + offset[None, :], mask=inside[None, :], other=0, eviction_policy="evict_first")
+        packed = tl.reshape(packed, [BLOCK_ROWS, BLOCK_K // 8, MASKS])
+        total = _dot(w, x_again, total)
+        flipped = _dot(_flip(w, packed, BLOCK_ROWS, BLOCK_K, MASKS), x, flipped)
+
+    t = total[None, :, :]
+    f = tl.reshape(flipped, [MASKS, BLOCK_ROWS, BLOCK_TOKENS])
+    term = activate((t - f) * 0.5, ACTIVATION) * ((t + f) * 0.5)
+    if ROUTED:
+        routes = route_ptr + token.to(tl.int64)[None, :] * route_token + (mask * route_mask)[:, None]
+        route = tl.load(routes, mask=(token < tokens)[None, :] & (mask < N_MASKS)[:, None], other=0.0)
+        term *= route.to(tl.float32)[:, None, :]
+    if MASKS != N_MASKS:
+        term = tl.where((mask < N_MASKS)[:, None, None], term, 0.0)
+    y = tl.sum(term, 0)
+    ys = y_ptr + token.to(tl.int64)[None, :] * out_features + row[:, None]
+    tl.store(ys, y.to(y_ptr.dtype.element_ty), mask=(token < tokens)[None, :] & (row < out_features)[:, None])

@@ -1,0 +1,178 @@
+"""The kernel for one token, and for float32: a program is one row of W times one token, on plain FMA.
+
+A row is read as `[groups, 8]`: a thread takes 8 neighbouring weights in one 16-byte load (two in float32), and
+the `n_masks` bytes that hold their bits in as few loads as the format allows. One row a program, and not a
+tile of rows, because only so do the loads in flight of a warp lie next to each other: tiles of two and of four rows
+took 34 and 54 us against 31 (H200, 14336 x 4096, 1 mask).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .activations import activate
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _eight(v, GROUPS: tl.constexpr):
+    """The columns of `[GROUPS, 8]`, which each thread has in its registers: no data moves."""
+    even, odd = tl.split(tl.reshape(v, [GROUPS, 2, 2, 2]))
+    v04, v26 = tl.split(even)
+    v15, v37 = tl.split(odd)
+    v0, v4 = tl.split(v04)
+    v2, v6 = tl.split(v26)
+    v1, v5 = tl.split(v15)
+    v3, v7 = tl.split(v37)
+    return v0, v1, v2, v3, v4, v5, v6, v7
+
+
+@triton.jit
+def _bit(word, BIT: tl.constexpr):
+    """Whether a bit of a word is set.
+
+    The `and` is PTX so that LLVM cannot see it: it would gather the tests of all masks into one vector of bits, and
+    take them out of it again with shifts (19 instructions a weight at 4 masks, against 12.6).
+    """
+    if INTERPRETED:
+        bits = (word >> BIT) & 1
+    else:
+        if word.dtype == tl.int64:
+            word = (word >> (BIT & 32)).to(tl.int32)
+        bits = tl.inline_asm_elementwise(
+            f"and.b32 $0, $1, {1 << (BIT % 32)};", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return bits != 0
+
+
+@triton.jit
+def _load_row(ptr, group, in_features, stride, TAIL: tl.constexpr, EVICTION: tl.constexpr):
+    """`[GROUPS, 8]` of a row, 0 past its end. TAIL is 0: all is in the row, 1: whole groups are or not, 2: neither."""
+    k = group[:, None] * 8 + tl.arange(0, 8)[None, :]
+    if TAIL == 0:
+        row = tl.load(ptr + k * stride, eviction_policy=EVICTION)
+    elif TAIL == 1:
+        inside = tl.broadcast_to((group * 8 < in_features)[:, None], k.shape)
+        row = tl.load(ptr + k * stride, mask=inside, other=0.0, eviction_policy=EVICTION)
+    else:
+        row = tl.load(ptr + k * stride, mask=k < in_features, other=0.0, eviction_policy=EVICTION)
+    return row
+
+
+@triton.jit
+def _load_words(
+    m_ptr, start, in_features, m_group, m_mask, WORDS: tl.constexpr, GROUPS: tl.constexpr, TAIL: tl.constexpr
+):
+    """The words that hold the bits of each group of 8 weights. `m_ptr` points to words, and counts in them.
+
+    The hint hides that groups are neighbours. Otherwise a thread would load several groups' words at once, and they
+    would travel through shared memory to the threads that have the weights.
+    """
+    group = tl.max_contiguous(start + tl.arange(0, GROUPS), [1])
+    offset = group * m_group
+    words = ()
+    for i in tl.static_range(WORDS):
+        if TAIL == 0:
+            word = tl.load(m_ptr + offset + i * m_mask, eviction_policy="evict_first")
+        else:
+            word = tl.load(
+                m_ptr + offset + i * m_mask, mask=group * 8 < in_features, other=0, eviction_policy="evict_first"
+            )
+        words += (word if word.dtype == tl.int64 else word.to(tl.int32),)
+    return words
+
+
+@triton.jit
+def _add(gates, rest, w, x, words, N_MASKS: tl.constexpr, WORD_BYTES: tl.constexpr, GROUPS: tl.constexpr):
+    """The products of these weights onto the sums: `rest` is the sum of all, or in float32 the value of each mask.
+
+    `where(on, fma(w, x, sum), sum)` compiles to one predicated FMA.
+    """
+    ws = _eight(w.to(tl.float32), GROUPS)
+    xs = _eight(x.to(tl.float32), GROUPS)
+    new_gates = ()
+    new_rest = ()
+    if w.dtype != tl.float32:
+        total = rest[0]
+        for k in tl.static_range(8):
+            total = tl.fma(ws[k], xs[k], total)
+        new_rest += (total,)
+    for i in tl.static_range(N_MASKS):
+        gate = gates[i]
+        value = rest[i % len(rest)]
+        for k in tl.static_range(8):
+            on = _bit(words[i // WORD_BYTES], 8 * (i % WORD_BYTES) + k)
+            gate = tl.where(on, tl.fma(ws[k], xs[k], gate), gate)
+            if w.dtype == tl.float32:
+                value = tl.where(on, value, tl.fma(ws[k], xs[k], value))
+        new_gates += (gate,)
+        if w.dtype == tl.float32:
+            new_rest += (value,)
+    return new_gates, new_rest
+
+
+@triton.jit
+def matvec_kernel(
+    x_ptr,
+    w_ptr,
+    m_ptr,
+    route_ptr,
+    y_ptr,
+    tokens,
+    out_features,
+    in_features,
+    x_token,
+    x_k,
+    w_row,  # in units of W_UNIT: so the compiler knows what divides it, and how wide a load may be
+    w_k,
+    m_row,
+    m_group,
+    m_mask,
+    route_token,
+    route_mask,
+    N_MASKS: tl.constexpr,
+    WORD_BYTES: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ROUTED: tl.constexpr,
+    W_UNIT: tl.constexpr,
+    TAIL: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """y[token, row]; the masks' strides count words of WORD_BYTES bytes, which divides N_MASKS."""
+    # The tokens of a row are neighbours in time: all but the first find the row in the cache.
+    token = (tl.program_id(0) % tokens).to(tl.int64)
+    row = (tl.program_id(0) // tokens).to(tl.int64)
+    x_ptr += token * x_token
+    w_ptr += row * w_row * W_UNIT
+    if WORD_BYTES == 2:
+        m_ptr = m_ptr.to(tl.pointer_type(tl.int16))
+    elif WORD_BYTES == 4:
+        m_ptr = m_ptr.to(tl.pointer_type(tl.int32))
+    elif WORD_BYTES == 8:
+        m_ptr = m_ptr.to(tl.pointer_type(tl.int64))
+    m_ptr += row * m_row
+    WORDS: tl.constexpr = N_MASKS // WORD_BYTES
+    # float16 and bfloat16 are exact products in float32, so that value = sum of all - gate; float32 rounds each
+    # product, and there the difference would carry the error of the whole sum into a value of few weights.
+    WIDE: tl.constexpr = w_ptr.dtype.element_ty == tl.float32
+    gates = (tl.zeros([GROUPS], tl.float32),) * N_MASKS
+    rest = (tl.zeros([GROUPS], tl.float32),) * (N_MASKS if WIDE else 1)
+    for start in range(0, tl.cdiv(in_features, 8), GROUPS):
+        group = start + tl.arange(0, GROUPS)
+        w = _load_row(w_ptr, group, in_features, w_k, TAIL, "evict_first")
+        words = _load_words(m_ptr, start, in_features, m_group, m_mask, WORDS, GROUPS, TAIL)
+        x = _load_row(x_ptr, group, in_features, x_k, TAIL, "")
+        gates, rest = _add(gates, rest, w, x, words, N_MASKS, WORD_BYTES, GROUPS)
+
+    y = 0.0
+    total = tl.sum(rest[0])
+    for i in tl.static_range(N_MASKS):
+        gate = tl.sum(gates[i])
+        value = tl.sum(rest[i]) if WIDE else total - gate
+        term = activate(gate, ACTIVATION) * value
+        if ROUTED:
+            term *= tl.load(route_ptr + token * route_token + i * route_mask).to(tl.float32)
+        y += term
+    tl.store(y_ptr + token * out_features + row, y.to(y_ptr.dtype.element_ty))

@@ -1,0 +1,142 @@
+"""The Triton backend on a GPU: oracle agreement, determinism, CUDA graphs, guard bands, the compiled graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from budgets import NAIVE_FACTOR, assert_matches, relative_error
+from torch import Tensor
+
+from mglu_ops.activations import ACTIVATIONS
+from mglu_ops.backends import reference
+from mglu_ops.backends import triton as backend
+from mglu_ops.masks import pack
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not backend.is_installed(), reason="triton is not installed")]
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def problem(
+    tokens: int, d: int, h: int, n_masks: int, dtype: torch.dtype, density: float = 0.5
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x = torch.randn(tokens, h, device="cuda").to(dtype)
+    weight = (torch.randn(d, h, device="cuda") / h**0.5).to(dtype)
+    masks = torch.rand(n_masks, d, h, device="cuda") < density
+    return x, weight, masks, torch.rand(tokens, n_masks, device="cuda").to(dtype)
+
+
+# Each case is a kernel to compile, so shapes and routing change along with the rest.
+SHAPES = ((256, 1024), (131, 333), (70, 1032))
+CASES = [(torch.float16, n) for n in (1, 2, 3, 4, 8, 16)] + [(dtype, n) for dtype in DTYPES[1:] for n in (1, 4)]
+
+
+@pytest.mark.parametrize(("dtype", "n_masks"), CASES)
+@pytest.mark.parametrize("tokens", [1, 2, 13, 64])
+def test_agrees_with_the_oracle(tokens: int, dtype: torch.dtype, n_masks: int) -> None:
+    if dtype is torch.float32:
+        tokens = min(tokens, backend.MAX_WIDE_TOKENS)
+    d, h = SHAPES[(tokens + n_masks) % 3]
+    x, weight, masks, route = problem(tokens, d, h, n_masks, dtype)
+    routed = route if n_masks % 2 else None
+    result = backend.forward(x, weight, pack(masks), "silu", routed)
+    assert_matches(result, reference.forward(x, weight, masks, "silu", routed))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("tokens", "dtype"), [(1, torch.float32), (5, torch.bfloat16)])
+def test_activations(activation: str, tokens: int, dtype: torch.dtype) -> None:
+    x, weight, masks, _ = problem(tokens, 128, 512, 2, dtype)
+    x = x * 4
+    result = backend.forward(x, weight, pack(masks), activation, None)
+    assert_matches(result, reference.forward(x, weight, masks, activation))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("density", [0.01, 0.5, 0.99])
+def test_error_is_near_the_naive_layers(density: float, dtype: torch.dtype) -> None:
+    """Masks that are nearly empty or full too: there a value is the small rest of a large sum."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        for tokens in (1, 8):
+            x, weight, masks, _ = problem(tokens, 512, 2048, 4, dtype, density)
+            oracle = reference.forward(x, weight, masks)
+            naive = torch.zeros(tokens, 512, device="cuda", dtype=dtype)
+            for mask in masks:
+                gate = torch.nn.functional.linear(x, weight * mask)
+                naive += torch.nn.functional.silu(gate) * torch.nn.functional.linear(x, weight * ~mask)
+            error = relative_error(backend.forward(x, weight, pack(masks), "silu", None), oracle)
+            assert error <= max(NAIVE_FACTOR * relative_error(naive, oracle), torch.finfo(dtype).eps / 2), tokens
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize("fill", [False, True])
+def test_empty_gate_or_value_is_exactly_zero(fill: bool) -> None:
+    """For one token only: the two products of the matmul kernel go over the columns in two orders."""
+    x, weight, masks, _ = problem(1, 128, 1000, 4, torch.float16)
+    result = backend.forward(x, weight, pack(torch.full_like(masks, fill)), "identity", None)
+    assert torch.equal(result, torch.zeros_like(result))
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 64])
+@pytest.mark.parametrize("n_masks", [1, 4, 16])
+def test_same_bits_always(n_masks: int, tokens: int) -> None:
+    x, weight, masks, _ = problem(tokens, 1024, 2048, n_masks, torch.bfloat16)
+    packed = pack(masks)
+    first = backend.forward(x, weight, packed, "silu", None)
+    assert all(torch.equal(backend.forward(x, weight, packed, "silu", None), first) for _ in range(20))
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_strides_offsets_and_guard_bands(tokens: int) -> None:
+    """Operands between NaN (and masks between ones): what is read outside of them shows in the result."""
+    x, weight, masks, _ = problem(tokens, 67, 344, 4, torch.bfloat16)
+    oracle = reference.forward(x, weight, masks)
+
+    def guarded(tensor: Tensor, pad: int) -> Tensor:
+        fill = 255 if tensor.dtype is torch.uint8 else float("nan")
+        wide = tensor.new_full([size + 2 * pad for size in tensor.shape], fill)
+        inner = wide[tuple(slice(pad, -pad) for _ in tensor.shape)]
+        return inner.copy_(tensor)
+
+    for pad in (1, 4, 8):
+        operands = [guarded(tensor, pad) for tensor in (x, weight, pack(masks))]
+        assert_matches(backend.forward(*operands, "silu", None), oracle, what=f"pad {pad}")
+    operands = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (x, weight, pack(masks))]
+    assert_matches(backend.forward(*operands, "silu", None), oracle, what="transposed")
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_cuda_graph_replay_is_bit_equal_to_eager(tokens: int) -> None:
+    x, weight, masks, _ = problem(tokens, 512, 1024, 4, torch.float16)
+    packed = pack(masks)
+    backend.forward(x, weight, packed, "silu", None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = backend.forward(x, weight, packed, "silu", None)
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        packed.copy_(torch.randint_like(packed, 256))
+        y.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(y, backend.forward(x, weight, packed, "silu", None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_compiled_graph_holds_the_kernel(tokens: int) -> None:
+    """A triton_op around the backend is decomposed by Inductor, which then launches the kernel by itself."""
+    from torch._inductor.utils import run_and_get_code
+
+    @torch.library.triton_op(f"mglu_test::triton_forward_{tokens}", mutates_args={})
+    def operator(x: Tensor, weight: Tensor, packed_masks: Tensor) -> Tensor:
+        return backend.forward(x, weight, packed_masks, "silu", None)
+
+    x, weight, masks, _ = problem(tokens, 256, 1024, 4, torch.float16)
+    packed = pack(masks)
+    expected = backend.forward(x, weight, packed, "silu", None) * 2
+    result, code = run_and_get_code(torch.compile(lambda *args: operator(*args) * 2), x, weight, packed)
+    assert torch.equal(result, expected)
+    assert ("matvec_kernel" if tokens == 1 else "matmul_kernel") in code[0]

@@ -1,0 +1,103 @@
+"""The Triton backend without a GPU: its kernels interpreted on CPU tensors, and compiled for GPUs that are not there.
+
+Kernels are made for the interpreter, or not, when they are imported, and the traced tests register operators: both
+run in processes of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mglu_ops.backends import triton as backend
+from mglu_ops.backends.triton.configs import MatmulConfig, MatvecConfig, choose
+from mglu_ops.masks import pack
+
+REPOSITORY = Path(__file__).parents[1]
+needs_triton = pytest.mark.skipif(not backend.is_installed(), reason="triton is not installed")
+
+
+def test_import_needs_no_triton() -> None:
+    code = "import sys; sys.modules['triton'] = None; import mglu_ops, mglu_ops.backends.triton"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY)
+
+
+def test_unsupported_reason_says_why() -> None:
+    x, weight, packed = torch.ones(1, 16), torch.ones(3, 16), pack(torch.ones(1, 3, 16, dtype=torch.bool))
+
+    def reason(x: torch.Tensor) -> str | None:
+        return backend.unsupported_reason(x, weight, packed, "silu", None)
+
+    assert "64 tokens at most in torch.float16, got 65" in (reason(torch.ones(65, 16).half()) or "")
+    assert "8 tokens at most in torch.float32, got 9" in (reason(torch.ones(9, 16)) or "")
+    far = torch.empty_strided((1, 16), (16, 2**28), dtype=torch.float16, device="meta")
+    assert "x: its columns lie more than" in (reason(far) or "")
+    assert "float64" in (reason(x.double()) or "")
+    if backend.is_installed():
+        assert "got device cpu" in (reason(x) or "")
+    else:
+        assert reason(x) == "triton is not installed"
+
+
+def run_tests(file: str, **variables: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{file}"]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=os.environ | variables, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_problem_has_a_launch() -> None:
+    for n_masks in range(1, 17):
+        for tokens in range(1, 65):
+            config = choose(n_masks, tokens, wide=False)
+            if isinstance(config, MatmulConfig):
+                registers = (n_masks + 1) * config.block_rows * config.block_tokens / (32 * config.num_warps)
+                assert registers <= 180, (n_masks, tokens)
+            assert isinstance(choose(n_masks, tokens, wide=True), MatvecConfig)
+    assert isinstance(choose(16, 1, wide=False), MatvecConfig)
+    with pytest.raises(ValueError, match="fewer than 64 rows must have 1 or 2"):
+        MatmulConfig(32, 64, 8, num_warps=4, num_stages=3)
+
+
+@needs_triton
+def test_interpreted_kernels_agree_with_the_oracle() -> None:
+    run_tests("triton_interpreted.py", TRITON_INTERPRET="1")
+
+
+@needs_triton
+def test_a_compiler_sees_the_launch() -> None:
+    run_tests("triton_traced.py")
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
+@pytest.mark.parametrize("n_masks", [1, 2, 3, 4, 8, 16])
+def test_kernels_compile_without_spills(n_masks: int, capability: int) -> None:
+    """The tuned launches of 1 to 64 tokens, for GPUs of several generations; a few of the fastest spill 8 registers."""
+    from triton_compiled import compile_kernel, spills
+
+    for tokens in (1, 8, 16, 32, 64):
+        compiled = compile_kernel(n_masks, tokens, torch.bfloat16, capability)
+        assert spills(compiled) <= (0 if tokens == 1 else 32), tokens
+        assert compiled.metadata.shared <= 1024 * (99 if capability in (89, 120) else 163), tokens
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("n_masks", [2, 4, 8, 16])
+def test_weights_are_flipped_in_registers(n_masks: int) -> None:
+    """What the speed of the matmul kernel rests on, and a new Triton could lose."""
+    from triton_compiled import compile_kernel, loop_of
+
+    for tokens in (8, 16):
+        loop = loop_of(compile_kernel(n_masks, tokens, torch.float16, 90))
+        assert "tt.dot" in loop
+        assert "local_alloc" not in loop
+        assert "convert_layout" not in loop
