@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import subprocess
@@ -28,6 +29,31 @@ def test_python_snippets_run(tmp_path: Path) -> None:
         [sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=600
     )
     assert process.returncode == 0, process.stderr
+
+
+def measured(n_masks: int) -> dict[str, float]:
+    """Microseconds of the variants at 14336 x 4096, from the committed results."""
+    with (Path(__file__).parent.parent / "benchmarks/results/one_token.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["out_features"] == "14336"]
+    return {row["variant"]: float(row["microseconds"]) for row in rows if int(row["n_masks"]) == n_masks}
+
+
+def test_measured_times_are_those_of_the_results() -> None:
+    variants = {
+        "only reading the bytes": "read ceiling",
+        "mglu_ops, CUDA backend": "mglu cuda",
+        "naive, best of torch.compile": "naive compiled, coordinate descent",
+        "naive, eager": "naive eager",
+    }
+    for label, variant in variants.items():
+        line = re.search(rf"^\| {re.escape(label)} \|(.*)\|$", README, flags=re.MULTILINE)
+        assert line, label
+        shown = [float(cell) for cell in line[1].split("|")]
+        assert shown == [round(measured(n)[variant], 1) for n in (1, 2, 4, 8, 16)], label
+    swiglu = min(time for variant, time in measured(1).items() if variant.startswith("SwiGLU"))
+    assert f"takes {swiglu:.1f}:" in README
+    for n_masks, words in ((1, "{}x faster with one mask"), (4, "{}x\nwith 4"), (8, "{}x with 8")):
+        assert words.format(f"{swiglu / measured(n_masks)['mglu cuda']:.2f}") in README, n_masks
 
 
 def test_make_targets_of_the_readme_exist() -> None:
