@@ -35,8 +35,10 @@ gpu-test: gpu-install
 	$(GPU_ENV) $(PYTHON) -m pytest -m gpu tests
 
 gpu-bench: gpu-install
-	$(GPU_ENV) $(PYTHON) -m benchmarks.decode --name one_token
-	$(GPU_ENV) $(PYTHON) -m benchmarks.decode --name few_tokens --tokens 2 4 8 16 64 512 --baselines composite
+	$(GPU_ENV) $(PYTHON) -m benchmarks.decode --name one_token --baselines naive swiglu composite
+	$(GPU_ENV) $(PYTHON) -m benchmarks.decode --name one_token_bf16 --dtype bfloat16 --baselines
+	$(GPU_ENV) $(PYTHON) -m benchmarks.decode --name few_tokens --tokens 2 4 8 16 64 128 512 --baselines composite
+	$(GPU_ENV) $(PYTHON) -m benchmarks.train
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -140,7 +140,7 @@ def measure(
     return result
 
 
-def environment() -> dict[str, str]:
+def environment(protocol: str = PROTOCOL) -> dict[str, str]:
     """What a result depends on besides the code: written beside every table."""
     git = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True, check=False)
     return {
@@ -150,15 +150,17 @@ def environment() -> dict[str, str]:
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
         "python": platform.python_version(),
-        "protocol": PROTOCOL,
+        "protocol": protocol,
     }
 
 
-def write(rows: Sequence[Row], out: Path, name: str) -> None:
+def write(rows: Sequence[Row], out: Path, name: str, protocol: str = PROTOCOL) -> None:
     """`<name>.csv` and `<name>.json` in a folder."""
     out.mkdir(parents=True, exist_ok=True)
     table = [asdict(row) for row in rows]
-    (out / f"{name}.json").write_text(json.dumps({"environment": environment(), "rows": table}, indent=1) + "\n")
+    (out / f"{name}.json").write_text(
+        json.dumps({"environment": environment(protocol), "rows": table}, indent=1) + "\n"
+    )
     with (out / f"{name}.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(table[0]))
         writer.writeheader()

@@ -13,6 +13,8 @@ from typing import Any
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
+from mglu_ops.backends import traced
+
 from .recognise import Recogniser
 from .report import FusionReport, SiteReport, module_path, source_line
 from .rewrite import rewrite
@@ -82,7 +84,7 @@ def _describe(site: Site, route: str = "", reason: str | None = None) -> SiteRep
 def _source_hash() -> str:
     """Of everything that decides what the pass does."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in (*sorted(Path(__file__).parent.glob("*.py")), Path(traced.__file__)):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

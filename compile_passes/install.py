@@ -15,8 +15,11 @@ from typing import Any
 import torch._dynamo
 import torch._inductor.config as inductor_config
 
+from . import lowering
 from .fusion import FusionError, FusionPass, GraphPass
 from .report import FusionReport
+
+lowering.register()
 
 _lock = threading.RLock()
 _global_report = FusionReport()
