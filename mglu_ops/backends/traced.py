@@ -38,17 +38,6 @@ def _gates_and_values(x: Tensor, weight: Tensor, packed_masks: Tensor) -> Iterat
             yield half_total - half_flipped, half_total + half_flipped
 
 
-def forward(
-    x: Tensor,
-    weight: Tensor,
-    packed_masks: Tensor,
-    activation: str = "silu",
-    route_weights: Tensor | None = None,
-) -> Tensor:
-    """`mglu::forward`."""
-    return forward_train(x, weight, packed_masks, activation, route_weights)[0]
-
-
 def forward_train(
     x: Tensor,
     weight: Tensor,
