@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import os
 import re
@@ -54,6 +55,18 @@ def test_measured_times_are_those_of_the_results() -> None:
     assert f"takes {swiglu:.1f}:" in README
     for n_masks, words in ((1, "{}x faster with one mask"), (4, "{}x\nwith 4"), (8, "{}x with 8")):
         assert words.format(f"{swiglu / measured(n_masks)['mglu cuda']:.2f}") in README, n_masks
+
+
+def test_training_steps_are_those_of_the_results() -> None:
+    with (Path(__file__).parent.parent / "benchmarks/results/train.csv").open() as file:
+        rows = {(row["variant"], row["n_masks"]): row for row in csv.DictReader(file) if row["case"] == "training step"}
+    for label, variant in (("naive, torch.compile", "naive compiled"), ("fused", "fused")):
+        cells = []
+        for n_masks in ("1", "4", "8"):
+            row = rows[variant, n_masks]
+            peak = ast.literal_eval(row["extra"])["peak_mb"]
+            cells.append(f"{float(row['microseconds']) / 1000:.2f}, {peak:.0f} MB")
+        assert f"| {label} | {' | '.join(cells)} |" in README
 
 
 def test_make_targets_of_the_readme_exist() -> None:
