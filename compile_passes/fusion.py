@@ -82,10 +82,11 @@ def _describe(site: Site, route: str = "", reason: str | None = None) -> SiteRep
 
 @lru_cache(maxsize=1)
 def _source_hash() -> str:
-    """Of everything that decides what the pass does."""
+    """Of everything that decides what the pass does, and what Inductor makes of its operators."""
     digest = hashlib.sha256()
-    for path in (*sorted(Path(__file__).parent.glob("*.py")), Path(traced.__file__)):
-        digest.update(path.read_bytes())
+    for source in (Path(__file__), Path(traced.__file__)):
+        for path in sorted(source.parent.glob("*.py")):
+            digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
