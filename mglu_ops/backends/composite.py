@@ -27,30 +27,31 @@ _FEW_TOKENS = 32
 """Below this many, a float64 copy of the weight costs more than the products that it saves."""
 
 
-def _operand_dtype(x: Tensor) -> torch.dtype:
+def operand_dtype(x: Tensor) -> torch.dtype:
     """What the GEMMs read: x's dtype where their result can be wider, else the dtype of the sums."""
-    return x.dtype if x.is_cuda else _sum_dtype(x.dtype)
+    return x.dtype if x.is_cuda else sum_dtype(x.dtype)
 
 
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What products of `dtype` are summed in."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-def _matmul(a: Tensor, b: Tensor) -> Tensor:
+def matmul(a: Tensor, b: Tensor) -> Tensor:
     """`a @ b`, summed and returned in float32 at least."""
     if a.dtype in (torch.float16, torch.bfloat16):
         return torch.mm(a, b, out_dtype=torch.float32)
     return torch.mm(a, b)
 
 
-def _rows(tensor: Tensor) -> Tensor:
+def as_rows(tensor: Tensor) -> Tensor:
     """`[..., n]` as `[tokens, n]`, also where a size is 0."""
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
 def _matmul_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """`_matmul`, without a new tensor where the library can."""
-    return torch.mm(a, b, out=out) if a.dtype == out.dtype else out.copy_(_matmul(a, b))
+    """`matmul`, without a new tensor where the library can."""
+    return torch.mm(a, b, out=out) if a.dtype == out.dtype else out.copy_(matmul(a, b))
 
 
 def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -58,7 +59,7 @@ def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
     if a.dtype == total.dtype:
         torch.addmm(total, a, b, out=total)
     else:
-        total += _matmul(a, b)
+        total += matmul(a, b)
 
 
 def _gates_and_values(
@@ -70,7 +71,7 @@ def _gates_and_values(
     """
     n_masks, in_features = packed_masks.shape[2], weight.shape[1]
     narrow_sums, tokens = x.dtype is torch.float32, x.shape[0]
-    dtype = _operand_dtype(x)
+    dtype = operand_dtype(x)
     x, weight = x.to(dtype), weight.to(dtype)
     masks = (unpack_one(packed_masks, i, in_features) for i in range(n_masks))
     buffers = ((gates[i % len(gates)], values[i % len(values)]) for i in range(n_masks))
@@ -94,7 +95,7 @@ def _both_products(x: Tensor, weight: Tensor, masks: _Masks) -> Iterator[tuple[T
 
 
 def _sign_flips(x: Tensor, weight: Tensor, masks: _Masks) -> Iterator[tuple[Tensor, Tensor]]:
-    half_total = _matmul(x, weight.t()).mul_(0.5)
+    half_total = matmul(x, weight.t()).mul_(0.5)
     for mask, (gate, value) in masks:
         flipped = _matmul_into(gate, x, torch.sub(weight, weight * mask, alpha=2).t())
         torch.add(half_total, flipped, alpha=0.5, out=value)
@@ -144,7 +145,7 @@ def _forward(
     saved: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     act = get_activation(activation).forward
-    n_masks, rows, dtype = packed_masks.shape[2], _rows(x), _sum_dtype(x.dtype)
+    n_masks, rows, dtype = packed_masks.shape[2], as_rows(x), sum_dtype(x.dtype)
     shape = (rows.shape[0], weight.shape[0])
     result = rows.new_zeros(shape, dtype=dtype)
     in_place = saved is not None and x.dtype == dtype
@@ -160,7 +161,7 @@ def _forward(
             saved[1][i].copy_(value)
         activated = act(gate)
         if route_weights is not None:
-            activated = activated * _rows(route_weights)[:, i : i + 1]
+            activated = activated * as_rows(route_weights)[:, i : i + 1]
         result.addcmul_(activated, value)
     return result.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
 
@@ -184,10 +185,10 @@ def backward(
     2 (n_masks + 1) GEMMs.
     """
     needs_x, needs_weight, needs_route = needs
-    operand, wide = _operand_dtype(x), _sum_dtype(x.dtype)
+    operand, wide = operand_dtype(x), sum_dtype(x.dtype)
     act = get_activation(activation)
     n_masks = packed_masks.shape[2]
-    rows, grad = _rows(x).to(operand), _rows(grad_output).to(wide)
+    rows, grad = as_rows(x).to(operand), as_rows(grad_output).to(wide)
     w = weight.to(operand)
 
     grad_x = grad.new_zeros(rows.shape) if needs_x else x.new_empty(0)
@@ -200,13 +201,13 @@ def backward(
     value_sum = torch.zeros_like(grad)
 
     for i in range(n_masks):
-        gate, value = _rows(gates[i]).to(wide), _rows(values[i]).to(wide)
+        gate, value = as_rows(gates[i]).to(wide), as_rows(values[i]).to(wide)
         activated = act.forward(gate)
         term_grad = grad
         if route_weights is not None:
             if needs_route:
                 grad_route[:, i] = (grad * activated * value).sum(-1)
-            term_grad = grad * _rows(route_weights)[:, i : i + 1]
+            term_grad = grad * as_rows(route_weights)[:, i : i + 1]
         grad_value = term_grad * activated
         value_sum += grad_value
         grad_gate = act.backward(term_grad * value, gate)
@@ -215,7 +216,7 @@ def backward(
         if needs_x:
             _add_matmul(grad_x, difference, w * mask)
         if needs_weight or logits_dtype:
-            product = _matmul(difference.t(), rows)
+            product = matmul(difference.t(), rows)
             if needs_weight:
                 grad_weight += product * mask
             if logits_dtype:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..activations import get_activation
-from .composite import _matmul, _operand_dtype, _rows, _sum_dtype
+from .composite import as_rows, matmul, operand_dtype, sum_dtype
 
 
 def _mask(packed_masks: Tensor, index: int, in_features: int) -> Tensor:
@@ -25,16 +25,16 @@ def _mask(packed_masks: Tensor, index: int, in_features: int) -> Tensor:
 def _gates_and_values(x: Tensor, weight: Tensor, packed_masks: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Mask by mask, in the dtype of the sums: by sign flips, and where `composite` avoids those, by both products."""
     both_products = packed_masks.shape[2] == 1 or x.dtype is torch.float32
-    dtype = _operand_dtype(x)
+    dtype = operand_dtype(x)
     x, weight = x.to(dtype), weight.to(dtype)
-    half_total = None if both_products else _matmul(x, weight.t()) * 0.5
+    half_total = None if both_products else matmul(x, weight.t()) * 0.5
     for i in range(packed_masks.shape[2]):
         mask = _mask(packed_masks, i, weight.shape[1])
         if half_total is None:
             masked = torch.where(mask, weight, 0)
-            yield _matmul(x, masked.t()), _matmul(x, (weight - masked).t())
+            yield matmul(x, masked.t()), matmul(x, (weight - masked).t())
         else:
-            half_flipped = _matmul(x, torch.where(mask, -weight, weight).t()) * 0.5
+            half_flipped = matmul(x, torch.where(mask, -weight, weight).t()) * 0.5
             yield half_total - half_flipped, half_total + half_flipped
 
 
@@ -47,13 +47,13 @@ def forward_train(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`mglu::forward_train`."""
     act = get_activation(activation).forward
-    rows = _rows(x)
+    rows = as_rows(x)
     gates, values, terms = [], [], []
     for i, (gate, value) in enumerate(_gates_and_values(rows, weight, packed_masks)):
         gates.append(gate.to(x.dtype))
         values.append(value.to(x.dtype))
         term = act(gate) * value
-        terms.append(term if route_weights is None else term * _rows(route_weights)[:, i : i + 1])
+        terms.append(term if route_weights is None else term * as_rows(route_weights)[:, i : i + 1])
     shape = (*x.shape[:-1], weight.shape[0])
     result = sum(terms[1:], terms[0]).to(x.dtype).reshape(shape)
     saved = (packed_masks.shape[2], *shape)
@@ -74,34 +74,34 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`mglu::backward`; the equations are those of `composite.backward`."""
     needs_x, needs_weight, needs_route = needs
-    operand, wide, act = _operand_dtype(x), _sum_dtype(x.dtype), get_activation(activation)
-    rows, grad, w = _rows(x).to(operand), _rows(grad_output).to(wide), weight.to(operand)
+    operand, wide, act = operand_dtype(x), sum_dtype(x.dtype), get_activation(activation)
+    rows, grad, w = as_rows(x).to(operand), as_rows(grad_output).to(wide), weight.to(operand)
     value_sum, grad_x, grad_weight = torch.zeros_like(grad), None, None
     grad_logits, grad_routes = [], []
     for i in range(packed_masks.shape[2]):
-        gate, value = _rows(gates[i]).to(wide), _rows(values[i]).to(wide)
+        gate, value = as_rows(gates[i]).to(wide), as_rows(values[i]).to(wide)
         activated, term_grad = act.forward(gate), grad
         if route_weights is not None:
             grad_routes.append((grad * activated * value).sum(-1))
-            term_grad = grad * _rows(route_weights)[:, i : i + 1]
+            term_grad = grad * as_rows(route_weights)[:, i : i + 1]
         grad_value = term_grad * activated
         value_sum = value_sum + grad_value
         difference = (act.backward(term_grad * value, gate) - grad_value).to(operand)
         mask = _mask(packed_masks, i, weight.shape[1])
         if needs_x:
-            part = _matmul(difference, torch.where(mask, w, 0))
+            part = matmul(difference, torch.where(mask, w, 0))
             grad_x = part if grad_x is None else grad_x + part
         if needs_weight or logits_dtype:
-            product = _matmul(difference.t(), rows)
+            product = matmul(difference.t(), rows)
             masked = torch.where(mask, product, 0)
             grad_weight = masked if grad_weight is None else grad_weight + masked
             if logits_dtype:
                 grad_logits.append((product * weight).to(logits_dtype))
     value_sum = value_sum.to(operand)
     if grad_x is not None:
-        grad_x = (grad_x + _matmul(value_sum, w)).to(x.dtype).reshape(x.shape)
+        grad_x = (grad_x + matmul(value_sum, w)).to(x.dtype).reshape(x.shape)
     if needs_weight and grad_weight is not None:
-        grad_weight = (grad_weight + _matmul(value_sum.t(), rows)).to(weight.dtype)
+        grad_weight = (grad_weight + matmul(value_sum.t(), rows)).to(weight.dtype)
     route = None
     if needs_route and route_weights is not None:
         route = torch.stack(grad_routes, dim=-1).to(route_weights.dtype).reshape(route_weights.shape)
