@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from mglu_ops.backends import traced
 
+from . import formulas
+from .mutation import normalise_writes
 from .recognise import Recogniser
 from .report import FusionReport, SiteReport, module_path, source_line
 from .rewrite import rewrite
@@ -30,8 +33,18 @@ class FusionError(RuntimeError):
     """Strict mode: a layer was recognised but not fused, or nothing was."""
 
 
-def fuse_graph(graph: Graph, report: FusionReport, *, strict: bool = False, assume_binary: bool = False) -> None:
+def fuse_graph(
+    graph: Graph,
+    report: FusionReport,
+    *,
+    strict: bool = False,
+    assume_binary: bool = False,
+    constants: Mapping[Node, Tensor] | None = None,
+) -> None:
     """Rewrite, in place, the MGLU layers of a graph, and add to `report` what became of each.
+
+    `constants` are the values of nodes that hold them whenever the graph runs; a real mask among them is proved to be
+    binary by its values.
 
     Raises:
         FusionError: under `strict`, if a layer is not fused. The others are.
@@ -43,7 +56,8 @@ def fuse_graph(graph: Graph, report: FusionReport, *, strict: bool = False, assu
             UserWarning,
             stacklevel=2,
         )
-    recogniser = Recogniser(graph)
+    normalise_writes(graph)
+    recogniser = Recogniser(graph, constants)
     layers, missed = [], []
     for site in find_sites(graph, recogniser):
         try:
@@ -73,7 +87,7 @@ def _describe(site: Site, route: str = "", reason: str | None = None) -> SiteRep
         module_path=module_path(site.root),
         source=source_line(site.root),
         n_masks=len(site.terms),
-        activation=term.activation,
+        activation=term.activation or formulas.spelled(term.formula),
         dtype=str(term.gate.dtype).removeprefix("torch."),
         route=route,
         reason=reason,

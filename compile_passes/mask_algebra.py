@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from .symbols import same_shape, tensor_example
+from .symbols import equal_sizes, tensor_example
 from .values import Binary, Mask
 
 
@@ -18,9 +18,17 @@ def merge(a: Mask, b: Mask) -> Mask | None:
     """The one mask that both are; None where they are two, or carry two gradients."""
     if a.key != b.key:
         return None
-    if a.straight_through is not None and b.straight_through is not None and a.straight_through != b.straight_through:
+    if a.carrier is not None and b.carrier is not None and a.carrier.key != b.carrier.key:
         return None
-    return a if a.straight_through is not None else b
+    return a if a.carrier is not None else b
+
+
+def same_function(a: Binary | None, b: Binary | None) -> bool:
+    """Whether two functions have one value and one gradient everywhere; None is the constant 1."""
+    if a is None or b is None:
+        return a is b
+    same_carrier = (a.mask.carrier and a.mask.carrier.key) == (b.mask.carrier and b.mask.carrier.key)
+    return a.mask.key == b.mask.key and a.at == b.at and a.slope == b.slope and (same_carrier or not any(a.slope))
 
 
 def combine(a: Binary | None, b: Binary | None, sign: float) -> Binary | None:
@@ -57,7 +65,7 @@ def checked(node: Node, value: Binary | None) -> Binary | None:
     one, and bool holds 0 and 1 (True + True is True).
     """
     example = tensor_example(node)
-    if value is None or example is None or not same_shape(node, value.mask.bits):
+    if value is None or example is None or not equal_sizes(example.shape, value.mask.shape):
         return None
     low, high = {torch.bool: (0, 1), torch.uint8: (0, 127)}.get(example.dtype, (-127, 127))
     step = 0.5 if example.dtype.is_floating_point else 1

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,21 @@ import torch
 from torch.fx import Node
 
 from .mask_algebra import checked, combine, constant, multiply
+from .mutation import Effects
 from .rules import rule
-from .symbols import Call, as_call, requires_grad, tensor_example
-from .values import Binary, Scalar, Value
+from .symbols import Call, as_call, requires_grad, slice_of, submodule, tensor_example
+from .values import (
+    Binary,
+    Carrier,
+    Levels,
+    Mask,
+    Scalar,
+    Value,
+    at_index,
+    slice_key,
+    stack_dim_of,
+    stack_of,
+)
 
 if TYPE_CHECKING:
     from .recognise import Recogniser
@@ -61,24 +74,47 @@ def straight_through(recogniser: Recogniser, node: Node, call: Call) -> Value:
     if len(present) != 1 or present[0][0] != 1:
         return None
     hard = recogniser.value(present[0][2])
-    if not isinstance(hard, Binary) or not hard.is_gate(1) or hard.mask.straight_through is not None:
+    if not isinstance(hard, Binary) or not hard.is_gate(1) or hard.mask.carrier is not None:
         return None
     if not differentiable or not requires_grad(node):
         return replace(hard, slope=(0, 0))
     if len(differentiable) > 1 or differentiable[0][1] != 1:
         return None
     soft = differentiable[0][2]
-    is_logits = _is_positive(recogniser, hard.mask.bits, soft)
-    mask = replace(hard.mask, proof="straight-through", straight_through=node, logits=soft if is_logits else None)
-    return Binary(mask, at=(0, 1), slope=(1, 1))
+    carrier = Carrier(node, recogniser.key(node), soft if _is_positive(recogniser, hard.mask, soft) else None)
+    mask = replace(hard.mask, proof=hard.mask.proof and "straight-through", carrier=carrier)
+    return checked(node, Binary(mask, at=(0, 1), slope=(1, 1)))
 
 
-def _is_positive(recogniser: Recogniser, bits: Node, soft: Node) -> bool:
-    """Whether `bits` is `soft > 0`."""
-    call = as_call(bits)
-    if call is None or call.symbol != "gt" or len(call.args) != 2:
+def _is_positive(recogniser: Recogniser, mask: Mask, soft: Node) -> bool:
+    """Whether a mask is `soft > 0`."""
+    call = as_call(mask.bits)
+    if call is None or call.symbol != "gt" or len(call.args) != 2 or recogniser.value(call.args[1]) != Scalar(0):
         return False
-    return recogniser.key(call.args[0]) == recogniser.key(soft) and recogniser.value(call.args[1]) == Scalar(0)
+    key = recogniser.key(call.args[0])
+    return recogniser.key(soft) == (key if mask.index is None else slice_key(key, mask.index))
+
+
+@rule("getitem", "select")
+def slice_of_a_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`masks[i]`, and one of all that is made of a stack of masks."""
+    found = slice_of(node)
+    if found is None:
+        return None
+    base, dim, index = found
+    value, source = recogniser.value(base), as_call(base)
+    if stack_of(value) is None or dim != stack_dim_of(value):
+        return None
+    is_of_nodes = source is not None and source.symbol == "stack"  # each of which may be a layer of its own
+    return None if is_of_nodes else at_index(value, index)
+
+
+_ARITHMETIC: dict[str, Callable[[float, float], float]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "rsub": operator.sub,  # (of swapped arguments)
+    "mul": operator.mul,
+}
 
 
 @rule("add", "sub", "rsub", "mul")
@@ -90,9 +126,13 @@ def arithmetic(recogniser: Recogniser, node: Node, call: Call) -> Value:
     a, b = recogniser.value(left), recogniser.value(right)
     if call.symbol != "mul" and isinstance(a, Scalar) and b is None:
         b = recogniser.as_unproved_mask(right)
+    compute = _ARITHMETIC[call.symbol]
     if isinstance(a, Scalar) and isinstance(b, Scalar):
-        sign = 1 if call.symbol == "add" else -1
-        return Scalar(a.value * b.value if call.symbol == "mul" else a.value + sign * b.value)
+        return Scalar(compute(a.value, b.value))
+    if isinstance(a, Levels) and isinstance(b, Scalar):
+        return of_levels(recogniser, node, [compute(v, b.value) for v in a.values])
+    if isinstance(a, Scalar) and isinstance(b, Levels):
+        return of_levels(recogniser, node, [compute(a.value, v) for v in b.values])
     if isinstance(a, Scalar) and isinstance(b, Binary):
         a = constant(b.mask, a.value)
     elif isinstance(b, Scalar) and isinstance(a, Binary):
@@ -108,7 +148,21 @@ def negation(recogniser: Recogniser, node: Node, call: Call) -> Value:
     value = recogniser.value(call.get(0, "input"))
     if isinstance(value, Scalar):
         return Scalar(-value.value)
+    if isinstance(value, Levels):
+        return of_levels(recogniser, node, [-v for v in value.values])
     return checked(node, value.map(operator.neg, lambda v: -1.0)) if isinstance(value, Binary) else None
+
+
+@rule("div")
+def quotient(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`(sign(x) + 1) / 2`."""
+    a, b = recogniser.value(call.get(0, "input")), recogniser.value(call.get(1, "other"))
+    if not isinstance(b, Scalar) or b.value == 0 or call.get(2, "rounding_mode") is not None:
+        return None
+    divisor = b.value
+    if isinstance(a, Levels):
+        return of_levels(recogniser, node, [v / divisor for v in a.values])
+    return checked(node, a.map(lambda v: v / divisor, lambda v: 1 / divisor)) if isinstance(a, Binary) else None
 
 
 @rule("not", "logical_not")
@@ -144,6 +198,8 @@ def comparison(recogniser: Recogniser, node: Node, call: Call) -> Value:
 @rule("to")
 def cast(recogniser: Recogniser, node: Node, call: Call) -> Value:
     value, example = recogniser.value(call.get(0, "input")), tensor_example(node)
+    if isinstance(value, Levels) and example is not None and example.dtype.is_signed:
+        return of_levels(recogniser, node, [v if example.dtype.is_floating_point else int(v) for v in value.values])
     if not isinstance(value, Binary) or example is None:
         return None
     if example.dtype is torch.bool:
@@ -162,14 +218,109 @@ def detach(recogniser: Recogniser, node: Node, call: Call) -> Value:
 @rule("alias")
 def alias(recogniser: Recogniser, node: Node, call: Call) -> Value:
     value = recogniser.value(call.get(0, "input"))
-    return value if isinstance(value, Binary) else None
+    return value if isinstance(value, (Scalar, Levels, Binary)) else None
 
 
-@rule("zeros_like")
+# --- Numbers, and tensors of few values ------------------------------------------------------------------------------
+
+
+@rule("zeros")
 def zeros(recogniser: Recogniser, node: Node, call: Call) -> Value:
     return Scalar(0)
 
 
-@rule("ones_like")
+@rule("ones")
 def ones(recogniser: Recogniser, node: Node, call: Call) -> Value:
     return Scalar(1)
+
+
+@rule("full")
+def full(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    return recogniser.value(call.get(1, "fill_value"))
+
+
+@rule("tensor")
+def tensor(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    return recogniser.value(call.get(0, "data", call.kwargs.get("s")))
+
+
+def of_levels(recogniser: Recogniser, node: Node, values: Sequence[float]) -> Value:
+    """A tensor that holds no other values than these: a mask if they are 0 and 1."""
+    levels = tuple(sorted(set(values)))
+    if not 0 <= levels[0] <= levels[-1] <= 1:
+        return Levels(levels)
+    others = [value for value in levels if value not in (0, 1)]
+    doubt = f"it may hold {', '.join(f'{value:g}' for value in others)}" if others else ""
+    mask = Mask(node, recogniser.key(node), proof=None if others else "values", doubt=doubt)
+    return Binary(mask, at=(0, 1), slope=(0, 0))
+
+
+@rule("sign")
+def sign(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    return Levels((-1, 0, 1))
+
+
+@rule("heaviside")
+def heaviside(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    at_zero = recogniser.value(call.get(1, "values"))
+    return of_levels(recogniser, node, [0, at_zero.value, 1]) if isinstance(at_zero, Scalar) else None
+
+
+@rule("round")
+def rounded(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`round(sigmoid(logits))`."""
+    argument = call.get(0, "input")
+    inner = as_call(argument) if isinstance(argument, Node) else None
+    if inner is None or inner.symbol != "sigmoid" or call.get(1, "decimals", 0) != 0:
+        return None
+    return of_levels(recogniser, node, [0, 1])
+
+
+@rule("and", "remainder")
+def lowest_bit(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`(packed >> i) & 1`, `packed % 2`."""
+    example, operands = tensor_example(node), [recogniser.value(argument) for argument in call.args]
+    if example is None or example.dtype.is_floating_point or example.dtype is torch.bool or len(operands) != 2:
+        return None
+    is_bit = Scalar(1) in operands if call.symbol == "and" else operands[1] == Scalar(2)
+    return of_levels(recogniser, node, [0, 1]) if is_bit else None
+
+
+@rule("clamp", "clamp_min", "maximum", "relu")
+def clamped(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`relu(sign(x))`, `sign(x).clamp(min=0)`."""
+    value, low, high = recogniser.value(call.get(0, "input")), 0.0, math.inf
+    if not isinstance(value, Levels):
+        return None
+    if call.symbol != "relu":
+        bounds = [call.get(1, "other" if call.symbol == "maximum" else "min"), call.get(2, "max")]
+        numbers = [recogniser.value(bound) for bound in bounds]
+        if any(number is None and bound is not None for number, bound in zip(numbers, bounds, strict=True)):
+            return None
+        low = numbers[0].value if isinstance(numbers[0], Scalar) else -math.inf
+        high = numbers[1].value if isinstance(numbers[1], Scalar) else math.inf
+    return of_levels(recogniser, node, [min(max(v, low), high) for v in value.values])
+
+
+@rule("getitem")
+def result_of_a_function(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """A custom `autograd.Function` whose forward gives a mask.
+
+    Its gradient is the user's own and flows through the result as before: the operator gives the gradient of the mask.
+    """
+    source = call.args[0]
+    if not isinstance(source, Node) or "autograd_function_apply" not in str(source.target):
+        return None
+    body = submodule(source.graph, source.args[0])
+    if body is None or not isinstance(call.args[1], int) or not Effects(body.graph).writes_nothing:
+        return None
+    (returned,) = body.graph.find_nodes(op="output")
+    results = returned.args[0][0]  # (of the pair of results and what is saved for backward)
+    result = results[call.args[1]] if isinstance(results, (tuple, list)) else results
+    hard = type(recogniser)(body.graph).value(result)
+    if not isinstance(hard, Binary) or not hard.is_gate(1) or hard.mask.proof is None:
+        return None
+    key = recogniser.key(node)
+    carrier = Carrier(node, key) if requires_grad(node) else None
+    mask = Mask(node, key, proof="autograd.Function", carrier=carrier)
+    return checked(node, Binary(mask, at=(0, 1), slope=(1, 1) if carrier else (0, 0)))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from .symbols import example, is_inplace_name
+from .symbols import as_call, example, is_inplace_name, submodule
 
 _INPLACE_OPERATORS = (
     operator.iadd,
@@ -40,6 +40,7 @@ _WRITTEN_ARGUMENTS: Mapping[str, tuple[int, ...]] = {
     "embedding": (1,),
     "embedding_bag": (1,),
 }
+_MODE_SWITCHES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode")
 _HARMLESS_MODULES = ("torch", "_operator", "builtins", "math", "operator")
 
 
@@ -57,12 +58,75 @@ def _storage(tensor: torch.Tensor) -> Hashable:
         return ("no storage", id(tensor))
 
 
-def mutated_storages(graph: Graph) -> set[Hashable] | None:
-    """The storages that the nodes of a graph write to; None if one writes to something unknown."""
-    targets = {target for node in graph.nodes for target in written(node)}
-    if any(example(target) is None and target.op != "get_attr" for target in targets):
-        return None  # (the body of a higher-order operator is a get_attr)
-    return {storage for target in targets for storage in storages(target)}
+class Effects:
+    """What the nodes of a graph write to, and where in it they stand."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.order = {node: position for position, node in enumerate(graph.nodes)}
+        self.writes = [(node, targets) for node in graph.nodes if (targets := written(node))]
+        self.mode_switches = [
+            node
+            for node in graph.nodes
+            if node.op == "call_function" and getattr(node.target, "__name__", "") in _MODE_SWITCHES
+        ]
+        self._written = self._written_storages()
+
+    def _written_storages(self) -> set[Hashable] | None:
+        targets = {target for _, targets in self.writes for target in targets}
+        if any(example(target) is None and target.op != "get_attr" for target in targets):
+            return None  # (the body of a higher-order operator is a get_attr)
+        return {storage for target in targets for storage in storages(target)}
+
+    @property
+    def writes_nothing(self) -> bool:
+        return not self.writes
+
+    def is_written(self, node: Node) -> bool:
+        """Whether the graph writes to what a node makes, or to something unknown."""
+        if not self.writes:
+            return False
+        return self._written is None or bool(storages(node) & self._written)
+
+
+def normalise_writes(graph: Graph) -> None:
+    """Make what reads a copy after it was written to in place read the result of the writing: the same tensor.
+
+    `w = W.clone(); w.mul_(M); F.linear(x, w)` then reads as `w = W.clone().mul_(M)`; so does `w[~M] = 0`, as
+    `masked_fill_`.
+    """
+    for node in graph.nodes:
+        call = as_call(node)
+        if call is None or call.symbol != "alias" or len(node.users) < 2:
+            continue
+        current = node
+        for user in list(node.users):  # in the order of the graph
+            if _as_fill(user, node):
+                with graph.inserting_before(user):
+                    filled = graph.call_method("masked_fill_", (current, *user.args[1:]))
+                filled.meta = {**user.meta, "example_value": node.meta.get("example_value")}
+                graph.erase_node(user)
+                user = filled
+            elif current is not node:
+                user.replace_input_with(node, current)
+            if user.args and user.args[0] is current and _returns_self(user):
+                current = user
+
+
+def _as_fill(user: Node, copy: Node) -> bool:
+    """`copy[mask] = number`."""
+    if user.op != "call_function" or user.target is not operator.setitem or user.args[0] is not copy:
+        return False
+    _, mask, number = user.args
+    condition, tensor = example(mask), example(copy)
+    is_mask = isinstance(condition, torch.Tensor) and condition.dtype is torch.bool
+    return is_mask and condition.shape == getattr(tensor, "shape", None) and isinstance(number, (int, float))
+
+
+def _returns_self(node: Node) -> bool:
+    """Whether a node writes to its first argument in place and gives it back."""
+    if node.op == "call_method":
+        return is_inplace_name(str(node.target))
+    return any(node.target is candidate for candidate in _INPLACE_OPERATORS)
 
 
 def written(node: Node) -> list[Node]:
@@ -73,10 +137,14 @@ def written(node: Node) -> list[Node]:
     outs = _nodes_in(node.kwargs.get("out"))
     if node.op == "call_method":
         return outs + (_first(node) if is_inplace_name(target) or target in _INPLACE_METHODS else [])
-    if node.op == "call_module" or isinstance(target, torch._ops.HigherOrderOperator):
+    if node.op == "call_module":
         return node.all_input_nodes
-    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        return node.all_input_nodes if _schema_writes(target) else []
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return [] if _bodies_write_nothing(node) else node.all_input_nodes
+    if isinstance(target, torch._ops.OpOverload):
+        return _written_by_schema(node, target)
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return node.all_input_nodes if any(getattr(target, n)._schema.is_mutable for n in target.overloads()) else []
     name, module = getattr(target, "__name__", ""), getattr(target, "__module__", None) or "torch"
     if module.split(".")[0] not in _HARMLESS_MODULES:
         return node.all_input_nodes
@@ -118,6 +186,16 @@ def _has_inplace(function: Any) -> bool:
         return False
 
 
-def _schema_writes(op: torch._ops.OpOverload | torch._ops.OpOverloadPacket) -> bool:
-    overloads = [op] if isinstance(op, torch._ops.OpOverload) else [getattr(op, name) for name in op.overloads()]
-    return any(overload._schema.is_mutable for overload in overloads)
+def _written_by_schema(node: Node, op: torch._ops.OpOverload) -> list[Node]:
+    found: list[Node] = []
+    for position, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            found += _nodes_in(given)
+    return found
+
+
+def _bodies_write_nothing(node: Node) -> bool:
+    """Whether the bodies of a higher-order operator are all known, and none of them writes in place."""
+    bodies = [submodule(node.graph, argument) for argument in node.all_input_nodes if argument.op == "get_attr"]
+    return bool(bodies) and all(body is not None and Effects(body.graph).writes_nothing for body in bodies)

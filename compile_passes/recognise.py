@@ -1,32 +1,37 @@
 """From the nodes of a graph to abstract values, by rules.
 
 What a node is follows from its arguments and never from its users, so the rules compose: each new spelling is one
-more of them in `mask_rules` or `layer_rules`, or only an entry in `symbols`. A node that no rule knows is a leaf.
+more of them in one of the modules of rules, or only an entry in `symbols`. A node that no rule knows is a leaf.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from . import layer_rules, mask_rules  # noqa: F401 (they register their rules)
-from .mutation import mutated_storages, storages
+from . import gated_rules, mask_rules, projection_rules, weight_rules  # noqa: F401 (they register their rules)
+from .mutation import Effects
 from .rules import rules_for
-from .symbols import as_call, is_matrix, requires_grad, tensor_example
-from .values import Binary, Mask, Scalar, Value, Weighted
+from .symbols import as_call, dims, is_matrix, repeated, requires_grad, slice_of, tensor_example
+from .values import Binary, Carrier, Mask, Scalar, Value, Weighted, slice_key
+
+_UNREPEATABLE = ("dropout", "empty")
+"""Symbols of calls whose result their arguments do not tell."""
 
 
 class Recogniser:
     """The values of the nodes of one graph, computed once each."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, constants: Mapping[Node, torch.Tensor] | None = None) -> None:
+        """`constants`: the values of nodes that hold them whenever the graph runs."""
         self._values: dict[Node, Value] = {}
-        self._keys: dict[Node, int] = {}
+        self._keys: dict[Node, Hashable] = {}
         self._interned: dict[Hashable, int] = {}
-        self._mutated = mutated_storages(graph)
+        self._constants = constants or {}
+        self.effects = Effects(graph)
         for node in graph.nodes:
             self._keys[node] = self._intern(node)
             self._values[node] = self._evaluate(node)
@@ -43,24 +48,26 @@ class Recogniser:
             return tuple(self.key(item) for item in argument)
         if not isinstance(argument, Node):
             return (type(argument).__name__, repr(argument))
-        return ("node", self._keys[argument])
+        return self._keys[argument]
 
-    def _intern(self, node: Node) -> int:
+    def _intern(self, node: Node) -> Hashable:
         call = as_call(node)
         structure: Hashable
         if node.op == "get_attr":
             structure = ("get_attr", str(node.target))
-        elif call is None or call.symbol == "dropout" or self._is_mutable(node):
+        elif call is None or call.symbol in _UNREPEATABLE or self._is_mutable(node):
             structure = ("leaf", node.name)
+        elif (found := slice_of(node)) is not None and found[1] == 0 and requires_grad(found[0]) == requires_grad(node):
+            return slice_key(self.key(found[0]), found[2])
         else:
             kwargs = tuple(sorted((name, self.key(value)) for name, value in call.kwargs.items()))
             dtype = getattr(tensor_example(node), "dtype", None)
             structure = (call.symbol, str(node.target), dtype, requires_grad(node), self.key(call.args), kwargs)
-        return self._interned.setdefault(structure, len(self._interned))
+        return ("node", self._interned.setdefault(structure, len(self._interned)))
 
     def _is_mutable(self, node: Node) -> bool:
         """Whether the graph writes to what a node reads or makes, so that its expression does not tell its value."""
-        return self._mutated is None or any(storages(n) & self._mutated for n in (node, *node.all_input_nodes))
+        return any(self.effects.is_written(n) for n in (node, *node.all_input_nodes))
 
     def _evaluate(self, node: Node) -> Value:
         call = as_call(node)
@@ -69,10 +76,25 @@ class Recogniser:
                 value = rule(self, node, call)
                 if value is not None:
                     return value
+        constant = self._constants.get(node)
+        if (
+            constant is not None
+            and constant.dim() == 0
+            and constant.dtype is not torch.bool
+            and not self.effects.is_written(node)
+        ):
+            return Scalar(float(constant))
+        proof = self._proof_of_leaf(node)
+        return None if proof is None else Binary(Mask(node, self.key(node), proof), at=(0, 1), slope=(0, 0))
+
+    def _proof_of_leaf(self, node: Node) -> str | None:
+        """Why a node of which no rule knows more is a mask, or a stack of them."""
         if getattr(tensor_example(node), "dtype", None) is torch.bool:
-            mask = Mask(bits=node, key=self.key(node), proof="bool")
-            return Binary(mask, at=(0, 1), slope=(0, 0))
-        return None
+            return "bool"
+        constant = self._constants.get(node)
+        if constant is None or constant.dim() not in (2, 3) or self.effects.is_written(node):
+            return None
+        return "constant" if _is_binary(constant[:1]) and _is_binary(constant) else None
 
     # --- Readings of leaves -----------------------------------------------------------------------------------------
 
@@ -81,46 +103,21 @@ class Recogniser:
         value = self.value(argument)
         if isinstance(value, Weighted):
             return value
-        return Weighted(argument, None) if value is None and is_matrix(argument) else None
+        if value is not None:
+            return None
+        if is_matrix(argument):
+            return Weighted(argument, None)
+        base, dim = repeated(argument)
+        return Weighted(base, None) if dim == 0 and is_matrix(base) and self.value(base) is None else None
 
     def as_unproved_mask(self, argument: Any) -> Binary | None:
-        """A real matrix that is used like a mask (`1 - m`) though nothing proves that it is binary."""
-        if self.value(argument) is not None or not is_matrix(argument):
+        """A real matrix, or a stack of them, that is used like a mask (`1 - m`) though nothing proves it binary."""
+        if self.value(argument) is not None or dims(argument) not in (2, 3):
             return None
-        carries = argument if requires_grad(argument) else None
-        mask = Mask(bits=argument, key=self.key(argument), proof=None, straight_through=carries)
-        return Binary(mask, at=(0, 1), slope=(1, 1))
+        key = self.key(argument)
+        carrier = Carrier(argument, key) if requires_grad(argument) else None
+        return Binary(Mask(argument, key, proof=None, carrier=carrier), at=(0, 1), slope=(1, 1))
 
-    def slice_of(self, node: Node) -> tuple[Node, int] | None:
-        """`(stacked, i)` where `node` is `stacked[i]`, by whatever spelling."""
-        call = as_call(node)
-        if call is None:
-            return None
-        base, index = call.get(0, "input"), call.get(1, "index")
-        if call.symbol == "getitem" and isinstance(index, int) and isinstance(base, Node):
-            inner = as_call(base)
-            if inner is not None and inner.symbol == "unbind" and inner.get(1, "dim", 0) == 0:
-                base = inner.get(0, "input")
-        elif call.symbol == "select" and call.get(1, "dim") == 0:
-            index = call.get(2, "index")
-        else:
-            return None
-        example = tensor_example(base)
-        if example is None or example.dim() != 3 or not isinstance(index, int) or not isinstance(base, Node):
-            return None
-        return base, index % example.shape[0]
 
-    def column_of(self, node: Node) -> tuple[Node, int] | None:
-        """`(tensor, i)` where `node` is `tensor[..., i : i + 1]`."""
-        call = as_call(node)
-        if call is None or call.symbol != "getitem" or not isinstance(call.args[0], Node):
-            return None
-        base, index = call.args
-        example = tensor_example(base)
-        if example is None or not isinstance(index, tuple) or not isinstance(index[-1], slice):
-            return None
-        whole = all(item is Ellipsis or item == slice(None) for item in index[:-1])
-        reaches_last = Ellipsis in index or len(index) == example.dim()
-        start, stop, step = index[-1].start, index[-1].stop, index[-1].step
-        is_one = isinstance(start, int) and start >= 0 and stop == start + 1 and step in (None, 1)
-        return (base, start) if whole and reaches_last and is_one else None
+def _is_binary(tensor: torch.Tensor) -> bool:
+    return bool(((tensor == 0) | (tensor == 1)).all())

@@ -11,8 +11,8 @@ from torch.fx import Graph, Node
 
 from .recognise import Recogniser
 from .sites import Layer
-from .symbols import as_call, tensor_example
-from .values import Mask
+from .symbols import as_call, column_of, dims, slice_of, tensor_example
+from .values import Mask, Route
 
 _mglu = torch.ops.mglu
 
@@ -26,11 +26,15 @@ def rewrite(graph: Graph, recogniser: Recogniser, layers: Sequence[Layer]) -> No
         root = layer.site.root
         with graph.inserting_before(root):
             result = _fused_call(graph, recogniser, layer)
+            if layer.site.rest is not None:
+                result = graph.call_function(torch.add, (layer.site.rest, result))
         result.meta = dict(root.meta)
         root.replace_all_uses_with(result)
     spelling = {node for layer in layers for node in layer.interior}
     for node in reversed(graph.nodes):
-        if node in spelling and not node.users:
+        call = as_call(node)
+        is_assertion = call is not None and call.symbol == "assert_metadata" and node.args[0] in spelling
+        if (node in spelling or is_assertion) and not node.users:
             graph.erase_node(node)
 
 
@@ -49,24 +53,46 @@ def _fused_call(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node:
 
 def _in_route_order(recogniser: Recogniser, layer: Layer) -> Layer:
     """The masks in the order of their columns of one tensor of route weights, where they have one."""
-    columns = [column for column in map(recogniser.column_of, layer.routes) if column is not None]
+    columns = [column for column in map(_column_of, layer.routes) if column is not None]
     if not columns or len(columns) != len(layer.routes):
         return layer
     order = sorted(range(len(columns)), key=lambda i: columns[i][1])
     return replace(layer, masks=tuple(layer.masks[i] for i in order), routes=tuple(layer.routes[i] for i in order))
 
 
+def _column_of(route: Route) -> tuple[Node, int] | None:
+    """The tensor of which a route is one of the columns, and which."""
+    return column_of(route.node) if route.index is None else (route.node, route.index)
+
+
 def _route_weights(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node | None:
     """`[..., n_masks]`: the tensor whose columns the routes are, or the routes put side by side."""
     if not layer.routes:
         return None
-    columns = [column for column in map(recogniser.column_of, layer.routes) if column is not None]
+    columns = [column for column in map(_column_of, layer.routes) if column is not None]
     if len(columns) == len(layer.routes) and len({recogniser.key(base) for base, _ in columns}) == 1:
-        base = columns[0][0]
+        base, first = columns[0][0], layer.routes[0]
         example = tensor_example(base)
-        if example is not None and [index for _, index in columns] == list(range(example.shape[-1])):
-            return base
-    return graph.call_function(torch.cat, (list(layer.routes), -1))
+        stack_dim = -1 if first.stack_dim is None else first.stack_dim
+        if example is not None and [index for _, index in columns] == list(range(example.shape[stack_dim])):
+            return _masks_last(graph, layer, base, stack_dim)
+    return graph.call_function(torch.cat, ([_as_column(graph, layer, route) for route in layer.routes], -1))
+
+
+def _masks_last(graph: Graph, layer: Layer, route: Node, stack_dim: int) -> Node:
+    """`[..., n_masks]` of the route weights of a stack, which may have a dimension of 1 for the features."""
+    has_features = dims(route) > dims(layer.x)
+    if stack_dim not in (-1, dims(route) - 1):
+        route = graph.call_method("movedim", (route, stack_dim, -1))
+    return graph.call_method("squeeze", (route, -2)) if has_features else route
+
+
+def _as_column(graph: Graph, layer: Layer, route: Route) -> Node:
+    """`[..., 1]`."""
+    if route.index is None or route.stack_dim is None:
+        return route.node
+    whole = _masks_last(graph, layer, route.node, route.stack_dim)
+    return graph.call_method("narrow", (whole, -1, route.index, 1))
 
 
 def _cast(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
@@ -86,28 +112,34 @@ def _mask_logits(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node:
     The user's own logits where the graph has them; else the straight-through masks less 1/2, through which autograd
     goes on as it did before.
     """
-    logits = [mask.logits for mask, complement in layer.masks if not complement and mask.logits is not None]
+    carriers = [(mask.carrier, complement) for mask, complement in layer.masks]
+    logits = [
+        (c.logits, c.index) for c, complement in carriers if c is not None and c.logits is not None and not complement
+    ]
     if len(logits) == len(layer.masks):
-        return _all_slices(recogniser, logits, bool(layer.routes)) or _stack(graph, logits)
-    centred = []
-    for mask, complement in layer.masks:
-        assert mask.straight_through is not None, "checked at the site"
-        arguments = (0.5, mask.straight_through) if complement else (mask.straight_through, 0.5)
-        centred.append(graph.call_function(operator.sub, arguments))
-    return _stack(graph, centred)
+        return _joined(graph, recogniser, logits, bool(layer.routes))
+    masks = [(carrier.node, carrier.index) for carrier, _ in carriers if carrier is not None]
+    if not any(complement for _, complement in carriers):
+        return graph.call_function(operator.sub, (_joined(graph, recogniser, masks, bool(layer.routes)), 0.5))
+    slices = [_slice(graph, node, index) for node, index in masks]
+    signed = zip(slices, (complement for _, complement in carriers), strict=True)
+    return _stack(graph, [graph.call_function(operator.sub, (0.5, m) if c else (m, 0.5)) for m, c in signed])
 
 
 def _mask_bits(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node:
     """The gate's masks as one tensor `[n_masks, ...]` that `mglu::pack_masks` takes."""
-    if not any(complement for _, complement in layer.masks):
-        bits = [mask.bits for mask, _ in layer.masks]
-        whole = _all_slices(recogniser, bits, bool(layer.routes))
+    ordered = bool(layer.routes)
+    complements = {complement for _, complement in layer.masks}
+    positive = _positive(layer)
+    if len(complements) == 1 and positive is not None:
+        whole = _whole(recogniser, positive, ordered)
         if whole is not None:
-            return whole
-        positive = _all_positive_slices(recogniser, bits, bool(layer.routes))
-        if positive is not None:
-            return graph.call_function(operator.gt, (positive, 0))
-    return _stack(graph, [_gate_bits(graph, mask, complement) for mask, complement in layer.masks])
+            return graph.call_function(operator.le if complements.pop() else operator.gt, (whole, 0))
+    if len(complements) == 1:
+        whole = _whole(recogniser, [(mask.bits, mask.index) for mask, _ in layer.masks], ordered)
+        if whole is not None:
+            return _gate_bits(graph, whole, *layer.masks[0])
+    return _stack(graph, [_gate_bits(graph, _slice(graph, m.bits, m.index), m, c) for m, c in layer.masks])
 
 
 def _packed_masks(graph: Graph, layer: Layer, bits: Node) -> Node:
@@ -118,41 +150,61 @@ def _packed_masks(graph: Graph, layer: Layer, bits: Node) -> Node:
     return graph.call_function(_mglu.pack_masks.default, (_transpose(graph, layer, bits),))
 
 
-def _gate_bits(graph: Graph, mask: Mask, complement: bool) -> Node:
-    if not complement:
-        return mask.bits
+def _gate_bits(graph: Graph, bits: Node, mask: Mask, complement: bool) -> Node:
+    """`bits`, a mask or masks like `mask`, or their complement, as bool where that is proved."""
     if mask.proof is None:  # not by a comparison, which would hide from packing a value other than 0 and 1
-        return graph.call_function(operator.sub, (1, mask.bits))
-    return graph.call_function(operator.eq, (mask.bits, 0))
+        return graph.call_function(operator.sub, (1, bits)) if complement else bits
+    if complement:
+        return graph.call_function(operator.eq, (bits, 0))
+    example = tensor_example(mask.bits)
+    is_bool = example is not None and example.dtype is torch.bool
+    return bits if is_bool else graph.call_function(operator.ne, (bits, 0))
 
 
-def _all_positive_slices(recogniser: Recogniser, bits: Sequence[Node], ordered: bool) -> Node | None:
-    """The stacked logits `L` where the bits are `L[i] > 0` for every i."""
-    sources = []
-    for node in bits:
-        call = as_call(node)
-        if (
-            call is None
-            or call.symbol != "gt"
-            or call.args[1:] not in ((0,), (0.0,))
-            or not isinstance(call.args[0], Node)
-        ):
+Slice = tuple[Node, "int | None"]
+"""A node, or with an index that slice of it."""
+
+
+def _positive(layer: Layer) -> list[Slice] | None:
+    """The real tensors that each mask is the positive part of, `L[i] > 0`; None if one is made otherwise."""
+    sources: list[Slice] = []
+    for mask, _ in layer.masks:
+        call = as_call(mask.bits)
+        if call is None or call.symbol != "gt" or call.args[1:] not in ((0,), (0.0,)):
             return None
-        sources.append(call.args[0])
-    return _all_slices(recogniser, sources, ordered)
+        if not isinstance(call.args[0], Node):
+            return None
+        sources.append((call.args[0], mask.index))
+    return sources
 
 
-def _all_slices(recogniser: Recogniser, nodes: Sequence[Node], ordered: bool) -> Node | None:
-    """The stacked tensor of which the nodes are all slices, once each; `ordered` where their order matters."""
-    slices = [recogniser.slice_of(node) for node in nodes]
-    found = [item for item in slices if item is not None]
-    if len(found) != len(nodes) or len({recogniser.key(base) for base, _ in found}) != 1:
+def _whole(recogniser: Recogniser, slices: Sequence[Slice], ordered: bool) -> Node | None:
+    """The stacked tensor of which these are all slices, once each; `ordered` where their order matters."""
+    found = [_resolved(item) for item in slices]
+    if any(index is None for _, index in found) or len({recogniser.key(node) for node, _ in found}) != 1:
         return None
-    base = found[0][0]
-    example = tensor_example(base)
-    assert example is not None, "slice_of looked at it"
-    indices = [index for _, index in found]
-    return base if (indices if ordered else sorted(indices)) == list(range(example.shape[0])) else None
+    example = tensor_example(found[0][0])
+    indices = [index for _, index in found if index is not None]
+    if example is None or example.dim() != 3:
+        return None
+    return found[0][0] if (indices if ordered else sorted(indices)) == list(range(example.shape[0])) else None
+
+
+def _resolved(item: Slice) -> Slice:
+    """A slice by its index, where the node itself is `stack[i]`."""
+    node, index = item
+    found = slice_of(node) if index is None else None
+    return (found[0], found[2]) if found is not None and found[1] == 0 else item
+
+
+def _joined(graph: Graph, recogniser: Recogniser, slices: Sequence[Slice], ordered: bool) -> Node:
+    """Slices as one tensor `[n_masks, ...]`: the one that they are all of, or a stack of them."""
+    whole = _whole(recogniser, slices, ordered)
+    return whole if whole is not None else _stack(graph, [_slice(graph, node, index) for node, index in slices])
+
+
+def _slice(graph: Graph, node: Node, index: int | None) -> Node:
+    return node if index is None else graph.call_function(operator.getitem, (node, index))
 
 
 def _stack(graph: Graph, nodes: Sequence[Node]) -> Node:

@@ -16,7 +16,8 @@ A site is fused only if all of this holds, each refusal having its reason in wor
 5. *No interference.* Between the first node that the layer reads and its result, nothing outside it mutates what it
    reads or computes, an in-place node inside it overwrites only what was made inside it and is read through that
    node alone afterwards, and no change of the grad mode or of autocast falls between.
-6. *Nothing computed is asked for elsewhere.* Gates, values and products have no other users (masks may).
+6. *Nothing computed is asked for elsewhere.* Gates, values and products have no other users (masks may), but for
+   such as look at their shape alone.
 7. *No functorch transform is recorded in the graph.*
 """
 
@@ -24,19 +25,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from .mutation import storages, written
+from mglu_ops.activations import ACTIVATIONS
+
+from . import formulas
+from .gated_rules import value_users
+from .mutation import Effects, storages
 from .recognise import Recogniser
 from .symbols import as_call, equal_sizes, example, tensor_example
-from .values import Activated, Gated, Mask, Projection, Stacked, Term
+from .values import Activated, Gated, Mask, Projection, Route, Stacked, Term
 
 MAX_MASKS = 16
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FUNCTORCH_MARKS = ("_increment_nesting", "_jvp_", "_enter_dual_level")
-_MODE_SWITCHES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode")
 
 
 class Refusal(Exception):  # noqa: N818 (a result, not an error)
@@ -49,10 +54,8 @@ class Site:
 
     root: Node
     terms: tuple[Term, ...]
-
-    @property
-    def gates(self) -> Iterator[Projection]:
-        return (term.gate for term in self.terms)
+    rest: Node | None = None
+    """What the root adds to the layer's result."""
 
     @property
     def projections(self) -> Iterator[Projection]:
@@ -74,20 +77,24 @@ class Layer:
     activation: str
     dtype: torch.dtype
     trains_masks: bool
-    routes: tuple[Node, ...]
-    """A weight `[..., 1]` a mask, or none at all."""
+    routes: tuple[Route, ...]
+    """One a mask, or none at all."""
     interior: tuple[Node, ...]
     """The nodes of the spelling, in the order of the graph: what the fused operator replaces."""
 
 
 def find_sites(graph: Graph, recogniser: Recogniser) -> list[Site]:
     """The maximal sums of gated terms of a graph, in its order."""
-    roots: dict[Node, Gated] = {}
+    roots: dict[Node, Site] = {}
     for node in graph.nodes:
         value = recogniser.value(node)
-        if isinstance(value, Gated) and not all(_continues(recogniser, user) for user in node.users):
-            roots.setdefault(_without_cast(recogniser, node), value)
-    return [Site(root, value.terms) for root, value in roots.items()]
+        if not isinstance(value, Gated) or all(_continues(recogniser, user, node) for user in node.users):
+            continue
+        if value.rest is not None and value.whole is not None:
+            continue  # its terms are a sum of their own, which is met as such
+        root = node if value.rest is not None else _without_cast(recogniser, node)
+        roots.setdefault(root, Site(root, value.terms, value.rest))
+    return list(roots.values())
 
 
 def _without_cast(recogniser: Recogniser, node: Node) -> Node:
@@ -102,12 +109,20 @@ def _without_cast(recogniser: Recogniser, node: Node) -> Node:
     return node
 
 
-def _continues(recogniser: Recogniser, node: Node) -> bool:
-    """Whether `node` carries a site on: a longer sum of it, or a stack that is summed."""
+def _continues(recogniser: Recogniser, node: Node, part: Node) -> bool:
+    """Whether `node` carries the site on of which `part` is one: a longer sum of it, or a stack that is summed."""
     value = recogniser.value(node)
     if isinstance(value, Stacked):
-        return bool(node.users) and all(isinstance(recogniser.value(user), Gated) for user in node.users)
-    return isinstance(value, Gated)
+        return bool(node.users) and all(_continues(recogniser, user, node) for user in node.users)
+    if isinstance(value, Gated) and value.rest is not None and value.whole is not None:
+        return part is value.whole and bool(node.users) and all(_goes_on(recogniser, user, node) for user in node.users)
+    return isinstance(value, Gated) and part is not value.rest
+
+
+def _goes_on(recogniser: Recogniser, node: Node, part: Node) -> bool:
+    """Whether more terms come to `part`, one term and a residual so far."""
+    value = recogniser.value(node)
+    return isinstance(value, Gated) and value.rest is not part and value.whole is None
 
 
 def check(graph: Graph, recogniser: Recogniser, site: Site, assume_binary: bool) -> Layer:
@@ -139,20 +154,30 @@ def check(graph: Graph, recogniser: Recogniser, site: Site, assume_binary: bool)
         weight=first.weight,
         transposed=first.transposed,
         masks=masks,
-        activation=site.terms[0].activation,
+        activation=_check_activation(site),
         dtype=_check_dtypes(site, first),
         trains_masks=any(trained),
         routes=_check_routes(site),
         interior=_interior(graph, site),
     )
     _check_users(recogniser, layer)
-    _check_mutation(graph, layer)
+    _check_mutation(recogniser.effects, layer)
     return layer
 
 
 def _under_functorch(graph: Graph) -> bool:
     names = (getattr(node.target, "__name__", "") for node in graph.nodes if node.op == "call_function")
     return any(mark in name for name in names for mark in _FUNCTORCH_MARKS)
+
+
+def _check_activation(site: Site) -> str:
+    name = site.terms[0].activation
+    if name is None:
+        raise Refusal(
+            f"the gate g goes through {formulas.spelled(site.terms[0].formula)}, which is none of the operator's "
+            f"activations ({', '.join(ACTIVATIONS)})"
+        )
+    return name
 
 
 def _check_operands(recogniser: Recogniser, site: Site) -> None:
@@ -190,11 +215,12 @@ def _check_masks(term: Term, assume_binary: bool) -> tuple[Mask, bool]:
             f"the masks are not complementary: for M = 0 and 1 the gate takes {gate.at} and the value {value.at} "
             "of the weight, must be (0, 1) and (1, 0)"
         )
-    mask = gate.mask if gate.mask.straight_through is not None else value.mask
+    mask = gate.mask if gate.mask.carrier is not None else value.mask
     _check_mask_shape(term, mask)
     if mask.proof is None and not assume_binary:
+        doubt = f" ({mask.doubt})" if mask.doubt else ""
         raise Refusal(
-            f"mask `{mask.bits.name}` is a real tensor ({_describe(mask.bits)}) that nothing proves to be binary; make "
+            f"mask `{mask.bits.name}` is a {_describe(mask.bits)} tensor that nothing proves to be binary{doubt}; make "
             "it bool, derive it by a comparison, or pass assume_binary=True (packing then checks its values)"
         )
     return mask, complement
@@ -204,14 +230,15 @@ def _trains(site: Site, term: Term, mask: Mask) -> bool:
     """Whether a gradient reaches a term's mask: not under no_grad, whatever the parameters require."""
     root = tensor_example(site.root)
     slopes = [factor.slope for factor in (term.gate.factor, term.value.factor) if factor is not None]
-    return mask.straight_through is not None and root is not None and root.requires_grad and any(map(any, slopes))
+    return mask.carrier is not None and root is not None and root.requires_grad and any(map(any, slopes))
 
 
 def _check_slopes(term: Term, sign: int) -> None:
     gate, value = term.gate.factor, term.value.factor
     if gate is None or value is None:
         raise AssertionError("the masks are checked first")
-    if gate.mask.straight_through != value.mask.straight_through:
+    carriers = [factor.mask.carrier and factor.mask.carrier.key for factor in (gate, value)]
+    if carriers[0] != carriers[1]:
         raise Refusal("gate and value take the mask's gradient through different tensors")
     if not gate.passes_gradient(sign) or not value.passes_gradient(-sign):
         raise Refusal(
@@ -221,15 +248,15 @@ def _check_slopes(term: Term, sign: int) -> None:
 
 
 def _check_mask_shape(term: Term, mask: Mask) -> None:
-    weight, bits = tensor_example(term.gate.weight), tensor_example(mask.bits)
-    if weight is None or bits is None or not equal_sizes(weight.shape, bits.shape):
-        shape = "unknown" if bits is None else list(bits.shape)
+    weight = tensor_example(term.gate.weight)
+    if weight is None or not equal_sizes(weight.shape, mask.shape):
         raise Refusal(
-            f"mask `{mask.bits.name}` has shape {shape}, must be the weight's; a per-channel mask is not MGLU"
+            f"mask `{mask.bits.name}` has shape {list(mask.shape)}, must be the weight's: a per-channel mask is not "
+            "MGLU"
         )
 
 
-def _check_routes(site: Site) -> tuple[Node, ...]:
+def _check_routes(site: Site) -> tuple[Route, ...]:
     routes = tuple(term.route for term in site.terms if term.route is not None)
     if routes and len(routes) != len(site.terms):
         raise Refusal("some terms of the sum have route weights and some do not")
@@ -258,8 +285,8 @@ def _check_dtypes(site: Site, first: Projection) -> torch.dtype:
 
 def _interior(graph: Graph, site: Site) -> tuple[Node, ...]:
     """The nodes between a site's leaves and its root, root included."""
-    leaves = {node for projection in site.projections for node in (projection.x, projection.weight)}
-    leaves |= {term.route for term in site.terms if term.route is not None}
+    leaves: set[Any] = {node for projection in site.projections for node in (projection.x, projection.weight)}
+    leaves |= {term.route.node for term in site.terms if term.route is not None} | {site.rest}
     seen: set[Node] = set()
     stack = [site.root]
     while stack:
@@ -276,24 +303,25 @@ def _check_users(recogniser: Recogniser, layer: Layer) -> None:
     for node in layer.interior:
         if node is layer.site.root or not isinstance(recogniser.value(node), (Projection, Activated, Gated, Stacked)):
             continue
-        for user in node.users:
+        for user in value_users(node):
             if user not in interior:
                 raise Refusal(f"`{node.name}`, inside the layer, is also used by `{user.name}`")
 
 
-def _check_mutation(graph: Graph, layer: Layer) -> None:
-    interior, root = set(layer.interior), layer.site.root
-    order = {node: position for position, node in enumerate(graph.nodes)}
+def _check_mutation(effects: Effects, layer: Layer) -> None:
+    interior, root, order = set(layer.interior), layer.site.root, effects.order
+    if not effects.writes and not effects.mode_switches:
+        return
     leaves = {layer.x, layer.weight, *(node for inner in interior for node in inner.all_input_nodes)} - interior
     touched = {storage for node in interior | leaves for storage in storages(node)}
     first = min(order[node] for node in interior)
-    for node in graph.nodes:
+    for node in effects.mode_switches:
+        if first <= order[node] <= order[root]:
+            raise Refusal(f"`{getattr(node.target, '__name__', '')}` stands inside the layer")
+    for node, targets in effects.writes:
         if not first <= order[node] <= order[root]:
             continue
-        name = getattr(node.target, "__name__", "")
-        if node.op == "call_function" and name in _MODE_SWITCHES:
-            raise Refusal(f"`{name}` stands inside the layer")
-        for target in written(node):
+        for target in targets:
             if example(target) is not None and not storages(target) & touched:
                 continue
             if node not in interior or target not in interior:

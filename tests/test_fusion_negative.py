@@ -120,13 +120,13 @@ def overflow_of_int8(x, weight, logits, bits, other):
     return layer(x, weight, bits[0], ~m)
 
 
-@refused("a per-channel mask is not MGLU")
+@refused("a per-channel mask")
 def mask_a_row(x, weight, logits, bits, other):
     m = bits[0][:, :1]
     return layer(x, weight, m, ~m)
 
 
-@refused("a per-channel mask is not MGLU")
+@refused("a per-channel mask")
 def mask_a_column(x, weight, logits, bits, other):
     m = bits[0][:1]
     return layer(x, weight, m, ~m)
@@ -236,11 +236,6 @@ def detached_complement(x, weight, logits, bits, other):
 def squared(x, weight, logits, bits, other):
     m = straight_through(logits[0])
     return layer(x, weight, m * m, 1 - m)
-
-
-@refused("through different tensors")
-def two_straight_through_masks(x, weight, logits, bits, other):
-    return layer(x, weight, straight_through(logits[0]), 1 - straight_through(logits[0]))
 
 
 @refused("some masks carry a gradient and some do not")
