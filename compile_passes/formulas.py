@@ -18,8 +18,11 @@ Monomial = tuple[tuple[Atom, int], ...]
 Formula = tuple[tuple[Monomial, float], ...]
 """Terms `(product of powers of atoms, coefficient)`, sorted; no coefficient is 0."""
 
-_DIGITS = 6
-"""Significant digits by which coefficients are told apart: sqrt(2 / pi) is written with eight at least."""
+_DIGITS = 12
+"""Significant digits to which coefficients are computed, so that rounding does not keep equal formulas apart."""
+
+EXACT = 11
+"""Digits that a layer in float64 asks for."""
 
 _MOST_TERMS = 8
 """A product with more terms is no activation of ours, and normal forms grow fast."""
@@ -117,9 +120,27 @@ _ACTIVATIONS = MappingProxyType(
 )
 
 
-def activation(formula: Formula) -> str | None:
-    """The operator's activation that a formula is; None if it is none."""
-    return _ACTIVATIONS.get(formula)
+def activation(formula: Formula, digits: int = 6) -> str | None:
+    """The operator's activation that a formula is, to so many digits of its coefficients; None if it is none.
+
+    sqrt(2 / pi) is written with eight digits and more, a float32 holds seven.
+    """
+    return _ACTIVATIONS_BY_DIGITS[digits].get(_rounded(formula, digits))
+
+
+def _rounded(formula: Formula, digits: int) -> Formula:
+    return tuple((_rounded_atoms(monomial, digits), float(f"{value:.{digits}g}")) for monomial, value in formula)
+
+
+def _rounded_atoms(monomial: Monomial, digits: int) -> Monomial:
+    return tuple(
+        ((name[0], _rounded(name[1], digits)) if isinstance(name, tuple) else name, power) for name, power in monomial
+    )
+
+
+_ACTIVATIONS_BY_DIGITS = MappingProxyType(
+    {digits: {_rounded(formula, digits): name for formula, name in _ACTIVATIONS.items()} for digits in (6, EXACT)}
+)
 
 
 def spelled(formula: Formula) -> str:

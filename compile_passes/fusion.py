@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 import warnings
@@ -12,11 +13,12 @@ from typing import Any
 
 from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from mglu_ops.backends import traced
 
 from . import formulas
+from .examples import record_examples
 from .mutation import normalise_writes
 from .recognise import Recogniser
 from .report import FusionReport, SiteReport, module_path, source_line
@@ -74,6 +76,51 @@ def fuse_graph(
     report.missed.extend(missed)
     if strict and missed:
         raise FusionError("strict fusion: " + "; ".join(str(description) for description in missed))
+
+
+def fuse(
+    gm: GraphModule,
+    example_inputs: Sequence[Any] | None = None,
+    *,
+    report: FusionReport | None = None,
+    strict: bool = False,
+    assume_binary: bool = False,
+) -> GraphModule:
+    """A copy of a graph module with its MGLU layers fused, sharing its parameters and buffers.
+
+    Args:
+        gm: of `torch.export` (`ep.module()`), Dynamo or `torch.fx.symbolic_trace`.
+        example_inputs: inputs of the dtypes and shapes to come, on which nothing is computed; may be left out where
+            tracing recorded them at the placeholders.
+        report: takes what became of each layer.
+        strict: raise `FusionError` if a layer is not fused, or nothing is.
+        assume_binary: as of `mglu_ops.enable_fusion`.
+
+    What requires a gradient, and whether gradients are recorded, are taken as they are now: call it under
+    `torch.no_grad()` for a module that infers, outside for one that trains.
+
+    Raises:
+        FusionError: under `strict`.
+        ValueError: `example_inputs` is missing or does not fit the module.
+    """
+    fused = GraphModule(gm, copy.deepcopy(gm.graph))
+    record_examples(fused, example_inputs)
+    report = FusionReport() if report is None else report
+    lifted = _lifted_numbers(gm)
+    constants = {node: lifted[node.target] for node in fused.graph.nodes if node.target in lifted}
+    fuse_graph(fused.graph, report, strict=strict, assume_binary=assume_binary, constants=constants)
+    if strict and not report.fused:
+        raise FusionError("strict fusion: nothing was fused")
+    fused.recompile()
+    return fused
+
+
+def _lifted_numbers(gm: GraphModule) -> dict[Any, Tensor]:
+    """The numbers that `torch.export` made tensors of, `0` in `w[mask] = 0`: attributes that are no buffers."""
+    registered = {name for name, _ in (*gm.named_parameters(), *gm.named_buffers())}
+    names = {str(node.target) for node in gm.graph.find_nodes(op="get_attr")} - registered
+    tensors = {name: getattr(gm, name, None) for name in names}
+    return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor) and tensor.dim() == 0}
 
 
 def _has_examples(graph: Graph) -> bool:

@@ -138,7 +138,9 @@ def written(node: Node) -> list[Node]:
     if node.op == "call_method":
         return outs + (_first(node) if is_inplace_name(target) or target in _INPLACE_METHODS else [])
     if node.op == "call_module":
-        return node.all_input_nodes
+        body = submodule(node.graph, node)
+        is_known = as_call(node) is not None or (body is not None and Effects(body.graph).writes_nothing)
+        return [] if is_known else node.all_input_nodes
     if isinstance(target, torch._ops.HigherOrderOperator):
         return [] if _bodies_write_nothing(node) else node.all_input_nodes
     if isinstance(target, torch._ops.OpOverload):

@@ -12,7 +12,7 @@ from . import formulas
 from .formulas import Formula
 from .mask_algebra import combine, same_function
 from .rules import rule
-from .symbols import Call, dimension, dims, equal_sizes, repeated, same_shape, tensor_example
+from .symbols import Call, dimension, dims, equal_sizes, example, repeated, same_shape, tensor_example
 from .values import Activated, Gated, Product, Projection, Scalar, Stacked, Value, stack_of
 from .weight_rules import holds, rounds_once
 
@@ -288,12 +288,13 @@ def function_of_two(recogniser: Recogniser, node: Node, call: Call) -> Value:
     projections = [function[1] for function in functions if function is not None]
     if not projections or (len(projections) == 2 and not same_projection(recogniser, *projections)):
         return None
-    given = []
-    for value, function in zip(operands, functions, strict=True):
-        if function is None and not isinstance(value, Scalar):
-            return None
-        given.append(function[0] if function is not None else formulas.constant(getattr(value, "value", 0.0)))
+    given = [
+        function[0] if function is not None else _number(argument, value)
+        for argument, value, function in zip((left, right), operands, functions, strict=True)
+    ]
     a, b = given
+    if a is None or b is None:
+        return None
     result: Formula | None
     if call.symbol == "div":
         inverse = formulas.inverse(b)
@@ -305,6 +306,13 @@ def function_of_two(recogniser: Recogniser, node: Node, call: Call) -> Value:
     else:
         result = formulas.add(a, b, 1 if call.symbol == "add" else -1)
     return _activated(recogniser, node, result, projections[0])
+
+
+def _number(argument: Any, value: Value) -> Formula | None:
+    """A number as a formula; one that compiling does not know (a float under `dynamic=True`) by its name."""
+    if isinstance(value, Scalar):
+        return formulas.constant(value.value)
+    return formulas.atom(f"`{argument.name}`") if isinstance(example(argument), torch.SymFloat) else None
 
 
 def _is_gating(a: Formula, b: Formula, product: Formula | None) -> bool:

@@ -88,7 +88,7 @@ def find_sites(graph: Graph, recogniser: Recogniser) -> list[Site]:
     roots: dict[Node, Site] = {}
     for node in graph.nodes:
         value = recogniser.value(node)
-        if not isinstance(value, Gated) or all(_continues(recogniser, user, node) for user in node.users):
+        if not isinstance(value, Gated) or all(_continues(recogniser, user, node) for user in value_users(node)):
             continue
         if value.rest is not None and value.whole is not None:
             continue  # its terms are a sum of their own, which is met as such
@@ -173,9 +173,14 @@ def _under_functorch(graph: Graph) -> bool:
 def _check_activation(site: Site) -> str:
     name = site.terms[0].activation
     if name is None:
+        spelled = formulas.spelled(site.terms[0].formula)
+        if "`" in spelled:
+            raise Refusal(
+                f"the gate g goes through {spelled}, with a number whose value compiling does not know (a float that "
+                "`dynamic=True` makes an input); write it as a literal"
+            )
         raise Refusal(
-            f"the gate g goes through {formulas.spelled(site.terms[0].formula)}, which is none of the operator's "
-            f"activations ({', '.join(ACTIVATIONS)})"
+            f"the gate g goes through {spelled}, which is none of the operator's activations ({', '.join(ACTIVATIONS)})"
         )
     return name
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (the field's name)
+from torch import nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -161,10 +162,36 @@ class Call:
 def as_call(node: Node) -> Call | None:
     """`node` as a `Call`; None where the table does not have its target."""
     target: Any = node.target
+    if node.op == "call_module":
+        return _call_of_module(node)
     if not node.op.startswith("call_") or not isinstance(target, Hashable):
         return None
     symbol = SYMBOLS.get(target) or SYMBOLS.get(_out_of_place(target))
     return None if symbol is None else Call(symbol, node.args, node.kwargs)
+
+
+_MODULES: Mapping[type[nn.Module], str] = MappingProxyType(
+    {
+        nn.SiLU: "silu",
+        nn.GELU: "gelu",
+        nn.ReLU: "relu",
+        nn.Sigmoid: "sigmoid",
+        nn.Tanh: "tanh",
+        nn.Identity: "alias",
+        nn.Dropout: "dropout",
+    }
+)
+"""Modules that `torch.fx.symbolic_trace` leaves whole."""
+
+
+def _call_of_module(node: Node) -> Call | None:
+    root = node.graph.owning_module
+    module = None if root is None else root.get_submodule(str(node.target))
+    symbol = _MODULES.get(type(module))  # type: ignore[arg-type] # None is in no table
+    if symbol is None or getattr(module, "inplace", False):
+        return None
+    options = {name: getattr(module, name) for name in ("approximate", "training") if hasattr(module, name)}
+    return Call(symbol, node.args, {**node.kwargs, **options})
 
 
 def _out_of_place(target: Any) -> Any:
@@ -319,8 +346,8 @@ def _is_repetition(base: Any, node: Node, dim: int) -> bool:
 
 
 def submodule(graph: Graph, node: Any) -> GraphModule | None:
-    """The body of a higher-order operator that a `get_attr` node of a graph names."""
-    if graph.owning_module is None or not isinstance(node, Node) or node.op != "get_attr":
+    """The graph module that a node of a graph calls, or names as the body of a higher-order operator."""
+    if graph.owning_module is None or not isinstance(node, Node) or node.op not in ("get_attr", "call_module"):
         return None
     module = getattr(graph.owning_module, str(node.target), None)
     return module if isinstance(module, GraphModule) else None

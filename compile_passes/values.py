@@ -170,7 +170,7 @@ class Term:
     @property
     def activation(self) -> str | None:
         """The operator's name of the function; None if it has none."""
-        return formulas.activation(self.formula)
+        return formulas.activation(self.formula, formulas.EXACT if self.gate.dtype is torch.float64 else 6)
 
 
 @dataclass(frozen=True)

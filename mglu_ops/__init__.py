@@ -5,8 +5,9 @@ Importing it registers `torch.ops.mglu.*`; all that needs Inductor is imported w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import nn, ops
 from .dispatch import choose as explain
@@ -14,21 +15,64 @@ from .masks import check_packed_masks
 from .nn import freeze
 
 if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
     from compile_passes.report import FusionReport
+
+    from .runtime.export import export
+    from .runtime.library import build_runtime, load_library
+    from .runtime.load import load, load_weights
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "build_runtime",
     "check_packed_masks",
     "disable_fusion",
     "enable_fusion",
     "explain",
+    "export",
     "freeze",
+    "fuse",
     "fusion",
     "fusion_report",
+    "load",
+    "load_library",
+    "load_weights",
     "nn",
     "ops",
 ]
+
+_RUNTIME = {
+    "build_runtime": "library",
+    "export": "export",
+    "load": "load",
+    "load_library": "library",
+    "load_weights": "load",
+}
+"""What is imported when it is first asked for, and from which module of `runtime`."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _RUNTIME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"{__name__}.runtime.{_RUNTIME[name]}"), name)
+
+
+def fuse(
+    gm: GraphModule,
+    example_inputs: Sequence[Any] | None = None,
+    *,
+    report: FusionReport | None = None,
+    strict: bool = False,
+    assume_binary: bool = False,
+) -> GraphModule:
+    """A copy of a graph module with its MGLU layers fused; see `compile_passes.fusion.fuse`."""
+    from compile_passes import fusion as fusion_pass
+
+    return fusion_pass.fuse(gm, example_inputs, report=report, strict=strict, assume_binary=assume_binary)
 
 
 def enable_fusion(*, strict: bool = False, assume_binary: bool = False) -> FusionReport:

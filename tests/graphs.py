@@ -84,15 +84,19 @@ def call_name(node: torch.fx.Node) -> str:
     return call.symbol if call else str(getattr(node.target, "__name__", node.target))
 
 
-def results(function: Callable[..., Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-    """What `function(**tensors)` gives and the gradients of the tensors that require one; None where none reaches.
+def results(
+    function: Callable[..., Any], tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor | None]:
+    """What `function(**tensors)` gives and the gradients of the tensors, and of `parameters`, that require one.
+
+    None where none reaches.
 
     Of a tuple, the gradient is that of a sum of all its tensors.
     """
     output = function(**tensors)
     outputs = output if isinstance(output, tuple) else (output,)
     found: dict[str, Tensor | None] = {f"result {i}": y.detach() for i, y in enumerate(outputs)}
-    wanted = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+    wanted = {name: t for name, t in {**tensors, **(parameters or {})}.items() if t.requires_grad}
     recorded = [y for y in outputs if y.requires_grad]
     if wanted and recorded:
         # Not ones: a weight of each element of its own, that differs in sign.

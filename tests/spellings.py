@@ -25,6 +25,23 @@ def _hard_first(logits: Tensor) -> Tensor:
     return (logits > 0).to(logits.dtype) + logits - logits.detach()
 
 
+def _of_a_sigmoid(logits: Tensor) -> Tensor:
+    soft = torch.sigmoid(logits)
+    return torch.round(soft).detach() + soft - soft.detach()
+
+
+class Sign(torch.autograd.Function):
+    """The straight-through estimator as most people write it."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return (logits > 0).to(logits.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
 # Mask i as a real tensor, of trained logits `[n_masks, d, h]`.
 TRAINED: dict[str, Callable[[Tensor, int], Tensor]] = {
     "straight_through": lambda logits, i: straight_through(logits[i]),
@@ -32,6 +49,10 @@ TRAINED: dict[str, Callable[[Tensor, int], Tensor]] = {
     "select": lambda logits, i: straight_through(logits.select(0, i)),
     "unbind": lambda logits, i: straight_through(logits.unbind(0)[i]),
     "last_first": lambda logits, i: straight_through(logits[-1 - i]),
+    "slice of a stack": lambda logits, i: straight_through(logits)[i],
+    "of a sigmoid": lambda logits, i: _of_a_sigmoid(logits)[i],
+    "autograd.Function": lambda logits, i: Sign.apply(logits[i]),
+    "clone": lambda logits, i: straight_through(logits[i].clone()),
 }
 
 # Mask i as a bool tensor, of bool masks `[n_masks, d, h]`.
@@ -42,6 +63,8 @@ FIXED: dict[str, Callable[[Tensor, int], Tensor]] = {
     "clone": lambda bits, i: bits[i].clone(),
     "and": lambda bits, i: bits[i] & bits[-1],
     "comparison": lambda bits, i: bits[i].double() > 0.5,
+    "bit": lambda bits, i: ((bits[i].to(torch.uint8) * 6 >> 1) & 1).bool(),
+    "sign": lambda bits, i: torch.relu(torch.sign(bits[i].double() - 0.5)) > 0,
 }
 
 COMPLEMENTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -66,18 +89,43 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "w * m": lambda w, m: w * m,
     "m * w": lambda w, m: m * w,
     "torch.mul": torch.mul,
+    "clone.mul_": lambda w, m: w.clone().mul_(m),
+    "clone *= m": lambda w, m: _multiplied_in_place(w.clone(), m),
 }
+
+
+def _multiplied_in_place(w: Tensor, m: Tensor) -> Tensor:
+    w *= m
+    return w
+
 
 BOOL_PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = PRODUCTS | {
     "where": lambda w, m: torch.where(m, w, 0),
     "where_not": lambda w, m: torch.where(~m, 0, w),
     "masked_fill": lambda w, m: w.masked_fill(~m, 0),
+    "clone[~m] = 0": lambda w, m: _filled_in_place(w.clone(), ~m),
 }
+
+
+def _filled_in_place(w: Tensor, m: Tensor) -> Tensor:
+    w[m] = 0
+    return w
+
 
 PROJECTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "linear": F.linear,
     "x @ w.T": lambda x, w: x @ w.T,
     "matmul": lambda x, w: torch.matmul(x, w.t()),
+    "einsum": lambda x, w: torch.einsum("bh,dh->bd", x, w),
+    "addmm": lambda x, w: torch.addmm(torch.zeros(1, dtype=x.dtype), x, w.t()),
+}
+
+# Activations written out; of a name, the first is the operator's own.
+HANDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "g / (1 + exp(-g))": lambda g: g / (1 + torch.exp(-g)),
+    "g * sigmoid(g)": lambda g: g * torch.sigmoid(g),
+    "g * (0.5 + erf / 2)": lambda g: g * (0.5 + torch.erf(g * 0.5**0.5) / 2),
+    "clamp": lambda g: g.clamp(min=0),
 }
 
 
@@ -102,6 +150,10 @@ def _accumulated(terms: list[Tensor]) -> Tensor:
     return y
 
 
+def _residual(term: Tensor) -> Tensor:
+    return torch.full(term.shape, 2.0, dtype=term.dtype).cumsum(-1)
+
+
 SUMS: dict[str, Callable[[list[Tensor]], Tensor]] = {
     "y = 0": _running_sum,
     "y = None": _running_sum_from_none,
@@ -110,6 +162,7 @@ SUMS: dict[str, Callable[[list[Tensor]], Tensor]] = {
     "stack": lambda terms: torch.stack(terms).sum(0),
     "stack_last": lambda terms: torch.stack(terms, dim=-1).sum(dim=-1),
     "reduce": lambda terms: functools.reduce(operator.add, terms),
+    "residual": lambda terms: functools.reduce(operator.add, terms, _residual(terms[0])),
     "pairs": lambda terms: sum(terms[: len(terms) // 2]) + sum(terms[len(terms) // 2 :]),
 }
 
@@ -124,6 +177,7 @@ class Program:
     projection: str = "linear"
     value: str = "masked"
     activation: str = "silu"
+    hand: str | None = None
     total: str = "y = 0"
     trained: bool = True
     value_first: bool = False
@@ -194,7 +248,8 @@ class Program:
             value = torch.tanh(value)
         if wrong == "mutate gate after":
             gate.mul_(0.5)
-        activated = ACTIVATIONS[self.activation].forward(gate)
+        activate = ACTIVATIONS[self.activation].forward if self.hand is None else HANDS[self.hand]
+        activated = activate(gate)
         if wrong == "activation is used elsewhere":
             extra.append(activated)
         return (value * activated if self.value_first else activated * value), extra
@@ -257,4 +312,124 @@ WRONGS = (
     "mutate masks through a view",
     "mutate gate by a list",
     "mutate gate after",
+)
+
+
+# --- Layers with all masks in one tensor -----------------------------------------------------------------------------
+
+# Masks `[n, d, h]` times a weight `[d, h]`.
+STACK_PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "w * m": lambda w, m: w * m,
+    "m * w[None]": lambda w, m: m * w[None],
+    "w.unsqueeze(0) * m": lambda w, m: w.unsqueeze(0) * m,
+    "w.expand * m": lambda w, m: w.expand(m.shape[0], -1, -1) * m,
+    "where": lambda w, m: torch.where(m != 0, w, 0) if m.dtype is torch.bool else w * m,
+}
+
+# x `[b, h]` and weights `[n, d, h]` to products, with the dimension of the masks.
+STACK_PROJECTIONS: dict[str, tuple[int, Callable[[Tensor, Tensor], Tensor]]] = {
+    "bh,ndh->nbd": (0, lambda x, w: torch.einsum("bh,ndh->nbd", x, w)),
+    "bh,ndh->bnd": (1, lambda x, w: torch.einsum("bh,ndh->bnd", x, w)),
+    "ndh,bh->bdn": (2, lambda x, w: torch.einsum("ndh,bh->bdn", w, x)),
+    "...h,nhd->n...d": (0, lambda x, w: torch.einsum("...h,nhd->n...d", x, w.transpose(1, 2))),
+    "x @ w.mT": (0, lambda x, w: x @ w.mT),
+    "matmul of x[None]": (0, lambda x, w: torch.matmul(x[None], w.transpose(-2, -1))),
+    "bmm of expand": (0, lambda x, w: torch.bmm(x.expand(len(w), -1, -1), w.permute(0, 2, 1))),
+    "bmm of repeat": (0, lambda x, w: torch.bmm(x.repeat(len(w), 1, 1), w.mT)),
+}
+
+
+@dataclass(frozen=True)
+class StackProgram:
+    """An MGLU layer whose masks are one tensor. All sizes may be equal, so that no shape tells what is what."""
+
+    complement: str = "1 - m"
+    product: str = "w * m"
+    projection: str = "bh,ndh->nbd"
+    value: str = "masked"
+    total: str = "sum"
+    route: str | None = None
+    activation: str = "silu"
+    trained: bool = True
+    wrong: str | None = None
+
+    def __call__(self, x: Tensor, weight: Tensor, masks: Tensor, other_x: Tensor, other_weight: Tensor) -> Any:
+        """The tensors of `Program`."""
+        wrong = self.wrong
+        m = straight_through(masks) if self.trained else masks
+        dim, project = STACK_PROJECTIONS[self.projection]
+        product = STACK_PRODUCTS[self.product]
+        if wrong == "soft masks":
+            m = torch.sigmoid(masks) if self.trained else masks * 0.5
+        gate_x = torch.stack([x, other_x])[: len(masks)].repeat(len(masks), 1, 1) if wrong == "x a mask" else x
+        gate_weights = product(weight, m)
+        if wrong == "weight a mask":
+            gate_weights = torch.stack([weight, other_weight] * len(masks))[: len(masks)] * m
+        if wrong == "x a mask":
+            gate = torch.bmm(gate_x[: len(masks)], gate_weights.mT).movedim(0, dim)
+        else:
+            gate = project(x, gate_weights)
+        if wrong == "masks and tokens are exchanged":
+            gate = gate.transpose(0, 1)
+        if wrong == "masks and features are exchanged":
+            gate = gate.transpose(0, 2)
+        if wrong == "mutate weight":
+            weight.detach().mul_(2)
+        complement = (COMPLEMENTS | BOOL_COMPLEMENTS)[self.complement](m)
+        if wrong == "masks in another order":
+            complement = complement.flip(0)
+        if wrong == "transposed masks":
+            complement = complement.mT
+        if wrong == "2 - m":
+            complement = 2 - m * 1.0
+        value_x = other_x if wrong == "other x" else x
+        value_weight = other_weight if wrong == "other weight" else weight
+        if self.value == "masked":
+            value = project(value_x, product(value_weight, complement))
+        else:
+            value = F.linear(value_x, value_weight).unsqueeze(dim) - gate
+        terms = ACTIVATIONS[self.activation].forward(gate) * value
+        if wrong == "a term twice":
+            terms = torch.cat([terms, terms], dim).narrow(dim, 1, len(masks))
+        route = torch.softmax(other_x @ other_weight[: len(masks)].mT, -1)
+        return self._total(terms, dim, route)
+
+    def _total(self, terms: Tensor, dim: int, route: Tensor) -> Tensor:
+        if self.wrong == "sum over tokens":
+            return terms.sum(1 if dim == 0 else 0)
+        if self.wrong == "route of another order":
+            route = route.flip(-1).t() if dim == 0 and route.shape[0] == route.shape[1] else route.flip(-1)
+        letters = ("nbd", "bnd", "bdn")[dim]
+        if self.route == "einsum":
+            return torch.einsum(f"{letters},bn->bd", terms, route)
+        if self.route == "product":
+            terms = terms * route.movedim(-1, 0 if dim == 0 else -1).unsqueeze((2, 2, 1)[dim])
+        if self.total == "sum":
+            return terms.sum(dim)
+        if self.total == "einsum":
+            return torch.einsum(f"{letters}->bd", terms)
+        if self.total == "mean":
+            return terms.mean(dim)
+        return (
+            sum(terms.unbind(dim))
+            if self.total == "unbind"
+            else sum(terms.select(dim, i) for i in range(terms.shape[dim]))
+        )
+
+
+STACK_WRONGS = (
+    "soft masks",
+    "x a mask",
+    "weight a mask",
+    "masks and tokens are exchanged",
+    "masks and features are exchanged",
+    "mutate weight",
+    "masks in another order",
+    "transposed masks",
+    "2 - m",
+    "other x",
+    "other weight",
+    "a term twice",
+    "sum over tokens",
+    "route of another order",
 )

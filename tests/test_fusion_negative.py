@@ -14,14 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from spellings import (
     BOOL_COMPLEMENTS,
+    BOOL_PRODUCTS,
     COMPLEMENTS,
     FIXED,
+    HANDS,
     PRODUCTS,
     PROJECTIONS,
+    STACK_PRODUCTS,
+    STACK_PROJECTIONS,
+    STACK_WRONGS,
     SUMS,
     TRAINED,
     WRONGS,
     Program,
+    StackProgram,
     straight_through,
 )
 from torch import Tensor, nn
@@ -620,10 +626,11 @@ def programs(draw: st.DrawFn) -> Program:
     return Program(
         mask=draw(st.sampled_from(list(TRAINED if trained else FIXED))),
         complement=draw(st.sampled_from(list(COMPLEMENTS if trained else BOOL_COMPLEMENTS))),
-        product=draw(st.sampled_from(list(PRODUCTS))),
+        product=draw(st.sampled_from(list(PRODUCTS if trained else BOOL_PRODUCTS))),
         projection=draw(st.sampled_from(list(PROJECTIONS))),
         value=value,
         activation=draw(st.sampled_from(list(ACTIVATIONS))),
+        hand=draw(st.one_of(st.none(), st.sampled_from(list(HANDS)))),
         total=draw(st.sampled_from(list(SUMS))),
         trained=trained,
         value_first=draw(st.booleans()),
@@ -632,9 +639,9 @@ def programs(draw: st.DrawFn) -> Program:
     )
 
 
-def program_tensors(program: Program, n_masks: int, with_gradient: set[str]) -> dict[str, Tensor]:
+def program_tensors(program: Program | StackProgram, n_masks: int, with_gradient: set[str]) -> dict[str, Tensor]:
     named = tensors(n_masks, trained=())
-    logits = torch.cat([named["logits"], -named["logits"].flip(1)])[:n_masks]
+    logits = torch.cat([named["logits"], -named["logits"].flip(1), named["logits"].mT])[:n_masks]
     chosen = {
         "x": named["x"],
         "weight": named["weight"],
@@ -668,3 +675,42 @@ def test_any_program_gives_what_eager_gives(program: Program, n_masks: int, with
         assert len(capture.report.fused) == 1
         assert capture.report.missed == []
         assert capture.calls["linear"] == capture.calls["matmul"] == 0
+
+
+@st.composite
+def stack_programs(draw: st.DrawFn) -> StackProgram:
+    trained = draw(st.booleans())
+    return StackProgram(
+        complement=draw(st.sampled_from(list(COMPLEMENTS if trained else BOOL_COMPLEMENTS))),
+        product=draw(st.sampled_from(list(STACK_PRODUCTS))),
+        projection=draw(st.sampled_from(list(STACK_PROJECTIONS))),
+        value=draw(st.sampled_from(["masked", "t - gate"])),
+        total=draw(st.sampled_from(["sum", "einsum", "unbind", "select"])),
+        route=draw(st.sampled_from([None, "einsum", "product"])),
+        activation=draw(st.sampled_from(list(ACTIVATIONS))),
+        trained=trained,
+        wrong=draw(st.sampled_from([None, None, *STACK_WRONGS])),
+    )
+
+
+@settings(max_examples=120)
+@given(program=stack_programs(), n_masks=st.sampled_from([1, 2, 8]), trains=st.booleans())
+def test_any_stack_of_masks_gives_what_eager_gives(program: StackProgram, n_masks: int, trains: bool) -> None:
+    """With as many masks as tokens, features and inputs (8) no shape tells one dimension from another."""
+
+    def named() -> dict[str, Tensor]:
+        given = program_tensors(program, n_masks, {"x", "weight", "masks"} if trains else set())
+        rows = {k: torch.cat([given[k], given[k] * 2])[:8].detach() for k in ("x", "other_x")}
+        return given | {k: v.requires_grad_(given[k].requires_grad) for k, v in rows.items()}
+
+    try:
+        wanted = results(program, named())
+    except (RuntimeError, TypeError):
+        return  # shapes that do not fit, or a mutation that autograd does not let happen
+    capture = Capture()
+    assert_same(results(capture.compile(program), named()), wanted, SAME)
+    if program.wrong is None:
+        assert [site.n_masks for site in capture.report.fused] == [n_masks]
+        assert capture.report.missed == []
+        assert capture.calls["matmul"] == 1  # the router's
+        assert capture.calls["einsum"] == capture.calls["linear"] == 0

@@ -1,0 +1,637 @@
+"""Whole layers as people write them: each fuses to one operator, with the numbers it had."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from budgets import BUDGET, relative_error
+from graphs import Capture, assert_same, calls, results
+from spellings import straight_through
+from torch import Tensor, nn
+
+import mglu_ops
+from compile_passes.report import FusionReport
+
+D, H = 12, 8
+SAME = 10 * BUDGET[torch.float64]
+
+LAYERS: dict[str, tuple[str, str, Callable[..., Any]]] = {}
+"""Name -> the operator it becomes when all is trained, its activation, and `function(x, weight, logits)`."""
+
+
+def fuses(operator: str, activation: str = "silu") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        LAYERS[function.__name__] = (operator, activation, function)
+        return function
+
+    return register
+
+
+def hard(logits: Tensor) -> Tensor:
+    return (logits > 0).to(logits.dtype)
+
+
+def gated(x: Tensor, weight: Tensor, m: Tensor) -> Tensor:
+    return F.silu(F.linear(x, weight * m)) * F.linear(x, weight * (1 - m))
+
+
+# --- All masks at once ------------------------------------------------------------------------------------------------
+
+
+@fuses("forward_ste")
+def stacked_masks_in_a_loop(x, weight, logits):
+    masks, y = straight_through(logits), 0
+    for i in range(len(logits)):
+        y = y + gated(x, weight, masks[i])
+    return y
+
+
+@fuses("forward_ste")
+def stacked_masks_unbound(x, weight, logits):
+    return sum(gated(x, weight, m) for m in straight_through(logits).unbind(0))
+
+
+@fuses("forward")
+def stacked_fixed_masks(x, weight, logits):
+    masks = hard(logits)
+    return sum(gated(x, weight, masks[i, :, :]) for i in range(len(logits)))
+
+
+@fuses("forward_ste")
+def einsum(x, weight, logits):
+    m = straight_through(logits)
+    gate = torch.einsum("...h,ndh->n...d", x, m * weight)
+    value = torch.einsum("...h,ndh->n...d", x, (1 - m) * weight)
+    return (F.silu(gate) * value).sum(0)
+
+
+@fuses("forward")
+def einsum_masks_last_and_operands_swapped(x, weight, logits):
+    m = logits > 0
+    gate = torch.einsum("ndh,...h->...dn", torch.where(m, weight, 0), x)
+    value = torch.einsum("nhd,...h->...dn", (weight[None] * ~m).mT, x)
+    return (F.silu(gate) * value).sum(dim=-1)
+
+
+@fuses("forward_ste")
+def einsum_of_all(x, weight, logits):
+    m = straight_through(logits)
+    gate = torch.einsum("...h,ndh->...nd", x, weight.unsqueeze(0) * m)
+    value = torch.einsum("...h,ndh->...nd", x, weight.unsqueeze(0) * (1.0 - m))
+    return torch.einsum("...nd,...nd->...d", F.silu(gate), value)
+
+
+@fuses("forward_ste")
+def einsum_a_mask(x, weight, logits):
+    y = 0
+    for m in straight_through(logits):
+        gate, value = (torch.einsum("...h,dh->...d", x, weight * s) for s in (m, 1 - m))
+        y = y + F.silu(gate) * value
+    return y
+
+
+@fuses("forward_ste")
+def bmm(x, weight, logits):
+    m, rows = straight_through(logits), x.reshape(-1, H)
+    repeated = rows.expand(len(logits), -1, -1)
+    gate = torch.bmm(repeated, (weight * m).transpose(1, 2))
+    value = torch.bmm(repeated, (weight * (1 - m)).transpose(1, 2))
+    return (F.silu(gate) * value).sum(0)
+
+
+@fuses("forward")
+def bmm_of_copies(x, weight, logits):
+    m, rows = hard(logits), x.reshape(-1, H).unsqueeze(0).repeat(len(logits), 1, 1)
+    gate, value = rows @ (weight * m).mT, rows.bmm((weight - weight * m).permute(0, 2, 1))
+    return torch.sum(F.silu(gate) * value, dim=0)
+
+
+@fuses("forward_ste")
+def broadcast_matmul(x, weight, logits):
+    m, rows = straight_through(logits), x.reshape(-1, H)
+    gate, value = rows @ (weight * m).mT, rows @ (weight * (1 - m)).mT
+    return (F.silu(gate) * value).sum(0)
+
+
+@fuses("forward")
+def broadcast_matmul_of_three_dimensions(x, weight, logits):
+    m, rows = logits > 0, x.reshape(1, -1, H)
+    gate = rows.unsqueeze(1) @ (weight * m).transpose(-1, -2)
+    value = rows.unsqueeze(1) @ (weight * ~m).transpose(-1, -2)
+    return (F.silu(gate) * value).sum(1)
+
+
+@fuses("forward")
+def broadcast_matmul_with_leading_masks(x, weight, logits):
+    m, rows = logits > 0, x.reshape(1, -1, H)
+    gate = rows[None] @ (weight * m).mT.unsqueeze(1)
+    value = rows[None] @ (weight * ~m).mT.unsqueeze(1)
+    return (F.silu(gate) * value).sum(0)
+
+
+@fuses("forward")
+def complement_of_a_stack_by_subtraction(x, weight, logits):
+    gate = torch.einsum("...h,ndh->n...d", x, hard(logits) * weight)
+    return (F.silu(gate) * (F.linear(x, weight) - gate)).sum(0)
+
+
+@fuses("forward")
+def complement_of_a_stack_by_unsqueezed_subtraction(x, weight, logits):
+    gate = torch.einsum("...h,ndh->...nd", x, hard(logits) * weight)
+    return (F.silu(gate) * (F.linear(x, weight).unsqueeze(-2) - gate)).sum(-2)
+
+
+@fuses("forward")
+def slices_of_projections(x, weight, logits):
+    m = logits > 0
+    gates = torch.einsum("...h,ndh->n...d", x, m * weight)
+    values = torch.einsum("...h,ndh->n...d", x, ~m * weight)
+    return sum(F.silu(gates[i]) * values[i] for i in range(len(logits)))
+
+
+@fuses("forward")
+def filled_stack(x, weight, logits):
+    m = logits > 0
+    weights = weight.expand(len(logits), -1, -1)
+    gate = torch.einsum("...h,ndh->n...d", x, weights.masked_fill(~m, 0))
+    value = torch.einsum("...h,ndh->n...d", x, weights.masked_fill(m, 0))
+    return (F.silu(gate) * value).sum(0)
+
+
+# --- Routes of stacks ------------------------------------------------------------------------------------------------
+
+
+def _routed_stack(x: Tensor, weight: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    m = straight_through(logits)
+    gate = torch.einsum("...h,ndh->n...d", x, m * weight)
+    terms = F.silu(gate) * torch.einsum("...h,ndh->n...d", x, (1 - m) * weight)
+    return terms, torch.softmax(x @ logits[:, 0].mT, -1)
+
+
+@fuses("forward_ste")
+def stack_routed_by_einsum(x, weight, logits):
+    terms, route = _routed_stack(x, weight, logits)
+    return torch.einsum("n...d,...n->...d", terms, route)
+
+
+@fuses("forward_ste")
+def stack_routed_by_a_product(x, weight, logits):
+    terms, route = _routed_stack(x, weight, logits)
+    return (terms * route.movedim(-1, 0).unsqueeze(-1)).sum(0)
+
+
+@fuses("forward")
+def stack_routed_before_the_value(x, weight, logits):
+    m = logits > 0
+    route = torch.sigmoid(x @ logits[:, 1].mT)
+    gate = torch.einsum("...h,ndh->...nd", x, m * weight)
+    value = torch.einsum("...h,ndh->...nd", x, ~m * weight)
+    return (F.silu(gate) * (route.unsqueeze(-1) * value)).sum(-2)
+
+
+@fuses("forward_ste")
+def routed_by_columns(x, weight, logits):
+    route = torch.softmax(x @ logits[:, 0].mT, -1)
+    y = 0
+    for i in range(len(logits)):
+        y = y + route[..., i, None] * gated(x, weight, straight_through(logits[i]))
+    return y
+
+
+@fuses("forward_ste")
+def routed_by_unsqueezed_columns(x, weight, logits):
+    route = torch.softmax(x @ logits[:, 0].mT, -1)
+    y = 0
+    for r, m in zip(route.unbind(-1), logits, strict=True):
+        y = y + gated(x, weight, straight_through(m)) * r.unsqueeze(-1)
+    return y
+
+
+# --- Where masks come from -------------------------------------------------------------------------------------------
+
+
+class Sign(torch.autograd.Function):
+    """The straight-through estimator as most people write it."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return (logits > 0).to(logits.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class ClippedSign(torch.autograd.Function):
+    """With a gradient of its own, which must stay what it is."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        return torch.where(logits > 0, 1.0, 0.0).to(logits)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (logits,) = ctx.saved_tensors
+        return F.hardtanh(grad) * (logits.abs() < 1)
+
+
+@fuses("forward_ste")
+def autograd_function(x, weight, logits):
+    return sum(gated(x, weight, Sign.apply(m)) for m in logits)
+
+
+@fuses("forward_ste")
+def autograd_function_of_a_stack(x, weight, logits):
+    masks = Sign.apply(logits)
+    return sum(gated(x, weight, m) for m in masks)
+
+
+@fuses("forward_ste")
+def autograd_function_with_a_gradient_of_its_own(x, weight, logits):
+    return sum(gated(x, weight, ClippedSign.apply(m)) for m in logits)
+
+
+@fuses("forward_ste")
+def straight_through_of_a_sigmoid(x, weight, logits):
+    y = 0
+    for m in logits:
+        soft = torch.sigmoid(m)
+        y = y + gated(x, weight, (soft > 0.5).to(m.dtype) + soft - soft.detach())
+    return y
+
+
+@fuses("forward_ste")
+def straight_through_of_a_rounded_sigmoid(x, weight, logits):
+    soft = torch.sigmoid(logits)
+    masks = torch.round(soft).detach() + (soft - soft.detach())
+    return sum(gated(x, weight, masks[i]) for i in range(len(logits)))
+
+
+@fuses("forward_ste")
+def straight_through_twice(x, weight, logits):
+    """Gate and value each make the mask."""
+    y = 0
+    for m in logits:
+        y = y + F.silu(F.linear(x, weight * straight_through(m))) * F.linear(x, weight * (1 - straight_through(m)))
+    return y
+
+
+@fuses("forward")
+def sigmoid_above_a_half(x, weight, logits):
+    return sum(gated(x, weight, (torch.sigmoid(m) > 0.5).to(x.dtype)) for m in logits)
+
+
+@fuses("forward")
+def rounded_sigmoid(x, weight, logits):
+    return sum(gated(x, weight, torch.sigmoid(m).round()) for m in logits)
+
+
+@fuses("forward")
+def heaviside(x, weight, logits):
+    zero = torch.zeros((), dtype=logits.dtype)
+    return sum(gated(x, weight, torch.heaviside(m.detach(), zero)) for m in logits)
+
+
+@fuses("forward")
+def positive_sign(x, weight, logits):
+    return sum(gated(x, weight, F.relu(torch.sign(m))) for m in logits)
+
+
+@fuses("forward")
+def clamped_sign(x, weight, logits):
+    return sum(gated(x, weight, m.sign().clamp(min=0)) for m in logits)
+
+
+@fuses("forward")
+def sign_with_ones_for_zeros(x, weight, logits):
+    return sum(gated(x, weight, ((2 * (m > 0).to(x.dtype) - 1) + 1) / 2) for m in logits)
+
+
+def _packed(logits: Tensor) -> Tensor:
+    """One byte a weight, bit i of which is mask i (of eight at most)."""
+    weights = 2 ** torch.arange(min(len(logits), 8)).view(-1, 1, 1)
+    return ((logits[:8] > 0) * weights).sum(0).to(torch.uint8)
+
+
+@fuses("forward")
+def packed_bits(x, weight, logits):
+    packed = _packed(logits)
+    return sum(gated(x, weight, ((packed >> i) & 1).to(x.dtype)) for i in range(min(len(logits), 8)))
+
+
+@fuses("forward")
+def packed_bits_as_bool(x, weight, logits):
+    packed, y = _packed(logits), 0
+    for i in range(min(len(logits), 8)):
+        m = (packed & (1 << i)) != 0
+        y = y + F.silu(F.linear(x, weight * m)) * F.linear(x, weight * ~m)
+    return y
+
+
+@fuses("forward")
+def packed_bits_by_remainder(x, weight, logits):
+    packed = _packed(logits)
+    return sum(gated(x, weight, (packed // 2**i) % 2) for i in range(min(len(logits), 8)))
+
+
+@fuses("forward")
+def thresholds_of_one_tensor(x, weight, logits):
+    """Masks that are comparisons of one matrix."""
+    return sum(gated(x, weight, (logits[0] > bound / 10).to(x.dtype)) for bound in range(len(logits)))
+
+
+# --- Masked weights --------------------------------------------------------------------------------------------------
+
+
+@fuses("forward")
+def clone_written_to(x, weight, logits):
+    y = 0
+    for m in logits > 0:
+        gate, value = weight.clone(), weight.clone()
+        gate.mul_(m)
+        value[m] = 0
+        y = y + F.silu(F.linear(x, gate)) * F.linear(x, value)
+    return y
+
+
+@fuses("forward")
+def clone_filled(x, weight, logits):
+    y = 0
+    for m in logits > 0:
+        gate = weight.clone().masked_fill_(~m, 0.0)
+        value = weight.clone()
+        value *= ~m
+        y = y + F.silu(F.linear(x, gate)) * F.linear(x, value)
+    return y
+
+
+@fuses("forward_ste")
+def addmm_without_bias(x, weight, logits):
+    rows, y = x.reshape(-1, H), 0
+    for i in range(len(logits)):
+        m = straight_through(logits[i])
+        gate = torch.addmm(torch.zeros(D, dtype=x.dtype), rows, (weight * m).t())
+        value = torch.addmm(weight[:, 0], rows, (weight * (1 - m)).t(), beta=0)
+        y = y + F.silu(gate) * value
+    return y
+
+
+@fuses("forward_ste")
+def complement_by_subtraction(x, weight, logits):
+    total, y = x @ weight.T, 0
+    for m in logits:
+        gate = x @ (weight * straight_through(m)).T
+        y = y + F.silu(gate) * (total - gate)
+    return y
+
+
+# --- Activations -----------------------------------------------------------------------------------------------------
+
+
+def _with_activation(function: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    def layer(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+        y = 0
+        for m in logits:
+            m = straight_through(m)
+            y = y + function(F.linear(x, weight * m)) * F.linear(x, weight * (1 - m))
+        return y
+
+    return layer
+
+
+BY_HAND: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "g / (1 + exp(-g))": ("silu", lambda g: g / (1 + torch.exp(-g))),
+    "g * (1 / (exp(-g) + 1))": ("silu", lambda g: g * (1 / ((-g).exp() + 1))),
+    "g * reciprocal": ("silu", lambda g: torch.reciprocal(1.0 + torch.exp(-1 * g)) * g),
+    "g * sigmoid(g)": ("silu", lambda g: g * g.sigmoid()),
+    "g.mul(sigmoid)": ("silu", lambda g: torch.sigmoid(g).mul(g)),
+    "module silu": ("silu", nn.SiLU()),
+    "1 / (1 + exp(-g))": ("sigmoid", lambda g: 1 / (1 + torch.exp(-g))),
+    "erf": ("gelu", lambda g: 0.5 * g * (1 + torch.erf(g / math.sqrt(2)))),
+    "erf of a product": ("gelu", lambda g: g * (torch.erf(g * 0.7071067811865476) + 1.0) / 2),
+    "module gelu": ("gelu", nn.GELU()),
+    "tanh of a cube": (
+        "gelu_tanh",
+        lambda g: 0.5 * g * (1 + torch.tanh(0.7978845608028654 * (g + 0.044715 * torch.pow(g, 3)))),
+    ),
+    "tanh of products": (
+        "gelu_tanh",
+        lambda g: 0.5 * g * (1 + torch.tanh(g * 0.7978845608028654 * (1 + 0.044715 * g * g))),
+    ),
+    "module gelu_tanh": ("gelu_tanh", nn.GELU(approximate="tanh")),
+    "clamp": ("relu", lambda g: g.clamp(min=0)),
+    "clamp_min": ("relu", lambda g: torch.clamp_min(g, 0.0)),
+    "maximum": ("relu", lambda g: torch.maximum(g, torch.zeros_like(g))),
+    "relu_": ("relu", lambda g: g.relu_()),
+    "module relu": ("relu", nn.ReLU(inplace=True)),
+    "module tanh": ("tanh", nn.Tanh()),
+    "method tanh": ("tanh", lambda g: g.tanh()),
+    "module identity": ("identity", nn.Identity()),
+}
+for _name, (_activation, _function) in BY_HAND.items():
+    LAYERS[_name] = ("forward_ste", _activation, _with_activation(_function))
+
+
+@fuses("forward_ste")
+def activation_in_three_factors(x, weight, logits):
+    y = 0
+    for m in logits:
+        m = straight_through(m)
+        gate, value = F.linear(x, weight * m), F.linear(x, weight * (1 - m))
+        y = y + gate * value * torch.sigmoid(gate)
+    return y
+
+
+@fuses("forward_ste")
+def activation_by_a_quotient(x, weight, logits):
+    y = 0
+    for m in logits:
+        m = straight_through(m)
+        gate, value = F.linear(x, weight * m), F.linear(x, weight * (1 - m))
+        y = y + value * gate / (1 + torch.exp(-gate))
+    return y
+
+
+# --- Sums ------------------------------------------------------------------------------------------------------------
+
+
+@fuses("forward_ste")
+def accumulator_like_a_term(x, weight, logits):
+    y = None
+    for m in logits:
+        term = gated(x, weight, straight_through(m))
+        if y is None:
+            y = torch.zeros_like(term)
+        y += term
+    return y
+
+
+@fuses("forward_ste")
+def accumulator_made_empty(x, weight, logits):
+    y = torch.empty(*x.shape[:-1], D, dtype=x.dtype).zero_()
+    for m in logits:
+        y = y + gated(x, weight, straight_through(m))
+    return y
+
+
+@fuses("forward_ste")
+def residual_inside_the_sum(x, weight, logits):
+    y = torch.cat([x, x], -1)[..., :D].sin()
+    for m in logits:
+        y = y + gated(x, weight, straight_through(m))
+    return y * 2
+
+
+@fuses("forward_ste")
+def residual_last(x, weight, logits):
+    y = functools.reduce(torch.add, [gated(x, weight, straight_through(m)) for m in logits])
+    return torch.cat([x, x], -1)[..., :D] + y
+
+
+# --- The tests -------------------------------------------------------------------------------------------------------
+
+
+def tensors(n_masks: int, *, three_d: bool = False, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(n_masks)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    return {"x": normal(2, 3, H) if three_d else normal(5, H), "weight": normal(D, H), "logits": normal(n_masks, D, H)}
+
+
+def expected_calls(operator: str) -> dict[str, int]:
+    packs = operator == "forward"
+    return {"mglu.forward": packs, "mglu.pack_masks": packs, "mglu.forward_ste": not packs}
+
+
+def check(name: str, named: dict[str, Tensor], operator: str, budget: float, **options: Any) -> Capture:
+    _, activation, layer = LAYERS[name]
+    capture = Capture(strict=True)
+    compiled = capture.compile(layer, **options)
+    assert_same(results(compiled, named), results(layer, named), budget)
+    for call, count in expected_calls(operator).items():
+        assert capture.calls[call] == count, call
+    assert [site.activation for site in capture.report.fused] == [activation]
+    assert capture.report.missed == []
+    assert not capture.calls["linear"]
+    return capture
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_training(name: str) -> None:
+    check(name, tensors(3), LAYERS[name][0], SAME)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_inference_of_three_dimensions(name: str) -> None:
+    with torch.no_grad():
+        check(name, tensors(2, three_d=True), "forward", SAME)
+
+
+@pytest.mark.parametrize("n_masks", [1, 16])
+@pytest.mark.parametrize("name", [name for name in LAYERS if name not in BY_HAND])
+def test_one_mask_and_sixteen(name: str, n_masks: int) -> None:
+    check(name, tensors(n_masks), LAYERS[name][0], SAME)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", LAYERS)
+def test_dtypes(name: str, dtype: torch.dtype) -> None:
+    _, activation, layer = LAYERS[name]
+    named, exact = tensors(2, dtype=dtype), tensors(2, dtype=torch.float64)
+    exact = {key: named[key].detach().double() for key in exact}
+    with torch.no_grad():
+        capture = Capture(strict=True)
+        found = results(capture.compile(layer), named)
+        unfused = results(layer, named)
+        wanted = results(layer, exact)
+    assert [site.activation for site in capture.report.fused] == [activation]
+    for key, value in wanted.items():
+        error, naive = (relative_error(r[key], value) for r in (found, unfused))
+        assert error <= max(1.5 * naive, BUDGET[dtype]), key
+
+
+class Layer(nn.Module):
+    def __init__(self, function: Callable[..., Any], weight: Tensor, logits: Tensor) -> None:
+        super().__init__()
+        self.function = function
+        self.weight, self.logits = nn.Parameter(weight.detach()), nn.Parameter(logits.detach())
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x, self.weight, self.logits)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_exported_graphs(name: str) -> None:
+    """The ATen dialect, in training and in inference."""
+    operator, activation, function = LAYERS[name]
+    named = tensors(2)
+    layer = Layer(function, named["weight"], named["logits"])
+    for mode, wanted_operator in ((torch.enable_grad, operator), (torch.no_grad, "forward")):
+        with mode():
+            unfused, report = torch.export.export(layer, (named["x"],)).module(), FusionReport()
+            fused = mglu_ops.fuse(unfused, report=report, strict=True)
+            wanted = results(unfused.forward, {"x": named["x"]}, dict(unfused.named_parameters()))
+            assert_same(results(fused.forward, {"x": named["x"]}, dict(fused.named_parameters())), wanted, SAME)
+            assert_same({"y": fused(named["x"]).detach()}, {"y": layer(named["x"]).detach()}, SAME)
+        assert [site.activation for site in report.fused] == [activation]
+        # (torch.export drops the backward of a custom autograd.Function.)
+        if "autograd_function" not in name:
+            assert calls([fused.graph])[f"mglu.{wanted_operator}"] == 1
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_dynamic_tokens(name: str) -> None:
+    _, activation, layer = LAYERS[name]
+    capture = Capture(strict=True)
+    with torch.no_grad():
+        named = tensors(2)
+        compiled = capture.compile(layer, dynamic=True)
+        for tokens in (7, 3, 12):
+            named["x"] = torch.randn(tokens, H, dtype=torch.float64)
+            assert_same(results(compiled, named), results(layer, named), SAME)
+    assert [site.activation for site in capture.report.fused] == [activation]
+    assert capture.report.graphs == 1
+
+
+def test_a_float_that_compiling_does_not_know_is_named() -> None:
+    """Under `dynamic=True` Dynamo makes an input of `math.pi`, which may then be any number."""
+    layer = _with_activation(lambda g: 0.5 * g * (1 + torch.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3))))
+    named, capture = tensors(2), Capture()
+    assert_same(results(capture.compile(layer), named), results(layer, named), SAME)
+    assert [site.activation for site in capture.report.fused] == ["gelu_tanh"]
+    capture = Capture()
+    assert_same(results(capture.compile(layer, dynamic=True), named), results(layer, named), SAME)
+    assert capture.report.fused == []
+    (reason,) = capture.reasons
+    assert "whose value compiling does not know" in reason
+
+
+@pytest.mark.parametrize(
+    ("function", "named"), [(F.mish, "mish(g)"), (lambda g: g.sin(), None), (lambda g: F.silu(2 * g), "2 g")]
+)
+def test_an_activation_that_is_none_of_ours_is_named(function: Callable[[Tensor], Tensor], named: str | None) -> None:
+    layer, given, capture = _with_activation(function), tensors(1), Capture()
+    assert_same(results(capture.compile(layer), given), results(layer, given), SAME)
+    assert capture.report.fused == []
+    assert [named in reason for reason in capture.reasons] == ([True] if named else [])
+
+
+def test_constants_of_six_digits_are_not_those_of_float64() -> None:
+    def function(g: Tensor) -> Tensor:
+        return 0.5 * g * (1 + torch.tanh(0.79788456 * (g + 0.044715 * g**3)))
+
+    for dtype, fused in ((torch.float32, 1), (torch.float64, 0)):
+        named, capture = tensors(1, dtype=dtype), Capture()
+        layer = _with_activation(function)
+        assert_same(results(capture.compile(layer), named), results(layer, named), 10 * BUDGET[dtype])
+        assert len(capture.report.fused) == fused
+        assert len(capture.report.missed) == 1 - fused
