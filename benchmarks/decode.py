@@ -1,6 +1,8 @@
-"""Few tokens: MGLU's kernels against the read ceiling, the naive layer and SwiGLU, in one run.
+"""MGLU's kernels against the read ceiling, the floor, the naive layer and SwiGLU, in one run.
 
-python -m benchmarks.decode --out benchmarks/results [--tokens 1 2 4 8] [--masks 1 2 4 8 16]
+python -m benchmarks.decode --out benchmarks/results [--tokens 1 2 4 ... 8192] [--masks 1 2 4 8 16]
+
+The floor is the larger of the read ceiling and n_masks + 1 products at the library's rate for many tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from benchmarks.ceiling import reader
 from benchmarks.harness import Row, Variant, layers_for, measure, write
 
 SHAPES = ((14336, 4096), (8192, 2048))
+GEMM_FLOPS = 727e12  # of a bfloat16 product of 8192 tokens on an H200
 
 
 def masks_of(packed: Tensor, i: int) -> Tensor:
@@ -108,7 +111,7 @@ def bench(
     d: int, h: int, n_masks: int, tokens: int, dtype: torch.dtype, baselines: Collection[str], rounds: int = 25
 ) -> list[Row]:
     """All rows of one problem; the ceiling's time divides the others'."""
-    from mglu_ops.backends import composite, cuda
+    from mglu_ops.backends import composite, cuda, triton
 
     layers = Layers(d, h, n_masks, tokens, dtype)
     variants = [
@@ -122,12 +125,16 @@ def bench(
     if "composite" in baselines:
         run = lambda i: composite.forward(layers.x, layers.weights[i], layers.packed[i], "silu", None)  # noqa: E731
         variants.append(Variant("mglu composite", run, layers.count))
+    if "triton" in baselines and tokens <= triton.MAX_TOKENS:
+        run = lambda i: triton.forward(layers.x, layers.weights[i], layers.packed[i], "silu", None)  # noqa: E731
+        variants.append(Variant("mglu triton", run, layers.count))
     if "naive" in baselines:
         variants += naive_variants(layers)
     if "swiglu" in baselines:
         variants += swiglu_variants(layers)
     times = measure(variants, layers.oracle, dtype, rounds)
     ceiling = times["read ceiling"][0]
+    times["floor"] = (max(ceiling, (n_masks + 1) * 2e6 * tokens * d * h / GEMM_FLOPS), 0.0, float("nan"))
     return [
         Row("decode", name, tokens, d, h, n_masks, str(dtype)[6:], time, spread, ceiling / time, error)
         for name, (time, spread, error) in times.items()
@@ -141,12 +148,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1])
     parser.add_argument("--masks", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="float16")
+    parser.add_argument("--shapes", type=int, nargs="+", choices=[0, 1], default=[0, 1], help="14336x4096, 8192x2048")
     parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--baselines", nargs="*", choices=["naive", "swiglu", "composite"], default=["naive", "swiglu"])
+    parser.add_argument(
+        "--baselines", nargs="*", choices=["naive", "swiglu", "composite", "triton"], default=["naive", "swiglu"]
+    )
     arguments = parser.parse_args()
     torch.manual_seed(0)
     rows: list[Row] = []
-    for d, h in SHAPES:
+    for d, h in (SHAPES[i] for i in arguments.shapes):
         for tokens in arguments.tokens:
             for n_masks in arguments.masks:
                 dtype = getattr(torch, arguments.dtype)

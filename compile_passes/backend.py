@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import torch._inductor.config as inductor_config
 from torch.fx import GraphModule
 
 from .fusion import FusionPass
@@ -37,6 +39,13 @@ def mglu(
 
     patches: dict[str, Any] = dict(list_mode_options(mode)) if mode else {}
     patches.update(options or {})
+    if patches.get("freezing") and not inductor_config.freezing:
+        warnings.warn(
+            "mglu: the option `freezing` freezes nothing, since Dynamo reads torch._inductor.config.freezing when it "
+            "captures a model, before options count; set that instead",
+            UserWarning,
+            stacklevel=2,
+        )
     own = {name: bool(patches.pop(name)) for name in _OWN_OPTIONS if name in patches}
     fusion_pass = FusionPass(current_report(), before=passes_in_slot(), **own)
     return compile_fx(gm, example_inputs, config_patches={**patches, **config_of(fusion_pass)})

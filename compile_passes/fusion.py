@@ -11,6 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch._inductor.config as inductor_config
 from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule, Node
@@ -21,9 +23,9 @@ from . import formulas
 from .examples import record_examples
 from .mutation import normalise_writes
 from .recognise import Recogniser
-from .report import FusionReport, SiteReport, module_path, source_line
+from .report import FusionReport, SiteReport, lines, module_path, source_line
 from .rewrite import rewrite
-from .sites import Refusal, Site, check, find_sites
+from .sites import Refusal, Site, check, find_sites, interior
 from .symbols import example
 
 log = logging.getLogger(__name__)
@@ -63,15 +65,23 @@ def fuse_graph(
     layers, missed = [], []
     for site in find_sites(graph, recogniser):
         try:
-            layer = check(graph, recogniser, site, assume_binary)
+            layers.append(check(graph, recogniser, site, assume_binary))
         except Refusal as refusal:
-            missed.append(_describe(site, reason=str(refusal)))
+            missed.append(_describe(site, reason=str(refusal), before=lines(interior(graph, site))))
             log.info("%s", missed[-1])
-        else:
-            layers.append(layer)
-            report.fused.append(_describe(site, route="forward_ste" if layer.trains_masks else "forward"))
-            log.debug("%s", report.fused[-1])
-    rewrite(graph, recogniser, layers)
+    spelled = [lines(layer.interior) for layer in layers]
+    for layer, before, replaced in zip(layers, spelled, rewrite(graph, recogniser, layers), strict=True):
+        report.fused.append(
+            _describe(
+                layer.site,
+                route="forward_ste" if layer.trains_masks else "forward",
+                routed=bool(layer.routes),
+                packed=replaced.packed,
+                before=before,
+                after=lines(replaced.nodes),
+            )
+        )
+        log.debug("%s", report.fused[-1])
     report.graphs += 1
     report.missed.extend(missed)
     if strict and missed:
@@ -128,7 +138,7 @@ def _has_examples(graph: Graph) -> bool:
     return not inputs or any(example(node) is not None for node in inputs)
 
 
-def _describe(site: Site, route: str = "", reason: str | None = None) -> SiteReport:
+def _describe(site: Site, **more: Any) -> SiteReport:
     term = site.terms[0]
     return SiteReport(
         module_path=module_path(site.root),
@@ -136,9 +146,16 @@ def _describe(site: Site, route: str = "", reason: str | None = None) -> SiteRep
         n_masks=len(site.terms),
         activation=term.activation or formulas.spelled(term.formula),
         dtype=str(term.gate.dtype).removeprefix("torch."),
-        route=route,
-        reason=reason,
+        **more,
     )
+
+
+def _frozen(graph: Graph) -> dict[Node, Tensor]:
+    """What Inductor's freezing makes constants of, so that masks in it may be proved by their values."""
+    if graph.owning_module is None or not inductor_config.freezing or torch.is_grad_enabled():
+        return {}
+    values = {node: getattr(graph.owning_module, str(node.target), None) for node in graph.find_nodes(op="get_attr")}
+    return {node: value.detach() for node, value in values.items() if isinstance(value, Tensor)}
 
 
 @lru_cache(maxsize=1)
@@ -173,7 +190,13 @@ class FusionPass(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         for graph_pass in self.before:
             graph_pass(graph)
-        fuse_graph(graph, self.report, strict=self.strict, assume_binary=self.assume_binary)
+        fuse_graph(
+            graph,
+            self.report,
+            strict=self.strict,
+            assume_binary=self.assume_binary,
+            constants=_frozen(graph),
+        )
 
     def uuid(self) -> Any | None:
         """Changes with the sources, the options and the passes that come first; None if one of those has none."""

@@ -41,6 +41,7 @@ _WRITTEN_ARGUMENTS: Mapping[str, tuple[int, ...]] = {
     "embedding_bag": (1,),
 }
 _MODE_SWITCHES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode")
+_FUNCTORCH_MARKS = ("_increment_nesting", "_jvp_", "_enter_dual_level")
 _HARMLESS_MODULES = ("torch", "_operator", "builtins", "math", "operator")
 
 
@@ -64,11 +65,9 @@ class Effects:
     def __init__(self, graph: Graph) -> None:
         self.order = {node: position for position, node in enumerate(graph.nodes)}
         self.writes = [(node, targets) for node in graph.nodes if (targets := written(node))]
-        self.mode_switches = [
-            node
-            for node in graph.nodes
-            if node.op == "call_function" and getattr(node.target, "__name__", "") in _MODE_SWITCHES
-        ]
+        names = {n: getattr(n.target, "__name__", "") for n in graph.nodes if n.op == "call_function"}
+        self.mode_switches = [node for node, name in names.items() if name in _MODE_SWITCHES]
+        self.under_functorch = any(mark in name for name in set(names.values()) for mark in _FUNCTORCH_MARKS)
         self._written = self._written_storages()
 
     def _written_storages(self) -> set[Hashable] | None:

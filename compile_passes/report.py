@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from torch.fx import Node
+
+from .symbols import as_call, tensor_example
+
+AT_EACH_CALL = "at each call"
+WHEN_COMPILED = "when compiled"
+BEFOREHAND = "beforehand"
 
 
 @dataclass(frozen=True)
@@ -19,7 +28,12 @@ class SiteReport:
         activation: the gating function.
         dtype: dtype of the result.
         route: `forward_ste` (trains the masks), `forward` (fixed masks), or empty for a miss.
+        routed: whether the masks have route weights.
+        packed: when the masks are packed: `at each call`, `when compiled` (under freezing), or `beforehand` (the model
+            holds them packed); empty for a miss.
         reason: for a miss, why, and what to change; None where it was fused.
+        before: the nodes of the layer, a line each.
+        after: the nodes that took their place; empty for a miss.
     """
 
     module_path: str
@@ -28,17 +42,31 @@ class SiteReport:
     activation: str
     dtype: str
     route: str = ""
+    routed: bool = False
+    packed: str = ""
     reason: str | None = None
+    before: tuple[str, ...] = field(default=(), repr=False)
+    after: tuple[str, ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
         place = self.module_path or self.source or "(function)"
         what = f"{place}: n_masks={self.n_masks}, {self.activation}, {self.dtype}"
         return f"{what}, fused to mglu::{self.route}" if self.reason is None else f"{what}, not fused: {self.reason}"
 
+    def picture(self) -> str:
+        """The graph of the layer before and after, as text."""
+        parts = [str(self), "before:", *(f"  {line}" for line in self.before)]
+        return "\n".join([*parts, *(["after:"] if self.after else []), *(f"  {line}" for line in self.after)])
+
+
+_COLUMNS = ("module", "source", "masks", "activation", "dtype", "result", "masks packed")
+
 
 @dataclass
 class FusionReport:
     """The sites that compilations met, in their order; a layer compiled twice stands in it twice.
+
+    Printed, it is a table, with the reasons of what was missed and how to spare the packing of masks below.
 
     Attributes:
         fused: layers that now run as one operator.
@@ -52,7 +80,55 @@ class FusionReport:
 
     def __str__(self) -> str:
         head = f"{len(self.fused)} fused, {len(self.missed)} missed, {self.graphs} graphs seen"
-        return "\n".join([head, *(f"  {site}" for site in (*self.fused, *self.missed))])
+        if not self.fused and not self.missed:
+            return head
+        return "\n".join([head, "", *_table([_COLUMNS, *self._rows()]), *self._notes()])
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        for number, site in enumerate((*self.fused, *self.missed), 1 - len(self.fused)):
+            result = f"not fused [{number}]"
+            if site.reason is None:
+                result = f"mglu::{site.route}" + (", routed" if site.routed else "")
+            source = re.sub(r"^.*[/\\\\]", "", site.source)
+            yield (site.module_path, source, str(site.n_masks), site.activation, site.dtype, result, site.packed)
+
+    def _notes(self) -> Iterator[str]:
+        for number, site in enumerate(self.missed, 1):
+            yield f"\n[{number}] {site.reason}"
+        if any(site.packed == AT_EACH_CALL and site.route == "forward" for site in self.fused):
+            yield (
+                "\nMasks are packed at each call, so that a change of them is seen at the next; to pack them once, use "
+                "mglu_ops.freeze, torch._inductor.config.freezing under no_grad, or mglu_ops.export."
+            )
+
+    def to_json(self) -> str:
+        """The report as JSON: the attributes of this object, and of each site."""
+        return json.dumps(asdict(self), indent=2)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def lines(nodes: Sequence[Node]) -> tuple[str, ...]:
+    """Nodes as text, `gate [5, 12] = linear(x, masked)`."""
+    return tuple(_line(node) for node in nodes)
+
+
+def _line(node: Node) -> str:
+    call, example = as_call(node), tensor_example(node)
+    operation = call.symbol if call is not None else str(getattr(node.target, "_overloadpacket", node.target))
+    options = [f"{name}={_spelled(value)}" for name, value in node.kwargs.items()]
+    shape = "" if example is None else f" {[*map(str, example.shape)]}".replace("'", "")
+    return f"{node.name}{shape} = {operation}({', '.join([*map(_spelled, node.args), *options])})"
+
+
+def _spelled(argument: Any) -> str:
+    if isinstance(argument, (list, tuple)):
+        return f"[{', '.join(map(_spelled, argument))}]"
+    return str(argument)
 
 
 def module_path(node: Node) -> str:

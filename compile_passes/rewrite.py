@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
+import torch._inductor.config as inductor_config
 from torch.fx import Graph, Node
 
+from mglu_ops.checks import FLOATING
+
 from .recognise import Recogniser
+from .report import AT_EACH_CALL, BEFOREHAND, WHEN_COMPILED
 from .sites import Layer
 from .symbols import as_call, column_of, dims, slice_of, tensor_example
 from .values import Mask, Route
@@ -17,28 +21,47 @@ from .values import Mask, Route
 _mglu = torch.ops.mglu
 
 
-def rewrite(graph: Graph, recogniser: Recogniser, layers: Sequence[Layer]) -> None:
+@dataclass(frozen=True)
+class Replacement:
+    """What took the place of a layer: its nodes, and when the masks are packed (`report`)."""
+
+    nodes: tuple[Node, ...]
+    packed: str
+
+
+def rewrite(graph: Graph, recogniser: Recogniser, layers: Sequence[Layer]) -> list[Replacement]:
     """Replace layers, given in the order of the graph, and erase what that made dead.
 
     The last comes first, so that a layer whose input is the result of another finds it still in place.
     """
-    for layer in reversed(layers):
-        root = layer.site.root
-        with graph.inserting_before(root):
-            result = _fused_call(graph, recogniser, layer)
-            if layer.site.rest is not None:
-                result = graph.call_function(torch.add, (layer.site.rest, result))
-        result.meta = dict(root.meta)
-        root.replace_all_uses_with(result)
+    replacements = [_replace(graph, recogniser, layer) for layer in reversed(layers)]
     spelling = {node for layer in layers for node in layer.interior}
     for node in reversed(graph.nodes):
         call = as_call(node)
         is_assertion = call is not None and call.symbol == "assert_metadata" and node.args[0] in spelling
         if (node in spelling or is_assertion) and not node.users:
             graph.erase_node(node)
+    return replacements[::-1]
 
 
-def _fused_call(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node:
+def _replace(graph: Graph, recogniser: Recogniser, layer: Layer) -> Replacement:
+    root = layer.site.root
+    before = root.prev
+    with graph.inserting_before(root):
+        result, packed = _fused_call(graph, recogniser, layer)
+        if layer.site.rest is not None:
+            result = graph.call_function(torch.add, (layer.site.rest, result))
+    nodes = []
+    while before.next is not root:
+        before = before.next
+        nodes.append(before)
+    result.meta = dict(root.meta)
+    root.replace_all_uses_with(result)
+    return Replacement(tuple(nodes), packed)
+
+
+def _fused_call(graph: Graph, recogniser: Recogniser, layer: Layer) -> tuple[Node, str]:
+    """The result of the layer, and when its masks are packed."""
     x = _cast(graph, layer.x, layer.dtype)
     weight = _transpose(graph, layer, _cast(graph, layer.weight, layer.dtype))
     layer = _in_route_order(recogniser, layer)
@@ -46,9 +69,10 @@ def _fused_call(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node:
     if layer.trains_masks:
         logits = _transpose(graph, layer, _mask_logits(graph, recogniser, layer))
         pair = graph.call_function(_mglu.forward_ste.default, (x, weight, logits, layer.activation, route))
-        return graph.call_function(operator.getitem, (pair, 0))
-    packed = _packed_masks(graph, layer, _mask_bits(graph, recogniser, layer))
-    return graph.call_function(_mglu.forward.default, (x, weight, packed, layer.activation, route))
+        return graph.call_function(operator.getitem, (pair, 0)), AT_EACH_CALL
+    masks, packed = _packed_masks(graph, recogniser, layer)
+    result = graph.call_function(_mglu.forward.default, (x, weight, masks, layer.activation, route))
+    return result, packed
 
 
 def _in_route_order(recogniser: Recogniser, layer: Layer) -> Layer:
@@ -126,28 +150,57 @@ def _mask_logits(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node:
     return _stack(graph, [graph.call_function(operator.sub, (0.5, m) if c else (m, 0.5)) for m, c in signed])
 
 
+def _packed_masks(graph: Graph, recogniser: Recogniser, layer: Layer) -> tuple[Node, str]:
+    """The gate's masks packed, in one pass over the user's logits where they are the masks' only source; and when."""
+    logits = _whole_logits(recogniser, layer)
+    if logits is not None:
+        packed = graph.call_function(_mglu.pack_logits.default, (_transpose(graph, layer, logits),))
+    else:
+        bits = _mask_bits(graph, recogniser, layer)
+        call = as_call(bits)
+        if call is not None and call.symbol == "unpack_masks" and not layer.transposed:
+            return call.args[0], BEFOREHAND
+        packed = graph.call_function(_mglu.pack_masks.default, (_transpose(graph, layer, bits),))
+    return packed, WHEN_COMPILED if _is_folded(packed) else AT_EACH_CALL
+
+
+def _is_folded(node: Node) -> bool:
+    """Whether Inductor's freezing computes a node while it compiles: it follows from attributes of the module alone."""
+    if not inductor_config.freezing or torch.is_grad_enabled():
+        return False
+    pending, seen = [node], set()
+    while pending:
+        current = pending.pop()
+        if current.op == "placeholder":
+            return False
+        if current not in seen:
+            seen.add(current)
+            pending.extend(current.all_input_nodes)
+    return True
+
+
+def _whole_logits(recogniser: Recogniser, layer: Layer) -> Node | None:
+    """The tensor `L` `[n_masks, ...]` where mask i of the gate is `L[i] > 0` for every i."""
+    sources: list[Slice] = []
+    for mask, complement in layer.masks:
+        call = as_call(mask.bits)
+        if complement or call is None or call.symbol != "gt" or call.args[1:] not in ((0,), (0.0,)):
+            return None
+        if not isinstance(call.args[0], Node):
+            return None
+        sources.append((call.args[0], mask.index))
+    logits = _whole(recogniser, sources, bool(layer.routes))
+    example = tensor_example(logits)
+    return logits if example is not None and example.dtype in FLOATING else None
+
+
 def _mask_bits(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node:
     """The gate's masks as one tensor `[n_masks, ...]` that `mglu::pack_masks` takes."""
-    ordered = bool(layer.routes)
-    complements = {complement for _, complement in layer.masks}
-    positive = _positive(layer)
-    if len(complements) == 1 and positive is not None:
-        whole = _whole(recogniser, positive, ordered)
-        if whole is not None:
-            return graph.call_function(operator.le if complements.pop() else operator.gt, (whole, 0))
-    if len(complements) == 1:
-        whole = _whole(recogniser, [(mask.bits, mask.index) for mask, _ in layer.masks], ordered)
+    if len({complement for _, complement in layer.masks}) == 1:
+        whole = _whole(recogniser, [(mask.bits, mask.index) for mask, _ in layer.masks], bool(layer.routes))
         if whole is not None:
             return _gate_bits(graph, whole, *layer.masks[0])
     return _stack(graph, [_gate_bits(graph, _slice(graph, m.bits, m.index), m, c) for m, c in layer.masks])
-
-
-def _packed_masks(graph: Graph, layer: Layer, bits: Node) -> Node:
-    """Packed: again, where the model unpacked them itself."""
-    call = as_call(bits)
-    if call is not None and call.symbol == "unpack_masks" and isinstance(call.args[0], Node) and not layer.transposed:
-        return call.args[0]
-    return graph.call_function(_mglu.pack_masks.default, (_transpose(graph, layer, bits),))
 
 
 def _gate_bits(graph: Graph, bits: Node, mask: Mask, complement: bool) -> Node:
@@ -163,19 +216,6 @@ def _gate_bits(graph: Graph, bits: Node, mask: Mask, complement: bool) -> Node:
 
 Slice = tuple[Node, "int | None"]
 """A node, or with an index that slice of it."""
-
-
-def _positive(layer: Layer) -> list[Slice] | None:
-    """The real tensors that each mask is the positive part of, `L[i] > 0`; None if one is made otherwise."""
-    sources: list[Slice] = []
-    for mask, _ in layer.masks:
-        call = as_call(mask.bits)
-        if call is None or call.symbol != "gt" or call.args[1:] not in ((0,), (0.0,)):
-            return None
-        if not isinstance(call.args[0], Node):
-            return None
-        sources.append((call.args[0], mask.index))
-    return sources
 
 
 def _whole(recogniser: Recogniser, slices: Sequence[Slice], ordered: bool) -> Node | None:

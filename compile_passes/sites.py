@@ -41,7 +41,6 @@ from .values import Activated, Gated, Mask, Projection, Route, Stacked, Term
 
 MAX_MASKS = 16
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_FUNCTORCH_MARKS = ("_increment_nesting", "_jvp_", "_enter_dual_level")
 
 
 class Refusal(Exception):  # noqa: N818 (a result, not an error)
@@ -131,7 +130,7 @@ def check(graph: Graph, recogniser: Recogniser, site: Site, assume_binary: bool)
     Raises:
         Refusal: it is not proved to be MGLU, or may not be replaced.
     """
-    if _under_functorch(graph):
+    if recogniser.effects.under_functorch:
         raise Refusal("the graph records a functorch transform (torch.func.grad, vmap or jvp)")
     if len(site.terms) > MAX_MASKS:
         raise Refusal(f"the sum has {len(site.terms)} masks, the operator takes at most {MAX_MASKS}")
@@ -158,16 +157,11 @@ def check(graph: Graph, recogniser: Recogniser, site: Site, assume_binary: bool)
         dtype=_check_dtypes(site, first),
         trains_masks=any(trained),
         routes=_check_routes(site),
-        interior=_interior(graph, site),
+        interior=interior(graph, site),
     )
     _check_users(recogniser, layer)
     _check_mutation(recogniser.effects, layer)
     return layer
-
-
-def _under_functorch(graph: Graph) -> bool:
-    names = (getattr(node.target, "__name__", "") for node in graph.nodes if node.op == "call_function")
-    return any(mark in name for name in names for mark in _FUNCTORCH_MARKS)
 
 
 def _check_activation(site: Site) -> str:
@@ -288,7 +282,7 @@ def _check_dtypes(site: Site, first: Projection) -> torch.dtype:
     return root.dtype
 
 
-def _interior(graph: Graph, site: Site) -> tuple[Node, ...]:
+def interior(graph: Graph, site: Site) -> tuple[Node, ...]:
     """The nodes between a site's leaves and its root, root included."""
     leaves: set[Any] = {node for projection in site.projections for node in (projection.x, projection.weight)}
     leaves |= {term.route.node for term in site.terms if term.route is not None} | {site.rest}

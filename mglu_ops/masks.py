@@ -103,7 +103,7 @@ def binary_masks(masks: Tensor) -> Tensor:
         first = masks[wrong][0].item()
         raise ValueError(
             f"masks: {int(wrong.sum())} of {masks.numel()} values are neither 0 nor 1 (the first is {first}); "
-            "masks must be binary. For real-valued logits use mglu::forward_ste, or pack `logits > 0`"
+            "masks must be binary. For real-valued logits use mglu::forward_ste, or mglu::pack_logits"
         )
     return is_one
 

@@ -76,6 +76,11 @@ def calls(graphs: list[Graph]) -> Counter[str]:
     return Counter(call_name(node) for graph in graphs for node in graph.nodes if node.op.startswith("call"))
 
 
+def packings(counts: Counter[str]) -> int:
+    """How often masks are packed."""
+    return counts["mglu.pack_masks"] + counts["mglu.pack_logits"]
+
+
 def call_name(node: torch.fx.Node) -> str:
     """`mglu.forward` of an operator of ours, else the recogniser's symbol (`linear`, `mul`), else the name."""
     if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "mglu":

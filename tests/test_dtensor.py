@@ -63,6 +63,8 @@ def _failures() -> list[str]:
     masks = make_layer(dtype=torch.float64).masks
     packed = torch.ops.mglu.pack_masks(distribute_tensor(masks, mesh, [Shard(1)]))
     compare("pack_masks, by rows", packed, torch.ops.mglu.pack_masks(masks), Shard(0))
+    logits = distribute_tensor(masks.float() - 0.5, mesh, [Shard(1)])
+    compare("pack_logits, by rows", torch.ops.mglu.pack_logits(logits), torch.ops.mglu.pack_masks(masks), Shard(0))
 
     # x, weight and masks, route_weights, result
     ways = {

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from budgets import BUDGET, NAIVE_FACTOR, relative_error
-from graphs import Capture, assert_same, results
+from graphs import Capture, assert_same, packings, results
 from spellings import (
     BOOL_COMPLEMENTS,
     BOOL_PRODUCTS,
@@ -108,7 +108,7 @@ def test_naive_layer_in_inference_packs_its_masks(mode: Callable[[], Any], n_mas
     with mode():
         torch.testing.assert_close(capture.compile(model)(x), model(x))
     counts = capture.calls
-    assert counts["mglu.pack_masks"] == counts["mglu.forward"] == 1
+    assert counts["mglu.pack_logits"] == counts["mglu.forward"] == 1
     assert masked_products(counts) == counts["mul"] == counts["mglu.forward_ste"] == 0
     assert [site.route for site in capture.report.fused] == ["forward"]
 
@@ -230,7 +230,7 @@ def test_spelling(program: Program) -> None:
     counts = capture.calls
     assert masked_products(counts) == counts["silu"] == 0
     assert counts["mglu.forward_ste"] == program.trained
-    assert counts["mglu.pack_masks"] == counts["mglu.forward"] == (not program.trained)
+    assert packings(counts) == counts["mglu.forward"] == (not program.trained)
     assert len(capture.report.fused) == 1
     assert capture.report.missed == []
 

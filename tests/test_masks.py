@@ -34,6 +34,22 @@ def test_round_trip(n_masks, out_features, in_features, layout, dtype, seed):
     packing.check_packed_masks(packed, in_features, out_features)
 
 
+REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+SPECIAL = (0.0, -0.0, float("nan"), float("inf"), -float("inf"), 6e-8, -6e-8)
+
+
+@given(s.n_masks, s.out_features, s.in_features, s.layouts, st.sampled_from(REAL), s.seeds)
+def test_logits_are_packed_by_their_sign(n_masks, out_features, in_features, layout, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(n_masks, out_features, in_features, generator=generator).to(dtype)
+    chosen = torch.rand(logits.shape, generator=generator) < 0.2
+    special = torch.tensor(SPECIAL, dtype=dtype)[torch.randint(len(SPECIAL), logits.shape, generator=generator)]
+    logits = s.laid_out(torch.where(chosen, special, logits), layout)
+    packed = torch.ops.mglu.pack_logits(logits)
+    assert torch.equal(packed, pack(logits > 0))
+    assert packed.is_contiguous()
+
+
 @given(s.n_masks, st.integers(1, 3), st.integers(1, 20), s.seeds)
 def test_each_bit_is_where_the_format_says(n_masks, out_features, in_features, seed):
     masks = random_masks((n_masks, out_features, in_features), seed)

@@ -49,6 +49,12 @@ def test_opcheck_packing(shape, dtype):
     opcheck("unpack_masks", mglu.pack_masks(masks), shape[-1])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_opcheck_packing_of_logits(dtype):
+    opcheck("pack_logits", torch.randn(3, 5, 12, dtype=dtype))
+    opcheck("pack_logits", torch.randn(3, 5, 12, dtype=dtype, requires_grad=True))
+
+
 @pytest.mark.parametrize("leading", [(5,), (2, 3), ()])
 @pytest.mark.parametrize("routed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -313,6 +319,7 @@ def calls(layer: Layer) -> dict[str, tuple[object, ...]]:
     saved = mglu.forward_train(*args, *tail)
     return {
         "pack_masks": (layer.masks,),
+        "pack_logits": (layer.logits,),
         "unpack_masks": (layer.packed_masks, layer.x.shape[-1]),
         "forward": (*args, *tail),
         "forward_ste": (layer.x, layer.weight, layer.logits, *tail),

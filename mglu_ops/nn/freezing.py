@@ -65,7 +65,7 @@ def _pack_masks(module: MaskedLinear, packed: dict[Tensor, Tensor]) -> None:
     logits = module.mask_logits
     assert logits is not None
     if logits not in packed:
-        packed[logits] = torch.ops.mglu.pack_masks(logits > 0)
+        packed[logits] = torch.ops.mglu.pack_logits(logits)
     module.mask_logits = None
     module.packed_masks = packed[logits]
 

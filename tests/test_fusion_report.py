@@ -1,0 +1,199 @@
+"""The report of the fusion pass, the command that explains a model, and its log."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import Capture
+from torch import Tensor, nn
+
+from compile_passes.explain import explain, load_factory
+from compile_passes.report import FusionReport, SiteReport
+from mglu_ops.__main__ import main
+from mglu_ops.nn import MGLU, NaiveMGLU
+
+MODEL = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from mglu_ops.nn import NaiveMGLU
+
+
+class Soft(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.mask = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.rand(8, 8))
+
+    def forward(self, x):
+        return F.silu(F.linear(x, self.weight * self.mask)) * F.linear(x, self.weight * (1 - self.mask))
+
+
+def fused():
+    return nn.Sequential(NaiveMGLU(8, 8, n_masks=3), NaiveMGLU(8, 8, activation="gelu")), (torch.randn(2, 8),)
+
+
+def missed():
+    return nn.Sequential(NaiveMGLU(8, 8), Soft()), (torch.randn(2, 8),)
+
+
+def plain():
+    return nn.Linear(8, 8), (torch.randn(2, 8),)
+
+
+not_a_function = 3
+
+
+def broken():
+    raise ValueError("no weights here")
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "some_model.py"
+    path.write_text(MODEL)
+    return path
+
+
+class Mixed(nn.Module):
+    """A layer with logits, one with packed masks, and one that cannot fuse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = NaiveMGLU(8, 8, n_masks=2)
+        self.second = NaiveMGLU(8, 8, n_masks=3, learnable_masks=False)
+        self.soft = nn.Parameter(torch.rand(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x))
+        w = self.first.weight
+        return F.relu(F.linear(x, w * self.soft)) * F.linear(x, w * (1 - self.soft))
+
+
+def report_of(model: nn.Module) -> FusionReport:
+    capture = Capture()
+    with torch.no_grad():
+        capture.compile(model)(torch.randn(2, 8))
+    return capture.report
+
+
+def test_table_and_notes() -> None:
+    text = str(report_of(Mixed()))
+    head, _, header, *rows = text.splitlines()
+    assert head == "2 fused, 1 missed, 1 graphs seen"
+    assert header.split("  ")[0] == "module"
+    columns = [header.index(name) for name in ("module", "source", "masks", "activation", "dtype", "result", "masks p")]
+    first, second, third = (
+        [row[a:b].strip() for a, b in zip(columns, [*columns[1:], None], strict=True)] for row in rows[:3]
+    )
+    assert (first[0], *first[2:]) == ("first", "2", "silu", "float32", "mglu::forward", "at each call")
+    assert (second[0], *second[2:]) == ("second", "3", "silu", "float32", "mglu::forward", "beforehand")
+    assert third[2:] == ["1", "relu", "float32", "not fused [1]", ""]
+    assert third[1].startswith("test_fusion_report.py:")
+    assert "\n[1] mask `" in text
+    assert "nothing proves to be binary" in text
+    assert "mglu_ops.freeze" in text
+
+
+def test_an_empty_report_is_one_line() -> None:
+    assert str(report_of(nn.Linear(8, 8))) == "0 fused, 0 missed, 1 graphs seen"
+
+
+def test_json_holds_what_the_objects_hold() -> None:
+    report = report_of(Mixed())
+    parsed = json.loads(report.to_json())
+    sites = [
+        SiteReport(**{k: tuple(v) if isinstance(v, list) else v for k, v in site.items()})
+        for site in (*parsed["fused"], *parsed["missed"])
+    ]
+    assert sites == [*report.fused, *report.missed]
+    assert parsed["graphs"] == 1
+
+
+def test_pictures_show_the_graph_before_and_after() -> None:
+    fused, _ = report_of(Mixed()).fused
+    lines = fused.picture().splitlines()
+    before, after = lines[lines.index("before:") + 1 : lines.index("after:")], lines[lines.index("after:") + 1 :]
+    assert sum(" = linear(" in line for line in before) == 4
+    assert [line.split(" = ")[1].split("(")[0] for line in after] == ["mglu.pack_logits", "mglu.forward"]
+    assert any("[2, 8] = silu(" in line for line in before)
+
+
+def test_logging(caplog: pytest.LogCaptureFixture) -> None:
+    """By the standard library: `TORCH_LOGS="+compile_passes.fusion"` shows it too."""
+    with caplog.at_level(logging.DEBUG, logger="compile_passes.fusion"):
+        report_of(Mixed())
+    records = [record for record in caplog.records if record.name == "compile_passes.fusion"]
+    assert sorted(record.levelname for record in records) == ["DEBUG", "DEBUG", "INFO"]
+    assert any("fused to mglu::forward" in record.getMessage() for record in records)
+
+
+def test_torch_logs_shows_the_log(file: Path) -> None:
+    program = f"import sys; from mglu_ops.__main__ import main; sys.exit(main(['explain', {str(file)!r} + ':missed']))"
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"TORCH_LOGS": "+compile_passes.fusion", "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 1, result.stderr
+    assert "fused to mglu::forward" in result.stderr
+    assert "not fused: mask" in result.stderr
+
+
+# --- explain --------------------------------------------------------------------------------------------------------
+
+
+def test_explain_leaves_the_model_as_it_was() -> None:
+    model, x = nn.Sequential(NaiveMGLU(8, 8), nn.Dropout(0.5), MGLU(8, 8)).train(), torch.randn(2, 8)
+    for train, route in ((False, "forward"), (True, "forward_ste")):
+        report = explain(model, x, train=train)
+        assert [site.route for site in report.fused] == [route]
+        assert model.training
+        assert model[1].training
+    assert isinstance(model[0], NaiveMGLU)
+
+
+def test_command(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", f"{file}:fused"]) == 0
+    assert capsys.readouterr().out.startswith("2 fused, 0 missed, 1 graphs seen\n")
+    assert main(["explain", f"{file}:fused", "--train", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [(site["n_masks"], site["activation"], site["route"]) for site in report["fused"]] == [
+        (3, "silu", "forward_ste"),
+        (1, "gelu", "forward_ste"),
+    ]
+    assert main(["explain", f"{file}:missed", "--graphs"]) == 1
+    assert "nothing proves to be binary" in capsys.readouterr().out
+    assert main(["explain", f"{file}:missed", "--assume-binary"]) == 0
+    assert main(["explain", f"{file}:plain"]) == 1
+    assert "0 fused, 0 missed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("some_model.py", "must be FILE:FACTORY"),
+        ("nowhere.py:make", "no file"),
+        ("{file}:nothing", "has no attribute 'nothing'"),
+        ("{file}:not_a_function", "must be a function"),
+        ("{file}:broken", "no weights here"),
+    ],
+)
+def test_a_model_that_cannot_be_had(name: str, message: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", name.format(file=file)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_factory_may_import_its_neighbours(file: Path) -> None:
+    (file.parent / "neighbour_of_some_model.py").write_text("size = 8\n")
+    (file.parent / "other_model.py").write_text("import neighbour_of_some_model as n\ndef make(): return n.size\n")
+    assert load_factory(f"{file.parent / 'other_model.py'}:make")() == 8
