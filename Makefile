@@ -3,9 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO_ARGS ?=
+TORCH ?= 2.11.0
+OTHER := .venv-torch-$(TORCH)
 GPU_ENV := MGLU_REQUIRE_GPU=1
 
-.PHONY: demo test lint types unit gpu-install gpu-test gpu-bench clean
+.PHONY: demo test lint types unit test-torch gpu-install gpu-test gpu-bench clean
 
 demo: $(VENV)/.ready
 	OMP_WAIT_POLICY=passive $(BIN)/python -m mglu_ops demo $(DEMO_ARGS)
@@ -21,6 +23,13 @@ types: $(VENV)/.ready
 
 unit: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# The fusion pass with another torch: make test-torch TORCH=2.15.0
+test-torch:
+	$(PYTHON) -m venv $(OTHER)
+	grep -v '^torch==\|^triton==\|^numpy==' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install --quiet --constraint $(OTHER)/constraints.txt torch==$(TORCH) --editable ".[dev]"
+	$(OTHER)/bin/python -m pytest -n 2 --dist worksteal $(wildcard tests/test_fusion*.py)
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -41,4 +50,4 @@ gpu-bench: gpu-install
 	$(GPU_ENV) $(PYTHON) -m benchmarks.train
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

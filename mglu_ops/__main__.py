@@ -6,9 +6,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .demo import command as demo
+from compile_passes import explain
 
-COMMANDS = (demo,)
+from .demo import command as demo
+from .runtime import command as runtime
+
+COMMANDS = (demo, explain, runtime)
 """Modules with `add_parser(subparsers)`, which sets the default `run`: `(argparse.Namespace) -> exit code`."""
 
 

@@ -15,14 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backends import composite, cuda, triton
+from .backends import composite, cpu, cuda, triton
+from .masks import pack
 
 
 def _few_tokens(dtype: torch.dtype, n_masks: int) -> int:
-    """Up to how many tokens a kernel that masks the weight on chip is tried before GEMMs on masked copies of it.
+    """Up to how many tokens kernels that read W again for every 8 or 16 of them win over GEMMs on masked copies of it.
 
     In 16 bits as measured (benchmarks/results/few_tokens.csv): at 512 tokens the kernel wins by 1.7x to 2x for 4 to 16
     masks and loses by 1.1x to 1.4x for one, at 128 it wins by 2x and more for any. float32 was not measured.
+    Where wgmma runs (`cuda.takes_many`), its kernel wins over both (benchmarks/results/tokens.csv, routes.csv).
     """
     if dtype in (torch.float16, torch.bfloat16):
         return 256 if n_masks == 1 else 512
@@ -42,8 +44,8 @@ class Choice:
         return f"{self.backend}: {self.reason}"
 
 
-_BACKENDS: dict[str, Any] = {"cuda": cuda, "triton": triton}
-"""Those of few tokens, `[tokens, in_features]`; `composite` takes all."""
+_BACKENDS: dict[str, Any] = {"cpu": cpu, "cuda": cuda, "triton": triton}
+"""Those that take `[tokens, in_features]`; `composite` takes all."""
 
 
 def choose(
@@ -51,20 +53,38 @@ def choose(
 ) -> Choice:
     """The backend for a call of `mglu::forward`; reads no value of the tensors."""
     tokens = math.prod(x.shape[:-1])
+    if x.is_cpu:
+        return _choose_on_cpu(x, weight, packed_masks, activation, route_weights)
     if not x.is_cuda:
         return Choice("composite", f"library GEMMs, the only backend for {x.device.type}")
     limit = _few_tokens(x.dtype, packed_masks.shape[2])
     if not limit:
         return Choice("composite", f"library GEMMs, the only backend for {x.dtype}")
-    if tokens > limit:
-        return Choice("composite", f"library GEMMs, for {tokens} tokens (more than {limit})")
     call = (_rows(x, tokens), weight, packed_masks, activation, route_weights)
     problem = cuda.unsupported_reason(*call)
-    if problem is None:
-        return Choice("cuda", f"the masks are applied on chip, for {tokens} tokens (at most {limit})")
+    if problem is None and (tokens <= limit or cuda.takes_many(*call)):
+        return Choice("cuda", f"the masks are applied on chip, for {tokens} tokens")
+    if tokens > limit:
+        return Choice("composite", f"library GEMMs, for {tokens} tokens (more than {limit})")
     if triton.unsupported_reason(*call) is None:
         return Choice("triton", f"the masks are applied on chip, but slower than by the CUDA backend: {problem}", True)
     return Choice("composite", f"library GEMMs, several times slower here than the CUDA backend: {problem}", True)
+
+
+_NOTICEABLE_WEIGHTS = 1 << 18
+"""A smaller layer is done in a millisecond by any backend: not worth a word to those who have no compiler."""
+
+
+def _choose_on_cpu(
+    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None
+) -> Choice:
+    if x.dtype is torch.float64:
+        return Choice("composite", f"library GEMMs, the only backend for {x.dtype} on a CPU")
+    problem = cpu.unsupported_reason(x, weight, packed_masks, activation, route_weights)
+    if problem is None:
+        return Choice("cpu", f"kernels of this package, instruction set {cpu.isa()}")
+    slow = weight.numel() >= _NOTICEABLE_WEIGHTS
+    return Choice("composite", f"library GEMMs, several times slower here than the CPU backend: {problem}", slow)
 
 
 def _rows(tensor: Tensor, tokens: int) -> Tensor:
@@ -100,7 +120,7 @@ def forward(
         return composite.forward(x, weight, packed_masks, activation, route_weights)
     implementation = _BACKENDS.get(backend)
     if implementation is None:
-        raise ValueError(f"backend: got {backend!r}, must be composite, {' or '.join(_BACKENDS)}")
+        raise ValueError(f"backend: got {backend!r}, must be composite, cpu, cuda or triton")
     tokens = math.prod(x.shape[:-1])
     rows = _rows(x, tokens)
     routes = None if route_weights is None else _rows(route_weights, tokens)
@@ -109,6 +129,16 @@ def forward(
         raise ValueError(f"backend: got {backend!r}, which cannot take this call: {problem}")
     result = implementation.forward(rows, weight, packed_masks, activation, routes)
     return result if x.dim() == 2 else result.view(*x.shape[:-1], weight.shape[0])
+
+
+def pack_masks(masks: Tensor) -> Tensor:
+    """The packed masks of bool masks `[n_masks, out_features, in_features]`."""
+    return cuda.pack(masks) if cuda.can_pack(masks) else pack(masks)
+
+
+def pack_logits(mask_logits: Tensor) -> Tensor:
+    """The packed masks of logits `[n_masks, out_features, in_features]`, `M = logits > 0`."""
+    return cuda.pack(mask_logits) if cuda.can_pack(mask_logits) else pack(mask_logits > 0)
 
 
 def forward_train(

@@ -3,7 +3,8 @@
 | op | result |
 |---|---|
 | `mglu::pack_masks(masks)` | the packed masks (`mglu_ops.masks`) of bool or {0, 1} masks |
-| `mglu::unpack_masks(packed_masks, in_features)` | bool masks, the exact inverse |
+| `mglu::pack_logits(mask_logits)` | the packed masks of logits, `M = logits > 0`, in one pass over them |
+| `mglu::unpack_masks(packed_masks, in_features)` | bool masks, the inverse of packing |
 | `mglu::forward(x, weight, packed_masks, activation, route_weights)` | the layer with fixed masks |
 | `mglu::forward_ste(x, weight, mask_logits, activation, route_weights)` | the layer with learned masks; packs them |
 | `mglu::forward_train(...)` | forward, and the gates and values that backward reads; what autograd calls |
@@ -31,24 +32,36 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from . import checks, dispatch
-from .masks import binary_masks, check_layout, check_masks, pack, packed_width, unpack
+from .masks import binary_masks, check_layout, check_masks, packed_width, unpack
 from .sizes import same_sizes
 
-_lib = torch.library.Library("mglu", "DEF")
-
-_lib.define("pack_masks(Tensor masks) -> Tensor")
-_lib.define("unpack_masks(Tensor packed_masks, SymInt in_features) -> Tensor")
 _LAYER = 'str activation="silu", Tensor? route_weights=None'
-_lib.define(f"forward(Tensor x, Tensor weight, Tensor packed_masks, {_LAYER}) -> Tensor")
-_lib.define(f"forward_ste(Tensor x, Tensor weight, Tensor mask_logits, {_LAYER}) -> (Tensor, Tensor)")
-_lib.define(f"forward_train(Tensor x, Tensor weight, Tensor packed_masks, {_LAYER}) -> (Tensor, Tensor, Tensor)")
-_lib.define(
+SCHEMAS = (
+    "pack_masks(Tensor masks) -> Tensor",
+    "pack_logits(Tensor mask_logits) -> Tensor",
+    "unpack_masks(Tensor packed_masks, SymInt in_features) -> Tensor",
+    f"forward(Tensor x, Tensor weight, Tensor packed_masks, {_LAYER}) -> Tensor",
+    f"forward_ste(Tensor x, Tensor weight, Tensor mask_logits, {_LAYER}) -> (Tensor, Tensor)",
+    f"forward_train(Tensor x, Tensor weight, Tensor packed_masks, {_LAYER}) -> (Tensor, Tensor, Tensor)",
     "backward(Tensor grad_output, Tensor x, Tensor weight, Tensor packed_masks, Tensor gates, Tensor values, "
     "str activation, Tensor? route_weights, bool[3] needs, ScalarType? logits_dtype) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
+    "-> (Tensor, Tensor, Tensor, Tensor)",
 )
 
+# `libmglu_ops.so` (csrc/library) has the same schemas for processes without Python. Loaded into this one after us, it
+# registers nothing; before us, its schemas stay, and its kernels, which stand under CompositeExplicitAutograd, give way
+# to ours under the keys of the devices.
+_library_came_first = torch._C._dispatch_has_kernel("mglu::forward")
+_KERNEL_KEYS = ("CPU", "CUDA") if _library_came_first else ("CompositeExplicitAutograd",)
+
+_lib = torch.library.Library("mglu", "FRAGMENT")
+for _schema in SCHEMAS:
+    _name = f"mglu::{_schema[: _schema.index('(')]}"
+    if not _library_came_first or not torch._C._jit_get_schemas_for_operator(_name):  # an older library may lack some
+        _lib.define(_schema)
+
 pack_masks = torch.ops.mglu.pack_masks.default
+pack_logits = torch.ops.mglu.pack_logits.default
 unpack_masks = torch.ops.mglu.unpack_masks.default
 forward = torch.ops.mglu.forward.default
 forward_ste = torch.ops.mglu.forward_ste.default
@@ -56,9 +69,10 @@ forward_train = torch.ops.mglu.forward_train.default
 backward = torch.ops.mglu.backward.default
 
 
-def _kernel(name: str, key: str = "CompositeExplicitAutograd") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _kernel(name: str, *keys: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        _lib.impl(name, function, key)
+        for key in keys or _KERNEL_KEYS:
+            _lib.impl(name, function, key)
         return function
 
     return register
@@ -73,7 +87,7 @@ def _fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 @_kernel("pack_masks")
 def _pack_masks(masks: Tensor) -> Tensor:
-    return pack(binary_masks(masks))
+    return dispatch.pack_masks(binary_masks(masks))
 
 
 @_fake("pack_masks")
@@ -81,6 +95,18 @@ def _pack_masks_fake(masks: Tensor) -> Tensor:
     check_masks(masks)
     n_masks, out_features, in_features = masks.shape if masks.dim() == 3 else (1, *masks.shape)
     return masks.new_empty((out_features, packed_width(in_features), n_masks), dtype=torch.uint8)
+
+
+@_kernel("pack_logits")
+def _pack_logits(mask_logits: Tensor) -> Tensor:
+    checks.check_packable_logits(mask_logits)
+    return dispatch.pack_logits(mask_logits)
+
+
+@_fake("pack_logits")
+def _pack_logits_fake(mask_logits: Tensor) -> Tensor:
+    checks.check_packable_logits(mask_logits)
+    return _pack_masks_fake(mask_logits)
 
 
 @_kernel("unpack_masks")
@@ -144,7 +170,7 @@ def _forward_ste(
     route_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     _check_ste(x, weight, mask_logits, activation, route_weights)
-    packed_masks = pack(mask_logits > 0)
+    packed_masks = dispatch.pack_logits(mask_logits)
     return dispatch.forward(x, weight, packed_masks, activation, route_weights), packed_masks
 
 
@@ -274,7 +300,7 @@ class _Layer(torch.autograd.Function):
         with torch._C._AutoDispatchBelowAutograd(), _outer_gradients():
             if mask_logits is not None:
                 _check_ste(x, weight, mask_logits, activation, route_weights)
-                packed_masks = pack_masks(mask_logits > 0)
+                packed_masks = pack_logits(mask_logits)
             result, gates, values = forward_train(x, weight, packed_masks, activation, route_weights)
         ctx.save_for_backward(x, weight, packed_masks, gates, values, route_weights)
         ctx.activation = activation
@@ -410,6 +436,7 @@ def _without_autograd(op: Any) -> Callable[..., Any]:
 
 
 _kernel("pack_masks", "Autograd")(_without_autograd(pack_masks))
+_kernel("pack_logits", "Autograd")(_without_autograd(pack_logits))
 _kernel("unpack_masks", "Autograd")(_without_autograd(unpack_masks))
 
 
@@ -487,6 +514,7 @@ def _vmap_loop(op: Any) -> Callable[..., Any]:
 
 for _op, _rule in (
     (pack_masks, _vmap_loop(pack_masks)),
+    (pack_logits, _vmap_loop(pack_logits)),
     (unpack_masks, _vmap_loop(unpack_masks)),
     (forward, _vmap_layer(forward)),
     (forward_ste, _vmap_layer(forward_ste)),
@@ -574,6 +602,7 @@ def register_dtensor_rules() -> None:
         return rule
 
     register_sharding(pack_masks)(pack_rule)
+    register_sharding(pack_logits)(pack_rule)
     register_sharding(forward)(layer(0))
     register_sharding(forward_train)(layer(2))
 

@@ -52,20 +52,18 @@ def _problem(
     )
 
 
-def _compile(kernel: str, arch: tuple[int, int], defines: dict[str, int], tmp_path: Path) -> str:
-    """What ptxas reports."""
+def _compile(kernel: str, name: str, defines: dict[str, int], tmp_path: Path) -> str:
+    """What ptxas reports for a target such as sm_90a."""
     source = source_directory() / f"{kernel}.cu"
-    name = f"sm_{arch[0]}{arch[1]}"
     macros = [f"-D{key}={value}" for key, value in defines.items()]
     nvrtc = _nvrtc()
     if nvrtc is None:
         nvcc = shutil.which("nvcc")
         if nvcc is None:
             pytest.skip("neither NVRTC (pip install mglu-ops[cuda]) nor nvcc is here")
-        command = [nvcc, "-cubin", "-std=c++17", f"-arch={name}", "-Xptxas", "-v", *macros, str(source)]
-        result = subprocess.run(
-            [*command, "-o", str(tmp_path / "out.cubin")], capture_output=True, text=True, check=False
-        )
+        target = f"-gencode=arch=compute_{name[3:]},code={name}"
+        command = [nvcc, "-cubin", "-std=c++17", target, "-Xptxas", "-v", *macros, "-o", str(tmp_path / "out.cubin")]
+        result = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stderr
         return result.stderr
     error, program = nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), 0, [], [])
@@ -81,12 +79,13 @@ def _compile(kernel: str, arch: tuple[int, int], defines: dict[str, int], tmp_pa
 
 
 def _check(problem: plan.Problem, config: launch.LaunchConfig, tmp_path: Path) -> None:
-    log = _compile(config.kernel, problem.arch, plan.defines(problem, config), tmp_path)
+    log = _compile(config.kernel, plan.target(problem.arch, config), plan.defines(problem, config), tmp_path)
     registers = re.search(r"Used (\d+) registers", log)
     spills = re.search(r"(\d+) bytes spill stores", log)
     assert registers is not None, log
     assert spills is not None, log
     assert int(spills[1]) == 0, f"{config} for {problem.arch}: {log}"
+    assert "serialized" not in log, f"wgmmas wait for each other in {config}: {log}"
     assert int(registers[1]) * config.threads * config.blocks_per_sm <= REGISTERS_PER_SM, f"{config}: {log}"
 
 
@@ -98,6 +97,29 @@ def test_fast_kernels(arch: tuple[int, int], tokens: int, n_masks: int, tmp_path
         config = launch.choose(arch, dtype, n_masks, tokens, 8192, 2048, aligned=True)
         assert config.kernel != "plain"
         _check(_problem(arch, dtype, n_masks, tokens), config, tmp_path)
+
+
+@pytest.mark.parametrize("tokens", [32, 8192])
+@pytest.mark.parametrize("n_masks", [1, 4, 8, 16])
+def test_tile_kernel(n_masks: int, tokens: int, tmp_path: Path) -> None:
+    dtype = torch.bfloat16 if n_masks == 4 else torch.float16
+    config = launch.choose((9, 0), dtype, n_masks, tokens, 8192, 2048, aligned=True)
+    assert config.kernel == "tile_wgmma"
+    _check(_problem((9, 0), dtype, n_masks, tokens), config, tmp_path)
+    _compile("turn_x", "sm_90a", plan.turn_defines(config), tmp_path)
+
+
+@pytest.mark.parametrize("n_masks", range(1, 17))
+def test_tiles_cover_all_rows_and_tokens(n_masks: int) -> None:
+    for tokens, out_features in ((9, 64), (17, 100), (64, 14336), (1000, 8192), (8192, 8192)):
+        config = launch.choose((9, 0), torch.float16, n_masks, tokens, out_features, 4096, aligned=True)
+        assert config.kernel == "tile_wgmma" or tokens <= 16
+        if config.kernel == "tile_wgmma":
+            assert config.rows <= out_features
+            assert config.stages >= 3
+            assert config.turned_bytes(tokens, 4096) >= tokens * 4096 * 2
+            assert config.turned_bytes(tokens, 4096) % (8 * 128) == 0  # whole warps of turn_x
+            assert config.threads <= 384
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

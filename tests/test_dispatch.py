@@ -15,16 +15,19 @@ def call(tokens: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.randn(tokens, 16), torch.randn(8, 16), torch.ops.mglu.pack_masks(torch.rand(2, 8, 16) > 0.5)
 
 
-def test_cpu_runs_composite_and_says_so() -> None:
+def test_cpu_runs_its_kernels_and_says_so() -> None:
     choice = mglu_ops.explain(*call())
+    assert (choice.backend, choice.is_fallback) == ("cpu", False)
+    assert "instruction set" in str(choice)
+    choice = mglu_ops.explain(*(t.double() if t.is_floating_point() else t for t in call()))
     assert (choice.backend, choice.is_fallback) == ("composite", False)
-    assert "cpu" in str(choice)
+    assert "torch.float64" in str(choice)
 
 
 def test_an_override_that_cannot_run_says_why() -> None:
     with pytest.raises(ValueError, match=r"backend: got 'cuda', which cannot take this call: x is on cpu"):
         dispatch.forward(*call(), "silu", None, backend="cuda")
-    with pytest.raises(ValueError, match=r"backend: got 'fast', must be composite, cuda or triton"):
+    with pytest.raises(ValueError, match=r"backend: got 'fast', must be composite, cpu, cuda or triton"):
         dispatch.forward(*call(), "silu", None, backend="fast")
 
 

@@ -58,7 +58,7 @@ def test_forward_train_saves_the_gates_and_values_of_the_same_result(layer):
     result, gates, values = forward_train(
         layer.x, layer.weight, layer.packed_masks, layer.activation, layer.route_weights
     )
-    assert torch.equal(result, layer.forward())
+    assert_within_condition(result, layer)  # not bit for bit: where nothing is saved, another backend may run
     x, weight = layer.x.double(), layer.weight.double()
     scale = x.abs() @ weight.abs().T + torch.finfo(layer.x.dtype).tiny
     for i, mask in enumerate(layer.masks):

@@ -10,6 +10,11 @@
 
 namespace mglu {
 
+// Powers of two that the compiler does not know to be such. A shift and the LOP3 after it share a pipe, a product with a
+// word of constant memory has another.
+__constant__ u32 powers_of_two[16] = {1u << 0, 1u << 1, 1u << 2,  1u << 3,  1u << 4,  1u << 5,  1u << 6,  1u << 7,
+                                      1u << 8, 1u << 9, 1u << 10, 1u << 11, 1u << 12, 1u << 13, 1u << 14, 1u << 15};
+
 template <int kMasks>
 struct MaskWords {
     static constexpr int kWords = (kMasks + 1) / 2;
@@ -17,6 +22,12 @@ struct MaskWords {
 
     // The flip bits (15 and 31) of mask i for pair j; the other bits are noise that flip_signs() drops.
     __device__ __forceinline__ u32 bits(int i, int j) const { return word[i / 2] << ((i % 2 ? 7 : 15) - j); }
+
+    // The same by a product.
+    __device__ __forceinline__ u32 bits_by_product(int i, int j) const {
+        const int distance = (i % 2 ? 7 : 15) - j;
+        return distance == 0 ? word[i / 2] : word[i / 2] * powers_of_two[distance];
+    }
 };
 
 // Reads 2 * kMasks bytes at a shared address, in the widest pieces that their size keeps aligned.

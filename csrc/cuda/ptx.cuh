@@ -96,6 +96,13 @@ __device__ __forceinline__ void mma_16x8x16(float (&d)[4], u32 a0, u32 a1, u32 a
     }
 }
 
+// Transposes an 8x8 matrix of 16-bit elements: lane l holds elements 2 (l % 4) and the next of row l / 4.
+__device__ __forceinline__ u32 transpose(u32 fragment) {
+    u32 result;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(fragment));
+    return result;
+}
+
 // Programmatic dependent launch (sm_90 and later): everything after the wait sees what the kernels before this one
 // in the stream wrote. Without the launch attribute both are no-ops.
 __device__ __forceinline__ void wait_for_earlier_kernels() {

@@ -107,6 +107,51 @@ def test_ragged_shapes(d: int, h: int, dtype: torch.dtype) -> None:
         Problem(tokens, d, h, n_masks, dtype).check()
 
 
+@pytest.mark.parametrize("n_masks", range(1, 17))
+@pytest.mark.parametrize("tokens", [20, 100])
+def test_every_mask_count_and_more_tokens(tokens: int, n_masks: int) -> None:
+    Problem(tokens, 208, 544, n_masks, route=torch.float32 if n_masks % 3 == 0 else None).check()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("tokens", [9, 24, 65, 300, 1000])
+@pytest.mark.parametrize("shape", [(64, 32), (65, 96), (130, 1056), (1001, 288), (2048, 512)], ids=str)
+def test_many_tokens(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> None:
+    for n_masks, activation in ((1, "silu"), (4, "gelu"), (8, "tanh"), (16, "silu")):
+        Problem(tokens, *shape, n_masks, dtype, activation).check()
+
+
+@pytest.mark.parametrize("n_masks", [1, 4, 8, 16])
+def test_many_tokens_of_a_real_shape(n_masks: int) -> None:
+    Problem(2000, 8192, 2048, n_masks, torch.bfloat16).check()
+
+
+@pytest.mark.parametrize("n_masks", [1, 6, 8, 16])
+def test_a_row_does_not_depend_on_how_many_others_there_are(n_masks: int) -> None:
+    """From 17 tokens on: every cut of the tile kernel sums in one order."""
+    p = Problem(700, 2048, 1024, n_masks)
+    everyone = p.run()
+    x = p.x
+    for tokens in (17, 32, 33, 64, 65, 128, 300, 699):
+        p.x = x[:tokens]
+        assert torch.equal(p.run(), everyone[:tokens]), tokens
+
+
+TILES = (
+    LaunchConfig("tile_wgmma", rows=64, block_tokens=8, stages=3),
+    LaunchConfig("tile_wgmma", rows=112, block_tokens=16, stages=4, sub=2),
+    LaunchConfig("tile_wgmma", rows=80, block_tokens=24, stages=3, steps=2),
+    LaunchConfig("tile_wgmma", rows=64, block_tokens=64, mask_groups=2, stages=5, steps=2),
+    LaunchConfig("tile_wgmma", rows=128, block_tokens=16, mask_groups=2, stages=4, steps=2),
+)
+
+
+@pytest.mark.parametrize("config", TILES, ids=str)
+def test_override_of_tiles(config: LaunchConfig) -> None:
+    for tokens, d, h in ((6, 128, 64), (70, 1001, 1032), (33, 20000, 520)):  # of the last, a block has several
+        Problem(tokens, d, h, 8).check(config)
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("n_masks", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("shape", [(8192, 2048), (14336, 4096), (4096, 14336)])
@@ -127,9 +172,9 @@ def test_route_weights(route: torch.dtype, dtype: torch.dtype, tokens: int) -> N
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("tokens", [1, 3, 40])
 def test_strides_and_offsets(tokens: int, dtype: torch.dtype) -> None:
-    d, h, n_masks = 48, 256, 4
+    d, h, n_masks = 48 if tokens < 9 else 80, 256, 4
     p = Problem(tokens, d, h, n_masks, dtype)
     expected = p.oracle()
     x, weight, packed = p.x, p.weight, p.packed
@@ -184,11 +229,11 @@ def test_empty() -> None:
     assert torch.equal(Problem(2, 32, 0, 2).run(), torch.zeros(2, 32, dtype=torch.float16, device="cuda"))
 
 
-@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize("tokens", [1, 8, 40])
 @pytest.mark.parametrize("n_masks", [3, 8])
 def test_guard_bands(n_masks: int, tokens: int) -> None:
     """Inputs lie between NaN (or all-ones) bands that must not be used, the output between bands that must stay."""
-    p = Problem(tokens, 50, 520, n_masks)
+    p = Problem(tokens, 50 if tokens < 9 else 100, 520 if tokens < 9 else 544, n_masks)
     expected = p.run()
     band = 4096
 
@@ -206,7 +251,7 @@ def test_guard_bands(n_masks: int, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize("tokens", [1, 8, 100])
 @pytest.mark.parametrize("n_masks", [1, 8, 16])
 def test_same_bits_every_time(n_masks: int, tokens: int, dtype: torch.dtype) -> None:
     p = Problem(tokens, 1024, 1024, n_masks, dtype)
@@ -226,7 +271,7 @@ def test_a_row_does_not_depend_on_the_others(n_masks: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("tokens", [1, 4, 100])
 def test_graph_replay_with_new_inputs(tokens: int, dtype: torch.dtype) -> None:
     p = Problem(tokens, 512, 1024, 4, dtype)
     p.run()
@@ -243,9 +288,10 @@ def test_graph_replay_with_new_inputs(tokens: int, dtype: torch.dtype) -> None:
         assert torch.equal(chained, eager)
 
 
-def test_follows_the_producer_of_its_inputs() -> None:
+@pytest.mark.parametrize("tokens", [1, 40, 300])
+def test_follows_the_producer_of_its_inputs(tokens: int) -> None:
     """x, weight and masks written by the kernel just before: the early start of our launch must not read old values."""
-    p = Problem(1, 4096, 4096, 4)
+    p = Problem(tokens, 4096, 4096, 4)
     expected = p.run()
     x, weight, packed = p.x.clone(), p.weight.clone(), p.packed.clone()
     for _ in range(50):
@@ -321,6 +367,8 @@ def test_failed_compile_has_the_log_and_leaves_the_context(monkeypatch: pytest.M
     with pytest.raises(CompileError, match="groups are equal"):
         p.run(LaunchConfig("decode_mma", mask_group=5, block_tokens=8))
     p.check()
+    with pytest.raises(ValueError, match="aligned rows"):
+        Problem(20, 64, 257, 8).run(TILES[0])
 
 
 def test_unsupported() -> None:

@@ -1,7 +1,7 @@
-"""MGLU for few tokens on NVIDIA GPUs: kernels of `csrc/cuda`, compiled by NVRTC where they run.
+"""MGLU on NVIDIA GPUs: kernels of `csrc/cuda`, compiled by NVRTC where they run.
 
-Nothing of `cuda.core` is imported before a kernel has to be compiled. Only the output is allocated, on the current
-stream, with no synchronisation; the same inputs give the same bits on every call.
+Nothing of `cuda.core` is imported before a kernel has to be compiled. Only the output and, past a few tokens, a copy of
+x are allocated, on the current stream, with no synchronisation; the same inputs give the same bits on every call.
 """
 
 from __future__ import annotations
@@ -12,10 +12,21 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from . import packing
 from .config import MAX_TOKENS, LaunchConfig, choose
-from .plan import ACTIVATIONS, ELEMENTS, Plan, build, describe
+from .packing import KINDS
+from .plan import ACTIVATIONS, ELEMENTS, Plan, build, choice, describe
 
-__all__ = ["MAX_TOKENS", "LaunchConfig", "choose", "forward", "unsupported_reason"]
+__all__ = [
+    "MAX_TOKENS",
+    "LaunchConfig",
+    "can_pack",
+    "choose",
+    "forward",
+    "pack",
+    "takes_many",
+    "unsupported_reason",
+]
 
 _PLANS_KEPT = 4096
 _plans: dict[tuple[object, ...], Plan] = {}
@@ -50,8 +61,6 @@ def unsupported_reason(
     """Why `forward` cannot take a call, or None if it can. Cheap; reads metadata only."""
     if x.device.type != "cuda":
         return f"x is on {x.device}, not on a CUDA device"
-    if x.shape[0] > MAX_TOKENS:
-        return f"{x.shape[0]} tokens, above {MAX_TOKENS}"
     if x.dtype not in ELEMENTS or weight.dtype != x.dtype:
         return f"no kernel for x {x.dtype} and weight {weight.dtype}"
     if activation not in ACTIVATIONS:
@@ -66,7 +75,36 @@ def unsupported_reason(
         return "cuda-core is not installed (pip install mglu-ops[cuda])"
     if _device_facts(x.device.index)[0] < (8, 0):
         return f"compute capability {_device_facts(x.device.index)[0]} is below 8.0"
+    if x.shape[0] > MAX_TOKENS and not takes_many(x, weight, packed_masks, activation, route_weights):
+        return f"{x.shape[0]} tokens, above {MAX_TOKENS}, with no wgmma for this device, dtype or alignment"
     return None
+
+
+def takes_many(x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None) -> bool:
+    """Whether a call that `forward` can take runs on wgmma, whose kernel is the fastest for any number of tokens."""
+    arch, multiprocessors = _device_facts(x.device.index)
+    problem = describe(x, weight, packed_masks, activation, route_weights, arch, multiprocessors)
+    return choice(problem).kernel == "tile_wgmma"
+
+
+def can_pack(masks: Tensor) -> bool:
+    """Whether `pack` takes bool masks or logits."""
+    return (
+        masks.device.type == "cuda"
+        and masks.dtype in KINDS
+        and max(masks.shape[1:]) < 2**31
+        and _has_cuda_core()
+        and _device_facts(masks.device.index)[0] >= (8, 0)
+    )
+
+
+def pack(masks: Tensor) -> Tensor:
+    """The packed masks of bool masks, or of logits by `M = logits > 0`; see `packing.pack`."""
+    device: int = masks.device.index
+    if device != _current_device():
+        with torch.cuda.device(device):
+            return pack(masks)
+    return packing.pack(masks, _device_facts(device)[0], _current_stream(device))
 
 
 def forward(
@@ -136,4 +174,8 @@ def _launch(
         arch, multiprocessors = _device_facts(device)
         problem = describe(x, weight, packed_masks, activation, route_weights, arch, multiprocessors)
         plan = _plans[key] = build(problem, config)
-    plan.launch(_current_stream(device), x_pointer, weight_pointer, mask_pointer, route_pointer, out.data_ptr())
+    # Freed on return, and yet safe: on this stream, whoever gets the memory next runs after the kernels.
+    workspace = x.new_empty(plan.workspace, dtype=torch.uint8).data_ptr() if plan.workspace else 0
+    plan.launch(
+        _current_stream(device), workspace, x_pointer, weight_pointer, mask_pointer, route_pointer, out.data_ptr()
+    )

@@ -10,10 +10,10 @@ from typing import Literal
 
 import torch
 
-KernelName = Literal["decode_fma", "decode_mma", "plain"]
+KernelName = Literal["decode_fma", "decode_mma", "plain", "tile_wgmma"]
 
 MAX_TOKENS = 512
-"""More tokens belong to GEMMs: a group of 8 or 16 tokens reads W again, from L2 or from memory."""
+"""Of the kernels that read W again, from L2 or from memory, for every 8 or 16 tokens: all but `tile_wgmma`."""
 
 _SHARED_PER_SM = {(8, 0): 164, (8, 7): 164, (9, 0): 228, (10, 0): 228, (10, 3): 228, (11, 0): 228}
 _SHARED_PER_SM_OTHER = 100  # sm_86, 89, 120
@@ -27,6 +27,9 @@ class LaunchConfig:
     A block has `tiles * split_k` warps. A tile is `rows` rows of W; `split_k` warps share its sum over k. Each warp
     keeps `stages` stages in flight in shared memory; a stage is `sub` times 64 columns (`decode_mma`) or `sub` times
     256 (`decode_fma`).
+
+    `tile_wgmma` is cut differently: a block computes tiles of `rows` rows by `block_tokens` tokens, with one warpgroup
+    that copies stages of `sub` times 64 columns into a ring, and `mask_groups` warpgroups for every 64 rows.
     """
 
     kernel: KernelName
@@ -44,13 +47,21 @@ class LaunchConfig:
     blocks_per_sm: int = 1
     persistent: bool = False
     """`decode_fma`: only as many blocks as fit at once, each walking over several tiles."""
+    mask_groups: int = 1
+    """`tile_wgmma`: warpgroups that share 64 rows, each with its part of the masks."""
+    steps: int = 4
+    """`tile_wgmma`: wgmmas of 16 columns that are issued together."""
     early_weights: bool = False
     """Start reading W before the kernels ahead in the stream have finished (programmatic dependent launch). Only
     right when none of them writes W or the masks."""
 
     @property
     def threads(self) -> int:
-        return 256 if self.kernel == "plain" else 32 * self.tiles * self.split_k
+        if self.kernel == "plain":
+            return 256
+        if self.kernel == "tile_wgmma":
+            return 128 * (-(-self.rows // 64) * self.mask_groups + 1)
+        return 32 * self.tiles * self.split_k
 
     @property
     def token_tiles(self) -> int:
@@ -73,6 +84,9 @@ class LaunchConfig:
         """Dynamic shared memory of a block: every warp's ring and sums (which may share), then x."""
         if self.kernel == "plain":
             return 0
+        if self.kernel == "tile_wgmma":
+            exchange = 0 if self.mask_groups == 1 else -(-self.rows // 64) * self.block_tokens * 512
+            return self.stages * (self._tile_stage_bytes(n_masks) + 16) + exchange  # two barriers a stage
         warps = self.tiles * self.split_k
         ring = self.stages * self.rows * self.stage_columns // 8 * (16 + n_masks)
         columns = -(-in_features // self.stage_columns) * self.stage_columns
@@ -82,11 +96,25 @@ class LaunchConfig:
         sums = _round_up(4 * (n_masks + 1) * self.rows * self.token_columns(tokens), 128)
         return warps * max(ring, sums) + columns * 2 * min(tokens, self.block_tokens)
 
+    def _tile_stage_bytes(self, n_masks: int) -> int:
+        """Of `tile_wgmma`: x, W and masks."""
+        return _round_up(self.sub * ((self.block_tokens + self.rows) * 128 + self.rows * 8 * n_masks), 1024)
+
+    def turned_bytes(self, tokens: int, in_features: int) -> int:
+        """Of the copy of x that `turn_x` makes for `tile_wgmma`: whole tiles of tokens and whole stages of columns."""
+        return _round_up(tokens, self.block_tokens) * _round_up(in_features, 64 * self.sub) * 2
+
+    def turn_blocks(self, tokens: int, in_features: int) -> int:
+        """Blocks of `turn_x`: each of its 8 warps takes 8 tokens by 64 columns."""
+        return -(-self.turned_bytes(tokens, in_features) // (8 * 8 * 128))
+
     def grid(self, tokens: int, out_features: int, multiprocessors: int) -> tuple[int, int]:
         groups = -(-tokens // self.block_tokens)
         if self.kernel == "plain":
             return -(-out_features // (self.threads // 32)), groups
         blocks = -(-out_features // (self.rows * self.tiles))
+        if self.kernel == "tile_wgmma":
+            return min(blocks * groups, multiprocessors), 1
         if self.persistent:
             blocks = min(blocks, self.blocks_per_sm * multiprocessors)
         return blocks * groups, 1
@@ -124,6 +152,11 @@ def choose(
         multiprocessors: SMs of the device.
     """
     if aligned and dtype != torch.float32 and out_features >= 16 and arch >= (8, 0):
+        # Up to 16 tokens, few masks and short rows, decode_mma starts sooner (one mask, 8192 x 2048: 13.1 against 13.9
+        # us; 14336 x 4096: 36.1 against 33.8).
+        few = 16 if n_masks <= 4 and in_features <= 2048 else 8
+        if arch == (9, 0) and tokens > few and out_features >= 64:
+            return _tile(n_masks, tokens, out_features, multiprocessors)
         if tokens == 1:
             preferred = _one_token(n_masks, in_features)
         else:
@@ -190,6 +223,54 @@ def _few_tokens(
         mask_group=8 if n_masks == 16 else n_masks,
         block_tokens=16 if two_columns else 8,
     )
+
+
+_TOKEN_COLUMNS = (16, 24, 32, 40, 48, 56, 64, 80, 96, 128, 160)
+"""Widths of `tile_wgmma`'s tiles that its source has the instruction for."""
+
+
+def _tile(n_masks: int, tokens: int, out_features: int, multiprocessors: int) -> LaunchConfig:
+    """The cut of the least cost, where a wave costs (sums of a block) x (100 + columns), as measured.
+
+    100 columns' worth is what a sum of 64 rows costs besides its products (fragments come from registers; 8192 x 2048,
+    4096 tokens, one mask: 25.7, 30.5 and 34.8 us a wave with 96, 128 and 160 columns; six masks agree).
+    """
+    sums = n_masks + 1
+    found: list[tuple[float, int, LaunchConfig]] = []
+    for groups in (1, 2) if n_masks > 2 else (1,):
+        share = -(-sums // groups)
+        for columns in _TOKEN_COLUMNS:
+            # 160 sums a thread leave registers for the fragments; two warpgroups' exchange takes 1 KB a column.
+            if share * columns > 320 or columns > 128 * (3 - groups) or (columns >= tokens + 16 and columns > 16):
+                continue
+            token_tiles = -(-tokens // columns)
+            for rows in (64, 80, 96, 112, 128) if groups == 1 else (64,):
+                waves = -(-token_tiles * -(-out_features // rows) // multiprocessors)
+                # Times 64 rows. One warpgroup alone waits for itself now and then (24%), two that share masks wait for
+                # each other at the end of a tile, and both read W (20%).
+                work = 1.2 if groups == 2 else 1.24 if rows == 64 else 2.0
+                if rows <= out_features:
+                    config = LaunchConfig(
+                        "tile_wgmma",
+                        rows=rows,
+                        block_tokens=columns,
+                        mask_groups=groups,
+                        steps=4 if groups == 1 and share * columns <= 256 else 2,
+                    )
+                    found.append((waves * work * sums * (100 + columns), token_tiles, config))
+    _, token_tiles, best = min(found, key=lambda one: one[0])  # of equals the first: fewer rows a block
+    if token_tiles == 1:  # bound by memory, where longer stages cost fewer instructions
+        longer = fill_shared(replace(best, sub=2), n_masks)
+        if longer.stages >= 4:
+            return longer
+    return fill_shared(best, n_masks)
+
+
+def fill_shared(config: LaunchConfig, n_masks: int) -> LaunchConfig:
+    """`config` of `tile_wgmma` with as many stages as an SM of compute capability 9.0 holds, up to 12."""
+    limit = shared_limit((9, 0)) - _RESERVED_PER_BLOCK
+    stages = next(s for s in range(12, 0, -1) if replace(config, stages=s).shared_bytes(n_masks, 0, 0) <= limit)
+    return replace(config, stages=stages)
 
 
 def _fit(config: LaunchConfig, limit: int, n_masks: int, tokens: int, in_features: int) -> LaunchConfig | None:

@@ -42,10 +42,21 @@ class Problem:
 
 @dataclass(frozen=True)
 class Plan:
-    """A kernel that only waits for a stream and pointers."""
+    """Kernels that only wait for a stream and pointers."""
 
-    launch: Function
+    kernel: Function
     config: LaunchConfig
+    turn: Function | None = None
+    """What makes the copy of x that `tile_wgmma` reads."""
+    workspace: int = 0
+    """Bytes of that copy: memory that the caller provides, aligned to 16 bytes."""
+
+    def launch(self, stream: int, workspace: int, x: int, weight: int, masks: int, route: int, out: int) -> None:
+        """All but the stream are addresses."""
+        if self.turn is not None:
+            self.turn(stream, x, 0, 0, 0, workspace)
+            x = workspace
+        self.kernel(stream, x, weight, masks, route, out)
 
 
 def describe(
@@ -92,26 +103,65 @@ def describe(
     )
 
 
+def _aligned(problem: Problem) -> bool:
+    return problem.weight_aligned and problem.mask_alignment >= 4 and problem.in_features > 0
+
+
+def choice(problem: Problem) -> LaunchConfig:
+    """The configuration that a problem runs with if none is given."""
+    p = problem
+    return choose(
+        p.arch,
+        p.dtype,
+        p.n_masks,
+        p.tokens,
+        p.out_features,
+        p.in_features,
+        _aligned(p),
+        p.multiprocessors,
+    )
+
+
 def build(problem: Problem, override: LaunchConfig | None = None) -> Plan:
     """Chooses, compiles (or finds in the cache) and loads the kernel of a problem on the current device."""
     p = problem
-    aligned = p.weight_aligned and p.mask_alignment >= 4 and p.in_features > 0
-    config = override or choose(
-        p.arch, p.dtype, p.n_masks, p.tokens, p.out_features, p.in_features, aligned, p.multiprocessors
-    )
+    config = override or choice(p)
     fast = config.kernel != "plain"
-    if fast and not aligned:
+    if fast and not _aligned(p):
         raise ValueError(f"{config.kernel} needs aligned rows of weight and packed_masks")
-    launch = Function(
-        compile_cubin(config.kernel, f"sm_{p.arch[0]}{p.arch[1]}", defines(p, config)),
+    constants = CONSTANTS.pack(*p.strides, p.tokens, p.out_features, p.in_features, int(p.x_vectorizable))
+    overlap = fast and p.arch >= (9, 0)
+    kernel = Function(
+        compile_cubin(config.kernel, target(p.arch, config), defines(p, config)),
         f"mglu_{config.kernel}",
         config.grid(p.tokens, p.out_features, p.multiprocessors),
         config.threads,
         config.shared_bytes(p.n_masks, p.tokens, p.in_features),
-        overlap=fast and p.arch >= (9, 0),
-        constants=CONSTANTS.pack(*p.strides, p.tokens, p.out_features, p.in_features, int(p.x_vectorizable)),
+        overlap=overlap,
+        constants=constants,
     )
-    return Plan(launch, config)
+    if config.kernel != "tile_wgmma":
+        return Plan(kernel, config)
+    turn = Function(
+        compile_cubin("turn_x", target(p.arch, config), turn_defines(config)),
+        "mglu_turn_x",
+        (config.turn_blocks(p.tokens, p.in_features), 1),
+        256,
+        0,
+        overlap=overlap,
+        constants=constants,
+    )
+    return Plan(kernel, config, turn, config.turned_bytes(p.tokens, p.in_features))
+
+
+def target(arch: tuple[int, int], config: LaunchConfig) -> str:
+    """What a kernel is compiled for: wgmma is in the architecture's own set of instructions."""
+    return f"sm_{arch[0]}{arch[1]}" + ("a" if config.kernel == "tile_wgmma" else "")
+
+
+def turn_defines(config: LaunchConfig) -> dict[str, int]:
+    """The macros of `turn_x`."""
+    return {"MGLU_TOKEN_COLUMNS": config.block_tokens, "MGLU_SUB": config.sub}
 
 
 def defines(problem: Problem, config: LaunchConfig) -> dict[str, int]:
@@ -125,6 +175,16 @@ def defines(problem: Problem, config: LaunchConfig) -> dict[str, int]:
     }
     if config.kernel == "plain":
         return common | {"MGLU_TOKENS": config.block_tokens}
+    if config.kernel == "tile_wgmma":
+        return common | {
+            "MGLU_TOKEN_COLUMNS": config.block_tokens,
+            "MGLU_BLOCK_ROWS": config.rows,
+            "MGLU_MASK_GROUPS": config.mask_groups,
+            "MGLU_STAGES": config.stages,
+            "MGLU_SUB": config.sub,
+            "MGLU_STEPS": config.steps,
+            "MGLU_MASK_VECTOR": min(config.mask_vector(p.n_masks), p.mask_alignment),
+        }
     common |= {
         "MGLU_TILES": config.tiles,
         "MGLU_SPLIT_K": config.split_k,
@@ -144,4 +204,4 @@ def defines(problem: Problem, config: LaunchConfig) -> dict[str, int]:
     }
 
 
-__all__ = ["CONSTANTS", "Plan", "Problem", "build", "defines", "describe"]
+__all__ = ["CONSTANTS", "Plan", "Problem", "build", "choice", "defines", "describe", "target", "turn_defines"]

@@ -1,0 +1,191 @@
+"""CPUs: MGLU's kernels against a loop that only reads, the naive layer and SwiGLU, in one run with the same threads.
+
+python -m benchmarks.cpu --out benchmarks/results [--tokens 1 2 4 8] [--masks 1 2 4 8 16] [--dtypes bfloat16 float32]
+
+Protocol: as in harness.py, but by the clock on the wall. Each variant runs over layers of distinct weights, together
+several times the last cache; variants take turns, layer by layer, round after round. A time is the least and the
+median of the rounds, per layer: a machine that others use too makes the median say more of them than of the code, and
+adds to a time but never takes from it. Results are checked against float64 before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import ctypes
+import json
+import os
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import mglu_ops
+from benchmarks.decode import compiled, masks_of, naive, swiglu, swiglu_stacked
+from benchmarks.harness import ERROR_BUDGET
+from mglu_ops.backends import composite, cpu
+from mglu_ops.backends.cpu.build import find_compiler
+from mglu_ops.backends.cpu.library import Library, load
+
+BYTES_OF_LAYERS = 256_000_000
+MAX_LAYERS = 8
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a result table; times in microseconds per layer."""
+
+    variant: str
+    tokens: int
+    out_features: int
+    in_features: int
+    n_masks: int
+    dtype: str
+    least: float
+    median: float
+    fraction_of_reading: float
+    """The read loop's least time for the same bytes, divided by this one's."""
+    error: float
+
+
+def read_loop() -> Callable[[Tensor], None]:
+    """Reads a tensor with torch's threads; built by the compiler that builds the kernels."""
+    library = load()
+    assert isinstance(library, Library), library
+    source, out = Path(__file__).parent / "read_loop.c", Path(tempfile.mkdtemp()) / "read_loop.so"
+    flags = ["-x", "c", "-O2", "-march=native", "-shared", "-fPIC", "-Wno-psabi"]
+    subprocess.run([*find_compiler().command, *flags, str(source), "-o", str(out)], check=True)
+    read = ctypes.CDLL(str(out)).read_bytes
+    read.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
+    return lambda tensor: read(tensor.data_ptr(), tensor.nbytes, library.parallel_for)
+
+
+def bench(
+    d: int, h: int, n_masks: int, tokens: int, dtype: torch.dtype, rounds: int, baselines: list[str]
+) -> list[Row]:
+    """All rows of one problem."""
+    count = max(2, min(MAX_LAYERS, BYTES_OF_LAYERS // (d * h * dtype.itemsize)))
+    x = torch.randn(tokens, h).to(dtype)
+    weights = [(torch.randn(d, h) / h**0.5).to(dtype) for _ in range(count)]
+    packed = [torch.randint(0, 256, (d, h // 8, n_masks), dtype=torch.uint8) for _ in range(count)]
+    read = read_loop()
+
+    def read_both(i: int) -> None:
+        read(weights[i])
+        read(packed[i])
+
+    variants: dict[str, Callable[[int], Tensor | None]] = {
+        "read loop": read_both,
+        "mglu cpu": lambda i: cpu.forward(x, weights[i], packed[i], "silu", None),
+    }
+    if "composite" in baselines:
+        variants["mglu composite"] = lambda i: composite.forward(x, weights[i], packed[i], "silu", None)
+    if "naive" in baselines:
+        few = min(count, 2)  # a float mask is as large as W: two layers are beyond the cache
+        masks = [torch.stack([masks_of(packed[i], m) for m in range(n_masks)]).to(dtype) for i in range(few)]
+        run = compiled(naive, False)
+        variants["naive compiled"] = lambda i: run(x, weights[i % few], masks[i % few])
+    if "swiglu" in baselines:
+        variants["SwiGLU eager"] = lambda i: swiglu(x, weights[i], weights[i - 1])
+        whole = torch.compile(swiglu, fullgraph=True)
+        variants["SwiGLU compiled"] = lambda i: whole(x, weights[i], weights[i - 1])
+        both = [torch.cat((weights[i], weights[i - 1])) for i in range(min(count, 4))]
+        stacked = torch.compile(swiglu_stacked, fullgraph=True)
+        variants["SwiGLU stacked, compiled"] = lambda i: stacked(x, both[i % len(both)])
+
+    exact = torch.zeros(tokens, d, dtype=torch.float64)
+    for m in range(n_masks):
+        mask = masks_of(packed[0], m)
+        gate = F.linear(x.double(), weights[0].double() * mask)
+        exact += F.silu(gate) * F.linear(x.double(), weights[0].double() * ~mask)
+    errors, times = {}, {}
+    for name, variant in variants.items():
+        output = variant(0)
+        of_layer = output is not None and not name.startswith("SwiGLU")
+        errors[name] = float((output.double() - exact).norm() / exact.norm()) if of_layer else float("nan")
+        assert not of_layer or errors[name] <= ERROR_BUDGET[dtype], f"{name}: error {errors[name]}"
+        times[name] = [0.0] * 0
+    for i in range(rounds):
+        for offset, (name, variant) in enumerate(variants.items()):
+            layer = (i + offset * (count // 2 + 1)) % count  # not the one that the variant before has left in the cache
+            start = time.perf_counter()
+            variant(layer)
+            times[name].append((time.perf_counter() - start) * 1e6)
+    reading = min(times["read loop"])
+    return [
+        Row(
+            name, tokens, d, h, n_masks, str(dtype)[6:], round(min(times[name]), 1),
+            round(statistics.median(times[name]), 1), round(reading / min(times[name]), 3), errors[name],
+        )
+        for name in variants
+    ]  # fmt: skip
+
+
+def environment() -> dict[str, object]:
+    """What a result depends on besides the code."""
+    git = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True, check=False)
+    model = [
+        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
+    return {
+        "commit": os.environ.get("MGLU_COMMIT") or git.stdout.strip() or "unknown",
+        "cpu": model[0] if model else platform.processor(),
+        "isa": cpu.isa(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "mglu_ops": getattr(mglu_ops, "__version__", "unknown"),
+        "python": platform.python_version(),
+        "load": os.getloadavg(),
+        "protocol": " ".join((__doc__ or "").split("Protocol: ")[1].split()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--name", default="cpu")
+    parser.add_argument("--shape", type=int, nargs=2, default=(8192, 2048), help="out_features and in_features")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1])
+    parser.add_argument("--masks", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=["float32", "bfloat16", "float16"], default=["float32", "bfloat16"]
+    )
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--baselines", nargs="*", choices=["naive", "swiglu", "composite"], default=["naive", "swiglu"])
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    rows: list[Row] = []
+    for dtype in arguments.dtypes:
+        for tokens in arguments.tokens:
+            for n_masks in arguments.masks:
+                torch._dynamo.reset()
+                found = bench(
+                    *arguments.shape, n_masks, tokens, getattr(torch, dtype), arguments.rounds, arguments.baselines
+                )
+                for row in found:
+                    print(
+                        f"{dtype:8} T={tokens:<4} n_m={n_masks:<2} {row.variant:26} {row.least:10.1f} us"
+                        f" (median {row.median:10.1f}) {row.fraction_of_reading:6.3f} error {row.error:.1e}",
+                        flush=True,
+                    )
+                rows += found
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    table = [asdict(row) for row in rows]
+    document = {"environment": environment(), "rows": table}
+    (arguments.out / f"{arguments.name}.json").write_text(json.dumps(document, indent=1) + "\n")
+    with (arguments.out / f"{arguments.name}.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(table[0]))
+        writer.writeheader()
+        writer.writerows(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,357 @@
+"""The pass over an exported program: fuse its layers, and pack their masks while they are still at hand.
+
+An exported program knows the values of its parameters, buffers and constants. So masks made of them are evaluated here,
+once: the packed bits become a buffer, and the logits leave the program. A program is for inference: gradients that
+tracing recorded (an export made with grad mode on) are dropped first, as they would ask for the training operator.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, TensorArgument
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from .fusion import FusionError, fuse_graph
+from .mutation import written
+from .recognise import Recogniser
+from .report import FusionReport, module_path
+from .symbols import as_call, tensor_example
+
+_aten = torch.ops.aten
+_mglu = torch.ops.mglu
+_CONSTANT_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+
+
+def fuse_exported(
+    program: ExportedProgram,
+    *,
+    report: FusionReport | None = None,
+    strict: bool = False,
+    assume_binary: bool = False,
+) -> ExportedProgram:
+    """A program for inference that calls `mglu::forward` on packed masks where `program` spells MGLU layers.
+
+    Masks that follow from parameters, buffers and constants are packed now, and what only they used (mask logits,
+    float masks) is gone from the result. A real tensor among those whose values are 0 and 1 only is proved binary by
+    its values. `mglu::forward_ste` of an `mglu_ops.nn` layer becomes `mglu::forward` in the same way.
+
+    Args:
+        program: of `torch.export.export`, made with or without `no_grad`; it stays as it is.
+        report: to add to: what was fused, and what was missed and why.
+        strict: a layer that is recognised and not fused is an error, and so is a program without any layer.
+        assume_binary: also fuse real masks that are inputs, trusting them to be binary (packing checks at run time).
+
+    Returns:
+        A new program with the inputs, outputs and dynamic shapes of `program`, which shares its remaining tensors.
+
+    Raises:
+        FusionError: under `strict`.
+        ValueError: under `assume_binary`, masks that follow from constants hold values other than 0 and 1.
+    """
+    folder = _Folder(program)
+    graph = folder.graph
+    for node in graph.nodes:
+        _drop_gradient(node)
+    for node in folder.constant_nodes():
+        if node.target is _aten._assert_tensor_metadata.default:  # it held when the program was traced
+            graph.erase_node(node)
+    proofs = _prove_by_value(folder)
+    fuse_graph(graph, FusionReport() if report is None else report, strict=strict, assume_binary=assume_binary)
+    _undo(graph, proofs)
+    _stop_training(graph)
+    if strict and not layers_of(graph):
+        raise FusionError("strict fusion: nothing was fused, the program has no MGLU layer")
+    _lower_to_aten(graph)
+    _fold_operands(folder)
+    return folder.program()
+
+
+def layers_of(graph: Graph) -> list[Node]:
+    """The calls of `mglu::forward` in a graph."""
+    return graph.find_nodes(op="call_function", target=_mglu.forward.default)
+
+
+def _inline_no_grad(module: GraphModule) -> None:
+    """Put the bodies of `with torch.no_grad()`, which mean nothing without gradients, where they are called."""
+    graph = module.graph
+    for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.wrap_with_set_grad_enabled):
+        _, body_node, *operands = node.args
+        body = getattr(module, body_node.target)
+        _inline_no_grad(body)
+        if body.graph.find_nodes(op="get_attr"):
+            continue  # it calls bodies of its own, of another kind
+        copies = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
+        with graph.inserting_before(node):
+            for inner in body.graph.nodes:
+                if inner.op.startswith("call"):
+                    copies[inner] = graph.node_copy(inner, copies.__getitem__)
+        (results,) = body.graph.output_node().args
+        for user in list(node.users):  # each takes one of the results
+            user.replace_all_uses_with(copies[results[user.args[1]]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+        if not body_node.users:
+            graph.erase_node(body_node)
+    module.delete_all_unused_submodules()
+
+
+def _drop_gradient(node: Node) -> None:
+    value = node.meta.get("val")
+    if isinstance(value, Tensor) and value.requires_grad:
+        node.meta["val"] = value.detach()
+
+
+# --- Constants ------------------------------------------------------------------------------------------------------
+
+
+class _Folder:
+    """A copy of a program whose nodes can be evaluated, and replaced by buffers, where they are constant."""
+
+    def __init__(self, program: ExportedProgram) -> None:
+        self._source = program
+        self._module = copy.deepcopy(program.graph_module)
+        self.graph: Graph = self._module.graph
+        for node, original in zip(self.graph.nodes, program.graph.nodes, strict=True):
+            node.name = original.name  # a copied graph renames what is called like a builtin, and specs go by name
+        _inline_no_grad(self._module)
+        self._state: dict[str, Any] = dict(program.state_dict)
+        self._held: dict[Node, Tensor] = {}
+        """What the placeholders of constants hold."""
+        self._made: dict[Hashable, Node] = {}
+        """Buffers made here, by their contents: layers that share masks share the packed ones."""
+        placeholders = self.graph.find_nodes(op="placeholder")
+        self._specs = dict(zip(placeholders, program.graph_signature.input_specs, strict=True))
+        signature = program.graph_signature
+        mutated = {*signature.buffers_to_mutate.values(), *getattr(signature, "parameters_to_mutate", {}).values()}
+        for node, spec in self._specs.items():
+            if spec.kind in _CONSTANT_KINDS and spec.target not in mutated:
+                tensors = self._state if spec.target in self._state else program.constants
+                self._held[node] = tensors[spec.target].detach()
+
+    def constant_nodes(self) -> list[Node]:
+        """The nodes whose values follow from parameters, buffers and constants alone, in the graph's order."""
+        overwritten = {target for node in self.graph.nodes for target in written(node)}
+        found: dict[Node, None] = {}
+        for node in self.graph.nodes:
+            if node not in overwritten and (node in self._held or _is_pure(node, found)):
+                found[node] = None
+        return list(found)
+
+    def sources(self, node: Node) -> set[Node]:
+        """A node and all that it is made of."""
+        found: set[Node] = set()
+        stack = [node]
+        while stack:
+            if (current := stack.pop()) not in found:
+                found.add(current)
+                stack.extend(current.all_input_nodes)
+        return found
+
+    def evaluate(self, node: Node) -> Any:
+        """The value of a constant node; what it takes on the way is dropped again."""
+        done: dict[Node, Any] = {}
+
+        def value(node: Node) -> Any:
+            if node in self._held:
+                return self._held[node]
+            if node not in done:
+                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value)
+                assert callable(node.target), "constant nodes are placeholders and calls of functions"
+                done[node] = node.target(*args, **kwargs)
+            return done[node]
+
+        with torch.no_grad():
+            return value(node)
+
+    def replace_by_buffer(self, node: Node, name: str) -> None:
+        """Evaluate a constant node and let a buffer `name` (or `name_1`, ...) take its place."""
+        value: Tensor = self.evaluate(node).contiguous()
+        digest = hashlib.sha256(value.cpu().view(torch.uint8).numpy().tobytes() if value.numel() else b"")
+        contents = (value.dtype, value.device, value.shape, digest.digest())
+        if contents not in self._made:
+            taken = self._state.keys() | self._source.constants.keys()
+            numbered = (f"{name}_{number}" for number in range(1, len(taken) + 2))
+            target = name if name not in taken else next(other for other in numbered if other not in taken)
+            with self.graph.inserting_before(next(iter(self.graph.nodes))):
+                placeholder = self.graph.placeholder("b_" + target.replace(".", "_"))
+            placeholder.meta = {"val": node.meta["val"]}
+            argument = TensorArgument(name=placeholder.name)
+            self._specs[placeholder] = InputSpec(InputKind.BUFFER, argument, target, persistent=True)
+            self._state[target] = self._held[placeholder] = value
+            self._made[contents] = placeholder
+        node.replace_all_uses_with(self._made[contents])
+
+    def program(self) -> ExportedProgram:
+        """The program of the graph as it is now, without the constants that nothing uses."""
+        source, signature = self._source, self._source.graph_signature
+        for node in reversed(self.constant_nodes()):
+            if not node.users:
+                self.graph.erase_node(node)
+        self.graph.lint()
+        self._module.recompile()
+        specs = [self._specs[node] for node in self.graph.find_nodes(op="placeholder")]
+        results: Any = self.graph.output_node().args[0]
+        outputs = [
+            replace(spec, arg=replace(spec.arg, name=result.name)) if isinstance(result, Node) else spec
+            for spec, result in zip(signature.output_specs, results, strict=True)
+        ]
+        dropped = {spec.target for spec in signature.input_specs if spec.kind in _CONSTANT_KINDS}
+        dropped -= {spec.target for spec in specs}
+        return ExportedProgram(
+            root=self._module,
+            graph=self.graph,
+            graph_signature=ExportGraphSignature(specs, outputs),
+            state_dict={name: value for name, value in self._state.items() if name not in dropped},
+            range_constraints=dict(source.range_constraints),
+            module_call_graph=copy.deepcopy(source.module_call_graph),
+            example_inputs=source.example_inputs,
+            constants={name: value for name, value in source.constants.items() if name not in dropped},
+            verifiers=list(source.verifiers),
+        )
+
+
+def _is_pure(node: Node, constant: dict[Node, None]) -> bool:
+    """Whether a node is a function of constants that gives the same at every call, and does nothing else."""
+    inputs = node.all_input_nodes
+    if node.op != "call_function" or written(node) or not inputs or not all(item in constant for item in inputs):
+        return False
+    tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
+    return torch.Tag.nondeterministic_seeded not in tags
+
+
+# --- Proof by value -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Proof:
+    """`cast` is `bits` in the dtype of `real`, a constant that holds 0 and 1 only; it stands in its place."""
+
+    real: Node
+    bits: Node
+    cast: Node
+
+
+_KEEP_A_WEIGHT = ("mul", "linear", "matmul", "transpose")
+"""What is done to a weight. A mask has a user beside these, which makes its complement."""
+
+
+def _prove_by_value(folder: _Folder) -> list[_Proof]:
+    """Spell constant real masks that hold 0 and 1 only as casts of bool ones, which the recogniser knows for masks."""
+    graph = folder.graph
+    recogniser = Recogniser(graph)
+    proofs = []
+    for node in folder.constant_nodes():
+        example = tensor_example(node)
+        if example is None or example.dim() not in (2, 3) or example.dtype is torch.bool or example.is_complex():
+            continue
+        calls = [as_call(user) for user in node.users]
+        if recogniser.value(node) is not None or all(call and call.symbol in _KEEP_A_WEIGHT for call in calls):
+            continue
+        value = folder.evaluate(node)
+        if not bool(((value == 0) | (value == 1)).all()):
+            continue
+        users = list(node.users)
+        with graph.inserting_after(node):
+            bits = graph.call_function(_aten.ne.Scalar, (node, 0))
+        with graph.inserting_after(bits):
+            cast = graph.call_function(_aten._to_copy.default, (bits,), {"dtype": example.dtype})
+        bits.meta["val"], cast.meta["val"] = example != 0, example.clone()
+        for user in users:
+            user.replace_input_with(node, cast)
+        proofs.append(_Proof(node, bits, cast))
+    return proofs
+
+
+def _undo(graph: Graph, proofs: list[_Proof]) -> None:
+    """Put the constants back where no layer was fused."""
+    present = set(graph.nodes)
+    for proof in proofs:
+        if proof.cast in present:
+            proof.cast.replace_all_uses_with(proof.real)
+            graph.erase_node(proof.cast)
+        if proof.bits in present and not proof.bits.users:
+            graph.erase_node(proof.bits)
+
+
+# --- Rewriting ------------------------------------------------------------------------------------------------------
+
+
+def _stop_training(graph: Graph) -> None:
+    """`mglu::forward_ste`, which packs the masks at each call, as `mglu::pack_masks` and `mglu::forward`."""
+    for node in graph.find_nodes(op="call_function", target=_mglu.forward_ste.default):
+        x, weight, logits, *rest = node.args
+        with graph.inserting_before(node):
+            bits = graph.call_function(_aten.gt.Scalar, (logits, 0))
+            packed = graph.call_function(_mglu.pack_masks.default, (bits,))
+            result = graph.call_function(_mglu.forward.default, (x, weight, packed, *rest), node.kwargs)
+        for user in list(node.users):  # each takes one of the two results
+            taken = (result, packed)[user.args[1]]
+            taken.meta = {**user.meta, **taken.meta}
+            user.replace_all_uses_with(taken)
+            graph.erase_node(user)
+        graph.erase_node(node)
+
+
+def _lower_to_aten(graph: Graph) -> None:
+    """Spell new nodes in ATen operators with traced values, as the rest of an exported graph is."""
+    for node in list(graph.nodes):
+        if "val" in node.meta or node.op not in ("call_function", "call_method"):
+            continue
+        inputs = node.all_input_nodes
+        traced = make_fx(_as_function(node, inputs))(*(item.meta["val"] for item in inputs)).graph
+        copies: dict[Node, Any] = dict(zip(traced.find_nodes(op="placeholder"), inputs, strict=True))
+        with graph.inserting_before(node):
+            for inner in traced.nodes:
+                if inner.op == "call_function":
+                    copies[inner] = graph.node_copy(inner, copies.__getitem__)
+                    copies[inner].meta = {**node.meta, **inner.meta}
+        (output,) = traced.find_nodes(op="output")
+        node.replace_all_uses_with(torch.fx.map_arg(output.args[0], copies.__getitem__))
+        graph.erase_node(node)
+
+
+def _as_function(node: Node, inputs: list[Node]) -> Callable[..., Any]:
+    """What a node does, as a function of its inputs' values."""
+
+    def function(*values: Any) -> Any:
+        held = dict(zip(inputs, values, strict=True))
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), held.__getitem__)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
+
+    return function
+
+
+def _operand(layer: Node, position: int) -> Node:
+    operand = layer.args[position]
+    assert isinstance(operand, Node), "a tensor of the layer"
+    return operand
+
+
+def _fold_operands(folder: _Folder) -> None:
+    """Make buffers of the packed masks of constants, and of weights that are only stored in another way.
+
+    A weight that something else reads too (a tied embedding) is left: a second copy of it would cost memory.
+    """
+    constant = set(folder.constant_nodes())
+    for layer in layers_of(folder.graph):
+        weight, packed = _operand(layer, 1), _operand(layer, 2)
+        path = module_path(layer)
+        prefix = f"{path}." if path else ""
+        if packed in constant and packed.op != "placeholder":
+            folder.replace_by_buffer(packed, f"{prefix}packed_masks")
+        if weight in constant and weight.op != "placeholder":
+            sources = folder.sources(weight)
+            if all(user in sources for node in sources - {weight} for user in node.users):
+                folder.replace_by_buffer(weight, f"{prefix}fused_weight")

@@ -1,0 +1,38 @@
+// What the files of this folder share: one `forward` for each instruction set, and the helpers that need none.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+
+#include "mglu_cpu.h"
+
+#define MGLU_INLINE inline __attribute__((always_inline))
+
+namespace mglu::cpu {
+
+constexpr std::int64_t kMaxMasks = 16;
+
+// Each takes a checked, non-empty call of an ISA that runs here.
+Status forward_portable(const Forward& call, ParallelFor parallel_for);
+#if defined(__x86_64__)
+Status forward_avx2(const Forward& call, ParallelFor parallel_for);
+Status forward_avx512(const Forward& call, ParallelFor parallel_for);
+#endif
+
+constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+constexpr std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
+
+// Floats on a cache line's boundary, or null. Not initialised.
+struct Free {
+    void operator()(float* pointer) const { std::free(pointer); }
+};
+using Floats = std::unique_ptr<float[], Free>;
+
+inline Floats allocate_floats(std::int64_t count) {
+    const std::size_t bytes = static_cast<std::size_t>(count / 16 + 1) * 64;  // not 0, whose answer may be null
+    return Floats(static_cast<float*>(std::aligned_alloc(64, bytes)));
+}
+
+}  // namespace mglu::cpu

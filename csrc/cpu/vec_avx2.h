@@ -1,0 +1,68 @@
+// Eight floats in a 256-bit register. Included inside a file's own namespace, below the target pragma.
+
+struct Vec {
+    static constexpr int width = 8;
+    __m256 v;
+};
+
+MGLU_INLINE Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
+MGLU_INLINE void store(float* p, Vec a) { _mm256_storeu_ps(p, a.v); }
+MGLU_INLINE Vec broadcast(float x) { return {_mm256_set1_ps(x)}; }
+MGLU_INLINE Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
+MGLU_INLINE Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
+MGLU_INLINE Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
+MGLU_INLINE Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
+MGLU_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+// A NaN in the second argument is returned, as max_ps and min_ps do.
+MGLU_INLINE Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
+MGLU_INLINE Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }
+MGLU_INLINE Vec abs(Vec a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
+MGLU_INLINE Vec copy_sign(Vec magnitude, Vec sign) {
+    const __m256 bit = _mm256_set1_ps(-0.0f);
+    return {_mm256_or_ps(_mm256_andnot_ps(bit, magnitude.v), _mm256_and_ps(bit, sign.v))};
+}
+MGLU_INLINE Vec if_less(Vec a, Vec b, Vec yes, Vec no) {
+    return {_mm256_blendv_ps(no.v, yes.v, _mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ))};
+}
+MGLU_INLINE Vec round_even(Vec a) { return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+// a * 2^n for a whole number n in [-126, 127].
+MGLU_INLINE Vec scale_by_power(Vec a, Vec n) {
+    const __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127)), 23);
+    return {_mm256_mul_ps(a.v, _mm256_castsi256_ps(exponent))};
+}
+// [a0 + a1, a2 + a3, .., b0 + b1, ..]
+MGLU_INLINE Vec pair_sums(Vec a, Vec b) {
+    const __m256 mixed = _mm256_hadd_ps(a.v, b.v);
+    return {_mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(mixed), 0xd8))};
+}
+
+// Eight neighbouring numbers, in every group of eight lanes of the vector: here there is one.
+MGLU_INLINE Vec load_octet(const float* p) { return {_mm256_loadu_ps(p)}; }
+MGLU_INLINE Vec load_octet(const BFloat16* p) {
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16))};
+}
+MGLU_INLINE Vec load_octet(const Float16* p) {
+    return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+
+// As many doubles, for sums that float32 is too narrow for.
+struct Wide {
+    __m256d low, high;
+};
+
+MGLU_INLINE Wide load_wide(const double* p) { return {_mm256_loadu_pd(p), _mm256_loadu_pd(p + 4)}; }
+MGLU_INLINE void store(double* p, Wide a) {
+    _mm256_storeu_pd(p, a.low);
+    _mm256_storeu_pd(p + 4, a.high);
+}
+MGLU_INLINE Wide broadcast_wide(double x) { return {_mm256_set1_pd(x), _mm256_set1_pd(x)}; }
+MGLU_INLINE Wide widen(Vec a) {
+    return {_mm256_cvtps_pd(_mm256_castps256_ps128(a.v)), _mm256_cvtps_pd(_mm256_extractf128_ps(a.v, 1))};
+}
+MGLU_INLINE Vec narrow(Wide a) { return {_mm256_set_m128(_mm256_cvtpd_ps(a.high), _mm256_cvtpd_ps(a.low))}; }
+MGLU_INLINE Wide operator+(Wide a, Wide b) { return {_mm256_add_pd(a.low, b.low), _mm256_add_pd(a.high, b.high)}; }
+MGLU_INLINE Wide operator-(Wide a, Wide b) { return {_mm256_sub_pd(a.low, b.low), _mm256_sub_pd(a.high, b.high)}; }
+MGLU_INLINE Wide fma(Wide a, Wide b, Wide c) {
+    return {_mm256_fmadd_pd(a.low, b.low, c.low), _mm256_fmadd_pd(a.high, b.high, c.high)};
+}

@@ -1,0 +1,111 @@
+// Sixteen floats in a 512-bit register, and masks as k-registers. Included inside a file's own namespace, below the
+// target pragma.
+//
+// n_masks is innermost in the packed format, so that the two bytes of a 16-bit k-register are two masks of the same
+// eight weights: a vector holds those weights' products twice, and its halves sum two masks. No bit is ever moved.
+
+struct Vec {
+    static constexpr int width = 16;
+    __m512 v;
+};
+
+MGLU_INLINE Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
+MGLU_INLINE void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
+MGLU_INLINE Vec broadcast(float x) { return {_mm512_set1_ps(x)}; }
+MGLU_INLINE Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
+MGLU_INLINE Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
+MGLU_INLINE Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+MGLU_INLINE Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
+MGLU_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+// A NaN in the second argument is returned, as max_ps and min_ps do.
+MGLU_INLINE Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
+MGLU_INLINE Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
+MGLU_INLINE Vec abs(Vec a) { return {_mm512_abs_ps(a.v)}; }
+MGLU_INLINE Vec copy_sign(Vec magnitude, Vec sign) {
+    const __m512 bit = _mm512_set1_ps(-0.0f);
+    return {_mm512_or_ps(_mm512_andnot_ps(bit, magnitude.v), _mm512_and_ps(bit, sign.v))};
+}
+MGLU_INLINE Vec if_less(Vec a, Vec b, Vec yes, Vec no) {
+    return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)};
+}
+MGLU_INLINE Vec round_even(Vec a) { return {_mm512_roundscale_ps(a.v, 0)}; }
+// a * 2^n for a whole number n.
+MGLU_INLINE Vec scale_by_power(Vec a, Vec n) { return {_mm512_scalef_ps(a.v, n.v)}; }
+// [a0 + a1, a2 + a3, .., b0 + b1, ..]
+MGLU_INLINE Vec pair_sums(Vec a, Vec b) {
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    return {_mm512_add_ps(_mm512_permutex2var_ps(a.v, even, b.v), _mm512_permutex2var_ps(a.v, odd, b.v))};
+}
+
+// Eight neighbouring numbers, in every group of eight lanes of the vector: twice.
+MGLU_INLINE Vec load_octet(const float* p) { return {_mm512_broadcast_f32x8(_mm256_loadu_ps(p))}; }
+MGLU_INLINE Vec load_octet(const BFloat16* p) {
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_broadcastsi128_si256(bits));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+}
+MGLU_INLINE Vec load_octet(const Float16* p) {
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {_mm512_cvtph_ps(_mm256_broadcastsi128_si256(bits))};
+}
+
+// As many doubles, for sums that float32 is too narrow for.
+struct Wide {
+    __m512d low, high;
+};
+
+MGLU_INLINE Wide load_wide(const double* p) { return {_mm512_loadu_pd(p), _mm512_loadu_pd(p + 8)}; }
+MGLU_INLINE void store(double* p, Wide a) {
+    _mm512_storeu_pd(p, a.low);
+    _mm512_storeu_pd(p + 8, a.high);
+}
+MGLU_INLINE Wide broadcast_wide(double x) { return {_mm512_set1_pd(x), _mm512_set1_pd(x)}; }
+MGLU_INLINE Wide widen(Vec a) {
+    return {_mm512_cvtps_pd(_mm512_castps512_ps256(a.v)), _mm512_cvtps_pd(_mm512_extractf32x8_ps(a.v, 1))};
+}
+MGLU_INLINE Vec narrow(Wide a) {
+    const __m512 low = _mm512_broadcast_f32x8(_mm512_cvtpd_ps(a.low));
+    return {_mm512_insertf32x8(low, _mm512_cvtpd_ps(a.high), 1)};
+}
+MGLU_INLINE Wide operator+(Wide a, Wide b) { return {_mm512_add_pd(a.low, b.low), _mm512_add_pd(a.high, b.high)}; }
+MGLU_INLINE Wide operator-(Wide a, Wide b) { return {_mm512_sub_pd(a.low, b.low), _mm512_sub_pd(a.high, b.high)}; }
+MGLU_INLINE Wide fma(Wide a, Wide b, Wide c) {
+    return {_mm512_fmadd_pd(a.low, b.low, c.low), _mm512_fmadd_pd(a.high, b.high, c.high)};
+}
+
+// --- Masks --------------------------------------------------------------------------------------------------------
+
+constexpr int kMasksPerVec = 2;
+
+using Mask = __mmask16;
+
+// Of the `Count` bytes at `bits`: the last vector of an odd number of masks reads one byte, and sums nothing in its upper
+// half. `flip` is 255 in the bytes whose complement is meant.
+template <int Count>
+MGLU_INLINE Mask load_mask(const std::uint8_t* bits, std::uint32_t flip) {
+    if (Count == 1) return static_cast<Mask>(*bits ^ flip);
+    std::uint16_t both;
+    __builtin_memcpy(&both, bits, sizeof(both));
+    return static_cast<Mask>(both ^ flip);
+}
+MGLU_INLINE Vec add_masked(Vec sum, Vec product, Mask mask) {
+    return {_mm512_mask_add_ps(sum.v, mask, sum.v, product.v)};
+}
+// A product, not a selection: infinity times 0 is NaN, as in the naive layer.
+MGLU_INLINE Vec apply_mask(Vec a, Mask mask) {
+    return {_mm512_mul_ps(a.v, _mm512_maskz_mov_ps(mask, _mm512_set1_ps(1.0f)))};
+}
+// A masked-out infinity or NaN is in the value, where the naive layer has infinity times 0 in the gate.
+MGLU_INLINE Vec poisoned(Vec gate, Vec value) { return gate + (value - value); }
+// A number for each mask of a vector.
+MGLU_INLINE Vec broadcast_each(const float* numbers) {
+    return {_mm512_mask_blend_ps(0xaaaa, _mm512_set1_ps(numbers[0]), _mm512_set1_ps(numbers[1]))};
+}
+// The first `count` groups of eight lanes to p, p + stride, ...
+MGLU_INLINE void store_octets(float* p, std::int64_t stride, int count, Vec a) {
+    _mm256_storeu_ps(p, _mm512_castps512_ps256(a.v));
+    if (count == 2) _mm256_storeu_ps(p + stride, _mm512_extractf32x8_ps(a.v, 1));
+}
+// Sums over the masks of a vector, in its first eight lanes.
+MGLU_INLINE Vec sum_over_masks(Vec a) { return pair_sums(a, a); }

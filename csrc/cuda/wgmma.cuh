@@ -1,0 +1,140 @@
+// Hopper's warpgroup instructions (sm_90a): asynchronous matrix products, barriers in shared memory, register shares.
+#pragma once
+#include "ptx.cuh"
+
+namespace mglu {
+
+// --- barriers in shared memory: a phase ends when `count` threads have arrived ---
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// After barrier_init and before the block's first barrier: the copy engine sees the barriers too.
+__device__ __forceinline__ void barriers_are_ready() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Waits for the end of the phase of this parity (0 for the first).
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n\t.reg .pred done;\n\t"
+        "again:\n\tmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t@!done bra again;\n\t}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+// Arrives, and lets the phase wait for as many bytes of bulk copies.
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Arrives once all this thread's cp.async so far have landed.
+__device__ __forceinline__ void copy_async_arrive(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// A contiguous piece of global memory, by the copy engine.
+__device__ __forceinline__ void copy_bulk(u32 destination, const void* source, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     destination),
+                 "l"(source), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
+// Named barriers: kThreads threads of a block, some of which only arrive.
+template <int kThreads>
+__device__ __forceinline__ void named_arrive(int id) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
+}
+template <int kThreads>
+__device__ __forceinline__ void named_sync(int id) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
+}
+
+// Registers move between warpgroups: a copying one needs few, a multiplying one many.
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// --- wgmma ---
+
+// Accumulators and fragments written so far are in place for the products that follow.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Waits until at most kPending of the latest groups still run.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// B: rows of 128 bytes (64 elements of k), one a column of the product, in the 128-byte swizzle (16-byte vector v of
+// row n at v ^ (n % 8)); blocks of 8 rows are 1024 bytes apart. The next 16 elements of k are 2 further.
+__device__ __forceinline__ u64 wgmma_descriptor(u32 address) {
+    return static_cast<u64>(1) << 62 | static_cast<u64>(1024 >> 4) << 32 | static_cast<u64>(1) << 16 |
+           static_cast<u64>((address & 0x3ffff) >> 4);
+}
+
+// D (64 x N, float32) += A (64 x 16, in registers) B (16 x N, in shared memory), as a warpgroup. Warp w holds rows 16 w
+// to 16 w + 15 of A and D, in the layout of mma.m16n8k16 (ptx.cuh): d[4 j + r] is element r of columns 8 j to 8 j + 7.
+template <int N, bool kBfloat16>
+struct Wgmma;
+
+#define MGLU_D4 "%0, %1, %2, %3"
+#define MGLU_D8 MGLU_D4 ", %4, %5, %6, %7"
+#define MGLU_D12 MGLU_D8 ", %8, %9, %10, %11"
+#define MGLU_D16 MGLU_D12 ", %12, %13, %14, %15"
+#define MGLU_D20 MGLU_D16 ", %16, %17, %18, %19"
+#define MGLU_D24 MGLU_D20 ", %20, %21, %22, %23"
+#define MGLU_D28 MGLU_D24 ", %24, %25, %26, %27"
+#define MGLU_D32 MGLU_D28 ", %28, %29, %30, %31"
+#define MGLU_D40 MGLU_D32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define MGLU_D48 MGLU_D40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define MGLU_D56 MGLU_D48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define MGLU_D64 MGLU_D56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define MGLU_D72 MGLU_D64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define MGLU_D80 MGLU_D72 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define MGLU_D88 MGLU_D80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define MGLU_D96 MGLU_D88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define MGLU_F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define MGLU_F8(i) MGLU_F4(i), MGLU_F4(i + 4)
+#define MGLU_F16(i) MGLU_F8(i), MGLU_F8(i + 8)
+#define MGLU_F32(i) MGLU_F16(i), MGLU_F16(i + 16)
+#define MGLU_F64(i) MGLU_F32(i), MGLU_F32(i + 32)
+
+#define MGLU_WGMMA_OF(N, IS_BFLOAT16, TYPE, D, A, B, ...)                                                             \
+    template <>                                                                                                      \
+    struct Wgmma<N, IS_BFLOAT16> {                                                                                   \
+        __device__ __forceinline__ static void run(float (&d)[N / 2], const u32 (&a)[4], u64 b) {                    \
+            asm volatile("{\n\t.reg .pred add;\n\tsetp.eq.u32 add, 0, 0;\n\t"                                         \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                             \
+                         " {" D "}, {" A "}, " B ", add, 1, 1, 0;\n\t}"                                               \
+                         : __VA_ARGS__                                                                               \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                      \
+        }                                                                                                            \
+    };
+#define MGLU_WGMMA(N, ...) MGLU_WGMMA_OF(N, false, "f16", __VA_ARGS__) MGLU_WGMMA_OF(N, true, "bf16", __VA_ARGS__)
+
+MGLU_WGMMA(8, MGLU_D4, "%4, %5, %6, %7", "%8", MGLU_F4(0))
+MGLU_WGMMA(16, MGLU_D8, "%8, %9, %10, %11", "%12", MGLU_F8(0))
+MGLU_WGMMA(24, MGLU_D12, "%12, %13, %14, %15", "%16", MGLU_F8(0), MGLU_F4(8))
+MGLU_WGMMA(32, MGLU_D16, "%16, %17, %18, %19", "%20", MGLU_F16(0))
+MGLU_WGMMA(40, MGLU_D20, "%20, %21, %22, %23", "%24", MGLU_F16(0), MGLU_F4(16))
+MGLU_WGMMA(48, MGLU_D24, "%24, %25, %26, %27", "%28", MGLU_F16(0), MGLU_F8(16))
+MGLU_WGMMA(56, MGLU_D28, "%28, %29, %30, %31", "%32", MGLU_F16(0), MGLU_F8(16), MGLU_F4(24))
+MGLU_WGMMA(64, MGLU_D32, "%32, %33, %34, %35", "%36", MGLU_F32(0))
+MGLU_WGMMA(80, MGLU_D40, "%40, %41, %42, %43", "%44", MGLU_F32(0), MGLU_F8(32))
+MGLU_WGMMA(96, MGLU_D48, "%48, %49, %50, %51", "%52", MGLU_F32(0), MGLU_F16(32))
+MGLU_WGMMA(128, MGLU_D64, "%64, %65, %66, %67", "%68", MGLU_F64(0))
+MGLU_WGMMA(160, MGLU_D80, "%80, %81, %82, %83", "%84", MGLU_F64(0), MGLU_F16(64))
+MGLU_WGMMA(192, MGLU_D96, "%96, %97, %98, %99", "%100", MGLU_F64(0), MGLU_F32(64))
+
+}  // namespace mglu

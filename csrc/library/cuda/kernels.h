@@ -1,0 +1,60 @@
+// What is compiled into the library: cubins, and which of them runs a problem.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "driver.h"
+
+namespace mglu::cuda {
+
+struct Cubin {
+    const char* name;  // of its kernel
+    const unsigned char* code;
+};
+
+// What a kernel is compiled for. Numbers of types are those of csrc/cuda/element.cuh; route is -1 for none.
+struct Variant {
+    int arch;
+    int element;
+    int n_masks;
+    int activation;
+    int route;
+
+    bool operator==(const Variant& other) const {
+        return arch == other.arch && element == other.element && n_masks == other.n_masks &&
+               activation == other.activation && route == other.route;
+    }
+};
+
+// The tuned launch of a layer for some numbers of tokens: made by mglu_ops/runtime/device_code.py from the one place
+// that holds such choices, mglu_ops/backends/cuda/config.py.
+struct TunedLaunch {
+    Variant variant;
+    std::int64_t out_features, in_features;
+    std::int64_t first_tokens, last_tokens;
+    int cubin;
+    Geometry geometry;
+};
+
+// The kernel that takes any layout, for one token a pass or four.
+struct PlainKernel {
+    Variant variant;
+    int tokens;
+    int cubin;
+};
+
+struct Kernels {
+    const Cubin* cubins;
+    const TunedLaunch* tuned;
+    std::size_t n_tuned;
+    const PlainKernel* plain;
+    std::size_t n_plain;
+};
+
+Kernels kernels();
+
+// The sources of the plain kernel, its own first.
+std::vector<Source> plain_sources();
+
+}  // namespace mglu::cuda

@@ -1,0 +1,123 @@
+// The operators in torch's dispatcher, for processes in which Python's mglu_ops has not put them there.
+//
+// One binary serves torch 2.11 and later: only its C interface and the header-only part of its stable ABI are used.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "layer_call.h"
+#include "python_process.h"
+
+namespace mglu {
+
+namespace {
+
+namespace stable = torch::stable;
+using stable::detail::from;
+using stable::detail::StableLibrary;
+using stable::detail::to;
+
+// As mglu_ops/ops.py has them, word for word: a test compares the two.
+constexpr const char* kSchemas[] = {
+    "pack_masks(Tensor masks) -> Tensor",
+    "pack_logits(Tensor mask_logits) -> Tensor",
+    "unpack_masks(Tensor packed_masks, SymInt in_features) -> Tensor",
+    "forward(Tensor x, Tensor weight, Tensor packed_masks, str activation=\"silu\", Tensor? route_weights=None) -> "
+    "Tensor",
+    "forward_ste(Tensor x, Tensor weight, Tensor mask_logits, str activation=\"silu\", Tensor? route_weights=None) -> "
+    "(Tensor, Tensor)",
+    "forward_train(Tensor x, Tensor weight, Tensor packed_masks, str activation=\"silu\", Tensor? route_weights=None) "
+    "-> (Tensor, Tensor, Tensor)",
+    "backward(Tensor grad_output, Tensor x, Tensor weight, Tensor packed_masks, Tensor gates, Tensor values, str "
+    "activation, Tensor? route_weights, bool[3] needs, ScalarType? logits_dtype) -> (Tensor, Tensor, Tensor, Tensor)",
+};
+
+// torch's own to<std::string> leaks the copy it makes (2.11 to 2.13), once a call.
+std::string to_string(StableIValue value) {
+    const std::unique_ptr<StringOpaque, void (*)(StringHandle)> handle(
+        to<StringHandle>(value), [](StringHandle owned) { torch_delete_string(owned); });
+    std::size_t length = 0;
+    const char* data = nullptr;
+    raise_unless_ok(torch_string_length(handle.get(), &length), "a string");
+    raise_unless_ok(torch_string_c_str(handle.get(), &data), "a string");
+    return {data, length};
+}
+
+StableIValue give(Handle handle) { return from(stable::Tensor(handle.release())); }
+
+// The calling convention of torch's boxed kernels: the arguments, owned, are taken from `stack` and the results left
+// there.
+void boxed_pack_masks(StableIValue* stack, std::uint64_t, std::uint64_t) {
+    const auto masks = to<stable::Tensor>(stack[0]);
+    stack[0] = give(pack_masks(masks.get()));
+}
+
+void boxed_pack_logits(StableIValue* stack, std::uint64_t, std::uint64_t) {
+    const auto mask_logits = to<stable::Tensor>(stack[0]);
+    stack[0] = give(pack_logits(mask_logits.get()));
+}
+
+void boxed_unpack_masks(StableIValue* stack, std::uint64_t, std::uint64_t) {
+    const auto packed_masks = to<stable::Tensor>(stack[0]);
+    const auto in_features = to<std::int64_t>(stack[1]);
+    stack[0] = give(unpack_masks(packed_masks.get(), in_features));
+}
+
+void boxed_forward(StableIValue* stack, std::uint64_t, std::uint64_t) {
+    const auto x = to<stable::Tensor>(stack[0]);
+    const auto weight = to<stable::Tensor>(stack[1]);
+    const auto packed_masks = to<stable::Tensor>(stack[2]);
+    const std::string activation = to_string(stack[3]);
+    const auto route_weights = to<std::optional<stable::Tensor>>(stack[4]);
+    stack[0] = give(forward(x.get(), weight.get(), packed_masks.get(), activation,
+                            route_weights ? route_weights->get() : nullptr));
+}
+
+void boxed_forward_ste(StableIValue* stack, std::uint64_t, std::uint64_t) {
+    const auto x = to<stable::Tensor>(stack[0]);
+    const auto weight = to<stable::Tensor>(stack[1]);
+    const auto mask_logits = to<stable::Tensor>(stack[2]);
+    const std::string activation = to_string(stack[3]);
+    const auto route_weights = to<std::optional<stable::Tensor>>(stack[4]);
+    Handle packed_masks = pack_logits(mask_logits.get());
+    Handle result = forward(x.get(), weight.get(), packed_masks.get(), activation,
+                            route_weights ? route_weights->get() : nullptr);
+    stack[0] = give(std::move(result));
+    stack[1] = give(std::move(packed_masks));
+}
+
+class Registration {
+  public:
+    Registration() {
+        if (python_has_operators()) return;
+        for (const char* schema : kSchemas) schemas_.def(schema);
+        // Under this key, and not CPU or CUDA, so that mglu_ops, if Python imports it later, goes first under those.
+        kernels_.impl("pack_masks", &boxed_pack_masks)
+            .impl("pack_logits", &boxed_pack_logits)
+            .impl("unpack_masks", &boxed_unpack_masks)
+            .impl("forward", &boxed_forward)
+            .impl("forward_ste", &boxed_forward_ste);
+    }
+
+  private:
+    StableLibrary schemas_{StableLibrary::Kind::FRAGMENT, "mglu", nullptr, __FILE__, __LINE__};
+    StableLibrary kernels_{StableLibrary::Kind::IMPL, "mglu", "CompositeExplicitAutograd", __FILE__, __LINE__};
+};
+
+// A library that is loaded twice from two paths meets its own schemas; torch refuses them, and the first stays.
+std::unique_ptr<Registration> register_operators() noexcept {
+    try {
+        return std::make_unique<Registration>();
+    } catch (const std::exception&) {
+        return nullptr;
+    }
+}
+
+const std::unique_ptr<Registration> registration = register_operators();
+
+}  // namespace
+
+}  // namespace mglu

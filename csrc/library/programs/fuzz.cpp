@@ -1,0 +1,208 @@
+// Hostile input to what reads bytes from outside, for a build with sanitizers. No torch.
+//
+//   fuzz SECONDS PACKAGE
+//
+// Packages: truncated, with bytes changed, with whole fields set to extremes. A change inside a member must be found; of
+// the others none may read outside the file. Tensors: every kind of metadata, valid and not, for the operators. What
+// they accept must run. The order is fixed, so that a failure comes again; the exit code is 1 if a check is wrong.
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "../../cpu/mglu_cpu.h"
+#include "../layer.h"
+#include "../package_check.h"
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Bytes = std::vector<unsigned char>;
+
+[[noreturn]] void fail(const std::string& words) {
+    std::fprintf(stderr, "fuzz: %s\n", words.c_str());
+    std::exit(1);
+}
+
+class Random {
+  public:
+    std::uint64_t below(std::uint64_t limit) { return limit == 0 ? 0 : engine_() % limit; }
+    bool chance(int percent) { return below(100) < static_cast<std::uint64_t>(percent); }
+    template <typename T, std::size_t n>
+    T pick(const T (&values)[n]) {
+        return values[below(n)];
+    }
+
+  private:
+    std::mt19937_64 engine_{2506};
+};
+
+std::string problem(const Bytes& package) {
+    // A copy of exactly this size, so that a read past its end is one past an allocation.
+    const std::unique_ptr<unsigned char[]> exact(new unsigned char[package.size()]);
+    if (!package.empty()) std::memcpy(exact.get(), package.data(), package.size());
+    return mglu::package_problem(exact.get(), package.size(), "2.11", "");
+}
+
+// Whether the bytes of any member differ: then the checksum must tell.
+void fuzz_packages(const Bytes& package, Random& random, Clock::time_point end, long& runs) {
+    if (!problem(package).empty()) fail("the whole package is refused: " + problem(package));
+    for (std::size_t size = 0; size < package.size(); size += 1 + size / 3)
+        if (problem({package.begin(), package.begin() + static_cast<std::ptrdiff_t>(size)}).empty())
+            fail("a package cut to " + std::to_string(size) + " bytes is accepted");
+    const unsigned char extremes[] = {0x00, 0x01, 0x7f, 0x80, 0xff};
+    while (Clock::now() < end) {
+        Bytes changed = package;
+        const std::size_t tail = std::min<std::size_t>(changed.size(), 2048);  // the directory
+        for (std::uint64_t n = 1 + random.below(6); n > 0; --n) {
+            const bool in_tail = random.chance(70);
+            const std::size_t at = in_tail ? changed.size() - 1 - random.below(tail) : random.below(changed.size());
+            const std::size_t width = std::min<std::size_t>(1ull << random.below(4), changed.size() - at);
+            if (random.chance(50)) changed[at] ^= static_cast<unsigned char>(1 << random.below(8));
+            else std::memset(changed.data() + at, random.pick(extremes), width);
+        }
+        if (random.chance(10)) changed.resize(random.below(changed.size()));
+        problem(changed);
+        ++runs;
+    }
+}
+
+// Every bit of a small package: those of members are found, each of them.
+void flip_each_bit(const Bytes& package, std::string_view member) {
+    const std::string_view text(reinterpret_cast<const char*>(package.data()), package.size());
+    const std::size_t start = text.find(member);
+    if (start == std::string_view::npos) fail("the package lacks the member to change");
+    Bytes changed = package;
+    for (std::size_t bit = 0; bit < member.size() * 8; ++bit) {
+        changed[start + bit / 8] ^= static_cast<unsigned char>(1 << bit % 8);
+        if (problem(changed).empty()) fail("a changed bit in a member is not found");
+        changed[start + bit / 8] ^= static_cast<unsigned char>(1 << bit % 8);
+    }
+}
+
+// A tensor of random metadata over an allocation of exactly the bytes that it spans.
+struct Owned {
+    mglu::Tensor tensor;
+    std::vector<std::int64_t> sizes, strides;
+    std::unique_ptr<unsigned char[]> data;
+};
+
+std::size_t item_size(mglu::Scalar dtype) {
+    switch (dtype) {
+        case mglu::Scalar::float32: case mglu::Scalar::int32: return 4;
+        case mglu::Scalar::float64: case mglu::Scalar::int64: return 8;
+        case mglu::Scalar::float16: case mglu::Scalar::bfloat16: case mglu::Scalar::int16: return 2;
+        default: return 1;
+    }
+}
+
+std::unique_ptr<Owned> make(Random& random, std::vector<std::int64_t> sizes, mglu::Scalar dtype, bool zeros_and_ones) {
+    auto owned = std::make_unique<Owned>();
+    if (random.chance(8) && !sizes.empty()) sizes[random.below(sizes.size())] += random.chance(50) ? 1 : 7;
+    if (random.chance(4)) sizes.push_back(1 + static_cast<std::int64_t>(random.below(3)));
+    if (random.chance(4) && !sizes.empty()) sizes.pop_back();
+    if (random.chance(4) && !sizes.empty()) sizes[random.below(sizes.size())] = 0;
+    owned->sizes = sizes;
+    owned->strides.assign(sizes.size(), 1);
+    std::int64_t span = 1;
+    const std::int64_t gap = random.chance(20) ? 3 : 0;
+    for (std::size_t i = sizes.size(); i-- > 0;) {
+        owned->strides[i] = random.chance(5) ? 0 : span;
+        span = span * std::max<std::int64_t>(sizes[i], 1) + gap;
+    }
+    std::int64_t last = 0;
+    bool is_empty = false;
+    for (std::size_t i = 0; i < sizes.size(); ++i) {
+        is_empty = is_empty || sizes[i] == 0;
+        last += (std::max<std::int64_t>(sizes[i], 1) - 1) * owned->strides[i];
+    }
+    const std::size_t bytes = is_empty ? 0 : static_cast<std::size_t>(last + 1) * item_size(dtype);
+    owned->data.reset(new unsigned char[bytes]);
+    for (std::size_t i = 0; i < bytes; ++i)
+        owned->data[i] = static_cast<unsigned char>(zeros_and_ones ? random.below(2) : random.below(256));
+    owned->tensor.data = owned->data.get();
+    owned->tensor.dims = static_cast<std::int64_t>(sizes.size());
+    owned->tensor.sizes = owned->sizes.data();
+    owned->tensor.strides = owned->strides.data();
+    owned->tensor.dtype = dtype;
+    return owned;
+}
+
+std::unique_ptr<Owned> result(const std::vector<std::int64_t>& sizes, mglu::Scalar dtype) {
+    auto owned = std::make_unique<Owned>();
+    std::int64_t count = 1;
+    owned->sizes = sizes;
+    owned->strides.assign(sizes.size(), 1);
+    for (std::size_t i = sizes.size(); i-- > 0;) owned->strides[i] = count, count *= sizes[i];
+    owned->data.reset(new unsigned char[static_cast<std::size_t>(count) * item_size(dtype)]);
+    owned->tensor = {owned->data.get(), static_cast<std::int64_t>(sizes.size()), owned->sizes.data(),
+                     owned->strides.data(), dtype, mglu::Device::cpu, -1};
+    return owned;
+}
+
+void fuzz_tensors(Random& random, Clock::time_point end, long& accepted, long& refused) {
+    const mglu::Executor executor{mglu::cpu::serial, nullptr};
+    const mglu::Scalar floats[] = {mglu::Scalar::float16, mglu::Scalar::bfloat16, mglu::Scalar::float32, mglu::Scalar::float64};
+    const mglu::Scalar any[] = {mglu::Scalar::uint8, mglu::Scalar::int8, mglu::Scalar::int16, mglu::Scalar::int32,
+                                mglu::Scalar::int64, mglu::Scalar::float16, mglu::Scalar::float32, mglu::Scalar::float64,
+                                mglu::Scalar::boolean, mglu::Scalar::bfloat16, static_cast<mglu::Scalar>(99)};
+    const char* activations[] = {"silu", "gelu", "gelu_tanh", "relu", "sigmoid", "tanh", "identity", "", "silu ", "SILU"};
+    while (Clock::now() < end) {
+        const auto d = static_cast<std::int64_t>(random.below(40)), h = static_cast<std::int64_t>(random.below(90));
+        const auto n = static_cast<std::int64_t>(random.below(18)), tokens = static_cast<std::int64_t>(random.below(12));
+        const mglu::Scalar dtype = random.pick(floats);
+        try {
+            if (random.chance(60)) {
+                const auto x = make(random, {tokens, h}, random.chance(3) ? random.pick(any) : dtype, false);
+                const auto weight = make(random, {d, h}, random.chance(3) ? random.pick(any) : dtype, false);
+                const auto masks = make(random, {d, (h + 7) / 8, n}, random.chance(3) ? random.pick(any) : mglu::Scalar::uint8, false);
+                const auto route = make(random, {tokens, n}, random.pick(floats), false);
+                const mglu::Layer layer{x->tensor, weight->tensor, masks->tensor, random.pick(activations),
+                                        random.chance(40) ? &route->tensor : nullptr};
+                mglu::check(layer);
+                if (mglu::needs_copy_of_x(layer) || mglu::needs_copy_of_weight(layer) || mglu::needs_copy_of_masks(layer) ||
+                    mglu::needs_copy_of_route_weights(layer))
+                    continue;
+                mglu::forward(layer, result(mglu::result_of(layer), layer.x.dtype)->tensor, executor);
+            } else if (random.chance(50)) {
+                const auto masks = make(random, {n, d, h}, random.pick(any), random.chance(60));
+                mglu::check_masks(masks->tensor);
+                mglu::pack_masks(masks->tensor, result(mglu::packed_sizes(masks->tensor), mglu::Scalar::uint8)->tensor, executor);
+            } else {
+                const auto packed = make(random, {d, (h + 7) / 8, n}, random.chance(5) ? random.pick(any) : mglu::Scalar::uint8, false);
+                const std::int64_t extremes[] = {h, h, h, h + 1, h - 9, -1, INT64_MIN, INT64_MAX};
+                const std::int64_t in_features = random.pick(extremes);
+                mglu::check_packed(packed->tensor, in_features);
+                const auto masks = result({packed->sizes[2], packed->sizes[0], in_features}, mglu::Scalar::boolean);
+                mglu::unpack_masks(packed->tensor, in_features, masks->tensor, executor);
+            }
+            ++accepted;
+        } catch (const std::invalid_argument&) {
+            ++refused;
+        }
+    }
+}
+
+}  // namespace
+
+int main(int count, char** words) {
+    if (count != 3) fail("usage: fuzz SECONDS PACKAGE");
+    std::ifstream file(words[2], std::ios::binary);
+    const Bytes package((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+    const auto half = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::atof(words[1]) / 2));
+    Random random;
+    long packages = 0, accepted = 0, refused = 0;
+    flip_each_bit(package, "mglu_ops_torch");
+    fuzz_packages(package, random, Clock::now() + half, packages);
+    fuzz_tensors(random, Clock::now() + half, accepted, refused);
+    std::printf("%ld packages, %ld calls refused, %ld run\n", packages, refused, accepted);
+    // A fuzzer that no longer gets past the checks tests nothing.
+    return accepted > 100 && refused > 100 ? 0 : 1;
+}

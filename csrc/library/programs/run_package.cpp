@@ -1,0 +1,121 @@
+// Runs a package with no Python in the process, and compares what it gives with what eager gave.
+//
+//   run_package MODEL.pt2 [--time CALLS] [--tolerance ERROR] INPUT RESULT [INPUT RESULT ...]
+//
+// INPUT and RESULT are tensors as mglu_ops.runtime.tensor_file writes them, of a model with one of each. The exit code is
+// 0 if every result agrees to a relative error of ERROR (default 1e-5), 1 if one does not, 2 if something is wrong.
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+#include <torch/version.h>
+
+#include <chrono>
+#include <fstream>
+#include <iostream>
+#include <map>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "../mglu_ops.h"
+
+namespace {
+
+const std::map<std::string, at::ScalarType> kDtypes = {
+    {"float16", at::kHalf}, {"bfloat16", at::kBFloat16}, {"float32", at::kFloat}, {"float64", at::kDouble},
+    {"int64", at::kLong},   {"int32", at::kInt},         {"uint8", at::kByte},    {"bool", at::kBool},
+};
+
+at::Tensor read_tensor(const std::string& path) {
+    std::ifstream file(path, std::ios::binary);
+    std::string line, word, version, dtype;
+    if (!std::getline(file, line)) throw std::runtime_error(path + " cannot be read");
+    std::istringstream head(line);
+    head >> word >> version >> dtype;
+    const auto found = kDtypes.find(dtype);
+    if (word != "mglu-tensor" || version != "1" || found == kDtypes.end())
+        throw std::runtime_error(path + " is not a tensor file");
+    std::vector<std::int64_t> sizes;
+    for (std::int64_t size = 0; head >> size;) sizes.push_back(size);
+    at::Tensor tensor = at::empty(sizes, at::TensorOptions().dtype(found->second));
+    if (!file.read(static_cast<char*>(tensor.data_ptr()), static_cast<std::streamsize>(tensor.nbytes())))
+        throw std::runtime_error(path + " is truncated");
+    return tensor;
+}
+
+double relative_error(const at::Tensor& result, const at::Tensor& expected) {
+    if (result.sizes() != expected.sizes() || result.scalar_type() != expected.scalar_type())
+        throw std::runtime_error("the result has another shape or dtype than eager's");
+    const at::Tensor exact = expected.to(at::kDouble);
+    const double norm = exact.norm().item<double>();
+    const double error = (result.to(at::kCPU).to(at::kDouble) - exact).norm().item<double>();
+    return norm > 0 ? error / norm : error;
+}
+
+struct Options {
+    std::string package;
+    int calls = 0;
+    double tolerance = 1e-5;
+    std::vector<std::string> files;
+};
+
+Options read_options(int count, char** words) {
+    Options options;
+    for (int i = 1; i < count; ++i) {
+        const std::string word = words[i];
+        const bool takes_value = word == "--time" || word == "--tolerance";
+        if (takes_value && i + 1 == count) throw std::invalid_argument(word + " needs a value");
+        if (word == "--time") options.calls = std::stoi(words[++i]);
+        else if (word == "--tolerance") options.tolerance = std::stod(words[++i]);
+        else if (options.package.empty()) options.package = word;
+        else options.files.push_back(word);
+    }
+    if (options.package.empty() || options.files.size() % 2 != 0)
+        throw std::invalid_argument("usage: run_package MODEL.pt2 [--time CALLS] [--tolerance ERROR] INPUT RESULT ...");
+    return options;
+}
+
+// Microseconds a call, the best of five rounds.
+double time_calls(torch::inductor::AOTIModelPackageLoader& model, const at::Tensor& input, int calls) {
+    double best = 1e30;
+    for (int round = 0; round < 5; ++round) {
+        const auto start = std::chrono::steady_clock::now();
+        for (int i = 0; i < calls; ++i) model.run({input});
+        if (input.is_cuda()) at::empty({1}, input.options()).item();  // waits for the device
+        const std::chrono::duration<double, std::micro> spent = std::chrono::steady_clock::now() - start;
+        best = std::min(best, spent.count() / calls);
+    }
+    return best;
+}
+
+int run(const Options& options) {
+#ifndef MGLU_WITHOUT_LIBRARY  // for packages that have all their code in them, to show that they do
+    if (const char* problem = mglu_check_package(options.package.c_str(), TORCH_VERSION, nullptr))
+        throw std::runtime_error(problem);
+#endif
+    at::set_num_threads(1);
+    torch::inductor::AOTIModelPackageLoader model(options.package);
+    const auto device = model.get_metadata().at("mglu_ops_device") == "cuda" ? at::kCUDA : at::kCPU;
+    bool agree = true;
+    for (std::size_t i = 0; i < options.files.size(); i += 2) {
+        const at::Tensor input = read_tensor(options.files[i]).to(device);
+        const double error = relative_error(model.run({input}).at(0), read_tensor(options.files[i + 1]));
+        std::cout << options.files[i] << ": relative error " << error;
+        if (options.calls > 0) std::cout << ", " << time_calls(model, input, options.calls) << " us a call";
+        std::cout << std::endl;
+        agree = agree && error <= options.tolerance;  // also false for NaN
+    }
+    return agree ? 0 : 1;
+}
+
+}  // namespace
+
+int main(int count, char** words) {
+    try {
+        return run(read_options(count, words));
+    } catch (const std::exception& error) {
+        std::cerr << "run_package: " << error.what() << std::endl;
+        return 2;
+    }
+}

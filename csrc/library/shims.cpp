@@ -1,0 +1,38 @@
+// C functions that AOTInductor packages call directly (mglu_ops/runtime/shim.py): no dispatcher, no boxing.
+#include <exception>
+#include <iostream>
+
+#include "layer_call.h"
+
+namespace {
+
+AOTITorchError forward(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle packed_masks,
+                       const char* activation, AtenTensorHandle* route_weights, AtenTensorHandle* result) {
+    try {
+        AtenTensorHandle route = route_weights != nullptr ? *route_weights : nullptr;
+        *result = mglu::forward(x, weight, packed_masks, activation, route).release();
+        return AOTI_TORCH_SUCCESS;
+    } catch (const std::exception& error) {
+        // The caller turns the code into an exception that names this function and no more: the words go here.
+        std::cerr << "mglu::forward: " << error.what() << std::endl;
+        return AOTI_TORCH_FAILURE;
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_mglu_forward(
+    AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle packed_masks, const char* activation,
+    AtenTensorHandle* route_weights, AtenTensorHandle* result) {
+    return forward(x, weight, packed_masks, activation, route_weights, result);
+}
+
+AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cuda_mglu_forward(
+    AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle packed_masks, const char* activation,
+    AtenTensorHandle* route_weights, AtenTensorHandle* result) {
+    return forward(x, weight, packed_masks, activation, route_weights, result);
+}
+
+}  // extern "C"

@@ -1,0 +1,97 @@
+"""MGLU on CPUs: kernels of `csrc/cpu`, built by a C++ compiler where they first run, on torch's own threads.
+
+Each weight is read once for a handful of tokens; for more, masked weights are unpacked into the caches and multiplied
+there. Nothing is built or loaded before the first call that needs it. The same inputs give the same bits on every call
+and with any number of threads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .build import BuildError
+from .library import ISAS, Library, load, pack_call
+
+__all__ = ["BuildError", "forward", "isa", "unsupported_reason"]
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "sigmoid": 4, "tanh": 5, "identity": 6}
+
+
+def isa() -> str | None:
+    """The instruction set that calls run with (`avx512`, `avx2`, `portable`), or None where nothing could be built."""
+    library = load()
+    return library.isa if isinstance(library, Library) else None
+
+
+def unsupported_reason(
+    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None
+) -> str | None:
+    """Why `forward` cannot take a call, or None if it can. Reads no value; builds the kernels if they are missing."""
+    if x.device.type != "cpu":
+        return f"x is on {x.device}, not on a CPU"
+    if x.dtype not in _DTYPES or weight.dtype != x.dtype:
+        return f"no kernel for x {x.dtype} and weight {weight.dtype}"
+    if activation not in _ACTIVATIONS:
+        return f"no kernel for activation {activation!r}"
+    if not 1 <= packed_masks.shape[2] <= 16:
+        return f"n_masks is {packed_masks.shape[2]}, outside 1 to 16"
+    if route_weights is not None and route_weights.dtype not in _DTYPES:
+        return f"no kernel for route_weights {route_weights.dtype}"
+    library = load()
+    return library if isinstance(library, str) else None
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    packed_masks: Tensor,
+    activation: str,
+    route_weights: Tensor | None,
+    *,
+    isa: str = "best",
+) -> Tensor:
+    """`sum_i route_i * act(x (M_i * W)^T) * (x ((1 - M_i) * W)^T)` for any number of tokens.
+
+    Args:
+        x: `[tokens, in_features]`, float16, bfloat16 or float32, any strides.
+        weight: `[out_features, in_features]`, the dtype of x, any strides.
+        packed_masks: uint8 `[out_features, ceil(in_features / 8), n_masks]`, any strides.
+        activation: a name of `mglu_ops.activations.ACTIVATIONS`.
+        route_weights: `[tokens, n_masks]` in float16, bfloat16 or float32, or None.
+        isa: the instruction set to insist on, for tests and tuning.
+
+    Returns:
+        `[tokens, out_features]` in x's dtype.
+
+    Raises:
+        BuildError: the kernels could not be built.
+        RuntimeError: the machine lacks the instruction set, or the memory for scratch space.
+    """
+    library = load()
+    if isinstance(library, str):
+        raise BuildError(library)
+    tokens, in_features = x.shape
+    out_features, _, n_masks = packed_masks.shape
+    # A copy where a row is not contiguous: reading x and W is most of the work, and a stride would spoil each load.
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    if weight.stride(1) != 1:
+        weight = weight.contiguous()
+    if packed_masks.stride(2) != 1 or packed_masks.stride(1) != n_masks:
+        packed_masks = packed_masks.contiguous()
+    out = x.new_empty((tokens, out_features))
+    route, route_stride, route_mask_stride, route_dtype = 0, 0, 0, 0
+    if route_weights is not None:
+        route, route_dtype = route_weights.data_ptr(), _DTYPES[route_weights.dtype]
+        route_stride, route_mask_stride = route_weights.stride()
+    library.forward(
+        pack_call(
+            x.data_ptr(), weight.data_ptr(), packed_masks.data_ptr(), route, out.data_ptr(),
+            tokens, out_features, in_features, n_masks,
+            x.stride(0), weight.stride(0), packed_masks.stride(0), route_stride, route_mask_stride, out_features,
+            _DTYPES[x.dtype], route_dtype, _ACTIVATIONS[activation], ISAS[isa],
+        )
+    )  # fmt: skip
+    return out

@@ -1,0 +1,87 @@
+"""The loaded library: its functions, and the one struct that they take (`Forward` of csrc/cpu/mglu_cpu.h)."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+from .build import BuildError, library_path
+
+# Five pointers, ten sizes and strides, four enumerations: all of 8 bytes.
+pack_call = struct.Struct("@5P14q").pack
+
+ISAS = {"best": 0, "portable": 1, "avx2": 2, "avx512": 3, "amx": 4}
+
+
+class Library:
+    """The functions of one build, and torch's thread pool for them."""
+
+    def __init__(self, path: Path) -> None:
+        """Load a build.
+
+        Raises:
+            OSError: the file is no library for this machine, or torch exports no `torch_parallel_for`.
+        """
+        try:
+            functions = ctypes.CDLL(str(path))
+            self.parallel_for = _torch_parallel_for()
+            self._forward = functions.mglu_cpu_forward
+            self._isa, self._supports = functions.mglu_cpu_isa, functions.mglu_cpu_supports
+            self._message = functions.mglu_cpu_status_message
+        except AttributeError as error:
+            raise OSError(str(error)) from error
+        self._forward.argtypes = (ctypes.c_char_p, ctypes.c_void_p)
+        self._forward.restype = ctypes.c_int32
+        self._isa.restype = self._message.restype = ctypes.c_char_p
+        self._supports.argtypes, self._message.argtypes = (ctypes.c_int64,), (ctypes.c_int32,)
+
+    @property
+    def isa(self) -> str:
+        """The instruction set that calls run with: `avx512`, `avx2` or `portable`."""
+        return str(self._isa().decode())
+
+    def supports(self, isa: str) -> bool:
+        """Whether this machine and this build can run with an instruction set."""
+        return bool(self._supports(ISAS[isa]))
+
+    def forward(self, call: bytes) -> None:
+        """Run a packed call; the interpreter lock is released meanwhile.
+
+        Raises:
+            RuntimeError: the kernel refused the call, with its reason.
+        """
+        status = self._forward(call, self.parallel_for)
+        if status != 0:
+            raise RuntimeError(f"mglu::forward: the CPU kernel failed: {self._message(status).decode()}")
+
+
+def _torch_parallel_for() -> int:
+    """The address of torch's own loop over its threads: one pool, and torch.set_num_threads holds for it."""
+    suffix = {"darwin": "dylib", "win32": "dll"}.get(sys.platform, "so")
+    name = "torch_cpu.dll" if suffix == "dll" else f"libtorch_cpu.{suffix}"
+    torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
+    address = ctypes.cast(torch_cpu.torch_parallel_for, ctypes.c_void_p).value
+    assert address is not None  # a symbol that is not there raises AttributeError
+    return address
+
+
+_lock = threading.Lock()
+_loaded: Library | str | None = None
+
+
+def load() -> Library | str:
+    """The library, built and loaded at the first call of the process; or why there is none, from then on."""
+    global _loaded
+    if _loaded is None:
+        with _lock:
+            if _loaded is None:
+                try:
+                    _loaded = Library(library_path())
+                except (BuildError, OSError) as error:
+                    _loaded = str(error)
+    return _loaded

@@ -1,0 +1,65 @@
+"""Masks to bits on a GPU, in one pass over them (`csrc/cuda/pack.cu`)."""
+
+from __future__ import annotations
+
+import struct
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ...masks import packed_width
+from .compiler import compile_cubin
+from .driver import Function
+from .plan import ELEMENTS
+
+# What follows the pointers in `PackParams`.
+CONSTANTS = struct.Struct("3q3i4x")
+KINDS = {**ELEMENTS, torch.bool: 3}
+"""Dtype -> MGLU_ELEMENT: logits, which are packed by `> 0`, and bool masks."""
+THREADS = 256
+
+
+def pack(masks: Tensor, arch: tuple[int, int], stream: int) -> Tensor:
+    """The packed masks of bool masks or of logits (`M = logits > 0`), `[n_masks, out_features, in_features]`.
+
+    float16, bfloat16, float32 or bool in any strides, on the current device.
+
+    Raises:
+        CompileError: NVRTC refused the kernel.
+        LaunchError: the driver refused the launch; the context stays usable.
+    """
+    n_masks, out_features, in_features = masks.shape
+    packed = torch.empty((out_features, packed_width(in_features), n_masks), dtype=torch.uint8, device=masks.device)
+    if packed.numel():
+        source = masks.data_ptr()
+        alignment = 8 * min(masks.element_size(), 2)
+        vector = source % alignment == 0 and masks.stride(2) == 1
+        vector = vector and all(stride * masks.element_size() % alignment == 0 for stride in masks.stride()[:2])
+        kernel = _kernel(masks.device.index, arch, masks.dtype, tuple(masks.shape), masks.stride(), vector)
+        kernel(stream, source, 0, 0, 0, packed.data_ptr())
+    return packed
+
+
+@lru_cache(maxsize=1024)
+def _kernel(
+    device: int,
+    arch: tuple[int, int],
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    strides: tuple[int, int, int],
+    vector: bool,
+) -> Function:
+    """Loaded into the context of `device`, which is the current one."""
+    n_masks, out_features, in_features = shape
+    octets = out_features * packed_width(in_features)
+    defines = {"MGLU_ELEMENT": KINDS[dtype], "MGLU_N_MASKS": n_masks}
+    return Function(
+        compile_cubin("pack", f"sm_{arch[0]}{arch[1]}", defines),
+        "mglu_pack",
+        (-(-octets // THREADS), 1),
+        THREADS,
+        0,
+        overlap=False,
+        constants=CONSTANTS.pack(*strides, out_features, in_features, int(vector)),
+    )

@@ -1,0 +1,117 @@
+"""The command line of `export` and `build-runtime`. Light to import."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+EXPORT = (
+    "Compiles a model into a package for inference. MODEL names a function of a Python module, `module:function`, "
+    "which returns the model and a tuple of example inputs; the module is looked for in the current folder too."
+)
+BUILD = (
+    "Builds libmglu_ops.so, with which a C++ program runs packages without Python, and packages made with --shim run "
+    "anywhere. Needs a C++17 compiler, and neither CUDA nor CMake."
+)
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `export` and `build-runtime` to the commands."""
+    parser = subparsers.add_parser("export", help="compile a model into a package", description=EXPORT)
+    parser.add_argument("model", metavar="MODEL", help="module:function")
+    parser.add_argument("path", type=Path, metavar="PACKAGE", help="to write, a .pt2 file")
+    parser.add_argument(
+        "--backend",
+        default="auto",
+        help="auto (default), cpu or cuda (the operator), triton or composite (code inside)",
+    )
+    parser.add_argument("--static", action="store_true", help="take the shapes of the example only")
+    parser.add_argument("--shim", action="store_true", help="call libmglu_ops.so directly, past torch's dispatcher")
+    parser.add_argument("--weights", type=Path, metavar="FILE", help="keep the tensors in FILE, for packages to share")
+    parser.add_argument("--multi-arch", action="store_true", help="add code for later GPUs (before Hopper)")
+    parser.add_argument("--strict", action="store_true", help="fail if a layer that is recognised cannot be fused")
+    parser.set_defaults(run=run_export)
+
+    parser = subparsers.add_parser("build-runtime", help="build the C++ operator library", description=BUILD)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the library")
+    parser.add_argument("--compiler", metavar="NAME", help="default: $CXX, else g++")
+    parser.add_argument("--flag", action="append", default=[], metavar="FLAG", help="for the compiler, as --flag=-g")
+    parser.add_argument(
+        "--arch", action="append", default=[], metavar="SM", help="compile kernels for this GPU now, as sm_90"
+    )
+    parser.add_argument(
+        "--package", action="append", default=[], type=Path, metavar="PACKAGE", help="whose kernels these are"
+    )
+    parser.add_argument(
+        "--kernels-only", action="store_true", help="write the kernels to DIR, for CMake's MGLU_KERNELS"
+    )
+    parser.set_defaults(run=run_build)
+
+
+def run_export(options: argparse.Namespace) -> int:
+    """Export; its exit code."""
+    from compile_passes.fusion import FusionError
+
+    from .export import export
+
+    try:
+        model, inputs = _load_model(options.model)
+        info = export(
+            model,
+            inputs,
+            options.path,
+            dynamic_tokens=not options.static,
+            backend=options.backend,
+            shim=options.shim,
+            weights=options.weights,
+            multi_arch=options.multi_arch,
+            strict=options.strict,
+        )
+    except (ValueError, FusionError) as error:
+        print(f"python -m mglu_ops export: error: {error}", file=sys.stderr)
+        return 2
+    print(info)
+    return 0
+
+
+def run_build(options: argparse.Namespace) -> int:
+    """Build; its exit code."""
+    from .library import BuildError, build_runtime, write_kernels
+    from .package import PackageError
+
+    try:
+        if options.kernels_only:
+            write_kernels(options.out, options.arch, options.package)
+            print(options.out)
+            return 0
+        library = build_runtime(
+            options.out, compiler=options.compiler, flags=options.flag, archs=options.arch, packages=options.package
+        )
+    except (BuildError, PackageError, OSError, ValueError) as error:
+        print(f"python -m mglu_ops build-runtime: error: {error}", file=sys.stderr)
+        return 2
+    print(library)
+    return 0
+
+
+def _load_model(name: str) -> tuple[Any, Any]:
+    """What `module:function` returns.
+
+    Raises:
+        ValueError: there is no such function, or it returns something else.
+    """
+    module_name, _, function_name = name.partition(":")
+    if not function_name:
+        raise ValueError(f"MODEL: got {name!r}, must be module:function")
+    sys.path.insert(0, "")
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"MODEL: {error}") from error
+    result = function()
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ValueError(f"MODEL: {name}() returned {type(result).__name__}, must be (model, (input, ...))")
+    return result

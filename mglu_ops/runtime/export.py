@@ -1,0 +1,344 @@
+"""`export`: a model becomes a package of machine code, its masks packed."""
+
+from __future__ import annotations
+
+import platform
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from .package import InputInfo, LayerInfo, PackageInfo
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+    from torch.fx import Node
+
+BACKENDS = ("auto", "cpu", "cuda", "triton", "composite")
+
+
+def export(
+    model: nn.Module | ExportedProgram,
+    example_inputs: Sequence[Any],
+    path: str | Path,
+    dynamic_tokens: bool = True,
+    backend: str = "auto",
+    *,
+    dynamic_shapes: Any = None,
+    shim: bool = False,
+    weights: str | Path | None = None,
+    multi_arch: bool = False,
+    strict: bool = False,
+    assume_binary: bool = False,
+    inductor_options: Mapping[str, Any] | None = None,
+) -> PackageInfo:
+    """Compile a model for inference into a `.pt2` package, which `mglu_ops.load` and C++ programs run.
+
+    MGLU layers, spelled naively or as modules of `mglu_ops.nn`, become `mglu::forward`. Their masks are packed now: the
+    package holds one bit a weight and mask, and no logits. The model stays as it is.
+
+    Args:
+        model: a module, or a program of `torch.export.export` (with grad mode on or off), whose shapes then hold.
+        example_inputs: positional inputs that the model runs with, on the device to compile for.
+        path: of the package, by custom `.pt2`; its folder must exist.
+        dynamic_tokens: let every size vary, from 1 up, but the last of floating inputs (the features), where the model
+            allows it. If False, the package takes the shapes of `example_inputs` only.
+        backend: what runs the layers. "cpu" and "cuda" call the operator: of mglu_ops in a Python process, of
+            `libmglu_ops.so` in another. "triton" (GPU) and "composite" (matrix products, any device) are compiled into
+            the package, which then needs no operator library. "auto" is the operator of the inputs' device.
+        dynamic_shapes: as of `torch.export.export`, in place of `dynamic_tokens`.
+        shim: call `libmglu_ops.so` directly (see `runtime.shim`), also in Python: `mglu_ops.load(path, library=...)`.
+        weights: a file for the parameters and packed masks, which are then not in the package: `mglu_ops.load` takes
+            it, and packages made with one file share its tensors. If it exists it is extended.
+        multi_arch: add code that the drivers of later GPUs compile (for Inductor's and Triton's kernels; those of
+            `libmglu_ops.so` are its own affair). Needs nvcc, and a GPU before compute capability 9.0: from there on,
+            torch compiles for instructions that later architectures do not have.
+        strict: a layer that is recognised and cannot be fused is an error; else it is warned of, and compiled as it is.
+        assume_binary: see `mglu_ops.enable_fusion`; masks that are constants are always proved by their values.
+        inductor_options: further settings of Inductor.
+
+    Returns:
+        What stands in the package.
+
+    Raises:
+        ValueError: an argument is wrong, nothing of the model was fused, or no size of it can vary.
+        compile_passes.fusion.FusionError: under `strict`, a layer was not fused.
+    """
+    from compile_passes.exported import fuse_exported, layers_of
+    from compile_passes.report import FusionReport
+
+    path = Path(path)
+    _check_arguments(model, path, backend)
+    report = FusionReport()
+    with torch.no_grad(), _quiet():
+        program = _exported(model, tuple(example_inputs), dynamic_tokens, dynamic_shapes)
+        fused = fuse_exported(program, report=report, strict=strict, assume_binary=assume_binary)
+        if not layers_of(fused.graph):
+            raise ValueError("model: no MGLU layer was found in it" + "".join(f"; {site}" for site in report.missed))
+        device = _device(fused)
+        backend = device.type if backend == "auto" else backend
+        _check_backend(backend, device, shim, multi_arch)
+        info = _describe(fused, path, device, backend, shim, weights is None, multi_arch)
+        info.missed.extend(str(site) for site in report.missed)
+        for reason in info.missed:
+            warnings.warn(f"mglu_ops.export: {reason}", UserWarning, stacklevel=2)
+        if weights is not None:
+            _store_weights(fused, Path(weights))
+        _compile(fused, info, dict(inductor_options or {}))
+    return info
+
+
+def _check_arguments(model: Any, path: Path, backend: str) -> None:
+    if not isinstance(model, (nn.Module, torch.export.ExportedProgram)):
+        raise ValueError(f"model: got {type(model).__name__}, must be a torch.nn.Module or an ExportedProgram")
+    if path.suffix != ".pt2":
+        raise ValueError(f"path: got {path}, must end in .pt2")
+    if not path.resolve().parent.is_dir():
+        raise ValueError(f"path: {path.resolve().parent} is not a folder")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: got {backend!r}, must be one of {', '.join(BACKENDS)}")
+
+
+def _check_backend(backend: str, device: torch.device, shim: bool, multi_arch: bool) -> None:
+    if backend in ("cpu", "cuda") and backend != device.type:
+        raise ValueError(f"backend: got {backend!r}, but the model is on {device.type}")
+    if backend == "triton" and device.type != "cuda":
+        raise ValueError(f"backend: got 'triton', which is for GPUs, but the model is on {device.type}")
+    if multi_arch and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)):
+        raise ValueError(
+            "multi_arch: torch makes code for later GPUs on GPUs of compute capability 8.x alone; export the model on "
+            "each kind of GPU that it shall run on"
+        )
+    if shim and backend not in ("cpu", "cuda"):
+        raise ValueError(f"shim: with backend {backend!r} there is no operator to call")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's warnings about its own use of what it deprecates."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
+# --- Programs -------------------------------------------------------------------------------------------------------
+
+
+def _exported(
+    model: nn.Module | ExportedProgram, inputs: tuple[Any, ...], dynamic_tokens: bool, dynamic_shapes: Any
+) -> ExportedProgram:
+    if not isinstance(model, nn.Module):
+        return model
+    import torch.fx.experimental._config as symbolic
+    from torch.utils import _pytree as pytree
+
+    if dynamic_shapes is not None or not dynamic_tokens:
+        return torch.export.export(model, inputs, dynamic_shapes=dynamic_shapes)
+    inputs = pytree.tree_map(_enlarged, inputs)
+    shapes = pytree.tree_map(_varying, inputs)
+    # Without this, torch takes it that a size that varies is never 0 or 1.
+    with symbolic.patch(backed_size_oblivious=True):  # type: ignore[attr-defined] # a config module's
+        program = torch.export.export(model, inputs, dynamic_shapes=shapes)
+    if not program.range_constraints:
+        raise ValueError(
+            "dynamic_tokens: the model fixes every size of its inputs; pass dynamic_tokens=False, or dynamic_shapes to "
+            "hear from torch.export why"
+        )
+    return program
+
+
+_SMALLEST_EXAMPLES = (2, 3, 5, 7)
+"""Of the first, second, ... size that varies."""
+
+
+def _enlarged(value: Any) -> Any:
+    """A tensor whose varying sizes are past 1, by repetition.
+
+    torch lets a size of 1 in the example vary, and then compiles code that is right for 1 alone (2.13).
+    """
+    if not isinstance(value, Tensor):
+        return value
+    for dim in _varying(value):
+        if value.shape[dim] <= 1:
+            wanted = _SMALLEST_EXAMPLES[min(dim, 3)]
+            value = (
+                value.repeat_interleave(wanted, dim)
+                if value.shape[dim]
+                else value.new_zeros((*value.shape[:dim], wanted, *value.shape[dim + 1 :]))
+            )
+    return value
+
+
+def _varying(value: Any) -> Any:
+    """Of a tensor, which sizes may vary: all, but the last one of a floating tensor."""
+    if not isinstance(value, Tensor):
+        return None
+    fixed = 1 if value.is_floating_point() else 0
+    return dict.fromkeys(range(value.dim() - fixed), torch.export.Dim.AUTO)
+
+
+def _device(program: ExportedProgram) -> torch.device:
+    devices = {
+        node.meta["val"].device
+        for node in program.graph.find_nodes(op="placeholder")
+        if isinstance(node.meta.get("val"), Tensor)
+    }
+    types = {device.type for device in devices}
+    if len(types) != 1 or not types <= {"cpu", "cuda"}:
+        names = ", ".join(sorted(str(device) for device in devices))
+        raise ValueError(f"model: its tensors and inputs are on {names}; they must be on one CPU or CUDA device")
+    return devices.pop()
+
+
+# --- Descriptions ---------------------------------------------------------------------------------------------------
+
+
+def _describe(
+    program: ExportedProgram,
+    path: Path,
+    device: torch.device,
+    backend: str,
+    shim: bool,
+    embeds_weights: bool,
+    multi_arch: bool,
+) -> PackageInfo:
+    from compile_passes.exported import layers_of
+
+    from .. import __version__
+
+    inputs = set(program.graph_signature.user_inputs)
+    placeholders = [node for node in program.graph.find_nodes(op="placeholder") if node.name in inputs]
+    has_code = backend in ("triton", "composite")
+    return PackageInfo(
+        torch=torch.__version__,
+        mglu_ops=__version__,
+        device=device.type,
+        cpu=[platform.machine(), torch.backends.cpu.get_cpu_capability()],
+        arch=list(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None,
+        multi_arch=multi_arch,
+        backend=backend,
+        calls="nothing" if has_code else "shim" if shim else "operator",
+        embeds_weights=embeds_weights,
+        inputs=[_describe_input(program, node) for node in placeholders if isinstance(node.meta.get("val"), Tensor)],
+        layers=[_describe_layer(layer) for layer in layers_of(program.graph)],
+        path=str(path),
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _describe_input(program: ExportedProgram, node: Node) -> InputInfo:
+    value = node.meta["val"]
+    return InputInfo(node.name, _name(value.dtype), [_describe_size(program, size) for size in value.shape])
+
+
+def _describe_size(program: ExportedProgram, size: Any) -> Any:
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    if size.node.hint in (0, 1):
+        raise ValueError(
+            f"model: it was exported with an example of size {size.node.hint} where sizes vary, and torch would "
+            "compile code that is right for that size alone; export it with a larger example"
+        )
+    bounds = program.range_constraints.get(size.node.expr)
+    high = None if bounds is None or not bounds.upper.is_Integer else int(bounds.upper)
+    return [0 if bounds is None else int(bounds.lower), high]
+
+
+def _describe_layer(layer: Node) -> LayerInfo:
+    given = dict(zip((argument.name for argument in ops.forward._schema.arguments), layer.args, strict=False))
+    arguments: dict[str, Any] = {"activation": "silu", "route_weights": None, **given, **layer.kwargs}
+    weight, masks = arguments["weight"].meta["val"], arguments["packed_masks"].meta["val"]
+    route = arguments["route_weights"]
+    return LayerInfo(
+        n_masks=int(masks.shape[2]),
+        out_features=int(weight.shape[0]),
+        in_features=int(weight.shape[1]),
+        dtype=_name(weight.dtype),
+        activation=arguments["activation"],
+        route_dtype=None if route is None else _name(route.meta["val"].dtype),
+    )
+
+
+# --- Compiling ------------------------------------------------------------------------------------------------------
+
+
+def _compile(program: ExportedProgram, info: PackageInfo, options: dict[str, Any]) -> None:
+    from . import shim
+
+    options["aot_inductor.metadata"] = {**options.get("aot_inductor.metadata", {}), **info.texts()}
+    if not info.embeds_weights:
+        options["aot_inductor.package_constants_in_so"] = False
+    if info.multi_arch:
+        options["aot_inductor.emit_multi_arch_kernel"] = True
+    if info.calls == "shim":
+        shim.call_shim(program.graph_module)
+        options |= shim.settings(info.device)
+    with _layers_as_code(info.backend):
+        torch._inductor.aoti_compile_and_package(program, package_path=info.path, inductor_configs=options)
+
+
+@contextmanager
+def _layers_as_code(backend: str) -> Iterator[None]:
+    """While Inductor traces a program, let `mglu::forward` be what the backend makes of it."""
+    if backend not in ("triton", "composite"):
+        yield
+        return
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+    library = torch.library.Library("mglu", "FRAGMENT")
+    try:
+        torch.library.register_torch_dispatch("mglu::forward", FunctionalTensorMode, _RULES[backend], lib=library)
+        yield
+    finally:
+        library._destroy()
+
+
+def _triton_rule(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+    from ..backends.triton.configs import choose
+    from ..backends.triton.launch import launch
+
+    x, weight, packed_masks, activation, route_weights = _layer_arguments(*args, **(kwargs or {}))
+    with mode:
+        rows = x.reshape(-1, x.shape[-1])
+        routes = None if route_weights is None else route_weights.reshape(-1, route_weights.shape[-1])
+        tokens = rows.shape[0]
+        # A launch is chosen once: for many, a tile of 16 tokens takes any number.
+        chosen = choose(packed_masks.shape[2], tokens if isinstance(tokens, int) else 16, wide=x.dtype is torch.float32)
+        result = launch(rows, weight, packed_masks, activation, routes, chosen)
+        return result.view(*x.shape[:-1], weight.shape[0])
+
+
+def _composite_rule(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+    from ..backends import traced
+
+    with mode:
+        return traced.forward_train(*_layer_arguments(*args, **(kwargs or {})))[0]
+
+
+_RULES = {"triton": _triton_rule, "composite": _composite_rule}
+
+
+def _layer_arguments(
+    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", route_weights: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, str, Tensor | None]:
+    return x, weight, packed_masks, activation, route_weights
+
+
+def _store_weights(program: ExportedProgram, path: Path) -> None:
+    """Add a program's tensors to a file of such."""
+    tensors = {**program.state_dict, **program.constants}
+    found = {name: value.detach().cpu() for name, value in tensors.items() if isinstance(value, Tensor)}
+    stored: dict[str, Tensor] = torch.load(path, weights_only=True) if path.exists() else {}
+    for name in found.keys() & stored.keys():
+        if found[name].dtype != stored[name].dtype or not torch.equal(found[name], stored[name]):
+            raise ValueError(f"weights: {path} holds another {name}; packages that share a file share their tensors")
+    torch.save({**stored, **found}, path)

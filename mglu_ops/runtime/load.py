@@ -1,0 +1,178 @@
+"""`load`: a package is checked against this process before torch maps its code, and its inputs before each call."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .. import ops  # noqa: F401 (a package may call the operators)
+from .package import InputInfo, PackageError, PackageInfo, check_archive, read_info
+
+
+class Package:
+    """A loaded package: call it as the model.
+
+    Attributes:
+        info: what stands in it.
+    """
+
+    def __init__(self, info: PackageInfo, runner: Any) -> None:
+        self.info = info
+        self._runner = runner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's result.
+
+        Raises:
+            ValueError: an input's number, dtype, device or shape is not what the package was compiled for.
+        """
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if len(tensors) != len(self.info.inputs):
+            raise ValueError(f"inputs: got {len(tensors)} tensors, must be {len(self.info.inputs)}: {self._expected()}")
+        for expected, tensor in zip(self.info.inputs, tensors, strict=True):
+            if not _fits(expected, tensor) or tensor.device.type != self.info.device:
+                shape = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
+                raise ValueError(f"{expected.name}: got {shape}, must be {expected} on {self.info.device}")
+        with torch.no_grad():
+            return self._runner(*args, **kwargs)
+
+    def _expected(self) -> str:
+        return "; ".join(str(entry) for entry in self.info.inputs)
+
+
+def _fits(expected: InputInfo, tensor: Tensor) -> bool:
+    return (
+        str(tensor.dtype) == f"torch.{expected.dtype}"
+        and tensor.dim() == len(expected.shape)
+        and all(_size_fits(wanted, size) for wanted, size in zip(expected.shape, tensor.shape, strict=True))
+    )
+
+
+def _size_fits(wanted: Any, size: int) -> bool:
+    if isinstance(wanted, int):
+        return size == wanted
+    low, high = wanted
+    return low <= size and (high is None or size <= high)
+
+
+def load(
+    path: str | Path,
+    *,
+    library: str | Path | None = None,
+    weights: str | Path | Mapping[str, Tensor] | None = None,
+) -> Package:
+    """Load a package of `mglu_ops.export`.
+
+    Args:
+        path: of the package.
+        library: `libmglu_ops.so`, for a package made with `shim=True`.
+        weights: for a package made with `weights=...`: that file, or its tensors as `load_weights` gives them. Packages
+            that are given the same tensors share them, without a copy.
+
+    Returns:
+        The package, to call as the model.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        PackageError: it is damaged, not one of ours, for another torch, CPU, device or GPU, or lacks what it needs.
+    """
+    info = read_info(path)
+    _check_torch(info)
+    _check_cpu(info)
+    _check_device(info)
+    if info.calls == "shim":
+        from .library import load_library
+
+        if library is None:
+            raise PackageError(
+                f"{path} calls libmglu_ops.so: pass library=, built by `python -m mglu_ops build-runtime`"
+            )
+        load_library(library)
+    if info.embeds_weights != (weights is None):
+        have = "has no weights in it: pass weights=" if weights is None else "has its own weights"
+        raise PackageError(f"{path} {have}")
+    try:
+        runner = torch._inductor.aoti_load_package(str(path))
+    except RuntimeError as error:
+        raise PackageError(f"{path}: torch cannot load it: {error}") from error
+    if weights is not None:
+        _give_weights(runner, weights, info)
+    return Package(info, runner)
+
+
+def load_weights(path: str | Path, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """The tensors of a weights file, by name, for several packages to share.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        PackageError: it is damaged, or holds something else.
+    """
+    check_archive(path)
+    try:
+        tensors = torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:  # of pickle, of torch, and of what they call
+        raise PackageError(f"{path} is not a file of weights: {error}") from error
+    if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
+        raise PackageError(f"{path} is not a file of weights: it holds something else than tensors by name")
+    return tensors
+
+
+def _give_weights(runner: Any, weights: str | Path | Mapping[str, Tensor], info: PackageInfo) -> None:
+    tensors = weights if isinstance(weights, Mapping) else load_weights(weights, info.device)
+    needed = runner.get_constant_fqns()
+    if missing := [name for name in needed if name not in tensors]:
+        raise PackageError(f"{info.path}: the weights lack {', '.join(sorted(missing))}")
+    constants = {name: tensors[name] for name in needed}
+    runner.load_constants(constants, check_full_update=True, user_managed=True)
+
+
+# --- Does it fit? ---------------------------------------------------------------------------------------------------
+
+
+def _check_torch(info: PackageInfo) -> None:
+    made, here = (".".join(version.split(".")[:2]) for version in (info.torch, torch.__version__))
+    if made != here:
+        raise PackageError(
+            f"{info.path} was compiled by torch {info.torch}, and this is {torch.__version__}; export it anew"
+        )
+
+
+_VECTORS = ("DEFAULT", "AVX2", "AVX512")
+"""Of x86, each with all before it."""
+
+
+def _check_cpu(info: PackageInfo) -> None:
+    """Compiled code uses all that its CPU has; on a CPU without it, the process would be killed."""
+    here = [platform.machine(), torch.backends.cpu.get_cpu_capability()]
+    if not info.cpu or info.cpu == here:
+        return
+    made, found = info.cpu[1], here[1]
+    if (
+        info.cpu[0] == here[0]
+        and made in _VECTORS
+        and found in _VECTORS
+        and _VECTORS.index(made) < _VECTORS.index(found)
+    ):
+        return
+    raise PackageError(f"{info.path} was compiled for a CPU {' '.join(info.cpu)}, and this is {' '.join(here)}")
+
+
+def _check_device(info: PackageInfo) -> None:
+    if info.device == "cpu":
+        return
+    if not torch.cuda.is_available():
+        raise PackageError(f"{info.path} is for a GPU, and torch sees none here")
+    assert info.arch is not None
+    made, here = tuple(info.arch), torch.cuda.get_device_capability()
+    if made == here or (info.multi_arch and here > made):
+        return
+    raise PackageError(
+        f"{info.path} was compiled for compute capability {made[0]}.{made[1]}, and this GPU "
+        f"({torch.cuda.get_device_name()}) has {here[0]}.{here[1]}; export it here"
+    )

@@ -1,0 +1,184 @@
+// The CPU kernels against sums in float64, in a program of their own that a sanitizer can watch. Run by
+// tests/test_cpu_sanitizers.py; prints a line for each instruction set that ran, and for each mistake, and counts those.
+//
+// Every tensor is an allocation of exactly its size, so that a read past an end is seen, and all but the last dimension
+// have odd strides, so that the kernels get rows at every alignment.
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "mglu_cpu.h"
+
+namespace {
+
+using namespace mglu::cpu;
+
+std::mt19937 generator(0);
+int mistakes = 0;
+
+float uniform() { return std::uniform_real_distribution<float>(-1, 1)(generator); }
+
+std::uint32_t bits_of(float x) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &x, sizeof(bits));
+    return bits;
+}
+
+// Numbers of few bits, which all three types hold exactly: conversions are torch's to check, in the tests in Python.
+struct Numbers {
+    DType dtype;
+    std::vector<float> floats;
+    std::vector<std::uint16_t> halves;
+
+    Numbers(DType type, std::size_t count) : dtype(type) {
+        (type == DType::float32 ? floats.resize(count), 0 : (halves.resize(count), 0));
+    }
+    void set(std::size_t i, float x) {
+        if (dtype == DType::float32) floats[i] = x;
+        if (dtype == DType::bfloat16) halves[i] = static_cast<std::uint16_t>(bits_of(x) >> 16);
+        if (dtype == DType::float16) {  // of a normal number
+            const std::uint32_t magnitude = bits_of(x) & 0x7fffffff, sign = bits_of(x) >> 16 & 0x8000;
+            halves[i] = static_cast<std::uint16_t>(sign | (magnitude ? (magnitude >> 13) - 0x1c000 : 0));
+        }
+    }
+    float get(std::size_t i) const {
+        if (dtype == DType::float32) return floats[i];
+        std::uint32_t bits = static_cast<std::uint32_t>(halves[i]) << 16;
+        if (dtype == DType::float16) {
+            const std::uint32_t magnitude = halves[i] & 0x7fff, sign = static_cast<std::uint32_t>(halves[i] & 0x8000) << 16;
+            if (magnitude < 0x400) return (sign ? -1.0f : 1.0f) * std::ldexp(static_cast<float>(magnitude), -24);
+            bits = sign | ((magnitude << 13) + 0x38000000);
+        }
+        float x;
+        std::memcpy(&x, &bits, sizeof(x));
+        return x;
+    }
+    void* data() { return dtype == DType::float32 ? static_cast<void*>(floats.data()) : halves.data(); }
+};
+
+// Two threads, so that a data race is one.
+std::int32_t two_threads(std::int64_t begin, std::int64_t end, std::int64_t grain, Body body, void* context) {
+    if (end - begin <= grain) return serial(begin, end, grain, body, context);
+    const std::int64_t middle = begin + (end - begin) / 2;
+    std::thread other([=] { body(middle, end, context); });
+    body(begin, middle, context);
+    other.join();
+    return 0;
+}
+
+double activate(Activation name, double x) {
+    switch (name) {
+        case Activation::silu: return x / (1 + std::exp(-x));
+        case Activation::gelu: return 0.5 * x * (1 + std::erf(x / std::sqrt(2.0)));
+        case Activation::gelu_tanh:
+            return 0.5 * x * (1 + std::tanh(std::sqrt(2 / 3.14159265358979323846) * (x + 0.044715 * x * x * x)));
+        case Activation::relu: return x > 0 ? x : 0;
+        case Activation::sigmoid: return 1 / (1 + std::exp(-x));
+        case Activation::tanh: return std::tanh(x);
+        case Activation::identity: return x;
+    }
+    return NAN;
+}
+
+void check(Isa isa, DType dtype, std::int64_t tokens, std::int64_t d, std::int64_t h, std::int64_t n,
+           Activation activation, bool routed) {
+    const std::int64_t octets = (h + 7) / 8, x_stride = h + 3, w_stride = h + 1, m_stride = octets * n + 1;
+    const auto rows = [](std::int64_t count, std::int64_t stride, std::int64_t width) {
+        return static_cast<std::size_t>(count ? (count - 1) * stride + width : 0);
+    };
+    Numbers x(dtype, rows(tokens, x_stride, h)), weight(dtype, rows(d, w_stride, h));
+    Numbers route(DType::bfloat16, static_cast<std::size_t>(tokens * n));
+    Numbers out(dtype, rows(tokens, d + 2, d));
+    std::vector<std::uint8_t> masks(static_cast<std::size_t>(n * d * h)), packed(rows(d, m_stride, octets * n));
+    const float scale = 1 / std::sqrt(static_cast<float>(h + 1));
+    for (std::int64_t t = 0; t < tokens; ++t) {
+        for (std::int64_t k = 0; k < h; ++k) x.set(t * x_stride + k, std::round(uniform() * 64) / 16);
+    }
+    for (std::int64_t r = 0; r < d; ++r) {
+        for (std::int64_t k = 0; k < h; ++k) weight.set(r * w_stride + k, std::round(uniform() * 64) / 64 * std::exp2(std::round(std::log2(scale))));
+    }
+    for (std::int64_t i = 0; i < tokens * n; ++i) route.set(i, std::round(uniform() * 64) / 64);
+    for (auto& mask : masks) mask = uniform() < 0 ? 0 : 1;
+
+    // Packed by the library into rows of their own, so that its layout is what the kernels read.
+    std::vector<std::uint8_t> contiguous(static_cast<std::size_t>(d * octets * n)), back(masks.size());
+    const Pack pack{masks.data(), contiguous.data(), n, d, h, d * h, h, 1};
+    const Unpack unpack{contiguous.data(), back.data(), n, d, h, octets * n, n, 1};
+    if (pack_masks(pack, two_threads) != Status::ok || unpack_masks(unpack, two_threads) != Status::ok || back != masks) {
+        ++mistakes;
+        std::printf("pack: n=%lld d=%lld h=%lld\n", (long long)n, (long long)d, (long long)h);
+    }
+    for (std::int64_t r = 0; r < d; ++r) {
+        for (std::int64_t i = 0; i < octets * n; ++i) packed[r * m_stride + i] = contiguous[r * octets * n + i];
+    }
+
+    const Forward call{x.data(), weight.data(), packed.data(), routed ? route.data() : nullptr, out.data(),
+                       tokens, d, h, n, x_stride, w_stride, m_stride, n, 1, d + 2,
+                       dtype, DType::bfloat16, activation, isa};
+    const Status status = forward(call, two_threads);
+    double error = 0, size = 0;
+    for (std::int64_t t = 0; t < tokens; ++t) {
+        for (std::int64_t r = 0; r < d; ++r) {
+            double exact = 0;
+            for (std::int64_t i = 0; i < n; ++i) {
+                double gate = 0, value = 0;
+                for (std::int64_t k = 0; k < h; ++k) {
+                    const double product = static_cast<double>(x.get(t * x_stride + k)) * weight.get(r * w_stride + k);
+                    (masks[(i * d + r) * h + k] ? gate : value) += product;
+                }
+                exact += activate(activation, gate) * value * (routed ? route.get(t * n + i) : 1.0f);
+            }
+            const double difference = out.get(t * (d + 2) + r) - exact;
+            error += difference * difference;
+            size += exact * exact;
+        }
+    }
+    const double budget = dtype == DType::float32 ? 1e-6 : dtype == DType::float16 ? 1e-3 : 8e-3;
+    if (status != Status::ok || !(std::sqrt(error) <= budget * std::sqrt(size) + 1e-7)) {
+        ++mistakes;
+        std::printf("%s: status %d dtype=%lld tokens=%lld d=%lld h=%lld n=%lld act=%lld routed=%d: %g of %g\n",
+                    isa_name(isa), static_cast<int>(status), (long long)dtype, (long long)tokens, (long long)d,
+                    (long long)h, (long long)n, (long long)activation, routed, std::sqrt(error), std::sqrt(size));
+    }
+}
+
+void check_refusals() {
+    Forward call{};
+    call.n_masks = 17;
+    mistakes += forward(call, serial) != Status::invalid_argument;
+    call.n_masks = 1;
+    mistakes += forward(call, nullptr) != Status::invalid_argument;
+    call.tokens = -1;
+    mistakes += forward(call, serial) != Status::invalid_argument;
+    call.tokens = 0;
+    mistakes += forward(call, serial) != Status::ok;
+    call.dtype = static_cast<DType>(3);
+    mistakes += forward(call, serial) != Status::invalid_argument;
+}
+
+}  // namespace
+
+int main() {
+    check_refusals();
+    for (const Isa isa : {Isa::portable, Isa::avx2, Isa::avx512}) {
+        if (!supports(isa)) continue;
+        const int before = mistakes;
+        for (const DType dtype : {DType::float32, DType::bfloat16, DType::float16}) {
+            for (std::int64_t n = 1; n <= 16; ++n) {
+                for (const std::int64_t tokens : {1, 2, 3, 5, 17}) {
+                    const auto activation = static_cast<Activation>((n + tokens) % 7);
+                    check(isa, dtype, tokens, 11, 8 * n + (tokens + n) % 8, n, activation, (n + tokens) % 2);
+                }
+            }
+            for (const std::int64_t h : {0, 1, 7, 8, 9, 63, 300, 520}) check(isa, dtype, 3, 9, h, 2, Activation::silu, false);
+            for (const std::int64_t h : {0, 1, 7, 8, 9, 63, 300, 520}) check(isa, dtype, 9, 25, h, 3, Activation::silu, true);
+            for (const std::int64_t tokens : {33, 700}) check(isa, dtype, tokens, 5, 40, 4, Activation::tanh, true);
+            check(isa, dtype, 4, 0, 8, 1, Activation::silu, false);
+        }
+        std::printf("ran %s: %d mistakes\n", isa_name(isa), mistakes - before);
+    }
+    return mistakes ? 1 : 0;
+}

@@ -1,0 +1,116 @@
+"""Packages on a GPU with no Python: with the library and its kernels, and Triton's with no library at all."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from runtime_fixtures import run, write_package_program
+from torch import Tensor, nn
+
+import mglu_ops
+from mglu_ops.nn import MGLU, NaiveMGLU
+from mglu_ops.runtime.tensor_file import write_tensor
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+TOKENS = (1, 7, 64, 600)
+
+
+def model(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    layers = (NaiveMGLU(256, 512, n_masks=4), nn.Linear(512, 256), MGLU(256, 264, n_masks=2, top_k=2))
+    return nn.Sequential(*layers).eval().cuda().to(dtype)
+
+
+def inputs(tokens: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(tokens, 256, generator=torch.Generator().manual_seed(tokens)).to("cuda", dtype)
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("packages")
+    layers = model(torch.float16)
+    mglu_ops.export(layers, (inputs(1, torch.float16),), folder / "operator.pt2")
+    mglu_ops.export(layers, (inputs(1, torch.float16),), folder / "shim.pt2", shim=True)
+    mglu_ops.export(layers, (inputs(1, torch.float16),), folder / "triton.pt2", backend="triton")
+    for tokens in TOKENS:
+        write_tensor(folder / f"x{tokens}.tensor", inputs(tokens, torch.float16))
+        write_tensor(folder / f"y{tokens}.tensor", layers(inputs(tokens, torch.float16)))
+    return folder
+
+
+def library(packages: Path, folder: Path, archs: list[str]) -> Path:
+    kernels = [packages / "operator.pt2"] if archs else []
+    return mglu_ops.build_runtime(folder, flags=["-O1"], archs=archs, packages=kernels)
+
+
+@pytest.mark.parametrize("kernels", ["compiled", "nvrtc"])
+def test_the_library_runs_packages(packages: Path, tmp_path: Path, kernels: str) -> None:
+    """With kernels compiled into it; and without, where NVRTC makes the plain ones and a line says that they are."""
+    major, minor = torch.cuda.get_device_capability()
+    built = library(packages, tmp_path, [f"sm_{major}{minor}"] if kernels == "compiled" else [])
+    program = write_package_program(tmp_path, built)
+    files = [packages / f"{name}{tokens}.tensor" for tokens in TOKENS for name in "xy"]
+    for package in ("operator", "shim"):
+        process = run([program, packages / f"{package}.pt2", "--tolerance", "3e-3", "--time", "200", *files])
+        assert process.returncode == 0, process.stdout + process.stderr
+        assert ("no tuned kernel" in process.stderr) is (kernels == "nvrtc")
+        print(package, re.findall(r"([\d.]+) us a call", process.stdout))
+
+
+def test_triton_packages_need_no_library(packages: Path, tmp_path: Path) -> None:
+    program = write_package_program(tmp_path, None)
+    files = [packages / f"{name}{tokens}.tensor" for tokens in TOKENS for name in "xy"]
+    process = run([program, packages / "triton.pt2", "--tolerance", "3e-3", "--time", "200", *files])
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "libmglu_ops" not in run(["ldd", program]).stdout
+    print("triton", re.findall(r"([\d.]+) us a call", process.stdout))
+
+
+def test_a_package_for_several_gpus(packages: Path, tmp_path: Path) -> None:
+    """Where torch can make one it runs here too; from Hopper on torch cannot, and the export says so."""
+    layers, example = model(torch.float16), (inputs(1, torch.float16),)
+    if torch.cuda.get_device_capability() >= (9, 0):
+        with pytest.raises(ValueError, match=r"compute capability 8\.x alone"):
+            mglu_ops.export(layers, example, tmp_path / "m.pt2", backend="triton", multi_arch=True)
+        return
+    assert mglu_ops.export(layers, example, tmp_path / "m.pt2", backend="triton", multi_arch=True).multi_arch
+    files = [packages / f"{name}{tokens}.tensor" for tokens in TOKENS for name in "xy"]
+    process = run([write_package_program(tmp_path, None), tmp_path / "m.pt2", "--tolerance", "3e-3", *files])
+    assert process.returncode == 0, process.stdout + process.stderr
+
+
+LIBRARY_ALONE = """
+import sys, torch
+torch.ops.load_library(sys.argv[1])
+torch.manual_seed(0)
+x, weight = torch.randn(3, 512, device="cuda").half(), torch.randn(256, 512, device="cuda").half()
+packed = torch.ops.mglu.pack_masks(torch.rand(4, 256, 512) > 0.5).cuda()
+expected = torch.ops.mglu.forward(2 * x, weight, packed)
+stream = torch.cuda.Stream()
+stream.wait_stream(torch.cuda.current_stream())
+with torch.cuda.stream(stream):
+    torch.cuda._sleep(20_000_000)
+    x.mul_(2)
+    result = torch.ops.mglu.forward(x, weight, packed)
+stream.synchronize()
+assert torch.equal(result, expected)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    y = torch.ops.mglu.forward(x, weight, packed)
+x.copy_(torch.randn_like(x))
+graph.replay()
+assert torch.equal(y, torch.ops.mglu.forward(x, weight, packed))
+print("fine")
+"""
+
+
+def test_the_current_stream_is_respected(packages: Path, tmp_path: Path) -> None:
+    built = library(packages, tmp_path, [])
+    process = run([sys.executable, "-c", LIBRARY_ALONE, built])
+    assert process.returncode == 0, process.stderr
+    assert "fine" in process.stdout

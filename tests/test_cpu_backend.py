@@ -1,0 +1,364 @@
+"""The CPU kernels by instruction set, against the oracle and the naive layer; their build, its cache, its absence.
+
+What holds for any backend is in test_ops.py, which runs these kernels too; `test_sanitizers` runs them, and the AVX-512
+ones with emulated intrinsics, in a program of their own (cpu_driver.cpp).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import textwrap
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import strategies as s
+import torch
+from budgets import BUDGET, NAIVE_FACTOR, assert_matches, relative_error
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import Layer, make_layer
+from torch import Tensor
+
+from mglu_ops import dispatch
+from mglu_ops.backends import cpu, reference
+from mglu_ops.backends.cpu import build, library
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ISAS = ("portable", "avx2", "avx512")
+TESTS = Path(__file__).parent
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, build.COMPILERS)), reason=f"needs one of {', '.join(build.COMPILERS)}"
+)
+pytestmark = needs_compiler
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> str:
+    """Each instruction set of the build that this machine has."""
+    loaded = library.load()
+    assert isinstance(loaded, library.Library), loaded
+    if not loaded.supports(request.param):
+        pytest.skip(f"this CPU has no {request.param}")
+    return str(request.param)
+
+
+def run(layer: Layer, isa: str = "best") -> Tensor:
+    x = layer.x.reshape(math.prod(layer.x.shape[:-1]), layer.x.shape[-1])
+    route = layer.route_weights
+    route = None if route is None else route.reshape(len(x), route.shape[-1])
+    result = cpu.forward(x, layer.weight, layer.packed_masks, layer.activation, route, isa=isa)
+    return result.view(*layer.x.shape[:-1], layer.weight.shape[0])
+
+
+def oracle(layer: Layer) -> Tensor:
+    return reference.forward(layer.x, layer.weight, layer.masks, layer.activation, layer.route_weights)
+
+
+# --- Numbers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_masks", range(1, 17))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_number_of_masks_and_tokens(isa, dtype, n_masks):
+    """Both roads, whole and ragged vectors, chunks of rows, panels and blocks of tokens."""
+    for tokens in (1, 2, 3, 4, 5, 8, 9, 16, 17, 33):
+        layer = make_layer((tokens,), 67 + tokens, 21, n_masks, dtype=dtype, routed=tokens % 2 == 0, seed=tokens)
+        assert_matches(run(layer, isa), oracle(layer), what=f"{tokens} tokens")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_more_tokens_and_features_than_a_block_holds(isa, dtype):
+    for tokens, n_masks in ((513, 1), (700, 3), (260, 16)):
+        layer = make_layer((tokens,), 300, 53, n_masks, dtype=dtype, routed=True)
+        assert_matches(run(layer, isa), oracle(layer), what=f"{tokens} tokens, {n_masks} masks")
+
+
+@pytest.mark.parametrize("activation", s.ACTIVATION_NAMES)
+def test_activations(isa, activation):
+    """Over the whole range in which they bend, each to a few roundings of float32."""
+    gates = torch.linspace(-30, 30, 4001)
+    # One weight is the gate's, the other the value's: act(x_0) * x_1 with x_1 = 1.
+    x = torch.stack((gates, torch.ones_like(gates)), 1)
+    packed = torch.ops.mglu.pack_masks(torch.tensor([[[True, False]]]))
+    result = cpu.forward(x, torch.ones(1, 2), packed, activation, None, isa=isa)[:, 0]
+    exact = s.ACTIVATIONS[activation].forward(gates.double())
+    # gelu at -5 is a difference from 1 that torch itself takes in the dtype: exact to the rounding of 1, times x.
+    limit = 4e-7 * exact.abs() + 1.5e-7 * gates.abs().clamp(max=6) + 1e-12
+    assert ((result.double() - exact).abs() <= limit).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 32])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_error_is_close_to_that_of_the_naive_layer(isa, dtype, tokens):
+    """The design's bar at its hardest: sigmoid, where an error that the values of all masks share would add up."""
+    narrow = dtype is torch.float32  # sums no wider than the operands: the dtype in which the bar is close
+    for n_masks in (1, 2, 4, 16):
+        for in_features in (64, 256, 2048) if narrow else (256,):
+            for activation, density in (("silu", 0.5), ("sigmoid", 0.9), ("relu", 0.1)):
+                squares = [0.0, 0.0]
+                for seed in range(3 if narrow else 1):
+                    arguments = (in_features, 64, n_masks)
+                    layer = make_layer(
+                        (tokens,), *arguments, activation=activation, dtype=dtype, density=density, seed=seed
+                    )
+                    exact = oracle(layer)
+                    naive = s.naive(layer.x, layer.weight, layer.masks, activation)
+                    squares[0] += relative_error(run(layer, isa), exact) ** 2
+                    squares[1] += max(relative_error(naive, exact), torch.finfo(dtype).eps / 2) ** 2
+                assert squares[0] <= NAIVE_FACTOR**2 * squares[1], f"{n_masks=} {in_features=} {activation} {squares}"
+
+
+@given(st.data())
+def test_every_layout_agrees_with_the_oracle(data):
+    for name in ISAS:
+        if not library.load().supports(name):
+            continue
+        layer = data.draw(s.layers(dtype=data.draw(st.sampled_from(DTYPES))))
+        total = layer.x.abs().double() @ layer.weight.abs().double().T
+        routes = len(layer.masks) if layer.route_weights is None else layer.route_weights.double().sum(-1, keepdim=True)
+        limit = BUDGET[layer.x.dtype] * routes * total * (total + 1) + torch.finfo(layer.x.dtype).tiny
+        assert ((run(layer, name).double() - oracle(layer)).abs() <= limit).all()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["x", "weight"])
+@pytest.mark.parametrize("tokens", [2, 9])
+def test_nan_and_inf_propagate_as_in_the_naive_layer(isa, tokens, where, value):
+    for activation in s.ACTIVATION_NAMES:
+        for n_masks in (1, 3, 4):
+            layer = make_layer((tokens,), 40, 9, n_masks, activation=activation)
+            changed = getattr(layer, where).clone()
+            changed[1, 33] = value
+            layer = layer.with_(**{where: changed})
+            expected = s.naive(layer.x, layer.weight, layer.masks, activation)
+            assert expected.isnan().any()
+            assert torch.equal(run(layer, isa).isnan(), expected.isnan())
+
+
+def test_subnormal_and_extreme_float16(isa):
+    """Conversions in both directions: subnormals, the largest numbers, and results that round to infinity."""
+    x = torch.tensor([[2.0**-24], [3 * 2.0**-20], [0.5], [1.0], [65504.0]], dtype=torch.float16)
+    weight = torch.tensor([[1.0], [2.0**-10], [1.00098]], dtype=torch.float16)
+    packed = torch.ops.mglu.pack_masks(torch.zeros(1, 3, 1, dtype=torch.bool))
+    for rows in (x, x[:2]):  # gate 0: half the value under a sigmoid
+        result = cpu.forward(rows, weight, packed, "sigmoid", None, isa=isa)
+        assert torch.equal(result, (rows.float() @ weight.float().T / 2).half())
+    large = cpu.forward(x[4:], weight, packed, "sigmoid", torch.tensor([[2.0]]), isa=isa)
+    assert torch.equal(large, torch.tensor([[65504.0, 63.96875, math.inf]]).half())
+
+
+def test_constant_masks_leave_no_rounding_behind(isa):
+    """All ones leave no value: exactly 0 for few tokens, where gate and total are summed alike."""
+    for tokens in (1, 4):
+        layer = make_layer((tokens,), 333, 10, 5, density=1.0)
+        assert torch.equal(run(layer, isa), torch.zeros(tokens, 10))
+
+
+@pytest.mark.parametrize("size", [(0, 8, 8), (3, 0, 8), (3, 8, 0), (9, 8, 0), (0, 0, 0)])
+def test_empty_sizes(isa, size):
+    tokens, out_features, in_features = size
+    layer = make_layer((tokens,), in_features, out_features)
+    assert torch.equal(run(layer, isa), torch.zeros(tokens, out_features))
+
+
+# --- Threads and memory -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 100])
+def test_threads_and_repetition_change_no_bit(isa, tokens):
+    layer = make_layer((tokens,), 512, 700, 4, dtype=torch.bfloat16)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 5, 2):
+            torch.set_num_threads(threads)
+            results.append(run(layer, isa))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_few_tokens_are_computed_as_each_alone(isa):
+    layer = make_layer((4,), 300, 50, 6)
+    together = run(layer, isa)
+    for token in range(4):
+        assert torch.equal(run(layer.with_(x=layer.x[token : token + 1]), isa)[0], together[token])
+
+
+def test_rows_apart_and_unaligned_are_read_in_place(isa):
+    """Only a last dimension that is not contiguous is copied."""
+    base = make_layer((3,), 45, 9, 3)
+    wide_x, wide_weight = torch.full((3, 64), math.nan), torch.full((9, 101), math.nan)
+    wide_x[:, 1:46], wide_weight[:, 7:52] = base.x, base.weight
+    layer = base.with_(x=wide_x[:, 1:46], weight=wide_weight[:, 7:52])
+    assert torch.equal(run(layer, isa), run(base, isa))
+
+
+def test_calls_from_several_threads():
+    layers = [make_layer((tokens,), 200, 64, 4, seed=tokens) for tokens in (1, 3, 20)] * 4
+    expected = [run(layer) for layer in layers]
+    with ThreadPoolExecutor(4) as pool:
+        assert all(map(torch.equal, pool.map(run, layers), expected))
+
+
+def test_an_instruction_set_that_is_not_here_is_refused():
+    layer = make_layer((1,))
+    with pytest.raises(RuntimeError, match="lacks the instruction set"):
+        run(layer, "amx")
+
+
+# --- The build ----------------------------------------------------------------------------------------------------
+
+
+def in_new_process(code: str, **environment: str) -> str:
+    script = "import torch, mglu_ops\n" + textwrap.dedent(code)
+    env = {**os.environ, **environment}
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, timeout=300)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+def fake_compiler(folder: Path, body: str) -> Path:
+    path = folder / "fake-c++"
+    path.write_text(f"#!{sys.executable}\nimport shutil, sys\n{body}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def test_without_a_compiler_composite_runs_and_says_so_once(tmp_path):
+    out = in_new_process(
+        """
+        import warnings
+        def layer(d, h):
+            return torch.randn(2, h), torch.randn(d, h), torch.ops.mglu.pack_masks(torch.rand(2, d, h) > 0.5)
+        small, large = layer(16, 24), layer(512, 512)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                torch.ops.mglu.forward(*small)
+        assert not seen, seen[0].message
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                torch.ops.mglu.forward(*large)
+        assert len(seen) == 1, seen
+        print(seen[0].message, mglu_ops.explain(*large).is_fallback)
+        """,
+        CXX="no-such-compiler",
+        MGLU_CACHE_DIR=str(tmp_path),
+    )
+    assert "composite" in out
+    assert "no C++ compiler" in out
+    assert "CXX=no-such-compiler" in out
+    assert out.endswith("True\n")
+
+
+def test_a_refused_build_shows_the_compilers_log(tmp_path, monkeypatch):
+    monkeypatch.setenv("MGLU_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, "sys.exit('line 7: what is this?')")))
+    with pytest.raises(build.BuildError, match=r"(?s)refused the CPU kernels.*line 7: what is this\?"):
+        build.library_path()
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_builds_at_once_give_one_whole_file(tmp_path, monkeypatch):
+    """Of several processes; threads stand for them. The second use finds the file without a compiler's run."""
+    real = build.library_path()
+    log = tmp_path / "log"
+    body = f"open({str(log)!r}, 'a').write('x'); shutil.copy({str(real)!r}, sys.argv[sys.argv.index('-o') + 1])"
+    monkeypatch.setenv("MGLU_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", f"{fake_compiler(tmp_path, body)} --an-option")
+    with ThreadPoolExecutor(4) as pool:
+        paths = set(pool.map(lambda _: build.library_path(), range(4)))
+    assert list((tmp_path / "cache").iterdir()) == list(paths)
+    assert paths.pop().read_bytes() == real.read_bytes()
+    runs = log.read_text()
+    build.library_path()
+    assert log.read_text() == runs
+
+
+def test_another_compiler_or_option_is_another_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("MGLU_CACHE_DIR", str(tmp_path))
+    keys = set()
+    for name, option in (("one", ""), ("two", ""), ("two", " -O1")):
+        (tmp_path / name).mkdir(exist_ok=True)
+        path = tmp_path / name / "fake-c++"
+        if not path.exists():
+            fake_compiler(tmp_path / name, f"# {name} is a compiler")
+        monkeypatch.setenv("CXX", f"{path}{option}")
+        keys.add(build._key(build.find_compiler()))
+    assert len(keys) == 3
+
+
+def test_a_cache_that_cannot_be_written_is_only_slower(tmp_path, monkeypatch):
+    real = build.library_path()
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("MGLU_CACHE_DIR", str(tmp_path / "file"))
+    copy = f"shutil.copy({str(real)!r}, sys.argv[sys.argv.index('-o') + 1])"
+    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, copy)))
+    assert build.library_path().read_bytes() == real.read_bytes()
+
+
+def test_the_choice_and_its_override(monkeypatch):
+    layer = make_layer((3,), 512, 512)
+    call = (layer.x, layer.weight, layer.packed_masks, "silu", None)
+    assert torch.equal(dispatch.forward(*call, backend="cpu"), run(layer))
+    with pytest.raises(ValueError, match=r"backend: got 'cpu', .*no kernel for x torch.float64"):
+        dispatch.forward(layer.x.double(), layer.weight.double(), *call[2:], backend="cpu")
+    monkeypatch.setattr(library, "_loaded", "there is no compiler in this test")
+    with pytest.raises(build.BuildError, match="no compiler in this test"):
+        run(layer)
+    with pytest.raises(ValueError, match="no compiler in this test"):
+        dispatch.forward(*call, backend="cpu")
+    with pytest.warns(UserWarning, match="composite: .*no compiler in this test"):
+        dispatch.forward(*call)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dispatch.forward(*call)
+
+
+# --- Sanitizers and the emulated instruction set ------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("emulated", [False, True], ids=["as built", "AVX-512 emulated"])
+def test_sanitizers(tmp_path, emulated):
+    """Every ISA under the address and undefined-behaviour sanitizers; AVX-512's own source by emulated intrinsics."""
+    compiler = build.find_compiler()
+    flags = ["-O0", "-std=c++17", "-pthread", "-ffp-contract=off", "-Wno-psabi", f"-I{build.source_directory()}"]
+    if emulated:
+        flags += ['-DMGLU_EMULATE_AVX512="cpu_avx512_emulation.h"', f"-I{TESTS}"]
+    else:
+        flags += ["-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    probe = subprocess.run(
+        [*compiler.command, *flags, "-x", "c++", "-", "-o", str(tmp_path / "probe")],
+        input="int main() { return 0; }",
+        capture_output=True,
+        text=True,
+    )
+    if probe.returncode != 0:
+        pytest.skip(f"this compiler has no sanitizers: {probe.stderr.strip()}")
+    sources = [TESTS / "cpu_driver.cpp", *build.source_directory().glob("*.cpp")]
+    with ThreadPoolExecutor(2) as pool:
+        commands = [
+            [*compiler.command, *flags, "-c", str(source), "-o", str(tmp_path / f"{source.stem}.o")]
+            for source in sources
+        ]
+        for result in pool.map(lambda command: subprocess.run(command, capture_output=True, text=True), commands):
+            assert result.returncode == 0, result.stderr
+    program = tmp_path / "driver"
+    objects = [str(tmp_path / f"{source.stem}.o") for source in sources]
+    subprocess.run([*compiler.command, *flags, *objects, "-o", str(program)], check=True)
+    result = subprocess.run([str(program)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "ran portable: 0 mistakes" in result.stdout
+    if emulated:
+        assert "ran avx512: 0 mistakes" in result.stdout
