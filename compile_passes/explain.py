@@ -1,4 +1,4 @@
-"""`python -m mglu_ops explain FILE:FACTORY`: what would fuse in a user's model, and what would have to change.
+"""`python -m mglu_ops explain FILE.py:FUNCTION`: what would fuse in a user's model, and what would have to change.
 
 Light to import: torch comes with the command.
 """
@@ -6,11 +6,11 @@ Light to import: torch comes with the command.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from mglu_ops import factory
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -26,11 +26,7 @@ DESCRIPTION = (
 def add_parser(subparsers: Any) -> None:
     """Add `explain` to the commands."""
     parser = subparsers.add_parser("explain", help="what would fuse in a model, and why not", description=DESCRIPTION)
-    parser.add_argument(
-        "model",
-        metavar="FILE:FACTORY",
-        help="a Python file and a function in it that returns the model and a tuple of example inputs",
-    )
+    parser.add_argument("model", metavar=factory.METAVAR, help=factory.HELP)
     parser.add_argument("--train", action="store_true", help="as it trains (default: as it infers, under no_grad)")
     parser.add_argument("--assume-binary", action="store_true", help="trust real masks to hold 0 and 1 only")
     parser.add_argument("--graphs", action="store_true", help="also print the graph of each layer, before and after")
@@ -41,9 +37,9 @@ def add_parser(subparsers: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the report; 0 if all layers that were found fuse, 1 if not, 2 if the model cannot be had."""
     try:
-        model, inputs = load_factory(options.model)()
-    except (OSError, ImportError, AttributeError, TypeError, ValueError) as error:
-        print(f"python -m mglu_ops explain: error: {options.model}: {error}", file=sys.stderr)
+        model, inputs = factory.load_model(options.model)
+    except factory.FactoryError as error:
+        print(f"python -m mglu_ops explain: error: {error}", file=sys.stderr)
         return 2
     report = explain(model, *inputs, train=options.train, assume_binary=options.assume_binary)
     if options.json:
@@ -95,29 +91,3 @@ def explain(model: Callable[..., Any], *inputs: Any, train: bool = False, assume
         torch._dynamo.reset()
     return report
 
-
-def load_factory(name: str) -> Callable[[], Any]:
-    """The function that `FILE:FUNCTION` names.
-
-    Raises:
-        ValueError: the name has not this form.
-        FileNotFoundError: there is no such file.
-        AttributeError: the file has no such function.
-    """
-    file, _, function = name.rpartition(":")
-    if not file or not function:
-        raise ValueError(f"got {name!r}, must be FILE:FACTORY, as model.py:make")
-    path = Path(file)
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {file}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{file} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # (as an import of it would, for pickling and for Dynamo)
-    sys.path.insert(0, str(path.parent.resolve()))
-    spec.loader.exec_module(module)
-    factory = getattr(module, function)
-    if not callable(factory):
-        raise TypeError(f"{function} is a {type(factory).__name__}, must be a function")
-    return factory

@@ -145,7 +145,8 @@ def written(node: Node) -> list[Node]:
     if isinstance(target, torch._ops.OpOverload):
         return _written_by_schema(node, target)
     if isinstance(target, torch._ops.OpOverloadPacket):
-        return node.all_input_nodes if any(getattr(target, n)._schema.is_mutable for n in target.overloads()) else []
+        overloads = [getattr(target, name) for name in target.overloads() if "out" not in name]
+        return node.all_input_nodes if any(overload._schema.is_mutable for overload in overloads) else outs
     name, module = getattr(target, "__name__", ""), getattr(target, "__module__", None) or "torch"
     if module.split(".")[0] not in _HARMLESS_MODULES:
         return node.all_input_nodes

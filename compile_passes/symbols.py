@@ -23,12 +23,13 @@ import mglu_ops.ops  # noqa: F401 (registers torch.ops.mglu)
 _mglu = torch.ops.mglu
 
 
-def _aten(*names: str) -> tuple[torch._ops.OpOverload, ...]:
-    """All overloads of ATen operators of these names but those that write to `out`."""
+def _aten(*names: str) -> tuple[Any, ...]:
+    """ATen operators of these names (which torch 2.15 has in its graphs), and their overloads but those with `out`."""
     packets = [getattr(torch.ops.aten, name) for name in names]
-    return tuple(
+    overloads = [
         getattr(packet, overload) for packet in packets for overload in packet.overloads() if "out" not in overload
-    )
+    ]
+    return (*packets, *overloads)
 
 
 def _elementwise(name: str, *more: Any) -> tuple[Any, ...]:

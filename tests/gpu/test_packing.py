@@ -1,0 +1,73 @@
+"""Masks and logits packed on a GPU: bit for bit what the CPU packs, in any strides."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mglu_ops.backends import cuda
+
+pytestmark = pytest.mark.gpu
+
+SPECIAL = (0.0, -0.0, float("nan"), float("inf"), -float("inf"), 6e-8, -6e-8)
+SHAPES = [(1, 1, 1), (3, 5, 7), (4, 64, 256), (16, 33, 129), (2, 130, 24), (8, 3, 4096), (5, 17, 8)]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def logits(shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
+    values = torch.randn(shape).to(dtype)
+    special = torch.tensor(SPECIAL, dtype=dtype)[torch.randint(len(SPECIAL), shape)]
+    return torch.where(torch.rand(shape) < 0.2, special, values)
+
+
+def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    if layout == "transposed":
+        return tensor.mT.contiguous().mT
+    if layout == "offset":
+        padded = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+        return padded[1:].view(tensor.shape).copy_(tensor)
+    if layout == "rows apart":
+        wide = torch.zeros(*tensor.shape[:2], tensor.shape[2] + 8, dtype=tensor.dtype, device=tensor.device)
+        return wide[..., : tensor.shape[2]].copy_(tensor)
+    return tensor
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "offset", "rows apart"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_packing_is_that_of_the_cpu(shape: tuple[int, int, int], dtype: torch.dtype, layout: str) -> None:
+    host = logits(shape, dtype)
+    expected = torch.ops.mglu.pack_masks(host > 0)
+    device = laid_out(host.cuda(), layout)
+    assert cuda.can_pack(device) == (dtype is not torch.float64)
+    assert torch.equal(torch.ops.mglu.pack_logits(device).cpu(), expected)
+    masks = laid_out(host.cuda() > 0, layout)
+    assert cuda.can_pack(masks)
+    assert torch.equal(torch.ops.mglu.pack_masks(masks).cpu(), expected)
+    assert torch.equal(torch.ops.mglu.unpack_masks(torch.ops.mglu.pack_masks(masks), shape[2]), host.cuda() > 0)
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 9), (2, 3, 0), (1, 0, 0)])
+def test_empty_masks(shape: tuple[int, int, int]) -> None:
+    packed = torch.ops.mglu.pack_logits(torch.zeros(shape, device="cuda"))
+    assert packed.shape == (shape[1], -(-shape[2] // 8), shape[0])
+
+
+def test_packing_in_a_cuda_graph_reads_what_is_there_at_replay() -> None:
+    source = torch.randn(4, 64, 128, device="cuda")
+    torch.ops.mglu.pack_logits(source)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        packed = torch.ops.mglu.pack_logits(source)
+    for _ in range(3):
+        source.normal_()
+        graph.replay()
+        assert torch.equal(packed, torch.ops.mglu.pack_masks(source > 0))
+
+
+def test_more_than_2_to_the_31_elements() -> None:
+    source = torch.zeros(2, 1 << 15, (1 << 15) + 8, dtype=torch.bool, device="cuda")
+    source[1, -1, -3:] = True
+    packed = torch.ops.mglu.pack_masks(source)
+    assert packed[-1, -1].tolist() == [0, 0b11100000]
+    assert int(packed.sum()) == 0b11100000
