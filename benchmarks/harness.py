@@ -140,13 +140,20 @@ def measure(
     return result
 
 
+def _cpu() -> str:
+    names = [
+        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
+    return f"{names[0] if names else platform.processor()}, {torch.get_num_threads()} threads"
+
+
 def environment(protocol: str = PROTOCOL) -> dict[str, str]:
     """What a result depends on besides the code: written beside every table."""
     git = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True, check=False)
     return {
         # MGLU_COMMIT names the code where it is measured from a copy without its history.
         "commit": os.environ.get("MGLU_COMMIT") or (git.stdout.strip() if git.returncode == 0 else "unknown"),
-        "device": torch.cuda.get_device_name(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu(),
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
         "python": platform.python_version(),

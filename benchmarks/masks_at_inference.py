@@ -31,27 +31,18 @@ ROUTES = {
 }
 PROTOCOL = (
     "one token, logits in the dtype of the weights, one layer larger than the caches, one call of the compiled model "
-    "(CUDA graphs on a GPU) under no_grad, variants in turn, median over rounds"
+    "(CUDA graphs on a GPU) under no_grad, one variant after the other, median over rounds; us with the host's part"
 )
 
 
-def variants(naive: NaiveMGLU, x: Tensor, mode: str) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Each compiled by a first call."""
-    frozen = mglu_ops.freeze(copy.deepcopy(naive))
-    made: dict[str, Callable[[Tensor], Tensor]] = {"naive eager": naive}
-    settings = {
-        "naive compiled": (naive, "inductor", False),
-        "fused": (naive, "mglu", False),
-        "fused, frozen by Inductor": (naive, "mglu", True),
-        "mglu_ops.freeze": (frozen, "inductor", False),
-    }
-    for name, (model, backend, freezing) in settings.items():
-        torch._dynamo.reset()
-        with inductor_config.patch(freezing=freezing):
-            made[name] = torch.compile(copy.deepcopy(model), backend=backend, mode=mode)
-            for _ in range(3):
-                made[name](x)
-    return made
+VARIANTS = {
+    # the model, the backend of torch.compile, Inductor's freezing
+    "naive eager": ("naive", None, False),
+    "naive compiled": ("naive", "inductor", False),
+    "fused": ("naive", "mglu", False),
+    "fused, frozen by Inductor": ("naive", "mglu", True),
+    "mglu_ops.freeze": ("frozen", "inductor", False),
+}
 
 
 def time_of(call: Callable[[Tensor], Tensor], x: Tensor) -> float:
@@ -67,36 +58,48 @@ def time_of(call: Callable[[Tensor], Tensor], x: Tensor) -> float:
     return (time.perf_counter() - begin) * 1e6
 
 
+def times_of(
+    model: NaiveMGLU, x: Tensor, backend: str | None, freezing: bool, rounds: int
+) -> tuple[list[float], Tensor]:
+    """Microseconds of each call, and the result."""
+    torch._dynamo.reset()
+    mode = "reduce-overhead" if x.is_cuda else "default"
+    call = model if backend is None else torch.compile(model, backend=backend, mode=mode)
+    with inductor_config.patch(freezing=freezing):
+        for _ in range(5):
+            result = call(x)
+        result = result.clone()
+        return [time_of(call, x) for _ in range(rounds)], result
+
+
 def bench(device: str, n_masks: int, rounds: int) -> list[Row]:
     (d, h), dtype = SHAPES[device], DTYPES[device]
+    rows = []
     with torch.no_grad():
         naive = NaiveMGLU(h, d, n_masks=n_masks).to(device, dtype).eval()
+        models = {"naive": naive, "frozen": mglu_ops.freeze(copy.deepcopy(naive))}
         x = torch.randn(1, h, device=device, dtype=dtype)
-        calls = variants(naive, x, "reduce-overhead" if device == "cuda" else "default")
         expected = naive(x).float()
-        times: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(rounds):
-            for name, call in calls.items():
-                call(x)
-                times[name].append(time_of(call, x))
-        errors = {name: ((call(x).float() - expected).norm() / expected.norm()).item() for name, call in calls.items()}
-    return [
-        Row(
-            case="masks at inference",
-            variant=name,
-            tokens=1,
-            out_features=d,
-            in_features=h,
-            n_masks=n_masks,
-            dtype=str(dtype).removeprefix("torch."),
-            microseconds=statistics.median(values),
-            spread=statistics.quantiles(values, n=4)[2] - statistics.quantiles(values, n=4)[0],
-            fraction_of_ceiling=float("nan"),
-            error=errors[name],
-            extra={"packed": ROUTES[name]},
-        )
-        for name, values in times.items()
-    ]
+        for name, (model, backend, freezing) in VARIANTS.items():
+            times, result = times_of(models[model], x, backend, freezing, rounds)
+            quartiles = statistics.quantiles(times, n=4)
+            rows.append(
+                Row(
+                    case="masks at inference",
+                    variant=name,
+                    tokens=1,
+                    out_features=d,
+                    in_features=h,
+                    n_masks=n_masks,
+                    dtype=str(dtype).removeprefix("torch."),
+                    microseconds=statistics.median(times),
+                    spread=quartiles[2] - quartiles[0],
+                    fraction_of_ceiling=float("nan"),
+                    error=((result.float() - expected).norm() / expected.norm()).item(),
+                    extra={"packed": ROUTES[name]},
+                )
+            )
+    return rows
 
 
 def main() -> None:

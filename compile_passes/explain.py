@@ -90,4 +90,3 @@ def explain(model: Callable[..., Any], *inputs: Any, train: bool = False, assume
             model.train(was_training)
         torch._dynamo.reset()
     return report
-

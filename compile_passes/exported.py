@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,8 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from .fusion import FusionError, fuse_graph
 from .mutation import written
-from .recognise import Recogniser
-from .report import FusionReport, module_path
+from .report import WHEN_EXPORTED, FusionReport, module_path
 from .symbols import as_call, tensor_example
 
 _aten = torch.ops.aten
@@ -57,6 +56,7 @@ def fuse_exported(
         FusionError: under `strict`.
         ValueError: under `assume_binary`, masks that follow from constants hold values other than 0 and 1.
     """
+    report = FusionReport() if report is None else report
     folder = _Folder(program)
     graph = folder.graph
     for node in graph.nodes:
@@ -64,14 +64,18 @@ def fuse_exported(
     for node in folder.constant_nodes():
         if node.target is _aten._assert_tensor_metadata.default:  # it held when the program was traced
             graph.erase_node(node)
-    proofs = _prove_by_value(folder)
-    fuse_graph(graph, FusionReport() if report is None else report, strict=strict, assume_binary=assume_binary)
-    _undo(graph, proofs)
     _stop_training(graph)
-    if strict and not layers_of(graph):
+    given, n_before = set(layers_of(graph)), len(report.fused)
+    fuse_graph(graph, report, strict=strict, assume_binary=assume_binary, constants=_Values(folder))
+    layers = layers_of(graph)
+    if strict and not layers:
         raise FusionError("strict fusion: nothing was fused, the program has no MGLU layer")
+    fused = [position for position, layer in enumerate(layers) if layer not in given]
     _lower_to_aten(graph)
-    _fold_operands(folder)
+    is_packed = _fold_operands(folder)
+    for number, position in enumerate(fused, n_before):
+        if is_packed[position]:
+            report.fused[number] = replace(report.fused[number], packed=WHEN_EXPORTED)
     return folder.program()
 
 
@@ -228,58 +232,37 @@ def _is_pure(node: Node, constant: dict[Node, None]) -> bool:
     return torch.Tag.nondeterministic_seeded not in tags
 
 
-# --- Proof by value -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Proof:
-    """`cast` is `bits` in the dtype of `real`, a constant that holds 0 and 1 only; it stands in its place."""
-
-    real: Node
-    bits: Node
-    cast: Node
-
-
 _KEEP_A_WEIGHT = ("mul", "linear", "matmul", "transpose")
 """What is done to a weight. A mask has a user beside these, which makes its complement."""
 
 
-def _prove_by_value(folder: _Folder) -> list[_Proof]:
-    """Spell constant real masks that hold 0 and 1 only as casts of bool ones, which the recogniser knows for masks."""
-    graph = folder.graph
-    recogniser = Recogniser(graph)
-    proofs = []
-    for node in folder.constant_nodes():
-        example = tensor_example(node)
-        if example is None or example.dim() not in (2, 3) or example.dtype is torch.bool or example.is_complex():
-            continue
-        calls = [as_call(user) for user in node.users]
-        if recogniser.value(node) is not None or all(call and call.symbol in _KEEP_A_WEIGHT for call in calls):
-            continue
-        value = folder.evaluate(node)
-        if not bool(((value == 0) | (value == 1)).all()):
-            continue
-        users = list(node.users)
-        with graph.inserting_after(node):
-            bits = graph.call_function(_aten.ne.Scalar, (node, 0))
-        with graph.inserting_after(bits):
-            cast = graph.call_function(_aten._to_copy.default, (bits,), {"dtype": example.dtype})
-        bits.meta["val"], cast.meta["val"] = example != 0, example.clone()
-        for user in users:
-            user.replace_input_with(node, cast)
-        proofs.append(_Proof(node, bits, cast))
-    return proofs
+class _Values(Mapping[Node, Tensor]):
+    """Of the constants that may be masks or numbers: each is computed when it is asked for, as all may be too many."""
+
+    def __init__(self, folder: _Folder) -> None:
+        self._folder = folder
+        self._nodes = dict.fromkeys(filter(_may_tell, folder.constant_nodes()))
+
+    def __getitem__(self, node: Node) -> Tensor:
+        if node not in self._nodes:
+            raise KeyError(node)
+        value: Tensor = self._folder.evaluate(node)
+        return value
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._nodes)
+
+    def __len__(self) -> int:
+        return len(self._nodes)
 
 
-def _undo(graph: Graph, proofs: list[_Proof]) -> None:
-    """Put the constants back where no layer was fused."""
-    present = set(graph.nodes)
-    for proof in proofs:
-        if proof.cast in present:
-            proof.cast.replace_all_uses_with(proof.real)
-            graph.erase_node(proof.cast)
-        if proof.bits in present and not proof.bits.users:
-            graph.erase_node(proof.bits)
+def _may_tell(node: Node) -> bool:
+    """Whether the value of a constant may say what it is: a weight of zeros and ones is no mask."""
+    example = tensor_example(node)
+    if example is None or example.dim() not in (0, 2, 3) or example.is_complex():
+        return False
+    calls = [as_call(user) for user in node.users]
+    return not all(call and call.symbol in _KEEP_A_WEIGHT for call in calls)
 
 
 # --- Rewriting ------------------------------------------------------------------------------------------------------
@@ -339,19 +322,25 @@ def _operand(layer: Node, position: int) -> Node:
     return operand
 
 
-def _fold_operands(folder: _Folder) -> None:
+def _fold_operands(folder: _Folder) -> list[bool]:
     """Make buffers of the packed masks of constants, and of weights that are only stored in another way.
 
     A weight that something else reads too (a tied embedding) is left: a second copy of it would cost memory.
+
+    Returns:
+        For each layer of the graph, whether its masks were packed here.
     """
     constant = set(folder.constant_nodes())
+    is_packed = []
     for layer in layers_of(folder.graph):
         weight, packed = _operand(layer, 1), _operand(layer, 2)
         path = module_path(layer)
         prefix = f"{path}." if path else ""
-        if packed in constant and packed.op != "placeholder":
+        is_packed.append(packed in constant and packed.op != "placeholder")
+        if is_packed[-1]:
             folder.replace_by_buffer(packed, f"{prefix}packed_masks")
         if weight in constant and weight.op != "placeholder":
             sources = folder.sources(weight)
             if all(user in sources for node in sources - {weight} for user in node.users):
                 folder.replace_by_buffer(weight, f"{prefix}fused_weight")
+    return is_packed

@@ -14,6 +14,7 @@ from .symbols import as_call, tensor_example
 
 AT_EACH_CALL = "at each call"
 WHEN_COMPILED = "when compiled"
+WHEN_EXPORTED = "when exported"
 BEFOREHAND = "beforehand"
 
 
@@ -29,8 +30,8 @@ class SiteReport:
         dtype: dtype of the result.
         route: `forward_ste` (trains the masks), `forward` (fixed masks), or empty for a miss.
         routed: whether the masks have route weights.
-        packed: when the masks are packed: `at each call`, `when compiled` (under freezing), or `beforehand` (the model
-            holds them packed); empty for a miss.
+        packed: when the masks are packed: `at each call`, `when compiled` (under freezing), `when exported`, or
+            `beforehand` (the model holds them packed); empty for a miss.
         reason: for a miss, why, and what to change; None where it was fused.
         before: the nodes of the layer, a line each.
         after: the nodes that took their place; empty for a miss.

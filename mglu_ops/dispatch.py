@@ -133,12 +133,21 @@ def forward(
 
 def pack_masks(masks: Tensor) -> Tensor:
     """The packed masks of bool masks `[n_masks, out_features, in_features]`."""
-    return cuda.pack(masks) if cuda.can_pack(masks) else pack(masks)
+    backend = _packing_backend(masks)
+    return pack(masks) if backend is None else backend.pack(masks)
 
 
 def pack_logits(mask_logits: Tensor) -> Tensor:
     """The packed masks of logits `[n_masks, out_features, in_features]`, `M = logits > 0`."""
-    return cuda.pack(mask_logits) if cuda.can_pack(mask_logits) else pack(mask_logits > 0)
+    backend = _packing_backend(mask_logits)
+    return pack(mask_logits > 0) if backend is None else backend.pack(mask_logits)
+
+
+def _packing_backend(masks: Tensor) -> Any:
+    """What packs in one pass; None for torch, also for what is too small to build kernels for."""
+    if masks.is_cuda:
+        return cuda if cuda.can_pack(masks) else None
+    return cpu if masks.numel() >= _NOTICEABLE_WEIGHTS and cpu.can_pack(masks) else None
 
 
 def forward_train(

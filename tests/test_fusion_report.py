@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from graphs import Capture
 from torch import Tensor, nn
 
-from compile_passes.explain import explain, load_factory
+from compile_passes.explain import explain
 from compile_passes.report import FusionReport, SiteReport
 from mglu_ops.__main__ import main
 from mglu_ops.nn import MGLU, NaiveMGLU
@@ -45,13 +45,6 @@ def missed():
 
 def plain():
     return nn.Linear(8, 8), (torch.randn(2, 8),)
-
-
-not_a_function = 3
-
-
-def broken():
-    raise ValueError("no weights here")
 """
 
 
@@ -176,24 +169,3 @@ def test_command(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", f"{file}:missed", "--assume-binary"]) == 0
     assert main(["explain", f"{file}:plain"]) == 1
     assert "0 fused, 0 missed" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("some_model.py", "must be FILE:FACTORY"),
-        ("nowhere.py:make", "no file"),
-        ("{file}:nothing", "has no attribute 'nothing'"),
-        ("{file}:not_a_function", "must be a function"),
-        ("{file}:broken", "no weights here"),
-    ],
-)
-def test_a_model_that_cannot_be_had(name: str, message: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", name.format(file=file)]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_factory_may_import_its_neighbours(file: Path) -> None:
-    (file.parent / "neighbour_of_some_model.py").write_text("size = 8\n")
-    (file.parent / "other_model.py").write_text("import neighbour_of_some_model as n\ndef make(): return n.size\n")
-    assert load_factory(f"{file.parent / 'other_model.py'}:make")() == 8

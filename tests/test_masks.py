@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mglu_ops import masks as packing
+from mglu_ops.backends import cpu
 
-pack, unpack = torch.ops.mglu.pack_masks, torch.ops.mglu.unpack_masks
+mglu = torch.ops.mglu
+pack, unpack = mglu.pack_masks, mglu.unpack_masks
 
 MASK_DTYPES = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -45,9 +47,22 @@ def test_logits_are_packed_by_their_sign(n_masks, out_features, in_features, lay
     chosen = torch.rand(logits.shape, generator=generator) < 0.2
     special = torch.tensor(SPECIAL, dtype=dtype)[torch.randint(len(SPECIAL), logits.shape, generator=generator)]
     logits = s.laid_out(torch.where(chosen, special, logits), layout)
+    expected = packing.pack(logits > 0)
     packed = torch.ops.mglu.pack_logits(logits)
-    assert torch.equal(packed, pack(logits > 0))
+    assert torch.equal(packed, expected)
     assert packed.is_contiguous()
+    for source in (logits, logits > 0):  # the kernels, which the operators use for more than these few
+        if cpu.can_pack(source):
+            assert torch.equal(cpu.pack(source), expected)
+
+
+def test_many_masks_are_packed_by_the_kernels_as_by_torch():
+    logits = torch.randn(3, 513, 1029)
+    expected = packing.pack(logits > 0)
+    for source in (logits, logits.bfloat16(), logits.half(), logits > 0):
+        assert source.dtype is torch.bool or cpu.can_pack(source) or cpu.isa() is None
+        packed = mglu.pack_masks(source) if source.dtype is torch.bool else mglu.pack_logits(source)
+        assert torch.equal(packed, packing.pack(source > 0) if source.is_floating_point() else expected)
 
 
 @given(s.n_masks, st.integers(1, 3), st.integers(1, 20), s.seeds)

@@ -6,8 +6,10 @@ import ast
 import csv
 import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,17 +21,33 @@ def snippets(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.slow
-def test_python_snippets_run(tmp_path: Path) -> None:
-    code = snippets("python")
-    assert len(code) >= 2
-    script = tmp_path / "readme.py"
-    script.write_text("\n".join(code))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=600
-    )
+def run(command: Sequence[str | Path], folder: Path, path: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path}
+    process = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=600)
     assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++, as torch.compile does")
+def test_snippets_run(tmp_path: Path) -> None:
+    """The Python, then the C++ by the commands beside it, which find in the folder what the Python wrote there."""
+    code, commands = snippets("python"), snippets("bash")
+    (program,) = snippets("cpp")
+    assert len(code) >= 3
+    assert len(commands) == 2
+    (tmp_path / "readme.py").write_text("\n".join(code))
+    (tmp_path / "main.cpp").write_text(program)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    run([sys.executable, "readme.py"], tmp_path, path)
+    # Users wait for the compiler's optimisations; a test need not.
+    compiler = tmp_path / "bin" / "g++"
+    compiler.parent.mkdir()
+    compiler.write_text(f'#!/bin/sh\nexec {shutil.which("g++")} "$@" -O0\n')
+    compiler.chmod(0o755)
+    script = "set -euo pipefail\n" + "\n".join(commands)
+    printed = run(["bash", "-c", script], tmp_path, f"{compiler.parent}{os.pathsep}{path}")
+    assert printed.splitlines()[-3:] == ["[1, 64]", "[7, 64]", "[64, 64]"]
 
 
 def measured(n_masks: int) -> dict[str, float]:

@@ -120,17 +120,6 @@ def test_kernels_need_a_package_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureF
         assert words in capsys.readouterr().err
 
 
-def test_wrong_models_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, words in (
-        ("json", "must be module:function"),
-        ("no_such:model", "No module"),
-        ("json:nothing", "nothing"),
-        ("os:getcwd", "returned str"),
-    ):
-        assert main(["export", name, str(tmp_path / "model.pt2")]) == 2
-        assert words in capsys.readouterr().err
-
-
 # --- In a Python process --------------------------------------------------------------------------------------------
 
 ALONE = """

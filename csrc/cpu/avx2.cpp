@@ -16,7 +16,7 @@
 namespace mglu::cpu {
 namespace {
 
-constexpr int kSumRegisters = 10;                  // of 16; the others hold a weight, x and a product
+constexpr int kSumRegisters = 8;                  // of 16; the others hold a weight, x and a product
 constexpr int kMasksAtOnce = 8;                    // of one token; half as many of two
 constexpr std::int64_t kFewTokens = 4;             // more are faster in many_tokens.h
 constexpr int kFeaturesOfWideTile = 6;             // 12 sums, 2 vectors of x, 1 weight
@@ -27,6 +27,16 @@ constexpr std::int64_t kWorkOfTask = 1 << 17;      // products; some microsecond
 #include "vec_avx2.h"
 
 #include "mask_factors.h"
+
+#include "mask_table.h"
+
+#include "mask_shifts.h"
+
+// For parts that are added up over a whole row, and for those of a few products.
+template <int Masks>
+using LongMasks = MixedMasks<Masks>;
+template <int Masks>
+using ShortMasks = TableMasks<Masks>;
 
 #include "activation.h"
 

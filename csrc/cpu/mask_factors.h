@@ -23,13 +23,12 @@ MGLU_INLINE Mask load_mask(const std::uint8_t* bits, std::uint32_t flip) {
     static_assert(Count == 1);
     return load(kFactors.of_byte[*bits ^ flip]);
 }
-MGLU_INLINE Vec add_masked(Vec sum, Vec product, Mask mask) { return fma(product, mask, sum); }
 MGLU_INLINE Vec apply_mask(Vec a, Mask mask) { return a * mask; }
-// The gate as the naive layer has it: here it is so already.
-MGLU_INLINE Vec poisoned(Vec gate, Vec) { return gate; }
 // A number for each mask of a vector.
 MGLU_INLINE Vec broadcast_each(const float* numbers) { return broadcast(*numbers); }
 // The first `count` groups of eight lanes to p, p + stride, ...
 MGLU_INLINE void store_octets(float* p, std::int64_t, int, Vec a) { store(p, a); }
 // Sums over the masks of a vector, in its first eight lanes.
 MGLU_INLINE Vec sum_over_masks(Vec a) { return a; }
+// The gate as the naive layer has it: a product with 0 has made it so.
+MGLU_INLINE Vec poisoned(Vec gate, Vec) { return gate; }

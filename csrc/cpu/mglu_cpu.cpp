@@ -115,6 +115,10 @@ MGLU_EXPORT std::int32_t mglu_cpu_forward(const mglu::cpu::Forward* call, mglu::
     return static_cast<std::int32_t>(mglu::cpu::forward(*call, parallel_for));
 }
 
+MGLU_EXPORT std::int32_t mglu_cpu_pack_masks(const mglu::cpu::Pack* call, mglu::cpu::ParallelFor parallel_for) {
+    return static_cast<std::int32_t>(mglu::cpu::pack_masks(*call, parallel_for));
+}
+
 MGLU_EXPORT const char* mglu_cpu_isa() { return mglu::cpu::isa_name(mglu::cpu::best_isa()); }
 
 MGLU_EXPORT std::int32_t mglu_cpu_supports(std::int64_t isa) {

@@ -67,8 +67,11 @@ struct Forward {
 // (which multiplies by the masks) has them. Returns Status::ok at once where the result is empty.
 Status forward(const Forward& call, ParallelFor parallel_for);
 
-// Masks to bits. `masks` is [n_masks, out_features, in_features] of one byte each (bool, or 0 and 1: what is not 0
-// counts as 1) with the given strides in bytes; `packed_masks` is contiguous, padding bits are written as 0.
+// What masks are made of: one byte each (bool, or 0 and 1: what is not 0 counts as 1), or logits, whose masks are > 0.
+enum class MaskSource : std::int64_t { bytes = 0, float32 = 1, bfloat16 = 2, float16 = 3 };
+
+// Masks to bits. `masks` is [n_masks, out_features, in_features] with the given strides in bytes; `packed_masks` is
+// contiguous, padding bits are written as 0.
 struct Pack {
     const std::uint8_t* masks;
     std::uint8_t* packed_masks;
@@ -78,6 +81,7 @@ struct Pack {
     std::int64_t mask_stride;           // from one mask to the next
     std::int64_t row_stride;            // from one output feature to the next
     std::int64_t column_stride;         // from one input feature to the next
+    MaskSource source = MaskSource::bytes;
 };
 Status pack_masks(const Pack& call, ParallelFor parallel_for);
 

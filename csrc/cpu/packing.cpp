@@ -1,4 +1,11 @@
 // Masks to bits and back.
+#include <cstring>
+#include <type_traits>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include "kernels.h"
 
 namespace mglu::cpu {
@@ -25,21 +32,113 @@ std::uint64_t bytes_of_bits(std::uint8_t bits) {
     return ((alone + kLow) & ~kLow) >> 7;
 }
 
-void pack_rows(const Pack& call, std::int64_t begin, std::int64_t end) {
+// Eight masks in a row, as the bits of a byte. A load's bytes are taken as little endian.
+template <MaskSource source>
+struct Octet {
+    using Element = std::conditional_t<source == MaskSource::float32, std::int32_t, std::int16_t>;
+    static constexpr Element kInfinity =
+        static_cast<Element>(source == MaskSource::float32 ? 0x7f800000 : source == MaskSource::bfloat16 ? 0x7f80 : 0x7c00);
+
+    // A float is positive, and no NaN, where its bits as an integer lie between 0 and those of infinity.
+    static bool is_set(Element bits) { return bits > 0 && bits <= kInfinity; }
+
+    static std::uint8_t bits(const std::uint8_t* from) {
+        std::uint32_t found = 0;
+        for (int k = 0; k < 8; ++k) {
+            Element element;
+            std::memcpy(&element, from + k * sizeof element, sizeof element);
+            found |= std::uint32_t{is_set(element)} << k;
+        }
+        return static_cast<std::uint8_t>(found);
+    }
+};
+template <>
+struct Octet<MaskSource::bytes> {
+    using Element = std::uint8_t;
+    static bool is_set(Element byte) { return byte != 0; }
+    static std::uint8_t bits(const std::uint8_t* from) {
+        std::uint64_t bytes;
+        std::memcpy(&bytes, from, sizeof bytes);
+        return bits_of_bytes(bytes);
+    }
+};
+
+// Whole octets of a contiguous row, each to every n_masks-th byte.
+template <MaskSource source>
+void pack_octets(const std::uint8_t* from, std::uint8_t* to, std::int64_t octets, std::int64_t n_masks) {
+    constexpr std::int64_t kBytes = 8 * sizeof(typename Octet<source>::Element);
+    for (std::int64_t octet = 0; octet < octets; ++octet) to[octet * n_masks] = Octet<source>::bits(from + octet * kBytes);
+}
+
+#if defined(__x86_64__)
+// The same of logits, eight at a time: signs of comparisons are what movemask gathers.
+__attribute__((target("avx2"))) void pack_octets_avx2_float32(
+    const std::uint8_t* from, std::uint8_t* to, std::int64_t octets, std::int64_t n_masks) {
+    for (std::int64_t octet = 0; octet < octets; ++octet) {
+        const __m256 logits = _mm256_loadu_ps(reinterpret_cast<const float*>(from + 32 * octet));
+        const __m256 positive = _mm256_cmp_ps(logits, _mm256_setzero_ps(), _CMP_GT_OQ);
+        to[octet * n_masks] = static_cast<std::uint8_t>(_mm256_movemask_ps(positive));
+    }
+}
+
+template <MaskSource source>
+__attribute__((target("avx2"))) void pack_octets_avx2_16_bits(
+    const std::uint8_t* from, std::uint8_t* to, std::int64_t octets, std::int64_t n_masks) {
+    const __m128i zero = _mm_setzero_si128(), past = _mm_set1_epi16(Octet<source>::kInfinity + 1);
+    for (std::int64_t octet = 0; octet < octets; ++octet) {
+        const __m128i logits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 16 * octet));
+        const __m128i positive = _mm_and_si128(_mm_cmpgt_epi16(logits, zero), _mm_cmplt_epi16(logits, past));
+        to[octet * n_masks] = static_cast<std::uint8_t>(_mm_movemask_epi8(_mm_packs_epi16(positive, zero)));
+    }
+}
+#endif
+
+using PackOctets = void (*)(const std::uint8_t*, std::uint8_t*, std::int64_t, std::int64_t);
+
+template <MaskSource source>
+PackOctets octets_packer() {
+#if defined(__x86_64__)
+    if constexpr (source != MaskSource::bytes) {
+        static const bool has_avx2 = supports(Isa::avx2);
+        if (has_avx2) {
+            if constexpr (source == MaskSource::float32) return &pack_octets_avx2_float32;
+            if constexpr (source != MaskSource::float32) return &pack_octets_avx2_16_bits<source>;
+        }
+    }
+#endif
+    return &pack_octets<source>;
+}
+
+template <MaskSource source>
+void pack_rows_of(const Pack& call, std::int64_t begin, std::int64_t end) {
+    using Element = typename Octet<source>::Element;
+    const PackOctets pack = octets_packer<source>();
     const std::int64_t octets = ceil_div(call.in_features, 8);
+    const std::int64_t whole = call.column_stride == sizeof(Element) ? call.in_features / 8 : 0;
     for (std::int64_t row = begin; row < end; ++row) {
-        std::uint8_t* to = call.packed_masks + row * octets * call.n_masks;
         for (std::int64_t i = 0; i < call.n_masks; ++i) {
             const std::uint8_t* from = call.masks + i * call.mask_stride + row * call.row_stride;
-            for (std::int64_t octet = 0; octet < octets; ++octet) {
-                const std::int64_t used = smaller(8, call.in_features - 8 * octet);
-                std::uint64_t bytes = 0;  // byte k is mask k, as a little-endian load has it
-                for (std::int64_t k = 0; k < used; ++k) {
-                    bytes |= std::uint64_t{from[(8 * octet + k) * call.column_stride]} << 8 * k;
+            std::uint8_t* to = call.packed_masks + row * octets * call.n_masks + i;
+            pack(from, to, whole, call.n_masks);
+            for (std::int64_t octet = whole; octet < octets; ++octet) {
+                std::uint32_t bits = 0;
+                for (std::int64_t k = 8 * octet; k < smaller(8 * octet + 8, call.in_features); ++k) {
+                    Element element;
+                    std::memcpy(&element, from + k * call.column_stride, sizeof element);
+                    bits |= std::uint32_t{Octet<source>::is_set(element)} << (k - 8 * octet);
                 }
-                to[octet * call.n_masks + i] = bits_of_bytes(bytes);
+                to[octet * call.n_masks] = static_cast<std::uint8_t>(bits);
             }
         }
+    }
+}
+
+void pack_rows(const Pack& call, std::int64_t begin, std::int64_t end) {
+    switch (call.source) {
+        case MaskSource::bytes: return pack_rows_of<MaskSource::bytes>(call, begin, end);
+        case MaskSource::float32: return pack_rows_of<MaskSource::float32>(call, begin, end);
+        case MaskSource::bfloat16: return pack_rows_of<MaskSource::bfloat16>(call, begin, end);
+        case MaskSource::float16: return pack_rows_of<MaskSource::float16>(call, begin, end);
     }
 }
 
@@ -75,6 +174,8 @@ Status over_rows(const Call& call, ParallelFor parallel_for) {
 }  // namespace
 
 Status pack_masks(const Pack& call, ParallelFor parallel_for) {
+    const auto source = static_cast<std::int64_t>(call.source);
+    if (source < 0 || source > static_cast<std::int64_t>(MaskSource::float16)) return Status::invalid_argument;
     return over_rows<Pack, pack_rows>(call, parallel_for);
 }
 

@@ -19,6 +19,14 @@ constexpr std::int64_t kWorkOfTask = 1 << 16;      // products; some microsecond
 
 #include "mask_factors.h"
 
+#include "mask_table.h"
+
+// For parts that are added up over a whole row, and for those of a few products.
+template <int Masks>
+using LongMasks = TableMasks<Masks>;
+template <int Masks>
+using ShortMasks = TableMasks<Masks>;
+
 #include "activation.h"
 
 #include "few_tokens.h"

@@ -89,9 +89,29 @@ MGLU_INLINE Mask load_mask(const std::uint8_t* bits, std::uint32_t flip) {
     __builtin_memcpy(&both, bits, sizeof(both));
     return static_cast<Mask>(both ^ flip);
 }
-MGLU_INLINE Vec add_masked(Vec sum, Vec product, Mask mask) {
-    return {_mm512_mask_add_ps(sum.v, mask, sum.v, product.v)};
-}
+
+// The masks of eight weights, two a vector.
+template <int Masks>
+struct MaskPairs {
+    static constexpr int kLast = (Masks - 1) / 2;  // the last vector, and what it holds
+    static constexpr int kMasksOfLast = Masks - 2 * kLast;
+    const std::uint8_t* bits;
+
+    MGLU_INLINE explicit MaskPairs(const std::uint8_t* of_octet) : bits(of_octet) {}
+
+    // sum + (the products under the masks of vector v).
+    MGLU_INLINE Vec add(int v, Vec sum, Vec product) const {
+        const Mask mask = v < kLast ? load_mask<2>(bits + 2 * v, 0) : load_mask<kMasksOfLast>(bits + 2 * v, 0);
+        return {_mm512_mask_add_ps(sum.v, mask, sum.v, product.v)};
+    }
+    // The sum that `add` has made.
+    MGLU_INLINE static Vec sum_of(int, Vec sum) { return sum; }
+};
+template <int Masks>
+using LongMasks = MaskPairs<Masks>;
+template <int Masks>
+using ShortMasks = MaskPairs<Masks>;
+
 // A product, not a selection: infinity times 0 is NaN, as in the naive layer.
 MGLU_INLINE Vec apply_mask(Vec a, Mask mask) {
     return {_mm512_mul_ps(a.v, _mm512_maskz_mov_ps(mask, _mm512_set1_ps(1.0f)))};

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 from pathlib import Path
 from typing import Any
 
-EXPORT = (
-    "Compiles a model into a package for inference. MODEL names a function of a Python module, `module:function`, "
-    "which returns the model and a tuple of example inputs; the module is looked for in the current folder too."
-)
+from .. import factory
+
+EXPORT = "Compiles a model into a package for inference, with the masks of its MGLU layers packed."
 BUILD = (
     "Builds libmglu_ops.so, with which a C++ program runs packages without Python, and packages made with --shim run "
     "anywhere. Needs a C++17 compiler, and neither CUDA nor CMake."
@@ -21,7 +19,7 @@ BUILD = (
 def add_parser(subparsers: Any) -> None:
     """Add `export` and `build-runtime` to the commands."""
     parser = subparsers.add_parser("export", help="compile a model into a package", description=EXPORT)
-    parser.add_argument("model", metavar="MODEL", help="module:function")
+    parser.add_argument("model", metavar=factory.METAVAR, help=factory.HELP)
     parser.add_argument("path", type=Path, metavar="PACKAGE", help="to write, a .pt2 file")
     parser.add_argument(
         "--backend",
@@ -58,7 +56,7 @@ def run_export(options: argparse.Namespace) -> int:
     from .export import export
 
     try:
-        model, inputs = _load_model(options.model)
+        model, inputs = factory.load_model(options.model)
         info = export(
             model,
             inputs,
@@ -95,23 +93,3 @@ def run_build(options: argparse.Namespace) -> int:
         return 2
     print(library)
     return 0
-
-
-def _load_model(name: str) -> tuple[Any, Any]:
-    """What `module:function` returns.
-
-    Raises:
-        ValueError: there is no such function, or it returns something else.
-    """
-    module_name, _, function_name = name.partition(":")
-    if not function_name:
-        raise ValueError(f"MODEL: got {name!r}, must be module:function")
-    sys.path.insert(0, "")
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"MODEL: {error}") from error
-    result = function()
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise ValueError(f"MODEL: {name}() returned {type(result).__name__}, must be (model, (input, ...))")
-    return result

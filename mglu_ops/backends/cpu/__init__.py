@@ -10,10 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...masks import packed_width
 from .build import BuildError
-from .library import ISAS, Library, load, pack_call
+from .library import ISAS, Library, load, pack_call, pack_packing_call
 
-__all__ = ["BuildError", "forward", "isa", "unsupported_reason"]
+__all__ = ["BuildError", "can_pack", "forward", "isa", "pack", "unsupported_reason"]
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "sigmoid": 4, "tanh": 5, "identity": 6}
@@ -23,6 +24,38 @@ def isa() -> str | None:
     """The instruction set that calls run with (`avx512`, `avx2`, `portable`), or None where nothing could be built."""
     library = load()
     return library.isa if isinstance(library, Library) else None
+
+
+_MASK_SOURCES = {torch.bool: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+
+
+def can_pack(masks: Tensor) -> bool:
+    """Whether `pack` takes bool masks or logits. Builds the kernels if they are missing."""
+    return masks.is_cpu and masks.dtype in _MASK_SOURCES and isinstance(load(), Library)
+
+
+def pack(masks: Tensor) -> Tensor:
+    """The packed masks of bool masks, or of logits by `M = logits > 0`, in any strides.
+
+    Args:
+        masks: `[n_masks, out_features, in_features]`, bool, float16, bfloat16 or float32.
+
+    Raises:
+        BuildError: the kernels could not be built.
+    """
+    library = load()
+    if isinstance(library, str):
+        raise BuildError(library)
+    n_masks, out_features, in_features = masks.shape
+    packed = masks.new_empty((out_features, packed_width(in_features), n_masks), dtype=torch.uint8)
+    size = masks.element_size()
+    library.pack(
+        pack_packing_call(
+            masks.data_ptr(), packed.data_ptr(), n_masks, out_features, in_features,
+            *(stride * size for stride in masks.stride()), _MASK_SOURCES[masks.dtype],
+        )
+    )  # fmt: skip
+    return packed
 
 
 def unsupported_reason(

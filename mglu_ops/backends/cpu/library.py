@@ -15,6 +15,9 @@ from .build import BuildError, library_path
 # Five pointers, ten sizes and strides, four enumerations: all of 8 bytes.
 pack_call = struct.Struct("@5P14q").pack
 
+# `Pack`: two pointers, six sizes and strides, one enumeration.
+pack_packing_call = struct.Struct("@2P7q").pack
+
 ISAS = {"best": 0, "portable": 1, "avx2": 2, "avx512": 3, "amx": 4}
 
 
@@ -30,13 +33,13 @@ class Library:
         try:
             functions = ctypes.CDLL(str(path))
             self.parallel_for = _torch_parallel_for()
-            self._forward = functions.mglu_cpu_forward
+            self._forward, self._pack = functions.mglu_cpu_forward, functions.mglu_cpu_pack_masks
             self._isa, self._supports = functions.mglu_cpu_isa, functions.mglu_cpu_supports
             self._message = functions.mglu_cpu_status_message
         except AttributeError as error:
             raise OSError(str(error)) from error
-        self._forward.argtypes = (ctypes.c_char_p, ctypes.c_void_p)
-        self._forward.restype = ctypes.c_int32
+        self._forward.argtypes = self._pack.argtypes = (ctypes.c_char_p, ctypes.c_void_p)
+        self._forward.restype = self._pack.restype = ctypes.c_int32
         self._isa.restype = self._message.restype = ctypes.c_char_p
         self._supports.argtypes, self._message.argtypes = (ctypes.c_int64,), (ctypes.c_int32,)
 
@@ -55,9 +58,15 @@ class Library:
         Raises:
             RuntimeError: the kernel refused the call, with its reason.
         """
-        status = self._forward(call, self.parallel_for)
+        self._check(self._forward(call, self.parallel_for), "forward")
+
+    def pack(self, call: bytes) -> None:
+        """Pack masks; as `forward`."""
+        self._check(self._pack(call, self.parallel_for), "pack_masks")
+
+    def _check(self, status: int, name: str) -> None:
         if status != 0:
-            raise RuntimeError(f"mglu::forward: the CPU kernel failed: {self._message(status).decode()}")
+            raise RuntimeError(f"mglu::{name}: the CPU kernel failed: {self._message(status).decode()}")
 
 
 def _torch_parallel_for() -> int:
