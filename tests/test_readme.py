@@ -87,6 +87,41 @@ def test_training_steps_are_those_of_the_results() -> None:
         assert f"| {label} | {' | '.join(cells)} |" in README
 
 
+def results(name: str) -> list[dict[str, str]]:
+    with (Path(__file__).parent.parent / f"benchmarks/results/{name}.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_times_by_tokens_are_those_of_the_results() -> None:
+    rows = {
+        (row["variant"], row["n_masks"], row["tokens"]): float(row["microseconds"])
+        for row in results("tokens")
+        if row["out_features"] == "14336"
+    }
+    header = re.search(r"^\| tokens, 14336 x 4096 \| (.*) \|$", README, flags=re.MULTILINE)
+    assert header
+    for n_masks in ("1", "4", "8", "16"):
+        times = [(rows["mglu cuda", n_masks, t], rows["floor", n_masks, t]) for t in header[1].split(" | ")]
+        cells = [f"{time:.1f}, {time / floor:.2f}x" for time, floor in times]
+        assert f"| n_m = {n_masks} | {' | '.join(cells)} |" in README
+    routes = {(row["variant"], row["n_masks"], row["tokens"]): float(row["microseconds"]) for row in results("routes")}
+    naive, ours = (routes[name, "1", "8192"] for name in ("naive compiled", "mglu cuda"))
+    assert f"takes it\n{naive:.0f} us and ours {ours:.0f} (" in README
+    slower = {
+        (n_masks, tokens)
+        for (variant, n_masks, tokens), time in routes.items()
+        if variant == "naive compiled" and time < routes["mglu cuda", n_masks, tokens]
+    }
+    assert slower == {("1", "8192")}
+
+
+def test_times_of_masks_at_inference_are_those_of_the_results() -> None:
+    rows = {(row["variant"], row["n_masks"]): float(row["microseconds"]) for row in results("masks_at_inference_cuda")}
+    for variant in {name for name, _ in rows}:
+        cells = " | ".join(f"{rows[variant, n]:.0f}" for n in ("1", "4", "8"))
+        assert re.search(rf"^\| {re.escape(variant)} \| .*\| {re.escape(cells)} \|$", README, re.MULTILINE), variant
+
+
 def test_make_targets_of_the_readme_exist() -> None:
     makefile = (Path(__file__).parent.parent / "Makefile").read_text()
     targets = re.findall(r"\bmake ([a-z-]+)", README)
