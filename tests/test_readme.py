@@ -122,6 +122,13 @@ def test_times_of_masks_at_inference_are_those_of_the_results() -> None:
         assert re.search(rf"^\| {re.escape(variant)} \| .*\| {re.escape(cells)} \|$", README, re.MULTILINE), variant
 
 
+def test_compile_times_are_those_of_the_results() -> None:
+    seconds = {row["variant"]: float(row["microseconds"]) / 1e6 for row in results("compile_time")}
+    naive, fused = seconds["naive compiled"], seconds["fused"]
+    assert f"\n{naive:.1f} s without fusing and {fused:.1f} s with it" in README
+    assert f"of which the pass takes {seconds['pass']:.2f} s" in README
+
+
 def test_make_targets_of_the_readme_exist() -> None:
     makefile = (Path(__file__).parent.parent / "Makefile").read_text()
     targets = re.findall(r"\bmake ([a-z-]+)", README)
