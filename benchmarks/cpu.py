@@ -3,9 +3,9 @@
 python -m benchmarks.cpu --out benchmarks/results [--tokens 1 2 4 8] [--masks 1 2 4 8 16] [--dtypes bfloat16 float32]
 
 Protocol: as in harness.py, but by the clock on the wall. Each variant runs over layers of distinct weights, together
-several times the last cache; variants take turns, layer by layer, round after round. A time is the least and the
-median of the rounds, per layer: a machine that others use too makes the median say more of them than of the code, and
-adds to a time but never takes from it. Results are checked against float64 before anything is timed.
+several times the last cache; variants take turns, layer by layer, round after round, until each has had its seconds
+(and three rounds). A time is the least of the rounds, per layer, with the median beside it: on a machine that others
+use too, the median says more of them than of the code. Results are checked against float64 before anything is timed.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from mglu_ops.backends.cpu.library import Library, load
 
 BYTES_OF_LAYERS = 256_000_000
 MAX_LAYERS = 8
+MIN_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def read_loop() -> Callable[[Tensor], None]:
 
 
 def bench(
-    d: int, h: int, n_masks: int, tokens: int, dtype: torch.dtype, rounds: int, baselines: list[str]
+    d: int, h: int, n_masks: int, tokens: int, dtype: torch.dtype, seconds: float, baselines: list[str]
 ) -> list[Row]:
     """All rows of one problem."""
     count = max(2, min(MAX_LAYERS, BYTES_OF_LAYERS // (d * h * dtype.itemsize)))
@@ -106,19 +107,22 @@ def bench(
         mask = masks_of(packed[0], m)
         gate = F.linear(x.double(), weights[0].double() * mask)
         exact += F.silu(gate) * F.linear(x.double(), weights[0].double() * ~mask)
-    errors, times = {}, {}
+    errors: dict[str, float] = {}
+    times: dict[str, list[float]] = {name: [] for name in variants}
     for name, variant in variants.items():
         output = variant(0)
         of_layer = output is not None and not name.startswith("SwiGLU")
         errors[name] = float((output.double() - exact).norm() / exact.norm()) if of_layer else float("nan")
         assert not of_layer or errors[name] <= ERROR_BUDGET[dtype], f"{name}: error {errors[name]}"
-        times[name] = [0.0] * 0
-    for i in range(rounds):
-        for offset, (name, variant) in enumerate(variants.items()):
+    i, running = 0, list(variants)
+    while running:
+        for offset, name in enumerate(running):
             layer = (i + offset * (count // 2 + 1)) % count  # not the one that the variant before has left in the cache
             start = time.perf_counter()
-            variant(layer)
+            variants[name](layer)
             times[name].append((time.perf_counter() - start) * 1e6)
+        i += 1
+        running = [name for name in running if len(times[name]) < MIN_ROUNDS or sum(times[name]) < seconds * 1e6]
     reading = min(times["read loop"])
     return [
         Row(
@@ -158,7 +162,7 @@ def main() -> None:
     parser.add_argument(
         "--dtypes", nargs="+", choices=["float32", "bfloat16", "float16"], default=["float32", "bfloat16"]
     )
-    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--seconds", type=float, default=4, help="for each variant of a row")
     parser.add_argument("--baselines", nargs="*", choices=["naive", "swiglu", "composite"], default=["naive", "swiglu"])
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -168,7 +172,7 @@ def main() -> None:
             for n_masks in arguments.masks:
                 torch._dynamo.reset()
                 found = bench(
-                    *arguments.shape, n_masks, tokens, getattr(torch, dtype), arguments.rounds, arguments.baselines
+                    *arguments.shape, n_masks, tokens, getattr(torch, dtype), arguments.seconds, arguments.baselines
                 )
                 for row in found:
                     print(

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS, which the poisoning asks for
+# The C++ around a package's kernels need not be fast in a test; most of an export's time is its compilation.
+os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 
 import pytest
 import torch

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from runtime_fixtures import needs_compiler, run, write_small_package
+from runtime_fixtures import needs_compiler, run_package, write_small_package
 from torch import Tensor
 
 import mglu_ops
@@ -160,13 +160,13 @@ def test_whole_but_no_code_in_it(package: Path) -> None:
 
 @needs_compiler
 @pytest.mark.slow
-def test_the_program_gives_an_error(program: Path, packages: Path, tmp_path: Path) -> None:
+def test_the_program_gives_an_error(programs: Path, packages: Path, tmp_path: Path) -> None:
     whole = (packages / "operator.pt2").read_bytes()
     damaged = tmp_path / "damaged.pt2"
     start = whole.index(b"\x7fELF")
     for data in (whole[: len(whole) // 2], whole[: start + 5000] + b"\xff" + whole[start + 5001 :], b"", b"PK\5\6"):
         damaged.write_bytes(data)
-        process = run([program, damaged, packages / "x7.tensor", packages / "y7.tensor"])
+        process = run_package(programs, damaged, packages / "x7.tensor", packages / "y7.tensor")
         assert process.returncode == 2, process.stdout
         assert process.stderr.startswith("run_package: ")
 

@@ -230,7 +230,7 @@ void forward(const Layer& layer, const Tensor& out, const Executor& executor) {
             call.route_row_stride = layer.route_weights ? row_stride(*layer.route_weights) : 0;
             call.activation = activation_number(layer.activation);
             call.out = out.data;
-            call.stream = executor.stream;
+            call.executor = &executor;
             return cuda::forward(call);
         }
     }

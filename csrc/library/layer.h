@@ -16,10 +16,15 @@ using Body = void (*)(std::int64_t begin, std::int64_t end, void* context);
 using ParallelFor =
     std::int32_t (*)(std::int64_t begin, std::int64_t end, std::int64_t grain, Body body, void* context);
 
-// What runs a call: threads for the CPU, a stream (CUstream) for a GPU.
+// Memory on the GPU for what is launched next on the stream, aligned to 16 bytes; the next call may take it back.
+using Allocate = void* (*)(std::int64_t bytes, void* context);
+
+// What runs a call: threads for the CPU; a stream (CUstream) and memory for a GPU.
 struct Executor {
     ParallelFor parallel_for = nullptr;
     void* stream = nullptr;
+    Allocate allocate = nullptr;
+    void* context = nullptr;  // of `allocate`
 };
 
 // The arguments of mglu::forward; `route_weights` may be null.

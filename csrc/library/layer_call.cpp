@@ -17,9 +17,25 @@ void make_contiguous(Tensor& tensor, AtenTensorHandle handle, Handle& owner) {
     tensor = view(owner.get());
 }
 
+// Memory of torch's for kernels. Freed or replaced while they may still run, and yet safe: on their stream, whoever gets it
+// next runs after them.
+class Workspace {
+  public:
+    explicit Workspace(const Tensor& like) : like_(like) {}
+    static void* allocate(std::int64_t bytes, void* workspace) {
+        auto* self = static_cast<Workspace*>(workspace);
+        self->held_ = empty({bytes}, Scalar::uint8, self->like_);
+        return view(self->held_.get()).data;
+    }
+
+  private:
+    const Tensor& like_;
+    Handle held_;
+};
+
 // Threads of torch's pool, and the stream that the caller's other work is on.
 Executor executor_for(const Tensor& tensor) {
-    Executor executor{torch_parallel_for, nullptr};
+    Executor executor{torch_parallel_for};
     if (tensor.device == Device::cuda) {
         if (aoti_torch_get_current_cuda_stream == nullptr) throw std::runtime_error("mglu: this torch has no CUDA");
         raise_unless_ok(aoti_torch_get_current_cuda_stream(tensor.device_index, &executor.stream), "its stream");
@@ -99,7 +115,11 @@ Handle forward(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle pac
     if (needs_copy_of_route_weights(layer)) make_contiguous(route, route_weights, copies[3]);
     const DeviceGuard guard(layer.x);
     Handle result = empty(result_of(layer), layer.x.dtype, layer.x);
-    forward(layer, view(result.get()), executor_for(layer.x));
+    Workspace workspace(layer.x);
+    Executor executor = executor_for(layer.x);
+    executor.allocate = Workspace::allocate;
+    executor.context = &workspace;
+    forward(layer, view(result.get()), executor);
     return result;
 }
 

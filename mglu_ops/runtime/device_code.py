@@ -28,11 +28,6 @@ TABLE = "mglu_kernels.inc"
 MOST_TOKENS = 512
 """Of a launch (csrc/library/cuda/launch.cpp, kMostTokens): more go in several."""
 
-_KERNELS = ("decode_fma", "decode_mma")
-"""Those that the library launches. Where another is chosen, what runs on GPUs without it stands in."""
-
-_WITHOUT_OTHERS = (8, 0)
-
 _MULTIPROCESSORS = 132
 """Of the GPU that launches are chosen for. Blocks walk over what others leave, so others are served too."""
 
@@ -85,11 +80,11 @@ class _Cubins:
         self.lines: list[str] = []
         self._found: dict[tuple[Any, ...], int] = {}
 
-    def index(self, kernel: str, arch: tuple[int, int], defines: dict[str, int]) -> int:
-        key = (kernel, arch, *sorted(defines.items()))
+    def index(self, kernel: str, target: str, defines: dict[str, int]) -> int:
+        key = (kernel, target, *sorted(defines.items()))
         if key not in self._found:
             number = self._found[key] = len(self._found)
-            (self.folder / f"{number}.cubin").write_bytes(_compile(kernel, f"sm_{arch[0]}{arch[1]}", defines))
+            (self.folder / f"{number}.cubin").write_bytes(_compile(kernel, target, defines))
             self.embedded.append(f'MGLU_EMBED(mglu_cubin_{number}, "{number}.cubin");')
             self.lines.append(f'{{"mglu_{kernel}", mglu_cubin_{number}}}')
         return self._found[key]
@@ -156,9 +151,8 @@ def _tuned(layer: LayerInfo, arch: tuple[int, int], cubins: _Cubins) -> Iterator
     """A line for each run of numbers of tokens that are launched alike."""
     for (first, last), entry in _runs(range(1, MOST_TOKENS + 1), lambda tokens: _launch(layer, arch, tokens, cubins)):
         if entry is not None:
-            cubin, geometry = entry
             shape = f"{layer.out_features}, {layer.in_features}, {first}, {last}"
-            yield f"{{{_variant(_problem(layer, arch, first))}, {shape}, {cubin}, {geometry}}}"
+            yield f"{{{_variant(_problem(layer, arch, first))}, {shape}, {entry}}}"
 
 
 def _runs(numbers: Iterable[int], value: Any) -> Iterator[tuple[tuple[int, int], Any]]:
@@ -177,24 +171,29 @@ def _runs(numbers: Iterable[int], value: Any) -> Iterator[tuple[tuple[int, int],
         yield run, held
 
 
-def _launch(layer: LayerInfo, arch: tuple[int, int], tokens: int, cubins: _Cubins) -> tuple[int, str] | None:
-    """The kernel and the geometry of a launch; None where the plain kernel is the choice."""
+def _launch(layer: LayerInfo, arch: tuple[int, int], tokens: int, cubins: _Cubins) -> str | None:
+    """The kernel, the geometry and the turn of a launch; None where the plain kernel is the choice."""
     problem = _problem(layer, arch, tokens)
     config = plan.choice(problem)
-    if config.kernel not in _KERNELS:
-        config = plan.choice(replace(problem, arch=_WITHOUT_OTHERS))
-    if config.kernel not in _KERNELS:
+    if config.kernel == "plain":
         return None
-    kernel = cubins.index(config.kernel, arch, plan.defines(problem, config))
+    target = plan.target(arch, config)
+    kernel = cubins.index(config.kernel, target, plan.defines(problem, config))
     grid = config.grid(tokens, layer.out_features, _MULTIPROCESSORS)
     shared = config.shared_bytes(layer.n_masks, tokens, layer.in_features)
     overlap = "true" if arch >= (9, 0) else "false"
-    return kernel, f"{{{grid[0]}, {grid[1]}, {config.threads}, {shared}, {overlap}}}"
+    geometry = f"{{{grid[0]}, {grid[1]}, {config.threads}, {shared}, {overlap}}}"
+    turn = "{-1, 0, 0}"
+    if config.kernel == "tile_wgmma":
+        cubin = cubins.index("turn_x", target, plan.turn_defines(config))
+        size = tokens, layer.in_features
+        turn = f"{{{cubin}, {config.turn_blocks(*size)}, {config.turned_bytes(*size)}}}"
+    return f"{kernel}, {geometry}, {turn}"
 
 
 def _plain(kind: LayerInfo, arch: tuple[int, int], cubins: _Cubins) -> Iterator[str]:
     for tokens in (1, 4):
         problem = _problem(kind, arch, tokens)
         config = launches.LaunchConfig("plain", block_tokens=tokens)
-        index = cubins.index("plain", arch, plan.defines(problem, config))
+        index = cubins.index("plain", plan.target(arch, config), plan.defines(problem, config))
         yield f"{{{_variant(problem)}, {tokens}, {index}}}"

@@ -17,7 +17,7 @@ from mglu_ops.runtime.tensor_file import write_tensor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
-TOKENS = (1, 7, 64, 600)
+TOKENS = (1, 7, 16, 64, 600)
 
 
 def model(dtype: torch.dtype) -> nn.Module:

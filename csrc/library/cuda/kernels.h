@@ -27,6 +27,13 @@ struct Variant {
     }
 };
 
+// What makes the copy of x that tile_wgmma reads, on the same stream before it.
+struct Turn {
+    int cubin;  // -1 for a kernel that reads x itself
+    unsigned blocks;
+    std::int64_t bytes;  // of the copy
+};
+
 // The tuned launch of a layer for some numbers of tokens: made by mglu_ops/runtime/device_code.py from the one place
 // that holds such choices, mglu_ops/backends/cuda/config.py.
 struct TunedLaunch {
@@ -35,6 +42,7 @@ struct TunedLaunch {
     std::int64_t first_tokens, last_tokens;
     int cubin;
     Geometry geometry;
+    Turn turn;
 };
 
 // The kernel that takes any layout, for one token a pass or four.

@@ -26,7 +26,7 @@ struct Params {
 static_assert(sizeof(Params) == 128);
 
 constexpr std::int64_t kMostTokens = 512;  // of a launch; more go in several
-constexpr unsigned kPlainThreads = 256, kPlainWarps = 8;
+constexpr unsigned kPlainThreads = 256, kPlainWarps = 8, kTurnThreads = 256;
 
 int element(const char* what, Scalar dtype) {
     switch (dtype) {
@@ -127,6 +127,17 @@ const TunedLaunch* find_tuned(const Variant& variant, const Layer& layer, std::i
     return nullptr;
 }
 
+void launch_tuned(const TunedLaunch& tuned, int device, Params& p, const Executor& executor) {
+    if (tuned.turn.cubin >= 0) {
+        Params turn = p;
+        turn.out = executor.allocate(tuned.turn.bytes, executor.context);
+        const Geometry geometry{tuned.turn.blocks, 1, kTurnThreads, 0, tuned.geometry.overlap};
+        launch(loaded().cubin(device, tuned.turn.cubin, 0), geometry, executor.stream, &turn);
+        p.x = turn.out;
+    }
+    launch(loaded().cubin(device, tuned.cubin, tuned.geometry.shared_bytes), tuned.geometry, executor.stream, &p);
+}
+
 // A message once a process, where the road is right but slow.
 void say_once_that_it_is_slow(const Layer& layer) {
     static std::once_flag said;
@@ -170,10 +181,10 @@ void forward(const Call& call) {
         Params p = parameters(call, first, tokens);
         const TunedLaunch* tuned = is_tuned ? find_tuned(variant, layer, tokens) : nullptr;
         if (tuned != nullptr) {
-            launch(loaded().cubin(facts.device, tuned->cubin, tuned->geometry.shared_bytes), tuned->geometry, call.stream, &p);
+            launch_tuned(*tuned, facts.device, p, *call.executor);
         } else {
             say_once_that_it_is_slow(layer);
-            launch_plain(variant, facts.device, p, call.stream);
+            launch_plain(variant, facts.device, p, call.executor->stream);
         }
     }
 }

@@ -14,7 +14,7 @@ struct Call {
     std::int64_t route_row_stride;
     int activation;
     void* out;
-    void* stream;
+    const Executor* executor;
 };
 
 void forward(const Call& call);

@@ -148,7 +148,7 @@ std::unique_ptr<Owned> result(const std::vector<std::int64_t>& sizes, mglu::Scal
 }
 
 void fuzz_tensors(Random& random, Clock::time_point end, long& accepted, long& refused) {
-    const mglu::Executor executor{mglu::cpu::serial, nullptr};
+    const mglu::Executor executor{mglu::cpu::serial};
     const mglu::Scalar floats[] = {mglu::Scalar::float16, mglu::Scalar::bfloat16, mglu::Scalar::float32, mglu::Scalar::float64};
     const mglu::Scalar any[] = {mglu::Scalar::uint8, mglu::Scalar::int8, mglu::Scalar::int16, mglu::Scalar::int32,
                                 mglu::Scalar::int64, mglu::Scalar::float16, mglu::Scalar::float32, mglu::Scalar::float64,

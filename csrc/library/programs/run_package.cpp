@@ -4,8 +4,8 @@
 //
 // INPUT and RESULT are tensors as mglu_ops.runtime.tensor_file writes them, of a model with one of each. The exit code is
 // 0 if every result agrees to a relative error of ERROR (default 1e-5), 1 if one does not, 2 if something is wrong.
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/version.h>
 
@@ -49,7 +49,7 @@ double relative_error(const at::Tensor& result, const at::Tensor& expected) {
         throw std::runtime_error("the result has another shape or dtype than eager's");
     const at::Tensor exact = expected.to(at::kDouble);
     const double norm = exact.norm().item<double>();
-    const double error = (result.to(at::kCPU).to(at::kDouble) - exact).norm().item<double>();
+    const double error = result.to(at::kCPU).to(at::kDouble).sub(exact).norm().item<double>();
     return norm > 0 ? error / norm : error;
 }
 
