@@ -57,16 +57,17 @@ class Row:
     error: float
 
 
-def read_loop() -> Callable[[Tensor], None]:
-    """Reads a tensor with torch's threads; built by the compiler that builds the kernels."""
+def read_loop() -> Callable[[Tensor, Tensor], None]:
+    """Reads two tensors with torch's threads; built by the compiler that builds the kernels."""
     library = load()
     assert isinstance(library, Library), library
     source, out = Path(__file__).parent / "read_loop.c", Path(tempfile.mkdtemp()) / "read_loop.so"
     flags = ["-x", "c", "-O2", "-march=native", "-shared", "-fPIC", "-Wno-psabi"]
     subprocess.run([*find_compiler().command, *flags, str(source), "-o", str(out)], check=True)
-    read = ctypes.CDLL(str(out)).read_bytes
-    read.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
-    return lambda tensor: read(tensor.data_ptr(), tensor.nbytes, library.parallel_for)
+    read = ctypes.CDLL(str(out)).read_both
+    read.restype = None
+    read.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
+    return lambda a, b: read(a.data_ptr(), a.nbytes, b.data_ptr(), b.nbytes, library.parallel_for)
 
 
 def bench(
@@ -79,12 +80,8 @@ def bench(
     packed = [torch.randint(0, 256, (d, h // 8, n_masks), dtype=torch.uint8) for _ in range(count)]
     read = read_loop()
 
-    def read_both(i: int) -> None:
-        read(weights[i])
-        read(packed[i])
-
     variants: dict[str, Callable[[int], Tensor | None]] = {
-        "read loop": read_both,
+        "read loop": lambda i: read(weights[i], packed[i]),
         "mglu cpu": lambda i: cpu.forward(x, weights[i], packed[i], "silu", None),
     }
     if "composite" in baselines:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ ROUTES = {
     "fused": "at each call",
     "fused, frozen by Inductor": "when compiled",
     "mglu_ops.freeze": "beforehand",
+    "mglu_ops.export": "when exported",
 }
 PROTOCOL = (
     "one token, logits in the dtype of the weights, one layer larger than the caches, one call of the compiled model "
@@ -42,6 +44,8 @@ VARIANTS = {
     "fused": ("naive", "mglu", False),
     "fused, frozen by Inductor": ("naive", "mglu", True),
     "mglu_ops.freeze": ("frozen", "inductor", False),
+    # (on a CPU: torch 2.11 cannot load packages into a Python process with a GPU)
+    "mglu_ops.export": ("naive", "export", False),
 }
 
 
@@ -64,7 +68,13 @@ def times_of(
     """Microseconds of each call, and the result."""
     torch._dynamo.reset()
     mode = "reduce-overhead" if x.is_cuda else "default"
-    call = model if backend is None else torch.compile(model, backend=backend, mode=mode)
+    call: Callable[[Tensor], Tensor] = model
+    if backend == "export":
+        with tempfile.TemporaryDirectory() as folder:
+            mglu_ops.export(model, (x,), f"{folder}/model.pt2")
+            call = mglu_ops.load(f"{folder}/model.pt2")
+    elif backend is not None:
+        call = torch.compile(model, backend=backend, mode=mode)
     with inductor_config.patch(freezing=freezing):
         for _ in range(5):
             result = call(x)
@@ -81,6 +91,8 @@ def bench(device: str, n_masks: int, rounds: int) -> list[Row]:
         x = torch.randn(1, h, device=device, dtype=dtype)
         expected = naive(x).float()
         for name, (model, backend, freezing) in VARIANTS.items():
+            if backend == "export" and device != "cpu":
+                continue
             times, result = times_of(models[model], x, backend, freezing, rounds)
             quartiles = statistics.quantiles(times, n=4)
             rows.append(

@@ -1,4 +1,4 @@
-/* The bandwidth that reading reaches: every byte once, into registers, by the threads of the caller's pool.
+/* The bandwidth that reading reaches: every byte of two tensors once, by the threads of the caller's pool.
  * GCC's and Clang's vectors, so that it is as wide as the flags allow (-march=native) on any machine. */
 #include <stdint.h>
 
@@ -9,28 +9,38 @@ typedef uint64_t Vector __attribute__((vector_size(64), aligned(1)));
 enum { BLOCK = 4096 };
 
 typedef struct {
-    const char *bytes;
+    const char *first, *second;
+    int64_t blocks_of_first, blocks;
     uint64_t *sink;
 } Read;
 
-static void read_blocks(int64_t begin, int64_t end, void *context) {
-    const Read *read = context;
+static Vector read_blocks(const char *bytes, int64_t begin, int64_t end) {
     Vector a = {0}, b = {0}, c = {0}, d = {0};
-    for (const char *p = read->bytes + begin * BLOCK; p < read->bytes + end * BLOCK; p += 256) {
+    for (const char *p = bytes + begin * BLOCK; p < bytes + end * BLOCK; p += 256) {
         a ^= *(const Vector *)p;
         b ^= *(const Vector *)(p + 64);
         c ^= *(const Vector *)(p + 128);
         d ^= *(const Vector *)(p + 192);
     }
-    a ^= b ^ c ^ d;
-    uint64_t all = 0;
-    for (int i = 0; i < 8; ++i) all |= a[i];
-    if (all == 0x123456789abcdef) *read->sink = all; /* never, but the compiler cannot know */
+    return a ^ b ^ c ^ d;
 }
 
-/* Whole blocks of a tensor; what is left over is less than one. */
-void read_bytes(const char *bytes, int64_t count, ParallelFor parallel_for) {
+/* One of `PARTS` parts of each tensor, so that all threads read both, as the kernels do. */
+enum { PARTS = 64 };
+
+static void read_part(int64_t begin, int64_t end, void *context) {
+    const Read *read = context;
+    const int64_t first = read->blocks_of_first, second = read->blocks - first;
+    Vector all = read_blocks(read->first, first * begin / PARTS, first * end / PARTS);
+    all ^= read_blocks(read->second, second * begin / PARTS, second * end / PARTS);
+    uint64_t bits = 0;
+    for (int i = 0; i < 8; ++i) bits |= all[i];
+    if (bits == 0x123456789abcdef) *read->sink = bits; /* never, but the compiler cannot know */
+}
+
+/* Whole blocks; what is left over of a tensor is less than one. */
+void read_both(const char *first, int64_t count, const char *second, int64_t other, ParallelFor parallel_for) {
     uint64_t sink = 0;
-    Read read = {bytes, &sink};
-    parallel_for(0, count / BLOCK, 1, read_blocks, &read);
+    Read read = {first, second, count / BLOCK, count / BLOCK + other / BLOCK, &sink};
+    parallel_for(0, PARTS, 1, read_part, &read);
 }

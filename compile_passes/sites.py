@@ -6,19 +6,27 @@ A site is fused only if all of this holds, each refusal having its reason in wor
 1. *One x, one weight.* All terms read the same x and the same weight: the same node, or the same expression of
    tensors that the graph mutates nowhere (`Recogniser.key`).
 2. *Complementary binary masks.* Gate factor and value factor, as functions of one binary tensor, are M and 1 - M at
-   both of its values (`values.Binary`). The tensor is binary by dtype, as a comparison, or as the straight-through
-   form of one; a real tensor only under `assume_binary`, where `mglu::pack_masks` checks it at run time.
+   both of its values (`values.Binary`). The tensor is binary by dtype, as a comparison, by what it is made of
+   (`round(sigmoid(l))`, the lowest bit of an integer), as the straight-through form of one of these, as the result of
+   an `autograd.Function` whose forward gives one of these and writes to nothing, or by its values where they are
+   constants of the graph; any other real tensor only under `assume_binary`, where `mglu::pack_masks` checks it at run
+   time. Of a stack of masks, gate and value take the same one: a stack keeps the dimension of its masks through all
+   that is done to it, and what moves another dimension is not known.
 3. *The same gradient.* Where the mask carries one, both factors have slope +1 and -1 in the same tensor, whose
-   gradient the operator returns; autograd then goes on from that tensor as it did before.
+   gradient the operator returns; autograd then goes on from that tensor as it did before. (Two straight-through masks
+   of the same logits are the same tensor, for a sum of gradients passes through each as through one. Two calls of an
+   `autograd.Function` are not: its backward need not be linear.)
 4. *The same shapes and dtype.* Masks have the weight's shape (no broadcast); the result has the dtype of the
    projections, and nothing in between a narrower one. Operands of another dtype (autocast) are cast as the
    projections cast them.
-5. *No interference.* Between the first node that the layer reads and its result, nothing outside it mutates what it
+5. *The same activation.* What the gate goes through has the normal form of one of the operator's (`formulas`), to six
+   digits of its constants, to eleven in float64.
+6. *No interference.* Between the first node that the layer reads and its result, nothing outside it mutates what it
    reads or computes, an in-place node inside it overwrites only what was made inside it and is read through that
    node alone afterwards, and no change of the grad mode or of autocast falls between.
-6. *Nothing computed is asked for elsewhere.* Gates, values and products have no other users (masks may), but for
+7. *Nothing computed is asked for elsewhere.* Gates, values and products have no other users (masks may), but for
    such as look at their shape alone.
-7. *No functorch transform is recorded in the graph.*
+8. *No functorch transform is recorded in the graph.*
 """
 
 from __future__ import annotations

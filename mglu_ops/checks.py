@@ -45,29 +45,19 @@ def check_packed(weight: Tensor, packed_masks: Tensor) -> None:
         raise ValueError(f"packed_masks: got device {packed_masks.device}, must be x's device {weight.device}")
 
 
-def check_packable_logits(mask_logits: Tensor) -> None:
-    """mask_logits floating `[n_masks, out_features, in_features]`."""
+def check_packable_logits(mask_logits: Tensor, weight: Tensor | None = None) -> None:
+    """mask_logits floating `[n_masks, out_features, in_features]`, with `weight` of its shape and device."""
     if mask_logits is None:
         raise TypeError("mask_logits: got None, must be a tensor")
     if mask_logits.dtype not in FLOATING:
         raise TypeError(f"mask_logits: got dtype {mask_logits.dtype}, must be {_FLOATING_NAMES}")
     shape = mask_logits.shape
-    if len(shape) != 3:
-        raise ValueError(f"mask_logits: got shape {list(shape)}, must be [n_masks, out_features, in_features]")
+    if len(shape) != 3 or (weight is not None and not same_sizes(shape[1:], weight.shape)):
+        known = "" if weight is None else f" = [n_masks, {weight.shape[0]}, {weight.shape[1]}]"
+        raise ValueError(f"mask_logits: got shape {list(shape)}, must be [n_masks, out_features, in_features]{known}")
     if not 1 <= shape[0] <= MAX_MASKS:
         raise ValueError(f"mask_logits: got n_masks={shape[0]}, must be 1 to {MAX_MASKS}")
-
-
-def check_logits(weight: Tensor, mask_logits: Tensor) -> None:
-    """mask_logits floating `[n_masks, d, h]` on weight's device."""
-    check_packable_logits(mask_logits)
-    shape = mask_logits.shape
-    if not same_sizes(shape[1:], weight.shape):
-        raise ValueError(
-            f"mask_logits: got shape {list(shape)}, must be [n_masks, out_features, in_features] = "
-            f"[n_masks, {weight.shape[0]}, {weight.shape[1]}]"
-        )
-    if mask_logits.device != weight.device:
+    if weight is not None and mask_logits.device != weight.device:
         raise ValueError(f"mask_logits: got device {mask_logits.device}, must be x's device {weight.device}")
 
 

@@ -133,7 +133,7 @@ def _check(x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, rou
 
 def _check_ste(x: Tensor, weight: Tensor, mask_logits: Tensor, activation: str, route_weights: Tensor | None) -> None:
     checks.check_inputs(x, weight, activation)
-    checks.check_logits(weight, mask_logits)
+    checks.check_packable_logits(mask_logits, weight)
     checks.check_route_weights(x, mask_logits.shape[0], route_weights)
 
 

@@ -267,3 +267,17 @@ def test_any_masks_are_packed_exactly_or_refused(data):
         return
     unpacked = mglu.unpack_masks(packed, shape[-1])
     assert torch.equal(unpacked.to(dtype), masks if len(shape) == 3 else masks[None])
+
+
+@pytest.mark.parametrize(
+    ("logits", "error", "message"),
+    [
+        (L > 0, TypeError, r"mask_logits: got dtype torch.bool, must be float16"),
+        (L[0], ValueError, r"mask_logits: got shape \[10, 24\], must be \[n_masks, out_features, in_features\]$"),
+        (L[:0], ValueError, r"mask_logits: got n_masks=0, must be 1 to 16"),
+    ],
+)
+def test_logits_that_cannot_be_packed(logits: torch.Tensor, error: type[Exception], message: str) -> None:
+    for tensor in (logits, logits.to("meta")):
+        with pytest.raises(error, match=message):
+            torch.ops.mglu.pack_logits(tensor)

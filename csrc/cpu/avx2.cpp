@@ -16,7 +16,7 @@
 namespace mglu::cpu {
 namespace {
 
-constexpr int kSumRegisters = 8;                  // of 16; the others hold a weight, x and a product
+constexpr int kSumRegisters = 8;                   // of 16; the others hold products, masks and constants
 constexpr int kMasksAtOnce = 8;                    // of one token; half as many of two
 constexpr std::int64_t kFewTokens = 4;             // more are faster in many_tokens.h
 constexpr int kFeaturesOfWideTile = 6;             // 12 sums, 2 vectors of x, 1 weight

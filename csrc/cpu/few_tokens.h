@@ -22,13 +22,13 @@ constexpr bool kSumsValues = std::is_same_v<E, float>;
 template <class E>
 constexpr int kOctetsAtOnce = std::is_same_v<E, float> ? 2 : 4;
 
-constexpr std::int64_t kFetchAhead = 2048;  // bytes
+constexpr std::int64_t kFetchAhead = 4096;  // bytes, into L2
 
 constexpr int vecs_of(int masks) { return (masks + kMasksPerVec - 1) / kMasksPerVec; }
 
 // Sums that take turns, octet by octet: enough in flight to hide the latency of an addition, few enough for the
-// registers. (Rows could take turns instead, and share x; but a hardware prefetcher follows one stream better than four:
-// that read float32 at 0.65 of this speed.)
+// registers. Rows could take turns instead, and share x; but the hardware's prefetcher follows one stream better than
+// four.
 template <class E>
 constexpr int chains_of(int masks, int tokens) {
     const int sums = tokens * (1 + vecs_of(masks));
@@ -92,7 +92,7 @@ struct RowSums {
         }
     }
 
-    // Mask by mask: a part is summed over the octets alone, in the order of the total, so that all ones leave exactly 0.
+    // Mask by mask: a part is summed over the octets alone, in the order of the total: all ones leave exactly 0.
     MGLU_INLINE void add_to_values(std::int64_t first) {
 #pragma GCC unroll 2
         for (int t = 0; t < Tokens; ++t) {
@@ -129,7 +129,7 @@ struct RowSums {
 };
 
 template <class E, int Tokens, int Masks>
-void add_products(const Rows<E>& in, int row, Lanes& lanes) {
+void add_products(const Rows<E>& in, int row, bool first, Lanes& lanes) {
     RowSums<E, Tokens, Masks> sums;
     sums.weights = in.weights[row];
     sums.bits = in.bits[row];
@@ -137,9 +137,9 @@ void add_products(const Rows<E>& in, int row, Lanes& lanes) {
     sums.n_masks = in.n_masks;
     sums.clear();
     for (std::int64_t octet = 0; octet < in.octets; octet += kOctetsAtOnce<E>) {
-        // A step is a line of W. Rows lie one after the other, mostly, and the hardware's prefetcher stops at a page's end.
-        __builtin_prefetch(reinterpret_cast<const char*>(sums.weights + 8 * octet) + kFetchAhead);
-        __builtin_prefetch(sums.bits + octet * in.n_masks + kFetchAhead / 8);
+        // A step is a line of W. Rows mostly follow one another, and the hardware's prefetcher stops at a page's end.
+        __builtin_prefetch(reinterpret_cast<const char*>(sums.weights + 8 * octet) + kFetchAhead, 0, 2);
+        __builtin_prefetch(sums.bits + octet * in.n_masks + kFetchAhead / 8, 0, 2);
         if constexpr (kSumsValues<E>) {
             sums.add_to_values(octet);
         } else {
@@ -150,19 +150,19 @@ void add_products(const Rows<E>& in, int row, Lanes& lanes) {
         for (int v = 0; v < sums.kVecs; ++v) {
             float* gate = lanes.gates[t][row][v];
             float* value = lanes.values[t][row][v];
-            store(gate, load(gate) + sums.gate(t, v));
-            store(value, load(value) + sums.value(t, v));
+            store(gate, first ? sums.gate(t, v) : load(gate) + sums.gate(t, v));
+            store(value, first ? sums.value(t, v) : load(value) + sums.value(t, v));
         }
     }
 }
 
 template <class E, int Tokens, int Masks>
-void add_chunk(const Rows<E>& in, Lanes& lanes) {
-    for (int row = 0; row < kRowsOfChunk; ++row) add_products<E, Tokens, Masks>(in, row, lanes);
+void add_chunk(const Rows<E>& in, bool first, Lanes& lanes) {
+    for (int row = 0; row < kRowsOfChunk; ++row) add_products<E, Tokens, Masks>(in, row, first, lanes);
 }
 
 template <class E>
-using AddChunk = void (*)(const Rows<E>&, Lanes&);
+using AddChunk = void (*)(const Rows<E>&, bool first, Lanes&);
 
 // The kernel for a number of masks, 1 to masks_of_group(Tokens).
 template <class E, int Tokens, int... Masks>
@@ -177,7 +177,7 @@ AddChunk<E> kernel_of(int tokens, int masks) {
                        : kernel_of<E, 2>(masks, std::make_integer_sequence<int, masks_of_group(2)>());
 }
 
-// The sum of the eight lanes of each row and mask: lane r of the result, or where a vector holds two masks, 2r and 2r + 1.
+// The sum of the eight lanes of each row and mask: lane r of the result, or of two masks, lanes 2r and 2r + 1.
 MGLU_INLINE Vec sums_over_lanes(const float (*rows)[Lanes::kVecs][Vec::width], int v) {
     const Vec a = pair_sums(load(rows[0][v]), load(rows[1][v])), b = pair_sums(load(rows[2][v]), load(rows[3][v]));
     const Vec c = pair_sums(load(rows[4][v]), load(rows[5][v])), d = pair_sums(load(rows[6][v]), load(rows[7][v]));
@@ -236,10 +236,9 @@ struct FewTokens {
                 body.bits[r] = bits[r] + first_mask;
                 tail.bits[r] = last_bits[r] + first_mask;
             }
-            __builtin_memset(&lanes, 0, sizeof(lanes));
             const AddChunk<E> add = kernel_of<E>(tokens, masks);
-            add(body, lanes);
-            if (rest) add(tail, lanes);
+            add(body, true, lanes);
+            if (rest) add(tail, false, lanes);
             for (int t = 0; t < tokens; ++t) {
                 const float* route = routes + (first_token + t) * kMaxMasks + first_mask;
                 results[t] = add_terms(results[t], lanes, t, masks, route);

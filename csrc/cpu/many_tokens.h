@@ -3,12 +3,12 @@
 //
 // Lanes are tokens, so that rows of W are unpacked as they lie, without a transposition: x is transposed instead, once
 // for a block of tokens. For a block of features and a stretch of in_features, `unpack` writes the weights and their
-// masked copies as float32 (into L1 and L2), `multiply` adds their products with each panel of tokens to sums in L2, and
-// after the last stretch `finish` makes gates, values and results of them.
+// masked copies as float32 (into L1 and L2), `multiply` adds their products with each panel of tokens to sums in L2,
+// and after the last stretch `finish` makes gates, values and results of them.
 //
 // With t the product of the whole row and s_i that of a part, gate and value are s_i and t - s_i, which 16-bit types
 // cannot tell from products of their own. In float32 they can: an error of t would be in the gates or values of all
-// masks. There t is summed in float64, at the price of two products, and s_i is the part of fewer weights, be it gate or
+// masks. There t is summed in float64, at the price of two products, and s_i is the part of fewer weights, gate or
 // value, so that its error is small beside both. With one and two masks that saves nothing: gates and values are
 // products of their own.
 

@@ -2,8 +2,8 @@
 //
 //   out = sum_i  route_i * act(x (M_i * W)^T) * (x ((1 - M_i) * W)^T),   i = 0 .. n_masks - 1
 //
-// Every .cpp of this folder goes into the build, all with the same flags (-O2 -std=c++17 -fPIC -ffp-contract=off, g++ or
-// clang++): a file that needs an instruction set says so itself, and `forward` picks one at run time by what CPU and
+// Every .cpp of this folder goes into the build, all with the same flags (-O2 -std=c++17 -fPIC -ffp-contract=off, g++
+// or clang++): a file that needs an instruction set says so itself, and `forward` picks one at run time by what CPU and
 // system support. No -ffast-math and no -march.
 //
 // Threads are the caller's: all work goes through a `ParallelFor`, whose type is that of torch's stable
@@ -19,7 +19,15 @@ namespace mglu::cpu {
 // All fields are 8 bytes wide, so that a caller in another language can lay the structs out without a compiler.
 enum class DType : std::int64_t { float32 = 0, bfloat16 = 1, float16 = 2 };
 
-enum class Activation : std::int64_t { silu = 0, gelu = 1, gelu_tanh = 2, relu = 3, sigmoid = 4, tanh = 5, identity = 6 };
+enum class Activation : std::int64_t {
+    silu = 0,
+    gelu = 1,
+    gelu_tanh = 2,
+    relu = 3,
+    sigmoid = 4,
+    tanh = 5,
+    identity = 6,
+};
 
 enum class Status : std::int32_t {
     ok = 0,

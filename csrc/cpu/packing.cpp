@@ -151,7 +151,9 @@ void unpack_rows(const Unpack& call, std::int64_t begin, std::int64_t end) {
             for (std::int64_t octet = 0; octet < octets; ++octet) {
                 const std::uint64_t bytes = bytes_of_bits(from[octet * call.octet_stride]);
                 const std::int64_t used = smaller(8, call.in_features - 8 * octet);
-                for (std::int64_t k = 0; k < used; ++k) to[8 * octet + k] = static_cast<std::uint8_t>(bytes >> 8 * k);
+                for (std::int64_t k = 0; k < used; ++k) {
+                    to[8 * octet + k] = static_cast<std::uint8_t>(bytes >> 8 * k);
+                }
             }
         }
     }

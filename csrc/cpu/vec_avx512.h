@@ -80,8 +80,8 @@ constexpr int kMasksPerVec = 2;
 
 using Mask = __mmask16;
 
-// Of the `Count` bytes at `bits`: the last vector of an odd number of masks reads one byte, and sums nothing in its upper
-// half. `flip` is 255 in the bytes whose complement is meant.
+// Of the `Count` bytes at `bits`: the last vector of an odd number of masks reads one byte, and sums nothing in its
+// upper half. `flip` is 255 in the bytes whose complement is meant.
 template <int Count>
 MGLU_INLINE Mask load_mask(const std::uint8_t* bits, std::uint32_t flip) {
     if (Count == 1) return static_cast<Mask>(*bits ^ flip);
