@@ -46,7 +46,11 @@ gpu-test: gpu-install
 gpu-bench: gpu-install
 	$(GPU_ENV) $(PYTHON) -m benchmarks.decode --name one_token --baselines naive swiglu composite
 	$(GPU_ENV) $(PYTHON) -m benchmarks.decode --name one_token_bf16 --dtype bfloat16 --baselines
-	$(GPU_ENV) $(PYTHON) -m benchmarks.decode --name few_tokens --tokens 2 4 8 16 64 128 512 --baselines composite
+	$(GPU_ENV) $(PYTHON) -m benchmarks.decode --name tokens --dtype bfloat16 --masks 1 4 8 16 \
+		--tokens 1 2 4 8 16 32 64 128 256 512 1024 --baselines triton
+	$(GPU_ENV) $(PYTHON) -m benchmarks.decode --name routes --dtype bfloat16 --masks 1 4 --shapes 1 \
+		--tokens 64 1024 8192 --baselines naive swiglu composite
+	$(GPU_ENV) $(PYTHON) -m benchmarks.masks_at_inference
 	$(GPU_ENV) $(PYTHON) -m benchmarks.train
 
 clean:

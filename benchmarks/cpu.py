@@ -15,7 +15,6 @@ import csv
 import ctypes
 import json
 import os
-import platform
 import statistics
 import subprocess
 import tempfile
@@ -28,9 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import mglu_ops
 from benchmarks.decode import compiled, masks_of, naive, swiglu, swiglu_stacked
-from benchmarks.harness import ERROR_BUDGET
+from benchmarks.harness import ERROR_BUDGET, environment
 from mglu_ops.backends import composite, cpu
 from mglu_ops.backends.cpu.build import find_compiler
 from mglu_ops.backends.cpu.library import Library, load
@@ -130,25 +128,6 @@ def bench(
     ]  # fmt: skip
 
 
-def environment() -> dict[str, object]:
-    """What a result depends on besides the code."""
-    git = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True, check=False)
-    model = [
-        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
-    return {
-        "commit": os.environ.get("MGLU_COMMIT") or git.stdout.strip() or "unknown",
-        "cpu": model[0] if model else platform.processor(),
-        "isa": cpu.isa(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "mglu_ops": getattr(mglu_ops, "__version__", "unknown"),
-        "python": platform.python_version(),
-        "load": os.getloadavg(),
-        "protocol": " ".join((__doc__ or "").split("Protocol: ")[1].split()),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
@@ -180,7 +159,8 @@ def main() -> None:
                 rows += found
     arguments.out.mkdir(parents=True, exist_ok=True)
     table = [asdict(row) for row in rows]
-    document = {"environment": environment(), "rows": table}
+    protocol = " ".join((__doc__ or "").split("Protocol: ")[1].split())
+    document = {"environment": {**environment(protocol), "isa": cpu.isa(), "load": os.getloadavg()}, "rows": table}
     (arguments.out / f"{arguments.name}.json").write_text(json.dumps(document, indent=1) + "\n")
     with (arguments.out / f"{arguments.name}.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(table[0]))

@@ -6,6 +6,7 @@ Light to import: torch comes with the command.
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -69,8 +70,6 @@ def explain(model: Callable[..., Any], *inputs: Any, train: bool = False, assume
     report = FusionReport()
 
     def capture(gm: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        import copy
-
         for module in gm.modules():
             if isinstance(module, torch.fx.GraphModule):
                 graph = copy.deepcopy(module.graph)

@@ -76,25 +76,19 @@ class Recogniser:
                 value = rule(self, node, call)
                 if value is not None:
                     return value
-        constant = self._constants.get(node)
-        if (
-            constant is not None
-            and constant.dim() == 0
-            and constant.dtype is not torch.bool
-            and not self.effects.is_written(node)
-        ):
-            return Scalar(float(constant))
-        proof = self._proof_of_leaf(node)
-        return None if proof is None else Binary(Mask(node, self.key(node), proof), at=(0, 1), slope=(0, 0))
+        return self._leaf(node)
 
-    def _proof_of_leaf(self, node: Node) -> str | None:
-        """Why a node of which no rule knows more is a mask, or a stack of them."""
+    def _leaf(self, node: Node) -> Value:
+        """A node of which no rule knows more: a mask by its dtype, or what its values are where they are constant."""
+        proof = None
         if getattr(tensor_example(node), "dtype", None) is torch.bool:
-            return "bool"
-        constant = self._constants.get(node)
-        if constant is None or constant.dim() not in (2, 3) or self.effects.is_written(node):
-            return None
-        return "constant" if _is_binary(constant[:1]) and _is_binary(constant) else None
+            proof = "bool"
+        elif (constant := self._constants.get(node)) is not None and not self.effects.is_written(node):
+            if constant.dim() == 0:
+                return Scalar(float(constant))
+            if constant.dim() in (2, 3) and _is_binary(constant[:1]) and _is_binary(constant):
+                proof = "constant"
+        return None if proof is None else Binary(Mask(node, self.key(node), proof), at=(0, 1), slope=(0, 0))
 
     # --- Readings of leaves -----------------------------------------------------------------------------------------
 
