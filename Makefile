@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO_ARGS ?=
+BENCH_ARGS ?=
 TORCH ?= 2.11.0
 OTHER := .venv-torch-$(TORCH)
 GPU_ENV := MGLU_REQUIRE_GPU=1
@@ -43,15 +44,9 @@ gpu-install:
 gpu-test: gpu-install
 	$(GPU_ENV) $(PYTHON) -m pytest -m gpu tests
 
+# All of benchmarks/results that a GPU gives: make gpu-bench BENCH_ARGS="one_token plots"
 gpu-bench: gpu-install
-	$(GPU_ENV) $(PYTHON) -m benchmarks.decode --name one_token --baselines naive swiglu composite
-	$(GPU_ENV) $(PYTHON) -m benchmarks.decode --name one_token_bf16 --dtype bfloat16 --baselines
-	$(GPU_ENV) $(PYTHON) -m benchmarks.decode --name tokens --dtype bfloat16 --masks 1 4 8 16 \
-		--tokens 1 2 4 8 16 32 64 128 256 512 1024 --baselines triton
-	$(GPU_ENV) $(PYTHON) -m benchmarks.decode --name routes --dtype bfloat16 --masks 1 4 --shapes 1 \
-		--tokens 64 1024 8192 --baselines naive swiglu composite
-	$(GPU_ENV) $(PYTHON) -m benchmarks.masks_at_inference
-	$(GPU_ENV) $(PYTHON) -m benchmarks.train
+	$(PYTHON) -m mglu_ops bench $(BENCH_ARGS)
 
 clean:
 	rm -rf $(VENV) .venv-torch-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""The read ceiling: the time to read the bytes of W and of the masks once, which no decode kernel can beat."""
+"""What no kernel can beat: reading the bytes of W and of the masks once, and the library's rate of arithmetic."""
 
 from __future__ import annotations
 
@@ -11,10 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.harness import Variant
+
 # Blocks an SM and threads a block: the best of a sweep on an H200 and within 1% of its neighbours.
 BLOCKS_PER_SM = 8
 THREADS = 256
 UNROLL = 4
+
+GEMM = "library GEMM"
+GEMM_TOKENS = 8192
+GEMM_LAYERS = 2
+"""Whose results are several times L2."""
+GEMM_FROM = 16
+"""Tokens: for fewer, reading takes longer than arithmetic whatever the rate and for any number of masks."""
 
 
 @cache
@@ -54,3 +63,22 @@ def reader(weights: list[Tensor], masks: list[Tensor]) -> Callable[[int], None]:
         )
 
     return run
+
+
+def gemm(weights: list[Tensor]) -> Variant:
+    """The library's product of `GEMM_TOKENS` tokens with a weight."""
+    x = torch.randn(GEMM_TOKENS, weights[0].shape[1], device="cuda").to(weights[0].dtype)
+    return Variant(
+        GEMM,
+        lambda i: torch.mm(x, weights[i].t()),
+        GEMM_LAYERS,
+        lambda i: x.double() @ weights[i].double().t(),
+    )
+
+
+def floor(read_ceiling: float, product: float | None, tokens: int, n_masks: int) -> float:
+    """Microseconds below which a layer cannot go: its read ceiling, or n_masks + 1 products at the library's rate.
+
+    `product` is the time of `gemm` with the layer's weight; None for few tokens, where it does not count.
+    """
+    return max(read_ceiling, 0.0 if product is None else (n_masks + 1) * tokens / GEMM_TOKENS * product)

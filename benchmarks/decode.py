@@ -2,143 +2,201 @@
 
 python -m benchmarks.decode --out benchmarks/results [--tokens 1 2 4 ... 8192] [--masks 1 2 4 8 16]
 
-The floor is the larger of the read ceiling and n_masks + 1 products at the library's rate for many tokens.
+This is for any problems; `python -m mglu_ops bench` measures those of the tables.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.ceiling import reader
-from benchmarks.harness import Row, Variant, layers_for, measure, write
+from benchmarks.baselines import compiled, naive, swiglu, swiglu_stacked
+from benchmarks.ceiling import GEMM, GEMM_FROM, GEMM_TOKENS, floor, gemm, reader
+from benchmarks.harness import ROUNDS, Row, Timing, Variant, layers_for, measure, write
+from benchmarks.layers import Layers, masks_of
+from mglu_ops import dispatch
 
 SHAPES = ((14336, 4096), (8192, 2048))
-GEMM_FLOPS = 727e12  # of a bfloat16 product of 8192 tokens on an H200
+BACKENDS = ("cuda", "triton", "composite")
+BASELINES = ("naive", "swiglu", "triton", "composite")
+AUTOTUNED_MASKS = 4
+"""With more masks, max-autotune takes minutes for the naive layer. For many tokens it comes out at the library's
+products as they were.
+"""
 
 
-def masks_of(packed: Tensor, i: int) -> Tensor:
-    """Mask i of a packed tensor as bool `[d, h]`."""
-    d, octets, _ = packed.shape
-    bits = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    return ((packed[:, :, i, None] >> bits) & 1).reshape(d, octets * 8).bool()
+def our_variants(layers: Layers, backends: Collection[str]) -> list[Variant]:
+    """The backend that the dispatch chooses, and those of `backends` that can take the problem, by their names."""
+    x, weights, packed = layers.x, layers.weights, layers.packed
+    chosen = dispatch.choose(x, weights[0], packed[0]).backend
 
+    def run(backend: str | None, i: int) -> Tensor:
+        return dispatch.forward(x, weights[i], packed[i], "silu", None, backend=backend)
 
-class Layers:
-    """Distinct layers of one shape, and their float64 oracle."""
-
-    def __init__(self, d: int, h: int, n_masks: int, tokens: int, dtype: torch.dtype) -> None:
-        self.n_masks = n_masks
-        self.count = layers_for(d * h * 2 + d * h // 8 * n_masks)
-        self.x = torch.randn(tokens, h, device="cuda").to(dtype)
-        self.weights = [(torch.randn(d, h, device="cuda") / h**0.5).to(dtype) for _ in range(self.count)]
-        self.packed = [
-            torch.randint(0, 256, (d, h // 8, n_masks), dtype=torch.uint8, device="cuda") for _ in range(self.count)
-        ]
-
-    def oracle(self, i: int) -> Tensor:
-        x, weight = self.x.double(), self.weights[i].double()
-        total = x @ weight.T
-        result = torch.zeros_like(total)
-        for m in range(self.n_masks):
-            gate = x @ (weight * masks_of(self.packed[i], m)).T
-            result += F.silu(gate) * (total - gate)
-        return result
-
-
-def naive(x: Tensor, weight: Tensor, masks: Tensor) -> Tensor:
-    """The layer as a user spells it, masks in the dtype of the weight."""
-    terms = [F.silu(F.linear(x, weight * mask)) * F.linear(x, weight * (1 - mask)) for mask in masks]
-    return torch.stack(terms).sum(0)
-
-
-def swiglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(F.linear(x, gate)) * F.linear(x, up)
-
-
-def swiglu_stacked(x: Tensor, both: Tensor) -> Tensor:
-    gate, up = F.linear(x, both).chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def compiled(function: Callable[..., Tensor], tune: bool) -> Callable[..., Tensor]:
-    torch._dynamo.reset()
-    return torch.compile(function, fullgraph=True, options={"coordinate_descent_tuning": True} if tune else None)
-
-
-def naive_variants(layers: Layers) -> list[Variant]:
-    """On as few layers as are beyond L2, because every mask costs as much memory as W."""
-    count = min(layers.count, max(2, -(-400_000_000 // (layers.weights[0].numel() * 2 * (1 + layers.n_masks)))))
-    masks = [
-        torch.stack([masks_of(layers.packed[i], m) for m in range(layers.n_masks)]).to(layers.x.dtype)
-        for i in range(count)
-    ]
-    functions = {
-        "naive eager": naive,
-        "naive compiled": compiled(naive, False),
-        "naive compiled, coordinate descent": compiled(naive, True),
-    }
-    return [
-        Variant(name, lambda i, f=function: f(layers.x, layers.weights[i], masks[i]), count)
-        for name, function in functions.items()
-    ]
-
-
-def swiglu_variants(layers: Layers) -> list[Variant]:
-    """Two weights a layer: pairs of our layers' weights, so no more memory is needed."""
-    x, weights, count = layers.x, layers.weights, layers.count // 2
-    functions = {
-        "SwiGLU eager": swiglu,
-        "SwiGLU compiled": compiled(swiglu, False),
-        "SwiGLU compiled, coordinate descent": compiled(swiglu, True),
-    }
-    variants = [
-        Variant(name, lambda i, f=function: f(x, weights[2 * i], weights[2 * i + 1]), count, checked=False)
-        for name, function in functions.items()
-    ]
-    both = [torch.cat((weights[2 * i], weights[2 * i + 1])) for i in range(count)]
-    stacked = compiled(swiglu_stacked, False)
-    variants.append(Variant("SwiGLU stacked, compiled", lambda i: stacked(x, both[i]), count, checked=False))
+    variants = [Variant(f"mglu {chosen}", partial(run, None), layers.count, layers.oracle)]
+    for backend in BACKENDS:
+        if backend not in backends or backend == chosen:
+            continue
+        try:
+            run(backend, 0)
+        except ValueError as refusal:
+            print(refusal, flush=True)
+        else:
+            variants.append(Variant(f"mglu {backend}", partial(run, backend), layers.count, layers.oracle))
     return variants
 
 
-def bench(
-    d: int, h: int, n_masks: int, tokens: int, dtype: torch.dtype, baselines: Collection[str], rounds: int = 25
-) -> list[Row]:
-    """All rows of one problem; the ceiling's time divides the others'."""
-    from mglu_ops.backends import composite, cuda, triton
+def naive_variants(layers: Layers, tuned: bool) -> list[Variant]:
+    """Eager, and compiled with bool masks; `tuned` adds what compiles longer, also with masks in the weight's dtype."""
+    in_dtype: dict[str, Callable[..., Tensor]] = {"naive eager": naive}
+    in_bool = {"naive compiled, bool masks": compiled(naive)}
+    if tuned:
+        in_dtype["naive compiled, coordinate descent"] = compiled(naive, tune=True)
+        in_bool["naive compiled, coordinate descent, bool masks"] = compiled(naive, tune=True)
+    if tuned and layers.x.shape[0] == 1 and layers.n_masks <= AUTOTUNED_MASKS:
+        in_bool["naive compiled, max-autotune, bool masks"] = compiled(naive, autotune=True)
+    return [*_masked(layers, layers.x.dtype, in_dtype), *_masked(layers, torch.bool, in_bool)]
 
+
+def _masked(layers: Layers, dtype: torch.dtype, forms: dict[str, Callable[..., Tensor]]) -> list[Variant]:
+    """Forms of the naive layer with masks of a dtype, which as few layers have as are more than a gigabyte."""
+    weights = layers.weights[: layers_for(layers.weights[0].numel() * (2 + dtype.itemsize * layers.n_masks))]
+    masks = [
+        torch.stack([masks_of(packed, m) for m in range(layers.n_masks)]).to(dtype)
+        for packed in layers.packed[: len(weights)]
+    ]
+
+    def run(form: Callable[..., Tensor], i: int) -> Tensor:
+        return form(layers.x, weights[i], masks[i])
+
+    return [Variant(name, partial(run, form), len(weights), layers.oracle) for name, form in forms.items()]
+
+
+def swiglu_variants(layers: Layers, tuned: bool) -> list[Variant]:
+    """Eager, compiled, and compiled with gate and up stacked; `tuned` adds what compiles longer.
+
+    Two weights a layer: pairs of our layers' weights.
+    """
+    gates, ups = layers.weights[0::2], layers.weights[1::2]
+    stacks = [torch.cat(pair) for pair in zip(gates, ups, strict=False)]
+
+    def pair(form: Callable[..., Tensor], i: int) -> Tensor:
+        return form(layers.x, gates[i], ups[i])
+
+    def stack(form: Callable[..., Tensor], i: int) -> Tensor:
+        return form(layers.x, stacks[i])
+
+    runs = {
+        "SwiGLU eager": partial(pair, swiglu),
+        "SwiGLU compiled": partial(pair, compiled(swiglu)),
+        "SwiGLU stacked, compiled": partial(stack, compiled(swiglu_stacked)),
+    }
+    if tuned:
+        runs["SwiGLU compiled, coordinate descent"] = partial(pair, compiled(swiglu, tune=True))
+        runs["SwiGLU stacked, coordinate descent"] = partial(stack, compiled(swiglu_stacked, tune=True))
+    if tuned and layers.x.shape[0] == 1:
+        runs["SwiGLU compiled, max-autotune"] = partial(pair, compiled(swiglu, autotune=True))
+    return [Variant(name, run, len(stacks), layers.swiglu_oracle) for name, run in runs.items()]
+
+
+def bench(
+    d: int,
+    h: int,
+    n_masks: int,
+    tokens: int,
+    dtype: torch.dtype,
+    baselines: Collection[str],
+    rounds: int = ROUNDS,
+    *,
+    tuned: bool = True,
+    case: str = "decode",
+) -> list[Row]:
+    """All rows of one problem.
+
+    Args:
+        d: out_features.
+        h: in_features.
+        n_masks: number of masks.
+        tokens: number of tokens.
+        dtype: of x and the weights.
+        baselines: of `BASELINES`, what to measure besides the read ceiling and the backend that the dispatch chooses.
+        rounds: as of `harness.measure`.
+        tuned: whether the naive layer and SwiGLU are also compiled with what takes longer to compile.
+        case: of the rows.
+    """
+    torch._dynamo.reset()
     layers = Layers(d, h, n_masks, tokens, dtype)
-    variants = [
-        Variant("read ceiling", reader(layers.weights, layers.packed), layers.count, checked=False),
-        Variant(
-            "mglu cuda",
-            lambda i: cuda.forward(layers.x, layers.weights[i], layers.packed[i], "silu", None),
-            layers.count,
-        ),
-    ]
-    if "composite" in baselines:
-        run = lambda i: composite.forward(layers.x, layers.weights[i], layers.packed[i], "silu", None)  # noqa: E731
-        variants.append(Variant("mglu composite", run, layers.count))
-    if "triton" in baselines and tokens <= triton.MAX_TOKENS:
-        run = lambda i: triton.forward(layers.x, layers.weights[i], layers.packed[i], "silu", None)  # noqa: E731
-        variants.append(Variant("mglu triton", run, layers.count))
+    ours = our_variants(layers, {"cuda", *baselines})
+    variants = [Variant("read ceiling", reader(layers.weights, layers.packed), layers.count), *ours]
     if "naive" in baselines:
-        variants += naive_variants(layers)
+        variants += naive_variants(layers, tuned)
     if "swiglu" in baselines:
-        variants += swiglu_variants(layers)
-    times = measure(variants, layers.oracle, dtype, rounds)
-    ceiling = times["read ceiling"][0]
-    times["floor"] = (max(ceiling, (n_masks + 1) * 2e6 * tokens * d * h / GEMM_FLOPS), 0.0, float("nan"))
-    return [
-        Row("decode", name, tokens, d, h, n_masks, str(dtype)[6:], time, spread, ceiling / time, error)
-        for name, (time, spread, error) in times.items()
-    ]
+        variants += swiglu_variants(layers, tuned)
+    if tokens >= GEMM_FROM:
+        variants.append(gemm(layers.weights))
+    timings = measure(variants, dtype, rounds)
+    ceiling, product = timings["read ceiling"].microseconds, timings.get(GEMM)
+    timings["floor"] = Timing(floor(ceiling, product and product.microseconds, tokens, n_masks), 0.0)
+
+    def row(name: str, timing: Timing) -> Row:
+        share = float("nan") if name == GEMM else ceiling / timing.microseconds
+        extra: dict[str, object] = {}
+        if name == ours[0].name:
+            extra["chosen"] = True
+        if name == GEMM and not math.isnan(timing.microseconds):
+            extra |= {"of_tokens": GEMM_TOKENS, "tflops": round(2e-6 * GEMM_TOKENS * d * h / timing.microseconds, 1)}
+        dtype_name = str(dtype).removeprefix("torch.")
+        return Row(case, name, tokens, d, h, n_masks, dtype_name, *timing[:2], share, timing.error, extra)
+
+    return [row(name, timing) for name, timing in timings.items()]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The problems of one table: each shape with each number of tokens and masks."""
+
+    tokens: tuple[int, ...] = (1,)
+    masks: tuple[int, ...] = (1, 2, 4, 8, 16)
+    dtype: torch.dtype = torch.bfloat16
+    baselines: tuple[str, ...] = ()
+    shapes: dict[tuple[int, int], str] = field(default_factory=lambda: dict.fromkeys(SHAPES, "decode"))
+    """`(out_features, in_features)` and the case that a row names."""
+    tuned_at: tuple[int, ...] = (1,)
+    """Numbers of tokens at which baselines are also compiled with what takes longer to compile."""
+
+    def quick(self) -> Sweep:
+        """One problem, to see that all works."""
+        (d, h), case = min(self.shapes.items())
+        return replace(self, shapes={(d, h): case}, tokens=self.tokens[:1], masks=self.masks[:1])
+
+    def rows(self, rounds: int = ROUNDS) -> Iterator[list[Row]]:
+        """The rows of each problem, as they are measured."""
+        torch.manual_seed(0)
+        for (d, h), case in self.shapes.items():
+            for tokens in self.tokens:
+                for n_masks in self.masks:
+                    # SwiGLU has no masks: once a shape and number of tokens is enough.
+                    once = [name for name in self.baselines if name != "swiglu" or n_masks == self.masks[0]]
+                    tuned = tokens in self.tuned_at
+                    yield bench(d, h, n_masks, tokens, self.dtype, once, rounds, tuned=tuned, case=case)
+                    torch.cuda.empty_cache()
+
+
+def run(sweep: Sweep, out: Path, name: str, rounds: int = ROUNDS) -> list[Row]:
+    """Measure a table, and write and print it as it grows."""
+    rows: list[Row] = []
+    for found in sweep.rows(rounds):
+        print(*found, sep="\n", flush=True)
+        rows += found
+        write(rows, out, name)
+    return rows
 
 
 def main() -> None:
@@ -149,28 +207,18 @@ def main() -> None:
     parser.add_argument("--masks", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="float16")
     parser.add_argument("--shapes", type=int, nargs="+", choices=[0, 1], default=[0, 1], help="14336x4096, 8192x2048")
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument(
-        "--baselines", nargs="*", choices=["naive", "swiglu", "composite", "triton"], default=["naive", "swiglu"]
-    )
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--baselines", nargs="*", choices=BASELINES, default=["naive", "swiglu"])
     arguments = parser.parse_args()
-    torch.manual_seed(0)
-    rows: list[Row] = []
-    for d, h in (SHAPES[i] for i in arguments.shapes):
-        for tokens in arguments.tokens:
-            for n_masks in arguments.masks:
-                dtype = getattr(torch, arguments.dtype)
-                # SwiGLU has no masks: once a shape and token count is enough.
-                once = [name for name in arguments.baselines if name != "swiglu" or n_masks == arguments.masks[0]]
-                found = bench(d, h, n_masks, tokens, dtype, once, arguments.rounds)
-                for row in found:
-                    print(
-                        f"{d}x{h} n_m={n_masks} T={tokens} {row.variant:38} {row.microseconds:9.2f} us"
-                        f" +-{row.spread:5.2f} {row.fraction_of_ceiling:6.3f} error {row.error:.1e}"
-                    )
-                rows += found
-                torch.cuda.empty_cache()
-    write(rows, arguments.out, arguments.name)
+    sweep = Sweep(
+        tokens=tuple(arguments.tokens),
+        masks=tuple(arguments.masks),
+        dtype=getattr(torch, arguments.dtype),
+        baselines=tuple(arguments.baselines),
+        shapes={SHAPES[i]: "decode" for i in arguments.shapes},
+        tuned_at=tuple(arguments.tokens),
+    )
+    run(sweep, arguments.out, arguments.name, arguments.rounds)
 
 
 if __name__ == "__main__":

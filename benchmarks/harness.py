@@ -2,29 +2,41 @@
 
 Protocol: each variant runs once over several layers of distinct weights, together more than 1 GB, so that nothing comes
 from L2; the run is captured into a CUDA graph. Graphs of all variants of a row are replayed in turn, round after
-round, with a warm-up replay queued ahead of the two that are timed; a time is the median over rounds, per layer, and
-the spread is the distance between its quartiles. Before that, every output is poisoned with NaN, the graph is
-replayed, and the result must agree with the float64 oracle: a row that fails is reported as wrong and has no time.
+round and each time in another order, with a warm-up replay queued ahead of the two that are timed; a time is the median
+over rounds, per layer, and the spread is the distance between its quartiles. Before that, every output is poisoned with
+NaN, the graph is replayed, and the result must agree with a float64 oracle: a row that fails is reported as wrong and
+has no time.
 """
 
 from __future__ import annotations
 
+import ast
 import csv
+import importlib.metadata
 import json
+import math
 import os
 import platform
+import random
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 PROTOCOL = "CUDA graph replay, rotating layers > 1 GB, variants interleaved, median over rounds, us per layer"
 BYTES_OF_LAYERS = 1_300_000_000
+ROUNDS = 25
+MIN_ROUNDS = 9
+SECONDS_OF_ROUNDS = 1.5
+"""Rounds that take longer together are fewer, down to `MIN_ROUNDS`."""
 ERROR_BUDGET = {torch.float16: 3e-3, torch.bfloat16: 2.4e-2, torch.float32: 4e-6}
+"""Largest norm of a result's error, relative to the result's norm."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +46,13 @@ class Variant:
     name: str
     run: Callable[[int], Tensor | None]
     layers: int
-    checked: bool = True
+    oracle: Callable[[int], Tensor] | None = None
+    """The float64 result of layer i; None for what computes nothing."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a result table."""
+    """One line of a result table; `fraction_of_ceiling` is the read ceiling's time divided by this one's."""
 
     case: str
     variant: str
@@ -54,14 +67,71 @@ class Row:
     error: float
     extra: dict[str, object] = field(default_factory=dict)
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether there is no time because the result disagreed with the oracle."""
+        return math.isnan(self.microseconds)
+
+    def __str__(self) -> str:
+        problem = f"{self.out_features}x{self.in_features} n_m={self.n_masks} T={self.tokens}"
+        result = "WRONG" if self.is_wrong else f"{self.microseconds:.2f} us"
+        share = "" if math.isnan(self.fraction_of_ceiling) else f" {self.fraction_of_ceiling:.3f} of the ceiling"
+        error = "" if math.isnan(self.error) else f", error {self.error:.1e}"
+        extra = "".join(f", {name} {value}" for name, value in self.extra.items())
+        return f"{problem} {self.variant:50} {result:>13} +-{self.spread:<7.2f}{share}{error}{extra}"
+
+
+class Timing(NamedTuple):
+    """Microseconds a layer (NaN if the result is wrong), the distance of their quartiles, the relative error."""
+
+    microseconds: float
+    spread: float
+    error: float = float("nan")
+
 
 @dataclass
-class _Captured:
+class Captured:
+    """A variant as a CUDA graph, with what is known of it so far."""
+
     variant: Variant
     graph: torch.cuda.CUDAGraph
     outputs: list[Tensor | None]
     error: float = float("nan")
+    budget: float = float("inf")
+    """The error up to which the result is right; a result without an error has none."""
     times: list[float] = field(default_factory=list)
+
+    def check(self, dtype: torch.dtype) -> None:
+        """Poison the outputs, replay, and compare the first and the last with the oracle."""
+        oracle = self.variant.oracle
+        if oracle is None:
+            return
+        for output in self.outputs:
+            if output is not None:
+                output.fill_(float("nan"))
+        self.graph.replay()
+        torch.cuda.synchronize()
+        pairs = [(self.outputs[i], oracle(i)) for i in sorted({0, len(self.outputs) - 1})]
+        self.error = max(relative_error(output, expected) for output, expected in pairs)
+        if any(output is None or bool(output.isnan().any()) for output in self.outputs):
+            self.error = float("inf")
+        self.budget = ERROR_BUDGET[dtype]
+
+    def timing(self) -> Timing:
+        low, middle, high = statistics.quantiles(self.times, n=4)
+        return Timing(float("nan") if self.error > self.budget else middle, high - low, self.error)
+
+
+def relative_error(output: Tensor | None, expected: Tensor) -> float:
+    """The norm of the difference over that of what is expected; infinite for no output and for one with NaN."""
+    if output is None:
+        return float("inf")
+    error = float((output.double() - expected).norm() / expected.norm())
+    return float("inf") if math.isnan(error) else error
 
 
 def layers_for(bytes_per_layer: int) -> int:
@@ -69,75 +139,73 @@ def layers_for(bytes_per_layer: int) -> int:
     return max(2, -(-BYTES_OF_LAYERS // bytes_per_layer))
 
 
-def _capture(variant: Variant) -> _Captured:
+def capture(variant: Variant) -> Captured:
+    """The graph of one run over all layers; what compiles, compiles here."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
+    start = time.perf_counter()
     with torch.cuda.stream(stream):
         for _ in range(2):
             variant.run(0)  # compiles, loads and warms up outside the graph
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
+    if (elapsed := time.perf_counter() - start) > 1:
+        print(f"{variant.name}: ready after {elapsed:.1f} s", flush=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outputs = [variant.run(i) for i in range(variant.layers)]
-    return _Captured(variant, graph, outputs)
+    return Captured(variant, graph, outputs)
 
 
-def _check(captured: _Captured, oracle: Callable[[int], Tensor], dtype: torch.dtype) -> None:
-    outputs = captured.outputs
-    for output in outputs:
-        if output is not None:
-            output.fill_(float("nan"))
-    captured.graph.replay()
-    torch.cuda.synchronize()
-    worst = 0.0
-    for i in {0, len(outputs) - 1}:
-        output = outputs[i]
-        assert output is not None
-        expected = oracle(i)
-        worst = max(worst, float((output.double() - expected).norm() / expected.norm()))
-    unwritten = any(output is not None and bool(output.isnan().any()) for output in outputs)
-    captured.error = float("inf") if unwritten or worst != worst else worst
+def replay_in_turn(captured: Sequence[Captured], rounds: int = ROUNDS) -> None:
+    """Add to each graph's times those of some rounds, in microseconds a layer: `rounds`, or fewer if they are long."""
+    _rounds(captured, 2)  # clocks and caches settle
+    start = time.perf_counter()
+    _rounds(captured, 1)
+    affordable = int(SECONDS_OF_ROUNDS / (time.perf_counter() - start))
+    for one, times in zip(captured, _rounds(captured, min(rounds, max(MIN_ROUNDS, affordable))), strict=True):
+        one.times += times
 
 
-def measure(
-    variants: Sequence[Variant], oracle: Callable[[int], Tensor], dtype: torch.dtype, rounds: int = 25
-) -> dict[str, tuple[float, float, float]]:
-    """Times variants together.
-
-    Args:
-        variants: what to time.
-        oracle: the float64 result of layer i.
-        dtype: decides the error budget.
-        rounds: timed replays of every graph.
-
-    Returns:
-        For each name, microseconds per layer (NaN if the result is wrong), their interquartile range, and the error.
-    """
-    captured = [_capture(variant) for variant in variants]
-    for one in captured:
-        if one.variant.checked:
-            _check(one, oracle, dtype)
-    pending: list[tuple[_Captured, torch.cuda.Event, torch.cuda.Event]] = []
-    for _ in range(rounds + 2):
-        for one in captured:
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+def _rounds(captured: Sequence[Captured], rounds: int) -> list[list[float]]:
+    events = [
+        [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(rounds)]
+        for _ in captured
+    ]
+    order = list(zip(captured, events, strict=True))
+    turns = random.Random(0)
+    for i in range(rounds):
+        turns.shuffle(order)  # what ran before leaves its heat behind
+        for one, pairs in order:
+            start, end = pairs[i]
             one.graph.replay()
             start.record()
             one.graph.replay()
             one.graph.replay()
             end.record()
-            pending.append((one, start, end))
     torch.cuda.synchronize()
-    for one, start, end in pending:
-        one.times.append(start.elapsed_time(end) * 500 / one.variant.layers)
-    result = {}
+    return [
+        [start.elapsed_time(end) * 500 / one.variant.layers for start, end in pairs]
+        for one, pairs in zip(captured, events, strict=True)
+    ]
+
+
+def measure(variants: Sequence[Variant], dtype: torch.dtype, rounds: int = ROUNDS) -> dict[str, Timing]:
+    """Check variants, and time them together.
+
+    Args:
+        variants: what to time.
+        dtype: decides the error budget.
+        rounds: timed replays of every graph, at most.
+
+    Returns:
+        By name.
+    """
+    captured = [capture(variant) for variant in variants]
     for one in captured:
-        times = one.times[2:]
-        low, _, high = statistics.quantiles(times, n=4)
-        wrong = one.variant.checked and not one.error <= ERROR_BUDGET[dtype]
-        result[one.variant.name] = (float("nan") if wrong else statistics.median(times), high - low, one.error)
-    return result
+        one.check(dtype)
+    replay_in_turn(captured, rounds)
+    return {one.variant.name: one.timing() for one in captured}
 
 
 def _cpu() -> str:
@@ -145,6 +213,13 @@ def _cpu() -> str:
         line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
     ]
     return f"{names[0] if names else platform.processor()}, {torch.get_num_threads()} threads"
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def environment(protocol: str = PROTOCOL) -> dict[str, str]:
@@ -155,20 +230,63 @@ def environment(protocol: str = PROTOCOL) -> dict[str, str]:
         "commit": os.environ.get("MGLU_COMMIT") or (git.stdout.strip() if git.returncode == 0 else "unknown"),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu(),
         "torch": torch.__version__,
+        "triton": _version("triton"),
         "cuda": str(torch.version.cuda),
         "python": platform.python_version(),
         "protocol": protocol,
     }
 
 
+def _written(row: Row) -> dict[str, object]:
+    """A row's fields, of floats the six digits that mean something."""
+    return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in asdict(row).items()}
+
+
+def _or_none(value: object) -> object:
+    """JSON has no NaN and no infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def write(rows: Sequence[Row], out: Path, name: str, protocol: str = PROTOCOL) -> None:
     """`<name>.csv` and `<name>.json` in a folder."""
     out.mkdir(parents=True, exist_ok=True)
-    table = [asdict(row) for row in rows]
+    table = [_written(row) for row in rows]
+    finite = [{name: _or_none(value) for name, value in row.items()} for row in table]
     (out / f"{name}.json").write_text(
-        json.dumps({"environment": environment(protocol), "rows": table}, indent=1) + "\n"
+        json.dumps({"environment": environment(protocol), "rows": finite}, indent=1, allow_nan=False) + "\n"
     )
     with (out / f"{name}.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(table[0]))
         writer.writeheader()
         writer.writerows(table)
+
+
+def read(out: Path, name: str) -> list[Row]:
+    """The rows of `<name>.csv`, as `write` left them; none if there is no such table."""
+    path = out / f"{name}.csv"
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        return [
+            Row(
+                case=line["case"],
+                variant=line["variant"],
+                tokens=int(line["tokens"]),
+                out_features=int(line["out_features"]),
+                in_features=int(line["in_features"]),
+                n_masks=int(line["n_masks"]),
+                dtype=line["dtype"],
+                microseconds=float(line["microseconds"]),
+                spread=float(line["spread"]),
+                fraction_of_ceiling=float(line["fraction_of_ceiling"]),
+                error=float(line["error"]),
+                extra=ast.literal_eval(line["extra"]),
+            )
+            for line in csv.DictReader(file)
+        ]
+
+
+def read_environment(out: Path, name: str) -> dict[str, str]:
+    """The `environment` in which `<name>.csv` was measured."""
+    document: dict[str, dict[str, str]] = json.loads((out / f"{name}.json").read_text())
+    return document["environment"]

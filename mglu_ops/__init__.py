@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from . import nn, ops
+from .batch_invariance import is_batch_invariant_mode_enabled, set_batch_invariant_mode
 from .dispatch import choose as explain
 from .masks import check_packed_masks
 from .nn import freeze
@@ -36,11 +37,13 @@ __all__ = [
     "fuse",
     "fusion",
     "fusion_report",
+    "is_batch_invariant_mode_enabled",
     "load",
     "load_library",
     "load_weights",
     "nn",
     "ops",
+    "set_batch_invariant_mode",
 ]
 
 _RUNTIME = {

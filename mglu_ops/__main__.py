@@ -8,10 +8,12 @@ from collections.abc import Sequence
 
 from compile_passes import explain
 
+from . import bench
 from .demo import command as demo
 from .runtime import command as runtime
+from .tuning import command as tuning
 
-COMMANDS = (demo, explain, runtime)
+COMMANDS = (demo, explain, runtime, tuning, bench)
 """Modules with `add_parser(subparsers)`, which sets the default `run`: `(argparse.Namespace) -> exit code`."""
 
 

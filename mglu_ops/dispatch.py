@@ -1,4 +1,4 @@
-"""Which backend runs a call, and the calls that obey: a pure function of the arguments' metadata.
+"""Which backend and kernel run a call, and the calls that obey: a pure function of the arguments' metadata.
 
 Nothing is tuned or timed at run time. `backend=` overrides the choice, for tests and for tuning.
 """
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import batch_invariance
 from .backends import composite, cpu, cuda, triton
 from .masks import pack
 
@@ -24,7 +25,7 @@ def _few_tokens(dtype: torch.dtype, n_masks: int) -> int:
 
     In 16 bits as measured (benchmarks/results/few_tokens.csv): at 512 tokens the kernel wins by 1.7x to 2x for 4 to 16
     masks and loses by 1.1x to 1.4x for one, at 128 it wins by 2x and more for any. float32 was not measured.
-    Where wgmma runs (`cuda.takes_many`), its kernel wins over both (benchmarks/results/tokens.csv, routes.csv).
+    Where wgmma runs (`tile_wgmma`), its kernel wins over both (benchmarks/results/tokens.csv, routes.csv).
     """
     if dtype in (torch.float16, torch.bfloat16):
         return 256 if n_masks == 1 else 512
@@ -38,32 +39,55 @@ class Choice:
     backend: str
     reason: str
     is_fallback: bool = False
-    """Whether a faster backend would have taken the call, but for the reason."""
+    """Whether a faster backend or kernel would have taken the call, but for the reason."""
+    launch: cuda.LaunchConfig | None = None
+    """How the CUDA backend cuts the call."""
+    launch_origin: str = ""
+    """Where that comes from: a table that measured it, or the model of costs."""
+
+    @property
+    def kernel(self) -> str | None:
+        """The CUDA backend's kernel: decode_fma, decode_mma, tile_wgmma or plain."""
+        return None if self.launch is None else self.launch.kernel
 
     def __str__(self) -> str:
-        return f"{self.backend}: {self.reason}"
+        launch = "" if self.launch is None else f" {self.launch}, by {self.launch_origin}"
+        return f"{self.backend}{launch}: {self.reason}"
 
 
 _BACKENDS: dict[str, Any] = {"cpu": cpu, "cuda": cuda, "triton": triton}
 """Those that take `[tokens, in_features]`; `composite` takes all."""
 
+_NOTICEABLE_WEIGHTS = 1 << 18
+"""A smaller layer is done in a millisecond by any backend: not worth a word to those who have no compiler."""
+
 
 def choose(
     x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", route_weights: Tensor | None = None
 ) -> Choice:
-    """The backend for a call of `mglu::forward`; reads no value of the tensors."""
+    """The backend and the kernel for a call of `mglu::forward`; reads no value of the tensors.
+
+    Raises:
+        TableError: a table of launches (`MGLU_TUNING_TABLE`) cannot be used.
+        RuntimeError: the batch-invariant mode is on, and nothing can run the call in it.
+    """
     tokens = math.prod(x.shape[:-1])
+    routes = None if route_weights is None else _rows(route_weights, tokens)
+    call = (_rows(x, tokens), weight, packed_masks, activation, routes)
+    if batch_invariance.enabled:
+        return _choose_batch_invariant(*call)
     if x.is_cpu:
-        return _choose_on_cpu(x, weight, packed_masks, activation, route_weights)
+        return _choose_on_cpu(*call)
     if not x.is_cuda:
         return Choice("composite", f"library GEMMs, the only backend for {x.device.type}")
     limit = _few_tokens(x.dtype, packed_masks.shape[2])
     if not limit:
         return Choice("composite", f"library GEMMs, the only backend for {x.dtype}")
-    call = (_rows(x, tokens), weight, packed_masks, activation, route_weights)
     problem = cuda.unsupported_reason(*call)
-    if problem is None and (tokens <= limit or cuda.takes_many(*call)):
-        return Choice("cuda", f"the masks are applied on chip, for {tokens} tokens")
+    if problem is None:
+        decision = cuda.launch_of(*call)
+        if tokens <= limit or decision.config.kernel == "tile_wgmma":
+            return _on_cuda(decision, tokens, weight)
     if tokens > limit:
         return Choice("composite", f"library GEMMs, for {tokens} tokens (more than {limit})")
     if triton.unsupported_reason(*call) is None:
@@ -71,8 +95,27 @@ def choose(
     return Choice("composite", f"library GEMMs, several times slower here than the CUDA backend: {problem}", True)
 
 
-_NOTICEABLE_WEIGHTS = 1 << 18
-"""A smaller layer is done in a millisecond by any backend: not worth a word to those who have no compiler."""
+def _on_cuda(decision: cuda.Decision, tokens: int, weight: Tensor) -> Choice:
+    reason = f"the masks are applied on chip, for {tokens} tokens"
+    if decision.problem is not None:
+        reason += f", but several times slower than by the kernels for aligned layers: {decision.problem}"
+    slow = decision.problem is not None and weight.numel() >= _NOTICEABLE_WEIGHTS
+    return Choice("cuda", reason, slow, decision.config, decision.origin)
+
+
+def _choose_batch_invariant(
+    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None
+) -> Choice:
+    problem = cuda.unsupported_reason(x, weight, packed_masks, activation, route_weights)
+    if problem is not None:
+        raise RuntimeError(_REFUSED.format(problem))
+    return _on_cuda(cuda.launch_of(x, weight, packed_masks, activation, route_weights), x.shape[0], weight)
+
+
+_REFUSED = (
+    "mglu: set_batch_invariant_mode(True) asks for results that do not depend on the batch, "
+    "which only the CUDA backend's kernels give, and they cannot run this: {}"
+)
 
 
 def _choose_on_cpu(
@@ -92,8 +135,27 @@ def _rows(tensor: Tensor, tokens: int) -> Tensor:
 
 
 @cache
-def _warn_of_fallback(choice: Choice) -> None:
-    warnings.warn(f"mglu::forward runs on the backend {choice}", UserWarning, stacklevel=4)
+def _warn_of_fallback(backend: str, reason: str) -> None:
+    warnings.warn(f"mglu::forward runs on the backend {backend}: {reason}", UserWarning, stacklevel=4)
+
+
+_Arguments = tuple[Tensor, Tensor, Tensor, str, Tensor | None]
+
+_calls: dict[cuda.Key, cuda.Call] = {}
+"""Of the CUDA backend: those whose checks and whose choice are behind them."""
+
+
+def repeat(
+    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None
+) -> Tensor | None:
+    """The result of a call that is like an earlier one in all that its checks, its backend and its plan depend on.
+
+    None of any other call, which has to be checked and given to `forward`.
+    """
+    if x is None or weight is None or packed_masks is None or not x.is_cuda:  # (torch lets None through for a Tensor)
+        return None
+    call = _calls.get(cuda.key_of(x, weight, packed_masks, activation, route_weights))
+    return None if call is None else call(x, weight, packed_masks, route_weights)
 
 
 def forward(
@@ -109,26 +171,52 @@ def forward(
 
     Raises:
         ValueError: `backend` is none of ours, or cannot take the call.
+        RuntimeError: the batch-invariant mode is on, and nothing can run the call in it.
     """
+    given = (x, weight, packed_masks, activation, route_weights)
+    known = repeat(*given) if backend is None else None
+    if known is not None:
+        return known
+    tokens = math.prod(x.shape[:-1])
+    routes = None if route_weights is None else _rows(route_weights, tokens)
+    by_rows = (_rows(x, tokens), weight, packed_masks, activation, routes)
+    shape = (*x.shape[:-1], weight.shape[0])
     chosen = backend is None
     if backend is None:
-        choice = choose(x, weight, packed_masks, activation, route_weights)
-        backend = choice.backend
+        known = repeat(*by_rows) if _are_copied(given, by_rows) else None
+        if known is not None:
+            return known.view(shape)
+        choice = choose(*by_rows)
         if choice.is_fallback:
-            _warn_of_fallback(choice)
+            _warn_of_fallback(choice.backend, choice.reason)
+        backend = choice.backend
+    elif batch_invariance.enabled and backend != "cuda":
+        raise RuntimeError(_REFUSED.format(f"the backend {backend!r} was asked for"))
     if backend == "composite":
         return composite.forward(x, weight, packed_masks, activation, route_weights)
     implementation = _BACKENDS.get(backend)
     if implementation is None:
         raise ValueError(f"backend: got {backend!r}, must be composite, cpu, cuda or triton")
-    tokens = math.prod(x.shape[:-1])
-    rows = _rows(x, tokens)
-    routes = None if route_weights is None else _rows(route_weights, tokens)
-    problem = None if chosen else implementation.unsupported_reason(rows, weight, packed_masks, activation, routes)
+    problem = None if chosen else implementation.unsupported_reason(*by_rows)
     if problem is not None:
         raise ValueError(f"backend: got {backend!r}, which cannot take this call: {problem}")
-    result = implementation.forward(rows, weight, packed_masks, activation, routes)
-    return result if x.dim() == 2 else result.view(*x.shape[:-1], weight.shape[0])
+    if chosen and backend == "cuda":
+        call = cuda.plan_call(*by_rows)
+        if _are_copied(given, by_rows):  # the copies are what comes again
+            cuda.remember(_calls, cuda.key_of(*by_rows), call)
+        else:
+            cuda.remember(_calls, cuda.key_of(*given), call.with_shape(shape))
+    result = implementation.forward(*by_rows)
+    return result if x.dim() == 2 else result.view(shape)
+
+
+def _are_copied(given: _Arguments, by_rows: _Arguments) -> bool:
+    """Whether the rows of x or of the route weights are not views of them."""
+    routes, route_weights = by_rows[4], given[4]
+    copied = by_rows[0].data_ptr() != given[0].data_ptr()
+    if routes is not None and route_weights is not None:
+        copied = copied or routes.data_ptr() != route_weights.data_ptr()
+    return copied
 
 
 def pack_masks(masks: Tensor) -> Tensor:
@@ -154,6 +242,8 @@ def forward_train(
     x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The result, and the gates and values `[n_masks, ..., out_features]` that backward needs."""
+    if batch_invariance.enabled:
+        raise RuntimeError(_REFUSED.format("training runs on library GEMMs"))
     return composite.forward_train(x, weight, packed_masks, activation, route_weights)
 
 

@@ -69,10 +69,10 @@ forward_train = torch.ops.mglu.forward_train.default
 backward = torch.ops.mglu.backward.default
 
 
-def _kernel(name: str, *keys: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _kernel(name: str, *keys: str, with_keyset: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         for key in keys or _KERNEL_KEYS:
-            _lib.impl(name, function, key)
+            _lib.impl(name, function, key, with_keyset=with_keyset)
         return function
 
     return register
@@ -145,6 +145,9 @@ def _forward(
     activation: str = "silu",
     route_weights: Tensor | None = None,
 ) -> Tensor:
+    known = dispatch.repeat(x, weight, packed_masks, activation, route_weights)
+    if known is not None:
+        return known
     _check(x, weight, packed_masks, activation, route_weights)
     return dispatch.forward(x, weight, packed_masks, activation, route_weights)
 
@@ -373,8 +376,12 @@ def _needs_gradient(*args: Any) -> bool:
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
 
 
-@_kernel("forward", "Autograd")
+_ON_A_GPU = (DispatchKeySet(DispatchKey.CUDA) | DispatchKeySet(DispatchKey.AutogradCUDA)).raw_repr()
+
+
+@_kernel("forward", "Autograd", with_keyset=True)
 def _forward_autograd(
+    keys: DispatchKeySet,
     x: Tensor,
     weight: Tensor,
     packed_masks: Tensor,
@@ -383,6 +390,8 @@ def _forward_autograd(
 ) -> Tensor:
     if _needs_gradient(x, weight, route_weights):
         return _apply(_Layer, x, weight, None, packed_masks, activation, route_weights)[0]
+    if keys.raw_repr() == _ON_A_GPU:  # the dispatcher's next stop is `_forward`: no mode, subclass or transform between
+        return _forward(x, weight, packed_masks, activation, route_weights)
     with torch._C._AutoDispatchBelowAutograd():
         return forward(x, weight, packed_masks, activation, route_weights)
 

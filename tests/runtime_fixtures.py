@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import mglu_ops
 from mglu_ops.__main__ import main
 from mglu_ops.nn import MGLU, NaiveMGLU
-from mglu_ops.runtime.library import source_directory
+from mglu_ops.runtime.library import build_program, source_directory
 from mglu_ops.runtime.tensor_file import write_tensor
 
 TOKENS = (1, 7, 64)
@@ -120,18 +120,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write_package_program(folder: Path, library: Path | None) -> Path:
     """`run_package`, built with g++ alone; without the library, it looks at no checksums."""
-    includes = ["-isystem", TORCH / "include", "-isystem", TORCH / "include/torch/csrc/api/include"]
-    places = [TORCH / "lib"] if library is None else [library.parent, TORCH / "lib"]
-    paths = [f"{option}{place}" for place in places for option in ("-L", "-Wl,-rpath,")]
-    libraries = ["-lmglu_ops"] if library is not None else []
-    torch_libraries = ["-ltorch", "-ltorch_cpu", "-lc10"]
-    define = ["-DMGLU_WITHOUT_LIBRARY"] if library is None else []
-    sources = [source_directory() / "library/programs/run_package.cpp"]
-    target = folder / "run_package"
-    command = ["g++", "-std=c++20", "-O0", *define, *includes, *sources, "-o", target, *paths, "-Wl,--no-as-needed"]
-    built = run([*command, *libraries, *torch_libraries])
-    assert built.returncode == 0, built.stderr
-    return target
+    flags = ("-O0", "-DMGLU_WITHOUT_LIBRARY") if library is None else ("-O0",)
+    source = source_directory() / "library/programs/run_package.cpp"
+    return build_program(source, folder / "run_package", library, flags=flags)
 
 
 @pytest.fixture(scope="session")

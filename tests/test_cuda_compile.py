@@ -99,14 +99,21 @@ def test_fast_kernels(arch: tuple[int, int], tokens: int, n_masks: int, tmp_path
         _check(_problem(arch, dtype, n_masks, tokens), config, tmp_path)
 
 
-@pytest.mark.parametrize("tokens", [32, 8192])
-@pytest.mark.parametrize("n_masks", [1, 4, 8, 16])
+@pytest.mark.parametrize("tokens", [32, 64, 8192])
+@pytest.mark.parametrize("n_masks", [1, 4, 8, 9, 16])
 def test_tile_kernel(n_masks: int, tokens: int, tmp_path: Path) -> None:
     dtype = torch.bfloat16 if n_masks == 4 else torch.float16
     config = launch.choose((9, 0), dtype, n_masks, tokens, 8192, 2048, aligned=True)
     assert config.kernel == "tile_wgmma"
     _check(_problem((9, 0), dtype, n_masks, tokens), config, tmp_path)
     _compile("turn_x", "sm_90a", plan.turn_defines(config), tmp_path)
+
+
+def test_tile_kernel_reads_masks_that_the_copy_engine_cannot(tmp_path: Path) -> None:
+    problem = _problem((9, 0), torch.float16, 3, 32, mask_alignment=8)
+    config = launch.choose((9, 0), torch.float16, 3, 32, 8192, 2048, aligned=True)
+    assert plan.matrices(problem, config)[1] is None
+    _check(problem, config, tmp_path)
 
 
 @pytest.mark.parametrize("n_masks", range(1, 17))

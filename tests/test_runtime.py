@@ -96,18 +96,20 @@ def test_kernels_of_a_package_cover_every_number_of_tokens(tmp_path: Path) -> No
     device_code.write(tmp_path, ["sm_90"], [tmp_path / "model.pt2"])
     table = (tmp_path / device_code.TABLE).read_text()
     geometry, turn = r"\{\d+, 1, \d+, \d+, true\}", r"\{(-?\d+), \d+, (\d+)\}"
-    line = r"\{\{90, 0, 1, 0, -1\}, 256, 512, (\d+), (\d+), (\d+), " + geometry + ", " + turn + r"\}"
+    boxes = r"\{(\d+), (\d+), false\}"
+    line = r"\{\{90, 0, 1, 0, -1\}, 256, 512, (\d+), (\d+), (\d+), " + ", ".join((geometry, turn, boxes)) + r"\}"
     tuned = [tuple(map(int, found)) for found in re.findall(line, table)]
     tokens = [count for first, last, *_ in tuned for count in range(first, last + 1)]
     assert tokens == list(range(1, device_code.MOST_TOKENS + 1))
     names = re.findall(r'\{"mglu_(\w+)", mglu_cubin_(\d+)\}', table)
     kernels = {int(number): name for name, number in names}
     assert set(kernels.values()) == {"decode_fma", "decode_mma", "tile_wgmma", "turn_x", "plain"}
-    for first, last, cubin, turn, turned in tuned:
+    for first, last, cubin, turn, turned, box_rows, box_bytes in tuned:
         problem = device_code._problem(layer, (9, 0), last)
         assert kernels[cubin] == plan.choice(problem).kernel == plan.choice(replace(problem, tokens=first)).kernel
         assert kernels.get(turn) == ("turn_x" if kernels[cubin] == "tile_wgmma" else None)
         assert turned == 0 if turn < 0 else turned >= last * 512 * 2
+        assert (box_rows, box_bytes) == ((0, 0) if turn < 0 else (plan.choice(problem).rows, 16))
     for _, number in names:
         assert (tmp_path / f"{number}.cubin").read_bytes().startswith(b"\x7fELF")
     assert len(re.findall(r"\{\{90, 0, 1, 0, -1\}, [14], \d+\}", table)) == 2

@@ -63,10 +63,33 @@ __device__ __forceinline__ Vec16 load_shared_16(u32 address) {
     return v;
 }
 
+template <int kWords>
+__device__ __forceinline__ void load_shared_words(u32 (&to)[kWords], u32 address) {
+    static_assert(kWords == 1 || kWords == 2 || kWords % 4 == 0, "one load or several of 16 bytes");
+    if constexpr (kWords == 2) {
+        asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(address) : "memory");
+    } else if constexpr (kWords == 1) {
+        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(to[0]) : "r"(address) : "memory");
+    } else {
+#pragma unroll
+        for (int w = 0; w < kWords; w += 4) {
+            const Vec16 v = load_shared_16(address + 4 * w);
+            to[w] = v.word[0], to[w + 1] = v.word[1], to[w + 2] = v.word[2], to[w + 3] = v.word[3];
+        }
+    }
+}
+
 __device__ __forceinline__ u32 load_shared_4(u32 address) {
     u32 v;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
     return v;
+}
+
+// Keeps a value in its register: without this ptxas recomputes addresses from the parameters at every stage.
+template <typename T>
+__device__ __forceinline__ void keep(T& value) {
+    if constexpr (sizeof(T) == 8) asm volatile("" : "+l"(value));
+    else asm volatile("" : "+r"(value));
 }
 
 // The four bytes that `selector` names (one hex digit each, lowest first; 0-3 from low, 4-7 from high).

@@ -23,13 +23,6 @@ struct StageShape {
     static constexpr bool kSwizzleMasks = kSwizzle_ && kMaskRowBytes % 128 == 0 && kMaskVector == 16;
 };
 
-// Keeps a value in its register: without this ptxas recomputes addresses from the parameters at every stage.
-template <typename T>
-__device__ __forceinline__ void keep(T& value) {
-    if constexpr (sizeof(T) == 8) asm volatile("" : "+l"(value));
-    else asm volatile("" : "+r"(value));
-}
-
 // Copies one warp's 16 rows, stage after stage, from global memory into its ring. A lane keeps one pointer into W
 // and one into the masks; the rows of its other copies lie a warp-uniform step further on.
 template <typename Shape, int kStep>  // kStep: a warp takes every kStep-th stage of k

@@ -1,24 +1,27 @@
 // MGLU for 9 tokens and more on Hopper: W, the masks and x are read once for all n_masks + 1 products.
 //
 // With f_i = x (W, sign flipped where M_i = 1)^T and t = x W^T: gate_i = (t - f_i) / 2, value_i = (t + f_i) / 2.
-// A block computes tiles of kBlockRows rows of W by kTokens tokens. One warpgroup copies stages of 64 kSub columns of W,
-// masks and x into a ring in shared memory. Each other warpgroup holds the sums of 64 rows and of its share of the masks
-// in registers: it reads 64 columns of its rows once, as wgmma's A operand, and multiplies them with the x tile (B) as
-// they are and with the signs that each mask flips (a product and one LOP3 two weights). While the tensor cores work on
-// one mask, the next mask's signs are flipped in a second set of registers. Activation, product, route weights and the
-// sum over masks follow from registers; nothing but the result is written.
+// A block computes tiles of kBlockRows rows of W by kTokens tokens. One thread has the copy engine bring stages of 64 kSub
+// columns of W, masks and x into a ring in shared memory. Each warpgroup holds the sums of 64 rows and of its share of the
+// masks in registers: it reads 64 columns of its rows once, as wgmma's A operand, and multiplies them with the x tile (B)
+// as they are and with the signs that each mask flips (a product and one LOP3 two weights). While the tensor cores work on
+// one mask, the next mask's signs are flipped in a second set of registers. Activation, product, route weights and the sum
+// over masks follow from registers; nothing but the result is written. Masks whose sums would leave few tokens a tile take
+// several passes over k.
+//
+// The copy engine, because shared memory is what limits many tokens: B alone takes half its bandwidth, and copies by
+// threads (cp.async) met bank conflicts that cost 10%.
 //
 // The sums of a token do not depend on the other tokens: k goes up in steps of 16 into one accumulator.
 //
-// Needs: 16-bit elements, in_features % 8 == 0, weight rows 16-byte aligned, mask rows aligned to MGLU_MASK_VECTOR,
-// masks contiguous inside a row, out_features >= kBlockRows; p.x is what turn_x.cu made of x, launched just before.
+// Needs: 16-bit elements, in_features % 8 == 0, weight rows 16-byte aligned, masks contiguous inside a row, out_features
+// >= kBlockRows; p.x is what turn_x.cu made of x, launched just before.
 #include "activation.cuh"
 #include "element.cuh"
 #include "finish.cuh"
 #include "mask_fragment.cuh"
 #include "params.cuh"
 #include "ptx.cuh"
-#include "stage_ring.cuh"
 #include "wgmma.cuh"
 
 namespace mglu {
@@ -30,35 +33,52 @@ constexpr int kRouteType = MGLU_ROUTE;             // -1: no route weights
 constexpr int kTokens = MGLU_TOKEN_COLUMNS;        // tokens of a tile: N of the wgmma
 constexpr int kBlockRows = MGLU_BLOCK_ROWS;        // rows of W of a tile, a multiple of 16
 constexpr int kMaskGroups = MGLU_MASK_GROUPS;      // warpgroups that share 64 rows, each with its part of the masks
+constexpr int kPasses = MGLU_PASSES;               // over k, each with as many of the masks
 constexpr int kStages = MGLU_STAGES;               // depth of the ring
 constexpr int kSub = MGLU_SUB;                     // 64-wide chunks of k a stage
 constexpr int kSteps = MGLU_STEPS;                 // wgmmas of 16 columns issued together: 1, 2 or 4
-constexpr int kMaskVector = MGLU_MASK_VECTOR;      // bytes copied of the masks at a time
+constexpr bool kBulkMasks = MGLU_BULK_MASKS != 0;  // rows of masks are 16-byte aligned, so that the copy engine takes them
 
 constexpr int kRowGroups = (kBlockRows + 63) / 64;
 constexpr int kConsumers = kRowGroups * kMaskGroups;
 constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kColumns = kTokens / 2;  // sums of one product in a thread
 constexpr int kSwath = 8;              // tiles of rows that are walked together along the tokens
+constexpr int kPassMasks = kMasks / kPasses;
 static_assert(kBlockRows % 16 == 0 && kBlockRows >= 64, "whole warps of rows, and one warpgroup at least");
 static_assert(kMaskGroups == 1 || kMaskGroups == 2, "one warpgroup for all masks, or two");
+static_assert(kConsumers <= 4, "registers for four multiplying warpgroups at most");
+static_assert(kPasses == 1 || (kPassMasks * kPasses == kMasks && kPassMasks % 4 == 0), "whole words of masks a pass");
 
-// A stage: x [kSub][kTokens][64] (swizzled for wgmma), W [kSub][kBlockRows][64] (odd rows exchange neighbouring 16-byte
-// vectors, so that a fragment's two rows lie in different banks), masks [kBlockRows][8 kSub kMasks].
+// A stage: x [kSub][kTokens][64], W [kSub][kBlockRows][64], both with the 16-byte vector v of row r at v ^ (r % 8), masks
+// [kSub / kMaskSpan][kBlockRows][8 kMaskSpan kMasks]. The copy engine moves multiples of 16 bytes a row.
+constexpr int kMaskSpan = kMasks % 2 == 0 ? 1 : 2;
+constexpr int kMaskRowBytes = 8 * kMaskSpan * kMasks;
+constexpr bool kSwizzleMasks = kMasks == 16;  // rows of 128 bytes, as those of W
 constexpr int kXBytes = kSub * kTokens * 128;
 constexpr int kWeightBytes = kSub * kBlockRows * 128;
-constexpr int kMaskRowBytes = 8 * kSub * kMasks;
-constexpr int kStageBytes = (kXBytes + kWeightBytes + kBlockRows * kMaskRowBytes + 1023) / 1024 * 1024;
-constexpr bool kSwizzleMasks = kMasks == 16 && kMaskVector == 16;
+constexpr int kMaskBytes = kBulkMasks ? kSub / kMaskSpan * kBlockRows * kMaskRowBytes : 0;
+constexpr int kStageBytes = (kXBytes + kWeightBytes + kMaskBytes + 1023) / 1024 * 1024;
+static_assert(!kBulkMasks || kSub % kMaskSpan == 0, "an odd number of masks goes by two chunks");
 
-// The n_masks + 1 sums (t, then one a mask) are dealt out to the warpgroups of the same rows.
-__host__ __device__ constexpr int share_start(int group) {
-    const int longer = (kMasks + 1) % kMaskGroups;  // as many shares are one sum longer, the first ones
-    return group * ((kMasks + 1) / kMaskGroups) + (group < longer ? group : longer);
+// The sums of a pass (t, where it is among them, then one a mask) are dealt out to the warpgroups of the same rows.
+__host__ __device__ constexpr int share_start(int group, int sums) {
+    const int longer = sums % kMaskGroups;  // as many shares are one sum longer, the first ones
+    return group * (sums / kMaskGroups) + (group < longer ? group : longer);
 }
 
-// Behind the ring: what the first warpgroup of 64 rows hands on to the second (t, and its terms), then the barriers.
-constexpr int kExchangeBytes = kMaskGroups == 1 ? 0 : kRowGroups * kColumns * 1024;
+// Two warpgroups of the same rows keep step, whichever has t: leaving it out of later passes made them a fifth slower.
+constexpr bool kTotalEachPass = kPasses == 1 || kMaskGroups == 2;
+
+// Behind the ring: t and the terms so far, which a warpgroup hands on to the second one of its rows, and to the next pass;
+// then the barriers.
+constexpr int kExchangeBytes = kMaskGroups == 2 || kPasses > 1 ? kRowGroups * kColumns * 1024 : 0;
+
+struct TileParams {
+    Params p;
+    TensorMap weight;  // [out_features][in_features] in boxes of kBlockRows by 64
+    TensorMap masks;   // [out_features][in_features / 8 kMasks] in boxes of kBlockRows by kMaskRowBytes
+};
 
 struct Tile {
     int row;    // where the block's rows start: higher than `owned` where they would run over the end
@@ -96,104 +116,119 @@ struct Cursor {
     }
 };
 
-// --- the copying warpgroup ---
+// --- the copying thread ---
 
-__device__ __forceinline__ void produce(const Params& p, u32 ring, u32 full, u32 empty) {
-    constexpr int kVectors = 8 * kSub;  // 16-byte vectors of a row of W in a stage
-    constexpr int kRowStep = 128 / kVectors;
-    constexpr int kMaskVectors = kMaskRowBytes / kMaskVector;
-    constexpr int kMaskRowStep = 128 / kMaskVectors;
-    const int thread = threadIdx.x % 128;
-    const int column = thread % kVectors;
-    const int row = thread / kVectors;
-    const int mask_column = thread % kMaskVectors * kMaskVector;
-    const int mask_row = thread / kMaskVectors;
+// What a stage needs but x. Weights past the row's end become zeros. Mask bits there flip zeros: they may be anything.
+__device__ __forceinline__ void copy_weights(const TileParams& tp, u32 slot, u32 landed, int row, int stage, u64 policy) {
+    const u32 weights = slot + kXBytes;
+    barrier_expect(landed, kXBytes + kWeightBytes + kMaskBytes);
+#pragma unroll
+    for (int sub = 0; sub < kSub; ++sub)
+        copy_box(weights + sub * kBlockRows * 128, tp.weight, (stage * kSub + sub) * 64, row, landed, policy);
+#pragma unroll
+    for (int piece = 0; kBulkMasks && piece < kSub / kMaskSpan; ++piece)
+        copy_box(weights + kWeightBytes + piece * kBlockRows * kMaskRowBytes, tp.masks,
+                 (stage * (kSub / kMaskSpan) + piece) * kMaskRowBytes, row, landed, policy);
+}
+
+__device__ __forceinline__ void produce(const TileParams& tp, u32 ring, u32 full, u32 empty) {
+    const Params& p = tp.p;
     const int stages = stage_count(p);
-    // Where this thread copies to in the current slot. A slot's address by itself would be uniform over the warp, and
-    // ptxas 13.0 lets a uniform address overwrite the copies' cache policy.
-    const u32 first_weight = ring + kXBytes + column / 8 * (kBlockRows * 128) + row * 128 + (column % 8 ^ (row & 1)) * 16;
-    const u32 to_masks = ring + kXBytes + kWeightBytes + mask_row * kMaskRowBytes +
-                         (kSwizzleMasks ? mask_column ^ (mask_row & 1) * 16 : mask_column) - first_weight;
-    const u64 policy = cache_policy(p.tokens <= kTokens);
-    u32 to_weight = first_weight;
+    const int tiles = tile_count(p);
+    const u64 policy = cache_policy(p.tokens <= kTokens && kPasses == 1);
+    // The ring is filled before x is there: turn_x has waited for all kernels before itself, so that only x is new.
+    const int early = min(kStages, stages);
+    for (int stage = 0; stage < early; ++stage)
+        copy_weights(tp, ring + stage * kStageBytes, full + 8 * stage, tile_at(p, blockIdx.x).row, stage, policy);
+    wait_for_earlier_kernels();
+    int to_fill = early;
     Cursor cursor;
-    bool first = true;
-    for (int index = blockIdx.x; index < tile_count(p); index += gridDim.x) {
+    for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
         const Tile tile = tile_at(p, index);
-        const u8* weight = static_cast<const u8*>(p.weight) + (tile.row + row) * p.weight_row_stride * 2 + column * 16;
-        const u8* masks = p.masks + (tile.row + mask_row) * p.mask_row_stride + mask_column;
-        const u8* x = static_cast<const u8*>(p.x) + static_cast<i64>(tile.token / kTokens) * stages * kXBytes;
-        for (int stage = 0; stage < stages; ++stage) {
-            const u32 landed = full + 8 * cursor.slot;
-            const int octets_left = p.in_features / 8 - stage * kVectors;
-            barrier_wait(empty + 8 * cursor.slot, cursor.parity ^ 1);
-            // Weights past the row's end become zeros. Mask bits there flip zeros: they may be anything.
-            const u8* from = weight;
-#pragma unroll
-            for (int r = 0; r < kBlockRows; r += kRowStep) {
-                copy_async<16>(to_weight + r * 128, from, column < octets_left ? 16 : 0, policy);
-                from += p.weight_row_stride * (2 * kRowStep);
-                keep(from);
-            }
-            from = masks;
-            if ((128 % kMaskVectors == 0 || mask_row < kMaskRowStep) && mask_column < octets_left * kMasks) {
-#pragma unroll
-                for (int r = 0; r < kBlockRows; r += kMaskRowStep) {
-                    if (kBlockRows % kMaskRowStep == 0 || r + mask_row < kBlockRows)
-                        copy_async<kMaskVector>(to_weight + to_masks + r * kMaskRowBytes, from, kMaskVector, policy);
-                    from += p.mask_row_stride * kMaskRowStep;
-                    keep(from);
+        for (int pass = 0; pass < kPasses; ++pass) {
+            const u8* x = static_cast<const u8*>(p.x) + static_cast<i64>(tile.token / kTokens) * stages * kXBytes;
+            for (int stage = 0; stage < stages; ++stage, x += kXBytes) {
+                const u32 slot = ring + cursor.slot * kStageBytes;
+                const u32 landed = full + 8 * cursor.slot;
+                if (to_fill > 0) {
+                    --to_fill;
+                } else {
+                    barrier_wait(empty + 8 * cursor.slot, cursor.parity ^ 1);
+                    copy_weights(tp, slot, landed, tile.row, stage, policy);
                 }
+                copy_bulk(slot, x, kXBytes, landed);
+                cursor.advance();
             }
-            copy_async_arrive(landed);
-            if (thread == 0) {
-                if (first) wait_for_earlier_kernels();  // for x only: turn_x has waited for all before itself
-                barrier_expect(landed, kXBytes);
-                copy_bulk(ring + cursor.slot * kStageBytes, x, kXBytes, landed);
-            }
-            first = false;
-            cursor.advance();
-            to_weight = cursor.slot == 0 ? first_weight : to_weight + kStageBytes;
-            weight += kVectors * 16;
-            masks += kMaskRowBytes;
-            x += kXBytes;
         }
     }
 }
 
 // --- the multiplying warpgroups ---
 
-// The mask words of one lane for kCount masks from kFirst on, of the 2 kMasks bytes of its two octets (column: in bytes).
-// All masks are read, in wide pieces, whichever are wanted: eight lanes then read neighbours, where narrow pieces of rows
-// 64 or 128 bytes apart would meet in one bank.
-template <int kFirst, int kCount>
-__device__ __forceinline__ MaskWords<kCount> load_share(u32 row, u32 column, int row_parity) {
-    MaskWords<kMasks> all;
-    if constexpr (kSwizzleMasks) {
-        const Vec16 a = load_shared_16(row + (column ^ row_parity * 16));
-        const Vec16 b = load_shared_16(row + ((column + 16) ^ row_parity * 16));
+// The mask words of one lane for masks kFirst to kFirst + kCount - 1 of a pass, of its octets 2 q and 2 q + 1 of a chunk.
+// All masks of the pass are read, in wide pieces, whichever are wanted: eight lanes then read neighbours, where narrow
+// pieces of rows 64 or 128 bytes apart would meet in one bank.
+// row: where the chunk's masks of this row start.
+template <int kFirst, int kCount, bool kInPieces = kSwizzleMasks || (kPasses > 1)>
+__device__ __forceinline__ MaskWords<kCount> load_share(u32 row, int q, int row_parity, int pass) {
+    MaskWords<kInPieces ? kPassMasks : kMasks> all;
+    if constexpr (kInPieces) {
+        const u32 at_a = row + (kSwizzleMasks ? (2 * q ^ row_parity) * 16 : 2 * q * kMasks) + pass * kPassMasks;
+        const u32 at_b = row + (kSwizzleMasks ? (2 * q + 1 ^ row_parity) * 16 : (2 * q + 1) * kMasks) + pass * kPassMasks;
+        constexpr int kWords = kInPieces ? kPassMasks / 4 : 1;
+        u32 a[kWords], b[kWords];
+        load_shared_words(a, at_a);
+        load_shared_words(b, at_b);
 #pragma unroll
-        for (int w = 0; w < 4; ++w) {
-            all.word[2 * w] = pick_bytes<0x5410>(a.word[w], b.word[w]);
-            all.word[2 * w + 1] = pick_bytes<0x7632>(a.word[w], b.word[w]);
+        for (int w = 0; w < kWords; ++w) {
+            all.word[2 * w] = pick_bytes<0x5410>(a[w], b[w]);
+            all.word[2 * w + 1] = pick_bytes<0x7632>(a[w], b[w]);
         }
     } else {
-        all = load_mask_words<kMasks>(row + column);
+        all = load_mask_words<kMasks>(row + 2 * q * kMasks);
     }
     MaskWords<kCount> masks;
 #pragma unroll
     for (int w = 0; w < MaskWords<kCount>::kWords; ++w) {
         const int i = kFirst + 2 * w;  // an odd start takes its two masks from two words
-        const int next = i / 2 + 1 < MaskWords<kMasks>::kWords ? i / 2 + 1 : i / 2;
+        const int next = i / 2 + 1 < MaskWords<kPassMasks>::kWords ? i / 2 + 1 : i / 2;
         masks.word[w] = i % 2 == 0 ? all.word[i / 2] : pick_bytes<0x6341>(all.word[i / 2], all.word[next]);
     }
     return masks;
 }
 
+// The same from global memory, byte by byte, for rows of masks that the copy engine cannot take.
+// row: the masks of this row; octet: the first of the two; bytes past the row's end are not read.
+template <int kFirst, int kCount>
+__device__ __forceinline__ MaskWords<kCount> read_share(const u8* row, int octet, int octets, int pass) {
+    const u8* first = row + static_cast<i64>(octet) * kMasks + pass * kPassMasks + kFirst;
+    MaskWords<kCount> masks;
+#pragma unroll
+    for (int w = 0; w < MaskWords<kCount>::kWords; ++w) {
+        masks.word[w] = 0;
+#pragma unroll
+        for (int byte = 0; byte < 4; ++byte) {
+            const int mask = 2 * w + byte % 2;
+            if (mask < kCount && octet + byte / 2 < octets)
+                masks.word[w] |= static_cast<u32>(first[byte / 2 * kMasks + mask]) << (8 * byte);
+        }
+    }
+    return masks;
+}
+
+__device__ __forceinline__ void load_4(float (&value)[4], const float4* from) {
+    const float4 v = *from;
+    value[0] = v.x, value[1] = v.y, value[2] = v.z, value[3] = v.w;
+}
+
+// Registers a thread, multiples of 8: what the launch gives each, moved from the copying warpgroup to the others.
+constexpr int kCopyRegisters = 24;
+constexpr int kRegisters = kConsumers == 1 ? 255 : kConsumers == 2 ? 240 : kConsumers == 3 ? 160 : 112;
+
 // The sums of 64 rows for t, if kTotal, and for the masks from kFirst to kFirst + kCount - 1.
 template <bool kTotal, int kFirst, int kCount>
 struct Sums {
-    float t[kTotal ? kColumns : 1];
+    float t[kColumns];
     float f[kCount > 0 ? kCount : 1][kColumns];
 
     static constexpr int kParts = 4 / kSteps;  // of a chunk
@@ -202,7 +237,7 @@ struct Sums {
     // Flipped fragments take turns in two sets of registers, so that one group runs while the next is prepared. t's, the
     // weights as they are, serve the masks of their part too: one set, or two where t is all there is.
     static constexpr int kPlainSets = kCount == 0 ? 2 : 1;
-    static constexpr bool kRoomy = kProducts * kColumns <= 96;  // registers for loads ahead of the wait
+    static constexpr bool kRoomy = kProducts * kColumns + 128 <= kRegisters;  // for loads ahead of the wait
     static_assert(kGroups * kSub >= 2, "a stage is given back during the next");
     static_assert(kCount > 0 || kParts % 2 == 0, "two sets take turns");
 
@@ -243,23 +278,26 @@ struct Sums {
     }
 
     // Adds all of k, stage by stage.
-    __device__ __forceinline__ void add(const Params& p, u32 ring, u32 full, u32 empty, int warpgroup_row, Cursor& cursor) {
+    __device__ __forceinline__ void add(const Params& p, u32 ring, u32 full, u32 empty, int tile_row, int warpgroup_row,
+                                        int pass, Cursor& cursor) {
         const int lane = threadIdx.x % 32;
         const int g = lane / 4;
         const int q = lane % 4;
-        const int row = warpgroup_row + threadIdx.x / 32 % 4 * 16 + g;  // and row + 8
+        const int row = warpgroup_row + threadIdx.x / 32 % 4 * 16 + g;  // and row + 8: both are g modulo 8
         const int stages = stage_count(p);
+        const u8* mask_rows = p.masks + (tile_row + row) * p.mask_row_stride;
         u32 flipped[2][kSteps][4];
         u32 plain[kPlainSets][kSteps][4];
         u32 used = 0;  // the barrier of the stage before
         for (int stage = 0; stage < stages; ++stage) {
             const u32 slot = ring + cursor.slot * kStageBytes;
-            const u32 weights = slot + kXBytes + row * 128;
-            const u32 masks = slot + kXBytes + kWeightBytes + row * kMaskRowBytes;
             barrier_wait(full + 8 * cursor.slot, cursor.parity);
             __syncwarp();
 #pragma unroll
             for (int sub = 0; sub < kSub; ++sub) {
+                const u32 weights = slot + kXBytes + (sub * kBlockRows + row) * 128;
+                const u32 masks = slot + kXBytes + kWeightBytes +
+                                  (sub / kMaskSpan * kBlockRows + row) * kMaskRowBytes + sub % kMaskSpan * (8 * kMasks);
                 Vec16 octet[2][2];  // rows row and row + 8, octets 2 q and 2 q + 1
                 MaskWords<(kCount > 0 ? kCount : 1)> bits[2];
                 const u64 b = wgmma_descriptor(slot + sub * kTokens * 128);
@@ -274,8 +312,7 @@ struct Sums {
                         for (int half = 0; half < 2; ++half) {
 #pragma unroll
                             for (int o = 0; o < 2; ++o)
-                                octet[half][o] = load_shared_16(weights + (sub * kBlockRows + 8 * half) * 128 +
-                                                                (2 * q + o ^ (row & 1)) * 16);
+                                octet[half][o] = load_shared_16(weights + half * 1024 + (2 * q + o ^ g) * 16);
                             if constexpr (kParts == 1 && !kRoomy) {  // at once: registers are few
                                 pair_up(weight, octet[half], half, 0);
 #pragma unroll
@@ -284,9 +321,14 @@ struct Sums {
                         }
                         if constexpr (kCount > 0) {
 #pragma unroll
-                            for (int half = 0; half < 2; ++half)
-                                bits[half] = load_share<kFirst, kCount>(masks + 8 * half * kMaskRowBytes,
-                                                                        (sub * 8 + 2 * q) * kMasks, row & 1);
+                            for (int half = 0; half < 2; ++half) {
+                                if constexpr (kBulkMasks)
+                                    bits[half] = load_share<kFirst, kCount>(masks + 8 * half * kMaskRowBytes, q, g, pass);
+                                else
+                                    bits[half] = read_share<kFirst, kCount>(mask_rows + 8 * half * p.mask_row_stride,
+                                                                            (stage * kSub + sub) * 8 + 2 * q,
+                                                                            p.in_features / 8, pass);
+                            }
                         }
                     };
                     if (kRoomy && group == 0) load();
@@ -325,13 +367,14 @@ struct Sums {
     }
 
     // `sum` and this share's terms, one after another: the same bits however masks are shared out.
-    __device__ __forceinline__ float add_terms(const Params& p, float sum, float total, int column, int token) const {
+    __device__ __forceinline__ float add_terms(const Params& p, float sum, float total, int column, int token,
+                                               int pass) const {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
             const float gate = 0.5f * (total - f[i][column]);
             const float value = 0.5f * (total + f[i][column]);
             const bool routed = kRouteType >= 0 && token < p.tokens;
-            const float route = routed ? load_route<kRouteType>(p, token, kFirst + i) : 1.0f;
+            const float route = routed ? load_route<kRouteType>(p, token, pass * kPassMasks + kFirst + i) : 1.0f;
             sum += route * (activate<kActivation, true>(gate) * value);
         }
         return sum;
@@ -359,71 +402,89 @@ __device__ __forceinline__ void store(const Params& p, const float (&y)[4], int 
     }
 }
 
-__device__ __forceinline__ void load_4(float (&value)[4], const float4* from) {
-    const float4 v = *from;
-    value[0] = v.x, value[1] = v.y, value[2] = v.z, value[3] = v.w;
-}
+// A warpgroup's place in the block, and what it needs to hand on. Each thread hands on to the same thread of the other
+// warpgroup of its rows, and to itself.
+struct Hands {
+    float4* totals;  // t
+    float4* terms;   // their sum so far
+    int handed_on;   // named barriers of the two warpgroups: written by the first,
+    int taken;       // and read by the second, which may have written `terms` for the next pass
+};
 
-// The work of warpgroup kGroup of those that share 64 rows.
-template <int kGroup>
-__device__ __forceinline__ void consume(const Params& p, u32 ring, u32 full, u32 empty, float4* exchange, int row_group) {
-    constexpr bool kTotal = kGroup == 0;
-    constexpr bool kDone = kGroup == kMaskGroups - 1;
-    constexpr int kFirst = kTotal ? 0 : share_start(kGroup) - 1;
-    constexpr int kCount = share_start(kGroup + 1) - 1 - kFirst;
+// A pass of the warpgroup kGroup of those that share 64 rows, with t among its sums or not. It writes the result if it is
+// the last. again: not the first pass of the first tile; more: another pass follows, of this tile or the next.
+template <int kGroup, bool kWithTotal>
+__device__ __forceinline__ void multiply_pass(const Params& p, u32 ring, u32 full, u32 empty, const Hands& hands,
+                                              const Tile& tile, int row_group, int pass, bool again, bool more,
+                                              Cursor& cursor) {
+    constexpr int kSums = kPassMasks + (kWithTotal ? 1 : 0);
+    constexpr bool kTotal = kGroup == 0 && kWithTotal;
+    constexpr bool kLastGroup = kGroup == kMaskGroups - 1;
+    constexpr int kFirst = share_start(kGroup, kSums) - (kWithTotal && !kTotal ? 1 : 0);
+    constexpr int kCount = share_start(kGroup + 1, kSums) - share_start(kGroup, kSums) - (kTotal ? 1 : 0);
     const int thread = threadIdx.x % 128;
     const int lane = thread % 32;
     const int warpgroup_row = min(row_group * 64, kBlockRows - 64);
-    // Each thread hands on to the same thread of the second warpgroup, which writes the result.
-    float4* totals = exchange + row_group * (kColumns / 2 * 128) + thread;
-    float4* terms = totals + kColumns / 4 * 128;
-    const int handed_on = 1 + 2 * row_group;  // named barriers
-    const int taken = 2 + 2 * row_group;
-    const int tiles = tile_count(p);
-    Cursor cursor;
+    const int row = tile.row + warpgroup_row + thread / 32 * 16;
+    const int owned = max(tile.owned, tile.row + row_group * 64);
+    const bool done = kLastGroup && pass == kPasses - 1;
     Sums<kTotal, kFirst, kCount> sums;
+    sums.clear();
+    sums.add(p, ring, full, empty, tile.row, warpgroup_row, pass, cursor);
+    if constexpr (kGroup > 0) named_sync<256>(hands.handed_on);
+    else if (!kLastGroup && again) named_sync<256>(hands.taken);
+#pragma unroll
+    for (int j = 0; j < kColumns / 4; ++j) {
+        const int token = tile.token + 8 * j;
+        float total[4], y[4] = {};
+        if constexpr (kTotal) {
+#pragma unroll
+            for (int r = 0; r < 4; ++r) total[r] = sums.t[4 * j + r];
+        } else {
+            load_4(total, hands.totals + j * 128);
+        }
+        if (!kTotal || pass > 0) load_4(y, hands.terms + j * 128);
+#pragma unroll
+        for (int r = 0; r < 4; ++r)
+            y[r] = sums.add_terms(p, y[r], total[r], 4 * j + r, token + lane % 4 * 2 + r % 2, pass);
+        if (done) {
+            store(p, y, row, owned, token, lane);
+        } else {
+            if constexpr (kTotal) hands.totals[j * 128] = make_float4(total[0], total[1], total[2], total[3]);
+            hands.terms[j * 128] = make_float4(y[0], y[1], y[2], y[3]);
+        }
+    }
+    if constexpr (!kLastGroup) named_arrive<256>(hands.handed_on);
+    else if (kGroup > 0 && more) named_arrive<256>(hands.taken);
+}
+
+template <int kGroup>
+__device__ __forceinline__ void consume(const Params& p, u32 ring, u32 full, u32 empty, float4* exchange, int row_group) {
+    float4* totals = exchange + row_group * (kColumns / 2 * 128) + threadIdx.x % 128;
+    const Hands hands{totals, totals + kColumns / 4 * 128, 1 + 2 * row_group, 2 + 2 * row_group};
+    const int tiles = tile_count(p);
+    bool again = false;
+    Cursor cursor;
     for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
         const Tile tile = tile_at(p, index);
-        const int row = tile.row + warpgroup_row + thread / 32 * 16;
-        const int owned = max(tile.owned, tile.row + row_group * 64);
-        sums.clear();
-        sums.add(p, ring, full, empty, warpgroup_row, cursor);
-        if constexpr (!kTotal) named_sync<256>(handed_on);
-        else if (!kDone && index != blockIdx.x) named_sync<256>(taken);
-#pragma unroll
-        for (int j = 0; j < kColumns / 4; ++j) {
-            const int token = tile.token + 8 * j;
-            float total[4], y[4] = {};
-            if constexpr (kTotal) {
-#pragma unroll
-                for (int r = 0; r < 4; ++r) total[r] = sums.t[4 * j + r];
-            } else {
-                load_4(total, totals + j * 128);
-                load_4(y, terms + j * 128);
-            }
-#pragma unroll
-            for (int r = 0; r < 4; ++r)
-                y[r] = sums.add_terms(p, y[r], total[r], 4 * j + r, token + lane % 4 * 2 + r % 2);
-            if constexpr (kDone) {
-                store(p, y, row, owned, token, lane);
-            } else {
-                totals[j * 128] = make_float4(total[0], total[1], total[2], total[3]);
-                terms[j * 128] = make_float4(y[0], y[1], y[2], y[3]);
-            }
+        const bool last = index + gridDim.x >= tiles;
+        // One after the other instead of in a loop, the two kinds of pass compile to wgmmas that wait for each other.
+#pragma unroll 1
+        for (int pass = 0; pass < kPasses; ++pass) {
+            const bool more = pass < kPasses - 1 || !last;
+            if (kTotalEachPass || pass == 0)
+                multiply_pass<kGroup, true>(p, ring, full, empty, hands, tile, row_group, pass, again, more, cursor);
+            else
+                multiply_pass<kGroup, false>(p, ring, full, empty, hands, tile, row_group, pass, again, more, cursor);
+            again = true;
         }
-        if constexpr (!kDone) named_arrive<256>(handed_on);
-        else if (!kTotal && index + gridDim.x < tiles) named_arrive<256>(taken);
     }
 }
 
-// Registers a thread, multiples of 8: what the launch gives each, moved from the copying warpgroup to the others.
-constexpr int kCopyRegisters = kConsumers == 2 ? 40 : 32;
-constexpr int kMultiplyRegisters = kConsumers == 2 ? 232 : 112;
-static_assert(kConsumers <= 4, "registers for four multiplying warpgroups at most");
-
 }  // namespace mglu
 
-extern "C" __global__ void __launch_bounds__(mglu::kThreads, 1) mglu_tile_wgmma(const __grid_constant__ mglu::Params p) {
+extern "C" __global__ void __launch_bounds__(mglu::kThreads, 1)
+    mglu_tile_wgmma(const __grid_constant__ mglu::TileParams tp) {
     using namespace mglu;
     extern __shared__ __align__(1024) u8 shared[];
     const u32 ring = shared_address(shared);
@@ -432,7 +493,7 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, 1) mglu_tile_wgmma(
     const u32 empty = full + 8 * kStages;
     if (threadIdx.x == 0) {
         for (int s = 0; s < kStages; ++s) {
-            barrier_init(full + 8 * s, 129);              // the threads that copy, and one of them for x
+            barrier_init(full + 8 * s, 1);                // the thread that copies
             barrier_init(empty + 8 * s, 4 * kConsumers);  // the warps that multiply
         }
         barriers_are_ready();
@@ -443,11 +504,11 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, 1) mglu_tile_wgmma(
     const int warpgroup = threadIdx.x / 128;
     if (warpgroup == kConsumers) {
         if constexpr (kConsumers > 1) give_registers<kCopyRegisters>();
-        produce(p, ring, full, empty);
+        if (threadIdx.x % 128 == 0) produce(tp, ring, full, empty);
     } else {
-        if constexpr (kConsumers > 1) take_registers<kMultiplyRegisters>();
+        if constexpr (kConsumers > 1) take_registers<kRegisters>();
         const int row_group = warpgroup / kMaskGroups;
-        if (warpgroup % kMaskGroups == 0) consume<0>(p, ring, full, empty, exchange, row_group);
-        else if constexpr (kMaskGroups == 2) consume<1>(p, ring, full, empty, exchange, row_group);
+        if (warpgroup % kMaskGroups == 0) consume<0>(tp.p, ring, full, empty, exchange, row_group);
+        else if constexpr (kMaskGroups == 2) consume<1>(tp.p, ring, full, empty, exchange, row_group);
     }
 }

@@ -1,4 +1,4 @@
-// Hopper's warpgroup instructions (sm_90a): asynchronous matrix products, barriers in shared memory, register shares.
+// Hopper's warpgroup instructions (sm_90a): asynchronous matrix products, the copy engine, barriers in shared memory.
 #pragma once
 #include "ptx.cuh"
 
@@ -31,17 +31,26 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Arrives once all this thread's cp.async so far have landed.
-__device__ __forceinline__ void copy_async_arrive(u32 barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // A contiguous piece of global memory, by the copy engine.
 __device__ __forceinline__ void copy_bulk(u32 destination, const void* source, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      destination),
                  "l"(source), "r"(bytes), "r"(barrier)
                  : "memory");
+}
+
+// How the copy engine finds boxes of a matrix in global memory, as the driver encodes it. A kernel's parameter.
+struct alignas(64) TensorMap {
+    u64 opaque[16];
+};
+
+// A box of a matrix, whose first element is at (row, column); elements outside become zeros.
+__device__ __forceinline__ void copy_box(u32 destination, const TensorMap& map, int column, int row, u32 barrier, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(destination),
+        "l"(&map), "r"(column), "r"(row), "r"(barrier), "l"(policy)
+        : "memory");
 }
 
 // Named barriers: kThreads threads of a block, some of which only arrive.
@@ -133,6 +142,7 @@ MGLU_WGMMA(56, MGLU_D28, "%28, %29, %30, %31", "%32", MGLU_F16(0), MGLU_F8(16), 
 MGLU_WGMMA(64, MGLU_D32, "%32, %33, %34, %35", "%36", MGLU_F32(0))
 MGLU_WGMMA(80, MGLU_D40, "%40, %41, %42, %43", "%44", MGLU_F32(0), MGLU_F8(32))
 MGLU_WGMMA(96, MGLU_D48, "%48, %49, %50, %51", "%52", MGLU_F32(0), MGLU_F16(32))
+MGLU_WGMMA(112, MGLU_D56, "%56, %57, %58, %59", "%60", MGLU_F32(0), MGLU_F16(32), MGLU_F8(48))
 MGLU_WGMMA(128, MGLU_D64, "%64, %65, %66, %67", "%68", MGLU_F64(0))
 MGLU_WGMMA(160, MGLU_D80, "%80, %81, %82, %83", "%84", MGLU_F64(0), MGLU_F16(64))
 MGLU_WGMMA(192, MGLU_D96, "%96, %97, %98, %99", "%100", MGLU_F64(0), MGLU_F32(64))

@@ -28,8 +28,8 @@ TABLE = "mglu_kernels.inc"
 MOST_TOKENS = 512
 """Of a launch (csrc/library/cuda/launch.cpp, kMostTokens): more go in several."""
 
-_MULTIPROCESSORS = 132
-"""Of the GPU that launches are chosen for. Blocks walk over what others leave, so others are served too."""
+_DEVICE, _MULTIPROCESSORS = "NVIDIA H200", 132
+"""The GPU that launches are chosen for. Blocks walk over what others leave, so others are served too."""
 
 
 def write(folder: Path, archs: Sequence[str], packages: Sequence[str | Path]) -> None:
@@ -132,6 +132,7 @@ def _problem(layer: LayerInfo, arch: tuple[int, int], tokens: int) -> plan.Probl
         x_vectorizable=False,
         strides=(0,) * 9,
         multiprocessors=_MULTIPROCESSORS,
+        device=_DEVICE,
     )
 
 
@@ -183,12 +184,15 @@ def _launch(layer: LayerInfo, arch: tuple[int, int], tokens: int, cubins: _Cubin
     shared = config.shared_bytes(layer.n_masks, tokens, layer.in_features)
     overlap = "true" if arch >= (9, 0) else "false"
     geometry = f"{{{grid[0]}, {grid[1]}, {config.threads}, {shared}, {overlap}}}"
-    turn = "{-1, 0, 0}"
+    turn, boxes = "{-1, 0, 0}", "{0, 0, false}"
     if config.kernel == "tile_wgmma":
         cubin = cubins.index("turn_x", target, plan.turn_defines(config))
         size = tokens, layer.in_features
         turn = f"{{{cubin}, {config.turn_blocks(*size)}, {config.turned_bytes(*size)}}}"
-    return f"{kernel}, {geometry}, {turn}"
+        weight, masks = plan.matrices(problem, config)
+        mask_box = "0, false" if masks is None else f"{masks.box_width}, {str(masks.swizzle).lower()}"
+        boxes = f"{{{weight.box_height}, {mask_box}}}"
+    return f"{kernel}, {geometry}, {turn}, {boxes}"
 
 
 def _plain(kind: LayerInfo, arch: tuple[int, int], cubins: _Cubins) -> Iterator[str]:

@@ -107,6 +107,24 @@ def build_runtime(
     return library
 
 
+def build_program(
+    source: str | Path, out: str | Path, library: str | Path | None = None, *, flags: Sequence[str] = ("-O2",)
+) -> Path:
+    """Build a C++20 program against this torch, and against `libmglu_ops.so` if its path is given, with g++ or `$CXX`.
+
+    Raises:
+        BuildError: there is no compiler, or it refused the source.
+    """
+    root = Path(torch.__file__).parent
+    includes = [source_directory(), root / "include", root / "include/torch/csrc/api/include"]
+    places = [root / "lib"] if library is None else [Path(library).resolve().parent, root / "lib"]
+    libraries = [*(["-lmglu_ops"] if library is not None else []), "-ltorch", "-ltorch_cpu", "-lc10"]
+    command = [os.environ.get("CXX") or "g++", "-std=c++20", *flags, *(f"-isystem{path}" for path in includes)]
+    command += [str(source), "-o", str(out), *(f"{to}{path}" for path in places for to in ("-L", "-Wl,-rpath,"))]
+    _run([*command, "-Wl,--no-as-needed", *libraries])
+    return Path(out)
+
+
 def write_kernels(folder: str | Path, archs: Sequence[str], packages: Sequence[str | Path]) -> None:
     """Compile kernels and write them to a folder, for CMake's `MGLU_KERNELS`; arguments as of `build_runtime`.
 
@@ -123,7 +141,10 @@ def write_kernels(folder: str | Path, archs: Sequence[str], packages: Sequence[s
 
 
 def _run(command: list[str]) -> None:
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise BuildError(f"no C++ compiler: {command[0]} is not on the PATH (set CXX)") from None
     if process.returncode != 0:
         raise BuildError(f"{' '.join(command)}\n{process.stderr}")
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from budgets import assert_matches
+from cuda_problem import Problem
 from torch import Tensor
 
-from mglu_ops.backends import cuda, reference
+from mglu_ops.backends import cuda
 from mglu_ops.backends.cuda import LaunchConfig
 
 pytestmark = pytest.mark.gpu
@@ -26,57 +25,6 @@ def seeded() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.cuda.synchronize()  # a fault belongs to the test that made it
-
-
-def pack(masks: Tensor) -> Tensor:
-    """Bool `[n, d, h]` to the packed format, independently of the package."""
-    n, d, h = masks.shape
-    padded = torch.zeros(n, d, -(-h // 8) * 8, dtype=torch.uint8, device=masks.device)
-    padded[:, :, :h] = masks
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=masks.device)
-    return (padded.view(n, d, -(-h // 8), 8) * weights).sum(-1, dtype=torch.uint8).permute(1, 2, 0).contiguous()
-
-
-class Problem:
-    """Random inputs of one call, and its float64 result."""
-
-    def __init__(
-        self,
-        tokens: int,
-        d: int,
-        h: int,
-        n_masks: int,
-        dtype: torch.dtype = torch.float16,
-        activation: str = "silu",
-        route: torch.dtype | None = None,
-    ) -> None:
-        self.x = torch.randn(tokens, h, device="cuda").to(dtype)
-        self.weight = (torch.randn(d, h, device="cuda") / max(h, 1) ** 0.5).to(dtype)
-        self.masks = torch.rand(n_masks, d, h, device="cuda") < 0.5
-        self.packed = pack(self.masks)
-        self.activation = activation
-        self.route = None if route is None else torch.rand(tokens, n_masks, device="cuda").to(route)
-
-    def run(self, config: LaunchConfig | None = None) -> Tensor:
-        return cuda.forward(self.x, self.weight, self.packed, self.activation, self.route, config=config)
-
-    def oracle(self) -> Tensor:
-        """The sum mask by mask, so that float64 copies of all masks never live at once."""
-        terms = [
-            reference.forward(
-                self.x,
-                self.weight,
-                mask[None],
-                self.activation,
-                None if self.route is None else self.route[:, i : i + 1],
-            )
-            for i, mask in enumerate(self.masks)
-        ]
-        return torch.stack(terms).sum(0)
-
-    def check(self, config: LaunchConfig | None = None) -> None:
-        assert cuda.unsupported_reason(self.x, self.weight, self.packed, self.activation, self.route) is None
-        assert_matches(self.run(config), self.oracle(), self.x.dtype)
 
 
 @pytest.mark.parametrize("n_masks", range(1, 17))
@@ -143,13 +91,19 @@ TILES = (
     LaunchConfig("tile_wgmma", rows=80, block_tokens=24, stages=3, steps=2),
     LaunchConfig("tile_wgmma", rows=64, block_tokens=64, mask_groups=2, stages=5, steps=2),
     LaunchConfig("tile_wgmma", rows=128, block_tokens=16, mask_groups=2, stages=4, steps=2),
+    LaunchConfig("tile_wgmma", rows=128, block_tokens=48, passes=2, stages=3, steps=2),
+    LaunchConfig("tile_wgmma", rows=64, block_tokens=32, mask_groups=2, passes=2, stages=3, steps=2),
 )
 
 
 @pytest.mark.parametrize("config", TILES, ids=str)
 def test_override_of_tiles(config: LaunchConfig) -> None:
-    for tokens, d, h in ((6, 128, 64), (70, 1001, 1032), (33, 20000, 520)):  # of the last, a block has several
+    # Rows of masks of 1032 bytes are not for the copy engine. Of the last shape, a block has several tiles.
+    for tokens, d, h in ((6, 128, 64), (70, 1001, 1040), (70, 1001, 1032), (33, 20000, 528)):
         Problem(tokens, d, h, 8).check(config)
+    if config.sub == 2 or config.passes == 2:
+        for n_masks in (16,) if config.passes == 2 else (3, 16):
+            Problem(70, 1001, 1152, n_masks).check(config)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -229,27 +183,6 @@ def test_empty() -> None:
     assert torch.equal(Problem(2, 32, 0, 2).run(), torch.zeros(2, 32, dtype=torch.float16, device="cuda"))
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 40])
-@pytest.mark.parametrize("n_masks", [3, 8])
-def test_guard_bands(n_masks: int, tokens: int) -> None:
-    """Inputs lie between NaN (or all-ones) bands that must not be used, the output between bands that must stay."""
-    p = Problem(tokens, 50 if tokens < 9 else 100, 520 if tokens < 9 else 544, n_masks)
-    expected = p.run()
-    band = 4096
-
-    def between(tensor: Tensor, fill: float) -> Tensor:
-        storage = torch.full((tensor.numel() + 2 * band,), fill, dtype=tensor.dtype, device="cuda")
-        storage[band:-band] = tensor.flatten()
-        return storage[band:-band].view(tensor.shape)
-
-    p.x, p.weight, p.packed = between(p.x, float("nan")), between(p.weight, float("nan")), between(p.packed, 255)
-    assert torch.equal(p.run(), expected)
-    # The allocator hands out neighbours: what stands around a fresh output must survive the launch.
-    pool = torch.full((64, expected.numel()), 7.0, dtype=torch.float16, device="cuda")
-    p.run()
-    assert bool((pool == 7.0).all())
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 8, 100])
 @pytest.mark.parametrize("n_masks", [1, 8, 16])
@@ -304,39 +237,6 @@ def test_follows_the_producer_of_its_inputs(tokens: int) -> None:
         assert torch.equal(p.run(), expected)
 
 
-def test_streams_and_threads() -> None:
-    problems = [Problem(1 + i % 3, 128, 256, 1 + i) for i in range(4)]
-    expected = [p.run() for p in problems]
-    wrong: list[int] = []
-
-    def work(index: int) -> None:
-        with torch.cuda.stream(torch.cuda.Stream()):
-            torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
-            for _ in range(100):
-                if not torch.equal(problems[index].run(), expected[index]):
-                    wrong.append(index)
-
-    torch.cuda.synchronize()
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
-def test_more_than_2_31_elements() -> None:
-    d, h = 2**19 + 16, 4096
-    if torch.cuda.mem_get_info()[0] < 24 * 2**30:
-        pytest.skip("needs 24 GiB of device memory")
-    x = torch.randn(1, h, device="cuda").half()
-    weight = torch.empty(d, h, dtype=torch.float16, device="cuda").normal_(0, h**-0.5)
-    packed = torch.randint(0, 256, (d, h // 8, 8), dtype=torch.uint8, device="cuda")
-    out = cuda.forward(x, weight, packed, "silu", None)
-    tail = cuda.forward(x, weight[-64:].clone(), packed[-64:].clone(), "silu", None)
-    assert torch.equal(out[:, -64:], tail)
-
-
 CONFIGS = (
     LaunchConfig("plain", block_tokens=1),
     LaunchConfig("plain", block_tokens=4),
@@ -357,18 +257,6 @@ def test_override(config: LaunchConfig) -> None:
         Problem(1, d, h, 8).check(config)
         if config.kernel != "decode_fma":
             Problem(6, d, h, 8).check(config)
-
-
-def test_failed_compile_has_the_log_and_leaves_the_context(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("MGLU_CACHE_DIR", str(tmp_path))
-    p = Problem(1, 64, 256, 8)
-    from mglu_ops.backends.cuda.compiler import CompileError
-
-    with pytest.raises(CompileError, match="groups are equal"):
-        p.run(LaunchConfig("decode_mma", mask_group=5, block_tokens=8))
-    p.check()
-    with pytest.raises(ValueError, match="aligned rows"):
-        Problem(20, 64, 257, 8).run(TILES[0])
 
 
 def test_unsupported() -> None:

@@ -172,3 +172,38 @@ def test_fused_compile_trains_and_infers(dtype: torch.dtype, mode: str) -> None:
                 x.copy_(torch.randn_like(x))
                 y = compiled(x).clone()
                 assert_matches(y, exact(x.double()), dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [1, 8, 64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_reduce_overhead_replays_two_layers_bit_for_bit(dtype: torch.dtype, tokens: int) -> None:
+    """CUDA graphs of a compiled model: replayed with other inputs, weights and masks, the bits are the operator's."""
+    torch._dynamo.reset()
+    layers = (mglu_ops.nn.MGLU(264, 512, n_masks=4), mglu_ops.nn.MGLU(512, 200, n_masks=8, activation="gelu"))
+    model = mglu_ops.freeze(torch.nn.Sequential(*layers).to("cuda", dtype)).eval()
+    compiled = torch.compile(model, mode="reduce-overhead")
+    x = torch.randn(tokens, 264, device="cuda", dtype=dtype)
+    with torch.no_grad():
+        for _ in range(3):  # compiles, records, replays
+            torch.compiler.cudagraph_mark_step_begin()
+            compiled(x)
+        with torch.profiler.profile() as profile:
+            torch.compiler.cudagraph_mark_step_begin()
+            compiled(x)
+        assert "cudaGraphLaunch" in {event.key for event in profile.key_averages()}
+        for change in ("nothing", "x", "x in place", "weights and masks"):
+            if change == "x":
+                x = torch.randn_like(x)
+            elif change == "x in place":
+                x.normal_()
+            elif change == "weights and masks":
+                for layer in model:
+                    layer.weight.normal_(0, 0.05)
+                    layer.packed_masks.random_(0, 256)
+            torch.compiler.cudagraph_mark_step_begin()
+            result = compiled(x).clone()
+            expected = x
+            for layer in model:
+                expected = torch.ops.mglu.forward(expected, layer.weight, layer.packed_masks, layer.activation)
+            assert torch.equal(result, expected), change

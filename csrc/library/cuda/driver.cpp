@@ -23,6 +23,7 @@ struct LaunchConfig {
 };
 constexpr int kProgrammaticStreamSerialization = 6, kMaxDynamicSharedSize = 8;
 constexpr int kComputeCapabilityMajor = 75, kComputeCapabilityMinor = 76;
+constexpr int kUint8 = 0, kUint16 = 1, kNoSwizzle = 0, kSwizzle128B = 3, kPromote64B = 1;
 constexpr unsigned kSharedBytesWithoutAsking = 48 * 1024;
 
 class Library {
@@ -51,6 +52,8 @@ struct Driver {
     int (*get_function)(void**, void*, const char*);
     int (*set_attribute)(void*, int, int);
     int (*launch)(const LaunchConfig*, void*, void**, void**);
+    int (*encode)(void*, int, std::uint32_t, void*, const std::uint64_t*, const std::uint64_t*, const std::uint32_t*,
+                  const std::uint32_t*, int, int, int, int);
 
     Driver() {
         const Library library{"libcuda.so.1"};
@@ -61,6 +64,7 @@ struct Driver {
         library.find(get_function, "cuModuleGetFunction");
         library.find(set_attribute, "cuFuncSetAttribute");
         library.find(launch, "cuLaunchKernelEx");
+        library.find(encode, "cuTensorMapEncodeTiled");
     }
     void check(int error, const char* what) const {
         if (error == 0) return;
@@ -125,6 +129,17 @@ void launch(Function function, const Geometry& geometry, void* stream, void* par
                               &overlap, geometry.overlap ? 1u : 0u};
     void* arguments[] = {parameters};
     cuda.check(cuda.launch(&config, function, arguments, nullptr), "launching a kernel");
+}
+
+TensorMap encode(const Matrix& matrix, const void* pointer) {
+    const Driver& cuda = driver();
+    TensorMap map;
+    const std::uint64_t sizes[] = {matrix.width, matrix.height}, pitches[] = {matrix.pitch};
+    const std::uint32_t box[] = {matrix.box_width, matrix.box_height}, steps[] = {1, 1};
+    cuda.check(cuda.encode(map.bytes, matrix.item == 1 ? kUint8 : kUint16, 2, const_cast<void*>(pointer), sizes, pitches, box,
+                           steps, 0, matrix.swizzle ? kSwizzle128B : kNoSwizzle, kPromote64B, 0),
+               "encoding a tensor map");
+    return map;
 }
 
 std::vector<char> compile(const std::vector<Source>& sources, int arch, const std::vector<std::string>& options) {

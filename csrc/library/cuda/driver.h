@@ -26,6 +26,21 @@ struct Geometry {
     bool overlap;  // may be set up while the kernel before it in the stream still runs
 };
 
+// A matrix in rows, as the copy engine takes boxes of it (mglu_ops/backends/cuda/tensor_map.py). Sizes but `pitch` (bytes
+// from a row to the next) are in elements.
+struct Matrix {
+    int item;  // bytes of an element, 1 or 2
+    std::uint64_t width, height, pitch;
+    std::uint32_t box_width, box_height;
+    bool swizzle;
+};
+
+// What the driver encodes of it, as kernels take it.
+struct alignas(64) TensorMap {
+    unsigned char bytes[128];
+};
+TensorMap encode(const Matrix& matrix, const void* pointer);
+
 // `parameters` are the one argument of every kernel.
 void launch(Function function, const Geometry& geometry, void* stream, void* parameters);
 

@@ -34,6 +34,13 @@ struct Turn {
     std::int64_t bytes;  // of the copy
 };
 
+// How tile_wgmma copies W and the masks.
+struct Boxes {
+    std::uint32_t rows;        // 0 for a kernel that copies by itself
+    std::uint32_t mask_bytes;  // of a row; 0 where the masks' rows are no multiples of 16 bytes
+    bool swizzle_masks;
+};
+
 // The tuned launch of a layer for some numbers of tokens: made by mglu_ops/runtime/device_code.py from the one place
 // that holds such choices, mglu_ops/backends/cuda/config.py.
 struct TunedLaunch {
@@ -43,6 +50,7 @@ struct TunedLaunch {
     int cubin;
     Geometry geometry;
     Turn turn;
+    Boxes boxes;
 };
 
 // The kernel that takes any layout, for one token a pass or four.

@@ -25,6 +25,13 @@ struct Params {
 };
 static_assert(sizeof(Params) == 128);
 
+// csrc/cuda/tile_wgmma.cu
+struct TileParams {
+    Params params;
+    TensorMap weight, masks;
+};
+static_assert(sizeof(TileParams) == 384);
+
 constexpr std::int64_t kMostTokens = 512;  // of a launch; more go in several
 constexpr unsigned kPlainThreads = 256, kPlainWarps = 8, kTurnThreads = 256;
 
@@ -135,7 +142,15 @@ void launch_tuned(const TunedLaunch& tuned, int device, Params& p, const Executo
         launch(loaded().cubin(device, tuned.turn.cubin, 0), geometry, executor.stream, &turn);
         p.x = turn.out;
     }
-    launch(loaded().cubin(device, tuned.cubin, tuned.geometry.shared_bytes), tuned.geometry, executor.stream, &p);
+    const Function kernel = loaded().cubin(device, tuned.cubin, tuned.geometry.shared_bytes);
+    if (tuned.boxes.rows == 0) return launch(kernel, tuned.geometry, executor.stream, &p);
+    const Boxes& box = tuned.boxes;
+    const auto height = static_cast<std::uint64_t>(p.out_features), width = static_cast<std::uint64_t>(p.in_features);
+    const auto mask_pitch = static_cast<std::uint64_t>(p.mask_row_stride);
+    TileParams tile{p, encode({2, width, height, 2 * width, 64, box.rows, true}, p.weight), {}};
+    if (box.mask_bytes > 0)
+        tile.masks = encode({1, mask_pitch, height, mask_pitch, box.mask_bytes, box.rows, box.swizzle_masks}, p.masks);
+    launch(kernel, tuned.geometry, executor.stream, &tile);
 }
 
 // A message once a process, where the road is right but slow.

@@ -7,29 +7,40 @@ x are allocated, on the current stream, with no synchronisation; the same inputs
 from __future__ import annotations
 
 import importlib.util
+import math
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ... import batch_invariance
 from . import packing
 from .config import MAX_TOKENS, LaunchConfig, choose
 from .packing import KINDS
-from .plan import ACTIVATIONS, ELEMENTS, Plan, build, choice, describe
+from .plan import ACTIVATIONS, ELEMENTS, Decision, Plan, Problem, build, decide, describe
 
 __all__ = [
     "MAX_TOKENS",
+    "Call",
+    "Key",
     "LaunchConfig",
     "can_pack",
     "choose",
     "forward",
+    "key_of",
+    "launch_of",
     "pack",
-    "takes_many",
+    "plan_call",
     "unsupported_reason",
 ]
 
-_PLANS_KEPT = 4096
-_plans: dict[tuple[object, ...], Plan] = {}
+Key = tuple[object, ...]
+
+CALLS_KEPT = 4096
+"""Of the calls that are remembered; where there are more kinds of them, all are forgotten."""
+_MOST_PLAIN_TOKENS = 4 * 65535  # a grid's second dimension, of blocks of 4 tokens
 
 
 @cache
@@ -41,10 +52,10 @@ def _has_cuda_core() -> bool:
 
 
 @cache
-def _device_facts(device: int) -> tuple[tuple[int, int], int]:
-    """Compute capability and number of multiprocessors."""
+def _device_facts(device: int) -> tuple[tuple[int, int], int, str]:
+    """Compute capability, number of multiprocessors and name."""
     properties = torch.cuda.get_device_properties(device)
-    return (properties.major, properties.minor), properties.multi_processor_count
+    return (properties.major, properties.minor), properties.multi_processor_count, properties.name
 
 
 def _current_device() -> int:
@@ -58,7 +69,7 @@ def _current_stream(device: int) -> int:
 def unsupported_reason(
     x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None
 ) -> str | None:
-    """Why `forward` cannot take a call, or None if it can. Cheap; reads metadata only."""
+    """Why `forward` cannot take a call, or None if it can. Reads metadata only."""
     if x.device.type != "cuda":
         return f"x is on {x.device}, not on a CUDA device"
     if x.dtype not in ELEMENTS or weight.dtype != x.dtype:
@@ -75,16 +86,32 @@ def unsupported_reason(
         return "cuda-core is not installed (pip install mglu-ops[cuda])"
     if _device_facts(x.device.index)[0] < (8, 0):
         return f"compute capability {_device_facts(x.device.index)[0]} is below 8.0"
-    if x.shape[0] > MAX_TOKENS and not takes_many(x, weight, packed_masks, activation, route_weights):
-        return f"{x.shape[0]} tokens, above {MAX_TOKENS}, with no wgmma for this device, dtype or alignment"
+    tokens = x.shape[0]
+    if tokens > MAX_TOKENS:
+        kernel = launch_of(x, weight, packed_masks, activation, route_weights).config.kernel
+        if kernel != "tile_wgmma" and not batch_invariance.enabled:
+            return f"{tokens} tokens, above {MAX_TOKENS}, with no wgmma for this device, dtype or alignment"
+        if kernel == "plain" and tokens > _MOST_PLAIN_TOKENS:
+            return f"{tokens} tokens, above {_MOST_PLAIN_TOKENS}, which the plain kernel's grid does not hold"
     return None
 
 
-def takes_many(x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None) -> bool:
-    """Whether a call that `forward` can take runs on wgmma, whose kernel is the fastest for any number of tokens."""
-    arch, multiprocessors = _device_facts(x.device.index)
-    problem = describe(x, weight, packed_masks, activation, route_weights, arch, multiprocessors)
-    return choice(problem).kernel == "tile_wgmma"
+def launch_of(
+    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None
+) -> Decision:
+    """How `forward` launches a call that it can take.
+
+    Raises:
+        TableError: a table of launches cannot be used.
+    """
+    return decide(_describe(x, weight, packed_masks, activation, route_weights))
+
+
+def _describe(
+    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None
+) -> Problem:
+    facts = _device_facts(x.device.index)
+    return describe(x, weight, packed_masks, activation, route_weights, *facts, batch_invariance.enabled)
 
 
 def can_pack(masks: Tensor) -> bool:
@@ -107,6 +134,113 @@ def pack(masks: Tensor) -> Tensor:
     return packing.pack(masks, _device_facts(device)[0], _current_stream(device))
 
 
+def key_of(x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None) -> Key:
+    """All that the checks of a call, its backend and its plan depend on: metadata, and where the pointers lie between
+    multiples of 16 bytes; of tensors of any rank. Strides stand for themselves only where shapes do not tell them.
+    """
+    route: Key | None = None
+    if route_weights is not None:
+        route = (route_weights.dtype, route_weights.device, route_weights.shape, route_weights.stride())
+    masks = packed_masks
+    return (
+        batch_invariance.enabled, activation, route,
+        x.dtype, x.device, x.shape, x.is_contiguous() or x.stride(), x.data_ptr() & 15,
+        weight.dtype, weight.device, weight.shape, weight.is_contiguous() or weight.stride(), weight.data_ptr() & 15,
+        masks.dtype, masks.device, masks.shape, masks.is_contiguous() or masks.stride(), masks.data_ptr() & 15,
+    )  # fmt: skip
+
+
+# What Inductor's code calls for its buffers: memory without the dispatcher, which takes longer than all else here.
+_empty_strided: Callable[..., Tensor] | None = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+
+def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: int) -> Tensor:
+    """New memory on `device`, the current one; filled as torch fills it where results have to be deterministic."""
+    if _empty_strided is None or torch._C._get_deterministic_algorithms():
+        return torch.empty_strided(shape, strides, dtype=dtype, device=torch.device("cuda", device))
+    return _empty_strided(shape, strides, dtype)
+
+
+class Call:
+    """A call with all settled but its tensors, which may be any of the same key. Thread-safe.
+
+    Attributes:
+        plan: what is launched; None for an empty result.
+        shape: of the result.
+    """
+
+    __slots__ = ("_device", "_dtype", "_strides", "plan", "shape")
+
+    def __init__(self, plan: Plan | None, device: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        self.plan = plan
+        self.shape = shape
+        self._strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        self._dtype = dtype
+        self._device = device
+
+    def with_shape(self, shape: tuple[int, ...]) -> Call:
+        """The same with a result of another shape."""
+        return Call(self.plan, self._device, self._dtype, shape)
+
+    def __call__(self, x: Tensor, weight: Tensor, packed_masks: Tensor, route_weights: Tensor | None) -> Tensor:
+        device = self._device
+        if device != _current_device():
+            with torch.cuda.device(device):
+                return self(x, weight, packed_masks, route_weights)
+        out = _empty(self.shape, self._strides, self._dtype, device)
+        plan = self.plan
+        if plan is None:
+            return out
+        stream = _current_stream(device)
+        pointers = (
+            weight.data_ptr(),
+            packed_masks.data_ptr(),
+            0 if route_weights is None else route_weights.data_ptr(),
+            out.data_ptr(),
+        )
+        if plan.workspace:
+            # Freed on return, after the launches: on this stream, whoever gets the memory next runs behind the kernels.
+            workspace = _empty((plan.workspace,), (1,), torch.uint8, device)
+            plan.launch(stream, workspace.data_ptr(), x.data_ptr(), *pointers)
+        else:
+            plan.kernel(stream, x.data_ptr(), *pointers)
+        return out
+
+
+_calls: dict[tuple[Key, LaunchConfig | None], Call] = {}
+
+
+def plan_call(
+    x: Tensor,
+    weight: Tensor,
+    packed_masks: Tensor,
+    activation: str,
+    route_weights: Tensor | None,
+    config: LaunchConfig | None = None,
+) -> Call:
+    """What runs such a call, once its kernel is chosen, compiled and loaded; arguments and errors as of `forward`."""
+    key = key_of(x, weight, packed_masks, activation, route_weights), config
+    call = _calls.get(key)
+    if call is None:
+        device: int = x.device.index
+        shape = x.shape[0], weight.shape[0]
+        plan = None
+        if 0 not in shape:
+            problem = _describe(x, weight, packed_masks, activation, route_weights)
+            with torch.cuda.device(device):
+                plan = build(problem, config)
+        call = Call(plan, device, x.dtype, shape)
+        remember(_calls, key, call)
+    return call
+
+
+def remember(calls: dict[Any, Call], key: Any, call: Call) -> None:
+    """Keep a call, and forget all others if they are too many."""
+    if len(calls) >= CALLS_KEPT:
+        calls.clear()
+    calls[key] = call
+
+
 def forward(
     x: Tensor,
     weight: Tensor,
@@ -116,7 +250,7 @@ def forward(
     *,
     config: LaunchConfig | None = None,
 ) -> Tensor:
-    """`sum_i route_i * act(x (M_i * W)^T) * (x ((1 - M_i) * W)^T)` for few tokens.
+    """`sum_i route_i * act(x (M_i * W)^T) * (x ((1 - M_i) * W)^T)`.
 
     Args:
         x: `[tokens, in_features]`, float16, bfloat16 or float32, any strides.
@@ -132,50 +266,7 @@ def forward(
     Raises:
         CompileError: NVRTC refused the kernel.
         LaunchError: the driver refused the launch; the context stays usable.
+        TableError: a table of launches cannot be used.
     """
-    tokens, _ = x.shape
-    out_features = weight.shape[0]
-    out = x.new_empty((tokens, out_features))
-    if tokens == 0 or out_features == 0:
-        return out
-    device: int = x.device.index
-    if device != _current_device():
-        with torch.cuda.device(device):
-            _launch(x, weight, packed_masks, activation, route_weights, config, out, device)
-    else:
-        _launch(x, weight, packed_masks, activation, route_weights, config, out, device)
-    return out
-
-
-def _launch(
-    x: Tensor,
-    weight: Tensor,
-    packed_masks: Tensor,
-    activation: str,
-    route_weights: Tensor | None,
-    config: LaunchConfig | None,
-    out: Tensor,
-    device: int,
-) -> None:
-    x_pointer, weight_pointer, mask_pointer = x.data_ptr(), weight.data_ptr(), packed_masks.data_ptr()
-    route_pointer, route_key = 0, None
-    if route_weights is not None:
-        route_pointer, route_key = route_weights.data_ptr(), (route_weights.dtype, route_weights.stride())
-    # All that a plan depends on: metadata, and how the pointers lie towards 16-byte vectors.
-    key = (
-        device, x.dtype, activation, x.shape, packed_masks.shape,
-        x.stride(), weight.stride(), packed_masks.stride(), route_key,
-        x_pointer & 15, weight_pointer & 15, mask_pointer & 15, config,
-    )  # fmt: skip
-    plan = _plans.get(key)
-    if plan is None:
-        if len(_plans) >= _PLANS_KEPT:
-            _plans.clear()
-        arch, multiprocessors = _device_facts(device)
-        problem = describe(x, weight, packed_masks, activation, route_weights, arch, multiprocessors)
-        plan = _plans[key] = build(problem, config)
-    # Freed on return, and yet safe: on this stream, whoever gets the memory next runs after the kernels.
-    workspace = x.new_empty(plan.workspace, dtype=torch.uint8).data_ptr() if plan.workspace else 0
-    plan.launch(
-        _current_stream(device), workspace, x_pointer, weight_pointer, mask_pointer, route_pointer, out.data_ptr()
-    )
+    call = plan_call(x, weight, packed_masks, activation, route_weights, config)
+    return call(x, weight, packed_masks, route_weights)

@@ -5,7 +5,8 @@ No timing happens at run time: every choice below carries the measurement it com
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from math import ceil
 from typing import Literal
 
 import torch
@@ -28,8 +29,8 @@ class LaunchConfig:
     keeps `stages` stages in flight in shared memory; a stage is `sub` times 64 columns (`decode_mma`) or `sub` times
     256 (`decode_fma`).
 
-    `tile_wgmma` is cut differently: a block computes tiles of `rows` rows by `block_tokens` tokens, with one warpgroup
-    that copies stages of `sub` times 64 columns into a ring, and `mask_groups` warpgroups for every 64 rows.
+    `tile_wgmma` is cut differently: a block computes tiles of `rows` rows by `block_tokens` tokens, from stages of
+    `sub` times 64 columns, with one warpgroup that copies and `mask_groups` for every 64 rows.
     """
 
     kernel: KernelName
@@ -49,19 +50,39 @@ class LaunchConfig:
     """`decode_fma`: only as many blocks as fit at once, each walking over several tiles."""
     mask_groups: int = 1
     """`tile_wgmma`: warpgroups that share 64 rows, each with its part of the masks."""
+    passes: int = 1
+    """`tile_wgmma`: how often k is gone through, each time for as many of the masks: 4, or a multiple of it."""
     steps: int = 4
     """`tile_wgmma`: wgmmas of 16 columns that are issued together."""
     early_weights: bool = False
     """Start reading W before the kernels ahead in the stream have finished (programmatic dependent launch). Only
     right when none of them writes W or the masks."""
 
+    def __str__(self) -> str:
+        """The kernel, and what differs from the defaults."""
+        return f"{self.kernel}({', '.join(f'{name}={value}' for name, value in self.settings().items())})"
+
+    def settings(self) -> dict[str, int]:
+        """The fields that differ from their defaults, but for the kernel."""
+        found = {field.name: (getattr(self, field.name), field.default) for field in fields(self)[1:]}
+        return {name: value for name, (value, default) in found.items() if value != default}
+
     @property
     def threads(self) -> int:
         if self.kernel == "plain":
             return 256
         if self.kernel == "tile_wgmma":
-            return 128 * (-(-self.rows // 64) * self.mask_groups + 1)
+            return 128 * (self.row_groups * self.mask_groups + 1)
         return 32 * self.tiles * self.split_k
+
+    @property
+    def row_groups(self) -> int:
+        """`tile_wgmma`: pieces of 64 rows, the last of which may overlap the one before."""
+        return -(-self.rows // 64)
+
+    def mask_row_bytes(self, n_masks: int) -> int:
+        """`tile_wgmma`: of a row of a box of masks: a multiple of 16, so that an odd number goes by two chunks."""
+        return 8 * n_masks * (1 + n_masks % 2)
 
     @property
     def token_tiles(self) -> int:
@@ -85,7 +106,8 @@ class LaunchConfig:
         if self.kernel == "plain":
             return 0
         if self.kernel == "tile_wgmma":
-            exchange = 0 if self.mask_groups == 1 else -(-self.rows // 64) * self.block_tokens * 512
+            hands_on = self.mask_groups == 2 or self.passes > 1
+            exchange = self.row_groups * self.block_tokens * 512 if hands_on else 0
             return self.stages * (self._tile_stage_bytes(n_masks) + 16) + exchange  # two barriers a stage
         warps = self.tiles * self.split_k
         ring = self.stages * self.rows * self.stage_columns // 8 * (16 + n_masks)
@@ -156,7 +178,7 @@ def choose(
         # us; 14336 x 4096: 36.1 against 33.8).
         few = 16 if n_masks <= 4 and in_features <= 2048 else 8
         if arch == (9, 0) and tokens > few and out_features >= 64:
-            return _tile(n_masks, tokens, out_features, multiprocessors)
+            return _tile(n_masks, tokens, out_features, in_features, multiprocessors)
         if tokens == 1:
             preferred = _one_token(n_masks, in_features)
         else:
@@ -165,6 +187,32 @@ def choose(
         if fitted is not None:
             return fitted
     return LaunchConfig("plain", block_tokens=1 if tokens == 1 else 4)
+
+
+def choose_invariant(
+    arch: tuple[int, int],
+    dtype: torch.dtype,
+    n_masks: int,
+    tokens: int,
+    out_features: int,
+    in_features: int,
+    aligned: bool,
+    multiprocessors: int = 132,
+) -> LaunchConfig:
+    """The configuration for a problem whose rows must have the same bits in every batch; arguments as of `choose`.
+
+    The number of tokens decides nothing that the order of a sum depends on: `tile_wgmma` goes up k in one accumulator
+    however it is cut; `decode_mma` is the one for 8 tokens, `plain` the one for 4.
+    """
+    if aligned and dtype != torch.float32 and out_features >= 16 and arch >= (8, 0):
+        if arch == (9, 0) and out_features >= 64:
+            return _tile(n_masks, tokens, out_features, in_features, multiprocessors)
+        preferred = _few_tokens(arch, n_masks, 8, out_features, in_features, multiprocessors)
+        fitted = _fit(preferred, shared_limit(arch), n_masks, 8, in_features)
+        if fitted is not None:
+            # With 8 warps a tile and more, a single token's masks would be added up by more lanes (finish.cuh).
+            return replace(fitted, split_k=min(fitted.split_k, 4))
+    return LaunchConfig("plain", block_tokens=4)
 
 
 def _one_token(n_masks: int, in_features: int) -> LaunchConfig:
@@ -225,52 +273,69 @@ def _few_tokens(
     )
 
 
-_TOKEN_COLUMNS = (16, 24, 32, 40, 48, 56, 64, 80, 96, 128, 160)
+_TOKEN_COLUMNS = (16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192)
 """Widths of `tile_wgmma`'s tiles that its source has the instruction for."""
 
+_MICROSECONDS = 2e-5
+"""Of `tile_wgmma` for a column of in_features, a product of 64 rows and a column of tokens: at the rate of the tensor
+cores of an H200, which its power limits."""
+_BYTES_PER_MICROSECOND = 4.4e6
 
-def _tile(n_masks: int, tokens: int, out_features: int, multiprocessors: int) -> LaunchConfig:
-    """The cut of the least cost, where a wave costs (sums of a block) x (100 + columns), as measured.
 
-    100 columns' worth is what a sum of 64 rows costs besides its products (fragments come from registers; 8192 x 2048,
-    4096 tokens, one mask: 25.7, 30.5 and 34.8 us a wave with 96, 128 and 160 columns; six masks agree).
+def _tile(n_masks: int, tokens: int, out_features: int, in_features: int, multiprocessors: int) -> LaunchConfig:
+    """The cut of the least time by a model that is within 10% of most measurements (benchmarks/NOTES.md).
+
+    A wave of blocks takes (products of 64 rows) x (15 + columns of tokens): below 64 columns the flips of signs take
+    longer than the products, and less than 23 save nothing. Reading W, once a pass, goes on meanwhile, but for 40%.
     """
-    sums = n_masks + 1
-    found: list[tuple[float, int, LaunchConfig]] = []
-    for groups in (1, 2) if n_masks > 2 else (1,):
-        share = -(-sums // groups)
+    found: list[tuple[float, LaunchConfig]] = []
+    for groups, passes in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (2, 3), (1, 4), (2, 4)):
+        masks = n_masks // passes
+        if groups > masks or (passes > 1 and (n_masks % passes or masks % 4 or tokens < 48)):
+            continue
+        products = n_masks + (passes if groups == 2 else 1)
+        reading = passes * out_features * in_features * (2 + n_masks / 8) / _BYTES_PER_MICROSECOND
         for columns in _TOKEN_COLUMNS:
-            # 160 sums a thread leave registers for the fragments; two warpgroups' exchange takes 1 KB a column.
-            if share * columns > 320 or columns > 128 * (3 - groups) or (columns >= tokens + 16 and columns > 16):
+            sums = -(-(masks + 1) // groups) * columns // 2  # registers of a thread
+            if sums > (192 if n_masks <= 2 else 168) or (columns >= tokens + 16 and columns > 16):
                 continue
             token_tiles = -(-tokens // columns)
             for rows in (64, 80, 96, 112, 128) if groups == 1 else (64,):
-                waves = -(-token_tiles * -(-out_features // rows) // multiprocessors)
-                # Times 64 rows. One warpgroup alone waits for itself now and then (24%), two that share masks wait for
-                # each other at the end of a tile, and both read W (20%).
-                work = 1.2 if groups == 2 else 1.24 if rows == 64 else 2.0
+                waves = token_tiles * -(-out_features // rows) / multiprocessors
+                waves = ceil(waves) if waves <= 4 else waves + 0.4  # the last ones of many run beside each other
+                # One warpgroup alone waits for itself; two of the same rows read W twice, and wait for each other.
+                alone = 1.35 if groups == 1 and rows == 64 else 1.0
+                together = 1.0 if groups == 1 else 1.1 if columns >= 64 else 1.25
+                wave = (1 if rows == 64 else 2) * products * max(15 + columns, 38) * alone * together
+                arithmetic = waves * wave * in_features * _MICROSECONDS
+                config = LaunchConfig(
+                    "tile_wgmma",
+                    rows=rows,
+                    block_tokens=columns,
+                    mask_groups=groups,
+                    passes=passes,
+                    # Bound by memory, longer stages cost fewer instructions. An odd number of masks needs them.
+                    sub=2 if token_tiles == 1 or n_masks % 2 else 1,
+                    steps=4 if sums <= 72 and token_tiles == 1 else 2,
+                )
                 if rows <= out_features:
-                    config = LaunchConfig(
-                        "tile_wgmma",
-                        rows=rows,
-                        block_tokens=columns,
-                        mask_groups=groups,
-                        steps=4 if groups == 1 and share * columns <= 256 else 2,
-                    )
-                    found.append((waves * work * sums * (100 + columns), token_tiles, config))
-    _, token_tiles, best = min(found, key=lambda one: one[0])  # of equals the first: fewer rows a block
-    if token_tiles == 1:  # bound by memory, where longer stages cost fewer instructions
-        longer = fill_shared(replace(best, sub=2), n_masks)
-        if longer.stages >= 4:
-            return longer
-    return fill_shared(best, n_masks)
+                    found.append((max(arithmetic, reading) + 0.4 * min(arithmetic, reading), config))
+    found.sort(key=lambda one: one[0])  # of equals the first: fewer rows a block
+    for _, config in found:
+        filled = fill_shared(config, n_masks)
+        if filled.stages < 4 and config.sub == 2 and n_masks % 2 == 0:
+            filled = fill_shared(replace(config, sub=1, steps=2), n_masks)
+        if filled.stages >= 3:
+            return filled
+    raise AssertionError("the narrowest tile always fits")
 
 
 def fill_shared(config: LaunchConfig, n_masks: int) -> LaunchConfig:
     """`config` of `tile_wgmma` with as many stages as an SM of compute capability 9.0 holds, up to 12."""
     limit = shared_limit((9, 0)) - _RESERVED_PER_BLOCK
-    stages = next(s for s in range(12, 0, -1) if replace(config, stages=s).shared_bytes(n_masks, 0, 0) <= limit)
-    return replace(config, stages=stages)
+    fixed = replace(config, stages=0).shared_bytes(n_masks, 0, 0)
+    of_stage = replace(config, stages=1).shared_bytes(n_masks, 0, 0) - fixed
+    return replace(config, stages=min(12, (limit - fixed) // of_stage))
 
 
 def _fit(config: LaunchConfig, limit: int, n_masks: int, tokens: int, in_features: int) -> LaunchConfig | None:

@@ -36,11 +36,21 @@ POINTERS = binary.Struct("5Q")
 _pack_pointers = POINTERS.pack_into
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _MAX_DYNAMIC_SHARED_SIZE = 8
+_NO_CONTEXT = 201
 
 
 @cache
 def _library() -> ctypes.CDLL:
     return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+
+
+def call_driver(function: str, what: str, *arguments: object) -> None:
+    """Call a function of the driver by name; `what` is for the error.
+
+    Raises:
+        LaunchError: it did not succeed.
+    """
+    _check(getattr(_library(), function)(*arguments), what)
 
 
 def _check(result: int, what: str) -> None:
@@ -51,32 +61,52 @@ def _check(result: int, what: str) -> None:
         raise LaunchError(f"{what}: CUDA error {result} ({reason})")
 
 
-class Function:
-    """A kernel loaded into the current context, with one geometry and all its parameters but the pointers.
+def bind_context(device: int) -> None:
+    """Give this thread torch's context of a device if it has none, as a thread that torch did nothing in yet."""
+    library, context, handle = _library(), ctypes.c_void_p(), ctypes.c_int()
+    _check(library.cuCtxGetCurrent(ctypes.byref(context)), "asking for the context")
+    if not context.value:
+        _check(library.cuDeviceGet(ctypes.byref(handle), device), f"device {device}")
+        _check(library.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle), f"the context of device {device}")
+        _check(library.cuCtxSetCurrent(context), f"the context of device {device}")
 
-    Thread-safe. The parameters are one struct whose pointers come first.
+
+class Kernel:
+    """A kernel of a module that is loaded into the context of `device`, the current one, and stays there."""
+
+    def __init__(self, cubin: bytes, name: str, device: int) -> None:
+        library = _library()
+        bind_context(device)
+        self.name = name
+        self.device = device
+        self.handle = ctypes.c_void_p()
+        self._module = ctypes.c_void_p()
+        self._shared = 48 * 1024  # what a launch may have without asking
+        self._lock = threading.Lock()
+        _check(library.cuModuleLoadData(ctypes.byref(self._module), cubin), f"loading {name}")
+        _check(library.cuModuleGetFunction(ctypes.byref(self.handle), self._module, name.encode()), name)
+
+    def allow_shared(self, size: int) -> None:
+        """Let launches ask for `size` bytes of dynamic shared memory a block."""
+        with self._lock:
+            if size > self._shared:
+                result = _library().cuFuncSetAttribute(self.handle, _MAX_DYNAMIC_SHARED_SIZE, size)
+                _check(result, f"{self.name}: {size} bytes of shared memory")
+                self._shared = size
+
+
+class Launch:
+    """A kernel with one geometry and all its parameters but the pointers, which come first in its one struct.
+
+    Thread-safe.
     """
 
     def __init__(
-        self,
-        cubin: bytes,
-        name: str,
-        grid: tuple[int, int],
-        threads: int,
-        shared: int,
-        overlap: bool,
-        constants: bytes,
+        self, kernel: Kernel, grid: tuple[int, int], threads: int, shared: int, overlap: bool, constants: bytes
     ) -> None:
-        library = _library()
-        self._module = ctypes.c_void_p()
-        _check(library.cuModuleLoadData(ctypes.byref(self._module), cubin), f"loading {name}")
-        self._function = ctypes.c_void_p()
-        _check(library.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()), name)
-        if shared > 48 * 1024:
-            result = library.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED_SIZE, shared)
-            _check(result, f"{name}: {shared} bytes of shared memory")
-        self._name = name
-        self._launch = library.cuLaunchKernelEx
+        kernel.allow_shared(shared)
+        self._kernel = kernel
+        self._launch = _library().cuLaunchKernelEx
         self._geometry = (*grid, 1, threads, 1, 1, shared)
         # With this attribute the next launch's blocks may be set up while the last kernel still runs; the kernels
         # wait for it before they touch memory.
@@ -85,16 +115,27 @@ class Function:
         self._constants = constants
         self._local = threading.local()
 
-    def __call__(self, stream: int, *pointers: int) -> None:
+    def __call__(
+        self, stream: int, x: int, weight: int, masks: int, route: int, out: int, maps: bytes | None = None
+    ) -> None:
+        """Launch on a stream of the current context; the next five are addresses.
+
+        `maps` takes the place of the last bytes of the constants.
+        """
         try:
             struct, config, function, buffer, arguments = self._local.state
         except AttributeError:
             struct, config, function, buffer, arguments = self._local.state = self._new_state()
         struct.stream = stream
-        _pack_pointers(buffer, 0, *pointers)
+        _pack_pointers(buffer, 0, x, weight, masks, route, out)
+        if maps is not None:
+            buffer[-len(maps) :] = maps
         result = self._launch(config, function, arguments, None)
+        if result == _NO_CONTEXT:
+            bind_context(self._kernel.device)
+            result = self._launch(config, function, arguments, None)
         if result:
-            _check(result, f"launching {self._name}")
+            _check(result, f"launching {self._kernel.name}")
 
     def _new_state(self) -> tuple[_LaunchStruct, object, ctypes.c_void_p, ctypes.Array[ctypes.c_char], object]:
         """Buffers that the driver reads during a launch: one set a thread, because ctypes releases the GIL."""
@@ -103,4 +144,4 @@ class Function:
         size = POINTERS.size + len(self._constants)
         buffer = ctypes.create_string_buffer(bytes(POINTERS.size) + self._constants, size)
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
-        return struct, ctypes.byref(struct), self._function, buffer, arguments
+        return struct, ctypes.byref(struct), self._kernel.handle, buffer, arguments

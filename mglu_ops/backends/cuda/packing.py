@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from ...masks import packed_width
-from .compiler import compile_cubin
-from .driver import Function
-from .plan import ELEMENTS
+from .driver import Launch
+from .plan import ELEMENTS, load_kernel
 
 # What follows the pointers in `PackParams`.
 CONSTANTS = struct.Struct("3q3i4x")
@@ -36,27 +35,26 @@ def pack(masks: Tensor, arch: tuple[int, int], stream: int) -> Tensor:
         alignment = 8 * min(masks.element_size(), 2)
         vector = source % alignment == 0 and masks.stride(2) == 1
         vector = vector and all(stride * masks.element_size() % alignment == 0 for stride in masks.stride()[:2])
-        kernel = _kernel(masks.device.index, arch, masks.dtype, tuple(masks.shape), masks.stride(), vector)
-        kernel(stream, source, 0, 0, 0, packed.data_ptr())
+        launch = _launch(masks.device.index, arch, masks.dtype, tuple(masks.shape), masks.stride(), vector)
+        launch(stream, source, 0, 0, 0, packed.data_ptr())
     return packed
 
 
 @lru_cache(maxsize=1024)
-def _kernel(
+def _launch(
     device: int,
     arch: tuple[int, int],
     dtype: torch.dtype,
     shape: tuple[int, int, int],
     strides: tuple[int, int, int],
     vector: bool,
-) -> Function:
+) -> Launch:
     """Loaded into the context of `device`, which is the current one."""
     n_masks, out_features, in_features = shape
     octets = out_features * packed_width(in_features)
     defines = {"MGLU_ELEMENT": KINDS[dtype], "MGLU_N_MASKS": n_masks}
-    return Function(
-        compile_cubin("pack", f"sm_{arch[0]}{arch[1]}", defines),
-        "mglu_pack",
+    return Launch(
+        load_kernel(device, "pack", f"sm_{arch[0]}{arch[1]}", defines),
         (-(-octets // THREADS), 1),
         THREADS,
         0,

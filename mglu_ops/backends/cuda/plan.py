@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from . import launch_tables
 from .compiler import compile_cubin
-from .config import LaunchConfig, choose
-from .driver import Function
+from .config import LaunchConfig, choose, choose_invariant
+from .driver import Kernel, Launch
+from .limits import Case
+from .tensor_map import MAP_BYTES, Matrix, TensorMaps
 
 # What follows the pointers in `Params` of csrc/cuda/params.cuh: strides, then sizes.
 CONSTANTS = struct.Struct("9q4i")
@@ -38,25 +42,42 @@ class Problem:
     strides: tuple[int, ...]
     """Of x, weight, packed_masks and route_weights, in a row."""
     multiprocessors: int
+    device: str = ""
+    """The GPU's name, by which tables of launches know it."""
+    batch_invariant: bool = False
+    """Whether a row's result must not depend on the number of tokens."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How a problem is launched, and where that comes from."""
+
+    config: LaunchConfig
+    origin: str
+    problem: str | None = None
+    """Why none of the fast kernels of 16 bits can have it, so that the plain one runs several times slower."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """Kernels that only wait for a stream and pointers."""
 
-    kernel: Function
+    kernel: Launch
     config: LaunchConfig
-    turn: Function | None = None
+    turn: Launch | None = None
     """What makes the copy of x that `tile_wgmma` reads."""
     workspace: int = 0
     """Bytes of that copy: memory that the caller provides, aligned to 16 bytes."""
+    maps: TensorMaps | None = None
+    """Where `tile_wgmma` finds W and the masks."""
 
     def launch(self, stream: int, workspace: int, x: int, weight: int, masks: int, route: int, out: int) -> None:
         """All but the stream are addresses."""
         if self.turn is not None:
             self.turn(stream, x, 0, 0, 0, workspace)
             x = workspace
-        self.kernel(stream, x, weight, masks, route, out)
+        maps = None if self.maps is None else self.maps(weight, masks)
+        self.kernel(stream, x, weight, masks, route, out, maps=maps)
 
 
 def describe(
@@ -67,6 +88,8 @@ def describe(
     route_weights: Tensor | None,
     arch: tuple[int, int],
     multiprocessors: int,
+    device: str,
+    batch_invariant: bool,
 ) -> Problem:
     """The problem of a call. x is 2-D; nothing is read from the device."""
     tokens, in_features = x.shape
@@ -100,6 +123,8 @@ def describe(
         x_vectorizable=x_vectorizable,
         strides=(*x.stride(), *weight.stride(), *packed_masks.stride(), *route_strides),
         multiprocessors=multiprocessors,
+        device=device,
+        batch_invariant=batch_invariant,
     )
 
 
@@ -107,10 +132,28 @@ def _aligned(problem: Problem) -> bool:
     return problem.weight_aligned and problem.mask_alignment >= 4 and problem.in_features > 0
 
 
-def choice(problem: Problem) -> LaunchConfig:
-    """The configuration that a problem runs with if none is given."""
+def decide(problem: Problem) -> Decision:
+    """How a problem is launched if nothing else is asked for: as a table says that measured it, else by the model.
+
+    Raises:
+        TableError: a table of launches cannot be read.
+    """
     p = problem
-    return choose(
+    if _aligned(p) and not p.batch_invariant:
+        case = Case(p.device, p.arch, p.multiprocessors, p.dtype, p.n_masks, p.tokens, p.out_features, p.in_features)
+        measured = launch_tables.find(case)
+        if measured is not None:
+            return Decision(measured.entry.config, str(measured))
+    origin = "the batch-invariant order" if p.batch_invariant else "the model of costs"
+    config = model_choice(p)
+    return Decision(config, origin, _slow_reason(p) if config.kernel == "plain" else None)
+
+
+def model_choice(problem: Problem) -> LaunchConfig:
+    """The configuration of a problem where no table is asked."""
+    p = problem
+    chooser = choose_invariant if p.batch_invariant else choose
+    return chooser(
         p.arch,
         p.dtype,
         p.n_masks,
@@ -122,6 +165,42 @@ def choice(problem: Problem) -> LaunchConfig:
     )
 
 
+def _slow_reason(problem: Problem) -> str | None:
+    """Why a problem in 16 bits gets the plain kernel; None for one in 32 bits, which has no other."""
+    p = problem
+    if p.dtype is torch.float32:
+        return None
+    if p.in_features % 8 or p.in_features == 0:
+        return f"in_features {p.in_features} is not a multiple of 8"
+    if not p.weight_aligned:
+        return "the rows of weight are not contiguous, or do not start at multiples of 16 bytes"
+    if p.mask_alignment < 4:
+        return "the rows of packed_masks are not contiguous, or do not start at multiples of 4 bytes"
+    if p.out_features < 16:
+        return f"out_features {p.out_features} is below 16"
+    return "no fast kernel fits into the shared memory"
+
+
+def choice(problem: Problem) -> LaunchConfig:
+    """The configuration that a problem runs with if none is given."""
+    return decide(problem).config
+
+
+def load_kernel(device: int, name: str, target: str, defines: dict[str, int]) -> Kernel:
+    """The kernel of `csrc/cuda/<name>.cu` in the context of `device`, which is the current one: loaded once a process.
+
+    Raises:
+        CompileError: NVRTC refused it.
+        LaunchError: the driver refused it.
+    """
+    return _load_kernel(device, name, target, tuple(sorted(defines.items())))
+
+
+@cache
+def _load_kernel(device: int, name: str, target: str, defines: tuple[tuple[str, int], ...]) -> Kernel:
+    return Kernel(compile_cubin(name, target, dict(defines)), f"mglu_{name}", device)
+
+
 def build(problem: Problem, override: LaunchConfig | None = None) -> Plan:
     """Chooses, compiles (or finds in the cache) and loads the kernel of a problem on the current device."""
     p = problem
@@ -129,29 +208,39 @@ def build(problem: Problem, override: LaunchConfig | None = None) -> Plan:
     fast = config.kernel != "plain"
     if fast and not _aligned(p):
         raise ValueError(f"{config.kernel} needs aligned rows of weight and packed_masks")
+    device = torch.cuda.current_device()
     constants = CONSTANTS.pack(*p.strides, p.tokens, p.out_features, p.in_features, int(p.x_vectorizable))
     overlap = fast and p.arch >= (9, 0)
-    kernel = Function(
-        compile_cubin(config.kernel, target(p.arch, config), defines(p, config)),
-        f"mglu_{config.kernel}",
+    kernel = Launch(
+        load_kernel(device, config.kernel, target(p.arch, config), defines(p, config)),
         config.grid(p.tokens, p.out_features, p.multiprocessors),
         config.threads,
         config.shared_bytes(p.n_masks, p.tokens, p.in_features),
         overlap=overlap,
-        constants=constants,
+        constants=constants + bytes(2 * MAP_BYTES if config.kernel == "tile_wgmma" else 0),
     )
     if config.kernel != "tile_wgmma":
         return Plan(kernel, config)
-    turn = Function(
-        compile_cubin("turn_x", target(p.arch, config), turn_defines(config)),
-        "mglu_turn_x",
+    maps = TensorMaps(*matrices(p, config))
+    turn = Launch(
+        load_kernel(device, "turn_x", target(p.arch, config), turn_defines(config)),
         (config.turn_blocks(p.tokens, p.in_features), 1),
         256,
         0,
         overlap=overlap,
         constants=constants,
     )
-    return Plan(kernel, config, turn, config.turned_bytes(p.tokens, p.in_features))
+    return Plan(kernel, config, turn, config.turned_bytes(p.tokens, p.in_features), maps)
+
+
+def matrices(problem: Problem, config: LaunchConfig) -> tuple[Matrix, Matrix | None]:
+    """W, and the masks if the copy engine takes them, as `tile_wgmma` copies them."""
+    p = problem
+    weight = Matrix(2, p.in_features, p.out_features, p.strides[2] * 2, 64, config.rows, swizzle=True)
+    if p.mask_alignment < 16:
+        return weight, None
+    width, box = p.in_features // 8 * p.n_masks, config.mask_row_bytes(p.n_masks)
+    return weight, Matrix(1, width, p.out_features, p.strides[4], box, config.rows, swizzle=p.n_masks == 16)
 
 
 def target(arch: tuple[int, int], config: LaunchConfig) -> str:
@@ -180,10 +269,11 @@ def defines(problem: Problem, config: LaunchConfig) -> dict[str, int]:
             "MGLU_TOKEN_COLUMNS": config.block_tokens,
             "MGLU_BLOCK_ROWS": config.rows,
             "MGLU_MASK_GROUPS": config.mask_groups,
+            "MGLU_PASSES": config.passes,
             "MGLU_STAGES": config.stages,
             "MGLU_SUB": config.sub,
             "MGLU_STEPS": config.steps,
-            "MGLU_MASK_VECTOR": min(config.mask_vector(p.n_masks), p.mask_alignment),
+            "MGLU_BULK_MASKS": int(p.mask_alignment == 16),
         }
     common |= {
         "MGLU_TILES": config.tiles,
@@ -202,6 +292,3 @@ def defines(problem: Problem, config: LaunchConfig) -> dict[str, int]:
         "MGLU_BLOCK_TOKENS": config.block_tokens,
         "MGLU_TOKEN_COLUMNS": config.token_columns(p.tokens),
     }
-
-
-__all__ = ["CONSTANTS", "Plan", "Problem", "build", "choice", "defines", "describe", "target", "turn_defines"]

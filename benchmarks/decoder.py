@@ -1,0 +1,157 @@
+"""A decoder-only language model as Llama is one, for one token at a time; its feed-forward layer is an argument."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mglu_ops.nn import GLU
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of Llama-3.2 1B, but for the context, which is what the cache holds."""
+
+    layers: int = 16
+    hidden: int = 2048
+    intermediate: int = 8192
+    heads: int = 32
+    kv_heads: int = 8
+    vocabulary: int = 128256
+    context: int = 256
+    rope_base: float = 500_000.0
+
+    @property
+    def head_width(self) -> int:
+        return self.hidden // self.heads
+
+
+def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotary position: `[..., head_width]`, its first half and its second turned by angles `[head_width / 2]`."""
+    first, second = heads.chunk(2, dim=-1)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+
+
+class Attention(nn.Module):
+    """Attention of one token to those of the cache and itself."""
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.kv_heads, self.head_width = sizes.kv_heads, sizes.head_width
+        self.inputs = nn.Linear(sizes.hidden, (sizes.heads + 2 * sizes.kv_heads) * sizes.head_width, bias=False)
+        self.output = nn.Linear(sizes.hidden, sizes.hidden, bias=False)
+        cache = torch.zeros(1, sizes.kv_heads, sizes.context, sizes.head_width)
+        self.register_buffer("keys", cache)
+        self.register_buffer("values", cache.clone())
+
+    def forward(self, x: Tensor, position: Tensor, rotation: tuple[Tensor, Tensor], seen: Tensor) -> Tensor:
+        """`[1, hidden]` of the same; `seen` is bool `[context]`: which places of the cache hold a token."""
+        heads = self.inputs(x).view(1, -1, 1, self.head_width)
+        query, key, value = heads.split([heads.shape[1] - 2 * self.kv_heads, self.kv_heads, self.kv_heads], dim=1)
+        self.keys.index_copy_(2, position, rotate(key, *rotation))
+        self.values.index_copy_(2, position, value)
+        # The heads that share a key are the rows of one product.
+        grouped = rotate(query, *rotation).view(1, self.kv_heads, -1, self.head_width)
+        mask = seen.expand(grouped.shape[2], -1)
+        mixed = F.scaled_dot_product_attention(grouped, self.keys, self.values, attn_mask=mask)
+        return self.output(mixed.reshape(1, -1))
+
+
+class Block(nn.Module):
+    """A pre-norm decoder block."""
+
+    def __init__(self, sizes: Sizes, feed_forward: nn.Module) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(sizes.hidden, eps=1e-5)
+        self.attention = Attention(sizes)
+        self.feed_forward_norm = nn.RMSNorm(sizes.hidden, eps=1e-5)
+        self.feed_forward = feed_forward
+
+    def forward(self, x: Tensor, position: Tensor, rotation: tuple[Tensor, Tensor], seen: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), position, rotation, seen)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class Start(nn.Module):
+    """What comes before the blocks: the token's embedding, and what its position says."""
+
+    cosine: Tensor
+    sine: Tensor
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(sizes.vocabulary, sizes.hidden)
+        nn.init.normal_(self.embedding.weight, std=sizes.hidden**-0.5)
+        halves = torch.arange(0, sizes.head_width, 2, dtype=torch.float64) / sizes.head_width
+        angles = torch.outer(torch.arange(sizes.context, dtype=torch.float64), sizes.rope_base**-halves)
+        self.register_buffer("cosine", angles.cos().to(self.embedding.weight))
+        self.register_buffer("sine", angles.sin().to(self.embedding.weight))
+
+    def forward(self, token: Tensor, position: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
+        """Of token and position, `[1]` each, what a block takes besides the position."""
+        seen = torch.arange(self.cosine.shape[0], device=position.device) <= position
+        return self.embedding(token), (self.cosine[position], self.sine[position]), seen
+
+
+class Head(nn.Module):
+    """What comes after the blocks; `weight` `[vocabulary, hidden]` is the embedding's."""
+
+    def __init__(self, sizes: Sizes, weight: Tensor) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(sizes.hidden, eps=1e-5)
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The logits `[1, vocabulary]`, and the likeliest token `[1]`."""
+        logits = F.linear(self.norm(x), self.weight)
+        return logits, logits.argmax(dim=-1)
+
+
+class Decoder(nn.Module):
+    """Decodes one token at a time, greedily; embedding and head are one matrix.
+
+    Args:
+        sizes: of the model.
+        feed_forward: `(hidden, intermediate)` to the feed-forward layer of a block.
+    """
+
+    def __init__(self, sizes: Sizes, feed_forward: Callable[[int, int], nn.Module]) -> None:
+        super().__init__()
+        self.context = sizes.context
+        self.start = Start(sizes)
+        self.blocks = nn.ModuleList(
+            Block(sizes, feed_forward(sizes.hidden, sizes.intermediate)) for _ in range(sizes.layers)
+        )
+        self.head = Head(sizes, self.start.embedding.weight)
+
+    def forward(self, token: Tensor, position: Tensor) -> Tensor:
+        """The logits `[1, vocabulary]`, after which `token` and `position`, `[1]` each, are those of the next step."""
+        x, rotation, seen = self.start(token, position)
+        for block in self.blocks:
+            x = block(x, position, rotation, seen)
+        logits, following = self.head(x)
+        token.copy_(following)
+        position.add_(1).remainder_(self.context)
+        return logits
+
+    def compile_parts(self, compiler: Callable[[nn.Module], None]) -> None:
+        """Compile the start, the blocks and the head for themselves: the blocks are one graph, which compiles once."""
+        for part in (self.start, *self.blocks, self.head):
+            compiler(part)
+
+    def weight_bytes(self) -> int:
+        """Bytes of parameters and packed masks that a token reads; the cache and the rotations are not among them."""
+        tensors = {*self.parameters(), *(b for name, b in self.named_buffers() if name.endswith("packed_masks"))}
+        return sum(tensor.nbytes for tensor in tensors)
+
+
+def swiglu(hidden: int, intermediate: int) -> nn.Module:
+    """SwiGLU's feed-forward layer: gate, up and down."""
+    return nn.Sequential(GLU(hidden, intermediate), nn.Linear(intermediate, hidden, bias=False))

@@ -1,0 +1,65 @@
+"""The layers that are measured: random, distinct, on the GPU, with their results in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.harness import layers_for
+
+
+def masks_of(packed: Tensor, i: int) -> Tensor:
+    """Mask i of a packed tensor as bool `[d, h]`."""
+    d, octets, _ = packed.shape
+    bits = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return ((packed[:, :, i, None] >> bits) & 1).reshape(d, octets * 8).bool()
+
+
+class Layers:
+    """Distinct layers of one shape: MGLU by its weight and masks, and SwiGLU by pairs of the same weights.
+
+    Attributes:
+        count: how many; with their results they are more than a gigabyte.
+        x: `[tokens, h]`.
+        weights: `[d, h]` each.
+        packed: `uint8 [d, h / 8, n_masks]` each.
+    """
+
+    def __init__(self, d: int, h: int, n_masks: int, tokens: int, dtype: torch.dtype) -> None:
+        self.n_masks = n_masks
+        self.count = layers_for(d * h * 2 + d * h // 8 * n_masks + tokens * d * 2)
+        self.x = torch.randn(tokens, h, device="cuda").to(dtype)
+        self.weights = [(torch.randn(d, h, device="cuda") / h**0.5).to(dtype) for _ in range(self.count)]
+        self.packed = [
+            torch.randint(0, 256, (d, h // 8, n_masks), dtype=torch.uint8, device="cuda") for _ in range(self.count)
+        ]
+        self._known: dict[tuple[str, int], Tensor] = {}
+
+    def oracle(self, i: int) -> Tensor:
+        """MGLU of layer i."""
+        return self._once("mglu", i, self._mglu)
+
+    def swiglu_oracle(self, i: int) -> Tensor:
+        """SwiGLU of weights 2 i (gate) and 2 i + 1 (up)."""
+        return self._once("swiglu", i, self._swiglu)
+
+    def _mglu(self, i: int) -> Tensor:
+        x, weight = self.x.double(), self.weights[i].double()
+        total = x @ weight.T
+        result = torch.zeros_like(total)
+        for m in range(self.n_masks):
+            gate = x @ (weight * masks_of(self.packed[i], m)).T
+            result += F.silu(gate) * (total - gate)
+        return result
+
+    def _swiglu(self, i: int) -> Tensor:
+        x = self.x.double()
+        return F.silu(x @ self.weights[2 * i].double().T) * (x @ self.weights[2 * i + 1].double().T)
+
+    def _once(self, name: str, i: int, compute: Callable[[int], Tensor]) -> Tensor:
+        if (name, i) not in self._known:
+            self._known[name, i] = compute(i)
+        return self._known[name, i]

@@ -1,0 +1,94 @@
+"""A call of an exported package in C++: through torch's proxy executor, through the shim, and without either.
+
+python -m benchmarks.packages --out benchmarks/results [--device cuda]
+
+Protocol: a chain of 32 layers of 64 features and two masks, float32, one token, which leaves hardly more than the calls
+(and an addition each);
+each package is run by csrc/library/programs/run_package.cpp, with no Python in the process and on one thread, in rounds
+of 200 calls. A time is that of the best of five rounds, per layer; it is checked against eager before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import mglu_ops
+from benchmarks.harness import environment
+from mglu_ops.runtime.library import build_program, source_directory
+from mglu_ops.runtime.tensor_file import write_tensor
+
+LAYERS, FEATURES, MASKS = 32, 64, 2
+VARIANTS = {
+    "proxy executor": {},
+    "shim": {"shim": True},
+    "composite, in the package": {"backend": "composite"},
+}
+"""Arguments of `mglu_ops.export`."""
+
+
+class Chain(nn.Module):
+    """Layers with residuals, so that values neither vanish nor grow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(mglu_ops.nn.MGLU(FEATURES, FEATURES, n_masks=MASKS) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def bench(device: str) -> list[dict[str, object]]:
+    """Microseconds a layer for each way of calling it."""
+    torch.manual_seed(0)
+    model = Chain().eval().to(device)
+    x = torch.randn(1, FEATURES, device=device)
+    rows: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        library = mglu_ops.build_runtime(place)
+        program = build_program(source_directory() / "library/programs/run_package.cpp", place / "run_package", library)
+        write_tensor(place / "x", x)
+        write_tensor(place / "y", model(x))
+        for name, options in VARIANTS.items():
+            mglu_ops.export(model, (x,), place / "model.pt2", **options)
+            command = [program, place / "model.pt2", "--tolerance", "1e-4", "--time", "200", place / "x", place / "y"]
+            process = subprocess.run(command, capture_output=True, text=True, check=False)
+            found = re.search(r"([\d.]+) us a call", process.stdout)
+            if process.returncode != 0 or found is None:
+                raise RuntimeError(f"{name}: {process.stdout}{process.stderr}")
+            rows.append({"variant": name, "device": device, "microseconds": round(float(found[1]) / LAYERS, 3)})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--name", default="packages")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    arguments = parser.parse_args()
+    rows = bench(arguments.device)
+    for row in rows:
+        print(f"{row['variant']:28} {row['microseconds']:8} us a layer")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    protocol = " ".join((__doc__ or "").split("Protocol: ")[1].split())
+    document = {"environment": environment(protocol), "rows": rows}
+    (arguments.out / f"{arguments.name}.json").write_text(json.dumps(document, indent=1) + "\n")
+    with (arguments.out / f"{arguments.name}.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

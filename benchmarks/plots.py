@@ -1,0 +1,225 @@
+"""The results as pictures, drawn from the CSV files alone: the same files give the same bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from benchmarks.ceiling import GEMM
+from benchmarks.harness import Row, read
+from benchmarks.rows import chosen, fastest, masks, only, shapes, tokens
+from benchmarks.tables import ONE_TOKEN
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH = 5.0
+"""Inches: as wide as a telephone shows without shrinking the letters."""
+RC: Any = {
+    "font.size": 9,
+    "axes.grid": True,
+    "axes.grid.which": "major",
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlesize": 9,
+    "figure.facecolor": "white",  # also where the page is dark
+    "grid.alpha": 0.3,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "lines.markersize": 5,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "mglu_ops",
+}
+
+
+class Style(NamedTuple):
+    """A colour of Okabe and Ito's palette, safe for the colour-blind, and what tells it apart without colour."""
+
+    color: str
+    marker: str
+    linestyle: str = "-"
+
+
+CEILING = Style("#000000", "", "--")
+CUDA = Style("#0072B2", "o")
+TRITON = Style("#009E73", "s")
+SWIGLU = Style("#CC79A7", "", "-.")
+COMPILED = Style("#E69F00", "^")
+EAGER = Style("#D55E00", "v")
+BY_MASKS = {
+    1: CUDA,
+    2: Style("#56B4E9", "P"),
+    4: COMPILED,
+    8: TRITON,
+    16: EAGER,
+}
+
+
+def _figure(panels: int, height: float) -> tuple[Figure, list[Axes]]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, height * panels), layout="constrained")
+    axes = figure.subplots(panels, sharex=True, squeeze=False)
+    return figure, list(axes[:, 0])
+
+
+def _line(axes: Axes, label: str, style: Style, points: Sequence[tuple[float, float]]) -> None:
+    if points:
+        axes.plot(*zip(*points, strict=True), label=label, **style._asdict())
+
+
+def _powers_of_two(axes: Axes, label: str, ticks: Sequence[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.set_xlabel(label)
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+
+
+BY_VARIANT = {
+    "read ceiling": CEILING,
+    "mglu cuda": CUDA,
+    "mglu triton": TRITON,
+    "naive compiled": COMPILED,
+    "naive eager": EAGER,
+}
+
+
+def latency_by_masks(rows: Sequence[Row]) -> Figure:
+    """One token's time against the number of masks, a panel for each shape."""
+    figure, panels = _figure(len(shapes(rows)), 2.8)
+    for axes, shape in zip(panels, shapes(rows), strict=True):
+        here = only(rows, shape=shape)
+        for label, variant in ONE_TOKEN.items():
+            best = [(count, fastest(only(here, n_masks=count), variant)) for count in masks(here)]
+            _line(axes, label, BY_VARIANT[variant], [(count, row.microseconds) for count, row in best if row])
+        if swiglu := fastest(here, "SwiGLU"):
+            _line(axes, "SwiGLU, fastest", SWIGLU, [(count, swiglu.microseconds) for count in masks(here)])
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.set_ylabel("us a layer")
+        axes.set_title(f"one token, {shape[0]} x {shape[1]}")
+    _powers_of_two(panels[-1], "masks", masks(rows))
+    _legend(figure, panels[0])
+    return figure
+
+
+def fraction_of_ceiling(rows: Sequence[Row]) -> Figure:
+    """The time to read the bytes divided by that of each backend, against the number of masks."""
+    figure, (axes,) = _figure(1, 3.2)
+    dashes = dict(zip(shapes(rows), ("-", ":"), strict=False))
+    for backend, style in (("CUDA", CUDA), ("Triton", TRITON)):
+        for shape, linestyle in dashes.items():
+            found = only(rows, shape=shape, variant=f"mglu {backend.lower()}")
+            points = [(row.n_masks, row.fraction_of_ceiling) for row in found if not row.is_wrong]
+            _line(axes, f"{backend}, {shape[0]} x {shape[1]}", style._replace(linestyle=linestyle), points)
+    axes.set_ylim(0, 1.05)
+    axes.axhline(1, color=CEILING.color, linestyle=CEILING.linestyle, linewidth=1)
+    axes.set_ylabel("of the read ceiling")
+    axes.set_title("one token")
+    _powers_of_two(axes, "masks", masks(rows))
+    _legend(figure, axes)
+    return figure
+
+
+def speedup_over_swiglu(rows: Sequence[Row]) -> Figure:
+    """The fastest SwiGLU's time divided by ours, against the number of tokens, a panel for each shape."""
+    figure, panels = _figure(len(shapes(rows)), 3.2)
+    for axes, shape in zip(panels, shapes(rows), strict=True):
+        here = only(rows, shape=shape)
+        for n_masks in masks(here):
+            points = []
+            for count in tokens(here):
+                ours = chosen(only(here, n_masks=n_masks, tokens=count))
+                swiglu = fastest(only(here, tokens=count), "SwiGLU")
+                if ours and swiglu and not ours.is_wrong:
+                    points.append((count, swiglu.microseconds / ours.microseconds))
+            _line(axes, f"n_m = {n_masks}", BY_MASKS[n_masks], points)
+        axes.axhline(1, color=CEILING.color, linestyle=CEILING.linestyle, linewidth=1)
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel("times SwiGLU's speed")
+        axes.set_title(f"{shape[0]} x {shape[1]}")
+    _powers_of_two(panels[-1], "tokens", tokens(rows))
+    panels[-1].tick_params(axis="x", labelrotation=45)
+    _legend(figure, panels[0])
+    return figure
+
+
+def intensity(row: Row) -> float:
+    """Operations a byte of W and masks: n_m + 1 products of every token with W."""
+    return 2 * (row.n_masks + 1) * row.tokens / (2 + row.n_masks / 8)
+
+
+def teraflops(row: Row) -> float:
+    """The rate at which a row does n_m + 1 products."""
+    return 2e-6 * (row.n_masks + 1) * row.tokens * row.out_features * row.in_features / row.microseconds
+
+
+def roofline(rows: Sequence[Row]) -> Figure:
+    """Rate against operations a byte, for each number of masks and tokens, a panel for each shape.
+
+    The roofs are the best rate at which the read ceiling's kernel reads, and the library's rate of arithmetic.
+    """
+    figure, panels = _figure(len(shapes(rows)), 3.2)
+    for axes, shape in zip(panels, shapes(rows), strict=True):
+        here = only(rows, shape=shape)
+        ours = [row for row in here if row.variant == "mglu cuda" and not row.is_wrong]
+        least, most = min(map(intensity, ours)), max(map(intensity, ours))
+        slope = max(teraflops(row) / intensity(row) for row in only(here, variant="read ceiling"))
+        rates = [float(str(row.extra["tflops"])) for row in only(here, variant=GEMM)]
+        ridge = statistics.median(rates) / slope if rates else most
+        _line(axes, "read ceiling", CEILING, [(x, slope * x) for x in (least, ridge)])
+        if rates:
+            _line(axes, GEMM, SWIGLU, [(x, slope * ridge) for x in (ridge, most)])
+        for n_masks in masks(ours):
+            points = [(intensity(row), teraflops(row)) for row in only(ours, n_masks=n_masks)]
+            _line(axes, f"n_m = {n_masks}", BY_MASKS[n_masks], points)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_ylabel("TFLOP/s")
+        axes.set_title(f"{shape[0]} x {shape[1]}")
+    panels[-1].set_xlabel("FLOP a byte of weights and masks")
+    _legend(figure, panels[0])
+    return figure
+
+
+PLOTS: dict[str, tuple[str, Callable[[Sequence[Row]], Figure]]] = {
+    "latency_by_masks": ("one_token", latency_by_masks),
+    "fraction_of_ceiling": ("one_token", fraction_of_ceiling),
+    "speedup_over_swiglu": ("routes", speedup_over_swiglu),
+    "roofline": ("tokens", roofline),
+}
+"""The name of a picture to the table of results that it is drawn from, and how."""
+
+
+def source(results: Path, table: str) -> str:
+    """What a picture says of where it is from: the table and the digest of its bytes."""
+    digest = hashlib.sha256((results / f"{table}.csv").read_bytes()).hexdigest()
+    return f"{table}.csv sha256 {digest}"
+
+
+def draw(results: Path, out: Path) -> list[Path]:
+    """Write every picture whose table is in `results` to `out`, as SVG.
+
+    Raises:
+        FileNotFoundError: none of the tables is there.
+    """
+    import matplotlib
+
+    out.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, (table, picture) in PLOTS.items():
+        if rows := read(results, table):
+            with matplotlib.rc_context(RC):
+                paths.append(out / f"{name}.svg")
+                about = {"Date": None, "Creator": None, "Source": source(results, table)}
+                picture(rows).savefig(paths[-1], metadata=about)
+    if not paths:
+        raise FileNotFoundError(f"{results}: no results are here to draw from; measure some first")
+    return paths

@@ -1,0 +1,43 @@
+"""Finding rows in a table of results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from benchmarks.harness import Row
+
+
+def only(rows: Iterable[Row], **fields: object) -> list[Row]:
+    """The rows whose fields (or `shape`) have these values."""
+    return [row for row in rows if all(getattr(row, name) == value for name, value in fields.items())]
+
+
+def fastest(rows: Iterable[Row], *prefixes: str) -> Row | None:
+    """The fastest of the rows that are right and whose variant begins with one of the prefixes, if there is any."""
+    right = [row for row in rows if row.variant.startswith(prefixes) and not row.is_wrong]
+    return min(right, key=lambda row: row.microseconds, default=None)
+
+
+def chosen(rows: Iterable[Row]) -> Row | None:
+    """What the dispatch chooses, of the rows of one problem."""
+    return next((row for row in rows if row.extra.get("chosen")), None)
+
+
+def fastest_other(rows: Iterable[Row]) -> Row | None:
+    """The fastest other way to the same result, of the rows of one problem: our other backends and the naive layer."""
+    return fastest([row for row in rows if not row.extra.get("chosen")], "mglu ", "naive ")
+
+
+def shapes(rows: Iterable[Row]) -> list[tuple[int, int]]:
+    """The shapes `(out_features, in_features)` of a table, in its order."""
+    return list(dict.fromkeys(row.shape for row in rows))
+
+
+def masks(rows: Iterable[Row]) -> list[int]:
+    """The numbers of masks in a table, in order; rows without masks have none."""
+    return sorted({row.n_masks for row in rows} - {0})
+
+
+def tokens(rows: Iterable[Row]) -> list[int]:
+    """The numbers of tokens of the rows with masks, in order."""
+    return sorted({row.tokens for row in rows if row.n_masks})

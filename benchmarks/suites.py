@@ -1,0 +1,210 @@
+"""The tables of `benchmarks/results`, each by a suite that measures it, and what is drawn from them.
+
+`python -m mglu_ops bench` runs them all; see `mglu_ops/bench.py` for its options.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from benchmarks import decode_model, masks_at_inference, plots, tables, train
+from benchmarks.decode import SHAPES, Sweep
+from benchmarks.decode import run as run_sweep
+from benchmarks.decoder import Sizes
+from benchmarks.harness import Row, write
+
+RESULTS = Path(__file__).parent / "results"
+ONE_TO_8192 = tuple(2**i for i in range(14))
+QUICK_ROUNDS = 3
+
+MODELS = {
+    "Llama-3.2 1B": (8192, 2048),
+    "Llama-3.2 3B": (8192, 3072),
+    "Llama-3.1 8B": (14336, 4096),
+    "Llama-3.1 70B": (28672, 8192),
+    "Qwen3 4B": (9728, 2560),
+    "Qwen3 32B": (25600, 5120),
+    "Mistral 7B": (14336, 4096),
+}
+"""`(intermediate, hidden)` of models' feed-forward layers."""
+
+
+class SuiteError(ValueError):
+    """What was asked for cannot be run here: the words say what to do."""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A table, or what is drawn from tables.
+
+    Attributes:
+        about: what it shows, in a line.
+        run: `(out, quick)` to the rows that it measured; writes into the folder `out`.
+        needs: without which it cannot run.
+    """
+
+    about: str
+    run: Callable[[Path, bool], Sequence[Row]]
+    needs: Literal["gpu", "matplotlib"] | None = "gpu"
+
+
+def models_by_shape() -> dict[tuple[int, int], str]:
+    """Each shape of `MODELS` once, with the names of all models that have it."""
+    return {
+        shape: ", ".join(name for name, its_shape in MODELS.items() if its_shape == shape)
+        for shape in dict.fromkeys(MODELS.values())
+    }
+
+
+SWEEPS = {
+    "one_token": (
+        "one token, float16: every backend, the naive layer and SwiGLU in all their forms",
+        Sweep(dtype=torch.float16, baselines=("naive", "swiglu", "triton", "composite")),
+    ),
+    "one_token_bf16": ("one token, bfloat16: our backends", Sweep(baselines=("triton",))),
+    "tokens": (
+        "1 to 8192 tokens: our kernels against the floor",
+        Sweep(tokens=ONE_TO_8192, masks=(1, 4, 8, 16), baselines=("triton",)),
+    ),
+    "routes": (
+        "1 to 8192 tokens: the dispatch against every other route",
+        Sweep(
+            tokens=ONE_TO_8192,
+            masks=(1, 4),
+            baselines=("naive", "swiglu", "triton", "composite"),
+            shapes={SHAPES[1]: "decode"},
+            tuned_at=(1, 8192),
+        ),
+    ),
+    "models": (
+        "one token, bfloat16: the layers of today's models",
+        Sweep(masks=(1, 4, 8), baselines=("swiglu",), shapes=models_by_shape()),
+    ),
+}
+"""Name to what it shows, and its problems."""
+
+
+def _sweep_suite(name: str, about: str, sweep: Sweep) -> Suite:
+    def measure(out: Path, quick: bool) -> Sequence[Row]:
+        return run_sweep(sweep.quick(), out, name, QUICK_ROUNDS) if quick else run_sweep(sweep, out, name)
+
+    return Suite(about, measure)
+
+
+def _decode_model(out: Path, quick: bool) -> Sequence[Row]:
+    sizes = Sizes(layers=2, vocabulary=1024) if quick else Sizes()
+    rows = decode_model.bench(sizes, (0, 1), QUICK_ROUNDS) if quick else decode_model.bench(sizes)
+    return _written(rows, out, "decode_model", decode_model.PROTOCOL)
+
+
+def _train(out: Path, quick: bool) -> Sequence[Row]:
+    problems = [(64, 1)] if quick else [(tokens, n_masks) for tokens in (1024, 8192) for n_masks in (1, 4, 8)]
+    rows = [row for problem in problems for row in train.bench(*problem, rounds=QUICK_ROUNDS if quick else 15)]
+    write(rows, out, "train", train.PROTOCOL)
+    return rows
+
+
+def _masks_at_inference(out: Path, quick: bool) -> Sequence[Row]:
+    rounds = QUICK_ROUNDS if quick else 30
+    rows = [
+        row for n_masks in ((1,) if quick else (1, 4, 8)) for row in masks_at_inference.bench("cuda", n_masks, rounds)
+    ]
+    return _written(rows, out, "masks_at_inference_cuda", masks_at_inference.PROTOCOL)
+
+
+def _written(rows: list[Row], out: Path, name: str, protocol: str) -> list[Row]:
+    print(*rows, sep="\n", flush=True)
+    write(rows, out, name, protocol)
+    return rows
+
+
+def _tables(out: Path, quick: bool) -> Sequence[Row]:
+    print(tables.write_tables(out))
+    return []
+
+
+def _plots(out: Path, quick: bool) -> Sequence[Row]:
+    print(*plots.draw(out, out), sep="\n")
+    return []
+
+
+SUITES = {
+    **{name: _sweep_suite(name, about, sweep) for name, (about, sweep) in SWEEPS.items()},
+    "decode_model": Suite("tokens a second of a whole model, with SwiGLU and with SwiMGLU", _decode_model),
+    "train": Suite("many tokens: forward and a training step", _train),
+    "masks_at_inference": Suite("what packing the masks costs, by when it is done", _masks_at_inference),
+    "tables": Suite("tables.md, from the CSV files: the paper's tables beside this GPU, and more", _tables, None),
+    "plots": Suite("pictures, from the CSV files", _plots, "matplotlib"),
+}
+
+
+def problem_of(suite: Suite) -> str | None:
+    """Why a suite cannot run here, or None."""
+    if suite.needs == "gpu":
+        if not torch.cuda.is_available():
+            return (
+                f"needs a CUDA GPU, and torch {torch.__version__} sees none; "
+                "`bench tables plots` works anywhere, from results that are there"
+            )
+        if importlib.util.find_spec("cuda.core") is None:
+            return 'needs cuda-core: pip install "mglu-ops[cuda]"'
+    if suite.needs == "matplotlib" and importlib.util.find_spec("matplotlib") is None:
+        return 'needs matplotlib: pip install "mglu-ops[dev]"'
+    return None
+
+
+def select(names: Sequence[str]) -> dict[str, Suite]:
+    """The suites of these names, or all that can run here.
+
+    Raises:
+        SuiteError: a name is none of ours, a suite that is named cannot run here, or no GPU is there to measure.
+    """
+    if unknown := [name for name in names if name not in SUITES]:
+        raise SuiteError(f"no suite is named {', '.join(unknown)}; there are {', '.join(SUITES)}")
+    suites = {name: SUITES[name] for name in names or SUITES}
+    for name, problem in [(name, problem_of(suite)) for name, suite in suites.items()]:
+        if problem is not None and (names or suites[name].needs == "gpu"):
+            raise SuiteError(f"{name} {problem}")
+        if problem is not None:
+            print(f"{name} is left out: it {problem}")
+            del suites[name]
+    return suites
+
+
+def listing() -> str:
+    """The suites, a line each."""
+    return "\n".join(f"{name:20} {suite.about}" for name, suite in SUITES.items())
+
+
+def run(names: Sequence[str], out: Path, quick: bool = False) -> int:
+    """Run suites one after the other.
+
+    Args:
+        names: of `SUITES`; none for all.
+        out: the folder of tables and plots.
+        quick: a small problem of each only, to see that all works; its times mean little.
+
+    Returns:
+        The number of rows whose result was wrong.
+
+    Raises:
+        SuiteError: as of `select`, or there are no results to draw from.
+    """
+    wrong: list[Row] = []
+    for name, suite in select(names).items():
+        start = time.perf_counter()
+        try:
+            wrong += [row for row in suite.run(out, quick) if row.is_wrong]
+        except FileNotFoundError as error:
+            raise SuiteError(f"{name}: {error}") from error
+        print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
+    for row in wrong:
+        print(f"WRONG: {row}")
+    return len(wrong)

@@ -1,0 +1,80 @@
+"""How Hopper's copy engine finds boxes of W and of the packed masks: tensor maps, which the CUDA driver encodes."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from dataclasses import dataclass
+
+from .driver import call_driver
+
+MAP_BYTES = 128
+_MAPS_KEPT = 1024
+_ALIGNMENT = 64  # of a map that the driver writes
+
+_UINT8, _UINT16 = 0, 1
+_NO_SWIZZLE, _SWIZZLE_128B = 0, 3
+_PROMOTE_64B = 1
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix in rows, as the copy engine takes boxes of it. Sizes but `pitch` are in elements."""
+
+    item: int
+    """Bytes of an element: 1 or 2."""
+    width: int
+    height: int
+    pitch: int
+    """Bytes from a row to the next, a multiple of 16."""
+    box_width: int
+    box_height: int
+    swizzle: bool
+    """Whether vector v of 16 bytes of row r of a box goes to v ^ (r % 8) in shared memory; rows then have 128 bytes."""
+
+    def encode(self, pointer: int) -> bytes:
+        """The map of the matrix at an address (a multiple of 16).
+
+        Raises:
+            LaunchError: the driver refused it.
+        """
+        memory = ctypes.create_string_buffer(MAP_BYTES + _ALIGNMENT)
+        address = -(-ctypes.addressof(memory) // _ALIGNMENT) * _ALIGNMENT
+        call_driver(
+            "cuTensorMapEncodeTiled",
+            "encoding a tensor map",
+            ctypes.c_void_p(address),
+            _UINT8 if self.item == 1 else _UINT16,
+            2,
+            ctypes.c_void_p(pointer),
+            (ctypes.c_uint64 * 2)(self.width, self.height),
+            (ctypes.c_uint64 * 1)(self.pitch),
+            (ctypes.c_uint32 * 2)(self.box_width, self.box_height),
+            (ctypes.c_uint32 * 2)(1, 1),
+            0,  # not interleaved
+            _SWIZZLE_128B if self.swizzle else _NO_SWIZZLE,
+            _PROMOTE_64B,
+            0,  # what lies outside reads as zeros
+        )
+        return ctypes.string_at(address, MAP_BYTES)
+
+
+class TensorMaps:
+    """The maps of W and of the masks, one after the other, encoded once for each pair of addresses. Thread-safe."""
+
+    def __init__(self, weight: Matrix, masks: Matrix | None) -> None:
+        self._weight, self._masks = weight, masks
+        self._known: dict[tuple[int, int], bytes] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, weight: int, masks: int) -> bytes:
+        key = weight, masks
+        found = self._known.get(key)
+        if found is None:
+            found = self._weight.encode(weight)
+            found += bytes(MAP_BYTES) if self._masks is None else self._masks.encode(masks)
+            with self._lock:
+                if len(self._known) >= _MAPS_KEPT:
+                    self._known.clear()
+                self._known[key] = found
+        return found

@@ -1,0 +1,37 @@
+"""A switch for the whole process: a row's result has the same bits whatever the batch it comes in.
+
+Every kernel gives the same bits to the same call, but which kernel runs depends on the number of tokens, and kernels
+differ in the order of their sums. Under the switch `mglu::forward` runs kernels of one order for every number of
+tokens, and refuses a call that has none: on a CPU, in float64, and in training, whose products are the library's.
+"""
+
+from __future__ import annotations
+
+enabled = False
+"""Read by every call; written by `set_batch_invariant_mode`."""
+
+
+class set_batch_invariant_mode:  # noqa: N801 (a function that can be a block, like torch.set_grad_enabled)
+    """Turn batch-invariant results on or off: from now on, or inside a `with` block.
+
+    It holds for all threads, and for what is called (eagerly, by compiled code or by a package in this process) or
+    captured into a CUDA graph while it is on; the C++ library does not know it. A few tokens get slower by it: on
+    compute capability 9.0 they run the kernel for many, elsewhere many tokens run the kernel for few.
+    """
+
+    def __init__(self, mode: bool = True) -> None:
+        global enabled
+        self._before = enabled
+        enabled = bool(mode)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        global enabled
+        enabled = self._before
+
+
+def is_batch_invariant_mode_enabled() -> bool:
+    """Whether `set_batch_invariant_mode` has turned the mode on."""
+    return enabled

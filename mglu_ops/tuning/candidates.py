@@ -1,0 +1,82 @@
+"""Which launches are tried: the model's choices, and from the best so far one step further in one setting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from ..backends.cuda.config import LaunchConfig, choose, choose_invariant, fill_shared
+from ..backends.cuda.limits import Case, violation
+
+_WARPS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24)
+_LADDERS: dict[str, dict[str, tuple[int, ...]]] = {
+    "plain": {"block_tokens": (1, 2, 4, 8)},
+    "decode_fma": {
+        "rows": (1, 2, 4),
+        "tiles": _WARPS,
+        "split_k": (1, 2, 4, 8),
+        "stages": (2, 3, 4),
+        "sub": (1, 2),
+        "chains": (1, 2),
+        "blocks_per_sm": (1, 2, 3, 4, 6, 8),
+        "persistent": (False, True),
+    },
+    "decode_mma": {
+        "tiles": _WARPS,
+        "split_k": (1, 2, 3, 4, 8),
+        "stages": (2, 3, 4),
+        "sub": (1, 2),
+        "mask_group": (1, 2, 4, 8, 16),
+        "block_tokens": (8, 16),
+        "blocks_per_sm": (1, 2),
+    },
+    "tile_wgmma": {
+        "rows": (64, 80, 96, 112, 128),
+        "block_tokens": (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 128, 160),
+        "mask_groups": (1, 2),
+        "steps": (1, 2, 4),
+        "sub": (1, 2),
+    },
+}
+"""Of each kernel, the settings that are moved, and the values they take, in order."""
+
+
+def starts(case: Case) -> list[LaunchConfig]:
+    """Where the search begins: the model's choice, then what it has for other numbers of tokens and other GPUs."""
+    shape = case.out_features, case.in_features
+    found = [
+        choose(case.arch, case.dtype, case.n_masks, case.tokens, *shape, True, case.multiprocessors),
+        choose(case.arch, case.dtype, case.n_masks, 2, *shape, True, case.multiprocessors),
+        choose((8, 0), case.dtype, case.n_masks, case.tokens, *shape, True, case.multiprocessors),
+        choose_invariant(case.arch, case.dtype, case.n_masks, case.tokens, *shape, True, case.multiprocessors),
+    ]
+    return [config for config in dict.fromkeys(found) if violation(config, case) is None]
+
+
+def neighbours(config: LaunchConfig, case: Case) -> list[LaunchConfig]:
+    """What differs from a configuration by one step of one setting, or by warps that go from tiles to parts of k."""
+    found = (_with_whole_ring(other, case) for other in _steps(config))
+    return [other for other in dict.fromkeys(found) if other != config and violation(other, case) is None]
+
+
+def _steps(config: LaunchConfig) -> Iterator[LaunchConfig]:
+    for name, ladder in _LADDERS[config.kernel].items():
+        value = getattr(config, name)
+        below = [step for step in ladder if step < value]
+        above = [step for step in ladder if step > value]
+        for step in (*below[-1:], *above[:1]):
+            change: dict[str, Any] = {name: step}
+            yield replace(config, **change)
+    if config.kernel in ("decode_fma", "decode_mma"):
+        if config.tiles % 2 == 0:
+            yield replace(config, tiles=config.tiles // 2, split_k=config.split_k * 2)
+        if config.split_k % 2 == 0:
+            yield replace(config, tiles=config.tiles * 2, split_k=config.split_k // 2)
+
+
+def _with_whole_ring(config: LaunchConfig, case: Case) -> LaunchConfig:
+    """`tile_wgmma` takes all the stages that there is room for, and no setting of its own says how many."""
+    if config.kernel != "tile_wgmma" or violation(replace(config, stages=1), case) is not None:
+        return config
+    return fill_shared(config, case.n_masks)

@@ -1,0 +1,127 @@
+"""The command line of `tune`. Light to import: torch comes with the command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..backends.cuda.limits import Case
+
+DESCRIPTION = (
+    "Measures launches of the CUDA kernels for layers of given shapes on the GPU at hand, and writes a table of those "
+    "that beat the choice of the model of costs. MGLU_TUNING_TABLE=FILE makes mglu_ops use it; a table that others "
+    "can use belongs into mglu_ops/backends/cuda/tables."
+)
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `tune` to the commands."""
+    parser = subparsers.add_parser("tune", help="measure launches of the CUDA kernels", description=DESCRIPTION)
+    parser.add_argument(
+        "--shapes", type=_shape, nargs="+", required=True, metavar="OUTxIN", help="of weight, as 14336x4096"
+    )
+    parser.add_argument("--masks", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="default: 1 2 4 8")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1], metavar="N", help="rows of x (default: 1)")
+    parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="bfloat16")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the table, JSON")
+    parser.add_argument("--rounds", type=int, default=25, metavar="N", help="of replays for the best (default: 25)")
+    parser.add_argument(
+        "--steps", type=int, default=3, metavar="N", help="how far from the model's choice to look (default: 3)"
+    )
+    parser.add_argument(
+        "--min-gain", type=float, default=0.02, metavar="X", help="leave out what gains less than this (default: 0.02)"
+    )
+    parser.set_defaults(run=run)
+
+
+def _shape(text: str) -> tuple[int, int]:
+    out_features, _, in_features = text.partition("x")
+    if not (out_features.isdecimal() and in_features.isdecimal()):
+        raise argparse.ArgumentTypeError(f"got {text!r}, must be OUTxIN, as 14336x4096")
+    return int(out_features), int(in_features)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and write; its exit code."""
+    import torch
+
+    from ..backends.cuda.launch_tables import write
+    from .search import Effort, search
+
+    if not torch.cuda.is_available():
+        print("python -m mglu_ops tune: error: needs a CUDA GPU, and torch sees none", file=sys.stderr)
+        return 2
+    if not all(1 <= n_masks <= 16 for n_masks in options.masks) or min(options.tokens) < 1:
+        print("python -m mglu_ops tune: error: masks must be 1 to 16, tokens at least 1", file=sys.stderr)
+        return 2
+    effort = Effort(options.steps, options.rounds)
+    facts, entries = environment(), []
+    for case in _cases(options):
+        entry = search(case, effort, lambda line: print(f"    {line}"))
+        kept = 1 - entry.microseconds / entry.model_microseconds >= options.min_gain
+        print(
+            f"{case}: {entry.microseconds:.2f} us with {entry.config}, {entry.model_microseconds:.2f} us with "
+            f"{entry.model}, the model's choice{': kept' if kept else ''}",
+            flush=True,
+        )
+        if kept:
+            entries.append(entry)
+        write(options.out, facts, entries)  # as far as it is known, should the rest not come
+        torch.cuda.empty_cache()
+    print(f"{len(entries)} entries in {options.out}")
+    return 0
+
+
+def _cases(options: argparse.Namespace) -> list[Case]:
+    import torch
+
+    from ..backends.cuda.limits import Case
+
+    gpu = torch.cuda.get_device_properties()
+    facts = gpu.name, (gpu.major, gpu.minor), gpu.multi_processor_count, getattr(torch, options.dtype)
+    return [
+        Case(*facts, n_masks, tokens, *shape)
+        for shape in options.shapes
+        for tokens in options.tokens
+        for n_masks in options.masks
+    ]
+
+
+def environment() -> dict[str, object]:
+    """What a table's numbers depend on; the first three say for which GPU it is."""
+    import torch
+
+    from .. import __version__
+    from ..backends.cuda.compiler import compiler_version, source_hash
+    from .replay import PROTOCOL
+
+    gpu = torch.cuda.get_device_properties()
+    return {
+        "device": gpu.name,
+        "compute_capability": [gpu.major, gpu.minor],
+        "multiprocessors": gpu.multi_processor_count,
+        "mglu_ops": __version__,
+        "commit": _commit(),
+        "device_code": source_hash(),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "compiler": compiler_version(),
+        "protocol": PROTOCOL,
+    }
+
+
+def _commit() -> str:
+    """Of the checkout that this file is in; MGLU_COMMIT where the history is elsewhere."""
+    named = os.environ.get("MGLU_COMMIT")
+    if named:
+        return named
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

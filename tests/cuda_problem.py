@@ -1,0 +1,61 @@
+"""A call of the CUDA backend with random inputs, and its float64 result."""
+
+from __future__ import annotations
+
+import torch
+from budgets import assert_matches
+from torch import Tensor
+
+from mglu_ops.backends import cuda, reference
+from mglu_ops.backends.cuda import LaunchConfig
+
+
+def pack(masks: Tensor) -> Tensor:
+    """Bool `[n, d, h]` to the packed format, independently of the package."""
+    n, d, h = masks.shape
+    padded = torch.zeros(n, d, -(-h // 8) * 8, dtype=torch.uint8, device=masks.device)
+    padded[:, :, :h] = masks
+    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=masks.device)
+    return (padded.view(n, d, -(-h // 8), 8) * weights).sum(-1, dtype=torch.uint8).permute(1, 2, 0).contiguous()
+
+
+class Problem:
+    """Random inputs of one call, and its float64 result."""
+
+    def __init__(
+        self,
+        tokens: int,
+        d: int,
+        h: int,
+        n_masks: int,
+        dtype: torch.dtype = torch.float16,
+        activation: str = "silu",
+        route: torch.dtype | None = None,
+    ) -> None:
+        self.x = torch.randn(tokens, h, device="cuda").to(dtype)
+        self.weight = (torch.randn(d, h, device="cuda") / max(h, 1) ** 0.5).to(dtype)
+        self.masks = torch.rand(n_masks, d, h, device="cuda") < 0.5
+        self.packed = pack(self.masks)
+        self.activation = activation
+        self.route = None if route is None else torch.rand(tokens, n_masks, device="cuda").to(route)
+
+    def run(self, config: LaunchConfig | None = None) -> Tensor:
+        return cuda.forward(self.x, self.weight, self.packed, self.activation, self.route, config=config)
+
+    def oracle(self) -> Tensor:
+        """The sum mask by mask, so that float64 copies of all masks never live at once."""
+        terms = [
+            reference.forward(
+                self.x,
+                self.weight,
+                mask[None],
+                self.activation,
+                None if self.route is None else self.route[:, i : i + 1],
+            )
+            for i, mask in enumerate(self.masks)
+        ]
+        return torch.stack(terms).sum(0)
+
+    def check(self, config: LaunchConfig | None = None) -> None:
+        assert cuda.unsupported_reason(self.x, self.weight, self.packed, self.activation, self.route) is None
+        assert_matches(self.run(config), self.oracle(), self.x.dtype)

@@ -1,0 +1,76 @@
+"""Every kernel once or twice on small, ragged shapes: the program that compute-sanitizer watches.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python3 tests/gpu/sanitizer_suite.py
+
+Without the caching allocator every tensor is an allocation of its own, so that the sanitizer sees where it ends; and
+all inputs are copied from the host, so that it sees what was written. Results are compared with the oracle, on the CPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from budgets import assert_matches
+
+from mglu_ops.backends import cuda, reference
+from mglu_ops.backends.cuda import LaunchConfig
+from mglu_ops.masks import pack
+
+Shape = tuple[int, int, int, int]
+
+FMA, MMA = "decode_fma", "decode_mma"
+CASES: list[tuple[LaunchConfig | None, torch.dtype, Shape]] = [
+    # The chosen launches, by tokens, out_features, in_features, n_masks: all four kernels, and those for odd sizes.
+    *((None, torch.bfloat16, (tokens, 200, 264, 4)) for tokens in (1, 3, 8, 16, 70)),
+    *((None, torch.float16, (tokens, 130, 1032, 16)) for tokens in (1, 5, 33)),
+    *((None, torch.float16, (tokens, 66, 136, 1)) for tokens in (1, 2, 17)),
+    *((None, torch.float16, (tokens, 33, 41, 3)) for tokens in (1, 6)),
+    *((None, torch.float32, (tokens, 33, 72, 5)) for tokens in (1, 6)),
+    # Others, for the ways of cutting that no choice here takes.
+    (LaunchConfig(FMA, rows=1, tiles=2, split_k=2, stages=3), torch.float16, (1, 35, 1032, 8)),
+    (LaunchConfig(FMA, rows=4, tiles=3, stages=2, sub=2, chains=2), torch.float16, (1, 100, 1040, 2)),
+    (LaunchConfig(FMA, rows=2, tiles=2, stages=3, chains=2, persistent=True), torch.bfloat16, (1, 1100, 264, 8)),
+    (
+        LaunchConfig(MMA, tiles=1, split_k=4, sub=2, mask_group=4, block_tokens=16),
+        torch.float16,
+        (11, 50, 520, 8),
+    ),
+    (LaunchConfig(MMA, tiles=2, split_k=2, mask_group=8, block_tokens=2), torch.bfloat16, (5, 70, 520, 16)),
+]
+
+
+def run(config: LaunchConfig | None, dtype: torch.dtype, shape: Shape, route: bool) -> None:
+    """One call, and whether its result is right."""
+    tokens, d, h, n_masks = shape
+    x = torch.randn(tokens, h).to(dtype)
+    weight = (torch.randn(d, h) / h**0.5).to(dtype)
+    masks = torch.rand(n_masks, d, h) < 0.5
+    routes = torch.rand(tokens, n_masks) if route else None
+    on_gpu = [None if t is None else t.cuda() for t in (x, weight, pack(masks), routes)]
+    result = cuda.forward(*on_gpu[:3], "silu", on_gpu[3], config=config)  # type: ignore[arg-type] # of None or not
+    assert_matches(result.cpu(), reference.forward(x, weight, masks, "silu", routes), dtype, f"{config} {shape}")
+
+
+def run_packing() -> None:
+    """Bool masks and logits of each dtype, aligned and not."""
+    for dtype in (torch.bool, torch.float16, torch.bfloat16, torch.float32):
+        for shape in ((4, 33, 72), (3, 5, 37), (16, 3, 136)):
+            masks = torch.rand(shape) < 0.5
+            source = masks if dtype is torch.bool else (masks.float() - 0.5).to(dtype)
+            assert torch.equal(cuda.pack(source.cuda()).cpu(), pack(masks)), (dtype, shape)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for index, case in enumerate(CASES):
+        run(*case, route=index % 3 == 0)
+    run_packing()
+    print(f"{len(CASES)} calls and packing: right")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Under the batch-invariant mode a row has the same bits whatever the batch it comes in, on every road."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from budgets import assert_matches
+from cuda_problem import Problem
+from torch import Tensor
+
+import mglu_ops
+from mglu_ops.backends import cuda
+from mglu_ops.backends.cuda.config import choose_invariant
+
+pytestmark = pytest.mark.gpu
+
+TOKENS = (1, 2, 7, 8, 9, 16, 17, 33, 64, 200)
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def invariant() -> Iterator[None]:
+    torch.manual_seed(0)
+    with torch.no_grad(), mglu_ops.set_batch_invariant_mode():
+        yield
+
+
+def assert_rows_agree(p: Problem, x: Tensor) -> None:
+    """Of the first rows of x, of its last ones, and of one in the middle by itself."""
+
+    def run(rows: Tensor) -> Tensor:
+        return torch.ops.mglu.forward(rows, p.weight, p.packed, p.activation)
+
+    everyone = run(x)
+    p.x = x
+    assert_matches(everyone, p.oracle(), x.dtype)
+    for tokens in TOKENS:
+        assert torch.equal(run(x[:tokens]), everyone[:tokens]), tokens
+        assert torch.equal(run(x[-tokens:]), everyone[-tokens:]), tokens
+    assert torch.equal(run(x[77]), everyone[77])
+    assert torch.equal(run(x.view(10, 20, -1)), everyone.view(10, 20, -1))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("n_masks", [1, 4, 7, 8, 16])
+@pytest.mark.parametrize("shape", [(512, 2048), (1001, 1032), (4096, 520)], ids=str)
+def test_rows_of_any_batch(shape: tuple[int, int], n_masks: int, dtype: torch.dtype) -> None:
+    p = Problem(200, *shape, n_masks, dtype)
+    fast = "tile_wgmma" if torch.cuda.get_device_capability() == (9, 0) else "decode_mma"
+    aligned = shape[1] // 8 * n_masks % 4 == 0
+    assert mglu_ops.explain(p.x, p.weight, p.packed).kernel == (fast if aligned else "plain")
+    assert_rows_agree(p, p.x)
+
+
+@pytest.mark.parametrize("n_masks", [3, 16])
+@pytest.mark.parametrize(
+    ("dtype", "shape", "kernel"),
+    [
+        (torch.float16, (40, 1024), "decode_mma"),
+        (torch.bfloat16, (100, 1001), "plain"),
+        (torch.float32, (100, 1024), "plain"),
+    ],
+)
+def test_rows_of_small_and_odd_layers(dtype: torch.dtype, shape: tuple[int, int], kernel: str, n_masks: int) -> None:
+    p = Problem(200, *shape, n_masks, dtype)
+    assert mglu_ops.explain(p.x, p.weight, p.packed).kernel == kernel
+    assert_rows_agree(p, p.x)
+
+
+@pytest.mark.parametrize("n_masks", [1, 4, 10, 16])
+def test_rows_on_other_gpus(n_masks: int) -> None:
+    """The launches that they would take run here too."""
+    p = Problem(200, 528, 2048, n_masks, torch.bfloat16)
+    for arch in ((8, 0), (8, 9), (12, 0)):
+        everyone = None
+        for tokens in reversed(TOKENS):
+            config = choose_invariant(arch, torch.bfloat16, n_masks, tokens, 528, 2048, aligned=True)
+            assert config.kernel == "decode_mma"
+            result = cuda.forward(p.x[:tokens], p.weight, p.packed, "silu", None, config=config)
+            everyone = result if everyone is None else everyone
+            assert torch.equal(result, everyone[:tokens]), (arch, tokens)
+
+
+def test_the_mode_changes_calls_that_are_known_already() -> None:
+    p = Problem(1, 8192, 4096, 16, torch.float16)
+    in_mode = torch.ops.mglu.forward(p.x, p.weight, p.packed)
+    with mglu_ops.set_batch_invariant_mode(False):
+        outside = torch.ops.mglu.forward(p.x, p.weight, p.packed)
+    assert not torch.equal(in_mode, outside)  # another order of sums
+    assert torch.equal(torch.ops.mglu.forward(p.x, p.weight, p.packed), in_mode)
+    for result in (in_mode, outside):
+        assert_matches(result, p.oracle(), torch.float16)

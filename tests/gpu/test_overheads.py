@@ -1,0 +1,92 @@
+"""Host time and first use of the operator on a GPU, with bounds wide enough for any machine: regressions show.
+
+The figures themselves are `benchmarks/overheads.py`'s.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import mglu_ops  # noqa: F401 (registers the operators)
+
+pytestmark = pytest.mark.gpu
+
+MICROSECONDS = {1: 25.0, 8: 25.0, 64: 40.0}
+"""Of a call, by tokens: three times what an H200's host takes."""
+COLD_SECONDS, WARM_SECONDS = 8.0, 0.15
+
+
+@pytest.mark.parametrize("tokens", MICROSECONDS)
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_a_call_costs_the_host_little(mode: type[torch.no_grad], tokens: int) -> None:
+    x = torch.randn(tokens, 256, device="cuda").bfloat16()
+    weight = torch.randn(256, 256, device="cuda").bfloat16()
+    packed = torch.ops.mglu.pack_masks(torch.rand(4, 256, 256, device="cuda") < 0.5)
+    times = []
+    torch.use_deterministic_algorithms(False)  # the fixture's, with which torch fills new memory by a kernel
+    with mode():
+        for _ in range(50):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(100):
+                torch.ops.mglu.forward(x, weight, packed)
+            times.append((time.perf_counter() - begin) * 1e4)
+    assert statistics.median(times) <= MICROSECONDS[tokens]
+
+
+def test_a_call_allocates_its_output_and_at_most_a_copy_of_x_and_waits_for_nothing() -> None:
+    for tokens, copy in ((1, 0), (8, 0), (64, 64 * 256 * 2)):
+        x = torch.randn(tokens, 256, device="cuda").bfloat16()
+        weight = torch.randn(256, 256, device="cuda").bfloat16()
+        packed = torch.ops.mglu.pack_masks(torch.rand(4, 256, 256, device="cuda") < 0.5)
+        with torch.no_grad():
+            torch.ops.mglu.forward(x, weight, packed)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                result = torch.ops.mglu.forward(x, weight, packed)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        held = torch.cuda.memory_allocated() - before
+        assert held == -(-result.numel() * 2 // 512) * 512
+        assert torch.cuda.max_memory_allocated() - before <= held + 2 * copy
+
+
+FIRST_CALL = """
+import time
+import torch
+import mglu_ops
+x = torch.randn({tokens}, 512, device="cuda").bfloat16()
+weight = torch.randn(256, 512, device="cuda").bfloat16()
+packed = torch.randint(256, (256, 64, 4), dtype=torch.uint8, device="cuda")
+torch.cuda.synchronize()
+with torch.no_grad():
+    begin = time.perf_counter()
+    torch.ops.mglu.forward(x, weight, packed)
+    torch.cuda.synchronize()
+    print(time.perf_counter() - begin)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [1, 8, 64])
+def test_the_first_use_of_a_kernel_is_short(tokens: int, tmp_path: Path) -> None:
+    """Cold, NVRTC compiles it; warm, it comes from the folder of cached kernels, and NVRTC is not even loaded."""
+
+    def first() -> float:
+        command = [sys.executable, "-c", FIRST_CALL.format(tokens=tokens)]
+        environment = {**os.environ, "MGLU_CACHE_DIR": str(tmp_path)}
+        return float(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+
+    assert first() <= COLD_SECONDS
+    assert min(first() for _ in range(2)) <= WARM_SECONDS

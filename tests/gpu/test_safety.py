@@ -1,0 +1,231 @@
+"""What no kernel may do: touch memory that is not its own, mind other threads and streams, or break a context."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from cuda_problem import Problem
+from torch import Tensor
+
+from mglu_ops.backends import cuda
+from mglu_ops.backends.cuda import LaunchConfig, driver, packing, plan
+from mglu_ops.backends.cuda.compiler import CompileError
+
+pytestmark = pytest.mark.gpu
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+KERNELS = {
+    "decode_fma": (1, torch.float16),
+    "decode_mma": (6, torch.float16),
+    "tile_wgmma": (40, torch.bfloat16),
+    "plain": (5, torch.float32),
+}
+"""A number of tokens and a dtype that run each kernel."""
+needs_wgmma = pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")
+if torch.cuda.is_available() and not HOPPER:
+    del KERNELS["tile_wgmma"]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    torch.cuda.synchronize()  # a fault belongs to the test that made it
+
+
+def problem(kernel: str, d: int, h: int, n_masks: int) -> Problem:
+    """One that runs a kernel, and says so."""
+    tokens, dtype = KERNELS[kernel]
+    p = Problem(tokens, d, h, n_masks, dtype)
+    assert cuda.launch_of(p.x, p.weight, p.packed, p.activation, p.route).config.kernel == kernel
+    return p
+
+
+# --- Guard bands ----------------------------------------------------------------------------------------------------
+
+BAND = 4096  # elements
+
+
+def between(tensor: Tensor, fill: float) -> Tensor:
+    """A copy of a tensor between bands of `fill`."""
+    storage = torch.full((tensor.numel() + 2 * BAND,), fill, dtype=tensor.dtype, device="cuda")
+    storage[BAND:-BAND] = tensor.flatten()
+    return storage[BAND:-BAND].view(tensor.shape)
+
+
+def bands_of(tensor: Tensor) -> Tensor:
+    storage = tensor.as_strided((tensor.numel() + 2 * BAND,), (1,), tensor.storage_offset() - BAND)
+    return torch.cat((storage[:BAND], storage[-BAND:]))
+
+
+@pytest.mark.parametrize("n_masks", [1, 3, 8, 16])
+@pytest.mark.parametrize("shape", [(50, 520), (100, 544), (67, 41)], ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_guard_bands(kernel: str, shape: tuple[int, int], n_masks: int) -> None:
+    """Inputs lie between NaN (or all-ones) bands that must not be used; output and workspace between ones that stay."""
+    tokens, dtype = KERNELS[kernel]
+    p = Problem(tokens, *shape, n_masks, dtype, route=torch.float32)
+    assert p.route is not None
+    expected = p.run()
+    p.x, p.weight, p.packed = between(p.x, float("nan")), between(p.weight, float("nan")), between(p.packed, 255)
+    p.route = between(p.route, float("nan"))
+    planned = cuda.plan_call(p.x, p.weight, p.packed, p.activation, p.route)
+    assert planned.plan is not None
+    out = between(torch.full_like(expected, float("nan")), 7.0)
+    workspace = between(torch.zeros(planned.plan.workspace, dtype=torch.uint8, device="cuda"), 7)
+    tensors = (workspace, p.x, p.weight, p.packed, p.route, out)
+    planned.plan.launch(torch.cuda.current_stream().cuda_stream, *(tensor.data_ptr() for tensor in tensors))
+    assert torch.equal(out, expected)
+    assert bool((bands_of(out) == 7.0).all())
+    assert bool((bands_of(workspace) == 7).all())
+
+
+@pytest.mark.parametrize("shape", [(3, 33, 72), (16, 5, 37), (1, 7, 8)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float16, torch.float32])
+def test_guard_bands_of_packing(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    masks = torch.rand(shape, device="cuda") < 0.5
+    source = between(masks if dtype is torch.bool else (masks.float() - 0.5).to(dtype), 1)
+    expected = packing.pack(masks, torch.cuda.get_device_capability(), torch.cuda.current_stream().cuda_stream)
+    out = between(torch.zeros_like(expected), 7)
+    arch = torch.cuda.get_device_capability()
+    launch = packing._launch(0, arch, source.dtype, shape, source.stride(), vector=False)
+    launch(torch.cuda.current_stream().cuda_stream, source.data_ptr(), 0, 0, 0, out.data_ptr())
+    assert torch.equal(out, expected)
+    assert bool((bands_of(out) == 7).all())
+
+
+# --- More than 2^31 elements ----------------------------------------------------------------------------------------
+
+
+def needs(gibibytes: int) -> None:
+    if torch.cuda.mem_get_info()[0] < gibibytes * 2**30:
+        pytest.skip(f"needs {gibibytes} GiB of device memory")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_more_than_2_31_weights(kernel: str) -> None:
+    needs(24)
+    tokens, dtype = KERNELS[kernel]
+    d, h = 2**19 + 16, 4096
+    x = torch.randn(tokens, h, device="cuda").to(dtype)
+    weight = torch.empty(d, h, dtype=dtype, device="cuda").normal_(0, h**-0.5)
+    packed = torch.randint(0, 256, (d, h // 8, 4), dtype=torch.uint8, device="cuda")
+    config = cuda.launch_of(x, weight, packed, "silu", None).config
+    assert config.kernel == kernel
+    out = cuda.forward(x, weight, packed, "silu", None)
+    tail = cuda.forward(x, weight[-256:].clone(), packed[-256:].clone(), "silu", None, config=config)
+    assert torch.equal(out[:, -256:], tail)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "d", "h", "config"),
+    [
+        pytest.param(512, 16, 2**22 + 8, LaunchConfig("plain", block_tokens=4), id="x, plain"),
+        pytest.param(
+            2**19 + 3, 64, 4096, None, id="x, tile_wgmma", marks=pytest.mark.skipif(not HOPPER, reason="wgmma")
+        ),
+        pytest.param(2**16 + 5, 2**15 + 64, 64, None, id="out", marks=pytest.mark.skipif(not HOPPER, reason="wgmma")),
+    ],
+)
+def test_more_than_2_31_elements_of_x_and_of_the_result(
+    tokens: int, d: int, h: int, config: LaunchConfig | None
+) -> None:
+    needs(24)
+    assert tokens * max(d, h) > 2**31
+    x = torch.empty(tokens, h, dtype=torch.bfloat16, device="cuda").normal_()
+    weight = torch.empty(d, h, dtype=torch.bfloat16, device="cuda").normal_(0, h**-0.5)
+    packed = torch.randint(0, 256, (d, h // 8, 1), dtype=torch.uint8, device="cuda")
+    out = cuda.forward(x, weight, packed, "silu", None, config=config)
+    tail = cuda.forward(x[-20:].clone(), weight, packed, "silu", None, config=config)
+    assert torch.equal(out[-20:], tail)
+
+
+# --- Streams and threads --------------------------------------------------------------------------------------------
+
+
+def in_threads(work: Callable[[int], None], count: int) -> None:
+    """Run `work(0)` to `work(count - 1)` at once, and raise what one of them raised."""
+    raised: list[BaseException] = []
+
+    def guarded(index: int) -> None:
+        try:
+            work(index)
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if raised:
+        raise raised[0]
+
+
+@pytest.mark.parametrize("streams", ["one each", "one for all"])
+def test_streams_and_threads(streams: str) -> None:
+    """Threads with tensors of their own, and then all with the same, through the operator."""
+    problems = [problem(kernel, 128, 256, 1 + i) for i, kernel in enumerate(KERNELS)]
+    expected = [p.run() for p in problems]
+    torch.cuda.synchronize()
+    shared = torch.cuda.Stream()
+
+    def work(index: int) -> None:
+        with torch.no_grad(), torch.cuda.stream(shared if streams == "one for all" else torch.cuda.Stream()):
+            for i in range(100):
+                which = (index + i // 50) % len(problems)
+                p = problems[which]
+                assert torch.equal(torch.ops.mglu.forward(p.x, p.weight, p.packed), expected[which])
+
+    in_threads(work, len(problems))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_first_thing_that_a_thread_does(kernel: str) -> None:
+    """With a kernel that is new to the process, and with one that another thread has used."""
+    p = problem(kernel, 144, 264, 12)
+    found: list[Tensor] = []
+    for _ in range(2):
+        in_threads(lambda _: found.append(p.run()), 1)
+    torch.cuda.synchronize()
+    assert torch.equal(found[0], found[1])
+    p.check()
+
+
+# --- Failures -------------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_compile_has_the_log_and_leaves_the_context(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MGLU_CACHE_DIR", str(tmp_path))
+    p = Problem(1, 64, 256, 8)
+    with pytest.raises(CompileError, match="groups are equal"):
+        p.run(LaunchConfig("decode_mma", mask_group=5, block_tokens=8))
+    p.check()
+    with pytest.raises(ValueError, match="aligned rows"):
+        Problem(20, 64, 257, 8).run(LaunchConfig("decode_mma", mask_group=8, block_tokens=8))
+
+
+def test_a_failed_launch_says_why_and_leaves_the_context() -> None:
+    p = Problem(6, 64, 256, 8)
+    p.check()
+    too_deep = LaunchConfig("decode_mma", tiles=4, stages=60, mask_group=8, block_tokens=8)
+    for _ in range(2):  # nothing half-done is remembered
+        with pytest.raises(driver.LaunchError, match=r"mglu_decode_mma: \d+ bytes of shared memory: CUDA error 1 "):
+            p.run(too_deep)
+        p.check()
+    kernel = plan.load_kernel(0, "turn_x", "sm_90a" if HOPPER else "sm_80", {"MGLU_TOKEN_COLUMNS": 8, "MGLU_SUB": 1})
+    launch = driver.Launch(kernel, (1, 1), 4096, 0, overlap=False, constants=bytes(plan.CONSTANTS.size))
+    with pytest.raises(driver.LaunchError, match="launching mglu_turn_x: CUDA error"):
+        launch(torch.cuda.current_stream().cuda_stream, 0, 0, 0, 0, 0)
+    torch.cuda.synchronize()
+    p.check()
+
+
+def test_a_module_that_is_none_says_so_and_leaves_the_context() -> None:
+    with pytest.raises(driver.LaunchError, match="loading mglu_nothing: CUDA error"):
+        driver.Kernel(b"\0" * 64, "mglu_nothing", 0)
+    Problem(1, 64, 256, 8).check()

@@ -1,0 +1,292 @@
+"""The choice of kernels on a GPU and the memory of calls, with stand-ins for tensors on one: no GPU is needed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import mglu_ops
+from mglu_ops import dispatch
+from mglu_ops.backends import cuda
+from mglu_ops.backends.cuda import launch_tables
+
+
+class OnGpu:
+    """A CPU tensor that says it is on a GPU. An `offset` moves its address off multiples of 16 bytes."""
+
+    is_cuda, is_cpu = True, False
+
+    def __init__(self, tensor: torch.Tensor, offset: int = 0, device: str = "cuda:0") -> None:
+        self.tensor = tensor
+        self.offset = offset
+        self.device = torch.device(device)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tensor, name)
+
+    def data_ptr(self) -> int:
+        return self.tensor.data_ptr() // 256 * 256 + self.offset
+
+    def reshape(self, *shape: int) -> OnGpu:
+        return OnGpu(self.tensor.reshape(*shape), self.offset)
+
+
+def layer(
+    tokens: int | tuple[int, ...] = 1,
+    d: int = 14336,
+    h: int = 4096,
+    n_masks: int = 4,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Any, Any, Any]:
+    """x, weight and packed masks, whose memory is never touched."""
+    tokens = (tokens,) if isinstance(tokens, int) else tokens
+    shapes = ((*tokens, h), dtype), ((d, h), dtype), ((d, -(-h // 8), n_masks), torch.uint8)
+    x, weight, packed = (OnGpu(torch.empty(shape, dtype=dtype)) for shape, dtype in shapes)
+    return x, weight, packed
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    set_gpu(monkeypatch, (9, 0))
+    monkeypatch.setattr(cuda, "_has_cuda_core", lambda: True)
+    monkeypatch.setattr(launch_tables, "_all_tables", dict)
+    yield
+    mglu_ops.set_batch_invariant_mode(False)
+
+
+def set_gpu(monkeypatch: pytest.MonkeyPatch, arch: tuple[int, int]) -> None:
+    monkeypatch.setattr(cuda, "_device_facts", lambda device: (arch, 132, "NVIDIA H200"))
+
+
+def test_explain_names_the_kernel_its_launch_and_where_that_comes_from() -> None:
+    for tokens, kernel in ((1, "decode_fma"), (8, "decode_mma"), (64, "tile_wgmma"), (5000, "tile_wgmma")):
+        choice = mglu_ops.explain(*layer(tokens))
+        assert (choice.backend, choice.kernel, choice.is_fallback) == ("cuda", kernel, False)
+        assert choice.launch_origin == "the model of costs"
+        assert str(choice).startswith(f"cuda {kernel}(")
+        assert "by the model of costs: the masks are applied on chip" in str(choice)
+    assert "tiles=7, split_k=2" in str(mglu_ops.explain(*layer(8)))
+    choice = mglu_ops.explain(*layer(8, dtype=torch.float32))
+    assert (choice.kernel, choice.is_fallback) == ("plain", False)  # there is no other in float32
+    choice = mglu_ops.explain(*layer(100, dtype=torch.float32))
+    assert (choice.backend, choice.kernel) == ("composite", None)
+
+
+def test_explain_reads_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = cuda.LaunchConfig("decode_mma", tiles=4, block_tokens=8)
+    case = launch_tables.Case("NVIDIA H200", (9, 0), 132, torch.bfloat16, 4, 8, 14336, 4096)
+    entry = launch_tables.Entry(case, config, 30.0, config, 40.0)
+    monkeypatch.setattr(launch_tables, "_all_tables", lambda: {case: launch_tables.Found(entry, launch_tables.FOLDER)})
+    choice = mglu_ops.explain(*layer(8))
+    assert choice.launch == config
+    assert "the table" in choice.launch_origin
+    assert mglu_ops.explain(*layer(7)).launch_origin == "the model of costs"
+
+
+@pytest.mark.parametrize(
+    ("changed", "cause"),
+    [
+        ({"h": 4095}, "in_features 4095 is not a multiple of 8"),
+        ({"weight": 2}, "the rows of weight are not contiguous, or do not start at multiples of 16 bytes"),
+        ({"packed": 1}, "the rows of packed_masks are not contiguous, or do not start at multiples of 4 bytes"),
+    ],
+)
+def test_a_layer_that_misses_the_fast_kernels_is_a_fallback_with_its_cause(changed: dict[str, int], cause: str) -> None:
+    x, weight, packed = layer(1, h=changed.get("h", 4096))
+    weight.offset, packed.offset = changed.get("weight", 0), changed.get("packed", 0)
+    choice = mglu_ops.explain(x, weight, packed)
+    assert (choice.backend, choice.kernel, choice.is_fallback) == ("cuda", "plain", True)
+    assert f"several times slower than by the kernels for aligned layers: {cause}" in choice.reason
+    assert not mglu_ops.explain(*layer(1, d=60, h=4095)).is_fallback  # too small to be worth a word
+
+
+def test_older_gpus_take_few_tokens_on_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_gpu(monkeypatch, (8, 9))
+    assert mglu_ops.explain(*layer(512)).kernel == "decode_mma"
+    assert mglu_ops.explain(*layer(513)).backend == "composite"
+    set_gpu(monkeypatch, (7, 5))
+    monkeypatch.setattr(dispatch.triton, "unsupported_reason", lambda *arguments: None)
+    choice = mglu_ops.explain(*layer(1))
+    assert (choice.backend, choice.is_fallback) == ("triton", True)
+    assert "compute capability (7, 5) is below 8.0" in choice.reason
+
+
+# --- Batch-invariant mode -------------------------------------------------------------------------------------------
+
+
+def test_the_mode_is_a_function_and_a_block() -> None:
+    assert not mglu_ops.is_batch_invariant_mode_enabled()
+    mglu_ops.set_batch_invariant_mode(True)
+    assert mglu_ops.is_batch_invariant_mode_enabled()
+    with mglu_ops.set_batch_invariant_mode(False):
+        assert not mglu_ops.is_batch_invariant_mode_enabled()
+        with mglu_ops.set_batch_invariant_mode():
+            assert mglu_ops.is_batch_invariant_mode_enabled()
+        assert not mglu_ops.is_batch_invariant_mode_enabled()
+    assert mglu_ops.is_batch_invariant_mode_enabled()
+    mglu_ops.set_batch_invariant_mode(False)
+    assert not mglu_ops.is_batch_invariant_mode_enabled()
+
+
+def test_in_the_mode_the_number_of_tokens_does_not_choose_the_order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = (1, 2, 8, 9, 16, 17, 64, 600, 5000)
+    small = {"d": 512, "h": 512}
+    with mglu_ops.set_batch_invariant_mode():
+        assert {mglu_ops.explain(*layer(tokens, **small)).kernel for tokens in counts} == {"tile_wgmma"}
+        assert mglu_ops.explain(*layer(1, **small)).launch_origin == "the batch-invariant order"
+        for config in ({"dtype": torch.float32}, {"h": 500}, {"d": 8}):
+            launches = {str(mglu_ops.explain(*layer(tokens, **{**small, **config})).launch) for tokens in counts}
+            assert launches == {"plain(block_tokens=4)"}
+        for arch in ((8, 0), (8, 9), (10, 0), (12, 0)):
+            set_gpu(monkeypatch, arch)
+            for n_masks in (1, 3, 8, 16):
+                launches = {str(mglu_ops.explain(*layer(tokens, n_masks=n_masks, **small)).launch) for tokens in counts}
+                assert len(launches) == 1
+                assert "decode_mma(" in launches.pop()
+
+
+def test_in_the_mode_what_cannot_be_invariant_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.randn(3, 16), torch.randn(8, 16, requires_grad=True)
+    packed = torch.ops.mglu.pack_masks(torch.rand(2, 8, 16) > 0.5)
+    with mglu_ops.set_batch_invariant_mode():
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"set_batch_invariant_mode.*x is on cpu"):
+            torch.ops.mglu.forward(x, weight, packed)
+        with pytest.raises(RuntimeError, match=r"set_batch_invariant_mode.*training runs on library GEMMs"):
+            torch.ops.mglu.forward(x, weight, packed)
+        with pytest.raises(RuntimeError, match=r"the backend 'composite' was asked for"):
+            dispatch.forward(x, weight, packed, "silu", None, backend="composite")
+        with pytest.raises(RuntimeError, match=r"no kernel for x torch\.float64"):
+            mglu_ops.explain(*layer(1, dtype=torch.float64))
+        set_gpu(monkeypatch, (8, 0))
+        with pytest.raises(RuntimeError, match=r"300000 tokens, above 262140"):
+            mglu_ops.explain(*layer(300000, d=16, h=12))
+    torch.ops.mglu.forward(x, weight, packed).sum().backward()
+
+
+# --- Calls that come again ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of results in the order of launches; plans launch nothing."""
+    shapes: list[tuple[int, ...]] = []
+
+    def run(call: cuda.Call, x: Any, *rest: Any) -> torch.Tensor:
+        shapes.append(call.shape)
+        return torch.empty(call.shape)
+
+    class NoDevice:
+        def __init__(self, device: int) -> None: ...
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(cuda.Call, "__call__", run)
+    monkeypatch.setattr(cuda, "build", lambda problem, config: None)
+    monkeypatch.setattr(torch.cuda, "device", NoDevice)
+    monkeypatch.setattr(dispatch, "_calls", {})
+    monkeypatch.setattr(cuda, "_calls", {})
+    return shapes
+
+
+def test_a_call_that_comes_again_is_not_chosen_again(
+    launched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight, packed = layer((2, 3), d=64, h=64)
+    assert dispatch.repeat(x, weight, packed, "silu", None) is None
+    assert dispatch.forward(x, weight, packed, "silu", None).shape == (2, 3, 64)
+    monkeypatch.setattr(dispatch, "choose", None)  # nobody is asked from here on
+    result = dispatch.repeat(x, weight, packed, "silu", None)
+    assert result is not None
+    assert result.shape == (2, 3, 64)
+    assert len(launched) == 2
+
+
+def test_whatever_a_choice_depends_on_makes_another_call(launched: list[tuple[int, ...]]) -> None:
+    def route(dtype: torch.dtype = torch.float32, stride: int = 1) -> Any:
+        return OnGpu(torch.empty(6, 4 * stride, dtype=dtype)[:, ::stride])
+
+    x, weight, packed = layer(6, d=64, h=64)
+    dispatch.forward(x, weight, packed, "silu", None)
+    dispatch.forward(x, weight, packed, "silu", route())
+    wide = torch.empty(64, 128, dtype=torch.bfloat16)
+    changed = {
+        "tokens": (*layer(5, d=64, h=64), "silu", None),
+        "rank": (OnGpu(x.tensor.view(2, 3, 64)), weight, packed, "silu", None),
+        "activation": (x, weight, packed, "gelu", None),
+        "route dtype": (x, weight, packed, "silu", route(torch.bfloat16)),
+        "route strides": (x, weight, packed, "silu", route(stride=2)),
+        "dtype": (*layer(6, d=64, h=64, dtype=torch.float16), "silu", None),
+        "weight dtype": (x, OnGpu(weight.tensor.half()), packed, "silu", None),
+        "masks dtype": (x, weight, OnGpu(packed.tensor.to(torch.int8)), "silu", None),
+        "weight device": (x, OnGpu(weight.tensor, device="cuda:1"), packed, "silu", None),
+        "masks device": (x, weight, OnGpu(packed.tensor, device="cuda:1"), "silu", None),
+        "x device": (OnGpu(x.tensor, device="cuda:1"), weight, packed, "silu", None),
+        "n_masks": (x, weight, OnGpu(torch.empty(64, 8, 5, dtype=torch.uint8)), "silu", None),
+        "weight rows": (x, OnGpu(weight.tensor[:63]), packed, "silu", None),
+        "x strides": (OnGpu(wide[:6, :64]), weight, packed, "silu", None),
+        "weight strides": (x, OnGpu(wide[:, :64]), packed, "silu", None),
+        "masks strides": (x, weight, OnGpu(packed.tensor.permute(2, 0, 1).contiguous().permute(1, 2, 0)), "silu", None),
+        "x address": (OnGpu(x.tensor, 2), weight, packed, "silu", None),
+        "weight address": (x, OnGpu(weight.tensor, 8), packed, "silu", None),
+        "masks address": (x, weight, OnGpu(packed.tensor, 4), "silu", None),
+    }
+    for name, call in changed.items():
+        assert dispatch.repeat(*call) is None, name
+    with mglu_ops.set_batch_invariant_mode():
+        assert dispatch.repeat(x, weight, packed, "silu", None) is None
+    assert dispatch.repeat(x, weight, packed, "silu", None) is not None
+    assert dispatch.repeat(x, weight, packed, "silu", route()) is not None
+
+
+def test_a_view_of_known_rows_is_known_from_its_second_call_on(launched: list[tuple[int, ...]]) -> None:
+    x, weight, packed = layer(6, d=64, h=64)
+    dispatch.forward(x, weight, packed, "silu", None)
+    view = OnGpu(x.tensor.view(2, 3, 64))
+    assert dispatch.repeat(view, weight, packed, "silu", None) is None
+    assert dispatch.forward(view, weight, packed, "silu", None).shape == (2, 3, 64)
+    result = dispatch.repeat(view, weight, packed, "silu", None)
+    assert result is not None
+    assert result.shape == (2, 3, 64)
+
+
+def test_rows_that_have_to_be_copied_are_known_by_their_copies(
+    launched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, weight, packed = layer(1, d=64, h=64)
+    x = OnGpu(torch.empty(3, 2, 64, dtype=torch.bfloat16).transpose(0, 1))
+    assert dispatch.forward(x, weight, packed, "silu", None).shape == (2, 3, 64)
+    monkeypatch.setattr(dispatch, "choose", None)
+    assert dispatch.repeat(x, weight, packed, "silu", None) is None
+    assert dispatch.forward(x, weight, packed, "silu", None).shape == (2, 3, 64)
+    assert launched == [(6, 64), (6, 64)]
+
+
+def test_none_for_a_tensor_is_left_to_the_checks() -> None:
+    x, weight, packed = layer(1, d=64, h=64)
+    for call in ((None, weight, packed), (x, None, packed), (x, weight, None)):
+        assert dispatch.repeat(*call, "silu", None) is None  # type: ignore[arg-type] # torch lets None through
+
+
+def test_memory_is_bounded_and_shared_by_threads(
+    launched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "CALLS_KEPT", 8)
+    calls = [layer(tokens, d=64, h=64) for tokens in range(1, 21)]
+
+    def work() -> None:
+        for _ in range(5):
+            for call in calls:
+                if dispatch.repeat(*call, "silu", None) is None:
+                    dispatch.forward(*call, "silu", None)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(launched) == 4 * 5 * len(calls)
+    assert len(dispatch._calls) <= 8 + len(threads)

@@ -1,0 +1,193 @@
+"""Tables of measured launches: what is read, what is refused and in which words, and which launch wins."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mglu_ops.backends.cuda import launch_tables, plan
+from mglu_ops.backends.cuda.config import LaunchConfig
+from mglu_ops.backends.cuda.launch_tables import Entry, TableError
+from mglu_ops.backends.cuda.limits import Case, violation
+from mglu_ops.tuning.candidates import neighbours, starts
+from mglu_ops.tuning.search import problem_of
+
+H200 = ("NVIDIA H200", (9, 0), 132)
+ENVIRONMENT = {"device": "NVIDIA H200", "compute_capability": [9, 0], "multiprocessors": 132}
+CASE = Case(*H200, torch.bfloat16, 4, 1, 16384, 4096)
+MODEL = plan.model_choice(problem_of(CASE))
+BETTER = replace(MODEL, stages=3)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    launch_tables._all_tables.cache_clear()
+    yield
+    launch_tables._all_tables.cache_clear()
+
+
+def write(path: Path, config: LaunchConfig, microseconds: float = 30.0, case: Case = CASE, **changes: Any) -> Path:
+    environment = {**ENVIRONMENT, **changes}
+    launch_tables.write(path, environment, [Entry(case, config, microseconds, MODEL, 40.0)])
+    return path
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    (entry,) = launch_tables.read(write(tmp_path / "table.json", BETTER))
+    assert entry == Entry(CASE, BETTER, 30.0, MODEL, 40.0)
+
+
+def test_a_users_table_wins_over_the_packages_and_both_over_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "tables"
+    folder.mkdir()
+    monkeypatch.setattr(launch_tables, "FOLDER", folder)
+    monkeypatch.delenv(launch_tables.VARIABLE, raising=False)
+    assert plan.decide(problem_of(CASE)) == plan.Decision(MODEL, "the model of costs")
+    launch_tables._all_tables.cache_clear()
+    write(folder / "h200.json", BETTER)
+    decision = plan.decide(problem_of(CASE))
+    assert decision.config == BETTER
+    assert decision.origin == f"the table {folder / 'h200.json'} (30 us, the model's choice 40 us)"
+    launch_tables._all_tables.cache_clear()
+    own = write(tmp_path / "own.json", replace(BETTER, sub=2))
+    monkeypatch.setenv(launch_tables.VARIABLE, str(own))
+    assert plan.decide(problem_of(CASE)).config == replace(BETTER, sub=2)
+    assert str(own) in plan.decide(problem_of(CASE)).origin
+
+
+def test_an_entry_is_for_its_gpu_and_its_problem_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(launch_tables.VARIABLE, str(write(tmp_path / "table.json", BETTER)))
+    problem = problem_of(CASE)
+    assert plan.choice(problem) == BETTER
+    for other in (
+        replace(problem, device="NVIDIA H100 80GB HBM3"),
+        replace(problem, multiprocessors=114),
+        replace(problem, dtype=torch.float16),
+        replace(problem, n_masks=3),
+        replace(problem, tokens=2),
+        replace(problem, out_features=16368),
+        replace(problem, in_features=4088),
+        replace(problem, weight_aligned=False),
+        replace(problem, mask_alignment=1),
+        replace(problem, batch_invariant=True),
+    ):
+        assert plan.decide(other).origin in ("the model of costs", "the batch-invariant order")
+        assert plan.choice(other) == plan.model_choice(other)
+    for same in (
+        replace(problem, activation="gelu"),
+        replace(problem, route_dtype=torch.float32, x_vectorizable=False),
+    ):
+        assert plan.choice(same) == BETTER
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda t: t.update(format=2), "format: got 2, must be 1"),
+        (lambda t: t.pop("format"), "format: got None, must be 1"),
+        (lambda t: t.pop("environment"), "environment: got None, must be an object"),
+        (lambda t: t["environment"].pop("device"), "environment: device: got None, must be a string"),
+        (lambda t: t["environment"].update(compute_capability=9.0), "compute_capability: got 9.0, must be a list"),
+        (lambda t: t["environment"].update(compute_capability=[9]), r"got \[9\], must be \[major, minor\]"),
+        (lambda t: t.update(entries={}), "entries: got {}, must be a list"),
+        (lambda t: t["entries"].append("decode_fma"), "entry 1: got 'decode_fma', must be an object"),
+        (lambda t: t["entries"].append(t["entries"][0]), "entry 1 .*16384 x 4096.*: stands in the table already"),
+        (lambda t: t["entries"][0].update(dtype="float64"), "entry 0: dtype: got 'float64'"),
+        (lambda t: t["entries"][0].update(tokens="1"), "entry 0: tokens: got '1', must be a whole number"),
+        (lambda t: t["entries"][0].update(tokens=True), "entry 0: tokens: got True, must be a whole number"),
+        (lambda t: t["entries"][0].update(n_masks=17), "n_masks must be 1 to 16"),
+        (lambda t: t["entries"][0].update(microseconds=None), "microseconds: got None, must be a number"),
+        (lambda t: t["entries"][0].update(microseconds=-1), "microseconds must be more than 0"),
+        (lambda t: t["entries"][0]["config"].update(kernel="wonder"), "config: kernel: got 'wonder'"),
+        (lambda t: t["entries"][0]["config"].update(warps=4), "config: warps: not a setting of a launch"),
+        (lambda t: t["entries"][0]["config"].update(persistent=1), "config: persistent: got 1, must be true or false"),
+        (lambda t: t["entries"][0]["config"].update(tiles=0), "config: tiles: got 0, must be at least 1"),
+        (lambda t: t["entries"][0]["config"].update(tiles=40), r"config: 1280 threads a block, more than 1024"),
+        (lambda t: t["entries"][0]["config"].update(stages=30), "bytes of shared memory a block, more than"),
+        (lambda t: t["entries"][0]["config"].update(early_weights=True), "config: early_weights"),
+        (lambda t: t["entries"][0].update(tokens=2), "decode_fma takes one token, got 2"),
+    ],
+)
+def test_a_table_that_cannot_be_used_says_where_and_why(damage: Any, words: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "table.json", BETTER)
+    table = json.loads(path.read_text())
+    damage(table)
+    path.write_text(json.dumps(table))
+    with pytest.raises(TableError, match=f"^{path}: .*{words}"):
+        launch_tables.read(path)
+
+
+def test_what_is_no_table_is_refused_when_the_first_launch_is_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for text in ("", "[1", "[]", "\x00"):
+        path = tmp_path / "table.json"
+        path.write_text(text)
+        with pytest.raises(TableError, match=f"^{path}: "):
+            launch_tables.read(path)
+    monkeypatch.setenv(launch_tables.VARIABLE, str(tmp_path / "missing.json"))
+    for _ in range(2):
+        with pytest.raises(TableError, match=r"missing\.json: not a readable table"):
+            plan.decide(problem_of(CASE))
+
+
+def test_the_packages_tables_are_sound_and_worth_having() -> None:
+    for path in launch_tables.FOLDER.glob("*.json"):
+        entries = launch_tables.read(path)
+        assert entries, path
+        for entry in entries:
+            assert entry.microseconds <= 0.98 * entry.model_microseconds, f"{path}: {entry}"
+            assert entry.config != plan.model_choice(problem_of(entry.case)), f"{path}: {entry}"
+        environment = json.loads(path.read_text())["environment"]
+        assert environment.keys() >= {"commit", "torch", "cuda", "compiler", "protocol", "device_code", "mglu_ops"}
+
+
+@pytest.mark.parametrize("arch", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)], ids=str)
+def test_the_models_choices_keep_to_the_limits(arch: tuple[int, int]) -> None:
+    for dtype in (torch.float16, torch.float32):
+        for n_masks in range(1, 17):
+            for tokens in (1, 2, 8, 9, 17, 64, 300):
+                for shape in ((16, 8), (14336, 4096), (8192, 2048), (4096, 14336)):
+                    case = Case("some GPU", arch, 132, dtype, n_masks, tokens, *shape)
+                    problem = problem_of(case)
+                    for config in (
+                        plan.model_choice(problem),
+                        plan.model_choice(replace(problem, batch_invariant=True)),
+                    ):
+                        assert violation(config, case) is None, (case, config)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 64])
+@pytest.mark.parametrize("n_masks", [1, 3, 4, 16])
+def test_what_is_tried_is_bounded_can_run_and_starts_at_the_model(n_masks: int, tokens: int) -> None:
+    case = Case(*H200, torch.bfloat16, n_masks, tokens, 14336, 4096)
+    first = starts(case)
+    assert first[0] == plan.model_choice(problem_of(case))
+    assert len({config.kernel for config in first}) >= 2
+    for config in first:
+        around = neighbours(config, case)
+        assert 4 <= len(around) <= 24
+        assert config not in around
+        assert len(set(around)) == len(around)
+        assert all(violation(other, case) is None for other in around)
+
+
+def test_tune_needs_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from mglu_ops.__main__ import main
+
+    out = tmp_path / "table.json"
+    with pytest.raises(SystemExit):
+        main(["tune", "--shapes", "64", "--out", str(out)])
+    assert "got '64', must be OUTxIN" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        assert main(["tune", "--shapes", "64x64", "--out", str(out)]) == 2
+        assert "needs a CUDA GPU" in capsys.readouterr().err
+    assert not out.exists()
