@@ -146,7 +146,7 @@ def main() -> None:
     rows = host_rows(options.rounds) + first_use_rows(options.processes, options.at_once)
     for row in rows:
         print(f"{row.case:18} {row.variant:70} T={row.tokens:<3} n_m={row.n_masks:<3}{row.microseconds:12.2f} us")
-    write(rows, options.out, "overheads", PROTOCOL)
+    write(rows, options.out, "overheads", f"{PROTOCOL} ({options.processes}, {options.at_once} side by side)")
 
 
 if __name__ == "__main__":

@@ -96,11 +96,11 @@ def choose(
 
 
 def _on_cuda(decision: cuda.Decision, tokens: int, weight: Tensor) -> Choice:
-    reason = f"the masks are applied on chip, for {tokens} tokens"
-    if decision.problem is not None:
-        reason += f", but several times slower than by the kernels for aligned layers: {decision.problem}"
-    slow = decision.problem is not None and weight.numel() >= _NOTICEABLE_WEIGHTS
-    return Choice("cuda", reason, slow, decision.config, decision.origin)
+    if decision.problem is None:
+        reason = f"the masks are applied on chip, for {tokens} tokens"
+        return Choice("cuda", reason, launch=decision.config, launch_origin=decision.origin)
+    reason = f"several times slower than by the kernels for aligned layers: {decision.problem}"
+    return Choice("cuda", reason, weight.numel() >= _NOTICEABLE_WEIGHTS, decision.config, decision.origin)
 
 
 def _choose_batch_invariant(
@@ -136,7 +136,7 @@ def _rows(tensor: Tensor, tokens: int) -> Tensor:
 
 @cache
 def _warn_of_fallback(backend: str, reason: str) -> None:
-    warnings.warn(f"mglu::forward runs on the backend {backend}: {reason}", UserWarning, stacklevel=4)
+    warnings.warn(f"mglu::forward runs on the backend {backend}: {reason}", UserWarning, stacklevel=5)
 
 
 _Arguments = tuple[Tensor, Tensor, Tensor, str, Tensor | None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -100,8 +101,18 @@ def test_a_layer_that_misses_the_fast_kernels_is_a_fallback_with_its_cause(chang
     weight.offset, packed.offset = changed.get("weight", 0), changed.get("packed", 0)
     choice = mglu_ops.explain(x, weight, packed)
     assert (choice.backend, choice.kernel, choice.is_fallback) == ("cuda", "plain", True)
-    assert f"several times slower than by the kernels for aligned layers: {cause}" in choice.reason
+    assert choice.reason == f"several times slower than by the kernels for aligned layers: {cause}"
     assert not mglu_ops.explain(*layer(1, d=60, h=4095)).is_fallback  # too small to be worth a word
+
+
+def test_a_fallback_warns_once_for_all_numbers_of_tokens(launched: list[tuple[int, ...]]) -> None:
+    dispatch._warn_of_fallback.cache_clear()
+    with pytest.warns(UserWarning, match="in_features 2047 is not a multiple of 8"):
+        dispatch.forward(*layer(1, d=256, h=2047), "silu", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for tokens in (5, 9):
+            dispatch.forward(*layer(tokens, d=256, h=2047), "silu", None)
 
 
 def test_older_gpus_take_few_tokens_on_chip(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,26 +93,65 @@ def results(name: str) -> list[dict[str, str]]:
 
 
 def test_times_by_tokens_are_those_of_the_results() -> None:
-    rows = {
-        (row["variant"], row["n_masks"], row["tokens"]): float(row["microseconds"])
-        for row in results("tokens")
-        if row["out_features"] == "14336"
+    rows = {(row["variant"], row["n_masks"], row["tokens"]): row for row in results("tokens") if is_large(row)}
+    cuts = {
+        (row["n_masks"], row["tokens"]): row
+        for row in results("tile_cuts")
+        if is_large(row) and row["chosen"] == "True"
     }
     header = re.search(r"^\| tokens, 14336 x 4096 \| (.*) \|$", README, flags=re.MULTILINE)
     assert header
     for n_masks in ("1", "4", "8", "16"):
-        times = [(rows["mglu cuda", n_masks, t], rows["floor", n_masks, t]) for t in header[1].split(" | ")]
-        cells = [f"{time:.1f}, {time / floor:.2f}x" for time, floor in times]
+        cells = []
+        for tokens in header[1].split(" | "):
+            if int(tokens) <= 8:
+                time, floor = (float(rows[name, n_masks, tokens]["microseconds"]) for name in ("mglu cuda", "floor"))
+            else:
+                time, floor = (float(cuts[n_masks, tokens][column]) for column in ("microseconds", "floor"))
+            cells.append(f"{time:.1f}, {time / floor:.2f}x")
         assert f"| n_m = {n_masks} | {' | '.join(cells)} |" in README
+
+
+def is_large(row: dict[str, str]) -> bool:
+    return row["out_features"] == "14336"
+
+
+def test_the_fastest_route_is_ours() -> None:
     routes = {(row["variant"], row["n_masks"], row["tokens"]): float(row["microseconds"]) for row in results("routes")}
-    naive, ours = (routes[name, "1", "8192"] for name in ("naive compiled", "mglu cuda"))
-    assert f"takes it\n{naive:.0f} us and ours {ours:.0f} (" in README
-    slower = {
-        (n_masks, tokens)
-        for (variant, n_masks, tokens), time in routes.items()
-        if variant == "naive compiled" and time < routes["mglu cuda", n_masks, tokens]
+
+    def naive(n_masks: str, tokens: str) -> float:
+        return min(time for (name, *of), time in routes.items() if name.startswith("naive") and of == [n_masks, tokens])
+
+    ours = {of: time for (name, *of), time in routes.items() for of in [tuple(of)] if name == "mglu cuda"}
+    assert ours
+    assert all(time < naive(*of) for of, time in ours.items())
+    one, four = ("1", "8192"), ("4", "8192")
+    assert f"one mask takes {ours[one]:.0f} us, the best form of the naive layer compiled {naive(*one):.0f};" in README
+    assert f"four masks take {ours[four]:.0f}, it {naive(*four):.0f} (" in README
+
+
+def test_decoding_is_as_in_the_tables() -> None:
+    tables = (Path(__file__).parent.parent / "benchmarks/results/tables.md").read_text()
+    lines = [line for line in README.splitlines() if line.startswith(("| SwiMGLU, n_m = 1 | 1968", "| SwiGLU | 2471"))]
+    assert len(lines) == 2
+    assert all(line in tables for line in lines)
+
+
+def test_times_on_a_cpu_are_those_of_the_results() -> None:
+    times: dict[tuple[str, str], float] = {}
+    for row in results("cpu_one_token"):
+        if row["dtype"] == "bfloat16":
+            name = "SwiGLU" if row["variant"].startswith("SwiGLU") else row["variant"]
+            key = name, row["n_masks"]
+            times[key] = min(times.get(key, float("inf")), float(row["least"]) / 1000)
+    labels = {
+        "a loop that only reads": "read loop",
+        "mglu_ops, CPU backend": "mglu cpu",
+        "SwiGLU, fastest in torch": "SwiGLU",
+        "naive, compiled": "naive compiled",
     }
-    assert slower == {("1", "8192")}
+    for label, variant in labels.items():
+        assert f"| {label} | {' | '.join(f'{times[variant, n]:.2f}' for n in ('1', '2', '4', '8', '16'))} |" in README
 
 
 def test_times_of_masks_at_inference_are_those_of_the_results() -> None:

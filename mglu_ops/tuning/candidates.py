@@ -33,8 +33,9 @@ _LADDERS: dict[str, dict[str, tuple[int, ...]]] = {
     },
     "tile_wgmma": {
         "rows": (64, 80, 96, 112, 128),
-        "block_tokens": (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 128, 160),
+        "block_tokens": (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192),
         "mask_groups": (1, 2),
+        "passes": (1, 2, 4),
         "steps": (1, 2, 4),
         "sub": (1, 2),
     },
@@ -76,7 +77,5 @@ def _steps(config: LaunchConfig) -> Iterator[LaunchConfig]:
 
 
 def _with_whole_ring(config: LaunchConfig, case: Case) -> LaunchConfig:
-    """`tile_wgmma` takes all the stages that there is room for, and no setting of its own says how many."""
-    if config.kernel != "tile_wgmma" or violation(replace(config, stages=1), case) is not None:
-        return config
-    return fill_shared(config, case.n_masks)
+    """`tile_wgmma` takes all the stages that there is room for: they are no setting to move by itself."""
+    return fill_shared(config, case.n_masks) if config.kernel == "tile_wgmma" else config

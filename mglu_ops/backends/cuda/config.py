@@ -294,12 +294,13 @@ def _tile(n_masks: int, tokens: int, out_features: int, in_features: int, multip
         if groups > masks or (passes > 1 and (n_masks % passes or masks % 4 or tokens < 48)):
             continue
         products = n_masks + (passes if groups == 2 else 1)
-        reading = passes * out_features * in_features * (2 + n_masks / 8) / _BYTES_PER_MICROSECOND
+        once = passes * out_features * in_features * (2 + n_masks / 8) / _BYTES_PER_MICROSECOND
         for columns in _TOKEN_COLUMNS:
             sums = -(-(masks + 1) // groups) * columns // 2  # registers of a thread
             if sums > (192 if n_masks <= 2 else 168) or (columns >= tokens + 16 and columns > 16):
                 continue
             token_tiles = -(-tokens // columns)
+            reading = once * min(2.0, 1 + 0.3 * (token_tiles - 1))  # again from L2
             for rows in (64, 80, 96, 112, 128) if groups == 1 else (64,):
                 waves = token_tiles * -(-out_features // rows) / multiprocessors
                 waves = ceil(waves) if waves <= 4 else waves + 0.4  # the last ones of many run beside each other

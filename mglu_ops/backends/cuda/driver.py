@@ -129,7 +129,7 @@ class Launch:
         struct.stream = stream
         _pack_pointers(buffer, 0, x, weight, masks, route, out)
         if maps is not None:
-            buffer[-len(maps) :] = maps
+            buffer[-len(maps) :] = maps  # at once: a ctypes array would go byte by byte
         result = self._launch(config, function, arguments, None)
         if result == _NO_CONTEXT:
             bind_context(self._kernel.device)
@@ -137,11 +137,11 @@ class Launch:
         if result:
             _check(result, f"launching {self._kernel.name}")
 
-    def _new_state(self) -> tuple[_LaunchStruct, object, ctypes.c_void_p, ctypes.Array[ctypes.c_char], object]:
+    def _new_state(self) -> tuple[_LaunchStruct, object, ctypes.c_void_p, memoryview, object]:
         """Buffers that the driver reads during a launch: one set a thread, because ctypes releases the GIL."""
         attributes = ctypes.pointer(self._attribute)
         struct = _LaunchStruct(*self._geometry, None, attributes, 1 if self._overlap else 0)
         size = POINTERS.size + len(self._constants)
         buffer = ctypes.create_string_buffer(bytes(POINTERS.size) + self._constants, size)
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
-        return struct, ctypes.byref(struct), self._kernel.handle, buffer, arguments
+        return struct, ctypes.byref(struct), self._kernel.handle, memoryview(buffer).cast("B"), arguments

@@ -103,6 +103,14 @@ def _tile_wgmma(config: LaunchConfig, case: Case) -> Iterator[str]:
         yield f"steps: got {config.steps}, must be 1, 2 or 4"
     if config.mask_groups not in (1, 2):
         yield f"mask_groups: got {config.mask_groups}, must be 1 or 2"
+    if config.row_groups * config.mask_groups > 4:
+        yield f"{config.row_groups * config.mask_groups} warpgroups that multiply, more than 4"
+    if config.passes > 1 and case.n_masks % (4 * config.passes):
+        yield f"passes: got {config.passes}, must part n_masks {case.n_masks} into multiples of 4"
+    if config.mask_groups > case.n_masks // config.passes:
+        yield f"mask_groups: got {config.mask_groups}, more than the masks of a pass"
+    if case.n_masks % 2 and config.sub % 2:
+        yield f"sub: got {config.sub}, must be even for an odd number of masks"
 
 
 _KERNELS = {"plain": _plain, "decode_fma": _decode_fma, "decode_mma": _decode_mma, "tile_wgmma": _tile_wgmma}
