@@ -141,8 +141,8 @@ def _warn_of_fallback(backend: str, reason: str) -> None:
 
 _Arguments = tuple[Tensor, Tensor, Tensor, str, Tensor | None]
 
-_calls: dict[cuda.Key, cuda.Call] = {}
-"""Of the CUDA backend: those whose checks and whose choice are behind them."""
+_calls: dict[cuda.Key, cuda.Call | cpu.Call] = {}
+"""Those whose checks and whose choice are behind them."""
 
 
 def repeat(
@@ -152,7 +152,7 @@ def repeat(
 
     None of any other call, which has to be checked and given to `forward`.
     """
-    if x is None or weight is None or packed_masks is None or not x.is_cuda:  # (torch lets None through for a Tensor)
+    if x is None or weight is None or packed_masks is None or not (x.is_cuda or x.is_cpu):  # torch lets None through
         return None
     call = _calls.get(cuda.key_of(x, weight, packed_masks, activation, route_weights))
     return None if call is None else call(x, weight, packed_masks, route_weights)
@@ -200,8 +200,8 @@ def forward(
     problem = None if chosen else implementation.unsupported_reason(*by_rows)
     if problem is not None:
         raise ValueError(f"backend: got {backend!r}, which cannot take this call: {problem}")
-    if chosen and backend == "cuda":
-        call = cuda.plan_call(*by_rows)
+    call = implementation.plan_call(*by_rows) if chosen and implementation in (cuda, cpu) else None
+    if call is not None:
         if _are_copied(given, by_rows):  # the copies are what comes again
             cuda.remember(_calls, cuda.key_of(*by_rows), call)
         else:

@@ -376,7 +376,13 @@ def _needs_gradient(*args: Any) -> bool:
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
 
 
-_ON_A_GPU = (DispatchKeySet(DispatchKey.CUDA) | DispatchKeySet(DispatchKey.AutogradCUDA)).raw_repr()
+_PLAIN = tuple(
+    (DispatchKeySet(device) | DispatchKeySet(autograd)).raw_repr()
+    for device, autograd in (
+        (DispatchKey.CUDA, DispatchKey.AutogradCUDA),
+        (DispatchKey.CPU, DispatchKey.AutogradCPU),
+    )
+)
 
 
 @_kernel("forward", "Autograd", with_keyset=True)
@@ -390,7 +396,7 @@ def _forward_autograd(
 ) -> Tensor:
     if _needs_gradient(x, weight, route_weights):
         return _apply(_Layer, x, weight, None, packed_masks, activation, route_weights)[0]
-    if keys.raw_repr() == _ON_A_GPU:  # the dispatcher's next stop is `_forward`: no mode, subclass or transform between
+    if keys.raw_repr() in _PLAIN:  # the dispatcher's next stop is `_forward`: no mode, subclass or transform between
         return _forward(x, weight, packed_masks, activation, route_weights)
     with torch._C._AutoDispatchBelowAutograd():
         return forward(x, weight, packed_masks, activation, route_weights)

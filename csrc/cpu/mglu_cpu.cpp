@@ -13,9 +13,14 @@ namespace {
 using ForwardOfIsa = Status (*)(const Forward&, ParallelFor);
 
 #if defined(__x86_64__)
-bool has_f16c() {  // which older compilers' __builtin_cpu_supports do not know
-    unsigned int a = 0, b = 0, c = 0, d = 0;
-    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+// Which older compilers' __builtin_cpu_supports do not know. Asked once: a virtual machine leaves to its host at each
+// cpuid, for ten microseconds.
+bool has_f16c() {
+    static const bool has = [] {
+        unsigned int a = 0, b = 0, c = 0, d = 0;
+        return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+    }();
+    return has;
 }
 #endif
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ...masks import packed_width
 from .build import BuildError
-from .library import ISAS, Library, load, pack_call, pack_packing_call
+from .library import ISAS, Library, load, pack_constants, pack_packing_call, pack_pointers
 
-__all__ = ["BuildError", "can_pack", "forward", "isa", "pack", "unsupported_reason"]
+__all__ = ["BuildError", "Call", "can_pack", "forward", "isa", "pack", "plan_call", "unsupported_reason"]
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "sigmoid": 4, "tanh": 5, "identity": 6}
@@ -102,29 +102,73 @@ def forward(
         BuildError: the kernels could not be built.
         RuntimeError: the machine lacks the instruction set, or the memory for scratch space.
     """
+    # A copy where a row is not contiguous: reading x and W is most of the work, and a stride would spoil each load.
+    x, weight, packed_masks = (t if _is_in_rows(t) else t.contiguous() for t in (x, weight, packed_masks))
+    call = plan_call(x, weight, packed_masks, activation, route_weights, isa=isa)
+    assert call is not None
+    return call(x, weight, packed_masks, route_weights)
+
+
+def _is_in_rows(tensor: Tensor) -> bool:
+    """Whether what follows the first dimension lies in one piece, row by row; so does nothing."""
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.stride()[1:]), strict=True):
+        if size != 1 and stride != expected:
+            return tensor.numel() == 0
+        expected *= size
+    return True
+
+
+class Call:
+    """A call with all settled but its tensors, which may be any of the same metadata. Thread-safe.
+
+    Attributes:
+        shape: of the result.
+    """
+
+    __slots__ = ("_constants", "_library", "shape")
+
+    def __init__(self, library: Library, constants: bytes, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+        self._library = library
+        self._constants = constants
+
+    def with_shape(self, shape: tuple[int, ...]) -> Call:
+        """The same with a result of another shape."""
+        return Call(self._library, self._constants, shape)
+
+    def __call__(self, x: Tensor, weight: Tensor, packed_masks: Tensor, route_weights: Tensor | None) -> Tensor:
+        out = x.new_empty(self.shape)
+        route = 0 if route_weights is None else route_weights.data_ptr()
+        pointers = pack_pointers(x.data_ptr(), weight.data_ptr(), packed_masks.data_ptr(), route, out.data_ptr())
+        self._library.forward(pointers + self._constants)
+        return out
+
+
+def plan_call(
+    x: Tensor,
+    weight: Tensor,
+    packed_masks: Tensor,
+    activation: str,
+    route_weights: Tensor | None,
+    *,
+    isa: str = "best",
+) -> Call | None:
+    """What runs such a call; arguments and errors as of `forward`. None where something has to be copied before."""
     library = load()
     if isinstance(library, str):
         raise BuildError(library)
+    if not (_is_in_rows(x) and _is_in_rows(weight) and _is_in_rows(packed_masks)):
+        return None
     tokens, in_features = x.shape
     out_features, _, n_masks = packed_masks.shape
-    # A copy where a row is not contiguous: reading x and W is most of the work, and a stride would spoil each load.
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    if weight.stride(1) != 1:
-        weight = weight.contiguous()
-    if packed_masks.stride(2) != 1 or packed_masks.stride(1) != n_masks:
-        packed_masks = packed_masks.contiguous()
-    out = x.new_empty((tokens, out_features))
-    route, route_stride, route_mask_stride, route_dtype = 0, 0, 0, 0
+    route: tuple[int, ...] = (0, 0)
+    route_dtype = 0
     if route_weights is not None:
-        route, route_dtype = route_weights.data_ptr(), _DTYPES[route_weights.dtype]
-        route_stride, route_mask_stride = route_weights.stride()
-    library.forward(
-        pack_call(
-            x.data_ptr(), weight.data_ptr(), packed_masks.data_ptr(), route, out.data_ptr(),
-            tokens, out_features, in_features, n_masks,
-            x.stride(0), weight.stride(0), packed_masks.stride(0), route_stride, route_mask_stride, out_features,
-            _DTYPES[x.dtype], route_dtype, _ACTIVATIONS[activation], ISAS[isa],
-        )
+        route, route_dtype = route_weights.stride(), _DTYPES[route_weights.dtype]
+    constants = pack_constants(
+        tokens, out_features, in_features, n_masks,
+        x.stride(0), weight.stride(0), packed_masks.stride(0), *route, out_features,
+        _DTYPES[x.dtype], route_dtype, _ACTIVATIONS[activation], ISAS[isa],
     )  # fmt: skip
-    return out
+    return Call(library, constants, (tokens, out_features))

@@ -12,8 +12,9 @@ import torch
 
 from .build import BuildError, library_path
 
-# Five pointers, ten sizes and strides, four enumerations: all of 8 bytes.
-pack_call = struct.Struct("@5P14q").pack
+# `Forward`: five pointers, then ten sizes and strides and four enumerations, all of 8 bytes.
+pack_pointers = struct.Struct("@5P").pack
+pack_constants = struct.Struct("@14q").pack
 
 # `Pack`: two pointers, six sizes and strides, one enumeration.
 pack_packing_call = struct.Struct("@2P7q").pack

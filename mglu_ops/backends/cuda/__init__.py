@@ -234,7 +234,7 @@ def plan_call(
     return call
 
 
-def remember(calls: dict[Any, Call], key: Any, call: Call) -> None:
+def remember(calls: dict[Any, Any], key: Any, call: Any) -> None:
     """Keep a call, and forget all others if they are too many."""
     if len(calls) >= CALLS_KEPT:
         calls.clear()
