@@ -137,6 +137,11 @@ def test_decoding_is_as_in_the_tables() -> None:
     assert all(line in tables for line in lines)
 
 
+def test_calls_of_packages_take_what_the_results_say() -> None:
+    times = {row["variant"]: float(row["microseconds"]) for row in results("packages")}
+    assert f": {times['shim']:.1f} us a layer of 64 x 64 on a CPU instead of {times['proxy executor']:.1f}\n" in README
+
+
 def test_times_on_a_cpu_are_those_of_the_results() -> None:
     times: dict[tuple[str, str], float] = {}
     for row in results("cpu_one_token"):
