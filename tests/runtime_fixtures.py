@@ -79,14 +79,15 @@ def python(code: str, *arguments: str | Path) -> str:
 
 @pytest.fixture(scope="session")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`operator.pt2`, `composite.pt2` and, by the command line, `shim.pt2`; `x7.tensor` and `y7.tensor` of eager; and
-    `small.pt2`, which has a package's form and little in it.
+    """`operator.pt2`, `composite.pt2` and, by the command line, `shim.pt2`; `bare.pt2`, whose weights are in
+    `weights.pt`; `x7.tensor` and `y7.tensor` of eager; and `small.pt2`, which has a package's form and little in it.
     """
 
     def make(folder: Path) -> None:
         layers, example = model_and_inputs()
         mglu_ops.export(layers, example, folder / "operator.pt2")
         mglu_ops.export(layers, example, folder / "composite.pt2", backend="composite")
+        mglu_ops.export(layers, example, folder / "bare.pt2", weights=folder / "weights.pt")
         shim = str(folder / "shim.pt2")
         assert main(["export", "runtime_fixtures:model_and_inputs", shim, "--shim", "--strict"]) == 0
         write_small_package(folder / "small.pt2")

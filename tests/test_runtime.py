@@ -251,6 +251,18 @@ def test_packages_run_with_no_python(programs: Path, packages: Path, package: st
     assert len(re.findall(r"[\d.]+ us a call", process.stdout)) == 3
 
 
+def test_weights_may_come_from_a_file(programs: Path, packages: Path) -> None:
+    package, weights, files = packages / "bare.pt2", packages / "weights.pt", tensor_files(packages)
+    process = run_package(programs, package, "--weights", weights, *files)
+    assert process.returncode == 0, process.stdout + process.stderr
+    lacking = run_package(programs, package, "--weights", packages / "x7.tensor", *files)
+    assert lacking.returncode == 2
+    assert lacking.stderr.startswith("run_package: ")
+    without = run_package(programs, package, *files)
+    assert without.returncode == 2
+    assert "has no weights in it: pass --weights FILE" in without.stderr
+
+
 def test_a_wrong_result_is_noticed(programs: Path, packages: Path) -> None:
     package, x, y = packages / "operator.pt2", packages / "x7.tensor", packages / "y7.tensor"
     assert run_package(programs, package, x, y, "--tolerance", "1e-12").returncode == 1

@@ -90,10 +90,12 @@ class PackageInfo:
     path: str = ""
 
     def texts(self) -> dict[str, str]:
-        """For a package: all of it, and what the C++ library checks in the flat form that it reads."""
+        """For a package: all of it, and what C++ checks in the flat form that it reads."""
         values = asdict(self)
         del values["path"]
-        return {KEY: json.dumps(values), f"{KEY}_torch": self.torch, f"{KEY}_device": self.device}
+        weights = "inside" if self.embeds_weights else "in a file"
+        flat = {"torch": self.torch, "device": self.device, "weights": weights}
+        return {KEY: json.dumps(values), **{f"{KEY}_{name}": text for name, text in flat.items()}}
 
     @classmethod
     def from_json(cls, text: str, path: str) -> PackageInfo:

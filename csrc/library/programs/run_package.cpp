@@ -1,21 +1,24 @@
 // Runs a package with no Python in the process, and compares what it gives with what eager gave.
 //
-//   run_package MODEL.pt2 [--time CALLS] [--tolerance ERROR] INPUT RESULT [INPUT RESULT ...]
+//   run_package MODEL.pt2 [--weights FILE] [--time CALLS] [--tolerance ERROR] INPUT RESULT [INPUT RESULT ...]
 //
-// INPUT and RESULT are tensors as mglu_ops.runtime.tensor_file writes them, of a model with one of each. The exit code is
+// FILE is what mglu_ops.export(..., weights=FILE) wrote, for packages without weights of their own. INPUT and RESULT are tensors as mglu_ops.runtime.tensor_file writes them, of a model with one of each. The exit code is
 // 0 if every result agrees to a relative error of ERROR (default 1e-5), 1 if one does not, 2 if something is wrong.
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+#include <torch/csrc/jit/serialization/pickle.h>
 #include <torch/version.h>
 
 #include <chrono>
 #include <fstream>
 #include <iostream>
+#include <iterator>
 #include <map>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "../mglu_ops.h"
@@ -44,6 +47,30 @@ at::Tensor read_tensor(const std::string& path) {
     return tensor;
 }
 
+using Tensors = std::unordered_map<std::string, at::Tensor>;
+
+// The tensors of a file of weights by name: torch.save of Python wrote them.
+Tensors read_weights(const std::string& path, at::Device device) {
+    std::ifstream file(path, std::ios::binary);
+    if (!file) throw std::runtime_error(path + " cannot be read");
+    const std::vector<char> bytes{std::istreambuf_iterator<char>(file), {}};
+    Tensors tensors;
+    for (const auto& entry : torch::jit::pickle_load(bytes).toGenericDict())
+        tensors.emplace(entry.key().toStringRef(), entry.value().toTensor().to(device));
+    return tensors;
+}
+
+// Gives a model the tensors that it needs, which have to outlive it; other packages may share them.
+void give_weights(torch::inductor::AOTIModelPackageLoader& model, const Tensors& weights) {
+    Tensors needed;
+    for (const std::string& name : model.get_constant_fqns()) {
+        const auto found = weights.find(name);
+        if (found == weights.end()) throw std::runtime_error("the weights lack " + name);
+        needed.insert(*found);
+    }
+    model.load_constants(needed, /*use_inactive=*/false, /*check_full_update=*/true, /*user_managed=*/true);
+}
+
 double relative_error(const at::Tensor& result, const at::Tensor& expected) {
     if (result.sizes() != expected.sizes() || result.scalar_type() != expected.scalar_type())
         throw std::runtime_error("the result has another shape or dtype than eager's");
@@ -54,7 +81,7 @@ double relative_error(const at::Tensor& result, const at::Tensor& expected) {
 }
 
 struct Options {
-    std::string package;
+    std::string package, weights;
     int calls = 0;
     double tolerance = 1e-5;
     std::vector<std::string> files;
@@ -64,15 +91,17 @@ Options read_options(int count, char** words) {
     Options options;
     for (int i = 1; i < count; ++i) {
         const std::string word = words[i];
-        const bool takes_value = word == "--time" || word == "--tolerance";
+        const bool takes_value = word == "--time" || word == "--tolerance" || word == "--weights";
         if (takes_value && i + 1 == count) throw std::invalid_argument(word + " needs a value");
         if (word == "--time") options.calls = std::stoi(words[++i]);
         else if (word == "--tolerance") options.tolerance = std::stod(words[++i]);
+        else if (word == "--weights") options.weights = words[++i];
         else if (options.package.empty()) options.package = word;
         else options.files.push_back(word);
     }
     if (options.package.empty() || options.files.size() % 2 != 0)
-        throw std::invalid_argument("usage: run_package MODEL.pt2 [--time CALLS] [--tolerance ERROR] INPUT RESULT ...");
+        throw std::invalid_argument(
+            "usage: run_package MODEL.pt2 [--weights FILE] [--time CALLS] [--tolerance ERROR] INPUT RESULT ...");
     return options;
 }
 
@@ -95,8 +124,13 @@ int run(const Options& options) {
         throw std::runtime_error(problem);
 #endif
     at::set_num_threads(1);
+    Tensors weights;  // outlives the model
     torch::inductor::AOTIModelPackageLoader model(options.package);
-    const auto device = model.get_metadata().at("mglu_ops_device") == "cuda" ? at::kCUDA : at::kCPU;
+    auto about = model.get_metadata();
+    const auto device = about.at("mglu_ops_device") == "cuda" ? at::kCUDA : at::kCPU;
+    if (about["mglu_ops_weights"] == "in a file" && options.weights.empty())
+        throw std::runtime_error(options.package + " has no weights in it: pass --weights FILE");
+    if (!options.weights.empty()) give_weights(model, weights = read_weights(options.weights, device));
     bool agree = true;
     for (std::size_t i = 0; i < options.files.size(); i += 2) {
         const at::Tensor input = read_tensor(options.files[i]).to(device);
