@@ -19,9 +19,10 @@ from torch import Tensor
 
 from benchmarks.baselines import compiled, naive, swiglu, swiglu_stacked
 from benchmarks.ceiling import GEMM, GEMM_FROM, GEMM_TOKENS, floor, gemm, reader
-from benchmarks.harness import ROUNDS, Row, Timing, Variant, layers_for, measure, write
+from benchmarks.harness import ROUNDS, Row, Timing, Variant, measure, write
 from benchmarks.layers import Layers, masks_of
 from mglu_ops import dispatch
+from mglu_ops.tuning.replay import layers_for
 
 SHAPES = ((14336, 4096), (8192, 2048))
 BACKENDS = ("cuda", "triton", "composite")

@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 
 PROTOCOL = "CUDA graph replay, rotating layers > 1 GB, variants interleaved, median over rounds, us per layer"
-BYTES_OF_LAYERS = 1_300_000_000
 ROUNDS = 25
 MIN_ROUNDS = 9
 SECONDS_OF_ROUNDS = 1.5
@@ -132,11 +131,6 @@ def relative_error(output: Tensor | None, expected: Tensor) -> float:
         return float("inf")
     error = float((output.double() - expected).norm() / expected.norm())
     return float("inf") if math.isnan(error) else error
-
-
-def layers_for(bytes_per_layer: int) -> int:
-    """How many layers make more than a gigabyte."""
-    return max(2, -(-BYTES_OF_LAYERS // bytes_per_layer))
 
 
 def capture(variant: Variant) -> Captured:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mglu_ops
+from benchmarks.baselines import swiglu
 from benchmarks.harness import Row, write
 
 PROTOCOL = (
@@ -71,13 +73,12 @@ def host_rows(rounds: int) -> list[Row]:
             for tokens in (1, 8, 64):
                 x, weight, packed = layer(tokens, d, h, n_masks)
                 kernel = mglu_ops.explain(x, weight, packed).kernel
+                forward = torch.ops.mglu.forward
                 calls: dict[str, Callable[[], object]] = {
-                    f"mglu::forward, {kernel}": lambda x=x, w=weight, p=packed: torch.ops.mglu.forward(x, w, p),
-                    f"mglu::forward, {kernel}, x [1, tokens, h]": (
-                        lambda x=x[None], w=weight, p=packed: torch.ops.mglu.forward(x, w, p)
-                    ),
-                    "F.linear": lambda x=x, w=weight: F.linear(x, w),
-                    "SwiGLU": lambda x=x, w=weight: F.silu(F.linear(x, w)) * F.linear(x, w),
+                    f"mglu::forward, {kernel}": partial(forward, x, weight, packed),
+                    f"mglu::forward, {kernel}, x [1, tokens, h]": partial(forward, x[None], weight, packed),
+                    "F.linear": partial(F.linear, x, weight),
+                    "SwiGLU": partial(swiglu, x, weight, weight),
                 }
                 for name, call in calls.items():
                     times = host_times(call, rounds)

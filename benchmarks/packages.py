@@ -17,6 +17,7 @@ import re
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from mglu_ops.runtime.library import build_program, source_directory
 from mglu_ops.runtime.tensor_file import write_tensor
 
 LAYERS, FEATURES, MASKS = 32, 64, 2
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "proxy executor": {},
     "shim": {"shim": True},
     "composite, in the package": {"backend": "composite"},
@@ -62,7 +63,16 @@ def bench(device: str) -> list[dict[str, object]]:
         write_tensor(place / "y", model(x))
         for name, options in VARIANTS.items():
             mglu_ops.export(model, (x,), place / "model.pt2", **options)
-            command = [program, place / "model.pt2", "--tolerance", "1e-4", "--time", "200", place / "x", place / "y"]
+            command: list[str | Path] = [
+                program,
+                place / "model.pt2",
+                "--tolerance",
+                "1e-4",
+                "--time",
+                "200",
+                place / "x",
+                place / "y",
+            ]
             process = subprocess.run(command, capture_output=True, text=True, check=False)
             found = re.search(r"([\d.]+) us a call", process.stdout)
             if process.returncode != 0 or found is None:

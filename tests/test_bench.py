@@ -19,18 +19,10 @@ from torch import Tensor
 from benchmarks import baselines, decode, decode_model, paper, rows, suites, tables
 from benchmarks.ceiling import GEMM_TOKENS, floor
 from benchmarks.decoder import Decoder, Sizes
-from benchmarks.harness import (
-    BYTES_OF_LAYERS,
-    Row,
-    environment,
-    layers_for,
-    read,
-    read_environment,
-    relative_error,
-    write,
-)
+from benchmarks.harness import Row, environment, read, read_environment, relative_error, write
 from mglu_ops import bench
 from mglu_ops.__main__ import main
+from mglu_ops.tuning.replay import BYTES_OF_LAYERS, layers_for
 
 NAN = float("nan")
 

@@ -168,13 +168,13 @@ __device__ __forceinline__ void produce(const TileParams& tp, u32 ring, u32 full
 // The mask words of one lane for masks kFirst to kFirst + kCount - 1 of a pass, of its octets 2 q and 2 q + 1 of a chunk.
 // All masks of the pass are read, in wide pieces, whichever are wanted: eight lanes then read neighbours, where narrow
 // pieces of rows 64 or 128 bytes apart would meet in one bank.
-// row: where the chunk's masks of this row start.
+// row: where the chunk's masks of this row start; swizzle: the row modulo 8.
 template <int kFirst, int kCount, bool kInPieces = kSwizzleMasks || (kPasses > 1)>
-__device__ __forceinline__ MaskWords<kCount> load_share(u32 row, int q, int row_parity, int pass) {
+__device__ __forceinline__ MaskWords<kCount> load_share(u32 row, int q, int swizzle, int pass) {
     MaskWords<kInPieces ? kPassMasks : kMasks> all;
     if constexpr (kInPieces) {
-        const u32 at_a = row + (kSwizzleMasks ? (2 * q ^ row_parity) * 16 : 2 * q * kMasks) + pass * kPassMasks;
-        const u32 at_b = row + (kSwizzleMasks ? (2 * q + 1 ^ row_parity) * 16 : (2 * q + 1) * kMasks) + pass * kPassMasks;
+        const u32 at_a = row + (kSwizzleMasks ? (2 * q ^ swizzle) * 16 : 2 * q * kMasks) + pass * kPassMasks;
+        const u32 at_b = row + (kSwizzleMasks ? (2 * q + 1 ^ swizzle) * 16 : (2 * q + 1) * kMasks) + pass * kPassMasks;
         constexpr int kWords = kInPieces ? kPassMasks / 4 : 1;
         u32 a[kWords], b[kWords];
         load_shared_words(a, at_a);
