@@ -11,9 +11,7 @@ use too, the median says more of them than of the code. Results are checked agai
 from __future__ import annotations
 
 import argparse
-import csv
 import ctypes
-import json
 import os
 import statistics
 import subprocess
@@ -28,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.decode import compiled, masks_of, naive, swiglu, swiglu_stacked
-from benchmarks.harness import ERROR_BUDGET, environment
+from benchmarks.harness import ERROR_BUDGET, environment, write_table
 from mglu_ops.backends import composite, cpu
 from mglu_ops.backends.cpu.build import find_compiler
 from mglu_ops.backends.cpu.library import Library, load
@@ -157,15 +155,9 @@ def main() -> None:
                         flush=True,
                     )
                 rows += found
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    table = [asdict(row) for row in rows]
     protocol = " ".join((__doc__ or "").split("Protocol: ")[1].split())
-    document = {"environment": {**environment(protocol), "isa": cpu.isa(), "load": os.getloadavg()}, "rows": table}
-    (arguments.out / f"{arguments.name}.json").write_text(json.dumps(document, indent=1) + "\n")
-    with (arguments.out / f"{arguments.name}.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(table[0]))
-        writer.writeheader()
-        writer.writerows(table)
+    facts = {**environment(protocol), "isa": cpu.isa(), "load": os.getloadavg()}
+    write_table([asdict(row) for row in rows], facts, arguments.out, arguments.name)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -243,11 +243,15 @@ def _or_none(value: object) -> object:
 
 def write(rows: Sequence[Row], out: Path, name: str, protocol: str = PROTOCOL) -> None:
     """`<name>.csv` and `<name>.json` in a folder."""
+    write_table([_written(row) for row in rows], environment(protocol), out, name)
+
+
+def write_table(table: Sequence[dict[str, Any]], environment: dict[str, Any], out: Path, name: str) -> None:
+    """The same of rows of any columns."""
     out.mkdir(parents=True, exist_ok=True)
-    table = [_written(row) for row in rows]
     finite = [{name: _or_none(value) for name, value in row.items()} for row in table]
     (out / f"{name}.json").write_text(
-        json.dumps({"environment": environment(protocol), "rows": finite}, indent=1, allow_nan=False) + "\n"
+        json.dumps({"environment": environment, "rows": finite}, indent=1, allow_nan=False) + "\n"
     )
     with (out / f"{name}.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(table[0]))

@@ -11,8 +11,6 @@ of 200 calls. A time is that of the best of five rounds, per layer; it is checke
 from __future__ import annotations
 
 import argparse
-import csv
-import json
 import re
 import subprocess
 import tempfile
@@ -23,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import mglu_ops
-from benchmarks.harness import environment
+from benchmarks.harness import environment, write_table
 from mglu_ops.runtime.library import build_program, source_directory
 from mglu_ops.runtime.tensor_file import write_tensor
 
@@ -90,14 +88,8 @@ def main() -> None:
     rows = bench(arguments.device)
     for row in rows:
         print(f"{row['variant']:28} {row['microseconds']:8} us a layer")
-    arguments.out.mkdir(parents=True, exist_ok=True)
     protocol = " ".join((__doc__ or "").split("Protocol: ")[1].split())
-    document = {"environment": environment(protocol), "rows": rows}
-    (arguments.out / f"{arguments.name}.json").write_text(json.dumps(document, indent=1) + "\n")
-    with (arguments.out / f"{arguments.name}.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    write_table(rows, environment(protocol), arguments.out, arguments.name)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from . import batch_invariance
 from .backends import composite, cpu, cuda, triton
+from .backends.known import Key, key_of, remember
 from .masks import pack
 
 
@@ -141,7 +142,7 @@ def _warn_of_fallback(backend: str, reason: str) -> None:
 
 _Arguments = tuple[Tensor, Tensor, Tensor, str, Tensor | None]
 
-_calls: dict[cuda.Key, cuda.Call | cpu.Call] = {}
+_calls: dict[Key, cuda.Call | cpu.Call] = {}
 """Those whose checks and whose choice are behind them."""
 
 
@@ -154,7 +155,7 @@ def repeat(
     """
     if x is None or weight is None or packed_masks is None or not (x.is_cuda or x.is_cpu):  # torch lets None through
         return None
-    call = _calls.get(cuda.key_of(x, weight, packed_masks, activation, route_weights))
+    call = _calls.get(key_of(x, weight, packed_masks, activation, route_weights))
     return None if call is None else call(x, weight, packed_masks, route_weights)
 
 
@@ -203,10 +204,12 @@ def forward(
     call = implementation.plan_call(*by_rows) if chosen and implementation in (cuda, cpu) else None
     if call is not None:
         if _are_copied(given, by_rows):  # the copies are what comes again
-            cuda.remember(_calls, cuda.key_of(*by_rows), call)
+            remember(_calls, key_of(*by_rows), call)
         else:
-            cuda.remember(_calls, cuda.key_of(*given), call.with_shape(shape))
-    result = implementation.forward(*by_rows)
+            remember(_calls, key_of(*given), call.with_shape(shape))
+        result = call(*by_rows[:3], routes)
+    else:
+        result = implementation.forward(*by_rows)
     return result if x.dim() == 2 else result.view(shape)
 
 

@@ -12,7 +12,7 @@ import torch
 
 import mglu_ops
 from mglu_ops import dispatch
-from mglu_ops.backends import cuda
+from mglu_ops.backends import cuda, known
 from mglu_ops.backends.cuda import launch_tables
 
 
@@ -285,7 +285,7 @@ def test_none_for_a_tensor_is_left_to_the_checks() -> None:
 def test_memory_is_bounded_and_shared_by_threads(
     launched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda, "CALLS_KEPT", 8)
+    monkeypatch.setattr(known, "CALLS_KEPT", 8)
     calls = [layer(tokens, d=64, h=64) for tokens in range(1, 21)]
 
     def work() -> None:

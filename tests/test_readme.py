@@ -39,7 +39,10 @@ def test_snippets_run(tmp_path: Path) -> None:
     (tmp_path / "readme.py").write_text("\n".join(code))
     (tmp_path / "main.cpp").write_text(program)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    run([sys.executable, "readme.py"], tmp_path, path)
+    printed = run([sys.executable, "readme.py"], tmp_path, path)
+    report = re.search(r"^    (0 +naive\.py:.*)$", README, flags=re.MULTILINE)
+    assert report
+    assert report[1] in printed
     # Users wait for the compiler's optimisations; a test need not.
     compiler = tmp_path / "bin" / "g++"
     compiler.parent.mkdir()

@@ -10,12 +10,12 @@ import importlib.util
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ... import batch_invariance
+from ..known import Key, key_of, remember
 from . import packing
 from .config import MAX_TOKENS, LaunchConfig, choose
 from .packing import KINDS
@@ -24,22 +24,16 @@ from .plan import ACTIVATIONS, ELEMENTS, Decision, Plan, Problem, build, decide,
 __all__ = [
     "MAX_TOKENS",
     "Call",
-    "Key",
     "LaunchConfig",
     "can_pack",
     "choose",
     "forward",
-    "key_of",
     "launch_of",
     "pack",
     "plan_call",
     "unsupported_reason",
 ]
 
-Key = tuple[object, ...]
-
-CALLS_KEPT = 4096
-"""Of the calls that are remembered; where there are more kinds of them, all are forgotten."""
 _MOST_PLAIN_TOKENS = 4 * 65535  # a grid's second dimension, of blocks of 4 tokens
 
 
@@ -134,22 +128,6 @@ def pack(masks: Tensor) -> Tensor:
     return packing.pack(masks, _device_facts(device)[0], _current_stream(device))
 
 
-def key_of(x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None) -> Key:
-    """All that the checks of a call, its backend and its plan depend on: metadata, and where the pointers lie between
-    multiples of 16 bytes; of tensors of any rank. Strides stand for themselves only where shapes do not tell them.
-    """
-    route: Key | None = None
-    if route_weights is not None:
-        route = (route_weights.dtype, route_weights.device, route_weights.shape, route_weights.stride())
-    masks = packed_masks
-    return (
-        batch_invariance.enabled, activation, route,
-        x.dtype, x.device, x.shape, x.is_contiguous() or x.stride(), x.data_ptr() & 15,
-        weight.dtype, weight.device, weight.shape, weight.is_contiguous() or weight.stride(), weight.data_ptr() & 15,
-        masks.dtype, masks.device, masks.shape, masks.is_contiguous() or masks.stride(), masks.data_ptr() & 15,
-    )  # fmt: skip
-
-
 # What Inductor's code calls for its buffers: memory without the dispatcher, which takes longer than all else here.
 _empty_strided: Callable[..., Tensor] | None = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
@@ -232,13 +210,6 @@ def plan_call(
         call = Call(plan, device, x.dtype, shape)
         remember(_calls, key, call)
     return call
-
-
-def remember(calls: dict[Any, Any], key: Any, call: Any) -> None:
-    """Keep a call, and forget all others if they are too many."""
-    if len(calls) >= CALLS_KEPT:
-        calls.clear()
-    calls[key] = call
 
 
 def forward(
