@@ -38,21 +38,24 @@ class Layers:
         ]
         self._known: dict[tuple[str, int], Tensor] = {}
 
-    def oracle(self, i: int) -> Tensor:
-        """MGLU of layer i."""
+    def oracle(self, i: int, route_weights: Tensor | None = None) -> Tensor:
+        """MGLU of layer i; with route weights `[tokens, n_masks]` not kept for the next time."""
+        if route_weights is not None:
+            return self._mglu(i, route_weights)
         return self._once("mglu", i, self._mglu)
 
     def swiglu_oracle(self, i: int) -> Tensor:
         """SwiGLU of weights 2 i (gate) and 2 i + 1 (up)."""
         return self._once("swiglu", i, self._swiglu)
 
-    def _mglu(self, i: int) -> Tensor:
+    def _mglu(self, i: int, route_weights: Tensor | None = None) -> Tensor:
         x, weight = self.x.double(), self.weights[i].double()
         total = x @ weight.T
         result = torch.zeros_like(total)
         for m in range(self.n_masks):
             gate = x @ (weight * masks_of(self.packed[i], m)).T
-            result += F.silu(gate) * (total - gate)
+            route = 1.0 if route_weights is None else route_weights[:, m, None]
+            result += route * F.silu(gate) * (total - gate)
         return result
 
     def _swiglu(self, i: int) -> Tensor:

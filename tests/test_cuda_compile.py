@@ -33,7 +33,12 @@ def _nvrtc() -> Any:
 
 
 def _problem(
-    arch: tuple[int, int], dtype: torch.dtype, n_masks: int, tokens: int, mask_alignment: int = 16
+    arch: tuple[int, int],
+    dtype: torch.dtype,
+    n_masks: int,
+    tokens: int,
+    mask_alignment: int = 16,
+    route_dtype: torch.dtype | None = None,
 ) -> plan.Problem:
     return plan.Problem(
         arch=arch,
@@ -43,7 +48,7 @@ def _problem(
         out_features=8192,
         in_features=2048,
         activation="silu",
-        route_dtype=None,
+        route_dtype=route_dtype,
         weight_aligned=True,
         mask_alignment=mask_alignment,
         x_vectorizable=True,
@@ -97,6 +102,14 @@ def test_fast_kernels(arch: tuple[int, int], tokens: int, n_masks: int, tmp_path
         config = launch.choose(arch, dtype, n_masks, tokens, 8192, 2048, aligned=True)
         assert config.kernel != "plain"
         _check(_problem(arch, dtype, n_masks, tokens), config, tmp_path)
+
+
+@pytest.mark.parametrize("n_masks", [6, 8, 16])
+@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
+def test_fast_kernels_that_leave_masks_out(arch: tuple[int, int], tokens: int, n_masks: int, tmp_path: Path) -> None:
+    problem = _problem(arch, torch.bfloat16, n_masks, tokens, route_dtype=torch.bfloat16)
+    _check(problem, plan.choice(problem), tmp_path)
 
 
 @pytest.mark.parametrize("tokens", [32, 64, 8192])

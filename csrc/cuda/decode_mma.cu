@@ -34,9 +34,15 @@ constexpr int kTokenTiles = MGLU_TOKEN_TILES;     // MMA columns / 8
 constexpr int kBlockTokens = MGLU_BLOCK_TOKENS;   // tokens of a block, at most 8 * kTokenTiles: their x is kept on chip
 constexpr int kTokenColumns = MGLU_TOKEN_COLUMNS; // columns kept: 1 for one token, else 8 * kTokenTiles
 constexpr int kMaskVector = MGLU_MASK_VECTOR;     // bytes a lane copies of the masks
-constexpr int kGroup = MGLU_MASK_GROUP;           // masks whose bits are in registers at a time
 constexpr int kBlocksPerSm = MGLU_BLOCKS_PER_SM;
 constexpr bool kEarlyWeights = MGLU_EARLY_WEIGHTS;
+
+// Masks that no token routes to are left out, but where W's bytes are the limit anyway.
+constexpr bool kMayChoose = kRouteType >= 0 && kMasks > 4;
+constexpr u32 kAllMasks = (1u << kMasks) - 1;
+
+// Masks whose bits are in registers at a time. With branches between 16 masks, 8 are too many for 128 registers.
+constexpr int kGroup = kMayChoose && kMasks == 16 ? 4 : MGLU_MASK_GROUP;
 
 constexpr int kGroups = kMasks / kGroup;
 static_assert(kGroups * kGroup == kMasks, "groups are equal");
@@ -171,18 +177,27 @@ struct Chunk {
             mma(acc.sum[0], m, top.pair[2 * m], bottom.pair[2 * m], top.pair[2 * m + 1], bottom.pair[2 * m + 1]);
     }
 
-    // f_i: signs flipped under each mask of a group.
+    // f_i: signs flipped under each mask of a group; where there are routes, under those that a token routes to.
     __device__ __forceinline__ void multiply_flipped(Accumulators& acc, int group, const MaskWords<kGroup>& top_masks,
-                                                     const MaskWords<kGroup>& bottom_masks) const {
-#pragma unroll
-        for (int m = 0; m < 4; ++m) {
+                                                     const MaskWords<kGroup>& bottom_masks, u32 routed) const {
+        const auto multiply = [&](int m, int i) {
             const int j = 2 * m;
+            mma(acc.sum[1 + group * kGroup + i], m, flip_signs(top.pair[j], top_masks.bits(i, j)),
+                flip_signs(bottom.pair[j], bottom_masks.bits(i, j)),
+                flip_signs(top.pair[j + 1], top_masks.bits(i, j + 1)),
+                flip_signs(bottom.pair[j + 1], bottom_masks.bits(i, j + 1)));
+        };
+        if (!kMayChoose || routed == kAllMasks) {
+#pragma unroll
+            for (int m = 0; m < 4; ++m)
+#pragma unroll
+                for (int i = 0; i < kGroup; ++i) multiply(m, i);
+        } else {
 #pragma unroll
             for (int i = 0; i < kGroup; ++i)
-                mma(acc.sum[1 + group * kGroup + i], m, flip_signs(top.pair[j], top_masks.bits(i, j)),
-                    flip_signs(bottom.pair[j], bottom_masks.bits(i, j)),
-                    flip_signs(top.pair[j + 1], top_masks.bits(i, j + 1)),
-                    flip_signs(bottom.pair[j + 1], bottom_masks.bits(i, j + 1)));
+                if (routed >> (group * kGroup + i) & 1)
+#pragma unroll
+                    for (int m = 0; m < 4; ++m) multiply(m, i);
         }
     }
 };
@@ -253,9 +268,12 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
         if (s < mine) loader.load_next(ring + s * kStageBytes);
         copy_async_commit();
     }
+    u32 routed = ~0u;
     if constexpr (kEarlyWeights) wait_for_earlier_kernels();
+    if constexpr (kMayChoose) routed = find_routed<kRouteType, kMasks, kBlockTokens>(p, lane);
     store_x_fragments(p, x_base, stages * kSub);
     __syncthreads();
+    if constexpr (kMayChoose) routed = __reduce_or_sync(0xffffffffu, routed);
 
     Accumulators acc = {};
     u32 slot = ring;
@@ -277,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
                     copy_async_commit();
                 }
                 if (group == 0) chunk.multiply_plain(acc);
-                chunk.multiply_flipped(acc, group, top, bottom);
+                chunk.multiply_flipped(acc, group, top, bottom, routed);
             }
         }
         slot = slot + kStageBytes == ring + kRingBytes ? ring : slot + kStageBytes;

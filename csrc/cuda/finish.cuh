@@ -35,6 +35,19 @@ __device__ __forceinline__ float load_route(const Params& p, int token, int mask
     }
 }
 
+// Of the masks that a token of the block routes to, bit by bit, this lane's part: or-ed over the lanes of a warp, all.
+template <int kRouteType, int kMasks, int kMostTokens>
+__device__ __forceinline__ u32 find_routed(const Params& p, int lane) {
+    u32 found = 0;
+#pragma unroll
+    for (int base = 0; base < kMostTokens * kMasks; base += 32) {
+        const int token = (base + lane) / kMasks;
+        const int mask = (base + lane) % kMasks;
+        if (token < p.tokens && load_route<kRouteType>(p, token, mask) != 0.0f) found |= 1u << mask;
+    }
+    return found;
+}
+
 // The parts of k, in their order: the same bits on every run.
 template <typename Shape>
 __device__ __forceinline__ float add_parts(const u8* parts, int offset) {
@@ -47,8 +60,9 @@ __device__ __forceinline__ float add_parts(const u8* parts, int offset) {
 
 // kMaskLanes neighbouring lanes share one output, each with every kMaskLanes-th mask, so that the kernel's tail is
 // short. A tile that would run over the last row starts higher (see the kernels), so its rows are shifted here too.
-template <typename Shape>
-__device__ __forceinline__ void finish(const Params& p, const u8* shared, int first_row, int thread) {
+// With kSums below kMasks only the masks whose bits are in `routed` left sums, one after the other.
+template <typename Shape, int kSums = Shape::kMasks>
+__device__ __forceinline__ void finish(const Params& p, const u8* shared, int first_row, int thread, u32 routed = ~0u) {
     constexpr int kMasks = Shape::kMasks;
     constexpr int kOutputs = Shape::kTiles * Shape::kRows * Shape::kColumns;
     // As many lanes for an output as there are masks and idle threads for.
@@ -74,7 +88,9 @@ __device__ __forceinline__ void finish(const Params& p, const u8* shared, int fi
             const float t = add_parts<Shape>(parts, offset);
 #pragma unroll
             for (int i = mask_lane; i < kMasks; i += kMaskLanes) {
-                const float masked = add_parts<Shape>(parts, (1 + i) * kPlane + offset);
+                if (kSums < kMasks && !(routed >> i & 1)) continue;
+                const int place = kSums < kMasks ? __popc(routed & ((1u << i) - 1)) : i;
+                const float masked = add_parts<Shape>(parts, (1 + place) * kPlane + offset);
                 const float gate = Shape::kFlipped ? 0.5f * (t - masked) : masked;
                 const float value = Shape::kFlipped ? 0.5f * (t + masked) : t - masked;
                 sum += load_route<Shape::kRouteType>(p, token, i) * (activate<Shape::kActivation, Shape::kType != kFloat32>(gate) * value);

@@ -126,6 +126,34 @@ def test_route_weights(route: torch.dtype, dtype: torch.dtype, tokens: int) -> N
     strided.check()
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("n_masks", [5, 6, 7, 8, 11, 12, 16])
+@pytest.mark.parametrize("top_k", [0, 1, 2, 4, 5])
+def test_masks_that_no_token_routes_to_are_left_out(top_k: int, n_masks: int, dtype: torch.dtype) -> None:
+    for tokens in (1, 2, 5, 8, 20):
+        p = Problem(tokens, 80, 544, n_masks, dtype)
+        p.route = top_k_routes(tokens, n_masks, top_k)
+        p.check()
+
+
+@pytest.mark.parametrize("n_masks", [6, 8, 16])
+def test_a_row_does_not_depend_on_the_masks_that_others_route_to(n_masks: int) -> None:
+    p = Problem(8, 2048, 1024, n_masks)
+    x, route = p.x, top_k_routes(8, n_masks, 2)
+    p.route = route
+    everyone = p.run()
+    for tokens in (2, 3, 5):
+        p.x, p.route = x[:tokens], route[:tokens]
+        assert torch.equal(p.run(), everyone[:tokens]), tokens
+
+
+def top_k_routes(tokens: int, n_masks: int, top_k: int) -> Tensor:
+    """Of each token, `top_k` random masks' weights, and 0 for the other masks."""
+    weights = torch.rand(tokens, n_masks, device="cuda") + 0.1
+    order = torch.rand(tokens, n_masks, device="cuda").argsort(-1)
+    return torch.where(order < top_k, weights, 0)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 def test_strides_and_offsets(tokens: int, dtype: torch.dtype) -> None:

@@ -20,12 +20,7 @@ pytestmark = [
 
 ALL = ("mglu_",)
 BY_THREADS = ("mglu_plain", "mglu_decode", "mglu_turn", "mglu_pack")
-"""Kernels whose shared memory threads write."""
-BY_BARRIERS = pytest.mark.xfail(
-    strict=False,
-    reason="racecheck takes reads of a whole warp, which arrives at a barrier by one lane behind a __syncwarp, for "
-    "unordered with the copy that waits for that barrier",
-)
+"""Kernels whose shared memory threads write; that of the others, the copy engine."""
 
 
 @pytest.mark.parametrize(
@@ -35,7 +30,7 @@ BY_BARRIERS = pytest.mark.xfail(
         ("initcheck", ALL),
         ("synccheck", ALL),
         ("racecheck", BY_THREADS),
-        pytest.param("racecheck", ("mglu_tile",), marks=BY_BARRIERS),
+        ("racecheck", ("mglu_tile",)),
     ],
 )
 def test_the_kernels_are_clean(tool: str, kernels: tuple[str, ...]) -> None:
