@@ -126,7 +126,8 @@ def _choose_on_cpu(
         return Choice("composite", f"library GEMMs, the only backend for {x.dtype} on a CPU")
     problem = cpu.unsupported_reason(x, weight, packed_masks, activation, route_weights)
     if problem is None:
-        return Choice("cpu", f"kernels of this package, instruction set {cpu.isa()}")
+        isa = cpu.isa(x.dtype, math.prod(x.shape[:-1]), packed_masks.shape[2])
+        return Choice("cpu", f"kernels of this package, instruction set {isa}")
     slow = weight.numel() >= _NOTICEABLE_WEIGHTS
     return Choice("composite", f"library GEMMs, several times slower here than the CPU backend: {problem}", slow)
 

@@ -1,10 +1,11 @@
-// The AVX-512 intrinsics that csrc/cpu uses, as plain loops written from Intel's descriptions of them, so that the very
-// source of the AVX-512 path computes on a machine that lacks the instructions. What a compiler makes of the real ones,
-// and their speed, it does not show.
+// The AVX-512 and AMX intrinsics that csrc/cpu uses, as plain loops written from Intel's descriptions of them, so that
+// the very source of those paths computes on a machine that lacks the instructions. What a compiler makes of the real
+// ones, and their speed, it does not show.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 
 template <class T, int N>
@@ -17,7 +18,10 @@ using __m512i = Lanes_<std::int32_t, 16>;
 using __m256 = Lanes_<float, 8>;
 using __m512 = Lanes_<float, 16>;
 using __m512d = Lanes_<double, 8>;
+using __m512bh = Lanes_<std::uint16_t, 32>;
 using __mmask16 = std::uint16_t;
+using __mmask32 = std::uint32_t;
+using __mmask64 = std::uint64_t;
 
 enum { _CMP_LT_OQ = 17 };
 
@@ -167,4 +171,117 @@ inline __m512 _mm512_mask_add_ps(__m512 unset, __mmask16 mask, __m512 a, __m512 
 }
 inline __m512 _mm512_maskz_mov_ps(__mmask16 mask, __m512 a) {
     return each_<__m512>([&](int i) { return mask >> i & 1 ? a.lane[i] : 0.0f; });
+}
+
+// Integers of 8, 16 and 32 bits.
+template <class T>
+T lane_(const __m512i& a, int i) {
+    T lanes[64 / sizeof(T)];
+    std::memcpy(lanes, &a, sizeof(a));
+    return lanes[i];
+}
+template <class T, class F>
+__m512i integers_(F f) {
+    T lanes[64 / sizeof(T)];
+    for (int i = 0; i < static_cast<int>(64 / sizeof(T)); ++i) lanes[i] = f(i);
+    return loaded_<__m512i>(lanes);
+}
+inline __m512i _mm512_loadu_si512(const void* p) { return loaded_<__m512i>(p); }
+inline void _mm512_storeu_si512(void* p, __m512i a) { std::memcpy(p, &a, sizeof(a)); }
+inline __m512i _mm512_maskz_loadu_epi8(__mmask64 mask, const void* p) {
+    const auto* bytes = static_cast<const std::uint8_t*>(p);
+    return integers_<std::uint8_t>([=](int i) { return mask >> i & 1 ? bytes[i] : std::uint8_t{}; });
+}
+inline __m512i _mm512_maskz_loadu_epi16(__mmask32 mask, const void* p) {
+    const auto* bytes = static_cast<const std::uint8_t*>(p);
+    return integers_<std::uint16_t>(
+        [=](int i) { return mask >> i & 1 ? loaded_<std::uint16_t>(bytes + 2 * i) : std::uint16_t{}; });
+}
+inline void _mm512_mask_storeu_epi16(void* p, __mmask32 mask, __m512i a) {
+    for (int i = 0; i < 32; ++i) {
+        const auto lane = lane_<std::uint16_t>(a, i);
+        if (mask >> i & 1) std::memcpy(static_cast<std::uint8_t*>(p) + 2 * i, &lane, sizeof(lane));
+    }
+}
+inline __m512i _mm512_maskz_mov_epi16(__mmask32 mask, __m512i a) {
+    return integers_<std::uint16_t>(
+        [&](int i) { return mask >> i & 1 ? lane_<std::uint16_t>(a, i) : std::uint16_t{}; });
+}
+inline __m512i _mm512_permutexvar_epi8(__m512i index, __m512i a) {
+    return integers_<std::uint8_t>([&](int i) { return lane_<std::uint8_t>(a, lane_<std::uint8_t>(index, i) & 63); });
+}
+inline __m512i _mm512_permutexvar_epi16(__m512i index, __m512i a) {
+    return integers_<std::uint16_t>(
+        [&](int i) { return lane_<std::uint16_t>(a, lane_<std::uint16_t>(index, i) & 31); });
+}
+inline __m512i _mm512_permutex2var_epi32(__m512i a, __m512i index, __m512i b) {
+    return each_<__m512i>([&](int i) { return (index.lane[i] & 16 ? b : a).lane[index.lane[i] & 15]; });
+}
+
+// bfloat16: subnormal numbers are 0, in operands and in results.
+inline float flushed_(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x; }
+inline float brain_(std::uint16_t x) { return flushed_(float_(static_cast<std::uint32_t>(x) << 16)); }
+inline __m512bh _mm512_cvtne2ps_pbh(__m512 high, __m512 low) {
+    return each_<__m512bh>([&](int i) {
+        const float x = flushed_(i < 16 ? low.lane[i] : high.lane[i - 16]);
+        const std::uint32_t bits = bits_(x);
+        return static_cast<std::uint16_t>(std::isnan(x) ? bits >> 16 | 64 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    });
+}
+inline __m512 _mm512_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
+    return each_<__m512>([&](int i) {
+        const float odd = std::fma(brain_(a.lane[2 * i + 1]), brain_(b.lane[2 * i + 1]), flushed_(sum.lane[i]));
+        return flushed_(std::fma(brain_(a.lane[2 * i]), brain_(b.lane[2 * i]), flushed_(odd)));
+    });
+}
+
+// Tiles: a thread's own, and of no use before they are configured. A thread that ends with them would make each switch
+// to the next save 8 KB.
+struct Tiles_ {
+    bool configured = false;
+    std::uint8_t rows[8] = {}, bytes[8] = {};
+    float lane[8][16][16] = {};
+    ~Tiles_() {
+        if (configured) std::abort();
+    }
+    auto& of(int tile) {
+        if (!configured || rows[tile] != 16 || bytes[tile] != 64) std::abort();  // what csrc/cpu uses
+        return lane[tile];
+    }
+};
+inline thread_local Tiles_ tiles_;
+inline void _tile_loadconfig(const void* config) {
+    const auto* bytes = static_cast<const std::uint8_t*>(config);
+    tiles_.configured = bytes[0] == 1;
+    for (int tile = 0; tile < 8; ++tile) tiles_.bytes[tile] = bytes[16 + 2 * tile], tiles_.rows[tile] = bytes[48 + tile];
+}
+inline void _tile_release() { tiles_.configured = false; }
+inline void _tile_zero(int tile) { std::memset(tiles_.of(tile), 0, 1024); }
+inline void _tile_loadd(int tile, const void* p, std::int64_t stride) {
+    for (int row = 0; row < 16; ++row) {
+        std::memcpy(tiles_.of(tile)[row], static_cast<const std::uint8_t*>(p) + row * stride, 64);
+    }
+}
+inline void _tile_stored(int tile, void* p, std::int64_t stride) {
+    for (int row = 0; row < 16; ++row) {
+        std::memcpy(static_cast<std::uint8_t*>(p) + row * stride, tiles_.of(tile)[row], 64);
+    }
+}
+inline void _tile_dpbf16ps(int sums, int left, int right) {
+    const auto &a = tiles_.of(left), &b = tiles_.of(right);
+    auto& c = tiles_.of(sums);
+    const auto half = [](float pair, int odd) {
+        return brain_(static_cast<std::uint16_t>(bits_(pair) >> 16 * odd));
+    };
+    for (int m = 0; m < 16; ++m) {
+        for (int n = 0; n < 16; ++n) {
+            float sum[2] = {};
+            for (int k = 0; k < 16; ++k) {
+                for (int odd = 0; odd < 2; ++odd) {
+                    sum[odd] = flushed_(std::fma(half(a[m][k], odd), half(b[k][n], odd), sum[odd]));
+                }
+            }
+            c[m][n] = flushed_(flushed_(c[m][n]) + flushed_(sum[0] + sum[1]));
+        }
+    }
 }

@@ -165,10 +165,11 @@ void check_refusals() {
 
 int main() {
     check_refusals();
-    for (const Isa isa : {Isa::portable, Isa::avx2, Isa::avx512}) {
-        if (!supports(isa)) continue;
+    for (const Isa isa : {Isa::portable, Isa::avx2, Isa::avx512, Isa::avx512_bf16, Isa::amx}) {
+        if (!supports(isa, DType::bfloat16)) continue;
         const int before = mistakes;
         for (const DType dtype : {DType::float32, DType::bfloat16, DType::float16}) {
+            if (!supports(isa, dtype)) continue;
             for (std::int64_t n = 1; n <= 16; ++n) {
                 for (const std::int64_t tokens : {1, 2, 3, 5, 17}) {
                     const auto activation = static_cast<Activation>((n + tokens) % 7);

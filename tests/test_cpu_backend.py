@@ -1,7 +1,8 @@
 """The CPU kernels by instruction set, against the oracle and the naive layer; their build, its cache, its absence.
 
-What holds for any backend is in test_ops.py, which runs these kernels too; `test_sanitizers` runs them, and the AVX-512
-ones with emulated intrinsics, in a program of their own (cpu_driver.cpp).
+What holds for any backend is in test_ops.py, which runs these kernels too; what is for bfloat16 alone is in
+test_cpu_bfloat16.py. `test_sanitizers` runs all, those for AVX-512 and AMX with emulated intrinsics too, in a program
+of their own (cpu_driver.cpp).
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ import pytest
 import strategies as s
 import torch
 from budgets import BUDGET, NAIVE_FACTOR, assert_matches, relative_error
+from cpu_calls import oracle, run
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import Layer, make_layer
-from torch import Tensor
+from strategies import make_layer
 
 from mglu_ops import dispatch
-from mglu_ops.backends import cpu, reference
+from mglu_ops.backends import cpu
 from mglu_ops.backends.cpu import build, library
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -45,21 +46,9 @@ def isa(request: pytest.FixtureRequest) -> str:
     """Each instruction set of the build that this machine has."""
     loaded = library.load()
     assert isinstance(loaded, library.Library), loaded
-    if not loaded.supports(request.param):
+    if not loaded.supports(request.param, torch.float32):
         pytest.skip(f"this CPU has no {request.param}")
     return str(request.param)
-
-
-def run(layer: Layer, isa: str = "best") -> Tensor:
-    x = layer.x.reshape(math.prod(layer.x.shape[:-1]), layer.x.shape[-1])
-    route = layer.route_weights
-    route = None if route is None else route.reshape(len(x), route.shape[-1])
-    result = cpu.forward(x, layer.weight, layer.packed_masks, layer.activation, route, isa=isa)
-    return result.view(*layer.x.shape[:-1], layer.weight.shape[0])
-
-
-def oracle(layer: Layer) -> Tensor:
-    return reference.forward(layer.x, layer.weight, layer.masks, layer.activation, layer.route_weights)
 
 
 # --- Numbers ------------------------------------------------------------------------------------------------------
@@ -119,7 +108,7 @@ def test_error_is_close_to_that_of_the_naive_layer(isa, dtype, tokens):
 @given(st.data())
 def test_every_layout_agrees_with_the_oracle(data):
     for name in ISAS:
-        if not library.load().supports(name):
+        if not library.load().supports(name, torch.float32):
             continue
         layer = data.draw(s.layers(dtype=data.draw(st.sampled_from(DTYPES))))
         total = layer.x.abs().double() @ layer.weight.abs().double().T
@@ -209,7 +198,7 @@ def test_calls_from_several_threads():
         assert all(map(torch.equal, pool.map(run, layers), expected))
 
 
-def test_an_instruction_set_that_is_not_here_is_refused():
+def test_an_instruction_set_is_refused_where_it_is_not_for_the_type():
     layer = make_layer((1,))
     with pytest.raises(RuntimeError, match="lacks the instruction set"):
         run(layer, "amx")
@@ -329,9 +318,9 @@ def test_the_choice_and_its_override(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("emulated", [False, True], ids=["as built", "AVX-512 emulated"])
+@pytest.mark.parametrize("emulated", [False, True], ids=["as built", "emulated"])
 def test_sanitizers(tmp_path, emulated):
-    """Every ISA under the address and undefined-behaviour sanitizers; AVX-512's own source by emulated intrinsics."""
+    """Every ISA under the address and undefined-behaviour sanitizers; those from AVX-512 on by emulated intrinsics."""
     compiler = build.find_compiler()
     flags = ["-O0", "-std=c++17", "-pthread", "-ffp-contract=off", "-Wno-psabi", f"-I{build.source_directory()}"]
     if emulated:
@@ -360,5 +349,5 @@ def test_sanitizers(tmp_path, emulated):
     result = subprocess.run([str(program)], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "ran portable: 0 mistakes" in result.stdout
-    if emulated:
-        assert "ran avx512: 0 mistakes" in result.stdout
+    for isa in ("avx512", "avx512_bf16", "amx") if emulated else ():
+        assert f"ran {isa}: 0 mistakes" in result.stdout

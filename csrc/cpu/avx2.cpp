@@ -23,6 +23,7 @@ constexpr int kFeaturesOfWideTile = 6;             // 12 sums, 2 vectors of x, 1
 constexpr int kFeaturesOfWideSums = 6;             // as many registers of float64 sums
 constexpr std::int64_t kWorkOfTask = 1 << 17;      // products; some microseconds, as a thread's wake-up
 
+#include "unrolled.h"
 #include "element.h"
 #include "vec_avx2.h"
 
@@ -40,6 +41,8 @@ using ShortMasks = TableMasks<Masks>;
 
 #include "activation.h"
 
+#include "routes.h"
+#include "row_sums.h"
 #include "few_tokens.h"
 #include "many_tokens.h"
 

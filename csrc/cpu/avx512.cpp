@@ -29,11 +29,14 @@ constexpr int kFeaturesOfWideTile = 12;            // 24 sums, 2 vectors of x, 1
 constexpr int kFeaturesOfWideSums = 12;             // as many registers of float64 sums
 constexpr std::int64_t kWorkOfTask = 1 << 17;      // products; some microseconds, as a thread's wake-up
 
+#include "unrolled.h"
 #include "element.h"
 #include "vec_avx512.h"
 
 #include "activation.h"
 
+#include "routes.h"
+#include "row_sums.h"
 #include "few_tokens.h"
 #include "many_tokens.h"
 

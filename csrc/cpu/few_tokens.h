@@ -1,11 +1,5 @@
 // Few tokens: each weight is read from memory once, and multiplied where it lies in a register.
-// Included inside a file's own namespace, below Vec and Mask.
-//
-// For a row r of W the lanes of one vector sum every eighth product, `total`; one vector a mask sums those of its bits,
-// `part`. Gate and value are `part` and `total - part`. In 16-bit types that difference loses nothing that the type
-// could hold. In float32 it would: a value of few weights is a small difference of large sums, and the error of `total`
-// is in the values of all masks. There the difference is taken every two octets, and gate and value have sums of their
-// own: at 4.5 instructions a mask and octet instead of 3, as exact as the naive layer's own products.
+// Included inside a file's own namespace, below row_sums.h or row_dots.h, whose RowSums are those of one row.
 //
 // A chunk of eight rows shares the sums over lanes and the activation, a lane a row.
 
@@ -15,25 +9,7 @@ constexpr int kTokensOfGroup = 2;
 // Masks at once: as many as the registers hold sums for. The row comes from L1 for the next group.
 constexpr int masks_of_group(int tokens) { return kMasksAtOnce / tokens; }
 
-template <class E>
-constexpr bool kSumsValues = std::is_same_v<E, float>;
-
-// Octets of a step. In float32 those between two differences: with 4, errors reached 1.6 times the naive layer's.
-template <class E>
-constexpr int kOctetsAtOnce = std::is_same_v<E, float> ? 2 : 4;
-
 constexpr std::int64_t kFetchAhead = 4096;  // bytes, into L2
-
-constexpr int vecs_of(int masks) { return (masks + kMasksPerVec - 1) / kMasksPerVec; }
-
-// Sums that take turns, octet by octet: enough in flight to hide the latency of an addition, few enough for the
-// registers. Rows could take turns instead, and share x; but the hardware's prefetcher follows one stream better than
-// four.
-template <class E>
-constexpr int chains_of(int masks, int tokens) {
-    const int sums = tokens * (1 + vecs_of(masks));
-    return kSumsValues<E> ? 1 : 4 * sums <= kSumRegisters ? 4 : 2 * sums <= kSumRegisters ? 2 : 1;
-}
 
 // Lanes of gates and values, [token][row of chunk][vector of masks].
 struct Lanes {
@@ -48,84 +24,9 @@ struct Rows {
     const E* weights[kRowsOfChunk];
     const std::uint8_t* bits[kRowsOfChunk];  // of the first mask of the group
     std::int64_t n_masks;                    // bytes from octet to octet
-    const float* x;
+    const Operand<E>* x;
     std::int64_t x_stride;
     std::int64_t octets;
-};
-
-// The sums of one row.
-template <class E, int Tokens, int Masks>
-struct RowSums {
-    static constexpr int kVecs = vecs_of(Masks), kChains = chains_of<E>(Masks, Tokens), kOctets = kOctetsAtOnce<E>;
-    static constexpr int kValues = kSumsValues<E> ? kVecs : 1;
-
-    const E* weights;
-    const std::uint8_t* bits;
-    const float* x[Tokens];
-    std::int64_t n_masks;
-    Vec gates[kChains][Tokens][kVecs];     // or in 16 bits, parts
-    Vec values[kChains][Tokens][kValues];  // or in 16 bits, the total
-
-    MGLU_INLINE void clear() {
-        for (int c = 0; c < kChains; ++c) {
-            for (int t = 0; t < Tokens; ++t) {
-                for (Vec& sum : gates[c][t]) sum = broadcast(0.0f);
-                for (Vec& sum : values[c][t]) sum = broadcast(0.0f);
-            }
-        }
-    }
-
-    // Octet by octet: all sums stay in registers.
-    MGLU_INLINE void add_to_parts(std::int64_t first) {
-#pragma GCC unroll 4
-        for (int o = 0; o < kOctets; ++o) {
-            const int c = o % kChains;
-            const Vec w = load_octet(weights + 8 * (first + o));
-            const LongMasks<Masks> masks(bits + (first + o) * n_masks);
-#pragma GCC unroll 2
-            for (int t = 0; t < Tokens; ++t) {
-                const Vec product = w * load_octet(x[t] + 8 * (first + o));
-                values[c][t][0] = values[c][t][0] + product;
-#pragma GCC unroll 8
-                for (int v = 0; v < kVecs; ++v) gates[c][t][v] = masks.add(v, gates[c][t][v], product);
-            }
-        }
-    }
-
-    // Mask by mask: a part is summed over the octets alone, in the order of the total: all ones leave exactly 0.
-    MGLU_INLINE void add_to_values(std::int64_t first) {
-#pragma GCC unroll 2
-        for (int t = 0; t < Tokens; ++t) {
-            Vec products[kOctets], total = broadcast(0.0f);
-#pragma GCC unroll 4
-            for (int o = 0; o < kOctets; ++o) {
-                products[o] = load_octet(weights + 8 * (first + o)) * load_octet(x[t] + 8 * (first + o));
-                total = o == 0 ? products[o] : total + products[o];
-            }
-#pragma GCC unroll 8
-            for (int v = 0; v < kVecs; ++v) {
-                Vec part = broadcast(0.0f);
-#pragma GCC unroll 4
-                for (int o = 0; o < kOctets; ++o) {
-                    part = ShortMasks<Masks>(bits + (first + o) * n_masks).add(v, part, products[o]);
-                }
-                gates[0][t][v] = gates[0][t][v] + part;
-                values[0][t][v] = values[0][t][v] + (total - part);
-            }
-        }
-    }
-
-    Vec gate(int t, int v) const {
-        Vec sum = gates[0][t][v];
-        for (int c = 1; c < kChains; ++c) sum = sum + gates[c][t][v];
-        return kSumsValues<E> ? sum : LongMasks<Masks>::sum_of(v, sum);
-    }
-    Vec value(int t, int v) const {
-        if (kSumsValues<E>) return values[0][t][v % kValues];
-        Vec total = values[0][t][0];
-        for (int c = 1; c < kChains; ++c) total = total + values[c][t][0];
-        return total - gate(t, v);
-    }
 };
 
 template <class E, int Tokens, int Masks>
@@ -137,23 +38,20 @@ void add_products(const Rows<E>& in, int row, bool first, Lanes& lanes) {
     sums.n_masks = in.n_masks;
     sums.clear();
     for (std::int64_t octet = 0; octet < in.octets; octet += kOctetsAtOnce<E>) {
-        // A step is a line of W. Rows mostly follow one another, and the hardware's prefetcher stops at a page's end.
-        __builtin_prefetch(reinterpret_cast<const char*>(sums.weights + 8 * octet) + kFetchAhead, 0, 2);
+        // By lines of W. Rows mostly follow one another, and the hardware's prefetcher stops at a page's end.
+        for (std::size_t byte = 0; byte < 8 * kOctetsAtOnce<E> * sizeof(E); byte += 64) {
+            __builtin_prefetch(reinterpret_cast<const char*>(sums.weights + 8 * octet) + kFetchAhead + byte, 0, 2);
+        }
         __builtin_prefetch(sums.bits + octet * in.n_masks + kFetchAhead / 8, 0, 2);
-        if constexpr (kSumsValues<E>) {
-            sums.add_to_values(octet);
-        } else {
-            sums.add_to_parts(octet);
-        }
+        sums.add(octet);
     }
-    for (int t = 0; t < Tokens; ++t) {
-        for (int v = 0; v < sums.kVecs; ++v) {
-            float* gate = lanes.gates[t][row][v];
-            float* value = lanes.values[t][row][v];
-            store(gate, first ? sums.gate(t, v) : load(gate) + sums.gate(t, v));
-            store(value, first ? sums.value(t, v) : load(value) + sums.value(t, v));
-        }
-    }
+    unrolled<Tokens * sums.kVecs>([&](auto i) MGLU_STEP {
+        constexpr int t = i / sums.kVecs, v = i % sums.kVecs;
+        const Vec gate = sums.template gate<t, v>(), value = sums.template value<t, v>();
+        float *gates = lanes.gates[t][row][v], *values = lanes.values[t][row][v];
+        store(gates, first ? gate : load(gates) + gate);
+        store(values, first ? value : load(values) + value);
+    });
 }
 
 template <class E, int Tokens, int Masks>
@@ -188,7 +86,7 @@ template <class E>
 struct FewTokens {
     const Forward& call;
     Activate activate;
-    const float* x;           // [tokens, in_features padded to whole steps], 0 past in_features
+    const Operand<E>* x;      // [tokens, in_features padded to whole steps], 0 past in_features
     std::int64_t x_stride;
     const float* routes;      // [tokens, kMaxMasks]
 
@@ -271,16 +169,14 @@ struct FewTokens {
 template <class E>
 Status forward_few(const Forward& call, ParallelFor parallel_for, const float* routes) {
     const std::int64_t padded = ceil_div(call.in_features, 8 * kOctetsAtOnce<E>) * 8 * kOctetsAtOnce<E>;
-    const Floats x = allocate_floats(call.tokens * padded);
-    if (!x) return Status::out_of_memory;
+    const Floats memory = allocate_floats(call.tokens * padded);
+    if (!memory) return Status::out_of_memory;
+    auto* x = reinterpret_cast<Operand<E>*>(memory.get());
     for (std::int64_t token = 0; token < call.tokens; ++token) {
-        const E* from = static_cast<const E*>(call.x) + token * call.x_stride;
-        float* to = x.get() + token * padded;
-        std::int64_t k = 0;
-        for (; k + 8 <= call.in_features; k += 8) store_octets(to + k, 0, 1, load_octet(from + k));
-        for (; k < padded; ++k) to[k] = k < call.in_features ? to_float(from[k]) : 0.0f;
+        write_operands(static_cast<const E*>(call.x) + token * call.x_stride, call.in_features, padded,
+                       x + token * padded);
     }
-    const FewTokens<E> job{call, activation_of(call.activation), x.get(), padded, routes};
+    const FewTokens<E> job{call, activation_of(call.activation), x, padded, routes};
     const auto body = [](std::int64_t begin, std::int64_t end, void* context) {
         static_cast<const FewTokens<E>*>(context)->run(begin, end);
     };

@@ -14,11 +14,24 @@ namespace mglu::cpu {
 
 constexpr std::int64_t kMaxMasks = 16;
 
-// Each takes a checked, non-empty call of an ISA that runs here.
+// Each takes a checked, non-empty call of an ISA that runs here; the last two in bfloat16 alone.
 Status forward_portable(const Forward& call, ParallelFor parallel_for);
 #if defined(__x86_64__)
 Status forward_avx2(const Forward& call, ParallelFor parallel_for);
 Status forward_avx512(const Forward& call, ParallelFor parallel_for);
+Status forward_avx512_bf16(const Forward& call, ParallelFor parallel_for);
+Status forward_amx(const Forward& call, ParallelFor parallel_for);
+
+bool has_avx2();
+bool has_avx512();
+bool has_avx512_bf16();
+bool has_amx();
+#endif
+
+// Older compilers do not know the instructions, and other systems are not asked for tiles as Linux is.
+#if defined(MGLU_EMULATE_AVX512) || \
+    (defined(__x86_64__) && defined(__linux__) && (__GNUC__ >= 11 || __clang_major__ >= 12))
+#define MGLU_BUILDS_BFLOAT16
 #endif
 
 constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }

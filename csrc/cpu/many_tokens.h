@@ -12,8 +12,12 @@
 // value, so that its error is small beside both. With one and two masks that saves nothing: gates and values are
 // products of their own.
 
+// Of a stretch: a panel of x is half of L1. For a handful of tokens libraries sum float32 by lanes along k, which is
+// more exact than a long chain; sums of short stretches are as exact.
 template <class E>
-constexpr std::int64_t kDepth = std::is_same_v<E, float> ? 128 : 256;  // of a stretch: a panel of x is half of L1
+constexpr std::int64_t depth_of_stretch(std::int64_t vecs) {
+    return !std::is_same_v<E, float> ? 256 : vecs == 1 ? 64 : 128;
+}
 constexpr std::int64_t kMaskedRow = 256 + 16;  // floats; rows a power of two apart would share few sets of L1
 constexpr std::int64_t kFeatures = 24;         // of a block
 constexpr std::int64_t kMaxTokens = 512;       // of a block
@@ -23,26 +27,19 @@ constexpr std::int64_t kMaxSums = 96 * 1024;   // floats of a block's sums, 384 
 template <int Features, int Vecs>
 void multiply(const float* weights, std::int64_t depth, const float* x, float* sums, bool first) {
     Vec sum[Features][Vecs];
-    for (int f = 0; f < Features; ++f) {
-        for (int v = 0; v < Vecs; ++v) sum[f][v] = broadcast(0.0f);
-    }
+    unrolled<Features * Vecs>([&](auto i) MGLU_STEP { sum[i / Vecs][i % Vecs] = broadcast(0.0f); });
     for (std::int64_t k = 0; k < depth; ++k) {
         Vec panel[Vecs];
-#pragma GCC unroll 2
-        for (int v = 0; v < Vecs; ++v) panel[v] = load(x + (k * Vecs + v) * Vec::width);
-#pragma GCC unroll 12
-        for (int f = 0; f < Features; ++f) {
+        unrolled<Vecs>([&](auto v) MGLU_STEP { panel[v] = load(x + (k * Vecs + v) * Vec::width); });
+        unrolled<Features>([&](auto f) MGLU_STEP {
             const Vec weight = broadcast(weights[f * kMaskedRow + k]);
-#pragma GCC unroll 2
-            for (int v = 0; v < Vecs; ++v) sum[f][v] = fma(weight, panel[v], sum[f][v]);
-        }
+            unrolled<Vecs>([&](auto v) MGLU_STEP { sum[f][v] = fma(weight, panel[v], sum[f][v]); });
+        });
     }
-    for (int f = 0; f < Features; ++f) {
-        for (int v = 0; v < Vecs; ++v) {
-            float* p = sums + (f * Vecs + v) * Vec::width;
-            store(p, first ? sum[f][v] : load(p) + sum[f][v]);
-        }
-    }
+    unrolled<Features * Vecs>([&](auto i) MGLU_STEP {
+        float* p = sums + i * Vec::width;
+        store(p, first ? sum[i / Vecs][i % Vecs] : load(p) + sum[i / Vecs][i % Vecs]);
+    });
 }
 
 // The same with sums in float64, for one vector of the `stride` floats of a line of x.
@@ -50,16 +47,17 @@ template <int Features>
 void multiply_wide(const double* weights, std::int64_t depth, const float* x, std::int64_t stride, double* sums,
                    std::int64_t sums_stride, bool first) {
     Wide sum[Features];
-    for (int f = 0; f < Features; ++f) sum[f] = broadcast_wide(0.0);
+    unrolled<Features>([&](auto f) MGLU_STEP { sum[f] = broadcast_wide(0.0); });
     for (std::int64_t k = 0; k < depth; ++k) {
         const Wide panel = widen(load(x + k * stride));
-#pragma GCC unroll 12
-        for (int f = 0; f < Features; ++f) sum[f] = fma(broadcast_wide(weights[f * kMaskedRow + k]), panel, sum[f]);
+        unrolled<Features>([&](auto f) MGLU_STEP {
+            sum[f] = fma(broadcast_wide(weights[f * kMaskedRow + k]), panel, sum[f]);
+        });
     }
-    for (int f = 0; f < Features; ++f) {
+    unrolled<Features>([&](auto f) MGLU_STEP {
         double* p = sums + f * sums_stride;
         store(p, first ? sum[f] : load_wide(p) + sum[f]);
-    }
+    });
 }
 
 template <class E>
@@ -133,8 +131,9 @@ struct ManyTokens {
         const std::int64_t features = smaller(kFeatures, call.out_features - first_feature);
         std::uint8_t flips[kFeatures][kMaxMasks + 1] = {};
         if (has_wide_total()) choose_parts(first_feature, features, flips);
-        for (std::int64_t k = 0; k < depth; k += kDepth<E>) {
-            const std::int64_t stretch = smaller(kDepth<E>, depth - k);
+        const std::int64_t whole_stretch = depth_of_stretch<E>(vecs);
+        for (std::int64_t k = 0; k < depth; k += whole_stretch) {
+            const std::int64_t stretch = smaller(whole_stretch, depth - k);
             for (std::int64_t f = 0; f < features; ++f) unpack(first_feature + f, k, stretch, flips[f], block, f);
             for (std::int64_t panel = 0; panel < panels(); ++panel) {
                 const float* panel_of_x = x + (panel * depth + k) * panel_width();

@@ -3,51 +3,31 @@
 
 #include "kernels.h"
 
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
-
 namespace mglu::cpu {
 namespace {
 
 using ForwardOfIsa = Status (*)(const Forward&, ParallelFor);
 
-#if defined(__x86_64__)
-// Which older compilers' __builtin_cpu_supports do not know. Asked once: a virtual machine leaves to its host at each
-// cpuid, for ten microseconds.
-bool has_f16c() {
-    static const bool has = [] {
-        unsigned int a = 0, b = 0, c = 0, d = 0;
-        return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
-    }();
-    return has;
-}
-#endif
-
-// Of a build and a machine that have it, else null. `__builtin_cpu_supports` asks the system too: AVX registers are of
-// no use where it does not save them.
-ForwardOfIsa forward_of(Isa isa) {
+// Of a build and a machine that have it, else null.
+ForwardOfIsa forward_of(Isa isa, DType dtype) {
     switch (isa) {
-        case Isa::best: return forward_of(best_isa());
         case Isa::portable: return forward_portable;
 #if defined(__x86_64__)
-        case Isa::avx2: {
-            const bool here = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-            return here && has_f16c() ? forward_avx2 : nullptr;
-        }
-#if defined(MGLU_EMULATE_AVX512)
-        case Isa::avx512: return forward_avx512;
-#else
-        case Isa::avx512: {
-            const bool here = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw");
-            const bool parts = __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-            return here && parts ? forward_avx512 : nullptr;
-        }
+        case Isa::avx2: return has_avx2() ? forward_avx2 : nullptr;
+        case Isa::avx512: return has_avx512() ? forward_avx512 : nullptr;
 #endif
+#if defined(MGLU_BUILDS_BFLOAT16)
+        case Isa::avx512_bf16: return dtype == DType::bfloat16 && has_avx512_bf16() ? forward_avx512_bf16 : nullptr;
+        case Isa::amx: return dtype == DType::bfloat16 && has_amx() ? forward_amx : nullptr;
 #endif
         default: return nullptr;
     }
 }
+
+// In bfloat16: from how many tokens on tiles are the fastest; and up to how many masks dot products are for fewer,
+// which save conversions but add no faster (benchmarks/NOTES.md).
+constexpr std::int64_t kTokensOfTiles = 4;
+constexpr std::int64_t kMasksOfDots = 2;
 
 template <class Enum>
 bool is_one_of_first(Enum value, std::int64_t count) {
@@ -60,28 +40,29 @@ bool is_valid(const Forward& call) {
     const bool masks = call.n_masks >= 1 && call.n_masks <= kMaxMasks;
     const bool route = !call.route_weights || is_one_of_first(call.route_dtype, 3);
     return sizes && masks && route && is_one_of_first(call.dtype, 3) && is_one_of_first(call.activation, 7) &&
-           is_one_of_first(call.isa, 5);
+           is_one_of_first(call.isa, 6);
 }
 
 }  // namespace
 
 Status forward(const Forward& call, ParallelFor parallel_for) {
     if (!is_valid(call) || !parallel_for) return Status::invalid_argument;
-    const ForwardOfIsa run = forward_of(call.isa);
+    const Isa isa = call.isa == Isa::best ? best_isa(call.dtype, call.tokens, call.n_masks) : call.isa;
+    const ForwardOfIsa run = forward_of(isa, call.dtype);
     if (!run) return Status::unsupported_isa;
     if (call.tokens == 0 || call.out_features == 0) return Status::ok;
     return run(call, parallel_for);
 }
 
-bool supports(Isa isa) { return forward_of(isa) != nullptr; }
+bool supports(Isa isa, DType dtype) { return isa == Isa::best || forward_of(isa, dtype); }
 
-Isa best_isa() {
-    static const Isa best = [] {
-        Isa isa = Isa::amx;
-        while (!supports(isa)) isa = static_cast<Isa>(static_cast<std::int64_t>(isa) - 1);
-        return isa;
-    }();
-    return best;
+Isa best_isa(DType dtype, std::int64_t tokens, std::int64_t n_masks) {
+    if (tokens >= kTokensOfTiles && supports(Isa::amx, dtype)) return Isa::amx;
+    if (tokens <= kTokensOfTiles && n_masks <= kMasksOfDots && supports(Isa::avx512_bf16, dtype)) {
+        return Isa::avx512_bf16;
+    }
+    if (supports(Isa::avx512, dtype)) return Isa::avx512;
+    return supports(Isa::avx2, dtype) ? Isa::avx2 : Isa::portable;
 }
 
 const char* isa_name(Isa isa) {
@@ -90,6 +71,7 @@ const char* isa_name(Isa isa) {
         case Isa::portable: return "portable";
         case Isa::avx2: return "avx2";
         case Isa::avx512: return "avx512";
+        case Isa::avx512_bf16: return "avx512_bf16";
         case Isa::amx: return "amx";
     }
     return "unknown";
@@ -101,7 +83,7 @@ const char* status_message(Status status) {
         case Status::invalid_argument: return "a size, n_masks, dtype, activation or ISA is out of range";
         case Status::out_of_memory: return "no memory for scratch space";
         case Status::parallel_for_failed: return "the thread pool refused the work";
-        case Status::unsupported_isa: return "this build or this machine lacks the instruction set";
+        case Status::unsupported_isa: return "this build or this machine lacks the instruction set, or the instruction set the type";
     }
     return "unknown";
 }
@@ -124,10 +106,12 @@ MGLU_EXPORT std::int32_t mglu_cpu_pack_masks(const mglu::cpu::Pack* call, mglu::
     return static_cast<std::int32_t>(mglu::cpu::pack_masks(*call, parallel_for));
 }
 
-MGLU_EXPORT const char* mglu_cpu_isa() { return mglu::cpu::isa_name(mglu::cpu::best_isa()); }
+MGLU_EXPORT const char* mglu_cpu_isa(std::int64_t dtype, std::int64_t tokens, std::int64_t n_masks) {
+    return mglu::cpu::isa_name(mglu::cpu::best_isa(static_cast<mglu::cpu::DType>(dtype), tokens, n_masks));
+}
 
-MGLU_EXPORT std::int32_t mglu_cpu_supports(std::int64_t isa) {
-    return isa >= 0 && isa < 5 && mglu::cpu::supports(static_cast<mglu::cpu::Isa>(isa));
+MGLU_EXPORT std::int32_t mglu_cpu_supports(std::int64_t isa, std::int64_t dtype) {
+    return mglu::cpu::supports(static_cast<mglu::cpu::Isa>(isa), static_cast<mglu::cpu::DType>(dtype));
 }
 
 MGLU_EXPORT const char* mglu_cpu_status_message(std::int32_t status) {

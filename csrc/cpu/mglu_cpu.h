@@ -37,8 +37,8 @@ enum class Status : std::int32_t {
     unsupported_isa = 4,       // an ISA was asked for that this build or this machine lacks
 };
 
-// Instruction sets by rising preference. `best` is the last that the build has and the machine supports.
-enum class Isa : std::int64_t { best = 0, portable = 1, avx2 = 2, avx512 = 3, amx = 4 };
+// Instruction sets. Those of bfloat16 alone: avx512_bf16 and amx.
+enum class Isa : std::int64_t { best = 0, portable = 1, avx2 = 2, avx512 = 3, avx512_bf16 = 4, amx = 5 };
 
 // Calls `body` on disjoint ranges [begin, end) that cover [begin, end) of the call, each once, on any threads, and
 // returns 0 when all are done. Ranges hold at least `grain` items where there are as many. `serial` below is one.
@@ -106,11 +106,12 @@ struct Unpack {
 };
 Status unpack_masks(const Unpack& call, ParallelFor parallel_for);
 
-// Whether `forward` can run with an instruction set here, and which one `best` is.
-bool supports(Isa isa);
-Isa best_isa();
+// Whether `forward` can run with an instruction set here (`best`: always), and which one `best` is for a call: it
+// depends on the type, and in bfloat16 on tokens and masks.
+bool supports(Isa isa, DType dtype);
+Isa best_isa(DType dtype, std::int64_t tokens, std::int64_t n_masks);
 
-// "portable", "avx2", "avx512" or "amx"; "best" for Isa::best.
+// "portable", "avx2", "avx512", "avx512_bf16" or "amx"; "best" for Isa::best.
 const char* isa_name(Isa isa);
 
 // A sentence for a Status, without a full stop.

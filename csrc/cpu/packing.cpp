@@ -99,8 +99,7 @@ template <MaskSource source>
 PackOctets octets_packer() {
 #if defined(__x86_64__)
     if constexpr (source != MaskSource::bytes) {
-        static const bool has_avx2 = supports(Isa::avx2);
-        if (has_avx2) {
+        if (has_avx2()) {
             if constexpr (source == MaskSource::float32) return &pack_octets_avx2_float32;
             if constexpr (source != MaskSource::float32) return &pack_octets_avx2_16_bits<source>;
         }

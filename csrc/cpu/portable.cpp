@@ -14,6 +14,7 @@ constexpr int kFeaturesOfWideTile = 3;             // 6 sums of two registers ea
 constexpr int kFeaturesOfWideSums = 2;             // as many registers of float64 sums
 constexpr std::int64_t kWorkOfTask = 1 << 16;      // products; some microseconds, as a thread's wake-up
 
+#include "unrolled.h"
 #include "element.h"
 #include "vec_portable.h"
 
@@ -29,6 +30,8 @@ using ShortMasks = TableMasks<Masks>;
 
 #include "activation.h"
 
+#include "routes.h"
+#include "row_sums.h"
 #include "few_tokens.h"
 #include "many_tokens.h"
 

@@ -12,18 +12,19 @@ from torch import Tensor
 
 from ...masks import packed_width
 from .build import BuildError
-from .library import ISAS, Library, load, pack_constants, pack_packing_call, pack_pointers
+from .library import DTYPES, ISAS, Library, load, pack_constants, pack_packing_call, pack_pointers
 
 __all__ = ["BuildError", "Call", "can_pack", "forward", "isa", "pack", "plan_call", "unsupported_reason"]
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "sigmoid": 4, "tanh": 5, "identity": 6}
 
 
-def isa() -> str | None:
-    """The instruction set that calls run with (`avx512`, `avx2`, `portable`), or None where nothing could be built."""
+def isa(dtype: torch.dtype, tokens: int, n_masks: int) -> str | None:
+    """The instruction set that a call runs with (`amx`, `avx512_bf16`, `avx512`, `avx2`, `portable`), or None where
+    nothing could be built.
+    """
     library = load()
-    return library.isa if isinstance(library, Library) else None
+    return library.isa(dtype, tokens, n_masks) if isinstance(library, Library) else None
 
 
 _MASK_SOURCES = {torch.bool: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -64,13 +65,13 @@ def unsupported_reason(
     """Why `forward` cannot take a call, or None if it can. Reads no value; builds the kernels if they are missing."""
     if x.device.type != "cpu":
         return f"x is on {x.device}, not on a CPU"
-    if x.dtype not in _DTYPES or weight.dtype != x.dtype:
+    if x.dtype not in DTYPES or weight.dtype != x.dtype:
         return f"no kernel for x {x.dtype} and weight {weight.dtype}"
     if activation not in _ACTIVATIONS:
         return f"no kernel for activation {activation!r}"
     if not 1 <= packed_masks.shape[2] <= 16:
         return f"n_masks is {packed_masks.shape[2]}, outside 1 to 16"
-    if route_weights is not None and route_weights.dtype not in _DTYPES:
+    if route_weights is not None and route_weights.dtype not in DTYPES:
         return f"no kernel for route_weights {route_weights.dtype}"
     library = load()
     return library if isinstance(library, str) else None
@@ -165,10 +166,10 @@ def plan_call(
     route: tuple[int, ...] = (0, 0)
     route_dtype = 0
     if route_weights is not None:
-        route, route_dtype = route_weights.stride(), _DTYPES[route_weights.dtype]
+        route, route_dtype = route_weights.stride(), DTYPES[route_weights.dtype]
     constants = pack_constants(
         tokens, out_features, in_features, n_masks,
         x.stride(0), weight.stride(0), packed_masks.stride(0), *route, out_features,
-        _DTYPES[x.dtype], route_dtype, _ACTIVATIONS[activation], ISAS[isa],
+        DTYPES[x.dtype], route_dtype, _ACTIVATIONS[activation], ISAS[isa],
     )  # fmt: skip
     return Call(library, constants, (tokens, out_features))

@@ -19,7 +19,8 @@ pack_constants = struct.Struct("@14q").pack
 # `Pack`: two pointers, six sizes and strides, one enumeration.
 pack_packing_call = struct.Struct("@2P7q").pack
 
-ISAS = {"best": 0, "portable": 1, "avx2": 2, "avx512": 3, "amx": 4}
+ISAS = {"best": 0, "portable": 1, "avx2": 2, "avx512": 3, "avx512_bf16": 4, "amx": 5}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class Library:
@@ -42,16 +43,17 @@ class Library:
         self._forward.argtypes = self._pack.argtypes = (ctypes.c_char_p, ctypes.c_void_p)
         self._forward.restype = self._pack.restype = ctypes.c_int32
         self._isa.restype = self._message.restype = ctypes.c_char_p
-        self._supports.argtypes, self._message.argtypes = (ctypes.c_int64,), (ctypes.c_int32,)
+        self._isa.argtypes = (ctypes.c_int64,) * 3
+        self._supports.argtypes = (ctypes.c_int64,) * 2
+        self._message.argtypes = (ctypes.c_int32,)
 
-    @property
-    def isa(self) -> str:
-        """The instruction set that calls run with: `avx512`, `avx2` or `portable`."""
-        return str(self._isa().decode())
+    def isa(self, dtype: torch.dtype, tokens: int, n_masks: int) -> str:
+        """The instruction set that a call runs with, of `ISAS`."""
+        return str(self._isa(DTYPES[dtype], tokens, n_masks).decode())
 
-    def supports(self, isa: str) -> bool:
+    def supports(self, isa: str, dtype: torch.dtype) -> bool:
         """Whether this machine and this build can run with an instruction set."""
-        return bool(self._supports(ISAS[isa]))
+        return bool(self._supports(ISAS[isa], DTYPES[dtype]))
 
     def forward(self, call: bytes) -> None:
         """Run a packed call; the interpreter lock is released meanwhile.

@@ -1,0 +1,53 @@
+// AVX512-BF16 and VBMI: bfloat16 and few tokens, on Intel servers from 2021 on, AMD from Zen 4 on.
+#include "kernels.h"
+
+#if defined(MGLU_BUILDS_BFLOAT16)
+#include <type_traits>
+#include <utility>
+
+#if defined(MGLU_EMULATE_AVX512)  // as in avx512.cpp
+#include MGLU_EMULATE_AVX512
+#else
+#include <immintrin.h>
+#endif
+
+#if defined(MGLU_EMULATE_AVX512)
+#elif defined(__clang__)
+#pragma clang attribute push( \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,f16c,fma"))), apply_to = function)
+#else
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,f16c,fma")
+#endif
+
+namespace mglu::cpu {
+namespace {
+
+constexpr int kSumRegisters = 20;                  // of 32
+constexpr int kMasksAtOnce = 8;                    // of one token; half as many of two
+constexpr std::int64_t kWorkOfTask = 1 << 18;      // products; some microseconds, as a thread's wake-up
+
+#include "unrolled.h"
+#include "element.h"
+#include "vec_avx512.h"
+
+#include "mask_words.h"
+
+#include "activation.h"
+
+#include "routes.h"
+#include "row_dots.h"
+#include "few_tokens.h"
+
+}  // namespace
+
+Status forward_avx512_bf16(const Forward& call, ParallelFor parallel_for) {
+    const Floats routes = all_routes(call);
+    return routes ? forward_few<BFloat16>(call, parallel_for, routes.get()) : Status::out_of_memory;
+}
+
+}  // namespace mglu::cpu
+
+#if defined(__clang__) && !defined(MGLU_EMULATE_AVX512)
+#pragma clang attribute pop
+#endif
+#endif

@@ -1,0 +1,92 @@
+// The sums of one row and a few tokens by `vdpbf16ps`. Included inside a file's own namespace, below vec_avx512.h and
+// mask_words.h.
+//
+// An instruction adds 32 products to 16 sums, where row_sums.h widens, multiplies and adds eight at a time; the masked
+// weights are made once for all tokens, two instructions a mask. Subnormal numbers count as 0.
+
+constexpr int vecs_of(int masks) { return (masks + kMasksPerVec - 1) / kMasksPerVec; }
+
+// What x is kept as.
+template <class E>
+using Operand = E;
+
+// A row of x, and zeros from `count` to `padded`.
+inline void write_operands(const BFloat16* from, std::int64_t count, std::int64_t padded, BFloat16* to) {
+    for (std::int64_t k = 0; k < padded; ++k) to[k] = k < count ? from[k] : BFloat16{};
+}
+
+constexpr int kOctetsOfVec = 4;
+
+template <class E>
+constexpr int kOctetsAtOnce = 2 * kOctetsOfVec;
+
+// [a0 .. a7 + a8 .. a15, b0 .. b7 + b8 .. b15]
+MGLU_INLINE Vec half_sums(Vec a, Vec b) {
+    const Vec low{_mm512_insertf32x8(a.v, _mm512_castps512_ps256(b.v), 1)};
+    const Vec high{_mm512_insertf32x8(b.v, _mm512_extractf32x8_ps(a.v, 1), 0)};
+    return low + high;
+}
+
+// The sums of one row.
+template <class E, int Tokens, int Masks>
+struct RowSums {
+    static constexpr int kVecs = vecs_of(Masks);
+    static constexpr int kChains = 2 * Tokens * (1 + Masks) <= kSumRegisters ? 2 : 1;  // two hide the latency
+
+    const E* weights;
+    const std::uint8_t* bits;
+    const E* x[Tokens];
+    std::int64_t n_masks;
+    Vec parts[kChains][Tokens][Masks];
+    Vec totals[kChains][Tokens];
+
+    MGLU_INLINE void clear() {
+        unrolled<kChains * Tokens>([&](auto i) MGLU_STEP {
+            constexpr int c = i / Tokens, t = i % Tokens;
+            unrolled<Masks>([&](auto mask) MGLU_STEP { parts[c][t][mask] = broadcast(0.0f); });
+            totals[c][t] = broadcast(0.0f);
+        });
+    }
+
+    // The products of kOctetsAtOnce octets.
+    MGLU_INLINE void add(std::int64_t first) {
+        add_vec<0>(first);
+        add_vec<kChains - 1>(first + kOctetsOfVec);
+    }
+
+    template <int Chain>
+    MGLU_INLINE void add_vec(std::int64_t octet) {
+        const MaskWords masks(bits + octet * n_masks, first_bytes(3 * n_masks + Masks), byte_order(n_masks));
+        const __m512i w = _mm512_loadu_si512(weights + 8 * octet);
+        __m512i x_of[Tokens];
+        unrolled<Tokens>([&](auto t) MGLU_STEP {
+            x_of[t] = _mm512_loadu_si512(x[t] + 8 * octet);
+            totals[Chain][t] = dot(w, x_of[t], totals[Chain][t]);
+        });
+        unrolled<Masks>([&](auto i) MGLU_STEP {
+            const __m512i masked = masks.apply(i, w);
+            unrolled<Tokens>([&](auto t) MGLU_STEP {
+                parts[Chain][t][i] = dot(masked, x_of[t], parts[Chain][t][i]);
+            });
+        });
+    }
+
+    MGLU_INLINE static Vec dot(__m512i a, __m512i b, Vec sum) {
+        return {_mm512_dpbf16_ps(sum.v, bit_cast<__m512bh>(a), bit_cast<__m512bh>(b))};
+    }
+
+    template <int T, int I>
+    MGLU_INLINE Vec part() const {
+        return kChains == 2 ? parts[0][T][I] + parts[kChains - 1][T][I] : parts[0][T][I];
+    }
+    // Of token T and the masks of vector V.
+    template <int T, int V>
+    MGLU_INLINE Vec gate() const {
+        return half_sums(part<T, 2 * V>(), part<T, 2 * V + 1 < Masks ? 2 * V + 1 : 2 * V>());
+    }
+    template <int T, int V>
+    MGLU_INLINE Vec value() const {
+        const Vec total = kChains == 2 ? totals[0][T] + totals[kChains - 1][T] : totals[0][T];
+        return half_sums(total, total) - gate<T, V>();
+    }
+};

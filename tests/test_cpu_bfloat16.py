@@ -1,0 +1,171 @@
+"""The CPU kernels for bfloat16 alone: native where the machine has them, else their source by emulated intrinsics."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import strategies as s
+import torch
+from budgets import BUDGET, NAIVE_FACTOR, assert_matches, relative_error
+from cpu_calls import oracle, run
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import make_layer
+
+import mglu_ops
+from mglu_ops.backends import cpu
+from mglu_ops.backends.cpu import build, library
+
+ISAS = ("avx512_bf16", "amx")
+EMULATION = Path(__file__).parent / "cpu_avx512_emulation.h"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="needs a C++ compiler"),
+]
+
+
+@pytest.fixture(scope="session")
+def kernels() -> library.Library:
+    """The library of this machine if it has both instruction sets, else one that emulates them."""
+    loaded = library.load()
+    assert isinstance(loaded, library.Library), loaded
+    if all(loaded.supports(isa, torch.bfloat16) for isa in ISAS):
+        return loaded
+    version = hashlib.sha256(EMULATION.read_bytes()).hexdigest()[:16]  # the cache's key is the compiler's command
+    options = (f'-DMGLU_EMULATE_AVX512="{EMULATION.name}"', f"-DMGLU_EMULATION={version}", f"-I{EMULATION.parent}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "FLAGS", tuple("-O1" if flag == "-O2" else flag for flag in build.FLAGS))
+        patch.setenv("CXX", shlex.join((*build.find_compiler().command, *options)))
+        return library.Library(build.library_path())
+
+
+@pytest.fixture(autouse=True)
+def _loaded_kernels(kernels: library.Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_loaded", kernels)
+
+
+def bfloat16_layer(tokens, in_features, out_features, n_masks, **options):
+    return make_layer((tokens,), in_features, out_features, n_masks, dtype=torch.bfloat16, **options)
+
+
+@pytest.mark.parametrize("n_masks", range(1, 17))
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_number_of_masks_and_tokens(isa, n_masks):
+    """Whole and ragged steps of in_features, chunks and pairs of tiles of out_features, panels of tokens."""
+    for tokens in (1, 2, 3, 15, 16, 17, 33):
+        layer = bfloat16_layer(tokens, 67 + tokens, 35, n_masks, routed=tokens % 2 == 0, seed=tokens)
+        assert_matches(run(layer, isa), oracle(layer), what=f"{tokens} tokens")
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_more_than_a_stretch_and_a_block_hold(isa):
+    for tokens, in_features, out_features, n_masks in ((9, 1100, 70, 1), (40, 600, 33, 2), (700, 40, 200, 1)):
+        layer = bfloat16_layer(tokens, in_features, out_features, n_masks, routed=True)
+        assert_matches(run(layer, isa), oracle(layer), what=f"{tokens} tokens, {n_masks} masks")
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("activation", s.ACTIVATION_NAMES)
+def test_activations(isa, activation):
+    """Over the whole range in which they bend, to the rounding of bfloat16."""
+    gates = torch.linspace(-30, 30, 2001).bfloat16()
+    x = torch.stack((gates, torch.ones_like(gates)), 1)  # one weight is the gate's, the other the value's, which is 1
+    packed = torch.ops.mglu.pack_masks(torch.tensor([[[True, False]]]))
+    result = cpu.forward(x, torch.ones(1, 2).bfloat16(), packed, activation, None, isa=isa)[:, 0]
+    exact = s.ACTIVATIONS[activation].forward(gates.double())
+    limit = 2.0**-8 * exact.abs() + 2e-7 * gates.double().abs().clamp(max=6) + 1e-12
+    assert ((result.double() - exact).abs() <= limit).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_error_is_close_to_that_of_the_naive_layer(isa, tokens):
+    for n_masks in (1, 2, 4, 16):
+        for activation, density in (("silu", 0.5), ("sigmoid", 0.9), ("relu", 0.1)):
+            layer = bfloat16_layer(tokens, 256, 64, n_masks, activation=activation, density=density)
+            exact = oracle(layer)
+            naive = relative_error(s.naive(layer.x, layer.weight, layer.masks, activation), exact)
+            assert relative_error(run(layer, isa), exact) <= NAIVE_FACTOR * max(naive, 2.0**-9)
+
+
+@given(st.data())
+def test_every_layout_agrees_with_the_oracle(data):
+    layer = data.draw(s.layers(dtype=torch.bfloat16))
+    total = layer.x.abs().double() @ layer.weight.abs().double().T
+    routes = len(layer.masks) if layer.route_weights is None else layer.route_weights.double().sum(-1, keepdim=True)
+    limit = BUDGET[torch.bfloat16] * routes * total * (total + 1) + torch.finfo(torch.bfloat16).tiny
+    for isa in ISAS:
+        assert ((run(layer, isa).double() - oracle(layer)).abs() <= limit).all()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["x", "weight"])
+@pytest.mark.parametrize("isa", ISAS)
+def test_nan_and_inf_propagate_as_in_the_naive_layer(isa, where, value):
+    for tokens, n_masks, activation in ((2, 1, "silu"), (9, 3, "tanh"), (18, 4, "relu"), (1, 2, "identity")):
+        layer = bfloat16_layer(tokens, 40, 9, n_masks, activation=activation)
+        changed = getattr(layer, where).clone()
+        changed[0, 33] = value
+        layer = layer.with_(**{where: changed})
+        expected = s.naive(layer.x, layer.weight, layer.masks, activation)
+        assert expected.isnan().any()
+        assert torch.equal(run(layer, isa).isnan(), expected.isnan())
+
+
+@pytest.mark.parametrize("size", [(0, 8, 8), (3, 0, 8), (3, 8, 0), (40, 40, 0), (0, 0, 0)])
+@pytest.mark.parametrize("isa", ISAS)
+def test_empty_sizes(isa, size):
+    tokens, out_features, in_features = size
+    layer = bfloat16_layer(tokens, in_features, out_features, 1)
+    assert torch.equal(run(layer, isa), torch.zeros(tokens, out_features).bfloat16())
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_threads_and_repetition_change_no_bit(isa):
+    before = torch.get_num_threads()
+    try:
+        for tokens in (1, 9, 70):
+            layer, results = bfloat16_layer(tokens, 330, 700, 2), []
+            for threads in (1, 2, 5, 2):
+                torch.set_num_threads(threads)
+                results.append(run(layer, isa))
+            assert all(torch.equal(result, results[0]) for result in results)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_rows_apart_and_unaligned_are_read_in_place(isa):
+    """What lies between rows is neither read nor written."""
+    for tokens in (3, 20):
+        base = bfloat16_layer(tokens, 45, 9, 3)
+        wide_x, wide_weight = (torch.full((rows, 101), math.nan).bfloat16() for rows in (tokens, 9))
+        wide_x[:, 1:46], wide_weight[:, 7:52] = base.x, base.weight
+        layer = base.with_(x=wide_x[:, 1:46], weight=wide_weight[:, 7:52])
+        assert torch.equal(run(layer, isa), run(base, isa))
+
+
+def test_what_runs_is_what_is_said(kernels):
+    """The choice is by type and number of tokens, in words and in bits."""
+    for tokens, n_masks in ((1, 2), (1, 3), (300, 2)):
+        layer = bfloat16_layer(tokens, 64, 128, n_masks)
+        isa = kernels.isa(torch.bfloat16, tokens, n_masks)
+        assert torch.equal(run(layer), run(layer, isa))
+        assert mglu_ops.explain(layer.x, layer.weight, layer.packed_masks).reason.endswith(f"instruction set {isa}")
+    assert cpu.isa(torch.bfloat16, 300, 2) == "amx"
+    assert cpu.isa(torch.bfloat16, 1, 2) == "avx512_bf16"
+    assert cpu.isa(torch.bfloat16, 1, 3) == "avx512"
+    assert cpu.isa(torch.float32, 300, 2) == "avx512"
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_other_types_are_refused(isa, dtype):
+    with pytest.raises(RuntimeError, match="lacks the instruction set"):
+        run(make_layer((2,), dtype=dtype), isa)
