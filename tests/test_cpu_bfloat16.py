@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import platform
 import shlex
 import shutil
 from pathlib import Path
@@ -27,6 +28,7 @@ EMULATION = Path(__file__).parent / "cpu_avx512_emulation.h"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="needs a C++ compiler"),
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86-64"),
 ]
 
 

@@ -29,8 +29,8 @@ bool has_amx();
 #endif
 
 // Older compilers do not know the instructions, and other systems are not asked for tiles as Linux is.
-#if defined(MGLU_EMULATE_AVX512) || \
-    (defined(__x86_64__) && defined(__linux__) && (__GNUC__ >= 11 || __clang_major__ >= 12))
+#if defined(__x86_64__) && \
+    (defined(MGLU_EMULATE_AVX512) || (defined(__linux__) && (__GNUC__ >= 11 || __clang_major__ >= 12)))
 #define MGLU_BUILDS_BFLOAT16
 #endif
 

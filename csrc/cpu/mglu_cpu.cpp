@@ -24,8 +24,8 @@ ForwardOfIsa forward_of(Isa isa, DType dtype) {
     }
 }
 
-// In bfloat16: from how many tokens on tiles are the fastest; and up to how many masks dot products are for fewer,
-// which save conversions but add no faster (benchmarks/NOTES.md).
+// In bfloat16: from how many tokens on tiles are the fastest, and up to how many masks dot products are for fewer
+// (benchmarks/NOTES.md).
 constexpr std::int64_t kTokensOfTiles = 4;
 constexpr std::int64_t kMasksOfDots = 2;
 
@@ -83,7 +83,8 @@ const char* status_message(Status status) {
         case Status::invalid_argument: return "a size, n_masks, dtype, activation or ISA is out of range";
         case Status::out_of_memory: return "no memory for scratch space";
         case Status::parallel_for_failed: return "the thread pool refused the work";
-        case Status::unsupported_isa: return "this build or this machine lacks the instruction set, or the instruction set the type";
+        case Status::unsupported_isa:
+            return "this build or this machine lacks the instruction set, or the instruction set the type";
     }
     return "unknown";
 }
