@@ -1,8 +1,7 @@
-"""The benchmarks, as far as a CPU goes: what they count, write, transcribe and draw, and the model that decodes."""
+"""The benchmarks, as far as a CPU goes: what they count and write, their command, and their tables."""
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from collections.abc import Sequence
@@ -12,32 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.testing
 import torch.nn.functional as F
-from torch import Tensor
+from bench_rows import row
 
-from benchmarks import baselines, decode, decode_model, paper, rows, suites, tables
+from benchmarks import baselines, decode, paper, suites, tables
 from benchmarks.ceiling import GEMM_TOKENS, floor
-from benchmarks.decoder import Decoder, Sizes
 from benchmarks.harness import Row, environment, read, read_environment, relative_error, write
 from mglu_ops import bench
 from mglu_ops.__main__ import main
 from mglu_ops.tuning.replay import BYTES_OF_LAYERS, layers_for
 
 NAN = float("nan")
-
-
-def row(variant: str, microseconds: float, n_masks: int = 1, tokens: int = 1, **changes: Any) -> Row:
-    fields: dict[str, Any] = {
-        "case": "decode",
-        "out_features": 8192,
-        "in_features": 2048,
-        "dtype": "bfloat16",
-        "spread": 0.5,
-        "fraction_of_ceiling": 0.5,
-        "error": 1e-3,
-    }
-    return Row(variant=variant, microseconds=microseconds, n_masks=n_masks, tokens=tokens, **{**fields, **changes})
 
 
 # --- What is counted, and what is written ---------------------------------------------------------------------------
@@ -265,6 +249,13 @@ def test_tables_of_models() -> None:
     assert tables.models(measured, "GPU").splitlines()[2:] == [
         "| A 1B, B 1B | 8192 x 2048 | 20.0 | 10.0, 2.00x | 12.5, 1.60x |"
     ]
+    routed = [row("no routes", 20.0, 16), row("top 2", 15.0, 16), row("no routes", 30.0, 16, tokens=2)]
+    assert tables.top_k(routed, "GPU").splitlines()[2:] == [
+        "| n_m | tokens | no routes | top 2 |",
+        "| --- | --- | --- | --- |",
+        "| 16 | 1 | 20.0 | 15.0 |",
+        "| 16 | 2 | 30.0 |  |",
+    ]
     decoded = [
         row("SwiGLU", 1000.0, n_masks=0, extra={"weight_mb": 2471.6}),
         row("SwiMGLU", 800.0, n_masks=4, extra={"weight_mb": 2000.0}),
@@ -280,226 +271,3 @@ def test_committed_tables_are_drawn_from_the_committed_results(tmp_path: Path) -
         (tmp_path / path.name).write_bytes(path.read_bytes())
     drawn = tables.write_tables(tmp_path).read_text()
     assert drawn == (suites.RESULTS / tables.FILE).read_text(), "python -m mglu_ops bench tables draws them anew"
-
-
-# --- The model ------------------------------------------------------------------------------------------------------
-
-SIZES = Sizes(layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, vocabulary=50, context=16)
-
-
-def rope(heads: Tensor, base: float) -> Tensor:
-    """Rotary positions by complex numbers: `[tokens, heads, width]`, feature j paired with j + width / 2."""
-    count, _, width = heads.shape
-    angles = torch.arange(count)[:, None] * base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-    pairs = torch.complex(*heads.double().chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles)[:, None]
-    return torch.cat((pairs.real, pairs.imag), dim=-1)
-
-
-def reference_logits(model: Decoder, sizes: Sizes, tokens: Tensor) -> Tensor:
-    """The whole sequence at once, without a cache, in float64."""
-    x = model.start.embedding(tokens).double()
-    block: Any
-    for block in model.blocks:
-        attention = block.attention
-        heads = attention.inputs.double()(block.attention_norm.double()(x)).view(len(tokens), -1, sizes.head_width)
-        query, key, value = heads.split([sizes.heads, sizes.kv_heads, sizes.kv_heads], dim=1)
-        group = sizes.heads // sizes.kv_heads
-        query, key = rope(query, sizes.rope_base), rope(key, sizes.rope_base).repeat_interleave(group, dim=1)
-        scores = torch.einsum("qhw,khw->hqk", query, key) / sizes.head_width**0.5
-        causal = torch.ones(len(tokens), len(tokens)).tril().bool()
-        weights = scores.masked_fill(~causal, -math.inf).softmax(-1)
-        mixed = torch.einsum("hqk,khw->qhw", weights, value.repeat_interleave(group, dim=1))
-        x = x + attention.output.double()(mixed.flatten(1))
-        x = x + block.feed_forward.double()(block.feed_forward_norm.double()(x))
-    return model.head.norm.double()(x) @ model.head.weight.double().T
-
-
-@pytest.mark.parametrize("n_masks", [0, 2])
-@torch.no_grad()
-def test_decoding_is_attention_over_the_whole_sequence(n_masks: int) -> None:
-    torch.manual_seed(0)
-    model = decode_model.build(SIZES, n_masks, "cpu", torch.float32)
-    decoding = decode_model.Decoding.of(model)
-    tokens, logits = [], []
-    for _ in range(6):
-        tokens.append(decoding.token.clone())
-        logits.append(decoding.step())
-        assert torch.equal(decoding.token, logits[-1].argmax(dim=-1))
-    assert int(decoding.position) == 6
-    assert torch.equal(decode_model.logits_of(model, tokens), torch.cat(logits))
-    expected = reference_logits(model, SIZES, torch.cat(tokens))
-    assert relative_error(torch.cat(logits), expected) < 1e-5
-
-
-@torch.no_grad()
-def test_errors_of_a_step_are_against_float64() -> None:
-    torch.manual_seed(0)
-    decoding = decode_model.Decoding.of(decode_model.build(SIZES, 1, "cpu", torch.bfloat16))
-    error, eager = decoding.errors(decoding.step)
-    assert error == eager  # the step is the eager model here
-    assert 1e-4 < error < 3e-2
-    assert int(decoding.position) == int(decoding.token) == 0
-    assert decoding.errors(lambda: decoding.step() * 1.5)[0] == pytest.approx(0.5, abs=0.05)
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_the_blocks_compile_once() -> None:
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    decoding = decode_model.Decoding.of(decode_model.build(replace(SIZES, layers=3), 2, "cpu", torch.float32))
-    counter = torch._dynamo.testing.CompileCounter()
-    decoding.model.compile_parts(lambda part: part.compile(backend=counter, fullgraph=True, dynamic=False))
-    error, eager = decoding.errors(decoding.step)
-    assert counter.frame_count == 3  # start, block, head
-    assert error == eager < 1e-5
-
-
-def test_bytes_of_weights_count_each_matrix_once() -> None:
-    for n_masks in (0, 1, 4):
-        model = decode_model.build(SIZES, n_masks, "cpu", torch.bfloat16)
-        h, d = SIZES.hidden, SIZES.intermediate
-        attention = h * (SIZES.heads + 2 * SIZES.kv_heads) * SIZES.head_width + h * h
-        projections = 2 * d * h if n_masks else 3 * d * h
-        numbers = SIZES.layers * (attention + projections + 2 * h) + h + SIZES.vocabulary * h
-        assert model.weight_bytes() == 2 * numbers + SIZES.layers * n_masks * d * h // 8
-
-
-# --- Pictures -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def plots() -> Any:
-    pytest.importorskip("matplotlib", reason="the pictures need matplotlib")
-    from benchmarks import plots
-
-    return plots
-
-
-def committed(name: str) -> list[dict[str, str]]:
-    with (suites.RESULTS / f"{name}.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def least(lines: list[dict[str, str]], prefix: str, **fields: object) -> float:
-    """The least time of the variants that begin with `prefix`, straight from a CSV."""
-    wanted = {name: str(value) for name, value in fields.items()}
-    return min(
-        float(line["microseconds"])
-        for line in lines
-        if line["variant"].startswith(prefix) and wanted.items() <= line.items() and line["microseconds"] != "nan"
-    )
-
-
-def drawn(axes: Any) -> dict[str, list[tuple[float, float]]]:
-    """The labelled lines of a panel."""
-    return {
-        line.get_label(): list(zip(map(float, line.get_xdata()), map(float, line.get_ydata()), strict=True))
-        for line in axes.get_lines()
-        if not line.get_label().startswith("_")
-    }
-
-
-def panels(plots: Any, name: str) -> list[tuple[dict[str, int], dict[str, list[tuple[float, float]]]]]:
-    """The shape and the lines of each panel of a picture of the committed results."""
-    table, picture = plots.PLOTS[name]
-    found = read(suites.RESULTS, table)
-    shapes = [{"out_features": d, "in_features": h} for d, h in rows.shapes(found)]
-    return [(shape, drawn(axes)) for shape, axes in zip(shapes, picture(found).axes, strict=False)]
-
-
-def test_latency_is_that_of_the_results(plots: Any) -> None:
-    lines = committed("one_token")
-    for shape, found in panels(plots, "latency_by_masks"):
-        assert {"only reading the bytes", "CUDA backend", "naive, eager", "SwiGLU, fastest"} <= set(found)
-        for label, variant in tables.ONE_TOKEN.items():
-            for n_masks, time in found.get(label, []):
-                assert time == least(lines, variant, n_masks=int(n_masks), **shape), (label, n_masks)
-        assert {time for _, time in found["SwiGLU, fastest"]} == {least(lines, "SwiGLU", **shape)}
-        assert [n_masks for n_masks, _ in found["CUDA backend"]] == [1, 2, 4, 8, 16]
-
-
-def test_fractions_are_those_of_the_results(plots: Any) -> None:
-    lines = committed("one_token")
-    _, picture = plots.PLOTS["fraction_of_ceiling"]
-    found = drawn(*picture(read(suites.RESULTS, "one_token")).axes)
-    assert found
-    for label, points in found.items():
-        backend, shape = label.split(", ")
-        d, h = shape.split(" x ")
-        for n_masks, fraction in points:
-            problem = {"n_masks": int(n_masks), "out_features": d, "in_features": h}
-            ours = least(lines, f"mglu {backend.lower()}", **problem)
-            assert fraction == pytest.approx(least(lines, "read ceiling", **problem) / ours, rel=1e-5)
-
-
-def test_speedup_is_that_of_the_results(plots: Any) -> None:
-    lines = committed("routes")
-    for shape, found in panels(plots, "speedup_over_swiglu"):
-        for label, points in found.items():
-            n_masks = int(label.removeprefix("n_m = "))
-            for count, speedup in points:
-                swiglu = least(lines, "SwiGLU", tokens=int(count), **shape)
-                chosen = [line for line in lines if "'chosen': True" in line["extra"]]
-                ours = least(chosen, "mglu", n_masks=n_masks, tokens=int(count), **shape)
-                assert speedup == pytest.approx(swiglu / ours)
-
-
-def test_roofline_is_that_of_the_results(plots: Any) -> None:
-    lines = committed("tokens")
-    for shape, found in panels(plots, "roofline"):
-        d, h = shape.values()
-        for n_masks in (1, 4, 8, 16):
-            points = dict(found[f"n_m = {n_masks}"])
-            counts = [line for line in lines if line["variant"] == "mglu cuda" and line["n_masks"] == str(n_masks)]
-            assert len(points) == len({line["tokens"] for line in counts})
-            for intensity, rate in points.items():
-                tokens = round(intensity * (2 + n_masks / 8) / 2 / (n_masks + 1))
-                seconds = least(lines, "mglu cuda", n_masks=n_masks, tokens=tokens, **shape) * 1e-6
-                flops = (n_masks + 1) * 2 * tokens * d * h
-                assert rate == pytest.approx(flops / seconds / 1e12)
-                assert intensity == pytest.approx(flops / (d * h * (2 + n_masks / 8)))
-                assert rate <= 1.02 * intensity * found["read ceiling"][0][1] / found["read ceiling"][0][0]
-
-
-def test_roofs_and_speedup_of_a_small_table(plots: Any) -> None:
-    chosen = {"chosen": True}
-    table = [
-        *(row("read ceiling", 10.0, n_masks=4, tokens=tokens) for tokens in (1, 1024)),
-        row("mglu cuda", 12.5, n_masks=4, extra=chosen),
-        row("mglu cuda", 320.0, n_masks=4, tokens=1024, extra=chosen),
-        row("SwiGLU eager", 25.0, n_masks=4),
-        row("SwiGLU compiled", 20.0, n_masks=4),
-        row("SwiGLU compiled", 160.0, n_masks=4, tokens=1024),
-        row("library GEMM", 400.0, n_masks=4, tokens=1024, extra={"of_tokens": 8192, "tflops": 700.0}),
-    ]
-    speedup = drawn(plots.speedup_over_swiglu(table).axes[0])
-    assert speedup == {"n_m = 4": [(1, 1.6), (1024, 0.5)]}
-    roofs = drawn(plots.roofline(table).axes[0])
-    bandwidth = 8192 * 2048 * 2.5 / 10e-6 / 1e12  # TB/s
-    (low, ridge), (same, high) = roofs["read ceiling"], roofs["library GEMM"]
-    assert low == pytest.approx((4, 4 * bandwidth))
-    assert ridge == same == pytest.approx((700 / bandwidth, 700))
-    assert high == pytest.approx((4 * 1024, 700))
-
-
-def test_pictures_are_the_same_every_time_and_say_what_they_are_drawn_from(plots: Any, tmp_path: Path) -> None:
-    first, second = (plots.draw(suites.RESULTS, tmp_path / name) for name in ("first", "second"))
-    assert [path.stem for path in first] == list(plots.PLOTS)
-    for one, other in zip(first, second, strict=True):
-        assert one.read_bytes() == other.read_bytes()
-        assert len(one.read_bytes()) < 100_000
-        table, _ = plots.PLOTS[one.stem]
-        assert plots.source(suites.RESULTS, table) in one.read_text()
-        committed_picture = (suites.RESULTS / one.name).read_text()
-        assert plots.source(suites.RESULTS, table) in committed_picture, "bench plots draws it anew"
-
-
-def test_pictures_need_results(plots: Any, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no results are here"):
-        plots.draw(tmp_path, tmp_path)
-
-
-def test_every_number_of_masks_has_a_style(plots: Any) -> None:
-    assert set(plots.BY_MASKS) == {1, 2, 4, 8, 16}
-    assert len({style.marker for style in plots.BY_MASKS.values()}) == 5

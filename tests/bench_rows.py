@@ -1,0 +1,20 @@
+"""A row of a table of results, for tests of what is made of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.harness import Row
+
+
+def row(variant: str, microseconds: float, n_masks: int = 1, tokens: int = 1, **changes: Any) -> Row:
+    fields: dict[str, Any] = {
+        "case": "decode",
+        "out_features": 8192,
+        "in_features": 2048,
+        "dtype": "bfloat16",
+        "spread": 0.5,
+        "fraction_of_ceiling": 0.5,
+        "error": 1e-3,
+    }
+    return Row(variant=variant, microseconds=microseconds, n_masks=n_masks, tokens=tokens, **{**fields, **changes})

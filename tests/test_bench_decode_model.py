@@ -1,0 +1,96 @@
+"""The model that decodes in the benchmarks: its logits, its steps and the bytes of its weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor
+
+from benchmarks import decode_model
+from benchmarks.decoder import Decoder, Sizes
+from benchmarks.harness import relative_error
+
+SIZES = Sizes(layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, vocabulary=50, context=16)
+
+
+def rope(heads: Tensor, base: float) -> Tensor:
+    """Rotary positions by complex numbers: `[tokens, heads, width]`, feature j paired with j + width / 2."""
+    count, _, width = heads.shape
+    angles = torch.arange(count)[:, None] * base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    pairs = torch.complex(*heads.double().chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    return torch.cat((pairs.real, pairs.imag), dim=-1)
+
+
+def reference_logits(model: Decoder, sizes: Sizes, tokens: Tensor) -> Tensor:
+    """The whole sequence at once, without a cache, in float64."""
+    x = model.start.embedding(tokens).double()
+    block: Any
+    for block in model.blocks:
+        attention = block.attention
+        heads = attention.inputs.double()(block.attention_norm.double()(x)).view(len(tokens), -1, sizes.head_width)
+        query, key, value = heads.split([sizes.heads, sizes.kv_heads, sizes.kv_heads], dim=1)
+        group = sizes.heads // sizes.kv_heads
+        query, key = rope(query, sizes.rope_base), rope(key, sizes.rope_base).repeat_interleave(group, dim=1)
+        scores = torch.einsum("qhw,khw->hqk", query, key) / sizes.head_width**0.5
+        causal = torch.ones(len(tokens), len(tokens)).tril().bool()
+        weights = scores.masked_fill(~causal, -math.inf).softmax(-1)
+        mixed = torch.einsum("hqk,khw->qhw", weights, value.repeat_interleave(group, dim=1))
+        x = x + attention.output.double()(mixed.flatten(1))
+        x = x + block.feed_forward.double()(block.feed_forward_norm.double()(x))
+    return model.head.norm.double()(x) @ model.head.weight.double().T
+
+
+@pytest.mark.parametrize("n_masks", [0, 2])
+@torch.no_grad()
+def test_decoding_is_attention_over_the_whole_sequence(n_masks: int) -> None:
+    torch.manual_seed(0)
+    model = decode_model.build(SIZES, n_masks, "cpu", torch.float32)
+    decoding = decode_model.Decoding.of(model)
+    tokens, logits = [], []
+    for _ in range(6):
+        tokens.append(decoding.token.clone())
+        logits.append(decoding.step())
+        assert torch.equal(decoding.token, logits[-1].argmax(dim=-1))
+    assert int(decoding.position) == 6
+    assert torch.equal(decode_model.logits_of(model, tokens), torch.cat(logits))
+    expected = reference_logits(model, SIZES, torch.cat(tokens))
+    assert relative_error(torch.cat(logits), expected) < 1e-5
+
+
+@torch.no_grad()
+def test_errors_of_a_step_are_against_float64() -> None:
+    torch.manual_seed(0)
+    decoding = decode_model.Decoding.of(decode_model.build(SIZES, 1, "cpu", torch.bfloat16))
+    error, eager = decoding.errors(decoding.step)
+    assert error == eager  # the step is the eager model here
+    assert 1e-4 < error < 3e-2
+    assert int(decoding.position) == int(decoding.token) == 0
+    assert decoding.errors(lambda: decoding.step() * 1.5)[0] == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_the_blocks_compile_once() -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    decoding = decode_model.Decoding.of(decode_model.build(replace(SIZES, layers=3), 2, "cpu", torch.float32))
+    counter = torch._dynamo.testing.CompileCounter()
+    decoding.model.compile_parts(lambda part: part.compile(backend=counter, fullgraph=True, dynamic=False))
+    error, eager = decoding.errors(decoding.step)
+    assert counter.frame_count == 3  # start, block, head
+    assert error == eager < 1e-5
+
+
+def test_bytes_of_weights_count_each_matrix_once() -> None:
+    for n_masks in (0, 1, 4):
+        model = decode_model.build(SIZES, n_masks, "cpu", torch.bfloat16)
+        h, d = SIZES.hidden, SIZES.intermediate
+        attention = h * (SIZES.heads + 2 * SIZES.kv_heads) * SIZES.head_width + h * h
+        projections = 2 * d * h if n_masks else 3 * d * h
+        numbers = SIZES.layers * (attention + projections + 2 * h) + h + SIZES.vocabulary * h
+        assert model.weight_bytes() == 2 * numbers + SIZES.layers * n_masks * d * h // 8

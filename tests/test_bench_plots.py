@@ -1,0 +1,150 @@
+"""The pictures of the benchmarks show the numbers of the results."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_rows import row
+
+from benchmarks import rows, suites, tables
+from benchmarks.harness import read
+
+
+@pytest.fixture
+def plots() -> Any:
+    pytest.importorskip("matplotlib", reason="the pictures need matplotlib")
+    from benchmarks import plots
+
+    return plots
+
+
+def committed(name: str) -> list[dict[str, str]]:
+    with (suites.RESULTS / f"{name}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def least(lines: list[dict[str, str]], prefix: str, **fields: object) -> float:
+    """The least time of the variants that begin with `prefix`, straight from a CSV."""
+    wanted = {name: str(value) for name, value in fields.items()}
+    return min(
+        float(line["microseconds"])
+        for line in lines
+        if line["variant"].startswith(prefix) and wanted.items() <= line.items() and line["microseconds"] != "nan"
+    )
+
+
+def drawn(axes: Any) -> dict[str, list[tuple[float, float]]]:
+    """The labelled lines of a panel."""
+    return {
+        line.get_label(): list(zip(map(float, line.get_xdata()), map(float, line.get_ydata()), strict=True))
+        for line in axes.get_lines()
+        if not line.get_label().startswith("_")
+    }
+
+
+def panels(plots: Any, name: str) -> list[tuple[dict[str, int], dict[str, list[tuple[float, float]]]]]:
+    """The shape and the lines of each panel of a picture of the committed results."""
+    table, picture = plots.PLOTS[name]
+    found = read(suites.RESULTS, table)
+    shapes = [{"out_features": d, "in_features": h} for d, h in rows.shapes(found)]
+    return [(shape, drawn(axes)) for shape, axes in zip(shapes, picture(found).axes, strict=False)]
+
+
+def test_latency_is_that_of_the_results(plots: Any) -> None:
+    lines = committed("one_token")
+    for shape, found in panels(plots, "latency_by_masks"):
+        assert {"only reading the bytes", "CUDA backend", "naive, eager", "SwiGLU, fastest"} <= set(found)
+        for label, variant in tables.ONE_TOKEN.items():
+            for n_masks, time in found.get(label, []):
+                assert time == least(lines, variant, n_masks=int(n_masks), **shape), (label, n_masks)
+        assert {time for _, time in found["SwiGLU, fastest"]} == {least(lines, "SwiGLU", **shape)}
+        assert [n_masks for n_masks, _ in found["CUDA backend"]] == [1, 2, 4, 8, 16]
+
+
+def test_fractions_are_those_of_the_results(plots: Any) -> None:
+    lines = committed("one_token")
+    _, picture = plots.PLOTS["fraction_of_ceiling"]
+    found = drawn(*picture(read(suites.RESULTS, "one_token")).axes)
+    assert found
+    for label, points in found.items():
+        backend, shape = label.split(", ")
+        d, h = shape.split(" x ")
+        for n_masks, fraction in points:
+            problem = {"n_masks": int(n_masks), "out_features": d, "in_features": h}
+            ours = least(lines, f"mglu {backend.lower()}", **problem)
+            assert fraction == pytest.approx(least(lines, "read ceiling", **problem) / ours, rel=1e-5)
+
+
+def test_speedup_is_that_of_the_results(plots: Any) -> None:
+    lines = committed("routes")
+    for shape, found in panels(plots, "speedup_over_swiglu"):
+        for label, points in found.items():
+            n_masks = int(label.removeprefix("n_m = "))
+            for count, speedup in points:
+                swiglu = least(lines, "SwiGLU", tokens=int(count), **shape)
+                chosen = [line for line in lines if "'chosen': True" in line["extra"]]
+                ours = least(chosen, "mglu", n_masks=n_masks, tokens=int(count), **shape)
+                assert speedup == pytest.approx(swiglu / ours)
+
+
+def test_roofline_is_that_of_the_results(plots: Any) -> None:
+    lines = committed("tokens")
+    for shape, found in panels(plots, "roofline"):
+        d, h = shape.values()
+        for n_masks in (1, 4, 8, 16):
+            points = dict(found[f"n_m = {n_masks}"])
+            counts = [line for line in lines if line["variant"] == "mglu cuda" and line["n_masks"] == str(n_masks)]
+            assert len(points) == len({line["tokens"] for line in counts})
+            for intensity, rate in points.items():
+                tokens = round(intensity * (2 + n_masks / 8) / 2 / (n_masks + 1))
+                seconds = least(lines, "mglu cuda", n_masks=n_masks, tokens=tokens, **shape) * 1e-6
+                flops = (n_masks + 1) * 2 * tokens * d * h
+                assert rate == pytest.approx(flops / seconds / 1e12)
+                assert intensity == pytest.approx(flops / (d * h * (2 + n_masks / 8)))
+                assert rate <= 1.02 * intensity * found["read ceiling"][0][1] / found["read ceiling"][0][0]
+
+
+def test_roofs_and_speedup_of_a_small_table(plots: Any) -> None:
+    chosen = {"chosen": True}
+    table = [
+        *(row("read ceiling", 10.0, n_masks=4, tokens=tokens) for tokens in (1, 1024)),
+        row("mglu cuda", 12.5, n_masks=4, extra=chosen),
+        row("mglu cuda", 320.0, n_masks=4, tokens=1024, extra=chosen),
+        row("SwiGLU eager", 25.0, n_masks=4),
+        row("SwiGLU compiled", 20.0, n_masks=4),
+        row("SwiGLU compiled", 160.0, n_masks=4, tokens=1024),
+        row("library GEMM", 400.0, n_masks=4, tokens=1024, extra={"of_tokens": 8192, "tflops": 700.0}),
+    ]
+    speedup = drawn(plots.speedup_over_swiglu(table).axes[0])
+    assert speedup == {"n_m = 4": [(1, 1.6), (1024, 0.5)]}
+    roofs = drawn(plots.roofline(table).axes[0])
+    bandwidth = 8192 * 2048 * 2.5 / 10e-6 / 1e12  # TB/s
+    (low, ridge), (same, high) = roofs["read ceiling"], roofs["library GEMM"]
+    assert low == pytest.approx((4, 4 * bandwidth))
+    assert ridge == same == pytest.approx((700 / bandwidth, 700))
+    assert high == pytest.approx((4 * 1024, 700))
+
+
+def test_pictures_are_the_same_every_time_and_say_what_they_are_drawn_from(plots: Any, tmp_path: Path) -> None:
+    first, second = (plots.draw(suites.RESULTS, tmp_path / name) for name in ("first", "second"))
+    assert [path.stem for path in first] == list(plots.PLOTS)
+    for one, other in zip(first, second, strict=True):
+        assert one.read_bytes() == other.read_bytes()
+        assert len(one.read_bytes()) < 100_000
+        table, _ = plots.PLOTS[one.stem]
+        assert plots.source(suites.RESULTS, table) in one.read_text()
+        committed_picture = (suites.RESULTS / one.name).read_text()
+        assert plots.source(suites.RESULTS, table) in committed_picture, "bench plots draws it anew"
+
+
+def test_pictures_need_results(plots: Any, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no results are here"):
+        plots.draw(tmp_path, tmp_path)
+
+
+def test_every_number_of_masks_has_a_style(plots: Any) -> None:
+    assert set(plots.BY_MASKS) == {1, 2, 4, 8, 16}
+    assert len({style.marker for style in plots.BY_MASKS.values()}) == 5
