@@ -159,6 +159,21 @@ def test_shared_memory_fits(in_features: int, tokens: int, n_masks: int) -> None
         config = launch.choose(arch, torch.float16, n_masks, tokens, 8192, in_features, aligned=True)
         shared = config.shared_bytes(n_masks, tokens, in_features)
         assert config.blocks_per_sm * (shared + 1024) <= launch.shared_limit(arch) or config.kernel == "plain"
+        if config.kernel == "decode_mma":  # as many blocks an SM as are meant to be there, and no more
+            reserved = config.reserved_bytes(arch, n_masks, tokens, in_features)
+            assert reserved >= shared
+            assert launch.shared_limit(arch) // (reserved + 1024) == config.blocks_per_sm
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
+@pytest.mark.parametrize("out_features", [16, 2048, 8192, 9728, 14336, 28672])
+def test_few_tokens_fill_the_schedulers(out_features: int, arch: tuple[int, int]) -> None:
+    for n_masks in (5, 8, 12, 16):
+        config = launch.choose(arch, torch.bfloat16, n_masks, 8, out_features, 2048, aligned=True)
+        warps = config.tiles * config.split_k
+        assert config.kernel == "decode_mma"
+        assert 7 <= warps <= 12
+        assert warps / (4 * -(-warps // 4)) > 0.8
 
 
 def test_no_header_is_included() -> None:

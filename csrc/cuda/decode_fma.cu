@@ -4,9 +4,7 @@
 // kSplitK-th stage of 256 columns; lane l takes the stage's l-th octet (8 weights) of each row. Its ring of stages
 // (stage_ring.cuh) is filled by cp.async, so loads never wait for arithmetic and need no registers. Per weight: one
 // conversion, one FFMA for t, and per mask one FFMA under a predicate; R2P turns 7 mask bits into predicates at once.
-// All of them issue at full rate, where the tensor-core kernel's shifts and LOP3s issue at half rate.
-//
-// A token that routes to few of many masks gets the sums of those alone.
+// For up to 8 masks that takes less time than reading does; for more, sparse tensor cores take less (decode_mma.cu).
 //
 // Needs what decode_mma.cu needs, and one token.
 #include "element.cuh"
@@ -19,7 +17,6 @@ namespace mglu {
 
 constexpr int kType = MGLU_ELEMENT;
 constexpr int kMasks = MGLU_N_MASKS;
-constexpr int kRouteType = MGLU_ROUTE;  // -1: no route weights
 constexpr int kTiles = MGLU_TILES;
 constexpr int kSplitK = MGLU_SPLIT_K;
 constexpr int kStages = MGLU_STAGES;
@@ -34,16 +31,13 @@ constexpr int kWarps = kTiles * kSplitK;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kOctets = 32 * kSub;
 using Stage = StageShape<kRows, kOctets, kMasks, MGLU_MASK_VECTOR, false>;
+constexpr int kSums = kRows * (1 + kMasks);
 constexpr int kRingBytes = kStages * Stage::kBytes;
-constexpr int kSumBytes = (4 * kRows * (1 + kMasks) + 127) / 128 * 128;
+constexpr int kSumBytes = (4 * kSums + 127) / 128 * 128;
 // With the whole of k in one warp, every warp finishes its own rows and the block never waits for all its warps.
 constexpr bool kAlone = kSplitK == 1;
 using Output =
-    OutputShape<kType, kMasks, MGLU_ACTIVATION, kRouteType, kAlone ? 1 : kTiles, kSplitK, kRows, 1, kSumBytes, false>;
-
-// Up to how many of more masks are chosen. Fewer masks than that are bound by reading W anyway.
-constexpr int kFewMasks = 4;
-constexpr bool kMayChoose = kRouteType >= 0 && kMasks > kFewMasks;
+    OutputShape<kType, kMasks, MGLU_ACTIVATION, MGLU_ROUTE, kAlone ? 1 : kTiles, kSplitK, kRows, 1, kSumBytes>;
 
 __device__ __forceinline__ void unpack(float (&value)[8], const Vec16& v) {
 #pragma unroll
@@ -71,38 +65,13 @@ __device__ __forceinline__ void store_x(const Params& p, float* shared_x, int bl
     }
 }
 
-// The masks whose sums are taken: all, or those that the token routes to, where they are few. Missing ones repeat mask 0.
-template <int kCount>
-struct Chosen {
-    static constexpr bool kAll = kCount == kMasks;
-    int mask[kCount];
-
-    __device__ __forceinline__ explicit Chosen(u32 routed) {
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-            mask[i] = kAll ? i : max(__ffs(routed) - 1, 0);
-            routed &= routed - 1;
-        }
-    }
-};
-
-// The mask bytes of one octet: four masks a word, or a word a mask where they are chosen.
-template <int kCount>
+// The mask bytes of one octet, four masks a word.
 struct MaskBytes {
-    static constexpr bool kAll = Chosen<kCount>::kAll;
-    static constexpr int kWords = kAll ? (kMasks + 3) / 4 : kCount;
+    static constexpr int kWords = (kMasks + 3) / 4;
     u32 word[kWords];
 
-    // The bit of weight k under the i-th mask, in its word.
-    __device__ __forceinline__ static constexpr u32 bit(int i, int k) { return 1u << (kAll ? 8 * (i % 4) + k : k); }
-    __device__ __forceinline__ u32 word_of(int i) const { return word[kAll ? i / 4 : i]; }
-
-    __device__ __forceinline__ void load(u32 address, const Chosen<kCount>& chosen) {
-        if constexpr (!kAll) {
-#pragma unroll
-            for (int i = 0; i < kCount; ++i)
-                asm volatile("ld.shared.u8 %0, [%1];" : "=r"(word[i]) : "r"(address + chosen.mask[i]) : "memory");
-        } else if constexpr (kMasks == 16) {
+    __device__ __forceinline__ void load(u32 address) {
+        if constexpr (kMasks == 16) {
             const Vec16 v = load_shared_16(address);
 #pragma unroll
             for (int w = 0; w < 4; ++w) word[w % kWords] = v.word[w];
@@ -132,21 +101,20 @@ __device__ __forceinline__ void add_where(float& sum, float x, float w, u32 word
         : "f"(x), "f"(w), "r"(word), "r"(bit));
 }
 
-template <int kCount>
 struct Octet {
     Vec16 weights;
-    MaskBytes<kCount> masks;
+    MaskBytes masks;
 
-    __device__ __forceinline__ void add_to(float (&t)[kChains], float (&s)[kCount][kChains], const float (&x)[8]) const {
+    __device__ __forceinline__ void add_to(float (&t)[kChains], float (&s)[kMasks][kChains], const float (&x)[8]) const {
         float w[8];
         unpack(w, weights);
 #pragma unroll
         for (int k = 0; k < 8; ++k) t[k % kChains] = fmaf(x[k], w[k], t[k % kChains]);
 #pragma unroll
-        for (int i = 0; i < kCount; ++i)
+        for (int i = 0; i < kMasks; ++i)
 #pragma unroll
             for (int k = 0; k < 8; ++k)
-                add_where(s[i][k % kChains], x[k], w[k], masks.word_of(i), MaskBytes<kCount>::bit(i, k));
+                add_where(s[i][k % kChains], x[k], w[k], masks.word[i / 4], 1u << (8 * (i % 4) + k));
     }
 };
 
@@ -187,39 +155,74 @@ struct LaneSum<kCount, 0> {
     }
 };
 
-// A warp's place in the grid, in its block and in shared memory.
-struct Place {
-    int lane, warp, part;
-    int first_tile, tile_step, tiles;
-    int rounds;     // stages of every tile
-    u32 ring;
-    u32 x;          // of this lane
-    u8* block_sums;
-};
+}  // namespace mglu
 
-// Goes over the warp's tiles with the sums of kCount masks: all, or those in `routed`. feed(slot) refills a stage.
-template <int kCount, typename Feed>
-__device__ __forceinline__ void walk(const Params& p, const Place& at, u32 routed, const Feed& feed) {
-    const Chosen<kCount> chosen(routed);
-    const int in_block = at.warp / kSplitK;
-    u32 slot = at.ring;
+extern "C" __global__ void __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
+    mglu_decode_fma(const __grid_constant__ mglu::Params p) {
+    using namespace mglu;
+    extern __shared__ __align__(128) u8 shared[];
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    const int part = warp % kSplitK;
+    const u32 ring = shared_address(shared) + warp * kRingBytes;
+    u8* sums_of_block = shared + kWarps * kRingBytes;
+    float* shared_x = reinterpret_cast<float*>(sums_of_block + kWarps * kSumBytes);
+
+    // The grid may be smaller than the problem: a block then walks over several sets of tiles, and its rings run on
+    // from one to the next. Warps on their own take every gridDim-th tile, so that the last, incomplete round is
+    // spread over all blocks; warps that share a tile stay in neighbouring rows.
+    const int tiles = (p.out_features + kRows - 1) / kRows;
+    const int first_tile = kAlone ? warp * gridDim.x + blockIdx.x : blockIdx.x * kTiles + warp / kSplitK;
+    const int tile_step = gridDim.x * kTiles;
+    const int stages = (p.in_features / 8 + kOctets - 1) / kOctets;
+    const int mine = (stages - part + kSplitK - 1) / kSplitK;  // of every tile
+
+    let_next_kernel_start();
+    if constexpr (!kEarlyWeights) wait_for_earlier_kernels();
+
+    StageLoader<Stage, kSplitK> loader(p, true);
+    int load_tile = mine > 0 ? first_tile : tiles;
+    int load_left = mine;
+    // A last tile that would run over the end starts higher instead, and computes some rows a second time.
+    const auto tile_row = [&](int tile) { return min(tile * kRows, p.out_features - kRows); };
+    const auto feed = [&](u32 slot) {
+        if (load_tile < tiles) {
+            loader.load_next(slot);
+            if (--load_left == 0) {
+                load_left = mine;
+                load_tile += tile_step;
+                if (load_tile < tiles) loader.start(p, tile_row(load_tile), part);
+            }
+        }
+        copy_async_commit();
+    };
+    if (load_tile < tiles) loader.start(p, tile_row(load_tile), part);
+#pragma unroll
+    for (int s = 0; s < kStages; ++s) feed(ring + s * Stage::kBytes);
+
+    if constexpr (kEarlyWeights) wait_for_earlier_kernels();
+    store_x(p, shared_x, stages * kSub);
+    __syncthreads();
+
+    u32 slot = ring;
+    const u32 x_start = shared_address(shared_x) + part * (kSub * 1024) + lane * 16;
     // Blocks of warps that share tiles run the same number of rounds in all warps, because they meet in barriers.
-    for (int tile = at.first_tile; kAlone ? tile < at.tiles : tile - in_block < at.tiles; tile += at.tile_step) {
+    for (int tile = first_tile; kAlone ? tile < tiles : tile - warp / kSplitK < tiles; tile += tile_step) {
         float t[kRows][kChains] = {};
-        float s[kRows][kCount][kChains] = {};
-        u32 x_address = at.x;
-        const int rounds = tile < at.tiles ? at.rounds : 0;
+        float s[kRows][kMasks][kChains] = {};
+        u32 x_address = x_start;
+        const int rounds = tile < tiles ? mine : 0;
         for (int n = 0; n < rounds; ++n) {
             copy_async_wait<kStages - 1>();  // the oldest stage has landed, for this lane's copies
             __syncwarp();                    // and for the other lanes'
 #pragma unroll
             for (int c = 0; c < kSub; ++c) {
-                Octet<kCount> row[kRows];
+                Octet row[kRows];
 #pragma unroll
                 for (int r = 0; r < kRows; ++r) {
-                    const int place = r * kOctets + c * 32 + at.lane;
+                    const int place = r * kOctets + c * 32 + lane;
                     row[r].weights = load_shared_16(slot + place * 16);
-                    row[r].masks.load(slot + Stage::kWeightBytes + place * kMasks, chosen);
+                    row[r].masks.load(slot + Stage::kWeightBytes + place * kMasks);
                 }
                 if (c == kSub - 1) {
                     // The stage now lives in registers: refill its slot before the arithmetic.
@@ -237,89 +240,26 @@ __device__ __forceinline__ void walk(const Params& p, const Place& at, u32 route
                 for (int r = 0; r < kRows; ++r) row[r].add_to(t[r], s[r], x);
             }
             x_address += kSplitK * (kSub * 1024);
-            slot = slot + Stage::kBytes == at.ring + kRingBytes ? at.ring : slot + Stage::kBytes;
+            slot = slot + Stage::kBytes == ring + kRingBytes ? ring : slot + Stage::kBytes;
         }
 
-        constexpr int kSums = kRows * (1 + kCount);
         float sums[kSums];
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
             sums[r] = add_chains(t[r]);
 #pragma unroll
-            for (int i = 0; i < kCount; ++i) sums[(1 + i) * kRows + r] = add_chains(s[r][i]);
+            for (int i = 0; i < kMasks; ++i) sums[(1 + i) * kRows + r] = add_chains(s[r][i]);
         }
-        u8* warp_sums = at.block_sums + at.warp * kSumBytes;
-        LaneSum<kSums>::run(sums, reinterpret_cast<float*>(warp_sums), at.lane, 0, kSums);
+        u8* sums_of_warp = sums_of_block + warp * kSumBytes;
+        LaneSum<kSums>::run(sums, reinterpret_cast<float*>(sums_of_warp), lane, 0, kSums);
         if constexpr (kAlone) {
             __syncwarp();
-            finish<Output, kCount>(p, warp_sums, tile * kRows, at.lane, routed);
+            finish<Output>(p, sums_of_warp, tile * kRows, lane);
             __syncwarp();
         } else {
             __syncthreads();
-            finish<Output, kCount>(p, at.block_sums, (tile - in_block) * kRows, threadIdx.x, routed);
+            finish<Output>(p, sums_of_block, (tile - warp / kSplitK) * kRows, threadIdx.x);
             __syncthreads();
         }
     }
-}
-
-}  // namespace mglu
-
-extern "C" __global__ void __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
-    mglu_decode_fma(const __grid_constant__ mglu::Params p) {
-    using namespace mglu;
-    extern __shared__ __align__(128) u8 shared[];
-    Place at;
-    at.lane = threadIdx.x % 32;
-    at.warp = threadIdx.x / 32;
-    at.part = at.warp % kSplitK;
-    at.ring = shared_address(shared) + at.warp * kRingBytes;
-    at.block_sums = shared + kWarps * kRingBytes;
-    float* shared_x = reinterpret_cast<float*>(at.block_sums + kWarps * kSumBytes);
-    at.x = shared_address(shared_x) + at.part * (kSub * 1024) + at.lane * 16;
-
-    // The grid may be smaller than the problem: a block then walks over several sets of tiles, and its rings run on
-    // from one to the next. Warps on their own take every gridDim-th tile, so that the last, incomplete round is
-    // spread over all blocks; warps that share a tile stay in neighbouring rows.
-    at.tiles = (p.out_features + kRows - 1) / kRows;
-    at.first_tile = kAlone ? at.warp * gridDim.x + blockIdx.x : blockIdx.x * kTiles + at.warp / kSplitK;
-    at.tile_step = gridDim.x * kTiles;
-    const int stages = (p.in_features / 8 + kOctets - 1) / kOctets;
-    at.rounds = (stages - at.part + kSplitK - 1) / kSplitK;
-
-    let_next_kernel_start();
-    if constexpr (!kEarlyWeights) wait_for_earlier_kernels();
-
-    StageLoader<Stage, kSplitK> loader(p, true);
-    int load_tile = at.rounds > 0 ? at.first_tile : at.tiles;
-    int load_left = at.rounds;
-    // A last tile that would run over the end starts higher instead, and computes some rows a second time.
-    const auto tile_row = [&](int tile) { return min(tile * kRows, p.out_features - kRows); };
-    const auto feed = [&](u32 slot) {
-        if (load_tile < at.tiles) {
-            loader.load_next(slot);
-            if (--load_left == 0) {
-                load_left = at.rounds;
-                load_tile += at.tile_step;
-                if (load_tile < at.tiles) loader.start(p, tile_row(load_tile), at.part);
-            }
-        }
-        copy_async_commit();
-    };
-    if (load_tile < at.tiles) loader.start(p, tile_row(load_tile), at.part);
-#pragma unroll
-    for (int s = 0; s < kStages; ++s) feed(at.ring + s * Stage::kBytes);
-
-    u32 routed = ~0u;
-    if constexpr (kEarlyWeights) wait_for_earlier_kernels();
-    if constexpr (kMayChoose) routed = find_routed<kRouteType, kMasks, 1>(p, at.lane);
-    store_x(p, shared_x, stages * kSub);
-    __syncthreads();
-    if constexpr (kMayChoose) {
-        routed = __reduce_or_sync(0xffffffffu, routed);
-        if (__popc(routed) <= kFewMasks) {
-            walk<kFewMasks>(p, at, routed, feed);
-            return;
-        }
-    }
-    walk<kMasks>(p, at, routed, feed);
 }

@@ -1,12 +1,15 @@
-// MGLU for a few tokens on tensor cores: W and the masks are read once, masked in registers.
+// MGLU for a few tokens on sparse tensor cores, which take the mask bits as they are.
 //
-// With f_i = x (W, sign flipped where M_i = 1)^T and t = x W^T: gate_i = (t - f_i) / 2, value_i = (t + f_i) / 2.
-// A warp owns 16 rows of W and every kSplitK-th stage of k. It feeds itself: its lanes copy W and mask bytes
-// into a ring of kStages stages in shared memory with cp.async, so loads never wait for arithmetic, need no
-// registers, and no two warps ever wait for each other before the end. Per 16 x 64 weights it issues 4 (kMasks + 1)
-// MMAs with the flipped weights as A and x as B (8 columns: 1 to 8 tokens cost the same). At the end, each warp
-// leaves its sums in shared memory, and the block adds the kSplitK parts in a fixed order, applies activation,
-// product, route weights and the sum over masks.
+// A sparse matrix product multiplies two values of A with two of four rows of B, and two bits a value say with which. Here
+// A is W, which is not sparse at all, and the four rows of B are (x_k, 0, x_l, 0): a value is multiplied with x or with 0,
+// as its mask bit says. So s_i = x (M_i * W)^T takes no instruction a weight: one LOP3 makes 16 mask bits the places of 16
+// values. t = x W^T has all values at x. gate_i = s_i and value_i = t - s_i.
+//
+// A warp owns 16 rows of W and every kSplitK-th stage of k. It feeds itself: its lanes copy W and mask bytes into a ring of
+// kStages stages in shared memory with cp.async, so loads never wait for arithmetic, need no registers, and no two warps
+// ever wait for each other before the end. Per 16 x 64 weights it issues 4 (kMasks + 1) products of 8 columns: 1 to 8
+// tokens cost the same. At the end, each warp leaves its sums in shared memory, and the block adds the kSplitK parts in a
+// fixed order, applies activation, product, route weights and the sum over masks.
 //
 // The order of a row's sums depends on in_features and the launch configuration only, not on the other tokens.
 //
@@ -34,15 +37,14 @@ constexpr int kTokenTiles = MGLU_TOKEN_TILES;     // MMA columns / 8
 constexpr int kBlockTokens = MGLU_BLOCK_TOKENS;   // tokens of a block, at most 8 * kTokenTiles: their x is kept on chip
 constexpr int kTokenColumns = MGLU_TOKEN_COLUMNS; // columns kept: 1 for one token, else 8 * kTokenTiles
 constexpr int kMaskVector = MGLU_MASK_VECTOR;     // bytes a lane copies of the masks
+constexpr int kGroup = MGLU_MASK_GROUP;           // masks whose bits are in registers at a time
 constexpr int kBlocksPerSm = MGLU_BLOCKS_PER_SM;
+constexpr bool kReadOnce = MGLU_READ_ONCE;         // one block has all tokens
 constexpr bool kEarlyWeights = MGLU_EARLY_WEIGHTS;
 
 // Masks that no token routes to are left out, but where W's bytes are the limit anyway.
 constexpr bool kMayChoose = kRouteType >= 0 && kMasks > 4;
 constexpr u32 kAllMasks = (1u << kMasks) - 1;
-
-// Masks whose bits are in registers at a time. With branches between 16 masks, 8 are too many for 128 registers.
-constexpr int kGroup = kMayChoose && kMasks == 16 ? 4 : MGLU_MASK_GROUP;
 
 constexpr int kGroups = kMasks / kGroup;
 static_assert(kGroups * kGroup == kMasks, "groups are equal");
@@ -56,149 +58,198 @@ constexpr int kStageBytes = Stage::kBytes;
 constexpr bool kSwizzleMasks = Stage::kSwizzleMasks;
 constexpr int kPartialFloats = (kMasks + 1) * kRows * kTokenColumns;
 constexpr int kRingBytes = kStages * kStageBytes;
-constexpr int kWarpBytes = kRingBytes > 4 * kPartialFloats ? kRingBytes : (4 * kPartialFloats + 127) / 128 * 128;
-using Output = OutputShape<kType, kMasks, kActivation, kRouteType, kTiles, kSplitK, kRows, kTokenColumns, kWarpBytes, true>;
+// A warp's sums take the place of its ring, or, where they are more, that of all rings and of x.
+constexpr bool kSumsInRing = 4 * kPartialFloats <= kRingBytes;
+constexpr int kSumBytes = kSumsInRing ? kRingBytes : (4 * kPartialFloats + 127) / 128 * 128;
+using Output = OutputShape<kType, kMasks, kActivation, kRouteType, kTiles, kSplitK, kRows, kTokenColumns, kSumBytes>;
 
-// x in shared memory, as B fragments: for each 64-wide chunk of k and each token, lane quarter q's eight registers
-// (x of A_j, x of B_j), where A = octet 2q and B = octet 2q + 1 of the chunk. The two halves of a token's 128 bytes
-// alternate by the token's parity so that two tokens of one phase use different banks.
-__device__ __forceinline__ u32 x_fragment_address(u32 base, int chunk, int tokens, int token, int q, int half) {
-    return base + ((chunk * tokens + token) * 8 + (2 * q + half ^ (token & 1))) * 16;
-}
+// x in shared memory: a row a token, in octets, with 16 bytes between rows, so that the words that a warp reads of 8 tokens
+// are in different banks. It comes in kXPieces pieces of k, each with a barrier: arithmetic starts with the first.
+constexpr int kXPieces = 4;
 
-__device__ __forceinline__ Vec16 load_x_octet(const Params& p, int token, int octet) {
-    const u16* row = static_cast<const u16*>(p.x) + token * p.x_row_stride;
-    Vec16 v = {};
-    if (octet * 8 >= p.in_features) return v;
-    if (p.x_is_vectorizable) return *reinterpret_cast<const Vec16*>(row + octet * 8);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        const i64 k = octet * 8 + 2 * j;
-        v.word[j] = row[k * p.x_column_stride] | static_cast<u32>(row[(k + 1) * p.x_column_stride]) << 16;
+struct XRows {
+    u32 base;
+    u32 ready;  // the barriers
+    int octets;
+    int piece_octets;
+
+    __device__ __forceinline__ XRows(u32 base, int stages, int tokens)
+        : base(base), octets(stages * kSub * 8), piece_octets((stages + kXPieces - 1) / kXPieces * (kSub * 8)) {
+        ready = base + tokens * row_bytes();
     }
-    return v;
-}
 
-__device__ __forceinline__ void store_x_fragments(const Params& p, u32 base, int chunks) {
-    const int items = p.tokens * chunks * 4;
-    for (int item = threadIdx.x; item < items; item += kThreads) {
-        const int q = item % 4;
-        const int chunk = item / 4 % chunks;
-        const int token = item / 4 / chunks;
-        const Vec16 a = load_x_octet(p, token, chunk * 8 + 2 * q);
-        const Vec16 b = load_x_octet(p, token, chunk * 8 + 2 * q + 1);
+    __device__ __forceinline__ u32 row_bytes() const { return octets * 16 + 16; }
+
+    // All threads store octets from `first` on. What may be copied asynchronously is waited for by whoever calls.
+    __device__ __forceinline__ void store(const Params& p, int first) const {
+        const u64 policy = cache_policy(false);
+        for (int octet = first + threadIdx.x; octet < octets; octet += kThreads) {
+            const bool within = octet * 8 < p.in_features;
+            const u16* x = static_cast<const u16*>(p.x) + octet * 8 * p.x_column_stride;
+            u32 place = base + octet * 16;
+            for (int token = 0; token < p.tokens; ++token, place += row_bytes(), x += p.x_row_stride) {
+                if (p.x_is_vectorizable && within) {
+                    copy_async<16>(place, x, 16, policy);
+                    continue;
+                }
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const u32 address = x_fragment_address(base, chunk, p.tokens, token, q, half);
-            asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address),
-                         "r"(pick_bytes<0x5410>(a.word[2 * half], b.word[2 * half])),
-                         "r"(pick_bytes<0x7632>(a.word[2 * half], b.word[2 * half])),
-                         "r"(pick_bytes<0x5410>(a.word[2 * half + 1], b.word[2 * half + 1])),
-                         "r"(pick_bytes<0x7632>(a.word[2 * half + 1], b.word[2 * half + 1]))
-                         : "memory");
+                for (int j = 0; j < 4; ++j) {
+                    const u32 word = within ? x[2 * j * p.x_column_stride] | x[(2 * j + 1) * p.x_column_stride] << 16 : 0;
+                    asm volatile("st.shared.b32 [%0], %1;" ::"r"(place + 4 * j), "r"(word) : "memory");
+                }
+            }
         }
     }
-}
 
-// Sums over k of one warp: [0] is t, [1 + i] is f_i.
+    // The same by the copy engine, but for the zeros past in_features: a piece of a row a lane.
+    __device__ __forceinline__ void copy(const Params& p, int warp, int lane) const {
+        if (lane >= kXPieces) return;
+        const int first = lane * piece_octets;
+        const int bytes = max(0, min(piece_octets, p.in_features / 8 - first)) * 16;
+        const u32 barrier = ready + 8 * lane;
+        if (warp == 0) barrier_expect(barrier, bytes * p.tokens);
+        for (int token = warp; bytes > 0 && token < p.tokens; token += kWarps)
+            copy_bulk(base + token * row_bytes() + first * 16,
+                      static_cast<const u16*>(p.x) + token * p.x_row_stride + first * 8, bytes, barrier);
+    }
+};
+
+// Sums over k of one warp: [0] is t, [1 + i] is s_i.
 struct Accumulators {
     float sum[kMasks + 1][kTokenTiles][4];
 };
 
-// One row's 16 weights of a chunk, as the pairs (A_j, B_j).
-struct WeightPairs {
-    u32 pair[8];
+// Where a lane reads, but for what the compiler knows: every other address is one of these plus a constant.
+struct Lane {
+    u32 weights;         // in a slot: 8 bytes of row g; `source` of four is found by exclusive or
+    u32 masks[2];        // in a slot: of row g, octets 2q and 2q + 1
+    u32 x[kTokenTiles];  // 4 bytes of a token's first octet
 
-    __device__ __forceinline__ WeightPairs(u32 row_address, int row, int q) {
-        const Vec16 a = load_shared_16(row_address + ((2 * q) ^ (row & 1)) * 16);
-        const Vec16 b = load_shared_16(row_address + ((2 * q + 1) ^ (row & 1)) * 16);
+    __device__ __forceinline__ Lane(int g, int q, const XRows& rows, int tokens) {
+        weights = g * 128 + g % 4 * 32 + q * 8;
+        // As StageLoader swizzled them.
+        const u32 flip = kSwizzleMasks ? g % 2 * 16 : 0;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            pair[2 * j] = pick_bytes<0x5410>(a.word[j], b.word[j]);
-            pair[2 * j + 1] = pick_bytes<0x7632>(a.word[j], b.word[j]);
-        }
+        for (int i = 0; i < 2; ++i) masks[i] = kWeightBytes + g * kMaskRowBytes + ((2 * q + i) * kMasks ^ flip);
+        // Columns past the last token repeat it; they are never written.
+#pragma unroll
+        for (int n = 0; n < kTokenTiles; ++n) x[n] = rows.base + min(n * 8 + g, tokens - 1) * rows.row_bytes() + q * 4;
+        keep(weights), keep(masks[0]), keep(masks[1]);
+#pragma unroll
+        for (int n = 0; n < kTokenTiles; ++n) keep(x[n]);
     }
 };
 
-// The mask words of one lane for one group of masks, read through the swizzle that StageLoader wrote with.
-__device__ __forceinline__ MaskWords<kGroup> load_masks(u32 stage_masks, int row, int sub, int q, int group) {
-    const u32 base = stage_masks + row * kMaskRowBytes;
-    const u32 column = (sub * 8 + 2 * q) * kMasks;
+// The mask words of a lane for one group of masks, of row g or g + 8 (`half`).
+__device__ __forceinline__ MaskWords<kGroup> load_masks(u32 slot, const Lane& lane, int half, int sub, int group) {
+    const u32 offset = half * (8 * kMaskRowBytes) + sub * (8 * kMasks) + group * kGroup;
     if constexpr (kGroup == kMasks && !kSwizzleMasks) {
-        return load_mask_words<kGroup>(base + column);
+        return load_mask_words<kGroup>(slot + lane.masks[0] + offset);
     } else {
-        static_assert(kSwizzleMasks || kGroup < kMasks ? kGroup % 4 == 0 : true, "a group is whole words");
+        constexpr int kWords = kGroup / 4 > 0 ? kGroup / 4 : 1;
+        static_assert(kSwizzleMasks || kGroup < kMasks ? kGroup == 4 || kGroup == 8 || kGroup == 16 : true, "a group is whole words");
+        u32 a[kWords], b[kWords];
+        load_shared_words(a, slot + lane.masks[0] + offset);
+        load_shared_words(b, slot + lane.masks[1] + offset);
         MaskWords<kGroup> masks;
 #pragma unroll
         for (int w = 0; w < kGroup / 4; ++w) {
-            u32 at_a = column + group * kGroup + 4 * w;
-            u32 at_b = at_a + kMasks;
-            if constexpr (kSwizzleMasks) {
-                at_a ^= (row & 1) * 16;
-                at_b ^= (row & 1) * 16;
-            }
-            const u32 from_a = load_shared_4(base + at_a);
-            const u32 from_b = load_shared_4(base + at_b);
-            masks.word[2 * w] = pick_bytes<0x5410>(from_a, from_b);
-            masks.word[2 * w + 1] = pick_bytes<0x7632>(from_a, from_b);
+            masks.word[2 * w] = pick_bytes<0x5410>(a[w], b[w]);
+            masks.word[2 * w + 1] = pick_bytes<0x7632>(a[w], b[w]);
         }
         return masks;
     }
 }
 
-// What a lane holds of one 16 x 64 chunk: rows g and g + 8 of W, and x as B fragments.
-struct Chunk {
-    WeightPairs top, bottom;
-    Vec16 x[kTokenTiles][2];
+// Places of values at x and at 0, in each four bits: 0 or 1 for the first, 2 or 3 for the second.
+constexpr u32 kAllAtX = 0x88888888u;
 
-    __device__ __forceinline__ Chunk(u32 weights, int g, int q, u32 x_base, int chunk, int tokens)
-        : top(weights + g * 128, g, q), bottom(weights + (g + 8) * 128, g, q) {
+// ~bits & even | all_at_x in one instruction: a LOP3 with two constants must find one of them in a register.
+struct Constants {
+    u32 even = 0x55555555u, all_at_x = kAllAtX;
+
+    __device__ __forceinline__ Constants() { keep(even), keep(all_at_x); }
+
+    __device__ __forceinline__ u32 places_of(u32 bits) const {
+        u32 places;
+        asm("lop3.b32 %0, %1, %2, %3, 0xae;" : "=r"(places) : "r"(bits), "r"(even), "r"(all_at_x));
+        return places;
+    }
+};
+
+// The mask bits that one lane gives, for masks of a group: of its octets 2q and 2q + 1, rows g and g + 8, those of the even
+// weights and those of the odd ones.
+struct Places {
+    u32 even[kGroup], odd[kGroup];
+
+    __device__ __forceinline__ Places(const MaskWords<kGroup>& top, const MaskWords<kGroup>& bottom, const Constants& constants) {
 #pragma unroll
-        for (int n = 0; n < kTokenTiles; ++n) {
-            // Columns past the last token repeat it; they are never written.
-            const int token = min(n * 8 + g, tokens - 1);
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-                x[n][half] = load_shared_16(x_fragment_address(x_base, chunk, tokens, token, q, half));
+        for (int i = 0; i < kGroup; ++i) {
+            const u32 bits = i % 2 == 0 ? pick_bytes<0x6420>(top.word[i / 2], bottom.word[i / 2])
+                                        : pick_bytes<0x7531>(top.word[i / 2], bottom.word[i / 2]);
+            even[i] = constants.places_of(bits);
+            odd[i] = constants.places_of(bits >> 1);
         }
     }
+};
 
-    __device__ __forceinline__ void mma(float (&sum)[kTokenTiles][4], int m, u32 a0, u32 a1, u32 a2, u32 a3) const {
+// What a lane holds of one 16 x 64 chunk: A and B of four products. A product takes the octets 4 kPair to 4 kPair + 3 (whose
+// masks the lanes q = 2 kPair and 2 kPair + 1 have), of them the even weights or the odd ones. Of two octets, lane q's values
+// are weights 4q to 4q + 3; of each octet its x are those of weights 2q and 2q + 1.
+struct Chunk {
+    u32 weight[2][2][4];          // [pair of lanes][even, odd]
+    u32 x[kTokenTiles][2][2][4];  // the same: x below, 0 above
+
+    __device__ __forceinline__ Chunk(u32 weights, const Lane& lane, int x_offset) {
+#pragma unroll
+        for (int source = 0; source < 4; ++source) {
+            const u32 address = (weights + lane.weights) ^ source * 32;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                u32 word[2];
+                load_shared_words(word, address + half * 1024);
+                u32(&fragment)[2][4] = weight[source / 2];
+                fragment[0][source % 2 * 2 + half] = pick_bytes<0x5410>(word[0], word[1]);
+                fragment[1][source % 2 * 2 + half] = pick_bytes<0x7632>(word[0], word[1]);
+            }
+        }
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n)
-            mma_16x8x16<kType == kBfloat16>(sum[n], a0, a1, a2, a3, x[n][m / 2].word[2 * (m % 2)],
-                                            x[n][m / 2].word[2 * (m % 2) + 1]);
+#pragma unroll
+            for (int octet = 0; octet < 8; ++octet) {
+                const u32 word = load_shared_4(lane.x[n] + x_offset + octet * 16);
+                x[n][octet / 4][0][octet % 4] = word & 0xffffu;
+                x[n][octet / 4][1][octet % 4] = word >> 16;
+            }
     }
 
-    // t: the weights as they are.
-    __device__ __forceinline__ void multiply_plain(Accumulators& acc) const {
+    template <int kPair, int kOdd, bool kChoose = false>
+    __device__ __forceinline__ void mma(float (&sum)[kTokenTiles][4], u32 places, u32 wanted = 1) const {
 #pragma unroll
-        for (int m = 0; m < 4; ++m)
-            mma(acc.sum[0], m, top.pair[2 * m], bottom.pair[2 * m], top.pair[2 * m + 1], bottom.pair[2 * m + 1]);
+        for (int n = 0; n < kTokenTiles; ++n)
+            mma_sparse_16x8x32<kType == kBfloat16, kPair, kChoose>(sum[n], weight[kPair][kOdd], x[n][kPair][kOdd], places,
+                                                                   wanted);
     }
 
-    // f_i: signs flipped under each mask of a group; where there are routes, under those that a token routes to.
-    __device__ __forceinline__ void multiply_flipped(Accumulators& acc, int group, const MaskWords<kGroup>& top_masks,
-                                                     const MaskWords<kGroup>& bottom_masks, u32 routed) const {
-        const auto multiply = [&](int m, int i) {
-            const int j = 2 * m;
-            mma(acc.sum[1 + group * kGroup + i], m, flip_signs(top.pair[j], top_masks.bits(i, j)),
-                flip_signs(bottom.pair[j], bottom_masks.bits(i, j)),
-                flip_signs(top.pair[j + 1], top_masks.bits(i, j + 1)),
-                flip_signs(bottom.pair[j + 1], bottom_masks.bits(i, j + 1)));
-        };
-        if (!kMayChoose || routed == kAllMasks) {
+    // t: every weight.
+    __device__ __forceinline__ void multiply_all(Accumulators& acc, const Constants& constants) const {
+        mma<0, 0>(acc.sum[0], constants.all_at_x);
+        mma<0, 1>(acc.sum[0], constants.all_at_x);
+        mma<1, 0>(acc.sum[0], constants.all_at_x);
+        mma<1, 1>(acc.sum[0], constants.all_at_x);
+    }
+
+    // s_i, for each mask of a group, or for those whose bits are in `wanted`.
+    template <bool kChoose>
+    __device__ __forceinline__ void multiply_masked(float (*sums)[kTokenTiles][4], const Places& places, u32 wanted) const {
 #pragma unroll
-            for (int m = 0; m < 4; ++m)
+        for (int i = 0; i < kGroup; ++i) mma<0, 0, kChoose>(sums[i], places.even[i], wanted & 1u << i);
 #pragma unroll
-                for (int i = 0; i < kGroup; ++i) multiply(m, i);
-        } else {
+        for (int i = 0; i < kGroup; ++i) mma<0, 1, kChoose>(sums[i], places.odd[i], wanted & 1u << i);
 #pragma unroll
-            for (int i = 0; i < kGroup; ++i)
-                if (routed >> (group * kGroup + i) & 1)
+        for (int i = 0; i < kGroup; ++i) mma<1, 0, kChoose>(sums[i], places.even[i], wanted & 1u << i);
 #pragma unroll
-                    for (int m = 0; m < 4; ++m) multiply(m, i);
-        }
+        for (int i = 0; i < kGroup; ++i) mma<1, 1, kChoose>(sums[i], places.odd[i], wanted & 1u << i);
     }
 };
 
@@ -254,55 +305,91 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
     const int tile_row = min(first_row + tile * kRows, p.out_features - kRows);
     const int chunks = (p.in_features + 63) / 64;
     const int stages = (chunks + kSub - 1) / kSub;
-    const u32 ring = shared_address(shared) + warp * kWarpBytes;
-    const u32 x_base = shared_address(shared) + kWarps * kWarpBytes;
+    const u32 ring = shared_address(shared) + warp * kRingBytes;
+    const XRows x(shared_address(shared) + kWarps * kRingBytes, stages, p.tokens);
     // Warps of the last block with no row of their own still take part in the barriers.
     const int mine = first_row + tile * kRows < p.out_features ? (stages - part + kSplitK - 1) / kSplitK : 0;
 
+    // The copy engine brings x with a tenth of the instructions, where there is one and it can.
+    const bool by_engine = kCopyEngine && p.x_is_vectorizable;
+    if (threadIdx.x < kXPieces) barrier_init(x.ready + 8 * threadIdx.x, 1);
+    if constexpr (kCopyEngine) barriers_are_ready();
+    if (by_engine) x.store(p, p.in_features / 8);  // the zeros
+    __syncthreads();
+
     let_next_kernel_start();
-    if constexpr (!kEarlyWeights) wait_for_earlier_kernels();
-    StageLoader<Stage, kSplitK> loader(p, groups == 1);
+    const auto load_x = [&] {
+        wait_for_earlier_kernels();
+        if (by_engine)
+            x.copy(p, warp, lane);
+        else
+            x.store(p, 0);
+    };
+    if constexpr (!kEarlyWeights) load_x();
+    StageLoader<Stage, kSplitK> loader(p, kReadOnce);
     loader.start(p, tile_row, part);
 #pragma unroll
     for (int s = 0; s < kStages; ++s) {
         if (s < mine) loader.load_next(ring + s * kStageBytes);
         copy_async_commit();
     }
+    if constexpr (kEarlyWeights) load_x();
     u32 routed = ~0u;
-    if constexpr (kEarlyWeights) wait_for_earlier_kernels();
-    if constexpr (kMayChoose) routed = find_routed<kRouteType, kMasks, kBlockTokens>(p, lane);
-    store_x_fragments(p, x_base, stages * kSub);
-    __syncthreads();
-    if constexpr (kMayChoose) routed = __reduce_or_sync(0xffffffffu, routed);
+    if constexpr (kMayChoose)
+        routed = __reduce_or_sync(0xffffffffu, find_routed<kRouteType, kMasks, kBlockTokens>(p, lane));
+    if (!by_engine) {
+        copy_async_commit();
+        copy_async_wait<0>();
+        __syncthreads();
+        if (threadIdx.x < kXPieces) barrier_arrive(x.ready + 8 * threadIdx.x);
+    }
 
+    const Lane at(g, q, x, p.tokens);
+    const Constants constants;
     Accumulators acc = {};
     u32 slot = ring;
+    u32 ring_end = ring + kRingBytes;
+    int x_offset = part * (kSub * 128);
+    keep(ring_end);
+    keep(x_offset);
+    int x_end = 0;  // of the pieces that have come
+    u32 x_next = x.ready;
     for (int n = 0; n < mine; ++n) {
+        for (; x_offset >= x_end; x_end += x.piece_octets * 16, x_next += 8) barrier_wait(x_next, 0);
         copy_async_wait<kStages - 1>();  // the oldest stage has landed, for this lane's copies
         __syncwarp();                    // and for the other lanes'
-        const int stage = part + n * kSplitK;
 #pragma unroll
         for (int sub = 0; sub < kSub; ++sub) {
-            const Chunk chunk(slot + sub * (kRows * 128), g, q, x_base, stage * kSub + sub, p.tokens);
+            const Chunk chunk(slot + sub * (kRows * 128), at, x_offset + sub * 128);
 #pragma unroll
             for (int group = 0; group < kGroups; ++group) {
-                const MaskWords<kGroup> top = load_masks(slot + kWeightBytes, g, sub, q, group);
-                const MaskWords<kGroup> bottom = load_masks(slot + kWeightBytes, g + 8, sub, q, group);
+                const MaskWords<kGroup> top = load_masks(slot, at, 0, sub, group);
+                const MaskWords<kGroup> bottom = load_masks(slot, at, 1, sub, group);
                 if (sub == kSub - 1 && group == kGroups - 1) {
                     // The stage now lives in registers: refill its slot before the arithmetic.
                     __syncwarp();
                     if (n + kStages < mine) loader.load_next(slot);
                     copy_async_commit();
                 }
-                if (group == 0) chunk.multiply_plain(acc);
-                chunk.multiply_flipped(acc, group, top, bottom, routed);
+                if (group == 0) chunk.multiply_all(acc, constants);
+                const Places places(top, bottom, constants);
+                float(*sums)[kTokenTiles][4] = acc.sum + 1 + group * kGroup;
+                if (!kMayChoose || routed == kAllMasks)
+                    chunk.multiply_masked<false>(sums, places, 0);
+                else
+                    chunk.multiply_masked<true>(sums, places, routed >> group * kGroup);
             }
         }
-        slot = slot + kStageBytes == ring + kRingBytes ? ring : slot + kStageBytes;
+        slot += kStageBytes;
+        if (slot == ring_end) slot -= kRingBytes;
+        x_offset += kSplitK * (kSub * 128);
     }
 
-    __syncwarp();
-    store_partial(reinterpret_cast<float*>(shared + warp * kWarpBytes), acc, g, q);
+    if constexpr (kSumsInRing)
+        __syncwarp();
+    else
+        __syncthreads();
+    store_partial(reinterpret_cast<float*>(shared + warp * kSumBytes), acc, g, q);
     __syncthreads();
     finish<Output>(p, shared, first_row, threadIdx.x);
 }

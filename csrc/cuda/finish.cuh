@@ -8,9 +8,9 @@
 namespace mglu {
 
 // A block's tiles of kRows rows; the kParts warps that share a tile lie next to each other, kWarpBytes apart. Each
-// left float sums [1 + kMasks][kRows][kColumns] in shared memory: t = x W^T first, then one per mask.
+// left float sums [1 + kMasks][kRows][kColumns] in shared memory: t = x W^T first, then s_i = x (M_i * W)^T.
 template <int kType_, int kMasks_, int kActivation_, int kRouteType_, int kTiles_, int kParts_, int kRows_, int kColumns_,
-          int kWarpBytes_, bool kFlipped_>
+          int kWarpBytes_>
 struct OutputShape {
     static constexpr int kType = kType_;
     static constexpr int kMasks = kMasks_;
@@ -21,7 +21,6 @@ struct OutputShape {
     static constexpr int kRows = kRows_;
     static constexpr int kColumns = kColumns_;
     static constexpr int kWarpBytes = kWarpBytes_;
-    static constexpr bool kFlipped = kFlipped_;  // a mask's sum is f_i (signs flipped), else s_i (masked)
     static constexpr int kThreads = 32 * kTiles * kParts;  // that work on it together
 };
 
@@ -58,19 +57,22 @@ __device__ __forceinline__ float add_parts(const u8* parts, int offset) {
     return sum;
 }
 
-// kMaskLanes neighbouring lanes share one output, each with every kMaskLanes-th mask, so that the kernel's tail is
-// short. A tile that would run over the last row starts higher (see the kernels), so its rows are shifted here too.
-// With kSums below kMasks only the masks whose bits are in `routed` left sums, one after the other.
-template <typename Shape, int kSums = Shape::kMasks>
-__device__ __forceinline__ void finish(const Params& p, const u8* shared, int first_row, int thread, u32 routed = ~0u) {
+// An output's masks are added up in kBranches sums, each of every kBranches-th mask, and those by halves: always in the same
+// order. kMaskLanes neighbouring lanes share an output where threads would be idle, so that the kernel's tail is short. A
+// tile that would run over the last row starts higher (see the kernels), so its rows are shifted here too.
+template <typename Shape>
+__device__ __forceinline__ void finish(const Params& p, const u8* shared, int first_row, int thread) {
     constexpr int kMasks = Shape::kMasks;
     constexpr int kOutputs = Shape::kTiles * Shape::kRows * Shape::kColumns;
-    // As many lanes for an output as there are masks and idle threads for.
-    constexpr int kMaskLanes = kMasks > 8 && 16 * kOutputs <= Shape::kThreads ? 16
-                               : kMasks >= 8                                  ? 8
-                               : kMasks >= 4                                  ? 4
-                               : kMasks >= 2                                  ? 2
-                                                                              : 1;
+    constexpr int kBranches = kMasks > 8 && 16 * kOutputs <= Shape::kThreads ? 16
+                              : kMasks >= 8                                  ? 8
+                              : kMasks >= 4                                  ? 4
+                              : kMasks >= 2                                  ? 2
+                                                                             : 1;
+    constexpr int kIdle = Shape::kThreads / kOutputs;  // threads an output, rounded down
+    constexpr int kMostLanes = kIdle >= 16 ? 16 : kIdle >= 8 ? 8 : kIdle >= 4 ? 4 : kIdle >= 2 ? 2 : 1;
+    constexpr int kMaskLanes = kMostLanes < kBranches ? kMostLanes : kBranches;
+    constexpr int kOwn = kBranches / kMaskLanes;  // branches of a lane
     constexpr int kPlane = Shape::kRows * Shape::kColumns;
     constexpr int kPerPass = Shape::kThreads / kMaskLanes;
     const int mask_lane = thread % kMaskLanes;
@@ -79,7 +81,7 @@ __device__ __forceinline__ void finish(const Params& p, const u8* shared, int fi
         const int token = output % Shape::kColumns;
         const int row = first_row + output / Shape::kColumns;
         const bool wanted = output < kOutputs && token < p.tokens && row < p.out_features;
-        float sum = 0.0f;
+        float sum[kOwn] = {};
         if (wanted) {
             const int tile = output / kPlane;
             const u8* parts = shared + tile * (Shape::kParts * Shape::kWarpBytes);
@@ -87,21 +89,24 @@ __device__ __forceinline__ void finish(const Params& p, const u8* shared, int fi
             const int offset = (row - tile_start) * Shape::kColumns + token;
             const float t = add_parts<Shape>(parts, offset);
 #pragma unroll
-            for (int i = mask_lane; i < kMasks; i += kMaskLanes) {
-                if (kSums < kMasks && !(routed >> i & 1)) continue;
-                const int place = kSums < kMasks ? __popc(routed & ((1u << i) - 1)) : i;
-                const float masked = add_parts<Shape>(parts, (1 + place) * kPlane + offset);
-                const float gate = Shape::kFlipped ? 0.5f * (t - masked) : masked;
-                const float value = Shape::kFlipped ? 0.5f * (t + masked) : t - masked;
-                sum += load_route<Shape::kRouteType>(p, token, i) * (activate<Shape::kActivation, Shape::kType != kFloat32>(gate) * value);
+            for (int first = 0; first < kMasks; first += kMaskLanes) {
+                const int i = first + mask_lane;
+                if (kMasks % kMaskLanes != 0 && i >= kMasks) continue;
+                const float gate = add_parts<Shape>(parts, (1 + i) * kPlane + offset);
+                const float term = activate<Shape::kActivation, Shape::kType != kFloat32>(gate) * (t - gate);
+                sum[first / kMaskLanes % kOwn] += load_route<Shape::kRouteType>(p, token, i) * term;
             }
         }
 #pragma unroll
+        for (int half = kOwn / 2; half > 0; half /= 2)
+#pragma unroll
+            for (int own = 0; own < half; ++own) sum[own] += sum[own + half];
+#pragma unroll
         for (int distance = kMaskLanes / 2; distance > 0; distance /= 2)
-            sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+            sum[0] += __shfl_xor_sync(0xffffffffu, sum[0], distance);
         if (wanted && mask_lane == 0)
             static_cast<typename Element<Shape::kType>::Bits*>(p.out)[static_cast<i64>(token) * p.out_features + row] =
-                from_float<Shape::kType>(sum);
+                from_float<Shape::kType>(sum[0]);
     }
 }
 

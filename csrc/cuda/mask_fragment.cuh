@@ -1,10 +1,10 @@
-// Mask bytes to sign flips.
+// The mask bytes of a lane of a tensor core's operand: of one row of W, two octets A and B (8 weights each), 2 x kMasks bytes,
+// contiguous in the packed format, which become words (A_i, A_i+1, B_i, B_i+1).
 //
-// A thread holds, of one row of W, two octets A and B (8 weights each) and their 2 x kMasks mask bytes, contiguous
-// in the packed format. Weights are re-paired so that one register holds (A_j, B_j); then the flip of that register
-// under mask i needs bit j of A's byte at bit 15 and bit j of B's byte at bit 31. Bytes (A_i, A_i+1, B_i, B_i+1) in
-// one word give that for two masks with a single left shift: by 15 - j for mask i, by 7 - j for mask i + 1. So two
-// weights under a mask cost one shift (which ptxas can put on the multiplier's pipe) and one LOP3.
+// decode_mma.cu makes places of sparse products of them. tile_wgmma.cu flips signs: weights are paired so that one register
+// holds (A_j, B_j); then the flip of that register under mask i needs bit j of A's byte at bit 15 and bit j of B's byte at
+// bit 31, which a single left shift of such a word gives: by 15 - j for mask i, by 7 - j for mask i + 1. So two weights under
+// a mask cost one shift (a product, on the multiplier's pipe) and one LOP3.
 #pragma once
 #include "ptx.cuh"
 
@@ -21,10 +21,7 @@ struct MaskWords {
     u32 word[kWords];
 
     // The flip bits (15 and 31) of mask i for pair j; the other bits are noise that flip_signs() drops.
-    __device__ __forceinline__ u32 bits(int i, int j) const { return word[i / 2] << ((i % 2 ? 7 : 15) - j); }
-
-    // The same by a product.
-    __device__ __forceinline__ u32 bits_by_product(int i, int j) const {
+    __device__ __forceinline__ u32 bits(int i, int j) const {
         const int distance = (i % 2 ? 7 : 15) - j;
         return distance == 0 ? word[i / 2] : word[i / 2] * powers_of_two[distance];
     }

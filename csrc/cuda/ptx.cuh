@@ -20,14 +20,11 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
-// What is read exactly once should be the first to leave L2: it would only push out x and other kernels' data.
+// What is read exactly once should be the first to leave L2: it would only push out x and other kernels' data. These are
+// what ptxas makes of createpolicy.fractional with evict_first and evict_normal on 8.0, 8.9, 9.0, 10.0 and 12.0; from the
+// instruction itself they would lie in a register and move to a uniform one at every copy.
 __device__ __forceinline__ u64 cache_policy(bool read_once) {
-    u64 policy;
-    if (read_once)
-        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    else
-        asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
+    return read_once ? 0x12f0000000000000ull : 0x16f0000000000000ull;
 }
 
 // Global to shared without passing through registers. The bytes from `valid` up to kBytes arrive as zeros, and
@@ -52,6 +49,54 @@ __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.com
 template <int kPending>
 __device__ __forceinline__ void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// --- barriers in shared memory: a phase ends when `count` threads have arrived ---
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("{\n\t.reg .b64 state;\n\tmbarrier.arrive.shared.b64 state, [%0];\n\t}" ::"r"(barrier) : "memory");
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#define MGLU_TEST "test_wait"
+#else
+#define MGLU_TEST "try_wait"
+#endif
+
+// Waits for the end of the phase of this parity (0 for the first).
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    asm volatile("{\n\t.reg .pred done;\n\tagain:\n\tmbarrier." MGLU_TEST
+                 ".parity.shared.b64 done, [%0], %1;\n\t@!done bra again;\n\t}" ::"r"(barrier),
+                 "r"(parity)
+                 : "memory");
+}
+
+// --- the copy engine ---
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr bool kCopyEngine = false;
+#else
+constexpr bool kCopyEngine = true;
+#endif
+
+// After barrier_init and before the block's first barrier: the copy engine sees the barriers too.
+__device__ __forceinline__ void barriers_are_ready() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Arrives, and lets the phase wait for as many bytes of bulk copies.
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// A contiguous piece of global memory, by the copy engine.
+__device__ __forceinline__ void copy_bulk(u32 destination, const void* source, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     destination),
+                 "l"(source), "r"(bytes), "r"(barrier)
+                 : "memory");
 }
 
 __device__ __forceinline__ Vec16 load_shared_16(u32 address) {
@@ -101,22 +146,27 @@ __device__ __forceinline__ u32 pick_bytes(u32 low, u32 high) {
 // (w & 0x80008000) ^ v in one LOP3: flips the signs of two packed 16-bit floats.
 __device__ __forceinline__ u32 flip_signs(u32 value, u32 bits) { return value ^ (bits & 0x80008000u); }
 
-// D (16x8, float32) += A (16x16, row major) B (16x8, column major), A and B in float16 or bfloat16.
-// With g = lane / 4 and q = lane % 4 a thread holds, of A: a0 = (g, 2q..2q+1), a1 = (g+8, same k), a2 = (g, k+8),
-// a3 = (g+8, k+8); of B: b0 = (2q..2q+1, g), b1 = (k+8, g); of D: (g, 2q), (g, 2q+1), (g+8, 2q), (g+8, 2q+1).
-template <bool kBfloat16>
-__device__ __forceinline__ void mma_16x8x16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    if constexpr (kBfloat16) {
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-                     "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-    } else {
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-                     "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-    }
+// D (16x8, float32) += A (16x32) B (32x8, column major), in float16 or bfloat16, where A has two values in each four columns.
+// With g = lane / 4 and q = lane % 4 a thread holds, of A's values: a0 = those of (g, 4q..4q+3), a1 = (g+8, same columns),
+// a2 = (g, columns + 16), a3 = (g+8, columns + 16); of B: b_n = (8n + 2q..8n + 2q+1, g); of D: (g, 2q), (g, 2q+1), (g+8, 2q),
+// (g+8, 2q+1). `places`, of the threads q = 2 kPair and q = 2 kPair + 1 of each four, for the columns from 0 and from 16:
+// four bits for each four columns, in the lower half of row g and in the upper half of row g+8; in which column the first
+// value is (two bits), and in which the second.
+// With kChoose nothing is added where `wanted` is 0, in all lanes: an instruction that is not executed takes its issue slot.
+template <bool kBfloat16, int kPair, bool kChoose>
+__device__ __forceinline__ void mma_sparse_16x8x32(float (&d)[4], const u32 (&a)[4], const u32 (&b)[4], u32 places, u32 wanted) {
+#define MGLU_MMA(when, type)                                                                                               \
+    asm volatile("{\n\t.reg .pred wanted;\n\tsetp.ne.u32 wanted, %14, 0;\n\t" when                                         \
+                 "mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32." type "." type                                 \
+                 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9, %10, %11}, {%0, %1, %2, %3}, %12, %13;\n\t}"             \
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                          \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(places),    \
+                   "n"(kPair), "r"(wanted))
+    if constexpr (kBfloat16 && kChoose) MGLU_MMA("@wanted ", "bf16");
+    if constexpr (kBfloat16 && !kChoose) MGLU_MMA("", "bf16");
+    if constexpr (!kBfloat16 && kChoose) MGLU_MMA("@wanted ", "f16");
+    if constexpr (!kBfloat16 && !kChoose) MGLU_MMA("", "f16");
+#undef MGLU_MMA
 }
 
 // Transposes an 8x8 matrix of 16-bit elements: lane l holds elements 2 (l % 4) and the next of row l / 4.

@@ -17,8 +17,9 @@ struct StageShape {
     static constexpr int kWeightBytes = kRows * kOctets * 16;
     static constexpr int kMaskRowBytes = kOctets * kMasks;
     static constexpr int kBytes = kWeightBytes + kRows * kMaskRowBytes;
-    // Swizzle: the fragment readers' lanes touch two rows at once; odd rows exchange neighbouring 16-byte vectors so
-    // that the two rows use different banks. Mask rows need it only where they are whole multiples of 128 bytes.
+    // Swizzle: the fragment readers' lanes touch 32 bytes of each of four rows at once; row r has its n-th 32 bytes at
+    // n ^ (r % 4), so that the rows use different banks. Of the masks' rows they touch two, which matters only where rows
+    // are whole multiples of 128 bytes: odd rows exchange neighbouring 16-byte vectors.
     static constexpr bool kSwizzle = kSwizzle_;
     static constexpr bool kSwizzleMasks = kSwizzle_ && kMaskRowBytes % 128 == 0 && kMaskVector == 16;
 };
@@ -54,17 +55,20 @@ class StageLoader {
     u32 weight_place_;  // inside a slot
     u32 mask_offset_[kOffsets];
     u32 mask_place_[kOffsets];
+    int lane_;
     int octets_left_;  // of the row, from the next stage's first on
     u64 policy_;
 
   public:
     __device__ __forceinline__ StageLoader(const Params& p, bool read_once) {
         const int lane = threadIdx.x % 32;
+        lane_ = lane;
+        keep(lane_);
         policy_ = cache_policy(read_once);
         // Consecutive lanes take consecutive octets of a row, whole 128-byte lines at a time.
         const int row = kOctets < 32 ? lane / kOctets : 0;
         if constexpr (Shape::kSwizzle)
-            weight_place_ = lane % kOctets / 8 * (kRows * 128) + row * 128 + ((lane % 8) ^ (row & 1)) * 16;
+            weight_place_ = lane % kOctets / 8 * (kRows * 128) + row * 128 + ((lane % 8) ^ (row % 4 * 2)) * 16;
         else
             weight_place_ = row * (kOctets * 16) + lane % kOctets * 16;
         weight_step_ = p.weight_row_stride * (2 * kRowsPerCopy);
@@ -98,16 +102,15 @@ class StageLoader {
 
     // Copies the next of this warp's stages to a slot (a shared address).
     __device__ __forceinline__ void load_next(u32 slot) {
-        const int lane = threadIdx.x % 32;
-        // Weights past the row's end become zeros. Mask bits there flip zeros: they may be anything, and only must
+        const int lane = lane_;
+        // Weights past the row's end become zeros. Mask bits there meet zeros: they may be anything, and only must
         // not be read.
         const u8* weight = weight_;
 #pragma unroll
         for (int c = 0; c < kWeightCopies; ++c) {
             const int column = c % kCopiesPerRow * 32;  // in octets
             const u32 valid = lane % kOctets + column < octets_left_ ? 16 : 0;
-            // The swizzle follows the row's parity: it alternates only when a copy is one row.
-            const u32 flip = Shape::kSwizzle && kRowsPerCopy == 1 && c % 2 ? 16 : 0;
+            const u32 flip = Shape::kSwizzle ? c / kCopiesPerRow * kRowsPerCopy % 4 * 32 : 0;
             constexpr int kRowPitch = Shape::kSwizzle ? 128 : kOctets * 16;
             const int place = c / kCopiesPerRow * kRowsPerCopy * kRowPitch + column * 16;
             copy_async<16>((slot + weight_place_ + place) ^ flip, weight + column * 16, valid, policy_);

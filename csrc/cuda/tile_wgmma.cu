@@ -353,7 +353,7 @@ struct Sums {
 #pragma unroll
                             for (int r = 0; r < 4; ++r)
                                 signs[s][r] = flip_signs(
-                                    weight[s][r], bits[r % 2].bits_by_product(mask, 2 * (part * kSteps + s) + r / 2));
+                                    weight[s][r], bits[r % 2].bits(mask, 2 * (part * kSteps + s) + r / 2));
                         multiply(f[mask], signs, b + 2 * part * kSteps);
                     }
                 }

@@ -4,41 +4,6 @@
 
 namespace mglu {
 
-// --- barriers in shared memory: a phase ends when `count` threads have arrived ---
-
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-// After barrier_init and before the block's first barrier: the copy engine sees the barriers too.
-__device__ __forceinline__ void barriers_are_ready() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// Waits for the end of the phase of this parity (0 for the first).
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-    asm volatile(
-        "{\n\t.reg .pred done;\n\t"
-        "again:\n\tmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t@!done bra again;\n\t}" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
-}
-
-// Arrives, and lets the phase wait for as many bytes of bulk copies.
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-// A contiguous piece of global memory, by the copy engine.
-__device__ __forceinline__ void copy_bulk(u32 destination, const void* source, u32 bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     destination),
-                 "l"(source), "r"(bytes), "r"(barrier)
-                 : "memory");
-}
-
 // How the copy engine finds boxes of a matrix in global memory, as the driver encodes it. A kernel's parameter.
 struct alignas(64) TensorMap {
     u64 opaque[16];

@@ -181,7 +181,7 @@ def _launch(layer: LayerInfo, arch: tuple[int, int], tokens: int, cubins: _Cubin
     target = plan.target(arch, config)
     kernel = cubins.index(config.kernel, target, plan.defines(problem, config))
     grid = config.grid(tokens, layer.out_features, _MULTIPROCESSORS)
-    shared = config.shared_bytes(layer.n_masks, tokens, layer.in_features)
+    shared = config.reserved_bytes(arch, layer.n_masks, tokens, layer.in_features)
     overlap = "true" if arch >= (9, 0) else "false"
     geometry = f"{{{grid[0]}, {grid[1]}, {config.threads}, {shared}, {overlap}}}"
     turn, boxes = "{-1, 0, 0}", "{0, 0, false}"

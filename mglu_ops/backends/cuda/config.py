@@ -116,7 +116,16 @@ class LaunchConfig:
             sums = _round_up(4 * (n_masks + 1) * self.rows, 128)
             return warps * (ring + sums) + columns * 4
         sums = _round_up(4 * (n_masks + 1) * self.rows * self.token_columns(tokens), 128)
-        return warps * max(ring, sums) + columns * 2 * min(tokens, self.block_tokens)
+        rows_of_x = (columns * 2 + 16) * min(tokens, self.block_tokens)
+        return max(warps * ring + rows_of_x + 32, warps * sums)
+
+    def reserved_bytes(self, arch: tuple[int, int], n_masks: int, tokens: int, in_features: int) -> int:
+        """Dynamic shared memory that a launch asks for: of `decode_mma` so much that no SM takes more than
+        `blocks_per_sm` blocks while another has none (8 masks, 2 tokens, 8192 x 2048: 22.7 us without, 15.9 with)."""
+        need = self.shared_bytes(n_masks, tokens, in_features)
+        if self.kernel != "decode_mma":
+            return need
+        return max(need, shared_limit(arch) // (self.blocks_per_sm + 1) - _RESERVED_PER_BLOCK + 128)
 
     def _tile_stage_bytes(self, n_masks: int) -> int:
         """Of `tile_wgmma`: x, W and masks."""
@@ -176,13 +185,13 @@ def choose(
     if aligned and dtype != torch.float32 and out_features >= 16 and arch >= (8, 0):
         # Up to 16 tokens, few masks and short rows, decode_mma starts sooner (one mask, 8192 x 2048: 13.1 against 13.9
         # us; 14336 x 4096: 36.1 against 33.8).
-        few = 16 if n_masks <= 4 and in_features <= 2048 else 8
+        few = 16 if in_features <= 2048 else 8
         if arch == (9, 0) and tokens > few and out_features >= 64:
             return _tile(n_masks, tokens, out_features, in_features, multiprocessors)
-        if tokens == 1:
+        if tokens == 1 and n_masks <= 8:
             preferred = _one_token(n_masks, in_features)
         else:
-            preferred = _few_tokens(arch, n_masks, tokens, out_features, in_features, multiprocessors)
+            preferred = _few_tokens(n_masks, tokens, out_features, in_features, multiprocessors)
         fitted = _fit(preferred, shared_limit(arch), n_masks, tokens, in_features)
         if fitted is not None:
             return fitted
@@ -207,7 +216,7 @@ def choose_invariant(
     if aligned and dtype != torch.float32 and out_features >= 16 and arch >= (8, 0):
         if arch == (9, 0) and out_features >= 64:
             return _tile(n_masks, tokens, out_features, in_features, multiprocessors)
-        preferred = _few_tokens(arch, n_masks, 8, out_features, in_features, multiprocessors)
+        preferred = _few_tokens(n_masks, 8, out_features, in_features, multiprocessors)
         fitted = _fit(preferred, shared_limit(arch), n_masks, 8, in_features)
         if fitted is not None:
             # With 8 warps a tile and more, a single token's masks would be added up by more lanes (finish.cuh).
@@ -233,44 +242,32 @@ def _one_token(n_masks: int, in_features: int) -> LaunchConfig:
         # 64 registers let 32 warps live on an SM, which hide the chains of FFMAs; walking over tiles saves filling x
         # and the rings anew (14336 x 4096: 0.943 against 0.904), but a warp of 8192 x 2048 has two tiles at most.
         return replace(fma, rows=2, tiles=16, blocks_per_sm=2, persistent=long)
-    if n_masks <= 8:
-        # Two chains halve the wait of an FFMA for the one before it; one block an SM, so x is stored there once
-        # (14336 x 4096: 0.923; 8192 x 2048: 0.911, where four tiles a warp and SM come out even).
-        return replace(fma, rows=2, tiles=20 if long else 16, chains=2, persistent=True)
-    # 17 sums in two chains leave registers for one row where the end of a row is rare, two rows where it is not
-    # (14336 x 4096: 0.765; 8192 x 2048: 0.757). Bound by instructions and, at 680 W, by power.
-    if long:
-        return replace(fma, rows=1, tiles=20, sub=2, chains=2, persistent=True)
-    return replace(fma, rows=2, tiles=16, chains=2, persistent=True)
+    # Two chains halve the wait of an FFMA for the one before it; one block an SM, so x is stored there once
+    # (14336 x 4096: 0.923; 8192 x 2048: 0.911, where four tiles a warp and SM come out even).
+    return replace(fma, rows=2, tiles=20 if long else 16, chains=2, persistent=True)
 
 
-def _few_tokens(
-    arch: tuple[int, int],
-    n_masks: int,
-    tokens: int,
-    out_features: int,
-    in_features: int,
-    multiprocessors: int,
-) -> LaunchConfig:
+def _few_tokens(n_masks: int, tokens: int, out_features: int, in_features: int, multiprocessors: int) -> LaunchConfig:
     # One wave: every SM gets one block with an equal share of the 16-row tiles, so x is stored once an SM and no SM
     # waits for another (14336 x 4096, 8 tokens: 7 tiles x 2 warps beat 4 x 4 by 5%; 8192 x 2048: 4 x 4).
     tiles_of_sm = -(-out_features // (16 * multiprocessors))
     waves = -(-tiles_of_sm // 8)
     tiles = -(-tiles_of_sm // waves)
-    # A second column of 8 tokens doubles the sums: up to 128 registers for 4 masks, 160 for 8.
-    two_columns = tokens > 8 and (n_masks <= 4 or (n_masks <= 8 and in_features <= 2048))
-    # Mask counts that are not whole words need registers to put bytes together; ptxas for sm_100 spills 16 masks too.
-    many_registers = (two_columns and n_masks > 4) or (n_masks > 10 and (n_masks % 4 != 0 or arch >= (10, 0)))
-    warps = 12 if many_registers else 16
-    return LaunchConfig(
-        "decode_mma",
-        tiles=tiles,
-        split_k=max(1, warps // tiles),
-        stages=3 if n_masks == 1 else 2,
-        # Bits of more than 8 masks spill beside 4 * (n_m + 1) sums; groups must be equal and whole words.
-        mask_group=8 if n_masks == 16 else n_masks,
-        block_tokens=16 if two_columns else 8,
-    )
+    config = LaunchConfig("decode_mma", tiles=tiles, mask_group=n_masks, block_tokens=8)
+    if tokens <= 8 and n_masks <= 4:
+        return replace(config, split_k=max(1, 16 // tiles))
+    # Where tensor cores are the limit, the four schedulers of an SM should have as many warps each. Two each have the
+    # registers for 17 sums of two columns, three for those of one.
+    two_columns = tokens > 8 and (n_masks <= 4 or in_features <= 2048)
+    most = 8 if two_columns and n_masks > 8 else 12
+    splits = [split for split in range(1, most + 1) if tiles * split <= most]
+    split_k = max(splits, key=lambda split: (min(tiles * split, 7), tiles * split / -(-tiles * split // 4), -split))
+    config = replace(config, split_k=split_k, block_tokens=16 if two_columns else 8)
+    # Stages of 128 columns (8 masks, 8 tokens: 47.6 us at 14336 x 4096, 49.3 with 64), but where masks are as many
+    # bytes as weights; their bits fit into registers in two groups.
+    if n_masks <= 8:
+        return replace(config, sub=2)
+    return replace(config, stages=3 if split_k == 1 else 2, mask_group=8 if n_masks == 16 else n_masks)
 
 
 _TOKEN_COLUMNS = (16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192)
@@ -348,6 +345,8 @@ def _fit(config: LaunchConfig, limit: int, n_masks: int, tokens: int, in_feature
             return replace(config, blocks_per_sm=blocks)
         if config.stages > 2:
             config = replace(config, stages=config.stages - 1)
+        elif config.sub > 1:
+            config = replace(config, sub=config.sub // 2)
         elif config.block_tokens > 2:  # a shorter x, and W read again (mostly from L2) for the other tokens
             config = replace(config, block_tokens=config.block_tokens // 2)
         elif config.tiles > 1:

@@ -215,7 +215,7 @@ def build(problem: Problem, override: LaunchConfig | None = None) -> Plan:
         load_kernel(device, config.kernel, target(p.arch, config), defines(p, config)),
         config.grid(p.tokens, p.out_features, p.multiprocessors),
         config.threads,
-        config.shared_bytes(p.n_masks, p.tokens, p.in_features),
+        config.reserved_bytes(p.arch, p.n_masks, p.tokens, p.in_features),
         overlap=overlap,
         constants=constants + bytes(2 * MAP_BYTES if config.kernel == "tile_wgmma" else 0),
     )
@@ -291,4 +291,5 @@ def defines(problem: Problem, config: LaunchConfig) -> dict[str, int]:
         "MGLU_TOKEN_TILES": config.token_tiles,
         "MGLU_BLOCK_TOKENS": config.block_tokens,
         "MGLU_TOKEN_COLUMNS": config.token_columns(p.tokens),
+        "MGLU_READ_ONCE": int(p.tokens <= config.block_tokens),
     }
