@@ -14,11 +14,11 @@ from typing import Literal
 
 import torch
 
-from benchmarks import decode_model, masks_at_inference, plots, tables, top_k, train
+from benchmarks import decode_model, masks_at_inference, plots, tables, train
 from benchmarks.decode import SHAPES, Sweep
 from benchmarks.decode import run as run_sweep
 from benchmarks.decoder import Sizes
-from benchmarks.harness import PROTOCOL, ROUNDS, Row, write
+from benchmarks.harness import Row, write
 
 RESULTS = Path(__file__).parent / "results"
 ONE_TO_8192 = tuple(2**i for i in range(14))
@@ -111,18 +111,6 @@ def _train(out: Path, quick: bool) -> Sequence[Row]:
     return rows
 
 
-def _top_k(out: Path, quick: bool) -> Sequence[Row]:
-    problems = [
-        (*shape, n_masks, tokens) for shape in top_k.SHAPES for n_masks in top_k.MASKS for tokens in top_k.TOKENS
-    ]
-    rows = [
-        row
-        for problem in problems[-1 if quick else 0 :]
-        for row in top_k.bench(*problem, QUICK_ROUNDS if quick else ROUNDS)
-    ]
-    return _written(rows, out, "top_k", PROTOCOL)
-
-
 def _masks_at_inference(out: Path, quick: bool) -> Sequence[Row]:
     rounds = QUICK_ROUNDS if quick else 30
     rows = [
@@ -151,7 +139,6 @@ SUITES = {
     **{name: _sweep_suite(name, about, sweep) for name, (about, sweep) in SWEEPS.items()},
     "decode_model": Suite("tokens a second of a whole model, with SwiGLU and with SwiMGLU", _decode_model),
     "train": Suite("many tokens: forward and a training step", _train),
-    "top_k": Suite("what Top-K routing saves for few tokens", _top_k),
     "masks_at_inference": Suite("what packing the masks costs, by when it is done", _masks_at_inference),
     "tables": Suite("tables.md, from the CSV files: the paper's tables beside this GPU, and more", _tables, None),
     "plots": Suite("pictures, from the CSV files", _plots, "matplotlib"),

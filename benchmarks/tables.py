@@ -165,22 +165,6 @@ def models(rows: Sequence[Row], device: str) -> str:
     return markdown(head, lines)
 
 
-def top_k(rows: Sequence[Row], device: str) -> str:
-    """What routes to few masks save, shape by shape: a line for each number of masks and tokens."""
-    parts = []
-    for shape in shapes(rows):
-        here = only(rows, shape=shape)
-        variants = list(dict.fromkeys(row.variant for row in here))
-        lines = []
-        for n_masks in masks(here):
-            for count in tokens(only(here, n_masks=n_masks)):
-                problem = only(here, n_masks=n_masks, tokens=count)
-                lines.append([str(n_masks), str(count), *(microseconds(fastest(problem, name)) for name in variants)])
-        head = ["n_m", "tokens", *variants]
-        parts.append(f"{shape[0]} x {shape[1]}, us on one {device}\n\n{markdown(head, lines)}")
-    return "\n\n".join(parts)
-
-
 def decode_model(rows: Sequence[Row], device: str) -> str:
     """Tokens a second of a whole model, by its feed-forward layer."""
     swiglu = fastest(rows, "SwiGLU")
@@ -209,7 +193,6 @@ SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row], str], str]]] = {
     "The paper's tables": ("one_token", paper),
     "Routes by number of tokens": ("routes", routes),
     "Numbers of tokens and masks against the floor": ("tokens", routes),
-    "Top-K routing": ("top_k", top_k),
     "Layers of models, one token": ("models", models),
     "Decoding with a model of Llama-3.2 1B's shape": ("decode_model", decode_model),
 }

@@ -249,13 +249,6 @@ def test_tables_of_models() -> None:
     assert tables.models(measured, "GPU").splitlines()[2:] == [
         "| A 1B, B 1B | 8192 x 2048 | 20.0 | 10.0, 2.00x | 12.5, 1.60x |"
     ]
-    routed = [row("no routes", 20.0, 16), row("top 2", 15.0, 16), row("no routes", 30.0, 16, tokens=2)]
-    assert tables.top_k(routed, "GPU").splitlines()[2:] == [
-        "| n_m | tokens | no routes | top 2 |",
-        "| --- | --- | --- | --- |",
-        "| 16 | 1 | 20.0 | 15.0 |",
-        "| 16 | 2 | 30.0 |  |",
-    ]
     decoded = [
         row("SwiGLU", 1000.0, n_masks=0, extra={"weight_mb": 2471.6}),
         row("SwiMGLU", 800.0, n_masks=4, extra={"weight_mb": 2000.0}),

@@ -38,7 +38,6 @@ def _problem(
     n_masks: int,
     tokens: int,
     mask_alignment: int = 16,
-    route_dtype: torch.dtype | None = None,
 ) -> plan.Problem:
     return plan.Problem(
         arch=arch,
@@ -48,7 +47,7 @@ def _problem(
         out_features=8192,
         in_features=2048,
         activation="silu",
-        route_dtype=route_dtype,
+        route_dtype=None,
         weight_aligned=True,
         mask_alignment=mask_alignment,
         x_vectorizable=True,
@@ -94,22 +93,16 @@ def _check(problem: plan.Problem, config: launch.LaunchConfig, tmp_path: Path) -
     assert int(registers[1]) * config.threads * config.blocks_per_sm <= REGISTERS_PER_SM, f"{config}: {log}"
 
 
-@pytest.mark.parametrize("n_masks", [1, 3, 4, 8, 16])
-@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize(
+    ("tokens", "n_masks"),
+    [(1, 1), (1, 3), (1, 4), (1, 16), (8, 1), (8, 4), (8, 7), (8, 16), (16, 3), (16, 8), (16, 15), (16, 16)],
+)
 @pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
 def test_fast_kernels(arch: tuple[int, int], tokens: int, n_masks: int, tmp_path: Path) -> None:
     for dtype in (torch.float16, torch.bfloat16) if n_masks == 4 else (torch.float16,):
         config = launch.choose(arch, dtype, n_masks, tokens, 8192, 2048, aligned=True)
         assert config.kernel != "plain"
         _check(_problem(arch, dtype, n_masks, tokens), config, tmp_path)
-
-
-@pytest.mark.parametrize("n_masks", [6, 8, 16])
-@pytest.mark.parametrize("tokens", [1, 8])
-@pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
-def test_fast_kernels_that_leave_masks_out(arch: tuple[int, int], tokens: int, n_masks: int, tmp_path: Path) -> None:
-    problem = _problem(arch, torch.bfloat16, n_masks, tokens, route_dtype=torch.bfloat16)
-    _check(problem, plan.choice(problem), tmp_path)
 
 
 @pytest.mark.parametrize("tokens", [32, 64, 8192])

@@ -113,14 +113,6 @@ def test_times_by_tokens_are_those_of_the_results() -> None:
         assert f"| n_m = {n_masks} | {' | '.join(cells)} |" in README
 
 
-def test_what_top_k_routing_saves_is_as_measured() -> None:
-    rows = [row for row in results("top_k") if row["out_features"] == "14336" and row["n_masks"] == "16"]
-    times = {(row["variant"], row["tokens"]): float(row["microseconds"]) for row in rows}
-    for tokens, words in (("1", "one token takes {} us instead of {};"), ("4", "4 tokens take {} instead of {}\n")):
-        shown = words.format(*(f"{times[name, tokens]:.1f}" for name in ("top 2", "no routes")))
-        assert shown in README, shown
-
-
 def test_the_fastest_route_is_ours() -> None:
     routes = {(row["variant"], row["n_masks"], row["tokens"]): float(row["microseconds"]) for row in results("routes")}
 

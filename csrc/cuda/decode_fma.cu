@@ -24,8 +24,7 @@ constexpr int kRows = MGLU_ROWS;
 constexpr int kBlocksPerSm = MGLU_BLOCKS_PER_SM;
 constexpr bool kEarlyWeights = MGLU_EARLY_WEIGHTS;
 
-constexpr int kChains = MGLU_CHAINS;  // partial sums of one output: a longer distance between dependent FFMAs
-constexpr int kSub = MGLU_SUB;        // octets of a row that a lane takes a stage
+constexpr int kSub = MGLU_SUB;  // octets of a row that a lane takes a stage
 
 constexpr int kWarps = kTiles * kSplitK;
 constexpr int kThreads = 32 * kWarps;
@@ -105,25 +104,19 @@ struct Octet {
     Vec16 weights;
     MaskBytes masks;
 
-    __device__ __forceinline__ void add_to(float (&t)[kChains], float (&s)[kMasks][kChains], const float (&x)[8]) const {
+    // sums: [1 + kMasks][kRows], t first.
+    __device__ __forceinline__ void add_to(float (&sums)[kSums], int row, const float (&x)[8]) const {
         float w[8];
         unpack(w, weights);
 #pragma unroll
-        for (int k = 0; k < 8; ++k) t[k % kChains] = fmaf(x[k], w[k], t[k % kChains]);
+        for (int k = 0; k < 8; ++k) sums[row] = fmaf(x[k], w[k], sums[row]);
 #pragma unroll
         for (int i = 0; i < kMasks; ++i)
 #pragma unroll
             for (int k = 0; k < 8; ++k)
-                add_where(s[i][k % kChains], x[k], w[k], masks.word[i / 4], 1u << (8 * (i % 4) + k));
+                add_where(sums[(1 + i) * kRows + row], x[k], w[k], masks.word[i / 4], 1u << (8 * (i % 4) + k));
     }
 };
-
-__device__ __forceinline__ float add_chains(const float (&chain)[kChains]) {
-    float sum = chain[0];
-#pragma unroll
-    for (int c = 1; c < kChains; ++c) sum += chain[c];
-    return sum;
-}
 
 // Adds kCount values over the 32 lanes with about kCount shuffles: at each step a lane keeps one half of the values
 // and hands the other half to its partner. Then it writes the values it ended up with.
@@ -208,8 +201,7 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
     const u32 x_start = shared_address(shared_x) + part * (kSub * 1024) + lane * 16;
     // Blocks of warps that share tiles run the same number of rounds in all warps, because they meet in barriers.
     for (int tile = first_tile; kAlone ? tile < tiles : tile - warp / kSplitK < tiles; tile += tile_step) {
-        float t[kRows][kChains] = {};
-        float s[kRows][kMasks][kChains] = {};
+        float sums[kSums] = {};
         u32 x_address = x_start;
         const int rounds = tile < tiles ? mine : 0;
         for (int n = 0; n < rounds; ++n) {
@@ -237,19 +229,12 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
                     for (int j = 0; j < 4; ++j) x[4 * half + j] = __uint_as_float(v.word[j]);
                 }
 #pragma unroll
-                for (int r = 0; r < kRows; ++r) row[r].add_to(t[r], s[r], x);
+                for (int r = 0; r < kRows; ++r) row[r].add_to(sums, r, x);
             }
             x_address += kSplitK * (kSub * 1024);
             slot = slot + Stage::kBytes == ring + kRingBytes ? ring : slot + Stage::kBytes;
         }
 
-        float sums[kSums];
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-            sums[r] = add_chains(t[r]);
-#pragma unroll
-            for (int i = 0; i < kMasks; ++i) sums[(1 + i) * kRows + r] = add_chains(s[r][i]);
-        }
         u8* sums_of_warp = sums_of_block + warp * kSumBytes;
         LaneSum<kSums>::run(sums, reinterpret_cast<float*>(sums_of_warp), lane, 0, kSums);
         if constexpr (kAlone) {

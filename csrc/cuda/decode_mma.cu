@@ -42,10 +42,6 @@ constexpr int kBlocksPerSm = MGLU_BLOCKS_PER_SM;
 constexpr bool kReadOnce = MGLU_READ_ONCE;         // one block has all tokens
 constexpr bool kEarlyWeights = MGLU_EARLY_WEIGHTS;
 
-// Masks that no token routes to are left out, but where W's bytes are the limit anyway.
-constexpr bool kMayChoose = kRouteType >= 0 && kMasks > 4;
-constexpr u32 kAllMasks = (1u << kMasks) - 1;
-
 constexpr int kGroups = kMasks / kGroup;
 static_assert(kGroups * kGroup == kMasks, "groups are equal");
 constexpr int kWarps = kTiles * kSplitK;
@@ -223,12 +219,11 @@ struct Chunk {
             }
     }
 
-    template <int kPair, int kOdd, bool kChoose = false>
-    __device__ __forceinline__ void mma(float (&sum)[kTokenTiles][4], u32 places, u32 wanted = 1) const {
+    template <int kPair, int kOdd>
+    __device__ __forceinline__ void mma(float (&sum)[kTokenTiles][4], u32 places) const {
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n)
-            mma_sparse_16x8x32<kType == kBfloat16, kPair, kChoose>(sum[n], weight[kPair][kOdd], x[n][kPair][kOdd], places,
-                                                                   wanted);
+            mma_sparse_16x8x32<kType == kBfloat16, kPair>(sum[n], weight[kPair][kOdd], x[n][kPair][kOdd], places);
     }
 
     // t: every weight.
@@ -239,17 +234,17 @@ struct Chunk {
         mma<1, 1>(acc.sum[0], constants.all_at_x);
     }
 
-    // s_i, for each mask of a group, or for those whose bits are in `wanted`.
-    template <bool kChoose>
-    __device__ __forceinline__ void multiply_masked(float (*sums)[kTokenTiles][4], const Places& places, u32 wanted) const {
+    // s_i, for each mask of a group.
+    __device__ __forceinline__ void multiply_masked(Accumulators& acc, int group, const Places& places) const {
+        float(*sums)[kTokenTiles][4] = acc.sum + 1 + group * kGroup;
 #pragma unroll
-        for (int i = 0; i < kGroup; ++i) mma<0, 0, kChoose>(sums[i], places.even[i], wanted & 1u << i);
+        for (int i = 0; i < kGroup; ++i) mma<0, 0>(sums[i], places.even[i]);
 #pragma unroll
-        for (int i = 0; i < kGroup; ++i) mma<0, 1, kChoose>(sums[i], places.odd[i], wanted & 1u << i);
+        for (int i = 0; i < kGroup; ++i) mma<0, 1>(sums[i], places.odd[i]);
 #pragma unroll
-        for (int i = 0; i < kGroup; ++i) mma<1, 0, kChoose>(sums[i], places.even[i], wanted & 1u << i);
+        for (int i = 0; i < kGroup; ++i) mma<1, 0>(sums[i], places.even[i]);
 #pragma unroll
-        for (int i = 0; i < kGroup; ++i) mma<1, 1, kChoose>(sums[i], places.odd[i], wanted & 1u << i);
+        for (int i = 0; i < kGroup; ++i) mma<1, 1>(sums[i], places.odd[i]);
     }
 };
 
@@ -334,9 +329,6 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
         copy_async_commit();
     }
     if constexpr (kEarlyWeights) load_x();
-    u32 routed = ~0u;
-    if constexpr (kMayChoose)
-        routed = __reduce_or_sync(0xffffffffu, find_routed<kRouteType, kMasks, kBlockTokens>(p, lane));
     if (!by_engine) {
         copy_async_commit();
         copy_async_wait<0>();
@@ -372,12 +364,7 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
                     copy_async_commit();
                 }
                 if (group == 0) chunk.multiply_all(acc, constants);
-                const Places places(top, bottom, constants);
-                float(*sums)[kTokenTiles][4] = acc.sum + 1 + group * kGroup;
-                if (!kMayChoose || routed == kAllMasks)
-                    chunk.multiply_masked<false>(sums, places, 0);
-                else
-                    chunk.multiply_masked<true>(sums, places, routed >> group * kGroup);
+                chunk.multiply_masked(acc, group, Places(top, bottom, constants));
             }
         }
         slot += kStageBytes;

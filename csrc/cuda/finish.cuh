@@ -34,19 +34,6 @@ __device__ __forceinline__ float load_route(const Params& p, int token, int mask
     }
 }
 
-// Of the masks that a token of the block routes to, bit by bit, this lane's part: or-ed over the lanes of a warp, all.
-template <int kRouteType, int kMasks, int kMostTokens>
-__device__ __forceinline__ u32 find_routed(const Params& p, int lane) {
-    u32 found = 0;
-#pragma unroll
-    for (int base = 0; base < kMostTokens * kMasks; base += 32) {
-        const int token = (base + lane) / kMasks;
-        const int mask = (base + lane) % kMasks;
-        if (token < p.tokens && load_route<kRouteType>(p, token, mask) != 0.0f) found |= 1u << mask;
-    }
-    return found;
-}
-
 // The parts of k, in their order: the same bits on every run.
 template <typename Shape>
 __device__ __forceinline__ float add_parts(const u8* parts, int offset) {

@@ -152,20 +152,18 @@ __device__ __forceinline__ u32 flip_signs(u32 value, u32 bits) { return value ^ 
 // (g+8, 2q+1). `places`, of the threads q = 2 kPair and q = 2 kPair + 1 of each four, for the columns from 0 and from 16:
 // four bits for each four columns, in the lower half of row g and in the upper half of row g+8; in which column the first
 // value is (two bits), and in which the second.
-// With kChoose nothing is added where `wanted` is 0, in all lanes: an instruction that is not executed takes its issue slot.
-template <bool kBfloat16, int kPair, bool kChoose>
-__device__ __forceinline__ void mma_sparse_16x8x32(float (&d)[4], const u32 (&a)[4], const u32 (&b)[4], u32 places, u32 wanted) {
-#define MGLU_MMA(when, type)                                                                                               \
-    asm volatile("{\n\t.reg .pred wanted;\n\tsetp.ne.u32 wanted, %14, 0;\n\t" when                                         \
-                 "mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32." type "." type                                 \
-                 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9, %10, %11}, {%0, %1, %2, %3}, %12, %13;\n\t}"             \
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                          \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(places),    \
-                   "n"(kPair), "r"(wanted))
-    if constexpr (kBfloat16 && kChoose) MGLU_MMA("@wanted ", "bf16");
-    if constexpr (kBfloat16 && !kChoose) MGLU_MMA("", "bf16");
-    if constexpr (!kBfloat16 && kChoose) MGLU_MMA("@wanted ", "f16");
-    if constexpr (!kBfloat16 && !kChoose) MGLU_MMA("", "f16");
+template <bool kBfloat16, int kPair>
+__device__ __forceinline__ void mma_sparse_16x8x32(float (&d)[4], const u32 (&a)[4], const u32 (&b)[4], u32 places) {
+#define MGLU_MMA(type)                                                                                                  \
+    asm volatile("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32." type "." type                              \
+                 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9, %10, %11}, {%0, %1, %2, %3}, %12, %13;"               \
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                       \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(places), \
+                   "n"(kPair))
+    if constexpr (kBfloat16)
+        MGLU_MMA("bf16");
+    else
+        MGLU_MMA("f16");
 #undef MGLU_MMA
 }
 

@@ -125,8 +125,10 @@ class StageLoader {
             if ((kMaskVectors % 32 == 0 || vector < kMaskVectors) && column < octets_left_ * kMasks) {
                 if constexpr (kRegular) {
                     const int part = c % kMaskCopiesPerRow * 32 * kMaskVector;
-                    const int place = c / kMaskCopiesPerRow * kMaskRowsPerCopy * kMaskRowBytes + part;
-                    copy_async<kMaskVector>(slot + mask_place_[0] + place, masks + part, kMaskVector, policy_);
+                    const int row = c / kMaskCopiesPerRow * kMaskRowsPerCopy;
+                    const u32 flip = Shape::kSwizzleMasks ? row % 2 * 16 : 0;
+                    copy_async<kMaskVector>((slot + mask_place_[0] + row * kMaskRowBytes + part) ^ flip, masks + part,
+                                            kMaskVector, policy_);
                 } else {
                     copy_async<kMaskVector>(slot + mask_place_[c], masks + mask_offset_[c], kMaskVector, policy_);
                 }

@@ -18,7 +18,6 @@ _LADDERS: dict[str, dict[str, tuple[int, ...]]] = {
         "split_k": (1, 2, 4, 8),
         "stages": (2, 3, 4),
         "sub": (1, 2),
-        "chains": (1, 2),
         "blocks_per_sm": (1, 2, 3, 4, 6, 8),
         "persistent": (False, True),
     },

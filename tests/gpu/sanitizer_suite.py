@@ -32,8 +32,8 @@ CASES: list[tuple[LaunchConfig | None, torch.dtype, Shape]] = [
     *((None, torch.float32, (tokens, 33, 72, 5)) for tokens in (1, 6)),
     # Others, for the ways of cutting that no choice here takes.
     (LaunchConfig(FMA, rows=1, tiles=2, split_k=2, stages=3), torch.float16, (1, 35, 1032, 8)),
-    (LaunchConfig(FMA, rows=4, tiles=3, stages=2, sub=2, chains=2), torch.float16, (1, 100, 1040, 2)),
-    (LaunchConfig(FMA, rows=2, tiles=2, stages=3, chains=2, persistent=True), torch.bfloat16, (1, 1100, 264, 8)),
+    (LaunchConfig(FMA, rows=4, tiles=3, stages=2, sub=2), torch.float16, (1, 100, 1040, 2)),
+    (LaunchConfig(FMA, rows=2, tiles=2, stages=3, persistent=True), torch.bfloat16, (1, 1100, 264, 8)),
     (
         LaunchConfig(MMA, tiles=1, split_k=4, sub=2, mask_group=4, block_tokens=16),
         torch.float16,

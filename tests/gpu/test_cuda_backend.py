@@ -129,7 +129,7 @@ def test_route_weights(route: torch.dtype, dtype: torch.dtype, tokens: int) -> N
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("n_masks", [5, 6, 7, 8, 11, 12, 16])
 @pytest.mark.parametrize("top_k", [0, 1, 2, 4, 5])
-def test_masks_that_no_token_routes_to_are_left_out(top_k: int, n_masks: int, dtype: torch.dtype) -> None:
+def test_top_k_routes(top_k: int, n_masks: int, dtype: torch.dtype) -> None:
     for tokens in (1, 2, 5, 8, 20):
         p = Problem(tokens, 80, 544, n_masks, dtype)
         p.route = top_k_routes(tokens, n_masks, top_k)
@@ -270,22 +270,24 @@ CONFIGS = (
     LaunchConfig("plain", block_tokens=1),
     LaunchConfig("plain", block_tokens=4),
     LaunchConfig("decode_fma", rows=1, tiles=2, split_k=2, stages=3),
-    LaunchConfig("decode_fma", rows=4, tiles=3, split_k=1, stages=2, sub=2, chains=2),
+    LaunchConfig("decode_fma", rows=4, tiles=3, split_k=1, stages=2, sub=2),
     LaunchConfig("decode_fma", rows=1, tiles=1, split_k=4, stages=2, persistent=True),
-    LaunchConfig("decode_fma", rows=2, tiles=2, stages=3, chains=2, persistent=True),
+    LaunchConfig("decode_fma", rows=2, tiles=2, stages=3, persistent=True),
     LaunchConfig("decode_fma", rows=2, tiles=4, stages=2, early_weights=True),
     LaunchConfig("decode_mma", tiles=2, split_k=2, stages=3, sub=1, mask_group=8, block_tokens=8),
     LaunchConfig("decode_mma", tiles=1, split_k=8, stages=2, sub=4, mask_group=4, block_tokens=16),
+    LaunchConfig("decode_mma", tiles=1, split_k=2, stages=2, sub=8, mask_group=8, block_tokens=8),
     LaunchConfig("decode_mma", tiles=2, split_k=4, mask_group=8, block_tokens=2),
 )
 
 
+@pytest.mark.parametrize("n_masks", [8, 16])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_override(config: LaunchConfig) -> None:
+def test_override(config: LaunchConfig, n_masks: int) -> None:
     for d, h in ((100, 1032), (16, 64), (2051, 520)):  # persistent blocks walk over several tiles of the last
-        Problem(1, d, h, 8).check(config)
+        Problem(1, d, h, n_masks).check(config)
         if config.kernel != "decode_fma":
-            Problem(6, d, h, 8).check(config)
+            Problem(6, d, h, n_masks).check(config)
 
 
 def test_unsupported() -> None:

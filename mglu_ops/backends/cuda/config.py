@@ -39,8 +39,6 @@ class LaunchConfig:
     split_k: int = 1
     stages: int = 2
     sub: int = 1
-    chains: int = 1
-    """`decode_fma`: partial sums of one output, so that fewer FFMAs wait for the one before."""
     mask_group: int = 1
     """`decode_mma`: masks whose bits are in registers at a time."""
     block_tokens: int = 1
@@ -121,7 +119,8 @@ class LaunchConfig:
 
     def reserved_bytes(self, arch: tuple[int, int], n_masks: int, tokens: int, in_features: int) -> int:
         """Dynamic shared memory that a launch asks for: of `decode_mma` so much that no SM takes more than
-        `blocks_per_sm` blocks while another has none (8 masks, 2 tokens, 8192 x 2048: 22.7 us without, 15.9 with)."""
+        `blocks_per_sm` blocks while another has none (8 masks, 2 tokens, 8192 x 2048: 22.7 us without, 15.9 with).
+        """
         need = self.shared_bytes(n_masks, tokens, in_features)
         if self.kernel != "decode_mma":
             return need
@@ -188,7 +187,7 @@ def choose(
         few = 16 if in_features <= 2048 else 8
         if arch == (9, 0) and tokens > few and out_features >= 64:
             return _tile(n_masks, tokens, out_features, in_features, multiprocessors)
-        if tokens == 1 and n_masks <= 8:
+        if tokens == 1 and n_masks <= 4:
             preferred = _one_token(n_masks, in_features)
         else:
             preferred = _few_tokens(n_masks, tokens, out_features, in_features, multiprocessors)
@@ -238,13 +237,9 @@ def _one_token(n_masks: int, in_features: int) -> LaunchConfig:
         # Three small stages; two warps a tile where rows are long (0.956; 8192 x 2048 with one warp: 0.969).
         split = 2 if long else 1
         return replace(fma, rows=2, tiles=8 // split, split_k=split, stages=3, blocks_per_sm=4)
-    if n_masks <= 4:
-        # 64 registers let 32 warps live on an SM, which hide the chains of FFMAs; walking over tiles saves filling x
-        # and the rings anew (14336 x 4096: 0.943 against 0.904), but a warp of 8192 x 2048 has two tiles at most.
-        return replace(fma, rows=2, tiles=16, blocks_per_sm=2, persistent=long)
-    # Two chains halve the wait of an FFMA for the one before it; one block an SM, so x is stored there once
-    # (14336 x 4096: 0.923; 8192 x 2048: 0.911, where four tiles a warp and SM come out even).
-    return replace(fma, rows=2, tiles=20 if long else 16, chains=2, persistent=True)
+    # 64 registers let 32 warps live on an SM, which hide the chains of FFMAs; walking over tiles saves filling x
+    # and the rings anew (14336 x 4096: 0.943 against 0.904), but a warp of 8192 x 2048 has two tiles at most.
+    return replace(fma, rows=2, tiles=16, blocks_per_sm=2, persistent=long)
 
 
 def _few_tokens(n_masks: int, tokens: int, out_features: int, in_features: int, multiprocessors: int) -> LaunchConfig:

@@ -284,7 +284,7 @@ def defines(problem: Problem, config: LaunchConfig) -> dict[str, int]:
         "MGLU_EARLY_WEIGHTS": int(config.early_weights),
     }
     if config.kernel == "decode_fma":
-        return common | {"MGLU_ROWS": config.rows, "MGLU_SUB": config.sub, "MGLU_CHAINS": config.chains}
+        return common | {"MGLU_ROWS": config.rows, "MGLU_SUB": config.sub}
     return common | {
         "MGLU_SUB": config.sub,
         "MGLU_MASK_GROUP": config.mask_group,
