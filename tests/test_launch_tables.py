@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -163,6 +164,21 @@ def test_the_models_choices_keep_to_the_limits(arch: tuple[int, int]) -> None:
                         plan.model_choice(replace(problem, batch_invariant=True)),
                     ):
                         assert violation(config, case) is None, (case, config)
+
+
+@pytest.mark.parametrize(
+    ("n_masks", "settings", "words"),
+    [
+        (16, {"sub": 8, "mask_group": 8}, "sub: got 8, must be 1 to 4"),
+        (12, {"sub": 4, "mask_group": 12}, "mask_group: got 12, must divide n_masks 12 into whole words"),
+        (16, {"sub": 4, "mask_group": 4, "split_k": 8}, r"\d+ bytes of shared memory a block, more than"),
+        (16, {"rows": 32, "mask_group": 8}, "rows: got 32, must be 16"),
+    ],
+)
+def test_what_decode_mma_cannot_be_cut_into(n_masks: int, settings: dict[str, Any], words: str) -> None:
+    case = Case("a GPU", (9, 0), 132, torch.float16, n_masks, 6, 128, 64)
+    config = LaunchConfig("decode_mma", block_tokens=16, **settings)
+    assert re.fullmatch(words + ".*", violation(config, case) or "")
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 64])

@@ -47,6 +47,7 @@ class StageLoader {
     static constexpr int kMaskCopiesPerRow = kRegular && kVectorsPerRow > 32 ? kVectorsPerRow / 32 : 1;
     static constexpr int kOffsets = kRegular ? 1 : kMaskCopies;
     static_assert(kMaskRowBytes % kMaskVector == 0, "a stage's mask row is whole vectors");
+    static_assert(!Shape::kSwizzle || kCopiesPerRow == 1, "swizzled rows are at most 32 octets");
 
     const u8* weight_;
     const u8* masks_;

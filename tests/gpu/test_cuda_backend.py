@@ -275,8 +275,7 @@ CONFIGS = (
     LaunchConfig("decode_fma", rows=2, tiles=2, stages=3, persistent=True),
     LaunchConfig("decode_fma", rows=2, tiles=4, stages=2, early_weights=True),
     LaunchConfig("decode_mma", tiles=2, split_k=2, stages=3, sub=1, mask_group=8, block_tokens=8),
-    LaunchConfig("decode_mma", tiles=1, split_k=8, stages=2, sub=4, mask_group=4, block_tokens=16),
-    LaunchConfig("decode_mma", tiles=1, split_k=2, stages=2, sub=8, mask_group=8, block_tokens=8),
+    LaunchConfig("decode_mma", tiles=1, split_k=4, stages=2, sub=4, mask_group=4, block_tokens=16),
     LaunchConfig("decode_mma", tiles=2, split_k=4, mask_group=8, block_tokens=2),
 )
 

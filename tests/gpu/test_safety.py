@@ -187,7 +187,7 @@ def test_streams_and_threads(streams: str) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_first_thing_that_a_thread_does(kernel: str) -> None:
     """With a kernel that is new to the process, and with one that another thread has used."""
-    p = problem(kernel, 144, 264, 8)
+    p = problem(kernel, 144, 264, 4)
     found: list[Tensor] = []
     for _ in range(2):
         in_threads(lambda _: found.append(p.run()), 1)

@@ -85,8 +85,10 @@ def _decode_mma(config: LaunchConfig, case: Case) -> Iterator[str]:
         yield f"rows: got {config.rows}, must be 16"
     if config.block_tokens > 16:
         yield f"block_tokens: got {config.block_tokens}, must be 1 to 16"
+    if config.sub > 4:
+        yield f"sub: got {config.sub}, must be 1 to 4"
     swizzled = config.sub * case.n_masks % 16 == 0
-    whole_words = config.mask_group % 4 == 0 or (config.mask_group == case.n_masks and not swizzled)
+    whole_words = config.mask_group in (4, 8, 16) or (config.mask_group == case.n_masks and not swizzled)
     if case.n_masks % config.mask_group or not whole_words:
         yield f"mask_group: got {config.mask_group}, must divide n_masks {case.n_masks} into whole words"
 
