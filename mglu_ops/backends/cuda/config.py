@@ -182,8 +182,8 @@ def choose(
         multiprocessors: SMs of the device.
     """
     if aligned and dtype != torch.float32 and out_features >= 16 and arch >= (8, 0):
-        # Up to 16 tokens and with short rows, decode_mma starts sooner and has no signs to flip (8192 x 2048, 1 / 8 / 16
-        # masks: 13.0 / 21.2 / 33.0 us against 13.6 / 28.1 / 41.5). With long ones x for 16 tokens takes its time too.
+        # Up to 16 tokens and with short rows, decode_mma starts sooner and has no signs to flip (8192 x 2048, 1, 8 and
+        # 16 masks: 13.0, 21.2, 33.0 us against 13.6, 28.1, 41.5). With long ones x of 16 tokens takes its time too.
         few = 16 if in_features <= 2048 else 8
         if arch == (9, 0) and tokens > few and out_features >= 64:
             return _tile(n_masks, tokens, out_features, in_features, multiprocessors)
