@@ -22,9 +22,9 @@ from mglu_ops.backends import traced
 from . import formulas
 from .examples import record_examples
 from .mutation import normalise_writes
-from .recognise import Recogniser
 from .report import FusionReport, SiteReport, lines, module_path, source_line
 from .rewrite import rewrite
+from .rules import Recogniser
 from .sites import Refusal, Site, check, find_sites, interior
 from .symbols import example
 

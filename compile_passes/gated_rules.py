@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.fx import Node
 
 from . import formulas
 from .projection_rules import function_of, is_column, parse_einsum, same_operands, same_projection
-from .rules import rule
+from .recognise import Recogniser, rule
 from .symbols import READS_NO_VALUES, Call, as_call, dimension, dims, equal_sizes, same_shape, tensor_example
 from .values import (
     Activated,
@@ -26,10 +26,6 @@ from .values import (
     stack_dim_of,
     stack_of,
 )
-
-if TYPE_CHECKING:
-    from .recognise import Recogniser
-
 
 # --- Products --------------------------------------------------------------------------------------------------------
 

@@ -6,14 +6,14 @@ import math
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from .mask_algebra import checked, combine, constant, multiply
 from .mutation import Effects
-from .rules import rule
+from .recognise import Recogniser, rule
 from .symbols import Call, as_call, requires_grad, slice_of, submodule, tensor_example
 from .values import (
     Binary,
@@ -27,10 +27,6 @@ from .values import (
     stack_dim_of,
     stack_of,
 )
-
-if TYPE_CHECKING:
-    from .recognise import Recogniser
-
 
 _LONGEST_SUM = 16
 """Nodes to look at: a straight-through mask is a short sum, a residual stream may be of any length."""

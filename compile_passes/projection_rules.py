@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -11,14 +11,10 @@ from torch.fx import Node
 from . import formulas
 from .formulas import Formula
 from .mask_algebra import combine, same_function
-from .rules import rule
+from .recognise import Recogniser, rule
 from .symbols import Call, dimension, dims, equal_sizes, example, repeated, same_shape, tensor_example
 from .values import Activated, Gated, Product, Projection, Scalar, Stacked, Value, stack_of
 from .weight_rules import holds, rounds_once
-
-if TYPE_CHECKING:
-    from .recognise import Recogniser
-
 
 # --- Products of x and a weight --------------------------------------------------------------------------------------
 

@@ -1,25 +1,40 @@
 """From the nodes of a graph to abstract values, by rules.
 
 What a node is follows from its arguments and never from its users, so the rules compose: each new spelling is one
-more of them in one of the modules of rules, or only an entry in `symbols`. A node that no rule knows is a leaf.
+more of them in one of the modules of rules (all of which `rules` brings), or only an entry in `symbols`. A node that no
+rule knows is a leaf.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from . import gated_rules, mask_rules, projection_rules, weight_rules  # noqa: F401 (they register their rules)
 from .mutation import Effects
-from .rules import rules_for
-from .symbols import as_call, dims, is_matrix, repeated, requires_grad, slice_of, tensor_example
+from .symbols import Call, as_call, dims, is_matrix, repeated, requires_grad, slice_of, tensor_example
 from .values import Binary, Carrier, Mask, Scalar, Value, Weighted, slice_key
 
 _UNREPEATABLE = ("dropout", "empty")
 """Symbols of calls whose result their arguments do not tell."""
+
+Rule = Callable[["Recogniser", Node, Call], Value]
+"""From a node, the call it is, and the values of its arguments, to the value of the node; None where it knows none."""
+
+_RULES: dict[str, list[Rule]] = {}
+
+
+def rule(*symbols: str) -> Callable[[Rule], Rule]:
+    """Add a rule for calls of `symbols`. Of several rules the first that knows a value has it."""
+
+    def register(function: Rule) -> Rule:
+        for symbol in symbols:
+            _RULES.setdefault(symbol, []).append(function)
+        return function
+
+    return register
 
 
 class Recogniser:
@@ -72,8 +87,8 @@ class Recogniser:
     def _evaluate(self, node: Node) -> Value:
         call = as_call(node)
         if call is not None:
-            for rule in rules_for(call.symbol):
-                value = rule(self, node, call)
+            for known in _RULES.get(call.symbol, ()):
+                value = known(self, node, call)
                 if value is not None:
                     return value
         return self._leaf(node)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from .mask_algebra import checked, combine, multiply
-from .rules import rule
+from .recognise import Recogniser, rule
 from .symbols import Call, dimension, dims, equal_sizes, is_matrix, same_shape, tensor_example
 from .values import Binary, Product, Scalar, Value, Weighted, stack_of
-
-if TYPE_CHECKING:
-    from .recognise import Recogniser
 
 
 @rule("mul")
