@@ -34,6 +34,7 @@ constexpr std::int64_t kWorkOfTask = 1 << 20;      // products; some microsecond
 #include "activation.h"
 
 #include "routes.h"
+#include "turns.h"
 #include "tile_products.h"
 
 }  // namespace

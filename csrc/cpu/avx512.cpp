@@ -36,6 +36,7 @@ constexpr std::int64_t kWorkOfTask = 1 << 17;      // products; some microsecond
 #include "activation.h"
 
 #include "routes.h"
+#include "turns.h"
 #include "row_sums.h"
 #include "few_tokens.h"
 #include "many_tokens.h"

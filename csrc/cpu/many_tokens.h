@@ -60,18 +60,6 @@ void multiply_wide(const double* weights, std::int64_t depth, const float* x, st
     });
 }
 
-// Items of work that threads take one after the other. Equal shares are not done at the same time where a thread's CPU
-// is slowed down by what else runs on its machine.
-struct Turns {
-    std::int64_t end;
-    std::int64_t next = 0;
-
-    template <class Body>
-    void take(Body body) {
-        for (std::int64_t i; (i = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < end;) body(i);
-    }
-};
-
 template <class E>
 struct ManyTokens {
     const Forward& call;
@@ -307,24 +295,11 @@ Status forward_many(const Forward& call, ParallelFor parallel_for, const float* 
     for (std::int64_t first = 0; first < call.tokens; first += block) {
         const Job job{call,  activation_of(call.activation), routes, vecs, first, smaller(block, call.tokens - first),
                       depth, x.get(), &out_of_memory};
-        struct Work {
-            const Job& job;
-            Turns panels, blocks;
-        } work{job, {job.panels()}, {ceil_div(call.out_features, kFeatures)}};
-        const auto pack = [](std::int64_t, std::int64_t, void* context) {
-            auto& work = *static_cast<Work*>(context);
-            work.panels.take([&](std::int64_t panel) { work.job.pack(panel); });
-        };
-        const auto run = [](std::int64_t, std::int64_t, void* context) {
-            auto& work = *static_cast<Work*>(context);
-            work.job.run(work.blocks);
-        };
         const std::int64_t of_panel = depth * width;
         const std::int64_t of_block = kFeatures * call.in_features * (call.n_masks + 1) * job.tokens;
-        if (parallel_for(0, work.panels.end, ceil_div(kWorkOfTask, of_panel + 1), pack, &work) ||
-            parallel_for(0, work.blocks.end, ceil_div(kWorkOfTask, of_block + 1), run, &work)) {
-            return Status::parallel_for_failed;
-        }
+        const Status status = pack_and_run(parallel_for, job, job.panels(), ceil_div(kWorkOfTask, of_panel + 1),
+                                           ceil_div(call.out_features, kFeatures), ceil_div(kWorkOfTask, of_block + 1));
+        if (status != Status::ok) return status;
         if (out_of_memory) return Status::out_of_memory;
     }
     return Status::ok;

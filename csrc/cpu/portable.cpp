@@ -31,6 +31,7 @@ using ShortMasks = TableMasks<Masks>;
 #include "activation.h"
 
 #include "routes.h"
+#include "turns.h"
 #include "row_sums.h"
 #include "few_tokens.h"
 #include "many_tokens.h"

@@ -122,9 +122,9 @@ struct TileProducts {
     std::int64_t blocks_of_features() const { return ceil_div(call.out_features, features_of_block()); }
     std::int64_t blocks() const { return ceil_div(panels, panels_of_block) * blocks_of_features(); }
 
-    // Panels [begin, end) of x; zeros stand for tokens past the end and for in_features past theirs.
-    void pack(std::int64_t begin, std::int64_t end) const {
-        for (std::int64_t tile = begin * steps * vecs; tile < end * steps * vecs; ++tile) {
+    // A panel of x; zeros stand for tokens past the end and for in_features past theirs.
+    void pack(std::int64_t panel) const {
+        for (std::int64_t tile = panel * steps * vecs; tile < (panel + 1) * steps * vecs; ++tile) {
             const std::int64_t step = tile / vecs % steps, token = tile / vecs / steps * width() + tile % vecs * 16;
             const auto* from = static_cast<const BFloat16*>(call.x) + token * call.x_stride + step * kDeep;
             const __mmask32 valid = first_words(call.in_features - step * kDeep);
@@ -143,7 +143,7 @@ struct TileProducts {
         std::int64_t first_feature, first_panel, panels;
     };
 
-    void run(std::int64_t begin, std::int64_t end) const {
+    void run(Turns& turns) const {
         const std::int64_t weights = products() * groups_of_block * group_size();
         const std::int64_t sums = products() * groups_of_block * panels_of_block * kRowsOfPair * width();
         const Floats scratch = allocate_floats(weights + sums);
@@ -152,12 +152,12 @@ struct TileProducts {
             return;
         }
         const Tiles tiles;
-        for (std::int64_t i = begin; i < end; ++i) {  // all features of some tokens, then of others: x stays in L2
+        turns.take([&](std::int64_t i) {  // all features of some tokens, then of others: x stays in L2
             const std::int64_t panel = i / blocks_of_features() * panels_of_block;
             const Block block{scratch.get(), scratch.get() + weights, i % blocks_of_features() * features_of_block(),
                               panel, smaller(panels_of_block, panels - panel)};
             run_block(block);
-        }
+        });
     }
 
     void run_block(const Block& block) const {
@@ -275,18 +275,12 @@ inline Status forward_tiles(const Forward& call, ParallelFor parallel_for) {
     const Floats routes = all_routes(call), x = allocate_floats(panels * steps * vecs * kTile);
     if (!routes || !x) return Status::out_of_memory;
     bool out_of_memory = false;
-    TileProducts job{call, activation_of(call.activation), routes.get(), vecs, panels, panels_of_block, groups, steps,
-                     stretch, x.get(), &out_of_memory};
-    const auto pack = [](std::int64_t begin, std::int64_t end, void* context) {
-        static_cast<const TileProducts*>(context)->pack(begin, end);
-    };
-    const auto run = [](std::int64_t begin, std::int64_t end, void* context) {
-        static_cast<const TileProducts*>(context)->run(begin, end);
-    };
-    const std::int64_t pack_grain = ceil_div(kWorkOfTask / 16, call.in_features * 16 * vecs + 1);
-    if (parallel_for(0, panels, pack_grain, pack, &job)) return Status::parallel_for_failed;
-    const std::int64_t work = job.features_of_block() * call.in_features * (call.n_masks + 1) * panels_of_block * 16;
-    const std::int64_t grain = ceil_div(kWorkOfTask, work + 1);
-    if (parallel_for(0, job.blocks(), grain, run, &job)) return Status::parallel_for_failed;
+    const TileProducts job{call,   activation_of(call.activation), routes.get(), vecs,    panels, panels_of_block,
+                           groups, steps,                          stretch,      x.get(), &out_of_memory};
+    const std::int64_t of_panel = call.in_features * 16 * vecs;
+    const std::int64_t of_block = job.features_of_block() * call.in_features * (call.n_masks + 1) * panels_of_block * 16;
+    const Status status = pack_and_run(parallel_for, job, panels, ceil_div(kWorkOfTask / 16, of_panel + 1), job.blocks(),
+                                       ceil_div(kWorkOfTask, of_block + 1));
+    if (status != Status::ok) return status;
     return out_of_memory ? Status::out_of_memory : Status::ok;
 }
