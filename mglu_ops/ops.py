@@ -13,8 +13,7 @@
     forward: y = sum_i route_i * act(x (M_i * W)^T) * (x ((1 - M_i) * W)^T),   i = 1 .. n_masks, 1 <= n_masks <= 16
 
 x `[..., in_features]`, weight `[out_features, in_features]`, y `[..., out_features]`, route_weights `[..., n_masks]`,
-mask_logits `[n_masks, out_features, in_features]` with M = logits > 0. A mask whose route weight is 0 may be left out:
-whether infinities under it turn into NaN is not specified.
+mask_logits `[n_masks, out_features, in_features]` with M = logits > 0.
 
 Registered with `torch.library.Library`, whose calls cost a third of `@custom_op`'s; no kernel is named here.
 """

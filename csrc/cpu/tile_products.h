@@ -275,8 +275,8 @@ inline Status forward_tiles(const Forward& call, ParallelFor parallel_for) {
     const Floats routes = all_routes(call), x = allocate_floats(panels * steps * vecs * kTile);
     if (!routes || !x) return Status::out_of_memory;
     bool out_of_memory = false;
-    const TileProducts job{call,   activation_of(call.activation), routes.get(), vecs,    panels, panels_of_block,
-                           groups, steps,                          stretch,      x.get(), &out_of_memory};
+    const TileProducts job{call, activation_of(call.activation), routes.get(), vecs, panels, panels_of_block, groups, steps,
+                           stretch, x.get(), &out_of_memory};
     const std::int64_t of_panel = call.in_features * 16 * vecs;
     const std::int64_t of_block = job.features_of_block() * call.in_features * (call.n_masks + 1) * panels_of_block * 16;
     const Status status = pack_and_run(parallel_for, job, panels, ceil_div(kWorkOfTask / 16, of_panel + 1), job.blocks(),

@@ -143,7 +143,8 @@ __device__ __forceinline__ MaskWords<kGroup> load_masks(u32 slot, const Lane& la
         return load_mask_words<kGroup>(slot + lane.masks[0] + offset);
     } else {
         constexpr int kWords = kGroup / 4 > 0 ? kGroup / 4 : 1;
-        static_assert(kSwizzleMasks || kGroup < kMasks ? kGroup == 4 || kGroup == 8 || kGroup == 16 : true, "a group is whole words");
+        static_assert((kGroup == kMasks && !kSwizzleMasks) || kGroup == 4 || kGroup == 8 || kGroup == 16,
+                      "a group is whole words");
         u32 a[kWords], b[kWords];
         load_shared_words(a, slot + lane.masks[0] + offset);
         load_shared_words(b, slot + lane.masks[1] + offset);
