@@ -115,9 +115,20 @@ def test_tile_kernel(n_masks: int, tokens: int, tmp_path: Path) -> None:
     _compile("turn_x", "sm_90a", plan.turn_defines(config), tmp_path)
 
 
-def test_tile_kernel_reads_masks_that_the_copy_engine_cannot(tmp_path: Path) -> None:
-    problem = _problem((9, 0), torch.float16, 3, 32, mask_alignment=8)
-    config = launch.choose((9, 0), torch.float16, 3, 32, 8192, 2048, aligned=True)
+@pytest.mark.parametrize(
+    ("n_masks", "tokens"), [(2, 24), (8, 32), (9, 32), (10, 32), (12, 24), (13, 24), (15, 16), (16, 16), (16, 32)]
+)
+def test_sparse_tiles_where_registers_are_fewest(n_masks: int, tokens: int, tmp_path: Path) -> None:
+    config = launch.choose((9, 0), torch.bfloat16, n_masks, tokens, 14336, 4096, aligned=True)
+    assert config.sparse
+    _check(_problem((9, 0), torch.bfloat16, n_masks, tokens), config, tmp_path)
+
+
+@pytest.mark.parametrize("tokens", [32, 64])
+def test_tile_kernel_reads_masks_that_the_copy_engine_cannot(tokens: int, tmp_path: Path) -> None:
+    problem = _problem((9, 0), torch.float16, 3, tokens, mask_alignment=8)
+    config = launch.choose((9, 0), torch.float16, 3, tokens, 8192, 2048, aligned=True)
+    assert config.sparse == (tokens == 32)
     assert plan.matrices(problem, config)[1] is None
     _check(problem, config, tmp_path)
 
@@ -130,7 +141,7 @@ def test_tiles_cover_all_rows_and_tokens(n_masks: int) -> None:
         if config.kernel == "tile_wgmma":
             assert config.rows <= out_features
             assert config.stages >= 3
-            assert config.turned_bytes(tokens, 4096) >= tokens * 4096 * 2
+            assert config.turned_bytes(tokens, 4096) >= tokens * 4096 * (4 if config.sparse else 2)
             assert config.turned_bytes(tokens, 4096) % (8 * 128) == 0  # whole warps of turn_x
             assert config.threads <= 384
 

@@ -158,56 +158,21 @@ __device__ __forceinline__ MaskWords<kGroup> load_masks(u32 slot, const Lane& la
     }
 }
 
-// Places of values at x and at 0, in each four bits: 0 or 1 for the first, 2 or 3 for the second.
-constexpr u32 kAllAtX = 0x88888888u;
-
-// ~bits & even | all_at_x in one instruction: a LOP3 with two constants must find one of them in a register.
-struct Constants {
-    u32 even = 0x55555555u, all_at_x = kAllAtX;
-
-    __device__ __forceinline__ Constants() { keep(even), keep(all_at_x); }
-
-    __device__ __forceinline__ u32 places_of(u32 bits) const {
-        u32 places;
-        asm("lop3.b32 %0, %1, %2, %3, 0xae;" : "=r"(places) : "r"(bits), "r"(even), "r"(all_at_x));
-        return places;
-    }
-};
-
-// The mask bits that one lane gives, for masks of a group: of its octets 2q and 2q + 1, rows g and g + 8, those of the even
-// weights and those of the odd ones.
-struct Places {
-    u32 even[kGroup], odd[kGroup];
-
-    __device__ __forceinline__ Places(const MaskWords<kGroup>& top, const MaskWords<kGroup>& bottom, const Constants& constants) {
-#pragma unroll
-        for (int i = 0; i < kGroup; ++i) {
-            const u32 bits = i % 2 == 0 ? pick_bytes<0x6420>(top.word[i / 2], bottom.word[i / 2])
-                                        : pick_bytes<0x7531>(top.word[i / 2], bottom.word[i / 2]);
-            even[i] = constants.places_of(bits);
-            odd[i] = constants.places_of(bits >> 1);
-        }
-    }
-};
-
-// What a lane holds of one 16 x 64 chunk: A and B of four products. A product takes the octets 4 kPair to 4 kPair + 3 (whose
-// masks the lanes q = 2 kPair and 2 kPair + 1 have), of them the even weights or the odd ones. Of two octets, lane q's values
-// are weights 4q to 4q + 3; of each octet its x are those of weights 2q and 2q + 1.
+// What a lane holds of one 16 x 64 chunk: A and B of four products. Of each octet its x are those of weights 2q and 2q + 1.
 struct Chunk {
-    u32 weight[2][2][4];          // [pair of lanes][even, odd]
-    u32 x[kTokenTiles][2][2][4];  // the same: x below, 0 above
+    SparseWeights weights[2];     // the even ones and the odd ones
+    u32 x[kTokenTiles][2][2][4];  // [.][pair][odd][.]: x below, 0 above
 
-    __device__ __forceinline__ Chunk(u32 weights, const Lane& lane, int x_offset) {
+    __device__ __forceinline__ Chunk(u32 rows, const Lane& lane, int x_offset) {
 #pragma unroll
         for (int source = 0; source < 4; ++source) {
-            const u32 address = (weights + lane.weights) ^ source * 32;
+            const u32 address = (rows + lane.weights) ^ source * 32;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 u32 word[2];
                 load_shared_words(word, address + half * 1024);
-                u32(&fragment)[2][4] = weight[source / 2];
-                fragment[0][source % 2 * 2 + half] = pick_bytes<0x5410>(word[0], word[1]);
-                fragment[1][source % 2 * 2 + half] = pick_bytes<0x7632>(word[0], word[1]);
+                weights[0].set(source, half, word, 0);
+                weights[1].set(source, half, word, 1);
             }
         }
 #pragma unroll
@@ -224,11 +189,11 @@ struct Chunk {
     __device__ __forceinline__ void mma(float (&sum)[kTokenTiles][4], u32 places) const {
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n)
-            mma_sparse_16x8x32<kType == kBfloat16, kPair>(sum[n], weight[kPair][kOdd], x[n][kPair][kOdd], places);
+            mma_sparse_16x8x32<kType == kBfloat16, kPair>(sum[n], weights[kOdd].value[kPair], x[n][kPair][kOdd], places);
     }
 
     // t: every weight.
-    __device__ __forceinline__ void multiply_all(Accumulators& acc, const Constants& constants) const {
+    __device__ __forceinline__ void multiply_all(Accumulators& acc, const PlaceConstants& constants) const {
         mma<0, 0>(acc.sum[0], constants.all_at_x);
         mma<0, 1>(acc.sum[0], constants.all_at_x);
         mma<1, 0>(acc.sum[0], constants.all_at_x);
@@ -236,16 +201,17 @@ struct Chunk {
     }
 
     // s_i, for each mask of a group.
-    __device__ __forceinline__ void multiply_masked(Accumulators& acc, int group, const Places& places) const {
+    __device__ __forceinline__ void multiply_masked(Accumulators& acc, int group, const Places<kGroup>& even,
+                                                    const Places<kGroup>& odd) const {
         float(*sums)[kTokenTiles][4] = acc.sum + 1 + group * kGroup;
 #pragma unroll
-        for (int i = 0; i < kGroup; ++i) mma<0, 0>(sums[i], places.even[i]);
+        for (int i = 0; i < kGroup; ++i) mma<0, 0>(sums[i], even.of[i]);
 #pragma unroll
-        for (int i = 0; i < kGroup; ++i) mma<0, 1>(sums[i], places.odd[i]);
+        for (int i = 0; i < kGroup; ++i) mma<0, 1>(sums[i], odd.of[i]);
 #pragma unroll
-        for (int i = 0; i < kGroup; ++i) mma<1, 0>(sums[i], places.even[i]);
+        for (int i = 0; i < kGroup; ++i) mma<1, 0>(sums[i], even.of[i]);
 #pragma unroll
-        for (int i = 0; i < kGroup; ++i) mma<1, 1>(sums[i], places.odd[i]);
+        for (int i = 0; i < kGroup; ++i) mma<1, 1>(sums[i], odd.of[i]);
     }
 };
 
@@ -338,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
     }
 
     const Lane at(g, q, x, p.tokens);
-    const Constants constants;
+    const PlaceConstants constants;
     Accumulators acc = {};
     u32 slot = ring;
     u32 ring_end = ring + kRingBytes;
@@ -365,7 +331,8 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
                     copy_async_commit();
                 }
                 if (group == 0) chunk.multiply_all(acc, constants);
-                chunk.multiply_masked(acc, group, Places(top, bottom, constants));
+                const Places<kGroup> even(top, bottom, 0, constants), odd(top, bottom, 1, constants);
+                chunk.multiply_masked(acc, group, even, odd);
             }
         }
         slot += kStageBytes;

@@ -1,7 +1,7 @@
 // The mask bytes of a lane of a tensor core's operand: of one row of W, two octets A and B (8 weights each), 2 x kMasks bytes,
 // contiguous in the packed format, which become words (A_i, A_i+1, B_i, B_i+1).
 //
-// decode_mma.cu makes places of sparse products of them. tile_wgmma.cu flips signs: weights are paired so that one register
+// They become places of sparse products (decode_mma.cu, tile_wgmma.cu), or flip signs: weights are paired so that one register
 // holds (A_j, B_j); then the flip of that register under mask i needs bit j of A's byte at bit 15 and bit j of B's byte at
 // bit 31, which a single left shift of such a word gives: by 15 - j for mask i, by 7 - j for mask i + 1. So two weights under
 // a mask cost one shift (a product, on the multiplier's pipe) and one LOP3.
@@ -24,6 +24,51 @@ struct MaskWords {
     __device__ __forceinline__ u32 bits(int i, int j) const {
         const int distance = (i % 2 ? 7 : 15) - j;
         return distance == 0 ? word[i / 2] : word[i / 2] * powers_of_two[distance];
+    }
+};
+
+// Places of values at x and at 0, in each four bits: 0 or 1 for the first, 2 or 3 for the second.
+constexpr u32 kAllAtX = 0x88888888u;
+
+// ~bits & even | all_at_x in one instruction: a LOP3 with two constants must find one of them in a register.
+struct PlaceConstants {
+    u32 even = 0x55555555u, all_at_x = kAllAtX;
+
+    __device__ __forceinline__ PlaceConstants() { keep(even), keep(all_at_x); }
+
+    __device__ __forceinline__ u32 places_of(u32 bits) const {
+        u32 places;
+        asm("lop3.b32 %0, %1, %2, %3, 0xae;" : "=r"(places) : "r"(bits), "r"(even), "r"(all_at_x));
+        return places;
+    }
+};
+
+// The mask bits that one lane gives a sparse product, for some masks: of its octets 2q and 2q + 1, rows g (top) and g + 8
+// (bottom), those of the even weights or those of the odd ones.
+template <int kMasks>
+struct Places {
+    u32 of[kMasks];
+
+    __device__ __forceinline__ Places(const MaskWords<kMasks>& top, const MaskWords<kMasks>& bottom, int odd,
+                                      const PlaceConstants& constants) {
+#pragma unroll
+        for (int i = 0; i < kMasks; ++i) {
+            const u32 bits = i % 2 == 0 ? pick_bytes<0x6420>(top.word[i / 2], bottom.word[i / 2])
+                                        : pick_bytes<0x7531>(top.word[i / 2], bottom.word[i / 2]);
+            of[i] = constants.places_of(bits >> odd);
+        }
+    }
+};
+
+// The even weights, or the odd ones, of 16 rows and 64 columns as values of two sparse products. Product `pair` takes the
+// octets 4 pair to 4 pair + 3, whose masks the lanes q = 2 pair and 2 pair + 1 have.
+struct SparseWeights {
+    u32 value[2][4];
+
+    // Of row g + 8 half, out of the weights 4 (q % 2) to 4 (q % 2) + 3 of octet 2 source + q / 2.
+    __device__ __forceinline__ void set(int source, int half, const u32 (&word)[2], int odd) {
+        u32& pair_of_weights = value[source / 2][source % 2 * 2 + half];
+        pair_of_weights = odd ? pick_bytes<0x7632>(word[0], word[1]) : pick_bytes<0x5410>(word[0], word[1]);
     }
 };
 

@@ -14,6 +14,10 @@
 //
 // The sums of a token do not depend on the other tokens: k goes up in steps of 16 into one accumulator.
 //
+// With kSparse the masks are places of sparse products, as in decode_mma.cu: s_i = x (M_i * W)^T takes no flips, and a
+// chunk's fragments serve t and all masks. x then has a zero after each element, so that B is twice as many bytes, which
+// shared memory bears for few tokens only: 128 bytes a clock are what wgmma can read, and what N = 32 columns take.
+//
 // Needs: 16-bit elements, in_features % 8 == 0, weight rows 16-byte aligned, masks contiguous inside a row, out_features
 // >= kBlockRows; p.x is what turn_x.cu made of x, launched just before.
 #include "activation.cuh"
@@ -37,6 +41,7 @@ constexpr int kPasses = MGLU_PASSES;               // over k, each with as many 
 constexpr int kStages = MGLU_STAGES;               // depth of the ring
 constexpr int kSub = MGLU_SUB;                     // 64-wide chunks of k a stage
 constexpr int kSteps = MGLU_STEPS;                 // wgmmas of 16 columns issued together: 1, 2 or 4
+constexpr bool kSparse = MGLU_SPARSE != 0;         // masks are places of sparse products, instead of flips of signs
 constexpr bool kBulkMasks = MGLU_BULK_MASKS != 0;  // rows of masks are 16-byte aligned, so that the copy engine takes them
 
 constexpr int kRowGroups = (kBlockRows + 63) / 64;
@@ -50,12 +55,12 @@ static_assert(kMaskGroups == 1 || kMaskGroups == 2, "one warpgroup for all masks
 static_assert(kConsumers <= 4, "registers for four multiplying warpgroups at most");
 static_assert(kPasses == 1 || (kPassMasks * kPasses == kMasks && kPassMasks % 4 == 0), "whole words of masks a pass");
 
-// A stage: x [kSub][kTokens][64], W [kSub][kBlockRows][64], both with the 16-byte vector v of row r at v ^ (r % 8), masks
+// A stage: x as turn_x.cu orders it, W [kSub][kBlockRows][64], with the 16-byte vector v of row r at v ^ (r % 8), masks
 // [kSub / kMaskSpan][kBlockRows][8 kMaskSpan kMasks]. The copy engine moves multiples of 16 bytes a row.
 constexpr int kMaskSpan = kMasks % 2 == 0 ? 1 : 2;
 constexpr int kMaskRowBytes = 8 * kMaskSpan * kMasks;
 constexpr bool kSwizzleMasks = kMasks == 16;  // rows of 128 bytes, as those of W
-constexpr int kXBytes = kSub * kTokens * 128;
+constexpr int kXBytes = kSub * kTokens * (kSparse ? 256 : 128);
 constexpr int kWeightBytes = kSub * kBlockRows * 128;
 constexpr int kMaskBytes = kBulkMasks ? kSub / kMaskSpan * kBlockRows * kMaskRowBytes : 0;
 constexpr int kStageBytes = (kXBytes + kWeightBytes + kMaskBytes + 1023) / 1024 * 1024;
@@ -225,7 +230,11 @@ __device__ __forceinline__ void load_4(float (&value)[4], const float4* from) {
 constexpr int kCopyRegisters = 24;
 constexpr int kRegisters = kConsumers == 1 ? 255 : kConsumers == 2 ? 240 : kConsumers == 3 ? 160 : 112;
 
-// The sums of 64 rows for t, if kTotal, and for the masks from kFirst to kFirst + kCount - 1.
+// Which of 8 rows of W is row g of a sparse product: 0, 5, 2, 7, 1, 4, 3, 6, so that of a load of 8 bytes a lane, the first and
+// the second 16 lanes each meet all banks once, in W (vector v of row r at v ^ r) as in masks of 32, 64 or 128 bytes a row.
+__device__ __forceinline__ int sparse_row(int g) { return g % 2 * 4 | (g & 2) | (g / 4 ^ g % 2); }
+
+// The sums of 64 rows for t, if kTotal, and for the masks from kFirst to kFirst + kCount - 1: f_i, or s_i with kSparse.
 template <bool kTotal, int kFirst, int kCount>
 struct Sums {
     float t[kColumns];
@@ -238,8 +247,8 @@ struct Sums {
     // weights as they are, serve the masks of their part too: one set, or two where t is all there is.
     static constexpr int kPlainSets = kCount == 0 ? 2 : 1;
     static constexpr bool kRoomy = kProducts * kColumns + 128 <= kRegisters;  // for loads ahead of the wait
-    static_assert(kGroups * kSub >= 2, "a stage is given back during the next");
-    static_assert(kCount > 0 || kParts % 2 == 0, "two sets take turns");
+    static_assert(kSparse || kGroups * kSub >= 2, "a stage is given back during the next");
+    static_assert(kSparse || kCount > 0 || kParts % 2 == 0, "two sets take turns");
 
     // How many groups may still run when the fragments of this one are written: one, unless it is the one just before
     // that had the same set of registers (an odd number of masks in a chunk, and no t between them).
@@ -366,13 +375,98 @@ struct Sums {
         if (lane == 0) barrier_arrive(used);
     }
 
+    // The same with sparse products, whose fragments serve t and all masks. The products of a chunk's even weights are one
+    // group, those of its odd ones the other; while one runs, the other's fragments are made.
+    __device__ __forceinline__ void add_sparse(const Params& p, u32 ring, u32 full, u32 empty, int tile_row, int warpgroup_row,
+                                               int pass, Cursor& cursor) {
+        const int lane = threadIdx.x % 32;
+        const int g = lane / 4;
+        const int q = lane % 4;
+        const int of_8 = sparse_row(g);
+        const int row = warpgroup_row + threadIdx.x / 32 % 4 * 16 + of_8;  // and row + 8
+        const int stages = stage_count(p);
+        const u8* mask_rows = p.masks + (tile_row + row) * p.mask_row_stride;
+        const PlaceConstants constants;
+        u32 used = 0;
+        for (int stage = 0; stage < stages; ++stage) {
+            const u32 slot = ring + cursor.slot * kStageBytes;
+            barrier_wait(full + 8 * cursor.slot, cursor.parity);
+            __syncwarp();
+#pragma unroll
+            for (int sub = 0; sub < kSub; ++sub) {
+                const u32 weights = slot + kXBytes + (sub * kBlockRows + row) * 128 + q % 2 * 8;
+                const u32 masks = slot + kXBytes + kWeightBytes +
+                                  (sub / kMaskSpan * kBlockRows + row) * kMaskRowBytes + sub % kMaskSpan * (8 * kMasks);
+                u32 word[4][2][2];
+                MaskWords<kSome> bits[2];
+                const auto load = [&] {
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+                        for (int source = 0; source < 4; ++source)
+                            load_shared_words(word[source][half], weights + half * 1024 + (2 * source + q / 2 ^ of_8) * 16);
+                        if constexpr (kCount > 0 && kBulkMasks)
+                            bits[half] = load_share<kFirst, kCount>(masks + 8 * half * kMaskRowBytes, q, of_8, pass);
+                        else if constexpr (kCount > 0)
+                            bits[half] = read_share<kFirst, kCount>(mask_rows + 8 * half * p.mask_row_stride,
+                                                                    (stage * kSub + sub) * 8 + 2 * q, p.in_features / 8, pass);
+                    }
+                };
+                if (kRoomy) load();
+#pragma unroll
+                for (int odd = 0; odd < 2; ++odd) {
+                    wgmma_wait<1>();
+                    if (sub == 0 && odd == 1 && used) {
+                        __syncwarp();
+                        if (lane == 0) barrier_arrive(used);
+                    }
+                    if (!kRoomy && odd == 0) load();
+                    SparseWeights weight;
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) weight.set(i / 2, i % 2, word[i / 2][i % 2], odd);
+                    const Places<kSome> places(bits[0], bits[1], odd, constants);
+                    multiply_sparse(weight, places, constants, slot + sub * kTokens * 256 + odd * 64);
+                }
+            }
+            used = empty + 8 * cursor.slot;
+            cursor.advance();
+        }
+        wgmma_wait<0>();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(used);
+    }
+
+    static constexpr int kSome = kCount > 0 ? kCount : 1;
+
+    // x: where the even columns of the chunk's first piece start, or the odd ones.
+    __device__ __forceinline__ void multiply_sparse(const SparseWeights& weight, const Places<kSome>& places,
+                                                    const PlaceConstants& constants, u32 x) {
+#pragma unroll
+        for (int r = 0; r < 8; ++r) asm volatile("" ::"r"(weight.value[r / 4][r % 4]));
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) asm volatile("" ::"r"(places.of[i]));
+        wgmma_fence();
+        multiply_piece<0>(weight, places, constants, wgmma_descriptor(x));
+        multiply_piece<1>(weight, places, constants, wgmma_descriptor(x + kTokens * 128));
+        wgmma_commit();
+    }
+
+    template <int kPair>
+    __device__ __forceinline__ void multiply_piece(const SparseWeights& weight, const Places<kSome>& places,
+                                                   const PlaceConstants& constants, u64 b) {
+        using Product = Wgmma<kTokens, kType == kBfloat16>;
+        if constexpr (kTotal) Product::template run_sparse<kPair>(t, weight.value[kPair], b, constants.all_at_x);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) Product::template run_sparse<kPair>(f[i], weight.value[kPair], b, places.of[i]);
+    }
+
     // `sum` and this share's terms, one after another: the same bits however masks are shared out.
     __device__ __forceinline__ float add_terms(const Params& p, float sum, float total, int column, int token,
                                                int pass) const {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
-            const float gate = 0.5f * (total - f[i][column]);
-            const float value = 0.5f * (total + f[i][column]);
+            const float gate = kSparse ? f[i][column] : 0.5f * (total - f[i][column]);
+            const float value = kSparse ? total - gate : 0.5f * (total + f[i][column]);
             const bool routed = kRouteType >= 0 && token < p.tokens;
             const float route = routed ? load_route<kRouteType>(p, token, pass * kPassMasks + kFirst + i) : 1.0f;
             sum += route * (activate<kActivation, true>(gate) * value);
@@ -386,7 +480,13 @@ __device__ __forceinline__ void store(const Params& p, const float (&y)[4], int 
     const auto pack = [](float low, float high) {
         return static_cast<u32>(from_float<kType>(low)) | static_cast<u32>(from_float<kType>(high)) << 16;
     };
-    const u32 half[2] = {transpose(pack(y[0], y[1])), transpose(pack(y[2], y[3]))};  // two rows of one token
+    const auto turn = [lane](u32 pair) {
+        const u32 rows = transpose(pair);  // 2 (lane % 4) and the next of A
+        if constexpr (!kSparse) return rows;
+        const u32 other = __shfl_xor_sync(~0u, rows, 2);
+        return lane % 4 < 2 ? pick_bytes<0x5410>(rows, other) : pick_bytes<0x7632>(rows, other);
+    };
+    const u32 half[2] = {turn(pack(y[0], y[1])), turn(pack(y[2], y[3]))};  // rows 2 (lane % 4) and the next of one token
     token += lane / 4;
     if (token >= p.tokens) return;
     u16* out = static_cast<u16*>(p.out) + static_cast<i64>(token) * p.out_features;
@@ -430,7 +530,10 @@ __device__ __forceinline__ void multiply_pass(const Params& p, u32 ring, u32 ful
     const bool done = kLastGroup && pass == kPasses - 1;
     Sums<kTotal, kFirst, kCount> sums;
     sums.clear();
-    sums.add(p, ring, full, empty, tile.row, warpgroup_row, pass, cursor);
+    if constexpr (kSparse)
+        sums.add_sparse(p, ring, full, empty, tile.row, warpgroup_row, pass, cursor);
+    else
+        sums.add(p, ring, full, empty, tile.row, warpgroup_row, pass, cursor);
     if constexpr (kGroup > 0) named_sync<256>(hands.handed_on);
     else if (!kLastGroup && again) named_sync<256>(hands.taken);
 #pragma unroll

@@ -58,7 +58,11 @@ __device__ __forceinline__ u64 wgmma_descriptor(u32 address) {
 }
 
 // D (64 x N, float32) += A (64 x 16, in registers) B (16 x N, in shared memory), as a warpgroup. Warp w holds rows 16 w
-// to 16 w + 15 of A and D, in the layout of mma.m16n8k16 (ptx.cuh): d[4 j + r] is element r of columns 8 j to 8 j + 7.
+// to 16 w + 15 of A and D: with g = lane / 4 and q = lane % 4, a0 is elements 2q and 2q + 1 of row g, a1 those of row g + 8,
+// a2 and a3 8 elements on; d[4 j + r] of columns 8 j + 2q (r even) and 8 j + 2q + 1, of rows g (r < 2) and g + 8.
+//
+// run_sparse: A (64 x 32) has two values in each four columns, in places as those of mma_sparse_16x8x32 (ptx.cuh), and B is
+// 32 x N.
 template <int N, bool kBfloat16>
 struct Wgmma;
 
@@ -84,32 +88,40 @@ struct Wgmma;
 #define MGLU_F32(i) MGLU_F16(i), MGLU_F16(i + 16)
 #define MGLU_F64(i) MGLU_F32(i), MGLU_F32(i + 32)
 
-#define MGLU_WGMMA_OF(N, IS_BFLOAT16, TYPE, D, A, B, ...)                                                             \
+#define MGLU_WGMMA_OF(N, IS_BFLOAT16, TYPE, D, A, B, PLACES, PAIR, ...)                                              \
     template <>                                                                                                      \
     struct Wgmma<N, IS_BFLOAT16> {                                                                                   \
         __device__ __forceinline__ static void run(float (&d)[N / 2], const u32 (&a)[4], u64 b) {                    \
-            asm volatile("{\n\t.reg .pred add;\n\tsetp.eq.u32 add, 0, 0;\n\t"                                         \
+            asm volatile("{\n\t.reg .pred add;\n\tsetp.eq.u32 add, 0, 0;\n\t"                                        \
                          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                             \
-                         " {" D "}, {" A "}, " B ", add, 1, 1, 0;\n\t}"                                               \
+                         " {" D "}, {" A "}, " B ", add, 1, 1, 0;\n\t}"                                              \
                          : __VA_ARGS__                                                                               \
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                      \
+        }                                                                                                            \
+        template <int kPair>                                                                                         \
+        __device__ __forceinline__ static void run_sparse(float (&d)[N / 2], const u32 (&a)[4], u64 b, u32 places) { \
+            asm volatile("{\n\t.reg .pred add;\n\tsetp.eq.u32 add, 0, 0;\n\t"                                        \
+                         "wgmma.mma_async.sp.sync.aligned.m64n" #N "k32.f32." TYPE "." TYPE                          \
+                         " {" D "}, {" A "}, " B ", " PLACES ", " PAIR ", add, 1, 1, 0;\n\t}"                        \
+                         : __VA_ARGS__                                                                               \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(places), "n"(kPair));             \
         }                                                                                                            \
     };
 #define MGLU_WGMMA(N, ...) MGLU_WGMMA_OF(N, false, "f16", __VA_ARGS__) MGLU_WGMMA_OF(N, true, "bf16", __VA_ARGS__)
 
-MGLU_WGMMA(8, MGLU_D4, "%4, %5, %6, %7", "%8", MGLU_F4(0))
-MGLU_WGMMA(16, MGLU_D8, "%8, %9, %10, %11", "%12", MGLU_F8(0))
-MGLU_WGMMA(24, MGLU_D12, "%12, %13, %14, %15", "%16", MGLU_F8(0), MGLU_F4(8))
-MGLU_WGMMA(32, MGLU_D16, "%16, %17, %18, %19", "%20", MGLU_F16(0))
-MGLU_WGMMA(40, MGLU_D20, "%20, %21, %22, %23", "%24", MGLU_F16(0), MGLU_F4(16))
-MGLU_WGMMA(48, MGLU_D24, "%24, %25, %26, %27", "%28", MGLU_F16(0), MGLU_F8(16))
-MGLU_WGMMA(56, MGLU_D28, "%28, %29, %30, %31", "%32", MGLU_F16(0), MGLU_F8(16), MGLU_F4(24))
-MGLU_WGMMA(64, MGLU_D32, "%32, %33, %34, %35", "%36", MGLU_F32(0))
-MGLU_WGMMA(80, MGLU_D40, "%40, %41, %42, %43", "%44", MGLU_F32(0), MGLU_F8(32))
-MGLU_WGMMA(96, MGLU_D48, "%48, %49, %50, %51", "%52", MGLU_F32(0), MGLU_F16(32))
-MGLU_WGMMA(112, MGLU_D56, "%56, %57, %58, %59", "%60", MGLU_F32(0), MGLU_F16(32), MGLU_F8(48))
-MGLU_WGMMA(128, MGLU_D64, "%64, %65, %66, %67", "%68", MGLU_F64(0))
-MGLU_WGMMA(160, MGLU_D80, "%80, %81, %82, %83", "%84", MGLU_F64(0), MGLU_F16(64))
-MGLU_WGMMA(192, MGLU_D96, "%96, %97, %98, %99", "%100", MGLU_F64(0), MGLU_F32(64))
+MGLU_WGMMA(8, MGLU_D4, "%4, %5, %6, %7", "%8", "%9", "%10", MGLU_F4(0))
+MGLU_WGMMA(16, MGLU_D8, "%8, %9, %10, %11", "%12", "%13", "%14", MGLU_F8(0))
+MGLU_WGMMA(24, MGLU_D12, "%12, %13, %14, %15", "%16", "%17", "%18", MGLU_F8(0), MGLU_F4(8))
+MGLU_WGMMA(32, MGLU_D16, "%16, %17, %18, %19", "%20", "%21", "%22", MGLU_F16(0))
+MGLU_WGMMA(40, MGLU_D20, "%20, %21, %22, %23", "%24", "%25", "%26", MGLU_F16(0), MGLU_F4(16))
+MGLU_WGMMA(48, MGLU_D24, "%24, %25, %26, %27", "%28", "%29", "%30", MGLU_F16(0), MGLU_F8(16))
+MGLU_WGMMA(56, MGLU_D28, "%28, %29, %30, %31", "%32", "%33", "%34", MGLU_F16(0), MGLU_F8(16), MGLU_F4(24))
+MGLU_WGMMA(64, MGLU_D32, "%32, %33, %34, %35", "%36", "%37", "%38", MGLU_F32(0))
+MGLU_WGMMA(80, MGLU_D40, "%40, %41, %42, %43", "%44", "%45", "%46", MGLU_F32(0), MGLU_F8(32))
+MGLU_WGMMA(96, MGLU_D48, "%48, %49, %50, %51", "%52", "%53", "%54", MGLU_F32(0), MGLU_F16(32))
+MGLU_WGMMA(112, MGLU_D56, "%56, %57, %58, %59", "%60", "%61", "%62", MGLU_F32(0), MGLU_F16(32), MGLU_F8(48))
+MGLU_WGMMA(128, MGLU_D64, "%64, %65, %66, %67", "%68", "%69", "%70", MGLU_F64(0))
+MGLU_WGMMA(160, MGLU_D80, "%80, %81, %82, %83", "%84", "%85", "%86", MGLU_F64(0), MGLU_F16(64))
+MGLU_WGMMA(192, MGLU_D96, "%96, %97, %98, %99", "%100", "%101", "%102", MGLU_F64(0), MGLU_F32(64))
 
 }  // namespace mglu

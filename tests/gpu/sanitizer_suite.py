@@ -25,8 +25,8 @@ Shape = tuple[int, int, int, int]
 FMA, MMA = "decode_fma", "decode_mma"
 CASES: list[tuple[LaunchConfig | None, torch.dtype, Shape]] = [
     # The chosen launches, by tokens, out_features, in_features, n_masks: all four kernels, and those for odd sizes.
-    *((None, torch.bfloat16, (tokens, 200, 264, 4)) for tokens in (1, 3, 8, 16, 70)),
-    *((None, torch.float16, (tokens, 130, 1032, 16)) for tokens in (1, 5, 33)),
+    *((None, torch.bfloat16, (tokens, 200, 264, 4)) for tokens in (1, 3, 8, 16, 20, 70)),
+    *((None, torch.float16, (tokens, 130, 1032, 16)) for tokens in (1, 5, 30, 33)),
     *((None, torch.float16, (tokens, 66, 136, 1)) for tokens in (1, 2, 17)),
     *((None, torch.float16, (tokens, 33, 41, 3)) for tokens in (1, 6)),
     *((None, torch.float32, (tokens, 33, 72, 5)) for tokens in (1, 6)),

@@ -52,6 +52,8 @@ class LaunchConfig:
     """`tile_wgmma`: how often k is gone through, each time for as many of the masks: 4, or a multiple of it."""
     steps: int = 4
     """`tile_wgmma`: wgmmas of 16 columns that are issued together."""
+    sparse: bool = False
+    """`tile_wgmma`: mask bits are places of sparse products: no signs are flipped, and x is twice as many bytes."""
     early_weights: bool = False
     """Start reading W before the kernels ahead in the stream have finished (programmatic dependent launch). Only
     right when none of them writes W or the masks."""
@@ -130,15 +132,16 @@ class LaunchConfig:
 
     def _tile_stage_bytes(self, n_masks: int) -> int:
         """Of `tile_wgmma`: x, W and masks."""
-        return _round_up(self.sub * ((self.block_tokens + self.rows) * 128 + self.rows * 8 * n_masks), 1024)
+        x = self.block_tokens * (256 if self.sparse else 128)
+        return _round_up(self.sub * (x + self.rows * (128 + 8 * n_masks)), 1024)
 
     def turned_bytes(self, tokens: int, in_features: int) -> int:
         """Of the copy of x that `turn_x` makes for `tile_wgmma`: whole tiles of tokens and whole stages of columns."""
-        return _round_up(tokens, self.block_tokens) * _round_up(in_features, 64 * self.sub) * 2
+        return _round_up(tokens, self.block_tokens) * _round_up(in_features, 64 * self.sub) * (4 if self.sparse else 2)
 
     def turn_blocks(self, tokens: int, in_features: int) -> int:
         """Blocks of `turn_x`: each of its 8 warps takes 8 tokens by 64 columns."""
-        return -(-self.turned_bytes(tokens, in_features) // (8 * 8 * 128))
+        return -(-_round_up(tokens, self.block_tokens) * _round_up(in_features, 64 * self.sub) // (8 * 8 * 64))
 
     def grid(self, tokens: int, out_features: int, multiprocessors: int) -> tuple[int, int]:
         groups = -(-tokens // self.block_tokens)
@@ -188,7 +191,8 @@ def choose(
         # 16 masks: 13.0, 21.2, 33.0 us against 13.6, 28.1, 41.5). With long ones x of 16 tokens takes its time too.
         few = 16 if in_features <= 2048 else 8
         if arch == (9, 0) and tokens > few and out_features >= 64:
-            return _tile(n_masks, tokens, out_features, in_features, multiprocessors)
+            sparse = n_masks > 1 and tokens <= _MOST_SPARSE_TOKENS
+            return _tile(n_masks, tokens, out_features, in_features, multiprocessors, sparse)
         if tokens == 1 and n_masks <= 4:
             preferred = _one_token(n_masks, in_features)
         else:
@@ -212,11 +216,11 @@ def choose_invariant(
     """The configuration for a problem whose rows must have the same bits in every batch; arguments as of `choose`.
 
     The number of tokens decides nothing that the order of a sum depends on: `tile_wgmma` goes up k in one accumulator
-    however it is cut; `decode_mma` is the one for 8 tokens, `plain` the one for 4.
+    however it is cut, and never by sparse products; `decode_mma` is the one for 8 tokens, `plain` the one for 4.
     """
     if aligned and dtype != torch.float32 and out_features >= 16 and arch >= (8, 0):
         if arch == (9, 0) and out_features >= 64:
-            return _tile(n_masks, tokens, out_features, in_features, multiprocessors)
+            return _tile(n_masks, tokens, out_features, in_features, multiprocessors, sparse=False)
         preferred = _few_tokens(n_masks, 8, out_features, in_features, multiprocessors)
         fitted = _fit(preferred, shared_limit(arch), n_masks, 8, in_features)
         if fitted is not None:
@@ -267,6 +271,9 @@ def _few_tokens(n_masks: int, tokens: int, out_features: int, in_features: int, 
     return replace(config, stages=3 if split_k == 1 else 2, mask_group=8 if n_masks == 16 else n_masks)
 
 
+_MOST_SPARSE_TOKENS = 32
+"""Up to which `tile_wgmma` takes sparse products, for two masks and more: at 48 they are 0 to 4% faster, at 64 slower."""
+
 _TOKEN_COLUMNS = (16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192)
 """Widths of `tile_wgmma`'s tiles that its source has the instruction for."""
 
@@ -276,22 +283,27 @@ cores of an H200, which its power limits."""
 _BYTES_PER_MICROSECOND = 4.4e6
 
 
-def _tile(n_masks: int, tokens: int, out_features: int, in_features: int, multiprocessors: int) -> LaunchConfig:
+def _tile(
+    n_masks: int, tokens: int, out_features: int, in_features: int, multiprocessors: int, sparse: bool
+) -> LaunchConfig:
     """The cut of the least time by a model that is within 10% of most measurements (benchmarks/NOTES.md).
 
     A wave of blocks takes (products of 64 rows) x (15 + columns of tokens): below 64 columns the flips of signs take
-    longer than the products, and less than 23 save nothing. Reading W, once a pass, goes on meanwhile, but for 40%.
+    longer than the products, and less than 23 save nothing. Sparse products, which read twice as much x, take
+    (20 + 0.7 x columns). Reading W, once a pass, goes on meanwhile, but for 40%.
     """
     found: list[tuple[float, LaunchConfig]] = []
     for groups, passes in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (2, 3), (1, 4), (2, 4)):
         masks = n_masks // passes
-        if groups > masks or (passes > 1 and (n_masks % passes or masks % 4 or tokens < 48)):
+        if groups > masks or (passes > 1 and (n_masks % passes or masks % 4 or tokens < 48 or sparse)):
             continue
         products = n_masks + (passes if groups == 2 else 1)
+        # Sparse ones take 2 registers a mask of a thread beside the sums; of 16 masks they are too many.
+        most_sums = (160 if groups == 2 or n_masks < 16 else 0) if sparse else 192 if n_masks <= 2 else 168
         once = passes * out_features * in_features * (2 + n_masks / 8) / _BYTES_PER_MICROSECOND
         for columns in _TOKEN_COLUMNS:
             sums = -(-(masks + 1) // groups) * columns // 2  # registers of a thread
-            if sums > (192 if n_masks <= 2 else 168) or (columns >= tokens + 16 and columns > 16):
+            if sums > most_sums or (columns >= tokens + 16 and columns > 16) or (sparse and columns < tokens):
                 continue
             token_tiles = -(-tokens // columns)
             reading = once * min(2.0, 1 + 0.3 * (token_tiles - 1))  # again from L2
@@ -299,9 +311,10 @@ def _tile(n_masks: int, tokens: int, out_features: int, in_features: int, multip
                 waves = token_tiles * -(-out_features // rows) / multiprocessors
                 waves = ceil(waves) if waves <= 4 else waves + 0.4  # the last ones of many run beside each other
                 # One warpgroup alone waits for itself; two of the same rows read W twice, and wait for each other.
-                alone = 1.35 if groups == 1 and rows == 64 else 1.0
-                together = 1.0 if groups == 1 else 1.1 if columns >= 64 else 1.25
-                wave = (1 if rows == 64 else 2) * products * max(15 + columns, 38) * alone * together
+                alone = (1.5 if sparse else 1.35) if groups == 1 and rows == 64 else 1.0
+                together = 1.0 if groups == 1 else 1.5 if sparse else 1.1 if columns >= 64 else 1.25
+                product = 20 + 0.7 * columns if sparse else max(15 + columns, 38)
+                wave = (1 if rows == 64 else 2) * products * product * alone * together
                 arithmetic = waves * wave * in_features * _MICROSECONDS
                 config = LaunchConfig(
                     "tile_wgmma",
@@ -311,7 +324,8 @@ def _tile(n_masks: int, tokens: int, out_features: int, in_features: int, multip
                     passes=passes,
                     # Bound by memory, longer stages cost fewer instructions. An odd number of masks needs them.
                     sub=2 if token_tiles == 1 or n_masks % 2 else 1,
-                    steps=4 if sums <= 72 and token_tiles == 1 else 2,
+                    steps=4 if sparse or (sums <= 72 and token_tiles == 1) else 2,
+                    sparse=sparse,
                 )
                 if rows <= out_features:
                     found.append((max(arithmetic, reading) + 0.4 * min(arithmetic, reading), config))
@@ -319,7 +333,7 @@ def _tile(n_masks: int, tokens: int, out_features: int, in_features: int, multip
     for _, config in found:
         filled = fill_shared(config, n_masks)
         if filled.stages < 4 and config.sub == 2 and n_masks % 2 == 0:
-            filled = fill_shared(replace(config, sub=1, steps=2), n_masks)
+            filled = fill_shared(replace(config, sub=1, steps=4 if sparse else 2), n_masks)
         if filled.stages >= 3:
             return filled
     raise AssertionError("the narrowest tile always fits")

@@ -250,7 +250,7 @@ def target(arch: tuple[int, int], config: LaunchConfig) -> str:
 
 def turn_defines(config: LaunchConfig) -> dict[str, int]:
     """The macros of `turn_x`."""
-    return {"MGLU_TOKEN_COLUMNS": config.block_tokens, "MGLU_SUB": config.sub}
+    return {"MGLU_TOKEN_COLUMNS": config.block_tokens, "MGLU_SUB": config.sub, "MGLU_SPARSE": int(config.sparse)}
 
 
 def defines(problem: Problem, config: LaunchConfig) -> dict[str, int]:
@@ -274,6 +274,7 @@ def defines(problem: Problem, config: LaunchConfig) -> dict[str, int]:
             "MGLU_SUB": config.sub,
             "MGLU_STEPS": config.steps,
             "MGLU_BULK_MASKS": int(p.mask_alignment == 16),
+            "MGLU_SPARSE": int(config.sparse),
         }
     common |= {
         "MGLU_TILES": config.tiles,
