@@ -272,7 +272,7 @@ def _few_tokens(n_masks: int, tokens: int, out_features: int, in_features: int, 
 
 
 _MOST_SPARSE_TOKENS = 32
-"""Up to which `tile_wgmma` takes sparse products, for two masks and more: at 48 they are 0 to 4% faster, at 64 slower."""
+"""Up to which `tile_wgmma` takes sparse products, for two masks and more (48: 0 to 4% faster, 64: slower)."""
 
 _TOKEN_COLUMNS = (16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192)
 """Widths of `tile_wgmma`'s tiles that its source has the instruction for."""
