@@ -24,6 +24,9 @@ GEMM_LAYERS = 2
 """Whose results are several times L2."""
 GEMM_FROM = 16
 """Tokens: for fewer, reading takes longer than arithmetic whatever the rate and for any number of masks."""
+GEMM_APART_UP_TO = 64
+"""Tokens: up to here the product does not take turns with what is measured. It draws so much power that kernels of
+microseconds, which are bound by memory, are up to a fifth slower beside it."""
 
 
 @cache

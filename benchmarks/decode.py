@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.baselines import compiled, naive, swiglu, swiglu_stacked
-from benchmarks.ceiling import GEMM, GEMM_FROM, GEMM_TOKENS, floor, gemm, reader
+from benchmarks.ceiling import GEMM, GEMM_APART_UP_TO, GEMM_FROM, GEMM_TOKENS, floor, gemm, reader
 from benchmarks.harness import ROUNDS, Row, Timing, Variant, measure, write
 from benchmarks.layers import Layers, masks_of
 from mglu_ops import dispatch
@@ -140,9 +140,13 @@ def bench(
         variants += naive_variants(layers, tuned)
     if "swiglu" in baselines:
         variants += swiglu_variants(layers, tuned)
-    if tokens >= GEMM_FROM:
-        variants.append(gemm(layers.weights))
+    apart = [gemm(layers.weights)] if tokens >= GEMM_FROM else []
+    if tokens > GEMM_APART_UP_TO:
+        variants += apart
+        apart = []
     timings = measure(variants, dtype, rounds)
+    if apart:
+        timings |= measure(apart, dtype, rounds)
     ceiling, product = timings["read ceiling"].microseconds, timings.get(GEMM)
     timings["floor"] = Timing(floor(ceiling, product and product.microseconds, tokens, n_masks), 0.0)
 
