@@ -140,13 +140,11 @@ def bench(
         variants += naive_variants(layers, tuned)
     if "swiglu" in baselines:
         variants += swiglu_variants(layers, tuned)
-    apart = [gemm(layers.weights)] if tokens >= GEMM_FROM else []
     if tokens > GEMM_APART_UP_TO:
-        variants += apart
-        apart = []
+        variants.append(gemm(layers.weights))
     timings = measure(variants, dtype, rounds)
-    if apart:
-        timings |= measure(apart, dtype, rounds)
+    if GEMM_FROM <= tokens <= GEMM_APART_UP_TO:
+        timings |= measure([gemm(layers.weights)], dtype, rounds)
     ceiling, product = timings["read ceiling"].microseconds, timings.get(GEMM)
     timings["floor"] = Timing(floor(ceiling, product and product.microseconds, tokens, n_masks), 0.0)
 

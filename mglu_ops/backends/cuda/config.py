@@ -187,12 +187,13 @@ def choose(
         multiprocessors: SMs of the device.
     """
     if aligned and dtype != torch.float32 and out_features >= 16 and arch >= (8, 0):
-        # Up to 16 tokens and with short rows, decode_mma starts sooner and has no signs to flip (8192 x 2048, 1, 8 and
-        # 16 masks: 13.0, 21.2, 33.0 us against 13.6, 28.1, 41.5). With long ones x of 16 tokens takes its time too.
+        # Up to 16 tokens and with short rows, decode_mma starts sooner (8192 x 2048, 1, 4, 8, 16 masks: 13.4, 15.6,
+        # 21.1, 32.9 us against 13.7, 16.7, 21.6, 32.8 of sparse tiles). With long ones x takes its time too.
         few = 16 if in_features <= 2048 else 8
         if arch == (9, 0) and tokens > few and out_features >= 64:
-            sparse = n_masks > 1 and tokens <= _MOST_SPARSE_TOKENS
-            return _tile(n_masks, tokens, out_features, in_features, multiprocessors, sparse)
+            if n_masks > 1 and tokens <= _MOST_SPARSE_TOKENS:
+                return _sparse_tile(n_masks, tokens, out_features, multiprocessors)
+            return _tile(n_masks, tokens, out_features, in_features, multiprocessors)
         if tokens == 1 and n_masks <= 4:
             preferred = _one_token(n_masks, in_features)
         else:
@@ -220,7 +221,7 @@ def choose_invariant(
     """
     if aligned and dtype != torch.float32 and out_features >= 16 and arch >= (8, 0):
         if arch == (9, 0) and out_features >= 64:
-            return _tile(n_masks, tokens, out_features, in_features, multiprocessors, sparse=False)
+            return _tile(n_masks, tokens, out_features, in_features, multiprocessors)
         preferred = _few_tokens(n_masks, 8, out_features, in_features, multiprocessors)
         fitted = _fit(preferred, shared_limit(arch), n_masks, 8, in_features)
         if fitted is not None:
@@ -272,10 +273,11 @@ def _few_tokens(n_masks: int, tokens: int, out_features: int, in_features: int, 
 
 
 _MOST_SPARSE_TOKENS = 32
-"""Up to which `tile_wgmma` takes sparse products, for two masks and more (48: 0 to 4% faster, 64: slower)."""
+"""Up to which `tile_wgmma` takes sparse products, for two masks and more (48: 5% slower to 7% faster, 64: slower)."""
 
 _TOKEN_COLUMNS = (16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192)
 """Widths of `tile_wgmma`'s tiles that its source has the instruction for."""
+_TILE_ROWS = (64, 80, 96, 112, 128)
 
 _MICROSECONDS = 2e-5
 """Of `tile_wgmma` for a column of in_features, a product of 64 rows and a column of tokens: at the rate of the tensor
@@ -283,38 +285,31 @@ cores of an H200, which its power limits."""
 _BYTES_PER_MICROSECOND = 4.4e6
 
 
-def _tile(
-    n_masks: int, tokens: int, out_features: int, in_features: int, multiprocessors: int, sparse: bool
-) -> LaunchConfig:
+def _tile(n_masks: int, tokens: int, out_features: int, in_features: int, multiprocessors: int) -> LaunchConfig:
     """The cut of the least time by a model that is within 10% of most measurements (benchmarks/NOTES.md).
 
     A wave of blocks takes (products of 64 rows) x (15 + columns of tokens): below 64 columns the flips of signs take
-    longer than the products, and less than 23 save nothing. Sparse products, which read twice as much x, take
-    (20 + 0.7 x columns). Reading W, once a pass, goes on meanwhile, but for 40%.
+    longer than the products, and less than 23 save nothing. Reading W, once a pass, goes on meanwhile, but for 40%.
     """
     found: list[tuple[float, LaunchConfig]] = []
     for groups, passes in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (2, 3), (1, 4), (2, 4)):
         masks = n_masks // passes
-        if groups > masks or (passes > 1 and (n_masks % passes or masks % 4 or tokens < 48 or sparse)):
+        if groups > masks or (passes > 1 and (n_masks % passes or masks % 4 or tokens < 48)):
             continue
         products = n_masks + (passes if groups == 2 else 1)
-        # Sparse ones take 2 registers a mask of a thread beside the sums; of 16 masks they are too many.
-        most_sums = (160 if groups == 2 or n_masks < 16 else 0) if sparse else 192 if n_masks <= 2 else 168
         once = passes * out_features * in_features * (2 + n_masks / 8) / _BYTES_PER_MICROSECOND
         for columns in _TOKEN_COLUMNS:
             sums = -(-(masks + 1) // groups) * columns // 2  # registers of a thread
-            if sums > most_sums or (columns >= tokens + 16 and columns > 16) or (sparse and columns < tokens):
+            if sums > (192 if n_masks <= 2 else 168) or (columns >= tokens + 16 and columns > 16):
                 continue
             token_tiles = -(-tokens // columns)
             reading = once * min(2.0, 1 + 0.3 * (token_tiles - 1))  # again from L2
-            for rows in (64, 80, 96, 112, 128) if groups == 1 else (64,):
-                waves = token_tiles * -(-out_features // rows) / multiprocessors
-                waves = ceil(waves) if waves <= 4 else waves + 0.4  # the last ones of many run beside each other
+            for rows in _TILE_ROWS if groups == 1 else (64,):
                 # One warpgroup alone waits for itself; two of the same rows read W twice, and wait for each other.
-                alone = (1.5 if sparse else 1.35) if groups == 1 and rows == 64 else 1.0
-                together = 1.0 if groups == 1 else 1.5 if sparse else 1.1 if columns >= 64 else 1.25
-                product = 20 + 0.7 * columns if sparse else max(15 + columns, 38)
-                wave = (1 if rows == 64 else 2) * products * product * alone * together
+                alone = 1.35 if groups == 1 and rows == 64 else 1.0
+                together = 1.0 if groups == 1 else 1.1 if columns >= 64 else 1.25
+                wave = (1 if rows == 64 else 2) * products * max(15 + columns, 38) * alone * together
+                waves = _waves(token_tiles * -(-out_features // rows), multiprocessors)
                 arithmetic = waves * wave * in_features * _MICROSECONDS
                 config = LaunchConfig(
                     "tile_wgmma",
@@ -324,8 +319,7 @@ def _tile(
                     passes=passes,
                     # Bound by memory, longer stages cost fewer instructions. An odd number of masks needs them.
                     sub=2 if token_tiles == 1 or n_masks % 2 else 1,
-                    steps=4 if sparse or (sums <= 72 and token_tiles == 1) else 2,
-                    sparse=sparse,
+                    steps=4 if sums <= 72 and token_tiles == 1 else 2,
                 )
                 if rows <= out_features:
                     found.append((max(arithmetic, reading) + 0.4 * min(arithmetic, reading), config))
@@ -333,10 +327,34 @@ def _tile(
     for _, config in found:
         filled = fill_shared(config, n_masks)
         if filled.stages < 4 and config.sub == 2 and n_masks % 2 == 0:
-            filled = fill_shared(replace(config, sub=1, steps=4 if sparse else 2), n_masks)
+            filled = fill_shared(replace(config, sub=1, steps=2), n_masks)
         if filled.stages >= 3:
             return filled
     raise AssertionError("the narrowest tile always fits")
+
+
+def _sparse_tile(n_masks: int, tokens: int, out_features: int, multiprocessors: int) -> LaunchConfig:
+    """`tile_wgmma` with sparse products, for up to `_MOST_SPARSE_TOKENS`: one tile of tokens, few waves of rows.
+
+    A wave of two warpgroups is a third longer than one of a single warpgroup, which waits for itself.
+    """
+    columns = max(16, _round_up(tokens, 8))
+    config = LaunchConfig("tile_wgmma", block_tokens=columns, sub=2, sparse=True)
+    # The sums of a thread leave it registers for the bits and places of its masks; of 16 masks those are too many.
+    if (n_masks + 1) * columns // 2 > 160 or n_masks == 16:
+        config = replace(config, rows=64, mask_groups=2)
+    else:
+        fitting = [rows for rows in _TILE_ROWS if rows <= out_features]
+        waves = {rows: _waves(-(-out_features // rows), multiprocessors) for rows in fitting}
+        config = replace(config, rows=min(fitting, key=lambda rows: waves[rows] * (3 if rows == 64 else 4)))
+    filled = fill_shared(config, n_masks)
+    return filled if filled.stages >= 4 or n_masks % 2 else fill_shared(replace(config, sub=1), n_masks)
+
+
+def _waves(blocks: int, multiprocessors: int) -> float:
+    """Of blocks, one an SM: the last ones of many run beside each other."""
+    waves = blocks / multiprocessors
+    return ceil(waves) if waves <= 4 else waves + 0.4
 
 
 def fill_shared(config: LaunchConfig, n_masks: int) -> LaunchConfig:
