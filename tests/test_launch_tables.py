@@ -173,11 +173,13 @@ def test_the_models_choices_keep_to_the_limits(arch: tuple[int, int]) -> None:
         (12, {"sub": 4, "mask_group": 12}, "mask_group: got 12, must divide n_masks 12 into whole words"),
         (16, {"sub": 4, "mask_group": 4, "split_k": 8}, r"\d+ bytes of shared memory a block, more than"),
         (16, {"rows": 32, "mask_group": 8}, "rows: got 32, must be 16"),
+        (8, {"mask_group": 8, "cluster": 4}, "cluster: got 4, must be 1, or 2 on compute capability 9.0"),
+        (8, {"mask_group": 8, "cluster": 2, "block_tokens": 4}, "cluster: got 2, must be 1, or 2 .* has all tokens"),
     ],
 )
 def test_what_decode_mma_cannot_be_cut_into(n_masks: int, settings: dict[str, Any], words: str) -> None:
     case = Case("a GPU", (9, 0), 132, torch.float16, n_masks, 6, 128, 64)
-    config = LaunchConfig("decode_mma", block_tokens=16, **settings)
+    config = LaunchConfig("decode_mma", **{"block_tokens": 16, **settings})
     assert re.fullmatch(words + ".*", violation(config, case) or "")
 
 

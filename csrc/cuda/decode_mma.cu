@@ -41,6 +41,8 @@ constexpr int kGroup = MGLU_MASK_GROUP;           // masks whose bits are in reg
 constexpr int kBlocksPerSm = MGLU_BLOCKS_PER_SM;
 constexpr bool kReadOnce = MGLU_READ_ONCE;         // one block has all tokens
 constexpr bool kEarlyWeights = MGLU_EARLY_WEIGHTS;
+constexpr int kCluster = MGLU_CLUSTER;             // blocks that bring each other x: 1 or 2
+static_assert(kCluster == 1 || (kReadOnce && kCopyEngine), "the blocks of a cluster have the same tokens");
 
 constexpr int kGroups = kMasks / kGroup;
 static_assert(kGroups * kGroup == kMasks, "groups are equal");
@@ -97,16 +99,23 @@ struct XRows {
         }
     }
 
-    // The same by the copy engine, but for the zeros past in_features: a piece of a row a lane.
+    // The same by the copy engine, but for the zeros past in_features: a piece of a row a lane. Each block of a cluster
+    // brings a share of the rows to all of them.
     __device__ __forceinline__ void copy(const Params& p, int warp, int lane) const {
         if (lane >= kXPieces) return;
         const int first = lane * piece_octets;
         const int bytes = max(0, min(piece_octets, p.in_features / 8 - first)) * 16;
         const u32 barrier = ready + 8 * lane;
         if (warp == 0) barrier_expect(barrier, bytes * p.tokens);
-        for (int token = warp; bytes > 0 && token < p.tokens; token += kWarps)
-            copy_bulk(base + token * row_bytes() + first * 16,
-                      static_cast<const u16*>(p.x) + token * p.x_row_stride + first * 8, bytes, barrier);
+        const int rank = kCluster > 1 ? rank_in_cluster() : 0;
+        for (int token = warp * kCluster + rank; bytes > 0 && token < p.tokens; token += kWarps * kCluster) {
+            const u32 place = base + token * row_bytes() + first * 16;
+            const u16* x = static_cast<const u16*>(p.x) + token * p.x_row_stride + first * 8;
+            if constexpr (kCluster > 1)
+                copy_bulk_to_cluster<kCluster>(place, x, bytes, barrier);
+            else
+                copy_bulk(place, x, bytes, barrier);
+        }
     }
 };
 
@@ -249,7 +258,13 @@ __device__ __forceinline__ Params token_group(Params p, int first_token) {
 
 }  // namespace mglu
 
-extern "C" __global__ void __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
+#if MGLU_CLUSTER > 1
+#define MGLU_CLUSTERED __cluster_dims__(MGLU_CLUSTER, 1, 1)
+#else
+#define MGLU_CLUSTERED
+#endif
+
+extern "C" __global__ void MGLU_CLUSTERED __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
     mglu_decode_mma(const __grid_constant__ mglu::Params all) {
     using namespace mglu;
     // Blocks of different tokens and the same rows are neighbours, so that all but the first find W in L2.
@@ -277,11 +292,13 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
     if (threadIdx.x < kXPieces) barrier_init(x.ready + 8 * threadIdx.x, 1);
     if constexpr (kCopyEngine) barriers_are_ready();
     if (by_engine) x.store(p, p.in_features / 8);  // the zeros
+    if constexpr (kCluster > 1) arrive_in_cluster();
     __syncthreads();
 
     let_next_kernel_start();
     const auto load_x = [&] {
         wait_for_earlier_kernels();
+        if constexpr (kCluster > 1) wait_for_cluster();
         if (by_engine)
             x.copy(p, warp, lane);
         else
@@ -338,6 +355,10 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
         slot += kStageBytes;
         if (slot == ring_end) slot -= kRingBytes;
         x_offset += kSplitK * (kSub * 128);
+    }
+    if constexpr (kCluster > 1) {
+        // A block with no rows leaves, and its memory goes to another, only when what the other block sends has come.
+        for (; x_next < x.ready + 8 * kXPieces; x_next += 8) barrier_wait(x_next, 0);
     }
 
     if constexpr (kSumsInRing)

@@ -99,6 +99,29 @@ __device__ __forceinline__ void copy_bulk(u32 destination, const void* source, u
                  : "memory");
 }
 
+// The same to the same place of each block of a cluster, whose barriers there each hear of it.
+template <int kBlocks>
+__device__ __forceinline__ void copy_bulk_to_cluster(u32 destination, const void* source, u32 bytes, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(
+            destination),
+        "l"(source), "r"(bytes), "r"(barrier), "h"(static_cast<u16>((1 << kBlocks) - 1))
+        : "memory");
+}
+
+__device__ __forceinline__ u32 rank_in_cluster() {
+    u32 rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// Between the two, all threads of all blocks of a cluster have come, and barriers that were made before the first can be
+// copied to after the second. No other memory is ordered: that would take a fence of the whole GPU.
+__device__ __forceinline__ void arrive_in_cluster() {
+    asm volatile("fence.mbarrier_init.release.cluster;\n\tbarrier.cluster.arrive.relaxed;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
+
 __device__ __forceinline__ Vec16 load_shared_16(u32 address) {
     Vec16 v;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"

@@ -29,6 +29,7 @@ _LADDERS: dict[str, dict[str, tuple[int, ...]]] = {
         "mask_group": (1, 2, 4, 8, 16),
         "block_tokens": (8, 16),
         "blocks_per_sm": (1, 2),
+        "cluster": (1, 2),
     },
     "tile_wgmma": {
         "rows": (64, 80, 96, 112, 128),

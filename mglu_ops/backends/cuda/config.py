@@ -54,6 +54,8 @@ class LaunchConfig:
     """`tile_wgmma`: wgmmas of 16 columns that are issued together."""
     sparse: bool = False
     """`tile_wgmma`: mask bits are places of sparse products: no signs are flipped, and x is twice as many bytes."""
+    cluster: int = 1
+    """`decode_mma`: neighbouring blocks that bring each other x (multicast): 1 or, on compute capability 9.0, 2."""
     early_weights: bool = False
     """Start reading W before the kernels ahead in the stream have finished (programmatic dependent launch). Only
     right when none of them writes W or the masks."""
@@ -152,7 +154,7 @@ class LaunchConfig:
             return min(blocks * groups, multiprocessors), 1
         if self.persistent:
             blocks = min(blocks, self.blocks_per_sm * multiprocessors)
-        return blocks * groups, 1
+        return _round_up(blocks * groups, self.cluster), 1
 
 
 def _round_up(value: int, step: int) -> int:
@@ -187,20 +189,24 @@ def choose(
         multiprocessors: SMs of the device.
     """
     if aligned and dtype != torch.float32 and out_features >= 16 and arch >= (8, 0):
-        # Up to 16 tokens and with short rows, decode_mma starts sooner (8192 x 2048, 1, 4, 8, 16 masks: 13.4, 15.6,
-        # 21.1, 32.9 us against 13.7, 16.7, 21.6, 32.8 of sparse tiles). With long ones x takes its time too.
-        few = 16 if in_features <= 2048 else 8
-        if arch == (9, 0) and tokens > few and out_features >= 64:
-            if n_masks > 1 and tokens <= _MOST_SPARSE_TOKENS:
+        if (
+            arch == (9, 0)
+            and out_features >= 64
+            and tokens > _most_few(n_masks, out_features, in_features, multiprocessors)
+        ):
+            alone = out_features <= 64 * multiprocessors  # one warpgroup an SM, which flips signs or multiplies
+            if tokens <= _MOST_SPARSE_TOKENS and (n_masks > 1 or alone):
                 return _sparse_tile(n_masks, tokens, out_features, multiprocessors)
             return _tile(n_masks, tokens, out_features, in_features, multiprocessors)
         if tokens == 1 and n_masks <= 4:
             preferred = _one_token(n_masks, in_features)
         else:
-            preferred = _few_tokens(n_masks, tokens, out_features, in_features, multiprocessors)
+            preferred = _few_tokens(n_masks, tokens, out_features, multiprocessors)
         fitted = _fit(preferred, shared_limit(arch), n_masks, tokens, in_features)
         if fitted is not None:
-            return fitted
+            # Clusters of four do not all fit at once, and take 1.6 times as long.
+            pairs = arch == (9, 0) and 1 < tokens <= fitted.block_tokens
+            return replace(fitted, cluster=2) if pairs else fitted
     return LaunchConfig("plain", block_tokens=1 if tokens == 1 else 4)
 
 
@@ -222,7 +228,7 @@ def choose_invariant(
     if aligned and dtype != torch.float32 and out_features >= 16 and arch >= (8, 0):
         if arch == (9, 0) and out_features >= 64:
             return _tile(n_masks, tokens, out_features, in_features, multiprocessors)
-        preferred = _few_tokens(n_masks, 8, out_features, in_features, multiprocessors)
+        preferred = _few_tokens(n_masks, 8, out_features, multiprocessors)
         fitted = _fit(preferred, shared_limit(arch), n_masks, 8, in_features)
         if fitted is not None:
             # With 8 warps a tile and more, a single token's masks would be added up by more lanes (finish.cuh).
@@ -249,31 +255,55 @@ def _one_token(n_masks: int, in_features: int) -> LaunchConfig:
     return replace(fma, rows=2, tiles=16, blocks_per_sm=2, persistent=long)
 
 
-def _few_tokens(n_masks: int, tokens: int, out_features: int, in_features: int, multiprocessors: int) -> LaunchConfig:
-    # One wave: every SM gets one block with an equal share of the 16-row tiles, so x is stored once an SM and no SM
-    # waits for another (14336 x 4096, 8 tokens: 7 tiles x 2 warps beat 4 x 4 by 5%; 8192 x 2048: 4 x 4).
+def _tiles_of_block(out_features: int, multiprocessors: int) -> int:
+    """Of `decode_mma`, so that every SM gets one block, or as many as every other, with an equal share of the rows.
+
+    x is then stored once an SM, and no SM waits for another (14336 x 4096, 8 tokens: 7 tiles x 2 warps beat 4 x 4 by
+    5%; 8192 x 2048: 4 x 4).
+    """
     tiles_of_sm = -(-out_features // (16 * multiprocessors))
     waves = -(-tiles_of_sm // 8)
-    tiles = -(-tiles_of_sm // waves)
-    config = LaunchConfig("decode_mma", tiles=tiles, mask_group=n_masks, block_tokens=8)
-    if tokens <= 8 and n_masks <= 4:
-        return replace(config, split_k=max(1, 16 // tiles))
+    return -(-tiles_of_sm // waves)
+
+
+def _most_few(n_masks: int, out_features: int, in_features: int, multiprocessors: int) -> int:
+    """Up to how many tokens `decode_mma` is the kernel for compute capability 9.0; `tile_wgmma` is for more.
+
+    Of 16 tokens it takes two columns of products, and x of long rows the memory of its rings. But `tile_wgmma` starts
+    later, and computes 128 rows where an SM has 65 (us of 4 masks at 8192 x 2048, 9728 x 2560, 11008 x 4096, 14336 x
+    4096: 14.4, 21.2, 33.0, 42.4 against 16.7, 25.5, 36.6, 42.6; of 8: 20.4, 33.0, 50.1, 63.4 against 21.6, 38.5, 57.1,
+    58.8; of 16 at 8192 x 2048 and 8192 x 4096: 32.5, 58.5 against 32.8, 56.5).
+    """
+    short = in_features <= (4096 if n_masks <= 8 else 3072)
+    return 16 if short and _tiles_of_block(out_features, multiprocessors) <= 6 else 8
+
+
+def _few_tokens(n_masks: int, tokens: int, out_features: int, multiprocessors: int) -> LaunchConfig:
+    two_columns = tokens > 8
+    tiles = _tiles_of_block(out_features, multiprocessors)
+    config = LaunchConfig("decode_mma", tiles=tiles, mask_group=n_masks, block_tokens=16 if two_columns else 8)
+    if n_masks <= 4 and tokens > 1:
+        # 12 to 16 warps an SM, of those that k leaves enough stages (8192 x 2048, 4 masks, 16 tokens: 15.0 us with 4
+        # warps a tile, 14.3 with 3; 9728 x 2560, 8 tokens: 18.4 with 3, 17.7 with 2, and 16 tokens the other way).
+        most = 15 if two_columns else 12
+        return replace(config, split_k=min(8 if tiles == 1 else 4, max(2, most // tiles)))
     # Where tensor cores are the limit, the four schedulers of an SM should have as many warps each, and 7 together or
     # more. Two each have the registers for 17 sums of two columns, three for those of one.
-    two_columns = tokens > 8 and (n_masks <= 4 or in_features <= 2048)
     most = 8 if two_columns and n_masks > 8 else 12
     splits = [split for split in range(1, most + 1) if tiles * split <= most]
     split_k = max(splits, key=lambda split: (min(tiles * split, 7), tiles * split / -(-tiles * split // 4), -split))
-    config = replace(config, split_k=split_k, block_tokens=16 if two_columns else 8)
-    # Stages of 128 columns (8 masks, 8 tokens: 47.6 us at 14336 x 4096, 49.3 with 64), but where masks are as many
-    # bytes as weights; their bits fit into registers in two groups.
+    config = replace(config, split_k=split_k)
+    # Stages of 128 columns (8 masks, 8 tokens: 47.6 us at 14336 x 4096, 49.3 with 64), but where 12 warps have two
+    # columns (6144 x 2048: 17.8 us, 16.8 with 64), and where masks are as many bytes as weights; their bits fit into
+    # registers in two groups.
     if n_masks <= 8:
-        return replace(config, sub=2)
+        return config if two_columns and tiles * split_k > 8 else replace(config, sub=2)
     return replace(config, stages=3 if split_k == 1 else 2, mask_group=8 if n_masks == 16 else n_masks)
 
 
 _MOST_SPARSE_TOKENS = 32
-"""Up to which `tile_wgmma` takes sparse products, for two masks and more (48: 5% slower to 7% faster, 64: slower)."""
+"""Up to which `tile_wgmma` takes sparse products, for two masks and more (48: 5% slower to 7% faster, 64: slower), and
+for one where a single warpgroup an SM would flip signs (8192 x 2048, 32 tokens: 15.1 us dense, 14.0 sparse)."""
 
 _TOKEN_COLUMNS = (16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192)
 """Widths of `tile_wgmma`'s tiles that its source has the instruction for."""

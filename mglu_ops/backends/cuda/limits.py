@@ -85,6 +85,8 @@ def _decode_mma(config: LaunchConfig, case: Case) -> Iterator[str]:
         yield f"rows: got {config.rows}, must be 16"
     if config.block_tokens > 16:
         yield f"block_tokens: got {config.block_tokens}, must be 1 to 16"
+    if config.cluster > 1 and (config.cluster > 2 or case.arch != (9, 0) or case.tokens > config.block_tokens):
+        yield f"cluster: got {config.cluster}, must be 1, or 2 on compute capability 9.0 where a block has all tokens"
     if config.sub > 4:
         yield f"sub: got {config.sub}, must be 1 to 4"
     swizzled = config.sub * case.n_masks % 16 == 0

@@ -293,4 +293,5 @@ def defines(problem: Problem, config: LaunchConfig) -> dict[str, int]:
         "MGLU_BLOCK_TOKENS": config.block_tokens,
         "MGLU_TOKEN_COLUMNS": config.token_columns(p.tokens),
         "MGLU_READ_ONCE": int(p.tokens <= config.block_tokens),
+        "MGLU_CLUSTER": config.cluster,
     }
