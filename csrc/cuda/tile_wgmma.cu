@@ -240,6 +240,7 @@ struct Sums {
     float t[kColumns];
     float f[kCount > 0 ? kCount : 1][kColumns];
 
+    static constexpr int kSome = kCount > 0 ? kCount : 1;
     static constexpr int kParts = 4 / kSteps;  // of a chunk
     static constexpr int kProducts = kCount + (kTotal ? 1 : 0);
     static constexpr int kGroups = kParts * kProducts;  // of wgmmas in a chunk, in order: by part, t before the masks
@@ -286,6 +287,16 @@ struct Sums {
         }
     }
 
+    // The lane's masks in a chunk, of row `row_of_8` + 8 half of its warp's 16: out of the ring, or out of global memory.
+    __device__ __forceinline__ static void load_bits(MaskWords<kSome>& bits, const Params& p, u32 masks, const u8* mask_rows,
+                                                     int half, int q, int row_of_8, int chunk, int pass) {
+        if constexpr (kCount > 0 && kBulkMasks)
+            bits = load_share<kFirst, kCount>(masks + 8 * half * kMaskRowBytes, q, row_of_8, pass);
+        else if constexpr (kCount > 0)
+            bits = read_share<kFirst, kCount>(mask_rows + 8 * half * p.mask_row_stride, chunk * 8 + 2 * q,
+                                              p.in_features / 8, pass);
+    }
+
     // Adds all of k, stage by stage.
     __device__ __forceinline__ void add(const Params& p, u32 ring, u32 full, u32 empty, int tile_row, int warpgroup_row,
                                         int pass, Cursor& cursor) {
@@ -308,7 +319,7 @@ struct Sums {
                 const u32 masks = slot + kXBytes + kWeightBytes +
                                   (sub / kMaskSpan * kBlockRows + row) * kMaskRowBytes + sub % kMaskSpan * (8 * kMasks);
                 Vec16 octet[2][2];  // rows row and row + 8, octets 2 q and 2 q + 1
-                MaskWords<(kCount > 0 ? kCount : 1)> bits[2];
+                MaskWords<kSome> bits[2];
                 const u64 b = wgmma_descriptor(slot + sub * kTokens * 128);
 #pragma unroll
                 for (int group = 0; group < kGroups; ++group) {
@@ -328,17 +339,9 @@ struct Sums {
                                 for (int s = 0; s < kSteps; ++s) keep(weight[s][half]), keep(weight[s][2 + half]);
                             }
                         }
-                        if constexpr (kCount > 0) {
 #pragma unroll
-                            for (int half = 0; half < 2; ++half) {
-                                if constexpr (kBulkMasks)
-                                    bits[half] = load_share<kFirst, kCount>(masks + 8 * half * kMaskRowBytes, q, g, pass);
-                                else
-                                    bits[half] = read_share<kFirst, kCount>(mask_rows + 8 * half * p.mask_row_stride,
-                                                                            (stage * kSub + sub) * 8 + 2 * q,
-                                                                            p.in_features / 8, pass);
-                            }
-                        }
+                        for (int half = 0; half < 2; ++half)
+                            load_bits(bits[half], p, masks, mask_rows, half, q, g, stage * kSub + sub, pass);
                     };
                     if (kRoomy && group == 0) load();
                     if (pending(group) == 0) wgmma_wait<0>();
@@ -405,11 +408,7 @@ struct Sums {
 #pragma unroll
                         for (int source = 0; source < 4; ++source)
                             load_shared_words(word[source][half], weights + half * 1024 + (2 * source + q / 2 ^ of_8) * 16);
-                        if constexpr (kCount > 0 && kBulkMasks)
-                            bits[half] = load_share<kFirst, kCount>(masks + 8 * half * kMaskRowBytes, q, of_8, pass);
-                        else if constexpr (kCount > 0)
-                            bits[half] = read_share<kFirst, kCount>(mask_rows + 8 * half * p.mask_row_stride,
-                                                                    (stage * kSub + sub) * 8 + 2 * q, p.in_features / 8, pass);
+                        load_bits(bits[half], p, masks, mask_rows, half, q, of_8, stage * kSub + sub, pass);
                     }
                 };
                 if (kRoomy) load();
@@ -435,8 +434,6 @@ struct Sums {
         __syncwarp();
         if (lane == 0) barrier_arrive(used);
     }
-
-    static constexpr int kSome = kCount > 0 ? kCount : 1;
 
     // x: where the even columns of the chunk's first piece start, or the odd ones.
     __device__ __forceinline__ void multiply_sparse(const SparseWeights& weight, const Places<kSome>& places,
