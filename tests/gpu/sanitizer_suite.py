@@ -9,6 +9,7 @@ all inputs are copied from the host, so that it sees what was written. Results a
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -43,16 +44,21 @@ CASES: list[tuple[LaunchConfig | None, torch.dtype, Shape]] = [
 ]
 
 
-def run(config: LaunchConfig | None, dtype: torch.dtype, shape: Shape, route: bool) -> None:
-    """One call, and whether its result is right."""
+def run(config: LaunchConfig | None, dtype: torch.dtype, shape: Shape, route: bool, kernels: Sequence[str]) -> bool:
+    """One call, and whether its result is right; False if it is another kernel's."""
     tokens, d, h, n_masks = shape
     x = torch.randn(tokens, h).to(dtype)
     weight = (torch.randn(d, h) / h**0.5).to(dtype)
     masks = torch.rand(n_masks, d, h) < 0.5
     routes = torch.rand(tokens, n_masks) * (torch.rand(n_masks) < 0.4) if route else None  # some masks in no use
     on_gpu = [None if t is None else t.cuda() for t in (x, weight, pack(masks), routes)]
-    result = cuda.forward(*on_gpu[:3], "silu", on_gpu[3], config=config)  # type: ignore[arg-type] # of None or not
+    operands = (*on_gpu[:3], "silu", on_gpu[3])
+    launched = config or cuda.launch_of(*operands).config  # type: ignore[arg-type] # of None or not
+    if kernels and launched.kernel not in kernels:
+        return False
+    result = cuda.forward(*operands, config=config)  # type: ignore[arg-type]
     assert_matches(result.cpu(), reference.forward(x, weight, masks, "silu", routes), dtype, f"{config} {shape}")
+    return True
 
 
 def run_packing() -> None:
@@ -64,13 +70,15 @@ def run_packing() -> None:
             assert torch.equal(cuda.pack(source.cuda()).cpu(), pack(masks)), (dtype, shape)
 
 
-def main() -> None:
+def main(kernels: Sequence[str]) -> None:
+    """Everything, or the calls that take one of some kernels, and packing with the plain one."""
     torch.manual_seed(0)
-    for index, case in enumerate(CASES):
-        run(*case, route=index % 3 == 0)
-    run_packing()
-    print(f"{len(CASES)} calls and packing: right")
+    calls = sum(run(*case, route=index % 3 == 0, kernels=kernels) for index, case in enumerate(CASES))
+    if not kernels or "plain" in kernels:
+        run_packing()
+    assert calls >= 3
+    print(f"{calls} calls: right")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -18,26 +18,27 @@ pytestmark = [
     pytest.mark.skipif(not Path(SANITIZER).is_file(), reason="compute-sanitizer (of the CUDA toolkit) is not here"),
 ]
 
-ALL = ("mglu_",)
-BY_THREADS = ("mglu_plain", "mglu_decode", "mglu_turn", "mglu_pack")
-"""Kernels whose shared memory threads write; that of the others, the copy engine."""
-
 
 @pytest.mark.parametrize(
     ("tool", "kernels"),
     [
-        ("memcheck", ALL),
-        ("initcheck", ALL),
-        ("synccheck", ALL),
-        ("racecheck", BY_THREADS),
-        ("racecheck", ("mglu_tile",)),
+        ("memcheck", ()),
+        ("initcheck", ()),
+        ("synccheck", ()),
+        # Those whose shared memory threads write, and the one whose is the copy engine's. All of ours that run are
+        # watched: racecheck breaks any kernel launched in clusters that it is told to leave out.
+        ("racecheck", ("plain", "decode_fma", "decode_mma")),
+        ("racecheck", ("tile_wgmma",)),
     ],
 )
 def test_the_kernels_are_clean(tool: str, kernels: tuple[str, ...]) -> None:
-    filters = [option for kernel in kernels for option in ("--kernel-name", f"kns={kernel}")]
+    """No kernels: all of them."""
+    # By default synccheck has room for fewer barriers than clusters have, and then breaks what it watches.
+    room = ("--num-cuda-barriers", "65536") if tool == "synccheck" else ()
+    ours = ("--kernel-name", "kns=mglu_")
     suite = Path(__file__).with_name("sanitizer_suite.py")
     process = subprocess.run(
-        [SANITIZER, "--tool", tool, "--error-exitcode", "1", *filters, sys.executable, suite],
+        [SANITIZER, "--tool", tool, "--error-exitcode", "1", *room, *ours, sys.executable, suite, *kernels],
         env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
@@ -47,5 +48,5 @@ def test_the_kernels_are_clean(tool: str, kernels: tuple[str, ...]) -> None:
     if "Device not supported" in report:
         pytest.skip("compute-sanitizer does not work on this machine")
     assert process.returncode == 0, report[-8000:]
-    assert "calls and packing: right" in report
+    assert ": right" in report
     assert "ERROR SUMMARY: 0 errors" in report or "RACECHECK SUMMARY: 0 hazards" in report, report[-2000:]
