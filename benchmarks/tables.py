@@ -1,9 +1,10 @@
 """The results as Markdown, from the CSV files alone: one token, the paper's tables with our GPU beside its own, every
-route by number of tokens, the layers of today's models, and decoding with a whole model.
+route by number of tokens, the layers of today's models, decoding with a whole model, and CPUs.
 """
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -199,22 +200,75 @@ SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row], str], str]]] = {
 """Title to the table of results that a section is drawn from, and how."""
 
 
+CPU_HEAD = (
+    "dtype",
+    "tokens",
+    "n_m",
+    "only reading",
+    "ours",
+    "of reading, by least and by median",
+    "naive compiled",
+    "ours is",
+    "fastest SwiGLU",
+    "against SwiGLU",
+)
+
+
+def cpu(path: Path) -> str:
+    """A table of `benchmarks.cpu`: the least times of a problem, in microseconds; those where we lose are in bold."""
+    problems: dict[tuple[str, str, str], dict[str, dict[str, str]]] = {}
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            problems.setdefault((row["dtype"], row["tokens"], row["n_masks"]), {})[row["variant"]] = row
+    lines = []
+    for problem, rows in problems.items():
+        ours, reading, naive = (rows[name] for name in ("mglu cpu", "read loop", "naive compiled"))
+        fractions = (float(reading[time]) / float(ours[time]) for time in ("least", "median"))
+        swiglu = min((float(row["least"]) for name, row in rows.items() if name.startswith("SwiGLU")), default=None)
+        gain = times(float(naive["least"]), float(ours["least"]))
+        lines.append(
+            [
+                *problem,
+                reading["least"],
+                f"{ours['least']} ({ours['isa']})",
+                ", ".join(f"{fraction:.2f}" for fraction in fractions),
+                naive["least"],
+                gain if float(naive["least"]) >= float(ours["least"]) else f"**{gain}, slower**",
+                "" if swiglu is None else f"{swiglu:.1f}",
+                times(swiglu, float(ours["least"])),
+            ]
+        )
+    return markdown(CPU_HEAD, lines)
+
+
+CPU_SECTIONS = {
+    "One token on a CPU with AVX2, 8192 x 2048": "cpu_one_token",
+    "Tokens on a CPU with AVX2, 2048 x 2048": "cpu_tokens",
+    "One token on a CPU with AVX-512, 8192 x 2048": "cpu_one_token_xeon",
+    "Tokens on a CPU with AVX-512 and AMX, 2048 x 2048": "cpu_tokens_xeon",
+}
+
+
 def write_tables(out: Path) -> Path:
     """Write `tables.md` from the results in a folder; those that are not there have no section.
 
     Raises:
         FileNotFoundError: none of them is there.
     """
-    parts = ["# Results\n\nDrawn from the CSV files beside this one by `python -m mglu_ops bench tables`."]
+    drawn: list[tuple[str, str, str]] = []
     for title, (name, draw) in SECTIONS.items():
         if rows := read(out, name):
-            run = read_environment(out, name)
-            source = (
-                f"{name}.csv: {run['device']}, torch {run['torch']}, commit {run['commit'][:7]}. {run['protocol']}."
-            )
-            parts.append(f"## {title}\n\n{source}\n\n{draw(rows, run['device'])}")
-    if len(parts) == 1:
+            drawn.append((title, name, draw(rows, read_environment(out, name)["device"])))
+    for title, name in CPU_SECTIONS.items():
+        if (table := out / f"{name}.csv").is_file():
+            drawn.append((title, name, cpu(table)))
+    if not drawn:
         raise FileNotFoundError(f"{out}: no results are here to draw from; measure some first")
+    parts = ["# Results\n\nDrawn from the CSV files beside this one by `python -m mglu_ops bench tables`."]
+    for title, name, text in drawn:
+        run = read_environment(out, name)
+        source = f"{name}.csv: {run['device']}, torch {run['torch']}, commit {run['commit'][:7]}. {run['protocol']}."
+        parts.append(f"## {title}\n\n{source}\n\n{text}")
     path = out / FILE
     path.write_text("\n\n".join(parts) + "\n")
     return path

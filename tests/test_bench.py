@@ -239,6 +239,25 @@ def test_routes_show_where_we_lose() -> None:
     assert "8192 x 2048, n_m = 1, us on one Some GPU" in shown
 
 
+def test_table_of_a_cpu(tmp_path: Path) -> None:
+    head = "variant,tokens,out_features,in_features,n_masks,dtype,least,median,fraction_of_reading,error,isa"
+
+    def lines(tokens: int, **least: float) -> list[str]:
+        names = {"reading": "read loop", "ours": "mglu cpu", "naive": "naive compiled", "glu": "SwiGLU eager"}
+        return [
+            f"{names[name]},{tokens},64,64,1,float32,{time},{2 * time},1.0,0,{'avx2' if name == 'ours' else ''}"
+            for name, time in least.items()
+        ]
+
+    path = tmp_path / "cpu.csv"
+    won, lost = lines(1, reading=8.0, ours=10.0, naive=25.0, glu=20.0), lines(2, reading=8.0, ours=10.0, naive=9.0)
+    path.write_text("\n".join([head, *won, *lost]))
+    assert tables.cpu(path).splitlines()[2:] == [
+        "| float32 | 1 | 1 | 8.0 | 10.0 (avx2) | 0.80, 0.80 | 25.0 | 2.50x | 20.0 | 2.00x |",
+        "| float32 | 2 | 1 | 8.0 | 10.0 (avx2) | 0.80, 0.80 | 9.0 | **0.90x, slower** |  |  |",
+    ]
+
+
 def test_tables_of_models() -> None:
     measured = [
         row("SwiGLU eager", 25.0, case="A 1B, B 1B"),

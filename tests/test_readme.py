@@ -139,12 +139,12 @@ def test_calls_of_packages_take_what_the_results_say() -> None:
     assert f": {times['shim']:.1f} us a layer of 64 x 64 on a CPU instead of {times['proxy executor']:.1f}\n" in README
 
 
-def test_times_on_a_cpu_are_those_of_the_results() -> None:
+@pytest.mark.parametrize("name", ["cpu_one_token", "cpu_one_token_xeon"])
+def test_times_on_a_cpu_are_those_of_the_results(name: str) -> None:
     times: dict[tuple[str, str], float] = {}
-    for row in results("cpu_one_token"):
+    for row in results(name):
         if row["dtype"] == "bfloat16":
-            name = "SwiGLU" if row["variant"].startswith("SwiGLU") else row["variant"]
-            key = name, row["n_masks"]
+            key = "SwiGLU" if row["variant"].startswith("SwiGLU") else row["variant"], row["n_masks"]
             times[key] = min(times.get(key, float("inf")), float(row["least"]) / 1000)
     labels = {
         "a loop that only reads": "read loop",
@@ -154,6 +154,22 @@ def test_times_on_a_cpu_are_those_of_the_results() -> None:
     }
     for label, variant in labels.items():
         assert f"| {label} | {' | '.join(f'{times[variant, n]:.2f}' for n in ('1', '2', '4', '8', '16'))} |" in README
+
+
+def test_gains_on_a_cpu_are_those_of_the_results() -> None:
+    times = {
+        (row["variant"], row["dtype"], row["n_masks"], row["tokens"]): float(row["least"])
+        for row in results("cpu_tokens_xeon")
+    }
+    gains: dict[str, list[float]] = {"float32": [], "bfloat16": []}
+    for (variant, *problem), time in times.items():
+        if variant == "mglu cpu":
+            gains[problem[0]].append(times[("naive compiled", *problem)] / time)
+    slowest, *others = sorted(gains["float32"])
+    text = " ".join(README.split())
+    assert f"it is {min(gains['bfloat16']):.1f} to {max(gains['bfloat16']):.0f} times as fast as the naive" in text
+    assert f"{slowest:.1f} times with one mask and 2048 tokens, else {others[0]:.1f} to {others[-1]:.0f} times" in text
+    assert times["naive compiled", "float32", "1", "2048"] / times["mglu cpu", "float32", "1", "2048"] == slowest
 
 
 def test_times_of_masks_at_inference_are_those_of_the_results() -> None:

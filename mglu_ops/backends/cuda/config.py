@@ -189,11 +189,8 @@ def choose(
         multiprocessors: SMs of the device.
     """
     if aligned and dtype != torch.float32 and out_features >= 16 and arch >= (8, 0):
-        if (
-            arch == (9, 0)
-            and out_features >= 64
-            and tokens > _most_few(n_masks, out_features, in_features, multiprocessors)
-        ):
+        few = _most_few(n_masks, out_features, in_features, multiprocessors)
+        if arch == (9, 0) and out_features >= 64 and tokens > few:
             alone = out_features <= 64 * multiprocessors  # one warpgroup an SM, which flips signs or multiplies
             if tokens <= _MOST_SPARSE_TOKENS and (n_masks > 1 or alone):
                 return _sparse_tile(n_masks, tokens, out_features, multiprocessors)
@@ -204,7 +201,7 @@ def choose(
             preferred = _few_tokens(n_masks, tokens, out_features, multiprocessors)
         fitted = _fit(preferred, shared_limit(arch), n_masks, tokens, in_features)
         if fitted is not None:
-            # Clusters of four do not all fit at once, and take 1.6 times as long.
+            # Clusters of four take 1.6 times as long: it seems that not all fit at once.
             pairs = arch == (9, 0) and 1 < tokens <= fitted.block_tokens
             return replace(fitted, cluster=2) if pairs else fitted
     return LaunchConfig("plain", block_tokens=1 if tokens == 1 else 4)
@@ -283,8 +280,8 @@ def _few_tokens(n_masks: int, tokens: int, out_features: int, multiprocessors: i
     tiles = _tiles_of_block(out_features, multiprocessors)
     config = LaunchConfig("decode_mma", tiles=tiles, mask_group=n_masks, block_tokens=16 if two_columns else 8)
     if n_masks <= 4 and tokens > 1:
-        # 12 to 16 warps an SM, of those that k leaves enough stages (8192 x 2048, 4 masks, 16 tokens: 15.0 us with 4
-        # warps a tile, 14.3 with 3; 9728 x 2560, 8 tokens: 18.4 with 3, 17.7 with 2, and 16 tokens the other way).
+        # 8 to 16 warps an SM, fewer for the smallest layers (4 masks: 8192 x 2048, 16 tokens 15.0 us with 4 warps a
+        # tile, 14.3 with 3; 9728 x 2560, 8 tokens 18.4 with 3, 17.7 with 2, 16 tokens 21.2 and 21.6).
         most = 15 if two_columns else 12
         return replace(config, split_k=min(8 if tiles == 1 else 4, max(2, most // tiles)))
     # Where tensor cores are the limit, the four schedulers of an SM should have as many warps each, and 7 together or
