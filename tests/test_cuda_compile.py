@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from mglu_ops.backends.cuda import config as launch
 from mglu_ops.backends.cuda import plan
+from mglu_ops.backends.cuda.choice import choose
 from mglu_ops.backends.cuda.compiler import source_directory
+from mglu_ops.backends.cuda.config import LaunchConfig, shared_limit
 
 ARCHITECTURES = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
 REGISTERS_PER_SM = 65536
@@ -82,7 +83,7 @@ def _compile(kernel: str, name: str, defines: dict[str, int], tmp_path: Path) ->
     return log.decode()
 
 
-def _check(problem: plan.Problem, config: launch.LaunchConfig, tmp_path: Path) -> None:
+def _check(problem: plan.Problem, config: LaunchConfig, tmp_path: Path) -> None:
     log = _compile(config.kernel, plan.target(problem.arch, config), plan.defines(problem, config), tmp_path)
     registers = re.search(r"Used (\d+) registers", log)
     spills = re.search(r"(\d+) bytes spill stores", log)
@@ -100,7 +101,7 @@ def _check(problem: plan.Problem, config: launch.LaunchConfig, tmp_path: Path) -
 @pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
 def test_fast_kernels(arch: tuple[int, int], tokens: int, n_masks: int, tmp_path: Path) -> None:
     for dtype in (torch.float16, torch.bfloat16) if n_masks == 4 else (torch.float16,):
-        config = launch.choose(arch, dtype, n_masks, tokens, 8192, 2048, aligned=True)
+        config = choose(arch, dtype, n_masks, tokens, 8192, 2048, aligned=True)
         assert config.kernel != "plain"
         _check(_problem(arch, dtype, n_masks, tokens), config, tmp_path)
 
@@ -109,7 +110,7 @@ def test_fast_kernels(arch: tuple[int, int], tokens: int, n_masks: int, tmp_path
 @pytest.mark.parametrize("n_masks", [1, 4, 8, 9, 16])
 def test_tile_kernel(n_masks: int, tokens: int, tmp_path: Path) -> None:
     dtype = torch.bfloat16 if n_masks == 4 else torch.float16
-    config = launch.choose((9, 0), dtype, n_masks, tokens, 8192, 2048, aligned=True)
+    config = choose((9, 0), dtype, n_masks, tokens, 8192, 2048, aligned=True)
     assert config.kernel == "tile_wgmma"
     _check(_problem((9, 0), dtype, n_masks, tokens), config, tmp_path)
     _compile("turn_x", "sm_90a", plan.turn_defines(config), tmp_path)
@@ -119,7 +120,7 @@ def test_tile_kernel(n_masks: int, tokens: int, tmp_path: Path) -> None:
     ("n_masks", "tokens"), [(2, 24), (8, 32), (9, 32), (10, 32), (12, 24), (13, 24), (15, 16), (16, 16), (16, 32)]
 )
 def test_sparse_tiles_where_registers_are_fewest(n_masks: int, tokens: int, tmp_path: Path) -> None:
-    config = launch.choose((9, 0), torch.bfloat16, n_masks, tokens, 14336, 4096, aligned=True)
+    config = choose((9, 0), torch.bfloat16, n_masks, tokens, 14336, 4096, aligned=True)
     assert config.sparse
     _check(_problem((9, 0), torch.bfloat16, n_masks, tokens), config, tmp_path)
 
@@ -127,7 +128,7 @@ def test_sparse_tiles_where_registers_are_fewest(n_masks: int, tokens: int, tmp_
 @pytest.mark.parametrize("tokens", [32, 64])
 def test_tile_kernel_reads_masks_that_the_copy_engine_cannot(tokens: int, tmp_path: Path) -> None:
     problem = _problem((9, 0), torch.float16, 3, tokens, mask_alignment=8)
-    config = launch.choose((9, 0), torch.float16, 3, tokens, 8192, 2048, aligned=True)
+    config = choose((9, 0), torch.float16, 3, tokens, 8192, 2048, aligned=True)
     assert config.sparse == (tokens == 32)
     assert plan.matrices(problem, config)[1] is None
     _check(problem, config, tmp_path)
@@ -136,7 +137,7 @@ def test_tile_kernel_reads_masks_that_the_copy_engine_cannot(tokens: int, tmp_pa
 @pytest.mark.parametrize("n_masks", range(1, 17))
 def test_tiles_cover_all_rows_and_tokens(n_masks: int) -> None:
     for tokens, out_features in ((9, 64), (17, 100), (64, 14336), (1000, 8192), (8192, 8192)):
-        config = launch.choose((9, 0), torch.float16, n_masks, tokens, out_features, 4096, aligned=True)
+        config = choose((9, 0), torch.float16, n_masks, tokens, out_features, 4096, aligned=True)
         assert config.kernel == "tile_wgmma" or tokens <= 16
         if config.kernel == "tile_wgmma":
             assert config.rows <= out_features
@@ -150,7 +151,7 @@ def test_tiles_cover_all_rows_and_tokens(n_masks: int) -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
 def test_plain_kernel(arch: tuple[int, int], dtype: torch.dtype, tmp_path: Path) -> None:
     for n_masks, tokens in ((3, 1), (16, 4)):
-        config = launch.choose(arch, dtype, n_masks, tokens, 8192, 2048, aligned=False)
+        config = choose(arch, dtype, n_masks, tokens, 8192, 2048, aligned=False)
         assert config.kernel == "plain"
         _check(_problem(arch, dtype, n_masks, tokens), config, tmp_path)
 
@@ -160,20 +161,20 @@ def test_plain_kernel(arch: tuple[int, int], dtype: torch.dtype, tmp_path: Path)
 @pytest.mark.parametrize("in_features", [8, 2048, 4096, 14336, 65536])
 def test_shared_memory_fits(in_features: int, tokens: int, n_masks: int) -> None:
     for arch in ARCHITECTURES:
-        config = launch.choose(arch, torch.float16, n_masks, tokens, 8192, in_features, aligned=True)
+        config = choose(arch, torch.float16, n_masks, tokens, 8192, in_features, aligned=True)
         shared = config.shared_bytes(n_masks, tokens, in_features)
-        assert config.blocks_per_sm * (shared + 1024) <= launch.shared_limit(arch) or config.kernel == "plain"
+        assert config.blocks_per_sm * (shared + 1024) <= shared_limit(arch) or config.kernel == "plain"
         if config.kernel == "decode_mma":  # as many blocks an SM as are meant to be there, and no more
             reserved = config.reserved_bytes(arch, n_masks, tokens, in_features)
             assert reserved >= shared
-            assert launch.shared_limit(arch) // (reserved + 1024) == config.blocks_per_sm
+            assert shared_limit(arch) // (reserved + 1024) == config.blocks_per_sm
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
 @pytest.mark.parametrize("out_features", [16, 2048, 8192, 9728, 14336, 28672])
 def test_few_tokens_fill_the_schedulers(out_features: int, arch: tuple[int, int]) -> None:
     for n_masks in (5, 8, 12, 16):
-        config = launch.choose(arch, torch.bfloat16, n_masks, 8, out_features, 2048, aligned=True)
+        config = choose(arch, torch.bfloat16, n_masks, 8, out_features, 2048, aligned=True)
         warps = config.tiles * config.split_k
         assert config.kernel == "decode_mma"
         assert 7 <= warps <= 12

@@ -1,6 +1,6 @@
 """The CUDA kernels that are put into `libmglu_ops.so`: compiled for the layers of packages, for chosen GPUs.
 
-A launch is chosen by `backends.cuda.config`, which is the one place for that: the table written here is what it says
+A launch is chosen by `backends.cuda.choice`, which is the one place for that: the table written here is what it says
 for each number of tokens, and C++ looks it up.
 """
 
@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from ..backends.cuda import config as launches
 from ..backends.cuda import plan
 from ..backends.cuda.compiler import CompileError, compile_cubin, source_directory
+from ..backends.cuda.config import LaunchConfig
 from .package import LayerInfo, PackageError, read_info
 
 TABLE = "mglu_kernels.inc"
@@ -198,6 +198,6 @@ def _launch(layer: LayerInfo, arch: tuple[int, int], tokens: int, cubins: _Cubin
 def _plain(kind: LayerInfo, arch: tuple[int, int], cubins: _Cubins) -> Iterator[str]:
     for tokens in (1, 4):
         problem = _problem(kind, arch, tokens)
-        config = launches.LaunchConfig("plain", block_tokens=tokens)
+        config = LaunchConfig("plain", block_tokens=tokens)
         index = cubins.index("plain", plan.target(arch, config), plan.defines(problem, config))
         yield f"{{{_variant(problem)}, {tokens}, {index}}}"

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ..backends.cuda.config import LaunchConfig, choose, choose_invariant, fill_shared
+from ..backends.cuda.choice import choose, choose_invariant
+from ..backends.cuda.config import LaunchConfig, fill_shared
 from ..backends.cuda.limits import Case, violation
 
 _WARPS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24)

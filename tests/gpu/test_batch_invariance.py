@@ -12,7 +12,7 @@ from torch import Tensor
 
 import mglu_ops
 from mglu_ops.backends import cuda
-from mglu_ops.backends.cuda.config import choose_invariant
+from mglu_ops.backends.cuda.choice import choose_invariant
 
 pytestmark = [
     pytest.mark.gpu,

@@ -42,7 +42,7 @@ struct Boxes {
 };
 
 // The tuned launch of a layer for some numbers of tokens: made by mglu_ops/runtime/device_code.py from the one place
-// that holds such choices, mglu_ops/backends/cuda/config.py.
+// that holds such choices, mglu_ops/backends/cuda/choice.py.
 struct TunedLaunch {
     Variant variant;
     std::int64_t out_features, in_features;

@@ -17,7 +17,8 @@ from torch import Tensor
 from ... import batch_invariance
 from ..known import Key, key_of, remember
 from . import packing
-from .config import MAX_TOKENS, LaunchConfig, choose
+from .choice import choose
+from .config import MAX_TOKENS, LaunchConfig
 from .packing import KINDS
 from .plan import ACTIVATIONS, ELEMENTS, Decision, Plan, Problem, build, decide, describe
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .config import LaunchConfig, shared_limit
+from .config import RESERVED_PER_BLOCK, LaunchConfig, shared_limit
 
-_BLOCK_RESERVE = 1024  # bytes of an SM's shared memory that every block costs besides its own
 _MOST_THREADS = 1024
 _THREADS_PER_SM = {(8, 0): 2048, (8, 7): 2048, (9, 0): 2048, (10, 0): 2048, (10, 3): 2048}
 _THREADS_PER_SM_OTHER = 1536
@@ -52,7 +51,7 @@ def _violations(config: LaunchConfig, case: Case) -> Iterator[str]:
     threads_per_sm = _THREADS_PER_SM.get(case.arch, _THREADS_PER_SM_OTHER)
     if config.threads * config.blocks_per_sm > threads_per_sm:
         yield f"{config.threads * config.blocks_per_sm} threads an SM, more than {threads_per_sm}"
-    need = config.shared_bytes(case.n_masks, case.tokens, case.in_features) + _BLOCK_RESERVE
+    need = config.shared_bytes(case.n_masks, case.tokens, case.in_features) + RESERVED_PER_BLOCK
     if need > shared_limit(case.arch):
         yield f"{need} bytes of shared memory a block, more than {shared_limit(case.arch)}"
 

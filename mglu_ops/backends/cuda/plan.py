@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from . import launch_tables
+from .choice import choose, choose_invariant
 from .compiler import compile_cubin
-from .config import LaunchConfig, choose, choose_invariant
+from .config import LaunchConfig
 from .driver import Kernel, Launch
 from .limits import Case
 from .tensor_map import MAP_BYTES, Matrix, TensorMaps

@@ -1,0 +1,252 @@
+"""The pure function that chooses how a problem is launched.
+
+No timing happens at run time: every choice below carries the measurement it comes from (benchmarks/NOTES.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil
+
+import torch
+
+from .config import RESERVED_PER_BLOCK, LaunchConfig, fill_shared, round_up, shared_limit
+
+
+def choose(
+    arch: tuple[int, int],
+    dtype: torch.dtype,
+    n_masks: int,
+    tokens: int,
+    out_features: int,
+    in_features: int,
+    aligned: bool,
+    multiprocessors: int = 132,
+) -> LaunchConfig:
+    """The configuration for a problem, from measurements on an H200.
+
+    Args:
+        arch: compute capability.
+        dtype: of x and weight.
+        n_masks: 1 to 16.
+        tokens: rows of x.
+        out_features: rows of W.
+        in_features: columns of W.
+        aligned: whether rows of W and of the masks can be copied in whole vectors.
+        multiprocessors: SMs of the device.
+    """
+    if aligned and dtype != torch.float32 and out_features >= 16 and arch >= (8, 0):
+        few = _most_few(n_masks, out_features, in_features, multiprocessors)
+        if arch == (9, 0) and out_features >= 64 and tokens > few:
+            alone = out_features <= 64 * multiprocessors  # one warpgroup an SM, which flips signs or multiplies
+            if tokens <= _MOST_SPARSE_TOKENS and (n_masks > 1 or alone):
+                return _sparse_tile(n_masks, tokens, out_features, multiprocessors)
+            return _tile(n_masks, tokens, out_features, in_features, multiprocessors)
+        if tokens == 1 and n_masks <= 4:
+            preferred = _one_token(n_masks, in_features)
+        else:
+            preferred = _few_tokens(n_masks, tokens, out_features, multiprocessors)
+        fitted = _fit(preferred, shared_limit(arch), n_masks, tokens, in_features)
+        if fitted is not None:
+            # Clusters of four take 1.6 times as long: it seems that not all fit at once.
+            pairs = arch == (9, 0) and 1 < tokens <= fitted.block_tokens
+            return replace(fitted, cluster=2) if pairs else fitted
+    return LaunchConfig("plain", block_tokens=1 if tokens == 1 else 4)
+
+
+def choose_invariant(
+    arch: tuple[int, int],
+    dtype: torch.dtype,
+    n_masks: int,
+    tokens: int,
+    out_features: int,
+    in_features: int,
+    aligned: bool,
+    multiprocessors: int = 132,
+) -> LaunchConfig:
+    """The configuration for a problem whose rows must have the same bits in every batch; arguments as of `choose`.
+
+    The number of tokens decides nothing that the order of a sum depends on: `tile_wgmma` goes up k in one accumulator
+    however it is cut, and never by sparse products; `decode_mma` is the one for 8 tokens, `plain` the one for 4.
+    """
+    if aligned and dtype != torch.float32 and out_features >= 16 and arch >= (8, 0):
+        if arch == (9, 0) and out_features >= 64:
+            return _tile(n_masks, tokens, out_features, in_features, multiprocessors)
+        preferred = _few_tokens(n_masks, 8, out_features, multiprocessors)
+        fitted = _fit(preferred, shared_limit(arch), n_masks, 8, in_features)
+        if fitted is not None:
+            # With 8 warps a tile and more, a single token's masks would be added up by more lanes (finish.cuh).
+            return replace(fitted, split_k=min(fitted.split_k, 4))
+    return LaunchConfig("plain", block_tokens=4)
+
+
+def _one_token(n_masks: int, in_features: int) -> LaunchConfig:
+    fma = LaunchConfig("decode_fma")
+    long = in_features > 2048
+    if n_masks == 1:
+        # Bound by the stream of W. Where rows are long, splitting k keeps more of a row's neighbourhood in flight at
+        # once (14336 x 4096: 0.965 of the ceiling with 4 warps a tile, 0.93 with 2); where they are short, walking
+        # over tiles saves the start of blocks (8192 x 2048: 0.964 against 0.944).
+        if long:
+            return replace(fma, rows=4, tiles=2, split_k=4, blocks_per_sm=3)
+        return replace(fma, rows=2, tiles=4, split_k=2, blocks_per_sm=4, persistent=True)
+    if n_masks == 2:
+        # Three small stages; two warps a tile where rows are long (0.956; 8192 x 2048 with one warp: 0.969).
+        split = 2 if long else 1
+        return replace(fma, rows=2, tiles=8 // split, split_k=split, stages=3, blocks_per_sm=4)
+    # 64 registers let 32 warps live on an SM, which hide the chains of FFMAs; walking over tiles saves filling x
+    # and the rings anew (14336 x 4096: 0.943 against 0.904), but a warp of 8192 x 2048 has two tiles at most.
+    return replace(fma, rows=2, tiles=16, blocks_per_sm=2, persistent=long)
+
+
+def _tiles_of_block(out_features: int, multiprocessors: int) -> int:
+    """Of `decode_mma`, so that every SM gets one block, or as many as every other, with an equal share of the rows.
+
+    x is then stored once an SM, and no SM waits for another (14336 x 4096, 8 tokens: 7 tiles x 2 warps beat 4 x 4 by
+    5%; 8192 x 2048: 4 x 4).
+    """
+    tiles_of_sm = -(-out_features // (16 * multiprocessors))
+    waves = -(-tiles_of_sm // 8)
+    return -(-tiles_of_sm // waves)
+
+
+def _most_few(n_masks: int, out_features: int, in_features: int, multiprocessors: int) -> int:
+    """Up to how many tokens `decode_mma` is the kernel for compute capability 9.0; `tile_wgmma` is for more.
+
+    Of 16 tokens it takes two columns of products, and x of long rows the memory of its rings. But `tile_wgmma` starts
+    later, and computes 128 rows where an SM has 65 (us of 4 masks at 8192 x 2048, 9728 x 2560, 11008 x 4096, 14336 x
+    4096: 14.4, 21.2, 33.0, 42.4 against 16.7, 25.5, 36.6, 42.6; of 8: 20.4, 33.0, 50.1, 63.4 against 21.6, 38.5, 57.1,
+    58.8; of 16 at 8192 x 2048 and 8192 x 4096: 32.5, 58.5 against 32.8, 56.5).
+    """
+    short = in_features <= (4096 if n_masks <= 8 else 3072)
+    return 16 if short and _tiles_of_block(out_features, multiprocessors) <= 6 else 8
+
+
+def _few_tokens(n_masks: int, tokens: int, out_features: int, multiprocessors: int) -> LaunchConfig:
+    two_columns = tokens > 8
+    tiles = _tiles_of_block(out_features, multiprocessors)
+    config = LaunchConfig("decode_mma", tiles=tiles, mask_group=n_masks, block_tokens=16 if two_columns else 8)
+    if n_masks <= 4 and tokens > 1:
+        # 8 to 16 warps an SM, fewer for the smallest layers (4 masks: 8192 x 2048, 16 tokens 15.0 us with 4 warps a
+        # tile, 14.3 with 3; 9728 x 2560, 8 tokens 18.4 with 3, 17.7 with 2, 16 tokens 21.2 and 21.6).
+        most = 15 if two_columns else 12
+        return replace(config, split_k=min(8 if tiles == 1 else 4, max(2, most // tiles)))
+    # Where tensor cores are the limit, the four schedulers of an SM should have as many warps each, and 7 together or
+    # more. Two each have the registers for 17 sums of two columns, three for those of one.
+    most = 8 if two_columns and n_masks > 8 else 12
+    splits = [split for split in range(1, most + 1) if tiles * split <= most]
+    split_k = max(splits, key=lambda split: (min(tiles * split, 7), tiles * split / -(-tiles * split // 4), -split))
+    config = replace(config, split_k=split_k)
+    # Stages of 128 columns (8 masks, 8 tokens: 47.6 us at 14336 x 4096, 49.3 with 64), but where 12 warps have two
+    # columns (6144 x 2048: 17.8 us, 16.8 with 64), and where masks are as many bytes as weights; their bits fit into
+    # registers in two groups.
+    if n_masks <= 8:
+        return config if two_columns and tiles * split_k > 8 else replace(config, sub=2)
+    return replace(config, stages=3 if split_k == 1 else 2, mask_group=8 if n_masks == 16 else n_masks)
+
+
+_MOST_SPARSE_TOKENS = 32
+"""Up to which `tile_wgmma` takes sparse products, for two masks and more (48: 5% slower to 7% faster, 64: slower), and
+for one where a single warpgroup an SM would flip signs (8192 x 2048, 32 tokens: 15.1 us dense, 14.0 sparse)."""
+
+_TOKEN_COLUMNS = (16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192)
+"""Widths of `tile_wgmma`'s tiles that its source has the instruction for."""
+_TILE_ROWS = (64, 80, 96, 112, 128)
+
+_MICROSECONDS = 2e-5
+"""Of `tile_wgmma` for a column of in_features, a product of 64 rows and a column of tokens: at the rate of the tensor
+cores of an H200, which its power limits."""
+_BYTES_PER_MICROSECOND = 4.4e6
+
+
+def _tile(n_masks: int, tokens: int, out_features: int, in_features: int, multiprocessors: int) -> LaunchConfig:
+    """The cut of the least time by a model that is within 10% of most measurements (benchmarks/NOTES.md).
+
+    A wave of blocks takes (products of 64 rows) x (15 + columns of tokens): below 64 columns the flips of signs take
+    longer than the products, and less than 23 save nothing. Reading W, once a pass, goes on meanwhile, but for 40%.
+    """
+    found: list[tuple[float, LaunchConfig]] = []
+    for groups, passes in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (2, 3), (1, 4), (2, 4)):
+        masks = n_masks // passes
+        if groups > masks or (passes > 1 and (n_masks % passes or masks % 4 or tokens < 48)):
+            continue
+        products = n_masks + (passes if groups == 2 else 1)
+        once = passes * out_features * in_features * (2 + n_masks / 8) / _BYTES_PER_MICROSECOND
+        for columns in _TOKEN_COLUMNS:
+            sums = -(-(masks + 1) // groups) * columns // 2  # registers of a thread
+            if sums > (192 if n_masks <= 2 else 168) or (columns >= tokens + 16 and columns > 16):
+                continue
+            token_tiles = -(-tokens // columns)
+            reading = once * min(2.0, 1 + 0.3 * (token_tiles - 1))  # again from L2
+            for rows in _TILE_ROWS if groups == 1 else (64,):
+                # One warpgroup alone waits for itself; two of the same rows read W twice, and wait for each other.
+                alone = 1.35 if groups == 1 and rows == 64 else 1.0
+                together = 1.0 if groups == 1 else 1.1 if columns >= 64 else 1.25
+                wave = (1 if rows == 64 else 2) * products * max(15 + columns, 38) * alone * together
+                waves = _waves(token_tiles * -(-out_features // rows), multiprocessors)
+                arithmetic = waves * wave * in_features * _MICROSECONDS
+                config = LaunchConfig(
+                    "tile_wgmma",
+                    rows=rows,
+                    block_tokens=columns,
+                    mask_groups=groups,
+                    passes=passes,
+                    # Bound by memory, longer stages cost fewer instructions. An odd number of masks needs them.
+                    sub=2 if token_tiles == 1 or n_masks % 2 else 1,
+                    steps=4 if sums <= 72 and token_tiles == 1 else 2,
+                )
+                if rows <= out_features:
+                    found.append((max(arithmetic, reading) + 0.4 * min(arithmetic, reading), config))
+    found.sort(key=lambda one: one[0])  # of equals the first: fewer rows a block
+    for _, config in found:
+        filled = fill_shared(config, n_masks)
+        if filled.stages < 4 and config.sub == 2 and n_masks % 2 == 0:
+            filled = fill_shared(replace(config, sub=1, steps=2), n_masks)
+        if filled.stages >= 3:
+            return filled
+    raise AssertionError("the narrowest tile always fits")
+
+
+def _sparse_tile(n_masks: int, tokens: int, out_features: int, multiprocessors: int) -> LaunchConfig:
+    """`tile_wgmma` with sparse products, for up to `_MOST_SPARSE_TOKENS`: one tile of tokens, few waves of rows.
+
+    A wave of two warpgroups is a third longer than one of a single warpgroup, which waits for itself.
+    """
+    columns = max(16, round_up(tokens, 8))
+    config = LaunchConfig("tile_wgmma", block_tokens=columns, sub=2, sparse=True)
+    # The sums of a thread leave it registers for the bits and places of its masks; of 16 masks those are too many.
+    if (n_masks + 1) * columns // 2 > 160 or n_masks == 16:
+        config = replace(config, rows=64, mask_groups=2)
+    else:
+        fitting = [rows for rows in _TILE_ROWS if rows <= out_features]
+        waves = {rows: _waves(-(-out_features // rows), multiprocessors) for rows in fitting}
+        config = replace(config, rows=min(fitting, key=lambda rows: waves[rows] * (3 if rows == 64 else 4)))
+    filled = fill_shared(config, n_masks)
+    return filled if filled.stages >= 4 or n_masks % 2 else fill_shared(replace(config, sub=1), n_masks)
+
+
+def _waves(blocks: int, multiprocessors: int) -> float:
+    """Of blocks, one an SM: the last ones of many run beside each other."""
+    waves = blocks / multiprocessors
+    return ceil(waves) if waves <= 4 else waves + 0.4
+
+
+def _fit(config: LaunchConfig, limit: int, n_masks: int, tokens: int, in_features: int) -> LaunchConfig | None:
+    """The nearest configuration whose blocks fit into an SM's shared memory, or None."""
+    while True:
+        need = config.shared_bytes(n_masks, tokens, in_features) + RESERVED_PER_BLOCK
+        blocks = min(config.blocks_per_sm, limit // need)
+        if blocks > 0:
+            return replace(config, blocks_per_sm=blocks)
+        if config.stages > 2:
+            config = replace(config, stages=config.stages - 1)
+        elif config.sub > 1:
+            config = replace(config, sub=config.sub // 2)
+        elif config.block_tokens > 2:  # a shorter x, and W read again (mostly from L2) for the other tokens
+            config = replace(config, block_tokens=config.block_tokens // 2)
+        elif config.tiles > 1:
+            config = replace(config, tiles=config.tiles // 2)
+        elif config.split_k > 1:
+            config = replace(config, split_k=config.split_k // 2)
+        else:
+            return None
