@@ -7,9 +7,10 @@
 //
 // A warp owns 16 rows of W and every kSplitK-th stage of k. It feeds itself: its lanes copy W and mask bytes into a ring of
 // kStages stages in shared memory with cp.async, so loads never wait for arithmetic, need no registers, and no two warps
-// ever wait for each other before the end. Per 16 x 64 weights it issues 4 (kMasks + 1) products of 8 columns: 1 to 8
-// tokens cost the same. At the end, each warp leaves its sums in shared memory, and the block adds the kSplitK parts in a
-// fixed order, applies activation, product, route weights and the sum over masks.
+// ever wait for each other before the end. x is copied whole, once a block, or by two neighbouring blocks for each other
+// (kCluster). Per 16 x 64 weights a warp issues 4 (kMasks + 1) products of 8 columns: 1 to 8 tokens cost the same. At the
+// end, each warp leaves its sums in shared memory, and the block adds the kSplitK parts in a fixed order, applies
+// activation, product, route weights and the sum over masks.
 //
 // The order of a row's sums depends on in_features and the launch configuration only, not on the other tokens.
 //

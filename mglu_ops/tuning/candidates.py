@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ..backends.cuda.choice import choose, choose_invariant
+from ..backends.cuda.choice import choose
 from ..backends.cuda.config import LaunchConfig, fill_shared
 from ..backends.cuda.limits import Case, violation
 
@@ -47,12 +47,12 @@ _LADDERS: dict[str, dict[str, tuple[int, ...]]] = {
 
 def starts(case: Case) -> list[LaunchConfig]:
     """Where the search begins: the model's choice, then what it has for other numbers of tokens and other GPUs."""
-    shape = case.out_features, case.in_features
+    rest = case.out_features, case.in_features, True, case.multiprocessors
     found = [
-        choose(case.arch, case.dtype, case.n_masks, case.tokens, *shape, True, case.multiprocessors),
-        choose(case.arch, case.dtype, case.n_masks, 2, *shape, True, case.multiprocessors),
-        choose((8, 0), case.dtype, case.n_masks, case.tokens, *shape, True, case.multiprocessors),
-        choose_invariant(case.arch, case.dtype, case.n_masks, case.tokens, *shape, True, case.multiprocessors),
+        choose(case.arch, case.dtype, case.n_masks, case.tokens, *rest),
+        choose(case.arch, case.dtype, case.n_masks, 2, *rest),
+        choose((8, 0), case.dtype, case.n_masks, case.tokens, *rest),
+        choose(case.arch, case.dtype, case.n_masks, case.tokens, *rest, batch_invariant=True),
     ]
     return [config for config in dict.fromkeys(found) if violation(config, case) is None]
 

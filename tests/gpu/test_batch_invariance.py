@@ -12,7 +12,7 @@ from torch import Tensor
 
 import mglu_ops
 from mglu_ops.backends import cuda
-from mglu_ops.backends.cuda.choice import choose_invariant
+from mglu_ops.backends.cuda.choice import choose
 
 pytestmark = [
     pytest.mark.gpu,
@@ -79,7 +79,8 @@ def test_rows_on_other_gpus(n_masks: int) -> None:
     for arch in ((8, 0), (8, 9), (12, 0)):
         everyone = None
         for tokens in reversed(TOKENS):
-            config = choose_invariant(arch, torch.bfloat16, n_masks, tokens, 528, 2048, aligned=True)
+            problem = arch, torch.bfloat16, n_masks, tokens, 528, 2048
+            config = choose(*problem, aligned=True, batch_invariant=True)
             assert config.kernel == "decode_mma"
             result = cuda.forward(p.x[:tokens], p.weight, p.packed, "silu", None, config=config)
             everyone = result if everyone is None else everyone

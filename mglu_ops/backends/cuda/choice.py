@@ -22,6 +22,7 @@ def choose(
     in_features: int,
     aligned: bool,
     multiprocessors: int = 132,
+    batch_invariant: bool = False,
 ) -> LaunchConfig:
     """The configuration for a problem, from measurements on an H200.
 
@@ -34,50 +35,31 @@ def choose(
         in_features: columns of W.
         aligned: whether rows of W and of the masks can be copied in whole vectors.
         multiprocessors: SMs of the device.
+        batch_invariant: whether a row must have the same bits in every batch. The number of tokens then decides
+            nothing that the order of a sum depends on: `tile_wgmma` goes up k in one accumulator however it is cut, and
+            never by sparse products; `decode_mma` is the one for 8 tokens, `plain` the one for 4.
     """
     if aligned and dtype != torch.float32 and out_features >= 16 and arch >= (8, 0):
-        few = _most_few(n_masks, out_features, in_features, multiprocessors)
+        few = 0 if batch_invariant else _most_few(n_masks, out_features, in_features, multiprocessors)
         if arch == (9, 0) and out_features >= 64 and tokens > few:
             alone = out_features <= 64 * multiprocessors  # one warpgroup an SM, which flips signs or multiplies
-            if tokens <= _MOST_SPARSE_TOKENS and (n_masks > 1 or alone):
+            if tokens <= _MOST_SPARSE_TOKENS and (n_masks > 1 or alone) and not batch_invariant:
                 return _sparse_tile(n_masks, tokens, out_features, multiprocessors)
             return _tile(n_masks, tokens, out_features, in_features, multiprocessors)
-        if tokens == 1 and n_masks <= 4:
+        asked = 8 if batch_invariant else tokens
+        if asked == 1 and n_masks <= 4:
             preferred = _one_token(n_masks, in_features)
         else:
-            preferred = _few_tokens(n_masks, tokens, out_features, multiprocessors)
-        fitted = _fit(preferred, shared_limit(arch), n_masks, tokens, in_features)
+            preferred = _few_tokens(n_masks, asked, out_features, multiprocessors)
+        fitted = _fit(preferred, shared_limit(arch), n_masks, asked, in_features)
+        if fitted is not None and batch_invariant:
+            # With 8 warps a tile and more, a single token's masks would be added up by more lanes (finish.cuh).
+            return replace(fitted, split_k=min(fitted.split_k, 4))
         if fitted is not None:
             # Clusters of four take 1.6 times as long: it seems that not all fit at once.
             pairs = arch == (9, 0) and 1 < tokens <= fitted.block_tokens
             return replace(fitted, cluster=2) if pairs else fitted
-    return LaunchConfig("plain", block_tokens=1 if tokens == 1 else 4)
-
-
-def choose_invariant(
-    arch: tuple[int, int],
-    dtype: torch.dtype,
-    n_masks: int,
-    tokens: int,
-    out_features: int,
-    in_features: int,
-    aligned: bool,
-    multiprocessors: int = 132,
-) -> LaunchConfig:
-    """The configuration for a problem whose rows must have the same bits in every batch; arguments as of `choose`.
-
-    The number of tokens decides nothing that the order of a sum depends on: `tile_wgmma` goes up k in one accumulator
-    however it is cut, and never by sparse products; `decode_mma` is the one for 8 tokens, `plain` the one for 4.
-    """
-    if aligned and dtype != torch.float32 and out_features >= 16 and arch >= (8, 0):
-        if arch == (9, 0) and out_features >= 64:
-            return _tile(n_masks, tokens, out_features, in_features, multiprocessors)
-        preferred = _few_tokens(n_masks, 8, out_features, multiprocessors)
-        fitted = _fit(preferred, shared_limit(arch), n_masks, 8, in_features)
-        if fitted is not None:
-            # With 8 warps a tile and more, a single token's masks would be added up by more lanes (finish.cuh).
-            return replace(fitted, split_k=min(fitted.split_k, 4))
-    return LaunchConfig("plain", block_tokens=4)
+    return LaunchConfig("plain", block_tokens=1 if tokens == 1 and not batch_invariant else 4)
 
 
 def _one_token(n_masks: int, in_features: int) -> LaunchConfig:
@@ -126,7 +108,7 @@ def _few_tokens(n_masks: int, tokens: int, out_features: int, multiprocessors: i
     two_columns = tokens > 8
     tiles = _tiles_of_block(out_features, multiprocessors)
     config = LaunchConfig("decode_mma", tiles=tiles, mask_group=n_masks, block_tokens=16 if two_columns else 8)
-    if n_masks <= 4 and tokens > 1:
+    if n_masks <= 4:
         # 8 to 16 warps an SM, fewer for the smallest layers (4 masks: 8192 x 2048, 16 tokens 15.0 us with 4 warps a
         # tile, 14.3 with 3; 9728 x 2560, 8 tokens 18.4 with 3, 17.7 with 2, 16 tokens 21.2 and 21.6).
         most = 15 if two_columns else 12

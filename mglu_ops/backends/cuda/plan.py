@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import launch_tables
-from .choice import choose, choose_invariant
+from .choice import choose
 from .compiler import compile_cubin
 from .config import LaunchConfig
 from .driver import Kernel, Launch
@@ -153,8 +153,7 @@ def decide(problem: Problem) -> Decision:
 def model_choice(problem: Problem) -> LaunchConfig:
     """The configuration of a problem where no table is asked."""
     p = problem
-    chooser = choose_invariant if p.batch_invariant else choose
-    return chooser(
+    return choose(
         p.arch,
         p.dtype,
         p.n_masks,
@@ -163,6 +162,7 @@ def model_choice(problem: Problem) -> LaunchConfig:
         p.in_features,
         _aligned(p),
         p.multiprocessors,
+        p.batch_invariant,
     )
 
 
