@@ -112,8 +112,14 @@ def test_tile_kernel(n_masks: int, tokens: int, tmp_path: Path) -> None:
     dtype = torch.bfloat16 if n_masks == 4 else torch.float16
     config = choose((9, 0), dtype, n_masks, tokens, 8192, 2048, aligned=True)
     assert config.kernel == "tile_wgmma"
-    _check(_problem((9, 0), dtype, n_masks, tokens), config, tmp_path)
-    _compile("turn_x", "sm_90a", plan.turn_defines(config), tmp_path)
+    problem = _problem((9, 0), dtype, n_masks, tokens)
+    _check(problem, config, tmp_path)
+    if config.turned:
+        _compile("turn_x", "sm_90a", plan.turn_defines(config), tmp_path)
+    elif not config.sparse:  # as it is for an x of other layouts
+        config = choose((9, 0), dtype, n_masks, tokens, 8192, 2048, aligned=True, x_in_rows=False)
+        assert config.turned
+        _check(problem, config, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +136,7 @@ def test_tile_kernel_reads_masks_that_the_copy_engine_cannot(tokens: int, tmp_pa
     problem = _problem((9, 0), torch.float16, 3, tokens, mask_alignment=8)
     config = choose((9, 0), torch.float16, 3, tokens, 8192, 2048, aligned=True)
     assert config.sparse == (tokens == 32)
-    assert plan.matrices(problem, config)[1] is None
+    assert plan.matrices(problem, config)[2] is None
     _check(problem, config, tmp_path)
 
 
@@ -142,8 +148,9 @@ def test_tiles_cover_all_rows_and_tokens(n_masks: int) -> None:
         if config.kernel == "tile_wgmma":
             assert config.rows <= out_features
             assert config.stages >= 3
-            assert config.turned_bytes(tokens, 4096) >= tokens * 4096 * (4 if config.sparse else 2)
+            assert config.turned_bytes(tokens, 4096) >= tokens * 4096 * 2
             assert config.turned_bytes(tokens, 4096) % (8 * 128) == 0  # whole warps of turn_x
+            assert not (config.turned and config.sparse)
             assert config.threads <= 384
 
 

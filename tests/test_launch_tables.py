@@ -79,12 +79,13 @@ def test_an_entry_is_for_its_gpu_and_its_problem_alone(tmp_path: Path, monkeypat
         replace(problem, weight_aligned=False),
         replace(problem, mask_alignment=1),
         replace(problem, batch_invariant=True),
+        replace(problem, x_vectorizable=False),
     ):
         assert plan.decide(other).origin in ("the model of costs", "the batch-invariant order")
         assert plan.choice(other) == plan.model_choice(other)
     for same in (
         replace(problem, activation="gelu"),
-        replace(problem, route_dtype=torch.float32, x_vectorizable=False),
+        replace(problem, route_dtype=torch.float32),
     ):
         assert plan.choice(same) == BETTER
 
@@ -165,6 +166,7 @@ def test_the_models_choices_keep_to_the_limits(arch: tuple[int, int]) -> None:
                     for config in (
                         plan.model_choice(problem),
                         plan.model_choice(replace(problem, batch_invariant=True)),
+                        plan.model_choice(replace(problem, x_vectorizable=False)),
                     ):
                         assert violation(config, case) is None, (case, config)
 
@@ -184,6 +186,13 @@ def test_what_decode_mma_cannot_be_cut_into(n_masks: int, settings: dict[str, An
     case = Case("a GPU", (9, 0), 132, torch.float16, n_masks, 6, 128, 64)
     config = LaunchConfig("decode_mma", **{"block_tokens": 16, **settings})
     assert re.fullmatch(words + ".*", violation(config, case) or "")
+
+
+def test_sparse_tiles_spread_x_as_it_is() -> None:
+    case = Case("a GPU", (9, 0), 132, torch.float16, 8, 20, 128, 64)
+    tile = LaunchConfig("tile_wgmma", rows=64, block_tokens=24, stages=4, sparse=True)
+    assert violation(tile, case) is None
+    assert (violation(replace(tile, turned=True), case) or "").startswith("turned: not with sparse products")
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 64])

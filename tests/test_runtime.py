@@ -89,30 +89,34 @@ def compiles_device_code() -> bool:
 
 
 @pytest.mark.skipif(not compiles_device_code(), reason="needs NVRTC or nvcc")
-def test_kernels_of_a_package_cover_every_number_of_tokens(tmp_path: Path) -> None:
-    layer = LayerInfo(1, 256, 512, "float16", "silu", None)
+@pytest.mark.parametrize("n_masks", [1, 8])
+def test_kernels_of_a_package_cover_every_number_of_tokens(n_masks: int, tmp_path: Path) -> None:
+    layer = LayerInfo(n_masks, 256, 512, "float16", "silu", None)
     info = PackageInfo("2.11.0", mglu_ops.__version__, "cuda", "cuda", "operator", True, [], [layer], arch=[9, 0])
     write_small_package(tmp_path / "model.pt2", **info.texts())
     device_code.write(tmp_path, ["sm_90"], [tmp_path / "model.pt2"])
     table = (tmp_path / device_code.TABLE).read_text()
     geometry, turn = r"\{\d+, 1, \d+, \d+, true\}", r"\{(-?\d+), \d+, (\d+)\}"
-    boxes = r"\{(\d+), (\d+), false\}"
-    line = r"\{\{90, 0, 1, 0, -1\}, 256, 512, (\d+), (\d+), (\d+), " + ", ".join((geometry, turn, boxes)) + r"\}"
+    variant, boxes = rf"\{{90, 0, {n_masks}, 0, -1\}}", r"\{(\d+), (\d+), (\d+), false\}"
+    line = rf"\{{{variant}, 256, 512, (\d+), (\d+), (\d+), " + ", ".join((geometry, turn, boxes)) + r"\}"
     tuned = [tuple(map(int, found)) for found in re.findall(line, table)]
     tokens = [count for first, last, *_ in tuned for count in range(first, last + 1)]
     assert tokens == list(range(1, device_code.MOST_TOKENS + 1))
     names = re.findall(r'\{"mglu_(\w+)", mglu_cubin_(\d+)\}', table)
     kernels = {int(number): name for name, number in names}
-    assert set(kernels.values()) == {"decode_fma", "decode_mma", "tile_wgmma", "turn_x", "plain"}
-    for first, last, cubin, turn, turned, box_rows, box_bytes in tuned:
+    special = "decode_fma" if n_masks == 1 else "turn_x"  # one mask's tiles take x as it is
+    assert set(kernels.values()) == {special, "decode_mma", "tile_wgmma", "plain"}
+    for first, last, cubin, turn, turned, *box in tuned:
         problem = device_code._problem(layer, (9, 0), last)
-        assert kernels[cubin] == plan.choice(problem).kernel == plan.choice(replace(problem, tokens=first)).kernel
-        assert kernels.get(turn) == ("turn_x" if kernels[cubin] == "tile_wgmma" else None)
+        config = plan.choice(problem)
+        assert kernels[cubin] == config.kernel == plan.choice(replace(problem, tokens=first)).kernel
+        assert kernels.get(turn) == ("turn_x" if config.turned else None)
         assert turned == 0 if turn < 0 else turned >= last * 512 * 2
-        assert (box_rows, box_bytes) == ((0, 0) if turn < 0 else (plan.choice(problem).rows, 16))
+        of_tile = [config.block_tokens, config.rows, 16 if n_masks == 1 else 64]
+        assert box == (of_tile if config.kernel == "tile_wgmma" else [0, 0, 0])
     for _, number in names:
         assert (tmp_path / f"{number}.cubin").read_bytes().startswith(b"\x7fELF")
-    assert len(re.findall(r"\{\{90, 0, 1, 0, -1\}, [14], \d+\}", table)) == 2
+    assert len(re.findall(rf"\{{{variant}, [14], \d+\}}", table)) == 2
     # C++ takes the table as it is written.
     root = source_directory()
     places = [f"-I{tmp_path}", f"-Wa,-I{tmp_path}", f"-Wa,-I{root}"]

@@ -291,7 +291,7 @@ extern "C" __global__ void MGLU_CLUSTERED __launch_bounds__(mglu::kThreads, mglu
     // The copy engine brings x with a tenth of the instructions, where there is one and it can.
     const bool by_engine = kCopyEngine && p.x_is_vectorizable;
     if (threadIdx.x < kXPieces) barrier_init(x.ready + 8 * threadIdx.x, 1);
-    if constexpr (kCopyEngine) barriers_are_ready();
+    if constexpr (kCopyEngine) shared_is_written();
     if (by_engine) x.store(p, p.in_features / 8);  // the zeros
     if constexpr (kCluster > 1) arrive_in_cluster();
     __syncthreads();

@@ -1,10 +1,5 @@
-// The mask bytes of a lane of a tensor core's operand: of one row of W, two octets A and B (8 weights each), 2 x kMasks bytes,
-// contiguous in the packed format, which become words (A_i, A_i+1, B_i, B_i+1).
-//
-// They become places of sparse products (decode_mma.cu, tile_wgmma.cu), or flip signs: weights are paired so that one register
-// holds (A_j, B_j); then the flip of that register under mask i needs bit j of A's byte at bit 15 and bit j of B's byte at
-// bit 31, which a single left shift of such a word gives: by 15 - j for mask i, by 7 - j for mask i + 1. So two weights under
-// a mask cost one shift (a product, on the multiplier's pipe) and one LOP3.
+// Mask bits as a lane of a tensor core's operand needs them: places of sparse products (decode_mma.cu, tile_wgmma.cu), or
+// signs to flip (tile_wgmma.cu).
 #pragma once
 #include "ptx.cuh"
 
@@ -15,12 +10,37 @@ namespace mglu {
 __constant__ u32 powers_of_two[16] = {1u << 0, 1u << 1, 1u << 2,  1u << 3,  1u << 4,  1u << 5,  1u << 6,  1u << 7,
                                       1u << 8, 1u << 9, 1u << 10, 1u << 11, 1u << 12, 1u << 13, 1u << 14, 1u << 15};
 
+// Mask bytes of a row of W, each of 8 neighbouring columns, as the flips of two of them: bits 2q and 2q + 1 of a byte, for
+// thread q of four, at bits 15 and 31 (the other bits are noise that flip_signs() drops). Two bytes share a word, so that two
+// weights under a mask cost half a PRMT, one LOP3, and one and a half products, which are on another pipe.
+template <int kBytes>
+struct Flips {
+    static constexpr int kWords = (kBytes + 3) / 4;
+    u32 pair[2 * kWords];
+
+    __device__ __forceinline__ Flips(const u32 (&bytes)[kWords], int q) {
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) {
+            const u32 even = bytes[w] * (128u >> 2 * q);  // each at the highest bit of its byte
+            const u32 odd = bytes[w] * (64u >> 2 * q);
+            pair[2 * w] = pick_bytes<0x5410>(even, odd);
+            pair[2 * w + 1] = pick_bytes<0x7632>(even, odd);
+        }
+    }
+
+    __device__ __forceinline__ u32 of(int byte) const { return byte % 2 ? pair[byte / 2] : pair[byte / 2] * powers_of_two[8]; }
+};
+
+// The mask bytes of one row of W and two octets A and B of columns, 2 x kMasks bytes, contiguous in the packed format, as
+// words (A_i, A_i+1, B_i, B_i+1).
 template <int kMasks>
 struct MaskWords {
     static constexpr int kWords = (kMasks + 1) / 2;
     u32 word[kWords];
 
-    // The flip bits (15 and 31) of mask i for pair j; the other bits are noise that flip_signs() drops.
+    // Where a register holds weight j of A and of B (turn_x.cu), their flips under mask i: bit j of both bytes at bits 15 and
+    // 31, which is a left shift, by 15 - j for the even masks and 7 - j for the odd ones; the other bits are noise. So two
+    // weights under a mask cost one product and one LOP3.
     __device__ __forceinline__ u32 bits(int i, int j) const {
         const int distance = (i % 2 ? 7 : 15) - j;
         return distance == 0 ? word[i / 2] : word[i / 2] * powers_of_two[distance];
@@ -72,34 +92,33 @@ struct SparseWeights {
     }
 };
 
-// Reads 2 * kMasks bytes at a shared address, in the widest pieces that their size keeps aligned.
-template <int kMasks>
-__device__ __forceinline__ void load_mask_stream(u32 (&stream)[(2 * kMasks + 3) / 4], u32 address) {
-    if constexpr (kMasks % 8 == 0) {
+// Reads an even number of bytes at a shared address, in the widest pieces that their number keeps aligned.
+template <int kBytes>
+__device__ __forceinline__ void load_mask_stream(u32 (&stream)[(kBytes + 3) / 4], u32 address) {
+    if constexpr (kBytes % 16 == 0) {
 #pragma unroll
-        for (int i = 0; i < kMasks / 8; ++i) {
+        for (int i = 0; i < kBytes / 16; ++i) {
             const Vec16 v = load_shared_16(address + 16 * i);
 #pragma unroll
             for (int j = 0; j < 4; ++j) stream[4 * i + j] = v.word[j];
         }
-    } else if constexpr (kMasks % 4 == 0) {
+    } else if constexpr (kBytes % 8 == 0) {
 #pragma unroll
-        for (int i = 0; i < kMasks / 4; ++i)
+        for (int i = 0; i < kBytes / 8; ++i)
             asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
                          : "=r"(stream[2 * i]), "=r"(stream[2 * i + 1])
                          : "r"(address + 8 * i)
                          : "memory");
-    } else if constexpr (kMasks % 2 == 0) {
+    } else if constexpr (kBytes % 4 == 0) {
 #pragma unroll
-        for (int i = 0; i < kMasks / 2; ++i)
-            asm volatile("ld.shared.b32 %0, [%1];" : "=r"(stream[i]) : "r"(address + 4 * i) : "memory");
+        for (int i = 0; i < kBytes / 4; ++i) stream[i] = load_shared_4(address + 4 * i);
     } else {
-        u16 half[kMasks + 1] = {};
+        u16 half[kBytes / 2 + 1] = {};
 #pragma unroll
-        for (int i = 0; i < kMasks; ++i)
+        for (int i = 0; i < kBytes / 2; ++i)
             asm volatile("ld.shared.u16 %0, [%1];" : "=h"(half[i]) : "r"(address + 2 * i) : "memory");
 #pragma unroll
-        for (int i = 0; i < (kMasks + 1) / 2; ++i)
+        for (int i = 0; i < (kBytes + 3) / 4; ++i)
             stream[i] = static_cast<u32>(half[2 * i]) | (static_cast<u32>(half[2 * i + 1]) << 16);
     }
 }
@@ -108,7 +127,7 @@ template <int kMasks>
 __device__ __forceinline__ MaskWords<kMasks> load_mask_words(u32 address) {
     constexpr int kStream = (2 * kMasks + 3) / 4;
     u32 stream[kStream];
-    load_mask_stream<kMasks>(stream, address);
+    load_mask_stream<2 * kMasks>(stream, address);
     MaskWords<kMasks> masks;
 #pragma unroll
     for (int w = 0; w < MaskWords<kMasks>::kWords; ++w) {

@@ -83,8 +83,9 @@ constexpr bool kCopyEngine = false;
 constexpr bool kCopyEngine = true;
 #endif
 
-// After barrier_init and before the block's first barrier: the copy engine sees the barriers too.
-__device__ __forceinline__ void barriers_are_ready() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// What this thread wrote to shared memory is there for the copy engine and for wgmma, once others know of it: barriers,
+// after barrier_init and before the block's first barrier.
+__device__ __forceinline__ void shared_is_written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Arrives, and lets the phase wait for as many bytes of bulk copies.
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
@@ -145,6 +146,21 @@ __device__ __forceinline__ void load_shared_words(u32 (&to)[kWords], u32 address
             to[w] = v.word[0], to[w + 1] = v.word[1], to[w + 2] = v.word[2], to[w + 3] = v.word[3];
         }
     }
+}
+
+__device__ __forceinline__ void store_shared_16(u32 address, const Vec16& v) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]),
+                 "r"(v.word[3])
+                 : "memory");
+}
+
+// Four 8x8 matrices of 16-bit elements: lane l gives the address of 16 bytes, row l % 8 of matrix l / 8, and gets elements
+// 2 (l % 4) and the next of row l / 4 of each.
+__device__ __forceinline__ void load_matrices(u32 (&to)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(address)
+                 : "memory");
 }
 
 __device__ __forceinline__ u32 load_shared_4(u32 address) {

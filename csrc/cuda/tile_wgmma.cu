@@ -10,16 +10,18 @@
 // several passes over k.
 //
 // The copy engine, because shared memory is what limits many tokens: B alone takes half its bandwidth, and copies by
-// threads (cp.async) met bank conflicts that cost 10%.
+// threads (cp.async) met bank conflicts that cost 10%. It is also why x is turned for many masks: with columns in their order
+// the four threads of a row each read all its masks, for two bits of a byte; in that of turn_x.cu each reads a fourth.
 //
 // The sums of a token do not depend on the other tokens: k goes up in steps of 16 into one accumulator.
 //
 // With kSparse the masks are places of sparse products, as in decode_mma.cu: s_i = x (M_i * W)^T takes no flips, and a
 // chunk's fragments serve t and all masks. x then has a zero after each element, so that B is twice as many bytes, which
-// shared memory bears for few tokens only: 128 bytes a clock are what wgmma can read, and what N = 32 columns take.
+// shared memory bears for few tokens only: 128 bytes a clock are what wgmma can read, and what N = 32 columns take. Three
+// warps beside the copying thread put the zeros in.
 //
-// Needs: 16-bit elements, in_features % 8 == 0, weight rows 16-byte aligned, masks contiguous inside a row, out_features
-// >= kBlockRows; p.x is what turn_x.cu made of x, launched just before.
+// Needs: 16-bit elements, in_features % 8 == 0, rows of x (if not turned) and of weight 16-byte aligned, masks contiguous
+// inside a row, out_features >= kBlockRows.
 #include "activation.cuh"
 #include "element.cuh"
 #include "finish.cuh"
@@ -42,6 +44,7 @@ constexpr int kStages = MGLU_STAGES;               // depth of the ring
 constexpr int kSub = MGLU_SUB;                     // 64-wide chunks of k a stage
 constexpr int kSteps = MGLU_STEPS;                 // wgmmas of 16 columns issued together: 1, 2 or 4
 constexpr bool kSparse = MGLU_SPARSE != 0;         // masks are places of sparse products, instead of flips of signs
+constexpr bool kTurned = MGLU_TURNED != 0;         // p.x is the copy that turn_x.cu made, launched just before
 constexpr bool kBulkMasks = MGLU_BULK_MASKS != 0;  // rows of masks are 16-byte aligned, so that the copy engine takes them
 
 constexpr int kRowGroups = (kBlockRows + 63) / 64;
@@ -55,12 +58,21 @@ static_assert(kMaskGroups == 1 || kMaskGroups == 2, "one warpgroup for all masks
 static_assert(kConsumers <= 4, "registers for four multiplying warpgroups at most");
 static_assert(kPasses == 1 || (kPassMasks * kPasses == kMasks && kPassMasks % 4 == 0), "whole words of masks a pass");
 
-// A stage: x as turn_x.cu orders it, W [kSub][kBlockRows][64], with the 16-byte vector v of row r at v ^ (r % 8), masks
-// [kSub / kMaskSpan][kBlockRows][8 kMaskSpan kMasks]. The copy engine moves multiples of 16 bytes a row.
+// Registers a thread, multiples of 8: what the launch gives each, 168, 128 or 96, moved from the copying warpgroup to the
+// others. Its warps need more of them if they spread x, and get more still where those who multiply have few sums.
+constexpr bool kManySums = (kPassMasks / kMaskGroups + 1) * kTokens / 2 > 112;
+constexpr int kCopyRegisters = !kSparse ? 24 : kManySums ? 40 : 72;
+constexpr int kLaunchRegisters = kConsumers == 2 ? 3 * 168 : kConsumers == 3 ? 4 * 128 : 5 * 96;
+constexpr int kRegisters = kConsumers == 1 ? 255 : (kLaunchRegisters - kCopyRegisters) / (8 * kConsumers) * 8;
+
+// A stage: x [kSub][kTokens][64] and W [kSub][kBlockRows][64], both with the 16-byte vector v of row r at v ^ (r % 8), masks
+// [kSub / kMaskSpan][kBlockRows][8 kMaskSpan kMasks]. The copy engine moves multiples of 16 bytes a row. For sparse products
+// x is [kSub][2][kTokens][64]: of 32 columns, the even ones, each with 0 after it, then the odd ones.
 constexpr int kMaskSpan = kMasks % 2 == 0 ? 1 : 2;
 constexpr int kMaskRowBytes = 8 * kMaskSpan * kMasks;
 constexpr bool kSwizzleMasks = kMasks == 16;  // rows of 128 bytes, as those of W
-constexpr int kXBytes = kSub * kTokens * (kSparse ? 256 : 128);
+constexpr int kChunkOfX = kTokens * (kSparse ? 256 : 128);
+constexpr int kXBytes = kSub * kChunkOfX;
 constexpr int kWeightBytes = kSub * kBlockRows * 128;
 constexpr int kMaskBytes = kBulkMasks ? kSub / kMaskSpan * kBlockRows * kMaskRowBytes : 0;
 constexpr int kStageBytes = (kXBytes + kWeightBytes + kMaskBytes + 1023) / 1024 * 1024;
@@ -81,6 +93,7 @@ constexpr int kExchangeBytes = kMaskGroups == 2 || kPasses > 1 ? kRowGroups * kC
 
 struct TileParams {
     Params p;
+    TensorMap x;       // [tokens][in_features] in boxes of kTokens (or all tokens, if they are fewer) by 64
     TensorMap weight;  // [out_features][in_features] in boxes of kBlockRows by 64
     TensorMap masks;   // [out_features][in_features / 8 kMasks] in boxes of kBlockRows by kMaskRowBytes
 };
@@ -124,47 +137,122 @@ struct Cursor {
 // --- the copying thread ---
 
 // What a stage needs but x. Weights past the row's end become zeros. Mask bits there flip zeros: they may be anything.
-__device__ __forceinline__ void copy_weights(const TileParams& tp, u32 slot, u32 landed, int row, int stage, u64 policy) {
+__device__ __forceinline__ void copy_weights(const TileParams& tp, u32 slot, u32 barrier, int row, int stage, u32 bytes_of_x,
+                                             u64 policy) {
     const u32 weights = slot + kXBytes;
-    barrier_expect(landed, kXBytes + kWeightBytes + kMaskBytes);
+    barrier_expect(barrier, bytes_of_x + kWeightBytes + kMaskBytes);
 #pragma unroll
     for (int sub = 0; sub < kSub; ++sub)
-        copy_box(weights + sub * kBlockRows * 128, tp.weight, (stage * kSub + sub) * 64, row, landed, policy);
+        copy_box(weights + sub * kBlockRows * 128, tp.weight, (stage * kSub + sub) * 64, row, barrier, policy);
 #pragma unroll
     for (int piece = 0; kBulkMasks && piece < kSub / kMaskSpan; ++piece)
         copy_box(weights + kWeightBytes + piece * kBlockRows * kMaskRowBytes, tp.masks,
-                 (stage * (kSub / kMaskSpan) + piece) * kMaskRowBytes, row, landed, policy);
+                 (stage * (kSub / kMaskSpan) + piece) * kMaskRowBytes, row, barrier, policy);
 }
 
-__device__ __forceinline__ void produce(const TileParams& tp, u32 ring, u32 full, u32 empty) {
+__device__ __forceinline__ void produce(const TileParams& tp, u32 ring, u32 landed, u32 empty) {
     const Params& p = tp.p;
     const int stages = stage_count(p);
     const int tiles = tile_count(p);
     const u64 policy = cache_policy(p.tokens <= kTokens && kPasses == 1);
-    // The ring is filled before x is there: turn_x has waited for all kernels before itself, so that only x is new.
-    const int early = min(kStages, stages);
+    // Rows of zeros past the last token count too, but a box has no more than the tokens there are: those took longer.
+    const u32 bytes_of_x = kTurned ? kXBytes : kSub * min(kTokens, p.tokens) * 128;
+    // A turned x comes when the ring is filled: turn_x has waited for all kernels before itself, so that only x is new.
+    const int early = kTurned ? min(kStages, stages) : 0;
     for (int stage = 0; stage < early; ++stage)
-        copy_weights(tp, ring + stage * kStageBytes, full + 8 * stage, tile_at(p, blockIdx.x).row, stage, policy);
+        copy_weights(tp, ring + stage * kStageBytes, landed + 8 * stage, tile_at(p, blockIdx.x).row, stage, bytes_of_x, policy);
     wait_for_earlier_kernels();
     int to_fill = early;
     Cursor cursor;
     for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
         const Tile tile = tile_at(p, index);
         for (int pass = 0; pass < kPasses; ++pass) {
-            const u8* x = static_cast<const u8*>(p.x) + static_cast<i64>(tile.token / kTokens) * stages * kXBytes;
-            for (int stage = 0; stage < stages; ++stage, x += kXBytes) {
+            const u8* turned = static_cast<const u8*>(p.x) + static_cast<i64>(tile.token / kTokens) * stages * kXBytes;
+            for (int stage = 0; stage < stages; ++stage, turned += kXBytes) {
                 const u32 slot = ring + cursor.slot * kStageBytes;
-                const u32 landed = full + 8 * cursor.slot;
+                const u32 barrier = landed + 8 * cursor.slot;
                 if (to_fill > 0) {
                     --to_fill;
                 } else {
                     barrier_wait(empty + 8 * cursor.slot, cursor.parity ^ 1);
-                    copy_weights(tp, slot, landed, tile.row, stage, policy);
+                    copy_weights(tp, slot, barrier, tile.row, stage, bytes_of_x, policy);
                 }
-                copy_bulk(slot, x, kXBytes, landed);
+                if constexpr (kTurned) {
+                    copy_bulk(slot, turned, kXBytes, barrier);
+                } else {
+                    // For sparse products, to where the second half of it goes in the end.
+#pragma unroll
+                    for (int sub = 0; sub < kSub; ++sub)
+                        copy_box(slot + (sub + 1) * kChunkOfX - kTokens * 128, tp.x, (stage * kSub + sub) * 64, tile.token,
+                                 barrier, cache_policy(false));
+                }
                 cursor.advance();
             }
         }
+    }
+}
+
+// --- the warps that put zeros between the columns of x, for sparse products ---
+
+constexpr int kSpreaders = 3;                // beside the copying thread's
+constexpr int kPieces = kSub * kTokens / 8;  // of a stage: 8 tokens of a chunk, whose columns lie where its second half goes
+// Pieces that a warp has in registers at a time: all of its own, if those who multiply can spare them.
+constexpr int kBatch = kConsumers == 1 || !kManySums ? (kPieces + kSpreaders - 1) / kSpreaders : 1;
+
+// A lane takes the octet `lane % 8` of tokens lane / 8 and lane / 8 + 4 of each piece.
+__device__ __forceinline__ void spread(u32 x, int warp, int lane) {
+    const u32 half = lane % 8 / 4;  // of the chunk, where the octet goes
+    const u32 from = kTokens * 128 + lane / 8 * 128 + (lane % 8 ^ lane / 8) * 16;
+    // Of eight lanes, four put their even columns first and the others their odd ones: in different banks.
+    const u32 to = half * (kTokens * 128) + lane / 8 * 128 + (lane % 8 ^ lane / 8) * 16;
+    const u32 first = half ? 0x4432 : 0x4410;
+    const u32 second = half ? 0x4410 : 0x4432;
+    constexpr u32 kOther = 4 * 128 + 4 * 16;  // bits of an address that differ for the other token
+    const auto start_of = [x](int piece) { return x + piece / (kTokens / 8) * kChunkOfX + piece % (kTokens / 8) * 1024; };
+#pragma unroll 1
+    for (int start = warp; start < kPieces; start += kBatch * kSpreaders) {
+        Vec16 columns[kBatch][2];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const int piece = start + i * kSpreaders;
+            if (piece < kPieces) {
+                columns[i][0] = load_shared_16(start_of(piece) + from);
+                columns[i][1] = load_shared_16(start_of(piece) + (from ^ kOther));
+            }
+        }
+        __syncwarp();  // all is read before any is overwritten
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const int piece = start + i * kSpreaders;
+            if (piece >= kPieces) break;
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                Vec16 one, other;
+#pragma unroll
+                for (int w = 0; w < 4; ++w) {
+                    one.word[w] = __byte_perm(columns[i][r].word[w], 0, first);
+                    other.word[w] = __byte_perm(columns[i][r].word[w], 0, second);
+                }
+                store_shared_16(start_of(piece) + (to ^ r * kOther), one);
+                store_shared_16(start_of(piece) + (to ^ r * kOther ^ 64), other);
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void spread_stages(const Params& p, u32 ring, u32 landed, u32 full) {
+    const int lane = threadIdx.x % 32;
+    const int grid = gridDim.x;
+    const int tiles = (tile_count(p) - static_cast<int>(blockIdx.x) + grid - 1) / grid;  // of this block
+    Cursor cursor;
+#pragma unroll 1
+    for (int left = tiles * kPasses * stage_count(p); left > 0; --left) {
+        barrier_wait(landed + 8 * cursor.slot, cursor.parity);
+        spread(ring + cursor.slot * kStageBytes, threadIdx.x % 128 / 32 - 1, lane);
+        shared_is_written();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(full + 8 * cursor.slot);
+        cursor.advance();
     }
 }
 
@@ -221,14 +309,48 @@ __device__ __forceinline__ MaskWords<kCount> read_share(const u8* row, int octet
     return masks;
 }
 
+// The mask bytes of kOctets octets of one row of W, those of the masks of a pass: out of the ring, where the chunk's masks of
+// this row start at `row`; swizzle: the row modulo 8.
+template <int kOctets>
+__device__ __forceinline__ void load_bytes(u32 (&bytes)[(kOctets * kPassMasks + 3) / 4], u32 row, int octet, int swizzle,
+                                           int pass) {
+    if constexpr (kSwizzleMasks || kPasses > 1) {
+        constexpr int kWords = kSwizzleMasks || kPasses > 1 ? kPassMasks / 4 : 1;
+#pragma unroll
+        for (int o = 0; o < kOctets; ++o) {
+            u32 word[kWords];
+            const int at = kSwizzleMasks ? (octet + o ^ swizzle) * 16 : (octet + o) * kMasks;
+            load_shared_words(word, row + at + pass * kPassMasks);
+#pragma unroll
+            for (int w = 0; w < kWords; ++w) bytes[o * kWords + w] = word[w];
+        }
+    } else {
+        load_mask_stream<kOctets * kMasks>(bytes, row + octet * kMasks);
+    }
+}
+
+// The same from global memory, for rows of masks that the copy engine cannot take. Bytes past the row's end are not read.
+template <int kOctets>
+__device__ __forceinline__ void read_bytes(u32 (&bytes)[(kOctets * kPassMasks + 3) / 4], const u8* row, int octet, int octets,
+                                           int pass) {
+#pragma unroll
+    for (int w = 0; w < (kOctets * kPassMasks + 3) / 4; ++w) bytes[w] = 0;
+#pragma unroll
+    for (int o = 0; o < kOctets; ++o) {
+        if (octet + o >= octets) break;
+        const u8* from = row + static_cast<i64>(octet + o) * kMasks + pass * kPassMasks;
+#pragma unroll
+        for (int i = 0; i < kPassMasks; ++i) {
+            const int at = o * kPassMasks + i;
+            bytes[at / 4] |= static_cast<u32>(from[i]) << (8 * (at % 4));
+        }
+    }
+}
+
 __device__ __forceinline__ void load_4(float (&value)[4], const float4* from) {
     const float4 v = *from;
     value[0] = v.x, value[1] = v.y, value[2] = v.z, value[3] = v.w;
 }
-
-// Registers a thread, multiples of 8: what the launch gives each, moved from the copying warpgroup to the others.
-constexpr int kCopyRegisters = 24;
-constexpr int kRegisters = kConsumers == 1 ? 255 : kConsumers == 2 ? 240 : kConsumers == 3 ? 160 : 112;
 
 // Which of 8 rows of W is row g of a sparse product: 0, 5, 2, 7, 1, 4, 3, 6, so that of a load of 8 bytes a lane, the first and
 // the second 16 lanes each meet all banks once, in W (vector v of row r at v ^ r) as in masks of 32, 64 or 128 bytes a row.
@@ -238,18 +360,14 @@ __device__ __forceinline__ int sparse_row(int g) { return g % 2 * 4 | (g & 2) | 
 template <bool kTotal, int kFirst, int kCount>
 struct Sums {
     float t[kColumns];
-    float f[kCount > 0 ? kCount : 1][kColumns];
+    float f[kCount][kColumns];
 
-    static constexpr int kSome = kCount > 0 ? kCount : 1;
     static constexpr int kParts = 4 / kSteps;  // of a chunk
     static constexpr int kProducts = kCount + (kTotal ? 1 : 0);
     static constexpr int kGroups = kParts * kProducts;  // of wgmmas in a chunk, in order: by part, t before the masks
-    // Flipped fragments take turns in two sets of registers, so that one group runs while the next is prepared. t's, the
-    // weights as they are, serve the masks of their part too: one set, or two where t is all there is.
-    static constexpr int kPlainSets = kCount == 0 ? 2 : 1;
     static constexpr bool kRoomy = kProducts * kColumns + 128 <= kRegisters;  // for loads ahead of the wait
     static_assert(kSparse || kGroups * kSub >= 2, "a stage is given back during the next");
-    static_assert(kSparse || kCount > 0 || kParts % 2 == 0, "two sets take turns");
+    static_assert(kCount > 0, "each has a mask");
 
     // How many groups may still run when the fragments of this one are written: one, unless it is the one just before
     // that had the same set of registers (an odd number of masks in a chunk, and no t between them).
@@ -276,38 +394,131 @@ struct Sums {
         wgmma_commit();
     }
 
-    // The fragments of one row (of rows g and g + 8) in a part of a chunk: pairs (A_j, B_j) of its octets A and B.
-    __device__ __forceinline__ static void pair_up(u32 (&weight)[kSteps][4], const Vec16 (&octet)[2], int half, int part) {
-#pragma unroll
-        for (int s = 0; s < kSteps; ++s) {
-            const u32 a = octet[0].word[part * kSteps + s];
-            const u32 b = octet[1].word[part * kSteps + s];
-            weight[s][half] = pick_bytes<0x5410>(a, b);
-            weight[s][2 + half] = pick_bytes<0x7632>(a, b);
-        }
-    }
-
     // The lane's masks in a chunk, of row `row_of_8` + 8 half of its warp's 16: out of the ring, or out of global memory.
-    __device__ __forceinline__ static void load_bits(MaskWords<kSome>& bits, const Params& p, u32 masks, const u8* mask_rows,
+    __device__ __forceinline__ static void load_bits(MaskWords<kCount>& bits, const Params& p, u32 masks, const u8* mask_rows,
                                                      int half, int q, int row_of_8, int chunk, int pass) {
-        if constexpr (kCount > 0 && kBulkMasks)
+        if constexpr (kBulkMasks)
             bits = load_share<kFirst, kCount>(masks + 8 * half * kMaskRowBytes, q, row_of_8, pass);
-        else if constexpr (kCount > 0)
+        else
             bits = read_share<kFirst, kCount>(mask_rows + 8 * half * p.mask_row_stride, chunk * 8 + 2 * q,
                                               p.in_features / 8, pass);
     }
 
+    // What a lane has of 16 rows of W (rows g and g + 8) and of their masks, part by part of a chunk: of a step, `weight` is
+    // wgmma's A operand, and sign(mask, step, r) has the flips of its register r. It is loaded around the wait for products.
+    struct Fragments {
+        const Params& p;
+        const int g = threadIdx.x % 32 / 4;
+        const int q = threadIdx.x % 4;
+        const int pass;
+        const int row;            // row g, of the tile
+        const u8* const of_masks;  // its masks
+        u32 weight[kSteps][4];
+
+        __device__ __forceinline__ Fragments(const Params& p, int tile_row, int warp_row, int pass)
+            : p(p), pass(pass), row(warp_row + g), of_masks(p.masks + (tile_row + row) * p.mask_row_stride) {}
+
+        // Where the masks of the row are in a stage.
+        __device__ __forceinline__ u32 masks_of(int sub) const {
+            return kXBytes + kWeightBytes + (sub / kMaskSpan * kBlockRows + row) * kMaskRowBytes +
+                   sub % kMaskSpan * (8 * kMasks);
+        }
+    };
+
+    // Columns in their order: of a step, those of two octets, of which a lane has two columns each.
+    struct InOrder : Fragments {
+        using Fragments::weight;
+        static constexpr int kOctets = 2 * kSteps;  // of a part
+        static constexpr int kBytes = kOctets * kPassMasks;
+        static constexpr bool kAhead = kProducts * kColumns + 100 <= kRegisters;  // loads are ahead of the wait
+        const u32 matrix;
+        u32 bytes[2][(kBytes + 3) / 4];
+
+        __device__ __forceinline__ InOrder(const Params& p, int tile_row, int warp_row, int pass)
+            : Fragments(p, tile_row, warp_row, pass),
+              matrix(kXBytes + (warp_row + threadIdx.x % 16) * 128 + (threadIdx.x % 32 / 16 ^ threadIdx.x % 8) * 16) {}
+
+        __device__ __forceinline__ void before_wait(u32 slot, int sub, int chunk, int part) {
+            if constexpr (kAhead) load(slot, sub, chunk, part);
+        }
+        __device__ __forceinline__ void after_wait(u32 slot, int sub, int chunk, int part) {
+            if constexpr (!kAhead) load(slot, sub, chunk, part);
+        }
+        __device__ __forceinline__ void load(u32 slot, int sub, int chunk, int part) {
+#pragma unroll
+            for (int s = 0; s < kSteps; ++s)
+                load_matrices(weight[s], slot + sub * kBlockRows * 128 + (matrix ^ (part * kSteps + s) * 32));
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                if constexpr (kBulkMasks)
+                    load_bytes<kOctets>(bytes[half], slot + this->masks_of(sub) + 8 * half * kMaskRowBytes, part * kOctets,
+                                        this->g, this->pass);
+                else
+                    read_bytes<kOctets>(bytes[half], this->of_masks + 8 * half * this->p.mask_row_stride,
+                                        chunk * 8 + part * kOctets, this->p.in_features / 8, this->pass);
+            }
+        }
+        __device__ __forceinline__ u32 sign(int mask, int part, int step, int r) const {
+            const Flips<kBytes> flips(bytes[r % 2], this->q);
+            return flips.of((2 * step + r / 2) * kPassMasks + kFirst + mask);
+        }
+    };
+
+    // Columns as turn_x.cu has turned them: of all steps of a chunk, those of two octets.
+    struct Turned : Fragments {
+        using Fragments::weight;
+        Vec16 octet[2][2];  // rows g and g + 8, octets 2 q and 2 q + 1
+        MaskWords<kCount> bits[2];
+
+        using Fragments::Fragments;
+
+        __device__ __forceinline__ void before_wait(u32 slot, int sub, int chunk, int part) {
+            if (kRoomy && part == 0) load(slot, sub, chunk);
+        }
+        __device__ __forceinline__ void after_wait(u32 slot, int sub, int chunk, int part) {
+            if (!kRoomy && part == 0) load(slot, sub, chunk);
+            if constexpr (kParts > 1 || kRoomy) pair_up(0, part), pair_up(1, part);
+        }
+        __device__ __forceinline__ void load(u32 slot, int sub, int chunk) {
+            const u32 weights = slot + kXBytes + (sub * kBlockRows + this->row) * 128;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+#pragma unroll
+                for (int o = 0; o < 2; ++o)
+                    octet[half][o] = load_shared_16(weights + half * 1024 + (2 * this->q + o ^ this->g) * 16);
+                if constexpr (kParts == 1 && !kRoomy) {  // at once: registers are few
+                    pair_up(half, 0);
+#pragma unroll
+                    for (int s = 0; s < kSteps; ++s) keep(weight[s][half]), keep(weight[s][2 + half]);
+                }
+            }
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                load_bits(bits[half], this->p, slot + this->masks_of(sub), this->of_masks, half, this->q, this->g, chunk,
+                          this->pass);
+        }
+        // Pairs (A_j, B_j) of the octets A and B of a row.
+        __device__ __forceinline__ void pair_up(int half, int part) {
+#pragma unroll
+            for (int s = 0; s < kSteps; ++s) {
+                const u32 a = octet[half][0].word[part * kSteps + s];
+                const u32 b = octet[half][1].word[part * kSteps + s];
+                weight[s][half] = pick_bytes<0x5410>(a, b);
+                weight[s][2 + half] = pick_bytes<0x7632>(a, b);
+            }
+        }
+        __device__ __forceinline__ u32 sign(int mask, int part, int step, int r) const {
+            return bits[r % 2].bits(mask, 2 * (part * kSteps + step) + r / 2);
+        }
+    };
+
     // Adds all of k, stage by stage.
+    template <typename OfWeights>
     __device__ __forceinline__ void add(const Params& p, u32 ring, u32 full, u32 empty, int tile_row, int warpgroup_row,
                                         int pass, Cursor& cursor) {
         const int lane = threadIdx.x % 32;
-        const int g = lane / 4;
-        const int q = lane % 4;
-        const int row = warpgroup_row + threadIdx.x / 32 % 4 * 16 + g;  // and row + 8: both are g modulo 8
         const int stages = stage_count(p);
-        const u8* mask_rows = p.masks + (tile_row + row) * p.mask_row_stride;
-        u32 flipped[2][kSteps][4];
-        u32 plain[kPlainSets][kSteps][4];
+        OfWeights fragments(p, tile_row, warpgroup_row + threadIdx.x / 32 % 4 * 16, pass);
         u32 used = 0;  // the barrier of the stage before
         for (int stage = 0; stage < stages; ++stage) {
             const u32 slot = ring + cursor.slot * kStageBytes;
@@ -315,58 +526,31 @@ struct Sums {
             __syncwarp();
 #pragma unroll
             for (int sub = 0; sub < kSub; ++sub) {
-                const u32 weights = slot + kXBytes + (sub * kBlockRows + row) * 128;
-                const u32 masks = slot + kXBytes + kWeightBytes +
-                                  (sub / kMaskSpan * kBlockRows + row) * kMaskRowBytes + sub % kMaskSpan * (8 * kMasks);
-                Vec16 octet[2][2];  // rows row and row + 8, octets 2 q and 2 q + 1
-                MaskWords<kSome> bits[2];
+                const int chunk = stage * kSub + sub;
                 const u64 b = wgmma_descriptor(slot + sub * kTokens * 128);
 #pragma unroll
                 for (int group = 0; group < kGroups; ++group) {
                     const int part = group / kProducts;
                     const int mask = group % kProducts - (kTotal ? 1 : 0);
-                    const int order = sub * kGroups + group;
-                    u32(&weight)[kSteps][4] = plain[part % kPlainSets];
-                    const auto load = [&] {
-#pragma unroll
-                        for (int half = 0; half < 2; ++half) {
-#pragma unroll
-                            for (int o = 0; o < 2; ++o)
-                                octet[half][o] = load_shared_16(weights + half * 1024 + (2 * q + o ^ g) * 16);
-                            if constexpr (kParts == 1 && !kRoomy) {  // at once: registers are few
-                                pair_up(weight, octet[half], half, 0);
-#pragma unroll
-                                for (int s = 0; s < kSteps; ++s) keep(weight[s][half]), keep(weight[s][2 + half]);
-                            }
-                        }
-#pragma unroll
-                        for (int half = 0; half < 2; ++half)
-                            load_bits(bits[half], p, masks, mask_rows, half, q, g, stage * kSub + sub, pass);
-                    };
-                    if (kRoomy && group == 0) load();
+                    if (group % kProducts == 0) fragments.before_wait(slot, sub, chunk, part);
                     if (pending(group) == 0) wgmma_wait<0>();
                     else wgmma_wait<1>();
                     // All but the last of this stage's groups are done, and so is the stage before.
-                    if (order == 1 && used) {
+                    if (sub * kGroups + group == 1 && used) {
                         __syncwarp();
                         if (lane == 0) barrier_arrive(used);
                     }
-                    if (!kRoomy && group == 0) load();
-                    if ((kParts > 1 || kRoomy) && group % kProducts == 0) {
-                        pair_up(weight, octet[0], 0, part);
-                        pair_up(weight, octet[1], 1, part);
-                    }
+                    if (group % kProducts == 0) fragments.after_wait(slot, sub, chunk, part);
                     if (mask < 0) {
-                        if constexpr (kTotal) multiply(t, weight, b + 2 * part * kSteps);
-                    } else if constexpr (kCount > 0) {
-                        u32(&signs)[kSteps][4] = flipped[(part * kCount + mask) % 2];
+                        if constexpr (kTotal) multiply(t, fragments.weight, b + 2 * part * kSteps);
+                    } else {
+                        u32 flipped[kSteps][4];
 #pragma unroll
                         for (int s = 0; s < kSteps; ++s)
 #pragma unroll
                             for (int r = 0; r < 4; ++r)
-                                signs[s][r] = flip_signs(
-                                    weight[s][r], bits[r % 2].bits(mask, 2 * (part * kSteps + s) + r / 2));
-                        multiply(f[mask], signs, b + 2 * part * kSteps);
+                                flipped[s][r] = flip_signs(fragments.weight[s][r], fragments.sign(mask, part, s, r));
+                        multiply(f[mask], flipped, b + 2 * part * kSteps);
                     }
                 }
             }
@@ -401,7 +585,7 @@ struct Sums {
                 const u32 masks = slot + kXBytes + kWeightBytes +
                                   (sub / kMaskSpan * kBlockRows + row) * kMaskRowBytes + sub % kMaskSpan * (8 * kMasks);
                 u32 word[4][2][2];
-                MaskWords<kSome> bits[2];
+                MaskWords<kCount> bits[2];
                 const auto load = [&] {
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
@@ -423,7 +607,7 @@ struct Sums {
                     SparseWeights weight;
 #pragma unroll
                     for (int i = 0; i < 8; ++i) weight.set(i / 2, i % 2, word[i / 2][i % 2], odd);
-                    const Places<kSome> places(bits[0], bits[1], odd, constants);
+                    const Places<kCount> places(bits[0], bits[1], odd, constants);
                     multiply_sparse(weight, places, constants, slot + sub * kTokens * 256 + odd * 64);
                 }
             }
@@ -436,7 +620,7 @@ struct Sums {
     }
 
     // x: where the even columns of the chunk's first piece start, or the odd ones.
-    __device__ __forceinline__ void multiply_sparse(const SparseWeights& weight, const Places<kSome>& places,
+    __device__ __forceinline__ void multiply_sparse(const SparseWeights& weight, const Places<kCount>& places,
                                                     const PlaceConstants& constants, u32 x) {
 #pragma unroll
         for (int r = 0; r < 8; ++r) asm volatile("" ::"r"(weight.value[r / 4][r % 4]));
@@ -449,7 +633,7 @@ struct Sums {
     }
 
     template <int kPair>
-    __device__ __forceinline__ void multiply_piece(const SparseWeights& weight, const Places<kSome>& places,
+    __device__ __forceinline__ void multiply_piece(const SparseWeights& weight, const Places<kCount>& places,
                                                    const PlaceConstants& constants, u64 b) {
         using Product = Wgmma<kTokens, kType == kBfloat16>;
         if constexpr (kTotal) Product::template run_sparse<kPair>(t, weight.value[kPair], b, constants.all_at_x);
@@ -529,8 +713,10 @@ __device__ __forceinline__ void multiply_pass(const Params& p, u32 ring, u32 ful
     sums.clear();
     if constexpr (kSparse)
         sums.add_sparse(p, ring, full, empty, tile.row, warpgroup_row, pass, cursor);
+    else if constexpr (kTurned)
+        sums.template add<typename decltype(sums)::Turned>(p, ring, full, empty, tile.row, warpgroup_row, pass, cursor);
     else
-        sums.add(p, ring, full, empty, tile.row, warpgroup_row, pass, cursor);
+        sums.template add<typename decltype(sums)::InOrder>(p, ring, full, empty, tile.row, warpgroup_row, pass, cursor);
     if constexpr (kGroup > 0) named_sync<256>(hands.handed_on);
     else if (!kLastGroup && again) named_sync<256>(hands.taken);
 #pragma unroll
@@ -589,14 +775,17 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, 1)
     extern __shared__ __align__(1024) u8 shared[];
     const u32 ring = shared_address(shared);
     float4* exchange = reinterpret_cast<float4*>(shared + kStages * kStageBytes);
-    const u32 full = ring + kStages * kStageBytes + kExchangeBytes;
+    // Of each stage: the copies have landed; all of it is there; all who multiply are done with it.
+    const u32 landed = ring + kStages * kStageBytes + kExchangeBytes;
+    const u32 full = kSparse ? landed + 8 * kStages : landed;
     const u32 empty = full + 8 * kStages;
     if (threadIdx.x == 0) {
         for (int s = 0; s < kStages; ++s) {
-            barrier_init(full + 8 * s, 1);                // the thread that copies
+            barrier_init(landed + 8 * s, 1);  // the thread that copies
+            if (kSparse) barrier_init(full + 8 * s, kSpreaders);
             barrier_init(empty + 8 * s, 4 * kConsumers);  // the warps that multiply
         }
-        barriers_are_ready();
+        shared_is_written();
     }
     __syncthreads();
     let_next_kernel_start();
@@ -604,7 +793,9 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, 1)
     const int warpgroup = threadIdx.x / 128;
     if (warpgroup == kConsumers) {
         if constexpr (kConsumers > 1) give_registers<kCopyRegisters>();
-        if (threadIdx.x % 128 == 0) produce(tp, ring, full, empty);
+        if (threadIdx.x % 128 == 0) produce(tp, ring, landed, empty);
+        if constexpr (kSparse)
+            if (threadIdx.x % 128 >= 32) spread_stages(tp.p, ring, landed, full);
     } else {
         if constexpr (kConsumers > 1) take_registers<kRegisters>();
         const int row_group = warpgroup / kMaskGroups;

@@ -1,18 +1,16 @@
-// x as tile_wgmma.cu reads it: one piece of memory a stage, in the order of wgmma's B operand.
+// A copy of x for tile_wgmma.cu: one piece of memory a stage, in the order of wgmma's B operand that suits masks best.
 //
 // The result is [tile of kTokens tokens][64 columns of k][token][64], zeros past the last token and the end of k. Of each
 // token's 64 columns, seen as 8 octets of 8, the fragments of W (mask_fragment.cuh) want element j of octet o at 8 j + o:
 // an 8x8 transposition; and wgmma wants the 16-byte vector v of token n at v ^ (n % 8), which keeps its reads off each
-// other's banks. For sparse products it is [tile][32 columns of k][token][64]: the even columns, each with 0 after it, then
-// the odd ones. A warp turns 8 tokens of one chunk of 64 columns.
+// other's banks. A warp turns 8 tokens of one chunk of 64 columns.
 #include "params.cuh"
 #include "ptx.cuh"
 
 namespace mglu {
 
 constexpr int kTokens = MGLU_TOKEN_COLUMNS;
-constexpr int kSub = MGLU_SUB;              // chunks of k a stage; the last stage is filled up with zeros
-constexpr bool kSparse = MGLU_SPARSE != 0;  // for sparse products
+constexpr int kSub = MGLU_SUB;  // chunks of k a stage; the last stage is filled up with zeros
 
 }  // namespace mglu
 
@@ -39,20 +37,9 @@ extern "C" __global__ void __launch_bounds__(256) mglu_turn_x(const __grid_const
         pair[n] = p.x_is_vectorizable ? *reinterpret_cast<const u32*>(from)
                                       : from[0] | static_cast<u32>(from[p.x_column_stride]) << 16;
     }
-    u8* out = static_cast<u8*>(p.out);
     const i64 tile = static_cast<i64>(first / kTokens) * chunks + chunk;
-    if constexpr (kSparse) {
-        u8* to = out + ((tile * 2 + lane / 16) * kTokens + first % kTokens) * 128 + lane % 4 * 4;
-        const int vector = lane % 16 / 4;
+    u8* to = static_cast<u8*>(p.out) + (tile * kTokens + first % kTokens) * 128;
 #pragma unroll
-        for (int n = 0; n < 8; ++n) {
-            *reinterpret_cast<u32*>(to + n * 128 + (vector ^ n) * 16) = pair[n] & 0xffffu;
-            *reinterpret_cast<u32*>(to + n * 128 + (vector + 4 ^ n) * 16) = pair[n] >> 16;
-        }
-    } else {
-        u8* to = out + (tile * kTokens + first % kTokens) * 128;
-#pragma unroll
-        for (int n = 0; n < 8; ++n)
-            *reinterpret_cast<u32*>(to + n * 128 + (lane / 4 ^ n) * 16 + lane % 4 * 4) = transpose(pair[n]);
-    }
+    for (int n = 0; n < 8; ++n)
+        *reinterpret_cast<u32*>(to + n * 128 + (lane / 4 ^ n) * 16 + lane % 4 * 4) = transpose(pair[n]);
 }

@@ -59,6 +59,14 @@ bool folds(const Tensor& tensor, bool any_column_stride) {
     return tensor.dims <= 2 ? dense_columns : tensor.is_contiguous();
 }
 
+// Whether rows of 16-bit elements are whole 16-byte vectors, which a contiguous copy would be at most.
+bool in_vectors(const Tensor& x) {
+    const std::int64_t width = x.last_size(), pitch = row_stride(x);
+    const bool could_be = width % 8 == 0 && (x.dtype == Scalar::float16 || x.dtype == Scalar::bfloat16);
+    const bool rows = tokens_of(x) <= 1 || (pitch % 8 == 0 && pitch >= width);
+    return !could_be || (rows && x.strides[x.dims - 1] == 1 && reinterpret_cast<std::uintptr_t>(x.data) % 16 == 0);
+}
+
 cpu::DType cpu_dtype(Scalar dtype) {
     switch (dtype) {
         case Scalar::float32: return cpu::DType::float32;
@@ -196,8 +204,11 @@ void check(const Layer& layer) {
     }
 }
 
-// The CPU kernels want dense rows, those of the GPU take any strides.
-bool needs_copy_of_x(const Layer& layer) { return !folds(layer.x, layer.x.device == Device::cuda); }
+// The CPU kernels want dense rows, the GPU's copy engine rows of whole vectors.
+bool needs_copy_of_x(const Layer& layer) {
+    const bool on_gpu = layer.x.device == Device::cuda;
+    return !folds(layer.x, on_gpu) || (on_gpu && !in_vectors(layer.x));
+}
 
 bool needs_copy_of_weight(const Layer& layer) {
     return layer.x.device == Device::cpu && layer.weight.sizes[1] > 1 && layer.weight.strides[1] != 1;

@@ -113,10 +113,7 @@ def _compile(kernel: str, arch: str, defines: dict[str, int]) -> bytes:
 
 
 def _problem(layer: LayerInfo, arch: tuple[int, int], tokens: int) -> plan.Problem:
-    """Of contiguous, aligned tensors, which is what the library's tuned launches are for.
-
-    x counts as unaligned: it is an input of every call, and no kernel may rest on it.
-    """
+    """Of contiguous, aligned tensors, which the library's tuned launches are for. An x that is not, it copies."""
     length = layer.in_features // 8 * layer.n_masks
     return plan.Problem(
         arch=arch,
@@ -129,8 +126,8 @@ def _problem(layer: LayerInfo, arch: tuple[int, int], tokens: int) -> plan.Probl
         route_dtype=None if layer.route_dtype is None else getattr(torch, layer.route_dtype),
         weight_aligned=layer.in_features % 8 == 0,
         mask_alignment=next(size for size in (16, 8, 4, 1) if length % size == 0),
-        x_vectorizable=False,
-        strides=(0,) * 9,
+        x_vectorizable=True,
+        strides=(layer.in_features, 1, *(0,) * 7),
         multiprocessors=_MULTIPROCESSORS,
         device=_DEVICE,
     )
@@ -184,14 +181,15 @@ def _launch(layer: LayerInfo, arch: tuple[int, int], tokens: int, cubins: _Cubin
     shared = config.reserved_bytes(arch, layer.n_masks, tokens, layer.in_features)
     overlap = "true" if arch >= (9, 0) else "false"
     geometry = f"{{{grid[0]}, {grid[1]}, {config.threads}, {shared}, {overlap}}}"
-    turn, boxes = "{-1, 0, 0}", "{0, 0, false}"
-    if config.kernel == "tile_wgmma":
+    turn, boxes = "{-1, 0, 0}", "{0, 0, 0, false}"
+    if config.turned:
         cubin = cubins.index("turn_x", target, plan.turn_defines(config))
         size = tokens, layer.in_features
         turn = f"{{{cubin}, {config.turn_blocks(*size)}, {config.turned_bytes(*size)}}}"
-        weight, masks = plan.matrices(problem, config)
+    if config.kernel == "tile_wgmma":
+        _, weight, masks = plan.matrices(problem, config)
         mask_box = "0, false" if masks is None else f"{masks.box_width}, {str(masks.swizzle).lower()}"
-        boxes = f"{{{weight.box_height}, {mask_box}}}"
+        boxes = f"{{{config.block_tokens}, {weight.box_height}, {mask_box}}}"
     return f"{kernel}, {geometry}, {turn}, {boxes}"
 
 

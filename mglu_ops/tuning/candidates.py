@@ -40,6 +40,7 @@ _LADDERS: dict[str, dict[str, tuple[int, ...]]] = {
         "steps": (1, 2, 4),
         "sub": (1, 2),
         "sparse": (False, True),
+        "turned": (False, True),
     },
 }
 """Of each kernel, the settings that are moved, and the values they take, in order."""

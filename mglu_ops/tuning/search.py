@@ -154,7 +154,7 @@ def _compile(problem: plan.Problem, configs: Iterable[LaunchConfig]) -> dict[Lau
         target = plan.target(problem.arch, config)
         try:
             compile_cubin(config.kernel, target, plan.defines(problem, config))
-            if config.kernel == "tile_wgmma":
+            if config.turned:
                 compile_cubin("turn_x", target, plan.turn_defines(config))
         except CompileError as error:
             refused[config] = error

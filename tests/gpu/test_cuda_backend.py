@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -76,7 +77,10 @@ def test_many_tokens_of_a_real_shape(n_masks: int) -> None:
 
 @pytest.mark.parametrize("n_masks", [1, 6, 8, 16])
 def test_a_row_does_not_depend_on_how_many_others_there_are(n_masks: int) -> None:
-    """From 33 tokens on: every cut of the tile kernel without sparse products sums in one order."""
+    """From 33 tokens on: every cut of the tile kernel without sparse products sums in one order, if x is turned or not.
+
+    With 4 masks that depends on the number of tokens.
+    """
     p = Problem(700, 2048, 1024, n_masks)
     everyone = p.run()
     x = p.x
@@ -101,7 +105,9 @@ TILES = (
 )
 
 
-@pytest.mark.parametrize("config", TILES, ids=str)
+@pytest.mark.parametrize(
+    "config", [*TILES, *(replace(tile, turned=True) for tile in TILES if not tile.sparse)], ids=str
+)
 def test_override_of_tiles(config: LaunchConfig) -> None:
     # Rows of masks of 1032 bytes are not for the copy engine. Of the last shape, a block has several tiles.
     for tokens, d, h in ((6, 128, 64), (70, 1001, 1040), (70, 1001, 1032), (33, 20000, 528)):
@@ -110,6 +116,26 @@ def test_override_of_tiles(config: LaunchConfig) -> None:
         Problem(70, 1001, 1040, 16).check(config)
     elif config.sub == 2:
         Problem(70, 1001, 1152, 3).check(config)
+
+
+@pytest.mark.parametrize("n_masks", [1, 4, 8])
+@pytest.mark.parametrize("tokens", [20, 40])  # on Hopper: sparse tiles, and others
+def test_layouts_of_x_for_tiles(tokens: int, n_masks: int) -> None:
+    """Rows that overlap or are no whole vectors are turned first; those with gaps are taken as they are."""
+    p = Problem(tokens, 128, 256, n_masks)
+    wide = torch.randn(tokens, 512, device="cuda", dtype=p.x.dtype)
+    window = wide.flatten()[: tokens * 8 + 248].as_strided((tokens, 256), (8, 1))
+    for p.x in (wide[:, 8:264], wide[:, 1:257], wide[:, ::2], window, wide[:1, :256].expand(tokens, 256)):
+        assert_matches(p.run(), p.oracle(), p.x.dtype, str(p.x.stride()))
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="wgmma")
+def test_a_launch_that_x_does_not_fit_is_refused() -> None:
+    p = Problem(40, 128, 256, 4)
+    p.x = p.x.t().contiguous().t()
+    with pytest.raises(ValueError, match=r"tile_wgmma\(.*\) needs rows of x that are aligned and do not overlap"):
+        p.run(TILES[0])
+    p.run(replace(TILES[0], turned=True))
 
 
 @pytest.mark.parametrize("dtype", HALVES)

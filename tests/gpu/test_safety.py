@@ -216,7 +216,7 @@ def test_a_failed_launch_says_why_and_leaves_the_context() -> None:
         with pytest.raises(driver.LaunchError, match=r"mglu_decode_mma: \d+ bytes of shared memory: CUDA error 1 "):
             p.run(too_deep)
         p.check()
-    defines = {"MGLU_TOKEN_COLUMNS": 8, "MGLU_SUB": 1, "MGLU_SPARSE": 0}
+    defines = plan.turn_defines(LaunchConfig("tile_wgmma", block_tokens=8))
     kernel = plan.load_kernel(0, "turn_x", "sm_90a" if HOPPER else "sm_80", defines)
     launch = driver.Launch(kernel, (1, 1), 4096, 0, overlap=False, constants=bytes(plan.CONSTANTS.size))
     with pytest.raises(driver.LaunchError, match="launching mglu_turn_x: CUDA error"):

@@ -27,16 +27,17 @@ struct Variant {
     }
 };
 
-// What makes the copy of x that tile_wgmma reads, on the same stream before it.
+// What makes the copy of x that tile_wgmma reads where x is turned, on the same stream before it.
 struct Turn {
-    int cubin;  // -1 for a kernel that reads x itself
+    int cubin;  // -1 for a kernel that reads x as it is
     unsigned blocks;
     std::int64_t bytes;  // of the copy
 };
 
-// How tile_wgmma copies W and the masks.
+// How tile_wgmma copies x, W and the masks.
 struct Boxes {
-    std::uint32_t rows;        // 0 for a kernel that copies by itself
+    std::uint32_t tokens;      // of a box of x, where there are as many; unused where x is turned
+    std::uint32_t rows;        // of W and the masks; 0 for a kernel that copies by itself
     std::uint32_t mask_bytes;  // of a row; 0 where the masks' rows are no multiples of 16 bytes
     bool swizzle_masks;
 };

@@ -28,9 +28,9 @@ static_assert(sizeof(Params) == 128);
 // csrc/cuda/tile_wgmma.cu
 struct TileParams {
     Params params;
-    TensorMap weight, masks;
+    TensorMap x, weight, masks;
 };
-static_assert(sizeof(TileParams) == 384);
+static_assert(sizeof(TileParams) == 512);
 
 constexpr std::int64_t kMostTokens = 512;  // of a launch; more go in several
 constexpr unsigned kPlainThreads = 256, kPlainWarps = 8, kTurnThreads = 256;
@@ -147,7 +147,12 @@ void launch_tuned(const TunedLaunch& tuned, int device, Params& p, const Executo
     const Boxes& box = tuned.boxes;
     const auto height = static_cast<std::uint64_t>(p.out_features), width = static_cast<std::uint64_t>(p.in_features);
     const auto mask_pitch = static_cast<std::uint64_t>(p.mask_row_stride);
-    TileParams tile{p, encode({2, width, height, 2 * width, 64, box.rows, true}, p.weight), {}};
+    TileParams tile{p, {}, encode({2, width, height, 2 * width, 64, box.rows, true}, p.weight), {}};
+    if (tuned.turn.cubin < 0) {
+        const auto tokens = static_cast<std::uint32_t>(p.tokens);
+        const auto pitch = static_cast<std::uint64_t>(2 * p.x_row_stride);
+        tile.x = encode({2, width, tokens, pitch, 64, std::min(box.tokens, tokens), true}, p.x);
+    }
     if (box.mask_bytes > 0)
         tile.masks = encode({1, mask_pitch, height, mask_pitch, box.mask_bytes, box.rows, box.swizzle_masks}, p.masks);
     launch(kernel, tuned.geometry, executor.stream, &tile);

@@ -1,7 +1,8 @@
 """MGLU on NVIDIA GPUs: kernels of `csrc/cuda`, compiled by NVRTC where they run.
 
-Nothing of `cuda.core` is imported before a kernel has to be compiled. Only the output and, past a few tokens, a copy of
-x are allocated, on the current stream, with no synchronisation; the same inputs give the same bits on every call.
+Nothing of `cuda.core` is imported before a kernel has to be compiled. Only the output is allocated, and a copy of x for
+many tokens of many masks, on the current stream, with no synchronisation; the same inputs give the same bits on every
+call.
 """
 
 from __future__ import annotations
@@ -181,6 +182,8 @@ class Call:
             # Freed on return, after the launches: on this stream, whoever gets the memory next runs behind the kernels.
             workspace = _empty((plan.workspace,), (1,), torch.uint8, device)
             plan.launch(stream, workspace.data_ptr(), x.data_ptr(), *pointers)
+        elif plan.maps is not None:
+            plan.launch(stream, 0, x.data_ptr(), *pointers)
         else:
             plan.kernel(stream, x.data_ptr(), *pointers)
         return out

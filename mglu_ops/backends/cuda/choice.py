@@ -23,6 +23,7 @@ def choose(
     aligned: bool,
     multiprocessors: int = 132,
     batch_invariant: bool = False,
+    x_in_rows: bool = True,
 ) -> LaunchConfig:
     """The configuration for a problem, from measurements on an H200.
 
@@ -38,14 +39,17 @@ def choose(
         batch_invariant: whether a row must have the same bits in every batch. The number of tokens then decides
             nothing that the order of a sum depends on: `tile_wgmma` goes up k in one accumulator however it is cut, and
             never by sparse products; `decode_mma` is the one for 8 tokens, `plain` the one for 4.
+        x_in_rows: whether x is in rows of whole vectors that do not overlap. Else `tile_wgmma` has it turned.
     """
     if aligned and dtype != torch.float32 and out_features >= 16 and arch >= (8, 0):
         few = 0 if batch_invariant else _most_few(n_masks, out_features, in_features, multiprocessors)
         if arch == (9, 0) and out_features >= 64 and tokens > few:
             alone = out_features <= 64 * multiprocessors  # one warpgroup an SM, which flips signs or multiplies
-            if tokens <= _MOST_SPARSE_TOKENS and (n_masks > 1 or alone) and not batch_invariant:
+            turned = batch_invariant or not x_in_rows
+            if tokens <= _MOST_SPARSE_TOKENS and (n_masks > 1 or alone) and not turned:
                 return _sparse_tile(n_masks, tokens, out_features, multiprocessors)
-            return _tile(n_masks, tokens, out_features, in_features, multiprocessors)
+            turned |= _turns(n_masks, tokens, out_features, in_features)
+            return replace(_tile(n_masks, tokens, out_features, in_features, multiprocessors), turned=turned)
         asked = 8 if batch_invariant else tokens
         if asked == 1 and n_masks <= 4:
             preferred = _one_token(n_masks, in_features)
@@ -131,6 +135,19 @@ _MOST_SPARSE_TOKENS = 32
 """Up to which `tile_wgmma` takes sparse products, for two masks and more (48: 5% slower to 7% faster, 64: slower), and
 for one where a single warpgroup an SM would flip signs (8192 x 2048, 32 tokens: 15.1 us dense, 14.0 sparse)."""
 
+
+def _turns(n_masks: int, tokens: int, out_features: int, in_features: int) -> bool:
+    """Whether a turned x pays: its launch takes 2 us, and then a warp reads a fourth of the bytes of masks.
+
+    Shared memory is what limits many masks: with 4 of them 14336 x 4096 takes, turned and not, 72.7 and 68.0 us for 64
+    tokens, 134 and 140 for 128, and 1889 and 1928 for 2048; with 8, 123 and 135, 251 and 265, 3589 and 3722. With one
+    and two, x as it is is 0 to 11% faster everywhere.
+    """
+    if n_masks != 4:
+        return n_masks > 4
+    return 2 * (n_masks + 1) * tokens * out_features * in_features > 5.6e10
+
+
 _TOKEN_COLUMNS = (16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192)
 """Widths of `tile_wgmma`'s tiles that its source has the instruction for."""
 _TILE_ROWS = (64, 80, 96, 112, 128)
@@ -197,14 +214,15 @@ def _sparse_tile(n_masks: int, tokens: int, out_features: int, multiprocessors: 
     columns = max(16, round_up(tokens, 8))
     config = LaunchConfig("tile_wgmma", block_tokens=columns, sub=2, sparse=True)
     # The sums of a thread leave it registers for the bits and places of its masks; of 16 masks those are too many.
-    if (n_masks + 1) * columns // 2 > 160 or n_masks == 16:
+    if (n_masks + 1) * columns // 2 > 150 or n_masks == 16:
         config = replace(config, rows=64, mask_groups=2)
     else:
         fitting = [rows for rows in _TILE_ROWS if rows <= out_features]
         waves = {rows: _waves(-(-out_features // rows), multiprocessors) for rows in fitting}
         config = replace(config, rows=min(fitting, key=lambda rows: waves[rows] * (3 if rows == 64 else 4)))
     filled = fill_shared(config, n_masks)
-    return filled if filled.stages >= 4 or n_masks % 2 else fill_shared(replace(config, sub=1), n_masks)
+    short = filled.stages < 4 or (n_masks == 16 and columns == 32)  # which has no registers for long stages
+    return fill_shared(replace(config, sub=1), n_masks) if short and n_masks % 2 == 0 else filled
 
 
 def _waves(blocks: int, multiprocessors: int) -> float:

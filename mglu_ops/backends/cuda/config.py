@@ -48,6 +48,9 @@ class LaunchConfig:
     """`tile_wgmma`: wgmmas of 16 columns that are issued together."""
     sparse: bool = False
     """`tile_wgmma`: mask bits are places of sparse products: no signs are flipped, and x is twice as many bytes."""
+    turned: bool = False
+    """`tile_wgmma`: x is copied first by `turn_x`, whatever its strides, with its columns in the order that suits masks
+    best; else it is read as it is, in rows of 16-byte vectors."""
     cluster: int = 1
     """`decode_mma`: neighbouring blocks that bring each other x (multicast): 1 or, on compute capability 9.0, 2."""
     early_weights: bool = False
@@ -104,7 +107,8 @@ class LaunchConfig:
         if self.kernel == "tile_wgmma":
             hands_on = self.mask_groups == 2 or self.passes > 1
             exchange = self.row_groups * self.block_tokens * 512 if hands_on else 0
-            return self.stages * (self._tile_stage_bytes(n_masks) + 16) + exchange  # two barriers a stage
+            barriers = 24 if self.sparse else 16
+            return self.stages * (self._tile_stage_bytes(n_masks) + barriers) + exchange
         warps = self.tiles * self.split_k
         ring = self.stages * self.rows * self.stage_columns // 8 * (16 + n_masks)
         columns = -(-in_features // self.stage_columns) * self.stage_columns
@@ -132,8 +136,8 @@ class LaunchConfig:
         return round_up(self.sub * (x + self.rows * (128 + 8 * n_masks)), 1024)
 
     def turned_bytes(self, tokens: int, in_features: int) -> int:
-        """Of the copy of x that `turn_x` makes for `tile_wgmma`: whole tiles of tokens and whole stages of columns."""
-        return round_up(tokens, self.block_tokens) * round_up(in_features, 64 * self.sub) * (4 if self.sparse else 2)
+        """Of the copy of x that `turn_x` makes: whole tiles of tokens and whole stages of columns."""
+        return round_up(tokens, self.block_tokens) * round_up(in_features, 64 * self.sub) * 2
 
     def turn_blocks(self, tokens: int, in_features: int) -> int:
         """Blocks of `turn_x`: each of its 8 warps takes 8 tokens by 64 columns."""

@@ -102,6 +102,8 @@ def _tile_wgmma(config: LaunchConfig, case: Case) -> Iterator[str]:
         yield f"rows: got {config.rows}, must be a multiple of 16, at least 64"
     if config.block_tokens % 8:
         yield f"block_tokens: got {config.block_tokens}, must be a multiple of 8"
+    if config.turned and config.sparse:
+        yield "turned: not with sparse products, which spread x as it is"
     if config.steps not in (1, 2, 4):
         yield f"steps: got {config.steps}, must be 1, 2 or 4"
     if config.mask_groups not in (1, 2):

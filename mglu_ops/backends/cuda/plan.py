@@ -40,6 +40,7 @@ class Problem:
     mask_alignment: int
     """The largest of 16, 8, 4, 1 that divides the address of every mask row; 0 if octets are not contiguous."""
     x_vectorizable: bool
+    """Whether 16-byte loads of x are aligned and contiguous."""
     strides: tuple[int, ...]
     """Of x, weight, packed_masks and route_weights, in a row."""
     multiprocessors: int
@@ -66,18 +67,18 @@ class Plan:
     kernel: Launch
     config: LaunchConfig
     turn: Launch | None = None
-    """What makes the copy of x that `tile_wgmma` reads."""
+    """What makes the copy of x that `tile_wgmma` reads where it is turned."""
     workspace: int = 0
     """Bytes of that copy: memory that the caller provides, aligned to 16 bytes."""
     maps: TensorMaps | None = None
-    """Where `tile_wgmma` finds W and the masks."""
+    """Where `tile_wgmma` finds x, W and the masks."""
 
     def launch(self, stream: int, workspace: int, x: int, weight: int, masks: int, route: int, out: int) -> None:
         """All but the stream are addresses."""
         if self.turn is not None:
             self.turn(stream, x, 0, 0, 0, workspace)
             x = workspace
-        maps = None if self.maps is None else self.maps(weight, masks)
+        maps = None if self.maps is None else self.maps(x, weight, masks)
         self.kernel(stream, x, weight, masks, route, out, maps=maps)
 
 
@@ -133,6 +134,11 @@ def _aligned(problem: Problem) -> bool:
     return problem.weight_aligned and problem.mask_alignment >= 4 and problem.in_features > 0
 
 
+def _x_in_rows(problem: Problem) -> bool:
+    """Whether the copy engine can take x as it is: rows of 16-byte vectors that do not overlap."""
+    return problem.x_vectorizable and (problem.tokens == 1 or problem.strides[0] >= problem.in_features)
+
+
 def decide(problem: Problem) -> Decision:
     """How a problem is launched if nothing else is asked for: as a table says that measured it, else by the model.
 
@@ -140,7 +146,7 @@ def decide(problem: Problem) -> Decision:
         TableError: a table of launches cannot be read.
     """
     p = problem
-    if _aligned(p) and not p.batch_invariant:
+    if _aligned(p) and _x_in_rows(p) and not p.batch_invariant:
         case = Case(p.device, p.arch, p.multiprocessors, p.dtype, p.n_masks, p.tokens, p.out_features, p.in_features)
         measured = launch_tables.find(case)
         if measured is not None:
@@ -163,6 +169,7 @@ def model_choice(problem: Problem) -> LaunchConfig:
         _aligned(p),
         p.multiprocessors,
         p.batch_invariant,
+        _x_in_rows(p),
     )
 
 
@@ -209,6 +216,9 @@ def build(problem: Problem, override: LaunchConfig | None = None) -> Plan:
     fast = config.kernel != "plain"
     if fast and not _aligned(p):
         raise ValueError(f"{config.kernel} needs aligned rows of weight and packed_masks")
+    tile = config.kernel == "tile_wgmma"
+    if tile and not config.turned and not _x_in_rows(p):
+        raise ValueError(f"{config} needs rows of x that are aligned and do not overlap")
     device = torch.cuda.current_device()
     constants = CONSTANTS.pack(*p.strides, p.tokens, p.out_features, p.in_features, int(p.x_vectorizable))
     overlap = fast and p.arch >= (9, 0)
@@ -218,11 +228,11 @@ def build(problem: Problem, override: LaunchConfig | None = None) -> Plan:
         config.threads,
         config.reserved_bytes(p.arch, p.n_masks, p.tokens, p.in_features),
         overlap=overlap,
-        constants=constants + bytes(2 * MAP_BYTES if config.kernel == "tile_wgmma" else 0),
+        constants=constants + bytes(3 * MAP_BYTES if tile else 0),
     )
-    if config.kernel != "tile_wgmma":
-        return Plan(kernel, config)
-    maps = TensorMaps(*matrices(p, config))
+    maps = TensorMaps(*matrices(p, config)) if tile else None
+    if not config.turned:
+        return Plan(kernel, config, maps=maps)
     turn = Launch(
         load_kernel(device, "turn_x", target(p.arch, config), turn_defines(config)),
         (config.turn_blocks(p.tokens, p.in_features), 1),
@@ -234,14 +244,18 @@ def build(problem: Problem, override: LaunchConfig | None = None) -> Plan:
     return Plan(kernel, config, turn, config.turned_bytes(p.tokens, p.in_features), maps)
 
 
-def matrices(problem: Problem, config: LaunchConfig) -> tuple[Matrix, Matrix | None]:
-    """W, and the masks if the copy engine takes them, as `tile_wgmma` copies them."""
+def matrices(problem: Problem, config: LaunchConfig) -> tuple[Matrix | None, Matrix, Matrix | None]:
+    """What `tile_wgmma` copies in boxes: x if it is not turned, W, and the masks if the copy engine takes them."""
     p = problem
+    x = None
+    if not config.turned:
+        pitch = 2 * (p.strides[0] if p.tokens > 1 else p.in_features)
+        x = Matrix(2, p.in_features, p.tokens, pitch, 64, min(config.block_tokens, p.tokens), swizzle=True)
     weight = Matrix(2, p.in_features, p.out_features, p.strides[2] * 2, 64, config.rows, swizzle=True)
     if p.mask_alignment < 16:
-        return weight, None
+        return x, weight, None
     width, box = p.in_features // 8 * p.n_masks, config.mask_row_bytes(p.n_masks)
-    return weight, Matrix(1, width, p.out_features, p.strides[4], box, config.rows, swizzle=p.n_masks == 16)
+    return x, weight, Matrix(1, width, p.out_features, p.strides[4], box, config.rows, swizzle=p.n_masks == 16)
 
 
 def target(arch: tuple[int, int], config: LaunchConfig) -> str:
@@ -251,7 +265,7 @@ def target(arch: tuple[int, int], config: LaunchConfig) -> str:
 
 def turn_defines(config: LaunchConfig) -> dict[str, int]:
     """The macros of `turn_x`."""
-    return {"MGLU_TOKEN_COLUMNS": config.block_tokens, "MGLU_SUB": config.sub, "MGLU_SPARSE": int(config.sparse)}
+    return {"MGLU_TOKEN_COLUMNS": config.block_tokens, "MGLU_SUB": config.sub}
 
 
 def defines(problem: Problem, config: LaunchConfig) -> dict[str, int]:
@@ -276,6 +290,7 @@ def defines(problem: Problem, config: LaunchConfig) -> dict[str, int]:
             "MGLU_STEPS": config.steps,
             "MGLU_BULK_MASKS": int(p.mask_alignment == 16),
             "MGLU_SPARSE": int(config.sparse),
+            "MGLU_TURNED": int(config.turned),
         }
     common |= {
         "MGLU_TILES": config.tiles,

@@ -1,4 +1,4 @@
-"""How Hopper's copy engine finds boxes of W and of the packed masks: tensor maps, which the CUDA driver encodes."""
+"""How Hopper's copy engine finds boxes of x, W and the packed masks: tensor maps, which the CUDA driver encodes."""
 
 from __future__ import annotations
 
@@ -60,21 +60,23 @@ class Matrix:
 
 
 class TensorMaps:
-    """The maps of W and of the masks, one after the other, encoded once for each pair of addresses. Thread-safe."""
+    """The maps of some matrices, one after the other, encoded once for their addresses. Thread-safe.
 
-    def __init__(self, weight: Matrix, masks: Matrix | None) -> None:
-        self._weight, self._masks = weight, masks
-        self._known: dict[tuple[int, int], bytes] = {}
+    None is in the place of a matrix that is not copied by boxes.
+    """
+
+    def __init__(self, *matrices: Matrix | None) -> None:
+        self._matrices = matrices
+        self._known: dict[tuple[int, ...], bytes] = {}
         self._lock = threading.Lock()
 
-    def __call__(self, weight: int, masks: int) -> bytes:
-        key = weight, masks
-        found = self._known.get(key)
+    def __call__(self, *addresses: int) -> bytes:
+        found = self._known.get(addresses)
         if found is None:
-            found = self._weight.encode(weight)
-            found += bytes(MAP_BYTES) if self._masks is None else self._masks.encode(masks)
+            pairs = zip(self._matrices, addresses, strict=True)
+            found = b"".join(bytes(MAP_BYTES) if one is None else one.encode(address) for one, address in pairs)
             with self._lock:
                 if len(self._known) >= _MAPS_KEPT:
                     self._known.clear()
-                self._known[key] = found
+                self._known[addresses] = found
         return found
