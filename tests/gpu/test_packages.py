@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ TOKENS = (1, 7, 16, 64, 600)
 
 def model(dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
-    layers = (NaiveMGLU(256, 512, n_masks=4), nn.Linear(512, 256), MGLU(256, 264, n_masks=2, top_k=2))
+    layers = (NaiveMGLU(256, 512, n_masks=6), nn.Linear(512, 256), MGLU(256, 264, n_masks=2, top_k=2))
     return nn.Sequential(*layers).eval().cuda().to(dtype)
 
 
@@ -43,17 +44,24 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def library(packages: Path, folder: Path, archs: list[str]) -> Path:
-    kernels = [packages / "operator.pt2"] if archs else []
-    return mglu_ops.build_runtime(folder, flags=["-O1"], archs=archs, packages=kernels)
+@pytest.fixture(scope="module")
+def libraries(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """With the kernels of the package's layers compiled into it; and without, where NVRTC makes the plain ones."""
+    major, minor = torch.cuda.get_device_capability()
+    chosen: dict[str, dict[str, Any]] = {
+        "compiled": {"archs": [f"sm_{major}{minor}"], "packages": [packages / "operator.pt2"]},
+        "nvrtc": {},
+    }
+    return {
+        name: mglu_ops.build_runtime(tmp_path_factory.mktemp(name), flags=["-O1"], **kernels)
+        for name, kernels in chosen.items()
+    }
 
 
 @pytest.mark.parametrize("kernels", ["compiled", "nvrtc"])
-def test_the_library_runs_packages(packages: Path, tmp_path: Path, kernels: str) -> None:
-    """With kernels compiled into it; and without, where NVRTC makes the plain ones and a line says that they are."""
-    major, minor = torch.cuda.get_device_capability()
-    built = library(packages, tmp_path, [f"sm_{major}{minor}"] if kernels == "compiled" else [])
-    program = write_package_program(tmp_path, built)
+def test_the_library_runs_packages(packages: Path, libraries: dict[str, Path], tmp_path: Path, kernels: str) -> None:
+    """A line says so if kernels are the plain ones."""
+    program = write_package_program(tmp_path, libraries[kernels])
     files = [packages / f"{name}{tokens}.tensor" for tokens in TOKENS for name in "xy"]
     for package in ("operator", "shim"):
         process = run([program, packages / f"{package}.pt2", "--tolerance", "3e-3", "--time", "200", *files])
@@ -108,9 +116,25 @@ assert torch.equal(y, torch.ops.mglu.forward(x, weight, packed))
 print("fine")
 """
 
+LAYOUTS_OF_X = """
+import sys, torch
+torch.ops.load_library(sys.argv[1])
+torch.manual_seed(0)
+packed = torch.ops.mglu.pack_masks(torch.rand(6, 512, 256) > 0.5).cuda()
+weight = torch.randn(512, 256, device="cuda").half()
+for tokens in (1, 7, 20, 64, 600):
+    wide = torch.randn(tokens, 512, device="cuda").half()
+    window = wide.flatten()[: tokens * 8 + 248].as_strided((tokens, 256), (8, 1))
+    for x in (wide[:, 8:264], wide[:, 1:257], wide[:, ::2], window, wide[:1, :256].expand(tokens, 256)):
+        expected = torch.ops.mglu.forward(x.contiguous().clone(), weight, packed)
+        assert torch.equal(torch.ops.mglu.forward(x, weight, packed), expected), (tokens, x.stride())
+print("fine")
+"""
 
-def test_the_current_stream_is_respected(packages: Path, tmp_path: Path) -> None:
-    built = library(packages, tmp_path, [])
-    process = run([sys.executable, "-c", LIBRARY_ALONE, built])
+
+@pytest.mark.parametrize(("kernels", "program"), [("nvrtc", LIBRARY_ALONE), ("compiled", LAYOUTS_OF_X)])
+def test_the_library_alone(libraries: dict[str, Path], kernels: str, program: str) -> None:
+    """The current stream is respected; x may have any layout."""
+    process = run([sys.executable, "-c", program, libraries[kernels]])
     assert process.returncode == 0, process.stderr
     assert "fine" in process.stdout
