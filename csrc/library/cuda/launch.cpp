@@ -25,7 +25,7 @@ struct Params {
 };
 static_assert(sizeof(Params) == 128);
 
-// csrc/cuda/tile_wgmma.cu
+// csrc/cuda/tile.cuh
 struct TileParams {
     Params params;
     TensorMap x, weight, masks;

@@ -1,0 +1,127 @@
+// The copying warpgroup of tile_wgmma.cu: a thread that fills the ring, and three warps that spread x for sparse products.
+#pragma once
+#include "tile.cuh"
+
+namespace mglu {
+
+// What a stage needs but x. Weights past the row's end become zeros. Mask bits there flip zeros: they may be anything.
+__device__ __forceinline__ void copy_weights(const TileParams& tp, u32 slot, u32 barrier, int row, int stage, u32 bytes_of_x,
+                                             u64 policy) {
+    const u32 weights = slot + kXBytes;
+    barrier_expect(barrier, bytes_of_x + kWeightBytes + kMaskBytes);
+#pragma unroll
+    for (int sub = 0; sub < kSub; ++sub)
+        copy_box(weights + sub * kBlockRows * 128, tp.weight, (stage * kSub + sub) * 64, row, barrier, policy);
+#pragma unroll
+    for (int piece = 0; kBulkMasks && piece < kSub / kMaskSpan; ++piece)
+        copy_box(weights + kWeightBytes + piece * kBlockRows * kMaskRowBytes, tp.masks,
+                 (stage * (kSub / kMaskSpan) + piece) * kMaskRowBytes, row, barrier, policy);
+}
+
+__device__ __forceinline__ void produce(const TileParams& tp, u32 ring, u32 landed, u32 empty) {
+    const Params& p = tp.p;
+    const int stages = stage_count(p);
+    const int tiles = tile_count(p);
+    const u64 policy = cache_policy(p.tokens <= kTokens && kPasses == 1);
+    // Rows of zeros past the last token count too, but a box has no more than the tokens there are: those took longer.
+    const u32 bytes_of_x = kTurned ? kXBytes : kSub * min(kTokens, p.tokens) * 128;
+    // A turned x comes when the ring is filled: turn_x has waited for all kernels before itself, so that only x is new.
+    const int early = kTurned ? min(kStages, stages) : 0;
+    for (int stage = 0; stage < early; ++stage)
+        copy_weights(tp, ring + stage * kStageBytes, landed + 8 * stage, tile_at(p, blockIdx.x).row, stage, bytes_of_x, policy);
+    wait_for_earlier_kernels();
+    int to_fill = early;
+    Cursor cursor;
+    for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
+        const Tile tile = tile_at(p, index);
+        for (int pass = 0; pass < kPasses; ++pass) {
+            const u8* turned = static_cast<const u8*>(p.x) + static_cast<i64>(tile.token / kTokens) * stages * kXBytes;
+            for (int stage = 0; stage < stages; ++stage, turned += kXBytes) {
+                const u32 slot = ring + cursor.slot * kStageBytes;
+                const u32 barrier = landed + 8 * cursor.slot;
+                if (to_fill > 0) {
+                    --to_fill;
+                } else {
+                    barrier_wait(empty + 8 * cursor.slot, cursor.parity ^ 1);
+                    copy_weights(tp, slot, barrier, tile.row, stage, bytes_of_x, policy);
+                }
+                if constexpr (kTurned) {
+                    copy_bulk(slot, turned, kXBytes, barrier);
+                } else {
+                    // For sparse products, to where the second half of it goes in the end.
+#pragma unroll
+                    for (int sub = 0; sub < kSub; ++sub)
+                        copy_box(slot + (sub + 1) * kChunkOfX - kTokens * 128, tp.x, (stage * kSub + sub) * 64, tile.token,
+                                 barrier, cache_policy(false));
+                }
+                cursor.advance();
+            }
+        }
+    }
+}
+
+// --- the warps that put zeros between the columns of x ---
+
+constexpr int kSpreaders = 3;                // beside the copying thread's
+constexpr int kPieces = kSub * kTokens / 8;  // of a stage: 8 tokens of a chunk, whose columns lie where its second half goes
+// Pieces that a warp has in registers at a time: all of its own, if those who multiply can spare them.
+constexpr int kBatch = kConsumers == 1 || !kManySums ? (kPieces + kSpreaders - 1) / kSpreaders : 1;
+
+// A lane takes the octet `lane % 8` of tokens lane / 8 and lane / 8 + 4 of each piece.
+__device__ __forceinline__ void spread(u32 x, int warp, int lane) {
+    const u32 half = lane % 8 / 4;  // of the chunk, where the octet goes
+    const u32 from = kTokens * 128 + lane / 8 * 128 + (lane % 8 ^ lane / 8) * 16;
+    // Of eight lanes, four put their even columns first and the others their odd ones: in different banks.
+    const u32 to = half * (kTokens * 128) + lane / 8 * 128 + (lane % 8 ^ lane / 8) * 16;
+    const u32 first = half ? 0x4432 : 0x4410;
+    const u32 second = half ? 0x4410 : 0x4432;
+    constexpr u32 kOther = 4 * 128 + 4 * 16;  // bits of an address that differ for the other token
+    const auto start_of = [x](int piece) { return x + piece / (kTokens / 8) * kChunkOfX + piece % (kTokens / 8) * 1024; };
+#pragma unroll 1
+    for (int start = warp; start < kPieces; start += kBatch * kSpreaders) {
+        Vec16 columns[kBatch][2];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const int piece = start + i * kSpreaders;
+            if (piece < kPieces) {
+                columns[i][0] = load_shared_16(start_of(piece) + from);
+                columns[i][1] = load_shared_16(start_of(piece) + (from ^ kOther));
+            }
+        }
+        __syncwarp();  // all is read before any is overwritten
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const int piece = start + i * kSpreaders;
+            if (piece >= kPieces) break;
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                Vec16 one, other;
+#pragma unroll
+                for (int w = 0; w < 4; ++w) {
+                    one.word[w] = __byte_perm(columns[i][r].word[w], 0, first);
+                    other.word[w] = __byte_perm(columns[i][r].word[w], 0, second);
+                }
+                store_shared_16(start_of(piece) + (to ^ r * kOther), one);
+                store_shared_16(start_of(piece) + (to ^ r * kOther ^ 64), other);
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void spread_stages(const Params& p, u32 ring, u32 landed, u32 full) {
+    const int lane = threadIdx.x % 32;
+    const int grid = gridDim.x;
+    const int tiles = (tile_count(p) - static_cast<int>(blockIdx.x) + grid - 1) / grid;  // of this block
+    Cursor cursor;
+#pragma unroll 1
+    for (int left = tiles * kPasses * stage_count(p); left > 0; --left) {
+        barrier_wait(landed + 8 * cursor.slot, cursor.parity);
+        spread(ring + cursor.slot * kStageBytes, threadIdx.x % 128 / 32 - 1, lane);
+        shared_is_written();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(full + 8 * cursor.slot);
+        cursor.advance();
+    }
+}
+
+}  // namespace mglu
