@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ import torch
 import mglu_ops
 from mglu_ops import dispatch
 from mglu_ops.backends import cuda, known
-from mglu_ops.backends.cuda import launch_tables
+from mglu_ops.backends.cuda import launch_tables, plan
+from mglu_ops.backends.cuda.tensor_map import MAP_BYTES, Matrix
 
 
 class OnGpu:
@@ -301,3 +302,51 @@ def test_memory_is_bounded_and_shared_by_threads(
         thread.join()
     assert len(launched) == 4 * 5 * len(calls)
     assert len(dispatch._calls) <= 8 + len(threads)
+
+
+class Recorder:
+    """In the place of a launch: keeps what it is called with."""
+
+    calls: ClassVar[list[tuple[str, tuple[int, ...], bytes | None]]] = []
+
+    def __init__(self, kernel: str, *_: Any, constants: bytes, **__: Any) -> None:
+        self.kernel = kernel
+        self.constants = constants
+
+    def __call__(self, *addresses: int, maps: bytes | None = None) -> None:
+        self.calls.append((self.kernel, addresses, maps))
+
+
+@pytest.mark.parametrize(("n_masks", "turned"), [(1, False), (8, True)])
+def test_tiles_are_told_where_matrices_are(n_masks: int, turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A map is encoded once for each address: of x, which many layers share, apart from a layer's W and masks."""
+    encoded: list[int] = []
+
+    def encode(_: Matrix, pointer: int) -> bytes:
+        encoded.append(pointer)
+        return bytes([pointer]) * MAP_BYTES
+
+    monkeypatch.setattr(Matrix, "encode", encode)
+    monkeypatch.setattr(plan, "load_kernel", lambda _device, name, *_: name)
+    monkeypatch.setattr(plan, "Launch", Recorder)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    Recorder.calls.clear()
+    strides = (4096, 1, 4096, 1, 512 * n_masks, n_masks, 1, 0, 0)
+    built = plan.build(
+        plan.Problem(
+            (9, 0), torch.float16, n_masks, 64, 14336, 4096, "silu", None, True, 16, True, strides, multiprocessors=132
+        )
+    )
+    assert (built.config.kernel, built.config.turned) == ("tile_wgmma", turned)
+    assert (built.workspace > 0) is turned
+    workspace, route, out = 9, 0, 8
+    for x, weight, masks in ((1, 2, 3), (1, 2, 3), (4, 2, 3), (1, 5, 6)):
+        built.launch(7, workspace, x, weight, masks, route, out)
+        last, addresses, maps = Recorder.calls[-1]
+        boxed = (weight, masks) if turned else (x, weight, masks)
+        assert (last, maps) == ("tile_wgmma", b"".join(bytes([one]) * MAP_BYTES for one in boxed))
+        assert addresses == (7, workspace if turned else x, weight, masks, route, out)
+        if turned:
+            assert Recorder.calls[-2] == ("turn_x", (7, x, 0, 0, 0, workspace), None)
+    assert encoded == [2, 3, *([] if turned else [1, 4]), 5, 6]
+    assert len(Recorder.calls) == (8 if turned else 4)

@@ -113,6 +113,30 @@ def test_times_by_tokens_are_those_of_the_results() -> None:
         assert f"| n_m = {n_masks} | {' | '.join(cells)} |" in README
 
 
+def test_how_far_the_floor_is_is_what_the_results_say() -> None:
+    times = {
+        (row["out_features"], int(row["n_masks"]), int(row["tokens"]), row["variant"]): float(row["microseconds"])
+        for row in results("tokens")
+    }
+    ratios = {
+        (shape, n_masks, tokens): times[shape, n_masks, tokens, "mglu cuda"] / time
+        for (shape, n_masks, tokens, name), time in times.items()
+        if name == "floor"
+    }
+
+    def most(least_tokens: int, most_tokens: int, least_masks: int = 1) -> float:
+        return max(
+            ratio
+            for (_, n_masks, tokens), ratio in ratios.items()
+            if least_tokens <= tokens <= most_tokens and n_masks >= least_masks
+        )
+
+    text = " ".join(README.split())
+    assert f"at 16 to 512 tokens the Hopper kernel takes up to {most(16, 512):.1f} times as long" in text
+    assert f"from 1024 on four and more masks up to {most(1024, 8192, 4):.2f} times" in text
+    assert f"(up to 8 tokens nothing takes more than {most(1, 8):.2f} times)" in text
+
+
 def test_the_fastest_route_is_ours() -> None:
     routes = {(row["variant"], row["n_masks"], row["tokens"]): float(row["microseconds"]) for row in results("routes")}
 

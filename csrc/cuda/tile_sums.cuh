@@ -97,6 +97,20 @@ __device__ __forceinline__ void read_bytes(u32 (&bytes)[(kOctets * kPassMasks + 
     }
 }
 
+// Where the next stage is, once all of it is there for this warp.
+__device__ __forceinline__ u32 wait_for_stage(u32 ring, u32 full, const Cursor& cursor) {
+    const u32 slot = ring + cursor.slot * kStageBytes;
+    barrier_wait(full + 8 * cursor.slot, cursor.parity);
+    __syncwarp();
+    return slot;
+}
+
+// This warp is done with a stage, of which this is the barrier.
+__device__ __forceinline__ void give_back(u32 empty, int lane) {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(empty);
+}
+
 // Which of 8 rows of W is row g of a sparse product: 0, 5, 2, 7, 1, 4, 3, 6, so that of a load of 8 bytes a lane, the first and
 // the second 16 lanes each meet all banks once, in W (vector v of row r at v ^ r) as in masks of 32, 64 or 128 bytes a row.
 __device__ __forceinline__ int sparse_row(int g) { return g % 2 * 4 | (g & 2) | (g / 4 ^ g % 2); }
@@ -266,9 +280,7 @@ struct Sums {
         OfWeights fragments(p, tile_row, warpgroup_row + threadIdx.x / 32 % 4 * 16, pass);
         u32 used = 0;  // the barrier of the stage before
         for (int stage = 0; stage < stages; ++stage) {
-            const u32 slot = ring + cursor.slot * kStageBytes;
-            barrier_wait(full + 8 * cursor.slot, cursor.parity);
-            __syncwarp();
+            const u32 slot = wait_for_stage(ring, full, cursor);
 #pragma unroll
             for (int sub = 0; sub < kSub; ++sub) {
                 const int chunk = stage * kSub + sub;
@@ -281,10 +293,7 @@ struct Sums {
                     if (pending(group) == 0) wgmma_wait<0>();
                     else wgmma_wait<1>();
                     // All but the last of this stage's groups are done, and so is the stage before.
-                    if (sub * kGroups + group == 1 && used) {
-                        __syncwarp();
-                        if (lane == 0) barrier_arrive(used);
-                    }
+                    if (sub * kGroups + group == 1 && used) give_back(used, lane);
                     if (group % kProducts == 0) fragments.after_wait(slot, sub, chunk, part);
                     if (mask < 0) {
                         if constexpr (kTotal) multiply(t, fragments.weight, b + 2 * part * kSteps);
@@ -303,8 +312,7 @@ struct Sums {
             cursor.advance();
         }
         wgmma_wait<0>();
-        __syncwarp();
-        if (lane == 0) barrier_arrive(used);
+        give_back(used, lane);
     }
 
     // The same with sparse products, whose fragments serve t and all masks. The products of a chunk's even weights are one
@@ -321,9 +329,7 @@ struct Sums {
         const PlaceConstants constants;
         u32 used = 0;
         for (int stage = 0; stage < stages; ++stage) {
-            const u32 slot = ring + cursor.slot * kStageBytes;
-            barrier_wait(full + 8 * cursor.slot, cursor.parity);
-            __syncwarp();
+            const u32 slot = wait_for_stage(ring, full, cursor);
 #pragma unroll
             for (int sub = 0; sub < kSub; ++sub) {
                 const u32 weights = slot + kXBytes + (sub * kBlockRows + row) * 128 + q % 2 * 8;
@@ -344,10 +350,7 @@ struct Sums {
 #pragma unroll
                 for (int odd = 0; odd < 2; ++odd) {
                     wgmma_wait<1>();
-                    if (sub == 0 && odd == 1 && used) {
-                        __syncwarp();
-                        if (lane == 0) barrier_arrive(used);
-                    }
+                    if (sub == 0 && odd == 1 && used) give_back(used, lane);
                     if (!kRoomy && odd == 0) load();
                     SparseWeights weight;
 #pragma unroll
@@ -360,8 +363,7 @@ struct Sums {
             cursor.advance();
         }
         wgmma_wait<0>();
-        __syncwarp();
-        if (lane == 0) barrier_arrive(used);
+        give_back(used, lane);
     }
 
     // x: where the even columns of the chunk's first piece start, or the odd ones.

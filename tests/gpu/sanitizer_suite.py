@@ -29,6 +29,7 @@ CASES: list[tuple[LaunchConfig | None, torch.dtype, Shape]] = [
     *((None, torch.bfloat16, (tokens, 200, 264, 4)) for tokens in (1, 3, 8, 16, 20, 70)),
     *((None, torch.float16, (tokens, 130, 1032, 16)) for tokens in (1, 5, 30, 33)),
     *((None, torch.float16, (tokens, 66, 136, 1)) for tokens in (1, 2, 17)),
+    (None, torch.float16, (40, 130, 512, 2)),
     *((None, torch.float16, (tokens, 33, 41, 3)) for tokens in (1, 6)),
     *((None, torch.float32, (tokens, 33, 72, 5)) for tokens in (1, 6)),
     # Others, for the ways of cutting that no choice here takes.

@@ -25,8 +25,8 @@ pytestmark = [
         ("memcheck", ()),
         ("initcheck", ()),
         ("synccheck", ()),
-        # Those whose shared memory threads write, and the one whose is the copy engine's. All of ours that run are
-        # watched: racecheck breaks any kernel launched in clusters that it is told to leave out.
+        # In two parts, which take as long. All of ours that run are watched: racecheck breaks any kernel launched in
+        # clusters that it is told to leave out.
         ("racecheck", ("plain", "decode_fma", "decode_mma")),
         ("racecheck", ("tile_wgmma",)),
     ],

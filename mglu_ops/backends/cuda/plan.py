@@ -71,14 +71,20 @@ class Plan:
     workspace: int = 0
     """Bytes of that copy: memory that the caller provides, aligned to 16 bytes."""
     maps: TensorMaps | None = None
-    """Where `tile_wgmma` finds x, W and the masks."""
+    """Where `tile_wgmma` finds W and the masks."""
+    x_maps: TensorMaps | None = None
+    """Where it finds x if that is not turned: apart, since x is at many addresses, and each layer has its own W."""
 
     def launch(self, stream: int, workspace: int, x: int, weight: int, masks: int, route: int, out: int) -> None:
         """All but the stream are addresses."""
+        maps = None
+        if self.maps is not None:
+            maps = self.maps(weight, masks)
+            if self.x_maps is not None:
+                maps = self.x_maps(x) + maps
         if self.turn is not None:
             self.turn(stream, x, 0, 0, 0, workspace)
             x = workspace
-        maps = None if self.maps is None else self.maps(x, weight, masks)
         self.kernel(stream, x, weight, masks, route, out, maps=maps)
 
 
@@ -230,9 +236,12 @@ def build(problem: Problem, override: LaunchConfig | None = None) -> Plan:
         overlap=overlap,
         constants=constants + bytes(3 * MAP_BYTES if tile else 0),
     )
-    maps = TensorMaps(*matrices(p, config)) if tile else None
-    if not config.turned:
-        return Plan(kernel, config, maps=maps)
+    if not tile:
+        return Plan(kernel, config)
+    x, *weights = matrices(p, config)
+    maps = TensorMaps(*weights)
+    if x is not None:
+        return Plan(kernel, config, maps=maps, x_maps=TensorMaps(x))
     turn = Launch(
         load_kernel(device, "turn_x", target(p.arch, config), turn_defines(config)),
         (config.turn_blocks(p.tokens, p.in_features), 1),

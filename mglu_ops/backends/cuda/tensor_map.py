@@ -62,7 +62,7 @@ class Matrix:
 class TensorMaps:
     """The maps of some matrices, one after the other, encoded once for their addresses. Thread-safe.
 
-    None is in the place of a matrix that is not copied by boxes.
+    None is in the place of a matrix that is not copied in boxes.
     """
 
     def __init__(self, *matrices: Matrix | None) -> None:
