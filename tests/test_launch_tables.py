@@ -195,6 +195,14 @@ def test_sparse_tiles_spread_x_as_it_is() -> None:
     assert (violation(replace(tile, turned=True), case) or "").startswith("turned: not with sparse products")
 
 
+def test_a_stage_is_more_than_one_group_of_wgmmas() -> None:
+    case = Case("a GPU", (9, 0), 132, torch.float16, 2, 64, 128, 64)
+    tile = LaunchConfig("tile_wgmma", rows=64, block_tokens=64, stages=4, mask_groups=2, steps=2)
+    assert violation(tile, case) is None
+    assert violation(replace(tile, sub=2, steps=4), case) is None
+    assert (violation(replace(tile, steps=4), case) or "").startswith("steps: got 4, must be less")
+
+
 @pytest.mark.parametrize("tokens", [1, 8, 64])
 @pytest.mark.parametrize("n_masks", [1, 3, 4, 16])
 def test_what_is_tried_is_bounded_can_run_and_starts_at_the_model(n_masks: int, tokens: int) -> None:

@@ -23,12 +23,13 @@ TOKENS = (1, 7, 16, 64, 600)
 
 def model(dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
-    layers = (NaiveMGLU(256, 512, n_masks=6), nn.Linear(512, 256), MGLU(256, 264, n_masks=2, top_k=2))
+    # On Hopper, of 64 tokens the first layer has x turned, the last takes it as it is.
+    layers = (NaiveMGLU(2048, 512, n_masks=8), nn.Linear(512, 256), MGLU(256, 264, n_masks=2, top_k=2))
     return nn.Sequential(*layers).eval().cuda().to(dtype)
 
 
 def inputs(tokens: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(tokens, 256, generator=torch.Generator().manual_seed(tokens)).to("cuda", dtype)
+    return torch.randn(tokens, 2048, generator=torch.Generator().manual_seed(tokens)).to("cuda", dtype)
 
 
 @pytest.fixture(scope="module")
@@ -120,12 +121,12 @@ LAYOUTS_OF_X = """
 import sys, torch
 torch.ops.load_library(sys.argv[1])
 torch.manual_seed(0)
-packed = torch.ops.mglu.pack_masks(torch.rand(6, 512, 256) > 0.5).cuda()
-weight = torch.randn(512, 256, device="cuda").half()
+packed = torch.ops.mglu.pack_masks(torch.rand(8, 512, 2048) > 0.5).cuda()
+weight = torch.randn(512, 2048, device="cuda").half()
 for tokens in (1, 7, 20, 64, 600):
-    wide = torch.randn(tokens, 512, device="cuda").half()
-    window = wide.flatten()[: tokens * 8 + 248].as_strided((tokens, 256), (8, 1))
-    for x in (wide[:, 8:264], wide[:, 1:257], wide[:, ::2], window, wide[:1, :256].expand(tokens, 256)):
+    wide = torch.randn(tokens, 4096, device="cuda").half()
+    window = torch.randn(tokens * 8 + 2040, device="cuda").half().as_strided((tokens, 2048), (8, 1))
+    for x in (wide[:, 8:2056], wide[:, 1:2049], wide[:, ::2], window, wide[:1, :2048].expand(tokens, 2048)):
         expected = torch.ops.mglu.forward(x.contiguous().clone(), weight, packed)
         assert torch.equal(torch.ops.mglu.forward(x, weight, packed), expected), (tokens, x.stride())
 print("fine")

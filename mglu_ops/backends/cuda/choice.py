@@ -5,8 +5,10 @@ No timing happens at run time: every choice below carries the measurement it com
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil
+from typing import NamedTuple
 
 import torch
 
@@ -45,11 +47,10 @@ def choose(
         few = 0 if batch_invariant else _most_few(n_masks, out_features, in_features, multiprocessors)
         if arch == (9, 0) and out_features >= 64 and tokens > few:
             alone = out_features <= 64 * multiprocessors  # one warpgroup an SM, which flips signs or multiplies
-            turned = batch_invariant or not x_in_rows
-            if tokens <= _MOST_SPARSE_TOKENS and (n_masks > 1 or alone) and not turned:
+            must_turn = batch_invariant or not x_in_rows
+            if tokens <= _most_sparse(n_masks, alone) and not must_turn:
                 return _sparse_tile(n_masks, tokens, out_features, multiprocessors)
-            turned |= _turns(n_masks, tokens, out_features, in_features)
-            return replace(_tile(n_masks, tokens, out_features, in_features, multiprocessors), turned=turned)
+            return _tile(n_masks, tokens, out_features, in_features, multiprocessors, must_turn)
         asked = 8 if batch_invariant else tokens
         if asked == 1 and n_masks <= 4:
             preferred = _one_token(n_masks, in_features)
@@ -131,83 +132,111 @@ def _few_tokens(n_masks: int, tokens: int, out_features: int, multiprocessors: i
     return replace(config, stages=3 if split_k == 1 else 2, mask_group=8 if n_masks == 16 else n_masks)
 
 
-_MOST_SPARSE_TOKENS = 32
-"""Up to which `tile_wgmma` takes sparse products, for two masks and more (48: 5% slower to 7% faster, 64: slower), and
-for one where a single warpgroup an SM would flip signs (8192 x 2048, 32 tokens: 15.1 us dense, 14.0 sparse)."""
+def _most_sparse(n_masks: int, alone: bool) -> int:
+    """Up to how many tokens `tile_wgmma` takes sparse products; alone: of one warpgroup an SM.
 
-
-def _turns(n_masks: int, tokens: int, out_features: int, in_features: int) -> bool:
-    """Whether a turned x pays: its launch takes 2 us, and then a warp reads a fourth of the bytes of masks.
-
-    Shared memory is what limits many masks: with 4 of them 14336 x 4096 takes, turned and not, 72.7 and 68.0 us for 64
-    tokens, 134 and 140 for 128, and 1889 and 1928 for 2048; with 8, 123 and 135, 251 and 265, 3589 and 3722. With one
-    and two, x as it is is 0 to 11% faster everywhere.
+    The more masks, the more flips they save (dense / sparse, us at 8192 x 2048, 14336 x 4096, 9728 x 2560: 2 masks of
+    32 tokens 15.8 / 15.1, 36.9 / 37.9, 21.9 / 22.7; 4 of 40 20.0 / 19.7, 53.4 / 53.7, 33.1 / 34.4; 6 26.9 / 23.4, 73.6
+    / 67.1, 45.2 / 42.9; 12 43.1 / 35.8, 138 / 123, 89.3 / 80.3). Only two warpgroups of the same rows have registers
+    for 8 masks of 40 tokens, and take more waves than dense products do (61.6 / 63.7 at 9728 x 2560).
     """
-    if n_masks != 4:
-        return n_masks > 4
-    return 2 * (n_masks + 1) * tokens * out_features * in_features > 5.6e10
+    if n_masks <= 4:
+        return 32 if alone or n_masks == 4 else 24 if n_masks > 1 else 0
+    return 40 if n_masks <= 6 or 9 <= n_masks <= 13 or (alone and n_masks <= 8) else 32
 
 
 _TOKEN_COLUMNS = (16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192)
 """Widths of `tile_wgmma`'s tiles that its source has the instruction for."""
 _TILE_ROWS = (64, 80, 96, 112, 128)
-
 _MICROSECONDS = 2e-5
 """Of `tile_wgmma` for a column of in_features, a product of 64 rows and a column of tokens: at the rate of the tensor
-cores of an H200, which its power limits."""
-_BYTES_PER_MICROSECOND = 4.4e6
+cores of an H200, which its power limits. Below, a column is this time."""
+_BYTES_PER_MICROSECOND = 4.2e6
+_TURNING = 2.2
+"""Microseconds that the launch of `turn_x` takes."""
+_HANDING_ON = 1.0
+"""Microseconds at the end of a tile for which the second of two warpgroups of the same rows waits for the first."""
 
 
-def _tile(n_masks: int, tokens: int, out_features: int, in_features: int, multiprocessors: int) -> LaunchConfig:
-    """The cut of the least time by a model that is within 10% of most measurements (benchmarks/NOTES.md).
+class _Pace(NamedTuple):
+    """What a product of N columns and 64 rows takes, in columns; and W's fragments once a pass.
 
-    A wave of blocks takes (products of 64 rows) x (15 + columns of tokens): below 64 columns the flips of signs take
-    longer than the products, and less than 23 save nothing. Reading W, once a pass, goes on meanwhile, but for 40%.
+    The more of `flips + 0.65 N`, where the flips of signs are waited for, and `gap + N`.
     """
-    found: list[tuple[float, LaunchConfig]] = []
-    for groups, passes in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (2, 3), (1, 4), (2, 4)):
-        masks = n_masks // passes
-        if groups > masks or (passes > 1 and (n_masks % passes or masks % 4 or tokens < 48)):
-            continue
-        products = n_masks + (passes if groups == 2 else 1)
-        once = passes * out_features * in_features * (2 + n_masks / 8) / _BYTES_PER_MICROSECOND
-        for columns in _TOKEN_COLUMNS:
-            sums = -(-(masks + 1) // groups) * columns // 2  # registers of a thread
-            if sums > (192 if n_masks <= 2 else 168) or (columns >= tokens + 16 and columns > 16):
-                continue
-            token_tiles = -(-tokens // columns)
-            reading = once * min(2.0, 1 + 0.3 * (token_tiles - 1))  # again from L2
-            for rows in _TILE_ROWS if groups == 1 else (64,):
-                # One warpgroup alone waits for itself; two of the same rows read W twice, and wait for each other.
-                alone = 1.35 if groups == 1 and rows == 64 else 1.0
-                together = 1.0 if groups == 1 else 1.1 if columns >= 64 else 1.25
-                wave = (1 if rows == 64 else 2) * products * max(15 + columns, 38) * alone * together
-                waves = _waves(token_tiles * -(-out_features // rows), multiprocessors)
-                arithmetic = waves * wave * in_features * _MICROSECONDS
-                config = LaunchConfig(
-                    "tile_wgmma",
-                    rows=rows,
-                    block_tokens=columns,
-                    mask_groups=groups,
-                    passes=passes,
-                    # Bound by memory, longer stages cost fewer instructions. An odd number of masks needs them.
-                    sub=2 if token_tiles == 1 or n_masks % 2 else 1,
-                    steps=4 if sums <= 72 and token_tiles == 1 else 2,
-                )
-                if rows <= out_features:
-                    found.append((max(arithmetic, reading) + 0.4 * min(arithmetic, reading), config))
-    found.sort(key=lambda one: one[0])  # of equals the first: fewer rows a block
-    for _, config in found:
-        filled = fill_shared(config, n_masks)
-        if filled.stages < 4 and config.sub == 2 and n_masks % 2 == 0:
-            filled = fill_shared(replace(config, sub=1, steps=2), n_masks)
+
+    flips: float
+    gap: float
+    fragments: float
+
+    def of_product(self, columns: int) -> float:
+        return max(self.flips + 0.65 * columns, self.gap + columns)
+
+
+# One warpgroup alone waits for itself; two of the same rows both read W, and wait for each other.
+_ALONE, _TWO_OF_ROWS, _TWO_OF_MASKS = _Pace(42, 16, 94), _Pace(24, 0, 48), _Pace(31, 0, 118)
+
+
+def _tile(
+    n_masks: int, tokens: int, out_features: int, in_features: int, multiprocessors: int, must_turn: bool
+) -> LaunchConfig:
+    """The cut of the least time by a model fitted to 3,200 measurements, 9 of 10 within 11% (benchmarks/NOTES.md)."""
+
+    def time(cut: LaunchConfig) -> float:
+        return _microseconds(cut, n_masks, tokens, out_features, in_features, multiprocessors)
+
+    for cut in sorted(_cuts(n_masks, tokens, out_features, must_turn), key=time):
+        filled = fill_shared(cut, n_masks)
+        if filled.stages < 3 and n_masks % 2 == 0:
+            filled = fill_shared(replace(cut, sub=1), n_masks)
         if filled.stages >= 3:
             return filled
     raise AssertionError("the narrowest tile always fits")
 
 
+def _cuts(n_masks: int, tokens: int, out_features: int, must_turn: bool) -> Iterator[LaunchConfig]:
+    """What a problem can be cut into; of equal times the first is taken, with fewer rows a block."""
+    for groups, passes in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (2, 3), (1, 4), (2, 4)):
+        masks = n_masks // passes
+        if groups > masks or (passes > 1 and (n_masks % passes or masks % 4)):
+            continue
+        for columns in _TOKEN_COLUMNS:
+            sums = -(-(masks + 1) // groups) * columns // 2  # registers of a thread
+            if sums > (192 if n_masks <= 2 else 168) or (columns >= tokens + 16 and columns > 16):
+                continue
+            for rows in _TILE_ROWS if groups == 1 else (64,):
+                for turned in (True,) if must_turn or passes > 1 else (False, True) if n_masks > 4 else (False,):
+                    if rows <= out_features:
+                        yield LaunchConfig(
+                            "tile_wgmma",
+                            rows=rows,
+                            block_tokens=columns,
+                            mask_groups=groups,
+                            passes=passes,
+                            sub=2,  # longer stages cost fewer instructions
+                            steps=4 if sums <= (100 if groups == 1 else 66) else 2,
+                            turned=turned,
+                        )
+
+
+def _microseconds(
+    cut: LaunchConfig, n_masks: int, tokens: int, out_features: int, in_features: int, multiprocessors: int
+) -> float:
+    """The model of costs: waves of tiles, or reading W once a pass and some of it again from L2."""
+    shared = cut.mask_groups == 2
+    pace = _TWO_OF_MASKS if shared else _ALONE if cut.rows == 64 else _TWO_OF_ROWS
+    products = n_masks + (cut.passes if shared else 1)
+    # For an x that is not turned a warp reads four times the bytes of masks; of eight and more, slowly.
+    bits = 0 if cut.turned else cut.mask_groups * n_masks * (2 if n_masks < 8 else 5)
+    columns = products * pace.of_product(cut.block_tokens) + cut.passes * pace.fragments + bits
+    token_tiles = -(-tokens // cut.block_tokens)
+    waves = _waves(token_tiles * -(-out_features // cut.rows), multiprocessors)
+    arithmetic = waves * (cut.row_groups * columns * in_features * _MICROSECONDS + (_HANDING_ON if shared else 0))
+    once = cut.passes * out_features * in_features * (2 + n_masks / 8) / _BYTES_PER_MICROSECOND
+    return max(arithmetic, once * min(2.0, 1 + 0.3 * (token_tiles - 1))) + (_TURNING if cut.turned else 0)
+
+
 def _sparse_tile(n_masks: int, tokens: int, out_features: int, multiprocessors: int) -> LaunchConfig:
-    """`tile_wgmma` with sparse products, for up to `_MOST_SPARSE_TOKENS`: one tile of tokens, few waves of rows.
+    """`tile_wgmma` with sparse products, for as many tokens as `_most_sparse`: one tile of tokens, few waves of rows.
 
     A wave of two warpgroups is a third longer than one of a single warpgroup, which waits for itself.
     """

@@ -112,8 +112,11 @@ def _tile_wgmma(config: LaunchConfig, case: Case) -> Iterator[str]:
         yield f"{config.row_groups * config.mask_groups} warpgroups that multiply, more than 4"
     if config.passes > 1 and case.n_masks % (4 * config.passes):
         yield f"passes: got {config.passes}, must part n_masks {case.n_masks} into multiples of 4"
-    if config.mask_groups > case.n_masks // config.passes:
+    masks = case.n_masks // config.passes
+    if config.mask_groups > masks:
         yield f"mask_groups: got {config.mask_groups}, more than the masks of a pass"
+    elif not config.sparse and config.sub * (4 // config.steps) * ((masks + 1) // config.mask_groups) < 2:
+        yield f"steps: got {config.steps}, must be less where a stage is one group of wgmmas"
     if case.n_masks % 2 and config.sub % 2:
         yield f"sub: got {config.sub}, must be even for an odd number of masks"
 
