@@ -112,7 +112,7 @@ def test_an_entry_is_for_its_gpu_and_its_problem_alone(tmp_path: Path, monkeypat
         (lambda t: t["entries"][0]["config"].update(warps=4), "config: warps: not a setting of a launch"),
         (lambda t: t["entries"][0]["config"].update(persistent=1), "config: persistent: got 1, must be true or false"),
         (lambda t: t["entries"][0]["config"].update(tiles=0), "config: tiles: got 0, must be at least 1"),
-        (lambda t: t["entries"][0]["config"].update(tiles=40), r"config: 1280 threads a block, more than 1024"),
+        (lambda t: t["entries"][0]["config"].update(tiles=10), r"config: 1280 threads a block, more than 1024"),
         (lambda t: t["entries"][0]["config"].update(stages=30), "bytes of shared memory a block, more than"),
         (lambda t: t["entries"][0]["config"].update(early_weights=True), "config: early_weights"),
         (lambda t: t["entries"][0].update(tokens=2), "decode_fma takes one token, got 2"),

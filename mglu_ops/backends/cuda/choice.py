@@ -53,7 +53,7 @@ def choose(
             return _tile(n_masks, tokens, out_features, in_features, multiprocessors, must_turn)
         asked = 8 if batch_invariant else tokens
         if asked == 1 and n_masks <= 4:
-            preferred = _one_token(n_masks, in_features)
+            preferred = _one_token(n_masks, out_features, multiprocessors)
         else:
             preferred = _few_tokens(n_masks, asked, out_features, multiprocessors)
         fitted = _fit(preferred, shared_limit(arch), n_masks, asked, in_features)
@@ -67,23 +67,24 @@ def choose(
     return LaunchConfig("plain", block_tokens=1 if tokens == 1 and not batch_invariant else 4)
 
 
-def _one_token(n_masks: int, in_features: int) -> LaunchConfig:
-    fma = LaunchConfig("decode_fma")
-    long = in_features > 2048
-    if n_masks == 1:
-        # Bound by the stream of W. Where rows are long, splitting k keeps more of a row's neighbourhood in flight at
-        # once (14336 x 4096: 0.965 of the ceiling with 4 warps a tile, 0.93 with 2); where they are short, walking
-        # over tiles saves the start of blocks (8192 x 2048: 0.964 against 0.944).
-        if long:
-            return replace(fma, rows=4, tiles=2, split_k=4, blocks_per_sm=3)
-        return replace(fma, rows=2, tiles=4, split_k=2, blocks_per_sm=4, persistent=True)
-    if n_masks == 2:
-        # Three small stages; two warps a tile where rows are long (0.956; 8192 x 2048 with one warp: 0.969).
-        split = 2 if long else 1
-        return replace(fma, rows=2, tiles=8 // split, split_k=split, stages=3, blocks_per_sm=4)
-    # 64 registers let 32 warps live on an SM, which hide the chains of FFMAs; walking over tiles saves filling x
-    # and the rings anew (14336 x 4096: 0.943 against 0.904), but a warp of 8192 x 2048 has two tiles at most.
-    return replace(fma, rows=2, tiles=16, blocks_per_sm=2, persistent=long)
+def _one_token(n_masks: int, out_features: int, multiprocessors: int) -> LaunchConfig:
+    """For up to 4 masks; more are for `decode_mma` whatever the shape.
+
+    Where an SM has few rows, `decode_mma` deals them out best (us of 4 masks at 4096 x 1024, 6144 x 2048, 9728 x 2560:
+    4.8, 9.8, 17.8; the fastest of forty cuts of `decode_fma` 5.4, 10.2, 18.0). Of many rows, `decode_fma` is bound by
+    the stream of W: splitting k keeps more of a row's neighbourhood in flight at once, and walking over tiles saves
+    filling x and the rings anew, but of one mask, whose blocks are short.
+    """
+    if _tiles_of_sm(out_features, multiprocessors) <= 5:
+        few = _few_tokens(n_masks, 1, out_features, multiprocessors)
+        # A block of 8 warps an SM has longer stages in flight (1 mask at 2048 x 8192: 11.5 us, 10.6 with them).
+        return replace(few, sub=2) if n_masks <= 2 and few.tiles == 1 else few
+    fma = LaunchConfig("decode_fma", tiles=2, split_k=4, blocks_per_sm=3)
+    return replace(fma, rows=4) if n_masks == 1 else replace(fma, rows=2, persistent=True)
+
+
+def _tiles_of_sm(out_features: int, multiprocessors: int) -> int:
+    return -(-out_features // (16 * multiprocessors))
 
 
 def _tiles_of_block(out_features: int, multiprocessors: int) -> int:
@@ -92,7 +93,7 @@ def _tiles_of_block(out_features: int, multiprocessors: int) -> int:
     x is then stored once an SM, and no SM waits for another (14336 x 4096, 8 tokens: 7 tiles x 2 warps beat 4 x 4 by
     5%; 8192 x 2048: 4 x 4).
     """
-    tiles_of_sm = -(-out_features // (16 * multiprocessors))
+    tiles_of_sm = _tiles_of_sm(out_features, multiprocessors)
     waves = -(-tiles_of_sm // 8)
     return -(-tiles_of_sm // waves)
 
@@ -103,10 +104,10 @@ def _most_few(n_masks: int, out_features: int, in_features: int, multiprocessors
     Of 16 tokens it takes two columns of products, and x of long rows the memory of its rings. But `tile_wgmma` starts
     later, and computes 128 rows where an SM has 65 (us of 4 masks at 8192 x 2048, 9728 x 2560, 11008 x 4096, 14336 x
     4096: 14.4, 21.2, 33.0, 42.4 against 16.7, 25.5, 36.6, 42.6; of 8: 20.4, 33.0, 50.1, 63.4 against 21.6, 38.5, 57.1,
-    58.8; of 16 at 8192 x 2048 and 8192 x 4096: 32.5, 58.5 against 32.8, 56.5).
+    58.8; of 16 at 4096 x 1024, 6144 x 2048, 8192 x 2048: 12.4, 31.7, 33.1 against 17.8, 31.0, 31.5).
     """
-    short = in_features <= (4096 if n_masks <= 8 else 3072)
-    return 16 if short and _tiles_of_block(out_features, multiprocessors) <= 6 else 8
+    tiles = _tiles_of_block(out_features, multiprocessors)
+    return 16 if tiles <= (6 if n_masks <= 8 else 2) and in_features <= 4096 else 8
 
 
 def _few_tokens(n_masks: int, tokens: int, out_features: int, multiprocessors: int) -> LaunchConfig:
@@ -124,11 +125,12 @@ def _few_tokens(n_masks: int, tokens: int, out_features: int, multiprocessors: i
     splits = [split for split in range(1, most + 1) if tiles * split <= most]
     split_k = max(splits, key=lambda split: (min(tiles * split, 7), tiles * split / -(-tiles * split // 4), -split))
     config = replace(config, split_k=split_k)
-    # Stages of 128 columns (8 masks, 8 tokens: 47.6 us at 14336 x 4096, 49.3 with 64), but where 12 warps have two
-    # columns (6144 x 2048: 17.8 us, 16.8 with 64), and where masks are as many bytes as weights; their bits fit into
-    # registers in two groups.
+    # Stages of 128 columns where few warps go along k (8 masks, 8 tokens: 47.6 us at 14336 x 4096, 49.3 with 64; but
+    # 13.4 and 12.6 at 6144 x 2048), and not where masks are as many bytes as weights, whose bits fit in two groups.
     if n_masks <= 8:
-        return config if two_columns and tiles * split_k > 8 else replace(config, sub=2)
+        if split_k <= 2 and tiles * split_k <= 8:
+            return replace(config, sub=2)
+        return replace(config, mask_group=4) if n_masks == 8 else config
     return replace(config, stages=3 if split_k == 1 else 2, mask_group=8 if n_masks == 16 else n_masks)
 
 
@@ -232,7 +234,8 @@ def _microseconds(
     waves = _waves(token_tiles * -(-out_features // cut.rows), multiprocessors)
     arithmetic = waves * (cut.row_groups * columns * in_features * _MICROSECONDS + (_HANDING_ON if shared else 0))
     once = cut.passes * out_features * in_features * (2 + n_masks / 8) / _BYTES_PER_MICROSECOND
-    return max(arithmetic, once * min(2.0, 1 + 0.3 * (token_tiles - 1))) + (_TURNING if cut.turned else 0)
+    reading = once * min(2.0, 1 + 0.3 * (token_tiles - 1))
+    return max(arithmetic, reading) + 0.05 * min(arithmetic, reading) + (_TURNING if cut.turned else 0)
 
 
 def _sparse_tile(n_masks: int, tokens: int, out_features: int, multiprocessors: int) -> LaunchConfig:
