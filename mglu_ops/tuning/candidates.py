@@ -36,7 +36,7 @@ _LADDERS: dict[str, dict[str, tuple[int, ...]]] = {
         "rows": (64, 80, 96, 112, 128),
         "block_tokens": (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192),
         "mask_groups": (1, 2),
-        "passes": (1, 2, 4),
+        "passes": (1, 2, 3, 4),
         "steps": (1, 2, 4),
         "sub": (1, 2),
         "sparse": (False, True),
