@@ -206,7 +206,7 @@ def _cuts(n_masks: int, tokens: int, out_features: int, must_turn: bool) -> Iter
             if sums > (192 if n_masks <= 2 else 168) or (columns >= tokens + 16 and columns > 16):
                 continue
             for rows in _TILE_ROWS if groups == 1 else (64,):
-                for turned in (True,) if must_turn or passes > 1 else (False, True) if n_masks >= 4 else (False,):
+                for turned in (True,) if must_turn or passes > 1 else (False, True) if n_masks > 4 else (False,):
                     if rows <= out_features:
                         yield LaunchConfig(
                             "tile_wgmma",
@@ -214,8 +214,7 @@ def _cuts(n_masks: int, tokens: int, out_features: int, must_turn: bool) -> Iter
                             block_tokens=columns,
                             mask_groups=groups,
                             passes=passes,
-                            # Longer stages cost fewer instructions, but are 3% slower in one place.
-                            sub=1 if turned and (n_masks, groups, columns) == (4, 1, 64) else 2,
+                            sub=2,  # longer stages cost fewer instructions
                             steps=4 if sums <= (100 if groups == 1 else 66) else 2,
                             turned=turned,
                         )
