@@ -181,7 +181,7 @@ _ALONE, _TWO_OF_ROWS, _TWO_OF_MASKS = _Pace(42, 16, 94), _Pace(24, 0, 48), _Pace
 def _tile(
     n_masks: int, tokens: int, out_features: int, in_features: int, multiprocessors: int, must_turn: bool
 ) -> LaunchConfig:
-    """The cut of the least time by a model fitted to 3,200 measurements, 9 of 10 within 11% (benchmarks/NOTES.md)."""
+    """The cut of the least time by a model fitted to 3,000 measurements, 9 of 10 within 12% (benchmarks/NOTES.md)."""
 
     def time(cut: LaunchConfig) -> float:
         return _microseconds(cut, n_masks, tokens, out_features, in_features, multiprocessors)
@@ -223,7 +223,10 @@ def _cuts(n_masks: int, tokens: int, out_features: int, must_turn: bool) -> Iter
 def _microseconds(
     cut: LaunchConfig, n_masks: int, tokens: int, out_features: int, in_features: int, multiprocessors: int
 ) -> float:
-    """The model of costs: waves of tiles, or reading W once a pass and some of it again from L2."""
+    """The model of costs: waves of tiles, or reading W once a pass and some of it again from L2.
+
+    But for 3 us, which every launch takes.
+    """
     shared = cut.mask_groups == 2
     pace = _TWO_OF_MASKS if shared else _ALONE if cut.rows == 64 else _TWO_OF_ROWS
     products = n_masks + (cut.passes if shared else 1)
