@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.baselines import compiled, naive, swiglu, swiglu_stacked
 from benchmarks.ceiling import GEMM, GEMM_APART_UP_TO, GEMM_FROM, GEMM_TOKENS, floor, gemm, reader
-from benchmarks.harness import ROUNDS, Row, Timing, Variant, measure, write
+from benchmarks.harness import ROUNDS, SETTLING, Row, Timing, Variant, measure, write
 from benchmarks.layers import Layers, masks_of
 from mglu_ops import dispatch
 from mglu_ops.tuning.replay import layers_for
@@ -140,9 +140,10 @@ def bench(
         variants += naive_variants(layers, tuned)
     if "swiglu" in baselines:
         variants += swiglu_variants(layers, tuned)
-    if tokens > GEMM_APART_UP_TO:
+    many = tokens > GEMM_APART_UP_TO
+    if many:
         variants.append(gemm(layers.weights))
-    timings = measure(variants, dtype, rounds)
+    timings = measure(variants, dtype, rounds, SETTLING if many else 0.0)
     if GEMM_FROM <= tokens <= GEMM_APART_UP_TO:
         timings |= measure([gemm(layers.weights)], dtype, rounds)
     ceiling, product = timings["read ceiling"].microseconds, timings.get(GEMM)

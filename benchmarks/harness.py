@@ -2,10 +2,10 @@
 
 Protocol: each variant runs once over several layers of distinct weights, together more than 1 GB, so that nothing comes
 from L2; the run is captured into a CUDA graph. Graphs of all variants of a row are replayed in turn, round after
-round and each time in another order, with a warm-up replay queued ahead of the two that are timed; a time is the median
-over rounds, per layer, and the spread is the distance between its quartiles. Before that, every output is poisoned with
-NaN, the graph is replayed, and the result must agree with a float64 oracle: a row that fails is reported as wrong and
-has no time.
+round and each time in another order, with a warm-up replay queued ahead of the two that are timed, or, where power
+limits the clocks, with as many of each as they take to settle; a time is the median over rounds, per layer, and the
+spread is the distance between its quartiles. Before that, every output is poisoned with NaN, the graph is replayed, and
+the result must agree with a float64 oracle: a row that fails is reported as wrong and has no time.
 """
 
 from __future__ import annotations
@@ -30,13 +30,17 @@ import torch
 from torch import Tensor
 
 PROTOCOL = (
-    "CUDA graph replay, rotating layers > 1 GB, variants interleaved (up to 64 tokens all but the library GEMM), "
-    "median over rounds, us per layer"
+    "CUDA graph replay, rotating layers > 1 GB, variants interleaved (up to 64 tokens all but the library GEMM; above, "
+    "in turns of 0.1 s whose second half is timed), median over rounds, us per layer"
 )
 ROUNDS = 25
 MIN_ROUNDS = 9
 SECONDS_OF_ROUNDS = 1.5
 """Rounds that take longer together are fewer, down to `MIN_ROUNDS`."""
+SETTLING = 0.05
+"""Seconds of replays ahead of those that are timed, and of these, for clocks to settle at what power allows: a product
+of the library takes 10% less in bursts of up to 30 ms than when it goes on (benchmarks/NOTES.md)."""
+MIN_SETTLED_ROUNDS = 5
 ERROR_BUDGET = {torch.float16: 3e-3, torch.bfloat16: 2.4e-2, torch.float32: 4e-6}
 """Largest norm of a result's error, relative to the result's norm."""
 
@@ -106,6 +110,13 @@ class Captured:
     budget: float = float("inf")
     """The error up to which the result is right; a result without an error has none."""
     times: list[float] = field(default_factory=list)
+    ahead: int = 1
+    """Replays of a turn that are not timed."""
+
+    @property
+    def timed(self) -> int:
+        """Replays of a turn that are."""
+        return max(2, self.ahead)
 
     def check(self, dtype: torch.dtype) -> None:
         """Poison the outputs, replay, and compare the first and the last with the oracle."""
@@ -154,13 +165,15 @@ def capture(variant: Variant) -> Captured:
     return Captured(variant, graph, outputs)
 
 
-def replay_in_turn(captured: Sequence[Captured], rounds: int = ROUNDS) -> None:
+def replay_in_turn(captured: Sequence[Captured], rounds: int = ROUNDS, settling: float = 0.0) -> None:
     """Add to each graph's times those of some rounds, in microseconds a layer: `rounds`, or fewer if they are long."""
-    _rounds(captured, 2)  # clocks and caches settle
+    for one, times in zip(captured, _rounds(captured, 2), strict=True):
+        one.ahead = max(1, round(settling * 1e6 / (times[-1] * one.variant.layers)))
     start = time.perf_counter()
     _rounds(captured, 1)
     affordable = int(SECONDS_OF_ROUNDS / (time.perf_counter() - start))
-    for one, times in zip(captured, _rounds(captured, min(rounds, max(MIN_ROUNDS, affordable))), strict=True):
+    fewest = MIN_SETTLED_ROUNDS if settling else MIN_ROUNDS
+    for one, times in zip(captured, _rounds(captured, min(rounds, max(fewest, affordable))), strict=True):
         one.times += times
 
 
@@ -175,25 +188,29 @@ def _rounds(captured: Sequence[Captured], rounds: int) -> list[list[float]]:
         turns.shuffle(order)  # what ran before leaves its heat behind
         for one, pairs in order:
             start, end = pairs[i]
-            one.graph.replay()
+            for _ in range(one.ahead):
+                one.graph.replay()
             start.record()
-            one.graph.replay()
-            one.graph.replay()
+            for _ in range(one.timed):
+                one.graph.replay()
             end.record()
     torch.cuda.synchronize()
     return [
-        [start.elapsed_time(end) * 500 / one.variant.layers for start, end in pairs]
+        [start.elapsed_time(end) * 1000 / (one.timed * one.variant.layers) for start, end in pairs]
         for one, pairs in zip(captured, events, strict=True)
     ]
 
 
-def measure(variants: Sequence[Variant], dtype: torch.dtype, rounds: int = ROUNDS) -> dict[str, Timing]:
+def measure(
+    variants: Sequence[Variant], dtype: torch.dtype, rounds: int = ROUNDS, settling: float = 0.0
+) -> dict[str, Timing]:
     """Check variants, and time them together.
 
     Args:
         variants: what to time.
         dtype: decides the error budget.
-        rounds: timed replays of every graph, at most.
+        rounds: turns of every graph, at most.
+        settling: seconds that a graph is replayed in its turn before it is timed for as long.
 
     Returns:
         By name.
@@ -201,7 +218,7 @@ def measure(variants: Sequence[Variant], dtype: torch.dtype, rounds: int = ROUND
     captured = [capture(variant) for variant in variants]
     for one in captured:
         one.check(dtype)
-    replay_in_turn(captured, rounds)
+    replay_in_turn(captured, rounds, settling)
     return {one.variant.name: one.timing() for one in captured}
 
 

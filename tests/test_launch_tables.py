@@ -195,6 +195,15 @@ def test_sparse_tiles_spread_x_as_it_is() -> None:
     assert (violation(replace(tile, turned=True), case) or "").startswith("turned: not with sparse products")
 
 
+def test_clusters_of_tiles_are_pairs() -> None:
+    case = Case("a GPU", (9, 0), 132, torch.float16, 8, 100, 128, 64)
+    tile = LaunchConfig("tile_wgmma", rows=64, block_tokens=24, stages=4, cluster=2)
+    assert violation(tile, case) is None
+    assert tile.grid(100, 128, 132) == (12, 1)  # 2 tiles of rows, 5 of tokens, which are 3 pairs
+    assert tile.grid(10_000, 128, 11) == (10, 1)
+    assert violation(replace(tile, cluster=4), case) == "cluster: got 4, must be 1 or 2"
+
+
 def test_a_stage_is_more_than_one_group_of_wgmmas() -> None:
     case = Case("a GPU", (9, 0), 132, torch.float16, 2, 64, 128, 64)
     tile = LaunchConfig("tile_wgmma", rows=64, block_tokens=64, stages=4, mask_groups=2, steps=2)

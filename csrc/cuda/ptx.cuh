@@ -116,6 +116,16 @@ __device__ __forceinline__ u32 rank_in_cluster() {
     return rank;
 }
 
+// Where a place in shared memory is in a block of the cluster, and a barrier there.
+__device__ __forceinline__ u32 address_in_cluster(u32 address, u32 rank) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+__device__ __forceinline__ void barrier_arrive_in_cluster(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // Between the two, all threads of all blocks of a cluster have come, and barriers that were made before the first can be
 // copied to after the second. No other memory is ordered: that would take a fence of the whole GPU.
 __device__ __forceinline__ void arrive_in_cluster() {

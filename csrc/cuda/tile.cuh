@@ -16,6 +16,7 @@ constexpr int kPasses = MGLU_PASSES;               // over k, each with as many 
 constexpr int kStages = MGLU_STAGES;               // depth of the ring
 constexpr int kSub = MGLU_SUB;                     // 64-wide chunks of k a stage
 constexpr int kSteps = MGLU_STEPS;                 // wgmmas of 16 columns issued together: 1, 2 or 4
+constexpr int kCluster = MGLU_CLUSTER;             // blocks of neighbouring tokens that bring each other W and its masks
 constexpr bool kSparse = MGLU_SPARSE != 0;         // masks are places of sparse products, instead of flips of signs
 constexpr bool kTurned = MGLU_TURNED != 0;         // p.x is the copy that turn_x.cu made, launched just before
 constexpr bool kBulkMasks = MGLU_BULK_MASKS != 0;  // rows of masks are 16-byte aligned, so that the copy engine takes them
@@ -28,6 +29,7 @@ constexpr int kSwath = 8;              // tiles of rows that are walked together
 constexpr int kPassMasks = kMasks / kPasses;
 static_assert(kBlockRows % 16 == 0 && kBlockRows >= 64, "whole warps of rows, and one warpgroup at least");
 static_assert(kMaskGroups == 1 || kMaskGroups == 2, "one warpgroup for all masks, or two");
+static_assert(kBlockRows / kCluster % 8 == 0, "a block brings whole swizzles of 8 rows");
 static_assert(kConsumers <= 4, "registers for four multiplying warpgroups at most");
 static_assert(kPasses == 1 || (kPassMasks * kPasses == kMasks && kPassMasks % 4 == 0), "whole words of masks a pass");
 
@@ -67,8 +69,8 @@ constexpr int kExchangeBytes = kMaskGroups == 2 || kPasses > 1 ? kRowGroups * kC
 struct TileParams {
     Params p;
     TensorMap x;       // [tokens][in_features] in boxes of kTokens (or all tokens, if they are fewer) by 64
-    TensorMap weight;  // [out_features][in_features] in boxes of kBlockRows by 64
-    TensorMap masks;   // [out_features][in_features / 8 kMasks] in boxes of kBlockRows by kMaskRowBytes
+    TensorMap weight;  // [out_features][in_features] in boxes of kBlockRows / kCluster by 64
+    TensorMap masks;   // [out_features][in_features / 8 kMasks] in boxes of kBlockRows / kCluster by kMaskRowBytes
 };
 
 struct Tile {
@@ -77,20 +79,28 @@ struct Tile {
     int token;
 };
 
+// The blocks of a cluster have the same rows, and tokens that follow each other: the last ones may have none to write.
+__device__ __forceinline__ int clusters_along_tokens(const Params& p) {
+    return (p.tokens + kCluster * kTokens - 1) / (kCluster * kTokens);
+}
+
 // Swaths of rows, in each the tokens, so that blocks at work at the same time share W and x in L2.
 __device__ __forceinline__ Tile tile_at(const Params& p, int index) {
     const int row_tiles = (p.out_features + kBlockRows - 1) / kBlockRows;
-    const int token_tiles = (p.tokens + kTokens - 1) / kTokens;
+    const int token_tiles = clusters_along_tokens(p);
     const int swath = index / (kSwath * token_tiles);
     const int inside = index - swath * (kSwath * token_tiles);
     const int height = min(kSwath, row_tiles - swath * kSwath);
     const int owned = (swath * kSwath + inside % height) * kBlockRows;
-    return {min(owned, p.out_features - kBlockRows), owned, inside / height * kTokens};
+    const int rank = kCluster > 1 ? rank_in_cluster() : 0;
+    return {min(owned, p.out_features - kBlockRows), owned, (inside / height * kCluster + rank) * kTokens};
 }
 
 __device__ __forceinline__ int tile_count(const Params& p) {
-    return (p.out_features + kBlockRows - 1) / kBlockRows * ((p.tokens + kTokens - 1) / kTokens);
+    return (p.out_features + kBlockRows - 1) / kBlockRows * clusters_along_tokens(p);
 }
+__device__ __forceinline__ int first_tile() { return blockIdx.x / kCluster; }
+__device__ __forceinline__ int tile_step() { return gridDim.x / kCluster; }
 
 __device__ __forceinline__ int stage_count(const Params& p) { return (p.in_features + 64 * kSub - 1) / (64 * kSub); }
 

@@ -4,38 +4,43 @@
 
 namespace mglu {
 
-// What a stage needs but x. Weights past the row's end become zeros. Mask bits there flip zeros: they may be anything.
+// What a stage needs but x, or this block's part of its rows, which then goes to all blocks of the cluster. Weights past the row's end become zeros. Mask bits there flip zeros: they may be anything.
 __device__ __forceinline__ void copy_weights(const TileParams& tp, u32 slot, u32 barrier, int row, int stage, u32 bytes_of_x,
                                              u64 policy) {
-    const u32 weights = slot + kXBytes;
+    constexpr int kRows = kBlockRows / kCluster;
+    const u32 rank = kCluster > 1 ? rank_in_cluster() : 0;
+    const u32 weights = slot + kXBytes + rank * (kRows * 128);
+    const u32 masks = slot + kXBytes + kWeightBytes + rank * (kRows * kMaskRowBytes);
+    row += rank * kRows;
     barrier_expect(barrier, bytes_of_x + kWeightBytes + kMaskBytes);
 #pragma unroll
     for (int sub = 0; sub < kSub; ++sub)
-        copy_box(weights + sub * kBlockRows * 128, tp.weight, (stage * kSub + sub) * 64, row, barrier, policy);
+        copy_box<kCluster>(weights + sub * kBlockRows * 128, tp.weight, (stage * kSub + sub) * 64, row, barrier, policy);
 #pragma unroll
     for (int piece = 0; kBulkMasks && piece < kSub / kMaskSpan; ++piece)
-        copy_box(weights + kWeightBytes + piece * kBlockRows * kMaskRowBytes, tp.masks,
-                 (stage * (kSub / kMaskSpan) + piece) * kMaskRowBytes, row, barrier, policy);
+        copy_box<kCluster>(masks + piece * kBlockRows * kMaskRowBytes, tp.masks,
+                           (stage * (kSub / kMaskSpan) + piece) * kMaskRowBytes, row, barrier, policy);
 }
 
 __device__ __forceinline__ void produce(const TileParams& tp, u32 ring, u32 landed, u32 empty) {
     const Params& p = tp.p;
     const int stages = stage_count(p);
     const int tiles = tile_count(p);
+    const int last_of_x = (p.tokens - 1) / kTokens;  // a block of a cluster may be behind it
     const u64 policy = cache_policy(p.tokens <= kTokens && kPasses == 1);
     // Rows of zeros past the last token count too, but a box has no more than the tokens there are: those took longer.
     const u32 bytes_of_x = kTurned ? kXBytes : kSub * min(kTokens, p.tokens) * 128;
     // A turned x comes when the ring is filled: turn_x has waited for all kernels before itself, so that only x is new.
     const int early = kTurned ? min(kStages, stages) : 0;
     for (int stage = 0; stage < early; ++stage)
-        copy_weights(tp, ring + stage * kStageBytes, landed + 8 * stage, tile_at(p, blockIdx.x).row, stage, bytes_of_x, policy);
+        copy_weights(tp, ring + stage * kStageBytes, landed + 8 * stage, tile_at(p, first_tile()).row, stage, bytes_of_x, policy);
     wait_for_earlier_kernels();
     int to_fill = early;
     Cursor cursor;
-    for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
+    for (int index = first_tile(); index < tiles; index += tile_step()) {
         const Tile tile = tile_at(p, index);
         for (int pass = 0; pass < kPasses; ++pass) {
-            const u8* turned = static_cast<const u8*>(p.x) + static_cast<i64>(tile.token / kTokens) * stages * kXBytes;
+            const u8* turned = static_cast<const u8*>(p.x) + static_cast<i64>(min(tile.token / kTokens, last_of_x)) * stages * kXBytes;
             for (int stage = 0; stage < stages; ++stage, turned += kXBytes) {
                 const u32 slot = ring + cursor.slot * kStageBytes;
                 const u32 barrier = landed + 8 * cursor.slot;
@@ -51,13 +56,16 @@ __device__ __forceinline__ void produce(const TileParams& tp, u32 ring, u32 land
                     // For sparse products, to where the second half of it goes in the end.
 #pragma unroll
                     for (int sub = 0; sub < kSub; ++sub)
-                        copy_box(slot + (sub + 1) * kChunkOfX - kTokens * 128, tp.x, (stage * kSub + sub) * 64, tile.token,
-                                 barrier, cache_policy(false));
+                        copy_box<1>(slot + (sub + 1) * kChunkOfX - kTokens * 128, tp.x, (stage * kSub + sub) * 64, tile.token,
+                                    barrier, cache_policy(false));
                 }
                 cursor.advance();
             }
         }
     }
+    // The other blocks of the cluster tell this one's barriers when they are done with a stage: it must be there to hear it.
+    for (int s = 0; kCluster > 1 && s < kStages; ++s, cursor.advance())
+        barrier_wait(empty + 8 * cursor.slot, cursor.parity ^ 1);
 }
 
 // --- the warps that put zeros between the columns of x ---
@@ -110,8 +118,7 @@ __device__ __forceinline__ void spread(u32 x, int warp, int lane) {
 
 __device__ __forceinline__ void spread_stages(const Params& p, u32 ring, u32 landed, u32 full) {
     const int lane = threadIdx.x % 32;
-    const int grid = gridDim.x;
-    const int tiles = (tile_count(p) - static_cast<int>(blockIdx.x) + grid - 1) / grid;  // of this block
+    const int tiles = (tile_count(p) - first_tile() + tile_step() - 1) / tile_step();  // of this block
     Cursor cursor;
 #pragma unroll 1
     for (int left = tiles * kPasses * stage_count(p); left > 0; --left) {

@@ -105,10 +105,14 @@ __device__ __forceinline__ u32 wait_for_stage(u32 ring, u32 full, const Cursor& 
     return slot;
 }
 
-// This warp is done with a stage, of which this is the barrier.
+// This warp is done with a stage, of which this is the barrier: of a cluster, that of block `lane`.
 __device__ __forceinline__ void give_back(u32 empty, int lane) {
     __syncwarp();
-    if (lane == 0) barrier_arrive(empty);
+    if constexpr (kCluster > 1) {
+        if (lane < kCluster) barrier_arrive_in_cluster(empty);
+    } else {
+        if (lane == 0) barrier_arrive(empty);
+    }
 }
 
 // Which of 8 rows of W is row g of a sparse product: 0, 5, 2, 7, 1, 4, 3, 6, so that of a load of 8 bytes a lane, the first and

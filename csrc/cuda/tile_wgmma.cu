@@ -128,9 +128,9 @@ __device__ __forceinline__ void consume(const Params& p, u32 ring, u32 full, u32
     const int tiles = tile_count(p);
     bool again = false;
     Cursor cursor;
-    for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
+    for (int index = first_tile(); index < tiles; index += tile_step()) {
         const Tile tile = tile_at(p, index);
-        const bool last = index + gridDim.x >= tiles;
+        const bool last = index + tile_step() >= tiles;
         // One after the other instead of in a loop, the two kinds of pass compile to wgmmas that wait for each other.
 #pragma unroll 1
         for (int pass = 0; pass < kPasses; ++pass) {
@@ -146,7 +146,13 @@ __device__ __forceinline__ void consume(const Params& p, u32 ring, u32 full, u32
 
 }  // namespace mglu
 
-extern "C" __global__ void __launch_bounds__(mglu::kThreads, 1)
+#if MGLU_CLUSTER > 1
+#define MGLU_CLUSTERED __cluster_dims__(MGLU_CLUSTER, 1, 1)
+#else
+#define MGLU_CLUSTERED
+#endif
+
+extern "C" __global__ void MGLU_CLUSTERED __launch_bounds__(mglu::kThreads, 1)
     mglu_tile_wgmma(const __grid_constant__ mglu::TileParams tp) {
     using namespace mglu;
     extern __shared__ __align__(1024) u8 shared[];
@@ -160,10 +166,11 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, 1)
         for (int s = 0; s < kStages; ++s) {
             barrier_init(landed + 8 * s, 1);  // the thread that copies
             if (kSparse) barrier_init(full + 8 * s, kSpreaders);
-            barrier_init(empty + 8 * s, 4 * kConsumers);  // the warps that multiply
+            barrier_init(empty + 8 * s, 4 * kConsumers * kCluster);  // the warps that multiply
         }
         shared_is_written();
     }
+    if constexpr (kCluster > 1) arrive_in_cluster(), wait_for_cluster();
     __syncthreads();
     let_next_kernel_start();
 
@@ -176,7 +183,8 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, 1)
     } else {
         if constexpr (kConsumers > 1) take_registers<kRegisters>();
         const int row_group = warpgroup / kMaskGroups;
-        if (warpgroup % kMaskGroups == 0) consume<0>(tp.p, ring, full, empty, exchange, row_group);
-        else if constexpr (kMaskGroups == 2) consume<1>(tp.p, ring, full, empty, exchange, row_group);
+        const u32 done = kCluster > 1 ? address_in_cluster(empty, threadIdx.x % kCluster) : empty;
+        if (warpgroup % kMaskGroups == 0) consume<0>(tp.p, ring, full, done, exchange, row_group);
+        else if constexpr (kMaskGroups == 2) consume<1>(tp.p, ring, full, done, exchange, row_group);
     }
 }

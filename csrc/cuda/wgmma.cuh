@@ -9,8 +9,18 @@ struct alignas(64) TensorMap {
     u64 opaque[16];
 };
 
-// A box of a matrix, whose first element is at (row, column); elements outside become zeros.
+// A box of a matrix, whose first element is at (row, column); elements outside become zeros. To the same place of each of
+// the kBlocks blocks of a cluster, whose barriers there each hear of it.
+template <int kBlocks>
 __device__ __forceinline__ void copy_box(u32 destination, const TensorMap& map, int column, int row, u32 barrier, u64 policy) {
+    if constexpr (kBlocks > 1) {
+        asm volatile(
+            "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+            ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(destination),
+            "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(static_cast<u16>((1 << kBlocks) - 1)), "l"(policy)
+            : "memory");
+        return;
+    }
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
         "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(destination),

@@ -41,6 +41,7 @@ _LADDERS: dict[str, dict[str, tuple[int, ...]]] = {
         "sub": (1, 2),
         "sparse": (False, True),
         "turned": (False, True),
+        "cluster": (1, 2),
     },
 }
 """Of each kernel, the settings that are moved, and the values they take, in order."""

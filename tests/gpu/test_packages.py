@@ -18,13 +18,13 @@ from mglu_ops.runtime.tensor_file import write_tensor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
-TOKENS = (1, 7, 16, 64, 600)
+TOKENS = (1, 7, 16, 64, 400, 600)
 
 
 def model(dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
-    # On Hopper, of 64 tokens the first layer has x turned, the last takes it as it is.
-    layers = (NaiveMGLU(2048, 512, n_masks=8), nn.Linear(512, 256), MGLU(256, 264, n_masks=2, top_k=2))
+    # On Hopper, of 400 tokens the first layer has x turned, the last takes it as it is.
+    layers = (NaiveMGLU(2048, 1024, n_masks=8), nn.Linear(1024, 256), MGLU(256, 264, n_masks=2, top_k=2))
     return nn.Sequential(*layers).eval().cuda().to(dtype)
 
 
@@ -121,9 +121,9 @@ LAYOUTS_OF_X = """
 import sys, torch
 torch.ops.load_library(sys.argv[1])
 torch.manual_seed(0)
-packed = torch.ops.mglu.pack_masks(torch.rand(8, 512, 2048) > 0.5).cuda()
-weight = torch.randn(512, 2048, device="cuda").half()
-for tokens in (1, 7, 20, 64, 600):
+packed = torch.ops.mglu.pack_masks(torch.rand(8, 1024, 2048) > 0.5).cuda()
+weight = torch.randn(1024, 2048, device="cuda").half()
+for tokens in (1, 7, 20, 64, 400, 600):
     wide = torch.randn(tokens, 4096, device="cuda").half()
     window = torch.randn(tokens * 8 + 2040, device="cuda").half().as_strided((tokens, 2048), (8, 1))
     for x in (wide[:, 8:2056], wide[:, 1:2049], wide[:, ::2], window, wide[:1, :2048].expand(tokens, 2048)):

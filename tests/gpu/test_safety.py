@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from budgets import assert_matches
 from cuda_problem import Problem
 from torch import Tensor
 
+from mglu_ops import dispatch
 from mglu_ops.backends import cuda
 from mglu_ops.backends.cuda import LaunchConfig, driver, packing, plan
 from mglu_ops.backends.cuda.compiler import CompileError
@@ -195,6 +200,84 @@ def test_the_first_thing_that_a_thread_does(kernel: str) -> None:
     torch.cuda.synchronize()
     assert torch.equal(found[0], found[1])
     p.check()
+
+
+FIRST_CALLS = """
+import sys, threading, torch
+from mglu_ops.backends import cuda
+x = torch.randn(1, 64, device="cuda").half()
+weight, masks = torch.randn(32, 64, device="cuda").half(), torch.randint(256, (32, 64), device="cuda").byte()
+calls = [(x, weight, masks[:, : 8 * n].reshape(32, 8, n)) for n in range(1, 9)]
+assert "cuda.core" not in sys.modules
+start, failed = threading.Barrier(len(calls)), []
+def work(call):
+    start.wait()
+    try:
+        cuda.forward(*call, "silu", None)
+    except BaseException as error:
+        failed.append(error)
+threads = [threading.Thread(target=work, args=(call,)) for call in calls]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+torch.cuda.synchronize()
+sys.exit(str(failed) if failed else 0)
+"""
+
+
+def test_first_calls_of_a_process_at_once(tmp_path: Path) -> None:
+    """Eight threads, each with a kernel that has to be compiled."""
+    environment = {**os.environ, "MGLU_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", FIRST_CALLS]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert len(list(tmp_path.glob("*.cubin"))) == 8
+
+
+# --- A GPU that is not the current one ------------------------------------------------------------------------------
+
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("backend", ["cuda", "triton", "composite"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_tensors_on_another_gpu(kernel: str, backend: str) -> None:
+    """The first call of its kind too, which compiles and loads; the current GPU stays the current one."""
+    with torch.cuda.device(1):
+        p = problem(kernel, 152, 264, 4)
+        logits = p.masks.to(p.x.dtype) - 0.5
+    assert torch.equal(torch.ops.mglu.pack_masks(p.masks), p.packed)
+    assert torch.equal(torch.ops.mglu.pack_logits(logits), p.packed)
+    result = dispatch.forward(p.x, p.weight, p.packed, p.activation, None, backend=backend)
+    assert torch.cuda.current_device() == 0
+    assert result.device == p.x.device == torch.device("cuda", 1)
+    assert_matches(result, p.oracle(), p.x.dtype)
+    p.x.requires_grad_()
+    y, _ = torch.ops.mglu.forward_ste(p.x, p.weight, logits, p.activation)
+    (found,) = torch.autograd.grad(y.sum(), p.x)
+    assert_matches(y, p.oracle(), p.x.dtype)
+    assert found.device == p.x.device
+
+
+@needs_two_gpus
+def test_threads_on_two_gpus_at_once() -> None:
+    problems = []
+    for device in (0, 1):
+        with torch.cuda.device(device):
+            problems += [problem(kernel, 128, 256, 1 + i) for i, kernel in enumerate(KERNELS)]
+    expected = [p.run() for p in problems]
+
+    def work(index: int) -> None:
+        """Half of its calls are for the GPU that is not its current one."""
+        with torch.no_grad(), torch.cuda.device(index % 2):
+            for i in range(200):
+                which = (index + i) % len(problems)
+                p = problems[which]
+                assert torch.equal(torch.ops.mglu.forward(p.x, p.weight, p.packed), expected[which])
+
+    in_threads(work, 4)
+    for device in (0, 1):
+        torch.cuda.synchronize(device)
 
 
 # --- Failures -------------------------------------------------------------------------------------------------------

@@ -176,12 +176,16 @@ class _Pace(NamedTuple):
 
 # One warpgroup alone waits for itself; two of the same rows both read W, and wait for each other.
 _ALONE, _TWO_OF_ROWS, _TWO_OF_MASKS = _Pace(42, 16, 94), _Pace(24, 0, 48), _Pace(31, 0, 118)
+# Sparse products wait for no flips, but for x, of which shared memory gives them a column in a column's time.
+_SPARSE_ALONE, _SPARSE_OF_ROWS, _SPARSE_OF_MASKS = _Pace(0, 11, 128), _Pace(0, 12, 74), _Pace(0, 10, 140)
+_CLUSTER = 0.98
+"""Of the time without one: two blocks have W of one read of L2, whose power is left for products."""
 
 
 def _tile(
     n_masks: int, tokens: int, out_features: int, in_features: int, multiprocessors: int, must_turn: bool
 ) -> LaunchConfig:
-    """The cut of the least time by a model fitted to 3,000 measurements, 9 of 10 within 12% (benchmarks/NOTES.md)."""
+    """The cut of the least time by a model fitted to 3,500 measurements, 9 of 10 within 12% (benchmarks/NOTES.md)."""
 
     def time(cut: LaunchConfig) -> float:
         return _microseconds(cut, n_masks, tokens, out_features, in_features, multiprocessors)
@@ -205,19 +209,31 @@ def _cuts(n_masks: int, tokens: int, out_features: int, must_turn: bool) -> Iter
             sums = -(-(masks + 1) // groups) * columns // 2  # registers of a thread
             if sums > (192 if n_masks <= 2 else 168) or (columns >= tokens + 16 and columns > 16):
                 continue
+            # Of masks that take several passes, the blocks of a cluster hold each other up.
+            clusters = (1, 2) if tokens > columns and passes == 1 else (1,)
             for rows in _TILE_ROWS if groups == 1 else (64,):
-                for turned in (True,) if must_turn or passes > 1 else (False, True) if n_masks > 4 else (False,):
-                    if rows <= out_features:
-                        yield LaunchConfig(
-                            "tile_wgmma",
-                            rows=rows,
-                            block_tokens=columns,
-                            mask_groups=groups,
-                            passes=passes,
-                            sub=2,  # longer stages cost fewer instructions
-                            steps=4 if sums <= (100 if groups == 1 else 66) else 2,
-                            turned=turned,
-                        )
+                if rows <= out_features:
+                    tile = LaunchConfig(
+                        "tile_wgmma", rows=rows, block_tokens=columns, mask_groups=groups, passes=passes
+                    )
+                    ways = list(_ways(tile, n_masks, sums, must_turn))
+                    yield from (replace(way, cluster=cluster) for cluster in clusters for way in ways)
+
+
+def _ways(tile: LaunchConfig, n_masks: int, sums: int, must_turn: bool) -> Iterator[LaunchConfig]:
+    """How a cut may multiply: x as it is, x turned, and with sparse products. Long stages cost fewer instructions."""
+    one_group = tile.mask_groups == 1
+    if must_turn or tile.passes > 1:
+        turns: tuple[bool, ...] = (True,)
+    else:
+        turns = (False, True) if n_masks > 4 or (n_masks == 4 and one_group) else (False,)
+    for turned in turns:
+        few = 66 if not one_group else 128 if n_masks == 1 else 168 if turned and n_masks == 4 else 100
+        yield replace(tile, sub=2, steps=4 if sums <= few else 2, turned=turned)
+    columns = tile.block_tokens
+    pays = n_masks >= 3 and columns <= _most_sparse(n_masks, tile.rows == 64)
+    if pays and False in turns and _fits_sparse(n_masks, tile.mask_groups, columns):
+        yield replace(tile, sub=_sub_of_sparse(n_masks, columns), sparse=True)
 
 
 def _microseconds(
@@ -228,12 +244,18 @@ def _microseconds(
     But for 3 us, which every launch takes.
     """
     shared = cut.mask_groups == 2
-    pace = _TWO_OF_MASKS if shared else _ALONE if cut.rows == 64 else _TWO_OF_ROWS
+    if cut.sparse:
+        pace = _SPARSE_OF_MASKS if shared else _SPARSE_ALONE if cut.rows == 64 else _SPARSE_OF_ROWS
+    else:
+        pace = _TWO_OF_MASKS if shared else _ALONE if cut.rows == 64 else _TWO_OF_ROWS
     products = n_masks + (cut.passes if shared else 1)
-    # For an x that is not turned a warp reads four times the bytes of masks; of eight and more, slowly.
-    bits = 0 if cut.turned else cut.mask_groups * n_masks * (2 if n_masks < 8 else 5)
+    # For an x that is not turned a warp reads four times the bytes of masks: four as a word, eight and more slowly.
+    of_mask = 1.5 if n_masks == 4 and not shared else 2 if n_masks < 8 else 5
+    bits = 0 if cut.turned or cut.sparse else cut.mask_groups * n_masks * of_mask
     columns = products * pace.of_product(cut.block_tokens) + cut.passes * pace.fragments + bits
-    token_tiles = -(-tokens // cut.block_tokens)
+    if cut.cluster > 1:
+        columns *= _CLUSTER
+    token_tiles = round_up(-(-tokens // cut.block_tokens), cut.cluster)
     waves = _waves(token_tiles * -(-out_features // cut.rows), multiprocessors)
     arithmetic = waves * (cut.row_groups * columns * in_features * _MICROSECONDS + (_HANDING_ON if shared else 0))
     once = cut.passes * out_features * in_features * (2 + n_masks / 8) / _BYTES_PER_MICROSECOND
@@ -247,17 +269,29 @@ def _sparse_tile(n_masks: int, tokens: int, out_features: int, multiprocessors: 
     A wave of two warpgroups is a third longer than one of a single warpgroup, which waits for itself.
     """
     columns = max(16, round_up(tokens, 8))
-    config = LaunchConfig("tile_wgmma", block_tokens=columns, sub=2, sparse=True)
-    # The sums of a thread leave it registers for the bits and places of its masks; of 16 masks those are too many.
-    if (n_masks + 1) * columns // 2 > 150 or n_masks == 16:
+    config = LaunchConfig("tile_wgmma", block_tokens=columns, sub=_sub_of_sparse(n_masks, columns), sparse=True)
+    if not _fits_sparse(n_masks, 1, columns):
         config = replace(config, rows=64, mask_groups=2)
     else:
         fitting = [rows for rows in _TILE_ROWS if rows <= out_features]
         waves = {rows: _waves(-(-out_features // rows), multiprocessors) for rows in fitting}
         config = replace(config, rows=min(fitting, key=lambda rows: waves[rows] * (3 if rows == 64 else 4)))
     filled = fill_shared(config, n_masks)
-    short = filled.stages < 4 or (n_masks == 16 and columns == 32)  # which has no registers for long stages
-    return fill_shared(replace(config, sub=1), n_masks) if short and n_masks % 2 == 0 else filled
+    return fill_shared(replace(config, sub=1), n_masks) if filled.stages < 4 and n_masks % 2 == 0 else filled
+
+
+def _fits_sparse(n_masks: int, groups: int, columns: int) -> bool:
+    """Whether a thread has registers for its sums and for the bits and places of its masks.
+
+    For more ptxas spills, or lets products wait for each other (11 masks of 24 columns).
+    """
+    share = -(-(n_masks + 1) // groups)
+    return share * (columns // 2 + 1) <= 153 and (n_masks < 16 or groups == 2)
+
+
+def _sub_of_sparse(n_masks: int, columns: int) -> int:
+    """Chunks of a stage: of 32 columns of 16 masks there are no registers for long ones."""
+    return 1 if n_masks == 16 and columns == 32 else 2
 
 
 def _waves(blocks: int, multiprocessors: int) -> float:

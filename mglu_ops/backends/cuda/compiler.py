@@ -7,10 +7,13 @@ import hashlib
 import importlib
 import os
 import tempfile
+import threading
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+_IMPORTING = threading.Lock()
 
 
 class CompileError(RuntimeError):
@@ -72,8 +75,14 @@ def compile_cubin(kernel: str, arch: str, defines: dict[str, int]) -> bytes:
     return code
 
 
+def _cuda_core() -> Any:
+    """`cuda.core`, which replaces itself as it is imported: threads that come at once would find half of it."""
+    with _IMPORTING:
+        return importlib.import_module("cuda.core")
+
+
 def _run_nvrtc(kernel: str, arch: str, defines: dict[str, int]) -> bytes:
-    core: Any = importlib.import_module("cuda.core")
+    core = _cuda_core()
     directory = source_directory()
     options = core.ProgramOptions(
         name=f"{kernel}.cu",

@@ -52,7 +52,8 @@ class LaunchConfig:
     """`tile_wgmma`: x is copied first by `turn_x`, whatever its strides, with its columns in the order that suits masks
     best; else it is read as it is, in rows of 16-byte vectors."""
     cluster: int = 1
-    """`decode_mma`: neighbouring blocks that bring each other x (multicast): 1 or, on compute capability 9.0, 2."""
+    """Neighbouring blocks that bring each other (multicast) x, of `decode_mma`, or W and its masks, of `tile_wgmma`: 1
+    or, on compute capability 9.0, 2."""
     early_weights: bool = False
     """Start reading W before the kernels ahead in the stream have finished (programmatic dependent launch). Only
     right when none of them writes W or the masks."""
@@ -149,7 +150,8 @@ class LaunchConfig:
             return -(-out_features // (self.threads // 32)), groups
         blocks = -(-out_features // (self.rows * self.tiles))
         if self.kernel == "tile_wgmma":
-            return min(blocks * groups, multiprocessors), 1
+            tiles = blocks * -(-groups // self.cluster)
+            return self.cluster * min(tiles, multiprocessors // self.cluster), 1
         if self.persistent:
             blocks = min(blocks, self.blocks_per_sm * multiprocessors)
         return round_up(blocks * groups, self.cluster), 1

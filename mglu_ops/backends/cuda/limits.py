@@ -102,6 +102,8 @@ def _tile_wgmma(config: LaunchConfig, case: Case) -> Iterator[str]:
         yield f"rows: got {config.rows}, must be a multiple of 16, at least 64"
     if config.block_tokens % 8:
         yield f"block_tokens: got {config.block_tokens}, must be a multiple of 8"
+    if config.cluster > 2:
+        yield f"cluster: got {config.cluster}, must be 1 or 2"
     if config.turned and config.sparse:
         yield "turned: not with sparse products, which spread x as it is"
     if config.steps not in (1, 2, 4):

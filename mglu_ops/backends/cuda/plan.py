@@ -260,11 +260,12 @@ def matrices(problem: Problem, config: LaunchConfig) -> tuple[Matrix | None, Mat
     if not config.turned:
         pitch = 2 * (p.strides[0] if p.tokens > 1 else p.in_features)
         x = Matrix(2, p.in_features, p.tokens, pitch, 64, min(config.block_tokens, p.tokens), swizzle=True)
-    weight = Matrix(2, p.in_features, p.out_features, p.strides[2] * 2, 64, config.rows, swizzle=True)
+    rows = config.rows // config.cluster
+    weight = Matrix(2, p.in_features, p.out_features, p.strides[2] * 2, 64, rows, swizzle=True)
     if p.mask_alignment < 16:
         return x, weight, None
     width, box = p.in_features // 8 * p.n_masks, config.mask_row_bytes(p.n_masks)
-    return x, weight, Matrix(1, width, p.out_features, p.strides[4], box, config.rows, swizzle=p.n_masks == 16)
+    return x, weight, Matrix(1, width, p.out_features, p.strides[4], box, rows, swizzle=p.n_masks == 16)
 
 
 def target(arch: tuple[int, int], config: LaunchConfig) -> str:
@@ -300,6 +301,7 @@ def defines(problem: Problem, config: LaunchConfig) -> dict[str, int]:
             "MGLU_BULK_MASKS": int(p.mask_alignment == 16),
             "MGLU_SPARSE": int(config.sparse),
             "MGLU_TURNED": int(config.turned),
+            "MGLU_CLUSTER": config.cluster,
         }
     common |= {
         "MGLU_TILES": config.tiles,

@@ -52,6 +52,9 @@ def launch(
     """The result `[tokens, out_features]`; one kernel, and no allocation but the result's."""
     tokens, in_features = x.shape
     out_features, n_masks = weight.shape[0], packed_masks.shape[2]
+    if x.is_cuda and not _is_traced(x) and x.device.index != torch.cuda.current_device():
+        with torch.cuda.device(x.device):  # Triton launches on the current one
+            return launch(x, weight, packed_masks, activation, route_weights, config)
     y = x.new_empty(tokens, out_features)
     if y.numel() == 0:
         return y
