@@ -53,7 +53,7 @@ def choose(
             return _tile(n_masks, tokens, out_features, in_features, multiprocessors, must_turn)
         asked = 8 if batch_invariant else tokens
         if asked == 1 and n_masks <= 4:
-            preferred = _one_token(n_masks, out_features, multiprocessors)
+            preferred = _one_token(n_masks, out_features, in_features, multiprocessors)
         else:
             preferred = _few_tokens(n_masks, asked, out_features, multiprocessors)
         fitted = _fit(preferred, shared_limit(arch), n_masks, asked, in_features)
@@ -67,15 +67,20 @@ def choose(
     return LaunchConfig("plain", block_tokens=1 if tokens == 1 and not batch_invariant else 4)
 
 
-def _one_token(n_masks: int, out_features: int, multiprocessors: int) -> LaunchConfig:
+def _one_token(n_masks: int, out_features: int, in_features: int, multiprocessors: int) -> LaunchConfig:
     """For up to 4 masks; more are for `decode_mma` whatever the shape.
 
     Where an SM has few rows, `decode_mma` deals them out best (us of 4 masks at 4096 x 1024, 6144 x 2048, 9728 x 2560:
     4.8, 9.8, 17.8; the fastest of forty cuts of `decode_fma` 5.4, 10.2, 18.0). Of many rows, `decode_fma` is bound by
     the stream of W: splitting k keeps more of a row's neighbourhood in flight at once, and walking over tiles saves
-    filling x and the rings anew, but of one mask, whose blocks are short.
+    filling x and the rings anew, but of one mask, whose blocks are short. In between, one mask is for `decode_fma` with
+    four blocks of 16 rows an SM, all rows at once (us at 8192 x 2048, 9728 x 2560, 10240 x 4096: 10.1, 14.8, 23.1;
+    `decode_mma` 10.4, 15.0, 23.4; but 39.1 and 36.3 at 8192 x 8192).
     """
-    if _tiles_of_sm(out_features, multiprocessors) <= 5:
+    tiles_of_sm = _tiles_of_sm(out_features, multiprocessors)
+    if n_masks == 1 and tiles_of_sm in (4, 5) and 1536 <= in_features <= 4096:
+        return LaunchConfig("decode_fma", rows=2, tiles=8, sub=2, blocks_per_sm=4, persistent=True)
+    if tiles_of_sm <= 5:
         few = _few_tokens(n_masks, 1, out_features, multiprocessors)
         # A block of 8 warps an SM has longer stages in flight (1 mask at 2048 x 8192: 11.5 us, 10.6 with them).
         return replace(few, sub=2) if n_masks <= 2 and few.tiles == 1 else few
