@@ -124,11 +124,21 @@ def test_tile_kernel(n_masks: int, tokens: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n_masks", "tokens"), [(2, 24), (8, 32), (9, 32), (10, 32), (12, 24), (13, 24), (15, 16), (16, 16), (16, 32)]
+    ("n_masks", "tokens"),
+    [(2, 24), (8, 32), (9, 32), (10, 32), (11, 24), (12, 24), (13, 24), (15, 16), (16, 16), (16, 32)],
 )
 def test_sparse_tiles_where_registers_are_fewest(n_masks: int, tokens: int, tmp_path: Path) -> None:
     config = choose((9, 0), torch.bfloat16, n_masks, tokens, 14336, 4096, aligned=True)
     assert config.sparse
+    _check(_problem((9, 0), torch.bfloat16, n_masks, tokens), config, tmp_path)
+
+
+@pytest.mark.parametrize(("n_masks", "tokens"), [(3, 64), (8, 80), (16, 64)])
+def test_sparse_tiles_of_small_layers(n_masks: int, tokens: int, tmp_path: Path) -> None:
+    config = choose((9, 0), torch.bfloat16, n_masks, tokens, 4096, 1024, aligned=True)
+    assert config.sparse
+    assert config.block_tokens < tokens
+    assert config.cluster == 2
     _check(_problem((9, 0), torch.bfloat16, n_masks, tokens), config, tmp_path)
 
 

@@ -127,6 +127,15 @@ def test_a_table_that_cannot_be_used_says_where_and_why(damage: Any, words: str,
         launch_tables.read(path)
 
 
+def test_the_search_begins_with_every_kernel_and_way_to_multiply() -> None:
+    def found(n_masks: int, tokens: int) -> list[LaunchConfig]:
+        return starts(Case("a GPU", (9, 0), 132, torch.bfloat16, n_masks, tokens, 8192, 2048))
+
+    assert {config.kernel for config in found(2, 1)} >= {"decode_fma", "decode_mma"}
+    tiles = [config for config in found(8, 64) if config.kernel == "tile_wgmma"]
+    assert {(config.sparse, config.turned) for config in tiles} >= {(True, False), (False, True)}
+
+
 def test_what_is_no_table_is_refused_when_the_first_launch_is_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

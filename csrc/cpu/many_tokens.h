@@ -16,7 +16,7 @@
 // more exact than a long chain; sums of short stretches are as exact.
 template <class E>
 constexpr std::int64_t depth_of_stretch(std::int64_t vecs) {
-    return !std::is_same_v<E, float> ? 256 : vecs == 1 ? 64 : 128;
+    return !std::is_same_v<E, float> ? 256 : vecs == 1 ? 32 : 128;
 }
 constexpr std::int64_t kMaskedRow = 256 + 16;  // floats; rows a power of two apart would share few sets of L1
 constexpr std::int64_t kFeatures = 24;         // of a block

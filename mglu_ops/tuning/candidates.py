@@ -48,11 +48,14 @@ _LADDERS: dict[str, dict[str, tuple[int, ...]]] = {
 
 
 def starts(case: Case) -> list[LaunchConfig]:
-    """Where the search begins: the model's choice, then what it has for other numbers of tokens and other GPUs."""
+    """Where the search begins: the model's choice, then what it has for other numbers of tokens, layers and GPUs."""
     rest = case.out_features, case.in_features, True, case.multiprocessors
+    small, large = ((scaled, *rest[1:]) for scaled in (max(64, case.out_features // 4), 8 * case.out_features))
     found = [
         choose(case.arch, case.dtype, case.n_masks, case.tokens, *rest),
         choose(case.arch, case.dtype, case.n_masks, 2, *rest),
+        choose(case.arch, case.dtype, case.n_masks, case.tokens, *small),
+        choose(case.arch, case.dtype, case.n_masks, case.tokens, *large),
         choose((8, 0), case.dtype, case.n_masks, case.tokens, *rest),
         choose(case.arch, case.dtype, case.n_masks, case.tokens, *rest, batch_invariant=True),
     ]

@@ -190,7 +190,7 @@ _CLUSTER = 0.98
 def _tile(
     n_masks: int, tokens: int, out_features: int, in_features: int, multiprocessors: int, must_turn: bool
 ) -> LaunchConfig:
-    """The cut of the least time by a model fitted to 3,500 measurements, 9 of 10 within 12% (benchmarks/NOTES.md)."""
+    """The cut of the least time by a model fitted to 3,500 timings, 9 of 10 within 12% (benchmarks/NOTES.md)."""
 
     def time(cut: LaunchConfig) -> float:
         return _microseconds(cut, n_masks, tokens, out_features, in_features, multiprocessors)
