@@ -259,12 +259,6 @@ __device__ __forceinline__ Params token_group(Params p, int first_token) {
 
 }  // namespace mglu
 
-#if MGLU_CLUSTER > 1
-#define MGLU_CLUSTERED __cluster_dims__(MGLU_CLUSTER, 1, 1)
-#else
-#define MGLU_CLUSTERED
-#endif
-
 extern "C" __global__ void MGLU_CLUSTERED __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
     mglu_decode_mma(const __grid_constant__ mglu::Params all) {
     using namespace mglu;

@@ -110,6 +110,14 @@ __device__ __forceinline__ void copy_bulk_to_cluster(u32 destination, const void
         : "memory");
 }
 
+// --- clusters: blocks that run at once and reach each other's shared memory ---
+
+#if defined(MGLU_CLUSTER) && MGLU_CLUSTER > 1
+#define MGLU_CLUSTERED __cluster_dims__(MGLU_CLUSTER, 1, 1)
+#else
+#define MGLU_CLUSTERED
+#endif
+
 __device__ __forceinline__ u32 rank_in_cluster() {
     u32 rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

@@ -4,7 +4,8 @@
 
 namespace mglu {
 
-// What a stage needs but x, or this block's part of its rows, which then goes to all blocks of the cluster. Weights past the row's end become zeros. Mask bits there flip zeros: they may be anything.
+// What a stage needs but x: of a cluster, this block's part of the rows, which goes to all of its blocks. Weights past the
+// row's end become zeros. Mask bits there flip zeros: they may be anything.
 __device__ __forceinline__ void copy_weights(const TileParams& tp, u32 slot, u32 barrier, int row, int stage, u32 bytes_of_x,
                                              u64 policy) {
     constexpr int kRows = kBlockRows / kCluster;
@@ -33,14 +34,16 @@ __device__ __forceinline__ void produce(const TileParams& tp, u32 ring, u32 land
     // A turned x comes when the ring is filled: turn_x has waited for all kernels before itself, so that only x is new.
     const int early = kTurned ? min(kStages, stages) : 0;
     for (int stage = 0; stage < early; ++stage)
-        copy_weights(tp, ring + stage * kStageBytes, landed + 8 * stage, tile_at(p, first_tile()).row, stage, bytes_of_x, policy);
+        copy_weights(tp, ring + stage * kStageBytes, landed + 8 * stage, tile_at(p, first_tile()).row, stage, bytes_of_x,
+                     policy);
     wait_for_earlier_kernels();
     int to_fill = early;
     Cursor cursor;
     for (int index = first_tile(); index < tiles; index += tile_step()) {
         const Tile tile = tile_at(p, index);
         for (int pass = 0; pass < kPasses; ++pass) {
-            const u8* turned = static_cast<const u8*>(p.x) + static_cast<i64>(min(tile.token / kTokens, last_of_x)) * stages * kXBytes;
+            const u8* turned = static_cast<const u8*>(p.x);
+            turned += static_cast<i64>(min(tile.token / kTokens, last_of_x)) * stages * kXBytes;
             for (int stage = 0; stage < stages; ++stage, turned += kXBytes) {
                 const u32 slot = ring + cursor.slot * kStageBytes;
                 const u32 barrier = landed + 8 * cursor.slot;

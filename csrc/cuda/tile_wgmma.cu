@@ -13,6 +13,9 @@
 // threads (cp.async) met bank conflicts that cost 10%. It is also why x is turned for many masks: with columns in their order
 // the four threads of a row each read all its masks, for two bits of a byte; in that of turn_x.cu each reads a fourth.
 //
+// Blocks of the same rows and neighbouring tokens may be a cluster, whose blocks bring each other W and masks: half of what
+// L2 would have to give, and to draw power for. A stage is filled by all of them once all warps of all are done with it.
+//
 // The sums of a token do not depend on the other tokens: k goes up in steps of 16 into one accumulator.
 //
 // With kSparse the masks are places of sparse products, as in decode_mma.cu: s_i = x (M_i * W)^T takes no flips, and a
@@ -145,12 +148,6 @@ __device__ __forceinline__ void consume(const Params& p, u32 ring, u32 full, u32
 }
 
 }  // namespace mglu
-
-#if MGLU_CLUSTER > 1
-#define MGLU_CLUSTERED __cluster_dims__(MGLU_CLUSTER, 1, 1)
-#else
-#define MGLU_CLUSTERED
-#endif
 
 extern "C" __global__ void MGLU_CLUSTERED __launch_bounds__(mglu::kThreads, 1)
     mglu_tile_wgmma(const __grid_constant__ mglu::TileParams tp) {

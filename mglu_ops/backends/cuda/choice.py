@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from math import ceil
 from typing import NamedTuple
 
@@ -190,39 +191,45 @@ _CLUSTER = 0.98
 def _tile(
     n_masks: int, tokens: int, out_features: int, in_features: int, multiprocessors: int, must_turn: bool
 ) -> LaunchConfig:
-    """The cut of the least time by a model fitted to 3,500 timings, 9 of 10 within 12% (benchmarks/NOTES.md)."""
+    """The cut of the least time by a model fitted to 3,500 timings, 9 of 10 within 12% (benchmarks/NOTES.md).
 
-    def time(cut: LaunchConfig) -> float:
-        return _microseconds(cut, n_masks, tokens, out_features, in_features, multiprocessors)
+    Of equal times the first is taken, with fewer rows a block.
+    """
 
-    for cut in sorted(_cuts(n_masks, tokens, out_features, must_turn), key=time):
-        filled = fill_shared(cut, n_masks)
-        if filled.stages < 3 and n_masks % 2 == 0:
-            filled = fill_shared(replace(cut, sub=1), n_masks)
-        if filled.stages >= 3:
-            return filled
-    raise AssertionError("the narrowest tile always fits")
+    def suits(cut: LaunchConfig) -> bool:
+        narrow = cut.block_tokens < tokens + 16 or cut.block_tokens == _TOKEN_COLUMNS[0]
+        return narrow and cut.rows <= out_features and (cut.cluster == 1 or tokens > cut.block_tokens)
+
+    return min(
+        filter(suits, _cuts(n_masks, must_turn)),
+        key=lambda cut: _microseconds(cut, n_masks, tokens, out_features, in_features, multiprocessors),
+    )
 
 
-def _cuts(n_masks: int, tokens: int, out_features: int, must_turn: bool) -> Iterator[LaunchConfig]:
-    """What a problem can be cut into; of equal times the first is taken, with fewer rows a block."""
+@cache
+def _cuts(n_masks: int, must_turn: bool) -> tuple[LaunchConfig, ...]:
+    """What problems can be cut into so that three stages and more fit into shared memory."""
+    filled = (fill_shared(cut, n_masks) for cut in _shapes(n_masks, must_turn))
+    shorter = (
+        fill_shared(replace(cut, sub=1), n_masks) if cut.stages < 3 and n_masks % 2 == 0 else cut for cut in filled
+    )
+    return tuple(cut for cut in shorter if cut.stages >= 3)
+
+
+def _shapes(n_masks: int, must_turn: bool) -> Iterator[LaunchConfig]:
     for groups, passes in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (2, 3), (1, 4), (2, 4)):
         masks = n_masks // passes
         if groups > masks or (passes > 1 and (n_masks % passes or masks % 4)):
             continue
         for columns in _TOKEN_COLUMNS:
             sums = -(-(masks + 1) // groups) * columns // 2  # registers of a thread
-            if sums > (192 if n_masks <= 2 else 168) or (columns >= tokens + 16 and columns > 16):
+            if sums > (192 if n_masks <= 2 else 168):
                 continue
-            # Of masks that take several passes, the blocks of a cluster hold each other up.
-            clusters = (1, 2) if tokens > columns and passes == 1 else (1,)
             for rows in _TILE_ROWS if groups == 1 else (64,):
-                if rows <= out_features:
-                    tile = LaunchConfig(
-                        "tile_wgmma", rows=rows, block_tokens=columns, mask_groups=groups, passes=passes
-                    )
-                    ways = list(_ways(tile, n_masks, sums, must_turn))
-                    yield from (replace(way, cluster=cluster) for cluster in clusters for way in ways)
+                tile = LaunchConfig("tile_wgmma", rows=rows, block_tokens=columns, mask_groups=groups, passes=passes)
+                ways = list(_ways(tile, n_masks, sums, must_turn))
+                # Of masks that take several passes, the blocks of a cluster hold each other up.
+                yield from (replace(way, cluster=size) for size in ((1, 2) if passes == 1 else (1,)) for way in ways)
 
 
 def _ways(tile: LaunchConfig, n_masks: int, sums: int, must_turn: bool) -> Iterator[LaunchConfig]:
