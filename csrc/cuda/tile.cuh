@@ -84,12 +84,13 @@ __device__ __forceinline__ int clusters_along_tokens(const Params& p) {
     return (p.tokens + kCluster * kTokens - 1) / (kCluster * kTokens);
 }
 
-// Swaths of rows, in each the tokens, so that blocks at work at the same time share W and x in L2.
+// Of a cluster's tiles, which count as one, that of this block. Swaths of rows, in each the tokens, so that blocks at work at
+// the same time share W and x in L2.
 __device__ __forceinline__ Tile tile_at(const Params& p, int index) {
     const int row_tiles = (p.out_features + kBlockRows - 1) / kBlockRows;
-    const int token_tiles = clusters_along_tokens(p);
-    const int swath = index / (kSwath * token_tiles);
-    const int inside = index - swath * (kSwath * token_tiles);
+    const int columns = clusters_along_tokens(p);
+    const int swath = index / (kSwath * columns);
+    const int inside = index - swath * (kSwath * columns);
     const int height = min(kSwath, row_tiles - swath * kSwath);
     const int owned = (swath * kSwath + inside % height) * kBlockRows;
     const int rank = kCluster > 1 ? rank_in_cluster() : 0;

@@ -209,14 +209,19 @@ def _tile(
 @cache
 def _cuts(n_masks: int, must_turn: bool) -> tuple[LaunchConfig, ...]:
     """What problems can be cut into so that three stages and more fit into shared memory."""
-    filled = (fill_shared(cut, n_masks) for cut in _shapes(n_masks, must_turn))
-    shorter = (
-        fill_shared(replace(cut, sub=1), n_masks) if cut.stages < 3 and n_masks % 2 == 0 else cut for cut in filled
-    )
-    return tuple(cut for cut in shorter if cut.stages >= 3)
+    filled = (_filled(cut, n_masks, least_stages=3) for cut in _shapes(n_masks, must_turn))
+    return tuple(cut for cut in filled if cut.stages >= 3)
+
+
+def _filled(cut: LaunchConfig, n_masks: int, least_stages: int) -> LaunchConfig:
+    """With as many stages as there is room for; with shorter ones where the long ones are too few."""
+    filled = fill_shared(cut, n_masks)
+    shorter = filled.stages < least_stages and n_masks % 2 == 0
+    return fill_shared(replace(cut, sub=1), n_masks) if shorter else filled
 
 
 def _shapes(n_masks: int, must_turn: bool) -> Iterator[LaunchConfig]:
+    """All that threads have the registers for."""
     for groups, passes in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (2, 3), (1, 4), (2, 4)):
         masks = n_masks // passes
         if groups > masks or (passes > 1 and (n_masks % passes or masks % 4)):
@@ -234,17 +239,16 @@ def _shapes(n_masks: int, must_turn: bool) -> Iterator[LaunchConfig]:
 
 def _ways(tile: LaunchConfig, n_masks: int, sums: int, must_turn: bool) -> Iterator[LaunchConfig]:
     """How a cut may multiply: x as it is, x turned, and with sparse products. Long stages cost fewer instructions."""
-    one_group = tile.mask_groups == 1
-    if must_turn or tile.passes > 1:
-        turns: tuple[bool, ...] = (True,)
-    else:
-        turns = (False, True) if n_masks > 4 or (n_masks == 4 and one_group) else (False,)
-    for turned in turns:
-        few = 66 if not one_group else 128 if n_masks == 1 else 168 if turned and n_masks == 4 else 100
-        yield replace(tile, sub=2, steps=4 if sums <= few else 2, turned=turned)
-    columns = tile.block_tokens
+    one_group, columns = tile.mask_groups == 1, tile.block_tokens
+    as_it_is = not must_turn and tile.passes == 1
+    may_turn = not as_it_is or n_masks > 4 or (n_masks == 4 and one_group)
+    for turned in (False, True):
+        if may_turn if turned else as_it_is:
+            # Beside so many sums there are registers for the fragments of four steps, and not only of two.
+            most = 66 if not one_group else 128 if n_masks == 1 else 168 if turned and n_masks == 4 else 100
+            yield replace(tile, sub=2, steps=4 if sums <= most else 2, turned=turned)
     pays = n_masks >= 3 and columns <= _most_sparse(n_masks, tile.rows == 64)
-    if pays and False in turns and _fits_sparse(n_masks, tile.mask_groups, columns):
+    if pays and as_it_is and _fits_sparse(n_masks, tile.mask_groups, columns):
         yield replace(tile, sub=_sub_of_sparse(n_masks, columns), sparse=True)
 
 
@@ -288,8 +292,7 @@ def _sparse_tile(n_masks: int, tokens: int, out_features: int, multiprocessors: 
         fitting = [rows for rows in _TILE_ROWS if rows <= out_features]
         waves = {rows: _waves(-(-out_features // rows), multiprocessors) for rows in fitting}
         config = replace(config, rows=min(fitting, key=lambda rows: waves[rows] * (3 if rows == 64 else 4)))
-    filled = fill_shared(config, n_masks)
-    return fill_shared(replace(config, sub=1), n_masks) if filled.stages < 4 and n_masks % 2 == 0 else filled
+    return _filled(config, n_masks, least_stages=4)
 
 
 def _fits_sparse(n_masks: int, groups: int, columns: int) -> bool:
