@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.baselines import compiled, naive, swiglu, swiglu_stacked
 from benchmarks.ceiling import GEMM, GEMM_APART_UP_TO, GEMM_FROM, GEMM_TOKENS, floor, gemm, reader
-from benchmarks.harness import ROUNDS, SETTLING, Row, Timing, Variant, measure, write
+from benchmarks.harness import PROTOCOL, ROUNDS, SETTLED_PROTOCOL, SETTLING, Row, Timing, Variant, measure, write
 from benchmarks.layers import Layers, masks_of
 from mglu_ops import dispatch
 from mglu_ops.tuning.replay import layers_for
@@ -117,6 +117,7 @@ def bench(
     rounds: int = ROUNDS,
     *,
     tuned: bool = True,
+    settling: float = 0.0,
     case: str = "decode",
 ) -> list[Row]:
     """All rows of one problem.
@@ -130,6 +131,7 @@ def bench(
         baselines: of `BASELINES`, what to measure besides the read ceiling and the backend that the dispatch chooses.
         rounds: as of `harness.measure`.
         tuned: whether the naive layer and SwiGLU are also compiled with what takes longer to compile.
+        settling: as of `harness.measure`; above `GEMM_APART_UP_TO` tokens at least `SETTLING`.
         case: of the rows.
     """
     torch._dynamo.reset()
@@ -143,7 +145,7 @@ def bench(
     many = tokens > GEMM_APART_UP_TO
     if many:
         variants.append(gemm(layers.weights))
-    timings = measure(variants, dtype, rounds, SETTLING if many else 0.0)
+    timings = measure(variants, dtype, rounds, max(settling, SETTLING) if many else settling)
     if GEMM_FROM <= tokens <= GEMM_APART_UP_TO:
         timings |= measure([gemm(layers.weights)], dtype, rounds)
     ceiling, product = timings["read ceiling"].microseconds, timings.get(GEMM)
@@ -174,11 +176,13 @@ class Sweep:
     """`(out_features, in_features)` and the case that a row names."""
     tuned_at: tuple[int, ...] = (1,)
     """Numbers of tokens at which baselines are also compiled with what takes longer to compile."""
+    settling: float = 0.0
+    """As of `bench`."""
 
     def quick(self) -> Sweep:
         """One problem, to see that all works."""
         (d, h), case = min(self.shapes.items())
-        return replace(self, shapes={(d, h): case}, tokens=self.tokens[:1], masks=self.masks[:1])
+        return replace(self, shapes={(d, h): case}, tokens=self.tokens[:1], masks=self.masks[:1], settling=0.0)
 
     def rows(self, rounds: int = ROUNDS) -> Iterator[list[Row]]:
         """The rows of each problem, as they are measured."""
@@ -188,18 +192,22 @@ class Sweep:
                 for n_masks in self.masks:
                     # SwiGLU has no masks: once a shape and number of tokens is enough.
                     once = [name for name in self.baselines if name != "swiglu" or n_masks == self.masks[0]]
+                    problem = d, h, n_masks, tokens, self.dtype, once
                     tuned = tokens in self.tuned_at
-                    yield bench(d, h, n_masks, tokens, self.dtype, once, rounds, tuned=tuned, case=case)
+                    yield bench(*problem, rounds, tuned=tuned, settling=self.settling, case=case)
                     torch.cuda.empty_cache()
 
 
 def run(sweep: Sweep, out: Path, name: str, rounds: int = ROUNDS) -> list[Row]:
     """Measure a table, and write and print it as it grows."""
     rows: list[Row] = []
+    protocol = PROTOCOL
+    if sweep.settling:
+        protocol = SETTLED_PROTOCOL.format(seconds=2 * sweep.settling)
     for found in sweep.rows(rounds):
         print(*found, sep="\n", flush=True)
         rows += found
-        write(rows, out, name)
+        write(rows, out, name, protocol)
     return rows
 
 

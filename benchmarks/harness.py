@@ -33,6 +33,10 @@ PROTOCOL = (
     "CUDA graph replay, rotating layers > 1 GB, variants interleaved (up to 64 tokens all but the library GEMM; above, "
     "in turns of 0.1 s whose second half is timed), median over rounds, us per layer"
 )
+SETTLED_PROTOCOL = (
+    "CUDA graph replay, rotating layers > 1 GB, variants in turns of {seconds:g} s whose second half is timed, median "
+    "over rounds, us per layer"
+)
 ROUNDS = 25
 MIN_ROUNDS = 9
 SECONDS_OF_ROUNDS = 1.5

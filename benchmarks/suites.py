@@ -68,7 +68,10 @@ SWEEPS = {
         "one token, float16: every backend, the naive layer and SwiGLU in all their forms",
         Sweep(dtype=torch.float16, baselines=("naive", "swiglu", "triton", "composite")),
     ),
-    "one_token_bf16": ("one token, bfloat16: our backends", Sweep(baselines=("triton",))),
+    "sustained": (
+        "one token, bfloat16, as it goes on: what the power limit leaves of decode kernels and of SwiGLU",
+        Sweep(masks=(1, 4, 8, 16), baselines=("swiglu",), shapes={SHAPES[0]: "decode"}, tuned_at=(), settling=0.8),
+    ),
     "tokens": (
         "1 to 8192 tokens: our kernels against the floor",
         Sweep(tokens=ONE_TO_8192, masks=(1, 4, 8, 16), baselines=("triton",)),

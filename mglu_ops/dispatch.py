@@ -48,7 +48,7 @@ class Choice:
 
     @property
     def kernel(self) -> str | None:
-        """The CUDA backend's kernel: decode_fma, decode_mma, tile_wgmma or plain."""
+        """The CUDA backend's kernel: decode_mma, tile_wgmma or plain."""
         return None if self.launch is None else self.launch.kernel
 
     def __str__(self) -> str:

@@ -96,12 +96,16 @@ def test_stacked_swiglu_is_swiglu() -> None:
 def test_sweep_measures_each_problem_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls: list[tuple[Any, ...]] = []
 
-    def measured(d: int, h: int, n_masks: int, tokens: int, *rest: Any, tuned: bool, case: str) -> list[Row]:
+    def measured(
+        d: int, h: int, n_masks: int, tokens: int, *rest: Any, tuned: bool, settling: float, case: str
+    ) -> list[Row]:
+        assert settling == 0.25
         calls.append((d, h, n_masks, tokens, rest[1], tuned, case))
         return [row("mglu cuda", 1.0, n_masks, tokens, out_features=d, in_features=h, case=case)]
 
     monkeypatch.setattr(decode, "bench", measured)
-    sweep = decode.Sweep((1, 2), (1, 4), baselines=("naive", "swiglu"), shapes={(64, 32): "a", (32, 16): "b"})
+    shapes = {(64, 32): "a", (32, 16): "b"}
+    sweep = decode.Sweep((1, 2), (1, 4), baselines=("naive", "swiglu"), shapes=shapes, settling=0.25)
     found = decode.run(sweep, tmp_path, "some")
     assert calls[:4] == [
         (64, 32, 1, 1, ["naive", "swiglu"], True, "a"),
@@ -110,7 +114,8 @@ def test_sweep_measures_each_problem_once(monkeypatch: pytest.MonkeyPatch, tmp_p
         (64, 32, 4, 2, ["naive"], False, "a"),
     ]
     assert len(calls) == len(found) == len(read(tmp_path, "some")) == 8
-    assert sweep.quick() == replace(sweep, tokens=(1,), masks=(1,), shapes={(32, 16): "b"})
+    assert "in turns of 0.5 s" in json.loads((tmp_path / "some.json").read_text())["environment"]["protocol"]
+    assert sweep.quick() == replace(sweep, tokens=(1,), masks=(1,), shapes={(32, 16): "b"}, settling=0.0)
 
 
 def test_suites_cover_the_tables() -> None:

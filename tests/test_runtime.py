@@ -91,22 +91,21 @@ def compiles_device_code() -> bool:
 @pytest.mark.skipif(not compiles_device_code(), reason="needs NVRTC or nvcc")
 @pytest.mark.parametrize("n_masks", [1, 8])
 def test_kernels_of_a_package_cover_every_number_of_tokens(n_masks: int, tmp_path: Path) -> None:
-    out_features = 10624 if n_masks == 1 else 1024  # decode_fma is for many
-    layer = LayerInfo(n_masks, out_features, 2048, "float16", "silu", None)
+    layer = LayerInfo(n_masks, 1024, 2048, "float16", "silu", None)
     info = PackageInfo("2.11.0", mglu_ops.__version__, "cuda", "cuda", "operator", True, [], [layer], arch=[9, 0])
     write_small_package(tmp_path / "model.pt2", **info.texts())
     device_code.write(tmp_path, ["sm_90"], [tmp_path / "model.pt2"])
     table = (tmp_path / device_code.TABLE).read_text()
     geometry, turn = r"\{\d+, 1, \d+, \d+, true\}", r"\{(-?\d+), \d+, (\d+)\}"
     variant, boxes = rf"\{{90, 0, {n_masks}, 0, -1\}}", r"\{(\d+), (\d+), (\d+), false\}"
-    line = rf"\{{{variant}, {out_features}, 2048, (\d+), (\d+), (\d+), " + ", ".join((geometry, turn, boxes)) + r"\}"
+    line = rf"\{{{variant}, 1024, 2048, (\d+), (\d+), (\d+), " + ", ".join((geometry, turn, boxes)) + r"\}"
     tuned = [tuple(map(int, found)) for found in re.findall(line, table)]
     tokens = [count for first, last, *_ in tuned for count in range(first, last + 1)]
     assert tokens == list(range(1, device_code.MOST_TOKENS + 1))
     names = re.findall(r'\{"mglu_(\w+)", mglu_cubin_(\d+)\}', table)
     kernels = {int(number): name for name, number in names}
-    special = "decode_fma" if n_masks == 1 else "turn_x"  # one mask's tiles take x as it is
-    assert set(kernels.values()) == {special, "decode_mma", "tile_wgmma", "plain"}
+    turning = set() if n_masks == 1 else {"turn_x"}  # one mask's tiles take x as it is
+    assert set(kernels.values()) == {"decode_mma", "tile_wgmma", "plain"} | turning
     for first, last, cubin, turn, turned, *box in tuned:
         problem = device_code._problem(layer, (9, 0), last)
         config = plan.choice(problem)

@@ -50,7 +50,7 @@ static_assert(kGroups * kGroup == kMasks, "groups are equal");
 constexpr int kWarps = kTiles * kSplitK;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kRows = 16;
-using Stage = StageShape<kRows, 8 * kSub, kMasks, kMaskVector, true>;
+using Stage = StageShape<kRows, 8 * kSub, kMasks, kMaskVector>;
 constexpr int kWeightBytes = Stage::kWeightBytes;
 constexpr int kMaskRowBytes = Stage::kMaskRowBytes;
 constexpr int kStageBytes = Stage::kBytes;
@@ -299,7 +299,13 @@ extern "C" __global__ void MGLU_CLUSTERED __launch_bounds__(mglu::kThreads, mglu
         else
             x.store(p, 0);
     };
-    if constexpr (!kEarlyWeights) load_x();
+    if constexpr (!kEarlyWeights) {
+        // The first stage into L2. Kernels ahead may still write to it, which the copies after the wait then find.
+        StageLoader<Stage, kSplitK> early(p, kReadOnce);
+        early.start(p, tile_row, part);
+        early.template load_next<true>(0);
+        load_x();
+    }
     StageLoader<Stage, kSplitK> loader(p, kReadOnce);
     loader.start(p, tile_row, part);
 #pragma unroll
@@ -362,5 +368,5 @@ extern "C" __global__ void MGLU_CLUSTERED __launch_bounds__(mglu::kThreads, mglu
         __syncthreads();
     store_partial(reinterpret_cast<float*>(shared + warp * kSumBytes), acc, g, q);
     __syncthreads();
-    finish<Output>(p, shared, first_row, threadIdx.x);
+    finish<Output>(p, shared, first_row);
 }

@@ -1,4 +1,4 @@
-// The end of a decode kernel: sums over the parts of k, activation, product, route weights, sum over masks, store.
+// The end of decode_mma.cu: sums over the parts of k, activation, product, route weights, sum over masks, store.
 #pragma once
 #include "activation.cuh"
 #include "element.cuh"
@@ -48,7 +48,7 @@ __device__ __forceinline__ float add_parts(const u8* parts, int offset) {
 // order. kMaskLanes neighbouring lanes share an output where threads would be idle, so that the kernel's tail is short. A
 // tile that would run over the last row starts higher (see the kernels), so its rows are shifted here too.
 template <typename Shape>
-__device__ __forceinline__ void finish(const Params& p, const u8* shared, int first_row, int thread) {
+__device__ __forceinline__ void finish(const Params& p, const u8* shared, int first_row) {
     constexpr int kMasks = Shape::kMasks;
     constexpr int kOutputs = Shape::kTiles * Shape::kRows * Shape::kColumns;
     constexpr int kBranches = kMasks > 8 && 16 * kOutputs <= Shape::kThreads ? 16
@@ -62,9 +62,9 @@ __device__ __forceinline__ void finish(const Params& p, const u8* shared, int fi
     constexpr int kOwn = kBranches / kMaskLanes;  // branches of a lane
     constexpr int kPlane = Shape::kRows * Shape::kColumns;
     constexpr int kPerPass = Shape::kThreads / kMaskLanes;
-    const int mask_lane = thread % kMaskLanes;
+    const int mask_lane = static_cast<int>(threadIdx.x) % kMaskLanes;
     for (int base = 0; base < kOutputs; base += kPerPass) {
-        const int output = base + thread / kMaskLanes;
+        const int output = base + static_cast<int>(threadIdx.x) / kMaskLanes;
         const int token = output % Shape::kColumns;
         const int row = first_row + output / Shape::kColumns;
         const bool wanted = output < kOutputs && token < p.tokens && row < p.out_features;

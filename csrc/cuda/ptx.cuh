@@ -43,6 +43,9 @@ __device__ __forceinline__ void copy_async(u32 destination, const void* source, 
     }
 }
 
+// Into L2, and no further.
+__device__ __forceinline__ void prefetch(const void* source) { asm volatile("prefetch.global.L2 [%0];" ::"l"(source)); }
+
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most kPending of this thread's latest groups are still in flight.

@@ -1,14 +1,14 @@
 // A warp's private ring of stages in shared memory, filled with cp.async.
 //
-// A stage is kRows rows of kOctets octets (8 weights each): the weights row by row in blocks of 64 columns (128 bytes)
-// or whole rows, then the mask bytes row by row. The warp's lanes fill it together; each warp waits only for itself.
+// A stage is kRows rows of kOctets octets (8 weights each): the weights row by row in blocks of 64 columns (128 bytes), then
+// the mask bytes row by row. The warp's lanes fill it together; each warp waits only for itself.
 #pragma once
 #include "params.cuh"
 #include "ptx.cuh"
 
 namespace mglu {
 
-template <int kRows_, int kOctets_, int kMasks_, int kMaskVector_, bool kSwizzle_>
+template <int kRows_, int kOctets_, int kMasks_, int kMaskVector_>
 struct StageShape {
     static constexpr int kRows = kRows_;
     static constexpr int kOctets = kOctets_;
@@ -17,11 +17,10 @@ struct StageShape {
     static constexpr int kWeightBytes = kRows * kOctets * 16;
     static constexpr int kMaskRowBytes = kOctets * kMasks;
     static constexpr int kBytes = kWeightBytes + kRows * kMaskRowBytes;
-    // Swizzle: the fragment readers' lanes touch 32 bytes of each of four rows at once; row r has its n-th 32 bytes at
-    // n ^ (r % 4), so that the rows use different banks. Of the masks' rows they touch two, which matters only where rows
-    // are whole multiples of 128 bytes: odd rows exchange neighbouring 16-byte vectors.
-    static constexpr bool kSwizzle = kSwizzle_;
-    static constexpr bool kSwizzleMasks = kSwizzle_ && kMaskRowBytes % 128 == 0 && kMaskVector == 16;
+    // The fragment readers' lanes touch 32 bytes of each of four rows at once; row r has its n-th 32 bytes at n ^ (r % 4), so
+    // that the rows use different banks. Of the masks' rows they touch two, which matters only where rows are whole multiples
+    // of 128 bytes: odd rows exchange neighbouring 16-byte vectors.
+    static constexpr bool kSwizzleMasks = kMaskRowBytes % 128 == 0 && kMaskVector == 16;
 };
 
 // Copies one warp's 16 rows, stage after stage, from global memory into its ring. A lane keeps one pointer into W
@@ -34,9 +33,8 @@ class StageLoader {
     static constexpr int kMaskVector = Shape::kMaskVector;
     static constexpr int kMaskRowBytes = Shape::kMaskRowBytes;
     // One copy is one vector a lane. With V vectors a row it covers 32 / V whole rows, or a V / 32-th part of one.
-    static constexpr int kRowsPerCopy = kOctets < 32 ? 32 / kOctets : 1;
-    static constexpr int kCopiesPerRow = kOctets > 32 ? kOctets / 32 : 1;
-    static constexpr int kWeightCopies = kRows * kCopiesPerRow / kRowsPerCopy;
+    static constexpr int kRowsPerCopy = 32 / kOctets;
+    static constexpr int kWeightCopies = kRows / kRowsPerCopy;
     static constexpr int kVectorsPerRow = kMaskRowBytes / kMaskVector;
     static constexpr int kMaskVectors = kRows * kVectorsPerRow;
     static constexpr int kMaskCopies = (kMaskVectors + 31) / 32;
@@ -47,7 +45,7 @@ class StageLoader {
     static constexpr int kMaskCopiesPerRow = kRegular && kVectorsPerRow > 32 ? kVectorsPerRow / 32 : 1;
     static constexpr int kOffsets = kRegular ? 1 : kMaskCopies;
     static_assert(kMaskRowBytes % kMaskVector == 0, "a stage's mask row is whole vectors");
-    static_assert(!Shape::kSwizzle || kCopiesPerRow == 1, "swizzled rows are at most 32 octets");
+    static_assert(32 % kOctets == 0, "a copy of weights is whole rows");
 
     const u8* weight_;
     const u8* masks_;
@@ -60,6 +58,12 @@ class StageLoader {
     int octets_left_;  // of the row, from the next stage's first on
     u64 policy_;
 
+    template <int kBytes, bool kPrefetch>
+    __device__ __forceinline__ void bring(u32 place, const u8* from, u32 valid) const {
+        if constexpr (!kPrefetch) copy_async<kBytes>(place, from, valid, policy_);
+        else if (valid > 0) prefetch(from);
+    }
+
   public:
     __device__ __forceinline__ StageLoader(const Params& p, bool read_once) {
         const int lane = threadIdx.x % 32;
@@ -67,11 +71,8 @@ class StageLoader {
         keep(lane_);
         policy_ = cache_policy(read_once);
         // Consecutive lanes take consecutive octets of a row, whole 128-byte lines at a time.
-        const int row = kOctets < 32 ? lane / kOctets : 0;
-        if constexpr (Shape::kSwizzle)
-            weight_place_ = lane % kOctets / 8 * (kRows * 128) + row * 128 + ((lane % 8) ^ (row % 4 * 2)) * 16;
-        else
-            weight_place_ = row * (kOctets * 16) + lane % kOctets * 16;
+        const int row = lane / kOctets;
+        weight_place_ = lane % kOctets / 8 * (kRows * 128) + row * 128 + ((lane % 8) ^ (row % 4 * 2)) * 16;
         weight_step_ = p.weight_row_stride * (2 * kRowsPerCopy);
         mask_step_ = p.mask_row_stride * kMaskRowsPerCopy;
 #pragma unroll
@@ -91,7 +92,7 @@ class StageLoader {
     // Points at a stage of kRows rows; load_next() goes on from there along k.
     __device__ __forceinline__ void start(const Params& p, int first_row, int first_stage) {
         const int lane = threadIdx.x % 32;
-        const int row = kOctets < 32 ? lane / kOctets : 0;
+        const int row = lane / kOctets;
         octets_left_ = p.in_features / 8 - first_stage * kOctets;
         weight_ = static_cast<const u8*>(p.weight) + (first_row + row) * p.weight_row_stride * 2 +
                   static_cast<i64>(first_stage * kOctets + lane % kOctets) * 16;
@@ -101,7 +102,8 @@ class StageLoader {
         keep(masks_);
     }
 
-    // Copies the next of this warp's stages to a slot (a shared address).
+    // Copies the next of this warp's stages to a slot (a shared address), or asks L2 for it.
+    template <bool kPrefetch = false>
     __device__ __forceinline__ void load_next(u32 slot) {
         const int lane = lane_;
         // Weights past the row's end become zeros. Mask bits there meet zeros: they may be anything, and only must
@@ -109,13 +111,10 @@ class StageLoader {
         const u8* weight = weight_;
 #pragma unroll
         for (int c = 0; c < kWeightCopies; ++c) {
-            const int column = c % kCopiesPerRow * 32;  // in octets
-            const u32 valid = lane % kOctets + column < octets_left_ ? 16 : 0;
-            const u32 flip = Shape::kSwizzle ? c / kCopiesPerRow * kRowsPerCopy % 4 * 32 : 0;
-            constexpr int kRowPitch = Shape::kSwizzle ? 128 : kOctets * 16;
-            const int place = c / kCopiesPerRow * kRowsPerCopy * kRowPitch + column * 16;
-            copy_async<16>((slot + weight_place_ + place) ^ flip, weight + column * 16, valid, policy_);
-            if (c % kCopiesPerRow == kCopiesPerRow - 1) weight += weight_step_;
+            const u32 valid = lane % kOctets < octets_left_ ? 16 : 0;
+            const u32 flip = c * kRowsPerCopy % 4 * 32;
+            bring<16, kPrefetch>((slot + weight_place_ + c * kRowsPerCopy * 128) ^ flip, weight, valid);
+            weight += weight_step_;
         }
         weight_ += kStep * kOctets * 16;
         const u8* masks = masks_;
@@ -128,10 +127,10 @@ class StageLoader {
                     const int part = c % kMaskCopiesPerRow * 32 * kMaskVector;
                     const int row = c / kMaskCopiesPerRow * kMaskRowsPerCopy;
                     const u32 flip = Shape::kSwizzleMasks ? row % 2 * 16 : 0;
-                    copy_async<kMaskVector>((slot + mask_place_[0] + row * kMaskRowBytes + part) ^ flip, masks + part,
-                                            kMaskVector, policy_);
+                    bring<kMaskVector, kPrefetch>((slot + mask_place_[0] + row * kMaskRowBytes + part) ^ flip, masks + part,
+                                                  kMaskVector);
                 } else {
-                    copy_async<kMaskVector>(slot + mask_place_[c], masks + mask_offset_[c], kMaskVector, policy_);
+                    bring<kMaskVector, kPrefetch>(slot + mask_place_[c], masks + mask_offset_[c], kMaskVector);
                 }
             }
             if (kRegular && c % kMaskCopiesPerRow == kMaskCopiesPerRow - 1) masks += mask_step_;

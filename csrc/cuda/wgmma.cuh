@@ -28,6 +28,12 @@ __device__ __forceinline__ void copy_box(u32 destination, const TensorMap& map, 
         : "memory");
 }
 
+// A box into L2, and no further.
+__device__ __forceinline__ void prefetch_box(const TensorMap& map, int column, int row) {
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(&map), "r"(column), "r"(row)
+                 : "memory");
+}
+
 // Named barriers: kThreads threads of a block, some of which only arrive.
 template <int kThreads>
 __device__ __forceinline__ void named_arrive(int id) {

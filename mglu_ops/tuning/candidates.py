@@ -13,20 +13,11 @@ from ..backends.cuda.limits import Case, violation
 _WARPS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24)
 _LADDERS: dict[str, dict[str, tuple[int, ...]]] = {
     "plain": {"block_tokens": (1, 2, 4, 8)},
-    "decode_fma": {
-        "rows": (1, 2, 4),
-        "tiles": _WARPS,
-        "split_k": (1, 2, 4, 8),
-        "stages": (2, 3, 4),
-        "sub": (1, 2),
-        "blocks_per_sm": (1, 2, 3, 4, 6, 8),
-        "persistent": (False, True),
-    },
     "decode_mma": {
         "tiles": _WARPS,
         "split_k": (1, 2, 3, 4, 8),
         "stages": (2, 3, 4),
-        "sub": (1, 2),
+        "sub": (1, 2, 4),
         "mask_group": (1, 2, 4, 8, 16),
         "block_tokens": (8, 16),
         "blocks_per_sm": (1, 2),
@@ -48,18 +39,30 @@ _LADDERS: dict[str, dict[str, tuple[int, ...]]] = {
 
 
 def starts(case: Case) -> list[LaunchConfig]:
-    """Where the search begins: the model's choice, then what it has for other numbers of tokens, layers and GPUs."""
+    """Where the search begins: the model's choice, then what it has for other numbers of tokens, layers and GPUs.
+
+    And pairs of blocks that share 128 rows and have half of the tokens each, with products of both kinds.
+    """
     rest = case.out_features, case.in_features, True, case.multiprocessors
     small, large = ((scaled, *rest[1:]) for scaled in (max(64, case.out_features // 4), 8 * case.out_features))
     found = [
         choose(case.arch, case.dtype, case.n_masks, case.tokens, *rest),
-        choose(case.arch, case.dtype, case.n_masks, 2, *rest),
+        choose(case.arch, case.dtype, case.n_masks, 16, *rest),
         choose(case.arch, case.dtype, case.n_masks, case.tokens, *small),
         choose(case.arch, case.dtype, case.n_masks, case.tokens, *large),
         choose((8, 0), case.dtype, case.n_masks, case.tokens, *rest),
         choose(case.arch, case.dtype, case.n_masks, case.tokens, *rest, batch_invariant=True),
     ]
+    pair = LaunchConfig("tile_wgmma", rows=128, block_tokens=_half_of(case.tokens), sub=2, cluster=2)
+    if (case.n_masks + 1) * pair.block_tokens <= 336:  # as many sums as two threads have registers for
+        found += [_with_whole_ring(replace(pair, sparse=sparse), case) for sparse in (False, True)]
     return [config for config in dict.fromkeys(found) if violation(config, case) is None]
+
+
+def _half_of(tokens: int) -> int:
+    """The narrowest tile of which two have all tokens."""
+    widths = _LADDERS["tile_wgmma"]["block_tokens"]
+    return next((width for width in widths if 2 * width >= tokens), widths[-1])
 
 
 def neighbours(config: LaunchConfig, case: Case) -> list[LaunchConfig]:
@@ -76,7 +79,7 @@ def _steps(config: LaunchConfig) -> Iterator[LaunchConfig]:
         for step in (*below[-1:], *above[:1]):
             change: dict[str, Any] = {name: step}
             yield replace(config, **change)
-    if config.kernel in ("decode_fma", "decode_mma"):
+    if config.kernel == "decode_mma":
         if config.tiles % 2 == 0:
             yield replace(config, tiles=config.tiles // 2, split_k=config.split_k * 2)
         if config.split_k % 2 == 0:

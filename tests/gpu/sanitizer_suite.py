@@ -23,9 +23,9 @@ from mglu_ops.masks import pack
 
 Shape = tuple[int, int, int, int]
 
-FMA, MMA = "decode_fma", "decode_mma"
+MMA = "decode_mma"
 CASES: list[tuple[LaunchConfig | None, torch.dtype, Shape]] = [
-    # The chosen launches, by tokens, out_features, in_features, n_masks: all four kernels, and those for odd sizes.
+    # The chosen launches, by tokens, out_features, in_features, n_masks: every kernel, and those for odd sizes.
     *((None, torch.bfloat16, (tokens, 200, 264, 4)) for tokens in (1, 3, 8, 16, 20, 70)),
     *((None, torch.float16, (tokens, 130, 1032, 16)) for tokens in (1, 5, 30, 33)),
     *((None, torch.float16, (tokens, 66, 136, 1)) for tokens in (1, 2, 17)),
@@ -33,9 +33,9 @@ CASES: list[tuple[LaunchConfig | None, torch.dtype, Shape]] = [
     *((None, torch.float16, (tokens, 33, 41, 3)) for tokens in (1, 6)),
     *((None, torch.float32, (tokens, 33, 72, 5)) for tokens in (1, 6)),
     # Others, for the ways of cutting that no choice here takes.
-    (LaunchConfig(FMA, rows=1, tiles=2, split_k=2, stages=3), torch.float16, (1, 35, 1032, 8)),
-    (LaunchConfig(FMA, rows=4, tiles=3, stages=2, sub=2), torch.float16, (1, 100, 1040, 2)),
-    (LaunchConfig(FMA, rows=2, tiles=2, stages=3, persistent=True), torch.bfloat16, (1, 1100, 264, 8)),
+    (LaunchConfig(MMA, tiles=2, split_k=2, stages=3, mask_group=8), torch.float16, (1, 35, 1032, 8)),
+    (LaunchConfig(MMA, tiles=3, sub=2, mask_group=2), torch.float16, (1, 100, 1040, 2)),
+    (LaunchConfig(MMA, tiles=4, mask_group=8, early_weights=True), torch.bfloat16, (1, 100, 264, 8)),
     (
         LaunchConfig(MMA, tiles=1, split_k=4, sub=2, mask_group=4, block_tokens=16),
         torch.float16,

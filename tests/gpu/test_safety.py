@@ -24,14 +24,11 @@ pytestmark = pytest.mark.gpu
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 KERNELS = {
-    "decode_fma": (1, torch.float16),
     "decode_mma": (6, torch.float16),
     "tile_wgmma": (40, torch.bfloat16),
     "plain": (5, torch.float32),
 }
 """A number of tokens and a dtype that run each kernel."""
-ROWS_OF_FMA = 80 * (torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 132) + 4
-"""So many out_features that `decode_fma` is chosen."""
 needs_wgmma = pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")
 if torch.cuda.is_available() and not HOPPER:
     del KERNELS["tile_wgmma"]
@@ -47,7 +44,7 @@ def seeded() -> Iterator[None]:
 def problem(kernel: str, d: int, h: int, n_masks: int) -> Problem:
     """One that runs a kernel, and says so."""
     tokens, dtype = KERNELS[kernel]
-    p = Problem(tokens, max(d, ROWS_OF_FMA) if kernel == "decode_fma" else d, h, n_masks, dtype)
+    p = Problem(tokens, d, h, n_masks, dtype)
     assert cuda.launch_of(p.x, p.weight, p.packed, p.activation, p.route).config.kernel == kernel
     return p
 
@@ -70,8 +67,11 @@ def bands_of(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("n_masks", [1, 3, 8, 16])
-@pytest.mark.parametrize("shape", [(50, 520), (100, 544), (67, 41), (ROWS_OF_FMA, 264)], ids=str)
-@pytest.mark.parametrize(("tokens", "dtype"), [*KERNELS.values(), (20, torch.bfloat16)])  # 20: sparse tiles on Hopper
+@pytest.mark.parametrize("shape", [(50, 520), (100, 544), (67, 41), (10564, 264)], ids=str)  # 10564: 6 tiles a block
+@pytest.mark.parametrize(
+    ("tokens", "dtype"),
+    [(1, torch.float16), *KERNELS.values(), (20, torch.bfloat16)],  # 20: sparse tiles on Hopper
+)
 def test_guard_bands(tokens: int, dtype: torch.dtype, shape: tuple[int, int], n_masks: int) -> None:
     """Inputs lie between NaN (or all-ones) bands that must not be used; output and workspace between ones that stay."""
     p = Problem(tokens, *shape, n_masks, dtype, route=torch.float32)

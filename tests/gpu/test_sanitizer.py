@@ -27,7 +27,7 @@ pytestmark = [
         ("synccheck", ()),
         # In two parts, which take as long. All of ours that run are watched: racecheck breaks any kernel launched in
         # clusters that it is told to leave out.
-        ("racecheck", ("plain", "decode_fma", "decode_mma")),
+        ("racecheck", ("plain", "decode_mma")),
         ("racecheck", ("tile_wgmma",)),
     ],
 )

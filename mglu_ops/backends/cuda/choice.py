@@ -49,14 +49,11 @@ def choose(
         if arch == (9, 0) and out_features >= 64 and tokens > few:
             alone = out_features <= 64 * multiprocessors  # one warpgroup an SM, which flips signs or multiplies
             must_turn = batch_invariant or not x_in_rows
-            if tokens <= _most_sparse(n_masks, alone) and not must_turn:
+            if n_masks > 2 and tokens <= _most_sparse(n_masks, alone) and not must_turn:
                 return _sparse_tile(n_masks, tokens, out_features, multiprocessors)
             return _tile(n_masks, tokens, out_features, in_features, multiprocessors, must_turn)
         asked = 8 if batch_invariant else tokens
-        if asked == 1 and n_masks <= 4:
-            preferred = _one_token(n_masks, out_features, in_features, multiprocessors)
-        else:
-            preferred = _few_tokens(n_masks, asked, out_features, multiprocessors)
+        preferred = _few_tokens(n_masks, asked, out_features, in_features, multiprocessors)
         fitted = _fit(preferred, shared_limit(arch), n_masks, asked, in_features)
         if fitted is not None and batch_invariant:
             # With 8 warps a tile and more, a single token's masks would be added up by more lanes (finish.cuh).
@@ -68,38 +65,13 @@ def choose(
     return LaunchConfig("plain", block_tokens=1 if tokens == 1 and not batch_invariant else 4)
 
 
-def _one_token(n_masks: int, out_features: int, in_features: int, multiprocessors: int) -> LaunchConfig:
-    """For up to 4 masks; more are for `decode_mma` whatever the shape.
-
-    Where an SM has few rows, `decode_mma` deals them out best (us of 4 masks at 4096 x 1024, 6144 x 2048, 9728 x 2560:
-    4.8, 9.8, 17.8; the fastest of forty cuts of `decode_fma` 5.4, 10.2, 18.0). Of many rows, `decode_fma` is bound by
-    the stream of W: splitting k keeps more of a row's neighbourhood in flight at once, and walking over tiles saves
-    filling x and the rings anew, but of one mask, whose blocks are short. In between, one mask is for `decode_fma` with
-    four blocks of 16 rows an SM, all rows at once (us at 8192 x 2048, 9728 x 2560, 10240 x 4096: 10.1, 14.8, 23.1;
-    `decode_mma` 10.4, 15.0, 23.4; but 39.1 and 36.3 at 8192 x 8192).
-    """
-    tiles_of_sm = _tiles_of_sm(out_features, multiprocessors)
-    if n_masks == 1 and tiles_of_sm in (4, 5) and 1536 <= in_features <= 4096:
-        return LaunchConfig("decode_fma", rows=2, tiles=8, sub=2, blocks_per_sm=4, persistent=True)
-    if tiles_of_sm <= 5:
-        few = _few_tokens(n_masks, 1, out_features, multiprocessors)
-        # A block of 8 warps an SM has longer stages in flight (1 mask at 2048 x 8192: 11.5 us, 10.6 with them).
-        return replace(few, sub=2) if n_masks <= 2 and few.tiles == 1 else few
-    fma = LaunchConfig("decode_fma", tiles=2, split_k=4, blocks_per_sm=3)
-    return replace(fma, rows=4) if n_masks == 1 else replace(fma, rows=2, persistent=True)
-
-
-def _tiles_of_sm(out_features: int, multiprocessors: int) -> int:
-    return -(-out_features // (16 * multiprocessors))
-
-
 def _tiles_of_block(out_features: int, multiprocessors: int) -> int:
-    """Of `decode_mma`, so that every SM gets one block, or as many as every other, with an equal share of the rows.
+    """Of 16 rows, so that every SM gets one block, or as many as every other, with an equal share of the rows.
 
     x is then stored once an SM, and no SM waits for another (14336 x 4096, 8 tokens: 7 tiles x 2 warps beat 4 x 4 by
     5%; 8192 x 2048: 4 x 4).
     """
-    tiles_of_sm = _tiles_of_sm(out_features, multiprocessors)
+    tiles_of_sm = -(-out_features // (16 * multiprocessors))
     waves = -(-tiles_of_sm // 8)
     return -(-tiles_of_sm // waves)
 
@@ -112,32 +84,36 @@ def _most_few(n_masks: int, out_features: int, in_features: int, multiprocessors
     4096: 14.4, 21.2, 33.0, 42.4 against 16.7, 25.5, 36.6, 42.6; of 8: 20.4, 33.0, 50.1, 63.4 against 21.6, 38.5, 57.1,
     58.8; of 16 at 4096 x 1024, 6144 x 2048, 8192 x 2048: 12.4, 31.7, 33.1 against 17.8, 31.0, 31.5).
     """
-    tiles = _tiles_of_block(out_features, multiprocessors)
-    return 16 if tiles <= (6 if n_masks <= 8 else 2) and in_features <= 4096 else 8
+    preferred = _few_tokens(n_masks, 16, out_features, in_features, multiprocessors)
+    fits = _fit(preferred, shared_limit((9, 0)), n_masks, 16, in_features) == preferred
+    return 16 if fits and preferred.tiles <= (6 if n_masks <= 8 else 2) else 8
 
 
-def _few_tokens(n_masks: int, tokens: int, out_features: int, multiprocessors: int) -> LaunchConfig:
-    two_columns = tokens > 8
+def _few_tokens(n_masks: int, tokens: int, out_features: int, in_features: int, multiprocessors: int) -> LaunchConfig:
+    """`decode_mma` for 1 to 16 tokens.
+
+    Two or three warps for each of an SM's four schedulers, in powers of two along k (us of one mask and token at 8192 x
+    2048, 4 tiles: 2 warps a tile 9.7, 3 warps 9.9, 1 warp 9.9). Where they are few, the stages are twice as long, if a
+    warp has four of those and more (4 masks at 4096 x 4096: 11.9 and 12.7; but 4.4 and 4.7 at 2048 x 2048). Many masks
+    fill the ring as it is (12 masks at 8192 x 2048: 16.2 and 16.6), but for a warp that has all of k (12 masks at 14336
+    x 4096: 52.0 and 59.5).
+    """
     tiles = _tiles_of_block(out_features, multiprocessors)
-    config = LaunchConfig("decode_mma", tiles=tiles, mask_group=n_masks, block_tokens=16 if two_columns else 8)
-    if n_masks <= 4:
-        # 8 to 16 warps an SM, fewer for the smallest layers (4 masks: 8192 x 2048, 16 tokens 15.0 us with 4 warps a
-        # tile, 14.3 with 3; 9728 x 2560, 8 tokens 18.4 with 3, 17.7 with 2, 16 tokens 21.2 and 21.6).
-        most = 15 if two_columns else 12
-        return replace(config, split_k=min(8 if tiles == 1 else 4, max(2, most // tiles)))
-    # Where tensor cores are the limit, the four schedulers of an SM should have as many warps each, and 7 together or
-    # more. Two each have the registers for 17 sums of two columns, three for those of one.
-    most = 8 if two_columns and n_masks > 8 else 12
-    splits = [split for split in range(1, most + 1) if tiles * split <= most]
-    split_k = max(splits, key=lambda split: (min(tiles * split, 7), tiles * split / -(-tiles * split // 4), -split))
-    config = replace(config, split_k=split_k)
-    # Stages of 128 columns where few warps go along k (8 masks, 8 tokens: 47.6 us at 14336 x 4096, 49.3 with 64; but
-    # 13.4 and 12.6 at 6144 x 2048), and not where masks are as many bytes as weights, whose bits fit in two groups.
+    split_k = next(split for split in (8, 4, 2, 1) if split * tiles <= 12)
     if n_masks <= 8:
-        if split_k <= 2 and tiles * split_k <= 8:
-            return replace(config, sub=2)
-        return replace(config, mask_group=4) if n_masks == 8 else config
-    return replace(config, stages=3 if split_k == 1 else 2, mask_group=8 if n_masks == 16 else n_masks)
+        long = tiles * split_k <= (10 if n_masks <= 2 else 8) and in_features >= split_k * 4 * 128
+    else:
+        long = split_k == 1
+    # Four masks at a time need the fewest registers; stages of 8 masks that are swizzled are read faster whole.
+    mask_group = 4 if n_masks % 4 == 0 and not (n_masks == 8 and long) else n_masks
+    return LaunchConfig(
+        "decode_mma",
+        tiles=tiles,
+        split_k=split_k,
+        sub=2 if long else 1,
+        mask_group=mask_group,
+        block_tokens=16 if tokens > 8 else 8,
+    )
 
 
 def _most_sparse(n_masks: int, alone: bool) -> int:
@@ -159,7 +135,10 @@ _TILE_ROWS = (64, 80, 96, 112, 128)
 _MICROSECONDS = 2e-5
 """Of `tile_wgmma` for a column of in_features, a product of 64 rows and a column of tokens: at the rate of the tensor
 cores of an H200, which its power limits. Below, a column is this time."""
-_BYTES_PER_MICROSECOND = 4.2e6
+_BYTES_OF_MEMORY = 4.2e6
+"""That memory gives in a microsecond."""
+_BYTES_OF_L2 = 7e6
+"""That L2 gives all SMs in a microsecond, each as much."""
 _TURNING = 2.2
 """Microseconds that the launch of `turn_x` takes."""
 _HANDING_ON = 1.0
@@ -181,9 +160,9 @@ class _Pace(NamedTuple):
 
 
 # One warpgroup alone waits for itself; two of the same rows both read W, and wait for each other.
-_ALONE, _TWO_OF_ROWS, _TWO_OF_MASKS = _Pace(42, 16, 94), _Pace(24, 0, 48), _Pace(31, 0, 118)
+_ALONE, _TWO_OF_ROWS, _TWO_OF_MASKS = _Pace(37, 28, 49), _Pace(24, 0, 40), _Pace(31, 0, 118)
 # Sparse products wait for no flips, but for x, of which shared memory gives them a column in a column's time.
-_SPARSE_ALONE, _SPARSE_OF_ROWS, _SPARSE_OF_MASKS = _Pace(0, 11, 128), _Pace(0, 12, 74), _Pace(0, 10, 140)
+_SPARSE_ALONE, _SPARSE_OF_ROWS, _SPARSE_OF_MASKS = _Pace(0, 9, 105), _Pace(0, 11, 57), _Pace(0, 10, 140)
 _CLUSTER = 0.98
 """Of the time without one: two blocks have W of one read of L2, whose power is left for products."""
 
@@ -247,7 +226,7 @@ def _ways(tile: LaunchConfig, n_masks: int, sums: int, must_turn: bool) -> Itera
             # Beside so many sums there are registers for the fragments of four steps, and not only of two.
             most = 66 if not one_group else 128 if n_masks == 1 else 168 if turned and n_masks == 4 else 100
             yield replace(tile, sub=2, steps=4 if sums <= most else 2, turned=turned)
-    pays = n_masks >= 3 and columns <= _most_sparse(n_masks, tile.rows == 64)
+    pays = n_masks >= 2 and columns <= _most_sparse(n_masks, tile.rows == 64)
     if pays and as_it_is and _fits_sparse(n_masks, tile.mask_groups, columns):
         yield replace(tile, sub=_sub_of_sparse(n_masks, columns), sparse=True)
 
@@ -274,9 +253,14 @@ def _microseconds(
     token_tiles = round_up(-(-tokens // cut.block_tokens), cut.cluster)
     waves = _waves(token_tiles * -(-out_features // cut.rows), multiprocessors)
     arithmetic = waves * (cut.row_groups * columns * in_features * _MICROSECONDS + (_HANDING_ON if shared else 0))
-    once = cut.passes * out_features * in_features * (2 + n_masks / 8) / _BYTES_PER_MICROSECOND
-    reading = once * min(2.0, 1 + 0.3 * (token_tiles - 1))
-    return max(arithmetic, reading) + 0.05 * min(arithmetic, reading) + (_TURNING if cut.turned else 0)
+    of_column = 2 + n_masks / 8  # bytes, of a row of W and of its masks
+    from_memory = out_features * of_column / _BYTES_OF_MEMORY
+    of_tile = cut.rows * of_column / cut.cluster + 2 * min(cut.block_tokens, tokens)
+    from_l2 = waves * multiprocessors * of_tile / _BYTES_OF_L2
+    reading = cut.passes * in_features * max(from_memory, from_l2)
+    hidden = min(arithmetic, reading)
+    rest = 0.2 if cut.rows == 64 and not shared else 0.05  # of it: a warpgroup alone waits for its stages too
+    return max(arithmetic, reading) + rest * hidden + (_TURNING if cut.turned else 0)
 
 
 def _sparse_tile(n_masks: int, tokens: int, out_features: int, multiprocessors: int) -> LaunchConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-KernelName = Literal["decode_fma", "decode_mma", "plain", "tile_wgmma"]
+KernelName = Literal["decode_mma", "plain", "tile_wgmma"]
 
 MAX_TOKENS = 512
 """Of the kernels that read W again, from L2 or from memory, for every 8 or 16 tokens: all but `tile_wgmma`."""
@@ -19,9 +19,8 @@ RESERVED_PER_BLOCK = 1024  # what the driver keeps of shared memory for itself
 class LaunchConfig:
     """How a kernel is cut: compile-time constants of its source plus the launch.
 
-    A block has `tiles * split_k` warps. A tile is `rows` rows of W; `split_k` warps share its sum over k. Each warp
-    keeps `stages` stages in flight in shared memory; a stage is `sub` times 64 columns (`decode_mma`) or `sub` times
-    256 (`decode_fma`).
+    A block of `decode_mma` has `tiles * split_k` warps. A tile is 16 rows of W, whose sum over k `split_k` warps share.
+    Each warp keeps `stages` stages of `sub` times 64 columns in flight in shared memory.
 
     `tile_wgmma` is cut differently: a block computes tiles of `rows` rows by `block_tokens` tokens, from stages of
     `sub` times 64 columns, with one warpgroup that copies and `mask_groups` for every 64 rows.
@@ -38,8 +37,6 @@ class LaunchConfig:
     block_tokens: int = 1
     """Tokens that share a read of W. `decode_mma` computes 8 columns at a time whatever their number."""
     blocks_per_sm: int = 1
-    persistent: bool = False
-    """`decode_fma`: only as many blocks as fit at once, each walking over several tiles."""
     mask_groups: int = 1
     """`tile_wgmma`: warpgroups that share 64 rows, each with its part of the masks."""
     passes: int = 1
@@ -91,7 +88,7 @@ class LaunchConfig:
 
     @property
     def stage_columns(self) -> int:
-        return self.sub * (256 if self.kernel == "decode_fma" else 64)
+        return 64 * self.sub
 
     def token_columns(self, tokens: int) -> int:
         """Columns of the MMA result that are kept."""
@@ -102,7 +99,7 @@ class LaunchConfig:
         return 16 if self.stage_columns // 8 * n_masks % 16 == 0 else 8
 
     def shared_bytes(self, n_masks: int, tokens: int, in_features: int) -> int:
-        """Dynamic shared memory of a block: every warp's ring and sums (which may share), then x."""
+        """Dynamic shared memory of a block: of `decode_mma` every warp's ring, then x; the sums take their place."""
         if self.kernel == "plain":
             return 0
         if self.kernel == "tile_wgmma":
@@ -113,9 +110,6 @@ class LaunchConfig:
         warps = self.tiles * self.split_k
         ring = self.stages * self.rows * self.stage_columns // 8 * (16 + n_masks)
         columns = -(-in_features // self.stage_columns) * self.stage_columns
-        if self.kernel == "decode_fma":
-            sums = round_up(4 * (n_masks + 1) * self.rows, 128)
-            return warps * (ring + sums) + columns * 4
         sums = round_up(4 * (n_masks + 1) * self.rows * self.token_columns(tokens), 128)
         rows_of_x = (columns * 2 + 16) * min(tokens, self.block_tokens)
         return max(warps * ring + rows_of_x + 32, warps * sums)
@@ -152,8 +146,6 @@ class LaunchConfig:
         if self.kernel == "tile_wgmma":
             tiles = blocks * -(-groups // self.cluster)
             return self.cluster * min(tiles, multiprocessors // self.cluster), 1
-        if self.persistent:
-            blocks = min(blocks, self.blocks_per_sm * multiprocessors)
         return round_up(blocks * groups, self.cluster), 1
 
 

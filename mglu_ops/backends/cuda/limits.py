@@ -72,12 +72,6 @@ def _fast(config: LaunchConfig, case: Case) -> Iterator[str]:
         yield f"rows: got {config.rows}, must be at most out_features {case.out_features}"
 
 
-def _decode_fma(config: LaunchConfig, case: Case) -> Iterator[str]:
-    yield from _fast(config, case)
-    if case.tokens != 1:
-        yield f"decode_fma takes one token, got {case.tokens}"
-
-
 def _decode_mma(config: LaunchConfig, case: Case) -> Iterator[str]:
     yield from _fast(config, case)
     if config.rows != 16:
@@ -86,8 +80,8 @@ def _decode_mma(config: LaunchConfig, case: Case) -> Iterator[str]:
         yield f"block_tokens: got {config.block_tokens}, must be 1 to 16"
     if config.cluster > 1 and (config.cluster > 2 or case.arch != (9, 0) or case.tokens > config.block_tokens):
         yield f"cluster: got {config.cluster}, must be 1, or 2 on compute capability 9.0 where a block has all tokens"
-    if config.sub > 4:
-        yield f"sub: got {config.sub}, must be 1 to 4"
+    if config.sub not in (1, 2, 4):
+        yield f"sub: got {config.sub}, must be 1, 2 or 4"
     swizzled = config.sub * case.n_masks % 16 == 0
     whole_words = config.mask_group in (4, 8, 16) or (config.mask_group == case.n_masks and not swizzled)
     if case.n_masks % config.mask_group or not whole_words:
@@ -123,4 +117,4 @@ def _tile_wgmma(config: LaunchConfig, case: Case) -> Iterator[str]:
         yield f"sub: got {config.sub}, must be even for an odd number of masks"
 
 
-_KERNELS = {"plain": _plain, "decode_fma": _decode_fma, "decode_mma": _decode_mma, "tile_wgmma": _tile_wgmma}
+_KERNELS = {"plain": _plain, "decode_mma": _decode_mma, "tile_wgmma": _tile_wgmma}

@@ -303,17 +303,13 @@ def defines(problem: Problem, config: LaunchConfig) -> dict[str, int]:
             "MGLU_TURNED": int(config.turned),
             "MGLU_CLUSTER": config.cluster,
         }
-    common |= {
+    return common | {
         "MGLU_TILES": config.tiles,
         "MGLU_SPLIT_K": config.split_k,
         "MGLU_STAGES": config.stages,
         "MGLU_MASK_VECTOR": min(config.mask_vector(p.n_masks), p.mask_alignment),
         "MGLU_BLOCKS_PER_SM": config.blocks_per_sm,
         "MGLU_EARLY_WEIGHTS": int(config.early_weights),
-    }
-    if config.kernel == "decode_fma":
-        return common | {"MGLU_ROWS": config.rows, "MGLU_SUB": config.sub}
-    return common | {
         "MGLU_SUB": config.sub,
         "MGLU_MASK_GROUP": config.mask_group,
         "MGLU_TOKEN_TILES": config.token_tiles,
