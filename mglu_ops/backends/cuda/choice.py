@@ -82,7 +82,8 @@ def _most_few(n_masks: int, out_features: int, in_features: int, multiprocessors
     Of 16 tokens it takes two columns of products, and x of long rows the memory of its rings. But `tile_wgmma` starts
     later, and computes 128 rows where an SM has 65 (us of 4 masks at 8192 x 2048, 9728 x 2560, 11008 x 4096, 14336 x
     4096: 14.4, 21.2, 33.0, 42.4 against 16.7, 25.5, 36.6, 42.6; of 8: 20.4, 33.0, 50.1, 63.4 against 21.6, 38.5, 57.1,
-    58.8; of 16 at 4096 x 1024, 6144 x 2048, 8192 x 2048: 12.4, 31.7, 33.1 against 17.8, 31.0, 31.5).
+    58.8; of 16 at 4096 x 1024, 6144 x 2048, 8192 x 2048: 12.4, 31.7, 33.1 against 17.8, 31.0, 31.5; of 4 at 5120 x
+    5120, whose x just fits: 21.9 against 29.2).
     """
     preferred = _few_tokens(n_masks, 16, out_features, in_features, multiprocessors)
     fits = _fit(preferred, shared_limit((9, 0)), n_masks, 16, in_features) == preferred
@@ -117,7 +118,7 @@ def _few_tokens(n_masks: int, tokens: int, out_features: int, in_features: int, 
 
 
 def _most_sparse(n_masks: int, alone: bool) -> int:
-    """Up to how many tokens `tile_wgmma` takes sparse products; alone: of one warpgroup an SM.
+    """Up to how many tokens `tile_wgmma` takes sparse products of 2 masks and more; alone: of one warpgroup an SM.
 
     The more masks, the more flips they save (dense / sparse, us at 8192 x 2048, 14336 x 4096, 9728 x 2560: 2 masks of
     32 tokens 15.8 / 15.1, 36.9 / 37.9, 21.9 / 22.7; 4 of 40 20.0 / 19.7, 53.4 / 53.7, 33.1 / 34.4; 6 26.9 / 23.4, 73.6
@@ -125,7 +126,7 @@ def _most_sparse(n_masks: int, alone: bool) -> int:
     for 8 masks of 40 tokens, and take more waves than dense products do (61.6 / 63.7 at 9728 x 2560).
     """
     if n_masks <= 4:
-        return 32 if alone or n_masks == 4 else 24 if n_masks > 1 else 0
+        return 32 if alone or n_masks == 4 else 24
     return 40 if n_masks <= 6 or 9 <= n_masks <= 13 or (alone and n_masks <= 8) else 32
 
 
@@ -170,7 +171,7 @@ _CLUSTER = 0.98
 def _tile(
     n_masks: int, tokens: int, out_features: int, in_features: int, multiprocessors: int, must_turn: bool
 ) -> LaunchConfig:
-    """The cut of the least time by a model fitted to 3,500 timings, 9 of 10 within 12% (benchmarks/NOTES.md).
+    """The cut of the least time by a model fitted to 6,000 timings, by which it is 1% behind the best (NOTES.md).
 
     Of equal times the first is taken, with fewer rows a block.
     """
@@ -234,7 +235,7 @@ def _ways(tile: LaunchConfig, n_masks: int, sums: int, must_turn: bool) -> Itera
 def _microseconds(
     cut: LaunchConfig, n_masks: int, tokens: int, out_features: int, in_features: int, multiprocessors: int
 ) -> float:
-    """The model of costs: waves of tiles, or reading W once a pass and some of it again from L2.
+    """The model of costs: waves of tiles, or reading, W once a pass from memory or what all tiles need from L2.
 
     But for 3 us, which every launch takes.
     """
