@@ -83,6 +83,15 @@ def test_measured_times_are_those_of_the_results() -> None:
         assert words.format(f"{swiglu / measured(n_masks)['mglu cuda']:.2f}") in README, n_masks
 
 
+def test_times_of_what_goes_on_are_those_of_the_results() -> None:
+    times = {
+        row["n_masks"]: float(row["microseconds"]) for row in results("sustained") if row["variant"] == "mglu cuda"
+    }
+    shown = [f"{times[n]:.1f}" for n in ("1", "4", "8", "16")]
+    words = "most: {} us with one mask, {} with 4, {} with 8, {} with 16 ([sustained.csv]"
+    assert words.format(*shown) in README
+
+
 def test_training_steps_are_those_of_the_results() -> None:
     with (Path(__file__).parent.parent / "benchmarks/results/train.csv").open() as file:
         rows = {(row["variant"], row["n_masks"]): row for row in csv.DictReader(file) if row["case"] == "training step"}
