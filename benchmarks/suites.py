@@ -69,7 +69,7 @@ SWEEPS = {
         Sweep(dtype=torch.float16, baselines=("naive", "swiglu", "triton", "composite")),
     ),
     "sustained": (
-        "one token, bfloat16, as it goes on: what the power limit leaves of decode kernels and of SwiGLU",
+        "one token, bfloat16, as it goes on: our kernels, and SwiGLU in the forms that compile fast",
         Sweep(masks=(1, 4, 8, 16), baselines=("swiglu",), shapes={SHAPES[0]: "decode"}, tuned_at=(), settling=0.8),
     ),
     "tokens": (

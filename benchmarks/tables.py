@@ -191,7 +191,7 @@ def decode_model(rows: Sequence[Row], device: str) -> str:
 
 SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row], str], str]]] = {
     "One token": ("one_token", one_token),
-    "One token, as it goes on": ("sustained", one_token),
+    "One token, as it goes on (SwiGLU without coordinate descent)": ("sustained", one_token),
     "The paper's tables": ("one_token", paper),
     "Routes by number of tokens": ("routes", routes),
     "Numbers of tokens and masks against the floor": ("tokens", routes),

@@ -114,7 +114,6 @@ def test_an_entry_is_for_its_gpu_and_its_problem_alone(tmp_path: Path, monkeypat
         (lambda t: t["entries"][0]["config"].update(tiles=0), "config: tiles: got 0, must be at least 1"),
         (lambda t: t["entries"][0]["config"].update(tiles=10, split_k=4), "config: 1280 threads a block, more"),
         (lambda t: t["entries"][0]["config"].update(stages=30), "bytes of shared memory a block, more than"),
-        (lambda t: t["entries"][0]["config"].update(early_weights=True), "config: early_weights"),
         (lambda t: t["entries"][0].update(out_features=8), "rows: got 16, must be at most out_features 8"),
     ],
 )

@@ -41,7 +41,6 @@ constexpr int kMaskVector = MGLU_MASK_VECTOR;     // bytes a lane copies of the 
 constexpr int kGroup = MGLU_MASK_GROUP;           // masks whose bits are in registers at a time
 constexpr int kBlocksPerSm = MGLU_BLOCKS_PER_SM;
 constexpr bool kReadOnce = MGLU_READ_ONCE;         // one block has all tokens
-constexpr bool kEarlyWeights = MGLU_EARLY_WEIGHTS;
 constexpr int kCluster = MGLU_CLUSTER;             // blocks that bring each other x: 1 or 2
 static_assert(kCluster == 1 || (kReadOnce && kCopyEngine), "the blocks of a cluster have the same tokens");
 
@@ -291,21 +290,19 @@ extern "C" __global__ void MGLU_CLUSTERED __launch_bounds__(mglu::kThreads, mglu
     __syncthreads();
 
     let_next_kernel_start();
-    const auto load_x = [&] {
-        wait_for_earlier_kernels();
-        if constexpr (kCluster > 1) wait_for_cluster();
-        if (by_engine)
-            x.copy(p, warp, lane);
-        else
-            x.store(p, 0);
-    };
-    if constexpr (!kEarlyWeights) {
-        // The first stage into L2. Kernels ahead may still write to it, which the copies after the wait then find.
+    if constexpr (kDependentLaunch) {
+        // The first stage into L2. Kernels ahead may still write to it, which the copies after the wait then find. By a
+        // loader of its own: one for both would keep its registers all along, of which 15 masks have none.
         StageLoader<Stage, kSplitK> early(p, kReadOnce);
         early.start(p, tile_row, part);
         early.template load_next<true>(0);
-        load_x();
     }
+    wait_for_earlier_kernels();
+    if constexpr (kCluster > 1) wait_for_cluster();
+    if (by_engine)
+        x.copy(p, warp, lane);
+    else
+        x.store(p, 0);
     StageLoader<Stage, kSplitK> loader(p, kReadOnce);
     loader.start(p, tile_row, part);
 #pragma unroll
@@ -313,7 +310,6 @@ extern "C" __global__ void MGLU_CLUSTERED __launch_bounds__(mglu::kThreads, mglu
         if (s < mine) loader.load_next(ring + s * kStageBytes);
         copy_async_commit();
     }
-    if constexpr (kEarlyWeights) load_x();
     if (!by_engine) {
         copy_async_commit();
         copy_async_wait<0>();

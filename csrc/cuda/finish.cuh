@@ -80,7 +80,7 @@ __device__ __forceinline__ void finish(const Params& p, const u8* shared, int fi
                 const int i = first + mask_lane;
                 if (kMasks % kMaskLanes != 0 && i >= kMasks) continue;
                 const float gate = add_parts<Shape>(parts, (1 + i) * kPlane + offset);
-                const float term = activate<Shape::kActivation, Shape::kType != kFloat32>(gate) * (t - gate);
+                const float term = activate<Shape::kActivation, true>(gate) * (t - gate);
                 sum[first / kMaskLanes % kOwn] += load_route<Shape::kRouteType>(p, token, i) * term;
             }
         }

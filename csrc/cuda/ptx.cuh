@@ -236,6 +236,8 @@ __device__ __forceinline__ u32 transpose(u32 fragment) {
 
 // Programmatic dependent launch (sm_90 and later): everything after the wait sees what the kernels before this one
 // in the stream wrote. Without the launch attribute both are no-ops.
+constexpr bool kDependentLaunch = kCopyEngine;  // which came with it
+
 __device__ __forceinline__ void wait_for_earlier_kernels() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

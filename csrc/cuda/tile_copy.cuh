@@ -24,8 +24,8 @@ __device__ __forceinline__ void copy_weights(const TileParams& tp, u32 slot, u32
 }
 
 // Into L2, while kernels ahead still run: what the first stage begins with. They may write to it, which the copies then find.
-// No more than the copy engine is done with when they have ended: of more than 64 rows only the first box (all of them: 4%
-// less time at 64 rows, 1 to 2% more at 112).
+// No more than the copy engine is done with when they have ended: of more than 64 rows only the first box (all of them: 1 to
+// 4% less time at 64 rows, up to 2% more at 112).
 __device__ __forceinline__ void prefetch_first_stage(const TileParams& tp) {
     constexpr int kRows = kBlockRows / kCluster;
     constexpr bool kAll = kRows <= 64;

@@ -54,7 +54,7 @@ def starts(case: Case) -> list[LaunchConfig]:
         choose(case.arch, case.dtype, case.n_masks, case.tokens, *rest, batch_invariant=True),
     ]
     pair = LaunchConfig("tile_wgmma", rows=128, block_tokens=_half_of(case.tokens), sub=2, cluster=2)
-    if (case.n_masks + 1) * pair.block_tokens <= 336:  # as many sums as two threads have registers for
+    if (case.n_masks + 1) * pair.block_tokens <= 336:  # twice the sums that a thread has registers for
         found += [_with_whole_ring(replace(pair, sparse=sparse), case) for sparse in (False, True)]
     return [config for config in dict.fromkeys(found) if violation(config, case) is None]
 

@@ -35,7 +35,7 @@ CASES: list[tuple[LaunchConfig | None, torch.dtype, Shape]] = [
     # Others, for the ways of cutting that no choice here takes.
     (LaunchConfig(MMA, tiles=2, split_k=2, stages=3, mask_group=8), torch.float16, (1, 35, 1032, 8)),
     (LaunchConfig(MMA, tiles=3, sub=2, mask_group=2), torch.float16, (1, 100, 1040, 2)),
-    (LaunchConfig(MMA, tiles=4, mask_group=8, early_weights=True), torch.bfloat16, (1, 100, 264, 8)),
+    (LaunchConfig(MMA, tiles=4, mask_group=8), torch.bfloat16, (1, 100, 264, 8)),
     (
         LaunchConfig(MMA, tiles=1, split_k=4, sub=2, mask_group=4, block_tokens=16),
         torch.float16,

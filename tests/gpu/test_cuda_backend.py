@@ -310,7 +310,7 @@ CONFIGS = (
     LaunchConfig("plain", block_tokens=1),
     LaunchConfig("plain", block_tokens=4),
     LaunchConfig("decode_mma", tiles=3, sub=2, mask_group=8, block_tokens=8),
-    LaunchConfig("decode_mma", tiles=4, mask_group=8, block_tokens=8, early_weights=True),
+    LaunchConfig("decode_mma", tiles=4, mask_group=8, block_tokens=8),
     LaunchConfig("decode_mma", tiles=2, split_k=2, stages=3, sub=1, mask_group=8, block_tokens=8),
     LaunchConfig("decode_mma", tiles=1, split_k=4, stages=2, sub=4, mask_group=4, block_tokens=16),
     LaunchConfig("decode_mma", tiles=2, split_k=4, mask_group=8, block_tokens=2),

@@ -51,9 +51,6 @@ class LaunchConfig:
     cluster: int = 1
     """Neighbouring blocks that bring each other (multicast) x, of `decode_mma`, or W and its masks, of `tile_wgmma`: 1
     or, on compute capability 9.0, 2."""
-    early_weights: bool = False
-    """Start reading W before the kernels ahead in the stream have finished (programmatic dependent launch). Only
-    right when none of them writes W or the masks."""
 
     def __str__(self) -> str:
         """The kernel, and what differs from the defaults."""

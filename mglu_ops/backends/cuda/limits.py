@@ -43,8 +43,6 @@ def _violations(config: LaunchConfig, case: Case) -> Iterator[str]:
         if value < 1:
             yield f"{name}: got {value}, must be at least 1"
             return
-    if config.early_weights:
-        yield "early_weights: only a caller can know that no kernel ahead writes the weights"
     yield from _KERNELS[config.kernel](config, case)
     if config.threads > _MOST_THREADS:
         yield f"{config.threads} threads a block, more than {_MOST_THREADS}"

@@ -309,7 +309,6 @@ def defines(problem: Problem, config: LaunchConfig) -> dict[str, int]:
         "MGLU_STAGES": config.stages,
         "MGLU_MASK_VECTOR": min(config.mask_vector(p.n_masks), p.mask_alignment),
         "MGLU_BLOCKS_PER_SM": config.blocks_per_sm,
-        "MGLU_EARLY_WEIGHTS": int(config.early_weights),
         "MGLU_SUB": config.sub,
         "MGLU_MASK_GROUP": config.mask_group,
         "MGLU_TOKEN_TILES": config.token_tiles,
