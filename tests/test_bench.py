@@ -276,6 +276,7 @@ def test_tables_of_models() -> None:
     decoded = [
         row("SwiGLU", 1000.0, n_masks=0, extra={"weight_mb": 2471.6}),
         row("SwiMGLU", 800.0, n_masks=4, extra={"weight_mb": 2000.0}),
+        row("SwiMGLU", 850.0, n_masks=4, extra={"weight_mb": 2000.0}),
     ]
     assert tables.decode_model(decoded, "GPU").splitlines()[2:] == [
         "| SwiGLU | 2471.6 | 1.000 | 1000 | 1.00x | 0.50 |",

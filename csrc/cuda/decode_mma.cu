@@ -291,11 +291,12 @@ extern "C" __global__ void MGLU_CLUSTERED __launch_bounds__(mglu::kThreads, mglu
 
     let_next_kernel_start();
     if constexpr (kDependentLaunch) {
-        // The first stage into L2. Kernels ahead may still write to it, which the copies after the wait then find. By a
+        // Some of the first stage into L2: one lane's copies gain what all of them do, and all of them delay a model's other
+        // kernels (benchmarks/NOTES.md). Kernels ahead may still write to W, which the copies after the wait then find. By a
         // loader of its own: one for both would keep its registers all along, of which 15 masks have none.
         StageLoader<Stage, kSplitK> early(p, kReadOnce);
         early.start(p, tile_row, part);
-        early.template load_next<true>(0);
+        if (lane == 0) early.template load_next<true>(0);
     }
     wait_for_earlier_kernels();
     if constexpr (kCluster > 1) wait_for_cluster();

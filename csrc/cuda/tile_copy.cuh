@@ -38,6 +38,9 @@ __device__ __forceinline__ void prefetch_first_stage(const TileParams& tp) {
 }
 
 __device__ __forceinline__ void produce(const TileParams& tp, u32 ring, u32 landed, u32 empty) {
+    if constexpr (!kTurned) prefetch_map(tp.x);
+    prefetch_map(tp.weight);
+    if constexpr (kBulkMasks) prefetch_map(tp.masks);
     const Params& p = tp.p;
     const int stages = stage_count(p);
     const int tiles = tile_count(p);

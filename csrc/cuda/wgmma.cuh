@@ -28,6 +28,11 @@ __device__ __forceinline__ void copy_box(u32 destination, const TensorMap& map, 
         : "memory");
 }
 
+// A map to where the copy engine looks for it.
+__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 // A box into L2, and no further.
 __device__ __forceinline__ void prefetch_box(const TensorMap& map, int column, int row) {
     asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(&map), "r"(column), "r"(row)

@@ -290,20 +290,37 @@ def test_graph_replay_with_new_inputs(tokens: int, dtype: torch.dtype) -> None:
         assert torch.equal(chained, eager)
 
 
+@pytest.mark.parametrize("last", ["x", "weight", "packed"])
 @pytest.mark.parametrize("tokens", [1, 40, 300])
-def test_follows_the_producer_of_its_inputs(tokens: int) -> None:
-    """x, weight and masks written by the kernel just before: the early start of our launch must not read old values."""
+def test_follows_the_producer_of_its_inputs(tokens: int, last: str) -> None:
+    """All inputs written by kernels just before: the early start of our launch must not read old values."""
     p = Problem(tokens, 4096, 4096, 4)
     expected = p.run()
-    x, weight, packed = p.x.clone(), p.weight.clone(), p.packed.clone()
+    kept = {name: getattr(p, name).clone() for name in ("x", "weight", "packed")}
+    kept[last] = kept.pop(last)
     for _ in range(50):
-        for tensor in (p.x, p.weight, p.packed):
-            tensor.zero_()
+        for name in kept:
+            getattr(p, name).zero_()
         p.run()
-        p.packed.copy_(packed)
-        p.weight.copy_(weight)
-        p.x.copy_(x)
+        for name, tensor in kept.items():
+            getattr(p, name).copy_(tensor)
         assert torch.equal(p.run(), expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 300])
+def test_follows_a_launch_of_ours_that_writes_its_weight(tokens: int) -> None:
+    """Our launches let the next one start before they write, and it asks for what it reads first."""
+    p = Problem(tokens, 1024, 2048, 4)
+    producer = Problem(1024, 2048, 1024, 1)
+    seen = set()
+    for _ in range(50):
+        producer.x.normal_()
+        p.weight = producer.run()  # memory of the last round's, which has its values still
+        seen.add(p.weight.data_ptr())
+        result = p.run()
+        torch.cuda.synchronize()
+        assert torch.equal(result, p.run())
+    assert len(seen) < 50
 
 
 CONFIGS = (
