@@ -144,10 +144,13 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=3, help="for each first use, cold and warm")
     parser.add_argument("--at-once", type=int, default=1, help="how many first uses are timed side by side")
     options = parser.parse_args()
-    rows = host_rows(options.rounds) + first_use_rows(options.processes, options.at_once)
-    for row in rows:
-        print(f"{row.case:18} {row.variant:70} T={row.tokens:<3} n_m={row.n_masks:<3}{row.microseconds:12.2f} us")
-    write(rows, options.out, "overheads", f"{PROTOCOL} ({options.processes}, {options.at_once} side by side)")
+    protocol = f"{PROTOCOL} ({options.processes}, {options.at_once} side by side)"
+    rows: list[Row] = []
+    for measured in (partial(host_rows, options.rounds), partial(first_use_rows, options.processes, options.at_once)):
+        rows += (found := measured())
+        for row in found:
+            print(f"{row.case:18} {row.variant:70} T={row.tokens:<3} n_m={row.n_masks:<3}{row.microseconds:12.2f} us")
+        write(rows, options.out, "overheads", protocol)  # as far as it is known, should the rest not come
 
 
 if __name__ == "__main__":
