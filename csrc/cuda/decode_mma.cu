@@ -291,9 +291,10 @@ extern "C" __global__ void MGLU_CLUSTERED __launch_bounds__(mglu::kThreads, mglu
 
     let_next_kernel_start();
     if constexpr (kDependentLaunch) {
-        // Some of the first stage into L2. One lane's copies gain what all of them do, to 1%; after all of them, the next kernel
-        // of a model starts 2.6 us later (benchmarks/NOTES.md). Kernels ahead may still write to W, which the copies after the
-        // wait then find. By a loader of its own: one for both would keep its registers all along, of which 15 masks have none.
+        // Some of the first stage into L2. One lane's copies gain what all of them do, to 1%; after all of them, the next
+        // kernel of a model starts 2.6 us later (benchmarks/NOTES.md). Kernels ahead may still write to W, which the copies
+        // after the wait then find. By a loader of its own: one for both would keep its registers all along, of which 15 masks
+        // have none.
         StageLoader<Stage, kSplitK> early(p, kReadOnce);
         early.start(p, tile_row, part);
         if (lane == 0) early.template load_next<true>(0);
