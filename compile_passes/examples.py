@@ -10,7 +10,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 
-from .symbols import example
+from .shapes import example
 
 
 def record_examples(gm: GraphModule, inputs: Sequence[Any] | None = None) -> None:
@@ -39,7 +39,7 @@ def record_examples(gm: GraphModule, inputs: Sequence[Any] | None = None) -> Non
 
 def _as_fake(mode: FakeTensorMode, value: Any) -> Any:
     is_real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
-    return mode.from_tensor(value) if is_real else value
+    return mode.from_tensor(value, static_shapes=True) if is_real else value
 
 
 class _Recorder(Interpreter):

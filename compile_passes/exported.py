@@ -23,7 +23,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from .fusion import FusionError, fuse_graph
 from .mutation import written
 from .report import WHEN_EXPORTED, FusionReport, module_path
-from .symbols import as_call, tensor_example
+from .shapes import tensor_example
+from .symbols import as_call
 
 _aten = torch.ops.aten
 _mglu = torch.ops.mglu

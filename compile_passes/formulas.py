@@ -3,155 +3,253 @@
 A formula is a polynomial with real coefficients in *atoms*: the variable, and functions of formulas (`exp`, `tanh`,
 `1 / ...`). Two spellings that differ in the order or the association of sums and products have one normal form:
 `g / (1 + exp(-g))`, `g * sigmoid(g)` and `g * (1 / (exp(-g) + 1))` are all `g inv(1 + exp(-1 g))`, which is silu.
+
+The normal form is told apart by its text, which is built from the texts of its parts. A formula has a limited size, so
+that building, comparing and sorting one takes constant time however long the chain of operations is; what is larger is
+no activation of ours and has no formula (None).
+
+Equal formulas are equal functions with equal derivatives. The rewriting steps are sums and products of differentiable
+functions, for which autograd's derivatives agree too, at 0 as elsewhere. Functions with a kink are atoms of their own by
+what torch's derivative does at the kink: `relu` has 0 there, `clamp(min=0)` has 1 and `maximum(g, 0)` has 1/2. The last
+two equal relu in value alone (`Scaled.kink`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
 from types import MappingProxyType
-
-Atom = Hashable
-"""The variable's name, or `(function, formula)`."""
-
-Monomial = tuple[tuple[Atom, int], ...]
-Formula = tuple[tuple[Monomial, float], ...]
-"""Terms `(product of powers of atoms, coefficient)`, sorted; no coefficient is 0."""
 
 _DIGITS = 12
 """Significant digits to which coefficients are computed, so that rounding does not keep equal formulas apart."""
+
+DIGITS = 6
+"""Digits to which an activation's coefficients must agree: sqrt(2 / pi) is written with eight and more, a float32 holds
+seven.
+"""
 
 EXACT = 11
 """Digits that a layer in float64 asks for."""
 
 _MOST_TERMS = 8
-"""A product with more terms is no activation of ours, and normal forms grow fast."""
+_MOST_ATOMS = 48
+"""Limits of a formula: the terms of its sum, and the atoms in it at all depths. gelu_tanh has 9 atoms."""
 
 
-def _normal(terms: dict[Monomial, float]) -> Formula:
-    rounded = {monomial: float(f"{value:.{_DIGITS}g}") for monomial, value in terms.items()}
-    return tuple(sorted(((m, c) for m, c in rounded.items() if c != 0), key=repr))
+@dataclass(frozen=True)
+class Atom:
+    """The variable, a number without a known value, or a function of a formula."""
+
+    name: str
+    argument: Formula | None = None
+    text: str = field(init=False)
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        inner = "" if self.argument is None else f"({self.argument.text})"
+        object.__setattr__(self, "text", self.name + inner)
+        object.__setattr__(self, "size", 1 if self.argument is None else 1 + self.argument.size)
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Atom) and self.text == other.text
 
 
-def constant(value: float) -> Formula:
-    return _normal({(): value})
+Monomial = tuple[tuple[Atom, int], ...]
+"""A product of powers of atoms, sorted by their texts."""
 
 
-def atom(name: Atom) -> Formula:
-    return _normal({((name, 1),): 1.0})
+@dataclass(frozen=True, eq=False)
+class Formula:
+    """A sum of terms `(monomial, coefficient)`, sorted; no coefficient is 0. Equal formulas have equal texts."""
 
+    terms: tuple[tuple[Monomial, float], ...]
+    text: str = field(init=False)
+    size: int = field(init=False)
 
-VARIABLE = atom("g")
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", " + ".join(_spelled_term(*term) for term in self.terms) or "0")
+        object.__setattr__(self, "size", sum(atom.size for monomial, _ in self.terms for atom, _ in monomial))
 
+    def __hash__(self) -> int:
+        return hash(self.text)
 
-def add(a: Formula, b: Formula, sign: float = 1.0) -> Formula:
-    """`a + sign * b`."""
-    terms = dict(a)
-    for monomial, value in b:
-        terms[monomial] = terms.get(monomial, 0.0) + sign * value
-    return _normal(terms)
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Formula) and self.text == other.text
 
-
-def multiply(a: Formula, b: Formula) -> Formula | None:
-    """`a * b`; None where it is too long to be of interest."""
-    terms: dict[Monomial, float] = {}
-    for left, x in a:
-        for right, y in b:
-            powers = dict(left)
-            for name, power in right:
-                powers[name] = powers.get(name, 0) + power
-            monomial = tuple(sorted(powers.items(), key=repr))
-            terms[monomial] = terms.get(monomial, 0.0) + x * y
-    return _normal(terms) if len(terms) <= _MOST_TERMS else None
-
-
-def power(a: Formula, exponent: int) -> Formula | None:
-    """`a ** exponent` of a whole number from 1 to 4."""
-    result: Formula | None = a
-    for _ in range(exponent - 1):
-        result = None if result is None else multiply(result, a)
-    return result if 1 <= exponent <= 4 else None
-
-
-def inverse(a: Formula) -> Formula | None:
-    """`1 / a`."""
-    if not a:
-        return None
-    if len(a) == 1 and a[0][0] == ():
-        return constant(1 / a[0][1])
-    return atom(("inv", a))
-
-
-def apply(function: str, a: Formula) -> Formula | None:
-    """`function(a)`, those that others are made of written out: `sigmoid(a) = 1 / (1 + exp(-a))`."""
-    if function == "sigmoid":
-        return inverse(add(constant(1), atom(("exp", add((), a, -1)))))
-    if function == "silu":
-        sigmoid = apply("sigmoid", a)
-        return None if sigmoid is None else multiply(a, sigmoid)
-    if function == "gelu":
-        return _half_of_one_plus(a, atom(("erf", _scaled(a, 0.5**0.5))))
-    if function == "gelu_tanh":
-        cube = power(a, 3)
-        if cube is None:
-            return None
-        return _half_of_one_plus(a, atom(("tanh", _scaled(add(a, _scaled(cube, 0.044715)), (2 / math.pi) ** 0.5))))
-    return atom((function, a))
-
-
-def _scaled(a: Formula, factor: float) -> Formula:
-    return _normal({monomial: value * factor for monomial, value in a})
-
-
-def _half_of_one_plus(a: Formula, b: Formula) -> Formula | None:
-    """`a / 2 * (1 + b)`."""
-    return multiply(_scaled(a, 0.5), add(constant(1), b))
-
-
-_ACTIVATIONS = MappingProxyType(
-    {
-        VARIABLE: "identity",
-        **{
-            formula: name
-            for name in ("silu", "gelu", "gelu_tanh", "relu", "sigmoid", "tanh")
-            if (formula := apply(name, VARIABLE)) is not None
-        },
-    }
-)
-
-
-def activation(formula: Formula, digits: int = 6) -> str | None:
-    """The operator's activation that a formula is, to so many digits of its coefficients; None if it is none.
-
-    sqrt(2 / pi) is written with eight digits and more, a float32 holds seven.
-    """
-    return _ACTIVATIONS_BY_DIGITS[digits].get(_rounded(formula, digits))
-
-
-def _rounded(formula: Formula, digits: int) -> Formula:
-    return tuple((_rounded_atoms(monomial, digits), float(f"{value:.{digits}g}")) for monomial, value in formula)
-
-
-def _rounded_atoms(monomial: Monomial, digits: int) -> Monomial:
-    return tuple(
-        ((name[0], _rounded(name[1], digits)) if isinstance(name, tuple) else name, power) for name, power in monomial
-    )
-
-
-_ACTIVATIONS_BY_DIGITS = MappingProxyType(
-    {digits: {_rounded(formula, digits): name for formula, name in _ACTIVATIONS.items()} for digits in (6, EXACT)}
-)
-
-
-def spelled(formula: Formula) -> str:
-    """A formula in words, for a report."""
-    return " + ".join(_spelled_term(monomial, value) for monomial, value in formula) or "0"
+    def __str__(self) -> str:
+        return self.text
 
 
 def _spelled_term(monomial: Monomial, value: float) -> str:
-    factors = [_spelled_atom(name) + (f"^{power}" if power > 1 else "") for name, power in monomial]
-    return " ".join([*([] if value == 1 and factors else [f"{value:g}"]), *factors])
+    factors = [atom.text + (f"^{power}" if power > 1 else "") for atom, power in monomial]
+    return " ".join([*([] if value == 1 and factors else [f"{value:.{_DIGITS}g}"]), *factors])
 
 
-def _spelled_atom(name: Atom) -> str:
-    return f"{name[0]}({spelled(name[1])})" if isinstance(name, tuple) else str(name)
+def _formula(terms: dict[Monomial, float]) -> Formula | None:
+    """The normal form of a sum; None where it is too large or a coefficient is not finite."""
+    rounded = {monomial: float(f"{value:.{_DIGITS}g}") for monomial, value in terms.items()}
+    present = [(monomial, value) for monomial, value in rounded.items() if value != 0]
+    atoms = sum(atom.size for monomial, _ in present for atom, _ in monomial)
+    if len(present) > _MOST_TERMS or atoms > _MOST_ATOMS or not all(math.isfinite(value) for _, value in present):
+        return None
+    return Formula(tuple(sorted(present, key=lambda term: [(atom.text, power) for atom, power in term[0]])))
+
+
+def constant(value: float) -> Formula | None:
+    return _formula({(): value})
+
+
+def number(name: str) -> Formula | None:
+    """A number whose value compiling does not know, by its name."""
+    return _formula({((Atom(f"`{name}`"), 1),): 1.0})
+
+
+def _applied(function: str, a: Formula) -> Formula | None:
+    return _formula({((Atom(function, a), 1),): 1.0})
+
+
+VARIABLE = Formula(((((Atom("g"), 1),), 1.0),))
+
+
+def add(a: Formula | None, b: Formula | None, sign: float = 1.0) -> Formula | None:
+    """`a + sign * b`."""
+    if a is None or b is None:
+        return None
+    terms = dict(a.terms)
+    for monomial, value in b.terms:
+        terms[monomial] = terms.get(monomial, 0.0) + sign * value
+    return _formula(terms)
+
+
+def scaled(a: Formula | None, factor: float) -> Formula | None:
+    """`factor * a`."""
+    return None if a is None else _formula({monomial: value * factor for monomial, value in a.terms})
+
+
+def unscaled(a: Formula) -> tuple[Formula, float]:
+    """A formula with 1 for its first coefficient, and what it is to be multiplied with to be the formula."""
+    if not a.terms:
+        return a, 1.0
+    factor = a.terms[0][1]
+    unit = a if factor == 1 else scaled(a, 1 / factor)
+    return (a, 1.0) if unit is None else (unit, factor)
+
+
+def multiply(a: Formula | None, b: Formula | None) -> Formula | None:
+    """`a * b`."""
+    if a is None or b is None or len(a.terms) * len(b.terms) > _MOST_TERMS**2:
+        return None
+    terms: dict[Monomial, float] = {}
+    for left, x in a.terms:
+        for right, y in b.terms:
+            powers = dict(left)
+            for atom, power in right:
+                powers[atom] = powers.get(atom, 0) + power
+            monomial = tuple(sorted(powers.items(), key=lambda item: item[0].text))
+            terms[monomial] = terms.get(monomial, 0.0) + x * y
+    return _formula(terms)
+
+
+def power(a: Formula | None, exponent: float) -> Formula | None:
+    """`a ** exponent` of a whole number from 1 to 4."""
+    if exponent not in (1, 2, 3, 4):
+        return None
+    result = a
+    for _ in range(int(exponent) - 1):
+        result = multiply(result, a)
+    return result
+
+
+def inverse(a: Formula | None) -> Formula | None:
+    """`1 / a`."""
+    if a is None or not a.terms:
+        return None
+    if len(a.terms) == 1 and a.terms[0][0] == ():
+        return constant(1 / a.terms[0][1])
+    return _applied("inv", a)
+
+
+def apply(function: str, a: Formula | None) -> Formula | None:
+    """`function(a)`, those that others are made of written out: `sigmoid(a) = 1 / (1 + exp(-a))`."""
+    if a is None:
+        return None
+    if function == "sigmoid":
+        negative = scaled(a, -1)
+        return None if negative is None else inverse(add(constant(1), _applied("exp", negative)))
+    if function == "silu":
+        return multiply(a, apply("sigmoid", a))
+    if function == "gelu":
+        return _half_of_one_plus(a, apply("erf", scaled(a, 0.5**0.5)))
+    if function == "gelu_tanh":
+        inner = add(a, scaled(power(a, 3), 0.044715))
+        return _half_of_one_plus(a, apply("tanh", scaled(inner, (2 / math.pi) ** 0.5)))
+    return _applied(function, a)
+
+
+def _half_of_one_plus(a: Formula, b: Formula | None) -> Formula | None:
+    """`a / 2 * (1 + b)`."""
+    return multiply(scaled(a, 0.5), add(constant(1), b))
+
+
+# --- Activations -----------------------------------------------------------------------------------------------------
+
+_NAMES = ("silu", "gelu", "gelu_tanh", "relu", "sigmoid", "tanh")
+CLAMP, MAXIMUM = "clamp_min", "maximum"
+"""relu but for its derivative at 0, which is 1 for `clamp(min=0)` and 1/2 for `maximum(g, 0)`."""
+
+GRADIENT_AT_0 = MappingProxyType({CLAMP: "1", MAXIMUM: "1/2"})
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """`scale * activation`; `kink` is the atom where the activation is relu but for its derivative at 0."""
+
+    activation: str
+    scale: float
+    kink: str | None = None
+
+
+def activation(formula: Formula, digits: int = DIGITS) -> Scaled | None:
+    """The operator's activation that a formula is a multiple of, to so many digits of its coefficients; None if none."""
+    unit, factor = unscaled(formula)
+    name, known = _by_digits(digits).get(_rounded(unit, digits), (None, 1.0))
+    if name is None:
+        return None
+    scale = float(f"{factor / known:.{digits}g}")
+    return Scaled("relu", scale, name) if name in GRADIENT_AT_0 else Scaled(name, scale)
+
+
+@lru_cache
+def _by_digits(digits: int) -> MappingProxyType[Formula, tuple[str, float]]:
+    """Activations by their formulas without a coefficient, and the coefficient."""
+    named = {}
+    for name, formula in _known():
+        unit, factor = unscaled(formula)
+        named[_rounded(unit, digits)] = (name, factor)
+    return MappingProxyType(named)
+
+
+def _known() -> Iterator[tuple[str, Formula]]:
+    yield "identity", VARIABLE
+    for name in (*_NAMES, CLAMP, MAXIMUM):
+        formula = apply(name, VARIABLE)
+        assert formula is not None, "within the limits"
+        yield name, formula
+
+
+def _rounded(formula: Formula, digits: int) -> Formula:
+    terms = [(_rounded_atoms(monomial, digits), float(f"{value:.{digits}g}")) for monomial, value in formula.terms]
+    return Formula(tuple(sorted(terms, key=lambda term: [(atom.text, power) for atom, power in term[0]])))
+
+
+def _rounded_atoms(monomial: Monomial, digits: int) -> Monomial:
+    rounded = [
+        (Atom(atom.name, None if atom.argument is None else _rounded(atom.argument, digits)), power)
+        for atom, power in monomial
+    ]
+    return tuple(sorted(rounded, key=lambda item: item[0].text))

@@ -6,7 +6,8 @@ import copy
 import hashlib
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,14 @@ from torch.fx import Graph, GraphModule, Node
 
 from mglu_ops.backends import traced
 
-from . import formulas
 from .examples import record_examples
 from .mutation import normalise_writes
+from .near_misses import NearMiss, find_near_misses
 from .report import FusionReport, SiteReport, lines, module_path, source_line
 from .rewrite import rewrite
 from .rules import Recogniser
-from .sites import Refusal, Site, check, find_sites, interior
-from .symbols import example
+from .shapes import dtype_of, example, tensor_example
+from .sites import Layer, Refusal, Site, check, find_sites, interior, spelled
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,8 @@ def fuse_graph(
     binary by its values.
 
     Raises:
-        FusionError: under `strict`, if a layer is not fused. The others are.
+        FusionError: under `strict`, if a layer is not fused (the others are), or if the pass itself fails. Without
+            `strict`, a failure of the pass leaves the graph as it was, with a warning.
     """
     if not _has_examples(graph):
         warnings.warn(
@@ -60,32 +62,95 @@ def fuse_graph(
             UserWarning,
             stacklevel=2,
         )
-    normalise_writes(graph)
+    report.graphs += 1
+    restore = normalise_writes(graph)
+    try:
+        with _no_new_guards(graph):
+            fused, missed = _fuse(graph, constants, assume_binary)
+    except Exception as error:
+        restore()
+        message = (
+            f"mglu_ops: the fusion pass failed and left the graph as it was ({_cause(error)}). This is a bug of mglu_ops: "
+            "please report it with the program that was compiled"
+        )
+        if strict:
+            raise FusionError(message) from error
+        warnings.warn(message, UserWarning, stacklevel=2)
+        return
+    if not fused:
+        restore()
+    report.fused.extend(fused)
+    report.missed.extend(missed)
+    for site in fused:
+        log.debug("%s", site)
+    for site in missed:
+        log.info("%s", site)
+    if strict and missed:
+        raise FusionError("strict fusion: " + "; ".join(str(description) for description in missed))
+
+
+def _fuse(
+    graph: Graph, constants: Mapping[Node, Tensor] | None, assume_binary: bool
+) -> tuple[list[SiteReport], list[SiteReport]]:
+    """What became of each site: those that were fused, and those that were not."""
     recogniser = Recogniser(graph, constants)
     layers, missed = [], []
+    found: set[Node] = set()
     for site in find_sites(graph, recogniser):
+        spelling = interior(recogniser, site)
+        found.update(spelling)
         try:
             layers.append(check(graph, recogniser, site, assume_binary))
         except Refusal as refusal:
-            missed.append(_describe(site, reason=str(refusal), before=lines(interior(graph, site))))
-            log.info("%s", missed[-1])
-    spelled = [lines(layer.interior) for layer in layers]
-    for layer, before, replaced in zip(layers, spelled, rewrite(graph, recogniser, layers), strict=True):
-        report.fused.append(
-            _describe(
-                layer.site,
-                route="forward_ste" if layer.trains_masks else "forward",
-                routed=bool(layer.routes),
-                packed=replaced.packed,
-                before=before,
-                after=lines(replaced.nodes),
-            )
+            missed.append(_describe(site, reason=str(refusal), before=lines(spelling)))
+    for miss in find_near_misses(graph, recogniser, found):
+        missed.append(_describe_near_miss(miss))
+    before = [lines(layer.interior) for layer in layers]
+    notes = _notes(recogniser, layers)
+    fused = [
+        _describe(
+            layer.site,
+            route="forward_ste" if layer.trains_masks else "forward",
+            routed=bool(layer.routes),
+            packed=replaced.packed,
+            note=note,
+            before=nodes,
+            after=lines(replaced.nodes),
         )
-        log.debug("%s", report.fused[-1])
-    report.graphs += 1
-    report.missed.extend(missed)
-    if strict and missed:
-        raise FusionError("strict fusion: " + "; ".join(str(description) for description in missed))
+        for layer, nodes, note, replaced in zip(
+            layers, before, notes, rewrite(graph, recogniser, layers), strict=True
+        )
+    ]
+    return fused, missed
+
+
+def _notes(recogniser: Recogniser, layers: Sequence[Layer]) -> list[str]:
+    """For each layer, what keeps it from being one operator with others that read the same x and weight."""
+    keys = [(recogniser.key(layer.x), recogniser.key(layer.weight)) for layer in layers]
+    return [
+        f"{keys.count(key)} operators read this x and weight, since what they compute is not one sum of terms that are "
+        "alike; each reads the weight again"
+        if keys.count(key) > 1
+        else ""
+        for key in keys
+    ]
+
+
+def _cause(error: Exception) -> str:
+    inner = error.__cause__ or error
+    return f"{error}: {type(inner).__name__}: {inner}" if inner is not error else f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def _no_new_guards(graph: Graph) -> Iterator[None]:
+    """Make it an error to add a guard on a symbolic size: reading a graph must not change what it is compiled for."""
+    modes = (getattr(tensor_example(node), "fake_mode", None) for node in graph.nodes)
+    env = next((mode.shape_env for mode in modes if mode is not None and mode.shape_env is not None), None)
+    if env is None or not hasattr(env, "error_on_new_guards"):
+        yield
+        return
+    with env.error_on_new_guards():
+        yield
 
 
 def fuse(
@@ -144,9 +209,21 @@ def _describe(site: Site, **more: Any) -> SiteReport:
         module_path=module_path(site.root),
         source=source_line(site.root),
         n_masks=len(site.terms),
-        activation=term.activation or formulas.spelled(term.formula),
+        activation=spelled(term),
         dtype=str(term.gate.dtype).removeprefix("torch."),
         **more,
+    )
+
+
+def _describe_near_miss(miss: NearMiss) -> SiteReport:
+    return SiteReport(
+        module_path=module_path(miss.node),
+        source=source_line(miss.node),
+        n_masks=0,
+        activation="",
+        dtype=str(dtype_of(miss.node)).removeprefix("torch."),
+        reason=miss.reason,
+        before=lines([miss.node]),
     )
 
 
@@ -163,7 +240,7 @@ def _source_hash() -> str:
     """Of everything that decides what the pass does, and what Inductor makes of its operators."""
     digest = hashlib.sha256()
     for source in (Path(__file__), Path(traced.__file__)):
-        for path in sorted(source.parent.glob("*.py")):
+        for path in sorted(source.parent.rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
 

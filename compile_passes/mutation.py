@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import cache
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from .symbols import as_call, example, is_inplace_name, submodule
+from .shapes import example, same_shape, submodule
+from .symbols import as_call, is_inplace_name
 
 _INPLACE_OPERATORS = (
     operator.iadd,
@@ -87,28 +88,49 @@ class Effects:
         return self._written is None or bool(storages(node) & self._written)
 
 
-def normalise_writes(graph: Graph) -> None:
+def normalise_writes(graph: Graph) -> Callable[[], None]:
     """Make what reads a copy after it was written to in place read the result of the writing: the same tensor.
 
     `w = W.clone(); w.mul_(M); F.linear(x, w)` then reads as `w = W.clone().mul_(M)`; so does `w[~M] = 0`, as
     `masked_fill_`.
+
+    Returns:
+        A function that puts the graph back as it was.
     """
+    undo: list[Callable[[], None]] = []
+    order = {node: position for position, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         call = as_call(node)
         if call is None or call.symbol != "alias" or len(node.users) < 2:
             continue
         current = node
-        for user in list(node.users):  # in the order of the graph
+        for user in sorted(node.users, key=order.__getitem__):
             if _as_fill(user, node):
-                with graph.inserting_before(user):
-                    filled = graph.call_method("masked_fill_", (current, *user.args[1:]))
-                filled.meta = {**user.meta, "example_value": node.meta.get("example_value")}
-                graph.erase_node(user)
-                user = filled
+                undo.append(_changed(user, "call_method", "masked_fill_", (current, *user.args[1:]), {}))
+                user.meta = {**user.meta, "example_value": example(node)}
             elif current is not node:
-                user.replace_input_with(node, current)
+                args, kwargs = torch.fx.map_arg((user.args, user.kwargs), lambda n: current if n is node else n)
+                undo.append(_changed(user, user.op, user.target, args, kwargs))
             if user.args and user.args[0] is current and _returns_self(user):
                 current = user
+
+    def restore() -> None:
+        for step in reversed(undo):
+            step()
+
+    return restore
+
+
+def _changed(node: Node, op: str, target: Any, args: Any, kwargs: Any) -> Callable[[], None]:
+    """Make another call of a node; gives what makes it the call that it was."""
+    before, meta = (node.op, node.target, node.args, node.kwargs), dict(node.meta)
+    node.op, node.target, node.args, node.kwargs = op, target, args, kwargs
+
+    def restore() -> None:
+        node.op, node.target, node.args, node.kwargs = before
+        node.meta = meta
+
+    return restore
 
 
 def _as_fill(user: Node, copy: Node) -> bool:
@@ -116,9 +138,9 @@ def _as_fill(user: Node, copy: Node) -> bool:
     if user.op != "call_function" or user.target is not operator.setitem or user.args[0] is not copy:
         return False
     _, mask, number = user.args
-    condition, tensor = example(mask), example(copy)
+    condition = example(mask)
     is_mask = isinstance(condition, torch.Tensor) and condition.dtype is torch.bool
-    return is_mask and condition.shape == getattr(tensor, "shape", None) and isinstance(number, (int, float))
+    return is_mask and same_shape(mask, copy) and isinstance(number, (int, float))
 
 
 def _returns_self(node: Node) -> bool:
@@ -201,3 +223,45 @@ def _bodies_write_nothing(node: Node) -> bool:
     """Whether the bodies of a higher-order operator are all known, and none of them writes in place."""
     bodies = [submodule(node.graph, argument) for argument in node.all_input_nodes if argument.op == "get_attr"]
     return bool(bodies) and all(body is not None and Effects(body.graph).writes_nothing for body in bodies)
+
+
+# --- Calls that may be made once for several equal ones --------------------------------------------------------------
+
+_UNREPEATABLE = frozenset(
+    {
+        *("alpha_dropout", "bernoulli", "binomial", "cauchy", "dropout", "dropout1d", "dropout2d", "dropout3d"),
+        *("exponential", "feature_alpha_dropout", "feature_dropout", "geometric", "gumbel_softmax", "gru", "log_normal"),
+        *("fractional_max_pool2d", "fractional_max_pool2d_with_indices", "fractional_max_pool3d", "lstm"),
+        *("fractional_max_pool3d_with_indices", "multi_head_attention_forward", "multinomial", "native_dropout"),
+        *("normal", "normal_functional", "poisson", "rand", "rand_like", "randint", "randint_like", "randn"),
+        *("randn_like", "random", "randperm", "rnn_relu", "rnn_tanh", "rrelu", "rrelu_with_noise"),
+        *("rrelu_with_noise_functional", "scaled_dot_product_attention", "uniform"),
+        *("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"),
+        *("initial_seed", "manual_seed", "seed"),
+    }
+)
+"""Names of functions of torch that draw random numbers, or give memory as it is."""
+
+
+def is_random(node: Node) -> bool:
+    """Whether a node is a call of a function of torch that gives something else each time."""
+    target: Any = node.target
+    if "generator" in node.kwargs:
+        return True
+    if isinstance(target, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded in target.tags or target._schema.name.startswith("aten::empty")
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    return name.rstrip("_") in _UNREPEATABLE
+
+
+def is_repeatable(node: Node) -> bool:
+    """Whether a node is a call that gives the same for the same arguments, as torch's own functions do."""
+    target: Any = node.target
+    if node.op not in ("call_function", "call_method") or is_random(node):
+        return False
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return str(target).startswith("aten.")
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return False
+    module = getattr(target, "__module__", None) or "torch"
+    return node.op == "call_method" or module.split(".")[0] in _HARMLESS_MODULES

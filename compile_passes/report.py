@@ -10,7 +10,8 @@ from typing import Any
 
 from torch.fx import Node
 
-from .symbols import as_call, tensor_example
+from .shapes import tensor_example
+from .symbols import as_call
 
 AT_EACH_CALL = "at each call"
 WHEN_COMPILED = "when compiled"
@@ -33,6 +34,7 @@ class SiteReport:
         packed: when the masks are packed: `at each call`, `when compiled` (under freezing), `when exported`, or
             `beforehand` (the model holds them packed); empty for a miss.
         reason: for a miss, why, and what to change; None where it was fused.
+        note: for a fused layer, what would make it faster; empty where nothing is known.
         before: the nodes of the layer, a line each.
         after: the nodes that took their place; empty for a miss.
     """
@@ -46,6 +48,7 @@ class SiteReport:
     routed: bool = False
     packed: str = ""
     reason: str | None = None
+    note: str = ""
     before: tuple[str, ...] = field(default=(), repr=False)
     after: tuple[str, ...] = field(default=(), repr=False)
 
@@ -96,6 +99,8 @@ class FusionReport:
     def _notes(self) -> Iterator[str]:
         for number, site in enumerate(self.missed, 1):
             yield f"\n[{number}] {site.reason}"
+        for note in dict.fromkeys(site.note for site in self.fused if site.note):
+            yield f"\n{note}"
         if any(site.packed == AT_EACH_CALL and site.route == "forward" for site in self.fused):
             yield (
                 "\nMasks are packed at each call, so that a change of them is seen at the next; to pack them once, use "

@@ -12,11 +12,13 @@ from torch.fx import Graph, Node
 
 from mglu_ops.checks import FLOATING
 
+from .mutation import is_repeatable, written
 from .recognise import Recogniser
 from .report import AT_EACH_CALL, BEFOREHAND, WHEN_COMPILED
 from .sites import Layer
-from .symbols import as_call, column_of, dims, slice_of, tensor_example
-from .values import Mask, Route
+from .shapes import column_of, dims, slice_of, tensor_example
+from .symbols import as_call
+from .values import Mask, Route, Slice
 
 _mglu = torch.ops.mglu
 
@@ -32,32 +34,62 @@ class Replacement:
 def rewrite(graph: Graph, recogniser: Recogniser, layers: Sequence[Layer]) -> list[Replacement]:
     """Replace layers, given in the order of the graph, and erase what that made dead.
 
-    The last comes first, so that a layer whose input is the result of another finds it still in place.
+    All new nodes are made before anything is replaced: an error on the way leaves the graph as it was.
     """
-    replacements = [_replace(graph, recogniser, layer) for layer in reversed(layers)]
-    spelling = {node for layer in layers for node in layer.interior}
-    for node in reversed(graph.nodes):
-        call = as_call(node)
-        is_assertion = call is not None and call.symbol == "assert_metadata" and node.args[0] in spelling
-        if (node in spelling or is_assertion) and not node.users:
-            graph.erase_node(node)
-    return replacements[::-1]
+    made: list[tuple[Layer, Node, Replacement]] = []
+    try:
+        for layer in layers:
+            made.append((layer, *_made(graph, recogniser, layer)))
+    except BaseException:
+        for _, _, replacement in reversed(made):
+            _erase(graph, replacement.nodes)
+        raise
+    for layer, result, _ in made:
+        layer.site.root.replace_all_uses_with(result)
+    _erase_dead(graph, {node for layer in layers for node in layer.interior})
+    return [replacement for _, _, replacement in made]
 
 
-def _replace(graph: Graph, recogniser: Recogniser, layer: Layer) -> Replacement:
+def _made(graph: Graph, recogniser: Recogniser, layer: Layer) -> tuple[Node, Replacement]:
+    """The nodes that compute a layer, put before its root, and the one that is its result."""
     root = layer.site.root
     before = root.prev
-    with graph.inserting_before(root):
-        result, packed = _fused_call(graph, recogniser, layer)
-        if layer.site.rest is not None:
-            result = graph.call_function(torch.add, (layer.site.rest, result))
+    try:
+        with graph.inserting_before(root):
+            result, packed = _fused_call(graph, recogniser, layer)
+            if layer.scale != 1:
+                result = graph.call_function(torch.mul, (result, layer.scale))
+            if layer.site.rest is not None:
+                result = graph.call_function(torch.add, (layer.site.rest, result))
+    except BaseException:
+        _erase(graph, _nodes_between(before, root))
+        raise
+    result.meta = dict(root.meta)
+    return result, Replacement(tuple(_nodes_between(before, root)), packed)
+
+
+def _nodes_between(before: Node, after: Node) -> list[Node]:
     nodes = []
-    while before.next is not root:
+    while before.next is not after:
         before = before.next
         nodes.append(before)
-    result.meta = dict(root.meta)
-    root.replace_all_uses_with(result)
-    return Replacement(tuple(nodes), packed)
+    return nodes
+
+
+def _erase(graph: Graph, nodes: Sequence[Node]) -> None:
+    for node in reversed(nodes):
+        graph.erase_node(node)
+
+
+def _erase_dead(graph: Graph, spelling: set[Node]) -> None:
+    """Erase the nodes of the layers that nothing uses any more, the assertions about them, and what only they read."""
+    dying = set(spelling)
+    for node in reversed(graph.nodes):
+        call = as_call(node)
+        is_assertion = call is not None and call.symbol == "assert_metadata" and call.args[0] in dying
+        if (node in dying or is_assertion) and not node.users:
+            dying.update(item for item in node.all_input_nodes if is_repeatable(item) and not written(item))
+            graph.erase_node(node)
 
 
 def _fused_call(graph: Graph, recogniser: Recogniser, layer: Layer) -> tuple[Node, str]:
@@ -84,8 +116,10 @@ def _in_route_order(recogniser: Recogniser, layer: Layer) -> Layer:
     return replace(layer, masks=tuple(layer.masks[i] for i in order), routes=tuple(layer.routes[i] for i in order))
 
 
-def _column_of(route: Route) -> tuple[Node, int] | None:
+def _column_of(route: Route | float) -> tuple[Node, int] | None:
     """The tensor of which a route is one of the columns, and which."""
+    if not isinstance(route, Route) or route.is_number:
+        return None
     return column_of(route.node) if route.index is None else (route.node, route.index)
 
 
@@ -96,11 +130,18 @@ def _route_weights(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node |
     columns = [column for column in map(_column_of, layer.routes) if column is not None]
     if len(columns) == len(layer.routes) and len({recogniser.key(base) for base, _ in columns}) == 1:
         base, first = columns[0][0], layer.routes[0]
+        assert isinstance(first, Route)
         example = tensor_example(base)
-        stack_dim = -1 if first.stack_dim is None else first.stack_dim
-        if example is not None and [index for _, index in columns] == list(range(example.shape[stack_dim])):
+        stack_dim = -1 if first.index is None else first.dim
+        if example is not None and [index for _, index in columns] == list(range(_length(example, stack_dim))):
             return _masks_last(graph, layer, base, stack_dim)
     return graph.call_function(torch.cat, ([_as_column(graph, layer, route) for route in layer.routes], -1))
+
+
+def _length(example: torch.Tensor, dim: int) -> int:
+    """A size, or -1 for one that compiling does not know."""
+    size = example.shape[dim]
+    return size if isinstance(size, int) else -1
 
 
 def _masks_last(graph: Graph, layer: Layer, route: Node, stack_dim: int) -> Node:
@@ -111,12 +152,20 @@ def _masks_last(graph: Graph, layer: Layer, route: Node, stack_dim: int) -> Node
     return graph.call_method("squeeze", (route, -2)) if has_features else route
 
 
-def _as_column(graph: Graph, layer: Layer, route: Route) -> Node:
-    """`[..., 1]`."""
-    if route.index is None or route.stack_dim is None:
-        return route.node
-    whole = _masks_last(graph, layer, route.node, route.stack_dim)
-    return graph.call_method("narrow", (whole, -1, route.index, 1))
+def _as_column(graph: Graph, layer: Layer, route: Route | float) -> Node:
+    """`[..., 1]` of one mask."""
+    if isinstance(route, Route) and not route.is_number:
+        if route.index is None:
+            return route.node
+        whole = _masks_last(graph, layer, route.node, route.dim)
+        return graph.call_method("narrow", (whole, -1, route.index, 1))
+    tokens = graph.call_method("narrow", (layer.x, -1, 0, 1))  # whose shape is that of the column
+    if not isinstance(route, Route):
+        return graph.call_function(torch.full_like, (tokens, route), {"dtype": layer.dtype})
+    number = route.node
+    if route.index is not None:
+        number = graph.call_method("select", (number, route.dim, route.index))
+    return graph.call_method("expand_as", (graph.call_method("reshape", (number, 1)), tokens))
 
 
 def _cast(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
@@ -159,6 +208,7 @@ def _packed_masks(graph: Graph, recogniser: Recogniser, layer: Layer) -> tuple[N
         bits = _mask_bits(graph, recogniser, layer)
         call = as_call(bits)
         if call is not None and call.symbol == "unpack_masks" and not layer.transposed:
+            assert isinstance(call.args[0], Node)
             return call.args[0], BEFOREHAND
         packed = graph.call_function(_mglu.pack_masks.default, (_transpose(graph, layer, bits),))
     return packed, WHEN_COMPILED if _is_folded(packed) else AT_EACH_CALL
@@ -181,14 +231,9 @@ def _is_folded(node: Node) -> bool:
 
 def _whole_logits(recogniser: Recogniser, layer: Layer) -> Node | None:
     """The tensor `L` `[n_masks, ...]` where mask i of the gate is `L[i] > 0` for every i."""
-    sources: list[Slice] = []
-    for mask, complement in layer.masks:
-        call = as_call(mask.bits)
-        if complement or call is None or call.symbol != "gt" or call.args[1:] not in ((0,), (0.0,)):
-            return None
-        if not isinstance(call.args[0], Node):
-            return None
-        sources.append((call.args[0], mask.index))
+    sources: list[Slice] = [(mask.logits, mask.index) for mask, _ in layer.masks if mask.logits is not None]
+    if len(sources) < len(layer.masks) or any(complement for _, complement in layer.masks):
+        return None
     logits = _whole(recogniser, sources, bool(layer.routes))
     example = tensor_example(logits)
     return logits if example is not None and example.dtype in FLOATING else None
@@ -196,7 +241,7 @@ def _whole_logits(recogniser: Recogniser, layer: Layer) -> Node | None:
 
 def _mask_bits(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node:
     """The gate's masks as one tensor `[n_masks, ...]` that `mglu::pack_masks` takes."""
-    if len({complement for _, complement in layer.masks}) == 1:
+    if len({(complement, mask.inverted) for mask, complement in layer.masks}) == 1:
         whole = _whole(recogniser, [(mask.bits, mask.index) for mask, _ in layer.masks], bool(layer.routes))
         if whole is not None:
             return _gate_bits(graph, whole, *layer.masks[0])
@@ -205,6 +250,7 @@ def _mask_bits(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node:
 
 def _gate_bits(graph: Graph, bits: Node, mask: Mask, complement: bool) -> Node:
     """`bits`, a mask or masks like `mask`, or their complement, as bool where that is proved."""
+    complement = complement != mask.inverted
     if mask.proof is None:  # not by a comparison, which would hide from packing a value other than 0 and 1
         return graph.call_function(operator.sub, (1, bits)) if complement else bits
     if complement:
@@ -212,10 +258,6 @@ def _gate_bits(graph: Graph, bits: Node, mask: Mask, complement: bool) -> Node:
     example = tensor_example(mask.bits)
     is_bool = example is not None and example.dtype is torch.bool
     return bits if is_bool else graph.call_function(operator.ne, (bits, 0))
-
-
-Slice = tuple[Node, "int | None"]
-"""A node, or with an index that slice of it."""
 
 
 def _whole(recogniser: Recogniser, slices: Sequence[Slice], ordered: bool) -> Node | None:
@@ -227,7 +269,7 @@ def _whole(recogniser: Recogniser, slices: Sequence[Slice], ordered: bool) -> No
     indices = [index for _, index in found if index is not None]
     if example is None or example.dim() != 3:
         return None
-    return found[0][0] if (indices if ordered else sorted(indices)) == list(range(example.shape[0])) else None
+    return found[0][0] if (indices if ordered else sorted(indices)) == list(range(_length(example, 0))) else None
 
 
 def _resolved(item: Slice) -> Slice:

@@ -41,11 +41,13 @@ from torch.fx import Graph, Node
 from mglu_ops.activations import ACTIVATIONS
 
 from . import formulas
-from .gated_rules import value_users
-from .mutation import Effects, storages
+from .formulas import GRADIENT_AT_0, Scaled
+from .mutation import Effects, is_random, storages
 from .recognise import Recogniser
-from .symbols import as_call, equal_sizes, example, tensor_example
-from .values import Activated, Gated, Mask, Projection, Route, Stacked, Term
+from .rules.gates import value_users
+from .shapes import equal_sizes, example, requires_grad, tensor_example
+from .symbols import as_call
+from .values import Activated, Bundle, Gated, Mask, Product, Projection, Route, Term, Weighted
 
 MAX_MASKS = 16
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -84,14 +86,18 @@ class Layer:
     activation: str
     dtype: torch.dtype
     trains_masks: bool
-    routes: tuple[Route, ...]
-    """One a mask, or none at all."""
+    routes: tuple[Route | float, ...]
+    """A weight of each term, or none at all."""
+    scale: float
+    """What the sum is multiplied with."""
     interior: tuple[Node, ...]
     """The nodes of the spelling, in the order of the graph: what the fused operator replaces."""
 
 
 def find_sites(graph: Graph, recogniser: Recogniser) -> list[Site]:
     """The maximal sums of gated terms of a graph, in its order."""
+    if not recogniser.masked_weights:
+        return []
     roots: dict[Node, Site] = {}
     for node in graph.nodes:
         value = recogniser.value(node)
@@ -108,9 +114,9 @@ def _without_cast(recogniser: Recogniser, node: Node) -> Node:
     """The sum itself, where `node` is a copy of it or casts it from the layer's dtype to another."""
     call = as_call(node)
     while call is not None and call.symbol in ("to", "alias"):
-        source = call.get(0, "input")
-        value, example = recogniser.value(source), tensor_example(source)
-        if not isinstance(value, Gated) or example is None or example.dtype != value.terms[0].gate.dtype:
+        source = call.args[0]
+        value, found = recogniser.value(source), tensor_example(source)
+        if not isinstance(value, Gated) or found is None or found.dtype != value.terms[0].gate.dtype:
             break
         node, call = source, as_call(source)
     return node
@@ -119,7 +125,7 @@ def _without_cast(recogniser: Recogniser, node: Node) -> Node:
 def _continues(recogniser: Recogniser, node: Node, part: Node) -> bool:
     """Whether `node` carries the site on of which `part` is one: a longer sum of it, or a stack that is summed."""
     value = recogniser.value(node)
-    if isinstance(value, Stacked):
+    if isinstance(value, Bundle):
         return bool(node.users) and all(_continues(recogniser, user, node) for user in node.users)
     if isinstance(value, Gated) and value.rest is not None and value.whole is not None:
         return part is value.whole and bool(node.users) and all(_goes_on(recogniser, user, node) for user in node.users)
@@ -155,36 +161,63 @@ def check(graph: Graph, recogniser: Recogniser, site: Site, assume_binary: bool)
             _check_slopes(term, -1 if complement else 1)
     first = site.terms[0].gate
     assert isinstance(first.weight, Node)
+    activation, scales = _check_activation(site)
+    routes, scale = _check_routes(site, scales)
     layer = Layer(
         site=site,
         x=first.x,
         weight=first.weight,
         transposed=first.transposed,
         masks=masks,
-        activation=_check_activation(site),
+        activation=activation,
         dtype=_check_dtypes(site, first),
         trains_masks=any(trained),
-        routes=_check_routes(site),
-        interior=interior(graph, site),
+        routes=routes,
+        scale=scale,
+        interior=interior(recogniser, site),
     )
     _check_users(recogniser, layer)
+    _check_modes(recogniser, layer)
     _check_mutation(recogniser.effects, layer)
     return layer
 
 
-def _check_activation(site: Site) -> str:
-    name = site.terms[0].activation
-    if name is None:
-        spelled = formulas.spelled(site.terms[0].formula)
-        if "`" in spelled:
+def named(term: Term) -> Scaled | None:
+    """The operator's activation that a term has, and its coefficient."""
+    digits = formulas.EXACT if term.gate.dtype is torch.float64 else formulas.DIGITS
+    return formulas.activation(term.formula, digits)
+
+
+def spelled(term: Term) -> str:
+    """The name of a term's activation, or its formula."""
+    found = named(term)
+    return str(term.formula) if found is None else found.activation
+
+
+def _check_activation(site: Site) -> tuple[str, list[float]]:
+    """The activation of all terms, and the coefficient of each."""
+    found = [named(term) for term in site.terms]
+    first = found[0]
+    if first is None or any(other is None or other.activation != first.activation for other in found):
+        formula = str(site.terms[0].formula)
+        if "`" in formula:
             raise Refusal(
-                f"the gate g goes through {spelled}, with a number whose value compiling does not know (a float that "
+                f"the gate g goes through {formula}, with a number whose value compiling does not know (a float that "
                 "`dynamic=True` makes an input); write it as a literal"
             )
         raise Refusal(
-            f"the gate g goes through {spelled}, which is none of the operator's activations ({', '.join(ACTIVATIONS)})"
+            f"the gate g goes through {formula}, which is none of the operator's activations ({', '.join(ACTIVATIONS)})"
         )
-    return name
+    root = tensor_example(site.root)
+    if first.kink is not None and root is not None and root.requires_grad:
+        raise Refusal(
+            f"the gate goes through a relu written as {_SPELLED[first.kink]}, whose gradient where the gate is 0 is "
+            f"{GRADIENT_AT_0[first.kink]} and not 0 as that of relu; write torch.relu"
+        )
+    return first.activation, [one.scale for one in found if one is not None]
+
+
+_SPELLED = {formulas.CLAMP: "clamp(min=0)", formulas.MAXIMUM: "maximum(g, 0)"}
 
 
 def _check_operands(recogniser: Recogniser, site: Site) -> None:
@@ -198,11 +231,34 @@ def _check_operands(recogniser: Recogniser, site: Site) -> None:
                 "complement; write the second as 1 - mask (or ~mask for a bool mask)"
             )
         if recogniser.key(projection.x) != recogniser.key(first.x):
-            raise Refusal("gate and value project different inputs")
+            raise Refusal(f"gate and value project different inputs, {_difference(recogniser, first.x, projection.x)}")
+        assert isinstance(first.weight, Node)
         if recogniser.key(projection.weight) != recogniser.key(first.weight):
-            raise Refusal("gate and value mask different weights")
+            different = _difference(recogniser, first.weight, projection.weight)
+            raise Refusal(f"gate and value mask different weights, {different}")
         if projection.transposed != first.transposed:
             raise Refusal("gate and value use the weight in different orientations")
+
+
+def _difference(recogniser: Recogniser, a: Node, b: Node) -> str:
+    """Where two expressions begin to differ: at two nodes that are no equal calls of equal arguments."""
+    while True:
+        inputs = [node.all_input_nodes for node in (a, b)]
+        alike = a.op == b.op and a.target == b.target and len(inputs[0]) == len(inputs[1]) > 0
+        pairs = list(zip(*inputs, strict=True)) if alike else []
+        unequal = [pair for pair in pairs if recogniser.key(pair[0]) != recogniser.key(pair[1])]
+        if len(unequal) != 1 or unequal[0] == (a, b):
+            return f"`{a.name}` and `{b.name}`{_why_different(recogniser, a, b)}"
+        a, b = unequal[0]
+
+
+def _why_different(recogniser: Recogniser, a: Node, b: Node) -> str:
+    """What keeps two nodes from being one, where it can be told."""
+    if any(recogniser.is_mutable(node) for node in (a, b)):
+        return " (the graph writes to one of them in place)"
+    if requires_grad(a) != requires_grad(b):
+        return " (only one of them takes a gradient)"
+    return " (random numbers are drawn anew)" if is_random(a) and is_random(b) else ""
 
 
 def _check_masks(term: Term, assume_binary: bool) -> tuple[Mask, bool]:
@@ -263,11 +319,19 @@ def _check_mask_shape(term: Term, mask: Mask) -> None:
         )
 
 
-def _check_routes(site: Site) -> tuple[Route, ...]:
+def _check_routes(site: Site, scales: list[float]) -> tuple[tuple[Route | float, ...], float]:
+    """The weights of the terms, and what their sum is multiplied with.
+
+    A number that all terms share multiplies the sum. Numbers that differ are weights of the terms.
+    """
     routes = tuple(term.route for term in site.terms if term.route is not None)
     if routes and len(routes) != len(site.terms):
         raise Refusal("some terms of the sum have route weights and some do not")
-    return routes
+    if len(set(scales)) == 1:
+        return routes, scales[0]
+    if routes:
+        raise Refusal("the terms of the sum have route weights and are multiplied by numbers that differ")
+    return tuple(scales), 1.0
 
 
 def _describe(node: Node) -> str:
@@ -290,41 +354,79 @@ def _check_dtypes(site: Site, first: Projection) -> torch.dtype:
     return root.dtype
 
 
-def interior(graph: Graph, site: Site) -> tuple[Node, ...]:
-    """The nodes between a site's leaves and its root, root included."""
+def interior(recogniser: Recogniser, site: Site) -> tuple[Node, ...]:
+    """The nodes between a site's leaves and its root, root included: those of which the recogniser knows a value."""
     leaves: set[Any] = {node for projection in site.projections for node in (projection.x, projection.weight)}
     leaves |= {term.route.node for term in site.terms if term.route is not None} | {site.rest}
     seen: set[Node] = set()
     stack = [site.root]
     while stack:
         node = stack.pop()
-        if node in seen or node in leaves or as_call(node) is None:
+        if node in seen or node in leaves or as_call(node) is None or not _is_spelling(recogniser, node):
             continue
         seen.add(node)
         stack.extend(node.all_input_nodes)
-    return tuple(node for node in graph.nodes if node in seen)
+    return tuple(sorted(seen, key=recogniser.effects.order.__getitem__))
+
+
+def _is_spelling(recogniser: Recogniser, node: Node) -> bool:
+    """Whether a node is a part of how a layer is spelled: its value is known, or it is a tuple of such parts."""
+    if recogniser.value(node) is not None:
+        return True
+    call = as_call(node)
+    return call is not None and call.symbol in _IN_BETWEEN
+
+
+_IN_BETWEEN = frozenset({"unbind", "chunk", "split", "expand", "unsqueeze", "getitem", "select", "empty", "size"})
+"""Symbols of nodes that a spelling passes through, though nothing is known of what they make."""
+
+
+_COMPUTED = (Projection, Activated, Gated)
+
+
+def _is_computed(recogniser: Recogniser, node: Node) -> bool:
+    """Whether a node is what the operator computes inside: products, activations and terms, or a tuple of these."""
+    call = as_call(node)
+    if call is not None and call.symbol in ("unbind", "chunk", "split"):
+        return isinstance(call.args[0], Node) and _is_computed(recogniser, call.args[0])
+    value = recogniser.value(node)
+    return isinstance(value.items[0] if isinstance(value, Bundle) else value, _COMPUTED)
 
 
 def _check_users(recogniser: Recogniser, layer: Layer) -> None:
     interior = set(layer.interior)
     for node in layer.interior:
-        if node is layer.site.root or not isinstance(recogniser.value(node), (Projection, Activated, Gated, Stacked)):
+        if node is layer.site.root or not _is_computed(recogniser, node):
             continue
         for user in value_users(node):
             if user not in interior:
                 raise Refusal(f"`{node.name}`, inside the layer, is also used by `{user.name}`")
 
 
+def _check_modes(recogniser: Recogniser, layer: Layer) -> None:
+    """No change of the grad mode or of autocast between what the operator computes.
+
+    Masks may be made before it, under `no_grad` for instance: what gradient they carry is known from their examples.
+    """
+    order, switches = recogniser.effects.order, recogniser.effects.mode_switches
+    computed = [node for node in layer.interior if _is_weight_or_more(recogniser, node)]
+    first, last = order[computed[0]], order[layer.site.root]
+    for node in switches:
+        if first <= order[node] <= last:
+            raise Refusal(f"`{getattr(node.target, '__name__', '')}` stands inside the layer")
+
+
+def _is_weight_or_more(recogniser: Recogniser, node: Node) -> bool:
+    return isinstance(recogniser.value(node), (Weighted, Product, Bundle)) or _is_computed(recogniser, node)
+
+
 def _check_mutation(effects: Effects, layer: Layer) -> None:
     interior, root, order = set(layer.interior), layer.site.root, effects.order
-    if not effects.writes and not effects.mode_switches:
+    if not effects.writes:
         return
     leaves = {layer.x, layer.weight, *(node for inner in interior for node in inner.all_input_nodes)} - interior
     touched = {storage for node in interior | leaves for storage in storages(node)}
     first = min(order[node] for node in interior)
-    for node in effects.mode_switches:
-        if first <= order[node] <= order[root]:
-            raise Refusal(f"`{getattr(node.target, '__name__', '')}` stands inside the layer")
     for node, targets in effects.writes:
         if not first <= order[node] <= order[root]:
             continue

@@ -1,26 +1,130 @@
-"""One table from the ways torch spells an operation to one symbol: functions, methods, operators and ATen overloads.
+"""One table from the ways torch spells an operation to one symbol and one list of arguments.
 
-The recogniser sees only `Call`s, so that Dynamo's graphs and those of `torch.export` read alike, and a new spelling
-of a known operation is one more entry here.
+A spelling (a torch function, a method, a Python operator, an ATen overload) stands in the table with its signature, and
+`as_call` binds the arguments of a node to it. The rules of the recogniser see only the result, a `Call`: positional,
+keyword and default forms read alike, and so do the graphs of Dynamo and of `torch.export`. A node whose arguments do not
+all fit the signature is no `Call`, so no rule can overlook an argument such as `rounding_mode="floor"`.
+
+A signature is written as text, `"input, other, alpha==1"`:
+
+| item | meaning |
+|---|---|
+| `name` | a required argument, which the rules get |
+| `name=value` | an optional argument, which the rules get, with its default |
+| `a\\|b` | an argument with two names |
+| `name==value` | the call is understood only if the argument is absent or has this value; the rules do not get it |
+| `-name` | an argument that cannot change what the rules conclude (they read shape and dtype of the result) |
+| `*name` | all further positional arguments, or one sequence: the rules get a tuple |
+| `...` | any further arguments, none of which can change what the rules conclude |
 """
 
 from __future__ import annotations
 
+import ast
 import operator
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (the field's name)
 from torch import nn
-from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx import Node
 
 import mglu_ops.ops  # noqa: F401 (registers torch.ops.mglu)
 
 _mglu = torch.ops.mglu
+
+# --- Signatures ------------------------------------------------------------------------------------------------------
+
+
+class _Kind(Enum):
+    READ = auto()
+    FIXED = auto()
+    UNREAD = auto()
+    REST = auto()
+
+
+_REQUIRED = object()
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    names: tuple[str, ...]
+    kind: _Kind
+    default: Any
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The parameters of a spelling, by the syntax at the head of this module."""
+
+    parameters: tuple[_Parameter, ...]
+    is_open: bool
+    """Whether further arguments are accepted."""
+
+    @staticmethod
+    def parse(text: str) -> Signature:
+        items = [item.strip() for item in text.split(",") if item.strip()]
+        return Signature(tuple(_parameter(item) for item in items if item != "..."), "..." in items)
+
+    @property
+    def read(self) -> tuple[str, ...]:
+        """The names of the arguments that the rules get."""
+        return tuple(p.names[0] for p in self.parameters if p.kind in (_Kind.READ, _Kind.REST))
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The arguments that the rules get, by name; None if the given ones do not fit."""
+        bound: dict[str, Any] = {}
+        given, position = dict(kwargs), 0
+        for parameter in self.parameters:
+            value: Any = _MISSING
+            if position < len(args):
+                is_rest = parameter.kind is _Kind.REST
+                value = _as_one_sequence(args[position:]) if is_rest else args[position]
+                position = len(args) if is_rest else position + 1
+            else:
+                for name in parameter.names:
+                    value = given.pop(name, value)
+            if value is _MISSING:
+                value = parameter.default
+            if value is _REQUIRED or (parameter.kind is _Kind.FIXED and not _is_same(value, parameter.default)):
+                return None
+            bound[parameter.names[0]] = value
+        if not self.is_open and (given or position < len(args)):
+            return None
+        return {name: bound[name] for name in self.read}
+
+
+def _parameter(item: str) -> _Parameter:
+    kind = {"*": _Kind.REST, "-": _Kind.UNREAD}.get(item[0], _Kind.READ)
+    item = item.lstrip("*-")
+    default: Any = None if kind is _Kind.UNREAD else _REQUIRED
+    if "==" in item:
+        (item, text), kind = item.split("=="), _Kind.FIXED
+        default = ast.literal_eval(text)
+    elif "=" in item:
+        item, text = item.split("=")
+        default = ast.literal_eval(text)
+    names = tuple(item.split("|"))
+    return _Parameter((*names, "self") if names[0] == "input" else names, kind, default)
+
+
+def _as_one_sequence(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+
+
+def _is_same(value: Any, default: Any) -> bool:
+    """Equality without a guard on a symbolic number, and without that of tensors."""
+    if value is None or default is None:
+        return value is default
+    return isinstance(value, (bool, int, float, str)) and bool(value == default)
+
+
+# --- Spellings -------------------------------------------------------------------------------------------------------
 
 
 def _aten(*names: str) -> tuple[Any, ...]:
@@ -37,111 +141,135 @@ def _elementwise(name: str, *more: Any) -> tuple[Any, ...]:
     return (getattr(torch, name), name, *_aten(name), *more)
 
 
-# Symbol -> its spellings. A string is a method name; in-place forms are found by their trailing underscore.
-_SPELLINGS: Mapping[str, tuple[Any, ...]] = {
-    # Arithmetic
-    "add": _elementwise("add", operator.add, operator.iadd, "__add__", "__radd__"),
-    "sub": _elementwise("sub", operator.sub, operator.isub, torch.subtract, "subtract", "__sub__"),
-    "rsub": (torch.rsub, "__rsub__", *_aten("rsub")),
-    "mul": _elementwise("mul", operator.mul, operator.imul, torch.multiply, "multiply", "__mul__", "__rmul__"),
-    "div": _elementwise("div", operator.truediv, operator.itruediv, torch.true_divide, "true_divide", "__truediv__"),
-    "neg": _elementwise("neg", operator.neg, torch.negative, "negative"),
-    "reciprocal": _elementwise("reciprocal"),
-    "pow": _elementwise("pow", operator.pow),
-    "square": _elementwise("square"),
-    "exp": _elementwise("exp"),
-    "erf": _elementwise("erf", torch.special.erf),
-    "clamp": _elementwise("clamp", torch.clip, "clip"),
-    "clamp_min": _elementwise("clamp_min"),
-    "maximum": _elementwise("maximum", torch.ops.aten.max.other),
-    "round": _elementwise("round"),
-    "sign": _elementwise("sign", torch.sgn, "sgn", *_aten("sgn")),
-    "heaviside": _elementwise("heaviside"),
-    "remainder": _elementwise("remainder", operator.mod, "__mod__"),
-    # Logic
-    "not": (operator.invert, torch.bitwise_not, "bitwise_not", "__invert__", *_aten("bitwise_not")),
-    "logical_not": _elementwise("logical_not"),
-    "and": (operator.and_, torch.bitwise_and, "bitwise_and", "__and__", "__rand__", *_aten("bitwise_and", "__and__")),
-    "gt": _elementwise("gt", operator.gt, torch.greater, "greater", "__gt__"),
-    "ge": _elementwise("ge", operator.ge, torch.greater_equal, "greater_equal", "__ge__"),
-    "lt": _elementwise("lt", operator.lt, torch.less, "less", "__lt__"),
-    "le": _elementwise("le", operator.le, torch.less_equal, "less_equal", "__le__"),
-    "eq": _elementwise("eq", operator.eq, "__eq__"),
-    "ne": _elementwise("ne", operator.ne, torch.not_equal, "not_equal", "__ne__"),
-    "where": _elementwise("where"),
-    "masked_fill": _elementwise("masked_fill"),
-    "index_put": _elementwise("index_put"),
-    # The same values in another dtype, place or tensor
-    "to": (
-        "to",
-        "type",
-        "float",
-        "half",
-        "bfloat16",
-        "double",
-        "int",
-        "long",
-        "bool",
-        "type_as",
-        *_aten("to", "_to_copy"),
-    ),
-    "detach": _elementwise("detach"),
-    "alias": (
-        torch.clone,
-        "contiguous",
-        "clone",
-        *_aten("clone", "alias", "contiguous", "lift_fresh_copy", "lift_fresh"),
-    ),
-    # Numbers
-    "zeros": (
-        *(torch.zeros_like, torch.zeros, "new_zeros", "zero_", torch.zero_),
-        *_aten("zeros_like", "zeros", "new_zeros", "zero", "zero_"),
-    ),
-    "ones": (torch.ones_like, torch.ones, "new_ones", *_aten("ones_like", "ones", "new_ones")),
-    "full": (torch.full, torch.full_like, "new_full", *_aten("full", "full_like", "new_full")),
-    "empty": (torch.empty, torch.empty_like, "new_empty", *_aten("empty", "empty_like", "new_empty")),
-    "tensor": (torch.tensor, torch.scalar_tensor, *_aten("scalar_tensor")),
-    # Shape
-    "getitem": (operator.getitem, "__getitem__"),
-    "select": _elementwise("select"),
-    "unbind": _elementwise("unbind"),
-    "stack": (torch.stack, *_aten("stack")),
-    "sum": _elementwise("sum"),
-    "unsqueeze": _elementwise("unsqueeze"),
-    "expand": ("expand", "repeat", torch.broadcast_to, "broadcast_to", *_aten("expand", "repeat", "broadcast_to")),
-    "expand_as": ("expand_as", *_aten("expand_as")),
-    "transpose": (
-        *(torch.t, "t", torch.transpose, "transpose", torch.swapaxes, "swapaxes"),
-        *_aten("t", "numpy_T", "mT", "transpose"),
-    ),
-    "permute": _elementwise("permute"),
-    "getattr": (getattr,),
-    "size": ("size", "dim", *_aten("sym_size")),
-    "assert_metadata": _aten("_assert_tensor_metadata"),
-    # Layers
-    "linear": (F.linear, *_aten("linear")),
-    "matmul": (
-        *(operator.matmul, torch.matmul, torch.mm, torch.bmm, "matmul", "mm", "bmm", "__matmul__"),
-        *_aten("matmul", "mm", "bmm"),
-    ),
-    "addmm": _elementwise("addmm"),
-    "einsum": (torch.einsum, *_aten("einsum")),
-    "silu": (F.silu, *_aten("silu")),
-    "gelu": (F.gelu, *_aten("gelu")),
-    "relu": _elementwise("relu", F.relu),
-    "sigmoid": _elementwise("sigmoid", F.sigmoid, torch.special.expit),
-    "tanh": _elementwise("tanh", F.tanh),
-    "other_activation": (
-        *(F.mish, F.elu, F.selu, F.celu, F.leaky_relu, F.hardswish, F.hardsigmoid, F.hardtanh, F.relu6, F.softplus),
-        *_aten("mish", "elu", "selu", "celu", "leaky_relu", "hardswish", "hardsigmoid", "hardtanh", "softplus"),
-    ),
-    "unpack_masks": (_mglu.unpack_masks, _mglu.unpack_masks.default),
-    "dropout": (F.dropout, torch.dropout, *_aten("dropout")),
-}
+_TWO = "input, other"
 
-SYMBOLS: Mapping[Any, str] = MappingProxyType(
-    {spelling: symbol for symbol, spellings in _SPELLINGS.items() for spelling in spellings}
-)
+
+def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
+    """`(symbol, signature, spellings)`. A string is a method's name; the in-place form of a spelling is found by its
+    trailing underscore. All signatures of a symbol read the same arguments.
+    """
+    # Arithmetic
+    scaled = f"{_TWO}, alpha==1"
+    yield "add", scaled, _elementwise("add", operator.add, operator.iadd, "__add__", "__radd__")
+    yield "sub", scaled, _elementwise("sub", operator.sub, operator.isub, torch.subtract, "subtract", "__sub__")
+    yield "rsub", scaled, (torch.rsub, "__rsub__", *_aten("rsub"))
+    products = (operator.mul, operator.imul, torch.multiply, "multiply", "__mul__", "__rmul__")
+    yield "mul", _TWO, _elementwise("mul", *products)
+    quotients = (operator.truediv, operator.itruediv, torch.true_divide, "true_divide", "__truediv__")
+    yield "div", f"{_TWO}, rounding_mode==None", _elementwise("div", *quotients)
+    yield "neg", "input", _elementwise("neg", operator.neg, torch.negative, "negative", "__neg__")
+    yield "abs", "input", _elementwise("abs", operator.abs, torch.absolute, "absolute", "__abs__")
+    yield "reciprocal", "input", _elementwise("reciprocal")
+    yield "pow", "input, exponent", _elementwise("pow", operator.pow, "__pow__")
+    yield "square", "input", _elementwise("square")
+    yield "exp", "input", _elementwise("exp")
+    yield "erf", "input", _elementwise("erf", torch.special.erf)
+    clamp = "input, min=None, max=None"
+    yield "clamp", clamp, _elementwise("clamp", torch.clip, "clip", *_aten("clip"))
+    yield "clamp_min", "input, min", _elementwise("clamp_min")
+    yield "maximum", _TWO, _elementwise("maximum", torch.ops.aten.max.other)
+    yield "max", _TWO, (torch.max, "max")  # the maximum of two tensors, or with a number the one along a dimension
+    yield "threshold", "input, threshold, value, -inplace", (F.threshold, torch.threshold, *_aten("threshold"))
+    yield "round", "input, decimals==0", _elementwise("round")
+    yield "sign", "input", _elementwise("sign", torch.sgn, "sgn", *_aten("sgn"))
+    yield "heaviside", "input, values", _elementwise("heaviside")
+    yield "remainder", _TWO, _elementwise("remainder", operator.mod, "__mod__")
+    # Logic
+    inversions = (operator.invert, torch.bitwise_not, "bitwise_not", "__invert__", *_aten("bitwise_not"))
+    yield "not", "input", inversions
+    yield "logical_not", "input", _elementwise("logical_not")
+    for name, function in (("and", operator.and_), ("or", operator.or_), ("xor", operator.xor)):
+        methods = (f"__{name}__", f"__r{name}__", f"bitwise_{name}")
+        functions = (function, getattr(torch, f"bitwise_{name}"))
+        yield name, _TWO, (*functions, *methods, *_aten(f"bitwise_{name}", f"__{name}__"))
+        yield f"logical_{name}", _TWO, _elementwise(f"logical_{name}")
+    yield "gt", _TWO, _elementwise("gt", operator.gt, torch.greater, "greater", "__gt__")
+    yield "ge", _TWO, _elementwise("ge", operator.ge, torch.greater_equal, "greater_equal", "__ge__")
+    yield "lt", _TWO, _elementwise("lt", operator.lt, torch.less, "less", "__lt__")
+    yield "le", _TWO, _elementwise("le", operator.le, torch.less_equal, "less_equal", "__le__")
+    yield "eq", _TWO, _elementwise("eq", operator.eq, "__eq__")
+    yield "ne", _TWO, _elementwise("ne", operator.ne, torch.not_equal, "not_equal", "__ne__")
+    yield "where", "condition, input, other", (torch.where, *_aten("where"))
+    yield "where", "input, condition, other", ("where",)
+    yield "masked_fill", "input, mask, value", _elementwise("masked_fill")
+    yield "index_put", "input, indices, values, accumulate==False", _elementwise("index_put")
+    yield "setitem", "input, index, value", (operator.setitem, "__setitem__")
+    # The same values in another dtype, place or tensor
+    casts = ("to", "type", "float", "half", "bfloat16", "double", "int", "long", "bool", "type_as")
+    yield "to", "input, ...", (*casts, *_aten("to", "_to_copy"))
+    yield "detach", "input", _elementwise("detach", torch._C._autograd._get_data_attr)
+    yield "alias", "input, ...", (torch.clone, "contiguous", "clone", *_aten("clone", "alias", "contiguous"))
+    yield "alias", "input", _aten("lift_fresh_copy", "lift_fresh")
+    # Numbers
+    yield "zeros", "...", (torch.zeros_like, torch.zeros, "new_zeros", "zero_", torch.zero_)
+    yield "zeros", "...", _aten("zeros_like", "zeros", "new_zeros", "zero", "zero_")
+    yield "ones", "...", (torch.ones_like, torch.ones, "new_ones", *_aten("ones_like", "ones", "new_ones"))
+    yield "full", "-size|input|self, fill_value, ...", (torch.full, torch.full_like, *_aten("full", "full_like"))
+    yield "full", "-input, -size, fill_value, ...", ("new_full", *_aten("new_full"))
+    yield "empty", "...", (torch.empty, torch.empty_like, "new_empty", *_aten("empty", "empty_like", "new_empty"))
+    yield "tensor", "data|s, ...", (torch.tensor, torch.scalar_tensor, *_aten("scalar_tensor"))
+    # Shape
+    yield "getitem", "input, index", (operator.getitem, "__getitem__")
+    yield "select", "input, dim, index", _elementwise("select")
+    yield "slice", "input, dim=0, start=None, end=None, step=1", _aten("slice")
+    yield "narrow", "input, dim, start, length", _elementwise("narrow")
+    yield "unbind", "input, dim=0", _elementwise("unbind")
+    yield "chunk", "input, chunks, dim=0", _elementwise("chunk")
+    sections = "input, sections|split_size|split_size_or_sections|split_sizes, dim=0"
+    splits = (torch.split, torch.functional.split, "split", "split_with_sizes")
+    yield "split", sections, (*splits, *_aten("split", "split_with_sizes"))
+    yield "stack", "tensors, dim=0", (torch.stack, *_aten("stack"))
+    concatenations = (torch.cat, torch.concat, torch.concatenate, *_aten("cat", "concat", "concatenate"))
+    yield "cat", "tensors, dim|axis=0", concatenations
+    reduction = "input, dim|axis=None, keepdim|keepdims=False, dtype==None"
+    yield "sum", reduction, _elementwise("sum")
+    yield "mean", reduction, _elementwise("mean")
+    yield "unsqueeze", "input, dim", _elementwise("unsqueeze")
+    yield "expand", "input, *sizes", ("expand", "repeat", *_aten("expand", "repeat"))
+    yield "expand", "input, *sizes|size|shape", (torch.broadcast_to, "broadcast_to", *_aten("broadcast_to"))
+    yield "expand_as", _TWO, ("expand_as", *_aten("expand_as"))
+    yield "t", "input", (torch.t, "t", *_aten("t", "numpy_T"))
+    yield "mT", "input", (*_aten("mT", "adjoint"), torch.adjoint, "adjoint")
+    swaps = (torch.transpose, "transpose", torch.swapaxes, "swapaxes", torch.swapdims, "swapdims")
+    yield "transpose", "input, dim0|axis0, dim1|axis1", (*swaps, *_aten("transpose", "swapaxes", "swapdims"))
+    yield "permute", "input, *dims", _elementwise("permute")
+    yield "flatten", "input, start_dim=0, end_dim=-1", _elementwise("flatten")
+    yield "unflatten", "input, dim, -sizes", _elementwise("unflatten")
+    yield "reshape", "input, *shape|size", (torch.reshape, "reshape", "view", *_aten("reshape", "view"))
+    yield "getattr", "input, name", (getattr,)
+    yield "size", "...", ("size", "dim", *_aten("sym_size"))
+    yield "assert_metadata", "input|a, ...", _aten("_assert_tensor_metadata")
+    # Layers
+    yield "linear", "input, weight, bias=None", (F.linear, *_aten("linear"))
+    yield "inner", _TWO, (torch.inner, "inner", *_aten("inner"))
+    multiplications = (operator.matmul, torch.matmul, torch.mm, torch.bmm, "matmul", "mm", "bmm", "__matmul__")
+    yield "matmul", "input, other|mat2|tensor2", (*multiplications, *_aten("matmul", "mm", "bmm"))
+    yield "addmm", "input, mat1, mat2, beta=1, alpha==1", _elementwise("addmm")
+    yield "einsum", "equation, *operands|tensors, -path", (torch.einsum, *_aten("einsum"))
+    yield "silu", "input, -inplace", (F.silu, *_aten("silu"))
+    yield "gelu", "input, approximate='none'", (F.gelu, *_aten("gelu"))
+    yield "relu", "input, -inplace", _elementwise("relu", F.relu)
+    yield "sigmoid", "input", _elementwise("sigmoid", F.sigmoid, torch.special.expit)
+    yield "tanh", "input", _elementwise("tanh", F.tanh)
+    for name in _OTHER_ACTIVATIONS:
+        yield name, "input, *options", (getattr(F, name), *(_aten(name) if hasattr(torch.ops.aten, name) else ()))
+    yield "unpack_masks", "packed_masks, -in_features", (_mglu.unpack_masks, _mglu.unpack_masks.default)
+    dropouts = (F.dropout, torch.dropout, *_aten("dropout"))
+    yield "dropout", "input, p=0.5, training|train=True, -inplace", dropouts
+
+
+_OTHER_ACTIVATIONS = ("mish", "elu", "selu", "celu", "leaky_relu", "hardswish", "hardsigmoid", "hardtanh", "softplus")
+_OTHER_ACTIVATIONS = (*_OTHER_ACTIVATIONS, "relu6", "logsigmoid")
+"""Activations that the operator does not have, so that a report can name them."""
+
+_TABLE: dict[Any, tuple[str, Signature]] = {}
+_ORDER: dict[str, tuple[str, ...]] = {}
+"""The arguments of each symbol in the order in which the rules get them: that of its first signature."""
+
+for _symbol, _text, _targets in _spellings():
+    _signature = Signature.parse(_text)
+    _ORDER.setdefault(_symbol, _signature.read)
+    _TABLE.update(dict.fromkeys(_targets, (_symbol, _signature)))
 
 READS_NO_VALUES = frozenset({"zeros", "ones", "full", "empty", "size", "assert_metadata"})
 """Symbols of calls that look at the shape, dtype or device of their arguments only."""
@@ -149,26 +277,38 @@ READS_NO_VALUES = frozenset({"zeros", "ones", "full", "empty", "size", "assert_m
 
 @dataclass(frozen=True)
 class Call:
-    """A node read through the table."""
+    """A node read through the table.
+
+    Attributes:
+        symbol: what it does.
+        args: one argument for each that the symbol's signature reads, defaults filled in.
+    """
 
     symbol: str
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-    def get(self, position: int, name: str, default: Any = None) -> Any:
-        """The argument at `position`, or called `name`, or `default`."""
-        return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
 
 
-def as_call(node: Node) -> Call | None:
-    """`node` as a `Call`; None where the table does not have its target."""
-    target: Any = node.target
+def as_call(node: Any) -> Call | None:
+    """`node` as a `Call`; None where the table does not have its target, or the arguments do not fit."""
+    if not isinstance(node, Node):
+        return None
     if node.op == "call_module":
         return _call_of_module(node)
-    if not node.op.startswith("call_") or not isinstance(target, Hashable):
+    if not node.op.startswith("call_") or not isinstance(node.target, Hashable):
         return None
-    symbol = SYMBOLS.get(target) or SYMBOLS.get(_out_of_place(target))
-    return None if symbol is None else Call(symbol, node.args, node.kwargs)
+    found = _TABLE.get(node.target) or _TABLE.get(_out_of_place(node.target))
+    return None if found is None else _bind(*found, node.args, node.kwargs)
+
+
+def symbol_of(node: Any) -> str:
+    """The symbol of a node; empty where it is no `Call`."""
+    call = as_call(node)
+    return "" if call is None else call.symbol
+
+
+def _bind(symbol: str, signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call | None:
+    bound = signature.bind(args, kwargs)
+    return None if bound is None else Call(symbol, tuple(bound[name] for name in _ORDER[symbol]))
 
 
 _MODULES: Mapping[type[nn.Module], str] = MappingProxyType(
@@ -191,8 +331,9 @@ def _call_of_module(node: Node) -> Call | None:
     symbol = _MODULES.get(type(module))  # type: ignore[arg-type] # None is in no table
     if symbol is None or getattr(module, "inplace", False):
         return None
-    options = {name: getattr(module, name) for name in ("approximate", "training") if hasattr(module, name)}
-    return Call(symbol, node.args, {**node.kwargs, **options})
+    signature = _TABLE["clone" if symbol == "alias" else getattr(F, symbol)][1]
+    options = {name: getattr(module, name) for name in ("approximate", "training", "p") if hasattr(module, name)}
+    return _bind(symbol, signature, node.args, {**node.kwargs, **options})
 
 
 def _out_of_place(target: Any) -> Any:
@@ -210,145 +351,3 @@ def _out_of_place(target: Any) -> Any:
 def is_inplace_name(name: str) -> bool:
     """`relu_`, but not `__add__` or `relu`."""
     return name.endswith("_") and not name.endswith("__")
-
-
-def example(node: Any) -> Any:
-    """The (fake) value that tracing saw at a node: Dynamo's `example_value`, or export's `val`."""
-    if not isinstance(node, Node):
-        return node
-    return node.meta["example_value"] if "example_value" in node.meta else node.meta.get("val")
-
-
-def tensor_example(node: Any) -> torch.Tensor | None:
-    """`example(node)` if it is a tensor."""
-    value = example(node)
-    return value if isinstance(value, torch.Tensor) else None
-
-
-def equal_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Whether two shapes are known to agree, without a guard on a symbolic size."""
-    return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
-
-
-def same_shape(*nodes: Any) -> bool:
-    """Whether nodes are tensors of one shape."""
-    examples = [tensor_example(node) for node in nodes]
-    first = examples[0]
-    return first is not None and all(item is not None and equal_sizes(item.shape, first.shape) for item in examples)
-
-
-def dims(argument: Any) -> int:
-    """How many dimensions the value of a node has; -1 for what is no tensor."""
-    value = tensor_example(argument) if isinstance(argument, Node) else None
-    return -1 if value is None else value.dim()
-
-
-def is_matrix(argument: Any) -> bool:
-    """Whether an argument is a node whose value has two dimensions."""
-    return dims(argument) == 2
-
-
-def dimension(argument: Any, of: Any) -> int | None:
-    """A `dim` argument counted from the front, of a node's value; None if it is no single dimension of it."""
-    (single,) = argument if isinstance(argument, (list, tuple)) and len(argument) == 1 else (argument,)
-    count = dims(of)
-    if isinstance(single, bool) or not isinstance(single, int) or not -count <= single < count:
-        return None
-    return single % count
-
-
-def requires_grad(argument: Any) -> bool:
-    """Whether tracing saw a gradient being recorded at a node."""
-    value = tensor_example(argument)
-    return value is not None and value.requires_grad
-
-
-def slice_of(node: Node) -> tuple[Node, int, int] | None:
-    """`(tensor, dim, index)` where `node` is one slice of a tensor along a dimension, by whatever spelling."""
-    call = as_call(node)
-    base = None if call is None else call.get(0, "input")
-    if call is None or not isinstance(base, Node):
-        return None
-    dim: Any = 0
-    if call.symbol == "select":
-        dim, index = call.get(1, "dim"), call.get(2, "index")
-    elif call.symbol == "getitem":
-        index, inner = call.get(1, "index"), as_call(base)
-        if inner is not None and inner.symbol == "unbind":
-            base, dim = inner.get(0, "input"), inner.get(1, "dim", 0)
-        elif isinstance(index, tuple) and Ellipsis not in index and None not in index:
-            (dim, index), *more = [(i, item) for i, item in enumerate(index) if item != slice(None)] or [(0, None)]
-            if more:
-                return None
-    else:
-        return None
-    dim = dimension(dim, base)
-    value = tensor_example(base)
-    if dim is None or value is None or isinstance(index, bool) or not isinstance(index, int):
-        return None
-    index = index if index >= 0 else index + value.shape[dim]
-    return (base, dim, index) if isinstance(index, int) else None
-
-
-def column_of(node: Node) -> tuple[Node, int] | None:
-    """`(tensor, i)` where `node` is `tensor[..., i : i + 1]`, by whatever spelling."""
-    call = as_call(node)
-    base = None if call is None else call.get(0, "input")
-    if call is None or not isinstance(base, Node):
-        return None
-    if call.symbol == "unsqueeze" and dimension(call.get(1, "dim"), node) == dims(node) - 1:
-        found = slice_of(base)
-        return None if found is None or found[1] != dims(found[0]) - 1 else (found[0], found[2])
-    if call.symbol != "getitem" or not isinstance(call.args[1], tuple):
-        return None
-    *rest, last = call.args[1]
-    if last is None and rest and isinstance(rest[-1], int):  # [..., i, None]
-        *rest, index = rest
-        last = slice(index, index + 1)
-    if not isinstance(last, slice):
-        return None
-    whole = all(item is Ellipsis or item == slice(None) for item in rest)
-    reaches_last = Ellipsis in rest or len(rest) + 1 == dims(base)
-    start, stop, step = last.start, last.stop, last.step
-    is_one = isinstance(start, int) and start >= 0 and stop == start + 1 and step in (None, 1)
-    return (base, start) if whole and reaches_last and is_one else None
-
-
-def repeated(node: Any) -> tuple[Any, int | None]:
-    """`(tensor, dim)` where `node` is the tensor with one more dimension, along which it is the same; or
-    `(node, None)`.
-    """
-    call = as_call(node) if isinstance(node, Node) else None
-    base = None if call is None else call.get(0, "input")
-    if call is None or not isinstance(base, Node):
-        return node, None
-    dim: int | None = None
-    if call.symbol == "unsqueeze":
-        dim = dimension(call.get(1, "dim"), node)
-    elif call.symbol == "getitem" and isinstance(call.args[1], tuple) and call.args[1].count(None) == 1:
-        rest = [item for item in call.args[1] if item is not None]
-        if all(item == slice(None) for item in rest):
-            dim = call.args[1].index(None)
-    elif call.symbol == "getitem" and call.args[1] is None:
-        dim = 0
-    elif call.symbol in ("expand", "expand_as"):
-        base, dim = repeated(base) if dims(base) == dims(node) else (base, 0)
-    if dim is None or not _is_repetition(base, node, dim):
-        return node, None
-    return base, dim
-
-
-def _is_repetition(base: Any, node: Node, dim: int) -> bool:
-    """Whether the shapes are those of a tensor and of its repetition along `dim`."""
-    one, many = tensor_example(base), tensor_example(node)
-    if one is None or many is None or many.dim() != one.dim() + 1:
-        return False
-    return equal_sizes(one.shape, (*many.shape[:dim], *many.shape[dim + 1 :]))
-
-
-def submodule(graph: Graph, node: Any) -> GraphModule | None:
-    """The graph module that a node of a graph calls, or names as the body of a higher-order operator."""
-    if graph.owning_module is None or not isinstance(node, Node) or node.op not in ("get_attr", "call_module"):
-        return None
-    module = getattr(graph.owning_module, str(node.target), None)
-    return module if isinstance(module, GraphModule) else None

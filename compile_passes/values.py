@@ -5,24 +5,26 @@ M = 1, so `1 - M`, `~M`, `M == 0`, `M < 0.5`, `-(M - 1)` are all proved to be th
 evaluating them at both points, `at == (1, 0)`. `slope` is the derivative with respect to M at both points, which is
 what decides whether a straight-through gradient passes as the operator passes it.
 
-Most values may also be those of a *stack*, all masks of a layer at once in one tensor with a dimension for them:
-`W * M` with M `[n_masks, d, h]`, and the products, activations and terms that follow. `at_index` gives one of them.
+A tensor may hold several values: all masks of a layer stacked along a dimension of their own, and the weights, products
+and terms made of them; or masked weights concatenated along their rows. `Binary` describes a stack of masks as one,
+since masks are computed alike; everything after them is a `Bundle` of values of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
 from torch.fx import Node
 
-from . import formulas
 from .formulas import Formula
-from .symbols import tensor_example
+from .shapes import tensor_example
 
 Pair = tuple[float, float]
+Slice = tuple[Node, "int | None"]
+"""A node, or with an index that slice of it along its first dimension."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,15 @@ class Carrier:
 class Mask:
     """A binary tensor `[out_features, in_features]`, or a stack `[n_masks, out_features, in_features]` of them.
 
-    `bits` is a node whose values are the mask's (bool, or a real tensor); with `index` the mask is that slice of it.
-    `key` is equal for masks of equal value. `proof` says why it is binary; None where nothing proves it, and then
-    `doubt` may say what speaks against it.
+    Attributes:
+        bits: a node whose values are the mask's, or with `inverted` those of its complement: bool or real.
+        key: equal for masks of equal value.
+        proof: why the mask is binary; None where nothing proves it.
+        carrier: what takes its gradient.
+        index: with it, the mask is that slice of `bits` and of `logits`.
+        doubt: where nothing proves the mask binary, what speaks against it.
+        inverted: whether `bits` holds the complement.
+        logits: a node such that the mask is `logits > 0`, where there is one.
     """
 
     bits: Node
@@ -54,18 +62,21 @@ class Mask:
     carrier: Carrier | None = None
     index: int | None = None
     doubt: str = ""
+    inverted: bool = False
+    logits: Node | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the mask, or of the stack; empty where tracing recorded none."""
+        """The shape of the mask, or of the stack; empty where tracing recorded none."""
         example = tensor_example(self.bits)
         shape = () if example is None else tuple(example.shape)
         return shape if self.index is None else shape[1:]
 
     @property
     def stack(self) -> int | None:
-        """How many masks this is a stack of; None for one mask."""
-        return self.shape[0] if len(self.shape) == 3 else None
+        """How many masks this is a stack of; None for one mask, and for a number that compiling does not know."""
+        shape = self.shape
+        return shape[0] if len(shape) == 3 and isinstance(shape[0], int) else None
 
 
 @dataclass(frozen=True)
@@ -87,27 +98,21 @@ class Binary:
     """`f(M)` elementwise, as `at = (f(0), f(1))` and `slope = (f'(0), f'(1))`."""
 
     mask: Mask
-    at: Pair
-    slope: Pair
-
-    def map(self, function: Callable[[float], float], derivative: Callable[[float], float]) -> Binary:
-        """`function(f(M))`."""
-        at = (function(self.at[0]), function(self.at[1]))
-        slope = (derivative(self.at[0]) * self.slope[0], derivative(self.at[1]) * self.slope[1])
-        return replace(self, at=at, slope=slope)
+    at: Pair = (0, 1)
+    slope: Pair = (0, 0)
 
     def is_gate(self, sign: int) -> bool:
-        """M itself (`sign` 1) or its complement (-1)."""
+        """Whether this is M itself (`sign` 1) or its complement (-1)."""
         return self.at == ((0, 1) if sign == 1 else (1, 0))
 
     def passes_gradient(self, sign: int) -> bool:
-        """The slope of M (or of 1 - M) everywhere."""
+        """Whether the slope is that of M (or of 1 - M) everywhere."""
         return self.slope == (sign, sign)
 
 
 @dataclass(frozen=True)
 class Product:
-    """The elementwise product of two tensors neither of which is known to be a mask."""
+    """The elementwise product of two tensors of which nothing tells which is the mask."""
 
     a: Node
     b: Node
@@ -116,7 +121,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Weighted:
-    """`weight * factor`; factor None is 1. `transposed`: its transpose. Of a stack of masks, a stack."""
+    """`weight * factor`; factor None is 1. `transposed`: its transpose."""
 
     weight: Node
     factor: Binary | None
@@ -127,7 +132,6 @@ class Weighted:
 class Projection:
     """`x (weight * factor)^T`, or with `transposed` `x (weight * factor)` of a weight `[in_features, out_features]`.
 
-    `stack_dim`: the dimension of the masks in a stack, and of length 1 in a projection that is to be broadcast to one.
     `problem`: why it may not be fused, although it looks as if it should.
     """
 
@@ -136,16 +140,19 @@ class Projection:
     factor: Binary | None
     dtype: torch.dtype
     transposed: bool = False
-    stack_dim: int | None = None
     problem: str | None = None
 
 
 @dataclass(frozen=True)
 class Route:
-    """A weight a token: a node `[..., 1]`, or one of a stack, whose masks lie along `stack_dim` of the node."""
+    """A weight of a term: one a token, a node `[..., 1]`, or one number for all, a node of one element.
+
+    With `index` it is that slice of the node along `dim`.
+    """
 
     node: Node
-    stack_dim: int | None = None
+    is_number: bool = False
+    dim: int = 0
     index: int | None = None
 
 
@@ -167,11 +174,6 @@ class Term:
     value: Projection
     route: Route | None = None
 
-    @property
-    def activation(self) -> str | None:
-        """The operator's name of the function; None if it has none."""
-        return formulas.activation(self.formula, formulas.EXACT if self.gate.dtype is torch.float64 else 6)
-
 
 @dataclass(frozen=True)
 class Gated:
@@ -187,34 +189,20 @@ class Gated:
 
 
 @dataclass(frozen=True)
-class Stacked:
-    """Sums of terms in one tensor, along a dimension of their own."""
+class Bundle:
+    """Values that one tensor holds side by side.
 
-    items: tuple[Gated, ...]
-    stack_dim: int
+    Stacked (`size` None), each is the slice at its index along dimension `dim`; concatenated, each takes `size` entries
+    of `dim`.
+    """
 
-
-Value: TypeAlias = Scalar | Levels | Binary | Product | Weighted | Projection | Activated | Gated | Stacked | None
-
-
-def stack_of(value: Value) -> int | None:
-    """The length of a stack; None where a value is none."""
-    if isinstance(value, Binary):
-        return value.mask.stack
-    if isinstance(value, (Weighted, Projection)):
-        return None if value.factor is None else value.factor.mask.stack
-    if isinstance(value, Activated):
-        return stack_of(value.projection)
-    return len(value.items) if isinstance(value, Stacked) else None
+    items: tuple[Part, ...]
+    dim: int
+    size: int | None = None
 
 
-def stack_dim_of(value: Value) -> int | None:
-    """The dimension of the masks in a stack; None where a value is none."""
-    if isinstance(value, Activated):
-        value = value.projection
-    if isinstance(value, (Projection, Stacked)):
-        return value.stack_dim
-    return None if stack_of(value) is None else 0
+Part: TypeAlias = "Weighted | Projection | Activated | Gated"
+Value: TypeAlias = Scalar | Levels | Binary | Product | Weighted | Projection | Activated | Gated | Bundle | None
 
 
 def slice_key(key: Hashable, index: int) -> Hashable:
@@ -222,20 +210,53 @@ def slice_key(key: Hashable, index: int) -> Hashable:
     return ("at", key, index)
 
 
-def at_index(value: Value, index: int) -> Value:
-    """One of a stack, `value[index]` along the dimension of the masks; any other value is the same for all."""
-    if isinstance(value, Binary) and value.mask.stack is not None:
-        mask = value.mask
-        carrier = mask.carrier and replace(mask.carrier, key=slice_key(mask.carrier.key, index), index=index)
-        return replace(value, mask=replace(mask, key=slice_key(mask.key, index), carrier=carrier, index=index))
-    if isinstance(value, (Weighted, Projection)):
-        factor = at_index(value.factor, index)
-        assert factor is None or isinstance(factor, Binary)
-        value = replace(value, factor=factor)
-        return replace(value, stack_dim=None) if isinstance(value, Projection) else value
-    if isinstance(value, Activated):
-        projection = at_index(value.projection, index)
-        assert isinstance(projection, Projection)
-        route = value.route and replace(value.route, index=index)
-        return replace(value, projection=projection, route=route)
-    return value.items[index] if isinstance(value, Stacked) else value
+def binary_at(value: Binary, index: int) -> Binary:
+    """One of a stack of masks."""
+    mask = value.mask
+    carrier = mask.carrier and replace(mask.carrier, key=slice_key(mask.carrier.key, index), index=index)
+    return replace(value, mask=replace(mask, key=slice_key(mask.key, index), carrier=carrier, index=index))
+
+
+def merge(a: Mask, b: Mask) -> Mask | None:
+    """The one mask that both are; None where they are two, or carry two gradients."""
+    if a.key != b.key:
+        return None
+    if a.carrier is not None and b.carrier is not None and a.carrier.key != b.carrier.key:
+        return None
+    return a if a.carrier is not None else b
+
+
+def same_function(a: Binary | None, b: Binary | None) -> bool:
+    """Whether two functions have one value and one gradient everywhere; None is the constant 1."""
+    if a is None or b is None:
+        return a is b
+    same_carrier = (a.mask.carrier and a.mask.carrier.key) == (b.mask.carrier and b.mask.carrier.key)
+    return a.mask.key == b.mask.key and a.at == b.at and a.slope == b.slope and (same_carrier or not any(a.slope))
+
+
+def combine(a: Binary | None, b: Binary | None, sign: float) -> Binary | None:
+    """`a + sign * b` of one mask, where None is the constant 1; None where they are not of one mask."""
+    known = a or b
+    if known is None:
+        return None
+    one = Binary(known.mask, at=(1, 1))
+    a, b = a or one, b or one
+    mask = merge(a.mask, b.mask)
+    if mask is None:
+        return None
+    at = (a.at[0] + sign * b.at[0], a.at[1] + sign * b.at[1])
+    slope = (a.slope[0] + sign * b.slope[0], a.slope[1] + sign * b.slope[1])
+    return Binary(mask, at, slope)
+
+
+def multiply(a: Binary, b: Binary) -> Binary | None:
+    """`a * b` of one mask."""
+    mask = merge(a.mask, b.mask)
+    if mask is None:
+        return None
+    at = (a.at[0] * b.at[0], a.at[1] * b.at[1])
+    slope = (
+        a.slope[0] * b.at[0] + a.at[0] * b.slope[0],
+        a.slope[1] * b.at[1] + a.at[1] * b.slope[1],
+    )
+    return Binary(mask, at, slope)

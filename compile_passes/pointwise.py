@@ -1,0 +1,141 @@
+"""Elementwise functions of a mask, evaluated by torch itself at the values that the mask can have.
+
+A function of a tensor that holds 0 and 1 only is known by what it gives for 0 and for 1. So the operation of a node is run
+as it stands, with all its arguments, on two numbers of the right dtype in place of the mask; autograd gives the slopes.
+What torch does is then what the recogniser knows: that 255 follows from `m - 1` of uint8, that 0.5 is 0 in an integer
+tensor, that 0.999 is 1 in bfloat16, that True + True is True.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor in place of a node: its values, and whether it is a tensor without dimensions."""
+
+    values: tuple[float, ...]
+    dtype: torch.dtype
+    is_number: bool = False
+    has_gradient: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """The values of a node at the points, and their derivatives with respect to each operand with a gradient."""
+
+    values: tuple[float, ...]
+    slopes: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class _Hole:
+    """The place of an operand among the arguments of a node."""
+
+    position: int
+
+
+def evaluate(node: Node, operands: dict[Node, Operand], dtype: torch.dtype) -> Result | None:
+    """What an elementwise node gives where its inputs are `operands`, all of one length (or numbers).
+
+    None where it gives no number of finite size, or no tensor of `dtype`, that of the node.
+    """
+    positions = {operand: position for position, operand in enumerate(operands)}
+    args, kwargs = (_frozen(part, positions) for part in (node.args, dict(node.kwargs)))
+    # The arguments are part of the key of the cache with their types: `1`, `1.0` and `True` are not one argument.
+    return _evaluated(node.op, node.target, args, kwargs, repr((args, kwargs)), tuple(operands.values()), dtype)
+
+
+def _frozen(argument: Any, positions: dict[Node, int]) -> Any:
+    """An argument with holes for nodes, in tuples, so that it can be the key of a cache."""
+    if isinstance(argument, Node):
+        return _Hole(positions[argument])
+    if isinstance(argument, (list, tuple)):
+        return tuple(_frozen(item, positions) for item in argument)
+    if isinstance(argument, dict):
+        return tuple((name, _frozen(item, positions)) for name, item in argument.items())
+    return argument if isinstance(argument, Hashable) else _Unhashable(argument)
+
+
+@dataclass(frozen=True, eq=False)
+class _Unhashable:
+    value: Any
+
+
+@lru_cache(maxsize=4096)
+def _evaluated(
+    op: str,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: tuple[tuple[str, Any], ...],
+    spelled: str,
+    operands: tuple[Operand, ...],
+    dtype: torch.dtype,
+) -> Result | None:
+    with _disable_current_modes(), torch.enable_grad(), _no_autocast():
+        tensors = [_tensor(operand) for operand in operands]
+        filled = [_filled(argument, tensors) for argument in args]
+        named = {name: _filled(argument, tensors) for name, argument in kwargs}
+        if op == "call_method":
+            result = getattr(filled[0], target)(*filled[1:], **named)
+        else:
+            result = target(*filled, **named)
+        length = max(len(operand.values) for operand in operands)
+        if not isinstance(result, torch.Tensor) or result.dtype != dtype or result.numel() not in (1, length):
+            return None
+        result = result.expand(length) if result.dim() == 0 else result
+        values = tuple(float(v) for v in result.detach().tolist())
+        if not all(v == v and abs(v) != float("inf") for v in values):
+            return None
+        leaves = [t for t, operand in zip(tensors, operands, strict=True) if operand.has_gradient]
+        return Result(values, _slopes(result, leaves, length))
+
+
+def _slopes(result: torch.Tensor, leaves: Sequence[torch.Tensor], length: int) -> tuple[tuple[float, ...], ...]:
+    if not leaves or not result.requires_grad:
+        return ((0.0,) * length,) * len(leaves)
+    gradients = torch.autograd.grad(result.sum(), leaves, allow_unused=True)
+    return tuple((0.0,) * length if g is None else tuple(g.tolist()) for g in gradients)
+
+
+def _no_autocast() -> torch.autocast:
+    return torch.autocast("cpu", enabled=False)
+
+
+def _tensor(operand: Operand) -> torch.Tensor:
+    values = operand.values[0] if operand.is_number else operand.values
+    tensor = torch.tensor(values, dtype=operand.dtype, device="cpu")
+    # An operation in place may not write to a leaf that requires a gradient, so it gets a copy.
+    return tensor.requires_grad_() if operand.has_gradient else tensor
+
+
+def _filled(argument: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    if isinstance(argument, _Hole):
+        tensor = tensors[argument.position]
+        return tensor.clone()
+    if isinstance(argument, tuple):
+        return tuple(_filled(item, tensors) for item in argument)
+    return argument.value if isinstance(argument, _Unhashable) else argument
+
+
+def as_dtype(value: float, dtype: torch.dtype) -> float | None:
+    """A number as a tensor of a dtype holds it: 0.5 is 0 among integers, 0.999 is 1 in bfloat16. None if it cannot."""
+    try:
+        with _disable_current_modes():
+            return float(torch.tensor(value).to(dtype).item()) if _fits(value, dtype) else None
+    except (RuntimeError, OverflowError):
+        return None
+
+
+def _fits(value: float, dtype: torch.dtype) -> bool:
+    if dtype is torch.bool or dtype.is_floating_point:
+        return True
+    return torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max

@@ -1,0 +1,260 @@
+"""What the examples that tracing recorded tell of nodes: shapes, slices, repetitions.
+
+No question here adds a guard on a symbolic size: sizes are compared by `statically_known_true`, and one that is needed as
+a number counts as unknown unless it is a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from .symbols import as_call
+
+
+def example(node: Any) -> Any:
+    """The (fake) value that tracing saw at a node: Dynamo's `example_value`, or export's `val`."""
+    if not isinstance(node, Node):
+        return node
+    return node.meta["example_value"] if "example_value" in node.meta else node.meta.get("val")
+
+
+def tensor_example(node: Any) -> torch.Tensor | None:
+    """`example(node)` if it is a tensor."""
+    value = example(node)
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def dtype_of(node: Any) -> torch.dtype | None:
+    """The dtype of a node's tensor."""
+    value = tensor_example(node)
+    return None if value is None else value.dtype
+
+
+def requires_grad(argument: Any) -> bool:
+    """Whether tracing saw a gradient being recorded at a node."""
+    value = tensor_example(argument)
+    return value is not None and value.requires_grad
+
+
+def equal_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether two shapes are known to agree."""
+    return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
+
+
+def same_shape(*nodes: Any) -> bool:
+    """Whether nodes are tensors of one shape."""
+    examples = [tensor_example(node) for node in nodes]
+    first = examples[0]
+    return first is not None and all(item is not None and equal_sizes(item.shape, first.shape) for item in examples)
+
+
+def broadcasts_to(node: Any, result: Any) -> bool:
+    """Whether a node's tensor broadcasts to the shape of `result` and not beyond it."""
+    small, large = tensor_example(node), tensor_example(result)
+    if small is None or large is None or small.dim() > large.dim():
+        return False
+    sizes = zip(reversed(small.shape), reversed(large.shape), strict=False)
+    return all(statically_known_true(a == b) or statically_known_true(a == 1) for a, b in sizes)
+
+
+def dims(argument: Any) -> int:
+    """How many dimensions the value of a node has; -1 for what is no tensor."""
+    value = tensor_example(argument) if isinstance(argument, Node) else None
+    return -1 if value is None else value.dim()
+
+
+def is_matrix(argument: Any) -> bool:
+    """Whether an argument is a node whose value has two dimensions."""
+    return dims(argument) == 2
+
+
+def size(node: Any, dim: int) -> int | None:
+    """The size of a node's tensor along a dimension, where it is a number."""
+    value = tensor_example(node)
+    if value is None or not -value.dim() <= dim < value.dim():
+        return None
+    found = value.shape[dim]
+    return found if isinstance(found, int) else None
+
+
+def dimension(argument: Any, of: Any) -> int | None:
+    """A `dim` argument counted from the front, of a node's value; None if it is no single dimension of it."""
+    (single,) = argument if isinstance(argument, (list, tuple)) and len(argument) == 1 else (argument,)
+    count = dims(of)
+    if isinstance(single, bool) or not isinstance(single, int) or not -count <= single < count:
+        return None
+    return single % count
+
+
+def slice_of(node: Any) -> tuple[Node, int, int] | None:
+    """`(tensor, dim, index)` where `node` is one slice of a tensor along a dimension, by whatever spelling."""
+    call = as_call(node)
+    if call is None or call.symbol not in ("select", "getitem"):
+        return None
+    if call.symbol == "select":
+        base, dim, index = call.args
+    else:
+        base, index = call.args
+        dim, inner = 0, as_call(base)
+        if inner is not None and inner.symbol == "unbind":
+            base, dim = inner.args
+        elif isinstance(index, tuple) and not any(item is None or item is Ellipsis for item in index):
+            (dim, index), *more = [(i, item) for i, item in enumerate(index) if not is_whole(item)] or [(0, None)]
+            if more:
+                return None
+    if not isinstance(base, Node) or isinstance(index, bool) or not isinstance(index, int):
+        return None
+    dim = dimension(dim, base)
+    if dim is not None and index < 0:
+        length = size(base, dim)
+        index = -1 if length is None else index + length
+    return None if dim is None or index < 0 else (base, dim, index)
+
+
+def is_whole(item: Any) -> bool:
+    """`:` in an index."""
+    return isinstance(item, slice) and item.start is None and item.stop is None and item.step in (None, 1)
+
+
+def range_of(node: Any) -> tuple[Node, int, int, int] | None:
+    """`(tensor, dim, start, stop)` where `node` is `tensor[..., start:stop, ...]`, or an entry of `chunk` or `split`."""
+    call = as_call(node)
+    if call is None or call.symbol not in ("getitem", "narrow", "slice"):
+        return None
+    if call.symbol == "narrow":
+        base, dim, start, length = call.args
+        bounds = (start, start + length) if _is_index(start) and isinstance(length, int) else None
+    elif call.symbol == "slice":
+        base, dim, start, stop, step = call.args
+        bounds = _bounds(slice(start, stop, step), size(base, dim if isinstance(dim, int) else 0))
+    else:
+        base, index = call.args
+        inner = as_call(base)
+        if inner is not None and inner.symbol in ("chunk", "split") and isinstance(index, int):
+            base, _, dim = inner.args
+            bounds = _bounds_of_a_part(call.args[0], dim, index)
+        else:
+            found = _single_slice(base, index)
+            if found is None:
+                return None
+            dim, part = found
+            bounds = _bounds(part, size(base, dim))
+    dim = dimension(dim, base)
+    return None if dim is None or bounds is None else (base, dim, *bounds)
+
+
+def _single_slice(base: Any, index: Any) -> tuple[int, slice] | None:
+    """The dimension and the slice of an index that is whole in all other dimensions."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    positions = [i for i, item in enumerate(items) if item is Ellipsis]
+    if len(positions) == 1:
+        missing = dims(base) - (len(items) - 1)
+        items[positions[0] : positions[0] + 1] = [slice(None)] * max(missing, 0)
+    if len(items) > dims(base) or not all(isinstance(item, slice) for item in items):
+        return None
+    cut = [(i, item) for i, item in enumerate(items) if not is_whole(item)]
+    return cut[0] if len(cut) == 1 else None
+
+
+def _bounds(part: slice, length: int | None) -> tuple[int, int] | None:
+    numbers = [item for item in (part.start, part.stop) if item is not None]
+    if length is None or part.step not in (None, 1) or not all(isinstance(item, int) for item in numbers):
+        return None
+    start, stop, _ = part.indices(length)
+    return (start, stop) if start < stop else None
+
+
+def _bounds_of_a_part(parts: Node, dim: Any, index: int) -> tuple[int, int] | None:
+    """Where entry `index` of `chunk` or `split` begins and ends: after the sizes of those before it."""
+    values = example(parts)
+    if not isinstance(values, (tuple, list)) or not isinstance(dim, int) or not -len(values) <= index < len(values):
+        return None
+    sizes = [value.shape[dim] for value in values]
+    if not all(isinstance(item, int) for item in sizes):
+        return None
+    index %= len(values)
+    return sum(sizes[:index]), sum(sizes[: index + 1])
+
+
+def column_of(node: Any) -> tuple[Node, int] | None:
+    """`(tensor, i)` where `node` is `tensor[..., i : i + 1]`, by whatever spelling."""
+    call = as_call(node)
+    if call is not None and call.symbol == "unsqueeze" and dimension(call.args[1], node) == dims(node) - 1:
+        found = slice_of(call.args[0])
+        if found is None:
+            found = _last_slice(as_call(call.args[0]))
+        return None if found is None or found[1] != dims(found[0]) - 1 else (found[0], found[2])
+    if call is not None and call.symbol == "getitem" and isinstance(call.args[1], tuple) and call.args[1][-1] is None:
+        return _last_slice_unsqueezed(*call.args)
+    part = range_of(node)
+    if part is None or part[1] != dims(part[0]) - 1 or part[3] != part[2] + 1:
+        return None
+    return part[0], part[2]
+
+
+def _last_slice(call: Any) -> tuple[Node, int, int] | None:
+    """`tensor[..., i]`."""
+    if call is None or call.symbol != "getitem" or not isinstance(call.args[1], tuple):
+        return None
+    base, index = call.args
+    is_last = len(index) == 2 and index[0] is Ellipsis and _is_index(index[1])
+    return (base, dims(base) - 1, index[1]) if is_last and isinstance(base, Node) else None
+
+
+def _last_slice_unsqueezed(base: Any, index: tuple[Any, ...]) -> tuple[Node, int] | None:
+    """`tensor[..., i, None]`."""
+    if len(index) < 2 or not _is_index(index[-2]):
+        return None
+    rest = index[:-2]
+    ellipses = [item for item in rest if item is Ellipsis]
+    whole = all(item is Ellipsis or is_whole(item) for item in rest)
+    return (base, index[-2]) if whole and (ellipses or len(rest) + 1 == dims(base)) else None
+
+
+def _is_index(item: Any) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool) and item >= 0
+
+
+def repeated(node: Any) -> tuple[Any, int | None]:
+    """`(tensor, dim)` where `node` is the tensor with one more dimension, along which it is the same; or
+    `(node, None)`.
+    """
+    call = as_call(node)
+    if call is None or not call.args or not isinstance(call.args[0], Node):
+        return node, None
+    base: Any = call.args[0]
+    dim: int | None = None
+    if call.symbol == "unsqueeze":
+        dim = dimension(call.args[1], node)
+    elif call.symbol == "getitem" and isinstance(call.args[1], tuple):
+        places = [i for i, item in enumerate(call.args[1]) if item is None]
+        if len(places) == 1 and all(item is None or is_whole(item) for item in call.args[1]):
+            dim = places[0]
+    elif call.symbol == "getitem" and call.args[1] is None:
+        dim = 0
+    elif call.symbol in ("expand", "expand_as"):
+        base, dim = repeated(base) if dims(base) == dims(node) else (base, 0)
+    if dim is None or not _is_repetition(base, node, dim):
+        return node, None
+    return base, dim
+
+
+def _is_repetition(base: Any, node: Node, dim: int) -> bool:
+    """Whether the shapes are those of a tensor and of its repetition along `dim`."""
+    one, many = tensor_example(base), tensor_example(node)
+    if one is None or many is None or many.dim() != one.dim() + 1:
+        return False
+    return equal_sizes(one.shape, (*many.shape[:dim], *many.shape[dim + 1 :]))
+
+
+def submodule(graph: Graph, node: Any) -> GraphModule | None:
+    """The graph module that a node of a graph calls, or names as the body of a higher-order operator."""
+    if graph.owning_module is None or not isinstance(node, Node) or node.op not in ("get_attr", "call_module"):
+        return None
+    module = getattr(graph.owning_module, str(node.target), None)
+    return module if isinstance(module, GraphModule) else None
