@@ -1,22 +1,28 @@
 """Programs that multiply one input by two masked forms of one weight, and in which no layer was found.
 
-Nothing else tells a user why such a program was left alone: a site needs a gated product that the rules know. The report
-names the first node that reads a masked weight, or something made of it, in a way that no rule knows.
+A site needs a gated product that the rules know, so nothing else tells a user why such a program was left alone. The
+report names the first node that reads a masked weight, or something made of it, in a way that no rule knows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from .recognise import Recogniser
+from .recognise import Recogniser, weight_operand
 from .rules.gates import value_users
 from .rules.projections import projection_of
-from .shapes import dtype_of
+from .shapes import dims, dtype_of, equal_sizes, repeated, tensor_example
 from .symbols import as_call, symbol_of
-from .values import Binary, Bundle, Gated, Product, Value, Weighted
+from .values import Bundle, Gated, Product, Value, Weighted
+
+_PRODUCTS = frozenset({"linear", "inner", "matmul", "addmm", "einsum"})
+_OTHER_PRODUCTS = ("tensordot", "baddbmm", "bilinear", "multi_dot", "chain_matmul", "mv", "conv")
+"""Parts of the names of functions that multiply matrices, and that the rules do not read."""
+
+_ELEMENTWISE = frozenset({"mul", "div", "add", "sub", "rsub", "where", "masked_fill", "index_put", "pow"})
 
 
 @dataclass(frozen=True)
@@ -28,52 +34,128 @@ class NearMiss:
 
 
 def find_near_misses(graph: Graph, recogniser: Recogniser, found: set[Node]) -> list[NearMiss]:
-    """A near miss for each weight of which two masked forms are read outside the layers that were `found`."""
-    forms: dict[Hashable, dict[Hashable, Node]] = {}
-    for node in graph.nodes:
-        if node in found or not node.users:
-            continue
-        for weight, form in _masked_forms(recogniser, recogniser.value(node)):
-            forms.setdefault(weight, {}).setdefault(form, node)
+    """A near miss for each weight of which one x is multiplied by two forms, one of them masked, outside `found`."""
     misses = []
-    for by_form in forms.values():
-        stray = _first_stray(recogniser, list(by_form.values()), found) if len(by_form) > 1 else None
-        if stray is not None:
-            misses.append(NearMiss(stray, _reason(recogniser, stray)))
+    for forms in _forms_of_weights(graph, recogniser, found).values():
+        by_x: dict[Hashable, set[Hashable]] = {}
+        reached: set[Node] = set()
+        for node, keys in forms.items():
+            for product, x in _products_of(recogniser, node, reached):
+                if product not in found:
+                    by_x.setdefault(x, set()).update(keys)
+        if any(len(keys) > 1 for keys in by_x.values()):
+            misses.append(_miss(recogniser, reached, found))
     return misses
 
 
-def _masked_forms(recogniser: Recogniser, value: Value) -> Iterator[tuple[Hashable, Hashable]]:
-    """`(weight, form)` of the masked weights at a node."""
+# --- Forms of a weight -----------------------------------------------------------------------------------------------
+
+_Forms = dict[Hashable, dict[Node, set[Hashable]]]
+"""For the key of a weight, the nodes that hold it in some form, and what the forms are."""
+
+
+def _forms_of_weights(graph: Graph, recogniser: Recogniser, found: set[Node]) -> _Forms:
+    forms: _Forms = {}
+    for node in graph.nodes if recogniser.masked_weights else ():
+        if node in found:
+            continue
+        for weight, form in _forms_at(recogniser, node):
+            forms.setdefault(weight, {}).setdefault(node, set()).add(form)
+    return forms
+
+
+def _forms_at(recogniser: Recogniser, node: Node) -> Iterator[tuple[Hashable, Hashable]]:
+    """`(weight, form)`: of masked weights, of a weight itself, and of what is made of it element by element."""
+    known = list(_known_forms(recogniser, recogniser.value(node)))
+    if known:
+        yield from known
+        return
+    if recogniser.key(node) in recogniser.masked_weights:
+        yield recogniser.key(node), "itself"
+    call = as_call(node)
+    name = str(getattr(node.target, "__name__", node.target)).strip("_")
+    if (call.symbol if call is not None else name) in _ELEMENTWISE:
+        for item in map(_weight_itself, node.all_input_nodes):
+            if recogniser.key(item) in recogniser.masked_weights and _is_like(node, item):
+                yield recogniser.key(item), recogniser.key(node)
+
+
+def _known_forms(recogniser: Recogniser, value: Value) -> Iterator[tuple[Hashable, Hashable]]:
     if isinstance(value, Bundle):
         for item in value.items:
-            yield from _masked_forms(recogniser, item)
-    elif isinstance(value, Weighted) and value.factor is not None and _is_a_weight_mask(value.factor):
+            yield from _known_forms(recogniser, item)
+    elif isinstance(value, Weighted) and value.factor is not None:
         yield recogniser.key(value.weight), (value.factor.mask.key, value.factor.at)
 
 
-def _is_a_weight_mask(factor: Binary) -> bool:
-    return len(factor.mask.shape) == 2 and 1 not in factor.mask.shape
+def _weight_itself(node: Node) -> Node:
+    """A weight that is repeated for a stack of masks."""
+    base, _ = repeated(node)
+    return base if isinstance(base, Node) else node
 
 
-def _first_stray(recogniser: Recogniser, sources: Sequence[Node], found: set[Node]) -> Node | None:
-    """The first node that reads what is made of masked weights and of which nothing is known, if it is a product or
-    comes after one.
-    """
-    pending, seen, strays = list(sources), set(sources), []
+def _is_like(node: Node, weight: Node) -> bool:
+    """Whether a node has the shape of a weight, or of a stack of them."""
+    made, held = tensor_example(node), tensor_example(weight)
+    if made is None or held is None or made.dim() not in (2, 3):
+        return False
+    return equal_sizes(made.shape[-2:], held.shape[-2:])
+
+
+# --- What is made of them --------------------------------------------------------------------------------------------
+
+
+def _products_of(recogniser: Recogniser, source: Node, reached: set[Node]) -> Iterator[tuple[Node, Hashable]]:
+    """The products that read a form of a weight, and the key of what each multiplies it with."""
+    pending, seen = [source], {source}
     while pending:
         node = pending.pop()
-        for user in value_users(node):
+        for user in node.users:
+            if user in seen or user.op == "output" or dims(user) < 2:
+                continue
+            seen.add(user)
+            x = _multiplied(recogniser, user, node)
+            if x is None:
+                if not isinstance(recogniser.value(user), Weighted) and node is source and symbol_of(user) in _ELEMENTWISE:
+                    continue  # a form of its own
+                reached.add(user)
+                pending.append(user)
+            else:
+                reached.add(user)
+                yield user, x
+
+
+def _multiplied(recogniser: Recogniser, node: Node, weight: Node) -> Hashable | None:
+    """The key of what a node multiplies with a weight; None where it is no product of matrices."""
+    name = str(getattr(node.target, "__name__", node.target))
+    call = as_call(node)
+    is_product = (call is not None and call.symbol in _PRODUCTS) or any(part in name for part in _OTHER_PRODUCTS)
+    others = [item for item in node.all_input_nodes if item is not weight and dims(item) >= 1]
+    if not is_product or not others:
+        return None
+    if call is not None and weight_operand(call) is None and call.symbol != "einsum":
+        return None
+    return recogniser.key(_weight_itself(others[0]))
+
+
+def _miss(recogniser: Recogniser, reached: set[Node], found: set[Node]) -> NearMiss:
+    """The first node that is made of the products, or before them of the masked weights, and is not known."""
+    pending, seen, strays = list(reached), set(reached), [node for node in reached if not _is_known(recogniser, node)]
+    while pending:
+        node = pending.pop()
+        for user in value_users(node) if _is_known(recogniser, node) else ():
             if user in seen or user in found or user.op == "output":
                 continue
             seen.add(user)
-            if _is_known(recogniser, user):
-                pending.append(user)
-            else:
+            pending.append(user)
+            if not _is_known(recogniser, user):
                 strays.append(user)
     order = recogniser.effects.order
-    reads_x = [stray for stray in strays if len(stray.all_input_nodes) > 1 or _is_of_a_product(recogniser, stray)]
-    return min(reads_x, key=order.__getitem__, default=None)
+    if not strays:
+        last = max(reached, key=order.__getitem__)
+        return NearMiss(last, "one x is multiplied by two masked forms of one weight, but no gate is multiplied by a value")
+    stray = min(strays, key=order.__getitem__)
+    return NearMiss(stray, _reason(recogniser, stray))
 
 
 def _is_known(recogniser: Recogniser, node: Node) -> bool:
@@ -81,19 +163,18 @@ def _is_known(recogniser: Recogniser, node: Node) -> bool:
     return (value is not None and not isinstance(value, Product)) or symbol_of(node) in ("chunk", "split", "unbind")
 
 
-def _is_of_a_product(recogniser: Recogniser, node: Node) -> bool:
-    return any(projection_of(recogniser.value(item)) is not None for item in node.all_input_nodes)
-
-
 def _reason(recogniser: Recogniser, node: Node) -> str:
     call = as_call(node)
     operation = call.symbol if call is not None else str(getattr(node.target, "__name__", node.target))
-    what = "a product with a masked weight" if _is_of_a_product(recogniser, node) else "a masked weight"
-    if any(isinstance(recogniser.value(item), Gated) for item in node.all_input_nodes):
+    values = [recogniser.value(item) for item in node.all_input_nodes]
+    what = "a masked weight"
+    if any(projection_of(value) is not None for value in values):
+        what = "a product with a masked weight"
+    if any(isinstance(value, Gated) for value in values):
         what = "a gated product"
     dtype = dtype_of(node)
     kind = f" ({str(dtype).removeprefix('torch.')})" if dtype is not None else ""
     return (
-        f"one weight is multiplied by two masks, but `{node.name}`{kind} reads {what} by `{operation}` in a way that the "
-        "pass does not know; write act(F.linear(x, W * M)) * F.linear(x, W * (1 - M))"
+        f"one x is multiplied by two masked forms of one weight, but `{node.name}`{kind} reads {what} by `{operation}` in "
+        "a way that the pass does not know; write act(F.linear(x, W * M)) * F.linear(x, W * (1 - M))"
     )

@@ -251,16 +251,25 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "relu", "input, -inplace", _elementwise("relu", F.relu)
     yield "sigmoid", "input", _elementwise("sigmoid", F.sigmoid, torch.special.expit)
     yield "tanh", "input", _elementwise("tanh", F.tanh)
-    for name in _OTHER_ACTIVATIONS:
-        yield name, "input, *options", (getattr(F, name), *(_aten(name) if hasattr(torch.ops.aten, name) else ()))
+    for name, options in OTHER_ACTIVATIONS.items():
+        yield name, f"input, {options}-inplace", (getattr(F, name), *_aten(*_ATEN_NAMES.get(name, (name,))))
     yield "unpack_masks", "packed_masks, -in_features", (_mglu.unpack_masks, _mglu.unpack_masks.default)
     dropouts = (F.dropout, torch.dropout, *_aten("dropout"))
     yield "dropout", "input, p=0.5, training|train=True, -inplace", dropouts
 
 
-_OTHER_ACTIVATIONS = ("mish", "elu", "selu", "celu", "leaky_relu", "hardswish", "hardsigmoid", "hardtanh", "softplus")
-_OTHER_ACTIVATIONS = (*_OTHER_ACTIVATIONS, "relu6", "logsigmoid")
-"""Activations that the operator does not have, so that a report can name them."""
+OTHER_ACTIVATIONS: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("mish", "selu", "hardswish", "hardsigmoid", "relu6", "logsigmoid"), ""),
+        **dict.fromkeys(("elu", "celu"), "alpha=1.0, "),
+        "leaky_relu": "negative_slope=0.01, ",
+        "hardtanh": "min_val=-1.0, max_val=1.0, ",
+        "softplus": "beta=1, threshold=20, ",
+    }
+)
+"""Activations that the operator does not have, so that a report can name them, and their options."""
+
+_ATEN_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType({"logsigmoid": ("log_sigmoid",)})
 
 _TABLE: dict[Any, tuple[str, Signature]] = {}
 _ORDER: dict[str, tuple[str, ...]] = {}

@@ -300,7 +300,7 @@ class _Layer(torch.autograd.Function):
         activation: str,
         route_weights: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd(), _outer_gradients():
+        with torch._C._AutoDispatchBelowAutograd(), _no_view_tracking(), _outer_gradients():
             if mask_logits is not None:
                 _check_ste(x, weight, mask_logits, activation, route_weights)
                 packed_masks = pack_logits(mask_logits)
@@ -350,6 +350,17 @@ class _LayerBackward(torch.autograd.Function):
 def _outer_gradients() -> torch.set_grad_enabled:
     """Inside `Function.forward`, which turns gradients off: the levels of functorch below this one may want theirs."""
     return torch.set_grad_enabled(torch._C._are_functorch_transforms_active())
+
+
+_VIEW_TRACKING = DispatchKeySet(DispatchKey.ADInplaceOrView)
+
+
+def _no_view_tracking() -> torch._C._ExcludeDispatchKeyGuard:
+    """Inside `Function.forward`: a backend reshapes its result, which autograd must not take for a view.
+
+    It forbids writing in place to a view that a `Function` returns, and `y = mglu(x); y += residual` is common.
+    """
+    return torch._C._ExcludeDispatchKeyGuard(_VIEW_TRACKING)
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:

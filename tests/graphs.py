@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from budgets import relative_error
+from budgets import BUDGET, relative_error
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
@@ -123,3 +123,39 @@ def assert_same(found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor 
         assert a.dtype == b.dtype, f"{name}: {a.dtype}, must be {b.dtype}"
         error = relative_error(a, b)
         assert error <= budget, f"{name}: relative error {error:.3g} above {budget:.3g}"
+
+
+def assert_same_where_finite(
+    found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None], budget: float
+) -> None:
+    """Two `results` agree wherever the wanted one is finite; what the other has elsewhere is not looked at.
+
+    Tensors of a narrower dtype than float64 (a weight that the program widens) have the budget of their dtype.
+    """
+    assert found.keys() == wanted.keys()
+    for name, b in wanted.items():
+        a = found[name]
+        if a is not None and b is not None:
+            assert a.shape == b.shape, f"{name}: shape {tuple(a.shape)}, must be {tuple(b.shape)}"
+            a, b = a[b.isfinite()], b[b.isfinite()]
+        narrow = 0.0 if b is None else BUDGET.get(b.dtype, 0.0)
+        assert_same({name: a}, {name: b}, max(budget, narrow))
+
+
+def compare(
+    function: Callable[..., Any], make: Callable[[], dict[str, Tensor]], budget: float, **options: Any
+) -> Capture:
+    """Compile a function, hold its results and all gradients to those of eager, and give the capture.
+
+    `make()` gives new tensors at each call, since the function may write to them. `options` are those of `Capture`.
+    """
+    wanted = results(function, make())
+    capture = Capture(**options)
+    assert_same_where_finite(results(capture.compile(function), make()), wanted, budget)
+    return capture
+
+
+def assert_says_why(capture: Capture) -> None:
+    """A program whose layer was not fused has a line of the report with a reason."""
+    assert capture.report.fused or capture.report.missed, "neither fused nor reported"
+    assert all(reason.strip() for reason in capture.reasons)

@@ -42,6 +42,34 @@ class Sign(torch.autograd.Function):
         return grad
 
 
+@torch.no_grad()
+def _hard(logits: Tensor) -> Tensor:
+    return (logits > 0).to(logits.dtype)
+
+
+def _under_no_grad(logits: Tensor) -> Tensor:
+    with torch.no_grad():
+        hard = (logits > 0).to(logits.dtype)
+    return hard + logits - logits.detach()
+
+
+def _detached_under_no_grad(logits: Tensor) -> Tensor:
+    with torch.no_grad():
+        hard = torch.where(logits > 0, 1.0, 0.0).to(logits.dtype)
+    return (hard - logits).detach() + logits
+
+
+def _difference_under_no_grad(logits: Tensor) -> Tensor:
+    with torch.no_grad():
+        difference = (logits > 0).to(logits.dtype) - logits
+    return difference + logits
+
+
+def _zero_under_no_grad(logits: Tensor) -> Tensor:
+    """A difference of 0 carries the gradient, and is exact for logits of any size."""
+    return _hard(logits) + (logits - logits.detach())
+
+
 # Mask i as a real tensor, of trained logits `[n_masks, d, h]`.
 TRAINED: dict[str, Callable[[Tensor, int], Tensor]] = {
     "straight_through": lambda logits, i: straight_through(logits[i]),
@@ -53,6 +81,16 @@ TRAINED: dict[str, Callable[[Tensor, int], Tensor]] = {
     "of a sigmoid": lambda logits, i: _of_a_sigmoid(logits)[i],
     "autograd.Function": lambda logits, i: Sign.apply(logits[i]),
     "clone": lambda logits, i: straight_through(logits[i].clone()),
+    "no_grad block": lambda logits, i: _under_no_grad(logits[i]),
+    "no_grad block of all": lambda logits, i: _under_no_grad(logits)[i],
+    "no_grad, then detach": lambda logits, i: _detached_under_no_grad(logits[i]),
+    "difference under no_grad": lambda logits, i: _difference_under_no_grad(logits[i]),
+    "decorated": lambda logits, i: _hard(logits[i]) + logits[i] - logits[i].detach(),
+    "decorated, a zero": lambda logits, i: _zero_under_no_grad(logits[i]),
+    ".data": lambda logits, i: (logits[i].data > 0).to(logits.dtype) + logits[i] - logits[i].data,
+    ".data of the difference": lambda logits, i: ((logits[i] > 0).to(logits.dtype) - logits[i]).data + logits[i],
+    "detached comparison": lambda logits, i: (logits[i].detach() > 0).to(logits.dtype) - logits[i].detach() + logits[i],
+    "by keywords": lambda logits, i: torch.add(input=(_hard(logits[i]) - logits[i]).detach(), other=logits[i]),
 }
 
 # Mask i as a bool tensor, of bool masks `[n_masks, d, h]`.

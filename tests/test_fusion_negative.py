@@ -99,7 +99,7 @@ def sum_of_bools(x, weight, logits, bits, other):
     return layer(x, weight, m, ~m)
 
 
-@refused("two different masks")
+@refused("not complementary")
 def overflow_of_int8(x, weight, logits, bits, other):
     m = (bits[0].to(torch.int8) * 127 + 1) > 0
     return layer(x, weight, bits[0], ~m)
@@ -229,7 +229,7 @@ def one_trained_and_one_fixed(x, weight, logits, bits, other):
     return layer(x, weight, m, 1 - m) + layer(x, weight, bits[0], ~bits[0])
 
 
-@refused("`_set_grad_enabled` stands inside the layer")
+@refused("does not pass straight through|`_set_grad_enabled` stands inside the layer")
 def value_without_gradient(x, weight, logits, bits, other):
     m = straight_through(logits[0])
     gate = F.silu(F.linear(x, weight * m))
@@ -239,12 +239,12 @@ def value_without_gradient(x, weight, logits, bits, other):
 
 
 @refused("`_set_grad_enabled` stands inside the layer")
-def half_of_the_mask_without_gradient(x, weight, logits, bits, other):
-    """The logits do get a gradient, as the difference is the constant here."""
+def projection_of_the_value_without_gradient(x, weight, logits, bits, other):
+    gate = F.silu(F.linear(x, weight * bits[0]))
+    masked = weight * ~bits[0]
     with torch.no_grad():
-        difference = (logits[0] > 0).double() - logits[0]
-    m = difference + logits[0]
-    return layer(x, weight, m, 1 - m)
+        value = F.linear(x, masked)
+    return gate * value
 
 
 @refused("autocast` stands inside the layer|cast it after the sum")

@@ -24,7 +24,7 @@ from ..shapes import (
     size,
     tensor_example,
 )
-from ..symbols import _OTHER_ACTIVATIONS, Call
+from ..symbols import OTHER_ACTIVATIONS, Call
 from ..values import (
     Activated,
     Binary,
@@ -365,7 +365,7 @@ def _each(node: Node, value: Value, function: Callable[[Value], Value]) -> Value
     return function(value)
 
 
-@layer_rule(*_FUNCTIONS, *_OF_ONE, *_OTHER_ACTIVATIONS)
+@layer_rule(*_FUNCTIONS, *_OF_ONE, *OTHER_ACTIVATIONS)
 def function_of_one(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """An activation, or a part of one that is written out."""
     source, *options = call.args
@@ -388,8 +388,8 @@ def _first(value: Value) -> Value:
 
 def _formula_of_one(recogniser: Recogniser, symbol: str, formula: Formula, options: list[Any]) -> Formula | None:
     numbers = [recogniser.value(option) for option in options]
-    if symbol in _OTHER_ACTIVATIONS:
-        return formulas.apply(f"{symbol}{list(options[0])}" if options[0] else symbol, formula)
+    if symbol in OTHER_ACTIVATIONS:
+        return formulas.apply(f"{symbol}{options}" if options else symbol, formula)
     if symbol == "gelu":
         return formulas.apply("gelu_tanh" if options[0] == "tanh" else "gelu", formula)
     if symbol in _FUNCTIONS:
@@ -407,8 +407,7 @@ def _formula_of_one(recogniser: Recogniser, symbol: str, formula: Formula, optio
     if numbers[0] != Scalar(0) or any(option is not None for option in options[1:]):
         return None
     if symbol in ("clamp", "clamp_min"):
-        # (With a tensor for the bound, torch's derivative is that of a choice; only numbers are read.)
-        return formulas.apply(formulas.CLAMP, formula) if not isinstance(options[0], Node) else None
+        return formulas.apply(formulas.CLAMP, formula)
     return formulas.apply(formulas.MAXIMUM, formula) if isinstance(options[0], Node) else None
 
 

@@ -22,8 +22,8 @@ from ..shapes import (
     slice_of,
     tensor_example,
 )
-from ..symbols import Call
-from ..values import Binary, Bundle, Product, Scalar, Value, Weighted, binary_at, combine, multiply
+from ..symbols import Call, symbol_of
+from ..values import Binary, Bundle, Gated, Product, Scalar, Value, Weighted, binary_at, combine, multiply
 
 MOST_ITEMS = 64
 """Values that a bundle may have: 16 masks, their complements, and more, so that a report can say they are too many."""
@@ -346,8 +346,11 @@ def part_of(recogniser: Recogniser, node: Node) -> Value:
     if found is not None:
         base, dim, index = found
         value = recogniser.value(base)
-        is_item = isinstance(value, Bundle) and value.size is None and value.dim == dim and index < len(value.items)
-        return value.items[index] if is_item and isinstance(value, Bundle) else None
+        if not isinstance(value, Bundle) or value.size is not None or value.dim != dim or index >= len(value.items):
+            return None
+        item = value.items[index]
+        is_term = isinstance(item, Gated) and symbol_of(base) == "stack"  # a term that is asked for is a layer of its own
+        return None if is_term else item
     part = range_of(node)
     value = None if part is None else recogniser.value(part[0])
     if part is None or not isinstance(value, Bundle) or value.dim != part[1]:
