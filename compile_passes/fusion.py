@@ -117,19 +117,17 @@ def _fuse(
             before=nodes,
             after=lines(replaced.nodes),
         )
-        for layer, nodes, note, replaced in zip(
-            layers, before, notes, rewrite(graph, recogniser, layers), strict=True
-        )
+        for layer, nodes, note, replaced in zip(layers, before, notes, rewrite(graph, recogniser, layers), strict=True)
     ]
     return fused, missed
 
 
 def _notes(recogniser: Recogniser, layers: Sequence[Layer]) -> list[str]:
-    """For each layer, what keeps it from being one operator with others that read the same x and weight."""
-    keys = [(recogniser.key(layer.x), recogniser.key(layer.weight)) for layer in layers]
+    """For each layer, what keeps it from being one operator with others that read the same weight."""
+    keys = [recogniser.key(layer.weight) for layer in layers]
     return [
-        f"{keys.count(key)} operators read this x and weight, since what they compute is not one sum of terms that are "
-        "alike; each reads the weight again"
+        f"{keys.count(key)} operators read this weight, each of them whole, since what they compute is not one sum of "
+        "terms with one input and one activation"
         if keys.count(key) > 1
         else ""
         for key in keys

@@ -41,7 +41,8 @@ _WRITTEN_ARGUMENTS: Mapping[str, tuple[int, ...]] = {
     "embedding": (1,),
     "embedding_bag": (1,),
 }
-_MODE_SWITCHES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode")
+_ENTERS = ("_enter_autocast", "_enter_inference_mode")
+_EXITS = ("_exit_autocast", "_exit_inference_mode")
 _FUNCTORCH_MARKS = ("_increment_nesting", "_jvp_", "_enter_dual_level")
 _HARMLESS_MODULES = ("torch", "_operator", "builtins", "math", "operator")
 
@@ -67,7 +68,7 @@ class Effects:
         self.order = {node: position for position, node in enumerate(graph.nodes)}
         self.writes = [(node, targets) for node in graph.nodes if (targets := written(node))]
         names = {n: getattr(n.target, "__name__", "") for n in graph.nodes if n.op == "call_function"}
-        self.mode_switches = [node for node, name in names.items() if name in _MODE_SWITCHES]
+        self.modes = _modes(names, graph)
         self.under_functorch = any(mark in name for name in set(names.values()) for mark in _FUNCTORCH_MARKS)
         self._written = self._written_storages()
 
@@ -86,6 +87,23 @@ class Effects:
         if not self.writes:
             return False
         return self._written is None or bool(storages(node) & self._written)
+
+
+def _modes(names: Mapping[Node, str], graph: Graph) -> dict[Node, Hashable]:
+    """For each node whether gradients are recorded there, and the blocks of autocast and inference mode around it."""
+    grad: Any = torch.is_grad_enabled()
+    blocks: tuple[Hashable, ...] = ()
+    modes: dict[Node, Hashable] = {}
+    for node in graph.nodes:
+        name = names.get(node, "")
+        if name == "_set_grad_enabled":
+            grad = node.args[0]
+        elif name in _ENTERS:
+            blocks = (*blocks, node.name)
+        elif name in _EXITS:
+            blocks = blocks[:-1]
+        modes[node] = (grad, blocks)
+    return modes
 
 
 def normalise_writes(graph: Graph) -> Callable[[], None]:
@@ -230,7 +248,15 @@ def _bodies_write_nothing(node: Node) -> bool:
 _UNREPEATABLE = frozenset(
     {
         *("alpha_dropout", "bernoulli", "binomial", "cauchy", "dropout", "dropout1d", "dropout2d", "dropout3d"),
-        *("exponential", "feature_alpha_dropout", "feature_dropout", "geometric", "gumbel_softmax", "gru", "log_normal"),
+        *(
+            "exponential",
+            "feature_alpha_dropout",
+            "feature_dropout",
+            "geometric",
+            "gumbel_softmax",
+            "gru",
+            "log_normal",
+        ),
         *("fractional_max_pool2d", "fractional_max_pool2d_with_indices", "fractional_max_pool3d", "lstm"),
         *("fractional_max_pool3d_with_indices", "multi_head_attention_forward", "multinomial", "native_dropout"),
         *("normal", "normal_functional", "poisson", "rand", "rand_like", "randint", "randint_like", "randn"),

@@ -16,7 +16,7 @@ from .rules.gates import value_users
 from .rules.projections import projection_of
 from .shapes import dims, dtype_of, equal_sizes, repeated, tensor_example
 from .symbols import as_call, symbol_of
-from .values import Bundle, Gated, Product, Value, Weighted
+from .values import Activated, Bundle, Gated, Product, Value, Weighted
 
 _PRODUCTS = frozenset({"linear", "inner", "matmul", "addmm", "einsum"})
 _OTHER_PRODUCTS = ("tensordot", "baddbmm", "bilinear", "multi_dot", "chain_matmul", "mv", "conv")
@@ -40,9 +40,10 @@ def find_near_misses(graph: Graph, recogniser: Recogniser, found: set[Node]) -> 
         by_x: dict[Hashable, set[Hashable]] = {}
         reached: set[Node] = set()
         for node, keys in forms.items():
-            for product, x in _products_of(recogniser, node, reached):
-                if product not in found:
+            for path, x in _products_of(recogniser, node):
+                if path[-1] not in found:
                     by_x.setdefault(x, set()).update(keys)
+                    reached.update(path)
         if any(len(keys) > 1 for keys in by_x.values()):
             misses.append(_miss(recogniser, reached, found))
     return misses
@@ -105,24 +106,24 @@ def _is_like(node: Node, weight: Node) -> bool:
 # --- What is made of them --------------------------------------------------------------------------------------------
 
 
-def _products_of(recogniser: Recogniser, source: Node, reached: set[Node]) -> Iterator[tuple[Node, Hashable]]:
-    """The products that read a form of a weight, and the key of what each multiplies it with."""
-    pending, seen = [source], {source}
+def _products_of(recogniser: Recogniser, source: Node) -> Iterator[tuple[tuple[Node, ...], Hashable]]:
+    """The nodes from a form of a weight, which is left out, to each product that reads it; and the key of the other
+    factor, x.
+    """
+    pending: list[tuple[Node, ...]] = [()]
+    seen = {source}
     while pending:
-        node = pending.pop()
+        path = pending.pop()
+        node = path[-1] if path else source
         for user in node.users:
             if user in seen or user.op == "output" or dims(user) < 2:
                 continue
             seen.add(user)
             x = _multiplied(recogniser, user, node)
-            if x is None:
-                if not isinstance(recogniser.value(user), Weighted) and node is source and symbol_of(user) in _ELEMENTWISE:
-                    continue  # a form of its own
-                reached.add(user)
-                pending.append(user)
-            else:
-                reached.add(user)
-                yield user, x
+            if x is not None:
+                yield (*path, user), x
+            elif path or isinstance(recogniser.value(user), Weighted) or symbol_of(user) not in _ELEMENTWISE:
+                pending.append((*path, user))  # (what is made of a weight element by element is a form of its own)
 
 
 def _multiplied(recogniser: Recogniser, node: Node, weight: Node) -> Hashable | None:
@@ -153,14 +154,16 @@ def _miss(recogniser: Recogniser, reached: set[Node], found: set[Node]) -> NearM
     order = recogniser.effects.order
     if not strays:
         last = max(reached, key=order.__getitem__)
-        return NearMiss(last, "one x is multiplied by two masked forms of one weight, but no gate is multiplied by a value")
+        return NearMiss(
+            last, "one x is multiplied by two masked forms of one weight, but no gate is multiplied by a value"
+        )
     stray = min(strays, key=order.__getitem__)
     return NearMiss(stray, _reason(recogniser, stray))
 
 
 def _is_known(recogniser: Recogniser, node: Node) -> bool:
     value = recogniser.value(node)
-    return (value is not None and not isinstance(value, Product)) or symbol_of(node) in ("chunk", "split", "unbind")
+    return (value is not None and not isinstance(value, Product)) or symbol_of(node) in ("split", "unbind")
 
 
 def _reason(recogniser: Recogniser, node: Node) -> str:
@@ -172,6 +175,9 @@ def _reason(recogniser: Recogniser, node: Node) -> str:
         what = "a product with a masked weight"
     if any(isinstance(value, Gated) for value in values):
         what = "a gated product"
+    functions = [str(value.formula) for value in values if isinstance(value, Activated)]
+    if len(functions) > 1:
+        what = f"{' and '.join(functions)} of the products g, of which one must be g itself (the value),"
     dtype = dtype_of(node)
     kind = f" ({str(dtype).removeprefix('torch.')})" if dtype is not None else ""
     return (

@@ -14,14 +14,14 @@ A graph is read three times, each time once from end to end, so that the time is
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from .mutation import Effects, is_repeatable
-from .shapes import dims, dtype_of, is_matrix, repeated, requires_grad, same_shape, slice_of, tensor_example
+from .shapes import broadcasts_to, dims, dtype_of, is_matrix, repeated, requires_grad, slice_of, tensor_example
 from .symbols import Call, as_call, symbol_of
 from .values import Binary, Bundle, Carrier, Levels, Mask, Product, Scalar, Value, Weighted, slice_key
 
@@ -100,6 +100,8 @@ class Recogniser:
         structure: Hashable
         if node.op == "get_attr":
             structure = ("get_attr", str(node.target))
+        elif (same := _same_tensor(node)) is not None and not self.is_mutable(node):
+            return self.key(same)
         elif not is_repeatable(node) or self.is_mutable(node):
             structure = ("leaf", node.name)
         elif (found := slice_of(node)) is not None and found[1] == 0 and requires_grad(found[0]) == requires_grad(node):
@@ -165,48 +167,150 @@ def _is_binary(tensor: torch.Tensor) -> bool:
     return bool(((tensor == 0) | (tensor == 1)).all())
 
 
-# --- Roles -----------------------------------------------------------------------------------------------------------
+def _same_tensor(node: Node) -> Node | None:
+    """The input that a node gives back as it is: that of a cast to its own dtype, or of a dropout that drops nothing."""
+    call = as_call(node)
+    if call is None or call.symbol not in ("to", "dropout") or not isinstance(call.args[0], Node):
+        return None
+    source = call.args[0]
+    if call.symbol == "dropout" and not drops_nothing(call):
+        return None
+    before, after = tensor_example(source), tensor_example(node)
+    if before is None or after is None or before.requires_grad != after.requires_grad:
+        return None
+    return source if before.dtype == after.dtype and before.device == after.device else None
 
-_COMPLEMENTING = frozenset(
-    {"add", "sub", "rsub", "eq", "ne", "lt", "le", "gt", "ge", "xor", "logical_xor", "logical_not"}
-)
-"""Operations of a mask, or of a mask and a number, that a complement is made with."""
+
+def drops_nothing(call: Call) -> bool:
+    """Whether a dropout is the identity: in eval mode, or with a probability of 0."""
+    _, probability, training = call.args
+    return training is False or (isinstance(probability, (int, float)) and probability == 0)
+
+
+# --- Roles -----------------------------------------------------------------------------------------------------------
 
 _NUMBERS = frozenset({"ones", "zeros", "full", "tensor"})
 """Symbols of tensors that are filled with one number."""
+
+_ARITHMETIC = frozenset(
+    {
+        *("add", "sub", "rsub", "scaled_add", "neg", "mul", "div", "rounded_div", "remainder", "pow", "square", "abs"),
+        *("round", "round_to", "xor", "and", "or", "to", "alias", "detach"),
+    }
+)
+_LOGIC = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_xor", "not"})
+"""Operations of one mask, or of one and a number, that make functions of it."""
 
 
 def _keys_of_masks(graph: Graph, recogniser: Recogniser) -> Iterator[Hashable]:
     """The keys of real tensors (of whole stacks, for slices of them) that are used as masks.
 
-    A factor of `W * m` is one if its complement is made too (`1 - m`, `m == 0`), or if the other factor alone is the
-    weight of another product, or what the product is subtracted from.
+    What a weight is multiplied with, or chosen by, is a function of some tensor, `1 - m` of m. The tensor is used as a
+    mask if a weight is multiplied with two functions of it of which one is of arithmetic, since comparisons alone are
+    masks of their own (`logits > 0`, `logits > 1`). An input or attribute of the graph is one too if it is compared
+    after it was taken from 1. And it is one if a weight is multiplied with one function of it, and the weight itself
+    stands in another product, or in a difference with that one.
     """
-    factors: list[tuple[Node, Node]] = []
-    complemented: set[Hashable] = set()
-    bare: set[Hashable] = set()
+    bare = set(_keys_of_bare_weights(graph, recogniser))
+    functions: dict[tuple[Hashable, Hashable], set[Hashable]] = {}
+    arithmetic: set[Hashable] = set()
+    for weight, factor in _masked_products(graph):  # neither of them a copy
+        root = _root(factor)
+        key = _stack_key(recogniser.key(root.node))
+        if recogniser.key(factor) in bare or not _is_real(root.node):
+            continue
+        functions.setdefault((_stack_key(recogniser.key(weight)), key), set()).add(recogniser.key(factor))
+        if recogniser.key(weight) in bare and root.is_arithmetic and broadcasts_to(factor, weight):
+            yield key
+        if root.is_arithmetic or (root.is_complemented and _is_given(root.node)):
+            arithmetic.add(key)
+    for (weight_key, key), factors in functions.items():
+        if len(factors) > 1 and key in arithmetic and weight_key != key:
+            yield key
+
+
+def _is_given(node: Node) -> bool:
+    """Whether a node is an input or attribute of the graph, or a slice of one."""
+    found = slice_of(node)
+    return node.op in ("placeholder", "get_attr") if found is None else _is_given(found[0])
+
+
+def _masked_products(graph: Graph) -> Iterator[tuple[Node, Node]]:
+    """`(weight, factor)` of products, both ways round, and of choices by a condition."""
+    for node in graph.nodes:
+        call = as_call(node)
+        if call is None or call.symbol not in ("mul", "where", "masked_fill", "index_put", "einsum"):
+            continue
+        nodes = [item for item in node.all_input_nodes if dims(item) in (1, 2, 3)]
+        if call.symbol in ("where", "masked_fill", "index_put"):
+            pairs = [
+                (a, b) for a in nodes for b in nodes if dtype_of(b) is torch.bool and dtype_of(a) is not torch.bool
+            ]
+        else:
+            pairs = [(a, b) for a in nodes for b in nodes if a is not b]
+        for weight, factor in pairs:
+            yield from ((_source(weight), _source(part)) for part in _parts(factor))
+
+
+def _source(weight: Node) -> Node:
+    """What a copy is a copy of."""
+    while (call := as_call(weight)) is not None and call.symbol == "alias" and isinstance(call.args[0], Node):
+        weight = call.args[0]
+    return weight
+
+
+def _parts(factor: Node) -> list[Node]:
+    """The tensors that a factor is stacked from, or the factor alone."""
+    call = as_call(factor)
+    if call is None or call.symbol not in ("stack", "cat") or not isinstance(call.args[0], (list, tuple)):
+        return [factor]
+    return [item for item in call.args[0] if isinstance(item, Node)]
+
+
+def _keys_of_bare_weights(graph: Graph, recogniser: Recogniser) -> Iterator[Hashable]:
+    """The keys of weights that stand in a product as they are, or in a sum with what they are multiplied with."""
     for node in graph.nodes:
         call = as_call(node)
         if call is None:
             continue
-        nodes = [argument for argument in call.args if isinstance(argument, Node)]
-        if call.symbol == "mul" and len(nodes) == 2 and all(_is_real(item) for item in nodes):
-            factors.append((nodes[0], nodes[1]))
-        elif call.symbol in _COMPLEMENTING:
-            numbers = [item for item in nodes if symbol_of(item) in _NUMBERS]
-            if len(nodes) - len(numbers) == 1:
-                complemented.update(_stack_key(recogniser.key(item)) for item in nodes if item not in numbers)
-        if call.symbol == "sub" and len(nodes) == 2:
-            bare.add(recogniser.key(nodes[0]))
-        if (weight := weight_operand(call)) is not None:
-            bare.add(recogniser.key(weight))
-    for pair in factors:
-        keys = [_stack_key(recogniser.key(item)) for item in pair]
-        marked = [key in complemented and key not in bare for key in keys]
-        if not any(marked) and same_shape(*pair):
-            marked = [keys[1 - i] in bare and keys[i] not in bare for i in (0, 1)]
-        if marked.count(True) == 1:
-            yield keys[marked.index(True)]
+        operands = call.args[1] if call.symbol == "einsum" else (weight_operand(call),)
+        yield from (recogniser.key(item) for item in operands if is_matrix(item))
+        if call.symbol in ("add", "sub"):
+            for one, other in (call.args, reversed(call.args)):
+                inner = as_call(other)
+                inner = as_call(inner.args[0]) if inner is not None and inner.symbol == "neg" else inner
+                if isinstance(one, Node) and inner is not None and inner.symbol == "mul":
+                    factors = [recogniser.key(_source(item)) for item in inner.args if isinstance(item, Node)]
+                    yield from {recogniser.key(one)}.intersection(factors)
+
+
+@dataclass(frozen=True)
+class _Root:
+    """The tensor of which a factor is a function; whether that function is one of arithmetic, without comparisons; and
+    whether it takes the tensor from 1.
+    """
+
+    node: Node
+    is_arithmetic: bool
+    is_complemented: bool
+
+
+def _root(factor: Node) -> _Root:
+    is_arithmetic, is_complemented = dtype_of(factor) is not torch.bool, False
+    while True:
+        call = as_call(factor)
+        if call is None or call.symbol not in (*_ARITHMETIC, *_LOGIC):
+            break
+        if call.symbol in ("to", "alias"):
+            nodes = [call.args[0]]
+        else:
+            nodes = [item for item in factor.all_input_nodes if symbol_of(item) not in _NUMBERS]
+        if len(nodes) != 1 or not isinstance(nodes[0], Node):
+            break
+        is_complemented |= call.symbol in ("sub", "rsub") and any(type(n) in (int, float) and n == 1 for n in call.args)
+        (factor,) = nodes
+        is_arithmetic = is_arithmetic and dtype_of(factor) is not torch.bool
+    return _Root(factor, is_arithmetic, is_complemented)
 
 
 def _is_real(node: Node) -> bool:
@@ -231,14 +335,17 @@ def weight_operand(call: Call) -> Node | None:
 
 
 def _keys_of_masked_weights(graph: Graph, recogniser: Recogniser) -> Iterator[Hashable]:
-    """The keys of the weights that stand masked in a product, or whose product is masked by channels."""
+    """The keys of the matrices that are masked, and of the weights whose product is masked by channels."""
     for node in graph.nodes:
+        value = recogniser.value(node)
+        if isinstance(value, (Bundle, Weighted)):
+            yield from _masked_keys(recogniser, value)
         call = as_call(node)
         if call is None:
             continue
         operands = call.args[1] if call.symbol == "einsum" else (weight_operand(call),)
         for operand in operands:
-            yield from _masked_keys(recogniser, recogniser.value(operand), operand)
+            yield from _masked_keys(recogniser, recogniser.value(operand))
         if call.symbol == "einsum" and any(isinstance(recogniser.value(item), Binary) for item in operands):
             yield from (recogniser.key(item) for item in operands if is_matrix(item))
         if call.symbol == "mul":
@@ -249,10 +356,10 @@ def _keys_of_masked_weights(graph: Graph, recogniser: Recogniser) -> Iterator[Ha
                     yield recogniser.key(weight)
 
 
-def _masked_keys(recogniser: Recogniser, value: Value, node: Any) -> Iterator[Hashable]:
+def _masked_keys(recogniser: Recogniser, value: Value) -> Iterator[Hashable]:
     if isinstance(value, Bundle):
         for item in value.items:
-            yield from _masked_keys(recogniser, item, node)
+            yield from _masked_keys(recogniser, item)
     elif isinstance(value, Weighted) and value.factor is not None:
         yield recogniser.key(value.weight)
     elif isinstance(value, Product):

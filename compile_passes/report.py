@@ -120,10 +120,13 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 def lines(nodes: Sequence[Node]) -> tuple[str, ...]:
     """Nodes as text, `gate [5, 12] = linear(x, masked)`."""
-    return tuple(_line(node) for node in nodes)
+    return tuple(line(node) for node in nodes)
 
 
-def _line(node: Node) -> str:
+def line(node: Node) -> str:
+    """A node as text; one that is an input of the graph by its name."""
+    if node.op in ("placeholder", "get_attr"):
+        return node.name
     call, example = as_call(node), tensor_example(node)
     operation = call.symbol if call is not None else str(getattr(node.target, "_overloadpacket", node.target))
     options = [f"{name}={_spelled(value)}" for name, value in node.kwargs.items()]

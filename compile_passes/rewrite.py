@@ -15,8 +15,8 @@ from mglu_ops.checks import FLOATING
 from .mutation import is_repeatable, written
 from .recognise import Recogniser
 from .report import AT_EACH_CALL, BEFOREHAND, WHEN_COMPILED
-from .sites import Layer
 from .shapes import column_of, dims, slice_of, tensor_example
+from .sites import Layer
 from .symbols import as_call
 from .values import Mask, Route, Slice
 

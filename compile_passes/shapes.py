@@ -135,8 +135,8 @@ def range_of(node: Any) -> tuple[Node, int, int, int] | None:
     else:
         base, index = call.args
         inner = as_call(base)
-        if inner is not None and inner.symbol in ("chunk", "split") and isinstance(index, int):
-            base, _, dim = inner.args
+        if inner is not None and inner.symbol == "split" and isinstance(index, int):
+            base, dim = inner.args
             bounds = _bounds_of_a_part(call.args[0], dim, index)
         else:
             found = _single_slice(base, index)

@@ -44,8 +44,9 @@ from . import formulas
 from .formulas import GRADIENT_AT_0, Scaled
 from .mutation import Effects, is_random, storages
 from .recognise import Recogniser
+from .report import line
 from .rules.gates import value_users
-from .shapes import equal_sizes, example, requires_grad, tensor_example
+from .shapes import equal_sizes, example, range_of, requires_grad, slice_of, tensor_example
 from .symbols import as_call
 from .values import Activated, Bundle, Gated, Mask, Product, Projection, Route, Term, Weighted
 
@@ -247,9 +248,14 @@ def _difference(recogniser: Recogniser, a: Node, b: Node) -> str:
         alike = a.op == b.op and a.target == b.target and len(inputs[0]) == len(inputs[1]) > 0
         pairs = list(zip(*inputs, strict=True)) if alike else []
         unequal = [pair for pair in pairs if recogniser.key(pair[0]) != recogniser.key(pair[1])]
-        if len(unequal) != 1 or unequal[0] == (a, b):
-            return f"`{a.name}` and `{b.name}`{_why_different(recogniser, a, b)}"
+        if len(unequal) != 1 or _is_slice(unequal[0][0]):
+            return f"`{line(a)}` and `{line(b)}`{_why_different(recogniser, a, b)}"
         a, b = unequal[0]
+
+
+def _is_slice(node: Node) -> bool:
+    """Whether a node is a slice, which a reader would not know by its name."""
+    return slice_of(node) is not None or range_of(node) is not None
 
 
 def _why_different(recogniser: Recogniser, a: Node, b: Node) -> str:
@@ -377,7 +383,7 @@ def _is_spelling(recogniser: Recogniser, node: Node) -> bool:
     return call is not None and call.symbol in _IN_BETWEEN
 
 
-_IN_BETWEEN = frozenset({"unbind", "chunk", "split", "expand", "unsqueeze", "getitem", "select", "empty", "size"})
+_IN_BETWEEN = frozenset({"unbind", "split", "expand", "unsqueeze", "getitem", "select", "empty", "size"})
 """Symbols of nodes that a spelling passes through, though nothing is known of what they make."""
 
 
@@ -387,7 +393,7 @@ _COMPUTED = (Projection, Activated, Gated)
 def _is_computed(recogniser: Recogniser, node: Node) -> bool:
     """Whether a node is what the operator computes inside: products, activations and terms, or a tuple of these."""
     call = as_call(node)
-    if call is not None and call.symbol in ("unbind", "chunk", "split"):
+    if call is not None and call.symbol in ("unbind", "split"):
         return isinstance(call.args[0], Node) and _is_computed(recogniser, call.args[0])
     value = recogniser.value(node)
     return isinstance(value.items[0] if isinstance(value, Bundle) else value, _COMPUTED)
@@ -404,16 +410,15 @@ def _check_users(recogniser: Recogniser, layer: Layer) -> None:
 
 
 def _check_modes(recogniser: Recogniser, layer: Layer) -> None:
-    """No change of the grad mode or of autocast between what the operator computes.
+    """All that the operator computes is computed under one grad mode and one autocast.
 
-    Masks may be made before it, under `no_grad` for instance: what gradient they carry is known from their examples.
+    Masks may be made under others, such as `no_grad`: what gradient they carry is known from their examples.
     """
-    order, switches = recogniser.effects.order, recogniser.effects.mode_switches
-    computed = [node for node in layer.interior if _is_weight_or_more(recogniser, node)]
-    first, last = order[computed[0]], order[layer.site.root]
-    for node in switches:
-        if first <= order[node] <= last:
-            raise Refusal(f"`{getattr(node.target, '__name__', '')}` stands inside the layer")
+    modes = recogniser.effects.modes
+    for node in layer.interior:
+        if modes[node] != modes[layer.site.root] and _is_weight_or_more(recogniser, node):
+            mode = "grad mode" if modes[node][0] != modes[layer.site.root][0] else "autocast or inference mode"
+            raise Refusal(f"`{node.name}` is computed under another {mode} than `{layer.site.root.name}`")
 
 
 def _is_weight_or_more(recogniser: Recogniser, node: Node) -> bool:

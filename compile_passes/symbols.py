@@ -157,6 +157,12 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "mul", _TWO, _elementwise("mul", *products)
     quotients = (operator.truediv, operator.itruediv, torch.true_divide, "true_divide", "__truediv__")
     yield "div", f"{_TWO}, rounding_mode==None", _elementwise("div", *quotients)
+    # With a factor, for functions of masks alone, which torch itself computes with all arguments.
+    yield "scaled_add", f"{_TWO}, alpha", _elementwise("add")
+    yield "scaled_add", f"{_TWO}, alpha", _elementwise("sub", torch.subtract, "subtract")
+    yield "rounded_div", f"{_TWO}, rounding_mode", _elementwise("div")
+    yield "round", "input, decimals==0", _elementwise("round")
+    yield "round_to", "input, decimals", _elementwise("round")
     yield "neg", "input", _elementwise("neg", operator.neg, torch.negative, "negative", "__neg__")
     yield "abs", "input", _elementwise("abs", operator.abs, torch.absolute, "absolute", "__abs__")
     yield "reciprocal", "input", _elementwise("reciprocal")
@@ -170,7 +176,6 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "maximum", _TWO, _elementwise("maximum", torch.ops.aten.max.other)
     yield "max", _TWO, (torch.max, "max")  # the maximum of two tensors, or with a number the one along a dimension
     yield "threshold", "input, threshold, value, -inplace", (F.threshold, torch.threshold, *_aten("threshold"))
-    yield "round", "input, decimals==0", _elementwise("round")
     yield "sign", "input", _elementwise("sign", torch.sgn, "sgn", *_aten("sgn"))
     yield "heaviside", "input, values", _elementwise("heaviside")
     yield "remainder", _TWO, _elementwise("remainder", operator.mod, "__mod__")
@@ -214,13 +219,16 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "slice", "input, dim=0, start=None, end=None, step=1", _aten("slice")
     yield "narrow", "input, dim, start, length", _elementwise("narrow")
     yield "unbind", "input, dim=0", _elementwise("unbind")
-    yield "chunk", "input, chunks, dim=0", _elementwise("chunk")
-    sections = "input, sections|split_size|split_size_or_sections|split_sizes, dim=0"
-    splits = (torch.split, torch.functional.split, "split", "split_with_sizes")
-    yield "split", sections, (*splits, *_aten("split", "split_with_sizes"))
+    sections = (
+        "input, -chunks|split_size|split_size_or_sections|split_sizes|indices_or_sections|sections|indices, dim=0"
+    )
+    splits = (torch.split, torch.functional.split, "split", "split_with_sizes", *_aten("split", "split_with_sizes"))
+    yield "split", sections, (*_elementwise("chunk", *splits), torch.tensor_split, "tensor_split")
+    yield "split", sections, _aten("tensor_split")
     yield "stack", "tensors, dim=0", (torch.stack, *_aten("stack"))
     concatenations = (torch.cat, torch.concat, torch.concatenate, *_aten("cat", "concat", "concatenate"))
     yield "cat", "tensors, dim|axis=0", concatenations
+    yield "vstack", "tensors", (torch.vstack, torch.row_stack, *_aten("vstack"))
     reduction = "input, dim|axis=None, keepdim|keepdims=False, dtype==None"
     yield "sum", reduction, _elementwise("sum")
     yield "mean", reduction, _elementwise("mean")
@@ -271,14 +279,17 @@ OTHER_ACTIVATIONS: Mapping[str, str] = MappingProxyType(
 
 _ATEN_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType({"logsigmoid": ("log_sigmoid",)})
 
-_TABLE: dict[Any, tuple[str, Signature]] = {}
+_TABLE: dict[Any, list[tuple[str, Signature]]] = {}
+"""For each spelling its symbol and signature; of several the first that fits the arguments counts."""
+
 _ORDER: dict[str, tuple[str, ...]] = {}
 """The arguments of each symbol in the order in which the rules get them: that of its first signature."""
 
 for _symbol, _text, _targets in _spellings():
     _signature = Signature.parse(_text)
     _ORDER.setdefault(_symbol, _signature.read)
-    _TABLE.update(dict.fromkeys(_targets, (_symbol, _signature)))
+    for _target in dict.fromkeys(_targets):
+        _TABLE.setdefault(_target, []).append((_symbol, _signature))
 
 READS_NO_VALUES = frozenset({"zeros", "ones", "full", "empty", "size", "assert_metadata"})
 """Symbols of calls that look at the shape, dtype or device of their arguments only."""
@@ -305,8 +316,9 @@ def as_call(node: Any) -> Call | None:
         return _call_of_module(node)
     if not node.op.startswith("call_") or not isinstance(node.target, Hashable):
         return None
-    found = _TABLE.get(node.target) or _TABLE.get(_out_of_place(node.target))
-    return None if found is None else _bind(*found, node.args, node.kwargs)
+    spellings = _TABLE.get(node.target) or _TABLE.get(_out_of_place(node.target)) or ()
+    calls = (_bind(symbol, signature, node.args, node.kwargs) for symbol, signature in spellings)
+    return next((call for call in calls if call is not None), None)
 
 
 def symbol_of(node: Any) -> str:
@@ -340,7 +352,7 @@ def _call_of_module(node: Node) -> Call | None:
     symbol = _MODULES.get(type(module))  # type: ignore[arg-type] # None is in no table
     if symbol is None or getattr(module, "inplace", False):
         return None
-    signature = _TABLE["clone" if symbol == "alias" else getattr(F, symbol)][1]
+    signature = _TABLE["clone" if symbol == "alias" else getattr(F, symbol)][0][1]
     options = {name: getattr(module, name) for name in ("approximate", "training", "p") if hasattr(module, name)}
     return _bind(symbol, signature, node.args, {**node.kwargs, **options})
 

@@ -112,8 +112,9 @@ class Binary:
 
 @dataclass(frozen=True)
 class Product:
-    """The elementwise product of two tensors of which nothing tells which is the mask."""
+    """The elementwise product, at `node`, of two tensors of which nothing tells which is the mask, or its transpose."""
 
+    node: Node
     a: Node
     b: Node
     transposed: bool = False
@@ -188,6 +189,10 @@ class Gated:
     whole: Node | None = None
 
 
+MOST_ITEMS = 64
+"""Values that a bundle may have: 16 masks, their complements, and more, so that a report can say they are too many."""
+
+
 @dataclass(frozen=True)
 class Bundle:
     """Values that one tensor holds side by side.
@@ -201,7 +206,7 @@ class Bundle:
     size: int | None = None
 
 
-Part: TypeAlias = "Weighted | Projection | Activated | Gated"
+Part: TypeAlias = "Binary | Weighted | Projection | Activated | Gated"
 Value: TypeAlias = Scalar | Levels | Binary | Product | Weighted | Projection | Activated | Gated | Bundle | None
 
 

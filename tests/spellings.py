@@ -105,12 +105,18 @@ FIXED: dict[str, Callable[[Tensor, int], Tensor]] = {
     "sign": lambda bits, i: torch.relu(torch.sign(bits[i].double() - 0.5)) > 0,
 }
 
+# Mask i as a tensor of floats or integers, of such masks `[n_masks, d, h]`.
+GIVEN: dict[str, Callable[[Tensor, int], Tensor]] = {
+    name: FIXED[name] for name in ("slice", "unbind", "negative_index", "clone")
+}
+
 COMPLEMENTS: dict[str, Callable[[Tensor], Tensor]] = {
     "1 - m": lambda m: 1 - m,
     "1.0 - m": lambda m: 1.0 - m,
     "rsub": lambda m: torch.rsub(m, 1),
     "-(m - 1)": lambda m: -(m - 1),
     "ones_like - m": lambda m: torch.ones_like(m) - m,
+    "rsub by keyword": lambda m: torch.rsub(m, other=1),
     "(1 - 2 * m) * 0.5 + 0.5": lambda m: (1 - 2 * m) * 0.5 + 0.5,
 }
 
@@ -121,6 +127,40 @@ BOOL_COMPLEMENTS: dict[str, Callable[[Tensor], Tensor]] = {
     "1 - m.double()": lambda m: 1 - m.double(),
     "m.double() < 0.5": lambda m: m.double() < 0.5,
     "uint8": lambda m: 1 - m.to(torch.uint8),
+    "m ^ True": lambda m: m ^ True,
+}
+
+# Of tensors of any dtype that hold 0 and 1 and carry no gradient.
+FIXED_COMPLEMENTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "m == 0": lambda m: m == 0,
+    "m < 1": lambda m: m < 1,
+    "logical_not": lambda m: torch.logical_not(m),
+    "1 - m.double()": lambda m: 1 - m.double(),
+}
+
+INTEGER_COMPLEMENTS: dict[str, Callable[[Tensor], Tensor]] = FIXED_COMPLEMENTS | {
+    "1 - m": lambda m: 1 - m,
+    "ones_like - m": lambda m: torch.ones_like(m) - m,
+    "m ^ 1": lambda m: m ^ 1,
+}
+
+# Complements in some dtypes only: numbers take the dtype of their tensor, and integers overflow.
+DOUBTFUL_COMPLEMENTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "m < full_like(0.5)": lambda m: m < torch.full_like(m, 0.5),
+    "full_like(1.5) - m": lambda m: torch.full_like(m, 1.5).double() - m.double(),
+    "m.bfloat16() > 0.999": lambda m: ~(m.bfloat16() > torch.tensor(0.999, dtype=torch.bfloat16)),
+    "-m of uint8": lambda m: -m.to(torch.uint8) + 1,
+    "m - 1 of uint8": lambda m: (m.to(torch.uint8) - 1) > 0,
+    "m > -1 of uint8": lambda m: m.to(torch.uint8) > -1,
+    "~m of int8": lambda m: ~m.to(torch.int8),
+    "floor": lambda m: 1 - torch.div(m.double(), 2, rounding_mode="floor"),
+    "ceiling by floor": lambda m: 1 + torch.div(-m.double(), 2, rounding_mode="floor"),
+    "rsub of alpha": lambda m: torch.rsub(m.double(), 1, alpha=2),
+    "transpose(dim0=0, dim1=0)": lambda m: 1 - m.double().transpose(dim0=0, dim1=0),
+    "transpose(dim0=0, dim1=1)": lambda m: 1 - m.double().transpose(dim0=0, dim1=1),
+    "round(decimals=-1)": lambda m: 1 - torch.round(m.double(), decimals=-1),
+    "0 ** m": lambda m: 0 ** m.double(),
+    "clamp(max=0)": lambda m: 1 - m.double().clamp(max=0),
 }
 
 PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -128,6 +168,8 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "m * w": lambda w, m: m * w,
     "torch.mul": torch.mul,
     "clone.mul_": lambda w, m: w.clone().mul_(m),
+    "mul by keyword": lambda w, m: torch.mul(w, other=m),
+    "mul by keywords": lambda w, m: torch.mul(other=w, input=m),
     "clone *= m": lambda w, m: _multiplied_in_place(w.clone(), m),
 }
 
@@ -156,6 +198,9 @@ PROJECTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "matmul": lambda x, w: torch.matmul(x, w.t()),
     "einsum": lambda x, w: torch.einsum("bh,dh->bd", x, w),
     "addmm": lambda x, w: torch.addmm(torch.zeros(1, dtype=x.dtype), x, w.t()),
+    "linear by keywords": lambda x, w: F.linear(weight=w, input=x),
+    "matmul by keywords": lambda x, w: torch.matmul(input=x, other=w.permute(dims=(1, 0))),
+    "swapaxes by keywords": lambda x, w: x.matmul(other=w.swapaxes(axis0=-1, axis1=0)),
 }
 
 # Activations written out; of a name, the first is the operator's own.
@@ -163,7 +208,28 @@ HANDS: dict[str, Callable[[Tensor], Tensor]] = {
     "g / (1 + exp(-g))": lambda g: g / (1 + torch.exp(-g)),
     "g * sigmoid(g)": lambda g: g * torch.sigmoid(g),
     "g * (0.5 + erf / 2)": lambda g: g * (0.5 + torch.erf(g * 0.5**0.5) / 2),
+    "dropout of 0": lambda g: F.silu(F.dropout(g, 0.0)),
+}
+
+# Functions with a kink, which are relu at every number and not so in their derivative at 0, and sums that cancel only
+# for who forgets an argument.
+DOUBTFUL_HANDS: dict[str, Callable[[Tensor], Tensor]] = {
     "clamp": lambda g: g.clamp(min=0),
+    "clamp_min": lambda g: torch.clamp_min(g, 0),
+    "maximum": lambda g: torch.maximum(g, torch.zeros_like(g)),
+    "where(g > 0)": lambda g: torch.where(g > 0, g, 0),
+    "where(g >= 0)": lambda g: torch.where(g >= 0, g, 0),
+    "g * (g > 0)": lambda g: g * (g > 0),
+    "threshold": lambda g: F.threshold(g, 0, 0),
+    "clamp(0, 1)": lambda g: g.clamp(min=0, max=1),
+    "clamp - relu + silu": lambda g: g.clamp(min=0) - F.relu(g) + F.silu(g),
+    "slopes": lambda g: F.leaky_relu(g, 0.2) - F.leaky_relu(g, 0.01) + F.silu(g),
+    "gelus": lambda g: F.gelu(g, approximate="tanh") - F.gelu(g) + F.silu(g),
+    "alpha": lambda g: torch.add(F.silu(g), g, alpha=2) - g,
+    "floor": lambda g: torch.div(g, 1 + torch.exp(-g), rounding_mode="floor"),
+    "dropout of all": lambda g: F.dropout(g, p=1.0, training=True) + F.silu(g),
+    "detached factor": lambda g: g * torch.sigmoid(g).detach(),
+    "constant of an integer": lambda g: g * torch.full_like(g, 0.5, dtype=torch.int64) + F.silu(g),
 }
 
 
@@ -192,6 +258,10 @@ def _residual(term: Tensor) -> Tensor:
     return torch.full(term.shape, 2.0, dtype=term.dtype).cumsum(-1)
 
 
+def _bias(term: Tensor) -> Tensor:
+    return torch.linspace(-1, 1, term.shape[-1], dtype=term.dtype)
+
+
 SUMS: dict[str, Callable[[list[Tensor]], Tensor]] = {
     "y = 0": _running_sum,
     "y = None": _running_sum_from_none,
@@ -201,7 +271,79 @@ SUMS: dict[str, Callable[[list[Tensor]], Tensor]] = {
     "stack_last": lambda terms: torch.stack(terms, dim=-1).sum(dim=-1),
     "reduce": lambda terms: functools.reduce(operator.add, terms),
     "residual": lambda terms: functools.reduce(operator.add, terms, _residual(terms[0])),
+    "mean": lambda terms: torch.stack(terms).mean(0),
+    "sum / n": lambda terms: sum(terms) / len(terms),
+    "terms / n": lambda terms: sum(0.5 * term for term in terms),
+    "bias": lambda terms: functools.reduce(operator.add, terms, _bias(terms[0])),
+    "add by keywords": lambda terms: functools.reduce(lambda y, term: torch.add(input=y, other=term), terms),
     "pairs": lambda terms: sum(terms[: len(terms) // 2]) + sum(terms[len(terms) // 2 :]),
+}
+
+# Weights that are expressions of two parameters `[d, h]`.
+WEIGHTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "weight": lambda weight, other: weight,
+    "scaled rows": lambda weight, other: weight * other[:, :1],
+    "sum": lambda weight, other: weight + 0.5 * other,
+    "product": lambda weight, other: weight @ other,
+    "normalized": lambda weight, other: F.normalize(weight, dim=-1),
+    "abs": lambda weight, other: weight.abs(),
+    "elementwise": lambda weight, other: weight * other,
+}
+
+# A factor of term i, of a tensor of scalars.
+SCALES: dict[str, Callable[[Tensor, int], Any]] = {
+    "number": lambda scalars, i: 0.5,
+    "numbers": lambda scalars, i: (0.5, 1.0, -2.0, 3.0)[i % 4],
+    "learned": lambda scalars, i: scalars[i],
+    "softmax": lambda scalars, i: scalars.softmax(0)[i],
+}
+
+# Gate and value from one product of x and two masked weights `[d, h]`.
+JOINTS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "cat, chunk": lambda x, a, b: F.linear(x, torch.cat([a, b])).chunk(2, dim=-1),
+    "cat, split": lambda x, a, b: F.linear(x, torch.cat([a, b], dim=0)).split(a.shape[0], -1),
+    "cat, slices": lambda x, a, b: _halves(F.linear(x, torch.cat([a, b]))),
+    "cat, unflatten": lambda x, a, b: F.linear(x, torch.cat([a, b])).unflatten(-1, (2, -1)).unbind(-2),
+    "stack, einsum": lambda x, a, b: torch.einsum("bh,kdh->kbd", x, torch.stack([a, b])),
+    "stack, matmul": lambda x, a, b: torch.matmul(x, torch.stack([a, b]).mT),
+    "stack, flatten": lambda x, a, b: F.linear(x, torch.stack([a, b]).flatten(0, 1)).view(len(x), 2, -1).unbind(1),
+    # Wrong, for the order of the rows is another one.
+    "interleaved": lambda x, a, b: F.linear(x, torch.stack([a, b], 1).flatten(0, 1)).chunk(2, dim=-1),
+    "strided": lambda x, a, b: F.linear(x, torch.cat([a, b])).unflatten(-1, (-1, 2)).unbind(-1),
+}
+WRONG_JOINTS = ("interleaved", "strided")
+
+
+def _halves(both: Tensor) -> tuple[Tensor, Tensor]:
+    middle = both.shape[-1] // 2
+    return both[..., :middle], both[..., middle:]
+
+
+# Kinds of masks: what makes the masks of a program of logits, and the spellings of each kind.
+KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "logits": lambda logits: logits,
+    "bool": lambda logits: logits > 0,
+    "float": lambda logits: (logits > 0).to(logits.dtype),
+    "uint8": lambda logits: (logits > 0).to(torch.uint8),
+    "int64": lambda logits: (logits > 0).long(),
+}
+MASKS = {"logits": TRAINED, "bool": FIXED, "float": GIVEN, "uint8": GIVEN, "int64": GIVEN}
+COMPLEMENTS_OF = {
+    "logits": COMPLEMENTS,
+    "bool": BOOL_COMPLEMENTS,
+    "float": COMPLEMENTS | FIXED_COMPLEMENTS,
+    "uint8": INTEGER_COMPLEMENTS,
+    "int64": INTEGER_COMPLEMENTS,
+}
+PRODUCTS_OF = {kind: BOOL_PRODUCTS if kind == "bool" else PRODUCTS for kind in KINDS}
+ALL_COMPLEMENTS = COMPLEMENTS | BOOL_COMPLEMENTS | INTEGER_COMPLEMENTS
+
+# What turns a square matrix, or does not.
+TURNS: dict[str, Callable[[Tensor], Tensor]] = {
+    "turned by nothing": lambda w: w.transpose(dim0=0, dim1=0),
+    "turned by axes": lambda w: w.swapaxes(axis0=-1, axis1=0),
+    "turned by the same axis": lambda w: torch.swapaxes(w, axis0=-1, axis1=1),
+    "permuted by nothing": lambda w: w.permute(dims=(0, 1)),
 }
 
 
@@ -217,19 +359,29 @@ class Program:
     activation: str = "silu"
     hand: str | None = None
     total: str = "y = 0"
-    trained: bool = True
+    kind: str = "logits"
+    weight: str = "weight"
+    """What is masked (`WEIGHTS`)."""
+    at_each_use: bool = False
+    """The weight is computed anew for the value."""
+    scale: str | None = None
+    joint: str | None = None
     value_first: bool = False
     swapped: bool = False
     wrong: str | None = None
 
+    @property
+    def trained(self) -> bool:
+        return self.kind == "logits"
+
     def __call__(self, x: Tensor, weight: Tensor, masks: Tensor, other_x: Tensor, other_weight: Tensor) -> Any:
-        """X and other_x `[..., h]`, weight and other_weight `[d, h]`, masks `[n, d, h]`, logits or bool."""
+        """X and other_x `[..., h]`, weight and other_weight `[d, h]`, masks `[n, d, h]` of a kind (`KINDS`)."""
         if self.wrong is not None and self.wrong.startswith("mutate"):
             x, weight, masks = x.clone(), weight.clone(), masks.clone()
         terms, extra = [], []
         for i in range(masks.shape[0]):
             term, more = self._term(i, x, weight, masks, other_x, other_weight)
-            terms.append(term)
+            terms.append(term if self.scale is None else SCALES[self.scale](other_x.flatten(), i) * term)
             extra += more
         total = SUMS[self.total](terms)
         return (total, *extra)
@@ -239,7 +391,7 @@ class Program:
     ) -> tuple[Tensor, list[Tensor]]:
         wrong = self.wrong if i == 0 else None
         product, project = BOOL_PRODUCTS[self.product], PROJECTIONS[self.projection]
-        m = TRAINED[self.mask](masks, i) if self.trained else FIXED[self.mask](masks, i)
+        m = MASKS[self.kind][self.mask](masks, i)
         if wrong == "soft mask":
             m = torch.sigmoid(masks[i]) if self.trained else masks[i] * 0.5 + 0.25
         if wrong == "mask of a channel":
@@ -248,13 +400,23 @@ class Program:
             m = m.detach()
         if wrong == "squared mask":
             m = m * m
-        complement = (COMPLEMENTS | BOOL_COMPLEMENTS)[self.complement]
+        complement = ALL_COMPLEMENTS[self.complement]
+        masked_weight = WEIGHTS[self.weight](weight, other_weight)
         value_x = {"other x": other_x, "detached x": x.detach(), "copied x": x * 1}.get(wrong or "", x)
-        value_weight = {"other weight": other_weight, "detached weight": weight.detach()}.get(wrong or "", weight)
+        value_weight = {"other weight": other_weight, "detached weight": masked_weight.detach()}.get(
+            wrong or "", masked_weight
+        )
 
-        gate_weight = product(weight, complement(m) if self.swapped else m)
+        gate_weight = product(masked_weight, complement(m) if self.swapped else m)
         if wrong == "rounded":
             gate_weight = gate_weight.to(torch.bfloat16).to(weight.dtype)
+        if wrong in TURNS:
+            gate_weight = TURNS[wrong](gate_weight)
+        if self.joint is not None:
+            gate, value = JOINTS[self.joint](
+                x, gate_weight, product(value_weight, m if self.swapped else complement(m))
+            )
+            return self._product(gate, value), []
         gate = project(x, gate_weight)
         if wrong == "bias":
             gate = gate + other_x.flatten()[0]
@@ -264,6 +426,8 @@ class Program:
         if wrong == "gate is used elsewhere":
             extra.append(gate)
 
+        if self.at_each_use and value_weight is masked_weight:
+            value_weight = WEIGHTS[self.weight](weight, other_weight)
         m_value = m if self.swapped else complement(m)
         if wrong == "2 - m":
             m_value = 2 - m * 1.0
@@ -273,24 +437,38 @@ class Program:
             m_value = m < 0.5
         if wrong == "next mask":
             m_value = masks[(i + 1) % len(masks)] > 0
+        if wrong is not None and wrong in DOUBTFUL_COMPLEMENTS:
+            m_value = DOUBTFUL_COMPLEMENTS[wrong](m)
         if self.value == "masked":
             value = project(value_x, product(value_weight, m_value))
         elif self.value == "w - w * m":
             value = project(value_x, value_weight - product(value_weight, m))
         else:
             value = project(value_x, value_weight) - gate
+        if wrong == "alpha of the difference":
+            value = torch.sub(project(value_x, value_weight), gate, alpha=2)
         if wrong == "no_grad":
             with torch.no_grad():
                 value = project(value_x, product(value_weight, m_value))
         if wrong == "activation":
             value = torch.tanh(value)
+        if wrong == "floor of the value":
+            value = torch.div(value, 2, rounding_mode="floor")
         if wrong == "mutate gate after":
             gate.mul_(0.5)
-        activate = ACTIVATIONS[self.activation].forward if self.hand is None else HANDS[self.hand]
-        activated = activate(gate)
+        activated = self._activated(gate)
         if wrong == "activation is used elsewhere":
             extra.append(activated)
-        return (value * activated if self.value_first else activated * value), extra
+        return self._product(gate, value, activated), extra
+
+    def _activated(self, gate: Tensor) -> Tensor:
+        if self.hand is None:
+            return ACTIVATIONS[self.activation].forward(gate)
+        return (HANDS | DOUBTFUL_HANDS)[self.hand](gate)
+
+    def _product(self, gate: Tensor, value: Tensor, activated: Tensor | None = None) -> Tensor:
+        activated = self._activated(gate) if activated is None else activated
+        return value * activated if self.value_first else activated * value
 
 
 def _mutate(wrong: str | None, x: Tensor, weight: Tensor, masks: Tensor, i: int, gate: Tensor) -> list[Tensor]:
@@ -350,7 +528,17 @@ WRONGS = (
     "mutate masks through a view",
     "mutate gate by a list",
     "mutate gate after",
+    "alpha of the difference",
+    "floor of the value",
+    *TURNS,
+    *DOUBTFUL_COMPLEMENTS,
 )
+
+# Of these, gate and value have two inputs or two weights.
+OF_OTHER_OPERANDS = ("other x", "detached x", "copied x", "other weight", "detached weight")
+
+# What is wrong with the masks alone, so that gate and value may also come from one product.
+MASK_WRONGS = ("soft mask", "squared mask", "one mask is detached", *TURNS)
 
 
 # --- Layers with all masks in one tensor -----------------------------------------------------------------------------
@@ -388,8 +576,12 @@ class StackProgram:
     total: str = "sum"
     route: str | None = None
     activation: str = "silu"
-    trained: bool = True
+    kind: str = "logits"
     wrong: str | None = None
+
+    @property
+    def trained(self) -> bool:
+        return self.kind == "logits"
 
     def __call__(self, x: Tensor, weight: Tensor, masks: Tensor, other_x: Tensor, other_weight: Tensor) -> Any:
         """The tensors of `Program`."""
@@ -413,7 +605,9 @@ class StackProgram:
             gate = gate.transpose(0, 2)
         if wrong == "mutate weight":
             weight.detach().mul_(2)
-        complement = (COMPLEMENTS | BOOL_COMPLEMENTS)[self.complement](m)
+        complement = ALL_COMPLEMENTS[self.complement](m)
+        if wrong is not None and wrong in DOUBTFUL_COMPLEMENTS:
+            complement = DOUBTFUL_COMPLEMENTS[wrong](m)
         if wrong == "masks in another order":
             complement = complement.flip(0)
         if wrong == "transposed masks":
@@ -438,6 +632,8 @@ class StackProgram:
         if self.wrong == "route of another order":
             route = route.flip(-1).t() if dim == 0 and route.shape[0] == route.shape[1] else route.flip(-1)
         letters = ("nbd", "bnd", "bdn")[dim]
+        if self.route == "scalars":
+            terms = terms * route[0].reshape([-1 if i == dim else 1 for i in range(3)])
         if self.route == "einsum":
             return torch.einsum(f"{letters},bn->bd", terms, route)
         if self.route == "product":
@@ -470,4 +666,6 @@ STACK_WRONGS = (
     "a term twice",
     "sum over tokens",
     "route of another order",
+    *DOUBTFUL_COMPLEMENTS,
 )
+STACKS_OF_OTHER_OPERANDS = ("x a mask", "weight a mask", "other x", "other weight")

@@ -204,16 +204,16 @@ SPELLINGS = [
     *(Program(value=name) for name in ("w - w * m", "t - gate")),
     Program(value_first=True),
     Program(swapped=True),
-    *(Program(mask=name, complement="~m", trained=False) for name in FIXED),
-    *(Program(mask="slice", complement=name, trained=False) for name in BOOL_COMPLEMENTS),
+    *(Program(mask=name, complement="~m", kind="bool") for name in FIXED),
+    *(Program(mask="slice", complement=name, kind="bool") for name in BOOL_COMPLEMENTS),
     *(
-        Program(mask="slice", complement="~m", product=name, projection=projection, trained=False)
+        Program(mask="slice", complement="~m", product=name, projection=projection, kind="bool")
         for name in BOOL_PRODUCTS
         for projection in ("linear", "x @ w.T")
     ),
-    Program(mask="slice", complement="~m", value="t - gate", trained=False),
-    Program(mask="slice", complement="~m", value="w - w * m", trained=False),
-    Program(mask="slice", complement="m == 0", swapped=True, trained=False),
+    Program(mask="slice", complement="~m", value="t - gate", kind="bool"),
+    Program(mask="slice", complement="~m", value="w - w * m", kind="bool"),
+    Program(mask="slice", complement="m == 0", swapped=True, kind="bool"),
 ]
 
 

@@ -106,7 +106,7 @@ COMPLEMENTS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "sub of a number": ("real", lambda m: torch.sub(1, other=m)),
     "sub by keywords": ("real", lambda m: torch.sub(input=torch.ones_like(m), other=m)),
     "add of alpha": ("real", lambda m: torch.add(torch.ones_like(m), m, alpha=-1)),
-    "-m + 1": ("real", lambda m: 1 + (-m).to(torch.float64)),
+    "-m + 1": ("real", lambda m: -m + 1),
     "~m": ("bool", lambda m: ~m),
     "m ^ True": ("fixed bits", lambda m: m ^ True),
     "m ^ 1": ("integer", lambda m: m ^ 1),
@@ -294,11 +294,6 @@ def test_mask_of_logits(name: str) -> None:
         assert [site.route for site in capture.report.fused] == ["forward_ste" if training else "forward"]
 
 
-def _complement_of_its_own(logits: Tensor) -> Tensor:
-    """`L <= 0` with the gradient of `1 - M`."""
-    return (logits <= 0).to(logits.dtype) + logits.detach() - logits
-
-
 # Gate's and value's factor of one mask's logits.
 PAIRS_OF_LOGITS: dict[str, tuple[bool, Callable[[Tensor], tuple[Tensor, Tensor]]]] = {
     "L > 0 and L <= 0": (False, lambda l: (l > 0, l <= 0)),
@@ -309,7 +304,6 @@ PAIRS_OF_LOGITS: dict[str, tuple[bool, Callable[[Tensor], tuple[Tensor, Tensor]]
     "gt and le": (False, lambda l: (torch.gt(l, other=0), torch.le(input=l, other=0))),
     "floats": (False, lambda l: ((l > 0).double(), (l <= 0).double())),
     "integers": (False, lambda l: ((l > 0).int(), (l <= 0).int())),
-    "straight-through both": (True, lambda l: (straight_through(l), _complement_of_its_own(l))),
     "a mask of its own each": (True, lambda l: (straight_through(l), 1 - straight_through(l))),
 }
 
@@ -395,7 +389,6 @@ TOTALS: dict[str, Callable[[list[Tensor], More], Tensor]] = {
     "bias first": lambda terms, more: _accumulated(more["bias"], terms),
     "sum from a bias": lambda terms, more: sum(terms, more["bias"]),
     "bias first, expanded": lambda terms, more: _accumulated(more["bias"].expand(5, D), terms),
-    "bias first, repeated": lambda terms, more: _accumulated_in_place(more["bias"].repeat(5, 1), terms),
     "bias first, of mean": lambda terms, more: _accumulated(more["bias"], [t / len(terms) for t in terms]),
     "bias last": lambda terms, more: sum(terms) + more["bias"],
     "bias between": lambda terms, more: terms[0] + more["bias"] + terms[1],
@@ -710,13 +703,9 @@ REPORTED: dict[str, tuple[str, Callable[[Tensor, Tensor, Tensor, Tensor], Any]]]
         "not MGLU",
         lambda x, w, b, l: F.silu(F.linear(x, w) * b[0][0]) * (F.linear(x, w) * ~b[0][0]),
     ),
-    "masks of the inputs": (
-        "not MGLU",
-        lambda x, w, b, l: F.silu(F.linear(x * b[0][0], w)) * F.linear(x * ~b[0][0], w),
-    ),
     "another parameter": ("l[0]|l_logits|logits", lambda x, w, b, l: _of_two(x, w, l[0], b[0])),
     "another norm": ("normalize", lambda x, w, b, l: _of_two(x, F.normalize(w), F.normalize(w, p=1.0), b[0])),
-    "another scale": ("mul", lambda x, w, b, l: _of_two(x, w * l[0, :, :1], w * l[1, :, :1], b[0])),
+    "another scale": ("l_logits", lambda x, w, b, l: _of_two(x, w * l[0, :, :1], w * l[1, :, :1], b[0])),
     "a detached weight": ("detach", lambda x, w, b, l: _of_two(x, w, w.detach(), b[0])),
     "a weight written to": ("writ|mul_", lambda x, w, b, l: _written_between(x, w, b[0])),
     "a tanh of the value": (

@@ -229,7 +229,7 @@ def one_trained_and_one_fixed(x, weight, logits, bits, other):
     return layer(x, weight, m, 1 - m) + layer(x, weight, bits[0], ~bits[0])
 
 
-@refused("does not pass straight through|`_set_grad_enabled` stands inside the layer")
+@refused("does not pass straight through|under another grad mode")
 def value_without_gradient(x, weight, logits, bits, other):
     m = straight_through(logits[0])
     gate = F.silu(F.linear(x, weight * m))
@@ -238,7 +238,7 @@ def value_without_gradient(x, weight, logits, bits, other):
     return gate * value
 
 
-@refused("`_set_grad_enabled` stands inside the layer")
+@refused("under another grad mode")
 def projection_of_the_value_without_gradient(x, weight, logits, bits, other):
     gate = F.silu(F.linear(x, weight * bits[0]))
     masked = weight * ~bits[0]
@@ -247,7 +247,7 @@ def projection_of_the_value_without_gradient(x, weight, logits, bits, other):
     return gate * value
 
 
-@refused("autocast` stands inside the layer|cast it after the sum")
+@refused("under another autocast|cast it after the sum")
 def autocast_of_the_value(x, weight, logits, bits, other):
     x, weight = x.float(), weight.float()
     gate = F.silu(F.linear(x, weight * bits[0]))

@@ -1,126 +1,68 @@
-"""Random programs of the parts that MGLU is spelled with, right and subtly wrong: compiled gives what eager gives."""
+"""Random programs of the parts that MGLU is spelled with, right and subtly wrong: compiled gives what eager gives.
+
+`random_programs` says what must hold. `python tests/run_random_programs.py` runs as many programs as one likes.
+"""
 
 from __future__ import annotations
 
-import torch
-from graphs import Capture, assert_same, results
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from spellings import (
-    BOOL_COMPLEMENTS,
-    BOOL_PRODUCTS,
-    COMPLEMENTS,
-    FIXED,
-    HANDS,
-    PRODUCTS,
-    PROJECTIONS,
-    STACK_PRODUCTS,
-    STACK_PROJECTIONS,
-    STACK_WRONGS,
-    SUMS,
-    TRAINED,
-    WRONGS,
-    Program,
-    StackProgram,
-)
-from test_fusion_negative import SAME, tensors
-from torch import Tensor
+from random_programs import SPECIALS, Case, draw_case, draw_program, run_case
+from run_random_programs import run_seed
+from spellings import DOUBTFUL_HANDS, KINDS, Program
 
-from mglu_ops.activations import ACTIVATIONS
+RUNNER = Path(__file__).with_name("run_random_programs.py")
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> Program:
-    trained = draw(st.booleans())
-    value = draw(st.sampled_from(["masked", "w - w * m", "t - gate"]))
-    return Program(
-        mask=draw(st.sampled_from(list(TRAINED if trained else FIXED))),
-        complement=draw(st.sampled_from(list(COMPLEMENTS if trained else BOOL_COMPLEMENTS))),
-        product=draw(st.sampled_from(list(PRODUCTS if trained else BOOL_PRODUCTS))),
-        projection=draw(st.sampled_from(list(PROJECTIONS))),
-        value=value,
-        activation=draw(st.sampled_from(list(ACTIVATIONS))),
-        hand=draw(st.one_of(st.none(), st.sampled_from(list(HANDS)))),
-        total=draw(st.sampled_from(list(SUMS))),
-        trained=trained,
-        value_first=draw(st.booleans()),
-        swapped=value == "masked" and draw(st.booleans()),
-        wrong=draw(st.sampled_from([None, *WRONGS])),
-    )
+def cases(draw: st.DrawFn) -> Case:
+    return draw_case(lambda options: draw(st.sampled_from(list(options))))
 
 
-def program_tensors(program: Program | StackProgram, n_masks: int, with_gradient: set[str]) -> dict[str, Tensor]:
-    named = tensors(n_masks, trained=())
-    logits = torch.cat([named["logits"], -named["logits"].flip(1), named["logits"].mT])[:n_masks]
-    chosen = {
-        "x": named["x"],
-        "weight": named["weight"],
-        "masks": logits if program.trained else logits > 0,
-        "other_x": named["x"].flip(0).clone(),
-        "other_weight": named["other"],
-    }
-    return {k: t.requires_grad_(k in with_gradient and t.is_floating_point()) for k, t in chosen.items()}
+@settings(max_examples=200)
+@given(case=cases())
+def test_any_program_gives_what_eager_gives(case: Case) -> None:
+    run_case(case)
 
 
-@settings(max_examples=120)
-@given(
-    program=programs(),
-    n_masks=st.sampled_from([1, 2, 4]),
-    with_gradient=st.one_of(
-        st.just({"x", "weight", "masks", "other_x", "other_weight"}),
-        st.just(set()),
-        st.sets(st.sampled_from(["x", "weight", "masks"])),
-    ),
-)
-def test_any_program_gives_what_eager_gives(program: Program, n_masks: int, with_gradient: set[str]) -> None:
-    """Results and all gradients; and a program of right parts fuses to one operator."""
-    try:
-        wanted = results(program, program_tensors(program, n_masks, with_gradient))
-    except (RuntimeError, TypeError):
-        return  # a mutation that autograd does not let happen
-    capture = Capture()
-    found = results(capture.compile(program), program_tensors(program, n_masks, with_gradient))
-    assert_same(found, wanted, SAME)
-    if program.wrong is None:
-        assert len(capture.report.fused) == 1
-        assert capture.report.missed == []
-        assert capture.calls["linear"] == capture.calls["matmul"] == 0
+@pytest.mark.parametrize("special", SPECIALS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_plain_program_of_each_kind(kind: str, special: str) -> None:
+    """The first of each table, with each of the special values."""
+    program = draw_program(lambda options: kind if list(options) == list(KINDS) else options[0])
+    assert program.kind == kind
+    for trained in ((), ("x", "weight", "masks")):
+        assert run_case(Case(program, 2, trained, special)) == "fused"
 
 
-@st.composite
-def stack_programs(draw: st.DrawFn) -> StackProgram:
-    trained = draw(st.booleans())
-    return StackProgram(
-        complement=draw(st.sampled_from(list(COMPLEMENTS if trained else BOOL_COMPLEMENTS))),
-        product=draw(st.sampled_from(list(STACK_PRODUCTS))),
-        projection=draw(st.sampled_from(list(STACK_PROJECTIONS))),
-        value=draw(st.sampled_from(["masked", "t - gate"])),
-        total=draw(st.sampled_from(["sum", "einsum", "unbind", "select"])),
-        route=draw(st.sampled_from([None, "einsum", "product"])),
-        activation=draw(st.sampled_from(list(ACTIVATIONS))),
-        trained=trained,
-        wrong=draw(st.sampled_from([None, None, *STACK_WRONGS])),
-    )
+def test_a_seed_is_one_program() -> None:
+    """The script's programs follow from their seeds alone, and differ."""
+    drawn = [draw_case(random.Random(seed).choice) for seed in range(200)]
+    assert drawn == [draw_case(random.Random(seed).choice) for seed in range(200)]
+    assert len(set(drawn)) == 200
+    assert {case.program.kind for case in drawn} == set(KINDS)
+    assert {case.special for case in drawn} == set(SPECIALS)
 
 
-@settings(max_examples=120)
-@given(program=stack_programs(), n_masks=st.sampled_from([1, 2, 8]), trains=st.booleans())
-def test_any_stack_of_masks_gives_what_eager_gives(program: StackProgram, n_masks: int, trains: bool) -> None:
-    """With as many masks as tokens, features and inputs (8) no shape tells one dimension from another."""
+def test_a_wrong_result_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What compiles to another function is a failure with its case."""
+    changed = iter(range(100))
+    monkeypatch.setitem(DOUBTFUL_HANDS, "clamp", lambda g: g * (1 + next(changed) % 2))
+    program = Program(kind="bool", mask="slice", complement="~m", hand="clamp")
+    with pytest.raises(AssertionError, match="relative error"):
+        run_case(Case(program))
 
-    def named() -> dict[str, Tensor]:
-        given = program_tensors(program, n_masks, {"x", "weight", "masks"} if trains else set())
-        rows = {k: torch.cat([given[k], given[k] * 2])[:8].detach() for k in ("x", "other_x")}
-        return given | {k: v.requires_grad_(given[k].requires_grad) for k, v in rows.items()}
 
-    try:
-        wanted = results(program, named())
-    except (RuntimeError, TypeError):
-        return  # shapes that do not fit, or a mutation that autograd does not let happen
-    capture = Capture()
-    assert_same(results(capture.compile(program), named()), wanted, SAME)
-    if program.wrong is None:
-        assert [site.n_masks for site in capture.report.fused] == [n_masks]
-        assert capture.report.missed == []
-        assert capture.calls["matmul"] == 1  # the router's
-        assert capture.calls["einsum"] == capture.calls["linear"] == 0
+def test_the_script_counts_what_it_ran() -> None:
+    skipped = next(seed for seed in range(1000) if run_seed(seed)[0] == "skipped")
+    command = [sys.executable, str(RUNNER), "--programs", "1", "--seed", str(skipped)]
+    result = subprocess.run(command, cwd=RUNNER.parents[1], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert f"seeds {skipped} to {skipped}" in result.stdout
+    assert "1 programs: 0 fused, 0 refused, 0 silent, 1 skipped, 0 failed" in result.stdout

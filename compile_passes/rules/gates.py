@@ -38,7 +38,9 @@ def gated_product(recogniser: Recogniser, node: Node, call: Call) -> Value:
     a, b = recogniser.value(left), recogniser.value(right)
     if isinstance(a, _PARTS) and isinstance(b, _PARTS):
         divides = call.symbol == "div"  # `value * g / (1 + exp(-g))`
-        return pairwise(recogniser, node, left, right, lambda x, y: _times(recogniser, x, _inverse(y) if divides else y))
+        return pairwise(
+            recogniser, node, left, right, lambda x, y: _times(recogniser, x, _inverse(y) if divides else y)
+        )
     if isinstance(a, _PARTS) and isinstance(b, Scalar) and same_shape(node, left):
         inverse = 1 / b.value if call.symbol == "div" and b.value else None
         return _scaled(a, b.value if call.symbol == "mul" else inverse)
@@ -323,4 +325,3 @@ def einsum_of_a_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 def _insertions(axes: str, letter: str) -> list[str]:
     return [axes[:i] + letter + axes[i:] for i in range(len(axes) + 1)]
-

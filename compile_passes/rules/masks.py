@@ -12,9 +12,9 @@ from torch.fx import Node
 from ..mutation import Effects
 from ..pointwise import Operand, as_dtype, evaluate
 from ..recognise import Recogniser, weight_rule
-from ..shapes import dtype_of, equal_sizes, requires_grad, same_shape, slice_of, submodule, tensor_example
+from ..shapes import dimension, dtype_of, equal_sizes, requires_grad, same_shape, slice_of, submodule, tensor_example
 from ..symbols import Call, as_call
-from ..values import Binary, Carrier, Levels, Mask, Scalar, Value, binary_at, merge, slice_key
+from ..values import MOST_ITEMS, Binary, Bundle, Carrier, Levels, Mask, Scalar, Value, binary_at, merge, slice_key
 
 # --- The straight-through form ---------------------------------------------------------------------------------------
 
@@ -82,7 +82,7 @@ def _is_positive(recogniser: Recogniser, mask: Mask, soft: Node) -> bool:
     return recogniser.key(soft) == (key if mask.index is None else slice_key(key, mask.index))
 
 
-# --- Slices ----------------------------------------------------------------------------------------------------------
+# --- Stacks ----------------------------------------------------------------------------------------------------------
 
 
 @weight_rule("getitem", "select")
@@ -95,12 +95,58 @@ def slice_of_a_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
     return binary_at(value, found[2])
 
 
+@weight_rule("stack")
+def stacked_masks(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`stack([M, 1 - M])`."""
+    items, dim = call.args
+    values = [recogniser.value(item) for item in items] if isinstance(items, (list, tuple)) else []
+    masks = [value for value in values if isinstance(value, Binary) and len(value.mask.shape) == 2]
+    is_known = masks and len(masks) == len(values) and dimension(dim, node) == 0
+    return _bundle_of_masks(node, items, masks) if is_known else None
+
+
+@weight_rule("cat")
+def concatenated_masks(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`cat([M, 1 - M])` of stacks."""
+    items, dim = call.args
+    values = [recogniser.value(item) for item in items] if isinstance(items, (list, tuple)) else []
+    stacks = [value for value in values if isinstance(value, Binary) and value.mask.stack is not None]
+    if not stacks or len(stacks) < len(values) or dimension(dim, node) != 0:
+        return None
+    masks = [binary_at(value, i) for value in stacks for i in range(value.mask.stack or 0)]
+    return _bundle_of_masks(node, items, masks)
+
+
+def _bundle_of_masks(node: Node, items: Sequence[Any], masks: Sequence[Binary]) -> Bundle | None:
+    """Masks in one tensor, whose dtype holds what theirs do."""
+    dtypes = [dtype_of(item) for item in items]
+    dtype = dtype_of(node)
+    trained = requires_grad(node)
+    known = dtype is not None and all(d is not None and torch.promote_types(d, dtype) == dtype for d in dtypes)
+    kept = tuple(mask if trained else replace(mask, slope=(0.0, 0.0)) for mask in masks)
+    return Bundle(kept, 0) if known and len(kept) <= MOST_ITEMS else None
+
+
 # --- Elementwise functions -------------------------------------------------------------------------------------------
 
 _COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne")
 _POINTWISE = (
-    *("add", "sub", "rsub", "mul", "div", "neg", "abs", "reciprocal", "pow", "square", "remainder"),
-    *("clamp", "clamp_min", "maximum", "round", "sign", "relu", "threshold"),
+    *(
+        "add",
+        "sub",
+        "rsub",
+        "scaled_add",
+        "mul",
+        "div",
+        "rounded_div",
+        "neg",
+        "abs",
+        "reciprocal",
+        "pow",
+        "square",
+        "remainder",
+    ),
+    *("clamp", "clamp_min", "maximum", "round", "round_to", "sign", "relu", "threshold"),
     *("not", "logical_not", "and", "or", "xor", "logical_and", "logical_or", "logical_xor"),
     *(*_COMPARISONS, "where", "masked_fill", "detach"),
 )
@@ -206,6 +252,16 @@ def _compared(recogniser: Recogniser, argument: Any) -> Hashable:
         return "zero"
     is_number = isinstance(argument, (int, float)) and not isinstance(argument, bool)
     return ("number", float(argument)) if is_number else recogniser.key(argument)
+
+
+@weight_rule("to")
+def cast_to_bool(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`m.bool()`, which is `m != 0`, of a tensor of which nothing is known."""
+    source = call.args[0]
+    if dtype_of(node) is not torch.bool or recogniser.value(source) is not None or recogniser.is_mutable(node):
+        return None
+    operands = sorted([_compared(recogniser, source), "zero"], key=repr)
+    return Binary(Mask(node, ("eq", *operands), "bool", inverted=True), at=(1, 0))
 
 
 @weight_rule("to")

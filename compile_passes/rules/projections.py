@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from .. import formulas
 from ..formulas import Formula
-from ..recognise import Recogniser, layer_rule
+from ..recognise import Recogniser, drops_nothing, layer_rule
 from ..shapes import (
     dimension,
     dims,
@@ -26,6 +26,7 @@ from ..shapes import (
 )
 from ..symbols import OTHER_ACTIVATIONS, Call
 from ..values import (
+    MOST_ITEMS,
     Activated,
     Binary,
     Bundle,
@@ -35,6 +36,7 @@ from ..values import (
     Scalar,
     Value,
     Weighted,
+    binary_at,
     combine,
     same_function,
 )
@@ -74,7 +76,9 @@ def _projection(
 
     if isinstance(value, Bundle):
         return _projections(node, x, weight, value, of, upright=upright)
-    if isinstance(value, Product) and recogniser.key(weight) not in recogniser.masked_weights:
+    if isinstance(value, Product):
+        if recogniser.key(value.node) in recogniser.masked_weights:  # the product is the weight
+            return of(Weighted(value.node, None, value.transposed))
         dtype = dtype_of(node)
         transposed = value.transposed == upright
         return None if dtype is None else Projection(x, value, None, dtype, transposed, problem)
@@ -174,30 +178,56 @@ def _einsum_operands(
 
 def _einsum_of_weight_and_mask(
     recogniser: Recogniser, node: Node, operands: list[tuple[str, Node]], output: str
-) -> Projection | None:
-    """`einsum("bh,dh,dh->bd", x, W, M)`."""
+) -> Value:
+    """`einsum("bh,dh,dh->bd", x, W, M)`, and of a stack of masks."""
     for i, (mask_axes, mask) in enumerate(operands):
         factor = recogniser.value(mask)
         others = operands[:i] + operands[i + 1 :]
-        if not isinstance(factor, Binary) or len(mask_axes) != 2:
+        if not isinstance(factor, Binary):
             continue
         for (x_axes, x), (w_axes, weight) in (others, others[::-1]):
-            found = _axes_of_projection(x_axes, w_axes, output)
+            found = _axes_of_projection(x_axes, mask_axes, output)
             weighted = recogniser.as_weighted(weight)
-            if found is None or w_axes != mask_axes or weighted is None or weighted.factor is not None:
+            if found is None or w_axes != mask_axes[-2:] or weighted is None:
                 continue
-            masked = replace(weighted, factor=factor)
-            if not weighted.transposed:
-                return projection_by(recogniser, node, x, weight, masked, upright=found[0])
+            if weighted.factor is None and not weighted.transposed:
+                return _masked_projections(recogniser, node, (x, weight), weighted, factor, *found)
     return None
+
+
+def _masked_projections(
+    recogniser: Recogniser,
+    node: Node,
+    operands: tuple[Node, Node],
+    weighted: Weighted,
+    factor: Binary,
+    upright: bool,
+    stack_dim: int | None,
+) -> Value:
+    x, weight = operands
+
+    def of(mask: Binary) -> Projection | None:
+        return projection_by(recogniser, node, x, weight, replace(weighted, factor=mask), upright=upright)
+
+    if stack_dim is None:
+        return of(factor) if len(factor.mask.shape) == 2 else None
+    count = factor.mask.stack
+    return (
+        None
+        if count is None or count > MOST_ITEMS
+        else bundle([of(binary_at(factor, i)) for i in range(count)], stack_dim)
+    )
 
 
 def parse_einsum(call: Call) -> tuple[list[tuple[str, Node]], str] | None:
     """`([(axes, operand), ...], output axes)`, with the dimensions of `...` as letters of their own."""
     equation, operands = call.args
-    if not isinstance(equation, str) or "->" not in equation or not all(isinstance(o, Node) for o in operands):
+    if not isinstance(equation, str) or not all(isinstance(o, Node) for o in operands):
         return None
-    inputs, output = equation.replace(" ", "").split("->")
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    if not arrow:  # the dimensions of `...`, and then the letters that stand once, in the order of the alphabet
+        letters = sorted(set(inputs) - set(".,"))
+        output = "..." * ("..." in inputs) + "".join(letter for letter in letters if inputs.count(letter) == 1)
     axes = inputs.split(",")
     if len(axes) != len(operands):
         return None
@@ -241,7 +271,7 @@ def unflattened(recogniser: Recogniser, node: Node, call: Call) -> Value:
 def unsqueezed(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`F.linear(x, W).unsqueeze(1)`, for a difference with a stack."""
     value, dim = recogniser.value(call.args[0]), dimension(call.args[1], node)
-    return Bundle((value,), dim) if isinstance(value, Projection) and dim is not None and dim < dims(node) - 1 else None
+    return Bundle((value,), dim) if isinstance(value, Projection) and dim is not None else None
 
 
 # --- Differences -----------------------------------------------------------------------------------------------------
@@ -286,7 +316,11 @@ def _beside(value: Value, longest: Bundle, argument: Any, node: Node) -> list[Va
     count = len(longest.items)
     if isinstance(value, Bundle):
         same_place = (value.dim, value.size) == (longest.dim, longest.size) and dims(argument) == dims(node)
-        if not same_place or len(value.items) not in (1, count) or (value.size is not None and len(value.items) != count):
+        if (
+            not same_place
+            or len(value.items) not in (1, count)
+            or (value.size is not None and len(value.items) != count)
+        ):
             return None
         return list(value.items) * (count // len(value.items))
     leads = longest.size is None and longest.dim == 0 and dims(argument) + 1 == dims(node)
@@ -474,16 +508,20 @@ def _activated(node: Node, source: Any, formula: Formula | None, projection: Pro
 @layer_rule("dropout")
 def dropout(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """Nothing, in eval mode or with a probability of 0."""
-    source, probability, training = call.args
+    source = call.args[0]
     value = recogniser.value(source)
-    if training is False or (isinstance(probability, (int, float)) and probability == 0):
+    if drops_nothing(call):
         return value if projection_of(value) is not None else None
     problem = "dropout stands between the projection and the product"
 
     def marked(value: Value) -> Value:
         if isinstance(value, Projection):
             return replace(value, problem=value.problem or problem)
-        return replace(value, projection=replace(value.projection, problem=problem)) if isinstance(value, Activated) else None
+        return (
+            replace(value, projection=replace(value.projection, problem=problem))
+            if isinstance(value, Activated)
+            else None
+        )
 
     return _each(node, value, marked)
 

@@ -23,10 +23,7 @@ from ..shapes import (
     tensor_example,
 )
 from ..symbols import Call, symbol_of
-from ..values import Binary, Bundle, Gated, Product, Scalar, Value, Weighted, binary_at, combine, multiply
-
-MOST_ITEMS = 64
-"""Values that a bundle may have: 16 masks, their complements, and more, so that a report can say they are too many."""
+from ..values import MOST_ITEMS, Binary, Bundle, Gated, Product, Scalar, Value, Weighted, binary_at, combine, multiply
 
 # --- Masked weights --------------------------------------------------------------------------------------------------
 
@@ -38,13 +35,15 @@ def masked_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
         factor = recogniser.value(mask)
         if isinstance(factor, Binary):
             return _apply_mask(recogniser, node, factor, weight)
+        if isinstance(factor, Bundle) and isinstance(factor.items[0], Binary):
+            return _apply_masks(recogniser, node, factor, weight)
     left, right = call.args
     if not all(_may_be_either(recogniser, argument) for argument in call.args):
         return None
     for mask, weight in (call.args, tuple(reversed(call.args))):
         if dims(mask) == 3 and recogniser.as_weighted(weight) is not None:
             return _apply_mask(recogniser, node, recogniser.unproved(mask), weight)
-    return Product(left, right) if same_shape(left, right) and is_matrix(left) else None
+    return Product(node, left, right) if same_shape(left, right) and is_matrix(left) else None
 
 
 def _may_be_either(recogniser: Recogniser, argument: Any) -> bool:
@@ -95,7 +94,7 @@ def _fits(node: Node, weighted: Weighted, mask: Binary, argument: Any) -> bool:
 
 def _apply_mask(recogniser: Recogniser, node: Node, mask: Binary, argument: Any) -> Weighted | Bundle | None:
     held = recogniser.value(argument)
-    if isinstance(held, Bundle):  # of weights that are masked already
+    if isinstance(held, Bundle):  # (of weights that are masked already)
         return _mask_again(node, mask, held)
     weighted = _upright(recogniser.as_weighted(argument), argument)
     if weighted is None or not _fits(node, weighted, mask, argument):
@@ -106,6 +105,17 @@ def _apply_mask(recogniser: Recogniser, node: Node, mask: Binary, argument: Any)
 def _masked(weighted: Weighted, mask: Binary) -> Weighted | None:
     factor = mask if weighted.factor is None else multiply(mask, weighted.factor)
     return None if factor is None else replace(weighted, factor=factor)
+
+
+def _apply_masks(recogniser: Recogniser, node: Node, masks: Bundle, argument: Any) -> Bundle | None:
+    """One weight times each of several masks in one tensor."""
+    weighted, shape = _upright(recogniser.as_weighted(argument), argument), tensor_example(node)
+    weight = None if weighted is None else tensor_example(weighted.weight)
+    if weighted is None or weight is None or shape is None or masks.size is not None:
+        return None
+    if not equal_sizes(shape.shape, (len(masks.items), *weight.shape)):
+        return None
+    return bundle([_masked(weighted, one) if isinstance(one, Binary) else None for one in masks.items], 0)
 
 
 def _mask_again(node: Node, mask: Binary, held: Bundle) -> Bundle | None:
@@ -163,6 +173,17 @@ def _difference_of_stacks(
     return bundle(differences, 0)
 
 
+@weight_rule("neg")
+def negated_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`-(W * M)`, for `W + -(W * M)`."""
+    value = recogniser.value(call.args[0])
+    if not isinstance(value, Weighted) or value.factor is None:
+        return None
+    factor = value.factor
+    at, slope = (-factor.at[0], -factor.at[1]), (-factor.slope[0], -factor.slope[1])
+    return replace(value, factor=replace(factor, at=at, slope=slope))
+
+
 @weight_rule("where")
 def where(recogniser: Recogniser, node: Node, call: Call) -> Value:
     condition, if_true, if_false = call.args
@@ -210,7 +231,9 @@ def _choose(recogniser: Recogniser, node: Node, condition: Value, if_true: Any, 
 def _each(value: Value, function: Callable[[Weighted], Any]) -> Value:
     """A function of a masked weight, or of each in a bundle."""
     if isinstance(value, Bundle):
-        return bundle([function(item) if isinstance(item, Weighted) else None for item in value.items], value.dim, value.size)
+        return bundle(
+            [function(item) if isinstance(item, Weighted) else None for item in value.items], value.dim, value.size
+        )
     return function(value) if isinstance(value, Weighted) else None
 
 
@@ -221,9 +244,8 @@ def cast_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
     value = recogniser.value(source)
     if isinstance(value, (Weighted, Bundle)) and dtype is not None:
         return _each(value, lambda one: one if rounds_once(one, source, dtype) else None)
-    if call.symbol == "alias" and value is None and is_matrix(source) and recogniser.effects.is_written(node):
-        return Weighted(source, None)
-    return None
+    is_copy = call.symbol == "alias" and is_matrix(source) and recogniser.effects.is_written(node)
+    return Weighted(source, None) if is_copy and recogniser.as_weighted(source) is not None else None
 
 
 def rounds_once(weighted: Weighted, node: Any, dtype: torch.dtype) -> bool:
@@ -296,10 +318,10 @@ def _masked_items(recogniser: Recogniser, items: Any) -> list[Weighted]:
     return weights if is_masked and len(weights) == len(values) and all(map(is_matrix, items)) else []
 
 
-@weight_rule("cat")
+@weight_rule("cat", "vstack")
 def concatenated_weights(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`cat([W * M, W * (1 - M)])` along the output features."""
-    parts, dim = call.args[0], dimension(call.args[1], node)
+    parts, dim = call.args[0], dimension(call.args[1] if call.symbol == "cat" else 0, node)
     if not isinstance(parts, (list, tuple)) or dim is None:
         return None
     values = [recogniser.value(part) for part in parts]
@@ -349,7 +371,9 @@ def part_of(recogniser: Recogniser, node: Node) -> Value:
         if not isinstance(value, Bundle) or value.size is not None or value.dim != dim or index >= len(value.items):
             return None
         item = value.items[index]
-        is_term = isinstance(item, Gated) and symbol_of(base) == "stack"  # a term that is asked for is a layer of its own
+        is_term = (
+            isinstance(item, Gated) and symbol_of(base) == "stack"
+        )  # a term that is asked for is a layer of its own
         return None if is_term else item
     part = range_of(node)
     value = None if part is None else recogniser.value(part[0])

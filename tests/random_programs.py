@@ -1,0 +1,288 @@
+"""Random programs of the parts in `spellings`, the tensors that they are given, and what must hold of each.
+
+One function draws a case from any source of choices: hypothesis, which shrinks what it finds, or `random.Random(seed)`.
+
+What must hold:
+
+1. Where eager raises, nothing is asked.
+2. The compiled program gives the results and the gradients of eager (`assert_agrees` has the rule for NaN and inf).
+3. A program of right parts becomes one operator, and nothing is missed.
+4. A program of one x and one weight that is not fused has a line in the report.
+5. A float or integer mask that nothing proves to be binary is fused under `assume_binary` alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from budgets import BUDGET
+from graphs import Capture, assert_says_why, results
+from graphs import assert_same_where_finite as assert_same
+from spellings import (
+    COMPLEMENTS_OF,
+    DOUBTFUL_HANDS,
+    HANDS,
+    JOINTS,
+    KINDS,
+    MASK_WRONGS,
+    MASKS,
+    OF_OTHER_OPERANDS,
+    PRODUCTS_OF,
+    PROJECTIONS,
+    SCALES,
+    STACK_PRODUCTS,
+    STACK_PROJECTIONS,
+    STACK_WRONGS,
+    STACKS_OF_OTHER_OPERANDS,
+    SUMS,
+    WEIGHTS,
+    WRONG_JOINTS,
+    WRONGS,
+    Program,
+    StackProgram,
+)
+from torch import Tensor
+
+from mglu_ops.activations import ACTIVATIONS
+
+SAME = 10 * BUDGET[torch.float64]
+D = H = 8  # square, so that no shape tells what is transposed
+TOKENS = 5
+
+Choose: TypeAlias = Callable[[Sequence[Any]], Any]
+"""One of some options; the first is the simplest."""
+
+TRAINED = ("x", "weight", "masks", "other_x", "other_weight")
+
+
+# What a case's tensors hold, in places that are the same for all: element 0 of x's row 0, row 2 of the weight.
+def _zero_row_of_x(named: dict[str, Tensor]) -> None:
+    named["x"][0] = 0
+
+
+def _zero_row_of_the_weight(named: dict[str, Tensor]) -> None:
+    named["weight"][2] = 0
+
+
+def _rows_of_one_value(named: dict[str, Tensor]) -> None:
+    """Row 0 of each mask is all value, row 1 all gate: what they multiply is exactly 0."""
+    named["logits"][:, 0], named["logits"][:, 1] = -1, 1
+
+
+def _all_value(named: dict[str, Tensor]) -> None:
+    named["logits"].copy_(-named["logits"].abs())
+
+
+def _all_gate(named: dict[str, Tensor]) -> None:
+    named["logits"].copy_(named["logits"].abs())
+
+
+def _negative_zeros(named: dict[str, Tensor]) -> None:
+    named["x"][0], named["weight"][2] = -0.0, -0.0
+
+
+def _put(name: str, row: int, value: float) -> Callable[[dict[str, Tensor]], None]:
+    def put(named: dict[str, Tensor]) -> None:
+        named[name][row, 0] = value
+
+    return put
+
+
+# (Not in the logits: `L > 0` and `L <= 0` are both False at NaN.)
+SPECIALS: dict[str, Callable[[dict[str, Tensor]], None]] = {
+    "none": lambda named: None,
+    "rows of one value": _rows_of_one_value,
+    "zero row of x": _zero_row_of_x,
+    "zero row of the weight": _zero_row_of_the_weight,
+    "all value": _all_value,
+    "all gate": _all_gate,
+    "negative zeros": _negative_zeros,
+    "NaN in x": _put("x", 0, math.nan),
+    "inf in x": _put("x", 0, math.inf),
+    "NaN in the weight": _put("weight", 2, math.nan),
+    "-inf in the weight": _put("weight", 2, -math.inf),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program and how it is called."""
+
+    program: Program | StackProgram
+    n_masks: int = 1
+    with_gradient: tuple[str, ...] = ()
+    special: str = "none"
+    assume_binary: bool = True
+    """Counts for float and integer masks alone."""
+
+    @property
+    def needs_trust(self) -> bool:
+        """Whether nothing in the graph proves the masks to be binary."""
+        return self.program.kind in ("float", "uint8", "int64")
+
+    def tensors(self) -> dict[str, Tensor]:
+        """New tensors: x and other_x `[tokens, 8]`, weight and other_weight `[8, 8]`, masks `[n_masks, 8, 8]`."""
+        generator = torch.Generator().manual_seed(self.n_masks)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        # Of a stack, with as many tokens as features, inputs and (at most) masks.
+        tokens = H if isinstance(self.program, StackProgram) else TOKENS
+        named = {"x": normal(tokens, H), "weight": normal(D, H), "logits": normal(self.n_masks, D, H)}
+        named |= {"other_x": normal(tokens, H), "other_weight": normal(D, H)}
+        SPECIALS[self.special](named)
+        named["masks"] = KINDS[self.program.kind](named.pop("logits"))
+        wanted = {name for name in self.with_gradient if name != "masks" or self.program.trained}
+        return {name: named[name].requires_grad_(name in wanted) for name in TRAINED}
+
+
+# --- Drawing ---------------------------------------------------------------------------------------------------------
+
+
+def draw_program(choose: Choose) -> Program:
+    kind = choose(list(KINDS))
+    value = choose(["masked", "w - w * m", "t - gate"])
+    wrong = choose([None, None, choose(WRONGS)])
+    joinable = value == "masked" and (wrong is None or wrong in MASK_WRONGS)
+    weight = choose(list(WEIGHTS))
+    return Program(
+        mask=choose(list(MASKS[kind])),
+        complement=choose(list(COMPLEMENTS_OF[kind])),
+        product=choose(list(PRODUCTS_OF[kind])),
+        projection=choose(list(PROJECTIONS)),
+        value=value,
+        activation=choose(list(ACTIVATIONS)),
+        hand=choose([None, None, choose(list(HANDS)), choose(list(DOUBTFUL_HANDS))]),
+        total=choose(list(SUMS)),
+        kind=kind,
+        weight=weight,
+        at_each_use=choose([False, True]),
+        scale=choose([None, None, choose(list(SCALES))]),
+        joint=choose([None, None, choose(list(JOINTS))]) if joinable else None,
+        value_first=choose([False, True]),
+        swapped=value == "masked" and choose([False, True]),
+        wrong=wrong,
+    )
+
+
+def draw_stack_program(choose: Choose) -> StackProgram:
+    kind = choose(list(KINDS))
+    return StackProgram(
+        complement=choose(list(COMPLEMENTS_OF[kind])),
+        product=choose(list(STACK_PRODUCTS)),
+        projection=choose(list(STACK_PROJECTIONS)),
+        value=choose(["masked", "t - gate"]),
+        total=choose(["sum", "einsum", "unbind", "select", "mean"]),
+        route=choose([None, "einsum", "product", "scalars"]),
+        activation=choose(list(ACTIVATIONS)),
+        kind=kind,
+        wrong=choose([None, None, choose(STACK_WRONGS)]),
+    )
+
+
+def draw_case(choose: Choose) -> Case:
+    stacks = choose([False, False, True])
+    program = draw_stack_program(choose) if stacks else draw_program(choose)
+    return Case(
+        program,
+        n_masks=choose([1, 2, H] if stacks else [1, 2, 4]),
+        with_gradient=choose([(), TRAINED, tuple(name for name in TRAINED if choose([True, False]))]),
+        special=choose(["none", choose(list(SPECIALS))]),
+        assume_binary=choose([True, True, True, False]),
+    )
+
+
+# --- Judging ---------------------------------------------------------------------------------------------------------
+
+
+def is_right(case: Case) -> bool:
+    """Whether all parts are right, so that the program must become one operator."""
+    program = case.program
+    if program.wrong is not None or (case.needs_trust and not case.assume_binary):
+        return False
+    if isinstance(program, StackProgram):
+        return True
+    # A function with a kink may be relu where no gradient is recorded, which is the pass's own choice.
+    return program.joint not in WRONG_JOINTS and program.hand not in DOUBTFUL_HANDS
+
+
+def may_be_silent(case: Case) -> bool:
+    """Whether the program is not one x times two masked forms of one weight, of which the report need not speak."""
+    wrong = case.program.wrong or ""
+    if wrong.startswith("mutate") and case.needs_trust:
+        return True  # nothing proves the masks, and what would tell their role is another tensor after the mutation
+    return wrong in (*OF_OTHER_OPERANDS, *STACKS_OF_OTHER_OPERANDS)
+
+
+def run_case(case: Case) -> str:
+    """`fused`, `refused`, `silent` or, where eager raises, `skipped`.
+
+    Raises:
+        AssertionError: something does not hold.
+    """
+    try:
+        wanted = results(case.program, case.tensors())
+    except (RuntimeError, TypeError, IndexError):
+        return "skipped"  # shapes that do not fit, a mutation that autograd does not let happen, 1 - bool
+    capture = Capture(assume_binary=case.assume_binary and case.needs_trust)
+    found = results(capture.compile(case.program), case.tensors())
+    if _is_all_rounding(case):
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10)
+    else:
+        assert_agrees(found, wanted, case.tensors())
+    report = capture.report
+    if is_right(case):
+        assert report.missed == [], f"missed: {capture.reasons}"
+        fused = [site.n_masks for site in report.fused]
+        assert fused == [case.n_masks], f"operators with {fused} masks, must be one with {case.n_masks}"
+    elif not may_be_silent(case):
+        assert_says_why(capture)
+    if case.needs_trust and not case.assume_binary and case.program.wrong is None:
+        assert report.fused == [], "fused masks that nothing proves to be binary"
+    return "fused" if report.fused else "refused" if report.missed else "silent"
+
+
+def _is_all_rounding(case: Case) -> bool:
+    """Whether the value is a difference of equal numbers, so that eager's results or gradients are rounding errors."""
+    return case.special == "all gate" and case.program.value != "masked"
+
+
+def assert_agrees(
+    found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None], given: Mapping[str, Tensor]
+) -> None:
+    """Results and gradients agree wherever eager's are finite and made of finite numbers alone.
+
+    The operator multiplies each element of the weight by x, for the gate or for the value. So NaN or inf in row t of x
+    makes row t of the result NaN, and NaN or inf in row d of the weight its column d; eager may do better there where
+    it has a 0 in that place (`where(M, W, 0)`) and saturates it (`sigmoid(-inf)`). All other rows and columns of the
+    result must be eager's. (Of an element `[d, h]` of the weight, columns d and h are left out, for a program may
+    transpose it.) A gradient is a sum over the tokens or over the features: with NaN or inf in x, only the rows of
+    x's own gradient are compared, and with NaN or inf in the weight only the rows of the weight's and the masks'.
+    """
+    tokens = given["x"].detach().isfinite().all(1)
+    bad = ~given["weight"].detach().isfinite()
+    features = ~(bad.any(1) | bad.any(0))
+    kept = {name for name in wanted if name.startswith("result")}
+    kept |= {"x"} if not tokens.all() else {"weight", "masks"} if not features.all() else set(wanted)
+    for name in sorted(kept & wanted.keys()):
+        a, b = found[name], wanted[name]
+        assert_same({name: _rows(a, name, tokens, features)}, {name: _rows(b, name, tokens, features)}, SAME)
+
+
+def _rows(tensor: Tensor | None, name: str, tokens: Tensor, features: Tensor) -> Tensor | None:
+    """The rows or columns of a result or gradient that are made of finite numbers."""
+    if tensor is None or (tokens.all() and features.all()):
+        return tensor
+    if name.startswith("result"):
+        # (A program may also return its gates, of another shape where it has a stack of them.)
+        fits = tensor.shape[-2:] == (len(tokens), len(features))
+        return tensor[..., tokens, :][..., features] if fits else None
+    if name == "x":
+        return tensor[tokens]
+    return tensor[..., features, :]
