@@ -187,7 +187,7 @@ def draw(seed: int) -> Program:
         assume_binary=dice.random() < 0.3,
     )
     space: dict[str, Any] = {**NAMES, **program.all_inputs()}
-    length = dice.randint(4, 16)
+    length = dice.randint(3, 12)
     statements: list[str] = []
     for _ in range(10 * length):
         if len(statements) == length:

@@ -37,18 +37,18 @@ LONGEST_PASS = 2.0
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raise `TimeoutError` inside the block once it has run for so many seconds."""
+    """Raise `TimeoutError` inside the block once it has computed for so many seconds."""
 
     def stop(*_: Any) -> None:
         raise TimeoutError(f"the pass takes more than {seconds} s")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 class Watched(Capture):
