@@ -60,7 +60,7 @@ def test_models_without_mglu_compile_as_fast_as_before(benchmark: Any, case: Ord
 
 @pytest.mark.parametrize("step", STEPS)
 def test_the_time_of_the_pass_grows_as_the_graph(step: str) -> None:
-    """A node of 5000 costs at most twice what a node of 100 does; the least of some times is free of other load."""
+    """A node of 5000 costs at most twice what a node of 100 does, by the least of some times."""
     nodes, times = [], []
     for length, repeats in ((100, 20), (5000, 3)):
         function, x = chain(step, length).build()
