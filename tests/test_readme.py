@@ -224,7 +224,8 @@ def test_times_of_masks_at_inference_are_those_of_the_results() -> None:
 
 
 def test_compile_times_are_those_of_the_results() -> None:
-    seconds = {row["variant"]: float(row["microseconds"]) / 1e6 for row in results("compile_time")}
+    rows = [row for row in results("compile_time") if row["case"] == "compile 32 layers"]
+    seconds = {row["variant"]: float(row["microseconds"]) / 1e6 for row in rows}
     naive, fused = seconds["naive compiled"], seconds["fused"]
     assert f"\n{naive:.1f} s without fusing and {fused:.1f} s with it" in README
     assert f"of which the pass takes {seconds['pass']:.2f} s" in README

@@ -1,0 +1,166 @@
+"""Models with no MGLU layer in them, small but of the shape that people compile: what the pass must not slow down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from types import MappingProxyType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+FEATURES = 64
+NODES_A_STEP = 3
+
+# One step of a chain of elementwise operators, three nodes each, whose values stay finite for any number of steps.
+STEPS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        "tanh": lambda h: h + 0.1 * torch.tanh(h),
+        "silu": lambda h: h - 0.1 * F.silu(h),
+        "exp": lambda h: h - 0.1 * torch.exp(h),
+        "relu": lambda h: h - 0.1 * F.relu(h),
+    }
+)
+
+
+class Chain(nn.Module):
+    """A projection and a chain of about `nodes` elementwise operators: each sum is a function of the projection."""
+
+    def __init__(self, step: str, nodes: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(FEATURES, FEATURES) / FEATURES**0.5)
+        self.step, self.steps = STEPS[step], max(1, (nodes - 1) // NODES_A_STEP)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.linear(x, self.weight)
+        for _ in range(self.steps):
+            h = self.step(h)
+        return h
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+        q, k = rotated(q, rotation), rotated(k, rotation)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def rotated(x: Tensor, rotation: Tensor) -> Tensor:
+    """Rotary position embedding; `rotation` `[2, tokens, head_dim]` holds cosines and sines."""
+    left, right = x.chunk(2, dim=-1)
+    return x * rotation[0] + torch.cat([-right, left], dim=-1) * rotation[1]
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class LlamaLayer(nn.Module):
+    def __init__(self, width: int, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = nn.RMSNorm(width), Attention(width, heads)
+        self.mlp_norm, self.mlp = nn.RMSNorm(width), SwiGLU(width, hidden)
+
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotation)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Llama(nn.Module):
+    """Decoder layers of attention with rotary embeddings and SwiGLU; takes token indices `[batch, tokens]`."""
+
+    rotation: Tensor
+
+    def __init__(self, layers: int, width: int = FEATURES, heads: int = 4, vocabulary: int = 256) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(LlamaLayer(width, 2 * width, heads) for _ in range(layers))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
+        head_dim = width // heads
+        frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
+        angles = torch.outer(torch.arange(64.0), frequencies).repeat(1, 2)
+        self.register_buffer("rotation", torch.stack([angles.cos(), angles.sin()]))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, self.rotation[:, : tokens.shape[1]])
+        return self.head(self.norm(x))
+
+
+class Bottleneck(nn.Module):
+    """The residual block of ResNet-50: 1 x 1, 3 x 3 and 1 x 1 convolutions with batch norms."""
+
+    def __init__(self, channels: int, inner: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(channels, inner, 1, bias=False), nn.BatchNorm2d(inner)
+        self.conv2, self.norm2 = nn.Conv2d(inner, inner, 3, stride, 1, bias=False), nn.BatchNorm2d(inner)
+        self.conv3, self.norm3 = nn.Conv2d(inner, out, 1, bias=False), nn.BatchNorm2d(out)
+        self.shortcut = nn.Sequential()
+        if stride != 1 or channels != out:
+            self.shortcut.extend([nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm1(self.conv1(x)))
+        y = F.relu(self.norm2(self.conv2(y)))
+        return F.relu(self.norm3(self.conv3(y)) + self.shortcut(x))
+
+
+def resnet(blocks: tuple[int, ...] = (3, 4, 6, 3), channels: int = 8) -> nn.Module:
+    """ResNet-50 with an eighth of its channels; takes images `[batch, 3, height, width]`."""
+    layers: list[nn.Module] = [nn.Conv2d(3, channels, 7, 2, 3, bias=False), nn.BatchNorm2d(channels), nn.ReLU()]
+    layers.append(nn.MaxPool2d(3, 2, 1))
+    previous = channels
+    for stage, count in enumerate(blocks):
+        inner = channels * 2**stage
+        for i in range(count):
+            layers.append(Bottleneck(previous, inner, 4 * inner, stride=2 if stage and not i else 1))
+            previous = 4 * inner
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(previous, 10))
+
+
+class DoubleConv(nn.Sequential):
+    def __init__(self, channels: int, out: int) -> None:
+        super().__init__(
+            *(nn.Conv2d(channels, out, 3, padding=1), nn.GroupNorm(4, out), nn.SiLU()),
+            *(nn.Conv2d(out, out, 3, padding=1), nn.GroupNorm(4, out), nn.SiLU()),
+        )
+
+
+class UNet(nn.Module):
+    """Convolutions down to a coarse grid and up again, with a connection across at each size.
+
+    Takes images `[batch, 3, height, width]` whose sizes are multiples of `2 ** depth`.
+    """
+
+    def __init__(self, depth: int = 4, channels: int = 8) -> None:
+        super().__init__()
+        widths = [channels * 2**i for i in range(depth + 1)]
+        self.first = DoubleConv(3, channels)
+        self.down = nn.ModuleList(DoubleConv(a, b) for a, b in pairwise(widths))
+        pairs = list(zip(widths[:0:-1], widths[-2::-1], strict=True))
+        self.up = nn.ModuleList(nn.ConvTranspose2d(a, b, 2, 2) for a, b in pairs)
+        self.joined = nn.ModuleList(DoubleConv(2 * b, b) for _, b in pairs)
+        self.last = nn.Conv2d(channels, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sizes = [self.first(x)]
+        for down in self.down:
+            sizes.append(down(F.max_pool2d(sizes[-1], 2)))
+        y = sizes.pop()
+        for up, joined in zip(self.up, self.joined, strict=True):
+            y = joined(torch.cat([sizes.pop(), up(y)], dim=1))
+        return self.last(y)
