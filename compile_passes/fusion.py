@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from mglu_ops.backends import traced
 
 from . import formulas
+from .distributed import lacks_its_mask, report_cut_layers
 from .examples import record_examples
 from .mutation import normalise_writes
 from .report import FusionReport, SiteReport, lines, module_path, source_line
@@ -63,12 +64,17 @@ def fuse_graph(
     normalise_writes(graph)
     recogniser = Recogniser(graph, constants)
     layers, missed = [], []
+    found: set[Node] = set()
     for site in find_sites(graph, recogniser):
+        spelling = interior(graph, site)
         try:
             layers.append(check(graph, recogniser, site, assume_binary))
         except Refusal as refusal:
-            missed.append(_describe(site, reason=str(refusal), before=lines(interior(graph, site))))
-            log.info("%s", missed[-1])
+            if lacks_its_mask(graph, spelling):
+                continue
+            missed.append(_describe(site, reason=str(refusal), before=lines(spelling)))
+        found.update(spelling)
+    missed.extend(report_cut_layers(graph, found))
     spelled = [lines(layer.interior) for layer in layers]
     for layer, before, replaced in zip(layers, spelled, rewrite(graph, recogniser, layers), strict=True):
         report.fused.append(
@@ -82,6 +88,8 @@ def fuse_graph(
             )
         )
         log.debug("%s", report.fused[-1])
+    for description in missed:
+        log.info("%s", description)
     report.graphs += 1
     report.missed.extend(missed)
     if strict and missed:
