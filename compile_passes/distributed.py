@@ -204,7 +204,7 @@ def _fate(masked: Node) -> tuple[bool, list[Node]]:
             elif call is not None and call.symbol in (*_SAME_WEIGHT, "add", "sub"):  # W - W * M
                 pending.append(user)
             elif call is not None and call.symbol in _PROJECTS:
-                is_projected |= call.symbol != "linear" or node in user.args[1:]
+                is_projected |= call.symbol != "linear" or user.args[:1] != (node,)
     return is_projected, leaving
 
 
