@@ -2,57 +2,174 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx import GraphModule, Interpreter, Node
+from torch._subclasses.fake_tensor import FakeTensorMode, is_fake, maybe_get_fake_mode
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .shapes import example
 
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_NUMBER = (bool, int, float, *_SYMBOLIC)
+
 
 def record_examples(gm: GraphModule, inputs: Sequence[Any] | None = None) -> None:
-    """Run a graph on fake tensors and keep the value of each node, as Dynamo does.
+    """Make each node carry the value that it has on fake tensors, as Dynamo does.
 
     The values that `torch.export` keeps are detached from what requires a gradient, so that they cannot tell a mask
-    that is trained from one that is not.
+    that is trained from one that is not: the graph is run anew. Where Dynamo recorded all of a graph for inputs like
+    these, nothing is run.
+
+    Args:
+        gm: whose nodes get `meta["example_value"]`.
+        inputs: one a placeholder, real or fake; None for those that the placeholders carry.
 
     Raises:
         ValueError: `inputs` are missing, too few or too many, or the module does not take them.
     """
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    recorded = [example(node) for node in placeholders]
     if inputs is None:
-        inputs = [example(node) for node in placeholders]
-        if any(value is None for value in inputs):
+        if any(value is None for value in recorded):
             raise ValueError("example_inputs: tracing recorded none at the graph's placeholders, must be given")
+        inputs = recorded
     if len(inputs) != len(placeholders):
         raise ValueError(f"example_inputs: got {len(inputs)}, must be {len(placeholders)}, one a placeholder")
-    mode = detect_fake_mode(inputs) or FakeTensorMode(allow_non_fake_inputs=True)
+    if not all(map(_is_like, inputs, recorded)):
+        _run(gm, inputs if any(map(is_fake, inputs)) else list(map(_as_number, inputs)), anew=True)
+    elif not _is_recorded(gm.graph):
+        _run(gm, recorded, anew=not _has_todays_gradients(gm.graph))  # `recorded` knows the symbolic sizes
+
+
+def _is_like(given: Any, recorded: Any) -> bool:
+    """Whether an input is of the dtype, shape, ... for which tracing recorded a value; a symbolic size fits all."""
+    if isinstance(recorded, _SYMBOLIC):
+        return isinstance(given, _NUMBER)
+    if not isinstance(recorded, torch.Tensor):
+        return recorded is not None and type(given) is type(recorded) and bool(given == recorded)
+    if not isinstance(given, torch.Tensor) or given.dim() != recorded.dim():
+        return False
+    is_same = all(getattr(given, name) == getattr(recorded, name) for name in ("dtype", "device", "requires_grad"))
+    sizes = zip(given.shape, recorded.shape, strict=True)
+    return is_same and all(isinstance(of, torch.SymInt) or statically_known_true(size == of) for size, of in sizes)
+
+
+def _is_recorded(graph: Graph) -> bool:
+    """Whether Dynamo recorded the values of all that a graph computes, and would record them so now.
+
+    It records none of what switches the grad mode or autocast, whose result is only read to switch it back.
+    """
+    computed = [node for node in graph.nodes if node.op == "output" or "example_value" in node.meta]
+    read = {node for user in computed for node in user.all_input_nodes if not _is_module(node)}
+    return all("example_value" in node.meta for node in read) and _has_todays_gradients(graph)
+
+
+def _has_todays_gradients(graph: Graph) -> bool:
+    """Whether the results' gradients were recorded, where they would be in the grad mode that there is now."""
+    leaves = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
+    wanted = torch.is_grad_enabled() and any(map(_requires_grad, leaves))
+    results = [node for node in _recorded_results(graph) if _is_floating(node)]
+    return not results or any(map(_requires_grad, results)) == wanted
+
+
+def _recorded_results(graph: Graph) -> list[Node]:
+    """The results of a graph, or where a pass added nodes behind them, what it added them to."""
+    found: list[Node] = []
+    pending, seen = [graph.output_node()], set()
+    while pending:
+        for node in pending.pop().all_input_nodes:
+            if "example_value" in node.meta:
+                found.append(node)
+            elif node not in seen:
+                seen.add(node)
+                pending.append(node)
+    return found
+
+
+def _is_module(node: Node) -> bool:
+    """Whether a node names the body of a higher-order operator."""
+    root = node.graph.owning_module
+    return node.op == "get_attr" and isinstance(getattr(root, str(node.target), None), torch.nn.Module)
+
+
+def _requires_grad(node: Node) -> bool:
+    return any(value.requires_grad for value in _tensors(node))
+
+
+def _is_floating(node: Node) -> bool:
+    return any(value.is_floating_point() for value in _tensors(node))
+
+
+def _tensors(node: Node) -> list[torch.Tensor]:
+    value = example(node)
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return [item for item in values if isinstance(item, torch.Tensor)]
+
+
+def _as_number(value: Any) -> Any:
+    """A symbolic number as the number that it stood for when it was traced, where that is known."""
+    hint = value.node.hint if isinstance(value, _SYMBOLIC) else None
+    return value if hint is None else hint
+
+
+def _run(gm: GraphModule, inputs: Sequence[Any], *, anew: bool) -> None:
+    """Compute the values of all nodes, or without `anew` of those that have none yet."""
+    modes = [mode for mode in map(maybe_get_fake_mode, inputs) if mode is not None]
+    mode = modes[0] if modes else FakeTensorMode()
     try:
-        with mode:
-            _Recorder(gm, mode).run(*(_as_fake(mode, value) for value in inputs))
-    except (RuntimeError, TypeError) as error:
+        with _left_as_it_is(mode), mode:
+            _Recorder(gm, mode, anew).run(*(_as_fake(mode, value) for value in inputs))
+    except Exception as error:  # whatever the operators of a graph raise
         raise ValueError(f"example_inputs: the module does not take them: {error}") from error
 
 
+@contextmanager
+def _left_as_it_is(mode: FakeTensorMode) -> Iterator[None]:
+    """Run a graph in a mode that may be another tracer's: no guard comes to its shapes, and the grad mode is kept."""
+    allowed = mode.allow_non_fake_inputs
+    mode.allow_non_fake_inputs = True  # of modules that a graph calls
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
+            if mode.shape_env is not None:
+                stack.enter_context(mode.shape_env.suppress_guards())
+                stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
+            yield
+    finally:
+        mode.allow_non_fake_inputs = allowed
+
+
 def _as_fake(mode: FakeTensorMode, value: Any) -> Any:
-    is_real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+    is_real = isinstance(value, torch.Tensor) and not is_fake(value)
     return mode.from_tensor(value, static_shapes=True) if is_real else value
 
 
 class _Recorder(Interpreter):
-    def __init__(self, gm: GraphModule, mode: FakeTensorMode) -> None:
+    def __init__(self, gm: GraphModule, mode: FakeTensorMode, anew: bool) -> None:
         super().__init__(gm, garbage_collect_values=False)
-        self._mode = mode
+        self._mode, self._anew = mode, anew
         self._fakes: dict[int, Any] = {}
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
+        return self._as_fake(value)
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        module = self.fetch_attr(target)
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        state = {name: self._as_fake(tensor) for name, tensor in tensors.items()}  # which a module may write to
+        return torch.func.functional_call(module, state, args, kwargs)
+
+    def _as_fake(self, value: Any) -> Any:
         return self._fakes.setdefault(id(value), _as_fake(self._mode, value))
 
     def run_node(self, n: Node) -> Any:
+        if not self._anew and "example_value" in n.meta:
+            return n.meta["example_value"]
         value = super().run_node(n)
         n.meta["example_value"] = value
         return value

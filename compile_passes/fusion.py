@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from mglu_ops.backends import traced
 
+from .distributed import lacks_its_mask, report_cut_layers, split_by_ddp
 from .examples import record_examples
 from .mutation import normalise_writes
 from .near_misses import NearMiss, find_near_misses
@@ -98,13 +99,16 @@ def _fuse(
     found: set[Node] = set()
     for site in find_sites(graph, recogniser):
         spelling = interior(recogniser, site)
-        found.update(spelling)
         try:
             layers.append(check(graph, recogniser, site, assume_binary))
         except Refusal as refusal:
+            if lacks_its_mask(graph, spelling):
+                continue  # `report_cut_layers` reports it
             missed.append(_describe(site, reason=str(refusal), before=lines(spelling)))
-    for miss in find_near_misses(graph, recogniser, found):
-        missed.append(_describe_near_miss(miss))
+        found.update(spelling)
+    missed.extend(report_cut_layers(graph, found))
+    if not split_by_ddp():
+        missed.extend(map(_describe_near_miss, find_near_misses(graph, recogniser, found)))
     before = [lines(layer.interior) for layer in layers]
     notes = _notes(recogniser, layers)
     fused = [
@@ -163,8 +167,8 @@ def fuse(
 
     Args:
         gm: of `torch.export` (`ep.module()`), Dynamo or `torch.fx.symbolic_trace`.
-        example_inputs: inputs of the dtypes and shapes to come, on which nothing is computed; may be left out where
-            tracing recorded them at the placeholders.
+        example_inputs: inputs of the dtypes and shapes to come, real or fake, on which nothing is computed; may be left
+            out where tracing recorded them at the placeholders, as Dynamo and `torch.export` do.
         report: takes what became of each layer.
         strict: raise `FusionError` if a layer is not fused, or nothing is.
         assume_binary: as of `mglu_ops.enable_fusion`.
@@ -176,7 +180,7 @@ def fuse(
         FusionError: under `strict`.
         ValueError: `example_inputs` is missing or does not fit the module.
     """
-    fused = GraphModule(gm, copy.deepcopy(gm.graph))
+    fused = _copy(gm)
     record_examples(fused, example_inputs)
     report = FusionReport() if report is None else report
     lifted = _lifted_numbers(gm)
@@ -186,6 +190,18 @@ def fuse(
         raise FusionError("strict fusion: nothing was fused")
     fused.recompile()
     return fused
+
+
+def _copy(gm: GraphModule) -> GraphModule:
+    """A module of its own graph, with what a Dynamo backend goes on to read of its module."""
+    copied = GraphModule(gm, copy.deepcopy(gm.graph))
+    copied.meta = dict(gm.meta)
+    if hasattr(gm, "_param_name_to_source"):  # by which AOTAutograd knows the inputs that are parameters
+        copied._param_name_to_source = gm._param_name_to_source
+        for node, original in zip(copied.graph.nodes, gm.graph.nodes, strict=True):
+            if original.op == "placeholder":
+                node._dynamo_source = original._dynamo_source
+    return copied
 
 
 def _lifted_numbers(gm: GraphModule) -> dict[Any, Tensor]:

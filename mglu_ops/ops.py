@@ -1,4 +1,4 @@
-"""The operator contract: every schema, fake kernel, gradient, autocast, vmap, FLOP and sharding rule, in one place.
+"""The operator contract: every schema, fake kernel, gradient, autocast, vmap and FLOP rule, in one place.
 
 | op | result |
 |---|---|
@@ -15,13 +15,17 @@
 x `[..., in_features]`, weight `[out_features, in_features]`, y `[..., out_features]`, route_weights `[..., n_masks]`,
 mask_logits `[n_masks, out_features, in_features]` with M = logits > 0.
 
-Registered with `torch.library.Library`, whose calls cost a third of `@custom_op`'s; no kernel is named here.
+Registered with `torch.library.Library`, whose calls cost a third of `@custom_op`'s; no kernel is named here. How
+DTensor shards the operators stands in `sharding`.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+import sys
 from collections.abc import Callable, Sequence
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -34,6 +38,8 @@ from torch.utils.flop_counter import register_flop_formula
 from . import checks, dispatch
 from .masks import binary_masks, check_layout, check_masks, packed_width, unpack
 from .sizes import same_sizes
+
+log = logging.getLogger(__name__)
 
 _LAYER = 'str activation="silu", Tensor? route_weights=None'
 SCHEMAS = (
@@ -79,7 +85,27 @@ def _kernel(name: str, *keys: str, with_keyset: bool = False) -> Callable[[Calla
 
 
 def _fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    return torch.library.register_fake(f"mglu::{name}", lib=_lib)
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def fake(*args: Any, **kwargs: Any) -> Any:
+            # DTensor calls the fake kernel for the shapes of the results, and after that looks for a sharding rule.
+            if "torch.distributed.tensor" in sys.modules:
+                _register_dtensor_rules_once()
+            return function(*args, **kwargs)
+
+        torch.library.register_fake(f"mglu::{name}", fake, lib=_lib)
+        return function
+
+    return register
+
+
+@cache
+def _register_dtensor_rules_once() -> None:
+    """Register the rules, or say why DTensor will not find them: the caller may well have no DTensor."""
+    try:
+        register_dtensor_rules()
+    except (ImportError, AttributeError, TypeError) as error:
+        log.warning("mglu_ops: DTensor of torch %s does not take the sharding rules: %s", torch.__version__, error)
 
 
 # --- Packing --------------------------------------------------------------------------------------------------------
@@ -591,81 +617,13 @@ def _backward_flops(
     return weight_gradient + (gemm if needs[0] else 0)
 
 
-# --- DTensor: weight and masks are sharded along out_features (column parallel), or x along its tokens --------------
+# --- DTensor --------------------------------------------------------------------------------------------------------
 
 
 def register_dtensor_rules() -> None:
-    """Teach DTensor to shard the layer: column parallel (weight and masks `Shard(0)`, result `Shard(-1)`), and data
-    parallel (x `Shard(i)` of a leading dimension). Call it once in a program that passes DTensors to the operators;
-    it imports `torch.distributed.tensor`, which `import mglu_ops` does not.
+    """Teach DTensor to shard the operators, by the rules of `mglu_ops.sharding`.
+
+    It need not be called: the rules are registered when an operator first meets a DTensor. To call it, at any time
+    and any number of times, does no harm; it imports `torch.distributed.tensor`, which `import mglu_ops` does not.
     """
-    from torch.distributed.tensor import Partial, Replicate, Shard
-    from torch.distributed.tensor.experimental import register_sharding
-
-    replicate, rows = Replicate(), Shard(0)
-
-    def pack_rule(masks: Any) -> Any:
-        options: list[Any] = [([replicate], [replicate])]
-        if masks.ndim == 3:
-            options.append(([rows], [Shard(1)]))
-        return options
-
-    def layer(outputs_saved: int) -> Callable[..., Any]:
-        def rule(x: Any, weight: Any, packed_masks: Any, activation: Any = None, route_weights: Any = None) -> Any:
-            route = [] if route_weights is None else [replicate]
-            last = x.ndim - 1
-            options = [
-                ([replicate] * (1 + outputs_saved), [replicate, replicate, replicate, *route]),
-                ([Shard(last)] + [Shard(last + 1)] * outputs_saved, [replicate, rows, rows, *route]),
-            ]
-            for dim in range(last):
-                shards = [Shard(dim)] * len(route)
-                options.append(
-                    ([Shard(dim)] + [Shard(dim + 1)] * outputs_saved, [Shard(dim), replicate, replicate, *shards])
-                )
-            return options
-
-        return rule
-
-    register_sharding(pack_masks)(pack_rule)
-    register_sharding(pack_logits)(pack_rule)
-    register_sharding(forward)(layer(0))
-    register_sharding(forward_train)(layer(2))
-
-    def backward_rule(
-        grad_output: Any,
-        x: Any,
-        weight: Any,
-        packed_masks: Any,
-        gates: Any,
-        values: Any,
-        activation: Any,
-        route_weights: Any,
-        needs: Any,
-        logits_dtype: Any,
-    ) -> Any:
-        partial, last = Partial(), x.ndim - 1
-        route = [] if route_weights is None else [replicate]
-
-        def option(grads: list[Any], inputs: list[Any]) -> Any:
-            wanted = (needs[0], needs[1], logits_dtype is not None, needs[2])
-            return [grad if want else replicate for grad, want in zip(grads, wanted, strict=True)], inputs
-
-        options = [
-            option([replicate] * 4, [replicate] * 6 + route),
-            option(
-                [partial, rows, Shard(1), partial],
-                [Shard(last), replicate, rows, rows, Shard(last + 1), Shard(last + 1), *route],
-            ),
-        ]
-        for dim in range(last):
-            token, saved = Shard(dim), Shard(dim + 1)
-            options.append(
-                option(
-                    [token, partial, partial, token],
-                    [token, token, replicate, replicate, saved, saved, *([token] * len(route))],
-                )
-            )
-        return options
-
-    register_sharding(backward)(backward_rule)
+    from . import sharding  # noqa: F401 (importing it registers the rules)

@@ -1,18 +1,24 @@
-"""DTensor: the sharding rules of the operators, on two gloo ranks, against one process."""
+"""DTensor: the operators, layers and fused models on two gloo ranks, against one process.
+
+No check registers the sharding rules: the operators do so themselves when a DTensor comes.
+"""
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from queue import Empty
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
-from torch import Tensor
+from torch import Tensor, nn
 
 pytestmark = [
     pytest.mark.slow,
@@ -20,52 +26,73 @@ pytestmark = [
 ]
 
 RANKS = 2
-SECONDS = 90
+SECONDS = 120
 
 
-def _check_rank(rank: int, store: str, results: multiprocessing.Queue) -> None:
-    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=30)
-        )
-        results.put((rank, _failures()))
-        dist.destroy_process_group()
-    except BaseException as error:
-        results.put((rank, [f"{type(error).__name__}: {error}"]))
-        raise
+# --- What a rank does -----------------------------------------------------------------------------------------------
 
 
-def _failures() -> list[str]:
-    """What differs from one process, for each way to shard."""
-    from strategies import make_layer
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+class Ranks:
+    """The mesh of all ranks, and what on it differs from one process."""
 
-    from mglu_ops import ops
+    def __init__(self) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
 
-    ops.register_dtensor_rules()
-    mesh = init_device_mesh("cpu", (RANKS,))
-    replicate, failures = Replicate(), []
+        self.mesh = init_device_mesh("cpu", (RANKS,))
+        self.failures: list[str] = []
 
-    def compare(what: str, got: Tensor, want: Tensor, placement: object | None = None) -> None:
+    def shard(self, tensor: Tensor, placement: Any) -> Tensor:
+        from torch.distributed.tensor import distribute_tensor
+
+        return distribute_tensor(tensor.detach(), self.mesh, [placement]).requires_grad_(tensor.requires_grad)
+
+    def shard_module(self, module: nn.Module, placements: dict[str, Any]) -> None:
+        """Replace the parameters and buffers of these names by DTensors."""
+        for name, placement in placements.items():
+            tensor = getattr(module, name)
+            sharded = self.shard(tensor, placement)
+            setattr(module, name, nn.Parameter(sharded) if isinstance(tensor, nn.Parameter) else sharded)
+
+    def compare(self, what: str, got: Tensor | None, want: Tensor, placement: object | None = None) -> None:
+        from torch.distributed.tensor import DTensor
+
         if not isinstance(got, DTensor):
-            failures.append(f"{what}: not a DTensor")
+            self.failures.append(f"{what}: not a DTensor")
             return
         if placement is not None and got.placements != (placement,):
-            failures.append(f"{what}: placed {got.placements}, not {placement}")
+            self.failures.append(f"{what}: placed {got.placements}, not {placement}")
         full = got.full_tensor()
         if full.shape != want.shape or not torch.allclose(full.to(want.dtype), want, rtol=1e-9, atol=1e-11):
-            failures.append(f"{what}: differs")
+            self.failures.append(f"{what}: differs")
 
-    masks = make_layer(dtype=torch.float64).masks
-    packed = torch.ops.mglu.pack_masks(distribute_tensor(masks, mesh, [Shard(1)]))
-    compare("pack_masks, by rows", packed, torch.ops.mglu.pack_masks(masks), Shard(0))
-    logits = distribute_tensor(masks.float() - 0.5, mesh, [Shard(1)])
-    compare("pack_logits, by rows", torch.ops.mglu.pack_logits(logits), torch.ops.mglu.pack_masks(masks), Shard(0))
 
+def _packing(ranks: Ranks) -> None:
+    """Unpacking comes first: the first call of an operator must not keep an answer for another `in_features`."""
+    from strategies import make_layer
+    from torch.distributed.tensor import Replicate, Shard
+
+    for in_features in (24, 21, 20):  # three bytes a row, all of them
+        masks = make_layer(in_features=in_features).masks
+        packed = torch.ops.mglu.pack_masks(masks)
+        for of_packed, of_masks in ((Shard(0), Shard(1)), (Replicate(), Replicate())):
+            what = f"in_features={in_features}, {of_masks}"
+            sharded = ranks.shard(packed, of_packed)
+            unpacked = torch.ops.mglu.unpack_masks(sharded, in_features)
+            ranks.compare(f"unpack_masks, {what}", unpacked, masks, of_masks)
+            again = torch.ops.mglu.pack_masks(ranks.shard(masks, of_masks))
+            ranks.compare(f"pack_masks, {what}", again, packed, of_packed)
+            logits = ranks.shard(masks.float() - 0.5, of_masks)
+            ranks.compare(f"pack_logits, {what}", torch.ops.mglu.pack_logits(logits), packed, of_packed)
+    single = ranks.shard(masks[0], Shard(0))
+    ranks.compare("pack_masks, one mask", torch.ops.mglu.pack_masks(single), torch.ops.mglu.pack_masks(masks[0]))
+
+
+def _layers(ranks: Ranks) -> None:
+    """`mglu::forward` and its gradients, in each way to shard."""
+    from strategies import make_layer
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    replicate = Replicate()
     # x, weight and masks, route_weights, result
     ways = {
         "column parallel": (replicate, Shard(0), replicate, lambda x: Shard(x.dim() - 1)),
@@ -85,28 +112,181 @@ def _failures() -> list[str]:
                 plain = {"x": layer.x, "weight": layer.weight, "route_weights": layer.route_weights}
                 plain = {k: t.clone().requires_grad_() for k, t in plain.items() if t is not None}
                 places = {"x": of_x, "weight": of_weight, "route_weights": of_route}
-                shards = {
-                    k: distribute_tensor(t.detach(), mesh, [places[k]]).requires_grad_() for k, t in plain.items()
-                }
-                packed = distribute_tensor(layer.packed_masks, mesh, [of_weight])
+                shards = {k: ranks.shard(t, places[k]) for k, t in plain.items()}
+                packed = ranks.shard(layer.packed_masks, of_weight)
 
                 def run(args: dict[str, Tensor], packed: Tensor) -> Tensor:
                     return torch.ops.mglu.forward(args["x"], args["weight"], packed, "silu", args.get("route_weights"))
 
                 expected, result = run(plain, layer.packed_masks), run(shards, packed)
-                compare(f"{what}: result", result, expected, of_result(layer.x))
+                ranks.compare(f"{what}: result", result, expected, of_result(layer.x))
                 expected.square().sum().backward()
                 result.square().sum().backward()
                 for name, tensor in shards.items():
-                    compare(f"{what}: gradient of {name}", tensor.grad, plain[name].grad, gradients[way].get(name))
-    return failures
+                    ranks.compare(
+                        f"{what}: gradient of {name}", tensor.grad, plain[name].grad, gradients[way].get(name)
+                    )
 
 
-def test_sharded_layers_equal_one_process(tmp_path):
+def _learned_masks(ranks: Ranks) -> None:
+    """`mglu::forward_ste`: inference, and training in which each time other tensors want a gradient."""
+    from strategies import make_layer
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    replicate = Replicate()
+    layer = make_layer((4, 3), dtype=torch.float64)
+    tensors = (layer.x, layer.weight, layer.logits.double())
+    # x, weight, logits, result, packed masks, gradients
+    ways = {
+        "column parallel": (replicate, Shard(0), Shard(1), Shard(2), Shard(0), (Partial(), Shard(0), Shard(1))),
+        "token parallel": (Shard(1), replicate, replicate, Shard(1), replicate, (Shard(1), Partial(), Partial())),
+    }
+    for way, (*of_tensors, of_result, of_packed, of_gradients) in ways.items():
+        shards = [ranks.shard(tensor, placement) for tensor, placement in zip(tensors, of_tensors, strict=True)]
+        for mode in (torch.inference_mode, torch.no_grad):
+            with mode():
+                expected, results = torch.ops.mglu.forward_ste(*tensors), torch.ops.mglu.forward_ste(*shards)
+                for name, got, want, placement in zip(
+                    ("result", "packed masks"), results, expected, (of_result, of_packed), strict=True
+                ):
+                    ranks.compare(f"{way}, {mode.__name__}: {name}", got, want, placement)
+        for needs in ((1, 0, 0), (0, 1, 0), (1, 1, 0), (0, 0, 1), (1, 1, 1), (0, 1, 1)):
+            plain = [t.clone().requires_grad_(bool(need)) for t, need in zip(tensors, needs, strict=True)]
+            shards = [ranks.shard(t, placement) for t, placement in zip(plain, of_tensors, strict=True)]
+            torch.ops.mglu.forward_ste(*plain)[0].square().sum().backward()
+            torch.ops.mglu.forward_ste(*shards)[0].square().sum().backward()
+            for number, (tensor, sharded) in enumerate(zip(plain, shards, strict=True)):
+                if tensor.requires_grad:
+                    what = f"{way}, gradients wanted {needs}: gradient {number}"
+                    ranks.compare(what, sharded.grad, tensor.grad, of_gradients[number])
+
+
+def _modules() -> dict[str, Callable[[], nn.Module]]:
+    """Layers by what makes them: as the paper writes it, fused by hand, and both with frozen masks."""
+    import mglu_ops
+    from mglu_ops.nn import MGLU, NaiveMGLU
+
+    def naive() -> nn.Module:
+        return NaiveMGLU(16, 12, n_masks=2, dtype=torch.float64)
+
+    def fused() -> nn.Module:
+        return MGLU(16, 12, n_masks=2, dtype=torch.float64)
+
+    return {"naive": naive, "MGLU": fused, "frozen": lambda: mglu_ops.freeze(fused())}
+
+
+def _pair(ranks: Ranks, make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    """A module, and its equal whose weight and masks are column parallel."""
+    from torch.distributed.tensor import Shard
+
+    torch.manual_seed(0)
+    plain, sharded = make(), make()
+    sharded.load_state_dict(plain.state_dict())
+    of_masks = {"mask_logits": Shard(1), "packed_masks": Shard(0)}
+    held = {name: of for name, of in of_masks.items() if getattr(sharded, name, None) is not None}
+    ranks.shard_module(sharded, {"weight": Shard(0), **held})
+    return plain, sharded
+
+
+def _check_module(ranks: Ranks, what: str, plain: nn.Module, sharded: nn.Module, run: Any, trains: bool) -> None:
+    from torch.distributed.tensor import Replicate, Shard
+
+    x = torch.randn(6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    with torch.set_grad_enabled(trains):
+        want, got = plain(x), run(ranks.shard(x, Replicate()))
+    ranks.compare(f"{what}: result", got, want, Shard(1))
+    if trains:
+        want.square().sum().backward()
+        got.square().sum().backward()
+        for (name, parameter), (_, other) in zip(plain.named_parameters(), sharded.named_parameters(), strict=True):
+            if parameter.requires_grad:
+                ranks.compare(f"{what}: gradient of {name}", other.grad, parameter.grad)
+
+
+def _eager_modules(ranks: Ranks) -> None:
+    for name, make in _modules().items():
+        for trains in (False, True):
+            plain, sharded = _pair(ranks, make)
+            _check_module(ranks, f"{name}, trains={trains}", plain, sharded, sharded, trains)
+
+
+def _compiled_modules(ranks: Ranks) -> None:
+    import mglu_ops
+
+    for trains in (False, True):
+        for name, make in _modules().items():
+            torch._dynamo.reset()
+            plain, sharded = _pair(ranks, make)
+            with mglu_ops.fusion() as report:
+                _check_module(
+                    ranks, f"compiled {name}, trains={trains}", plain, sharded, torch.compile(sharded), trains
+                )
+            if name == "naive" and (len(report.fused), len(report.missed)) != (1, 0):
+                ranks.failures.append(f"{name}, trains={trains}: {report}")
+
+
+def _rules_of_the_user(ranks: Ranks) -> None:
+    """A rule registered before ours stays; so does one after; and ours may be registered again."""
+    from strategies import make_layer
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.experimental import register_sharding
+
+    asked = []
+
+    def rule(masks: Any) -> Any:
+        asked.append(masks)
+        return [([Replicate()], [Replicate()])]
+
+    register_sharding(torch.ops.mglu.pack_masks.default)(rule)
+    masks = make_layer().masks
+    packed = torch.ops.mglu.pack_masks(masks)
+    torch.ops.mglu.pack_logits(ranks.shard(masks.float(), Shard(1)))  # now ours are registered
+    from mglu_ops import ops
+
+    ops.register_dtensor_rules()
+    ops.register_dtensor_rules()
+    ranks.compare("pack_masks", torch.ops.mglu.pack_masks(ranks.shard(masks, Shard(1))), packed, Replicate())
+    if len(asked) != 1:
+        ranks.failures.append(f"the user's rule was asked {len(asked)} times")
+    register_sharding(torch.ops.mglu.pack_logits.default)(rule)
+    logits = ranks.shard(make_layer(seed=1, n_masks=2).masks.float(), Shard(1))
+    ranks.compare("pack_logits", torch.ops.mglu.pack_logits(logits), torch.ops.mglu.pack_logits(logits.full_tensor()))
+    if len(asked) != 2:
+        ranks.failures.append("the user's later rule was not asked")
+
+
+CHECKS = {check.__name__.strip("_"): check for check in (_packing, _layers, _learned_masks, _rules_of_the_user)}
+CHECKS |= {"eager_modules": _eager_modules, "compiled_modules": _compiled_modules}
+
+
+# --- Ranks ----------------------------------------------------------------------------------------------------------
+
+
+def _run_rank(rank: int, store: str, check: str, results: multiprocessing.Queue) -> None:
+    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # a warm cache would need no rule
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=30)
+        )
+        ranks = Ranks()
+        CHECKS[check](ranks)
+        results.put((rank, ranks.failures))
+        dist.destroy_process_group()
+    except BaseException as error:
+        results.put((rank, [f"{type(error).__name__}: {error}"]))
+        raise
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_two_ranks_equal_one_process(check: str, tmp_path: Path) -> None:
+    """Each check in processes of its own, so that it is the first to bring a DTensor."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     workers = [
-        context.Process(target=_check_rank, args=(rank, str(tmp_path / "store"), results), daemon=True)
+        context.Process(target=_run_rank, args=(rank, str(tmp_path / "store"), check, results), daemon=True)
         for rank in range(RANKS)
     ]
     for worker in workers:
@@ -121,3 +301,20 @@ def test_sharded_layers_equal_one_process(tmp_path):
             if worker.is_alive():
                 worker.kill()
     assert reports == {rank: [] for rank in range(RANKS)}
+
+
+IMPORTS = """
+import sys, torch
+import mglu_ops
+x, weight = torch.randn(3, 16), torch.randn(4, 16)
+packed = torch.ops.mglu.pack_masks(torch.rand(4, 16) > 0.5)
+torch.ops.mglu.forward(x, weight.requires_grad_(), packed).sum().backward()
+print("torch.distributed.tensor" in sys.modules, "mglu_ops.sharding" in sys.modules)
+mglu_ops.ops.register_dtensor_rules()
+print("torch.distributed.tensor" in sys.modules)
+"""
+
+
+def test_dtensor_is_imported_by_who_has_one() -> None:
+    run = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True, timeout=120)
+    assert run.stdout.split() == ["False", "False", "True"]

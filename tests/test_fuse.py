@@ -1,0 +1,340 @@
+"""`mglu_ops.fuse` on graph modules: inside a custom Dynamo backend, exported, and traced by `torch.fx`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+from budgets import BUDGET, relative_error
+from graphs import assert_same, calls, results
+from torch import Tensor, nn
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule
+
+import mglu_ops
+from compile_passes import examples
+from compile_passes.report import FusionReport
+from mglu_ops.nn import NaiveMGLU
+
+SAME = 4 * BUDGET[torch.float32]
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def layer() -> NaiveMGLU:
+    return NaiveMGLU(16, 12, n_masks=2)
+
+
+# --- Inside a custom backend ----------------------------------------------------------------------------------------
+
+
+def _left_out(inputs: list[Any]) -> None:
+    """As `fuse(gm)` is called."""
+
+
+def _real(inputs: list[Any]) -> list[Any]:
+    """As Dynamo gives them to its backend."""
+    return inputs
+
+
+def _fake(inputs: list[Any]) -> list[Any]:
+    """As AOTAutograd goes on with them."""
+    mode = TracingContext.get().fake_mode
+    assert mode is not None
+    return [mode.from_tensor(value) if isinstance(value, Tensor) else value for value in inputs]
+
+
+class Backend:
+    """Fuses each graph, given its inputs as `inputs` says, and runs it, or compiles it with `then`."""
+
+    def __init__(
+        self,
+        inputs: Callable[[list[Any]], list[Any] | None] = _left_out,
+        before: Callable[[GraphModule], None] | None = None,
+        then: Callable[[GraphModule, list[Any]], Any] = lambda gm, _: gm.forward,
+    ) -> None:
+        self.inputs, self.before, self.then = inputs, before, then
+        self.report, self.fused = FusionReport(), list[GraphModule]()
+
+    def __call__(self, gm: GraphModule, example_inputs: list[Any]) -> Any:
+        if self.before is not None:
+            self.before(gm)
+        given, known = self.inputs(example_inputs), _known_of_shapes()
+        self.fused.append(mglu_ops.fuse(gm, given, report=self.report, strict=True))
+        assert _known_of_shapes() == known, "fuse told Dynamo something new of the shapes"
+        return self.then(self.fused[-1], example_inputs)
+
+    @property
+    def routes(self) -> list[str]:
+        return [site.route for site in self.report.fused]
+
+
+def _known_of_shapes() -> tuple[Any, ...]:
+    """The guards and all else that the ShapeEnv of this compilation has."""
+    mode = TracingContext.get().fake_mode
+    assert mode is not None
+    env = mode.shape_env
+    assert env is not None
+    return (
+        [str(guard.expr) for guard in env.guards],
+        dict(env.replacements),
+        dict(env.var_to_range),
+        dict(env.deferred_runtime_asserts),
+        list(env.pending_fresh_unbacked_symbols),
+    )
+
+
+def _check(backend: Backend, model: nn.Module, training: bool, **options: Any) -> None:
+    """Compile a model with three numbers of tokens, and compare it with eager."""
+    compiled = torch.compile(model, backend=backend, fullgraph=True, **options)
+    with torch.set_grad_enabled(training):
+        for tokens in (3, 7, 12):
+            x = torch.randn(tokens, 16)
+            found, wanted = (
+                results(run, {"x": x}, dict(model.named_parameters())) for run in (lambda x: compiled(x), model)
+            )
+            assert_same(found, wanted, SAME)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dynamic", [True, None, False])
+@pytest.mark.parametrize("inputs", [_left_out, _real, _fake])
+def test_in_a_backend(inputs: Callable[..., Any], dynamic: bool | None, training: bool) -> None:
+    backend = Backend(inputs)
+    _check(backend, layer(), training, dynamic=dynamic)
+    graphs = {True: 1, None: 2, False: 3}[dynamic]  # None: Dynamo makes the tokens dynamic when they change
+    assert backend.routes == ["forward_ste" if training else "forward"] * graphs
+
+
+def test_what_dynamo_recorded_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under autocast too, which is switched by nodes that have no value."""
+    monkeypatch.setattr(examples, "_run", lambda *_, **__: pytest.fail("the graph was run"))
+    model = layer()
+
+    def function(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(x)
+
+    backend = Backend()
+    torch.compile(function, backend=backend, fullgraph=True)(torch.randn(3, 16))
+    assert [site.dtype for site in backend.report.fused] == ["bfloat16"]
+
+
+def _add_a_node(gm: GraphModule) -> None:
+    """What a pass of the user does, which records no example."""
+    output = gm.graph.output_node()
+    (result,) = output.args[0]
+    with gm.graph.inserting_before(output):
+        changed = gm.graph.call_function(torch.mul, (result, 1))
+    output.args = ((changed,),)
+    gm.recompile()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("inputs", [_left_out, _real, _fake])
+def test_in_a_backend_that_changes_the_graph_before(inputs: Callable[..., Any], training: bool) -> None:
+    """The graph has to be run; its shapes stay symbolic."""
+    backend = Backend(inputs, before=_add_a_node)
+    _check(backend, layer(), training, dynamic=True)
+    assert backend.routes == ["forward_ste" if training else "forward"]
+    (gm,) = backend.fused
+    shapes = [node.meta["example_value"].shape for node in gm.graph.nodes if node.name == "mul_6"]
+    assert [isinstance(shape[0], torch.SymInt) for shape in shapes] == [True]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_in_a_backend_before_inductor(dynamic: bool, training: bool) -> None:
+    from torch._inductor.compile_fx import compile_fx
+
+    backend = Backend(then=compile_fx)
+    _check(backend, layer(), training, dynamic=dynamic)
+    assert set(backend.routes) == {"forward_ste" if training else "forward"}
+
+
+def test_the_backend_still_knows_which_inputs_are_parameters() -> None:
+    seen = []
+
+    def then(gm: GraphModule, _: Any) -> Any:
+        seen.append((gm._param_name_to_source, gm.meta))
+        return gm.forward
+
+    torch.compile(layer(), backend=Backend(then=then))(torch.randn(3, 16))
+    ((sources, meta),) = seen
+    assert len(sources) == 2
+    assert "dynamo_flat_name_to_original_fqn" in meta
+
+
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 drops on a CPU what the placeholders carried")
+@pytest.mark.parametrize("inputs", [_left_out, _real])
+def test_in_a_backend_with_parameters_in_the_graph(inputs: Callable[..., Any]) -> None:
+    """Freezing makes attributes of the graph of them."""
+
+    def before(gm: GraphModule) -> None:
+        assert len(gm.graph.find_nodes(op="get_attr")) == 2
+
+    backend = Backend(inputs, before)
+    with inductor_config.patch(freezing=True):
+        _check(backend, layer().eval(), training=False, dynamic=True)
+    assert backend.routes == ["forward"]
+
+
+def test_a_data_dependent_size_in_a_backend() -> None:
+    """Its symbol has no value, and running the graph makes another, which must not stay behind."""
+
+    class Selected(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = layer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mlp(x[x.sum(1) > 0])
+
+    for before in (None, _add_a_node):
+        torch._dynamo.reset()
+        backend = Backend(before=before)
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            _check(backend, Selected(), training=True)
+        assert set(backend.routes) == {"forward_ste"}
+
+
+# --- Captured first, fused later ------------------------------------------------------------------------------------
+
+
+def _captured(model: nn.Module, x: Tensor) -> tuple[GraphModule, list[Any]]:
+    """The graph that Dynamo hands to its backend, and the inputs."""
+    found = []
+
+    def backend(gm: GraphModule, inputs: list[Any]) -> Any:
+        found.append((gm, list(inputs)))
+        return gm.forward
+
+    torch.compile(model, backend=backend, fullgraph=True)(x)
+    (pair,) = found
+    return pair
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("captured", [True, False])
+def test_the_grad_mode_is_that_of_the_call(captured: bool, given: bool) -> None:
+    model, x, report = layer(), torch.randn(3, 16), FusionReport()
+    with torch.set_grad_enabled(captured):
+        gm, inputs = _captured(model, x)
+    for training in (True, False):
+        with torch.set_grad_enabled(training):
+            fused = mglu_ops.fuse(gm, inputs if given else None, report=report, strict=True)
+            assert relative_error(fused(*inputs)[0], model(x)) <= SAME
+    assert [site.route for site in report.fused] == ["forward_ste", "forward"]
+
+
+def test_inputs_of_another_kind_than_the_traced_ones_count() -> None:
+    model, x, report = layer(), torch.randn(3, 16), FusionReport()
+    gm, inputs = _captured(model, x)
+    others = [
+        [value.detach().double().requires_grad_(value.requires_grad) for value in inputs],
+        [torch.randn(5, 16) if value is x else value for value in inputs],
+        [value.detach() for value in inputs],
+    ]
+    for given in others:
+        fused = mglu_ops.fuse(gm, given, report=report, strict=True)
+        assert relative_error(fused(*given)[0], gm(*given)[0]) <= SAME
+    assert [(site.dtype, site.route) for site in report.fused] == [
+        ("float64", "forward_ste"),
+        ("float32", "forward_ste"),
+        ("float32", "forward"),
+    ]
+
+
+# --- Exported -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", ["left out", "real", "fake"])
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_exported(dynamic: bool, kind: str, training: bool) -> None:
+    model, x, report = layer(), torch.randn(3, 16), FusionReport()
+    shapes = {"x": {0: torch.export.Dim.AUTO}} if dynamic else None
+    with torch.set_grad_enabled(training):
+        unfused = torch.export.export(model, (x,), dynamic_shapes=shapes).module()
+        (recorded,) = (node.meta["val"] for node in unfused.graph.find_nodes(op="placeholder"))
+        env = recorded.fake_mode.shape_env
+        known = ([str(guard.expr) for guard in env.guards], dict(env.replacements)) if dynamic else None
+        given = {"left out": None, "real": [x], "fake": [FakeTensorMode().from_tensor(x)]}[kind]
+        fused = mglu_ops.fuse(unfused, given, report=report, strict=True)
+        if dynamic:
+            assert ([str(guard.expr) for guard in env.guards], dict(env.replacements)) == known
+        for tokens in (3, 5) if dynamic else (3,):
+            x = torch.randn(tokens, 16)
+            parameters = dict(unfused.named_parameters())
+            found, wanted = (results(run.forward, {"x": x}, parameters) for run in (fused, unfused))
+            assert_same(found, wanted, SAME)
+    assert [site.route for site in report.fused] == ["forward_ste" if training else "forward"]
+
+
+# --- torch.fx -------------------------------------------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    """A layer that `torch.fx.symbolic_trace` can trace, beside a module that it leaves whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.logits = nn.Parameter(torch.randn(12, 16)), nn.Parameter(torch.randn(12, 16))
+        self.norm, self.batch_norm = nn.LayerNorm(16), nn.BatchNorm1d(12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        m = ((self.logits > 0).float() - self.logits).detach() + self.logits
+        gate, value = x @ (self.weight * m).T, x @ (self.weight * (1 - m)).T
+        return self.batch_norm(torch.nn.functional.silu(gate) * value)
+
+
+@pytest.mark.parametrize("is_fake", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_symbolically_traced(training: bool, is_fake: bool) -> None:
+    model, x, report = Plain(), torch.randn(3, 16), FusionReport()
+    gm = torch.fx.symbolic_trace(model)
+    state = {name: tensor.clone() for name, tensor in gm.state_dict().items()}
+    with torch.set_grad_enabled(training):
+        given = FakeTensorMode().from_tensor(x) if is_fake else x
+        fused = mglu_ops.fuse(gm, [given], report=report, strict=True)
+        assert all(torch.equal(tensor, state[name]) for name, tensor in gm.state_dict().items()), "a buffer was written"
+        parameters = dict(gm.named_parameters())
+        assert_same(results(fused, {"x": x}, parameters), results(gm, {"x": x}, parameters), SAME)
+    assert [site.route for site in report.fused] == ["forward_ste" if training else "forward"]
+    assert calls([gm.graph])["mul"] >= 3, "the module that was given changed"
+
+
+def test_inputs_that_are_missing_or_do_not_fit() -> None:
+    gm, x = torch.fx.symbolic_trace(Plain()), torch.randn(3, 16)
+    for given, message in (
+        (None, "recorded none"),
+        ([], "got 0, must be 1"),
+        ([x, x], "got 2, must be 1"),
+        ([x[:, :5]], "does not take them"),
+        ([None], "does not take them"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mglu_ops.fuse(gm, given)
+
+
+def test_a_graph_that_fails_leaves_the_grad_mode() -> None:
+    graph = Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    graph.call_function(torch._C._set_grad_enabled, (False,))
+    product = graph.call_function(torch.mm, (x, y))
+    graph.call_function(torch._C._set_grad_enabled, (True,))
+    graph.output(product)
+    with pytest.raises(ValueError, match="does not take them"):
+        mglu_ops.fuse(GraphModule(nn.Module(), graph), [torch.randn(3, 4), torch.randn(5, 6)])
+    assert torch.is_grad_enabled()

@@ -1,0 +1,280 @@
+"""DistributedDataParallel: its optimiser cuts graphs between buckets, and the report says so where it cuts a layer."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+import torch.distributed as dist
+import torch.nn.functional as F
+from budgets import BUDGET, relative_error
+from graphs import Capture
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
+
+import mglu_ops
+from compile_passes import distributed
+from compile_passes.distributed import CUT_BY_DDP
+from compile_passes.report import FusionReport
+from mglu_ops.nn import MGLU
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo"),
+]
+
+SAME = 8 * BUDGET[torch.float32]
+SIZE = 32
+BYTES = 4 * SIZE * SIZE
+"""Of a weight, and of the logits of a mask."""
+
+
+@pytest.fixture(autouse=True)
+def _one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    dist.destroy_process_group()
+
+
+def _product(x: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
+    return F.silu(F.linear(x, weight * mask)) * F.linear(x, weight * (1 - mask))
+
+
+def _difference(x: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
+    masked = weight * mask
+    return F.silu(F.linear(x, masked)) * F.linear(x, weight - masked)
+
+
+def _weights_first(x: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
+    masked = weight * mask
+    rest = weight - masked
+    return F.silu(F.linear(x, masked)) * F.linear(x, rest)
+
+
+def _transposed(x: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
+    return F.silu(x @ (weight * mask).T) * (x @ (weight * (1 - mask)).T)
+
+
+class Layer(nn.Module):
+    """MGLU with masks that are trained, or with a bool buffer."""
+
+    def __init__(self, spelling: Callable[[Tensor, Tensor, Tensor], Tensor], learned: bool, n_masks: int = 1) -> None:
+        super().__init__()
+        self.spelling = spelling
+        self.weight = nn.Parameter(torch.randn(SIZE, SIZE) / SIZE**0.5)
+        tensor = torch.randn(n_masks, SIZE, SIZE)
+        if learned:
+            self.logits = nn.Parameter(tensor)
+        else:
+            self.register_buffer("masks", tensor > 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "logits"):
+            return sum(self.spelling(x, self.weight, mask.to(x.dtype)) for mask in self.masks)
+        hard = [((soft > 0).to(x.dtype) - soft).detach() + soft for soft in self.logits]
+        return sum(self.spelling(x, self.weight, mask) for mask in hard)
+
+
+class Model(nn.Module):
+    """Blocks with a residual, in one graph."""
+
+    def __init__(self, *blocks: nn.Module, head: nn.Module | None = None) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(blocks), nn.Identity() if head is None else head
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def _report(
+    monkeypatch: pytest.MonkeyPatch,
+    model: nn.Module,
+    bucket_bytes: int,
+    *,
+    first_bucket_bytes: int | None = None,
+    optimise: bool = True,
+    through_inductor: bool = False,
+) -> FusionReport:
+    """What the pass reports of a training step under DDP, which must compute what eager does."""
+    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", min(bucket_bytes, first_bucket_bytes or bucket_bytes))
+    x = torch.randn(6, SIZE)
+    expected = model(x)
+    wanted = torch.autograd.grad(expected.square().sum(), list(model.parameters()))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_bytes / 2**20)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(optimize_ddp=optimise):
+        if through_inductor:
+            with mglu_ops.fusion() as report, inductor_config.patch(force_disable_caches=True):
+                result = torch.compile(ddp)(x)
+        else:
+            capture = Capture()
+            result, report = torch.compile(ddp, backend=capture)(x), capture.report
+        result.square().sum().backward()
+    assert relative_error(result, expected) <= SAME
+    for (name, parameter), want in zip(model.named_parameters(), wanted, strict=True):
+        assert parameter.grad is not None
+        assert relative_error(parameter.grad, want) <= SAME, name
+    return report
+
+
+SPELLINGS = {"product": _product, "difference": _difference, "transposed": _transposed, "weights first": _weights_first}
+
+
+@pytest.mark.parametrize("n_masks", [1, 2])
+@pytest.mark.parametrize("learned", [True, False])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_layer_is_fused_or_its_cut_is_reported(
+    monkeypatch: pytest.MonkeyPatch, spelling: str, learned: bool, n_masks: int
+) -> None:
+    """Wherever it is cut: a bucket holds a few weights, each of which counts whenever it is read."""
+    n_cut = 0
+    for weights in range(1, 8):
+        model = Model(*(Layer(SPELLINGS[spelling], learned, n_masks) for _ in range(2)))
+        report = _report(monkeypatch, model, weights * BYTES)
+        for block in ("blocks.0", "blocks.1"):
+            fused = [site.n_masks for site in report.fused if site.module_path == block]
+            missed = [site for site in report.missed if site.module_path == block]
+            assert [sum(fused), len(missed)] in ([n_masks, 0], [sum(fused), 1]), f"{block}, {weights}: {report}"
+            for site in missed:
+                n_cut += 1
+                assert site.reason == CUT_BY_DDP
+                assert "test_fusion_ddp.py" in site.source
+    assert n_cut >= 4
+
+
+def test_a_mask_that_another_piece_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gate and value lie in one piece, and the mask comes as a plain tensor."""
+    report = _report(monkeypatch, Model(Layer(_product, learned=True)), 2 * BYTES)
+    assert [site.reason for site in report.missed] == [CUT_BY_DDP]
+
+
+def test_what_the_report_advises_fuses_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "torch._dynamo.config.optimize_ddp = False" in CUT_BY_DDP
+    for optimise in (True, False):
+        model = Model(*(Layer(_product, learned=True) for _ in range(2)))
+        report = _report(monkeypatch, model, 2 * BYTES, optimise=optimise, through_inductor=True)
+        assert [site.route for site in report.fused] == ([] if optimise else ["forward_ste"] * 2)
+        assert [site.reason for site in report.missed] == ([CUT_BY_DDP] * 2 if optimise else [])
+
+
+class Checkpointed(nn.Module):
+    """A layer in the body of a higher-order operator, which is a graph of its own, with a mask of the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(SIZE, SIZE))
+        self.register_buffer("mask", (torch.randn(SIZE, SIZE) > 0).float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(_product, x, self.weight, self.mask, use_reentrant=False)
+
+
+def test_other_reasons_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = _report(monkeypatch, Model(Checkpointed(), Layer(_product, learned=True)), BYTES)
+    reasons = [site.reason or "" for site in report.missed]
+    assert len(reasons) == 2
+    assert "make it bool" in reasons[0]
+    assert reasons[1] == CUT_BY_DDP
+
+
+def test_the_layer_as_a_module_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "mglu_ops.nn.MGLU" in CUT_BY_DDP
+    model = Model(*(MGLU(SIZE, SIZE, n_masks=2) for _ in range(3)))
+    report = _report(monkeypatch, model, BYTES, through_inductor=True)
+    assert (report.fused, report.missed, report.graphs) == ([], [], 3)
+
+
+def test_layers_between_the_cuts_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head fills the first bucket, and the layers lie in the second."""
+    head = nn.Linear(SIZE, 2 * SIZE, bias=False)
+    model = Model(*(Layer(_product, learned=True) for _ in range(2)), head=head)
+    report = _report(monkeypatch, model, 100 * BYTES, first_bucket_bytes=2 * BYTES)
+    assert (len(report.fused), len(report.missed), report.graphs) == (2, 0, 2)
+
+
+class Pruned(nn.Module):
+    """A weight with one mask, as `torch.nn.utils.prune` leaves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = prune.random_unstructured(nn.Linear(SIZE, SIZE), "weight", amount=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.linear(x))
+
+
+class Tied(nn.Module):
+    """A weight that is read twice, scaled, and multiplied by an activation of its shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, SIZE) / SIZE**0.5)
+        self.linear = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x * self.weight) @ self.weight.t() @ self.weight
+
+
+@pytest.mark.parametrize("make", [Pruned, Tied, lambda: nn.Linear(SIZE, SIZE)])
+def test_other_models_are_cut_without_a_word(monkeypatch: pytest.MonkeyPatch, make: Callable[[], nn.Module]) -> None:
+    report = _report(monkeypatch, Model(make(), make(), make()), BYTES)
+    assert report.graphs > 1
+    assert (report.fused, report.missed) == ([], [])
+
+
+def test_without_ddp_nothing_is_a_piece() -> None:
+    seen = []
+
+    def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
+        nodes = list(gm.graph.nodes)
+        seen.append(any(map(distributed.is_made_in_another_piece, nodes)))
+        assert distributed.report_cut_layers(gm.graph, ()) == []
+        assert not distributed.lacks_its_mask(gm.graph, nodes)
+        return gm.forward
+
+    torch.compile(Layer(_product, learned=True), backend=backend)(torch.randn(6, SIZE))
+    assert seen == [False]
+
+
+def test_nothing_is_kept_of_a_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known of the pieces goes with the context of their compilation, and holds no graph."""
+
+    class Context:
+        pass
+
+    def capture(gm: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(gm.graph)
+        return gm.forward
+
+    graphs: list[torch.fx.Graph] = []
+    torch.compile(Layer(_product, learned=True), backend=capture)(torch.randn(6, SIZE))
+    gc.collect()
+    contexts = [Context()]
+    with monkeypatch.context() as patch:
+        patch.setattr(distributed, "_context", lambda: contexts[0])
+        (site,) = distributed.report_cut_layers(graphs[0], ())
+        assert distributed.report_cut_layers(graphs[0], ()) == [], "a graph that comes again"
+    assert site.reason == CUT_BY_DDP
+    (pieces,) = [pieces for key, pieces in distributed._pieces.items() if key is contexts[0]]
+    kept = weakref.ref(graphs[0])
+    graphs.clear()
+    torch._dynamo.reset()
+    gc.collect()
+    assert kept() is None
+    assert len(pieces.weights) == 1
+    context = weakref.ref(contexts.pop())
+    gc.collect()
+    assert context() is None
