@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from .mutation import Effects
 from .symbols import example, submodule, tensor_example
 
 _set_grad_enabled = torch.ops.higher_order.wrap_with_set_grad_enabled
@@ -26,14 +27,15 @@ def inline_no_grad(module: GraphModule, *, trains: bool) -> None:
         module: changed in place: its graph, and which bodies it registers. The bodies stay as they are.
         trains: whether gradients are wanted of what the graph computes. If so, a body under `no_grad` works on its
             operands detached, which records as little as before, and a body that turns gradients on stays where it
-            is, as the graph does not tell whether they are on around it. If not, bodies of both kinds are inlined.
+            is, as the graph does not tell whether they are on around it. If not, bodies of both kinds are inlined,
+            and only one that writes in place is given its operands detached: it may write to a parameter.
     """
     left: set[Node] = set()
     silent: set[Node] = set()  # nodes that were under `no_grad`
     while calls := [call for call in _calls(module.graph) if call not in left]:
         call = calls[0]  # bodies called in its body are met later, in the graph of `module`
         if _can_inline(call, trains):
-            _inline(module, call, silent if trains else None)
+            _inline(module, call, silent if trains or _writes(call) else None)
         else:
             left.add(call)
     module.recompile()
@@ -57,6 +59,11 @@ def _can_inline(call: Node, trains: bool) -> bool:
     if trains and (turns_on is not False or _turns_gradients_on(body)):
         return False
     return not trains or all(not isinstance(item, Node) or example(item) is not None for item in operands)
+
+
+def _writes(call: Node) -> bool:
+    body = submodule(call.graph, call.args[1])
+    return body is not None and not Effects(body.graph).writes_nothing
 
 
 def _takes_a_node(user: Node, results: Any) -> bool:
