@@ -34,7 +34,7 @@ def inline_no_grad(module: GraphModule, *, trains: bool) -> None:
     silent: set[Node] = set()  # nodes that were under `no_grad`
     while calls := [call for call in _calls(module.graph) if call not in left]:
         call = calls[0]  # bodies called in its body are met later, in the graph of `module`
-        if _can_inline(call, trains):
+        if _can_inline(call, silent if trains else None):
             _inline(module, call, silent if trains or _writes(call) else None)
         else:
             left.add(call)
@@ -46,7 +46,8 @@ def _calls(graph: Graph) -> list[Node]:
     return found
 
 
-def _can_inline(call: Node, trains: bool) -> bool:
+def _can_inline(call: Node, silent: set[Node] | None) -> bool:
+    """Whether a body can be read, and with `silent`, whether it records no gradient and it is known what to detach."""
     turns_on, body_node, *operands = call.args
     body = submodule(call.graph, body_node)
     if body is None or call.kwargs or any(node.op == "call_module" for node in body.graph.nodes):
@@ -56,9 +57,11 @@ def _can_inline(call: Node, trains: bool) -> bool:
     results: Any = body.graph.output_node().args[0]
     if not isinstance(results, (tuple, list)) or not all(_takes_a_node(user, results) for user in call.users):
         return False
-    if trains and (turns_on is not False or _turns_gradients_on(body)):
+    if silent is None:
+        return True
+    if turns_on is not False or _turns_gradients_on(body):
         return False
-    return not trains or all(not isinstance(item, Node) or example(item) is not None for item in operands)
+    return all(not isinstance(item, Node) or item in silent or example(item) is not None for item in operands)
 
 
 def _writes(call: Node) -> bool:

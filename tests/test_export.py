@@ -617,6 +617,18 @@ def test_package_does_what_the_model_does(packages: Path, package: str) -> None:
 
 
 @CHECKS
+@pytest.mark.parametrize("backend", ["cpu", "composite"])
+def test_a_package_sees_what_its_model_writes(tmp_path: Path, backend: str) -> None:
+    module, x = Writing(WRITES["select"], "after"), torch.randn(5, 20)
+    mglu_ops.export(copy.deepcopy(module), (x,), tmp_path / "model.pt2", backend=backend)
+    loaded = mglu_ops.load(tmp_path / "model.pt2")
+    results = [module(x).detach() for _ in range(3)]
+    for result in results:
+        torch.testing.assert_close(loaded(x), result, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(results[0], results[1])
+
+
+@CHECKS
 def test_package_holds_packed_masks_and_no_logits(packages: Path) -> None:
     path = packages / "operator.pt2"
     loaded = mglu_ops.load(path)
