@@ -59,27 +59,28 @@ def fuse_exported(
         ValueError: under `assume_binary`, masks that follow from constants hold values other than 0 and 1.
     """
     report = FusionReport() if report is None else report
-    folder = _Folder(program)
-    graph = folder.graph
-    for node in graph.nodes:
-        _drop_gradient(node)
-    constant = set(folder.constant_nodes())
-    for node in graph.find_nodes(op="call_function", target=_aten._assert_tensor_metadata.default):
-        if constant.issuperset(node.all_input_nodes):  # it held when the program was traced
-            graph.erase_node(node)
-    _stop_training(graph)
-    given, n_before = set(layers_of(graph)), len(report.fused)
-    fuse_graph(graph, report, strict=strict, assume_binary=assume_binary, constants=_Values(folder))
-    layers = layers_of(graph)
-    if strict and not layers:
-        raise FusionError("strict fusion: nothing was fused, the program has no MGLU layer")
-    fused = [position for position, layer in enumerate(layers) if layer not in given]
-    _lower_to_aten(graph)
-    is_packed = _fold_operands(folder)
-    for number, position in enumerate(fused, n_before):
-        if is_packed[position]:
-            report.fused[number] = replace(report.fused[number], packed=WHEN_EXPORTED)
-    return folder.program()
+    with torch._C._DisableAutocast():  # around the call, it would be applied to the constants
+        folder = _Folder(program)
+        graph = folder.graph
+        for node in graph.nodes:
+            _drop_gradient(node)
+        constant = set(folder.constant_nodes())
+        for node in graph.find_nodes(op="call_function", target=_aten._assert_tensor_metadata.default):
+            if constant.issuperset(node.all_input_nodes):  # it held when the program was traced
+                graph.erase_node(node)
+        _stop_training(graph)
+        given, n_before = set(layers_of(graph)), len(report.fused)
+        fuse_graph(graph, report, strict=strict, assume_binary=assume_binary, constants=_Values(folder))
+        layers = layers_of(graph)
+        if strict and not layers:
+            raise FusionError("strict fusion: nothing was fused, the program has no MGLU layer")
+        fused = [position for position, layer in enumerate(layers) if layer not in given]
+        _lower_to_aten(graph)
+        is_packed = _fold_operands(folder)
+        for number, position in enumerate(fused, n_before):
+            if is_packed[position]:
+                report.fused[number] = replace(report.fused[number], packed=WHEN_EXPORTED)
+        return folder.program()
 
 
 def layers_of(graph: Graph) -> list[Node]:

@@ -447,6 +447,28 @@ def test_a_long_chain_of_constants_is_evaluated() -> None:
     torch.testing.assert_close(fused.module()(x), module(x))
 
 
+class LowRank(nn.Module):
+    """Its logits are a product of two matrices, whose signs a product in bfloat16 would change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(60, 200))
+        self.a, self.b = nn.Parameter(torch.randn(60, 64)), nn.Parameter(torch.randn(64, 200))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = self.a @ self.b > 0
+        return F.silu(F.linear(x, self.weight * mask)) * F.linear(x, self.weight * ~mask)
+
+
+def test_autocast_around_the_pass_does_not_change_constants() -> None:
+    module, x = LowRank(), torch.randn(5, 200)
+    program = export(module, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        fused = fuse_exported(program, strict=True)
+    assert set(fused.state_dict) == {"weight", "packed_masks"}
+    torch.testing.assert_close(fused.module()(x), module(x), rtol=1e-4, atol=1e-3)
+
+
 @st.composite
 def writing_models(draw: st.DrawFn) -> WritingModel:
     names = st.sampled_from(["masks", "second", "logits", "weight"])
