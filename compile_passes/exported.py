@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, TensorArgument
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .fusion import FusionError, fuse_graph
+from .inlining import inline_no_grad
+from .memory import STORAGE, storage_of, storages_of_all
 from .mutation import written
 from .report import WHEN_EXPORTED, FusionReport, module_path
 from .shapes import tensor_example
@@ -58,55 +60,33 @@ def fuse_exported(
         ValueError: under `assume_binary`, masks that follow from constants hold values other than 0 and 1.
     """
     report = FusionReport() if report is None else report
-    folder = _Folder(program)
-    graph = folder.graph
-    for node in graph.nodes:
-        _drop_gradient(node)
-    for node in folder.constant_nodes():
-        if node.target is _aten._assert_tensor_metadata.default:  # it held when the program was traced
-            graph.erase_node(node)
-    _stop_training(graph)
-    given, n_before = set(layers_of(graph)), len(report.fused)
-    fuse_graph(graph, report, strict=strict, assume_binary=assume_binary, constants=_Values(folder))
-    layers = layers_of(graph)
-    if strict and not layers:
-        raise FusionError("strict fusion: nothing was fused, the program has no MGLU layer")
-    fused = [position for position, layer in enumerate(layers) if layer not in given]
-    _lower_to_aten(graph)
-    is_packed = _fold_operands(folder)
-    for number, position in enumerate(fused, n_before):
-        if is_packed[position]:
-            report.fused[number] = replace(report.fused[number], packed=WHEN_EXPORTED)
-    return folder.program()
+    with torch._C._DisableAutocast():  # around the call, it would be applied to the constants
+        folder = _Folder(program)
+        graph = folder.graph
+        for node in graph.nodes:
+            _drop_gradient(node)
+        constant = set(folder.constant_nodes())
+        for node in graph.find_nodes(op="call_function", target=_aten._assert_tensor_metadata.default):
+            if constant.issuperset(node.all_input_nodes):  # it held when the program was traced
+                graph.erase_node(node)
+        _stop_training(graph)
+        given, n_before = set(layers_of(graph)), len(report.fused)
+        fuse_graph(graph, report, strict=strict, assume_binary=assume_binary, constants=_Values(folder))
+        layers = layers_of(graph)
+        if strict and not layers:
+            raise FusionError("strict fusion: nothing was fused, the program has no MGLU layer")
+        fused = [position for position, layer in enumerate(layers) if layer not in given]
+        _lower_to_aten(graph)
+        is_packed = _fold_operands(folder)
+        for number, position in enumerate(fused, n_before):
+            if is_packed[position]:
+                report.fused[number] = replace(report.fused[number], packed=WHEN_EXPORTED)
+        return folder.program()
 
 
 def layers_of(graph: Graph) -> list[Node]:
     """The calls of `mglu::forward` in a graph."""
     return graph.find_nodes(op="call_function", target=_mglu.forward.default)
-
-
-def _inline_no_grad(module: GraphModule) -> None:
-    """Put the bodies of `with torch.no_grad()`, which mean nothing without gradients, where they are called."""
-    graph = module.graph
-    for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.wrap_with_set_grad_enabled):
-        _, body_node, *operands = node.args
-        body = getattr(module, body_node.target)
-        _inline_no_grad(body)
-        if body.graph.find_nodes(op="get_attr"):
-            continue  # it calls bodies of its own, of another kind
-        copies = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
-        with graph.inserting_before(node):
-            for inner in body.graph.nodes:
-                if inner.op.startswith("call"):
-                    copies[inner] = graph.node_copy(inner, copies.__getitem__)
-        (results,) = body.graph.output_node().args
-        for user in list(node.users):  # each takes one of the results
-            user.replace_all_uses_with(copies[results[user.args[1]]])
-            graph.erase_node(user)
-        graph.erase_node(node)
-        if not body_node.users:
-            graph.erase_node(body_node)
-    module.delete_all_unused_submodules()
 
 
 def _drop_gradient(node: Node) -> None:
@@ -127,10 +107,12 @@ class _Folder:
         self.graph: Graph = self._module.graph
         for node, original in zip(self.graph.nodes, program.graph.nodes, strict=True):
             node.name = original.name  # a copied graph renames what is called like a builtin, and specs go by name
-        _inline_no_grad(self._module)
+        inline_no_grad(self._module, trains=False)
         self._state: dict[str, Any] = dict(program.state_dict)
         self._held: dict[Node, Tensor] = {}
-        """What the placeholders of constants hold."""
+        """What the placeholders of parameters, buffers and constants hold when the program is exported."""
+        self._written_at_end: set[Hashable] = set()
+        """The storages that a call changes when it ends: a functional graph returns what is to be written to them."""
         self._made: dict[Hashable, Node] = {}
         """Buffers made here, by their contents: layers that share masks share the packed ones."""
         placeholders = self.graph.find_nodes(op="placeholder")
@@ -138,16 +120,26 @@ class _Folder:
         signature = program.graph_signature
         mutated = {*signature.buffers_to_mutate.values(), *getattr(signature, "parameters_to_mutate", {}).values()}
         for node, spec in self._specs.items():
-            if spec.kind in _CONSTANT_KINDS and spec.target not in mutated:
+            if spec.kind in _CONSTANT_KINDS:
                 tensors = self._state if spec.target in self._state else program.constants
                 self._held[node] = tensors[spec.target].detach()
+                node.meta[STORAGE] = storage_of(self._held[node])
+                if spec.target in mutated:
+                    self._written_at_end.add(node.meta[STORAGE])
 
     def constant_nodes(self) -> list[Node]:
-        """The nodes whose values follow from parameters, buffers and constants alone, in the graph's order."""
-        overwritten = {target for node in self.graph.nodes for target in written(node)}
+        """The nodes whose values follow from parameters, buffers and constants alone, in the graph's order.
+
+        Nothing writes to them: not to their memory, through whichever tensor, before or after them. A write after them
+        is seen by the next call.
+        """
+        memory = storages_of_all(self.graph)
+        overwritten = self._written_at_end.union(
+            *(memory[target] for node in self.graph.nodes for target in written(node))
+        )
         found: dict[Node, None] = {}
         for node in self.graph.nodes:
-            if node not in overwritten and (node in self._held or _is_pure(node, found)):
+            if (node in self._held or _is_pure(node, found)) and memory[node].isdisjoint(overwritten):
                 found[node] = None
         return list(found)
 
@@ -164,18 +156,22 @@ class _Folder:
     def evaluate(self, node: Node) -> Any:
         """The value of a constant node; what it takes on the way is dropped again."""
         done: dict[Node, Any] = {}
-
-        def value(node: Node) -> Any:
-            if node in self._held:
-                return self._held[node]
-            if node not in done:
-                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value)
-                assert callable(node.target), "constant nodes are placeholders and calls of functions"
-                done[node] = node.target(*args, **kwargs)
-            return done[node]
-
+        pending = [node]
         with torch.no_grad():
-            return value(node)
+            while pending:
+                current = pending[-1]
+                missing = [item for item in current.all_input_nodes if item not in done]
+                if current in self._held:
+                    done[current] = self._held[current]
+                elif missing:
+                    pending.extend(missing)
+                    continue
+                elif current not in done:
+                    args, kwargs = torch.fx.map_arg((current.args, current.kwargs), done.__getitem__)
+                    assert callable(current.target), "constant nodes are placeholders and calls of functions"
+                    done[current] = current.target(*args, **kwargs)
+                pending.pop()
+        return done[node]
 
     def replace_by_buffer(self, node: Node, name: str) -> None:
         """Evaluate a constant node and let a buffer `name` (or `name_1`, ...) take its place."""
@@ -188,7 +184,7 @@ class _Folder:
             target = name if name not in taken else next(other for other in numbered if other not in taken)
             with self.graph.inserting_before(next(iter(self.graph.nodes))):
                 placeholder = self.graph.placeholder("b_" + target.replace(".", "_"))
-            placeholder.meta = {"val": node.meta["val"]}
+            placeholder.meta = {"val": node.meta["val"], STORAGE: storage_of(value)}
             argument = TensorArgument(name=placeholder.name)
             self._specs[placeholder] = InputSpec(InputKind.BUFFER, argument, target, persistent=True)
             self._state[target] = self._held[placeholder] = value
@@ -203,6 +199,8 @@ class _Folder:
                 self.graph.erase_node(node)
         self.graph.lint()
         self._module.recompile()
+        for node in self._held:
+            node.meta.pop(STORAGE, None)
         specs = [self._specs[node] for node in self.graph.find_nodes(op="placeholder")]
         results: Any = self.graph.output_node().args[0]
         outputs = [
@@ -224,13 +222,20 @@ class _Folder:
         )
 
 
+_PURE_NAMESPACES = ("aten", "prims", "mglu")
+"""Of operators that do what their schemas and tags say. Others may count their calls, or read a file."""
+
+
 def _is_pure(node: Node, constant: dict[Node, None]) -> bool:
     """Whether a node is a function of constants that gives the same at every call, and does nothing else."""
-    inputs = node.all_input_nodes
+    target, inputs = node.target, node.all_input_nodes
     if node.op != "call_function" or written(node) or not inputs or not all(item in constant for item in inputs):
         return False
-    tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
-    return torch.Tag.nondeterministic_seeded not in tags
+    if not isinstance(target, torch._ops.OpOverload):
+        return getattr(target, "__module__", None) in ("_operator", "math")
+    if target.namespace not in _PURE_NAMESPACES or not target._schema.returns:  # one without results is an assertion
+        return False
+    return torch.Tag.nondeterministic_seeded not in target.tags
 
 
 _KEEP_A_WEIGHT = ("mul", "linear", "matmul", "transpose")

@@ -22,6 +22,8 @@ from mglu_ops.backends import traced
 
 from .distributed import lacks_its_mask, report_cut_layers, split_by_ddp
 from .examples import record_examples
+from .inlining import inline_no_grad
+from .memory import storages
 from .mutation import normalise_writes
 from .near_misses import NearMiss, find_near_misses
 from .report import FusionReport, SiteReport, lines, module_path, source_line
@@ -181,6 +183,7 @@ def fuse(
         ValueError: `example_inputs` is missing or does not fit the module.
     """
     fused = _copy(gm)
+    inline_no_grad(fused, trains=torch.is_grad_enabled())
     record_examples(fused, example_inputs)
     report = FusionReport() if report is None else report
     lifted = _lifted_numbers(gm)
@@ -242,11 +245,19 @@ def _describe_near_miss(miss: NearMiss) -> SiteReport:
 
 
 def _frozen(graph: Graph) -> dict[Node, Tensor]:
-    """What Inductor's freezing makes constants of, so that masks in it may be proved by their values."""
+    """What Inductor's freezing makes constants of, so that masks in it may be proved by their values.
+
+    It does not freeze a tensor of which a part is returned.
+    """
     if graph.owning_module is None or not inductor_config.freezing or torch.is_grad_enabled():
         return {}
     values = {node: getattr(graph.owning_module, str(node.target), None) for node in graph.find_nodes(op="get_attr")}
-    return {node: value.detach() for node, value in values.items() if isinstance(value, Tensor)}
+    returned = {storage for node in graph.output_node().all_input_nodes for storage in storages(node)}
+    return {
+        node: value.detach()
+        for node, value in values.items()
+        if isinstance(value, Tensor) and storages(node).isdisjoint(returned)
+    }
 
 
 @lru_cache(maxsize=1)

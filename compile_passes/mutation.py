@@ -1,4 +1,4 @@
-"""Which nodes write in place, to what, and which tensors live in the same memory."""
+"""Which nodes write in place, and to what."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from .memory import bodies_of, nodes_in, storages, storages_of_all
 from .shapes import example, same_shape, submodule
 from .symbols import as_call, is_inplace_name
 
@@ -45,20 +46,7 @@ _ENTERS = ("_enter_autocast", "_enter_inference_mode")
 _EXITS = ("_exit_autocast", "_exit_inference_mode")
 _FUNCTORCH_MARKS = ("_increment_nesting", "_jvp_", "_enter_dual_level")
 _HARMLESS_MODULES = ("torch", "_operator", "builtins", "math", "operator")
-
-
-def storages(node: Node) -> set[Hashable]:
-    """The identities of the storages that a node's value lives in."""
-    value = example(node)
-    values = value if isinstance(value, (tuple, list)) else [value]
-    return {_storage(item) for item in values if isinstance(item, torch.Tensor)}
-
-
-def _storage(tensor: torch.Tensor) -> Hashable:
-    try:
-        return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses have none
-        return ("no storage", id(tensor))
+_GUARDS_OF_EXPORT = "_guards_fn"  # a module that `ExportedProgram.module()` calls to check the sizes of its inputs
 
 
 class Effects:
@@ -70,13 +58,14 @@ class Effects:
         names = {n: getattr(n.target, "__name__", "") for n in graph.nodes if n.op == "call_function"}
         self.modes = _modes(names, graph)
         self.under_functorch = any(mark in name for name in set(names.values()) for mark in _FUNCTORCH_MARKS)
+        self._storages = storages_of_all(graph) if self.writes else {}
         self._written = self._written_storages()
 
     def _written_storages(self) -> set[Hashable] | None:
         targets = {target for _, targets in self.writes for target in targets}
         if any(example(target) is None and target.op != "get_attr" for target in targets):
             return None  # (the body of a higher-order operator is a get_attr)
-        return {storage for target in targets for storage in storages(target)}
+        return {storage for target in targets for storage in self._storages[target]}
 
     @property
     def writes_nothing(self) -> bool:
@@ -86,7 +75,7 @@ class Effects:
         """Whether the graph writes to what a node makes, or to something unknown."""
         if not self.writes:
             return False
-        return self._written is None or bool(storages(node) & self._written)
+        return self._written is None or bool(storages(node, self._storages) & self._written)
 
 
 def _modes(names: Mapping[Node, str], graph: Graph) -> dict[Node, Hashable]:
@@ -173,13 +162,13 @@ def written(node: Node) -> list[Node]:
     target: Any = node.target
     if node.op in ("placeholder", "get_attr", "output"):
         return []
-    outs = _nodes_in(node.kwargs.get("out"))
+    outs = nodes_in(node.kwargs.get("out"))
     if node.op == "call_method":
         return outs + (_first(node) if is_inplace_name(target) or target in _INPLACE_METHODS else [])
     if node.op == "call_module":
         body = submodule(node.graph, node)
         is_known = as_call(node) is not None or (body is not None and Effects(body.graph).writes_nothing)
-        return [] if is_known else node.all_input_nodes
+        return [] if is_known or target == _GUARDS_OF_EXPORT else node.all_input_nodes
     if isinstance(target, torch._ops.HigherOrderOperator):
         return [] if _bodies_write_nothing(node) else node.all_input_nodes
     if isinstance(target, torch._ops.OpOverload):
@@ -193,7 +182,7 @@ def written(node: Node) -> list[Node]:
     if name in _WRITTEN_ARGUMENTS:
         positions = _WRITTEN_ARGUMENTS[name]
         by_position = max(positions) < len(node.args)
-        return _nodes_in([node.args[i] for i in positions]) if by_position else node.all_input_nodes
+        return nodes_in([node.args[i] for i in positions]) if by_position else node.all_input_nodes
     is_inplace = is_inplace_name(name) and module != "_operator"  # which has `and_`
     if is_inplace or any(target is candidate for candidate in _INPLACE_OPERATORS) or _asks_for_inplace(node):
         return outs + _first(node)
@@ -205,12 +194,6 @@ def _first(node: Node) -> list[Node]:
     if node.args and isinstance(node.args[0], Node):
         return [node.args[0]]
     return node.all_input_nodes
-
-
-def _nodes_in(argument: Any) -> list[Node]:
-    if isinstance(argument, Node):
-        return [argument]
-    return [node for item in argument for node in _nodes_in(item)] if isinstance(argument, (list, tuple)) else []
 
 
 def _asks_for_inplace(node: Node) -> bool:
@@ -233,13 +216,29 @@ def _written_by_schema(node: Node, op: torch._ops.OpOverload) -> list[Node]:
     for position, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-            found += _nodes_in(given)
-    return found
+            found += nodes_in(given)
+    return found + [statistic for statistic in _statistics_written(node, op) if statistic not in found]
+
+
+_STATISTICS = ("running_mean", "running_var")
+_KEEP_STATISTICS = ("backward", "functional", "no_update", "no_training")
+
+
+def _statistics_written(node: Node, op: torch._ops.OpOverload) -> list[Node]:
+    """The running statistics that a batch norm in training updates, which the schemas of most do not declare."""
+    if not any(argument.name in _STATISTICS for argument in op._schema.arguments):
+        return []
+    names = [argument.name for argument in op._schema.arguments]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    trains = [given[name] for name in ("training", "train", "use_input_stats") if name in given]
+    if any(word in op._schema.name for word in _KEEP_STATISTICS) or trains == [False]:
+        return []
+    return [node for name in _STATISTICS for node in nodes_in(given.get(name))]
 
 
 def _bodies_write_nothing(node: Node) -> bool:
     """Whether the bodies of a higher-order operator are all known, and none of them writes in place."""
-    bodies = [submodule(node.graph, argument) for argument in node.all_input_nodes if argument.op == "get_attr"]
+    bodies = bodies_of(node)
     return bool(bodies) and all(body is not None and Effects(body.graph).writes_nothing for body in bodies)
 
 

@@ -211,17 +211,17 @@ def _packed_masks(graph: Graph, recogniser: Recogniser, layer: Layer) -> tuple[N
             assert isinstance(call.args[0], Node)
             return call.args[0], BEFOREHAND
         packed = graph.call_function(_mglu.pack_masks.default, (_transpose(graph, layer, bits),))
-    return packed, WHEN_COMPILED if _is_folded(packed) else AT_EACH_CALL
+    return packed, WHEN_COMPILED if _is_folded(recogniser, packed) else AT_EACH_CALL
 
 
-def _is_folded(node: Node) -> bool:
+def _is_folded(recogniser: Recogniser, node: Node) -> bool:
     """Whether Inductor's freezing computes a node while it compiles: it follows from attributes of the module alone."""
     if not inductor_config.freezing or torch.is_grad_enabled():
         return False
     pending, seen = [node], set()
     while pending:
         current = pending.pop()
-        if current.op == "placeholder":
+        if current.op == "placeholder" or recogniser.effects.is_written(current):
             return False
         if current not in seen:
             seen.add(current)

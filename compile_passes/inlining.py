@@ -1,0 +1,137 @@
+"""Bodies of `with torch.no_grad()`, which `torch.export` makes graphs of their own, put back where they are called.
+
+A program that was traced with grad mode on has `wrap_with_set_grad_enabled(False, body, *operands)` where the model
+turned gradients off. The pass reads one graph at a time, so a mask that such a body makes hides from it: the commonest
+spelling of straight-through masks is a hard mask made under `no_grad`, plus `logits - logits.detach()`.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from .mutation import Effects
+from .shapes import example, submodule, tensor_example
+
+_set_grad_enabled = torch.ops.higher_order.wrap_with_set_grad_enabled
+
+
+def inline_no_grad(module: GraphModule, *, trains: bool) -> None:
+    """Put the bodies of `torch.no_grad()` into the graph that calls them, wherever that changes nothing.
+
+    Args:
+        module: changed in place: its graph, and which bodies it registers. The bodies stay as they are.
+        trains: whether gradients are wanted of what the graph computes. If so, a body under `no_grad` works on its
+            operands detached, which records as little as before, and a body that turns gradients on stays where it
+            is, as the graph does not tell whether they are on around it. If not, bodies of both kinds are inlined,
+            and only one that writes in place is given its operands detached: it may write to a parameter.
+    """
+    left: set[Node] = set()
+    silent: set[Node] = set()  # nodes that were under `no_grad`
+    while calls := [call for call in _calls(module.graph) if call not in left]:
+        call = calls[0]  # bodies called in its body are met later, in the graph of `module`
+        if _can_inline(call, silent if trains else None):
+            _inline(module, call, silent if trains or _writes(call) else None)
+        else:
+            left.add(call)
+    module.recompile()
+
+
+def _calls(graph: Graph) -> list[Node]:
+    found: list[Node] = graph.find_nodes(op="call_function", target=_set_grad_enabled)
+    return found
+
+
+def _can_inline(call: Node, silent: set[Node] | None) -> bool:
+    """Whether a body can be read, and with `silent`, whether it records no gradient and it is known what to detach."""
+    turns_on, body_node, *operands = call.args
+    body = submodule(call.graph, body_node)
+    if body is None or call.kwargs or any(node.op == "call_module" for node in body.graph.nodes):
+        return False
+    if any(submodule(body.graph, named) is None for named in body.graph.find_nodes(op="get_attr")):
+        return False
+    results: Any = body.graph.output_node().args[0]
+    if not isinstance(results, (tuple, list)) or not all(_takes_a_node(user, results) for user in call.users):
+        return False
+    if silent is None:
+        return True
+    if turns_on is not False or _turns_gradients_on(body):
+        return False
+    return all(not isinstance(item, Node) or item in silent or example(item) is not None for item in operands)
+
+
+def _writes(call: Node) -> bool:
+    body = submodule(call.graph, call.args[1])
+    return body is not None and not Effects(body.graph).writes_nothing
+
+
+def _takes_a_node(user: Node, results: Any) -> bool:
+    """Whether a user takes one of the results of a body, and that is a node of the body."""
+    index: Any = user.args[1] if user.target is operator.getitem else None
+    return isinstance(index, int) and isinstance(results[index], Node)
+
+
+def _turns_gradients_on(body: GraphModule) -> bool:
+    """Whether a body, or one within it, does, or sets the mode in a way that is not read here."""
+    graphs = [inner.graph for inner in body.modules() if isinstance(inner, GraphModule)]
+    if any(call.args[0] is not False for graph in graphs for call in _calls(graph)):
+        return True
+    return any(getattr(node.target, "__name__", "") == "_set_grad_enabled" for graph in graphs for node in graph.nodes)
+
+
+def _inline(module: GraphModule, call: Node, silent: set[Node] | None) -> None:
+    """Replace a call by the nodes of its body; with `silent`, on detached operands, and add to it what was made."""
+    graph = module.graph
+    _, body_node, *operands = call.args
+    body = submodule(graph, body_node)
+    assert body is not None, "checked before"
+    assert isinstance(body_node, Node)
+    placeholders = body.graph.find_nodes(op="placeholder")
+    given = dict(zip(placeholders, operands, strict=True))
+    results: Any = body.graph.output_node().args[0]
+    with graph.inserting_before(call):
+        copies: dict[Node, Any] = {
+            placeholder: operand if silent is None else _detached(graph, operand, silent)
+            for placeholder, operand in given.items()
+            if set(placeholder.users) - {body.graph.output_node()}
+        }
+        for inner in body.graph.nodes:
+            if inner.op == "get_attr":
+                copies[inner] = graph.get_attr(_adopt(module, body, str(inner.target)))
+                copies[inner].meta = dict(inner.meta)
+            elif inner.op not in ("placeholder", "output"):
+                copies[inner] = graph.node_copy(inner, copies.__getitem__)
+            if silent is not None and inner in copies and isinstance(copies[inner], Node):
+                silent.add(copies[inner])
+    for user in list(call.users):
+        index: Any = user.args[1]
+        result = results[index]
+        user.replace_all_uses_with(given[result] if result in given else copies[result])
+        graph.erase_node(user)
+    graph.erase_node(call)
+    if not body_node.users:
+        graph.erase_node(body_node)
+    if all(named.target != body_node.target for named in graph.find_nodes(op="get_attr")):
+        delattr(module, str(body_node.target))
+
+
+def _detached(graph: Graph, operand: Any, silent: set[Node]) -> Any:
+    """An operand without its gradient."""
+    value = tensor_example(operand) if isinstance(operand, Node) else None
+    if value is None or operand in silent or not (value.is_floating_point() or value.is_complex()):
+        return operand
+    detached = graph.call_function(torch.ops.aten.detach.default, (operand,))
+    detached.meta = {key: item.detach() if isinstance(item, Tensor) else item for key, item in operand.meta.items()}
+    return detached
+
+
+def _adopt(module: GraphModule, body: GraphModule, name: str) -> str:
+    """Register a body that a body calls with the module, by a name that is free in it."""
+    numbered = (f"{name}_{number}" for number in range(len(module._modules) + 1))
+    free = next(other for other in numbered if not hasattr(module, other))
+    module.add_module(free, getattr(body, name))
+    return free

@@ -1,0 +1,227 @@
+"""Bodies of `torch.no_grad()` in exported graphs are inlined: values, gradients and writes stay as they were."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+import mglu_ops
+from compile_passes.exported import fuse_exported, layers_of
+from compile_passes.inlining import inline_no_grad
+from compile_passes.report import FusionReport
+
+_set_grad_enabled = torch.ops.higher_order.wrap_with_set_grad_enabled
+
+
+@torch.no_grad()
+def hard(logits: Tensor) -> Tensor:
+    return (logits > 0).float()
+
+
+def under_no_grad(logits: Tensor) -> Tensor:
+    with torch.no_grad():
+        mask = (logits > 0).float()
+    return mask + logits - logits.detach()
+
+
+def decorated(logits: Tensor) -> Tensor:
+    return hard(logits) + logits - logits.detach()
+
+
+def two_bodies(logits: Tensor) -> Tensor:
+    with torch.no_grad():
+        mask = logits > 0
+        with torch.enable_grad():
+            soft = logits * 1
+        mask = mask.float()
+    return mask + soft - soft.detach()
+
+
+def with_its_operand(logits: Tensor) -> Tensor:
+    """The body returns what it is given, which keeps its gradient."""
+    with torch.no_grad():
+        mask = (logits > 0).float()
+        same = logits
+    return mask + same - same.detach()
+
+
+MASKS = {function.__name__: function for function in (under_no_grad, decorated, two_bodies, with_its_operand)}
+
+
+class StraightThrough(nn.Module):
+    def __init__(self, mask: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 20))
+        self.logits = nn.Parameter(torch.randn(6, 20))
+        self.mask = mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        m = self.mask(self.logits)
+        return F.silu(F.linear(x, self.weight * m)) * F.linear(x, self.weight * (1 - m))
+
+
+def bodies_in(module: GraphModule) -> list[torch.fx.Node]:
+    return module.graph.find_nodes(op="call_function", target=_set_grad_enabled)
+
+
+def value_and_gradients(module: nn.Module, *inputs: Tensor) -> list[Tensor]:
+    result = module(*inputs)
+    wanted = [*module.parameters(), *(item for item in inputs if item.requires_grad)]
+    return [result.detach(), *torch.autograd.grad(result.square().sum(), wanted)]
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_hard_masks_of_training_are_read(kind: str) -> None:
+    """The graph gives what it gave, with its gradients, and its layer is found, with masks that are trained."""
+    torch.manual_seed(0)
+    module, x = StraightThrough(MASKS[kind]), torch.randn(5, 20, requires_grad=True)
+    inlined = torch.export.export(module, (x,)).module()
+    assert bodies_in(inlined)
+    inline_no_grad(inlined, trains=True)
+    inlined.graph.lint()
+    assert not bodies_in(inlined)
+    assert not [name for name, _ in inlined.named_children() if "submod" in name]
+    wanted = value_and_gradients(module, x)
+    for found, expected in zip(value_and_gradients(inlined, x), wanted, strict=True):
+        assert torch.equal(found, expected)
+    report = FusionReport()
+    fused = mglu_ops.fuse(inlined, report=report, strict=True)
+    assert [site.route for site in report.fused] == ["forward_ste"]
+    for found, expected in zip(value_and_gradients(fused, x), wanted, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["make_fx", "dynamo"])
+@pytest.mark.parametrize("kind", MASKS)
+def test_hard_masks_survive_export(kind: str, strict: bool) -> None:
+    module, x = StraightThrough(MASKS[kind]), torch.randn(5, 20)
+    program = torch.export.export(module, (x,), strict=strict)
+    fused = fuse_exported(program, strict=True)
+    assert len(layers_of(fused.graph)) == 1
+    assert set(fused.state_dict) == {"weight", "packed_masks"}
+    torch.testing.assert_close(fused.module()(x), module(x))
+
+
+def hand_made(turns_on: bool, inner_turns_on: bool | None = None) -> GraphModule:
+    """`y = x * w` in a body, in which with `inner_turns_on` another computes `y = y * w`; then `y * w` outside."""
+
+    def body(call: GraphModule | None) -> GraphModule:
+        graph = torch.fx.Graph()
+        x, w = graph.placeholder("x"), graph.placeholder("w")
+        y = graph.call_function(torch.mul, (x, w))
+        root = nn.Module()
+        if call is not None:
+            root.add_module("body", call)
+            inner = graph.get_attr("body")
+            called = graph.call_function(_set_grad_enabled, (inner_turns_on, inner, y, w))
+            y = graph.call_function(torch.ops.aten.alias, (graph.call_function(getitem, (called, 0)),))
+        graph.output((y,))
+        return GraphModule(root, graph)
+
+    from operator import getitem
+
+    root = nn.Module()
+    root.add_module("body", body(None if inner_turns_on is None else body(None)))
+    root.register_parameter("w", nn.Parameter(torch.tensor([2.0, 3.0])))
+    graph = torch.fx.Graph()
+    x, w = graph.placeholder("x"), graph.get_attr("w")
+    called = graph.call_function(_set_grad_enabled, (turns_on, graph.get_attr("body"), x, w))
+    y = graph.call_function(getitem, (called, 0))
+    graph.output(graph.call_function(torch.mul, (y, w)))
+    module = GraphModule(root, graph)
+    for node in module.graph.nodes:
+        if node.op == "placeholder" or node.target == "w":
+            node.meta["val"] = torch.empty(2, device="meta")
+    return module
+
+
+@pytest.mark.parametrize("inner_turns_on", [None, False, True])
+@pytest.mark.parametrize("turns_on", [False, True])
+def test_only_bodies_that_record_nothing_are_inlined_in_training(turns_on: bool, inner_turns_on: bool | None) -> None:
+    module, x = hand_made(turns_on, inner_turns_on), torch.tensor([5.0, 7.0], requires_grad=True)
+    inlined = hand_made(turns_on, inner_turns_on)
+    inline_no_grad(inlined, trains=True)
+    inlined.graph.lint()
+    assert len(bodies_in(inlined)) == (1 if turns_on or inner_turns_on else 0)
+    for mode in (True, False):
+        with torch.set_grad_enabled(mode):
+            result, expected = inlined(x), module(x)
+        assert torch.equal(result, expected)
+        assert result.requires_grad == expected.requires_grad
+        if result.requires_grad:
+            gradients = [
+                torch.autograd.grad(y.sum(), [x, m.w], allow_unused=True)
+                for y, m in ((result, inlined), (expected, module))
+            ]
+            assert [g if g is None else g.tolist() for g in gradients[0]] == [
+                g if g is None else g.tolist() for g in gradients[1]
+            ]
+
+
+@pytest.mark.parametrize("inner_turns_on", [None, False, True])
+@pytest.mark.parametrize("turns_on", [False, True])
+def test_all_bodies_are_inlined_for_inference(turns_on: bool, inner_turns_on: bool | None) -> None:
+    module, x = hand_made(turns_on, inner_turns_on), torch.tensor([5.0, 7.0])
+    inlined = copy.deepcopy(module)
+    inline_no_grad(inlined, trains=False)
+    inlined.graph.lint()
+    assert not bodies_in(inlined)
+    assert not list(inlined.children())
+    with torch.no_grad():
+        assert torch.equal(inlined(x), module(x))
+
+
+class Autocast(nn.Module):
+    """A body of `no_grad` calls one of autocast, which is not inlined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(20, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = x * 2
+            with torch.autocast("cpu", torch.bfloat16):
+                z = self.layer(y)
+            return z.float() + 1
+
+
+def test_bodies_of_another_kind_are_kept() -> None:
+    module, x = Autocast(), torch.randn(5, 20)
+    program = torch.export.export(module, (x,))
+    inlined = program.module()
+    inline_no_grad(inlined, trains=True)
+    assert not bodies_in(inlined)
+    assert inlined.graph.find_nodes(op="call_function", target=torch.ops.higher_order.wrap_with_autocast)
+    assert torch.equal(inlined(x), module(x))
+    assert torch.equal(fuse_exported(program).module()(x), module(x))
+
+
+class Halving(nn.Module):
+    """It writes to its parameter under `no_grad`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 20))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight[0].mul_(0.5)
+        return F.linear(x, self.weight)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_writes_to_parameters_stay_allowed(trains: bool) -> None:
+    module, x = Halving(), torch.randn(5, 20)
+    inlined = torch.export.export(copy.deepcopy(module), (x,)).module()
+    inline_no_grad(inlined, trains=trains)
+    assert not bodies_in(inlined)
+    for _ in range(3):
+        for found, expected in zip(value_and_gradients(inlined, x), value_and_gradients(module, x), strict=True):
+            assert torch.equal(found, expected)
