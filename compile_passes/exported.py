@@ -238,7 +238,7 @@ def _is_pure(node: Node, constant: dict[Node, None]) -> bool:
     return torch.Tag.nondeterministic_seeded not in target.tags
 
 
-_KEEP_A_WEIGHT = ("mul", "linear", "matmul", "transpose")
+_KEEP_A_WEIGHT = ("mul", "linear", "matmul", "t", "mT", "transpose")
 """What is done to a weight. A mask has a user beside these, which makes its complement."""
 
 

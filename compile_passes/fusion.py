@@ -6,7 +6,7 @@ import copy
 import hashlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -99,6 +99,7 @@ def _fuse(
     recogniser = Recogniser(graph, constants)
     layers, missed = [], []
     found: set[Node] = set()
+    reported: set[Hashable] = set()
     for site in find_sites(graph, recogniser):
         spelling = interior(recogniser, site)
         try:
@@ -107,10 +108,12 @@ def _fuse(
             if lacks_its_mask(graph, spelling):
                 continue  # `report_cut_layers` reports it
             missed.append(_describe(site, reason=str(refusal), before=lines(spelling)))
+            reported.update(recogniser.key(projection.weight) for projection in site.projections)
         found.update(spelling)
     missed.extend(report_cut_layers(graph, found))
     if not split_by_ddp():
-        missed.extend(map(_describe_near_miss, find_near_misses(graph, recogniser, found)))
+        misses = find_near_misses(graph, recogniser, found, reported)
+        missed.extend(map(_describe_near_miss, misses))
     before = [lines(layer.interior) for layer in layers]
     notes = _notes(recogniser, layers)
     fused = [

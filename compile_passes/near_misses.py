@@ -6,7 +6,7 @@ report names the first node that reads a masked weight, or something made of it,
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
@@ -19,7 +19,7 @@ from .symbols import as_call, symbol_of
 from .values import Activated, Bundle, Gated, Product, Value, Weighted
 
 _PRODUCTS = frozenset({"linear", "inner", "matmul", "addmm", "einsum"})
-_OTHER_PRODUCTS = ("tensordot", "baddbmm", "bilinear", "multi_dot", "chain_matmul", "mv", "conv")
+_OTHER_PRODUCTS = ("tensordot", "mm", "bilinear", "multi_dot", "chain_matmul", "mv", "conv")
 """Parts of the names of functions that multiply matrices, and that the rules do not read."""
 
 _ELEMENTWISE = frozenset({"mul", "div", "add", "sub", "rsub", "where", "masked_fill", "index_put", "pow"})
@@ -33,14 +33,25 @@ class NearMiss:
     reason: str
 
 
-def find_near_misses(graph: Graph, recogniser: Recogniser, found: set[Node]) -> list[NearMiss]:
-    """A near miss for each weight of which one x is multiplied by two forms, one of them masked, outside `found`."""
+def find_near_misses(
+    graph: Graph, recogniser: Recogniser, found: set[Node], reported: set[Hashable]
+) -> list[NearMiss]:
+    """A near miss for each weight of which one x is multiplied by two forms, one of them masked.
+
+    Args:
+        graph: the graph.
+        recogniser: what is known of it.
+        found: the nodes of its layers, which do not count.
+        reported: the keys of weights of which the report speaks already.
+    """
     misses = []
-    for forms in _forms_of_weights(graph, recogniser, found).values():
+    for weight, forms in _forms_of_weights(graph, recogniser, found).items():
+        if weight in reported:
+            continue
         by_x: dict[Hashable, set[Hashable]] = {}
         reached: set[Node] = set()
         for node, keys in forms.items():
-            for path, x in _products_of(recogniser, node):
+            for path, x in _products_of(recogniser, node, forms.keys()):
                 if path[-1] not in found:
                     by_x.setdefault(x, set()).update(keys)
                     reached.update(path)
@@ -85,7 +96,7 @@ def _known_forms(recogniser: Recogniser, value: Value) -> Iterator[tuple[Hashabl
     if isinstance(value, Bundle):
         for item in value.items:
             yield from _known_forms(recogniser, item)
-    elif isinstance(value, Weighted) and value.factor is not None:
+    elif isinstance(value, Weighted) and value.factor is not None and value.factor.at[0] != value.factor.at[1]:
         yield recogniser.key(value.weight), (value.factor.mask.key, value.factor.at)
 
 
@@ -106,7 +117,7 @@ def _is_like(node: Node, weight: Node) -> bool:
 # --- What is made of them --------------------------------------------------------------------------------------------
 
 
-def _products_of(recogniser: Recogniser, source: Node) -> Iterator[tuple[tuple[Node, ...], Hashable]]:
+def _products_of(recogniser: Recogniser, source: Node, forms: Collection[Node]) -> Iterator[tuple[tuple[Node, ...], Hashable]]:
     """The nodes from a form of a weight, which is left out, to each product that reads it; and the key of the other
     factor, x.
     """
@@ -116,25 +127,25 @@ def _products_of(recogniser: Recogniser, source: Node) -> Iterator[tuple[tuple[N
         path = pending.pop()
         node = path[-1] if path else source
         for user in node.users:
-            if user in seen or user.op == "output" or dims(user) < 2:
+            if user in seen or user in forms or user.op == "output" or dims(user) < 2:
                 continue
             seen.add(user)
             x = _multiplied(recogniser, user, node)
             if x is not None:
                 yield (*path, user), x
-            elif path or isinstance(recogniser.value(user), Weighted) or symbol_of(user) not in _ELEMENTWISE:
-                pending.append((*path, user))  # (what is made of a weight element by element is a form of its own)
+            else:
+                pending.append((*path, user))
 
 
 def _multiplied(recogniser: Recogniser, node: Node, weight: Node) -> Hashable | None:
     """The key of what a node multiplies with a weight; None where it is no product of matrices."""
     name = str(getattr(node.target, "__name__", node.target))
     call = as_call(node)
+    is_broadcast = call is not None and call.symbol == "mul" and dims(node) > dims(weight)  # to be summed
     is_product = (call is not None and call.symbol in _PRODUCTS) or any(part in name for part in _OTHER_PRODUCTS)
+    is_product = is_product or is_broadcast
     others = [item for item in node.all_input_nodes if item is not weight and dims(item) >= 1]
     if not is_product or not others:
-        return None
-    if call is not None and weight_operand(call) is None and call.symbol != "einsum":
         return None
     return recogniser.key(_weight_itself(others[0]))
 

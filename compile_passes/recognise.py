@@ -194,12 +194,14 @@ _NUMBERS = frozenset({"ones", "zeros", "full", "tensor"})
 
 _ARITHMETIC = frozenset(
     {
-        *("add", "sub", "rsub", "scaled_add", "neg", "mul", "div", "rounded_div", "remainder", "pow", "square", "abs"),
-        *("round", "round_to", "xor", "and", "or", "to", "alias", "detach"),
+        *("add", "sub", "rsub", "scaled_add", "neg", "mul", "div", "rounded_div", "pow", "square", "abs", "xor"),
+        *("to", "alias", "detach"),
     }
 )
 _LOGIC = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_xor", "not"})
-"""Operations of one mask, or of one and a number, that make functions of it."""
+"""Operations of one mask, or of one and a number, that make functions of it. (What makes a mask of something else, as
+`round` does of a sigmoid, is not among them: the tensor is then the result.)
+"""
 
 
 def _keys_of_masks(graph: Graph, recogniser: Recogniser) -> Iterator[Hashable]:
@@ -287,7 +289,7 @@ def _keys_of_bare_weights(graph: Graph, recogniser: Recogniser) -> Iterator[Hash
 @dataclass(frozen=True)
 class _Root:
     """The tensor of which a factor is a function; whether that function is one of arithmetic, without comparisons; and
-    whether it takes the tensor from 1.
+    whether it takes the tensor from 1 before it compares it.
     """
 
     node: Node
@@ -307,7 +309,8 @@ def _root(factor: Node) -> _Root:
             nodes = [item for item in factor.all_input_nodes if symbol_of(item) not in _NUMBERS]
         if len(nodes) != 1 or not isinstance(nodes[0], Node):
             break
-        is_complemented |= call.symbol in ("sub", "rsub") and any(type(n) in (int, float) and n == 1 for n in call.args)
+        takes_from_1 = call.symbol in ("sub", "rsub") and any(type(n) in (int, float) and n == 1 for n in call.args)
+        is_complemented = takes_from_1 or (is_complemented and call.symbol not in _LOGIC)
         (factor,) = nodes
         is_arithmetic = is_arithmetic and dtype_of(factor) is not torch.bool
     return _Root(factor, is_arithmetic, is_complemented)

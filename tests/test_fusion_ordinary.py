@@ -25,7 +25,7 @@ from torch._guards import detect_fake_mode
 from torch.fx import GraphModule
 
 import mglu_ops
-from compile_passes.symbols import example
+from compile_passes.shapes import example
 
 PROGRAMS = int(os.environ.get("MGLU_ORDINARY_PROGRAMS", "300"))
 START = int(os.environ.get("MGLU_ORDINARY_START", "0"))
