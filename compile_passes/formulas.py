@@ -9,9 +9,9 @@ that building, comparing and sorting one takes constant time however long the ch
 no activation of ours and has no formula (None).
 
 Equal formulas are equal functions with equal derivatives. The rewriting steps are sums and products of differentiable
-functions, for which autograd's derivatives agree too, at 0 as elsewhere. Functions with a kink are atoms of their own by
-what torch's derivative does at the kink: `relu` has 0 there, `clamp(min=0)` has 1 and `maximum(g, 0)` has 1/2. The last
-two equal relu in value alone (`Scaled.kink`).
+functions, for which autograd's derivatives agree too, at 0 as elsewhere. Functions with a kink are atoms of their own,
+by what torch's derivative does at the kink: `relu` has 0 there, `clamp(min=0)` has 1 and `maximum(g, 0)` has 1/2. The
+last two equal relu in value alone (`Scaled.kink`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from functools import lru_cache
 from types import MappingProxyType
 
 _DIGITS = 12
-"""Significant digits to which coefficients are computed, so that rounding does not keep equal formulas apart."""
+"""Significant digits to which coefficients are compared, so that rounding does not keep equal formulas apart."""
 
 DIGITS = 6
 """Digits to which an activation's coefficients must agree: sqrt(2 / pi) is written with eight and more, a float32 holds
@@ -65,7 +65,9 @@ Monomial = tuple[tuple[Atom, int], ...]
 
 @dataclass(frozen=True, eq=False)
 class Formula:
-    """A sum of terms `(monomial, coefficient)`, sorted; no coefficient is 0. Equal formulas have equal texts."""
+    """A sum of terms `(monomial, coefficient)`, sorted; no coefficient is 0. Equal formulas have equal texts, in which
+    coefficients are rounded.
+    """
 
     terms: tuple[tuple[Monomial, float], ...]
     text: str = field(init=False)
@@ -87,13 +89,13 @@ class Formula:
 
 def _spelled_term(monomial: Monomial, value: float) -> str:
     factors = [atom.text + (f"^{power}" if power > 1 else "") for atom, power in monomial]
-    return " ".join([*([] if value == 1 and factors else [f"{value:.{_DIGITS}g}"]), *factors])
+    coefficient = f"{value:.{_DIGITS}g}"
+    return " ".join([*([] if coefficient == "1" and factors else [coefficient]), *factors])
 
 
 def _formula(terms: dict[Monomial, float]) -> Formula | None:
     """The normal form of a sum; None where it is too large or a coefficient is not finite."""
-    rounded = {monomial: float(f"{value:.{_DIGITS}g}") for monomial, value in terms.items()}
-    present = [(monomial, value) for monomial, value in rounded.items() if value != 0]
+    present = [(monomial, value) for monomial, value in terms.items() if value != 0]
     atoms = sum(atom.size for monomial, _ in present for atom, _ in monomial)
     if len(present) > _MOST_TERMS or atoms > _MOST_ATOMS or not all(math.isfinite(value) for _, value in present):
         return None
@@ -215,12 +217,13 @@ class Scaled:
 
 
 def activation(formula: Formula, digits: int = DIGITS) -> Scaled | None:
-    """The operator's activation that a formula is a multiple of, to so many digits of its coefficients; None if none."""
+    """The operator's activation of which a formula is a multiple, to so many digits of its coefficients, if any."""
     unit, factor = unscaled(formula)
     name, known = _by_digits(digits).get(_rounded(unit, digits), (None, 1.0))
     if name is None:
         return None
-    scale = float(f"{factor / known:.{digits}g}")
+    scale = factor / known
+    scale = 1.0 if abs(scale - 1) < 10.0**-digits else scale
     return Scaled("relu", scale, name) if name in GRADIENT_AT_0 else Scaled(name, scale)
 
 

@@ -73,8 +73,8 @@ def fuse_graph(
     except Exception as error:
         restore()
         message = (
-            f"mglu_ops: the fusion pass failed and left the graph as it was ({_cause(error)}). This is a bug of mglu_ops: "
-            "please report it with the program that was compiled"
+            f"mglu_ops: the fusion pass failed and left the graph as it was ({_cause(error)}). This is a bug of "
+            "mglu_ops: please report it with the program that was compiled"
         )
         if strict:
             raise FusionError(message) from error

@@ -78,11 +78,11 @@ class Effects:
         return self._written is None or bool(storages(node, self._storages) & self._written)
 
 
-def _modes(names: Mapping[Node, str], graph: Graph) -> dict[Node, Hashable]:
+def _modes(names: Mapping[Node, str], graph: Graph) -> dict[Node, tuple[Any, tuple[str, ...]]]:
     """For each node whether gradients are recorded there, and the blocks of autocast and inference mode around it."""
     grad: Any = torch.is_grad_enabled()
-    blocks: tuple[Hashable, ...] = ()
-    modes: dict[Node, Hashable] = {}
+    blocks: tuple[str, ...] = ()
+    modes: dict[Node, tuple[Any, tuple[str, ...]]] = {}
     for node in graph.nodes:
         name = names.get(node, "")
         if name == "_set_grad_enabled":
@@ -116,7 +116,8 @@ def normalise_writes(graph: Graph) -> Callable[[], None]:
                 undo.append(_changed(user, "call_method", "masked_fill_", (current, *user.args[1:]), {}))
                 user.meta = {**user.meta, "example_value": example(node)}
             elif current is not node:
-                args, kwargs = torch.fx.map_arg((user.args, user.kwargs), lambda n: current if n is node else n)
+                replacing = {node: current}
+                args, kwargs = torch.fx.map_arg((user.args, user.kwargs), lambda n, new=replacing: new.get(n, n))
                 undo.append(_changed(user, user.op, user.target, args, kwargs))
             if user.args and user.args[0] is current and _returns_self(user):
                 current = user

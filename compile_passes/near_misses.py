@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from .recognise import Recogniser, weight_operand
+from .recognise import Recogniser
 from .rules.gates import value_users
 from .rules.projections import projection_of
 from .shapes import dims, dtype_of, equal_sizes, repeated, tensor_example
@@ -33,9 +33,7 @@ class NearMiss:
     reason: str
 
 
-def find_near_misses(
-    graph: Graph, recogniser: Recogniser, found: set[Node], reported: set[Hashable]
-) -> list[NearMiss]:
+def find_near_misses(graph: Graph, recogniser: Recogniser, found: set[Node], reported: set[Hashable]) -> list[NearMiss]:
     """A near miss for each weight of which one x is multiplied by two forms, one of them masked.
 
     Args:
@@ -117,11 +115,14 @@ def _is_like(node: Node, weight: Node) -> bool:
 # --- What is made of them --------------------------------------------------------------------------------------------
 
 
-def _products_of(recogniser: Recogniser, source: Node, forms: Collection[Node]) -> Iterator[tuple[tuple[Node, ...], Hashable]]:
+_Path = tuple[Node, ...]
+
+
+def _products_of(recogniser: Recogniser, source: Node, forms: Collection[Node]) -> Iterator[tuple[_Path, Hashable]]:
     """The nodes from a form of a weight, which is left out, to each product that reads it; and the key of the other
     factor, x.
     """
-    pending: list[tuple[Node, ...]] = [()]
+    pending: list[_Path] = [()]
     seen = {source}
     while pending:
         path = pending.pop()
@@ -130,24 +131,21 @@ def _products_of(recogniser: Recogniser, source: Node, forms: Collection[Node]) 
             if user in seen or user in forms or user.op == "output" or dims(user) < 2:
                 continue
             seen.add(user)
-            x = _multiplied(recogniser, user, node)
-            if x is not None:
-                yield (*path, user), x
-            else:
+            factors = _multiplied(recogniser, user, node)
+            yield from (((*path, user), x) for x in factors)
+            if not factors:
                 pending.append((*path, user))
 
 
-def _multiplied(recogniser: Recogniser, node: Node, weight: Node) -> Hashable | None:
-    """The key of what a node multiplies with a weight; None where it is no product of matrices."""
+def _multiplied(recogniser: Recogniser, node: Node, weight: Node) -> list[Hashable]:
+    """The keys of what a node multiplies with a weight (and adds to the product); none where it is no product."""
     name = str(getattr(node.target, "__name__", node.target))
-    call = as_call(node)
-    is_broadcast = call is not None and call.symbol == "mul" and dims(node) > dims(weight)  # to be summed
-    is_product = (call is not None and call.symbol in _PRODUCTS) or any(part in name for part in _OTHER_PRODUCTS)
-    is_product = is_product or is_broadcast
+    symbol = symbol_of(node)
+    is_broadcast = symbol == "mul" and dims(node) > dims(weight)  # to be summed
+    if not is_broadcast and symbol not in _PRODUCTS and not any(part in name for part in _OTHER_PRODUCTS):
+        return []
     others = [item for item in node.all_input_nodes if item is not weight and dims(item) >= 1]
-    if not is_product or not others:
-        return None
-    return recogniser.key(_weight_itself(others[0]))
+    return [recogniser.key(_weight_itself(other)) for other in others]
 
 
 def _miss(recogniser: Recogniser, reached: set[Node], found: set[Node]) -> NearMiss:
@@ -192,6 +190,6 @@ def _reason(recogniser: Recogniser, node: Node) -> str:
     dtype = dtype_of(node)
     kind = f" ({str(dtype).removeprefix('torch.')})" if dtype is not None else ""
     return (
-        f"one x is multiplied by two masked forms of one weight, but `{node.name}`{kind} reads {what} by `{operation}` in "
-        "a way that the pass does not know; write act(F.linear(x, W * M)) * F.linear(x, W * (1 - M))"
+        f"one x is multiplied by two masked forms of one weight, but `{node.name}`{kind} reads {what} by `{operation}` "
+        "in a way that the pass does not know; write act(F.linear(x, W * M)) * F.linear(x, W * (1 - M))"
     )

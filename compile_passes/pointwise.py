@@ -1,9 +1,9 @@
 """Elementwise functions of a mask, evaluated by torch itself at the values that the mask can have.
 
-A function of a tensor that holds 0 and 1 only is known by what it gives for 0 and for 1. So the operation of a node is run
-as it stands, with all its arguments, on two numbers of the right dtype in place of the mask; autograd gives the slopes.
-What torch does is then what the recogniser knows: that 255 follows from `m - 1` of uint8, that 0.5 is 0 in an integer
-tensor, that 0.999 is 1 in bfloat16, that True + True is True.
+A function of a tensor that holds 0 and 1 only is known by what it gives for 0 and for 1. So the operation of a node is
+run as it stands, with all its arguments, on two numbers of the right dtype in place of the mask; autograd gives the
+slopes. What torch does is then what the recogniser knows: that 255 follows from `m - 1` of uint8, that 0.5 is 0 in an
+integer tensor, that 0.999 is 1 in bfloat16, that True + True is True.
 """
 
 from __future__ import annotations
@@ -84,10 +84,8 @@ def _evaluated(
         tensors = [_tensor(operand) for operand in operands]
         filled = [_filled(argument, tensors) for argument in args]
         named = {name: _filled(argument, tensors) for name, argument in kwargs}
-        if op == "call_method":
-            result = getattr(filled[0], target)(*filled[1:], **named)
-        else:
-            result = target(*filled, **named)
+        function = getattr(type(filled[0]), target) if op == "call_method" else target
+        result = function(*filled, **named)
         length = max(len(operand.values) for operand in operands)
         if not isinstance(result, torch.Tensor) or result.dtype != dtype or result.numel() not in (1, length):
             return None

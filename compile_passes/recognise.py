@@ -131,7 +131,7 @@ class Recogniser:
         return otherwise(node)
 
     def _leaf(self, node: Node) -> Value:
-        """A node of which no rule knows more: a mask by its dtype, by its values where they are constant, or by its use."""
+        """A node of which no rule knows more: a mask by its dtype, by its constant values, or by its use."""
         key = self.key(node)
         if dtype_of(node) is torch.bool:
             return Binary(Mask(node, key, "bool"))
@@ -168,7 +168,7 @@ def _is_binary(tensor: torch.Tensor) -> bool:
 
 
 def _same_tensor(node: Node) -> Node | None:
-    """The input that a node gives back as it is: that of a cast to its own dtype, or of a dropout that drops nothing."""
+    """The input that a node gives back as it is: a cast to the dtype that it has, or a dropout that drops nothing."""
     call = as_call(node)
     if call is None or call.symbol not in ("to", "dropout") or not isinstance(call.args[0], Node):
         return None

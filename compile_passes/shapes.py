@@ -1,7 +1,7 @@
 """What the examples that tracing recorded tell of nodes: shapes, slices, repetitions.
 
-No question here adds a guard on a symbolic size: sizes are compared by `statically_known_true`, and one that is needed as
-a number counts as unknown unless it is a number.
+No question here adds a guard on a symbolic size: sizes are compared by `statically_known_true`, and one that is needed
+as a number counts as unknown unless it is a number.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def is_whole(item: Any) -> bool:
 
 
 def range_of(node: Any) -> tuple[Node, int, int, int] | None:
-    """`(tensor, dim, start, stop)` where `node` is `tensor[..., start:stop, ...]`, or an entry of `chunk` or `split`."""
+    """`(tensor, dim, start, stop)` where `node` is `tensor[..., start:stop, ...]`, or an entry of a split."""
     call = as_call(node)
     if call is None or call.symbol not in ("getitem", "narrow", "slice"):
         return None

@@ -333,7 +333,7 @@ def _check_routes(site: Site, scales: list[float]) -> tuple[tuple[Route | float,
     routes = tuple(term.route for term in site.terms if term.route is not None)
     if routes and len(routes) != len(site.terms):
         raise Refusal("some terms of the sum have route weights and some do not")
-    if len(set(scales)) == 1:
+    if max(scales) - min(scales) <= 1e-12 * abs(scales[0]):  # (equal but for rounding)
         return routes, scales[0]
     if routes:
         raise Refusal("the terms of the sum have route weights and are multiplied by numbers that differ")

@@ -1,9 +1,9 @@
-"""One table from the ways torch spells an operation to one symbol and one list of arguments.
+r"""One table from the ways torch spells an operation to one symbol and one list of arguments.
 
 A spelling (a torch function, a method, a Python operator, an ATen overload) stands in the table with its signature, and
 `as_call` binds the arguments of a node to it. The rules of the recogniser see only the result, a `Call`: positional,
-keyword and default forms read alike, and so do the graphs of Dynamo and of `torch.export`. A node whose arguments do not
-all fit the signature is no `Call`, so no rule can overlook an argument such as `rounding_mode="floor"`.
+keyword and default forms read alike, and so do the graphs of Dynamo and of `torch.export`. A node whose arguments do
+not all fit the signature is no `Call`, so no rule can overlook an argument such as `rounding_mode="floor"`.
 
 A signature is written as text, `"input, other, alpha==1"`:
 
@@ -11,7 +11,7 @@ A signature is written as text, `"input, other, alpha==1"`:
 |---|---|
 | `name` | a required argument, which the rules get |
 | `name=value` | an optional argument, which the rules get, with its default |
-| `a\\|b` | an argument with two names |
+| `a\|b` | an argument with two names |
 | `name==value` | the call is understood only if the argument is absent or has this value; the rules do not get it |
 | `-name` | an argument that cannot change what the rules conclude (they read shape and dtype of the result) |
 | `*name` | all further positional arguments, or one sequence: the rules get a tuple |
@@ -202,7 +202,7 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     # The same values in another dtype, place or tensor
     casts = ("to", "type", "float", "half", "bfloat16", "double", "int", "long", "bool", "type_as")
     yield "to", "input, ...", (*casts, *_aten("to", "_to_copy"))
-    yield "detach", "input", _elementwise("detach", torch._C._autograd._get_data_attr)
+    yield "detach", "input", _elementwise("detach", getattr(torch._C._autograd, "_get_data_attr"))  # noqa: B009
     yield "alias", "input, ...", (torch.clone, "contiguous", "clone", *_aten("clone", "alias", "contiguous"))
     yield "alias", "input", _aten("lift_fresh_copy", "lift_fresh")
     # Numbers

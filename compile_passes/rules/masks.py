@@ -174,7 +174,7 @@ def pointwise(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def _operands(inputs: Sequence[Node], values: Sequence[Value]) -> dict[Node, Operand]:
-    """What stands for each input: its values at 0 and 1, or at each of its levels. Empty where one of them is unknown."""
+    """What stands for each input: its values at 0 and 1, or at each of its levels. Empty where one is unknown."""
     operands: dict[Node, Operand] = {}
     varying = [value for value in values if not isinstance(value, Scalar)]
     several_levels = any(isinstance(value, Levels) for value in varying) and len(varying) > 1

@@ -96,7 +96,7 @@ def projection_by(
     upright: bool,
     problem: str | None = None,
 ) -> Projection | None:
-    """The product at `node` of x and `weighted`, which stands at the node `weight`, if that weight is masked anywhere."""
+    """The product at `node` of x and `weighted`, which stands at `weight`, if that weight is masked anywhere."""
     dtype = dtype_of(node)
     if dtype is None or recogniser.key(weighted.weight) not in recogniser.masked_weights:
         return None
@@ -224,10 +224,10 @@ def parse_einsum(call: Call) -> tuple[list[tuple[str, Node]], str] | None:
     equation, operands = call.args
     if not isinstance(equation, str) or not all(isinstance(o, Node) for o in operands):
         return None
-    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    inputs, arrow, output = str(equation).replace(" ", "").partition("->")
     if not arrow:  # the dimensions of `...`, and then the letters that stand once, in the order of the alphabet
-        letters = sorted(set(inputs) - set(".,"))
-        output = "..." * ("..." in inputs) + "".join(letter for letter in letters if inputs.count(letter) == 1)
+        single = [letter for letter in sorted(set(inputs) - set(".,")) if inputs.count(letter) == 1]
+        output = "..." * ("..." in inputs) + "".join(single)
     axes = inputs.split(",")
     if len(axes) != len(operands):
         return None
@@ -316,13 +316,8 @@ def _beside(value: Value, longest: Bundle, argument: Any, node: Node) -> list[Va
     count = len(longest.items)
     if isinstance(value, Bundle):
         same_place = (value.dim, value.size) == (longest.dim, longest.size) and dims(argument) == dims(node)
-        if (
-            not same_place
-            or len(value.items) not in (1, count)
-            or (value.size is not None and len(value.items) != count)
-        ):
-            return None
-        return list(value.items) * (count // len(value.items))
+        lengths = (1, count) if value.size is None else (count,)
+        return [*value.items] * (count // len(value.items)) if same_place and len(value.items) in lengths else None
     leads = longest.size is None and longest.dim == 0 and dims(argument) + 1 == dims(node)
     return [value] * count if leads and isinstance(value, (Projection, Activated)) else None
 
