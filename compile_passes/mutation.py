@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Hashable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -116,8 +116,7 @@ def normalise_writes(graph: Graph) -> Callable[[], None]:
                 undo.append(_changed(user, "call_method", "masked_fill_", (current, *user.args[1:]), {}))
                 user.meta = {**user.meta, "example_value": example(node)}
             elif current is not node:
-                replacing = {node: current}
-                args, kwargs = torch.fx.map_arg((user.args, user.kwargs), lambda n, new=replacing: new.get(n, n))
+                args, kwargs = torch.fx.map_arg((user.args, user.kwargs), partial(_replaced, node, current))
                 undo.append(_changed(user, user.op, user.target, args, kwargs))
             if user.args and user.args[0] is current and _returns_self(user):
                 current = user
@@ -127,6 +126,10 @@ def normalise_writes(graph: Graph) -> Callable[[], None]:
             step()
 
     return restore
+
+
+def _replaced(old: Node, new: Node, node: Node) -> Node:
+    return new if node is old else node
 
 
 def _changed(node: Node, op: str, target: Any, args: Any, kwargs: Any) -> Callable[[], None]:

@@ -128,7 +128,8 @@ def _products_of(recogniser: Recogniser, source: Node, forms: Collection[Node]) 
         path = pending.pop()
         node = path[-1] if path else source
         for user in node.users:
-            if user in seen or user in forms or user.op == "output" or dims(user) < 2:
+            is_another_form = user in forms and symbol_of(user) in _ELEMENTWISE
+            if user in seen or is_another_form or user.op == "output" or dims(user) < 2:
                 continue
             seen.add(user)
             factors = _multiplied(recogniser, user, node)
