@@ -3,30 +3,48 @@
 The graph before autograd is neither functional nor normalised, so that equal expressions need not hold equal values.
 A site is fused only if all of this holds, each refusal having its reason in words:
 
-1. *One x, one weight.* All terms read the same x and the same weight: the same node, or the same expression of
-   tensors that the graph mutates nowhere (`Recogniser.key`).
+1. *One x, one weight.* All terms read the same x and the same weight: the same node, or equal expressions, which are
+   calls of torch's own functions that draw no random numbers, with equal arguments, dtypes and gradients, of tensors
+   that the graph mutates nowhere (`Recogniser.key`). A weight may be any matrix; what it is made of does not matter.
 2. *Complementary binary masks.* Gate factor and value factor, as functions of one binary tensor, are M and 1 - M at
-   both of its values (`values.Binary`). The tensor is binary by dtype, as a comparison, by what it is made of
-   (`round(sigmoid(l))`, the lowest bit of an integer), as the straight-through form of one of these, as the result of
-   an `autograd.Function` whose forward gives one of these and writes to nothing, or by its values where they are
-   constants of the graph; any other real tensor only under `assume_binary`, where `mglu::pack_masks` checks it at run
-   time. Of a stack of masks, gate and value take the same one: a stack keeps the dimension of its masks through all
-   that is done to it, and what moves another dimension is not known.
+   both of its values. Torch itself computes them there, in the dtypes of the graph and with all arguments of each call
+   (`pointwise`). The tensor is binary by dtype, as a comparison, by what it is made of (`round(sigmoid(l))`, the lowest
+   bit of an integer), as the straight-through form of one of these, as the result of an `autograd.Function` whose
+   forward gives one of these and writes to nothing, or by its values where they are constants of the graph; any other
+   real tensor only under `assume_binary`, where `mglu::pack_masks` checks it at run time. Of a stack of masks, gate and
+   value take the same one: each value of a bundle is known by its place, and what moves it elsewhere is not known.
 3. *The same gradient.* Where the mask carries one, both factors have slope +1 and -1 in the same tensor, whose
-   gradient the operator returns; autograd then goes on from that tensor as it did before. (Two straight-through masks
-   of the same logits are the same tensor, for a sum of gradients passes through each as through one. Two calls of an
+   gradient the operator returns; autograd then goes on from that tensor as it did before. Slopes are autograd's own,
+   and 0 where tracing saw no gradient being recorded, as under `no_grad`. (Two straight-through masks of the same
+   logits are the same tensor, for a sum of gradients passes through each as through one. Two calls of an
    `autograd.Function` are not: its backward need not be linear.)
 4. *The same shapes and dtype.* Masks have the weight's shape (no broadcast); the result has the dtype of the
    projections, and nothing in between a narrower one. Operands of another dtype (autocast) are cast as the
    projections cast them.
-5. *The same activation.* What the gate goes through has the normal form of one of the operator's (`formulas`), to six
-   digits of its constants, to eleven in float64.
-6. *No interference.* Between the first node that the layer reads and its result, nothing outside it mutates what it
-   reads or computes, an in-place node inside it overwrites only what was made inside it and is read through that
-   node alone afterwards, and no change of the grad mode or of autocast falls between.
-7. *Nothing computed is asked for elsewhere.* Gates, values and products have no other users (masks may), but for
+5. *The same activation, and the same derivative.* What the gate goes through has the normal form of one of the
+   operator's activations times a number (`formulas`), to six digits of its constants, to eleven in float64. Equal
+   formulas have equal derivatives, also at kinks: a relu that is written `clamp(min=0)`, whose derivative at 0 is 1, is
+   fused only where no gradient is recorded.
+6. *Weights of terms.* A number that all terms share multiplies the result. Other numbers, learned numbers and weights
+   a token become the operator's route weights, which have gradients of their own.
+7. *No interference.* Between the first node that the layer reads and its result, nothing outside it mutates what it
+   reads or computes, by storage, and an in-place node inside it overwrites only what was made inside it and is read
+   through that node alone afterwards. All that the operator computes was computed under one grad mode and autocast.
+8. *Nothing computed is asked for elsewhere.* Gates, values and products have no other users (masks may), but for
    such as look at their shape alone.
-8. *No functorch transform is recorded in the graph.*
+9. *No functorch transform is recorded in the graph.*
+
+All of this rests on how a graph is read:
+
+- *Arguments.* A call is read only if all its arguments fit the signature of its spelling (`symbols`). What a rule does
+  not know, the table does not let through.
+- *Storages.* A constant of an exported program is what no node writes to by its storage, before or after (`memory`).
+- *Guards and exceptions.* No question adds a guard to a symbolic size; one that would raises an error. An error in a
+  rule, or while new nodes are made, leaves the graph as it was (`fusion.fuse_graph`).
+
+Three things are taken as given. Logits are numbers: NaN counts as not positive, in `L > 0` and in `L <= 0`. A number
+that is not finite may differ: the operator leaves out the elements of the weight that a mask leaves out, where eager
+multiplies them by 0 and gets NaN, or the other way round. And a sum may be rounded in another order.
 """
 
 from __future__ import annotations

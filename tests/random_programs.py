@@ -213,13 +213,17 @@ def is_right(case: Case) -> bool:
     return program.joint not in WRONG_JOINTS and program.hand not in DOUBTFUL_HANDS
 
 
+_OFTEN_ONE_FACTOR = ("m and m", "compared mask", "m - 1 of uint8", "0 ** m")
+"""What makes the value's factor, which may be the same function of the mask as the gate's."""
+
+
 def may_be_silent(case: Case) -> bool:
     """Whether the program is not one x times two masked forms of one weight, of which the report need not speak."""
     wrong = case.program.wrong or ""
     if wrong.startswith("mutate") or (wrong and case.needs_trust):
         return True  # x or the weight is another tensor after the mutation, or nothing tells which factor is the mask
-    if wrong == "next mask" and case.n_masks == 1:
-        return True  # it is the same mask
+    if wrong in _OFTEN_ONE_FACTOR or (wrong == "next mask" and case.n_masks == 1):
+        return True  # gate and value may be one product
     return wrong in (*OF_OTHER_OPERANDS, *STACKS_OF_OTHER_OPERANDS)
 
 
