@@ -25,6 +25,7 @@ import operator
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -71,7 +72,7 @@ class Signature:
         items = [item.strip() for item in text.split(",") if item.strip()]
         return Signature(tuple(_parameter(item) for item in items if item != "..."), "..." in items)
 
-    @property
+    @cached_property
     def read(self) -> tuple[str, ...]:
         """The names of the arguments that the rules get."""
         return tuple(p.names[0] for p in self.parameters if p.kind in (_Kind.READ, _Kind.REST))

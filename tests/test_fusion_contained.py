@@ -1,0 +1,144 @@
+"""An error in the pass, or a guard that it would add, leaves the graph as it was: it warns, and strict mode raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import Capture, assert_same, results
+from torch import Tensor
+from torch.fx import Node
+
+from compile_passes import recognise, rewrite
+from compile_passes.fusion import FusionError, fuse_graph
+from compile_passes.report import FusionReport
+
+SAME = 1e-12
+
+
+def layer(x: Tensor, weight: Tensor, masks: Tensor) -> Tensor:
+    return sum(F.silu(F.linear(x, weight * m)) * F.linear(x, weight * ~m) for m in masks)
+
+
+def tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    named = {name: torch.randn(*shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()}
+    return named | {"masks": named["masks"] > 0}
+
+
+SHAPES = {"x": (5, 8), "weight": (6, 8), "masks": (2, 6, 8)}
+
+
+@pytest.fixture
+def broken_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule for `mul` raises at the second product that it meets."""
+    calls: list[Node] = []
+
+    def broken(recogniser: Any, node: Node, call: Any) -> Any:
+        calls.append(node)
+        if len(calls) > 1:
+            raise ZeroDivisionError("a bug")
+
+    rules = {**recognise._WEIGHT_RULES, "mul": [broken]}
+    monkeypatch.setattr(recognise, "_WEIGHT_RULES", rules)
+
+
+def _left_alone(capture: Capture) -> None:
+    (before,), (after,) = capture.before, capture.after
+    assert str(after) == str(before)
+    assert (capture.report.fused, capture.report.missed) == ([], [])
+
+
+@pytest.mark.usefixtures("broken_rule")
+def test_an_error_in_a_rule_leaves_the_graph_as_it_was() -> None:
+    capture = Capture()
+    with pytest.warns(UserWarning, match=r"left the graph as it was \(rule `broken` at node `%mul_1.*a bug.*report it"):
+        found = results(capture.compile(layer), tensors())
+    assert_same(found, results(layer, tensors()), SAME)
+    _left_alone(capture)
+
+
+@pytest.mark.usefixtures("broken_rule")
+def test_strict_mode_raises_it() -> None:
+    with pytest.raises(Exception, match="the fusion pass failed") as raised:
+        Capture(strict=True).compile(layer)(**tensors())
+    assert isinstance(raised.value.__cause__ or raised.value, FusionError) or "FusionError" in str(raised.value)
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_an_error_while_nodes_are_made_leaves_the_graph_as_it_was(
+    written: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two layers the second fails; nodes of the first have been made, and copies written to have been renamed."""
+
+    def two(x: Tensor, weight: Tensor, masks: Tensor) -> Tensor:
+        copy = weight.clone()
+        if written:
+            copy[masks[0]] = 0
+        return layer(x, weight, masks) + layer(x + 1, weight, masks) + F.linear(x, copy)
+
+    made: list[Callable[..., Any]] = []
+    real = rewrite._fused_call
+
+    def broken(*args: Any) -> Any:
+        made.append(real)
+        result = real(*args)
+        if len(made) == 2:
+            raise KeyError("a bug")
+        return result
+
+    monkeypatch.setattr(rewrite, "_fused_call", broken)
+    capture = Capture()
+    with pytest.warns(UserWarning, match="the fusion pass failed and left the graph as it was"):
+        found = results(capture.compile(two), tensors())
+    assert len(made) == 2
+    assert_same(found, results(two, tensors()), SAME)
+    _left_alone(capture)
+
+
+def test_a_guard_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule that compares a symbolic size as a number would specialise what is compiled."""
+
+    def guarding(recogniser: Any, node: Node, call: Any) -> Any:
+        if node.meta["example_value"].shape[0] == 5:
+            return None
+
+    monkeypatch.setattr(recognise, "_WEIGHT_RULES", {**recognise._WEIGHT_RULES, "relu": [guarding]})
+
+    def program(x: Tensor) -> Tensor:
+        return torch.relu(x * 2)
+
+    capture = Capture()
+    compiled = capture.compile(program, dynamic=True)
+    with pytest.warns(UserWarning, match="rule `guarding`"):
+        compiled(torch.randn(5, 8))
+    compiled(torch.randn(7, 8))
+    assert len(capture.before) == 1, "compiled once for all sizes"
+
+
+def test_a_graph_in_which_nothing_fuses_is_not_touched() -> None:
+    """A copy that is written to reads in one way only while the pass looks at it."""
+
+    def program(x: Tensor, weight: Tensor, masks: Tensor) -> Tensor:
+        copy = weight.clone()
+        copy.mul_(2)
+        copy[masks[0]] = 0
+        return F.linear(x, copy) + copy.sum()
+
+    capture = Capture()
+    assert_same(results(capture.compile(program), tensors()), results(program, tensors()), SAME)
+    _left_alone(capture)
+
+
+def test_reports_of_several_graphs_add_up() -> None:
+    report = FusionReport()
+    capture = Capture(fuse=False)
+    capture.compile(layer)(**tensors())
+    for _ in range(2):
+        graph = torch.fx.Graph()
+        graph.output(graph.graph_copy(capture.before[0], {}))
+        fuse_graph(graph, report, strict=True)
+    assert (len(report.fused), report.graphs) == (2, 2)
