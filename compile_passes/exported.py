@@ -293,7 +293,8 @@ def _stop_training(graph: Graph) -> None:
 def _lower_to_aten(graph: Graph) -> None:
     """Spell new nodes in ATen operators with traced values, as the rest of an exported graph is."""
     for node in list(graph.nodes):
-        if "val" in node.meta or node.op not in ("call_function", "call_method"):
+        is_new = "val" not in node.meta or node.target in (torch.add, torch.mul)  # which give a layer's result
+        if not is_new or node.op not in ("call_function", "call_method"):
             continue
         inputs = node.all_input_nodes
         traced = make_fx(_as_function(node, inputs))(*(item.meta["val"] for item in inputs)).graph

@@ -53,8 +53,9 @@ def find_near_misses(graph: Graph, recogniser: Recogniser, found: set[Node], rep
                 if path[-1] not in found:
                     by_x.setdefault(x, set()).update(keys)
                     reached.update(path)
-        if any(len(keys) > 1 for keys in by_x.values()):
-            misses.append(_miss(recogniser, reached, found))
+        miss = _miss(recogniser, reached, found) if any(len(keys) > 1 for keys in by_x.values()) else None
+        if miss is not None:
+            misses.append(miss)
     return misses
 
 
@@ -149,12 +150,17 @@ def _multiplied(recogniser: Recogniser, node: Node, weight: Node) -> list[Hashab
     return [recogniser.key(_weight_itself(other)) for other in others]
 
 
-def _miss(recogniser: Recogniser, reached: set[Node], found: set[Node]) -> NearMiss:
-    """The first node that is made of the products, or before them of the masked weights, and is not known."""
+def _miss(recogniser: Recogniser, reached: set[Node], found: set[Node]) -> NearMiss | None:
+    """The first node that is made of the products, or before them of the masked weights, and is not known.
+
+    None for products that nothing uses in the end.
+    """
     pending, seen, strays = list(reached), set(reached), [node for node in reached if not _is_known(recogniser, node)]
+    is_used = False
     while pending:
         node = pending.pop()
         for user in value_users(node) if _is_known(recogniser, node) else ():
+            is_used |= user.op == "output" or user in found
             if user in seen or user in found or user.op == "output":
                 continue
             seen.add(user)
@@ -162,13 +168,11 @@ def _miss(recogniser: Recogniser, reached: set[Node], found: set[Node]) -> NearM
             if not _is_known(recogniser, user):
                 strays.append(user)
     order = recogniser.effects.order
-    if not strays:
-        last = max(reached, key=order.__getitem__)
-        return NearMiss(
-            last, "one x is multiplied by two masked forms of one weight, but no gate is multiplied by a value"
-        )
-    stray = min(strays, key=order.__getitem__)
-    return NearMiss(stray, _reason(recogniser, stray))
+    if strays:
+        stray = min(strays, key=order.__getitem__)
+        return NearMiss(stray, _reason(recogniser, stray))
+    reason = "one x is multiplied by two masked forms of one weight, but no gate is multiplied by a value"
+    return NearMiss(max(reached, key=order.__getitem__), reason) if is_used else None
 
 
 def _is_known(recogniser: Recogniser, node: Node) -> bool:

@@ -786,3 +786,36 @@ def test_a_program_of_one_token_is_refused(tmp_path: Path) -> None:
         program = torch.export.export(MGLU(8, 8), (torch.randn(1, 8),), dynamic_shapes=({0: Dim.DYNAMIC},))
     with pytest.raises(ValueError, match="example of size 1"):
         mglu_ops.export(program, (), tmp_path / "model.pt2")
+
+
+class Weighted(nn.Module):
+    """Terms with numbers, learned scalars or a bias around them, so that the rewrite adds operations of its own."""
+
+    def __init__(self, total: Callable[[list[Tensor], Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight, self.logits = nn.Parameter(torch.randn(6, 20)), nn.Parameter(torch.randn(3, 6, 20))
+        self.a, self.b = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(6))
+        self.total = total
+
+    def forward(self, x: Tensor) -> Tensor:
+        masks = (self.logits > 0).to(x.dtype)
+        terms = [F.silu(F.linear(x, self.weight * m)) * F.linear(x, self.weight * (1 - m)) for m in masks]
+        return self.total(terms, self.a, self.b)
+
+
+TOTALS: dict[str, Callable[[list[Tensor], Tensor, Tensor], Tensor]] = {
+    "mean": lambda terms, a, b: torch.stack(terms).mean(0),
+    "numbers": lambda terms, a, b: 0.3 * terms[0] + 0.7 * terms[1] - terms[2],
+    "scalars": lambda terms, a, b: sum(a[i] * term for i, term in enumerate(terms)),
+    "bias first": lambda terms, a, b: b + terms[0] + terms[1] + terms[2],
+}
+
+
+@pytest.mark.parametrize("total", TOTALS)
+def test_what_the_rewrite_adds_is_exported(total: str) -> None:
+    """The verifier of an exported program takes ATen operators alone, and so does saving."""
+    module = Weighted(TOTALS[total])
+    fused = fuse_exported(export(module, torch.randn(5, 20)), strict=True)
+    assert operators(fused).count("mglu.forward.default") == 1
+    x = torch.randn(3, 20)
+    torch.testing.assert_close(saved_and_loaded(fused).module()(x), module(x))
