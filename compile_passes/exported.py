@@ -223,7 +223,7 @@ class _Folder:
 
 
 _PURE_NAMESPACES = ("aten", "prims", "mglu")
-"""Of operators that do what their schemas and tags say. Others may count their calls, or read a file."""
+"""Namespaces of operators that do what their schemas and tags say. Others may count their calls, or read a file."""
 
 
 def _is_pure(node: Node, constant: dict[Node, None]) -> bool:
@@ -243,7 +243,7 @@ _KEEP_A_WEIGHT = ("mul", "linear", "matmul", "t", "mT", "transpose")
 
 
 class _Values(Mapping[Node, Tensor]):
-    """Of the constants that may be masks or numbers: each is computed when it is asked for, as all may be too many."""
+    """The values of the constants that may be masks or numbers, each computed when it is asked for, to save memory."""
 
     def __init__(self, folder: _Folder) -> None:
         self._folder = folder

@@ -3,7 +3,7 @@
 What a node is follows from its arguments, so the rules compose: each new spelling is one more of them in one of the
 modules of `rules`, or only an entry in `symbols`. A node that no rule knows is a leaf.
 
-A graph is read three times, each time once from end to end, so that the time is linear in its length:
+A graph is read in three steps, each from end to end, so that the time is linear in its length:
 
 1. *Roles*: which real tensors are used as masks (`W * m` beside `1 - m`, or beside a product with `W` itself).
 2. *Masks and weights*, by the rules for these.

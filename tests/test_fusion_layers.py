@@ -665,3 +665,17 @@ def test_constants_of_six_digits_are_not_those_of_float64() -> None:
         assert_same(results(capture.compile(layer), named), results(layer, named), 10 * BUDGET[dtype])
         assert len(capture.report.fused) == fused
         assert len(capture.report.missed) == 1 - fused
+
+
+def test_a_number_of_masks_that_compiling_does_not_know_is_reported() -> None:
+    """To unroll it would take a guard on the number."""
+
+    def layer(x: Tensor, weight: Tensor, masks: Tensor) -> Tensor:
+        gate, value = (torch.einsum("bh,ndh->nbd", x, weight * m) for m in (masks, ~masks))
+        return (F.silu(gate) * value).sum(0)
+
+    named, capture = tensors(3), Capture()
+    given = {"x": named["x"].detach(), "weight": named["weight"].detach(), "masks": named["logits"] > 0}
+    assert_same(results(capture.compile(layer, dynamic=True), given), results(layer, given), SAME)
+    assert capture.report.fused == []
+    assert ["reads a masked weight by `einsum`" in reason for reason in capture.reasons] == [True]

@@ -64,7 +64,9 @@ def _of_each_mask(node: Node, mask: Binary, masked: Callable[[Binary], Weighted 
     if len(mask.mask.shape) != 3:
         return masked(mask)
     count = mask.mask.stack
-    if count is None or not 1 <= count <= MOST_ITEMS:
+    if count is None:  # a number that compiling does not know: no layer, but a masked weight that a report names
+        return masked(mask)
+    if not 1 <= count <= MOST_ITEMS:
         return None
     return bundle([masked(binary_at(mask, i)) for i in range(count)], 0)
 
