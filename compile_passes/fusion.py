@@ -31,6 +31,7 @@ from .rewrite import rewrite
 from .rules import Recogniser
 from .shapes import dtype_of, example, tensor_example
 from .sites import Layer, Refusal, Site, check, find_sites, interior, spelled
+from .symbols import calls_read_once
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ def fuse_graph(
     report.graphs += 1
     restore = normalise_writes(graph)
     try:
-        with _no_new_guards(graph):
+        with _no_new_guards(graph), calls_read_once():
             fused, missed = _fuse(graph, constants, assume_binary)
     except Exception as error:
         restore()

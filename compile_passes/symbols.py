@@ -23,6 +23,8 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
@@ -309,10 +311,35 @@ class Call:
     args: tuple[Any, ...]
 
 
+_calls_read: ContextVar[dict[Node, tuple[Any, Any, Any, Call | None]] | None] = ContextVar("calls_read", default=None)
+"""Inside `calls_read_once`: for each node its target and arguments when it was read, and what was read."""
+
+
+@contextmanager
+def calls_read_once() -> Iterator[None]:
+    """Inside, `as_call` binds the arguments of a node once, and again when they or the target have changed."""
+    token = _calls_read.set({})
+    try:
+        yield
+    finally:
+        _calls_read.reset(token)
+
+
 def as_call(node: Any) -> Call | None:
     """`node` as a `Call`; None where the table does not have its target, or the arguments do not fit."""
     if not isinstance(node, Node):
         return None
+    calls = _calls_read.get()
+    if calls is None:
+        return _read(node)
+    known = calls.get(node)
+    # FX replaces the tuples of a node's arguments and never changes them, so identity tells whether they are the same.
+    if known is None or not (known[0] is node.target and known[1] is node.args and known[2] is node.kwargs):
+        known = calls[node] = (node.target, node.args, node.kwargs, _read(node))
+    return known[3]
+
+
+def _read(node: Node) -> Call | None:
     if node.op == "call_module":
         return _call_of_module(node)
     if not node.op.startswith("call_") or not isinstance(node.target, Hashable):
