@@ -86,7 +86,7 @@ def _forms_at(recogniser: Recogniser, node: Node) -> Iterator[tuple[Hashable, Ha
     call = as_call(node)
     name = str(getattr(node.target, "__name__", node.target)).strip("_")
     if (call.symbol if call is not None else name) in _ELEMENTWISE:
-        for item in map(_weight_itself, node.all_input_nodes):
+        for item in (_weight_itself(recogniser, item) for item in node.all_input_nodes):
             if recogniser.key(item) in recogniser.masked_weights and _is_like(node, item):
                 yield recogniser.key(item), recogniser.key(node)
 
@@ -99,10 +99,12 @@ def _known_forms(recogniser: Recogniser, value: Value) -> Iterator[tuple[Hashabl
         yield recogniser.key(value.weight), (value.factor.mask.key, value.factor.at)
 
 
-def _weight_itself(node: Node) -> Node:
-    """A weight that is repeated for a stack of masks."""
+def _weight_itself(recogniser: Recogniser, node: Node) -> Node:
+    """A weight of which the node is a copy, or which it repeats for a stack of masks."""
     base, _ = repeated(node)
-    return base if isinstance(base, Node) else node
+    node = base if isinstance(base, Node) else node
+    value = recogniser.value(node)
+    return value.weight if isinstance(value, Weighted) and value.factor is None and not value.transposed else node
 
 
 def _is_like(node: Node, weight: Node) -> bool:
@@ -147,7 +149,7 @@ def _multiplied(recogniser: Recogniser, node: Node, weight: Node) -> list[Hashab
     if not is_broadcast and symbol not in _PRODUCTS and not any(part in name for part in _OTHER_PRODUCTS):
         return []
     others = [item for item in node.all_input_nodes if item is not weight and dims(item) >= 1]
-    return [recogniser.key(_weight_itself(other)) for other in others]
+    return [recogniser.key(_weight_itself(recogniser, other)) for other in others]
 
 
 def _miss(recogniser: Recogniser, reached: set[Node], found: set[Node]) -> NearMiss | None:

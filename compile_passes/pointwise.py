@@ -128,7 +128,7 @@ def as_dtype(value: float, dtype: torch.dtype) -> float | None:
     """A number as a tensor of a dtype holds it: 0.5 is 0 among integers, 0.999 is 1 in bfloat16. None if it cannot."""
     try:
         with _disable_current_modes():
-            return float(torch.tensor(value).to(dtype).item()) if _fits(value, dtype) else None
+            return float(torch.tensor(value, dtype=torch.float64).to(dtype).item()) if _fits(value, dtype) else None
     except (RuntimeError, OverflowError):
         return None
 

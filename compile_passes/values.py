@@ -54,6 +54,8 @@ class Mask:
         doubt: where nothing proves the mask binary, what speaks against it.
         inverted: whether `bits` holds the complement.
         logits: a node such that the mask is `logits > 0`, where there is one.
+        rounding: the machine epsilon of the rounding errors with which the program computes the mask, 0 if it makes
+            none: `hard + soft - soft` is almost 1 where `hard` is 1, and exactly 0 where `hard` is 0.
     """
 
     bits: Node
@@ -64,6 +66,7 @@ class Mask:
     doubt: str = ""
     inverted: bool = False
     logits: Node | None = None
+    rounding: float = 0.0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -228,7 +231,7 @@ def merge(a: Mask, b: Mask) -> Mask | None:
         return None
     if a.carrier is not None and b.carrier is not None and a.carrier.key != b.carrier.key:
         return None
-    return a if a.carrier is not None else b
+    return replace(a if a.carrier is not None else b, rounding=max(a.rounding, b.rounding))
 
 
 def same_function(a: Binary | None, b: Binary | None) -> bool:

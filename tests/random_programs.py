@@ -213,7 +213,7 @@ def is_right(case: Case) -> bool:
     return program.joint not in WRONG_JOINTS and program.hand not in DOUBTFUL_HANDS
 
 
-_OFTEN_ONE_FACTOR = ("m and m", "compared mask", "m - 1 of uint8", "0 ** m")
+_OFTEN_ONE_FACTOR = ("m and m", "compared mask", "m - 1 of uint8", "0 ** m", "m < full_like(0.5)")
 """What makes the value's factor, which may be the same function of the mask as the gate's."""
 
 

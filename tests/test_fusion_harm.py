@@ -375,6 +375,38 @@ def test_function_of_a_straight_through_mask(name: str) -> None:
     check(with_factor(name, "straight-through", of_the_value=True), ALL)
 
 
+HARD_FIRST: dict[str, tuple[bool, Callable[[Tensor], Tensor]]] = {
+    # whether it fuses, and the value's factor beside a gate of m = hard + L - L.detach(), which is only almost 1
+    "1 - m": (True, lambda m: 1 - m),
+    "m < 0.5": (True, lambda m: m < 0.5),
+    "not m.bool()": (True, lambda m: ~m.bool()),
+    "m == 0": (True, lambda m: m == 0),
+    "1 - round(m)": (True, lambda m: 1 - m.detach().round()),
+    "m < 1": (False, lambda m: m < 1),
+    "m != 1": (False, lambda m: m != 1),
+    "m >= 1": (False, lambda m: ~(m >= 1)),
+    "not (1 - m)": (False, lambda m: (1 - m) != 0),
+    "m as an integer": (False, lambda m: 1 - m.to(torch.int32)),
+    "m as an integer of bfloat16": (False, lambda m: 1 - m.bfloat16().to(torch.int32)),
+    "(m - 1) of uint8": (False, lambda m: (m.to(torch.uint8) - 1) > 0),
+    "floor(m)": (False, lambda m: 1 - m.detach().floor()),
+}
+
+
+@pytest.mark.parametrize("trained", [(), ("x", "weight"), ALL], ids=["inference", "frozen masks", "training"])
+@pytest.mark.parametrize("name", HARD_FIRST)
+def test_function_of_a_mask_with_rounding_errors(name: str, trained: tuple[str, ...]) -> None:
+    """A function that jumps at 1 sees the rounding errors of `hard + L - L.detach()`, and the operator does not."""
+    fuses, function = HARD_FIRST[name]
+
+    def layer(x: Tensor, weight: Tensor, logits: Tensor, bits: Tensor, other: Tensor) -> Tensor:
+        m = (logits[0] > 0).to(logits.dtype) + logits[0] - logits[0].detach()
+        return gated(x, weight, m, function(m))
+
+    capture = check(layer, trained)
+    assert len(capture.report.fused) == (1 if fuses and not (trained == ALL and name != "1 - m") else 0)
+
+
 class Buffered(torch.nn.Module):
     """A mask of a dtype as a buffer: what it holds may change, so only `assume_binary` makes it binary."""
 

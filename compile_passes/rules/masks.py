@@ -49,8 +49,8 @@ def _linear_terms(recogniser: Recogniser, node: Node) -> list[tuple[float, float
 def straight_through(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`(hard - soft).detach() + soft` in any order: the value of `hard`, the gradient of `soft`.
 
-    (Exact while |soft| is at most 256 in bfloat16, 2048 in float16, 2^24 in float32; past that, and where soft is not
-    finite, the spelling itself is no longer binary.)
+    (Where |soft| is above 256 in bfloat16, 2048 in float16 or 2^24 in float32, and where soft is not finite, what the
+    program computes is no longer binary, and not only because of rounding errors.)
     """
     terms = _linear_terms(recogniser, node)
     if terms is None or len(terms) < 2:
@@ -64,13 +64,16 @@ def straight_through(recogniser: Recogniser, node: Node, call: Call) -> Value:
         return None
     if not same_shape(node, present[0][2]):
         return None
+    dtype = dtype_of(node)
+    rounding = torch.finfo(dtype).eps if dtype is not None and dtype.is_floating_point else 0.0
     if not differentiable or not requires_grad(node):
-        return replace(hard, slope=(0, 0))
+        return replace(hard, slope=(0, 0), mask=replace(hard.mask, rounding=rounding))
     if len(differentiable) > 1 or differentiable[0][1] != 1:
         return None
     soft = differentiable[0][2]
     carrier = Carrier(node, recogniser.key(node), soft if _is_positive(recogniser, hard.mask, soft) else None)
-    mask = replace(hard.mask, proof=hard.mask.proof and "straight-through", carrier=carrier)
+    proof = hard.mask.proof and "straight-through"
+    mask = replace(hard.mask, proof=proof, carrier=carrier, rounding=rounding)
     return Binary(mask, slope=(1, 1))
 
 
@@ -167,6 +170,10 @@ def pointwise(recogniser: Recogniser, node: Node, call: Call) -> Value:
         return None
     functions = [value for value in values if isinstance(value, Binary)]
     if functions:
+        rounding = max(function.mask.rounding for function in functions)
+        moved = [evaluate(node, _moved(operands, error), dtype) for error in _rounding_errors(rounding)]
+        if not all(other is not None and _is_close(other.values, result.values, rounding) for other in moved):
+            return None
         return _function_of_a_mask(node, functions, operands, result.values, result.slopes)
     if any(isinstance(value, Levels) for value in values):
         return of_levels(recogniser, node, result.values)
@@ -217,6 +224,31 @@ def _function_of_a_mask(
         for function, slope in zip(carrying, slopes, strict=True):
             total = [t + s * f for t, s, f in zip(total, slope, function.slope, strict=True)]
     return Binary(mask, at=(values[0], values[-1]), slope=(total[0], total[1]))
+
+
+def _rounding_errors(rounding: float) -> tuple[float, ...]:
+    """By how much a mask may be off where it is 1, if it is computed with this machine epsilon."""
+    return (2 * rounding, -2 * rounding) if rounding else ()
+
+
+def _moved(operands: dict[Node, Operand], error: float) -> dict[Node, Operand]:
+    """The operands where the mask is off by an error in place of 1."""
+    return {
+        item: replace(operand, values=(operand.values[0], _off(operand.values[1], operand.dtype, error)))
+        if len(operand.values) == 2
+        else operand
+        for item, operand in operands.items()
+    }
+
+
+def _off(value: float, dtype: torch.dtype, error: float) -> float:
+    """A number with a rounding error, which no integer has."""
+    return value + error * max(1.0, abs(value)) if dtype.is_floating_point else value
+
+
+def _is_close(moved: Sequence[float], exact: Sequence[float], rounding: float) -> bool:
+    """Whether rounding errors of the mask stay rounding errors: `m == 1` and `m.to(torch.int32)` make them jumps."""
+    return all(abs(a - b) <= 16 * rounding * (1 + abs(b)) for a, b in zip(moved, exact, strict=True))
 
 
 def _of_masks(operands: dict[Node, Operand]) -> list[Operand]:
@@ -280,6 +312,10 @@ def cast(recogniser: Recogniser, node: Node, call: Call) -> Value:
         return of_levels(recogniser, node, values)
     if isinstance(value, Scalar):
         return Scalar(values[0])
+    errors = _rounding_errors(value.mask.rounding)
+    moved = [as_dtype(_off(value.at[1], example.dtype, error), dtype) for error in errors]
+    if not all(other is not None and _is_close([other], values[1:], value.mask.rounding) for other in moved):
+        return None
     slope = value.slope if requires_grad(node) and requires_grad(source) else (0.0, 0.0)
     return replace(value, at=(values[0], values[1]), slope=slope)
 
