@@ -30,7 +30,7 @@ test-torch:
 	$(PYTHON) -m venv $(OTHER)
 	grep -v '^torch==\|^triton==\|^numpy==' constraints.txt > $(OTHER)/constraints.txt
 	$(OTHER)/bin/python -m pip install --quiet --constraint $(OTHER)/constraints.txt torch==$(TORCH) --editable ".[dev]"
-	$(OTHER)/bin/python -m pytest -n 2 --dist worksteal $(wildcard tests/test_fus*.py) tests/test_inlining.py tests/test_export.py
+	$(OTHER)/bin/python -m pytest -n 2 --dist worksteal tests/passes tests/packaging/test_export.py
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

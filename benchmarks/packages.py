@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 import mglu_ops
 from benchmarks.harness import environment, write_table
-from mglu_ops.runtime.library import build_program, source_directory
-from mglu_ops.runtime.tensor_file import write_tensor
+from mglu_ops.packaging.library import build_program, source_directory
+from mglu_ops.packaging.tensor_file import write_tensor
 
 LAYERS, FEATURES, MASKS = 32, 64, 2
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from compile_passes.report import FusionReport
 
-    from .runtime.export import export
-    from .runtime.library import build_runtime, load_library
-    from .runtime.load import load, load_weights
+    from .packaging.export import export
+    from .packaging.library import build_runtime, load_library
+    from .packaging.load import load, load_weights
 
 __version__ = "0.1.0"
 
@@ -46,22 +46,22 @@ __all__ = [
     "set_batch_invariant_mode",
 ]
 
-_RUNTIME = {
+_PACKAGING = {
     "build_runtime": "library",
     "export": "export",
     "load": "load",
     "load_library": "library",
     "load_weights": "load",
 }
-"""What is imported when it is first asked for, and from which module of `runtime`."""
+"""What is imported when it is first asked for, and from which module of `packaging`."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _RUNTIME:
+    if name not in _PACKAGING:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(f"{__name__}.runtime.{_RUNTIME[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.packaging.{_PACKAGING[name]}"), name)
 
 
 def fuse(

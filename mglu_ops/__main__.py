@@ -10,10 +10,10 @@ from compile_passes import explain
 
 from . import bench
 from .demo import command as demo
-from .runtime import command as runtime
+from .packaging import command as packaging
 from .tuning import command as tuning
 
-COMMANDS = (demo, explain, runtime, tuning, bench)
+COMMANDS = (demo, explain, packaging, tuning, bench)
 """Modules with `add_parser(subparsers)`, which sets the default `run`: `(argparse.Namespace) -> exit code`."""
 
 

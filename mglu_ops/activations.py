@@ -1,4 +1,8 @@
-"""The gating functions of MGLU and their derivatives, by name."""
+"""The activation functions of MGLU: their names, their codes in compiled code, and their derivatives.
+
+This table is the only list of them in Python. A test compares it with the enumerations of `csrc`, which hold the
+formulas of the CPU and CUDA kernels, and runs each one through every backend.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,8 @@ _aten = torch.ops.aten
 class Activation:
     """A pointwise function and its vector-Jacobian product."""
 
+    code: int
+    """The number by which compiled code knows it (`csrc/cuda/activation.cuh`, `csrc/cpu/activation.h`)."""
     forward: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
     """`(grad_output, x) -> grad_x`."""
@@ -32,16 +38,17 @@ def _tanh_backward(grad: Tensor, x: Tensor) -> Tensor:
 
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {
-        "silu": Activation(F.silu, lambda grad, x: _aten.silu_backward(grad, x)),
-        "gelu": Activation(F.gelu, lambda grad, x: _aten.gelu_backward(grad, x)),
+        "silu": Activation(0, F.silu, lambda grad, x: _aten.silu_backward(grad, x)),
+        "gelu": Activation(1, F.gelu, lambda grad, x: _aten.gelu_backward(grad, x)),
         "gelu_tanh": Activation(
+            2,
             lambda x: F.gelu(x, approximate="tanh"),
             lambda grad, x: _aten.gelu_backward(grad, x, approximate="tanh"),
         ),
-        "relu": Activation(torch.relu, lambda grad, x: _aten.threshold_backward(grad, x, 0)),
-        "sigmoid": Activation(torch.sigmoid, _sigmoid_backward),
-        "tanh": Activation(torch.tanh, _tanh_backward),
-        "identity": Activation(lambda x: x, lambda grad, x: grad),
+        "relu": Activation(3, torch.relu, lambda grad, x: _aten.threshold_backward(grad, x, 0)),
+        "sigmoid": Activation(4, torch.sigmoid, _sigmoid_backward),
+        "tanh": Activation(5, torch.tanh, _tanh_backward),
+        "identity": Activation(6, lambda x: x, lambda grad, x: grad),
     }
 )
 

@@ -38,7 +38,7 @@ struct MaskWords {
     static constexpr int kWords = (kMasks + 1) / 2;
     u32 word[kWords];
 
-    // Where a register holds weight j of A and of B (turn_x.cu), their flips under mask i: bit j of both bytes at bits 15 and
+    // Where a register holds weight j of A and of B (permute_x.cu), their flips under mask i: bit j of both bytes at bits 15 and
     // 31, which is a left shift, by 15 - j for the even masks and 7 - j for the odd ones; the other bits are noise. So two
     // weights under a mask cost one product and one LOP3.
     __device__ __forceinline__ u32 bits(int i, int j) const {

@@ -1,6 +1,6 @@
 // The one argument of every kernel. The host packs it in this order (mglu_ops/backends/cuda/plan.py).
 //
-// With a turned x, tile_wgmma comes after a launch of turn_x on the same stream with the same argument, but for `out`: memory
+// With a turned x, tile_wgmma comes after a launch of permute_x on the same stream with the same argument, but for `out`: memory
 // for its copy of x (LaunchConfig.turned_bytes, 16-byte aligned), which is tile_wgmma's `x`.
 #pragma once
 #include "ptx.cuh"

@@ -18,7 +18,7 @@ constexpr int kSub = MGLU_SUB;                     // 64-wide chunks of k a stag
 constexpr int kSteps = MGLU_STEPS;                 // wgmmas of 16 columns issued together: 1, 2 or 4
 constexpr int kCluster = MGLU_CLUSTER;             // blocks of neighbouring tokens that bring each other W and its masks
 constexpr bool kSparse = MGLU_SPARSE != 0;         // masks are places of sparse products, instead of flips of signs
-constexpr bool kTurned = MGLU_TURNED != 0;         // p.x is the copy that turn_x.cu made, launched just before
+constexpr bool kTurned = MGLU_PERMUTED != 0;         // p.x is the copy that permute_x.cu made, launched just before
 constexpr bool kBulkMasks = MGLU_BULK_MASKS != 0;  // rows of masks are 16-byte aligned, so that the copy engine takes them
 
 constexpr int kRowGroups = (kBlockRows + 63) / 64;

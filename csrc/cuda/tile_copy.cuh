@@ -49,7 +49,7 @@ __device__ __forceinline__ void produce(const TileParams& tp, u32 ring, u32 land
     const u64 policy = cache_policy(p.tokens <= kTokens && kPasses == 1);
     // Rows of zeros past the last token count too, but a box has no more than the tokens there are: those took longer.
     const u32 bytes_of_x = kTurned ? kXBytes : kSub * min(kTokens, p.tokens) * 128;
-    // A turned x comes when the ring is filled: turn_x has waited for all kernels before itself, so that only x is new.
+    // A turned x comes when the ring is filled: permute_x has waited for all kernels before itself, so that only x is new.
     const int early = kTurned ? min(kStages, stages) : 0;
     if constexpr (kTurned)
         for (int stage = 0; stage < early; ++stage)

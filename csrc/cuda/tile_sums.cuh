@@ -227,7 +227,7 @@ struct Sums {
         }
     };
 
-    // Columns as turn_x.cu has turned them: of all steps of a chunk, those of two octets.
+    // Columns as permute_x.cu has turned them: of all steps of a chunk, those of two octets.
     struct Turned : Fragments {
         using Fragments::weight;
         Vec16 octet[2][2];  // rows g and g + 8, octets 2 q and 2 q + 1

@@ -11,7 +11,7 @@
 //
 // The copy engine, because shared memory is what limits many tokens: B alone takes half its bandwidth, and copies by
 // threads (cp.async) met bank conflicts that cost 10%. It is also why x is turned for many masks: with columns in their order
-// the four threads of a row each read all its masks, for two bits of a byte; in that of turn_x.cu each reads a fourth.
+// the four threads of a row each read all its masks, for two bits of a byte; in that of permute_x.cu each reads a fourth.
 //
 // Blocks of the same rows and neighbouring tokens may be a cluster, whose blocks bring each other W and masks: half of what
 // L2 would have to give, and to draw power for. A stage is filled by all of them once all warps of all are done with it.

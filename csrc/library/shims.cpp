@@ -1,4 +1,4 @@
-// C functions that AOTInductor packages call directly (mglu_ops/runtime/shim.py): no dispatcher, no boxing.
+// C functions that AOTInductor packages call directly (mglu_ops/packaging/shim.py): no dispatcher, no boxing.
 #include <exception>
 #include <iostream>
 

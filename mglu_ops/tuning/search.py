@@ -155,7 +155,7 @@ def _compile(problem: plan.Problem, configs: Iterable[LaunchConfig]) -> dict[Lau
         try:
             compile_cubin(config.kernel, target, plan.defines(problem, config))
             if config.turned:
-                compile_cubin("turn_x", target, plan.turn_defines(config))
+                compile_cubin("permute_x", target, plan.turn_defines(config))
         except CompileError as error:
             refused[config] = error
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_fixtures import run, write_package_program
+from library_fixtures import run, write_package_program
 from torch import Tensor, nn
 
 import mglu_ops
 from mglu_ops.nn import MGLU, NaiveMGLU
-from mglu_ops.runtime.tensor_file import write_tensor
+from mglu_ops.packaging.tensor_file import write_tensor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 

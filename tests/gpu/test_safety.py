@@ -302,9 +302,9 @@ def test_a_failed_launch_says_why_and_leaves_the_context() -> None:
             p.run(too_deep)
         p.check()
     defines = plan.turn_defines(LaunchConfig("tile_wgmma", block_tokens=8))
-    kernel = plan.load_kernel(0, "turn_x", "sm_90a" if HOPPER else "sm_80", defines)
+    kernel = plan.load_kernel(0, "permute_x", "sm_90a" if HOPPER else "sm_80", defines)
     launch = driver.Launch(kernel, (1, 1), 4096, 0, overlap=False, constants=bytes(plan.CONSTANTS.size))
-    with pytest.raises(driver.LaunchError, match="launching mglu_turn_x: CUDA error"):
+    with pytest.raises(driver.LaunchError, match="launching mglu_permute_x: CUDA error"):
         launch(torch.cuda.current_stream().cuda_stream, 0, 0, 0, 0, 0)
     torch.cuda.synchronize()
     p.check()

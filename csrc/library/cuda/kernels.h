@@ -42,7 +42,7 @@ struct Boxes {
     bool swizzle_masks;
 };
 
-// The tuned launch of a layer for some numbers of tokens: made by mglu_ops/runtime/device_code.py from the one place
+// The tuned launch of a layer for some numbers of tokens: made by mglu_ops/packaging/device_code.py from the one place
 // that holds such choices, mglu_ops/backends/cuda/choice.py.
 struct TunedLaunch {
     Variant variant;

@@ -2,7 +2,7 @@
 //
 //   run_package MODEL.pt2 [--weights FILE] [--time CALLS] [--tolerance ERROR] INPUT RESULT [INPUT RESULT ...]
 //
-// FILE is what mglu_ops.export(..., weights=FILE) wrote, for packages without weights of their own. INPUT and RESULT are tensors as mglu_ops.runtime.tensor_file writes them, of a model with one of each. The exit code is
+// FILE is what mglu_ops.export(..., weights=FILE) wrote, for packages without weights of their own. INPUT and RESULT are tensors as mglu_ops.packaging.tensor_file writes them, of a model with one of each. The exit code is
 // 0 if every result agrees to a relative error of ERROR (default 1e-5), 1 if one does not, 2 if something is wrong.
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>

@@ -141,7 +141,7 @@ _BYTES_OF_MEMORY = 4.2e6
 _BYTES_OF_L2 = 7e6
 """That L2 gives all SMs in a microsecond, each as much."""
 _TURNING = 2.2
-"""Microseconds that the launch of `turn_x` takes."""
+"""Microseconds that the launch of `permute_x` takes."""
 _HANDING_ON = 1.0
 """Microseconds at the end of a tile for which the second of two warpgroups of the same rows waits for the first."""
 

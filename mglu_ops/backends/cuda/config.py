@@ -46,8 +46,8 @@ class LaunchConfig:
     sparse: bool = False
     """`tile_wgmma`: mask bits are places of sparse products: no signs are flipped, and x is twice as many bytes."""
     turned: bool = False
-    """`tile_wgmma`: x is copied first by `turn_x`, whatever its strides, with its columns in the order that suits masks
-    best; else it is read as it is, in rows of 16-byte vectors."""
+    """`tile_wgmma`: x is copied first by `permute_x`, whatever its strides, with its columns in an order that suits
+    masks best; else it is read as it is, in rows of 16-byte vectors."""
     cluster: int = 1
     """Neighbouring blocks that bring each other (multicast) x, of `decode_mma`, or W and its masks, of `tile_wgmma`: 1
     or, on compute capability 9.0, 2."""
@@ -128,11 +128,11 @@ class LaunchConfig:
         return round_up(self.sub * (x + self.rows * (128 + 8 * n_masks)), 1024)
 
     def turned_bytes(self, tokens: int, in_features: int) -> int:
-        """Of the copy of x that `turn_x` makes: whole tiles of tokens and whole stages of columns."""
+        """Of the copy of x that `permute_x` makes: whole tiles of tokens and whole stages of columns."""
         return round_up(tokens, self.block_tokens) * round_up(in_features, 64 * self.sub) * 2
 
     def turn_blocks(self, tokens: int, in_features: int) -> int:
-        """Blocks of `turn_x`: each of its 8 warps takes 8 tokens by 64 columns."""
+        """Blocks of `permute_x`: each of its 8 warps takes 8 tokens by 64 columns."""
         return -(-round_up(tokens, self.block_tokens) * round_up(in_features, 64 * self.sub) // (8 * 8 * 64))
 
     def grid(self, tokens: int, out_features: int, multiprocessors: int) -> tuple[int, int]:

@@ -243,7 +243,7 @@ def build(problem: Problem, override: LaunchConfig | None = None) -> Plan:
     if x is not None:
         return Plan(kernel, config, maps=maps, x_maps=TensorMaps(x))
     turn = Launch(
-        load_kernel(device, "turn_x", target(p.arch, config), turn_defines(config)),
+        load_kernel(device, "permute_x", target(p.arch, config), turn_defines(config)),
         (config.turn_blocks(p.tokens, p.in_features), 1),
         256,
         0,
@@ -274,7 +274,7 @@ def target(arch: tuple[int, int], config: LaunchConfig) -> str:
 
 
 def turn_defines(config: LaunchConfig) -> dict[str, int]:
-    """The macros of `turn_x`."""
+    """The macros of `permute_x`."""
     return {"MGLU_TOKEN_COLUMNS": config.block_tokens, "MGLU_SUB": config.sub}
 
 
@@ -300,7 +300,7 @@ def defines(problem: Problem, config: LaunchConfig) -> dict[str, int]:
             "MGLU_STEPS": config.steps,
             "MGLU_BULK_MASKS": int(p.mask_alignment == 16),
             "MGLU_SPARSE": int(config.sparse),
-            "MGLU_TURNED": int(config.turned),
+            "MGLU_PERMUTED": int(config.turned),
             "MGLU_CLUSTER": config.cluster,
         }
     return common | {

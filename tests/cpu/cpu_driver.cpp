@@ -1,5 +1,5 @@
 // The CPU kernels against sums in float64, in a program of their own that a sanitizer can watch. Run by
-// tests/test_cpu_backend.py; prints a line for each instruction set that ran, and for each mistake, and counts those.
+// tests/cpu/test_cpu_backend.py; prints a line for each instruction set that ran, and for each mistake, and counts those.
 //
 // Every tensor is an allocation of exactly its size, so that a read past an end is seen, and all but the last dimension
 // have odd strides, so that the kernels get rows at every alignment.

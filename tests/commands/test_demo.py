@@ -19,7 +19,7 @@ COLUMNS = {"naive", "naive compiled", "fused", "SwiGLU"}
 
 def start(program: list[str], *options: str) -> subprocess.CompletedProcess[str]:
     """`python PROGRAM demo OPTIONS`. One thread: others' tests beside it stall the barriers of several."""
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *program, "demo", *options]

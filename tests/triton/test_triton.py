@@ -18,7 +18,7 @@ from mglu_ops.backends import triton as backend
 from mglu_ops.backends.triton.configs import MatmulConfig, MatvecConfig, choose
 from mglu_ops.masks import pack
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 needs_triton = pytest.mark.skipif(not backend.is_installed(), reason="triton is not installed")
 
 
@@ -45,7 +45,7 @@ def test_unsupported_reason_says_why() -> None:
 
 
 def run_tests(file: str, **variables: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{file}"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/triton/{file}"]
     done = subprocess.run(
         command, cwd=REPOSITORY, env=os.environ | variables, capture_output=True, text=True, check=False
     )

@@ -1,4 +1,4 @@
-"""Run many random programs: `python tests/run_random_programs.py --programs 20000 --seed 0 --processes 16`.
+"""Run many random programs: `python tests/passes/run_random_programs.py --programs 20000 --seed 0 --processes 16`.
 
 Program i is drawn from `random.Random(seed + i)`, whatever the number of processes. Prints how many fused, were refused
 with a reason, stayed silent, and were skipped since eager raises; and each failure with the command that repeats it.
@@ -19,8 +19,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # this working copy, not an installed one
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]  # this working copy, not an installed one
 
 SECONDS_A_PROGRAM = 60
 
@@ -92,7 +92,7 @@ def run(first: int, programs: int, processes: int) -> tuple[Counter[str], dict[i
 
 
 def _failure(seed: int, reason: str) -> str:
-    return f"seed {seed} (python tests/run_random_programs.py --programs 1 --seed {seed}):\n    {reason}"
+    return f"seed {seed} (python tests/passes/run_random_programs.py --programs 1 --seed {seed}):\n    {reason}"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -11,18 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from runtime_fixtures import needs_compiler, python, run, run_package, tensor_files, write_small_package
+from library_fixtures import needs_compiler, python, run, run_package, tensor_files, write_small_package
 
 import mglu_ops
 from mglu_ops import ops
 from mglu_ops.__main__ import main
 from mglu_ops.backends.cuda import plan
 from mglu_ops.backends.cuda.driver import POINTERS
-from mglu_ops.runtime import device_code
-from mglu_ops.runtime.library import BuildError, build_runtime, source_directory
-from mglu_ops.runtime.package import LayerInfo, PackageInfo
+from mglu_ops.packaging import device_code
+from mglu_ops.packaging.library import BuildError, build_runtime, source_directory
+from mglu_ops.packaging.package import LayerInfo, PackageInfo
 
-pytest_plugins = ["runtime_fixtures"]
+pytest_plugins = ["library_fixtures"]
 pytestmark = [needs_compiler, pytest.mark.slow]
 
 # --- What is in the library -----------------------------------------------------------------------------------------
@@ -104,13 +104,13 @@ def test_kernels_of_a_package_cover_every_number_of_tokens(n_masks: int, tmp_pat
     assert tokens == list(range(1, device_code.MOST_TOKENS + 1))
     names = re.findall(r'\{"mglu_(\w+)", mglu_cubin_(\d+)\}', table)
     kernels = {int(number): name for name, number in names}
-    turning = set() if n_masks == 1 else {"turn_x"}  # one mask's tiles take x as it is
+    turning = set() if n_masks == 1 else {"permute_x"}  # one mask's tiles take x as it is
     assert set(kernels.values()) == {"decode_mma", "tile_wgmma", "plain"} | turning
     for first, last, cubin, turn, turned, *box in tuned:
         problem = device_code._problem(layer, (9, 0), last)
         config = plan.choice(problem)
         assert kernels[cubin] == config.kernel == plan.choice(replace(problem, tokens=first)).kernel
-        assert kernels.get(turn) == ("turn_x" if config.turned else None)
+        assert kernels.get(turn) == ("permute_x" if config.turned else None)
         assert turned == 0 if turn < 0 else turned >= last * 2048 * 2
         of_tile = [config.block_tokens, config.rows // config.cluster, 16 if n_masks == 1 else 64]
         assert box == (of_tile if config.kernel == "tile_wgmma" else [0, 0, 0])

@@ -347,6 +347,6 @@ def test_tiles_are_told_where_matrices_are(n_masks: int, turned: bool, monkeypat
         assert (last, maps) == ("tile_wgmma", b"".join(bytes([one]) * MAP_BYTES for one in boxed))
         assert addresses == (7, workspace if turned else x, weight, masks, route, out)
         if turned:
-            assert Recorder.calls[-2] == ("turn_x", (7, x, 0, 0, 0, workspace), None)
+            assert Recorder.calls[-2] == ("permute_x", (7, x, 0, 0, 0, workspace), None)
     assert encoded == [2, 3, *([] if turned else [1, 4]), 5, 6]
     assert len(Recorder.calls) == (8 if turned else 4)

@@ -263,7 +263,11 @@ CHECKS |= {"eager_modules": _eager_modules, "compiled_modules": _compiled_module
 
 
 def _run_rank(rank: int, store: str, check: str, results: multiprocessing.Queue) -> None:
-    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    sys.path[:0] = [
+        str(Path(__file__).parent),
+        str(Path(__file__).parents[1] / "support"),
+        str(Path(__file__).parents[2]),
+    ]
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # a warm cache would need no rule
     torch.set_num_threads(1)

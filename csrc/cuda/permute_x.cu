@@ -14,7 +14,7 @@ constexpr int kSub = MGLU_SUB;  // chunks of k a stage; the last stage is filled
 
 }  // namespace mglu
 
-extern "C" __global__ void __launch_bounds__(256) mglu_turn_x(const __grid_constant__ mglu::Params p) {
+extern "C" __global__ void __launch_bounds__(256) mglu_permute_x(const __grid_constant__ mglu::Params p) {
     using namespace mglu;
     // All kernels before this one are complete when any block of the next one starts, so that it waits for x only.
     wait_for_earlier_kernels();

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+README = (Path(__file__).parents[2] / "README.md").read_text()
 
 
 def snippets(language: str) -> list[str]:
@@ -55,7 +55,7 @@ def test_snippets_run(tmp_path: Path) -> None:
 
 def measured(n_masks: int) -> dict[str, float]:
     """Microseconds of the variants at 14336 x 4096, from the committed results, and of the fastest of a kind."""
-    with (Path(__file__).parent.parent / "benchmarks/results/one_token.csv").open() as file:
+    with (Path(__file__).parents[2] / "benchmarks/results/one_token.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["out_features"] == "14336"]
     times = {row["variant"]: float(row["microseconds"]) for row in rows if int(row["n_masks"]) == n_masks}
     for kind in ("naive compiled", "SwiGLU"):
@@ -95,7 +95,7 @@ def test_times_of_what_goes_on_are_those_of_the_results() -> None:
 
 
 def test_training_steps_are_those_of_the_results() -> None:
-    with (Path(__file__).parent.parent / "benchmarks/results/train.csv").open() as file:
+    with (Path(__file__).parents[2] / "benchmarks/results/train.csv").open() as file:
         rows = {(row["variant"], row["n_masks"]): row for row in csv.DictReader(file) if row["case"] == "training step"}
     for label, variant in (("naive, torch.compile", "naive compiled"), ("fused", "fused")):
         cells = []
@@ -107,7 +107,7 @@ def test_training_steps_are_those_of_the_results() -> None:
 
 
 def results(name: str) -> list[dict[str, str]]:
-    with (Path(__file__).parent.parent / f"benchmarks/results/{name}.csv").open() as file:
+    with (Path(__file__).parents[2] / f"benchmarks/results/{name}.csv").open() as file:
         return list(csv.DictReader(file))
 
 
@@ -171,7 +171,7 @@ def test_the_fastest_route_is_ours() -> None:
 
 
 def test_decoding_is_as_in_the_tables() -> None:
-    tables = (Path(__file__).parent.parent / "benchmarks/results/tables.md").read_text()
+    tables = (Path(__file__).parents[2] / "benchmarks/results/tables.md").read_text()
     rows = README[README.index("| one NVIDIA H200 | MB of weights |") :].split("\n\n")[0]
     lines = rows.splitlines()
     assert len(lines) == 6
@@ -232,7 +232,7 @@ def test_compile_times_are_those_of_the_results() -> None:
 
 
 def test_make_targets_of_the_readme_exist() -> None:
-    makefile = (Path(__file__).parent.parent / "Makefile").read_text()
+    makefile = (Path(__file__).parents[2] / "Makefile").read_text()
     targets = re.findall(r"\bmake ([a-z-]+)", README)
     assert {"demo", "test"} <= set(targets)
     for target in targets:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime_fixtures import inputs, model
+from library_fixtures import inputs, model
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
@@ -22,9 +22,9 @@ from compile_passes.exported import fuse_exported, layers_of
 from compile_passes.fusion import FusionError
 from compile_passes.report import FusionReport
 from mglu_ops.nn import MGLU, NaiveMGLU
-from mglu_ops.runtime.package import read_info
+from mglu_ops.packaging.package import read_info
 
-pytest_plugins = ["runtime_fixtures"]
+pytest_plugins = ["library_fixtures"]
 
 
 def export(module: nn.Module, *example: Tensor, grad: bool = False) -> ExportedProgram:
@@ -733,9 +733,9 @@ def test_two_packages_share_their_weights(tmp_path: Path) -> None:
             tensor.mul_(-3)
     torch.testing.assert_close(one(x), layers(x).detach(), msg="the first has a copy of its own")
     torch.testing.assert_close(two(y), layers(y).detach(), msg="the second has a copy of its own")
-    with pytest.raises(mglu_ops.runtime.package.PackageError, match=r"lack 0\.packed_masks"):
+    with pytest.raises(mglu_ops.packaging.package.PackageError, match=r"lack 0\.packed_masks"):
         mglu_ops.load(tmp_path / "one.pt2", weights={k: v for k, v in weights.items() if k != "0.packed_masks"})
-    with pytest.raises(mglu_ops.runtime.package.PackageError, match="pass weights"):
+    with pytest.raises(mglu_ops.packaging.package.PackageError, match="pass weights"):
         mglu_ops.load(tmp_path / "one.pt2")
     with pytest.raises(ValueError, match=r"holds another 2\.weight"):
         mglu_ops.export(layers, (inputs(3),), tmp_path / "three.pt2", weights=file)

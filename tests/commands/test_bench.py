@@ -179,7 +179,7 @@ def test_all_that_can_run_runs_where_matplotlib_is_missing(
 
 
 def test_make_runs_the_suites() -> None:
-    makefile = (Path(__file__).parent.parent / "Makefile").read_text()
+    makefile = (Path(__file__).parents[2] / "Makefile").read_text()
     assert "$(PYTHON) -m mglu_ops bench" in makefile.split("\ngpu-bench:")[1].split("\n\n")[0]
 
 

@@ -116,7 +116,7 @@ def test_tile_kernel(n_masks: int, tokens: int, tmp_path: Path) -> None:
     problem = _problem((9, 0), dtype, n_masks, tokens)
     _check(problem, config, tmp_path)
     if config.turned:
-        _compile("turn_x", "sm_90a", plan.turn_defines(config), tmp_path)
+        _compile("permute_x", "sm_90a", plan.turn_defines(config), tmp_path)
     elif not config.sparse:  # as it is for an x of other layouts
         config = choose((9, 0), dtype, n_masks, tokens, 8192, 2048, aligned=True, x_in_rows=False)
         assert config.turned
@@ -160,7 +160,7 @@ def test_tiles_cover_all_rows_and_tokens(n_masks: int) -> None:
             assert config.rows <= out_features
             assert config.stages >= 3
             assert config.turned_bytes(tokens, 4096) >= tokens * 4096 * 2
-            assert config.turned_bytes(tokens, 4096) % (8 * 128) == 0  # whole warps of turn_x
+            assert config.turned_bytes(tokens, 4096) % (8 * 128) == 0  # whole warps of permute_x
             assert not (config.turned and config.sparse)
             assert config.threads <= 384
 

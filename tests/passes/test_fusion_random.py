@@ -1,6 +1,6 @@
 """Random programs of the parts that MGLU is spelled with, right and subtly wrong: compiled gives what eager gives.
 
-`random_programs` says what must hold. `python tests/run_random_programs.py` runs as many programs as one likes.
+`random_programs` says what must hold. `python tests/passes/run_random_programs.py` runs as many programs as one likes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_a_wrong_result_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_script_counts_what_it_ran() -> None:
     skipped = next(seed for seed in range(1000) if run_seed(seed)[0] == "skipped")
     command = [sys.executable, str(RUNNER), "--programs", "1", "--seed", str(skipped)]
-    result = subprocess.run(command, cwd=RUNNER.parents[1], capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, cwd=RUNNER.parents[2], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert f"seeds {skipped} to {skipped}" in result.stdout
     assert "1 programs: 0 fused, 0 refused, 0 silent, 1 skipped, 0 failed" in result.stdout

@@ -183,7 +183,7 @@ def _launch(layer: LayerInfo, arch: tuple[int, int], tokens: int, cubins: _Cubin
     geometry = f"{{{grid[0]}, {grid[1]}, {config.threads}, {shared}, {overlap}}}"
     turn, boxes = "{-1, 0, 0}", "{0, 0, 0, false}"
     if config.turned:
-        cubin = cubins.index("turn_x", target, plan.turn_defines(config))
+        cubin = cubins.index("permute_x", target, plan.turn_defines(config))
         size = tokens, layer.in_features
         turn = f"{{{cubin}, {config.turn_blocks(*size)}, {config.turned_bytes(*size)}}}"
     if config.kernel == "tile_wgmma":

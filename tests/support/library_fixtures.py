@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import mglu_ops
 from mglu_ops.__main__ import main
 from mglu_ops.nn import MGLU, NaiveMGLU
-from mglu_ops.runtime.library import build_program, source_directory
-from mglu_ops.runtime.tensor_file import write_tensor
+from mglu_ops.packaging.library import build_program, source_directory
+from mglu_ops.packaging.tensor_file import write_tensor
 
 TOKENS = (1, 7, 64)
 TORCH = Path(torch.__file__).parent
@@ -89,7 +89,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
         mglu_ops.export(layers, example, folder / "composite.pt2", backend="composite")
         mglu_ops.export(layers, example, folder / "bare.pt2", weights=folder / "weights.pt")
         shim = str(folder / "shim.pt2")
-        assert main(["export", "runtime_fixtures:model_and_inputs", shim, "--shim", "--strict"]) == 0
+        assert main(["export", "library_fixtures:model_and_inputs", shim, "--shim", "--strict"]) == 0
         write_small_package(folder / "small.pt2")
         for tokens in TOKENS:
             write_tensor(folder / f"x{tokens}.tensor", inputs(tokens))

@@ -15,15 +15,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from runtime_fixtures import needs_compiler, run_package, write_small_package
+from library_fixtures import needs_compiler, run_package, write_small_package
 from torch import Tensor
 
 import mglu_ops
 from mglu_ops.nn import MGLU
-from mglu_ops.runtime.library import load_library
-from mglu_ops.runtime.package import KEY, PackageError, PackageInfo, read_info
+from mglu_ops.packaging.library import load_library
+from mglu_ops.packaging.package import KEY, PackageError, PackageInfo, read_info
 
-pytest_plugins = ["runtime_fixtures"]
+pytest_plugins = ["library_fixtures"]
 
 INFO = PackageInfo(torch.__version__, mglu_ops.__version__, "cpu", "cpu", "operator", True, [], [])
 
