@@ -29,9 +29,10 @@ from torch import Tensor
 from benchmarks.baselines import compiled, naive, swiglu, swiglu_stacked
 from benchmarks.harness import ERROR_BUDGET, environment, write_table
 from benchmarks.layers import masks_of
-from mglu_ops.backends import composite, cpu
+from mglu_ops.backends import BACKENDS, cpu
 from mglu_ops.backends.cpu.build import find_compiler
 from mglu_ops.backends.cpu.library import Library, load
+from mglu_ops.layer_call import LayerCall
 
 MIN_ROUNDS = 3
 CHECKED_TOKENS = 64
@@ -86,13 +87,16 @@ def bench(
     count = layers_for(weight, bits)
     weights, packed = ([tensor.clone() for _ in range(count)] for tensor in (weight, bits))
     read = read_loop()
+    call = LayerCall.of(x, weight, bits)
+    by_kernels = BACKENDS["cpu"].prepare(call)
 
     variants: dict[str, Callable[[int], Tensor | None]] = {
         "read loop": lambda i: read(weights[i], packed[i]),
-        "mglu cpu": lambda i: cpu.forward(x, weights[i], packed[i], "silu", None),
+        "mglu cpu": lambda i: by_kernels(x, weights[i], packed[i], None),
     }
     if "composite" in baselines:
-        variants["mglu composite"] = lambda i: composite.forward(x, weights[i], packed[i], "silu", None)
+        by_gemms = BACKENDS["composite"].prepare(call)
+        variants["mglu composite"] = lambda i: by_gemms(x, weights[i], packed[i], None)
     if "naive" in baselines:
         floats = torch.stack([masks_of(bits, m) for m in range(n_masks)]).to(dtype)
         masks = [floats.clone() for _ in range(layers_for(weight, floats))]

@@ -36,7 +36,7 @@ products as they were.
 def our_variants(layers: Layers, backends: Collection[str]) -> list[Variant]:
     """The backend that the dispatch chooses, and those of `backends` that can take the problem, by their names."""
     x, weights, packed = layers.x, layers.weights, layers.packed
-    chosen = dispatch.choose(x, weights[0], packed[0]).backend
+    chosen = dispatch.explain(x, weights[0], packed[0]).backend
 
     def run(backend: str | None, i: int) -> Tensor:
         return dispatch.forward(x, weights[i], packed[i], "silu", None, backend=backend)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import nn, ops
 from .batch_invariance import is_batch_invariant_mode_enabled, set_batch_invariant_mode
-from .dispatch import choose as explain
+from .dispatch import explain
 from .masks import check_packed_masks
 from .nn import freeze
 

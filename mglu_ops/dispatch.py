@@ -1,11 +1,12 @@
-"""Which backend and kernel run a call, and the calls that obey: a pure function of the arguments' metadata.
+"""From a call of an operator to the backend that runs it.
 
+A call of `mglu::forward` is described by a `LayerCall`; `choose` decides which backend runs it, a pure function of the
+description; the backend prepares it; and what was prepared is kept for all later calls with the same description.
 Nothing is tuned or timed at run time. `backend=` overrides the choice, for tests and for tuning.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,35 +17,39 @@ import torch
 from torch import Tensor
 
 from . import batch_invariance
-from .backends import composite, cpu, cuda, triton
-from .backends.known import Key, key_of, remember
+from .backends import BACKENDS, Backend, PreparedCall, composite, cpu
+from .backends.cuda import Cuda, LaunchConfig
+from .backends.cuda.choice import LaunchChoice
+from .layer_call import Key, LayerCall, as_rows, metadata_key
 from .masks import pack
 
+CALLS_KEPT = 4096
+"""Prepared calls that are kept. Where there are more kinds of calls, all are forgotten and prepared again."""
 
-def _few_tokens(dtype: torch.dtype, n_masks: int) -> int:
-    """Up to how many tokens kernels that read W again for every 8 or 16 of them win over GEMMs on masked copies of it.
+_prepared: dict[Key, PreparedCall] = {}
+"""The prepared calls by the metadata of their tensors."""
 
-    In 16 bits as measured (benchmarks/results/few_tokens.csv): at 512 tokens the kernel wins by 1.7x to 2x for 4 to 16
-    masks and loses by 1.1x to 1.4x for one, at 128 it wins by 2x and more for any. float32 was not measured.
-    Where wgmma runs (`tile_wgmma`), its kernel wins over both (benchmarks/results/tokens.csv, routes.csv).
-    """
-    if dtype in (torch.float16, torch.bfloat16):
-        return 256 if n_masks == 1 else 512
-    return 64 if dtype is torch.float32 else 0
+
+# --- The choice of a backend -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend of a call, and why it is that one."""
+    """The backend of a call, and why it is that one.
+
+    Attributes:
+        backend: its name.
+        reason: why it is the one.
+        is_fallback: whether a faster backend or kernel would have run the call but for the reason.
+        launch: how the CUDA backend launches the call.
+        launch_origin: where that comes from: a table that measured it, or the cost model.
+    """
 
     backend: str
     reason: str
     is_fallback: bool = False
-    """Whether a faster backend or kernel would have taken the call, but for the reason."""
-    launch: cuda.LaunchConfig | None = None
-    """How the CUDA backend cuts the call."""
+    launch: LaunchConfig | None = None
     launch_origin: str = ""
-    """Where that comes from: a table that measured it, or the model of costs."""
 
     @property
     def kernel(self) -> str | None:
@@ -56,14 +61,16 @@ class Choice:
         return f"{self.backend}{launch}: {self.reason}"
 
 
-_BACKENDS: dict[str, Any] = {"cpu": cpu, "cuda": cuda, "triton": triton}
-"""Those that take `[tokens, in_features]`; `composite` takes all."""
-
 _NOTICEABLE_WEIGHTS = 1 << 18
-"""A smaller layer is done in a millisecond by any backend: not worth a word to those who have no compiler."""
+"""A smaller layer is done in a millisecond by any backend, which is no reason to warn those who have no compiler."""
+
+_REFUSED = (
+    "mglu: set_batch_invariant_mode(True) asks for results that do not depend on the batch, "
+    "which only the CUDA backend's kernels give, and they cannot run this: {}"
+)
 
 
-def choose(
+def explain(
     x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", route_weights: Tensor | None = None
 ) -> Choice:
     """The backend and the kernel for a call of `mglu::forward`; reads no value of the tensors.
@@ -72,68 +79,79 @@ def choose(
         TableError: a table of launches (`MGLU_TUNING_TABLE`) cannot be used.
         RuntimeError: the batch-invariant mode is on, and nothing can run the call in it.
     """
-    tokens = math.prod(x.shape[:-1])
-    routes = None if route_weights is None else _rows(route_weights, tokens)
-    call = (_rows(x, tokens), weight, packed_masks, activation, routes)
-    if batch_invariance.enabled:
-        return _choose_batch_invariant(*call)
-    if x.is_cpu:
-        return _choose_on_cpu(*call)
-    if not x.is_cuda:
-        return Choice("composite", f"library GEMMs, the only backend for {x.device.type}")
-    limit = _few_tokens(x.dtype, packed_masks.shape[2])
+    return choose(LayerCall.of(x, weight, packed_masks, activation, route_weights))
+
+
+def choose(call: LayerCall) -> Choice:
+    """The backend for a call; the errors are those of `explain`."""
+    if call.batch_invariant:
+        return _choose_batch_invariant(call)
+    if call.device.type == "cpu":
+        return _choose_on_cpu(call)
+    if call.device.type == "cuda":
+        return _choose_on_gpu(call)
+    return Choice("composite", f"library GEMMs, the only backend for {call.device.type}")
+
+
+def _most_tokens_on_chip(call: LayerCall) -> int:
+    """Up to how many tokens kernels that read W again for every 8 or 16 tokens beat GEMMs on masked copies of it.
+
+    Measured in 16 bits (benchmarks/results/few_tokens.csv): at 512 tokens the kernel wins by 1.7x to 2x for 4 to 16
+    masks and loses by 1.1x to 1.4x for one, at 128 it wins by 2x and more for any. float32 was not measured.
+    `tile_wgmma` wins over both (benchmarks/results/tokens.csv, routes.csv).
+    """
+    if call.dtype in (torch.float16, torch.bfloat16):
+        return 256 if call.n_masks == 1 else 512
+    return 64 if call.dtype is torch.float32 else 0
+
+
+def _choose_on_gpu(call: LayerCall) -> Choice:
+    limit = _most_tokens_on_chip(call)
     if not limit:
-        return Choice("composite", f"library GEMMs, the only backend for {x.dtype}")
-    problem = cuda.unsupported_reason(*call)
+        return Choice("composite", f"library GEMMs, the only backend for {call.dtype}")
+    problem = BACKENDS["cuda"].unsupported_reason(call)
     if problem is None:
-        decision = cuda.launch_of(*call)
-        if tokens <= limit or decision.config.kernel == "tile_wgmma":
-            return _on_cuda(decision, tokens, weight)
-    if tokens > limit:
-        return Choice("composite", f"library GEMMs, for {tokens} tokens (more than {limit})")
-    if triton.unsupported_reason(*call) is None:
+        launch = _cuda().choose(call)
+        if call.tokens <= limit or launch.config.kernel == "tile_wgmma":
+            return _on_cuda(launch, call)
+    if call.tokens > limit:
+        return Choice("composite", f"library GEMMs, for {call.tokens} tokens (more than {limit})")
+    if BACKENDS["triton"].supports(call):
         return Choice("triton", f"the masks are applied on chip, but slower than by the CUDA backend: {problem}", True)
     return Choice("composite", f"library GEMMs, several times slower here than the CUDA backend: {problem}", True)
 
 
-def _on_cuda(decision: cuda.Decision, tokens: int, weight: Tensor) -> Choice:
-    if decision.problem is None:
-        reason = f"the masks are applied on chip, for {tokens} tokens"
-        return Choice("cuda", reason, launch=decision.config, launch_origin=decision.origin)
-    reason = f"several times slower than by the kernels for aligned layers: {decision.problem}"
-    return Choice("cuda", reason, weight.numel() >= _NOTICEABLE_WEIGHTS, decision.config, decision.origin)
+def _on_cuda(launch: LaunchChoice, call: LayerCall) -> Choice:
+    if launch.slow_reason is None:
+        reason, is_fallback = f"the masks are applied on chip, for {call.tokens} tokens", False
+    else:
+        reason = f"several times slower than by the kernels for aligned layers: {launch.slow_reason}"
+        is_fallback = call.out_features * call.in_features >= _NOTICEABLE_WEIGHTS
+    return Choice("cuda", reason, is_fallback, launch.config, launch.origin)
 
 
-def _choose_batch_invariant(
-    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None
-) -> Choice:
-    problem = cuda.unsupported_reason(x, weight, packed_masks, activation, route_weights)
+def _choose_batch_invariant(call: LayerCall) -> Choice:
+    problem = BACKENDS["cuda"].unsupported_reason(call)
     if problem is not None:
         raise RuntimeError(_REFUSED.format(problem))
-    return _on_cuda(cuda.launch_of(x, weight, packed_masks, activation, route_weights), x.shape[0], weight)
+    return _on_cuda(_cuda().choose(call), call)
 
 
-_REFUSED = (
-    "mglu: set_batch_invariant_mode(True) asks for results that do not depend on the batch, "
-    "which only the CUDA backend's kernels give, and they cannot run this: {}"
-)
-
-
-def _choose_on_cpu(
-    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None
-) -> Choice:
-    if x.dtype is torch.float64:
-        return Choice("composite", f"library GEMMs, the only backend for {x.dtype} on a CPU")
-    problem = cpu.unsupported_reason(x, weight, packed_masks, activation, route_weights)
+def _choose_on_cpu(call: LayerCall) -> Choice:
+    if call.dtype is torch.float64:
+        return Choice("composite", f"library GEMMs, the only backend for {call.dtype} on a CPU")
+    problem = BACKENDS["cpu"].unsupported_reason(call)
     if problem is None:
-        isa = cpu.isa(x.dtype, math.prod(x.shape[:-1]), packed_masks.shape[2])
+        isa = cpu.isa(call.dtype, call.tokens, call.n_masks)
         return Choice("cpu", f"kernels of this package, instruction set {isa}")
-    slow = weight.numel() >= _NOTICEABLE_WEIGHTS
+    slow = call.out_features * call.in_features >= _NOTICEABLE_WEIGHTS
     return Choice("composite", f"library GEMMs, several times slower here than the CPU backend: {problem}", slow)
 
 
-def _rows(tensor: Tensor, tokens: int) -> Tensor:
-    return tensor if tensor.dim() == 2 else tensor.reshape(tokens, tensor.shape[-1])
+def _cuda() -> Cuda:
+    backend = BACKENDS["cuda"]
+    assert isinstance(backend, Cuda)
+    return backend
 
 
 @cache
@@ -141,23 +159,20 @@ def _warn_of_fallback(backend: str, reason: str) -> None:
     warnings.warn(f"mglu::forward runs on the backend {backend}: {reason}", UserWarning, stacklevel=5)
 
 
-_Arguments = tuple[Tensor, Tensor, Tensor, str, Tensor | None]
-
-_calls: dict[Key, cuda.Call | cpu.Call] = {}
-"""Those whose checks and whose choice are behind them."""
+# --- Inference -------------------------------------------------------------------------------------------------------
 
 
 def repeat(
     x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None
 ) -> Tensor | None:
-    """The result of a call that is like an earlier one in all that its checks, its backend and its plan depend on.
+    """The result of a call that is like an earlier one in all that its checks and its preparation depend on.
 
-    None of any other call, which has to be checked and given to `forward`.
+    None for any other call, which has to be checked and given to `forward`.
     """
     if x is None or weight is None or packed_masks is None or not (x.is_cuda or x.is_cpu):  # torch lets None through
         return None
-    call = _calls.get(key_of(x, weight, packed_masks, activation, route_weights))
-    return None if call is None else call(x, weight, packed_masks, route_weights)
+    prepared = _prepared.get(metadata_key(x, weight, packed_masks, activation, route_weights))
+    return None if prepared is None else prepared(x, weight, packed_masks, route_weights)
 
 
 def forward(
@@ -168,59 +183,81 @@ def forward(
     route_weights: Tensor | None,
     *,
     backend: str | None = None,
+    launch: Any = None,
 ) -> Tensor:
-    """The result `[..., out_features]`, by the chosen backend or by `backend`.
+    """The result `[..., out_features]` of a call whose arguments have been checked.
+
+    Args:
+        x: `[..., in_features]`.
+        weight: `[out_features, in_features]`, the dtype of x.
+        packed_masks: uint8 `[out_features, ceil(in_features / 8), n_masks]`.
+        activation: a name of `mglu_ops.activations.ACTIVATIONS`.
+        route_weights: `[..., n_masks]`, or None.
+        backend: a name of `BACKENDS` in place of the choice, for tests and tuning. Nothing is kept of such a call.
+        launch: how that backend is to run the call; see its `prepare`.
 
     Raises:
-        ValueError: `backend` is none of ours, or cannot take the call.
+        ValueError: there is no such backend, or it cannot run the call.
         RuntimeError: the batch-invariant mode is on, and nothing can run the call in it.
     """
     given = (x, weight, packed_masks, activation, route_weights)
-    known = repeat(*given) if backend is None else None
-    if known is not None:
-        return known
-    tokens = math.prod(x.shape[:-1])
-    routes = None if route_weights is None else _rows(route_weights, tokens)
-    by_rows = (_rows(x, tokens), weight, packed_masks, activation, routes)
-    shape = (*x.shape[:-1], weight.shape[0])
-    chosen = backend is None
-    if backend is None:
-        known = repeat(*by_rows) if _are_copied(given, by_rows) else None
-        if known is not None:
-            return known.view(shape)
-        choice = choose(*by_rows)
-        if choice.is_fallback:
-            _warn_of_fallback(choice.backend, choice.reason)
-        backend = choice.backend
-    elif batch_invariance.enabled and backend != "cuda":
-        raise RuntimeError(_REFUSED.format(f"the backend {backend!r} was asked for"))
-    if backend == "composite":
-        return composite.forward(x, weight, packed_masks, activation, route_weights)
-    implementation = _BACKENDS.get(backend)
-    if implementation is None:
-        raise ValueError(f"backend: got {backend!r}, must be composite, cpu, cuda or triton")
-    problem = None if chosen else implementation.unsupported_reason(*by_rows)
+    if backend is not None:
+        return _prepare_on(backend, given, launch)(x, weight, packed_masks, route_weights)
+    result = repeat(*given)
+    if result is not None:
+        return result
+    call = LayerCall.of(*given)
+    choice = choose(call)
+    if choice.is_fallback:
+        _warn_of_fallback(choice.backend, choice.reason)
+    prepared = _prepare(BACKENDS[choice.backend], call, given, choice.launch)
+    if call.device.type in ("cpu", "cuda"):
+        if len(_prepared) >= CALLS_KEPT:
+            _prepared.clear()
+        _prepared[metadata_key(*given)] = prepared
+    return prepared(x, weight, packed_masks, route_weights)
+
+
+_Arguments = tuple[Tensor, Tensor, Tensor, str, Tensor | None]
+
+
+def _prepare_on(name: str, given: _Arguments, launch: Any) -> PreparedCall:
+    """A call prepared by a backend that was asked for by name."""
+    if batch_invariance.enabled and name != "cuda":
+        raise RuntimeError(_REFUSED.format(f"the backend {name!r} was asked for"))
+    if name not in BACKENDS:
+        raise ValueError(f"backend: got {name!r}, must be {', '.join(sorted(BACKENDS))}")
+    call = LayerCall.of(*given)
+    problem = BACKENDS[name].unsupported_reason(call)
     if problem is not None:
-        raise ValueError(f"backend: got {backend!r}, which cannot take this call: {problem}")
-    call = implementation.plan_call(*by_rows) if chosen and implementation in (cuda, cpu) else None
-    if call is not None:
-        if _are_copied(given, by_rows):  # the copies are what comes again
-            remember(_calls, key_of(*by_rows), call)
-        else:
-            remember(_calls, key_of(*given), call.with_shape(shape))
-        result = call(*by_rows[:3], routes)
-    else:
-        result = implementation.forward(*by_rows)
-    return result if x.dim() == 2 else result.view(shape)
+        raise ValueError(f"backend: got {name!r}, which cannot take this call: {problem}")
+    return _prepare(BACKENDS[name], call, given, launch)
 
 
-def _are_copied(given: _Arguments, by_rows: _Arguments) -> bool:
-    """Whether the rows of x or of the route weights are not views of them."""
-    routes, route_weights = by_rows[4], given[4]
-    copied = by_rows[0].data_ptr() != given[0].data_ptr()
-    if routes is not None and route_weights is not None:
-        copied = copied or routes.data_ptr() != route_weights.data_ptr()
-    return copied
+def _prepare(backend: Backend, call: LayerCall, given: _Arguments, launch: Any) -> PreparedCall:
+    """A prepared call, which first copies x and the route weights where their rows are no views of them."""
+    prepared = backend.prepare(call, launch)
+    x, route_weights = given[0], given[4]
+    copies = _is_copied(x) or (route_weights is not None and _is_copied(route_weights))
+    return _OfCopiedRows(prepared) if copies else prepared
+
+
+def _is_copied(tensor: Tensor) -> bool:
+    return as_rows(tensor).data_ptr() != tensor.data_ptr()
+
+
+class _OfCopiedRows:
+    """A prepared call of tensors whose rows have to be copied. The copies are laid out as when it was prepared."""
+
+    def __init__(self, prepared: PreparedCall) -> None:
+        self._prepared = prepared
+
+    def __call__(self, x: Tensor, weight: Tensor, packed_masks: Tensor, route_weights: Tensor | None) -> Tensor:
+        routes = None if route_weights is None else as_rows(route_weights)
+        return self._prepared(as_rows(x), weight, packed_masks, routes)
+
+
+# --- Packing and training --------------------------------------------------------------------------------------------
 
 
 def pack_masks(masks: Tensor) -> Tensor:
@@ -235,11 +272,15 @@ def pack_logits(mask_logits: Tensor) -> Tensor:
     return pack(mask_logits > 0) if backend is None else backend.pack(mask_logits)
 
 
-def _packing_backend(masks: Tensor) -> Any:
-    """What packs in one pass; None for torch, also for what is too small to build kernels for."""
+def _packing_backend(masks: Tensor) -> Backend | None:
+    """The backend that packs in one pass; None for torch, also for what is too small to build kernels for."""
     if masks.is_cuda:
-        return cuda if cuda.can_pack(masks) else None
-    return cpu if masks.numel() >= _NOTICEABLE_WEIGHTS and cpu.can_pack(masks) else None
+        backend = BACKENDS["cuda"]
+    elif masks.is_cpu and masks.numel() >= _NOTICEABLE_WEIGHTS:
+        backend = BACKENDS["cpu"]
+    else:
+        return None
+    return backend if backend.can_pack(masks) else None
 
 
 def forward_train(

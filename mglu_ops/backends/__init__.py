@@ -1,4 +1,20 @@
-"""Implementations of the operators. Each is a module of functions over plain tensors, with no autograd in it.
+"""Implementations of `mglu::forward`, over plain tensors and without autograd.
 
-`reference` is the float64 oracle of the tests; `composite` is n_masks + 1 library GEMMs on any device.
+Each backend is an object that supports and prepares calls (`base`). To add one, write its module and enter it below.
+`reference` is the float64 oracle of the tests, and no backend.
 """
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .base import Backend, PreparedCall
+from .composite import Composite
+from .cpu import Cpu
+from .cuda import Cuda
+from .triton import Triton
+
+__all__ = ["BACKENDS", "Backend", "PreparedCall"]
+
+BACKENDS: Mapping[str, Backend] = {backend.name: backend for backend in (Cuda(), Triton(), Cpu(), Composite())}
+"""All backends by name."""

@@ -14,14 +14,16 @@ operands are widened.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..activations import get_activation
+from ..layer_call import LayerCall, as_rows
 from ..masks import unpack_one
+from .base import Backend, PreparedCall
 
 _FEW_TOKENS = 32
 """Below this many, a float64 copy of the weight costs more than the products that it saves."""
@@ -42,11 +44,6 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype in (torch.float16, torch.bfloat16):
         return torch.mm(a, b, out_dtype=torch.float32)
     return torch.mm(a, b)
-
-
-def as_rows(tensor: Tensor) -> Tensor:
-    """`[..., n]` as `[tokens, n]`, also where a size is 0."""
-    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
 def _matmul_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -121,9 +118,21 @@ def _smaller_parts(x: Tensor, weight: Tensor, masks: _Masks) -> Iterator[tuple[T
         yield gate, value
 
 
-def forward(x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None) -> Tensor:
-    """The result, `[..., out_features]` in x's dtype."""
-    return _forward(x, weight, packed_masks, activation, route_weights, saved=None)
+class Composite(Backend):
+    """The backend of this module, which can run every call."""
+
+    name: ClassVar[str] = "composite"
+
+    def unsupported_reason(self, call: LayerCall) -> str | None:
+        return None
+
+    def prepare(self, call: LayerCall, launch: None = None) -> PreparedCall:
+        activation, shape = call.activation, call.result_shape
+
+        def prepared(x: Tensor, weight: Tensor, packed_masks: Tensor, route_weights: Tensor | None) -> Tensor:
+            return _forward(x, weight, packed_masks, activation, route_weights, saved=None).view(shape)
+
+        return prepared
 
 
 def forward_train(

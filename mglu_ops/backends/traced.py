@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..activations import get_activation
-from .composite import as_rows, matmul, operand_dtype, sum_dtype
+from ..layer_call import as_rows
+from .composite import matmul, operand_dtype, sum_dtype
 
 
 def _mask(packed_masks: Tensor, index: int, in_features: int) -> Tensor:

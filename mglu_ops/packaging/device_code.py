@@ -1,7 +1,7 @@
 """The CUDA kernels that are put into `libmglu_ops.so`: compiled for the layers of packages, for chosen GPUs.
 
-A launch is chosen by `backends.cuda.choice`, which is the one place for that: the table written here is what it says
-for each number of tokens, and C++ looks it up.
+`backends.cuda.choice` chooses the launch of every number of tokens. The table written here holds its choices, and C++
+looks them up.
 """
 
 from __future__ import annotations
@@ -17,26 +17,29 @@ from typing import Any
 
 import torch
 
-from ..backends.cuda import plan
+from ..activations import ACTIVATIONS
+from ..backends.cuda import Plain, TileWgmma
+from ..backends.cuda.choice import choose
 from ..backends.cuda.compiler import CompileError, compile_cubin, source_directory
-from ..backends.cuda.config import LaunchConfig
+from ..backends.cuda.device import Gpu, gpu_of_architecture
+from ..backends.cuda.kernels import permute_x
+from ..backends.cuda.kernels.base import ELEMENTS
+from ..layer_call import LayerCall
 from .package import LayerInfo, PackageError, read_info
 
 TABLE = "mglu_kernels.inc"
 """What `csrc/library/cuda/kernels.cpp` includes."""
 
 MOST_TOKENS = 512
-"""Of a launch (csrc/library/cuda/launch.cpp, kMostTokens): more go in several."""
-
-_DEVICE, _MULTIPROCESSORS = "NVIDIA H200", 132
-"""The GPU that launches are chosen for. Blocks walk over what others leave, so others are served too."""
+"""The most tokens of one launch (kMostTokens of csrc/library/cuda/launch.cpp). More tokens take several launches."""
 
 
 def write(folder: Path, archs: Sequence[str], packages: Sequence[str | Path]) -> None:
     """Compile the kernels of the layers of `packages` for `archs`, and write them and their table to `folder`.
 
     Raises:
-        ValueError: an architecture is not of the form sm_90, or one of the two lists is empty and the other is not.
+        ValueError: an architecture is not of the form sm_90, or unknown, or one of the two lists is empty and the other
+            is not.
         PackageError: a package is damaged, or for a CPU.
         CompileError: neither NVRTC nor nvcc is here, or a kernel was refused.
     """
@@ -44,12 +47,12 @@ def write(folder: Path, archs: Sequence[str], packages: Sequence[str | Path]) ->
         raise ValueError("kernels are compiled for an architecture and for a package's layers: give both")
     if not archs:
         return
-    capabilities = [_capability(arch) for arch in archs]
+    gpus = [gpu_of_architecture(_capability(arch)) for arch in archs]
     layers = list(dict.fromkeys(layer for package in packages for layer in _layers(package)))
     cubins = _Cubins(folder)
-    tuned = [line for arch in capabilities for layer in layers for line in _tuned(layer, arch, cubins)]
+    tuned = [line for gpu in gpus for layer in layers for line in _tuned(layer, gpu, cubins)]
     kinds = {replace(layer, out_features=0, in_features=0) for layer in layers}
-    plain = [line for arch in capabilities for kind in kinds for line in _plain(kind, arch, cubins)]
+    plain = [line for gpu in gpus for kind in kinds for line in _plain(kind, gpu, cubins)]
     tables = {"Cubin kCubins": cubins.lines, "TunedLaunch kTuned": tuned, "PlainKernel kPlain": plain}
     text = [*cubins.embedded, "namespace mglu::cuda {"]
     for name, lines in tables.items():
@@ -112,45 +115,33 @@ def _compile(kernel: str, arch: str, defines: dict[str, int]) -> bytes:
 # --- Tables ---------------------------------------------------------------------------------------------------------
 
 
-def _problem(layer: LayerInfo, arch: tuple[int, int], tokens: int) -> plan.Problem:
-    """Of contiguous, aligned tensors, which the library's tuned launches are for. An x that is not, it copies."""
-    length = layer.in_features // 8 * layer.n_masks
-    return plan.Problem(
-        arch=arch,
-        dtype=getattr(torch, layer.dtype),
-        n_masks=layer.n_masks,
-        tokens=tokens,
-        out_features=layer.out_features,
-        in_features=layer.in_features,
-        activation=layer.activation,
-        route_dtype=None if layer.route_dtype is None else getattr(torch, layer.route_dtype),
-        weight_aligned=layer.in_features % 8 == 0,
-        mask_alignment=next(size for size in (16, 8, 4, 1) if length % size == 0),
-        x_vectorizable=True,
-        strides=(layer.in_features, 1, *(0,) * 7),
-        multiprocessors=_MULTIPROCESSORS,
-        device=_DEVICE,
+def _call(layer: LayerInfo, tokens: int) -> LayerCall:
+    """A call of contiguous, aligned tensors, which the library's tuned launches are for. It copies an x that is not."""
+    return LayerCall.contiguous(
+        torch.device("cuda"),
+        getattr(torch, layer.dtype),
+        layer.n_masks,
+        tokens,
+        layer.out_features,
+        layer.in_features,
+        layer.activation,
+        None if layer.route_dtype is None else getattr(torch, layer.route_dtype),
     )
 
 
-def _variant(problem: plan.Problem) -> str:
-    route = -1 if problem.route_dtype is None else plan.ELEMENTS[problem.route_dtype]
-    numbers = (
-        10 * problem.arch[0] + problem.arch[1],
-        plan.ELEMENTS[problem.dtype],
-        problem.n_masks,
-        plan.ACTIVATIONS[problem.activation],
-        route,
-    )
+def _variant(call: LayerCall, gpu: Gpu) -> str:
+    route = -1 if call.route_dtype is None else ELEMENTS[call.route_dtype]
+    arch = 10 * gpu.arch[0] + gpu.arch[1]
+    numbers = arch, ELEMENTS[call.dtype], call.n_masks, ACTIVATIONS[call.activation].code, route
     return f"{{{', '.join(map(str, numbers))}}}"
 
 
-def _tuned(layer: LayerInfo, arch: tuple[int, int], cubins: _Cubins) -> Iterator[str]:
+def _tuned(layer: LayerInfo, gpu: Gpu, cubins: _Cubins) -> Iterator[str]:
     """A line for each run of numbers of tokens that are launched alike."""
-    for (first, last), entry in _runs(range(1, MOST_TOKENS + 1), lambda tokens: _launch(layer, arch, tokens, cubins)):
+    for (first, last), entry in _runs(range(1, MOST_TOKENS + 1), lambda tokens: _launch(layer, gpu, tokens, cubins)):
         if entry is not None:
             shape = f"{layer.out_features}, {layer.in_features}, {first}, {last}"
-            yield f"{{{_variant(_problem(layer, arch, first))}, {shape}, {entry}}}"
+            yield f"{{{_variant(_call(layer, first), gpu)}, {shape}, {entry}}}"
 
 
 def _runs(numbers: Iterable[int], value: Any) -> Iterator[tuple[tuple[int, int], Any]]:
@@ -169,33 +160,31 @@ def _runs(numbers: Iterable[int], value: Any) -> Iterator[tuple[tuple[int, int],
         yield run, held
 
 
-def _launch(layer: LayerInfo, arch: tuple[int, int], tokens: int, cubins: _Cubins) -> str | None:
-    """The kernel, the geometry and the turn of a launch; None where the plain kernel is the choice."""
-    problem = _problem(layer, arch, tokens)
-    config = plan.choice(problem)
-    if config.kernel == "plain":
+def _launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> str | None:
+    """The kernel, the geometry and the permutation of a launch; None where the plain kernel is the choice."""
+    call = _call(layer, tokens)
+    config = choose(call, gpu).config
+    if isinstance(config, Plain):
         return None
-    target = plan.target(arch, config)
-    kernel = cubins.index(config.kernel, target, plan.defines(problem, config))
-    grid = config.grid(tokens, layer.out_features, _MULTIPROCESSORS)
-    shared = config.reserved_bytes(arch, layer.n_masks, tokens, layer.in_features)
-    overlap = "true" if arch >= (9, 0) else "false"
-    geometry = f"{{{grid[0]}, {grid[1]}, {config.threads}, {shared}, {overlap}}}"
-    turn, boxes = "{-1, 0, 0}", "{0, 0, 0, false}"
-    if config.turned:
-        cubin = cubins.index("permute_x", target, plan.turn_defines(config))
-        size = tokens, layer.in_features
-        turn = f"{{{cubin}, {config.turn_blocks(*size)}, {config.turned_bytes(*size)}}}"
-    if config.kernel == "tile_wgmma":
-        _, weight, masks = plan.matrices(problem, config)
+    target = config.target(gpu)
+    kernel = cubins.index(config.kernel, target, config.macros(call))
+    grid = config.grid(call, gpu)
+    overlap = "true" if gpu.arch >= (9, 0) else "false"
+    geometry = f"{{{grid[0]}, {grid[1]}, {config.threads}, {config.requested_shared_bytes(call, gpu)}, {overlap}}}"
+    permute, boxes = "{-1, 0, 0}", "{0, 0, 0, false}"
+    if isinstance(config, TileWgmma):
+        if config.permuted:
+            tile = config.block_tokens, config.sub
+            cubin = cubins.index(permute_x.NAME, target, permute_x.macros(*tile))
+            permute = f"{{{cubin}, {permute_x.blocks(call, *tile)}, {permute_x.copy_bytes(call, *tile)}}}"
+        _, weight, masks = config.matrices(call)
         mask_box = "0, false" if masks is None else f"{masks.box_width}, {str(masks.swizzle).lower()}"
         boxes = f"{{{config.block_tokens}, {weight.box_height}, {mask_box}}}"
-    return f"{kernel}, {geometry}, {turn}, {boxes}"
+    return f"{kernel}, {geometry}, {permute}, {boxes}"
 
 
-def _plain(kind: LayerInfo, arch: tuple[int, int], cubins: _Cubins) -> Iterator[str]:
+def _plain(kind: LayerInfo, gpu: Gpu, cubins: _Cubins) -> Iterator[str]:
     for tokens in (1, 4):
-        problem = _problem(kind, arch, tokens)
-        config = LaunchConfig("plain", block_tokens=tokens)
-        index = cubins.index("plain", plan.target(arch, config), plan.defines(problem, config))
-        yield f"{{{_variant(problem)}, {tokens}, {index}}}"
+        call, config = _call(kind, tokens), Plain(block_tokens=tokens)
+        index = cubins.index(config.kernel, config.target(gpu), config.macros(call))
+        yield f"{{{_variant(call, gpu)}, {tokens}, {index}}}"

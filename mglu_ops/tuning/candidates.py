@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ..backends.cuda.choice import choose
-from ..backends.cuda.config import LaunchConfig, fill_shared
-from ..backends.cuda.limits import Case, violation
+from ..backends.cuda import DecodeMma, LaunchConfig, TileWgmma
+from ..backends.cuda.choice import without_tables
+from ..backends.cuda.device import Gpu
+from ..layer_call import LayerCall
 
 _WARPS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24)
 _LADDERS: dict[str, dict[str, tuple[int, ...]]] = {
@@ -31,32 +32,30 @@ _LADDERS: dict[str, dict[str, tuple[int, ...]]] = {
         "steps": (1, 2, 4),
         "sub": (1, 2),
         "sparse": (False, True),
-        "turned": (False, True),
+        "permuted": (False, True),
         "cluster": (1, 2),
     },
 }
-"""Of each kernel, the settings that are moved, and the values they take, in order."""
+"""For each kernel the settings that the search moves, and the values that they take, in order."""
 
 
-def starts(case: Case) -> list[LaunchConfig]:
-    """Where the search begins: the model's choice, then what it has for other numbers of tokens, layers and GPUs.
+def starts(call: LayerCall, gpu: Gpu) -> list[LaunchConfig]:
+    """Where the search begins: the choice for the call, and for other numbers of tokens, other layers and other GPUs.
 
-    And pairs of blocks that share 128 rows and have half of the tokens each, with products of both kinds.
+    Added to these are pairs of blocks that share 128 rows and have half of the tokens each, with both kinds of products.
     """
-    rest = case.out_features, case.in_features, True, case.multiprocessors
-    small, large = ((scaled, *rest[1:]) for scaled in (max(64, case.out_features // 4), 8 * case.out_features))
     found = [
-        choose(case.arch, case.dtype, case.n_masks, case.tokens, *rest),
-        choose(case.arch, case.dtype, case.n_masks, 16, *rest),
-        choose(case.arch, case.dtype, case.n_masks, case.tokens, *small),
-        choose(case.arch, case.dtype, case.n_masks, case.tokens, *large),
-        choose((8, 0), case.dtype, case.n_masks, case.tokens, *rest),
-        choose(case.arch, case.dtype, case.n_masks, case.tokens, *rest, batch_invariant=True),
+        without_tables(call, gpu),
+        without_tables(replace(call, leading=(16,)), gpu),
+        without_tables(replace(call, out_features=max(64, call.out_features // 4)), gpu),
+        without_tables(replace(call, out_features=8 * call.out_features), gpu),
+        without_tables(call, replace(gpu, arch=(8, 0))),
+        without_tables(replace(call, batch_invariant=True), gpu),
     ]
-    pair = LaunchConfig("tile_wgmma", rows=128, block_tokens=_half_of(case.tokens), sub=2, cluster=2)
-    if (case.n_masks + 1) * pair.block_tokens <= 336:  # twice the sums that a thread has registers for
-        found += [_with_whole_ring(replace(pair, sparse=sparse), case) for sparse in (False, True)]
-    return [config for config in dict.fromkeys(found) if violation(config, case) is None]
+    pair = TileWgmma(rows=128, block_tokens=_half_of(call.tokens), sub=2, cluster=2)
+    if (call.n_masks + 1) * pair.block_tokens <= 336:  # twice the accumulators that a thread has registers for
+        found += [_with_full_ring(replace(pair, sparse=sparse), call, gpu) for sparse in (False, True)]
+    return [config for config in dict.fromkeys(found) if config.violation(call, gpu) is None]
 
 
 def _half_of(tokens: int) -> int:
@@ -65,10 +64,10 @@ def _half_of(tokens: int) -> int:
     return next((width for width in widths if 2 * width >= tokens), widths[-1])
 
 
-def neighbours(config: LaunchConfig, case: Case) -> list[LaunchConfig]:
+def neighbours(config: LaunchConfig, call: LayerCall, gpu: Gpu) -> list[LaunchConfig]:
     """What differs from a configuration by one step of one setting, or by warps that go from tiles to parts of k."""
-    found = (_with_whole_ring(other, case) for other in _steps(config))
-    return [other for other in dict.fromkeys(found) if other != config and violation(other, case) is None]
+    found = (_with_full_ring(other, call, gpu) for other in _steps(config))
+    return [other for other in dict.fromkeys(found) if other != config and other.violation(call, gpu) is None]
 
 
 def _steps(config: LaunchConfig) -> Iterator[LaunchConfig]:
@@ -79,13 +78,15 @@ def _steps(config: LaunchConfig) -> Iterator[LaunchConfig]:
         for step in (*below[-1:], *above[:1]):
             change: dict[str, Any] = {name: step}
             yield replace(config, **change)
-    if config.kernel == "decode_mma":
+    if isinstance(config, DecodeMma):
         if config.tiles % 2 == 0:
             yield replace(config, tiles=config.tiles // 2, split_k=config.split_k * 2)
         if config.split_k % 2 == 0:
             yield replace(config, tiles=config.tiles * 2, split_k=config.split_k // 2)
 
 
-def _with_whole_ring(config: LaunchConfig, case: Case) -> LaunchConfig:
-    """`tile_wgmma` takes all the stages that there is room for: they are no setting to move by itself."""
-    return fill_shared(config, case.n_masks) if config.kernel == "tile_wgmma" else config
+def _with_full_ring(config: LaunchConfig, call: LayerCall, gpu: Gpu) -> LaunchConfig:
+    """`tile_wgmma` takes all the stages that there is room for, so they are no setting that the search moves."""
+    if not isinstance(config, TileWgmma):
+        return config
+    return config.with_full_ring(call.n_masks, gpu.shared_bytes_per_sm)

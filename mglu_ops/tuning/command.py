@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..backends.cuda.limits import Case
+    from ..layer_call import LayerCall
 
 DESCRIPTION = (
     "Measures launches of the CUDA kernels for layers of given shapes on the GPU at hand, and writes a table of those "
-    "that beat the choice of the model of costs. MGLU_TUNING_TABLE=FILE makes mglu_ops use it; a table that others "
+    "that beat the choice of the cost model. MGLU_TUNING_TABLE=FILE makes mglu_ops use it; a table that others "
     "can use belongs into mglu_ops/backends/cuda/tables."
 )
 
@@ -50,6 +50,7 @@ def run(options: argparse.Namespace) -> int:
     """Measure and write; its exit code."""
     import torch
 
+    from ..backends.cuda.device import gpu_of
     from ..backends.cuda.launch_tables import write
     from .search import Effort, search
 
@@ -60,12 +61,12 @@ def run(options: argparse.Namespace) -> int:
         print("python -m mglu_ops tune: error: masks must be 1 to 16, tokens at least 1", file=sys.stderr)
         return 2
     effort = Effort(options.steps, options.rounds)
-    facts, entries = environment(), []
-    for case in _cases(options):
-        entry = search(case, effort, lambda line: print(f"    {line}"))
+    gpu, facts, entries = gpu_of(torch.cuda.current_device()), environment(), []
+    for call in _calls(options):
+        entry = search(call, gpu, effort, lambda line: print(f"    {line}"))
         kept = 1 - entry.microseconds / entry.model_microseconds >= options.min_gain
         print(
-            f"{case}: {entry.microseconds:.2f} us with {entry.config}, {entry.model_microseconds:.2f} us with "
+            f"{call}: {entry.microseconds:.2f} us with {entry.config}, {entry.model_microseconds:.2f} us with "
             f"{entry.model}, the model's choice{': kept' if kept else ''}",
             flush=True,
         )
@@ -77,15 +78,14 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _cases(options: argparse.Namespace) -> list[Case]:
+def _calls(options: argparse.Namespace) -> list[LayerCall]:
     import torch
 
-    from ..backends.cuda.limits import Case
+    from ..layer_call import LayerCall
 
-    gpu = torch.cuda.get_device_properties()
-    facts = gpu.name, (gpu.major, gpu.minor), gpu.multi_processor_count, getattr(torch, options.dtype)
+    device, dtype = torch.device("cuda", torch.cuda.current_device()), getattr(torch, options.dtype)
     return [
-        Case(*facts, n_masks, tokens, *shape)
+        LayerCall.contiguous(device, dtype, n_masks, tokens, *shape)
         for shape in options.shapes
         for tokens in options.tokens
         for n_masks in options.masks
@@ -116,7 +116,7 @@ def environment() -> dict[str, object]:
 
 
 def _commit() -> str:
-    """Of the checkout that this file is in; MGLU_COMMIT where the history is elsewhere."""
+    """The commit of the checkout that this file is in, or MGLU_COMMIT where the history is elsewhere."""
     named = os.environ.get("MGLU_COMMIT")
     if named:
         return named

@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (the field's name)
 from torch import Tensor
 
-from ..backends import cuda
-from ..backends.cuda import plan
+from .. import dispatch
+from ..backends.cuda import LaunchConfig
+from ..backends.cuda.choice import without_tables
 from ..backends.cuda.compiler import CompileError, compile_cubin
-from ..backends.cuda.config import LaunchConfig
+from ..backends.cuda.device import Gpu
 from ..backends.cuda.driver import LaunchError
 from ..backends.cuda.launch_tables import Entry
-from ..backends.cuda.limits import Case
+from ..layer_call import LayerCall
 from ..masks import packed_width, unpack_one
 from .candidates import neighbours, starts
 from .replay import Replay, layers_for, times
@@ -39,14 +40,14 @@ class Effort:
 class _Layers:
     """Layers of distinct weights, and the float64 result of the first."""
 
-    def __init__(self, case: Case) -> None:
-        shape = case.out_features, case.in_features
-        packed_shape = case.out_features, packed_width(case.in_features), case.n_masks
-        item = torch.empty((), dtype=case.dtype).element_size()
-        count = layers_for(shape[0] * (shape[1] * item + packed_shape[1] * case.n_masks))
-        self.x = torch.randn(case.tokens, case.in_features, device="cuda").to(case.dtype)
-        scale = case.in_features**-0.5
-        self.weights = [torch.randn(shape, device="cuda").mul_(scale).to(case.dtype) for _ in range(count)]
+    def __init__(self, call: LayerCall) -> None:
+        shape = call.out_features, call.in_features
+        packed_shape = call.out_features, packed_width(call.in_features), call.n_masks
+        item = torch.empty((), dtype=call.dtype).element_size()
+        count = layers_for(shape[0] * (shape[1] * item + packed_shape[1] * call.n_masks))
+        self.x = torch.randn(call.tokens, call.in_features, device="cuda").to(call.dtype)
+        scale = call.in_features**-0.5
+        self.weights = [torch.randn(shape, device="cuda").mul_(scale).to(call.dtype) for _ in range(count)]
         self.packed = [torch.randint(256, packed_shape, dtype=torch.uint8, device="cuda") for _ in range(count)]
         self.exact = self._exact()
 
@@ -61,7 +62,8 @@ class _Layers:
 
     def replay(self, config: LaunchConfig) -> Replay:
         def run(i: int) -> Tensor:
-            return cuda.forward(self.x, self.weights[i], self.packed[i], "silu", None, config=config)
+            layer = self.x, self.weights[i], self.packed[i], "silu", None
+            return dispatch.forward(*layer, backend="cuda", launch=config)
 
         return Replay(run, len(self.weights))
 
@@ -75,65 +77,49 @@ class _Layers:
         return written and error <= _ROUNDINGS * torch.finfo(self.x.dtype).eps
 
 
-def problem_of(case: Case) -> plan.Problem:
-    """The problem of a case: contiguous tensors, silu, no route weights."""
-    width = packed_width(case.in_features) * case.n_masks
-    return plan.Problem(
-        arch=case.arch,
-        dtype=case.dtype,
-        n_masks=case.n_masks,
-        tokens=case.tokens,
-        out_features=case.out_features,
-        in_features=case.in_features,
-        activation="silu",
-        route_dtype=None,
-        weight_aligned=True,
-        mask_alignment=next(size for size in (16, 8, 4, 1) if width % size == 0),
-        x_vectorizable=True,
-        strides=(case.in_features, 1, case.in_features, 1, width, case.n_masks, 1, 0, 0),
-        multiprocessors=case.multiprocessors,
-        device=case.device,
-    )
+def search(call: LayerCall, gpu: Gpu, effort: Effort, note: Callable[[str], None]) -> Entry:
+    """The entry of a call, whose launch may be the one that is chosen anyway.
 
-
-def search(case: Case, effort: Effort, note: Callable[[str], None]) -> Entry:
-    """The entry of a case, which may be the model's own choice. `note` is told what cannot run, or runs wrong.
+    Args:
+        call: of contiguous tensors.
+        gpu: the current device.
+        effort: how hard to look.
+        note: is told what cannot run, or runs wrong.
 
     Raises:
-        RuntimeError: the model's choice itself is wrong.
+        RuntimeError: the launch that is chosen without tables is wrong itself.
     """
-    problem = problem_of(case)
-    model = plan.model_choice(problem)
-    layers = _Layers(case)
+    model = without_tables(call, gpu)
+    layers = _Layers(call)
     screened: dict[LaunchConfig, float] = {}
-    wanted = [model, *starts(case)]
+    wanted = [model, *starts(call, gpu)]
     for _ in range(1 + effort.steps):
         wanted = [config for config in dict.fromkeys(wanted) if config not in screened]
         if not wanted:
             break
-        screened |= _screen(layers, problem, wanted, note)
-        wanted = neighbours(min(screened, key=lambda config: screened[config]), case)
+        screened |= _screen(layers, call, gpu, wanted, note)
+        wanted = neighbours(min(screened, key=lambda config: screened[config]), call, gpu)
     if screened[model] == float("inf"):
-        raise RuntimeError(f"{case}: {model}, the model's choice, is wrong")
+        raise RuntimeError(f"{call}: {model}, the model's choice, is wrong")
     finalists = sorted(screened, key=lambda config: screened[config])[:FINALISTS]
     finalists = list(dict.fromkeys((*finalists, model)))
     medians = [statistics.median(found) for found in times([layers.replay(one) for one in finalists], effort.rounds)]
     measured = dict(zip(finalists, medians, strict=True))
     best = min(measured, key=lambda config: measured[config])
-    return Entry(case, best, measured[best], model, measured[model])
+    return Entry(gpu, call, best, measured[best], model, measured[model])
 
 
 def _screen(
-    layers: _Layers, problem: plan.Problem, configs: list[LaunchConfig], note: Callable[[str], None]
+    layers: _Layers, call: LayerCall, gpu: Gpu, configs: list[LaunchConfig], note: Callable[[str], None]
 ) -> dict[LaunchConfig, float]:
     """Microseconds a layer after a few rounds; infinitely many where a configuration does not run, or runs wrong."""
     found = dict.fromkeys(configs, float("inf"))
     replays: dict[LaunchConfig, Replay] = {}
-    refused = _compile(problem, configs)
+    refused = compile_all(call, gpu, configs)
     for config in configs:
         try:
             replay = None if config in refused else layers.replay(config)
-        except LaunchError as error:
+        except (LaunchError, ValueError) as error:
             refused[config], replay = error, None
         if replay is None:
             note(f"{config} does not run: {str(refused[config]).splitlines()[0]}")
@@ -146,16 +132,14 @@ def _screen(
     return found
 
 
-def _compile(problem: plan.Problem, configs: Iterable[LaunchConfig]) -> dict[LaunchConfig, Exception]:
-    """All kernels into the cache on disk, by NVRTC on as many threads as there are processors; and what it refused."""
+def compile_all(call: LayerCall, gpu: Gpu, configs: Iterable[LaunchConfig]) -> dict[LaunchConfig, Exception]:
+    """Compile all kernels into the cache on disk, by as many threads as there are processors; what NVRTC refused."""
     refused: dict[LaunchConfig, Exception] = {}
 
     def compile_one(config: LaunchConfig) -> None:
-        target = plan.target(problem.arch, config)
         try:
-            compile_cubin(config.kernel, target, plan.defines(problem, config))
-            if config.turned:
-                compile_cubin("permute_x", target, plan.turn_defines(config))
+            for source in config.sources(call, gpu):
+                compile_cubin(*source)
         except CompileError as error:
             refused[config] = error
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from ..cuda.compiler import cache_directory
+from ..cache import announce, cache_directory
 
 COMPILERS = ("c++", "g++", "clang++")
-# No contraction of a product and a sum but where a kernel says fma: equal sums must be rounded equally.
+# Products and sums are contracted only where a kernel says fma, so that equal sums are rounded equally.
 FLAGS = ("-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wno-psabi", "-pthread")
 
 
@@ -89,6 +89,7 @@ def library_path() -> Path:
 
 
 def _build(compiler: Compiler, path: Path) -> Path:
+    announce("building the CPU kernels with the C++ compiler", "about half a minute")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(dir=path.parent, prefix="cpu-build-"))

@@ -13,6 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ..cache import announce, cache_directory
+
 _IMPORTING = threading.Lock()
 
 
@@ -30,17 +32,9 @@ def source_directory() -> Path:
     raise FileNotFoundError(f"the CUDA sources of mglu_ops are neither in {package} nor beside it")
 
 
-def cache_directory() -> Path:
-    """Where cubins are kept: `MGLU_CACHE_DIR`, else `mglu_ops` in the user's XDG cache folder."""
-    override = os.environ.get("MGLU_CACHE_DIR")
-    if override:
-        return Path(override)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mglu_ops"
-
-
 @cache
 def source_hash() -> str:
-    """Of every source, since each kernel includes several: a changed header never finds an old cubin."""
+    """The hash of all sources, since each kernel includes several: a changed header never finds an old cubin."""
     digest = hashlib.sha256()
     for path in sorted(source_directory().glob("*.cu*")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -49,7 +43,7 @@ def source_hash() -> str:
 
 @cache
 def compiler_version() -> str:
-    """Of NVRTC, by its package where it is one: to load the library takes 0.15 s, which a kept kernel saves."""
+    """NVRTC's version, from its package if there is one: loading the library only to ask it takes 0.15 s."""
     for package in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             return f"{package} {metadata.version(package)}"
@@ -57,31 +51,32 @@ def compiler_version() -> str:
     return ".".join(str(part) for part in nvrtc.nvrtcVersion()[1:])
 
 
-def compile_cubin(kernel: str, arch: str, defines: dict[str, int]) -> bytes:
+def compile_cubin(kernel: str, arch: str, macros: dict[str, int]) -> bytes:
     """The cubin of `csrc/cuda/<kernel>.cu` for an architecture such as `sm_90`, from the cache if it is there.
 
     Raises:
         CompileError: with NVRTC's log.
     """
-    options = ";".join(f"{name}={value}" for name, value in sorted(defines.items()))
+    options = ";".join(f"{name}={value}" for name, value in sorted(macros.items()))
     identity = "\0".join((source_hash(), kernel, arch, options, compiler_version()))
     path = cache_directory() / f"{kernel}-{arch}-{hashlib.sha256(identity.encode()).hexdigest()[:32]}.cubin"
     try:
         return path.read_bytes()
     except OSError:
         pass
-    code = _run_nvrtc(kernel, arch, defines)
+    announce("compiling CUDA kernels for this GPU", "2 to 5 seconds for each kernel")
+    code = _run_nvrtc(kernel, arch, macros)
     _store(path, code)
     return code
 
 
 def _cuda_core() -> Any:
-    """`cuda.core`, which replaces itself as it is imported: threads that come at once would find half of it."""
+    """Import `cuda.core`, one thread at a time: it replaces itself on import, and others would find half of it."""
     with _IMPORTING:
         return importlib.import_module("cuda.core")
 
 
-def _run_nvrtc(kernel: str, arch: str, defines: dict[str, int]) -> bytes:
+def _run_nvrtc(kernel: str, arch: str, macros: dict[str, int]) -> bytes:
     core = _cuda_core()
     directory = source_directory()
     options = core.ProgramOptions(
@@ -89,17 +84,17 @@ def _run_nvrtc(kernel: str, arch: str, defines: dict[str, int]) -> bytes:
         arch=arch,
         std="c++17",
         include_path=str(directory),
-        define_macro=[(name, str(value)) for name, value in sorted(defines.items())],
+        define_macro=[(name, str(value)) for name, value in sorted(macros.items())],
     )
     try:
         program = core.Program((directory / f"{kernel}.cu").read_text(), "c++", options)
         return bytes(program.compile("cubin").code)
     except Exception as error:  # cuda.core raises its own types, which are not importable without it
-        raise CompileError(f"NVRTC could not compile {kernel}.cu for {arch} with {defines}:\n{error}") from error
+        raise CompileError(f"NVRTC could not compile {kernel}.cu for {arch} with {macros}:\n{error}") from error
 
 
 def _store(path: Path, code: bytes) -> None:
-    """Atomic, so that a process never reads half a file; a cache that cannot be written is only a slower one."""
+    """Write a file whole or not at all, so that no process reads half of it. A cache that cannot be written is slow."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")

@@ -1,4 +1,4 @@
-"""Launches that were measured to beat the model of costs: tables of this package, and the user's own.
+"""Launches that were measured to beat those of the cost model: tables of this package, and the user's own.
 
 `python -m mglu_ops tune` writes a table, a JSON file for one GPU:
 
@@ -8,8 +8,8 @@
                   "config": {"kernel": "decode_mma", "tiles": 7, ...}, "microseconds": 40.1,
                   "model": {"kernel": "decode_mma", ...}, "model_microseconds": 42.3}, ...]}
 
-Those in `tables` beside this file are part of the package. `MGLU_TUNING_TABLE` names one more, whose entries win.
-Tables are read once a process, when its first launch is chosen; entries for other GPUs are not used.
+The tables in the folder `tables` beside this file are part of the package. `MGLU_TUNING_TABLE` names one more, whose
+entries win. Tables are read once a process, when its first launch is chosen; entries for other GPUs are not used.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import torch
 
-from .config import KernelName, LaunchConfig
-from .limits import Case, violation
+from ...layer_call import LayerCall
+from .device import KNOWN_GPUS, Gpu
+from .kernels import CONFIGS, LaunchConfig
 
 FORMAT = 1
 VARIABLE = "MGLU_TUNING_TABLE"
@@ -49,23 +50,40 @@ class TableError(ValueError):
 
 @dataclass(frozen=True)
 class Entry:
-    """A launch that was measured, beside the one that the model of costs chose, in microseconds."""
+    """A launch that was measured, beside the one that is chosen without tables.
 
-    case: Case
+    Attributes:
+        gpu: the GPU that measured it.
+        call: a call of contiguous tensors, which stands for all activations and route weights.
+        config: the launch.
+        microseconds: its time.
+        model: the launch that is chosen without tables.
+        model_microseconds: its time.
+        table: the file that has the entry.
+    """
+
+    gpu: Gpu
+    call: LayerCall
     config: LaunchConfig
     microseconds: float
     model: LaunchConfig
     model_microseconds: float
+    table: Path | None = None
+
+    @property
+    def origin(self) -> str:
+        times = f"{self.microseconds:g} us, the model's choice {self.model_microseconds:g} us"
+        return f"the table {self.table} ({times})"
 
     def to_json(self) -> dict[str, Any]:
         """The entry as it stands in a table's list."""
-        case = self.case
+        call = self.call
         return {
-            "dtype": str(case.dtype)[6:],
-            "n_masks": case.n_masks,
-            "tokens": case.tokens,
-            "out_features": case.out_features,
-            "in_features": case.in_features,
+            "dtype": str(call.dtype)[6:],
+            "n_masks": call.n_masks,
+            "tokens": call.tokens,
+            "out_features": call.out_features,
+            "in_features": call.in_features,
             "config": {"kernel": self.config.kernel, **self.config.settings()},
             "microseconds": round(self.microseconds, 2),
             "model": {"kernel": self.model.kernel, **self.model.settings()},
@@ -73,32 +91,29 @@ class Entry:
         }
 
 
-@dataclass(frozen=True)
-class Found:
-    """An entry, and the table that it stands in."""
-
-    entry: Entry
-    table: Path
-
-    def __str__(self) -> str:
-        times = f"{self.entry.microseconds:g} us, the model's choice {self.entry.model_microseconds:g} us"
-        return f"the table {self.table} ({times})"
+_Key = tuple[object, ...]
 
 
-def find(case: Case) -> Found | None:
-    """What the tables have for a case.
+def _key(call: LayerCall, gpu: Gpu) -> _Key:
+    """What a call has in common with the entry that was measured for it."""
+    shape = call.n_masks, call.tokens, call.out_features, call.in_features
+    return (gpu.name, gpu.arch, gpu.multiprocessors, call.dtype, *shape)
+
+
+def find(call: LayerCall, gpu: Gpu) -> Entry | None:
+    """The entry for a call of aligned tensors.
 
     Raises:
         TableError: a table cannot be used.
     """
-    return _all_tables().get(case)
+    return _all_tables().get(_key(call, gpu))
 
 
 @cache
-def _all_tables() -> dict[Case, Found]:
+def _all_tables() -> dict[_Key, Entry]:
     own = os.environ.get(VARIABLE)
     paths = [*sorted(FOLDER.glob("*.json")), *([Path(own)] if own else [])]
-    return {entry.case: Found(entry, path) for path in paths for entry in read(path)}
+    return {_key(entry.call, entry.gpu): entry for path in paths for entry in read(path)}
 
 
 def write(path: Path, environment: Mapping[str, object], entries: list[Entry]) -> None:
@@ -126,48 +141,54 @@ def read(path: Path) -> list[Entry]:
     if len(arch) != 2 or not all(type(part) is int for part in arch):
         raise TableError(f"{path}: environment: compute_capability: got {arch!r:.80}, must be [major, minor]")
     multiprocessors = _get(environment, "multiprocessors", int, f"{path}: environment")
-    entries: dict[Case, Entry] = {}
+    known = KNOWN_GPUS.get((arch[0], arch[1]))
+    if known is None:
+        raise TableError(f"{path}: environment: compute_capability: got {arch}, of which no kernel is known")
+    gpu = replace(known, name=device, multiprocessors=multiprocessors)
+    entries: dict[_Key, Entry] = {}
     for number, fields_of_entry in enumerate(_get(table, "entries", list, str(path))):
         where = f"{path}: entry {number}"
         if not isinstance(fields_of_entry, dict):
             raise TableError(f"{where}: got {fields_of_entry!r:.80}, must be an object")
-        entry = _entry(fields_of_entry, device, (arch[0], arch[1]), multiprocessors, where)
-        if entry.case in entries:
-            raise TableError(f"{where} ({entry.case}): stands in the table already")
-        entries[entry.case] = entry
+        entry = replace(_entry(fields_of_entry, gpu, where), table=path)
+        key = _key(entry.call, gpu)
+        if key in entries:
+            raise TableError(f"{where} ({entry.call}): stands in the table already")
+        entries[key] = entry
     return list(entries.values())
 
 
-def _entry(found: dict[str, Any], device: str, arch: tuple[int, int], multiprocessors: int, where: str) -> Entry:
+def _entry(found: dict[str, Any], gpu: Gpu, where: str) -> Entry:
     dtype = _get(found, "dtype", str, where)
     if dtype not in DTYPES:
         raise TableError(f"{where}: dtype: got {dtype!r}, must be one of {', '.join(DTYPES)}")
-    sizes = [_get(found, name, int, where) for name in ("n_masks", "tokens", "out_features", "in_features")]
-    case = Case(device, arch, multiprocessors, DTYPES[dtype], *sizes)
-    where = f"{where} ({case})"
-    if not 1 <= case.n_masks <= 16 or min(sizes) < 1:
+    n_masks, tokens = _get(found, "n_masks", int, where), _get(found, "tokens", int, where)
+    shape = _get(found, "out_features", int, where), _get(found, "in_features", int, where)
+    if not 1 <= n_masks <= 16 or min(tokens, *shape) < 1:
         raise TableError(f"{where}: n_masks must be 1 to 16, and every size at least 1")
+    call = LayerCall.contiguous(torch.device("cuda"), DTYPES[dtype], n_masks, tokens, *shape)
+    where = f"{where} ({call})"
     config = _config(_get(found, "config", dict, where), f"{where}: config")
-    problem = violation(config, case)
+    problem = config.violation(call, gpu)
     if problem is not None:
         raise TableError(f"{where}: config: {problem}")
     model = _config(_get(found, "model", dict, where), f"{where}: model")
     times = [_get(found, name, float, where) for name in ("microseconds", "model_microseconds")]
     if not min(times) > 0:
         raise TableError(f"{where}: microseconds must be more than 0")
-    return Entry(case, config, times[0], model, times[1])
+    return Entry(gpu, call, config, times[0], model, times[1])
 
 
 def _config(found: dict[str, Any], where: str) -> LaunchConfig:
-    kernel: Any = _get(found, "kernel", str, where)
-    if kernel not in get_args(KernelName):
-        raise TableError(f"{where}: kernel: got {kernel!r}, must be one of {', '.join(get_args(KernelName))}")
-    kinds: dict[str, type] = {field.name: type(field.default) for field in fields(LaunchConfig)[1:]}
+    kernel = _get(found, "kernel", str, where)
+    if kernel not in CONFIGS:
+        raise TableError(f"{where}: kernel: got {kernel!r}, must be one of {', '.join(CONFIGS)}")
+    kinds: dict[str, type] = {field.name: type(field.default) for field in fields(CONFIGS[kernel])}
     settings: dict[str, Any] = {name: _get(found, name, kinds[name], where) for name in found if name in kinds}
     unknown = sorted(found.keys() - kinds.keys() - {"kernel"})
     if unknown:
-        raise TableError(f"{where}: {unknown[0]}: not a setting of a launch")
-    return LaunchConfig(kernel, **settings)
+        raise TableError(f"{where}: {unknown[0]}: not a setting of a launch of {kernel}")
+    return CONFIGS[kernel](**settings)
 
 
 def _get(found: Mapping[str, Any], name: str, kind: type[_T], where: str) -> _T:

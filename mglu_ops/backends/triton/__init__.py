@@ -1,26 +1,29 @@
 """MGLU as Triton kernels, for few tokens: the choice where CUDA code cannot be built.
 
-`matvec` is the kernel for one token, `matmul` the one for several, `configs` how they are launched. Triton is
-imported at the first call, and not with this package, which may be asked `unsupported_reason` without it.
-Deterministic: no atomics, and sums in one order.
+`matvec` is the kernel for one token, `matmul` the one for several, `configs` says how they are launched. Triton is
+imported when the first call is prepared, and not with this package, which may be asked `unsupported_reason` without
+it. The kernels are deterministic: they use no atomics, and sum in one order.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
+from ...layer_call import LayerCall, as_rows
+from ...masks import packed_width
+from ..base import Backend, PreparedCall
 from .configs import MAX_TOKENS
 
 if TYPE_CHECKING:
     from .configs import Config
 
 MAX_WIDE_TOKENS = 8
-"""float32 goes token by token: past this, library GEMMs are faster."""
+"""The most tokens in float32, which runs token by token: beyond this, library GEMMs are faster."""
 
 
 @cache
@@ -50,40 +53,35 @@ def _device_reason(device: torch.device) -> str | None:
     )
 
 
-def unsupported_reason(
-    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None
-) -> str | None:
-    """Why `forward` cannot take this call, or None where it can. x is `[tokens, in_features]`."""
-    if x.dtype is torch.float64:
-        return "the Triton kernels sum in float32, which is too narrow for float64"
-    most = MAX_WIDE_TOKENS if x.dtype is torch.float32 else MAX_TOKENS
-    if x.shape[0] > most:
-        return f"the Triton kernels are for {most} tokens at most in {x.dtype}, got {x.shape[0]}"
-    for name, tensor in (("x", x), ("weight", weight), ("packed_masks", packed_masks)):
-        if tensor.shape[1] * tensor.stride(1) >= 2**31:
-            return f"{name}: its columns lie more than 2**31 elements apart, past the Triton kernels' offsets in a row"
-    return _device_reason(x.device)
+class Triton(Backend):
+    """The backend of this package."""
 
+    name: ClassVar[str] = "triton"
 
-def forward(
-    x: Tensor,
-    weight: Tensor,
-    packed_masks: Tensor,
-    activation: str,
-    route_weights: Tensor | None,
-    *,
-    config: Config | None = None,
-) -> Tensor:
-    """MGLU of x `[tokens, in_features]`, `[tokens, out_features]` in x's dtype.
+    def unsupported_reason(self, call: LayerCall) -> str | None:
+        if call.dtype is torch.float64:
+            return "the Triton kernels sum in float32, which is too narrow for float64"
+        most = MAX_WIDE_TOKENS if call.dtype is torch.float32 else MAX_TOKENS
+        if call.tokens > most:
+            return f"the Triton kernels are for {most} tokens at most in {call.dtype}, got {call.tokens}"
+        columns = (
+            ("x", call.in_features, call.x),
+            ("weight", call.in_features, call.weight),
+            ("packed_masks", packed_width(call.in_features), call.masks),
+        )
+        for name, size, layout in columns:
+            if size * layout.strides[1] >= 2**31:
+                return f"{name}: its columns lie more than 2**31 elements apart, past the offsets of the Triton kernels"
+        return _device_reason(call.device)
 
-    Args:
-        x: float16, bfloat16 or float32, of any strides, as the other tensors.
-        weight: `[out_features, in_features]`, x's dtype.
-        packed_masks: uint8 `[out_features, ceil(in_features / 8), n_masks]`.
-        activation: a name of `mglu_ops.activations.ACTIVATIONS`.
-        route_weights: floating `[tokens, n_masks]`, or None.
-        config: how to launch, in place of the tuned choice (for tests and tuning).
-    """
-    from .launch import launch
+    def prepare(self, call: LayerCall, launch: Config | None = None) -> PreparedCall:
+        """Import the kernels. Triton itself compiles and keeps them; `launch` replaces the tuned configuration."""
+        from .launch import launch as run
 
-    return launch(x, weight, packed_masks, activation, route_weights, config)
+        activation, shape = call.activation, call.result_shape
+
+        def prepared(x: Tensor, weight: Tensor, packed_masks: Tensor, route_weights: Tensor | None) -> Tensor:
+            routes = None if route_weights is None else as_rows(route_weights)
+            return run(as_rows(x), weight, packed_masks, activation, routes, launch).view(shape)
+
+        return prepared

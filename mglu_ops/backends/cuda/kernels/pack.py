@@ -1,4 +1,4 @@
-"""Masks to bits on a GPU, in one pass over them (`csrc/cuda/pack.cu`)."""
+"""Masks to bits on a GPU, in one pass over them (csrc/cuda/pack.md)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ...masks import packed_width
-from .driver import Launch
-from .plan import ELEMENTS, load_kernel
+from ....masks import packed_width
+from ..driver import Launch
+from ..launch import load_kernel
+from .base import ELEMENTS
 
-# What follows the pointers in `PackParams`.
-CONSTANTS = struct.Struct("3q3i4x")
 KINDS = {**ELEMENTS, torch.bool: 3}
-"""Dtype -> MGLU_ELEMENT: logits, which are packed by `> 0`, and bool masks."""
-THREADS = 256
+"""The codes of what is packed: logits, by `> 0`, and bool masks."""
+
+_THREADS = 256
+_CONSTANTS = struct.Struct("3q3i4x")
+"""What follows the pointers in `PackParams`."""
 
 
 def pack(masks: Tensor, arch: tuple[int, int], stream: int) -> Tensor:
@@ -52,12 +54,12 @@ def _launch(
     """Loaded into the context of `device`, which is the current one."""
     n_masks, out_features, in_features = shape
     octets = out_features * packed_width(in_features)
-    defines = {"MGLU_ELEMENT": KINDS[dtype], "MGLU_N_MASKS": n_masks}
+    macros = {"MGLU_ELEMENT": KINDS[dtype], "MGLU_N_MASKS": n_masks}
     return Launch(
-        load_kernel(device, "pack", f"sm_{arch[0]}{arch[1]}", defines),
-        (-(-octets // THREADS), 1),
-        THREADS,
+        load_kernel(device, "pack", f"sm_{arch[0]}{arch[1]}", macros),
+        (-(-octets // _THREADS), 1),
+        _THREADS,
         0,
         overlap=False,
-        constants=CONSTANTS.pack(*strides, out_features, in_features, int(vector)),
+        constants=_CONSTANTS.pack(*strides, out_features, in_features, int(vector)),
     )

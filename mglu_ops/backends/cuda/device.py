@@ -1,0 +1,80 @@
+"""What the launch configurations depend on of a GPU. It is asked of the device, or known for an architecture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+RESERVED_SHARED_BYTES_PER_BLOCK = 1024
+"""Shared memory that the driver keeps of every block for itself."""
+
+MOST_THREADS_PER_BLOCK = 1024
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, as far as launches depend on it.
+
+    Attributes:
+        name: as the driver calls it, for tables of launches.
+        arch: compute capability.
+        multiprocessors: the number of SMs.
+        shared_bytes_per_sm: shared memory of an SM.
+        threads_per_sm: threads that an SM holds at once.
+    """
+
+    name: str
+    arch: tuple[int, int]
+    multiprocessors: int
+    shared_bytes_per_sm: int
+    threads_per_sm: int
+
+
+@cache
+def gpu_of(device: int) -> Gpu:
+    """The GPU of a CUDA device index."""
+    found = torch.cuda.get_device_properties(device)
+    return Gpu(
+        name=found.name,
+        arch=(found.major, found.minor),
+        multiprocessors=found.multi_processor_count,
+        shared_bytes_per_sm=found.shared_memory_per_multiprocessor,
+        threads_per_sm=found.max_threads_per_multi_processor,
+    )
+
+
+_KIB = 1024
+KNOWN_GPUS: dict[tuple[int, int], Gpu] = {
+    gpu.arch: gpu
+    for gpu in (
+        Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 164 * _KIB, 2048),
+        Gpu("NVIDIA A10", (8, 6), 72, 100 * _KIB, 1536),
+        Gpu("NVIDIA Jetson AGX Orin", (8, 7), 16, 164 * _KIB, 1536),
+        Gpu("NVIDIA L40S", (8, 9), 142, 100 * _KIB, 1536),
+        Gpu("NVIDIA H200", (9, 0), 132, 228 * _KIB, 2048),
+        Gpu("NVIDIA B200", (10, 0), 148, 228 * _KIB, 2048),
+        Gpu("NVIDIA B300", (10, 3), 148, 228 * _KIB, 2048),
+        Gpu("NVIDIA Jetson AGX Thor", (11, 0), 20, 228 * _KIB, 1536),
+        Gpu("NVIDIA RTX PRO 6000 Blackwell", (12, 0), 188, 100 * _KIB, 1536),
+    )
+}
+"""One GPU of each architecture, for code that is compiled where no such GPU is (NVIDIA's data sheets)."""
+
+
+def gpu_of_architecture(arch: tuple[int, int]) -> Gpu:
+    """The GPU of an architecture: one of this machine, or else the one of `KNOWN_GPUS`.
+
+    Raises:
+        ValueError: neither is there.
+    """
+    for device in range(torch.cuda.device_count()):
+        if gpu_of(device).arch == arch:
+            return gpu_of(device)
+    if arch not in KNOWN_GPUS:
+        known = ", ".join(f"sm_{major}{minor}" for major, minor in KNOWN_GPUS)
+        raise ValueError(
+            f"arch: got sm_{arch[0]}{arch[1]}, of which no GPU is in this machine, must be one of {known} elsewhere"
+        )
+    return KNOWN_GPUS[arch]

@@ -1,0 +1,178 @@
+"""What the kernels of `mglu::forward` have in common: a launch configuration, and how calls look to all of them."""
+
+from __future__ import annotations
+
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import torch
+
+from ....activations import ACTIVATIONS
+from ....layer_call import LayerCall
+from ..device import MOST_THREADS_PER_BLOCK, RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
+from ..launch import LaunchSequence
+
+ELEMENTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+"""The codes of the dtypes in `csrc/cuda/element.cuh`."""
+
+_SIZES_AND_STRIDES = struct.Struct("9q4i")
+"""What follows the pointers in `Params` of csrc/cuda/params.cuh."""
+
+
+@dataclass(frozen=True)
+class LaunchConfig(ABC):
+    """How a kernel is launched: the compile-time constants of its source, and what its grid follows from.
+
+    Each kernel has a subclass in the module of its name, whose fields are its settings.
+    """
+
+    kernel: ClassVar[str]
+    """The name of the kernel, which is that of its source file too."""
+
+    def settings(self) -> dict[str, int]:
+        """The fields that differ from their defaults."""
+        found = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
+        return {name: value for name, (value, default) in found.items() if value != default}
+
+    def __str__(self) -> str:
+        return f"{self.kernel}({', '.join(f'{name}={value}' for name, value in self.settings().items())})"
+
+    @property
+    @abstractmethod
+    def threads(self) -> int:
+        """Threads of a block."""
+
+    @abstractmethod
+    def shared_bytes(self, call: LayerCall) -> int:
+        """Dynamic shared memory that a block uses."""
+
+    @abstractmethod
+    def grid(self, call: LayerCall, gpu: Gpu) -> tuple[int, int]:
+        """Blocks in x and in y."""
+
+    @abstractmethod
+    def macros(self, call: LayerCall) -> dict[str, int]:
+        """The macros that the kernel's source is compiled with."""
+
+    @abstractmethod
+    def sequence(self, call: LayerCall, gpu: Gpu, device: int) -> LaunchSequence:
+        """Compile and load what runs a call on a device, which is the current one."""
+
+    @abstractmethod
+    def _violations(self, call: LayerCall, gpu: Gpu) -> Iterator[str]:
+        """What the source's static assertions and the call's layout do not allow."""
+
+    def target(self, gpu: Gpu) -> str:
+        """The architecture that the kernel is compiled for."""
+        return f"sm_{gpu.arch[0]}{gpu.arch[1]}"
+
+    def sources(self, call: LayerCall, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
+        """All that is compiled for a call: `(kernel, target, macros)`."""
+        return [(self.kernel, self.target(gpu), self.macros(call))]
+
+    def requested_shared_bytes(self, call: LayerCall, gpu: Gpu) -> int:
+        """Dynamic shared memory that a launch asks for."""
+        return self.shared_bytes(call)
+
+    def resident_threads(self) -> int:
+        """Threads that an SM must be able to hold at once."""
+        return self.threads
+
+    def violation(self, call: LayerCall, gpu: Gpu) -> str | None:
+        """Why a launch with this configuration cannot run a call, or None if it can."""
+        return next(self._all_violations(call, gpu), None)
+
+    def _all_violations(self, call: LayerCall, gpu: Gpu) -> Iterator[str]:
+        for name, value in self.settings().items():
+            if not isinstance(value, bool) and value < 1:
+                yield f"{name}: got {value}, must be at least 1"
+                return
+        yield from self._violations(call, gpu)
+        if self.threads > MOST_THREADS_PER_BLOCK:
+            yield f"{self.threads} threads a block, more than {MOST_THREADS_PER_BLOCK}"
+        if self.resident_threads() > gpu.threads_per_sm:
+            yield f"{self.resident_threads()} threads an SM, more than {gpu.threads_per_sm}"
+        need = self.shared_bytes(call) + RESERVED_SHARED_BYTES_PER_BLOCK
+        if need > gpu.shared_bytes_per_sm:
+            yield f"{need} bytes of shared memory a block, more than {gpu.shared_bytes_per_sm}"
+
+
+def common_macros(call: LayerCall) -> dict[str, int]:
+    """The macros that every kernel of the operator has."""
+    return {
+        "MGLU_ELEMENT": ELEMENTS[call.dtype],
+        "MGLU_N_MASKS": call.n_masks,
+        "MGLU_ACTIVATION": ACTIVATIONS[call.activation].code,
+        "MGLU_ROUTE": -1 if call.route_dtype is None else ELEMENTS[call.route_dtype],
+    }
+
+
+def constants(call: LayerCall) -> bytes:
+    """The kernels' parameters behind the pointers: strides, sizes, and whether x can be read in whole vectors."""
+    strides = (*call.x.strides, *call.weight.strides, *call.masks.strides, *call.routes.strides)
+    sizes = call.tokens, call.out_features, call.in_features
+    return _SIZES_AND_STRIDES.pack(*strides, *sizes, int(x_is_vectorizable(call)))
+
+
+def x_is_vectorizable(call: LayerCall) -> bool:
+    """Whether 16-byte loads of x are aligned and contiguous."""
+    token, column = call.x.strides
+    return column == 1 and call.x.alignment == 16 and (call.tokens == 1 or token * call.dtype.itemsize % 16 == 0)
+
+
+def weight_is_vectorizable(call: LayerCall) -> bool:
+    """Whether rows of the weight are whole 16-byte vectors at aligned addresses, at strides of 32 bits in bytes."""
+    row, column = call.weight.strides
+    return (
+        call.in_features % 8 == 0
+        and column == 1
+        and call.weight.alignment == 16
+        and row * call.dtype.itemsize % 16 == 0
+        and row < 2**26
+    )
+
+
+def mask_alignment(call: LayerCall) -> int:
+    """The largest of 16, 8, 4, 1 that divides the address of every row of masks, in bytes.
+
+    It divides the length of a row too, so that whole vectors do not reach past the end of the last row. 0 where the
+    bytes of a row are not contiguous.
+    """
+    row, octet, mask = call.masks.strides
+    if not ((mask == 1 or call.n_masks == 1) and octet == call.n_masks and row < 2**26):
+        return 0
+    length = call.in_features // 8 * call.n_masks
+    return next(size for size in (16, 8, 4, 1) if call.masks.alignment % size == 0 and (row | length) % size == 0)
+
+
+def has_aligned_rows(call: LayerCall) -> bool:
+    """Whether rows of W and of the masks can be copied in whole vectors, as the 16-bit kernels do."""
+    return weight_is_vectorizable(call) and mask_alignment(call) >= 4 and call.in_features > 0
+
+
+def has_x_in_rows(call: LayerCall) -> bool:
+    """Whether the tensor memory accelerator can read x: rows of 16-byte vectors that do not overlap."""
+    return x_is_vectorizable(call) and (call.tokens == 1 or call.x.strides[0] >= call.in_features)
+
+
+def aligned_violations(kernel: str, call: LayerCall, rows: int) -> Iterator[str]:
+    """What the kernels for 16 bits ask of a call; `rows` is how many rows of W a block takes."""
+    if call.dtype is torch.float32:
+        yield f"{kernel} has no float32"
+    if call.in_features % 8 or not call.in_features:
+        yield f"{kernel} needs in_features that are a multiple of 8, got {call.in_features}"
+    if not has_aligned_rows(call):
+        yield f"{kernel} needs aligned rows of weight and packed_masks"
+    if call.out_features < rows:
+        yield f"rows: got {rows}, must be at most out_features {call.out_features}"
+
+
+def ceil_div(value: int, step: int) -> int:
+    return -(-value // step)
+
+
+def round_up(value: int, step: int) -> int:
+    return ceil_div(value, step) * step

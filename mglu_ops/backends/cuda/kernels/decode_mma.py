@@ -1,0 +1,222 @@
+"""The kernel for up to 16 tokens: warps stream W and its masks through shared memory into `mma`.
+
+Its page is csrc/cuda/decode_mma.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from ....layer_call import LayerCall
+from ..device import RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
+from ..driver import Launch
+from ..launch import LaunchSequence, load_kernel
+from .base import (
+    LaunchConfig,
+    aligned_violations,
+    ceil_div,
+    common_macros,
+    constants,
+    has_aligned_rows,
+    mask_alignment,
+    round_up,
+)
+
+ROWS = 16
+"""Rows of W in a tile: those of one `mma`."""
+
+
+@dataclass(frozen=True)
+class DecodeMma(LaunchConfig):
+    """A block has `tiles * split_k` warps. The `split_k` warps of a tile share its sum over k.
+
+    Each warp keeps `stages` stages of `sub` times 64 columns in flight in shared memory.
+    """
+
+    kernel = "decode_mma"
+
+    tiles: int = 1
+    """Tiles of 16 rows of W that a block computes."""
+    split_k: int = 1
+    stages: int = 2
+    sub: int = 1
+    mask_group: int = 1
+    """Masks whose bits a warp holds in registers at once; divides n_masks."""
+    block_tokens: int = 1
+    """Tokens that share a read of W. The kernel computes 8 columns at a time whatever their number."""
+    blocks_per_sm: int = 1
+    cluster: int = 1
+    """Neighbouring blocks that load x together (multicast): 1, or 2 on compute capability 9.0."""
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.tiles * self.split_k
+
+    def resident_threads(self) -> int:
+        return self.threads * self.blocks_per_sm
+
+    @property
+    def token_tiles(self) -> int:
+        """Columns of the `mma`, over 8."""
+        return ceil_div(self.block_tokens, 8)
+
+    @property
+    def stage_columns(self) -> int:
+        return 64 * self.sub
+
+    def token_columns(self, tokens: int) -> int:
+        """Columns of the `mma`'s result that are kept."""
+        return 1 if tokens == 1 else 8 * self.token_tiles
+
+    def mask_vector(self, n_masks: int) -> int:
+        """Bytes of the widest copy that divides a stage's row of masks."""
+        return 16 if self.stage_columns // 8 * n_masks % 16 == 0 else 8
+
+    def shared_bytes(self, call: LayerCall) -> int:
+        """Every warp's ring of stages, then x. At the end the sums take their place."""
+        warps = self.tiles * self.split_k
+        ring = self.stages * ROWS * self.stage_columns // 8 * (16 + call.n_masks)
+        columns = round_up(call.in_features, self.stage_columns)
+        sums = round_up(4 * (call.n_masks + 1) * ROWS * self.token_columns(call.tokens), 128)
+        rows_of_x = (columns * 2 + 16) * min(call.tokens, self.block_tokens)
+        return max(warps * ring + rows_of_x + 32, warps * sums)
+
+    def requested_shared_bytes(self, call: LayerCall, gpu: Gpu) -> int:
+        """So much that no SM takes more than `blocks_per_sm` blocks while another has none."""
+        share = gpu.shared_bytes_per_sm // (self.blocks_per_sm + 1)
+        return max(self.shared_bytes(call), share - RESERVED_SHARED_BYTES_PER_BLOCK + 128)
+
+    def grid(self, call: LayerCall, gpu: Gpu) -> tuple[int, int]:
+        blocks = ceil_div(call.out_features, ROWS * self.tiles) * ceil_div(call.tokens, self.block_tokens)
+        return round_up(blocks, self.cluster), 1
+
+    def macros(self, call: LayerCall) -> dict[str, int]:
+        return common_macros(call) | {
+            "MGLU_TILES": self.tiles,
+            "MGLU_SPLIT_K": self.split_k,
+            "MGLU_STAGES": self.stages,
+            "MGLU_MASK_VECTOR": min(self.mask_vector(call.n_masks), mask_alignment(call)),
+            "MGLU_BLOCKS_PER_SM": self.blocks_per_sm,
+            "MGLU_SUB": self.sub,
+            "MGLU_MASK_GROUP": self.mask_group,
+            "MGLU_TOKEN_TILES": self.token_tiles,
+            "MGLU_BLOCK_TOKENS": self.block_tokens,
+            "MGLU_TOKEN_COLUMNS": self.token_columns(call.tokens),
+            "MGLU_READ_ONCE": int(call.tokens <= self.block_tokens),
+            "MGLU_CLUSTER": self.cluster,
+        }
+
+    def sequence(self, call: LayerCall, gpu: Gpu, device: int) -> LaunchSequence:
+        kernel = Launch(
+            load_kernel(device, self.kernel, self.target(gpu), self.macros(call)),
+            self.grid(call, gpu),
+            self.threads,
+            self.requested_shared_bytes(call, gpu),
+            overlap=gpu.arch >= (9, 0),
+            constants=constants(call),
+        )
+        return LaunchSequence(kernel)
+
+    def _violations(self, call: LayerCall, gpu: Gpu) -> Iterator[str]:
+        yield from aligned_violations(self.kernel, call, ROWS)
+        if self.block_tokens > 16:
+            yield f"block_tokens: got {self.block_tokens}, must be 1 to 16"
+        if self.cluster > 1 and (self.cluster > 2 or gpu.arch != (9, 0) or call.tokens > self.block_tokens):
+            yield f"cluster: got {self.cluster}, must be 1, or 2 on compute capability 9.0 where a block has all tokens"
+        if self.sub not in (1, 2, 4):
+            yield f"sub: got {self.sub}, must be 1, 2 or 4"
+        swizzled = self.sub * call.n_masks % 16 == 0
+        whole_words = self.mask_group in (4, 8, 16) or (self.mask_group == call.n_masks and not swizzled)
+        if call.n_masks % self.mask_group or not whole_words:
+            yield f"mask_group: got {self.mask_group}, must divide n_masks {call.n_masks} into whole words"
+
+
+def choose(call: LayerCall, gpu: Gpu) -> DecodeMma | None:
+    """The launch of a call, or None where the kernel cannot run it.
+
+    In the batch-invariant mode the number of tokens decides nothing that the order of a sum depends on: every call runs
+    as one of 8 tokens does, and with at most 4 warps a tile, for 8 and more would add up a single token's masks in
+    another order (csrc/cuda/decode_mma.md).
+    """
+    if not has_aligned_rows(call) or call.dtype == torch.float32 or call.out_features < ROWS or gpu.arch < (8, 0):
+        return None
+    asked = replace(call, leading=(8,)) if call.batch_invariant else call
+    fitted = _fit(_preferred(asked, gpu), asked, gpu)
+    if fitted is None:
+        return None
+    if call.batch_invariant:
+        return replace(fitted, split_k=min(fitted.split_k, 4))
+    # Clusters of four take 1.6 times as long as pairs: not all of them seem to be resident at once.
+    pairs = gpu.arch == (9, 0) and 1 < call.tokens <= fitted.block_tokens
+    return replace(fitted, cluster=2) if pairs else fitted
+
+
+def most_tokens_on_hopper(call: LayerCall, gpu: Gpu) -> int:
+    """Up to how many tokens this kernel is faster than `tile_wgmma` for a layer, both of which could run it.
+
+    16 where x of 16 tokens fits into shared memory beside the rings and a block has few tiles, else 8: at 16 tokens it
+    takes two `mma` columns, but `tile_wgmma` takes longer to start (measurements: csrc/cuda/decode_mma.md).
+    """
+    sixteen = replace(call, leading=(16,))
+    preferred = _preferred(sixteen, gpu)
+    fits = _fit(preferred, sixteen, gpu) == preferred
+    return 16 if fits and preferred.tiles <= (6 if call.n_masks <= 8 else 2) else 8
+
+
+def _tiles_of_block(out_features: int, multiprocessors: int) -> int:
+    """Tiles of 16 rows, so that every SM gets one block, or as many as every other, with an equal share of the rows.
+
+    Then x is stored once an SM, and no SM waits for another.
+    """
+    tiles_of_sm = ceil_div(out_features, ROWS * multiprocessors)
+    waves = ceil_div(tiles_of_sm, 8)
+    return ceil_div(tiles_of_sm, waves)
+
+
+def _preferred(call: LayerCall, gpu: Gpu) -> DecodeMma:
+    """The launch for 1 to 16 tokens if shared memory were no limit.
+
+    Two or three warps for each of an SM's four schedulers, in powers of two along k. Where they are few, stages are
+    twice as long, if a warp has at least four of those; beyond 8 masks the rings are full as they are, except for a
+    warp that has all of k. Four masks at a time need the fewest registers; swizzled stages of 8 masks are read faster
+    whole. The measurements are in csrc/cuda/decode_mma.md.
+    """
+    n_masks = call.n_masks
+    tiles = _tiles_of_block(call.out_features, gpu.multiprocessors)
+    split_k = next(split for split in (8, 4, 2, 1) if split * tiles <= 12)
+    if n_masks <= 8:
+        few_warps = tiles * split_k <= (10 if n_masks <= 2 else 8)
+        long_stages = few_warps and call.in_features >= split_k * 4 * 128
+    else:
+        long_stages = split_k == 1
+    return DecodeMma(
+        tiles=tiles,
+        split_k=split_k,
+        sub=2 if long_stages else 1,
+        mask_group=4 if n_masks % 4 == 0 and not (n_masks == 8 and long_stages) else n_masks,
+        block_tokens=16 if call.tokens > 8 else 8,
+    )
+
+
+def _fit(config: DecodeMma, call: LayerCall, gpu: Gpu) -> DecodeMma | None:
+    """The nearest configuration whose blocks fit into an SM's shared memory, or None."""
+    while True:
+        need = config.shared_bytes(call) + RESERVED_SHARED_BYTES_PER_BLOCK
+        blocks = min(config.blocks_per_sm, gpu.shared_bytes_per_sm // need)
+        if blocks > 0:
+            return replace(config, blocks_per_sm=blocks)
+        if config.stages > 2:
+            config = replace(config, stages=config.stages - 1)
+        elif config.sub > 1:
+            config = replace(config, sub=config.sub // 2)
+        elif config.block_tokens > 2:  # x takes less room, and W is read again (mostly from L2) for the other tokens
+            config = replace(config, block_tokens=config.block_tokens // 2)
+        elif config.tiles > 1:
+            config = replace(config, tiles=config.tiles // 2)
+        elif config.split_k > 1:
+            config = replace(config, split_k=config.split_k // 2)
+        else:
+            return None

@@ -1,0 +1,57 @@
+"""The kernel for any call: a warp sums one row of W for a few tokens with scalar FMAs (csrc/cuda/plain.cu)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ....layer_call import LayerCall
+from ..device import Gpu
+from ..driver import Launch
+from ..launch import LaunchSequence, load_kernel
+from .base import LaunchConfig, ceil_div, common_macros, constants
+
+_MOST_GRID_Y = 65535
+
+MOST_TOKENS = 4 * _MOST_GRID_Y
+"""The most tokens that a grid of blocks of 4 tokens holds."""
+
+
+@dataclass(frozen=True)
+class Plain(LaunchConfig):
+    """A block of 8 warps computes 8 rows of the result for `block_tokens` tokens."""
+
+    kernel = "plain"
+
+    block_tokens: int = 1
+    """Tokens that share a read of W, 1 to 8."""
+
+    @property
+    def threads(self) -> int:
+        return 256
+
+    def shared_bytes(self, call: LayerCall) -> int:
+        return 0
+
+    def grid(self, call: LayerCall, gpu: Gpu) -> tuple[int, int]:
+        return ceil_div(call.out_features, self.threads // 32), ceil_div(call.tokens, self.block_tokens)
+
+    def macros(self, call: LayerCall) -> dict[str, int]:
+        return common_macros(call) | {"MGLU_TOKENS": self.block_tokens}
+
+    def sequence(self, call: LayerCall, gpu: Gpu, device: int) -> LaunchSequence:
+        kernel = load_kernel(device, self.kernel, self.target(gpu), self.macros(call))
+        return LaunchSequence(
+            Launch(kernel, self.grid(call, gpu), self.threads, 0, overlap=False, constants=constants(call))
+        )
+
+    def _violations(self, call: LayerCall, gpu: Gpu) -> Iterator[str]:
+        if self.block_tokens > 8:
+            yield f"block_tokens: got {self.block_tokens}, must be 1 to 8"
+        if self.grid(call, gpu)[1] > _MOST_GRID_Y:
+            yield f"{call.tokens} tokens are more than a grid of blocks of {self.block_tokens} holds"
+
+
+def choose(call: LayerCall, gpu: Gpu) -> Plain:
+    """One token alone or four at a time. In the batch-invariant mode always four, whose sums have another order."""
+    return Plain(block_tokens=1 if call.tokens == 1 and not call.batch_invariant else 4)

@@ -1,0 +1,188 @@
+"""The kernel for many tokens on compute capability 9.0: tiles of `wgmma`.
+
+Masks are sign flips of W, or the metadata of sparse products. Its page is csrc/cuda/tile_wgmma.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from ....layer_call import LayerCall
+from ..device import RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
+from ..driver import Launch
+from ..launch import LaunchSequence, load_kernel
+from ..tensor_map import MAP_BYTES, Matrix, TensorMaps
+from . import permute_x
+from .base import (
+    LaunchConfig,
+    aligned_violations,
+    ceil_div,
+    common_macros,
+    constants,
+    has_aligned_rows,
+    has_x_in_rows,
+    mask_alignment,
+    round_up,
+)
+
+ARCH = (9, 0)
+"""The one compute capability with `wgmma`."""
+
+MOST_STAGES = 12
+
+
+@dataclass(frozen=True)
+class TileWgmma(LaunchConfig):
+    """A block computes tiles of `rows` rows by `block_tokens` tokens, from stages of `sub` times 64 columns.
+
+    It has one producer warpgroup and, for every 64 rows, `mask_groups` consumer warpgroups.
+    """
+
+    kernel = "tile_wgmma"
+
+    rows: int = 64
+    """Rows of W in a tile. The last 64 of them may overlap those before."""
+    block_tokens: int = 8
+    stages: int = 2
+    sub: int = 1
+    mask_groups: int = 1
+    """Consumer warpgroups that share 64 rows, each with a part of the masks."""
+    passes: int = 1
+    """How often a tile goes over k, each time with an equal share of the masks: 4, or a multiple of it."""
+    steps: int = 4
+    """`wgmma`s of 16 columns that are issued as one group."""
+    sparse: bool = False
+    """Whether mask bits are the metadata of sparse `wgmma`: no sign is flipped, and x takes twice as many bytes."""
+    permuted: bool = False
+    """Whether `permute_x` first copies x, whatever its strides, with its columns in the order in which masks are read.
+    Otherwise x is read as it is, in rows of 16-byte vectors."""
+    cluster: int = 1
+    """Neighbouring blocks that load W and its masks together (multicast): 1 or 2."""
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.row_groups * self.mask_groups + 1)
+
+    @property
+    def row_groups(self) -> int:
+        """Groups of 64 rows in a tile."""
+        return ceil_div(self.rows, 64)
+
+    def target(self, gpu: Gpu) -> str:
+        """With the instructions of the architecture alone, among which `wgmma` is."""
+        return super().target(gpu) + "a"
+
+    def shared_bytes(self, call: LayerCall) -> int:
+        return self.stages * self._stage_bytes(call.n_masks) + self._fixed_bytes()
+
+    def _fixed_bytes(self) -> int:
+        """The sums that warpgroups of the same rows, or the passes of one, exchange."""
+        exchanges = self.mask_groups == 2 or self.passes > 1
+        return self.row_groups * self.block_tokens * 512 if exchanges else 0
+
+    def _stage_bytes(self, n_masks: int) -> int:
+        """One stage of the ring, with its barriers."""
+        x = self.block_tokens * (256 if self.sparse else 128)
+        barriers = 24 if self.sparse else 16
+        return round_up(self.sub * (x + self.rows * (128 + 8 * n_masks)), 1024) + barriers
+
+    def with_full_ring(self, n_masks: int, shared_bytes_per_sm: int) -> TileWgmma:
+        """The same with as many stages as the shared memory of an SM holds, up to 12."""
+        limit = shared_bytes_per_sm - RESERVED_SHARED_BYTES_PER_BLOCK - self._fixed_bytes()
+        return replace(self, stages=min(MOST_STAGES, limit // self._stage_bytes(n_masks)))
+
+    def grid(self, call: LayerCall, gpu: Gpu) -> tuple[int, int]:
+        token_tiles = ceil_div(ceil_div(call.tokens, self.block_tokens), self.cluster)
+        tiles = ceil_div(call.out_features, self.rows) * token_tiles
+        return self.cluster * min(tiles, gpu.multiprocessors // self.cluster), 1
+
+    def macros(self, call: LayerCall) -> dict[str, int]:
+        return common_macros(call) | {
+            "MGLU_TOKEN_COLUMNS": self.block_tokens,
+            "MGLU_BLOCK_ROWS": self.rows,
+            "MGLU_MASK_GROUPS": self.mask_groups,
+            "MGLU_PASSES": self.passes,
+            "MGLU_STAGES": self.stages,
+            "MGLU_SUB": self.sub,
+            "MGLU_STEPS": self.steps,
+            "MGLU_BULK_MASKS": int(mask_alignment(call) == 16),
+            "MGLU_SPARSE": int(self.sparse),
+            "MGLU_PERMUTED": int(self.permuted),
+            "MGLU_CLUSTER": self.cluster,
+        }
+
+    def sources(self, call: LayerCall, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
+        found = super().sources(call, gpu)
+        if self.permuted:
+            found.append((permute_x.NAME, self.target(gpu), permute_x.macros(self.block_tokens, self.sub)))
+        return found
+
+    def matrices(self, call: LayerCall) -> tuple[Matrix | None, Matrix, Matrix | None]:
+        """What is copied in boxes: x if it is not permuted, W, and the masks if their rows are aligned to 16 bytes."""
+        x = None
+        if not self.permuted:
+            pitch = 2 * (call.x.strides[0] if call.tokens > 1 else call.in_features)
+            x = Matrix(2, call.in_features, call.tokens, pitch, 64, min(self.block_tokens, call.tokens), swizzle=True)
+        rows = self.rows // self.cluster
+        weight = Matrix(2, call.in_features, call.out_features, call.weight.strides[0] * 2, 64, rows, swizzle=True)
+        if mask_alignment(call) < 16:
+            return x, weight, None
+        width = call.in_features // 8 * call.n_masks
+        box = 8 * call.n_masks * (1 + call.n_masks % 2)  # a multiple of 16 bytes: an odd number goes by two chunks
+        pitch = call.masks.strides[0]
+        return x, weight, Matrix(1, width, call.out_features, pitch, box, rows, swizzle=call.n_masks == 16)
+
+    def sequence(self, call: LayerCall, gpu: Gpu, device: int) -> LaunchSequence:
+        kernel = Launch(
+            load_kernel(device, self.kernel, self.target(gpu), self.macros(call)),
+            self.grid(call, gpu),
+            self.threads,
+            self.requested_shared_bytes(call, gpu),
+            overlap=True,
+            constants=constants(call) + bytes(3 * MAP_BYTES),
+        )
+        x, *weights = self.matrices(call)
+        maps = TensorMaps(*weights)
+        if x is not None:
+            return LaunchSequence(kernel, maps=maps, x_maps=TensorMaps(x))
+        tile = self.block_tokens, self.sub
+        permute = permute_x.launch(call, gpu, device, self.target(gpu), *tile)
+        return LaunchSequence(kernel, permute, permute_x.copy_bytes(call, *tile), maps)
+
+    def _violations(self, call: LayerCall, gpu: Gpu) -> Iterator[str]:
+        yield from aligned_violations(self.kernel, call, self.rows)
+        if not self.permuted and not has_x_in_rows(call):
+            yield f"{self} needs rows of x that are aligned and do not overlap"
+        if gpu.arch != ARCH:
+            yield f"tile_wgmma is for compute capability 9.0, got {gpu.arch[0]}.{gpu.arch[1]}"
+        if self.rows % 16 or self.rows < 64:
+            yield f"rows: got {self.rows}, must be a multiple of 16, at least 64"
+        if self.block_tokens % 8:
+            yield f"block_tokens: got {self.block_tokens}, must be a multiple of 8"
+        if self.cluster > 2:
+            yield f"cluster: got {self.cluster}, must be 1 or 2"
+        if self.permuted and self.sparse:
+            yield "permuted: not with sparse products, which spread x as it is"
+        if self.steps not in (1, 2, 4):
+            yield f"steps: got {self.steps}, must be 1, 2 or 4"
+        if self.mask_groups not in (1, 2):
+            yield f"mask_groups: got {self.mask_groups}, must be 1 or 2"
+        if self.row_groups * self.mask_groups > 4:
+            yield f"{self.row_groups * self.mask_groups} consumer warpgroups, more than 4"
+        if self.passes > 1 and call.n_masks % (4 * self.passes):
+            yield f"passes: got {self.passes}, must divide n_masks {call.n_masks} into multiples of 4"
+        masks = call.n_masks // self.passes
+        if self.mask_groups > masks:
+            yield f"mask_groups: got {self.mask_groups}, more than the masks of a pass"
+        elif not self.sparse and self.sub * (4 // self.steps) * ((masks + 1) // self.mask_groups) < 2:
+            yield f"steps: got {self.steps}, must be less where a stage is one group of wgmmas"
+        if call.n_masks % 2 and self.sub % 2:
+            yield f"sub: got {self.sub}, must be even for an odd number of masks"
+
+
+def can_run(call: LayerCall, gpu: Gpu) -> bool:
+    """Whether some launch of the kernel can run a call."""
+    return has_aligned_rows(call) and call.dtype != torch.float32 and call.out_features >= 64 and gpu.arch == ARCH

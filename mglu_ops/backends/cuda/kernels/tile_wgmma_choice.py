@@ -1,0 +1,269 @@
+"""Which launch of `tile_wgmma` a call gets: the one that a cost model finds fastest (csrc/cuda/tile_wgmma.md).
+
+The model adds up, for a launch, the waves of tiles, in each of which an SM multiplies while it reads the next stages,
+and the reading of W, once a pass, from memory or from L2. Its constants were fitted to measured times; `python -m
+mglu_ops tune --fit` fits them to another GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from math import ceil
+
+from ....layer_call import LayerCall
+from ..device import Gpu
+from . import decode_mma
+from .base import ceil_div, has_x_in_rows, round_up
+from .tile_wgmma import TileWgmma, can_run
+
+# Widths of a tile that the source has the instruction for, and its heights.
+_TOKEN_COLUMNS = (16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192)
+_TILE_ROWS = (64, 80, 96, 112, 128)
+
+
+def choose(call: LayerCall, gpu: Gpu) -> TileWgmma | None:
+    """The launch of a call, or None where the kernel cannot run it or `decode_mma` is faster.
+
+    In the batch-invariant mode the kernel takes any number of tokens, with dense products of a permuted x alone:
+    however its tiles are chosen then, each sum goes up k in one accumulator.
+    """
+    if not can_run(call, gpu):
+        return None
+    if not call.batch_invariant and call.tokens <= decode_mma.most_tokens_on_hopper(call, gpu):
+        return None
+    must_permute = call.batch_invariant or not has_x_in_rows(call)
+    one_warpgroup = call.out_features <= 64 * gpu.multiprocessors
+    if call.n_masks > 2 and call.tokens <= _most_sparse_tokens(call.n_masks, one_warpgroup) and not must_permute:
+        return _sparse_tile(call, gpu)
+    return fastest(call, gpu, must_permute, H200_COSTS)
+
+
+# --- Sparse products of few tokens -----------------------------------------------------------------------------------
+
+
+def _most_sparse_tokens(n_masks: int, one_warpgroup: bool) -> int:
+    """Up to how many tokens sparse products of two and more masks are worth their wider x.
+
+    The more masks, the more sign flips they save. `one_warpgroup`: an SM has 64 rows of W, so that nothing hides the
+    flips of its one consumer warpgroup.
+    """
+    if n_masks <= 4:
+        return 32 if one_warpgroup or n_masks == 4 else 24
+    return 40 if n_masks <= 6 or 9 <= n_masks <= 13 or (one_warpgroup and n_masks <= 8) else 32
+
+
+def _sparse_tile(call: LayerCall, gpu: Gpu) -> TileWgmma:
+    """One tile of tokens, and as few waves of rows as possible.
+
+    A wave of two warpgroups takes a third longer than one of a single warpgroup, which waits for itself.
+    """
+    n_masks = call.n_masks
+    columns = max(16, round_up(call.tokens, 8))
+    config = TileWgmma(block_tokens=columns, sub=_sub_of_sparse(n_masks, columns), sparse=True)
+    if not _fits_sparse(n_masks, 1, columns):
+        config = replace(config, rows=64, mask_groups=2)
+    else:
+        fitting = [rows for rows in _TILE_ROWS if rows <= call.out_features]
+        waves = {rows: _waves(ceil_div(call.out_features, rows), gpu.multiprocessors) for rows in fitting}
+        config = replace(config, rows=min(fitting, key=lambda rows: waves[rows] * (3 if rows == 64 else 4)))
+    return _filled(config, n_masks, gpu.shared_bytes_per_sm, least_stages=4)
+
+
+def _fits_sparse(n_masks: int, groups: int, columns: int) -> bool:
+    """Whether a thread has registers for its sums and for the bits and the metadata of its masks.
+
+    With more, ptxas spills, or it makes products wait for each other (11 masks of 24 columns).
+    """
+    share = ceil_div(n_masks + 1, groups)
+    return share * (columns // 2 + 1) <= 153 and (n_masks < 16 or groups == 2)
+
+
+def _sub_of_sparse(n_masks: int, columns: int) -> int:
+    """64-column chunks of a stage: there are no registers for two with 16 masks of 32 tokens."""
+    return 1 if n_masks == 16 and columns == 32 else 2
+
+
+# --- The launches that the model compares ----------------------------------------------------------------------------
+
+
+def fastest(call: LayerCall, gpu: Gpu, must_permute: bool, costs: CostModel) -> TileWgmma:
+    """The launch of the least time by the model. Of equal times the first is taken, with fewer rows a block."""
+
+    def suits(config: TileWgmma) -> bool:
+        width = config.block_tokens
+        narrow = width < call.tokens + 16 or width == _TOKEN_COLUMNS[0]
+        return narrow and config.rows <= call.out_features and (config.cluster == 1 or call.tokens > width)
+
+    candidates = filter(suits, launches(call.n_masks, must_permute, gpu.shared_bytes_per_sm))
+    return min(candidates, key=lambda config: costs.microseconds(config, call, gpu))
+
+
+@cache
+def launches(n_masks: int, must_permute: bool, shared_bytes_per_sm: int) -> tuple[TileWgmma, ...]:
+    """All launches with registers enough, and with at least three stages in shared memory."""
+    filled = (_filled(shape, n_masks, shared_bytes_per_sm, least_stages=3) for shape in _shapes(n_masks, must_permute))
+    return tuple(config for config in filled if config.stages >= 3)
+
+
+def _filled(config: TileWgmma, n_masks: int, shared_bytes_per_sm: int, least_stages: int) -> TileWgmma:
+    """The launch with as many stages as there is room for, shorter ones where too few long ones fit."""
+    filled = config.with_full_ring(n_masks, shared_bytes_per_sm)
+    shorter = filled.stages < least_stages and n_masks % 2 == 0
+    return replace(config, sub=1).with_full_ring(n_masks, shared_bytes_per_sm) if shorter else filled
+
+
+def _shapes(n_masks: int, must_permute: bool) -> Iterator[TileWgmma]:
+    """The launches for which a thread has the registers."""
+    for groups, passes in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (2, 3), (1, 4), (2, 4)):
+        masks = n_masks // passes
+        if groups > masks or (passes > 1 and (n_masks % passes or masks % 4)):
+            continue
+        for columns in _TOKEN_COLUMNS:
+            accumulators = ceil_div(masks + 1, groups) * columns // 2  # registers of a thread
+            if accumulators > (192 if n_masks <= 2 else 168):
+                continue
+            for rows in _TILE_ROWS if groups == 1 else (64,):
+                tile = TileWgmma(rows=rows, block_tokens=columns, mask_groups=groups, passes=passes)
+                variants = list(_variants(tile, n_masks, accumulators, must_permute))
+                # With several passes the blocks of a cluster hold each other up.
+                clusters = (1, 2) if passes == 1 else (1,)
+                yield from (replace(variant, cluster=cluster) for cluster in clusters for variant in variants)
+
+
+def _variants(tile: TileWgmma, n_masks: int, accumulators: int, must_permute: bool) -> Iterator[TileWgmma]:
+    """The ways in which a tile can multiply: x as it is, x permuted, and sparse products.
+
+    Stages are as long as registers allow: long ones cost fewer instructions.
+    """
+    one_group, columns = tile.mask_groups == 1, tile.block_tokens
+    as_it_is = not must_permute and tile.passes == 1
+    may_permute = not as_it_is or n_masks > 4 or (n_masks == 4 and one_group)
+    for permuted in (False, True):
+        if may_permute if permuted else as_it_is:
+            # Beside more accumulators there are registers for the fragments of two steps only.
+            most = 66 if not one_group else 128 if n_masks == 1 else 168 if permuted and n_masks == 4 else 100
+            yield replace(tile, sub=2, steps=4 if accumulators <= most else 2, permuted=permuted)
+    pays = n_masks >= 2 and columns <= _most_sparse_tokens(n_masks, tile.rows == 64)
+    if pays and as_it_is and _fits_sparse(n_masks, tile.mask_groups, columns):
+        yield replace(tile, sub=_sub_of_sparse(n_masks, columns), sparse=True)
+
+
+# --- The cost model --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ProductCosts:
+    """What products cost in one kind of launch, in columns: the time that a product of one column takes.
+
+    Attributes:
+        flips: the sign flips of a product's fragment of W, which its `wgmma` waits for.
+        gap: what passes between two products of a warpgroup.
+        fragments: loading a fragment of W and preparing it, once a pass.
+    """
+
+    flips: float
+    gap: float
+    fragments: float
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """The constants of the model for one GPU.
+
+    Attributes:
+        column_us: microseconds for the product of 64 rows and one column of tokens, for each column of in_features.
+        dram_bytes_per_us: what the memory gives.
+        l2_bytes_per_us: what L2 gives all SMs together.
+        permute_us: the launch of `permute_x`.
+        exchange_us: at the end of a tile, while the second of two warpgroups of the same rows waits for the first.
+        overlapped_flips: the part of a product's columns that its sign flips do not hide.
+        cluster: the factor by which pairs of blocks multiply faster, whose reads of W take less power.
+        serial: the part of the shorter of multiplying and reading that the longer does not hide.
+        serial_alone: the same for a warpgroup that is alone on its SM, which waits for its own stages.
+        last_wave: what the last wave of many costs, in waves.
+        mask_columns: reading the bits of 1 to 3, of 4 and of more masks for an x that is not permuted, in columns.
+        alone, of_rows, of_masks: products of one consumer warpgroup, of two with rows of their own, of two that share
+            64 rows.
+        sparse_alone, sparse_of_rows, sparse_of_masks: the same for sparse products.
+    """
+
+    column_us: float
+    dram_bytes_per_us: float
+    l2_bytes_per_us: float
+    permute_us: float
+    exchange_us: float
+    overlapped_flips: float
+    cluster: float
+    serial: float
+    serial_alone: float
+    last_wave: float
+    mask_columns: tuple[float, float, float]
+    alone: ProductCosts
+    of_rows: ProductCosts
+    of_masks: ProductCosts
+    sparse_alone: ProductCosts
+    sparse_of_rows: ProductCosts
+    sparse_of_masks: ProductCosts
+
+    def microseconds(self, config: TileWgmma, call: LayerCall, gpu: Gpu) -> float:
+        """The time of a launch, without the 3 us that every launch takes."""
+        shared_rows = config.mask_groups == 2
+        token_tiles = round_up(ceil_div(call.tokens, config.block_tokens), config.cluster)
+        waves = _waves(token_tiles * ceil_div(call.out_features, config.rows), gpu.multiprocessors, self.last_wave)
+        columns = config.row_groups * self._columns(config, call.n_masks)
+        multiplying = waves * (columns * call.in_features * self.column_us + (self.exchange_us if shared_rows else 0))
+        bytes_of_column = 2 + call.n_masks / 8  # of a row of W and of its masks
+        from_memory = call.out_features * bytes_of_column / self.dram_bytes_per_us
+        bytes_of_tile = config.rows * bytes_of_column / config.cluster + 2 * min(config.block_tokens, call.tokens)
+        from_l2 = waves * gpu.multiprocessors * bytes_of_tile / self.l2_bytes_per_us
+        reading = config.passes * call.in_features * max(from_memory, from_l2)
+        serial = self.serial_alone if config.rows == 64 and not shared_rows else self.serial
+        total = max(multiplying, reading) + serial * min(multiplying, reading)
+        return total + (self.permute_us if config.permuted else 0)
+
+    def _columns(self, config: TileWgmma, n_masks: int) -> float:
+        """What a tile costs of 64 rows and one chunk of k, in columns."""
+        shared_rows = config.mask_groups == 2
+        if config.sparse:
+            by_kind = self.sparse_alone, self.sparse_of_rows, self.sparse_of_masks
+        else:
+            by_kind = self.alone, self.of_rows, self.of_masks
+        costs = by_kind[2 if shared_rows else 0 if config.rows == 64 else 1]
+        width = config.block_tokens
+        product = max(costs.flips + self.overlapped_flips * width, costs.gap + width)
+        products = n_masks + (config.passes if shared_rows else 1)
+        # For an x that is not permuted a warp reads four times the bytes of masks: four masks as one word.
+        of_mask = self.mask_columns[1 if n_masks == 4 and not shared_rows else 0 if n_masks < 8 else 2]
+        bits = 0 if config.permuted or config.sparse else config.mask_groups * n_masks * of_mask
+        columns = products * product + config.passes * costs.fragments + bits
+        return columns * self.cluster if config.cluster > 1 else columns
+
+
+def _waves(blocks: int, multiprocessors: int, last_wave: float = 0.4) -> float:
+    """Waves of blocks, one block an SM: the last blocks of many waves run beside each other."""
+    waves = blocks / multiprocessors
+    return ceil(waves) if waves <= 4 else waves + last_wave
+
+
+H200_COSTS = CostModel(
+    column_us=2e-5,
+    dram_bytes_per_us=4.2e6,
+    l2_bytes_per_us=7e6,
+    permute_us=2.2,
+    exchange_us=1.0,
+    overlapped_flips=0.65,
+    cluster=0.98,
+    serial=0.05,
+    serial_alone=0.2,
+    last_wave=0.4,
+    mask_columns=(2, 1.5, 5),
+    alone=ProductCosts(37, 28, 49),
+    of_rows=ProductCosts(24, 0, 40),
+    of_masks=ProductCosts(31, 0, 118),
+    sparse_alone=ProductCosts(0, 9, 105),
+    sparse_of_rows=ProductCosts(0, 11, 57),
+    sparse_of_masks=ProductCosts(0, 10, 140),
+)
+"""The constants for an H200."""

@@ -1,0 +1,165 @@
+"""The description of one call of `mglu::forward`: shapes, dtypes, memory layout and device, without any values.
+
+A call is described once, when it is seen for the first time. Which backend runs it, which kernel, with which launch
+configuration and which constants, all follow from the `LayerCall` alone. Calls with the same `metadata_key` have the
+same description, so that later calls find what was prepared for the first.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import batch_invariance
+from .masks import packed_width
+
+Key = tuple[object, ...]
+
+_MOST_ALIGNED = 16
+"""Bytes. No kernel loads more at once, so a larger alignment makes no difference."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the elements of a tensor are.
+
+    Attributes:
+        strides: in elements.
+        alignment: the largest power of two up to 16 that divides the address, in bytes.
+    """
+
+    strides: tuple[int, ...]
+    alignment: int = _MOST_ALIGNED
+
+    @staticmethod
+    def of(tensor: Tensor) -> Layout:
+        return Layout(tensor.stride(), _alignment(tensor.data_ptr()))
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """A call of the operator with fixed masks.
+
+    Attributes:
+        device: where all its tensors are.
+        dtype: that of x, the weight and the result.
+        leading: the sizes of x before `in_features`.
+        out_features: rows of the weight.
+        in_features: columns of the weight.
+        n_masks: 1 to 16.
+        activation: a name of `mglu_ops.activations.ACTIVATIONS`.
+        route_dtype: the dtype of the route weights; None without them.
+        x: the layout of x as `[tokens, in_features]`.
+        weight: the layout of the weight, `[out_features, in_features]`.
+        masks: the layout of the packed masks, `[out_features, ceil(in_features / 8), n_masks]`.
+        routes: the layout of the route weights as `[tokens, n_masks]`.
+        batch_invariant: whether a row of the result must not depend on the number of tokens.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    leading: tuple[int, ...]
+    out_features: int
+    in_features: int
+    n_masks: int
+    activation: str
+    route_dtype: torch.dtype | None
+    x: Layout
+    weight: Layout
+    masks: Layout
+    routes: Layout
+    batch_invariant: bool = False
+
+    @staticmethod
+    def of(
+        x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", route_weights: Tensor | None = None
+    ) -> LayerCall:
+        """Describe a call whose arguments have been checked. Reads no value.
+
+        x and the route weights are taken as their rows (`as_rows`), which may be copies.
+        """
+        return LayerCall(
+            device=x.device,
+            dtype=x.dtype,
+            leading=tuple(x.shape[:-1]),
+            out_features=weight.shape[0],
+            in_features=weight.shape[1],
+            n_masks=packed_masks.shape[2],
+            activation=activation,
+            route_dtype=None if route_weights is None else route_weights.dtype,
+            x=Layout.of(as_rows(x)),
+            weight=Layout.of(weight),
+            masks=Layout.of(packed_masks),
+            routes=Layout((0, 0)) if route_weights is None else Layout.of(as_rows(route_weights)),
+            batch_invariant=batch_invariance.enabled,
+        )
+
+    @staticmethod
+    def contiguous(
+        device: torch.device,
+        dtype: torch.dtype,
+        n_masks: int,
+        tokens: int,
+        out_features: int,
+        in_features: int,
+        activation: str = "silu",
+        route_dtype: torch.dtype | None = None,
+    ) -> LayerCall:
+        """Describe a call of contiguous tensors at aligned addresses, for which launches are measured and compiled."""
+        width = packed_width(in_features)
+        return LayerCall(
+            device=device,
+            dtype=dtype,
+            leading=(tokens,),
+            out_features=out_features,
+            in_features=in_features,
+            n_masks=n_masks,
+            activation=activation,
+            route_dtype=route_dtype,
+            x=Layout((in_features, 1)),
+            weight=Layout((in_features, 1)),
+            masks=Layout((width * n_masks, n_masks, 1)),
+            routes=Layout((0, 0) if route_dtype is None else (n_masks, 1)),
+        )
+
+    @property
+    def tokens(self) -> int:
+        return math.prod(self.leading)
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        return (*self.leading, self.out_features)
+
+    def __str__(self) -> str:
+        shape = f"{self.out_features} x {self.in_features}"
+        return f"{str(self.dtype)[6:]}, n_masks {self.n_masks}, {self.tokens} tokens, {shape}"
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """`[..., n]` as `[tokens, n]`, also where a size is 0. A copy where the strides allow no view."""
+    return tensor if tensor.dim() == 2 else tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+
+
+def _alignment(address: int) -> int:
+    return min(address & -address, _MOST_ALIGNED) if address else _MOST_ALIGNED
+
+
+def metadata_key(x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None) -> Key:
+    """All that the checks of a call and its `LayerCall` depend on, for tensors of any rank.
+
+    This runs in every eager call, so it only collects what the tensors have at hand: strides are read only of tensors
+    whose shape does not tell them.
+    """
+    route: Key | None = None
+    if route_weights is not None:
+        route = (route_weights.dtype, route_weights.device, route_weights.shape, route_weights.stride())
+    masks = packed_masks
+    return (
+        batch_invariance.enabled, activation, route,
+        x.dtype, x.device, x.shape, x.is_contiguous() or x.stride(), x.data_ptr() & 15,
+        weight.dtype, weight.device, weight.shape, weight.is_contiguous() or weight.stride(), weight.data_ptr() & 15,
+        masks.dtype, masks.device, masks.shape, masks.is_contiguous() or masks.stride(), masks.data_ptr() & 15,
+    )  # fmt: skip
