@@ -42,7 +42,7 @@ _LADDERS: dict[str, dict[str, tuple[int, ...]]] = {
 def starts(call: LayerCall, gpu: Gpu) -> list[LaunchConfig]:
     """Where the search begins: the choice for the call, and for other numbers of tokens, other layers and other GPUs.
 
-    Added to these are pairs of blocks that share 128 rows and have half of the tokens each, with both kinds of products.
+    Added to these are pairs of blocks that share 128 rows and have half of the tokens each, dense and sparse.
     """
     found = [
         without_tables(call, gpu),

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 import strategies as s
 import torch
+from backend_calls import run_on
 from budgets import BUDGET, NAIVE_FACTOR, assert_matches, relative_error
 from cpu_calls import oracle, run
 from hypothesis import given
@@ -28,7 +29,7 @@ from hypothesis import strategies as st
 from strategies import make_layer
 
 from mglu_ops import dispatch
-from mglu_ops.backends import cpu
+from mglu_ops.backends import BACKENDS
 from mglu_ops.backends.cpu import build, library
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -77,7 +78,7 @@ def test_activations(isa, activation):
     # One weight is the gate's, the other the value's: act(x_0) * x_1 with x_1 = 1.
     x = torch.stack((gates, torch.ones_like(gates)), 1)
     packed = torch.ops.mglu.pack_masks(torch.tensor([[[True, False]]]))
-    result = cpu.forward(x, torch.ones(1, 2), packed, activation, None, isa=isa)[:, 0]
+    result = run_on("cpu", x, torch.ones(1, 2), packed, activation, None, launch=isa)[:, 0]
     exact = s.ACTIVATIONS[activation].forward(gates.double())
     # gelu at -5 is a difference from 1 that torch itself takes in the dtype: exact to the rounding of 1, times x.
     limit = 4e-7 * exact.abs() + 1.5e-7 * gates.abs().clamp(max=6) + 1e-12
@@ -138,9 +139,9 @@ def test_subnormal_and_extreme_float16(isa):
     weight = torch.tensor([[1.0], [2.0**-10], [1.00098]], dtype=torch.float16)
     packed = torch.ops.mglu.pack_masks(torch.zeros(1, 3, 1, dtype=torch.bool))
     for rows in (x, x[:2]):  # gate 0: half the value under a sigmoid
-        result = cpu.forward(rows, weight, packed, "sigmoid", None, isa=isa)
+        result = run_on("cpu", rows, weight, packed, "sigmoid", None, launch=isa)
         assert torch.equal(result, (rows.float() @ weight.float().T / 2).half())
-    large = cpu.forward(x[4:], weight, packed, "sigmoid", torch.tensor([[2.0]]), isa=isa)
+    large = run_on("cpu", x[4:], weight, packed, "sigmoid", torch.tensor([[2.0]]), launch=isa)
     assert torch.equal(large, torch.tensor([[65504.0, 63.96875, math.inf]]).half())
 
 
@@ -304,7 +305,7 @@ def test_the_choice_and_its_override(monkeypatch):
         dispatch.forward(layer.x.double(), layer.weight.double(), *call[2:], backend="cpu")
     monkeypatch.setattr(library, "_loaded", "there is no compiler in this test")
     with pytest.raises(build.BuildError, match="no compiler in this test"):
-        run(layer)
+        BACKENDS["cpu"].prepare(LayerCall.of(*call))
     with pytest.raises(ValueError, match="no compiler in this test"):
         dispatch.forward(*call, backend="cpu")
     with pytest.warns(UserWarning, match="composite: .*no compiler in this test"):

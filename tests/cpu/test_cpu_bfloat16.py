@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import strategies as s
 import torch
+from backend_calls import run_on
 from budgets import BUDGET, NAIVE_FACTOR, assert_matches, relative_error
 from cpu_calls import oracle, run
 from hypothesis import given
@@ -79,7 +80,7 @@ def test_activations(isa, activation):
     gates = torch.linspace(-30, 30, 2001).bfloat16()
     x = torch.stack((gates, torch.ones_like(gates)), 1)  # one weight is the gate's, the other the value's, which is 1
     packed = torch.ops.mglu.pack_masks(torch.tensor([[[True, False]]]))
-    result = cpu.forward(x, torch.ones(1, 2).bfloat16(), packed, activation, None, isa=isa)[:, 0]
+    result = run_on("cpu", x, torch.ones(1, 2).bfloat16(), packed, activation, None, launch=isa)[:, 0]
     exact = s.ACTIVATIONS[activation].forward(gates.double())
     limit = 2.0**-8 * exact.abs() + 2e-7 * gates.double().abs().clamp(max=6) + 1e-12
     assert ((result.double() - exact).abs() <= limit).all()

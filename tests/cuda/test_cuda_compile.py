@@ -9,16 +9,19 @@ import importlib
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from mglu_ops.backends.cuda import plan
-from mglu_ops.backends.cuda.choice import choose
+from mglu_ops.backends.cuda import DecodeMma, LaunchConfig, TileWgmma
+from mglu_ops.backends.cuda.choice import without_tables
 from mglu_ops.backends.cuda.compiler import source_directory
-from mglu_ops.backends.cuda.config import LaunchConfig, shared_limit
+from mglu_ops.backends.cuda.device import KNOWN_GPUS, RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
+from mglu_ops.backends.cuda.kernels import permute_x
+from mglu_ops.layer_call import LayerCall
 
 ARCHITECTURES = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
 REGISTERS_PER_SM = 65536
@@ -33,28 +36,25 @@ def _nvrtc() -> Any:
     return nvrtc
 
 
-def _problem(
-    arch: tuple[int, int],
+def layer_call(
     dtype: torch.dtype,
     n_masks: int,
     tokens: int,
+    shape: tuple[int, int] = (8192, 2048),
+    *,
     mask_alignment: int = 16,
-) -> plan.Problem:
-    return plan.Problem(
-        arch=arch,
-        dtype=dtype,
-        n_masks=n_masks,
-        tokens=tokens,
-        out_features=8192,
-        in_features=2048,
-        activation="silu",
-        route_dtype=None,
-        weight_aligned=True,
-        mask_alignment=mask_alignment,
-        x_vectorizable=True,
-        strides=(2048, 1, 2048, 1, 256 * n_masks, n_masks, 1, 0, 0),
-        multiprocessors=132,
-    )
+    x_alignment: int = 16,
+) -> LayerCall:
+    call = LayerCall.contiguous(torch.device("cuda"), dtype, n_masks, tokens, *shape)
+    return replace(call, masks=replace(call.masks, alignment=mask_alignment), x=replace(call.x, alignment=x_alignment))
+
+
+def launch_of(call: LayerCall, gpu: Gpu) -> Any:
+    """The launch of a call; its class is for the tests to check."""
+    return without_tables(call, gpu)
+
+
+HOPPER = KNOWN_GPUS[9, 0]
 
 
 def _compile(kernel: str, name: str, defines: dict[str, int], tmp_path: Path) -> str:
@@ -83,15 +83,15 @@ def _compile(kernel: str, name: str, defines: dict[str, int], tmp_path: Path) ->
     return log.decode()
 
 
-def _check(problem: plan.Problem, config: LaunchConfig, tmp_path: Path) -> None:
-    log = _compile(config.kernel, plan.target(problem.arch, config), plan.defines(problem, config), tmp_path)
+def _check(call: LayerCall, gpu: Gpu, config: LaunchConfig, tmp_path: Path) -> None:
+    log = _compile(config.kernel, config.target(gpu), config.macros(call), tmp_path)
     registers = re.search(r"Used (\d+) registers", log)
     spills = re.search(r"(\d+) bytes spill stores", log)
     assert registers is not None, log
     assert spills is not None, log
-    assert int(spills[1]) == 0, f"{config} for {problem.arch}: {log}"
+    assert int(spills[1]) == 0, f"{config} for {gpu.arch}: {log}"
     assert "serialized" not in log, f"wgmmas wait for each other in {config}: {log}"
-    assert int(registers[1]) * config.threads * config.blocks_per_sm <= REGISTERS_PER_SM, f"{config}: {log}"
+    assert int(registers[1]) * config.resident_threads() <= REGISTERS_PER_SM, f"{config}: {log}"
 
 
 @pytest.mark.parametrize(
@@ -99,79 +99,86 @@ def _check(problem: plan.Problem, config: LaunchConfig, tmp_path: Path) -> None:
     [(1, 1), (1, 3), (1, 4), (1, 8), (1, 16), (8, 1), (8, 4), (8, 7), (8, 16), (16, 3), (16, 8), (16, 15), (16, 16)],
 )
 @pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
-def test_fast_kernels(arch: tuple[int, int], tokens: int, n_masks: int, tmp_path: Path) -> None:
+def test_decode_mma_compiles_without_spills(arch: tuple[int, int], tokens: int, n_masks: int, tmp_path: Path) -> None:
     for dtype in (torch.float16, torch.bfloat16) if n_masks == 4 else (torch.float16,):
         shape = (14336, 4096) if tokens == 1 else (4096, 1024)  # long stages, and short ones
-        config = choose(arch, dtype, n_masks, tokens, *shape, aligned=True)
-        assert config.kernel == "decode_mma"
-        _check(_problem(arch, dtype, n_masks, tokens), config, tmp_path)
+        call = layer_call(dtype, n_masks, tokens, shape)
+        config = launch_of(call, KNOWN_GPUS[arch])
+        assert isinstance(config, DecodeMma)
+        _check(call, KNOWN_GPUS[arch], config, tmp_path)
 
 
 @pytest.mark.parametrize("tokens", [32, 64, 8192])
 @pytest.mark.parametrize("n_masks", [1, 4, 8, 9, 16])
-def test_tile_kernel(n_masks: int, tokens: int, tmp_path: Path) -> None:
-    dtype = torch.bfloat16 if n_masks == 4 else torch.float16
-    config = choose((9, 0), dtype, n_masks, tokens, 8192, 2048, aligned=True)
-    assert config.kernel == "tile_wgmma"
-    problem = _problem((9, 0), dtype, n_masks, tokens)
-    _check(problem, config, tmp_path)
-    if config.turned:
-        _compile("permute_x", "sm_90a", plan.turn_defines(config), tmp_path)
+def test_tile_wgmma_compiles_without_spills(n_masks: int, tokens: int, tmp_path: Path) -> None:
+    call = layer_call(torch.bfloat16 if n_masks == 4 else torch.float16, n_masks, tokens)
+    config = launch_of(call, HOPPER)
+    assert isinstance(config, TileWgmma)
+    _check(call, HOPPER, config, tmp_path)
+    if config.permuted:
+        _compile(permute_x.NAME, "sm_90a", permute_x.macros(config.block_tokens, config.sub), tmp_path)
     elif not config.sparse:  # as it is for an x of other layouts
-        config = choose((9, 0), dtype, n_masks, tokens, 8192, 2048, aligned=True, x_in_rows=False)
-        assert config.turned
-        _check(problem, config, tmp_path)
+        config = launch_of(layer_call(call.dtype, n_masks, tokens, x_alignment=8), HOPPER)
+        assert config.permuted
+        _check(call, HOPPER, config, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("n_masks", "tokens"),
     [(2, 24), (8, 32), (9, 32), (10, 32), (11, 24), (12, 24), (13, 24), (15, 16), (16, 16), (16, 32)],
 )
-def test_sparse_tiles_where_registers_are_fewest(n_masks: int, tokens: int, tmp_path: Path) -> None:
-    config = choose((9, 0), torch.bfloat16, n_masks, tokens, 14336, 4096, aligned=True)
+def test_sparse_tiles_compile_without_spills_where_registers_are_fewest(
+    n_masks: int, tokens: int, tmp_path: Path
+) -> None:
+    call = layer_call(torch.bfloat16, n_masks, tokens, (14336, 4096))
+    config = launch_of(call, HOPPER)
     assert config.sparse
-    _check(_problem((9, 0), torch.bfloat16, n_masks, tokens), config, tmp_path)
+    _check(call, HOPPER, config, tmp_path)
 
 
 @pytest.mark.parametrize(("n_masks", "tokens"), [(3, 64), (8, 80), (16, 64)])
-def test_sparse_tiles_of_small_layers(n_masks: int, tokens: int, tmp_path: Path) -> None:
-    config = choose((9, 0), torch.bfloat16, n_masks, tokens, 4096, 1024, aligned=True)
+def test_sparse_tiles_of_small_layers_compile_without_spills(n_masks: int, tokens: int, tmp_path: Path) -> None:
+    call = layer_call(torch.bfloat16, n_masks, tokens, (4096, 1024))
+    config = launch_of(call, HOPPER)
     assert config.sparse
     assert config.block_tokens < tokens
     assert config.cluster == 2
-    _check(_problem((9, 0), torch.bfloat16, n_masks, tokens), config, tmp_path)
+    _check(call, HOPPER, config, tmp_path)
 
 
 @pytest.mark.parametrize("tokens", [32, 64])
-def test_tile_kernel_reads_masks_that_the_copy_engine_cannot(tokens: int, tmp_path: Path) -> None:
-    problem = _problem((9, 0), torch.float16, 3, tokens, mask_alignment=8)
-    config = choose((9, 0), torch.float16, 3, tokens, 8192, 2048, aligned=True)
+def test_tile_wgmma_compiles_for_masks_without_a_tensor_map(tokens: int, tmp_path: Path) -> None:
+    call = layer_call(torch.float16, 3, tokens, mask_alignment=8)
+    config = launch_of(call, HOPPER)
     assert config.sparse == (tokens == 32)
-    assert plan.matrices(problem, config)[2] is None
-    _check(problem, config, tmp_path)
+    assert config.matrices(call)[2] is None
+    _check(call, HOPPER, config, tmp_path)
 
 
 @pytest.mark.parametrize("n_masks", range(1, 17))
 def test_tiles_cover_all_rows_and_tokens(n_masks: int) -> None:
     for tokens, out_features in ((9, 64), (17, 100), (64, 14336), (1000, 8192), (8192, 8192)):
-        config = choose((9, 0), torch.float16, n_masks, tokens, out_features, 4096, aligned=True)
+        call = layer_call(torch.float16, n_masks, tokens, (out_features, 4096))
+        config = launch_of(call, HOPPER)
         assert config.kernel == "tile_wgmma" or tokens <= 16
         if config.kernel == "tile_wgmma":
             assert config.rows <= out_features
             assert config.stages >= 3
-            assert config.turned_bytes(tokens, 4096) >= tokens * 4096 * 2
-            assert config.turned_bytes(tokens, 4096) % (8 * 128) == 0  # whole warps of permute_x
-            assert not (config.turned and config.sparse)
+            copy = permute_x.copy_bytes(call, config.block_tokens, config.sub)
+            assert copy >= tokens * 4096 * 2
+            assert copy % (8 * 128) == 0  # whole warps of permute_x
+            assert not (config.permuted and config.sparse)
             assert config.threads <= 384
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
-def test_plain_kernel(arch: tuple[int, int], dtype: torch.dtype, tmp_path: Path) -> None:
+def test_plain_compiles_without_spills(arch: tuple[int, int], dtype: torch.dtype, tmp_path: Path) -> None:
     for n_masks, tokens in ((3, 1), (16, 4)):
-        config = choose(arch, dtype, n_masks, tokens, 8192, 2048, aligned=False)
+        call = layer_call(dtype, n_masks, tokens, mask_alignment=1)
+        config = launch_of(call, KNOWN_GPUS[arch])
         assert config.kernel == "plain"
-        _check(_problem(arch, dtype, n_masks, tokens), config, tmp_path)
+        _check(call, KNOWN_GPUS[arch], config, tmp_path)
 
 
 @pytest.mark.parametrize("n_masks", range(1, 17))
@@ -179,22 +186,26 @@ def test_plain_kernel(arch: tuple[int, int], dtype: torch.dtype, tmp_path: Path)
 @pytest.mark.parametrize("in_features", [8, 2048, 4096, 14336, 65536])
 def test_shared_memory_fits(in_features: int, tokens: int, n_masks: int) -> None:
     for arch in ARCHITECTURES:
-        config = choose(arch, torch.float16, n_masks, tokens, 8192, in_features, aligned=True)
-        shared = config.shared_bytes(n_masks, tokens, in_features)
-        assert config.blocks_per_sm * (shared + 1024) <= shared_limit(arch) or config.kernel == "plain"
-        if config.kernel == "decode_mma":  # as many blocks an SM as are meant to be there, and no more
-            reserved = config.reserved_bytes(arch, n_masks, tokens, in_features)
-            assert reserved >= shared
-            assert shared_limit(arch) // (reserved + 1024) == config.blocks_per_sm
+        gpu = KNOWN_GPUS[arch]
+        call = layer_call(torch.float16, n_masks, tokens, (8192, in_features))
+        config = launch_of(call, gpu)
+        shared = config.shared_bytes(call)
+        assert config.violation(call, gpu) is None
+        if isinstance(config, DecodeMma):  # as many blocks an SM as are meant to be there, and no more
+            requested = config.requested_shared_bytes(call, gpu)
+            assert requested >= shared
+            blocks = gpu.shared_bytes_per_sm // (requested + RESERVED_SHARED_BYTES_PER_BLOCK)
+            assert blocks == config.blocks_per_sm
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
 @pytest.mark.parametrize("out_features", [16, 2048, 8192, 9728, 14336, 28672])
-def test_few_tokens_fill_the_schedulers(out_features: int, arch: tuple[int, int]) -> None:
+def test_warps_of_few_tokens_fill_the_schedulers(out_features: int, arch: tuple[int, int]) -> None:
+    gpu = replace(KNOWN_GPUS[arch], multiprocessors=132)
     for n_masks in (5, 8, 12, 16):
-        config = choose(arch, torch.bfloat16, n_masks, 8, out_features, 2048, aligned=True)
+        config = launch_of(layer_call(torch.bfloat16, n_masks, 8, (out_features, 2048)), gpu)
+        assert isinstance(config, DecodeMma)
         warps = config.tiles * config.split_k
-        assert config.kernel == "decode_mma"
         assert 7 <= warps <= 12
         assert warps / (4 * -(-warps // 4)) > 0.8
 

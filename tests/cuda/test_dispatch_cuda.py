@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -12,9 +13,13 @@ import torch
 
 import mglu_ops
 from mglu_ops import dispatch
-from mglu_ops.backends import cuda, known
-from mglu_ops.backends.cuda import launch_tables, plan
+from mglu_ops.backends import BACKENDS, cuda
+from mglu_ops.backends.cuda import CudaCall, DecodeMma, TileWgmma, launch_tables
+from mglu_ops.backends.cuda.choice import choose
+from mglu_ops.backends.cuda.device import KNOWN_GPUS
+from mglu_ops.backends.cuda.kernels import CONFIGS, permute_x, tile_wgmma
 from mglu_ops.backends.cuda.tensor_map import MAP_BYTES, Matrix
+from mglu_ops.layer_call import LayerCall
 
 
 class OnGpu:
@@ -61,16 +66,17 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def set_gpu(monkeypatch: pytest.MonkeyPatch, arch: tuple[int, int]) -> None:
-    monkeypatch.setattr(cuda, "_device_facts", lambda device: (arch, 132, "NVIDIA H200"))
+    gpu = replace(KNOWN_GPUS.get(arch, KNOWN_GPUS[8, 0]), arch=arch)
+    monkeypatch.setattr(cuda, "gpu_of", lambda device: gpu)
 
 
 def test_explain_names_the_kernel_its_launch_and_where_that_comes_from() -> None:
     for tokens, kernel in ((1, "decode_mma"), (8, "decode_mma"), (64, "tile_wgmma"), (5000, "tile_wgmma")):
         choice = mglu_ops.explain(*layer(tokens))
         assert (choice.backend, choice.kernel, choice.is_fallback) == ("cuda", kernel, False)
-        assert choice.launch_origin == "the model of costs"
+        assert choice.launch_origin == "the cost model"
         assert str(choice).startswith(f"cuda {kernel}(")
-        assert "by the model of costs: the masks are applied on chip" in str(choice)
+        assert "by the cost model: the masks are applied on chip" in str(choice)
     assert "tiles=7" in str(mglu_ops.explain(*layer(8)))
     choice = mglu_ops.explain(*layer(8, dtype=torch.float32))
     assert (choice.kernel, choice.is_fallback) == ("plain", False)  # there is no other in float32
@@ -79,14 +85,15 @@ def test_explain_names_the_kernel_its_launch_and_where_that_comes_from() -> None
 
 
 def test_explain_reads_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = cuda.LaunchConfig("decode_mma", tiles=4, block_tokens=8)
-    case = launch_tables.Case("NVIDIA H200", (9, 0), 132, torch.bfloat16, 4, 8, 14336, 4096)
-    entry = launch_tables.Entry(case, config, 30.0, config, 40.0)
-    monkeypatch.setattr(launch_tables, "_all_tables", lambda: {case: launch_tables.Found(entry, launch_tables.FOLDER)})
+    config = DecodeMma(tiles=4, block_tokens=8)
+    call = LayerCall.contiguous(torch.device("cuda:0"), torch.bfloat16, 4, 8, 14336, 4096)
+    entry = launch_tables.Entry(KNOWN_GPUS[9, 0], call, config, 30.0, config, 40.0, launch_tables.FOLDER)
+    key = launch_tables._key(call, KNOWN_GPUS[9, 0])
+    monkeypatch.setattr(launch_tables, "_all_tables", lambda: {key: entry})
     choice = mglu_ops.explain(*layer(8))
     assert choice.launch == config
     assert "the table" in choice.launch_origin
-    assert mglu_ops.explain(*layer(7)).launch_origin == "the model of costs"
+    assert mglu_ops.explain(*layer(7)).launch_origin == "the cost model"
 
 
 @pytest.mark.parametrize(
@@ -121,7 +128,7 @@ def test_older_gpus_take_few_tokens_on_chip(monkeypatch: pytest.MonkeyPatch) -> 
     assert mglu_ops.explain(*layer(512)).kernel == "decode_mma"
     assert mglu_ops.explain(*layer(513)).backend == "composite"
     set_gpu(monkeypatch, (7, 5))
-    monkeypatch.setattr(dispatch.triton, "unsupported_reason", lambda *arguments: None)
+    monkeypatch.setattr(type(BACKENDS["triton"]), "unsupported_reason", lambda backend, call: None)
     choice = mglu_ops.explain(*layer(1))
     assert (choice.backend, choice.is_fallback) == ("triton", True)
     assert "compute capability (7, 5) is below 8.0" in choice.reason
@@ -184,23 +191,23 @@ def test_in_the_mode_what_cannot_be_invariant_is_refused(monkeypatch: pytest.Mon
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes of results in the order of launches; plans launch nothing."""
+    """The shapes of the results in the order of calls, which launch nothing."""
     shapes: list[tuple[int, ...]] = []
 
-    def run(call: cuda.Call, x: Any, *rest: Any) -> torch.Tensor:
-        shapes.append(call.shape)
-        return torch.empty(call.shape)
+    def run(call: CudaCall, x: Any, *rest: Any) -> torch.Tensor:
+        shapes.append(call._shape)
+        return torch.empty(call._shape)
 
     class NoDevice:
         def __init__(self, device: int) -> None: ...
         def __enter__(self) -> None: ...
         def __exit__(self, *_: object) -> None: ...
 
-    monkeypatch.setattr(cuda.Call, "__call__", run)
-    monkeypatch.setattr(cuda, "build", lambda problem, config: None)
+    monkeypatch.setattr(CudaCall, "__call__", run)
+    for config in CONFIGS.values():
+        monkeypatch.setattr(config, "sequence", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "device", NoDevice)
-    monkeypatch.setattr(dispatch, "_calls", {})
-    monkeypatch.setattr(cuda, "_calls", {})
+    monkeypatch.setattr(dispatch, "_prepared", {})
     return shapes
 
 
@@ -265,16 +272,15 @@ def test_a_view_of_known_rows_is_known_from_its_second_call_on(launched: list[tu
     assert result.shape == (2, 3, 64)
 
 
-def test_rows_that_have_to_be_copied_are_known_by_their_copies(
+def test_a_call_whose_rows_have_to_be_copied_is_known_too(
     launched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, weight, packed = layer(1, d=64, h=64)
-    x = OnGpu(torch.empty(3, 2, 64, dtype=torch.bfloat16).transpose(0, 1))
+    x: Any = OnGpu(torch.empty(3, 2, 64, dtype=torch.bfloat16).transpose(0, 1))
     assert dispatch.forward(x, weight, packed, "silu", None).shape == (2, 3, 64)
     monkeypatch.setattr(dispatch, "choose", None)
-    assert dispatch.repeat(x, weight, packed, "silu", None) is None
-    assert dispatch.forward(x, weight, packed, "silu", None).shape == (2, 3, 64)
-    assert launched == [(6, 64), (6, 64)]
+    assert dispatch.repeat(x, weight, packed, "silu", None) is not None
+    assert launched == [(2, 3, 64), (2, 3, 64)]
 
 
 def test_none_for_a_tensor_is_left_to_the_checks() -> None:
@@ -286,7 +292,7 @@ def test_none_for_a_tensor_is_left_to_the_checks() -> None:
 def test_memory_is_bounded_and_shared_by_threads(
     launched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(known, "CALLS_KEPT", 8)
+    monkeypatch.setattr(dispatch, "CALLS_KEPT", 8)
     calls = [layer(tokens, d=64, h=64) for tokens in range(1, 21)]
 
     def work() -> None:
@@ -301,7 +307,7 @@ def test_memory_is_bounded_and_shared_by_threads(
     for thread in threads:
         thread.join()
     assert len(launched) == 4 * 5 * len(calls)
-    assert len(dispatch._calls) <= 8 + len(threads)
+    assert len(dispatch._prepared) <= 8 + len(threads)
 
 
 class Recorder:
@@ -317,9 +323,11 @@ class Recorder:
         self.calls.append((self.kernel, addresses, maps))
 
 
-@pytest.mark.parametrize(("n_masks", "turned"), [(1, False), (8, True)])
-def test_tiles_are_told_where_matrices_are(n_masks: int, turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A map is encoded once for each address: of x, which many layers share, apart from a layer's W and masks."""
+@pytest.mark.parametrize(("n_masks", "permuted"), [(1, False), (8, True)])
+def test_tensor_maps_are_encoded_once_for_each_address(
+    n_masks: int, permuted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The map of x, which many layers share, is kept apart from those of a layer's W and masks."""
     encoded: list[int] = []
 
     def encode(_: Matrix, pointer: int) -> bytes:
@@ -327,26 +335,24 @@ def test_tiles_are_told_where_matrices_are(n_masks: int, turned: bool, monkeypat
         return bytes([pointer]) * MAP_BYTES
 
     monkeypatch.setattr(Matrix, "encode", encode)
-    monkeypatch.setattr(plan, "load_kernel", lambda _device, name, *_: name)
-    monkeypatch.setattr(plan, "Launch", Recorder)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for module in (tile_wgmma, permute_x):
+        monkeypatch.setattr(module, "load_kernel", lambda _device, name, *_: name)
+        monkeypatch.setattr(module, "Launch", Recorder)
     Recorder.calls.clear()
-    strides = (4096, 1, 4096, 1, 512 * n_masks, n_masks, 1, 0, 0)
-    built = plan.build(
-        plan.Problem(
-            (9, 0), torch.float16, n_masks, 64, 14336, 4096, "silu", None, True, 16, True, strides, multiprocessors=132
-        )
-    )
-    assert (built.config.kernel, built.config.turned) == ("tile_wgmma", turned)
-    assert (built.workspace > 0) is turned
+    call = LayerCall.contiguous(torch.device("cuda:0"), torch.float16, n_masks, 64, 14336, 4096)
+    config = choose(call, KNOWN_GPUS[9, 0]).config
+    assert isinstance(config, TileWgmma)
+    assert config.permuted == permuted
+    sequence = config.sequence(call, KNOWN_GPUS[9, 0], 0)
+    assert (sequence.workspace_bytes > 0) is permuted
     workspace, route, out = 9, 0, 8
     for x, weight, masks in ((1, 2, 3), (1, 2, 3), (4, 2, 3), (1, 5, 6)):
-        built.launch(7, workspace, x, weight, masks, route, out)
+        sequence(7, workspace, x, weight, masks, route, out)
         last, addresses, maps = Recorder.calls[-1]
-        boxed = (weight, masks) if turned else (x, weight, masks)
+        boxed = (weight, masks) if permuted else (x, weight, masks)
         assert (last, maps) == ("tile_wgmma", b"".join(bytes([one]) * MAP_BYTES for one in boxed))
-        assert addresses == (7, workspace if turned else x, weight, masks, route, out)
-        if turned:
+        assert addresses == (7, workspace if permuted else x, weight, masks, route, out)
+        if permuted:
             assert Recorder.calls[-2] == ("permute_x", (7, x, 0, 0, 0, workspace), None)
-    assert encoded == [2, 3, *([] if turned else [1, 4]), 5, 6]
-    assert len(Recorder.calls) == (8 if turned else 4)
+    assert encoded == [2, 3, *([] if permuted else [1, 4]), 5, 6]
+    assert len(Recorder.calls) == (8 if permuted else 4)

@@ -12,18 +12,23 @@ from typing import Any
 import pytest
 import torch
 
-from mglu_ops.backends.cuda import launch_tables, plan
-from mglu_ops.backends.cuda.config import LaunchConfig
+from mglu_ops.backends.cuda import DecodeMma, LaunchConfig, TileWgmma, launch_tables
+from mglu_ops.backends.cuda.choice import LaunchChoice, choose, without_tables
+from mglu_ops.backends.cuda.device import KNOWN_GPUS
 from mglu_ops.backends.cuda.launch_tables import Entry, TableError
-from mglu_ops.backends.cuda.limits import Case, violation
+from mglu_ops.layer_call import LayerCall
 from mglu_ops.tuning.candidates import neighbours, starts
-from mglu_ops.tuning.search import problem_of
 
-H200 = ("NVIDIA H200", (9, 0), 132)
+
+def contiguous(n_masks: int, tokens: int, d: int, h: int, dtype: torch.dtype = torch.bfloat16) -> LayerCall:
+    return LayerCall.contiguous(torch.device("cuda"), dtype, n_masks, tokens, d, h)
+
+
+H200 = KNOWN_GPUS[9, 0]
 ENVIRONMENT = {"device": "NVIDIA H200", "compute_capability": [9, 0], "multiprocessors": 132}
-CASE = Case(*H200, torch.bfloat16, 4, 1, 16384, 4096)
-MODEL = plan.model_choice(problem_of(CASE))
-BETTER = replace(MODEL, stages=3)
+CALL = contiguous(4, 1, 16384, 4096)
+MODEL = without_tables(CALL, H200)
+BETTER = replace(MODEL, stages=3)  # type: ignore[call-arg] # of DecodeMma
 
 
 @pytest.fixture(autouse=True)
@@ -33,15 +38,16 @@ def fresh() -> Iterator[None]:
     launch_tables._all_tables.cache_clear()
 
 
-def write(path: Path, config: LaunchConfig, microseconds: float = 30.0, case: Case = CASE, **changes: Any) -> Path:
+def write(path: Path, config: LaunchConfig, microseconds: float = 30.0, **changes: Any) -> Path:
     environment = {**ENVIRONMENT, **changes}
-    launch_tables.write(path, environment, [Entry(case, config, microseconds, MODEL, 40.0)])
+    launch_tables.write(path, environment, [Entry(H200, CALL, config, microseconds, MODEL, 40.0)])
     return path
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    (entry,) = launch_tables.read(write(tmp_path / "table.json", BETTER))
-    assert entry == Entry(CASE, BETTER, 30.0, MODEL, 40.0)
+    path = write(tmp_path / "table.json", BETTER)
+    (entry,) = launch_tables.read(path)
+    assert entry == Entry(H200, CALL, BETTER, 30.0, MODEL, 40.0, table=path)
 
 
 def test_a_users_table_wins_over_the_packages_and_both_over_the_model(
@@ -51,43 +57,40 @@ def test_a_users_table_wins_over_the_packages_and_both_over_the_model(
     folder.mkdir()
     monkeypatch.setattr(launch_tables, "FOLDER", folder)
     monkeypatch.delenv(launch_tables.VARIABLE, raising=False)
-    assert plan.decide(problem_of(CASE)) == plan.Decision(MODEL, "the model of costs")
+    assert choose(CALL, H200) == LaunchChoice(MODEL, "the cost model")
     launch_tables._all_tables.cache_clear()
     write(folder / "h200.json", BETTER)
-    decision = plan.decide(problem_of(CASE))
+    decision = choose(CALL, H200)
     assert decision.config == BETTER
     assert decision.origin == f"the table {folder / 'h200.json'} (30 us, the model's choice 40 us)"
     launch_tables._all_tables.cache_clear()
     own = write(tmp_path / "own.json", replace(BETTER, stages=4))
     monkeypatch.setenv(launch_tables.VARIABLE, str(own))
-    assert plan.decide(problem_of(CASE)).config == replace(BETTER, stages=4)
-    assert str(own) in plan.decide(problem_of(CASE)).origin
+    assert choose(CALL, H200).config == replace(BETTER, stages=4)
+    assert str(own) in choose(CALL, H200).origin
 
 
 def test_an_entry_is_for_its_gpu_and_its_problem_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(launch_tables.VARIABLE, str(write(tmp_path / "table.json", BETTER)))
-    problem = problem_of(CASE)
-    assert plan.choice(problem) == BETTER
+    assert choose(CALL, H200).config == BETTER
+    for gpu in (replace(H200, name="NVIDIA H100 80GB HBM3"), replace(H200, multiprocessors=114)):
+        assert choose(CALL, gpu) == LaunchChoice(without_tables(CALL, gpu), "the cost model")
     for other in (
-        replace(problem, device="NVIDIA H100 80GB HBM3"),
-        replace(problem, multiprocessors=114),
-        replace(problem, dtype=torch.float16),
-        replace(problem, n_masks=3),
-        replace(problem, tokens=2),
-        replace(problem, out_features=16368),
-        replace(problem, in_features=4088),
-        replace(problem, weight_aligned=False),
-        replace(problem, mask_alignment=1),
-        replace(problem, batch_invariant=True),
-        replace(problem, x_vectorizable=False),
+        contiguous(4, 1, 16384, 4096, torch.float16),
+        contiguous(3, 1, 16384, 4096),
+        contiguous(4, 2, 16384, 4096),
+        contiguous(4, 1, 16368, 4096),
+        contiguous(4, 1, 16384, 4088),
+        replace(CALL, weight=replace(CALL.weight, alignment=8)),
+        replace(CALL, masks=replace(CALL.masks, alignment=1)),
+        replace(CALL, x=replace(CALL.x, alignment=8)),
+        replace(CALL, batch_invariant=True),
     ):
-        assert plan.decide(other).origin in ("the model of costs", "the batch-invariant order")
-        assert plan.choice(other) == plan.model_choice(other)
-    for same in (
-        replace(problem, activation="gelu"),
-        replace(problem, route_dtype=torch.float32),
-    ):
-        assert plan.choice(same) == BETTER
+        found = choose(other, H200)
+        assert found.origin in ("the cost model", "the batch-invariant order")
+        assert found.config == without_tables(other, H200)
+    for same in (replace(CALL, activation="gelu"), replace(CALL, route_dtype=torch.float32)):
+        assert choose(same, H200).config == BETTER
 
 
 @pytest.mark.parametrize(
@@ -110,7 +113,10 @@ def test_an_entry_is_for_its_gpu_and_its_problem_alone(tmp_path: Path, monkeypat
         (lambda t: t["entries"][0].update(microseconds=-1), "microseconds must be more than 0"),
         (lambda t: t["entries"][0]["config"].update(kernel="wonder"), "config: kernel: got 'wonder'"),
         (lambda t: t["entries"][0]["config"].update(warps=4), "config: warps: not a setting of a launch"),
-        (lambda t: t["entries"][0]["config"].update(turned=1), "config: turned: got 1, must be true or false"),
+        (
+            lambda t: t["entries"][0]["config"].update(kernel="tile_wgmma", sparse=1),
+            "config: sparse: got 1, must be true or false",
+        ),
         (lambda t: t["entries"][0]["config"].update(tiles=0), "config: tiles: got 0, must be at least 1"),
         (lambda t: t["entries"][0]["config"].update(tiles=10, split_k=4), "config: 1280 threads a block, more"),
         (lambda t: t["entries"][0]["config"].update(stages=30), "bytes of shared memory a block, more than"),
@@ -128,11 +134,11 @@ def test_a_table_that_cannot_be_used_says_where_and_why(damage: Any, words: str,
 
 def test_the_search_begins_with_every_kernel_and_way_to_multiply() -> None:
     def found(n_masks: int, tokens: int) -> list[LaunchConfig]:
-        return starts(Case("a GPU", (9, 0), 132, torch.bfloat16, n_masks, tokens, 8192, 2048))
+        return starts(contiguous(n_masks, tokens, 8192, 2048), H200)
 
     assert {config.kernel for config in found(2, 1)} >= {"decode_mma", "tile_wgmma"}
-    tiles = [config for config in found(8, 64) if config.kernel == "tile_wgmma"]
-    assert {(config.sparse, config.turned) for config in tiles} >= {(True, False), (False, True)}
+    tiles = [config for config in found(8, 64) if isinstance(config, TileWgmma)]
+    assert {(config.sparse, config.permuted) for config in tiles} >= {(True, False), (False, True)}
 
 
 def test_what_is_no_table_is_refused_when_the_first_launch_is_chosen(
@@ -146,7 +152,7 @@ def test_what_is_no_table_is_refused_when_the_first_launch_is_chosen(
     monkeypatch.setenv(launch_tables.VARIABLE, str(tmp_path / "missing.json"))
     for _ in range(2):
         with pytest.raises(TableError, match=r"missing\.json: not a readable table"):
-            plan.decide(problem_of(CASE))
+            choose(CALL, H200)
 
 
 def test_the_packages_tables_are_sound_and_worth_having() -> None:
@@ -157,7 +163,7 @@ def test_the_packages_tables_are_sound_and_worth_having() -> None:
         assert entries, path
         for entry in entries:
             assert entry.microseconds <= 0.98 * entry.model_microseconds, f"{path}: {entry}"
-            assert entry.config != plan.model_choice(problem_of(entry.case)), f"{path}: {entry}"
+            assert entry.config != without_tables(entry.call, entry.gpu), f"{path}: {entry}"
         environment = json.loads(path.read_text())["environment"]
         assert environment.keys() >= {"commit", "torch", "cuda", "compiler", "protocol", "device_code", "mglu_ops"}
 
@@ -168,14 +174,14 @@ def test_the_models_choices_keep_to_the_limits(arch: tuple[int, int]) -> None:
         for n_masks in range(1, 17):
             for tokens in (1, 2, 8, 9, 17, 64, 300):
                 for shape in ((16, 8), (14336, 4096), (8192, 2048), (4096, 14336)):
-                    case = Case("some GPU", arch, 132, dtype, n_masks, tokens, *shape)
-                    problem = problem_of(case)
-                    for config in (
-                        plan.model_choice(problem),
-                        plan.model_choice(replace(problem, batch_invariant=True)),
-                        plan.model_choice(replace(problem, x_vectorizable=False)),
+                    call = contiguous(n_masks, tokens, *shape, dtype)
+                    for other in (
+                        call,
+                        replace(call, batch_invariant=True),
+                        replace(call, x=replace(call.x, alignment=8)),
                     ):
-                        assert violation(config, case) is None, (case, config)
+                        config = without_tables(other, KNOWN_GPUS[arch])
+                        assert config.violation(other, KNOWN_GPUS[arch]) is None, (other, config)
 
 
 @pytest.mark.parametrize(
@@ -185,54 +191,53 @@ def test_the_models_choices_keep_to_the_limits(arch: tuple[int, int]) -> None:
         (16, {"sub": 8, "mask_group": 8}, "sub: got 8, must be 1, 2 or 4"),
         (12, {"sub": 4, "mask_group": 12}, "mask_group: got 12, must divide n_masks 12 into whole words"),
         (16, {"sub": 4, "mask_group": 4, "split_k": 8}, r"\d+ bytes of shared memory a block, more than"),
-        (16, {"rows": 32, "mask_group": 8}, "rows: got 32, must be 16"),
         (8, {"mask_group": 8, "cluster": 4}, "cluster: got 4, must be 1, or 2 on compute capability 9.0"),
         (8, {"mask_group": 8, "cluster": 2, "block_tokens": 4}, "cluster: got 2, must be 1, or 2 .* has all tokens"),
     ],
 )
-def test_what_decode_mma_cannot_be_cut_into(n_masks: int, settings: dict[str, Any], words: str) -> None:
-    case = Case("a GPU", (9, 0), 132, torch.float16, n_masks, 6, 128, 64)
-    config = LaunchConfig("decode_mma", **{"block_tokens": 16, **settings})
-    assert re.fullmatch(words + ".*", violation(config, case) or "")
+def test_settings_that_decode_mma_cannot_have(n_masks: int, settings: dict[str, Any], words: str) -> None:
+    config = DecodeMma(**{"block_tokens": 16, **settings})
+    call = contiguous(n_masks, 6, 128, 64, torch.float16)
+    assert re.fullmatch(words + ".*", config.violation(call, H200) or "")
 
 
-def test_sparse_tiles_spread_x_as_it_is() -> None:
-    case = Case("a GPU", (9, 0), 132, torch.float16, 8, 20, 128, 64)
-    tile = LaunchConfig("tile_wgmma", rows=64, block_tokens=24, stages=4, sparse=True)
-    assert violation(tile, case) is None
-    assert (violation(replace(tile, turned=True), case) or "").startswith("turned: not with sparse products")
+def test_sparse_tiles_cannot_permute_x() -> None:
+    call = contiguous(8, 20, 128, 64, torch.float16)
+    tile = TileWgmma(rows=64, block_tokens=24, stages=4, sparse=True)
+    assert tile.violation(call, H200) is None
+    assert (replace(tile, permuted=True).violation(call, H200) or "").startswith("permuted: not with sparse products")
 
 
 def test_clusters_of_tiles_are_pairs() -> None:
-    case = Case("a GPU", (9, 0), 132, torch.float16, 8, 100, 128, 64)
-    tile = LaunchConfig("tile_wgmma", rows=64, block_tokens=24, stages=4, cluster=2)
-    assert violation(tile, case) is None
-    assert tile.grid(100, 128, 132) == (12, 1)  # 2 tiles of rows, 5 of tokens, which are 3 pairs
-    assert tile.grid(10_000, 128, 11) == (10, 1)
-    assert violation(replace(tile, cluster=4), case) == "cluster: got 4, must be 1 or 2"
+    call = contiguous(8, 100, 128, 64, torch.float16)
+    tile = TileWgmma(rows=64, block_tokens=24, stages=4, cluster=2)
+    assert tile.violation(call, H200) is None
+    assert tile.grid(call, H200) == (12, 1)  # 2 tiles of rows, 5 of tokens, which are 3 pairs
+    assert tile.grid(contiguous(8, 10_000, 128, 64), replace(H200, multiprocessors=11)) == (10, 1)
+    assert replace(tile, cluster=4).violation(call, H200) == "cluster: got 4, must be 1 or 2"
 
 
 def test_a_stage_is_more_than_one_group_of_wgmmas() -> None:
-    case = Case("a GPU", (9, 0), 132, torch.float16, 2, 64, 128, 64)
-    tile = LaunchConfig("tile_wgmma", rows=64, block_tokens=64, stages=4, mask_groups=2, steps=2)
-    assert violation(tile, case) is None
-    assert violation(replace(tile, sub=2, steps=4), case) is None
-    assert (violation(replace(tile, steps=4), case) or "").startswith("steps: got 4, must be less")
+    call = contiguous(2, 64, 128, 64, torch.float16)
+    tile = TileWgmma(rows=64, block_tokens=64, stages=4, mask_groups=2, steps=2)
+    assert tile.violation(call, H200) is None
+    assert replace(tile, sub=2, steps=4).violation(call, H200) is None
+    assert (replace(tile, steps=4).violation(call, H200) or "").startswith("steps: got 4, must be less")
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 64])
 @pytest.mark.parametrize("n_masks", [1, 3, 4, 16])
 def test_what_is_tried_is_bounded_can_run_and_starts_at_the_model(n_masks: int, tokens: int) -> None:
-    case = Case(*H200, torch.bfloat16, n_masks, tokens, 14336, 4096)
-    first = starts(case)
-    assert first[0] == plan.model_choice(problem_of(case))
+    call = contiguous(n_masks, tokens, 14336, 4096)
+    first = starts(call, H200)
+    assert first[0] == without_tables(call, H200)
     assert len({config.kernel for config in first}) >= 2
     for config in first:
-        around = neighbours(config, case)
+        around = neighbours(config, call, H200)
         assert 4 <= len(around) <= 24
         assert config not in around
         assert len(set(around)) == len(around)
-        assert all(violation(other, case) is None for other in around)
+        assert all(other.violation(call, H200) is None for other in around)
 
 
 def test_tune_needs_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

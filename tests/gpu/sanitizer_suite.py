@@ -15,10 +15,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import torch
+from backend_calls import launch_of, run_on
 from budgets import assert_matches
 
-from mglu_ops.backends import cuda, reference
-from mglu_ops.backends.cuda import LaunchConfig
+from mglu_ops.backends import BACKENDS, reference
+from mglu_ops.backends.cuda import DecodeMma, LaunchConfig
 from mglu_ops.masks import pack
 
 Shape = tuple[int, int, int, int]
@@ -33,15 +34,15 @@ CASES: list[tuple[LaunchConfig | None, torch.dtype, Shape]] = [
     *((None, torch.float16, (tokens, 33, 41, 3)) for tokens in (1, 6)),
     *((None, torch.float32, (tokens, 33, 72, 5)) for tokens in (1, 6)),
     # Others, for the ways of cutting that no choice here takes.
-    (LaunchConfig(MMA, tiles=2, split_k=2, stages=3, mask_group=8), torch.float16, (1, 35, 1032, 8)),
-    (LaunchConfig(MMA, tiles=3, sub=2, mask_group=2), torch.float16, (1, 100, 1040, 2)),
-    (LaunchConfig(MMA, tiles=4, mask_group=8), torch.bfloat16, (1, 100, 264, 8)),
+    (DecodeMma(tiles=2, split_k=2, stages=3, mask_group=8), torch.float16, (1, 35, 1032, 8)),
+    (DecodeMma(tiles=3, sub=2, mask_group=2), torch.float16, (1, 100, 1040, 2)),
+    (DecodeMma(tiles=4, mask_group=8), torch.bfloat16, (1, 100, 264, 8)),
     (
-        LaunchConfig(MMA, tiles=1, split_k=4, sub=2, mask_group=4, block_tokens=16),
+        DecodeMma(tiles=1, split_k=4, sub=2, mask_group=4, block_tokens=16),
         torch.float16,
         (11, 50, 520, 8),
     ),
-    (LaunchConfig(MMA, tiles=2, split_k=2, mask_group=8, block_tokens=2), torch.bfloat16, (5, 70, 520, 16)),
+    (DecodeMma(tiles=2, split_k=2, mask_group=8, block_tokens=2), torch.bfloat16, (5, 70, 520, 16)),
 ]
 
 
@@ -54,10 +55,10 @@ def run(config: LaunchConfig | None, dtype: torch.dtype, shape: Shape, route: bo
     routes = torch.rand(tokens, n_masks) * (torch.rand(n_masks) < 0.4) if route else None  # some masks in no use
     on_gpu = [None if t is None else t.cuda() for t in (x, weight, pack(masks), routes)]
     operands = (*on_gpu[:3], "silu", on_gpu[3])
-    launched = config or cuda.launch_of(*operands).config  # type: ignore[arg-type] # of None or not
+    launched = config or launch_of(*operands).config  # type: ignore[arg-type] # of None or not
     if kernels and launched.kernel not in kernels:
         return False
-    result = cuda.forward(*operands, config=config)  # type: ignore[arg-type]
+    result = run_on("cuda", *operands, launch=config)  # type: ignore[arg-type]
     assert_matches(result.cpu(), reference.forward(x, weight, masks, "silu", routes), dtype, f"{config} {shape}")
     return True
 
@@ -68,7 +69,7 @@ def run_packing() -> None:
         for shape in ((4, 33, 72), (3, 5, 37), (16, 3, 136)):
             masks = torch.rand(shape) < 0.5
             source = masks if dtype is torch.bool else (masks.float() - 0.5).to(dtype)
-            assert torch.equal(cuda.pack(source.cuda()).cpu(), pack(masks)), (dtype, shape)
+            assert torch.equal(BACKENDS["cuda"].pack(source.cuda()).cpu(), pack(masks)), (dtype, shape)
 
 
 def main(kernels: Sequence[str]) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
+from backend_calls import run_on
 from budgets import assert_matches
 from cuda_problem import Problem
 from torch import Tensor
 
 import mglu_ops
-from mglu_ops.backends import cuda
-from mglu_ops.backends.cuda.choice import choose
+from mglu_ops.backends.cuda.choice import without_tables
+from mglu_ops.backends.cuda.device import KNOWN_GPUS
+from mglu_ops.layer_call import LayerCall
 
 pytestmark = [
     pytest.mark.gpu,
@@ -79,10 +82,10 @@ def test_rows_on_other_gpus(n_masks: int) -> None:
     for arch in ((8, 0), (8, 9), (12, 0)):
         everyone = None
         for tokens in reversed(TOKENS):
-            problem = arch, torch.bfloat16, n_masks, tokens, 528, 2048
-            config = choose(*problem, aligned=True, batch_invariant=True)
+            call = LayerCall.contiguous(p.x.device, torch.bfloat16, n_masks, tokens, 528, 2048)
+            config = without_tables(replace(call, batch_invariant=True), KNOWN_GPUS[arch])
             assert config.kernel == "decode_mma"
-            result = cuda.forward(p.x[:tokens], p.weight, p.packed, "silu", None, config=config)
+            result = run_on("cuda", p.x[:tokens], p.weight, p.packed, "silu", None, launch=config)
             everyone = result if everyone is None else everyone
             assert torch.equal(result, everyone[:tokens]), (arch, tokens)
 

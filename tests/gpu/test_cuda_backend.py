@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from backend_calls import launch_of, run_on, unsupported
 from budgets import assert_matches
 from cuda_problem import Problem
 from torch import Tensor
 
-from mglu_ops.backends import cuda
-from mglu_ops.backends.cuda import LaunchConfig
+from mglu_ops.backends.cuda import DecodeMma, LaunchConfig, Plain, TileWgmma
 
 pytestmark = pytest.mark.gpu
 
@@ -75,50 +75,50 @@ def test_many_tokens_of_a_real_shape(n_masks: int) -> None:
     Problem(2000, 8192, 2048, n_masks, torch.bfloat16).check()
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("permuted", [False, True])
 @pytest.mark.parametrize("n_masks", [1, 6, 8, 16])
-def test_a_row_does_not_depend_on_how_many_others_there_are(n_masks: int, turned: bool) -> None:
-    """From 41 tokens on: every cut of the tile kernel sums in one order, given whether x is turned and whether products
-    are sparse, which depends on the number of tokens.
+def test_a_row_does_not_depend_on_how_many_others_there_are(n_masks: int, permuted: bool) -> None:
+    """From 41 tokens on every launch of `tile_wgmma` sums in one order, which depends on two things only: whether x is
+    permuted, and whether products are sparse (which the number of tokens decides).
     """
     p = Problem(700, 2048, 1024, n_masks)
     x, everyone = p.x, {}
     for tokens in (700, 200, 41, 48, 64, 65, 128, 300, 699):
         p.x = x[:tokens]
-        chosen = cuda.launch_of(p.x, p.weight, p.packed, p.activation, None).config
-        result = p.run(chosen if chosen.sparse else replace(chosen, turned=turned))
+        chosen = launch_of(p.x, p.weight, p.packed, p.activation, None).config
+        result = p.run(chosen if chosen.sparse else replace(chosen, permuted=permuted))
         known = everyone.setdefault(chosen.sparse, result)
         rows = min(tokens, len(known))
         assert torch.equal(result[:rows], known[:rows]), tokens
 
 
 TILES = (
-    LaunchConfig("tile_wgmma", rows=64, block_tokens=8, stages=3),
-    LaunchConfig("tile_wgmma", rows=112, block_tokens=16, stages=4, sub=2),
-    LaunchConfig("tile_wgmma", rows=80, block_tokens=24, stages=3, steps=2),
-    LaunchConfig("tile_wgmma", rows=64, block_tokens=64, mask_groups=2, stages=5, steps=2),
-    LaunchConfig("tile_wgmma", rows=128, block_tokens=16, mask_groups=2, stages=4, steps=2),
-    LaunchConfig("tile_wgmma", rows=128, block_tokens=48, passes=2, stages=3, steps=2),
-    LaunchConfig("tile_wgmma", rows=112, block_tokens=32, stages=3, sub=2, sparse=True),
-    LaunchConfig("tile_wgmma", rows=64, block_tokens=16, stages=4, sparse=True),
-    LaunchConfig("tile_wgmma", rows=128, block_tokens=24, stages=3, sparse=True),
-    LaunchConfig("tile_wgmma", rows=64, block_tokens=64, mask_groups=2, stages=3, sparse=True),
-    LaunchConfig("tile_wgmma", rows=64, block_tokens=32, mask_groups=2, passes=2, stages=3, sparse=True),
-    LaunchConfig("tile_wgmma", rows=64, block_tokens=32, mask_groups=2, passes=2, stages=3, steps=2),
-    LaunchConfig("tile_wgmma", rows=64, block_tokens=16, stages=4, cluster=2),
-    LaunchConfig("tile_wgmma", rows=112, block_tokens=24, stages=3, sub=2, cluster=2),
-    LaunchConfig("tile_wgmma", rows=128, block_tokens=16, mask_groups=2, stages=4, steps=2, cluster=2),
-    LaunchConfig("tile_wgmma", rows=128, block_tokens=48, passes=2, stages=3, steps=2, cluster=2),
-    LaunchConfig("tile_wgmma", rows=80, block_tokens=24, stages=4, sub=2, sparse=True, cluster=2),
+    TileWgmma(rows=64, block_tokens=8, stages=3),
+    TileWgmma(rows=112, block_tokens=16, stages=4, sub=2),
+    TileWgmma(rows=80, block_tokens=24, stages=3, steps=2),
+    TileWgmma(rows=64, block_tokens=64, mask_groups=2, stages=5, steps=2),
+    TileWgmma(rows=128, block_tokens=16, mask_groups=2, stages=4, steps=2),
+    TileWgmma(rows=128, block_tokens=48, passes=2, stages=3, steps=2),
+    TileWgmma(rows=112, block_tokens=32, stages=3, sub=2, sparse=True),
+    TileWgmma(rows=64, block_tokens=16, stages=4, sparse=True),
+    TileWgmma(rows=128, block_tokens=24, stages=3, sparse=True),
+    TileWgmma(rows=64, block_tokens=64, mask_groups=2, stages=3, sparse=True),
+    TileWgmma(rows=64, block_tokens=32, mask_groups=2, passes=2, stages=3, sparse=True),
+    TileWgmma(rows=64, block_tokens=32, mask_groups=2, passes=2, stages=3, steps=2),
+    TileWgmma(rows=64, block_tokens=16, stages=4, cluster=2),
+    TileWgmma(rows=112, block_tokens=24, stages=3, sub=2, cluster=2),
+    TileWgmma(rows=128, block_tokens=16, mask_groups=2, stages=4, steps=2, cluster=2),
+    TileWgmma(rows=128, block_tokens=48, passes=2, stages=3, steps=2, cluster=2),
+    TileWgmma(rows=80, block_tokens=24, stages=4, sub=2, sparse=True, cluster=2),
 )
 
 
 @pytest.mark.parametrize(
-    "config", [*TILES, *(replace(tile, turned=True) for tile in TILES if not tile.sparse)], ids=str
+    "config", [*TILES, *(replace(tile, permuted=True) for tile in TILES if not tile.sparse)], ids=str
 )
 def test_override_of_tiles(config: LaunchConfig) -> None:
-    # Rows of masks of 1032 bytes are not for the copy engine. Of the last shape, a block has several tiles. Of tokens
-    # there is one tile, or an odd number, so that a block of a cluster has none.
+    # Tensor maps do not take rows of masks of 1032 bytes. With the last shape, a block computes several tiles. There is
+    # one tile of tokens, or an odd number of them, so that one block of a cluster has none.
     for tokens, d, h in ((6, 128, 64), (70, 1001, 1040), (70, 1001, 1032), (33, 20000, 528)):
         Problem(tokens, d, h, 8).check(config)
     if config.passes == 2:
@@ -130,7 +130,7 @@ def test_override_of_tiles(config: LaunchConfig) -> None:
 @pytest.mark.parametrize("n_masks", [1, 4, 8])
 @pytest.mark.parametrize("tokens", [20, 60])  # on Hopper: sparse tiles, and others
 def test_layouts_of_x_for_tiles(tokens: int, n_masks: int) -> None:
-    """Rows that overlap or are no whole vectors are turned first; those with gaps are taken as they are."""
+    """Rows that overlap or are no whole vectors are permuted first; those with gaps are read as they are."""
     p = Problem(tokens, 128, 256, n_masks)
     wide = torch.randn(tokens, 512, device="cuda", dtype=p.x.dtype)
     window = wide.flatten()[: tokens * 8 + 248].as_strided((tokens, 256), (8, 1))
@@ -144,7 +144,7 @@ def test_a_launch_that_x_does_not_fit_is_refused() -> None:
     p.x = p.x.t().contiguous().t()
     with pytest.raises(ValueError, match=r"tile_wgmma\(.*\) needs rows of x that are aligned and do not overlap"):
         p.run(TILES[0])
-    p.run(replace(TILES[0], turned=True))
+    p.run(replace(TILES[0], permuted=True))
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -242,7 +242,7 @@ def test_strides_and_offsets(tokens: int, dtype: torch.dtype) -> None:
 def test_views_of_larger_tensors(rows: tuple[int, int]) -> None:
     p = Problem(1, 80, 512, 8)
     expected = p.oracle()[:, rows[0] : rows[1]]
-    out = cuda.forward(p.x, p.weight[rows[0] : rows[1]], p.packed[rows[0] : rows[1]], "silu", None)
+    out = run_on("cuda", p.x, p.weight[rows[0] : rows[1]], p.packed[rows[0] : rows[1]], "silu", None)
     assert_matches(out, expected, torch.float16)
 
 
@@ -324,14 +324,14 @@ def test_follows_a_launch_of_ours_that_writes_its_weight(tokens: int) -> None:
 
 
 CONFIGS = (
-    LaunchConfig("plain", block_tokens=1),
-    LaunchConfig("plain", block_tokens=4),
-    LaunchConfig("decode_mma", tiles=3, sub=2, mask_group=8, block_tokens=8),
-    LaunchConfig("decode_mma", tiles=4, mask_group=8, block_tokens=8),
-    LaunchConfig("decode_mma", tiles=2, split_k=2, stages=3, sub=1, mask_group=8, block_tokens=8),
-    LaunchConfig("decode_mma", tiles=1, split_k=4, stages=2, sub=4, mask_group=4, block_tokens=16),
-    LaunchConfig("decode_mma", tiles=2, split_k=4, mask_group=8, block_tokens=2),
-    LaunchConfig("decode_mma", tiles=2, split_k=2, mask_group=8, block_tokens=8, cluster=2),
+    Plain(block_tokens=1),
+    Plain(block_tokens=4),
+    DecodeMma(tiles=3, sub=2, mask_group=8, block_tokens=8),
+    DecodeMma(tiles=4, mask_group=8, block_tokens=8),
+    DecodeMma(tiles=2, split_k=2, stages=3, sub=1, mask_group=8, block_tokens=8),
+    DecodeMma(tiles=1, split_k=4, stages=2, sub=4, mask_group=4, block_tokens=16),
+    DecodeMma(tiles=2, split_k=4, mask_group=8, block_tokens=2),
+    DecodeMma(tiles=2, split_k=2, mask_group=8, block_tokens=8, cluster=2),
 )
 
 
@@ -347,8 +347,7 @@ def test_override(config: LaunchConfig, n_masks: int) -> None:
 
 def test_unsupported() -> None:
     p = Problem(1, 32, 64, 2)
-    assert cuda.unsupported_reason(p.x.cpu(), p.weight, p.packed, "silu", None)
-    assert cuda.unsupported_reason(p.x.double(), p.weight.double(), p.packed, "silu", None)
-    assert cuda.unsupported_reason(p.x, p.weight.float(), p.packed, "silu", None)
-    assert cuda.unsupported_reason(p.x, p.weight, p.packed, "softplus", None)
-    assert cuda.unsupported_reason(p.x.expand(1000, -1), p.weight, p.packed, "silu", None)
+    assert unsupported("cuda", p.x.cpu(), p.weight, p.packed, "silu", None)
+    assert unsupported("cuda", p.x.double(), p.weight.double(), p.packed, "silu", None)
+    assert unsupported("cuda", p.x, p.weight, p.packed, "softplus", None)
+    assert unsupported("cuda", p.x.expand(1000, -1), p.weight, p.packed, "silu", None)

@@ -23,7 +23,7 @@ TOKENS = (1, 7, 16, 64, 400, 600)
 
 def model(dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
-    # On Hopper, of 400 tokens the first layer has x turned, the last takes it as it is.
+    # On Hopper, with 400 tokens the first layer permutes x, and the last reads it as it is.
     layers = (NaiveMGLU(2048, 1024, n_masks=8), nn.Linear(1024, 256), MGLU(256, 264, n_masks=2, top_k=2))
     return nn.Sequential(*layers).eval().cuda().to(dtype)
 

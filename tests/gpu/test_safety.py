@@ -11,14 +11,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from backend_calls import launch_of, run_on
 from budgets import assert_matches
 from cuda_problem import Problem
 from torch import Tensor
 
 from mglu_ops import dispatch
-from mglu_ops.backends import cuda
-from mglu_ops.backends.cuda import LaunchConfig, driver, packing, plan
+from mglu_ops.backends import BACKENDS
+from mglu_ops.backends.cuda import CudaCall, DecodeMma, LaunchConfig, Plain, driver
 from mglu_ops.backends.cuda.compiler import CompileError
+from mglu_ops.backends.cuda.device import gpu_of
+from mglu_ops.backends.cuda.kernels import base, permute_x
+from mglu_ops.backends.cuda.kernels import pack as packing
+from mglu_ops.backends.cuda.launch import load_kernel
+from mglu_ops.layer_call import LayerCall
 
 pytestmark = pytest.mark.gpu
 
@@ -45,7 +51,7 @@ def problem(kernel: str, d: int, h: int, n_masks: int) -> Problem:
     """One that runs a kernel, and says so."""
     tokens, dtype = KERNELS[kernel]
     p = Problem(tokens, d, h, n_masks, dtype)
-    assert cuda.launch_of(p.x, p.weight, p.packed, p.activation, p.route).config.kernel == kernel
+    assert launch_of(p.x, p.weight, p.packed, p.activation, p.route).config.kernel == kernel
     return p
 
 
@@ -79,12 +85,13 @@ def test_guard_bands(tokens: int, dtype: torch.dtype, shape: tuple[int, int], n_
     expected = p.run()
     p.x, p.weight, p.packed = between(p.x, float("nan")), between(p.weight, float("nan")), between(p.packed, 255)
     p.route = between(p.route, float("nan"))
-    planned = cuda.plan_call(p.x, p.weight, p.packed, p.activation, p.route)
-    assert planned.plan is not None
+    prepared = BACKENDS["cuda"].prepare(LayerCall.of(p.x, p.weight, p.packed, p.activation, p.route))
+    assert isinstance(prepared, CudaCall)
+    assert prepared.sequence is not None
     out = between(torch.full_like(expected, float("nan")), 7.0)
-    workspace = between(torch.zeros(planned.plan.workspace, dtype=torch.uint8, device="cuda"), 7)
+    workspace = between(torch.zeros(prepared.sequence.workspace_bytes, dtype=torch.uint8, device="cuda"), 7)
     tensors = (workspace, p.x, p.weight, p.packed, p.route, out)
-    planned.plan.launch(torch.cuda.current_stream().cuda_stream, *(tensor.data_ptr() for tensor in tensors))
+    prepared.sequence(torch.cuda.current_stream().cuda_stream, *(tensor.data_ptr() for tensor in tensors))
     assert torch.equal(out, expected)
     assert bool((bands_of(out) == 7.0).all())
     assert bool((bands_of(workspace) == 7).all())
@@ -120,17 +127,17 @@ def test_more_than_2_31_weights(kernel: str) -> None:
     x = torch.randn(tokens, h, device="cuda").to(dtype)
     weight = torch.empty(d, h, dtype=dtype, device="cuda").normal_(0, h**-0.5)
     packed = torch.randint(0, 256, (d, h // 8, 4), dtype=torch.uint8, device="cuda")
-    config = cuda.launch_of(x, weight, packed, "silu", None).config
+    config = launch_of(x, weight, packed, "silu", None).config
     assert config.kernel == kernel
-    out = cuda.forward(x, weight, packed, "silu", None)
-    tail = cuda.forward(x, weight[-256:].clone(), packed[-256:].clone(), "silu", None, config=config)
+    out = run_on("cuda", x, weight, packed, "silu", None)
+    tail = run_on("cuda", x, weight[-256:].clone(), packed[-256:].clone(), "silu", None, launch=config)
     assert torch.equal(out[:, -256:], tail)
 
 
 @pytest.mark.parametrize(
     ("tokens", "d", "h", "config"),
     [
-        pytest.param(512, 16, 2**22 + 8, LaunchConfig("plain", block_tokens=4), id="x, plain"),
+        pytest.param(512, 16, 2**22 + 8, Plain(block_tokens=4), id="x, plain"),
         pytest.param(
             2**19 + 3, 64, 4096, None, id="x, tile_wgmma", marks=pytest.mark.skipif(not HOPPER, reason="wgmma")
         ),
@@ -145,8 +152,8 @@ def test_more_than_2_31_elements_of_x_and_of_the_result(
     x = torch.empty(tokens, h, dtype=torch.bfloat16, device="cuda").normal_()
     weight = torch.empty(d, h, dtype=torch.bfloat16, device="cuda").normal_(0, h**-0.5)
     packed = torch.randint(0, 256, (d, h // 8, 1), dtype=torch.uint8, device="cuda")
-    out = cuda.forward(x, weight, packed, "silu", None, config=config)
-    tail = cuda.forward(x[-40:].clone(), weight, packed, "silu", None, config=config)
+    out = run_on("cuda", x, weight, packed, "silu", None, launch=config)
+    tail = run_on("cuda", x[-40:].clone(), weight, packed, "silu", None, launch=config)
     assert torch.equal(out[-40:], tail)
 
 
@@ -204,7 +211,7 @@ def test_the_first_thing_that_a_thread_does(kernel: str) -> None:
 
 FIRST_CALLS = """
 import sys, threading, torch
-from mglu_ops.backends import cuda
+from mglu_ops import dispatch
 x = torch.randn(1, 64, device="cuda").half()
 weight, masks = torch.randn(32, 64, device="cuda").half(), torch.randint(256, (32, 64), device="cuda").byte()
 calls = [(x, weight, masks[:, : 8 * n].reshape(32, 8, n)) for n in range(1, 9)]
@@ -213,7 +220,7 @@ start, failed = threading.Barrier(len(calls)), []
 def work(call):
     start.wait()
     try:
-        cuda.forward(*call, "silu", None)
+        dispatch.forward(*call, "silu", None, backend="cuda")
     except BaseException as error:
         failed.append(error)
 threads = [threading.Thread(target=work, args=(call,)) for call in calls]
@@ -286,24 +293,27 @@ def test_threads_on_two_gpus_at_once() -> None:
 def test_a_failed_compile_has_the_log_and_leaves_the_context(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MGLU_CACHE_DIR", str(tmp_path))
     p = Problem(1, 64, 256, 8)
+    call = LayerCall.of(p.x, p.weight, p.packed)
     with pytest.raises(CompileError, match="groups are equal"):
-        p.run(LaunchConfig("decode_mma", mask_group=5, block_tokens=8))
+        DecodeMma(mask_group=5, block_tokens=8).sequence(call, gpu_of(0), 0)
     p.check()
-    with pytest.raises(ValueError, match="aligned rows"):
-        Problem(20, 64, 257, 8).run(LaunchConfig("decode_mma", mask_group=8, block_tokens=8))
+    with pytest.raises(ValueError, match="mask_group: got 5, must divide n_masks 8 into whole words"):
+        p.run(DecodeMma(mask_group=5, block_tokens=8))
+    with pytest.raises(ValueError, match=r"aligned rows|multiple of 8"):
+        Problem(20, 64, 257, 8).run(DecodeMma(mask_group=8, block_tokens=8))
 
 
 def test_a_failed_launch_says_why_and_leaves_the_context() -> None:
     p = Problem(6, 64, 256, 8)
     p.check()
-    too_deep = LaunchConfig("decode_mma", tiles=4, stages=60, mask_group=8, block_tokens=8)
+    too_deep = DecodeMma(tiles=4, stages=60, mask_group=8, block_tokens=8)
     for _ in range(2):  # nothing half-done is remembered
         with pytest.raises(driver.LaunchError, match=r"mglu_decode_mma: \d+ bytes of shared memory: CUDA error 1 "):
-            p.run(too_deep)
+            too_deep.sequence(LayerCall.of(p.x, p.weight, p.packed), gpu_of(0), 0)
         p.check()
-    defines = plan.turn_defines(LaunchConfig("tile_wgmma", block_tokens=8))
-    kernel = plan.load_kernel(0, "permute_x", "sm_90a" if HOPPER else "sm_80", defines)
-    launch = driver.Launch(kernel, (1, 1), 4096, 0, overlap=False, constants=bytes(plan.CONSTANTS.size))
+    kernel = load_kernel(0, "permute_x", "sm_90a" if HOPPER else "sm_80", permute_x.macros(8, 1))
+    constants = base.constants(LayerCall.of(p.x, p.weight, p.packed))
+    launch = driver.Launch(kernel, (1, 1), 4096, 0, overlap=False, constants=constants)
     with pytest.raises(driver.LaunchError, match="launching mglu_permute_x: CUDA error"):
         launch(torch.cuda.current_stream().cuda_stream, 0, 0, 0, 0, 0)
     torch.cuda.synchronize()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from backend_calls import run_on
 from budgets import NAIVE_FACTOR, assert_matches, relative_error
 from torch import Tensor
 
@@ -39,7 +40,7 @@ def test_agrees_with_the_oracle(tokens: int, dtype: torch.dtype, n_masks: int) -
     d, h = SHAPES[(tokens + n_masks) % 3]
     x, weight, masks, route = problem(tokens, d, h, n_masks, dtype)
     routed = route if n_masks % 2 else None
-    result = backend.forward(x, weight, pack(masks), "silu", routed)
+    result = run_on("triton", x, weight, pack(masks), "silu", routed)
     assert_matches(result, reference.forward(x, weight, masks, "silu", routed))
 
 
@@ -48,7 +49,7 @@ def test_agrees_with_the_oracle(tokens: int, dtype: torch.dtype, n_masks: int) -
 def test_activations(activation: str, tokens: int, dtype: torch.dtype) -> None:
     x, weight, masks, _ = problem(tokens, 128, 512, 2, dtype)
     x = x * 4
-    result = backend.forward(x, weight, pack(masks), activation, None)
+    result = run_on("triton", x, weight, pack(masks), activation, None)
     assert_matches(result, reference.forward(x, weight, masks, activation))
 
 
@@ -66,7 +67,7 @@ def test_error_is_near_the_naive_layers(density: float, dtype: torch.dtype) -> N
             for mask in masks:
                 gate = torch.nn.functional.linear(x, weight * mask)
                 naive += torch.nn.functional.silu(gate) * torch.nn.functional.linear(x, weight * ~mask)
-            error = relative_error(backend.forward(x, weight, pack(masks), "silu", None), oracle)
+            error = relative_error(run_on("triton", x, weight, pack(masks), "silu", None), oracle)
             assert error <= max(NAIVE_FACTOR * relative_error(naive, oracle), torch.finfo(dtype).eps / 2), tokens
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
@@ -76,7 +77,7 @@ def test_error_is_near_the_naive_layers(density: float, dtype: torch.dtype) -> N
 def test_empty_gate_or_value_is_exactly_zero(fill: bool) -> None:
     """For one token only: the two products of the matmul kernel go over the columns in two orders."""
     x, weight, masks, _ = problem(1, 128, 1000, 4, torch.float16)
-    result = backend.forward(x, weight, pack(torch.full_like(masks, fill)), "identity", None)
+    result = run_on("triton", x, weight, pack(torch.full_like(masks, fill)), "identity", None)
     assert torch.equal(result, torch.zeros_like(result))
 
 
@@ -85,8 +86,8 @@ def test_empty_gate_or_value_is_exactly_zero(fill: bool) -> None:
 def test_same_bits_always(n_masks: int, tokens: int) -> None:
     x, weight, masks, _ = problem(tokens, 1024, 2048, n_masks, torch.bfloat16)
     packed = pack(masks)
-    first = backend.forward(x, weight, packed, "silu", None)
-    assert all(torch.equal(backend.forward(x, weight, packed, "silu", None), first) for _ in range(20))
+    first = run_on("triton", x, weight, packed, "silu", None)
+    assert all(torch.equal(run_on("triton", x, weight, packed, "silu", None), first) for _ in range(20))
 
 
 @pytest.mark.parametrize("tokens", [1, 8])
@@ -103,25 +104,25 @@ def test_strides_offsets_and_guard_bands(tokens: int) -> None:
 
     for pad in (1, 4, 8):
         operands = [guarded(tensor, pad) for tensor in (x, weight, pack(masks))]
-        assert_matches(backend.forward(*operands, "silu", None), oracle, what=f"pad {pad}")
+        assert_matches(run_on("triton", *operands, "silu", None), oracle, what=f"pad {pad}")
     operands = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (x, weight, pack(masks))]
-    assert_matches(backend.forward(*operands, "silu", None), oracle, what="transposed")
+    assert_matches(run_on("triton", *operands, "silu", None), oracle, what="transposed")
 
 
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_cuda_graph_replay_is_bit_equal_to_eager(tokens: int) -> None:
     x, weight, masks, _ = problem(tokens, 512, 1024, 4, torch.float16)
     packed = pack(masks)
-    backend.forward(x, weight, packed, "silu", None)
+    run_on("triton", x, weight, packed, "silu", None)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = backend.forward(x, weight, packed, "silu", None)
+        y = run_on("triton", x, weight, packed, "silu", None)
     for _ in range(3):
         x.copy_(torch.randn_like(x))
         packed.copy_(torch.randint_like(packed, 256))
         y.fill_(float("nan"))
         graph.replay()
-        assert torch.equal(y, backend.forward(x, weight, packed, "silu", None))
+        assert torch.equal(y, run_on("triton", x, weight, packed, "silu", None))
 
 
 @pytest.mark.slow
@@ -132,11 +133,11 @@ def test_compiled_graph_holds_the_kernel(tokens: int) -> None:
 
     @torch.library.triton_op(f"mglu_test::triton_forward_{tokens}", mutates_args={})
     def operator(x: Tensor, weight: Tensor, packed_masks: Tensor) -> Tensor:
-        return backend.forward(x, weight, packed_masks, "silu", None)
+        return run_on("triton", x, weight, packed_masks, "silu", None)
 
     x, weight, masks, _ = problem(tokens, 256, 1024, 4, torch.float16)
     packed = pack(masks)
-    expected = backend.forward(x, weight, packed, "silu", None) * 2
+    expected = run_on("triton", x, weight, packed, "silu", None) * 2
     result, code = run_and_get_code(torch.compile(lambda *args: operator(*args) * 2), x, weight, packed)
     assert torch.equal(result, expected)
     assert ("matvec_kernel" if tokens == 1 else "matmul_kernel") in code[0]

@@ -9,6 +9,8 @@ import torch
 
 import mglu_ops
 from mglu_ops import dispatch
+from mglu_ops.backends import Backend, PreparedCall
+from mglu_ops.layer_call import LayerCall
 
 
 def call(tokens: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -27,24 +29,45 @@ def test_cpu_runs_its_kernels_and_says_so() -> None:
 def test_an_override_that_cannot_run_says_why() -> None:
     with pytest.raises(ValueError, match=r"backend: got 'cuda', which cannot take this call: x is on cpu"):
         dispatch.forward(*call(), "silu", None, backend="cuda")
-    with pytest.raises(ValueError, match=r"backend: got 'fast', must be composite, cpu, cuda or triton"):
+    with pytest.raises(ValueError, match=r"backend: got 'fast', must be composite, cpu, cuda, triton"):
         dispatch.forward(*call(), "silu", None, backend="fast")
 
 
 def test_an_override_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows, routes and the result's shape, as a backend of few tokens sees them."""
-    seen = []
+    prepared = []
 
-    def record(x: torch.Tensor, weight: torch.Tensor, *rest: object) -> torch.Tensor:
-        seen.append((x.shape, rest[-1].shape))  # type: ignore[attr-defined]
-        return x.new_ones(x.shape[0], weight.shape[0])
+    class Ones(Backend):
+        name = "ones"
 
-    monkeypatch.setattr(dispatch.cuda, "unsupported_reason", lambda *arguments: None)
-    monkeypatch.setattr(dispatch.cuda, "forward", record)
+        def unsupported_reason(self, call: LayerCall) -> str | None:
+            return None
+
+        def prepare(self, call: LayerCall, launch: object = None) -> PreparedCall:
+            prepared.append((call.leading, call.tokens, call.x.strides, call.routes.strides, launch))
+            return lambda x, *rest: x.new_ones(call.result_shape)
+
+    monkeypatch.setattr(dispatch, "BACKENDS", {"ones": Ones()})
     x, weight, packed = call(6)
-    result = dispatch.forward(x.view(2, 3, 16), weight, packed, "silu", torch.ones(2, 3, 2), backend="cuda")
-    assert seen == [((6, 16), (6, 2))]
+    routes = torch.ones(2, 3, 2)
+    result = dispatch.forward(x.view(2, 3, 16), weight, packed, "silu", routes, backend="ones", launch="slowly")
+    assert prepared == [((2, 3), 6, (16, 1), (2, 1), "slowly")]
     assert torch.equal(result, torch.ones(2, 3, 8))
+
+
+def test_rows_that_are_no_view_are_copied_at_each_call() -> None:
+    x, weight, packed = call(6)
+    columns = x.view(2, 3, 16).transpose(0, 1).contiguous().transpose(0, 1)
+    for backend in ("cpu", "composite"):
+        for _ in range(2):
+            assert torch.equal(
+                dispatch.forward(columns, weight, packed, "silu", None, backend=backend),
+                dispatch.forward(x.view(2, 3, 16), weight, packed, "silu", None, backend=backend),
+            )
+    first = torch.ops.mglu.forward(columns, weight, packed)
+    columns.mul_(2)
+    again = torch.ops.mglu.forward(columns, weight, packed)
+    assert not torch.equal(first, again)
+    assert torch.equal(again, torch.ops.mglu.forward(columns.contiguous(), weight, packed))
 
 
 def test_a_fallback_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 
+from backend_calls import run_on
 from strategies import Layer
 from torch import Tensor
 
-from mglu_ops.backends import cpu, reference
+from mglu_ops.backends import reference
 
 
 def run(layer: Layer, isa: str = "best") -> Tensor:
     x = layer.x.reshape(math.prod(layer.x.shape[:-1]), layer.x.shape[-1])
     route = layer.route_weights
     route = None if route is None else route.reshape(len(x), route.shape[-1])
-    result = cpu.forward(x, layer.weight, layer.packed_masks, layer.activation, route, isa=isa)
+    result = run_on("cpu", x, layer.weight, layer.packed_masks, layer.activation, route, launch=isa)
     return result.view(*layer.x.shape[:-1], layer.weight.shape[0])
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+from backend_calls import run_on, unsupported
 from budgets import assert_matches
 from torch import Tensor
 
-from mglu_ops.backends import cuda, reference
+from mglu_ops.backends import reference
 from mglu_ops.backends.cuda import LaunchConfig
 
 
@@ -40,7 +41,7 @@ class Problem:
         self.route = None if route is None else torch.rand(tokens, n_masks, device="cuda").to(route)
 
     def run(self, config: LaunchConfig | None = None) -> Tensor:
-        return cuda.forward(self.x, self.weight, self.packed, self.activation, self.route, config=config)
+        return run_on("cuda", self.x, self.weight, self.packed, self.activation, self.route, launch=config)
 
     def oracle(self) -> Tensor:
         """The sum mask by mask, so that float64 copies of all masks never live at once."""
@@ -57,5 +58,5 @@ class Problem:
         return torch.stack(terms).sum(0)
 
     def check(self, config: LaunchConfig | None = None) -> None:
-        assert cuda.unsupported_reason(self.x, self.weight, self.packed, self.activation, self.route) is None
+        assert unsupported("cuda", self.x, self.weight, self.packed, self.activation, self.route) is None
         assert_matches(self.run(config), self.oracle(), self.x.dtype)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from backend_calls import unsupported
 
 from mglu_ops.backends import triton as backend
 from mglu_ops.backends.triton.configs import MatmulConfig, MatvecConfig, choose
@@ -31,7 +32,7 @@ def test_unsupported_reason_says_why() -> None:
     x, weight, packed = torch.ones(1, 16), torch.ones(3, 16), pack(torch.ones(1, 3, 16, dtype=torch.bool))
 
     def reason(x: torch.Tensor) -> str | None:
-        return backend.unsupported_reason(x, weight, packed, "silu", None)
+        return unsupported("triton", x, weight, packed, "silu", None)
 
     assert "64 tokens at most in torch.float16, got 65" in (reason(torch.ones(65, 16).half()) or "")
     assert "8 tokens at most in torch.float32, got 9" in (reason(torch.ones(9, 16)) or "")

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from backend_calls import run_on, unsupported
 from budgets import assert_matches
 from torch import Tensor
 
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends import reference
-from mglu_ops.backends import triton as backend
 from mglu_ops.masks import pack
 
 Layout = Callable[[Tensor], Tensor]
@@ -37,8 +37,8 @@ def check(
     packed = pack(masks)
     laid = [layout(tensor) for tensor in (x, weight, packed)]
     laid_route = layout(route) if route is not None else None
-    assert backend.unsupported_reason(*laid, activation, laid_route) is None
-    result = backend.forward(*laid, activation, laid_route)
+    assert unsupported("triton", *laid, activation, laid_route) is None
+    result = run_on("triton", *laid, activation, laid_route)
     assert result.dtype is dtype
     assert_matches(result, reference.forward(x, weight, masks, activation, route))
     return result
@@ -108,10 +108,10 @@ def test_empty_gate_or_value_is_exactly_zero(fill: bool) -> None:
     """Masks of zeros or of ones: one factor is 0, and no rounding of the sums may show in it."""
     packed = pack(torch.full((2, 3, 72), fill))
     x, weight = torch.randn(1, 72).half(), torch.randn(3, 72).half()
-    assert torch.equal(backend.forward(x, weight, packed, "identity", None), torch.zeros(1, 3).half())
+    assert torch.equal(run_on("triton", x, weight, packed, "identity", None), torch.zeros(1, 3).half())
 
 
 def test_a_nan_shows() -> None:
     x, packed = torch.zeros(1, 16), pack(torch.ones(1, 2, 16, dtype=torch.bool))
     weight = torch.tensor([[float("nan")] * 16, [1.0] * 16])
-    assert backend.forward(x, weight, packed, "relu", None).isnan().tolist() == [[True, False]]
+    assert run_on("triton", x, weight, packed, "relu", None).isnan().tolist() == [[True, False]]

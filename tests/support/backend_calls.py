@@ -1,0 +1,37 @@
+"""Calls of one backend, past the choice of a backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from mglu_ops import dispatch
+from mglu_ops.backends import BACKENDS
+from mglu_ops.backends.cuda.choice import LaunchChoice, choose
+from mglu_ops.backends.cuda.device import gpu_of
+from mglu_ops.layer_call import LayerCall
+
+
+def run_on(
+    backend: str,
+    x: Tensor,
+    weight: Tensor,
+    packed_masks: Tensor,
+    activation: str = "silu",
+    route_weights: Tensor | None = None,
+    launch: Any = None,
+) -> Tensor:
+    """The result of one backend, with a launch of its own kind or its own choice."""
+    return dispatch.forward(x, weight, packed_masks, activation, route_weights, backend=backend, launch=launch)
+
+
+def unsupported(backend: str, *operands: Any) -> str | None:
+    """Why a backend cannot take a call of `x, weight, packed_masks, activation, route_weights`."""
+    return BACKENDS[backend].unsupported_reason(LayerCall.of(*operands))
+
+
+def launch_of(*operands: Any) -> LaunchChoice:
+    """How the CUDA backend launches a call of the same arguments."""
+    call = LayerCall.of(*operands)
+    return choose(call, gpu_of(call.device.index))
