@@ -31,6 +31,7 @@ from strategies import make_layer
 from mglu_ops import dispatch
 from mglu_ops.backends import BACKENDS
 from mglu_ops.backends.cpu import build, library
+from mglu_ops.layer_call import LayerCall
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ISAS = ("portable", "avx2", "avx512")

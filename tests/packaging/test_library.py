@@ -7,17 +7,21 @@ import json
 import re
 import shutil
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from library_fixtures import needs_compiler, python, run, run_package, tensor_files, write_small_package
 
 import mglu_ops
 from mglu_ops import ops
 from mglu_ops.__main__ import main
-from mglu_ops.backends.cuda import plan
+from mglu_ops.backends.cuda import TileWgmma
+from mglu_ops.backends.cuda.choice import choose
+from mglu_ops.backends.cuda.device import gpu_of_architecture
 from mglu_ops.backends.cuda.driver import POINTERS
+from mglu_ops.backends.cuda.kernels.base import constants
+from mglu_ops.layer_call import LayerCall
 from mglu_ops.packaging import device_code
 from mglu_ops.packaging.library import BuildError, build_runtime, source_directory
 from mglu_ops.packaging.package import LayerInfo, PackageInfo
@@ -77,7 +81,8 @@ def test_all_sources_of_the_plain_kernel_are_embedded() -> None:
 def test_parameters_are_laid_out_alike() -> None:
     """The pointers, and what Python packs after them, are as long as C++ says."""
     size = re.search(r"sizeof\(Params\) == (\d+)", (source_directory() / "library/cuda/launch.cpp").read_text())
-    assert plan.CONSTANTS.size + POINTERS.size == int(size[1])
+    call = LayerCall.contiguous(torch.device("cuda"), torch.float16, 4, 1, 64, 64)
+    assert len(constants(call)) + POINTERS.size == int(size[1])
 
 
 def compiles_device_code() -> bool:
@@ -96,24 +101,26 @@ def test_kernels_of_a_package_cover_every_number_of_tokens(n_masks: int, tmp_pat
     write_small_package(tmp_path / "model.pt2", **info.texts())
     device_code.write(tmp_path, ["sm_90"], [tmp_path / "model.pt2"])
     table = (tmp_path / device_code.TABLE).read_text()
-    geometry, turn = r"\{\d+, 1, \d+, \d+, true\}", r"\{(-?\d+), \d+, (\d+)\}"
+    geometry, permutation = r"\{\d+, 1, \d+, \d+, true\}", r"\{(-?\d+), \d+, (\d+)\}"
     variant, boxes = rf"\{{90, 0, {n_masks}, 0, -1\}}", r"\{(\d+), (\d+), (\d+), false\}"
-    line = rf"\{{{variant}, 1024, 2048, (\d+), (\d+), (\d+), " + ", ".join((geometry, turn, boxes)) + r"\}"
+    line = rf"\{{{variant}, 1024, 2048, (\d+), (\d+), (\d+), " + ", ".join((geometry, permutation, boxes)) + r"\}"
     tuned = [tuple(map(int, found)) for found in re.findall(line, table)]
     tokens = [count for first, last, *_ in tuned for count in range(first, last + 1)]
     assert tokens == list(range(1, device_code.MOST_TOKENS + 1))
     names = re.findall(r'\{"mglu_(\w+)", mglu_cubin_(\d+)\}', table)
     kernels = {int(number): name for name, number in names}
-    turning = set() if n_masks == 1 else {"permute_x"}  # one mask's tiles take x as it is
-    assert set(kernels.values()) == {"decode_mma", "tile_wgmma", "plain"} | turning
-    for first, last, cubin, turn, turned, *box in tuned:
-        problem = device_code._problem(layer, (9, 0), last)
-        config = plan.choice(problem)
-        assert kernels[cubin] == config.kernel == plan.choice(replace(problem, tokens=first)).kernel
-        assert kernels.get(turn) == ("permute_x" if config.turned else None)
-        assert turned == 0 if turn < 0 else turned >= last * 2048 * 2
-        of_tile = [config.block_tokens, config.rows // config.cluster, 16 if n_masks == 1 else 64]
-        assert box == (of_tile if config.kernel == "tile_wgmma" else [0, 0, 0])
+    permuting = set() if n_masks == 1 else {"permute_x"}  # one mask's tiles read x as it is
+    assert set(kernels.values()) == {"decode_mma", "tile_wgmma", "plain"} | permuting
+    gpu = gpu_of_architecture((9, 0))
+    for first, last, cubin, permute, copied, *box in tuned:
+        config, first_config = (choose(device_code._call(layer, tokens), gpu).config for tokens in (last, first))
+        assert kernels[cubin] == config.kernel == first_config.kernel
+        if isinstance(config, TileWgmma):
+            assert kernels.get(permute) == ("permute_x" if config.permuted else None)
+            assert box == [config.block_tokens, config.rows // config.cluster, 16 if n_masks == 1 else 64]
+        else:
+            assert box == [0, 0, 0]
+        assert copied == 0 if permute < 0 else copied >= last * 2048 * 2
     for _, number in names:
         assert (tmp_path / f"{number}.cubin").read_bytes().startswith(b"\x7fELF")
     assert len(re.findall(rf"\{{{variant}, [14], \d+\}}", table)) == 2
