@@ -23,7 +23,7 @@ def add_parser(subparsers: Any) -> None:
     """Add `tune` to the commands."""
     parser = subparsers.add_parser("tune", help="measure launches of the CUDA kernels", description=DESCRIPTION)
     parser.add_argument(
-        "--shapes", type=_shape, nargs="+", required=True, metavar="OUTxIN", help="of weight, as 14336x4096"
+        "--shapes", type=_shape, nargs="+", metavar="OUTxIN", help="of the weight, as 14336x4096; needed without --fit"
     )
     parser.add_argument("--masks", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="default: 1 2 4 8")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1], metavar="N", help="rows of x (default: 1)")
@@ -35,6 +35,18 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--min-gain", type=float, default=0.02, metavar="X", help="leave out what gains less than this (default: 0.02)"
+    )
+    parser.add_argument(
+        "--fit",
+        action="store_true",
+        help="instead of a table, fit the cost model of the kernel for many tokens to the GPU at hand (about 5 minutes; "
+        "needs scipy), which MGLU_COST_MODEL=FILE makes mglu_ops use",
+    )
+    parser.add_argument(
+        "--timings",
+        type=Path,
+        metavar="CSV",
+        help="with --fit: keep the timings here; fit them again if they are there",
     )
     parser.set_defaults(run=run)
 
@@ -48,6 +60,8 @@ def _shape(text: str) -> tuple[int, int]:
 
 def run(options: argparse.Namespace) -> int:
     """Measure and write; its exit code."""
+    if options.fit:
+        return _fit(options)
     import torch
 
     from ..backends.cuda.device import gpu_of
@@ -56,6 +70,9 @@ def run(options: argparse.Namespace) -> int:
 
     if not torch.cuda.is_available():
         print("python -m mglu_ops tune: error: needs a CUDA GPU, and torch sees none", file=sys.stderr)
+        return 2
+    if not options.shapes:
+        print("python -m mglu_ops tune: error: --shapes is needed without --fit", file=sys.stderr)
         return 2
     if not all(1 <= n_masks <= 16 for n_masks in options.masks) or min(options.tokens) < 1:
         print("python -m mglu_ops tune: error: masks must be 1 to 16, tokens at least 1", file=sys.stderr)
@@ -75,6 +92,38 @@ def run(options: argparse.Namespace) -> int:
         write(options.out, facts, entries)  # as far as it is known, should the rest not come
         torch.cuda.empty_cache()
     print(f"{len(entries)} entries in {options.out}")
+    return 0
+
+
+def _fit(options: argparse.Namespace) -> int:
+    """Fit the cost model; the exit code."""
+    import torch
+
+    from ..backends.cuda.device import gpu_of, gpu_of_architecture
+    from ..backends.cuda.kernels.tile_wgmma import ARCH
+    from ..backends.cuda.kernels.tile_wgmma_costs import costs_of, write
+    from .fit import error_of, fit, measure, read_timings, regret_of, write_timings
+
+    known = options.timings is not None and options.timings.exists()
+    if known:
+        gpu, timings = gpu_of_architecture(ARCH), read_timings(options.timings)
+        facts: dict[str, object] = {"device": gpu.name, "compute_capability": list(gpu.arch)}
+    elif torch.cuda.is_available() and gpu_of(torch.cuda.current_device()).arch == ARCH:
+        gpu, facts = gpu_of(torch.cuda.current_device()), environment()
+        timings = measure(gpu, lambda line: print(line, flush=True))
+        if options.timings is not None:
+            write_timings(options.timings, timings, "; ".join(f"{name}: {value}" for name, value in facts.items()))
+    else:
+        print("python -m mglu_ops tune: error: --fit needs a GPU of compute capability 9.0", file=sys.stderr)
+        return 2
+    start = costs_of(gpu)
+    found = fit(timings, gpu, start)
+    for name, costs in (("before", start), ("fitted", found)):
+        print(
+            f"{name}: {len(timings)} times are off by a factor of {error_of(timings, gpu, costs):.3f} in the geometric "
+            f"mean, and the choices {regret_of(timings, gpu, costs):.3f} times slower than the best"
+        )
+    write(options.out, facts, found)
     return 0
 
 

@@ -37,7 +37,7 @@ class Effort:
     rounds: int = 25
 
 
-class _Layers:
+class Layers:
     """Layers of distinct weights, and the float64 result of the first."""
 
     def __init__(self, call: LayerCall) -> None:
@@ -50,6 +50,10 @@ class _Layers:
         self.weights = [torch.randn(shape, device="cuda").mul_(scale).to(call.dtype) for _ in range(count)]
         self.packed = [torch.randint(256, packed_shape, dtype=torch.uint8, device="cuda") for _ in range(count)]
         self.exact = self._exact()
+
+    def set_tokens(self, tokens: int) -> None:
+        """Take another x for the same layers; there is no float64 result for it."""
+        self.x = torch.randn(tokens, self.x.shape[1], device="cuda").to(self.x.dtype)
 
     def _exact(self) -> Tensor:
         x, weight = self.x.double(), self.weights[0].double()
@@ -90,7 +94,7 @@ def search(call: LayerCall, gpu: Gpu, effort: Effort, note: Callable[[str], None
         RuntimeError: the launch that is chosen without tables is wrong itself.
     """
     model = without_tables(call, gpu)
-    layers = _Layers(call)
+    layers = Layers(call)
     screened: dict[LaunchConfig, float] = {}
     wanted = [model, *starts(call, gpu)]
     for _ in range(1 + effort.steps):
@@ -110,7 +114,7 @@ def search(call: LayerCall, gpu: Gpu, effort: Effort, note: Callable[[str], None
 
 
 def _screen(
-    layers: _Layers, call: LayerCall, gpu: Gpu, configs: list[LaunchConfig], note: Callable[[str], None]
+    layers: Layers, call: LayerCall, gpu: Gpu, configs: list[LaunchConfig], note: Callable[[str], None]
 ) -> dict[LaunchConfig, float]:
     """Microseconds a layer after a few rounds; infinitely many where a configuration does not run, or runs wrong."""
     found = dict.fromkeys(configs, float("inf"))

@@ -1,22 +1,20 @@
 """Which launch of `tile_wgmma` a call gets: the one that a cost model finds fastest (csrc/cuda/tile_wgmma.md).
 
-The model adds up, for a launch, the waves of tiles, in each of which an SM multiplies while it reads the next stages,
-and the reading of W, once a pass, from memory or from L2. Its constants were fitted to measured times; `python -m
-mglu_ops tune --fit` fits them to another GPU.
+For a few tokens of many masks it is sparse products of one tile of tokens, which need no comparison.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from math import ceil
 
 from ....layer_call import LayerCall
 from ..device import Gpu
 from . import decode_mma
 from .base import ceil_div, has_x_in_rows, round_up
 from .tile_wgmma import TileWgmma, can_run
+from .tile_wgmma_costs import CostModel, costs_of, waves_of
 
 # Widths of a tile that the source has the instruction for, and its heights.
 _TOKEN_COLUMNS = (16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192)
@@ -37,7 +35,7 @@ def choose(call: LayerCall, gpu: Gpu) -> TileWgmma | None:
     one_warpgroup = call.out_features <= 64 * gpu.multiprocessors
     if call.n_masks > 2 and call.tokens <= _most_sparse_tokens(call.n_masks, one_warpgroup) and not must_permute:
         return _sparse_tile(call, gpu)
-    return fastest(call, gpu, must_permute, H200_COSTS)
+    return fastest(call, gpu, must_permute, costs_of(gpu))
 
 
 # --- Sparse products of few tokens -----------------------------------------------------------------------------------
@@ -66,7 +64,8 @@ def _sparse_tile(call: LayerCall, gpu: Gpu) -> TileWgmma:
         config = replace(config, rows=64, mask_groups=2)
     else:
         fitting = [rows for rows in _TILE_ROWS if rows <= call.out_features]
-        waves = {rows: _waves(ceil_div(call.out_features, rows), gpu.multiprocessors) for rows in fitting}
+        last_wave = costs_of(gpu).last_wave
+        waves = {rows: waves_of(ceil_div(call.out_features, rows), gpu.multiprocessors, last_wave) for rows in fitting}
         config = replace(config, rows=min(fitting, key=lambda rows: waves[rows] * (3 if rows == 64 else 4)))
     return _filled(config, n_masks, gpu.shared_bytes_per_sm, least_stages=4)
 
@@ -148,122 +147,3 @@ def _variants(tile: TileWgmma, n_masks: int, accumulators: int, must_permute: bo
     pays = n_masks >= 2 and columns <= _most_sparse_tokens(n_masks, tile.rows == 64)
     if pays and as_it_is and _fits_sparse(n_masks, tile.mask_groups, columns):
         yield replace(tile, sub=_sub_of_sparse(n_masks, columns), sparse=True)
-
-
-# --- The cost model --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ProductCosts:
-    """What products cost in one kind of launch, in columns: the time that a product of one column takes.
-
-    Attributes:
-        flips: the sign flips of a product's fragment of W, which its `wgmma` waits for.
-        gap: what passes between two products of a warpgroup.
-        fragments: loading a fragment of W and preparing it, once a pass.
-    """
-
-    flips: float
-    gap: float
-    fragments: float
-
-
-@dataclass(frozen=True)
-class CostModel:
-    """The constants of the model for one GPU.
-
-    Attributes:
-        column_us: microseconds for the product of 64 rows and one column of tokens, for each column of in_features.
-        dram_bytes_per_us: what the memory gives.
-        l2_bytes_per_us: what L2 gives all SMs together.
-        permute_us: the launch of `permute_x`.
-        exchange_us: at the end of a tile, while the second of two warpgroups of the same rows waits for the first.
-        overlapped_flips: the part of a product's columns that its sign flips do not hide.
-        cluster: the factor by which pairs of blocks multiply faster, whose reads of W take less power.
-        serial: the part of the shorter of multiplying and reading that the longer does not hide.
-        serial_alone: the same for a warpgroup that is alone on its SM, which waits for its own stages.
-        last_wave: what the last wave of many costs, in waves.
-        mask_columns: reading the bits of 1 to 3, of 4 and of more masks for an x that is not permuted, in columns.
-        alone, of_rows, of_masks: products of one consumer warpgroup, of two with rows of their own, of two that share
-            64 rows.
-        sparse_alone, sparse_of_rows, sparse_of_masks: the same for sparse products.
-    """
-
-    column_us: float
-    dram_bytes_per_us: float
-    l2_bytes_per_us: float
-    permute_us: float
-    exchange_us: float
-    overlapped_flips: float
-    cluster: float
-    serial: float
-    serial_alone: float
-    last_wave: float
-    mask_columns: tuple[float, float, float]
-    alone: ProductCosts
-    of_rows: ProductCosts
-    of_masks: ProductCosts
-    sparse_alone: ProductCosts
-    sparse_of_rows: ProductCosts
-    sparse_of_masks: ProductCosts
-
-    def microseconds(self, config: TileWgmma, call: LayerCall, gpu: Gpu) -> float:
-        """The time of a launch, without the 3 us that every launch takes."""
-        shared_rows = config.mask_groups == 2
-        token_tiles = round_up(ceil_div(call.tokens, config.block_tokens), config.cluster)
-        waves = _waves(token_tiles * ceil_div(call.out_features, config.rows), gpu.multiprocessors, self.last_wave)
-        columns = config.row_groups * self._columns(config, call.n_masks)
-        multiplying = waves * (columns * call.in_features * self.column_us + (self.exchange_us if shared_rows else 0))
-        bytes_of_column = 2 + call.n_masks / 8  # of a row of W and of its masks
-        from_memory = call.out_features * bytes_of_column / self.dram_bytes_per_us
-        bytes_of_tile = config.rows * bytes_of_column / config.cluster + 2 * min(config.block_tokens, call.tokens)
-        from_l2 = waves * gpu.multiprocessors * bytes_of_tile / self.l2_bytes_per_us
-        reading = config.passes * call.in_features * max(from_memory, from_l2)
-        serial = self.serial_alone if config.rows == 64 and not shared_rows else self.serial
-        total = max(multiplying, reading) + serial * min(multiplying, reading)
-        return total + (self.permute_us if config.permuted else 0)
-
-    def _columns(self, config: TileWgmma, n_masks: int) -> float:
-        """What a tile costs of 64 rows and one chunk of k, in columns."""
-        shared_rows = config.mask_groups == 2
-        if config.sparse:
-            by_kind = self.sparse_alone, self.sparse_of_rows, self.sparse_of_masks
-        else:
-            by_kind = self.alone, self.of_rows, self.of_masks
-        costs = by_kind[2 if shared_rows else 0 if config.rows == 64 else 1]
-        width = config.block_tokens
-        product = max(costs.flips + self.overlapped_flips * width, costs.gap + width)
-        products = n_masks + (config.passes if shared_rows else 1)
-        # For an x that is not permuted a warp reads four times the bytes of masks: four masks as one word.
-        of_mask = self.mask_columns[1 if n_masks == 4 and not shared_rows else 0 if n_masks < 8 else 2]
-        bits = 0 if config.permuted or config.sparse else config.mask_groups * n_masks * of_mask
-        columns = products * product + config.passes * costs.fragments + bits
-        return columns * self.cluster if config.cluster > 1 else columns
-
-
-def _waves(blocks: int, multiprocessors: int, last_wave: float = 0.4) -> float:
-    """Waves of blocks, one block an SM: the last blocks of many waves run beside each other."""
-    waves = blocks / multiprocessors
-    return ceil(waves) if waves <= 4 else waves + last_wave
-
-
-H200_COSTS = CostModel(
-    column_us=2e-5,
-    dram_bytes_per_us=4.2e6,
-    l2_bytes_per_us=7e6,
-    permute_us=2.2,
-    exchange_us=1.0,
-    overlapped_flips=0.65,
-    cluster=0.98,
-    serial=0.05,
-    serial_alone=0.2,
-    last_wave=0.4,
-    mask_columns=(2, 1.5, 5),
-    alone=ProductCosts(37, 28, 49),
-    of_rows=ProductCosts(24, 0, 40),
-    of_masks=ProductCosts(31, 0, 118),
-    sparse_alone=ProductCosts(0, 9, 105),
-    sparse_of_rows=ProductCosts(0, 11, 57),
-    sparse_of_masks=ProductCosts(0, 10, 140),
-)
-"""The constants for an H200."""

@@ -1,0 +1,199 @@
+"""The cost model of `tile_wgmma`: the time of a launch from the call, the GPU and some twenty fitted constants.
+
+The model adds up the waves of tiles, in each of which an SM multiplies while it reads the next stages, and the reading
+of W, once a pass, from memory or from L2. csrc/cuda/tile_wgmma.md explains it.
+
+The constants of a GPU are a JSON file in the folder `cost_models` beside this package's tables, or the file that
+`MGLU_COST_MODEL` names. `python -m mglu_ops tune --fit` measures launches and writes such a file; the timings behind
+the files of the package are in benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from ....layer_call import LayerCall
+from ..device import Gpu
+from .base import ceil_div, round_up
+from .tile_wgmma import TileWgmma
+
+FORMAT = 1
+VARIABLE = "MGLU_COST_MODEL"
+FOLDER = Path(__file__).parents[1] / "cost_models"
+
+
+class CostModelError(ValueError):
+    """A file of constants that cannot be used; the message names the file and what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class ProductCosts:
+    """What products cost in one kind of launch, in columns: the time that a product of one column takes.
+
+    Attributes:
+        flips: the sign flips of a product's fragment of W, which its `wgmma` waits for.
+        gap: what passes between two products of a warpgroup.
+        fragments: loading a fragment of W and preparing it, once a pass.
+    """
+
+    flips: float
+    gap: float
+    fragments: float
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """The constants of the model for one GPU.
+
+    Attributes:
+        launch_us: what every launch takes besides.
+        column_us: microseconds for the product of 64 rows and one column of tokens, for each column of in_features.
+        dram_bytes_per_us: what the memory gives.
+        l2_bytes_per_us: what L2 gives all SMs together.
+        permute_us: the launch of `permute_x`.
+        exchange_us: at the end of a tile, while the second of two warpgroups of the same rows waits for the first.
+        overlapped_flips: the part of a product's columns that its sign flips do not hide.
+        cluster: the factor by which pairs of blocks multiply faster, whose reads of W take less power.
+        serial: the part of the shorter of multiplying and reading that the longer does not hide.
+        serial_alone: the same for a warpgroup that is alone on its SM, which waits for its own stages.
+        last_wave: what the last wave of many costs, in waves.
+        mask_columns: reading the bits of 1 to 3, of 4 and of more masks for an x that is not permuted, in columns.
+        alone, of_rows, of_masks: products of one consumer warpgroup, of two with rows of their own, of two that share
+            64 rows.
+        sparse_alone, sparse_of_rows, sparse_of_masks: the same for sparse products.
+    """
+
+    launch_us: float
+    column_us: float
+    dram_bytes_per_us: float
+    l2_bytes_per_us: float
+    permute_us: float
+    exchange_us: float
+    overlapped_flips: float
+    cluster: float
+    serial: float
+    serial_alone: float
+    last_wave: float
+    mask_columns: tuple[float, float, float]
+    alone: ProductCosts
+    of_rows: ProductCosts
+    of_masks: ProductCosts
+    sparse_alone: ProductCosts
+    sparse_of_rows: ProductCosts
+    sparse_of_masks: ProductCosts
+
+    def microseconds(self, config: TileWgmma, call: LayerCall, gpu: Gpu) -> float:
+        """The time of a launch."""
+        shared_rows = config.mask_groups == 2
+        token_tiles = round_up(ceil_div(call.tokens, config.block_tokens), config.cluster)
+        waves = waves_of(token_tiles * ceil_div(call.out_features, config.rows), gpu.multiprocessors, self.last_wave)
+        columns = config.row_groups * self._columns(config, call.n_masks)
+        multiplying = waves * (columns * call.in_features * self.column_us + (self.exchange_us if shared_rows else 0))
+        bytes_of_column = 2 + call.n_masks / 8  # of a row of W and of its masks
+        from_memory = call.out_features * bytes_of_column / self.dram_bytes_per_us
+        bytes_of_tile = config.rows * bytes_of_column / config.cluster + 2 * min(config.block_tokens, call.tokens)
+        from_l2 = waves * gpu.multiprocessors * bytes_of_tile / self.l2_bytes_per_us
+        reading = config.passes * call.in_features * max(from_memory, from_l2)
+        serial = self.serial_alone if config.rows == 64 and not shared_rows else self.serial
+        total = max(multiplying, reading) + serial * min(multiplying, reading)
+        return self.launch_us + total + (self.permute_us if config.permuted else 0)
+
+    def _columns(self, config: TileWgmma, n_masks: int) -> float:
+        """What a tile costs of 64 rows and one chunk of k, in columns."""
+        shared_rows = config.mask_groups == 2
+        if config.sparse:
+            by_kind = self.sparse_alone, self.sparse_of_rows, self.sparse_of_masks
+        else:
+            by_kind = self.alone, self.of_rows, self.of_masks
+        costs = by_kind[2 if shared_rows else 0 if config.rows == 64 else 1]
+        width = config.block_tokens
+        product = max(costs.flips + self.overlapped_flips * width, costs.gap + width)
+        products = n_masks + (config.passes if shared_rows else 1)
+        # For an x that is not permuted a warp reads four times the bytes of masks: four masks as one word.
+        of_mask = self.mask_columns[1 if n_masks == 4 and not shared_rows else 0 if n_masks < 8 else 2]
+        bits = 0 if config.permuted or config.sparse else config.mask_groups * n_masks * of_mask
+        columns = products * product + config.passes * costs.fragments + bits
+        return columns * self.cluster if config.cluster > 1 else columns
+
+
+def waves_of(blocks: int, multiprocessors: int, last_wave: float) -> float:
+    """Waves of blocks, one block an SM: the last blocks of many waves run beside each other."""
+    waves = blocks / multiprocessors
+    return ceil(waves) if waves <= 4 else waves + last_wave
+
+
+# --- Files of constants ----------------------------------------------------------------------------------------------
+
+
+def costs_of(gpu: Gpu) -> CostModel:
+    """The constants for a GPU: those measured on one of its name, or else on one of its architecture.
+
+    Raises:
+        CostModelError: the file that `MGLU_COST_MODEL` names cannot be used.
+    """
+    return _costs_of(gpu.name, gpu.arch)
+
+
+@cache
+def _costs_of(name: str, arch: tuple[int, int]) -> CostModel:
+    own = os.environ.get(VARIABLE)
+    if own:
+        return read(Path(own))[1]
+    known = [read(path) for path in sorted(FOLDER.glob("*.json"))]
+    of_the_name = [costs for environment, costs in known if environment.get("device") == name]
+    of_the_arch = [costs for environment, costs in known if environment.get("compute_capability") == list(arch)]
+    return (*of_the_name, *of_the_arch)[0]
+
+
+def read(path: Path) -> tuple[Mapping[str, Any], CostModel]:
+    """What a file says of its measurement, and its constants.
+
+    Raises:
+        CostModelError: it is not such a file.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CostModelError(f"{path}: not a readable cost model: {error}") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise CostModelError(f"{path}: format: got {found!r:.60}, must be an object with format {FORMAT}")
+    environment, costs = found.get("environment"), found.get("costs")
+    if not isinstance(environment, dict) or not isinstance(costs, dict):
+        raise CostModelError(f"{path}: environment and costs: must be objects")
+    return environment, CostModel(**{field.name: _constant(costs, field.name, path) for field in fields(CostModel)})
+
+
+def _constant(costs: Mapping[str, Any], name: str, path: Path) -> Any:
+    value = costs.get(name)
+    where = f"{path}: costs: {name}: got {value!r:.60}, must be"
+    if name == "mask_columns":
+        if not (isinstance(value, list) and len(value) == 3 and all(map(_is_number, value))):
+            raise CostModelError(f"{where} three numbers")
+        return tuple(value)
+    if name in _PRODUCTS:
+        expected = [field.name for field in fields(ProductCosts)]
+        if not isinstance(value, dict) or not all(_is_number(value.get(part)) for part in expected):
+            raise CostModelError(f"{where} an object of {', '.join(expected)}")
+        return ProductCosts(*(value[part] for part in expected))
+    if not _is_number(value):
+        raise CostModelError(f"{where} a number")
+    return value
+
+
+_PRODUCTS = ("alone", "of_rows", "of_masks", "sparse_alone", "sparse_of_rows", "sparse_of_masks")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+
+
+def write(path: Path, environment: Mapping[str, object], costs: CostModel) -> None:
+    """Write a file of constants."""
+    path.write_text(json.dumps({"format": FORMAT, "environment": environment, "costs": asdict(costs)}, indent=1) + "\n")
