@@ -39,14 +39,14 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--fit",
         action="store_true",
-        help="instead of a table, fit the cost model of the kernel for many tokens to the GPU at hand (about 5 minutes; "
-        "needs scipy), which MGLU_COST_MODEL=FILE makes mglu_ops use",
+        help="instead of a table, fit the cost model of the kernel for many tokens to the GPU at hand, in about 5 "
+        "minutes and with scipy; MGLU_COST_MODEL=FILE makes mglu_ops use it",
     )
     parser.add_argument(
         "--timings",
         type=Path,
         metavar="CSV",
-        help="with --fit: keep the timings here; fit them again if they are there",
+        help="with --fit: where to keep the timings, or to find them",
     )
     parser.set_defaults(run=run)
 
@@ -102,7 +102,7 @@ def _fit(options: argparse.Namespace) -> int:
     from ..backends.cuda.device import gpu_of, gpu_of_architecture
     from ..backends.cuda.kernels.tile_wgmma import ARCH
     from ..backends.cuda.kernels.tile_wgmma_costs import costs_of, write
-    from .fit import error_of, fit, measure, read_timings, regret_of, write_timings
+    from .fit import START, error_of, fit, measure, read_timings, regret_of, write_timings
 
     known = options.timings is not None and options.timings.exists()
     if known:
@@ -116,9 +116,8 @@ def _fit(options: argparse.Namespace) -> int:
     else:
         print("python -m mglu_ops tune: error: --fit needs a GPU of compute capability 9.0", file=sys.stderr)
         return 2
-    start = costs_of(gpu)
-    found = fit(timings, gpu, start)
-    for name, costs in (("before", start), ("fitted", found)):
+    before, found = costs_of(gpu), fit(timings, gpu, START)
+    for name, costs in (("before", before), ("fitted", found)):
         print(
             f"{name}: {len(timings)} times are off by a factor of {error_of(timings, gpu, costs):.3f} in the geometric "
             f"mean, and the choices {regret_of(timings, gpu, costs):.3f} times slower than the best"

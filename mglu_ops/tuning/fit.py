@@ -1,4 +1,4 @@
-"""Fits the cost model of `tile_wgmma` to a GPU: measures a sample of launches, and finds the constants that explain them.
+"""Fits the cost model of `tile_wgmma` to a GPU: measures a sample of launches, and finds the constants behind them.
 
 The sample is drawn with a fixed seed: for each number of masks some of the launches that the model compares, each at a
 few shapes and numbers of tokens. The timings are a CSV file, from which the same constants follow again.
@@ -19,7 +19,7 @@ import torch
 from ..backends.cuda import TileWgmma
 from ..backends.cuda.device import Gpu
 from ..backends.cuda.kernels.tile_wgmma_choice import launches
-from ..backends.cuda.kernels.tile_wgmma_costs import CostModel
+from ..backends.cuda.kernels.tile_wgmma_costs import CostModel, ProductCosts
 from ..layer_call import LayerCall
 
 SHAPES = ((4096, 1024), (4096, 4096), (8192, 2048), (9728, 2560), (11008, 4096), (14336, 4096))
@@ -112,21 +112,46 @@ def read_timings(path: Path) -> list[Timing]:
     """
     with path.open(newline="") as file:
         rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
-    kinds = {field.name: type(field.default) for field in fields(TileWgmma)}
+    defaults = asdict(TileWgmma())
     try:
         return [
             Timing(
-                *(int(row[name]) for name in ("n_masks", "tokens", "out_features", "in_features")),
-                TileWgmma(**{name: kind(int(row[name])) for name, kind in kinds.items()}),
+                int(row["n_masks"]),
+                int(row["tokens"]),
+                int(row["out_features"]),
+                int(row["in_features"]),
+                TileWgmma(**{name: type(default)(int(row[name])) for name, default in defaults.items()}),
                 float(row["microseconds"]),
             )
             for row in rows
         ]
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not a file of timings: {error!r}") from error
 
 
 # --- Fitting ---------------------------------------------------------------------------------------------------------
+
+START = CostModel(
+    launch_us=3,
+    column_us=2e-5,
+    dram_bytes_per_us=4.2e6,
+    l2_bytes_per_us=7e6,
+    permute_us=2,
+    exchange_us=1,
+    overlapped_flips=0.65,
+    cluster=0.98,
+    serial=0.05,
+    serial_alone=0.2,
+    last_wave=0.4,
+    mask_columns=(2, 1.5, 5),
+    alone=ProductCosts(37, 28, 49),
+    of_rows=ProductCosts(24, 0, 40),
+    of_masks=ProductCosts(31, 0, 118),
+    sparse_alone=ProductCosts(0, 9, 105),
+    sparse_of_rows=ProductCosts(0, 11, 57),
+    sparse_of_masks=ProductCosts(0, 10, 140),
+)
+"""Where a fit begins, whatever the GPU: rates from data sheets, and costs as counted from the kernel's instructions."""
 
 
 def fit(timings: Sequence[Timing], gpu: Gpu, start: CostModel) -> CostModel:
