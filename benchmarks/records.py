@@ -1,0 +1,168 @@
+"""Result tables: their rows, and the CSV files that hold them.
+
+A result is one file, `<name>.csv`. Its first lines start with `#` and say what the figures depend on besides the code
+(commit, device, versions, protocol), one `# name: value` a line. The table follows, with its column names first.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+COMMENT = "# "
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a result table.
+
+    Attributes:
+        case: what is measured, where a table holds several kinds of work, else the name of the problem.
+        variant: the implementation that ran.
+        tokens: rows of x.
+        out_features: rows of the weight.
+        in_features: columns of the weight.
+        n_masks: number of masks; 0 for a layer without masks.
+        dtype: of x and the weight.
+        microseconds: median time per layer, or per call; NaN if the result was wrong.
+        spread: distance between the quartiles of the times, in microseconds.
+        fraction_of_ceiling: time of the read ceiling divided by this one's; NaN if there is none.
+        error: norm of the error relative to the norm of the float64 result; NaN if there is nothing to compare.
+        extra: further columns by name, as JSON can hold them.
+    """
+
+    case: str
+    variant: str
+    tokens: int
+    out_features: int
+    in_features: int
+    n_masks: int
+    dtype: str
+    microseconds: float
+    spread: float
+    fraction_of_ceiling: float
+    error: float
+    extra: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the row has no time because its result disagreed with the oracle."""
+        return math.isnan(self.microseconds)
+
+    def __str__(self) -> str:
+        problem = f"{self.out_features}x{self.in_features} n_m={self.n_masks} T={self.tokens}"
+        result = "WRONG" if self.is_wrong else f"{self.microseconds:.2f} us"
+        share = "" if math.isnan(self.fraction_of_ceiling) else f" {self.fraction_of_ceiling:.3f} of the ceiling"
+        error = "" if math.isnan(self.error) else f", error {self.error:.1e}"
+        extra = "".join(f", {name} {value}" for name, value in self.extra.items())
+        return f"{problem} {self.variant:50} {result:>13} +-{self.spread:<7.2f}{share}{error}{extra}"
+
+
+def _cpu_name() -> str:
+    names = [
+        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
+    return f"{names[0] if names else platform.processor()}, {torch.get_num_threads()} threads"
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def environment(protocol: str) -> dict[str, str]:
+    """What a result depends on besides the code; it is written into the head of every table."""
+    git = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        # MGLU_COMMIT names the commit for a copy of the code that has no git history.
+        "commit": os.environ.get("MGLU_COMMIT") or (git.stdout.strip() if git.returncode == 0 else "unknown"),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "cuda": str(torch.version.cuda),
+        "python": platform.python_version(),
+        "protocol": protocol,
+    }
+
+
+def write(rows: Sequence[Row], out: Path, name: str, protocol: str) -> None:
+    """Write rows to `<name>.csv` in a folder, floats with six digits."""
+    table = [
+        {column: float(f"{value:.6g}") if isinstance(value, float) else value for column, value in asdict(row).items()}
+        for row in rows
+    ]
+    write_table(table, environment(protocol), out, name)
+
+
+def write_table(table: Sequence[Mapping[str, Any]], environment: Mapping[str, str], out: Path, name: str) -> None:
+    """Write a table of any columns to `<name>.csv` in a folder; a dict in a cell becomes JSON."""
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / f"{name}.csv").open("w", newline="") as file:
+        for fact, value in environment.items():
+            file.write(f"{COMMENT}{fact}: {' '.join(value.split())}\n")
+        writer = csv.DictWriter(file, fieldnames=list(table[0]), lineterminator="\n")
+        writer.writeheader()
+        for row in table:
+            writer.writerow({name: json.dumps(cell) if isinstance(cell, dict) else cell for name, cell in row.items()})
+
+
+def read_table(path: Path) -> tuple[dict[str, str], list[dict[str, str]]]:
+    """The environment and the rows of a CSV file that `write_table` wrote, all values as text.
+
+    Raises:
+        FileNotFoundError: the file is missing.
+    """
+    environment: dict[str, str] = {}
+    lines = path.read_text().splitlines(keepends=True)
+    for line in lines:
+        if not line.startswith(COMMENT):
+            break
+        fact, _, value = line.removeprefix(COMMENT).rstrip("\n").partition(": ")
+        environment[fact] = value
+    return environment, list(csv.DictReader(lines[len(environment) :]))
+
+
+def read(out: Path, name: str) -> list[Row]:
+    """The rows of `<name>.csv`, as `write` left them; none if there is no such table."""
+    path = out / f"{name}.csv"
+    if not path.is_file():
+        return []
+    return [
+        Row(
+            case=line["case"],
+            variant=line["variant"],
+            tokens=int(line["tokens"]),
+            out_features=int(line["out_features"]),
+            in_features=int(line["in_features"]),
+            n_masks=int(line["n_masks"]),
+            dtype=line["dtype"],
+            microseconds=float(line["microseconds"]),
+            spread=float(line["spread"]),
+            fraction_of_ceiling=float(line["fraction_of_ceiling"]),
+            error=float(line["error"]),
+            extra=json.loads(line["extra"]),
+        )
+        for line in read_table(path)[1]
+    ]
+
+
+def read_environment(out: Path, name: str) -> dict[str, str]:
+    """The environment in which `<name>.csv` was measured."""
+    return read_table(out / f"{name}.csv")[0]
