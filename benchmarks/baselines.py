@@ -1,14 +1,23 @@
-"""What MGLU is measured against: the naive layer and SwiGLU in plain torch, in the forms of torch.compile."""
+"""What MGLU is compared with, in plain torch: the naive layer and SwiGLU, in every form that is measured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import reduce
 from operator import add
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+Mode = Literal["eager", "compiled", "coordinate descent", "max-autotune"]
+OPTIONS: dict[Mode, dict[str, str | int | bool | Callable[..., object]]] = {
+    "compiled": {},
+    "coordinate descent": {"coordinate_descent_tuning": True},
+    "max-autotune": {"coordinate_descent_tuning": True, "max_autotune": True},
+}
+"""Options of torch.compile for each mode but "eager"."""
 
 
 def naive(x: Tensor, weight: Tensor, masks: Tensor) -> Tensor:
@@ -21,20 +30,52 @@ def naive(x: Tensor, weight: Tensor, masks: Tensor) -> Tensor:
 
 
 def swiglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    """SwiGLU's projection with two weights `[d, h]`."""
     return F.silu(F.linear(x, gate)) * F.linear(x, up)
 
 
 def swiglu_stacked(x: Tensor, both: Tensor) -> Tensor:
-    """SwiGLU of one weight `[2 d, h]`: gate above up."""
+    """SwiGLU's projection with one weight `[2 d, h]`, the gate above the value."""
     gate, up = F.linear(x, both).chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
-def compiled(function: Callable[..., Tensor], tune: bool = False, autotune: bool = False) -> Callable[..., Tensor]:
-    """torch.compile's default; with coordinate descent; or its max-autotune, which has coordinate descent too."""
-    options: dict[str, str | int | bool | Callable[..., object]] = {}
-    if tune or autotune:
-        options["coordinate_descent_tuning"] = True
-    if autotune:
-        options["max_autotune"] = True
-    return torch.compile(function, fullgraph=True, dynamic=False, options=options or None)
+class Baseline(NamedTuple):
+    """A form of a layer: its function and how it is compiled."""
+
+    name: str
+    function: Callable[..., Tensor]
+    mode: Mode
+
+    @property
+    def has_bool_masks(self) -> bool:
+        return self.name.endswith("bool masks")
+
+    def build(self) -> Callable[..., Tensor]:
+        """The function to call; it compiles at its first call, for fixed shapes."""
+        if self.mode == "eager":
+            return self.function
+        return torch.compile(self.function, fullgraph=True, dynamic=False, options=OPTIONS[self.mode] or None)
+
+
+NAIVE = (
+    Baseline("naive eager", naive, "eager"),
+    Baseline("naive compiled, coordinate descent", naive, "coordinate descent"),
+    Baseline("naive compiled, bool masks", naive, "compiled"),
+    Baseline("naive compiled, coordinate descent, bool masks", naive, "coordinate descent"),
+    Baseline("naive compiled, max-autotune, bool masks", naive, "max-autotune"),
+)
+NAIVE_ON_CPU = (Baseline("naive compiled", naive, "compiled"),)
+SWIGLU = (
+    Baseline("SwiGLU eager", swiglu, "eager"),
+    Baseline("SwiGLU compiled", swiglu, "compiled"),
+    Baseline("SwiGLU stacked, compiled", swiglu_stacked, "compiled"),
+    Baseline("SwiGLU compiled, coordinate descent", swiglu, "coordinate descent"),
+    Baseline("SwiGLU stacked, coordinate descent", swiglu_stacked, "coordinate descent"),
+    Baseline("SwiGLU compiled, max-autotune", swiglu, "max-autotune"),
+)
+
+
+def in_modes(baselines: Collection[Baseline], modes: Collection[Mode]) -> list[Baseline]:
+    """The baselines that are compiled in one of some modes."""
+    return [baseline for baseline in baselines if baseline.mode in modes]

@@ -1,4 +1,4 @@
-"""What no kernel can beat: reading the bytes of W and of the masks once, and the library's rate of arithmetic."""
+"""The floor under every kernel: reading the bytes of W and the masks once, and the rate of the library's GEMMs."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch import Tensor
 
 from benchmarks.harness import Variant
 
-# Blocks an SM and threads a block: the best of a sweep on an H200 and within 1% of its neighbours.
+# The fastest launch of a sweep on an H200; its neighbours are within 1%.
 BLOCKS_PER_SM = 8
-THREADS = 256
-UNROLL = 4
+THREADS_PER_BLOCK = 256
+LOADS_IN_FLIGHT_PER_THREAD = 4
 
 GEMM = "library GEMM"
 GEMM_TOKENS = 8192
 GEMM_LAYERS = 2
-"""Whose results are several times L2."""
-GEMM_FROM = 16
-"""Tokens: for fewer, reading takes longer than arithmetic whatever the rate and for any number of masks."""
-GEMM_APART_UP_TO = 64
-"""Tokens: up to here the product does not take turns with what is measured. It draws so much power that kernels of
-microseconds, which are bound by memory, are up to a fifth slower beside it."""
+"""Enough layers: their results together are several times as large as L2."""
+MIN_GEMM_TOKENS = 16
+"""For fewer tokens, reading takes longer than the arithmetic, whatever its rate and the number of masks."""
+MAX_SEPARATE_GEMM_TOKENS = 64
+"""Up to this number of tokens the GEMM is timed after the other variants, not interleaved with them. It draws so much
+power that short kernels beside it, which are bound by memory, run up to a fifth slower."""
 
 
 @cache
@@ -34,18 +34,20 @@ def _kernel() -> Any:
     core: Any = importlib.import_module("cuda.core")
     source = Path(__file__).with_name("read_ceiling.cu").read_text()
     major, minor = torch.cuda.get_device_capability()
-    options = core.ProgramOptions(arch=f"sm_{major}{minor}", std="c++17", define_macro=("MGLU_UNROLL", str(UNROLL)))
+    options = core.ProgramOptions(
+        arch=f"sm_{major}{minor}", std="c++17", define_macro=("MGLU_UNROLL", str(LOADS_IN_FLIGHT_PER_THREAD))
+    )
     core.Device(torch.cuda.current_device()).set_current()
     return core.Program(source, "c++", options).compile("cubin").get_kernel("read_ceiling")
 
 
 def reader(weights: list[Tensor], masks: list[Tensor]) -> Callable[[int], None]:
-    """`run(i)` that reads all of `weights[i]` and `masks[i]` on the current stream."""
+    """Make a `run(i)` that reads all of `weights[i]` and `masks[i]` on the current stream."""
     core: Any = importlib.import_module("cuda.core")
     kernel = _kernel()
     device = core.Device(torch.cuda.current_device())
     blocks = BLOCKS_PER_SM * torch.cuda.get_device_properties().multi_processor_count
-    config = core.LaunchConfig(grid=blocks, block=THREADS)
+    config = core.LaunchConfig(grid=blocks, block=THREADS_PER_BLOCK)
     sink = torch.zeros(1, dtype=torch.int32, device="cuda")
 
     class CurrentStream:
@@ -58,7 +60,7 @@ def reader(weights: list[Tensor], masks: list[Tensor]) -> Callable[[int], None]:
             device.create_stream(CurrentStream()),
             config,
             kernel,
-            weight.data_ptr(),  # ints travel as 64 bits: pointers and counts alike
+            weight.data_ptr(),  # cuda.core passes Python ints as 64 bits, pointers and counts alike
             weight.numel() * weight.element_size() // 16,
             mask.data_ptr(),
             mask.numel() // 16,
@@ -69,7 +71,7 @@ def reader(weights: list[Tensor], masks: list[Tensor]) -> Callable[[int], None]:
 
 
 def gemm(weights: list[Tensor]) -> Variant:
-    """The library's product of `GEMM_TOKENS` tokens with a weight."""
+    """The library's GEMM of `GEMM_TOKENS` tokens with a weight."""
     x = torch.randn(GEMM_TOKENS, weights[0].shape[1], device="cuda").to(weights[0].dtype)
     return Variant(
         GEMM,
@@ -80,8 +82,12 @@ def gemm(weights: list[Tensor]) -> Variant:
 
 
 def floor(read_ceiling: float, product: float | None, tokens: int, n_masks: int) -> float:
-    """Microseconds below which a layer cannot go: its read ceiling, or n_masks + 1 products at the library's rate.
+    """Lower bound of a layer's time, in microseconds: the larger of its reads and of n_masks + 1 GEMMs.
 
-    `product` is the time of `gemm` with the layer's weight; None for few tokens, where it does not count.
+    Args:
+        read_ceiling: time to read W and the masks, in microseconds.
+        product: time of `gemm` with the layer's weight, in microseconds; None for few tokens, where reads dominate.
+        tokens: rows of x.
+        n_masks: number of masks.
     """
     return max(read_ceiling, 0.0 if product is None else (n_masks + 1) * tokens / GEMM_TOKENS * product)

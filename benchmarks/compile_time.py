@@ -1,7 +1,7 @@
-"""What fusing adds to the time of compiling a model: the pass alone, and the whole compilation with and without it.
+"""Times what fusion adds to the compilation of a model: the pass alone, and the compilation with and without it.
 
-Beside a stack of MGLU layers stand models that have none, to which the pass must add next to nothing: chains of
-elementwise operators of four kinds and growing length, a Llama, a UNet and a ResNet.
+Besides a stack of MGLU layers it measures models that have none, to which the pass must add next to nothing: chains of
+four kinds of elementwise operators in several lengths, a Llama, a UNet and a ResNet.
 
 python -m benchmarks.compile_time --out benchmarks/results [--layers 32] [--masks 4] [--nodes 10 100 1000 5000]
 """
@@ -9,9 +9,8 @@ python -m benchmarks.compile_time --out benchmarks/results [--layers 32] [--mask
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +22,9 @@ from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 from torch.fx import Graph
 
-from benchmarks.harness import Row, write
 from benchmarks.ordinary_models import FEATURES, STEPS, Chain, Llama, UNet, resnet
+from benchmarks.records import Row, write
+from benchmarks.timing import summarise, wall_microseconds
 from compile_passes.fusion import fuse_graph
 from compile_passes.report import FusionReport
 from mglu_ops.nn import NaiveMGLU
@@ -54,7 +54,7 @@ def model(layers: int, n_masks: int) -> nn.Module:
 
 
 def captured(function: Callable[..., Any], x: Tensor) -> Graph:
-    """The graph that Dynamo makes of a model."""
+    """The graph that Dynamo captures of a model."""
     graphs: list[Graph] = []
 
     def backend(gm: torch.fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
@@ -67,7 +67,7 @@ def captured(function: Callable[..., Any], x: Tensor) -> Graph:
 
 
 def time_of_pass(graph: Graph, layers: int) -> float:
-    """Seconds to fuse a copy of a graph: of its one thread, so that other load of the machine does not count."""
+    """Seconds of CPU time of this thread to fuse a copy of a graph, which other load of the machine does not change."""
     copy, report = Graph(), FusionReport()
     copy.output(copy.graph_copy(graph, {}))
     start = time.thread_time()
@@ -78,49 +78,48 @@ def time_of_pass(graph: Graph, layers: int) -> float:
 
 
 def time_of_compilation(function: Callable[..., Any], x: Tensor, backend: str) -> float:
-    """Seconds of a first call, on a disk that holds nothing of earlier ones, kernels among them."""
+    """Seconds of a first call with empty caches, so that no earlier compilation helps it."""
     torch._dynamo.reset()
     with fresh_cache(), inductor_config.patch(fx_graph_cache=False):
-        start = time.perf_counter()
-        torch.compile(function, backend=backend)(x)
-        return time.perf_counter() - start
+        return wall_microseconds(lambda: torch.compile(function, backend=backend)(x)) / 1e6
 
 
 @contextmanager
-def no_autograd_cache() -> Any:
+def no_autograd_cache() -> Iterator[None]:
+    """Turn off the cache of AOTAutograd, which `fresh_cache` leaves on."""
     with torch._functorch.config.patch(enable_autograd_cache=False):
         yield
 
 
 def bench(layers: int, n_masks: int, rounds: int) -> list[Row]:
-    """The rows of a stack of MGLU layers."""
+    """Measure a stack of MGLU layers."""
     layer_stack, x = model(layers, n_masks), torch.randn(3, WIDTH)
     with torch.no_grad(), no_autograd_cache():
         graph = captured(layer_stack, x)
         times: dict[str, list[float]] = {"pass": [], "naive compiled": [], "fused": []}
-        time_of_compilation(layer_stack, x, "mglu")  # what a process loads once
+        time_of_compilation(layer_stack, x, "mglu")  # loads the modules that a process imports once
         for _ in range(rounds):
             times["pass"].append(time_of_pass(graph, layers))
             times["naive compiled"].append(time_of_compilation(layer_stack, x, "inductor"))
             times["fused"].append(time_of_compilation(layer_stack, x, "mglu"))
-    naive = statistics.median(times["naive compiled"])
+    naive = summarise(times["naive compiled"]).median
     name, nodes = f"compile {layers} layers", len(graph.nodes)
     return [
-        _row(name, variant, values, {"of_naive": round(statistics.median(values) / naive, 4), "nodes": nodes}, n_masks)
+        _row(name, variant, values, {"of_naive": round(summarise(values).median / naive, 4), "nodes": nodes}, n_masks)
         for variant, values in times.items()
     ]
 
 
 @dataclass(frozen=True)
 class Ordinary:
-    """A model with no MGLU layer in it, and how to make it and its input."""
+    """A model without an MGLU layer: its name, and a function that builds it and its input."""
 
     name: str
     build: Callable[[], tuple[nn.Module, Tensor]]
 
 
 def chain(step: str, nodes: int) -> Ordinary:
-    """A chain of elementwise operators, `step` one of `STEPS`."""
+    """A chain of elementwise operators; `step` is one of `STEPS`."""
     return Ordinary(f"chain of {step}, {nodes} nodes", lambda: (Chain(step, nodes), torch.randn(3, FEATURES)))
 
 
@@ -133,24 +132,25 @@ RESNET = Ordinary("ResNet", lambda: (resnet().eval(), torch.randn(1, 3, 64, 64))
 
 
 def bench_ordinary(case: Ordinary, rounds: int) -> list[Row]:
-    """The rows of a model that the pass leaves as it is: the pass, and the compilation of which it is a part."""
+    """Measure the pass and the whole compilation of a model that the pass must leave unchanged."""
     function, x = case.build()
     with torch.no_grad(), no_autograd_cache():
-        assert function(x).isfinite().all(), f"{case.name}: infinite results take other times than usual ones"
+        assert function(x).isfinite().all(), f"{case.name}: arithmetic with infinities takes other times than usual"
         graph = captured(function, x)
         times = {"pass": [time_of_pass(graph, layers=0) for _ in range(rounds)]}
         times["compiled"] = [time_of_compilation(function, x, "inductor")]
     compiled, nodes = times["compiled"][0], len(graph.nodes)
 
     def extra(seconds: float) -> dict[str, object]:
-        a_node = round(seconds / nodes * 1e6, 2)
-        return {"of_compiled": round(seconds / compiled, 5), "nodes": nodes, "us_a_node": a_node}
+        per_node = round(seconds / nodes * 1e6, 2)
+        return {"of_compiled": round(seconds / compiled, 5), "nodes": nodes, "us_a_node": per_node}
 
-    return [_row(case.name, variant, values, extra(statistics.median(values))) for variant, values in times.items()]
+    return [_row(case.name, variant, values, extra(summarise(values).median)) for variant, values in times.items()]
 
 
 def _row(case: str, variant: str, seconds: Sequence[float], extra: dict[str, object], n_masks: int = 0) -> Row:
-    """Times of compiling a model, which has sizes of its own and no error; without masks it has no such features."""
+    """A row of compilation times; sizes are 0 for a model without MGLU layers, whose sizes a row cannot hold."""
+    median, spread = summarise(seconds)
     return Row(
         case=case,
         variant=variant,
@@ -159,8 +159,8 @@ def _row(case: str, variant: str, seconds: Sequence[float], extra: dict[str, obj
         in_features=WIDTH if n_masks else 0,
         n_masks=n_masks,
         dtype="float32",
-        microseconds=statistics.median(seconds) * 1e6,
-        spread=(max(seconds) - min(seconds)) * 1e6,
+        microseconds=median * 1e6,
+        spread=spread * 1e6,
         fraction_of_ceiling=float("nan"),
         error=float("nan"),
         extra=extra,

@@ -1,12 +1,6 @@
-"""CPUs: MGLU's kernels against a loop that only reads, the naive layer and SwiGLU, in one run with the same threads.
+"""Times MGLU on a CPU beside a loop that only reads, the naive layer and SwiGLU, in one run with the same threads.
 
 python -m benchmarks.cpu --out benchmarks/results [--tokens 1 2 4 8] [--masks 1 2 4 8 16] [--dtypes bfloat16 float32]
-
-Protocol: as in harness.py, but by the clock on the wall. Each variant runs over layers in memory of their own, together
-at least three times the last cache; variants take turns, layer by layer, round after round, until each has had its
-seconds (and three rounds). A time is the least of the rounds, per layer, with the median beside it: on a machine that
-others use too, the median says more of them than of the code. Results (of up to 64 tokens, spread over all) are checked
-against float64 before anything is timed.
 """
 
 from __future__ import annotations
@@ -14,33 +8,58 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
-import statistics
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.baselines import compiled, naive, swiglu, swiglu_stacked
-from benchmarks.harness import ERROR_BUDGET, environment, write_table
+from benchmarks.baselines import NAIVE_ON_CPU, SWIGLU, in_modes, swiglu_stacked
+from benchmarks.harness import ERROR_BUDGET, relative_error
 from benchmarks.layers import masks_of
-from mglu_ops.backends import BACKENDS, cpu
+from benchmarks.records import environment, write_table
+from benchmarks.timing import summarise, wall_microseconds
+from mglu_ops.backends import BACKENDS, PreparedCall, cpu
 from mglu_ops.backends.cpu.build import find_compiler
 from mglu_ops.backends.cpu.library import Library, load
 from mglu_ops.layer_call import LayerCall
 
 MIN_ROUNDS = 3
 CHECKED_TOKENS = 64
+CACHES_OF_LAYERS = 3
+"""The layers together take at least this many times the bytes of the last-level cache."""
+PROTOCOL = (
+    "wall clock; each variant runs over layers of its own that together take at least three times the last-level "
+    "cache; variants run in turn, layer by layer, until each has had its seconds and three rounds; the least time and "
+    "the median of the rounds, us per layer (on a shared machine the median also shows what other users do); "
+    "results of up to 64 tokens, spread over all, are compared with float64 before the timing"
+)
+
+Variants = dict[str, Callable[[int], Tensor | None]]
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of a result table; times in microseconds per layer."""
+class CpuRow:
+    """One line of a result table of a CPU.
+
+    Attributes:
+        variant: the implementation that ran.
+        tokens: rows of x.
+        out_features: rows of the weight.
+        in_features: columns of the weight.
+        n_masks: number of masks.
+        dtype: of x and the weight.
+        least: least time per layer, in microseconds.
+        median: median time per layer, in microseconds.
+        fraction_of_reading: least time of the read loop on the same bytes, divided by `least`.
+        error: norm of the error relative to the norm of the float64 result; NaN for SwiGLU and the read loop.
+        isa: the instruction set that our kernel used; empty for the other variants.
+    """
 
     variant: str
     tokens: int
@@ -51,14 +70,12 @@ class Row:
     least: float
     median: float
     fraction_of_reading: float
-    """The read loop's least time for the same bytes, divided by this one's."""
     error: float
     isa: str
-    """Of our kernels, the instruction set that ran."""
 
 
 def read_loop() -> Callable[[Tensor, Tensor], None]:
-    """Reads two tensors with torch's threads; built by the compiler that builds the kernels."""
+    """Build the loop that reads two tensors, with the compiler of the kernels; it uses torch's threads."""
     library = load()
     assert isinstance(library, Library), library
     source, out = Path(__file__).parent / "read_loop.c", Path(tempfile.mkdtemp()) / "read_loop.so"
@@ -71,77 +88,130 @@ def read_loop() -> Callable[[Tensor, Tensor], None]:
 
 
 def layers_for(*tensors: Tensor) -> int:
-    """How many layers of such tensors are beyond the caches: an even number."""
+    """The number of layers of such tensors that exceeds the caches; it is even, for the pairs of SwiGLU's weights."""
     sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     last_cache = max(int(size.read_text().removesuffix("K\n")) * 1024 for size in sizes)
-    return 2 * -(-3 * last_cache // (2 * sum(tensor.nbytes for tensor in tensors)))
+    return 2 * -(-CACHES_OF_LAYERS * last_cache // (2 * sum(tensor.nbytes for tensor in tensors)))
 
 
-def bench(
-    d: int, h: int, n_masks: int, tokens: int, dtype: torch.dtype, seconds: float, baselines: list[str]
-) -> list[Row]:
-    """All rows of one problem."""
-    x = torch.randn(tokens, h).to(dtype)
-    weight = (torch.randn(d, h) / h**0.5).to(dtype)
-    bits = torch.randint(0, 256, (d, h // 8, n_masks), dtype=torch.uint8)
-    count = layers_for(weight, bits)
-    weights, packed = ([tensor.clone() for _ in range(count)] for tensor in (weight, bits))
+class CpuLayers:
+    """Copies of one layer in memory of their own, and its result in float64 for some tokens.
+
+    Attributes:
+        x: `[tokens, h]`.
+        weights: a weight `[d, h]` for each layer.
+        packed: packed masks `uint8 [d, h / 8, n_masks]` for each layer.
+    """
+
+    def __init__(self, d: int, h: int, n_masks: int, tokens: int, dtype: torch.dtype) -> None:
+        self.n_masks = n_masks
+        self.x = torch.randn(tokens, h).to(dtype)
+        weight = (torch.randn(d, h) / h**0.5).to(dtype)
+        bits = torch.randint(0, 256, (d, h // 8, n_masks), dtype=torch.uint8)
+        self.count = layers_for(weight, bits)
+        self.weights, self.packed = ([tensor.clone() for _ in range(self.count)] for tensor in (weight, bits))
+
+    def masks(self) -> list[Tensor]:
+        """Masks `[n_masks, d, h]` in the dtype of the weight, for just as many layers as exceed the caches."""
+        weight, packed = self.weights[0], self.packed[0]
+        masks = torch.stack([masks_of(packed, m) for m in range(self.n_masks)]).to(weight.dtype)
+        return [masks.clone() for _ in range(layers_for(weight, masks))]
+
+    def error(self, output: Tensor) -> float:
+        """Relative error of a layer's result against float64, for up to `CHECKED_TOKENS` tokens."""
+        tokens = len(self.x)
+        checked = torch.linspace(0, tokens - 1, min(tokens, CHECKED_TOKENS)).long()
+        x, weight = self.x[checked].double(), self.weights[0].double()
+        exact = torch.zeros(len(checked), weight.shape[0], dtype=torch.float64)
+        for m in range(self.n_masks):
+            mask = masks_of(self.packed[0], m)
+            exact += F.silu(F.linear(x, weight * mask)) * F.linear(x, weight * ~mask)
+        return relative_error(output[checked], exact)
+
+
+def variants_of(layers: CpuLayers, baselines: list[str]) -> Variants:
+    """Functions of the number of a layer, by the names of the variants."""
+    x, weights, packed = layers.x, layers.weights, layers.packed
     read = read_loop()
-    call = LayerCall.of(x, weight, bits)
-    by_kernels = BACKENDS["cpu"].prepare(call)
+    variants: Variants = {"read loop": lambda i: read(weights[i], packed[i])}
 
-    variants: dict[str, Callable[[int], Tensor | None]] = {
-        "read loop": lambda i: read(weights[i], packed[i]),
-        "mglu cpu": lambda i: by_kernels(x, weights[i], packed[i], None),
-    }
-    if "composite" in baselines:
-        by_gemms = BACKENDS["composite"].prepare(call)
-        variants["mglu composite"] = lambda i: by_gemms(x, weights[i], packed[i], None)
+    def ours(call: PreparedCall, i: int) -> Tensor:
+        return call(x, weights[i], packed[i], None)
+
+    for name in ("cpu", *(name for name in baselines if name == "composite")):
+        prepared = BACKENDS[name].prepare(LayerCall.of(x, weights[0], packed[0]))
+        variants[f"mglu {name}"] = partial(ours, prepared)
+
+    def rotating(form: Callable[..., Tensor], arguments: list[tuple[Tensor, ...]], i: int) -> Tensor:
+        return form(x, *arguments[i % len(arguments)])
+
     if "naive" in baselines:
-        floats = torch.stack([masks_of(bits, m) for m in range(n_masks)]).to(dtype)
-        masks = [floats.clone() for _ in range(layers_for(weight, floats))]
-        run = compiled(naive)
-        variants["naive compiled"] = lambda i: run(x, weights[i % len(masks)], masks[i % len(masks)])
+        masked: list[tuple[Tensor, ...]] = list(zip(weights, layers.masks(), strict=False))
+        for baseline in NAIVE_ON_CPU:
+            variants[baseline.name] = partial(rotating, baseline.build(), masked)
     if "swiglu" in baselines:
-        pairs = list(zip(weights[::2], weights[1::2], strict=True))
-        both = [torch.cat(pair) for pair in pairs]
-        whole, stacked = compiled(swiglu), compiled(swiglu_stacked)
-        variants["SwiGLU eager"] = lambda i: swiglu(x, *pairs[i % len(pairs)])
-        variants["SwiGLU compiled"] = lambda i: whole(x, *pairs[i % len(pairs)])
-        variants["SwiGLU stacked, compiled"] = lambda i: stacked(x, both[i % len(both)])
+        pairs: list[tuple[Tensor, ...]] = list(zip(weights[::2], weights[1::2], strict=True))
+        stacks: list[tuple[Tensor, ...]] = [(torch.cat(pair),) for pair in pairs]
+        for baseline in in_modes(SWIGLU, ("eager", "compiled")):
+            arguments = stacks if baseline.function is swiglu_stacked else pairs
+            variants[baseline.name] = partial(rotating, baseline.build(), arguments)
+    return variants
 
-    checked = torch.linspace(0, tokens - 1, min(tokens, CHECKED_TOKENS)).long()
-    exact = torch.zeros(len(checked), d, dtype=torch.float64)
-    for m in range(n_masks):
-        mask = masks_of(bits, m)
-        gate = F.linear(x[checked].double(), weight.double() * mask)
-        exact += F.silu(gate) * F.linear(x[checked].double(), weight.double() * ~mask)
-    errors: dict[str, float] = {}
-    times: dict[str, list[float]] = {name: [] for name in variants}
+
+def errors_of(variants: Variants, layers: CpuLayers) -> dict[str, float]:
+    """Run every variant once, and check the results of MGLU.
+
+    Raises:
+        AssertionError: a result is wrong.
+    """
+    errors = {}
     for name, variant in variants.items():
         output = variant(0)
         errors[name] = float("nan")
         if output is not None and not name.startswith("SwiGLU"):
-            errors[name] = float((output[checked].double() - exact).norm() / exact.norm())
-            assert errors[name] <= ERROR_BUDGET[dtype], f"{name}: error {errors[name]}"
+            errors[name] = layers.error(output)
+            assert errors[name] <= ERROR_BUDGET[layers.x.dtype], f"{name}: error {errors[name]}"
+    return errors
+
+
+def times_of(variants: Variants, count: int, seconds: float) -> dict[str, list[float]]:
+    """Microseconds of every call; variants run in turn, each for `seconds` and for at least `MIN_ROUNDS` rounds."""
+    times: dict[str, list[float]] = {name: [] for name in variants}
     i, running = 0, list(variants)
     while running:
         for offset, name in enumerate(running):
-            layer = (i + offset * (count // 2 + 1)) % count  # not the one that the variant before has left in the cache
-            start = time.perf_counter()
-            variants[name](layer)
-            times[name].append((time.perf_counter() - start) * 1e6)
+            layer = (i + offset * (count // 2 + 1)) % count  # not the layer that the last variant left in the cache
+            times[name].append(wall_microseconds(partial(variants[name], layer)))
         i += 1
         running = [name for name in running if len(times[name]) < MIN_ROUNDS or sum(times[name]) < seconds * 1e6]
+    return times
+
+
+def bench(
+    d: int, h: int, n_masks: int, tokens: int, dtype: torch.dtype, seconds: float, baselines: list[str]
+) -> list[CpuRow]:
+    """Measure one problem and return its rows; every variant runs for `seconds`."""
+    layers = CpuLayers(d, h, n_masks, tokens, dtype)
+    variants = variants_of(layers, baselines)
+    errors = errors_of(variants, layers)
+    times = times_of(variants, layers.count, seconds)
     reading = min(times["read loop"])
     return [
-        Row(
-            name, tokens, d, h, n_masks, str(dtype)[6:], round(min(times[name]), 1),
-            round(statistics.median(times[name]), 1), round(reading / min(times[name]), 3), errors[name],
-            (cpu.isa(dtype, tokens, n_masks) or "") if name == "mglu cpu" else "",
+        CpuRow(
+            variant=name,
+            tokens=tokens,
+            out_features=d,
+            in_features=h,
+            n_masks=n_masks,
+            dtype=str(dtype).removeprefix("torch."),
+            least=round(min(found), 1),
+            median=round(summarise(found).median, 1),
+            fraction_of_reading=round(reading / min(found), 3),
+            error=errors[name],
+            isa=(cpu.isa(dtype, tokens, n_masks) or "") if name == "mglu cpu" else "",
         )
-        for name in variants
-    ]  # fmt: skip
+        for name, found in times.items()
+    ]
 
 
 def main() -> None:
@@ -154,11 +224,11 @@ def main() -> None:
     parser.add_argument(
         "--dtypes", nargs="+", choices=["float32", "bfloat16", "float16"], default=["float32", "bfloat16"]
     )
-    parser.add_argument("--seconds", type=float, default=4, help="for each variant of a row")
+    parser.add_argument("--seconds", type=float, default=4, help="for each variant of a problem")
     parser.add_argument("--baselines", nargs="*", choices=["naive", "swiglu", "composite"], default=["naive", "swiglu"])
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    rows: list[Row] = []
+    rows: list[CpuRow] = []
     for dtype in arguments.dtypes:
         for tokens in arguments.tokens:
             for n_masks in arguments.masks:
@@ -172,8 +242,7 @@ def main() -> None:
                         flush=True,
                     )
                 rows += found
-    protocol = " ".join((__doc__ or "").split("Protocol: ")[1].split())
-    facts = {**environment(protocol), "load": os.getloadavg()}
+    facts = {**environment(PROTOCOL), "load": " ".join(f"{load:.2f}" for load in os.getloadavg())}
     write_table([asdict(row) for row in rows], facts, arguments.out, arguments.name)
 
 

@@ -1,8 +1,8 @@
-"""MGLU's kernels against the read ceiling, the floor, the naive layer and SwiGLU, in one run.
+"""Times MGLU's kernels beside the read ceiling, the floor, the naive layer and SwiGLU, in one run.
 
-python -m benchmarks.decode --out benchmarks/results [--tokens 1 2 4 ... 8192] [--masks 1 2 4 8 16]
+python -m benchmarks.decode --out DIR [--tokens 1 2 4 ... 8192] [--masks 1 2 4 8 16]
 
-This is for any problems; `python -m mglu_ops bench` measures those of the tables.
+This command takes any problem; `python -m mglu_ops bench` measures the problems of the committed tables.
 """
 
 from __future__ import annotations
@@ -17,24 +17,33 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.baselines import compiled, naive, swiglu, swiglu_stacked
-from benchmarks.ceiling import GEMM, GEMM_APART_UP_TO, GEMM_FROM, GEMM_TOKENS, floor, gemm, reader
-from benchmarks.harness import PROTOCOL, ROUNDS, SETTLED_PROTOCOL, SETTLING, Row, Timing, Variant, measure, write
+from benchmarks.baselines import NAIVE, SWIGLU, Mode, in_modes, swiglu_stacked
+from benchmarks.ceiling import (
+    GEMM,
+    GEMM_TOKENS,
+    MAX_SEPARATE_GEMM_TOKENS,
+    MIN_GEMM_TOKENS,
+    floor,
+    gemm,
+    reader,
+)
+from benchmarks.harness import PROTOCOL, SETTLED_PROTOCOL, Timing, Variant, measure
 from benchmarks.layers import Layers, masks_of
+from benchmarks.records import Row, write
+from benchmarks.timing import ROUNDS, SETTLE_SECONDS
 from mglu_ops import dispatch
 from mglu_ops.tuning.replay import layers_for
 
 SHAPES = ((14336, 4096), (8192, 2048))
 BACKENDS = ("cuda", "triton", "composite")
 BASELINES = ("naive", "swiglu", "triton", "composite")
-AUTOTUNED_MASKS = 4
-"""With more masks, max-autotune takes minutes for the naive layer. For many tokens it comes out at the library's
-products as they were.
-"""
+MAX_AUTOTUNED_MASKS = 4
+"""With more masks, max-autotune takes minutes to compile the naive layer. For many tokens it chooses the library's
+GEMMs, as the default does."""
 
 
 def our_variants(layers: Layers, backends: Collection[str]) -> list[Variant]:
-    """The backend that the dispatch chooses, and those of `backends` that can take the problem, by their names."""
+    """The backend that the dispatch chooses, then those of `backends` that support the problem."""
     x, weights, packed = layers.x, layers.weights, layers.packed
     chosen = dispatch.explain(x, weights[0], packed[0]).backend
 
@@ -54,57 +63,62 @@ def our_variants(layers: Layers, backends: Collection[str]) -> list[Variant]:
     return variants
 
 
-def naive_variants(layers: Layers, tuned: bool) -> list[Variant]:
-    """Eager, and compiled with bool masks; `tuned` adds what compiles longer, also with masks in the weight's dtype."""
-    in_dtype: dict[str, Callable[..., Tensor]] = {"naive eager": naive}
-    in_bool = {"naive compiled, bool masks": compiled(naive)}
+def _modes(tuned: bool, autotuned: bool) -> list[Mode]:
+    """The modes of compilation to measure; `tuned` adds those that take longer, max-autotune only if `autotuned`."""
+    modes: list[Mode] = ["eager", "compiled"]
     if tuned:
-        in_dtype["naive compiled, coordinate descent"] = compiled(naive, tune=True)
-        in_bool["naive compiled, coordinate descent, bool masks"] = compiled(naive, tune=True)
-    if tuned and layers.x.shape[0] == 1 and layers.n_masks <= AUTOTUNED_MASKS:
-        in_bool["naive compiled, max-autotune, bool masks"] = compiled(naive, autotune=True)
-    return [*_masked(layers, layers.x.dtype, in_dtype), *_masked(layers, torch.bool, in_bool)]
+        modes.append("coordinate descent")
+    if tuned and autotuned:
+        modes.append("max-autotune")
+    return modes
 
 
-def _masked(layers: Layers, dtype: torch.dtype, forms: dict[str, Callable[..., Tensor]]) -> list[Variant]:
-    """Forms of the naive layer with masks of a dtype, which as few layers have as are more than a gigabyte."""
-    weights = layers.weights[: layers_for(layers.weights[0].numel() * (2 + dtype.itemsize * layers.n_masks))]
-    masks = [
-        torch.stack([masks_of(packed, m) for m in range(layers.n_masks)]).to(dtype)
-        for packed in layers.packed[: len(weights)]
-    ]
+def naive_variants(layers: Layers, tuned: bool) -> list[Variant]:
+    """The naive layer; `tuned` adds the modes of torch.compile that take longer.
 
-    def run(form: Callable[..., Tensor], i: int) -> Tensor:
-        return form(layers.x, weights[i], masks[i])
+    Its masks are larger than packed ones, so that fewer layers exceed a gigabyte together.
+    """
 
-    return [Variant(name, partial(run, form), len(weights), layers.oracle) for name, form in forms.items()]
+    def run(form: Callable[..., Tensor], masks: list[Tensor], i: int) -> Tensor:
+        return form(layers.x, layers.weights[i], masks[i])
+
+    variants = []
+    autotuned = layers.x.shape[0] == 1 and layers.n_masks <= MAX_AUTOTUNED_MASKS
+    masks_by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for baseline in in_modes(NAIVE, _modes(tuned, autotuned)):
+        dtype = torch.bool if baseline.has_bool_masks else layers.x.dtype
+        count = layers_for(layers.weights[0].numel() * (2 + dtype.itemsize * layers.n_masks))
+        if dtype not in masks_by_dtype:
+            masks_by_dtype[dtype] = [
+                torch.stack([masks_of(packed, m) for m in range(layers.n_masks)]).to(dtype)
+                for packed in layers.packed[:count]
+            ]
+        masks = masks_by_dtype[dtype]
+        variants.append(Variant(baseline.name, partial(run, baseline.build(), masks), len(masks), layers.oracle))
+    return variants
 
 
 def swiglu_variants(layers: Layers, tuned: bool) -> list[Variant]:
-    """Eager, compiled, and compiled with gate and up stacked; `tuned` adds what compiles longer.
+    """SwiGLU; `tuned` adds the modes of torch.compile that take longer.
 
-    Two weights a layer: pairs of our layers' weights.
+    The two weights of a SwiGLU layer are the weights of two MGLU layers.
     """
     gates, ups = layers.weights[0::2], layers.weights[1::2]
-    stacks = [torch.cat(pair) for pair in zip(gates, ups, strict=False)]
+    pairs: list[tuple[Tensor, ...]] = list(zip(gates, ups, strict=False))
+    stacks: list[tuple[Tensor, ...]] = [(torch.cat(pair),) for pair in pairs]
 
-    def pair(form: Callable[..., Tensor], i: int) -> Tensor:
-        return form(layers.x, gates[i], ups[i])
+    def run(form: Callable[..., Tensor], weights: list[tuple[Tensor, ...]], i: int) -> Tensor:
+        return form(layers.x, *weights[i])
 
-    def stack(form: Callable[..., Tensor], i: int) -> Tensor:
-        return form(layers.x, stacks[i])
-
-    runs = {
-        "SwiGLU eager": partial(pair, swiglu),
-        "SwiGLU compiled": partial(pair, compiled(swiglu)),
-        "SwiGLU stacked, compiled": partial(stack, compiled(swiglu_stacked)),
-    }
-    if tuned:
-        runs["SwiGLU compiled, coordinate descent"] = partial(pair, compiled(swiglu, tune=True))
-        runs["SwiGLU stacked, coordinate descent"] = partial(stack, compiled(swiglu_stacked, tune=True))
-    if tuned and layers.x.shape[0] == 1:
-        runs["SwiGLU compiled, max-autotune"] = partial(pair, compiled(swiglu, autotune=True))
-    return [Variant(name, run, len(stacks), layers.swiglu_oracle) for name, run in runs.items()]
+    return [
+        Variant(
+            baseline.name,
+            partial(run, baseline.build(), stacks if baseline.function is swiglu_stacked else pairs),
+            len(stacks),
+            layers.swiglu_oracle,
+        )
+        for baseline in in_modes(SWIGLU, _modes(tuned, layers.x.shape[0] == 1))
+    ]
 
 
 def bench(
@@ -117,10 +131,10 @@ def bench(
     rounds: int = ROUNDS,
     *,
     tuned: bool = True,
-    settling: float = 0.0,
+    settle_seconds: float = 0.0,
     case: str = "decode",
 ) -> list[Row]:
-    """All rows of one problem.
+    """Measure one problem and return its rows.
 
     Args:
         d: out_features.
@@ -128,11 +142,11 @@ def bench(
         n_masks: number of masks.
         tokens: number of tokens.
         dtype: of x and the weights.
-        baselines: of `BASELINES`, what to measure besides the read ceiling and the backend that the dispatch chooses.
-        rounds: as of `harness.measure`.
-        tuned: whether the naive layer and SwiGLU are also compiled with what takes longer to compile.
-        settling: as of `harness.measure`; above `GEMM_APART_UP_TO` tokens at least `SETTLING`.
-        case: of the rows.
+        baselines: members of `BASELINES` to measure besides the read ceiling and the backend that the dispatch chooses.
+        rounds: largest number of rounds.
+        tuned: also compile the naive layer and SwiGLU with the options of torch.compile that take longer.
+        settle_seconds: as in `harness.measure`; above `MAX_SEPARATE_GEMM_TOKENS` tokens at least `SETTLE_SECONDS`.
+        case: the name of the problem in the rows.
     """
     torch._dynamo.reset()
     layers = Layers(d, h, n_masks, tokens, dtype)
@@ -142,11 +156,11 @@ def bench(
         variants += naive_variants(layers, tuned)
     if "swiglu" in baselines:
         variants += swiglu_variants(layers, tuned)
-    many = tokens > GEMM_APART_UP_TO
+    many = tokens > MAX_SEPARATE_GEMM_TOKENS
     if many:
         variants.append(gemm(layers.weights))
-    timings = measure(variants, dtype, rounds, max(settling, SETTLING) if many else settling)
-    if GEMM_FROM <= tokens <= GEMM_APART_UP_TO:
+    timings = measure(variants, dtype, rounds, max(settle_seconds, SETTLE_SECONDS) if many else settle_seconds)
+    if MIN_GEMM_TOKENS <= tokens <= MAX_SEPARATE_GEMM_TOKENS:
         timings |= measure([gemm(layers.weights)], dtype, rounds)
     ceiling, product = timings["read ceiling"].microseconds, timings.get(GEMM)
     timings["floor"] = Timing(floor(ceiling, product and product.microseconds, tokens, n_masks), 0.0)
@@ -166,44 +180,44 @@ def bench(
 
 @dataclass(frozen=True)
 class Sweep:
-    """The problems of one table: each shape with each number of tokens and masks."""
+    """The problems of one table: every shape with every number of tokens and of masks."""
 
     tokens: tuple[int, ...] = (1,)
     masks: tuple[int, ...] = (1, 2, 4, 8, 16)
     dtype: torch.dtype = torch.bfloat16
     baselines: tuple[str, ...] = ()
     shapes: dict[tuple[int, int], str] = field(default_factory=lambda: dict.fromkeys(SHAPES, "decode"))
-    """`(out_features, in_features)` and the case that a row names."""
+    """`(out_features, in_features)` to the name of the problem in the rows."""
     tuned_at: tuple[int, ...] = (1,)
-    """Numbers of tokens at which baselines are also compiled with what takes longer to compile."""
-    settling: float = 0.0
-    """As of `bench`."""
+    """Numbers of tokens for which `bench` gets `tuned=True`."""
+    settle_seconds: float = 0.0
+    """The argument of `bench`."""
 
     def quick(self) -> Sweep:
-        """One problem, to see that all works."""
+        """The sweep reduced to its smallest problem, to see that everything works."""
         (d, h), case = min(self.shapes.items())
-        return replace(self, shapes={(d, h): case}, tokens=self.tokens[:1], masks=self.masks[:1], settling=0.0)
+        return replace(self, shapes={(d, h): case}, tokens=self.tokens[:1], masks=self.masks[:1], settle_seconds=0.0)
 
     def rows(self, rounds: int = ROUNDS) -> Iterator[list[Row]]:
-        """The rows of each problem, as they are measured."""
+        """Measure problem by problem, and yield the rows of each."""
         torch.manual_seed(0)
         for (d, h), case in self.shapes.items():
             for tokens in self.tokens:
                 for n_masks in self.masks:
-                    # SwiGLU has no masks: once a shape and number of tokens is enough.
+                    # SwiGLU has no masks, so that one measurement per shape and number of tokens is enough.
                     once = [name for name in self.baselines if name != "swiglu" or n_masks == self.masks[0]]
                     problem = d, h, n_masks, tokens, self.dtype, once
                     tuned = tokens in self.tuned_at
-                    yield bench(*problem, rounds, tuned=tuned, settling=self.settling, case=case)
+                    yield bench(*problem, rounds, tuned=tuned, settle_seconds=self.settle_seconds, case=case)
                     torch.cuda.empty_cache()
 
 
 def run(sweep: Sweep, out: Path, name: str, rounds: int = ROUNDS) -> list[Row]:
-    """Measure a table, and write and print it as it grows."""
+    """Measure a table; print and write its rows after each problem."""
     rows: list[Row] = []
     protocol = PROTOCOL
-    if sweep.settling:
-        protocol = SETTLED_PROTOCOL.format(seconds=2 * sweep.settling)
+    if sweep.settle_seconds:
+        protocol = SETTLED_PROTOCOL.format(seconds=2 * sweep.settle_seconds)
     for found in sweep.rows(rounds):
         print(*found, sep="\n", flush=True)
         rows += found

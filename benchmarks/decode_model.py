@@ -1,8 +1,9 @@
-"""Decoding with a whole model: tokens a second of Llama-3.2 1B's shape with SwiGLU and with SwiMGLU.
+"""Decodes with a whole model of Llama-3.2 1B's shape, with SwiGLU and with SwiMGLU: time per token.
 
-Random weights in bfloat16, a static cache, one sequence, greedy. torch.compile compiles a block, what comes before the
-blocks, and what comes after; a whole step is one CUDA graph, and feeds its token to the next. What it decodes must be
-as near to the same model in float64, fed the same tokens, as the model in eager bfloat16 is.
+The model has random weights in bfloat16 and a static cache, and decodes one sequence greedily. torch.compile compiles
+the start, one block and the head; a whole step is one CUDA graph, which passes its token to the next step. The logits
+are compared with those of the same model in float64 on the same tokens: their error may be at most
+`ERROR_OVER_EAGER` times the error of the eager model.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from torch._inductor.utils import fresh_cache
 import mglu_ops
 from benchmarks.ceiling import reader
 from benchmarks.decoder import Decoder, Sizes, swiglu
-from benchmarks.harness import ROUNDS, Captured, Row, Variant, capture, relative_error, replay_in_turn
+from benchmarks.harness import Captured, Variant, capture, relative_error
+from benchmarks.records import Row
+from benchmarks.timing import ROUNDS, time_graphs
 from mglu_ops.nn import SwiMGLU
 
 COMPILATIONS = 3
-"""Of each model, which share nothing: coordinate descent finds other kernels each time."""
+"""Compilations of each model, with an empty cache each, since coordinate descent finds other kernels each time."""
 PROTOCOL = (
     f"one sequence, greedy, static cache; the step compiled (coordinate descent; a row for each of {COMPILATIONS} "
     "compilations) and captured into a CUDA graph, variants interleaved, median over rounds of two tokens, us a token; "
@@ -33,11 +36,11 @@ MASKS = (0, 1, 4, 8)
 """Numbers of masks; 0 is SwiGLU."""
 CHECKED_TOKENS = 8
 ERROR_OVER_EAGER = 1.5
-"""How many times the error of the eager model a compiled one may have."""
+"""Largest error of a compiled model relative to the error of the eager model."""
 
 
 def build(sizes: Sizes, n_masks: int, device: str, dtype: torch.dtype) -> Decoder:
-    """A model for inference with random weights; `n_masks` of 0 is SwiGLU, else the masks are random and packed."""
+    """Build a model for inference with random weights and packed random masks; `n_masks` 0 is SwiGLU."""
     feed_forward: Callable[[int, int], nn.Module] = partial(SwiMGLU, n_masks=n_masks) if n_masks else swiglu
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -51,14 +54,14 @@ def build(sizes: Sizes, n_masks: int, device: str, dtype: torch.dtype) -> Decode
 
 @dataclass
 class Decoding:
-    """A model at a place in a sequence: `token` and `position`, `[1]` each, are those of its next step."""
+    """A model and the `token` and `position` (`[1]` each) of its next step."""
 
     model: Decoder
     token: Tensor
     position: Tensor
 
     @classmethod
-    def of(cls, model: Decoder) -> Decoding:
+    def start(cls, model: Decoder) -> Decoding:
         zero = torch.zeros(1, dtype=torch.long, device=model.head.weight.device)
         return cls(model, zero, zero.clone())
 
@@ -70,7 +73,7 @@ class Decoding:
         self.position.zero_()
 
     def errors(self, step: Callable[[], Tensor]) -> tuple[float, float]:
-        """The error against float64 of the logits of `step`, which decodes a token, and that of the eager model's."""
+        """Errors against float64: of the logits of `step`, which decodes a token, and of the eager model's logits."""
         self.restart()
         given, logits = [], []
         for _ in range(CHECKED_TOKENS):
@@ -84,13 +87,13 @@ class Decoding:
 
 def logits_of(model: Decoder, tokens: Sequence[Tensor]) -> Tensor:
     """The logits `[tokens, vocabulary]` after each token of a sequence."""
-    places = torch.arange(len(tokens), device=tokens[0].device)
-    return torch.cat([model(token.clone(), places[i : i + 1].clone()) for i, token in enumerate(tokens)])
+    positions = torch.arange(len(tokens), device=tokens[0].device)
+    return torch.cat([model(token.clone(), positions[i : i + 1].clone()) for i, token in enumerate(tokens)])
 
 
 def capture_step(decoding: Decoding, name: str) -> Captured:
-    """The compiled step as a graph, checked."""
-    # Coordinate descent decodes faster than what torch.compile does unasked, with either layer.
+    """Compile a step, capture it as a graph and check it."""
+    # With either layer, coordinate descent decodes faster than the default of torch.compile.
     options = {"coordinate_descent_tuning": True}
     decoding.model.compile_parts(lambda part: part.compile(fullgraph=True, dynamic=False, options=options))
     captured = capture(Variant(name, lambda _: decoding.step(), 1))
@@ -107,7 +110,7 @@ def capture_step(decoding: Decoding, name: str) -> Captured:
 
 
 def capture_ceiling(model: Decoder) -> Captured:
-    """Reading as many bytes as a token takes."""
+    """Capture a kernel that reads as many bytes as a token needs."""
     everything = torch.empty(model.weight_bytes(), dtype=torch.uint8, device="cuda")
     return capture(Variant("read ceiling", reader([everything], [everything[:0]]), 1))
 
@@ -115,7 +118,7 @@ def capture_ceiling(model: Decoder) -> Captured:
 def bench(
     sizes: Sizes, masks: Sequence[int] = MASKS, rounds: int = ROUNDS, compilations: int = COMPILATIONS
 ) -> list[Row]:
-    """Rows of the model with each feed-forward layer, one a compilation, and of its read ceiling: all timed in turn."""
+    """A row per model and compilation, and one per read ceiling; all of them are timed in turn."""
     weight_bytes: dict[int, int] = {}
     readings: dict[int, Captured] = {}
     decodings: dict[int, list[Captured]] = {n_masks: [] for n_masks in masks}
@@ -128,8 +131,8 @@ def bench(
                     if n_masks not in readings:
                         weight_bytes[n_masks] = model.weight_bytes()
                         readings[n_masks] = capture_ceiling(model)
-                    steps.append(capture_step(Decoding.of(model), f"{layer(n_masks)} {n_masks}"))
-        replay_in_turn([*readings.values(), *(step for steps in decodings.values() for step in steps)], rounds)
+                    steps.append(capture_step(Decoding.start(model), f"{layer(n_masks)} {n_masks}"))
+        time_graphs([*readings.values(), *(step for steps in decodings.values() for step in steps)], rounds)
     rows = []
     for n_masks, steps in decodings.items():
         reading = readings[n_masks]

@@ -1,4 +1,4 @@
-"""A decoder-only language model as Llama is one, for one token at a time; its feed-forward layer is an argument."""
+"""A decoder-only language model like Llama that takes one token at a time; its feed-forward layer is an argument."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mglu_ops.nn import GLU
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of Llama-3.2 1B, but for the context, which is what the cache holds."""
+    """The sizes of Llama-3.2 1B, except `context`, the number of tokens that the cache holds."""
 
     layers: int = 16
     hidden: int = 2048
@@ -31,13 +31,13 @@ class Sizes:
 
 
 def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotary position: `[..., head_width]`, its first half and its second turned by angles `[head_width / 2]`."""
+    """Rotary position embedding of `heads` `[..., head_width]` by angles `[head_width / 2]`."""
     first, second = heads.chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
 
 
 class Attention(nn.Module):
-    """Attention of one token to those of the cache and itself."""
+    """Attention of one token to itself and to the tokens in the cache."""
 
     keys: Tensor
     values: Tensor
@@ -52,12 +52,12 @@ class Attention(nn.Module):
         self.register_buffer("values", cache.clone())
 
     def forward(self, x: Tensor, position: Tensor, rotation: tuple[Tensor, Tensor], seen: Tensor) -> Tensor:
-        """`[1, hidden]` of the same; `seen` is bool `[context]`: which places of the cache hold a token."""
+        """`[1, hidden]` from x `[1, hidden]`; `seen`, bool `[context]`, marks the cache's entries that hold a token."""
         heads = self.inputs(x).view(1, -1, 1, self.head_width)
         query, key, value = heads.split([heads.shape[1] - 2 * self.kv_heads, self.kv_heads, self.kv_heads], dim=1)
         self.keys.index_copy_(2, position, rotate(key, *rotation))
         self.values.index_copy_(2, position, value)
-        # The heads that share a key are the rows of one product.
+        # The query heads that share a key head are the rows of one product.
         grouped = rotate(query, *rotation).view(1, self.kv_heads, -1, self.head_width)
         mask = seen.expand(grouped.shape[2], -1)
         mixed = F.scaled_dot_product_attention(grouped, self.keys, self.values, attn_mask=mask)
@@ -80,7 +80,7 @@ class Block(nn.Module):
 
 
 class Start(nn.Module):
-    """What comes before the blocks: the token's embedding, and what its position says."""
+    """The part before the blocks: the embedding of the token and the rotation of its position."""
 
     cosine: Tensor
     sine: Tensor
@@ -95,13 +95,13 @@ class Start(nn.Module):
         self.register_buffer("sine", angles.sin().to(self.embedding.weight))
 
     def forward(self, token: Tensor, position: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
-        """Of token and position, `[1]` each, what a block takes besides the position."""
+        """The arguments of a block besides the position, from token and position (`[1]` each)."""
         seen = torch.arange(self.cosine.shape[0], device=position.device) <= position
         return self.embedding(token), (self.cosine[position], self.sine[position]), seen
 
 
 class Head(nn.Module):
-    """What comes after the blocks; `weight` `[vocabulary, hidden]` is the embedding's."""
+    """The part after the blocks; it shares `weight` `[vocabulary, hidden]` with the embedding."""
 
     def __init__(self, sizes: Sizes, weight: Tensor) -> None:
         super().__init__()
@@ -109,17 +109,17 @@ class Head(nn.Module):
         self.weight = weight
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The logits `[1, vocabulary]`, and the likeliest token `[1]`."""
+        """The logits `[1, vocabulary]` and the most likely token `[1]`."""
         logits = F.linear(self.norm(x), self.weight)
         return logits, logits.argmax(dim=-1)
 
 
 class Decoder(nn.Module):
-    """Decodes one token at a time, greedily; embedding and head are one matrix.
+    """Decodes one token at a time, greedily; embedding and head share a matrix.
 
     Args:
-        sizes: of the model.
-        feed_forward: `(hidden, intermediate)` to the feed-forward layer of a block.
+        sizes: the sizes of the model.
+        feed_forward: makes the feed-forward layer of a block from `(hidden, intermediate)`.
     """
 
     def __init__(self, sizes: Sizes, feed_forward: Callable[[int, int], nn.Module]) -> None:
@@ -132,7 +132,7 @@ class Decoder(nn.Module):
         self.head = Head(sizes, self.start.embedding.weight)
 
     def forward(self, token: Tensor, position: Tensor) -> Tensor:
-        """The logits `[1, vocabulary]`, after which `token` and `position`, `[1]` each, are those of the next step."""
+        """The logits `[1, vocabulary]`; sets `token` and `position` (`[1]` each) to those of the next step."""
         x, rotation, seen = self.start(token, position)
         for block in self.blocks:
             x = block(x, position, rotation, seen)
@@ -142,12 +142,12 @@ class Decoder(nn.Module):
         return logits
 
     def compile_parts(self, compiler: Callable[[nn.Module], None]) -> None:
-        """Compile the start, the blocks and the head for themselves: the blocks are one graph, which compiles once."""
+        """Compile the start, the blocks and the head separately: all blocks share a graph, which compiles once."""
         for part in (self.start, *self.blocks, self.head):
             compiler(part)
 
     def weight_bytes(self) -> int:
-        """Bytes of parameters and packed masks that a token reads; the cache and the rotations are not among them."""
+        """Bytes of parameters and packed masks that a token reads, without the cache and the rotations."""
         tensors = {*self.parameters(), *(b for name, b in self.named_buffers() if name.endswith("packed_masks"))}
         return sum(tensor.nbytes for tensor in tensors)
 

@@ -1,4 +1,4 @@
-"""The layers that are measured: random, distinct, on the GPU, with their results in float64."""
+"""Random, distinct layers on a GPU to measure, and their results in float64."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def masks_of(packed: Tensor, i: int) -> Tensor:
 
 
 class Layers:
-    """Distinct layers of one shape: MGLU by its weight and masks, and SwiGLU by pairs of the same weights.
+    """Distinct layers of one shape: MGLU has a weight and masks, SwiGLU has the weights of two MGLU layers.
 
     Attributes:
-        count: how many; with their results they are more than a gigabyte.
-        x: `[tokens, h]`.
-        weights: `[d, h]` each.
-        packed: `uint8 [d, h / 8, n_masks]` each.
+        count: number of MGLU layers; together with their results they take more than a gigabyte.
+        x: the input `[tokens, h]`, the same for all layers.
+        weights: a weight `[d, h]` for each layer.
+        packed: packed masks `uint8 [d, h / 8, n_masks]` for each layer.
     """
 
     def __init__(self, d: int, h: int, n_masks: int, tokens: int, dtype: torch.dtype) -> None:
@@ -39,13 +39,13 @@ class Layers:
         self._known: dict[tuple[str, int], Tensor] = {}
 
     def oracle(self, i: int, route_weights: Tensor | None = None) -> Tensor:
-        """MGLU of layer i; with route weights `[tokens, n_masks]` not kept for the next time."""
+        """MGLU of layer i in float64; cached, unless there are route weights `[tokens, n_masks]`."""
         if route_weights is not None:
             return self._mglu(i, route_weights)
         return self._once("mglu", i, self._mglu)
 
     def swiglu_oracle(self, i: int) -> Tensor:
-        """SwiGLU of weights 2 i (gate) and 2 i + 1 (up)."""
+        """SwiGLU in float64 with the weights 2 i (gate) and 2 i + 1 (value); cached."""
         return self._once("swiglu", i, self._swiglu)
 
     def _mglu(self, i: int, route_weights: Tensor | None = None) -> Tensor:

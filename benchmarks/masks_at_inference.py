@@ -1,4 +1,4 @@
-"""What the masks cost at inference, by the way in which a naive model comes to its fused layer.
+"""Times a naive layer at inference, by the way in which it is fused and by when its masks are packed.
 
 python -m benchmarks.masks_at_inference --out benchmarks/results [--device cuda|cpu] [--masks 1 4 8]
 """
@@ -7,67 +7,63 @@ from __future__ import annotations
 
 import argparse
 import copy
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch._inductor.config as inductor_config
 from torch import Tensor
 
 import mglu_ops
-from benchmarks.harness import ERROR_BUDGET, Row, relative_error, write
+from benchmarks.harness import ERROR_BUDGET, relative_error
+from benchmarks.records import Row, write
+from benchmarks.timing import gpu_microseconds, summarise, wall_microseconds
 from compile_passes.backend import mglu
 from mglu_ops.nn import NaiveMGLU
 
 SHAPES = {"cuda": (14336, 4096), "cpu": (8192, 2048)}
 DTYPES = {"cuda": torch.float16, "cpu": torch.float32}
-ROUTES = {
-    "naive eager": "at each call, twice",
-    "naive compiled": "at each call",
-    "fused": "at each call",
-    "fused, frozen by Inductor": "when compiled",
-    "mglu_ops.freeze": "beforehand",
-    "mglu_ops.export": "when exported",
-}
 PROTOCOL = (
     "one token, logits in the dtype of the weights, one layer larger than the caches, one call of the compiled model "
     "(CUDA graphs on a GPU) under no_grad, one variant after the other, median over rounds; us with the host's part"
 )
 
 
-VARIANTS = {
-    # the model, the backend of torch.compile, Inductor's freezing
-    "naive eager": ("naive", None, False),
-    "naive compiled": ("naive", "inductor", False),
-    "fused": ("naive", mglu, False),
-    "fused, frozen by Inductor": ("naive", mglu, True),
-    "mglu_ops.freeze": ("frozen", "inductor", False),
-    # (on a CPU: torch 2.11 cannot load packages into a Python process with a GPU)
-    "mglu_ops.export": ("naive", "export", False),
+class Way(NamedTuple):
+    """A way to run a naive layer.
+
+    Attributes:
+        model: "naive", or "frozen" for one that `mglu_ops.freeze` was applied to.
+        backend: of torch.compile; None for eager, "export" for a package.
+        freezing: whether Inductor freezes the graph.
+        packed: when the masks are made from the logits, or packed.
+    """
+
+    model: str
+    backend: str | Callable[..., Any] | None
+    freezing: bool
+    packed: str
+
+
+WAYS = {
+    "naive eager": Way("naive", None, False, "at each call, twice"),
+    "naive compiled": Way("naive", "inductor", False, "at each call"),
+    "fused": Way("naive", mglu, False, "at each call"),
+    "fused, frozen by Inductor": Way("naive", mglu, True, "when compiled"),
+    "mglu_ops.freeze": Way("frozen", "inductor", False, "beforehand"),
+    # On a CPU only: torch 2.11 cannot load packages into a Python process that uses a GPU.
+    "mglu_ops.export": Way("naive", "export", False, "when exported"),
 }
-
-
-def time_of(call: Callable[[Tensor], Tensor], x: Tensor) -> float:
-    if x.is_cuda:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call(x)
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) * 1000
-    begin = time.perf_counter()
-    call(x)
-    return (time.perf_counter() - begin) * 1e6
 
 
 def times_of(
     model: NaiveMGLU, x: Tensor, backend: str | Callable[..., Any] | None, freezing: bool, rounds: int
 ) -> tuple[list[float], Tensor]:
     """Microseconds of each call, and the result."""
+    clock = gpu_microseconds if x.is_cuda else wall_microseconds
     torch._dynamo.reset()
     mode = "reduce-overhead" if x.is_cuda else "default"
     call: Callable[[Tensor], Tensor] = model
@@ -81,10 +77,11 @@ def times_of(
         for _ in range(5):
             result = call(x)
         result = result.clone()
-        return [time_of(call, x) for _ in range(rounds)], result
+        return [clock(partial(call, x)) for _ in range(rounds)], result
 
 
 def bench(device: str, n_masks: int, rounds: int) -> list[Row]:
+    """Measure one number of masks in every way that the device supports."""
     (d, h), dtype = SHAPES[device], DTYPES[device]
     rows = []
     with torch.no_grad():
@@ -92,11 +89,11 @@ def bench(device: str, n_masks: int, rounds: int) -> list[Row]:
         models = {"naive": naive, "frozen": mglu_ops.freeze(copy.deepcopy(naive))}
         x = torch.randn(1, h, device=device, dtype=dtype)
         expected = copy.deepcopy(naive).double()(x.double())
-        for name, (model, backend, freezing) in VARIANTS.items():
-            if backend == "export" and device != "cpu":
+        for name, way in WAYS.items():
+            if way.backend == "export" and device != "cpu":
                 continue
-            times, result = times_of(models[model], x, backend, freezing, rounds)
-            quartiles, error = statistics.quantiles(times, n=4), relative_error(result, expected)
+            times, result = times_of(models[way.model], x, way.backend, way.freezing, rounds)
+            (median, spread), error = summarise(times), relative_error(result, expected)
             rows.append(
                 Row(
                     case="masks at inference",
@@ -106,11 +103,11 @@ def bench(device: str, n_masks: int, rounds: int) -> list[Row]:
                     in_features=h,
                     n_masks=n_masks,
                     dtype=str(dtype).removeprefix("torch."),
-                    microseconds=quartiles[1] if error <= ERROR_BUDGET[dtype] else float("nan"),
-                    spread=quartiles[2] - quartiles[0],
+                    microseconds=median if error <= ERROR_BUDGET[dtype] else float("nan"),
+                    spread=spread,
                     fraction_of_ceiling=float("nan"),
                     error=error,
-                    extra={"packed": ROUTES[name]},
+                    extra={"packed": way.packed},
                 )
             )
     return rows

@@ -1,4 +1,4 @@
-"""Models with no MGLU layer in them, small but of the shape that people compile: what the pass must not slow down."""
+"""Small models of common architectures without an MGLU layer, whose compilation the pass must not slow down."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 FEATURES = 64
-NODES_A_STEP = 3
+NODES_PER_STEP = 3
 
-# One step of a chain of elementwise operators, three nodes each, whose values stay finite for any number of steps.
+# The steps of a chain of elementwise operators, `NODES_PER_STEP` nodes each. Their values stay finite in long chains.
 STEPS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
         "tanh": lambda h: h + 0.1 * torch.tanh(h),
@@ -25,12 +25,12 @@ STEPS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 
 
 class Chain(nn.Module):
-    """A projection and a chain of about `nodes` elementwise operators: each sum is a function of the projection."""
+    """A projection, then a chain of about `nodes` elementwise operators."""
 
     def __init__(self, step: str, nodes: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(FEATURES, FEATURES) / FEATURES**0.5)
-        self.step, self.steps = STEPS[step], max(1, (nodes - 1) // NODES_A_STEP)
+        self.step, self.steps = STEPS[step], max(1, (nodes - 1) // NODES_PER_STEP)
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.linear(x, self.weight)
@@ -120,7 +120,7 @@ class Bottleneck(nn.Module):
 
 
 def resnet(blocks: tuple[int, ...] = (3, 4, 6, 3), channels: int = 8) -> nn.Module:
-    """ResNet-50 with an eighth of its channels; takes images `[batch, 3, height, width]`."""
+    """Build a ResNet-50 with an eighth of its channels; it takes images `[batch, 3, height, width]`."""
     layers: list[nn.Module] = [nn.Conv2d(3, channels, 7, 2, 3, bias=False), nn.BatchNorm2d(channels), nn.ReLU()]
     layers.append(nn.MaxPool2d(3, 2, 1))
     previous = channels
@@ -141,7 +141,7 @@ class DoubleConv(nn.Sequential):
 
 
 class UNet(nn.Module):
-    """Convolutions down to a coarse grid and up again, with a connection across at each size.
+    """Convolutions down to a coarse grid and up again, with a skip connection at each size.
 
     Takes images `[batch, 3, height, width]` whose sizes are multiples of `2 ** depth`.
     """

@@ -1,10 +1,10 @@
-"""What a call costs besides the GPU's time: the host's part of each call, and the first use of a kernel.
+"""Times what a call costs besides the GPU's work: the host's part of each call, and the first use of a kernel.
 
 python -m benchmarks.overheads --out benchmarks/results
 
-Host time: calls are timed a hundred at a time, and the GPU, which has a small layer to do, is waited for in between; so
-no call waits for it. First use: a new process has imported everything, its tensors lie on the GPU, and the time is that
-of the first call, with an empty folder of cached kernels (cold) and with the one that this leaves (warm).
+Host time: a round times a hundred calls of a small layer, and waits for the GPU afterwards, so that no call waits for
+it. First use: a new process imports everything and puts its tensors on the GPU; its first call is timed with an empty
+cache of kernels (cold) and again, in another process, with the cache that the first one left (warm).
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -29,7 +27,8 @@ from torch import Tensor
 
 import mglu_ops
 from benchmarks.baselines import swiglu
-from benchmarks.harness import Row, write
+from benchmarks.records import Row, write
+from benchmarks.timing import summarise, wall_microseconds
 
 PROTOCOL = (
     "host: median of rounds of 100 calls, us a call; first use: one call in a new process, us, median of processes"
@@ -40,8 +39,11 @@ MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "grad mode, nothing requires it": nullcontext,
 }
 FIRST_USES = ((1, 1), (1, 4), (1, 16), (8, 4), (64, 1), (64, 4), (64, 16))
-"""(tokens, n_masks) of first uses."""
-CALLS = 100
+"""`(tokens, n_masks)` of the first uses."""
+ROUNDS = 200
+CALLS_PER_ROUND = 100
+WARMUP_ROUNDS = 3
+PROCESSES = 3
 
 
 def layer(tokens: int, d: int, h: int, n_masks: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,20 +54,17 @@ def layer(tokens: int, d: int, h: int, n_masks: int) -> tuple[Tensor, Tensor, Te
 
 
 def host_times(call: Callable[[], object], rounds: int) -> list[float]:
-    """Microseconds of host time a call, of each round."""
-    found = []
-    for _ in range(rounds + 3):
+    """Microseconds of host time per call, for each round."""
+    times = []
+    for _ in range(WARMUP_ROUNDS + rounds):
         torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        found.append((time.perf_counter() - begin) * 1e6 / CALLS)
+        times.append(wall_microseconds(call, CALLS_PER_ROUND))
     torch.cuda.synchronize()
-    return found[3:]
+    return times[WARMUP_ROUNDS:]
 
 
 def host_rows(rounds: int) -> list[Row]:
-    """The operator for 1, 8 and 64 tokens in each mode, with x of two and of three dimensions; and torch's own."""
+    """Measure the operator for 1, 8 and 64 tokens in each mode, x with two and three dimensions, and torch's own."""
     d, h, n_masks = 256, 256, 4
     rows = []
     for mode, context in MODES.items():
@@ -87,9 +86,8 @@ def host_rows(rounds: int) -> list[Row]:
 
 
 def _row(case: str, variant: str, tokens: int, d: int, h: int, n_masks: int, times: list[float]) -> Row:
-    quartiles = statistics.quantiles(times, n=4)
-    median, nan = statistics.median(times), float("nan")
-    return Row(case, variant, tokens, d, h, n_masks, "bfloat16", median, quartiles[2] - quartiles[0], nan, nan)
+    nan = float("nan")
+    return Row(case, variant, tokens, d, h, n_masks, "bfloat16", *summarise(times), nan, nan)
 
 
 _FIRST_USE = """
@@ -103,12 +101,13 @@ with torch.no_grad():
     begin = time.perf_counter()
     torch.ops.mglu.forward(x, weight, packed)
     torch.cuda.synchronize()
-    print(json.dumps([mglu_ops.explain(x, weight, packed).kernel, (time.perf_counter() - begin) * 1e6]))
+    elapsed = time.perf_counter() - begin
+print(json.dumps([mglu_ops.explain(x, weight, packed).kernel, elapsed * 1e6]))
 """
 
 
 def first_use(tokens: int, n_masks: int, cache: Path) -> tuple[str, float]:
-    """The kernel, and the microseconds of its first call in a new process that keeps kernels in `cache`."""
+    """The kernel's name and the microseconds of its first call in a new process whose kernel cache is `cache`."""
     command = [sys.executable, "-c", _FIRST_USE, str(tokens), "14336", "4096", str(n_masks)]
     environment = {**os.environ, "MGLU_CACHE_DIR": str(cache)}
     process = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
@@ -117,7 +116,7 @@ def first_use(tokens: int, n_masks: int, cache: Path) -> tuple[str, float]:
 
 
 def first_use_rows(processes: int, at_once: int) -> list[Row]:
-    """Each kernel cold and warm, each time in a new process, `at_once` of them side by side."""
+    """Measure each kernel cold and warm, every time in a new process; `at_once` processes run side by side."""
 
     def times_of(use: tuple[int, int]) -> tuple[str, list[float], list[float]]:
         cold, warm = [], []
@@ -137,20 +136,33 @@ def first_use_rows(processes: int, at_once: int) -> list[Row]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--processes", type=int, default=3, help="for each first use, cold and warm")
-    parser.add_argument("--at-once", type=int, default=1, help="how many first uses are timed side by side")
-    options = parser.parse_args()
-    protocol = f"{PROTOCOL} ({options.processes}, {options.at_once} side by side)"
+def bench(out: Path, rounds: int = ROUNDS, processes: int = PROCESSES, at_once: int = 1) -> list[Row]:
+    """Measure and write `overheads.csv`.
+
+    Args:
+        out: the folder for the result.
+        rounds: rounds of `CALLS_PER_ROUND` calls for each host time.
+        processes: processes for each first use, cold and warm.
+        at_once: how many first uses are timed side by side.
+    """
+    protocol = f"{PROTOCOL} ({processes}, {at_once} side by side)"
     rows: list[Row] = []
-    for measured in (partial(host_rows, options.rounds), partial(first_use_rows, options.processes, options.at_once)):
+    for measured in (partial(host_rows, rounds), partial(first_use_rows, processes, at_once)):
         rows += (found := measured())
         for row in found:
             print(f"{row.case:18} {row.variant:70} T={row.tokens:<3} n_m={row.n_masks:<3}{row.microseconds:12.2f} us")
-        write(rows, options.out, "overheads", protocol)  # as far as it is known, should the rest not come
+        write(rows, out, "overheads", protocol)  # after each part, in case a later one fails
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--processes", type=int, default=PROCESSES, help="for each first use, cold and warm")
+    parser.add_argument("--at-once", type=int, default=1, help="how many first uses are timed side by side")
+    options = parser.parse_args()
+    bench(options.out, options.rounds, options.processes, options.at_once)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The results as pictures, drawn from the CSV files alone: the same files give the same bytes."""
+"""Plots of the results, drawn from nothing but the CSV files: the same files give the same bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.ceiling import GEMM
-from benchmarks.harness import Row, read
+from benchmarks.records import Row, read
 from benchmarks.rows import chosen, fastest, masks, only, shapes, tokens
 from benchmarks.tables import ONE_TOKEN
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH = 5.0
-"""Inches: as wide as a telephone shows without shrinking the letters."""
+"""Inches; a phone shows this width without shrinking the letters."""
 RC: Any = {
     "font.size": 9,
     "axes.grid": True,
@@ -37,7 +37,7 @@ RC: Any = {
 
 
 class Style(NamedTuple):
-    """A colour of Okabe and Ito's palette, safe for the colour-blind, and what tells it apart without colour."""
+    """A colour of Okabe and Ito's palette, which is safe for the colour-blind, and a marker and a line style."""
 
     color: str
     marker: str
@@ -92,7 +92,7 @@ BY_VARIANT = {
 
 
 def latency_by_masks(rows: Sequence[Row]) -> Figure:
-    """One token's time against the number of masks, a panel for each shape."""
+    """The time of one token by number of masks, with a panel for each shape."""
     figure, panels = _figure(len(shapes(rows)), 2.8)
     for axes, shape in zip(panels, shapes(rows), strict=True):
         here = only(rows, shape=shape)
@@ -111,7 +111,7 @@ def latency_by_masks(rows: Sequence[Row]) -> Figure:
 
 
 def fraction_of_ceiling(rows: Sequence[Row]) -> Figure:
-    """The time to read the bytes divided by that of each backend, against the number of masks."""
+    """The time to read the bytes divided by the time of each backend, by number of masks."""
     figure, (axes,) = _figure(1, 3.2)
     dashes = dict(zip(shapes(rows), ("-", ":"), strict=False))
     for backend, style in (("CUDA", CUDA), ("Triton", TRITON)):
@@ -129,7 +129,7 @@ def fraction_of_ceiling(rows: Sequence[Row]) -> Figure:
 
 
 def speedup_over_swiglu(rows: Sequence[Row]) -> Figure:
-    """The fastest SwiGLU's time divided by ours, against the number of tokens, a panel for each shape."""
+    """The time of the fastest SwiGLU divided by ours, by number of tokens, with a panel for each shape."""
     figure, panels = _figure(len(shapes(rows)), 3.2)
     for axes, shape in zip(panels, shapes(rows), strict=True):
         here = only(rows, shape=shape)
@@ -143,7 +143,7 @@ def speedup_over_swiglu(rows: Sequence[Row]) -> Figure:
             _line(axes, f"n_m = {n_masks}", BY_MASKS[n_masks], points)
         axes.axhline(1, color=CEILING.color, linestyle=CEILING.linestyle, linewidth=1)
         axes.set_ylim(bottom=0)
-        axes.set_ylabel("times SwiGLU's speed")
+        axes.set_ylabel("speed-up over SwiGLU")
         axes.set_title(f"{shape[0]} x {shape[1]}")
     _powers_of_two(panels[-1], "tokens", tokens(rows))
     panels[-1].tick_params(axis="x", labelrotation=45)
@@ -152,19 +152,19 @@ def speedup_over_swiglu(rows: Sequence[Row]) -> Figure:
 
 
 def intensity(row: Row) -> float:
-    """Operations a byte of W and masks: n_m + 1 products of every token with W."""
+    """Arithmetic operations per byte of W and masks, for n_m + 1 products of every token with W."""
     return 2 * (row.n_masks + 1) * row.tokens / (2 + row.n_masks / 8)
 
 
 def teraflops(row: Row) -> float:
-    """The rate at which a row does n_m + 1 products."""
+    """The rate of a row's n_m + 1 products, in TFLOP/s."""
     return 2e-6 * (row.n_masks + 1) * row.tokens * row.out_features * row.in_features / row.microseconds
 
 
 def roofline(rows: Sequence[Row]) -> Figure:
-    """Rate against operations a byte, for each number of masks and tokens, a panel for each shape.
+    """The rate by operations per byte, for each number of masks and tokens, with a panel for each shape.
 
-    The roofs are the best rate at which the read ceiling's kernel reads, and the library's rate of arithmetic.
+    The roofs are the highest rate at which the kernel of the read ceiling reads, and the rate of the library's GEMMs.
     """
     figure, panels = _figure(len(shapes(rows)), 3.2)
     for axes, shape in zip(panels, shapes(rows), strict=True):
@@ -189,26 +189,56 @@ def roofline(rows: Sequence[Row]) -> Figure:
     return figure
 
 
+def speedup_by_model(rows: Sequence[Row]) -> Figure:
+    """The time of the fastest SwiGLU divided by ours for one token, for the layers of each model."""
+    figure, (axes,) = _figure(1, 3.6)
+    counts = masks(rows)
+    height = 0.8 / len(counts)
+    labels = []
+    for line, shape in enumerate(shapes(rows)):
+        here = only(rows, shape=shape)
+        labels.append(f"{here[0].case.replace(', ', chr(10))}\n{shape[0]} x {shape[1]}")
+        swiglu = fastest(here, "SwiGLU")
+        for i, n_masks in enumerate(counts):
+            ours = chosen(only(here, n_masks=n_masks))
+            if swiglu is None or ours is None or ours.is_wrong:
+                continue
+            speedup = swiglu.microseconds / ours.microseconds
+            label = f"{n_masks} mask{'s' if n_masks > 1 else ''}" if line == 0 else None
+            y = line + (i - (len(counts) - 1) / 2) * height
+            axes.barh(y, speedup, height, label=label, color=BY_MASKS[n_masks].color)
+            axes.text(speedup + 0.02, y, f"{speedup:.2f}x", va="center", fontsize=7)
+    axes.axvline(1, color=CEILING.color, linestyle=CEILING.linestyle, linewidth=1)
+    axes.set_yticks(range(len(labels)), labels, fontsize=7)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("speed-up over the fastest SwiGLU (dashed)")
+    axes.set_title("one token through the gated projection")
+    _legend(figure, axes)
+    return figure
+
+
 PLOTS: dict[str, tuple[str, Callable[[Sequence[Row]], Figure]]] = {
     "latency_by_masks": ("one_token", latency_by_masks),
     "fraction_of_ceiling": ("one_token", fraction_of_ceiling),
+    "speedup_by_model": ("models", speedup_by_model),
     "speedup_over_swiglu": ("routes", speedup_over_swiglu),
     "roofline": ("tokens", roofline),
 }
-"""The name of a picture to the table of results that it is drawn from, and how."""
+"""Name of a plot to the result that it shows and the function that draws it."""
 
 
 def source(results: Path, table: str) -> str:
-    """What a picture says of where it is from: the table and the digest of its bytes."""
+    """The metadata of a plot that names its result and the digest of the result's bytes."""
     digest = hashlib.sha256((results / f"{table}.csv").read_bytes()).hexdigest()
     return f"{table}.csv sha256 {digest}"
 
 
 def draw(results: Path, out: Path) -> list[Path]:
-    """Write every picture whose table is in `results` to `out`, as SVG.
+    """Draw every plot whose result is in `results` into the folder `out`, as SVG.
 
     Raises:
-        FileNotFoundError: none of the tables is there.
+        FileNotFoundError: there are no results.
     """
     import matplotlib
 

@@ -1,8 +1,5 @@
-// The read ceiling: a kernel that only reads the bytes of W and of the masks, each once, as fast as the memory gives
-// them. Every decode kernel is judged as a fraction of this one's time.
-#ifndef MGLU_UNROLL
-#define MGLU_UNROLL 8
-#endif
+// The read ceiling: a kernel that only reads the bytes of W and of the masks, each once. The time of every decode kernel
+// is reported as a fraction of this kernel's time. benchmarks/ceiling.py defines MGLU_UNROLL: loads in flight per thread.
 
 struct alignas(16) Vec16 {
     unsigned word[4];
@@ -32,7 +29,7 @@ __device__ __forceinline__ unsigned read_all(const Vec16* source, long long vect
     return sink;
 }
 
-// The store depends on every load but practically never happens; it keeps the loads from being removed.
+// The store depends on every load, so that the compiler keeps the loads; the condition is practically never true.
 extern "C" __global__ void read_ceiling(const Vec16* weight, long long weight_vectors, const Vec16* masks,
                                         long long mask_vectors, unsigned* out) {
     const unsigned sink = read_all(weight, weight_vectors) ^ read_all(masks, mask_vectors);

@@ -1,5 +1,5 @@
-/* The bandwidth that reading reaches: every byte of two tensors once, by the threads of the caller's pool.
- * GCC's and Clang's vectors, so that it is as wide as the flags allow (-march=native) on any machine. */
+/* Reads every byte of two tensors once, with the threads of the caller's pool: the bandwidth that a kernel can reach.
+ * The vector type of GCC and Clang compiles to the widest loads that -march=native allows. */
 #include <stdint.h>
 
 typedef int32_t (*ParallelFor)(
@@ -25,7 +25,7 @@ static Vector read_blocks(const char *bytes, int64_t begin, int64_t end) {
     return a ^ b ^ c ^ d;
 }
 
-/* One of `PARTS` parts of each tensor, so that all threads read both, as the kernels do. */
+/* Every part holds a share of both tensors, so that all threads read both, as the kernels do. */
 enum { PARTS = 64 };
 
 static void read_part(int64_t begin, int64_t end, void *context) {
@@ -35,10 +35,10 @@ static void read_part(int64_t begin, int64_t end, void *context) {
     all ^= read_blocks(read->second, second * begin / PARTS, second * end / PARTS);
     uint64_t bits = 0;
     for (int i = 0; i < 8; ++i) bits |= all[i];
-    if (bits == 0x123456789abcdef) *read->sink = bits; /* never, but the compiler cannot know */
+    if (bits == 0x123456789abcdef) *read->sink = bits; /* practically never true; keeps the loads */
 }
 
-/* Whole blocks; what is left over of a tensor is less than one. */
+/* Reads whole blocks; the remainder of a tensor, less than a block, is left out. */
 void read_both(const char *first, int64_t count, const char *second, int64_t other, ParallelFor parallel_for) {
     uint64_t sink = 0;
     Read read = {first, second, count / BLOCK, count / BLOCK + other / BLOCK, &sink};

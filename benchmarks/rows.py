@@ -1,10 +1,10 @@
-"""Finding rows in a table of results."""
+"""Selects rows of a result table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from benchmarks.harness import Row
+from benchmarks.records import Row
 
 
 def only(rows: Iterable[Row], **fields: object) -> list[Row]:
@@ -13,18 +13,18 @@ def only(rows: Iterable[Row], **fields: object) -> list[Row]:
 
 
 def fastest(rows: Iterable[Row], *prefixes: str) -> Row | None:
-    """The fastest of the rows that are right and whose variant begins with one of the prefixes, if there is any."""
+    """The fastest correct row whose variant begins with one of the prefixes; None if there is no such row."""
     right = [row for row in rows if row.variant.startswith(prefixes) and not row.is_wrong]
     return min(right, key=lambda row: row.microseconds, default=None)
 
 
 def chosen(rows: Iterable[Row]) -> Row | None:
-    """What the dispatch chooses, of the rows of one problem."""
+    """The row of the backend that the dispatch chose, among the rows of one problem."""
     return next((row for row in rows if row.extra.get("chosen")), None)
 
 
 def fastest_other(rows: Iterable[Row]) -> Row | None:
-    """The fastest other way to the same result, of the rows of one problem: our other backends and the naive layer."""
+    """The fastest other implementation of the same problem: another backend of ours, or the naive layer."""
     return fastest([row for row in rows if not row.extra.get("chosen")], "mglu ", "naive ")
 
 
@@ -34,10 +34,10 @@ def shapes(rows: Iterable[Row]) -> list[tuple[int, int]]:
 
 
 def masks(rows: Iterable[Row]) -> list[int]:
-    """The numbers of masks in a table, in order; rows without masks have none."""
+    """The numbers of masks in a table, in ascending order, without the 0 of layers that have none."""
     return sorted({row.n_masks for row in rows} - {0})
 
 
 def tokens(rows: Iterable[Row]) -> list[int]:
-    """The numbers of tokens of the rows with masks, in order."""
+    """The numbers of tokens of the rows with masks, in ascending order."""
     return sorted({row.tokens for row in rows if row.n_masks})

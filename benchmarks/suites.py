@@ -1,6 +1,6 @@
-"""The tables of `benchmarks/results`, each by a suite that measures it, and what is drawn from them.
+"""The suites that measure the results of a GPU, and the two that make tables and plots from results.
 
-`python -m mglu_ops bench` runs them all; see `mglu_ops/bench.py` for its options.
+`python -m mglu_ops bench` runs all of them; see `mglu_ops/bench.py` for its options.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Literal
 
 import torch
 
-from benchmarks import decode_model, masks_at_inference, plots, tables, train
+from benchmarks import decode_model, masks_at_inference, overheads, pages, plots, train
 from benchmarks.decode import SHAPES, Sweep
 from benchmarks.decode import run as run_sweep
 from benchmarks.decoder import Sizes
-from benchmarks.harness import Row, write
+from benchmarks.records import Row, write
 
 RESULTS = Path(__file__).parent / "results"
 ONE_TO_8192 = tuple(2**i for i in range(14))
@@ -33,21 +33,21 @@ MODELS = {
     "Qwen3 32B": (25600, 5120),
     "Mistral 7B": (14336, 4096),
 }
-"""`(intermediate, hidden)` of models' feed-forward layers."""
+"""`(intermediate, hidden)` of the feed-forward layers of models."""
 
 
 class SuiteError(ValueError):
-    """What was asked for cannot be run here: the words say what to do."""
+    """A suite is unknown or cannot run here; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class Suite:
-    """A table, or what is drawn from tables.
+    """A suite of benchmarks.
 
     Attributes:
         about: what it shows, in a line.
-        run: `(out, quick)` to the rows that it measured; writes into the folder `out`.
-        needs: without which it cannot run.
+        run: takes `(out, quick)`, writes its result into the folder `out`, and returns the rows that it measured.
+        needs: what it cannot run without.
     """
 
     about: str
@@ -56,7 +56,7 @@ class Suite:
 
 
 def models_by_shape() -> dict[tuple[int, int], str]:
-    """Each shape of `MODELS` once, with the names of all models that have it."""
+    """Each shape of `MODELS`, with the names of all models that have it."""
     return {
         shape: ", ".join(name for name, its_shape in MODELS.items() if its_shape == shape)
         for shape in dict.fromkeys(MODELS.values())
@@ -69,15 +69,15 @@ SWEEPS = {
         Sweep(dtype=torch.float16, baselines=("naive", "swiglu", "triton", "composite")),
     ),
     "sustained": (
-        "one token, bfloat16, as it goes on: our kernels, and SwiGLU in all its forms",
-        Sweep(masks=(1, 4, 8, 16), baselines=("swiglu",), shapes={SHAPES[0]: "decode"}, settling=0.8),
+        "one token, bfloat16, under sustained load: our kernels, and SwiGLU in all its forms",
+        Sweep(masks=(1, 4, 8, 16), baselines=("swiglu",), shapes={SHAPES[0]: "decode"}, settle_seconds=0.8),
     ),
     "tokens": (
         "1 to 8192 tokens: our kernels against the floor",
         Sweep(tokens=ONE_TO_8192, masks=(1, 4, 8, 16), baselines=("triton",)),
     ),
     "routes": (
-        "1 to 8192 tokens: the dispatch against every other route",
+        "1 to 8192 tokens: the dispatch against every other backend, the naive layer and SwiGLU",
         Sweep(
             tokens=ONE_TO_8192,
             masks=(1, 4),
@@ -87,11 +87,11 @@ SWEEPS = {
         ),
     ),
     "models": (
-        "one token, bfloat16: the layers of today's models",
+        "one token, bfloat16: the layers of current models",
         Sweep(masks=(1, 4, 8), baselines=("swiglu",), shapes=models_by_shape()),
     ),
 }
-"""Name to what it shows, and its problems."""
+"""Name of a suite to what it shows and its problems."""
 
 
 def _sweep_suite(name: str, about: str, sweep: Sweep) -> Suite:
@@ -122,6 +122,10 @@ def _masks_at_inference(out: Path, quick: bool) -> Sequence[Row]:
     return _written(rows, out, "masks_at_inference_cuda", masks_at_inference.PROTOCOL)
 
 
+def _overheads(out: Path, quick: bool) -> Sequence[Row]:
+    return overheads.bench(out, rounds=QUICK_ROUNDS, processes=1) if quick else overheads.bench(out)
+
+
 def _written(rows: list[Row], out: Path, name: str, protocol: str) -> list[Row]:
     print(*rows, sep="\n", flush=True)
     write(rows, out, name, protocol)
@@ -129,7 +133,9 @@ def _written(rows: list[Row], out: Path, name: str, protocol: str) -> list[Row]:
 
 
 def _tables(out: Path, quick: bool) -> Sequence[Row]:
-    print(tables.write_tables(out))
+    """Fill the pages from the committed results; for another folder of results, write all tables into it."""
+    changed = pages.fill_pages(out) if out.resolve() == RESULTS.resolve() else [pages.write_tables(out)]
+    print(*changed, sep="\n")
     return []
 
 
@@ -142,14 +148,15 @@ SUITES = {
     **{name: _sweep_suite(name, about, sweep) for name, (about, sweep) in SWEEPS.items()},
     "decode_model": Suite("tokens a second of a whole model, with SwiGLU and with SwiMGLU", _decode_model),
     "train": Suite("many tokens: forward and a training step", _train),
-    "masks_at_inference": Suite("what packing the masks costs, by when it is done", _masks_at_inference),
-    "tables": Suite("tables.md, from the CSV files: the paper's tables beside this GPU, and more", _tables, None),
-    "plots": Suite("pictures, from the CSV files", _plots, "matplotlib"),
+    "masks_at_inference": Suite("what packing the masks costs at inference, by when it is done", _masks_at_inference),
+    "overheads": Suite("host time per call, and the first call of a kernel in a process", _overheads),
+    "tables": Suite("the tables of README.md and benchmarks/README.md, from the CSV files", _tables, None),
+    "plots": Suite("plots, from the CSV files", _plots, "matplotlib"),
 }
 
 
 def problem_of(suite: Suite) -> str | None:
-    """Why a suite cannot run here, or None."""
+    """The reason why a suite cannot run here, or None."""
     if suite.needs == "gpu":
         if not torch.cuda.is_available():
             return (
@@ -164,10 +171,10 @@ def problem_of(suite: Suite) -> str | None:
 
 
 def select(names: Sequence[str]) -> dict[str, Suite]:
-    """The suites of these names, or all that can run here.
+    """The suites of these names; without names, all suites that can run here.
 
     Raises:
-        SuiteError: a name is none of ours, a suite that is named cannot run here, or no GPU is there to measure.
+        SuiteError: a name is unknown, a named suite cannot run here, or there is no GPU to measure.
     """
     if unknown := [name for name in names if name not in SUITES]:
         raise SuiteError(f"no suite is named {', '.join(unknown)}; there are {', '.join(SUITES)}")
@@ -182,7 +189,7 @@ def select(names: Sequence[str]) -> dict[str, Suite]:
 
 
 def listing() -> str:
-    """The suites, a line each."""
+    """The suites, one per line."""
     return "\n".join(f"{name:20} {suite.about}" for name, suite in SUITES.items())
 
 
@@ -190,15 +197,15 @@ def run(names: Sequence[str], out: Path, quick: bool = False) -> int:
     """Run suites one after the other.
 
     Args:
-        names: of `SUITES`; none for all.
-        out: the folder of tables and plots.
-        quick: a small problem of each only, to see that all works; its times mean little.
+        names: names of suites; empty for all.
+        out: the folder for results and plots.
+        quick: measure only a small problem of each suite, to see that everything works; the times mean little.
 
     Returns:
         The number of rows whose result was wrong.
 
     Raises:
-        SuiteError: as of `select`, or there are no results to draw from.
+        SuiteError: as in `select`, or there are no results to make tables or plots from.
     """
     wrong: list[Row] = []
     for name, suite in select(names).items():

@@ -1,39 +1,14 @@
-"""The results as Markdown, from the CSV files alone: one token, the paper's tables with our GPU beside its own, every
-route by number of tokens, the layers of today's models, decoding with a whole model, and CPUs.
-"""
+"""The results of a GPU as Markdown tables. Each function takes the folder of the results; `pages.py` names them all."""
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.harness import Row, read, read_environment
+from benchmarks.markdown import markdown, microseconds, speedup, time_of, times
 from benchmarks.paper import GPUS, Shape
+from benchmarks.records import Row, read, read_environment
 from benchmarks.rows import chosen, fastest, fastest_other, masks, only, shapes, tokens
-
-FILE = "tables.md"
-
-
-def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table, its cells as they are."""
-    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *lines])
-
-
-def microseconds(row: Row | None) -> str:
-    if row is None:
-        return ""
-    return "wrong" if row.is_wrong else f"{row.microseconds:.1f}"
-
-
-def times(above: float | None, below: float | None) -> str:
-    """`above / below`, as `1.79x`."""
-    return f"{above / below:.2f}x" if above and below else ""
-
-
-def _time(row: Row | None) -> float | None:
-    return None if row is None or row.is_wrong else row.microseconds
-
 
 ONE_TOKEN = {
     "only reading the bytes": "read ceiling",
@@ -42,12 +17,35 @@ ONE_TOKEN = {
     "naive, best of torch.compile": "naive compiled",
     "naive, eager": "naive eager",
 }
-"""Label to what its variants begin with."""
+"""Label of a line to the beginning of the names of its variants."""
 
 
-def one_token(rows: Sequence[Row], device: str) -> str:
-    """What one token takes, shape by shape: rows are variants, columns numbers of masks."""
-    parts = []
+class MissingResultError(FileNotFoundError):
+    """There is no result to make a table from."""
+
+
+def rows_of(results: Path, name: str) -> list[Row]:
+    """The rows of a result.
+
+    Raises:
+        MissingResultError: it is not there.
+    """
+    rows = read(results, name)
+    if not rows:
+        raise MissingResultError(f"{results / name}.csv: no such result; `python -m mglu_ops bench {name}` measures it")
+    return rows
+
+
+def source(results: Path, name: str) -> str:
+    """The line above a table: where, with which torch and at which commit its figures were measured."""
+    run = read_environment(results, name)
+    return f"`{name}.csv`: {run['device']}, torch {run['torch']}, commit {run['commit'][:7]}."
+
+
+def one_token(results: Path, name: str = "one_token") -> str:
+    """Microseconds per layer of one token, shape by shape; lines are variants, columns numbers of masks."""
+    rows = rows_of(results, name)
+    parts = [source(results, name)]
     for shape in shapes(rows):
         here = only(rows, shape=shape, tokens=1)
         columns = [only(here, n_masks=n_masks) for n_masks in masks(here)]
@@ -55,18 +53,24 @@ def one_token(rows: Sequence[Row], device: str) -> str:
         lines = [
             [label, *(microseconds(fastest(column, variant)) for column in columns)]
             for label, variant in ONE_TOKEN.items()
+            if fastest(here, variant)
         ]
         lines.append(["SwiGLU, fastest", *[microseconds(swiglu)] * len(columns)])
-        head = [f"{shape[0]} x {shape[1]}, us on one {device}", *(f"n_m = {n_masks}" for n_masks in masks(here))]
+        head = [f"{shape[0]} x {shape[1]}, us", *(f"n_m = {n_masks}" for n_masks in masks(here))]
         parts.append(markdown(head, lines))
     return "\n\n".join(parts)
+
+
+def sustained(results: Path) -> str:
+    """The same under load that goes on."""
+    return one_token(results, "sustained")
 
 
 PAPER_HEAD = ("n_m", "GPU", "CUDA", "Triton", "Torch", "Torch/CUDA", "Torch/Triton", "GLU", "GLU/CUDA")
 
 
 def paper_line(n_masks: int, gpu: str, cuda: float, triton: float, torch: float, glu: float) -> list[str]:
-    """A line of the paper's two tables in one; times in microseconds."""
+    """A line that joins the paper's two tables; times in microseconds."""
     ratios = [times(torch, cuda), times(torch, triton)]
     return [
         str(n_masks),
@@ -79,65 +83,68 @@ def paper_line(n_masks: int, gpu: str, cuda: float, triton: float, torch: float,
 
 
 def paper_lines(rows: Sequence[Row], shape: Shape, device: str) -> list[list[str]]:
-    """For each number of masks, the paper's GPUs and ours; ours alone where the paper has none."""
+    """The paper's GPUs and ours for each number of masks; only ours where the paper has no figures."""
     here = only(rows, shape=shape, tokens=1)
     lines = []
     for n_masks in masks(here):
-        for gpu, (of_mglu, of_glu) in GPUS.items():
-            if (shape, n_masks) in of_mglu:
-                figures = (*of_mglu[shape, n_masks], of_glu[shape, n_masks].glu)
+        for gpu, (mglu, glu) in GPUS.items():
+            if (shape, n_masks) in mglu:
+                figures = (*mglu[shape, n_masks], glu[shape, n_masks].glu)
                 lines.append(paper_line(n_masks, f"{gpu}, paper", *(1000 * time for time in figures)))
         column = only(here, n_masks=n_masks)
-        found = [_time(fastest(column, name)) for name in ("mglu cuda", "mglu triton", "naive eager")]
-        found.append(_time(fastest(here, "SwiGLU eager")))
+        found = [time_of(fastest(column, name)) for name in ("mglu cuda", "mglu triton", "naive eager")]
+        found.append(time_of(fastest(here, "SwiGLU eager")))
         measured = [time for time in found if time is not None]
         if len(measured) == len(found):
             lines.append(paper_line(n_masks, f"**{device}**", *measured))
     return lines
 
 
-def paper(rows: Sequence[Row], device: str) -> str:
-    return "\n\n".join(
-        f"{shape[0]} x {shape[1]}\n\n{markdown(PAPER_HEAD, paper_lines(rows, shape, device))}" for shape in shapes(rows)
-    )
+def paper(results: Path) -> str:
+    """The paper's tables with our GPU beside its own, in microseconds."""
+    rows, device = rows_of(results, "one_token"), read_environment(results, "one_token")["device"]
+    parts = [
+        f"{shape[0]} x {shape[1]}, us\n\n{markdown(PAPER_HEAD, paper_lines(rows, shape, device))}"
+        for shape in shapes(rows)
+    ]
+    return "\n\n".join([source(results, "one_token"), *parts])
 
 
 ROUTES_HEAD = (
     "tokens",
     "floor",
-    "ours",
+    "mglu_ops",
     "over the floor",
     "next best",
-    "it takes",
-    "ours is",
+    "its time",
+    "speed-up",
     "SwiGLU",
-    "against SwiGLU",
+    "speed-up over SwiGLU",
 )
 
 
 def route_line(rows: Sequence[Row], swiglu: Row | None) -> list[str]:
-    """One problem: what the dispatch chose, and what else there is."""
+    """A line for one problem: the backend that the dispatch chose, and the fastest alternatives."""
     ours, other, floor = chosen(rows), fastest_other(rows), fastest(rows, "floor")
     if ours is None:
         return []
-    versus = times(_time(other), _time(ours))
-    loses = other is not None and not ours.is_wrong and other.microseconds < ours.microseconds
     return [
         str(ours.tokens),
         microseconds(floor),
         f"{microseconds(ours)} ({ours.variant.removeprefix('mglu ')})",
-        times(_time(ours), _time(floor)),
+        times(time_of(ours), time_of(floor)),
         other.variant if other else "",
         microseconds(other),
-        f"**{versus}, slower**" if loses else versus,
+        speedup(time_of(other), time_of(ours)),
         microseconds(swiglu),
-        times(_time(swiglu), _time(ours)),
+        speedup(time_of(swiglu), time_of(ours)),
     ]
 
 
-def routes(rows: Sequence[Row], device: str) -> str:
-    """Shape by shape and number of masks, a line for each number of tokens; those where we lose are in bold."""
-    parts = []
+def routes(results: Path) -> str:
+    """For each shape and number of masks, a line for each number of tokens."""
+    rows = rows_of(results, "routes")
+    parts = [source(results, "routes")]
     for shape in shapes(rows):
         here = only(rows, shape=shape)
         for n_masks in masks(here):
@@ -145,13 +152,32 @@ def routes(rows: Sequence[Row], device: str) -> str:
                 route_line(only(here, n_masks=n_masks, tokens=count), fastest(only(here, tokens=count), "SwiGLU"))
                 for count in tokens(only(here, n_masks=n_masks))
             ]
-            title = f"{shape[0]} x {shape[1]}, n_m = {n_masks}, us on one {device}"
-            parts.append(f"{title}\n\n{markdown(ROUTES_HEAD, filter(None, lines))}")
+            parts.append(f"{shape[0]} x {shape[1]}, n_m = {n_masks}, us\n\n{markdown(ROUTES_HEAD, lines)}")
     return "\n\n".join(parts)
 
 
-def models(rows: Sequence[Row], device: str) -> str:
-    """The layers of today's models for one token: the fastest SwiGLU, and ours with its speed-up over that."""
+def floors(results: Path) -> str:
+    """Times of the chosen backend and how many times the floor they are, by tokens and masks."""
+    rows = rows_of(results, "tokens")
+    parts = [source(results, "tokens")]
+    for shape in shapes(rows):
+        here = only(rows, shape=shape)
+        lines = []
+        for count in tokens(here):
+            cells = []
+            for n_masks in masks(here):
+                problem = only(here, tokens=count, n_masks=n_masks)
+                ours, floor = chosen(problem), fastest(problem, "floor")
+                cells.append(f"{microseconds(ours)}, {times(time_of(ours), time_of(floor))}")
+            lines.append([str(count), *cells])
+        head = [f"tokens, {shape[0]} x {shape[1]}", *(f"n_m = {n_masks}" for n_masks in masks(here))]
+        parts.append(markdown(head, lines))
+    return "\n\n".join(parts)
+
+
+def models(results: Path) -> str:
+    """One token through the layers of current models: the fastest SwiGLU, and ours with its speed-up."""
+    rows = rows_of(results, "models")
     counts = masks(rows)
     lines = []
     for shape in shapes(rows):
@@ -160,19 +186,22 @@ def models(rows: Sequence[Row], device: str) -> str:
         cells = []
         for n_masks in counts:
             ours = chosen(only(here, n_masks=n_masks))
-            cells.append(f"{microseconds(ours)}, {times(_time(swiglu), _time(ours))}")
+            cells.append(f"{microseconds(ours)}, {times(time_of(swiglu), time_of(ours))}")
         lines.append([here[0].case, f"{shape[0]} x {shape[1]}", microseconds(swiglu), *cells])
-    head = ["layer of", "d x h", f"SwiGLU, us on one {device}", *(f"SwiMGLU, n_m = {n_masks}" for n_masks in counts)]
-    return markdown(head, lines)
+    head = ["layer of", "d x h", "SwiGLU, us", *(f"SwiMGLU, n_m = {n_masks}" for n_masks in counts)]
+    return f"{source(results, 'models')}\n\n{markdown(head, lines)}"
 
 
-def decode_model(rows: Sequence[Row], device: str) -> str:
-    """Tokens a second of a whole model, by its feed-forward layer: of the fastest compilation of each."""
+DECODE_HEAD = ("feed-forward layer", "MB of weights", "ms a token", "tokens a second", "over SwiGLU", "of reading")
+
+
+def decode_model(results: Path) -> str:
+    """Tokens a second of a whole model, from the fastest compilation of each."""
+    rows = rows_of(results, "decode_model")
     swiglu = fastest(rows, "SwiGLU")
     lines = []
     for n_masks in sorted({row.n_masks for row in rows}):
-        here = only(rows, n_masks=n_masks)
-        best = fastest(here, "SwiGLU", "SwiMGLU")
+        best = fastest(only(rows, n_masks=n_masks), "SwiGLU", "SwiMGLU")
         if best is None:
             continue
         lines.append(
@@ -181,95 +210,49 @@ def decode_model(rows: Sequence[Row], device: str) -> str:
                 str(best.extra["weight_mb"]),
                 f"{best.microseconds / 1000:.3f}",
                 f"{1e6 / best.microseconds:.0f}",
-                times(_time(swiglu), best.microseconds),
+                times(time_of(swiglu), best.microseconds),
                 f"{best.fraction_of_ceiling:.2f}",
             ]
         )
-    head = (f"one {device}", "MB of weights", "ms a token", "tokens a second", "against SwiGLU", "of reading the bytes")
-    return markdown(head, lines)
+    return f"{source(results, 'decode_model')}\n\n{markdown(DECODE_HEAD, lines)}"
 
 
-SECTIONS: dict[str, tuple[str, Callable[[Sequence[Row], str], str]]] = {
-    "One token": ("one_token", one_token),
-    "One token, as it goes on": ("sustained", one_token),
-    "The paper's tables": ("one_token", paper),
-    "Routes by number of tokens": ("routes", routes),
-    "Numbers of tokens and masks against the floor": ("tokens", routes),
-    "Layers of models, one token": ("models", models),
-    "Decoding with a model of Llama-3.2 1B's shape": ("decode_model", decode_model),
-}
-"""Title to the table of results that a section is drawn from, and how."""
-
-
-CPU_HEAD = (
-    "dtype",
-    "tokens",
-    "n_m",
-    "only reading",
-    "ours",
-    "of reading, by least and by median",
-    "naive compiled",
-    "ours is",
-    "fastest SwiGLU",
-    "against SwiGLU",
-)
-
-
-def cpu(path: Path) -> str:
-    """A table of `benchmarks.cpu`: the least times of a problem, in microseconds; those where we lose are in bold."""
-    problems: dict[tuple[str, str, str], dict[str, dict[str, str]]] = {}
-    with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            problems.setdefault((row["dtype"], row["tokens"], row["n_masks"]), {})[row["variant"]] = row
+def train(results: Path) -> str:
+    """Milliseconds and peak memory of the forward pass and of a training step."""
+    rows = rows_of(results, "train")
     lines = []
-    for problem, rows in problems.items():
-        ours, reading, naive = (rows[name] for name in ("mglu cpu", "read loop", "naive compiled"))
-        fractions = (float(reading[time]) / float(ours[time]) for time in ("least", "median"))
-        swiglu = min((float(row["least"]) for name, row in rows.items() if name.startswith("SwiGLU")), default=None)
-        gain = times(float(naive["least"]), float(ours["least"]))
-        lines.append(
-            [
-                *problem,
-                reading["least"],
-                f"{ours['least']} ({ours['isa']})",
-                ", ".join(f"{fraction:.2f}" for fraction in fractions),
-                naive["least"],
-                gain if float(naive["least"]) >= float(ours["least"]) else f"**{gain}, slower**",
-                "" if swiglu is None else f"{swiglu:.1f}",
-                times(swiglu, float(ours["least"])),
-            ]
-        )
-    return markdown(CPU_HEAD, lines)
+    for case in dict.fromkeys(row.case for row in rows):
+        for count in tokens(rows):
+            for variant in dict.fromkeys(row.variant for row in rows):
+                cells = []
+                for n_masks in masks(rows):
+                    row = fastest(only(rows, case=case, tokens=count, n_masks=n_masks), variant)
+                    cells.append(f"{row.microseconds / 1000:.2f}, {row.extra['peak_mb']:.0f}" if row else "")
+                lines.append([case, str(count), variant, *cells])
+    head = ["case", "tokens", "ms, peak MB", *(f"n_m = {n_masks}" for n_masks in masks(rows))]
+    return f"{source(results, 'train')}\n\n{markdown(head, lines)}"
 
 
-CPU_SECTIONS = {
-    "One token on a CPU with AVX2, 8192 x 2048": "cpu_one_token",
-    "Tokens on a CPU with AVX2, 2048 x 2048": "cpu_tokens",
-    "One token on a CPU with AVX-512, 8192 x 2048": "cpu_one_token_xeon",
-    "Tokens on a CPU with AVX-512 and AMX, 2048 x 2048": "cpu_tokens_xeon",
-}
+def masks_at_inference(results: Path) -> str:
+    """Microseconds per call, by the way in which a naive layer is fused."""
+    rows = rows_of(results, "masks_at_inference_cuda")
+    lines = []
+    for variant in dict.fromkeys(row.variant for row in rows):
+        here = only(rows, variant=variant)
+        cells = [microseconds(fastest(only(here, n_masks=n_masks), variant)) for n_masks in masks(rows)]
+        lines.append([variant, str(here[0].extra["packed"]), *cells])
+    head = ["us a call", "masks are made or packed", *(f"n_m = {n_masks}" for n_masks in masks(rows))]
+    return f"{source(results, 'masks_at_inference_cuda')}\n\n{markdown(head, lines)}"
 
 
-def write_tables(out: Path) -> Path:
-    """Write `tables.md` from the results in a folder; those that are not there have no section.
-
-    Raises:
-        FileNotFoundError: none of them is there.
-    """
-    drawn: list[tuple[str, str, str]] = []
-    for title, (name, draw) in SECTIONS.items():
-        if rows := read(out, name):
-            drawn.append((title, name, draw(rows, read_environment(out, name)["device"])))
-    for title, name in CPU_SECTIONS.items():
-        if (table := out / f"{name}.csv").is_file():
-            drawn.append((title, name, cpu(table)))
-    if not drawn:
-        raise FileNotFoundError(f"{out}: no results are here to draw from; measure some first")
-    parts = ["# Results\n\nDrawn from the CSV files beside this one by `python -m mglu_ops bench tables`."]
-    for title, name, text in drawn:
-        run = read_environment(out, name)
-        source = f"{name}.csv: {run['device']}, torch {run['torch']}, commit {run['commit'][:7]}. {run['protocol']}."
-        parts.append(f"## {title}\n\n{source}\n\n{text}")
-    path = out / FILE
-    path.write_text("\n\n".join(parts) + "\n")
-    return path
+def overheads(results: Path) -> str:
+    """Host time per call, and the first call of a kernel in a process."""
+    rows = rows_of(results, "overheads")
+    parts = [source(results, "overheads")]
+    for case in dict.fromkeys(row.case for row in rows):
+        lines = [
+            [row.variant, str(row.tokens), str(row.n_masks), microseconds(row), f"{row.spread:.1f}"]
+            for row in only(rows, case=case)
+        ]
+        parts.append(markdown((case, "tokens", "n_m", "us", "spread, us"), lines))
+    return "\n\n".join(parts)

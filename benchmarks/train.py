@@ -1,4 +1,6 @@
-"""Many tokens: forward and a training step of the fused layer against the naive one, both compiled, in one run.
+"""Times the forward pass and a training step of the fused layer for many tokens, beside the naive layer and SwiGLU.
+
+All layers are compiled and timed in one run.
 
 python -m benchmarks.train --out benchmarks/results [--tokens 1024 8192] [--masks 1 4 8]
 """
@@ -7,21 +9,34 @@ from __future__ import annotations
 
 import argparse
 import copy
-import statistics
 from collections.abc import Callable, Iterable
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import mglu_ops
-from benchmarks.harness import ERROR_BUDGET, Row, relative_error, write
+from benchmarks.harness import ERROR_BUDGET, relative_error
+from benchmarks.records import Row, write
+from benchmarks.timing import gpu_microseconds, interleaved, summarise
 from compile_passes.backend import mglu
 from mglu_ops.nn import GLU, NaiveMGLU
 
 SHAPE = (8192, 2048)
 PROTOCOL = "events around one call, variants interleaved, median over rounds; peak memory over the inputs, in MB"
+
+
+class ComplementTrick(NaiveMGLU):
+    """MGLU with n_masks + 1 products in plain PyTorch: the value is the product with the whole weight minus the gate."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = F.linear(x, self.weight)
+        gates = (F.linear(x, self.weight * self._straight_through(i)) for i in range(self.n_masks))
+        return reduce(add, (F.silu(gate) * (total - gate) for gate in gates))
 
 
 def step(layer: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> None:
@@ -34,29 +49,25 @@ def forward(layer: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> None:
 
 
 def variants(n_masks: int) -> dict[str, Any]:
-    """Layers of one shape, compiled; each compiles at its first call."""
+    """Layers of one shape, which compile at their first call."""
     torch._dynamo.reset()
     d, h = SHAPE
-    layers = {name: NaiveMGLU(h, d, n_masks=n_masks).cuda().bfloat16() for name in ("naive compiled", "fused")}
+
+    def layer(kind: type[NaiveMGLU]) -> NaiveMGLU:
+        return kind(h, d, n_masks=n_masks).cuda().bfloat16()
+
     compiled = {
-        "naive compiled": torch.compile(layers["naive compiled"]),
-        "fused": torch.compile(layers["fused"], backend=mglu),
+        "naive compiled": torch.compile(layer(NaiveMGLU)),
+        "complement trick compiled": torch.compile(layer(ComplementTrick)),
+        "fused": torch.compile(layer(NaiveMGLU), backend=mglu),
     }
     if n_masks == 1:
         compiled["SwiGLU compiled"] = torch.compile(GLU(h, d).cuda().bfloat16())
     return compiled
 
 
-def time_of(run: Callable[[], None]) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) * 1000
-
-
-def peak_of(run: Callable[[], None]) -> float:
+def peak_megabytes(run: Callable[[], None]) -> float:
+    """Largest memory that a call allocates beyond what is allocated before it."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -65,14 +76,14 @@ def peak_of(run: Callable[[], None]) -> float:
 
 
 def results(layer: Callable[[Tensor], Tensor], parameters: Iterable[Tensor], x: Tensor, grad: Tensor) -> list[Tensor]:
-    """The result, and the gradients of x and the parameters."""
+    """The result of a layer and the gradients of x and the parameters."""
     x = x.detach().requires_grad_()
     result = layer(x)
     return [result.detach(), *torch.autograd.grad(result, [x, *parameters], grad)]
 
 
 def errors(compiled: Any, x: Tensor, grad: Tensor) -> dict[str, float]:
-    """By case, the largest error of what a compiled layer computes against the same layer in float64."""
+    """The largest error of a compiled layer against the same layer in float64, for each case."""
     layer = compiled._orig_mod
     wide = copy.deepcopy(layer).double()
     exact = results(wide, wide.parameters(), x.double(), grad.double())
@@ -86,6 +97,7 @@ def errors(compiled: Any, x: Tensor, grad: Tensor) -> dict[str, float]:
 
 
 def bench(tokens: int, n_masks: int, rounds: int) -> list[Row]:
+    """Measure one problem: both cases of every variant."""
     d, h = SHAPE
     x = torch.randn(tokens, h, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn(tokens, d, device="cuda", dtype=torch.bfloat16)
@@ -102,21 +114,15 @@ def bench(tokens: int, n_masks: int, rounds: int) -> list[Row]:
         x.grad = None
         peaks = {}
         for name, run in runs.items():
-            peaks[name] = peak_of(run)
+            peaks[name] = peak_megabytes(run)
             layers[name].zero_grad(set_to_none=True)
             x.grad = None
-        times: dict[str, list[float]] = {name: [] for name in runs}
-        for _ in range(rounds):
-            for name, run in runs.items():
-                times[name].append(time_of(run))
-        for name, found in times.items():
-            low, middle, high = statistics.quantiles(found, n=4)
+        for name, times in interleaved(runs, gpu_microseconds, rounds).items():
+            median, spread = summarise(times)
             error = found_errors[name][case]
-            time = middle if error <= ERROR_BUDGET[torch.bfloat16] else float("nan")
+            time = median if error <= ERROR_BUDGET[torch.bfloat16] else float("nan")
             extra: dict[str, object] = {"peak_mb": round(peaks[name], 1)}
-            rows.append(
-                Row(case, name, tokens, d, h, n_masks, "bfloat16", time, high - low, float("nan"), error, extra)
-            )
+            rows.append(Row(case, name, tokens, d, h, n_masks, "bfloat16", time, spread, float("nan"), error, extra))
             print(case, rows[-1], flush=True)
     return rows
 

@@ -1,0 +1,87 @@
+"""Fills the tables of the documentation from the results.
+
+A page marks the place of a table by two lines, `<!-- table: NAME -->` and `<!-- end -->`; what stands between them is
+generated. `python -m mglu_ops bench tables` fills all pages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from benchmarks import summary, tables, tables_cpu
+from benchmarks.tables import MissingResultError
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("benchmarks", "compile_passes", "csrc", "mglu_ops")
+"""Folders that are searched for pages, besides the root itself."""
+TABLES: dict[str, Callable[[Path], str]] = {
+    "summary": summary.summary,
+    "one_token": tables.one_token,
+    "sustained": tables.sustained,
+    "paper": tables.paper,
+    "routes": tables.routes,
+    "tokens": tables.floors,
+    "models": tables.models,
+    "decode_model": tables.decode_model,
+    "train": tables.train,
+    "masks_at_inference": tables.masks_at_inference,
+    "overheads": tables.overheads,
+    "cpu_one_token": partial(tables_cpu.cpu, name="cpu_one_token"),
+    "cpu_one_token_xeon": partial(tables_cpu.cpu, name="cpu_one_token_xeon"),
+    "cpu_tokens": partial(tables_cpu.cpu, name="cpu_tokens"),
+    "cpu_tokens_xeon": partial(tables_cpu.cpu, name="cpu_tokens_xeon"),
+    "compile_time": tables_cpu.compile_time,
+    "packages": tables_cpu.packages,
+}
+"""Name of a table to the function that makes it from the folder of the results."""
+MARKED = re.compile(r"^<!-- table: (\w+) -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
+
+
+def fill(page: str, results: Path) -> str:
+    """The text of a page with its tables generated from the results in a folder.
+
+    Raises:
+        KeyError: the page names a table that does not exist.
+        MissingResultError: a result is missing.
+    """
+    return MARKED.sub(lambda found: f"<!-- table: {found[1]} -->\n\n{TABLES[found[1]](results)}\n\n<!-- end -->", page)
+
+
+def pages(root: Path = ROOT) -> list[Path]:
+    """The Markdown files of the project that have tables."""
+    found = [*root.glob("*.md"), *(path for folder in FOLDERS for path in (root / folder).rglob("*.md"))]
+    return sorted(path for path in found if MARKED.search(path.read_text()))
+
+
+def fill_pages(results: Path) -> list[Path]:
+    """Generate the tables of all pages, and return the pages that changed."""
+    changed = []
+    for path in pages():
+        before = path.read_text()
+        after = fill(before, results)
+        if after != before:
+            path.write_text(after)
+            changed.append(path)
+    return changed
+
+
+def write_tables(out: Path) -> Path:
+    """Write `tables.md` with every table whose results are in a folder, for results that no page shows.
+
+    Raises:
+        MissingResultError: the folder has no result of any table.
+    """
+    parts = []
+    for name, table in TABLES.items():
+        try:
+            parts.append(f"## {name}\n\n{table(out)}\n")
+        except MissingResultError:
+            continue
+    if not parts:
+        raise MissingResultError(f"{out}: no results are here to make tables from; measure some first")
+    path = out / "tables.md"
+    path.write_text("\n".join(parts))
+    return path

@@ -1,0 +1,70 @@
+"""The table of README.md: what mglu_ops gives on a GPU and on CPUs, against SwiGLU and the naive layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.markdown import duration, markdown
+from benchmarks.records import Row
+from benchmarks.rows import chosen, fastest, only
+from benchmarks.tables import rows_of
+from benchmarks.tables_cpu import cpu_problems, fastest_swiglu
+
+MASKS = (1, 4, 8, 16)
+
+
+def cell(ours: float, swiglu: float | None, naive: float | None) -> str:
+    """Our time and, in brackets, its speed-ups over SwiGLU and over the naive layer, in bold where it is slower."""
+    ratios = []
+    for theirs in (swiglu, naive):
+        if theirs is not None:
+            ratio = f"{theirs / ours:.{2 if theirs < 10 * ours else 0}f}x"
+            ratios.append(ratio if theirs >= ours else f"**{ratio}**")
+    return f"{duration(ours)} ({', '.join(ratios)})"
+
+
+def _time(row: Row | None) -> float | None:
+    return None if row is None else row.microseconds
+
+
+def gpu_line(label: str, rows: list[Row], ours: str = "mglu") -> list[str]:
+    """A line for the rows of one problem at several numbers of masks; `ours` begins the names of our variants."""
+    swiglu = fastest(rows, "SwiGLU")
+    cells = []
+    for n_masks in MASKS:
+        here = only(rows, n_masks=n_masks)
+        mine, naive = chosen(here) or fastest(here, ours), fastest(here, "naive compiled")
+        cells.append("" if mine is None else cell(mine.microseconds, _time(swiglu), _time(naive)))
+    return [label, "" if swiglu is None else duration(swiglu.microseconds), *cells]
+
+
+def cpu_line(label: str, results: Path, name: str) -> list[str]:
+    """A line for one token in bfloat16 on a CPU."""
+    problems = cpu_problems(results, name)
+    best: list[float] = []
+    cells = []
+    for n_masks in MASKS:
+        variants = problems["bfloat16", "1", str(n_masks)]
+        ours, naive = (float(variants[variant]["least"]) for variant in ("mglu cpu", "naive compiled"))
+        swiglu = fastest_swiglu(variants)
+        assert swiglu is not None
+        best.append(swiglu)
+        cells.append(cell(ours, swiglu, naive))
+    return [label, f"{min(best) / 1000:.2f} to {max(best) / 1000:.2f} ms", *cells]
+
+
+def summary(results: Path) -> str:
+    """One line for each kind of work; bold where mglu_ops is slower."""
+    one_token = only(rows_of(results, "one_token"), shape=(14336, 4096))
+    routes = only(rows_of(results, "routes"), shape=(8192, 2048))
+    step = only(rows_of(results, "train"), case="training step", tokens=8192)
+    lines = [
+        gpu_line("H200: 14336 x 4096, 1 token", one_token),
+        gpu_line("H200: 8192 x 2048, 64 tokens", only(routes, tokens=64)),
+        gpu_line("H200: 8192 x 2048, 8192 tokens", only(routes, tokens=8192)),
+        gpu_line("H200: 1B-parameter model, 1 token", rows_of(results, "decode_model"), "SwiMGLU"),
+        gpu_line("H200: 8192 x 2048, training step, 8192 tokens", step, "fused"),
+        cpu_line("2 CPU cores, AVX2: 8192 x 2048, 1 token", results, "cpu_one_token"),
+        cpu_line("16 CPU cores, AVX-512: 8192 x 2048, 1 token", results, "cpu_one_token_xeon"),
+    ]
+    return markdown(("work", "fastest SwiGLU", *(f"n_m = {n_masks}" for n_masks in MASKS)), lines)
