@@ -1,4 +1,4 @@
-"""What MGLU is compared with, in plain torch: the naive layer and SwiGLU, in every form that is measured."""
+"""What MGLU is compared with, in plain torch: the naive layer, the complement trick and SwiGLU."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from mglu_ops.nn import NaiveMGLU
 
 Mode = Literal["eager", "compiled", "coordinate descent", "max-autotune"]
 OPTIONS: dict[Mode, dict[str, str | int | bool | Callable[..., object]]] = {
@@ -38,6 +40,15 @@ def swiglu_stacked(x: Tensor, both: Tensor) -> Tensor:
     """SwiGLU's projection with one weight `[2 d, h]`, the gate above the value."""
     gate, up = F.linear(x, both).chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+class ComplementTrick(NaiveMGLU):
+    """MGLU with n_masks + 1 products: the value is the product with the whole weight minus the gate."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = F.linear(x, self.weight)
+        gates = (F.linear(x, self.weight * self._straight_through(i)) for i in range(self.n_masks))
+        return reduce(add, (F.silu(gate) * (total - gate) for gate in gates))
 
 
 class Baseline(NamedTuple):

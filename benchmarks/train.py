@@ -10,16 +10,14 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable, Iterable
-from functools import reduce
-from operator import add
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import mglu_ops
+from benchmarks.baselines import ComplementTrick
 from benchmarks.harness import ERROR_BUDGET, relative_error
 from benchmarks.records import Row, write
 from benchmarks.timing import gpu_microseconds, interleaved, summarise
@@ -28,15 +26,6 @@ from mglu_ops.nn import GLU, NaiveMGLU
 
 SHAPE = (8192, 2048)
 PROTOCOL = "events around one call, variants interleaved, median over rounds; peak memory over the inputs, in MB"
-
-
-class ComplementTrick(NaiveMGLU):
-    """MGLU with n_masks + 1 products in plain PyTorch: the value is the product with the whole weight minus the gate."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        total = F.linear(x, self.weight)
-        gates = (F.linear(x, self.weight * self._straight_through(i)) for i in range(self.n_masks))
-        return reduce(add, (F.silu(gate) * (total - gate) for gate in gates))
 
 
 def step(layer: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> None:
