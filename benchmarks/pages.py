@@ -50,10 +50,14 @@ def fill(page: str, results: Path) -> str:
     return MARKED.sub(lambda found: f"<!-- table: {found[1]} -->\n\n{TABLES[found[1]](results)}\n\n<!-- end -->", page)
 
 
-def pages(root: Path = ROOT) -> list[Path]:
+def all_pages() -> list[Path]:
+    """The Markdown files of the project."""
+    return sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))])
+
+
+def pages() -> list[Path]:
     """The Markdown files of the project that have tables."""
-    found = [*root.glob("*.md"), *(path for folder in FOLDERS for path in (root / folder).rglob("*.md"))]
-    return sorted(path for path in found if MARKED.search(path.read_text()))
+    return [path for path in all_pages() if MARKED.search(path.read_text())]
 
 
 def fill_pages(results: Path) -> list[Path]:

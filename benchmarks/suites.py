@@ -164,9 +164,9 @@ def problem_of(suite: Suite) -> str | None:
                 "`bench tables plots` works anywhere, from results that are there"
             )
         if importlib.util.find_spec("cuda.core") is None:
-            return 'needs cuda-core: pip install "mglu-ops[cuda]"'
+            return "needs cuda-core: pip install cuda-core"
     if suite.needs == "matplotlib" and importlib.util.find_spec("matplotlib") is None:
-        return 'needs matplotlib: pip install "mglu-ops[dev]"'
+        return "needs matplotlib: pip install matplotlib"
     return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,11 +13,14 @@ import torch
 import torch.nn.functional as F
 from bench_rows import row
 
-from benchmarks import baselines, decode, paper, suites, tables
+from benchmarks import baselines, decode, pages, paper, suites, summary, tables, tables_cpu
 from benchmarks.ceiling import GEMM_TOKENS, floor
-from benchmarks.harness import Row, environment, read, read_environment, relative_error, write
+from benchmarks.harness import relative_error
+from benchmarks.records import Row, environment, read, read_environment, read_table, write, write_table
+from benchmarks.timing import summarise
 from mglu_ops import bench
 from mglu_ops.__main__ import main
+from mglu_ops.nn import NaiveMGLU
 from mglu_ops.tuning.replay import BYTES_OF_LAYERS, layers_for
 
 NAN = float("nan")
@@ -48,32 +50,39 @@ def test_error_of_what_is_not_a_number_is_infinite() -> None:
     assert relative_error(None, expected) == math.inf
 
 
-def test_tables_are_read_as_they_were_written(tmp_path: Path) -> None:
+def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
     written = [
-        row("mglu cuda", 10.25, extra={"chosen": True}),
+        row("mglu cuda", 10.25, extra={"chosen": True, "packed": "at each call, twice"}),
         row("naive, of a name with a comma", NAN, error=math.inf),
         row("read ceiling", 9.5, error=NAN, fraction_of_ceiling=1.0),
     ]
-    write(written, tmp_path, "some", "by the clock")
+    write(written, tmp_path, "some", "by the clock:\n  # twice")
+    assert [path.name for path in tmp_path.iterdir()] == ["some.csv"]
     found = read(tmp_path, "some")
     assert [repr(one) for one in found] == [repr(one) for one in written]  # NaN is not equal to itself
     assert [one.is_wrong for one in found] == [False, True, False]
     assert "WRONG" in str(found[1])
     assert "chosen True" in str(found[0])
     assert read(tmp_path, "another") == []
+    facts = read_environment(tmp_path, "some")
+    assert facts["protocol"] == "by the clock: # twice"
+    assert {"commit", "device", "torch", "triton", "cuda", "python"} < set(facts)
 
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is not JSON")
 
-    document = json.loads((tmp_path / "some.json").read_text(), parse_constant=refuse)
-    assert document["rows"][1]["microseconds"] is None
-    assert read_environment(tmp_path, "some")["protocol"] == "by the clock"
-    assert {"commit", "device", "torch", "triton", "cuda", "python"} < set(document["environment"])
+def test_tables_of_other_columns_are_read_as_text(tmp_path: Path) -> None:
+    write_table([{"variant": "# one, two", "least": 1.5}], {"load": "0.10 0.20"}, tmp_path, "other")
+    assert read_table(tmp_path / "other.csv") == ({"load": "0.10 0.20"}, [{"variant": "# one, two", "least": "1.5"}])
+
+
+def test_summary_of_times_is_their_median_and_interquartile_range() -> None:
+    assert summarise([3.0, 1.0, 2.0]) == (2.0, 2.0)
+    assert summarise([5.0, 1.0, 4.0, 2.0, 3.0, 7.0, 6.0]) == (4.0, 4.0)
+    assert summarise([3.0]) == (3.0, 0.0)
 
 
 def test_commit_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MGLU_COMMIT", "abc")
-    assert environment()["commit"] == "abc"
+    assert environment("by the clock")["commit"] == "abc"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
@@ -82,6 +91,18 @@ def test_naive_layer_with_either_kind_of_masks(dtype: torch.dtype) -> None:
     x, weight, masks = torch.randn(3, 16), torch.randn(8, 16), torch.rand(2, 8, 16) > 0.5
     expected = sum(F.silu(x @ (weight * m).T) * (x @ (weight * ~m).T) for m in masks)
     torch.testing.assert_close(baselines.naive(x, weight, masks.to(dtype)), expected)
+
+
+def test_complement_trick_is_the_naive_layer() -> None:
+    torch.manual_seed(0)
+    naive, trick = (kind(16, 8, n_masks=2).double() for kind in (NaiveMGLU, baselines.ComplementTrick))
+    trick.load_state_dict(naive.state_dict())
+    x = torch.randn(3, 16, dtype=torch.float64)
+    torch.testing.assert_close(trick(x), naive(x))
+    for ours, theirs in zip(
+        *(torch.autograd.grad(m(x).sum(), list(m.parameters())) for m in (trick, naive)), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_stacked_swiglu_is_swiglu() -> None:
@@ -97,15 +118,15 @@ def test_sweep_measures_each_problem_once(monkeypatch: pytest.MonkeyPatch, tmp_p
     calls: list[tuple[Any, ...]] = []
 
     def measured(
-        d: int, h: int, n_masks: int, tokens: int, *rest: Any, tuned: bool, settling: float, case: str
+        d: int, h: int, n_masks: int, tokens: int, *rest: Any, tuned: bool, settle_seconds: float, case: str
     ) -> list[Row]:
-        assert settling == 0.25
+        assert settle_seconds == 0.25
         calls.append((d, h, n_masks, tokens, rest[1], tuned, case))
         return [row("mglu cuda", 1.0, n_masks, tokens, out_features=d, in_features=h, case=case)]
 
     monkeypatch.setattr(decode, "bench", measured)
     shapes = {(64, 32): "a", (32, 16): "b"}
-    sweep = decode.Sweep((1, 2), (1, 4), baselines=("naive", "swiglu"), shapes=shapes, settling=0.25)
+    sweep = decode.Sweep((1, 2), (1, 4), baselines=("naive", "swiglu"), shapes=shapes, settle_seconds=0.25)
     found = decode.run(sweep, tmp_path, "some")
     assert calls[:4] == [
         (64, 32, 1, 1, ["naive", "swiglu"], True, "a"),
@@ -114,13 +135,11 @@ def test_sweep_measures_each_problem_once(monkeypatch: pytest.MonkeyPatch, tmp_p
         (64, 32, 4, 2, ["naive"], False, "a"),
     ]
     assert len(calls) == len(found) == len(read(tmp_path, "some")) == 8
-    assert "in turns of 0.5 s" in json.loads((tmp_path / "some.json").read_text())["environment"]["protocol"]
-    assert sweep.quick() == replace(sweep, tokens=(1,), masks=(1,), shapes={(32, 16): "b"}, settling=0.0)
+    assert "in turns of 0.5 s" in read_environment(tmp_path, "some")["protocol"]
+    assert sweep.quick() == replace(sweep, tokens=(1,), masks=(1,), shapes={(32, 16): "b"}, settle_seconds=0.0)
 
 
-def test_suites_cover_the_tables() -> None:
-    drawn_from = {name for name, _ in tables.SECTIONS.values()}
-    assert drawn_from <= set(suites.SUITES)
+def test_suites_measure_the_problems_of_the_paper_and_of_models() -> None:
     assert suites.SWEEPS["routes"][1].tokens == tuple(2**i for i in range(14))
     assert suites.SWEEPS["one_token"][1].masks == (1, 2, 4, 8, 16)
     assert set(suites.SWEEPS["one_token"][1].shapes) == {(8192, 2048), (14336, 4096)}
@@ -148,11 +167,11 @@ def test_command_says_what_is_missing(
     assert "no suite is named latency; there are one_token, " in error_of(capsys, "latency")
     assert "models needs a CUDA GPU, and torch" in error_of(capsys, "tables", "models")
     assert "`bench tables plots` works anywhere" in error_of(capsys)
-    assert f"{tmp_path}: no results are here to draw from" in error_of(capsys, "tables", "--out", str(tmp_path))
+    assert f"{tmp_path}: no results are here to make tables from" in error_of(capsys, "tables", "--out", str(tmp_path))
     monkeypatch.setattr(suites.importlib.util, "find_spec", lambda name: None)
-    assert 'plots needs matplotlib: pip install "mglu-ops[dev]"' in error_of(capsys, "plots")
+    assert "plots needs matplotlib: pip install matplotlib" in error_of(capsys, "plots")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert 'one_token needs cuda-core: pip install "mglu-ops[cuda]"' in error_of(capsys, "one_token")
+    assert "one_token needs cuda-core: pip install cuda-core" in error_of(capsys, "one_token")
     monkeypatch.setattr(bench, "ROOT", tmp_path)
     assert "they are in the repository and not in the wheel" in error_of(capsys)
 
@@ -226,7 +245,7 @@ def test_paper_table_has_our_gpu_beside_the_papers() -> None:
     ]
 
 
-def test_routes_show_where_we_lose() -> None:
+def test_routes_show_where_we_lose(tmp_path: Path) -> None:
     problem = [
         row("floor", 80.0),
         row("mglu cuda", 100.0, extra={"chosen": True}),
@@ -239,38 +258,43 @@ def test_routes_show_where_we_lose() -> None:
     assert won == ["1", "80.0", "100.0 (cuda)", "1.25x", "naive eager", "250.0", "2.50x", "150.0", "1.50x"]
     lost = tables.route_line([*problem, row("naive compiled, bool masks", 90.0)], swiglu)
     assert lost[4:7] == ["naive compiled, bool masks", "90.0", "**0.90x, slower**"]
-    shown = tables.routes([*problem, swiglu], "Some GPU")
+    write([*problem, swiglu], tmp_path, "routes", "by the clock")
+    shown = tables.routes(tmp_path)
     assert f"| {' | '.join(won)} |" in shown
-    assert "8192 x 2048, n_m = 1, us on one Some GPU" in shown
+    assert "8192 x 2048, n_m = 1, us" in shown
+    slower = row("SwiGLU compiled", 50.0)
+    assert tables.route_line(problem, slower)[-1] == "**0.50x, slower**"
 
 
 def test_table_of_a_cpu(tmp_path: Path) -> None:
-    head = "variant,tokens,out_features,in_features,n_masks,dtype,least,median,fraction_of_reading,error,isa"
-
-    def lines(tokens: int, **least: float) -> list[str]:
+    def lines(tokens: int, **least: float) -> list[dict[str, Any]]:
         names = {"reading": "read loop", "ours": "mglu cpu", "naive": "naive compiled", "glu": "SwiGLU eager"}
+        problem = {"tokens": tokens, "n_masks": 1, "dtype": "float32"}
+        isa = {"ours": "avx2"}
         return [
-            f"{names[name]},{tokens},64,64,1,float32,{time},{2 * time},1.0,0,{'avx2' if name == 'ours' else ''}"
+            {"variant": names[name], **problem, "least": time, "median": 2 * time, "isa": isa.get(name, "")}
             for name, time in least.items()
         ]
 
-    path = tmp_path / "cpu.csv"
     won, lost = lines(1, reading=8.0, ours=10.0, naive=25.0, glu=20.0), lines(2, reading=8.0, ours=10.0, naive=9.0)
-    path.write_text("\n".join([head, *won, *lost]))
-    assert tables.cpu(path).splitlines()[2:] == [
+    write_table([*won, *lost], {"device": "a CPU", "torch": "2", "commit": "0123456789"}, tmp_path, "cpu")
+    text = tables_cpu.cpu(tmp_path, "cpu").splitlines()
+    assert text[0] == "`cpu.csv`: a CPU, torch 2, commit 0123456."
+    assert text[4:] == [
         "| float32 | 1 | 1 | 8.0 | 10.0 (avx2) | 0.80, 0.80 | 25.0 | 2.50x | 20.0 | 2.00x |",
         "| float32 | 2 | 1 | 8.0 | 10.0 (avx2) | 0.80, 0.80 | 9.0 | **0.90x, slower** |  |  |",
     ]
 
 
-def test_tables_of_models() -> None:
+def test_tables_of_models(tmp_path: Path) -> None:
     measured = [
         row("SwiGLU eager", 25.0, case="A 1B, B 1B"),
         row("SwiGLU compiled", 20.0),
         row("mglu cuda", 10.0, extra={"chosen": True}),
         row("mglu cuda", 12.5, n_masks=4, extra={"chosen": True}),
     ]
-    assert tables.models(measured, "GPU").splitlines()[2:] == [
+    write(measured, tmp_path, "models", "by the clock")
+    assert tables.models(tmp_path).splitlines()[4:] == [
         "| A 1B, B 1B | 8192 x 2048 | 20.0 | 10.0, 2.00x | 12.5, 1.60x |"
     ]
     decoded = [
@@ -278,14 +302,33 @@ def test_tables_of_models() -> None:
         row("SwiMGLU", 800.0, n_masks=4, extra={"weight_mb": 2000.0}),
         row("SwiMGLU", 850.0, n_masks=4, extra={"weight_mb": 2000.0}),
     ]
-    assert tables.decode_model(decoded, "GPU").splitlines()[2:] == [
+    write(decoded, tmp_path, "decode_model", "by the clock")
+    assert tables.decode_model(tmp_path).splitlines()[4:] == [
         "| SwiGLU | 2471.6 | 1.000 | 1000 | 1.00x | 0.50 |",
         "| SwiMGLU, n_m = 4 | 2000.0 | 0.800 | 1250 | 1.25x | 0.50 |",
     ]
 
 
-def test_committed_tables_are_drawn_from_the_committed_results(tmp_path: Path) -> None:
-    for path in suites.RESULTS.glob("*.[cj]s*"):
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    drawn = tables.write_tables(tmp_path).read_text()
-    assert drawn == (suites.RESULTS / tables.FILE).read_text(), "python -m mglu_ops bench tables draws them anew"
+def test_summary_shows_losses_in_bold() -> None:
+    assert summary.cell(10.0, swiglu=17.5, naive=160.0) == "10.0 us (1.75x, 16x)"
+    assert summary.cell(2000.0, swiglu=1000.0, naive=None) == "2.00 ms (**0.50x**)"
+
+
+def test_marked_tables_are_replaced_and_the_rest_of_a_page_stays(tmp_path: Path) -> None:
+    write([row("mglu cuda", 10.0), row("SwiGLU eager", 20.0)], tmp_path, "sustained", "by the clock")
+    page = "# A\n\n<!-- table: sustained -->\nold\n<!-- end -->\n\nafter\n"
+    filled = pages.fill(page, tmp_path)
+    assert filled.startswith("# A\n\n<!-- table: sustained -->\n\n`sustained.csv`: ")
+    assert filled.endswith("| SwiGLU, fastest | 20.0 |\n\n<!-- end -->\n\nafter\n")
+    assert pages.fill(filled, tmp_path) == filled
+    with pytest.raises(tables.MissingResultError, match="`python -m mglu_ops bench one_token` measures it"):
+        pages.fill(page.replace("sustained", "one_token"), tmp_path)
+
+
+def test_results_in_another_folder_get_tables_of_their_own(tmp_path: Path) -> None:
+    write([row("mglu cuda", 10.0), row("SwiGLU eager", 20.0)], tmp_path, "sustained", "by the clock")
+    assert main(["bench", "tables", "--out", str(tmp_path)]) == 0
+    text = (tmp_path / "tables.md").read_text()
+    assert text.startswith("## sustained\n")
+    assert "| SwiGLU, fastest | 20.0 |" in text
+    assert "## one_token" not in text

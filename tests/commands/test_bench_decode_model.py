@@ -50,7 +50,7 @@ def reference_logits(model: Decoder, sizes: Sizes, tokens: Tensor) -> Tensor:
 def test_decoding_is_attention_over_the_whole_sequence(n_masks: int) -> None:
     torch.manual_seed(0)
     model = decode_model.build(SIZES, n_masks, "cpu", torch.float32)
-    decoding = decode_model.Decoding.of(model)
+    decoding = decode_model.Decoding.start(model)
     tokens, logits = [], []
     for _ in range(6):
         tokens.append(decoding.token.clone())
@@ -65,7 +65,7 @@ def test_decoding_is_attention_over_the_whole_sequence(n_masks: int) -> None:
 @torch.no_grad()
 def test_errors_of_a_step_are_against_float64() -> None:
     torch.manual_seed(0)
-    decoding = decode_model.Decoding.of(decode_model.build(SIZES, 1, "cpu", torch.bfloat16))
+    decoding = decode_model.Decoding.start(decode_model.build(SIZES, 1, "cpu", torch.bfloat16))
     error, eager = decoding.errors(decoding.step)
     assert error == eager  # the step is the eager model here
     assert 1e-4 < error < 3e-2
@@ -78,7 +78,7 @@ def test_errors_of_a_step_are_against_float64() -> None:
 def test_the_blocks_compile_once() -> None:
     torch.manual_seed(0)
     torch._dynamo.reset()
-    decoding = decode_model.Decoding.of(decode_model.build(replace(SIZES, layers=3), 2, "cpu", torch.float32))
+    decoding = decode_model.Decoding.start(decode_model.build(replace(SIZES, layers=3), 2, "cpu", torch.float32))
     counter = torch._dynamo.testing.CompileCounter()
     decoding.model.compile_parts(lambda part: part.compile(backend=counter, fullgraph=True, dynamic=False))
     error, eager = decoding.errors(decoding.step)

@@ -1,8 +1,8 @@
-"""The pictures of the benchmarks show the numbers of the results."""
+"""The plots of the benchmarks show the numbers of the results."""
 
 from __future__ import annotations
 
-import csv
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +10,19 @@ import pytest
 from bench_rows import row
 
 from benchmarks import rows, suites, tables
-from benchmarks.harness import read
+from benchmarks.records import read, read_table
 
 
 @pytest.fixture
 def plots() -> Any:
-    pytest.importorskip("matplotlib", reason="the pictures need matplotlib")
+    pytest.importorskip("matplotlib", reason="the plots need matplotlib")
     from benchmarks import plots
 
     return plots
 
 
 def committed(name: str) -> list[dict[str, str]]:
-    with (suites.RESULTS / f"{name}.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+    return read_table(suites.RESULTS / f"{name}.csv")[1]
 
 
 def least(lines: list[dict[str, str]], prefix: str, **fields: object) -> float:
@@ -37,7 +36,7 @@ def least(lines: list[dict[str, str]], prefix: str, **fields: object) -> float:
 
 
 def drawn(axes: Any) -> dict[str, list[tuple[float, float]]]:
-    """The labelled lines of a panel."""
+    """The lines of a panel that have labels."""
     return {
         line.get_label(): list(zip(map(float, line.get_xdata()), map(float, line.get_ydata()), strict=True))
         for line in axes.get_lines()
@@ -46,7 +45,7 @@ def drawn(axes: Any) -> dict[str, list[tuple[float, float]]]:
 
 
 def panels(plots: Any, name: str) -> list[tuple[dict[str, int], dict[str, list[tuple[float, float]]]]]:
-    """The shape and the lines of each panel of a picture of the committed results."""
+    """The shape and the lines of each panel of a plot of the committed results."""
     table, picture = plots.PLOTS[name]
     found = read(suites.RESULTS, table)
     shapes = [{"out_features": d, "in_features": h} for d, h in rows.shapes(found)]
@@ -85,9 +84,22 @@ def test_speedup_is_that_of_the_results(plots: Any) -> None:
             n_masks = int(label.removeprefix("n_m = "))
             for count, speedup in points:
                 swiglu = least(lines, "SwiGLU", tokens=int(count), **shape)
-                chosen = [line for line in lines if "'chosen': True" in line["extra"]]
+                chosen = [line for line in lines if json.loads(line["extra"]).get("chosen")]
                 ours = least(chosen, "mglu", n_masks=n_masks, tokens=int(count), **shape)
                 assert speedup == pytest.approx(swiglu / ours)
+
+
+def test_speedup_by_model_is_that_of_the_results(plots: Any) -> None:
+    lines = committed("models")
+    (axes,) = plots.speedup_by_model(read(suites.RESULTS, "models")).axes
+    shapes = rows.shapes(read(suites.RESULTS, "models"))
+    bars = {(round(bar.get_y() + bar.get_height() / 2), round(bar.get_y(), 3)): bar.get_width() for bar in axes.patches}
+    assert len(bars) == 3 * len(shapes)
+    for index, (d, h) in enumerate(shapes):
+        shape = {"out_features": d, "in_features": h}
+        swiglu = least(lines, "SwiGLU", **shape)
+        found = [width for (line, _), width in sorted(bars.items()) if line == index]
+        assert found == pytest.approx([swiglu / least(lines, "mglu cuda", n_masks=n, **shape) for n in (1, 4, 8)])
 
 
 def test_roofline_is_that_of_the_results(plots: Any) -> None:
@@ -128,7 +140,7 @@ def test_roofs_and_speedup_of_a_small_table(plots: Any) -> None:
     assert high == pytest.approx((4 * 1024, 700))
 
 
-def test_pictures_are_the_same_every_time_and_say_what_they_are_drawn_from(plots: Any, tmp_path: Path) -> None:
+def test_plots_repeat_byte_for_byte_and_name_their_result(plots: Any, tmp_path: Path) -> None:
     first, second = (plots.draw(suites.RESULTS, tmp_path / name) for name in ("first", "second"))
     assert [path.stem for path in first] == list(plots.PLOTS)
     for one, other in zip(first, second, strict=True):
@@ -136,11 +148,11 @@ def test_pictures_are_the_same_every_time_and_say_what_they_are_drawn_from(plots
         assert len(one.read_bytes()) < 100_000
         table, _ = plots.PLOTS[one.stem]
         assert plots.source(suites.RESULTS, table) in one.read_text()
-        committed_picture = (suites.RESULTS / one.name).read_text()
-        assert plots.source(suites.RESULTS, table) in committed_picture, "bench plots draws it anew"
+        committed_plot = (suites.RESULTS / one.name).read_text()
+        assert plots.source(suites.RESULTS, table) in committed_plot, "`python -m mglu_ops bench plots` draws it again"
 
 
-def test_pictures_need_results(plots: Any, tmp_path: Path) -> None:
+def test_plots_need_results(plots: Any, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no results are here"):
         plots.draw(tmp_path, tmp_path)
 

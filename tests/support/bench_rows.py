@@ -1,10 +1,10 @@
-"""A row of a table of results, for tests of what is made of them."""
+"""Makes rows of a result, for tests of tables and plots."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.harness import Row
+from benchmarks.records import Row
 
 
 def row(variant: str, microseconds: float, n_masks: int = 1, tokens: int = 1, **changes: Any) -> Row:
