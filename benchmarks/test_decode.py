@@ -1,7 +1,7 @@
-"""The decode benchmark under pytest-benchmark: `python -m pytest benchmarks --benchmark-only`.
+"""One token under pytest-benchmark: `python -m pytest benchmarks --benchmark-only`.
 
-One round is one replay of a graph over more than 1 GB of layers; `extra_info` holds microseconds a layer and the
-fraction of the read ceiling, measured by the harness in the same process.
+A round is one replay of a graph over more than 1 GB of layers; `extra_info` holds the microseconds per layer and the
+fraction of the read ceiling that the harness measures in the same process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The benchmarks, as far as a CPU goes: what they count and write, their command, and their tables."""
+"""The parts of the benchmarks that need no GPU: arithmetic, results, the command and the tables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mglu_ops.tuning.replay import BYTES_OF_LAYERS, layers_for
 NAN = float("nan")
 
 
-# --- What is counted, and what is written ---------------------------------------------------------------------------
+# --- Arithmetic and results -------------------------------------------------------------------------------------------
 
 
 def test_floor_is_the_larger_of_reading_and_arithmetic() -> None:
@@ -37,13 +37,13 @@ def test_floor_is_the_larger_of_reading_and_arithmetic() -> None:
     assert floor(10.0, None, tokens=1, n_masks=16) == 10.0
 
 
-def test_layers_are_more_than_a_gigabyte() -> None:
+def test_layers_exceed_a_gigabyte() -> None:
     for size in (1_000_000, 33_554_432, 470_000_000):
         assert layers_for(size) * size >= BYTES_OF_LAYERS > (layers_for(size) - 1) * size
     assert layers_for(10**10) == 2
 
 
-def test_error_of_what_is_not_a_number_is_infinite() -> None:
+def test_error_is_infinite_for_nan_and_for_no_output() -> None:
     expected = torch.tensor([3.0, 4.0], dtype=torch.float64)
     assert relative_error(torch.tensor([3.0, 4.5]), expected) == pytest.approx(0.1)
     assert relative_error(torch.tensor([3.0, NAN]), expected) == math.inf
@@ -80,7 +80,7 @@ def test_summary_of_times_is_their_median_and_interquartile_range() -> None:
     assert summarise([3.0]) == (3.0, 0.0)
 
 
-def test_commit_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_of_a_result_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MGLU_COMMIT", "abc")
     assert environment("by the clock")["commit"] == "abc"
 
@@ -154,13 +154,13 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().err
 
 
-def test_command_names_its_suites(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_lists_its_suites(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--list"]) == 0
     listed = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in listed] == list(suites.SUITES)
 
 
-def test_command_says_what_is_missing(
+def test_command_says_what_it_needs(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -176,7 +176,7 @@ def test_command_says_what_is_missing(
     assert "they are in the repository and not in the wheel" in error_of(capsys)
 
 
-def test_all_that_can_run_runs_where_matplotlib_is_missing(
+def test_command_leaves_out_the_plots_without_matplotlib(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ran: list[str] = []

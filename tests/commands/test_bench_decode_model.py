@@ -1,4 +1,4 @@
-"""The model that decodes in the benchmarks: its logits, its steps and the bytes of its weights."""
+"""The model of the decoding benchmark: its logits, its steps and the bytes of its weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = Sizes(layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, vocabul
 
 
 def rope(heads: Tensor, base: float) -> Tensor:
-    """Rotary positions by complex numbers: `[tokens, heads, width]`, feature j paired with j + width / 2."""
+    """Rotary positions of `[tokens, heads, width]` by complex numbers; feature j is paired with j + width / 2."""
     count, _, width = heads.shape
     angles = torch.arange(count)[:, None] * base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     pairs = torch.complex(*heads.double().chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles)[:, None]
@@ -27,7 +27,7 @@ def rope(heads: Tensor, base: float) -> Tensor:
 
 
 def reference_logits(model: Decoder, sizes: Sizes, tokens: Tensor) -> Tensor:
-    """The whole sequence at once, without a cache, in float64."""
+    """The logits of the whole sequence at once, without a cache, in float64."""
     x = model.start.embedding(tokens).double()
     block: Any
     for block in model.blocks:
