@@ -25,9 +25,9 @@ def microseconds(row: Row | None) -> str:
 
 
 def duration(microseconds: float) -> str:
-    """A time with three digits or more, in us or ms."""
+    """A time in us or ms with three digits."""
     value, unit = (microseconds, "us") if microseconds < 1000 else (microseconds / 1000, "ms")
-    return f"{value:.{2 if value < 10 else 1}f} {unit}"
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
 
 
 def times(above: float | None, below: float | None) -> str:

@@ -60,7 +60,7 @@ def test_pass_is_a_small_share_of_compiling_models_without_mglu(benchmark: Any, 
 
 @pytest.mark.parametrize("step", STEPS)
 def test_time_of_the_pass_is_linear_in_the_graph(step: str) -> None:
-    """A node in a chain of 5000 takes at most twice the time of a node in a chain of 100, by the least of some times."""
+    """A node in a chain of 5000 takes at most twice as long as one in a chain of 100, by the least of some times."""
     nodes, times = [], []
     for length, repeats in ((100, 20), (5000, 3)):
         function, x = chain(step, length).build()
