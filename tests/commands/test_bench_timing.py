@@ -1,0 +1,162 @@
+"""The timing and the variants of the GPU benchmarks, with a GPU of which only the clock is simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks import decode, suites, timing
+from benchmarks.harness import Captured, Variant
+from benchmarks.layers import masks_of
+from benchmarks.records import read
+from benchmarks.timing import GraphTimer, interleaved, time_graphs
+
+
+class Clock:
+    """A clock that only graphs advance; it stands for the GPU's and the host's."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def event(self, enable_timing: bool) -> Any:
+        assert enable_timing
+        event = SimpleNamespace(at=0.0)
+        event.record = lambda: setattr(event, "at", self.seconds)
+        event.elapsed_time = lambda end: (end.at - event.at) * 1000
+        return event
+
+
+class Graph:
+    """A graph whose replay takes a fixed time."""
+
+    def __init__(self, clock: Clock, seconds: float, effect: Callable[[], object] = lambda: None) -> None:
+        self.clock, self.seconds, self.effect = clock, seconds, effect
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        self.clock.seconds += self.seconds
+        self.effect()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(torch.cuda, "Event", clock.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock.seconds))
+    return clock
+
+
+def timers(clock: Clock, *seconds: float, layers: int = 4) -> list[GraphTimer]:
+    return [GraphTimer(Graph(clock, one), layers) for one in seconds]  # type: ignore[arg-type]
+
+
+def test_times_are_microseconds_per_layer(clock: Clock) -> None:
+    fast, slow = timers(clock, 0.001, 0.003)
+    time_graphs([fast, slow], rounds=12)
+    assert fast.times == pytest.approx([250.0] * 12)
+    assert slow.times == pytest.approx([750.0] * 12)
+
+
+def test_long_rounds_are_fewer_but_not_too_few(clock: Clock) -> None:
+    (long,) = timers(clock, 10.0)
+    time_graphs([long], rounds=25)
+    assert len(long.times) == timing.MIN_ROUNDS
+    (settled,) = timers(clock, 10.0)
+    time_graphs([settled], rounds=25, settle_seconds=20.0)
+    assert len(settled.times) == timing.MIN_SETTLED_ROUNDS
+
+
+def test_graphs_are_replayed_until_clocks_settle_and_timed_for_as_long(clock: Clock) -> None:
+    (timer,) = timers(clock, 0.001)
+    time_graphs([timer], rounds=1, settle_seconds=0.05)
+    assert timer.warmup_replays == timer.timed_replays == 50
+    before = 2 * (1 + 2)  # two short rounds, from which the time of a replay is known
+    rounds = 1 + len(timer.times)
+    assert timer.graph.replays == before + rounds * 100  # type: ignore[attr-defined]
+
+
+def test_calls_take_turns() -> None:
+    order: list[str] = []
+    calls = {name: (lambda name=name: order.append(name)) for name in "ab"}
+    times = interleaved(calls, lambda call: [call(), 1.5][1], rounds=2)
+    assert order == ["a", "b", "a", "b"]
+    assert times == {"a": [1.5, 1.5], "b": [1.5, 1.5]}
+
+
+@pytest.mark.parametrize(("factor", "is_right"), [(1.0, True), (1.5, False), (float("nan"), False)])
+def test_a_variant_whose_replay_writes_a_wrong_result_has_no_time(clock: Clock, factor: float, is_right: bool) -> None:
+    outputs: list[Tensor | None] = [torch.ones(8), torch.ones(8)]
+
+    def rewrite() -> None:
+        for output in outputs:
+            assert output is not None
+            output.fill_(factor)
+
+    variant = Variant("some", lambda i: outputs[i], 2, lambda i: torch.ones(8, dtype=torch.float64))
+    captured = Captured(variant, Graph(clock, 0.001, rewrite), outputs)  # type: ignore[arg-type]
+    captured.check(torch.float32)
+    time_graphs([captured], rounds=9)
+    assert (captured.timing().microseconds == pytest.approx(500.0)) == is_right
+
+
+def test_a_variant_that_writes_nothing_is_wrong(clock: Clock) -> None:
+    """The outputs hold the right result before the check, which must not be taken for the replay's."""
+    outputs: list[Tensor | None] = [torch.ones(8)]
+    variant = Variant("some", lambda i: outputs[i], 1, lambda i: torch.ones(8, dtype=torch.float64))
+    captured = Captured(variant, Graph(clock, 0.001), outputs)  # type: ignore[arg-type]
+    captured.check(torch.float32)
+    assert captured.error == float("inf")
+
+
+class CpuLayers:
+    """What `decode` asks of `Layers`, on a CPU and small."""
+
+    def __init__(self, tokens: int, n_masks: int) -> None:
+        torch.manual_seed(0)
+        self.n_masks, self.count = n_masks, 4
+        self.x = torch.randn(tokens, 16)
+        self.weights = [torch.randn(8, 16) for _ in range(self.count)]
+        self.packed = [torch.randint(0, 256, (8, 2, n_masks), dtype=torch.uint8) for _ in range(self.count)]
+
+    def oracle(self, i: int) -> Tensor:
+        x, weight = self.x.double(), self.weights[i].double()
+        masks = [masks_of(self.packed[i], m) for m in range(self.n_masks)]
+        return torch.stack([F.silu(x @ (weight * m).T) * (x @ (weight * ~m).T) for m in masks]).sum(0)
+
+    def swiglu_oracle(self, i: int) -> Tensor:
+        gate, up = (self.weights[2 * i + j].double() for j in (0, 1))
+        return F.silu(self.x.double() @ gate.T) * (self.x.double() @ up.T)
+
+
+def test_baselines_compute_their_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    layers: Any = CpuLayers(tokens=3, n_masks=2)
+    variants = [*decode.naive_variants(layers, tuned=True), *decode.swiglu_variants(layers, tuned=True)]
+    for variant in variants:
+        assert variant.oracle is not None
+        for i in range(variant.layers):
+            output = variant.run(i)
+            assert output is not None
+            torch.testing.assert_close(output.double(), variant.oracle(i), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("tokens", "n_masks"), [(1, 1), (1, 8)])
+def test_variants_are_those_of_the_committed_results(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, n_masks: int
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    layers: Any = CpuLayers(tokens, n_masks)
+    names = {variant.name for variant in decode.naive_variants(layers, tuned=True)}
+    measured = {row.variant for row in read(suites.RESULTS, "one_token") if row.n_masks == n_masks}
+    assert names == {name for name in measured if name.startswith("naive")}
+    if n_masks == 1:
+        names = {variant.name for variant in decode.swiglu_variants(layers, tuned=True)}
+        assert names == {name for name in measured if name.startswith("SwiGLU")}
