@@ -173,7 +173,7 @@ def test_command_says_what_it_needs(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert "one_token needs cuda-core: pip install cuda-core" in error_of(capsys, "one_token")
     monkeypatch.setattr(bench, "ROOT", tmp_path)
-    assert "they are in the repository and not in the wheel" in error_of(capsys)
+    assert "clone, run `pip install -e .`" in error_of(capsys)
 
 
 def test_command_leaves_out_the_plots_without_matplotlib(
