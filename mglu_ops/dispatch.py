@@ -96,9 +96,9 @@ def choose(call: LayerCall) -> Choice:
 def _most_tokens_on_chip(call: LayerCall) -> int:
     """Up to how many tokens kernels that read W again for every 8 or 16 tokens beat GEMMs on masked copies of it.
 
-    Measured in 16 bits (benchmarks/results/few_tokens.csv): at 512 tokens the kernel wins by 1.7x to 2x for 4 to 16
-    masks and loses by 1.1x to 1.4x for one, at 128 it wins by 2x and more for any. float32 was not measured.
-    `tile_wgmma` wins over both (benchmarks/results/tokens.csv, routes.csv).
+    Measured in 16 bits on an H200 without `tile_wgmma`: at 512 tokens the kernel wins by 1.7x to 2x for 4 to 16 masks
+    and loses by 1.1x to 1.4x for one, at 128 it wins by 2x and more for any. float32 was not measured. `tile_wgmma`
+    wins over both (benchmarks/results/tokens.csv, routes.csv).
     """
     if call.dtype in (torch.float16, torch.bfloat16):
         return 256 if call.n_masks == 1 else 512

@@ -24,7 +24,7 @@ _MOST_ALIGNED = 16
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the elements of a tensor are.
+    """The memory layout of a tensor.
 
     Attributes:
         strides: in elements.

@@ -1,4 +1,4 @@
-"""What a backend is: an object that says whether it can run a call of `mglu::forward`, and prepares it."""
+"""The interface of a backend: an object that says whether it can run a call of `mglu::forward`, and prepares it."""
 
 from __future__ import annotations
 

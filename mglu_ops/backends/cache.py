@@ -1,4 +1,4 @@
-"""Where the CPU library and the CUDA kernels are kept, which are built where they run."""
+"""The cache on disk for the CPU library and the CUDA kernels, which are built where they run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def cache_directory() -> Path:
-    """Where builds are kept: `MGLU_CACHE_DIR`, or else `mglu_ops` in the user's XDG cache folder."""
+    """The folder of the cache: `MGLU_CACHE_DIR`, or else `mglu_ops` in the user's XDG cache folder."""
     override = os.environ.get("MGLU_CACHE_DIR")
     if override:
         return Path(override)

@@ -26,16 +26,16 @@ from ..masks import unpack_one
 from .base import Backend, PreparedCall
 
 _FEW_TOKENS = 32
-"""Below this many, a float64 copy of the weight costs more than the products that it saves."""
+"""With fewer tokens than this, a float64 copy of the weight costs more than the products that it saves."""
 
 
 def operand_dtype(x: Tensor) -> torch.dtype:
-    """What the GEMMs read: x's dtype where their result can be wider, else the dtype of the sums."""
+    """The dtype of the GEMMs' operands: x's own where the library can return wider sums, else that of the sums."""
     return x.dtype if x.is_cuda else sum_dtype(x.dtype)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What products of `dtype` are summed in."""
+    """The dtype in which products of `dtype` are summed."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
@@ -62,7 +62,7 @@ def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
 def _gates_and_values(
     x: Tensor, weight: Tensor, packed_masks: Tensor, gates: Tensor, values: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Mask by mask, gate_i and value_i `[tokens, out_features]` in the dtype of the sums.
+    """Yield gate_i and value_i `[tokens, out_features]` of each mask, in the dtype of the sums.
 
     They are written to `gates[i]` and `values[i]`, or where those have but one entry, to that one each time.
     """
@@ -83,7 +83,7 @@ _Masks = Iterable[tuple[Tensor, tuple[Tensor, Tensor]]]
 
 
 def _both_products(x: Tensor, weight: Tensor, masks: _Masks) -> Iterator[tuple[Tensor, Tensor]]:
-    """As the naive layer does: nothing is lost in a difference."""
+    """Compute both products, as the naive layer does, so that no difference loses digits."""
     for mask, (gate, value) in masks:
         masked = weight * mask
         _matmul_into(gate, x, masked.t())

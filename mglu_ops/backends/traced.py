@@ -1,7 +1,7 @@
-"""`composite` as a graph: the same products, with nothing in place, for a compiler that fuses what stands between them.
+"""The products of `composite` without writes in place, for a compiler that fuses the operations between them.
 
-Run as it is, it would be slower than `composite`; compiled (`compile_passes.lowering`), the masked copies of the weight
-are one kernel each, and so is all that turns products into results.
+Uncompiled, this is slower than `composite`. Compiled (`compile_passes.lowering`), each masked copy of the weight takes
+one kernel, and one more computes the results from the products.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from .composite import matmul, operand_dtype, sum_dtype
 
 
 def _mask(packed_masks: Tensor, index: int, in_features: int) -> Tensor:
-    """Mask `index` as bool `[out_features, in_features]`: of one byte a weight, which costs nothing once fused."""
+    """Mask `index` as bool `[out_features, in_features]`. In a fused kernel it takes no memory."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed_masks.device)
     bits = (packed_masks[:, :, index].unsqueeze(-1) >> shifts) & 1
     return bits.reshape(packed_masks.shape[0], packed_masks.shape[1] * 8)[:, :in_features] != 0
 
 
 def _gates_and_values(x: Tensor, weight: Tensor, packed_masks: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Mask by mask, in the dtype of the sums: by sign flips, and where `composite` avoids those, by both products."""
+    """Yield the gate and value of each mask in the dtype of the sums, computed as `composite` does."""
     both_products = packed_masks.shape[2] == 1 or x.dtype is torch.float32
     dtype = operand_dtype(x)
     x, weight = x.to(dtype), weight.to(dtype)

@@ -28,7 +28,7 @@ from ..layer_call import LayerCall
 from .package import LayerInfo, PackageError, read_info
 
 TABLE = "mglu_kernels.inc"
-"""What `csrc/library/cuda/kernels.cpp` includes."""
+"""The file that `csrc/library/cuda/kernels.cpp` includes."""
 
 MOST_TOKENS = 512
 """The most tokens of one launch (kMostTokens of csrc/library/cuda/launch.cpp). More tokens take several launches."""

@@ -1,4 +1,4 @@
-"""Which launches are tried: the model's choices, and from the best so far one step further in one setting."""
+"""The launches that a search tries: first the choices of the kernels, then neighbours of the best so far."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LADDERS: dict[str, dict[str, tuple[int, ...]]] = {
 
 
 def starts(call: LayerCall, gpu: Gpu) -> list[LaunchConfig]:
-    """Where the search begins: the choice for the call, and for other numbers of tokens, other layers and other GPUs.
+    """The first launches: the choices for the call, and for other numbers of tokens, other layers and other GPUs.
 
     Added to these are pairs of blocks that share 128 rows and have half of the tokens each, dense and sparse.
     """
@@ -65,7 +65,7 @@ def _half_of(tokens: int) -> int:
 
 
 def neighbours(config: LaunchConfig, call: LayerCall, gpu: Gpu) -> list[LaunchConfig]:
-    """What differs from a configuration by one step of one setting, or by warps that go from tiles to parts of k."""
+    """The configurations that differ by one step of one setting, or trade tiles for parts of k with as many warps."""
     found = (_with_full_ring(other, call, gpu) for other in _steps(config))
     return [other for other in dict.fromkeys(found) if other != config and other.violation(call, gpu) is None]
 

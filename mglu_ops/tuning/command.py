@@ -141,7 +141,7 @@ def _calls(options: argparse.Namespace) -> list[LayerCall]:
 
 
 def environment() -> dict[str, object]:
-    """What a table's numbers depend on; the first three say for which GPU it is."""
+    """The environment of the measurements. Its first three entries identify the GPU."""
     import torch
 
     from .. import __version__

@@ -33,7 +33,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Timing:
-    """What a launch took for a call of contiguous bfloat16 tensors."""
+    """The measured time of a launch for a call of contiguous bfloat16 tensors."""
 
     n_masks: int
     tokens: int
@@ -151,7 +151,7 @@ START = CostModel(
     sparse_of_rows=ProductCosts(0, 11, 57),
     sparse_of_masks=ProductCosts(0, 10, 140),
 )
-"""Where a fit begins, whatever the GPU: rates from data sheets, and costs as counted from the kernel's instructions."""
+"""The constants with which every fit begins: rates from data sheets, costs counted from the kernel's instructions."""
 
 
 def fit(timings: Sequence[Timing], gpu: Gpu, start: CostModel) -> CostModel:
@@ -183,7 +183,7 @@ def error_of(timings: Sequence[Timing], gpu: Gpu, costs: CostModel) -> float:
 
 
 def regret_of(timings: Sequence[Timing], gpu: Gpu, costs: CostModel) -> float:
-    """How much slower the model's choices are than the fastest launches, as a geometric mean over the measured calls.
+    """The factor by which the model's choices are slower than the fastest launches, in the geometric mean over calls.
 
     Only calls of which several launches were measured count, and only those launches.
     """
@@ -222,7 +222,7 @@ def _scaled(costs: Any, factors: Iterator[float]) -> Any:
 
 
 def _rounded(costs: Any) -> Any:
-    """Three digits are more than the timings are worth."""
+    """The constants with three digits, which is more than the timings are worth."""
     if isinstance(costs, tuple):
         return tuple(map(_rounded, costs))
     if isinstance(costs, (int, float)):

@@ -1,4 +1,4 @@
-"""The fastest launch of a case that is also right, found by measuring."""
+"""The fastest correct launch of a call, found by measuring."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ROUNDINGS = 3  # the largest error, in epsilons of the dtype: gate, value, acti
 
 @dataclass(frozen=True)
 class Effort:
-    """How hard to look: `steps` away from where the search begins, and `rounds` of replays for the finalists."""
+    """The extent of a search: `steps` away from where it begins, and `rounds` of replays for the finalists."""
 
     steps: int = 3
     rounds: int = 25

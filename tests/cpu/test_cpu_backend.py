@@ -59,7 +59,7 @@ def isa(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("n_masks", range(1, 17))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_number_of_masks_and_tokens(isa, dtype, n_masks):
-    """Both roads, whole and ragged vectors, chunks of rows, panels and blocks of tokens."""
+    """Kernels for few and for many tokens, whole and ragged vectors, chunks of rows, panels and blocks of tokens."""
     for tokens in (1, 2, 3, 4, 5, 8, 9, 16, 17, 33):
         layer = make_layer((tokens,), 67 + tokens, 21, n_masks, dtype=dtype, routed=tokens % 2 == 0, seed=tokens)
         assert_matches(run(layer, isa), oracle(layer), what=f"{tokens} tokens")
@@ -261,7 +261,7 @@ def test_a_refused_build_shows_the_compilers_log(tmp_path, monkeypatch):
 
 
 def test_builds_at_once_give_one_whole_file(tmp_path, monkeypatch):
-    """Of several processes; threads stand for them. The second use finds the file without a compiler's run."""
+    """Threads stand for processes. A second use finds the file without running the compiler."""
     real = build.library_path()
     log = tmp_path / "log"
     body = f"open({str(log)!r}, 'a').write('x'); shutil.copy({str(real)!r}, sys.argv[sys.argv.index('-o') + 1])"

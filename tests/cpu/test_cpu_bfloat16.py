@@ -145,7 +145,7 @@ def test_threads_and_repetition_change_no_bit(isa):
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_rows_apart_and_unaligned_are_read_in_place(isa):
-    """What lies between rows is neither read nor written."""
+    """The memory between rows is neither read nor written."""
     for tokens in (3, 20):
         base = bfloat16_layer(tokens, 45, 9, 3)
         wide_x, wide_weight = (torch.full((rows, 101), math.nan).bfloat16() for rows in (tokens, 9))

@@ -58,7 +58,7 @@ HOPPER = KNOWN_GPUS[9, 0]
 
 
 def _compile(kernel: str, name: str, defines: dict[str, int], tmp_path: Path) -> str:
-    """What ptxas reports for a target such as sm_90a."""
+    """Compile a kernel for a target such as sm_90a; the report of ptxas."""
     source = source_directory() / f"{kernel}.cu"
     macros = [f"-D{key}={value}" for key, value in defines.items()]
     nvrtc = _nvrtc()

@@ -1,4 +1,4 @@
-"""Under the batch-invariant mode a row has the same bits whatever the batch it comes in, on every road."""
+"""Under the batch-invariant mode a row has the same bits whatever the batch it comes in, by every kernel."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def invariant() -> Iterator[None]:
 
 
 def assert_rows_agree(p: Problem, x: Tensor) -> None:
-    """Of the first rows of x, of its last ones, and of one in the middle by itself."""
+    """The first rows of x, its last rows, and one from the middle by itself give the same bits as within x."""
 
     def run(rows: Tensor) -> Tensor:
         return torch.ops.mglu.forward(rows, p.weight, p.packed, p.activation)

@@ -1,4 +1,4 @@
-"""The CUDA backend against the float64 oracle: every road, ragged shapes, strides, streams, graphs, guard bands."""
+"""The CUDA backend against the float64 oracle: every kernel, ragged shapes, strides, streams, graphs, guard bands."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_a_row_does_not_depend_on_the_masks_that_others_route_to(n_masks: int) -
 
 
 def top_k_routes(tokens: int, n_masks: int, top_k: int) -> Tensor:
-    """Of each token, `top_k` random masks' weights, and 0 for the other masks."""
+    """For each token the weights of `top_k` random masks, and 0 for the other masks."""
     weights = torch.rand(tokens, n_masks, device="cuda") + 0.1
     order = torch.rand(tokens, n_masks, device="cuda").argsort(-1)
     return torch.where(order < top_k, weights, 0)

@@ -19,7 +19,7 @@ import mglu_ops  # noqa: F401 (registers the operators)
 pytestmark = pytest.mark.gpu
 
 MICROSECONDS = {1: 25.0, 8: 25.0, 64: 40.0}
-"""Of a call, by tokens: three times what an H200's host takes."""
+"""The limit for a call by its number of tokens: three times what the host of an H200 takes."""
 COLD_SECONDS, WARM_SECONDS = 8.0, 0.15
 
 

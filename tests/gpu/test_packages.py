@@ -81,7 +81,7 @@ def test_triton_packages_need_no_library(packages: Path, tmp_path: Path) -> None
 
 
 def test_a_package_for_several_gpus(packages: Path, tmp_path: Path) -> None:
-    """Where torch can make one it runs here too; from Hopper on torch cannot, and the export says so."""
+    """A package for several architectures runs here too where torch can make one; from Hopper on the export refuses."""
     layers, example = model(torch.float16), (inputs(1, torch.float16),)
     if torch.cuda.get_device_capability() >= (9, 0):
         with pytest.raises(ValueError, match=r"compute capability 8\.x alone"):

@@ -1,4 +1,4 @@
-"""What no kernel may do: touch memory that is not its own, mind other threads and streams, or break a context."""
+"""No kernel touches memory that is not its own, depends on other threads and streams, or breaks the context."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_kernels_compile_without_spills(n_masks: int, capability: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("n_masks", [2, 4, 8, 16])
 def test_weights_are_flipped_in_registers(n_masks: int) -> None:
-    """What the speed of the matmul kernel rests on, and a new Triton could lose."""
+    """The speed of the matmul kernel rests on this, and a new version of Triton could lose it."""
     from triton_compiled import compile_kernel, loop_of
 
     for tokens in (8, 16):

@@ -46,7 +46,7 @@ def compile_kernel(n_masks: int, tokens: int, dtype: torch.dtype, capability: in
 
 
 def _compile(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capability: int) -> Any:
-    """As Triton's launcher does: arguments of 1 and None are constants, and what 16 divides is declared so."""
+    """Specialise the arguments as Triton's launcher does: 1 and None are constants, multiples of 16 are declared so."""
     options = {name: kwargs[name] for name in ("num_warps", "num_stages")}
     constants = {name: value for name, value in kwargs.items() if name not in options}
     signature: dict[str, str] = dict.fromkeys(constants, "constexpr")

@@ -1,4 +1,4 @@
-"""What exporting makes of mglu::forward for the Triton backend, traced without a GPU: test_triton.py runs this file."""
+"""Exporting with the Triton backend replaces mglu::forward by the launch. test_triton.py runs this file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the launch configurations depend on of a GPU. It is asked of the device, or known for an architecture."""
+"""The properties of a GPU on which launches depend, asked of the device or known for its architecture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is launched for one call: kernels that only wait for a stream and addresses."""
+"""Loaded kernels, and the sequence of launches that runs one call once it is given a stream and addresses."""
 
 from __future__ import annotations
 

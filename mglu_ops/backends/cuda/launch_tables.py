@@ -95,7 +95,7 @@ _Key = tuple[object, ...]
 
 
 def _key(call: LayerCall, gpu: Gpu) -> _Key:
-    """What a call has in common with the entry that was measured for it."""
+    """The properties in which a call must equal the call that an entry was measured for."""
     shape = call.n_masks, call.tokens, call.out_features, call.in_features
     return (gpu.name, gpu.arch, gpu.multiprocessors, call.dtype, *shape)
 

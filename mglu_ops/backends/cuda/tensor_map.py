@@ -1,4 +1,4 @@
-"""How Hopper's copy engine finds boxes of x, W and the packed masks: tensor maps, which the CUDA driver encodes."""
+"""Tensor maps: descriptions of x, W and the packed masks for the tensor memory accelerator, encoded by the driver."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PROMOTE_64B = 1
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix in rows, as the copy engine takes boxes of it. Sizes but `pitch` are in elements."""
+    """A row-major matrix, and the boxes in which it is copied. All sizes but `pitch` are in elements."""
 
     item: int
     """Bytes of an element: 1 or 2."""
@@ -30,7 +30,7 @@ class Matrix:
     box_width: int
     box_height: int
     swizzle: bool
-    """Whether vector v of 16 bytes of row r of a box goes to v ^ (r % 8) in shared memory; rows then have 128 bytes."""
+    """Whether 16-byte vector v of row r of a box is stored at v ^ (r % 8) in shared memory, in rows of 128 bytes."""
 
     def encode(self, pointer: int) -> bytes:
         """The map of the matrix at an address (a multiple of 16).
@@ -60,9 +60,9 @@ class Matrix:
 
 
 class TensorMaps:
-    """The maps of some matrices, one after the other, encoded once for their addresses. Thread-safe.
+    """The concatenated maps of some matrices, encoded once for each set of addresses. Thread-safe.
 
-    None is in the place of a matrix that is not copied in boxes.
+    A matrix that is not copied in boxes is None, and its map is zeros.
     """
 
     def __init__(self, *matrices: Matrix | None) -> None:

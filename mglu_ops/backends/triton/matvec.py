@@ -1,9 +1,9 @@
 """The kernel for one token, and for float32: a program is one row of W times one token, on plain FMA.
 
 A row is read as `[groups, 8]`: a thread takes 8 neighbouring weights in one 16-byte load (two in float32), and
-the `n_masks` bytes that hold their bits in as few loads as the format allows. One row a program, and not a
-tile of rows, because only so do the loads in flight of a warp lie next to each other: tiles of two and of four rows
-took 34 and 54 us against 31 (H200, 14336 x 4096, 1 mask).
+the `n_masks` bytes that hold their bits in as few loads as the format allows. A program has one row and not a tile of
+rows, so that the loads that a warp has in flight are adjacent: tiles of two and of four rows took 34 and 54 us against 31
+(H200, 14336 x 4096, 1 mask).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the kernels of `mglu::forward` have in common: a launch configuration, and how calls look to all of them."""
+"""The base class of launch configurations, and the properties of a call that several kernels depend on."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ ELEMENTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 """The codes of the dtypes in `csrc/cuda/element.cuh`."""
 
 _SIZES_AND_STRIDES = struct.Struct("9q4i")
-"""What follows the pointers in `Params` of csrc/cuda/params.cuh."""
+"""The fields behind the pointers in `Params` of csrc/cuda/params.cuh."""
 
 
 @dataclass(frozen=True)
 class LaunchConfig(ABC):
-    """How a kernel is launched: the compile-time constants of its source, and what its grid follows from.
+    """How a kernel is launched: the compile-time constants of its source, and the settings of its grid.
 
     Each kernel has a subclass in the module of its name, whose fields are its settings.
     """
@@ -63,7 +63,7 @@ class LaunchConfig(ABC):
 
     @abstractmethod
     def _violations(self, call: LayerCall, gpu: Gpu) -> Iterator[str]:
-        """What the source's static assertions and the call's layout do not allow."""
+        """The rules of the source's static assertions and of the call's layout that this configuration breaks."""
 
     def target(self, gpu: Gpu) -> str:
         """The architecture that the kernel is compiled for."""
@@ -159,7 +159,7 @@ def has_x_in_rows(call: LayerCall) -> bool:
 
 
 def aligned_violations(kernel: str, call: LayerCall, rows: int) -> Iterator[str]:
-    """What the kernels for 16 bits ask of a call; `rows` is how many rows of W a block takes."""
+    """The requirements of the 16-bit kernels that a call does not meet; a block takes `rows` rows of W."""
     if call.dtype is torch.float32:
         yield f"{kernel} has no float32"
     if call.in_features % 8 or not call.in_features:

@@ -14,11 +14,11 @@ from ..launch import load_kernel
 from .base import ELEMENTS
 
 KINDS = {**ELEMENTS, torch.bool: 3}
-"""The codes of what is packed: logits, by `> 0`, and bool masks."""
+"""The codes of the dtypes that can be packed: logits, by `> 0`, and bool masks."""
 
 _THREADS = 256
 _CONSTANTS = struct.Struct("3q3i4x")
-"""What follows the pointers in `PackParams`."""
+"""The fields behind the pointers in `PackParams`."""
 
 
 def pack(masks: Tensor, arch: tuple[int, int], stream: int) -> Tensor:

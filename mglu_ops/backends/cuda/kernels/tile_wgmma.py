@@ -51,7 +51,7 @@ class TileWgmma(LaunchConfig):
     mask_groups: int = 1
     """Consumer warpgroups that share 64 rows, each with a part of the masks."""
     passes: int = 1
-    """How often a tile goes over k, each time with an equal share of the masks: 4, or a multiple of it."""
+    """Passes of a tile over k, each with an equal share of the masks: 4 masks, or a multiple of 4."""
     steps: int = 4
     """`wgmma`s of 16 columns that are issued as one group."""
     sparse: bool = False
@@ -121,7 +121,7 @@ class TileWgmma(LaunchConfig):
         return found
 
     def matrices(self, call: LayerCall) -> tuple[Matrix | None, Matrix, Matrix | None]:
-        """What is copied in boxes: x if it is not permuted, W, and the masks if their rows are aligned to 16 bytes."""
+        """The matrices with tensor maps: x unless it is permuted, W, and the masks if their rows are 16-byte aligned."""
         x = None
         if not self.permuted:
             pitch = 2 * (call.x.strides[0] if call.tokens > 1 else call.in_features)

@@ -1,4 +1,4 @@
-"""Which launch of `tile_wgmma` a call gets: the one that a cost model finds fastest (csrc/cuda/tile_wgmma.md).
+"""The choice of a launch of `tile_wgmma`: the one that the cost model finds fastest (csrc/cuda/tile_wgmma.md).
 
 For a few tokens of many masks it is sparse products of one tile of tokens, which need no comparison.
 """

@@ -35,7 +35,7 @@ class CostModelError(ValueError):
 
 @dataclass(frozen=True)
 class ProductCosts:
-    """What products cost in one kind of launch, in columns: the time that a product of one column takes.
+    """The costs of a product in one kind of launch, in columns: 1 is the time that the product of one column takes.
 
     Attributes:
         flips: the sign flips of a product's fragment of W, which its `wgmma` waits for.
@@ -106,7 +106,7 @@ class CostModel:
         return self.launch_us + total + (self.permute_us if config.permuted else 0)
 
     def _columns(self, config: TileWgmma, n_masks: int) -> float:
-        """What a tile costs of 64 rows and one chunk of k, in columns."""
+        """The cost of 64 rows of a tile for one column of in_features, in columns of tokens."""
         shared_rows = config.mask_groups == 2
         if config.sparse:
             by_kind = self.sparse_alone, self.sparse_of_rows, self.sparse_of_masks
@@ -153,7 +153,7 @@ def _costs_of(name: str, arch: tuple[int, int]) -> CostModel:
 
 
 def read(path: Path) -> tuple[Mapping[str, Any], CostModel]:
-    """What a file says of its measurement, and its constants.
+    """The environment of a file's measurements, and its constants.
 
     Raises:
         CostModelError: it is not such a file.
