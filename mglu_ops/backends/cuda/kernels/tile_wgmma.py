@@ -121,7 +121,7 @@ class TileWgmma(LaunchConfig):
         return found
 
     def matrices(self, call: LayerCall) -> tuple[Matrix | None, Matrix, Matrix | None]:
-        """The matrices with tensor maps: x unless it is permuted, W, and the masks if their rows are 16-byte aligned."""
+        """The matrices with tensor maps: x unless permuted, W, and the masks if their rows are 16-byte aligned."""
         x = None
         if not self.permuted:
             pitch = 2 * (call.x.strides[0] if call.tokens > 1 else call.in_features)
