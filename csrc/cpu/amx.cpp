@@ -31,10 +31,10 @@ constexpr std::int64_t kWorkOfTask = 1 << 20;      // products; some microsecond
 
 #include "mask_words.h"
 
-#include "activation.h"
+#include "vec_math.h"
 
 #include "routes.h"
-#include "turns.h"
+#include "work_queue.h"
 #include "tile_products.h"
 
 }  // namespace

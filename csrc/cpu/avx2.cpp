@@ -39,10 +39,10 @@ using LongMasks = MixedMasks<Masks>;
 template <int Masks>
 using ShortMasks = TableMasks<Masks>;
 
-#include "activation.h"
+#include "vec_math.h"
 
 #include "routes.h"
-#include "turns.h"
+#include "work_queue.h"
 #include "row_sums.h"
 #include "few_tokens.h"
 #include "many_tokens.h"

@@ -33,10 +33,10 @@ constexpr std::int64_t kWorkOfTask = 1 << 17;      // products; some microsecond
 #include "element.h"
 #include "vec_avx512.h"
 
-#include "activation.h"
+#include "vec_math.h"
 
 #include "routes.h"
-#include "turns.h"
+#include "work_queue.h"
 #include "row_sums.h"
 #include "few_tokens.h"
 #include "many_tokens.h"

@@ -32,7 +32,7 @@ constexpr std::int64_t kWorkOfTask = 1 << 18;      // products; some microsecond
 
 #include "mask_words.h"
 
-#include "activation.h"
+#include "vec_math.h"
 
 #include "routes.h"
 #include "row_dots.h"

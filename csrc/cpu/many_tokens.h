@@ -100,7 +100,7 @@ struct ManyTokens {
         }
     }
 
-    void run(Turns& blocks) const {
+    void run(WorkQueue& blocks) const {
         const std::int64_t masked = products() * kProduct;
         const std::int64_t sums = products() * panels() * kFeatures * panel_width();
         const std::int64_t wide_weights = has_wide_total() ? kProduct : 0;

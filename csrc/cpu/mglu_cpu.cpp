@@ -29,6 +29,11 @@ ForwardOfIsa forward_of(Isa isa, DType dtype) {
 constexpr std::int64_t kTokensOfTiles = 4;
 constexpr std::int64_t kMasksOfDots = 2;
 
+constexpr std::int64_t kActivationCount =
+#define MGLU_ACTIVATION(...) +1
+#include "activation.h"
+    ;
+
 template <class Enum>
 bool is_one_of_first(Enum value, std::int64_t count) {
     const auto number = static_cast<std::int64_t>(value);
@@ -39,7 +44,7 @@ bool is_valid(const Forward& call) {
     const bool sizes = call.tokens >= 0 && call.out_features >= 0 && call.in_features >= 0;
     const bool masks = call.n_masks >= 1 && call.n_masks <= kMaxMasks;
     const bool route = !call.route_weights || is_one_of_first(call.route_dtype, 3);
-    return sizes && masks && route && is_one_of_first(call.dtype, 3) && is_one_of_first(call.activation, 7) &&
+    return sizes && masks && route && is_one_of_first(call.dtype, 3) && is_one_of_first(call.activation, kActivationCount) &&
            is_one_of_first(call.isa, 6);
 }
 

@@ -20,13 +20,8 @@ namespace mglu::cpu {
 enum class DType : std::int64_t { float32 = 0, bfloat16 = 1, float16 = 2 };
 
 enum class Activation : std::int64_t {
-    silu = 0,
-    gelu = 1,
-    gelu_tanh = 2,
-    relu = 3,
-    sigmoid = 4,
-    tanh = 5,
-    identity = 6,
+#define MGLU_ACTIVATION(name, code, ...) name = code,
+#include "activation.h"
 };
 
 enum class Status : std::int32_t {

@@ -28,10 +28,10 @@ using LongMasks = TableMasks<Masks>;
 template <int Masks>
 using ShortMasks = TableMasks<Masks>;
 
-#include "activation.h"
+#include "vec_math.h"
 
 #include "routes.h"
-#include "turns.h"
+#include "work_queue.h"
 #include "row_sums.h"
 #include "few_tokens.h"
 #include "many_tokens.h"

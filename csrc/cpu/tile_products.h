@@ -143,7 +143,7 @@ struct TileProducts {
         std::int64_t first_feature, first_panel, panels;
     };
 
-    void run(Turns& turns) const {
+    void run(WorkQueue& turns) const {
         const std::int64_t weights = products() * groups_of_block * group_size();
         const std::int64_t sums = products() * groups_of_block * panels_of_block * kRowsOfPair * width();
         const Floats scratch = allocate_floats(weights + sums);

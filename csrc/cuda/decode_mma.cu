@@ -28,7 +28,7 @@ namespace mglu {
 
 constexpr int kType = MGLU_ELEMENT;
 constexpr int kMasks = MGLU_N_MASKS;
-constexpr int kActivation = MGLU_ACTIVATION;
+constexpr Activation kActivation = static_cast<Activation>(MGLU_ACTIVATION);
 constexpr int kRouteType = MGLU_ROUTE;            // -1: no route weights
 constexpr int kTiles = MGLU_TILES;                // 16-row tiles a block
 constexpr int kSplitK = MGLU_SPLIT_K;             // warps that share a tile

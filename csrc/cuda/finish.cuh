@@ -9,12 +9,12 @@ namespace mglu {
 
 // A block's tiles of kRows rows; the kParts warps that share a tile lie next to each other, kWarpBytes apart. Each
 // left float sums [1 + kMasks][kRows][kColumns] in shared memory: t = x W^T first, then s_i = x (M_i * W)^T.
-template <int kType_, int kMasks_, int kActivation_, int kRouteType_, int kTiles_, int kParts_, int kRows_, int kColumns_,
+template <int kType_, int kMasks_, Activation kActivation_, int kRouteType_, int kTiles_, int kParts_, int kRows_, int kColumns_,
           int kWarpBytes_>
 struct OutputShape {
     static constexpr int kType = kType_;
     static constexpr int kMasks = kMasks_;
-    static constexpr int kActivation = kActivation_;
+    static constexpr Activation kActivation = kActivation_;
     static constexpr int kRouteType = kRouteType_;  // -1: no route weights
     static constexpr int kTiles = kTiles_;
     static constexpr int kParts = kParts_;

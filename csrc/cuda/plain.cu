@@ -11,6 +11,7 @@ namespace mglu {
 
 constexpr int kType = MGLU_ELEMENT;
 constexpr int kMasks = MGLU_N_MASKS;
+constexpr Activation kActivation = static_cast<Activation>(MGLU_ACTIVATION);
 constexpr int kTokens = MGLU_TOKENS;  // tokens that share one read of W
 constexpr int kWarps = 8;
 using Bits = typename Element<kType>::Bits;
@@ -94,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(32 * mglu::kWarps) mglu_plain(const
         for (int i = 0; i < kMasks; ++i) {
             const float gate = warp_sum(s[i][n]);
             if (token < p.tokens)
-                sum += load_route<MGLU_ROUTE>(p, token, i) * (activate<MGLU_ACTIVATION, kType != kFloat32>(gate) * (sum_t - gate));
+                sum += load_route<MGLU_ROUTE>(p, token, i) * (activate<kActivation, kType != kFloat32>(gate) * (sum_t - gate));
         }
         if (lane == 0 && token < p.tokens)
             static_cast<Bits*>(p.out)[static_cast<i64>(token) * p.out_features + row] = from_float<kType>(sum);

@@ -1,5 +1,6 @@
 // How tile_wgmma.cu cuts its work: tiles, stages of the ring, shares of the masks, registers.
 #pragma once
+#include "activation.cuh"
 #include "params.cuh"
 #include "wgmma.cuh"
 
@@ -7,7 +8,7 @@ namespace mglu {
 
 constexpr int kType = MGLU_ELEMENT;
 constexpr int kMasks = MGLU_N_MASKS;
-constexpr int kActivation = MGLU_ACTIVATION;
+constexpr Activation kActivation = static_cast<Activation>(MGLU_ACTIVATION);
 constexpr int kRouteType = MGLU_ROUTE;             // -1: no route weights
 constexpr int kTokens = MGLU_TOKEN_COLUMNS;        // tokens of a tile: N of the wgmma
 constexpr int kBlockRows = MGLU_BLOCK_ROWS;        // rows of W of a tile, a multiple of 16

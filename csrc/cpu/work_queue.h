@@ -2,7 +2,7 @@
 
 // Items that threads take one after the other. Equal shares are not done at the same time where a thread's CPU is slowed
 // down by what else runs on its machine.
-struct Turns {
+struct WorkQueue {
     std::int64_t end;
     std::int64_t next = 0;
 
@@ -19,7 +19,7 @@ Status pack_and_run(ParallelFor parallel_for, const Job& job, std::int64_t panel
                     std::int64_t blocks, std::int64_t grain_of_blocks) {
     struct Work {
         const Job& job;
-        Turns panels, blocks;
+        WorkQueue panels, blocks;
     } work{job, {panels}, {blocks}};
     const auto pack = [](std::int64_t, std::int64_t, void* context) {
         auto& work = *static_cast<Work*>(context);
