@@ -1,98 +1,106 @@
-// Mask bits as a lane of a tensor core's operand needs them: places of sparse products (decode_mma.cu, tile_wgmma.cu), or
-// signs to flip (tile_wgmma.cu).
+// Mask bits in the form that a lane of a tensor-core operand needs: sparse-MMA metadata (decode_mma.cu, tile_wgmma.cu)
+// or sign flips (tile_wgmma.cu).
 #pragma once
 #include "ptx.cuh"
 
 namespace mglu {
 
-// Powers of two that the compiler does not know to be such. A shift and the LOP3 after it share a pipe, a product with a
-// word of constant memory has another.
+// Powers of two in constant memory, where the compiler cannot see that they are powers of two. It would turn the
+// products below into shifts, which share a pipe with the LOP3 that follows; products with constant memory run on
+// another pipe.
 __constant__ u32 powers_of_two[16] = {1u << 0, 1u << 1, 1u << 2,  1u << 3,  1u << 4,  1u << 5,  1u << 6,  1u << 7,
                                       1u << 8, 1u << 9, 1u << 10, 1u << 11, 1u << 12, 1u << 13, 1u << 14, 1u << 15};
 
-// Mask bytes of a row of W, each of 8 neighbouring columns, as the flips of two of them: bits 2q and 2q + 1 of a byte, for
-// thread q of four, at bits 15 and 31 (the other bits are noise that flip_signs() drops). Two bytes share a word, so that two
-// weights under a mask cost half a PRMT, one LOP3, and one and a half products, which are on another pipe.
+// Sign flips where x is in its natural order. The input is mask bytes of a row of W, one an octet; thread q of four
+// needs bits 2q and 2q + 1 of each. flips(byte) has them at bits 15 and 31; its other bits are noise that flip_signs()
+// drops. Two bytes share a word, so that two weights under a mask cost half a PRMT, one LOP3, and one and a half
+// products on another pipe.
 template <int kBytes>
-struct Flips {
+struct SignFlips {
     static constexpr int kWords = (kBytes + 3) / 4;
     u32 pair[2 * kWords];
 
-    __device__ __forceinline__ Flips(const u32 (&bytes)[kWords], int q) {
+    __device__ __forceinline__ SignFlips(const u32 (&bytes)[kWords], int q) {
 #pragma unroll
         for (int w = 0; w < kWords; ++w) {
-            const u32 even = bytes[w] * (128u >> 2 * q);  // each at the highest bit of its byte
+            const u32 even = bytes[w] * (128u >> 2 * q);  // moves each bit to the top of its byte
             const u32 odd = bytes[w] * (64u >> 2 * q);
             pair[2 * w] = pick_bytes<0x5410>(even, odd);
             pair[2 * w + 1] = pick_bytes<0x7632>(even, odd);
         }
     }
 
-    __device__ __forceinline__ u32 of(int byte) const { return byte % 2 ? pair[byte / 2] : pair[byte / 2] * powers_of_two[8]; }
+    __device__ __forceinline__ u32 flips(int byte) const {
+        return byte % 2 ? pair[byte / 2] : pair[byte / 2] * powers_of_two[8];
+    }
 };
 
-// The mask bytes of one row of W and two octets A and B of columns, 2 x kMasks bytes, contiguous in the packed format, as
-// words (A_i, A_i+1, B_i, B_i+1).
+// The mask bytes of two octets A and B of a row of W: 2 x kMasks bytes, contiguous in the packed format, rearranged
+// into words (A_i, A_i+1, B_i, B_i+1).
 template <int kMasks>
 struct MaskWords {
     static constexpr int kWords = (kMasks + 1) / 2;
     u32 word[kWords];
 
-    // Where a register holds weight j of A and of B (permute_x.cu), their flips under mask i: bit j of both bytes at bits 15 and
-    // 31, which is a left shift, by 15 - j for the even masks and 7 - j for the odd ones; the other bits are noise. So two
-    // weights under a mask cost one product and one LOP3.
-    __device__ __forceinline__ u32 bits(int i, int j) const {
+    // Sign flips where x is permuted (permute_x.cu), so that a register holds weights j of A and of B: the bits j of
+    // both bytes under mask i at bits 15 and 31, and noise elsewhere. That is a left shift, by 15 - j for even masks
+    // and 7 - j for odd ones, so that two weights under a mask cost one product and one LOP3.
+    __device__ __forceinline__ u32 flips(int i, int j) const {
         const int distance = (i % 2 ? 7 : 15) - j;
         return distance == 0 ? word[i / 2] : word[i / 2] * powers_of_two[distance];
     }
 };
 
-// Places of values at x and at 0, in each four bits: 0 or 1 for the first, 2 or 3 for the second.
-constexpr u32 kAllAtX = 0x88888888u;
+// Metadata of a sparse product whose B has rows (x_k, 0, x_l, 0). Each four bits hold two column numbers: the first
+// value meets column 0 (x_k) or 1 (zero), the second one column 2 (x_l) or 3 (zero). Selecting x for all values gives 0
+// and 2.
+constexpr u32 kSelectAll = 0x88888888u;
 
-// ~bits & even | all_at_x in one instruction: a LOP3 with two constants must find one of them in a register.
-struct PlaceConstants {
-    u32 even = 0x55555555u, all_at_x = kAllAtX;
+// Turns mask bits into metadata, `~bits & even | select_all`, in one instruction. A LOP3 with two constants must find
+// one of them in a register, which is what this struct keeps.
+struct MetadataConstants {
+    u32 even = 0x55555555u, select_all = kSelectAll;
 
-    __device__ __forceinline__ PlaceConstants() { keep(even), keep(all_at_x); }
+    __device__ __forceinline__ MetadataConstants() { keep_in_register(even), keep_in_register(select_all); }
 
-    __device__ __forceinline__ u32 places_of(u32 bits) const {
-        u32 places;
-        asm("lop3.b32 %0, %1, %2, %3, 0xae;" : "=r"(places) : "r"(bits), "r"(even), "r"(all_at_x));
-        return places;
+    __device__ __forceinline__ u32 from_mask_bits(u32 bits) const {
+        u32 metadata;
+        asm("lop3.b32 %0, %1, %2, %3, 0xae;" : "=r"(metadata) : "r"(bits), "r"(even), "r"(select_all));
+        return metadata;
     }
 };
 
-// The mask bits that one lane gives a sparse product, for some masks: of its octets 2q and 2q + 1, rows g (top) and g + 8
-// (bottom), those of the even weights or those of the odd ones.
+// The metadata that one lane supplies, a word for each mask. The mask bits are those of its octets 2q and 2q + 1 in
+// rows g (top) and g + 8 (bottom), either those of the even weights (odd = 0) or those of the odd ones (odd = 1).
 template <int kMasks>
-struct Places {
-    u32 of[kMasks];
+struct SparseMetadata {
+    u32 word[kMasks];
 
-    __device__ __forceinline__ Places(const MaskWords<kMasks>& top, const MaskWords<kMasks>& bottom, int odd,
-                                      const PlaceConstants& constants) {
+    __device__ __forceinline__ SparseMetadata(const MaskWords<kMasks>& top, const MaskWords<kMasks>& bottom, int odd,
+                                              const MetadataConstants& constants) {
 #pragma unroll
         for (int i = 0; i < kMasks; ++i) {
             const u32 bits = i % 2 == 0 ? pick_bytes<0x6420>(top.word[i / 2], bottom.word[i / 2])
                                         : pick_bytes<0x7531>(top.word[i / 2], bottom.word[i / 2]);
-            of[i] = constants.places_of(bits >> odd);
+            word[i] = constants.from_mask_bits(bits >> odd);
         }
     }
 };
 
-// The even weights, or the odd ones, of 16 rows and 64 columns as values of two sparse products. Product `pair` takes the
-// octets 4 pair to 4 pair + 3, whose masks the lanes q = 2 pair and 2 pair + 1 have.
+// The A operands of two sparse products: the even weights, or the odd ones, of 16 rows and 64 columns. Product `half`
+// (the selector of its metadata) takes octets 4 half to 4 half + 3, whose mask bits the lanes q = 2 half and 2 half + 1
+// hold.
 struct SparseWeights {
     u32 value[2][4];
 
-    // Of row g + 8 half, out of the weights 4 (q % 2) to 4 (q % 2) + 3 of octet 2 source + q / 2.
-    __device__ __forceinline__ void set(int source, int half, const u32 (&word)[2], int odd) {
-        u32& pair_of_weights = value[source / 2][source % 2 * 2 + half];
+    // Sets the values of row g + 8 bottom from weights 4 (q % 2) to 4 (q % 2) + 3 of octet 2 source + q / 2.
+    __device__ __forceinline__ void set(int source, int bottom, const u32 (&word)[2], int odd) {
+        u32& pair_of_weights = value[source / 2][source % 2 * 2 + bottom];
         pair_of_weights = odd ? pick_bytes<0x7632>(word[0], word[1]) : pick_bytes<0x5410>(word[0], word[1]);
     }
 };
 
-// Reads an even number of bytes at a shared address, in the widest pieces that their number keeps aligned.
+// Reads an even number of bytes from shared memory with the widest loads whose alignment that number guarantees.
 template <int kBytes>
 __device__ __forceinline__ void load_mask_stream(u32 (&stream)[(kBytes + 3) / 4], u32 address) {
     if constexpr (kBytes % 16 == 0) {
@@ -131,10 +139,10 @@ __device__ __forceinline__ MaskWords<kMasks> load_mask_words(u32 address) {
     MaskWords<kMasks> masks;
 #pragma unroll
     for (int w = 0; w < MaskWords<kMasks>::kWords; ++w) {
-        const int a = 2 * w;           // byte of A under mask 2w; the next byte is mask 2w + 1
-        const int b = kMasks + 2 * w;  // the same for B
+        const int a = 2 * w;           // the byte of A under mask 2w; mask 2w + 1 follows
+        const int b = kMasks + 2 * w;  // the byte of B under mask 2w
         const u32 from_a = stream[a / 4] >> (8 * (a % 4));
-        // B's two bytes straddle a word when kMasks is odd; with an odd kMasks the last word's second mask is noise.
+        // With an odd kMasks, B's two bytes straddle a word, and the second mask of the last word is noise.
         const u32 next = b / 4 + 1 < kStream ? stream[b / 4 + 1] : 0;
         const u32 from_b = b % 4 == 0 ? stream[b / 4] : __funnelshift_r(stream[b / 4], next, 8 * (b % 4));
         masks.word[w] = pick_bytes<0x5410>(from_a, from_b);

@@ -1,22 +1,24 @@
-// Bits of masks: `positive(logits)`, or of one byte a weight, [n_masks, out_features, in_features] in any strides to the
-// packed format [out_features, ceil(in_features / 8), n_masks]. It is bound by reading its input once: a thread makes
-// the bytes of all masks for eight weights, so that neighbouring threads read neighbouring weights of each mask and
-// write neighbouring bytes.
+// Packs masks [n_masks, out_features, in_features] in any strides into the packed format (packed_masks.cuh). The source
+// is logits, whose masks are `logit > 0`, or one byte a mask bit (bool).
+//
+// The kernel is bound by one read of its input. A thread makes the bytes of all masks for eight columns, so that
+// neighbouring threads read neighbouring elements of each mask and write neighbouring bytes.
 #include "element.cuh"
+#include "packed_masks.cuh"
 #include "ptx.cuh"
 
 namespace mglu {
 
 struct PackParams {
     const void* source;
-    const void* unused[3];
+    const void* unused[3];  // every kernel's argument begins with five pointers, of which this one needs two
     u8* packed;
     i64 mask_stride, row_stride, column_stride;  // in elements
     int out_features, in_features;
-    int vector;  // rows of adjacent elements, each of which begins at a multiple of 16 bytes (8 for bytes)
+    int vector;  // whether rows are contiguous and start at multiples of 16 bytes (8 for bytes)
 };
 
-constexpr int kBytes = 3;  // beyond ElementType: bool, one byte
+constexpr int kBool = 3;  // a source type besides ElementType: bool, one byte each
 constexpr int kType = MGLU_ELEMENT;
 constexpr int kMasks = MGLU_N_MASKS;
 constexpr int kThreads = 256;
@@ -27,14 +29,14 @@ struct Source {
     static __device__ __forceinline__ bool is_set(Bits bits) { return to_float<type>(bits) > 0.0f; }
 };
 template <>
-struct Source<kBytes> {
+struct Source<kBool> {
     using Bits = u8;
     static __device__ __forceinline__ bool is_set(Bits bits) { return bits != 0; }
 };
 using Bits = Source<kType>::Bits;
 
 union Octet {
-    Bits element[8];
+    Bits element[kOctet];
     u32 word[2 * sizeof(Bits)];
 };
 
@@ -57,22 +59,22 @@ __device__ __forceinline__ void load(Octet& octet, const Bits* source) {
 
 extern "C" __global__ void __launch_bounds__(mglu::kThreads) mglu_pack(const __grid_constant__ mglu::PackParams p) {
     using namespace mglu;
-    const i64 width = (p.in_features + 7) / 8;
-    const i64 place = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
-    if (place >= width * p.out_features) return;
-    const i64 row = place / width;
-    const int first = static_cast<int>(place % width) * 8;
+    const i64 octets_per_row = packed_octets(p.in_features);
+    const i64 octet_index = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
+    if (octet_index >= octets_per_row * p.out_features) return;
+    const i64 row = octet_index / octets_per_row;
+    const int first = static_cast<int>(octet_index % octets_per_row) * kOctet;
     const Bits* source = static_cast<const Bits*>(p.source) + row * p.row_stride + first * p.column_stride;
 
     Octet octets[kMasks];
-    if (p.vector && first + 8 <= p.in_features) {
+    if (p.vector && first + kOctet <= p.in_features) {
 #pragma unroll
         for (int i = 0; i < kMasks; ++i) load(octets[i], source + i * p.mask_stride);
     } else {
 #pragma unroll
         for (int i = 0; i < kMasks; ++i)
 #pragma unroll
-            for (int k = 0; k < 8; ++k)
+            for (int k = 0; k < kOctet; ++k)
                 octets[i].element[k] =
                     first + k < p.in_features ? source[i * p.mask_stride + k * p.column_stride] : Bits(0);
     }
@@ -81,11 +83,11 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads) mglu_pack(const __g
     for (int i = 0; i < kMasks; ++i) {
         u32 bits = 0;
 #pragma unroll
-        for (int k = 0; k < 8; ++k) bits |= static_cast<u32>(Source<kType>::is_set(octets[i].element[k])) << k;
+        for (int k = 0; k < kOctet; ++k) bits |= as_mask_bit(Source<kType>::is_set(octets[i].element[k]), k);
         bytes[i] = static_cast<u8>(bits);
     }
-    u8* out = p.packed + place * kMasks;
-    if constexpr (kMasks % 4 == 0) {  // (kMasks bytes from a multiple of kMasks on: aligned words)
+    u8* out = p.packed + octet_index * kMasks;
+    if constexpr (kMasks % 4 == 0) {  // octet_index * kMasks is a multiple of 4: aligned words
 #pragma unroll
         for (int w = 0; w < kMasks / 4; ++w)
             reinterpret_cast<u32*>(out)[w] = bytes[4 * w] | bytes[4 * w + 1] << 8 | bytes[4 * w + 2] << 16 |

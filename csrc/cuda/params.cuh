@@ -1,19 +1,20 @@
-// The one argument of every kernel. The host packs it in this order (mglu_ops/backends/cuda/plan.py).
+// The argument of the plain, decode_mma, tile_wgmma and permute_x kernels. The host packs it in this order
+// (mglu_ops/backends/cuda).
 //
-// With a turned x, tile_wgmma comes after a launch of permute_x on the same stream with the same argument, but for `out`: memory
-// for its copy of x (LaunchConfig.turned_bytes, 16-byte aligned), which is tile_wgmma's `x`.
+// Where tile_wgmma reads a permuted x, a launch of permute_x precedes it on the same stream. permute_x has the same
+// argument except for `out`, which is memory for the copy (16-byte aligned) and which tile_wgmma receives as its `x`.
 #pragma once
 #include "ptx.cuh"
 
 namespace mglu {
 
 struct Params {
-    const void* x;        // [tokens, in_features]
-    const void* weight;   // [out_features, in_features]
-    const u8* masks;      // [out_features, ceil(in_features / 8), n_masks], bit k % 8 of byte k / 8
-    const void* route;    // [tokens, n_masks], or null
-    void* out;            // [tokens, out_features], contiguous
-    i64 x_row_stride;     // strides in elements; the masks' are in bytes, which is the same
+    const void* x;       // [tokens, in_features]
+    const void* weight;  // [out_features, in_features]
+    const u8* masks;     // the packed format (packed_masks.cuh)
+    const void* route;   // [tokens, n_masks], or null
+    void* out;           // [tokens, out_features], contiguous
+    i64 x_row_stride;    // strides count elements; an element of the masks is a byte
     i64 x_column_stride;
     i64 weight_row_stride;
     i64 weight_column_stride;
@@ -25,7 +26,7 @@ struct Params {
     int tokens;
     int out_features;
     int in_features;
-    int x_is_vectorizable;  // 16-byte loads of x are aligned and contiguous
+    int x_is_vectorizable;  // whether x allows 16-byte loads: contiguous rows that start at multiples of 16 bytes
 };
 
 }  // namespace mglu

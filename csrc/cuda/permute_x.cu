@@ -1,26 +1,29 @@
-// A copy of x for tile_wgmma.cu: one piece of memory a stage, in the order of wgmma's B operand that suits masks best.
+// Copies x for tile_wgmma.cu, with the columns of k permuted, so that a stage's x is one contiguous block
+// (tile_wgmma.md).
 //
-// The result is [tile of kTokens tokens][64 columns of k][token][64], zeros past the last token and the end of k. Of each
-// token's 64 columns, seen as 8 octets of 8, the fragments of W (mask_fragment.cuh) want element j of octet o at 8 j + o:
-// an 8x8 transposition; and wgmma wants the 16-byte vector v of token n at v ^ (n % 8), which keeps its reads off each
-// other's banks. A warp turns 8 tokens of one chunk of 64 columns.
+// The copy is [tile of kTokens tokens][chunk of 64 columns][token][64], with zeros past the last token and the end of
+// k. Two permutations apply to the 64 columns of a token and chunk, seen as 8 octets of 8 columns. First, element j of
+// octet o goes to 8 j + o, an 8x8 transposition: in this order a lane of the mainloop needs the mask bits of two octets
+// only (mask_fragment.cuh). Second, the 16-byte vector v of token n goes to v ^ (n % 8), the 128-byte swizzle that
+// wgmma expects of its B operand. A warp permutes 8 tokens of one chunk.
 #include "params.cuh"
 #include "ptx.cuh"
 
 namespace mglu {
 
 constexpr int kTokens = MGLU_TOKEN_COLUMNS;
-constexpr int kSub = MGLU_SUB;  // chunks of k a stage; the last stage is filled up with zeros
+constexpr int kStageChunks = MGLU_SUB;  // chunks of 64 columns a stage; the last stage is padded with zeros
 
 }  // namespace mglu
 
 extern "C" __global__ void __launch_bounds__(256) mglu_permute_x(const __grid_constant__ mglu::Params p) {
     using namespace mglu;
-    // All kernels before this one are complete when any block of the next one starts, so that it waits for x only.
+    // tile_wgmma may start, and load W, while this kernel runs. It waits for this kernel alone: this one has waited for
+    // all earlier ones.
     wait_for_earlier_kernels();
     let_next_kernel_start();
     const int lane = threadIdx.x % 32;
-    const int chunks = (p.in_features + 64 * kSub - 1) / (64 * kSub) * kSub;
+    const int chunks = (p.in_features + 64 * kStageChunks - 1) / (64 * kStageChunks) * kStageChunks;
     const int groups = (p.tokens + kTokens - 1) / kTokens * (kTokens / 8);
     const int item = (blockIdx.x * 256 + threadIdx.x) / 32;
     if (item >= groups * chunks) return;

@@ -1,11 +1,13 @@
-// MGLU right everywhere: any dtype, any strides, any alignment, any in_features. One warp a row of W, up to kTokens
-// tokens a pass. It is the road for float32 and for what the fast kernels cannot take; it makes no promise of speed
-// beyond coalesced, vectorised reads where rows happen to be aligned.
+// The kernel for every call that the fast kernels cannot take: any dtype, stride, alignment and in_features (plain.md).
+//
+// A warp computes one row of W for up to kTokens tokens. Its lanes read eight columns each, as vectors where rows are
+// aligned.
 #include "activation.cuh"
 #include "element.cuh"
+#include "packed_masks.cuh"
 #include "params.cuh"
 #include "ptx.cuh"
-#include "finish.cuh"
+#include "route_weights.cuh"
 
 namespace mglu {
 
@@ -16,8 +18,9 @@ constexpr int kTokens = MGLU_TOKENS;  // tokens that share one read of W
 constexpr int kWarps = 8;
 using Bits = typename Element<kType>::Bits;
 
-// Eight consecutive elements from k on; what lies past the row's end is zero.
-__device__ __forceinline__ void load_octet(float (&value)[8], const Bits* row, i64 stride, int k, int end, bool vector) {
+// Loads eight consecutive elements from column k on. Elements past the end of the row are zero.
+__device__ __forceinline__ void load_octet(float (&value)[8], const Bits* row, i64 stride, int k, int end,
+                                           bool vector) {
     constexpr int kPerVector = 16 / sizeof(Bits);
     if (vector && k + 8 <= end) {
 #pragma unroll
@@ -59,10 +62,11 @@ extern "C" __global__ void __launch_bounds__(32 * mglu::kWarps) mglu_plain(const
 
     float t[kTokens] = {};
     float s[kMasks][kTokens] = {};
-    for (int k = lane * 8; k < p.in_features; k += 32 * 8) {
+    for (int k = lane * kOctet; k < p.in_features; k += 32 * kOctet) {
         float w[8];
         load_octet(w, weight, p.weight_column_stride, k, p.in_features, weight_vector);
-        float part[kTokens][8];  // the products, so that t - s_i loses nothing
+        float product[kTokens]
+                     [kOctet];  // t and all s_i sum these same rounded products, so that t - s_i loses no precision
 #pragma unroll
         for (int n = 0; n < kTokens; ++n) {
             float value[8];
@@ -70,11 +74,11 @@ extern "C" __global__ void __launch_bounds__(32 * mglu::kWarps) mglu_plain(const
             load_octet(value, x + token * p.x_row_stride, p.x_column_stride, k, p.in_features, x_vector);
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
-                part[n][j] = value[j] * w[j];
-                t[n] += part[n][j];
+                product[n][j] = value[j] * w[j];
+                t[n] += product[n][j];
             }
         }
-        const u8* masks = p.masks + row * p.mask_row_stride + k / 8 * p.mask_octet_stride;
+        const u8* masks = p.masks + row * p.mask_row_stride + k / kOctet * p.mask_octet_stride;
 #pragma unroll
         for (int i = 0; i < kMasks; ++i) {
             const u32 bits = masks[i * p.mask_stride];
@@ -82,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(32 * mglu::kWarps) mglu_plain(const
             for (int j = 0; j < 8; ++j)
 #pragma unroll
                 for (int n = 0; n < kTokens; ++n)
-                    if (bits >> j & 1) s[i][n] += part[n][j];
+                    if (mask_bit(bits, j)) s[i][n] += product[n][j];
         }
     }
 
@@ -95,7 +99,8 @@ extern "C" __global__ void __launch_bounds__(32 * mglu::kWarps) mglu_plain(const
         for (int i = 0; i < kMasks; ++i) {
             const float gate = warp_sum(s[i][n]);
             if (token < p.tokens)
-                sum += load_route<MGLU_ROUTE>(p, token, i) * (activate<kActivation, kType != kFloat32>(gate) * (sum_t - gate));
+                sum += load_route<MGLU_ROUTE>(p, token, i) *
+                       (activate<kActivation, kType != kFloat32>(gate) * (sum_t - gate));
         }
         if (lane == 0 && token < p.tokens)
             static_cast<Bits*>(p.out)[static_cast<i64>(token) * p.out_features + row] = from_float<kType>(sum);

@@ -1,18 +1,20 @@
-// Hopper's warpgroup instructions (sm_90a): asynchronous matrix products, the copy engine, barriers in shared memory.
+// Hopper's instructions for warpgroups (sm_90a): asynchronous matrix products, TMA copies of boxes, register limits.
 #pragma once
 #include "ptx.cuh"
 
 namespace mglu {
 
-// How the copy engine finds boxes of a matrix in global memory, as the driver encodes it. A kernel's parameter.
+// A TMA descriptor of a matrix in global memory, as the driver encodes it. It is part of a kernel's parameter.
 struct alignas(64) TensorMap {
     u64 opaque[16];
 };
 
-// A box of a matrix, whose first element is at (row, column); elements outside become zeros. To the same place of each of
-// the kBlocks blocks of a cluster, whose barriers there each hear of it.
+// Copies a box of a matrix to shared memory; its first element is at (row, column), and elements outside the matrix
+// become zeros. With kBlocks > 1 it goes to the same offset in every block of the cluster, signalling each one's
+// barrier.
 template <int kBlocks>
-__device__ __forceinline__ void copy_box(u32 destination, const TensorMap& map, int column, int row, u32 barrier, u64 policy) {
+__device__ __forceinline__ void tma_load_box(u32 destination, const TensorMap& map, int column, int row, u32 barrier,
+                                             u64 policy) {
     if constexpr (kBlocks > 1) {
         asm volatile(
             "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
@@ -28,18 +30,18 @@ __device__ __forceinline__ void copy_box(u32 destination, const TensorMap& map, 
         : "memory");
 }
 
-// A map to where the copy engine looks for it.
-__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
+// Prefetches a descriptor into the cache of the TMA unit.
+__device__ __forceinline__ void tma_prefetch_descriptor(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// A box into L2, and no further.
-__device__ __forceinline__ void prefetch_box(const TensorMap& map, int column, int row) {
+// Prefetches a box into L2.
+__device__ __forceinline__ void tma_prefetch_box(const TensorMap& map, int column, int row) {
     asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(&map), "r"(column), "r"(row)
                  : "memory");
 }
 
-// Named barriers: kThreads threads of a block, some of which only arrive.
+// Named barriers of kThreads threads of a block, some of which only arrive.
 template <int kThreads>
 __device__ __forceinline__ void named_arrive(int id) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
@@ -49,41 +51,43 @@ __device__ __forceinline__ void named_sync(int id) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 
-// Registers move between warpgroups: a copying one needs few, a multiplying one many.
+// Moves registers between warpgroups: a producer needs few, a consumer many. kRegisters is the new number a thread.
 template <int kRegisters>
-__device__ __forceinline__ void take_registers() {
+__device__ __forceinline__ void raise_register_limit() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 template <int kRegisters>
-__device__ __forceinline__ void give_registers() {
+__device__ __forceinline__ void lower_register_limit() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
 // --- wgmma ---
 
-// Accumulators and fragments written so far are in place for the products that follow.
+// Orders writes to accumulators and fragments before the products that follow.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Waits until at most kPending of the latest groups still run.
+// Waits until at most kPending of the latest groups are still running.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// B: rows of 128 bytes (64 elements of k), one a column of the product, in the 128-byte swizzle (16-byte vector v of
-// row n at v ^ (n % 8)); blocks of 8 rows are 1024 bytes apart. The next 16 elements of k are 2 further.
+// The descriptor of a B operand in shared memory: rows of 128 bytes (64 elements of k), one for each column of the
+// product, in the 128-byte swizzle (16-byte vector v of row n lies at v ^ (n % 8)). Blocks of 8 rows are 1024 bytes
+// apart. Adding 2 to the descriptor moves on by 16 elements of k.
 __device__ __forceinline__ u64 wgmma_descriptor(u32 address) {
     return static_cast<u64>(1) << 62 | static_cast<u64>(1024 >> 4) << 32 | static_cast<u64>(1) << 16 |
            static_cast<u64>((address & 0x3ffff) >> 4);
 }
 
-// D (64 x N, float32) += A (64 x 16, in registers) B (16 x N, in shared memory), as a warpgroup. Warp w holds rows 16 w
-// to 16 w + 15 of A and D: with g = lane / 4 and q = lane % 4, a0 is elements 2q and 2q + 1 of row g, a1 those of row g + 8,
-// a2 and a3 8 elements on; d[4 j + r] of columns 8 j + 2q (r even) and 8 j + 2q + 1, of rows g (r < 2) and g + 8.
+// D (64 x N, float32) += A (64 x 16, in registers) B (16 x N, in shared memory), by a warpgroup. Warp w holds rows 16 w
+// to 16 w + 15 of A and D. With g = lane / 4 and q = lane % 4, a0 is elements 2q and 2q + 1 of row g, a1 those of row g
+// + 8; a2 and a3 are the same 8 elements further. d[4 j + r] is column 8 j + 2q (even r) or 8 j + 2q + 1 (odd r), of
+// row g (r < 2) or g + 8.
 //
-// run_sparse: A (64 x 32) has two values in each four columns, in places as those of mma_sparse_16x8x32 (ptx.cuh), and B is
-// 32 x N.
+// run_sparse: A (64 x 32) has two values in each four columns and metadata as that of mma_sparse_16x8x32 (ptx.cuh); B
+// is 32 x N.
 template <int N, bool kBfloat16>
 struct Wgmma;
 
@@ -109,26 +113,28 @@ struct Wgmma;
 #define MGLU_F32(i) MGLU_F16(i), MGLU_F16(i + 16)
 #define MGLU_F64(i) MGLU_F32(i), MGLU_F32(i + 32)
 
-#define MGLU_WGMMA_OF(N, IS_BFLOAT16, TYPE, D, A, B, PLACES, PAIR, ...)                                              \
-    template <>                                                                                                      \
-    struct Wgmma<N, IS_BFLOAT16> {                                                                                   \
-        __device__ __forceinline__ static void run(float (&d)[N / 2], const u32 (&a)[4], u64 b) {                    \
-            asm volatile("{\n\t.reg .pred add;\n\tsetp.eq.u32 add, 0, 0;\n\t"                                        \
-                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                             \
-                         " {" D "}, {" A "}, " B ", add, 1, 1, 0;\n\t}"                                              \
-                         : __VA_ARGS__                                                                               \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                      \
-        }                                                                                                            \
-        template <int kPair>                                                                                         \
-        __device__ __forceinline__ static void run_sparse(float (&d)[N / 2], const u32 (&a)[4], u64 b, u32 places) { \
-            asm volatile("{\n\t.reg .pred add;\n\tsetp.eq.u32 add, 0, 0;\n\t"                                        \
-                         "wgmma.mma_async.sp.sync.aligned.m64n" #N "k32.f32." TYPE "." TYPE                          \
-                         " {" D "}, {" A "}, " B ", " PLACES ", " PAIR ", add, 1, 1, 0;\n\t}"                        \
-                         : __VA_ARGS__                                                                               \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(places), "n"(kPair));             \
-        }                                                                                                            \
+#define MGLU_WGMMA_TYPE(N, IS_BFLOAT16, TYPE, D, A, B, METADATA, SELECTOR, ...)                                        \
+    template <>                                                                                                        \
+    struct Wgmma<N, IS_BFLOAT16> {                                                                                     \
+        __device__ __forceinline__ static void run(float (&d)[N / 2], const u32 (&a)[4], u64 b) {                      \
+            asm volatile(                                                                                              \
+                "{\n\t.reg .pred add;\n\tsetp.eq.u32 add, 0, 0;\n\t"                                                   \
+                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" D "}, {" A "}, " B                \
+                ", add, 1, 1, 0;\n\t}"                                                                                 \
+                : __VA_ARGS__                                                                                          \
+                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                 \
+        }                                                                                                              \
+        template <int kSelector>                                                                                       \
+        __device__ __forceinline__ static void run_sparse(float (&d)[N / 2], const u32 (&a)[4], u64 b, u32 metadata) { \
+            asm volatile(                                                                                              \
+                "{\n\t.reg .pred add;\n\tsetp.eq.u32 add, 0, 0;\n\t"                                                   \
+                "wgmma.mma_async.sp.sync.aligned.m64n" #N "k32.f32." TYPE "." TYPE " {" D "}, {" A "}, " B             \
+                ", " METADATA ", " SELECTOR ", add, 1, 1, 0;\n\t}"                                                     \
+                : __VA_ARGS__                                                                                          \
+                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(metadata), "n"(kSelector));                  \
+        }                                                                                                              \
     };
-#define MGLU_WGMMA(N, ...) MGLU_WGMMA_OF(N, false, "f16", __VA_ARGS__) MGLU_WGMMA_OF(N, true, "bf16", __VA_ARGS__)
+#define MGLU_WGMMA(N, ...) MGLU_WGMMA_TYPE(N, false, "f16", __VA_ARGS__) MGLU_WGMMA_TYPE(N, true, "bf16", __VA_ARGS__)
 
 MGLU_WGMMA(8, MGLU_D4, "%4, %5, %6, %7", "%8", "%9", "%10", MGLU_F4(0))
 MGLU_WGMMA(16, MGLU_D8, "%8, %9, %10, %11", "%12", "%13", "%14", MGLU_F8(0))

@@ -8,9 +8,10 @@
 MGLU_EMBED(mglu_source_plain, "cuda/plain.cu");
 MGLU_EMBED(mglu_source_activation, "cuda/activation.cuh");
 MGLU_EMBED(mglu_source_element, "cuda/element.cuh");
-MGLU_EMBED(mglu_source_finish, "cuda/finish.cuh");
+MGLU_EMBED(mglu_source_packed_masks, "cuda/packed_masks.cuh");
 MGLU_EMBED(mglu_source_params, "cuda/params.cuh");
 MGLU_EMBED(mglu_source_ptx, "cuda/ptx.cuh");
+MGLU_EMBED(mglu_source_route_weights, "cuda/route_weights.cuh");
 
 // Generated: MGLU_EMBED of cubins, and the tables kCubins, kTuned and kPlain, in each of which the last entry is empty.
 #if __has_include("mglu_kernels.inc")
@@ -30,8 +31,9 @@ Kernels kernels() { return {kCubins, kTuned, std::size(kTuned) - 1, kPlain, std:
 std::vector<Source> plain_sources() {
     const auto text = [](const unsigned char* bytes) { return reinterpret_cast<const char*>(bytes); };
     return {{"plain.cu", text(mglu_source_plain)},       {"activation.cuh", text(mglu_source_activation)},
-            {"element.cuh", text(mglu_source_element)},  {"finish.cuh", text(mglu_source_finish)},
-            {"params.cuh", text(mglu_source_params)},    {"ptx.cuh", text(mglu_source_ptx)}};
+            {"element.cuh", text(mglu_source_element)},  {"packed_masks.cuh", text(mglu_source_packed_masks)},
+            {"params.cuh", text(mglu_source_params)},    {"ptx.cuh", text(mglu_source_ptx)},
+            {"route_weights.cuh", text(mglu_source_route_weights)}};
 }
 
 }  // namespace mglu::cuda

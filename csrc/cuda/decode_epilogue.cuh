@@ -1,0 +1,98 @@
+// The epilogue of decode_mma.cu: adds the split-k parts, applies the activation and route weights, sums over masks,
+// stores.
+#pragma once
+#include "activation.cuh"
+#include "element.cuh"
+#include "params.cuh"
+#include "ptx.cuh"
+#include "route_weights.cuh"
+
+namespace mglu {
+
+// A block has kTiles tiles of kRows rows of W. The kParts warps that share a tile, each with a part of k, are
+// neighbours. Each warp has left its sums in shared memory, kWarpBytes apart: float [1 + kMasks][kRows][kColumns],
+// first t = x W^T, then s_i = x (M_i * W)^T of each mask.
+template <int kType_, int kMasks_, Activation kActivation_, int kRouteType_, int kTiles_, int kParts_, int kRows_,
+          int kColumns_, int kWarpBytes_>
+struct EpilogueShape {
+    static constexpr int kType = kType_;
+    static constexpr int kMasks = kMasks_;
+    static constexpr Activation kActivation = kActivation_;
+    static constexpr int kRouteType = kRouteType_;  // -1: no route weights
+    static constexpr int kTiles = kTiles_;
+    static constexpr int kParts = kParts_;
+    static constexpr int kRows = kRows_;
+    static constexpr int kColumns = kColumns_;
+    static constexpr int kWarpBytes = kWarpBytes_;
+    static constexpr int kThreads = 32 * kTiles * kParts;  // of the block
+};
+
+// Adds the parts of k in a fixed order, so that every run gives the same bits.
+template <typename Shape>
+__device__ __forceinline__ float sum_of_parts(const u8* parts, int offset) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int part = 0; part < Shape::kParts; ++part)
+        sum += reinterpret_cast<const float*>(parts + part * Shape::kWarpBytes)[offset];
+    return sum;
+}
+
+// The masks' terms of an output are summed in a fixed order: in kPartialSums partial sums, each of every kPartialSums-th
+// mask, which are then added by halves. Where a block has more threads than outputs, kMaskLanes neighbouring lanes
+// share an output, so that the kernel's tail is short. A tile that would run past the last row starts higher
+// (decode_mma.cu), which shifts its rows here too.
+template <typename Shape>
+__device__ __forceinline__ void decode_epilogue(const Params& p, const u8* shared, int first_row) {
+    constexpr int kMasks = Shape::kMasks;
+    constexpr int kOutputs = Shape::kTiles * Shape::kRows * Shape::kColumns;
+    constexpr int kPartialSums = kMasks > 8 && 16 * kOutputs <= Shape::kThreads ? 16
+                                 : kMasks >= 8                                  ? 8
+                                 : kMasks >= 4                                  ? 4
+                                 : kMasks >= 2                                  ? 2
+                                                                                : 1;
+    constexpr int kThreadsPerOutput = Shape::kThreads / kOutputs;  // rounded down
+    constexpr int kUsableLanes = kThreadsPerOutput >= 16  ? 16
+                                 : kThreadsPerOutput >= 8 ? 8
+                                 : kThreadsPerOutput >= 4 ? 4
+                                 : kThreadsPerOutput >= 2 ? 2
+                                                          : 1;
+    constexpr int kMaskLanes = kUsableLanes < kPartialSums ? kUsableLanes : kPartialSums;
+    constexpr int kLanePartialSums = kPartialSums / kMaskLanes;  // partial sums of a lane
+    constexpr int kPlane = Shape::kRows * Shape::kColumns;
+    constexpr int kOutputsAtOnce = Shape::kThreads / kMaskLanes;
+    const int mask_lane = static_cast<int>(threadIdx.x) % kMaskLanes;
+    for (int base = 0; base < kOutputs; base += kOutputsAtOnce) {
+        const int output = base + static_cast<int>(threadIdx.x) / kMaskLanes;
+        const int token = output % Shape::kColumns;
+        const int row = first_row + output / Shape::kColumns;
+        const bool wanted = output < kOutputs && token < p.tokens && row < p.out_features;
+        float sum[kLanePartialSums] = {};
+        if (wanted) {
+            const int tile = output / kPlane;
+            const u8* parts = shared + tile * (Shape::kParts * Shape::kWarpBytes);
+            const int tile_start = min(first_row + tile * Shape::kRows, p.out_features - Shape::kRows);
+            const int offset = (row - tile_start) * Shape::kColumns + token;
+            const float t = sum_of_parts<Shape>(parts, offset);
+#pragma unroll
+            for (int first = 0; first < kMasks; first += kMaskLanes) {
+                const int i = first + mask_lane;
+                if (kMasks % kMaskLanes != 0 && i >= kMasks) continue;
+                const float gate = sum_of_parts<Shape>(parts, (1 + i) * kPlane + offset);
+                const float term = activate<Shape::kActivation, true>(gate) * (t - gate);
+                sum[first / kMaskLanes % kLanePartialSums] += load_route<Shape::kRouteType>(p, token, i) * term;
+            }
+        }
+#pragma unroll
+        for (int half = kLanePartialSums / 2; half > 0; half /= 2)
+#pragma unroll
+            for (int own = 0; own < half; ++own) sum[own] += sum[own + half];
+#pragma unroll
+        for (int distance = kMaskLanes / 2; distance > 0; distance /= 2)
+            sum[0] += __shfl_xor_sync(0xffffffffu, sum[0], distance);
+        if (wanted && mask_lane == 0)
+            static_cast<typename Element<Shape::kType>::Bits*>(p.out)[static_cast<i64>(token) * p.out_features + row] =
+                from_float<Shape::kType>(sum[0]);
+    }
+}
+
+}  // namespace mglu

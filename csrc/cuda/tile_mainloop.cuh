@@ -1,0 +1,433 @@
+// The mainloop of a consumer warpgroup of tile_wgmma.cu: fragments of W and masks from the ring, products,
+// accumulators.
+#pragma once
+#include "activation.cuh"
+#include "element.cuh"
+#include "mask_fragment.cuh"
+#include "packed_masks.cuh"
+#include "route_weights.cuh"
+#include "tile.cuh"
+
+namespace mglu {
+
+// Loads a lane's mask words from the ring, for masks kFirst to kFirst + kCount - 1 of a pass and the octets 2q and 2q +
+// 1 of a chunk. `row` is the address of the row's masks of the chunk, `swizzle` the row modulo 8.
+//
+// With wide loads all masks of the pass are read, whichever are needed: eight lanes then read neighbouring bytes, where
+// narrow loads of rows 64 or 128 bytes apart would meet in one bank (30 million conflicts at 8 masks).
+template <int kFirst, int kCount, bool kWideLoads = kSwizzleMasks || (kPasses > 1)>
+__device__ __forceinline__ MaskWords<kCount> load_pass_words(u32 row, int q, int swizzle, int pass) {
+    MaskWords<kWideLoads ? kPassMasks : kMasks> all;
+    if constexpr (kWideLoads) {
+        const u32 at_a = row + (kSwizzleMasks ? (2 * q ^ swizzle) * 16 : 2 * q * kMasks) + pass * kPassMasks;
+        const u32 at_b = row + (kSwizzleMasks ? (2 * q + 1 ^ swizzle) * 16 : (2 * q + 1) * kMasks) + pass * kPassMasks;
+        constexpr int kWords = kWideLoads ? kPassMasks / 4 : 1;
+        u32 a[kWords], b[kWords];
+        load_shared_words(a, at_a);
+        load_shared_words(b, at_b);
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) {
+            all.word[2 * w] = pick_bytes<0x5410>(a[w], b[w]);
+            all.word[2 * w + 1] = pick_bytes<0x7632>(a[w], b[w]);
+        }
+    } else {
+        all = load_mask_words<kMasks>(row + 2 * q * kMasks);
+    }
+    MaskWords<kCount> masks;
+#pragma unroll
+    for (int w = 0; w < MaskWords<kCount>::kWords; ++w) {
+        const int i = kFirst + 2 * w;  // with an odd i, the two masks come from two words
+        const int next = i / 2 + 1 < MaskWords<kPassMasks>::kWords ? i / 2 + 1 : i / 2;
+        masks.word[w] = i % 2 == 0 ? all.word[i / 2] : pick_bytes<0x6341>(all.word[i / 2], all.word[next]);
+    }
+    return masks;
+}
+
+// The same from global memory, byte by byte, for rows of masks that are not aligned for TMA. `row` points at the masks
+// of the row, `octet` is the first of the two octets. Bytes past the end of the row are not read.
+template <int kFirst, int kCount>
+__device__ __forceinline__ MaskWords<kCount> read_pass_words(const u8* row, int octet, int octets, int pass) {
+    const u8* first = row + static_cast<i64>(octet) * kMasks + pass * kPassMasks + kFirst;
+    MaskWords<kCount> masks;
+#pragma unroll
+    for (int w = 0; w < MaskWords<kCount>::kWords; ++w) {
+        masks.word[w] = 0;
+#pragma unroll
+        for (int byte = 0; byte < 4; ++byte) {
+            const int mask = 2 * w + byte % 2;
+            if (mask < kCount && octet + byte / 2 < octets)
+                masks.word[w] |= static_cast<u32>(first[byte / 2 * kMasks + mask]) << (8 * byte);
+        }
+    }
+    return masks;
+}
+
+// Loads from the ring the mask bytes of kOctets octets of a row of W, for the masks of a pass. `row` is the address of
+// the row's masks of the chunk, `swizzle` the row modulo 8.
+template <int kOctets>
+__device__ __forceinline__ void load_pass_bytes(u32 (&bytes)[(kOctets * kPassMasks + 3) / 4], u32 row, int octet,
+                                                int swizzle, int pass) {
+    if constexpr (kSwizzleMasks || kPasses > 1) {
+        constexpr int kWords = kSwizzleMasks || kPasses > 1 ? kPassMasks / 4 : 1;
+#pragma unroll
+        for (int o = 0; o < kOctets; ++o) {
+            u32 word[kWords];
+            const int at = kSwizzleMasks ? (octet + o ^ swizzle) * 16 : (octet + o) * kMasks;
+            load_shared_words(word, row + at + pass * kPassMasks);
+#pragma unroll
+            for (int w = 0; w < kWords; ++w) bytes[o * kWords + w] = word[w];
+        }
+    } else {
+        load_mask_stream<kOctets * kMasks>(bytes, row + octet * kMasks);
+    }
+}
+
+// The same from global memory, for rows of masks that are not aligned for TMA. Bytes past the end of the row are not
+// read.
+template <int kOctets>
+__device__ __forceinline__ void read_pass_bytes(u32 (&bytes)[(kOctets * kPassMasks + 3) / 4], const u8* row, int octet,
+                                                int octets, int pass) {
+#pragma unroll
+    for (int w = 0; w < (kOctets * kPassMasks + 3) / 4; ++w) bytes[w] = 0;
+#pragma unroll
+    for (int o = 0; o < kOctets; ++o) {
+        if (octet + o >= octets) break;
+        const u8* from = row + static_cast<i64>(octet + o) * kMasks + pass * kPassMasks;
+#pragma unroll
+        for (int i = 0; i < kPassMasks; ++i) {
+            const int at = o * kPassMasks + i;
+            bytes[at / 4] |= static_cast<u32>(from[i]) << (8 * (at % 4));
+        }
+    }
+}
+
+// Waits until the next stage is complete, and returns its address.
+__device__ __forceinline__ u32 wait_for_stage(u32 ring, u32 full, const RingPosition& position) {
+    const u32 slot = ring + position.slot * kStageBytes;
+    barrier_wait(full + 8 * position.slot, position.parity);
+    __syncwarp();
+    return slot;
+}
+
+// Releases a stage, whose empty barrier is given; in a cluster, the one in block `lane`.
+__device__ __forceinline__ void release_stage(u32 empty, int lane) {
+    __syncwarp();
+    if constexpr (kCluster > 1) {
+        if (lane < kCluster) barrier_arrive_in_cluster(empty);
+    } else {
+        if (lane == 0) barrier_arrive(empty);
+    }
+}
+
+// The row of W, of 8, that is row g of a sparse product: 0, 5, 2, 7, 1, 4, 3, 6. In this order, when each lane loads 8
+// bytes, the first and the second 16 lanes meet each bank once, both in W (vector v of row r at v ^ r) and in masks of
+// 32, 64 or 128 bytes a row.
+__device__ __forceinline__ int sparse_row(int g) { return g % 2 * 4 | (g & 2) | (g / 4 ^ g % 2); }
+
+// The accumulators of 64 rows: t if kTotal, and for the masks kFirst to kFirst + kCount - 1 of a pass f_i, or with
+// kSparse s_i.
+template <bool kTotal, int kFirst, int kCount>
+struct Accumulators {
+    float t[kColumns];
+    float f[kCount][kColumns];
+
+    // A chunk has kBatches batches of kSteps wgmmas. The wgmmas of a batch for one product (t, or a mask) are one commit
+    // group. Groups are ordered by batches, and within a batch t precedes the masks.
+    static constexpr int kBatches = 4 / kSteps;
+    static constexpr int kProducts = kCount + (kTotal ? 1 : 0);
+    static constexpr int kWgmmaGroups = kBatches * kProducts;
+    // Whether registers allow loading fragments before the wait for earlier products.
+    static constexpr bool kLoadEarly = kProducts * kColumns + 128 <= kConsumerRegisters;
+    static_assert(kSparse || kWgmmaGroups * kStageChunks >= 2, "a stage is released during the next one");
+    static_assert(kCount > 0, "each warpgroup has a mask");
+
+    // How many groups may still run when this group's fragments are written. One, since fragments alternate between two
+    // sets of registers; but none where the group just before used the same set (an odd number of masks in a chunk and
+    // no t between them).
+    __device__ __forceinline__ static constexpr int pending(int group) {
+        return group == 0 && !kTotal && kBatches * kCount % 2 == 1 ? 0 : 1;
+    }
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) {
+            if constexpr (kTotal) t[c] = 0.0f;
+#pragma unroll
+            for (int i = 0; i < kCount; ++i) f[i][c] = 0.0f;
+        }
+    }
+
+    __device__ __forceinline__ static void multiply(float (&sums)[kColumns], const u32 (&a)[kSteps][4], u64 b) {
+        // Pin the fragments' last write here: otherwise ptxas fences again, or makes the groups wait for each other.
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) asm volatile("" ::"r"(a[s][0]), "r"(a[s][1]), "r"(a[s][2]), "r"(a[s][3]));
+        wgmma_fence();
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) Wgmma<kTokens, kType == kBfloat16>::run(sums, a[s], b + 2 * s);
+        wgmma_commit();
+    }
+
+    // Loads the lane's masks of a chunk from the ring or from global memory, for row `row_in_8` + 8 half of the warp's
+    // 16.
+    __device__ __forceinline__ static void load_mask_words(MaskWords<kCount>& bits, const Params& p, u32 masks,
+                                                           const u8* mask_rows, int half, int q, int row_in_8,
+                                                           int chunk_of_row, int pass) {
+        if constexpr (kBulkMasks)
+            bits = load_pass_words<kFirst, kCount>(masks + 8 * half * kMaskRowBytes, q, row_in_8, pass);
+        else
+            bits = read_pass_words<kFirst, kCount>(mask_rows + 8 * half * p.mask_row_stride, chunk_of_row * 8 + 2 * q,
+                                                   p.in_features / kOctet, pass);
+    }
+
+    // A lane's fragments of 16 rows of W (rows g and g + 8) and of their masks, one batch of a chunk at a time. For
+    // each step, `weight` is wgmma's A operand, and flips(mask, batch, step, r) the sign flips of its register r. They
+    // are loaded either before or after the wait for earlier products.
+    struct Fragments {
+        const Params& p;
+        const int g = threadIdx.x % 32 / 4;
+        const int q = threadIdx.x % 4;
+        const int pass;
+        const int row;              // row g of the warp, as a row of the tile
+        const u8* const mask_rows;  // the masks of that row in global memory
+        u32 weight[kSteps][4];
+
+        __device__ __forceinline__ Fragments(const Params& p, int tile_row, int warp_row, int pass)
+            : p(p), pass(pass), row(warp_row + g), mask_rows(p.masks + (tile_row + row) * p.mask_row_stride) {}
+
+        // The offset of the row's masks of a chunk in a stage.
+        __device__ __forceinline__ u32 mask_offset(int chunk) const {
+            return kXBytes + kWeightBytes + (chunk / kMaskSpan * kBlockRows + row) * kMaskRowBytes +
+                   chunk % kMaskSpan * mask_bytes(64, kMasks);
+        }
+    };
+
+    // Columns in their natural order. A step covers two octets, of each of which a lane holds two columns. A lane reads
+    // all masks of all octets for two bits of each byte.
+    struct NaturalOrder : Fragments {
+        using Fragments::weight;
+        static constexpr int kOctets = 2 * kSteps;  // of a batch
+        static constexpr int kBytes = kOctets * kPassMasks;
+        static constexpr bool kLoadNaturalEarly = kProducts * kColumns + 100 <= kConsumerRegisters;
+        const u32 matrix;
+        u32 bytes[2][(kBytes + 3) / 4];
+
+        __device__ __forceinline__ NaturalOrder(const Params& p, int tile_row, int warp_row, int pass)
+            : Fragments(p, tile_row, warp_row, pass),
+              matrix(kXBytes + (warp_row + threadIdx.x % 16) * 128 + (threadIdx.x % 32 / 16 ^ threadIdx.x % 8) * 16) {}
+
+        __device__ __forceinline__ void before_wait(u32 slot, int chunk, int chunk_of_row, int batch) {
+            if constexpr (kLoadNaturalEarly) load(slot, chunk, chunk_of_row, batch);
+        }
+        __device__ __forceinline__ void after_wait(u32 slot, int chunk, int chunk_of_row, int batch) {
+            if constexpr (!kLoadNaturalEarly) load(slot, chunk, chunk_of_row, batch);
+        }
+        __device__ __forceinline__ void load(u32 slot, int chunk, int chunk_of_row, int batch) {
+#pragma unroll
+            for (int s = 0; s < kSteps; ++s)
+                load_matrices(weight[s], slot + chunk * kBlockRows * 128 + (matrix ^ (batch * kSteps + s) * 32));
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                if constexpr (kBulkMasks)
+                    load_pass_bytes<kOctets>(bytes[half], slot + this->mask_offset(chunk) + 8 * half * kMaskRowBytes,
+                                             batch * kOctets, this->g, this->pass);
+                else
+                    read_pass_bytes<kOctets>(bytes[half], this->mask_rows + 8 * half * this->p.mask_row_stride,
+                                             chunk_of_row * 8 + batch * kOctets, this->p.in_features / kOctet,
+                                             this->pass);
+            }
+        }
+        __device__ __forceinline__ u32 flips(int mask, int batch, int step, int r) const {
+            const SignFlips<kBytes> sign_flips(bytes[r % 2], this->q);
+            return sign_flips.flips((2 * step + r / 2) * kPassMasks + kFirst + mask);
+        }
+    };
+
+    // Columns as permute_x.cu has permuted them. All steps of a chunk together cover two octets of a lane, so that a
+    // lane reads a quarter of the mask bytes of the natural order.
+    struct PermutedColumns : Fragments {
+        using Fragments::weight;
+        Vec16 octet[2][2];  // rows g and g + 8, octets 2 q and 2 q + 1
+        MaskWords<kCount> bits[2];
+
+        using Fragments::Fragments;
+
+        __device__ __forceinline__ void before_wait(u32 slot, int chunk, int chunk_of_row, int batch) {
+            if (kLoadEarly && batch == 0) load(slot, chunk, chunk_of_row);
+        }
+        __device__ __forceinline__ void after_wait(u32 slot, int chunk, int chunk_of_row, int batch) {
+            if (!kLoadEarly && batch == 0) load(slot, chunk, chunk_of_row);
+            if constexpr (kBatches > 1 || kLoadEarly) interleave(0, batch), interleave(1, batch);
+        }
+        __device__ __forceinline__ void load(u32 slot, int chunk, int chunk_of_row) {
+            const u32 weights = slot + kXBytes + (chunk * kBlockRows + this->row) * 128;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+#pragma unroll
+                for (int o = 0; o < 2; ++o)
+                    octet[half][o] = load_shared_16(weights + half * 1024 + (2 * this->q + o ^ this->g) * 16);
+                if constexpr (kBatches == 1 && !kLoadEarly) {  // at once, since registers are few
+                    interleave(half, 0);
+#pragma unroll
+                    for (int s = 0; s < kSteps; ++s)
+                        keep_in_register(weight[s][half]), keep_in_register(weight[s][2 + half]);
+                }
+            }
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                load_mask_words(bits[half], this->p, slot + this->mask_offset(chunk), this->mask_rows, half, this->q,
+                                this->g, chunk_of_row, this->pass);
+        }
+        // Interleaves a row's octets A and B to pairs (A_j, B_j).
+        __device__ __forceinline__ void interleave(int half, int batch) {
+#pragma unroll
+            for (int s = 0; s < kSteps; ++s) {
+                const u32 a = octet[half][0].word[batch * kSteps + s];
+                const u32 b = octet[half][1].word[batch * kSteps + s];
+                weight[s][half] = pick_bytes<0x5410>(a, b);
+                weight[s][2 + half] = pick_bytes<0x7632>(a, b);
+            }
+        }
+        __device__ __forceinline__ u32 flips(int mask, int batch, int step, int r) const {
+            return bits[r % 2].flips(mask, 2 * (batch * kSteps + step) + r / 2);
+        }
+    };
+
+    // Accumulates the products of all of k, stage by stage.
+    template <typename FragmentsOfW>
+    __device__ __forceinline__ void accumulate(const Params& p, u32 ring, u32 full, u32 empty, int tile_row,
+                                               int warpgroup_row, int pass, RingPosition& position) {
+        const int lane = threadIdx.x % 32;
+        const int stages = stage_count(p);
+        FragmentsOfW fragments(p, tile_row, warpgroup_row + threadIdx.x / 32 % 4 * 16, pass);
+        u32 unreleased = 0;  // the empty barrier of the previous stage, until that is released
+        for (int stage = 0; stage < stages; ++stage) {
+            const u32 slot = wait_for_stage(ring, full, position);
+#pragma unroll
+            for (int chunk = 0; chunk < kStageChunks; ++chunk) {
+                const int chunk_of_row = stage * kStageChunks + chunk;
+                const u64 b = wgmma_descriptor(slot + chunk * kTokens * 128);
+#pragma unroll
+                for (int group = 0; group < kWgmmaGroups; ++group) {
+                    const int batch = group / kProducts;
+                    const int mask = group % kProducts - (kTotal ? 1 : 0);
+                    if (group % kProducts == 0) fragments.before_wait(slot, chunk, chunk_of_row, batch);
+                    if (pending(group) == 0) wgmma_wait<0>();
+                    else wgmma_wait<1>();
+                    // Only the latest group is still running, which belongs to this stage: release the previous stage.
+                    if (chunk * kWgmmaGroups + group == 1 && unreleased) release_stage(unreleased, lane);
+                    if (group % kProducts == 0) fragments.after_wait(slot, chunk, chunk_of_row, batch);
+                    if (mask < 0) {
+                        if constexpr (kTotal) multiply(t, fragments.weight, b + 2 * batch * kSteps);
+                    } else {
+                        u32 flipped[kSteps][4];
+#pragma unroll
+                        for (int s = 0; s < kSteps; ++s)
+#pragma unroll
+                            for (int r = 0; r < 4; ++r)
+                                flipped[s][r] = flip_signs(fragments.weight[s][r], fragments.flips(mask, batch, s, r));
+                        multiply(f[mask], flipped, b + 2 * batch * kSteps);
+                    }
+                }
+            }
+            unreleased = empty + 8 * position.slot;
+            position.advance();
+        }
+        wgmma_wait<0>();
+        release_stage(unreleased, lane);
+    }
+
+    // The same with sparse products, whose fragments serve t and all masks. The products of a chunk's even weights are
+    // one commit group, those of its odd weights another. While one runs, the fragments of the other are made.
+    __device__ __forceinline__ void accumulate_sparse(const Params& p, u32 ring, u32 full, u32 empty, int tile_row,
+                                                      int warpgroup_row, int pass, RingPosition& position) {
+        const int lane = threadIdx.x % 32;
+        const int g = lane / 4;
+        const int q = lane % 4;
+        const int row_in_8 = sparse_row(g);
+        const int row = warpgroup_row + threadIdx.x / 32 % 4 * 16 + row_in_8;  // and row + 8
+        const int stages = stage_count(p);
+        const u8* mask_rows = p.masks + (tile_row + row) * p.mask_row_stride;
+        const MetadataConstants constants;
+        u32 unreleased = 0;
+        for (int stage = 0; stage < stages; ++stage) {
+            const u32 slot = wait_for_stage(ring, full, position);
+#pragma unroll
+            for (int chunk = 0; chunk < kStageChunks; ++chunk) {
+                const u32 weights = slot + kXBytes + (chunk * kBlockRows + row) * 128 + q % 2 * 8;
+                const u32 masks = slot + kXBytes + kWeightBytes +
+                                  (chunk / kMaskSpan * kBlockRows + row) * kMaskRowBytes +
+                                  chunk % kMaskSpan * mask_bytes(64, kMasks);
+                u32 word[4][2][2];
+                MaskWords<kCount> bits[2];
+                const auto load = [&] {
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+                        for (int source = 0; source < 4; ++source)
+                            load_shared_words(word[source][half],
+                                              weights + half * 1024 + (2 * source + q / 2 ^ row_in_8) * 16);
+                        load_mask_words(bits[half], p, masks, mask_rows, half, q, row_in_8,
+                                        stage * kStageChunks + chunk, pass);
+                    }
+                };
+                if (kLoadEarly) load();
+#pragma unroll
+                for (int odd = 0; odd < 2; ++odd) {
+                    wgmma_wait<1>();
+                    if (chunk == 0 && odd == 1 && unreleased) release_stage(unreleased, lane);
+                    if (!kLoadEarly && odd == 0) load();
+                    SparseWeights weight;
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) weight.set(i / 2, i % 2, word[i / 2][i % 2], odd);
+                    const SparseMetadata<kCount> metadata(bits[0], bits[1], odd, constants);
+                    multiply_sparse(weight, metadata, constants, slot + chunk * kTokens * 256 + odd * 64);
+                }
+            }
+            unreleased = empty + 8 * position.slot;
+            position.advance();
+        }
+        wgmma_wait<0>();
+        release_stage(unreleased, lane);
+    }
+
+    // Multiplies one fragment with both halves of a chunk. `x` is the address of the first half's even columns, or odd
+    // ones.
+    __device__ __forceinline__ void multiply_sparse(const SparseWeights& weight, const SparseMetadata<kCount>& metadata,
+                                                    const MetadataConstants& constants, u32 x) {
+#pragma unroll
+        for (int r = 0; r < 8; ++r) asm volatile("" ::"r"(weight.value[r / 4][r % 4]));
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) asm volatile("" ::"r"(metadata.word[i]));
+        wgmma_fence();
+        multiply_half<0>(weight, metadata, constants, wgmma_descriptor(x));
+        multiply_half<1>(weight, metadata, constants, wgmma_descriptor(x + kTokens * 128));
+        wgmma_commit();
+    }
+
+    template <int kSelector>
+    __device__ __forceinline__ void multiply_half(const SparseWeights& weight, const SparseMetadata<kCount>& metadata,
+                                                  const MetadataConstants& constants, u64 b) {
+        using Product = Wgmma<kTokens, kType == kBfloat16>;
+        if constexpr (kTotal)
+            Product::template run_sparse<kSelector>(t, weight.value[kSelector], b, constants.select_all);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i)
+            Product::template run_sparse<kSelector>(f[i], weight.value[kSelector], b, metadata.word[i]);
+    }
+
+    // Adds the terms of this warpgroup's masks to `sum`, in order: the bits do not depend on how masks are divided.
+    __device__ __forceinline__ float add_terms(const Params& p, float sum, float total, int column, int token,
+                                               int pass) const {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            const float gate = kSparse ? f[i][column] : 0.5f * (total - f[i][column]);
+            const float value = kSparse ? total - gate : 0.5f * (total + f[i][column]);
+            const bool routed = kRouteType >= 0 && token < p.tokens;
+            const float route = routed ? load_route<kRouteType>(p, token, pass * kPassMasks + kFirst + i) : 1.0f;
+            sum += route * (activate<kActivation, true>(gate) * value);
+        }
+        return sum;
+    }
+};
+
+}  // namespace mglu

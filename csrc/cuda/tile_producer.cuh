@@ -1,0 +1,166 @@
+// The producer warpgroup of tile_wgmma.cu: one thread that loads stages into the ring, and for sparse products three
+// warps that expand x with zeros.
+#pragma once
+#include "tile.cuh"
+
+namespace mglu {
+
+// Loads W and masks of a stage. In a cluster, each block loads its part of the rows for all blocks. Weights past the
+// end of the row become zeros; mask bits there, which flip or select zeros, may be anything.
+__device__ __forceinline__ void load_weights_and_masks(const TileParams& tp, u32 slot, u32 barrier, int row, int stage,
+                                                       u32 x_bytes, u64 policy) {
+    constexpr int kRows = kBlockRows / kCluster;
+    const u32 rank = kCluster > 1 ? rank_in_cluster() : 0;
+    const u32 weights = slot + kXBytes + rank * (kRows * 128);
+    const u32 masks = slot + kXBytes + kWeightBytes + rank * (kRows * kMaskRowBytes);
+    row += rank * kRows;
+    barrier_arrive_expect_bytes(barrier, x_bytes + kWeightBytes + kMaskBytes);
+#pragma unroll
+    for (int chunk = 0; chunk < kStageChunks; ++chunk)
+        tma_load_box<kCluster>(weights + chunk * kBlockRows * 128, tp.weight, (stage * kStageChunks + chunk) * 64, row,
+                               barrier, policy);
+#pragma unroll
+    for (int span = 0; kBulkMasks && span < kStageChunks / kMaskSpan; ++span)
+        tma_load_box<kCluster>(masks + span * kBlockRows * kMaskRowBytes, tp.masks,
+                               (stage * (kStageChunks / kMaskSpan) + span) * kMaskRowBytes, row, barrier, policy);
+}
+
+// Prefetches the beginning of the first stage into L2 while earlier kernels still run. These may write to it; the loads
+// after the wait then see what they wrote. With more than 64 rows a block prefetches one box, which is what the TMA
+// unit can finish before the wait ends (all boxes: 1 to 4% less time at 64 rows, up to 2% more at 112).
+__device__ __forceinline__ void prefetch_first_stage(const TileParams& tp) {
+    constexpr int kRows = kBlockRows / kCluster;
+    constexpr bool kAll = kRows <= 64;
+    const int row = tile_at(tp.p, first_tile()).row + (kCluster > 1 ? rank_in_cluster() : 0) * kRows;
+#pragma unroll
+    for (int chunk = 0; chunk < (kAll ? kStageChunks : 1); ++chunk) tma_prefetch_box(tp.weight, chunk * 64, row);
+#pragma unroll
+    for (int span = 0; kAll && kBulkMasks && span < kStageChunks / kMaskSpan; ++span)
+        tma_prefetch_box(tp.masks, span * kMaskRowBytes, row);
+}
+
+__device__ __forceinline__ void produce(const TileParams& tp, u32 ring, u32 landed, u32 empty) {
+    // Other kernels of a model may have evicted the descriptors: this saves 0.4 to 0.8% of a token's time there, and
+    // nothing where launches of this kernel follow each other.
+    if constexpr (!kPermutedX) tma_prefetch_descriptor(tp.x);
+    tma_prefetch_descriptor(tp.weight);
+    if constexpr (kBulkMasks) tma_prefetch_descriptor(tp.masks);
+    const Params& p = tp.p;
+    const int stages = stage_count(p);
+    const int tiles = tile_count(p);
+    const int last_x_tile = (p.tokens - 1) / kTokens;  // the last block of a cluster may lie past it
+    const u64 policy = cache_policy(p.tokens <= kTokens && kPasses == 1);
+    // The bytes that barriers expect include zeros outside the matrix. A box has at most as many rows as there are
+    // tokens, since rows past the end would take time.
+    const u32 x_bytes = kPermutedX ? kXBytes : kStageChunks * min(kTokens, p.tokens) * 128;
+    // With a permuted x, W and masks fill the ring before the wait: permute_x itself has waited for all earlier
+    // kernels, so that x alone may still be unwritten.
+    const int prefilled = kPermutedX ? min(kStages, stages) : 0;
+    if constexpr (kPermutedX)
+        for (int stage = 0; stage < prefilled; ++stage)
+            load_weights_and_masks(tp, ring + stage * kStageBytes, landed + 8 * stage, tile_at(p, first_tile()).row,
+                                   stage, x_bytes, policy);
+    else prefetch_first_stage(tp);
+    wait_for_earlier_kernels();
+    int left_prefilled = prefilled;
+    RingPosition position;
+    for (int index = first_tile(); index < tiles; index += tile_step()) {
+        const Tile tile = tile_at(p, index);
+        for (int pass = 0; pass < kPasses; ++pass) {
+            const u8* permuted_x = static_cast<const u8*>(p.x);
+            permuted_x += static_cast<i64>(min(tile.token / kTokens, last_x_tile)) * stages * kXBytes;
+            for (int stage = 0; stage < stages; ++stage, permuted_x += kXBytes) {
+                const u32 slot = ring + position.slot * kStageBytes;
+                const u32 barrier = landed + 8 * position.slot;
+                if (left_prefilled > 0) {
+                    --left_prefilled;
+                } else {
+                    barrier_wait(empty + 8 * position.slot, position.parity ^ 1);
+                    load_weights_and_masks(tp, slot, barrier, tile.row, stage, x_bytes, policy);
+                }
+                if constexpr (kPermutedX) {
+                    bulk_copy(slot, permuted_x, kXBytes, barrier);
+                } else {
+                    // For sparse products x lands in the chunk's second half, where the expansion reads it.
+#pragma unroll
+                    for (int chunk = 0; chunk < kStageChunks; ++chunk)
+                        tma_load_box<1>(slot + (chunk + 1) * kXChunkBytes - kTokens * 128, tp.x,
+                                        (stage * kStageChunks + chunk) * 64, tile.token, barrier, cache_policy(false));
+                }
+                position.advance();
+            }
+        }
+    }
+    // Other blocks of the cluster still signal this block's barriers when they release a stage: it must not exit
+    // before.
+    for (int s = 0; kCluster > 1 && s < kStages; ++s, position.advance())
+        barrier_wait(empty + 8 * position.slot, position.parity ^ 1);
+}
+
+// --- the warps that put a zero after each element of x ---
+
+constexpr int kExpandWarps = 3;                           // the warpgroup's other warp has the producer thread
+constexpr int kTokenGroups = kStageChunks * kTokens / 8;  // of a stage: 8 tokens of a chunk each
+// Token groups that a warp holds in registers at once: all of its groups where the consumers leave enough registers.
+constexpr int kGroupsAtOnce =
+    kConsumers == 1 || !kFewSpareRegisters ? (kTokenGroups + kExpandWarps - 1) / kExpandWarps : 1;
+
+// Expands x of a stage. A lane takes octet `lane % 8` of tokens lane / 8 and lane / 8 + 4 of each token group.
+__device__ __forceinline__ void expand_x_of_stage(u32 x, int warp, int lane) {
+    const u32 half = lane % 8 / 4;  // the half of the chunk where the octet's columns go
+    const u32 from = kTokens * 128 + lane / 8 * 128 + (lane % 8 ^ lane / 8) * 16;
+    // Of eight lanes, four write their even columns first and four their odd ones, to avoid bank conflicts.
+    const u32 to = half * (kTokens * 128) + lane / 8 * 128 + (lane % 8 ^ lane / 8) * 16;
+    const u32 first = half ? 0x4432 : 0x4410;
+    const u32 second = half ? 0x4410 : 0x4432;
+    constexpr u32 kOther = 4 * 128 + 4 * 16;  // address bits that differ for the second token
+    const auto start_of = [x](int group) {
+        return x + group / (kTokens / 8) * kXChunkBytes + group % (kTokens / 8) * 1024;
+    };
+#pragma unroll 1
+    for (int start = warp; start < kTokenGroups; start += kGroupsAtOnce * kExpandWarps) {
+        Vec16 columns[kGroupsAtOnce][2];
+#pragma unroll
+        for (int i = 0; i < kGroupsAtOnce; ++i) {
+            const int group = start + i * kExpandWarps;
+            if (group < kTokenGroups) {
+                columns[i][0] = load_shared_16(start_of(group) + from);
+                columns[i][1] = load_shared_16(start_of(group) + (from ^ kOther));
+            }
+        }
+        __syncwarp();  // reads before writes: a token group is expanded in place
+#pragma unroll
+        for (int i = 0; i < kGroupsAtOnce; ++i) {
+            const int group = start + i * kExpandWarps;
+            if (group >= kTokenGroups) break;
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                Vec16 one, other;
+#pragma unroll
+                for (int w = 0; w < 4; ++w) {
+                    one.word[w] = __byte_perm(columns[i][r].word[w], 0, first);
+                    other.word[w] = __byte_perm(columns[i][r].word[w], 0, second);
+                }
+                store_shared_16(start_of(group) + (to ^ r * kOther), one);
+                store_shared_16(start_of(group) + (to ^ r * kOther ^ 64), other);
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void expand_x(const Params& p, u32 ring, u32 landed, u32 full) {
+    const int lane = threadIdx.x % 32;
+    const int tiles = (tile_count(p) - first_tile() + tile_step() - 1) / tile_step();  // tiles of this block
+    RingPosition position;
+#pragma unroll 1
+    for (int left = tiles * kPasses * stage_count(p); left > 0; --left) {
+        barrier_wait(landed + 8 * position.slot, position.parity);
+        expand_x_of_stage(ring + position.slot * kStageBytes, threadIdx.x % 128 / 32 - 1, lane);
+        fence_async_proxy();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(full + 8 * position.slot);
+        position.advance();
+    }
+}
+
+}  // namespace mglu
