@@ -1,4 +1,4 @@
-// AMX-BF16: bfloat16 and many tokens, on Intel servers from 2023 on (Sapphire Rapids). Linux alone (see features.cpp).
+// AMX-BF16, for bfloat16 and many tokens: Intel servers from 2023 on (Sapphire Rapids), on Linux (features.cpp).
 #include "kernels.h"
 
 #if defined(MGLU_BUILDS_BFLOAT16)
@@ -13,7 +13,7 @@
 
 #if defined(MGLU_EMULATE_AVX512)
 #elif defined(__clang__)
-#pragma clang attribute push( \
+#pragma clang attribute push(                                                                                       \
     __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,amx-tile,amx-bf16,f16c,fma"))), \
     apply_to = function)
 #else
@@ -23,7 +23,7 @@
 namespace mglu::cpu {
 namespace {
 
-constexpr std::int64_t kWorkOfTask = 1 << 20;      // products; some microseconds, as a thread's wake-up
+constexpr std::int64_t kProductsPerTask = 1 << 20;  // least work of a task: some microseconds, like waking a thread
 
 #include "unrolled.h"
 #include "element.h"
@@ -33,9 +33,9 @@ constexpr std::int64_t kWorkOfTask = 1 << 20;      // products; some microsecond
 
 #include "vec_math.h"
 
-#include "routes.h"
+#include "route_weights.h"
 #include "work_queue.h"
-#include "tile_products.h"
+#include "many_tokens_amx.h"
 
 }  // namespace
 

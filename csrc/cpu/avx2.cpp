@@ -16,32 +16,28 @@
 namespace mglu::cpu {
 namespace {
 
-constexpr int kSumRegisters = 8;                   // of 16; the others hold products, masks and constants
-constexpr int kMasksAtOnce = 8;                    // of one token; half as many of two
-constexpr std::int64_t kFewTokens = 4;             // more are faster in many_tokens.h
-constexpr int kFeaturesOfWideTile = 6;             // 12 sums, 2 vectors of x, 1 weight
-constexpr int kFeaturesOfWideSums = 6;             // as many registers of float64 sums
-constexpr std::int64_t kWorkOfTask = 1 << 17;      // products; some microseconds, as a thread's wake-up
+constexpr int kSumRegisters = 8;                    // accumulators, of 16 registers
+constexpr int kMasksAtOnce = 8;                     // masks in one pass over a row for one token; half as many for two
+constexpr std::int64_t kMaxFewTokens = 4;           // with more tokens, many_tokens.h is faster
+constexpr int kTileFeatures = 6;                    // of a tile of sums: 12 sums, 2 vectors of x, 1 weight
+constexpr int kFloat64Features = 6;                 // features of a tile of float64 sums
+constexpr std::int64_t kProductsPerTask = 1 << 17;  // least work of a task: some microseconds, like waking a thread
 
 #include "unrolled.h"
 #include "element.h"
 #include "vec_avx2.h"
-
-#include "mask_factors.h"
-
 #include "mask_table.h"
+#include "mask_table_and_shift.h"
 
-#include "mask_shifts.h"
-
-// For parts that are added up over a whole row, and for those of a few products.
+// How masks are applied to sums over a whole row, and to sums of a few products.
 template <int Masks>
-using LongMasks = MixedMasks<Masks>;
+using RowMasks = MixedMasks<Masks>;
 template <int Masks>
-using ShortMasks = TableMasks<Masks>;
+using StepMasks = TableMasks<Masks>;
 
 #include "vec_math.h"
 
-#include "routes.h"
+#include "route_weights.h"
 #include "work_queue.h"
 #include "row_sums.h"
 #include "few_tokens.h"
@@ -51,7 +47,7 @@ using ShortMasks = TableMasks<Masks>;
 
 }  // namespace
 
-Status forward_avx2(const Forward& call, ParallelFor parallel_for) { return forward_here(call, parallel_for); }
+Status forward_avx2(const Forward& call, ParallelFor parallel_for) { return forward_any_dtype(call, parallel_for); }
 
 }  // namespace mglu::cpu
 

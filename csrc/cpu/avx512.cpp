@@ -5,7 +5,7 @@
 #include <type_traits>
 #include <utility>
 
-#if defined(MGLU_EMULATE_AVX512)  // the tests' own intrinsics, plain loops, for machines without the real ones
+#if defined(MGLU_EMULATE_AVX512)  // the tests' intrinsics, plain loops for machines without AVX-512
 #include MGLU_EMULATE_AVX512
 #else
 #include <immintrin.h>
@@ -13,8 +13,8 @@
 
 #if defined(MGLU_EMULATE_AVX512)
 #elif defined(__clang__)
-#pragma clang attribute push( \
-    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c,fma"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c,fma"))), \
+                             apply_to = function)
 #else
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,f16c,fma")
 #endif
@@ -22,12 +22,12 @@
 namespace mglu::cpu {
 namespace {
 
-constexpr int kSumRegisters = 20;                  // of 32
-constexpr int kMasksAtOnce = 8;                    // of one token; half as many of two
-constexpr std::int64_t kFewTokens = 4;             // more are faster in many_tokens.h
-constexpr int kFeaturesOfWideTile = 12;            // 24 sums, 2 vectors of x, 1 weight
-constexpr int kFeaturesOfWideSums = 12;             // as many registers of float64 sums
-constexpr std::int64_t kWorkOfTask = 1 << 17;      // products; some microseconds, as a thread's wake-up
+constexpr int kSumRegisters = 20;                   // accumulators, of 32 registers
+constexpr int kMasksAtOnce = 8;                     // masks in one pass over a row for one token; half as many for two
+constexpr std::int64_t kMaxFewTokens = 4;           // with more tokens, many_tokens.h is faster
+constexpr int kTileFeatures = 12;                   // of a tile of sums: 24 sums, 2 vectors of x, 1 weight
+constexpr int kFloat64Features = 12;                // features of a tile of float64 sums
+constexpr std::int64_t kProductsPerTask = 1 << 17;  // least work of a task: some microseconds, like waking a thread
 
 #include "unrolled.h"
 #include "element.h"
@@ -35,7 +35,7 @@ constexpr std::int64_t kWorkOfTask = 1 << 17;      // products; some microsecond
 
 #include "vec_math.h"
 
-#include "routes.h"
+#include "route_weights.h"
 #include "work_queue.h"
 #include "row_sums.h"
 #include "few_tokens.h"
@@ -45,7 +45,7 @@ constexpr std::int64_t kWorkOfTask = 1 << 17;      // products; some microsecond
 
 }  // namespace
 
-Status forward_avx512(const Forward& call, ParallelFor parallel_for) { return forward_here(call, parallel_for); }
+Status forward_avx512(const Forward& call, ParallelFor parallel_for) { return forward_any_dtype(call, parallel_for); }
 
 }  // namespace mglu::cpu
 

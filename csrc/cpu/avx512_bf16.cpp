@@ -1,4 +1,4 @@
-// AVX512-BF16 and VBMI: bfloat16 and few tokens, on Intel servers from 2021 on, AMD from Zen 4 on.
+// AVX512-BF16 and VBMI, for bfloat16 and few tokens: Intel servers from 2021 on, AMD from Zen 4 on.
 #include "kernels.h"
 
 #if defined(MGLU_BUILDS_BFLOAT16)
@@ -22,9 +22,9 @@
 namespace mglu::cpu {
 namespace {
 
-constexpr int kSumRegisters = 20;                  // of 32
-constexpr int kMasksAtOnce = 8;                    // of one token; half as many of two
-constexpr std::int64_t kWorkOfTask = 1 << 18;      // products; some microseconds, as a thread's wake-up
+constexpr int kSumRegisters = 20;                   // accumulators, of 32 registers
+constexpr int kMasksAtOnce = 8;                     // masks in one pass over a row for one token; half as many for two
+constexpr std::int64_t kProductsPerTask = 1 << 18;  // least work of a task: some microseconds, like waking a thread
 
 #include "unrolled.h"
 #include "element.h"
@@ -34,14 +34,14 @@ constexpr std::int64_t kWorkOfTask = 1 << 18;      // products; some microsecond
 
 #include "vec_math.h"
 
-#include "routes.h"
-#include "row_dots.h"
+#include "route_weights.h"
+#include "row_sums_bf16.h"
 #include "few_tokens.h"
 
 }  // namespace
 
 Status forward_avx512_bf16(const Forward& call, ParallelFor parallel_for) {
-    const Floats routes = all_routes(call);
+    const Floats routes = load_route_weights(call);
     return routes ? forward_few<BFloat16>(call, parallel_for, routes.get()) : Status::out_of_memory;
 }
 

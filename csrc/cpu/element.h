@@ -1,4 +1,5 @@
-// The stored number types, one at a time; whole vectors of them are in vec_*.h. Included inside a file's own namespace.
+// The stored element types, converted one at a time; vec_*.h converts whole vectors. Included inside a file's own
+// namespace.
 
 struct BFloat16 {
     std::uint16_t bits;
@@ -19,7 +20,7 @@ MGLU_INLINE float to_float(float x) { return x; }
 
 MGLU_INLINE float to_float(BFloat16 x) { return bit_cast<float>(static_cast<std::uint32_t>(x.bits) << 16); }
 
-// The exponent is rebased by a product, which makes float16's subnormal numbers normal on the way.
+// Rebases the exponent by a product, which also turns float16's subnormal numbers into normal ones.
 MGLU_INLINE float to_float(Float16 x) {
     const std::uint32_t sign = static_cast<std::uint32_t>(x.bits & 0x8000u) << 16;
     const std::uint32_t magnitude = static_cast<std::uint32_t>(x.bits & 0x7fffu) << 13;
@@ -35,7 +36,7 @@ MGLU_INLINE float from_float<float>(float x) {
     return x;
 }
 
-// To nearest, ties to even. A NaN must not be rounded up into another number.
+// Rounds to nearest, ties to even. A NaN stays a NaN.
 template <>
 MGLU_INLINE BFloat16 from_float<BFloat16>(float x) {
     const std::uint32_t bits = bit_cast<std::uint32_t>(x);
@@ -43,7 +44,7 @@ MGLU_INLINE BFloat16 from_float<BFloat16>(float x) {
     return {static_cast<std::uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};
 }
 
-// To nearest, ties to even, by the addition of a number whose last bit is that of the result.
+// Rounds to nearest, ties to even, by adding a number whose last bit has the weight of the result's last bit.
 template <>
 MGLU_INLINE Float16 from_float<Float16>(float x) {
     const std::uint32_t bits = bit_cast<std::uint32_t>(x);
@@ -51,8 +52,8 @@ MGLU_INLINE Float16 from_float<Float16>(float x) {
     const std::uint32_t magnitude = bits & 0x7fffffffu;
     const auto of = [sign](std::uint32_t value) { return Float16{static_cast<std::uint16_t>(sign | value)}; };
     if (magnitude > 0x7f800000u) return of(0x7e00u);
-    if (magnitude >= 0x477ff000u) return of(0x7c00u);  // 65520 and above round to infinity
-    if (magnitude < 0x38800000u) {                     // below 2^-14: a multiple of 2^-24, as 0.5 has last bit 2^-24
+    if (magnitude >= 0x477ff000u) return of(0x7c00u);  // 65520 and above become infinity
+    if (magnitude < 0x38800000u) {                     // below 2^-14 a multiple of 2^-24, the last bit of 0.5f
         return of(bit_cast<std::uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u);
     }
     return of((magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13);

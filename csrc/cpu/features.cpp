@@ -1,6 +1,6 @@
-// What this CPU and its system support. `__builtin_cpu_supports` asks the system too: registers are of no use where it
-// does not save them. What older compilers' do not know is asked of `cpuid` itself, and once: a virtual machine leaves to
-// its host at each, for ten microseconds.
+// Detects instruction sets. `__builtin_cpu_supports` also asks whether the operating system saves the registers. What
+// older compilers' version does not know is read by `cpuid`, once: in a virtual machine each `cpuid` is handled by the
+// host, which takes about 10 us.
 #include "kernels.h"
 
 #if defined(__x86_64__)
@@ -18,7 +18,7 @@ struct Registers {
     unsigned int a = 0, b = 0, c = 0, d = 0;
 };
 
-// All 0 where the CPU has no such leaf.
+// All registers are 0 if the CPU has no such leaf.
 Registers ask(unsigned int leaf, unsigned int subleaf) {
     Registers r;
     return __get_cpuid_count(leaf, subleaf, &r.a, &r.b, &r.c, &r.d) ? r : Registers{};
@@ -49,7 +49,7 @@ bool has_avx512_bf16() {
     return has;
 }
 
-// Linux gives a process the tiles (8 KB more to save a thread) when it asks for them, for all its threads.
+// Linux enables AMX tiles (8 KB more state for each thread) for a process that asks, for all its threads.
 bool has_amx() {
     static const bool has = [] {
         constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA

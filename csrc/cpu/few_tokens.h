@@ -1,29 +1,29 @@
-// Few tokens: each weight is read from memory once, and multiplied where it lies in a register.
-// Included inside a file's own namespace, below row_sums.h or row_dots.h, whose RowSums are those of one row.
+// Few tokens: each weight is read from memory once, and multiplied with all tokens while it is in a register. Included
+// inside a file's own namespace, after row_sums.h or row_sums_bf16.h, which define RowSums.
 //
-// A chunk of eight rows shares the sums over lanes and the activation, a lane a row.
+// A chunk of eight rows shares the sums over lanes and the activation, with one row a lane.
 
-constexpr int kRowsOfChunk = 8;
-constexpr int kTokensOfGroup = 2;
+constexpr int kChunkRows = 8;
+constexpr int kGroupTokens = 2;
 
-// Masks at once: as many as the registers hold sums for. The row comes from L1 for the next group.
-constexpr int masks_of_group(int tokens) { return kMasksAtOnce / tokens; }
+// Masks in one pass over a row: as many as the registers hold sums for. The row comes from L1 for the next masks.
+constexpr int max_group_masks(int tokens) { return kMasksAtOnce / tokens; }
 
-constexpr std::int64_t kFetchAhead = 4096;  // bytes, into L2
+constexpr std::int64_t kPrefetchBytes = 4096;  // the distance of prefetches into L2
 
-// Lanes of gates and values, [token][row of chunk][vector of masks].
+// Gates and values before the sum over lanes, [token][row of chunk][vector of masks].
 struct Lanes {
-    static constexpr int kVecs = vecs_of(masks_of_group(1));
-    alignas(64) float gates[kTokensOfGroup][kRowsOfChunk][kVecs][Vec::width];
-    alignas(64) float values[kTokensOfGroup][kRowsOfChunk][kVecs][Vec::width];
+    static constexpr int kVecs = vecs_for(max_group_masks(1));
+    alignas(64) float gates[kGroupTokens][kChunkRows][kVecs][Vec::width];
+    alignas(64) float values[kGroupTokens][kChunkRows][kVecs][Vec::width];
 };
 
-// What a kernel reads of a chunk: a multiple of kOctetsAtOnce octets.
+// The input of a kernel: eight rows, for a multiple of kOctetsAtOnce octets.
 template <class E>
 struct Rows {
-    const E* weights[kRowsOfChunk];
-    const std::uint8_t* bits[kRowsOfChunk];  // of the first mask of the group
-    std::int64_t n_masks;                    // bytes from octet to octet
+    const E* weights[kChunkRows];
+    const std::uint8_t* bits[kChunkRows];  // of the first mask of this pass
+    std::int64_t n_masks;                  // bytes between octets
     const Operand<E>* x;
     std::int64_t x_stride;
     std::int64_t octets;
@@ -38,11 +38,12 @@ void add_products(const Rows<E>& in, int row, bool first, Lanes& lanes) {
     sums.n_masks = in.n_masks;
     sums.clear();
     for (std::int64_t octet = 0; octet < in.octets; octet += kOctetsAtOnce<E>) {
-        // By lines of W. Rows mostly follow one another, and the hardware's prefetcher stops at a page's end.
+        // Prefetch by cache lines of W. Rows usually follow one another in memory, but the hardware's prefetcher stops
+        // at the end of a page.
         for (std::size_t byte = 0; byte < 8 * kOctetsAtOnce<E> * sizeof(E); byte += 64) {
-            __builtin_prefetch(reinterpret_cast<const char*>(sums.weights + 8 * octet) + kFetchAhead + byte, 0, 2);
+            __builtin_prefetch(reinterpret_cast<const char*>(sums.weights + 8 * octet) + kPrefetchBytes + byte, 0, 2);
         }
-        __builtin_prefetch(sums.bits + octet * in.n_masks + kFetchAhead / 8, 0, 2);
+        __builtin_prefetch(sums.bits + octet * in.n_masks + kPrefetchBytes / 8, 0, 2);
         sums.add(octet);
     }
     unrolled<Tokens * sums.kVecs>([&](auto i) MGLU_STEP {
@@ -56,26 +57,27 @@ void add_products(const Rows<E>& in, int row, bool first, Lanes& lanes) {
 
 template <class E, int Tokens, int Masks>
 void add_chunk(const Rows<E>& in, bool first, Lanes& lanes) {
-    for (int row = 0; row < kRowsOfChunk; ++row) add_products<E, Tokens, Masks>(in, row, first, lanes);
+    for (int row = 0; row < kChunkRows; ++row) add_products<E, Tokens, Masks>(in, row, first, lanes);
 }
 
 template <class E>
 using AddChunk = void (*)(const Rows<E>&, bool first, Lanes&);
 
-// The kernel for a number of masks, 1 to masks_of_group(Tokens).
+// The kernel for a number of masks, from 1 to max_group_masks(Tokens).
 template <class E, int Tokens, int... Masks>
-AddChunk<E> kernel_of(int masks, std::integer_sequence<int, Masks...>) {
+AddChunk<E> find_kernel(int masks, std::integer_sequence<int, Masks...>) {
     static constexpr AddChunk<E> kKernels[] = {add_chunk<E, Tokens, Masks + 1>...};
     return kKernels[masks - 1];
 }
 
 template <class E>
-AddChunk<E> kernel_of(int tokens, int masks) {
-    return tokens == 1 ? kernel_of<E, 1>(masks, std::make_integer_sequence<int, masks_of_group(1)>())
-                       : kernel_of<E, 2>(masks, std::make_integer_sequence<int, masks_of_group(2)>());
+AddChunk<E> find_kernel(int tokens, int masks) {
+    return tokens == 1 ? find_kernel<E, 1>(masks, std::make_integer_sequence<int, max_group_masks(1)>())
+                       : find_kernel<E, 2>(masks, std::make_integer_sequence<int, max_group_masks(2)>());
 }
 
-// The sum of the eight lanes of each row and mask: lane r of the result, or of two masks, lanes 2r and 2r + 1.
+// Sums the eight lanes of each row and mask. The sum of row r is in lane r of the result, or with two masks a vector,
+// in lanes 2r and 2r + 1.
 MGLU_INLINE Vec sums_over_lanes(const float (*rows)[Lanes::kVecs][Vec::width], int v) {
     const Vec a = pair_sums(load(rows[0][v]), load(rows[1][v])), b = pair_sums(load(rows[2][v]), load(rows[3][v]));
     const Vec c = pair_sums(load(rows[4][v]), load(rows[5][v])), d = pair_sums(load(rows[6][v]), load(rows[7][v]));
@@ -86,35 +88,35 @@ template <class E>
 struct FewTokens {
     const Forward& call;
     Activate activate;
-    const Operand<E>* x;      // [tokens, in_features padded to whole steps], 0 past in_features
+    const Operand<E>* x;  // [tokens, in_features padded to whole steps], 0 past in_features
     std::int64_t x_stride;
-    const float* routes;      // [tokens, kMaxMasks]
+    const float* routes;  // [tokens, kMaxMasks]
 
     void run(std::int64_t begin, std::int64_t end) const {
         for (std::int64_t chunk = begin; chunk < end; ++chunk) {
-            for (std::int64_t token = 0; token < call.tokens; token += kTokensOfGroup) {
-                run_chunk(chunk * kRowsOfChunk, token, static_cast<int>(smaller(kTokensOfGroup, call.tokens - token)));
+            for (std::int64_t token = 0; token < call.tokens; token += kGroupTokens) {
+                run_chunk(chunk * kChunkRows, token, static_cast<int>(smaller(kGroupTokens, call.tokens - token)));
             }
         }
     }
 
     void run_chunk(std::int64_t first_row, std::int64_t first_token, int tokens) const {
         constexpr std::int64_t kStep = 8 * kOctetsAtOnce<E>;
-        const auto rows = static_cast<int>(smaller(kRowsOfChunk, call.out_features - first_row));
+        const auto rows = static_cast<int>(smaller(kChunkRows, call.out_features - first_row));
         const std::int64_t whole = call.in_features / kStep * kStep, rest = call.in_features - whole;
-        Vec results[kTokensOfGroup] = {broadcast(0.0f), broadcast(0.0f)};
+        Vec results[kGroupTokens] = {broadcast(0.0f), broadcast(0.0f)};
         Lanes lanes;
         Rows<E> body{}, tail{};
-        E last_weights[kRowsOfChunk][kStep] = {};
-        std::uint8_t last_bits[kRowsOfChunk][kOctetsAtOnce<E> * kMaxMasks] = {};
-        const std::uint8_t* bits[kRowsOfChunk];
-        for (int r = 0; r < kRowsOfChunk; ++r) {  // past the end, the last row again, whose result goes nowhere
+        E last_weights[kChunkRows][kStep] = {};
+        std::uint8_t last_bits[kChunkRows][kOctetsAtOnce<E> * kMaxMasks] = {};
+        const std::uint8_t* bits[kChunkRows];
+        for (int r = 0; r < kChunkRows; ++r) {  // past the end the last row is repeated; its results are dropped
             const std::int64_t row = first_row + smaller(r, rows - 1);
             body.weights[r] = static_cast<const E*>(call.weight) + row * call.weight_stride;
             bits[r] = call.packed_masks + row * call.mask_stride;
             for (std::int64_t k = 0; k < rest; ++k) last_weights[r][k] = body.weights[r][whole + k];
-            const std::int64_t bytes = ceil_div(rest, 8) * call.n_masks;
-            for (std::int64_t i = 0; i < bytes; ++i) last_bits[r][i] = bits[r][whole / 8 * call.n_masks + i];
+            const std::int64_t bytes = packed_octets(rest) * call.n_masks;
+            for (std::int64_t i = 0; i < bytes; ++i) last_bits[r][i] = bits[r][mask_bytes(whole, call.n_masks) + i];
             tail.weights[r] = last_weights[r];
         }
         body.n_masks = tail.n_masks = call.n_masks;
@@ -123,18 +125,19 @@ struct FewTokens {
         tail.x = body.x + whole;
         body.octets = whole / 8;
         tail.octets = kOctetsAtOnce<E>;
-        const int groups = static_cast<int>(ceil_div(call.n_masks, masks_of_group(tokens)));
+        const int groups = static_cast<int>(ceil_div(call.n_masks, max_group_masks(tokens)));
         int first_mask = 0;
         for (int group = 0; group < groups; ++group) {
             const int left = static_cast<int>(call.n_masks) - first_mask;
-            // Whole vectors of masks in all groups but the last, so that a term's place in the sum is always the same.
-            const int vecs = vecs_of((left + groups - group - 1) / (groups - group));
+            // All groups but the last have whole vectors of masks, so that the order of the terms' sum does not depend
+            // on the number of tokens.
+            const int vecs = vecs_for((left + groups - group - 1) / (groups - group));
             const int masks = static_cast<int>(smaller(vecs * kMasksPerVec, left));
-            for (int r = 0; r < kRowsOfChunk; ++r) {
+            for (int r = 0; r < kChunkRows; ++r) {
                 body.bits[r] = bits[r] + first_mask;
                 tail.bits[r] = last_bits[r] + first_mask;
             }
-            const AddChunk<E> add = kernel_of<E>(tokens, masks);
+            const AddChunk<E> add = find_kernel<E>(tokens, masks);
             add(body, true, lanes);
             if (rest) add(tail, false, lanes);
             for (int t = 0; t < tokens; ++t) {
@@ -151,15 +154,15 @@ struct FewTokens {
         }
     }
 
-    Vec add_terms(Vec sum, const Lanes& lanes, int token, int masks, const float* routes_of_group) const {
-        for (int v = 0; v < vecs_of(masks); ++v) {
+    Vec add_terms(Vec sum, const Lanes& lanes, int token, int masks, const float* group_routes) const {
+        for (int v = 0; v < vecs_for(masks); ++v) {
             float weights[kMasksPerVec];
             for (int i = 0; i < kMasksPerVec; ++i) {
                 const int mask = v * kMasksPerVec + i;
-                weights[i] = mask < masks ? routes_of_group[mask] : 0.0f;
+                weights[i] = mask < masks ? group_routes[mask] : 0.0f;
             }
             const Vec value = sums_over_lanes(lanes.values[token], v);
-            const Vec gate = poisoned(sums_over_lanes(lanes.gates[token], v), value);
+            const Vec gate = propagate_nan(sums_over_lanes(lanes.gates[token], v), value);
             sum = sum + activate(gate) * broadcast_each(weights) * value;
         }
         return sum;
@@ -180,9 +183,9 @@ Status forward_few(const Forward& call, ParallelFor parallel_for, const float* r
     const auto body = [](std::int64_t begin, std::int64_t end, void* context) {
         static_cast<const FewTokens<E>*>(context)->run(begin, end);
     };
-    const std::int64_t chunks = ceil_div(call.out_features, kRowsOfChunk);
-    const std::int64_t work = call.in_features * (1 + call.n_masks) * call.tokens * kRowsOfChunk;
-    const std::int64_t grain = ceil_div(kWorkOfTask, work + 1);
+    const std::int64_t chunks = ceil_div(call.out_features, kChunkRows);
+    const std::int64_t work = call.in_features * (1 + call.n_masks) * call.tokens * kChunkRows;
+    const std::int64_t grain = ceil_div(kProductsPerTask, work + 1);
     return parallel_for(0, chunks, grain, body, const_cast<FewTokens<E>*>(&job)) ? Status::parallel_for_failed
-                                                                                  : Status::ok;
+                                                                                 : Status::ok;
 }

@@ -1,4 +1,4 @@
-// What the files of this folder share: one `forward` for each instruction set, and the helpers that need none.
+// Shared declarations of this folder: a `forward` for each instruction set, and helpers that need none.
 #pragma once
 
 #include <cstddef>
@@ -6,15 +6,14 @@
 #include <cstdlib>
 #include <memory>
 
+#include "../cuda/packed_masks.cuh"
 #include "mglu_cpu.h"
 
 #define MGLU_INLINE inline __attribute__((always_inline))
 
 namespace mglu::cpu {
 
-constexpr std::int64_t kMaxMasks = 16;
-
-// Each takes a checked, non-empty call of an ISA that runs here; the last two in bfloat16 alone.
+// Each function takes a checked, non-empty call whose instruction set runs here. The last two take bfloat16 alone.
 Status forward_portable(const Forward& call, ParallelFor parallel_for);
 #if defined(__x86_64__)
 Status forward_avx2(const Forward& call, ParallelFor parallel_for);
@@ -28,7 +27,7 @@ bool has_avx512_bf16();
 bool has_amx();
 #endif
 
-// Older compilers do not know the instructions, and other systems are not asked for tiles as Linux is.
+// The bfloat16 files need a compiler that knows the instructions, and Linux, which features.cpp asks for AMX tiles.
 #if defined(__x86_64__) && \
     (defined(MGLU_EMULATE_AVX512) || (defined(__linux__) && (__GNUC__ >= 11 || __clang_major__ >= 12)))
 #define MGLU_BUILDS_BFLOAT16
@@ -37,14 +36,14 @@ bool has_amx();
 constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 constexpr std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 
-// Floats on a cache line's boundary, or null. Not initialised.
+// Uninitialised floats at the start of a cache line, or null if there is no memory.
 struct Free {
     void operator()(float* pointer) const { std::free(pointer); }
 };
 using Floats = std::unique_ptr<float[], Free>;
 
 inline Floats allocate_floats(std::int64_t count) {
-    const std::size_t bytes = static_cast<std::size_t>(count / 16 + 1) * 64;  // not 0, whose answer may be null
+    const std::size_t bytes = static_cast<std::size_t>(count / 16 + 1) * 64;  // not 0: aligned_alloc(0) may be null
     return Floats(static_cast<float*>(std::aligned_alloc(64, bytes)));
 }
 

@@ -1,13 +1,47 @@
-// The masks of eight weights, all by table. Included inside a file's own namespace, below mask_factors.h.
+// Masks without mask registers: a byte selects eight factors, 0 or 1, from a table of 8 KB, which stays in L1. Included
+// inside a file's own namespace, after a Vec of eight lanes.
+//
+// Multiplying by 0 and 1 is what the naive layer does, so that infinity times a masked-out weight is NaN here too.
 
+constexpr int kMasksPerVec = 1;
+
+struct Factors {
+    alignas(64) float of_byte[256][8];
+    constexpr Factors() : of_byte() {
+        for (int byte = 0; byte < 256; ++byte) {
+            for (int bit = 0; bit < 8; ++bit) of_byte[byte][bit] = static_cast<float>(mask_bit(byte, bit));
+        }
+    }
+};
+static constexpr Factors kFactors;
+
+using Mask = Vec;
+
+// Loads the factors of the byte at `bits`. `flip` is 0, or 255 for the complement of the mask.
+template <int Count>
+MGLU_INLINE Mask load_mask(const std::uint8_t* bits, std::uint32_t flip) {
+    static_assert(Count == 1);
+    return load(kFactors.of_byte[*bits ^ flip]);
+}
+MGLU_INLINE Vec apply_mask(Vec a, Mask mask) { return a * mask; }
+// A vector with each mask's number in that mask's lanes.
+MGLU_INLINE Vec broadcast_each(const float* numbers) { return broadcast(*numbers); }
+// Stores the first `count` groups of eight lanes at p, p + stride, ...
+MGLU_INLINE void store_octets(float* p, std::int64_t, int, Vec a) { store(p, a); }
+// Sums over the masks of a vector, in its first eight lanes.
+MGLU_INLINE Vec sum_over_masks(Vec a) { return a; }
+// The gate already has the naive layer's NaNs, because masks are factors.
+MGLU_INLINE Vec propagate_nan(Vec gate, Vec) { return gate; }
+
+// The masks of eight weights.
 template <int Masks>
 struct TableMasks {
     const std::uint8_t* bits;
 
-    MGLU_INLINE explicit TableMasks(const std::uint8_t* of_octet) : bits(of_octet) {}
+    MGLU_INLINE explicit TableMasks(const std::uint8_t* octet_bits) : bits(octet_bits) {}
 
-    // sum + (the products under mask v).
+    // Returns sum + (the products under mask v).
     MGLU_INLINE Vec add(int v, Vec sum, Vec product) const { return fma(product, load_mask<1>(bits + v, 0), sum); }
-    // The sum that `add` has made.
-    MGLU_INLINE static Vec sum_of(int, Vec sum) { return sum; }
+    // The final value of a sum that `add` has made.
+    MGLU_INLINE static Vec finished_sum(int, Vec sum) { return sum; }
 };

@@ -1,7 +1,8 @@
 // The masks of 32 weights as 32-bit k-registers, for 16-bit weights. Included inside a file's own namespace, below the
 // target pragma.
 
-// The bytes of 32 weights are four of each mask, n_masks apart: where each is, for every n_masks.
+// The permutation that gathers the four bytes of each mask, which lie n_masks apart in the packed format, for every
+// n_masks.
 struct ByteOrders {
     alignas(64) std::uint8_t of[kMaxMasks + 1][64];
     constexpr ByteOrders() : of() {
@@ -12,7 +13,7 @@ struct ByteOrders {
 };
 static constexpr ByteOrders kByteOrders;
 
-// The `count` first lanes of 64 or of 32; all of them where there are more.
+// The first `count` lanes of 64 or of 32, at most all of them.
 MGLU_INLINE __mmask64 first_bytes(std::int64_t count) { return count < 64 ? (1ull << count) - 1 : ~0ull; }
 MGLU_INLINE __mmask32 first_words(std::int64_t count) { return count < 32 ? (1u << count) - 1 : ~0u; }
 
@@ -21,12 +22,13 @@ MGLU_INLINE __m512i byte_order(std::int64_t n_masks) { return _mm512_loadu_si512
 struct MaskWords {
     alignas(64) std::uint32_t words[kMaxMasks];
 
-    // Of the bytes at `bits` that are `valid`; others are neither read nor set.
+    // Loads the bytes at `bits` that are `valid`. The others are not read and count as 0.
     MGLU_INLINE MaskWords(const std::uint8_t* bits, __mmask64 valid, __m512i order) {
         _mm512_storeu_si512(words, _mm512_permutexvar_epi8(order, _mm512_maskz_loadu_epi8(valid, bits)));
     }
 
-    // Weights under a mask, and 0: exact, but that an infinity masked out leaves no NaN (see `poisoned`).
+    // Selects the weights under a mask, and 0 elsewhere. Unlike a product, this leaves no NaN where an infinity is
+    // masked out (see propagate_nan).
     MGLU_INLINE __m512i apply(std::int64_t mask, __m512i weights) const {
         return _mm512_maskz_mov_epi16(words[mask], weights);
     }

@@ -1,4 +1,4 @@
-// The entry points: what is checked, and which instruction set runs.
+// The entry points: they check the call and choose the instruction set.
 #include "mglu_cpu.h"
 
 #include "kernels.h"
@@ -6,10 +6,10 @@
 namespace mglu::cpu {
 namespace {
 
-using ForwardOfIsa = Status (*)(const Forward&, ParallelFor);
+using ForwardFunction = Status (*)(const Forward&, ParallelFor);
 
-// Of a build and a machine that have it, else null.
-ForwardOfIsa forward_of(Isa isa, DType dtype) {
+// Returns the kernel of an instruction set, or null if this build or machine lacks it or it cannot take the dtype.
+ForwardFunction find_forward(Isa isa, DType dtype) {
     switch (isa) {
         case Isa::portable: return forward_portable;
 #if defined(__x86_64__)
@@ -24,10 +24,10 @@ ForwardOfIsa forward_of(Isa isa, DType dtype) {
     }
 }
 
-// In bfloat16: from how many tokens on tiles are the fastest, and up to how many masks dot products are for fewer
-// (benchmarks/NOTES.md).
-constexpr std::int64_t kTokensOfTiles = 4;
-constexpr std::int64_t kMasksOfDots = 2;
+// Limits in bfloat16, measured on a Xeon with AMX (README.md): AMX is fastest from this number of tokens on, and for
+// fewer tokens `vdpbf16ps` up to this number of masks.
+constexpr std::int64_t kMinTokensForAmx = 4;
+constexpr std::int64_t kMaxMasksForDots = 2;
 
 constexpr std::int64_t kActivationCount =
 #define MGLU_ACTIVATION(...) +1
@@ -35,7 +35,7 @@ constexpr std::int64_t kActivationCount =
     ;
 
 template <class Enum>
-bool is_one_of_first(Enum value, std::int64_t count) {
+bool is_in_range(Enum value, std::int64_t count) {
     const auto number = static_cast<std::int64_t>(value);
     return number >= 0 && number < count;
 }
@@ -43,9 +43,9 @@ bool is_one_of_first(Enum value, std::int64_t count) {
 bool is_valid(const Forward& call) {
     const bool sizes = call.tokens >= 0 && call.out_features >= 0 && call.in_features >= 0;
     const bool masks = call.n_masks >= 1 && call.n_masks <= kMaxMasks;
-    const bool route = !call.route_weights || is_one_of_first(call.route_dtype, 3);
-    return sizes && masks && route && is_one_of_first(call.dtype, 3) && is_one_of_first(call.activation, kActivationCount) &&
-           is_one_of_first(call.isa, 6);
+    const bool route = !call.route_weights || is_in_range(call.route_dtype, 3);
+    return sizes && masks && route && is_in_range(call.dtype, 3) && is_in_range(call.activation, kActivationCount) &&
+           is_in_range(call.isa, 6);
 }
 
 }  // namespace
@@ -53,17 +53,17 @@ bool is_valid(const Forward& call) {
 Status forward(const Forward& call, ParallelFor parallel_for) {
     if (!is_valid(call) || !parallel_for) return Status::invalid_argument;
     const Isa isa = call.isa == Isa::best ? best_isa(call.dtype, call.tokens, call.n_masks) : call.isa;
-    const ForwardOfIsa run = forward_of(isa, call.dtype);
+    const ForwardFunction run = find_forward(isa, call.dtype);
     if (!run) return Status::unsupported_isa;
     if (call.tokens == 0 || call.out_features == 0) return Status::ok;
     return run(call, parallel_for);
 }
 
-bool supports(Isa isa, DType dtype) { return isa == Isa::best || forward_of(isa, dtype); }
+bool supports(Isa isa, DType dtype) { return isa == Isa::best || find_forward(isa, dtype); }
 
 Isa best_isa(DType dtype, std::int64_t tokens, std::int64_t n_masks) {
-    if (tokens >= kTokensOfTiles && supports(Isa::amx, dtype)) return Isa::amx;
-    if (tokens <= kTokensOfTiles && n_masks <= kMasksOfDots && supports(Isa::avx512_bf16, dtype)) {
+    if (tokens >= kMinTokensForAmx && supports(Isa::amx, dtype)) return Isa::amx;
+    if (tokens <= kMinTokensForAmx && n_masks <= kMaxMasksForDots && supports(Isa::avx512_bf16, dtype)) {
         return Isa::avx512_bf16;
     }
     if (supports(Isa::avx512, dtype)) return Isa::avx512;
@@ -101,7 +101,7 @@ std::int32_t serial(std::int64_t begin, std::int64_t end, std::int64_t, Body bod
 
 }  // namespace mglu::cpu
 
-// For callers without C++: the names stay, whatever the compiler.
+// The C interface, for ctypes. These names are stable.
 #define MGLU_EXPORT extern "C" __attribute__((visibility("default")))
 
 MGLU_EXPORT std::int32_t mglu_cpu_forward(const mglu::cpu::Forward* call, mglu::cpu::ParallelFor parallel_for) {

@@ -1,4 +1,4 @@
-// Masks to bits and back.
+// Packing of masks into bits, and unpacking.
 #include <cstring>
 #include <type_traits>
 
@@ -11,35 +11,36 @@
 namespace mglu::cpu {
 namespace {
 
-constexpr std::int64_t kBytesOfTask = 1 << 16;
+constexpr std::int64_t kBytesPerTask = 1 << 16;
 
 bool sizes_are_valid(std::int64_t n_masks, std::int64_t out_features, std::int64_t in_features) {
     return n_masks >= 1 && n_masks <= kMaxMasks && out_features >= 0 && in_features >= 0;
 }
 
-// Eight bytes that are 0 or not, as eight bits: what is not 0 carries into its byte's top bit and no further, and a
-// product gathers the eight bits, each where no other lands.
+// Packs eight bytes, zero or not, into eight bits. Adding 0x7f to the low seven bits carries into a byte's top bit if
+// any of them is set, and no further; the product then moves each of the eight bits to a place of its own.
 std::uint8_t bits_of_bytes(std::uint64_t bytes) {
     constexpr std::uint64_t kLow = 0x7f7f7f7f7f7f7f7f;
     const std::uint64_t top = (((bytes & kLow) + kLow) | bytes) & ~kLow;
     return static_cast<std::uint8_t>((top >> 7) * 0x0102040810204080 >> 56);
 }
 
-// The inverse: bit k of a byte to byte k, as 0 or 1.
+// The inverse: bit k of a byte becomes byte k, 0 or 1.
 std::uint64_t bytes_of_bits(std::uint8_t bits) {
     constexpr std::uint64_t kLow = 0x7f7f7f7f7f7f7f7f;
     const std::uint64_t alone = bits * std::uint64_t{0x0101010101010101} & 0x8040201008040201;
     return ((alone + kLow) & ~kLow) >> 7;
 }
 
-// Eight masks in a row, as the bits of a byte. A load's bytes are taken as little endian.
+// Eight consecutive masks as the bits of a byte. Loads assume a little-endian machine.
 template <MaskSource source>
 struct Octet {
     using Element = std::conditional_t<source == MaskSource::float32, std::int32_t, std::int16_t>;
-    static constexpr Element kInfinity =
-        static_cast<Element>(source == MaskSource::float32 ? 0x7f800000 : source == MaskSource::bfloat16 ? 0x7f80 : 0x7c00);
+    static constexpr Element kInfinity = static_cast<Element>(source == MaskSource::float32    ? 0x7f800000
+                                                              : source == MaskSource::bfloat16 ? 0x7f80
+                                                                                               : 0x7c00);
 
-    // A float is positive, and no NaN, where its bits as an integer lie between 0 and those of infinity.
+    // The bits of a positive float that is no NaN are, as an integer, between 0 and the bits of infinity.
     static bool is_set(Element bits) { return bits > 0 && bits <= kInfinity; }
 
     static std::uint8_t bits(const std::uint8_t* from) {
@@ -47,7 +48,7 @@ struct Octet {
         for (int k = 0; k < 8; ++k) {
             Element element;
             std::memcpy(&element, from + k * sizeof element, sizeof element);
-            found |= std::uint32_t{is_set(element)} << k;
+            found |= as_mask_bit(is_set(element), k);
         }
         return static_cast<std::uint8_t>(found);
     }
@@ -63,17 +64,18 @@ struct Octet<MaskSource::bytes> {
     }
 };
 
-// Whole octets of a contiguous row, each to every n_masks-th byte.
+// Packs whole octets of a contiguous row under one mask, whose bytes are n_masks apart in the result.
 template <MaskSource source>
 void pack_octets(const std::uint8_t* from, std::uint8_t* to, std::int64_t octets, std::int64_t n_masks) {
     constexpr std::int64_t kBytes = 8 * sizeof(typename Octet<source>::Element);
-    for (std::int64_t octet = 0; octet < octets; ++octet) to[octet * n_masks] = Octet<source>::bits(from + octet * kBytes);
+    for (std::int64_t octet = 0; octet < octets; ++octet)
+        to[octet * n_masks] = Octet<source>::bits(from + octet * kBytes);
 }
 
 #if defined(__x86_64__)
-// The same of logits, eight at a time: signs of comparisons are what movemask gathers.
-__attribute__((target("avx2"))) void pack_octets_avx2_float32(
-    const std::uint8_t* from, std::uint8_t* to, std::int64_t octets, std::int64_t n_masks) {
+// The same for eight logits at a time: movemask gathers the sign bits of a comparison's result.
+__attribute__((target("avx2"))) void pack_octets_avx2_float32(const std::uint8_t* from, std::uint8_t* to,
+                                                              std::int64_t octets, std::int64_t n_masks) {
     for (std::int64_t octet = 0; octet < octets; ++octet) {
         const __m256 logits = _mm256_loadu_ps(reinterpret_cast<const float*>(from + 32 * octet));
         const __m256 positive = _mm256_cmp_ps(logits, _mm256_setzero_ps(), _CMP_GT_OQ);
@@ -82,8 +84,8 @@ __attribute__((target("avx2"))) void pack_octets_avx2_float32(
 }
 
 template <MaskSource source>
-__attribute__((target("avx2"))) void pack_octets_avx2_16_bits(
-    const std::uint8_t* from, std::uint8_t* to, std::int64_t octets, std::int64_t n_masks) {
+__attribute__((target("avx2"))) void pack_octets_avx2_16_bits(const std::uint8_t* from, std::uint8_t* to,
+                                                              std::int64_t octets, std::int64_t n_masks) {
     const __m128i zero = _mm_setzero_si128(), past = _mm_set1_epi16(Octet<source>::kInfinity + 1);
     for (std::int64_t octet = 0; octet < octets; ++octet) {
         const __m128i logits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 16 * octet));
@@ -96,7 +98,7 @@ __attribute__((target("avx2"))) void pack_octets_avx2_16_bits(
 using PackOctets = void (*)(const std::uint8_t*, std::uint8_t*, std::int64_t, std::int64_t);
 
 template <MaskSource source>
-PackOctets octets_packer() {
+PackOctets select_pack_octets() {
 #if defined(__x86_64__)
     if constexpr (source != MaskSource::bytes) {
         if (has_avx2()) {
@@ -111,8 +113,8 @@ PackOctets octets_packer() {
 template <MaskSource source>
 void pack_rows_of(const Pack& call, std::int64_t begin, std::int64_t end) {
     using Element = typename Octet<source>::Element;
-    const PackOctets pack = octets_packer<source>();
-    const std::int64_t octets = ceil_div(call.in_features, 8);
+    const PackOctets pack = select_pack_octets<source>();
+    const std::int64_t octets = packed_octets(call.in_features);
     const std::int64_t whole = call.column_stride == sizeof(Element) ? call.in_features / 8 : 0;
     for (std::int64_t row = begin; row < end; ++row) {
         for (std::int64_t i = 0; i < call.n_masks; ++i) {
@@ -142,7 +144,7 @@ void pack_rows(const Pack& call, std::int64_t begin, std::int64_t end) {
 }
 
 void unpack_rows(const Unpack& call, std::int64_t begin, std::int64_t end) {
-    const std::int64_t octets = ceil_div(call.in_features, 8);
+    const std::int64_t octets = packed_octets(call.in_features);
     for (std::int64_t row = begin; row < end; ++row) {
         for (std::int64_t i = 0; i < call.n_masks; ++i) {
             const std::uint8_t* from = call.packed_masks + row * call.row_stride + i * call.mask_stride;
@@ -167,9 +169,9 @@ Status over_rows(const Call& call, ParallelFor parallel_for) {
     const auto body = [](std::int64_t begin, std::int64_t end, void* context) {
         Rows(*static_cast<const Call*>(context), begin, end);
     };
-    const std::int64_t grain = ceil_div(kBytesOfTask, call.n_masks * call.in_features);
+    const std::int64_t grain = ceil_div(kBytesPerTask, call.n_masks * call.in_features);
     return parallel_for(0, call.out_features, grain, body, const_cast<Call*>(&call)) ? Status::parallel_for_failed
-                                                                                      : Status::ok;
+                                                                                     : Status::ok;
 }
 
 }  // namespace

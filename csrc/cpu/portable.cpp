@@ -1,4 +1,4 @@
-// Any CPU, by the vector extension of GCC and Clang.
+// Any CPU, by the vector extensions of GCC and Clang.
 #include <type_traits>
 #include <utility>
 
@@ -7,30 +7,27 @@
 namespace mglu::cpu {
 namespace {
 
-constexpr int kSumRegisters = 8;                   // a Vec is two registers of 16 or 32 where they hold four floats
-constexpr int kMasksAtOnce = 4;                    // of one token; half as many of two
-constexpr std::int64_t kFewTokens = 4;             // more are faster in many_tokens.h
-constexpr int kFeaturesOfWideTile = 3;             // 6 sums of two registers each, of 16
-constexpr int kFeaturesOfWideSums = 2;             // as many registers of float64 sums
-constexpr std::int64_t kWorkOfTask = 1 << 16;      // products; some microseconds, as a thread's wake-up
+constexpr int kSumRegisters = 8;                    // accumulators; a Vec takes two registers of four floats
+constexpr int kMasksAtOnce = 4;                     // masks in one pass over a row for one token; half as many for two
+constexpr std::int64_t kMaxFewTokens = 4;           // with more tokens, many_tokens.h is faster
+constexpr int kTileFeatures = 3;                    // of a tile of sums: 6 sums of two registers each, of 16
+constexpr int kFloat64Features = 2;                 // features of a tile of float64 sums
+constexpr std::int64_t kProductsPerTask = 1 << 16;  // least work of a task: some microseconds, like waking a thread
 
 #include "unrolled.h"
 #include "element.h"
 #include "vec_portable.h"
-
-#include "mask_factors.h"
-
 #include "mask_table.h"
 
-// For parts that are added up over a whole row, and for those of a few products.
+// How masks are applied to sums over a whole row, and to sums of a few products.
 template <int Masks>
-using LongMasks = TableMasks<Masks>;
+using RowMasks = TableMasks<Masks>;
 template <int Masks>
-using ShortMasks = TableMasks<Masks>;
+using StepMasks = TableMasks<Masks>;
 
 #include "vec_math.h"
 
-#include "routes.h"
+#include "route_weights.h"
 #include "work_queue.h"
 #include "row_sums.h"
 #include "few_tokens.h"
@@ -40,6 +37,6 @@ using ShortMasks = TableMasks<Masks>;
 
 }  // namespace
 
-Status forward_portable(const Forward& call, ParallelFor parallel_for) { return forward_here(call, parallel_for); }
+Status forward_portable(const Forward& call, ParallelFor parallel_for) { return forward_any_dtype(call, parallel_for); }
 
 }  // namespace mglu::cpu

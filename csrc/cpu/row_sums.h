@@ -1,18 +1,20 @@
-// The sums of one row and a few tokens, in float32. Included inside a file's own namespace, below Vec and Mask.
+// The sums of one row and a few tokens, in float32. Included inside a file's own namespace, after Vec and Mask.
 //
-// The lanes of one vector sum every eighth product, `total`; one vector a mask sums those of its bits, `part`. Gate and
-// value are `part` and `total - part`. In 16-bit types that difference loses nothing that the type could hold. In
-// float32 it would: a value of few weights is a small difference of large sums, and the error of `total` is in the
-// values of all masks. There the difference is taken every two octets, and gate and value have sums of their own: at 4.5
-// instructions a mask and octet instead of 3, as exact as the naive layer's own products.
+// The lanes of `total` sum every eighth product. One vector for each mask, `part`, sums the products under it. The gate
+// is `part` and the value `total - part`.
+//
+// In 16-bit types this difference loses nothing that the type could hold. In float32 it would: a value of few weights
+// is a small difference of large sums, and the error of `total` enters the values of all masks. So in float32 the
+// difference is taken every two octets, and gates and values have sums of their own. That takes 4.5 instructions for a
+// mask and octet instead of 3, and is as exact as the naive layer's separate products.
 
-constexpr int vecs_of(int masks) { return (masks + kMasksPerVec - 1) / kMasksPerVec; }
+constexpr int vecs_for(int masks) { return (masks + kMasksPerVec - 1) / kMasksPerVec; }
 
-// What x is kept as.
+// The type in which x is kept.
 template <class E>
 using Operand = float;
 
-// A row of x, and zeros from `count` to `padded`.
+// Converts a row of x, with zeros from `count` to `padded`.
 template <class E>
 void write_operands(const E* from, std::int64_t count, std::int64_t padded, float* to) {
     std::int64_t k = 0;
@@ -23,31 +25,32 @@ void write_operands(const E* from, std::int64_t count, std::int64_t padded, floa
 template <class E>
 constexpr bool kSumsValues = std::is_same_v<E, float>;
 
-// Octets of a step. In float32 those between two differences: with 4, errors reached 1.6 times the naive layer's.
+// Octets of a step. In float32 a difference is taken at each step: with steps of 4 octets, errors reached 1.6 times the
+// naive layer's.
 template <class E>
 constexpr int kOctetsAtOnce = std::is_same_v<E, float> ? 2 : 4;
 
-// Sums that take turns, octet by octet: enough in flight to hide the latency of an addition, few enough for the
-// registers. Rows could take turns instead, and share x; but the hardware's prefetcher follows one stream better than
+// Independent chains of sums that alternate by octet: enough to hide the latency of an addition, few enough for the
+// registers. Rows could alternate instead and share x, but the hardware's prefetcher follows one stream better than
 // four.
 template <class E>
-constexpr int chains_of(int masks, int tokens) {
-    const int sums = tokens * (1 + vecs_of(masks));
+constexpr int chains_for(int masks, int tokens) {
+    const int sums = tokens * (1 + vecs_for(masks));
     return kSumsValues<E> ? 1 : 4 * sums <= kSumRegisters ? 4 : 2 * sums <= kSumRegisters ? 2 : 1;
 }
 
 // The sums of one row.
 template <class E, int Tokens, int Masks>
 struct RowSums {
-    static constexpr int kVecs = vecs_of(Masks), kChains = chains_of<E>(Masks, Tokens), kOctets = kOctetsAtOnce<E>;
+    static constexpr int kVecs = vecs_for(Masks), kChains = chains_for<E>(Masks, Tokens), kOctets = kOctetsAtOnce<E>;
     static constexpr int kValues = kSumsValues<E> ? kVecs : 1;
 
     const E* weights;
     const std::uint8_t* bits;
     const float* x[Tokens];
     std::int64_t n_masks;
-    Vec gates[kChains][Tokens][kVecs];     // or in 16 bits, parts
-    Vec values[kChains][Tokens][kValues];  // or in 16 bits, the total
+    Vec gates[kChains][Tokens][kVecs];     // in 16-bit types: the parts
+    Vec values[kChains][Tokens][kValues];  // in 16-bit types: the total
 
     MGLU_INLINE void clear() {
         for (int c = 0; c < kChains; ++c) {
@@ -58,7 +61,7 @@ struct RowSums {
         }
     }
 
-    // The products of kOctetsAtOnce octets.
+    // Adds the products of kOctetsAtOnce octets.
     MGLU_INLINE void add(std::int64_t first) {
         if constexpr (kSumsValues<E>) {
             add_to_values(first);
@@ -67,13 +70,13 @@ struct RowSums {
         }
     }
 
-    // Octet by octet: all sums stay in registers.
+    // Octet by octet, so that all sums stay in registers.
     MGLU_INLINE void add_to_parts(std::int64_t first) {
 #pragma GCC unroll 4
         for (int o = 0; o < kOctets; ++o) {
             const int c = o % kChains;
             const Vec w = load_octet(weights + 8 * (first + o));
-            const LongMasks<Masks> masks(bits + (first + o) * n_masks);
+            const RowMasks<Masks> masks(bits + (first + o) * n_masks);
 #pragma GCC unroll 2
             for (int t = 0; t < Tokens; ++t) {
                 const Vec product = w * load_octet(x[t] + 8 * (first + o));
@@ -84,7 +87,8 @@ struct RowSums {
         }
     }
 
-    // Mask by mask: a part is summed over the octets alone, in the order of the total: all ones leave exactly 0.
+    // Mask by mask. A part sums the octets of this step alone, in the order of the total, so that a mask of ones leaves
+    // exactly 0.
     MGLU_INLINE void add_to_values(std::int64_t first) {
 #pragma GCC unroll 2
         for (int t = 0; t < Tokens; ++t) {
@@ -99,7 +103,7 @@ struct RowSums {
                 Vec part = broadcast(0.0f);
 #pragma GCC unroll 4
                 for (int o = 0; o < kOctets; ++o) {
-                    part = ShortMasks<Masks>(bits + (first + o) * n_masks).add(v, part, products[o]);
+                    part = StepMasks<Masks>(bits + (first + o) * n_masks).add(v, part, products[o]);
                 }
                 gates[0][t][v] = gates[0][t][v] + part;
                 values[0][t][v] = values[0][t][v] + (total - part);
@@ -107,12 +111,12 @@ struct RowSums {
         }
     }
 
-    // Of token T and the masks of vector V.
+    // The gates and values of token T and the masks of vector V.
     template <int T, int V>
     MGLU_INLINE Vec gate() const {
         Vec sum = gates[0][T][V];
         unrolled<kChains - 1>([&](auto c) MGLU_STEP { sum = sum + gates[c + 1][T][V]; });
-        return kSumsValues<E> ? sum : LongMasks<Masks>::sum_of(V, sum);
+        return kSumsValues<E> ? sum : RowMasks<Masks>::finished_sum(V, sum);
     }
     template <int T, int V>
     MGLU_INLINE Vec value() const {

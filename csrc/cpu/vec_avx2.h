@@ -13,7 +13,7 @@ MGLU_INLINE Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
 MGLU_INLINE Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
 MGLU_INLINE Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
 MGLU_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
-// A NaN in the second argument is returned, as max_ps and min_ps do.
+// These return a NaN in the second argument, as max_ps and min_ps do.
 MGLU_INLINE Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
 MGLU_INLINE Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }
 MGLU_INLINE Vec abs(Vec a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
@@ -36,7 +36,7 @@ MGLU_INLINE Vec pair_sums(Vec a, Vec b) {
     return {_mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(mixed), 0xd8))};
 }
 
-// Eight neighbouring numbers, in every group of eight lanes of the vector: here there is one.
+// Loads eight consecutive numbers into every group of eight lanes, of which a Vec has one.
 MGLU_INLINE Vec load_octet(const float* p) { return {_mm256_loadu_ps(p)}; }
 MGLU_INLINE Vec load_octet(const BFloat16* p) {
     const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
@@ -46,7 +46,7 @@ MGLU_INLINE Vec load_octet(const Float16* p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
 
-// As many doubles, for sums that float32 is too narrow for.
+// As many doubles as a Vec has floats, for sums that need more than float32.
 struct Wide {
     __m256d low, high;
 };

@@ -1,8 +1,8 @@
 // Sixteen floats in a 512-bit register, and masks as k-registers. Included inside a file's own namespace, below the
 // target pragma.
 //
-// n_masks is innermost in the packed format, so that the two bytes of a 16-bit k-register are two masks of the same
-// eight weights: a vector holds those weights' products twice, and its halves sum two masks. No bit is ever moved.
+// The packed format has n_masks innermost, so that the two bytes of a 16-bit k-register are two masks of the same eight
+// weights. A vector holds those weights' products twice, and its halves are the sums of two masks. No bit is moved.
 
 struct Vec {
     static constexpr int width = 16;
@@ -17,7 +17,7 @@ MGLU_INLINE Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
 MGLU_INLINE Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
 MGLU_INLINE Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
 MGLU_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-// A NaN in the second argument is returned, as max_ps and min_ps do.
+// These return a NaN in the second argument, as max_ps and min_ps do.
 MGLU_INLINE Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
 MGLU_INLINE Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
 MGLU_INLINE Vec abs(Vec a) { return {_mm512_abs_ps(a.v)}; }
@@ -38,7 +38,7 @@ MGLU_INLINE Vec pair_sums(Vec a, Vec b) {
     return {_mm512_add_ps(_mm512_permutex2var_ps(a.v, even, b.v), _mm512_permutex2var_ps(a.v, odd, b.v))};
 }
 
-// Eight neighbouring numbers, in every group of eight lanes of the vector: twice.
+// Loads eight consecutive numbers into every group of eight lanes, of which a Vec has two.
 MGLU_INLINE Vec load_octet(const float* p) { return {_mm512_broadcast_f32x8(_mm256_loadu_ps(p))}; }
 MGLU_INLINE Vec load_octet(const BFloat16* p) {
     const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
@@ -50,7 +50,7 @@ MGLU_INLINE Vec load_octet(const Float16* p) {
     return {_mm512_cvtph_ps(_mm256_broadcastsi128_si256(bits))};
 }
 
-// As many doubles, for sums that float32 is too narrow for.
+// As many doubles as a Vec has floats, for sums that need more than float32.
 struct Wide {
     __m512d low, high;
 };
@@ -80,8 +80,8 @@ constexpr int kMasksPerVec = 2;
 
 using Mask = __mmask16;
 
-// Of the `Count` bytes at `bits`: the last vector of an odd number of masks reads one byte, and sums nothing in its
-// upper half. `flip` is 255 in the bytes whose complement is meant.
+// Loads the `Count` bytes at `bits`. The last vector of an odd number of masks reads one byte, and its upper half sums
+// nothing. `flip` is 255 in each byte whose complement is meant.
 template <int Count>
 MGLU_INLINE Mask load_mask(const std::uint8_t* bits, std::uint32_t flip) {
     if (Count == 1) return static_cast<Mask>(*bits ^ flip);
@@ -93,36 +93,37 @@ MGLU_INLINE Mask load_mask(const std::uint8_t* bits, std::uint32_t flip) {
 // The masks of eight weights, two a vector.
 template <int Masks>
 struct MaskPairs {
-    static constexpr int kLast = (Masks - 1) / 2;  // the last vector, and what it holds
-    static constexpr int kMasksOfLast = Masks - 2 * kLast;
+    static constexpr int kLast = (Masks - 1) / 2;  // the index of the last vector; kLastMasks is its number of masks
+    static constexpr int kLastMasks = Masks - 2 * kLast;
     const std::uint8_t* bits;
 
-    MGLU_INLINE explicit MaskPairs(const std::uint8_t* of_octet) : bits(of_octet) {}
+    MGLU_INLINE explicit MaskPairs(const std::uint8_t* octet_bits) : bits(octet_bits) {}
 
-    // sum + (the products under the masks of vector v).
+    // Returns sum + (the products under the masks of vector v).
     MGLU_INLINE Vec add(int v, Vec sum, Vec product) const {
-        const Mask mask = v < kLast ? load_mask<2>(bits + 2 * v, 0) : load_mask<kMasksOfLast>(bits + 2 * v, 0);
+        const Mask mask = v < kLast ? load_mask<2>(bits + 2 * v, 0) : load_mask<kLastMasks>(bits + 2 * v, 0);
         return {_mm512_mask_add_ps(sum.v, mask, sum.v, product.v)};
     }
-    // The sum that `add` has made.
-    MGLU_INLINE static Vec sum_of(int, Vec sum) { return sum; }
+    // The final value of a sum that `add` has made.
+    MGLU_INLINE static Vec finished_sum(int, Vec sum) { return sum; }
 };
 template <int Masks>
-using LongMasks = MaskPairs<Masks>;
+using RowMasks = MaskPairs<Masks>;
 template <int Masks>
-using ShortMasks = MaskPairs<Masks>;
+using StepMasks = MaskPairs<Masks>;
 
-// A product, not a selection: infinity times 0 is NaN, as in the naive layer.
+// Multiplies instead of selecting: infinity times 0 is NaN, as in the naive layer.
 MGLU_INLINE Vec apply_mask(Vec a, Mask mask) {
     return {_mm512_mul_ps(a.v, _mm512_maskz_mov_ps(mask, _mm512_set1_ps(1.0f)))};
 }
-// A masked-out infinity or NaN is in the value, where the naive layer has infinity times 0 in the gate.
-MGLU_INLINE Vec poisoned(Vec gate, Vec value) { return gate + (value - value); }
-// A number for each mask of a vector.
+// A masked-out infinity or NaN is in the value alone, where the naive layer also has infinity times 0, a NaN, in the
+// gate. This puts it there.
+MGLU_INLINE Vec propagate_nan(Vec gate, Vec value) { return gate + (value - value); }
+// A vector with each mask's number in that mask's lanes.
 MGLU_INLINE Vec broadcast_each(const float* numbers) {
     return {_mm512_mask_blend_ps(0xaaaa, _mm512_set1_ps(numbers[0]), _mm512_set1_ps(numbers[1]))};
 }
-// The first `count` groups of eight lanes to p, p + stride, ...
+// Stores the first `count` groups of eight lanes at p, p + stride, ...
 MGLU_INLINE void store_octets(float* p, std::int64_t stride, int count, Vec a) {
     _mm256_storeu_ps(p, _mm512_castps512_ps256(a.v));
     if (count == 2) _mm256_storeu_ps(p + stride, _mm512_extractf32x8_ps(a.v, 1));

@@ -34,9 +34,9 @@ MGLU_INLINE Vec hyperbolic_tangent(Vec x) {
 }
 
 MGLU_INLINE Vec error_function(Vec x) {
-    static constexpr float kNearZero[] = {1.28379166e-1f,  -3.76126271e-1f, 1.12836002e-1f, -2.68544455e-2f,
-                                          5.18953685e-3f,  -8.02085354e-4f, 7.88915763e-5f};
-    static constexpr float kLogOfRest[] = {1.88036262e-4f,  -1.12957841e0f, -6.33219925e-1f, -1.08418545e-1f,
+    static constexpr float kNearZero[] = {1.28379166e-1f, -3.76126271e-1f, 1.12836002e-1f, -2.68544455e-2f,
+                                          5.18953685e-3f, -8.02085354e-4f, 7.88915763e-5f};
+    static constexpr float kLogOfRest[] = {1.88036262e-4f, -1.12957841e0f,  -6.33219925e-1f, -1.08418545e-1f,
                                            2.52082377e-2f, -4.20455523e-3f, 4.41335114e-4f,  -2.16867491e-5f};
     const Vec size = abs(x), square = x * x, one = broadcast(1.0f);
     const Vec near_zero = fma(polynomial(square, kNearZero), x, x);

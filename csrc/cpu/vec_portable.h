@@ -24,7 +24,7 @@ MGLU_INLINE Vec operator-(Vec a, Vec b) { return {a.v - b.v}; }
 MGLU_INLINE Vec operator*(Vec a, Vec b) { return {a.v * b.v}; }
 MGLU_INLINE Vec operator/(Vec a, Vec b) { return {a.v / b.v}; }
 MGLU_INLINE Vec fma(Vec a, Vec b, Vec c) { return {a.v * b.v + c.v}; }
-// A NaN in the second argument is returned, as by x86's instructions.
+// These return a NaN in the second argument, as x86's instructions do.
 MGLU_INLINE Vec max(Vec a, Vec b) { return choose(a.v > b.v, a, b); }
 MGLU_INLINE Vec min(Vec a, Vec b) { return choose(a.v < b.v, a, b); }
 MGLU_INLINE Vec abs(Vec a) { return {bit_cast<Vec::Floats8>(bits_of(a) & 0x7fffffff)}; }
@@ -33,7 +33,7 @@ MGLU_INLINE Vec copy_sign(Vec magnitude, Vec sign) {
     return {bit_cast<Vec::Floats8>(magnitude_bits | (bits_of(sign) & ~0x7fffffff))};
 }
 MGLU_INLINE Vec if_less(Vec a, Vec b, Vec yes, Vec no) { return choose(a.v < b.v, yes, no); }
-// Of |a| < 2^22: the sum's last bit is that of a whole number.
+// For |a| < 2^22. The last bit of a + magic has the weight of a whole number.
 MGLU_INLINE Vec round_even(Vec a) {
     const Vec magic = broadcast(0x1.8p23f);
     return (a + magic) - magic;
@@ -45,11 +45,11 @@ MGLU_INLINE Vec scale_by_power(Vec a, Vec n) {
 }
 // [a0 + a1, a2 + a3, .., b0 + b1, ..]
 MGLU_INLINE Vec pair_sums(Vec a, Vec b) {
-    return {Vec::Floats8{a.v[0] + a.v[1], a.v[2] + a.v[3], a.v[4] + a.v[5], a.v[6] + a.v[7],
-                         b.v[0] + b.v[1], b.v[2] + b.v[3], b.v[4] + b.v[5], b.v[6] + b.v[7]}};
+    return {Vec::Floats8{a.v[0] + a.v[1], a.v[2] + a.v[3], a.v[4] + a.v[5], a.v[6] + a.v[7], b.v[0] + b.v[1],
+                         b.v[2] + b.v[3], b.v[4] + b.v[5], b.v[6] + b.v[7]}};
 }
 
-// Eight neighbouring numbers, in every group of eight lanes of the vector: here there is one.
+// Loads eight consecutive numbers into every group of eight lanes, of which a Vec has one.
 template <class E>
 MGLU_INLINE Vec load_octet(const E* p) {
     Vec a;
@@ -57,7 +57,7 @@ MGLU_INLINE Vec load_octet(const E* p) {
     return a;
 }
 
-// As many doubles, for sums that float32 is too narrow for.
+// As many doubles as a Vec has floats, for sums that need more than float32.
 struct Wide {
     using Doubles8 = double __attribute__((vector_size(64)));
     Doubles8 v;

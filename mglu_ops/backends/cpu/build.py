@@ -69,7 +69,9 @@ def find_compiler() -> Compiler:
 
 def _key(compiler: Compiler) -> str:
     digest = hashlib.sha256()
-    for path in sorted(source_directory().iterdir()):
+    folder = source_directory()
+    geometry = folder.parent / "cuda" / "packed_masks.cuh"
+    for path in sorted((*folder.glob("*.cpp"), *folder.glob("*.h"), geometry)):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     digest.update("\0".join((compiler.identity, *FLAGS, platform.system(), platform.machine())).encode())
     return digest.hexdigest()[:32]

@@ -1,24 +1,24 @@
-// The sums of one row and a few tokens by `vdpbf16ps`. Included inside a file's own namespace, below vec_avx512.h and
-// mask_words.h.
+// The sums of one row and a few tokens in bfloat16, by `vdpbf16ps`. Included inside a file's own namespace, after
+// vec_avx512.h and mask_words.h.
 //
-// An instruction adds 32 products to 16 sums, where row_sums.h widens, multiplies and adds eight at a time; the masked
-// weights are made once for all tokens, two instructions a mask. Subnormal numbers count as 0.
+// An instruction adds 32 products to 16 sums, where row_sums.h converts, multiplies and adds eight at a time. Masked
+// weights are made once for all tokens, with two instructions a mask. Subnormal numbers count as 0.
 
-constexpr int vecs_of(int masks) { return (masks + kMasksPerVec - 1) / kMasksPerVec; }
+constexpr int vecs_for(int masks) { return (masks + kMasksPerVec - 1) / kMasksPerVec; }
 
-// What x is kept as.
+// The type in which x is kept.
 template <class E>
 using Operand = E;
 
-// A row of x, and zeros from `count` to `padded`.
+// Copies a row of x, with zeros from `count` to `padded`.
 inline void write_operands(const BFloat16* from, std::int64_t count, std::int64_t padded, BFloat16* to) {
     for (std::int64_t k = 0; k < padded; ++k) to[k] = k < count ? from[k] : BFloat16{};
 }
 
-constexpr int kOctetsOfVec = 4;
+constexpr int kOctetsPerVec = 4;
 
 template <class E>
-constexpr int kOctetsAtOnce = 2 * kOctetsOfVec;
+constexpr int kOctetsAtOnce = 2 * kOctetsPerVec;
 
 // [a0 .. a7 + a8 .. a15, b0 .. b7 + b8 .. b15]
 MGLU_INLINE Vec half_sums(Vec a, Vec b) {
@@ -30,8 +30,8 @@ MGLU_INLINE Vec half_sums(Vec a, Vec b) {
 // The sums of one row.
 template <class E, int Tokens, int Masks>
 struct RowSums {
-    static constexpr int kVecs = vecs_of(Masks);
-    static constexpr int kChains = 2 * Tokens * (1 + Masks) <= kSumRegisters ? 2 : 1;  // two hide the latency
+    static constexpr int kVecs = vecs_for(Masks);
+    static constexpr int kChains = 2 * Tokens * (1 + Masks) <= kSumRegisters ? 2 : 1;  // two chains hide the latency
 
     const E* weights;
     const std::uint8_t* bits;
@@ -48,10 +48,10 @@ struct RowSums {
         });
     }
 
-    // The products of kOctetsAtOnce octets.
+    // Adds the products of kOctetsAtOnce octets.
     MGLU_INLINE void add(std::int64_t first) {
         add_vec<0>(first);
-        add_vec<kChains - 1>(first + kOctetsOfVec);
+        add_vec<kChains - 1>(first + kOctetsPerVec);
     }
 
     template <int Chain>
@@ -65,9 +65,7 @@ struct RowSums {
         });
         unrolled<Masks>([&](auto i) MGLU_STEP {
             const __m512i masked = masks.apply(i, w);
-            unrolled<Tokens>([&](auto t) MGLU_STEP {
-                parts[Chain][t][i] = dot(masked, x_of[t], parts[Chain][t][i]);
-            });
+            unrolled<Tokens>([&](auto t) MGLU_STEP { parts[Chain][t][i] = dot(masked, x_of[t], parts[Chain][t][i]); });
         });
     }
 
@@ -79,7 +77,7 @@ struct RowSums {
     MGLU_INLINE Vec part() const {
         return kChains == 2 ? parts[0][T][I] + parts[kChains - 1][T][I] : parts[0][T][I];
     }
-    // Of token T and the masks of vector V.
+    // The gates and values of token T and the masks of vector V.
     template <int T, int V>
     MGLU_INLINE Vec gate() const {
         return half_sums(part<T, 2 * V>(), part<T, 2 * V + 1 < Masks ? 2 * V + 1 : 2 * V>());

@@ -1,4 +1,4 @@
-// The weights of the masks' terms. Included inside a file's own namespace, below element.h.
+// The weights of the masks' terms as float32. Included inside a file's own namespace, after element.h.
 
 template <class E>
 float route_at(const Forward& call, std::int64_t token, std::int64_t mask) {
@@ -6,7 +6,7 @@ float route_at(const Forward& call, std::int64_t token, std::int64_t mask) {
     return to_float(static_cast<const E*>(call.route_weights)[at]);
 }
 
-inline float route_of(const Forward& call, std::int64_t token, std::int64_t mask) {
+inline float route_weight(const Forward& call, std::int64_t token, std::int64_t mask) {
     if (!call.route_weights) return 1.0f;
     switch (call.route_dtype) {
         case DType::float32: return route_at<float>(call, token, mask);
@@ -16,12 +16,12 @@ inline float route_of(const Forward& call, std::int64_t token, std::int64_t mask
     return 0.0f;
 }
 
-// [tokens, kMaxMasks], or null where there is no memory.
-inline Floats all_routes(const Forward& call) {
+// Returns [tokens, kMaxMasks], or null if there is no memory.
+inline Floats load_route_weights(const Forward& call) {
     Floats routes = allocate_floats(call.tokens * kMaxMasks);
     if (!routes) return routes;
     for (std::int64_t token = 0; token < call.tokens; ++token) {
-        for (std::int64_t i = 0; i < call.n_masks; ++i) routes[token * kMaxMasks + i] = route_of(call, token, i);
+        for (std::int64_t i = 0; i < call.n_masks; ++i) routes[token * kMaxMasks + i] = route_weight(call, token, i);
     }
     return routes;
 }
