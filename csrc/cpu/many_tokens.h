@@ -42,7 +42,7 @@ void multiply(const float* weights, std::int64_t depth, const float* x, float* s
     });
 }
 
-// The same with sums in float64, for one vector of tokens. `stride` is the number of floats between rows of x.
+// Does the same with sums in float64, for one vector of tokens. `stride` is the number of floats between rows of x.
 template <int Features>
 void multiply_wide(const double* weights, std::int64_t depth, const float* x, std::int64_t stride, double* sums,
                    std::int64_t sums_stride, bool first) {

@@ -73,7 +73,7 @@ void pack_octets(const std::uint8_t* from, std::uint8_t* to, std::int64_t octets
 }
 
 #if defined(__x86_64__)
-// The same for eight logits at a time: movemask gathers the sign bits of a comparison's result.
+// Does the same for eight logits at a time: movemask gathers the sign bits of a comparison's result.
 __attribute__((target("avx2"))) void pack_octets_avx2_float32(const std::uint8_t* from, std::uint8_t* to,
                                                               std::int64_t octets, std::int64_t n_masks) {
     for (std::int64_t octet = 0; octet < octets; ++octet) {

@@ -1,8 +1,9 @@
-// The activations of the gate, in float32. Names and codes are those of mglu_ops/activations.py and csrc/cpu/activation.h
-// (tests/cpu/test_activation_codes.py).
+// The activations of the gate, in float32. Names and codes are those of mglu_ops/activations.py and
+// csrc/cpu/activation.h (tests/cpu/test_activation_codes.py).
 //
 // With kFast, exponentials and divisions use the hardware's approximations: a relative error of 1e-6 to 1e-5 at a third
-// of the instructions. The kernels set it where the result is rounded to 16 bits, a rounding at least 50 times as large.
+// of the instructions. The kernels set it where the result is rounded to 16 bits, a rounding at least 50 times as
+// large.
 #pragma once
 
 namespace mglu {

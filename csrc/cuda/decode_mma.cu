@@ -106,8 +106,8 @@ struct SharedX {
         }
     }
 
-    // The same as bulk copies, without the zeros past in_features: lane s of warp w copies segment s of token w and of
-    // every kWarps-th token after it. In a cluster, each block copies a share of the tokens to all blocks.
+    // Does the same by bulk copies, without the zeros past in_features: lane s of warp w copies segment s of token w
+    // and of every kWarps-th token after it. In a cluster, each block copies a share of the tokens to all blocks.
     __device__ __forceinline__ void copy(const Params& p, int warp, int lane) const {
         if (lane >= kXSegments) return;
         const int first = lane * segment_octets;

@@ -1,8 +1,8 @@
 // The geometry of the packed mask format, version 1 (mglu_ops/masks.py), for device code and for the CPU kernels.
 //
-// packed_masks is uint8 [out_features, packed_octets(in_features), n_masks]. An octet is eight consecutive columns of W, k
-// to k + 7 with k % 8 == 0, for which each mask has one byte: bit k % 8 (least significant first) of byte [r, k / 8, i]
-// is M_i[r, k]. The bits past in_features in a row's last octet are 0.
+// packed_masks is uint8 [out_features, packed_octets(in_features), n_masks]. An octet is eight consecutive columns of
+// W, k to k + 7 with k % 8 == 0, for which each mask has one byte: bit k % 8 (least significant first) of byte [r, k /
+// 8, i] is M_i[r, k]. The bits past in_features in a row's last octet are 0.
 #pragma once
 
 #if defined(__CUDACC__)

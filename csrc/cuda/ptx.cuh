@@ -105,7 +105,7 @@ __device__ __forceinline__ void bulk_copy(u32 destination, const void* source, u
         : "memory");
 }
 
-// The same to every block of a cluster: to the same offset in each block's shared memory, signalling the barrier at the
+// Copies to every block of a cluster: to the same offset in each block's shared memory, signalling the barrier at the
 // same offset there.
 template <int kBlocks>
 __device__ __forceinline__ void bulk_copy_multicast(u32 destination, const void* source, u32 bytes, u32 barrier) {

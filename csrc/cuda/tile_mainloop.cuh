@@ -43,8 +43,8 @@ __device__ __forceinline__ MaskWords<kCount> load_pass_words(u32 row, int q, int
     return masks;
 }
 
-// The same from global memory, byte by byte, for rows of masks that are not aligned for TMA. `row` points at the masks
-// of the row, `octet` is the first of the two octets. Bytes past the end of the row are not read.
+// Reads the same from global memory, byte by byte, for rows of masks that are not aligned for TMA. `row` points at the
+// masks of the row, `octet` is the first of the two octets. Bytes past the end of the row are not read.
 template <int kFirst, int kCount>
 __device__ __forceinline__ MaskWords<kCount> read_pass_words(const u8* row, int octet, int octets, int pass) {
     const u8* first = row + static_cast<i64>(octet) * kMasks + pass * kPassMasks + kFirst;
@@ -82,8 +82,8 @@ __device__ __forceinline__ void load_pass_bytes(u32 (&bytes)[(kOctets * kPassMas
     }
 }
 
-// The same from global memory, for rows of masks that are not aligned for TMA. Bytes past the end of the row are not
-// read.
+// Reads the same from global memory, for rows of masks that are not aligned for TMA. Bytes past the end of the row are
+// not read.
 template <int kOctets>
 __device__ __forceinline__ void read_pass_bytes(u32 (&bytes)[(kOctets * kPassMasks + 3) / 4], const u8* row, int octet,
                                                 int octets, int pass) {
@@ -131,8 +131,8 @@ struct Accumulators {
     float t[kColumns];
     float f[kCount][kColumns];
 
-    // A chunk has kBatches batches of kSteps wgmmas. The wgmmas of a batch for one product (t, or a mask) are one commit
-    // group. Groups are ordered by batches, and within a batch t precedes the masks.
+    // A chunk has kBatches batches of kSteps wgmmas. The wgmmas of a batch for one product (t, or a mask) are one
+    // commit group. Groups are ordered by batches, and within a batch t precedes the masks.
     static constexpr int kBatches = 4 / kSteps;
     static constexpr int kProducts = kCount + (kTotal ? 1 : 0);
     static constexpr int kWgmmaGroups = kBatches * kProducts;
@@ -336,8 +336,8 @@ struct Accumulators {
         release_stage(unreleased, lane);
     }
 
-    // The same with sparse products, whose fragments serve t and all masks. The products of a chunk's even weights are
-    // one commit group, those of its odd weights another. While one runs, the fragments of the other are made.
+    // Does the same with sparse products, whose fragments serve t and all masks. The products of a chunk's even weights
+    // are one commit group, those of its odd weights another. While one runs, the fragments of the other are made.
     __device__ __forceinline__ void accumulate_sparse(const Params& p, u32 ring, u32 full, u32 empty, int tile_row,
                                                       int warpgroup_row, int pass, RingPosition& position) {
         const int lane = threadIdx.x % 32;

@@ -20,7 +20,7 @@
 // That halves the reads from L2, and their power. A slot of the ring is refilled when all warps of all blocks have
 // released it.
 //
-// The sums of a token do not depend on other tokens: k goes up in steps of 16 into one accumulator.
+// The sums of a token do not depend on other tokens: every accumulator sums k in ascending steps of 16.
 //
 // Requirements: 16-bit elements, in_features % 8 == 0, rows of weight and of an x that is not permuted 16-byte aligned,
 // masks contiguous inside a row, out_features >= kBlockRows.
@@ -64,8 +64,8 @@ __device__ __forceinline__ void store(const Params& p, const float (&y)[4], int 
     }
 }
 
-// Where the warpgroups of the same rows, and the passes, exchange t and the sum of terms. Each thread exchanges with
-// the same thread of the other warpgroup, or with itself in the next pass.
+// The memory in which warpgroups of the same rows, and passes, exchange t and the sum of terms. Each thread exchanges
+// with the same thread of the other warpgroup, or with itself in the next pass.
 struct Exchange {
     float4* totals;  // t
     float4* terms;   // the sum of terms so far

@@ -1,6 +1,6 @@
-// The AVX-512 and AMX intrinsics that csrc/cpu uses, as plain loops written from Intel's descriptions of them, so that
-// the very source of those paths computes on a machine that lacks the instructions. What a compiler makes of the real
-// ones, and their speed, it does not show.
+// Emulates the AVX-512 and AMX intrinsics that csrc/cpu uses, as plain loops written from Intel's descriptions, so that
+// the source of those kernels runs unchanged on machines without the instructions. It shows neither what a compiler
+// makes of the real intrinsics nor their speed.
 #pragma once
 
 #include <cmath>
@@ -120,7 +120,7 @@ inline __m512 _mm512_div_ps(__m512 a, __m512 b) {
 inline __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) {
     return each_<__m512>([&](int i) { return std::fma(a.lane[i], b.lane[i], c.lane[i]); });
 }
-inline __m512 _mm512_max_ps(__m512 a, __m512 b) {  // the second where either is NaN
+inline __m512 _mm512_max_ps(__m512 a, __m512 b) {  // returns the second argument if either is NaN
     return each_<__m512>([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; });
 }
 inline __m512 _mm512_min_ps(__m512 a, __m512 b) {
@@ -218,7 +218,7 @@ inline __m512i _mm512_permutex2var_epi32(__m512i a, __m512i index, __m512i b) {
     return each_<__m512i>([&](int i) { return (index.lane[i] & 16 ? b : a).lane[index.lane[i] & 15]; });
 }
 
-// bfloat16: subnormal numbers are 0, in operands and in results.
+// bfloat16: subnormal operands and results count as 0, as on the hardware.
 inline float flushed_(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x; }
 inline float brain_(std::uint16_t x) { return flushed_(float_(static_cast<std::uint32_t>(x) << 16)); }
 inline __m512bh _mm512_cvtne2ps_pbh(__m512 high, __m512 low) {
@@ -235,8 +235,8 @@ inline __m512 _mm512_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
     });
 }
 
-// Tiles: a thread's own, and of no use before they are configured. A thread that ends with them would make each switch
-// to the next save 8 KB.
+// Tiles. Each thread has its own, which must be configured before use and released before the thread ends: otherwise
+// every later context switch would save 8 KB of tiles.
 struct Tiles_ {
     bool configured = false;
     std::uint8_t rows[8] = {}, bytes[8] = {};
@@ -245,7 +245,7 @@ struct Tiles_ {
         if (configured) std::abort();
     }
     auto& of(int tile) {
-        if (!configured || rows[tile] != 16 || bytes[tile] != 64) std::abort();  // what csrc/cpu uses
+        if (!configured || rows[tile] != 16 || bytes[tile] != 64) std::abort();  // csrc/cpu uses no other
         return lane[tile];
     }
 };

@@ -1,8 +1,9 @@
-// The CPU kernels against sums in float64, in a program of their own that a sanitizer can watch. Run by
-// tests/cpu/test_cpu_backend.py; prints a line for each instruction set that ran, and for each mistake, and counts those.
+// Compares the CPU kernels with sums in float64, in a program of its own so that sanitizers can watch it.
+// tests/cpu/test_cpu_backend.py runs it. It prints a line for each instruction set that ran and for each mistake, and
+// its exit status is nonzero if there was one.
 //
-// Every tensor is an allocation of exactly its size, so that a read past an end is seen, and all but the last dimension
-// have odd strides, so that the kernels get rows at every alignment.
+// Every tensor is an allocation of exactly its size, so that sanitizers see reads past its end. All but the last
+// dimension have odd strides, so that rows start at every alignment.
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -27,7 +28,7 @@ std::uint32_t bits_of(float x) {
     return bits;
 }
 
-// Numbers of few bits, which all three types hold exactly: conversions are torch's to check, in the tests in Python.
+// Numbers of few bits, which all three types hold exactly. The tests in Python check conversions against torch's.
 struct Numbers {
     DType dtype;
     std::vector<float> floats;
@@ -39,7 +40,7 @@ struct Numbers {
     void set(std::size_t i, float x) {
         if (dtype == DType::float32) floats[i] = x;
         if (dtype == DType::bfloat16) halves[i] = static_cast<std::uint16_t>(bits_of(x) >> 16);
-        if (dtype == DType::float16) {  // of a normal number
+        if (dtype == DType::float16) {  // valid for normal numbers
             const std::uint32_t magnitude = bits_of(x) & 0x7fffffff, sign = bits_of(x) >> 16 & 0x8000;
             halves[i] = static_cast<std::uint16_t>(sign | (magnitude ? (magnitude >> 13) - 0x1c000 : 0));
         }
@@ -60,7 +61,7 @@ struct Numbers {
     void* data() { return dtype == DType::float32 ? static_cast<void*>(floats.data()) : halves.data(); }
 };
 
-// Two threads, so that a data race is one.
+// Runs the work on two threads, so that the thread sanitizer can see data races.
 std::int32_t two_threads(std::int64_t begin, std::int64_t end, std::int64_t grain, Body body, void* context) {
     if (end - begin <= grain) return serial(begin, end, grain, body, context);
     const std::int64_t middle = begin + (end - begin) / 2;
@@ -104,7 +105,7 @@ void check(Isa isa, DType dtype, std::int64_t tokens, std::int64_t d, std::int64
     for (std::int64_t i = 0; i < tokens * n; ++i) route.set(i, std::round(uniform() * 64) / 64);
     for (auto& mask : masks) mask = uniform() < 0 ? 0 : 1;
 
-    // Packed by the library into rows of their own, so that its layout is what the kernels read.
+    // Pack with the library, then copy into rows with a stride, so that the kernels read the library's own layout.
     std::vector<std::uint8_t> contiguous(static_cast<std::size_t>(d * octets * n)), back(masks.size());
     const Pack pack{masks.data(), contiguous.data(), n, d, h, d * h, h, 1};
     const Unpack unpack{contiguous.data(), back.data(), n, d, h, octets * n, n, 1};
