@@ -123,7 +123,7 @@ struct FewTokens {
         body.x_stride = tail.x_stride = x_stride;
         body.x = x + first_token * x_stride;
         tail.x = body.x + whole;
-        body.octets = whole / 8;
+        body.octets = whole / kOctet;
         tail.octets = kOctetsAtOnce<E>;
         const int groups = static_cast<int>(ceil_div(call.n_masks, max_group_masks(tokens)));
         int first_mask = 0;

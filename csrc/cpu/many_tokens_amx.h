@@ -12,12 +12,13 @@
 constexpr std::int64_t kTile = 256;  // floats, or pairs of bfloat16: 1 KB
 constexpr std::int64_t kLine = 16;   // padding: tiles a power of two apart would compete for few sets of L1
 constexpr std::int64_t kSpacedTile = kTile + kLine;
-constexpr std::int64_t kGroupFeatures = 32;      // features of two tiles
-constexpr std::int64_t kDeep = 32;               // in_features of a tile
-constexpr std::int64_t kMaxBlockSteps = 16;      // tiles of a k-block; 8 with only one panel of tokens
-constexpr std::int64_t kMinBlockFeatures = 256;  // features x products of a block; with fewer, x is in L3
-constexpr std::int64_t kMaxSums = 192 * 1024;    // floats of a block's sums, 768 KB
-constexpr std::int64_t kMaxPanelsInL2 = 8;       // panels of x: up to these, the smallest block is best
+constexpr std::int64_t kGroupFeatures = 32;           // features of two tiles
+constexpr std::int64_t kDeep = 32;                    // in_features of a tile
+constexpr std::int64_t kStepOctets = kDeep / kOctet;  // mask bytes of a row of a tile, for each mask
+constexpr std::int64_t kMaxBlockSteps = 16;           // tiles of a k-block; 8 with only one panel of tokens
+constexpr std::int64_t kMinBlockFeatures = 256;       // features x products of a block; with fewer, x is in L3
+constexpr std::int64_t kMaxSums = 192 * 1024;         // floats of a block's sums, 768 KB
+constexpr std::int64_t kMaxPanelsInL2 = 8;            // panels of x: up to these, the smallest block is best
 
 // The permutations that transpose 16 x 16 numbers of 32 bits. In step `size`, squares of that size on both sides of the
 // diagonal are swapped.
@@ -208,16 +209,16 @@ struct TileProducts {
         const std::uint8_t* bits = call.packed_masks + row * call.mask_stride;
         float* to = weights_at(block, 0, group) + f % kGroupFeatures / 16 * kSpacedTile + f % 16 * 16;
         const __m512i order = byte_order(n);
-        const __mmask64 all = first_bytes(4 * n);
+        const __mmask64 all = first_bytes(kStepOctets * n);
         for (std::int64_t s = step; s < whole; ++s, to += 2 * kSpacedTile) {
             // Prefetch what the next k-block reads: the hardware's prefetcher does not follow 32 rows.
             __builtin_prefetch(weights + (s + steps_per_k_block) * kDeep, 0, 2);
-            __builtin_prefetch(bits + (s + steps_per_k_block) * 4 * n, 0, 2);
-            mask_step(_mm512_loadu_si512(weights + s * kDeep), MaskWords(bits + s * 4 * n, all, order), to);
+            __builtin_prefetch(bits + (s + steps_per_k_block) * kStepOctets * n, 0, 2);
+            mask_step(_mm512_loadu_si512(weights + s * kDeep), MaskWords(bits + s * kStepOctets * n, all, order), to);
         }
         if (whole < end) {
             const std::int64_t rest = call.in_features - whole * kDeep;
-            const MaskWords masks(bits + whole * 4 * n, first_bytes(packed_octets(rest) * n), order);
+            const MaskWords masks(bits + whole * kStepOctets * n, first_bytes(packed_octets(rest) * n), order);
             mask_step(_mm512_maskz_loadu_epi16(first_words(rest), weights + whole * kDeep), masks, to);
         }
     }

@@ -115,7 +115,7 @@ void pack_rows_of(const Pack& call, std::int64_t begin, std::int64_t end) {
     using Element = typename Octet<source>::Element;
     const PackOctets pack = select_pack_octets<source>();
     const std::int64_t octets = packed_octets(call.in_features);
-    const std::int64_t whole = call.column_stride == sizeof(Element) ? call.in_features / 8 : 0;
+    const std::int64_t whole = call.column_stride == sizeof(Element) ? call.in_features / kOctet : 0;
     for (std::int64_t row = begin; row < end; ++row) {
         for (std::int64_t i = 0; i < call.n_masks; ++i) {
             const std::uint8_t* from = call.masks + i * call.mask_stride + row * call.row_stride;
