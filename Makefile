@@ -1,19 +1,24 @@
-# `make demo` and `make test` set up all they need in .venv; the gpu targets use the python3 that is there.
+# `make demo` and `make test` create .venv with all they need; the gpu targets use the python3 that is installed.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 TORCH ?= 2.11.0
 OTHER := .venv-torch-$(TORCH)
 GPU_ENV := MGLU_REQUIRE_GPU=1
 
-.PHONY: demo test lint types unit test-torch gpu-install gpu-test gpu-bench clean
+.PHONY: demo test test-all lint types unit unit-all test-torch gpu-install gpu-test gpu-sanitize gpu-bench clean
 
 demo: $(VENV)/.ready
 	OMP_WAIT_POLICY=passive $(BIN)/python -m mglu_ops demo $(DEMO_ARGS)
 
+# The checks for every change: at most 5 minutes on 2 idle cores.
 test: lint types unit
+
+# All that can be checked without a GPU, as continuous integration does.
+test-all: lint types unit-all
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -23,12 +28,15 @@ types: $(VENV)/.ready
 	$(BIN)/mypy
 
 unit: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	HYPOTHESIS_PROFILE=quick $(PYTEST) -m "not long and not gpu"
 
-# The fusion pass with another torch: make test-torch TORCH=2.15.0
+unit-all: $(VENV)/.ready
+	$(PYTEST) --durations=25
+
+# The fusion pass with another version of torch: make test-torch TORCH=2.15.0
 test-torch:
 	$(PYTHON) -m venv $(OTHER)
-	grep -v '^torch==\|^triton==\|^numpy==' constraints.txt > $(OTHER)/constraints.txt
+	grep -v '^torch==\|^triton==\|^numpy==\|^cuda-\|^nvidia-' constraints.txt > $(OTHER)/constraints.txt
 	$(OTHER)/bin/python -m pip install --quiet --constraint $(OTHER)/constraints.txt torch==$(TORCH) --editable ".[dev]"
 	$(OTHER)/bin/python -m pytest -n 2 --dist worksteal tests/passes tests/packaging/test_export.py
 
@@ -37,14 +45,19 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
-# No network, no environment of our own: installs the project itself into the python3 at hand, and nothing else.
+# Installs only this project, without its dependencies and without the network, for the python3 that is installed.
 gpu-install:
 	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --no-index --editable .
 
+# The files of tests/gpu in parallel processes; make gpu-test GPU_TEST_ARGS="-k packing"
 gpu-test: gpu-install
-	$(GPU_ENV) $(PYTHON) -m pytest -m gpu tests
+	$(GPU_ENV) $(PYTHON) .ci/gpu_test.py $(GPU_TEST_ARGS)
 
-# All of benchmarks/results that a GPU gives: make gpu-bench BENCH_ARGS="one_token plots"
+# The kernels under compute-sanitizer.
+gpu-sanitize: gpu-install
+	$(GPU_ENV) $(PYTHON) -m pytest tests/gpu/test_sanitizer.py
+
+# All of benchmarks/results that a GPU measures: make gpu-bench BENCH_ARGS="one_token plots"
 gpu-bench: gpu-install
 	$(PYTHON) -m mglu_ops bench $(BENCH_ARGS)
 

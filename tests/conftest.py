@@ -1,21 +1,28 @@
-"""Settings of every test: hypothesis profiles, one thread, poisoned memory, and what `gpu` means."""
+"""Settings for every test: hypothesis profiles, one thread, poisoned memory, the `gpu` marker, and the skip counts."""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS, which the poisoning asks for
-# The C++ around a package's kernels need not be fast in a test; most of an export's time is its compilation.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic, which the poisoning asks for
+# Compiling the C++ around the kernels takes most of the time of an export, and a test does not need it to be fast.
 os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# `ci` gives the same examples on every run; `explore` looks for new ones (HYPOTHESIS_PROFILE=explore).
+# The helpers assert too. Without this, pytest cannot show the values of an assertion that fails in one of them.
+pytest.register_assert_rewrite(*(path.stem for path in (Path(__file__).parent / "support").glob("*.py")))
+
+# `ci` tries the same examples on every run, and `quick` (of `make test`) fewer of them. `explore` searches for new
+# ones: HYPOTHESIS_PROFILE=explore. A test that needs more or fewer examples than others uses `strategies.examples`.
 _CHECKS = (HealthCheck.too_slow, HealthCheck.function_scoped_fixture)
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=40, suppress_health_check=_CHECKS)
+settings.register_profile("quick", settings.get_profile("ci"), max_examples=10)
 settings.register_profile("explore", deadline=None, max_examples=1000, suppress_health_check=_CHECKS)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
@@ -34,9 +41,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, and torch sees none"))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print how many tests were skipped for each reason, and the markers that deselected others."""
+    reasons = Counter(_skip_reason(report) for report in terminalreporter.stats.get("skipped", []))
+    if reasons:
+        terminalreporter.section("skipped tests")
+        for reason, count in reasons.most_common():
+            terminalreporter.write_line(f"{count:5} {reason}")
+    if config.option.markexpr:
+        terminalreporter.write_line(f"Only tests with -m '{config.option.markexpr}' were run.")
+
+
+def _skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """The reason that a test gave; its report holds (path, line, "Skipped: reason")."""
+    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    return text.removeprefix("Skipped: ")
+
+
 @pytest.fixture(autouse=True)
 def _poisoned_memory() -> Iterator[None]:
-    """New floating tensors start as NaN and integers as their largest value: an output that is not written shows."""
+    """Fill new floating tensors with NaN, and integers with their maximum, to expose an output that is not written."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.utils.deterministic.fill_uninitialized_memory
