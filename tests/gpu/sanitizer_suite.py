@@ -1,9 +1,9 @@
-"""Every kernel once or twice on small, ragged shapes: the program that compute-sanitizer watches.
+"""The program that compute-sanitizer watches: it runs every kernel once or twice on small, ragged shapes.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python3 tests/gpu/sanitizer_suite.py
 
-Without the caching allocator every tensor is an allocation of its own, so that the sanitizer sees where it ends; and
-all inputs are copied from the host, so that it sees what was written. Results are compared with the oracle, on the CPU.
+Without the caching allocator every tensor is an allocation of its own, so that the sanitizer knows where it ends. All
+inputs are copied from the host, so that it knows what was written. The oracle runs on the CPU.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ Shape = tuple[int, int, int, int]
 
 MMA = "decode_mma"
 CASES: list[tuple[LaunchConfig | None, torch.dtype, Shape]] = [
-    # The chosen launches, by tokens, out_features, in_features, n_masks: every kernel, and those for odd sizes.
+    # Shapes are (tokens, out_features, in_features, n_masks). Without a launch configuration, the backend chooses one;
+    # these shapes take every kernel, and its variants for odd sizes.
     *((None, torch.bfloat16, (tokens, 200, 264, 4)) for tokens in (1, 3, 8, 16, 20, 70)),
     *((None, torch.float16, (tokens, 130, 1032, 16)) for tokens in (1, 5, 30, 33)),
     *((None, torch.float16, (tokens, 66, 136, 1)) for tokens in (1, 2, 17)),
     (None, torch.float16, (40, 130, 512, 2)),
     *((None, torch.float16, (tokens, 33, 41, 3)) for tokens in (1, 6)),
     *((None, torch.float32, (tokens, 33, 72, 5)) for tokens in (1, 6)),
-    # Others, for the ways of cutting that no choice here takes.
+    # Tile sizes and splits that the backend does not choose for the shapes above.
     (DecodeMma(tiles=2, split_k=2, stages=3, mask_group=8), torch.float16, (1, 35, 1032, 8)),
     (DecodeMma(tiles=3, sub=2, mask_group=2), torch.float16, (1, 100, 1040, 2)),
     (DecodeMma(tiles=4, mask_group=8), torch.bfloat16, (1, 100, 264, 8)),
@@ -47,12 +48,13 @@ CASES: list[tuple[LaunchConfig | None, torch.dtype, Shape]] = [
 
 
 def run(config: LaunchConfig | None, dtype: torch.dtype, shape: Shape, route: bool, kernels: Sequence[str]) -> bool:
-    """One call, and whether its result is right; False if it is another kernel's."""
+    """Run a call and check its result; return False if it takes a kernel other than `kernels`, and is not run."""
     tokens, d, h, n_masks = shape
     x = torch.randn(tokens, h).to(dtype)
     weight = (torch.randn(d, h) / h**0.5).to(dtype)
     masks = torch.rand(n_masks, d, h) < 0.5
-    routes = torch.rand(tokens, n_masks) * (torch.rand(n_masks) < 0.4) if route else None  # some masks in no use
+    used = torch.rand(n_masks) < 0.4  # no token takes the other masks
+    routes = torch.rand(tokens, n_masks) * used if route else None
     on_gpu = [None if t is None else t.cuda() for t in (x, weight, pack(masks), routes)]
     operands = (*on_gpu[:3], "silu", on_gpu[3])
     launched = config or launch_of(*operands).config  # type: ignore[arg-type] # of None or not
@@ -64,7 +66,7 @@ def run(config: LaunchConfig | None, dtype: torch.dtype, shape: Shape, route: bo
 
 
 def run_packing() -> None:
-    """Bool masks and logits of each dtype, aligned and not."""
+    """Pack bool masks and logits of each dtype, aligned and not."""
     for dtype in (torch.bool, torch.float16, torch.bfloat16, torch.float32):
         for shape in ((4, 33, 72), (3, 5, 37), (16, 3, 136)):
             masks = torch.rand(shape) < 0.5
@@ -73,13 +75,13 @@ def run_packing() -> None:
 
 
 def main(kernels: Sequence[str]) -> None:
-    """Everything, or the calls that take one of some kernels, and packing with the plain one."""
+    """Run everything, or only the calls that take one of `kernels`; packing goes with the plain kernel."""
     torch.manual_seed(0)
     calls = sum(run(*case, route=index % 3 == 0, kernels=kernels) for index, case in enumerate(CASES))
     if not kernels or "plain" in kernels:
         run_packing()
     assert calls >= 3
-    print(f"{calls} calls: right")
+    print(f"{calls} calls: correct")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-"""The modules: MGLU against the naive layer and the oracle, arguments, and what PyTorch does to modules."""
+"""The modules: MGLU against the naive layer and the oracle, their arguments, and PyTorch's operations on modules."""
 
 from __future__ import annotations
 
 import copy
 import io
 import pickle
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
 from budgets import BUDGET, NAIVE_FACTOR, assert_matches, relative_error
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from strategies import examples
 from torch import Tensor, nn
 
 from mglu_ops.activations import ACTIVATIONS
@@ -24,16 +24,8 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 MASKED = [MGLU, NaiveMGLU]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def pair(*args, seed: int = 0, **kwargs) -> tuple[MGLU, NaiveMGLU]:
-    """An MGLU and a NaiveMGLU with the same parameters, drawn separately from one seed."""
+    """An MGLU and a NaiveMGLU whose parameters are drawn from the same seed, and so are equal."""
     torch.manual_seed(seed)
     fused = MGLU(*args, **kwargs)
     torch.manual_seed(seed)
@@ -41,7 +33,7 @@ def pair(*args, seed: int = 0, **kwargs) -> tuple[MGLU, NaiveMGLU]:
 
 
 def oracle(layer: MGLU | NaiveMGLU, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
-    """The float64 result and gradients of a layer; the masks' gradient is the logits' (straight through)."""
+    """The float64 result and gradients of a layer. The logits get the gradient of the masks (straight through)."""
     x, weight = (t.detach().double().requires_grad_() for t in (x, layer.weight))
     if layer.learnable_masks:
         masks = (layer.mask_logits.detach() > 0).double().requires_grad_()
@@ -52,7 +44,7 @@ def oracle(layer: MGLU | NaiveMGLU, x: Tensor, grad: Tensor) -> dict[str, Tensor
     if layer.top_k is not None:
         router = wanted["router.weight"] = layer.router.weight.detach().double().requires_grad_()
         logits = F.linear(x, router)
-        # Spelled otherwise than in the layer: what is below the k-th largest logit is masked out.
+        # Unlike the layer, which uses topk, this masks out the logits below the k-th largest.
         kth = logits.sort(-1, descending=True).values[..., layer.top_k - 1, None]
         route = logits.masked_fill(logits < kth, -torch.inf).softmax(-1)
     result = reference.forward(x, weight, masks, layer.activation, route)
@@ -85,7 +77,7 @@ def test_results_and_gradients_match_the_oracle(dtype, learnable_masks, n_masks)
         assert_matches(got[name], expected[name], dtype, name)
         assert_matches(got_naive[name], expected[name], dtype, f"naive {name}")
     if dtype in (torch.float16, torch.bfloat16):
-        # In float32 and float64 the operator's tests say how far a backend may be from the naive layer.
+        # For float32 and float64 the operator's own tests compare the error with that of the naive layer.
         naive_error = relative_error(got_naive["result"], expected["result"])
         assert relative_error(got["result"], expected["result"]) <= NAIVE_FACTOR * naive_error
 
@@ -107,7 +99,7 @@ def test_routed_results_and_gradients_match_the_oracle(dtype, learnable_masks, t
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_routed_in_16_bits_matches_the_oracle_of_its_own_routes(dtype):
-    # The oracle's router may keep another mask at a near tie, so it is given the routes of the layer.
+    # In a near tie the oracle's router could keep another mask, so the oracle gets the routes of the layer.
     fused, naive = pair(40, 24, n_masks=4, top_k=2, dtype=dtype)
     x = torch.randn(18, 40, dtype=dtype)
     route = fused.route_weights(x)
@@ -138,7 +130,7 @@ def test_every_activation(activation, learnable_masks):
     seed=st.integers(0, 2**16),
     data=st.data(),
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_any_shape_matches_the_naive_layer(in_features, out_features, n_masks, leading, learnable, seed, data):
     top_k = data.draw(st.none() | st.integers(1, n_masks), label="top_k")
     sizes = {"n_masks": n_masks, "learnable_masks": learnable, "top_k": top_k}
@@ -149,12 +141,12 @@ def test_any_shape_matches_the_naive_layer(in_features, out_features, n_masks, l
     assert got.keys() == expected.keys()
     for name in expected:
         assert got[name].shape == expected[name].shape
-        # Absolute where the naive gradient is a cancellation (one route's weight is always 1).
+        # Absolute where the naive gradient is 0 but for rounding: the weight of a single route is always 1.
         torch.testing.assert_close(got[name], expected[name], rtol=1e-11, atol=1e-13)
 
 
 @pytest.mark.parametrize("top_k", [None, 2])
-def test_training_takes_the_same_steps(top_k):
+def test_training_takes_the_steps_of_the_naive_layer(top_k):
     fused, naive = pair(24, 16, n_masks=3, top_k=top_k, dtype=torch.float64)
     start = copy.deepcopy(fused.state_dict())
     x, target = torch.randn(5, 32, 24, dtype=torch.float64), torch.randn(5, 32, 16, dtype=torch.float64)
@@ -172,7 +164,7 @@ def test_training_takes_the_same_steps(top_k):
         torch.testing.assert_close(got, naive.state_dict()[name], rtol=1e-12, atol=1e-12)
         assert not torch.equal(got, start[name]), f"{name} was not trained"
     flipped = (start["mask_logits"] > 0) != (fused.mask_logits > 0)
-    assert flipped.any(), "no mask changed, so the straight-through gradient was not put to use"
+    assert flipped.any(), "no mask changed, so this did not test the straight-through gradient"
 
 
 def test_masks_are_not_trained_when_fixed():
@@ -199,7 +191,7 @@ def test_route_weights_are_the_softmax_of_the_kept_logits(top_k):
 
 
 @pytest.mark.parametrize("kind", MASKED)
-def test_routes_of_weight_zero_do_not_count(kind):
+def test_a_mask_that_no_route_takes_does_not_count(kind):
     torch.manual_seed(0)
     layer = kind(12, 8, n_masks=3, top_k=1)
     x = torch.randn(20, 12)
@@ -217,7 +209,7 @@ def test_routes_of_weight_zero_do_not_count(kind):
 
 
 @pytest.mark.parametrize(("kind", "activation"), [(SwiMGLU, "silu"), (GeMGLU, "gelu"), (ReMGLU, "relu")])
-def test_feed_forward(kind, activation):
+def test_feed_forward_blocks_apply_the_activation_of_their_name(kind, activation):
     torch.manual_seed(0)
     block = kind(20, 36, n_masks=2, top_k=1, dtype=torch.float64)
     torch.manual_seed(0)
@@ -235,7 +227,7 @@ def test_feed_forward(kind, activation):
     ]
 
 
-def test_glu_and_lu():
+def test_glu_and_lu_compute_their_equations():
     x = torch.randn(4, 10, dtype=torch.float64)
     glu, lu = GLU(10, 6, dtype=torch.float64), LU(10, 6, dtype=torch.float64)
     gate, up = x @ glu.gate_proj.weight.t(), x @ glu.up_proj.weight.t()
@@ -249,7 +241,7 @@ def test_glu_and_lu():
 # --- Initial values -----------------------------------------------------------------------------------------
 
 
-def test_initial_values():
+def test_initial_weights_are_those_of_linear_and_logits_are_small():
     torch.manual_seed(3)
     linear = nn.Linear(300, 200, bias=False)
     torch.manual_seed(3)
@@ -272,13 +264,13 @@ def test_fixed_masks_are_fair_coins_in_the_packed_format(in_features):
     assert (masks[0] ^ masks[1]).double().mean().item() == pytest.approx(0.5, abs=5 * spread)
 
 
-# --- What PyTorch does to modules ---------------------------------------------------------------------------
+# --- PyTorch's operations on modules ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", MASKED)
 @pytest.mark.parametrize("learnable_masks", [True, False], ids=["learned", "fixed"])
 @pytest.mark.parametrize("top_k", [None, 2])
-def test_compiles_as_one_graph(kind, learnable_masks, top_k):
+def test_modules_compile_as_one_graph(kind, learnable_masks, top_k):
     torch.compiler.reset()
     torch.manual_seed(0)
     layer = kind(19, 12, n_masks=3, learnable_masks=learnable_masks, top_k=top_k)
@@ -293,7 +285,7 @@ def test_compiles_as_one_graph(kind, learnable_masks, top_k):
 
 
 @pytest.mark.slow
-def test_compiles_with_inductor():
+def test_a_block_compiles_with_inductor():
     torch.compiler.reset()
     torch.manual_seed(0)
     block = SwiMGLU(16, 24, n_masks=2)
@@ -303,7 +295,7 @@ def test_compiles_with_inductor():
 
 @pytest.mark.parametrize("learnable_masks", [True, False], ids=["learned", "fixed"])
 @pytest.mark.parametrize("top_k", [None, 2])
-def test_autocast(learnable_masks, top_k):
+def test_autocast_gives_bfloat16_results_and_float32_gradients(learnable_masks, top_k):
     fused, naive = pair(33, 16, n_masks=3, learnable_masks=learnable_masks, top_k=top_k)
     x = torch.randn(7, 33)
     exact = oracle(fused, x, torch.ones(7, 16))["result"]
@@ -339,7 +331,7 @@ def test_copies_are_equal_and_independent(kind, learnable_masks):
 
 @pytest.mark.parametrize("kind", [*MASKED, MGLUFeedForward])
 @pytest.mark.parametrize("learnable_masks", [True, False], ids=["learned", "fixed"])
-def test_meta_device(kind, learnable_masks):
+def test_modules_on_meta_can_be_materialized(kind, learnable_masks):
     layer = kind(19, 12, n_masks=3, learnable_masks=learnable_masks, top_k=2, device="meta")
     assert all(t.is_meta for t in [*layer.parameters(), *layer.buffers()])
     layer.to_empty(device="cpu")
@@ -347,14 +339,14 @@ def test_meta_device(kind, learnable_masks):
         tensor.data.fill_(255)
     layer.reset_parameters()
     for name, parameter in layer.named_parameters():
-        assert parameter.abs().max() < 2, f"{name} kept what to_empty left"
+        assert parameter.abs().max() < 2, f"{name} was not initialized"
     for name, buffer in layer.named_buffers():
         check_packed_masks(buffer, 19, 12)
-        assert (buffer[:, :2] != 255).any(), f"{name} kept what to_empty left"
+        assert (buffer[:, :2] != 255).any(), f"{name} was not initialized"
     assert torch.isfinite(layer(torch.randn(2, 19))).all()
 
 
-def test_meta_forward_has_the_shape():
+def test_a_meta_module_gives_a_meta_result():
     layer = SwiMGLU(8, 24, n_masks=2, device="meta", dtype=torch.bfloat16)
     result = layer(torch.empty(2, 3, 8, device="meta", dtype=torch.bfloat16))
     assert (result.shape, result.dtype, result.device.type) == ((2, 3, 8), torch.bfloat16, "meta")
@@ -413,7 +405,7 @@ BAD = [
 
 @pytest.mark.parametrize("kind", MASKED)
 @pytest.mark.parametrize(("wrong", "message"), BAD, ids=[f"{i}-{min(wrong)}" for i, (wrong, _) in enumerate(BAD)])
-def test_bad_arguments(kind, wrong, message):
+def test_bad_arguments_are_named(kind, wrong, message):
     with pytest.raises(ValueError, match=message):
         kind(**({"in_features": 8, "out_features": 8} | wrong))
 
@@ -430,12 +422,12 @@ def test_bad_arguments(kind, wrong, message):
         (lambda: LU(8, 8, dtype=torch.int32), r"dtype: got torch\.int32"),
     ],
 )
-def test_bad_arguments_of_blocks_and_baselines(make, message):
+def test_bad_arguments_of_blocks_and_baselines_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_bad_input_names_what_it_was():
+def test_bad_input_is_named():
     layer = MGLU(8, 4)
     with pytest.raises(ValueError, match="x: got last size 9"):
         layer(torch.randn(2, 9))

@@ -1,4 +1,4 @@
-"""Every wrong argument raises an error that names it, says what it was and what it must be; in eager and in tracing."""
+"""Every wrong argument raises an error that names it, what it was and what it must be, in eager mode and in tracing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import strategies as s
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from strategies import make_layer
 from torch import Tensor
@@ -18,7 +18,7 @@ LAYER_OPS = ("forward", "forward_ste", "forward_train", "backward")
 
 
 def good(op: str) -> dict[str, object]:
-    """Arguments of a call that works: x [5, 24], weight [10, 24], three masks, routed."""
+    """The arguments of a valid call: x [5, 24], weight [10, 24], three masks, and route weights."""
     layer = make_layer(routed=True)
     if op == "pack_masks":
         return {"masks": layer.masks}
@@ -36,7 +36,7 @@ def good(op: str) -> dict[str, object]:
     return args | tail
 
 
-# Tensors as they should be, to be spoilt: x, weight, packed_masks, mask_logits, route_weights.
+# Valid x, weight, mask_logits, route_weights and packed_masks, from which the wrong arguments are made.
 X, W, L, R = torch.zeros(5, 24), torch.zeros(10, 24), torch.zeros(3, 10, 24), torch.zeros(5, 3)
 P = torch.zeros(10, 3, 3, dtype=torch.uint8)
 
@@ -105,7 +105,7 @@ _BACKWARD_CASES = [
     ("values", torch.ones(3, 5, 10).double(), TypeError, r"values: got dtype torch.float64, must be x's dtype"),
     ("gates", torch.ones(3, 5, 10, device="meta"), ValueError, r"gates: got device meta, must be x's device cpu"),
 ]
-_OF_OP = {
+_CASES_BY_OP = {
     "pack_masks": _MASKS_CASES,
     "unpack_masks": _PACKED_CASES,
     "forward": _LAYER_CASES + _PACKED_CASES + _ROWS_CASES,
@@ -113,7 +113,7 @@ _OF_OP = {
     "forward_train": _LAYER_CASES + _PACKED_CASES + _ROWS_CASES,
     "backward": _LAYER_CASES + _PACKED_CASES + _ROWS_CASES + _BACKWARD_CASES,
 }
-CASES = [(op, *case) for op, cases in _OF_OP.items() for case in cases]
+CASES = [(op, *case) for op, cases in _CASES_BY_OP.items() for case in cases]
 IDS = [f"{op}-{name}-{index}" for index, (op, name, *_) in enumerate(CASES)]
 each_case = pytest.mark.parametrize(("op", "name", "value", "error", "message"), CASES, ids=IDS)
 
@@ -129,7 +129,7 @@ def assert_good_call_works(op: str) -> None:
 
 
 @each_case
-def test_eager(op, name, value, error, message):
+def test_eager_mode_names_the_wrong_argument(op, name, value, error, message):
     with pytest.raises(error, match=message):
         run(op, **{name: value})
     assert_good_call_works(op)
@@ -137,8 +137,8 @@ def test_eager(op, name, value, error, message):
 
 @pytest.mark.parametrize("trained", ["x", "weight", "route_weights"])
 @pytest.mark.parametrize("op", ["forward", "forward_ste"])
-def test_eager_with_gradients(op, trained):
-    for name, value, error, message in _OF_OP[op]:
+def test_a_call_that_records_gradients_names_the_wrong_argument(op, trained):
+    for name, value, error, message in _CASES_BY_OP[op]:
         args = good(op) | {name: value}
         if args[trained].is_floating_point():
             args[trained] = args[trained].detach().requires_grad_()
@@ -147,7 +147,7 @@ def test_eager_with_gradients(op, trained):
 
 
 @each_case
-def test_fake(op, name, value, error, message):
+def test_fake_tensors_name_the_wrong_argument(op, name, value, error, message):
     with FakeTensorMode() as mode:
         args = good(op) | {name: value}
         args = {k: mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in args.items()}
@@ -158,16 +158,16 @@ def test_fake(op, name, value, error, message):
 @pytest.mark.parametrize(
     ("op", "name", "value", "error", "message"), [case for case in CASES if "device" not in case[-1]]
 )
-def test_meta(op, name, value, error, message):
+def test_meta_tensors_name_the_wrong_argument(op, name, value, error, message):
     args = good(op) | {name: value}
     with pytest.raises(error, match=message):
         run(op, **{k: v.to("meta") if isinstance(v, Tensor) else v for k, v in args.items()})
 
 
 @pytest.mark.parametrize("op", ["pack_masks", "unpack_masks", "forward", "forward_ste"])
-def test_compiled(op):
-    """The message reaches the user of `torch.compile`, inside Dynamo's own error."""
-    for name, value, _, message in _OF_OP[op]:
+def test_torch_compile_names_the_wrong_argument(op):
+    """Dynamo's error contains the message."""
+    for name, value, _, message in _CASES_BY_OP[op]:
         if value is not None and isinstance(value, Tensor) and value.is_meta:
             continue
         args = good(op) | {name: value}
@@ -183,7 +183,7 @@ def test_compiled(op):
 
 
 @pytest.mark.parametrize("value", [2, -1, 0.5, 1e-3, float("nan"), float("inf")])
-def test_masks_that_are_not_binary(value):
+def test_masks_that_are_not_binary_are_refused(value):
     masks = torch.zeros(2, 3, 9)
     masks[1, 2, 4] = value
     if not isinstance(value, int):
@@ -196,7 +196,7 @@ def test_masks_that_are_not_binary(value):
 
 
 @pytest.mark.parametrize("op", ["pack_masks", "unpack_masks", *LAYER_OPS[:3]])
-def test_none_is_not_a_tensor(op):
+def test_none_instead_of_a_tensor_is_refused(op):
     for name in good(op):
         if name in ("x", "weight", "masks", "packed_masks", "mask_logits"):
             with pytest.raises(TypeError, match=f"^{name}: got None, must be a tensor"):
@@ -204,7 +204,7 @@ def test_none_is_not_a_tensor(op):
 
 
 def attempt(op: Callable[..., object], *args: object) -> tuple[object, str | None]:
-    """The result of a call, or the message of the error it may raise."""
+    """The result of a call and None, or None and the message of its TypeError or ValueError."""
     try:
         return op(*args), None
     except (TypeError, ValueError) as error:
@@ -221,15 +221,15 @@ ANY_DEVICE = st.sampled_from(["cpu", "cpu", "cpu", "meta"])
 
 @st.composite
 def any_tensor(draw: st.DrawFn, right: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Now and then as it should be, else of any shape, dtype and device."""
+    """Draw a tensor of the right shape and dtype, or of any shape, dtype and device."""
     shape = right if draw(st.booleans()) else draw(SHAPES)
     dtype = dtype if draw(st.booleans()) else draw(ANY_DTYPE)
     return torch.ones(shape, dtype=dtype, device=draw(ANY_DEVICE))
 
 
-@settings(max_examples=300)
+@s.examples(300)
 @given(st.data(), st.sampled_from(["forward", "forward_ste", "forward_train"]))
-def test_any_arguments_give_a_right_result_or_an_error(data, op):
+def test_any_arguments_give_the_right_result_or_an_error_that_names_one(data, op):
     tokens, d, h, n = (data.draw(st.integers(0, 3)) for _ in range(4))
     masks = ((n, d, h), torch.float32) if op == "forward_ste" else ((d, -(-h // 8), n), torch.uint8)
     args = [data.draw(any_tensor(*spec)) for spec in (((tokens, h), torch.float32), ((d, h), torch.float32), masks)]
@@ -253,7 +253,7 @@ def test_any_arguments_give_a_right_result_or_an_error(data, op):
         torch.testing.assert_close(result, expected.to(result.dtype))
 
 
-@settings(max_examples=200)
+@s.examples(200)
 @given(st.data())
 def test_any_masks_are_packed_exactly_or_refused(data):
     shape, dtype = data.draw(SHAPES), data.draw(ANY_DTYPE)
@@ -277,7 +277,7 @@ def test_any_masks_are_packed_exactly_or_refused(data):
         (L[:0], ValueError, r"mask_logits: got n_masks=0, must be 1 to 16"),
     ],
 )
-def test_logits_that_cannot_be_packed(logits: torch.Tensor, error: type[Exception], message: str) -> None:
+def test_logits_that_cannot_be_packed_are_refused(logits: torch.Tensor, error: type[Exception], message: str) -> None:
     for tensor in (logits, logits.to("meta")):
         with pytest.raises(error, match=message):
             torch.ops.mglu.pack_logits(tensor)

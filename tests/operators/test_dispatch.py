@@ -1,4 +1,4 @@
-"""The choice of a backend: pure, overridable, and never silently slow."""
+"""The choice of a backend: what it says, how to override it, and its warning before a slow fallback."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def call(tokens: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.randn(tokens, 16), torch.randn(8, 16), torch.ops.mglu.pack_masks(torch.rand(2, 8, 16) > 0.5)
 
 
-def test_cpu_runs_its_kernels_and_says_so() -> None:
+def test_explain_says_which_backend_a_cpu_call_takes_and_why() -> None:
     choice = mglu_ops.explain(*call())
     assert (choice.backend, choice.is_fallback) == ("cpu", False)
     assert "instruction set" in str(choice)
@@ -26,14 +26,14 @@ def test_cpu_runs_its_kernels_and_says_so() -> None:
     assert "torch.float64" in str(choice)
 
 
-def test_an_override_that_cannot_run_says_why() -> None:
+def test_an_override_that_cannot_take_the_call_says_why() -> None:
     with pytest.raises(ValueError, match=r"backend: got 'cuda', which cannot take this call: x is on cpu"):
         dispatch.forward(*call(), "silu", None, backend="cuda")
     with pytest.raises(ValueError, match=r"backend: got 'fast', must be composite, cpu, cuda, triton"):
         dispatch.forward(*call(), "silu", None, backend="fast")
 
 
-def test_an_override_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_override_prepares_the_call_with_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = []
 
     class Ones(Backend):

@@ -1,6 +1,6 @@
-"""DTensor: the operators, layers and fused models on two gloo ranks, against one process.
+"""DTensor: the operators, modules and fused models on two gloo ranks, against one process.
 
-No check registers the sharding rules: the operators do so themselves when a DTensor comes.
+No check registers the sharding rules, because an operator registers them at its first call with a DTensor.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ RANKS = 2
 SECONDS = 120
 
 
-# --- What a rank does -----------------------------------------------------------------------------------------------
+# --- The checks, which run in each rank -----------------------------------------------------------------------------
 
 
 class Ranks:
-    """The mesh of all ranks, and what on it differs from one process."""
+    """The mesh of all ranks, and the differences from one process that were found."""
 
     def __init__(self) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -47,7 +47,7 @@ class Ranks:
         return distribute_tensor(tensor.detach(), self.mesh, [placement]).requires_grad_(tensor.requires_grad)
 
     def shard_module(self, module: nn.Module, placements: dict[str, Any]) -> None:
-        """Replace the parameters and buffers of these names by DTensors."""
+        """Replace the named parameters and buffers by DTensors."""
         for name, placement in placements.items():
             tensor = getattr(module, name)
             sharded = self.shard(tensor, placement)
@@ -67,7 +67,7 @@ class Ranks:
 
 
 def _packing(ranks: Ranks) -> None:
-    """Unpacking comes first: the first call of an operator must not keep an answer for another `in_features`."""
+    """Unpacking comes first, because a first call must not cache a result for another `in_features`."""
     from strategies import make_layer
     from torch.distributed.tensor import Replicate, Shard
 
@@ -88,7 +88,7 @@ def _packing(ranks: Ranks) -> None:
 
 
 def _layers(ranks: Ranks) -> None:
-    """`mglu::forward` and its gradients, in each way to shard."""
+    """`mglu::forward` and its gradients, for each way to shard a layer."""
     from strategies import make_layer
     from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -111,8 +111,8 @@ def _layers(ranks: Ranks) -> None:
                 what = f"{way}, x {list(layer.x.shape)}, {'routed' if routed else 'not routed'}"
                 plain = {"x": layer.x, "weight": layer.weight, "route_weights": layer.route_weights}
                 plain = {k: t.clone().requires_grad_() for k, t in plain.items() if t is not None}
-                places = {"x": of_x, "weight": of_weight, "route_weights": of_route}
-                shards = {k: ranks.shard(t, places[k]) for k, t in plain.items()}
+                placements = {"x": of_x, "weight": of_weight, "route_weights": of_route}
+                shards = {k: ranks.shard(t, placements[k]) for k, t in plain.items()}
                 packed = ranks.shard(layer.packed_masks, of_weight)
 
                 def run(args: dict[str, Tensor], packed: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ def _layers(ranks: Ranks) -> None:
 
 
 def _learned_masks(ranks: Ranks) -> None:
-    """`mglu::forward_ste`: inference, and training in which each time other tensors want a gradient."""
+    """`mglu::forward_ste` in inference, and in training with gradients for different subsets of the tensors."""
     from strategies import make_layer
     from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -162,7 +162,7 @@ def _learned_masks(ranks: Ranks) -> None:
 
 
 def _modules() -> dict[str, Callable[[], nn.Module]]:
-    """Layers by what makes them: as the paper writes it, fused by hand, and both with frozen masks."""
+    """Functions that make a naive layer, an `MGLU`, and a frozen one."""
     import mglu_ops
     from mglu_ops.nn import MGLU, NaiveMGLU
 
@@ -176,7 +176,7 @@ def _modules() -> dict[str, Callable[[], nn.Module]]:
 
 
 def _pair(ranks: Ranks, make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
-    """A module, and its equal whose weight and masks are column parallel."""
+    """A module, and a copy whose weight and masks are sharded column parallel."""
     from torch.distributed.tensor import Shard
 
     torch.manual_seed(0)
@@ -226,7 +226,7 @@ def _compiled_modules(ranks: Ranks) -> None:
 
 
 def _rules_of_the_user(ranks: Ranks) -> None:
-    """A rule registered before ours stays; so does one after; and ours may be registered again."""
+    """A user's rule is kept, whether it is registered before or after ours; and ours may be registered twice."""
     from strategies import make_layer
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
@@ -240,7 +240,7 @@ def _rules_of_the_user(ranks: Ranks) -> None:
     register_sharding(torch.ops.mglu.pack_masks.default)(rule)
     masks = make_layer().masks
     packed = torch.ops.mglu.pack_masks(masks)
-    torch.ops.mglu.pack_logits(ranks.shard(masks.float(), Shard(1)))  # now ours are registered
+    torch.ops.mglu.pack_logits(ranks.shard(masks.float(), Shard(1)))  # this call registers ours
     from mglu_ops import ops
 
     ops.register_dtensor_rules()
@@ -269,7 +269,7 @@ def _run_rank(rank: int, store: str, check: str, results: multiprocessing.Queue)
         str(Path(__file__).parents[2]),
     ]
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # a warm cache would need no rule
+    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # a warm cache would not call the rules
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
@@ -286,7 +286,7 @@ def _run_rank(rank: int, store: str, check: str, results: multiprocessing.Queue)
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_two_ranks_equal_one_process(check: str, tmp_path: Path) -> None:
-    """Each check in processes of its own, so that it is the first to bring a DTensor."""
+    """Each check runs in new processes, so that it makes the first call with a DTensor."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     workers = [
@@ -298,7 +298,7 @@ def test_two_ranks_equal_one_process(check: str, tmp_path: Path) -> None:
     try:
         reports = dict(results.get(timeout=SECONDS) for _ in workers)
     except Empty:
-        pytest.fail(f"a rank said nothing in {SECONDS} s")
+        pytest.fail(f"a rank gave no result in {SECONDS} s")
     finally:
         for worker in workers:
             worker.join(10)
@@ -319,6 +319,6 @@ print("torch.distributed.tensor" in sys.modules)
 """
 
 
-def test_dtensor_is_imported_by_who_has_one() -> None:
+def test_a_call_without_dtensors_does_not_import_dtensor() -> None:
     run = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True, timeout=120)
     assert run.stdout.split() == ["False", "False", "True"]

@@ -1,4 +1,4 @@
-"""Gradients of the operators: against autograd through the naive layer, finite differences, and their cost."""
+"""Gradients of the operators, against autograd through the oracle and finite differences; and what they cost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import strategies as s
 import torch
 from budgets import assert_matches
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from strategies import DTYPES, Layer, make_layer, straight_through
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -23,7 +23,7 @@ NAMES = ("x", "weight", "logits", "route_weights")
 
 
 def leaves(layer: Layer, *wanted: str) -> dict[str, Tensor | None]:
-    """Fresh leaves of a layer, of which those `wanted` require a gradient."""
+    """Copies of the tensors of a layer, of which those `wanted` require a gradient."""
     tensors = {"x": layer.x, "weight": layer.weight, "logits": layer.logits, "route_weights": layer.route_weights}
     return {
         name: None if tensor is None else tensor.clone().requires_grad_(name in wanted)
@@ -32,7 +32,7 @@ def leaves(layer: Layer, *wanted: str) -> dict[str, Tensor | None]:
 
 
 def exact_gradients(layer: Layer, grad_output: Tensor, *wanted: str) -> dict[str, Tensor]:
-    """By autograd, through the float64 oracle and the straight-through masks."""
+    """The gradients that autograd computes through the float64 oracle and the straight-through masks."""
     args = {
         name: None if tensor is None else tensor.detach().double().requires_grad_()
         for name, tensor in leaves(layer).items()
@@ -47,12 +47,12 @@ def wanted_of(layer: Layer) -> tuple[str, ...]:
     return NAMES if layer.route_weights is not None else NAMES[:3]
 
 
-# --- Right values -----------------------------------------------------------------------------------------
+# --- Values -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("routed", [False, True])
 @pytest.mark.parametrize("activation", s.ACTIVATION_NAMES)
-def test_gradcheck(activation, routed):
+def test_gradients_agree_with_finite_differences(activation, routed):
     layer = make_layer((2, 2), 9, 3, 2, activation=activation, dtype=torch.float64, routed=routed, seed=1)
     args = leaves(layer, "x", "weight", "route_weights")
     differentiable = [args[name] for name in ("x", "weight", "route_weights") if args[name] is not None]
@@ -63,10 +63,10 @@ def test_gradcheck(activation, routed):
     assert torch.autograd.gradcheck(function, differentiable)
 
 
-@settings(max_examples=60)
+@s.examples(60)
 @given(s.layers(dtype=torch.float64), s.layouts, s.seeds)
-def test_gradients_are_those_of_the_straight_through_naive_layer(layer, layout, seed):
-    # At a gate of exactly 0 (a row without a one) the derivative of relu is a matter of the last bit.
+def test_gradients_agree_with_the_straight_through_oracle(layer, layout, seed):
+    # A mask without a one in a row makes a gate of 0, where rounding decides which derivative relu has.
     assume(layer.activation != "relu" or bool(layer.masks.any(-1).all()))
     wanted = wanted_of(layer)
     args = leaves(layer, *wanted)
@@ -98,7 +98,7 @@ def test_relative_error_is_within_the_budget(activation, dtype, routed):
 
 @pytest.mark.parametrize("logits_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_have_a_dtype_of_their_own(dtype, logits_dtype):
+def test_gradients_of_logits_have_the_dtype_of_the_logits(dtype, logits_dtype):
     layer = make_layer(dtype=dtype)
     logits = layer.logits.to(logits_dtype).requires_grad_()
     result, packed = forward_ste(layer.x, layer.weight, logits)
@@ -110,11 +110,11 @@ def test_logits_have_a_dtype_of_their_own(dtype, logits_dtype):
     assert_matches(logits.grad, exact, coarser)
 
 
-# --- What is asked for, and no more -----------------------------------------------------------------------
+# --- Only the gradients that are needed -------------------------------------------------------------------
 
 
 def matmuls(function) -> int:
-    """How many GEMMs ran, whichever backend ran them."""
+    """The number of library GEMMs that `function` runs."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         function()
     return sum(event.count for event in profile.key_averages() if event.key in ("aten::mm", "aten::addmm", "aten::bmm"))
@@ -129,7 +129,7 @@ SUBSETS = [subset for size in range(5) for subset in itertools.combinations(NAME
     + [("forward_ste", subset) for subset in SUBSETS],
     ids=lambda value: value if isinstance(value, str) else "-".join(value) or "none",
 )
-def test_each_subset_of_gradients(op, wanted):
+def test_each_subset_of_gradients_runs_only_its_gemms(op, wanted):
     layer = make_layer(routed=True, dtype=torch.float64)
     args = leaves(layer, *wanted)
     x, weight, route = args["x"], args["weight"], args["route_weights"]
@@ -158,8 +158,10 @@ def test_each_subset_of_gradients(op, wanted):
 
 @pytest.mark.parametrize("n_masks", [1, 4, 16])
 @pytest.mark.parametrize("op", ["forward", "forward_ste"])
-def test_products_of_a_step(op, n_masks):
-    layer = make_layer((4, 9), n_masks=n_masks, dtype=torch.float64)  # always library GEMMs, which can be counted
+def test_a_training_step_runs_3_gemms_for_each_mask_and_3_more(op, n_masks):
+    layer = make_layer(
+        (4, 9), n_masks=n_masks, dtype=torch.float64
+    )  # float64 layers run library GEMMs, which can be counted
     masks = layer.packed_masks if op == "forward" else layer.logits
     gemm = 2 * 36 * layer.weight.numel()
 
@@ -190,7 +192,7 @@ def test_nothing_is_saved_without_gradients():
     assert saved
 
 
-# --- As autograd does -------------------------------------------------------------------------------------
+# --- Behaviour of autograd --------------------------------------------------------------------------------
 
 
 def test_gradients_accumulate():
@@ -202,7 +204,7 @@ def test_gradients_accumulate():
     torch.testing.assert_close(weight.grad, 2 * once)
 
 
-def test_one_tensor_in_two_calls():
+def test_a_weight_used_in_two_calls_gets_the_sum_of_both_gradients():
     layer = make_layer(dtype=torch.float64)
     weight, exact = layer.weight.clone().requires_grad_(), layer.weight.clone().requires_grad_()
     layer.with_(weight=weight, x=layer.with_(weight=weight).forward() @ weight).forward().sum().backward()
@@ -212,7 +214,7 @@ def test_one_tensor_in_two_calls():
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
-def test_few_tokens(tokens):
+def test_gradients_of_zero_and_one_token(tokens):
     layer = make_layer((tokens,), routed=True)
     args = leaves(layer, *NAMES)
     forward_ste(args["x"], args["weight"], args["logits"], "silu", args["route_weights"])[0].sum().backward()
@@ -221,7 +223,7 @@ def test_few_tokens(tokens):
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_no_gradient_where_none_is_recorded(context):
+def test_no_grad_and_inference_mode_record_no_gradient(context):
     layer = make_layer()
     args = leaves(layer, "x", "weight", "logits")
     with context():
@@ -254,7 +256,7 @@ def test_a_change_in_place_before_backward_is_refused(name):
         result.sum().backward()
 
 
-def test_checkpointing():
+def test_checkpointing_gives_the_same_gradients():
     layer = make_layer(dtype=torch.float64)
     plain, recomputed = leaves(layer, *NAMES[:3]), leaves(layer, *NAMES[:3])
     forward_ste(plain["x"], plain["weight"], plain["logits"])[0].square().sum().backward()
@@ -276,7 +278,7 @@ def test_nan_in_one_token_stays_out_of_the_others_gradients():
     torch.testing.assert_close(dirty.grad[rest], clean.grad[rest])
 
 
-def test_autocast_trains_like_the_naive_layer():
+def test_autocast_gives_the_gradients_of_the_naive_layer():
     layer = make_layer((64,), 96, 48, 4, routed=True)
     fused, plain = leaves(layer, *NAMES), leaves(layer, *NAMES)
     with torch.autocast("cpu", torch.bfloat16):
@@ -293,7 +295,7 @@ def test_autocast_trains_like_the_naive_layer():
         assert_matches(fused[name].grad, plain[name].grad, torch.bfloat16, what=f"{name}, against the naive layer")
 
 
-# --- Second derivatives and forward mode are refused, never silently zero ---------------------------------
+# --- Second derivatives and forward mode raise an error, instead of giving zeros --------------------------
 
 
 def layer_of_weight(op: str = "forward"):
@@ -318,7 +320,7 @@ def test_double_backward_is_refused(op):
         (loss + grad.square().sum()).backward()
 
 
-def test_create_graph_alone_is_no_error():
+def test_create_graph_without_a_second_derivative_works():
     weight, function = layer_of_weight()
     weight = weight.clone().requires_grad_()
     (plain,) = torch.autograd.grad(function(weight).sum(), weight)
@@ -366,7 +368,7 @@ def test_forward_mode_is_refused(op, mode):
         transformed(weight)
 
 
-def test_forward_mode_beside_the_layer_is_no_error():
+def test_forward_mode_through_another_argument_works():
     weight, function = layer_of_weight()
     _, tangent = torch.func.jvp(lambda t: (function(weight) * t).sum(), (torch.tensor(2.0),), (torch.tensor(1.0),))
     torch.testing.assert_close(tangent.double(), function(weight).sum())
@@ -398,14 +400,14 @@ def test_func_grad_of_every_argument():
         torch.testing.assert_close(grad.double(), exact[name], rtol=1e-6, atol=1e-6)
 
 
-def test_jacrev_is_the_naive_layers():
+def test_jacrev_equals_that_of_the_oracle():
     weight, function = layer_of_weight()
     layer = make_layer(dtype=torch.float64)
     exact = torch.func.jacrev(lambda w: reference.forward(layer.x, w, layer.masks))(weight)
     torch.testing.assert_close(torch.func.jacrev(function)(weight), exact)
 
 
-def test_gradients_of_each_sample():
+def test_per_sample_gradients_equal_a_loop():
     layer = make_layer(dtype=torch.float64)
 
     def loss(weight: Tensor, x: Tensor) -> Tensor:
@@ -416,7 +418,7 @@ def test_gradients_of_each_sample():
         torch.testing.assert_close(each[i], torch.func.grad(loss)(layer.weight, x))
 
 
-def test_gradients_through_vmap():
+def test_gradients_through_vmap_equal_a_loop():
     layer = make_layer(dtype=torch.float64)
     weights = torch.stack([layer.weight, -layer.weight]).requires_grad_()
     torch.vmap(lambda w: forward(layer.x, w, layer.packed_masks))(weights).sum().backward()
@@ -425,7 +427,7 @@ def test_gradients_through_vmap():
         torch.testing.assert_close(weights.grad[i], single)
 
 
-def test_an_outer_gradient_reaches_through_an_inner_one():
+def test_an_outer_gradient_passes_through_the_value_of_an_inner_one():
     weight, function = layer_of_weight()
     layer = make_layer(dtype=torch.float64)
 

@@ -1,4 +1,4 @@
-"""The operators taken apart for Inductor: the same numbers, and none of them left in the graph."""
+"""The operators decomposed for Inductor: the same numbers, and no operator left in the graph."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def refuse(*args: object, **kwargs: object) -> None:
 
 
 def run(layer: NaiveMGLU, x: Tensor, compiled: bool) -> dict[str, Tensor]:
-    """The result and the gradients of a step, and the result without gradients."""
+    """The result and the gradients of a training step, and the result of inference."""
     layer.zero_grad()
     function = torch.compile(layer) if compiled else layer
     result = function(x)
@@ -55,8 +55,8 @@ def run(layer: NaiveMGLU, x: Tensor, compiled: bool) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("on_gpu", [True, False])
-def test_inductor_takes_a_step_apart_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch, on_gpu: bool) -> None:
-    """With the test of the device overruled: no operator is called in a step. Elsewhere they stay whole."""
+def test_inductor_decomposes_a_training_step_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch, on_gpu: bool) -> None:
+    """The device is faked. On a GPU a training step calls no operator; on other devices it calls both."""
     torch._dynamo.reset()
     layer, x = NaiveMGLU(30, 12, n_masks=3).double(), torch.randn(4, 30, dtype=torch.float64)
     expected = run(layer, x, compiled=False)

@@ -1,4 +1,4 @@
-"""The packed format: its definition bit by bit, its inverse, and what it refuses."""
+"""The packed format: each bit of it, its inverse, and the tensors that it refuses."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import strategies as s
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mglu_ops import masks as packing
 from mglu_ops.backends import BACKENDS, cpu
+from mglu_ops.nn import MGLU
 
 mglu = torch.ops.mglu
 pack, unpack = mglu.pack_masks, mglu.unpack_masks
@@ -26,7 +28,7 @@ def random_masks(shape: tuple[int, ...], seed: int, density: float = 0.5) -> tor
 
 
 @given(s.n_masks, s.out_features, s.in_features, s.layouts, st.sampled_from(MASK_DTYPES), s.seeds)
-def test_round_trip(n_masks, out_features, in_features, layout, dtype, seed):
+def test_unpacking_is_the_inverse_of_packing(n_masks, out_features, in_features, layout, dtype, seed):
     masks = s.laid_out(random_masks((n_masks, out_features, in_features), seed), layout)
     packed = pack(s.laid_out(masks.to(dtype), layout))
     assert packed.shape == (out_features, -(-in_features // 8), n_masks)
@@ -51,12 +53,12 @@ def test_logits_are_packed_by_their_sign(n_masks, out_features, in_features, lay
     packed = torch.ops.mglu.pack_logits(logits)
     assert torch.equal(packed, expected)
     assert packed.is_contiguous()
-    for source in (logits, logits > 0):  # the kernels, which the operators use for more than these few
+    for source in (logits, logits > 0):  # the operators use the kernels only for larger masks than these
         if BACKENDS["cpu"].can_pack(source):
             assert torch.equal(BACKENDS["cpu"].pack(source), expected)
 
 
-def test_many_masks_are_packed_by_the_kernels_as_by_torch():
+def test_the_kernels_pack_large_masks_as_torch_does():
     logits = torch.randn(3, 513, 1029)
     expected = packing.pack(logits > 0)
     for source in (logits, logits.bfloat16(), logits.half(), logits > 0):
@@ -66,7 +68,7 @@ def test_many_masks_are_packed_by_the_kernels_as_by_torch():
 
 
 @given(s.n_masks, st.integers(1, 3), st.integers(1, 20), s.seeds)
-def test_each_bit_is_where_the_format_says(n_masks, out_features, in_features, seed):
+def test_each_bit_has_the_position_of_the_format(n_masks, out_features, in_features, seed):
     masks = random_masks((n_masks, out_features, in_features), seed)
     packed, truth = pack(masks).tolist(), masks.tolist()
     for r in range(out_features):
@@ -77,13 +79,13 @@ def test_each_bit_is_where_the_format_says(n_masks, out_features, in_features, s
 
 
 @given(s.out_features, s.in_features, s.layouts, s.seeds)
-def test_one_mask_may_have_no_dimension_of_its_own(out_features, in_features, layout, seed):
+def test_a_single_mask_may_have_two_dimensions(out_features, in_features, layout, seed):
     mask = s.laid_out(random_masks((out_features, in_features), seed), layout)
     assert torch.equal(pack(mask), pack(mask.unsqueeze(0)))
 
 
 @given(s.in_features, s.layouts, s.seeds)
-def test_unpack_reads_any_layout(in_features, layout, seed):
+def test_unpacking_reads_any_layout(in_features, layout, seed):
     packed = s.laid_out(pack(random_masks((3, 5, in_features), seed)), layout)
     assert torch.equal(unpack(packed, in_features), unpack(packed.contiguous(), in_features))
 
@@ -97,14 +99,14 @@ def test_padding_bits_are_zero(in_features):
 
 
 @pytest.mark.parametrize("shape", [(2, 0, 9), (2, 3, 0), (1, 0, 0)])
-def test_empty_masks(shape):
+def test_empty_masks_can_be_packed_and_unpacked(shape):
     masks = torch.zeros(shape, dtype=torch.bool)
     packed = pack(masks)
     packing.check_packed_masks(packed, shape[2], shape[1])
     assert torch.equal(unpack(packed, shape[2]), masks)
 
 
-def test_the_result_shares_no_memory_with_the_masks():
+def test_packed_masks_share_no_memory_with_the_masks():
     masks = torch.zeros(1, 2, 8, dtype=torch.uint8)
     packed = pack(masks)
     masks.fill_(1)
@@ -112,7 +114,7 @@ def test_the_result_shares_no_memory_with_the_masks():
 
 
 @given(st.integers(1, 7), st.integers(0, 7), st.integers(1, 4), s.seeds)
-def test_a_set_padding_bit_is_found(used, bit, n_masks, seed):
+def test_a_set_padding_bit_is_refused(used, bit, n_masks, seed):
     in_features = 8 + used
     packed = pack(random_masks((n_masks, 4, in_features), seed))
     packed[seed % 4, 1, seed % n_masks] |= 1 << bit
@@ -130,14 +132,14 @@ def test_a_tensor_packed_for_another_width_is_refused(in_features):
         packing.check_packed_masks(packed, in_features)
 
 
-def test_rows_are_checked_where_they_are_known():
+def test_packed_masks_of_another_number_of_rows_are_refused():
     packed = pack(random_masks((2, 4, 24), 0))
     packing.check_packed_masks(packed, 24, 4)
     with pytest.raises(ValueError, match=r"packed_masks: got shape \[4, 3, 2\], must be .* \[5, 3, n_masks\]"):
         packing.check_packed_masks(packed, 24, 5)
 
 
-def test_fake_masks_leave_no_trace_in_later_calls():
+def test_fake_tensors_change_no_later_call():
     packed = pack(random_masks((2, 4, 11), 0))
     expected = unpack(packed, 11)
     with FakeTensorMode() as mode:
@@ -145,3 +147,57 @@ def test_fake_masks_leave_no_trace_in_later_calls():
     assert torch.equal(packing.unpack(packed, 11), expected)
     with FakeTensorMode() as mode:
         assert packing.unpack(mode.from_tensor(packed), 11).dtype is torch.bool
+
+
+# --- Packed masks of a checkpoint ---------------------------------------------------------------------------------------
+
+PACKED_DTYPES = (torch.uint8, torch.int8, torch.int64, torch.float32, torch.bool, torch.complex64)
+
+
+@st.composite
+def packed_tensors(draw: st.DrawFn) -> tuple[Tensor, int, int]:
+    """Draw a tensor that may be packed masks, and the in_features and out_features of its layer, which often match."""
+    in_features, out_features, n_masks = draw(st.integers(1, 20)), draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    shape = [out_features, (in_features + 7) // 8, n_masks]
+    if draw(st.booleans()):
+        shape = draw(st.lists(st.integers(0, 20), max_size=4))
+    dtype = draw(st.sampled_from(PACKED_DTYPES)) if draw(st.booleans()) else torch.uint8
+    seed = draw(st.integers(0, 1000))
+    values = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
+    used = in_features % 8
+    if used and draw(st.booleans()) and len(shape) == 3 and shape[1]:
+        values[:, -1, :] &= (1 << used) - 1
+    packed = values.to(dtype)
+    if draw(st.booleans()) and packed.dim() == 3:
+        packed = packed.transpose(0, 2).contiguous().transpose(0, 2)
+    return packed, in_features, out_features
+
+
+def is_valid(packed: Tensor, in_features: int, out_features: int) -> bool:
+    """A second implementation of `check_packed_masks`, bit by bit."""
+    if packed.dtype is not torch.uint8 or packed.dim() != 3:
+        return False
+    rows, width, n_masks = packed.shape
+    if rows != out_features or not width * 8 - 8 < in_features <= width * 8 or n_masks not in range(1, 17):
+        return False
+    bits = [[[byte >> k & 1 for k in range(8)] for byte in column] for column in packed[:, -1, :].tolist()]
+    first_padding = in_features - 8 * (width - 1)
+    return not any(any(byte[first_padding:]) for row in bits for byte in row)
+
+
+@given(packed_tensors())
+def test_packed_masks_are_loaded_if_and_only_if_they_are_valid(case: tuple[Tensor, int, int]) -> None:
+    packed, in_features, out_features = case
+    layer = MGLU(in_features, out_features, n_masks=packed.shape[2] if is_valid(*case) else 2, learnable_masks=False)
+    before = layer.packed_masks.clone()
+    state = {"weight": torch.ones(out_features, in_features), "packed_masks": packed}
+    if is_valid(*case):
+        layer.load_state_dict(state)
+        assert torch.equal(layer.packed_masks, packed)
+        assert layer(torch.ones(2, in_features)).isfinite().all()
+    else:
+        with pytest.raises(RuntimeError, match="packed_masks"):
+            layer.load_state_dict(state)
+        assert torch.equal(layer.packed_masks, before)
+        with pytest.raises((TypeError, ValueError), match="packed_masks"):
+            packing.check_packed_masks(packed, in_features, out_features)

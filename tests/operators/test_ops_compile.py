@@ -1,4 +1,4 @@
-"""The operators in graphs: opcheck, torch.compile, fake and meta tensors, and sizes that only the run knows."""
+"""The operators in graphs: opcheck, torch.compile, export, fake and meta tensors, and data-dependent sizes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_opcheck_below_autograd(dtype, routed, logits_dtype, needs):
 
 
 def function_of(name: str, layer: Layer) -> Callable[..., Tensor]:
-    """`(x, weight, route) -> y` of an operator, or of a plain linear layer."""
+    """A function `(x, weight, route) -> y` that calls an operator, or a linear layer to compare with."""
     logits, packed = layer.logits, layer.packed_masks
     if name == "linear":
         return lambda x, weight, route=None: F.linear(x, weight).relu()
@@ -100,9 +100,9 @@ def frames(
     routed: bool = False,
     prepare: Callable[[Tensor], None] = lambda x: None,
 ) -> list[int]:
-    """How many graphs there are after each call of a function compiled with dynamic=True, one call a size.
+    """Call a function compiled with dynamic=True once for each size, and count the graphs after each call.
 
-    Each call's result and gradients are compared with those of eager mode.
+    The result and the gradients of each call are compared with those of eager mode.
     """
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
@@ -133,8 +133,8 @@ ORDERS = ((1, 2, 64, 0, 8), (8, 1, 64, 0, 2))
 
 @pytest.mark.parametrize("order", ORDERS, ids=["from-1", "from-8"])
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-def test_no_graph_more_than_a_linear_layer(training, order):
-    """dynamic=True alone: torch makes one graph for 1 token, one for 0 and one for all others, of any function."""
+def test_an_operator_compiles_as_many_graphs_as_a_linear_layer(training, order):
+    """With dynamic=True alone, torch compiles any function for 0 tokens, for 1 token and for all other numbers."""
     linear = frames("linear", order, training=training)
     assert linear[-1] == 3
     for name in LAYERS:
@@ -143,7 +143,7 @@ def test_no_graph_more_than_a_linear_layer(training, order):
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_one_graph_from_2_tokens_on(name, training):
+def test_one_graph_serves_every_number_of_tokens_from_2_on(name, training):
     assert frames(name, (8, 2, 3, 17, 64, 1000), training=training) == [1] * 6
 
 
@@ -152,8 +152,8 @@ def test_one_graph_from_2_tokens_on(name, training):
     [("aot_eager", *case) for case in itertools.product(LAYERS, [False, True], [False, True])]
     + [pytest.param("inductor", name, True, True, marks=pytest.mark.slow) for name in LAYERS],
 )
-def test_one_graph_for_every_number_of_tokens_marked_unbacked(backend, name, training, routed):
-    """The way to tell torch not to treat 0 and 1 apart: the operators add no guard that would."""
+def test_one_graph_serves_every_number_of_tokens_marked_unbacked(backend, name, training, routed):
+    """`mark_unbacked` asks torch not to specialise for 0 and 1 tokens; the operators must add no guard that does."""
     for order in ORDERS:
         counts = frames(name, order, training=training, routed=routed, backend=backend, prepare=_unbacked_tokens)
         assert counts == [1] * len(order)
@@ -161,9 +161,11 @@ def test_one_graph_for_every_number_of_tokens_marked_unbacked(backend, name, tra
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_one_graph_for_every_number_of_tokens_size_oblivious(name, training):
-    """The other way of torch. Not with Inductor: it takes the stride of a saved `[n_masks, 1, d]` for a constant,
-    of any op, and now and then guards on a plain linear layer too (torch 2.13).
+def test_one_graph_serves_every_number_of_tokens_when_size_oblivious(name, training):
+    """`backed_size_oblivious` asks torch for the same.
+
+    It does not work with Inductor in torch 2.13, which takes the stride of a saved `[n_masks, 1, d]` for a constant,
+    and sometimes adds guards for a linear layer too.
     """
     for order in ORDERS:
         with symbolic_config.patch(backed_size_oblivious=True):
@@ -175,7 +177,7 @@ def _unbacked_tokens(x: Tensor) -> None:
     mark_unbacked(x, 0)
 
 
-def test_sizes_that_only_the_run_knows():
+def test_data_dependent_sizes_compile_in_one_graph():
     layer = make_layer((9,), routed=True)
 
     @torch.compile(backend="aot_eager", fullgraph=True)
@@ -194,7 +196,7 @@ def test_sizes_that_only_the_run_knows():
     [(dtype, "aot_eager") for dtype in DTYPES]
     + [pytest.param(dtype, "inductor", marks=pytest.mark.slow) for dtype in (torch.float32, torch.bfloat16)],
 )
-def test_compiled_is_eager(dtype, backend):
+def test_compiled_results_and_gradients_equal_eager_ones(dtype, backend):
     layer = make_layer((3, 4), 19, 7, 5, dtype=dtype, routed=True, activation="gelu_tanh")
 
     def step(x: Tensor, weight: Tensor, logits: Tensor, route: Tensor) -> tuple[Tensor, Tensor]:
@@ -214,7 +216,7 @@ def test_compiled_is_eager(dtype, backend):
 
 
 @pytest.mark.parametrize("layout", s.LAYOUTS[1:])
-def test_compiled_with_any_strides(layout):
+def test_compiled_functions_take_any_strides(layout):
     layer = make_layer()
     compiled = torch.compile(lambda x, w, p: mglu.forward(x, w, p), backend="aot_eager", fullgraph=True)
     args = [s.laid_out(tensor, layout) for tensor in (layer.x, layer.weight, layer.packed_masks)]
@@ -222,7 +224,7 @@ def test_compiled_with_any_strides(layout):
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-def test_compiled_under_autocast(training):
+def test_compiled_autocast_equals_eager_autocast(training):
     layer = make_layer((16,), 64, 32, routed=True)
     args = [tensor.clone().requires_grad_(training) for tensor in (layer.x, layer.weight, layer.logits)]
 
@@ -240,8 +242,8 @@ def test_compiled_under_autocast(training):
             torch.testing.assert_close(got, want)
 
 
-def test_a_graph_holds_the_operators_and_nothing_of_them():
-    """One node a call, whatever the number of masks; forward_train and backward in training."""
+def test_a_graph_holds_one_node_for_each_operator_call():
+    """In training these are forward_train and backward, whatever the number of masks."""
     graphs: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
@@ -267,7 +269,7 @@ def test_a_graph_holds_the_operators_and_nothing_of_them():
 
 
 @pytest.mark.parametrize("transform", ["grad", "vmap", "vmap-grad"])
-def test_torch_func_compiles(transform):
+def test_functions_transformed_by_torch_func_compile(transform):
     layer = make_layer(dtype=torch.float64)
 
     def loss(weight: Tensor, x: Tensor) -> Tensor:
@@ -282,7 +284,7 @@ def test_torch_func_compiles(transform):
     torch.testing.assert_close(compiled(layer.weight, layer.x), transformed(layer.weight, layer.x))
 
 
-def test_export_holds_one_operator():
+def test_an_exported_program_holds_one_operator():
     class Module(torch.nn.Module):
         def __init__(self, layer: Layer):
             super().__init__()
@@ -313,7 +315,7 @@ def describe(results: Tensor | tuple[Tensor, ...]) -> list[tuple[object, ...]]:
 
 
 def calls(layer: Layer) -> dict[str, tuple[object, ...]]:
-    """Arguments of each op."""
+    """The arguments of a call of each operator."""
     args = (layer.x, layer.weight, layer.packed_masks)
     tail = (layer.activation, layer.route_weights)
     saved = mglu.forward_train(*args, *tail)
@@ -331,7 +333,7 @@ def calls(layer: Layer) -> dict[str, tuple[object, ...]]:
 @pytest.mark.parametrize("leading", [(5,), (), (0,), (2, 3)])
 @pytest.mark.parametrize("routed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_fake_and_meta_results_are_shaped_as_real_ones(dtype, routed, leading):
+def test_fake_and_meta_results_have_the_shape_strides_and_dtype_of_real_ones(dtype, routed, leading):
     for op, args in calls(make_layer(leading, 13, routed=routed, dtype=dtype)).items():
         real = describe(getattr(mglu, op)(*args))
         meta = [arg.to("meta") if isinstance(arg, Tensor) else arg for arg in args]
@@ -343,7 +345,7 @@ def test_fake_and_meta_results_are_shaped_as_real_ones(dtype, routed, leading):
 
 @pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True)])
 @pytest.mark.parametrize("logits_dtype", [None, torch.bfloat16])
-def test_gradients_not_asked_for_are_empty(needs, logits_dtype):
+def test_gradients_that_nobody_needs_are_empty(needs, logits_dtype):
     args = calls(make_layer(routed=True))["backward"][:-2]
     for device in ("cpu", "meta"):
         moved = [arg.to(device) if isinstance(arg, Tensor) else arg for arg in args]
@@ -355,7 +357,7 @@ def test_gradients_not_asked_for_are_empty(needs, logits_dtype):
         ]
 
 
-def test_training_on_meta_tensors():
+def test_meta_tensors_get_gradients_of_the_right_shape():
     layer = make_layer(routed=True)
     args = [leaf(t.to("meta")) for t in (layer.x, layer.weight, layer.logits, layer.route_weights)]
     result, packed = mglu.forward_ste(args[0], args[1], args[2], "silu", args[3])

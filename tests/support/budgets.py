@@ -1,12 +1,12 @@
-"""How far a result may be from the float64 oracle: the one table of tolerances, and the one way to compare."""
+"""The tolerances of every test, by dtype, and the comparison of a result with the float64 oracle."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# Largest relative error ||result - oracle|| / ||oracle|| by dtype: a few roundings of the format (epsilon / 2 each)
-# through gate, value, activation, product and sum; measured results lie at a third of it.
+# The largest relative error ||result - oracle|| / ||oracle|| by dtype. It allows a few roundings (of epsilon / 2 each)
+# in the gate, value, activation, product and sum; measured errors are about a third of it.
 BUDGET = {
     torch.float64: 1e-14,
     torch.float32: 4e-6,
@@ -14,12 +14,12 @@ BUDGET = {
     torch.bfloat16: 2.4e-2,
 }
 
-# The design's bar: no more than this many times the error of the naive layer in the same dtype.
+# A result may have at most this many times the error of the naive layer in the same dtype.
 NAIVE_FACTOR = 1.5
 
 
 def relative_error(result: Tensor, oracle: Tensor) -> float:
-    """`||result - oracle|| / ||oracle||` in float64; NaN where either is NaN, 0 for two zero tensors."""
+    """`||result - oracle|| / ||oracle||` in float64: NaN if either has one; `||result||` if the oracle is zero."""
     assert result.shape == oracle.shape, f"shape {tuple(result.shape)}, oracle {tuple(oracle.shape)}"
     result, oracle = result.detach().double().cpu(), oracle.detach().double().cpu()
     norm = oracle.norm()
@@ -28,7 +28,7 @@ def relative_error(result: Tensor, oracle: Tensor) -> float:
 
 
 def assert_matches(result: Tensor, oracle: Tensor, dtype: torch.dtype | None = None, what: str = "result") -> None:
-    """`result` is within the budget of its dtype (or of `dtype`) of `oracle`."""
+    """Assert that the relative error of `result` is within the budget of its dtype, or of `dtype`."""
     budget = BUDGET[dtype or result.dtype]
     error = relative_error(result, oracle)
     assert error <= budget, f"{what}: relative error {error:.3g} above the budget {budget:.3g}"

@@ -1,4 +1,4 @@
-"""Layers to test with: random sizes, layouts, masks and values, and the naive layer they are held against."""
+"""Random layers for tests, of any size, memory layout, masks and values; and the naive layer to compare with."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
+from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from mglu_ops.activations import ACTIVATIONS
+from mglu_ops.backends import reference
 
 ACTIVATION_NAMES = sorted(ACTIVATIONS)
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -21,6 +23,12 @@ out_features = st.integers(1, 12)
 leading = st.lists(st.integers(1, 4), min_size=0, max_size=3).map(tuple)
 layouts = st.sampled_from(LAYOUTS)
 seeds = st.integers(0, 2**16)
+
+
+def examples(count: int) -> settings:
+    """Settings for `count` examples in a full run, and as many fewer or more in other profiles (see conftest.py)."""
+    full_run = settings.get_profile("ci").max_examples
+    return settings(max_examples=max(1, count * settings.default.max_examples // full_run))
 
 
 def laid_out(tensor: Tensor, layout: str) -> Tensor:
@@ -42,7 +50,7 @@ def laid_out(tensor: Tensor, layout: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Layer:
-    """Arguments of one call, with the masks both plain and packed."""
+    """The arguments of one call, with the masks both unpacked and packed."""
 
     x: Tensor
     weight: Tensor
@@ -59,8 +67,12 @@ class Layer:
     def forward(self) -> Tensor:
         return torch.ops.mglu.forward(self.x, self.weight, self.packed_masks, self.activation, self.route_weights)
 
+    def oracle(self) -> Tensor:
+        """The float64 result."""
+        return reference.forward(self.x, self.weight, self.masks, self.activation, self.route_weights)
+
     def with_(self, **changes: object) -> Layer:
-        """A copy with some fields changed; `masks` are packed anew."""
+        """A copy with some fields changed. New `masks` are packed too."""
         if "masks" in changes and "packed_masks" not in changes:
             changes["packed_masks"] = torch.ops.mglu.pack_masks(changes["masks"])
         return replace(self, **changes)
@@ -78,7 +90,7 @@ def make_layer(
     routed: bool = False,
     seed: int = 0,
 ) -> Layer:
-    """A layer of normal values, its products of size about 1."""
+    """A layer with normally distributed values, scaled so that gates and values have a variance of about 1."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(*leading, in_features, generator=generator).to(dtype)
     weight = (torch.randn(out_features, in_features, generator=generator) / in_features**0.5).to(dtype)
@@ -89,7 +101,7 @@ def make_layer(
 
 @st.composite
 def layers(draw: st.DrawFn, dtype: torch.dtype | None = None, activation: str | None = None) -> Layer:
-    """Layers of every size, layout, dtype and activation."""
+    """Draw layers of every size, layout, dtype and activation."""
     layer = make_layer(
         draw(leading),
         draw(in_features),

@@ -1,4 +1,4 @@
-"""Damaged and foreign packages, libraries and packed tensors give an error in words, and never a crash."""
+"""Damaged and foreign packages, libraries and checkpoints give an error message, and never a crash."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from library_fixtures import needs_compiler, run_package, write_small_package
-from torch import Tensor
 
 import mglu_ops
 from mglu_ops.nn import MGLU
@@ -30,7 +29,7 @@ INFO = PackageInfo(torch.__version__, mglu_ops.__version__, "cpu", "cpu", "opera
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """Whole by all that can be seen without running it."""
+    """A package that passes every check but has no code to run."""
     path = tmp_path / "model.pt2"
     write_small_package(path, **INFO.texts())
     assert read_info(path).torch == torch.__version__
@@ -38,7 +37,7 @@ def package(tmp_path: Path) -> Path:
 
 
 def rewritten(path: Path, **changes: object) -> Path:
-    """A package with another description."""
+    """Overwrite a package by one with changes in its description."""
     values = {**json.loads(INFO.texts()[KEY]), **changes}
     write_small_package(path, **{KEY: json.dumps(values)})
     return path
@@ -52,12 +51,12 @@ def members(path: Path) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
-def test_each_truncation_is_refused(package: Path, tmp_path: Path) -> None:
-    whole, cut = package.read_bytes(), tmp_path / "cut.pt2"
+def test_truncated_packages_are_refused(package: Path, tmp_path: Path) -> None:
+    whole, truncated = package.read_bytes(), tmp_path / "truncated.pt2"
     for size in range(0, len(whole), 13):
-        cut.write_bytes(whole[:size])
-        with pytest.raises(PackageError, match=r"cut\.pt2"):
-            read_info(cut)
+        truncated.write_bytes(whole[:size])
+        with pytest.raises(PackageError, match=r"truncated\.pt2"):
+            read_info(truncated)
 
 
 def flips(whole: bytes, count: int) -> list[bytes]:
@@ -65,14 +64,14 @@ def flips(whole: bytes, count: int) -> list[bytes]:
     found = []
     for _ in range(count):
         changed = bytearray(whole)
-        # Half of them in the directory at the end, where the reader goes by what it finds.
+        # Half of the changes are in the zip directory at the end, which tells the reader where to look.
         start = generator.choice((0, max(0, len(whole) - 600)))
         changed[generator.randrange(start, len(whole))] ^= 1 << generator.randrange(8)
         found.append(bytes(changed))
     return found
 
 
-def test_a_changed_bit_is_refused_or_harmless(package: Path, tmp_path: Path) -> None:
+def test_packages_with_a_changed_bit_are_refused_or_unchanged_in_content(package: Path, tmp_path: Path) -> None:
     expected, refused = members(package), 0
     for changed in flips(package.read_bytes(), 800):
         flipped = tmp_path / "flipped.pt2"
@@ -81,20 +80,20 @@ def test_a_changed_bit_is_refused_or_harmless(package: Path, tmp_path: Path) -> 
             read_info(flipped)
         except PackageError:
             refused += 1
-        else:  # in a date, or the like: what is loaded is the same
+        else:  # the bit is part of a date, for example, and the content is the same
             assert members(flipped) == expected
     assert refused > 400
 
 
 @needs_compiler
 @pytest.mark.slow
-def test_the_library_refuses_them_too(package: Path, library: Path, tmp_path: Path) -> None:
+def test_the_library_refuses_damaged_packages_too(package: Path, library: Path, tmp_path: Path) -> None:
     check = ctypes.CDLL(str(library)).mglu_check_package
     check.restype = ctypes.c_char_p
 
     def problem(path: Path, version: str | None = None, device: str | None = None) -> str:
         words = [None if word is None else word.encode() for word in (str(path), version, device)]
-        return (check(*words) or b"").decode(errors="replace")  # it may quote what is damaged
+        return (check(*words) or b"").decode(errors="replace")  # the message may quote damaged text
 
     assert problem(package) == ""
     assert problem(package, torch.__version__, "cpu") == ""
@@ -108,7 +107,7 @@ def test_the_library_refuses_them_too(package: Path, library: Path, tmp_path: Pa
     for changed in flips(whole, 800):
         changed_file.write_bytes(changed)
         if problem(changed_file) == "":
-            with contextlib.suppress(zipfile.BadZipFile, NotImplementedError):  # which looks at more of the directory
+            with contextlib.suppress(zipfile.BadZipFile, NotImplementedError):  # zipfile checks more of the directory
                 assert members(changed_file) == expected
 
 
@@ -126,12 +125,12 @@ def test_the_library_refuses_them_too(package: Path, library: Path, tmp_path: Pa
         ({"surprise": 1}, "unknown entries"),
     ],
 )
-def test_what_does_not_fit_is_said(tmp_path: Path, changes: dict[str, object], words: str) -> None:
+def test_a_package_for_another_environment_is_refused(tmp_path: Path, changes: dict[str, object], words: str) -> None:
     with pytest.raises(PackageError, match=words):
         mglu_ops.load(rewritten(tmp_path / "model.pt2", **changes))
 
 
-def test_another_gpu_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_for_another_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
@@ -140,7 +139,7 @@ def test_another_gpu_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         mglu_ops.load(path)
 
 
-def test_foreign_files(tmp_path: Path) -> None:
+def test_files_that_are_no_packages_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         mglu_ops.load(tmp_path / "missing.pt2")
     foreign = tmp_path / "foreign.pt2"
@@ -152,15 +151,14 @@ def test_foreign_files(tmp_path: Path) -> None:
         mglu_ops.load(foreign)
 
 
-def test_whole_but_no_code_in_it(package: Path) -> None:
-    """The loader of torch is reached, and its error is told."""
+def test_a_package_without_code_gives_the_error_of_torch(package: Path) -> None:
     with pytest.raises(PackageError, match="torch cannot load it"):
         mglu_ops.load(package)
 
 
 @needs_compiler
 @pytest.mark.slow
-def test_the_program_gives_an_error(programs: Path, packages: Path, tmp_path: Path) -> None:
+def test_the_program_refuses_damaged_packages(programs: Path, packages: Path, tmp_path: Path) -> None:
     whole = (packages / "operator.pt2").read_bytes()
     damaged = tmp_path / "damaged.pt2"
     start = whole.index(b"\x7fELF")
@@ -174,7 +172,7 @@ def test_the_program_gives_an_error(programs: Path, packages: Path, tmp_path: Pa
 # --- Weights and libraries ------------------------------------------------------------------------------------------
 
 
-def test_weights_that_are_damaged_or_foreign(tmp_path: Path) -> None:
+def test_damaged_or_foreign_weights_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "weights.pt"
     torch.save({"weight": torch.arange(1000.0)}, path)
     whole = path.read_bytes()
@@ -191,7 +189,7 @@ def test_weights_that_are_damaged_or_foreign(tmp_path: Path) -> None:
 
 @needs_compiler
 @pytest.mark.slow
-def test_libraries_that_are_damaged_or_foreign(library: Path, tmp_path: Path) -> None:
+def test_damaged_or_foreign_libraries_are_refused(library: Path, tmp_path: Path) -> None:
     copy = tmp_path / "libmglu_ops.so"
     checksum = tmp_path / "libmglu_ops.so.sha256"
     with pytest.raises(FileNotFoundError, match="build-runtime"):
@@ -207,68 +205,14 @@ def test_libraries_that_are_damaged_or_foreign(library: Path, tmp_path: Path) ->
             load_library(copy)
 
 
-# --- Packed masks ---------------------------------------------------------------------------------------------------
-
-DTYPES = (torch.uint8, torch.int8, torch.int64, torch.float32, torch.bool, torch.complex64)
-
-
-@st.composite
-def packed_tensors(draw: st.DrawFn) -> tuple[Tensor, int, int]:
-    """A tensor that claims to be packed masks, and the layer that it is for: often one that it fits."""
-    in_features, out_features, n_masks = draw(st.integers(1, 20)), draw(st.integers(1, 5)), draw(st.integers(1, 4))
-    shape = [out_features, (in_features + 7) // 8, n_masks]
-    if draw(st.booleans()):
-        shape = draw(st.lists(st.integers(0, 20), max_size=4))
-    dtype = draw(st.sampled_from(DTYPES)) if draw(st.booleans()) else torch.uint8
-    seed = draw(st.integers(0, 1000))
-    values = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
-    used = in_features % 8
-    if used and draw(st.booleans()) and len(shape) == 3 and shape[1]:
-        values[:, -1, :] &= (1 << used) - 1
-    packed = values.to(dtype)
-    if draw(st.booleans()) and packed.dim() == 3:
-        packed = packed.transpose(0, 2).contiguous().transpose(0, 2)
-    return packed, in_features, out_features
-
-
-def is_valid(packed: Tensor, in_features: int, out_features: int) -> bool:
-    """Said again, otherwise than the code says it."""
-    if packed.dtype is not torch.uint8 or packed.dim() != 3:
-        return False
-    rows, width, n_masks = packed.shape
-    if rows != out_features or not width * 8 - 8 < in_features <= width * 8 or n_masks not in range(1, 17):
-        return False
-    bits = [[[byte >> k & 1 for k in range(8)] for byte in column] for column in packed[:, -1, :].tolist()]
-    first_padding = in_features - 8 * (width - 1)
-    return not any(any(byte[first_padding:]) for row in bits for byte in row)
-
-
-@given(packed_tensors())
-def test_packed_masks_are_loaded_if_and_only_if_they_can_be(case: tuple[Tensor, int, int]) -> None:
-    packed, in_features, out_features = case
-    layer = MGLU(in_features, out_features, n_masks=packed.shape[2] if is_valid(*case) else 2, learnable_masks=False)
-    before = layer.packed_masks.clone()
-    state = {"weight": torch.ones(out_features, in_features), "packed_masks": packed}
-    if is_valid(*case):
-        layer.load_state_dict(state)
-        assert torch.equal(layer.packed_masks, packed)
-        assert layer(torch.ones(2, in_features)).isfinite().all()
-    else:
-        with pytest.raises(RuntimeError, match="packed_masks"):
-            layer.load_state_dict(state)
-        assert torch.equal(layer.packed_masks, before)
-        with pytest.raises((TypeError, ValueError), match="packed_masks"):
-            mglu_ops.check_packed_masks(packed, in_features, out_features)
-
-
-@given(st.integers(0, 2**31), st.sampled_from(["cut", "flip"]))
-def test_a_damaged_checkpoint_is_refused_or_the_same(tmp_path: Path, seed: int, how: str) -> None:
+@given(st.integers(0, 2**31), st.sampled_from(["truncate", "flip"]))
+def test_a_damaged_checkpoint_is_refused_or_unchanged_in_content(tmp_path: Path, seed: int, how: str) -> None:
     layer = MGLU(20, 4, n_masks=2, learnable_masks=False)
     file = io.BytesIO()
     torch.save(layer.state_dict(), file)
     whole, generator = bytearray(file.getvalue()), random.Random(seed)
     at = generator.randrange(len(whole))
-    if how == "cut":
+    if how == "truncate":
         del whole[at:]
     else:
         whole[at] ^= 1 << generator.randrange(8)
