@@ -149,7 +149,7 @@ def test_fake_tensors_change_no_later_call():
         assert packing.unpack(mode.from_tensor(packed), 11).dtype is torch.bool
 
 
-# --- Packed masks of a checkpoint ---------------------------------------------------------------------------------------
+# --- Packed masks of a checkpoint -------------------------------------------------------------------------
 
 PACKED_DTYPES = (torch.uint8, torch.int8, torch.int64, torch.float32, torch.bool, torch.complex64)
 
