@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TIMED = ("test_overheads.py",)
 SEPARATE = ("test_sanitizer.py",)  # make gpu-sanitize
-NO_TESTS_COLLECTED = 5  # pytest's exit code; right for a file in which `-k` selects nothing
+NO_TESTS_COLLECTED = 5  # pytest's exit code for a file in which, for example, `-k` selects nothing
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,9 @@ class Outcome:
     seconds: float
     output: str
 
-    def failed(self, selecting: bool) -> bool:
-        return self.code != 0 and not (selecting and self.code == NO_TESTS_COLLECTED)
+    @property
+    def is_empty(self) -> bool:
+        return self.code == NO_TESTS_COLLECTED
 
     @property
     def summary(self) -> str:
@@ -67,10 +68,10 @@ def main() -> int:
     found = sorted((ROOT / "tests/gpu").glob("test_*.py"), key=lambda path: -path.stat().st_size)
     files = [path.name for path in found if path.name not in (*TIMED, *SEPARATE)]
     outcomes = run_files(files, arguments, options.jobs) + run_files(TIMED, arguments, 1)
-    failures = [outcome for outcome in outcomes if outcome.failed(selecting=bool(arguments))]
+    failures = [outcome for outcome in outcomes if outcome.code != 0 and not (arguments and outcome.is_empty)]
     for outcome in outcomes:
         print(f"{'FAILED' if outcome in failures else 'passed'}  {outcome.file}: {outcome.summary}")
-    return 1 if failures else 0
+    return 1 if failures or all(outcome.is_empty for outcome in outcomes) else 0
 
 
 if __name__ == "__main__":
