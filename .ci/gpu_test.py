@@ -70,7 +70,8 @@ def main() -> int:
     outcomes = run_files(files, arguments, options.jobs) + run_files(TIMED, arguments, 1)
     failures = [outcome for outcome in outcomes if outcome.code != 0 and not (arguments and outcome.is_empty)]
     for outcome in outcomes:
-        print(f"{'FAILED' if outcome in failures else 'passed'}  {outcome.file}: {outcome.summary}")
+        result = "FAILED" if outcome in failures else "empty " if outcome.is_empty else "passed"
+        print(f"{result}  {outcome.file}: {outcome.summary}")
     return 1 if failures or all(outcome.is_empty for outcome in outcomes) else 0
 
 

@@ -284,7 +284,6 @@ def test_modules_compile_as_one_graph(kind, learnable_masks, top_k):
         assert_matches(compiled(x), expected["result"])
 
 
-@pytest.mark.slow
 def test_a_block_compiles_with_inductor():
     torch.compiler.reset()
     torch.manual_seed(0)

@@ -21,10 +21,7 @@ import torch.multiprocessing as multiprocessing
 from strategies import long_except
 from torch import Tensor, nn
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo"),
-]
+pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
 
 RANKS = 2
 SECONDS = 120

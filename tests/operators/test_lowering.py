@@ -53,7 +53,6 @@ def run(layer: NaiveMGLU, x: Tensor, compiled: bool) -> dict[str, Tensor]:
         return {"result": result.detach(), "inference": function(x), **found}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_inductor_decomposes_a_training_step_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch, on_gpu: bool) -> None:
     """The device is faked. On a GPU a training step calls no operator; on other devices it calls both."""

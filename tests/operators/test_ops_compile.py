@@ -150,7 +150,7 @@ def test_one_graph_serves_every_number_of_tokens_from_2_on(name, training):
 @pytest.mark.parametrize(
     ("backend", "name", "training", "routed"),
     [("aot_eager", *case) for case in itertools.product(LAYERS, [False, True], [False, True])]
-    + [pytest.param("inductor", name, True, True, marks=pytest.mark.slow) for name in LAYERS],
+    + [("inductor", name, True, True) for name in LAYERS],
 )
 def test_one_graph_serves_every_number_of_tokens_marked_unbacked(backend, name, training, routed):
     """`mark_unbacked` asks torch not to specialise for 0 and 1 tokens; the operators must add no guard that does."""
@@ -195,7 +195,7 @@ def test_data_dependent_sizes_compile_in_one_graph():
     ("dtype", "backend"),
     [(dtype, "aot_eager") for dtype in DTYPES]
     + [
-        pytest.param(torch.float32, "inductor", marks=pytest.mark.slow),
+        (torch.float32, "inductor"),
         pytest.param(torch.bfloat16, "inductor", marks=pytest.mark.long),
     ],
 )
