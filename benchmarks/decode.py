@@ -32,7 +32,7 @@ from benchmarks.layers import Layers, masks_of
 from benchmarks.records import Row, write
 from benchmarks.timing import ROUNDS, SETTLE_SECONDS
 from mglu_ops import dispatch
-from mglu_ops.tuning.replay import layers_for
+from mglu_ops.timer import layers_for
 
 SHAPES = ((14336, 4096), (8192, 2048))
 BACKENDS = ("cuda", "triton", "composite")

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mglu_ops.tuning.replay import layers_for
+from mglu_ops.timer import layers_for
 
 
 def masks_of(packed: Tensor, i: int) -> Tensor:

@@ -1,17 +1,18 @@
-"""`python -m mglu_ops explain FILE.py:FUNCTION`: what would fuse in a user's model, and what would have to change.
+"""`python -m mglu_ops report FILE.py:FUNCTION` says which layers of a model would fuse, and what prevents the others.
 
-Light to import: torch comes with the command.
+The command was called `explain` and still answers to that name. Importing this module does not import torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mglu_ops import factory
+from mglu_ops.errors import UserError
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -23,25 +24,51 @@ DESCRIPTION = (
     "it would leave others. Nothing is compiled. Exits with 1 if a layer is missed or none is found."
 )
 
+NOTHING_FOUND = """
+No MGLU layer was found. The pass looks for an input x that is multiplied by one weight under a mask and under the
+complement of that mask, for example
+
+    F.silu(F.linear(x, weight * mask)) * F.linear(x, weight * (1 - mask))
+
+What to try:
+- Check that the example inputs reach the layer, and that no graph break separates the two products:
+  TORCH_LOGS=graph_breaks shows the breaks.
+- Pass --train if the model takes another path when it trains.
+- Compare the model with the spellings that compile_passes/README.md lists, or use mglu_ops.nn.NaiveMGLU.
+- mglu_ops.nn.MGLU already calls the fused operator, so there is nothing to fuse in it."""
+
 
 def add_parser(subparsers: Any) -> None:
-    """Add `explain` to the commands."""
-    parser = subparsers.add_parser("explain", help="what would fuse in a model, and why not", description=DESCRIPTION)
+    """Add `report`, with its older name `explain`, to the commands."""
+    parser = subparsers.add_parser(
+        "report",
+        aliases=["explain"],
+        help="say which layers of a model would fuse, and why not",
+        description=DESCRIPTION,
+    )
     parser.add_argument("model", metavar=factory.METAVAR, help=factory.HELP)
-    parser.add_argument("--train", action="store_true", help="as it trains (default: as it infers, under no_grad)")
-    parser.add_argument("--assume-binary", action="store_true", help="trust real masks to hold 0 and 1 only")
+    parser.add_argument("--train", action="store_true", help="run it in training mode (default: eval, under no_grad)")
+    parser.add_argument("--assume-binary", action="store_true", help="trust that real-valued masks hold only 0 and 1")
     parser.add_argument("--graphs", action="store_true", help="also print the graph of each layer, before and after")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report; 0 if all layers that were found fuse, 1 if not, 2 if the model cannot be had."""
+    """Print the report of a model.
+
+    Returns:
+        The exit code: 0 if layers were found and all of them fuse, else 1.
+
+    Raises:
+        UserError: the model cannot be imported, or it fails on its example inputs.
+    """
+    model, inputs = factory.load_model(options.model)
     try:
-        model, inputs = factory.load_model(options.model)
-    except factory.FactoryError as error:
-        print(f"python -m mglu_ops explain: error: {error}", file=sys.stderr)
-        return 2
+        with _mode(model, options.train):
+            model(*inputs)
+    except Exception as error:
+        raise UserError(f"{options.model}: the model failed on its inputs: {factory.describe(error)}") from error
     report = explain(model, *inputs, train=options.train, assume_binary=options.assume_binary)
     if options.json:
         print(report.to_json())
@@ -49,20 +76,21 @@ def run(options: argparse.Namespace) -> int:
         print(report)
         for site in (*report.fused, *report.missed) if options.graphs else ():
             print("\n" + site.picture())
+        if not report.fused and not report.missed:
+            print(NOTHING_FOUND)
     return 0 if report.fused and not report.missed else 1
 
 
 def explain(model: Callable[..., Any], *inputs: Any, train: bool = False, assume_binary: bool = False) -> FusionReport:
-    """The report of fusing a model, which is neither changed nor compiled: its graphs run as they are.
+    """Report what the fusion pass would do to a model. The model is neither changed nor compiled.
 
     Args:
         model: a module or function.
-        *inputs: example inputs.
-        train: as it trains; else as it infers, in eval mode under `torch.no_grad()`.
-        assume_binary: as of `mglu_ops.enable_fusion`.
+        *inputs: example inputs; the captured graphs run on them.
+        train: run the model in training mode; otherwise in eval mode, under `torch.no_grad()`.
+        assume_binary: as in `mglu_ops.enable_fusion`.
     """
     import torch
-    from torch import nn
 
     from .fusion import fuse_graph
     from .report import FusionReport
@@ -77,15 +105,27 @@ def explain(model: Callable[..., Any], *inputs: Any, train: bool = False, assume
                 fuse_graph(graph, report, assume_binary=assume_binary)
         return gm.forward
 
-    was_training = isinstance(model, nn.Module) and model.training
     torch._dynamo.reset()
+    try:
+        with _mode(model, train):
+            torch.compile(model, backend=capture)(*inputs)
+    finally:
+        torch._dynamo.reset()
+    return report
+
+
+@contextmanager
+def _mode(model: Callable[..., Any], train: bool) -> Iterator[None]:
+    """Run a model in training mode, or in eval mode under `torch.no_grad()`; restore its own mode afterwards."""
+    import torch
+    from torch import nn
+
+    was_training = isinstance(model, nn.Module) and model.training
     try:
         if isinstance(model, nn.Module):
             model.train(train)
-        with torch.enable_grad() if train else torch.no_grad():
-            torch.compile(model, backend=capture)(*inputs)
+        with torch.set_grad_enabled(train):
+            yield
     finally:
         if isinstance(model, nn.Module):
             model.train(was_training)
-        torch._dynamo.reset()
-    return report

@@ -1,25 +1,26 @@
 """Masked Gated Linear Units (arXiv 2506.23225) for PyTorch: operators, modules and a fusion pass for `torch.compile`.
 
-Importing it registers `torch.ops.mglu.*`; all that needs Inductor is imported when it is used.
+Importing this package registers `torch.ops.mglu.*`. The other public names are imported when they are first used.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
-
-from . import nn, ops
-from .batch_invariance import is_batch_invariant_mode_enabled, set_batch_invariant_mode
-from .dispatch import explain
-from .masks import check_packed_masks
-from .nn import freeze
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
     from compile_passes.report import FusionReport
 
+    from . import nn, ops
+    from .batch_invariance import is_batch_invariant_mode_enabled, set_batch_invariant_mode
+    from .dispatch import explain
+    from .dispatch import explain as explain_dispatch
+    from .masks import check_packed_masks
+    from .nn import freeze
     from .packaging.export import export
     from .packaging.library import build_runtime, load_library
     from .packaging.load import load, load_weights
@@ -32,6 +33,7 @@ __all__ = [
     "disable_fusion",
     "enable_fusion",
     "explain",
+    "explain_dispatch",
     "export",
     "freeze",
     "fuse",
@@ -46,22 +48,43 @@ __all__ = [
     "set_batch_invariant_mode",
 ]
 
-_PACKAGING = {
-    "build_runtime": "library",
-    "export": "export",
-    "load": "load",
-    "load_library": "library",
-    "load_weights": "load",
+_DEFINED_IN = {
+    "build_runtime": "packaging.library",
+    "check_packed_masks": "masks",
+    "explain": "dispatch",  # the older name of explain_dispatch
+    "explain_dispatch": "dispatch:explain",
+    "export": "packaging.export",
+    "freeze": "nn",
+    "is_batch_invariant_mode_enabled": "batch_invariance",
+    "load": "packaging.load",
+    "load_library": "packaging.library",
+    "load_weights": "packaging.load",
+    "set_batch_invariant_mode": "batch_invariance",
 }
-"""What is imported when it is first asked for, and from which module of `packaging`."""
+"""The module that defines a public name, and after a colon the name it has there, if that differs."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PACKAGING:
+    if name not in _DEFINED_IN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(f"{__name__}.packaging.{_PACKAGING[name]}"), name)
+    module, _, attribute = _DEFINED_IN[name].partition(":")
+    value = getattr(importlib.import_module(f".{module}", __name__), attribute or name)
+    globals()[name] = value  # later uses do not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _runs_as_a_command() -> bool:
+    """Whether `python -m mglu_ops` is importing this package.
+
+    `__main__` imports `nn` and `ops` once it has parsed the options, so that `--help` does not wait for torch.
+    """
+    return sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == __name__
 
 
 def fuse(
@@ -72,7 +95,7 @@ def fuse(
     strict: bool = False,
     assume_binary: bool = False,
 ) -> GraphModule:
-    """A copy of a graph module with its MGLU layers fused; see `compile_passes.fusion.fuse`."""
+    """Return a copy of a graph module with its MGLU layers fused; see `compile_passes.fusion.fuse`."""
     from compile_passes import fusion as fusion_pass
 
     return fusion_pass.fuse(gm, example_inputs, report=report, strict=strict, assume_binary=assume_binary)
@@ -86,7 +109,7 @@ def enable_fusion(*, strict: bool = False, assume_binary: bool = False) -> Fusio
 
 
 def disable_fusion() -> None:
-    """Undo `enable_fusion`, and put back the pass that stood in Inductor's slot before."""
+    """Undo `enable_fusion`, and restore the pass that Inductor was configured with before."""
     from compile_passes import install
 
     install.disable_fusion()
@@ -100,7 +123,11 @@ def fusion(*, strict: bool = False, assume_binary: bool = False) -> AbstractCont
 
 
 def fusion_report() -> FusionReport:
-    """What was fused in this process under `enable_fusion` and `backend="mglu"`, and what was missed and why."""
+    """Report what `enable_fusion` and `backend="mglu"` fused in this process, what they missed, and why."""
     from compile_passes import install
 
     return install.fusion_report()
+
+
+if not _runs_as_a_command():
+    from . import nn, ops

@@ -1,30 +1,96 @@
-"""`python -m mglu_ops COMMAND`. A command's module is light: what it needs, it imports when run."""
+"""`python -m mglu_ops COMMAND`.
+
+The modules of the commands do not import torch, so that `--help` and a wrong option are answered at once. A command
+imports what it needs when it runs.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 from collections.abc import Sequence
+from typing import Any
 
 from compile_passes import explain
 
 from . import bench
 from .demo import command as demo
+from .errors import UserError
 from .packaging import command as packaging
 from .tuning import command as tuning
+
+PROG = "python -m mglu_ops"
 
 COMMANDS = (demo, explain, packaging, tuning, bench)
 """Modules with `add_parser(subparsers)`, which sets the default `run`: `(argparse.Namespace) -> exit code`."""
 
+OWN_PACKAGES = ("benchmarks", "compile_passes", "mglu_ops")
+DISTRIBUTIONS = {"cuda": "cuda-core"}
+"""Modules whose name differs from the name that pip installs them by."""
+
+
+class _Version(argparse.Action):
+    """Prints the version and exits. The version is looked up only if it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(f"mglu_ops {version()}")
+        parser.exit()
+
+
+def version() -> str:
+    """The version of the installed package, or of this checkout if it is not installed."""
+    from importlib import metadata
+
+    from . import __version__
+
+    try:
+        return metadata.version("mglu-ops")
+    except metadata.PackageNotFoundError:
+        return __version__
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Its exit code: 1 when what it did failed, 2 when an option is wrong or a package is missing."""
-    parser = argparse.ArgumentParser(prog="python -m mglu_ops", description="Masked Gated Linear Units for PyTorch")
+    """Run one command.
+
+    Returns:
+        The exit code: 0 for success, 1 if what the command checks is not so, 2 if an option is wrong, a file cannot be
+        used or a package is missing.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        from . import nn, ops  # noqa: F401 (the part of `import mglu_ops` that was put off; registers torch.ops.mglu)
+
+        return int(options.run(options))
+    except (UserError, ModuleNotFoundError) as error:
+        problem = _problem(error)
+        if problem is None:
+            raise
+        if options.traceback:
+            traceback.print_exc()
+    print(f"{PROG} {options.command}: error: {problem}", file=sys.stderr)
+    return 2
+
+
+def _problem(error: UserError | ModuleNotFoundError) -> str | None:
+    """The line to print for an error, or None if the error is a fault of this package."""
+    if isinstance(error, UserError):
+        return str(error)
+    missing = (error.name or "").partition(".")[0]
+    if not missing or missing in OWN_PACKAGES:
+        return None
+    package = DISTRIBUTIONS.get(missing, missing)
+    return f"this command needs the package {package}, which is not installed: pip install {package}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=PROG, description="Masked Gated Linear Units for PyTorch")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    parser.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(subparsers)
-    options = parser.parse_args(arguments)
-    return int(options.run(options))
+    return parser
 
 
 if __name__ == "__main__":

@@ -1,73 +1,90 @@
-"""A user's model on the command line: a function, in a file or in a module, that returns it with example inputs."""
+"""A user's model on the command line: a function, in a file or a module, that returns the model and example inputs."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from .errors import UserError
+
 METAVAR = "FILE.py:FUNCTION"
-HELP = "function that returns the model and a tuple of example inputs; or MODULE:FUNCTION, of a module to import"
+HELP = "function that returns the model and a tuple of example inputs; or MODULE:FUNCTION for an importable module"
 
 
-class FactoryError(ValueError):
-    """There is no such function, or it fails or returns something else."""
+class FactoryError(UserError, ValueError):
+    """There is no such function, it raised an exception, or it returned something else."""
 
 
 def load_model(name: str) -> tuple[Any, tuple[Any, ...]]:
-    """The model and its example inputs, from the function that `name` (`model.py:make`, `package.model:make`) names.
+    """Call the function that `name` names (`model.py:make`, `package.model:make`).
+
+    Returns:
+        The model and its example inputs.
 
     Raises:
-        FactoryError: with what is wrong, in words.
+        FactoryError: in one line, what is wrong.
     """
     factory = load_factory(name)
     try:
         result = factory()
-    except Exception as error:  # it is the user's code
-        raise FactoryError(f"{name} failed: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        raise FactoryError(f"{name} failed: {describe(error)}") from error
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], (tuple, list)):
-        raise FactoryError(f"{name} returned {_kind(result)}, must be (model, (input, ...))")
+        raise FactoryError(f"{name} returned {_type_of(result)}, must be (model, (input, ...))")
     return result[0], tuple(result[1])
 
 
 def load_factory(name: str) -> Callable[[], Any]:
-    """The function that `FILE.py:FUNCTION` or `MODULE:FUNCTION` names.
+    """Import the function that `FILE.py:FUNCTION` or `MODULE:FUNCTION` names.
 
     Raises:
-        FactoryError: the name has neither form, nothing is there, or importing it failed.
+        FactoryError: the name has neither form, there is no such file, module or function, or importing it failed.
     """
-    place, _, function = name.rpartition(":")
-    if not place or not function:
-        raise FactoryError(f"got {name!r}, must be FILE.py:FUNCTION or MODULE:FUNCTION, as model.py:make")
+    where, _, function = name.rpartition(":")
+    if not where or not function:
+        raise FactoryError(f"got {name!r}, must be FILE.py:FUNCTION or MODULE:FUNCTION, for example model.py:make")
+    if where.endswith(".py") and not Path(where).is_file():
+        raise FactoryError(f"{name}: there is no file {where}")
     try:
-        module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-        factory = getattr(module, function)
-    except Exception as error:  # importing runs the user's code
-        raise FactoryError(f"{name}: {error}") from error
+        module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    except (Exception, SystemExit) as error:  # importing runs the user's code
+        raise FactoryError(f"{name}: importing {where} failed: {describe(error)}") from error
+    factory = getattr(module, function, None)
+    if factory is None:
+        raise FactoryError(f"{name}: {where} has no function {function!r}")
     if not callable(factory):
-        raise FactoryError(f"{name} is {_kind(factory)}, must be a function")
+        raise FactoryError(f"{name} is of type {_type_of(factory)}, must be a function")
     return factory
 
 
+def describe(error: BaseException) -> str:
+    """An exception of the user's code in one line: its type, the first line of its message, and where it was raised."""
+    words = str(error).strip().partition("\n")[0]
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename]
+    where = f" ({Path(inside[-1].filename).name}, line {inside[-1].lineno})" if inside else ""
+    return f"{type(error).__name__}{': ' if words else ''}{words}{where}"
+
+
 def _import_file(path: Path) -> ModuleType:
-    """As `python FILE.py` would: it may import what lies beside it."""
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {path}")
+    """Import a file as `python FILE.py` would: it may import the files beside it."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None, "it ends in .py"
+    assert spec is not None, "the name ends in .py"
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # as an import of it would, for pickling and for Dynamo
+    sys.modules[path.stem] = module  # pickle and Dynamo look a function's module up here
     sys.path.insert(0, str(path.parent.resolve()))
     spec.loader.exec_module(module)
     return module
 
 
-def _kind(value: object) -> str:
+def _type_of(value: object) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(type(item).__name__ for item in value)})"
     return type(value).__name__

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import UserError
 from ..masks import MAX_MASKS
-from .errors import Disagreement, OptionError
+from .errors import Disagreement
 
 if TYPE_CHECKING:
     from .settings import Settings
@@ -45,11 +46,11 @@ def run(options: argparse.Namespace) -> int:
     try:
         settings = _settings(options)
         if importlib.util.find_spec("tqdm") is None:
-            raise OptionError('the demo shows its progress with tqdm, which is missing: pip install "mglu-ops[demo]"')
+            raise UserError('the demo shows its progress with tqdm, which is missing: pip install "mglu-ops[demo]"')
         from .run import run_demo
 
         run_demo(settings)
-    except OptionError as error:
+    except UserError as error:
         print(f"python -m mglu_ops demo: error: {error}", file=sys.stderr)
         return 2
     except Disagreement as error:
@@ -62,9 +63,9 @@ def _settings(options: argparse.Namespace) -> Settings:
     from .settings import choose
 
     if options.n_masks > MAX_MASKS:
-        raise OptionError(f"--n-masks: got {options.n_masks}, must be 1 to {MAX_MASKS}")
+        raise UserError(f"--n-masks: got {options.n_masks}, must be 1 to {MAX_MASKS}")
     if options.json is not None and not options.json.resolve().parent.is_dir():
-        raise OptionError(f"--json: {options.json.resolve().parent} is not a directory")
+        raise UserError(f"--json: {options.json.resolve().parent} is not a directory")
     return choose(options)
 
 

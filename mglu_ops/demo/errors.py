@@ -1,17 +1,13 @@
-"""What can go wrong in the demo, by whose fault it is."""
+"""The error of a demo whose results are wrong."""
 
 from __future__ import annotations
 
 
-class OptionError(Exception):
-    """An option cannot be obeyed, or a package is missing: the words say what to do (exit code 2)."""
+class Disagreement(Exception):  # noqa: N818 (the word for what the demo looks for)
+    """Two results that must agree do not, or a model did not learn. The command exits with code 1."""
 
 
-class Disagreement(Exception):  # noqa: N818 (it is what the demo looks for)
-    """Two things that must agree do not, or a model did not learn (exit code 1)."""
-
-
-def require(holds: bool, words: str) -> None:
-    """Raise `Disagreement(words)` unless `holds`."""
-    if not holds:
-        raise Disagreement(words)
+def require(condition: bool, message: str) -> None:
+    """Raise `Disagreement(message)` unless `condition` holds."""
+    if not condition:
+        raise Disagreement(message)

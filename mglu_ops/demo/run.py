@@ -56,7 +56,7 @@ def run_demo(settings: Settings) -> dict[str, Any]:
     """Run every stage and print the table; the results.
 
     Raises:
-        OptionError: the text cannot be used.
+        UserError: the text cannot be used.
         Disagreement: two results that must agree do not, or a model did not learn.
     """
     start = time.perf_counter()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from .errors import OptionError
+from ..errors import UserError
 
 HEAD_WIDTH = 32
 
@@ -64,13 +64,13 @@ def choose(options: argparse.Namespace) -> Settings:
     """The settings that the options ask for, the device's defaults where they are silent.
 
     Raises:
-        OptionError: the device does not exist, or a size does not fit the model.
+        UserError: the device does not exist, or a size does not fit the model.
     """
     device = _device(options.device)
     default = DEFAULT_SIZES[device.type]
     sizes = Sizes(**{name: getattr(options, name) or getattr(default, name) for name in default.__dataclass_fields__})
     if sizes.width % HEAD_WIDTH:
-        raise OptionError(f"--width: got {sizes.width}, must be a multiple of {HEAD_WIDTH}")
+        raise UserError(f"--width: got {sizes.width}, must be a multiple of {HEAD_WIDTH}")
     return Settings(sizes, options.n_masks, device, options.seed, options.text, options.json)
 
 
@@ -79,9 +79,9 @@ def _device(name: str | None) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if gpus else "cpu"))
     except RuntimeError:
-        raise OptionError(f"--device: got {name!r}, must be cpu, cuda or cuda:N") from None
+        raise UserError(f"--device: got {name!r}, must be cpu, cuda or cuda:N") from None
     if device.type not in DEFAULT_SIZES:
-        raise OptionError(f"--device: got {name!r}, must be cpu, cuda or cuda:N")
+        raise UserError(f"--device: got {name!r}, must be cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= gpus:
-        raise OptionError(f"--device: got {name!r}, but torch sees {gpus} CUDA GPUs")
+        raise UserError(f"--device: got {name!r}, but torch sees {gpus} CUDA GPUs")
     return device

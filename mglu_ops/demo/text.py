@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .errors import OptionError
+from ..errors import UserError
 
 VOCABULARY = 256
 HELD_OUT_FRACTION = 0.1
@@ -51,13 +51,13 @@ def load(path: Path | None, context: int) -> Corpus:
     """The corpus of a file, or of Python's language reference.
 
     Raises:
-        OptionError: the file cannot be read, is empty, or its held-out part is shorter than one context.
+        UserError: the file cannot be read, is empty, or its held-out part is shorter than one context.
     """
     name, content = ("Python's language reference", _reference()) if path is None else (str(path), _read(path))
     needed = int((context + 1) / HELD_OUT_FRACTION) + 1
     if len(content) < needed:
         words = "is empty" if not content else f"has {len(content)} bytes"
-        raise OptionError(f"--text: {name} {words}; at least {needed} are needed for a context of {context} bytes")
+        raise UserError(f"--text: {name} {words}; at least {needed} are needed for a context of {context} bytes")
     data = torch.frombuffer(bytearray(content), dtype=torch.uint8).long()
     cut = len(data) - int(len(data) * HELD_OUT_FRACTION)
     return Corpus(name, data[:cut], data[cut:])
@@ -67,14 +67,14 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise OptionError(f"--text: cannot read {path}: {error.strerror}") from None
+        raise UserError(f"--text: cannot read {path}: {error.strerror}") from None
 
 
 def _reference() -> bytes:
     try:
         from pydoc_data.topics import topics
     except ImportError:
-        raise OptionError("--text: this Python came without pydoc_data; name a file") from None
+        raise UserError("--text: this Python came without pydoc_data; name a file") from None
     return "\n\n".join(f"{name}\n{text}" for name, text in sorted(topics.items())).encode()
 
 

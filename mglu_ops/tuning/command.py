@@ -146,7 +146,7 @@ def environment() -> dict[str, object]:
 
     from .. import __version__
     from ..backends.cuda.compiler import compiler_version, source_hash
-    from .replay import PROTOCOL
+    from ..timer import PROTOCOL
 
     gpu = torch.cuda.get_device_properties()
     return {

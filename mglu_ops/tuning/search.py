@@ -21,8 +21,8 @@ from ..backends.cuda.driver import LaunchError
 from ..backends.cuda.launch_tables import Entry
 from ..layer_call import LayerCall
 from ..masks import packed_width, unpack_one
+from ..timer import Replay, layers_for, times
 from .candidates import neighbours, starts
-from .replay import Replay, layers_for, times
 
 SCREENING_ROUNDS = 4
 FINALISTS = 4

@@ -21,7 +21,7 @@ from benchmarks.timing import summarise
 from mglu_ops import bench
 from mglu_ops.__main__ import main
 from mglu_ops.nn import NaiveMGLU
-from mglu_ops.tuning.replay import BYTES_OF_LAYERS, layers_for
+from mglu_ops.timer import BYTES_OF_LAYERS, layers_for
 
 NAN = float("nan")
 
