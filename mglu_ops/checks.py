@@ -1,6 +1,6 @@
-"""Argument checks shared by eager and fake kernels. Each error names the argument, what it was, what it must be.
+"""Argument checks shared by eager and fake kernels. Each error names the argument, what it was and what it must be.
 
-They look at metadata only: no value is read, so they cost no synchronisation and hold under FakeTensor.
+The checks read metadata and no values, so that they never synchronise and work under FakeTensor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FLOATING_NAMES = "float16, bfloat16, float32 or float64"
 
 
 def check_inputs(x: Tensor, weight: Tensor, activation: str) -> None:
-    """Of x `[..., h]` and weight `[d, h]`: one floating dtype, one device; and a known activation."""
+    """Check that x `[..., in_features]` and weight `[out_features, in_features]` fit together, and the activation."""
     if x is None or weight is None:  # torch lets None through for a Tensor
         raise TypeError(f"{'x' if x is None else 'weight'}: got None, must be a tensor")
     if x.dtype not in FLOATING:
@@ -39,14 +39,14 @@ def check_inputs(x: Tensor, weight: Tensor, activation: str) -> None:
 
 
 def check_packed(weight: Tensor, packed_masks: Tensor) -> None:
-    """packed_masks `uint8 [d, ceil(h / 8), n_masks]` on weight's device."""
+    """Check that packed_masks are the packed masks of a weight of this shape, on its device."""
     check_layout(packed_masks, weight.shape[1], weight.shape[0])
     if packed_masks.device != weight.device:
         raise ValueError(f"packed_masks: got device {packed_masks.device}, must be x's device {weight.device}")
 
 
 def check_packable_logits(mask_logits: Tensor, weight: Tensor | None = None) -> None:
-    """mask_logits floating `[n_masks, out_features, in_features]`, with `weight` of its shape and device."""
+    """Check that mask_logits are floating `[n_masks, out_features, in_features]`, and fit `weight` if it is given."""
     if mask_logits is None:
         raise TypeError("mask_logits: got None, must be a tensor")
     if mask_logits.dtype not in FLOATING:
@@ -62,7 +62,7 @@ def check_packable_logits(mask_logits: Tensor, weight: Tensor | None = None) -> 
 
 
 def check_route_weights(x: Tensor, n_masks: int, route_weights: Tensor | None) -> None:
-    """route_weights floating `[..., n_masks]` with x's leading sizes, on x's device."""
+    """Check that route_weights are None or floating `[..., n_masks]` with x's leading sizes, on x's device."""
     if route_weights is None:
         return
     if route_weights.dtype not in FLOATING:

@@ -1,9 +1,11 @@
-"""The packed mask format, version 1: one bit a weight and mask.
+"""The packed mask format, version 1: one bit per weight and mask.
 
-`packed_masks` is `uint8 [out_features, ceil(in_features / 8), n_masks]`. Bit `k % 8` (least significant
-first) of byte `[r, k // 8, i]` is `M_i[r, k]`; the bits past `in_features` in the last byte are 0.
-`n_masks` is innermost, so that the masks of eight neighbouring weights are `n_masks` contiguous bytes.
-It is the format of the kernels and of checkpoints alike.
+`packed_masks` is `uint8 [out_features, ceil(in_features / 8), n_masks]`. Bit `k % 8` (least significant first) of byte
+`[r, k // 8, i]` is `M_i[r, k]`. The bits past `in_features` in the last byte of a row, the padding, are 0. `n_masks` is
+the innermost dimension, so that the masks of eight neighbouring weights are `n_masks` contiguous bytes. Kernels and
+checkpoints use the same format.
+
+Code that needs a size of a packed tensor asks this module (`n_masks_of`, `packed_shape`) and indexes no shape itself.
 """
 
 from __future__ import annotations
@@ -16,10 +18,23 @@ from .sizes import same_sizes
 FORMAT_VERSION = 1
 MAX_MASKS = 16
 
+N_MASKS_DIM = 2
+"""The dimension of a packed tensor whose size is n_masks."""
+
+
+def n_masks_of(packed_masks: Tensor) -> int:
+    """The number of masks in a packed tensor."""
+    return packed_masks.shape[N_MASKS_DIM]
+
 
 def packed_width(in_features: int) -> int:
-    """Bytes that hold `in_features` bits: the second size of a packed tensor."""
+    """The number of bytes that hold `in_features` bits: the second size of a packed tensor."""
     return (in_features + 7) // 8
+
+
+def packed_shape(n_masks: int, out_features: int, in_features: int) -> tuple[int, int, int]:
+    """The shape of a packed tensor."""
+    return out_features, packed_width(in_features), n_masks
 
 
 def pack(masks: Tensor) -> Tensor:
@@ -34,18 +49,19 @@ def pack(masks: Tensor) -> Tensor:
     return packed.permute(1, 2, 0).contiguous()
 
 
-# Of an int64 as eight bytes, little endian.
+# Constants of `unpack_one`: an int64 as eight bytes, little endian.
 _EACH_BYTE = 0x0101010101010101
 _BIT_K_OF_BYTE_K = 0x8040201008040201 - (1 << 64)
 _ALL_BUT_TOP_BITS = 0x7F7F7F7F7F7F7F7F
 
 
 def unpack_one(packed_masks: Tensor, index: int, in_features: int) -> Tensor:
-    """Mask `index` of a packed tensor as bool `[out_features, in_features]`.
+    """Unpack mask `index` of a packed tensor to bool `[out_features, in_features]`.
 
-    Eight bits at a time: a byte times `0x0101...` is eight copies of it in an int64, of which an `and` leaves bit k in
-    byte k. Adding 127 to each byte carries what is not 0 into its top bit, and no further; shifted down, that is the
-    byte of a bool. No table: one would have to be kept for each device, out of traces and CUDA graph captures.
+    Each byte of bits becomes an int64 of eight bool bytes. Multiplying by `0x0101...` copies the byte eight times, and
+    an `and` keeps bit k in copy k only. Adding 127 to every copy sets its top bit exactly if the copy is not 0, without
+    a carry into the next one; the top bit, shifted down, is the bool. A lookup table would be shorter, but would have
+    to be kept for each device and out of traces and CUDA graph captures.
     """
     octets = packed_masks[:, :, index].to(torch.int64, memory_format=torch.contiguous_format)
     octets.mul_(_EACH_BYTE).bitwise_and_(_BIT_K_OF_BYTE_K).add_(_ALL_BUT_TOP_BITS)
@@ -54,13 +70,18 @@ def unpack_one(packed_masks: Tensor, index: int, in_features: int) -> Tensor:
 
 
 def unpack(packed_masks: Tensor, in_features: int) -> Tensor:
-    """The inverse of `pack`: bool `[n_masks, out_features, in_features]`."""
-    n_masks = packed_masks.shape[2]
-    return torch.stack([unpack_one(packed_masks, i, in_features) for i in range(n_masks)])
+    """Unpack all masks to bool `[n_masks, out_features, in_features]`: the inverse of `pack`."""
+    return torch.stack([unpack_one(packed_masks, i, in_features) for i in range(n_masks_of(packed_masks))])
+
+
+def clear_padding_(packed_masks: Tensor, in_features: int) -> None:
+    """Set the padding bits of a packed tensor to 0, in place."""
+    if used := in_features % 8:
+        packed_masks[:, -1, :] &= (1 << used) - 1
 
 
 def check_masks(masks: Tensor) -> None:
-    """Refuse a tensor whose dtype or shape cannot be masks to pack. Reads no value.
+    """Check that a tensor has a dtype and a shape that `pack_masks` accepts. Reads no values.
 
     Raises:
         TypeError: a complex dtype.
@@ -72,9 +93,9 @@ def check_masks(masks: Tensor) -> None:
         raise TypeError(f"masks: got dtype {masks.dtype}, must be bool, or integer or real with values 0 and 1")
     if masks.dim() == 1:
         raise ValueError(
-            f"masks: got shape {list(masks.shape)}, one value a channel; MGLU needs one bit a weight, "
-            "[n_masks, out_features, in_features] or [out_features, in_features] (a per-channel mask makes "
-            "gate * value zero in every channel)"
+            f"masks: got shape {list(masks.shape)}, one value per channel; MGLU needs one bit per weight, "
+            "[n_masks, out_features, in_features] or [out_features, in_features] (with one mask per channel, "
+            "gate * value is zero in every channel)"
         )
     if masks.dim() not in (2, 3):
         raise ValueError(
@@ -86,7 +107,7 @@ def check_masks(masks: Tensor) -> None:
 
 
 def binary_masks(masks: Tensor) -> Tensor:
-    """Bool `[n_masks, out_features, in_features]` from the forms `pack_masks` accepts.
+    """Convert masks in any form that `pack_masks` accepts to bool `[n_masks, out_features, in_features]`.
 
     Raises:
         TypeError: a complex dtype.
@@ -109,7 +130,7 @@ def binary_masks(masks: Tensor) -> Tensor:
 
 
 def check_layout(packed_masks: Tensor, in_features: int, out_features: int | None = None) -> None:
-    """Refuse a tensor whose dtype or shape cannot be packed masks of `in_features` columns. Reads no value.
+    """Check that a tensor has the dtype and a shape of packed masks for `in_features` columns. Reads no values.
 
     Raises:
         TypeError: the dtype is not uint8.
@@ -129,15 +150,14 @@ def check_layout(packed_masks: Tensor, in_features: int, out_features: int | Non
             f"packed_masks: got shape {list(shape)}, must be [out_features, ceil(in_features / 8), n_masks] = "
             f"[{out}, {packed_width(in_features)}, n_masks] for in_features={in_features}"
         )
-    if not 1 <= shape[2] <= MAX_MASKS:
-        raise ValueError(f"packed_masks: got n_masks={shape[2]}, must be 1 to {MAX_MASKS}")
+    if not 1 <= shape[N_MASKS_DIM] <= MAX_MASKS:
+        raise ValueError(f"packed_masks: got n_masks={shape[N_MASKS_DIM]}, must be 1 to {MAX_MASKS}")
 
 
 def check_packed_masks(packed_masks: Tensor, in_features: int, out_features: int | None = None) -> None:
-    """Refuse a tensor that cannot be packed masks of `in_features` columns, or that is corrupted.
+    """Check that a tensor can be packed masks for `in_features` columns, including its padding bits.
 
-    It reads the padding bits (a synchronisation on a GPU), so it is meant for where masks are made or loaded,
-    not for each call.
+    Reading the padding synchronises with a GPU. Call this where masks are made or loaded, not at each call.
 
     Raises:
         TypeError: the dtype is not uint8.

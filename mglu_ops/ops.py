@@ -1,13 +1,13 @@
-"""The operator contract: every schema, fake kernel, gradient, autocast, vmap and FLOP rule, in one place.
+"""The contract of every operator in one place: schemas, fake kernels, gradients, autocast, vmap and FLOP rules.
 
 | op | result |
 |---|---|
-| `mglu::pack_masks(masks)` | the packed masks (`mglu_ops.masks`) of bool or {0, 1} masks |
-| `mglu::pack_logits(mask_logits)` | the packed masks of logits, `M = logits > 0`, in one pass over them |
-| `mglu::unpack_masks(packed_masks, in_features)` | bool masks, the inverse of packing |
+| `mglu::pack_masks(masks)` | bool or {0, 1} masks in the packed format (`mglu_ops.masks`) |
+| `mglu::pack_logits(mask_logits)` | the masks `logits > 0` in the packed format, in one pass over the logits |
+| `mglu::unpack_masks(packed_masks, in_features)` | bool masks: the inverse of packing |
 | `mglu::forward(x, weight, packed_masks, activation, route_weights)` | the layer with fixed masks |
 | `mglu::forward_ste(x, weight, mask_logits, activation, route_weights)` | the layer with learned masks; packs them |
-| `mglu::forward_train(...)` | forward, and the gates and values that backward reads; what autograd calls |
+| `mglu::forward_train(...)` | forward, and the gates and values that backward reads; autograd calls it |
 | `mglu::backward(...)` | all gradients of a layer |
 
     forward: y = sum_i route_i * act(x (M_i * W)^T) * (x ((1 - M_i) * W)^T),   i = 1 .. n_masks, 1 <= n_masks <= 16
@@ -15,8 +15,8 @@
 x `[..., in_features]`, weight `[out_features, in_features]`, y `[..., out_features]`, route_weights `[..., n_masks]`,
 mask_logits `[n_masks, out_features, in_features]` with M = logits > 0.
 
-Registered with `torch.library.Library`, whose calls cost a third of `@custom_op`'s; no kernel is named here. How
-DTensor shards the operators stands in `sharding`.
+The operators are registered with `torch.library.Library`, because a call then costs a third of one by `@custom_op`.
+No backend and no kernel is named here: `dispatch` chooses them. DTensor's sharding rules are in `sharding`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from . import checks, dispatch
-from .masks import binary_masks, check_layout, check_masks, packed_width, unpack
+from .masks import N_MASKS_DIM, binary_masks, check_layout, check_masks, n_masks_of, packed_shape, unpack
 from .sizes import same_sizes
 
 log = logging.getLogger(__name__)
@@ -54,16 +54,18 @@ SCHEMAS = (
     "-> (Tensor, Tensor, Tensor, Tensor)",
 )
 
-# `libmglu_ops.so` (csrc/library) has the same schemas for processes without Python. Loaded into this one after us, it
-# registers nothing; before us, its schemas stay, and its kernels, which stand under CompositeExplicitAutograd, give way
-# to ours under the keys of the devices.
+# `libmglu_ops.so` (csrc/library) defines the same schemas for processes without Python. If it is loaded after this
+# module, it registers nothing. If it is loaded before, its schemas stay; its kernels are registered for
+# CompositeExplicitAutograd, so that kernels registered here for the keys of the devices take precedence.
 _library_came_first = torch._C._dispatch_has_kernel("mglu::forward")
 _KERNEL_KEYS = ("CPU", "CUDA") if _library_came_first else ("CompositeExplicitAutograd",)
 
 _lib = torch.library.Library("mglu", "FRAGMENT")
 for _schema in SCHEMAS:
     _name = f"mglu::{_schema[: _schema.index('(')]}"
-    if not _library_came_first or not torch._C._jit_get_schemas_for_operator(_name):  # an older library may lack some
+    if not _library_came_first or not torch._C._jit_get_schemas_for_operator(
+        _name
+    ):  # an older library may lack some schemas
         _lib.define(_schema)
 
 pack_masks = torch.ops.mglu.pack_masks.default
@@ -88,7 +90,7 @@ def _fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def fake(*args: Any, **kwargs: Any) -> Any:
-            # DTensor calls the fake kernel for the shapes of the results, and after that looks for a sharding rule.
+            # DTensor calls the fake kernel for the shapes of the results, and then looks for a sharding rule.
             if "torch.distributed.tensor" in sys.modules:
                 _register_dtensor_rules_once()
             return function(*args, **kwargs)
@@ -101,11 +103,13 @@ def _fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 @cache
 def _register_dtensor_rules_once() -> None:
-    """Register the rules, or say why DTensor will not find them: the caller may well have no DTensor."""
+    """Register the sharding rules. A failure is a warning only, because the caller may not use DTensor at all."""
     try:
         register_dtensor_rules()
     except (ImportError, AttributeError, TypeError) as error:
-        log.warning("mglu_ops: DTensor of torch %s does not take the sharding rules: %s", torch.__version__, error)
+        log.warning(
+            "mglu_ops: could not register sharding rules with the DTensor of torch %s: %s", torch.__version__, error
+        )
 
 
 # --- Packing --------------------------------------------------------------------------------------------------------
@@ -120,7 +124,7 @@ def _pack_masks(masks: Tensor) -> Tensor:
 def _pack_masks_fake(masks: Tensor) -> Tensor:
     check_masks(masks)
     n_masks, out_features, in_features = masks.shape if masks.dim() == 3 else (1, *masks.shape)
-    return masks.new_empty((out_features, packed_width(in_features), n_masks), dtype=torch.uint8)
+    return masks.new_empty(packed_shape(n_masks, out_features, in_features), dtype=torch.uint8)
 
 
 @_kernel("pack_logits")
@@ -144,7 +148,7 @@ def _unpack_masks(packed_masks: Tensor, in_features: int) -> Tensor:
 @_fake("unpack_masks")
 def _unpack_masks_fake(packed_masks: Tensor, in_features: int) -> Tensor:
     check_layout(packed_masks, in_features)
-    shape = (packed_masks.shape[2], packed_masks.shape[0], in_features)
+    shape = (n_masks_of(packed_masks), packed_masks.shape[0], in_features)
     return packed_masks.new_empty(shape, dtype=torch.bool)
 
 
@@ -154,7 +158,7 @@ def _unpack_masks_fake(packed_masks: Tensor, in_features: int) -> Tensor:
 def _check(x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None) -> None:
     checks.check_inputs(x, weight, activation)
     checks.check_packed(weight, packed_masks)
-    checks.check_route_weights(x, packed_masks.shape[2], route_weights)
+    checks.check_route_weights(x, n_masks_of(packed_masks), route_weights)
 
 
 def _check_ste(x: Tensor, weight: Tensor, mask_logits: Tensor, activation: str, route_weights: Tensor | None) -> None:
@@ -165,11 +169,7 @@ def _check_ste(x: Tensor, weight: Tensor, mask_logits: Tensor, activation: str, 
 
 @_kernel("forward")
 def _forward(
-    x: Tensor,
-    weight: Tensor,
-    packed_masks: Tensor,
-    activation: str = "silu",
-    route_weights: Tensor | None = None,
+    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", route_weights: Tensor | None = None
 ) -> Tensor:
     known = dispatch.repeat(x, weight, packed_masks, activation, route_weights)
     if known is not None:
@@ -180,11 +180,7 @@ def _forward(
 
 @_fake("forward")
 def _forward_fake(
-    x: Tensor,
-    weight: Tensor,
-    packed_masks: Tensor,
-    activation: str = "silu",
-    route_weights: Tensor | None = None,
+    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", route_weights: Tensor | None = None
 ) -> Tensor:
     _check(x, weight, packed_masks, activation, route_weights)
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
@@ -192,11 +188,7 @@ def _forward_fake(
 
 @_kernel("forward_ste")
 def _forward_ste(
-    x: Tensor,
-    weight: Tensor,
-    mask_logits: Tensor,
-    activation: str = "silu",
-    route_weights: Tensor | None = None,
+    x: Tensor, weight: Tensor, mask_logits: Tensor, activation: str = "silu", route_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     _check_ste(x, weight, mask_logits, activation, route_weights)
     packed_masks = dispatch.pack_logits(mask_logits)
@@ -205,11 +197,7 @@ def _forward_ste(
 
 @_fake("forward_ste")
 def _forward_ste_fake(
-    x: Tensor,
-    weight: Tensor,
-    mask_logits: Tensor,
-    activation: str = "silu",
-    route_weights: Tensor | None = None,
+    x: Tensor, weight: Tensor, mask_logits: Tensor, activation: str = "silu", route_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     _check_ste(x, weight, mask_logits, activation, route_weights)
     return x.new_empty((*x.shape[:-1], weight.shape[0])), _pack_masks_fake(mask_logits)
@@ -217,11 +205,7 @@ def _forward_ste_fake(
 
 @_kernel("forward_train")
 def _forward_train(
-    x: Tensor,
-    weight: Tensor,
-    packed_masks: Tensor,
-    activation: str = "silu",
-    route_weights: Tensor | None = None,
+    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", route_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check(x, weight, packed_masks, activation, route_weights)
     return dispatch.forward_train(x, weight, packed_masks, activation, route_weights)
@@ -229,92 +213,70 @@ def _forward_train(
 
 @_fake("forward_train")
 def _forward_train_fake(
-    x: Tensor,
-    weight: Tensor,
-    packed_masks: Tensor,
-    activation: str = "silu",
-    route_weights: Tensor | None = None,
+    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", route_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     result = _forward_fake(x, weight, packed_masks, activation, route_weights)
-    saved = (packed_masks.shape[2], *result.shape)
+    saved = (n_masks_of(packed_masks), *result.shape)
     return result, x.new_empty(saved), x.new_empty(saved)
 
 
+class _BackwardArguments(NamedTuple):
+    """The arguments of `mglu::backward`, in the order of its schema; none has a default."""
+
+    grad_output: Tensor
+    x: Tensor
+    weight: Tensor
+    packed_masks: Tensor
+    gates: Tensor
+    values: Tensor
+    activation: str
+    route_weights: Tensor | None
+    needs: Sequence[bool]
+    """Whether the gradients of x, weight and route_weights are needed."""
+    logits_dtype: torch.dtype | None
+    """The dtype of the gradient of the mask logits; None if it is not needed."""
+
+    def check(self) -> None:
+        _check(self.x, self.weight, self.packed_masks, self.activation, self.route_weights)
+        result = (*self.x.shape[:-1], self.weight.shape[0])
+        saved = (n_masks_of(self.packed_masks), *result)
+        for name, shape in (("grad_output", result), ("gates", saved), ("values", saved)):
+            tensor = getattr(self, name)
+            if not same_sizes(tensor.shape, shape):
+                raise ValueError(f"{name}: got shape {list(tensor.shape)}, must be {list(shape)}")
+            if tensor.dtype != self.x.dtype:
+                raise TypeError(f"{name}: got dtype {tensor.dtype}, must be x's dtype {self.x.dtype}")
+            if tensor.device != self.x.device:
+                raise ValueError(f"{name}: got device {tensor.device}, must be x's device {self.x.device}")
+
+
 @_kernel("backward")
-def _backward(
-    grad_output: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    packed_masks: Tensor,
-    gates: Tensor,
-    values: Tensor,
-    activation: str,
-    route_weights: Tensor | None,
-    needs: Sequence[bool],
-    logits_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, weight, mask logits and route_weights; `needs` and `logits_dtype` say which."""
-    _check_backward(grad_output, x, weight, packed_masks, gates, values, activation, route_weights)
-    return dispatch.backward(
-        grad_output, x, weight, packed_masks, gates, values, activation, route_weights, needs, logits_dtype
-    )
+def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of x, weight, mask logits and route_weights; those that are not needed are empty."""
+    _BackwardArguments(*args).check()
+    return dispatch.backward(*args)
 
 
 @_fake("backward")
-def _backward_fake(
-    grad_output: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    packed_masks: Tensor,
-    gates: Tensor,
-    values: Tensor,
-    activation: str,
-    route_weights: Tensor | None,
-    needs: Sequence[bool],
-    logits_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_backward(grad_output, x, weight, packed_masks, gates, values, activation, route_weights)
-    logits_shape = (packed_masks.shape[2], *weight.shape) if logits_dtype else (0,)
-    route_like = route_weights if needs[2] and route_weights is not None else x.new_empty(0)
+def _backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    call = _BackwardArguments(*args)
+    call.check()
+    x, weight, needs = call.x, call.weight, call.needs
+    logits_shape = (n_masks_of(call.packed_masks), *weight.shape) if call.logits_dtype else (0,)
+    route_like = call.route_weights if needs[2] and call.route_weights is not None else x.new_empty(0)
     return (
         x.new_empty(x.shape if needs[0] else (0,)),
         weight.new_empty(weight.shape if needs[1] else (0,)),
-        x.new_empty(logits_shape, dtype=logits_dtype or x.dtype),
+        x.new_empty(logits_shape, dtype=call.logits_dtype or x.dtype),
         route_like.new_empty(route_like.shape),
     )
-
-
-def _check_backward(
-    grad_output: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    packed_masks: Tensor,
-    gates: Tensor,
-    values: Tensor,
-    activation: str,
-    route_weights: Tensor | None,
-) -> None:
-    _check(x, weight, packed_masks, activation, route_weights)
-    result = (*x.shape[:-1], weight.shape[0])
-    saved = (packed_masks.shape[2], *result)
-    for name, tensor, shape in (
-        ("grad_output", grad_output, result),
-        ("gates", gates, saved),
-        ("values", values, saved),
-    ):
-        if not same_sizes(tensor.shape, shape):
-            raise ValueError(f"{name}: got shape {list(tensor.shape)}, must be {list(shape)}")
-        if tensor.dtype != x.dtype:
-            raise TypeError(f"{name}: got dtype {tensor.dtype}, must be x's dtype {x.dtype}")
-        if tensor.device != x.device:
-            raise ValueError(f"{name}: got device {tensor.device}, must be x's device {x.device}")
 
 
 # --- Gradients ------------------------------------------------------------------------------------------------------
 
 
 class _Layer(torch.autograd.Function):
-    """forward and forward_ste: exactly one of `mask_logits` and `packed_masks` is given."""
+    """The gradient of forward and forward_ste; exactly one of `mask_logits` and `packed_masks` is given."""
 
     @staticmethod
     def forward(
@@ -353,15 +315,15 @@ class _Layer(torch.autograd.Function):
             (needs_x, needs_weight, needs_route),
             ctx.logits_dtype if needs_logits else None,
         )
-        wanted = (needs_x, needs_weight, needs_logits, needs_route)
+        needed = (needs_x, needs_weight, needs_logits, needs_route)
         grad_x, grad_weight, grad_logits, grad_route = (
-            grad if want else None for grad, want in zip(grads, wanted, strict=True)
+            grad if is_needed else None for grad, is_needed in zip(grads, needed, strict=True)
         )
         return grad_x, grad_weight, grad_logits, None, None, grad_route
 
 
 class _LayerBackward(torch.autograd.Function):
-    """backward, tied under `create_graph=True` to a node that raises: its results must not pass for constants."""
+    """`mglu::backward` with a derivative that raises: under `create_graph=True` its results are not constants."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -374,7 +336,7 @@ class _LayerBackward(torch.autograd.Function):
 
 
 def _outer_gradients() -> torch.set_grad_enabled:
-    """Inside `Function.forward`, which turns gradients off: the levels of functorch below this one may want theirs."""
+    """Enable gradients inside `Function.forward`, which disables them, for the functorch levels below this one."""
     return torch.set_grad_enabled(torch._C._are_functorch_transforms_active())
 
 
@@ -382,27 +344,31 @@ _VIEW_TRACKING = DispatchKeySet(DispatchKey.ADInplaceOrView)
 
 
 def _no_view_tracking() -> torch._C._ExcludeDispatchKeyGuard:
-    """Inside `Function.forward`: a backend reshapes its result, which autograd must not take for a view.
+    """Disable view tracking inside `Function.forward`, where a backend reshapes its result.
 
-    It forbids writing in place to a view that a `Function` returns, and `y = mglu(x); y += residual` is common.
+    Autograd forbids writing in place to a view that a `Function` returns, and `y = mglu(x); y += residual` is common.
     """
     return torch._C._ExcludeDispatchKeyGuard(_VIEW_TRACKING)
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """`function.apply`, under functorch's transforms too.
+    """Call `function.apply`, also under the transforms of functorch.
 
-    They call the Autograd kernel of an op one level at a time, as for ATen's ops. `Function.apply` cannot know that
-    it is in such a kernel, and refuses; the class below it is what functorch itself calls for one level.
+    The transforms call the Autograd kernel of an operator once for each level, as for the operators of ATen.
+    `Function.apply` does not support that and raises; its base class is what functorch itself calls for one level.
     """
     if not torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     with enable_single_level_autograd_function():
-        return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc] # of the C class
+        return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc] # apply is a method of the C base class
 
 
 def _needs_gradient(*args: Any) -> bool:
-    """Whether autograd has to know of this call; refuses, rather than drops, a tangent of forward-mode AD."""
+    """Return whether autograd must record this call.
+
+    Raises:
+        NotImplementedError: an argument has a tangent of forward-mode AD, which would be lost.
+    """
     if forward_ad._current_level >= 0:
         for arg in args:
             if isinstance(arg, Tensor) and forward_ad.unpack_dual(arg, level=0).tangent is not None:
@@ -413,7 +379,8 @@ def _needs_gradient(*args: Any) -> bool:
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
 
 
-_PLAIN = tuple(
+# The keys of a call whose next stop in the dispatcher is `_forward`: no mode, tensor subclass or transform is active.
+_PLAIN_KEYSETS = tuple(
     (DispatchKeySet(device) | DispatchKeySet(autograd)).raw_repr()
     for device, autograd in (
         (DispatchKey.CUDA, DispatchKey.AutogradCUDA),
@@ -433,7 +400,7 @@ def _forward_autograd(
 ) -> Tensor:
     if _needs_gradient(x, weight, route_weights):
         return _apply(_Layer, x, weight, None, packed_masks, activation, route_weights)[0]
-    if keys.raw_repr() in _PLAIN:  # the dispatcher's next stop is `_forward`: no mode, subclass or transform between
+    if keys.raw_repr() in _PLAIN_KEYSETS:
         return _forward(x, weight, packed_masks, activation, route_weights)
     with torch._C._AutoDispatchBelowAutograd():
         return forward(x, weight, packed_masks, activation, route_weights)
@@ -441,11 +408,7 @@ def _forward_autograd(
 
 @_kernel("forward_ste", "Autograd")
 def _forward_ste_autograd(
-    x: Tensor,
-    weight: Tensor,
-    mask_logits: Tensor,
-    activation: str = "silu",
-    route_weights: Tensor | None = None,
+    x: Tensor, weight: Tensor, mask_logits: Tensor, activation: str = "silu", route_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     if _needs_gradient(x, weight, mask_logits, route_weights):
         return _apply(_Layer, x, weight, mask_logits, None, activation, route_weights)[:2]
@@ -455,13 +418,9 @@ def _forward_ste_autograd(
 
 @_kernel("forward_train", "Autograd")
 def _forward_train_autograd(
-    x: Tensor,
-    weight: Tensor,
-    packed_masks: Tensor,
-    activation: str = "silu",
-    route_weights: Tensor | None = None,
+    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", route_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Differentiable in its result, for a level of functorch above this one; gates and values are constants."""
+    """The result is differentiable, for a level of functorch above this one; gates and values are constants."""
     if _needs_gradient(x, weight, route_weights):
         result, _, gates, values = _apply(_Layer, x, weight, None, packed_masks, activation, route_weights)
         return result, gates, values
@@ -478,7 +437,7 @@ def _backward_autograd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _without_autograd(op: Any) -> Callable[..., Any]:
-    """An Autograd kernel of an op whose result is an integer tensor, which has no gradient."""
+    """Return the Autograd kernel of an operator whose result has an integer dtype and so no gradient."""
 
     def kernel(*args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
@@ -492,7 +451,7 @@ _kernel("pack_logits", "Autograd")(_without_autograd(pack_logits))
 _kernel("unpack_masks", "Autograd")(_without_autograd(unpack_masks))
 
 
-# --- Autocast: as F.linear does, x and weight go to the autocast dtype; logits are only compared, and stay ----------
+# --- Autocast: x and weight are cast as by F.linear; logits are only compared with 0, and keep their dtype ------------
 
 _AUTOCAST_KEYS = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 _AUTOCAST_KEYSET = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
@@ -517,7 +476,7 @@ for _device_type, _key in _AUTOCAST_KEYS.items():
         _lib.impl(_op._schema.name.split("::")[1], _autocast(_op, _device_type), _key.name)
 
 
-# --- vmap: a batched x folds into the tokens; a batched weight or mask is a loop ------------------------------------
+# --- vmap: a batch of x becomes more tokens of one call; a batch of weights or masks becomes a loop of calls ----------
 
 
 def _vmap_layer(op: Any) -> Callable[..., Any]:
@@ -541,7 +500,7 @@ def _batched(tensor: Tensor, dim: int | None, batch_size: int) -> Tensor:
 
 
 def _entry(tensor: Tensor, dim: int, index: int, size: int) -> Tensor:
-    """One of the batch; of an empty batch a stand-in, which gives the results' shapes."""
+    """Return one entry of a batch. For an empty batch, return zeros, which give the results their shapes."""
     return tensor.select(dim, index) if size else tensor.new_zeros(tensor.movedim(dim, 0).shape[1:])
 
 
@@ -576,7 +535,7 @@ for _op, _rule in (
     torch.library.register_vmap(_op, _rule, lib=_lib)
 
 
-# --- FLOPs: n_masks + 1 GEMMs of 2 * tokens * out_features * in_features forward, twice that backward ---------------
+# --- FLOPs: forward is n_masks + 1 GEMMs of 2 * tokens * out_features * in_features each, backward twice as many -----
 
 
 def _gemm_flops(x_shape: Sequence[int], weight_shape: Sequence[int], n_masks: int) -> int:
@@ -585,9 +544,9 @@ def _gemm_flops(x_shape: Sequence[int], weight_shape: Sequence[int], n_masks: in
 
 @register_flop_formula([torch.ops.mglu.forward, torch.ops.mglu.forward_train])
 def _forward_flops(
-    x_shape: Sequence[int], weight_shape: Sequence[int], packed_shape: Sequence[int], *args: Any, **kwargs: Any
+    x_shape: Sequence[int], weight_shape: Sequence[int], packed_masks_shape: Sequence[int], *args: Any, **kwargs: Any
 ) -> int:
-    return _gemm_flops(x_shape, weight_shape, packed_shape[2])
+    return _gemm_flops(x_shape, weight_shape, packed_masks_shape[N_MASKS_DIM])
 
 
 @register_flop_formula(torch.ops.mglu.forward_ste)
@@ -602,7 +561,7 @@ def _backward_flops(
     grad_shape: Sequence[int],
     x_shape: Sequence[int],
     weight_shape: Sequence[int],
-    packed_shape: Sequence[int],
+    packed_masks_shape: Sequence[int],
     gates_shape: Sequence[int],
     values_shape: Sequence[int],
     activation: str,
@@ -611,8 +570,9 @@ def _backward_flops(
     logits_dtype: torch.dtype | None,
     **kwargs: Any,
 ) -> int:
-    gemm = _gemm_flops(x_shape, weight_shape, packed_shape[2])
-    masked = gemm * packed_shape[2] // (packed_shape[2] + 1)
+    n_masks = packed_masks_shape[N_MASKS_DIM]
+    gemm = _gemm_flops(x_shape, weight_shape, n_masks)
+    masked = gemm * n_masks // (n_masks + 1)
     weight_gradient = gemm if needs[1] else masked if logits_dtype else 0
     return weight_gradient + (gemm if needs[0] else 0)
 
@@ -621,9 +581,9 @@ def _backward_flops(
 
 
 def register_dtensor_rules() -> None:
-    """Teach DTensor to shard the operators, by the rules of `mglu_ops.sharding`.
+    """Register the sharding rules of `mglu_ops.sharding` with DTensor.
 
-    It need not be called: the rules are registered when an operator first meets a DTensor. To call it, at any time
-    and any number of times, does no harm; it imports `torch.distributed.tensor`, which `import mglu_ops` does not.
+    There is no need to call this, because the rules are registered when an operator first gets a DTensor. Calling it at
+    any time, and more than once, is harmless. It imports `torch.distributed.tensor`, which `import mglu_ops` does not.
     """
     from . import sharding  # noqa: F401 (importing it registers the rules)

@@ -1,15 +1,15 @@
-"""How DTensor shards the operators: along out_features (column parallel) or along the tokens of x (token parallel).
+"""DTensor's sharding rules: along out_features (column parallel) or along the tokens of x (token parallel).
 
-| way | x | weight | packed masks | mask logits | route weights | result | gradients to be summed over the ranks |
+| sharding | x | weight | packed masks | mask logits | route weights | result | gradients summed over the ranks |
 |---|---|---|---|---|---|---|---|
 | replicated | replicated | replicated | replicated | replicated | replicated | replicated | none |
 | column parallel | replicated | `Shard(0)` | `Shard(0)` | `Shard(1)` | replicated | `Shard(-1)` | x, route weights |
 | token parallel | `Shard(i)` | replicated | replicated | replicated | `Shard(i)` | `Shard(i)` | weight, mask logits |
 
-A layer has these choices for each dimension of its mesh; DTensor takes the one that moves the least data.
+For each dimension of the mesh, DTensor takes the row that moves the least data.
 
-Importing this module registers the rules. `ops` does so when DTensor first asks for the shapes of an operator's result
-(`ops._fake`), so that a program without DTensors does not wait for `torch.distributed.tensor`.
+Importing this module registers the rules. `ops` does so when DTensor first asks for the shapes of an operator's results
+(`ops._fake`), so that a program without DTensors does not import `torch.distributed.tensor`.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import register_sharding
 
 Option = tuple[list[Placement], list[Placement]]
-"""One way to run an operator: the placements of its results, and those of its tensor arguments."""
+"""A sharding of an operator: the placements of its results, and those of its tensor arguments."""
 
 _mglu = torch.ops.mglu
 _replicate, _partial = Replicate(), Partial()
 
 
-def _below_one_more_dimension(placement: Placement) -> Placement:
-    """The placement of the same dimension in a tensor that has a dimension of masks in front."""
+def _behind_masks(placement: Placement) -> Placement:
+    """Return the placement of the same dimension in a tensor that has a leading dimension of masks."""
     return Shard(placement.dim + 1) if isinstance(placement, Shard) else placement
 
 
-def _ways(x: Any) -> Iterator[tuple[Placement, Placement, Placement]]:
-    """The placements of x, of the rows of the weight, and of the result."""
+def _placements(x: Any) -> Iterator[tuple[Placement, Placement, Placement]]:
+    """Yield the placements of x, of the rows of the weight, and of the result."""
     last = x.ndim - 1
     yield _replicate, _replicate, _replicate
     yield _replicate, Shard(0), Shard(last)
@@ -54,7 +54,7 @@ def _unpack_masks(packed_masks: Any, in_features: int) -> list[Option]:
 def _forward(x: Any, weight: Any, packed_masks: Any, activation: Any = None, route_weights: Any = None) -> list[Option]:
     return [
         ([of_result], [of_x, of_rows, of_rows, *_if_given(route_weights, of_x)])
-        for of_x, of_rows, of_result in _ways(x)
+        for of_x, of_rows, of_result in _placements(x)
     ]
 
 
@@ -64,9 +64,9 @@ def _forward_ste(
     return [
         (
             [of_result, of_rows],
-            [of_x, of_rows, _below_one_more_dimension(of_rows), *_if_given(route_weights, of_x)],
+            [of_x, of_rows, _behind_masks(of_rows), *_if_given(route_weights, of_x)],
         )
-        for of_x, of_rows, of_result in _ways(x)
+        for of_x, of_rows, of_result in _placements(x)
     ]
 
 
@@ -74,8 +74,8 @@ def _forward_train(
     x: Any, weight: Any, packed_masks: Any, activation: Any = None, route_weights: Any = None
 ) -> list[Option]:
     options = []
-    for of_x, of_rows, of_result in _ways(x):
-        of_gates = _below_one_more_dimension(of_result)
+    for of_x, of_rows, of_result in _placements(x):
+        of_gates = _behind_masks(of_result)
         results = [of_result, of_gates, of_gates]
         options.append((results, [of_x, of_rows, of_rows, *_if_given(route_weights, of_x)]))
     return options
@@ -93,16 +93,16 @@ def _backward(
     needs: Sequence[bool],
     logits_dtype: Any,
 ) -> list[Option]:
-    wanted = (needs[0], needs[1], logits_dtype is not None, needs[2])
+    needed = (needs[0], needs[1], logits_dtype is not None, needs[2])
     options = []
-    for of_x, of_rows, of_result in _ways(x):
-        # A rank has the gradient of its own shards, and of what all ranks hold a part of the sum.
+    for of_x, of_rows, of_result in _placements(x):
+        # Each rank computes the gradient of its own shards, and one term of the gradient of a replicated tensor.
         of_grad_x = _partial if isinstance(of_rows, Shard) else of_x
         of_grad_weight = _partial if isinstance(of_x, Shard) else of_rows
-        of_gates = _below_one_more_dimension(of_result)
-        grads = (of_grad_x, of_grad_weight, _below_one_more_dimension(of_grad_weight), of_grad_x)
-        # A gradient that is not wanted is an empty tensor on every rank.
-        results = [grad if want else _replicate for grad, want in zip(grads, wanted, strict=True)]
+        of_gates = _behind_masks(of_result)
+        grads = (of_grad_x, of_grad_weight, _behind_masks(of_grad_weight), of_grad_x)
+        # A gradient that is not needed is an empty tensor on every rank.
+        results = [grad if is_needed else _replicate for grad, is_needed in zip(grads, needed, strict=True)]
         arguments = [of_result, of_x, of_rows, of_rows, of_gates, of_gates, *_if_given(route_weights, of_x)]
         options.append((results, arguments))
     return options
@@ -113,14 +113,18 @@ def _if_given(route_weights: Any, placement: Placement) -> list[Placement]:
 
 
 def _register(op: Any, rule: Callable[..., list[Option]], first_option: int | None = None) -> None:
-    """`first_option`: position of the first argument but the tensors that the rule, or a result's shape, depends on."""
+    """Register a rule, unless the user has registered one.
+
+    `first_option` is the position of the first argument, apart from the tensors, that the rule or the shape of a result
+    depends on.
+    """
     propagator = DTensor._op_dispatcher.sharding_propagator
     if op in propagator.op_strategy_funcs:
-        return  # the user has a rule of their own
+        return
     register_sharding(op)(rule)
     if first_option is not None:
-        # DTensor keeps a rule's answers by the tensors' placements and by the arguments from here on. By itself
-        # `register_sharding` takes the first integer, which would leave out `needs` of the backward.
+        # DTensor caches a rule's result by the placements of the tensors and by the arguments from `first_option` on.
+        # `register_sharding` assumes the position of the first integer argument, and would ignore `needs` of backward.
         propagator.op_to_schema_info[op] = RuntimeSchemaInfo(first_option, needs_pytree=True)
 
 

@@ -1,4 +1,4 @@
-"""Comparing sizes so that a check costs nothing in eager mode and adds no guard that a compiler cannot decide."""
+"""Comparison of sizes that is cheap in eager mode and adds no guard that a compiler cannot decide."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 
 
 def same_sizes(got: Sequence[Any], expected: Sequence[Any]) -> bool:
-    """Whether two shapes agree.
+    """Return whether two shapes are equal.
 
-    A size that only the run will know (an unbacked SymInt) is taken to agree, and torch asserts it in the run.
+    A size that is known only at run time (an unbacked SymInt) counts as equal, and torch asserts that it is when the
+    compiled code runs.
     """
     if len(got) != len(expected):
         return False

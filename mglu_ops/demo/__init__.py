@@ -1,1 +1,1 @@
-"""The whole life of a model with MGLU in one command: train, evaluate, freeze, generate, export, compare, time."""
+"""One command that trains, evaluates, freezes, exports, compares and times a small model with MGLU layers."""

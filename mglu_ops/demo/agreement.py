@@ -1,4 +1,4 @@
-"""Does the fused model compute what the naive one does? Outputs and every gradient, against float64 too."""
+"""Comparison of the fused model with the naive one, and of both with float64: outputs and every gradient."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from .train import Forward
 
 Gradients = dict[str, Tensor]
 
-# Largest relative error of fused against naive over a whole model, by the format of the matrix products: some layers,
-# each within its own budget, and what stands between them. Measured errors lie at a quarter of it and below.
+# The largest relative error of the fused model against the naive one, by the dtype of the matrix products. Measured
+# errors are at most a quarter of it.
 OUTPUT_BUDGET = {torch.float32: 4e-6, torch.bfloat16: 2.4e-2}
 GRADIENT_BUDGET = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
 
-# The design's bar: against float64, no more than this many times the error of the naive model. So the two may differ
-# by 1 + 1.5 times naive's error, where a gradient almost cancels and this is more than the budget.
+# Against float64, the error of the fused model may be this many times that of the naive model. The two may therefore
+# differ by 1 + 1.5 times the naive error, which exceeds the budget where the terms of a gradient almost cancel.
 NAIVE_FACTOR = 1.5
 
-# Below half the last place of the format there is nothing to compare.
+# An error below half a unit in the last place of the dtype is accepted, whatever the naive error is.
 NEGLIGIBLE = {dtype: torch.finfo(dtype).eps / 2 for dtype in OUTPUT_BUDGET}
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Relative errors `||a - b|| / ||b||`; of gradients, the largest over the parameters.
+    """Relative errors `||a - b|| / ||b||`; for gradients, the largest over the parameters.
 
-    `fused_*` and `naive_*` are against the naive model in float64; `output` and `gradient` are fused against naive.
+    `output` and `gradient` compare fused with naive; `fused_*` and `naive_*` compare with the naive model in float64.
     """
 
     output: float
@@ -52,7 +52,7 @@ def relative_error(result: Tensor, expected: Tensor) -> float:
 
 
 def compare(model: nn.Module, fused: Forward, inputs: Tensor, targets: Tensor, settings: Settings) -> Agreement:
-    """Run a batch through `fused`, through the naive `model` without compiling, and through its float64 copy."""
+    """Run a batch through `fused`, through the naive `model` uncompiled, and through a float64 copy of it."""
     fused_output, fused_gradients = _run(model, fused, inputs, targets, settings)
     naive_output, naive_gradients = _run(model, model, inputs, targets, settings)
     exact = deepcopy(model).double()
@@ -70,7 +70,7 @@ def compare(model: nn.Module, fused: Forward, inputs: Tensor, targets: Tensor, s
 
 
 def check(found: Agreement, dtype: torch.dtype, when: str) -> None:
-    """Refuse an agreement over the budget of `dtype`, or over the bar against float64.
+    """Check the errors against the budget of `dtype`, and against those of the naive model in float64.
 
     Raises:
         Disagreement: with the numbers.
@@ -89,15 +89,15 @@ def check(found: Agreement, dtype: torch.dtype, when: str) -> None:
         require(error <= allowed, f"{when}, fused {what} differ from naive by {error:.2e}; the budget is {allowed:.1e}")
         require(
             fused <= max(NAIVE_FACTOR * naive, NEGLIGIBLE[dtype]),
-            f"{when}, fused {what} err by {fused:.2e} against float64, "
-            f"more than {NAIVE_FACTOR} times naive's {naive:.2e}",
+            f"{when}, the error of fused {what} against float64 is {fused:.2e}, "
+            f"more than {NAIVE_FACTOR} times that of naive, {naive:.2e}",
         )
 
 
 def _run(
     model: nn.Module, forward: Forward, inputs: Tensor, targets: Tensor, settings: Settings | None
 ) -> tuple[Tensor, Gradients]:
-    """The logits, and the gradient of the loss for every parameter; in the training format if `settings` is given."""
+    """Return the logits and the gradient of the loss for every parameter; under autocast if `settings` is given."""
     model.zero_grad(set_to_none=True)
     if settings is None:
         logits = forward(inputs)

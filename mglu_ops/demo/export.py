@@ -1,4 +1,4 @@
-"""The frozen model as an AOTInductor package, and back."""
+"""Exporting the frozen model as an AOTInductor package, and loading it back."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ LOAD = "import sys, torch, mglu_ops; torch._inductor.aoti_load_package(sys.argv[
 
 
 def export(model: nn.Module, settings: Settings, folder: str) -> Forward:
-    """Export `model` for any batch and any tokens up to the context, write the package to `folder`, load it back.
+    """Export `model` for any batch and any number of tokens up to the context into `folder`, and load the package.
 
     Raises:
-        Disagreement: the package does not load in a fresh process, the way it will be used.
+        Disagreement: the package does not load in a fresh process.
     """
     sizes = settings.sizes
     example = torch.zeros(2, sizes.context, dtype=torch.int64, device=settings.device)
     dynamic = {"tokens": {0: Dim("batch", min=1, max=1024), 1: Dim("tokens", min=1, max=sizes.context)}}
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch's own, about how it saves a package
+        warnings.simplefilter("ignore", FutureWarning)  # raised by the way that torch saves a package
         program = torch.export.export(model, (example,), dynamic_shapes=dynamic)
         path = torch._inductor.aoti_compile_and_package(program, package_path=str(Path(folder) / "model.pt2"))
     _load_elsewhere(path)
@@ -40,7 +40,7 @@ def export(model: nn.Module, settings: Settings, folder: str) -> Forward:
 
 
 def _load_elsewhere(path: str) -> None:
-    """Load the package in a process of its own first: a crash of the loader there is an error here."""
+    """Load the package in another process first, so that a crash of the loader is an error here."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", LOAD, path]
     child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -50,13 +50,13 @@ def _load_elsewhere(path: str) -> None:
 
 
 def package_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder for the package that is gone afterwards, with what the loader still holds open."""
+    """A temporary folder for the package; files that the loader still holds open do not prevent its removal."""
     return tempfile.TemporaryDirectory(prefix="mglu-demo-", ignore_cleanup_errors=True)
 
 
 @torch.no_grad()
 def check_package(package: Forward, model: nn.Module, corpus: Corpus, settings: Settings) -> float:
-    """The largest relative error of the package's logits against the model's, over several shapes.
+    """Return the largest relative error of the package's logits against the model's, over several shapes.
 
     Raises:
         Disagreement: it is above the budget.

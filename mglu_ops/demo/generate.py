@@ -12,7 +12,7 @@ TEMPERATURE = 0.7
 
 @torch.no_grad()
 def generate(forward: Forward, count: int, context: int, device: torch.device, seed: int) -> bytes:
-    """`count` bytes after `PROMPT`, sampled at `TEMPERATURE`; the model sees the last `context` bytes, no cache."""
+    """Sample `count` bytes after `PROMPT` at `TEMPERATURE`; each pass reads the last `context` bytes, with no cache."""
     generator = torch.Generator().manual_seed(seed)
     text = list(PROMPT)
     for _ in range(count):

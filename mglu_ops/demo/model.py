@@ -1,4 +1,4 @@
-"""A small byte-level decoder-only language model. Its gated projection is the argument; the rest is common."""
+"""A small byte-level decoder-only language model, which takes its gated projection as an argument."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .settings import HEAD_WIDTH, Sizes
 from .text import VOCABULARY
 
 GatedProjection = Callable[[int, int], nn.Module]
-"""`(in_features, out_features)` to the module that maps x to act(gate) * value."""
+"""Maps `(in_features, out_features)` to a module that computes act(gate) * value."""
 
 
 class Attention(nn.Module):
-    """Causal self-attention, `[batch, tokens, width]` to the same."""
+    """Causal self-attention; input and output are `[batch, tokens, width]`."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """The gated projection and the way back, `[..., width]` to the same."""
+    """The gated projection and the output projection; input and output are `[..., width]`."""
 
     def __init__(self, width: int, hidden: int, gated: GatedProjection) -> None:
         super().__init__()
@@ -58,7 +58,9 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Bytes `[batch, tokens]` to logits of the next byte `[batch, tokens, 256]`; learned positions, tied embeddings."""
+    """Maps bytes `[batch, tokens]` to logits `[batch, tokens, 256]` of the next byte; positions are learned and
+    embeddings tied.
+    """
 
     def __init__(self, sizes: Sizes, gated: GatedProjection) -> None:
         super().__init__()
@@ -70,19 +72,19 @@ class LanguageModel(nn.Module):
             nn.init.normal_(embedding.weight, std=sizes.width**-0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.embedding(tokens) + self.position(places)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.embedding(tokens) + self.position(positions)
         for block in self.blocks:
             x = block(x)
         return nn.functional.linear(self.norm(x), self.embedding.weight)
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats a byte, in float32 at least."""
+    """Mean cross-entropy in nats per byte, computed in float32 or float64."""
     logits = logits if logits.dtype is torch.float64 else logits.float()
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def gated_projections(model: nn.Module) -> list[nn.Module]:
-    """The gated projection of every layer, in order."""
+    """Return the gated projection of every layer, in order."""
     return [module.gated for module in model.modules() if isinstance(module, FeedForward)]

@@ -1,4 +1,4 @@
-"""The demo from text to table, one stage after the other. A stage that finds a disagreement raises it."""
+"""The stages of the demo, from text to table. A stage that finds a disagreement raises `Disagreement`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from .errors import Disagreement, require
 from .export import check_package, export, package_folder
 from .generate import PROMPT, generate
 from .model import LanguageModel, gated_projections
+from .real_size import describe, time_layer
 from .settings import Settings
 from .table import Row, render
 from .timing import COMPILED, FUSED, NAIVE, PACKAGE, SWIGLU, compiled, time_steps, time_token
@@ -31,7 +32,7 @@ FAILED = "FAILED"
 
 @dataclass
 class Demo:
-    """A run: what it is given, and the results that its stages leave (`results` is what `--json` writes)."""
+    """The inputs of a run, and the results of its stages so far; `--json` writes `results`."""
 
     settings: Settings
     corpus: text.Corpus
@@ -42,18 +43,21 @@ class Demo:
     start: float = field(default_factory=time.perf_counter)
 
     def say(self, words: str) -> None:
-        """Print the beginning of a stage with the seconds so far."""
+        """Announce a stage, with the seconds since the start."""
         print(f"[{time.perf_counter() - self.start:5.0f} s] {words}", flush=True)
 
     def batch(self) -> tuple[Tensor, Tensor]:
-        """The batch that comparisons and timings share."""
+        """Return the batch that comparisons and timings share."""
         sizes, device = self.settings.sizes, self.settings.device
         (pair,) = self.corpus.train_batches(sizes.batch, sizes.context, 1, self.settings.seed + 1)
         return pair[0].to(device), pair[1].to(device)
 
 
 def run_demo(settings: Settings) -> dict[str, Any]:
-    """Run every stage and print the table; the results.
+    """Run every stage and print the tables.
+
+    Returns:
+        The results, as `--json` writes them.
 
     Raises:
         UserError: the text cannot be used.
@@ -69,10 +73,11 @@ def run_demo(settings: Settings) -> dict[str, Any]:
     with package_folder() as folder:
         package = _deploy(demo, deployed[FUSED], folder)
         _time(demo, deployed, package)
-        del package  # before the folder that it was loaded from
-    demo.results["seconds"] = time.perf_counter() - demo.start
-    print("\n" + _table(demo.results), flush=True)
+        del package  # closes its files before their folder is removed
+    print("\n" + _table(demo.results) + "\n", flush=True)
     require(demo.export_failure is None, f"{demo.export_failure}")
+    _time_real_size(demo)
+    demo.results["seconds"] = time.perf_counter() - demo.start
     print(f"\nEverything agrees. {demo.results['seconds']:.0f} s in all.", flush=True)
     if settings.json is not None:
         settings.json.write_text(json.dumps(demo.results, indent=2) + "\n")
@@ -107,14 +112,14 @@ def _describe(demo: Demo) -> str:
     return (
         f"{demo.corpus.name}: {len(demo.corpus.train):,} bytes to train, {len(demo.corpus.held_out):,} held out; "
         f"{sizes.layers} layers, width {sizes.width}, feed-forward {sizes.hidden}, {settings.n_masks} masks; "
-        f"{sizes.batch} x {sizes.context} bytes a step; {settings.device}, {demo.results['settings']['dtype']}"
+        f"{sizes.batch} x {sizes.context} bytes per step; {settings.device}, {demo.results['settings']['dtype']}"
     )
 
 
 def _fuse_and_train(demo: Demo) -> Forward:
-    """Compile the naive model with fusion on, check sites and agreement, train it, and SwiGLU beside it."""
+    """Compile the naive model with fusion on, check what was fused and that it agrees, then train it and SwiGLU."""
     settings = demo.settings
-    demo.say("compiling the naive model with fusion on, and comparing it with itself uncompiled")
+    demo.say("compiling the naive model with fusion on, and comparing it with the same model uncompiled")
     with mglu_ops.fusion() as report:
         fused = compiled(demo.naive)
         _agree(demo, fused, "before training")
@@ -136,16 +141,20 @@ def _check_sites(demo: Demo, report: Any) -> None:
     layers = demo.settings.sizes.layers
     missed = [f"{site.module_path}: {site.reason}" for site in report.missed]
     demo.results["sites"] = {"layers": layers, "fused": len(report.fused), "missed": len(missed)}
-    require(not missed, "fusion missed " + "; ".join(missed))
-    require(len(report.fused) == layers, f"fusion found {len(report.fused)} sites in a model of {layers} layers")
+    require(not missed, "the pass missed " + "; ".join(missed))
+    require(len(report.fused) == layers, f"the pass fused {len(report.fused)} layers of {layers}")
     masks = sorted({site.n_masks for site in report.fused})
-    require(masks == [demo.settings.n_masks], f"the fused sites have {masks} masks, not {demo.settings.n_masks}")
+    require(masks == [demo.settings.n_masks], f"the fused layers have {masks} masks, not {demo.settings.n_masks}")
 
 
 def _evaluate(demo: Demo, fused: Forward) -> nn.Module:
-    """Agreement and perplexities after training; the frozen model, which must have kept them."""
+    """Check agreement and perplexities after training, and that freezing changes neither.
+
+    Returns:
+        The frozen model.
+    """
     settings, corpus = demo.settings, demo.corpus
-    demo.say("comparing again after training; perplexity on the held-out text; freezing")
+    demo.say("comparing again after training, measuring perplexity on the held-out text, freezing")
     _agree(demo, fused, "after training")
     frozen = mglu_ops.freeze(deepcopy(demo.naive))
     inputs, _ = demo.batch()
@@ -163,7 +172,7 @@ def _evaluate(demo: Demo, fused: Forward) -> nn.Module:
 
 
 def check_perplexity(found: dict[str, float], budget: float) -> None:
-    """Refuse a model that is no better than byte frequencies, or a frozen one that lost by it.
+    """Check that every model beats the byte frequencies, and that freezing kept the perplexity.
 
     Raises:
         Disagreement: with the numbers.
@@ -182,20 +191,23 @@ def _named(demo: Demo, frozen: nn.Module) -> dict[str, nn.Module]:
 
 
 def _deployed(model: nn.Module, settings: Settings) -> nn.Module:
-    """A copy of `model` in the format of the matrix products, as inference has it."""
+    """Return a copy of `model` for inference, in the dtype of the matrix products."""
     return deepcopy(model).to(settings.dtype).eval().requires_grad_(False)
 
 
 def _deploy(demo: Demo, frozen: nn.Module, folder: str) -> Forward | None:
-    """Generate text; export the frozen model, load the package back and check it. None if that failed: the table
-    does not need the package, so it is printed before the demo fails.
+    """Generate text, export the frozen model, load the package back and check it.
+
+    Returns:
+        The package, or None if it is wrong. The demo then fails only after it has printed the table, which does not
+        need the package.
     """
     settings = demo.settings
     content = generate(frozen, GENERATED, settings.sizes.context, settings.device, settings.seed)
     demo.results["generated"] = text.printable(content)
     demo.say(f"the frozen model writes, after {text.printable(PROMPT)!r}:")
     print("\n".join("          | " + line for line in demo.results["generated"].splitlines()), flush=True)
-    demo.say("exporting the frozen model with AOTInductor, loading the package back")
+    demo.say("exporting the frozen model with AOTInductor, and loading the package back")
     try:
         package = export(frozen, settings, folder)
         demo.results["agreement"]["exported"] = check_package(package, frozen, demo.corpus, settings)
@@ -206,20 +218,31 @@ def _deploy(demo: Demo, frozen: nn.Module, folder: str) -> Forward | None:
 
 
 def _time(demo: Demo, deployed: dict[str, nn.Module], package: Forward | None) -> None:
-    """Bytes, and the times of a training step and of a token."""
+    """Measure the bytes of the layers, and the times of a training step and of a token."""
     demo.results["bytes"] = {name: _bytes(model) for name, model in deployed.items()}
     demo.say("timing training steps (compiles the naive model without fusion)")
     steps = time_steps(demo.naive, demo.swiglu, demo.batch(), demo.settings)
-    torch._dynamo.reset()  # the variants of a token are compiled afresh, none after others of its class
-    demo.say("timing a token (compiles three models for it)")
+    torch._dynamo.reset()  # so that no variant of a token reuses code compiled for a training step
+    demo.say("timing one token (compiles three models)")
     token = demo.batch()[0][:1, :1].contiguous()
     times = time_token(deployed, package, token, demo.settings)
     exported = times.pop(PACKAGE, None)
     demo.results["milliseconds"] = {"step": steps, "token": times, "token_exported": exported}
 
 
+def _time_real_size(demo: Demo) -> None:
+    out_features, in_features = demo.settings.layer
+    demo.say(f"timing one layer of {out_features} x {in_features}, the size of a real model (compiles three variants)")
+    found = time_layer(demo.settings)
+    if isinstance(found, str):
+        demo.say(f"skipped this layer: {found}")
+        return
+    demo.results["real_size"] = found
+    print("\n" + describe(found), flush=True)
+
+
 def _bytes(model: nn.Module) -> dict[str, int]:
-    """Bytes of the weights and of the masks (or their logits) in the gated projections."""
+    """Count the bytes of the weights and of the masks (or their logits) in the gated projections."""
     sizes = {"weights": 0, "masks": 0}
     for module in gated_projections(model):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -233,7 +256,7 @@ def _table(results: dict[str, Any]) -> str:
     learned = {name: found[name] for name in (NAIVE, FUSED, SWIGLU)}
     times = results["milliseconds"]
     rows = [
-        Row("sites fused (of layers)", {FUSED: f"{results['sites']['fused']} of {results['sites']['layers']}"}),
+        Row("layers fused", {FUSED: f"{results['sites']['fused']} of {results['sites']['layers']}"}),
         Row("output error, fused against naive", {FUSED: trained["output"]}, "{:.1e}"),
         Row("gradient error, worst parameter", {FUSED: trained["gradient"]}, "{:.1e}"),
         Row("output error against float64", {NAIVE: trained["naive_output"], FUSED: trained["fused_output"]}, "{:.1e}"),
@@ -244,15 +267,15 @@ def _table(results: dict[str, Any]) -> str:
         ),
         Row("output error, frozen against naive", {FUSED: compared["frozen"]}, "{:.1e}"),
         Row("output error, exported against frozen", {FUSED: compared.get("exported", FAILED)}, "{:.1e}"),
-        Row(f"held-out perplexity a byte (unigram {found['unigram']:.2f})", learned, "{:.3f}"),
-        Row("bits a byte", {name: math.log2(value) for name, value in learned.items()}, "{:.3f}"),
+        Row(f"held-out perplexity per byte (unigram {found['unigram']:.2f})", learned, "{:.3f}"),
+        Row("bits per byte", {name: math.log2(value) for name, value in learned.items()}, "{:.3f}"),
         *(
             Row(f"bytes of {part}, gated projections", _by_column(sizes, part), "{:,}", ratio=True)
             for part in ("weights", "masks")
         ),
-        Row("ms a training step", times["step"], "{:.1f}", ratio=True),
-        Row("ms a token (one token, no cache; fused: frozen)", times["token"], "{:.3f}", ratio=True),
-        Row("ms a token, exported package", {FUSED: times["token_exported"] or FAILED}, "{:.3f}"),
+        Row("ms per training step", times["step"], "{:.1f}", ratio=True),
+        Row("ms per token (one token, no cache; fused: frozen)", times["token"], "{:.3f}", ratio=True),
+        Row("ms per token, exported package", {FUSED: times["token_exported"] or FAILED}, "{:.3f}"),
     ]
     return render(rows)
 

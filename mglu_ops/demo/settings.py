@@ -1,4 +1,4 @@
-"""What a run of the demo is: text, sizes, device and number format."""
+"""The settings of a run of the demo: text, sizes, device and dtype."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEAD_WIDTH = 32
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the model and of its training. `context` and `batch` in bytes of text and sequences."""
+    """Sizes of the model and of its training; `context` is in bytes of text, `batch` in sequences."""
 
     layers: int
     width: int
@@ -30,7 +30,7 @@ class Sizes:
         return 4 * self.width
 
 
-# Chosen so that the whole command takes under 3 minutes: on the CPU, of 2 cores.
+# With these sizes the whole command takes about 3 minutes, on two CPU cores or on a GPU.
 DEFAULT_SIZES = {
     "cpu": Sizes(layers=2, width=128, context=128, batch=8, steps=300),
     "cuda": Sizes(layers=6, width=512, context=256, batch=64, steps=250),
@@ -43,6 +43,8 @@ class Settings:
 
     sizes: Sizes
     n_masks: int
+    layer: tuple[int, int]
+    """out_features and in_features of the layer that is timed last."""
     device: torch.device
     seed: int
     text: Path | None
@@ -50,28 +52,28 @@ class Settings:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The format of the matrix products: float32 on the CPU, bfloat16 (by autocast) on a GPU."""
+        """The dtype of the matrix products: float32 on the CPU, bfloat16 (by autocast in training) on a GPU."""
         return torch.float32 if self.device.type == "cpu" else torch.bfloat16
 
     def autocast(self) -> AbstractContextManager[None]:
-        """The context that a forward pass of training runs in."""
+        """Return the context that a forward pass of training runs in."""
         if self.dtype is torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, self.dtype)
 
 
 def choose(options: argparse.Namespace) -> Settings:
-    """The settings that the options ask for, the device's defaults where they are silent.
+    """Return the settings that the options ask for, with the defaults of the device for the rest.
 
     Raises:
-        UserError: the device does not exist, or a size does not fit the model.
+        UserError: the device does not exist, or a size is not possible.
     """
     device = _device(options.device)
     default = DEFAULT_SIZES[device.type]
     sizes = Sizes(**{name: getattr(options, name) or getattr(default, name) for name in default.__dataclass_fields__})
     if sizes.width % HEAD_WIDTH:
         raise UserError(f"--width: got {sizes.width}, must be a multiple of {HEAD_WIDTH}")
-    return Settings(sizes, options.n_masks, device, options.seed, options.text, options.json)
+    return Settings(sizes, options.n_masks, options.layer, device, options.seed, options.text, options.json)
 
 
 def _device(name: str | None) -> torch.device:
@@ -83,5 +85,5 @@ def _device(name: str | None) -> torch.device:
     if device.type not in DEFAULT_SIZES:
         raise UserError(f"--device: got {name!r}, must be cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= gpus:
-        raise UserError(f"--device: got {name!r}, but torch sees {gpus} CUDA GPUs")
+        raise UserError(f"--device: got {name!r}, but the number of CUDA GPUs that torch sees is {gpus}")
     return device

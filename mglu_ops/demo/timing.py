@@ -1,4 +1,4 @@
-"""What a training step and a token cost, for the same model in its variants."""
+"""The time of a training step and of a token, for each variant of the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import mglu_ops
 
-from .measure import milliseconds
+from ..timer import milliseconds
 from .settings import Settings
 from .train import Forward, Step
 
@@ -23,14 +23,15 @@ COLUMNS = (NAIVE, COMPILED, FUSED, SWIGLU)
 STEP_ROUNDS, TOKEN_ROUNDS, TOKEN_CALLS = 5, 9, 8
 
 
-def compiled(model: nn.Module) -> Forward:
-    """`torch.compile` for the shapes at hand (sizes marked dynamic by an earlier shape would cost other variants)."""
+def compiled(model: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Compile for static shapes: a size that one variant made dynamic would slow down the others."""
     return torch.compile(model, dynamic=False)
 
 
-def compiled_without_fusion(model: nn.Module) -> Forward:
-    """The same, never fused: the option also keeps dynamo from reusing the fused code, which it would for an equal
-    backend and a model of the same classes.
+def compiled_without_fusion(model: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Compile for static shapes and never fuse.
+
+    The option also keeps Dynamo from reusing fused code, which it would do for an equal backend and equal classes.
     """
     options: dict[str, Any] = {"pre_grad_custom_pass": None}
     return torch.compile(model, dynamic=False, options=options)
@@ -39,7 +40,7 @@ def compiled_without_fusion(model: nn.Module) -> Forward:
 def time_steps(
     naive: nn.Module, swiglu: nn.Module, batch: tuple[Tensor, Tensor], settings: Settings
 ) -> dict[str, float]:
-    """Milliseconds a training step: forward, backward, clipping and AdamW, each variant on a model of its own."""
+    """Milliseconds per training step (forward, backward, clipping, AdamW), each variant on its own copy of a model."""
     variants: dict[str, Callable[[], object]] = {}
 
     def add(name: str, model: nn.Module, compiler: Callable[[nn.Module], Forward] | None) -> None:
@@ -52,7 +53,7 @@ def time_steps(
     add(FUSED, naive, compiled)
     add(SWIGLU, swiglu, compiled)
     with warnings.catch_warnings(), mglu_ops.fusion():
-        # The fused step may run the code that training compiled, of which a block without a graph would warn.
+        # If the fused step reuses the code that training compiled, the block compiles nothing and would warn of it.
         warnings.filterwarnings("ignore", message="mglu_ops.fusion: nothing was fused")
         for variant in variants.values():
             variant()
@@ -63,9 +64,13 @@ def time_steps(
 def time_token(
     models: Mapping[str, nn.Module], package: Forward | None, token: Tensor, settings: Settings
 ) -> dict[str, float]:
-    """Milliseconds of a forward pass of one token (`[1, 1]`, no cache), by variant, and of the package if there is one.
+    """Milliseconds per forward pass of one token (`[1, 1]`, no cache), for each variant and for the package.
 
-    `models` has the trained model as "naive", frozen as "fused", and "SwiGLU", in the format they are deployed in.
+    Args:
+        models: in their inference format: the trained model as "naive", the frozen one as "fused", and "SwiGLU".
+        package: the exported model, or None if exporting failed.
+        token: the input.
+        settings: of the demo.
     """
     forwards: dict[str, Forward] = {
         NAIVE: models[NAIVE],

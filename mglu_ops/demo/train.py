@@ -17,7 +17,7 @@ from .settings import Settings
 from .text import Corpus
 
 Forward = Callable[[Tensor], Tensor]
-"""Tokens to logits: a model, or what `torch.compile` made of it."""
+"""Maps tokens to logits: a model, compiled or not."""
 
 RATE_TIMES_WIDTH = 0.768
 LARGEST_RATE = 6e-3
@@ -28,7 +28,7 @@ SHOW_EVERY = 10
 
 @dataclass(frozen=True)
 class Training:
-    """What a training run was: mean loss over its last tenth (nats a byte) and its speed without the first step."""
+    """The mean loss over the last tenth of a training run, in nats per byte, and its speed without the first step."""
 
     loss: float
     tokens_per_second: float
@@ -36,7 +36,7 @@ class Training:
 
 
 class Step:
-    """One training step of `model`, run by `forward`: AdamW after clipping. Calling it gives the loss."""
+    """A training step of `model`, run by `forward`: gradients are clipped, AdamW updates. A call returns the loss."""
 
     def __init__(self, model: nn.Module, forward: Forward, settings: Settings) -> None:
         self.forward = forward
@@ -58,12 +58,12 @@ class Step:
 
 
 def peak_rate(settings: Settings) -> float:
-    """The learning rate at the peak: inverse to the width, 6e-3 for the narrow."""
+    """The largest learning rate of the schedule: inversely proportional to the width, at most 6e-3."""
     return min(LARGEST_RATE, RATE_TIMES_WIDTH / settings.sizes.width)
 
 
 def rate_at(step: int, settings: Settings) -> float:
-    """Linear warm-up, then half a cosine to a tenth of the peak."""
+    """The learning rate at a step: linear warm-up, then a cosine decay to a tenth of the peak."""
     steps, peak = settings.sizes.steps, peak_rate(settings)
     warmup = max(1, int(WARMUP_FRACTION * steps))
     if step < warmup:
@@ -73,14 +73,14 @@ def rate_at(step: int, settings: Settings) -> float:
 
 
 def train(name: str, model: nn.Module, forward: Forward, corpus: Corpus, settings: Settings) -> Training:
-    """Train `model` by `forward` for `settings.sizes.steps` steps, with a progress bar of loss and speed.
+    """Train `model`, run by `forward`, for `settings.sizes.steps` steps; a progress bar shows loss and speed.
 
     Raises:
-        Disagreement: the loss stopped being a number.
+        Disagreement: the loss is not finite.
     """
     sizes, device = settings.sizes, settings.device
     step = Step(model, forward, settings)
-    tokens_a_step = sizes.batch * sizes.context
+    tokens_per_step = sizes.batch * sizes.context
     losses: list[Tensor] = []
     start = after_first = time.perf_counter()
     batches = corpus.train_batches(sizes.batch, sizes.context, sizes.steps, settings.seed)
@@ -88,21 +88,21 @@ def train(name: str, model: nn.Module, forward: Forward, corpus: Corpus, setting
     for index, (inputs, targets) in enumerate(bar):
         losses.append(step(inputs.to(device), targets.to(device), rate_at(index, settings)))
         if index == 0:
-            losses[0].item()  # waits for the device
+            losses[0].item()  # synchronises with the device
             after_first = time.perf_counter()
         elif index % SHOW_EVERY == 0 or index == sizes.steps - 1:
             loss = losses[-1].item()
-            speed = index * tokens_a_step / (time.perf_counter() - after_first)
+            speed = index * tokens_per_step / (time.perf_counter() - after_first)
             bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
             require(math.isfinite(loss), f"the loss of {name} is {loss} at step {index + 1}")
     seconds = max(time.perf_counter() - after_first, 1e-9)
     last = torch.stack(losses[-max(1, sizes.steps // 10) :]).mean().item()
-    return Training(last, (sizes.steps - 1) * tokens_a_step / seconds, after_first - start)
+    return Training(last, (sizes.steps - 1) * tokens_per_step / seconds, after_first - start)
 
 
 @torch.no_grad()
 def perplexity(forward: Forward, corpus: Corpus, settings: Settings) -> float:
-    """`exp` of the mean cross-entropy a byte over the held-out text, in windows of the context that touch."""
+    """`exp` of the mean cross-entropy per byte over the held-out text, in adjacent windows of one context."""
     sizes, device = settings.sizes, settings.device
     total, count = 0.0, 0
     for inputs, targets in corpus.held_out_batches(sizes.batch, sizes.context):

@@ -1,4 +1,4 @@
-"""Modules: the MGLU projection and feed-forward blocks, the paper's naive layer, baselines, `freeze`."""
+"""Modules: the MGLU projection and feed-forward blocks, the paper's naive layer, baselines, and `freeze`."""
 
 from .baselines import GLU, LU
 from .feed_forward import GeMGLU, MGLUFeedForward, ReMGLU, SwiMGLU

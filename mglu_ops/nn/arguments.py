@@ -14,7 +14,7 @@ def _is_int(value: object) -> bool:
 
 
 def check_size(name: str, value: object) -> None:
-    """A number of features: an int of at least 1."""
+    """Check that a number of features is an int of at least 1."""
     if not (_is_int(value) and value >= 1):  # type: ignore[operator]
         raise ValueError(f"{name}: got {value!r}, must be an int of at least 1")
 

@@ -1,4 +1,4 @@
-"""The layers MGLU is compared with: a gated linear unit of two weights, and an activated linear layer."""
+"""The layers that MGLU is compared with: a gated linear unit with two weights, and a linear layer with activation."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class GLU(nn.Module):
     Args:
         in_features: last size of x, at least 1.
         out_features: last size of the result, at least 1.
-        activation: a name that `MGLU` takes.
-        device: of the parameters.
-        dtype: of the parameters.
+        activation: as in `MGLU`.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     Attributes:
         gate_proj: `nn.Linear(in_features, out_features, bias=False)`, W_g.
@@ -47,7 +47,7 @@ class GLU(nn.Module):
         self.up_proj.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., out_features]` of x `[..., in_features]`."""
+        """Map x `[..., in_features]` to `[..., out_features]`."""
         return get_activation(self.activation).forward(self.gate_proj(x)) * self.up_proj(x)
 
     def extra_repr(self) -> str:
@@ -60,9 +60,9 @@ class LU(nn.Module):
     Args:
         in_features: last size of x, at least 1.
         out_features: last size of the result, at least 1.
-        activation: a name that `MGLU` takes.
-        device: of the parameter.
-        dtype: of the parameter.
+        activation: as in `MGLU`.
+        device: device of the parameter.
+        dtype: dtype of the parameter.
 
     Attributes:
         up_proj: `nn.Linear(in_features, out_features, bias=False)`, W.
@@ -89,7 +89,7 @@ class LU(nn.Module):
         self.up_proj.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., out_features]` of x `[..., in_features]`."""
+        """Map x `[..., in_features]` to `[..., out_features]`."""
         return get_activation(self.activation).forward(self.up_proj(x))
 
     def extra_repr(self) -> str:

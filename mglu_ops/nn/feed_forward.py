@@ -14,13 +14,13 @@ class MGLUFeedForward(nn.Module):
 
     Args:
         hidden: size of x and of the result, at least 1.
-        intermediate: size between the two projections, at least 1.
+        intermediate: size of the hidden layer between the two projections, at least 1.
         n_masks: number of masks, 1 to 16.
         activation: as in `MGLU`.
         learnable_masks: as in `MGLU`.
         top_k: as in `MGLU`.
-        device: of parameters and buffers.
-        dtype: of the parameters.
+        device: device of parameters and buffers.
+        dtype: dtype of the parameters.
 
     Attributes:
         mglu: `MGLU(hidden, intermediate, ...)`.
@@ -62,12 +62,12 @@ class MGLUFeedForward(nn.Module):
         self.down_proj.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., hidden]` of x `[..., hidden]`."""
+        """Map x `[..., hidden]` to `[..., hidden]`."""
         return self.down_proj(self.mglu(x))
 
 
 class _FixedActivation(MGLUFeedForward):
-    """An `MGLUFeedForward` whose activation is the class's."""
+    """An `MGLUFeedForward` whose class determines the activation."""
 
     _activation: str
 

@@ -1,4 +1,4 @@
-"""`freeze`: learned masks become packed bits, for inference."""
+"""`freeze` replaces learned masks by packed bits, for inference."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 def freeze(model: ModelT) -> ModelT:
     """Turn the learned masks of every `MGLU` and `NaiveMGLU` in `model` into packed bits, in place.
 
-    `mask_logits` (None from then on) gives way to the buffer `packed_masks`, `M = logits > 0`, and every
-    `NaiveMGLU` becomes an `MGLU`. An `MGLU` gives bit for bit what it gave before on the CPU; a former
-    `NaiveMGLU` agrees with itself to the rounding of its dtype, as it now runs the fused operator.
+    The buffer `packed_masks` with `M = logits > 0` replaces `mask_logits`, which becomes None, and every `NaiveMGLU`
+    becomes an `MGLU`. On the CPU, the results of an `MGLU` stay the same bit for bit. The results of a former
+    `NaiveMGLU` stay the same up to the rounding of its dtype, because it now runs the fused operator.
 
-    Nothing is replaced by a new module: an object keeps its identity and with it its place in the tree (or at
-    the root, or in several places), hooks, training flag, router, the very `weight` Parameter (tied weights
-    stay tied) and parametrizations of the weight. So it also reaches modules inside `torch.compile`, which
-    compiles anew at the next call. Parametrizations of `mask_logits` are evaluated and removed. Modules that
-    share one `mask_logits` share the packed masks. A model already frozen, or without such modules, is
-    returned as it is.
+    No module is replaced by a new one. Every module keeps its identity, and so its position in the model (also as the
+    root, or in several positions), its hooks, training flag and router, its `weight` Parameter (tied weights stay tied)
+    and the parametrizations of the weight. Therefore `freeze` also works on modules inside `torch.compile`, which
+    recompiles at the next call. Parametrizations of `mask_logits` are evaluated and removed. Modules that share one
+    `mask_logits` share the packed masks. A model that is frozen already, or has no such modules, is returned unchanged.
 
-    A subclass keeps its class, as it may do more than its base: its masks are packed, and for a subclass of
-    `NaiveMGLU`, which then still runs the naive loop, a warning says so.
+    An instance of a subclass keeps its class, which may do more than its base. Its masks are packed; a subclass of
+    `NaiveMGLU` still runs the naive loop then, and a warning says so.
 
-    An optimizer made before still holds the logits: make it anew if training goes on.
+    An optimizer created before `freeze` still holds the logits: create a new one if training continues.
 
     Args:
         model: any module; the root may itself be an `MGLU`, a `NaiveMGLU` or a `torch.compile`d module.
@@ -59,7 +58,7 @@ def _pack_masks(module: MaskedLinear, packed: dict[Tensor, Tensor]) -> None:
     if not module.learnable_masks:
         return
     if parametrize.is_parametrized(module, "mask_logits"):
-        # It deletes a property of the class, which copies of this object made by deepcopy have in common.
+        # remove_parametrizations deletes a property of the class, and copies made by deepcopy share the class.
         _parametrized_class(module, type(module).__bases__)
         parametrize.remove_parametrizations(module, "mask_logits", leave_parametrized=True)
     logits = module.mask_logits
@@ -71,7 +70,7 @@ def _pack_masks(module: MaskedLinear, packed: dict[Tensor, Tensor]) -> None:
 
 
 def _become_fused(module: NaiveMGLU, name: str) -> None:
-    """Give a `NaiveMGLU` the class `MGLU`: the two differ in their forward and in nothing else."""
+    """Change the class of a `NaiveMGLU` to `MGLU`, which differs in `forward` only."""
     cls = type(module)
     if cls is NaiveMGLU:
         module.__class__ = MGLU  # type: ignore[assignment]
@@ -79,15 +78,15 @@ def _become_fused(module: NaiveMGLU, name: str) -> None:
         _parametrized_class(module, (MGLU,))
     else:
         warnings.warn(
-            f"freeze: {name or 'the model'} is a {cls.__qualname__}, a subclass of NaiveMGLU: its masks are "
-            "packed, but it keeps its class and the naive loop; derive it from mglu_ops.nn.MGLU to fuse it",
+            f"freeze: {name or 'the model'} is a {cls.__qualname__}, a subclass of NaiveMGLU: its masks are packed, "
+            "but it still runs the naive loop of its class; derive the class from mglu_ops.nn.MGLU to fuse it",
             UserWarning,
             stacklevel=3,  # freeze's caller
         )
 
 
 def _parametrized_class(module: nn.Module, bases: tuple[type, ...]) -> None:
-    """Rebuild over `bases` the class torch made for `module`, whose properties are its parametrizations."""
+    """Give `module` a copy, derived from `bases`, of the class that torch made for its parametrizations."""
     own = ("__dict__", "__weakref__")
     namespace = {key: value for key, value in vars(type(module)).items() if key not in own}
     module.__class__ = type(f"Parametrized{bases[0].__name__}", bases, namespace)

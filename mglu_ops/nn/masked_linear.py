@@ -1,4 +1,4 @@
-"""What `MGLU` and `NaiveMGLU` share: parameters, masks, router, checkpoints. Their forward differs."""
+"""The base class of `MGLU` and `NaiveMGLU`: parameters, masks, router and checkpoints, but no forward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..masks import check_packed_masks, packed_width
+from ..masks import check_packed_masks, clear_padding_, n_masks_of, packed_shape
 from .arguments import check_activation, check_dtype, check_masks, check_size
 
 _LOGITS = "mask_logits"
@@ -17,7 +17,7 @@ _PACKED = "packed_masks"
 
 
 class MaskedLinear(nn.Module):
-    """One weight and `n_masks` masks, as logits to learn or packed and fixed; `MGLU` has the arguments."""
+    """One weight and `n_masks` masks, either learned as logits or fixed and packed; see `MGLU` for the arguments."""
 
     in_features: int
     out_features: int
@@ -60,7 +60,7 @@ class MaskedLinear(nn.Module):
             logits = torch.empty(n_masks, out_features, in_features, device=device, dtype=dtype)
             self.mask_logits = nn.Parameter(logits)
         else:
-            shape = (out_features, packed_width(in_features), n_masks)
+            shape = packed_shape(n_masks, out_features, in_features)
             self.packed_masks = torch.empty(shape, device=device, dtype=torch.uint8)
         self.router = None
         if top_k is not None:
@@ -69,32 +69,34 @@ class MaskedLinear(nn.Module):
 
     @property
     def learnable_masks(self) -> bool:
-        """Whether the masks are logits that training moves; False for fixed and for frozen masks."""
+        """Whether the masks are logits that training updates; False for fixed and for frozen masks."""
         return self.packed_masks is None
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the weight (and router) anew as `nn.Linear` does, logits from 0.01 * N(0, 1), fixed masks from
-        fair coins.
+        """Initialise weight and router as `nn.Linear` does, logits from 0.01 * N(0, 1), fixed masks with bits that
+        are 1 with probability 1/2.
         """
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         if self.packed_masks is not None:
-            # A random byte is eight fair coins: no tensor of one byte a weight and mask is needed.
+            # A random byte is eight random bits, so that no tensor of one byte per weight and mask is needed.
             self.packed_masks.random_(0, 256)
-            if used := self.in_features % 8:
-                self.packed_masks[:, -1, :] &= (1 << used) - 1
+            clear_padding_(self.packed_masks, self.in_features)
         elif self.mask_logits is not None:
             nn.init.normal_(self.mask_logits, std=0.01)
         if self.router is not None:
             self.router.reset_parameters()
 
     def route_weights(self, x: Tensor) -> Tensor | None:
-        """`[..., n_masks]`: softmax over a token's `top_k` largest router logits, 0 elsewhere; or None."""
+        """Return route weights `[..., n_masks]`, or None without a router.
+
+        They are the softmax over a token's `top_k` largest router logits, and 0 for the other masks.
+        """
         if self.router is None or self.top_k is None:
             return None
         logits = self.router(x)
         kept, index = logits.topk(self.top_k, dim=-1)
-        # Autocast may widen softmax; the dtype of the router's result is that of the projections.
+        # Under autocast, softmax returns float32; the projections have the dtype of the router's result.
         return torch.zeros_like(logits).scatter(-1, index, kept.softmax(-1).to(logits.dtype))
 
     def extra_repr(self) -> str:
@@ -115,8 +117,8 @@ class MaskedLinear(nn.Module):
     ) -> None:
         problem = self._mask_problem(state_dict, prefix)
         if problem is not None:
-            # Refused masks must not reach the copy below, which would cast a wrong dtype without a word; nor
-            # are they missing or unexpected keys besides: one cause, one message, and under strict=False too.
+            # The call below must not see these masks: it would cast a wrong dtype silently, and report keys as missing
+            # or unexpected in addition. There is one message for one cause, also with strict=False.
             error_msgs.append(problem)
             refused = {prefix + _LOGITS, prefix + _PACKED}
             state_dict = {key: value for key, value in state_dict.items() if key not in refused}
@@ -127,21 +129,21 @@ class MaskedLinear(nn.Module):
             missing_keys[:] = [key for key in missing_keys if key not in refused]
 
     def _mask_problem(self, state_dict: Mapping[str, Any], prefix: str) -> str | None:
-        """Why the masks of a checkpoint cannot be this module's, or None."""
+        """Return why this module cannot load the masks of a checkpoint, or None if it can."""
         logits_key, key = prefix + _LOGITS, prefix + _PACKED
         packed = state_dict.get(key)
         if self.learnable_masks:
             if packed is None or logits_key in state_dict:
                 return None
             return (
-                f"{key}: the checkpoint holds packed masks and this {type(self).__name__} learns its masks; "
+                f"{key}: the checkpoint holds packed masks, but this {type(self).__name__} learns its masks; "
                 "construct it with learnable_masks=False, or call mglu_ops.freeze(model) before loading"
             )
         if packed is None:
             if logits_key not in state_dict:
                 return None
             return (
-                f"{logits_key}: the checkpoint holds logits, and this {type(self).__name__} packed masks; "
+                f"{logits_key}: the checkpoint holds logits, but this {type(self).__name__} has packed masks; "
                 "construct it with learnable_masks=True, load, and then call mglu_ops.freeze(model)"
             )
         if not isinstance(packed, Tensor):
@@ -150,6 +152,6 @@ class MaskedLinear(nn.Module):
             check_packed_masks(packed, self.in_features, self.out_features)
         except (TypeError, ValueError) as error:
             return f"{key}: {str(error).removeprefix('packed_masks: ')}"
-        if packed.shape[2] != self.n_masks:
-            return f"{key}: got n_masks={packed.shape[2]} (shape {list(packed.shape)}), must be {self.n_masks}"
+        if n_masks_of(packed) != self.n_masks:
+            return f"{key}: got n_masks={n_masks_of(packed)} (shape {list(packed.shape)}), must be {self.n_masks}"
         return None

@@ -1,4 +1,4 @@
-"""The paper's layer as it is written: Algorithm 2 of arXiv 2506.23225, in a loop over the masks."""
+"""The layer as the paper writes it: Algorithm 2 of arXiv 2506.23225, a loop over the masks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .masked_linear import MaskedLinear
 
 
 class NaiveMGLU(MaskedLinear):
-    """`MGLU` in plain PyTorch: two masked products a mask, each with a masked copy of the weight.
+    """`MGLU` in plain PyTorch: two products for each mask, each with a masked copy of the weight.
 
-    The same constructor and the same `state_dict` as `MGLU`. It is the layer to compare with and the spelling
-    that the fusion pass recognises, so nothing in it is tuned; `mglu_ops.freeze` turns it into an `MGLU`.
+    Constructor and `state_dict` are those of `MGLU`. It serves as a baseline and as a spelling that the fusion pass
+    recognises, so nothing in it is tuned. `mglu_ops.freeze` turns it into an `MGLU`.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., out_features]` of x `[..., in_features]`."""
+        """Map x `[..., in_features]` to `[..., out_features]`."""
         act = get_activation(self.activation).forward
         route_weights = self.route_weights(x)
         fixed = None
@@ -38,7 +38,7 @@ class NaiveMGLU(MaskedLinear):
         return y
 
     def _straight_through(self, i: int) -> Tensor:
-        """Mask i: 0 or 1 forward, the identity of its logits backward."""
+        """Return mask i: 0 or 1 in the forward pass, the identity of its logits in the backward pass."""
         assert self.mask_logits is not None
         soft = self.mask_logits[i]
         hard = (soft > 0).to(soft.dtype)

@@ -1,24 +1,31 @@
-"""The demo through its command line: what it finds, what it refuses, and that it fails when something disagrees."""
+"""The demo through its command line: its results, its errors, and that it fails if something disagrees."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-pytest.importorskip("tqdm", reason="the demo shows its progress with tqdm: pip install 'mglu-ops[demo]'")
+import mglu_ops
 
-SMALL = ["--device", "cpu", "--layers", "1", "--width", "32", "--context", "32", "--batch", "8", "--n-masks", "2"]
+pytest.importorskip("tqdm", reason="the demo shows its progress with tqdm")
+
+SMALL = [
+    *("--device", "cpu", "--layers", "1", "--width", "32", "--context", "32", "--batch", "8", "--n-masks", "2"),
+    *("--layer", "128x64"),
+]
 COLUMNS = {"naive", "naive compiled", "fused", "SwiGLU"}
 
 
 def start(program: list[str], *options: str) -> subprocess.CompletedProcess[str]:
-    """`python PROGRAM demo OPTIONS`. One thread: others' tests beside it stall the barriers of several."""
+    """Run `python PROGRAM demo OPTIONS` with one thread, because tests that run beside it would stall several."""
     root = Path(__file__).parents[2]
     path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
@@ -31,7 +38,7 @@ def demo(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 def broken(patch: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """The demo after `patch`, Python that breaks something."""
+    """Run the demo after `patch`, Python code that breaks something."""
     program = f"import sys, mglu_ops\nfrom mglu_ops.__main__ import main\n{patch}\nsys.exit(main())"
     return start(["-c", program], *options)
 
@@ -45,7 +52,7 @@ def small_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(small_text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
-    """The output and the results of one small run."""
+    """Run the demo once with a small model; return its output and its results."""
     path = tmp_path_factory.mktemp("demo") / "results.json"
     done = demo(*SMALL, "--steps", "60", "--text", str(small_text), "--json", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -76,7 +83,7 @@ def test_both_models_learn_and_freezing_keeps_the_perplexity(finished: tuple[str
 
 
 @pytest.mark.slow
-def test_bytes_are_those_of_the_format(finished: tuple[str, dict[str, Any]]) -> None:
+def test_bytes_are_counted_by_the_packed_format(finished: tuple[str, dict[str, Any]]) -> None:
     _, results = finished
     weights = 32 * 128
     assert results["bytes"]["naive"] == {"weights": 4 * weights, "masks": 4 * 2 * weights}
@@ -95,6 +102,48 @@ def test_times_are_measured_for_every_variant_and_printed(finished: tuple[str, d
     assert f"{times['step']['fused']:.1f}" in next(line for line in output.splitlines() if "training step " in line)
     assert "Everything agrees." in output
     assert results["generated"].startswith("The syntax for ")
+
+
+@pytest.mark.slow
+def test_a_layer_of_real_size_is_timed_last(finished: tuple[str, dict[str, Any]]) -> None:
+    output, results = finished
+    found = results["real_size"]
+    assert (found["layer"], found["dtype"], found["backend"]) == ([128, 64], "float32", "cpu")
+    assert set(found["milliseconds"]) == {"1", "4"}
+    for times in found["milliseconds"].values():
+        assert set(times) == {"naive compiled", "fused", "SwiGLU"}
+        assert all(value > 0 for value in times.values())
+    last = output[output.index("One layer of 128 x 64, one token, float32") :]
+    row = next(line for line in last.splitlines() if line.startswith("ms per layer, 4 masks"))
+    times = found["milliseconds"]["4"]
+    assert row.split()[-2:] == [f"{times[name] / times['fused']:.2f}x" for name in ("naive compiled", "SwiGLU")]
+
+
+def real_size_of(*options: str) -> dict[str, Any] | str:
+    """The results of the last stage alone, or why it was skipped."""
+    import argparse
+
+    from mglu_ops.demo import command, real_size
+    from mglu_ops.demo.settings import choose
+
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    return real_size.time_layer(choose(parser.parse_args(["demo", *SMALL, *options])))
+
+
+def test_without_memory_the_layer_of_real_size_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mglu_ops.demo import real_size
+
+    monkeypatch.setattr(real_size, "_bytes_available", lambda device: 1 << 30)
+    found = real_size_of("--layer", "1048576x1048576")
+    assert isinstance(found, str)
+    assert re.fullmatch(r"it needs \d+\.\d GiB of memory, and 1\.0 GiB are free", found)
+
+
+def test_without_kernels_the_layer_of_real_size_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = SimpleNamespace(backend="composite", reason="there is no C++ compiler")
+    monkeypatch.setattr(mglu_ops, "explain_dispatch", lambda *_: choice)
+    assert real_size_of() == "no kernel of this package can run it here (there is no C++ compiler)"
 
 
 WRONG_KERNEL = """
@@ -127,7 +176,7 @@ compile_passes.fusion.FusionPass.__call__ = lambda self, graph: None
     [
         (WRONG_KERNEL, "before training, fused outputs differ from naive"),
         (WRONG_GRADIENT, "before training, fused gradients (worst: blocks.0.feed_forward.gated.mask_logits) differ"),
-        (NO_FUSION, "fusion found 0 sites in a model of 1 layers"),
+        (NO_FUSION, "the pass fused 0 layers of 1"),
     ],
     ids=["outputs", "gradients", "sites"],
 )
@@ -141,7 +190,7 @@ def test_a_disagreement_fails_loudly(patch: str, words: str, small_text: Path, t
 
 
 @pytest.mark.slow
-def test_a_package_that_does_not_load_is_an_error_and_no_crash(tmp_path: Path) -> None:
+def test_a_package_that_does_not_load_fails_the_demo(tmp_path: Path) -> None:
     from mglu_ops.demo import export
     from mglu_ops.demo.errors import Disagreement
 
@@ -151,7 +200,7 @@ def test_a_package_that_does_not_load_is_an_error_and_no_crash(tmp_path: Path) -
         export._load_elsewhere(str(broken))
 
 
-def test_the_table_shows_ratios_and_what_failed() -> None:
+def test_the_table_shows_ratios_and_failures() -> None:
     from mglu_ops.demo.table import Row, render
 
     rows = [
@@ -182,8 +231,8 @@ def test_a_model_that_does_not_learn_fails(name: str, value: float, words: str) 
         check_perplexity({**learned, name: value}, 1e-5)
 
 
-def options_of(*options: str) -> tuple[int, str]:
-    """Exit code and error of the demo in this process, for options that it refuses before it starts."""
+def rejected(*options: str) -> tuple[int, str]:
+    """Run the demo in this process, with options that it rejects before it starts; return exit code and error."""
     import contextlib
     import io
 
@@ -211,40 +260,34 @@ def options_of(*options: str) -> tuple[int, str]:
         (["--device", "cuda:99"], "--device: got 'cuda:99'"),
         (["--json", "/no/such/folder/results.json"], "--json: /no/such/folder is not a directory"),
         (["--text", "/no/such/file"], "--text: cannot read /no/such/file: No such file or directory"),
+        (["--layer", "8192"], "got '8192', must be OUTxIN, for example 14336x4096"),
+        (["--layer", "0x8"], "got '0x8', must be OUTxIN"),
         (["--no-such-option"], "unrecognized arguments"),
     ],
 )
-def test_wrong_options_are_named(options: list[str], words: str) -> None:
-    code, error = options_of(*options)
+def test_a_wrong_option_is_named(options: list[str], words: str) -> None:
+    code, error = rejected(*options)
     assert code == 2
     assert words in error
 
 
-def test_text_that_is_too_short_is_named(tmp_path: Path) -> None:
+def test_a_text_that_is_too_short_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_bytes(b"")
-    assert options_of("--device", "cpu", "--text", str(path))[0] == 2
-    assert "is empty" in options_of("--device", "cpu", "--text", str(path))[1]
+    assert rejected("--device", "cpu", "--text", str(path))[0] == 2
+    assert "is empty" in rejected("--device", "cpu", "--text", str(path))[1]
     path.write_bytes(b"short")
-    assert "has 5 bytes; at least" in options_of("--device", "cpu", "--text", str(path))[1]
+    assert "has 5 bytes; at least" in rejected("--device", "cpu", "--text", str(path))[1]
 
 
-def test_missing_tqdm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tqdm_the_demo_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    code, error = options_of("--device", "cpu")
+    code, error = rejected("--device", "cpu")
     assert code == 2
-    assert 'pip install "mglu-ops[demo]"' in error
+    assert "needs the package tqdm, which is not installed: pip install tqdm" in error
 
 
-def test_a_command_is_required() -> None:
-    from mglu_ops.__main__ import main
-
-    with pytest.raises(SystemExit) as caught:
-        main([])
-    assert caught.value.code == 2
-
-
-def test_the_split_covers_the_text_once(tmp_path: Path) -> None:
+def test_training_and_held_out_parts_cover_the_text_once(tmp_path: Path) -> None:
     from mglu_ops.demo.text import load
 
     path = tmp_path / "text"
@@ -277,10 +320,10 @@ def test_any_bytes_can_be_printed() -> None:
     assert printable(b"a\xff\x00\x1b[0m\nb") == "a\\xff\\x00\\x1b[0m\nb"
 
 
-def test_medians_are_interleaved_and_leave_the_first_round_out() -> None:
+def test_the_timer_interleaves_variants_and_drops_the_first_round() -> None:
     import torch
 
-    from mglu_ops.demo.measure import milliseconds
+    from mglu_ops.timer import milliseconds
 
     order: list[str] = []
     variants = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
@@ -289,7 +332,7 @@ def test_medians_are_interleaved_and_leave_the_first_round_out() -> None:
     assert set(times) == {"a", "b"}
 
 
-def test_agreement_refuses_what_is_over_the_budget_or_no_number() -> None:
+def test_an_error_over_the_budget_or_nan_is_a_disagreement() -> None:
     import torch
 
     from mglu_ops.demo.agreement import Agreement, check

@@ -1,4 +1,4 @@
-"""Models on the command line: every spelling of a factory that works, and the words for each that does not."""
+"""Models on the command line: the forms of a factory's name, and the message for every error."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ not_a_function = 3
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With `models.py` in it, which imports a file beside it; a package holds the like."""
+    """Make a folder with `models.py`, which imports a file beside it, and a package with such a module."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
     monkeypatch.chdir(tmp_path)
     package = tmp_path / "a_package"
     package.mkdir()
-    for name, place in (("models", tmp_path), ("inner", package)):
-        (place / f"{name}.py").write_text(CODE.format(name=name))
+    for name, parent in (("models", tmp_path), ("inner", package)):
+        (parent / f"{name}.py").write_text(CODE.format(name=name))
         (tmp_path / f"neighbour_of_{name}.py").write_text("size = 8\n")
     (tmp_path / "fails.py").write_text("import no_such_package\n")
     return tmp_path
 
 
-def test_a_file_and_a_module(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_factory_is_found_in_a_file_and_in_a_module(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_factory(f"{folder / 'models.py'}:make").__module__ == "models"
     assert load_model("models.py:make") == (8, (1, 2))
     monkeypatch.syspath_prepend(folder)
@@ -61,23 +61,24 @@ def test_a_file_and_a_module(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     [
         ("models.py", r"must be FILE\.py:FUNCTION or MODULE:FUNCTION"),
         ("models.py:", r"must be FILE\.py:FUNCTION or MODULE:FUNCTION"),
-        ("nowhere.py:make", r"no file nowhere\.py"),
+        ("nowhere.py:make", r"there is no file nowhere\.py"),
         ("no_such:make", "No module named 'no_such'"),
         ("fails.py:make", "No module named 'no_such_package'"),
-        ("models.py:nothing", "has no attribute 'nothing'"),
-        ("models.py:not_a_function", "is int, must be a function"),
-        ("models.py:broken", "failed: RuntimeError: no weights here"),
+        ("models.py:nothing", r"models\.py has no function 'nothing'"),
+        ("models.py:not_a_function", "is of type int, must be a function"),
+        ("models.py:broken", r"failed: RuntimeError: no weights here \(models\.py, line 10\)"),
         ("models.py:lonely", r"returned str, must be \(model, \(input, ...\)\)"),
         ("models.py:bare", r"returned \(str, str\), must be"),
     ],
 )
 @pytest.mark.usefixtures("folder")
-def test_what_is_wrong_is_said(name: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """By each command, in the same words."""
+def test_every_command_reports_a_wrong_factory_in_the_same_words(
+    name: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(FactoryError, match=words):
         load_model(name)
-    said = []
-    for command in (["explain", name], ["export", name, "model.pt2"]):
+    messages = []
+    for command in (["report", name], ["export", name, "model.pt2"]):
         assert main(command) == 2
-        said.append(capsys.readouterr().err.partition(": error: ")[2])
-    assert said[0] == said[1] != ""
+        messages.append(capsys.readouterr().err.partition(": error: ")[2])
+    assert messages[0] == messages[1] != ""

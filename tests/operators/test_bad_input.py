@@ -90,7 +90,12 @@ _LOGITS_CASES = [
     ("mask_logits", L.to("meta"), ValueError, r"mask_logits: got device meta, must be x's device cpu"),
 ]
 _MASKS_CASES = [
-    ("masks", torch.ones(24), ValueError, r"masks: got shape \[24\], one value a channel; MGLU needs one bit a weight"),
+    (
+        "masks",
+        torch.ones(24),
+        ValueError,
+        r"masks: got shape \[24\], one value per channel; MGLU needs one bit per weight",
+    ),
     ("masks", torch.tensor(1), ValueError, r"masks: got shape \[\], must be \[n_masks, out_features, in_features\]"),
     ("masks", L[None] > 0, ValueError, r"masks: got shape \[1, 3, 10, 24\], must be"),
     ("masks", L[:0] > 0, ValueError, r"masks: got n_masks=0, must be 1 to 16"),
