@@ -5,7 +5,8 @@
 the innermost dimension, so that the masks of eight neighbouring weights are `n_masks` contiguous bytes. Kernels and
 checkpoints use the same format.
 
-Code that needs a size of a packed tensor asks this module (`n_masks_of`, `packed_shape`) and indexes no shape itself.
+Code that needs a size of a packed tensor asks this module (`n_masks_of`, `packed_shape`, `unpacked_shape`) and indexes
+no shape itself.
 """
 
 from __future__ import annotations
@@ -35,6 +36,11 @@ def packed_width(in_features: int) -> int:
 def packed_shape(n_masks: int, out_features: int, in_features: int) -> tuple[int, int, int]:
     """The shape of a packed tensor."""
     return out_features, packed_width(in_features), n_masks
+
+
+def unpacked_shape(packed_masks: Tensor, in_features: int) -> tuple[int, int, int]:
+    """The shape of the masks in a packed tensor: n_masks, out_features, in_features."""
+    return n_masks_of(packed_masks), packed_masks.shape[0], in_features
 
 
 def pack(masks: Tensor) -> Tensor:

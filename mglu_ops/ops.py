@@ -36,7 +36,16 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from . import checks, dispatch
-from .masks import N_MASKS_DIM, binary_masks, check_layout, check_masks, n_masks_of, packed_shape, unpack
+from .masks import (
+    N_MASKS_DIM,
+    binary_masks,
+    check_layout,
+    check_masks,
+    n_masks_of,
+    packed_shape,
+    unpack,
+    unpacked_shape,
+)
 from .sizes import same_sizes
 
 log = logging.getLogger(__name__)
@@ -63,9 +72,8 @@ _KERNEL_KEYS = ("CPU", "CUDA") if _library_came_first else ("CompositeExplicitAu
 _lib = torch.library.Library("mglu", "FRAGMENT")
 for _schema in SCHEMAS:
     _name = f"mglu::{_schema[: _schema.index('(')]}"
-    if not _library_came_first or not torch._C._jit_get_schemas_for_operator(
-        _name
-    ):  # an older library may lack some schemas
+    # Even if the library came first, some schemas may be missing: it may be of an older version.
+    if not _library_came_first or not torch._C._jit_get_schemas_for_operator(_name):
         _lib.define(_schema)
 
 pack_masks = torch.ops.mglu.pack_masks.default
@@ -78,6 +86,8 @@ backward = torch.ops.mglu.backward.default
 
 
 def _kernel(name: str, *keys: str, with_keyset: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a kernel of an operator, for the devices or for the given dispatch keys."""
+
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         for key in keys or _KERNEL_KEYS:
             _lib.impl(name, function, key, with_keyset=with_keyset)
@@ -87,6 +97,8 @@ def _kernel(name: str, *keys: str, with_keyset: bool = False) -> Callable[[Calla
 
 
 def _fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the fake kernel of an operator, which computes the shapes and dtypes of its results."""
+
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def fake(*args: Any, **kwargs: Any) -> Any:
@@ -148,8 +160,7 @@ def _unpack_masks(packed_masks: Tensor, in_features: int) -> Tensor:
 @_fake("unpack_masks")
 def _unpack_masks_fake(packed_masks: Tensor, in_features: int) -> Tensor:
     check_layout(packed_masks, in_features)
-    shape = (n_masks_of(packed_masks), packed_masks.shape[0], in_features)
-    return packed_masks.new_empty(shape, dtype=torch.bool)
+    return packed_masks.new_empty(unpacked_shape(packed_masks, in_features), dtype=torch.bool)
 
 
 # --- The layer ------------------------------------------------------------------------------------------------------
@@ -360,7 +371,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     if not torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     with enable_single_level_autograd_function():
-        return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc] # apply is a method of the C base class
+        return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc] # of the C base class
 
 
 def _needs_gradient(*args: Any) -> bool:
