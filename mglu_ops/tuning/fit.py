@@ -70,7 +70,7 @@ def sample(gpu: Gpu) -> Iterator[tuple[int, tuple[int, int], list[tuple[int, Til
 
 def measure(gpu: Gpu, note: Callable[[str], None]) -> list[Timing]:
     """Time the sample on the current device."""
-    from .replay import times
+    from ..timer import times
     from .search import Layers, compile_all
 
     found = []
