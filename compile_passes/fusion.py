@@ -26,9 +26,9 @@ from .inlining import inline_no_grad
 from .memory import storages
 from .mutation import normalise_writes
 from .near_misses import NearMiss, find_near_misses
+from .recognise import Recogniser
 from .report import FusionReport, SiteReport, lines, module_path, source_line
 from .rewrite import rewrite
-from .rules import Recogniser
 from .shapes import dtype_of, example, tensor_example
 from .sites import Layer, Refusal, Site, check, find_sites, interior, spelled
 from .symbols import calls_read_once

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from .recognise import Recogniser
-from .rules.gates import value_users
-from .rules.projections import projection_of
 from .shapes import dims, dtype_of, equal_sizes, repeated, tensor_example
-from .symbols import as_call, symbol_of
-from .values import Activated, Bundle, Gated, Product, Value, Weighted
+from .symbols import as_call, symbol_of, value_users
+from .values import Activated, Bundle, Gated, Product, Value, Weighted, projection_of
 
 _PRODUCTS = frozenset({"linear", "inner", "matmul", "addmm", "einsum"})
 _OTHER_PRODUCTS = ("tensordot", "mm", "bilinear", "multi_dot", "chain_matmul", "mv", "conv")

@@ -35,6 +35,11 @@ def dtype_of(node: Any) -> torch.dtype | None:
     return None if value is None else value.dtype
 
 
+def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether dtype `wide` represents every value of dtype `narrow`."""
+    return torch.promote_types(wide, narrow) == wide
+
+
 def requires_grad(argument: Any) -> bool:
     """Whether tracing saw a gradient being recorded at a node."""
     value = tensor_example(argument)

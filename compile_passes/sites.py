@@ -63,9 +63,8 @@ from .formulas import GRADIENT_AT_0, Scaled
 from .mutation import Effects, is_random, storages
 from .recognise import Recogniser
 from .report import line
-from .rules.gates import value_users
 from .shapes import equal_sizes, example, range_of, requires_grad, slice_of, tensor_example
-from .symbols import as_call
+from .symbols import as_call, value_users
 from .values import Activated, Bundle, Gated, Mask, Product, Projection, Route, Term, Weighted
 
 MAX_MASKS = 16

@@ -355,6 +355,18 @@ def symbol_of(node: Any) -> str:
     return "" if call is None else call.symbol
 
 
+def value_users(node: Node) -> list[Node]:
+    """The users of a node that read its values, and not only its shape, dtype or device."""
+    calls = {user: as_call(user) for user in node.users}
+    return [user for user, call in calls.items() if call is None or call.symbol not in READS_NO_VALUES]
+
+
+def is_identity_dropout(call: Call) -> bool:
+    """Whether a dropout is the identity: in eval mode, or with p = 0."""
+    _, probability, training = call.args
+    return training is False or (isinstance(probability, (int, float)) and probability == 0)
+
+
 def _bind(symbol: str, signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call | None:
     bound = signature.bind(args, kwargs)
     return None if bound is None else Call(symbol, tuple(bound[name] for name in _ORDER[symbol]))

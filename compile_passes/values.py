@@ -19,7 +19,7 @@ from typing import TypeAlias
 import torch
 from torch.fx import Node
 
-from .formulas import Formula
+from .formulas import VARIABLE, Formula
 from .shapes import tensor_example
 
 Pair = tuple[float, float]
@@ -211,6 +211,22 @@ class Bundle:
 
 Part: TypeAlias = "Binary | Weighted | Projection | Activated | Gated"
 Value: TypeAlias = Scalar | Levels | Binary | Product | Weighted | Projection | Activated | Gated | Bundle | None
+
+
+def projection_of(value: Value) -> Projection | None:
+    """A projection that a value is made of; for a bundle, that of its first item."""
+    if isinstance(value, Bundle):
+        value = value.items[0]
+    if isinstance(value, Gated):
+        return value.terms[0].gate
+    return value.projection if isinstance(value, Activated) else value if isinstance(value, Projection) else None
+
+
+def function_of(value: Value) -> tuple[Formula, Projection] | None:
+    """A value as an elementwise function of a projection."""
+    if isinstance(value, Projection):
+        return VARIABLE, value
+    return (value.formula, value.projection) if isinstance(value, Activated) and value.route is None else None
 
 
 def slice_key(key: Hashable, index: int) -> Hashable:

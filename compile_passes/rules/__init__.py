@@ -1,8 +1,103 @@
-"""All rules of the recogniser: importing their modules registers them, and their order is that of the rules."""
+"""All rules of the recogniser, in the order in which they are asked.
+
+The first rule that knows a value of a node decides it. Most rules exclude one another by the types of the values that
+they read, so their order does not matter. Where two rules may know different values of one node, `PRECEDENCE` names the
+pair and the reason why the earlier one is right; `conflicts.py` finds pairs that are not listed.
+"""
 
 from __future__ import annotations
 
-from ..recognise import Recogniser, RuleError
-from . import gates, masks, projections, weights
+from collections.abc import Mapping
+from types import MappingProxyType
 
-__all__ = ["Recogniser", "RuleError", "gates", "masks", "projections", "weights"]
+from . import activations, einsum, gates, mask_functions, masks, projections, sums, weight_layouts, weights
+from .rule import Rule, RuleError, RulesBySymbol, by_symbol
+
+__all__ = [
+    "LAYER_RULES",
+    "LAYER_RULES_BY_SYMBOL",
+    "PRECEDENCE",
+    "WEIGHT_RULES",
+    "WEIGHT_RULES_BY_SYMBOL",
+    "Rule",
+    "RuleError",
+    "RulesBySymbol",
+]
+
+WEIGHT_RULES: tuple[Rule, ...] = (
+    # Weights
+    weights.masked_weight,
+    weights.difference_of_weights,
+    weights.negated_weight,
+    weights.where,
+    weights.masked_fill,
+    weights.index_put,
+    weight_layouts.cast_weight,
+    weight_layouts.transpose,
+    weight_layouts.stack_to_be_broadcast,
+    weight_layouts.stacked_weights,
+    weight_layouts.concatenated_weights,
+    weight_layouts.flattened_stack,
+    weight_layouts.part_of_a_bundle,
+    # Masks
+    masks.straight_through,
+    masks.slice_of_a_stack,
+    masks.stacked_masks,
+    masks.concatenated_masks,
+    mask_functions.pointwise,
+    masks.comparison,
+    masks.cast_to_bool,
+    mask_functions.cast,
+    mask_functions.alias,
+    mask_functions.zeros,
+    mask_functions.ones,
+    mask_functions.full,
+    masks.sign,
+    masks.heaviside,
+    masks.rounded,
+    masks.lowest_bit,
+    masks.result_of_a_function,
+)
+"""The rules that find masks and (masked) weights. They are asked about every node of a graph."""
+
+LAYER_RULES: tuple[Rule, ...] = (
+    projections.project,
+    einsum.einsum_projection,
+    projections.part_of_projections,
+    projections.unflattened,
+    projections.unsqueezed,
+    projections.difference_of_projections,
+    projections.pass_through,
+    projections.channels_masked,
+    activations.function_of_one,
+    activations.function_of_two,
+    activations.dropout,
+    gates.gated_product,
+    sums.sum_of_terms,
+    sums.difference_of_terms,
+    sums.negated_term,
+    sums.stacked_terms,
+    sums.sum_of_a_stack,
+    einsum.einsum_of_a_stack,
+)
+"""The rules that find what is made of masked weights. They are asked only in graphs that have a masked weight."""
+
+_KNOWN_MASK = "the operand is a known mask or a tensor of few values, and a function of that says more than a new mask"
+
+PRECEDENCE: Mapping[tuple[Rule, Rule], str] = MappingProxyType(
+    {
+        (mask_functions.pointwise, masks.comparison): _KNOWN_MASK,
+        (mask_functions.pointwise, masks.sign): _KNOWN_MASK,
+        (mask_functions.pointwise, masks.lowest_bit): _KNOWN_MASK,
+        (projections.difference_of_projections, activations.function_of_two): (
+            "`p + p` and `p - p` are projections with the mask factors 2 M and 0; both values hold"
+        ),
+        (activations.function_of_two, gates.gated_product): (
+            "`g * sigmoid(g)` is one function of one projection, not a gate times a value"
+        ),
+    }
+)
+"""`(earlier rule, later rule)` -> why the earlier one is right where both know different values of a node."""
+
+WEIGHT_RULES_BY_SYMBOL = by_symbol(WEIGHT_RULES)
+LAYER_RULES_BY_SYMBOL = by_symbol(LAYER_RULES)

@@ -1,36 +1,27 @@
-"""Rules for weights: masked by products, choices and differences, transposed, cast, stacked and concatenated."""
+"""Rules for masked weights: a weight times a mask, a weight chosen by a mask, and the differences of such weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Node
 
-from ..recognise import Recogniser, weight_rule
-from ..shapes import (
-    dimension,
-    dims,
-    dtype_of,
-    equal_sizes,
-    is_matrix,
-    range_of,
-    same_shape,
-    size,
-    slice_of,
-    tensor_example,
-)
-from ..symbols import Call, symbol_of
-from ..values import MOST_ITEMS, Binary, Bundle, Gated, Product, Scalar, Value, Weighted, binary_at, combine, multiply
+from ..shapes import dims, dtype_of, equal_sizes, is_matrix, same_shape, tensor_example
+from ..symbols import Call
+from ..values import MOST_ITEMS, Binary, Bundle, Product, Scalar, Value, Weighted, binary_at, combine, multiply
+from .bundles import bundle
+from .rule import rule
 
-# --- Masked weights --------------------------------------------------------------------------------------------------
+if TYPE_CHECKING:
+    from ..recognise import Recogniser
 
 
-@weight_rule("mul")
+@rule("mul")
 def masked_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`W * M`, and `W * m` of which nothing tells which is the mask."""
+    """`W * M`; and `W * m` as a `Product` where nothing tells which of the factors is the mask."""
     for mask, weight in (call.args, tuple(reversed(call.args))):
         factor = recogniser.value(mask)
         if isinstance(factor, Binary):
@@ -47,40 +38,37 @@ def masked_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def _may_be_either(recogniser: Recogniser, argument: Any) -> bool:
-    """Whether a factor may be a weight or a mask, for all that is known."""
+    """Whether a factor could be a weight as well as a mask, because no value of it is known."""
     is_known = not (recogniser.value(argument) is None or isinstance(recogniser.value(argument), Product))
     return not is_known and dims(argument) in (2, 3) and dtype_of(argument) is not torch.bool
 
 
 def _upright(weighted: Weighted | None, argument: Any) -> Weighted | None:
-    """`weighted` as it lies at its node, as a mask of it must: a transposed weight is a weight of its own."""
+    """The weight in the layout that it has at its node, which is the layout of its masks.
+
+    A weight that was transposed before it is masked counts as a weight of its own.
+    """
     if weighted is None or not weighted.transposed:
         return weighted
     return Weighted(argument, None) if weighted.factor is None and is_matrix(argument) else None
 
 
 def _of_each_mask(node: Node, mask: Binary, masked: Callable[[Binary], Weighted | None]) -> Weighted | Bundle | None:
-    """The weight masked by a mask, or by each of a stack of masks."""
+    """Apply `masked` to a mask, or to each mask of a stack."""
     if len(mask.mask.shape) != 3:
         return masked(mask)
     count = mask.mask.stack
-    if count is None:  # a number that compiling does not know: no layer, but a masked weight that a report names
+    if count is None:  # The number of masks is symbolic: this is no layer, but the report can name the masked weight.
         return masked(mask)
     if not 1 <= count <= MOST_ITEMS:
         return None
     return bundle([masked(binary_at(mask, i)) for i in range(count)], 0)
 
 
-def bundle(items: Sequence[Any], dim: int, size: int | None = None) -> Bundle | None:
-    """A bundle of values, if all are known."""
-    known = tuple(item for item in items if item is not None)
-    return Bundle(known, dim, size) if known and len(known) == len(items) <= MOST_ITEMS else None
-
-
 def _fits(node: Node, weighted: Weighted, mask: Binary, argument: Any) -> bool:
-    """Whether `node` has the shape of the masked weight: that of `argument`, or of the stack of masks.
+    """Whether `node` has the shape of the masked weight, which is that of `argument` or of the stack of masks.
 
-    (A mask of another shape than the weight's, which is broadcast, is refused with its reason at the site.)
+    A mask that is broadcast to the weight passes here, so that the check of the site can refuse it with its reason.
     """
     if len(mask.mask.shape) != 3:
         return same_shape(node, argument)
@@ -96,7 +84,7 @@ def _fits(node: Node, weighted: Weighted, mask: Binary, argument: Any) -> bool:
 
 def _apply_mask(recogniser: Recogniser, node: Node, mask: Binary, argument: Any) -> Weighted | Bundle | None:
     held = recogniser.value(argument)
-    if isinstance(held, Bundle):  # (of weights that are masked already)
+    if isinstance(held, Bundle):  # its items are weights that are masked already
         return _mask_again(node, mask, held)
     weighted = _upright(recogniser.as_weighted(argument), argument)
     if weighted is None or not _fits(node, weighted, mask, argument):
@@ -110,7 +98,7 @@ def _masked(weighted: Weighted, mask: Binary) -> Weighted | None:
 
 
 def _apply_masks(recogniser: Recogniser, node: Node, masks: Bundle, argument: Any) -> Bundle | None:
-    """One weight times each of several masks in one tensor."""
+    """One weight times a bundle of masks."""
     weighted, shape = _upright(recogniser.as_weighted(argument), argument), tensor_example(node)
     weight = None if weighted is None else tensor_example(weighted.weight)
     if weighted is None or weight is None or shape is None or masks.size is not None:
@@ -130,9 +118,9 @@ def _mask_again(node: Node, mask: Binary, held: Bundle) -> Bundle | None:
     return bundle([_masked(item, one) if isinstance(item, Weighted) else None for item, one in pairs], 0)
 
 
-@weight_rule("add", "sub")
+@rule("add", "sub")
 def difference_of_weights(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`W - W * M`, also of a stack of masks."""
+    """`W - W * M` and `W - S` of a stack `S` of masked weights."""
     left, right = call.args
     sign = 1 if call.symbol == "add" else -1
     first, second = recogniser.value(left), recogniser.value(right)
@@ -156,7 +144,7 @@ def _difference(recogniser: Recogniser, a: Weighted | None, b: Weighted | None, 
 def _difference_of_stacks(
     recogniser: Recogniser, node: Node, left: tuple[Any, Value], right: tuple[Any, Value], sign: float
 ) -> Bundle | None:
-    """`W - W * M` of all masks at once; W may be one weight, which is broadcast."""
+    """`W - W * M` for all masks of a stack at once; W may be a single weight, which is broadcast."""
     stacks = [value for _, value in (left, right) if isinstance(value, Bundle)]
     count = len(stacks[0].items)
     if any(stack.size is not None or stack.dim != 0 or len(stack.items) != count for stack in stacks):
@@ -175,9 +163,9 @@ def _difference_of_stacks(
     return bundle(differences, 0)
 
 
-@weight_rule("neg")
+@rule("neg")
 def negated_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`-(W * M)`, for `W + -(W * M)`."""
+    """`-(W * M)`, which occurs in `W + -(W * M)`."""
     value = recogniser.value(call.args[0])
     if not isinstance(value, Weighted) or value.factor is None:
         return None
@@ -186,21 +174,23 @@ def negated_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
     return replace(value, factor=replace(factor, at=at, slope=slope))
 
 
-@weight_rule("where")
+@rule("where")
 def where(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`where(M, W, 0)` and `where(M, 0, W)`."""
     condition, if_true, if_false = call.args
     return _choose(recogniser, node, recogniser.value(condition), if_true, if_false)
 
 
-@weight_rule("masked_fill")
+@rule("masked_fill")
 def masked_fill(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`W.masked_fill(M, 0)`."""
     tensor, mask, fill = call.args
     return _choose(recogniser, node, recogniser.value(mask), fill, tensor)
 
 
-@weight_rule("index_put")
+@rule("index_put")
 def index_put(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`w[~M] = 0`."""
+    """`W[~M] = 0`, which `torch.export` records as `index_put`."""
     tensor, indices, fill = call.args
     if not isinstance(indices, Sequence) or len(indices) != 1:
         return None
@@ -212,7 +202,7 @@ def index_put(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def _choose(recogniser: Recogniser, node: Node, condition: Value, if_true: Any, if_false: Any) -> Value:
-    """`where(M, W, 0)` and its like: a weight or 0, chosen by a mask."""
+    """A weight where the condition is one value, and 0 where it is the other."""
     if not isinstance(condition, Binary):
         return None
     numbers = [recogniser.value(branch) == Scalar(0) for branch in (if_true, if_false)]
@@ -222,170 +212,6 @@ def _choose(recogniser: Recogniser, node: Node, condition: Value, if_true: Any, 
     weighted = _upright(recogniser.as_weighted(weight), weight)
     if weighted is None or weighted.factor is not None or not _fits(node, weighted, condition, weight):
         return None
-    kept = [float(bool(at) != numbers[0]) for at in condition.at]
-    factor = Binary(condition.mask, at=(kept[0], kept[1]))
+    factor_at = [float(bool(at) != numbers[0]) for at in condition.at]
+    factor = Binary(condition.mask, at=(factor_at[0], factor_at[1]))
     return _of_each_mask(node, factor, lambda one: _masked(weighted, one))
-
-
-# --- The same weights in another place -------------------------------------------------------------------------------
-
-
-def _each(value: Value, function: Callable[[Weighted], Any]) -> Value:
-    """A function of a masked weight, or of each in a bundle."""
-    if isinstance(value, Bundle):
-        return bundle(
-            [function(item) if isinstance(item, Weighted) else None for item in value.items], value.dim, value.size
-        )
-    return function(value) if isinstance(value, Weighted) else None
-
-
-@weight_rule("to", "alias")
-def cast_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """A masked weight in another dtype, as the operator casts it; a copy of a weight that is then written to."""
-    source, dtype = call.args[0], dtype_of(node)
-    value = recogniser.value(source)
-    if isinstance(value, (Weighted, Bundle)) and dtype is not None:
-        return _each(value, lambda one: one if rounds_once(one, source, dtype) else None)
-    is_copy = call.symbol == "alias" and is_matrix(source) and recogniser.effects.is_written(node)
-    return Weighted(source, None) if is_copy and recogniser.as_weighted(source) is not None else None
-
-
-def rounds_once(weighted: Weighted, node: Any, dtype: torch.dtype) -> bool:
-    """Whether a masked weight, at `node`, cast to `dtype` is what casting the weight itself gives."""
-    weight, source = dtype_of(weighted.weight), dtype_of(node)
-    if weight is None or source is None or not dtype.is_floating_point:
-        return False
-    return source == weight or holds(source, dtype)
-
-
-def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether `wide` represents every value of `narrow`."""
-    return torch.promote_types(wide, narrow) == wide
-
-
-@weight_rule("getattr", "t", "mT", "transpose", "permute")
-def transpose(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """The transpose of a weight, or of each in a stack or a concatenation."""
-    source = call.args[0]
-    value = recogniser.value(source)
-    if not _swaps_last_two(call, source):
-        return None
-    if isinstance(value, Bundle):
-        turned = _each(value, lambda one: replace(one, transposed=not one.transposed))
-        if not isinstance(turned, Bundle) or turned.size is None:
-            return turned
-        return replace(turned, dim=1 - turned.dim)
-    weighted = value if isinstance(value, Product) else recogniser.as_weighted(source)
-    return None if weighted is None else replace(weighted, transposed=not weighted.transposed)
-
-
-def _swaps_last_two(call: Call, source: Any) -> bool:
-    count = dims(source)
-    last_two = [count - 2, count - 1]
-    if call.symbol == "getattr":
-        return call.args[1] in ("mT", "mH") or (call.args[1] in ("T", "H") and count == 2)
-    if call.symbol in ("t", "mT"):
-        return count == 2 or (count > 2 and call.symbol == "mT")
-    dims_given = call.args[1] if call.symbol == "permute" else call.args[1:]
-    order = [dimension(dim, source) for dim in dims_given]
-    if call.symbol == "permute":
-        return count >= 2 and order == [*range(count - 2), *reversed(last_two)]
-    return count >= 2 and sorted(dim for dim in order if dim is not None) == last_two
-
-
-@weight_rule("unsqueeze")
-def stack_to_be_broadcast(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`[n_masks, 1, h, d]` of a stack of weights, for a product with x of three dimensions."""
-    value, dim = recogniser.value(call.args[0]), dimension(call.args[1], node)
-    if not isinstance(value, Bundle) or value.size is not None or dim is None:
-        return None
-    return value if 1 <= dim <= dims(node) - 3 else None
-
-
-# --- Several weights in one tensor -----------------------------------------------------------------------------------
-
-
-@weight_rule("stack")
-def stacked_weights(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`stack([W * M, W * (1 - M)])`."""
-    items = _masked_items(recogniser, call.args[0])
-    return bundle(items, 0) if items and dimension(call.args[1], node) == 0 else None
-
-
-def _masked_items(recogniser: Recogniser, items: Any) -> list[Weighted]:
-    """Weights of which at least one is masked; none where one of the items is no weight."""
-    values = [recogniser.as_weighted(item) for item in items] if isinstance(items, (list, tuple)) else []
-    weights = [value for value in values if value is not None]
-    is_masked = any(value.factor is not None for value in weights)
-    return weights if is_masked and len(weights) == len(values) and all(map(is_matrix, items)) else []
-
-
-@weight_rule("cat", "vstack")
-def concatenated_weights(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`cat([W * M, W * (1 - M)])` along the output features."""
-    parts, dim = call.args[0], dimension(call.args[1] if call.symbol == "cat" else 0, node)
-    if not isinstance(parts, (list, tuple)) or dim is None:
-        return None
-    values = [recogniser.value(part) for part in parts]
-    if values and all(isinstance(value, Bundle) for value in values):
-        return _concatenated_bundles([value for value in values if isinstance(value, Bundle)], dim)
-    items, length = _masked_items(recogniser, parts), size(parts[0], dim) if parts else None
-    if not items or length is None or not same_shape(*parts) or any(item.transposed != (dim == 1) for item in items):
-        return None
-    return bundle(items, dim, length)
-
-
-def _concatenated_bundles(parts: Sequence[Bundle], dim: int) -> Bundle | None:
-    """Bundles side by side: stacks along their own dimension, or concatenations along theirs."""
-    first = parts[0]
-    alike = all((part.dim, part.size) == (dim, first.size) for part in parts)
-    return bundle([item for part in parts for item in part.items], dim, first.size) if alike else None
-
-
-@weight_rule("flatten", "reshape")
-def flattened_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`[n, d, h]` of a stack of weights as `[n * d, h]`."""
-    source = call.args[0]
-    value, before, after = recogniser.value(source), tensor_example(source), tensor_example(node)
-    if not isinstance(value, Bundle) or value.size is not None or before is None or after is None:
-        return None
-    rows = size(source, 1)
-    if rows is None or after.dim() != 2 or before.dim() != 3 or after.dtype != before.dtype:
-        return None
-    if not equal_sizes(after.shape, (len(value.items) * rows, before.shape[2])):
-        return None
-    upright = all(isinstance(item, Weighted) and not item.transposed for item in value.items)
-    return Bundle(value.items, 0, rows) if upright else None
-
-
-@weight_rule("getitem", "select", "narrow", "slice")
-def part_of_a_bundle(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """One of a bundle, or some that lie side by side, by an index, a slice, `unbind`, `chunk` or `split`."""
-    return part_of(recogniser, node)
-
-
-def part_of(recogniser: Recogniser, node: Node) -> Value:
-    """What a slice, or a range of slices, of a bundle holds."""
-    found = slice_of(node)
-    if found is not None:
-        base, dim, index = found
-        value = recogniser.value(base)
-        if not isinstance(value, Bundle) or value.size is not None or value.dim != dim or index >= len(value.items):
-            return None
-        item = value.items[index]
-        is_term = (
-            isinstance(item, Gated) and symbol_of(base) == "stack"
-        )  # a term that is asked for is a layer of its own
-        return None if is_term else item
-    part = range_of(node)
-    value = None if part is None else recogniser.value(part[0])
-    if part is None or not isinstance(value, Bundle) or value.dim != part[1]:
-        return None
-    _, _, start, stop = part
-    step = value.size or 1
-    if start % step or stop % step:
-        return None
-    items = value.items[start // step : stop // step]
-    if value.size is not None and len(items) == 1:
-        return items[0]
-    return replace(value, items=items) if items else None

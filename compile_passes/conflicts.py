@@ -1,0 +1,66 @@
+"""A debug check: finds two rules that know different values of one node, so that their order decides.
+
+The tests run it on every graph that they capture (`tests/support/graphs.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+import torch
+from torch.fx import Graph, Node
+
+from .mutation import normalise_writes
+from .recognise import Recogniser
+from .rules import PRECEDENCE, Rule, RulesBySymbol
+from .symbols import as_call, calls_read_once
+from .values import Value
+
+
+class RuleConflict(Exception):  # noqa: N818 (a property of the rules, not of the program)
+    """Two rules know different values of a node, and `rules.PRECEDENCE` does not say why the first is right."""
+
+    def __init__(self, node: Node, first: Rule, later: Rule, values: tuple[Value, Value]) -> None:
+        super().__init__(
+            f"rules `{first.name}` and `{later.name}` know different values of `{node.format_node()}`: {values}; "
+            "make one of them refuse such a node, or add the pair to PRECEDENCE in compile_passes/rules/__init__.py "
+            "with the reason why the first is right"
+        )
+
+
+def check_rules(graph: Graph, constants: Mapping[Node, torch.Tensor] | None = None) -> set[tuple[Rule, Rule]]:
+    """Ask all rules about all nodes of a graph; the graph stays as it is.
+
+    Returns:
+        The pairs of `PRECEDENCE` that some node needs.
+
+    Raises:
+        RuleConflict: two rules disagree about a node, and the pair is not in `PRECEDENCE`.
+    """
+    restore = normalise_writes(graph)
+    try:
+        with calls_read_once():
+            return _AskAll(graph, constants).decided
+    finally:
+        restore()
+
+
+class _AskAll(Recogniser):
+    """A recogniser that asks all rules of a symbol, and not only until one of them knows a value."""
+
+    def __init__(self, graph: Graph, constants: Mapping[Node, torch.Tensor] | None = None) -> None:
+        self.decided: set[tuple[Rule, Rule]] = set()
+        super().__init__(graph, constants)
+
+    def _evaluate(self, node: Node, rules: RulesBySymbol, otherwise: Callable[[Node], Value]) -> Value:
+        call = as_call(node)
+        answers: list[tuple[Rule, Value]] = []
+        if call is not None:
+            answers = [(rule, rule.function(self, node, call)) for rule in rules.get(call.symbol, ())]
+        known = [(rule, value) for rule, value in answers if value is not None]
+        for rule, value in known[1:]:
+            first, decided = known[0]
+            if value != decided:
+                if (first, rule) not in PRECEDENCE:
+                    raise RuleConflict(node, first, rule, (decided, value))
+                self.decided.add((first, rule))
+        return known[0][1] if known else otherwise(node)

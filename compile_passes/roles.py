@@ -1,0 +1,212 @@
+"""Roles: which real tensors of a graph are used as masks, and which matrices are masked.
+
+The recogniser asks before it evaluates masks, because nothing but its use tells a float mask from a weight: `W * m` has
+two factors of the same kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import Graph, Node
+
+from .shapes import broadcasts_to, dims, dtype_of, is_matrix, slice_of
+from .symbols import Call, as_call, symbol_of
+from .values import Binary, Bundle, Product, Value, Weighted
+
+if TYPE_CHECKING:
+    from .recognise import Recogniser
+
+
+_NUMBERS = frozenset({"ones", "zeros", "full", "tensor"})
+"""Symbols of calls that make a tensor filled with one number."""
+
+
+_ARITHMETIC = frozenset(
+    {
+        *("add", "sub", "rsub", "scaled_add", "neg", "mul", "div", "rounded_div", "pow", "square", "abs", "xor"),
+        *("to", "alias", "detach"),
+    }
+)
+
+
+_LOGIC = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_xor", "not"})
+"""Operations that take a mask, or a mask and a number, to a function of that mask.
+
+Operations that make a mask of something else, as `round` does of a sigmoid, are not among them: then their result is
+the mask.
+"""
+
+
+def keys_of_masks(graph: Graph, recogniser: Recogniser) -> Iterator[Hashable]:
+    """The keys of real tensors that are used as masks; for a slice of a stack, the key of the stack.
+
+    A factor of a weight is a function of some tensor: `1 - m` is a function of m. That tensor is used as a mask if one
+    of these holds:
+
+    - One weight is multiplied by two functions of it, at least one of which is arithmetic. (Comparisons alone make
+      masks of their own, `logits > 0` and `logits > 1`.)
+    - It is an input or attribute of the graph, and one of the two functions compares `1 - m`.
+    - One weight is multiplied by one arithmetic function of it, and the weight itself is an operand of another product,
+      or of a difference with the masked weight.
+    """
+    bare = set(_keys_of_bare_weights(graph, recogniser))
+    functions: dict[tuple[Hashable, Hashable], set[Hashable]] = {}
+    arithmetic: set[Hashable] = set()
+    for weight, factor in _masked_products(graph):
+        root = _root(factor)
+        key = stack_key(recogniser.key(root.node))
+        if recogniser.key(factor) in bare or not _is_real(root.node):
+            continue
+        functions.setdefault((stack_key(recogniser.key(weight)), key), set()).add(recogniser.key(factor))
+        if recogniser.key(weight) in bare and root.is_arithmetic and broadcasts_to(factor, weight):
+            yield key
+        if root.is_arithmetic or (root.is_complemented and _is_given(root.node)):
+            arithmetic.add(key)
+    for (weight_key, key), factors in functions.items():
+        if len(factors) > 1 and key in arithmetic and weight_key != key:
+            yield key
+
+
+def _is_given(node: Node) -> bool:
+    """Whether a node is an input or an attribute of the graph, or a slice of one."""
+    found = slice_of(node)
+    return node.op in ("placeholder", "get_attr") if found is None else _is_given(found[0])
+
+
+def _masked_products(graph: Graph) -> Iterator[tuple[Node, Node]]:
+    """`(weight, factor)` of every product, in both orders, and of every choice by a condition; copies are resolved."""
+    for node in graph.nodes:
+        call = as_call(node)
+        if call is None or call.symbol not in ("mul", "where", "masked_fill", "index_put", "einsum"):
+            continue
+        nodes = [item for item in node.all_input_nodes if dims(item) in (1, 2, 3)]
+        if call.symbol in ("where", "masked_fill", "index_put"):
+            pairs = [
+                (a, b) for a in nodes for b in nodes if dtype_of(b) is torch.bool and dtype_of(a) is not torch.bool
+            ]
+        else:
+            pairs = [(a, b) for a in nodes for b in nodes if a is not b]
+        for weight, factor in pairs:
+            yield from ((_source(weight), _source(part)) for part in _parts(factor))
+
+
+def _source(weight: Node) -> Node:
+    """The original of a copy."""
+    while (call := as_call(weight)) is not None and call.symbol == "alias" and isinstance(call.args[0], Node):
+        weight = call.args[0]
+    return weight
+
+
+def _parts(factor: Node) -> list[Node]:
+    """The tensors that a factor is stacked or concatenated from, or the factor alone."""
+    call = as_call(factor)
+    if call is None or call.symbol not in ("stack", "cat") or not isinstance(call.args[0], (list, tuple)):
+        return [factor]
+    return [item for item in call.args[0] if isinstance(item, Node)]
+
+
+def _keys_of_bare_weights(graph: Graph, recogniser: Recogniser) -> Iterator[Hashable]:
+    """The keys of weights that are used unmasked: in a product, or in a sum with a product of themselves."""
+    for node in graph.nodes:
+        call = as_call(node)
+        if call is None:
+            continue
+        operands = call.args[1] if call.symbol == "einsum" else (weight_operand(call),)
+        yield from (recogniser.key(item) for item in operands if is_matrix(item))
+        if call.symbol in ("add", "sub"):
+            for one, other in (call.args, reversed(call.args)):
+                inner = as_call(other)
+                inner = as_call(inner.args[0]) if inner is not None and inner.symbol == "neg" else inner
+                if isinstance(one, Node) and inner is not None and inner.symbol == "mul":
+                    factors = [recogniser.key(_source(item)) for item in inner.args if isinstance(item, Node)]
+                    yield from {recogniser.key(one)}.intersection(factors)
+
+
+@dataclass(frozen=True)
+class _Root:
+    """The tensor that a factor is a function of."""
+
+    node: Node
+    is_arithmetic: bool
+    """Whether the function has no comparison."""
+    is_complemented: bool
+    """Whether the function compares 1 minus the tensor."""
+
+
+def _root(factor: Node) -> _Root:
+    is_arithmetic, is_complemented = dtype_of(factor) is not torch.bool, False
+    while True:
+        call = as_call(factor)
+        if call is None or call.symbol not in (*_ARITHMETIC, *_LOGIC):
+            break
+        if call.symbol in ("to", "alias"):
+            nodes = [call.args[0]]
+        else:
+            nodes = [item for item in factor.all_input_nodes if symbol_of(item) not in _NUMBERS]
+        if len(nodes) != 1 or not isinstance(nodes[0], Node):
+            break
+        subtracts_from_1 = call.symbol in ("sub", "rsub") and any(type(n) in (int, float) and n == 1 for n in call.args)
+        is_complemented = subtracts_from_1 or (is_complemented and call.symbol not in _LOGIC)
+        (factor,) = nodes
+        is_arithmetic = is_arithmetic and dtype_of(factor) is not torch.bool
+    return _Root(factor, is_arithmetic, is_complemented)
+
+
+def _is_real(node: Node) -> bool:
+    return dims(node) in (1, 2, 3) and dtype_of(node) is not torch.bool
+
+
+def stack_key(key: Hashable) -> Hashable:
+    """The key of the stack, for the key of a slice of it; otherwise the key itself."""
+    return key[1] if isinstance(key, tuple) and key[0] == "at" else key
+
+
+# --- Masked weights ---------------------------------------------------------------------------------------------------
+
+
+_TRANSPOSING = frozenset({"t", "mT", "transpose", "permute", "getattr", "unsqueeze"})
+
+
+def weight_operand(call: Call) -> Node | None:
+    """The weight of a product of x and a weight, without the transposes that are applied to it first."""
+    position = {"linear": 1, "inner": 1, "matmul": 1, "addmm": 2}.get(call.symbol)
+    weight = None if position is None else call.args[position]
+    while (inner := as_call(weight)) is not None and inner.symbol in _TRANSPOSING:
+        weight = inner.args[0]
+    return weight if isinstance(weight, Node) else None
+
+
+def keys_of_masked_weights(graph: Graph, recogniser: Recogniser) -> Iterator[Hashable]:
+    """The keys of matrices that are masked, also of those whose product with x is masked by output feature."""
+    for node in graph.nodes:
+        value = recogniser.value(node)
+        if isinstance(value, (Bundle, Weighted)):
+            yield from _masked_keys(recogniser, value)
+        call = as_call(node)
+        if call is None:
+            continue
+        operands = call.args[1] if call.symbol == "einsum" else (weight_operand(call),)
+        for operand in operands:
+            yield from _masked_keys(recogniser, recogniser.value(operand))
+        if call.symbol == "einsum" and any(isinstance(recogniser.value(item), Binary) for item in operands):
+            yield from (recogniser.key(item) for item in operands if is_matrix(item))
+        if call.symbol == "mul":
+            for factor, other in (call.args, reversed(call.args)):
+                inner = as_call(other)
+                weight = None if inner is None else weight_operand(inner)
+                if weight is not None and isinstance(recogniser.value(factor), Binary):
+                    yield recogniser.key(weight)
+
+
+def _masked_keys(recogniser: Recogniser, value: Value) -> Iterator[Hashable]:
+    if isinstance(value, Bundle):
+        for item in value.items:
+            yield from _masked_keys(recogniser, item)
+    elif isinstance(value, Weighted) and value.factor is not None:
+        yield recogniser.key(value.weight)
+    elif isinstance(value, Product):
+        yield from (recogniser.key(item) for item in (value.a, value.b))

@@ -1,0 +1,155 @@
+"""Rules for activations: named ones, ones that the program writes out, and the dropout around them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Node
+
+from .. import formulas
+from ..formulas import Formula
+from ..shapes import dtype_of, example, holds, same_shape
+from ..symbols import OTHER_ACTIVATIONS, Call, is_identity_dropout
+from ..values import Activated, Bundle, Projection, Scalar, Value, function_of, projection_of
+from .bundles import each, pairwise
+from .projections import same_projection
+from .rule import rule
+
+if TYPE_CHECKING:
+    from ..recognise import Recogniser
+
+
+_FUNCTIONS = ("silu", "gelu", "relu", "sigmoid", "tanh", "exp", "erf", "abs")
+
+
+_WITH_OPTIONS = ("neg", "reciprocal", "square", "pow", "clamp", "clamp_min", "maximum", "max", "threshold")
+
+
+@rule(*_FUNCTIONS, *_WITH_OPTIONS, *OTHER_ACTIVATIONS)
+def function_of_one(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """An activation, or one step of an activation that the program writes out."""
+    source, *options = call.args
+    if call.symbol == "maximum" and function_of(_first(recogniser.value(source))) is None:
+        source, options = options[0], [source]
+
+    def function(value: Value) -> Value:
+        argument = function_of(value)
+        if argument is None:
+            return None
+        formula = _formula_of_one(recogniser, call.symbol, argument[0], options)
+        return _activated(node, source, formula, argument[1])
+
+    return each(recogniser.value(source), function)
+
+
+def _first(value: Value) -> Value:
+    return value.items[0] if isinstance(value, Bundle) else value
+
+
+def _formula_of_one(recogniser: Recogniser, symbol: str, formula: Formula, options: list[Any]) -> Formula | None:
+    numbers = [recogniser.value(option) for option in options]
+    if symbol in OTHER_ACTIVATIONS:
+        return formulas.apply(f"{symbol}{options}" if options else symbol, formula)
+    if symbol == "gelu":
+        return formulas.apply("gelu_tanh" if options[0] == "tanh" else "gelu", formula)
+    if symbol in _FUNCTIONS:
+        return formulas.apply(symbol, formula)
+    if symbol == "neg":
+        return formulas.scaled(formula, -1)
+    if symbol == "reciprocal":
+        return formulas.inverse(formula)
+    if symbol == "square":
+        return formulas.power(formula, 2)
+    if symbol == "pow":
+        return formulas.power(formula, numbers[0].value) if isinstance(numbers[0], Scalar) else None
+    if symbol == "threshold":  # with threshold and value 0 it equals relu, and so does its derivative at 0
+        return formulas.apply("relu", formula) if numbers == [Scalar(0), Scalar(0)] else None
+    if numbers[0] != Scalar(0) or any(option is not None for option in options[1:]):
+        return None
+    if symbol in ("clamp", "clamp_min"):
+        return formulas.apply(formulas.CLAMP, formula)
+    return formulas.apply(formulas.MAXIMUM, formula) if isinstance(options[0], Node) else None
+
+
+@rule("add", "sub", "rsub", "mul", "div")
+def function_of_two(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """A function of two functions of one projection, or of such a function and a number."""
+    left, right = reversed(call.args) if call.symbol == "rsub" else call.args
+    numbers = [_number(argument, recogniser.value(argument)) for argument in (left, right)]
+    if numbers[0] is None and numbers[1] is None:
+        return pairwise(recogniser, node, left, right, lambda a, b: _of_two(recogniser, node, call.symbol, a, b))
+    source, is_left = (right, False) if numbers[0] is not None else (left, True)
+
+    def function(value: Value) -> Value:
+        argument = function_of(value)
+        if argument is None:
+            return None
+        operands = (argument[0], numbers[1]) if is_left else (numbers[0], argument[0])
+        return _activated(node, source, _arithmetic(call.symbol, *operands), argument[1])
+
+    return each(recogniser.value(source), function)
+
+
+def _of_two(recogniser: Recogniser, node: Node, symbol: str, a: Value, b: Value) -> Value:
+    first, second = function_of(a), function_of(b)
+    if first is None or second is None or not same_projection(recogniser, first[1], second[1]):
+        return None
+    result = _arithmetic(symbol, first[0], second[0])
+    if symbol == "mul" and _is_gating(first[0], second[0], result):
+        return None
+    return _activated(node, None, result, first[1])
+
+
+def _arithmetic(symbol: str, a: Formula | None, b: Formula | None) -> Formula | None:
+    if symbol == "div":
+        return formulas.multiply(a, formulas.inverse(b))
+    if symbol == "mul":
+        return formulas.multiply(a, b)
+    return formulas.add(a, b, 1 if symbol == "add" else -1)
+
+
+def _number(argument: Any, value: Value) -> Formula | None:
+    """A number as a formula; a symbolic one (a float under `dynamic=True`) is represented by its name."""
+    if isinstance(value, Scalar):
+        return formulas.constant(value.value)
+    return formulas.number(argument.name) if isinstance(example(argument), torch.SymFloat) else None
+
+
+def _is_gating(a: Formula, b: Formula, product: Formula | None) -> bool:
+    """Whether `act(p) * p` of one projection p is meant as gate and value, whose masks are then wrong.
+
+    It is, if it is no activation itself: the report should then speak of the masks and not of the function.
+    """
+    found = [formulas.activation(formula) for formula in (a, b)]
+    names = {one.activation for one in found if one is not None}
+    is_pair = "identity" in names and len(names) == 2
+    return is_pair and (product is None or formulas.activation(product) is None)
+
+
+def _activated(node: Node, source: Any, formula: Formula | None, projection: Projection) -> Activated | None:
+    """A function of a projection, if the node does not broadcast and its dtype is at least the projection's."""
+    dtype = dtype_of(node)
+    if formula is None or dtype is None or not holds(dtype, projection.dtype):
+        return None
+    return Activated(formula, projection) if source is None or same_shape(node, source) else None
+
+
+@rule("dropout")
+def dropout(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """Dropout, which is the identity in eval mode or with p = 0; otherwise a reason to refuse the site."""
+    source = call.args[0]
+    value = recogniser.value(source)
+    if is_identity_dropout(call):
+        return value if projection_of(value) is not None else None
+    problem = "dropout stands between the projection and the product"
+
+    def with_problem(value: Value) -> Value:
+        if isinstance(value, Projection):
+            return replace(value, problem=value.problem or problem)
+        if isinstance(value, Activated):
+            return replace(value, projection=replace(value.projection, problem=problem))
+        return None
+
+    return each(value, with_problem)

@@ -1,0 +1,181 @@
+"""Rules for `einsum`: as a projection, and as the sum over a stack of terms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch.fx import Node
+
+from ..shapes import dims, size
+from ..symbols import Call
+from ..values import MOST_ITEMS, Binary, Bundle, Projection, Route, Value, Weighted, binary_at
+from .bundles import bundle
+from .gates import times, with_route
+from .projections import projection_at, projection_by
+from .rule import rule
+from .sums import joined
+
+if TYPE_CHECKING:
+    from ..recognise import Recogniser
+
+
+# --- Projections ------------------------------------------------------------------------------------------------------
+
+
+@rule("einsum")
+def einsum_projection(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`einsum("bh,ndh->nbd", x, M * W)` with any letters and order, also with M and W as separate operands."""
+    parsed = parse_einsum(call)
+    if parsed is None:
+        return None
+    operands, output = parsed
+    if len(operands) == 3:
+        return _einsum_of_weight_and_mask(recogniser, node, operands, output)
+    if len(operands) != 2:
+        return None
+    for (x_axes, x), (w_axes, weight) in (operands, reversed(operands)):
+        found = _axes_of_projection(x_axes, w_axes, output)
+        projection = None if found is None else _einsum_operands(recogniser, node, x, weight, *found)
+        if projection is not None:
+            return projection
+    return None
+
+
+def _axes_of_projection(x: str, weight: str, output: str) -> tuple[bool, int | None] | None:
+    """Whether the weight is laid out `[out, in]`, and which axis of the output is the masks' (None: there is none).
+
+    None where the operands are no input and weight of a projection.
+    """
+    shared = [axis for axis in weight if axis in x]
+    if len(shared) != 1 or shared[0] in output or not x.endswith(shared[0]):
+        return None
+    own = [axis for axis in weight if axis not in x and axis in output]
+    if len(own) + 1 != len(weight) or len(weight) not in (2, 3):
+        return None
+    features = weight[-1] if weight[-1] != shared[0] else weight[-2]
+    stack = weight[0] if len(weight) == 3 else ""
+    if stack == shared[0] or output.replace(stack, "") != x[:-1] + features:
+        return None
+    return weight[-1] == shared[0], output.index(stack) if stack else None
+
+
+def _einsum_operands(
+    recogniser: Recogniser, node: Node, x: Node, weight: Node, upright: bool, stack_dim: int | None
+) -> Value:
+    value = recogniser.value(weight)
+    if stack_dim is None:
+        return None if isinstance(value, Bundle) else projection_at(recogniser, node, x, weight, upright=upright)
+    if not isinstance(value, Bundle) or value.size is not None:
+        return None
+    items = [
+        projection_by(recogniser, node, x, weight, item, upright=upright) if isinstance(item, Weighted) else None
+        for item in value.items
+    ]
+    return bundle(items, stack_dim)
+
+
+def _einsum_of_weight_and_mask(
+    recogniser: Recogniser, node: Node, operands: list[tuple[str, Node]], output: str
+) -> Value:
+    """`einsum("bh,dh,dh->bd", x, W, M)` with one mask or a stack of masks."""
+    for i, (mask_axes, mask) in enumerate(operands):
+        factor = recogniser.value(mask)
+        others = operands[:i] + operands[i + 1 :]
+        if not isinstance(factor, Binary):
+            continue
+        for (x_axes, x), (w_axes, weight) in (others, others[::-1]):
+            found = _axes_of_projection(x_axes, mask_axes, output)
+            weighted = recogniser.as_weighted(weight)
+            if found is None or w_axes != mask_axes[-2:] or weighted is None:
+                continue
+            if weighted.factor is None and not weighted.transposed:
+                return _masked_projections(recogniser, node, (x, weight), weighted, factor, *found)
+    return None
+
+
+def _masked_projections(
+    recogniser: Recogniser,
+    node: Node,
+    operands: tuple[Node, Node],
+    weighted: Weighted,
+    factor: Binary,
+    upright: bool,
+    stack_dim: int | None,
+) -> Value:
+    x, weight = operands
+
+    def of(mask: Binary) -> Projection | None:
+        return projection_by(recogniser, node, x, weight, replace(weighted, factor=mask), upright=upright)
+
+    if stack_dim is None:
+        return of(factor) if len(factor.mask.shape) == 2 else None
+    count = factor.mask.stack
+    if count is None or count > MOST_ITEMS:
+        return None
+    return bundle([of(binary_at(factor, i)) for i in range(count)], stack_dim)
+
+
+# --- Sums of terms ----------------------------------------------------------------------------------------------------
+
+
+@rule("einsum")
+def einsum_of_a_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`einsum("nbd,nbd,bn->bd", act(gates), values, route)`, which is the product, the routing and the sum at once."""
+    parsed = parse_einsum(call)
+    if parsed is None:
+        return None
+    operands, output = parsed
+    parts = [(axes, recogniser.value(operand), operand) for axes, operand in operands]
+    stacks = [(axes, value) for axes, value, _ in parts if isinstance(value, Bundle) and value.size is None]
+    routes = [(axes, operand) for axes, value, operand in parts if not isinstance(value, Bundle)]
+    if not stacks or len(routes) > 1 or len(stacks) + len(routes) != len(parts) or dims(node) != len(output):
+        return None
+    axes, first = stacks[0]
+    if output != axes[: first.dim] + axes[first.dim + 1 :]:
+        return None
+    items: list[Value] = list(first.items)
+    for other_axes, other in stacks[1:]:
+        if other_axes != axes or other.dim != first.dim or len(other.items) != len(items):
+            return None
+        items = [times(recogniser, a, b) for a, b in zip(items, other.items, strict=True)]
+    for route_axes, route in routes:
+        masks = axes[first.dim]
+        if route_axes not in (masks, *_insertions(output[:-1], masks)) or size(route, route_axes.index(masks)) is None:
+            return None
+        column = Route(route, route_axes == masks and len(output) > 1, route_axes.index(masks))
+        items = [with_route(item, replace(column, index=i)) for i, item in enumerate(items)]
+    return joined(recogniser, items)
+
+
+def _insertions(axes: str, letter: str) -> list[str]:
+    return [axes[:i] + letter + axes[i:] for i in range(len(axes) + 1)]
+
+
+# --- Equations --------------------------------------------------------------------------------------------------------
+
+
+def parse_einsum(call: Call) -> tuple[list[tuple[str, Node]], str] | None:
+    """`([(axes, operand), ...], output axes)`, in which each dimension of `...` has a letter of its own."""
+    equation, operands = call.args
+    if not isinstance(equation, str) or not all(isinstance(o, Node) for o in operands):
+        return None
+    inputs, arrow, output = str(equation).replace(" ", "").partition("->")
+    if not arrow:  # the default output: the dimensions of `...`, then the letters that occur once, in sorted order
+        single = [letter for letter in sorted(set(inputs) - set(".,")) if inputs.count(letter) == 1]
+        output = "..." * ("..." in inputs) + "".join(single)
+    axes = inputs.split(",")
+    if len(axes) != len(operands):
+        return None
+    expanded = []
+    for letters, operand in zip(axes, operands, strict=True):
+        hidden = _letters_of_ellipsis(dims(operand) - len(letters.replace("...", "")))
+        expanded.append((letters.replace("...", hidden), operand))
+        output = output.replace("...", hidden) if "..." in letters else output
+    if any(len(letters) != dims(operand) or len(set(letters)) != len(letters) for letters, operand in expanded):
+        return None
+    return expanded, output
+
+
+def _letters_of_ellipsis(count: int) -> str:
+    return "".join(chr(0x3B1 + i) for i in range(max(count, 0)))  # Greek letters, which no equation of einsum has

@@ -1,0 +1,213 @@
+"""Rules for elementwise functions of masks and of numbers, which torch itself evaluates (`pointwise.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import Node
+
+from ..pointwise import Operand, as_dtype, evaluate
+from ..shapes import dtype_of, equal_sizes, requires_grad, tensor_example
+from ..symbols import Call
+from ..values import Binary, Levels, Mask, Scalar, Value, merge
+from .rule import rule
+
+if TYPE_CHECKING:
+    from ..recognise import Recogniser
+
+
+COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne")
+
+
+_POINTWISE = (
+    *("add", "sub", "rsub", "scaled_add", "mul", "div", "rounded_div", "neg", "abs", "reciprocal"),
+    *("pow", "square", "remainder"),
+    *("clamp", "clamp_min", "maximum", "round", "round_to", "sign", "relu", "threshold"),
+    *("not", "logical_not", "and", "or", "xor", "logical_and", "logical_or", "logical_xor"),
+    *(*COMPARISONS, "where", "masked_fill", "detach"),
+)
+
+
+@rule(*_POINTWISE)
+def pointwise(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """An elementwise function of numbers and one mask, such as `1 - M`, `~M`, `M == 0` or `where(M, 0, 1)`.
+
+    Torch computes it at M = 0 and M = 1 (`pointwise.evaluate`). A tensor of few values, as in `(sign(x) + 1) / 2`, is
+    treated in the same way.
+    """
+    inputs = node.all_input_nodes
+    values = [recogniser.value(item) for item in inputs]
+    if call.symbol in COMPARISONS and any(isinstance(value, Levels) for value in values):
+        return None  # `masks.comparison` gives a comparison and its complement the same key
+    dtype, operands = dtype_of(node), _operands(inputs, values)
+    if not operands or dtype is None or dtype.is_complex:
+        return None
+    result = evaluate(node, operands, dtype)
+    if result is None:
+        return None
+    functions = [value for value in values if isinstance(value, Binary)]
+    if functions:
+        rounding = max(function.mask.rounding for function in functions)
+        perturbed = [evaluate(node, _perturbed(operands, error), dtype) for error in _rounding_errors(rounding)]
+        if not all(other is not None and _is_close(other.values, result.values, rounding) for other in perturbed):
+            return None
+        return _function_of_a_mask(node, functions, operands, result.values, result.slopes)
+    if any(isinstance(value, Levels) for value in values):
+        return of_levels(recogniser, node, result.values)
+    return Scalar(result.values[0])
+
+
+def _operands(inputs: Sequence[Node], values: Sequence[Value]) -> dict[Node, Operand]:
+    """For each input its values at M = 0 and M = 1, or at each of its levels; empty if an input is unknown."""
+    operands: dict[Node, Operand] = {}
+    varying = [value for value in values if not isinstance(value, Scalar)]
+    several_levels = any(isinstance(value, Levels) for value in varying) and len(varying) > 1
+    for item, value in zip(inputs, values, strict=True):
+        example = tensor_example(item)
+        if example is None or example.is_complex() or several_levels:
+            return {}
+        if isinstance(value, Scalar):
+            operands[item] = Operand((value.value,), example.dtype, is_number=example.dim() == 0)
+        elif isinstance(value, Levels):
+            operands[item] = Operand(value.values, example.dtype)
+        elif isinstance(value, Binary):
+            trained = any(value.slope) and example.requires_grad
+            operands[item] = Operand(value.at, example.dtype, has_gradient=trained)
+        else:
+            return {}
+    return operands
+
+
+def _function_of_a_mask(
+    node: Node,
+    functions: Sequence[Binary],
+    operands: dict[Node, Operand],
+    values: Sequence[float],
+    slopes: Sequence[Sequence[float]],
+) -> Binary | None:
+    """The function that a node computes from functions of one mask, by the chain rule; None for several masks."""
+    mask = functions[0].mask
+    for function in functions[1:]:
+        merged = merge(mask, function.mask)
+        if merged is None:
+            return None
+        mask = merged
+    example = tensor_example(node)
+    if example is None or not equal_sizes(example.shape, mask.shape):
+        return None
+    total = [0.0, 0.0]
+    carrying = [f for f, operand in zip(functions, _of_masks(operands), strict=True) if operand.has_gradient]
+    if requires_grad(node):
+        for function, slope in zip(carrying, slopes, strict=True):
+            total = [t + s * f for t, s, f in zip(total, slope, function.slope, strict=True)]
+    return Binary(mask, at=(values[0], values[-1]), slope=(total[0], total[1]))
+
+
+def of_levels(recogniser: Recogniser, node: Node, values: Sequence[float]) -> Value:
+    """A tensor that holds no other values than these, which is a mask if they are 0 and 1."""
+    levels = tuple(sorted(set(values)))
+    if not 0 <= levels[0] <= levels[-1] <= 1:
+        return Levels(levels)
+    others = [value for value in levels if value not in (0, 1)]
+    doubt = f"it may hold {', '.join(f'{value:g}' for value in others)}" if others else ""
+    return Binary(Mask(node, recogniser.key(node), proof=None if others else "values", doubt=doubt))
+
+
+# --- Rounding errors --------------------------------------------------------------------------------------------------
+
+
+def _rounding_errors(rounding: float) -> tuple[float, ...]:
+    """The errors to try where the mask is 1, if the program computes it with this machine epsilon."""
+    return (2 * rounding, -2 * rounding) if rounding else ()
+
+
+def _perturbed(operands: dict[Node, Operand], error: float) -> dict[Node, Operand]:
+    """The operands with a rounding error in their values at M = 1."""
+    return {
+        item: replace(operand, values=(operand.values[0], _with_error(operand.values[1], operand.dtype, error)))
+        if len(operand.values) == 2
+        else operand
+        for item, operand in operands.items()
+    }
+
+
+def _with_error(value: float, dtype: torch.dtype, error: float) -> float:
+    """A number with a rounding error; integers have none."""
+    return value + error * max(1.0, abs(value)) if dtype.is_floating_point else value
+
+
+def _is_close(perturbed: Sequence[float], exact: Sequence[float], rounding: float) -> bool:
+    """Whether rounding errors of the mask stay small; `m == 1` and `m.to(torch.int32)` turn them into jumps."""
+    return all(abs(a - b) <= 16 * rounding * (1 + abs(b)) for a, b in zip(perturbed, exact, strict=True))
+
+
+def _of_masks(operands: dict[Node, Operand]) -> list[Operand]:
+    return [operand for operand in operands.values() if len(operand.values) > 1]
+
+
+# --- Casts and copies -------------------------------------------------------------------------------------------------
+
+
+@rule("to")
+def cast(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """A mask, or a number, in another dtype."""
+    source, dtype = call.args[0], dtype_of(node)
+    value, example = recogniser.value(source), tensor_example(source)
+    if dtype is None or dtype.is_complex or example is None or not isinstance(value, (Scalar, Levels, Binary)):
+        return None
+    points = value.at if isinstance(value, Binary) else value.values if isinstance(value, Levels) else (value.value,)
+    cast_points = [as_dtype(point, dtype) for point in points]
+    values = [point for point in cast_points if point is not None]
+    if len(values) < len(cast_points):
+        return None
+    if isinstance(value, Levels):
+        return of_levels(recogniser, node, values)
+    if isinstance(value, Scalar):
+        return Scalar(values[0])
+    errors = _rounding_errors(value.mask.rounding)
+    perturbed = [as_dtype(_with_error(value.at[1], example.dtype, error), dtype) for error in errors]
+    if not all(other is not None and _is_close([other], values[1:], value.mask.rounding) for other in perturbed):
+        return None
+    slope = value.slope if requires_grad(node) and requires_grad(source) else (0.0, 0.0)
+    return replace(value, at=(values[0], values[1]), slope=slope)
+
+
+@rule("alias")
+def alias(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """A copy of a mask or of a number."""
+    value = recogniser.value(call.args[0])
+    if isinstance(value, Binary) and not requires_grad(node):
+        return replace(value, slope=(0, 0))
+    return value if isinstance(value, (Scalar, Levels, Binary)) else None
+
+
+# --- Numbers ----------------------------------------------------------------------------------------------------------
+
+
+def _filled(node: Node, value: float) -> Scalar | None:
+    """A tensor filled with a number, which is rounded to the dtype of the tensor."""
+    dtype = dtype_of(node)
+    if dtype is None or dtype.is_complex:
+        return None
+    rounded = as_dtype(value, dtype)
+    return None if rounded is None else Scalar(rounded)
+
+
+@rule("zeros")
+def zeros(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    return _filled(node, 0)
+
+
+@rule("ones")
+def ones(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    return _filled(node, 1)
+
+
+@rule("full", "tensor")
+def full(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`full_like(m, 0.5)` and `torch.tensor(0.5)`."""
+    value = recogniser.value(call.args[0])
+    return _filled(node, value.value) if isinstance(value, Scalar) else None

@@ -1,0 +1,124 @@
+"""Rules for sums of gated products over the masks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch.fx import Node
+
+from .. import formulas
+from ..shapes import broadcasts_to, dimension, dtype_of, same_shape
+from ..symbols import Call, value_users
+from ..values import Activated, Bundle, Gated, Projection, Scalar, Value
+from .bundles import bundle
+from .gates import scaled
+from .projections import same_operands
+from .rule import rule
+
+if TYPE_CHECKING:
+    from ..recognise import Recogniser
+
+
+@rule("add")
+def sum_of_terms(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`y + term`, where y is a sum of terms, 0, or anything else (a residual)."""
+    left, right = call.args
+    a, b = recogniser.value(left), recogniser.value(right)
+    if isinstance(a, Bundle) and isinstance(b, Bundle):
+        return None
+    if isinstance(a, Gated) and isinstance(b, Gated):
+        longer = _longer_sum(recogniser, node, (left, a), (right, b))
+        return longer if longer is not None else _with_rest(node, b, right, left)
+    if isinstance(b, Gated):
+        return _plus_zero(node, b, right) if a == Scalar(0) else _with_rest(node, b, right, left)
+    if isinstance(a, Gated):
+        return _plus_zero(node, a, left) if b == Scalar(0) else _with_rest(node, a, left, right)
+    return None
+
+
+def _plus_zero(node: Node, gated: Gated, gated_node: Node) -> Gated | None:
+    return gated if len(value_users(gated_node)) == 1 and same_shape(node, gated_node) else None
+
+
+def _longer_sum(
+    recogniser: Recogniser, node: Node, left: tuple[Node, Gated], right: tuple[Node, Gated]
+) -> Gated | None:
+    """The sum of two sums of terms; None if one of them has other users, for it is then a layer of its own."""
+    (a_node, a), (b_node, b) = left, right
+    if any(len(value_users(n)) > 1 or not same_shape(node, n) for n in (a_node, b_node)) or (a.rest and b.rest):
+        return None
+    total = joined(recogniser, [a, b])
+    return None if total is None else replace(total, rest=a.rest or b.rest)
+
+
+def joined(recogniser: Recogniser, parts: Sequence[Value]) -> Gated | None:
+    """One sum of the terms of several sums, if all terms belong to one layer: one x, one weight, one activation."""
+    sums = [part for part in parts if isinstance(part, Gated)]
+    terms = tuple(term for part in sums for term in part.terms)
+    if not terms or len(sums) < len(parts):
+        return None
+    first = terms[0]
+    unit = formulas.unscaled(first.formula)[0]
+    alike = all(
+        formulas.unscaled(term.formula)[0] == unit and same_operands(recogniser, term.gate, first.gate)
+        for term in terms[1:]
+    )
+    return Gated(terms) if alike else None
+
+
+def _with_rest(node: Node, gated: Gated, gated_node: Node, rest: Any) -> Gated | None:
+    """A sum of terms plus a residual, to which more terms may be added: `y = x; y = y + term; y = y + term`.
+
+    The residual may broadcast to the shape of the sum, as a bias does.
+    """
+    if gated.rest is not None or not isinstance(rest, Node) or "iadd" in str(node.target) or "add_" in str(node.target):
+        return None
+    if dtype_of(node) is None or dtype_of(node) != dtype_of(rest) or not same_shape(node, gated_node):
+        return None
+    return replace(gated, rest=rest, whole=gated_node) if broadcasts_to(rest, node) else None
+
+
+@rule("sub")
+def difference_of_terms(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`y - term`."""
+    left, right = call.args
+    a, b = recogniser.value(left), scaled(recogniser.value(right), -1)
+    if not isinstance(a, Gated) or not isinstance(b, Gated):
+        return None
+    return _longer_sum(recogniser, node, (left, a), (right, b))
+
+
+@rule("neg")
+def negated_term(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`-term`."""
+    value = recogniser.value(call.args[0])
+    return scaled(value, -1) if isinstance(value, Gated) else None
+
+
+@rule("stack")
+def stacked_terms(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`stack(terms)`, `stack(gates)` and `stack(values)`."""
+    items, dim = call.args[0], dimension(call.args[1], node)
+    if not isinstance(items, (list, tuple)) or dim is None:
+        return None
+    values = [recogniser.value(item) for item in items]
+    if not all(isinstance(value, (Projection, Activated, Gated)) for value in values):
+        return None
+    if any(isinstance(value, Gated) and value.rest is not None for value in values):
+        return None
+    no_other_users = all(len(value_users(item)) == 1 for item in items if isinstance(item, Node))
+    return bundle(values, dim) if no_other_users else None
+
+
+@rule("sum", "mean")
+def sum_of_a_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`terms.sum(0)` and `terms.mean(0)` along the dimension of the masks."""
+    source, dim, keepdim = call.args
+    value = recogniser.value(source)
+    is_stack = isinstance(value, Bundle) and value.size is None and dimension(dim, source) == value.dim
+    if not is_stack or not isinstance(value, Bundle) or keepdim is not False or dtype_of(node) != dtype_of(source):
+        return None
+    total = joined(recogniser, value.items)
+    return total if call.symbol == "sum" else scaled(total, 1 / len(value.items))

@@ -1,0 +1,144 @@
+"""Rules for the same weights in another dtype, layout or tensor: cast, copied, transposed, stacked, concatenated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Node
+
+from ..shapes import dimension, dims, dtype_of, equal_sizes, holds, is_matrix, same_shape, size, tensor_example
+from ..symbols import Call
+from ..values import Bundle, Product, Value, Weighted
+from .bundles import bundle, each, part_of
+from .rule import rule
+
+if TYPE_CHECKING:
+    from ..recognise import Recogniser
+
+
+@rule("to", "alias")
+def cast_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """A masked weight in another dtype, if the operator's own cast gives the same; a copy that is then written to."""
+    source, dtype = call.args[0], dtype_of(node)
+    value = recogniser.value(source)
+    if isinstance(value, (Weighted, Bundle)) and dtype is not None:
+        return each(value, lambda one: one if isinstance(one, Weighted) and rounds_once(one, source, dtype) else None)
+    is_copy = call.symbol == "alias" and is_matrix(source) and recogniser.effects.is_written(node)
+    return Weighted(source, None) if is_copy and recogniser.as_weighted(source) is not None else None
+
+
+def rounds_once(weighted: Weighted, node: Any, dtype: torch.dtype) -> bool:
+    """Whether casting the masked weight at `node` to `dtype` equals casting the weight and masking it then.
+
+    That fails where an earlier cast has rounded the weight already.
+    """
+    weight, source = dtype_of(weighted.weight), dtype_of(node)
+    if weight is None or source is None or not dtype.is_floating_point:
+        return False
+    return source == weight or holds(source, dtype)
+
+
+@rule("getattr", "t", "mT", "transpose", "permute")
+def transpose(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """The transpose of a weight, or of each in a stack or a concatenation."""
+    source = call.args[0]
+    value = recogniser.value(source)
+    if not _swaps_last_two(call, source):
+        return None
+    if isinstance(value, Bundle):
+        flipped = each(value, lambda one: _flipped(one) if isinstance(one, Weighted) else None)
+        if not isinstance(flipped, Bundle) or flipped.size is None:
+            return flipped
+        return replace(flipped, dim=1 - flipped.dim)
+    weighted = value if isinstance(value, Product) else recogniser.as_weighted(source)
+    return None if weighted is None else _flipped(weighted)
+
+
+def _flipped(weighted: Weighted | Product) -> Weighted | Product:
+    return replace(weighted, transposed=not weighted.transposed)
+
+
+def _swaps_last_two(call: Call, source: Any) -> bool:
+    """Whether a call swaps the last two dimensions of its argument and leaves the others in place."""
+    count = dims(source)
+    last_two = [count - 2, count - 1]
+    if call.symbol == "getattr":
+        return call.args[1] in ("mT", "mH") or (call.args[1] in ("T", "H") and count == 2)
+    if call.symbol in ("t", "mT"):
+        return count == 2 or (count > 2 and call.symbol == "mT")
+    dims_given = call.args[1] if call.symbol == "permute" else call.args[1:]
+    order = [dimension(dim, source) for dim in dims_given]
+    if call.symbol == "permute":
+        return count >= 2 and order == [*range(count - 2), *reversed(last_two)]
+    return count >= 2 and sorted(dim for dim in order if dim is not None) == last_two
+
+
+@rule("unsqueeze")
+def stack_to_be_broadcast(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """A stack of weights `[n_masks, h, d]` as `[n_masks, 1, h, d]`, for a product with x of three dimensions."""
+    value, dim = recogniser.value(call.args[0]), dimension(call.args[1], node)
+    if not isinstance(value, Bundle) or value.size is not None or dim is None:
+        return None
+    return value if 1 <= dim <= dims(node) - 3 else None
+
+
+@rule("stack")
+def stacked_weights(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`stack([W * M, W * (1 - M)])`."""
+    items = _masked_items(recogniser, call.args[0])
+    return bundle(items, 0) if items and dimension(call.args[1], node) == 0 else None
+
+
+def _masked_items(recogniser: Recogniser, items: Any) -> list[Weighted]:
+    """The items as weights, if all of them are weights and at least one is masked; otherwise an empty list."""
+    values = [recogniser.as_weighted(item) for item in items] if isinstance(items, (list, tuple)) else []
+    weights = [value for value in values if value is not None]
+    is_masked = any(value.factor is not None for value in weights)
+    return weights if is_masked and len(weights) == len(values) and all(map(is_matrix, items)) else []
+
+
+@rule("cat", "vstack")
+def concatenated_weights(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`cat([W * M, W * (1 - M)])` along the output features."""
+    parts, dim = call.args[0], dimension(call.args[1] if call.symbol == "cat" else 0, node)
+    if not isinstance(parts, (list, tuple)) or dim is None:
+        return None
+    values = [recogniser.value(part) for part in parts]
+    if values and all(isinstance(value, Bundle) for value in values):
+        return _concatenated_bundles([value for value in values if isinstance(value, Bundle)], dim)
+    items, length = _masked_items(recogniser, parts), size(parts[0], dim) if parts else None
+    if not items or length is None or not same_shape(*parts) or any(item.transposed != (dim == 1) for item in items):
+        return None
+    return bundle(items, dim, length)
+
+
+def _concatenated_bundles(parts: Sequence[Bundle], dim: int) -> Bundle | None:
+    """The bundle of all items of several bundles that are concatenated along their own dimension."""
+    first = parts[0]
+    alike = all((part.dim, part.size) == (dim, first.size) for part in parts)
+    return bundle([item for part in parts for item in part.items], dim, first.size) if alike else None
+
+
+@rule("flatten", "reshape")
+def flattened_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """A stack of weights `[n, d, h]` as one tensor `[n * d, h]`."""
+    source = call.args[0]
+    value, before, after = recogniser.value(source), tensor_example(source), tensor_example(node)
+    if not isinstance(value, Bundle) or value.size is not None or before is None or after is None:
+        return None
+    rows = size(source, 1)
+    if rows is None or after.dim() != 2 or before.dim() != 3 or after.dtype != before.dtype:
+        return None
+    if not equal_sizes(after.shape, (len(value.items) * rows, before.shape[2])):
+        return None
+    upright = all(isinstance(item, Weighted) and not item.transposed for item in value.items)
+    return Bundle(value.items, 0, rows) if upright else None
+
+
+@rule("getitem", "select", "narrow", "slice")
+def part_of_a_bundle(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """One item of a bundle, or adjacent ones, taken by an index, a slice, `unbind`, `chunk` or `split`."""
+    return part_of(recogniser, node)
