@@ -1,4 +1,4 @@
-"""The Dynamo backend "mglu": Inductor with the pass on, found by its entry point without any import."""
+"""The Dynamo backend "mglu": Inductor with the pass turned on; its entry point makes it available without an import."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def mglu(
     mode: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> Any:
-    """`torch.compile(model, backend="mglu", mode=..., options=...)`.
+    """Compile a graph for `torch.compile(model, backend="mglu", mode=..., options=...)`.
 
     Args:
         gm: the graph.
         example_inputs: its inputs.
-        mode: as of the Inductor backend ("reduce-overhead", "max-autotune", ...).
-        options: settings of Inductor, and our own `strict` and `assume_binary` (see `mglu_ops.enable_fusion`).
+        mode: a mode of the Inductor backend ("reduce-overhead", "max-autotune", ...).
+        options: settings of Inductor, and `strict` and `assume_binary` (see `mglu_ops.enable_fusion`).
 
     Returns:
-        The compiled graph. What was fused stands in the report of the `mglu_ops.fusion()` block around it,
-        or else in `mglu_ops.fusion_report()`.
+        The compiled graph. Its layers are added to the report of the enclosing `mglu_ops.fusion()` block, or else to
+        `mglu_ops.fusion_report()`.
     """
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
@@ -41,8 +41,8 @@ def mglu(
     patches.update(options or {})
     if patches.get("freezing") and not inductor_config.freezing:
         warnings.warn(
-            "mglu: the option `freezing` freezes nothing, since Dynamo reads torch._inductor.config.freezing when it "
-            "captures a model, before options count; set that instead",
+            "mglu: the option `freezing` freezes nothing, because Dynamo reads torch._inductor.config.freezing when it "
+            "captures a model, before it reads options; set that instead",
             UserWarning,
             stacklevel=2,
         )

@@ -6,6 +6,7 @@ The tests run it on every graph that they capture (`tests/support/graphs.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+
 import torch
 from torch.fx import Graph, Node
 

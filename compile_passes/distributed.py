@@ -1,13 +1,13 @@
-"""Layers that are cut in pieces before the pass sees them.
+"""Layers that Dynamo's DDP optimiser has split between two graphs, which the report names.
 
-Under `DistributedDataParallel` (DDP), Dynamo cuts a graph wherever the parameters read so far fill a bucket of
-gradients, and compiles each piece by itself, so that a bucket is sent while the pieces before it go backward. A cut
-falls in front of any node that reads a parameter, also inside a layer. A piece then holds a gate without its value, or
-a layer whose mask another piece has made and which comes as a plain tensor.
+Under `DistributedDataParallel` (DDP), Dynamo splits a graph wherever the parameters read so far fill a bucket of
+gradients, and compiles each part by itself, so that a bucket is sent while the backward pass of earlier parts runs. A
+split can come before any node that reads a parameter, also inside a layer. Then a part has a gate without its value, or
+a layer whose mask comes from another part as a plain tensor.
 
-A piece is known by Dynamo's tracing context, and what another piece has made by its placeholder, which has no source in
-the program. A weight keeps its name in all pieces: one that is masked in some piece and read again, there or in another
-one, without either being part of a layer, is that of a layer which was cut.
+Dynamo's tracing context tells that a graph is such a part. A tensor from another part is a placeholder without a source
+in the program. A weight keeps its name in all parts: if one is masked in some part and read again, there or in another
+one, and neither read belongs to a layer, then it is the weight of a layer that was split.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import torch
 from torch._guards import TracingContext
 from torch.fx import Graph, Node
 
-from .report import SiteReport, lines, module_path, source_line
+from .report import SiteReport, missed_at
 from .shapes import equal_sizes, tensor_example
 from .symbols import as_call
 
-CUT_BY_DDP = (
-    "DistributedDataParallel cut this layer in pieces: torch.compile ends a graph wherever a bucket of gradients is "
-    "full, and so compiles gate, value and mask of the layer apart. Set torch._dynamo.config.optimize_ddp = False "
-    "before compiling, or use mglu_ops.nn.MGLU, which is one operator and is not cut"
+SPLIT_BY_DDP = (
+    "DistributedDataParallel split this layer: torch.compile ends a graph wherever a bucket of gradients is full, and "
+    "so compiles gate, value and mask of the layer separately. Set torch._dynamo.config.optimize_ddp = False before "
+    "compiling, or use mglu_ops.nn.MGLU, which is one operator and cannot be split"
 )
 
 _MASKS = ("mul", "where", "masked_fill")
@@ -39,22 +39,22 @@ _PROJECTS = ("linear", "inner", "matmul", "addmm", "einsum")
 
 @dataclass
 class _Reads:
-    """What the pieces that have come so far do to a weight, outside the layers that were found whole."""
+    """How the parts that were compiled so far read a weight, outside of layers that were found whole."""
 
     count: int = 0
     masked: SiteReport | None = None
-    """Its first product with a mask that is projected."""
+    """The first product of the weight and a mask that multiplies an input."""
     is_reported: bool = False
 
 
 @dataclass
-class _Pieces:
-    """The pieces of one graph that have come so far. Nothing here keeps them, or their examples, alive."""
+class _Parts:
+    """The parts of one graph that were compiled so far; it holds no strong reference to them or to their examples."""
 
     graphs: list[ReferenceType[Graph]] = field(default_factory=list)
     weights: dict[str, _Reads] = field(default_factory=dict)
-    underway: list[tuple[ReferenceType[torch.Tensor], SiteReport, _Reads]] = field(default_factory=list)
-    """The examples of masked weights that leave their piece; an input of a later piece has the same example."""
+    in_transit: list[tuple[ReferenceType[torch.Tensor], SiteReport, _Reads]] = field(default_factory=list)
+    """The examples of masked weights that a part returns; the input of a later part has the same example."""
 
     def is_new(self, graph: Graph) -> bool:
         if any(other() is graph for other in self.graphs):
@@ -63,24 +63,24 @@ class _Pieces:
         return True
 
     def follow(self, node: Node, masked: SiteReport, reads: _Reads) -> None:
-        """Note what becomes of a masked weight that is at `node`."""
+        """Record where the masked weight at `node` goes: into a product, or out of this part."""
         is_projected, leaving = _fate(node)
         if is_projected:
             reads.masked = reads.masked or masked
         values = [value for value in map(tensor_example, leaving) if value is not None]
-        self.underway.extend((ref(value), masked, reads) for value in values)
+        self.in_transit.extend((ref(value), masked, reads) for value in values)
 
-    def arriving(self, node: Node) -> list[tuple[SiteReport, _Reads]]:
-        """The masked weight that an input of a piece is, as it was when it left another."""
-        return [(masked, reads) for value, masked, reads in self.underway if value() is tensor_example(node)]
-
-
-_pieces: WeakKeyDictionary[Any, _Pieces] = WeakKeyDictionary()
-"""By the object that Dynamo keeps while DDP's optimiser compiles the pieces of a graph."""
+    def received(self, node: Node) -> list[tuple[SiteReport, _Reads]]:
+        """The masked weights of other parts that arrive at an input of this part."""
+        return [(masked, reads) for value, masked, reads in self.in_transit if value() is tensor_example(node)]
 
 
-def split_by_ddp() -> bool:
-    """Whether the graph that is being compiled is a piece of one that DDP's optimiser cut."""
+_parts_by_context: WeakKeyDictionary[Any, _Parts] = WeakKeyDictionary()
+"""The parts of each graph, by the object that Dynamo keeps while its DDP optimiser compiles them."""
+
+
+def is_part_of_a_split_graph() -> bool:
+    """Whether the graph that is being compiled is one part of a graph that Dynamo's DDP optimiser split."""
     return _context() is not None
 
 
@@ -88,18 +88,18 @@ def _context() -> Any | None:
     return getattr(TracingContext.try_get(), "ddp_optimizer_ctx", None)
 
 
-def is_made_in_another_piece(node: Node) -> bool:
-    """Whether a node is an input that an earlier piece of the same graph computes."""
-    return split_by_ddp() and node.op == "placeholder" and getattr(node, "_dynamo_source", node) is None
+def comes_from_another_part(node: Node) -> bool:
+    """Whether a node is an input that an earlier part of the same graph computes."""
+    return is_part_of_a_split_graph() and node.op == "placeholder" and getattr(node, "_dynamo_source", node) is None
 
 
 def lacks_its_mask(graph: Graph, spelling: Collection[Node]) -> bool:
-    """Whether another piece makes a mask of a layer, so that nothing here can prove what it is.
+    """Whether another part makes a mask of a layer, so that nothing in this graph can prove what it is.
 
-    `report_cut_layers` reports such a layer if its nodes are not among those that it is told of.
+    `report_split_layers` reports such a layer if its nodes are not among `found`.
     """
-    return split_by_ddp() and any(
-        is_made_in_another_piece(source)
+    return is_part_of_a_split_graph() and any(
+        comes_from_another_part(source)
         for weight in _weights(graph)
         for node, operands in _masked(weight)
         if node in spelling
@@ -108,50 +108,37 @@ def lacks_its_mask(graph: Graph, spelling: Collection[Node]) -> bool:
     )
 
 
-def report_cut_layers(graph: Graph, found: Collection[Node]) -> list[SiteReport]:
-    """The layers of which enough pieces have come to tell that they were cut, each once.
+def report_split_layers(graph: Graph, found: Collection[Node]) -> list[SiteReport]:
+    """Report each split layer once, as soon as enough parts were compiled to tell that it was split.
 
-    To be called for each graph before the pass changes it. `found` are the nodes of the layers that are whole in it;
-    those that were refused for another reason count, too, as they are reported already.
+    Call it for each graph before the pass changes it. `found` are the nodes of the layers that are whole in the graph,
+    including those that were refused for another reason, since they are reported already.
     """
     context = _context()
     if context is None:
         return []
-    pieces = _pieces.setdefault(context, _Pieces())
-    if not pieces.is_new(graph):
+    parts = _parts_by_context.setdefault(context, _Parts())
+    if not parts.is_new(graph):
         return []
     for weight in _weights(graph):
-        reads = pieces.weights.setdefault(str(weight.target), _Reads())
+        reads = parts.weights.setdefault(str(weight.target), _Reads())
         reads.count += sum(reader not in found for reader, _ in _readers(weight))
         for node, _ in _masked(weight):
             if node not in found:
-                pieces.follow(node, _describe(node), reads)
-    for node in filter(is_made_in_another_piece, graph.nodes):
-        for masked, reads in pieces.arriving(node):
-            pieces.follow(node, masked, reads)
-    cut = []
-    for reads in pieces.weights.values():
+                parts.follow(node, missed_at(node, SPLIT_BY_DDP), reads)
+    for node in filter(comes_from_another_part, graph.nodes):
+        for masked, reads in parts.received(node):
+            parts.follow(node, masked, reads)
+    split = []
+    for reads in parts.weights.values():
         if reads.masked is not None and reads.count > 1 and not reads.is_reported:
             reads.is_reported = True
-            cut.append(reads.masked)
-    return cut
-
-
-def _describe(masked: Node) -> SiteReport:
-    dtype = getattr(tensor_example(masked), "dtype", None)
-    return SiteReport(
-        module_path=module_path(masked),
-        source=source_line(masked),
-        n_masks=0,
-        activation="",
-        dtype=str(dtype).removeprefix("torch."),
-        reason=CUT_BY_DDP,
-        before=lines([masked]),
-    )
+            split.append(reads.masked)
+    return split
 
 
 def _weights(graph: Graph) -> Iterator[Node]:
-    """The inputs of a graph that are matrices among the model's parameters."""
+    """The inputs of a graph that are parameters of the model and matrices."""
     for node in graph.find_nodes(op="placeholder"):
         if _is_parameter(node) and tensor_example(node).dim() == 2:  # type: ignore[union-attr] # a parameter is a tensor
             yield node
@@ -162,7 +149,7 @@ def _is_parameter(node: Node) -> bool:
 
 
 def _readers(weight: Node) -> Iterator[tuple[Node, Node]]:
-    """The nodes that read a weight, and as what they read it: as it is, cast or transposed."""
+    """The nodes that read a weight, each with the form that it reads: the weight itself, cast or transposed."""
     pending = [weight]
     while pending:
         form = pending.pop()
@@ -170,12 +157,12 @@ def _readers(weight: Node) -> Iterator[tuple[Node, Node]]:
             call, value = as_call(user), tensor_example(user)
             if call is not None and call.symbol in _SAME_WEIGHT and value is not None:
                 pending.append(user)
-            elif value is not None:  # not its shape or dtype
+            elif value is not None:  # a user without a value reads only the shape or dtype
                 yield user, form
 
 
 def _masked(weight: Node) -> Iterator[tuple[Node, list[Node]]]:
-    """Products of a weight and a tensor of its shape, or choices of its entries; with each what may be its mask."""
+    """Products of a weight with a tensor of its shape, and choices of its entries, each with its possible masks."""
     for node, form in _readers(weight):
         call = as_call(node)
         if call is not None and call.symbol in _MASKS:
@@ -185,7 +172,7 @@ def _masked(weight: Node) -> Iterator[tuple[Node, list[Node]]]:
 
 
 def _covers(mask: Node, weight: Node) -> bool:
-    """Whether a tensor has the shape of a weight, or of a stack of its masks, and is no parameter itself."""
+    """Whether a tensor has the shape of a weight or of a stack of its masks, and is no parameter itself."""
     value, matrix = tensor_example(mask), tensor_example(weight)
     if value is None or matrix is None or _is_parameter(mask):
         return False
@@ -193,7 +180,7 @@ def _covers(mask: Node, weight: Node) -> bool:
 
 
 def _fate(masked: Node) -> tuple[bool, list[Node]]:
-    """Whether a masked weight is one of a projection, and the nodes as which it leaves the piece."""
+    """Whether a masked weight multiplies an input, and the nodes in which it leaves this part."""
     is_projected, leaving = False, []
     pending = [masked]
     while pending:
@@ -210,7 +197,7 @@ def _fate(masked: Node) -> tuple[bool, list[Node]]:
 
 
 def _sources(node: Node) -> Iterator[Node]:
-    """The inputs of the graph that a node is made of."""
+    """The inputs of the graph that a node depends on."""
     pending, seen = [node], {node}
     while pending:
         current = pending.pop()

@@ -1,4 +1,4 @@
-"""The examples that the recogniser reads, for graphs that come without them, or without what requires a gradient."""
+"""Records the examples that the recogniser reads, for graphs that lack them or that lack their gradients."""
 
 from __future__ import annotations
 
@@ -18,27 +18,26 @@ _NUMBER = (bool, int, float, *_SYMBOLIC)
 
 
 def record_examples(gm: GraphModule, inputs: Sequence[Any] | None = None) -> None:
-    """Make each node carry the value that it has on fake tensors, as Dynamo does.
+    """Record at each node its value on fake tensors, as Dynamo does.
 
-    The values that `torch.export` keeps are detached from what requires a gradient, so that they cannot tell a mask
-    that is trained from one that is not: the graph is run anew. Where Dynamo recorded all of a graph for inputs like
-    these, nothing is run.
+    The values that `torch.export` keeps have no gradients, so they do not show which masks are trained, and the graph
+    is run again. Nothing is run if Dynamo recorded the whole graph for inputs like these.
 
     Args:
-        gm: whose nodes get `meta["example_value"]`.
-        inputs: one a placeholder, real or fake; None for those that the placeholders carry.
+        gm: the graph module, whose nodes receive `meta["example_value"]`.
+        inputs: one real or fake input per placeholder; None for the values that are recorded at the placeholders.
 
     Raises:
-        ValueError: `inputs` are missing, too few or too many, or the module does not take them.
+        ValueError: `inputs` are missing, too few or too many, or the module rejects them.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     recorded = [example(node) for node in placeholders]
     if inputs is None:
         if any(value is None for value in recorded):
-            raise ValueError("example_inputs: tracing recorded none at the graph's placeholders, must be given")
+            raise ValueError("example_inputs: tracing recorded none at the graph's placeholders; they must be given")
         inputs = recorded
     if len(inputs) != len(placeholders):
-        raise ValueError(f"example_inputs: got {len(inputs)}, must be {len(placeholders)}, one a placeholder")
+        raise ValueError(f"example_inputs: got {len(inputs)}, must be {len(placeholders)}, one per placeholder")
     if not all(map(_is_like, inputs, recorded)):
         _run(gm, inputs if any(map(is_fake, inputs)) else list(map(_as_number, inputs)), anew=True)
     elif not _is_recorded(gm.graph):
@@ -46,7 +45,7 @@ def record_examples(gm: GraphModule, inputs: Sequence[Any] | None = None) -> Non
 
 
 def _is_like(given: Any, recorded: Any) -> bool:
-    """Whether an input is of the dtype, shape, ... for which tracing recorded a value; a symbolic size fits all."""
+    """Whether an input has the type, dtype, shape, ... of the recorded value; a symbolic size fits any size."""
     if isinstance(recorded, _SYMBOLIC):
         return isinstance(given, _NUMBER)
     if not isinstance(recorded, torch.Tensor):
@@ -59,9 +58,9 @@ def _is_like(given: Any, recorded: Any) -> bool:
 
 
 def _is_recorded(graph: Graph) -> bool:
-    """Whether Dynamo recorded the values of all that a graph computes, and would record them so now.
+    """Whether Dynamo recorded the values of all nodes that are read, with the gradients that it would record now.
 
-    It records none of what switches the grad mode or autocast, whose result is only read to switch it back.
+    Nodes that switch the grad mode or autocast have no value; only the nodes that switch back read them.
     """
     computed = [node for node in graph.nodes if node.op == "output" or "example_value" in node.meta]
     read = {node for user in computed for node in user.all_input_nodes if not _is_module(node)}
@@ -69,7 +68,7 @@ def _is_recorded(graph: Graph) -> bool:
 
 
 def _has_todays_gradients(graph: Graph) -> bool:
-    """Whether the results' gradients were recorded, where they would be in the grad mode that there is now."""
+    """Whether the recorded results have gradients exactly if they would have them in the current grad mode."""
     leaves = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
     wanted = torch.is_grad_enabled() and any(map(_requires_grad, leaves))
     results = [node for node in _recorded_results(graph) if _is_floating(node)]
@@ -77,7 +76,7 @@ def _has_todays_gradients(graph: Graph) -> bool:
 
 
 def _recorded_results(graph: Graph) -> list[Node]:
-    """The results of a graph, or where a pass added nodes behind them, what it added them to."""
+    """The results of a graph, or their nearest inputs with a recorded value if another pass has added nodes."""
     found: list[Node] = []
     pending, seen = [graph.output_node()], set()
     while pending:
@@ -111,27 +110,27 @@ def _tensors(node: Node) -> list[torch.Tensor]:
 
 
 def _as_number(value: Any) -> Any:
-    """A symbolic number as the number that it stood for when it was traced, where that is known."""
+    """The number that a symbolic number stood for when it was traced, if that is known."""
     hint = value.node.hint if isinstance(value, _SYMBOLIC) else None
     return value if hint is None else hint
 
 
 def _run(gm: GraphModule, inputs: Sequence[Any], *, anew: bool) -> None:
-    """Compute the values of all nodes, or without `anew` of those that have none yet."""
+    """Compute the values of all nodes, or without `anew` only of those that have none."""
     modes = [mode for mode in map(maybe_get_fake_mode, inputs) if mode is not None]
     mode = modes[0] if modes else FakeTensorMode()
     try:
         with _left_as_it_is(mode), mode:
             _Recorder(gm, mode, anew).run(*(_as_fake(mode, value) for value in inputs))
-    except Exception as error:  # whatever the operators of a graph raise
+    except Exception as error:  # any error of the graph's operators
         raise ValueError(f"example_inputs: the module does not take them: {error}") from error
 
 
 @contextmanager
 def _left_as_it_is(mode: FakeTensorMode) -> Iterator[None]:
-    """Run a graph in a mode that may be another tracer's: no guard comes to its shapes, and the grad mode is kept."""
+    """Allow a block to run a graph in the fake mode of another tracer: no guards are added, the grad mode is kept."""
     allowed = mode.allow_non_fake_inputs
-    mode.allow_non_fake_inputs = True  # of modules that a graph calls
+    mode.allow_non_fake_inputs = True  # parameters of modules that a graph calls
     try:
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
@@ -161,7 +160,8 @@ class _Recorder(Interpreter):
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         module = self.fetch_attr(target)
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        state = {name: self._as_fake(tensor) for name, tensor in tensors.items()}  # which a module may write to
+        # The module may write to its state, so it runs on fake tensors.
+        state = {name: self._as_fake(tensor) for name, tensor in tensors.items()}
         return torch.func.functional_call(module, state, args, kwargs)
 
     def _as_fake(self, value: Any) -> Any:

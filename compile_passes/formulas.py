@@ -1,17 +1,17 @@
-"""Elementwise functions of one variable in a normal form, so that hand-written activations are told by what they are.
+"""Formulas: elementwise functions of one variable in a normal form, by which hand-written activations are recognised.
 
 A formula is a polynomial with real coefficients in *atoms*: the variable, and functions of formulas (`exp`, `tanh`,
-`1 / ...`). Two spellings that differ in the order or the association of sums and products have one normal form:
+`1 / ...`). Spellings that differ only in the order or the association of sums and products have one normal form:
 `g / (1 + exp(-g))`, `g * sigmoid(g)` and `g * (1 / (exp(-g) + 1))` are all `g inv(1 + exp(-1 g))`, which is silu.
 
-The normal form is told apart by its text, which is built from the texts of its parts. A formula has a limited size, so
-that building, comparing and sorting one takes constant time however long the chain of operations is; what is larger is
-no activation of ours and has no formula (None).
+Formulas are compared by their texts, which are built from the texts of their parts. The size of a formula is limited,
+so that building, comparing and sorting one takes constant time however long the chain of operations is. A larger
+expression is no activation of the operator and has no formula (None).
 
 Equal formulas are equal functions with equal derivatives. The rewriting steps are sums and products of differentiable
-functions, for which autograd's derivatives agree too, at 0 as elsewhere. Functions with a kink are atoms of their own,
-by what torch's derivative does at the kink: `relu` has 0 there, `clamp(min=0)` has 1 and `maximum(g, 0)` has 1/2. The
-last two equal relu in value alone (`Scaled.kink`).
+functions, whose derivatives by autograd agree everywhere. Functions with a kink are separate atoms if torch's
+derivatives differ at the kink: it is 0 for `relu`, 1 for `clamp(min=0)` and 1/2 for `maximum(g, 0)`. The last two equal
+relu only in value (`Scaled.kink`).
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from functools import lru_cache
 from types import MappingProxyType
 
 _DIGITS = 12
-"""Significant digits to which coefficients are compared, so that rounding does not keep equal formulas apart."""
+"""Significant digits to which coefficients are compared, so that rounding does not make equal formulas differ."""
 
 DIGITS = 6
-"""Digits to which an activation's coefficients must agree: sqrt(2 / pi) is written with eight and more, a float32 holds
-seven.
+"""Digits to which an activation's coefficients must agree below float64: a float32 holds seven, and people write
+sqrt(2 / pi) with eight or more.
 """
 
 EXACT = 11
-"""Digits that a layer in float64 asks for."""
+"""Digits to which an activation's coefficients must agree in float64."""
 
 _MOST_TERMS = 8
 _MOST_ATOMS = 48
-"""Limits of a formula: the terms of its sum, and the atoms in it at all depths. gelu_tanh has 9 atoms."""
+"""The limits of a formula: terms of its sum, and atoms at all depths. (gelu_tanh has 9 atoms.)"""
 
 
 @dataclass(frozen=True)
 class Atom:
-    """The variable, a number without a known value, or a function of a formula."""
+    """The variable, a number whose value is unknown, or a function of a formula."""
 
     name: str
     argument: Formula | None = None
@@ -65,8 +65,9 @@ Monomial = tuple[tuple[Atom, int], ...]
 
 @dataclass(frozen=True, eq=False)
 class Formula:
-    """A sum of terms `(monomial, coefficient)`, sorted; no coefficient is 0. Equal formulas have equal texts, in which
-    coefficients are rounded.
+    """A sorted sum of terms `(monomial, coefficient)`, in which no coefficient is 0.
+
+    Equal formulas have equal texts, in which coefficients are rounded.
     """
 
     terms: tuple[tuple[Monomial, float], ...]
@@ -94,7 +95,7 @@ def _spelled_term(monomial: Monomial, value: float) -> str:
 
 
 def _formula(terms: dict[Monomial, float]) -> Formula | None:
-    """The normal form of a sum; None where it is too large or a coefficient is not finite."""
+    """The normal form of a sum; None if it is too large or a coefficient is not finite."""
     present = [(monomial, value) for monomial, value in terms.items() if value != 0]
     atoms = sum(atom.size for monomial, _ in present for atom, _ in monomial)
     if len(present) > _MOST_TERMS or atoms > _MOST_ATOMS or not all(math.isfinite(value) for _, value in present):
@@ -107,7 +108,7 @@ def constant(value: float) -> Formula | None:
 
 
 def number(name: str) -> Formula | None:
-    """A number whose value compiling does not know, by its name."""
+    """A number whose value is unknown when compiling, represented by its name."""
     return _formula({((Atom(f"`{name}`"), 1),): 1.0})
 
 
@@ -134,7 +135,7 @@ def scaled(a: Formula | None, factor: float) -> Formula | None:
 
 
 def unscaled(a: Formula) -> tuple[Formula, float]:
-    """A formula with 1 for its first coefficient, and what it is to be multiplied with to be the formula."""
+    """`(unit, factor)` with `factor * unit` equal to the formula, and with a first coefficient of 1 in `unit`."""
     if not a.terms:
         return a, 1.0
     factor = a.terms[0][1]
@@ -158,7 +159,7 @@ def multiply(a: Formula | None, b: Formula | None) -> Formula | None:
 
 
 def power(a: Formula | None, exponent: float) -> Formula | None:
-    """`a ** exponent` of a whole number from 1 to 4."""
+    """`a ** exponent` for the exponents 1 to 4; None for others."""
     if exponent not in (1, 2, 3, 4):
         return None
     result = a
@@ -177,7 +178,7 @@ def inverse(a: Formula | None) -> Formula | None:
 
 
 def apply(function: str, a: Formula | None) -> Formula | None:
-    """`function(a)`, those that others are made of written out: `sigmoid(a) = 1 / (1 + exp(-a))`."""
+    """`function(a)`; composite functions are written out, such as `sigmoid(a) = 1 / (1 + exp(-a))`."""
     if a is None:
         return None
     if function == "sigmoid":
@@ -202,14 +203,14 @@ def _half_of_one_plus(a: Formula, b: Formula | None) -> Formula | None:
 
 _NAMES = ("silu", "gelu", "gelu_tanh", "relu", "sigmoid", "tanh")
 CLAMP, MAXIMUM = "clamp_min", "maximum"
-"""relu but for its derivative at 0, which is 1 for `clamp(min=0)` and 1/2 for `maximum(g, 0)`."""
+"""Functions that differ from relu only in their derivative at 0."""
 
 GRADIENT_AT_0 = MappingProxyType({CLAMP: "1", MAXIMUM: "1/2"})
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """`scale * activation`; `kink` is the atom where the activation is relu but for its derivative at 0."""
+    """`scale * activation`; `kink` is `CLAMP` or `MAXIMUM` if the function differs from relu in its derivative at 0."""
 
     activation: str
     scale: float
@@ -217,7 +218,7 @@ class Scaled:
 
 
 def activation(formula: Formula, digits: int = DIGITS) -> Scaled | None:
-    """The operator's activation of which a formula is a multiple, to so many digits of its coefficients, if any."""
+    """The operator's activation that a formula is a multiple of, with coefficients equal to so many digits, if any."""
     unit, factor = unscaled(formula)
     name, known = _by_digits(digits).get(_rounded(unit, digits), (None, 1.0))
     if name is None:
@@ -229,7 +230,7 @@ def activation(formula: Formula, digits: int = DIGITS) -> Scaled | None:
 
 @lru_cache
 def _by_digits(digits: int) -> MappingProxyType[Formula, tuple[str, float]]:
-    """Activations by their formulas without a coefficient, and the coefficient."""
+    """For the unit formula of each activation its name, and its factor (`unscaled`)."""
     named = {}
     for name, formula in _known():
         unit, factor = unscaled(formula)

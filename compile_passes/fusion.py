@@ -1,4 +1,4 @@
-"""The pass: find the layers of a graph, check each, rewrite those that are proved, report all."""
+"""The pass: it finds the layers of a graph, checks each, rewrites those that are proved, and reports all of them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from torch.fx import Graph, GraphModule, Node
 
 from mglu_ops.backends import traced
 
-from .distributed import lacks_its_mask, report_cut_layers, split_by_ddp
+from .distributed import is_part_of_a_split_graph, lacks_its_mask, report_split_layers
 from .examples import record_examples
 from .inlining import inline_no_grad
 from .memory import storages
 from .mutation import normalise_writes
-from .near_misses import NearMiss, find_near_misses
+from .near_misses import find_near_misses
+from .proof import Layer, Refusal, check, spelled
 from .recognise import Recogniser
-from .report import FusionReport, SiteReport, lines, module_path, source_line
+from .report import FusionReport, SiteReport, lines, missed_at, module_path, source_line
 from .rewrite import rewrite
-from .shapes import dtype_of, example, tensor_example
-from .sites import Layer, Refusal, Site, check, find_sites, interior, spelled
+from .shapes import example, tensor_example
+from .sites import Site, find_sites, interior
 from .symbols import calls_read_once
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ GraphPass = Callable[[Graph], Any]
 
 
 class FusionError(RuntimeError):
-    """Strict mode: a layer was recognised but not fused, or nothing was."""
+    """Strict mode: a layer was recognised but not fused, or nothing was fused."""
 
 
 def fuse_graph(
@@ -50,14 +51,19 @@ def fuse_graph(
     assume_binary: bool = False,
     constants: Mapping[Node, Tensor] | None = None,
 ) -> None:
-    """Rewrite, in place, the MGLU layers of a graph, and add to `report` what became of each.
+    """Rewrite the MGLU layers of a graph in place, and add to `report` what became of each.
 
-    `constants` are the values of nodes that hold them whenever the graph runs; a real mask among them is proved to be
-    binary by its values.
+    Args:
+        graph: a graph before autograd, with the examples that tracing records.
+        report: receives the layers that were fused and those that were missed.
+        strict: raise an error if a layer is not fused, or if the pass fails.
+        assume_binary: also fuse real masks, trusting them to be binary (packing checks at run time).
+        constants: the values of nodes that have the same value whenever the graph runs; a real mask among them is
+            proved to be binary by its values.
 
     Raises:
-        FusionError: under `strict`, if a layer is not fused (the others are), or if the pass itself fails. Without
-            `strict`, a failure of the pass leaves the graph as it was, with a warning.
+        FusionError: under `strict`, if a layer is not fused (the other layers are), or if the pass itself fails.
+            Without `strict`, a failure of the pass leaves the graph as it was, with a warning.
     """
     if not _has_examples(graph):
         warnings.warn(
@@ -96,7 +102,7 @@ def fuse_graph(
 def _fuse(
     graph: Graph, constants: Mapping[Node, Tensor] | None, assume_binary: bool
 ) -> tuple[list[SiteReport], list[SiteReport]]:
-    """What became of each site: those that were fused, and those that were not."""
+    """Fuse the layers of a graph; returns the reports of those that were fused and of those that were not."""
     recogniser = Recogniser(graph, constants)
     layers, missed = [], []
     found: set[Node] = set()
@@ -107,14 +113,14 @@ def _fuse(
             layers.append(check(graph, recogniser, site, assume_binary))
         except Refusal as refusal:
             if lacks_its_mask(graph, spelling):
-                continue  # `report_cut_layers` reports it
+                continue  # `report_split_layers` reports it
             missed.append(_describe(site, reason=str(refusal), before=lines(spelling)))
             reported.update(recogniser.key(projection.weight) for projection in site.projections)
         found.update(spelling)
-    missed.extend(report_cut_layers(graph, found))
-    if not split_by_ddp():
-        misses = find_near_misses(graph, recogniser, found, reported)
-        missed.extend(map(_describe_near_miss, misses))
+    missed.extend(report_split_layers(graph, found))
+    if not is_part_of_a_split_graph():
+        near_misses = find_near_misses(graph, recogniser, found, reported)
+        missed.extend(missed_at(miss.node, miss.reason) for miss in near_misses)
     before = [lines(layer.interior) for layer in layers]
     notes = _notes(recogniser, layers)
     fused = [
@@ -133,10 +139,10 @@ def _fuse(
 
 
 def _notes(recogniser: Recogniser, layers: Sequence[Layer]) -> list[str]:
-    """For each layer, what keeps it from being one operator with others that read the same weight."""
+    """For each layer a note if other operators read the same weight, so that it is read several times."""
     keys = [recogniser.key(layer.weight) for layer in layers]
     return [
-        f"{keys.count(key)} operators read this weight, each of them whole, since what they compute is not one sum of "
+        f"{keys.count(key)} operators read this weight, each of them all of it, because they do not compute one sum of "
         "terms with one input and one activation"
         if keys.count(key) > 1
         else ""
@@ -151,7 +157,7 @@ def _cause(error: Exception) -> str:
 
 @contextmanager
 def _no_new_guards(graph: Graph) -> Iterator[None]:
-    """Make it an error to add a guard on a symbolic size: reading a graph must not change what it is compiled for."""
+    """Within the block, adding a guard on a symbolic size is an error: reading a graph must not specialise it."""
     modes = (getattr(tensor_example(node), "fake_mode", None) for node in graph.nodes)
     env = next((mode.shape_env for mode in modes if mode is not None and mode.shape_env is not None), None)
     if env is None or not hasattr(env, "error_on_new_guards"):
@@ -169,22 +175,22 @@ def fuse(
     strict: bool = False,
     assume_binary: bool = False,
 ) -> GraphModule:
-    """A copy of a graph module with its MGLU layers fused, sharing its parameters and buffers.
+    """Copy a graph module, with its MGLU layers fused; the copy shares its parameters and buffers.
+
+    The pass sees gradients as they are recorded now: call it under `torch.no_grad()` for inference, and outside of it
+    for training.
 
     Args:
-        gm: of `torch.export` (`ep.module()`), Dynamo or `torch.fx.symbolic_trace`.
-        example_inputs: inputs of the dtypes and shapes to come, real or fake, on which nothing is computed; may be left
-            out where tracing recorded them at the placeholders, as Dynamo and `torch.export` do.
-        report: takes what became of each layer.
-        strict: raise `FusionError` if a layer is not fused, or nothing is.
-        assume_binary: as of `mglu_ops.enable_fusion`.
-
-    What requires a gradient, and whether gradients are recorded, are taken as they are now: call it under
-    `torch.no_grad()` for a module that infers, outside for one that trains.
+        gm: a graph module of `torch.export` (`ep.module()`), Dynamo or `torch.fx.symbolic_trace`.
+        example_inputs: inputs with the dtypes and shapes of later calls, real or fake; nothing is computed on them.
+            They may be omitted if tracing recorded them at the placeholders, as Dynamo and `torch.export` do.
+        report: receives what became of each layer.
+        strict: raise `FusionError` if a layer is not fused, or if nothing is.
+        assume_binary: as in `mglu_ops.enable_fusion`.
 
     Raises:
         FusionError: under `strict`.
-        ValueError: `example_inputs` is missing or does not fit the module.
+        ValueError: `example_inputs` are missing or do not fit the module.
     """
     fused = _copy(gm)
     inline_no_grad(fused, trains=torch.is_grad_enabled())
@@ -200,10 +206,10 @@ def fuse(
 
 
 def _copy(gm: GraphModule) -> GraphModule:
-    """A module of its own graph, with what a Dynamo backend goes on to read of its module."""
+    """A module with a copy of the graph, and with the attributes that a Dynamo backend reads later."""
     copied = GraphModule(gm, copy.deepcopy(gm.graph))
     copied.meta = dict(gm.meta)
-    if hasattr(gm, "_param_name_to_source"):  # by which AOTAutograd knows the inputs that are parameters
+    if hasattr(gm, "_param_name_to_source"):  # AOTAutograd finds the parameters among the inputs by it
         copied._param_name_to_source = gm._param_name_to_source
         for node, original in zip(copied.graph.nodes, gm.graph.nodes, strict=True):
             if original.op == "placeholder":
@@ -212,7 +218,7 @@ def _copy(gm: GraphModule) -> GraphModule:
 
 
 def _lifted_numbers(gm: GraphModule) -> dict[Any, Tensor]:
-    """The numbers that `torch.export` made tensors of, `0` in `w[mask] = 0`: attributes that are no buffers."""
+    """The numbers that `torch.export` lifted to tensor attributes which are no buffers, as `0` in `w[mask] = 0`."""
     registered = {name for name, _ in (*gm.named_parameters(), *gm.named_buffers())}
     names = {str(node.target) for node in gm.graph.find_nodes(op="get_attr")} - registered
     tensors = {name: getattr(gm, name, None) for name in names}
@@ -236,22 +242,10 @@ def _describe(site: Site, **more: Any) -> SiteReport:
     )
 
 
-def _describe_near_miss(miss: NearMiss) -> SiteReport:
-    return SiteReport(
-        module_path=module_path(miss.node),
-        source=source_line(miss.node),
-        n_masks=0,
-        activation="",
-        dtype=str(dtype_of(miss.node)).removeprefix("torch."),
-        reason=miss.reason,
-        before=lines([miss.node]),
-    )
-
-
 def _frozen(graph: Graph) -> dict[Node, Tensor]:
-    """What Inductor's freezing makes constants of, so that masks in it may be proved by their values.
+    """The tensors that Inductor's freezing makes constants, so that masks among them can be proved by their values.
 
-    It does not freeze a tensor of which a part is returned.
+    Freezing excludes a tensor if the graph returns it or a part of it.
     """
     if graph.owning_module is None or not inductor_config.freezing or torch.is_grad_enabled():
         return {}
@@ -266,7 +260,7 @@ def _frozen(graph: Graph) -> dict[Node, Tensor]:
 
 @lru_cache(maxsize=1)
 def _source_hash() -> str:
-    """Of everything that decides what the pass does, and what Inductor makes of its operators."""
+    """A hash of all sources that decide what the pass does and how Inductor lowers its operators."""
     digest = hashlib.sha256()
     for source in (Path(__file__), Path(traced.__file__)):
         for path in sorted(source.parent.rglob("*.py")):
@@ -275,9 +269,9 @@ def _source_hash() -> str:
 
 
 class FusionPass(CustomGraphPass):
-    """The pass in the form that Inductor's `pre_grad_custom_pass` takes; first come the passes found there before.
+    """The pass as an object for Inductor's `pre_grad_custom_pass`; it first runs the passes that were there before.
 
-    Pickled, it keeps its options and loses its report, so that compile caches and worker processes may carry it.
+    Pickling keeps its options and drops its report, so that compile caches and worker processes can carry it.
     """
 
     def __init__(
@@ -305,7 +299,7 @@ class FusionPass(CustomGraphPass):
         )
 
     def uuid(self) -> Any | None:
-        """Changes with the sources, the options and the passes that come first; None if one of those has none."""
+        """A key for compile caches: sources, options and earlier passes; None if one of those passes has no uuid."""
         uuids = [graph_pass.uuid() if isinstance(graph_pass, CustomGraphPass) else None for graph_pass in self.before]
         if any(uuid is None for uuid in uuids):
             return None

@@ -1,7 +1,7 @@
-"""Turning the pass on and off for plain `torch.compile(model)`.
+"""Turns the pass on and off for plain `torch.compile(model)`.
 
-Inductor has one slot for passes at this level, which other libraries use too: what stands there is run first, and put
-back afterwards.
+Inductor has one slot for passes on the graph before autograd, and other libraries use it too: a pass that is there runs
+first, and is restored when fusion is turned off.
 """
 
 from __future__ import annotations
@@ -26,26 +26,28 @@ _global_report = FusionReport()
 
 
 class _EnabledPass(FusionPass):
-    """The pass that `enable_fusion` installs. What it replaced stands on it, so that there is no state beside torch's,
-    which is of a thread or of the process depending on torch's version.
+    """The pass that `enable_fusion` installs.
+
+    Torch's settings belong to a thread or to the process, depending on its version. The settings that the pass replaced
+    are stored in the pass itself, so they have the same scope.
     """
 
     replaced: dict[str, Any]
 
 
 def _slot() -> list[Any]:
-    """What stands in Inductor's slot: one callable or None, or since torch 2.13 a list."""
+    """The content of Inductor's slot as a list: it holds a callable or None, and since torch 2.13 also a list."""
     slot: Any = inductor_config.pre_grad_custom_pass
     return list(slot) if isinstance(slot, (list, tuple)) else [slot]
 
 
 def current_report() -> FusionReport:
-    """The report of the block or the `enable_fusion` that is in force, or the one of the process."""
+    """The report of the active `fusion()` block or `enable_fusion()`, or else the report of the process."""
     return next((p.report for p in _slot() if isinstance(p, FusionPass)), _global_report)
 
 
 def passes_in_slot() -> list[GraphPass]:
-    """The passes of others in Inductor's slot, in order."""
+    """The passes of other libraries in Inductor's slot, in order."""
     found: list[GraphPass] = []
     for graph_pass in _slot():
         if isinstance(graph_pass, FusionPass):
@@ -56,10 +58,10 @@ def passes_in_slot() -> list[GraphPass]:
 
 
 def config_of(fusion_pass: FusionPass) -> dict[str, Any]:
-    """The Inductor settings that put a pass to work.
+    """The Inductor settings that install a pass.
 
-    Where torch lets a pass run before or after the look-up in the compile cache, ours runs before: a warm start then
-    reports what it runs just as a cold one, and the cache is keyed by the fused graph.
+    If torch can run a pass before or after the look-up in the compile cache, this pass runs before it: then a warm
+    start has the same report as a cold one, and the fused graph is the key of the cache.
     """
     settings: dict[str, Any] = {"pre_grad_custom_pass": fusion_pass}
     if hasattr(inductor_config, "pre_grad_pass_timing"):
@@ -68,7 +70,7 @@ def config_of(fusion_pass: FusionPass) -> dict[str, Any]:
 
 
 def fusion_report() -> FusionReport:
-    """The sites met by all compilations under `enable_fusion` and `backend="mglu"` in this process."""
+    """The report of all compilations under `enable_fusion` and `backend="mglu"` in this process."""
     return _global_report
 
 
@@ -81,12 +83,12 @@ def enable_fusion(*, strict: bool = False, assume_binary: bool = False) -> Fusio
             then checks their values at run time.
 
     Returns:
-        The report that `fusion_report()` gives, which grows with each compilation.
+        The report of `fusion_report()`, which grows with each compilation.
 
-    What was compiled before is dropped, by `torch._dynamo.reset()`, and compiled anew at its next call: Dynamo keeps
-    code by class and shapes, and would run a new model on the unfused code of an older one without a word.
-    A second call replaces the options of the first. Since torch 2.13 Inductor's settings are of a thread: call this
-    in the thread that compiles, or use `backend="mglu"`, which works in any.
+    Code that was compiled before is dropped by `torch._dynamo.reset()` and compiled again at its next call: Dynamo
+    keeps code by class and shapes, and would silently run a new model on the unfused code of an older one. A second
+    call replaces the options of the first. Since torch 2.13 Inductor's settings belong to a thread: call this function
+    in the thread that compiles, or use `backend="mglu"`, which works in any thread.
     """
     with _lock:
         disable_fusion()
@@ -100,10 +102,10 @@ def enable_fusion(*, strict: bool = False, assume_binary: bool = False) -> Fusio
 
 
 def disable_fusion() -> None:
-    """Undo `enable_fusion`: put back what stood in Inductor's slot. Without effect if fusion is not enabled.
+    """Undo `enable_fusion` and restore Inductor's slot; without effect if fusion is not enabled.
 
-    What was fused stays fused until `torch._dynamo.reset()`. Passes that other libraries put there since then stay,
-    also those that took out ours.
+    Compiled code stays fused until `torch._dynamo.reset()`. Passes that other libraries have installed since then stay,
+    also if they replaced this one.
     """
     with _lock:
         slot = _slot()
@@ -119,16 +121,16 @@ def disable_fusion() -> None:
 
 @contextmanager
 def fusion(*, strict: bool = False, assume_binary: bool = False) -> Iterator[FusionReport]:
-    """`enable_fusion` for the compilations inside a `with` block, with a report of their own.
+    """Fuse the compilations inside a `with` block, with a report of their own.
 
-    `torch.compile` compiles at the first call, so that call belongs inside the block.
+    `torch.compile` compiles at the first call, so that call must be inside the block.
 
         with mglu_ops.fusion(strict=True) as report:
             torch.compile(model)(x)
         print(report)
 
-    Dynamo runs a model on code that it compiled before for another one of its class and shapes. If nothing was
-    compiled in the block for that reason, a warning says so, and `torch._dynamo.reset()` before the block helps.
+    Dynamo reuses code that it compiled before for another model of the same class and shapes. If nothing was compiled
+    in the block for that reason, a warning says so; call `torch._dynamo.reset()` before the block.
 
     Raises:
         FusionError: under `strict`, when a layer was recognised but not fused (while compiling, as the cause of
@@ -148,6 +150,6 @@ def _seen(report: FusionReport) -> str:
     if report.graphs:
         return f"{report.graphs} graphs compiled in the block"
     return (
-        "no graph was compiled in the block; either no compiled model was called in it, or it ran code that Dynamo "
-        "had compiled before, which torch._dynamo.reset() drops"
+        "no graph was compiled in the block; either no compiled model was called in it, or Dynamo reused code that it "
+        "had compiled before; call torch._dynamo.reset() before the block"
     )

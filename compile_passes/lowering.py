@@ -1,9 +1,9 @@
-"""What Inductor makes of training on a GPU: library GEMMs and its own fused kernels.
+"""Inductor's lowering of the training operators on a GPU: library GEMMs and fused elementwise kernels.
 
-An operator is opaque to Inductor, so that `composite` under it takes a dozen passes over memory for every product. Here
-`forward_train` and `backward` are taken apart when a graph is traced for Inductor, after autograd, which only the
-operators know how to do in 3 (n_masks + 1) GEMMs. Elsewhere they stay whole, and so does `forward`, whose kernels read
-the weight once.
+An operator is opaque to Inductor, so the `composite` backend inside it makes a dozen passes over memory for every
+product. Therefore `forward_train` and `backward` are decomposed when a graph is traced for Inductor. That happens after
+autograd, because only the operators have a backward with 3 (n_masks + 1) GEMMs. On other devices they stay opaque, and
+so does `forward`, whose kernels read the weight once.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def _if_on_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def register() -> None:
-    """Enter the decompositions into Inductor's table, and the operators as fallbacks for where they stay whole."""
+    """Register the decompositions with Inductor, and the operators as fallbacks for devices where they stay opaque."""
     for op, function in ((ops.forward_train, traced.forward_train), (ops.backward, traced.backward)):
         if op not in inductor.lowerings:
-            # As Inductor does by itself for an operator that it cannot take apart: the strides of the traced inputs.
+            # Keep the strides of the traced inputs, as Inductor does for any operator without a lowering.
             inductor.make_fallback(op, inductor.constrain_to_fx_strides, warn=False, override_decomp=True)
         decomposition.decompositions[op] = _if_on_gpu(function)
-    decomposition.fast_random_decomps.cache_clear()  # a copy of the table, made at the first compilation
+    decomposition.fast_random_decomps.cache_clear()  # it holds a copy of the table

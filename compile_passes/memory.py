@@ -1,8 +1,8 @@
-"""Which tensors of a graph share memory, so that a write to one is a write to the other.
+"""Shared memory: which tensors of a graph share a storage, so that a write to one is a write to the other.
 
-The examples of a graph that was just traced tell it: the examples of a tensor and of its views share a storage. In a
-program that was saved and loaded they do not, as each was stored by itself. So what a call returns is also taken to
-share memory with the arguments that it may return views of, by its schema.
+In a graph that was just traced, the examples of a tensor and of its views share a storage. In a program that was saved
+and loaded they do not, because each was stored by itself. Therefore the result of a call is also assumed to share
+memory with the arguments that it may be a view of, by its schema.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STORAGE = "mglu_storage"
 """Key in the `meta` of an input: the identity of the real storage that it stands for (`storage_of`)."""
 
 _ALIASING_OPERATORS = ("aten::_unsafe_view", "aten::lift", "aten::unsafe_split", "aten::unsafe_split_with_sizes")
-"""Operators with kernels of their own that return views which their schemas do not declare."""
+"""Operators that return views which their schemas do not declare."""
 
 _FRESH_COMPOSITES = frozenset(
     f"aten::{name}"
@@ -31,11 +31,11 @@ _FRESH_COMPOSITES = frozenset(
         *("rms_norm", "group_norm", "batch_norm", "instance_norm", "scaled_dot_product_attention"),
     )
 )
-"""Composite operators that always return memory of their own."""
+"""Composite operators that always return new memory."""
 
 
 def storages(node: Node, known: Mapping[Node, set[Hashable]] | None = None) -> set[Hashable]:
-    """The identities of the storages that a node's value may live in; `known` holds those of other nodes."""
+    """The storages that a node's value may be in; `known` has those of other nodes, to save time."""
     found: set[Hashable] = set()
     pending, seen = [node], {node}
     while pending:
@@ -51,7 +51,7 @@ def storages(node: Node, known: Mapping[Node, set[Hashable]] | None = None) -> s
 
 
 def storages_of_all(graph: Graph) -> dict[Node, set[Hashable]]:
-    """`storages` of every node, in time linear in the graph."""
+    """The storages of every node, in time linear in the length of the graph."""
     known: dict[Node, set[Hashable]] = {}
     for node in graph.nodes:
         known[node] = storages(node, known)
@@ -62,12 +62,12 @@ def storage_of(tensor: Tensor) -> Hashable:
     """The identity of a tensor's storage."""
     try:
         return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses have none
+    except (NotImplementedError, RuntimeError):  # sparse tensors and some tensor subclasses have no storage
         return ("no storage", id(tensor))
 
 
 def _traced_storages(node: Node) -> set[Hashable]:
-    """The storages of the tensors that tracing saw at a node, and of the real tensor that it names."""
+    """The storages of the examples of a node, and of the real tensor that it names."""
     value = example(node)
     values = value if isinstance(value, (tuple, list)) else [value]
     found = {storage_of(item) for item in values if isinstance(item, Tensor)}
@@ -81,7 +81,7 @@ def _traced_storages(node: Node) -> set[Hashable]:
 
 
 def _arguments_shared(node: Node) -> list[Node]:
-    """The arguments whose memory the result of a call may be, as far as the call tells it without its example."""
+    """The arguments whose memory the result of a call may share, judged by the call without its example."""
     target: Any = node.target
     if node.op != "call_function":
         return []
@@ -104,9 +104,9 @@ def _arguments_shared(node: Node) -> list[Node]:
 
 @cache
 def _may_return_any_argument(op: torch._ops.OpOverload) -> bool:
-    """Whether an operator may return an argument, or a view of one, that its schema does not declare.
+    """Whether an operator may return an argument or a view of one, although its schema does not declare it.
 
-    `aten::dropout` in evaluation and `aten::einsum` of one operand do. Any operator may that is made of others.
+    `aten::dropout` in eval mode and `aten::einsum` with one operand do. Any composite operator may.
     """
     schema = op._schema
     if any(returned.alias_info is not None for returned in schema.returns) or schema.name in _FRESH_COMPOSITES:
@@ -118,7 +118,7 @@ def _may_return_any_argument(op: torch._ops.OpOverload) -> bool:
 
 
 def _bodies_return_arguments(node: Node) -> bool:
-    """Whether a body of a higher-order operator is unknown, or returns what may share memory with its arguments."""
+    """Whether a body of a higher-order operator is unknown, or may return memory of its arguments."""
     bodies = bodies_of(node)
     return not bodies or any(body is None or _returns_arguments(body.graph) for body in bodies)
 
@@ -131,7 +131,7 @@ def _returns_arguments(graph: Graph) -> bool:
 
 
 def bodies_of(node: Node) -> list[GraphModule | None]:
-    """The bodies of a higher-order operator; None for one that cannot be read."""
+    """The bodies of a higher-order operator; None for a body that is no graph module."""
     module = node.graph.owning_module
     named = [argument for argument in node.all_input_nodes if argument.op == "get_attr"]
     return [
@@ -142,7 +142,7 @@ def bodies_of(node: Node) -> list[GraphModule | None]:
 
 
 def nodes_in(argument: Any) -> list[Node]:
-    """The nodes in an argument, which may be a list of them."""
+    """The nodes in an argument, which may be a nested list."""
     if isinstance(argument, Node):
         return [argument]
     return [node for item in argument for node in nodes_in(item)] if isinstance(argument, (list, tuple)) else []

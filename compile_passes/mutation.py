@@ -1,4 +1,4 @@
-"""Which nodes write in place, and to what."""
+"""In-place writes: which nodes of a graph write to which tensors, and which calls give the same result each time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _INPLACE_OPERATORS = (
 )
 _INPLACE_METHODS = frozenset({"__setitem__", *(f"__{function.__name__}__" for function in _INPLACE_OPERATORS)})
 
-# Functions that write to other arguments than their first, by position.
+# Functions of torch that write to the arguments at these positions, although their names do not say so.
 _WRITTEN_ARGUMENTS: Mapping[str, tuple[int, ...]] = {
     "setitem": (0,),
     "setattr": (0,),
@@ -50,7 +50,7 @@ _GUARDS_OF_EXPORT = "_guards_fn"  # a module that `ExportedProgram.module()` cal
 
 
 class Effects:
-    """What the nodes of a graph write to, and where in it they stand."""
+    """The writes of a graph, the order of its nodes, and the modes under which they run."""
 
     def __init__(self, graph: Graph) -> None:
         self.order = {node: position for position, node in enumerate(graph.nodes)}
@@ -64,7 +64,7 @@ class Effects:
     def _written_storages(self) -> set[Hashable] | None:
         targets = {target for _, targets in self.writes for target in targets}
         if any(example(target) is None and target.op != "get_attr" for target in targets):
-            return None  # (the body of a higher-order operator is a get_attr)
+            return None  # unknown; (the body of a higher-order operator is a get_attr and has no example)
         return {storage for target in targets for storage in self._storages[target]}
 
     @property
@@ -72,14 +72,14 @@ class Effects:
         return not self.writes
 
     def is_written(self, node: Node) -> bool:
-        """Whether the graph writes to what a node makes, or to something unknown."""
+        """Whether the graph writes to the storage of a node's result, or to an unknown one."""
         if not self.writes:
             return False
         return self._written is None or bool(storages(node, self._storages) & self._written)
 
 
 def _modes(names: Mapping[Node, str], graph: Graph) -> dict[Node, tuple[Any, tuple[str, ...]]]:
-    """For each node whether gradients are recorded there, and the blocks of autocast and inference mode around it."""
+    """For each node its grad mode, and the blocks of autocast and inference mode that contain it."""
     grad: Any = torch.is_grad_enabled()
     blocks: tuple[str, ...] = ()
     modes: dict[Node, tuple[Any, tuple[str, ...]]] = {}
@@ -96,13 +96,13 @@ def _modes(names: Mapping[Node, str], graph: Graph) -> dict[Node, tuple[Any, tup
 
 
 def normalise_writes(graph: Graph) -> Callable[[], None]:
-    """Make what reads a copy after it was written to in place read the result of the writing: the same tensor.
+    """Let each reader of a copy read the result of the last in-place write before it, which is the same tensor.
 
-    `w = W.clone(); w.mul_(M); F.linear(x, w)` then reads as `w = W.clone().mul_(M)`; so does `w[~M] = 0`, as
-    `masked_fill_`.
+    `w = W.clone(); w.mul_(M); F.linear(x, w)` becomes `w = W.clone().mul_(M); F.linear(x, w)`, and `w[~M] = 0` becomes
+    a `masked_fill_`.
 
     Returns:
-        A function that puts the graph back as it was.
+        A function that restores the graph.
     """
     undo: list[Callable[[], None]] = []
     order = {node: position for position, node in enumerate(graph.nodes)}
@@ -133,7 +133,7 @@ def _replaced(old: Node, new: Node, node: Node) -> Node:
 
 
 def _changed(node: Node, op: str, target: Any, args: Any, kwargs: Any) -> Callable[[], None]:
-    """Make another call of a node; gives what makes it the call that it was."""
+    """Change the call of a node; returns a function that restores it."""
     before, meta = (node.op, node.target, node.args, node.kwargs), dict(node.meta)
     node.op, node.target, node.args, node.kwargs = op, target, args, kwargs
 
@@ -145,7 +145,7 @@ def _changed(node: Node, op: str, target: Any, args: Any, kwargs: Any) -> Callab
 
 
 def _as_fill(user: Node, copy: Node) -> bool:
-    """`copy[mask] = number`."""
+    """Whether a user of a copy is `copy[mask] = number`."""
     if user.op != "call_function" or user.target is not operator.setitem or user.args[0] is not copy:
         return False
     _, mask, number = user.args
@@ -155,14 +155,14 @@ def _as_fill(user: Node, copy: Node) -> bool:
 
 
 def _returns_self(node: Node) -> bool:
-    """Whether a node writes to its first argument in place and gives it back."""
+    """Whether a node writes to its first argument in place and returns it."""
     if node.op == "call_method":
         return is_inplace_name(str(node.target))
     return any(node.target is candidate for candidate in _INPLACE_OPERATORS)
 
 
 def written(node: Node) -> list[Node]:
-    """The inputs that a node may write to. What is not known to be harmless counts as writing to all."""
+    """The inputs that a node may write to; a function that is not known to be harmless may write to all of them."""
     target: Any = node.target
     if node.op in ("placeholder", "get_attr", "output"):
         return []
@@ -187,21 +187,21 @@ def written(node: Node) -> list[Node]:
         positions = _WRITTEN_ARGUMENTS[name]
         by_position = max(positions) < len(node.args)
         return nodes_in([node.args[i] for i in positions]) if by_position else node.all_input_nodes
-    is_inplace = is_inplace_name(name) and module != "_operator"  # which has `and_`
+    is_inplace = is_inplace_name(name) and module != "_operator"  # `operator.and_` is not in place
     if is_inplace or any(target is candidate for candidate in _INPLACE_OPERATORS) or _asks_for_inplace(node):
         return outs + _first(node)
     return outs
 
 
 def _first(node: Node) -> list[Node]:
-    """What an in-place node writes to: its first tensor, or for the functions of lists all of them."""
+    """The tensors that an in-place node writes to: its first argument, or all of them if that is a list."""
     if node.args and isinstance(node.args[0], Node):
         return [node.args[0]]
     return node.all_input_nodes
 
 
 def _asks_for_inplace(node: Node) -> bool:
-    """`F.relu(x, inplace=True)`, also by position."""
+    """Whether a call has `inplace=True`, by keyword or by position."""
     if node.kwargs.get("inplace"):
         return True
     return any(argument is True for argument in node.args) and _has_inplace(node.target)
@@ -216,6 +216,7 @@ def _has_inplace(function: Any) -> bool:
 
 
 def _written_by_schema(node: Node, op: torch._ops.OpOverload) -> list[Node]:
+    """The arguments that an ATen operator writes to, by its schema."""
     found: list[Node] = []
     for position, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -229,7 +230,7 @@ _KEEP_STATISTICS = ("backward", "functional", "no_update", "no_training")
 
 
 def _statistics_written(node: Node, op: torch._ops.OpOverload) -> list[Node]:
-    """The running statistics that a batch norm in training updates, which the schemas of most do not declare."""
+    """The running statistics that a norm updates in training; most schemas do not declare this write."""
     if not any(argument.name in _STATISTICS for argument in op._schema.arguments):
         return []
     names = [argument.name for argument in op._schema.arguments]
@@ -241,12 +242,12 @@ def _statistics_written(node: Node, op: torch._ops.OpOverload) -> list[Node]:
 
 
 def _bodies_write_nothing(node: Node) -> bool:
-    """Whether the bodies of a higher-order operator are all known, and none of them writes in place."""
+    """Whether all bodies of a higher-order operator are known and none of them writes in place."""
     bodies = bodies_of(node)
     return bool(bodies) and all(body is not None and Effects(body.graph).writes_nothing for body in bodies)
 
 
-# --- Calls that may be made once for several equal ones --------------------------------------------------------------
+# --- Calls that return the same each time --------------------------------------------------------------
 
 _UNREPEATABLE = frozenset(
     {
@@ -269,11 +270,11 @@ _UNREPEATABLE = frozenset(
         *("initial_seed", "manual_seed", "seed"),
     }
 )
-"""Names of functions of torch that draw random numbers, or give memory as it is."""
+"""Names of functions of torch that draw random numbers or return uninitialised memory."""
 
 
 def is_random(node: Node) -> bool:
-    """Whether a node is a call of a function of torch that gives something else each time."""
+    """Whether a node calls a function of torch that may return something else each time."""
     target: Any = node.target
     if "generator" in node.kwargs:
         return True
@@ -284,7 +285,7 @@ def is_random(node: Node) -> bool:
 
 
 def is_repeatable(node: Node) -> bool:
-    """Whether a node is a call that gives the same for the same arguments, as torch's own functions do."""
+    """Whether a node calls a function of torch that returns the same for the same arguments."""
     target: Any = node.target
     if node.op not in ("call_function", "call_method") or is_random(node):
         return False

@@ -1,7 +1,7 @@
-"""Programs that multiply one input by two masked forms of one weight, and in which no layer was found.
+"""Near misses: one input is multiplied by two masked forms of one weight, but no layer was found.
 
-A site needs a gated product that the rules know, so nothing else tells a user why such a program was left alone. The
-report names the first node that reads a masked weight, or something made of it, in a way that no rule knows.
+A site needs a gated product that the rules know, so without this module the user would not learn why such a program was
+not fused. The report names the first node that reads a masked weight, or a result of it, in a way that no rule knows.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from .values import Activated, Bundle, Gated, Product, Value, Weighted, projecti
 
 _PRODUCTS = frozenset({"linear", "inner", "matmul", "addmm", "einsum"})
 _OTHER_PRODUCTS = ("tensordot", "mm", "bilinear", "multi_dot", "chain_matmul", "mv", "conv")
-"""Parts of the names of functions that multiply matrices, and that the rules do not read."""
+"""Parts of the names of functions that multiply matrices but have no rule."""
 
 _ELEMENTWISE = frozenset({"mul", "div", "add", "sub", "rsub", "where", "masked_fill", "index_put", "pow"})
 
 
 @dataclass(frozen=True)
 class NearMiss:
-    """Where it happens, and why nothing was fused."""
+    """The node that the rules do not know, and the reason for the user."""
 
     node: Node
     reason: str
 
 
 def find_near_misses(graph: Graph, recogniser: Recogniser, found: set[Node], reported: set[Hashable]) -> list[NearMiss]:
-    """A near miss for each weight of which one x is multiplied by two forms, one of them masked.
+    """One near miss for each weight that multiplies one x in two forms, at least one of them masked.
 
     Args:
         graph: the graph.
-        recogniser: what is known of it.
-        found: the nodes of its layers, which do not count.
-        reported: the keys of weights of which the report speaks already.
+        recogniser: the values of its nodes.
+        found: the nodes of the layers that were found, which do not count.
+        reported: the keys of weights that the report mentions already.
     """
     misses = []
     for weight, forms in _forms_of_weights(graph, recogniser, found).items():
@@ -60,7 +60,7 @@ def find_near_misses(graph: Graph, recogniser: Recogniser, found: set[Node], rep
 # --- Forms of a weight -----------------------------------------------------------------------------------------------
 
 _Forms = dict[Hashable, dict[Node, set[Hashable]]]
-"""For the key of a weight, the nodes that hold it in some form, and what the forms are."""
+"""For the key of a weight, the nodes that hold it in some form, and the keys of these forms."""
 
 
 def _forms_of_weights(graph: Graph, recogniser: Recogniser, found: set[Node]) -> _Forms:
@@ -74,7 +74,7 @@ def _forms_of_weights(graph: Graph, recogniser: Recogniser, found: set[Node]) ->
 
 
 def _forms_at(recogniser: Recogniser, node: Node) -> Iterator[tuple[Hashable, Hashable]]:
-    """`(weight, form)`: of masked weights, of a weight itself, and of what is made of it element by element."""
+    """`(weight, form)` for a masked weight, for the weight itself, and for elementwise functions of it."""
     known = list(_known_forms(recogniser, recogniser.value(node)))
     if known:
         yield from known
@@ -98,7 +98,7 @@ def _known_forms(recogniser: Recogniser, value: Value) -> Iterator[tuple[Hashabl
 
 
 def _weight_itself(recogniser: Recogniser, node: Node) -> Node:
-    """A weight of which the node is a copy, or which it repeats for a stack of masks."""
+    """The weight that a node copies, or repeats for a stack of masks; otherwise the node."""
     base, _ = repeated(node)
     node = base if isinstance(base, Node) else node
     value = recogniser.value(node)
@@ -113,15 +113,16 @@ def _is_like(node: Node, weight: Node) -> bool:
     return equal_sizes(made.shape[-2:], held.shape[-2:])
 
 
-# --- What is made of them --------------------------------------------------------------------------------------------
+# --- Products of the forms --------------------------------------------------------------------------------------------
 
 
 _Path = tuple[Node, ...]
 
 
 def _products_of(recogniser: Recogniser, source: Node, forms: Collection[Node]) -> Iterator[tuple[_Path, Hashable]]:
-    """The nodes from a form of a weight, which is left out, to each product that reads it; and the key of the other
-    factor, x.
+    """For each product that reads a form of a weight, the path of nodes to it and the key of its other factor, x.
+
+    The path ends with the product and does not contain the form itself.
     """
     pending: list[_Path] = [()]
     seen = {source}
@@ -140,10 +141,10 @@ def _products_of(recogniser: Recogniser, source: Node, forms: Collection[Node]) 
 
 
 def _multiplied(recogniser: Recogniser, node: Node, weight: Node) -> list[Hashable]:
-    """The keys of what a node multiplies with a weight (and adds to the product); none where it is no product."""
+    """The keys of the other operands, if a node multiplies the weight by x; empty if it is no such product."""
     name = str(getattr(node.target, "__name__", node.target))
     symbol = symbol_of(node)
-    is_broadcast = symbol == "mul" and dims(node) > dims(weight)  # to be summed
+    is_broadcast = symbol == "mul" and dims(node) > dims(weight)  # a broadcast product that is summed later
     if not is_broadcast and symbol not in _PRODUCTS and not any(part in name for part in _OTHER_PRODUCTS):
         return []
     others = [item for item in node.all_input_nodes if item is not weight and dims(item) >= 1]
@@ -151,11 +152,12 @@ def _multiplied(recogniser: Recogniser, node: Node, weight: Node) -> list[Hashab
 
 
 def _miss(recogniser: Recogniser, reached: set[Node], found: set[Node]) -> NearMiss | None:
-    """The first node that is made of the products, or before them of the masked weights, and is not known.
+    """The first node on the paths to the products, or among their users, that no rule knows.
 
-    None for products that nothing uses in the end.
+    None if nothing uses the products.
     """
-    pending, seen, strays = list(reached), set(reached), [node for node in reached if not _is_known(recogniser, node)]
+    pending, seen = list(reached), set(reached)
+    unknown = [node for node in reached if not _is_known(recogniser, node)]
     is_used = False
     while pending:
         node = pending.pop()
@@ -166,11 +168,11 @@ def _miss(recogniser: Recogniser, reached: set[Node], found: set[Node]) -> NearM
             seen.add(user)
             pending.append(user)
             if not _is_known(recogniser, user):
-                strays.append(user)
+                unknown.append(user)
     order = recogniser.effects.order
-    if strays:
-        stray = min(strays, key=order.__getitem__)
-        return NearMiss(stray, _reason(recogniser, stray))
+    if unknown:
+        first = min(unknown, key=order.__getitem__)
+        return NearMiss(first, _reason(recogniser, first))
     reason = "one x is multiplied by two masked forms of one weight, but no gate is multiplied by a value"
     return NearMiss(max(reached, key=order.__getitem__), reason) if is_used else None
 

@@ -1,9 +1,9 @@
-"""Elementwise functions of a mask, evaluated by torch itself at the values that the mask can have.
+"""Elementwise functions of a mask, evaluated by torch itself at the two values that a mask can have.
 
-A function of a tensor that holds 0 and 1 only is known by what it gives for 0 and for 1. So the operation of a node is
-run as it stands, with all its arguments, on two numbers of the right dtype in place of the mask; autograd gives the
-slopes. What torch does is then what the recogniser knows: that 255 follows from `m - 1` of uint8, that 0.5 is 0 in an
-integer tensor, that 0.999 is 1 in bfloat16, that True + True is True.
+A function of a tensor of 0s and 1s is determined by its values at 0 and at 1. So the operation of a node is run with
+all its arguments on two numbers of the right dtype in place of the mask, and autograd gives the slopes. The recogniser
+therefore knows what torch does: `m - 1` of uint8 gives 255, 0.5 is 0 in an integer tensor, 0.999 is 1 in bfloat16, and
+True + True is True.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor in place of a node: its values, and whether it is a tensor without dimensions."""
+    """A tensor that replaces an input of a node: its values, and whether it is a tensor without dimensions."""
 
     values: tuple[float, ...]
     dtype: torch.dtype
@@ -30,7 +30,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Result:
-    """The values of a node at the points, and their derivatives with respect to each operand with a gradient."""
+    """The values of a node, and their derivatives with respect to each operand that has a gradient."""
 
     values: tuple[float, ...]
     slopes: tuple[tuple[float, ...], ...]
@@ -38,24 +38,24 @@ class Result:
 
 @dataclass(frozen=True)
 class _Hole:
-    """The place of an operand among the arguments of a node."""
+    """A placeholder for an operand in the arguments of a node."""
 
     position: int
 
 
 def evaluate(node: Node, operands: dict[Node, Operand], dtype: torch.dtype) -> Result | None:
-    """What an elementwise node gives where its inputs are `operands`, all of one length (or numbers).
+    """Evaluate an elementwise node on `operands`, which all have the same length or are numbers.
 
-    None where it gives no number of finite size, or no tensor of `dtype`, that of the node.
+    None if a result is not finite, or if it is no tensor of `dtype`, which is the dtype of the node.
     """
     positions = {operand: position for position, operand in enumerate(operands)}
     args, kwargs = (_frozen(part, positions) for part in (node.args, dict(node.kwargs)))
-    # The arguments are part of the key of the cache with their types: `1`, `1.0` and `True` are not one argument.
+    # The cache's key includes the text of the arguments, because `1`, `1.0` and `True` are equal as keys.
     return _evaluated(node.op, node.target, args, kwargs, repr((args, kwargs)), tuple(operands.values()), dtype)
 
 
 def _frozen(argument: Any, positions: dict[Node, int]) -> Any:
-    """An argument with holes for nodes, in tuples, so that it can be the key of a cache."""
+    """An argument as nested tuples, with a `_Hole` for each node, so that it can be the key of a cache."""
     if isinstance(argument, Node):
         return _Hole(positions[argument])
     if isinstance(argument, (list, tuple)):
@@ -111,21 +111,19 @@ def _no_autocast() -> torch.autocast:
 def _tensor(operand: Operand) -> torch.Tensor:
     values = operand.values[0] if operand.is_number else operand.values
     tensor = torch.tensor(values, dtype=operand.dtype, device="cpu")
-    # An operation in place may not write to a leaf that requires a gradient, so it gets a copy.
     return tensor.requires_grad_() if operand.has_gradient else tensor
 
 
 def _filled(argument: Any, tensors: Sequence[torch.Tensor]) -> Any:
     if isinstance(argument, _Hole):
-        tensor = tensors[argument.position]
-        return tensor.clone()
+        return tensors[argument.position].clone()  # an in-place operation may not write to a leaf with a gradient
     if isinstance(argument, tuple):
         return tuple(_filled(item, tensors) for item in argument)
     return argument.value if isinstance(argument, _Unhashable) else argument
 
 
 def as_dtype(value: float, dtype: torch.dtype) -> float | None:
-    """A number as a tensor of a dtype holds it: 0.5 is 0 among integers, 0.999 is 1 in bfloat16. None if it cannot."""
+    """A number rounded to a dtype: 0.5 is 0 as an integer, 0.999 is 1 in bfloat16. None if the dtype cannot hold it."""
     try:
         with _disable_current_modes():
             return float(torch.tensor(value, dtype=torch.float64).to(dtype).item()) if _fits(value, dtype) else None

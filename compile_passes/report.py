@@ -1,4 +1,4 @@
-"""What the pass did: the sites it fused, and those it nearly fused, with the reason."""
+"""The report of the pass: the layers that it fused, and those that it recognised but did not fuse, with the reason."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ BEFOREHAND = "beforehand"
 
 @dataclass(frozen=True)
 class SiteReport:
-    """One layer that the pass fused, or recognised and left.
+    """One layer that the pass fused, or recognised but did not fuse.
 
     Attributes:
-        module_path: where the layer stands in the model, e.g. `layers.3.mlp`; empty for a plain function.
-        source: file and line of the layer's result in the user's code; empty where tracing recorded none.
-        n_masks: masks in the sum.
+        module_path: the module that computes the layer, e.g. `layers.3.mlp`; empty for a plain function.
+        source: file and line of the user's code that makes the layer's result; empty if tracing recorded none.
+        n_masks: the number of masks in the sum; 0 if it is not known.
         activation: the gating function.
         dtype: dtype of the result.
-        route: `forward_ste` (trains the masks), `forward` (fixed masks), or empty for a miss.
+        route: the operator, `forward_ste` (trained masks) or `forward` (fixed masks); empty for a miss.
         routed: whether the masks have route weights.
         packed: when the masks are packed: `at each call`, `when compiled` (under freezing), `when exported`, or
             `beforehand` (the model holds them packed); empty for a miss.
-        reason: for a miss, why, and what to change; None where it was fused.
-        note: for a fused layer, what would make it faster; empty where nothing is known.
-        before: the nodes of the layer, a line each.
-        after: the nodes that took their place; empty for a miss.
+        reason: why a miss was not fused, and what to change; None for a fused layer.
+        note: what would make a fused layer faster; empty if nothing is known.
+        before: the nodes of the layer, one line each.
+        after: the nodes that replace them; empty for a miss.
     """
 
     module_path: str
@@ -58,7 +58,7 @@ class SiteReport:
         return f"{what}, fused to mglu::{self.route}" if self.reason is None else f"{what}, not fused: {self.reason}"
 
     def picture(self) -> str:
-        """The graph of the layer before and after, as text."""
+        """The nodes of the layer before and after the rewrite, as text."""
         parts = [str(self), "before:", *(f"  {line}" for line in self.before)]
         return "\n".join([*parts, *(["after:"] if self.after else []), *(f"  {line}" for line in self.after)])
 
@@ -68,14 +68,14 @@ _COLUMNS = ("module", "source", "masks", "activation", "dtype", "result", "masks
 
 @dataclass
 class FusionReport:
-    """The sites that compilations met, in their order; a layer compiled twice stands in it twice.
+    """The layers of all graphs that the pass has read, in order; a layer that is compiled twice is listed twice.
 
-    Printed, it is a table, with the reasons of what was missed and how to spare the packing of masks below.
+    `str(report)` is a table of the layers, followed by the reason of each miss and by notes on the packing of masks.
 
     Attributes:
         fused: layers that now run as one operator.
-        missed: layers that were recognised, but not fused.
-        graphs: graphs that the pass has seen.
+        missed: layers that were recognised but not fused.
+        graphs: the number of graphs that the pass has read.
     """
 
     fused: list[SiteReport] = field(default_factory=list)
@@ -103,13 +103,26 @@ class FusionReport:
             yield f"\n{note}"
         if any(site.packed == AT_EACH_CALL and site.route == "forward" for site in self.fused):
             yield (
-                "\nMasks are packed at each call, so that a change of them is seen at the next; to pack them once, use "
-                "mglu_ops.freeze, torch._inductor.config.freezing under no_grad, or mglu_ops.export."
+                "\nMasks are packed at each call, so that a changed mask takes effect at the next call; to pack them "
+                "once, use mglu_ops.freeze, torch._inductor.config.freezing under no_grad, or mglu_ops.export."
             )
 
     def to_json(self) -> str:
         """The report as JSON: the attributes of this object, and of each site."""
         return json.dumps(asdict(self), indent=2)
+
+
+def missed_at(node: Node, reason: str) -> SiteReport:
+    """The report of a miss that is known only by one node, as its masks and activation were not recognised."""
+    return SiteReport(
+        module_path=module_path(node),
+        source=source_line(node),
+        n_masks=0,
+        activation="",
+        dtype=str(getattr(tensor_example(node), "dtype", None)).removeprefix("torch."),
+        reason=reason,
+        before=lines([node]),
+    )
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -119,12 +132,12 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def lines(nodes: Sequence[Node]) -> tuple[str, ...]:
-    """Nodes as text, `gate [5, 12] = linear(x, masked)`."""
+    """Each node as text, such as `gate [5, 12] = linear(x, masked)`."""
     return tuple(line(node) for node in nodes)
 
 
 def line(node: Node) -> str:
-    """A node as text; one that is an input of the graph by its name."""
+    """A node as text; an input of the graph is represented by its name."""
     if node.op in ("placeholder", "get_attr"):
         return node.name
     call, example = as_call(node), tensor_example(node)
@@ -141,7 +154,7 @@ def _spelled(argument: Any) -> str:
 
 
 def module_path(node: Node) -> str:
-    """`layers.3.mlp` from the module stack that tracing recorded at a node."""
+    """The module that a node belongs to, such as `layers.3.mlp`, from the module stack that tracing recorded."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
@@ -152,6 +165,6 @@ def module_path(node: Node) -> str:
 
 
 def source_line(node: Node) -> str:
-    """`file.py:12` of the last line of user code that made a node."""
+    """The line of user code that made a node, such as `file.py:12`."""
     lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     return "{}:{}".format(*lines[-1]) if lines else ""

@@ -1,4 +1,4 @@
-"""Replace the nodes of a layer by one call of `mglu::forward_ste` (masks that are trained) or `mglu::forward`."""
+"""Replaces the nodes of a layer by one call of `mglu::forward_ste` (trained masks) or `mglu::forward` (fixed masks)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.fx import Graph, Node
 from mglu_ops.checks import FLOATING
 
 from .mutation import is_repeatable, written
+from .proof import Layer
 from .recognise import Recogniser
 from .report import AT_EACH_CALL, BEFOREHAND, WHEN_COMPILED
 from .shapes import column_of, dims, slice_of, tensor_example
-from .sites import Layer
 from .symbols import as_call
 from .values import Mask, Route, Slice
 
@@ -25,16 +25,16 @@ _mglu = torch.ops.mglu
 
 @dataclass(frozen=True)
 class Replacement:
-    """What took the place of a layer: its nodes, and when the masks are packed (`report`)."""
+    """The nodes that replace a layer, and when its masks are packed (one of the constants of `report`)."""
 
     nodes: tuple[Node, ...]
     packed: str
 
 
 def rewrite(graph: Graph, recogniser: Recogniser, layers: Sequence[Layer]) -> list[Replacement]:
-    """Replace layers, given in the order of the graph, and erase what that made dead.
+    """Replace layers, given in the order of the graph, and erase nodes that are then unused.
 
-    All new nodes are made before anything is replaced: an error on the way leaves the graph as it was.
+    All new nodes are made before any node is replaced, so an error leaves the graph as it was.
     """
     made: list[tuple[Layer, Node, Replacement]] = []
     try:
@@ -51,7 +51,7 @@ def rewrite(graph: Graph, recogniser: Recogniser, layers: Sequence[Layer]) -> li
 
 
 def _made(graph: Graph, recogniser: Recogniser, layer: Layer) -> tuple[Node, Replacement]:
-    """The nodes that compute a layer, put before its root, and the one that is its result."""
+    """Insert the nodes that compute a layer before its root, and return the result and the replacement."""
     root = layer.site.root
     before = root.prev
     try:
@@ -82,7 +82,7 @@ def _erase(graph: Graph, nodes: Sequence[Node]) -> None:
 
 
 def _erase_dead(graph: Graph, spelling: set[Node]) -> None:
-    """Erase the nodes of the layers that nothing uses any more, the assertions about them, and what only they read."""
+    """Erase unused nodes of the layers, the assertions about them, and what only they read."""
     dying = set(spelling)
     for node in reversed(graph.nodes):
         call = as_call(node)
@@ -93,7 +93,7 @@ def _erase_dead(graph: Graph, spelling: set[Node]) -> None:
 
 
 def _fused_call(graph: Graph, recogniser: Recogniser, layer: Layer) -> tuple[Node, str]:
-    """The result of the layer, and when its masks are packed."""
+    """Make the call of the operator; returns the layer's result and when its masks are packed."""
     x = _cast(graph, layer.x, layer.dtype)
     weight = _transpose(graph, layer, _cast(graph, layer.weight, layer.dtype))
     layer = _in_route_order(recogniser, layer)
@@ -108,7 +108,7 @@ def _fused_call(graph: Graph, recogniser: Recogniser, layer: Layer) -> tuple[Nod
 
 
 def _in_route_order(recogniser: Recogniser, layer: Layer) -> Layer:
-    """The masks in the order of their columns of one tensor of route weights, where they have one."""
+    """The layer with its masks in the order of their columns of route weights, if all routes are columns."""
     columns = [column for column in map(_column_of, layer.routes) if column is not None]
     if not columns or len(columns) != len(layer.routes):
         return layer
@@ -117,14 +117,14 @@ def _in_route_order(recogniser: Recogniser, layer: Layer) -> Layer:
 
 
 def _column_of(route: Route | float) -> tuple[Node, int] | None:
-    """The tensor of which a route is one of the columns, and which."""
+    """`(tensor, i)` if a route is column i of a tensor."""
     if not isinstance(route, Route) or route.is_number:
         return None
     return column_of(route.node) if route.index is None else (route.node, route.index)
 
 
 def _route_weights(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node | None:
-    """`[..., n_masks]`: the tensor whose columns the routes are, or the routes put side by side."""
+    """The route weights `[..., n_masks]`: the tensor whose columns they are, or else a concatenation of them."""
     if not layer.routes:
         return None
     columns = [column for column in map(_column_of, layer.routes) if column is not None]
@@ -139,13 +139,13 @@ def _route_weights(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node |
 
 
 def _length(example: torch.Tensor, dim: int) -> int:
-    """A size, or -1 for one that compiling does not know."""
+    """A size, or -1 if it is symbolic."""
     size = example.shape[dim]
     return size if isinstance(size, int) else -1
 
 
 def _masks_last(graph: Graph, layer: Layer, route: Node, stack_dim: int) -> Node:
-    """`[..., n_masks]` of the route weights of a stack, which may have a dimension of 1 for the features."""
+    """The route weights of a stack as `[..., n_masks]`; they may have a dimension of size 1 for the features."""
     has_features = dims(route) > dims(layer.x)
     if stack_dim not in (-1, dims(route) - 1):
         route = graph.call_method("movedim", (route, stack_dim, -1))
@@ -153,13 +153,13 @@ def _masks_last(graph: Graph, layer: Layer, route: Node, stack_dim: int) -> Node
 
 
 def _as_column(graph: Graph, layer: Layer, route: Route | float) -> Node:
-    """`[..., 1]` of one mask."""
+    """The route weights of one mask as `[..., 1]`."""
     if isinstance(route, Route) and not route.is_number:
         if route.index is None:
             return route.node
         whole = _masks_last(graph, layer, route.node, route.dim)
         return graph.call_method("narrow", (whole, -1, route.index, 1))
-    tokens = graph.call_method("narrow", (layer.x, -1, 0, 1))  # whose shape is that of the column
+    tokens = graph.call_method("narrow", (layer.x, -1, 0, 1))  # it has the shape of the column
     if not isinstance(route, Route):
         return graph.call_function(torch.full_like, (tokens, route), {"dtype": layer.dtype})
     number = route.node
@@ -170,20 +170,20 @@ def _as_column(graph: Graph, layer: Layer, route: Route | float) -> Node:
 
 def _cast(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
     example = tensor_example(node)
-    assert example is not None, "checked at the site"
+    assert example is not None, "checked by proof.check"
     return node if example.dtype == dtype else graph.call_method("to", (node, dtype))
 
 
 def _transpose(graph: Graph, layer: Layer, node: Node) -> Node:
-    """Of a weight stored `[in_features, out_features]`, and its masks."""
+    """Transpose a weight that is stored `[in_features, out_features]`, or its masks."""
     return graph.call_method("transpose", (node, -2, -1)) if layer.transposed else node
 
 
 def _mask_logits(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node:
-    """`[n_masks, ...]`, positive where the gate's masks are 1, whose gradient is the straight-through masks'.
+    """A tensor `[n_masks, ...]` that is positive where the gate's masks are 1, and whose gradient is that of the masks.
 
-    The user's own logits where the graph has them; else the straight-through masks less 1/2, through which autograd
-    goes on as it did before.
+    It is made of the user's logits if the graph has them. Otherwise it is the straight-through masks minus 1/2, through
+    which autograd reaches the logits as it did before.
     """
     carriers = [(mask.carrier, complement) for mask, complement in layer.masks]
     logits = [
@@ -200,7 +200,10 @@ def _mask_logits(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node:
 
 
 def _packed_masks(graph: Graph, recogniser: Recogniser, layer: Layer) -> tuple[Node, str]:
-    """The gate's masks packed, in one pass over the user's logits where they are the masks' only source; and when."""
+    """The packed masks of the gate, and when they are packed.
+
+    If the masks are `logits > 0`, one operator reads the logits and packs them.
+    """
     logits = _whole_logits(recogniser, layer)
     if logits is not None:
         packed = graph.call_function(_mglu.pack_logits.default, (_transpose(graph, layer, logits),))
@@ -215,7 +218,7 @@ def _packed_masks(graph: Graph, recogniser: Recogniser, layer: Layer) -> tuple[N
 
 
 def _is_folded(recogniser: Recogniser, node: Node) -> bool:
-    """Whether Inductor's freezing computes a node while it compiles: it follows from attributes of the module alone."""
+    """Whether Inductor's freezing evaluates a node when it compiles, because it depends on module attributes alone."""
     if not inductor_config.freezing or torch.is_grad_enabled():
         return False
     pending, seen = [node], set()
@@ -230,7 +233,7 @@ def _is_folded(recogniser: Recogniser, node: Node) -> bool:
 
 
 def _whole_logits(recogniser: Recogniser, layer: Layer) -> Node | None:
-    """The tensor `L` `[n_masks, ...]` where mask i of the gate is `L[i] > 0` for every i."""
+    """The tensor `L` `[n_masks, ...]` such that mask i of the gate is `L[i] > 0` for every i; None if there is none."""
     sources: list[Slice] = [(mask.logits, mask.index) for mask, _ in layer.masks if mask.logits is not None]
     if len(sources) < len(layer.masks) or any(complement for _, complement in layer.masks):
         return None
@@ -240,7 +243,7 @@ def _whole_logits(recogniser: Recogniser, layer: Layer) -> Node | None:
 
 
 def _mask_bits(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node:
-    """The gate's masks as one tensor `[n_masks, ...]` that `mglu::pack_masks` takes."""
+    """The gate's masks as one tensor `[n_masks, ...]` for `mglu::pack_masks`."""
     if len({(complement, mask.inverted) for mask, complement in layer.masks}) == 1:
         whole = _whole(recogniser, [(mask.bits, mask.index) for mask, _ in layer.masks], bool(layer.routes))
         if whole is not None:
@@ -249,9 +252,9 @@ def _mask_bits(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node:
 
 
 def _gate_bits(graph: Graph, bits: Node, mask: Mask, complement: bool) -> Node:
-    """`bits`, a mask or masks like `mask`, or their complement, as bool where that is proved."""
+    """The mask or masks `bits`, which are like `mask`, or their complement; bool if they are proved to be binary."""
     complement = complement != mask.inverted
-    if mask.proof is None:  # not by a comparison, which would hide from packing a value other than 0 and 1
+    if mask.proof is None:  # A comparison would hide values other than 0 and 1 from the check that packing makes.
         return graph.call_function(operator.sub, (1, bits)) if complement else bits
     if complement:
         return graph.call_function(operator.eq, (bits, 0))
@@ -261,7 +264,7 @@ def _gate_bits(graph: Graph, bits: Node, mask: Mask, complement: bool) -> Node:
 
 
 def _whole(recogniser: Recogniser, slices: Sequence[Slice], ordered: bool) -> Node | None:
-    """The stacked tensor of which these are all slices, once each; `ordered` where their order matters."""
+    """The stacked tensor that has exactly these slices; with `ordered`, in this order. None if there is none."""
     found = [_resolved(item) for item in slices]
     if any(index is None for _, index in found) or len({recogniser.key(node) for node, _ in found}) != 1:
         return None
@@ -273,14 +276,14 @@ def _whole(recogniser: Recogniser, slices: Sequence[Slice], ordered: bool) -> No
 
 
 def _resolved(item: Slice) -> Slice:
-    """A slice by its index, where the node itself is `stack[i]`."""
+    """A slice as `(stack, i)`, if the node itself is `stack[i]`."""
     node, index = item
     found = slice_of(node) if index is None else None
     return (found[0], found[2]) if found is not None and found[1] == 0 else item
 
 
 def _joined(graph: Graph, recogniser: Recogniser, slices: Sequence[Slice], ordered: bool) -> Node:
-    """Slices as one tensor `[n_masks, ...]`: the one that they are all of, or a stack of them."""
+    """Slices as one tensor `[n_masks, ...]`: the tensor that has exactly these slices, or else a stack of them."""
     whole = _whole(recogniser, slices, ordered)
     return whole if whole is not None else _stack(graph, [_slice(graph, node, index) for node, index in slices])
 

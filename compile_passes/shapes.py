@@ -1,7 +1,7 @@
-"""What the examples that tracing recorded tell of nodes: shapes, slices, repetitions.
+"""Shapes, dtypes, slices and repetitions, as the examples that tracing recorded at the nodes show them.
 
-No question here adds a guard on a symbolic size: sizes are compared by `statically_known_true`, and one that is needed
-as a number counts as unknown unless it is a number.
+No function here adds a guard on a symbolic size: sizes are compared by `statically_known_true`, and where a size is
+needed as a number, a symbolic one counts as unknown.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from .symbols import as_call
 
 
 def example(node: Any) -> Any:
-    """The (fake) value that tracing saw at a node: Dynamo's `example_value`, or export's `val`."""
+    """The fake value that tracing recorded at a node: Dynamo's `example_value`, or export's `val`."""
     if not isinstance(node, Node):
         return node
     return node.meta["example_value"] if "example_value" in node.meta else node.meta.get("val")
 
 
 def tensor_example(node: Any) -> torch.Tensor | None:
-    """`example(node)` if it is a tensor."""
+    """The example of a node, if it is a tensor."""
     value = example(node)
     return value if isinstance(value, torch.Tensor) else None
 
 
 def dtype_of(node: Any) -> torch.dtype | None:
-    """The dtype of a node's tensor."""
+    """The dtype of a node's example, if it is a tensor."""
     value = tensor_example(node)
     return None if value is None else value.dtype
 
@@ -41,25 +41,25 @@ def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
 
 
 def requires_grad(argument: Any) -> bool:
-    """Whether tracing saw a gradient being recorded at a node."""
+    """Whether a gradient was recorded at a node when it was traced."""
     value = tensor_example(argument)
     return value is not None and value.requires_grad
 
 
 def equal_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Whether two shapes are known to agree."""
+    """Whether two shapes are known to be equal."""
     return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
 
 
 def same_shape(*nodes: Any) -> bool:
-    """Whether nodes are tensors of one shape."""
+    """Whether all nodes are tensors of the same known shape."""
     examples = [tensor_example(node) for node in nodes]
     first = examples[0]
     return first is not None and all(item is not None and equal_sizes(item.shape, first.shape) for item in examples)
 
 
 def broadcasts_to(node: Any, result: Any) -> bool:
-    """Whether a node's tensor broadcasts to the shape of `result` and not beyond it."""
+    """Whether a tensor broadcasts to the shape of `result`."""
     small, large = tensor_example(node), tensor_example(result)
     if small is None or large is None or small.dim() > large.dim():
         return False
@@ -68,18 +68,18 @@ def broadcasts_to(node: Any, result: Any) -> bool:
 
 
 def dims(argument: Any) -> int:
-    """How many dimensions the value of a node has; -1 for what is no tensor."""
+    """The number of dimensions of a node's tensor; -1 if it is no tensor."""
     value = tensor_example(argument) if isinstance(argument, Node) else None
     return -1 if value is None else value.dim()
 
 
 def is_matrix(argument: Any) -> bool:
-    """Whether an argument is a node whose value has two dimensions."""
+    """Whether an argument is a node with a tensor of two dimensions."""
     return dims(argument) == 2
 
 
 def size(node: Any, dim: int) -> int | None:
-    """The size of a node's tensor along a dimension, where it is a number."""
+    """The size of a node's tensor along a dimension; None if it is symbolic."""
     value = tensor_example(node)
     if value is None or not -value.dim() <= dim < value.dim():
         return None
@@ -88,7 +88,7 @@ def size(node: Any, dim: int) -> int | None:
 
 
 def dimension(argument: Any, of: Any) -> int | None:
-    """A `dim` argument counted from the front, of a node's value; None if it is no single dimension of it."""
+    """A `dim` argument as a non-negative number; None if it is not a single dimension of the tensor `of`."""
     (single,) = argument if isinstance(argument, (list, tuple)) and len(argument) == 1 else (argument,)
     count = dims(of)
     if isinstance(single, bool) or not isinstance(single, int) or not -count <= single < count:
@@ -97,7 +97,7 @@ def dimension(argument: Any, of: Any) -> int | None:
 
 
 def slice_of(node: Any) -> tuple[Node, int, int] | None:
-    """`(tensor, dim, index)` where `node` is one slice of a tensor along a dimension, by whatever spelling."""
+    """`(tensor, dim, index)` if `node` is one slice of a tensor along a dimension, in any spelling."""
     call = as_call(node)
     if call is None or call.symbol not in ("select", "getitem"):
         return None
@@ -122,12 +122,12 @@ def slice_of(node: Any) -> tuple[Node, int, int] | None:
 
 
 def is_whole(item: Any) -> bool:
-    """`:` in an index."""
+    """Whether an item of an index is `:`."""
     return isinstance(item, slice) and item.start is None and item.stop is None and item.step in (None, 1)
 
 
 def range_of(node: Any) -> tuple[Node, int, int, int] | None:
-    """`(tensor, dim, start, stop)` where `node` is `tensor[..., start:stop, ...]`, or an entry of a split."""
+    """`(tensor, dim, start, stop)` if `node` is `tensor[..., start:stop, ...]` or an entry of a split."""
     call = as_call(node)
     if call is None or call.symbol not in ("getitem", "narrow", "slice"):
         return None
@@ -154,7 +154,7 @@ def range_of(node: Any) -> tuple[Node, int, int, int] | None:
 
 
 def _single_slice(base: Any, index: Any) -> tuple[int, slice] | None:
-    """The dimension and the slice of an index that is whole in all other dimensions."""
+    """`(dim, slice)` of an index that is `:` in all other dimensions."""
     items = list(index) if isinstance(index, tuple) else [index]
     positions = [i for i, item in enumerate(items) if item is Ellipsis]
     if len(positions) == 1:
@@ -162,11 +162,12 @@ def _single_slice(base: Any, index: Any) -> tuple[int, slice] | None:
         items[positions[0] : positions[0] + 1] = [slice(None)] * max(missing, 0)
     if len(items) > dims(base) or not all(isinstance(item, slice) for item in items):
         return None
-    cut = [(i, item) for i, item in enumerate(items) if not is_whole(item)]
-    return cut[0] if len(cut) == 1 else None
+    sliced = [(i, item) for i, item in enumerate(items) if not is_whole(item)]
+    return sliced[0] if len(sliced) == 1 else None
 
 
 def _bounds(part: slice, length: int | None) -> tuple[int, int] | None:
+    """`(start, stop)` of a slice of a dimension; None for a step, an empty slice or a symbolic bound."""
     numbers = [item for item in (part.start, part.stop) if item is not None]
     if length is None or part.step not in (None, 1) or not all(isinstance(item, int) for item in numbers):
         return None
@@ -175,7 +176,7 @@ def _bounds(part: slice, length: int | None) -> tuple[int, int] | None:
 
 
 def _bounds_of_a_part(parts: Node, dim: Any, index: int) -> tuple[int, int] | None:
-    """Where entry `index` of `chunk` or `split` begins and ends: after the sizes of those before it."""
+    """`(start, stop)` of entry `index` of a `chunk` or `split`, from the sizes of the entries before it."""
     values = example(parts)
     if not isinstance(values, (tuple, list)) or not isinstance(dim, int) or not -len(values) <= index < len(values):
         return None
@@ -187,7 +188,7 @@ def _bounds_of_a_part(parts: Node, dim: Any, index: int) -> tuple[int, int] | No
 
 
 def column_of(node: Any) -> tuple[Node, int] | None:
-    """`(tensor, i)` where `node` is `tensor[..., i : i + 1]`, by whatever spelling."""
+    """`(tensor, i)` if `node` is `tensor[..., i : i + 1]`, in any spelling."""
     call = as_call(node)
     if call is not None and call.symbol == "unsqueeze" and dimension(call.args[1], node) == dims(node) - 1:
         found = slice_of(call.args[0])
@@ -203,7 +204,7 @@ def column_of(node: Any) -> tuple[Node, int] | None:
 
 
 def _last_slice(call: Any) -> tuple[Node, int, int] | None:
-    """`tensor[..., i]`."""
+    """`(tensor, last dim, i)` of a call `tensor[..., i]`."""
     if call is None or call.symbol != "getitem" or not isinstance(call.args[1], tuple):
         return None
     base, index = call.args
@@ -212,7 +213,7 @@ def _last_slice(call: Any) -> tuple[Node, int, int] | None:
 
 
 def _last_slice_unsqueezed(base: Any, index: tuple[Any, ...]) -> tuple[Node, int] | None:
-    """`tensor[..., i, None]`."""
+    """`(tensor, i)` of an index `tensor[..., i, None]`."""
     if len(index) < 2 or not _is_index(index[-2]):
         return None
     rest = index[:-2]
@@ -226,9 +227,7 @@ def _is_index(item: Any) -> bool:
 
 
 def repeated(node: Any) -> tuple[Any, int | None]:
-    """`(tensor, dim)` where `node` is the tensor with one more dimension, along which it is the same; or
-    `(node, None)`.
-    """
+    """`(tensor, dim)` if `node` repeats a tensor along a new dimension `dim`; otherwise `(node, None)`."""
     call = as_call(node)
     if call is None or not call.args or not isinstance(call.args[0], Node):
         return node, None
@@ -237,9 +236,9 @@ def repeated(node: Any) -> tuple[Any, int | None]:
     if call.symbol == "unsqueeze":
         dim = dimension(call.args[1], node)
     elif call.symbol == "getitem" and isinstance(call.args[1], tuple):
-        places = [i for i, item in enumerate(call.args[1]) if item is None]
-        if len(places) == 1 and all(item is None or is_whole(item) for item in call.args[1]):
-            dim = places[0]
+        new_dims = [i for i, item in enumerate(call.args[1]) if item is None]
+        if len(new_dims) == 1 and all(item is None or is_whole(item) for item in call.args[1]):
+            dim = new_dims[0]
     elif call.symbol == "getitem" and call.args[1] is None:
         dim = 0
     elif call.symbol in ("expand", "expand_as"):
@@ -250,7 +249,7 @@ def repeated(node: Any) -> tuple[Any, int | None]:
 
 
 def _is_repetition(base: Any, node: Node, dim: int) -> bool:
-    """Whether the shapes are those of a tensor and of its repetition along `dim`."""
+    """Whether two shapes are those of a tensor and of its repetition along `dim`."""
     one, many = tensor_example(base), tensor_example(node)
     if one is None or many is None or many.dim() != one.dim() + 1:
         return False
@@ -258,7 +257,7 @@ def _is_repetition(base: Any, node: Node, dim: int) -> bool:
 
 
 def submodule(graph: Graph, node: Any) -> GraphModule | None:
-    """The graph module that a node of a graph calls, or names as the body of a higher-order operator."""
+    """The graph module that a node calls, or that it names as the body of a higher-order operator."""
     if graph.owning_module is None or not isinstance(node, Node) or node.op not in ("get_attr", "call_module"):
         return None
     module = getattr(graph.owning_module, str(node.target), None)

@@ -1,33 +1,19 @@
-r"""One table from the ways torch spells an operation to one symbol and one list of arguments.
+"""The table of spellings: from the ways in which torch writes an operation to one symbol and one list of arguments.
 
-A spelling (a torch function, a method, a Python operator, an ATen overload) stands in the table with its signature, and
-`as_call` binds the arguments of a node to it. The rules of the recogniser see only the result, a `Call`: positional,
-keyword and default forms read alike, and so do the graphs of Dynamo and of `torch.export`. A node whose arguments do
-not all fit the signature is no `Call`, so no rule can overlook an argument such as `rounding_mode="floor"`.
-
-A signature is written as text, `"input, other, alpha==1"`:
-
-| item | meaning |
-|---|---|
-| `name` | a required argument, which the rules get |
-| `name=value` | an optional argument, which the rules get, with its default |
-| `a\|b` | an argument with two names |
-| `name==value` | the call is understood only if the argument is absent or has this value; the rules do not get it |
-| `-name` | an argument that cannot change what the rules conclude (they read shape and dtype of the result) |
-| `*name` | all further positional arguments, or one sequence: the rules get a tuple |
-| `...` | any further arguments, none of which can change what the rules conclude |
+A spelling is a torch function, a method, a Python operator or an ATen overload. It stands in the table with its
+signature (`signatures.py`), and `as_call` binds the arguments of a node to that signature. The rules of the recogniser
+see only the result, a `Call`: positional, keyword and default arguments read alike, and so do the graphs of Dynamo and
+of `torch.export`. A node whose arguments do not all fit the signature is no `Call`, so no rule can overlook an argument
+such as `rounding_mode="floor"`.
 """
 
 from __future__ import annotations
 
-import ast
 import operator
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from enum import Enum, auto
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -38,100 +24,18 @@ from torch.fx import Node
 
 import mglu_ops.ops  # noqa: F401 (registers torch.ops.mglu)
 
+from .signatures import Signature
+
 _mglu = torch.ops.mglu
-
-# --- Signatures ------------------------------------------------------------------------------------------------------
-
-
-class _Kind(Enum):
-    READ = auto()
-    FIXED = auto()
-    UNREAD = auto()
-    REST = auto()
-
-
-_REQUIRED = object()
-_MISSING = object()
-
-
-@dataclass(frozen=True)
-class _Parameter:
-    names: tuple[str, ...]
-    kind: _Kind
-    default: Any
-
-
-@dataclass(frozen=True)
-class Signature:
-    """The parameters of a spelling, by the syntax at the head of this module."""
-
-    parameters: tuple[_Parameter, ...]
-    is_open: bool
-    """Whether further arguments are accepted."""
-
-    @staticmethod
-    def parse(text: str) -> Signature:
-        items = [item.strip() for item in text.split(",") if item.strip()]
-        return Signature(tuple(_parameter(item) for item in items if item != "..."), "..." in items)
-
-    @cached_property
-    def read(self) -> tuple[str, ...]:
-        """The names of the arguments that the rules get."""
-        return tuple(p.names[0] for p in self.parameters if p.kind in (_Kind.READ, _Kind.REST))
-
-    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The arguments that the rules get, by name; None if the given ones do not fit."""
-        bound: dict[str, Any] = {}
-        given, position = dict(kwargs), 0
-        for parameter in self.parameters:
-            value: Any = _MISSING
-            if position < len(args):
-                is_rest = parameter.kind is _Kind.REST
-                value = _as_one_sequence(args[position:]) if is_rest else args[position]
-                position = len(args) if is_rest else position + 1
-            else:
-                for name in parameter.names:
-                    value = given.pop(name, value)
-            if value is _MISSING:
-                value = parameter.default
-            if value is _REQUIRED or (parameter.kind is _Kind.FIXED and not _is_same(value, parameter.default)):
-                return None
-            bound[parameter.names[0]] = value
-        if not self.is_open and (given or position < len(args)):
-            return None
-        return {name: bound[name] for name in self.read}
-
-
-def _parameter(item: str) -> _Parameter:
-    kind = {"*": _Kind.REST, "-": _Kind.UNREAD}.get(item[0], _Kind.READ)
-    item = item.lstrip("*-")
-    default: Any = None if kind is _Kind.UNREAD else _REQUIRED
-    if "==" in item:
-        (item, text), kind = item.split("=="), _Kind.FIXED
-        default = ast.literal_eval(text)
-    elif "=" in item:
-        item, text = item.split("=")
-        default = ast.literal_eval(text)
-    names = tuple(item.split("|"))
-    return _Parameter((*names, "self") if names[0] == "input" else names, kind, default)
-
-
-def _as_one_sequence(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
-
-
-def _is_same(value: Any, default: Any) -> bool:
-    """Equality without a guard on a symbolic number, and without that of tensors."""
-    if value is None or default is None:
-        return value is default
-    return isinstance(value, (bool, int, float, str)) and bool(value == default)
-
 
 # --- Spellings -------------------------------------------------------------------------------------------------------
 
 
 def _aten(*names: str) -> tuple[Any, ...]:
-    """ATen operators of these names (which torch 2.15 has in its graphs), and their overloads but those with `out`."""
+    """The ATen operators of these names and their overloads, except those with an `out` argument.
+
+    Graphs of `torch.export` have overloads; since torch 2.15 Dynamo's graphs have the operators themselves.
+    """
     packets = [getattr(torch.ops.aten, name) for name in names]
     overloads = [
         getattr(packet, overload) for packet in packets for overload in packet.overloads() if "out" not in overload
@@ -140,7 +44,7 @@ def _aten(*names: str) -> tuple[Any, ...]:
 
 
 def _elementwise(name: str, *more: Any) -> tuple[Any, ...]:
-    """`torch.name`, the method and the ATen operator, all of one name, and more spellings."""
+    """`torch.name`, the method `name`, the ATen operator `name`, and more spellings."""
     return (getattr(torch, name), name, *_aten(name), *more)
 
 
@@ -148,8 +52,10 @@ _TWO = "input, other"
 
 
 def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
-    """`(symbol, signature, spellings)`. A string is a method's name; the in-place form of a spelling is found by its
-    trailing underscore. All signatures of a symbol read the same arguments.
+    """`(symbol, signature, spellings)` for every symbol.
+
+    A string is the name of a method. In-place forms are not listed: they are found by their trailing underscore. All
+    signatures of one symbol pass the same arguments to the rules.
     """
     # Arithmetic
     scaled = f"{_TWO}, alpha==1"
@@ -160,7 +66,7 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "mul", _TWO, _elementwise("mul", *products)
     quotients = (operator.truediv, operator.itruediv, torch.true_divide, "true_divide", "__truediv__")
     yield "div", f"{_TWO}, rounding_mode==None", _elementwise("div", *quotients)
-    # With a factor, for functions of masks alone, which torch itself computes with all arguments.
+    # Forms with a factor or a rounding, only for functions of masks, which torch itself evaluates with all arguments.
     yield "scaled_add", f"{_TWO}, alpha", _elementwise("add")
     yield "scaled_add", f"{_TWO}, alpha", _elementwise("sub", torch.subtract, "subtract")
     yield "rounded_div", f"{_TWO}, rounding_mode", _elementwise("div")
@@ -177,7 +83,7 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "clamp", clamp, _elementwise("clamp", torch.clip, "clip", *_aten("clip"))
     yield "clamp_min", "input, min", _elementwise("clamp_min")
     yield "maximum", _TWO, _elementwise("maximum", torch.ops.aten.max.other)
-    yield "max", _TWO, (torch.max, "max")  # the maximum of two tensors, or with a number the one along a dimension
+    yield "max", _TWO, (torch.max, "max")  # of two tensors; with a number, along a dimension
     yield "threshold", "input, threshold, value, -inplace", (F.threshold, torch.threshold, *_aten("threshold"))
     yield "sign", "input", _elementwise("sign", torch.sgn, "sgn", *_aten("sgn"))
     yield "heaviside", "input, values", _elementwise("heaviside")
@@ -202,7 +108,7 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "masked_fill", "input, mask, value", _elementwise("masked_fill")
     yield "index_put", "input, indices, values, accumulate==False", _elementwise("index_put")
     yield "setitem", "input, index, value", (operator.setitem, "__setitem__")
-    # The same values in another dtype, place or tensor
+    # The same values in another dtype, memory or tensor
     casts = ("to", "type", "float", "half", "bfloat16", "double", "int", "long", "bool", "type_as")
     yield "to", "input, ...", (*casts, *_aten("to", "_to_copy"))
     yield "detach", "input", _elementwise("detach", getattr(torch._C._autograd, "_get_data_attr"))  # noqa: B009
@@ -278,15 +184,15 @@ OTHER_ACTIVATIONS: Mapping[str, str] = MappingProxyType(
         "softplus": "beta=1, threshold=20, ",
     }
 )
-"""Activations that the operator does not have, so that a report can name them, and their options."""
+"""Activations that the operator does not have, and their options, so that the report can name them."""
 
 _ATEN_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType({"logsigmoid": ("log_sigmoid",)})
 
 _TABLE: dict[Any, list[tuple[str, Signature]]] = {}
-"""For each spelling its symbol and signature; of several the first that fits the arguments counts."""
+"""For each spelling its symbols and signatures; the first signature that fits the arguments counts."""
 
 _ORDER: dict[str, tuple[str, ...]] = {}
-"""The arguments of each symbol in the order in which the rules get them: that of its first signature."""
+"""The arguments of each symbol in the order in which the rules receive them: that of its first signature."""
 
 for _symbol, _text, _targets in _spellings():
     _signature = Signature.parse(_text)
@@ -295,16 +201,16 @@ for _symbol, _text, _targets in _spellings():
         _TABLE.setdefault(_target, []).append((_symbol, _signature))
 
 READS_NO_VALUES = frozenset({"zeros", "ones", "full", "empty", "size", "assert_metadata"})
-"""Symbols of calls that look at the shape, dtype or device of their arguments only."""
+"""Symbols of calls that read only the shape, dtype or device of their arguments."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A node read through the table.
+    """A node, read through the table.
 
     Attributes:
-        symbol: what it does.
-        args: one argument for each that the symbol's signature reads, defaults filled in.
+        symbol: the operation.
+        args: the arguments that the signature of the symbol passes to the rules, with defaults filled in.
     """
 
     symbol: str
@@ -312,12 +218,12 @@ class Call:
 
 
 _calls_read: ContextVar[dict[Node, tuple[Any, Any, Any, Call | None]] | None] = ContextVar("calls_read", default=None)
-"""Inside `calls_read_once`: for each node its target and arguments when it was read, and what was read."""
+"""Inside `calls_read_once`: for each node its target and arguments when it was read, and the result."""
 
 
 @contextmanager
 def calls_read_once() -> Iterator[None]:
-    """Inside, `as_call` binds the arguments of a node once, and again when they or the target have changed."""
+    """Within the block, `as_call` binds the arguments of a node once, and again if they or the target have changed."""
     token = _calls_read.set({})
     try:
         yield
@@ -326,14 +232,14 @@ def calls_read_once() -> Iterator[None]:
 
 
 def as_call(node: Any) -> Call | None:
-    """`node` as a `Call`; None where the table does not have its target, or the arguments do not fit."""
+    """`node` as a `Call`; None if the table lacks its target, or if the arguments do not fit."""
     if not isinstance(node, Node):
         return None
     calls = _calls_read.get()
     if calls is None:
         return _read(node)
     known = calls.get(node)
-    # FX replaces the tuples of a node's arguments and never changes them, so identity tells whether they are the same.
+    # FX replaces the argument tuple of a node and never changes it, so identity tells whether it is the same.
     if known is None or not (known[0] is node.target and known[1] is node.args and known[2] is node.kwargs):
         known = calls[node] = (node.target, node.args, node.kwargs, _read(node))
     return known[3]
@@ -350,7 +256,7 @@ def _read(node: Node) -> Call | None:
 
 
 def symbol_of(node: Any) -> str:
-    """The symbol of a node; empty where it is no `Call`."""
+    """The symbol of a node; empty if the node is no `Call`."""
     call = as_call(node)
     return "" if call is None else call.symbol
 
@@ -383,7 +289,7 @@ _MODULES: Mapping[type[nn.Module], str] = MappingProxyType(
         nn.Dropout: "dropout",
     }
 )
-"""Modules that `torch.fx.symbolic_trace` leaves whole."""
+"""Modules that `torch.fx.symbolic_trace` does not trace into, and their symbols."""
 
 
 def _call_of_module(node: Node) -> Call | None:
@@ -398,7 +304,7 @@ def _call_of_module(node: Node) -> Call | None:
 
 
 def _out_of_place(target: Any) -> Any:
-    """The spelling without the trailing underscore of one that works in place."""
+    """The spelling without the trailing underscore of an in-place operation."""
     if isinstance(target, str):
         return target[:-1] if is_inplace_name(target) else target
     if isinstance(target, torch._ops.OpOverload):
@@ -410,5 +316,5 @@ def _out_of_place(target: Any) -> Any:
 
 
 def is_inplace_name(name: str) -> bool:
-    """`relu_`, but not `__add__` or `relu`."""
+    """Whether a name is that of an in-place operation: `relu_`, but not `relu` or `__add__`."""
     return name.endswith("_") and not name.endswith("__")

@@ -1,13 +1,13 @@
-"""What the recogniser knows of a node: the abstract values of its interpreter.
+"""The abstract values of nodes: what the recogniser can know about a node.
 
-Masks are handled as functions of one binary variable. Such a function is known wholly by its values at M = 0 and
-M = 1, so `1 - M`, `~M`, `M == 0`, `M < 0.5`, `-(M - 1)` are all proved to be the complement in the same way: by
-evaluating them at both points, `at == (1, 0)`. `slope` is the derivative with respect to M at both points, which is
-what decides whether a straight-through gradient passes as the operator passes it.
+A factor of a weight is a function of one binary variable, the mask M. Its values at M = 0 and M = 1 determine such a
+function, so `1 - M`, `~M`, `M == 0`, `M < 0.5` and `-(M - 1)` are all proved to be the complement in the same way: by
+evaluating them at both points, `at == (1, 0)`. `slope` is the derivative with respect to M at both points; it decides
+whether a straight-through gradient passes as the operator passes it.
 
-A tensor may hold several values: all masks of a layer stacked along a dimension of their own, and the weights, products
-and terms made of them; or masked weights concatenated along their rows. `Binary` describes a stack of masks as one,
-since masks are computed alike; everything after them is a `Bundle` of values of their own.
+One tensor may hold several values: all masks of a layer stacked along a new dimension, and the weights, products and
+terms that are made of them; or masked weights concatenated along their rows. `Binary` describes a stack of masks as
+one value, because all of them are computed in the same way. All other tensors of several values are a `Bundle`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ from .shapes import tensor_example
 
 Pair = tuple[float, float]
 Slice = tuple[Node, "int | None"]
-"""A node, or with an index that slice of it along its first dimension."""
+"""A node, or with an index its slice along the first dimension."""
 
 
 @dataclass(frozen=True)
 class Carrier:
-    """The real node through which a mask's gradient flows; `key` is equal for nodes of equal value and gradient.
+    """The real node through which a mask's gradient flows; equal keys mean equal values and gradients.
 
-    `logits`: the node of which the mask is `logits > 0` and that takes the gradient, where there is one.
-    With `index` the mask's are those slices of the nodes.
+    Attributes:
+        node: the straight-through mask.
+        key: the key of the node, or of its slice.
+        logits: the node that receives the gradient, if the mask is `logits > 0`; otherwise None.
+        index: if given, the mask is this slice of `node` and of `logits`.
     """
 
     node: Node
@@ -46,16 +49,16 @@ class Mask:
     """A binary tensor `[out_features, in_features]`, or a stack `[n_masks, out_features, in_features]` of them.
 
     Attributes:
-        bits: a node whose values are the mask's, or with `inverted` those of its complement: bool or real.
-        key: equal for masks of equal value.
-        proof: why the mask is binary; None where nothing proves it.
-        carrier: what takes its gradient.
-        index: with it, the mask is that slice of `bits` and of `logits`.
-        doubt: where nothing proves the mask binary, what speaks against it.
+        bits: a bool or real node with the values of the mask, or with `inverted` those of its complement.
+        key: equal for masks with equal values.
+        proof: why the mask is binary; None if nothing proves it.
+        carrier: the node through which its gradient flows, if it has one.
+        index: if given, the mask is this slice of `bits` and of `logits`.
+        doubt: a reason why an unproved mask may not be binary, for the report.
         inverted: whether `bits` holds the complement.
-        logits: a node such that the mask is `logits > 0`, where there is one.
-        rounding: the machine epsilon of the rounding errors with which the program computes the mask, 0 if it makes
-            none: `hard + soft - soft` is almost 1 where `hard` is 1, and exactly 0 where `hard` is 0.
+        logits: a node such that the mask is `logits > 0`, if there is one.
+        rounding: the machine epsilon of the rounding errors with which the program computes the mask; 0 if there are
+            none. `hard + soft - soft` is almost 1 where `hard` is 1, and exactly 0 where `hard` is 0.
     """
 
     bits: Node
@@ -70,14 +73,14 @@ class Mask:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the mask, or of the stack; empty where tracing recorded none."""
+        """The shape of the mask or of the stack; empty if tracing recorded none."""
         example = tensor_example(self.bits)
         shape = () if example is None else tuple(example.shape)
         return shape if self.index is None else shape[1:]
 
     @property
     def stack(self) -> int | None:
-        """How many masks this is a stack of; None for one mask, and for a number that compiling does not know."""
+        """The number of masks in a stack; None for a single mask, and for a symbolic number."""
         shape = self.shape
         return shape[0] if len(shape) == 3 and isinstance(shape[0], int) else None
 
@@ -91,31 +94,31 @@ class Scalar:
 
 @dataclass(frozen=True)
 class Levels:
-    """A tensor that is known to hold no other values than these: `sign(x)` holds -1, 0 and 1."""
+    """A tensor that holds no other values than these: `sign(x)` holds -1, 0 and 1."""
 
     values: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Binary:
-    """`f(M)` elementwise, as `at = (f(0), f(1))` and `slope = (f'(0), f'(1))`."""
+    """An elementwise function f of a mask, given by `at = (f(0), f(1))` and `slope = (f'(0), f'(1))`."""
 
     mask: Mask
     at: Pair = (0, 1)
     slope: Pair = (0, 0)
 
     def is_gate(self, sign: int) -> bool:
-        """Whether this is M itself (`sign` 1) or its complement (-1)."""
+        """Whether f is M itself (`sign` 1) or its complement (`sign` -1)."""
         return self.at == ((0, 1) if sign == 1 else (1, 0))
 
     def passes_gradient(self, sign: int) -> bool:
-        """Whether the slope is that of M (or of 1 - M) everywhere."""
+        """Whether f has the slope of M (`sign` 1) or of its complement (`sign` -1) at both points."""
         return self.slope == (sign, sign)
 
 
 @dataclass(frozen=True)
 class Product:
-    """The elementwise product, at `node`, of two tensors of which nothing tells which is the mask, or its transpose."""
+    """The elementwise product `a * b` at `node`, or its transpose, where nothing tells which factor is the mask."""
 
     node: Node
     a: Node
@@ -125,7 +128,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Weighted:
-    """`weight * factor`; factor None is 1. `transposed`: its transpose."""
+    """`weight * factor`, or with `transposed` its transpose; factor None stands for 1."""
 
     weight: Node
     factor: Binary | None
@@ -136,7 +139,7 @@ class Weighted:
 class Projection:
     """`x (weight * factor)^T`, or with `transposed` `x (weight * factor)` of a weight `[in_features, out_features]`.
 
-    `problem`: why it may not be fused, although it looks as if it should.
+    `problem` is a reason for the user why a site with this projection is not fused.
     """
 
     x: Node
@@ -149,9 +152,9 @@ class Projection:
 
 @dataclass(frozen=True)
 class Route:
-    """A weight of a term: one a token, a node `[..., 1]`, or one number for all, a node of one element.
+    """The route weight of a term: one per token (a node `[..., 1]`), or one number (a node with one element).
 
-    With `index` it is that slice of the node along `dim`.
+    With `index` it is the slice of the node at that index along `dim`.
     """
 
     node: Node
@@ -162,7 +165,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Activated:
-    """An elementwise function of a projection, times a route weight if there is one."""
+    """An elementwise function of a projection, times a route weight if it has one."""
 
     formula: Formula
     projection: Projection
@@ -171,7 +174,7 @@ class Activated:
 
 @dataclass(frozen=True)
 class Term:
-    """`route * function(gate) * value`, one mask's part of the layer; route None is 1."""
+    """`route * formula(gate) * value`, the part of the layer that one mask makes; route None stands for 1."""
 
     formula: Formula
     gate: Projection
@@ -181,10 +184,12 @@ class Term:
 
 @dataclass(frozen=True)
 class Gated:
-    """A sum of terms over one x, weight and activation: a layer, or a part of one.
+    """A sum of terms with one x, weight and activation, which is a layer or a part of one.
 
-    `rest`: what is added to it and is none of it, where a residual stands inside the sum; then `whole` is the node of
-    the terms alone where the graph has one.
+    Attributes:
+        terms: the terms.
+        rest: a residual that the sum contains besides the terms, if any.
+        whole: with a residual, the node that holds the sum of the terms alone, if the graph has one.
     """
 
     terms: tuple[Term, ...]
@@ -193,15 +198,15 @@ class Gated:
 
 
 MOST_ITEMS = 64
-"""Values that a bundle may have: 16 masks, their complements, and more, so that a report can say they are too many."""
+"""The most items of a bundle: 16 masks and their complements, and more, so that the report can say "too many"."""
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """Values that one tensor holds side by side.
+    """Several values in one tensor.
 
-    Stacked (`size` None), each is the slice at its index along dimension `dim`; concatenated, each takes `size` entries
-    of `dim`.
+    If they are stacked (`size` is None), item i is the slice at index i of dimension `dim`. If they are concatenated,
+    each item takes `size` entries of `dim`.
     """
 
     items: tuple[Part, ...]
@@ -230,7 +235,7 @@ def function_of(value: Value) -> tuple[Formula, Projection] | None:
 
 
 def slice_key(key: Hashable, index: int) -> Hashable:
-    """The key of `tensor[index]` of a tensor with a key."""
+    """The key of `tensor[index]`, given the key of the tensor."""
     return ("at", key, index)
 
 
@@ -242,7 +247,7 @@ def binary_at(value: Binary, index: int) -> Binary:
 
 
 def merge(a: Mask, b: Mask) -> Mask | None:
-    """The one mask that both are; None where they are two, or carry two gradients."""
+    """The mask that both are; None if they are two masks, or if their gradients flow through two tensors."""
     if a.key != b.key:
         return None
     if a.carrier is not None and b.carrier is not None and a.carrier.key != b.carrier.key:
@@ -251,7 +256,7 @@ def merge(a: Mask, b: Mask) -> Mask | None:
 
 
 def same_function(a: Binary | None, b: Binary | None) -> bool:
-    """Whether two functions have one value and one gradient everywhere; None is the constant 1."""
+    """Whether two functions have the same values and gradients; None stands for the constant 1."""
     if a is None or b is None:
         return a is b
     same_carrier = (a.mask.carrier and a.mask.carrier.key) == (b.mask.carrier and b.mask.carrier.key)
@@ -259,7 +264,7 @@ def same_function(a: Binary | None, b: Binary | None) -> bool:
 
 
 def combine(a: Binary | None, b: Binary | None, sign: float) -> Binary | None:
-    """`a + sign * b` of one mask, where None is the constant 1; None where they are not of one mask."""
+    """`a + sign * b` for functions of one mask, where None stands for 1; returns None if they have two masks."""
     known = a or b
     if known is None:
         return None
@@ -274,7 +279,7 @@ def combine(a: Binary | None, b: Binary | None, sign: float) -> Binary | None:
 
 
 def multiply(a: Binary, b: Binary) -> Binary | None:
-    """`a * b` of one mask."""
+    """`a * b` for functions of one mask; None if they have two masks."""
     mask = merge(a.mask, b.mask)
     if mask is None:
         return None

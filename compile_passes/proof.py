@@ -1,0 +1,375 @@
+"""The proof that a site is an MGLU layer and may be replaced by the operator; a refusal gives its reason in words.
+
+The graph before autograd is neither functional nor normalised, so equal expressions need not hold equal values. A site
+is fused only if all of this holds (README.md has the argument for each point):
+
+1. All terms read one x and one weight: the same node, or expressions with equal keys (`Recogniser.key`).
+2. Gate and value factor are M and 1 - M of one mask that is proved to be binary.
+3. Where the mask carries a gradient, the slopes of the factors are +1 and -1 in one tensor.
+4. Masks have the weight's shape, and all projections have the dtype of the result.
+5. The gate goes through one of the operator's activations, in value and in derivative.
+6. The terms have numbers or route weights that the operator can take.
+7. Nothing outside the layer writes to what it reads or makes while it is computed, and it is computed under one grad
+   mode and one autocast.
+8. Gates, values and products have no users outside the layer.
+9. The graph records no functorch transform.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from mglu_ops.activations import ACTIVATIONS
+
+from . import formulas
+from .formulas import GRADIENT_AT_0, Scaled
+from .memory import storages
+from .mutation import Effects, is_random
+from .recognise import Recogniser
+from .report import line
+from .shapes import equal_sizes, example, range_of, requires_grad, slice_of, tensor_example
+from .sites import Site, interior
+from .symbols import as_call, value_users
+from .values import Activated, Bundle, Gated, Mask, Product, Projection, Route, Term, Weighted
+
+MAX_MASKS = 16
+
+
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Refusal(Exception):  # noqa: N818 (a result, not an error)
+    """The reason why a site is not fused, in words for the user."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A site that may be fused, with everything that the rewrite needs."""
+
+    site: Site
+    x: Node
+    weight: Node
+    transposed: bool
+    masks: tuple[tuple[Mask, bool], ...]
+    """Each mask, and whether the gate uses its complement."""
+    activation: str
+    dtype: torch.dtype
+    trains_masks: bool
+    routes: tuple[Route | float, ...]
+    """One weight per term, or none at all."""
+    scale: float
+    """The number that multiplies the sum."""
+    interior: tuple[Node, ...]
+    """The nodes of the spelling, which the fused operator replaces, in the order of the graph."""
+
+
+def check(graph: Graph, recogniser: Recogniser, site: Site, assume_binary: bool) -> Layer:
+    """Prove that a site is MGLU and may be replaced, and describe the layer.
+
+    Raises:
+        Refusal: one of the conditions at the head of this module does not hold.
+    """
+    if recogniser.effects.under_functorch:
+        raise Refusal(
+            "the graph records a functorch transform (torch.func.grad, vmap or jvp), and the pass fuses only in graphs "
+            "without one"
+        )
+    if len(site.terms) > MAX_MASKS:
+        raise Refusal(f"the sum has {len(site.terms)} masks; the operator takes at most {MAX_MASKS}")
+    _check_operands(recogniser, site)
+    masks = tuple(_check_masks(term, assume_binary) for term in site.terms)
+    trained = [_trains(site, term, mask) for term, (mask, _) in zip(site.terms, masks, strict=True)]
+    for (mask, _), carries in zip(masks, trained, strict=True):
+        if carries and mask.proof is None:
+            raise Refusal(
+                f"mask `{mask.bits.name}` requires a gradient but is not a straight-through mask of logits; write it "
+                "as ((logits > 0).to(logits.dtype) - logits).detach() + logits"
+            )
+    if any(trained):
+        if not all(trained):
+            raise Refusal("some masks carry a gradient and some do not; train all masks of a layer, or detach all")
+        for term, (_, complement) in zip(site.terms, masks, strict=True):
+            _check_slopes(term, -1 if complement else 1)
+    first = site.terms[0].gate
+    assert isinstance(first.weight, Node)
+    activation, scales = _check_activation(site)
+    routes, scale = _check_routes(site, scales)
+    layer = Layer(
+        site=site,
+        x=first.x,
+        weight=first.weight,
+        transposed=first.transposed,
+        masks=masks,
+        activation=activation,
+        dtype=_check_dtypes(site, first),
+        trains_masks=any(trained),
+        routes=routes,
+        scale=scale,
+        interior=interior(recogniser, site),
+    )
+    _check_users(recogniser, layer)
+    _check_modes(recogniser, layer)
+    _check_mutation(recogniser.effects, layer)
+    return layer
+
+
+# --- One x and one weight ---------------------------------------------------------------------------------------------
+
+
+def _check_operands(recogniser: Recogniser, site: Site) -> None:
+    first = site.terms[0].gate
+    for projection in site.projections:
+        if projection.problem:
+            raise Refusal(projection.problem)
+        if not isinstance(projection.weight, Node):
+            raise Refusal(
+                "gate and value multiply the weight by two tensors that are not recognised as a mask and its "
+                "complement; write the second as 1 - mask (or ~mask for a bool mask)"
+            )
+        if recogniser.key(projection.x) != recogniser.key(first.x):
+            raise Refusal(f"gate and value project different inputs, {_difference(recogniser, first.x, projection.x)}")
+        assert isinstance(first.weight, Node)
+        if recogniser.key(projection.weight) != recogniser.key(first.weight):
+            different = _difference(recogniser, first.weight, projection.weight)
+            raise Refusal(f"gate and value mask different weights, {different}")
+        if projection.transposed != first.transposed:
+            raise Refusal("gate and value use the weight in different orientations: one of them its transpose")
+
+
+def _difference(recogniser: Recogniser, a: Node, b: Node) -> str:
+    """The pair of nodes at which two expressions begin to differ, as text for a message."""
+    while True:
+        inputs = [node.all_input_nodes for node in (a, b)]
+        alike = a.op == b.op and a.target == b.target and len(inputs[0]) == len(inputs[1]) > 0
+        pairs = list(zip(*inputs, strict=True)) if alike else []
+        unequal = [pair for pair in pairs if recogniser.key(pair[0]) != recogniser.key(pair[1])]
+        if len(unequal) != 1 or _is_slice(unequal[0][0]):
+            return f"`{line(a)}` and `{line(b)}`{_why_different(recogniser, a, b)}"
+        a, b = unequal[0]
+
+
+def _is_slice(node: Node) -> bool:
+    """Whether a node is a slice, whose name alone would tell a reader nothing."""
+    return slice_of(node) is not None or range_of(node) is not None
+
+
+def _why_different(recogniser: Recogniser, a: Node, b: Node) -> str:
+    """Why two equal expressions hold different values, if the reason is known."""
+    if any(recogniser.is_mutable(node) for node in (a, b)):
+        return " (the graph writes to one of them in place)"
+    if requires_grad(a) != requires_grad(b):
+        return " (only one of them takes a gradient)"
+    return " (each call draws new random numbers)" if is_random(a) and is_random(b) else ""
+
+
+# --- Masks ------------------------------------------------------------------------------------------------------------
+
+
+def _check_masks(term: Term, assume_binary: bool) -> tuple[Mask, bool]:
+    """The mask of a term, and whether its gate uses the complement."""
+    gate, value = term.gate.factor, term.value.factor
+    if gate is None or value is None:
+        unmasked = "gate" if gate is None else "value"
+        raise Refusal(f"the {unmasked} is not masked: MGLU masks the gate by M and the value by 1 - M")
+    if gate.mask.key != value.mask.key:
+        raise Refusal("gate and value use two different masks; the value's must be 1 - M of the gate's M")
+    if gate.is_gate(1) and value.is_gate(-1):
+        complement = False
+    elif gate.is_gate(-1) and value.is_gate(1):
+        complement = True
+    else:
+        raise Refusal(
+            f"the masks are not complementary: at M = 0 and M = 1 the gate multiplies the weight by {gate.at} and the "
+            f"value by {value.at}; this must be (0, 1) and (1, 0)"
+        )
+    mask = gate.mask if gate.mask.carrier is not None else value.mask
+    _check_mask_shape(term, mask)
+    if mask.proof is None and not assume_binary:
+        doubt = f" ({mask.doubt})" if mask.doubt else ""
+        raise Refusal(
+            f"mask `{mask.bits.name}` is a {_describe(mask.bits)} tensor that nothing proves to be binary{doubt}; make "
+            "it bool, derive it by a comparison, or pass assume_binary=True (packing then checks its values)"
+        )
+    return mask, complement
+
+
+def _trains(site: Site, term: Term, mask: Mask) -> bool:
+    """Whether a gradient reaches the mask of a term; under no_grad none does, whatever the parameters require."""
+    root = tensor_example(site.root)
+    slopes = [factor.slope for factor in (term.gate.factor, term.value.factor) if factor is not None]
+    return mask.carrier is not None and root is not None and root.requires_grad and any(map(any, slopes))
+
+
+def _check_slopes(term: Term, sign: int) -> None:
+    gate, value = term.gate.factor, term.value.factor
+    if gate is None or value is None:
+        raise AssertionError("the masks are checked first")
+    carriers = [factor.mask.carrier and factor.mask.carrier.key for factor in (gate, value)]
+    if carriers[0] != carriers[1]:
+        raise Refusal("gate and value take the mask's gradient through different tensors")
+    if not gate.passes_gradient(sign) or not value.passes_gradient(-sign):
+        raise Refusal(
+            "the mask's gradient does not pass straight through both gate and value (a comparison, detach or power "
+            "of the mask stands between)"
+        )
+
+
+def _check_mask_shape(term: Term, mask: Mask) -> None:
+    weight = tensor_example(term.gate.weight)
+    if weight is None or not equal_sizes(weight.shape, mask.shape):
+        shape = "unknown" if weight is None else list(weight.shape)
+        raise Refusal(
+            f"mask `{mask.bits.name}` has shape {list(mask.shape)} and the weight {shape}; MGLU masks single weights, "
+            "so a per-channel mask is not MGLU"
+        )
+
+
+# --- Activation, route weights and dtypes -----------------------------------------------------------------------------
+
+
+def named(term: Term) -> Scaled | None:
+    """The activation of a term as one of the operator's, with its coefficient; None if it is none of them."""
+    digits = formulas.EXACT if term.gate.dtype is torch.float64 else formulas.DIGITS
+    return formulas.activation(term.formula, digits)
+
+
+def spelled(term: Term) -> str:
+    """The name of a term's activation, or its formula if the operator has no such activation."""
+    found = named(term)
+    return str(term.formula) if found is None else found.activation
+
+
+def _check_activation(site: Site) -> tuple[str, list[float]]:
+    """The activation that all terms share, and the coefficient of each term."""
+    found = [named(term) for term in site.terms]
+    first = found[0]
+    if first is None or any(other is None or other.activation != first.activation for other in found):
+        formula = str(site.terms[0].formula)
+        if "`" in formula:
+            raise Refusal(
+                f"the gate g goes through {formula}, with a number whose value is unknown when compiling (a float that "
+                "`dynamic=True` makes an input); write it as a literal"
+            )
+        raise Refusal(
+            f"the gate g goes through {formula}, which is none of the operator's activations ({', '.join(ACTIVATIONS)})"
+        )
+    root = tensor_example(site.root)
+    if first.kink is not None and root is not None and root.requires_grad:
+        raise Refusal(
+            f"the gate goes through a relu written as {_SPELLED[first.kink]}, whose gradient where the gate is 0 is "
+            f"{GRADIENT_AT_0[first.kink]}, and not 0 as for relu; write torch.relu"
+        )
+    return first.activation, [one.scale for one in found if one is not None]
+
+
+_SPELLED = {formulas.CLAMP: "clamp(min=0)", formulas.MAXIMUM: "maximum(g, 0)"}
+
+
+def _check_routes(site: Site, scales: list[float]) -> tuple[tuple[Route | float, ...], float]:
+    """The route weights of the terms, and the number that multiplies their sum.
+
+    A number that all terms share multiplies the sum. Numbers that differ become route weights.
+    """
+    routes = tuple(term.route for term in site.terms if term.route is not None)
+    if routes and len(routes) != len(site.terms):
+        raise Refusal("some terms of the sum have route weights and some do not")
+    if max(scales) - min(scales) <= 1e-12 * abs(scales[0]):  # equal up to rounding
+        return routes, scales[0]
+    if routes:
+        raise Refusal("the terms of the sum have route weights and are multiplied by numbers that differ")
+    return tuple(scales), 1.0
+
+
+def _describe(node: Node) -> str:
+    value = tensor_example(node)
+    return "unknown" if value is None else f"{value.dtype}".removeprefix("torch.")
+
+
+def _check_dtypes(site: Site, first: Projection) -> torch.dtype:
+    """The dtype of the layer, which its projections and its result must share."""
+    x, weight, root = (tensor_example(node) for node in (first.x, first.weight, site.root))
+    if x is None or weight is None or root is None:
+        raise Refusal("tracing recorded no example of an operand's dtype")
+    if root.dtype not in _FLOATING:
+        raise Refusal(f"the result is {root.dtype}; the operator computes in float16, bfloat16, float32 and float64")
+    for projection in site.projections:
+        if projection.dtype != root.dtype:
+            raise Refusal(f"the projections are {projection.dtype} and the result {root.dtype}; cast it after the sum")
+    if weight.dim() != 2 or x.dim() < 1:
+        raise Refusal(f"the weight has {weight.dim()} dimensions; it must be a matrix")
+    return root.dtype
+
+
+# --- What surrounds the layer -----------------------------------------------------------------------------------------
+
+
+_COMPUTED = (Projection, Activated, Gated)
+
+
+def _is_computed(recogniser: Recogniser, node: Node) -> bool:
+    """Whether a node holds what the operator computes internally: products, activations, terms, or a tuple of them."""
+    call = as_call(node)
+    if call is not None and call.symbol in ("unbind", "split"):
+        return isinstance(call.args[0], Node) and _is_computed(recogniser, call.args[0])
+    value = recogniser.value(node)
+    return isinstance(value.items[0] if isinstance(value, Bundle) else value, _COMPUTED)
+
+
+def _check_users(recogniser: Recogniser, layer: Layer) -> None:
+    """Refuse a layer whose gates, values or products have users outside of it."""
+    interior = set(layer.interior)
+    for node in layer.interior:
+        if node is layer.site.root or not _is_computed(recogniser, node):
+            continue
+        for user in value_users(node):
+            if user not in interior:
+                raise Refusal(f"`{node.name}`, which the operator would replace, is also used by `{user.name}`")
+
+
+def _check_modes(recogniser: Recogniser, layer: Layer) -> None:
+    """Refuse a layer that computes under two grad modes or two autocasts.
+
+    Its masks may be made under another mode, such as `no_grad`: their examples tell which gradient they carry.
+    """
+    modes = recogniser.effects.modes
+    for node in layer.interior:
+        if modes[node] != modes[layer.site.root] and _is_weight_or_more(recogniser, node):
+            mode = "grad mode" if modes[node][0] != modes[layer.site.root][0] else "autocast or inference mode"
+            raise Refusal(f"`{node.name}` is computed under another {mode} than `{layer.site.root.name}`")
+
+
+def _is_weight_or_more(recogniser: Recogniser, node: Node) -> bool:
+    return isinstance(recogniser.value(node), (Weighted, Product, Bundle)) or _is_computed(recogniser, node)
+
+
+def _check_mutation(effects: Effects, layer: Layer) -> None:
+    """Refuse a layer that reads or makes a tensor which is written to while the layer is computed."""
+    interior, root, order = set(layer.interior), layer.site.root, effects.order
+    if not effects.writes:
+        return
+    leaves = {layer.x, layer.weight, *(node for inner in interior for node in inner.all_input_nodes)} - interior
+    touched = {storage for node in interior | leaves for storage in storages(node)}
+    first = min(order[node] for node in interior)
+    for node, targets in effects.writes:
+        if not first <= order[node] <= order[root]:
+            continue
+        for target in targets:
+            if example(target) is not None and not storages(target) & touched:
+                continue
+            if node not in interior or target not in interior:
+                raise Refusal(f"`{node.name}` writes in place to `{target.name}`, which the layer reads")
+            _check_overwritten(node, target, interior, order)
+
+
+def _check_overwritten(writer: Node, target: Node, interior: set[Node], order: dict[Node, int]) -> None:
+    """Refuse an in-place node that overwrites a tensor from outside the layer, or one that is read again later."""
+    for node in order:
+        if order[node] >= order[writer] or not storages(node) & storages(target):
+            continue
+        if node not in interior:
+            raise Refusal(f"`{writer.name}` writes in place to `{node.name}`, which is not the layer's own tensor")
+        if any(order[user] > order[writer] for user in node.users):
+            raise Refusal(f"`{node.name}` is read after `{writer.name}` has overwritten it")

@@ -1,0 +1,110 @@
+r"""Signatures: which arguments a spelling of an operation has, and which of them the rules receive.
+
+A signature is text, such as `"input, other, alpha==1"`:
+
+| item | meaning |
+|---|---|
+| `name` | a required argument, which the rules receive |
+| `name=value` | an optional argument, which the rules receive, with its default |
+| `a\|b` | an argument with two names |
+| `name==value` | the call is understood only if the argument is absent or has this value; the rules do not receive it |
+| `-name` | an argument that cannot change what the rules conclude (they read shape and dtype of the result) |
+| `*name` | all further positional arguments, or one sequence: the rules receive a tuple |
+| `...` | any further arguments, none of which can change what the rules conclude |
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import cached_property
+from typing import Any
+
+
+class _Kind(Enum):
+    READ = auto()
+    FIXED = auto()
+    UNREAD = auto()
+    REST = auto()
+
+
+_REQUIRED = object()
+
+
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    names: tuple[str, ...]
+    kind: _Kind
+    default: Any
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The parameters of a spelling."""
+
+    parameters: tuple[_Parameter, ...]
+    is_open: bool
+    """Whether further arguments are accepted."""
+
+    @staticmethod
+    def parse(text: str) -> Signature:
+        """Parse the syntax at the head of this module."""
+        items = [item.strip() for item in text.split(",") if item.strip()]
+        return Signature(tuple(_parameter(item) for item in items if item != "..."), "..." in items)
+
+    @cached_property
+    def read(self) -> tuple[str, ...]:
+        """The names of the arguments that the rules receive."""
+        return tuple(p.names[0] for p in self.parameters if p.kind in (_Kind.READ, _Kind.REST))
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The arguments that the rules receive, by name; None if the given ones do not fit the signature."""
+        bound: dict[str, Any] = {}
+        given, position = dict(kwargs), 0
+        for parameter in self.parameters:
+            value: Any = _MISSING
+            if position < len(args):
+                is_rest = parameter.kind is _Kind.REST
+                value = _as_one_sequence(args[position:]) if is_rest else args[position]
+                position = len(args) if is_rest else position + 1
+            else:
+                for name in parameter.names:
+                    value = given.pop(name, value)
+            if value is _MISSING:
+                value = parameter.default
+            if value is _REQUIRED or (parameter.kind is _Kind.FIXED and not _is_same(value, parameter.default)):
+                return None
+            bound[parameter.names[0]] = value
+        if not self.is_open and (given or position < len(args)):
+            return None
+        return {name: bound[name] for name in self.read}
+
+
+def _parameter(item: str) -> _Parameter:
+    kind = {"*": _Kind.REST, "-": _Kind.UNREAD}.get(item[0], _Kind.READ)
+    item = item.lstrip("*-")
+    default: Any = None if kind is _Kind.UNREAD else _REQUIRED
+    if "==" in item:
+        (item, text), kind = item.split("=="), _Kind.FIXED
+        default = ast.literal_eval(text)
+    elif "=" in item:
+        item, text = item.split("=")
+        default = ast.literal_eval(text)
+    names = tuple(item.split("|"))
+    return _Parameter((*names, "self") if names[0] == "input" else names, kind, default)
+
+
+def _as_one_sequence(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+
+
+def _is_same(value: Any, default: Any) -> bool:
+    """Equality that adds no guard on a symbolic number and does not compare tensors."""
+    if value is None or default is None:
+        return value is default
+    return isinstance(value, (bool, int, float, str)) and bool(value == default)
