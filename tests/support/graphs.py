@@ -1,4 +1,4 @@
-"""Graphs as Dynamo captures them, run as they are: what the pass sees and makes, without Inductor."""
+"""Captures the graphs of Dynamo, fuses them and runs them without Inductor, so that tests see what the pass does."""
 
 from __future__ import annotations
 
@@ -10,32 +10,40 @@ from typing import Any
 
 import torch
 from budgets import BUDGET, relative_error
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
+from compile_passes.conflicts import check_rules
 from compile_passes.fusion import fuse_graph
 from compile_passes.report import FusionReport
+from compile_passes.rules import Rule
 from compile_passes.symbols import as_call
 
 
 @dataclass
 class Capture:
-    """A Dynamo backend that fuses each graph, keeps it as it was before and as it is after, and runs the latter.
+    """A Dynamo backend that fuses each graph, keeps a copy from before and the graph after, and runs the latter.
 
-    `fuse=False` runs the graph as it is.
+    Every graph also goes through `check_rules`, which raises an error if two rules of the pass disagree about a node.
+    `fuse=False` runs the graph unchanged.
     """
 
     strict: bool = False
     assume_binary: bool = False
     fuse: bool = True
+    check: bool = True
     report: FusionReport = field(default_factory=FusionReport)
     before: list[Graph] = field(default_factory=list)
     after: list[Graph] = field(default_factory=list)
+    decided: set[tuple[Rule, Rule]] = field(default_factory=set)
+    """The pairs of `rules.PRECEDENCE` that some node needed."""
 
     def __call__(self, gm: GraphModule, example_inputs: Any) -> Callable[..., Any]:
         self.before.extend(copy.deepcopy(graph) for graph in _graphs(gm))
         if self.fuse:
             for graph in _graphs(gm):
+                if self.check:
+                    self.decided |= check_rules(graph)
                 fuse_graph(graph, self.report, strict=self.strict, assume_binary=self.assume_binary)
                 graph.lint()
             _recompile(gm)
@@ -43,7 +51,7 @@ class Capture:
         return gm.forward
 
     def compile(self, function: Any, **options: Any) -> Any:
-        """`torch.compile` with this backend, with nothing left of earlier compilations."""
+        """`torch.compile` with this backend, after a reset of Dynamo."""
         torch._dynamo.reset()
         return torch.compile(function, backend=self, fullgraph=True, **options)
 
@@ -62,7 +70,7 @@ class Capture:
 
 
 def _graphs(gm: GraphModule) -> list[Graph]:
-    """Of a module and of the bodies of its higher-order operators, as Inductor passes over them."""
+    """The graphs of a module and of the bodies of its higher-order operators, in Inductor's order."""
     return [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
 
 
@@ -77,8 +85,13 @@ def calls(graphs: list[Graph]) -> Counter[str]:
 
 
 def packings(counts: Counter[str]) -> int:
-    """How often masks are packed."""
+    """The number of operators that pack masks."""
     return counts["mglu.pack_masks"] + counts["mglu.pack_logits"]
+
+
+def masked_products(counts: Counter[str]) -> int:
+    """The number of products with a weight; a fused layer leaves none."""
+    return counts["linear"] + counts["matmul"]
 
 
 def call_name(node: torch.fx.Node) -> str:
@@ -92,11 +105,9 @@ def call_name(node: torch.fx.Node) -> str:
 def results(
     function: Callable[..., Any], tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor | None]:
-    """What `function(**tensors)` gives and the gradients of the tensors, and of `parameters`, that require one.
+    """The results of `function(**tensors)`, and the gradients of the tensors and `parameters` that require one.
 
-    None where none reaches.
-
-    Of a tuple, the gradient is that of a sum of all its tensors.
+    The gradients are those of a weighted sum of all results; None for a tensor that the results do not depend on.
     """
     output = function(**tensors)
     outputs = output if isinstance(output, tuple) else (output,)
@@ -104,15 +115,22 @@ def results(
     wanted = {name: t for name, t in {**tensors, **(parameters or {})}.items() if t.requires_grad}
     recorded = [y for y in outputs if y.requires_grad]
     if wanted and recorded:
-        # Not ones: a weight of each element of its own, that differs in sign.
+        # Each element has a weight of its own, with both signs, so that errors do not cancel.
         weights = [torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view(y.shape) for y in recorded]
         grads = torch.autograd.grad(recorded, list(wanted.values()), weights, allow_unused=True)
         found |= dict(zip(wanted, grads, strict=True))
     return found
 
 
+def model_results(model: nn.Module, x: Tensor, call: Callable[..., Tensor] | None = None) -> dict[str, Tensor | None]:
+    """The result of `call(x)` (default: of the model), and the gradients of x and of all parameters, by name."""
+    function = model if call is None else call
+    parameters = dict(model.named_parameters())
+    return results(lambda x, **_: function(x), {"x": x.detach().requires_grad_(), **parameters})
+
+
 def assert_same(found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None], budget: float) -> None:
-    """Two `results` agree within a relative error; a gradient of 0 and none at all are the same."""
+    """Check that two `results` agree within a relative error; no gradient equals a gradient of 0."""
     assert found.keys() == wanted.keys()
     for name in wanted:
         a, b = found[name], wanted[name]
@@ -128,9 +146,9 @@ def assert_same(found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor 
 def assert_same_where_finite(
     found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None], budget: float
 ) -> None:
-    """Two `results` agree wherever the wanted one is finite; what the other has elsewhere is not looked at.
+    """Check that two `results` agree wherever the wanted one is finite.
 
-    Tensors of a narrower dtype than float64 (a weight that the program widens) have the budget of their dtype.
+    A tensor of a narrower dtype than float64 (such as a weight that the program widens) has the budget of its dtype.
     """
     assert found.keys() == wanted.keys()
     for name, b in wanted.items():
@@ -145,9 +163,9 @@ def assert_same_where_finite(
 def compare(
     function: Callable[..., Any], make: Callable[[], dict[str, Tensor]], budget: float, **options: Any
 ) -> Capture:
-    """Compile a function, hold its results and all gradients to those of eager, and give the capture.
+    """Compile a function, compare its results and gradients with those of eager, and return the capture.
 
-    `make()` gives new tensors at each call, since the function may write to them. `options` are those of `Capture`.
+    `make()` returns new tensors at each call, since the function may write to them. `options` are those of `Capture`.
     """
     wanted = results(function, make())
     capture = Capture(**options)
@@ -156,6 +174,6 @@ def compare(
 
 
 def assert_says_why(capture: Capture) -> None:
-    """A program whose layer was not fused has a line of the report with a reason."""
+    """Check that the report mentions the layer: it was fused, or a reason says why not."""
     assert capture.report.fused or capture.report.missed, "neither fused nor reported"
     assert all(reason.strip() for reason in capture.reasons)

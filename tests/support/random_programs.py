@@ -1,14 +1,14 @@
-"""Random programs of the parts in `spellings`, the tensors that they are given, and what must hold of each.
+"""Random programs of the parts in `spellings`, their inputs, and what must hold for each.
 
-One function draws a case from any source of choices: hypothesis, which shrinks what it finds, or `random.Random(seed)`.
+One function draws a case from any source of choices: hypothesis, which shrinks failures, or `random.Random(seed)`.
 
 What must hold:
 
-1. Where eager raises, nothing is asked.
+1. If eager raises an error, the program is skipped.
 2. The compiled program gives the results and the gradients of eager (`assert_agrees` has the rule for NaN and inf).
 3. A program of right parts becomes one operator, and nothing is missed.
-4. A program of one x and one weight that is not fused has a line in the report.
-5. A float or integer mask that nothing proves to be binary is fused under `assume_binary` alone.
+4. A program with one x and one weight that is not fused has a line in the report.
+5. A float or integer mask that nothing proves to be binary is fused only under `assume_binary`.
 """
 
 from __future__ import annotations
@@ -23,28 +23,30 @@ import torch
 from budgets import BUDGET
 from graphs import Capture, assert_says_why, results
 from graphs import assert_same_where_finite as assert_same
+from mglu_programs import (
+    MASK_WRONGS,
+    OF_OTHER_OPERANDS,
+    STACK_WRONGS,
+    STACKS_OF_OTHER_OPERANDS,
+    WRONGS,
+    Program,
+    StackProgram,
+)
 from spellings import (
     COMPLEMENTS_OF,
-    DOUBTFUL_HANDS,
-    HANDS,
+    DOUBTFUL_FUNCTIONS,
+    HAND_WRITTEN,
     JOINTS,
     KINDS,
-    MASK_WRONGS,
     MASKS,
-    OF_OTHER_OPERANDS,
     PRODUCTS_OF,
     PROJECTIONS,
     SCALES,
     STACK_PRODUCTS,
     STACK_PROJECTIONS,
-    STACK_WRONGS,
-    STACKS_OF_OTHER_OPERANDS,
     SUMS,
     WEIGHTS,
     WRONG_JOINTS,
-    WRONGS,
-    Program,
-    StackProgram,
 )
 from torch import Tensor
 from torch._dynamo.exc import TorchRuntimeError
@@ -56,12 +58,12 @@ D = H = 8  # square, so that no shape tells what is transposed
 TOKENS = 5
 
 Choose: TypeAlias = Callable[[Sequence[Any]], Any]
-"""One of some options; the first is the simplest."""
+"""Chooses one of several options, of which the first is the simplest."""
 
 TRAINED = ("x", "weight", "masks", "other_x", "other_weight")
 
 
-# What a case's tensors hold, in places that are the same for all: element 0 of x's row 0, row 2 of the weight.
+# Special values in the inputs of a case, always in row 0 of x and in row 2 of the weight.
 def _zero_row_of_x(named: dict[str, Tensor]) -> None:
     named["x"][0] = 0
 
@@ -71,7 +73,7 @@ def _zero_row_of_the_weight(named: dict[str, Tensor]) -> None:
 
 
 def _rows_of_one_value(named: dict[str, Tensor]) -> None:
-    """Row 0 of each mask is all value, row 1 all gate: what they multiply is exactly 0."""
+    """Row 0 of each mask is all value and row 1 all gate, so the other one is exactly 0."""
     named["logits"][:, 0], named["logits"][:, 1] = -1, 1
 
 
@@ -94,7 +96,7 @@ def _put(name: str, row: int, value: float) -> Callable[[dict[str, Tensor]], Non
     return put
 
 
-# (Not in the logits: `L > 0` and `L <= 0` are both False at NaN.)
+# (The logits hold no NaN, for which `L > 0` and `L <= 0` are both False.)
 SPECIALS: dict[str, Callable[[dict[str, Tensor]], None]] = {
     "none": lambda named: None,
     "rows of one value": _rows_of_one_value,
@@ -119,7 +121,7 @@ class Case:
     with_gradient: tuple[str, ...] = ()
     special: str = "none"
     assume_binary: bool = True
-    """Counts for float and integer masks alone."""
+    """Only float and integer masks depend on it."""
 
     @property
     def needs_trust(self) -> bool:
@@ -133,7 +135,7 @@ class Case:
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-        # Of a stack, with as many tokens as features, inputs and (at most) masks.
+        # A stack program has as many tokens as features, so that no shape tells its dimensions apart.
         tokens = H if isinstance(self.program, StackProgram) else TOKENS
         named = {"x": normal(tokens, H), "weight": normal(D, H), "logits": normal(self.n_masks, D, H)}
         named |= {"other_x": normal(tokens, H), "other_weight": normal(D, H)}
@@ -159,7 +161,7 @@ def draw_program(choose: Choose) -> Program:
         projection=choose(list(PROJECTIONS)),
         value=value,
         activation=choose(list(ACTIVATIONS)),
-        hand=choose([None, None, choose(list(HANDS)), choose(list(DOUBTFUL_HANDS))]),
+        hand_written=choose([None, None, choose(list(HAND_WRITTEN)), choose(list(DOUBTFUL_FUNCTIONS))]),
         total=choose(list(SUMS)),
         kind=kind,
         weight=weight,
@@ -209,26 +211,26 @@ def is_right(case: Case) -> bool:
         return False
     if isinstance(program, StackProgram):
         return True
-    # A function with a kink may be relu where no gradient is recorded, which is the pass's own choice.
-    return program.joint not in WRONG_JOINTS and program.hand not in DOUBTFUL_HANDS
+    # A function with a kink may or may not be fused as relu where no gradient is recorded.
+    return program.joint not in WRONG_JOINTS and program.hand_written not in DOUBTFUL_FUNCTIONS
 
 
 _OFTEN_ONE_FACTOR = ("m and m", "compared mask", "m - 1 of uint8", "0 ** m", "m < full_like(0.5)")
-"""What makes the value's factor, which may be the same function of the mask as the gate's."""
+"""Mistakes with which the factor of the value may be the same function of the mask as that of the gate."""
 
 
 def may_be_silent(case: Case) -> bool:
-    """Whether the program is not one x times two masked forms of one weight, of which the report need not speak."""
+    """Whether the report need not mention the program, as it does not multiply one x by two forms of one weight."""
     wrong = case.program.wrong or ""
     if wrong.startswith("mutate") or (wrong and case.needs_trust):
-        return True  # x or the weight is another tensor after the mutation, or nothing tells which factor is the mask
+        return True  # after a mutation x or the weight is another tensor; or it is unknown which factor is the mask
     if wrong in _OFTEN_ONE_FACTOR or (wrong == "next mask" and case.n_masks == 1):
         return True  # gate and value may be one product
     return wrong in (*OF_OTHER_OPERANDS, *STACKS_OF_OTHER_OPERANDS)
 
 
 def run_case(case: Case) -> str:
-    """`fused`, `refused`, `silent` or, where eager raises, `skipped`.
+    """Run a case; returns `fused`, `refused`, `silent`, or `skipped` if eager raises an error.
 
     Raises:
         AssertionError: something does not hold.
@@ -236,16 +238,16 @@ def run_case(case: Case) -> str:
     try:
         wanted = results(case.program, case.tensors())
     except (RuntimeError, TypeError, IndexError):
-        return "skipped"  # shapes that do not fit, a mutation that autograd does not let happen, 1 - bool
+        return "skipped"  # shapes that do not fit, a mutation that autograd forbids, 1 - bool
     capture = Capture(assume_binary=case.assume_binary and case.needs_trust)
     try:
         found = results(capture.compile(case.program), case.tensors())
-    except ValueError as error:  # the masks were trusted, and packing found them to be soft
+    except ValueError as error:  # packing found that the trusted masks are soft
         if "must be binary" in str(error) and "soft" in (case.program.wrong or ""):
             return "refused"
         raise
     except TorchRuntimeError:
-        with pytest.raises(TorchRuntimeError):  # Dynamo itself does not take it
+        with pytest.raises(TorchRuntimeError):  # Dynamo itself fails
             results(Capture(fuse=False).compile(case.program), case.tensors())
         return "skipped"
     assert_agrees(found, wanted, case.tensors())
@@ -262,20 +264,20 @@ def run_case(case: Case) -> str:
 
 
 _NOISE = 1e-11
-"""A tensor whose numbers add up to less is rounding errors alone: a value that is the difference of equal numbers."""
+"""A tensor whose absolute values add up to less holds only rounding errors, of a difference of equal numbers."""
 
 
 def assert_agrees(
     found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None], given: Mapping[str, Tensor]
 ) -> None:
-    """Results and gradients agree wherever eager's are finite and made of finite numbers alone.
+    """Check that results and gradients agree wherever eager's are finite and depend only on finite inputs.
 
     The operator multiplies each element of the weight by x, for the gate or for the value. So NaN or inf in row t of x
-    makes row t of the result NaN, and NaN or inf in row d of the weight its column d; eager may do better there where
-    it has a 0 in that place (`where(M, W, 0)`) and saturates it (`sigmoid(-inf)`). All other rows and columns of the
-    result must be eager's. (Of an element `[d, h]` of the weight, columns d and h are left out, for a program may
-    transpose it.) A gradient is a sum over the tokens or over the features: with NaN or inf in x, only the rows of
-    x's own gradient are compared, and with NaN or inf in the weight only the rows of the weight's and the masks'.
+    makes row t of the result NaN, and NaN or inf in row d of the weight makes column d NaN. Eager may have finite
+    numbers there, because it replaces the element by 0 (`where(M, W, 0)`) or saturates (`sigmoid(-inf)`). All other
+    rows and columns must agree. (For an element `[d, h]` of the weight, columns d and h are left out, since a program
+    may transpose the weight.) A gradient is a sum over tokens or features: with NaN or inf in x, only rows of the
+    gradient of x are compared, and with NaN or inf in the weight only rows of the gradients of weight and masks.
     """
     tokens = given["x"].detach().isfinite().all(1)
     bad = ~given["weight"].detach().isfinite()
@@ -291,11 +293,11 @@ def assert_agrees(
 
 
 def _rows(tensor: Tensor | None, name: str, tokens: Tensor, features: Tensor) -> Tensor | None:
-    """The rows or columns of a result or gradient that are made of finite numbers."""
+    """The rows or columns of a result or gradient that depend only on finite inputs."""
     if tensor is None or (tokens.all() and features.all()):
         return tensor
     if name.startswith("result"):
-        # (A program may also return its gates, of another shape where it has a stack of them.)
+        # A program may also return a stack of gates, which has another shape.
         fits = tensor.shape[-2:] == (len(tokens), len(features))
         return tensor[..., tokens, :][..., features] if fits else None
     if name == "x":

@@ -5,14 +5,11 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from mglu_ops.activations import ACTIVATIONS
 
 
 def straight_through(logits: Tensor) -> Tensor:
@@ -68,6 +65,11 @@ def _difference_under_no_grad(logits: Tensor) -> Tensor:
 def _zero_under_no_grad(logits: Tensor) -> Tensor:
     """A difference of 0 carries the gradient, and is exact for logits of any size."""
     return _hard(logits) + (logits - logits.detach())
+
+
+def gated(x: Tensor, weight: Tensor, m: Tensor, complement: Tensor | None = None) -> Tensor:
+    """The term of one mask of a SwiMGLU layer, by default with the complement `1 - m`."""
+    return F.silu(F.linear(x, weight * m)) * F.linear(x, weight * (1 - m if complement is None else complement))
 
 
 # Mask i as a real tensor, of trained logits `[n_masks, d, h]`.
@@ -204,7 +206,7 @@ PROJECTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 # Activations written out; of a name, the first is the operator's own.
-HANDS: dict[str, Callable[[Tensor], Tensor]] = {
+HAND_WRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
     "g / (1 + exp(-g))": lambda g: g / (1 + torch.exp(-g)),
     "g * sigmoid(g)": lambda g: g * torch.sigmoid(g),
     "g * (0.5 + erf / 2)": lambda g: g * (0.5 + torch.erf(g * 0.5**0.5) / 2),
@@ -213,7 +215,7 @@ HANDS: dict[str, Callable[[Tensor], Tensor]] = {
 
 # Functions with a kink, which are relu at every number and not so in their derivative at 0, and sums that cancel only
 # for who forgets an argument.
-DOUBTFUL_HANDS: dict[str, Callable[[Tensor], Tensor]] = {
+DOUBTFUL_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "clamp": lambda g: g.clamp(min=0),
     "clamp_min": lambda g: torch.clamp_min(g, 0),
     "maximum": lambda g: torch.maximum(g, torch.zeros_like(g)),
@@ -339,209 +341,13 @@ PRODUCTS_OF = {kind: BOOL_PRODUCTS if kind == "bool" else PRODUCTS for kind in K
 ALL_COMPLEMENTS = COMPLEMENTS | BOOL_COMPLEMENTS | INTEGER_COMPLEMENTS
 
 # What turns a square matrix, or does not.
-TURNS: dict[str, Callable[[Tensor], Tensor]] = {
+TRANSPOSES: dict[str, Callable[[Tensor], Tensor]] = {
     "turned by nothing": lambda w: w.transpose(dim0=0, dim1=0),
     "turned by axes": lambda w: w.swapaxes(axis0=-1, axis1=0),
     "turned by the same axis": lambda w: torch.swapaxes(w, axis0=-1, axis1=1),
     "permuted by nothing": lambda w: w.permute(dims=(0, 1)),
 }
 
-
-@dataclass(frozen=True)
-class Program:
-    """An MGLU layer of named parts. `wrong` names what is done to it that the pass must see (`WRONGS`)."""
-
-    mask: str = "straight_through"
-    complement: str = "1 - m"
-    product: str = "w * m"
-    projection: str = "linear"
-    value: str = "masked"
-    activation: str = "silu"
-    hand: str | None = None
-    total: str = "y = 0"
-    kind: str = "logits"
-    weight: str = "weight"
-    """What is masked (`WEIGHTS`)."""
-    at_each_use: bool = False
-    """The weight is computed anew for the value."""
-    scale: str | None = None
-    joint: str | None = None
-    value_first: bool = False
-    swapped: bool = False
-    wrong: str | None = None
-
-    @property
-    def trained(self) -> bool:
-        return self.kind == "logits"
-
-    def __call__(self, x: Tensor, weight: Tensor, masks: Tensor, other_x: Tensor, other_weight: Tensor) -> Any:
-        """X and other_x `[..., h]`, weight and other_weight `[d, h]`, masks `[n, d, h]` of a kind (`KINDS`)."""
-        if self.wrong is not None and self.wrong.startswith("mutate"):
-            x, weight, masks = x.clone(), weight.clone(), masks.clone()
-        terms, extra = [], []
-        for i in range(masks.shape[0]):
-            term, more = self._term(i, x, weight, masks, other_x, other_weight)
-            terms.append(term if self.scale is None else SCALES[self.scale](other_x.flatten(), i) * term)
-            extra += more
-        total = SUMS[self.total](terms)
-        return (total, *extra)
-
-    def _term(
-        self, i: int, x: Tensor, weight: Tensor, masks: Tensor, other_x: Tensor, other_weight: Tensor
-    ) -> tuple[Tensor, list[Tensor]]:
-        wrong = self.wrong if i == 0 else None
-        product, project = BOOL_PRODUCTS[self.product], PROJECTIONS[self.projection]
-        m = MASKS[self.kind][self.mask](masks, i)
-        if wrong == "soft mask":
-            m = torch.sigmoid(masks[i]) if self.trained else masks[i] * 0.5 + 0.25
-        if wrong == "mask of a channel":
-            m = m[:, :1]
-        if wrong == "one mask is detached":
-            m = m.detach()
-        if wrong == "squared mask":
-            m = m * m
-        complement = ALL_COMPLEMENTS[self.complement]
-        masked_weight = WEIGHTS[self.weight](weight, other_weight)
-        value_x = {"other x": other_x, "detached x": x.detach(), "copied x": x * 1}.get(wrong or "", x)
-        value_weight = {"other weight": other_weight, "detached weight": masked_weight.detach()}.get(
-            wrong or "", masked_weight
-        )
-
-        gate_weight = product(masked_weight, complement(m) if self.swapped else m)
-        if wrong == "rounded":
-            gate_weight = gate_weight.to(torch.bfloat16).to(weight.dtype)
-        if wrong in TURNS:
-            gate_weight = TURNS[wrong](gate_weight)
-        if self.joint is not None:
-            gate, value = JOINTS[self.joint](
-                x, gate_weight, product(value_weight, m if self.swapped else complement(m))
-            )
-            return self._product(gate, value), []
-        gate = project(x, gate_weight)
-        if wrong == "bias":
-            gate = gate + other_x.flatten()[0]
-        if wrong == "detached gate":
-            gate = gate.detach()
-        extra = _mutate(wrong, x, weight, masks, i, gate)
-        if wrong == "gate is used elsewhere":
-            extra.append(gate)
-
-        if self.at_each_use and value_weight is masked_weight:
-            value_weight = WEIGHTS[self.weight](weight, other_weight)
-        m_value = m if self.swapped else complement(m)
-        if wrong == "2 - m":
-            m_value = 2 - m * 1.0
-        if wrong == "m and m":
-            m_value = m
-        if wrong == "compared mask":
-            m_value = m < 0.5
-        if wrong == "next mask":
-            m_value = masks[(i + 1) % len(masks)] > 0
-        if wrong is not None and wrong in DOUBTFUL_COMPLEMENTS:
-            m_value = DOUBTFUL_COMPLEMENTS[wrong](m)
-        if self.value == "masked":
-            value = project(value_x, product(value_weight, m_value))
-        elif self.value == "w - w * m":
-            value = project(value_x, value_weight - product(value_weight, m))
-        else:
-            value = project(value_x, value_weight) - gate
-        if wrong == "alpha of the difference":
-            value = torch.sub(project(value_x, value_weight), gate, alpha=2)
-        if wrong == "no_grad":
-            with torch.no_grad():
-                value = project(value_x, product(value_weight, m_value))
-        if wrong == "activation":
-            value = torch.tanh(value)
-        if wrong == "floor of the value":
-            value = torch.div(value, 2, rounding_mode="floor")
-        if wrong == "mutate gate after":
-            gate.mul_(0.5)
-        activated = self._activated(gate)
-        if wrong == "activation is used elsewhere":
-            extra.append(activated)
-        return self._product(gate, value, activated), extra
-
-    def _activated(self, gate: Tensor) -> Tensor:
-        if self.hand is None:
-            return ACTIVATIONS[self.activation].forward(gate)
-        return (HANDS | DOUBTFUL_HANDS)[self.hand](gate)
-
-    def _product(self, gate: Tensor, value: Tensor, activated: Tensor | None = None) -> Tensor:
-        activated = self._activated(gate) if activated is None else activated
-        return value * activated if self.value_first else activated * value
-
-
-def _mutate(wrong: str | None, x: Tensor, weight: Tensor, masks: Tensor, i: int, gate: Tensor) -> list[Tensor]:
-    """What happens in place between gate and value."""
-    if wrong == "mutate x":
-        x.add_(1)
-    elif wrong == "mutate x by operator":
-        x /= 2
-    elif wrong == "mutate x through a view":
-        x.view(-1)[0] = 5
-    elif wrong == "mutate x by out":
-        torch.add(x, 1, out=x)
-    elif wrong == "mutate weight":
-        weight.detach().mul_(2)
-    elif wrong == "mutate weight by setitem":
-        weight[0] = 1
-    elif wrong == "mutate masks":
-        masks.copy_(masks.flip(0) if masks.dtype is torch.bool else -masks)
-    elif wrong == "mutate masks through a view":
-        row = masks[i].detach()[0]
-        row.copy_(torch.zeros_like(row))
-    elif wrong == "mutate gate by a list":
-        torch._foreach_mul_([gate], 2.0)
-    return []
-
-
-# What may be done to the first term of a program. After some of it the layer is MGLU still, or not as the pass
-# can prove.
-WRONGS = (
-    "soft mask",
-    "mask of a channel",
-    "one mask is detached",
-    "squared mask",
-    "other x",
-    "detached x",
-    "copied x",
-    "other weight",
-    "detached weight",
-    "rounded",
-    "bias",
-    "detached gate",
-    "gate is used elsewhere",
-    "activation is used elsewhere",
-    "2 - m",
-    "m and m",
-    "compared mask",
-    "next mask",
-    "no_grad",
-    "activation",
-    "mutate x",
-    "mutate x by operator",
-    "mutate x through a view",
-    "mutate x by out",
-    "mutate weight",
-    "mutate weight by setitem",
-    "mutate masks",
-    "mutate masks through a view",
-    "mutate gate by a list",
-    "mutate gate after",
-    "alpha of the difference",
-    "floor of the value",
-    *TURNS,
-    *DOUBTFUL_COMPLEMENTS,
-)
-
-# Of these, gate and value have two inputs or two weights.
-OF_OTHER_OPERANDS = ("other x", "detached x", "copied x", "other weight", "detached weight")
-
-# What is wrong with the masks alone, so that gate and value may also come from one product.
-MASK_WRONGS = ("soft mask", "squared mask", "one mask is detached", *TURNS)
-
-
-# --- Layers with all masks in one tensor -----------------------------------------------------------------------------
 
 # Masks `[n, d, h]` times a weight `[d, h]`.
 STACK_PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -563,109 +369,3 @@ STACK_PROJECTIONS: dict[str, tuple[int, Callable[[Tensor, Tensor], Tensor]]] = {
     "bmm of expand": (0, lambda x, w: torch.bmm(x.expand(len(w), -1, -1), w.permute(0, 2, 1))),
     "bmm of repeat": (0, lambda x, w: torch.bmm(x.repeat(len(w), 1, 1), w.mT)),
 }
-
-
-@dataclass(frozen=True)
-class StackProgram:
-    """An MGLU layer whose masks are one tensor. All sizes may be equal, so that no shape tells what is what."""
-
-    complement: str = "1 - m"
-    product: str = "w * m"
-    projection: str = "bh,ndh->nbd"
-    value: str = "masked"
-    total: str = "sum"
-    route: str | None = None
-    activation: str = "silu"
-    kind: str = "logits"
-    wrong: str | None = None
-
-    @property
-    def trained(self) -> bool:
-        return self.kind == "logits"
-
-    def __call__(self, x: Tensor, weight: Tensor, masks: Tensor, other_x: Tensor, other_weight: Tensor) -> Any:
-        """The tensors of `Program`."""
-        wrong = self.wrong
-        m = straight_through(masks) if self.trained else masks
-        dim, project = STACK_PROJECTIONS[self.projection]
-        product = STACK_PRODUCTS[self.product]
-        if wrong == "soft masks":
-            m = torch.sigmoid(masks) if self.trained else masks * 0.5
-        gate_x = torch.stack([x, other_x])[: len(masks)].repeat(len(masks), 1, 1) if wrong == "x a mask" else x
-        gate_weights = product(weight, m)
-        if wrong == "weight a mask":
-            gate_weights = torch.stack([weight, other_weight] * len(masks))[: len(masks)] * m
-        if wrong == "x a mask":
-            gate = torch.bmm(gate_x[: len(masks)], gate_weights.mT).movedim(0, dim)
-        else:
-            gate = project(x, gate_weights)
-        if wrong == "masks and tokens are exchanged":
-            gate = gate.transpose(0, 1)
-        if wrong == "masks and features are exchanged":
-            gate = gate.transpose(0, 2)
-        if wrong == "mutate weight":
-            weight.detach().mul_(2)
-        complement = ALL_COMPLEMENTS[self.complement](m)
-        if wrong is not None and wrong in DOUBTFUL_COMPLEMENTS:
-            complement = DOUBTFUL_COMPLEMENTS[wrong](m)
-        if wrong == "masks in another order":
-            complement = complement.flip(0)
-        if wrong == "transposed masks":
-            complement = complement.mT
-        if wrong == "2 - m":
-            complement = 2 - m * 1.0
-        value_x = other_x if wrong == "other x" else x
-        value_weight = other_weight if wrong == "other weight" else weight
-        if self.value == "masked":
-            value = project(value_x, product(value_weight, complement))
-        else:
-            value = F.linear(value_x, value_weight).unsqueeze(dim) - gate
-        terms = ACTIVATIONS[self.activation].forward(gate) * value
-        if wrong == "a term twice":
-            terms = torch.cat([terms, terms], dim).narrow(dim, 1, len(masks))
-        route = torch.softmax(other_x @ other_weight[: len(masks)].mT, -1)
-        return self._total(terms, dim, route)
-
-    def _total(self, terms: Tensor, dim: int, route: Tensor) -> Tensor:
-        if self.wrong == "sum over tokens":
-            return terms.sum(1 if dim == 0 else 0)
-        if self.wrong == "route of another order":
-            route = route.flip(-1).t() if dim == 0 and route.shape[0] == route.shape[1] else route.flip(-1)
-        letters = ("nbd", "bnd", "bdn")[dim]
-        if self.route == "scalars":
-            terms = terms * route[0].reshape([-1 if i == dim else 1 for i in range(3)])
-        if self.route == "einsum":
-            return torch.einsum(f"{letters},bn->bd", terms, route)
-        if self.route == "product":
-            terms = terms * route.movedim(-1, 0 if dim == 0 else -1).unsqueeze((2, 2, 1)[dim])
-        if self.total == "sum":
-            return terms.sum(dim)
-        if self.total == "einsum":
-            return torch.einsum(f"{letters}->bd", terms)
-        if self.total == "mean":
-            return terms.mean(dim)
-        return (
-            sum(terms.unbind(dim))
-            if self.total == "unbind"
-            else sum(terms.select(dim, i) for i in range(terms.shape[dim]))
-        )
-
-
-STACK_WRONGS = (
-    "soft masks",
-    "x a mask",
-    "weight a mask",
-    "masks and tokens are exchanged",
-    "masks and features are exchanged",
-    "mutate weight",
-    "masks in another order",
-    "transposed masks",
-    "2 - m",
-    "other x",
-    "other weight",
-    "a term twice",
-    "sum over tokens",
-    "route of another order",
-    *DOUBTFUL_COMPLEMENTS,
-)
-STACKS_OF_OTHER_OPERANDS = ("x a mask", "weight a mask", "other x", "other weight")

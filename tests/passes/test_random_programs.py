@@ -1,6 +1,6 @@
-"""Random programs of the parts that MGLU is spelled with, right and subtly wrong: compiled gives what eager gives.
+"""Random programs of the parts that MGLU is spelled with, right and subtly wrong, give what eager gives.
 
-`random_programs` says what must hold. `python tests/passes/run_random_programs.py` runs as many programs as one likes.
+`random_programs` says what must hold. `python tests/passes/run_random_programs.py` runs any number of programs.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from families import family
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mglu_programs import Program
 from random_programs import SPECIALS, Case, draw_case, draw_program, run_case
 from run_random_programs import run_seed
-from spellings import DOUBTFUL_HANDS, KINDS, Program
+from spellings import DOUBTFUL_FUNCTIONS, KINDS
 
 RUNNER = Path(__file__).with_name("run_random_programs.py")
 
@@ -25,16 +27,22 @@ def cases(draw: st.DrawFn) -> Case:
     return draw_case(lambda options: draw(st.sampled_from(list(options))))
 
 
-@settings(max_examples=200)
+@settings(max_examples=20)
 @given(case=cases())
 def test_any_program_gives_what_eager_gives(case: Case) -> None:
     run_case(case)
 
 
-@pytest.mark.parametrize("special", SPECIALS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_plain_program_of_each_kind(kind: str, special: str) -> None:
-    """The first of each table, with each of the special values."""
+@pytest.mark.long
+@settings(max_examples=200)
+@given(case=cases())
+def test_any_of_many_programs_gives_what_eager_gives(case: Case) -> None:
+    run_case(case)
+
+
+@pytest.mark.parametrize(("kind", "special"), family(KINDS, SPECIALS))
+def test_plain_program_with_special_values(kind: str, special: str) -> None:
+    """The program of the first part of each table is fused, whatever values its inputs have."""
     program = draw_program(lambda options: kind if list(options) == list(KINDS) else options[0])
     assert program.kind == kind
     for trained in ((), ("x", "weight", "masks")):
@@ -42,7 +50,7 @@ def test_the_plain_program_of_each_kind(kind: str, special: str) -> None:
 
 
 def test_a_seed_is_one_program() -> None:
-    """The script's programs follow from their seeds alone, and differ."""
+    """The seed alone determines the program, and different seeds give different programs."""
     drawn = [draw_case(random.Random(seed).choice) for seed in range(200)]
     assert drawn == [draw_case(random.Random(seed).choice) for seed in range(200)]
     assert len(set(drawn)) == 200
@@ -51,14 +59,15 @@ def test_a_seed_is_one_program() -> None:
 
 
 def test_a_wrong_result_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What compiles to another function is a failure with its case."""
+    """A program whose compiled form computes something else is a failure."""
     changed = iter(range(100))
-    monkeypatch.setitem(DOUBTFUL_HANDS, "clamp", lambda g: g * (1 + next(changed) % 2))
-    program = Program(kind="bool", mask="slice", complement="~m", hand="clamp")
+    monkeypatch.setitem(DOUBTFUL_FUNCTIONS, "clamp", lambda g: g * (1 + next(changed) % 2))
+    program = Program(kind="bool", mask="slice", complement="~m", hand_written="clamp")
     with pytest.raises(AssertionError, match="relative error"):
         run_case(Case(program))
 
 
+@pytest.mark.long
 def test_the_script_counts_what_it_ran() -> None:
     skipped = next(seed for seed in range(1000) if run_seed(seed)[0] == "skipped")
     command = [sys.executable, str(RUNNER), "--programs", "1", "--seed", str(skipped)]

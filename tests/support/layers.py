@@ -1,4 +1,4 @@
-"""Whole layers as people write them: each fuses to one operator, with the numbers it had."""
+"""Whole layers as people write them, each of which becomes one operator."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
-from budgets import BUDGET, relative_error
-from graphs import Capture, assert_same, calls, packings, results
-from spellings import straight_through
+from spellings import Sign, gated, straight_through
 from torch import Tensor, nn
 
-import mglu_ops
-from compile_passes.report import FusionReport
-
 D, H = 12, 8
-SAME = 10 * BUDGET[torch.float64]
+
+
+def tensors(n_masks: int, *, three_d: bool = False, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(n_masks)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    return {"x": normal(2, 3, H) if three_d else normal(5, H), "weight": normal(D, H), "logits": normal(n_masks, D, H)}
+
 
 LAYERS: dict[str, tuple[str, str, Callable[..., Any]]] = {}
 """Name -> the operator it becomes when all is trained, its activation, and `function(x, weight, logits)`."""
@@ -35,10 +38,6 @@ def fuses(operator: str, activation: str = "silu") -> Callable[[Callable[..., An
 
 def hard(logits: Tensor) -> Tensor:
     return (logits > 0).to(logits.dtype)
-
-
-def gated(x: Tensor, weight: Tensor, m: Tensor) -> Tensor:
-    return F.silu(F.linear(x, weight * m)) * F.linear(x, weight * (1 - m))
 
 
 # --- All masks at once ------------------------------------------------------------------------------------------------
@@ -164,7 +163,7 @@ def filled_stack(x, weight, logits):
     return (F.silu(gate) * value).sum(0)
 
 
-# --- Routes of stacks ------------------------------------------------------------------------------------------------
+# --- Route weights of stacks ------------------------------------------------------------------------------------------
 
 
 def _routed_stack(x: Tensor, weight: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -213,19 +212,7 @@ def routed_by_unsqueezed_columns(x, weight, logits):
     return y
 
 
-# --- Where masks come from -------------------------------------------------------------------------------------------
-
-
-class Sign(torch.autograd.Function):
-    """The straight-through estimator as most people write it."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
-        return (logits > 0).to(logits.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
+# --- How masks are made -----------------------------------------------------------------------------------------------
 
 
 class ClippedSign(torch.autograd.Function):
@@ -347,7 +334,7 @@ def thresholds_of_one_tensor(x, weight, logits):
     return sum(gated(x, weight, (logits[0] > bound / 10).to(x.dtype)) for bound in range(len(logits)))
 
 
-# --- Masked weights --------------------------------------------------------------------------------------------------
+# --- Masked weights ---------------------------------------------------------------------------------------------------
 
 
 @fuses("forward")
@@ -392,10 +379,10 @@ def complement_by_subtraction(x, weight, logits):
     return y
 
 
-# --- Activations -----------------------------------------------------------------------------------------------------
+# --- Activations ------------------------------------------------------------------------------------------------------
 
 
-def _with_activation(function: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+def with_activation(function: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
     def layer(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
         y = 0
         for m in logits:
@@ -433,8 +420,9 @@ BY_HAND: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "method tanh": ("tanh", lambda g: g.tanh()),
     "module identity": ("identity", nn.Identity()),
 }
+
 for _name, (_activation, _function) in BY_HAND.items():
-    LAYERS[_name] = ("forward_ste", _activation, _with_activation(_function))
+    LAYERS[_name] = ("forward_ste", _activation, with_activation(_function))
 
 
 @fuses("forward_ste")
@@ -457,7 +445,7 @@ def activation_by_a_quotient(x, weight, logits):
     return y
 
 
-# --- Sums ------------------------------------------------------------------------------------------------------------
+# --- Sums -------------------------------------------------------------------------------------------------------------
 
 
 @fuses("forward_ste")
@@ -491,191 +479,3 @@ def residual_inside_the_sum(x, weight, logits):
 def residual_last(x, weight, logits):
     y = functools.reduce(torch.add, [gated(x, weight, straight_through(m)) for m in logits])
     return torch.cat([x, x], -1)[..., :D] + y
-
-
-# --- The tests -------------------------------------------------------------------------------------------------------
-
-
-def tensors(n_masks: int, *, three_d: bool = False, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(n_masks)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-
-    return {"x": normal(2, 3, H) if three_d else normal(5, H), "weight": normal(D, H), "logits": normal(n_masks, D, H)}
-
-
-def check(name: str, named: dict[str, Tensor], operator: str, budget: float, **options: Any) -> Capture:
-    _, activation, layer = LAYERS[name]
-    capture = Capture(strict=True)
-    compiled = capture.compile(layer, **options)
-    assert_same(results(compiled, named), results(layer, named), budget)
-    infers = operator == "forward"
-    assert packings(capture.calls) == capture.calls["mglu.forward"] == infers
-    assert capture.calls["mglu.forward_ste"] == (not infers)
-    assert [site.activation for site in capture.report.fused] == [activation]
-    assert capture.report.missed == []
-    assert not capture.calls["linear"]
-    return capture
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_training(name: str) -> None:
-    check(name, tensors(3), LAYERS[name][0], SAME)
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_inference_of_three_dimensions(name: str) -> None:
-    with torch.no_grad():
-        check(name, tensors(2, three_d=True), "forward", SAME)
-
-
-@pytest.mark.parametrize("n_masks", [1, 16])
-@pytest.mark.parametrize("name", [name for name in LAYERS if name not in BY_HAND])
-def test_one_mask_and_sixteen(name: str, n_masks: int) -> None:
-    check(name, tensors(n_masks), LAYERS[name][0], SAME)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", LAYERS)
-def test_dtypes(name: str, dtype: torch.dtype) -> None:
-    _, activation, layer = LAYERS[name]
-    named, exact = tensors(2, dtype=dtype), tensors(2, dtype=torch.float64)
-    exact = {key: named[key].detach().double() for key in exact}
-    with torch.no_grad():
-        capture = Capture(strict=True)
-        found = results(capture.compile(layer), named)
-        unfused = results(layer, named)
-        wanted = results(layer, exact)
-    assert [site.activation for site in capture.report.fused] == [activation]
-    for key, value in wanted.items():
-        error, naive = (relative_error(r[key], value) for r in (found, unfused))
-        assert error <= max(1.5 * naive, BUDGET[dtype]), key
-
-
-class Layer(nn.Module):
-    def __init__(self, function: Callable[..., Any], weight: Tensor, logits: Tensor) -> None:
-        super().__init__()
-        self.function = function
-        self.weight, self.logits = nn.Parameter(weight.detach()), nn.Parameter(logits.detach())
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(x, self.weight, self.logits)
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_exported_graphs(name: str) -> None:
-    """The ATen dialect, in training and in inference."""
-    operator, activation, function = LAYERS[name]
-    named = tensors(2)
-    layer = Layer(function, named["weight"], named["logits"])
-    for mode, wanted_operator in ((torch.enable_grad, operator), (torch.no_grad, "forward")):
-        with mode():
-            unfused, report = torch.export.export(layer, (named["x"],)).module(), FusionReport()
-            fused = mglu_ops.fuse(unfused, report=report, strict=True)
-            wanted = results(unfused.forward, {"x": named["x"]}, dict(unfused.named_parameters()))
-            assert_same(results(fused.forward, {"x": named["x"]}, dict(fused.named_parameters())), wanted, SAME)
-            assert_same({"y": fused(named["x"]).detach()}, {"y": layer(named["x"]).detach()}, SAME)
-        assert [site.activation for site in report.fused] == [activation]
-        # (torch.export drops the backward of a custom autograd.Function.)
-        if "autograd_function" not in name:
-            assert calls([fused.graph])[f"mglu.{wanted_operator}"] == 1
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_dynamic_tokens(name: str) -> None:
-    _, activation, layer = LAYERS[name]
-    capture = Capture(strict=True)
-    with torch.no_grad():
-        named = tensors(2)
-        compiled = capture.compile(layer)
-        for tokens in (7, 3, 12):
-            named["x"] = torch.randn(tokens, H, dtype=torch.float64)
-            torch._dynamo.mark_dynamic(named["x"], 0)
-            assert_same(results(compiled, named), results(layer, named), SAME)
-    assert [site.activation for site in capture.report.fused] == [activation]
-    assert capture.report.graphs == 1
-
-
-def test_a_float_that_compiling_does_not_know_is_named() -> None:
-    """Under `dynamic=True` Dynamo makes an input of `math.pi`, which may then be any number."""
-    layer = _with_activation(lambda g: 0.5 * g * (1 + torch.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3))))
-    named, capture = tensors(2), Capture()
-    assert_same(results(capture.compile(layer), named), results(layer, named), SAME)
-    assert [site.activation for site in capture.report.fused] == ["gelu_tanh"]
-    capture = Capture()
-    assert_same(results(capture.compile(layer, dynamic=True), named), results(layer, named), SAME)
-    assert capture.report.fused == []
-    (reason,) = capture.reasons
-    assert "whose value compiling does not know" in reason
-
-
-KINKS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
-    "clamp": ("1", lambda g: g.clamp(min=0)),
-    "clip": ("1", lambda g: torch.clip(g, 0)),
-    "clamp_min": ("1", lambda g: torch.clamp_min(g, 0.0)),
-    "maximum": ("1/2", lambda g: torch.maximum(g, torch.zeros_like(g))),
-    "maximum of zeros": ("1/2", lambda g: torch.maximum(torch.zeros_like(g), other=g)),
-    "max": ("1/2", lambda g: torch.max(g, torch.zeros_like(g))),
-}
-
-
-@pytest.mark.parametrize("name", KINKS)
-def test_relu_with_another_gradient_at_0_is_fused_for_inference_alone(name: str) -> None:
-    """Where a mask is all value its gate is exactly 0, and so the gradient there is no rarity."""
-    gradient, function = KINKS[name]
-    layer, named = _with_activation(function), tensors(2)
-    with torch.no_grad():
-        named["logits"][0] = -1
-    capture = Capture()
-    assert_same(results(capture.compile(layer), named), results(layer, named), SAME)
-    (reason,) = capture.reasons
-    assert f"whose gradient where the gate is 0 is {gradient} and not 0" in reason
-    assert capture.report.fused == []
-    with torch.no_grad():
-        capture = Capture(strict=True)
-        assert_same(results(capture.compile(layer), named), results(layer, named), SAME)
-    assert [site.activation for site in capture.report.fused] == ["relu"]
-
-
-@pytest.mark.parametrize(
-    ("function", "named"),
-    [
-        (F.mish, "mish(g)"),
-        (lambda g: F.leaky_relu(g, 0.2), "leaky_relu[0.2](g)"),
-        (lambda g: F.leaky_relu(g, negative_slope=0.2) - F.leaky_relu(g, 0.3) + F.silu(g), "leaky_relu[0.2](g)"),
-        (lambda g: g.sin(), "reads a product with a masked weight by `sin`"),
-        (lambda g: F.silu(2 * g), "2 g"),
-    ],
-)
-def test_an_activation_that_is_none_of_ours_is_named(function: Callable[[Tensor], Tensor], named: str) -> None:
-    layer, given, capture = _with_activation(function), tensors(1), Capture()
-    assert_same(results(capture.compile(layer), given), results(layer, given), SAME)
-    assert capture.report.fused == []
-    assert [named in reason for reason in capture.reasons] == [True]
-
-
-def test_constants_of_six_digits_are_not_those_of_float64() -> None:
-    def function(g: Tensor) -> Tensor:
-        return 0.5 * g * (1 + torch.tanh(0.79788456 * (g + 0.044715 * g**3)))
-
-    for dtype, fused in ((torch.float32, 1), (torch.float64, 0)):
-        named, capture = tensors(1, dtype=dtype), Capture()
-        layer = _with_activation(function)
-        assert_same(results(capture.compile(layer), named), results(layer, named), 10 * BUDGET[dtype])
-        assert len(capture.report.fused) == fused
-        assert len(capture.report.missed) == 1 - fused
-
-
-def test_a_number_of_masks_that_compiling_does_not_know_is_reported() -> None:
-    """To unroll it would take a guard on the number."""
-
-    def layer(x: Tensor, weight: Tensor, masks: Tensor) -> Tensor:
-        gate, value = (torch.einsum("bh,ndh->nbd", x, weight * m) for m in (masks, ~masks))
-        return (F.silu(gate) * value).sum(0)
-
-    named, capture = tensors(3), Capture()
-    given = {"x": named["x"].detach(), "weight": named["weight"].detach(), "masks": named["logits"] > 0}
-    assert_same(results(capture.compile(layer, dynamic=True), given), results(layer, given), SAME)
-    assert capture.report.fused == []
-    assert ["reads a masked weight by `einsum`" in reason for reason in capture.reasons] == [True]

@@ -1,0 +1,111 @@
+"""Activations: written out by hand, refused because of their derivative at a kink, and named where they are unknown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from budgets import BUDGET
+from families import family
+from graphs import Capture, assert_same, results
+from kinds import KINDS, MAIN_KINDS, MODES, PAIRS, SAME, More, fuses_to_one, sum_of
+from layers import tensors, with_activation
+from torch import Tensor
+
+HAND_WRITTEN: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "g * sigmoid(g) * v": ("silu", lambda g, v: g * torch.sigmoid(g) * v),
+    "v * (g * sigmoid(g))": ("silu", lambda g, v: v * (g * torch.sigmoid(g))),
+    "g * v * sigmoid(g)": ("silu", lambda g, v: g * v * torch.sigmoid(g)),
+    "g / (1 + exp(-g)) * v": ("silu", lambda g, v: g / (1 + torch.exp(-g)) * v),
+    "gelu of erf": ("gelu", lambda g, v: 0.5 * g * (1 + torch.erf(g * 0.5**0.5)) * v),
+    "mul by keywords": ("silu", lambda g, v: torch.mul(input=F.silu(input=g), other=v)),
+    "g * v": ("identity", lambda g, v: g * v),
+    "Dropout(0.0)": ("silu", lambda g, v: F.silu(F.dropout(g, 0.0, True)) * v),
+    "Dropout(0.0) of the product": ("silu", lambda g, v: F.dropout(F.silu(g), p=0.0) * F.dropout(v, p=0.0)),
+    "Dropout in eval": ("silu", lambda g, v: F.silu(F.dropout(g, training=False)) * torch.dropout(v, 0.5, False)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "pair", "kind", "mode"), family(HAND_WRITTEN, ["masked twice", "total - gate"], MAIN_KINDS, MODES)
+)
+def test_hand_written_activation(name: str, pair: str, kind: str, mode: str) -> None:
+    activation, function = HAND_WRITTEN[name]
+
+    def term(x: Tensor, w: Tensor, m: Tensor, _: More) -> Tensor:
+        return function(*PAIRS[pair](x, w, m, KINDS[kind].complement(m)))
+
+    fuses_to_one(sum_of(term), KINDS[kind], mode, activation=activation)
+
+
+def test_a_float_that_compiling_does_not_know_is_named() -> None:
+    """Under `dynamic=True` Dynamo makes an input of `math.pi`, which may then be any number."""
+    layer = with_activation(lambda g: 0.5 * g * (1 + torch.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3))))
+    named, capture = tensors(2), Capture()
+    assert_same(results(capture.compile(layer), named), results(layer, named), SAME)
+    assert [site.activation for site in capture.report.fused] == ["gelu_tanh"]
+    capture = Capture()
+    assert_same(results(capture.compile(layer, dynamic=True), named), results(layer, named), SAME)
+    assert capture.report.fused == []
+    (reason,) = capture.reasons
+    assert "whose value compiling does not know" in reason
+
+
+KINKS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "clamp": ("1", lambda g: g.clamp(min=0)),
+    "clip": ("1", lambda g: torch.clip(g, 0)),
+    "clamp_min": ("1", lambda g: torch.clamp_min(g, 0.0)),
+    "maximum": ("1/2", lambda g: torch.maximum(g, torch.zeros_like(g))),
+    "maximum of zeros": ("1/2", lambda g: torch.maximum(torch.zeros_like(g), other=g)),
+    "max": ("1/2", lambda g: torch.max(g, torch.zeros_like(g))),
+}
+
+
+@pytest.mark.parametrize("name", KINKS)
+def test_relu_with_another_gradient_at_0_is_fused_for_inference_alone(name: str) -> None:
+    """Where a mask is all value its gate is exactly 0, and so the gradient there is no rarity."""
+    gradient, function = KINKS[name]
+    layer, named = with_activation(function), tensors(2)
+    with torch.no_grad():
+        named["logits"][0] = -1
+    capture = Capture()
+    assert_same(results(capture.compile(layer), named), results(layer, named), SAME)
+    (reason,) = capture.reasons
+    assert f"whose gradient where the gate is 0 is {gradient} and not 0" in reason
+    assert capture.report.fused == []
+    with torch.no_grad():
+        capture = Capture(strict=True)
+        assert_same(results(capture.compile(layer), named), results(layer, named), SAME)
+    assert [site.activation for site in capture.report.fused] == ["relu"]
+
+
+@pytest.mark.parametrize(
+    ("function", "named"),
+    [
+        (F.mish, "mish(g)"),
+        (lambda g: F.leaky_relu(g, 0.2), "leaky_relu[0.2](g)"),
+        (lambda g: F.leaky_relu(g, negative_slope=0.2) - F.leaky_relu(g, 0.3) + F.silu(g), "leaky_relu[0.2](g)"),
+        (lambda g: g.sin(), "reads a product with a masked weight by `sin`"),
+        (lambda g: F.silu(2 * g), "2 g"),
+    ],
+)
+def test_an_activation_that_is_none_of_ours_is_named(function: Callable[[Tensor], Tensor], named: str) -> None:
+    layer, given, capture = with_activation(function), tensors(1), Capture()
+    assert_same(results(capture.compile(layer), given), results(layer, given), SAME)
+    assert capture.report.fused == []
+    assert [named in reason for reason in capture.reasons] == [True]
+
+
+def test_constants_of_six_digits_are_not_those_of_float64() -> None:
+    def function(g: Tensor) -> Tensor:
+        return 0.5 * g * (1 + torch.tanh(0.79788456 * (g + 0.044715 * g**3)))
+
+    for dtype, fused in ((torch.float32, 1), (torch.float64, 0)):
+        named, capture = tensors(1, dtype=dtype), Capture()
+        layer = with_activation(function)
+        assert_same(results(capture.compile(layer), named), results(layer, named), 10 * BUDGET[dtype])
+        assert len(capture.report.fused) == fused
+        assert len(capture.report.missed) == 1 - fused

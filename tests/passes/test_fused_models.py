@@ -1,0 +1,153 @@
+"""Graphs with several layers, and what the pass leaves of a graph."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from budgets import BUDGET
+from graphs import Capture, assert_same, masked_products, model_results, results
+from mglu_programs import Program, layer_tensors, program_tensors
+from spellings import gated, straight_through
+from torch import Tensor, nn
+from torch.fx import Graph
+
+from compile_passes.fusion import fuse_graph
+from compile_passes.report import FusionReport
+from mglu_ops.nn import NaiveMGLU
+
+SAME = 10 * BUDGET[torch.float64]
+
+
+class Block(nn.Module):
+    def __init__(self, features: int, n_masks: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(features, dtype=torch.float64)
+        self.mlp = NaiveMGLU(features, features, n_masks=n_masks, dtype=torch.float64)
+        self.out = nn.Linear(features, features, bias=False, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.mlp(self.norm(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self, depth: int = 3, *, checkpoint: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(8, i % 3 + 1) for i in range(depth))
+        self.checkpoint = checkpoint
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) if self.checkpoint else block(x)
+        return x
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_layers_of_one_graph(checkpoint: bool) -> None:
+    torch.manual_seed(3)
+    model, x = Stack(checkpoint=checkpoint), torch.randn(2, 4, 8, dtype=torch.float64)
+    capture = Capture(strict=True)
+    assert_same(model_results(model, x, capture.compile(model)), model_results(model, x), SAME)
+    assert capture.calls["mglu.forward_ste"] == 3
+    assert masked_products(capture.calls) == 3, "the output projections"
+    assert [site.n_masks for site in capture.report.fused] == [1, 2, 3]
+
+
+def test_layers_whose_inputs_are_results() -> None:
+    """Directly, with nothing between; the last also takes its mask from the one before."""
+
+    def layers(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+        y = gated(x, weight, straight_through(logits[0]))
+        y = gated(y, weight, straight_through(logits[1]))
+        m = (y.t() @ y) > 0
+        return F.silu(F.linear(y, weight * m)) * F.linear(y, weight * ~m)
+
+    capture = Capture(strict=True)
+    found = results(capture.compile(layers), layer_tensors())
+    assert_same(found, results(layers, layer_tensors()), SAME)
+    assert [site.route for site in capture.report.fused] == ["forward_ste", "forward_ste", "forward"]
+
+
+def test_shared_weight() -> None:
+    """Two layers with one weight, and the weight in use outside."""
+
+    def layers(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+        first = gated(x, weight, straight_through(logits[0]))
+        second = F.relu(F.linear(x, weight * straight_through(logits[1]))) * F.linear(
+            x, weight * (1 - straight_through(logits[1]).detach())
+        )
+        return first + gated(x + 1, weight, straight_through(logits[2])) + F.linear(x, weight) + 0 * second.detach()
+
+    capture = Capture()
+    found = results(capture.compile(layers), layer_tensors())
+    assert_same(found, results(layers, layer_tensors()), SAME)
+    assert [site.route for site in capture.report.fused] == ["forward_ste", "forward_ste"]
+    assert len(capture.report.missed) == 1
+
+
+# --- The report, and what is left of the graph ------------------------------------------------------------------------
+
+
+def test_report_names_modules_and_lines() -> None:
+    model = Stack(depth=2)
+    capture = Capture(strict=True)
+    capture.compile(model)(torch.randn(2, 8, dtype=torch.float64))
+    paths = [site.module_path for site in capture.report.fused]
+    assert paths == ["blocks.0.mlp", "blocks.1.mlp"]
+    for site in capture.report.fused:
+        file, line = site.source.rsplit(":", 1)
+        assert file.endswith("naive.py")
+        with open(file) as source:
+            assert "act(gate) * value" in source.readlines()[int(line) - 1]
+        assert (site.dtype, site.route, site.reason) == ("float64", "forward_ste", None)
+        assert "fused to mglu::forward_ste" in str(site)
+
+
+def test_report_of_a_plain_function_names_its_line() -> None:
+    program = Program()
+    capture = Capture(strict=True)
+    results(capture.compile(program), program_tensors(program))
+    assert capture.report.fused[0].module_path == ""
+    assert "mglu_programs.py:" in capture.report.fused[0].source
+
+
+def test_fusing_a_fused_graph_changes_nothing() -> None:
+    capture = Capture(strict=True)
+    compiled = capture.compile(NaiveMGLU(16, 12, n_masks=2))
+    compiled(torch.randn(4, 16))
+    before = str(capture.after[0])
+    report = FusionReport()
+    fuse_graph(capture.after[0], report)
+    assert str(capture.after[0]) == before
+    assert (report.fused, report.missed, report.graphs) == ([], [], 1)
+
+
+def test_calls_with_keywords_are_read() -> None:
+    """And numbers that are not finite: of any model, nothing to fuse, and nothing that stops its compilation."""
+
+    def keywords(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+        y = torch.clone(input=x) + torch.neg(input=x) + torch.detach(input=x)
+        swapped, first = torch.transpose(input=weight, dim0=0, dim1=1), torch.unbind(input=logits)[0]
+        scores = torch.where(logits[0] > 0, 0.0, -torch.inf) + (1 - (first > 0).double()) * -torch.inf
+        return y + (swapped + first + scores.nan_to_num())[:5]
+
+    capture = Capture()
+    found = results(capture.compile(keywords), layer_tensors())
+    assert_same(found, results(keywords, layer_tensors()), SAME)
+    assert (capture.report.fused, capture.report.missed) == ([], [])
+
+
+def test_long_sums_are_read() -> None:
+    """A residual stream deeper than Python's stack."""
+    graph = Graph()
+    x = node = graph.placeholder("x")
+    x.meta["example_value"] = torch.empty(2, 2)
+    for _ in range(3000):
+        node = graph.call_function(operator.add, (node, x))
+        node.meta = x.meta
+    graph.output(node)
+    report = FusionReport()
+    fuse_graph(graph, report)
+    assert (report.fused, report.missed, report.graphs) == ([], [], 1)

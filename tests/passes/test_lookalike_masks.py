@@ -1,0 +1,278 @@
+"""Functions of a mask that are almost its complement give what eager gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from families import family, sample
+from graphs import assert_says_why, compare
+from lookalikes import ALL, SAME, D, H, Layer, check, gated, tensors
+from spellings import straight_through
+from torch import Tensor
+
+# The dtype of the mask m, which is the factor of the gate, and the factor of the value. Torch rounds numbers to the
+# dtype of their tensor, so some of these are the complement only in some dtypes.
+CONSTANTS: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor]]] = {
+    "m < full_like(0.5) of int64": (torch.int64, lambda m: m < torch.full_like(m, 0.5)),
+    "m < full_like(0.5) of uint8": (torch.uint8, lambda m: m < torch.full_like(m, 0.5)),
+    "m < full_like(0.5) of bool": (torch.bool, lambda m: m < torch.full_like(m, 0.5)),
+    "m < full_like(0.5) of float64": (torch.float64, lambda m: m < torch.full_like(m, 0.5)),
+    "m < full_like(0.5) cast": (torch.int64, lambda m: m < torch.full_like(m, 0.5, dtype=torch.float32)),
+    "m < full_like(0.5) narrowed": (torch.float64, lambda m: m < torch.full_like(m, 0.5, dtype=torch.int8)),
+    "m < new_full(0.5)": (torch.int64, lambda m: m < m.new_full(m.shape, 0.5)),
+    "m < new_full(0.5), dtype": (torch.int64, lambda m: m < m.new_full((), 0.5, dtype=torch.float64)),
+    "m < full(0.5, int)": (torch.int64, lambda m: m < torch.full((D, H), 0.5, dtype=torch.int64)),
+    "m < full(0.5)": (torch.int64, lambda m: m < torch.full((D, H), 0.5)),
+    "m < full(fill_value=0.5, int)": (torch.int64, lambda m: m < torch.full(size=(), fill_value=0.5, dtype=torch.long)),
+    "m < tensor(0.5, int)": (torch.int64, lambda m: m < torch.tensor(0.5, dtype=torch.int64)),
+    "m < tensor(0.5)": (torch.int64, lambda m: m < torch.tensor(0.5)),
+    "m < tensor(0.5).long()": (torch.int64, lambda m: m < torch.tensor(0.5).long()),
+    "m < full_like(0.5).to(int)": (torch.float64, lambda m: m < torch.full_like(m, 0.5).to(torch.int32)),
+    "m < tensor(0.5, bool)": (torch.bool, lambda m: m < torch.tensor(0.5, dtype=torch.bool)),
+    "m < scalar_tensor(0.5, int)": (torch.int64, lambda m: m < torch.scalar_tensor(0.5, dtype=torch.int32)),
+    "m < as_tensor(0.5, int)": (torch.int64, lambda m: m < torch.as_tensor(0.5, dtype=torch.int16)),
+    "m > full_like(0.999) of bfloat16": (torch.bfloat16, lambda m: ~(m > torch.full_like(m, 0.999))),
+    "m >= full_like(1.001) of bfloat16": (torch.bfloat16, lambda m: ~(m >= torch.full_like(m, 1.001))),
+    "m >= full_like(1.0001) of half": (torch.float16, lambda m: ~(m >= torch.full_like(m, 1.0001))),
+    "m > full_like(1e-8) of half": (torch.float16, lambda m: m > torch.full_like(m, 1e-8)),
+    "m <= full_like(-1e-8) of half": (torch.float16, lambda m: m <= torch.full_like(m, -1e-8)),
+    "m > 0.999 of bfloat16": (torch.bfloat16, lambda m: ~(m > 0.999)),
+    "m < 1.001 of bfloat16": (torch.bfloat16, lambda m: m < 1.001),
+    "m < 0.5 of int64": (torch.int64, lambda m: m < 0.5),
+    "m < True": (torch.int64, lambda m: m < True),
+    "full_like(1.5) - m of int64": (torch.int64, lambda m: torch.full_like(m, 1.5) - m),
+    "full_like(1.5) - m of float64": (torch.float64, lambda m: torch.full_like(m, 1.5) - m),
+    "full_like(2) - m of bool": (torch.bool, lambda m: torch.full_like(m, 2).double() - m.double()),
+    "full_like(True) - m": (torch.int64, lambda m: torch.full_like(m, True) - m),
+    "full_like(257) - m of uint8": (torch.uint8, lambda m: torch.full_like(m, 256, dtype=torch.int64).to(m) - m + 1),
+    "ones_like - m of int64": (torch.int64, lambda m: torch.ones_like(m) - m),
+    "ones_like ^ m of bool": (torch.bool, lambda m: torch.ones_like(m) ^ m),
+    "ones_like(bool) * (1 - m)": (torch.float64, lambda m: torch.ones_like(m, dtype=torch.bool) * (1 - m)),
+    "new_ones - m": (torch.uint8, lambda m: m.new_ones(m.shape) - m),
+    "zeros_like == m of bool": (torch.bool, lambda m: torch.zeros_like(m) == m),
+    "m == zeros_like": (torch.bfloat16, lambda m: m == torch.zeros_like(m)),
+    "full_like(0.5) * m of int64": (torch.int64, lambda m: torch.full_like(m, 0.5) * m),
+    "full_like(0.9999) - m of bfloat16": (torch.bfloat16, lambda m: torch.full_like(m, 0.9999) - m),
+    "0.9999 - m of bfloat16": (torch.bfloat16, lambda m: 0.9999 - m),
+    "0.9999 - m of float64": (torch.float64, lambda m: 0.9999 - m),
+    "1 - 1.0001 * m of bfloat16": (torch.bfloat16, lambda m: 1 - 1.0001 * m),
+    "where(m, 0, 0.5) of int64": (torch.bool, lambda m: torch.where(m, 0, torch.full((), 1.5, dtype=torch.int64))),
+    "where of full_like": (torch.int64, lambda m: torch.where(m > 0, torch.zeros_like(m), torch.full_like(m, 0.5))),
+    "heaviside(0.5 of an integer)": (torch.int64, lambda m: 1 - torch.heaviside(m, torch.full_like(m, 0.5))),
+}
+
+
+# The mask m is 0 or 1. Comments say what torch computes where that is not plain arithmetic.
+ARITHMETIC: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor]]] = {
+    "m - 1 of uint8": (torch.uint8, lambda m: m - 1),  # 255 for 0
+    "(m - 1) > 0 of uint8": (torch.uint8, lambda m: (m - 1) > 0),  # the complement
+    "(m - 1) > 0 of int64": (torch.int64, lambda m: (m - 1) > 0),  # all False
+    "(m - 1) ** 2 of uint8": (torch.uint8, lambda m: (m - 1) * (m - 1)),  # 255 * 255 is 1
+    "-(m - 1) of uint8": (torch.uint8, lambda m: -(m - 1)),  # 1 for 0
+    "-m > 0 of uint8": (torch.uint8, lambda m: ~(-m > 0)),  # 255 for 1
+    "-m of uint8": (torch.uint8, lambda m: 1 + (-m)),
+    "m > -1 of uint8": (torch.uint8, lambda m: m > -1),  # torch compares with 255
+    "m < -1 of uint8": (torch.uint8, lambda m: m < -1),
+    "m == -255 of uint8": (torch.uint8, lambda m: m == -255),
+    "m > -1 of int64": (torch.int64, lambda m: m > -1),
+    "m < 256 of uint8": (torch.uint8, lambda m: m < 256),
+    "m < 257 of uint8": (torch.uint8, lambda m: m < 257),
+    "~m of uint8": (torch.uint8, lambda m: ~m),  # 254 and 255
+    "~m & 1 of uint8": (torch.uint8, lambda m: ~m & 1),
+    "~m + 2 of int64": (torch.int64, lambda m: ~m + 2),
+    "~m of int64": (torch.int64, lambda m: ~m),
+    "m + m of bool": (torch.bool, lambda m: ~(m + m)),  # True + True is True
+    "m + True of bool": (torch.bool, lambda m: m + True),
+    "2 - (m + 1) of bool": (torch.bool, lambda m: 2 - (m + 1)),
+    "m * 2 of bool": (torch.bool, lambda m: 1 - m * 2),
+    "m * m of bool": (torch.bool, lambda m: 1 - (m * m).double()),
+    "m ^ m of bool": (torch.bool, lambda m: m ^ m),
+    "m ^ 1 of int64": (torch.int64, lambda m: m ^ 1),
+    "m ^ 3 of int64": (torch.int64, lambda m: m ^ 3),
+    "m | 1 of int64": (torch.int64, lambda m: m | 1),
+    "m & 2 of int64": (torch.int64, lambda m: m & 2),
+    "m & True of bool": (torch.bool, lambda m: ~(m & True)),
+    "m << 1": (torch.int64, lambda m: m << 1),
+    "m >> 1": (torch.int64, lambda m: m >> 1),
+    "1 >> m": (torch.int64, lambda m: 1 >> m),  # the complement
+    "1 - (m << 8) of uint8": (torch.uint8, lambda m: 1 - (m << 7)),
+    "m * 255 + 1 of uint8": (torch.uint8, lambda m: m * 255 + 1),  # 0 for 1: the complement
+    "m * 127 + 1 of int8": (torch.int8, lambda m: (m * 127 + 1) > 0),  # overflows to -128
+    "m * 200 of int8": (torch.float64, lambda m: (m * 200).to(torch.int8) <= 0),
+    "m * 256 to uint8": (torch.int64, lambda m: (m * 256).to(torch.uint8) == 0),
+    "-m to uint8": (torch.float64, lambda m: (-m).to(torch.int64).to(torch.uint8) == 0),
+    "m * 0.5 to int": (torch.float64, lambda m: (m * 0.5).int() == 0),
+    "(1 - m * 0.5).int()": (torch.float64, lambda m: (1 - m * 0.5).int()),  # the complement
+    "(m - 0.5).bool()": (torch.float64, lambda m: (m - 0.5).bool()),
+    "m / 2 rounded to even": (torch.float64, lambda m: 1 - torch.round(m * 0.5)),
+    "m * 1.5 rounded to even": (torch.float64, lambda m: torch.round(1.5 - m * 1.5)),
+    "round(decimals=-1)": (torch.float64, lambda m: 1 - torch.round(m, decimals=-1)),
+    "round(decimals=1)": (torch.float64, lambda m: 1 - torch.round(m * 0.25, decimals=1)),
+    "div floor": (torch.int64, lambda m: 1 - torch.div(m, 2, rounding_mode="floor")),
+    "div trunc": (torch.float64, lambda m: 1 - torch.div(m, 2, rounding_mode="trunc")),
+    "div floor of a negative": (torch.int64, lambda m: 1 + torch.div(-m, 2, rounding_mode="floor")),  # the complement
+    "div of no rounding": (torch.float64, lambda m: 1 - torch.div(m, 1, rounding_mode=None)),
+    "m // 2": (torch.int64, lambda m: 1 - m // 2),
+    "floor_divide of a negative": (torch.int64, lambda m: 1 + torch.floor_divide(-m, 2)),
+    "(m + 1) % 2": (torch.int64, lambda m: (m + 1) % 2),
+    "m % 1": (torch.int64, lambda m: m % 1),
+    "-m % 2": (torch.int64, lambda m: 1 - (-m) % 2),  # 1 for -1, of Python's sign
+    "fmod(-m, 2)": (torch.int64, lambda m: 1 - torch.fmod(-m, 2)),  # -1 for -1, of C's sign
+    "remainder(2, m + 1)": (torch.int64, lambda m: torch.remainder(2, m + 1)),
+    "remainder(m, -2)": (torch.int64, lambda m: 1 - torch.remainder(m, -2)),  # -1 for 1
+    "m ** 0": (torch.float64, lambda m: m**0),
+    "0 ** m": (torch.float64, lambda m: 0**m),  # the complement
+    "2 - 2 ** m": (torch.float64, lambda m: 2 - 2**m),
+    "m ** 2": (torch.float64, lambda m: 1 - m**2),
+    "m ** 0.5": (torch.float64, lambda m: 1 - (m + 0.0) ** 0.5),
+    "rsub of alpha": (torch.float64, lambda m: torch.rsub(m, 1, alpha=2)),
+    "rsub of alpha -1": (torch.float64, lambda m: torch.rsub(m, 1, alpha=-1)),
+    "sub of alpha": (torch.float64, lambda m: torch.sub(torch.ones_like(m), m, alpha=2)),
+    "add of alpha -1": (torch.float64, lambda m: torch.add(torch.ones_like(m), m, alpha=-1)),  # the complement
+    "add of alpha 0": (torch.float64, lambda m: torch.add(torch.ones_like(m), m, alpha=0)),
+    "1.sub of alpha 0.5": (torch.float64, lambda m: torch.sub(torch.ones_like(m), m, alpha=0.5)),
+    "clamp(max=0)": (torch.float64, lambda m: 1 - m.clamp(max=0)),
+    "clamp(max=1)": (torch.float64, lambda m: 1 - m.clamp(max=1)),
+    "clamp(min=1)": (torch.float64, lambda m: 1 - m.clamp(min=1)),
+    "clamp(0.5, 0.2)": (torch.float64, lambda m: 1 - m.clamp(0.5, 0.2)),  # 0.2, the greater bound
+    "maximum of another tensor": (torch.float64, lambda m: 1 - torch.maximum(m, m.flip(0))),
+    "logical_xor(m, 1)": (torch.int64, lambda m: torch.logical_xor(m, torch.ones_like(m))),
+    "logical_and(m, 0)": (torch.int64, lambda m: torch.logical_and(m, torch.zeros_like(m))),
+    "logical_or": (torch.bool, lambda m: torch.logical_or(m, ~m)),
+    "logical_not twice": (torch.bool, lambda m: torch.logical_not(m.logical_not())),
+    "eq of itself": (torch.float64, lambda m: m == m),
+    "isclose": (torch.float64, lambda m: torch.isclose(m, torch.zeros_like(m))),
+    "cumsum": (torch.int64, lambda m: 1 - m.cumsum(0)),
+    "cumsum of the other dimension": (torch.int64, lambda m: 1 - m.cumsum(dim=1)),
+    "flip": (torch.float64, lambda m: 1 - m.flip(0)),
+    "roll": (torch.float64, lambda m: 1 - m.roll(1, 1)),
+    "tril": (torch.float64, lambda m: 1 - m.tril()),
+    "sum of a dimension": (torch.int64, lambda m: 1 - m.sum(0, keepdim=True)),
+    "sum to uint8": (torch.int64, lambda m: 1 - m.sum(dtype=torch.uint8)),
+    "mean of a dimension": (torch.float64, lambda m: 1 - m.mean(dim=0, keepdim=True)),
+    "amax of a dimension": (torch.float64, lambda m: 1 - m.amax(1, keepdim=True)),
+    "any": (torch.bool, lambda m: ~m.any(0, keepdim=True)),
+    "sort": (torch.float64, lambda m: 1 - m.sort(dim=0).values),
+    "transpose(dim0=0, dim1=0)": (torch.float64, lambda m: 1 - m.transpose(dim0=0, dim1=0)),  # itself
+    "transpose(dim0=0, dim1=1)": (torch.float64, lambda m: 1 - m.transpose(dim0=0, dim1=1)),
+    "swapaxes(axis0=-1, axis1=1)": (torch.float64, lambda m: 1 - m.swapaxes(axis0=-1, axis1=1)),  # itself
+    "swapdims(dim0=-2, dim1=-1)": (torch.float64, lambda m: 1 - torch.swapdims(m, dim0=-2, dim1=-1)),
+    "permute(dims=(1, 0))": (torch.float64, lambda m: 1 - m.permute(dims=(1, 0))),
+    "rot90": (torch.float64, lambda m: 1 - torch.rot90(m)),
+    "view of the transpose": (torch.float64, lambda m: 1 - m.t().reshape(D, H)),
+    "nan_to_num": (torch.float64, lambda m: 1 - torch.nan_to_num(m / m, nan=1.0)),
+    "m / m": (torch.float64, lambda m: torch.nan_to_num(m / m, nan=2.0) - 1),  # the complement
+    "sign of a difference": (torch.float64, lambda m: torch.sign(0.5 - m)),
+    "relu of sign": (torch.float64, lambda m: F.relu(torch.sign(0.5 - m))),  # the complement
+    "clamp of sign to uint8": (torch.float64, lambda m: torch.sign(m - 0.5).to(torch.int8).to(torch.uint8).clamp(0, 1)),
+    "sign of 0": (torch.float64, lambda m: 1 - F.relu(torch.sign(m - 1) + 1)),
+    "heaviside(values=0.5)": (
+        torch.float64,
+        lambda m: 1 - torch.heaviside(m.detach() - 1, values=torch.full_like(m, 0.5)),
+    ),
+    "masked_fill(value=2)": (torch.float64, lambda m: m.masked_fill(m == 0, value=2)),
+    "where(m == 0, 2, 0)": (torch.float64, lambda m: torch.where(m == 0, 2.0, 0.0)),
+    "view as another dtype": (torch.uint8, lambda m: 1 - m.view(torch.int8)),
+}
+
+
+MASK_FUNCTIONS = CONSTANTS | ARITHMETIC
+
+
+def with_factor(name: str, source: str, *, of_the_value: bool) -> Layer:
+    """A function of the mask in place of the value's factor, or of the gate's beside the mask's complement."""
+    dtype, function = MASK_FUNCTIONS[name]
+
+    def layer(x: Tensor, weight: Tensor, logits: Tensor, bits: Tensor, other: Tensor) -> Tensor:
+        m = bits[0] if source == "buffer" else logits[0] > 0
+        m = straight_through(logits[0]) if source == "straight-through" else m.to(dtype)
+        return gated(x, weight, m, function(m)) if of_the_value else gated(x, weight, function(m), m == 0)
+
+    return layer
+
+
+@pytest.mark.parametrize("of_the_value", [True, False], ids=["value", "gate"])
+@pytest.mark.parametrize("name", sample(MASK_FUNCTIONS, every=16))
+def test_function_of_a_compared_mask(name: str, of_the_value: bool) -> None:
+    check(with_factor(name, "comparison", of_the_value=of_the_value), ("x", "weight"))
+
+
+@pytest.mark.parametrize(
+    "name", sample((name for name, (dtype, _) in MASK_FUNCTIONS.items() if dtype is torch.float64), every=8)
+)
+def test_function_of_a_straight_through_mask(name: str) -> None:
+    """The derivative at 0 and at 1 counts too."""
+    check(with_factor(name, "straight-through", of_the_value=True), ALL)
+
+
+# --- Straight-through masks with rounding errors ----------------------------------------------------------------------
+
+
+HARD_FIRST: dict[str, tuple[bool, Callable[[Tensor], Tensor]]] = {
+    # whether it fuses, and the factor of the value, where the factor of the gate is m = hard + L - L.detach()
+    "1 - m": (True, lambda m: 1 - m),
+    "m < 0.5": (True, lambda m: m < 0.5),
+    "not m.bool()": (True, lambda m: ~m.bool()),
+    "m == 0": (True, lambda m: m == 0),
+    "1 - round(m)": (True, lambda m: 1 - m.detach().round()),
+    "m < 1": (False, lambda m: m < 1),
+    "m != 1": (False, lambda m: m != 1),
+    "m >= 1": (False, lambda m: ~(m >= 1)),
+    "not (1 - m)": (False, lambda m: (1 - m) != 0),
+    "m as an integer": (False, lambda m: 1 - m.to(torch.int32)),
+    "m as an integer of bfloat16": (False, lambda m: 1 - m.bfloat16().to(torch.int32)),
+    "(m - 1) of uint8": (False, lambda m: (m.to(torch.uint8) - 1) > 0),
+    "floor(m)": (False, lambda m: 1 - m.detach().floor()),
+}
+
+
+TRAINED = {"training": ALL, "frozen masks": ("x", "weight"), "inference": ()}
+
+
+@pytest.mark.parametrize(("name", "mode"), family(HARD_FIRST, TRAINED))
+def test_function_of_a_mask_with_rounding_errors(name: str, mode: str) -> None:
+    """Where the mask is 1, `hard + L - L.detach()` has rounding errors: a function with a jump at 1 is not fused."""
+    fuses, function = HARD_FIRST[name]
+    trained = TRAINED[mode]
+
+    def layer(x: Tensor, weight: Tensor, logits: Tensor, bits: Tensor, other: Tensor) -> Tensor:
+        m = (logits[0] > 0).to(logits.dtype) + logits[0] - logits[0].detach()
+        return gated(x, weight, m, function(m))
+
+    capture = check(layer, trained)
+    assert len(capture.report.fused) == (1 if fuses and not (trained == ALL and name != "1 - m") else 0)
+
+
+# --- Masks in buffers -------------------------------------------------------------------------------------------------
+
+
+class Buffered(torch.nn.Module):
+    """A mask in a buffer, whose values may change, so only `assume_binary` makes it binary."""
+
+    def __init__(self, dtype: torch.dtype, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.register_buffer("m", tensors()["bits"][0].to(dtype))
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return gated(x, weight, self.m, self.function(self.m))
+
+
+def x_and_weight() -> dict[str, Tensor]:
+    named = tensors(("x", "weight"))
+    return {"x": named["x"], "weight": named["weight"]}
+
+
+@pytest.mark.parametrize("name", sample(MASK_FUNCTIONS, every=16))
+def test_function_of_a_mask_buffer(name: str) -> None:
+    assert_says_why(compare(Buffered(*MASK_FUNCTIONS[name]), x_and_weight, SAME, assume_binary=True))
+
+
+@pytest.mark.parametrize("dtype", sample([torch.float64, torch.bfloat16, torch.uint8, torch.int64], every=2), ids=str)
+def test_a_mask_buffer_that_nothing_proves_is_refused(dtype: torch.dtype) -> None:
+    capture = compare(Buffered(dtype, lambda m: 1 - m), x_and_weight, SAME)
+    assert capture.report.fused == []
+    assert ["nothing proves to be binary" in reason for reason in capture.reasons] == [True]

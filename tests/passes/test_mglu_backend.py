@@ -1,0 +1,170 @@
+"""The Dynamo backend "mglu", the pass as an object with a key for caches, and compilations in other processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch._inductor.config as inductor_config
+from compiled_models import RealMask, Recorder, SoftMGLU, layer, run
+from torch.fx import Graph
+
+import mglu_ops
+from compile_passes.fusion import FusionPass, fuse_graph
+from compile_passes.report import FusionReport
+
+pytestmark = pytest.mark.usefixtures("unchanged_inductor")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"options": {"assume_binary": True, "strict": True}}],
+    ids=["plain", "reduce-overhead", "max-autotune", "own options"],
+)
+def test_backend(options: dict[str, Any]) -> None:
+    model = RealMask() if "options" in options else layer()
+    run(model, backend="mglu", **options)
+    report = mglu_ops.fusion_report()
+    assert [len(report.fused), len(report.missed)] == [1, 0]
+    assert inductor_config.pre_grad_custom_pass is None
+
+
+def test_backend_is_strict_and_takes_inductor_options() -> None:
+    with pytest.raises(Exception, match="strict fusion"):
+        run(SoftMGLU(), backend="mglu", options={"strict": True})
+    run(layer(), backend="mglu", options={"epilogue_fusion": False})
+    with pytest.raises(Exception, match="no_such_option"):
+        run(layer(), backend="mglu", options={"no_such_option": 1})
+
+
+def test_backend_inside_a_block_reports_there() -> None:
+    theirs = Recorder()
+    inductor_config.pre_grad_custom_pass = theirs
+    with mglu_ops.fusion() as report:
+        run(layer(), backend="mglu")
+    assert len(theirs.seen) == len(report.fused) == 1
+    assert mglu_ops.fusion_report().graphs == 0
+
+
+# --- The pass as an object --------------------------------------------------------------------------------------------
+
+
+def test_pickle_keeps_options_and_uuid() -> None:
+    fusion_pass = FusionPass(FusionReport(graphs=3), assume_binary=True, before=[Recorder("other")])
+    copied = pickle.loads(pickle.dumps(fusion_pass))
+    assert copied.uuid() == fusion_pass.uuid()
+    assert (copied.strict, copied.assume_binary, copied.report.graphs) == (False, True, 0)
+
+
+def test_uuid_tells_options_and_chains_apart() -> None:
+    report = FusionReport()
+    passes = [
+        FusionPass(report),
+        FusionPass(report, strict=True),
+        FusionPass(report, assume_binary=True),
+        FusionPass(report, before=[Recorder("a")]),
+        FusionPass(report, before=[Recorder("b")]),
+        FusionPass(report, before=[Recorder("a"), Recorder("b")]),
+    ]
+    uuids = [p.uuid() for p in passes]
+    assert len({pickle.dumps(uuid) for uuid in uuids}) == len(passes)
+    assert FusionPass(FusionReport(graphs=1)).uuid() == uuids[0]
+    assert FusionPass(report, before=[Recorder(None)]).uuid() is None
+
+
+def test_an_empty_graph() -> None:
+    graph, report = Graph(), FusionReport()
+    graph.output(())
+    fuse_graph(graph, report, strict=True)
+    assert (report.fused, report.missed, report.graphs) == ([], [], 1)
+
+
+# --- Other processes --------------------------------------------------------------------------------------------------
+
+
+MODEL = """
+import json, sys, torch
+import torch.nn.functional as F
+from torch._dynamo.utils import counters
+torch.set_num_threads(1)
+torch.manual_seed(0)
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(12, 16))
+        self.logits = torch.nn.Parameter(torch.randn(2, 12, 16))
+
+    def forward(self, x):
+        y = 0
+        for l in self.logits:
+            m = ((l > 0).float() - l).detach() + l
+            y = y + F.silu(F.linear(x, self.weight * m)) * F.linear(x, self.weight * (1 - m))
+        return y
+"""
+
+
+CACHED = """
+import mglu_ops
+with mglu_ops.fusion(strict=True) as report:
+    y = torch.compile(Layer())(torch.randn(3, 16))
+    y.sum().backward()
+print(json.dumps({
+    "report": str(report),
+    "fx_hits": counters["inductor"]["fxgraph_cache_hit"],
+    "aot_hits": counters["aot_autograd"]["autograd_cache_hit"],
+    "aot_misses": counters["aot_autograd"]["autograd_cache_miss"],
+    "bypasses": counters["inductor"]["fxgraph_cache_bypass"] + counters["aot_autograd"]["autograd_cache_bypass"],
+    "sum": y.sum().item(),
+}))
+"""
+
+
+WITHOUT_IMPORT = """
+assert "mglu_ops" not in sys.modules
+model, x = Layer(), torch.randn(3, 16)
+error = (torch.compile(model, backend="mglu")(x) - model(x)).abs().max().item()
+import mglu_ops
+print(json.dumps({"fused": len(mglu_ops.fusion_report().fused), "error": error}))
+"""
+
+
+def process(script: str, tmp_path: Path) -> dict[str, Any]:
+    file = tmp_path / "script.py"
+    file.write_text(textwrap.dedent(MODEL + script))
+    done = subprocess.run(
+        [sys.executable, str(file)],
+        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_caches_hit_in_a_second_process_and_report_the_same(tmp_path: Path) -> None:
+    cold, warm = process(CACHED, tmp_path), process(CACHED, tmp_path)
+    assert "1 fused, 0 missed, 1 graphs seen" in cold["report"]
+    assert (cold["aot_misses"], cold["aot_hits"], cold["bypasses"]) == (1, 0, 0)
+    assert (warm["aot_misses"], warm["aot_hits"], warm["bypasses"]) == (0, 1, 0)
+    assert warm["fx_hits"] >= 1
+    assert warm["report"] == cold["report"]
+    assert warm["sum"] == cold["sum"]
+
+
+@pytest.mark.slow
+def test_backend_by_its_entry_point_without_import(tmp_path: Path) -> None:
+    found = process(WITHOUT_IMPORT, tmp_path)
+    assert found["fused"] == 1
+    assert found["error"] < 1e-4

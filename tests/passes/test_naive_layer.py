@@ -1,0 +1,149 @@
+"""The naive layer of the paper (`mglu_ops.nn.NaiveMGLU`) becomes one operator in every size, dtype and mode."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from budgets import BUDGET, NAIVE_FACTOR, relative_error
+from families import family
+from graphs import Capture, assert_same, masked_products, model_results
+from spellings import gated, straight_through
+from torch import Tensor, nn
+
+from mglu_ops.activations import ACTIVATIONS
+from mglu_ops.nn import NaiveMGLU
+
+SAME = 10 * BUDGET[torch.float64]
+
+
+@pytest.mark.parametrize(("dtype", "n_masks"), family([torch.float32, torch.bfloat16, torch.float16], [4, 1, 2, 16]))
+def test_naive_layer_in_training(dtype: torch.dtype, n_masks: int) -> None:
+    torch.manual_seed(0)
+    model = NaiveMGLU(24, 16, n_masks=n_masks, dtype=dtype)
+    shape = (2, 3, 24) if n_masks == 2 else (5, 24)
+    x = torch.randn(shape, dtype=dtype)
+    naive = model_results(model, x)
+    oracle = model_results(copy.deepcopy(model).double(), x.double())
+    capture = Capture(strict=True)
+    fused = model_results(model, x, capture.compile(model))
+
+    assert masked_products(capture.calls_before) == 2 * n_masks
+    assert capture.calls == {"mglu.forward_ste": 1, "getitem": 1}
+    for name, wanted in oracle.items():
+        bar = max(BUDGET[dtype], NAIVE_FACTOR * relative_error(naive[name], wanted))
+        assert fused[name].dtype == dtype
+        assert relative_error(fused[name], wanted) <= bar, name
+
+
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+def test_naive_layer_with_each_activation(activation: str) -> None:
+    torch.manual_seed(1)
+    model = NaiveMGLU(16, 12, n_masks=2, activation=activation, dtype=torch.float64)
+    x = torch.randn(4, 16, dtype=torch.float64)
+    capture = Capture(strict=True)
+    assert_same(model_results(model, x, capture.compile(model)), model_results(model, x), SAME)
+    assert capture.calls == {"mglu.forward_ste": 1, "getitem": 1}
+    assert [site.activation for site in capture.report.fused] == [activation]
+
+
+@pytest.mark.parametrize(("mode", "n_masks"), family([torch.no_grad, torch.inference_mode], [4, 1]))
+def test_naive_layer_in_inference_packs_its_masks(mode: Callable[[], Any], n_masks: int) -> None:
+    model = NaiveMGLU(16, 12, n_masks=n_masks).eval()
+    x = torch.randn(4, 16)
+    capture = Capture(strict=True)
+    with mode():
+        torch.testing.assert_close(capture.compile(model)(x), model(x))
+    counts = capture.calls
+    assert counts["mglu.pack_logits"] == counts["mglu.forward"] == 1
+    assert masked_products(counts) == counts["mul"] == counts["mglu.forward_ste"] == 0
+    assert [site.route for site in capture.report.fused] == ["forward"]
+
+
+def test_eval_and_train_compile_anew() -> None:
+    model, x = NaiveMGLU(16, 12), torch.randn(4, 16)
+    capture = Capture(strict=True)
+    compiled = capture.compile(model)
+    compiled(x)
+    with torch.no_grad():
+        compiled(x)
+    compiled(x)
+    assert [site.route for site in capture.report.fused] == ["forward_ste", "forward"]
+
+
+def test_fixed_masks_are_not_packed_again() -> None:
+    model, x = NaiveMGLU(16, 12, n_masks=3, learnable_masks=False), torch.randn(4, 16)
+    capture = Capture(strict=True)
+    assert_same(model_results(model, x, capture.compile(model)), model_results(model, x), 4 * BUDGET[torch.float32])
+    assert capture.calls == {"mglu.forward": 1}
+
+
+def test_routed_layer() -> None:
+    torch.manual_seed(2)
+    model = NaiveMGLU(16, 12, n_masks=4, top_k=2, dtype=torch.float64)
+    x = torch.randn(2, 3, 16, dtype=torch.float64)
+    capture = Capture(strict=True)
+    assert_same(model_results(model, x, capture.compile(model)), model_results(model, x), SAME)
+    assert capture.calls["mglu.forward_ste"] == 1
+    assert masked_products(capture.calls) == 1, "the router"
+
+
+@pytest.mark.parametrize("shape", [(16,), (1, 16), (0, 16), (2, 3, 4, 16)])
+def test_shapes_of_x(shape: tuple[int, ...]) -> None:
+    model, x = NaiveMGLU(16, 12, n_masks=2, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
+    capture = Capture(strict=True)
+    assert_same(model_results(model, x, capture.compile(model)), model_results(model, x), SAME)
+    assert capture.calls["mglu.forward_ste"] == 1
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_dynamic_tokens_fuse_in_one_graph(accumulated: bool) -> None:
+    model = NaiveMGLU(16, 12, n_masks=2, dtype=torch.float64)
+
+    def layer(x: Tensor) -> Tensor:
+        if not accumulated:
+            return model(x)
+        y = x.new_zeros(*x.shape[:-1], 12)
+        for logits in model.mask_logits:
+            y += gated(x, model.weight, straight_through(logits))
+        return y
+
+    capture = Capture(strict=True)
+    compiled = capture.compile(layer, dynamic=True)
+    for tokens in (7, 2, 33):
+        x = torch.randn(3, tokens, 16, dtype=torch.float64)
+        assert relative_error(compiled(x), layer(x)) <= SAME
+    assert len(capture.report.fused) == capture.report.graphs == 1
+
+
+@pytest.mark.parametrize("where", ["ambient", "inside"])
+def test_autocast(where: str) -> None:
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = NaiveMGLU(16, 12, n_masks=2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if where == "ambient":
+                return self.layer(x)
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.layer(x) * 2
+
+    torch.manual_seed(4)
+    model, x = Cast(), torch.randn(4, 16)
+    oracle = model_results(copy.deepcopy(model.layer).double(), x.double())
+    scale = 1 if where == "ambient" else 2
+    capture = Capture(strict=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=where == "ambient"):
+        naive = model_results(model, x)
+        fused = model_results(model, x, capture.compile(model))
+    assert capture.calls["mglu.forward_ste"] == 1
+    for name, wanted in oracle.items():
+        key = name if name in ("x", "result 0") else f"layer.{name}"
+        assert fused[key].dtype == naive[key].dtype
+        bar = max(BUDGET[torch.bfloat16], NAIVE_FACTOR * relative_error(naive[key], scale * wanted))
+        assert relative_error(fused[key], scale * wanted) <= bar, key
+    assert [site.dtype for site in capture.report.fused] == ["bfloat16"]

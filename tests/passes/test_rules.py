@@ -1,0 +1,81 @@
+"""The rules of the pass: each is listed once, and two that disagree about a node are found.
+
+Every other test of this folder also checks the rules, because `Capture` does it for each graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import Capture
+from layers import LAYERS
+from layers import tensors as layer_tensors
+from torch import Tensor
+
+from compile_passes import conflicts, rules
+from compile_passes.rules import LAYER_RULES, PRECEDENCE, WEIGHT_RULES, Rule
+
+MODULES: list[ModuleType] = [value for value in vars(rules).values() if isinstance(value, ModuleType)]
+
+
+def test_each_rule_is_listed_once() -> None:
+    """A rule that is defined but not listed would never be asked."""
+    defined = [value for module in MODULES for value in vars(module).values() if isinstance(value, Rule)]
+    listed = [*WEIGHT_RULES, *LAYER_RULES]
+    assert len(set(listed)) == len(listed)
+    assert set(defined) == set(listed)
+
+
+def test_precedence_is_the_order_in_which_rules_are_asked() -> None:
+    for first, later in PRECEDENCE:
+        order = WEIGHT_RULES if first in WEIGHT_RULES else LAYER_RULES
+        assert order.index(first) < order.index(later)
+
+
+def _compared_mask(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+    m = (logits[0] > 0).to(x.dtype)
+    return F.silu(F.linear(x, weight * m)) * F.linear(x, weight * (m == 0))
+
+
+def _bit_of_a_mask(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+    m = (logits[0] > 0).to(torch.uint8)
+    return F.silu(F.linear(x, weight * m)) * F.linear(x, weight * (~m & 1))
+
+
+def _sign_of_a_mask(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+    m = (logits[0] > 0).to(x.dtype)
+    return F.silu(F.linear(x, weight * m)) * F.linear(x, weight * F.relu(torch.sign(0.5 - m)))
+
+
+def _sum_with_itself(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+    m = (logits[0] > 0).to(x.dtype)
+    gate, value = F.linear(x, weight * m), F.linear(x, weight * (1 - m))
+    return F.silu(gate) * (value + value)
+
+
+PROGRAMS: dict[tuple[str, str], Callable[[Tensor, Tensor, Tensor], Any]] = {
+    ("pointwise", "comparison"): _compared_mask,
+    ("pointwise", "lowest_bit"): _bit_of_a_mask,
+    ("pointwise", "sign"): _sign_of_a_mask,
+    ("difference_of_projections", "function_of_two"): _sum_with_itself,
+    ("function_of_two", "gated_product"): LAYERS["g * sigmoid(g)"][2],
+}
+"""For each pair of `PRECEDENCE` a program in which both rules know different values of one node."""
+
+
+@pytest.mark.parametrize("pair", PRECEDENCE, ids=lambda pair: f"{pair[0].name} before {pair[1].name}")
+def test_precedence_lists_only_rules_that_disagree(pair: tuple[Rule, Rule]) -> None:
+    capture = Capture()
+    capture.compile(PROGRAMS[pair[0].name, pair[1].name])(**layer_tensors(1))
+    assert pair in capture.decided
+
+
+def test_rules_that_disagree_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conflicts, "PRECEDENCE", {})
+    with pytest.raises(Exception, match="rules `pointwise` and `comparison` know different values of `%eq"):
+        Capture().compile(_compared_mask)(**layer_tensors(1))

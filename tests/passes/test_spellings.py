@@ -1,0 +1,217 @@
+"""Every part of `spellings` in a program of its own, and some programs of several uncommon parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from budgets import BUDGET, relative_error
+from families import family
+from graphs import Capture, assert_same, masked_products, packings, results
+from mglu_programs import Program, layer_tensors, program_tensors
+from spellings import (
+    BOOL_COMPLEMENTS,
+    BOOL_PRODUCTS,
+    COMPLEMENTS,
+    FIXED,
+    PRODUCTS,
+    PROJECTIONS,
+    SUMS,
+    TRAINED,
+    gated,
+    straight_through,
+)
+from torch import Tensor
+
+# Fused and unfused each round within the budget of their dtype.
+SAME = 10 * BUDGET[torch.float64]
+
+
+SPELLINGS = [
+    *(Program(mask=name) for name in TRAINED),
+    *(Program(complement=name) for name in COMPLEMENTS),
+    *(Program(product=name) for name in PRODUCTS),
+    *(Program(projection=name, total=total) for name, total in zip(PROJECTIONS, SUMS, strict=False)),
+    *(Program(total=name) for name in SUMS),
+    *(Program(value=name) for name in ("w - w * m", "t - gate")),
+    Program(value_first=True),
+    Program(swapped=True),
+    *(Program(mask=name, complement="~m", kind="bool") for name in FIXED),
+    *(Program(mask="slice", complement=name, kind="bool") for name in BOOL_COMPLEMENTS),
+    *(
+        Program(mask="slice", complement="~m", product=name, projection=projection, kind="bool")
+        for name in BOOL_PRODUCTS
+        for projection in ("linear", "x @ w.T")
+    ),
+    Program(mask="slice", complement="~m", value="t - gate", kind="bool"),
+    Program(mask="slice", complement="~m", value="w - w * m", kind="bool"),
+    Program(mask="slice", complement="m == 0", swapped=True, kind="bool"),
+]
+
+
+def spelling_name(program: Program) -> str:
+    default = Program()
+    return ", ".join(str(v) for k, v in vars(program).items() if v != getattr(default, k))
+
+
+@pytest.mark.parametrize("program", SPELLINGS, ids=spelling_name)
+def test_spelling(program: Program) -> None:
+    capture = Capture(strict=True)
+    found = results(capture.compile(program), program_tensors(program))
+    assert_same(found, results(program, program_tensors(program)), SAME)
+    counts = capture.calls
+    assert masked_products(counts) == counts["silu"] == 0
+    assert counts["mglu.forward_ste"] == program.trained
+    assert packings(counts) == counts["mglu.forward"] == (not program.trained)
+    assert len(capture.report.fused) == 1
+    assert capture.report.missed == []
+
+
+def test_hand_written_silu_and_inplace_activation() -> None:
+    def by_hand(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+        m = straight_through(logits[0])
+        gate = F.linear(x, weight * m)
+        return gate * torch.sigmoid(gate) * F.linear(x, weight * (1 - m))
+
+    def in_place(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+        m = straight_through(logits[0])
+        gate, value = F.linear(x, weight * m), F.linear(x, weight * (1 - m))
+        return F.silu(gate, inplace=True) * value
+
+    for layer in (by_hand, in_place):
+        capture = Capture(strict=True)
+        found = results(capture.compile(layer), layer_tensors())
+        assert_same(found, results(layer, layer_tensors()), SAME)
+        assert capture.calls["mglu.forward_ste"] == 1
+        assert [site.activation for site in capture.report.fused] == ["silu"]
+
+
+ROUTES: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "columns": lambda route, i: route[..., i : i + 1],
+    "columns in another order": lambda route, i: route[..., (i + 1) % 3 : (i + 1) % 3 + 1],
+    "one column": lambda route, i: route[..., :1],
+    "tensors of their own": lambda route, i: route.clone()[..., i : i + 1].exp(),
+    "unsqueezed": lambda route, i: route[..., i].unsqueeze(-1),
+}
+
+
+@pytest.mark.parametrize("way", list(ROUTES))
+def test_route_weights(way: str) -> None:
+    def layer(x: Tensor, weight: Tensor, logits: Tensor, route: Tensor) -> Tensor:
+        weights = [ROUTES[way](route, i) for i in range(3)]
+        return sum(r * gated(x, weight, straight_through(one)) for r, one in zip(weights, logits, strict=True))
+
+    def named() -> dict[str, Tensor]:
+        return layer_tensors(route=torch.linspace(-1, 2, 15, dtype=torch.float64).view(5, 3).requires_grad_())
+
+    capture = Capture(strict=True)
+    assert_same(results(capture.compile(layer), named()), results(layer, named()), SAME)
+    assert capture.calls["mglu.forward_ste"] == 1
+    assert masked_products(capture.calls) == 0
+
+
+def test_repeated_and_subset_masks() -> None:
+    """A mask twice, and some of the stacked masks only: as many as the sum has."""
+
+    def layer(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+        masks = [straight_through(logits[i]) for i in (0, 2, 0)]
+        return sum(gated(x, weight, m) for m in masks)
+
+    capture = Capture(strict=True)
+    found = results(capture.compile(layer), layer_tensors())
+    assert_same(found, results(layer, layer_tensors()), SAME)
+    assert [site.n_masks for site in capture.report.fused] == [3]
+
+
+def test_a_mask_with_other_uses_stays() -> None:
+    """A penalty on the masks gets its gradient beside the layer's."""
+
+    def layer(x: Tensor, weight: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        m = straight_through(logits[0])
+        return gated(x, weight, m), m.sum() * 0.1
+
+    capture = Capture(strict=True)
+    found = results(capture.compile(layer), layer_tensors())
+    assert_same(found, results(layer, layer_tensors()), SAME)
+
+
+def test_result_that_is_cast_or_copied() -> None:
+    """The layer ends before a cast of its result, and is one site whether that is read too or not."""
+
+    def layer(x: Tensor, weight: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
+        y = gated(x, weight, straight_through(logits[0]))
+        return y.double(), y.clone(), y
+
+    named = {name: t.detach().float().requires_grad_() for name, t in layer_tensors().items()}
+    capture = Capture(strict=True)
+    found = results(capture.compile(layer), named)
+    assert_same(found, results(layer, named), 4 * BUDGET[torch.float32])
+    assert len(capture.report.fused) == 1
+
+
+def test_sixteen_bits_summed_in_float32() -> None:
+    """Gate, value and sum widened to float32 and rounded once at the end."""
+
+    def layer(x: Tensor, weight: Tensor, bits: Tensor) -> Tensor:
+        y: Any = 0
+        for m in bits:
+            gate, value = F.linear(x, weight * m).float(), F.linear(x, weight * ~m).float()
+            y = y + F.silu(gate) * value
+        return y.to(x.dtype)
+
+    torch.manual_seed(0)
+    x, weight, bits = torch.randn(6, 16).bfloat16(), torch.randn(12, 16).bfloat16(), torch.rand(3, 12, 16) > 0.5
+    capture = Capture(strict=True)
+    found = capture.compile(layer)(x, weight, bits)
+    oracle = layer(x.double(), weight.double(), bits)
+    assert found.dtype == torch.bfloat16
+    assert relative_error(found, oracle) <= BUDGET[torch.bfloat16]
+    assert capture.calls["mglu.forward"] == 1
+
+
+@pytest.mark.parametrize("trained", [("x", "logits"), ("logits",), ("x", "weight"), ("weight",), ("x",), ()])
+def test_what_requires_a_gradient(trained: tuple[str, ...]) -> None:
+    def layer(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+        return sum(gated(x, weight, straight_through(one)) for one in logits)
+
+    def named() -> dict[str, Tensor]:
+        return {name: t.detach().requires_grad_(name in trained) for name, t in layer_tensors().items()}
+
+    capture = Capture(strict=True)
+    assert_same(results(capture.compile(layer), named()), results(layer, named()), SAME)
+    route = "forward_ste" if "logits" in trained else "forward"
+    assert [site.route for site in capture.report.fused] == [route]
+
+
+def test_detached_masks_are_fixed_masks() -> None:
+    def layer(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+        return gated(x, weight, straight_through(logits[0]).detach())
+
+    capture = Capture(strict=True)
+    found = results(capture.compile(layer), layer_tensors())
+    assert_same(found, results(layer, layer_tensors()), SAME)
+    assert found["logits"] is None
+    assert [site.route for site in capture.report.fused] == ["forward"]
+
+
+@pytest.mark.parametrize(("projection", "swapped"), family([*PROJECTIONS, "stored [h, d]"], [False, True]))
+def test_assume_binary_fuses_real_masks(projection: str, swapped: bool) -> None:
+    project = PROJECTIONS.get(projection, torch.matmul)
+
+    def layer(x: Tensor, weight: Tensor, m: Tensor) -> Tensor:
+        gate, value = project(x, weight * m), project(x, (1 - m) * weight)
+        return F.silu(value) * gate if swapped else F.silu(gate) * value
+
+    named = layer_tensors()
+    del named["logits"]
+    m = (torch.rand(8, 8, dtype=torch.float64) > 0.5).double()
+    capture = Capture(strict=True, assume_binary=True)
+    compiled = capture.compile(layer)
+    assert_same(results(compiled, named | {"m": m}), results(layer, named | {"m": m}), SAME)
+    assert capture.calls["mglu.forward"] == 1
+    m[0, 0] = 2
+    with pytest.raises(ValueError, match="must be binary"):
+        compiled(**named, m=m)

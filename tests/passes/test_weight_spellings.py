@@ -1,0 +1,230 @@
+"""Weights that are expressions of parameters, parametrized modules, and weights and masks stored in other ways."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from families import family
+from graphs import Capture, assert_same, masked_products, model_results, results
+from kinds import (
+    KINDS,
+    MAIN_KINDS,
+    MODES,
+    N_MASKS,
+    PAIRS,
+    SAME,
+    D,
+    H,
+    Kind,
+    More,
+    activated,
+    fuses_to_one,
+    sum_of,
+    tensors,
+)
+from spellings import gated, straight_through
+from torch import Tensor, nn
+
+EXPRESSIONS: dict[str, Callable[[Tensor, More], Tensor]] = {
+    "q * scale[:, None]": lambda w, more: w * more["scale"][:, None],
+    "scale.unsqueeze(1) * q": lambda w, more: more["scale"].unsqueeze(1) * w,
+    "int8 * scale": lambda w, more: more["q"].to(more["scale"].dtype) * more["scale"][:, None],
+    "B @ A": lambda w, more: more["left"] @ more["right"],
+    "W + B @ A": lambda w, more: w + more["left"] @ more["right"],
+    "W + 0.5 * B @ A": lambda w, more: w + 0.5 * (more["left"] @ more["right"]),
+    "W * delta": lambda w, more: w * more["delta"],
+    "W + delta": lambda w, more: w + more["delta"],
+    "normalize": lambda w, more: F.normalize(w),
+    "normalize by keywords": lambda w, more: F.normalize(input=w, p=2.0, dim=1),
+    "W / norm": lambda w, more: w / w.norm(dim=1, keepdim=True),
+    "abs": lambda w, more: w.abs(),
+    "tanh": lambda w, more: torch.tanh(w),
+    "softmax": lambda w, more: w.softmax(dim=-1),
+    "2 * W": lambda w, more: 2 * w,
+    "to float64": lambda w, more: more["narrow"].to(torch.float64),
+    "to the dtype of x": lambda w, more: more["narrow"].to(more["scale"].dtype),
+    "clone": lambda w, more: w.clone(),
+    "view of a flat parameter": lambda w, more: more["flat"].view(D, H),
+    "slice of a larger parameter": lambda w, more: torch.cat([w, more["delta"]])[:D],
+    "dropout of 0": lambda w, more: F.dropout(w, 0.0),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "pair", "kind", "mode"), family(EXPRESSIONS, ["w - w * m", "total - gate"], ["float", "logits"], MODES)
+)
+def test_weight_is_an_expression(name: str, pair: str, kind: str, mode: str) -> None:
+    """The weight is computed once per mask; in the next test it is computed once per product."""
+
+    def term(x: Tensor, w: Tensor, m: Tensor, more: More) -> Tensor:
+        return activated(PAIRS[pair](x, EXPRESSIONS[name](w, more), m, KINDS[kind].complement(m)))
+
+    fuses_to_one(sum_of(term), KINDS[kind], mode)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "mode"), family(["q * scale[:, None]", *EXPRESSIONS], ["logits", "float"], MODES)
+)
+def test_weight_is_computed_at_each_use(name: str, kind: str, mode: str) -> None:
+    def term(x: Tensor, w: Tensor, m: Tensor, more: More) -> Tensor:
+        gate = F.linear(x, EXPRESSIONS[name](w, more) * m)
+        return F.silu(gate) * F.linear(x, EXPRESSIONS[name](w, more) * KINDS[kind].complement(m))
+
+    fuses_to_one(sum_of(term), KINDS[kind], mode)
+
+
+# --- Modules ----------------------------------------------------------------------------------------------------------
+
+
+class Symmetric(nn.Module):
+    """A parametrization of one's own."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu() + weight.triu(1).transpose(-1, -2)
+
+
+class Masked(nn.Module):
+    """A layer of modules: `nn.Linear` for the weight, dropouts, and masks of a kind."""
+
+    def __init__(self, kind: Kind, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.kind = kind
+        self.linear = nn.Linear(H, D, bias=False, dtype=torch.float64)
+        self.dropout = nn.Dropout(dropout)
+        self.activation = nn.SiLU()
+        given = tensors(kind, training=False)["masks"]
+        if kind.trains:
+            self.masks = nn.Parameter(given)
+        else:
+            self.register_buffer("masks", given)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Any = 0
+        for given in self.masks:
+            m = self.kind.mask(given)
+            gate = F.linear(x, self.linear.weight * m)
+            value = F.linear(x, self.linear.weight * self.kind.complement(m))
+            y = y + self.dropout(self.activation(self.dropout(gate))) * value
+        return y
+
+
+MODULES: dict[str, Callable[[Kind], nn.Module]] = {
+    "Dropout(0.0)": Masked,
+    "Dropout in eval": lambda kind: Masked(kind, 0.5).eval(),
+    "parametrization": lambda kind: _parametrized(kind, Symmetric()),
+    "weight_norm": lambda kind: _with_linear(kind, torch.nn.utils.parametrizations.weight_norm),
+    "spectral_norm in eval": lambda kind: _with_linear(kind, torch.nn.utils.parametrizations.spectral_norm).eval(),
+}
+
+
+def _parametrized(kind: Kind, parametrization: nn.Module) -> nn.Module:
+    return _with_linear(kind, lambda m: nn.utils.parametrize.register_parametrization(m, "weight", parametrization))
+
+
+def _with_linear(kind: Kind, change: Callable[[nn.Module], Any]) -> nn.Module:
+    model = Masked(kind)
+    change(model.linear)
+    return model
+
+
+@pytest.mark.parametrize(("name", "kind"), family(MODULES, MAIN_KINDS))
+def test_module(name: str, kind: str) -> None:
+    torch.manual_seed(0)
+    model = MODULES[name](KINDS[kind])
+    x = torch.randn(5, H, dtype=torch.float64)
+    for training in (True, False):
+        one = copy.deepcopy(model).requires_grad_(training)
+        parameters = dict(one.named_parameters())
+        capture = Capture(assume_binary=KINDS[kind].assume_binary)
+        compiled = capture.compile(one)
+        named = {"x": x.clone().requires_grad_(training)}
+        assert_same(results(compiled, named, parameters), results(one, named, parameters), SAME)
+        assert capture.reasons == []
+        assert [site.n_masks for site in capture.report.fused] == [N_MASKS]
+
+
+# --- Weights and masks in memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("square", [True, False])
+@pytest.mark.parametrize("spelling", ["stored [h, d]", "transposed then masked", "where of transposed"])
+def test_weight_stored_the_other_way(spelling: str, square: bool) -> None:
+    """Masks lie as the tensor they multiply, also where a square weight lets no shape tell."""
+    d, h = (8, 8) if square else (12, 8)
+
+    def layer(x: Tensor, weight: Tensor, bits: Tensor) -> Tensor:
+        if spelling == "where of transposed":
+            return F.silu(x @ torch.where(bits, weight.t(), 0)) * (x @ torch.where(bits, 0, weight.t()))
+        w = weight if spelling == "stored [h, d]" else weight.T
+        return F.silu(x @ (w * bits)) * (x @ (w * ~bits))
+
+    shape = (h, d) if spelling == "stored [h, d]" else (d, h)
+    named = {"x": torch.randn(5, h), "weight": torch.randn(shape), "bits": torch.randn(h, d) > 0}
+    named = {k: v.double().requires_grad_() if v.is_floating_point() else v for k, v in named.items()}
+    capture = Capture(strict=True)
+    found = results(capture.compile(layer), named)
+    assert_same(found, results(layer, named), SAME)
+    assert capture.calls["mglu.forward"] == 1
+    assert masked_products(capture.calls) == 0
+
+
+class Buffers(nn.Module):
+    """Fixed masks as buffers, reached in four ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.weight = nn.Parameter(torch.randn(12, 16, dtype=torch.float64))
+        masks = torch.rand(3, 12, 16) > 0.5
+        self.register_buffer("stacked", masks)
+        for i in range(3):
+            self.register_buffer(f"mask{i}", masks[i].clone())
+
+    def masks(self) -> Any:
+        if self.way == "list":
+            return [self.mask0, self.mask1, self.mask2]
+        if self.way == "index":
+            return [self.stacked[i] for i in range(3)]
+        return self.stacked.unbind() if self.way == "unbind" else self.stacked
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(F.silu(F.linear(x, self.weight * m)) * F.linear(x, self.weight * ~m) for m in self.masks())
+
+
+@pytest.mark.parametrize("way", ["list", "iterated", "unbind", "index"])
+def test_mask_buffers(way: str) -> None:
+    model, x = Buffers(way), torch.randn(4, 16, dtype=torch.float64)
+    capture = Capture(strict=True)
+    assert_same(model_results(model, x, capture.compile(model)), model_results(model, x), SAME)
+    # Slices of one tensor are packed as that tensor; masks of their own are stacked first.
+    assert capture.calls == {"mglu.pack_masks": 1, "mglu.forward": 1} | ({"stack": 1} if way == "list" else {})
+
+
+class LogitList(nn.Module):
+    """Logits in a ParameterList, one a mask."""
+
+    def __init__(self, n_masks: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(12, 16, dtype=torch.float64))
+        self.logits = nn.ParameterList(torch.randn(12, 16, dtype=torch.float64) for _ in range(n_masks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = None
+        for logits in self.logits:
+            term = gated(x, self.weight, straight_through(logits))
+            y = term if y is None else y + term
+        return y
+
+
+@pytest.mark.parametrize("n_masks", [1, 3])
+def test_a_parameter_a_mask(n_masks: int) -> None:
+    model, x = LogitList(n_masks), torch.randn(4, 16, dtype=torch.float64)
+    capture = Capture(strict=True)
+    assert_same(model_results(model, x, capture.compile(model)), model_results(model, x), SAME)
+    assert capture.calls["mglu.forward_ste"] == 1
+    assert masked_products(capture.calls) == 0

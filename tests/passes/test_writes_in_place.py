@@ -1,0 +1,76 @@
+"""A write in place between gate and value stops the fusion, whatever spelling it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from families import sample
+from graphs import Capture, assert_same, results
+from test_refusals import SAME, H, tensors
+from torch import Tensor
+
+BETWEEN: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "x.add_": lambda x, weight, m: x.add_(1),
+    "x /= 2": lambda x, weight, m: x.__itruediv__(2),
+    "x **= 2": lambda x, weight, m: x.__ipow__(2),
+    "x[0] = 1": lambda x, weight, m: x.__setitem__(0, 1),
+    "x.copy_": lambda x, weight, m: x.copy_(torch.ones_like(x)),
+    "a view of x": lambda x, weight, m: x.t().view(H, -1)[1:3].mul_(3),
+    "x.detach()": lambda x, weight, m: x.detach().neg_(),
+    "x.data": lambda x, weight, m: x.data.neg_(),
+    "out=x": lambda x, weight, m: torch.add(x, 1, out=x),
+    "relu(x, True)": lambda x, weight, m: F.relu(x, True),
+    "dropout_(x)": lambda x, weight, m: F.dropout(x, 1.0, True, True),
+    "silu(inplace)": lambda x, weight, m: F.silu(x, inplace=True),
+    "a list": lambda x, weight, m: torch._foreach_add_([torch.ones(2), x], 1.0),
+    "aten": lambda x, weight, m: torch.ops.aten.mul_.Tensor(x, torch.full_like(x, 2)),
+    "weight.mul_": lambda x, weight, m: weight.mul_(2),
+    "weight[0]": lambda x, weight, m: weight.__setitem__(0, 1),
+    "embedding": lambda x, weight, m: F.embedding(torch.arange(4), weight, max_norm=0.1),
+    "m.logical_not_": lambda x, weight, m: m.logical_not_(),
+    "m &= other": lambda x, weight, m: m.__iand__(~m),
+    "m[0].fill_": lambda x, weight, m: m[0].fill_(True),
+    "running statistics": lambda x, weight, m: F.batch_norm(x.t().t(), x[0], x[1].abs(), training=True),
+}
+
+
+@pytest.mark.parametrize("mutation", sample(BETWEEN, every=3))
+def test_write_between_gate_and_value(mutation: str) -> None:
+    def function(x: Tensor, weight: Tensor, m: Tensor) -> Tensor:
+        gate = F.linear(x, weight * m)
+        BETWEEN[mutation](x, weight, m)
+        return F.silu(gate) * F.linear(x, weight * ~m)
+
+    def named() -> dict[str, Tensor]:
+        all_tensors = {name: t.detach() for name, t in tensors().items()}
+        return {"x": all_tensors["x"], "weight": all_tensors["weight"], "m": all_tensors["bits"][0].clone()}
+
+    eager, compiled = named(), named()
+    wanted = results(function, eager)
+    capture = Capture()
+    assert_same(results(capture.compile(function), compiled), wanted, SAME)
+    assert_same(compiled, eager, SAME)
+    assert capture.report.fused == []
+    assert len(capture.reasons) == 1
+    assert "writes in place" in capture.reasons[0]
+
+
+def test_inputs_that_share_memory() -> None:
+    """One input of the program is a view of another."""
+
+    def function(x: Tensor, view: Tensor, weight: Tensor, m: Tensor) -> Tensor:
+        gate = F.linear(x, weight * m)
+        view.add_(1)
+        return F.silu(gate) * F.linear(x, weight * ~m)
+
+    def named() -> dict[str, Tensor]:
+        t = tensors(trained=())
+        return {"x": t["x"], "view": t["x"][1:3], "weight": t["weight"], "m": t["bits"][0]}
+
+    capture = Capture()
+    assert_same(results(capture.compile(function), named()), results(function, named()), SAME)
+    assert capture.report.fused == []

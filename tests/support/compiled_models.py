@@ -1,0 +1,83 @@
+"""Models that are compiled with torch.compile, and a pass of another library."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch._inductor.config as inductor_config
+from budgets import BUDGET, relative_error
+from graphs import call_name
+from torch import Tensor, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph
+
+from mglu_ops.nn import NaiveMGLU
+
+SAME = 4 * BUDGET[torch.float32]
+
+
+class Recorder(CustomGraphPass):
+    """Another library's pass: notes what the graph calls when it comes."""
+
+    def __init__(self, identity: Any = "recorder") -> None:
+        self.identity = identity
+        self.seen: list[list[str]] = []
+
+    def __call__(self, graph: Graph) -> None:
+        self.seen.append([call_name(node) for node in graph.nodes if node.op.startswith("call")])
+
+    def uuid(self) -> Any:
+        return self.identity
+
+
+class SoftMGLU(nn.Module):
+    """A candidate that cannot be fused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.logits = nn.Parameter(torch.randn(12, 16)), nn.Parameter(torch.randn(12, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        m = torch.sigmoid(self.logits)
+        return torch.tanh(x @ (self.weight * m).T) * (x @ (self.weight * (1 - m)).T)
+
+
+class RealMask(nn.Module):
+    """A mask of float dtype, which is binary by the user's word only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(12, 16))
+        self.register_buffer("mask", (torch.rand(12, 16) > 0.5).float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ (self.weight * self.mask).T) * (x @ (self.weight * (1 - self.mask)).T)
+
+
+def run(model: nn.Module, **options: Any) -> Tensor:
+    """Compile for inference, run, and compare with eager."""
+    x = torch.randn(3, 16)
+    with torch.no_grad():
+        result = torch.compile(model, **options)(x)
+        assert relative_error(result, model(x)) <= SAME
+    return result
+
+
+def trace(model: nn.Module) -> None:
+    """Run the passes of the slot over the model's graph, without the rest of Inductor."""
+
+    def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
+        slot = inductor_config.pre_grad_custom_pass
+        for graph_pass in slot if isinstance(slot, list) else [slot]:
+            if graph_pass is not None:
+                graph_pass(gm.graph)
+        gm.recompile()
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend)(torch.randn(3, 16))
+
+
+def layer() -> NaiveMGLU:
+    return NaiveMGLU(16, 12, n_masks=2)

@@ -1,0 +1,52 @@
+"""Inputs and the comparison for programs that look like MGLU and may differ from it in one detail.
+
+Whether the pass fuses such a program is its own choice, unless a test says otherwise; a refusal must have a reason.
+The inputs contain cases in which a wrong derivative shows: mask rows that are all gate or all value, whose values or
+gates are exactly 0, and rows of zeros in x and in the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from budgets import BUDGET
+from graphs import Capture, assert_says_why, compare
+from torch import Tensor
+
+SAME = 10 * BUDGET[torch.float64]
+
+
+D = H = 8  # square, so that no shape tells what is transposed
+
+
+ALL = ("x", "weight", "logits", "other")
+
+
+Layer = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Any]
+"""A function `layer(x, weight, logits, bits, other)`."""
+
+
+def tensors(trained: tuple[str, ...] = ()) -> dict[str, Tensor]:
+    """The tensors x `[5, 8]`, weight and other `[8, 8]`, logits and bits `[3, 8, 8]`.
+
+    Row 0 of each mask is all value and row 1 all gate; one row of x and one row of the weight are 0.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    x, weight, logits, other = 3 * normal(5, H), normal(D, H), normal(3, D, H), normal(D, H)
+    logits[:, 0], logits[:, 1] = -1, 1
+    x[0], weight[2] = 0, 0
+    named = {"x": x, "weight": weight, "logits": logits, "bits": logits > 0, "other": other}
+    return {name: t.requires_grad_(name in trained) if name != "bits" else t for name, t in named.items()}
+
+
+def check(layer: Layer, trained: tuple[str, ...] = (), **options: Any) -> Capture:
+    """Check that results and gradients are those of eager, and that the report mentions the layer."""
+    capture = compare(layer, lambda: tensors(trained), SAME, **options)
+    assert_says_why(capture)
+    return capture
