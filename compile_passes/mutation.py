@@ -247,7 +247,7 @@ def _bodies_write_nothing(node: Node) -> bool:
     return bool(bodies) and all(body is not None and Effects(body.graph).writes_nothing for body in bodies)
 
 
-# --- Calls that return the same each time --------------------------------------------------------------
+# --- Calls that return the same each time ----------------------------------------------------------------------------
 
 _UNREPEATABLE = frozenset(
     {

@@ -113,7 +113,7 @@ def _is_like(node: Node, weight: Node) -> bool:
     return equal_sizes(made.shape[-2:], held.shape[-2:])
 
 
-# --- Products of the forms --------------------------------------------------------------------------------------------
+# --- Products of the forms -------------------------------------------------------------------------------------------
 
 
 _Path = tuple[Node, ...]

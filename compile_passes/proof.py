@@ -116,7 +116,7 @@ def check(graph: Graph, recogniser: Recogniser, site: Site, assume_binary: bool)
     return layer
 
 
-# --- One x and one weight ---------------------------------------------------------------------------------------------
+# --- One x and one weight --------------------------------------------------------------------------------------------
 
 
 def _check_operands(recogniser: Recogniser, site: Site) -> None:
@@ -165,7 +165,7 @@ def _why_different(recogniser: Recogniser, a: Node, b: Node) -> str:
     return " (each call draws new random numbers)" if is_random(a) and is_random(b) else ""
 
 
-# --- Masks ------------------------------------------------------------------------------------------------------------
+# --- Masks -----------------------------------------------------------------------------------------------------------
 
 
 def _check_masks(term: Term, assume_binary: bool) -> tuple[Mask, bool]:
@@ -227,7 +227,7 @@ def _check_mask_shape(term: Term, mask: Mask) -> None:
         )
 
 
-# --- Activation, route weights and dtypes -----------------------------------------------------------------------------
+# --- Activation, route weights and dtypes ----------------------------------------------------------------------------
 
 
 def named(term: Term) -> Scaled | None:
@@ -303,7 +303,7 @@ def _check_dtypes(site: Site, first: Projection) -> torch.dtype:
     return root.dtype
 
 
-# --- What surrounds the layer -----------------------------------------------------------------------------------------
+# --- What surrounds the layer ----------------------------------------------------------------------------------------
 
 
 _COMPUTED = (Projection, Activated, Gated)

@@ -165,7 +165,7 @@ def stack_key(key: Hashable) -> Hashable:
     return key[1] if isinstance(key, tuple) and key[0] == "at" else key
 
 
-# --- Masked weights ---------------------------------------------------------------------------------------------------
+# --- Masked weights --------------------------------------------------------------------------------------------------
 
 
 _TRANSPOSING = frozenset({"t", "mT", "transpose", "permute", "getattr", "unsqueeze"})

@@ -119,7 +119,7 @@ def _factors(recogniser: Recogniser, projection: Projection) -> set[Hashable]:
     return {*map(recogniser.key, parts), *masks}
 
 
-# --- Route weights and scales -----------------------------------------------------------------------------------------
+# --- Route weights and scales ----------------------------------------------------------------------------------------
 
 
 def scaled(value: Value, factor: float | None) -> Value:

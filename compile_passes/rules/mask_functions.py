@@ -116,7 +116,7 @@ def of_levels(recogniser: Recogniser, node: Node, values: Sequence[float]) -> Va
     return Binary(Mask(node, recogniser.key(node), proof=None if others else "values", doubt=doubt))
 
 
-# --- Rounding errors --------------------------------------------------------------------------------------------------
+# --- Rounding errors -------------------------------------------------------------------------------------------------
 
 
 def _rounding_errors(rounding: float) -> tuple[float, ...]:
@@ -148,7 +148,7 @@ def _of_masks(operands: dict[Node, Operand]) -> list[Operand]:
     return [operand for operand in operands.values() if len(operand.values) > 1]
 
 
-# --- Casts and copies -------------------------------------------------------------------------------------------------
+# --- Casts and copies ------------------------------------------------------------------------------------------------
 
 
 @rule("to")
@@ -184,7 +184,7 @@ def alias(recogniser: Recogniser, node: Node, call: Call) -> Value:
     return value if isinstance(value, (Scalar, Levels, Binary)) else None
 
 
-# --- Numbers ----------------------------------------------------------------------------------------------------------
+# --- Numbers ---------------------------------------------------------------------------------------------------------
 
 
 def _filled(node: Node, value: float) -> Scalar | None:

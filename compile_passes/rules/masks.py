@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..recognise import Recogniser
 
 
-# --- The straight-through form ----------------------------------------------------------------------------------------
+# --- The straight-through form ---------------------------------------------------------------------------------------
 
 
 _LONGEST_SUM = 16
@@ -90,7 +90,7 @@ def _is_positive(recogniser: Recogniser, mask: Mask, soft: Node) -> bool:
     return recogniser.key(soft) == (key if mask.index is None else slice_key(key, mask.index))
 
 
-# --- Comparisons ------------------------------------------------------------------------------------------------------
+# --- Comparisons -----------------------------------------------------------------------------------------------------
 
 
 @rule(*COMPARISONS)
@@ -134,7 +134,7 @@ def cast_to_bool(recogniser: Recogniser, node: Node, call: Call) -> Value:
     return Binary(Mask(node, ("eq", *operands), "bool", inverted=True), at=(1, 0))
 
 
-# --- Tensors of few values --------------------------------------------------------------------------------------------
+# --- Tensors of few values -------------------------------------------------------------------------------------------
 
 
 @rule("sign")
@@ -171,7 +171,7 @@ def lowest_bit(recogniser: Recogniser, node: Node, call: Call) -> Value:
     return of_levels(recogniser, node, [0, bits[0]]) if is_bit else None
 
 
-# --- Custom autograd functions --------------------------------------------------------------------------
+# --- Custom autograd functions ---------------------------------------------------------------------------------------
 
 
 @rule("getitem")
@@ -199,7 +199,7 @@ def result_of_a_function(recogniser: Recogniser, node: Node, call: Call) -> Valu
     return Binary(mask, slope=(1, 1) if carrier else (0, 0))
 
 
-# --- Stacks -----------------------------------------------------------------------------------------------------------
+# --- Stacks ----------------------------------------------------------------------------------------------------------
 
 
 @rule("getitem", "select")

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ..recognise import Recogniser
 
 
-# --- Products of x and a weight ---------------------------------------------------------------------------------------
+# --- Products of x and a weight --------------------------------------------------------------------------------------
 
 
 @rule("linear", "inner", "matmul", "addmm")
@@ -145,7 +145,7 @@ def same_projection(recogniser: Recogniser, a: Projection, b: Projection) -> boo
     return (same_product or a == b) and (a.problem, a.dtype) == (b.problem, b.dtype)
 
 
-# --- The same products in another shape or dtype ----------------------------------------------------------------------
+# --- The same products in another shape or dtype ---------------------------------------------------------------------
 
 
 @rule("getitem", "select", "narrow", "slice")
@@ -184,7 +184,7 @@ def pass_through(recogniser: Recogniser, node: Node, call: Call) -> Value:
     return None if isinstance(value, Gated) and value.rest is not None else value
 
 
-# --- Differences, and masks of output features ------------------------------------------------------------------------
+# --- Differences, and masks of output features -----------------------------------------------------------------------
 
 
 @rule("add", "sub")

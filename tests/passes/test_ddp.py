@@ -1,4 +1,4 @@
-"""DistributedDataParallel: its optimiser cuts graphs between buckets, and the report says so where it cuts a layer."""
+"""DistributedDataParallel: Dynamo splits graphs between buckets, and the report says so if that splits a layer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.nn.utils import prune
 
 import mglu_ops
 from compile_passes import distributed
-from compile_passes.distributed import CUT_BY_DDP
+from compile_passes.distributed import SPLIT_BY_DDP
 from compile_passes.report import FusionReport
 from mglu_ops.nn import MGLU
 
@@ -33,7 +33,7 @@ pytestmark = [
 SAME = 8 * BUDGET[torch.float32]
 SIZE = 32
 BYTES = 4 * SIZE * SIZE
-"""Of a weight, and of the logits of a mask."""
+"""The size of a weight, and of the logits of one mask."""
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +108,7 @@ def _report(
     optimise: bool = True,
     through_inductor: bool = False,
 ) -> FusionReport:
-    """What the pass reports of a training step under DDP, which must compute what eager does."""
+    """The report of a training step under DDP, after checking that it computes what eager does."""
     monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", min(bucket_bytes, first_bucket_bytes or bucket_bytes))
     x = torch.randn(6, SIZE)
     expected = model(x)
@@ -133,14 +133,15 @@ def _report(
 SPELLINGS = {"product": _product, "difference": _difference, "transposed": _transposed, "weights first": _weights_first}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("n_masks", [1, 2])
 @pytest.mark.parametrize("learned", [True, False])
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_a_layer_is_fused_or_its_cut_is_reported(
+def test_layer_is_fused_or_its_split_is_reported(
     monkeypatch: pytest.MonkeyPatch, spelling: str, learned: bool, n_masks: int
 ) -> None:
-    """Wherever it is cut: a bucket holds a few weights, each of which counts whenever it is read."""
-    n_cut = 0
+    """This holds for any position of the split, which depends on how many weights a bucket holds."""
+    n_split = 0
     for weights in range(1, 8):
         model = Model(*(Layer(SPELLINGS[spelling], learned, n_masks) for _ in range(2)))
         report = _report(monkeypatch, model, weights * BYTES)
@@ -149,29 +150,30 @@ def test_a_layer_is_fused_or_its_cut_is_reported(
             missed = [site for site in report.missed if site.module_path == block]
             assert [sum(fused), len(missed)] in ([n_masks, 0], [sum(fused), 1]), f"{block}, {weights}: {report}"
             for site in missed:
-                n_cut += 1
-                assert site.reason == CUT_BY_DDP
+                n_split += 1
+                assert site.reason == SPLIT_BY_DDP
                 assert "test_fusion_ddp.py" in site.source
-    assert n_cut >= 4
+    assert n_split >= 4
 
 
-def test_a_mask_that_another_piece_makes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gate and value lie in one piece, and the mask comes as a plain tensor."""
+def test_layer_whose_mask_comes_from_another_part_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gate and value are in one part, and the mask is an input of it."""
     report = _report(monkeypatch, Model(Layer(_product, learned=True)), 2 * BYTES)
-    assert [site.reason for site in report.missed] == [CUT_BY_DDP]
+    assert [site.reason for site in report.missed] == [SPLIT_BY_DDP]
 
 
-def test_what_the_report_advises_fuses_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "torch._dynamo.config.optimize_ddp = False" in CUT_BY_DDP
+@pytest.mark.long
+def test_advice_of_the_report_lets_all_layers_fuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "torch._dynamo.config.optimize_ddp = False" in SPLIT_BY_DDP
     for optimise in (True, False):
         model = Model(*(Layer(_product, learned=True) for _ in range(2)))
         report = _report(monkeypatch, model, 2 * BYTES, optimise=optimise, through_inductor=True)
         assert [site.route for site in report.fused] == ([] if optimise else ["forward_ste"] * 2)
-        assert [site.reason for site in report.missed] == ([CUT_BY_DDP] * 2 if optimise else [])
+        assert [site.reason for site in report.missed] == ([SPLIT_BY_DDP] * 2 if optimise else [])
 
 
 class Checkpointed(nn.Module):
-    """A layer in the body of a higher-order operator, which is a graph of its own, with a mask of the user's."""
+    """A layer in the body of a higher-order operator, which is a separate graph, with a float mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,23 +184,26 @@ class Checkpointed(nn.Module):
         return torch.utils.checkpoint.checkpoint(_product, x, self.weight, self.mask, use_reentrant=False)
 
 
-def test_other_reasons_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.long
+def test_other_reasons_are_reported_too(monkeypatch: pytest.MonkeyPatch) -> None:
     report = _report(monkeypatch, Model(Checkpointed(), Layer(_product, learned=True)), BYTES)
     reasons = [site.reason or "" for site in report.missed]
     assert len(reasons) == 2
     assert "make it bool" in reasons[0]
-    assert reasons[1] == CUT_BY_DDP
+    assert reasons[1] == SPLIT_BY_DDP
 
 
-def test_the_layer_as_a_module_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "mglu_ops.nn.MGLU" in CUT_BY_DDP
+@pytest.mark.long
+def test_module_of_mglu_ops_is_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "mglu_ops.nn.MGLU" in SPLIT_BY_DDP
     model = Model(*(MGLU(SIZE, SIZE, n_masks=2) for _ in range(3)))
     report = _report(monkeypatch, model, BYTES, through_inductor=True)
     assert (report.fused, report.missed, report.graphs) == ([], [], 3)
 
 
-def test_layers_between_the_cuts_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head fills the first bucket, and the layers lie in the second."""
+@pytest.mark.long
+def test_layers_between_the_splits_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head fills the first bucket, and the layers are in the second."""
     head = nn.Linear(SIZE, 2 * SIZE, bias=False)
     model = Model(*(Layer(_product, learned=True) for _ in range(2)), head=head)
     report = _report(monkeypatch, model, 100 * BYTES, first_bucket_bytes=2 * BYTES)
@@ -206,7 +211,7 @@ def test_layers_between_the_cuts_are_fused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class Pruned(nn.Module):
-    """A weight with one mask, as `torch.nn.utils.prune` leaves it."""
+    """A weight with one mask, as `torch.nn.utils.prune` makes it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,20 +233,23 @@ class Tied(nn.Module):
         return self.linear(x * self.weight) @ self.weight.t() @ self.weight
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [Pruned, Tied, lambda: nn.Linear(SIZE, SIZE)])
-def test_other_models_are_cut_without_a_word(monkeypatch: pytest.MonkeyPatch, make: Callable[[], nn.Module]) -> None:
+def test_split_of_an_ordinary_model_is_not_reported(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], nn.Module]
+) -> None:
     report = _report(monkeypatch, Model(make(), make(), make()), BYTES)
     assert report.graphs > 1
     assert (report.fused, report.missed) == ([], [])
 
 
-def test_without_ddp_nothing_is_a_piece() -> None:
+def test_graph_without_ddp_counts_as_whole() -> None:
     seen = []
 
     def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
         nodes = list(gm.graph.nodes)
-        seen.append(any(map(distributed.is_made_in_another_piece, nodes)))
-        assert distributed.report_cut_layers(gm.graph, ()) == []
+        seen.append(any(map(distributed.comes_from_another_part, nodes)))
+        assert distributed.report_split_layers(gm.graph, ()) == []
         assert not distributed.lacks_its_mask(gm.graph, nodes)
         return gm.forward
 
@@ -249,8 +257,8 @@ def test_without_ddp_nothing_is_a_piece() -> None:
     assert seen == [False]
 
 
-def test_nothing_is_kept_of_a_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is known of the pieces goes with the context of their compilation, and holds no graph."""
+def test_report_keeps_no_graph_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The records of a split graph disappear with the context of its compilation, and do not hold the graph."""
 
     class Context:
         pass
@@ -265,16 +273,16 @@ def test_nothing_is_kept_of_a_compilation(monkeypatch: pytest.MonkeyPatch) -> No
     contexts = [Context()]
     with monkeypatch.context() as patch:
         patch.setattr(distributed, "_context", lambda: contexts[0])
-        (site,) = distributed.report_cut_layers(graphs[0], ())
-        assert distributed.report_cut_layers(graphs[0], ()) == [], "a graph that comes again"
-    assert site.reason == CUT_BY_DDP
-    (pieces,) = [pieces for key, pieces in distributed._pieces.items() if key is contexts[0]]
+        (site,) = distributed.report_split_layers(graphs[0], ())
+        assert distributed.report_split_layers(graphs[0], ()) == [], "the same graph again"
+    assert site.reason == SPLIT_BY_DDP
+    (parts,) = [parts for key, parts in distributed._parts_by_context.items() if key is contexts[0]]
     kept = weakref.ref(graphs[0])
     graphs.clear()
     torch._dynamo.reset()
     gc.collect()
     assert kept() is None
-    assert len(pieces.weights) == 1
+    assert len(parts.weights) == 1
     context = weakref.ref(contexts.pop())
     gc.collect()
     assert context() is None

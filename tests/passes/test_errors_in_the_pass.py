@@ -1,4 +1,4 @@
-"""An error in the pass, or a guard that it would add, leaves the graph as it was, with a warning; strict mode raises."""
+"""An error in the pass, or a guard that it would add, gives a warning and leaves the graph as it was; strict raises."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import mglu_ops
 
-pytestmark = pytest.mark.usefixtures("unchanged_inductor")
+pytestmark = [pytest.mark.usefixtures("unchanged_inductor"), pytest.mark.long]
 
 
 def test_checkpoint_and_freezing_with_inductor() -> None:
@@ -34,7 +34,7 @@ def test_checkpoint_and_freezing_with_inductor() -> None:
 
 
 def test_freezing_with_inductor(recwarn: pytest.WarningsRecorder) -> None:
-    """Fused; but torch 2.11 takes the examples out of the graph on a CPU, which must not pass in silence."""
+    """Layers are fused; torch 2.11 removes the examples from the graph on a CPU, and then a warning says so."""
     with mglu_ops.fusion() as report, inductor_config.patch({"freezing": True}):
         run(layer().eval())
     if torch.__version__ < "2.12":
@@ -57,8 +57,8 @@ FROZEN: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", LIVE)
-def test_a_mask_changed_in_place_is_seen_at_the_next_call(name: str) -> None:
-    """Also one changed through `.data`, of which no version counter tells."""
+def test_a_mask_changed_in_place_takes_effect_at_the_next_call(name: str) -> None:
+    """So does one that is changed through `.data`, which no version counter records."""
     mode, settings = LIVE[name]
     model, x = layer().eval(), torch.randn(3, 16)
     with mglu_ops.fusion(strict=True) as report, inductor_config.patch(settings), torch.no_grad():
@@ -71,10 +71,10 @@ def test_a_mask_changed_in_place_is_seen_at_the_next_call(name: str) -> None:
     assert "mglu_ops.freeze" in str(report)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 drops on a CPU what proves anything; it warns")
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 drops the examples on a CPU; the pass warns")
 @pytest.mark.parametrize("name", FROZEN)
 def test_freezing_packs_the_masks_once(name: str) -> None:
-    """Freezing makes constants of the parameters: no packing is left, and a later change is not seen."""
+    """Freezing makes the parameters constants: nothing is packed at a call, and a later change has no effect."""
     mode, settings = FROZEN[name]
     model, x = layer().eval(), torch.randn(3, 16)
     with mglu_ops.fusion(strict=True) as report, inductor_config.patch(settings), torch.no_grad():
@@ -105,7 +105,7 @@ def test_freezing_does_nothing_to_a_model_that_trains() -> None:
     assert [(site.route, site.packed) for site in report.fused] == [("forward_ste", "at each call")]
 
 
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 drops on a CPU what proves anything; it warns")
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 drops the examples on a CPU; the pass warns")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
 def test_real_masks_are_proved_by_their_values_where_freezing_fixes_them(dtype: torch.dtype) -> None:
     class Fixed(nn.Module):
@@ -129,7 +129,7 @@ def test_real_masks_are_proved_by_their_values_where_freezing_fixes_them(dtype: 
         assert len(report.missed) == 1 - is_proved
 
 
-def test_freezing_as_an_option_is_warned_of() -> None:
-    """Torch ignores it: Dynamo reads the setting before it knows of options."""
+def test_freezing_as_an_option_gives_a_warning() -> None:
+    """Torch ignores the option: Dynamo reads the setting before it reads options."""
     with torch.no_grad(), pytest.warns(UserWarning, match="freezes nothing"):
         run(torch.compile(layer().eval(), backend="mglu", options={"freezing": True}))

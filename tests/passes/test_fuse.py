@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 from budgets import BUDGET, relative_error
+from families import family
 from graphs import assert_same, calls, results
 from torch import Tensor, nn
 from torch._guards import TracingContext
@@ -35,27 +36,27 @@ def layer() -> NaiveMGLU:
     return NaiveMGLU(16, 12, n_masks=2)
 
 
-# --- Inside a custom backend ----------------------------------------------------------------------------------------
+# --- Inside a custom backend -----------------------------------------------------------------------------------------
 
 
 def _left_out(inputs: list[Any]) -> None:
-    """As `fuse(gm)` is called."""
+    """No inputs, as in `fuse(gm)`."""
 
 
 def _real(inputs: list[Any]) -> list[Any]:
-    """As Dynamo gives them to its backend."""
+    """Real inputs, which Dynamo passes to its backend."""
     return inputs
 
 
 def _fake(inputs: list[Any]) -> list[Any]:
-    """As AOTAutograd goes on with them."""
+    """Fake inputs, which AOTAutograd makes of them."""
     mode = TracingContext.get().fake_mode
     assert mode is not None
     return [mode.from_tensor(value) if isinstance(value, Tensor) else value for value in inputs]
 
 
 class Backend:
-    """Fuses each graph, given its inputs as `inputs` says, and runs it, or compiles it with `then`."""
+    """A backend that fuses each graph, with the inputs that `inputs` returns, and passes it to `then`."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class Backend:
             self.before(gm)
         given, known = self.inputs(example_inputs), _known_of_shapes()
         self.fused.append(mglu_ops.fuse(gm, given, report=self.report, strict=True))
-        assert _known_of_shapes() == known, "fuse told Dynamo something new of the shapes"
+        assert _known_of_shapes() == known, "fuse changed the shape environment"
         return self.then(self.fused[-1], example_inputs)
 
     @property
@@ -80,7 +81,7 @@ class Backend:
 
 
 def _known_of_shapes() -> tuple[Any, ...]:
-    """The guards and all else that the ShapeEnv of this compilation has."""
+    """The guards and everything else that the ShapeEnv of this compilation contains."""
     mode = TracingContext.get().fake_mode
     assert mode is not None
     env = mode.shape_env
@@ -95,7 +96,7 @@ def _known_of_shapes() -> tuple[Any, ...]:
 
 
 def _check(backend: Backend, model: nn.Module, training: bool, **options: Any) -> None:
-    """Compile a model with three numbers of tokens, and compare it with eager."""
+    """Compile a model, run it with three numbers of tokens, and compare it with eager."""
     compiled = torch.compile(model, backend=backend, fullgraph=True, **options)
     with torch.set_grad_enabled(training):
         for tokens in (3, 7, 12):
@@ -106,10 +107,10 @@ def _check(backend: Backend, model: nn.Module, training: bool, **options: Any) -
             assert_same(found, wanted, SAME)
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("dynamic", [True, None, False])
-@pytest.mark.parametrize("inputs", [_left_out, _real, _fake])
-def test_in_a_backend(inputs: Callable[..., Any], dynamic: bool | None, training: bool) -> None:
+@pytest.mark.parametrize(
+    ("inputs", "dynamic", "training"), family([_left_out, _real, _fake], [True, None, False], [True, False])
+)
+def test_fuse_in_a_backend(inputs: Callable[..., Any], dynamic: bool | None, training: bool) -> None:
     backend = Backend(inputs)
     _check(backend, layer(), training, dynamic=dynamic)
     graphs = {True: 1, None: 2, False: 3}[dynamic]  # None: Dynamo makes the tokens dynamic when they change
@@ -117,7 +118,7 @@ def test_in_a_backend(inputs: Callable[..., Any], dynamic: bool | None, training
 
 
 def test_what_dynamo_recorded_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under autocast too, which is switched by nodes that have no value."""
+    """Nodes that switch autocast have no value, and need none."""
     monkeypatch.setattr(examples, "_run", lambda *_, **__: pytest.fail("the graph was run"))
     model = layer()
 
@@ -131,7 +132,7 @@ def test_what_dynamo_recorded_is_not_run_again(monkeypatch: pytest.MonkeyPatch) 
 
 
 def _add_a_node(gm: GraphModule) -> None:
-    """What a pass of the user does, which records no example."""
+    """Add a node without an example, as a pass of the user may do."""
     output = gm.graph.output_node()
     (result,) = output.args[0]
     with gm.graph.inserting_before(output):
@@ -140,10 +141,9 @@ def _add_a_node(gm: GraphModule) -> None:
     gm.recompile()
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("inputs", [_left_out, _real, _fake])
-def test_in_a_backend_that_changes_the_graph_before(inputs: Callable[..., Any], training: bool) -> None:
-    """The graph has to be run; its shapes stay symbolic."""
+@pytest.mark.parametrize(("inputs", "training"), family([_left_out, _real, _fake], [True, False]))
+def test_fuse_in_a_backend_that_changed_the_graph(inputs: Callable[..., Any], training: bool) -> None:
+    """The graph must be run again; its shapes stay symbolic."""
     backend = Backend(inputs, before=_add_a_node)
     _check(backend, layer(), training, dynamic=True)
     assert backend.routes == ["forward_ste" if training else "forward"]
@@ -153,9 +153,10 @@ def test_in_a_backend_that_changes_the_graph_before(inputs: Callable[..., Any], 
     assert [isinstance(shape[0], torch.SymInt) for shape in shapes] == [True]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dynamic", [True, False])
-def test_in_a_backend_before_inductor(dynamic: bool, training: bool) -> None:
+def test_fuse_in_a_backend_before_inductor(dynamic: bool, training: bool) -> None:
     from torch._inductor.compile_fx import compile_fx
 
     backend = Backend(then=compile_fx)
@@ -163,7 +164,7 @@ def test_in_a_backend_before_inductor(dynamic: bool, training: bool) -> None:
     assert set(backend.routes) == {"forward_ste" if training else "forward"}
 
 
-def test_the_backend_still_knows_which_inputs_are_parameters() -> None:
+def test_fused_module_still_tells_which_inputs_are_parameters() -> None:
     seen = []
 
     def then(gm: GraphModule, _: Any) -> Any:
@@ -176,10 +177,10 @@ def test_the_backend_still_knows_which_inputs_are_parameters() -> None:
     assert "dynamo_flat_name_to_original_fqn" in meta
 
 
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 drops on a CPU what the placeholders carried")
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 drops the examples of the placeholders on a CPU")
 @pytest.mark.parametrize("inputs", [_left_out, _real])
-def test_in_a_backend_with_parameters_in_the_graph(inputs: Callable[..., Any]) -> None:
-    """Freezing makes attributes of the graph of them."""
+def test_fuse_in_a_backend_with_parameters_in_the_graph(inputs: Callable[..., Any]) -> None:
+    """Freezing turns parameters into attributes of the graph."""
 
     def before(gm: GraphModule) -> None:
         assert len(gm.graph.find_nodes(op="get_attr")) == 2
@@ -190,8 +191,8 @@ def test_in_a_backend_with_parameters_in_the_graph(inputs: Callable[..., Any]) -
     assert backend.routes == ["forward"]
 
 
-def test_a_data_dependent_size_in_a_backend() -> None:
-    """Its symbol has no value, and running the graph makes another, which must not stay behind."""
+def test_fuse_in_a_backend_with_a_data_dependent_size() -> None:
+    """The symbol of the size has no value, and running the graph creates another symbol, which must not remain."""
 
     class Selected(nn.Module):
         def __init__(self) -> None:
@@ -209,11 +210,11 @@ def test_a_data_dependent_size_in_a_backend() -> None:
         assert set(backend.routes) == {"forward_ste"}
 
 
-# --- Captured first, fused later ------------------------------------------------------------------------------------
+# --- Captured first, fused later -------------------------------------------------------------------------------------
 
 
 def _captured(model: nn.Module, x: Tensor) -> tuple[GraphModule, list[Any]]:
-    """The graph that Dynamo hands to its backend, and the inputs."""
+    """The graph and the inputs that Dynamo passes to its backend."""
     found = []
 
     def backend(gm: GraphModule, inputs: list[Any]) -> Any:
@@ -227,7 +228,7 @@ def _captured(model: nn.Module, x: Tensor) -> tuple[GraphModule, list[Any]]:
 
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("captured", [True, False])
-def test_the_grad_mode_is_that_of_the_call(captured: bool, given: bool) -> None:
+def test_fuse_uses_the_grad_mode_of_its_call(captured: bool, given: bool) -> None:
     model, x, report = layer(), torch.randn(3, 16), FusionReport()
     with torch.set_grad_enabled(captured):
         gm, inputs = _captured(model, x)
@@ -238,7 +239,7 @@ def test_the_grad_mode_is_that_of_the_call(captured: bool, given: bool) -> None:
     assert [site.route for site in report.fused] == ["forward_ste", "forward"]
 
 
-def test_inputs_of_another_kind_than_the_traced_ones_count() -> None:
+def test_fuse_with_inputs_that_differ_from_the_traced_ones() -> None:
     model, x, report = layer(), torch.randn(3, 16), FusionReport()
     gm, inputs = _captured(model, x)
     others = [
@@ -256,13 +257,13 @@ def test_inputs_of_another_kind_than_the_traced_ones_count() -> None:
     ]
 
 
-# --- Exported -------------------------------------------------------------------------------------------------------
+# --- Exported --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("kind", ["left out", "real", "fake"])
-@pytest.mark.parametrize("dynamic", [True, False])
-def test_exported(dynamic: bool, kind: str, training: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "dynamic", "training"), family(["left out", "real", "fake"], [True, False], [True, False])
+)
+def test_fuse_an_exported_program(kind: str, dynamic: bool, training: bool) -> None:
     model, x, report = layer(), torch.randn(3, 16), FusionReport()
     shapes = {"x": {0: torch.export.Dim.AUTO}} if dynamic else None
     with torch.set_grad_enabled(training):
@@ -282,11 +283,11 @@ def test_exported(dynamic: bool, kind: str, training: bool) -> None:
     assert [site.route for site in report.fused] == ["forward_ste" if training else "forward"]
 
 
-# --- torch.fx -------------------------------------------------------------------------------------------------------
+# --- torch.fx --------------------------------------------------------------------------------------------------------
 
 
 class Plain(nn.Module):
-    """A layer that `torch.fx.symbolic_trace` can trace, beside a module that it leaves whole."""
+    """A layer that `torch.fx.symbolic_trace` can trace, and modules that it does not trace into."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,7 +303,7 @@ class Plain(nn.Module):
 
 @pytest.mark.parametrize("is_fake", [True, False])
 @pytest.mark.parametrize("training", [True, False])
-def test_symbolically_traced(training: bool, is_fake: bool) -> None:
+def test_fuse_a_symbolically_traced_module(training: bool, is_fake: bool) -> None:
     model, x, report = Plain(), torch.randn(3, 16), FusionReport()
     gm = torch.fx.symbolic_trace(model)
     state = {name: tensor.clone() for name, tensor in gm.state_dict().items()}
@@ -313,10 +314,10 @@ def test_symbolically_traced(training: bool, is_fake: bool) -> None:
         parameters = dict(gm.named_parameters())
         assert_same(results(fused, {"x": x}, parameters), results(gm, {"x": x}, parameters), SAME)
     assert [site.route for site in report.fused] == ["forward_ste" if training else "forward"]
-    assert calls([gm.graph])["mul"] >= 3, "the module that was given changed"
+    assert calls([gm.graph])["mul"] >= 3, "the original module was changed"
 
 
-def test_inputs_that_are_missing_or_do_not_fit() -> None:
+def test_inputs_that_are_missing_or_do_not_fit_are_errors() -> None:
     gm, x = torch.fx.symbolic_trace(Plain()), torch.randn(3, 16)
     for given, message in (
         (None, "recorded none"),
@@ -329,7 +330,7 @@ def test_inputs_that_are_missing_or_do_not_fit() -> None:
             mglu_ops.fuse(gm, given)
 
 
-def test_a_graph_that_fails_leaves_the_grad_mode() -> None:
+def test_an_error_in_the_graph_restores_the_grad_mode() -> None:
     graph = Graph()
     x, y = graph.placeholder("x"), graph.placeholder("y")
     graph.call_function(torch._C._set_grad_enabled, (False,))

@@ -87,7 +87,7 @@ def test_shared_weight() -> None:
     assert len(capture.report.missed) == 1
 
 
-# --- The report, and what is left of the graph ------------------------------------------------------------------------
+# --- The report, and what is left of the graph -----------------------------------------------------------------------
 
 
 def test_report_names_modules_and_lines() -> None:

@@ -1,9 +1,10 @@
-"""Bodies of `torch.no_grad()` in exported graphs are inlined: values, gradients and writes stay as they were."""
+"""Bodies of `torch.no_grad()` in exported graphs are inlined; values, gradients and writes stay as they were."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from operator import getitem
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def two_bodies(logits: Tensor) -> Tensor:
 
 
 def with_its_operand(logits: Tensor) -> Tensor:
-    """The body returns what it is given, which keeps its gradient."""
+    """The body returns an operand, which keeps its gradient."""
     with torch.no_grad():
         mask = (logits > 0).float()
         same = logits
@@ -77,8 +78,8 @@ def value_and_gradients(module: nn.Module, *inputs: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kind", MASKS)
-def test_hard_masks_of_training_are_read(kind: str) -> None:
-    """The graph gives what it gave, with its gradients, and its layer is found, with masks that are trained."""
+def test_hard_mask_in_a_training_graph_is_found(kind: str) -> None:
+    """The inlined graph has the same results and gradients, and its layer is fused with trained masks."""
     torch.manual_seed(0)
     module, x = StraightThrough(MASKS[kind]), torch.randn(5, 20, requires_grad=True)
     inlined = torch.export.export(module, (x,)).module()
@@ -99,7 +100,7 @@ def test_hard_masks_of_training_are_read(kind: str) -> None:
 
 @pytest.mark.parametrize("strict", [False, True], ids=["make_fx", "dynamo"])
 @pytest.mark.parametrize("kind", MASKS)
-def test_hard_masks_survive_export(kind: str, strict: bool) -> None:
+def test_hard_mask_in_an_exported_program_is_found(kind: str, strict: bool) -> None:
     module, x = StraightThrough(MASKS[kind]), torch.randn(5, 20)
     program = torch.export.export(module, (x,), strict=strict)
     fused = fuse_exported(program, strict=True)
@@ -109,7 +110,10 @@ def test_hard_masks_survive_export(kind: str, strict: bool) -> None:
 
 
 def hand_made(turns_on: bool, inner_turns_on: bool | None = None) -> GraphModule:
-    """`y = x * w` in a body, in which with `inner_turns_on` another computes `y = y * w`; then `y * w` outside."""
+    """A graph that computes `y = x * w` in a body and returns `y * w`.
+
+    Unless `inner_turns_on` is None, the body calls another body, which computes `y = y * w`.
+    """
 
     def body(call: GraphModule | None) -> GraphModule:
         graph = torch.fx.Graph()
@@ -124,9 +128,8 @@ def hand_made(turns_on: bool, inner_turns_on: bool | None = None) -> GraphModule
         graph.output((y,))
         return GraphModule(root, graph)
 
-    from operator import getitem
-
     root = nn.Module()
+
     root.add_module("body", body(None if inner_turns_on is None else body(None)))
     root.register_parameter("w", nn.Parameter(torch.tensor([2.0, 3.0])))
     graph = torch.fx.Graph()
@@ -178,7 +181,7 @@ def test_all_bodies_are_inlined_for_inference(turns_on: bool, inner_turns_on: bo
 
 
 class Autocast(nn.Module):
-    """A body of `no_grad` calls one of autocast, which is not inlined."""
+    """A body of `no_grad` that calls a body of autocast, which is not inlined."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +195,7 @@ class Autocast(nn.Module):
             return z.float() + 1
 
 
-def test_bodies_of_another_kind_are_kept() -> None:
+def test_bodies_of_autocast_are_kept() -> None:
     module, x = Autocast(), torch.randn(5, 20)
     program = torch.export.export(module, (x,))
     inlined = program.module()
@@ -204,7 +207,7 @@ def test_bodies_of_another_kind_are_kept() -> None:
 
 
 class Halving(nn.Module):
-    """It writes to its parameter under `no_grad`."""
+    """A module that writes to its parameter under `no_grad`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +220,7 @@ class Halving(nn.Module):
 
 
 @pytest.mark.parametrize("trains", [False, True])
-def test_writes_to_parameters_stay_allowed(trains: bool) -> None:
+def test_inlined_body_may_write_to_a_parameter(trains: bool) -> None:
     module, x = Halving(), torch.randn(5, 20)
     inlined = torch.export.export(copy.deepcopy(module), (x,)).module()
     inline_no_grad(inlined, trains=trains)

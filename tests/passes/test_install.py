@@ -23,7 +23,7 @@ from mglu_ops.nn import NaiveMGLU
 pytestmark = pytest.mark.usefixtures("unchanged_inductor")
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_plain_compile(training: bool) -> None:
     model, x = layer(), torch.randn(3, 16)
     with torch.set_grad_enabled(training), mglu_ops.fusion(strict=True) as report:
@@ -39,7 +39,7 @@ def test_plain_compile(training: bool) -> None:
 
 
 def test_enable_and_disable() -> None:
-    run(layer())
+    trace(layer())
     assert mglu_ops.fusion_report().graphs == 0
     report = mglu_ops.enable_fusion()
     assert report is mglu_ops.fusion_report()
@@ -91,8 +91,9 @@ def test_blocks_nest_and_have_reports_of_their_own() -> None:
     assert (len(mglu_ops.fusion_report().fused), mglu_ops.fusion_report().graphs) == (1, 1)
 
 
+@pytest.mark.long
 def test_a_new_model_of_a_class_compiled_before_is_fused() -> None:
-    """Dynamo would reuse the unfused code of the first for the second."""
+    """Without a reset, Dynamo would reuse the unfused code of the first model for the second."""
     x = torch.randn(3, 24)
     torch.compile(NaiveMGLU(24, 16))(x)
     try:
@@ -104,6 +105,7 @@ def test_a_new_model_of_a_class_compiled_before_is_fused() -> None:
         mglu_ops.disable_fusion()
 
 
+@pytest.mark.long
 def test_a_block_that_compiles_nothing_says_so() -> None:
     x = torch.randn(3, 24)
     torch.compile(NaiveMGLU(24, 16))(x)
@@ -113,23 +115,25 @@ def test_a_block_that_compiles_nothing_says_so() -> None:
         torch.compile(NaiveMGLU(24, 16))(x)
 
 
-# --- Strict and assume_binary -----------------------------------------------------------------------------------------
+# --- Strict and assume_binary ----------------------------------------------------------------------------------------
 
 
 def test_strict_raises_for_a_missed_layer() -> None:
-    """Torch wraps the error in its own."""
+    """Torch wraps the error in an error of its own."""
     with mglu_ops.fusion(strict=True) as report:
         with pytest.raises(Exception, match=r"FusionError: strict fusion: .*proves to be binary"):
             run(SoftMGLU())
-        report.fused.append(report.missed[0])  # the block itself has nothing to complain of
+        report.fused.append(report.missed[0])  # so that the end of the block raises nothing
     assert len(report.missed) == 1
 
 
+@pytest.mark.long
 def test_strict_raises_where_nothing_was_fused() -> None:
     with pytest.raises(FusionError, match="nothing was fused"), mglu_ops.fusion(strict=True):
         run(nn.Sequential(nn.Linear(16, 12), nn.ReLU()))
 
 
+@pytest.mark.long
 def test_assume_binary_checks_at_run_time() -> None:
     model = RealMask()
     with mglu_ops.fusion() as report:
@@ -145,10 +149,11 @@ def test_assume_binary_checks_at_run_time() -> None:
             compiled(x)
 
 
-# --- Other libraries --------------------------------------------------------------------------------------------------
+# --- Other libraries -------------------------------------------------------------------------------------------------
 
 
-def test_a_pass_that_is_there_runs_first_and_is_put_back() -> None:
+@pytest.mark.long
+def test_a_pass_that_is_there_runs_first_and_is_restored() -> None:
     theirs = Recorder()
     inductor_config.pre_grad_custom_pass = theirs
     with mglu_ops.fusion() as report:
@@ -162,6 +167,7 @@ def test_a_pass_that_is_there_runs_first_and_is_put_back() -> None:
     assert inductor_config.pre_grad_custom_pass is theirs
 
 
+@pytest.mark.long
 def test_a_pass_without_uuid_is_run_and_turns_caches_off() -> None:
     seen = []
     inductor_config.pre_grad_custom_pass = seen.append
@@ -216,7 +222,7 @@ def test_passes_are_run_once_whatever_is_nested() -> None:
     assert len(theirs.seen) == len(report.fused) == report.graphs == 1
 
 
-# --- Threads ----------------------------------------------------------------------------------------------------------
+# --- Threads ---------------------------------------------------------------------------------------------------------
 
 
 def in_threads(work: Callable[[int], Any], count: int = 4) -> None:
@@ -237,7 +243,7 @@ def in_threads(work: Callable[[int], Any], count: int = 4) -> None:
 
 
 def test_one_pass_in_many_threads() -> None:
-    """Each layer is reported, none twice."""
+    """Each layer is reported once."""
     graphs: list[Graph] = []
 
     def capture(gm: torch.fx.GraphModule, _: Any) -> Any:
@@ -263,8 +269,8 @@ def test_enable_and_disable_from_threads() -> None:
     assert inductor_config.pre_grad_custom_pass is None
 
 
-def test_enabled_in_a_thread() -> None:
-    """It compiles fused there, whoever enables and disables meanwhile elsewhere."""
+def test_fusion_enabled_in_a_thread() -> None:
+    """Fusion that is enabled in a thread acts in that thread."""
 
     def work(_: int) -> None:
         mglu_ops.enable_fusion()
@@ -277,6 +283,7 @@ def test_enabled_in_a_thread() -> None:
     assert inductor_config.pre_grad_custom_pass is None
 
 
+@pytest.mark.long
 def test_backend_in_a_thread() -> None:
     in_threads(lambda _: run(layer(), backend="mglu"), count=1)
     assert len(mglu_ops.fusion_report().fused) == 1

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from families import sample
 from graphs import assert_says_why, compare
-from lookalikes import ALL, SAME, D, H, Layer, gated, tensors
+from lookalikes import ALL, SAME, D, H, Layer, tensors
+from spellings import gated
 from torch import Tensor
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from families import family, sample
 from graphs import assert_says_why, compare
-from lookalikes import ALL, SAME, D, H, Layer, check, gated, tensors
-from spellings import straight_through
+from lookalikes import ALL, SAME, D, H, Layer, check, tensors
+from spellings import gated, straight_through
 from torch import Tensor
 
 # The dtype of the mask m, which is the factor of the gate, and the factor of the value. Torch rounds numbers to the
@@ -208,7 +208,7 @@ def test_function_of_a_straight_through_mask(name: str) -> None:
     check(with_factor(name, "straight-through", of_the_value=True), ALL)
 
 
-# --- Straight-through masks with rounding errors ----------------------------------------------------------------------
+# --- Straight-through masks with rounding errors ---------------------------------------------------------------------
 
 
 HARD_FIRST: dict[str, tuple[bool, Callable[[Tensor], Tensor]]] = {
@@ -246,7 +246,7 @@ def test_function_of_a_mask_with_rounding_errors(name: str, mode: str) -> None:
     assert len(capture.report.fused) == (1 if fuses and not (trained == ALL and name != "1 - m") else 0)
 
 
-# --- Masks in buffers -------------------------------------------------------------------------------------------------
+# --- Masks in buffers ------------------------------------------------------------------------------------------------
 
 
 class Buffered(torch.nn.Module):

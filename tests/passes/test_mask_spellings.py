@@ -128,7 +128,7 @@ def test_gate_and_value(name: str, kind: str, mode: str) -> None:
     fuses_to_one(sum_of(term), KINDS[kind], mode)
 
 
-# --- Masks of logits --------------------------------------------------------------------------------------------------
+# --- Masks of logits -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "mode"), family(TRAINED, MODES))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch._inductor.config as inductor_config
 from compiled_models import RealMask, Recorder, SoftMGLU, layer, run
+from families import sample
 from torch.fx import Graph
 
 import mglu_ops
@@ -23,12 +24,17 @@ from compile_passes.report import FusionReport
 pytestmark = pytest.mark.usefixtures("unchanged_inductor")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"options": {"assume_binary": True, "strict": True}}],
-    ids=["plain", "reduce-overhead", "max-autotune", "own options"],
-)
-def test_backend(options: dict[str, Any]) -> None:
+OPTIONS: dict[str, dict[str, Any]] = {
+    "own options": {"options": {"assume_binary": True, "strict": True}},
+    "plain": {},
+    "reduce-overhead": {"mode": "reduce-overhead"},
+    "max-autotune": {"mode": "max-autotune"},
+}
+
+
+@pytest.mark.parametrize("name", sample(OPTIONS, every=4))
+def test_backend_with_options(name: str) -> None:
+    options = OPTIONS[name]
     model = RealMask() if "options" in options else layer()
     run(model, backend="mglu", **options)
     report = mglu_ops.fusion_report()
@@ -36,6 +42,7 @@ def test_backend(options: dict[str, Any]) -> None:
     assert inductor_config.pre_grad_custom_pass is None
 
 
+@pytest.mark.long
 def test_backend_is_strict_and_takes_inductor_options() -> None:
     with pytest.raises(Exception, match="strict fusion"):
         run(SoftMGLU(), backend="mglu", options={"strict": True})
@@ -44,6 +51,7 @@ def test_backend_is_strict_and_takes_inductor_options() -> None:
         run(layer(), backend="mglu", options={"no_such_option": 1})
 
 
+@pytest.mark.long
 def test_backend_inside_a_block_reports_there() -> None:
     theirs = Recorder()
     inductor_config.pre_grad_custom_pass = theirs
@@ -53,7 +61,7 @@ def test_backend_inside_a_block_reports_there() -> None:
     assert mglu_ops.fusion_report().graphs == 0
 
 
-# --- The pass as an object --------------------------------------------------------------------------------------------
+# --- The pass as an object -------------------------------------------------------------------------------------------
 
 
 def test_pickle_keeps_options_and_uuid() -> None:
@@ -86,7 +94,7 @@ def test_an_empty_graph() -> None:
     assert (report.fused, report.missed, report.graphs) == ([], [], 1)
 
 
-# --- Other processes --------------------------------------------------------------------------------------------------
+# --- Other processes -------------------------------------------------------------------------------------------------
 
 
 MODEL = """
@@ -153,6 +161,7 @@ def process(script: str, tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_caches_hit_in_a_second_process_and_report_the_same(tmp_path: Path) -> None:
     cold, warm = process(CACHED, tmp_path), process(CACHED, tmp_path)
     assert "1 fused, 0 missed, 1 graphs seen" in cold["report"]
@@ -164,6 +173,7 @@ def test_caches_hit_in_a_second_process_and_report_the_same(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_backend_by_its_entry_point_without_import(tmp_path: Path) -> None:
     found = process(WITHOUT_IMPORT, tmp_path)
     assert found["fused"] == 1

@@ -151,7 +151,7 @@ def test_random_program_is_not_changed(number: int) -> None:
     pytest.fail(f"none of {ATTEMPTS} programs could be compared")
 
 
-# --- Programs that the pass once broke ---------------------------------------------------------------------------------
+# --- Programs that the pass once broke -------------------------------------------------------------------------------
 
 REGRESSIONS: dict[str, Callable[..., Any]] = {}
 

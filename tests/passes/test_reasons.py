@@ -167,7 +167,7 @@ def test_a_number_of_masks_that_compiling_does_not_know_is_reported() -> None:
     assert ["reads a masked weight by `einsum`" in reason for reason in capture.reasons] == [True]
 
 
-# --- Sums that become several operators -------------------------------------------------------------------------------
+# --- Sums that become several operators ------------------------------------------------------------------------------
 
 
 SEVERAL: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {

@@ -39,7 +39,7 @@ REFUSED: dict[str, tuple[str, Callable[..., Any]]] = {}
 
 
 def refused(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function of `x, weight, logits, bits, other` whose only site is refused for `reason` (`a|b`: a or b)."""
+    """Register a function of `x, weight, logits, bits, other`, whose site is refused for `reason` (`a|b`: a or b)."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         REFUSED[function.__name__] = (reason, function)
@@ -48,7 +48,7 @@ def refused(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return register
 
 
-# --- Masks ------------------------------------------------------------------------------------------------------------
+# --- Masks -----------------------------------------------------------------------------------------------------------
 
 
 @refused("nothing proves to be binary")
@@ -130,7 +130,7 @@ def seventeen_masks(x, weight, logits, bits, other):
     return sum(layer(x, weight, bits[i % 3], ~bits[i % 3]) for i in range(17))
 
 
-# --- Operands ---------------------------------------------------------------------------------------------------------
+# --- Operands --------------------------------------------------------------------------------------------------------
 
 
 @refused("mask different weights")
@@ -183,7 +183,7 @@ def cast_terms(x, weight, logits, bits, other):
     return terms[0] + terms[1] + terms[2]
 
 
-# --- Other users ------------------------------------------------------------------------------------------------------
+# --- Other users -----------------------------------------------------------------------------------------------------
 
 
 @refused("is also used by")
@@ -205,7 +205,7 @@ def stack_is_used(x, weight, logits, bits, other):
     return stacked.sum(0), stacked[0]
 
 
-# --- Gradients and modes ----------------------------------------------------------------------------------------------
+# --- Gradients and modes ---------------------------------------------------------------------------------------------
 
 
 @refused("does not pass straight through")
@@ -269,7 +269,7 @@ def functorch_vmap(x, weight, logits, bits, other):
     return torch.vmap(lambda row: layer(row, weight, bits[0], ~bits[0]))(x)
 
 
-# --- Mutation ---------------------------------------------------------------------------------------------------------
+# --- Mutation --------------------------------------------------------------------------------------------------------
 
 
 @refused("project different inputs")
@@ -353,7 +353,7 @@ def zeros_that_are_not_zero(x, weight, logits, bits, other):
     return y + layer(x, weight, bits[0], ~bits[0])
 
 
-# --- The tests --------------------------------------------------------------------------------------------------------
+# --- The tests -------------------------------------------------------------------------------------------------------
 
 
 ABOUT_GRADIENTS = (

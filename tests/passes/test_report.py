@@ -77,7 +77,7 @@ def report_of(model: nn.Module) -> FusionReport:
     return capture.report
 
 
-def test_table_and_notes() -> None:
+def test_report_prints_a_table_and_notes() -> None:
     text = str(report_of(Mixed()))
     head, _, header, *rows = text.splitlines()
     assert head == "2 fused, 1 missed, 1 graphs seen"
@@ -89,7 +89,7 @@ def test_table_and_notes() -> None:
     assert (first[0], *first[2:]) == ("first", "2", "silu", "float32", "mglu::forward", "at each call")
     assert (second[0], *second[2:]) == ("second", "3", "silu", "float32", "mglu::forward", "beforehand")
     assert third[2:] == ["1", "relu", "float32", "not fused [1]", ""]
-    assert third[1].startswith("test_fusion_report.py:")
+    assert third[1].startswith("test_report.py:")
     assert "\n[1] mask `" in text
     assert "nothing proves to be binary" in text
     assert "mglu_ops.freeze" in text
@@ -99,7 +99,7 @@ def test_an_empty_report_is_one_line() -> None:
     assert str(report_of(nn.Linear(8, 8))) == "0 fused, 0 missed, 1 graphs seen"
 
 
-def test_json_holds_what_the_objects_hold() -> None:
+def test_json_of_a_report_has_all_its_attributes() -> None:
     report = report_of(Mixed())
     parsed = json.loads(report.to_json())
     sites = [
@@ -110,7 +110,7 @@ def test_json_holds_what_the_objects_hold() -> None:
     assert parsed["graphs"] == 1
 
 
-def test_pictures_show_the_graph_before_and_after() -> None:
+def test_picture_shows_the_layer_before_and_after() -> None:
     fused, _ = report_of(Mixed()).fused
     lines = fused.picture().splitlines()
     before, after = lines[lines.index("before:") + 1 : lines.index("after:")], lines[lines.index("after:") + 1 :]
@@ -119,8 +119,8 @@ def test_pictures_show_the_graph_before_and_after() -> None:
     assert any("[2, 8] = silu(" in line for line in before)
 
 
-def test_logging(caplog: pytest.LogCaptureFixture) -> None:
-    """By the standard library: `TORCH_LOGS="+compile_passes.fusion"` shows it too."""
+def test_pass_logs_each_layer(caplog: pytest.LogCaptureFixture) -> None:
+    """The log is one of the standard library; `TORCH_LOGS="+compile_passes.fusion"` shows it too."""
     with caplog.at_level(logging.DEBUG, logger="compile_passes.fusion"):
         report_of(Mixed())
     records = [record for record in caplog.records if record.name == "compile_passes.fusion"]
@@ -128,6 +128,7 @@ def test_logging(caplog: pytest.LogCaptureFixture) -> None:
     assert any("fused to mglu::forward" in record.getMessage() for record in records)
 
 
+@pytest.mark.long
 def test_torch_logs_shows_the_log(file: Path) -> None:
     program = f"import sys; from mglu_ops.__main__ import main; sys.exit(main(['explain', {str(file)!r} + ':missed']))"
     result = subprocess.run(
@@ -142,7 +143,7 @@ def test_torch_logs_shows_the_log(file: Path) -> None:
     assert "not fused: mask" in result.stderr
 
 
-# --- explain --------------------------------------------------------------------------------------------------------
+# --- explain ---------------------------------------------------------------------------------------------------------
 
 
 def test_explain_leaves_the_model_as_it_was() -> None:
@@ -155,7 +156,7 @@ def test_explain_leaves_the_model_as_it_was() -> None:
     assert isinstance(model[0], NaiveMGLU)
 
 
-def test_command(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_command(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", f"{file}:fused"]) == 0
     assert capsys.readouterr().out.startswith("2 fused, 0 missed, 1 graphs seen\n")
     assert main(["explain", f"{file}:fused", "--train", "--json"]) == 0

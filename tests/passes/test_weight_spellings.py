@@ -78,7 +78,7 @@ def test_weight_is_computed_at_each_use(name: str, kind: str, mode: str) -> None
     fuses_to_one(sum_of(term), KINDS[kind], mode)
 
 
-# --- Modules ----------------------------------------------------------------------------------------------------------
+# --- Modules ---------------------------------------------------------------------------------------------------------
 
 
 class Symmetric(nn.Module):
@@ -148,7 +148,7 @@ def test_module(name: str, kind: str) -> None:
         assert [site.n_masks for site in capture.report.fused] == [N_MASKS]
 
 
-# --- Weights and masks in memory --------------------------------------------------------------------------------------
+# --- Weights and masks in memory -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("square", [True, False])

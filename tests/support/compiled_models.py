@@ -18,7 +18,7 @@ SAME = 4 * BUDGET[torch.float32]
 
 
 class Recorder(CustomGraphPass):
-    """Another library's pass: notes what the graph calls when it comes."""
+    """The pass of another library, which records what the graphs call."""
 
     def __init__(self, identity: Any = "recorder") -> None:
         self.identity = identity
@@ -32,7 +32,7 @@ class Recorder(CustomGraphPass):
 
 
 class SoftMGLU(nn.Module):
-    """A candidate that cannot be fused."""
+    """A layer that is recognised but cannot be fused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class SoftMGLU(nn.Module):
 
 
 class RealMask(nn.Module):
-    """A mask of float dtype, which is binary by the user's word only."""
+    """A float mask, which only the user's `assume_binary` makes binary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def run(model: nn.Module, **options: Any) -> Tensor:
 
 
 def trace(model: nn.Module) -> None:
-    """Run the passes of the slot over the model's graph, without the rest of Inductor."""
+    """Run the passes in Inductor's slot over the model's graph, without the rest of Inductor."""
 
     def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
         slot = inductor_config.pre_grad_custom_pass

@@ -40,7 +40,7 @@ def hard(logits: Tensor) -> Tensor:
     return (logits > 0).to(logits.dtype)
 
 
-# --- All masks at once ------------------------------------------------------------------------------------------------
+# --- All masks at once -----------------------------------------------------------------------------------------------
 
 
 @fuses("forward_ste")
@@ -163,7 +163,7 @@ def filled_stack(x, weight, logits):
     return (F.silu(gate) * value).sum(0)
 
 
-# --- Route weights of stacks ------------------------------------------------------------------------------------------
+# --- Route weights of stacks -----------------------------------------------------------------------------------------
 
 
 def _routed_stack(x: Tensor, weight: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -212,7 +212,7 @@ def routed_by_unsqueezed_columns(x, weight, logits):
     return y
 
 
-# --- How masks are made -----------------------------------------------------------------------------------------------
+# --- How masks are made ----------------------------------------------------------------------------------------------
 
 
 class ClippedSign(torch.autograd.Function):
@@ -334,7 +334,7 @@ def thresholds_of_one_tensor(x, weight, logits):
     return sum(gated(x, weight, (logits[0] > bound / 10).to(x.dtype)) for bound in range(len(logits)))
 
 
-# --- Masked weights ---------------------------------------------------------------------------------------------------
+# --- Masked weights --------------------------------------------------------------------------------------------------
 
 
 @fuses("forward")
@@ -379,7 +379,7 @@ def complement_by_subtraction(x, weight, logits):
     return y
 
 
-# --- Activations ------------------------------------------------------------------------------------------------------
+# --- Activations -----------------------------------------------------------------------------------------------------
 
 
 def with_activation(function: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
@@ -445,7 +445,7 @@ def activation_by_a_quotient(x, weight, logits):
     return y
 
 
-# --- Sums -------------------------------------------------------------------------------------------------------------
+# --- Sums ------------------------------------------------------------------------------------------------------------
 
 
 @fuses("forward_ste")

@@ -247,7 +247,7 @@ def layer_tensors(**changed: Any) -> dict[str, Tensor]:
     return {"x": named["x"], "weight": named["weight"], "logits": named["masks"]} | changed
 
 
-# --- Layers with all masks in one tensor ------------------------------------------------------------------------------
+# --- Layers with all masks in one tensor -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

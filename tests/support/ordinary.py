@@ -167,7 +167,7 @@ def _inputs(program: Program) -> dict[str, Any]:
     return {**{k: v.requires_grad_(k in chosen) for k, v in named.items()}, "scale": 0.375, "count": 2}
 
 
-# --- Drawing programs -----------------------------------------------------------------------------------------------
+# --- Drawing programs ------------------------------------------------------------------------------------------------
 
 
 def draw(seed: int) -> Program:
@@ -288,7 +288,7 @@ _KINDS: dict[str, Callable[[Tensor, Tensor], bool]] = {
 }
 
 
-# --- Running and shortening programs --------------------------------------------------------------------------------
+# --- Running and shortening programs ---------------------------------------------------------------------------------
 
 
 def outcomes(program: Program, function: Callable[..., Any]) -> dict[str, Any]:
