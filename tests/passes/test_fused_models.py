@@ -110,7 +110,7 @@ def test_report_of_a_plain_function_names_its_line() -> None:
     capture = Capture(strict=True)
     results(capture.compile(program), program_tensors(program))
     assert capture.report.fused[0].module_path == ""
-    assert "mglu_programs.py:" in capture.report.fused[0].source
+    assert "spellings.py:" in capture.report.fused[0].source
 
 
 def test_fusing_a_fused_graph_changes_nothing() -> None:
