@@ -1,8 +1,9 @@
 """Run many random programs: `python tests/passes/run_random_programs.py --programs 20000 --seed 0 --processes 16`.
 
-Program i is drawn from `random.Random(seed + i)`, whatever the number of processes. Prints how many fused, were refused
-with a reason, stayed silent, and were skipped since eager raises; and each failure with the command that repeats it.
-Exits with 1 if there is any. A process that dies, and a program that takes longer than a minute, are failures too.
+Program i is drawn from `random.Random(seed + i)`, for any number of processes. The script prints how many programs were
+fused, refused with a reason, silent (neither), or skipped because eager raises an error, and for each failure the
+command that repeats it. It exits with 1 if there was a failure. A process that dies, and a program that takes longer
+than a minute, are failures too.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]  # this working copy, not an installed one
 
-SECONDS_A_PROGRAM = 60
+MOST_SECONDS_PER_PROGRAM = 60
 
 
 def run_seed(seed: int) -> tuple[str, str]:
-    """What became of the program of a seed, and for a failure why."""
+    """The outcome of the program of a seed, and for a failure its reason."""
     from random_programs import draw_case, run_case
 
     case = draw_case(random.Random(seed).choice)
     try:
         return run_case(case), ""
-    except Exception as error:  # a crash of the pass is what is looked for
+    except Exception as error:  # any error is a failure of the pass
         first_lines = "\n    ".join(str(error).strip().splitlines()[:3])
         return "failed", f"{case}\n    {type(error).__name__}: {first_lines}"
 
 
 def _too_slow(number: int, frame: FrameType | None) -> None:
-    raise TimeoutError(f"the program took more than {SECONDS_A_PROGRAM} seconds")
+    raise TimeoutError(f"the program took more than {MOST_SECONDS_PER_PROGRAM} seconds")
 
 
 def _work(seeds: list[int], results: Any, current: Any) -> None:
@@ -49,14 +50,14 @@ def _work(seeds: list[int], results: Any, current: Any) -> None:
     signal.signal(signal.SIGALRM, _too_slow)
     for seed in seeds:
         current.value = seed
-        signal.alarm(SECONDS_A_PROGRAM)
+        signal.alarm(MOST_SECONDS_PER_PROGRAM)
         outcome = run_seed(seed)
         signal.alarm(0)
         results.put((seed, *outcome))
 
 
 def run(first: int, programs: int, processes: int) -> tuple[Counter[str], dict[int, str]]:
-    """Counts by outcome, and the failures by seed."""
+    """Run programs in several processes; returns the counts by outcome, and the failures by seed."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     workers = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -11,22 +12,32 @@ import torch.nn.functional as F
 from budgets import BUDGET, relative_error
 from families import family
 from graphs import Capture, assert_same, masked_products, packings, results
-from mglu_programs import Program, layer_tensors, program_tensors
+from mglu_programs import Program, StackProgram, layer_tensors, program_tensors
+from random_programs import Case, run_case
 from spellings import (
     BOOL_COMPLEMENTS,
     BOOL_PRODUCTS,
     COMPLEMENTS,
+    COMPLEMENTS_OF,
     FIXED,
+    HAND_WRITTEN,
+    JOINTS,
+    MASKS,
     PRODUCTS,
     PROJECTIONS,
+    SCALES,
+    STACK_PRODUCTS,
+    STACK_PROJECTIONS,
     SUMS,
     TRAINED,
+    WEIGHTS,
+    WRONG_JOINTS,
     gated,
     straight_through,
 )
 from torch import Tensor
 
-# Fused and unfused each round within the budget of their dtype.
+# The fused and the unfused layer each have rounding errors within the budget of their dtype.
 SAME = 10 * BUDGET[torch.float64]
 
 
@@ -34,30 +45,50 @@ SPELLINGS = [
     *(Program(mask=name) for name in TRAINED),
     *(Program(complement=name) for name in COMPLEMENTS),
     *(Program(product=name) for name in PRODUCTS),
-    *(Program(projection=name, total=total) for name, total in zip(PROJECTIONS, SUMS, strict=False)),
+    *(Program(projection=name) for name in PROJECTIONS),
     *(Program(total=name) for name in SUMS),
     *(Program(value=name) for name in ("w - w * m", "t - gate")),
     Program(value_first=True),
     Program(swapped=True),
     *(Program(mask=name, complement="~m", kind="bool") for name in FIXED),
     *(Program(mask="slice", complement=name, kind="bool") for name in BOOL_COMPLEMENTS),
-    *(
-        Program(mask="slice", complement="~m", product=name, projection=projection, kind="bool")
-        for name in BOOL_PRODUCTS
-        for projection in ("linear", "x @ w.T")
-    ),
+    *(Program(mask="slice", complement="~m", product=name, kind="bool") for name in BOOL_PRODUCTS),
     Program(mask="slice", complement="~m", value="t - gate", kind="bool"),
     Program(mask="slice", complement="~m", value="w - w * m", kind="bool"),
     Program(mask="slice", complement="m == 0", swapped=True, kind="bool"),
 ]
+TRANSPOSED = [
+    Program(mask="slice", complement="~m", product=name, projection="x @ w.T", kind="bool") for name in BOOL_PRODUCTS
+]
+OTHERS = [
+    *(Program(weight=name) for name in WEIGHTS),
+    *(Program(hand_written=name) for name in HAND_WRITTEN),
+    *(Program(scale=name) for name in SCALES),
+    *(Program(joint=name) for name in JOINTS if name not in WRONG_JOINTS),
+    *(
+        Program(mask=mask, complement=complement, kind=kind)
+        for kind in ("float", "uint8", "int64")
+        for mask, complement in itertools.zip_longest(MASKS[kind], COMPLEMENTS_OF[kind], fillvalue="slice")
+    ),
+    *(StackProgram(product=name) for name in STACK_PRODUCTS),
+    *(StackProgram(projection=name) for name in STACK_PROJECTIONS),
+]
+"""Programs whose graphs may keep a product, or whose masks are given as numbers."""
 
 
-def spelling_name(program: Program) -> str:
-    default = Program()
-    return ", ".join(str(v) for k, v in vars(program).items() if v != getattr(default, k))
+def spelling_name(program: Program | StackProgram) -> str:
+    """The parts that differ from the default program."""
+    default = type(program)()
+    return ", ".join(str(v) for k, v in vars(program).items() if v != getattr(default, k)) or "default"
 
 
-@pytest.mark.parametrize("program", SPELLINGS, ids=spelling_name)
+def spellings(programs: Iterable[Any], *, is_long: bool = False) -> list[Any]:
+    """The parameters of different programs."""
+    marks = pytest.mark.long if is_long else ()
+    return [pytest.param(one, id=spelling_name(one), marks=marks) for one in dict.fromkeys(programs)]
+
+
+@pytest.mark.parametrize("program", [*spellings(SPELLINGS), *spellings(TRANSPOSED, is_long=True)])
 def test_spelling(program: Program) -> None:
     capture = Capture(strict=True)
     found = results(capture.compile(program), program_tensors(program))
@@ -68,6 +99,11 @@ def test_spelling(program: Program) -> None:
     assert packings(counts) == counts["mglu.forward"] == (not program.trained)
     assert len(capture.report.fused) == 1
     assert capture.report.missed == []
+
+
+@pytest.mark.parametrize("program", spellings(OTHERS))
+def test_spelling_of_other_parts(program: Program | StackProgram) -> None:
+    assert run_case(Case(program, n_masks=2, with_gradient=("x", "weight", "masks"))) == "fused"
 
 
 def test_hand_written_silu_and_inplace_activation() -> None:
@@ -114,7 +150,7 @@ def test_route_weights(way: str) -> None:
 
 
 def test_repeated_and_subset_masks() -> None:
-    """A mask twice, and some of the stacked masks only: as many as the sum has."""
+    """A mask occurs twice and another one not at all; the operator has as many masks as the sum."""
 
     def layer(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
         masks = [straight_through(logits[i]) for i in (0, 2, 0)]
@@ -127,7 +163,7 @@ def test_repeated_and_subset_masks() -> None:
 
 
 def test_a_mask_with_other_uses_stays() -> None:
-    """A penalty on the masks gets its gradient beside the layer's."""
+    """A penalty on the masks adds its gradient to that of the layer."""
 
     def layer(x: Tensor, weight: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         m = straight_through(logits[0])
@@ -139,7 +175,7 @@ def test_a_mask_with_other_uses_stays() -> None:
 
 
 def test_result_that_is_cast_or_copied() -> None:
-    """The layer ends before a cast of its result, and is one site whether that is read too or not."""
+    """The layer ends before a cast of its result, also if the result itself is read too."""
 
     def layer(x: Tensor, weight: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
         y = gated(x, weight, straight_through(logits[0]))
@@ -153,7 +189,7 @@ def test_result_that_is_cast_or_copied() -> None:
 
 
 def test_sixteen_bits_summed_in_float32() -> None:
-    """Gate, value and sum widened to float32 and rounded once at the end."""
+    """Gate, value and sum are computed in float32 and rounded once at the end."""
 
     def layer(x: Tensor, weight: Tensor, bits: Tensor) -> Tensor:
         y: Any = 0

@@ -25,10 +25,12 @@ def tensors(n_masks: int, *, three_d: bool = False, dtype: torch.dtype = torch.f
 
 
 LAYERS: dict[str, tuple[str, str, Callable[..., Any]]] = {}
-"""Name -> the operator it becomes when all is trained, its activation, and `function(x, weight, logits)`."""
+"""Name -> the operator that the layer becomes in training, its activation, and `function(x, weight, logits)`."""
 
 
 def fuses(operator: str, activation: str = "silu") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a layer with the operator that it becomes in training."""
+
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         LAYERS[function.__name__] = (operator, activation, function)
         return function
@@ -216,7 +218,7 @@ def routed_by_unsqueezed_columns(x, weight, logits):
 
 
 class ClippedSign(torch.autograd.Function):
-    """With a gradient of its own, which must stay what it is."""
+    """A straight-through estimator with a gradient of its own, which the pass must keep."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
@@ -263,7 +265,7 @@ def straight_through_of_a_rounded_sigmoid(x, weight, logits):
 
 @fuses("forward_ste")
 def straight_through_twice(x, weight, logits):
-    """Gate and value each make the mask."""
+    """Gate and value each compute the mask."""
     y = 0
     for m in logits:
         y = y + F.silu(F.linear(x, weight * straight_through(m))) * F.linear(x, weight * (1 - straight_through(m)))
@@ -302,7 +304,7 @@ def sign_with_ones_for_zeros(x, weight, logits):
 
 
 def _packed(logits: Tensor) -> Tensor:
-    """One byte a weight, bit i of which is mask i (of eight at most)."""
+    """One byte per weight, whose bit i is mask i; at most eight masks."""
     weights = 2 ** torch.arange(min(len(logits), 8)).view(-1, 1, 1)
     return ((logits[:8] > 0) * weights).sum(0).to(torch.uint8)
 
@@ -330,7 +332,7 @@ def packed_bits_by_remainder(x, weight, logits):
 
 @fuses("forward")
 def thresholds_of_one_tensor(x, weight, logits):
-    """Masks that are comparisons of one matrix."""
+    """All masks are comparisons of one matrix."""
     return sum(gated(x, weight, (logits[0] > bound / 10).to(x.dtype)) for bound in range(len(logits)))
 
 

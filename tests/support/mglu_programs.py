@@ -31,7 +31,7 @@ from mglu_ops.activations import ACTIVATIONS
 
 @dataclass(frozen=True)
 class Program:
-    """An MGLU layer of named parts. `wrong` names what is done to it that the pass must see (`WRONGS`)."""
+    """An MGLU layer that is composed of named parts; `wrong` names a mistake in it (`WRONGS`)."""
 
     mask: str = "straight_through"
     complement: str = "1 - m"
@@ -43,9 +43,9 @@ class Program:
     total: str = "y = 0"
     kind: str = "logits"
     weight: str = "weight"
-    """What is masked (`WEIGHTS`)."""
+    """The masked weight, a key of `WEIGHTS`."""
     at_each_use: bool = False
-    """The weight is computed anew for the value."""
+    """Whether the weight is computed once more for the value."""
     scale: str | None = None
     joint: str | None = None
     value_first: bool = False
@@ -57,7 +57,7 @@ class Program:
         return self.kind == "logits"
 
     def __call__(self, x: Tensor, weight: Tensor, masks: Tensor, other_x: Tensor, other_weight: Tensor) -> Any:
-        """X and other_x `[..., h]`, weight and other_weight `[d, h]`, masks `[n, d, h]` of a kind (`KINDS`)."""
+        """The layer of x and other_x `[..., h]`, weight and other_weight `[d, h]`, and masks `[n, d, h]` of a kind."""
         if self.wrong is not None and self.wrong.startswith("mutate"):
             x, weight, masks = x.clone(), weight.clone(), masks.clone()
         terms, extra = [], []
@@ -154,7 +154,7 @@ class Program:
 
 
 def _mutate(wrong: str | None, x: Tensor, weight: Tensor, masks: Tensor, i: int, gate: Tensor) -> list[Tensor]:
-    """What happens in place between gate and value."""
+    """Write in place between gate and value."""
     if wrong == "mutate x":
         x.add_(1)
     elif wrong == "mutate x by operator":
@@ -177,8 +177,8 @@ def _mutate(wrong: str | None, x: Tensor, weight: Tensor, masks: Tensor, i: int,
     return []
 
 
-# What may be done to the first term of a program. After some of it the layer is MGLU still, or not as the pass
-# can prove.
+# Changes of the first term of a program. With some of them the program is still MGLU, and with some of those the pass
+# cannot prove it.
 WRONGS = (
     "soft mask",
     "mask of a channel",
@@ -217,11 +217,11 @@ WRONGS = (
 )
 
 
-# Of these, gate and value have two inputs or two weights.
+# Changes with which gate and value have two inputs or two weights.
 OF_OTHER_OPERANDS = ("other x", "detached x", "copied x", "other weight", "detached weight")
 
 
-# What is wrong with the masks alone, so that gate and value may also come from one product.
+# Changes of the masks alone, with which gate and value may also come from one product.
 MASK_WRONGS = ("soft mask", "squared mask", "one mask is detached", *TRANSPOSES)
 
 
@@ -252,7 +252,7 @@ def layer_tensors(**changed: Any) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class StackProgram:
-    """An MGLU layer whose masks are one tensor. All sizes may be equal, so that no shape tells what is what."""
+    """An MGLU layer with all masks in one tensor. All sizes may be equal, so that no shape tells dimensions apart."""
 
     complement: str = "1 - m"
     product: str = "w * m"
@@ -269,7 +269,7 @@ class StackProgram:
         return self.kind == "logits"
 
     def __call__(self, x: Tensor, weight: Tensor, masks: Tensor, other_x: Tensor, other_weight: Tensor) -> Any:
-        """The tensors of `Program`."""
+        """The layer of the tensors that a `Program` takes."""
         wrong = self.wrong
         m = straight_through(masks) if self.trained else masks
         dim, project = STACK_PROJECTIONS[self.projection]

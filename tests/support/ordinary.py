@@ -1,9 +1,8 @@
-"""Random programs of the operators that models are made of, with no MGLU layer in them.
+"""Random programs of the operators that models are made of, without an MGLU layer.
 
-A program is Python source of one statement a line, so that a failing one can be read, shortened and run by hand. Each
-line comes from a template (`ordinary_templates`), whose fields are filled with what the lines before it made; a line
-that eager torch does not take is dropped. So a template needs no knowledge of shapes and dtypes, and a new one is one
-more string.
+A program is Python source with one statement per line, so that a failing one can be read, shortened and run by hand.
+Each line comes from a template (`ordinary_templates`), whose fields are filled with results of earlier lines. A line on
+which eager torch raises an error is dropped, so a template needs no knowledge of shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 MOST_NUMBERS = 4096
-"""Elements that a tensor of a program may have."""
+"""The most elements of a tensor of a program."""
 
 
 class Scaled(torch.autograd.Function):
-    """A custom function whose gradient is none of its own forward."""
+    """A custom function whose gradient is not the derivative of its forward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -43,18 +42,18 @@ class Scaled(torch.autograd.Function):
 
 
 NAMES = {"torch": torch, "F": F, "math": math, "checkpoint": checkpoint, "Sign": Sign, "Scaled": Scaled}
-"""What the source of a program may refer to."""
+"""The names that the source of a program may use."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A function of tensors, as source, with how it is to be compiled and called."""
+    """A function of tensors as source, and how it is compiled and called."""
 
     seed: int
     statements: tuple[str, ...]
     dtype: torch.dtype = torch.float32
     square: bool = False
-    """Whether all sizes are one, so that no shape tells one dimension from another."""
+    """Whether all sizes are equal, so that no shape tells dimensions apart."""
     empty: bool = False
     """Whether there are no tokens."""
     special: bool = False
@@ -77,7 +76,7 @@ class Program:
 
     @property
     def returned(self) -> list[str]:
-        """The variables of which no other is made."""
+        """The variables that no other line reads."""
         definitions = {name: statement for statement in self.statements for name in _defined(statement)}
 
         def is_read(name: str) -> bool:
@@ -87,7 +86,7 @@ class Program:
         return [name for name in definitions if not is_read(name)] or list(definitions)[-1:]
 
     def function(self) -> Callable[..., Any]:
-        """The program; its source is known to `linecache`, so that tracing records its lines."""
+        """The compiled source, which is registered with `linecache` so that tracing records its lines."""
         file = f"<program {self.seed}>"
         linecache.cache[file] = (len(self.source), None, self.source.splitlines(keepends=True), file)
         space = dict(NAMES)
@@ -95,7 +94,7 @@ class Program:
         return space["program"]
 
     def inputs(self) -> dict[str, Any]:
-        """New ones at each call, with the same values: a program may write to its inputs."""
+        """New inputs with the same values at each call, because a program may write to its inputs."""
         return {name: value for name, value in self.all_inputs().items() if name in self.argument_names}
 
     def all_inputs(self) -> dict[str, Any]:
@@ -127,7 +126,7 @@ def _defined(statement: str) -> list[str]:
 
 
 def _inputs(program: Program) -> dict[str, Any]:
-    """Tensors of a small model: tokens and images, weights and masks of every kind, indices, and two numbers."""
+    """The tensors of a small model: tokens, images, weights, masks of every kind, indices, and two numbers."""
     generator = torch.Generator().manual_seed(program.seed)
     tokens, d, h = (4, 4, 4) if program.square else (3, 5, 4)
     tokens = 0 if program.empty else tokens
@@ -171,7 +170,7 @@ def _inputs(program: Program) -> dict[str, Any]:
 
 
 def draw(seed: int) -> Program:
-    """The program of a seed."""
+    """The program that belongs to a seed."""
     dice = random.Random(seed)
     program = Program(
         seed,
@@ -201,7 +200,7 @@ def draw(seed: int) -> Program:
 
 
 def _statement(dice: random.Random, program: Program, space: dict[str, Any], name: str) -> str | None:
-    """A line, perhaps in a block of its own; None where nothing fits a template's fields."""
+    """A line, perhaps inside a `with` block; None if no tensor fits a field of the template."""
     kinds = [*TEMPLATES, "data-dependent"]
     weights = [weight for weight, _ in TEMPLATES.values()]
     kind = dice.choices(kinds, [*weights, 4 if program.data_dependent else 0])[0]
@@ -219,7 +218,7 @@ def _statement(dice: random.Random, program: Program, space: dict[str, Any], nam
 
 
 def _runs(statement: str, space: dict[str, Any], program: Program) -> bool:
-    """Run a line in `space`; whether torch takes it, and gives a tensor that is not too large."""
+    """Run a line in `space`; returns whether torch runs it and its result is a tensor that is not too large."""
     names = _defined(statement)
     with program.surroundings():
         try:
@@ -235,7 +234,7 @@ def _runs(statement: str, space: dict[str, Any], program: Program) -> bool:
 
 
 class _Fields(dict[str, str]):
-    """Fills the fields of one template."""
+    """The fields of one template, each filled when it is read."""
 
     def __init__(self, dice: random.Random, space: dict[str, Any], name: str) -> None:
         super().__init__(name=name)
@@ -271,7 +270,7 @@ def _broadcasts(tensor: Tensor, first: Tensor) -> bool:
     return all(a == b or 1 in (a, b) for a, b in pairs)
 
 
-# (tensor, the first of the template) -> whether the tensor may stand there
+# For each kind of field: (tensor, first tensor of the template) -> whether the tensor fits
 _KINDS: dict[str, Callable[[Tensor, Tensor], bool]] = {
     "any": lambda t, first: True,
     "real": lambda t, first: t.is_floating_point(),
@@ -292,7 +291,7 @@ _KINDS: dict[str, Callable[[Tensor, Tensor], bool]] = {
 
 
 def outcomes(program: Program, function: Callable[..., Any]) -> dict[str, Any]:
-    """What a program gives, what it left in its inputs, and the gradients of these."""
+    """The results of a program, its inputs afterwards, and their gradients."""
     torch.manual_seed(program.seed)
     inputs = program.inputs()
     with program.surroundings():
@@ -311,7 +310,7 @@ def outcomes(program: Program, function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def assert_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Two `outcomes` are the same to the last bit; NaN equals NaN."""
+    """Check that two `outcomes` are equal to the last bit; NaN equals NaN."""
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         if value is None:
@@ -323,7 +322,7 @@ def assert_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def shortened(program: Program, fails: Callable[[Program], bool]) -> Program:
-    """The program without the lines, and with the plain options, that its failure does not need."""
+    """The shortest program found that still fails: without lines and options that the failure does not need."""
     while (shorter := next(filter(fails, _simpler(program)), None)) is not None:
         program = shorter
     return program

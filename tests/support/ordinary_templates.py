@@ -1,10 +1,11 @@
-"""Templates of one line each, for the operators that models are made of: what `ordinary` makes its programs of."""
+"""Templates of single lines for the operators that models are made of, from which `ordinary` composes its programs."""
 
 from __future__ import annotations
 
-# Fields of templates: {any}, {real}, {int}, {mask}, {matrix}, {batch}, {image} and {complex} are tensors; {like} can be
-# broadcast with the template's first tensor, {twin} has its shape, {weight} its last dimension, {right} that dimension
-# last but one; {dim} is a dimension of it, {order} a permutation of all; the others are constants (`CONSTANTS`).
+# Fields of templates: {any}, {real}, {int}, {mask}, {matrix}, {batch}, {image} and {complex} are tensors. Relative to
+# the first tensor of the template, {like} broadcasts with it, {twin} has its shape, {weight} has its last dimension,
+# {right} has that dimension last but one, {dim} is one of its dimensions, and {order} a permutation of all of them. The
+# others are constants (`CONSTANTS`).
 ELEMENTWISE = """
 {any} + {like} | {any} - {like} | {any} * {like} | {any} / {like} | {real} * {real} | {number} - {any}
 {any} + {number} | {number} * {real} | {real} / {number} | {number} / {real} | {any} // {number} | {any} % {number}
@@ -195,7 +196,7 @@ torch.zeros_like({real}); {name}[{mask}] = {same}[{mask}] | W.clone(); {name} *=
 W.clone(); {name}.masked_fill_(m, {number}); {name} = F.linear(x, {name}) - F.linear(x, W)
 """
 
-# Statements that define nothing.
+# Statements that define no variable.
 WRITES = """
 {any}[0] = {number} | {any}[{mask}] = {number} | {any}[~{mask}] = 0 | {any}[..., 0] = {like} | {any}[index] = {number}
 {any}[:] = {like} | {any} += {like} | {any} *= {number} | {any} -= 1 | {any} /= 2 | {any}[:, 1:] += {number}
@@ -213,7 +214,7 @@ checkpoint(lambda y: y.mul(2).add_(1), {real}, use_reentrant=False) | torch.func
 torch.vmap(lambda y: F.linear(y, W))(x) | Scaled.apply(F.linear(x, W * m))
 """
 
-# Layers that gate by masked forms of a weight, each with something in it that MGLU has not.
+# Layers with gates of masked weights, each of which differs from MGLU in some detail.
 ALMOST = """
 {act}(F.linear(x, W * m)) * F.linear(x, V * ~m) | {act}(F.linear(x, W * m)) * F.linear(x, W * m)
 {act}(F.linear(x, W * ~m)) * F.linear(x, W) | {act}(F.linear(x, W * m)) * F.linear(x + 1, W * ~m)
@@ -241,7 +242,7 @@ r * ({act}(F.linear(x, W * m)) * F.linear(x, V * ~m)) | F.glu(F.linear(x, torch.
 {act}(F.linear(x, W.clone().mul_(m))) * F.linear(x, V.clone().mul_(~m))
 """
 
-# Under `capture_dynamic_output_shape_ops` and `capture_scalar_outputs`: shapes and numbers that no one knows before.
+# Lines for `capture_dynamic_output_shape_ops` and `capture_scalar_outputs`, with data-dependent shapes and numbers.
 DATA_DEPENDENT = """
 {any}[{mask}] | {any}[{any} > 0] | {any}[{any} > 0] > {number} | torch.masked_select({any}, {mask})
 torch.nonzero({any}) | {any}.nonzero()[:, 0] | {any}[{mask}] * 2 | {any}[{any} != 0].sum()
@@ -267,7 +268,7 @@ def _templates(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for line in text.strip().splitlines() for part in line.split(" | "))
 
 
-# What a line may be, with how often; `{mask} | {mask}` cannot be written in a table whose separator it is.
+# Kinds of lines with their frequency. (`{mask} | {mask}` contains the separator of the tables, so it stands here.)
 TEMPLATES: dict[str, tuple[float, tuple[str, ...]]] = {
     "elementwise": (5, _templates(ELEMENTWISE)),
     "masks": (4, (*_templates(MASKS), "{mask} | {mask}")),

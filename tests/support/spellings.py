@@ -1,4 +1,4 @@
-"""The parts that MGLU is spelled with, right and subtly wrong, and programs composed of them."""
+"""Tables of the parts that MGLU is spelled with, right and subtly wrong; `mglu_programs` composes programs of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def straight_through(logits: Tensor) -> Tensor:
-    """0 or 1 forward, the identity backward."""
+    """A mask whose value is `logits > 0` and whose gradient is that of the logits."""
     hard = (logits > 0).to(logits.dtype)
     return (hard - logits).detach() + logits
 
@@ -28,7 +28,7 @@ def _of_a_sigmoid(logits: Tensor) -> Tensor:
 
 
 class Sign(torch.autograd.Function):
-    """The straight-through estimator as most people write it."""
+    """The straight-through estimator as a custom function."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def _difference_under_no_grad(logits: Tensor) -> Tensor:
 
 
 def _zero_under_no_grad(logits: Tensor) -> Tensor:
-    """A difference of 0 carries the gradient, and is exact for logits of any size."""
+    """A difference that is exactly 0, for logits of any size, carries the gradient."""
     return _hard(logits) + (logits - logits.detach())
 
 
@@ -72,7 +72,7 @@ def gated(x: Tensor, weight: Tensor, m: Tensor, complement: Tensor | None = None
     return F.silu(F.linear(x, weight * m)) * F.linear(x, weight * (1 - m if complement is None else complement))
 
 
-# Mask i as a real tensor, of trained logits `[n_masks, d, h]`.
+# Mask i as a real tensor, from trained logits `[n_masks, d, h]`.
 TRAINED: dict[str, Callable[[Tensor, int], Tensor]] = {
     "straight_through": lambda logits, i: straight_through(logits[i]),
     "hard_first": lambda logits, i: _hard_first(logits[i]),
@@ -95,7 +95,7 @@ TRAINED: dict[str, Callable[[Tensor, int], Tensor]] = {
     "by keywords": lambda logits, i: torch.add(input=(_hard(logits[i]) - logits[i]).detach(), other=logits[i]),
 }
 
-# Mask i as a bool tensor, of bool masks `[n_masks, d, h]`.
+# Mask i as a bool tensor, from bool masks `[n_masks, d, h]`.
 FIXED: dict[str, Callable[[Tensor, int], Tensor]] = {
     "slice": lambda bits, i: bits[i],
     "unbind": lambda bits, i: bits.unbind(0)[i],
@@ -107,7 +107,7 @@ FIXED: dict[str, Callable[[Tensor, int], Tensor]] = {
     "sign": lambda bits, i: torch.relu(torch.sign(bits[i].double() - 0.5)) > 0,
 }
 
-# Mask i as a tensor of floats or integers, of such masks `[n_masks, d, h]`.
+# Mask i as a tensor of floats or integers, from masks of the same dtype `[n_masks, d, h]`.
 GIVEN: dict[str, Callable[[Tensor, int], Tensor]] = {
     name: FIXED[name] for name in ("slice", "unbind", "negative_index", "clone")
 }
@@ -132,7 +132,7 @@ BOOL_COMPLEMENTS: dict[str, Callable[[Tensor], Tensor]] = {
     "m ^ True": lambda m: m ^ True,
 }
 
-# Of tensors of any dtype that hold 0 and 1 and carry no gradient.
+# Complements of tensors of any dtype that carry no gradient.
 FIXED_COMPLEMENTS: dict[str, Callable[[Tensor], Tensor]] = {
     "m == 0": lambda m: m == 0,
     "m < 1": lambda m: m < 1,
@@ -146,7 +146,8 @@ INTEGER_COMPLEMENTS: dict[str, Callable[[Tensor], Tensor]] = FIXED_COMPLEMENTS |
     "m ^ 1": lambda m: m ^ 1,
 }
 
-# Complements in some dtypes only: numbers take the dtype of their tensor, and integers overflow.
+# Functions that are the complement only in some dtypes, because numbers are rounded to the dtype of their tensor and
+# integers overflow; or that are never the complement.
 DOUBTFUL_COMPLEMENTS: dict[str, Callable[[Tensor], Tensor]] = {
     "m < full_like(0.5)": lambda m: m < torch.full_like(m, 0.5),
     "full_like(1.5) - m": lambda m: torch.full_like(m, 1.5).double() - m.double(),
@@ -205,7 +206,7 @@ PROJECTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "swapaxes by keywords": lambda x, w: x.matmul(other=w.swapaxes(axis0=-1, axis1=0)),
 }
 
-# Activations written out; of a name, the first is the operator's own.
+# Activations that are written out.
 HAND_WRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
     "g / (1 + exp(-g))": lambda g: g / (1 + torch.exp(-g)),
     "g * sigmoid(g)": lambda g: g * torch.sigmoid(g),
@@ -213,8 +214,8 @@ HAND_WRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout of 0": lambda g: F.silu(F.dropout(g, 0.0)),
 }
 
-# Functions with a kink, which are relu at every number and not so in their derivative at 0, and sums that cancel only
-# for who forgets an argument.
+# Functions with the values of relu but another derivative at 0, and functions that equal silu only if an argument of
+# one of their parts is ignored.
 DOUBTFUL_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "clamp": lambda g: g.clamp(min=0),
     "clamp_min": lambda g: torch.clamp_min(g, 0),
@@ -292,7 +293,7 @@ WEIGHTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "elementwise": lambda weight, other: weight * other,
 }
 
-# A factor of term i, of a tensor of scalars.
+# The factor of term i, from a tensor of scalars.
 SCALES: dict[str, Callable[[Tensor, int], Any]] = {
     "number": lambda scalars, i: 0.5,
     "numbers": lambda scalars, i: (0.5, 1.0, -2.0, 3.0)[i % 4],
@@ -309,7 +310,7 @@ JOINTS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "stack, einsum": lambda x, a, b: torch.einsum("bh,kdh->kbd", x, torch.stack([a, b])),
     "stack, matmul": lambda x, a, b: torch.matmul(x, torch.stack([a, b]).mT),
     "stack, flatten": lambda x, a, b: F.linear(x, torch.stack([a, b]).flatten(0, 1)).view(len(x), 2, -1).unbind(1),
-    # Wrong, for the order of the rows is another one.
+    # Wrong: the rows have another order.
     "interleaved": lambda x, a, b: F.linear(x, torch.stack([a, b], 1).flatten(0, 1)).chunk(2, dim=-1),
     "strided": lambda x, a, b: F.linear(x, torch.cat([a, b])).unflatten(-1, (-1, 2)).unbind(-1),
 }
@@ -321,7 +322,7 @@ def _halves(both: Tensor) -> tuple[Tensor, Tensor]:
     return both[..., :middle], both[..., middle:]
 
 
-# Kinds of masks: what makes the masks of a program of logits, and the spellings of each kind.
+# Kinds of masks: functions that make the masks of a program from logits, and the spellings of each kind.
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "logits": lambda logits: logits,
     "bool": lambda logits: logits > 0,
@@ -340,11 +341,11 @@ COMPLEMENTS_OF = {
 PRODUCTS_OF = {kind: BOOL_PRODUCTS if kind == "bool" else PRODUCTS for kind in KINDS}
 ALL_COMPLEMENTS = COMPLEMENTS | BOOL_COMPLEMENTS | INTEGER_COMPLEMENTS
 
-# What turns a square matrix, or does not.
+# Transposes, and calls that look like one, of a square matrix.
 TRANSPOSES: dict[str, Callable[[Tensor], Tensor]] = {
-    "turned by nothing": lambda w: w.transpose(dim0=0, dim1=0),
-    "turned by axes": lambda w: w.swapaxes(axis0=-1, axis1=0),
-    "turned by the same axis": lambda w: torch.swapaxes(w, axis0=-1, axis1=1),
+    "transposed by nothing": lambda w: w.transpose(dim0=0, dim1=0),
+    "transposed by axes": lambda w: w.swapaxes(axis0=-1, axis1=0),
+    "transposed by the same axis": lambda w: torch.swapaxes(w, axis0=-1, axis1=1),
     "permuted by nothing": lambda w: w.permute(dims=(0, 1)),
 }
 
