@@ -41,7 +41,7 @@ def record_examples(gm: GraphModule, inputs: Sequence[Any] | None = None) -> Non
     if not all(map(_is_like, inputs, recorded)):
         _run(gm, inputs if any(map(is_fake, inputs)) else list(map(_as_number, inputs)), anew=True)
     elif not _is_recorded(gm.graph):
-        _run(gm, recorded, anew=not _has_todays_gradients(gm.graph))  # `recorded` knows the symbolic sizes
+        _run(gm, recorded, anew=not _has_current_gradients(gm.graph))  # `recorded` knows the symbolic sizes
 
 
 def _is_like(given: Any, recorded: Any) -> bool:
@@ -64,10 +64,10 @@ def _is_recorded(graph: Graph) -> bool:
     """
     computed = [node for node in graph.nodes if node.op == "output" or "example_value" in node.meta]
     read = {node for user in computed for node in user.all_input_nodes if not _is_module(node)}
-    return all("example_value" in node.meta for node in read) and _has_todays_gradients(graph)
+    return all("example_value" in node.meta for node in read) and _has_current_gradients(graph)
 
 
-def _has_todays_gradients(graph: Graph) -> bool:
+def _has_current_gradients(graph: Graph) -> bool:
     """Whether the recorded results have gradients exactly if they would have them in the current grad mode."""
     leaves = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
     wanted = torch.is_grad_enabled() and any(map(_requires_grad, leaves))
@@ -120,14 +120,14 @@ def _run(gm: GraphModule, inputs: Sequence[Any], *, anew: bool) -> None:
     modes = [mode for mode in map(maybe_get_fake_mode, inputs) if mode is not None]
     mode = modes[0] if modes else FakeTensorMode()
     try:
-        with _left_as_it_is(mode), mode:
+        with _without_side_effects(mode), mode:
             _Recorder(gm, mode, anew).run(*(_as_fake(mode, value) for value in inputs))
     except Exception as error:  # any error of the graph's operators
         raise ValueError(f"example_inputs: the module does not take them: {error}") from error
 
 
 @contextmanager
-def _left_as_it_is(mode: FakeTensorMode) -> Iterator[None]:
+def _without_side_effects(mode: FakeTensorMode) -> Iterator[None]:
     """Allow a block to run a graph in the fake mode of another tracer: no guards are added, the grad mode is kept."""
     allowed = mode.allow_non_fake_inputs
     mode.allow_non_fake_inputs = True  # parameters of modules that a graph calls

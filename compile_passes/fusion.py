@@ -26,12 +26,12 @@ from .inlining import inline_no_grad
 from .memory import storages
 from .mutation import normalise_writes
 from .near_misses import find_near_misses
-from .proof import Layer, Refusal, check, spelled
+from .proof import Layer, check, spelled
 from .recognise import Recogniser
 from .report import FusionReport, SiteReport, lines, missed_at, module_path, source_line
 from .rewrite import rewrite
 from .shapes import example, tensor_example
-from .sites import Site, find_sites, interior
+from .sites import Refusal, Site, find_sites, interior
 from .symbols import calls_read_once
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ is fused only if all of this holds (README.md has the argument for each point):
 5. The gate goes through one of the operator's activations, in value and in derivative.
 6. The terms have numbers or route weights that the operator can take.
 7. Nothing outside the layer writes to what it reads or makes while it is computed, and it is computed under one grad
-   mode and one autocast.
-8. Gates, values and products have no users outside the layer.
+   mode and one autocast (`interference.py`).
+8. Gates, values and products have no users outside the layer (`interference.py`).
 9. The graph records no functorch transform.
 """
 
@@ -26,23 +26,18 @@ from mglu_ops.activations import ACTIVATIONS
 
 from . import formulas
 from .formulas import GRADIENT_AT_0, Scaled
-from .memory import storages
-from .mutation import Effects, is_random
+from .interference import check_interference
+from .mutation import is_random
 from .recognise import Recogniser
 from .report import line
-from .shapes import equal_sizes, example, range_of, requires_grad, slice_of, tensor_example
-from .sites import Site, interior
-from .symbols import as_call, value_users
-from .values import Activated, Bundle, Gated, Mask, Product, Projection, Route, Term, Weighted
+from .shapes import equal_sizes, range_of, requires_grad, slice_of, tensor_example
+from .sites import Refusal, Site, interior
+from .values import Mask, Projection, Route, Term
 
 MAX_MASKS = 16
 
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-class Refusal(Exception):  # noqa: N818 (a result, not an error)
-    """The reason why a site is not fused, in words for the user."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +105,7 @@ def check(graph: Graph, recogniser: Recogniser, site: Site, assume_binary: bool)
         scale=scale,
         interior=interior(recogniser, site),
     )
-    _check_users(recogniser, layer)
-    _check_modes(recogniser, layer)
-    _check_mutation(recogniser.effects, layer)
+    check_interference(recogniser, site.root, layer.interior, (layer.x, layer.weight))
     return layer
 
 
@@ -301,75 +294,3 @@ def _check_dtypes(site: Site, first: Projection) -> torch.dtype:
     if weight.dim() != 2 or x.dim() < 1:
         raise Refusal(f"the weight has {weight.dim()} dimensions; it must be a matrix")
     return root.dtype
-
-
-# --- What surrounds the layer ----------------------------------------------------------------------------------------
-
-
-_COMPUTED = (Projection, Activated, Gated)
-
-
-def _is_computed(recogniser: Recogniser, node: Node) -> bool:
-    """Whether a node holds what the operator computes internally: products, activations, terms, or a tuple of them."""
-    call = as_call(node)
-    if call is not None and call.symbol in ("unbind", "split"):
-        return isinstance(call.args[0], Node) and _is_computed(recogniser, call.args[0])
-    value = recogniser.value(node)
-    return isinstance(value.items[0] if isinstance(value, Bundle) else value, _COMPUTED)
-
-
-def _check_users(recogniser: Recogniser, layer: Layer) -> None:
-    """Refuse a layer whose gates, values or products have users outside of it."""
-    interior = set(layer.interior)
-    for node in layer.interior:
-        if node is layer.site.root or not _is_computed(recogniser, node):
-            continue
-        for user in value_users(node):
-            if user not in interior:
-                raise Refusal(f"`{node.name}`, which the operator would replace, is also used by `{user.name}`")
-
-
-def _check_modes(recogniser: Recogniser, layer: Layer) -> None:
-    """Refuse a layer that computes under two grad modes or two autocasts.
-
-    Its masks may be made under another mode, such as `no_grad`: their examples tell which gradient they carry.
-    """
-    modes = recogniser.effects.modes
-    for node in layer.interior:
-        if modes[node] != modes[layer.site.root] and _is_weight_or_more(recogniser, node):
-            mode = "grad mode" if modes[node][0] != modes[layer.site.root][0] else "autocast or inference mode"
-            raise Refusal(f"`{node.name}` is computed under another {mode} than `{layer.site.root.name}`")
-
-
-def _is_weight_or_more(recogniser: Recogniser, node: Node) -> bool:
-    return isinstance(recogniser.value(node), (Weighted, Product, Bundle)) or _is_computed(recogniser, node)
-
-
-def _check_mutation(effects: Effects, layer: Layer) -> None:
-    """Refuse a layer that reads or makes a tensor which is written to while the layer is computed."""
-    interior, root, order = set(layer.interior), layer.site.root, effects.order
-    if not effects.writes:
-        return
-    leaves = {layer.x, layer.weight, *(node for inner in interior for node in inner.all_input_nodes)} - interior
-    touched = {storage for node in interior | leaves for storage in storages(node)}
-    first = min(order[node] for node in interior)
-    for node, targets in effects.writes:
-        if not first <= order[node] <= order[root]:
-            continue
-        for target in targets:
-            if example(target) is not None and not storages(target) & touched:
-                continue
-            if node not in interior or target not in interior:
-                raise Refusal(f"`{node.name}` writes in place to `{target.name}`, which the layer reads")
-            _check_overwritten(node, target, interior, order)
-
-
-def _check_overwritten(writer: Node, target: Node, interior: set[Node], order: dict[Node, int]) -> None:
-    """Refuse an in-place node that overwrites a tensor from outside the layer, or one that is read again later."""
-    for node in order:
-        if order[node] >= order[writer] or not storages(node) & storages(target):
-            continue
-        if node not in interior:
-            raise Refusal(f"`{writer.name}` writes in place to `{node.name}`, which is not the layer's own tensor")
-        if any(order[user] > order[writer] for user in node.users):
-            raise Refusal(f"`{node.name}` is read after `{writer.name}` has overwritten it")

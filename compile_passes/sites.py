@@ -14,6 +14,10 @@ from .symbols import as_call, value_users
 from .values import Bundle, Gated, Projection, Term
 
 
+class Refusal(Exception):  # noqa: N818 (a result, not an error)
+    """The reason why a site is not fused, in words for the user."""
+
+
 @dataclass(frozen=True)
 class Site:
     """A candidate: a node whose value is a sum of gated terms."""

@@ -143,7 +143,7 @@ def dropout(recogniser: Recogniser, node: Node, call: Call) -> Value:
     value = recogniser.value(source)
     if is_identity_dropout(call):
         return value if projection_of(value) is not None else None
-    problem = "dropout stands between the projection and the product"
+    problem = "dropout is applied between the projection and the product"
 
     def with_problem(value: Value) -> Value:
         if isinstance(value, Projection):

@@ -41,8 +41,8 @@ def test_hand_written_activation(name: str, pair: str, kind: str, mode: str) -> 
     fuses_to_one(sum_of(term), KINDS[kind], mode, activation=activation)
 
 
-def test_a_float_that_compiling_does_not_know_is_named() -> None:
-    """Under `dynamic=True` Dynamo makes an input of `math.pi`, which may then be any number."""
+def test_a_symbolic_float_is_named() -> None:
+    """Under `dynamic=True` Dynamo turns such a number into an input of the graph, which may have any value."""
     layer = with_activation(lambda g: 0.5 * g * (1 + torch.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3))))
     named, capture = tensors(2), Capture()
     assert_same(results(capture.compile(layer), named), results(layer, named), SAME)
@@ -51,7 +51,7 @@ def test_a_float_that_compiling_does_not_know_is_named() -> None:
     assert_same(results(capture.compile(layer, dynamic=True), named), results(layer, named), SAME)
     assert capture.report.fused == []
     (reason,) = capture.reasons
-    assert "whose value compiling does not know" in reason
+    assert "whose value is unknown when compiling" in reason
 
 
 KINKS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
@@ -65,8 +65,8 @@ KINKS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", KINKS)
-def test_relu_with_another_gradient_at_0_is_fused_for_inference_alone(name: str) -> None:
-    """Where a mask is all value its gate is exactly 0, and so the gradient there is no rarity."""
+def test_relu_with_another_gradient_at_0_is_fused_only_in_inference(name: str) -> None:
+    """In rows where a mask is all value, the gate is exactly 0, so the gradient at 0 matters."""
     gradient, function = KINKS[name]
     layer, named = with_activation(function), tensors(2)
     with torch.no_grad():
@@ -92,7 +92,7 @@ def test_relu_with_another_gradient_at_0_is_fused_for_inference_alone(name: str)
         (lambda g: F.silu(2 * g), "2 g"),
     ],
 )
-def test_an_activation_that_is_none_of_ours_is_named(function: Callable[[Tensor], Tensor], named: str) -> None:
+def test_an_activation_that_the_operator_lacks_is_named(function: Callable[[Tensor], Tensor], named: str) -> None:
     layer, given, capture = with_activation(function), tensors(1), Capture()
     assert_same(results(capture.compile(layer), given), results(layer, given), SAME)
     assert capture.report.fused == []

@@ -56,7 +56,7 @@ def test_layers_of_one_graph(checkpoint: bool) -> None:
 
 
 def test_layers_whose_inputs_are_results() -> None:
-    """Directly, with nothing between; the last also takes its mask from the one before."""
+    """Each layer reads the result of the one before; the last also makes its mask of it."""
 
     def layers(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
         y = gated(x, weight, straight_through(logits[0]))
@@ -71,7 +71,7 @@ def test_layers_whose_inputs_are_results() -> None:
 
 
 def test_shared_weight() -> None:
-    """Two layers with one weight, and the weight in use outside."""
+    """Two layers share one weight, which is also used outside of them."""
 
     def layers(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
         first = gated(x, weight, straight_through(logits[0]))
@@ -124,8 +124,8 @@ def test_fusing_a_fused_graph_changes_nothing() -> None:
     assert (report.fused, report.missed, report.graphs) == ([], [], 1)
 
 
-def test_calls_with_keywords_are_read() -> None:
-    """And numbers that are not finite: of any model, nothing to fuse, and nothing that stops its compilation."""
+def test_calls_with_keywords_cause_no_error() -> None:
+    """Keyword arguments and numbers that are not finite cause no error in a model without a layer."""
 
     def keywords(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
         y = torch.clone(input=x) + torch.neg(input=x) + torch.detach(input=x)
@@ -139,8 +139,8 @@ def test_calls_with_keywords_are_read() -> None:
     assert (capture.report.fused, capture.report.missed) == ([], [])
 
 
-def test_long_sums_are_read() -> None:
-    """A residual stream deeper than Python's stack."""
+def test_long_sum_causes_no_error() -> None:
+    """The pass reads a residual stream that is longer than Python's stack is deep."""
     graph = Graph()
     x = node = graph.placeholder("x")
     x.meta["example_value"] = torch.empty(2, 2)

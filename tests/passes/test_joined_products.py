@@ -34,7 +34,7 @@ def _pair_stack(w: Tensor, m: Tensor, c: Tensor) -> Tensor:
     return torch.stack([w * m, w * c])
 
 
-# One mask's gate and value from one product.
+# Gate and value of one mask from one product.
 JOINED_PAIRS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Any]] = {
     "cat, chunk": lambda x, w, m, c: F.linear(x, _pair_cat(w, m, c)).chunk(2, -1),
     "cat, chunk by keywords": lambda x, w, m, c: torch.chunk(input=F.linear(x, _pair_cat(w, m, c)), chunks=2, dim=1),
@@ -80,17 +80,17 @@ def _terms(gates: Any, values: Any) -> Tensor:
     return sum(F.silu(g) * v for g, v in zip(gates, values, strict=True))
 
 
-# All gates and values of x, weight, masks and complements.
+# The layer from x, weight, masks and complements.
 JOINED: dict[str, Callable[[Tensor, Tensor, Masks, Masks], Tensor]] = {
     "one cat": lambda x, w, ms, cs: _chunked(F.linear(x, torch.cat([w * m for m in [*ms, *cs]]))),
     "one cat of pairs": lambda x, w, ms, cs: _chunked_pairs(
         F.linear(x, torch.cat([w * f for pair in zip(ms, cs, strict=True) for f in pair]))
     ),
-    "a cat each": lambda x, w, ms, cs: _terms(
+    "gates in one cat, values in another": lambda x, w, ms, cs: _terms(
         F.linear(x, torch.cat([w * m for m in ms])).chunk(len(ms), -1),
         F.linear(x, torch.cat([w * c for c in cs])).split(D, -1),
     ),
-    "a cat each, one sum": lambda x, w, ms, cs: (
+    "gates in one cat, values in another, one sum": lambda x, w, ms, cs: (
         (F.silu(F.linear(x, torch.cat([w * m for m in ms]))) * F.linear(x, torch.cat([w * c for c in cs])))
         .unflatten(-1, (len(ms), D))
         .sum(-2)

@@ -32,7 +32,7 @@ def _activated(g: Tensor, v: Tensor) -> Tensor:
 
 
 def _square(x: Tensor) -> Tensor:
-    """As many tokens as features."""
+    """An input with as many tokens as features."""
     return torch.cat([x, x.flip(0) * 2])[:H]
 
 

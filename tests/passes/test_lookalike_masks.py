@@ -183,7 +183,7 @@ MASK_FUNCTIONS = CONSTANTS | ARITHMETIC
 
 
 def with_factor(name: str, source: str, *, of_the_value: bool) -> Layer:
-    """A function of the mask in place of the value's factor, or of the gate's beside the mask's complement."""
+    """A layer in which the factor of the value, or that of the gate, is the function of the mask."""
     dtype, function = MASK_FUNCTIONS[name]
 
     def layer(x: Tensor, weight: Tensor, logits: Tensor, bits: Tensor, other: Tensor) -> Tensor:

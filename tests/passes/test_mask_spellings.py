@@ -148,7 +148,7 @@ def test_mask_of_logits(name: str, mode: str) -> None:
     assert [site.route for site in capture.report.fused] == ["forward_ste" if training else "forward"]
 
 
-# Whether the masks are trained, and the factors of gate and value from the logits of one mask.
+# Name -> whether the masks are trained, and the factors of gate and value from the logits of one mask.
 PAIRS_OF_LOGITS: dict[str, tuple[bool, Callable[[Tensor], tuple[Tensor, Tensor]]]] = {
     "L > 0 and L <= 0": (False, lambda l: (l > 0, l <= 0)),
     "L > 0 and ~(L > 0)": (False, lambda l: (l > 0, ~(l > 0))),

@@ -61,10 +61,10 @@ REPORTED: dict[str, tuple[str, Callable[[Tensor, Tensor, Tensor, Tensor], Any]]]
         lambda x, w, b, l: torch.vmap(lambda m: F.silu(F.linear(x, w * m)) * F.linear(x, w * ~m))(b).sum(0),
     ),
     "func.grad": ("functorch", lambda x, w, b, l: torch.func.grad(lambda x: gated(x, w, b[0], ~b[0]).sum())(x)),
-    "a mask a row": ("not MGLU", lambda x, w, b, l: gated(x, w, b[0][:, :1], ~b[0][:, :1])),
-    "a mask a column": ("not MGLU", lambda x, w, b, l: gated(x, w, b[0][0], ~b[0][0])),
-    "a mask a feature": ("not MGLU", lambda x, w, b, l: _of_features(F.linear(x, w), b[0][0])),
-    "a mask a feature, by 1 - m": ("not MGLU", lambda x, w, b, l: _of_features(F.linear(x, w), b[0][0].double())),
+    "one mask per row": ("not MGLU", lambda x, w, b, l: gated(x, w, b[0][:, :1], ~b[0][:, :1])),
+    "one mask per column": ("not MGLU", lambda x, w, b, l: gated(x, w, b[0][0], ~b[0][0])),
+    "one mask per feature": ("not MGLU", lambda x, w, b, l: _of_features(F.linear(x, w), b[0][0])),
+    "one mask per feature, by 1 - m": ("not MGLU", lambda x, w, b, l: _of_features(F.linear(x, w), b[0][0].double())),
     "masks of features, trained": (
         "not MGLU",
         lambda x, w, b, l: sum(_of_features(F.linear(x, w), straight_through(l[i, 0])) for i in range(2)),
@@ -142,7 +142,9 @@ def test_layer_that_is_not_fused_is_reported(name: str, training: bool) -> None:
         assert_mentions(capture, part)
 
 
-@pytest.mark.parametrize("name", ["another parameter", "another norm", "another scale", "a mask a feature", "dropout"])
+@pytest.mark.parametrize(
+    "name", ["another parameter", "another norm", "another scale", "one mask per feature", "dropout"]
+)
 def test_lookalike_is_not_fused(name: str) -> None:
     """These must not be fused, which the test above would allow."""
     _, function = REPORTED[name]
@@ -153,8 +155,8 @@ def test_lookalike_is_not_fused(name: str) -> None:
     assert compare(program, lambda: reported_tensors(training=False), SAME).report.fused == []
 
 
-def test_a_number_of_masks_that_compiling_does_not_know_is_reported() -> None:
-    """To unroll it would take a guard on the number."""
+def test_a_symbolic_number_of_masks_is_reported() -> None:
+    """Fusing would need a guard on the number."""
 
     def layer(x: Tensor, weight: Tensor, masks: Tensor) -> Tensor:
         gate, value = (torch.einsum("bh,ndh->nbd", x, weight * m) for m in (masks, ~masks))

@@ -109,13 +109,13 @@ def overflow_of_int8(x, weight, logits, bits, other):
 
 
 @refused("a per-channel mask")
-def mask_a_row(x, weight, logits, bits, other):
+def mask_per_row(x, weight, logits, bits, other):
     m = bits[0][:, :1]
     return layer(x, weight, m, ~m)
 
 
 @refused("a per-channel mask")
-def mask_a_column(x, weight, logits, bits, other):
+def mask_per_column(x, weight, logits, bits, other):
     m = bits[0][:1]
     return layer(x, weight, m, ~m)
 

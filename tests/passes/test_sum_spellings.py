@@ -37,7 +37,7 @@ def _accumulated_in_place(y: Tensor, terms: list[Tensor]) -> Tensor:
 FLOATS = (0.5, -1.75)
 
 
-# A total of the terms of all masks.
+# The sum of the terms of all masks.
 TOTALS: dict[str, Callable[[list[Tensor], More], Tensor]] = {
     "sum": lambda terms, more: sum(terms),
     "torch.add by keywords": lambda terms, more: functools.reduce(lambda y, t: torch.add(input=y, other=t), terms),
@@ -70,7 +70,7 @@ TOTALS: dict[str, Callable[[list[Tensor], More], Tensor]] = {
     "bias last": lambda terms, more: sum(terms) + more["bias"],
     "bias between": lambda terms, more: terms[0] + more["bias"] + terms[1],
     "zeros and +=": lambda terms, more: _accumulated_in_place(torch.zeros_like(terms[0]), terms),
-    "dropout of 0 a term": lambda terms, more: sum(F.dropout(t, 0.0) for t in terms),
+    "dropout of 0 per term": lambda terms, more: sum(F.dropout(t, 0.0) for t in terms),
 }
 
 

@@ -82,7 +82,7 @@ def test_weight_is_computed_at_each_use(name: str, kind: str, mode: str) -> None
 
 
 class Symmetric(nn.Module):
-    """A parametrization of one's own."""
+    """A custom parametrization."""
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight.triu() + weight.triu(1).transpose(-1, -2)
@@ -154,7 +154,7 @@ def test_module(name: str, kind: str) -> None:
 @pytest.mark.parametrize("square", [True, False])
 @pytest.mark.parametrize("spelling", ["stored [h, d]", "transposed then masked", "where of transposed"])
 def test_weight_stored_the_other_way(spelling: str, square: bool) -> None:
-    """Masks lie as the tensor they multiply, also where a square weight lets no shape tell."""
+    """Masks have the layout of the tensor that they multiply, also for a square weight."""
     d, h = (8, 8) if square else (12, 8)
 
     def layer(x: Tensor, weight: Tensor, bits: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ def test_weight_stored_the_other_way(spelling: str, square: bool) -> None:
 
 
 class Buffers(nn.Module):
-    """Fixed masks as buffers, reached in four ways."""
+    """Fixed masks in buffers, read in four ways."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -201,12 +201,12 @@ def test_mask_buffers(way: str) -> None:
     model, x = Buffers(way), torch.randn(4, 16, dtype=torch.float64)
     capture = Capture(strict=True)
     assert_same(model_results(model, x, capture.compile(model)), model_results(model, x), SAME)
-    # Slices of one tensor are packed as that tensor; masks of their own are stacked first.
+    # Slices of one tensor are packed together; separate masks are stacked first.
     assert capture.calls == {"mglu.pack_masks": 1, "mglu.forward": 1} | ({"stack": 1} if way == "list" else {})
 
 
 class LogitList(nn.Module):
-    """Logits in a ParameterList, one a mask."""
+    """Logits in a ParameterList, with one parameter per mask."""
 
     def __init__(self, n_masks: int) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class LogitList(nn.Module):
 
 
 @pytest.mark.parametrize("n_masks", [1, 3])
-def test_a_parameter_a_mask(n_masks: int) -> None:
+def test_one_parameter_per_mask(n_masks: int) -> None:
     model, x = LogitList(n_masks), torch.randn(4, 16, dtype=torch.float64)
     capture = Capture(strict=True)
     assert_same(model_results(model, x, capture.compile(model)), model_results(model, x), SAME)

@@ -89,7 +89,7 @@ def einsum_of_all(x, weight, logits):
 
 
 @fuses("forward_ste")
-def einsum_a_mask(x, weight, logits):
+def einsum_per_mask(x, weight, logits):
     y = 0
     for m in straight_through(logits):
         gate, value = (torch.einsum("...h,dh->...d", x, weight * s) for s in (m, 1 - m))

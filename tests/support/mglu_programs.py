@@ -76,7 +76,7 @@ class Program:
         m = MASKS[self.kind][self.mask](masks, i)
         if wrong == "soft mask":
             m = torch.sigmoid(masks[i]) if self.trained else masks[i] * 0.5 + 0.25
-        if wrong == "mask of a channel":
+        if wrong == "mask per channel":
             m = m[:, :1]
         if wrong == "one mask is detached":
             m = m.detach()
@@ -181,7 +181,7 @@ def _mutate(wrong: str | None, x: Tensor, weight: Tensor, masks: Tensor, i: int,
 # cannot prove it.
 WRONGS = (
     "soft mask",
-    "mask of a channel",
+    "mask per channel",
     "one mask is detached",
     "squared mask",
     "other x",
@@ -276,11 +276,11 @@ class StackProgram:
         product = STACK_PRODUCTS[self.product]
         if wrong == "soft masks":
             m = torch.sigmoid(masks) if self.trained else masks * 0.5
-        gate_x = torch.stack([x, other_x])[: len(masks)].repeat(len(masks), 1, 1) if wrong == "x a mask" else x
+        gate_x = torch.stack([x, other_x])[: len(masks)].repeat(len(masks), 1, 1) if wrong == "x per mask" else x
         gate_weights = product(weight, m)
-        if wrong == "weight a mask":
+        if wrong == "weight per mask":
             gate_weights = torch.stack([weight, other_weight] * len(masks))[: len(masks)] * m
-        if wrong == "x a mask":
+        if wrong == "x per mask":
             gate = torch.bmm(gate_x[: len(masks)], gate_weights.mT).movedim(0, dim)
         else:
             gate = project(x, gate_weights)
@@ -338,8 +338,8 @@ class StackProgram:
 
 STACK_WRONGS = (
     "soft masks",
-    "x a mask",
-    "weight a mask",
+    "x per mask",
+    "weight per mask",
     "masks and tokens are exchanged",
     "masks and features are exchanged",
     "mutate weight",
@@ -355,4 +355,4 @@ STACK_WRONGS = (
 )
 
 
-STACKS_OF_OTHER_OPERANDS = ("x a mask", "weight a mask", "other x", "other weight")
+STACKS_OF_OTHER_OPERANDS = ("x per mask", "weight per mask", "other x", "other weight")
