@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
 
+from mglu_ops.activations import ACTIVATIONS
+
 _DIGITS = 12
 """Significant digits to which coefficients are compared, so that rounding does not make equal formulas differ."""
 
@@ -201,7 +203,6 @@ def _half_of_one_plus(a: Formula, b: Formula | None) -> Formula | None:
 
 # --- Activations -----------------------------------------------------------------------------------------------------
 
-_NAMES = ("silu", "gelu", "gelu_tanh", "relu", "sigmoid", "tanh")
 CLAMP, MAXIMUM = "clamp_min", "maximum"
 """Functions that differ from relu only in their derivative at 0."""
 
@@ -239,9 +240,8 @@ def _by_digits(digits: int) -> MappingProxyType[Formula, tuple[str, float]]:
 
 
 def _known() -> Iterator[tuple[str, Formula]]:
-    yield "identity", VARIABLE
-    for name in (*_NAMES, CLAMP, MAXIMUM):
-        formula = apply(name, VARIABLE)
+    for name in (*ACTIVATIONS, CLAMP, MAXIMUM):
+        formula = VARIABLE if name == "identity" else apply(name, VARIABLE)
         assert formula is not None, "within the limits"
         yield name, formula
 
