@@ -1,126 +1,131 @@
 #include "layer_call.h"
 
-#include <vector>
+#include <algorithm>
+#include <string>
 
-#include "layer.h"
-
-// Weak: a torch without CUDA does not have it, and is what this library may be built with.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(std::int32_t device, void** stream);
+#include "masks.h"
 
 namespace mglu {
 
 namespace {
 
-// Replaces a tensor by a contiguous copy, which `owner` keeps.
-void make_contiguous(Tensor& tensor, AtenTensorHandle handle, Handle& owner) {
-    owner = contiguous(tensor, handle);
-    tensor = view(owner.get());
-}
-
-// Memory of torch's for kernels. Freed or replaced while they may still run, and yet safe: on their stream, whoever gets it
-// next runs after them.
-class Workspace {
-  public:
-    explicit Workspace(const Tensor& like) : like_(like) {}
-    static void* allocate(std::int64_t bytes, void* workspace) {
-        auto* self = static_cast<Workspace*>(workspace);
-        self->held_ = empty({bytes}, Scalar::uint8, self->like_);
-        return view(self->held_.get()).data;
-    }
-
-  private:
-    const Tensor& like_;
-    Handle held_;
+struct Activation {
+    std::string_view name;
+    int code;
+};
+constexpr Activation kActivations[] = {
+#define MGLU_ACTIVATION(name, code, ...) {#name, code},
+#include "../cpu/activation.h"
 };
 
-// Threads of torch's pool, and the stream that the caller's other work is on.
-Executor executor_for(const Tensor& tensor) {
-    Executor executor{torch_parallel_for};
-    if (tensor.device == Device::cuda) {
-        if (aoti_torch_get_current_cuda_stream == nullptr) throw std::runtime_error("mglu: this torch has no CUDA");
-        raise_unless_ok(aoti_torch_get_current_cuda_stream(tensor.device_index, &executor.stream), "its stream");
+int activation_code(std::string_view activation) {
+    std::string names;
+    for (const Activation& known : kActivations) {
+        if (known.name == activation) return known.code;
+        names += (names.empty() ? "" : ", ") + std::string(known.name);
     }
-    return executor;
+    refuse("activation: got '" + std::string(activation) + "', must be one of " + names);
 }
 
-// Makes a GPU tensor's device the current one for as long as it lives.
-class DeviceGuard {
-  public:
-    explicit DeviceGuard(const Tensor& tensor) {
-        if (tensor.device == Device::cuda)
-            raise_unless_ok(aoti_torch_create_device_guard(tensor.device_index, &guard_), "its device");
-    }
-    DeviceGuard(const DeviceGuard&) = delete;
-    DeviceGuard& operator=(const DeviceGuard&) = delete;
-    ~DeviceGuard() {
-        if (guard_ != nullptr) aoti_torch_delete_device_guard(guard_);
-    }
+void check_device(const char* argument, const Tensor& tensor, const Tensor& x) {
+    if (tensor.device != x.device || (x.device == Device::cuda && tensor.device_index != x.device_index))
+        refuse(std::string(argument) + ": got device " + tensor.device_name() + ", must be x's device " + x.device_name());
+}
 
-  private:
-    DeviceGuardHandle guard_ = nullptr;
-};
+void check_x_and_weight(const Tensor& x, const Tensor& weight) {
+    if (!is_floating(x.dtype)) refuse(std::string("x: got dtype ") + name(x.dtype) + ", must be floating");
+    if (weight.dtype != x.dtype)
+        refuse(std::string("weight: got dtype ") + name(weight.dtype) + ", must be x's dtype " + name(x.dtype));
+    if (x.dims < 1 || x.dims > Tensor::kMaxDims)
+        refuse("x: got " + std::to_string(x.dims) + " dimensions, must be 1 or more");
+    if (weight.dims != 2) refuse("weight: got shape " + weight.shape() + ", must be [out_features, in_features]");
+    if (x.last_size() != weight.sizes[1])
+        refuse("x: got shape " + x.shape() + ", its last size must be weight's in_features " +
+               std::to_string(weight.sizes[1]));
+}
 
-// The byte 1 where a value is above 0, by its bits: NaN is not.
-template <typename Bits>
-void positive(const Tensor& logits, std::uint8_t* bytes, Bits infinity) {
-    const auto* data = static_cast<const Bits*>(logits.data);
-    for (std::int64_t i = 0; i < logits.elements(); ++i) bytes[i] = data[i] != 0 && data[i] <= infinity;
+void check_route_weights(const Tensor& route_weights, const Tensor& x, std::int64_t n_masks) {
+    if (!is_floating(route_weights.dtype))
+        refuse(std::string("route_weights: got dtype ") + name(route_weights.dtype) + ", must be floating");
+    const bool same_tokens =
+        route_weights.dims == x.dims && std::equal(x.sizes, x.sizes + x.dims - 1, route_weights.sizes);
+    if (!same_tokens || route_weights.last_size() != n_masks)
+        refuse("route_weights: got shape " + route_weights.shape() + ", must be x's leading sizes and n_masks");
+    check_device("route_weights", route_weights, x);
+}
+
+// The product of all sizes but the last, which fits: torch has checked the product of all of them.
+std::int64_t count_rows(const Tensor& tensor) {
+    std::int64_t rows = 1;
+    for (std::int64_t i = 0; i + 1 < tensor.dims; ++i) rows *= tensor.sizes[i];
+    return rows;
+}
+
+// The distance from one row to the next of a tensor that folds to two dimensions.
+std::int64_t row_stride(const Tensor& tensor) { return tensor.dims == 2 ? tensor.strides[0] : tensor.last_size(); }
+
+// Whether a tensor is a matrix, or can be seen as one without a copy.
+bool folds(const Tensor& tensor, bool any_column_stride) {
+    const bool dense_columns = any_column_stride || tensor.last_size() <= 1 || tensor.last_stride() == 1;
+    return tensor.dims <= 2 ? dense_columns : tensor.is_contiguous();
+}
+
+// Whether rows of 16-bit elements consist of aligned 16-byte vectors, unless a contiguous copy would not either.
+bool has_vector_rows(const LayerCall& call) {
+    const bool could_have =
+        call.in_features % 8 == 0 && (call.x.dtype == Scalar::float16 || call.x.dtype == Scalar::bfloat16);
+    const bool rows = call.tokens <= 1 || (call.x_row_stride % 8 == 0 && call.x_row_stride >= call.in_features);
+    return !could_have || (rows && call.x.last_stride() == 1 && call.x.is_aligned());
 }
 
 }  // namespace
 
-Handle pack_masks(AtenTensorHandle handle) {
-    const Tensor masks = view(handle);
-    check_masks(masks);
-    Handle result = empty(packed_sizes(masks), Scalar::uint8, masks);
-    pack_masks(masks, view(result.get()), executor_for(masks));
-    return result;
+std::vector<std::int64_t> LayerCall::result_sizes() const {
+    std::vector<std::int64_t> sizes(x.sizes, x.sizes + x.dims);
+    sizes.back() = out_features;
+    return sizes;
 }
 
-Handle pack_logits(AtenTensorHandle handle) {
-    Tensor logits = view(handle);
-    check_masks(logits);
-    Handle copy;
-    if (!logits.is_contiguous()) make_contiguous(logits, handle, copy);
-    Handle bits = empty({logits.sizes, logits.sizes + logits.dims}, Scalar::boolean, logits);
-    auto* bytes = static_cast<std::uint8_t*>(view(bits.get()).data);
-    switch (logits.dtype) {
-        case Scalar::float16: positive<std::uint16_t>(logits, bytes, 0x7C00); break;
-        case Scalar::bfloat16: positive<std::uint16_t>(logits, bytes, 0x7F80); break;
-        case Scalar::float32: positive<std::uint32_t>(logits, bytes, 0x7F800000); break;
-        case Scalar::float64: positive<std::uint64_t>(logits, bytes, 0x7FF0000000000000); break;
-        default: throw std::invalid_argument(std::string("mask_logits: got dtype ") + name(logits.dtype) + ", must be floating");
+LayerCall describe(const Tensor& x, const Tensor& weight, const Tensor& packed_masks, std::string_view activation,
+                   const std::optional<Tensor>& route_weights) {
+    check_x_and_weight(x, weight);
+    check_packed(packed_masks, weight.sizes[1]);
+    if (packed_masks.sizes[0] != weight.sizes[0])
+        refuse("packed_masks: got shape " + packed_masks.shape() + ", must have weight's out_features " +
+               std::to_string(weight.sizes[0]));
+    check_device("weight", weight, x);
+    check_device("packed_masks", packed_masks, x);
+    LayerCall call{};
+    call.x = x;
+    call.weight = weight;
+    call.packed_masks = packed_masks;
+    call.route_weights = route_weights;
+    call.activation = activation_code(activation);
+    call.tokens = count_rows(x);
+    call.out_features = weight.sizes[0];
+    call.in_features = weight.sizes[1];
+    call.n_masks = packed_masks.sizes[2];
+    call.x_row_stride = row_stride(x);
+    if (route_weights) {
+        check_route_weights(*route_weights, x, call.n_masks);
+        call.route_row_stride = row_stride(*route_weights);
     }
-    return pack_masks(bits.get());
+    return call;
 }
 
-Handle unpack_masks(AtenTensorHandle handle, std::int64_t in_features) {
-    const Tensor packed = view(handle);
-    check_packed(packed, in_features);
-    Handle result = empty({packed.sizes[2], packed.sizes[0], in_features}, Scalar::boolean, packed);
-    unpack_masks(packed, in_features, view(result.get()), executor_for(packed));
-    return result;
-}
-
-Handle forward(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle packed_masks, std::string_view activation,
-               AtenTensorHandle route_weights) {
-    Tensor route;
-    if (route_weights != nullptr) route = view(route_weights);
-    Layer layer{view(x), view(weight), view(packed_masks), activation, route_weights != nullptr ? &route : nullptr};
-    check(layer);
-    Handle copies[4];
-    if (needs_copy_of_x(layer)) make_contiguous(layer.x, x, copies[0]);
-    if (needs_copy_of_weight(layer)) make_contiguous(layer.weight, weight, copies[1]);
-    if (needs_copy_of_masks(layer)) make_contiguous(layer.packed_masks, packed_masks, copies[2]);
-    if (needs_copy_of_route_weights(layer)) make_contiguous(route, route_weights, copies[3]);
-    const DeviceGuard guard(layer.x);
-    Handle result = empty(result_of(layer), layer.x.dtype, layer.x);
-    Workspace workspace(layer.x);
-    Executor executor = executor_for(layer.x);
-    executor.allocate = Workspace::allocate;
-    executor.context = &workspace;
-    forward(layer, view(result.get()), executor);
-    return result;
+// The CPU kernels need dense rows. On a GPU the plain kernel takes any strides of W and of the masks, and the tuned
+// kernels read x in rows of whole vectors.
+Copies needed_copies(const LayerCall& call) {
+    const bool on_cpu = call.x.device == Device::cpu;
+    const Tensor& masks = call.packed_masks;
+    const bool dense_masks = (call.n_masks == 1 || masks.strides[2] == 1) &&
+                             (masks.sizes[1] <= 1 || masks.strides[1] == call.n_masks);
+    Copies copies{};
+    copies.x = !folds(call.x, !on_cpu) || (!on_cpu && !has_vector_rows(call));
+    copies.weight = on_cpu && call.in_features > 1 && call.weight.strides[1] != 1;
+    copies.packed_masks = on_cpu && !dense_masks;
+    copies.route_weights = call.route_weights && !folds(*call.route_weights, true);
+    return copies;
 }
 
 }  // namespace mglu

@@ -1,16 +1,45 @@
-// The operators on torch's handles: results are allocated, layouts that no kernel takes are copied.
+// LayerCall: the one description of a call of mglu::forward. It is built and checked once; everything below it (the copies
+// that a layout needs, the sizes of the result, the kernel and its launch) follows from it.
 #pragma once
 
+#include <optional>
 #include <string_view>
+#include <vector>
 
-#include "torch_tensor.h"
+#include "tensor.h"
 
 namespace mglu {
 
-Handle pack_masks(AtenTensorHandle masks);
-Handle pack_logits(AtenTensorHandle mask_logits);  // of `mask_logits > 0`
-Handle unpack_masks(AtenTensorHandle packed_masks, std::int64_t in_features);
-Handle forward(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle packed_masks, std::string_view activation,
-               AtenTensorHandle route_weights);  // route_weights may be null
+// result = sum_i route_i * act(x (M_i * W)^T) * (x ((1 - M_i) * W)^T),   i = 0 .. n_masks - 1
+//
+// x and route_weights are folded to the two dimensions [tokens, ...]. Their row strides hold once `needed_copies` names
+// neither of them.
+struct LayerCall {
+    Tensor x;                             // [..., in_features]
+    Tensor weight;                        // [out_features, in_features]
+    Tensor packed_masks;                  // [out_features, ceil(in_features / 8), n_masks]
+    std::optional<Tensor> route_weights;  // [..., n_masks]
+    int activation;                       // its code in csrc/cpu/activation.h
+    std::int64_t tokens;
+    std::int64_t out_features;
+    std::int64_t in_features;
+    std::int64_t n_masks;
+    std::int64_t x_row_stride;            // in elements
+    std::int64_t route_row_stride;        // in elements; 0 without route_weights
+
+    std::vector<std::int64_t> result_sizes() const;
+};
+
+// Reads metadata only. Throws std::invalid_argument if no kernel could compute the call on any layout of its tensors.
+LayerCall describe(const Tensor& x, const Tensor& weight, const Tensor& packed_masks, std::string_view activation,
+                   const std::optional<Tensor>& route_weights);
+
+// The tensors that must be made contiguous before the kernels of their device take them.
+struct Copies {
+    bool x, weight, packed_masks, route_weights;
+
+    bool any() const { return x || weight || packed_masks || route_weights; }
+};
+Copies needed_copies(const LayerCall& call);
 
 }  // namespace mglu

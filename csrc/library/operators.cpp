@@ -1,6 +1,7 @@
-// The operators in torch's dispatcher, for processes in which Python's mglu_ops has not put them there.
+// Registers the operators with torch's dispatcher, in processes in which Python's mglu_ops has not done so.
 //
-// One binary serves torch 2.11 and later: only its C interface and the header-only part of its stable ABI are used.
+// One binary serves torch 2.11 and later, because it uses only torch's C interface and the header-only part of its stable
+// ABI.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
@@ -8,8 +9,8 @@
 #include <optional>
 #include <string>
 
-#include "layer_call.h"
 #include "python_process.h"
+#include "torch_call.h"
 
 namespace mglu {
 
@@ -20,7 +21,7 @@ using stable::detail::from;
 using stable::detail::StableLibrary;
 using stable::detail::to;
 
-// As mglu_ops/ops.py has them, word for word: a test compares the two.
+// The same strings as in mglu_ops/ops.py; a test compares the two.
 constexpr const char* kSchemas[] = {
     "pack_masks(Tensor masks) -> Tensor",
     "pack_logits(Tensor mask_logits) -> Tensor",
@@ -35,7 +36,7 @@ constexpr const char* kSchemas[] = {
     "activation, Tensor? route_weights, bool[3] needs, ScalarType? logits_dtype) -> (Tensor, Tensor, Tensor, Tensor)",
 };
 
-// torch's own to<std::string> leaks the copy it makes (2.11 to 2.13), once a call.
+// torch's own to<std::string> leaks the copy that it makes at each call (torch 2.11 to 2.13).
 std::string to_string(StableIValue value) {
     const std::unique_ptr<StringOpaque, void (*)(StringHandle)> handle(
         to<StringHandle>(value), [](StringHandle owned) { torch_delete_string(owned); });
@@ -48,8 +49,8 @@ std::string to_string(StableIValue value) {
 
 StableIValue give(Handle handle) { return from(stable::Tensor(handle.release())); }
 
-// The calling convention of torch's boxed kernels: the arguments, owned, are taken from `stack` and the results left
-// there.
+// Boxed kernels, in torch's calling convention: a kernel takes the arguments from `stack`, which it then owns, and leaves
+// the results there.
 void boxed_pack_masks(StableIValue* stack, std::uint64_t, std::uint64_t) {
     const auto masks = to<stable::Tensor>(stack[0]);
     stack[0] = give(pack_masks(masks.get()));
@@ -94,7 +95,7 @@ class Registration {
     Registration() {
         if (python_has_operators()) return;
         for (const char* schema : kSchemas) schemas_.def(schema);
-        // Under this key, and not CPU or CUDA, so that mglu_ops, if Python imports it later, goes first under those.
+        // If Python imports mglu_ops later, its kernels for CPU and CUDA take precedence over this key's.
         kernels_.impl("pack_masks", &boxed_pack_masks)
             .impl("pack_logits", &boxed_pack_logits)
             .impl("unpack_masks", &boxed_unpack_masks)
@@ -107,7 +108,7 @@ class Registration {
     StableLibrary kernels_{StableLibrary::Kind::IMPL, "mglu", "CompositeExplicitAutograd", __FILE__, __LINE__};
 };
 
-// A library that is loaded twice from two paths meets its own schemas; torch refuses them, and the first stays.
+// torch refuses to define a schema twice, as when the library is loaded from two paths. The first registration stays.
 std::unique_ptr<Registration> register_operators() noexcept {
     try {
         return std::make_unique<Registration>();

@@ -1,7 +1,7 @@
-// Whether this library was loaded into a Python process whose mglu_ops has registered the operators already.
+// Tells whether Python's mglu_ops has already registered the operators in this process.
 //
-// torch's stable ABI cannot be asked whether a schema exists: only defining it twice tells, by an error that torch 2.11
-// writes to the log. So Python is asked, through its own stable ABI, if there is a Python.
+// torch's stable ABI cannot tell whether a schema exists; defining one twice is an error, which torch 2.11 also writes to
+// the log. So this asks Python, through Python's own stable ABI, if the process has a Python.
 #pragma once
 
 #include <dlfcn.h>
@@ -16,7 +16,7 @@ inline bool python_has_operators() {
     const auto modules = reinterpret_cast<void* (*)()>(find("PyImport_GetModuleDict"));
     const auto get = reinterpret_cast<void* (*)(void*, const char*)>(find("PyDict_GetItemString"));
     if (!is_initialized || !ensure || !release || !modules || !get || !is_initialized()) return false;
-    const int state = ensure();  // whoever loads a library may have let go of the interpreter for that time
+    const int state = ensure();  // Python may have released its lock while it loads a library
     const bool found = get(modules(), "mglu_ops.ops") != nullptr;
     release(state);
     return found;

@@ -1,8 +1,8 @@
-// C functions that AOTInductor packages call directly (mglu_ops/packaging/shim.py): no dispatcher, no boxing.
+// C functions that packages call directly, without torch's dispatcher and its boxing (mglu_ops/packaging/shim.py).
 #include <exception>
 #include <iostream>
 
-#include "layer_call.h"
+#include "torch_call.h"
 
 namespace {
 
@@ -13,7 +13,7 @@ AOTITorchError forward(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHa
         *result = mglu::forward(x, weight, packed_masks, activation, route).release();
         return AOTI_TORCH_SUCCESS;
     } catch (const std::exception& error) {
-        // The caller turns the code into an exception that names this function and no more: the words go here.
+        // The caller throws an exception that names this function and not the reason, so the reason is printed here.
         std::cerr << "mglu::forward: " << error.what() << std::endl;
         return AOTI_TORCH_FAILURE;
     }

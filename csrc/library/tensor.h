@@ -1,4 +1,5 @@
-// A tensor as the library sees it: where it lies and how. Of no library, so that what reads it can be tested alone.
+// A tensor as the library sees it: an address, sizes and strides. It needs nothing of torch, so that the code that reads
+// it can be tested without torch.
 #pragma once
 
 #include <cstdint>
@@ -6,19 +7,21 @@
 
 namespace mglu {
 
-// torch's own numbers (c10::ScalarType), which its C interface uses too.
+// The numbers are torch's (c10::ScalarType); its C interface uses them too.
 enum class Scalar : std::int32_t {
     uint8 = 0, int8 = 1, int16 = 2, int32 = 3, int64 = 4, float16 = 5, float32 = 6, float64 = 7, boolean = 11,
     bfloat16 = 15,
 };
 
-// Of torch (c10::DeviceType).
+// The numbers are torch's (c10::DeviceType).
 enum class Device : std::int32_t { cpu = 0, cuda = 1 };
 
 const char* name(Scalar dtype);
+bool is_floating(Scalar dtype);
 
+// Does not own its data, sizes and strides.
 struct Tensor {
-    static constexpr int kMaxDims = 64;  // as torch
+    static constexpr int kMaxDims = 64;  // torch's own limit
 
     void* data = nullptr;
     std::int64_t dims = 0;
@@ -29,9 +32,16 @@ struct Tensor {
     std::int32_t device_index = -1;
 
     std::int64_t last_size() const { return sizes[dims - 1]; }
+    std::int64_t last_stride() const { return strides[dims - 1]; }
     std::int64_t elements() const;
     bool is_contiguous() const;
-    std::string shape() const;  // "[2, 3]"
+    bool is_aligned() const;          // to 16 bytes, the widest load of the kernels
+    std::string shape() const;        // "[2, 3]"
+    std::string device_name() const;  // "cpu", "cuda:0"
 };
+
+// Throws std::invalid_argument. Messages are those of mglu_ops (checks.py, masks.py): the argument, the value it has, the
+// value it must have.
+[[noreturn]] void refuse(const std::string& message);
 
 }  // namespace mglu

@@ -1,4 +1,4 @@
-// torch's tensors through its C interface, which stays the same from one version to the next.
+// torch's tensors through its C interface, which does not change from one version to the next.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -32,13 +32,12 @@ class Handle {
     }
     AtenTensorHandle get() const { return handle_; }
     AtenTensorHandle release() { return std::exchange(handle_, nullptr); }
-    explicit operator bool() const { return handle_ != nullptr; }
 
   private:
     AtenTensorHandle handle_ = nullptr;
 };
 
-// What a handle refers to, which must outlive it.
+// The tensor of a handle, which must outlive it.
 inline Tensor view(AtenTensorHandle handle) {
     Tensor tensor;
     std::int64_t *sizes = nullptr, *strides = nullptr;
@@ -70,8 +69,8 @@ inline Handle empty(const std::vector<std::int64_t>& sizes, Scalar dtype, const 
     return Handle(handle);
 }
 
-// A contiguous copy.
-inline Handle contiguous(const Tensor& tensor, AtenTensorHandle handle) {
+inline Handle contiguous_copy(AtenTensorHandle handle) {
+    const Tensor tensor = view(handle);
     Handle copy = empty({tensor.sizes, tensor.sizes + tensor.dims}, tensor.dtype, tensor);
     raise_unless_ok(aoti_torch_copy_(copy.get(), handle, /*non_blocking=*/0), "a copy");
     return copy;

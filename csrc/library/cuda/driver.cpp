@@ -2,13 +2,16 @@
 
 #include <dlfcn.h>
 
+#include <map>
+#include <mutex>
 #include <stdexcept>
 
 namespace mglu::cuda {
 
 namespace {
 
-// As cuda.h has them; the driver keeps them as they are.
+// CUlaunchAttribute, CUlaunchConfig and enumerators of cuda.h, which is not needed to build the library. They are part of
+// the driver's binary interface and do not change.
 struct LaunchAttribute {
     int id;
     int pad;
@@ -22,9 +25,11 @@ struct LaunchConfig {
     unsigned n_attributes;
 };
 constexpr int kProgrammaticStreamSerialization = 6, kMaxDynamicSharedSize = 8;
-constexpr int kComputeCapabilityMajor = 75, kComputeCapabilityMinor = 76;
+constexpr int kMultiprocessorCount = 16, kComputeCapabilityMajor = 75, kComputeCapabilityMinor = 76;
+constexpr int kMaxSharedMemoryPerMultiprocessor = 81, kMaxSharedMemoryPerBlockOptin = 97;
+constexpr int kReservedSharedMemoryPerBlock = 111;
 constexpr int kUint8 = 0, kUint16 = 1, kNoSwizzle = 0, kSwizzle128B = 3, kPromote64B = 1;
-constexpr unsigned kSharedBytesWithoutAsking = 48 * 1024;
+constexpr unsigned kSharedBytesByDefault = 48 * 1024;
 
 class Library {
   public:
@@ -41,7 +46,7 @@ class Library {
     }
 
   private:
-    void* handle_ = nullptr;  // never closed: functions of it live in static tables
+    void* handle_ = nullptr;  // never closed, because static tables point to its functions
 };
 
 struct Driver {
@@ -103,22 +108,37 @@ struct Nvrtc {
 
 }  // namespace
 
-DeviceFacts current_device() {
+const DeviceFacts& current_device() {
     const Driver& cuda = driver();
-    int device = 0, major = 0, minor = 0;
+    int device = 0;
     cuda.check(cuda.current_device(&device), "the current device");
-    cuda.check(cuda.attribute(&major, kComputeCapabilityMajor, device), "the compute capability");
-    cuda.check(cuda.attribute(&minor, kComputeCapabilityMinor, device), "the compute capability");
-    return {device, 10 * major + minor};
+    static std::mutex mutex;
+    static auto* known = new std::map<int, DeviceFacts>;  // its entries do not move
+    const std::lock_guard lock(mutex);
+    const auto found = known->find(device);
+    if (found != known->end()) return found->second;
+    const auto ask = [&](int attribute) {
+        int value = 0;
+        cuda.check(cuda.attribute(&value, attribute, device), "an attribute of the device");
+        return value;
+    };
+    const int arch = 10 * ask(kComputeCapabilityMajor) + ask(kComputeCapabilityMinor);
+    const DeviceFacts facts{device,
+                            arch,
+                            ask(kMultiprocessorCount),
+                            ask(kMaxSharedMemoryPerMultiprocessor),
+                            ask(kMaxSharedMemoryPerBlockOptin),
+                            ask(kReservedSharedMemoryPerBlock)};
+    return known->emplace(device, facts).first->second;
 }
 
-Function load(const void* cubin, const char* name, unsigned shared_bytes) {
+Function load(const void* cubin, const char* kernel, unsigned shared_bytes) {
     const Driver& cuda = driver();
     void *module = nullptr, *function = nullptr;
-    cuda.check(cuda.load_module(&module, cubin), name);
-    cuda.check(cuda.get_function(&function, module, name), name);
-    if (shared_bytes > kSharedBytesWithoutAsking)
-        cuda.check(cuda.set_attribute(function, kMaxDynamicSharedSize, static_cast<int>(shared_bytes)), name);
+    cuda.check(cuda.load_module(&module, cubin), kernel);
+    cuda.check(cuda.get_function(&function, module, kernel), kernel);
+    if (shared_bytes > kSharedBytesByDefault)
+        cuda.check(cuda.set_attribute(function, kMaxDynamicSharedSize, static_cast<int>(shared_bytes)), kernel);
     return function;
 }
 
@@ -136,7 +156,7 @@ TensorMap encode(const Matrix& matrix, const void* pointer) {
     TensorMap map;
     const std::uint64_t sizes[] = {matrix.width, matrix.height}, pitches[] = {matrix.pitch};
     const std::uint32_t box[] = {matrix.box_width, matrix.box_height}, steps[] = {1, 1};
-    cuda.check(cuda.encode(map.bytes, matrix.item == 1 ? kUint8 : kUint16, 2, const_cast<void*>(pointer), sizes, pitches, box,
+    cuda.check(cuda.encode(map.bytes, matrix.item_bytes == 1 ? kUint8 : kUint16, 2, const_cast<void*>(pointer), sizes, pitches, box,
                            steps, 0, matrix.swizzle ? kSwizzle128B : kNoSwizzle, kPromote64B, 0),
                "encoding a tensor map");
     return map;

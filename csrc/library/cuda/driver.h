@@ -1,47 +1,52 @@
-// The CUDA driver and NVRTC, opened where there is one: nothing of CUDA is needed to build or load this library.
+// The CUDA driver and NVRTC. Both are opened when they are first called, so that the library is built and loaded on
+// machines without CUDA.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <string>
-#include <string_view>
 #include <vector>
 
 namespace mglu::cuda {
 
 struct DeviceFacts {
-    int device;  // the driver's number, of the current context
+    int device;  // the driver's number
     int arch;    // 90 for compute capability 9.0
+    int sms;
+    int shared_bytes_per_sm;
+    int max_shared_bytes_per_block;       // of dynamic shared memory
+    int reserved_shared_bytes_per_block;  // that the driver keeps for itself
 };
 
-// Of the current context.
-DeviceFacts current_device();
+// The device of the current context. It is asked once a process.
+const DeviceFacts& current_device();
 
-// A kernel in the current context.
+// A kernel in the current context, which may be launched with `shared_bytes` of dynamic shared memory.
 using Function = void*;
-Function load(const void* cubin, const char* name, unsigned shared_bytes);
+Function load(const void* cubin, const char* kernel, unsigned shared_bytes);
 
 struct Geometry {
     unsigned grid_x, grid_y, threads, shared_bytes;
     bool overlap;  // may be set up while the kernel before it in the stream still runs
 };
 
-// A matrix in rows, as the copy engine takes boxes of it (mglu_ops/backends/cuda/tensor_map.py). Sizes but `pitch` (bytes
-// from a row to the next) are in elements.
+// A row-major matrix and the box in which TMA copies it (mglu_ops/backends/cuda/tensor_map.py). Sizes are in elements,
+// except `pitch`.
 struct Matrix {
-    int item;  // bytes of an element, 1 or 2
-    std::uint64_t width, height, pitch;
+    int item_bytes;  // of an element, 1 or 2
+    std::uint64_t width, height;
+    std::uint64_t pitch;  // bytes from a row to the next
     std::uint32_t box_width, box_height;
     bool swizzle;
 };
 
-// What the driver encodes of it, as kernels take it.
+// CUtensorMap, as kernels take it.
 struct alignas(64) TensorMap {
     unsigned char bytes[128];
 };
 TensorMap encode(const Matrix& matrix, const void* pointer);
 
-// `parameters` are the one argument of every kernel.
+// `parameters` points to the one argument that every kernel has.
 void launch(Function function, const Geometry& geometry, void* stream, void* parameters);
 
 struct Source {
@@ -49,7 +54,7 @@ struct Source {
     const char* text;
 };
 
-// The cubin of `sources[0]`, which may include the others.
+// The cubin of `sources[0]`, which may include the others, by NVRTC.
 std::vector<char> compile(const std::vector<Source>& sources, int arch, const std::vector<std::string>& options);
 
 }  // namespace mglu::cuda

@@ -1,4 +1,4 @@
-// What is compiled into the library: cubins, and which of them runs a problem.
+// The kernels that are compiled into the library, and the table that says which of them runs a call.
 #pragma once
 
 #include <cstddef>
@@ -9,52 +9,58 @@
 namespace mglu::cuda {
 
 struct Cubin {
-    const char* name;  // of its kernel
+    const char* kernel;  // the name of its function
     const unsigned char* code;
 };
 
-// What a kernel is compiled for. Numbers of types are those of csrc/cuda/element.cuh; route is -1 for none.
+// What a kernel is compiled for. The numbers of element types are those of csrc/cuda/element.cuh.
 struct Variant {
-    int arch;
-    int element;
+    int arch;        // 90 for compute capability 9.0
+    int element;     // of x and W
     int n_masks;
-    int activation;
-    int route;
+    int activation;  // its code in csrc/cpu/activation.h
+    int route;       // element type of route_weights; -1 without them
 
-    bool operator==(const Variant& other) const {
-        return arch == other.arch && element == other.element && n_masks == other.n_masks &&
-               activation == other.activation && route == other.route;
-    }
+    bool operator==(const Variant& other) const = default;
 };
 
-// What makes the copy of x that tile_wgmma reads where x is turned, on the same stream before it.
-struct Turn {
-    int cubin;  // -1 for a kernel that reads x as it is
+// The launch of permute_x, which copies x into the order of columns that a sparse tile_wgmma reads, on the same stream
+// before it.
+struct PermuteX {
+    int cubin = -1;  // -1 for a kernel that reads x as it is
     unsigned blocks;
     std::int64_t bytes;  // of the copy
 };
 
-// How tile_wgmma copies x, W and the masks.
+// The boxes in which tile_wgmma's producer warps copy x, W and the masks by TMA.
 struct Boxes {
-    std::uint32_t tokens;      // of a box of x, where there are as many; unused where x is turned
-    std::uint32_t rows;        // of W and the masks; 0 for a kernel that copies by itself
-    std::uint32_t mask_bytes;  // of a row; 0 where the masks' rows are no multiples of 16 bytes
+    std::uint32_t tokens;      // of x, if the call has as many; unused where x is permuted
+    std::uint32_t rows;        // of W and the masks; 0 for a kernel that does not use TMA
+    std::uint32_t mask_bytes;  // of a row; 0 where the masks' rows are no multiples of 16 bytes, and TMA cannot copy them
     bool swizzle_masks;
 };
 
-// The tuned launch of a layer for some numbers of tokens: made by mglu_ops/packaging/device_code.py from the one place
-// that holds such choices, mglu_ops/backends/cuda/choice.py.
+// The launch of a layer for a range of numbers of tokens. mglu_ops/packaging/device_code.py writes these rows from the
+// launches that Python's CUDA backend chooses. What depends on the GPU at hand is computed here, in launch.cpp.
 struct TunedLaunch {
     Variant variant;
-    std::int64_t out_features, in_features;
-    std::int64_t first_tokens, last_tokens;
+    std::int64_t out_features;
+    std::int64_t in_features;
+    std::int64_t first_tokens;
+    std::int64_t last_tokens;
     int cubin;
-    Geometry geometry;
-    Turn turn;
+    unsigned blocks;         // into which the work divides, a multiple of `cluster`
+    unsigned cluster;        // blocks of a thread block cluster
+    bool persistent;         // its blocks loop over the work, so that a grid needs no more of them than the GPU has SMs
+    unsigned threads;        // of a block
+    unsigned shared_bytes;   // of dynamic shared memory that a block needs
+    unsigned blocks_per_sm;  // 0, or the number above which blocks wait, so that no SM idles while another has more
+    bool overlap;            // may be set up while the kernel before it in the stream still runs
+    PermuteX permute_x;
     Boxes boxes;
 };
 
-// The kernel that takes any layout, for one token a pass or four.
+// A kernel that takes any layout, and `tokens` (1 or 4) tokens a block.
 struct PlainKernel {
     Variant variant;
     int tokens;
@@ -71,7 +77,7 @@ struct Kernels {
 
 Kernels kernels();
 
-// The sources of the plain kernel, its own first.
+// The sources of the plain kernel for NVRTC: plain.cu, then all headers of csrc/cuda.
 std::vector<Source> plain_sources();
 
 }  // namespace mglu::cuda

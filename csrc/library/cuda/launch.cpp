@@ -15,7 +15,7 @@ namespace mglu::cuda {
 
 namespace {
 
-// csrc/cuda/params.cuh
+// The same struct as in csrc/cuda/params.cuh.
 struct Params {
     const void *x, *weight, *masks, *route;
     void* out;
@@ -25,75 +25,80 @@ struct Params {
 };
 static_assert(sizeof(Params) == 128);
 
-// csrc/cuda/tile.cuh
+// The same struct as in csrc/cuda/tile.cuh.
 struct TileParams {
     Params params;
     TensorMap x, weight, masks;
 };
 static_assert(sizeof(TileParams) == 512);
 
-constexpr std::int64_t kMostTokens = 512;  // of a launch; more go in several
-constexpr unsigned kPlainThreads = 256, kPlainWarps = 8, kTurnThreads = 256;
+constexpr std::int64_t kMaxTokens = 512;  // of a launch; a call with more makes several (MAX_TOKENS in device_code.py)
+constexpr unsigned kPlainThreads = 256, kPlainWarps = 8, kPermuteThreads = 256;
 
-int element(const char* what, Scalar dtype) {
+std::int64_t item_bytes(Scalar dtype) { return dtype == Scalar::float32 ? 4 : 2; }
+
+// The number of an element type in csrc/cuda/element.cuh.
+int element(const char* argument, Scalar dtype) {
     switch (dtype) {
         case Scalar::float16: return 0;
         case Scalar::bfloat16: return 1;
         case Scalar::float32: return 2;
-        default: throw std::invalid_argument(std::string(what) + ": got dtype " + name(dtype) +
-                                             ", the GPU kernels have float16, bfloat16 and float32");
+        default: refuse(std::string(argument) + ": got dtype " + name(dtype) +
+                        ", the GPU kernels have float16, bfloat16 and float32");
     }
 }
 
-bool aligned(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0; }
-
-// Whether the layout is the one that tuned kernels were compiled for: whole, and in 16-byte vectors.
-bool is_tuned_layout(const Layer& layer) {
-    return layer.weight.is_contiguous() && layer.packed_masks.is_contiguous() && aligned(layer.weight.data) &&
-           aligned(layer.packed_masks.data);
+// Whether the layout is the one that the tuned kernels are compiled for: contiguous, in aligned 16-byte vectors.
+bool has_tuned_layout(const LayerCall& call) {
+    return call.weight.is_contiguous() && call.packed_masks.is_contiguous() && call.weight.is_aligned() &&
+           call.packed_masks.is_aligned();
 }
 
-// Cubins of one major architecture run on its later minor ones.
+// A cubin runs on its own architecture, and on later minor versions of the same major one.
 bool runs_on(int built, int device) { return built / 10 == device / 10 && built <= device; }
 
-Params parameters(const Call& call, std::int64_t first, std::int64_t tokens) {
-    const Layer& layer = *call.layer;
-    const std::int64_t item = layer.x.dtype == Scalar::float32 ? 4 : 2;
-    const std::int64_t* weight = layer.weight.strides;
-    const std::int64_t* masks = layer.packed_masks.strides;
+// Whether a kernel that was compiled for `built` computes what `wanted` asks for, on the device of `wanted`.
+bool serves(const Variant& built, Variant wanted) {
+    if (runs_on(built.arch, wanted.arch)) wanted.arch = built.arch;
+    return built == wanted;
+}
+
+// The parameters of a launch for `tokens` tokens, from token `first` on.
+Params parameters(const LayerCall& call, void* out, std::int64_t first, std::int64_t tokens) {
+    const std::int64_t item = item_bytes(call.x.dtype);
     Params p{};
-    p.x = static_cast<const char*>(layer.x.data) + first * call.x_row_stride * item;
-    p.weight = layer.weight.data;
-    p.masks = layer.packed_masks.data;
-    p.out = static_cast<char*>(call.out) + first * layer.weight.sizes[0] * item;
+    p.x = static_cast<const char*>(call.x.data) + first * call.x_row_stride * item;
+    p.weight = call.weight.data;
+    p.masks = call.packed_masks.data;
+    p.out = static_cast<char*>(out) + first * call.out_features * item;
     p.x_row_stride = call.x_row_stride;
-    p.x_column_stride = layer.x.strides[layer.x.dims - 1];
-    p.weight_row_stride = weight[0];
-    p.weight_column_stride = weight[1];
-    p.mask_row_stride = masks[0];
-    p.mask_octet_stride = masks[1];
-    p.mask_stride = masks[2];
-    if (const Tensor* route = layer.route_weights) {
-        const std::int64_t route_item = route->dtype == Scalar::float32 ? 4 : 2;
-        p.route = static_cast<const char*>(route->data) + first * call.route_row_stride * route_item;
+    p.x_column_stride = call.x.last_stride();
+    p.weight_row_stride = call.weight.strides[0];
+    p.weight_column_stride = call.weight.strides[1];
+    p.mask_row_stride = call.packed_masks.strides[0];
+    p.mask_octet_stride = call.packed_masks.strides[1];
+    p.mask_stride = call.packed_masks.strides[2];
+    if (const auto& route = call.route_weights) {
+        p.route = static_cast<const char*>(route->data) + first * call.route_row_stride * item_bytes(route->dtype);
         p.route_row_stride = call.route_row_stride;
-        p.route_column_stride = route->strides[route->dims - 1];
+        p.route_column_stride = route->last_stride();
     }
     p.tokens = static_cast<std::int32_t>(tokens);
-    p.out_features = static_cast<std::int32_t>(layer.weight.sizes[0]);
-    p.in_features = static_cast<std::int32_t>(layer.weight.sizes[1]);
-    p.x_is_vectorizable = p.x_column_stride == 1 && aligned(p.x) && (tokens == 1 || call.x_row_stride * item % 16 == 0);
+    p.out_features = static_cast<std::int32_t>(call.out_features);
+    p.in_features = static_cast<std::int32_t>(call.in_features);
+    p.x_is_vectorizable = p.x_column_stride == 1 && reinterpret_cast<std::uintptr_t>(p.x) % 16 == 0 &&
+                          (tokens == 1 || call.x_row_stride * item % 16 == 0);
     return p;
 }
 
-// Kernels that were loaded, by device: modules belong to its context, and stay.
+// The kernels that are loaded, by device. They stay loaded.
 class Loaded {
   public:
     Function cubin(int device, int index, unsigned shared_bytes) {
         const std::lock_guard lock(mutex_);
         Function& function = cubins_[{device, index, shared_bytes}];
         const Cubin& cubin = kernels().cubins[index];
-        if (function == nullptr) function = load(cubin.code, cubin.name, shared_bytes);
+        if (function == nullptr) function = load(cubin.code, cubin.kernel, shared_bytes);
         return function;
     }
     Function compiled(int device, const Variant& variant, int tokens) {
@@ -118,93 +123,115 @@ class Loaded {
 };
 
 Loaded& loaded() {
-    static auto* kernels = new Loaded;  // not destroyed: the driver may be gone before
+    static auto* kernels = new Loaded;  // never destroyed, because the driver may be unloaded first
     return *kernels;
 }
 
-const TunedLaunch* find_tuned(const Variant& variant, const Layer& layer, std::int64_t tokens) {
+const TunedLaunch* find_tuned(const Variant& variant, const DeviceFacts& device, const LayerCall& call, std::int64_t tokens) {
     const Kernels all = kernels();
-    for (const TunedLaunch* launch = all.tuned; launch != all.tuned + all.n_tuned; ++launch) {
-        Variant wanted = variant;
-        if (runs_on(launch->variant.arch, variant.arch)) wanted.arch = launch->variant.arch;
-        if (launch->variant == wanted && launch->out_features == layer.weight.sizes[0] &&
-            launch->in_features == layer.weight.sizes[1] && launch->first_tokens <= tokens && tokens <= launch->last_tokens)
-            return launch;
-    }
-    return nullptr;
+    const TunedLaunch* end = all.tuned + all.n_tuned;
+    const TunedLaunch* found = std::find_if(all.tuned, end, [&](const TunedLaunch& row) {
+        return serves(row.variant, variant) && row.out_features == call.out_features && row.in_features == call.in_features &&
+               row.first_tokens <= tokens && tokens <= row.last_tokens &&
+               row.shared_bytes <= static_cast<unsigned>(device.max_shared_bytes_per_block);
+    });
+    return found != end ? found : nullptr;
 }
 
-void launch_tuned(const TunedLaunch& tuned, int device, Params& p, const Executor& executor) {
-    if (tuned.turn.cubin >= 0) {
-        Params turn = p;
-        turn.out = executor.allocate(tuned.turn.bytes, executor.context);
-        const Geometry geometry{tuned.turn.blocks, 1, kTurnThreads, 0, tuned.geometry.overlap};
-        launch(loaded().cubin(device, tuned.turn.cubin, 0), geometry, executor.stream, &turn);
-        p.x = turn.out;
-    }
-    const Function kernel = loaded().cubin(device, tuned.cubin, tuned.geometry.shared_bytes);
-    if (tuned.boxes.rows == 0) return launch(kernel, tuned.geometry, executor.stream, &p);
+unsigned grid_blocks(const TunedLaunch& tuned, const DeviceFacts& device) {
+    if (!tuned.persistent) return tuned.blocks;
+    const unsigned clusters = std::max(static_cast<unsigned>(device.sms) / tuned.cluster, 1u);
+    return std::min(tuned.blocks, clusters * tuned.cluster);
+}
+
+// What a block asks for: with more than a share of 1 / (blocks_per_sm + 1), no more than blocks_per_sm of them fit on an SM.
+unsigned reserved_shared_bytes(const TunedLaunch& tuned, const DeviceFacts& device) {
+    if (tuned.blocks_per_sm == 0) return tuned.shared_bytes;
+    const int share = device.shared_bytes_per_sm / static_cast<int>(tuned.blocks_per_sm + 1);
+    return std::max(tuned.shared_bytes, static_cast<unsigned>(share - device.reserved_shared_bytes_per_block + 128));
+}
+
+// Copies x into the order that `tuned` reads; the address of the copy.
+const void* permute_x(const TunedLaunch& tuned, const DeviceFacts& device, Params p, const Executor& executor) {
+    p.out = executor.allocate(tuned.permute_x.bytes, executor.context);
+    const Geometry geometry{tuned.permute_x.blocks, 1, kPermuteThreads, 0, tuned.overlap};
+    launch(loaded().cubin(device.device, tuned.permute_x.cubin, 0), geometry, executor.stream, &p);
+    return p.out;
+}
+
+TileParams tile_parameters(const TunedLaunch& tuned, const Params& p) {
     const Boxes& box = tuned.boxes;
     const auto height = static_cast<std::uint64_t>(p.out_features), width = static_cast<std::uint64_t>(p.in_features);
-    const auto mask_pitch = static_cast<std::uint64_t>(p.mask_row_stride);
     TileParams tile{p, {}, encode({2, width, height, 2 * width, 64, box.rows, true}, p.weight), {}};
-    if (tuned.turn.cubin < 0) {
+    if (tuned.permute_x.cubin < 0) {
         const auto tokens = static_cast<std::uint32_t>(p.tokens);
         const auto pitch = static_cast<std::uint64_t>(2 * p.x_row_stride);
         tile.x = encode({2, width, tokens, pitch, 64, std::min(box.tokens, tokens), true}, p.x);
     }
-    if (box.mask_bytes > 0)
-        tile.masks = encode({1, mask_pitch, height, mask_pitch, box.mask_bytes, box.rows, box.swizzle_masks}, p.masks);
-    launch(kernel, tuned.geometry, executor.stream, &tile);
+    if (box.mask_bytes > 0) {
+        const auto pitch = static_cast<std::uint64_t>(p.mask_row_stride);
+        tile.masks = encode({1, pitch, height, pitch, box.mask_bytes, box.rows, box.swizzle_masks}, p.masks);
+    }
+    return tile;
 }
 
-// A message once a process, where the road is right but slow.
-void say_once_that_it_is_slow(const Layer& layer) {
+void launch_tuned(const TunedLaunch& tuned, const DeviceFacts& device, Params p, const Executor& executor) {
+    if (tuned.permute_x.cubin >= 0) p.x = permute_x(tuned, device, p, executor);
+    const Geometry geometry{grid_blocks(tuned, device), 1, tuned.threads, reserved_shared_bytes(tuned, device), tuned.overlap};
+    const Function kernel = loaded().cubin(device.device, tuned.cubin, geometry.shared_bytes);
+    if (tuned.boxes.rows == 0) return launch(kernel, geometry, executor.stream, &p);
+    TileParams tile = tile_parameters(tuned, p);
+    launch(kernel, geometry, executor.stream, &tile);
+}
+
+// Prints a message, once a process.
+void say_that_the_kernel_is_slow(const LayerCall& call) {
     static std::once_flag said;
     std::call_once(said, [&] {
         std::fprintf(stderr,
                      "mglu: this libmglu_ops.so has no tuned kernel for a layer with weight %s, and uses the plain one, "
                      "several times slower; build it with --arch and --package for this GPU and this model\n",
-                     layer.weight.shape().c_str());
+                     call.weight.shape().c_str());
     });
 }
 
-void launch_plain(const Variant& variant, int device, Params& p, void* stream) {
+void launch_plain(const Variant& variant, const DeviceFacts& device, Params p, void* stream) {
     const int tokens = p.tokens == 1 ? 1 : 4;
     const auto ceil_div = [](int a, int b) { return static_cast<unsigned>((a + b - 1) / b); };
     const Geometry geometry{ceil_div(p.out_features, kPlainWarps), ceil_div(p.tokens, tokens), kPlainThreads, 0, false};
     const Kernels all = kernels();
-    const PlainKernel* found = std::find_if(all.plain, all.plain + all.n_plain, [&](const PlainKernel& plain) {
-        Variant wanted = variant;
-        if (runs_on(plain.variant.arch, variant.arch)) wanted.arch = plain.variant.arch;
-        return plain.variant == wanted && plain.tokens == tokens;
+    const PlainKernel* end = all.plain + all.n_plain;
+    const PlainKernel* found = std::find_if(all.plain, end, [&](const PlainKernel& plain) {
+        return serves(plain.variant, variant) && plain.tokens == tokens;
     });
-    const Function function = found != all.plain + all.n_plain ? loaded().cubin(device, found->cubin, 0)
-                                                               : loaded().compiled(device, variant, tokens);
+    const Function function = found != end ? loaded().cubin(device.device, found->cubin, 0)
+                                           : loaded().compiled(device.device, variant, tokens);
     launch(function, geometry, stream, &p);
 }
 
 }  // namespace
 
-void forward(const Call& call) {
-    const Layer& layer = *call.layer;
-    const std::int64_t* sizes = layer.weight.sizes;
-    if (sizes[0] >= INT32_MAX || sizes[1] >= 1 << 28)
-        throw std::invalid_argument("weight: got shape " + layer.weight.shape() + ", beyond the kernels' 32-bit indices");
-    const DeviceFacts facts = current_device();
-    if (facts.arch < 80) throw std::runtime_error("mglu: the GPU kernels need compute capability 8.0");
-    const Variant variant{facts.arch, element("x", layer.x.dtype), static_cast<int>(layer.packed_masks.sizes[2]),
-                          call.activation, layer.route_weights ? element("route_weights", layer.route_weights->dtype) : -1};
-    const bool is_tuned = is_tuned_layout(layer);
-    for (std::int64_t first = 0; first < call.tokens; first += kMostTokens) {
-        const std::int64_t tokens = std::min(kMostTokens, call.tokens - first);
-        Params p = parameters(call, first, tokens);
-        const TunedLaunch* tuned = is_tuned ? find_tuned(variant, layer, tokens) : nullptr;
+void forward(const LayerCall& call, void* out, const Executor& executor) {
+    if (call.out_features >= INT32_MAX || call.in_features >= 1 << 28)
+        refuse("weight: got shape " + call.weight.shape() + ", beyond the kernels' 32-bit indices");
+    const DeviceFacts& device = current_device();
+    if (device.arch < 80) throw std::runtime_error("mglu: the GPU kernels need compute capability 8.0");
+    const auto& route = call.route_weights;
+    const Variant variant{.arch = device.arch,
+                          .element = element("x", call.x.dtype),
+                          .n_masks = static_cast<int>(call.n_masks),
+                          .activation = call.activation,
+                          .route = route ? element("route_weights", route->dtype) : -1};
+    const bool tuned_layout = has_tuned_layout(call);
+    for (std::int64_t first = 0; first < call.tokens; first += kMaxTokens) {
+        const std::int64_t tokens = std::min(kMaxTokens, call.tokens - first);
+        const Params p = parameters(call, out, first, tokens);
+        const TunedLaunch* tuned = tuned_layout ? find_tuned(variant, device, call, tokens) : nullptr;
         if (tuned != nullptr) {
-            launch_tuned(*tuned, facts.device, p, *call.executor);
+            launch_tuned(*tuned, device, p, executor);
         } else {
-            say_once_that_it_is_slow(layer);
-            launch_plain(variant, facts.device, p, call.executor->stream);
+            say_that_the_kernel_is_slow(call);
+            launch_plain(variant, device, p, executor.stream);
         }
     }
 }

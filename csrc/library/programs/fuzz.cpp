@@ -1,10 +1,10 @@
-// Hostile input to what reads bytes from outside, for a build with sanitizers. No torch.
+// Gives hostile input to the code that reads bytes from outside; it is for a build with sanitizers, and needs no torch.
 //
 //   fuzz SECONDS PACKAGE
 //
-// Packages: truncated, with bytes changed, with whole fields set to extremes. A change inside a member must be found; of
-// the others none may read outside the file. Tensors: every kind of metadata, valid and not, for the operators. What
-// they accept must run. The order is fixed, so that a failure comes again; the exit code is 1 if a check is wrong.
+// Packages are truncated, and have bytes changed and fields set to extreme values: each change must be found, and no read
+// may go past the end. Tensors get every kind of metadata, valid and not: what the operators accept must run. The order
+// is fixed, so that a failure repeats. The exit code is 1 if a check is wrong.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -12,22 +12,24 @@
 #include <fstream>
 #include <iterator>
 #include <memory>
+#include <optional>
 #include <random>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "../../cpu/mglu_cpu.h"
-#include "../layer.h"
+#include "../forward.h"
+#include "../masks.h"
 #include "../package_check.h"
 
 namespace {
 
 using Clock = std::chrono::steady_clock;
-using Bytes = std::vector<unsigned char>;
+using Bytes = std::vector<char>;
 
-[[noreturn]] void fail(const std::string& words) {
-    std::fprintf(stderr, "fuzz: %s\n", words.c_str());
+[[noreturn]] void fail(const std::string& message) {
+    std::fprintf(stderr, "fuzz: %s\n", message.c_str());
     std::exit(1);
 }
 
@@ -45,49 +47,48 @@ class Random {
 };
 
 std::string problem(const Bytes& package) {
-    // A copy of exactly this size, so that a read past its end is one past an allocation.
-    const std::unique_ptr<unsigned char[]> exact(new unsigned char[package.size()]);
+    // A copy of exactly this size, so that a sanitizer sees a read past its end.
+    const std::unique_ptr<char[]> exact(new char[package.size()]);
     if (!package.empty()) std::memcpy(exact.get(), package.data(), package.size());
-    return mglu::package_problem(exact.get(), package.size(), "2.11", "");
+    return mglu::package_problem({exact.get(), package.size()}, "2.11", "");
 }
 
-// Whether the bytes of any member differ: then the checksum must tell.
-void fuzz_packages(const Bytes& package, Random& random, Clock::time_point end, long& runs) {
+void fuzz_truncations(const Bytes& package) {
     if (!problem(package).empty()) fail("the whole package is refused: " + problem(package));
     for (std::size_t size = 0; size < package.size(); size += 1 + size / 3)
         if (problem({package.begin(), package.begin() + static_cast<std::ptrdiff_t>(size)}).empty())
-            fail("a package cut to " + std::to_string(size) + " bytes is accepted");
-    const unsigned char extremes[] = {0x00, 0x01, 0x7f, 0x80, 0xff};
+            fail("a package truncated to " + std::to_string(size) + " bytes is accepted");
+}
+
+void fuzz_packages(const Bytes& package, Random& random, Clock::time_point end, long& runs) {
+    const char extremes[] = {0x00, 0x01, 0x7f, '\x80', '\xff'};
     while (Clock::now() < end) {
         Bytes changed = package;
-        const std::size_t tail = std::min<std::size_t>(changed.size(), 2048);  // the directory
+        const std::size_t tail = std::min<std::size_t>(changed.size(), 2048);  // the directory and the seal
         for (std::uint64_t n = 1 + random.below(6); n > 0; --n) {
             const bool in_tail = random.chance(70);
             const std::size_t at = in_tail ? changed.size() - 1 - random.below(tail) : random.below(changed.size());
             const std::size_t width = std::min<std::size_t>(1ull << random.below(4), changed.size() - at);
-            if (random.chance(50)) changed[at] ^= static_cast<unsigned char>(1 << random.below(8));
+            if (random.chance(50)) changed[at] = static_cast<char>(changed[at] ^ 1 << random.below(8));
             else std::memset(changed.data() + at, random.pick(extremes), width);
         }
         if (random.chance(10)) changed.resize(random.below(changed.size()));
-        problem(changed);
+        if (changed != package && problem(changed).empty()) fail("a change of bytes is not found");
         ++runs;
     }
 }
 
-// Every bit of a small package: those of members are found, each of them.
-void flip_each_bit(const Bytes& package, std::string_view member) {
-    const std::string_view text(reinterpret_cast<const char*>(package.data()), package.size());
-    const std::size_t start = text.find(member);
-    if (start == std::string_view::npos) fail("the package lacks the member to change");
+void flip_each_bit(const Bytes& package) {
     Bytes changed = package;
-    for (std::size_t bit = 0; bit < member.size() * 8; ++bit) {
-        changed[start + bit / 8] ^= static_cast<unsigned char>(1 << bit % 8);
-        if (problem(changed).empty()) fail("a changed bit in a member is not found");
-        changed[start + bit / 8] ^= static_cast<unsigned char>(1 << bit % 8);
+    for (std::size_t bit = 0; bit < package.size() * 8; ++bit) {
+        const auto flip = [&] { changed[bit / 8] = static_cast<char>(changed[bit / 8] ^ 1 << bit % 8); };
+        flip();
+        if (problem(changed).empty()) fail("a changed bit is not found");
+        flip();
     }
 }
 
-// A tensor of random metadata over an allocation of exactly the bytes that it spans.
+// A tensor of random metadata, and an allocation of exactly the bytes that it spans.
 struct Owned {
     mglu::Tensor tensor;
     std::vector<std::int64_t> sizes, strides;
@@ -154,7 +155,7 @@ void fuzz_tensors(Random& random, Clock::time_point end, long& accepted, long& r
                                 mglu::Scalar::int64, mglu::Scalar::float16, mglu::Scalar::float32, mglu::Scalar::float64,
                                 mglu::Scalar::boolean, mglu::Scalar::bfloat16, static_cast<mglu::Scalar>(99)};
     const char* activations[] = {"silu", "gelu", "gelu_tanh", "relu", "sigmoid", "tanh", "identity", "", "silu ", "SILU"};
-    // However slow the machine, some of both: a fuzzer that no longer gets past the checks would never end.
+    // A slow machine still gets some of both. If the checks refused everything, this would never end, and the test fail.
     while (Clock::now() < end || accepted <= 50 || refused <= 50) {
         const auto d = static_cast<std::int64_t>(random.below(40)), h = static_cast<std::int64_t>(random.below(90));
         const auto n = static_cast<std::int64_t>(random.below(18)), tokens = static_cast<std::int64_t>(random.below(12));
@@ -165,13 +166,11 @@ void fuzz_tensors(Random& random, Clock::time_point end, long& accepted, long& r
                 const auto weight = make(random, {d, h}, random.chance(3) ? random.pick(any) : dtype, false);
                 const auto masks = make(random, {d, (h + 7) / 8, n}, random.chance(3) ? random.pick(any) : mglu::Scalar::uint8, false);
                 const auto route = make(random, {tokens, n}, random.pick(floats), false);
-                const mglu::Layer layer{x->tensor, weight->tensor, masks->tensor, random.pick(activations),
-                                        random.chance(40) ? &route->tensor : nullptr};
-                mglu::check(layer);
-                if (mglu::needs_copy_of_x(layer) || mglu::needs_copy_of_weight(layer) || mglu::needs_copy_of_masks(layer) ||
-                    mglu::needs_copy_of_route_weights(layer))
-                    continue;
-                mglu::forward(layer, result(mglu::result_of(layer), layer.x.dtype)->tensor, executor);
+                const std::optional<mglu::Tensor> given = random.chance(40) ? std::optional(route->tensor) : std::nullopt;
+                const mglu::LayerCall call =
+                    mglu::describe(x->tensor, weight->tensor, masks->tensor, random.pick(activations), given);
+                if (mglu::needed_copies(call).any()) continue;
+                mglu::forward(call, result(call.result_sizes(), call.x.dtype)->tensor, executor);
             } else if (random.chance(50)) {
                 const auto masks = make(random, {n, d, h}, random.pick(any), random.chance(60));
                 mglu::check_masks(masks->tensor);
@@ -193,14 +192,15 @@ void fuzz_tensors(Random& random, Clock::time_point end, long& accepted, long& r
 
 }  // namespace
 
-int main(int count, char** words) {
+int main(int count, char** arguments) {
     if (count != 3) fail("usage: fuzz SECONDS PACKAGE");
-    std::ifstream file(words[2], std::ios::binary);
+    std::ifstream file(arguments[2], std::ios::binary);
     const Bytes package((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-    const auto half = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::atof(words[1]) / 2));
+    const auto half = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::atof(arguments[1]) / 2));
     Random random;
     long packages = 0, accepted = 0, refused = 0;
-    flip_each_bit(package, "mglu_ops_torch");
+    fuzz_truncations(package);
+    flip_each_bit(package);
     fuzz_packages(package, random, Clock::now() + half, packages);
     fuzz_tensors(random, Clock::now() + half, accepted, refused);
     std::printf("%ld packages, %ld calls refused, %ld run\n", packages, refused, accepted);

@@ -1,9 +1,10 @@
-// Runs a package with no Python in the process, and compares what it gives with what eager gave.
+// Runs a package in a process without Python, and compares its results with results of eager PyTorch.
 //
 //   run_package MODEL.pt2 [--weights FILE] [--time CALLS] [--tolerance ERROR] INPUT RESULT [INPUT RESULT ...]
 //
-// FILE is what mglu_ops.export(..., weights=FILE) wrote, for packages without weights of their own. INPUT and RESULT are tensors as mglu_ops.packaging.tensor_file writes them, of a model with one of each. The exit code is
-// 0 if every result agrees to a relative error of ERROR (default 1e-5), 1 if one does not, 2 if something is wrong.
+// The model has one input and one result. INPUT and RESULT are files that mglu_ops.packaging.tensor_file wrote. FILE is what
+// mglu_ops.export(..., weights=FILE) wrote, for packages without weights of their own. The exit code is 0 if every result
+// agrees to a relative error of ERROR (default 1e-5), 1 if one does not, 2 if something is wrong.
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
@@ -49,7 +50,7 @@ at::Tensor read_tensor(const std::string& path) {
 
 using Tensors = std::unordered_map<std::string, at::Tensor>;
 
-// The tensors of a file of weights by name: torch.save of Python wrote them.
+// The tensors of a weights file, by name. Python's torch.save wrote it.
 Tensors read_weights(const std::string& path, at::Device device) {
     std::ifstream file(path, std::ios::binary);
     if (!file) throw std::runtime_error(path + " cannot be read");
@@ -60,7 +61,7 @@ Tensors read_weights(const std::string& path, at::Device device) {
     return tensors;
 }
 
-// Gives a model the tensors that it needs, which have to outlive it; other packages may share them.
+// Gives a model the tensors that it needs. They must outlive it, and other models may share them.
 void give_weights(torch::inductor::AOTIModelPackageLoader& model, const Tensors& weights) {
     Tensors needed;
     for (const std::string& name : model.get_constant_fqns()) {
@@ -73,7 +74,7 @@ void give_weights(torch::inductor::AOTIModelPackageLoader& model, const Tensors&
 
 double relative_error(const at::Tensor& result, const at::Tensor& expected) {
     if (result.sizes() != expected.sizes() || result.scalar_type() != expected.scalar_type())
-        throw std::runtime_error("the result has another shape or dtype than eager's");
+        throw std::runtime_error("the result has another shape or dtype than RESULT");
     const at::Tensor exact = expected.to(at::kDouble);
     const double norm = exact.norm().item<double>();
     const double error = result.to(at::kCPU).to(at::kDouble).sub(exact).norm().item<double>();
@@ -105,7 +106,7 @@ Options read_options(int count, char** words) {
     return options;
 }
 
-// Microseconds a call, the best of five rounds.
+// Microseconds per call, the best of five rounds.
 double time_calls(torch::inductor::AOTIModelPackageLoader& model, const at::Tensor& input, int calls) {
     double best = 1e30;
     for (int round = 0; round < 5; ++round) {
@@ -119,12 +120,12 @@ double time_calls(torch::inductor::AOTIModelPackageLoader& model, const at::Tens
 }
 
 int run(const Options& options) {
-#ifndef MGLU_WITHOUT_LIBRARY  // for packages that have all their code in them, to show that they do
+#ifndef MGLU_WITHOUT_LIBRARY  // defined in run_package_alone, which shows that a package needs no operator library
     if (const char* problem = mglu_check_package(options.package.c_str(), TORCH_VERSION, nullptr))
         throw std::runtime_error(problem);
 #endif
     at::set_num_threads(1);
-    Tensors weights;  // outlives the model
+    Tensors weights;  // declared first, so that it outlives the model
     torch::inductor::AOTIModelPackageLoader model(options.package);
     auto about = model.get_metadata();
     const auto device = about.at("mglu_ops_device") == "cuda" ? at::kCUDA : at::kCPU;

@@ -1,0 +1,21 @@
+// What a call runs on: the threads of a pool, or a stream of a GPU.
+#pragma once
+
+#include <cstdint>
+
+#include "../cpu/mglu_cpu.h"
+
+namespace mglu {
+
+// Allocates memory on the GPU for the kernels that are launched next on the stream, aligned to 16 bytes. The next call may
+// free it.
+using Allocate = void* (*)(std::int64_t bytes, void* context);
+
+struct Executor {
+    cpu::ParallelFor parallel_for = nullptr;  // torch's, or any other
+    void* stream = nullptr;                   // CUstream
+    Allocate allocate = nullptr;
+    void* context = nullptr;                  // the last argument of `allocate`
+};
+
+}  // namespace mglu

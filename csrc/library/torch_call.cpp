@@ -1,0 +1,131 @@
+#include "torch_call.h"
+
+#include <optional>
+#include <vector>
+
+#include "forward.h"
+#include "layer_call.h"
+#include "masks.h"
+
+// Weak, because a torch without CUDA lacks this function, and the library may be built beside such a torch.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(std::int32_t device, void** stream);
+
+namespace mglu {
+
+namespace {
+
+// Memory of torch's for kernels. It may be freed, or allocated again, while they still run: whoever gets it next launches
+// on the same stream, after them.
+class Workspace {
+  public:
+    explicit Workspace(const Tensor& like) : like_(like) {}
+    static void* allocate(std::int64_t bytes, void* workspace) {
+        auto* self = static_cast<Workspace*>(workspace);
+        self->held_ = empty({bytes}, Scalar::uint8, self->like_);
+        return view(self->held_.get()).data;
+    }
+
+  private:
+    const Tensor& like_;
+    Handle held_;
+};
+
+// The threads of torch's pool, and torch's current stream of the tensor's GPU.
+Executor executor_for(const Tensor& tensor) {
+    Executor executor{torch_parallel_for};
+    if (tensor.device == Device::cuda) {
+        if (aoti_torch_get_current_cuda_stream == nullptr) throw std::runtime_error("mglu: this torch has no CUDA");
+        raise_unless_ok(aoti_torch_get_current_cuda_stream(tensor.device_index, &executor.stream), "its stream");
+    }
+    return executor;
+}
+
+// While it lives, the tensor's GPU is the current device.
+class DeviceGuard {
+  public:
+    explicit DeviceGuard(const Tensor& tensor) {
+        if (tensor.device == Device::cuda)
+            raise_unless_ok(aoti_torch_create_device_guard(tensor.device_index, &guard_), "its device");
+    }
+    DeviceGuard(const DeviceGuard&) = delete;
+    DeviceGuard& operator=(const DeviceGuard&) = delete;
+    ~DeviceGuard() {
+        if (guard_ != nullptr) aoti_torch_delete_device_guard(guard_);
+    }
+
+  private:
+    DeviceGuardHandle guard_ = nullptr;
+};
+
+// Writes 1 where a value is above 0, else 0. A float is above 0 if its bits, read as an integer, lie in 1 .. infinity;
+// those of a NaN or a negative number lie above.
+template <typename Bits>
+void positive(const Tensor& logits, std::uint8_t* bytes, Bits infinity) {
+    const auto* data = static_cast<const Bits*>(logits.data);
+    for (std::int64_t i = 0; i < logits.elements(); ++i) bytes[i] = data[i] != 0 && data[i] <= infinity;
+}
+
+// The tensor of `handle`, or of a contiguous copy that `owner` keeps.
+Tensor view_or_copy(AtenTensorHandle handle, bool copy, Handle& owner) {
+    if (!copy) return view(handle);
+    owner = contiguous_copy(handle);
+    return view(owner.get());
+}
+
+}  // namespace
+
+Handle pack_masks(AtenTensorHandle handle) {
+    const Tensor masks = view(handle);
+    check_masks(masks);
+    Handle result = empty(packed_sizes(masks), Scalar::uint8, masks);
+    pack_masks(masks, view(result.get()), executor_for(masks));
+    return result;
+}
+
+Handle pack_logits(AtenTensorHandle handle) {
+    Tensor logits = view(handle);
+    check_masks(logits);
+    Handle copy;
+    logits = view_or_copy(handle, !logits.is_contiguous(), copy);
+    Handle bits = empty({logits.sizes, logits.sizes + logits.dims}, Scalar::boolean, logits);
+    auto* bytes = static_cast<std::uint8_t*>(view(bits.get()).data);
+    switch (logits.dtype) {
+        case Scalar::float16: positive<std::uint16_t>(logits, bytes, 0x7C00); break;
+        case Scalar::bfloat16: positive<std::uint16_t>(logits, bytes, 0x7F80); break;
+        case Scalar::float32: positive<std::uint32_t>(logits, bytes, 0x7F800000); break;
+        case Scalar::float64: positive<std::uint64_t>(logits, bytes, 0x7FF0000000000000); break;
+        default: refuse(std::string("mask_logits: got dtype ") + name(logits.dtype) + ", must be floating");
+    }
+    return pack_masks(bits.get());
+}
+
+Handle unpack_masks(AtenTensorHandle handle, std::int64_t in_features) {
+    const Tensor packed = view(handle);
+    check_packed(packed, in_features);
+    Handle result = empty({packed.sizes[2], packed.sizes[0], in_features}, Scalar::boolean, packed);
+    unpack_masks(packed, in_features, view(result.get()), executor_for(packed));
+    return result;
+}
+
+Handle forward(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle packed_masks, std::string_view activation,
+               AtenTensorHandle route_weights) {
+    Handle owners[4];
+    const auto describe_with = [&](const Copies& copies) {
+        std::optional<Tensor> route;
+        if (route_weights != nullptr) route = view_or_copy(route_weights, copies.route_weights, owners[3]);
+        return describe(view_or_copy(x, copies.x, owners[0]), view_or_copy(weight, copies.weight, owners[1]),
+                        view_or_copy(packed_masks, copies.packed_masks, owners[2]), activation, route);
+    };
+    LayerCall call = describe_with({});
+    if (const Copies copies = needed_copies(call); copies.any()) call = describe_with(copies);
+    const DeviceGuard guard(call.x);
+    Handle result = empty(call.result_sizes(), call.x.dtype, call.x);
+    Workspace workspace(call.x);
+    Executor executor = executor_for(call.x);
+    executor.allocate = Workspace::allocate;
+    executor.context = &workspace;
+    forward(call, view(result.get()), executor);
+    return result;
+}
+
+}  // namespace mglu

@@ -1,0 +1,20 @@
+// The operators on torch's handles: they allocate results, and copy tensors whose layout no kernel takes.
+//
+// All throw std::invalid_argument for arguments that are wrong, std::runtime_error if torch or a kernel fails.
+#pragma once
+
+#include <string_view>
+
+#include "torch_tensor.h"
+
+namespace mglu {
+
+Handle pack_masks(AtenTensorHandle masks);
+Handle pack_logits(AtenTensorHandle mask_logits);  // packs `mask_logits > 0`
+Handle unpack_masks(AtenTensorHandle packed_masks, std::int64_t in_features);
+
+// `route_weights` may be null.
+Handle forward(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle packed_masks, std::string_view activation,
+               AtenTensorHandle route_weights);
+
+}  // namespace mglu
