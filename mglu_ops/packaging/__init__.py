@@ -1,6 +1,9 @@
-"""From a model to a package of machine code, and back: `export` and `load`, and the operator library for C++ programs.
+"""Packages of machine code, and the operator library for C++ programs; `csrc/README.md` shows how to use both.
 
-`package` reads what a package says of itself, `export` makes one, `load` checks it against this process and opens it,
-`library` builds and opens `libmglu_ops.so`, `shim` is how a package calls that without a dispatcher, `command` the
-command line. Importing this loads none of them: the first uses `torch.export`, the others a compiler.
+- `export` compiles a model into a package, `package` holds and reads its description, `load` checks and loads it.
+- `library` builds and loads `libmglu_ops.so`; `device_code` compiles the CUDA kernels that go into it.
+- `shim` lets a package call the library without torch's dispatcher.
+- `tensor_file` writes tensors for C++ programs; `command` is the command line.
+
+Importing `mglu_ops.packaging` imports none of them, because they import parts of torch that take long to load.
 """

@@ -1,4 +1,4 @@
-"""The command line of `export` and `build-runtime`. Light to import."""
+"""The command line of `export` and `build-runtime`. Importing it imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .. import factory
 EXPORT = "Compiles a model into a package for inference, with the masks of its MGLU layers packed."
 BUILD = (
     "Builds libmglu_ops.so, with which a C++ program runs packages without Python, and packages made with --shim run "
-    "anywhere. Needs a C++17 compiler, and neither CUDA nor CMake."
+    "anywhere. Needs CMake (pip install cmake) and a C++20 compiler, and no CUDA."
 )
 
 
@@ -20,13 +20,13 @@ def add_parser(subparsers: Any) -> None:
     """Add `export` and `build-runtime` to the commands."""
     parser = subparsers.add_parser("export", help="compile a model into a package", description=EXPORT)
     parser.add_argument("model", metavar=factory.METAVAR, help=factory.HELP)
-    parser.add_argument("path", type=Path, metavar="PACKAGE", help="to write, a .pt2 file")
+    parser.add_argument("path", type=Path, metavar="PACKAGE", help="the .pt2 file to write")
     parser.add_argument(
         "--backend",
         default="auto",
-        help="auto (default), cpu or cuda (the operator), triton or composite (code inside)",
+        help="auto (default), cpu or cuda (the operator), triton or composite (code in the package)",
     )
-    parser.add_argument("--static", action="store_true", help="take the shapes of the example only")
+    parser.add_argument("--static", action="store_true", help="take no other shapes than those of the example")
     parser.add_argument("--shim", action="store_true", help="call libmglu_ops.so directly, past torch's dispatcher")
     parser.add_argument("--weights", type=Path, metavar="FILE", help="keep the tensors in FILE, for packages to share")
     parser.add_argument("--multi-arch", action="store_true", help="add code for later GPUs (before Hopper)")
@@ -41,7 +41,12 @@ def add_parser(subparsers: Any) -> None:
         "--arch", action="append", default=[], metavar="SM", help="compile kernels for this GPU now, as sm_90"
     )
     parser.add_argument(
-        "--package", action="append", default=[], type=Path, metavar="PACKAGE", help="whose kernels these are"
+        "--package",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="PACKAGE",
+        help="the package to whose layers these kernels belong",
     )
     parser.add_argument(
         "--kernels-only", action="store_true", help="write the kernels to DIR, for CMake's MGLU_KERNELS"
@@ -50,10 +55,12 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run_export(options: argparse.Namespace) -> int:
-    """Export; its exit code."""
+    """Run `export` and return its exit code: 2 for an error of the user."""
     from compile_passes.fusion import FusionError
 
     from .export import export
+    from .library import BuildError
+    from .package import PackageError
 
     try:
         model, inputs = factory.load_model(options.model)
@@ -68,7 +75,7 @@ def run_export(options: argparse.Namespace) -> int:
             multi_arch=options.multi_arch,
             strict=options.strict,
         )
-    except (ValueError, FusionError) as error:
+    except (ValueError, OSError, BuildError, FusionError, PackageError) as error:
         print(f"python -m mglu_ops export: error: {error}", file=sys.stderr)
         return 2
     print(info)
@@ -76,7 +83,7 @@ def run_export(options: argparse.Namespace) -> int:
 
 
 def run_build(options: argparse.Namespace) -> int:
-    """Build; its exit code."""
+    """Run `build-runtime` and return its exit code: 2 for an error of the user."""
     from .library import BuildError, build_runtime, write_kernels
     from .package import PackageError
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..activations import ACTIVATIONS
-from ..backends.cuda import Plain, TileWgmma
+from ..backends.cuda import DecodeMma, Plain, TileWgmma
 from ..backends.cuda.choice import choose
 from ..backends.cuda.compiler import CompileError, compile_cubin, source_directory
 from ..backends.cuda.device import Gpu, gpu_of_architecture
@@ -30,8 +30,11 @@ from .package import LayerInfo, PackageError, read_info
 TABLE = "mglu_kernels.inc"
 """The file that `csrc/library/cuda/kernels.cpp` includes."""
 
-MOST_TOKENS = 512
-"""The most tokens of one launch (kMostTokens of csrc/library/cuda/launch.cpp). More tokens take several launches."""
+MAX_TOKENS = 512
+"""The most tokens of one launch (kMaxTokens of csrc/library/cuda/launch.cpp). More tokens take several launches."""
+
+_MANY_SMS = 1 << 30
+"""So many that they limit no grid: C++ limits the grid of a persistent kernel to the SMs of its GPU."""
 
 
 def write(folder: Path, archs: Sequence[str], packages: Sequence[str | Path]) -> None:
@@ -89,7 +92,7 @@ class _Cubins:
             number = self._found[key] = len(self._found)
             (self.folder / f"{number}.cubin").write_bytes(_compile(kernel, target, defines))
             self.embedded.append(f'MGLU_EMBED(mglu_cubin_{number}, "{number}.cubin");')
-            self.lines.append(f'{{"mglu_{kernel}", mglu_cubin_{number}}}')
+            self.lines.append(_row(kernel=f'"mglu_{kernel}"', code=f"mglu_cubin_{number}"))
         return self._found[key]
 
 
@@ -129,19 +132,34 @@ def _call(layer: LayerInfo, tokens: int) -> LayerCall:
     )
 
 
+def _row(**fields: object) -> str:
+    """A C++ initializer with named fields, in the order in which csrc/library/cuda/kernels.h declares them."""
+    texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in fields.items()}
+    return f"{{{', '.join(f'.{name} = {text}' for name, text in texts.items())}}}"
+
+
 def _variant(call: LayerCall, gpu: Gpu) -> str:
-    route = -1 if call.route_dtype is None else ELEMENTS[call.route_dtype]
-    arch = 10 * gpu.arch[0] + gpu.arch[1]
-    numbers = arch, ELEMENTS[call.dtype], call.n_masks, ACTIVATIONS[call.activation].code, route
-    return f"{{{', '.join(map(str, numbers))}}}"
+    return _row(
+        arch=10 * gpu.arch[0] + gpu.arch[1],
+        element=ELEMENTS[call.dtype],
+        n_masks=call.n_masks,
+        activation=ACTIVATIONS[call.activation].code,
+        route=-1 if call.route_dtype is None else ELEMENTS[call.route_dtype],
+    )
 
 
 def _tuned(layer: LayerInfo, gpu: Gpu, cubins: _Cubins) -> Iterator[str]:
-    """A line for each run of numbers of tokens that are launched alike."""
-    for (first, last), entry in _runs(range(1, MOST_TOKENS + 1), lambda tokens: _launch(layer, gpu, tokens, cubins)):
-        if entry is not None:
-            shape = f"{layer.out_features}, {layer.in_features}, {first}, {last}"
-            yield f"{{{_variant(_call(layer, first), gpu)}, {shape}, {entry}}}"
+    """A row for each run of numbers of tokens that are launched alike."""
+    for (first, last), launch in _runs(range(1, MAX_TOKENS + 1), lambda tokens: _launch(layer, gpu, tokens, cubins)):
+        if launch is not None:
+            yield _row(
+                variant=_variant(_call(layer, first), gpu),
+                out_features=layer.out_features,
+                in_features=layer.in_features,
+                first_tokens=first,
+                last_tokens=last,
+                **launch,
+            )
 
 
 def _runs(numbers: Iterable[int], value: Any) -> Iterator[tuple[tuple[int, int], Any]]:
@@ -160,31 +178,46 @@ def _runs(numbers: Iterable[int], value: Any) -> Iterator[tuple[tuple[int, int],
         yield run, held
 
 
-def _launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> str | None:
-    """The kernel, the geometry and the permutation of a launch; None where the plain kernel is the choice."""
+def _launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> dict[str, object] | None:
+    """The other fields of a `TunedLaunch`; None where the plain kernel is the choice.
+
+    They hold for every GPU of the architecture: C++ adds the number of SMs and the shared memory of the one at hand.
+    """
     call = _call(layer, tokens)
     config = choose(call, gpu).config
     if isinstance(config, Plain):
         return None
     target = config.target(gpu)
     kernel = cubins.index(config.kernel, target, config.macros(call))
-    grid = config.grid(call, gpu)
-    overlap = "true" if gpu.arch >= (9, 0) else "false"
-    geometry = f"{{{grid[0]}, {grid[1]}, {config.threads}, {config.requested_shared_bytes(call, gpu)}, {overlap}}}"
-    permute, boxes = "{-1, 0, 0}", "{0, 0, 0, false}"
+    permute, boxes = _row(cubin=-1, blocks=0, bytes=0), _row(tokens=0, rows=0, mask_bytes=0, swizzle_masks=False)
     if isinstance(config, TileWgmma):
         if config.permuted:
             tile = config.block_tokens, config.sub
             cubin = cubins.index(permute_x.NAME, target, permute_x.macros(*tile))
-            permute = f"{{{cubin}, {permute_x.blocks(call, *tile)}, {permute_x.copy_bytes(call, *tile)}}}"
+            permute = _row(cubin=cubin, blocks=permute_x.blocks(call, *tile), bytes=permute_x.copy_bytes(call, *tile))
         _, weight, masks = config.matrices(call)
-        mask_box = "0, false" if masks is None else f"{masks.box_width}, {str(masks.swizzle).lower()}"
-        boxes = f"{{{config.block_tokens}, {weight.box_height}, {mask_box}}}"
-    return f"{kernel}, {geometry}, {permute}, {boxes}"
+        boxes = _row(
+            tokens=config.block_tokens,
+            rows=weight.box_height,
+            mask_bytes=0 if masks is None else masks.box_width,
+            swizzle_masks=masks is not None and masks.swizzle,
+        )
+    return {
+        "cubin": kernel,
+        "blocks": config.grid(call, replace(gpu, multiprocessors=_MANY_SMS))[0],
+        "cluster": config.cluster if isinstance(config, (DecodeMma, TileWgmma)) else 1,
+        "persistent": isinstance(config, TileWgmma),
+        "threads": config.threads,
+        "shared_bytes": config.shared_bytes(call),
+        "blocks_per_sm": config.blocks_per_sm if isinstance(config, DecodeMma) else 0,
+        "overlap": gpu.arch >= (9, 0),
+        "permute_x": permute,
+        "boxes": boxes,
+    }
 
 
 def _plain(kind: LayerInfo, gpu: Gpu, cubins: _Cubins) -> Iterator[str]:
     for tokens in (1, 4):
         call, config = _call(kind, tokens), Plain(block_tokens=tokens)
         index = cubins.index(config.kernel, config.target(gpu), config.macros(call))
-        yield f"{{{_variant(call, gpu)}, {tokens}, {index}}}"
+        yield _row(variant=_variant(call, gpu), tokens=tokens, cubin=index)

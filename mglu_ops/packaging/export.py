@@ -1,4 +1,4 @@
-"""`export`: a model becomes a package of machine code, its masks packed."""
+"""`export`: compiles a model into a package of machine code, with the masks of its MGLU layers packed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from .package import InputInfo, LayerInfo, PackageInfo
+from .library import BuildError
+from .load import load_weights
+from .package import InputInfo, LayerInfo, PackageInfo, seal
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -40,40 +42,45 @@ def export(
     """Compile a model for inference into a `.pt2` package, which `mglu_ops.load` and C++ programs run.
 
     MGLU layers, spelled naively or as modules of `mglu_ops.nn`, become `mglu::forward`. Their masks are packed now: the
-    package holds one bit a weight and mask, and no logits. The model stays as it is.
+    package holds one bit per weight and mask, and no logits. The model does not change.
 
     Args:
         model: a module, or a program of `torch.export.export` (with grad mode on or off), whose shapes then hold.
         example_inputs: positional inputs that the model runs with, on the device to compile for.
-        path: of the package, by custom `.pt2`; its folder must exist.
-        dynamic_tokens: let every size vary, from 1 up, but the last of floating inputs (the features), where the model
-            allows it. If False, the package takes the shapes of `example_inputs` only.
-        backend: what runs the layers. "cpu" and "cuda" call the operator: of mglu_ops in a Python process, of
-            `libmglu_ops.so` in another. "triton" (GPU) and "composite" (matrix products, any device) are compiled into
-            the package, which then needs no operator library. "auto" is the operator of the inputs' device.
-        dynamic_shapes: as of `torch.export.export`, in place of `dynamic_tokens`.
-        shim: call `libmglu_ops.so` directly (see `runtime.shim`), also in Python: `mglu_ops.load(path, library=...)`.
-        weights: a file for the parameters and packed masks, which are then not in the package: `mglu_ops.load` takes
-            it, and packages made with one file share its tensors. If it exists it is extended.
-        multi_arch: add code that the drivers of later GPUs compile (for Inductor's and Triton's kernels; those of
-            `libmglu_ops.so` are its own affair). Needs nvcc, and a GPU before compute capability 9.0: from there on,
-            torch compiles for instructions that later architectures do not have.
-        strict: a layer that is recognised and cannot be fused is an error; else it is warned of, and compiled as it is.
-        assume_binary: see `mglu_ops.enable_fusion`; masks that are constants are always proved by their values.
+        path: the package to write, which must end in `.pt2`; its folder must exist.
+        dynamic_tokens: let all sizes vary, from 1 up, except the last of floating inputs (the features), where the
+            model allows it. If False, the package takes the shapes of `example_inputs` only.
+        backend: what runs the layers. "cpu" and "cuda" call the operator, which mglu_ops provides in a Python process
+            and `libmglu_ops.so` in any other. "triton" (GPU) and "composite" (matrix products, any device) are compiled
+            into the package, which then needs no operator library. "auto" is the operator of the inputs' device.
+        dynamic_shapes: the argument of that name of `torch.export.export`, in place of `dynamic_tokens`.
+        shim: call `libmglu_ops.so` directly (see `packaging.shim`), also in Python: `mglu_ops.load(path, library=...)`.
+        weights: a file for the parameters and packed masks, which are then not in the package. `mglu_ops.load` takes
+            it, and packages made with one file share its tensors. If the file exists, it is extended.
+        multi_arch: add code that the drivers of later GPUs compile, for the kernels of Inductor and Triton; the kernels
+            of `libmglu_ops.so` do not depend on it. Needs nvcc, and a GPU before compute capability 9.0: from there on,
+            torch compiles for instructions that later architectures lack.
+        strict: raise an error if a layer is recognised and cannot be fused; otherwise such a layer is warned of, and
+            compiled as it is.
+        assume_binary: see `mglu_ops.enable_fusion`. The values of constant masks are checked in any case.
         inductor_options: further settings of Inductor.
 
     Returns:
-        What stands in the package.
+        The description that the package holds of itself.
 
     Raises:
-        ValueError: an argument is wrong, nothing of the model was fused, or no size of it can vary.
+        ValueError: an argument is wrong, torch cannot export the model, no layer of it was fused, or none of its sizes
+            can vary.
         compile_passes.fusion.FusionError: under `strict`, a layer was not fused.
+        BuildError: there is no C++ compiler.
+        PackageError: `weights` is a file of something else, or damaged.
     """
     from compile_passes.exported import fuse_exported, layers_of
     from compile_passes.report import FusionReport
 
     path = Path(path)
     _check_arguments(model, path, backend)
+    _check_compiler()
     report = FusionReport()
     with torch.no_grad(), _quiet():
         program = _exported(model, tuple(example_inputs), dynamic_tokens, dynamic_shapes)
@@ -90,6 +97,7 @@ def export(
         if weights is not None:
             _store_weights(fused, Path(weights))
         _compile(fused, info, dict(inductor_options or {}))
+        seal(path, info.torch, info.device)
     return info
 
 
@@ -104,6 +112,17 @@ def _check_arguments(model: Any, path: Path, backend: str) -> None:
         raise ValueError(f"backend: got {backend!r}, must be one of {', '.join(BACKENDS)}")
 
 
+def _check_compiler() -> None:
+    """Say at once that the compiler is missing, instead of after minutes of tracing."""
+    from torch._inductor import cpp_builder
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise BuildError("no C++ compiler: torch compiles packages with g++; install it, or set CXX") from error
+
+
 def _check_backend(backend: str, device: torch.device, shim: bool, multi_arch: bool) -> None:
     if backend in ("cpu", "cuda") and backend != device.type:
         raise ValueError(f"backend: got {backend!r}, but the model is on {device.type}")
@@ -112,7 +131,7 @@ def _check_backend(backend: str, device: torch.device, shim: bool, multi_arch: b
     if multi_arch and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)):
         raise ValueError(
             "multi_arch: torch makes code for later GPUs on GPUs of compute capability 8.x alone; export the model on "
-            "each kind of GPU that it shall run on"
+            "each kind of GPU on which it shall run"
         )
     if shim and backend not in ("cpu", "cuda"):
         raise ValueError(f"shim: with backend {backend!r} there is no operator to call")
@@ -120,7 +139,7 @@ def _check_backend(backend: str, device: torch.device, shim: bool, multi_arch: b
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's warnings about its own use of what it deprecates."""
+    """Silences torch's warnings about its own use of functions that it deprecates."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -139,12 +158,12 @@ def _exported(
     from torch.utils import _pytree as pytree
 
     if dynamic_shapes is not None or not dynamic_tokens:
-        return torch.export.export(model, inputs, dynamic_shapes=dynamic_shapes)
+        return _torch_export(model, inputs, dynamic_shapes)
     inputs = pytree.tree_map(_enlarged, inputs)
     shapes = pytree.tree_map(_varying, inputs)
-    # Without this, torch takes it that a size that varies is never 0 or 1.
+    # Without this setting, torch assumes that a size that varies is never 0 or 1.
     with symbolic.patch(backed_size_oblivious=True):  # type: ignore[attr-defined] # a config module's
-        program = torch.export.export(model, inputs, dynamic_shapes=shapes)
+        program = _torch_export(model, inputs, shapes)
     if not program.range_constraints:
         raise ValueError(
             "dynamic_tokens: the model fixes every size of its inputs; pass dynamic_tokens=False, or dynamic_shapes to "
@@ -153,14 +172,22 @@ def _exported(
     return program
 
 
+def _torch_export(model: nn.Module, inputs: tuple[Any, ...], shapes: Any) -> ExportedProgram:
+    try:
+        return torch.export.export(model, inputs, dynamic_shapes=shapes)
+    except Exception as error:  # it runs the user's code, and raises errors of many types
+        reason, *_ = str(error).strip().splitlines() or [""]
+        raise ValueError(f"model: torch.export.export failed: {type(error).__name__}: {reason}") from error
+
+
 _SMALLEST_EXAMPLES = (2, 3, 5, 7)
-"""Of the first, second, ... size that varies."""
+"""The smallest example of the first, second, ... size that varies."""
 
 
 def _enlarged(value: Any) -> Any:
-    """A tensor whose varying sizes are past 1, by repetition.
+    """Repeat the elements of a tensor until all sizes that vary are above 1.
 
-    torch lets a size of 1 in the example vary, and then compiles code that is right for 1 alone (2.13).
+    If the example has a size of 1, torch lets it vary and then compiles code that is right for 1 alone (torch 2.13).
     """
     if not isinstance(value, Tensor):
         return value
@@ -176,7 +203,7 @@ def _enlarged(value: Any) -> Any:
 
 
 def _varying(value: Any) -> Any:
-    """Of a tensor, which sizes may vary: all, but the last one of a floating tensor."""
+    """The dimensions of a tensor that may vary, for `torch.export`: all except the last of a floating tensor."""
     if not isinstance(value, Tensor):
         return None
     fixed = 1 if value.is_floating_point() else 0
@@ -288,7 +315,7 @@ def _compile(program: ExportedProgram, info: PackageInfo, options: dict[str, Any
 
 @contextmanager
 def _layers_as_code(backend: str) -> Iterator[None]:
-    """While Inductor traces a program, let `mglu::forward` be what the backend makes of it."""
+    """While Inductor traces a program, `mglu::forward` is replaced by the code of the backend."""
     if backend not in ("triton", "composite"):
         yield
         return
@@ -311,7 +338,7 @@ def _triton_rule(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: 
         rows = x.reshape(-1, x.shape[-1])
         routes = None if route_weights is None else route_weights.reshape(-1, route_weights.shape[-1])
         tokens = rows.shape[0]
-        # A launch is chosen once: for many, a tile of 16 tokens takes any number.
+        # The launch is chosen once for all numbers of tokens: tiles of 16 tokens take any number of them.
         chosen = choose(packed_masks.shape[2], tokens if isinstance(tokens, int) else 16, wide=x.dtype is torch.float32)
         result = launch(rows, weight, packed_masks, activation, routes, chosen)
         return result.view(*x.shape[:-1], weight.shape[0])
@@ -334,10 +361,10 @@ def _layer_arguments(
 
 
 def _store_weights(program: ExportedProgram, path: Path) -> None:
-    """Add a program's tensors to a file of such."""
+    """Add a program's tensors to a weights file."""
     tensors = {**program.state_dict, **program.constants}
     found = {name: value.detach().cpu() for name, value in tensors.items() if isinstance(value, Tensor)}
-    stored: dict[str, Tensor] = torch.load(path, weights_only=True) if path.exists() else {}
+    stored = load_weights(path) if path.exists() else {}
     for name in found.keys() & stored.keys():
         if found[name].dtype != stored[name].dtype or not torch.equal(found[name], stored[name]):
             raise ValueError(f"weights: {path} holds another {name}; packages that share a file share their tensors")

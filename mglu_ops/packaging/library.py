@@ -1,15 +1,15 @@
-"""`libmglu_ops.so`: built with a C++ compiler alone, and loaded after a look at what is loaded."""
+"""`libmglu_ops.so`: built by CMake from `csrc`, and loaded after its checksum was compared."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -19,16 +19,14 @@ from .package import PackageError
 
 LIBRARY = "libmglu_ops.so"
 CHECKSUM = f"{LIBRARY}.sha256"
-"""In the form of `sha256sum`, beside the library."""
+"""The file beside the library that holds its checksum, in the format of `sha256sum`."""
 
-# The oldest torch whose C interface the library uses: what is newer is hidden from its sources.
-TARGET = "0x020b000000000000"
-
-_COMPILE = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", f"-DTORCH_TARGET_VERSION={TARGET}")
+_PRODUCTS = {"mglu_ops": LIBRARY}
+"""The file that a target of `csrc/CMakeLists.txt` makes, where its name is another."""
 
 
 class BuildError(RuntimeError):
-    """The compiler refused the sources, or there is none; the message holds what it said."""
+    """A tool that the build needs is missing, or the compiler refused a source; the message holds what it said."""
 
 
 @cache
@@ -41,12 +39,6 @@ def source_directory() -> Path:
     raise FileNotFoundError(f"the C++ sources of mglu_ops are neither in {package} nor beside it")
 
 
-def library_sources() -> list[Path]:
-    """What the library is made of; `programs` beside it holds programs of their own."""
-    root = source_directory()
-    return sorted(path for folder in ("cpu", "library", "library/cuda") for path in (root / folder).glob("*.cpp"))
-
-
 def build_runtime(
     out: str | Path,
     *,
@@ -57,96 +49,136 @@ def build_runtime(
 ) -> Path:
     """Build `libmglu_ops.so` for C++ programs and for packages that call its shims.
 
-    It needs a C++17 compiler and the headers that torch brings, and neither CUDA nor CMake. It runs with torch 2.11 and
-    later, whichever torch it was built beside.
+    The build needs CMake, a C++20 compiler and the headers that torch brings, and no CUDA. The library runs with torch
+    2.11 and later, whichever torch it was built beside.
 
     Args:
         out: folder to write the library and its checksum to; made if missing.
-        compiler: to call; else `$CXX`, else `g++`.
+        compiler: the C++ compiler; by default `$CXX`, else `g++`.
         flags: further flags for it, such as `-march=native` or `-fsanitize=address`.
         archs: GPU architectures ("sm_90") to compile kernels for now, with NVRTC or nvcc, so that the library needs
-            neither where it runs. What is not among them is compiled where it runs, by NVRTC.
-        packages: whose layers' kernels these are.
+            neither where it runs. Kernels that are not compiled now are compiled by NVRTC where the library runs.
+        packages: the packages to whose layers these kernels belong.
 
     Returns:
-        The library.
+        The path of the library.
 
     Raises:
-        BuildError: there is no compiler, or it refused the sources.
+        BuildError: CMake or the compiler is missing, or the compiler refused the sources.
+        PackageError: one of `packages` is damaged, or for a CPU.
+        FileNotFoundError: one of `packages` does not exist.
+        ValueError: an architecture is not of the form sm_90, or only one of `archs` and `packages` is given.
     """
-    out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
-    compiler = compiler or os.environ.get("CXX") or "g++"
-    if shutil.which(compiler) is None:
-        raise BuildError(f"no C++ compiler: {compiler} is not on the PATH (set CXX, or pass --compiler)")
-    root = Path(torch.__file__).parent
-    with tempfile.TemporaryDirectory(prefix="mglu-build-") as folder:
-        # The assembler looks for what is embedded: the kernels' sources, and those that were compiled now.
-        embedded = [f"-Wa,-I{source_directory()}", f"-Wa,-I{folder}"]
-        includes = ["-isystem", str(root / "include"), "-I", folder, *embedded]
+    _find_tools(compiler)  # compiling kernels takes minutes; a missing tool is said before
+    with tempfile.TemporaryDirectory(prefix="mglu-kernels-") as kernels:
         if archs or packages:
-            write_kernels(folder, archs, packages)
-
-        def compile_one(source: Path) -> str:
-            # Objects are named by folder too: two folders may have files of one name.
-            target = str(Path(folder) / f"{source.parent.name}-{source.stem}.o")
-            _run([compiler, *_COMPILE, *flags, *includes, "-c", str(source), "-o", target])
-            return target
-
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = list(pool.map(compile_one, library_sources()))
-        library = out / LIBRARY
-        # libtorch.so stands for all of torch's libraries, those for CUDA too where there are any. Its folder is only a
-        # hint: a process that has loaded a torch, wherever from, keeps that.
-        torch_libraries = [f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
-        link = ["-shared", "-Wl,--no-as-needed", *torch_libraries, "-ldl"]
-        temporary = library.with_suffix(f".{os.getpid()}.tmp")
-        _run([compiler, *flags, *objects, *link, f"-Wl,-soname,{LIBRARY}", "-o", str(temporary)])
-        os.replace(temporary, library)  # a process that has the old one mapped keeps it
-    (out / CHECKSUM).write_text(f"{_checksum(library)}  {LIBRARY}\n")
+            write_kernels(kernels, archs, packages)
+        build_targets(out, ["mglu_ops"], compiler=compiler, flags=flags, kernels=kernels)
+    library = Path(out) / LIBRARY
+    library.with_name(CHECKSUM).write_text(f"{_checksum(library)}  {LIBRARY}\n")
     return library
 
 
-def build_program(
-    source: str | Path, out: str | Path, library: str | Path | None = None, *, flags: Sequence[str] = ("-O2",)
-) -> Path:
-    """Build a C++20 program against this torch, and against `libmglu_ops.so` if its path is given, with g++ or `$CXX`.
+def build_targets(
+    out: str | Path,
+    targets: Sequence[str],
+    *,
+    compiler: str | None = None,
+    flags: Sequence[str] = (),
+    kernels: str | Path = "",
+) -> None:
+    """Build targets of `csrc/CMakeLists.txt` and write what they make to a folder, which is made if missing.
+
+    Args:
+        out: the folder.
+        targets: `mglu_ops`, and the programs `run_package`, `run_package_alone` and `fuzz`. `run_package` loads the
+            library in its own folder.
+        compiler: as in `build_runtime`.
+        flags: as in `build_runtime`; they follow `-O3`.
+        kernels: folder that `write_kernels` filled.
 
     Raises:
-        BuildError: there is no compiler, or it refused the source.
+        BuildError: as in `build_runtime`.
     """
-    root = Path(torch.__file__).parent
-    includes = [source_directory(), root / "include", root / "include/torch/csrc/api/include"]
-    places = [root / "lib"] if library is None else [Path(library).resolve().parent, root / "lib"]
-    libraries = [*(["-lmglu_ops"] if library is not None else []), "-ltorch", "-ltorch_cpu", "-lc10"]
-    command = [os.environ.get("CXX") or "g++", "-std=c++20", *flags, *(f"-isystem{path}" for path in includes)]
-    command += [str(source), "-o", str(out), *(f"{to}{path}" for path in places for to in ("-L", "-Wl,-rpath,"))]
-    _run([*command, "-Wl,--no-as-needed", *libraries])
-    return Path(out)
+    cmake, generator, compiler = _find_tools(compiler)
+    settings = {
+        "TORCH_ROOT": Path(torch.__file__).parent,
+        "CMAKE_CXX_COMPILER": compiler,
+        "CMAKE_BUILD_TYPE": "Release",
+        "CMAKE_CXX_FLAGS_RELEASE": shlex.join(["-O3", *flags]),
+        "MGLU_KERNELS": kernels,
+    }
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="mglu-build-") as folder:
+        defines = [f"-D{name}={value}" for name, value in settings.items()]
+        _run([cmake, "-S", str(source_directory()), "-B", folder, "-G", generator, *defines])
+        _run([cmake, "--build", folder, "--parallel", str(os.cpu_count()), "--target", *targets])
+        for name in (_PRODUCTS.get(target, target) for target in targets):
+            temporary = out / f"{name}.{os.getpid()}.tmp"
+            shutil.copy(Path(folder) / name, temporary)
+            os.replace(temporary, out / name)  # a process that has mapped the old file keeps it
 
 
 def write_kernels(folder: str | Path, archs: Sequence[str], packages: Sequence[str | Path]) -> None:
-    """Compile kernels and write them to a folder, for CMake's `MGLU_KERNELS`; arguments as of `build_runtime`.
+    """Compile kernels and write them to a folder, for CMake's `MGLU_KERNELS`. The arguments are `build_runtime`'s.
 
     Raises:
         BuildError: neither NVRTC nor nvcc is here, or a kernel was refused.
+        PackageError: as in `build_runtime`.
+        FileNotFoundError: as in `build_runtime`.
+        ValueError: as in `build_runtime`.
     """
     from ..backends.cuda.compiler import CompileError
     from . import device_code
 
+    if not archs:
+        raise ValueError("no kernels: give an architecture and a package")
+    Path(folder).mkdir(parents=True, exist_ok=True)
     try:
         device_code.write(Path(folder), archs, packages)
     except CompileError as error:
         raise BuildError(str(error)) from error
 
 
-def _run(command: list[str]) -> None:
+def _find_tools(compiler: str | None) -> tuple[str, str, str]:
+    """CMake, the generator that it uses, and the C++ compiler."""
+    return _find_cmake(), _find_generator(), _find_compiler(compiler)
+
+
+def _find_cmake() -> str:
+    """CMake on the path, else that of the Python package `cmake`."""
+    if found := shutil.which("cmake"):
+        return found
     try:
-        process = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        raise BuildError(f"no C++ compiler: {command[0]} is not on the PATH (set CXX)") from None
+        from cmake import CMAKE_BIN_DIR
+    except ImportError:
+        raise BuildError(
+            "CMake is missing: install it with `pip install cmake`, or as a package of the system"
+        ) from None
+    return str(Path(CMAKE_BIN_DIR) / "cmake")
+
+
+def _find_generator() -> str:
+    if chosen := os.environ.get("CMAKE_GENERATOR"):
+        return chosen
+    for program, generator in (("ninja", "Ninja"), ("make", "Unix Makefiles")):
+        if shutil.which(program):
+            return generator
+    raise BuildError("CMake needs ninja or make, and neither is on the PATH: install one, as with `pip install ninja`")
+
+
+def _find_compiler(wanted: str | None) -> str:
+    wanted = wanted or os.environ.get("CXX") or "g++"
+    if found := shutil.which(wanted):
+        return found
+    raise BuildError(f"no C++ compiler: {wanted} is not on the PATH (set CXX, or pass --compiler)")
+
+
+def _run(command: Sequence[str]) -> None:
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
     if process.returncode != 0:
-        raise BuildError(f"{' '.join(command)}\n{process.stderr}")
+        raise BuildError(f"{shlex.join(command)} failed:\n{process.stdout}{process.stderr}")
 
 
 def _checksum(path: Path) -> str:
@@ -157,26 +189,26 @@ _loaded: dict[str, ctypes.CDLL] = {}
 
 
 def load_library(path: str | Path) -> None:
-    """Load `libmglu_ops.so` into this process, for packages that call its shims. A second time is without effect.
+    """Load `libmglu_ops.so` into this process, for packages that call its shims. A second call has no effect.
 
-    The operators stay those of `mglu_ops`: the library registers none where they are already.
+    The operators stay those of `mglu_ops`, because the library registers only operators that the process lacks.
 
     Raises:
         FileNotFoundError: there is no such file.
-        PackageError: the checksum beside it is missing or another one, or the system cannot load it.
+        PackageError: the file with the checksum is missing or has another checksum, or the system cannot load it.
     """
     path = Path(path).resolve()
     if str(path) in _loaded:
         return
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file; `python -m mglu_ops build-runtime --out DIR` builds it")
-    # The loader maps what it is given: a truncated library kills the process, and a damaged one does worse.
-    beside = path.with_name(path.name + ".sha256")
-    if not beside.is_file():
-        raise PackageError(f"{path} has no {beside.name} beside it; build it with `python -m mglu_ops build-runtime`")
-    if beside.read_text().split()[:1] != [_checksum(path)]:
-        raise PackageError(f"{path} is truncated, damaged or another file than {beside.name} was written for")
+    # The system's loader trusts the file: a truncated library kills the process, and a damaged one may do worse.
+    checksum = path.with_name(path.name + ".sha256")
+    if not checksum.is_file():
+        raise PackageError(f"{path} has no {checksum.name} beside it; build it with `python -m mglu_ops build-runtime`")
+    if checksum.read_text().split()[:1] != [_checksum(path)]:
+        raise PackageError(f"{path} is truncated, damaged or another file than {checksum.name} was written for")
     try:
-        _loaded[str(path)] = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # packages look for its symbols there
+        _loaded[str(path)] = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # packages look for its symbols globally
     except OSError as error:
         raise PackageError(f"{path} cannot be loaded: {error}") from error

@@ -1,4 +1,4 @@
-"""`load`: a package is checked against this process before torch maps its code, and its inputs before each call."""
+"""`load`: checks a package against this process before torch maps its code, and checks its inputs before each call."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .package import InputInfo, PackageError, PackageInfo, check_archive, read_i
 
 
 class Package:
-    """A loaded package: call it as the model.
+    """A loaded package. It is called like the model.
 
     Attributes:
-        info: what stands in it.
+        info: the package's description of itself.
     """
 
     def __init__(self, info: PackageInfo, runner: Any) -> None:
@@ -27,10 +27,10 @@ class Package:
         self._runner = runner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's result.
+        """Run the model.
 
         Raises:
-            ValueError: an input's number, dtype, device or shape is not what the package was compiled for.
+            ValueError: the number of inputs, or the dtype, device or shape of one, is not as the package was compiled.
         """
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if len(tensors) != len(self.info.inputs):
@@ -70,17 +70,18 @@ def load(
     """Load a package of `mglu_ops.export`.
 
     Args:
-        path: of the package.
+        path: the package. It is code, which runs in this process: load only packages from a source that you trust.
         library: `libmglu_ops.so`, for a package made with `shim=True`.
-        weights: for a package made with `weights=...`: that file, or its tensors as `load_weights` gives them. Packages
-            that are given the same tensors share them, without a copy.
+        weights: for a package made with `weights=...`: that file, or its tensors as `load_weights` returns them.
+            Packages that are given the same tensors share them, without a copy.
 
     Returns:
-        The package, to call as the model.
+        The package, which is called like the model.
 
     Raises:
         FileNotFoundError: there is no such file.
-        PackageError: it is damaged, not one of ours, for another torch, CPU, device or GPU, or lacks what it needs.
+        PackageError: the package is damaged, was not made by mglu_ops, was made for another torch, CPU, device or GPU,
+            or needs a library or weights that were not given.
     """
     info = read_info(path)
     _check_torch(info)
@@ -107,7 +108,7 @@ def load(
 
 
 def load_weights(path: str | Path, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """The tensors of a weights file, by name, for several packages to share.
+    """Load the tensors of a weights file, by name, for several packages to share.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -116,7 +117,7 @@ def load_weights(path: str | Path, device: torch.device | str = "cpu") -> dict[s
     check_archive(path)
     try:
         tensors = torch.load(path, map_location=device, weights_only=True)
-    except Exception as error:  # of pickle, of torch, and of what they call
+    except Exception as error:  # torch and pickle raise errors of many types for other files
         raise PackageError(f"{path} is not a file of weights: {error}") from error
     if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
         raise PackageError(f"{path} is not a file of weights: it holds something else than tensors by name")
@@ -144,11 +145,11 @@ def _check_torch(info: PackageInfo) -> None:
 
 
 _VECTORS = ("DEFAULT", "AVX2", "AVX512")
-"""Of x86, each with all before it."""
+"""Vector instructions of x86 by torch's names. A CPU that has one of them has all before it."""
 
 
 def _check_cpu(info: PackageInfo) -> None:
-    """Compiled code uses all that its CPU has; on a CPU without it, the process would be killed."""
+    """Refuse code for instructions that this CPU lacks, which would kill the process."""
     here = [platform.machine(), torch.backends.cpu.get_cpu_capability()]
     if not info.cpu or info.cpu == here:
         return

@@ -1,30 +1,37 @@
-"""What a package says of itself, read without running or unpacking any of it.
+"""The description that a package holds of itself, read without running or unpacking any of the package.
 
-A `.pt2` package is a zip of stored members: the machine code, and beside it a JSON file of texts, of which one,
-`mglu_ops`, is ours. Python's zip reader checks each member against its checksum; torch's maps the code and jumps in.
+A `.pt2` package is a zip archive without compression: machine code, weights, and a JSON file of texts, to which
+mglu_ops adds its own. torch's loader maps the machine code without comparing checksums, so mglu_ops does that first:
+Python by the checksum of each member, C++ by the seal, which stands at the end of the file, so that it needs no zip
+reader.
 """
 
 from __future__ import annotations
 
 import json
 import zipfile
+import zlib
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 KEY = "mglu_ops"
-"""Of our description among a package's texts."""
+"""The name of mglu_ops's description among a package's texts."""
 
 FORMAT = 1
 
+_SEAL = "mglu_ops seal 1 torch={torch} device={device} adler32="
+_CHECKSUM_DIGITS = 8
+_CHUNK_BYTES = 1 << 24
+
 
 class PackageError(RuntimeError):
-    """A file is no package, is damaged, or does not fit this process; the words say which and what to do."""
+    """A file is no package, is damaged, or does not fit this process; the message says which, and what to do."""
 
 
 @dataclass(frozen=True)
 class InputInfo:
-    """An input: `shape` has a number, or `[lowest, highest or None]` for a size that may change."""
+    """An input of the model. An entry of `shape` is a number, or `[lowest, highest or None]` for a size that may vary."""
 
     name: str
     dtype: str
@@ -43,7 +50,7 @@ def _size(size: Any) -> str:
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """An MGLU layer of a package: what a kernel for it depends on."""
+    """An MGLU layer of a package: the properties on which its kernel depends."""
 
     n_masks: int
     out_features: int
@@ -55,23 +62,24 @@ class LayerInfo:
 
 @dataclass(frozen=True)
 class PackageInfo:
-    """What stands in a package.
+    """The description of a package.
 
     Attributes:
-        path: of the file.
-        torch: version that compiled it.
-        mglu_ops: version that made it.
+        torch: the version of torch that compiled it.
+        mglu_ops: the version of mglu_ops that made it.
         device: "cpu" or "cuda".
-        cpu: machine and vector instructions of the CPU that compiled it, as torch calls them.
-        arch: compute capability of the GPU that it was compiled for.
-        multi_arch: whether it runs on later GPUs too.
         backend: what runs the layers: "cpu" or "cuda" (the operator), "triton" or "composite" (code in the package).
-        calls: "operator" (through torch's dispatcher), "shim" (a C function of libmglu_ops.so), or "nothing" where the
-            layers are code in the package.
+        calls: what the package calls for a layer: "operator" (through torch's dispatcher), "shim" (a C function of
+            libmglu_ops.so), or "nothing" where the layers are code in the package.
         embeds_weights: whether the tensors are in the package.
-        inputs: of the model, flattened.
+        inputs: the model's inputs, flattened.
         layers: the MGLU layers.
-        missed: layers that were recognised but not fused, and why.
+        cpu: the machine and the vector instructions of the CPU that compiled it, by torch's names.
+        arch: the compute capability of the GPU that it was compiled for.
+        multi_arch: whether it runs on later GPUs too.
+        missed: layers that were recognised but not fused, each with the reason.
+        format: the version of this description.
+        path: the path of the file.
     """
 
     torch: str
@@ -90,7 +98,7 @@ class PackageInfo:
     path: str = ""
 
     def texts(self) -> dict[str, str]:
-        """For a package: all of it, and what C++ checks in the flat form that it reads."""
+        """The texts that a package holds: all of this as JSON, and three facts by name, which C++ programs read."""
         values = asdict(self)
         del values["path"]
         weights = "inside" if self.embeds_weights else "in a file"
@@ -99,7 +107,7 @@ class PackageInfo:
 
     @classmethod
     def from_json(cls, text: str, path: str) -> PackageInfo:
-        """Raises TypeError, ValueError, KeyError or AttributeError on anything but the first of `texts`."""
+        """Read the JSON of `texts`; anything else raises TypeError, ValueError, KeyError or AttributeError."""
         values = json.loads(text)
         if values["format"] != FORMAT:
             raise ValueError(f"format {values['format']}, this version of mglu_ops reads {FORMAT}")
@@ -112,7 +120,7 @@ class PackageInfo:
     def __str__(self) -> str:
         gpu = "" if self.arch is None else f" sm_{self.arch[0]}{self.arch[1]}{' and later' if self.multi_arch else ''}"
         needs = {
-            "operator": "needs mglu::forward: of mglu_ops in Python, of libmglu_ops.so in C++",
+            "operator": "needs mglu::forward: from mglu_ops in Python, from libmglu_ops.so in C++",
             "shim": "needs libmglu_ops.so",
             "nothing": "needs no operator library",
         }[self.calls]
@@ -124,11 +132,11 @@ class PackageInfo:
 
 
 def read_info(path: str | Path) -> PackageInfo:
-    """What a package says of itself, after every byte of it was checked against its checksum.
+    """The description of a package, read after every member of the package was compared with its checksum.
 
     Raises:
         FileNotFoundError: there is no such file.
-        PackageError: it is no package of ours, or is damaged.
+        PackageError: mglu_ops did not make it, or it is damaged.
     """
     check_archive(path)
     with zipfile.ZipFile(path) as archive:
@@ -142,7 +150,7 @@ def read_info(path: str | Path) -> PackageInfo:
 
 
 def check_archive(path: str | Path) -> None:
-    """Check every byte of a file of torch's (a package, or tensors) against its checksum.
+    """Compare every member of a file of torch's (a package, or saved tensors) with its checksum.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -154,21 +162,40 @@ def check_archive(path: str | Path) -> None:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
             compressed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
-    except Exception as error:  # zipfile has no one type for what may be wrong with a file
+    except Exception as error:  # zipfile raises errors of many types for damaged files
         raise PackageError(f"{path} is no file of torch's, or a truncated or damaged one: {error}") from error
     if damaged or compressed:
         what = f"the checksum of {damaged} is wrong" if damaged else f"{compressed[0]} is compressed"
         raise PackageError(f"{path} is damaged: {what}")
 
 
+def seal(path: str | Path, torch_version: str, device: str) -> None:
+    """Write the seal, by which C++ checks a package (csrc/library/package_check.cpp), as the archive's comment.
+
+    Its last eight characters are the Adler-32 checksum (RFC 1950) of all bytes before them.
+    """
+    comment = _SEAL.format(torch=torch_version, device=device).encode()
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.comment = comment + b"0" * _CHECKSUM_DIGITS
+    with Path(path).open("r+b") as file:
+        unread = Path(path).stat().st_size - _CHECKSUM_DIGITS
+        checksum = zlib.adler32(b"")
+        while unread:
+            chunk = file.read(min(unread, _CHUNK_BYTES))
+            checksum = zlib.adler32(chunk, checksum)
+            unread -= len(chunk)
+        file.seek(-_CHECKSUM_DIGITS, 2)
+        file.write(b"%08x" % checksum)
+
+
 def _texts(archive: zipfile.ZipFile) -> dict[str, str]:
-    """The texts of the wrapper's metadata file: `AOTI_DEVICE_KEY` and the like, and ours."""
+    """The texts of the package's metadata file: torch's (`AOTI_DEVICE_KEY` and the like), and those of mglu_ops."""
     found: dict[str, str] = {}
     for name in archive.namelist():
         if name.endswith("_metadata.json"):
             try:
                 texts = json.loads(archive.read(name))
             except ValueError:
-                continue  # not torch's
+                continue  # another file of that name
             found.update(texts if isinstance(texts, dict) else {})
     return found

@@ -1,8 +1,8 @@
-"""`mglu::forward` as a C function of libmglu_ops.so, which a package calls without a dispatcher and its boxing.
+"""`mglu::forward` as a C function of libmglu_ops.so, which a package calls without torch's dispatcher and its boxing.
 
-Inductor derives a C function's name from an operator's, without the namespace: `forward` would be
-`aoti_torch_cpu_forward`, which anyone's may be. So a package that calls the shim has `mglu::mglu_forward` in its graph,
-an operator with the schema of `mglu::forward` that exists to be compiled and never runs.
+Inductor derives the name of the C function from that of the operator without its namespace: for `forward`, this would
+be `aoti_torch_cpu_forward`, a name that other libraries may use too. So the graph of a package that calls the shim has
+the operator `mglu::mglu_forward` instead, which has the schema of `mglu::forward`, is only compiled and never runs.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _OPERATOR = torch.ops.mglu.mglu_forward.default
 
 
 def call_shim(module: GraphModule) -> None:
-    """Let the layers of an exported graph call the shim."""
+    """Make the layers of an exported graph call the shim."""
     for node in module.graph.find_nodes(op="call_function", target=ops.forward):
         node.target = _OPERATOR
     module.recompile()
 
 
 def settings(device: str) -> dict[str, Any]:
-    """Inductor's settings for it."""
+    """Inductor's settings for a graph that calls the shim on a device, "cpu" or "cuda"."""
     declaration = (
         f"AOTITorchError aoti_torch_{device}_mglu_forward(AtenTensorHandle x, AtenTensorHandle weight, "
         "AtenTensorHandle packed_masks, const char* activation, AtenTensorHandle* route_weights, "
