@@ -46,7 +46,7 @@ def add_parser(subparsers: Any) -> None:
         default=[],
         type=Path,
         metavar="PACKAGE",
-        help="the package to whose layers these kernels belong",
+        help="a package for whose layers to compile kernels",
     )
     parser.add_argument(
         "--kernels-only", action="store_true", help="write the kernels to DIR, for CMake's MGLU_KERNELS"

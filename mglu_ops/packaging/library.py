@@ -58,7 +58,7 @@ def build_runtime(
         flags: further flags for it, such as `-march=native` or `-fsanitize=address`.
         archs: GPU architectures ("sm_90") to compile kernels for now, with NVRTC or nvcc, so that the library needs
             neither where it runs. Kernels that are not compiled now are compiled by NVRTC where the library runs.
-        packages: the packages to whose layers these kernels belong.
+        packages: the packages for whose layers to compile them.
 
     Returns:
         The path of the library.
@@ -153,9 +153,7 @@ def _find_cmake() -> str:
     try:
         from cmake import CMAKE_BIN_DIR
     except ImportError:
-        raise BuildError(
-            "CMake is missing: install it with `pip install cmake`, or as a package of the system"
-        ) from None
+        raise BuildError("CMake is missing: `pip install cmake`, or install it with the system's packages") from None
     return str(Path(CMAKE_BIN_DIR) / "cmake")
 
 

@@ -31,7 +31,7 @@ class PackageError(RuntimeError):
 
 @dataclass(frozen=True)
 class InputInfo:
-    """An input of the model. An entry of `shape` is a number, or `[lowest, highest or None]` for a size that may vary."""
+    """An input of the model. A size in `shape` is a number, or `[lowest, highest or None]` if it may vary."""
 
     name: str
     dtype: str
