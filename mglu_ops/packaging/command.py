@@ -35,6 +35,7 @@ def add_parser(subparsers: Any) -> None:
 
     parser = subparsers.add_parser("build-runtime", help="build the C++ operator library", description=BUILD)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the library")
+    parser.add_argument("--program", action="store_true", help="also build run_package, which runs a package")
     parser.add_argument("--compiler", metavar="NAME", help="default: $CXX, else g++")
     parser.add_argument("--flag", action="append", default=[], metavar="FLAG", help="for the compiler, as --flag=-g")
     parser.add_argument(
@@ -93,7 +94,12 @@ def run_build(options: argparse.Namespace) -> int:
             print(options.out)
             return 0
         library = build_runtime(
-            options.out, compiler=options.compiler, flags=options.flag, archs=options.arch, packages=options.package
+            options.out,
+            compiler=options.compiler,
+            flags=options.flag,
+            archs=options.arch,
+            packages=options.package,
+            program=options.program,
         )
     except (BuildError, PackageError, OSError, ValueError) as error:
         print(f"python -m mglu_ops build-runtime: error: {error}", file=sys.stderr)

@@ -46,6 +46,7 @@ def build_runtime(
     flags: Sequence[str] = (),
     archs: Sequence[str] = (),
     packages: Sequence[str | Path] = (),
+    program: bool = False,
 ) -> Path:
     """Build `libmglu_ops.so` for C++ programs and for packages that call its shims.
 
@@ -59,6 +60,7 @@ def build_runtime(
         archs: GPU architectures ("sm_90") to compile kernels for now, with NVRTC or nvcc, so that the library needs
             neither where it runs. Kernels that are not compiled now are compiled by NVRTC where the library runs.
         packages: the packages for whose layers to compile them.
+        program: also build `run_package`, which runs a package without Python (csrc/README.md), and write it to `out`.
 
     Returns:
         The path of the library.
@@ -73,7 +75,8 @@ def build_runtime(
     with tempfile.TemporaryDirectory(prefix="mglu-kernels-") as kernels:
         if archs or packages:
             write_kernels(kernels, archs, packages)
-        build_targets(out, ["mglu_ops"], compiler=compiler, flags=flags, kernels=kernels)
+        targets = ["mglu_ops", "run_package"] if program else ["mglu_ops"]
+        build_targets(out, targets, compiler=compiler, flags=flags, kernels=kernels)
     library = Path(out) / LIBRARY
     library.with_name(CHECKSUM).write_text(f"{_checksum(library)}  {LIBRARY}\n")
     return library

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from library_fixtures import run, write_package_program
+from library_fixtures import run
 from torch import Tensor, nn
 
 import mglu_ops
 from mglu_ops.nn import MGLU, NaiveMGLU
+from mglu_ops.packaging.library import build_targets
 from mglu_ops.packaging.tensor_file import write_tensor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -47,22 +48,33 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def libraries(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """With the kernels of the package's layers compiled into it; and without, where NVRTC makes the plain ones."""
+    """The library with the kernels of the package's layers, and without them, so that NVRTC compiles the plain ones.
+
+    `run_package` is beside each.
+    """
     major, minor = torch.cuda.get_device_capability()
     chosen: dict[str, dict[str, Any]] = {
         "compiled": {"archs": [f"sm_{major}{minor}"], "packages": [packages / "operator.pt2"]},
         "nvrtc": {},
     }
     return {
-        name: mglu_ops.build_runtime(tmp_path_factory.mktemp(name), flags=["-O1"], **kernels)
+        name: mglu_ops.build_runtime(tmp_path_factory.mktemp(name), flags=["-O1"], program=True, **kernels)
         for name, kernels in chosen.items()
     }
 
 
+@pytest.fixture(scope="module")
+def program_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`run_package_alone`, which runs packages without libmglu_ops.so."""
+    folder = tmp_path_factory.mktemp("program")
+    build_targets(folder, ["run_package_alone"], flags=["-O0"])
+    return folder / "run_package_alone"
+
+
 @pytest.mark.parametrize("kernels", ["compiled", "nvrtc"])
-def test_the_library_runs_packages(packages: Path, libraries: dict[str, Path], tmp_path: Path, kernels: str) -> None:
-    """A line says so if kernels are the plain ones."""
-    program = write_package_program(tmp_path, libraries[kernels])
+def test_the_library_runs_packages(packages: Path, libraries: dict[str, Path], kernels: str) -> None:
+    """The library prints a message if it has to use the plain kernels."""
+    program = libraries[kernels].with_name("run_package")
     files = [packages / f"{name}{tokens}.tensor" for tokens in TOKENS for name in "xy"]
     for package in ("operator", "shim"):
         process = run([program, packages / f"{package}.pt2", "--tolerance", "3e-3", "--time", "200", *files])
@@ -71,17 +83,16 @@ def test_the_library_runs_packages(packages: Path, libraries: dict[str, Path], t
         print(package, re.findall(r"([\d.]+) us a call", process.stdout))
 
 
-def test_triton_packages_need_no_library(packages: Path, tmp_path: Path) -> None:
-    program = write_package_program(tmp_path, None)
+def test_triton_packages_need_no_library(packages: Path, program_alone: Path) -> None:
     files = [packages / f"{name}{tokens}.tensor" for tokens in TOKENS for name in "xy"]
-    process = run([program, packages / "triton.pt2", "--tolerance", "3e-3", "--time", "200", *files])
+    process = run([program_alone, packages / "triton.pt2", "--tolerance", "3e-3", "--time", "200", *files])
     assert process.returncode == 0, process.stdout + process.stderr
-    assert "libmglu_ops" not in run(["ldd", program]).stdout
+    assert "libmglu_ops" not in run(["ldd", program_alone]).stdout
     print("triton", re.findall(r"([\d.]+) us a call", process.stdout))
 
 
-def test_a_package_for_several_gpus(packages: Path, tmp_path: Path) -> None:
-    """A package for several architectures runs here too where torch can make one; from Hopper on the export refuses."""
+def test_a_package_for_several_gpus(packages: Path, program_alone: Path, tmp_path: Path) -> None:
+    """If torch can make such a package it runs on this GPU too; from Hopper on it cannot, and `export` says so."""
     layers, example = model(torch.float16), (inputs(1, torch.float16),)
     if torch.cuda.get_device_capability() >= (9, 0):
         with pytest.raises(ValueError, match=r"compute capability 8\.x alone"):
@@ -89,7 +100,7 @@ def test_a_package_for_several_gpus(packages: Path, tmp_path: Path) -> None:
         return
     assert mglu_ops.export(layers, example, tmp_path / "m.pt2", backend="triton", multi_arch=True).multi_arch
     files = [packages / f"{name}{tokens}.tensor" for tokens in TOKENS for name in "xy"]
-    process = run([write_package_program(tmp_path, None), tmp_path / "m.pt2", "--tolerance", "3e-3", *files])
+    process = run([program_alone, tmp_path / "m.pt2", "--tolerance", "3e-3", *files])
     assert process.returncode == 0, process.stdout + process.stderr
 
 
@@ -135,7 +146,7 @@ print("fine")
 
 @pytest.mark.parametrize(("kernels", "program"), [("nvrtc", LIBRARY_ALONE), ("compiled", LAYOUTS_OF_X)])
 def test_the_library_alone(libraries: dict[str, Path], kernels: str, program: str) -> None:
-    """The current stream is respected; x may have any layout."""
+    """It launches on the current stream, and takes any layout of x."""
     process = run([sys.executable, "-c", program, libraries[kernels]])
     assert process.returncode == 0, process.stderr
     assert "fine" in process.stdout

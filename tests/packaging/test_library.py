@@ -1,35 +1,28 @@
-"""The C++ operator library: one registration whoever comes first, and packages that run with no Python."""
+"""The C++ operator library: its build, its symbols, and its operators in a Python process."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
-import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from library_fixtures import needs_compiler, python, run, run_package, tensor_files, write_small_package
+from budgets import assert_matches
+from library_fixtures import needs_compiler, python
 
 import mglu_ops
 from mglu_ops import ops
-from mglu_ops.__main__ import main
-from mglu_ops.backends.cuda import TileWgmma
-from mglu_ops.backends.cuda.choice import choose
-from mglu_ops.backends.cuda.device import gpu_of_architecture
-from mglu_ops.backends.cuda.driver import POINTERS
-from mglu_ops.backends.cuda.kernels.base import constants
-from mglu_ops.layer_call import LayerCall
-from mglu_ops.packaging import device_code
+from mglu_ops.backends import reference
+from mglu_ops.packaging import library as build
 from mglu_ops.packaging.library import BuildError, build_runtime, source_directory
-from mglu_ops.packaging.package import LayerInfo, PackageInfo
 
 pytest_plugins = ["library_fixtures"]
 pytestmark = [needs_compiler, pytest.mark.slow]
 
-# --- What is in the library -----------------------------------------------------------------------------------------
+# --- Its build ------------------------------------------------------------------------------------------------------
 
 
 def symbols(library: Path, which: str) -> list[str]:
@@ -37,14 +30,14 @@ def symbols(library: Path, which: str) -> list[str]:
     return [line.split()[-1] for line in listed.splitlines()]
 
 
-def test_it_takes_only_the_stable_interface_of_torch(library: Path) -> None:
-    """No C++ name of torch, which would tie it to one version; those of the C interface have no namespace."""
+def test_the_library_uses_only_the_stable_interface_of_torch(library: Path) -> None:
+    """A C++ name of torch would tie it to one version. Names of torch's C interface have no namespace."""
     used = symbols(library, "--undefined-only")
     assert "aoti_torch_library_def" in used
-    assert not [name for name in used if re.search(r"_ZN?K?(2at|3c10|5torch)", name)]
+    assert not [name for name in used if re.search(r"_ZN?K?(2at|3c10|5torch|6caffe2)", name)]
 
 
-def test_it_exports_names_that_cannot_collide(library: Path) -> None:
+def test_the_library_exports_only_names_of_mglu(library: Path) -> None:
     exported = [
         name for name in symbols(library, "--defined-only") if not re.match(r"_Z|_edata|_end|__bss_start", name)
     ]
@@ -52,99 +45,43 @@ def test_it_exports_names_that_cannot_collide(library: Path) -> None:
     assert all("mglu_" in name for name in exported), exported
 
 
-def test_version_is_that_of_the_package() -> None:
+def test_the_version_of_the_header_is_that_of_the_package() -> None:
     header = (source_directory() / "library/mglu_ops.h").read_text()
     assert re.search(r'#define MGLU_OPS_VERSION "([^"]+)"', header)[1] == mglu_ops.__version__
 
 
-def test_a_build_that_cannot_be_says_so(tmp_path: Path) -> None:
-    with pytest.raises(BuildError, match="no C\\+\\+ compiler: no-such-compiler"):
-        build_runtime(tmp_path, compiler="no-such-compiler")
+def test_the_checksum_is_that_of_the_library(library: Path) -> None:
+    """It has the format of `sha256sum`."""
+    checked = subprocess.run(
+        ["sha256sum", "--check", f"{library.name}.sha256"], cwd=library.parent, capture_output=True, check=False
+    )
+    assert checked.returncode == 0
+
+
+def test_a_compiler_error_is_reported(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="unrecognized"):
         build_runtime(tmp_path, flags=["-fno-such-flag"])
     assert not list(tmp_path.iterdir())
 
 
-# --- Kernels for GPUs -----------------------------------------------------------------------------------------------
+def test_cmake_comes_from_the_path_or_from_its_python_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cmake = tmp_path / "cmake"
+    cmake.touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert build._find_cmake() == str(cmake)
+    cmake.unlink()
+    assert Path(build._find_cmake()).name == "cmake"
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "cmake", None)
+        with pytest.raises(BuildError, match="pip install cmake"):
+            build_runtime(tmp_path)
 
 
-def included(source: Path) -> set[str]:
-    names = set(re.findall(r'#include "([^"]+)"', source.read_text()))
-    return names.union(*(included(source.with_name(name)) for name in names))
-
-
-def test_all_sources_of_the_plain_kernel_are_embedded() -> None:
-    embedded = re.findall(r'"cuda/([^"]+)"', (source_directory() / "library/cuda/kernels.cpp").read_text())
-    assert set(embedded) == {"plain.cu"} | included(source_directory() / "cuda/plain.cu")
-
-
-def test_parameters_are_laid_out_alike() -> None:
-    """The pointers, and what Python packs after them, are as long as C++ says."""
-    size = re.search(r"sizeof\(Params\) == (\d+)", (source_directory() / "library/cuda/launch.cpp").read_text())
-    call = LayerCall.contiguous(torch.device("cuda"), torch.float16, 4, 1, 64, 64)
-    assert len(constants(call)) + POINTERS.size == int(size[1])
-
-
-def compiles_device_code() -> bool:
-    try:
-        importlib.import_module("cuda.core")
-    except ImportError:
-        return shutil.which("nvcc") is not None
-    return True
-
-
-@pytest.mark.skipif(not compiles_device_code(), reason="needs NVRTC or nvcc")
-@pytest.mark.parametrize("n_masks", [1, 8])
-def test_kernels_of_a_package_cover_every_number_of_tokens(n_masks: int, tmp_path: Path) -> None:
-    layer = LayerInfo(n_masks, 1024, 2048, "float16", "silu", None)
-    info = PackageInfo("2.11.0", mglu_ops.__version__, "cuda", "cuda", "operator", True, [], [layer], arch=[9, 0])
-    write_small_package(tmp_path / "model.pt2", **info.texts())
-    device_code.write(tmp_path, ["sm_90"], [tmp_path / "model.pt2"])
-    table = (tmp_path / device_code.TABLE).read_text()
-    geometry, permutation = r"\{\d+, 1, \d+, \d+, true\}", r"\{(-?\d+), \d+, (\d+)\}"
-    variant, boxes = rf"\{{90, 0, {n_masks}, 0, -1\}}", r"\{(\d+), (\d+), (\d+), false\}"
-    line = rf"\{{{variant}, 1024, 2048, (\d+), (\d+), (\d+), " + ", ".join((geometry, permutation, boxes)) + r"\}"
-    tuned = [tuple(map(int, found)) for found in re.findall(line, table)]
-    tokens = [count for first, last, *_ in tuned for count in range(first, last + 1)]
-    assert tokens == list(range(1, device_code.MOST_TOKENS + 1))
-    names = re.findall(r'\{"mglu_(\w+)", mglu_cubin_(\d+)\}', table)
-    kernels = {int(number): name for name, number in names}
-    permuting = set() if n_masks == 1 else {"permute_x"}  # one mask's tiles read x as it is
-    assert set(kernels.values()) == {"decode_mma", "tile_wgmma", "plain"} | permuting
-    gpu = gpu_of_architecture((9, 0))
-    for first, last, cubin, permute, copied, *box in tuned:
-        config, first_config = (choose(device_code._call(layer, tokens), gpu).config for tokens in (last, first))
-        assert kernels[cubin] == config.kernel == first_config.kernel
-        if isinstance(config, TileWgmma):
-            assert kernels.get(permute) == ("permute_x" if config.permuted else None)
-            assert box == [config.block_tokens, config.rows // config.cluster, 16 if n_masks == 1 else 64]
-        else:
-            assert box == [0, 0, 0]
-        assert copied == 0 if permute < 0 else copied >= last * 2048 * 2
-    for _, number in names:
-        assert (tmp_path / f"{number}.cubin").read_bytes().startswith(b"\x7fELF")
-    assert len(re.findall(rf"\{{{variant}, [14], \d+\}}", table)) == 2
-    # C++ takes the table as it is written.
-    root = source_directory()
-    places = [f"-I{tmp_path}", f"-Wa,-I{tmp_path}", f"-Wa,-I{root}"]
-    source = root / "library/cuda/kernels.cpp"
-    built = run(["g++", "-std=c++17", "-Wall", "-Werror", *places, "-c", source, "-o", tmp_path / "kernels.o"])
-    assert built.returncode == 0, built.stderr
-
-
-def test_kernels_need_a_package_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = tmp_path / "small.pt2"
-    info = PackageInfo("2.11.0", mglu_ops.__version__, "cpu", "cpu", "operator", True, [], [])
-    write_small_package(small, **info.texts())
-    build = ["build-runtime", "--out", str(tmp_path / "out")]
-    for options, words in (
-        (["--arch", "sm_90"], "give both"),
-        (["--arch", "hopper", "--package", str(small)], "of the form sm_90"),
-        (["--arch", "sm_90", "--package", str(small)], "does not call the library on a GPU"),
-        (["--arch", "sm_90", "--package", str(tmp_path / "missing")], "is not a file"),
-    ):
-        assert main([*build, *options]) == 2
-        assert words in capsys.readouterr().err
+def test_a_missing_build_tool_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CMAKE_GENERATOR", raising=False)
+    with pytest.raises(BuildError, match="pip install ninja"):
+        build_runtime(tmp_path)
 
 
 # --- In a Python process --------------------------------------------------------------------------------------------
@@ -185,12 +122,7 @@ print(json.dumps([schemas, results, words]))
 """
 
 
-def test_alone_it_computes_what_python_does(library: Path) -> None:
-    import torch
-    from budgets import assert_matches
-
-    from mglu_ops.backends import reference
-
+def test_the_operators_of_the_library_agree_with_those_of_python(library: Path) -> None:
     schemas, results, words = json.loads(python(ALONE, library))
     assert schemas == [str(getattr(torch.ops.mglu, name.split("(")[0]).default._schema) for name in ops.SCHEMAS]
     generator = torch.Generator().manual_seed(0)
@@ -238,50 +170,6 @@ print("fine")
 
 
 @pytest.mark.parametrize("order", ["library first", "python first"])
-def test_nothing_is_registered_twice(library: Path, order: str) -> None:
-    """And the kernels in force are Python's, with its gradients, vmap and fake kernels."""
+def test_operators_are_registered_once(library: Path, order: str) -> None:
+    """The kernels of Python stay in force, with their gradients, vmap rules and fake kernels."""
     assert "fine" in python(TOGETHER, library, order)
-
-
-# --- With no Python -------------------------------------------------------------------------------------------------
-
-
-def test_the_program_has_no_python_in_it(programs: Path) -> None:
-    needed = run(["ldd", programs / "run_package"]).stdout
-    assert "libmglu_ops.so" in needed
-    assert "libtorch_cpu.so" in needed
-    assert "libpython" not in needed
-    assert "not found" not in needed
-
-
-@pytest.mark.parametrize("package", ["operator", "composite", "shim"])
-def test_packages_run_with_no_python(programs: Path, packages: Path, package: str) -> None:
-    """1, 7 and 64 tokens agree with files of eager, and the sanitizers have nothing to say."""
-    process = run_package(programs, packages / f"{package}.pt2", "--time", "2", *tensor_files(packages))
-    assert process.returncode == 0, process.stdout + process.stderr
-    assert len(re.findall(r"[\d.]+ us a call", process.stdout)) == 3
-
-
-def test_weights_may_come_from_a_file(programs: Path, packages: Path) -> None:
-    package, weights, files = packages / "bare.pt2", packages / "weights.pt", tensor_files(packages)
-    process = run_package(programs, package, "--weights", weights, *files)
-    assert process.returncode == 0, process.stdout + process.stderr
-    lacking = run_package(programs, package, "--weights", packages / "x7.tensor", *files)
-    assert lacking.returncode == 2
-    assert lacking.stderr.startswith("run_package: ")
-    without = run_package(programs, package, *files)
-    assert without.returncode == 2
-    assert "has no weights in it: pass --weights FILE" in without.stderr
-
-
-def test_a_wrong_result_is_noticed(programs: Path, packages: Path) -> None:
-    package, x, y = packages / "operator.pt2", packages / "x7.tensor", packages / "y7.tensor"
-    assert run_package(programs, package, x, y, "--tolerance", "1e-12").returncode == 1
-    other = run_package(programs, package, x, packages / "y64.tensor")
-    assert other.returncode == 2
-    assert "another shape" in other.stderr
-
-
-def test_fuzzing(programs: Path, packages: Path) -> None:
-    process = run([programs / "fuzz", "2", packages / "small.pt2"])
-    assert process.returncode == 0, process.stdout + process.stderr

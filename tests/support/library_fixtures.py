@@ -1,4 +1,4 @@
-"""What the tests of packages and of the C++ library share: built once a test run, also by several workers of xdist."""
+"""Packages, the C++ library and its programs, built once in a test run, also if xdist runs it in several processes."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from torch import Tensor, nn
 import mglu_ops
 from mglu_ops.__main__ import main
 from mglu_ops.nn import MGLU, NaiveMGLU
-from mglu_ops.packaging.library import build_program, source_directory
+from mglu_ops.packaging.library import build_targets
+from mglu_ops.packaging.package import seal
 from mglu_ops.packaging.tensor_file import write_tensor
 
 TOKENS = (1, 7, 64)
-TORCH = Path(torch.__file__).parent
-SANITIZERS = "-O0 -w -Wno-psabi -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all"
+SANITIZERS = ("-O0", "-w", "-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-sanitize-recover=all")
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
 def model() -> nn.Module:
-    """A naive layer, and one of ours with routing."""
+    """A naive layer, a linear layer, and a routed layer of `mglu_ops.nn`."""
     torch.manual_seed(0)
     return nn.Sequential(NaiveMGLU(64, 96, n_masks=4), nn.Linear(96, 64), MGLU(64, 40, n_masks=2, top_k=2)).eval()
 
 
 def model_and_inputs() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """For `python -m mglu_ops export`: one token, the size that torch would take for the only one."""
+    """The model for `python -m mglu_ops export`, and one token, a size that `torch.export` treats as fixed."""
     return model(), (torch.randn(1, 64),)
 
 
@@ -45,7 +45,7 @@ def inputs(tokens: int) -> Tensor:
 
 
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
-    """A folder that `make` fills, in the first of the workers that asks."""
+    """A folder that `make` fills in the first process that asks for it."""
     base = factory.getbasetemp()
     root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     folder, done = root / name, root / f"{name}.done"
@@ -71,7 +71,7 @@ def run(command: Sequence[str | Path], timeout: float = 300, **environment: str)
 
 
 def python(code: str, *arguments: str | Path) -> str:
-    """Run code in a fresh Python; what it prints."""
+    """Run code in a new Python process; the text that it prints."""
     process = run([sys.executable, "-W", "ignore", "-c", code, *arguments], PYTHONPATH=os.pathsep.join(sys.path))
     assert process.returncode == 0, process.stderr
     return process.stdout
@@ -79,17 +79,19 @@ def python(code: str, *arguments: str | Path) -> str:
 
 @pytest.fixture(scope="session")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`operator.pt2`, `composite.pt2` and, by the command line, `shim.pt2`; `bare.pt2`, whose weights are in
-    `weights.pt`; `x7.tensor` and `y7.tensor` of eager; and `small.pt2`, which has a package's form and little in it.
+    """A folder with packages, and the inputs and results of eager PyTorch.
+
+    - `operator.pt2` takes any number of tokens.
+    - `bare.pt2`, made by the command line, calls the shim for one token, and has its weights in `weights.pt`.
+    - `small.pt2` has the form of a package and little in it.
+    - `x7.tensor` and `y7.tensor` are the input and the result for 7 tokens; so for the others of `TOKENS`.
     """
 
     def make(folder: Path) -> None:
         layers, example = model_and_inputs()
         mglu_ops.export(layers, example, folder / "operator.pt2")
-        mglu_ops.export(layers, example, folder / "composite.pt2", backend="composite")
-        mglu_ops.export(layers, example, folder / "bare.pt2", weights=folder / "weights.pt")
-        shim = str(folder / "shim.pt2")
-        assert main(["export", "library_fixtures:model_and_inputs", shim, "--shim", "--strict"]) == 0
+        options = ["--static", "--shim", "--strict", "--weights", str(folder / "weights.pt")]
+        assert main(["export", "library_fixtures:model_and_inputs", str(folder / "bare.pt2"), *options]) == 0
         write_small_package(folder / "small.pt2")
         for tokens in TOKENS:
             write_tensor(folder / f"x{tokens}.tensor", inputs(tokens))
@@ -98,11 +100,25 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return once(tmp_path_factory, "packages", make)
 
 
+@pytest.fixture(scope="session")
+def more_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `composite.pt2` and `shim.pt2`, which take any number of tokens. For tests marked `long`."""
+
+    def make(folder: Path) -> None:
+        layers, example = model_and_inputs()
+        mglu_ops.export(layers, example, folder / "composite.pt2", backend="composite")
+        mglu_ops.export(layers, example, folder / "shim.pt2", shim=True)
+
+    return once(tmp_path_factory, "more_packages", make)
+
+
 def write_small_package(path: Path, **texts: str) -> None:
+    """Write a package whose machine code is none."""
     described = {"mglu_ops_torch": "2.11.0", "mglu_ops_device": "cpu", **texts}
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         archive.writestr("small/data/aotinductor/model/code.so", bytes(range(256)) * 8)
         archive.writestr("small/data/aotinductor/model/code_metadata.json", json.dumps(described))
+    seal(path, described["mglu_ops_torch"], described["mglu_ops_device"])
 
 
 def tensor_files(packages: Path) -> list[Path]:
@@ -111,42 +127,27 @@ def tensor_files(packages: Path) -> list[Path]:
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`libmglu_ops.so`, built by the command line."""
+    """`libmglu_ops.so`, built by the command line; `run_package` is beside it."""
 
     def make(folder: Path) -> None:
-        assert main(["build-runtime", "--out", str(folder), "--flag=-O0"]) == 0
+        assert main(["build-runtime", "--out", str(folder), "--program", "--flag=-O0"]) == 0
 
     return once(tmp_path_factory, "library", make) / "libmglu_ops.so"
 
 
-def write_package_program(folder: Path, library: Path | None) -> Path:
-    """`run_package`, built with g++ alone; without the library, it looks at no checksums."""
-    flags = ("-O0", "-DMGLU_WITHOUT_LIBRARY") if library is None else ("-O0",)
-    source = source_directory() / "library/programs/run_package.cpp"
-    return build_program(source, folder / "run_package", library, flags=flags)
-
-
 @pytest.fixture(scope="session")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `run_package` and `fuzz`, built by CMake with the address and undefined behaviour sanitizers."""
-    # That of the development tools lies beside Python, which need not be on the path.
-    cmake = shutil.which("cmake", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
-    if cmake is None:
-        pytest.skip("needs cmake")
+    """A folder with `run_package`, the library and `fuzz`, built with the address and undefined behaviour sanitizers.
+
+    Building them takes minutes: for tests marked `long`.
+    """
 
     def make(folder: Path) -> None:
-        settings = {"TORCH_ROOT": TORCH, "CMAKE_BUILD_TYPE": "None", "MGLU_FUZZ": "ON", "CMAKE_CXX_FLAGS": SANITIZERS}
-        defines = [f"-D{name}={value}" for name, value in settings.items()]
-        for command in (
-            [cmake, "-S", source_directory(), "-B", folder, *defines],
-            [cmake, "--build", folder, "--parallel", "2"],
-        ):
-            built = run(command)
-            assert built.returncode == 0, built.stdout + built.stderr
+        build_targets(folder, ["mglu_ops", "run_package", "fuzz"], flags=SANITIZERS)
 
     return once(tmp_path_factory, "programs", make)
 
 
-def run_package(programs: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    # Leaks at exit are torch's own.
-    return run([programs / "run_package", *arguments], ASAN_OPTIONS="detect_leaks=0")
+def run_package(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run the `run_package` of a folder. Leaks at exit are torch's own."""
+    return run([folder / "run_package", *arguments], ASAN_OPTIONS="detect_leaks=0")

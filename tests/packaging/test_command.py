@@ -1,0 +1,127 @@
+"""Errors of the user in `export` and `build-runtime`: one line on standard error, exit code 2, no traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from library_fixtures import needs_compiler, run, write_small_package
+
+import mglu_ops
+from mglu_ops.__main__ import main
+from mglu_ops.packaging import library
+from mglu_ops.packaging.package import PackageInfo
+
+MODEL = """
+import torch
+from mglu_ops.nn import MGLU
+
+def raises(): raise RuntimeError("no weights today")
+def returns_a_number(): return 3
+def linear(): return torch.nn.Linear(4, 4), (torch.randn(2, 4),)
+def wrong_inputs(): return MGLU(8, 8), (torch.randn(2, 9),)
+def layer(): return MGLU(8, 8), (torch.randn(2, 8),)
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "models_of_commands.py"
+    path.write_text(MODEL)
+    return path
+
+
+def error_of(arguments: list[str], command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a command that must fail, and return its one line."""
+    assert main([command, *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    start = f"python -m mglu_ops {command}: error: "
+    assert line.startswith(start)
+    return line.removeprefix(start)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        ("raises", "RuntimeError: no weights today"),
+        ("returns_a_number", "returned int, must be (model, (input, ...))"),
+        ("linear", "no MGLU layer was found"),
+        ("wrong_inputs", "torch.export.export failed"),
+        ("missing", "missing"),
+    ],
+)
+def test_export_refuses_a_factory_that_fails(
+    model: Path, function: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = error_of([f"{model}:{function}", str(tmp_path / "model.pt2")], "export", capsys)
+    assert reason in error
+    assert not (tmp_path / "model.pt2").exists()
+
+
+def test_export_refuses_missing_files_and_wrong_options(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = str(tmp_path / "model.pt2")
+    assert "no file" in error_of([str(tmp_path / "missing.py:layer"), package], "export", capsys)
+    assert "must end in .pt2" in error_of([f"{model}:layer", str(tmp_path / "model.zip")], "export", capsys)
+    assert "is not a folder" in error_of([f"{model}:layer", str(tmp_path / "no/model.pt2")], "export", capsys)
+    assert "backend: got 'tpu'" in error_of([f"{model}:layer", package, "--backend", "tpu"], "export", capsys)
+    (tmp_path / "weights.pt").write_bytes(b"no archive")
+    weights = ["--weights", str(tmp_path / "weights.pt")]
+    assert "no file of torch" in error_of([f"{model}:layer", package, *weights], "export", capsys)
+
+
+def test_export_needs_a_compiler(model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mglu_ops", "export", f"{model}:layer", tmp_path / "model.pt2"]
+    process = run(command, CXX="no-such-compiler", PYTHONPATH=os.pathsep.join(sys.path))
+    assert process.returncode == 2
+    assert "Traceback" not in process.stderr
+    assert "error: no C++ compiler" in process.stderr.splitlines()[-1]
+
+
+def test_build_runtime_needs_its_tools(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = ["--out", str(tmp_path / "out")]
+    error = error_of([*out, "--compiler", "no-such-compiler"], "build-runtime", capsys)
+    assert error.startswith("no C++ compiler: no-such-compiler is not on the PATH")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "pip install ninja" in error_of(out, "build-runtime", capsys)
+    monkeypatch.setitem(sys.modules, "cmake", None)
+    assert error_of(out, "build-runtime", capsys).startswith("CMake is missing: `pip install cmake`")
+    assert not (tmp_path / "out").exists()
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--arch", "sm_90"], "give both"),
+        (["--arch", "hopper", "--package", "cpu.pt2"], "got 'hopper', must be of the form sm_90"),
+        (["--arch", "sm_90", "--package", "cpu.pt2"], "does not call the library on a GPU"),
+        (["--arch", "sm_90", "--package", "missing.pt2"], "missing.pt2 is not a file"),
+        (["--arch", "sm_90", "--package", "damaged.pt2"], "damaged.pt2 is no file of torch's"),
+        (["--kernels-only"], "give an architecture and a package"),
+    ],
+)
+def test_build_runtime_refuses_wrong_kernels(
+    options: list[str],
+    reason: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    info = PackageInfo("2.11.0", mglu_ops.__version__, "cpu", "cpu", "operator", True, [], [])
+    write_small_package(tmp_path / "cpu.pt2", **info.texts())
+    (tmp_path / "damaged.pt2").write_bytes((tmp_path / "cpu.pt2").read_bytes()[:500])
+    assert reason in error_of(["--out", "out", *options], "build-runtime", capsys)
+
+
+def test_a_failed_build_shows_what_the_tool_said(tmp_path: Path) -> None:
+    with pytest.raises(library.BuildError, match=r"(?s)cmake.* failed:\n.*no such target|unknown target|No rule"):
+        library.build_targets(tmp_path, ["no_such_target"])

@@ -1,0 +1,82 @@
+"""Packages run in processes without Python, by `run_package`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from library_fixtures import needs_compiler, run, run_package, tensor_files
+
+pytest_plugins = ["library_fixtures"]
+pytestmark = [needs_compiler, pytest.mark.slow]
+
+
+def test_the_program_needs_no_python(library: Path) -> None:
+    needed = run(["ldd", library.with_name("run_package")]).stdout
+    assert "libmglu_ops.so" in needed
+    assert "libtorch_cpu.so" in needed
+    assert "libpython" not in needed
+    assert "not found" not in needed
+
+
+def test_a_package_agrees_with_eager(library: Path, packages: Path) -> None:
+    """The results for 1, 7 and 64 tokens agree with files that eager PyTorch wrote."""
+    process = run_package(library.parent, packages / "operator.pt2", "--time", "2", *tensor_files(packages))
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert len(re.findall(r"[\d.]+ us a call", process.stdout)) == 3
+
+
+def test_a_package_with_a_shim_reads_its_weights_from_a_file(library: Path, packages: Path) -> None:
+    package, weights, tensors = packages / "bare.pt2", packages / "weights.pt", tensor_files(packages)[:2]
+    process = run_package(library.parent, package, "--weights", weights, *tensors)
+    assert process.returncode == 0, process.stdout + process.stderr
+    foreign = run_package(library.parent, package, "--weights", packages / "x7.tensor", *tensors)
+    assert foreign.returncode == 2
+    assert foreign.stderr.startswith("run_package: ")
+    without = run_package(library.parent, package, *tensors)
+    assert without.returncode == 2
+    assert "has no weights in it: pass --weights FILE" in without.stderr
+
+
+def test_a_damaged_package_is_refused(library: Path, packages: Path, tmp_path: Path) -> None:
+    whole = (packages / "operator.pt2").read_bytes()
+    damaged = tmp_path / "damaged.pt2"
+    in_code = whole.index(b"\x7fELF") + 5000
+    for data, reason in (
+        (whole[: len(whole) // 2], "has no seal"),
+        (whole[:in_code] + bytes([whole[in_code] ^ 1]) + whole[in_code + 1 :], "its checksum is wrong"),
+    ):
+        damaged.write_bytes(data)
+        process = run_package(library.parent, damaged, packages / "x7.tensor", packages / "y7.tensor")
+        assert process.returncode == 2
+        assert reason in process.stderr
+
+
+def test_a_wrong_result_is_noticed(library: Path, packages: Path) -> None:
+    package, x, y = packages / "operator.pt2", packages / "x7.tensor", packages / "y7.tensor"
+    assert run_package(library.parent, package, x, y, "--tolerance", "1e-12").returncode == 1
+    other = run_package(library.parent, package, x, packages / "y64.tensor")
+    assert other.returncode == 2
+    assert "another shape" in other.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("package", ["operator", "composite", "shim"])
+def test_packages_run_under_sanitizers(programs: Path, packages: Path, more_packages: Path, package: str) -> None:
+    folder = packages if package == "operator" else more_packages
+    process = run_package(programs, folder / f"{package}.pt2", *tensor_files(packages))
+    assert process.returncode == 0, process.stdout + process.stderr
+
+
+@pytest.mark.long
+def test_weights_files_are_read_under_sanitizers(programs: Path, packages: Path) -> None:
+    package, weights = packages / "bare.pt2", packages / "weights.pt"
+    process = run_package(programs, package, "--weights", weights, *tensor_files(packages)[:2])
+    assert process.returncode == 0, process.stdout + process.stderr
+
+
+@pytest.mark.long
+def test_hostile_packages_and_tensors_are_refused_under_sanitizers(programs: Path, packages: Path) -> None:
+    process = run([programs / "fuzz", "2", packages / "small.pt2"])
+    assert process.returncode == 0, process.stdout + process.stderr

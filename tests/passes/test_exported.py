@@ -1,0 +1,253 @@
+"""Exported programs are fused, with their masks packed, and compute what the model computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from exported import export, operators, saved_and_loaded
+from torch import Tensor, nn
+
+from compile_passes.exported import fuse_exported, layers_of
+from compile_passes.fusion import FusionError
+from compile_passes.report import FusionReport
+from mglu_ops.nn import MGLU, NaiveMGLU
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+@pytest.mark.parametrize("cls", [NaiveMGLU, MGLU])
+@pytest.mark.parametrize("learnable", [True, False], ids=["learned", "fixed"])
+def test_masks_are_packed_and_logits_removed(cls: type, learnable: bool, grad: bool) -> None:
+    torch.manual_seed(0)
+    layer = cls(45, 24, n_masks=3, learnable_masks=learnable)
+    module = nn.Sequential(nn.Linear(20, 45), layer)
+    program = export(module, torch.randn(5, 20), grad=grad)
+    before = str(program.graph), set(program.state_dict)
+    fused = fuse_exported(program, strict=True)
+    assert (str(program.graph), set(program.state_dict)) == before, "the given program changed"
+    assert operators(fused) == ["mglu.forward.default"]
+    assert set(fused.state_dict) == {"0.weight", "0.bias", "1.weight", "1.packed_masks"}
+    packed = layer.packed_masks if layer.packed_masks is not None else torch.ops.mglu.pack_masks(layer.mask_logits > 0)
+    assert torch.equal(fused.state_dict["1.packed_masks"], packed)
+    again = saved_and_loaded(fused)
+    for tokens in (2, 5, 64):
+        x = torch.randn(tokens, 20)
+        expected = module(x)
+        for result in (fused, again, fused.run_decompositions()):
+            torch.testing.assert_close(result.module()(x), expected)
+
+
+def test_routed_layer() -> None:
+    torch.manual_seed(0)
+    module = NaiveMGLU(20, 8, n_masks=4, top_k=2)
+    fused = fuse_exported(export(module, torch.randn(5, 20)), strict=True)
+    assert operators(fused) == ["mglu.forward.default"]
+    x = torch.randn(9, 20)
+    torch.testing.assert_close(fused.module()(x), module(x))
+
+
+class Masked(nn.Module):
+    """A layer whose mask is `mask(stored)`."""
+
+    def __init__(self, stored: Tensor, mask: Callable[[Tensor], Tensor], *, parameter: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(stored.shape[-2:]))
+        if parameter:
+            self.stored: Tensor = nn.Parameter(stored)
+        else:
+            self.register_buffer("stored", stored)
+        self.mask = mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        m = self.mask(self.stored)
+        return F.silu(F.linear(x, self.weight * m)) * F.linear(x, self.weight * (1 - m))
+
+
+BINARY = {
+    "buffer": Masked((torch.randn(6, 20) > 0).float(), lambda stored: stored),
+    "parameter": Masked((torch.randn(6, 20) > 0).float(), lambda stored: stored, parameter=True),
+    "computed": Masked(torch.randn(6, 20), lambda stored: torch.round(torch.sigmoid(stored))),
+    "integers": Masked(torch.randint(0, 2, (6, 20)), lambda stored: stored.float()),
+    "all ones": Masked(torch.ones(6, 20), lambda stored: stored),
+}
+
+
+@pytest.mark.parametrize("kind", BINARY)
+def test_constant_masks_are_fused_if_their_values_are_binary(kind: str) -> None:
+    module = BINARY[kind]
+    report = FusionReport()
+    fused = fuse_exported(export(module, torch.randn(5, 20)), report=report, strict=True)
+    assert operators(fused) == ["mglu.forward.default"]
+    assert set(fused.state_dict) == {"weight", "packed_masks"}
+    assert [(site.route, site.packed) for site in report.fused] == [("forward", "when exported")]
+    x = torch.randn(9, 20)
+    torch.testing.assert_close(fused.module()(x), module(x))
+
+
+def test_a_weight_of_zeros_is_not_taken_for_a_mask() -> None:
+    module = BINARY["computed"]
+    try:
+        weight = module.weight.data.clone()
+        module.weight.data.zero_()
+        assert operators(fuse_exported(export(module, torch.randn(5, 20)), strict=True)) == ["mglu.forward.default"]
+    finally:
+        module.weight.data.copy_(weight)
+
+
+def test_masks_with_other_values_are_not_fused() -> None:
+    stored = (torch.randn(6, 20) > 0).float()
+    stored[3, 7] = 0.5
+    module = Masked(stored, lambda stored: stored)
+    program, report = export(module, torch.randn(5, 20)), FusionReport()
+    fused = fuse_exported(program, report=report)
+    assert operators(fused) == []
+    assert [bool(site.reason) for site in report.missed] == [True]
+    x = torch.randn(9, 20)
+    assert torch.equal(fused.module()(x), program.module()(x))
+    with pytest.raises(FusionError, match="nothing proves"):
+        fuse_exported(program, strict=True)
+    with pytest.raises(ValueError, match="neither 0 nor 1"):
+        fuse_exported(program, assume_binary=True)
+
+
+def test_strict_refuses_a_model_without_a_layer() -> None:
+    with pytest.raises(FusionError, match="no MGLU layer"):
+        fuse_exported(export(nn.Linear(4, 4), torch.randn(3, 4)), strict=True)
+
+
+def test_a_long_chain_of_constants_is_evaluated() -> None:
+    """The chain is longer than Python's stack is deep."""
+
+    def mask(stored: Tensor) -> Tensor:
+        for _ in range(1200):
+            stored = stored + 1
+        return stored > 1200
+
+    module, x = Masked(torch.randn(6, 20), lambda stored: mask(stored).float()), torch.randn(5, 20)
+    fused = fuse_exported(export(module, x), strict=True)
+    assert set(fused.state_dict) == {"weight", "packed_masks"}
+    torch.testing.assert_close(fused.module()(x), module(x))
+
+
+class LowRank(nn.Module):
+    """A layer whose logits are a product of two matrices. A product in bfloat16 would change some of their signs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(60, 200))
+        self.a, self.b = nn.Parameter(torch.randn(60, 64)), nn.Parameter(torch.randn(64, 200))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = self.a @ self.b > 0
+        return F.silu(F.linear(x, self.weight * mask)) * F.linear(x, self.weight * ~mask)
+
+
+def test_autocast_around_the_pass_does_not_change_constants() -> None:
+    module, x = LowRank(), torch.randn(5, 200)
+    program = export(module, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        fused = fuse_exported(program, strict=True)
+    assert set(fused.state_dict) == {"weight", "packed_masks"}
+    torch.testing.assert_close(fused.module()(x), module(x), rtol=1e-4, atol=1e-3)
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = NaiveMGLU(12, 12, n_masks=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.layer(x))
+
+
+def test_shared_masks_are_packed_once() -> None:
+    module = Shared()
+    fused = fuse_exported(export(module, torch.randn(5, 12)), strict=True)
+    assert len(layers_of(fused.graph)) == 2
+    assert [name for name in fused.state_dict if "packed" in name] == ["layer.packed_masks"]
+    x = torch.randn(3, 12)
+    torch.testing.assert_close(fused.module()(x), module(x))
+
+
+class Inference(nn.Module):
+    """A model that turns gradients off by itself. An export with grad mode on records that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = NaiveMGLU(12, 12, n_masks=2)
+        self.head = nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = self.layer(x) + x
+        return self.head(y)
+
+
+def test_layers_under_no_grad_are_found() -> None:
+    module = Inference()
+    program = export(module, torch.randn(5, 12), grad=True)
+    assert "wrap_with_set_grad_enabled" in str(program.graph)
+    fused = fuse_exported(program, strict=True)
+    assert operators(fused) == ["mglu.forward.default"]
+    assert "layer.packed_masks" in fused.state_dict
+    x = torch.randn(3, 12)
+    torch.testing.assert_close(saved_and_loaded(fused).module()(x), module(x))
+
+
+class Transposed(nn.Module):
+    """A layer with a weight `[in_features, out_features]`, which `tied` models use for a second product."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(20, 6))
+        self.mask_logits = nn.Parameter(torch.randn(20, 6))
+        self.tied = tied
+
+    def forward(self, x: Tensor) -> Tensor:
+        m = (self.mask_logits > 0).to(x.dtype)
+        y = F.silu(x @ (self.weight * m)) * (x @ (self.weight * (1 - m)))
+        return y @ self.weight.t() if self.tied else y
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_weight_is_stored_once(tied: bool) -> None:
+    module = Transposed(tied)
+    fused = fuse_exported(export(module, torch.randn(5, 20)), strict=True)
+    assert set(fused.state_dict) == {"packed_masks", "weight" if tied else "fused_weight"}
+    x = torch.randn(3, 20)
+    torch.testing.assert_close(fused.module()(x), module(x))
+
+
+class Weighted(nn.Module):
+    """Terms with numbers, learned scalars or a bias around them, for which the rewrite adds operations of its own."""
+
+    def __init__(self, total: Callable[[list[Tensor], Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight, self.logits = nn.Parameter(torch.randn(6, 20)), nn.Parameter(torch.randn(3, 6, 20))
+        self.a, self.b = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(6))
+        self.total = total
+
+    def forward(self, x: Tensor) -> Tensor:
+        masks = (self.logits > 0).to(x.dtype)
+        terms = [F.silu(F.linear(x, self.weight * m)) * F.linear(x, self.weight * (1 - m)) for m in masks]
+        return self.total(terms, self.a, self.b)
+
+
+TOTALS: dict[str, Callable[[list[Tensor], Tensor, Tensor], Tensor]] = {
+    "mean": lambda terms, a, b: torch.stack(terms).mean(0),
+    "numbers": lambda terms, a, b: 0.3 * terms[0] + 0.7 * terms[1] - terms[2],
+    "scalars": lambda terms, a, b: sum(a[i] * term for i, term in enumerate(terms)),
+    "bias first": lambda terms, a, b: b + terms[0] + terms[1] + terms[2],
+}
+
+
+@pytest.mark.parametrize("total", TOTALS)
+def test_operations_that_the_rewrite_adds_can_be_saved(total: str) -> None:
+    """The verifier of exported programs accepts only ATen operators, and so does `torch.export.save`."""
+    module = Weighted(TOTALS[total])
+    fused = fuse_exported(export(module, torch.randn(5, 20)), strict=True)
+    assert operators(fused).count("mglu.forward.default") == 1
+    x = torch.randn(3, 20)
+    torch.testing.assert_close(saved_and_loaded(fused).module()(x), module(x))

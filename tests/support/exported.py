@@ -1,0 +1,27 @@
+"""Programs of `torch.export`: made, saved and loaded, and their operators."""
+
+from __future__ import annotations
+
+import io
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+
+def export(module: nn.Module, *example: Tensor, grad: bool = False) -> ExportedProgram:
+    """Export a module whose inputs vary in their first size."""
+    with torch.set_grad_enabled(grad):
+        return torch.export.export(module, example, dynamic_shapes=tuple({0: Dim.AUTO} for _ in example))
+
+
+def operators(program: ExportedProgram) -> list[str]:
+    """The operators of mglu_ops in a program, in order."""
+    return [str(node.target) for node in program.graph.nodes if str(node.target).startswith("mglu")]
+
+
+def saved_and_loaded(program: ExportedProgram) -> ExportedProgram:
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    return torch.export.load(file)
