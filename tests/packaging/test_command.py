@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 import pytest
-from library_fixtures import needs_compiler, run, write_small_package
+from library_fixtures import needs_compiler, write_small_package
 
 import mglu_ops
 from mglu_ops.__main__ import main
-from mglu_ops.packaging import library
 from mglu_ops.packaging.package import PackageInfo
 
 MODEL = """
@@ -75,12 +73,12 @@ def test_export_refuses_missing_files_and_wrong_options(
     assert "no file of torch" in error_of([f"{model}:layer", package, *weights], "export", capsys)
 
 
-def test_export_needs_a_compiler(model: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mglu_ops", "export", f"{model}:layer", tmp_path / "model.pt2"]
-    process = run(command, CXX="no-such-compiler", PYTHONPATH=os.pathsep.join(sys.path))
-    assert process.returncode == 2
-    assert "Traceback" not in process.stderr
-    assert "error: no C++ compiler" in process.stderr.splitlines()[-1]
+def test_export_needs_a_compiler(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from torch._inductor import config
+
+    with config.patch({"cpp.cxx": (None, "no-such-compiler")}):
+        error = error_of([f"{model}:layer", str(tmp_path / "model.pt2")], "export", capsys)
+    assert error.startswith("no C++ compiler: torch compiles packages with g++")
 
 
 def test_build_runtime_needs_its_tools(
@@ -120,8 +118,3 @@ def test_build_runtime_refuses_wrong_kernels(
     write_small_package(tmp_path / "cpu.pt2", **info.texts())
     (tmp_path / "damaged.pt2").write_bytes((tmp_path / "cpu.pt2").read_bytes()[:500])
     assert reason in error_of(["--out", "out", *options], "build-runtime", capsys)
-
-
-def test_a_failed_build_shows_what_the_tool_said(tmp_path: Path) -> None:
-    with pytest.raises(library.BuildError, match=r"(?s)cmake.* failed:\n.*no such target|unknown target|No rule"):
-        library.build_targets(tmp_path, ["no_such_target"])

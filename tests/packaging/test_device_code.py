@@ -57,7 +57,9 @@ def fields(row: str) -> dict[str, str]:
 
 def assert_cpp_takes_the_table(folder: Path) -> None:
     root = source_directory()
-    (folder / "mglu_sources.inc").write_text("#define MGLU_SOURCES(source)\n")
+    (folder / "mglu_sources.inc").write_text(  # which CMake writes
+        'MGLU_EMBED(source_plain, "cuda/plain.cu");\n#define MGLU_SOURCES(source) source("plain.cu", source_plain)\n'
+    )
     folders = [f"-I{folder}", f"-Wa,-I{folder}", f"-Wa,-I{root}"]
     warnings = ["-Wall", "-Wextra", "-Werror"]
     source = root / "library/cuda/kernels.cpp"
