@@ -103,7 +103,7 @@ def _compile(kernel: str, arch: str, defines: dict[str, int]) -> bytes:
     except ImportError:
         nvcc = shutil.which("nvcc")
     if nvcc is None:
-        raise CompileError("kernels need NVRTC (pip install mglu-ops[cuda]) or nvcc, and neither is here")
+        raise CompileError("kernels need NVRTC (pip install cuda-core) or nvcc, and neither is here")
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         macros = [f"-D{name}={value}" for name, value in defines.items()]

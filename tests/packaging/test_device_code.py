@@ -9,11 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from library_fixtures import needs_compiler, run, write_small_package
 
 import mglu_ops
-from mglu_ops.backends.cuda import plan
+from mglu_ops.backends.cuda import TileWgmma
+from mglu_ops.backends.cuda.choice import choose
+from mglu_ops.backends.cuda.device import gpu_of_architecture
 from mglu_ops.backends.cuda.driver import POINTERS
+from mglu_ops.backends.cuda.kernels import permute_x
+from mglu_ops.backends.cuda.kernels.base import constants
+from mglu_ops.layer_call import LayerCall
 from mglu_ops.packaging import device_code
 from mglu_ops.packaging.library import source_directory
 from mglu_ops.packaging.package import LayerInfo, PackageInfo
@@ -25,7 +31,8 @@ def test_parameters_are_laid_out_alike() -> None:
     """The pointers, and the constants that Python packs after them, are as long as `Params` in C++."""
     size = re.search(r"sizeof\(Params\) == (\d+)", (source_directory() / "library/cuda/launch.cpp").read_text())
     assert size is not None
-    assert plan.CONSTANTS.size + POINTERS.size == int(size[1])
+    call = LayerCall.contiguous(torch.device("cuda"), torch.float16, 4, 1, 64, 64)
+    assert len(constants(call)) + POINTERS.size == int(size[1])
 
 
 def test_a_launch_has_as_many_tokens_as_in_cpp() -> None:
@@ -89,25 +96,27 @@ def test_the_table_covers_every_number_of_tokens(n_masks: int, tmp_path: Path, m
 
 
 def assert_is_the_launch_of_python(row: dict[str, str], layer: LayerInfo, kernels: list[str]) -> None:
-    """Compare a row with what the CUDA backend chooses on a GPU with the number of SMs that `device_code` assumes."""
-    first, last = int(row["first_tokens"]), int(row["last_tokens"])
-    problem = device_code._problem(layer, (9, 0), last)
-    config, sms = plan.choice(problem), problem.multiprocessors
-    assert kernels[int(row["cubin"])] == config.kernel == plan.choice(replace(problem, tokens=first)).kernel
-    is_tile = config.kernel == "tile_wgmma"
+    """Compare a row with the launch that the CUDA backend chooses, and with its grid on GPUs of several sizes."""
+    gpu = gpu_of_architecture((9, 0))
+    call = device_code._call(layer, int(row["last_tokens"]))
+    config = choose(call, gpu).config
+    assert kernels[int(row["cubin"])] == config.kernel
+    assert config.kernel == choose(device_code._call(layer, int(row["first_tokens"])), gpu).config.kernel
+    blocks, cluster, is_tile = int(row["blocks"]), int(row["cluster"]), isinstance(config, TileWgmma)
     assert row["persistent"] == str(is_tile).lower()
-    cluster, blocks = int(row["cluster"]), int(row["blocks"])
-    assert blocks % cluster == 0
-    launched = min(blocks, sms // cluster * cluster) if is_tile else blocks
-    assert (launched, 1) == config.grid(last, layer.out_features, sms)
+    for sms in (2, 78, 132, 144):
+        launched = min(blocks, sms // cluster * cluster) if is_tile else blocks  # as csrc/library/cuda/launch.cpp does
+        assert (launched, 1) == config.grid(call, replace(gpu, multiprocessors=sms))
     assert int(row["threads"]) == config.threads
-    assert int(row["shared_bytes"]) == config.shared_bytes(layer.n_masks, last, layer.in_features)
+    assert int(row["shared_bytes"]) == config.shared_bytes(call)
     assert int(row["blocks_per_sm"]) == (0 if is_tile else config.blocks_per_sm)
-    permute = int(row["permute_x.cubin"])
-    assert (kernels[permute] if permute >= 0 else None) == ("permute_x" if config.turned else None)
-    assert int(row["permute_x.bytes"]) == (config.turned_bytes(last, layer.in_features) if config.turned else 0)
+    permuted = is_tile and config.permuted
+    assert (int(row["permute_x.cubin"]) >= 0) == permuted
+    if permuted:
+        assert kernels[int(row["permute_x.cubin"])] == "permute_x"
+        assert int(row["permute_x.bytes"]) == permute_x.copy_bytes(call, config.block_tokens, config.sub)
     boxes = [int(row[f"boxes.{name}"]) for name in ("tokens", "rows", "mask_bytes")]
-    mask_bytes = config.mask_row_bytes(layer.n_masks)
+    mask_bytes = 16 if layer.n_masks == 1 else 64
     assert boxes == ([config.block_tokens, config.rows // config.cluster, mask_bytes] if is_tile else [0, 0, 0])
 
 

@@ -24,8 +24,8 @@ struct Variant {
     bool operator==(const Variant& other) const = default;
 };
 
-// The launch of permute_x, which copies x into the order of columns that a sparse tile_wgmma reads, on the same stream
-// before it.
+// The launch of permute_x, on the same stream before tile_wgmma: it copies x with its columns in the order in which masks
+// are read.
 struct PermuteX {
     int cubin = -1;  // -1 for a kernel that reads x as it is
     unsigned blocks;
@@ -40,8 +40,9 @@ struct Boxes {
     bool swizzle_masks;
 };
 
-// The launch of a layer for a range of numbers of tokens. mglu_ops/packaging/device_code.py writes these rows from the
-// launches that Python's CUDA backend chooses. What depends on the GPU at hand is computed here, in launch.cpp.
+// The launch of a layer for a range of numbers of tokens. mglu_ops/packaging/device_code.py writes these rows, from the
+// launches that Python's CUDA backend chooses for an architecture. launch.cpp adds what depends on the GPU at hand: its
+// number of SMs and its shared memory.
 struct TunedLaunch {
     Variant variant;
     std::int64_t out_features;
