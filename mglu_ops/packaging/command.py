@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,22 +69,36 @@ def run_export(options: argparse.Namespace) -> int:
 
     try:
         model, inputs = factory.load_model(options.model)
-        info = export(
-            model,
-            inputs,
-            options.path,
-            dynamic_tokens=not options.static,
-            backend=options.backend,
-            shim=options.shim,
-            weights=options.weights,
-            multi_arch=options.multi_arch,
-            strict=options.strict,
-        )
+        with _without_logs_of_torch():
+            info = export(
+                model,
+                inputs,
+                options.path,
+                dynamic_tokens=not options.static,
+                backend=options.backend,
+                shim=options.shim,
+                weights=options.weights,
+                multi_arch=options.multi_arch,
+                strict=options.strict,
+            )
     except (ValueError, OSError, BuildError, FusionError, PackageError) as error:
         print(f"python -m mglu_ops export: error: {error}", file=sys.stderr)
         return 2
     print(info)
     return 0
+
+
+@contextmanager
+def _without_logs_of_torch() -> Iterator[None]:
+    """Leave standard error to the one line of the command, unless `TORCH_LOGS` asks for torch's logs."""
+    if "TORCH_LOGS" in os.environ:
+        yield
+        return
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def run_build(options: argparse.Namespace) -> int:

@@ -139,7 +139,7 @@ def printed_launches(program: Path, shape: tuple[int, ...], tokens: Iterable[int
 
 
 @needs_compiler
-@pytest.mark.parametrize("n_masks", [1, 8])
+@pytest.mark.parametrize("n_masks", [pytest.param(1, marks=pytest.mark.long), 8])
 def test_cpp_launches_what_python_launches_on_gpus_of_any_size(
     n_masks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +155,7 @@ def test_cpp_launches_what_python_launches_on_gpus_of_any_size(
 
 
 @needs_compiler
+@pytest.mark.long
 def test_cpp_runs_a_layer_that_is_not_in_the_table_on_the_plain_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

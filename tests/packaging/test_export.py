@@ -201,7 +201,7 @@ def test_a_damaged_weights_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_that_torch_cannot_export_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"torch\.export\.export failed: RuntimeError: mat1"):
+    with pytest.raises(ValueError, match=r"model: torch\.export\.export failed: RuntimeError: (a and b|mat1)"):
         mglu_ops.export(model(), (torch.randn(3, 65),), tmp_path / "model.pt2")
 
 

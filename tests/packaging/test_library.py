@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -71,17 +70,6 @@ def test_cmake_comes_from_the_path_or_from_its_python_package(monkeypatch: pytes
     assert build._find_cmake() == str(cmake)
     cmake.unlink()
     assert Path(build._find_cmake()).name == "cmake"
-    with monkeypatch.context() as patched:
-        patched.setitem(sys.modules, "cmake", None)
-        with pytest.raises(BuildError, match="pip install cmake"):
-            build_runtime(tmp_path)
-
-
-def test_a_missing_build_tool_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CMAKE_GENERATOR", raising=False)
-    with pytest.raises(BuildError, match="pip install ninja"):
-        build_runtime(tmp_path)
 
 
 # --- In a Python process --------------------------------------------------------------------------------------------
@@ -132,7 +120,12 @@ def test_the_operators_of_the_library_agree_with_those_of_python(library: Path) 
         logits[0, 0, :4] = torch.tensor([0.0, -0.0, float("nan"), float("inf")])
         assert packed == torch.ops.mglu.pack_masks(logits > 0).flatten().tolist()
         expected = reference.forward(x.transpose(0, 1), weight, logits > 0, "gelu", route)
-        assert_matches(torch.tensor(y, dtype=torch.float64).view_as(expected), expected, dtype)
+        result = torch.tensor(y, dtype=torch.float64).view_as(expected)
+        assert_matches(result, expected, dtype)
+        in_python = torch.ops.mglu.forward(
+            x.transpose(0, 1), weight, torch.ops.mglu.pack_masks(logits > 0), "gelu", route
+        )
+        assert torch.equal(result, in_python.double()), "the bits are not those of Python's CPU backend"
     patterns = (
         "activation: got 'swish'",
         "x: got shape",
@@ -169,7 +162,7 @@ print("fine")
 """
 
 
-@pytest.mark.parametrize("order", ["library first", "python first"])
+@pytest.mark.parametrize("order", ["library first", pytest.param("python first", marks=pytest.mark.long)])
 def test_operators_are_registered_once(library: Path, order: str) -> None:
     """The kernels of Python stay in force, with their gradients, vmap rules and fake kernels."""
     assert "fine" in python(TOGETHER, library, order)
