@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 import mglu_ops
 from benchmarks.records import environment, write_table
-from mglu_ops.packaging.library import build_program, source_directory
 from mglu_ops.packaging.tensor_file import write_tensor
 
 LAYERS, FEATURES, MASKS = 32, 64, 2
@@ -55,8 +54,7 @@ def bench(device: str) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        library = mglu_ops.build_runtime(root)
-        program = build_program(source_directory() / "library/programs/run_package.cpp", root / "run_package", library)
+        program = mglu_ops.build_runtime(root, program=True).with_name("run_package")
         write_tensor(root / "x", x)
         write_tensor(root / "y", model(x))
         for name, options in VARIANTS.items():
