@@ -1,16 +1,19 @@
 """The description that a package holds of itself, read without running or unpacking any of the package.
 
 A `.pt2` package is a zip archive without compression: machine code, weights, and a JSON file of texts, to which
-mglu_ops adds its own. torch's loader maps the machine code without comparing checksums, so mglu_ops does that first:
-Python by the checksum of each member, C++ by the seal, which stands at the end of the file, so that it needs no zip
-reader.
+mglu_ops adds its own. torch's loader maps the machine code without comparing checksums. So `export` ends the file with
+a seal, a checksum of all bytes before it, which Python and C++ check first; C++ needs no zip reader for that.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import zipfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,8 @@ KEY = "mglu_ops"
 FORMAT = 1
 
 _SEAL = "mglu_ops seal 1 torch={torch} device={device} adler32="
-_CHECKSUM_DIGITS = 8
+_SEAL_AT_END = re.compile(rb"mglu_ops seal 1 torch=\S+ device=\S+ adler32=([0-9a-f]{8})\Z")
+_LONGEST_SEAL, _CHECKSUM_DIGITS = 256, 8
 _CHUNK_BYTES = 1 << 24
 
 
@@ -132,17 +136,17 @@ class PackageInfo:
 
 
 def read_info(path: str | Path) -> PackageInfo:
-    """The description of a package, read after every member of the package was compared with its checksum.
+    """The description of a package, after its seal was checked.
 
     Raises:
         FileNotFoundError: there is no such file.
         PackageError: mglu_ops did not make it, or it is damaged.
     """
-    check_archive(path)
-    with zipfile.ZipFile(path) as archive:
+    with _archive(path) as archive:
         texts = _texts(archive)
     if KEY not in texts:
         raise PackageError(f"{path} was not made by mglu_ops.export: it lacks its description; export the model anew")
+    _check_seal(path)
     try:
         return PackageInfo.from_json(texts[KEY], str(path))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
@@ -150,42 +154,67 @@ def read_info(path: str | Path) -> PackageInfo:
 
 
 def check_archive(path: str | Path) -> None:
-    """Compare every member of a file of torch's (a package, or saved tensors) with its checksum.
+    """Compare every member of a file of `torch.save` with its checksum.
 
     Raises:
         FileNotFoundError: there is no such file.
         PackageError: it is no zip archive, truncated or damaged.
     """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"{path} is not a file")
-    try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-            compressed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
-    except Exception as error:  # zipfile raises errors of many types for damaged files
-        raise PackageError(f"{path} is no file of torch's, or a truncated or damaged one: {error}") from error
+    with _archive(path) as archive:
+        damaged = archive.testzip()
+        compressed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
     if damaged or compressed:
         what = f"the checksum of {damaged} is wrong" if damaged else f"{compressed[0]} is compressed"
         raise PackageError(f"{path} is damaged: {what}")
 
 
+@contextmanager
+def _archive(path: str | Path) -> Iterator[zipfile.ZipFile]:
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path} is not a file")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            yield archive
+    except Exception as error:  # zipfile raises errors of many types for damaged files
+        raise PackageError(f"{path} is no file of torch's, or a truncated or damaged one: {error}") from error
+
+
 def seal(path: str | Path, torch_version: str, device: str) -> None:
-    """Write the seal, by which C++ checks a package (csrc/library/package_check.cpp), as the archive's comment.
+    """Write the seal of a package, as the archive's comment (csrc/library/package_check.cpp reads it too).
 
     Its last eight characters are the Adler-32 checksum (RFC 1950) of all bytes before them.
     """
     comment = _SEAL.format(torch=torch_version, device=device).encode()
     with zipfile.ZipFile(path, "a") as archive:
         archive.comment = comment + b"0" * _CHECKSUM_DIGITS
+    checksum = _checksum_before_the_end(path)
     with Path(path).open("r+b") as file:
-        unread = Path(path).stat().st_size - _CHECKSUM_DIGITS
-        checksum = zlib.adler32(b"")
-        while unread:
+        file.seek(-_CHECKSUM_DIGITS, os.SEEK_END)
+        file.write(checksum)
+
+
+def _check_seal(path: str | Path) -> None:
+    with Path(path).open("rb") as file:
+        file.seek(-min(_LONGEST_SEAL, Path(path).stat().st_size), os.SEEK_END)
+        found = _SEAL_AT_END.search(file.read())
+    if found is None:
+        raise PackageError(
+            f"{path} has no seal at its end: it is truncated, or was not made by this version of mglu_ops.export"
+        )
+    if found[1] != _checksum_before_the_end(path):
+        raise PackageError(f"{path} is damaged: its checksum is wrong")
+
+
+def _checksum_before_the_end(path: str | Path) -> bytes:
+    """The checksum of a package in hexadecimal digits, over all bytes but as many at the end."""
+    unread = Path(path).stat().st_size - _CHECKSUM_DIGITS
+    checksum = zlib.adler32(b"")
+    with Path(path).open("rb") as file:
+        while unread > 0:
             chunk = file.read(min(unread, _CHUNK_BYTES))
             checksum = zlib.adler32(chunk, checksum)
             unread -= len(chunk)
-        file.seek(-_CHECKSUM_DIGITS, 2)
-        file.write(b"%08x" % checksum)
+    return b"%08x" % checksum
 
 
 def _texts(archive: zipfile.ZipFile) -> dict[str, str]:

@@ -1,0 +1,46 @@
+"""The seal of a package: any damage is found, and a file without it is refused."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+from library_fixtures import write_small_package
+
+import mglu_ops
+from mglu_ops.packaging.package import PackageError, PackageInfo, read_info, seal
+
+INFO = PackageInfo("2.11.0", mglu_ops.__version__, "cpu", "cpu", "operator", True, [], [])
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    path = tmp_path / "model.pt2"
+    write_small_package(path, **INFO.texts())
+    assert read_info(path).torch == "2.11.0"
+    return path
+
+
+def test_a_change_of_any_byte_is_refused(package: Path) -> None:
+    whole = package.read_bytes()
+    for at in range(len(whole)):
+        changed = bytearray(whole)
+        changed[at] ^= 1 << at % 8
+        package.write_bytes(changed)
+        with pytest.raises(PackageError):
+            read_info(package)
+
+
+def test_a_package_without_a_seal_is_refused(package: Path) -> None:
+    with zipfile.ZipFile(package, "a") as archive:
+        archive.comment = b""
+    with pytest.raises(PackageError, match="has no seal at its end"):
+        read_info(package)
+
+
+def test_a_package_that_is_sealed_again_stays_the_same(package: Path) -> None:
+    whole = package.read_bytes()
+    assert whole.endswith(b"adler32=" + whole[-8:])
+    seal(package, "2.11.0", "cpu")
+    assert package.read_bytes() == whole
