@@ -28,7 +28,7 @@ from .timing import COMPILED, FUSED, SWIGLU, compiled, compiled_without_fusion
 N_MASKS = (1, 4)
 DISTINCT_BYTES = 256 << 20
 """Bytes of distinct layers that each variant runs over, more than most caches hold."""
-ROUNDS = 7
+ROUNDS = 5
 
 
 @dataclass(frozen=True)
