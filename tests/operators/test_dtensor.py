@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
-from strategies import long_except
+from families import quick_only_for
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
@@ -282,7 +282,7 @@ def _run_rank(rank: int, store: str, check: str, results: multiprocessing.Queue)
         raise
 
 
-@pytest.mark.parametrize("check", long_except(["layers"], CHECKS))
+@pytest.mark.parametrize("check", quick_only_for(["layers"], CHECKS))
 def test_two_ranks_equal_one_process(check: str, tmp_path: Path) -> None:
     """Each check runs in new processes, so that it makes the first call with a DTensor."""
     context = multiprocessing.get_context("spawn")

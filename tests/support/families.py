@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -26,6 +26,11 @@ def family(*axes: Iterable[Any], fits: Callable[..., bool] = lambda *case: True)
 def sample(values: Iterable[Any], every: int) -> list[Any]:
     """All values, of which one in `every` is quick."""
     return [_parameters((value,), is_long=number % every != 0) for number, value in enumerate(values)]
+
+
+def quick_only_for(quick: Sequence[Any], values: Iterable[Any]) -> list[Any]:
+    """All values, of which those in `quick` are quick."""
+    return [_parameters((value,), is_long=value not in quick) for value in values]
 
 
 def _parameters(case: tuple[Any, ...], *, is_long: bool) -> Any:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import settings
@@ -31,11 +29,6 @@ def examples(count: int) -> settings:
     """Settings for `count` examples in a full run, and as many fewer or more in other profiles (see conftest.py)."""
     full_run = settings.get_profile("ci").max_examples
     return settings(max_examples=max(1, count * settings.default.max_examples // full_run))
-
-
-def long_except(quick: Sequence[object], family: Iterable[object]) -> list[object]:
-    """Parameters of a test: all of `family`, of which those not in `quick` are marked `long`."""
-    return [value if value in quick else pytest.param(value, marks=pytest.mark.long) for value in family]
 
 
 def laid_out(tensor: Tensor, layout: str) -> Tensor:
