@@ -11,6 +11,14 @@ import torch._inductor.config as inductor_config
 import mglu_ops
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_latency_of_guards() -> Iterator[None]:
+    """Skip a measurement that Dynamo only logs, because its flush of the caches takes a third of a test's time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0, raising=False)
+        yield
+
+
 @pytest.fixture
 def unchanged_inductor() -> Iterator[None]:
     """Start and end a test with Inductor's own slot for passes, an empty report, and nothing compiled."""

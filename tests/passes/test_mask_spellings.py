@@ -131,8 +131,8 @@ def test_gate_and_value(name: str, kind: str, mode: str) -> None:
 # --- Masks of logits -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "mode"), family(TRAINED, MODES))
-def test_mask_of_logits(name: str, mode: str) -> None:
+@pytest.mark.parametrize(("mode", "name"), family(MODES, TRAINED))
+def test_mask_of_logits(mode: str, name: str) -> None:
     """Straight-through spellings, which all receive the whole stack of logits."""
 
     def program(x: Tensor, weight: Tensor, masks: Tensor, **_: Tensor) -> Tensor:

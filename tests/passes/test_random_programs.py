@@ -27,7 +27,7 @@ def cases(draw: st.DrawFn) -> Case:
     return draw_case(lambda options: draw(st.sampled_from(list(options))))
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(case=cases())
 def test_any_program_gives_what_eager_gives(case: Case) -> None:
     run_case(case)
