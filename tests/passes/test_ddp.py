@@ -152,7 +152,7 @@ def test_layer_is_fused_or_its_split_is_reported(
             for site in missed:
                 n_split += 1
                 assert site.reason == SPLIT_BY_DDP
-                assert "test_fusion_ddp.py" in site.source
+                assert "test_ddp.py" in site.source
     assert n_split >= 4
 
 
