@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from .. import factory
+from ..errors import UserError
 
 EXPORT = "Compiles a model into a package for inference, with the masks of its MGLU layers packed."
 BUILD = (
@@ -60,7 +60,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run_export(options: argparse.Namespace) -> int:
-    """Run `export` and return its exit code: 2 for an error of the user."""
+    """Run `export`. Raises UserError for what the user can put right."""
     from compile_passes.fusion import FusionError
 
     from .export import export
@@ -82,8 +82,7 @@ def run_export(options: argparse.Namespace) -> int:
                 strict=options.strict,
             )
     except (ValueError, OSError, BuildError, FusionError, PackageError) as error:
-        print(f"python -m mglu_ops export: error: {error}", file=sys.stderr)
-        return 2
+        raise UserError(str(error)) from error
     print(info)
     return 0
 
@@ -102,7 +101,7 @@ def _without_logs_of_torch() -> Iterator[None]:
 
 
 def run_build(options: argparse.Namespace) -> int:
-    """Run `build-runtime` and return its exit code: 2 for an error of the user."""
+    """Run `build-runtime`. Raises UserError for what the user can put right."""
     from .library import BuildError, build_runtime, write_kernels
     from .package import PackageError
 
@@ -120,7 +119,6 @@ def run_build(options: argparse.Namespace) -> int:
             program=options.program,
         )
     except (BuildError, PackageError, OSError, ValueError) as error:
-        print(f"python -m mglu_ops build-runtime: error: {error}", file=sys.stderr)
-        return 2
+        raise UserError(str(error)) from error
     print(library)
     return 0

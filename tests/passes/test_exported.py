@@ -117,6 +117,7 @@ def test_strict_refuses_a_model_without_a_layer() -> None:
         fuse_exported(export(nn.Linear(4, 4), torch.randn(3, 4)), strict=True)
 
 
+@pytest.mark.long
 def test_a_long_chain_of_constants_is_evaluated() -> None:
     """The chain is longer than Python's stack is deep."""
 

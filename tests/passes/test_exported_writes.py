@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from exported import export, operators, saved_and_loaded
+from families import family
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -142,8 +143,7 @@ def agreeing_results(module: nn.Module, program: ExportedProgram, *example: Tens
     return results
 
 
-@pytest.mark.parametrize("when", ["before", "between", "after"])
-@pytest.mark.parametrize("kind", WRITES)
+@pytest.mark.parametrize(("kind", "when"), family(WRITES, ["before", "between", "after"]))
 def test_a_mask_that_the_model_writes_to_is_not_folded(kind: str, when: str) -> None:
     module, x = Writing(WRITES[kind], when), torch.randn(5, 20)
     program = export(copy.deepcopy(module), x, grad=True)
