@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import batch_invariance
-from .masks import packed_width
+from .masks import n_masks_of, packed_width
 
 Key = tuple[object, ...]
 
@@ -87,7 +87,7 @@ class LayerCall:
             leading=tuple(x.shape[:-1]),
             out_features=weight.shape[0],
             in_features=weight.shape[1],
-            n_masks=packed_masks.shape[2],
+            n_masks=n_masks_of(packed_masks),
             activation=activation,
             route_dtype=None if route_weights is None else route_weights.dtype,
             x=Layout.of(as_rows(x)),

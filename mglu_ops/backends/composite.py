@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..activations import get_activation
 from ..layer_call import LayerCall, as_rows
-from ..masks import unpack_one
+from ..masks import n_masks_of, unpack_one
 from .base import Backend, PreparedCall
 
 _FEW_TOKENS = 32
@@ -66,7 +66,7 @@ def _gates_and_values(
 
     They are written to `gates[i]` and `values[i]`, or where those have but one entry, to that one each time.
     """
-    n_masks, in_features = packed_masks.shape[2], weight.shape[1]
+    n_masks, in_features = n_masks_of(packed_masks), weight.shape[1]
     narrow_sums, tokens = x.dtype is torch.float32, x.shape[0]
     dtype = operand_dtype(x)
     x, weight = x.to(dtype), weight.to(dtype)
@@ -139,7 +139,7 @@ def forward_train(
     x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The result, and the gates and values `[n_masks, ..., out_features]` in x's dtype that backward needs."""
-    shape = (packed_masks.shape[2], *x.shape[:-1], weight.shape[0])
+    shape = (n_masks_of(packed_masks), *x.shape[:-1], weight.shape[0])
     gates, values = x.new_empty(shape), x.new_empty(shape)
     result = _forward(x, weight, packed_masks, activation, route_weights, saved=(gates, values))
     return result, gates, values
@@ -154,7 +154,7 @@ def _forward(
     saved: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     act = get_activation(activation).forward
-    n_masks, rows, dtype = packed_masks.shape[2], as_rows(x), sum_dtype(x.dtype)
+    n_masks, rows, dtype = n_masks_of(packed_masks), as_rows(x), sum_dtype(x.dtype)
     shape = (rows.shape[0], weight.shape[0])
     result = rows.new_zeros(shape, dtype=dtype)
     in_place = saved is not None and x.dtype == dtype
@@ -196,7 +196,7 @@ def backward(
     needs_x, needs_weight, needs_route = needs
     operand, wide = operand_dtype(x), sum_dtype(x.dtype)
     act = get_activation(activation)
-    n_masks = packed_masks.shape[2]
+    n_masks = n_masks_of(packed_masks)
     rows, grad = as_rows(x).to(operand), as_rows(grad_output).to(wide)
     w = weight.to(operand)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..activations import get_activation
 from ..layer_call import as_rows
+from ..masks import n_masks_of
 from .composite import matmul, operand_dtype, sum_dtype
 
 
@@ -25,11 +26,11 @@ def _mask(packed_masks: Tensor, index: int, in_features: int) -> Tensor:
 
 def _gates_and_values(x: Tensor, weight: Tensor, packed_masks: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the gate and value of each mask in the dtype of the sums, computed as `composite` does."""
-    both_products = packed_masks.shape[2] == 1 or x.dtype is torch.float32
+    both_products = n_masks_of(packed_masks) == 1 or x.dtype is torch.float32
     dtype = operand_dtype(x)
     x, weight = x.to(dtype), weight.to(dtype)
     half_total = None if both_products else matmul(x, weight.t()) * 0.5
-    for i in range(packed_masks.shape[2]):
+    for i in range(n_masks_of(packed_masks)):
         mask = _mask(packed_masks, i, weight.shape[1])
         if half_total is None:
             masked = torch.where(mask, weight, 0)
@@ -57,7 +58,7 @@ def forward_train(
         terms.append(term if route_weights is None else term * as_rows(route_weights)[:, i : i + 1])
     shape = (*x.shape[:-1], weight.shape[0])
     result = sum(terms[1:], terms[0]).to(x.dtype).reshape(shape)
-    saved = (packed_masks.shape[2], *shape)
+    saved = (n_masks_of(packed_masks), *shape)
     return result, torch.stack(gates).reshape(saved), torch.stack(values).reshape(saved)
 
 
@@ -79,7 +80,7 @@ def backward(
     rows, grad, w = as_rows(x).to(operand), as_rows(grad_output).to(wide), weight.to(operand)
     value_sum, grad_x, grad_weight = torch.zeros_like(grad), None, None
     grad_logits, grad_routes = [], []
-    for i in range(packed_masks.shape[2]):
+    for i in range(n_masks_of(packed_masks)):
         gate, value = as_rows(gates[i]).to(wide), as_rows(values[i]).to(wide)
         activated, term_grad = act.forward(gate), grad
         if route_weights is not None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..masks import n_masks_of
 from .library import BuildError
 from .load import load_weights
 from .package import InputInfo, LayerInfo, PackageInfo, seal
@@ -286,7 +287,7 @@ def _describe_layer(layer: Node) -> LayerInfo:
     weight, masks = arguments["weight"].meta["val"], arguments["packed_masks"].meta["val"]
     route = arguments["route_weights"]
     return LayerInfo(
-        n_masks=int(masks.shape[2]),
+        n_masks=int(n_masks_of(masks)),
         out_features=int(weight.shape[0]),
         in_features=int(weight.shape[1]),
         dtype=_name(weight.dtype),
@@ -339,7 +340,9 @@ def _triton_rule(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: 
         routes = None if route_weights is None else route_weights.reshape(-1, route_weights.shape[-1])
         tokens = rows.shape[0]
         # The launch is chosen once for all numbers of tokens: tiles of 16 tokens take any number of them.
-        chosen = choose(packed_masks.shape[2], tokens if isinstance(tokens, int) else 16, wide=x.dtype is torch.float32)
+        chosen = choose(
+            n_masks_of(packed_masks), tokens if isinstance(tokens, int) else 16, wide=x.dtype is torch.float32
+        )
         result = launch(rows, weight, packed_masks, activation, routes, chosen)
         return result.view(*x.shape[:-1], weight.shape[0])
 

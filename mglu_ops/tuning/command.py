@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ..errors import UserError
 
 if TYPE_CHECKING:
     from ..layer_call import LayerCall
@@ -59,7 +60,7 @@ def _shape(text: str) -> tuple[int, int]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and write; its exit code."""
+    """Measure and write; the exit code. Raises UserError for what the user can put right."""
     if options.fit:
         return _fit(options)
     import torch
@@ -69,14 +70,11 @@ def run(options: argparse.Namespace) -> int:
     from .search import Effort, search
 
     if not torch.cuda.is_available():
-        print("python -m mglu_ops tune: error: needs a CUDA GPU, and torch sees none", file=sys.stderr)
-        return 2
+        raise UserError("needs a CUDA GPU, and torch sees none")
     if not options.shapes:
-        print("python -m mglu_ops tune: error: --shapes is needed without --fit", file=sys.stderr)
-        return 2
+        raise UserError("--shapes is needed without --fit")
     if not all(1 <= n_masks <= 16 for n_masks in options.masks) or min(options.tokens) < 1:
-        print("python -m mglu_ops tune: error: masks must be 1 to 16, tokens at least 1", file=sys.stderr)
-        return 2
+        raise UserError("masks must be 1 to 16, tokens at least 1")
     effort = Effort(options.steps, options.rounds)
     gpu, facts, entries = gpu_of(torch.cuda.current_device()), environment(), []
     for call in _calls(options):
@@ -106,7 +104,10 @@ def _fit(options: argparse.Namespace) -> int:
 
     known = options.timings is not None and options.timings.exists()
     if known:
-        gpu, timings = gpu_of_architecture(ARCH), read_timings(options.timings)
+        try:
+            gpu, timings = gpu_of_architecture(ARCH), read_timings(options.timings)
+        except (OSError, ValueError) as error:
+            raise UserError(str(error)) from error
         facts: dict[str, object] = {"device": gpu.name, "compute_capability": list(gpu.arch)}
     elif torch.cuda.is_available() and gpu_of(torch.cuda.current_device()).arch == ARCH:
         gpu, facts = gpu_of(torch.cuda.current_device()), environment()
@@ -114,8 +115,7 @@ def _fit(options: argparse.Namespace) -> int:
         if options.timings is not None:
             write_timings(options.timings, timings, "; ".join(f"{name}: {value}" for name, value in facts.items()))
     else:
-        print("python -m mglu_ops tune: error: --fit needs a GPU of compute capability 9.0", file=sys.stderr)
-        return 2
+        raise UserError("--fit needs a GPU of compute capability 9.0")
     before, found = costs_of(gpu), fit(timings, gpu, START)
     for name, costs in (("before", before), ("fitted", found)):
         print(

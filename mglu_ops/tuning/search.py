@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from collections.abc import Callable, Iterable
@@ -20,7 +21,7 @@ from ..backends.cuda.device import Gpu
 from ..backends.cuda.driver import LaunchError
 from ..backends.cuda.launch_tables import Entry
 from ..layer_call import LayerCall
-from ..masks import packed_width, unpack_one
+from ..masks import n_masks_of, packed_shape, unpack_one
 from ..timer import Replay, layers_for, times
 from .candidates import neighbours, starts
 
@@ -42,13 +43,13 @@ class Layers:
 
     def __init__(self, call: LayerCall) -> None:
         shape = call.out_features, call.in_features
-        packed_shape = call.out_features, packed_width(call.in_features), call.n_masks
+        masks_shape = packed_shape(call.n_masks, *shape)
         item = torch.empty((), dtype=call.dtype).element_size()
-        count = layers_for(shape[0] * (shape[1] * item + packed_shape[1] * call.n_masks))
+        count = layers_for(shape[0] * (shape[1] * item) + math.prod(masks_shape))
         self.x = torch.randn(call.tokens, call.in_features, device="cuda").to(call.dtype)
         scale = call.in_features**-0.5
         self.weights = [torch.randn(shape, device="cuda").mul_(scale).to(call.dtype) for _ in range(count)]
-        self.packed = [torch.randint(256, packed_shape, dtype=torch.uint8, device="cuda") for _ in range(count)]
+        self.packed = [torch.randint(256, masks_shape, dtype=torch.uint8, device="cuda") for _ in range(count)]
         self.exact = self._exact()
 
     def set_tokens(self, tokens: int) -> None:
@@ -59,7 +60,7 @@ class Layers:
         x, weight = self.x.double(), self.weights[0].double()
         total = F.linear(x, weight)
         result = torch.zeros_like(total)
-        for i in range(self.packed[0].shape[2]):
+        for i in range(n_masks_of(self.packed[0])):
             gate = F.linear(x, weight * unpack_one(self.packed[0], i, weight.shape[1]))
             result += F.silu(gate) * (total - gate)
         return result

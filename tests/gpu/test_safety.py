@@ -294,7 +294,7 @@ def test_a_failed_compile_has_the_log_and_leaves_the_context(monkeypatch: pytest
     monkeypatch.setenv("MGLU_CACHE_DIR", str(tmp_path))
     p = Problem(1, 64, 256, 8)
     call = LayerCall.of(p.x, p.weight, p.packed)
-    with pytest.raises(CompileError, match="groups are equal"):
+    with pytest.raises(CompileError, match="kMaskGroup divides kMasks"):
         DecodeMma(mask_group=5, block_tokens=8).sequence(call, gpu_of(0), 0)
     p.check()
     with pytest.raises(ValueError, match="mask_group: got 5, must divide n_masks 8 into whole words"):

@@ -131,9 +131,11 @@ def test_compiled_graph_holds_the_kernel(tokens: int) -> None:
     """A triton_op around the backend is decomposed by Inductor, which then launches the kernel by itself."""
     from torch._inductor.utils import run_and_get_code
 
+    from mglu_ops.backends.triton.launch import launch
+
     @torch.library.triton_op(f"mglu_test::triton_forward_{tokens}", mutates_args={})
     def operator(x: Tensor, weight: Tensor, packed_masks: Tensor) -> Tensor:
-        return run_on("triton", x, weight, packed_masks, "silu", None)
+        return launch(x, weight, packed_masks, "silu", None, None)
 
     x, weight, masks, _ = problem(tokens, 256, 1024, 4, torch.float16)
     packed = pack(masks)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...activations import ACTIVATIONS
 from ...layer_call import LayerCall
-from ...masks import packed_width
+from ...masks import packed_shape, packed_width
 from ..base import Backend, PreparedCall
 from .build import BuildError
 from .library import DTYPES, ISAS, Library, load, pack_constants, pack_packing_call, pack_pointers
@@ -90,7 +90,7 @@ class Cpu(Backend):
             BuildError: the kernels could not be built.
         """
         n_masks, out_features, in_features = masks.shape
-        packed = masks.new_empty((out_features, packed_width(in_features), n_masks), dtype=torch.uint8)
+        packed = masks.new_empty(packed_shape(n_masks, out_features, in_features), dtype=torch.uint8)
         size = masks.element_size()
         _library().pack(
             pack_packing_call(

@@ -67,7 +67,7 @@ class Cuda(Backend):
         if call.out_features >= 2**31 or call.in_features >= 2**28:
             return f"weight {(call.out_features, call.in_features)} has a dimension beyond the kernels' 32-bit indices"
         if not _has_cuda_core():
-            return "cuda-core is not installed (pip install mglu-ops[cuda])"
+            return "cuda-core is not installed (pip install cuda-core)"
         arch = gpu_of(call.device.index).arch
         if arch < (8, 0):
             return f"compute capability {arch} is below 8.0"

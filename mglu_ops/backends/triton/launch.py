@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...masks import n_masks_of
 from .configs import Config, MatvecConfig, choose
 from .matmul import matmul_kernel
 from .matvec import matvec_kernel
@@ -34,7 +35,7 @@ def _word_bytes(packed_masks: Tensor) -> int:
         return 1
     # A traced tensor has no address; its compiler sees to it that an input is aligned as its offset says.
     address = packed_masks.storage_offset() if _is_traced(packed_masks) else packed_masks.data_ptr()
-    return gcd(gcd(packed_masks.shape[2], 8), gcd(gcd(row, group), address))
+    return gcd(gcd(n_masks_of(packed_masks), 8), gcd(gcd(row, group), address))
 
 
 def _is_traced(tensor: Tensor) -> bool:
@@ -51,7 +52,7 @@ def launch(
 ) -> Tensor:
     """The result `[tokens, out_features]`; one kernel, and no allocation but the result's."""
     tokens, in_features = x.shape
-    out_features, n_masks = weight.shape[0], packed_masks.shape[2]
+    out_features, n_masks = weight.shape[0], n_masks_of(packed_masks)
     if x.is_cuda and not _is_traced(x) and x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):  # Triton launches on the current one
             return launch(x, weight, packed_masks, activation, route_weights, config)
@@ -106,7 +107,7 @@ def _matvec(wrap: Any, config: Any, problem: tuple[Any, ...], strides: Any, cons
 def _matmul(wrap: Any, config: Any, problem: tuple[Any, ...], strides: Any, constants: dict[str, Any]) -> None:
     packed_masks, tokens, out_features, in_features = problem[2], *problem[5:]
     (x_token, x_k), (w_row, w_k), (m_row, m_group, m_mask), route_strides = strides
-    n_masks = packed_masks.shape[2]
+    n_masks = n_masks_of(packed_masks)
     masks = 1 << (n_masks - 1).bit_length()
     (x_token, x_unit), (w_row, w_unit), (m_row, m_unit) = (
         _in_units(x_token, 8),

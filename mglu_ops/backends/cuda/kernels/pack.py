@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ....masks import packed_width
+from ....masks import packed_shape, packed_width
 from ..driver import Launch
 from ..launch import load_kernel
 from .base import ELEMENTS
@@ -30,14 +30,14 @@ def pack(masks: Tensor, arch: tuple[int, int], stream: int) -> Tensor:
         CompileError: NVRTC refused the kernel.
         LaunchError: the driver refused the launch; the context stays usable.
     """
-    n_masks, out_features, in_features = masks.shape
-    packed = torch.empty((out_features, packed_width(in_features), n_masks), dtype=torch.uint8, device=masks.device)
+    shape: tuple[int, int, int] = tuple(masks.shape)  # type: ignore[assignment] # torch.Size has no length
+    packed = torch.empty(packed_shape(*shape), dtype=torch.uint8, device=masks.device)
     if packed.numel():
         source = masks.data_ptr()
         alignment = 8 * min(masks.element_size(), 2)
         vector = source % alignment == 0 and masks.stride(2) == 1
         vector = vector and all(stride * masks.element_size() % alignment == 0 for stride in masks.stride()[:2])
-        launch = _launch(masks.device.index, arch, masks.dtype, tuple(masks.shape), masks.stride(), vector)
+        launch = _launch(masks.device.index, arch, masks.dtype, shape, masks.stride(), vector)
         launch(stream, source, 0, 0, 0, packed.data_ptr())
     return packed
 
