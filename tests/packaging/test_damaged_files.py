@@ -158,6 +158,7 @@ def test_a_package_without_code_gives_the_error_of_torch(package: Path) -> None:
 
 @needs_compiler
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_program_refuses_damaged_packages(programs: Path, packages: Path, tmp_path: Path) -> None:
     whole = (packages / "operator.pt2").read_bytes()
     damaged = tmp_path / "damaged.pt2"
