@@ -345,7 +345,7 @@ MAY_BE_SILENT = {
 
 
 @pytest.mark.parametrize("trained", [ALL, ()], ids=["training", "inference"])
-@pytest.mark.parametrize("name", sample(CALLS, every=16))
+@pytest.mark.parametrize("name", sample(CALLS, every=24))
 def test_arguments_of_a_call(name: str, trained: tuple[str, ...]) -> None:
     def layer(x: Tensor, weight: Tensor, logits: Tensor, bits: Tensor, other: Tensor) -> Any:
         return CALLS[name](x, weight, logits, bits, other)

@@ -195,13 +195,13 @@ def with_factor(name: str, source: str, *, of_the_value: bool) -> Layer:
 
 
 @pytest.mark.parametrize("of_the_value", [True, False], ids=["value", "gate"])
-@pytest.mark.parametrize("name", sample(MASK_FUNCTIONS, every=16))
+@pytest.mark.parametrize("name", sample(MASK_FUNCTIONS, every=32))
 def test_function_of_a_compared_mask(name: str, of_the_value: bool) -> None:
     check(with_factor(name, "comparison", of_the_value=of_the_value), ("x", "weight"))
 
 
 @pytest.mark.parametrize(
-    "name", sample((name for name, (dtype, _) in MASK_FUNCTIONS.items() if dtype is torch.float64), every=8)
+    "name", sample((name for name, (dtype, _) in MASK_FUNCTIONS.items() if dtype is torch.float64), every=16)
 )
 def test_function_of_a_straight_through_mask(name: str) -> None:
     """The derivative at 0 and at 1 counts too."""
@@ -232,8 +232,8 @@ HARD_FIRST: dict[str, tuple[bool, Callable[[Tensor], Tensor]]] = {
 TRAINED = {"training": ALL, "frozen masks": ("x", "weight"), "inference": ()}
 
 
-@pytest.mark.parametrize(("name", "mode"), family(HARD_FIRST, TRAINED))
-def test_function_of_a_mask_with_rounding_errors(name: str, mode: str) -> None:
+@pytest.mark.parametrize(("mode", "name"), family(TRAINED, HARD_FIRST))
+def test_function_of_a_mask_with_rounding_errors(mode: str, name: str) -> None:
     """Where the mask is 1, `hard + L - L.detach()` has rounding errors: a function with a jump at 1 is not fused."""
     fuses, function = HARD_FIRST[name]
     trained = TRAINED[mode]
@@ -266,7 +266,7 @@ def x_and_weight() -> dict[str, Tensor]:
     return {"x": named["x"], "weight": named["weight"]}
 
 
-@pytest.mark.parametrize("name", sample(MASK_FUNCTIONS, every=16))
+@pytest.mark.parametrize("name", sample(MASK_FUNCTIONS, every=32))
 def test_function_of_a_mask_buffer(name: str) -> None:
     assert_says_why(compare(Buffered(*MASK_FUNCTIONS[name]), x_and_weight, SAME, assume_binary=True))
 
