@@ -257,6 +257,7 @@ def test_graph_without_ddp_counts_as_whole() -> None:
     assert seen == [False]
 
 
+@pytest.mark.long
 def test_report_keeps_no_graph_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """The records of a split graph disappear with the context of its compilation, and do not hold the graph."""
 
