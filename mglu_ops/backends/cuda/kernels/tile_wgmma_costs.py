@@ -4,8 +4,7 @@ The model adds up the waves of tiles, in each of which an SM multiplies while it
 of W, once a pass, from memory or from L2. csrc/cuda/tile_wgmma.md explains it.
 
 The constants of a GPU are a JSON file in the folder `cost_models` beside this package's tables, or the file that
-`MGLU_COST_MODEL` names. `python -m mglu_ops tune --fit` measures launches and writes such a file; the timings behind
-the files of the package are in benchmarks/results.
+`MGLU_COST_MODEL` names. `python -m mglu_ops tune --fit` measures launches and writes such a file.
 """
 
 from __future__ import annotations
