@@ -73,7 +73,7 @@ def test_errors_of_a_step_are_against_float64() -> None:
     assert decoding.errors(lambda: decoding.step() * 1.5)[0] == pytest.approx(0.5, abs=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @torch.no_grad()
 def test_the_blocks_compile_once() -> None:
     torch.manual_seed(0)

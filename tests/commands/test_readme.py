@@ -48,7 +48,7 @@ def run(command: Sequence[str | Path], folder: Path) -> str:
     return process.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++, as torch.compile does")
 def test_snippets_of_the_readme_run_in_order_and_print_what_it_shows(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")

@@ -319,7 +319,7 @@ def test_the_choice_and_its_override(monkeypatch):
 # --- Sanitizers and the emulated instruction set ------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("emulated", [False, True], ids=["as built", "emulated"])
 def test_sanitizers(tmp_path, emulated):
     """Every ISA under the address and undefined-behaviour sanitizers; those from AVX-512 on by emulated intrinsics."""

@@ -27,7 +27,7 @@ ISAS = ("avx512_bf16", "amx")
 EMULATION = Path(__file__).parent / "cpu_avx512_emulation.h"
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="needs a C++ compiler"),
     pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86-64"),
 ]

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import quick_only_for
 
 from mglu_ops.backends.cuda import DecodeMma, LaunchConfig, TileWgmma
 from mglu_ops.backends.cuda.choice import without_tables
@@ -105,7 +106,7 @@ def _check(call: LayerCall, gpu: Gpu, config: LaunchConfig, tmp_path: Path) -> N
     ("tokens", "n_masks"),
     [(1, 1), (1, 3), (1, 4), (1, 8), (1, 16), (8, 1), (8, 4), (8, 7), (8, 16), (16, 3), (16, 8), (16, 15), (16, 16)],
 )
-@pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
+@pytest.mark.parametrize("arch", quick_only_for([(9, 0)], ARCHITECTURES), ids=str)
 def test_decode_mma_compiles_without_spills(arch: tuple[int, int], tokens: int, n_masks: int, tmp_path: Path) -> None:
     for dtype in (torch.float16, torch.bfloat16) if n_masks == 4 else (torch.float16,):
         shape = (14336, 4096) if tokens == 1 else (4096, 1024)  # long stages, and short ones
@@ -115,7 +116,7 @@ def test_decode_mma_compiles_without_spills(arch: tuple[int, int], tokens: int, 
         _check(call, KNOWN_GPUS[arch], config, tmp_path)
 
 
-@pytest.mark.parametrize("tokens", [32, 64, 8192])
+@pytest.mark.parametrize("tokens", quick_only_for([64], [32, 64, 8192]))
 @pytest.mark.parametrize("n_masks", [1, 4, 8, 9, 16])
 def test_tile_wgmma_compiles_without_spills(n_masks: int, tokens: int, tmp_path: Path) -> None:
     call = layer_call(torch.bfloat16 if n_masks == 4 else torch.float16, n_masks, tokens)
@@ -179,7 +180,7 @@ def test_tiles_cover_all_rows_and_tokens(n_masks: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
+@pytest.mark.parametrize("arch", quick_only_for([(9, 0)], ARCHITECTURES), ids=str)
 def test_plain_compiles_without_spills(arch: tuple[int, int], dtype: torch.dtype, tmp_path: Path) -> None:
     for n_masks, tokens in ((3, 1), (16, 4)):
         call = layer_call(dtype, n_masks, tokens, mask_alignment=1)

@@ -145,7 +145,6 @@ def test_bad_input_leaves_the_context_alive() -> None:
     assert torch.ops.mglu.forward(x, weight, packed).isfinite().all()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_fused_compile_trains_and_infers(dtype: torch.dtype, mode: str) -> None:
@@ -174,7 +173,6 @@ def test_fused_compile_trains_and_infers(dtype: torch.dtype, mode: str) -> None:
                 assert_matches(y, exact(x.double()), dtype)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 8, 64])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_reduce_overhead_replays_two_layers_bit_for_bit(dtype: torch.dtype, tokens: int) -> None:

@@ -77,7 +77,6 @@ with torch.no_grad():
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 8, 64])
 def test_the_first_use_of_a_kernel_is_short(tokens: int, tmp_path: Path) -> None:
     """Cold, NVRTC compiles it; warm, it comes from the folder of cached kernels, and NVRTC is not even loaded."""

@@ -17,7 +17,7 @@ from mglu_ops.nn import MGLU, NaiveMGLU
 from mglu_ops.packaging.library import build_targets
 from mglu_ops.packaging.tensor_file import write_tensor
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+pytestmark = [pytest.mark.gpu]
 
 TOKENS = (1, 7, 16, 64, 400, 600)
 

@@ -125,7 +125,6 @@ def test_cuda_graph_replay_is_bit_equal_to_eager(tokens: int) -> None:
         assert torch.equal(y, run_on("triton", x, weight, packed, "silu", None))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_compiled_graph_holds_the_kernel(tokens: int) -> None:
     """A triton_op around the backend is decomposed by Inductor, which then launches the kernel by itself."""

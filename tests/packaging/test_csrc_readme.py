@@ -20,7 +20,6 @@ def snippets(language: str) -> list[str]:
 
 
 @needs_compiler
-@pytest.mark.slow
 @pytest.mark.long
 def test_snippets_run(tmp_path: Path) -> None:
     """The commands build and run the C++ program, which loads the package that the Python snippet wrote."""

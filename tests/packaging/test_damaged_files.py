@@ -86,7 +86,6 @@ def test_packages_with_a_changed_bit_are_refused_or_unchanged_in_content(package
 
 
 @needs_compiler
-@pytest.mark.slow
 def test_the_library_refuses_damaged_packages_too(package: Path, library: Path, tmp_path: Path) -> None:
     check = ctypes.CDLL(str(library)).mglu_check_package
     check.restype = ctypes.c_char_p
@@ -157,7 +156,6 @@ def test_a_package_without_code_gives_the_error_of_torch(package: Path) -> None:
 
 
 @needs_compiler
-@pytest.mark.slow
 @pytest.mark.long
 def test_the_program_refuses_damaged_packages(programs: Path, packages: Path, tmp_path: Path) -> None:
     whole = (packages / "operator.pt2").read_bytes()
@@ -189,7 +187,6 @@ def test_damaged_or_foreign_weights_are_refused(tmp_path: Path) -> None:
 
 
 @needs_compiler
-@pytest.mark.slow
 def test_damaged_or_foreign_libraries_are_refused(library: Path, tmp_path: Path) -> None:
     copy = tmp_path / "libmglu_ops.so"
     checksum = tmp_path / "libmglu_ops.so.sha256"

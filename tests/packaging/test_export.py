@@ -20,7 +20,6 @@ from mglu_ops.packaging.package import PackageError, read_info
 
 pytest_plugins = ["library_fixtures"]
 
-slow = pytest.mark.slow
 long = pytest.mark.long
 
 
@@ -30,7 +29,6 @@ def assert_agrees_with_eager(path: Path) -> None:
         torch.testing.assert_close(loaded(inputs(tokens)), layers(inputs(tokens)).detach())
 
 
-@slow
 def test_a_package_agrees_with_its_model(packages: Path) -> None:
     assert_agrees_with_eager(packages / "operator.pt2")
 
@@ -40,7 +38,6 @@ def test_a_package_without_the_operator_agrees_with_its_model(more_packages: Pat
     assert_agrees_with_eager(more_packages / "composite.pt2")
 
 
-@slow
 @needs_compiler
 def test_a_package_with_a_shim_and_a_weights_file_agrees_with_its_model(packages: Path, library: Path) -> None:
     bare, x = packages / "bare.pt2", inputs(1)
@@ -80,7 +77,6 @@ def test_a_package_sees_what_its_model_writes(tmp_path: Path, backend: str) -> N
     assert not torch.allclose(results[0], results[1])
 
 
-@slow
 def test_package_holds_packed_masks_and_no_logits(packages: Path) -> None:
     path = packages / "operator.pt2"
     loaded = mglu_ops.load(path)
@@ -98,7 +94,6 @@ def test_package_holds_packed_masks_and_no_logits(packages: Path) -> None:
     assert len(packed) * 32 == layers[0].mask_logits.numel() * 4
 
 
-@slow
 def test_a_package_describes_itself(packages: Path) -> None:
     info = read_info(packages / "operator.pt2")
     assert (info.torch, info.device, info.backend, info.calls) == (torch.__version__, "cpu", "cpu", "operator")
@@ -117,7 +112,6 @@ def test_a_package_describes_itself(packages: Path) -> None:
     assert (bare.calls, bare.embeds_weights, bare.inputs[0].shape) == ("shim", False, [1, 64])
 
 
-@slow
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [

@@ -19,7 +19,7 @@ from mglu_ops.packaging import library as build
 from mglu_ops.packaging.library import BuildError, build_runtime, source_directory
 
 pytest_plugins = ["library_fixtures"]
-pytestmark = [needs_compiler, pytest.mark.slow]
+pytestmark = [needs_compiler]
 
 # --- Its build ------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import pytest
 from library_fixtures import needs_compiler, run, run_package, tensor_files
 
 pytest_plugins = ["library_fixtures"]
-pytestmark = [needs_compiler, pytest.mark.slow]
+pytestmark = [needs_compiler]
 
 
 def test_the_program_needs_no_python(library: Path) -> None:

@@ -26,7 +26,6 @@ from compile_passes.report import FusionReport
 from mglu_ops.nn import MGLU
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo"),
 ]
 

@@ -160,7 +160,6 @@ def process(script: str, tmp_path: Path) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_caches_hit_in_a_second_process_and_report_the_same(tmp_path: Path) -> None:
     cold, warm = process(CACHED, tmp_path), process(CACHED, tmp_path)
@@ -172,7 +171,6 @@ def test_caches_hit_in_a_second_process_and_report_the_same(tmp_path: Path) -> N
     assert warm["sum"] == cold["sum"]
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_backend_by_its_entry_point_without_import(tmp_path: Path) -> None:
     found = process(WITHOUT_IMPORT, tmp_path)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from backend_calls import unsupported
+from families import quick_only_for
 
 from mglu_ops.backends import triton as backend
 from mglu_ops.backends.triton.configs import MatmulConfig, MatvecConfig, choose
@@ -77,8 +78,7 @@ def test_a_compiler_sees_the_launch() -> None:
 
 
 @needs_triton
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
+@pytest.mark.parametrize("capability", quick_only_for([90], [80, 89, 90, 100, 120]))
 @pytest.mark.parametrize("n_masks", [1, 2, 3, 4, 8, 16])
 def test_kernels_compile_without_spills(n_masks: int, capability: int) -> None:
     """The tuned launches of 1 to 64 tokens, for GPUs of several generations; a few of the fastest spill 8 registers."""
@@ -91,7 +91,6 @@ def test_kernels_compile_without_spills(n_masks: int, capability: int) -> None:
 
 
 @needs_triton
-@pytest.mark.slow
 @pytest.mark.parametrize("n_masks", [2, 4, 8, 16])
 def test_weights_are_flipped_in_registers(n_masks: int) -> None:
     """The speed of the matmul kernel rests on this, and a new version of Triton could lose it."""
