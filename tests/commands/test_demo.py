@@ -348,5 +348,5 @@ def test_an_error_over_the_budget_or_nan_is_a_disagreement() -> None:
         ("fused_output", 2e-7),
         ("fused_gradient", 2e-6),
     ):
-        with pytest.raises(Disagreement, match="now, .*fused"):
+        with pytest.raises(Disagreement, match=r"now, .*fused"):
             check(Agreement(**{**good.__dict__, name: value}), torch.float32, "now")
