@@ -9,7 +9,7 @@ TORCH ?= 2.11.0
 OTHER := .venv-torch-$(TORCH)
 GPU_ENV := MGLU_REQUIRE_GPU=1
 
-.PHONY: demo test test-all lint types unit unit-all test-torch gpu-install gpu-test gpu-sanitize gpu-bench clean
+.PHONY: demo test test-all test-long lint types unit unit-long test-torch gpu-install gpu-test gpu-sanitize gpu-bench clean
 
 demo: $(VENV)/.ready
 	OMP_WAIT_POLICY=passive $(BIN)/python -m mglu_ops demo $(DEMO_ARGS)
@@ -18,7 +18,10 @@ demo: $(VENV)/.ready
 test: lint types unit
 
 # All that can be checked without a GPU, as continuous integration does.
-test-all: lint types unit-all
+test-all: test test-long
+
+# What `make test` leaves out: the long tests, properties with more examples, and those of a GPU, which say if there is none.
+test-long: unit-long
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -30,8 +33,8 @@ types: $(VENV)/.ready
 unit: $(VENV)/.ready
 	HYPOTHESIS_PROFILE=quick $(PYTEST) -m "not long and not gpu"
 
-unit-all: $(VENV)/.ready
-	$(PYTEST) --durations=25
+unit-long: $(VENV)/.ready
+	$(PYTEST) -m "long or hypothesis or gpu" --durations=25
 
 # The fusion pass with another version of torch: make test-torch TORCH=2.15.0
 test-torch:
