@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+
+from mglu_ops.timer import replay
 
 ROUNDS = 25
 MIN_ROUNDS = 9
@@ -90,36 +91,11 @@ def time_graphs(timers: Sequence[GraphTimer], rounds: int = ROUNDS, settle_secon
         rounds: largest number of rounds.
         settle_seconds: how long each graph is replayed before its clock starts, and for how long it is then timed.
     """
-    for timer, times in zip(timers, _replay(timers, 2), strict=True):
+    for timer, times in zip(timers, replay(timers, 2), strict=True):
         timer.warmup_replays = max(1, round(settle_seconds * 1e6 / (times[-1] * timer.layers)))
     start = time.perf_counter()
-    _replay(timers, 1)
+    replay(timers, 1)
     affordable = int(MAX_SECONDS_OF_ROUNDS / (time.perf_counter() - start))
     fewest = MIN_SETTLED_ROUNDS if settle_seconds else MIN_ROUNDS
-    for timer, times in zip(timers, _replay(timers, min(rounds, max(fewest, affordable))), strict=True):
+    for timer, times in zip(timers, replay(timers, min(rounds, max(fewest, affordable))), strict=True):
         timer.times += times
-
-
-def _replay(timers: Sequence[GraphTimer], rounds: int) -> list[list[float]]:
-    """Microseconds per layer of each graph in each round. Nothing waits for the GPU before the last replay."""
-    events = [
-        [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(rounds)]
-        for _ in timers
-    ]
-    order = list(zip(timers, events, strict=True))
-    shuffle = random.Random(0).shuffle
-    for i in range(rounds):
-        shuffle(order)  # the heat that a graph leaves behind must not always fall on the same successor
-        for timer, pairs in order:
-            start, end = pairs[i]
-            for _ in range(timer.warmup_replays):
-                timer.graph.replay()
-            start.record()
-            for _ in range(timer.timed_replays):
-                timer.graph.replay()
-            end.record()
-    torch.cuda.synchronize()
-    return [
-        [start.elapsed_time(end) * 1000 / (timer.timed_replays * timer.layers) for start, end in pairs]
-        for timer, pairs in zip(timers, events, strict=True)
-    ]

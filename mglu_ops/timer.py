@@ -5,9 +5,11 @@ Both measure the variants in turns, so that a busy moment of the machine does no
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -57,6 +59,9 @@ def layers_for(bytes_per_layer: int, total: int = BYTES_OF_LAYERS) -> int:
 class Replay:
     """A CUDA graph of `run(i)` for layers 0 to `layers` - 1, one after another; `outputs` holds their results."""
 
+    warmup_replays = 1
+    timed_replays = 2
+
     def __init__(self, run: Callable[[int], Tensor], layers: int) -> None:
         self.layers = layers
         stream = torch.cuda.Stream()
@@ -70,25 +75,46 @@ class Replay:
             self.outputs = [run(i) for i in range(layers)]
 
 
-def times(replays: Sequence[Replay], rounds: int) -> list[list[float]]:
+class Replayed(Protocol):
+    """A CUDA graph of `layers` layers, and how often it is replayed before the clock starts and while it runs."""
+
+    graph: torch.cuda.CUDAGraph
+    layers: int
+    warmup_replays: int
+
+    @property
+    def timed_replays(self) -> int: ...
+
+
+def replay(graphs: Sequence[Replayed], rounds: int) -> list[list[float]]:
     """Measure each graph `rounds` times, in turns, in microseconds per layer.
 
-    Each timed replay follows an untimed one of the same graph, so that the GPU never waits for the CPU. The first two
-    rounds are not counted.
+    Timed replays follow untimed ones of the same graph, and nothing waits for the GPU before the last replay, so that
+    the GPU never waits for the CPU.
     """
-    pending: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
-    for _ in range(rounds + WARM_UP_ROUNDS):
-        for index, replay in enumerate(replays):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            replay.graph.replay()
+    events = [
+        [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(rounds)]
+        for _ in graphs
+    ]
+    order = list(zip(graphs, events, strict=True))
+    shuffle = random.Random(0).shuffle
+    for i in range(rounds):
+        shuffle(order)  # a graph heats the GPU, and must not always do so for the same next one
+        for one, pairs in order:
+            start, end = pairs[i]
+            for _ in range(one.warmup_replays):
+                one.graph.replay()
             start.record()
-            replay.graph.replay()
-            replay.graph.replay()
+            for _ in range(one.timed_replays):
+                one.graph.replay()
             end.record()
-            pending.append((index, start, end))
     torch.cuda.synchronize()
-    found: list[list[float]] = [[] for _ in replays]
-    for index, start, end in pending:
-        two_replays_us = start.elapsed_time(end) * 1000
-        found[index].append(two_replays_us / 2 / replays[index].layers)
-    return [one[WARM_UP_ROUNDS:] for one in found]
+    return [
+        [start.elapsed_time(end) * 1000 / (one.timed_replays * one.layers) for start, end in pairs]
+        for one, pairs in zip(graphs, events, strict=True)
+    ]
+
+
+def times(replays: Sequence[Replay], rounds: int) -> list[list[float]]:
+    """Measure graphs as `replay` does, after two rounds that are not counted."""
+    return [one[WARM_UP_ROUNDS:] for one in replay(replays, rounds + WARM_UP_ROUNDS)]
