@@ -32,9 +32,9 @@ from mglu_ops.nn import NaiveMGLU
 WIDTH, HIDDEN = 64, 128
 NODES = (10, 100, 1000, 5000)
 MOST_NODES_TO_COMPILE = {"relu": 10}
-"""The longest chain of a step that Inductor compiles, if there is a limit. It takes eleven minutes for 100 nodes of relu.
-Longer chains are only traced, by Dynamo and AOTAutograd, which takes less time than compiling them: the pass's share of
-it is an upper bound of its share of the whole compilation."""
+"""The longest chain of a step that Inductor compiles, if there is a limit: 100 nodes of relu take it 11 minutes.
+Longer chains are only traced, by Dynamo and AOTAutograd, which takes less time than compiling them. The pass's share of
+that is an upper bound of its share of the whole compilation."""
 LLAMA_LAYERS = 200
 PROTOCOL = (
     "a first call of torch.compile under no_grad (Dynamo, AOTAutograd and Inductor of the whole graph, whatever its "
