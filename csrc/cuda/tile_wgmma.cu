@@ -17,7 +17,7 @@
 // which 32 columns reach: so this is for few tokens.
 //
 // Blocks with the same rows and neighbouring tokens may form a cluster, whose blocks load W and masks for each other.
-// That halves the reads from L2, and their power. A slot of the ring is refilled when all warps of all blocks have
+// A cluster halves the reads from L2 and their power. A slot of the ring is refilled when all warps of all blocks have
 // released it.
 //
 // The sums of a token do not depend on other tokens: every accumulator sums k in ascending steps of 16.
