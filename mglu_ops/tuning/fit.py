@@ -1,7 +1,9 @@
-"""Fits the cost model of `tile_wgmma` to a GPU: measures a sample of launches, and finds the constants behind them.
+"""Fits the cost model of `tile_wgmma` to a GPU: measures launches, and finds the constants behind their times.
 
-The sample is drawn with a fixed seed: for each number of masks some of the launches that the model compares, each at a
-few shapes and numbers of tokens. The timings are a CSV file, from which the same constants follow again.
+Where the model compares two launches, it has to be right about those that are nearly the fastest. So calls are drawn
+with a fixed seed, and of each call the launches that the starting constants find fastest are measured, and a few random
+ones. After a first fit, those that the fitted constants find fastest are measured too. The timings are a CSV file, from
+which the same constants follow again.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import csv
 import random
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,15 +20,17 @@ import torch
 
 from ..backends.cuda import TileWgmma
 from ..backends.cuda.device import Gpu
-from ..backends.cuda.kernels.tile_wgmma_choice import launches
+from ..backends.cuda.kernels.tile_wgmma_choice import candidates
 from ..backends.cuda.kernels.tile_wgmma_costs import CostModel, ProductCosts
 from ..layer_call import LayerCall
 
 SHAPES = ((4096, 1024), (4096, 4096), (8192, 2048), (9728, 2560), (11008, 4096), (14336, 4096))
 TOKENS = (16, 24, 32, 48, 64, 96, 128, 200, 256, 384, 512, 1024)
 MASKS = (1, 2, 3, 4, 6, 8, 12, 16)
-LAUNCHES_OF_MASKS = 36
-CALLS_OF_LAUNCH = 6
+CALLS_OF_MASKS = 36  # of the shapes and tokens, for each number of masks
+FASTEST_BY_START = 5
+FASTEST_BY_FIT = 2
+RANDOM_LAUNCHES = 1
 ROUNDS = 5
 SEED = 0
 
@@ -43,49 +47,68 @@ class Timing:
     microseconds: float
 
     def call(self) -> LayerCall:
-        shape = self.n_masks, self.tokens, self.out_features, self.in_features
-        return LayerCall.contiguous(torch.device("cuda"), torch.bfloat16, *shape)
+        return _call(self.n_masks, self.tokens, self.out_features, self.in_features)
+
+
+def _call(n_masks: int, tokens: int, out_features: int, in_features: int) -> LayerCall:
+    device = torch.device("cuda")
+    return LayerCall.contiguous(device, torch.bfloat16, n_masks, tokens, out_features, in_features)
 
 
 # --- Measuring -------------------------------------------------------------------------------------------------------
 
 
-def sample(gpu: Gpu) -> Iterator[tuple[int, tuple[int, int], list[tuple[int, TileWgmma]]]]:
-    """`(n_masks, shape, [(tokens, launch), ...])`, the launches to measure."""
+def sampled_calls() -> list[LayerCall]:
+    """The calls to measure, always the same."""
     draw = random.Random(SEED)
-    for n_masks in MASKS:
-        known = launches(n_masks, False, gpu.shared_bytes_per_sm)
-        chosen = draw.sample(known, min(LAUNCHES_OF_MASKS, len(known)))
-        wanted: dict[tuple[int, int], list[tuple[int, TileWgmma]]] = {shape: [] for shape in SHAPES}
-        for config in chosen:
-            # As for the model's own choice, a tile is not much wider than the call has tokens.
-            fitting = [tokens for tokens in TOKENS if config.block_tokens < tokens + 16]
-            if config.cluster > 1:
-                fitting = [tokens for tokens in fitting if tokens > config.block_tokens]
-            for _ in range(CALLS_OF_LAUNCH):
-                wanted[draw.choice(SHAPES)].append((draw.choice(fitting), config))
-        for shape, calls in wanted.items():
-            yield n_masks, shape, sorted(set(calls), key=lambda pair: (pair[0], str(pair[1])))
+    every = [(*shape, tokens) for shape in SHAPES for tokens in TOKENS]
+    return [
+        _call(n_masks, tokens, *shape)
+        for n_masks in MASKS
+        for *shape, tokens in sorted(draw.sample(every, CALLS_OF_MASKS))
+    ]
+
+
+def launches_to_measure(call: LayerCall, gpu: Gpu, costs: CostModel, fastest: int, others: int) -> list[TileWgmma]:
+    """The launches that the model finds fastest for a call, and some random ones."""
+    ranked = sorted(candidates(call, gpu, False), key=lambda config: costs.microseconds(config, call, gpu))
+    rest = ranked[fastest:]
+    return ranked[:fastest] + random.Random(str(call)).sample(rest, min(others, len(rest)))
 
 
 def measure(gpu: Gpu, note: Callable[[str], None]) -> list[Timing]:
-    """Time the sample on the current device."""
+    """Time the launches of every call on the current device."""
+    calls = sampled_calls()
+    first = {call: launches_to_measure(call, gpu, START, FASTEST_BY_START, RANDOM_LAUNCHES) for call in calls}
+    timings = _times(first, gpu, note)
+    fitted = fit(timings, gpu, START)
+    second = {
+        call: [one for one in launches_to_measure(call, gpu, fitted, FASTEST_BY_FIT, 0) if one not in first[call]]
+        for call in calls
+    }
+    return timings + _times(second, gpu, note)
+
+
+def _times(wanted: Mapping[LayerCall, list[TileWgmma]], gpu: Gpu, note: Callable[[str], None]) -> list[Timing]:
     from ..timer import times
     from .search import Layers, compile_all
 
     found = []
-    for n_masks, shape, wanted in sample(gpu):
-        one = LayerCall.contiguous(torch.device("cuda"), torch.bfloat16, n_masks, 1, *shape)
-        refused = compile_all(one, gpu, {config for _, config in wanted})
-        layers = Layers(one)
-        for tokens in sorted({tokens for tokens, _ in wanted}):
-            layers.set_tokens(tokens)
-            configs = [config for count, config in wanted if count == tokens and config not in refused]
+    of_layer: dict[LayerCall, list[LayerCall]] = {}
+    for call in wanted:
+        of_layer.setdefault(replace(call, leading=(1,)), []).append(call)
+    for layer, calls in of_layer.items():
+        refused = compile_all(layer, gpu, {config for call in calls for config in wanted[call]})
+        layers = Layers(layer)
+        for call in calls:
+            layers.set_tokens(call.tokens)
+            configs = [config for config in wanted[call] if config not in refused]
             replays = [layers.replay(config) for config in configs]
-            for config, one_launch in zip(configs, times(replays, ROUNDS), strict=True):
-                found.append(Timing(n_masks, tokens, *shape, config, statistics.median(one_launch)))
+            for config, one_launch in zip(configs, times(replays, ROUNDS) if replays else [], strict=True):
+                shape = call.n_masks, call.tokens, call.out_features, call.in_features
+                found.append(Timing(*shape, config, round(statistics.median(one_launch), 3)))
             del replays
-        note(f"{n_masks} masks, {shape[0]} x {shape[1]}: {len(found)} timings so far")
+        note(f"{layer.n_masks} masks, {layer.out_features} x {layer.in_features}: {len(found)} timings so far")
         del layers
         torch.cuda.empty_cache()
     return found
@@ -138,18 +161,17 @@ START = CostModel(
     l2_bytes_per_us=7e6,
     permute_us=2.2,
     exchange_us=1,
-    overlapped_flips=0.65,
-    cluster=0.98,
-    serial=0.05,
+    cluster=1,
+    serial=0.1,
     serial_alone=0.2,
-    last_wave=0.4,
-    mask_columns=(2, 1.5, 5),
-    alone=ProductCosts(37, 28, 49),
-    of_rows=ProductCosts(24, 0, 40),
-    of_masks=ProductCosts(31, 0, 118),
-    sparse_alone=ProductCosts(0, 9, 105),
-    sparse_of_rows=ProductCosts(0, 11, 57),
-    sparse_of_masks=ProductCosts(0, 10, 140),
+    last_wave=0.5,
+    mask_columns=(2, 2, 5),
+    alone=ProductCosts(gap=30, fragments=40),
+    of_rows=ProductCosts(gap=20, fragments=40),
+    of_masks=ProductCosts(gap=30, fragments=80),
+    sparse_alone=ProductCosts(gap=15, fragments=80),
+    sparse_of_rows=ProductCosts(gap=15, fragments=40),
+    sparse_of_masks=ProductCosts(gap=15, fragments=80),
 )
 """The constants with which every fit begins: rates from data sheets, costs counted from the kernel's instructions."""
 

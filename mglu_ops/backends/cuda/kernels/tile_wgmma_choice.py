@@ -89,14 +89,18 @@ def _sub_of_sparse(n_masks: int, columns: int) -> int:
 
 def fastest(call: LayerCall, gpu: Gpu, must_permute: bool, costs: CostModel) -> TileWgmma:
     """The launch of the least time by the model. Of equal times the first is taken, with fewer rows a block."""
+    return min(candidates(call, gpu, must_permute), key=lambda config: costs.microseconds(config, call, gpu))
+
+
+def candidates(call: LayerCall, gpu: Gpu, must_permute: bool) -> Iterator[TileWgmma]:
+    """The launches that suit a call: their tiles are not much wider than its tokens, nor higher than its rows."""
 
     def suits(config: TileWgmma) -> bool:
         width = config.block_tokens
         narrow = width < call.tokens + 16 or width == _TOKEN_COLUMNS[0]
         return narrow and config.rows <= call.out_features and (config.cluster == 1 or call.tokens > width)
 
-    candidates = filter(suits, launches(call.n_masks, must_permute, gpu.shared_bytes_per_sm))
-    return min(candidates, key=lambda config: costs.microseconds(config, call, gpu))
+    return filter(suits, launches(call.n_masks, must_permute, gpu.shared_bytes_per_sm))
 
 
 @cache

@@ -23,7 +23,7 @@ from ..device import Gpu
 from .base import ceil_div, round_up
 from .tile_wgmma import TileWgmma
 
-FORMAT = 1
+FORMAT = 2
 VARIABLE = "MGLU_COST_MODEL"
 FOLDER = Path(__file__).parents[1] / "cost_models"
 
@@ -37,12 +37,10 @@ class ProductCosts:
     """The costs of a product in one kind of launch, in columns: 1 is the time that the product of one column takes.
 
     Attributes:
-        flips: the sign flips of a product's fragment of W, which its `wgmma` waits for.
-        gap: what passes between two products of a warpgroup.
+        gap: what passes between two products of a warpgroup: sign flips, and waiting for them.
         fragments: loading a fragment of W and preparing it, once a pass.
     """
 
-    flips: float
     gap: float
     fragments: float
 
@@ -58,8 +56,7 @@ class CostModel:
         l2_bytes_per_us: what L2 gives all SMs together.
         permute_us: the launch of `permute_x`.
         exchange_us: at the end of a tile, while the second of two warpgroups of the same rows waits for the first.
-        overlapped_flips: the part of a product's columns that its sign flips do not hide.
-        cluster: the factor by which pairs of blocks multiply faster, whose reads of W take less power.
+        cluster: the factor of the time that pairs of blocks multiply for, which wait for each other.
         serial: the part of the shorter of multiplying and reading that the longer does not hide.
         serial_alone: the same for a warpgroup that is alone on its SM, which waits for its own stages.
         last_wave: what the last wave of many costs, in waves.
@@ -75,7 +72,6 @@ class CostModel:
     l2_bytes_per_us: float
     permute_us: float
     exchange_us: float
-    overlapped_flips: float
     cluster: float
     serial: float
     serial_alone: float
@@ -112,13 +108,11 @@ class CostModel:
         else:
             by_kind = self.alone, self.of_rows, self.of_masks
         costs = by_kind[2 if shared_rows else 0 if config.rows == 64 else 1]
-        width = config.block_tokens
-        product = max(costs.flips + self.overlapped_flips * width, costs.gap + width)
         products = n_masks + (config.passes if shared_rows else 1)
         # For an x that is not permuted a warp reads four times the bytes of masks: four masks as one word.
         of_mask = self.mask_columns[1 if n_masks == 4 and not shared_rows else 0 if n_masks < 8 else 2]
         bits = 0 if config.permuted or config.sparse else config.mask_groups * n_masks * of_mask
-        columns = products * product + config.passes * costs.fragments + bits
+        columns = products * (costs.gap + config.block_tokens) + config.passes * costs.fragments + bits
         return columns * self.cluster if config.cluster > 1 else columns
 
 
