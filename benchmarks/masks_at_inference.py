@@ -54,7 +54,7 @@ WAYS = {
     "fused": Way("naive", mglu, False, "at each call"),
     "fused, frozen by Inductor": Way("naive", mglu, True, "when compiled"),
     "mglu_ops.freeze": Way("frozen", "inductor", False, "beforehand"),
-    # On a CPU only: torch 2.11 cannot load packages into a Python process that uses a GPU.
+    # On a CPU only: no package for a GPU has run in Python yet (csrc/README.md).
     "mglu_ops.export": Way("naive", "export", False, "when exported"),
 }
 

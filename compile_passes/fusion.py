@@ -160,11 +160,32 @@ def _no_new_guards(graph: Graph) -> Iterator[None]:
     """Within the block, adding a guard on a symbolic size is an error: reading a graph must not specialise it."""
     modes = (getattr(tensor_example(node), "fake_mode", None) for node in graph.nodes)
     env = next((mode.shape_env for mode in modes if mode is not None and mode.shape_env is not None), None)
-    if env is None or not hasattr(env, "error_on_new_guards"):
+    if env is None:
         yield
-        return
-    with env.error_on_new_guards():
+    elif hasattr(env, "error_on_new_guards"):
+        with env.error_on_new_guards():
+            yield
+    else:
+        with _errors_on_new_guards(env):
+            yield
+
+
+@contextmanager
+def _errors_on_new_guards(env: Any) -> Iterator[None]:
+    """Do what `ShapeEnv.error_on_new_guards` does, which torch 2.11 lacks.
+
+    torch calls `_check_frozen` of a `ShapeEnv` before it adds a guard or a run-time assertion, and in torch 2.11 that
+    method only logs. An error from it leaves the guards and the known sizes as they were.
+    """
+
+    def refuse(expression: Any, value: Any) -> None:
+        raise RuntimeError(f"a guard would be added: {expression} == {value}")
+
+    env._check_frozen = refuse
+    try:
         yield
+    finally:
+        del env._check_frozen
 
 
 def fuse(

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 
+from ..packaging.cpp_runtime import has_own_libstdcxx
 from .agreement import OUTPUT_BUDGET, relative_error
 from .errors import require
 from .settings import Settings
@@ -26,7 +27,7 @@ def export(model: nn.Module, settings: Settings, folder: str) -> Forward:
     """Export `model` for any batch and any number of tokens up to the context into `folder`, and load the package.
 
     Raises:
-        Disagreement: the package does not load in a fresh process.
+        Disagreement: the package holds a copy of libstdc++, or does not load in a fresh process.
     """
     sizes = settings.sizes
     example = torch.zeros(2, sizes.context, dtype=torch.int64, device=settings.device)
@@ -35,6 +36,10 @@ def export(model: nn.Module, settings: Settings, folder: str) -> Forward:
         warnings.simplefilter("ignore", FutureWarning)  # raised by the way that torch saves a package
         program = torch.export.export(model, (example,), dynamic_shapes=dynamic)
         path = torch._inductor.aoti_compile_and_package(program, package_path=str(Path(folder) / "model.pt2"))
+    require(
+        not has_own_libstdcxx(Path(path)),
+        "the C++ compiler links libstdc++ statically, and Python cannot load such a package; set CXX to another one",
+    )
     _load_elsewhere(path)
     return torch._inductor.aoti_load_package(path)
 

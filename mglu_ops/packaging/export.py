@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..masks import n_masks_of
+from .cpp_runtime import has_own_libstdcxx
 from .library import BuildError
 from .load import load_weights
 from .package import InputInfo, LayerInfo, PackageInfo, seal
@@ -99,6 +100,13 @@ def export(
             _store_weights(fused, Path(weights))
         _compile(fused, info, dict(inductor_options or {}))
         seal(path, info.torch, info.device)
+    if has_own_libstdcxx(path):
+        warnings.warn(
+            f"mglu_ops.export: Python cannot load {path}, only C++ programs can, because the C++ compiler links "
+            "libstdc++ statically; for Python, set CXX to a compiler that links libstdc++.so",
+            UserWarning,
+            stacklevel=2,
+        )
     return info
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import ops  # noqa: F401 (a package may call the operators)
+from .cpp_runtime import has_own_libstdcxx
 from .package import InputInfo, PackageError, PackageInfo, check_archive, read_info
 
 
@@ -80,13 +81,14 @@ def load(
 
     Raises:
         FileNotFoundError: there is no such file.
-        PackageError: the package is damaged, was not made by mglu_ops, was made for another torch, CPU, device or GPU,
-            or needs a library or weights that were not given.
+        PackageError: the package is damaged, was not made by mglu_ops, was made for another torch, CPU, device or GPU
+            or by a C++ compiler that links libstdc++ statically, or needs a library or weights that were not given.
     """
     info = read_info(path)
     _check_torch(info)
     _check_cpu(info)
     _check_device(info)
+    _check_cpp_runtime(info)
     if info.calls == "shim":
         from .library import load_library
 
@@ -162,6 +164,15 @@ def _check_cpu(info: PackageInfo) -> None:
     ):
         return
     raise PackageError(f"{info.path} was compiled for a CPU {' '.join(info.cpu)}, and this is {' '.join(here)}")
+
+
+def _check_cpp_runtime(info: PackageInfo) -> None:
+    """Refuse code that would crash this process (see `cpp_runtime`)."""
+    if has_own_libstdcxx(Path(info.path)):
+        raise PackageError(
+            f"{info.path} holds a copy of libstdc++ and would crash Python, because its C++ compiler links it "
+            "statically; export it anew, with CXX set to a compiler that links libstdc++.so"
+        )
 
 
 def _check_device(info: PackageInfo) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from families import family
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mglu_programs import Program
-from random_programs import SPECIALS, Case, draw_case, draw_program, run_case
+from random_programs import SPECIALS, Case, draw_case, draw_program, may_be_silent, run_case
 from run_random_programs import run_seed
 from spellings import DOUBTFUL_FUNCTIONS, KINDS
 
@@ -65,6 +66,33 @@ def test_a_wrong_result_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     program = Program(kind="bool", mask="slice", complement="~m", hand_written="clamp")
     with pytest.raises(AssertionError, match="relative error"):
         run_case(Case(program))
+
+
+@pytest.mark.parametrize(
+    "complement",
+    [
+        "compared mask",
+        "m < full_like(0.5)",
+        "full_like(1.5) - m",
+        "-m of uint8",
+        "m - 1 of uint8",
+        "ceiling by floor",
+        "0 ** m",
+    ],
+)
+def test_only_a_program_with_one_masked_product_may_be_silent(complement: str) -> None:
+    """`wrong` makes the factor of the value a complement of the mask; `swapped` makes that of the gate one too.
+
+    The activation is none of the operator's. So no layer is found, and the report mentions a program only if one x is
+    multiplied by two masked forms of one weight.
+    """
+    program = Program(kind="bool", mask="slice", complement="~m", hand_written="dropout of all", wrong=complement)
+    once = Case(replace(program, swapped=True))
+    assert may_be_silent(once)
+    assert run_case(once) == "silent"
+    for twice in (Case(program), Case(program, n_masks=2), Case(replace(program, swapped=True), n_masks=2)):
+        assert not may_be_silent(twice)
+        assert run_case(twice) == "refused"
 
 
 @pytest.mark.long

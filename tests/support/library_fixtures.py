@@ -112,11 +112,11 @@ def more_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return once(tmp_path_factory, "more_packages", make)
 
 
-def write_small_package(path: Path, **texts: str) -> None:
-    """Write a package whose machine code is none."""
+def write_small_package(path: Path, code: bytes = bytes(range(256)) * 8, **texts: str) -> None:
+    """Write a package whose machine code is none, or the given bytes."""
     described = {"mglu_ops_torch": "2.11.0", "mglu_ops_device": "cpu", **texts}
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-        archive.writestr("small/data/aotinductor/model/code.so", bytes(range(256)) * 8)
+        archive.writestr("small/data/aotinductor/model/code.so", code)
         archive.writestr("small/data/aotinductor/model/code_metadata.json", json.dumps(described))
     seal(path, described["mglu_ops_torch"], described["mglu_ops_device"])
 

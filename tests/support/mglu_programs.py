@@ -110,17 +110,7 @@ class Program:
 
         if self.at_each_use and value_weight is masked_weight:
             value_weight = WEIGHTS[self.weight](weight, other_weight)
-        m_value = m if self.swapped else complement(m)
-        if wrong == "2 - m":
-            m_value = 2 - m * 1.0
-        if wrong == "m and m":
-            m_value = m
-        if wrong == "compared mask":
-            m_value = m < 0.5
-        if wrong == "next mask":
-            m_value = masks[(i + 1) % len(masks)] > 0
-        if wrong is not None and wrong in DOUBTFUL_COMPLEMENTS:
-            m_value = DOUBTFUL_COMPLEMENTS[wrong](m)
+        m_value = self._value_factor(m, masks, i, wrong)
         if self.value == "masked":
             value = project(value_x, product(value_weight, m_value))
         elif self.value == "w - w * m":
@@ -142,6 +132,28 @@ class Program:
         if wrong == "activation is used elsewhere":
             extra.append(activated)
         return self._product(gate, value, activated), extra
+
+    def _value_factor(self, m: Tensor, masks: Tensor, i: int, wrong: str | None) -> Tensor:
+        """The factor of the weight in the value of term i, whose mask is m."""
+        if wrong == "2 - m":
+            return 2 - m * 1.0
+        if wrong == "m and m":
+            return m
+        if wrong == "compared mask":
+            return m < 0.5
+        if wrong == "next mask":
+            return masks[(i + 1) % len(masks)] > 0
+        if wrong is not None and wrong in DOUBTFUL_COMPLEMENTS:
+            return DOUBTFUL_COMPLEMENTS[wrong](m)
+        return m if self.swapped else ALL_COMPLEMENTS[self.complement](m)
+
+    def has_one_factor(self, masks: Tensor) -> bool:
+        """Whether gate and value of the first term multiply the weight by equal factors, given masks `[n, d, h]`."""
+        if self.value != "masked":
+            return False
+        m = MASKS[self.kind][self.mask](masks, 0)
+        gate_factor = ALL_COMPLEMENTS[self.complement](m) if self.swapped else m
+        return torch.equal(gate_factor.double(), self._value_factor(m, masks, 0, self.wrong).double())
 
     def _activated(self, gate: Tensor) -> Tensor:
         if self.hand_written is None:

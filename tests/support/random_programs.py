@@ -215,18 +215,24 @@ def is_right(case: Case) -> bool:
     return program.joint not in WRONG_JOINTS and program.hand_written not in DOUBTFUL_FUNCTIONS
 
 
-_OFTEN_ONE_FACTOR = ("m and m", "compared mask", "m - 1 of uint8", "0 ** m", "m < full_like(0.5)")
-"""Mistakes with which the factor of the value may be the same function of the mask as that of the gate."""
-
-
 def may_be_silent(case: Case) -> bool:
     """Whether the report need not mention the program, as it does not multiply one x by two forms of one weight."""
     wrong = case.program.wrong or ""
     if wrong.startswith("mutate") or (wrong and case.needs_trust):
         return True  # after a mutation x or the weight is another tensor; or it is unknown which factor is the mask
-    if wrong in _OFTEN_ONE_FACTOR or (wrong == "next mask" and case.n_masks == 1):
-        return True  # gate and value may be one product
+    if isinstance(case.program, Program) and case.n_masks == 1 and _has_one_factor(case.program):
+        return True  # gate and value are one product
     return wrong in (*OF_OTHER_OPERANDS, *STACKS_OF_OTHER_OPERANDS)
+
+
+def _has_one_factor(program: Program) -> bool:
+    """Whether gate and value of a program with one mask multiply the weight by one function of that mask.
+
+    A mistake replaces the factor of the value. Where it gives the complement of the mask, and the program takes the
+    complement for the gate, both factors are the complement.
+    """
+    asymmetric = torch.tensor([[[-1.0, 1.0], [-1.0, 1.0]]], dtype=torch.float64)  # differs from its transpose
+    return program.has_one_factor(KINDS[program.kind](asymmetric))
 
 
 def run_case(case: Case) -> str:

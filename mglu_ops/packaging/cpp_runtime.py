@@ -1,0 +1,69 @@
+"""Finds packages that hold a copy of the C++ standard library, because such a package crashes a Python process.
+
+A C++ compiler that links libstdc++ statically (`-static-libstdc++`, or an installation without `libstdc++.so`) puts a
+copy of it into the machine code of a package, and the code exports the copy's symbols. A Python process imports torch,
+and with it `libstdc++.so`, in a way that hides their functions from libraries that are loaded later. So the package
+calls the functions of its copy. But the identifiers of locale facets are unique symbols (`STB_GNU_UNIQUE`), of which a
+process has one each: those of `libstdc++.so`. The copy then looks up its facets by identifiers that another library
+numbers, and finds a wrong facet or none. The first `std::regex` of the package does that while it is loaded. Code of
+GCC 12 then throws `std::bad_cast`; that of GCC 13 does not check, and the process ends with a segmentation fault.
+
+A C++ program that is linked to libtorch does not hide `libstdc++.so`. There, the package calls its functions too.
+"""
+
+from __future__ import annotations
+
+import struct
+import zipfile
+from pathlib import Path
+from typing import BinaryIO
+
+_ELF_64_BIT_LITTLE_ENDIAN = b"\x7fELF\x02\x01"
+_SECTION = struct.Struct("<IIQQQQIIQQ")  # Elf64_Shdr: name, type, flags, address, offset, size, link, ...
+_SYMBOL = struct.Struct("<IBBHQQ")  # Elf64_Sym: name, info, other, section, value, size
+_DYNAMIC_SYMBOLS = 11  # SHT_DYNSYM
+_UNDEFINED = 0  # SHN_UNDEF
+
+_FUNCTION_OF_LIBSTDCXX = b"_ZNSt6locale7classicEv\0"
+"""`std::locale::classic()`, which no header defines and which every use of streams or regular expressions needs."""
+
+
+def has_own_libstdcxx(package: Path) -> bool:
+    """Whether machine code in a package exports a copy of libstdc++."""
+    with zipfile.ZipFile(package) as archive:
+        libraries = [entry for entry in archive.infolist() if entry.filename.endswith(".so")]
+    with package.open("rb") as file:
+        return any(_exports_libstdcxx(file, _start(file, entry)) for entry in libraries)
+
+
+def _start(file: BinaryIO, entry: zipfile.ZipInfo) -> int:
+    """The offset in a package of the bytes of a member, which is not compressed."""
+    file.seek(entry.header_offset + 26)
+    name_size, extra_size = struct.unpack("<HH", file.read(4))
+    return entry.header_offset + 30 + int(name_size) + int(extra_size)
+
+
+def _exports_libstdcxx(file: BinaryIO, start: int) -> bool:
+    """Whether the shared library at an offset of a file defines a function of libstdc++ for other libraries.
+
+    False for code of a system that has no ELF files, where a library's symbols do not take part in those of others.
+    """
+
+    def read(offset: int, size: int) -> bytes:
+        file.seek(start + offset)
+        return file.read(size)
+
+    header = read(0, 64)
+    if not header.startswith(_ELF_64_BIT_LITTLE_ENDIAN):
+        return False
+    (table,) = struct.unpack_from("<Q", header, 40)
+    (n_sections,) = struct.unpack_from("<H", header, 60)
+    sections = list(_SECTION.iter_unpack(read(table, n_sections * _SECTION.size)))
+    for _, kind, _, _, offset, size, strings, *_ in sections:
+        if kind != _DYNAMIC_SYMBOLS:
+            continue
+        names = read(sections[strings][4], sections[strings][5])
+        for name, _, _, section, _, _ in _SYMBOL.iter_unpack(read(offset, size)):
+            if section != _UNDEFINED and names.startswith(_FUNCTION_OF_LIBSTDCXX, name):
+                return True
+    return False

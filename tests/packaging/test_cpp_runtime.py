@@ -1,0 +1,102 @@
+"""A package with a copy of libstdc++ would crash Python: `export` warns of it, and `load` refuses it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from library_fixtures import inputs, run, run_package, write_small_package
+
+import mglu_ops
+from mglu_ops.nn import MGLU
+from mglu_ops.packaging.cpp_runtime import has_own_libstdcxx
+from mglu_ops.packaging.package import PackageError, PackageInfo
+from mglu_ops.packaging.tensor_file import write_tensor
+
+pytest_plugins = ["library_fixtures"]
+
+INFO = PackageInfo(torch.__version__, mglu_ops.__version__, "cpu", "cpu", "operator", True, [], [])
+
+SOURCE = """
+#include <sstream>
+extern "C" int digits(int number) { std::ostringstream text; text << number; return text.str().size(); }
+"""
+
+LOAD = "import sys, torch, mglu_ops; torch._inductor.aoti_load_package(sys.argv[1])"
+
+STATIC_COMPILER = """#!/bin/sh
+case " $* " in *" -shared "*) exec g++ "$@" -static-libstdc++ ;; esac
+exec g++ "$@"
+"""
+
+
+def _has_static_libstdcxx() -> bool:
+    if shutil.which("g++") is None:
+        return False
+    command = ["g++", "-print-file-name=libstdc++.a"]  # a path only if there is such a file
+    return "/" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+needs_static_libstdcxx = pytest.mark.skipif(not _has_static_libstdcxx(), reason="needs g++ with libstdc++.a")
+
+
+def compiled(folder: Path, *flags: str) -> bytes:
+    source, library = folder / "digits.cpp", folder / "digits.so"
+    source.write_text(SOURCE)
+    subprocess.run(["g++", "-shared", "-fPIC", source, "-o", library, *flags], check=True)
+    return library.read_bytes()
+
+
+@needs_static_libstdcxx
+def test_a_package_with_a_copy_of_libstdcxx_is_refused(tmp_path: Path) -> None:
+    package = tmp_path / "model.pt2"
+    write_small_package(package, compiled(tmp_path, "-static-libstdc++"), **INFO.texts())
+    assert has_own_libstdcxx(package)
+    with pytest.raises(PackageError, match=r"model\.pt2 holds a copy of libstdc\+\+.*CXX"):
+        mglu_ops.load(package)
+
+
+@needs_static_libstdcxx
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(["-Wl,--push-state,-Bdynamic,-lstdc++,--pop-state"], id="libstdc++.so"),
+        pytest.param(["-static-libstdc++", "-Wl,--exclude-libs,ALL"], id="a copy that is not exported"),
+    ],
+)
+def test_other_code_is_not_refused(tmp_path: Path, flags: list[str]) -> None:
+    package = tmp_path / "model.pt2"
+    write_small_package(package, compiled(tmp_path, *flags), **INFO.texts())
+    assert not has_own_libstdcxx(package)
+
+
+def test_what_is_no_elf_file_is_not_refused(tmp_path: Path) -> None:
+    package = tmp_path / "model.pt2"
+    write_small_package(package, **INFO.texts())
+    assert not has_own_libstdcxx(package)
+
+
+@pytest.mark.long
+@needs_static_libstdcxx
+def test_export_warns_of_a_compiler_that_links_libstdcxx_statically(tmp_path: Path, library: Path) -> None:
+    """The loader of torch fails on such a package in Python, and runs it in a C++ program."""
+    compiler, package = tmp_path / "bin" / "g++", tmp_path / "model.pt2"
+    compiler.parent.mkdir()
+    compiler.write_text(STATIC_COMPILER)
+    compiler.chmod(0o755)
+    layer, x = MGLU(64, 8).eval(), inputs(3)
+    with pytest.warns(UserWarning, match="Python cannot load .*set CXX"):
+        mglu_ops.export(layer, (x,), package, inductor_options={"cpp.cxx": (str(compiler),)})
+    with pytest.raises(PackageError, match=r"holds a copy of libstdc\+\+"):
+        mglu_ops.load(package)
+    in_python = run([sys.executable, "-W", "ignore", "-c", LOAD, package], PYTHONPATH=os.pathsep.join(sys.path))
+    assert in_python.returncode < 0 or "bad_cast" in in_python.stderr  # it depends on the version of GCC
+    write_tensor(tmp_path / "x.tensor", x)
+    write_tensor(tmp_path / "y.tensor", layer(x).detach())
+    in_cpp = run_package(library.parent, package, tmp_path / "x.tensor", tmp_path / "y.tensor")
+    assert in_cpp.returncode == 0, in_cpp.stderr
