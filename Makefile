@@ -8,6 +8,7 @@ BENCH_ARGS ?=
 TORCH ?= 2.11.0
 OTHER := .venv-torch-$(TORCH)
 GPU_ENV := MGLU_REQUIRE_GPU=1
+GPU_JOBS := 12
 
 .PHONY: demo test test-all test-long lint types unit unit-long test-torch gpu-install gpu-test gpu-sanitize gpu-bench clean
 
@@ -52,9 +53,12 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 gpu-install:
 	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --no-index --editable .
 
-# The files of tests/gpu in parallel processes; make gpu-test GPU_TEST_ARGS="-k packing"
+# Tests of correctness share the GPU, since the compiler of the kernels takes most of the time, and runs on the CPU. Tests
+# of time run alone, after them. make gpu-test GPU_JOBS=4 GPU_TEST_ARGS="-k packing"
 gpu-test: gpu-install
-	$(GPU_ENV) $(PYTHON) .ci/gpu_test.py $(GPU_TEST_ARGS)
+	$(GPU_ENV) $(PYTHON) -m pytest -m gpu -n $(GPU_JOBS) --dist worksteal tests/gpu $(GPU_TEST_ARGS) \
+		--ignore tests/gpu/test_overheads.py --ignore tests/gpu/test_sanitizer.py
+	$(GPU_ENV) $(PYTHON) -m pytest -m gpu tests/gpu/test_overheads.py
 
 # The kernels under compute-sanitizer.
 gpu-sanitize: gpu-install

@@ -80,7 +80,7 @@ def read_loop() -> Callable[[Tensor, Tensor], None]:
     assert isinstance(library, Library), library
     source, out = Path(__file__).parent / "read_loop.c", Path(tempfile.mkdtemp()) / "read_loop.so"
     flags = ["-x", "c", "-O2", "-march=native", "-shared", "-fPIC", "-Wno-psabi"]
-    subprocess.run([*find_compiler().command, *flags, str(source), "-o", str(out)], check=True)
+    subprocess.run([*find_compiler(), *flags, str(source), "-o", str(out)], check=True)
     read = ctypes.CDLL(str(out)).read_both
     read.restype = None
     read.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)

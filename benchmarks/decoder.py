@@ -36,6 +36,12 @@ def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
 
 
+def angles(sizes: Sizes) -> Tensor:
+    """The angles of the rotation, float64 `[context, head_width / 2]`, by position."""
+    halves = torch.arange(0, sizes.head_width, 2, dtype=torch.float64) / sizes.head_width
+    return torch.outer(torch.arange(sizes.context, dtype=torch.float64), sizes.rope_base**-halves)
+
+
 class Attention(nn.Module):
     """Attention of one token to itself and to the tokens in the cache."""
 
@@ -89,10 +95,8 @@ class Start(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(sizes.vocabulary, sizes.hidden)
         nn.init.normal_(self.embedding.weight, std=sizes.hidden**-0.5)
-        halves = torch.arange(0, sizes.head_width, 2, dtype=torch.float64) / sizes.head_width
-        angles = torch.outer(torch.arange(sizes.context, dtype=torch.float64), sizes.rope_base**-halves)
-        self.register_buffer("cosine", angles.cos().to(self.embedding.weight))
-        self.register_buffer("sine", angles.sin().to(self.embedding.weight))
+        self.register_buffer("cosine", angles(sizes).cos().to(self.embedding.weight))
+        self.register_buffer("sine", angles(sizes).sin().to(self.embedding.weight))
 
     def forward(self, token: Tensor, position: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
         """The arguments of a block besides the position, from token and position (`[1]` each)."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarks import summary, tables, tables_cpu
+from benchmarks import summary, tables, tables_cpu, tables_train
 from benchmarks.tables import MissingResultError
 
 ROOT = Path(__file__).parents[1]
@@ -26,7 +26,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "tokens": tables.floors,
     "models": tables.models,
     "decode_model": tables.decode_model,
-    "train": tables.train,
+    "train": tables_train.train,
     "masks_at_inference": tables.masks_at_inference,
     "overheads": tables.overheads,
     "cpu_one_token": partial(tables_cpu.cpu, name="cpu_one_token"),

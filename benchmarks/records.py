@@ -35,11 +35,11 @@ class Row:
         in_features: columns of the weight.
         n_masks: number of masks; 0 for a layer without masks.
         dtype: of x and the weight.
-        microseconds: median time per layer, or per call; NaN if the result was wrong.
+        microseconds: median time per layer, or per call; NaN if the result was wrong, or if the row is left out.
         spread: distance between the quartiles of the times, in microseconds.
         fraction_of_ceiling: time of the read ceiling divided by this one's; NaN if there is none.
         error: norm of the error relative to the norm of the float64 result; NaN if there is nothing to compare.
-        extra: further columns by name, as JSON can hold them.
+        extra: further columns by name, as JSON can hold them; `left_out` is the reason why nothing was measured.
     """
 
     case: str
@@ -60,13 +60,24 @@ class Row:
         return self.out_features, self.in_features
 
     @property
+    def left_out(self) -> str | None:
+        """The reason why nothing was measured, such as "out of memory"; None for a row that was measured."""
+        reason = self.extra.get("left_out")
+        return None if reason is None else str(reason)
+
+    @property
+    def has_time(self) -> bool:
+        """Whether the row was measured and its result was right."""
+        return not math.isnan(self.microseconds)
+
+    @property
     def is_wrong(self) -> bool:
         """Whether the row has no time because its result disagreed with the oracle."""
-        return math.isnan(self.microseconds)
+        return not self.has_time and self.left_out is None
 
     def __str__(self) -> str:
         problem = f"{self.out_features}x{self.in_features} n_m={self.n_masks} T={self.tokens}"
-        result = "WRONG" if self.is_wrong else f"{self.microseconds:.2f} us"
+        result = f"{self.microseconds:.2f} us" if self.has_time else "left out" if self.left_out else "WRONG"
         share = "" if math.isnan(self.fraction_of_ceiling) else f" {self.fraction_of_ceiling:.3f} of the ceiling"
         error = "" if math.isnan(self.error) else f", error {self.error:.1e}"
         extra = "".join(f", {name} {value}" for name, value in self.extra.items())
@@ -103,12 +114,17 @@ def environment(protocol: str) -> dict[str, str]:
 
 
 def write(rows: Sequence[Row], out: Path, name: str, protocol: str) -> None:
-    """Write rows to `<name>.csv` in a folder, floats with six digits."""
+    """Write rows that were measured here and now to `<name>.csv` in a folder."""
+    write_rows(rows, environment(protocol), out, name)
+
+
+def write_rows(rows: Sequence[Row], environment: Mapping[str, str], out: Path, name: str) -> None:
+    """Write rows that were measured in an environment to `<name>.csv` in a folder, floats with six digits."""
     table = [
         {column: float(f"{value:.6g}") if isinstance(value, float) else value for column, value in asdict(row).items()}
         for row in rows
     ]
-    write_table(table, environment(protocol), out, name)
+    write_table(table, environment, out, name)
 
 
 def write_table(table: Sequence[Mapping[str, Any]], environment: Mapping[str, str], out: Path, name: str) -> None:
@@ -144,23 +160,24 @@ def read(out: Path, name: str) -> list[Row]:
     path = out / f"{name}.csv"
     if not path.is_file():
         return []
-    return [
-        Row(
-            case=line["case"],
-            variant=line["variant"],
-            tokens=int(line["tokens"]),
-            out_features=int(line["out_features"]),
-            in_features=int(line["in_features"]),
-            n_masks=int(line["n_masks"]),
-            dtype=line["dtype"],
-            microseconds=float(line["microseconds"]),
-            spread=float(line["spread"]),
-            fraction_of_ceiling=float(line["fraction_of_ceiling"]),
-            error=float(line["error"]),
-            extra=json.loads(line["extra"]),
-        )
-        for line in read_table(path)[1]
-    ]
+    return [_row(line) for line in read_table(path)[1]]
+
+
+def _row(line: Mapping[str, str]) -> Row:
+    return Row(
+        case=line["case"],
+        variant=line["variant"],
+        tokens=int(line["tokens"]),
+        out_features=int(line["out_features"]),
+        in_features=int(line["in_features"]),
+        n_masks=int(line["n_masks"]),
+        dtype=line["dtype"],
+        microseconds=float(line["microseconds"]),
+        spread=float(line["spread"]),
+        fraction_of_ceiling=float(line["fraction_of_ceiling"]),
+        error=float(line["error"]),
+        extra=json.loads(line["extra"]),
+    )
 
 
 def read_environment(out: Path, name: str) -> dict[str, str]:

@@ -14,8 +14,13 @@ def only(rows: Iterable[Row], **fields: object) -> list[Row]:
 
 def fastest(rows: Iterable[Row], *prefixes: str) -> Row | None:
     """The fastest correct row whose variant begins with one of the prefixes; None if there is no such row."""
-    right = [row for row in rows if row.variant.startswith(prefixes) and not row.is_wrong]
+    right = [row for row in rows if row.variant.startswith(prefixes) and row.has_time]
     return min(right, key=lambda row: row.microseconds, default=None)
+
+
+def of(rows: Iterable[Row], variant: str) -> Row | None:
+    """The row of a variant among the rows of one problem; None if there is none."""
+    return next(iter(only(rows, variant=variant)), None)
 
 
 def chosen(rows: Iterable[Row]) -> Row | None:

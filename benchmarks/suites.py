@@ -8,13 +8,13 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from benchmarks import decode_model, masks_at_inference, overheads, pages, plots, train
+from benchmarks import decode_model, masks_at_inference, overheads, pages, plots, train, train_model
 from benchmarks.decode import SHAPES, Sweep
 from benchmarks.decode import run as run_sweep
 from benchmarks.decoder import Sizes
@@ -108,10 +108,18 @@ def _decode_model(out: Path, quick: bool) -> Sequence[Row]:
 
 
 def _train(out: Path, quick: bool) -> Sequence[Row]:
-    problems = [(64, 1)] if quick else [(tokens, n_masks) for tokens in (1024, 8192) for n_masks in (1, 4, 8)]
-    rows = [row for problem in problems for row in train.bench(*problem, rounds=QUICK_ROUNDS if quick else 15)]
-    write(rows, out, "train", train.PROTOCOL)
-    return rows
+    if quick:
+        return train.run(train.problems(tokens=(64,), masks=(1,))[:1], out, rounds=QUICK_ROUNDS)
+    return train.run(train.problems(), out)
+
+
+def _train_model(out: Path, quick: bool) -> Sequence[Row]:
+    if quick:
+        sizes = replace(train_model.MODELS["350M"].sizes, layers=2, context=128)
+        problem = train_model.Problem("350M", "autocast", 1)
+        rows = train_model.bench(problem, train_model.Model(sizes, batch=1), rounds=QUICK_ROUNDS)
+        return _written(rows, out, "train_model", train_model.PROTOCOL)
+    return train_model.run(train_model.problems(), out)
 
 
 def _masks_at_inference(out: Path, quick: bool) -> Sequence[Row]:
@@ -147,7 +155,8 @@ def _plots(out: Path, quick: bool) -> Sequence[Row]:
 SUITES = {
     **{name: _sweep_suite(name, about, sweep) for name, (about, sweep) in SWEEPS.items()},
     "decode_model": Suite("tokens a second of a whole model, with SwiGLU and with SwiMGLU", _decode_model),
-    "train": Suite("many tokens: forward and a training step", _train),
+    "train": Suite("a training step of a layer, in every form: time, peak memory and errors", _train),
+    "train_model": Suite("a training step of whole models, with SwiGLU and with SwiMGLU", _train_model),
     "masks_at_inference": Suite("what packing the masks costs at inference, by when it is done", _masks_at_inference),
     "overheads": Suite("host time per call, and the first call of a kernel in a process", _overheads),
     "tables": Suite("the tables of README.md and benchmarks/README.md, from the CSV files", _tables, None),

@@ -39,7 +39,8 @@ def rows_of(results: Path, name: str) -> list[Row]:
 def source(results: Path, name: str) -> str:
     """The line above a table: where, with which torch and at which commit its figures were measured."""
     run = read_environment(results, name)
-    return f"`{name}.csv`: {run['device']}, torch {run['torch']}, commit {run['commit'][:7]}."
+    commits = ", ".join(commit[:7] for commit in run["commit"].split(", "))
+    return f"`{name}.csv`: {run['device']}, torch {run['torch']}, commit {commits}."
 
 
 def one_token(results: Path, name: str = "one_token") -> str:
@@ -215,22 +216,6 @@ def decode_model(results: Path) -> str:
             ]
         )
     return f"{source(results, 'decode_model')}\n\n{markdown(DECODE_HEAD, lines)}"
-
-
-def train(results: Path) -> str:
-    """Milliseconds and peak memory of the forward pass and of a training step."""
-    rows = rows_of(results, "train")
-    lines = []
-    for case in dict.fromkeys(row.case for row in rows):
-        for count in tokens(rows):
-            for variant in dict.fromkeys(row.variant for row in rows):
-                cells = []
-                for n_masks in masks(rows):
-                    row = fastest(only(rows, case=case, tokens=count, n_masks=n_masks), variant)
-                    cells.append(f"{row.microseconds / 1000:.2f}, {row.extra['peak_mb']:.0f}" if row else "")
-                lines.append([case, str(count), variant, *cells])
-    head = ["case", "tokens", "ms, peak MB", *(f"n_m = {n_masks}" for n_masks in masks(rows))]
-    return f"{source(results, 'train')}\n\n{markdown(head, lines)}"
 
 
 def masks_at_inference(results: Path) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -19,6 +21,18 @@ MAX_SECONDS_OF_ROUNDS = 1.5
 SETTLE_SECONDS = 0.05
 """How long a graph is replayed before its clock starts, and is then timed, where the power limit lowers the clocks. A
 GEMM of the library loses 10% of its rate after about 50 ms (benchmarks/README.md, "Bursts and clocks")."""
+
+LOAD_SECONDS = 0.06
+"""How long a call is repeated before its clock starts, and is then timed, where calls and not graphs are timed."""
+SETTLED_ROUNDS = 9
+MAX_SECONDS_OF_SETTLED_ROUNDS = 10.0
+"""Time after which no further round of loaded calls begins, once there are `MIN_SETTLED_ROUNDS`."""
+
+
+class Clock(Protocol):
+    """Measures the time of a call in microseconds, averaged over `calls` of them."""
+
+    def __call__(self, call: Callable[[], object], calls: int = 1) -> float: ...
 
 
 class Summary(NamedTuple):
@@ -44,24 +58,56 @@ def wall_microseconds(call: Callable[[], object], calls: int = 1) -> float:
     return (time.perf_counter() - start) * 1e6 / calls
 
 
-def gpu_microseconds(call: Callable[[], object]) -> float:
-    """Time of a call between two events on the current CUDA stream; it includes the host's part if that is longer."""
+def gpu_microseconds(call: Callable[[], object], calls: int = 1) -> float:
+    """Time of a call between two events on the current CUDA stream, averaged over `calls` of them.
+
+    It includes the host's part if that is longer.
+    """
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
-    call()
+    for _ in range(calls):
+        call()
     end.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(end) * 1000
+    return start.elapsed_time(end) * 1000 / calls
 
 
-def interleaved(
-    calls: Mapping[str, Callable[[], object]], clock: Callable[[Callable[[], object]], float], rounds: int
+def _calls_in(seconds: float, call: Callable[[], object], clock: Clock) -> int:
+    """The number of calls that take so long when they follow each other; at least 1."""
+    call()  # allocates memory that a release may have given back
+    few = max(1, math.ceil(seconds / 4 * 1e6 / clock(call)))
+    return max(1, math.ceil(seconds * 1e6 / clock(call, few)))
+
+
+def under_load(
+    calls: Mapping[str, Callable[[], object]],
+    clock: Clock,
+    rounds: int = SETTLED_ROUNDS,
+    seconds: float = LOAD_SECONDS,
 ) -> dict[str, list[float]]:
-    """Times of every call, taken in turn for `rounds` rounds, so that a busy moment of the machine hits all alike."""
+    """Times of every call under sustained load, taken in turns whose order changes from round to round.
+
+    Args:
+        calls: what to time, by name; each has run before, so that nothing is compiled here.
+        clock: measures a number of calls; it must not wait for the GPU before it starts, since the load before it is
+            part of the method.
+        rounds: largest number of times for each call.
+        seconds: how long a call is repeated before its clock starts, and for how long it is then timed; one call at
+            least.
+    """
+    counts = {name: _calls_in(seconds, call, clock) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            times[name].append(clock(call))
+    order = list(calls)
+    shuffle = random.Random(0).shuffle
+    start = time.perf_counter()
+    for done in range(rounds):
+        if done >= MIN_SETTLED_ROUNDS and time.perf_counter() - start > MAX_SECONDS_OF_SETTLED_ROUNDS:
+            break
+        shuffle(order)  # a call heats the GPU, and must not always do so for the same next one
+        for name in order:
+            for _ in range(counts[name]):
+                calls[name]()
+            times[name].append(clock(calls[name], counts[name]))
     return times
 
 

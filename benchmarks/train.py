@@ -1,132 +1,228 @@
-"""Times the forward pass and a training step of the fused layer for many tokens, beside the naive layer and SwiGLU.
+"""Times a training step of one layer: forward and backward with straight-through masks, in every form, in one run.
 
-All layers are compiled and timed in one run.
+python -m benchmarks.train --out DIR [--shapes 8192x2048] [--tokens 2048 8192] [--masks 1 4] [--seconds 560]
 
-python -m benchmarks.train --out benchmarks/results [--tokens 1024 8192] [--masks 1 4 8]
+Without `--shapes`, `--tokens` and `--masks`, all problems are measured. `--seconds` begins no problem that would end
+later, and `--done DIR` leaves out the problems of an earlier part; `python -m benchmarks.parts` joins parts. With
+`--only-compile` nothing is measured, but Inductor's cache on the disk is filled: several processes may do so at once.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
-import mglu_ops
-from benchmarks.baselines import ComplementTrick
-from benchmarks.harness import ERROR_BUDGET, relative_error
-from benchmarks.records import Row, write
-from benchmarks.timing import gpu_microseconds, interleaved, summarise
-from compile_passes.backend import mglu
-from mglu_ops.nn import GLU, NaiveMGLU
+from benchmarks import bars, parts
+from benchmarks.harness import ERROR_BUDGET
+from benchmarks.memory import allocated, peak, release
+from benchmarks.records import Row, read
+from benchmarks.timing import (
+    LOAD_SECONDS,
+    MAX_SECONDS_OF_SETTLED_ROUNDS,
+    MIN_SETTLED_ROUNDS,
+    SETTLED_ROUNDS,
+    gpu_microseconds,
+    summarise,
+    under_load,
+    wall_microseconds,
+)
+from benchmarks.train_layers import (
+    CASE,
+    CHECKED_TOKENS,
+    COMPILED,
+    GEMMS,
+    SWIGLU,
+    Oracle,
+    Step,
+    Training,
+    gemms_step,
+    steps,
+    swiglu_step,
+)
 
-SHAPE = (8192, 2048)
-PROTOCOL = "events around one call, variants interleaved, median over rounds; peak memory over the inputs, in MB"
+SHAPES = ((8192, 2048), (14336, 4096))
+TOKENS = (2048, 8192, 32768)
+MASKS = (1, 2, 4, 8, 16)
+PROTOCOL = (
+    "calls between two events, variants in turns whose order changes; a turn repeats its call for 60 ms and is then "
+    "timed for 60 ms or one call; median over 5 to 9 rounds, us per forward and backward; gradients dropped before "
+    "each step; peak_mb: the most memory over x, parameters and grad_output, in MB; errors: against float64, over "
+    f"{CHECKED_TOKENS} tokens of the timed call (the upstream gradient of the others is 0)"
+)
+TERAFLOPS = 600e12
+"""Rate of the estimates, in FLOP/s: an H200's library GEMMs under load, in bfloat16."""
 
 
-def step(layer: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> None:
-    layer(x).backward(grad)
+@dataclass(frozen=True)
+class Problem:
+    """One layer and number of tokens."""
+
+    shape: tuple[int, int]
+    tokens: int
+    n_masks: int
+
+    def __str__(self) -> str:
+        return f"{self.shape[0]}x{self.shape[1]}, {self.tokens} tokens, n_m = {self.n_masks}"
+
+    def seconds(self) -> float:
+        """An estimate of the time to measure the problem, with its compilations; `parts.Schedule` corrects it."""
+        one = 2 * self.tokens * self.shape[0] * self.shape[1] / TERAFLOPS
+        # Products of a step: 6 n_m of the naive layer; 3 (n_m + 1), and n_m + 1 more that are computed again.
+        counts = [6 * self.n_masks, *[3 * (self.n_masks + 1)] * 5, 4 * (self.n_masks + 1)]
+        of_round = sum(2 * max(LOAD_SECONDS, count * one) for count in counts)
+        rounds = max(MIN_SETTLED_ROUNDS, min(SETTLED_ROUNDS, MAX_SECONDS_OF_SETTLED_ROUNDS / of_round))
+        compilations = 10 + 2.5 * self.n_masks
+        return compilations + rounds * of_round + 5 * sum(counts) * one
 
 
-def forward(layer: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> None:
-    with torch.no_grad():
-        layer(x)
+def problems(
+    shapes: Sequence[tuple[int, int]] = SHAPES, tokens: Sequence[int] = TOKENS, masks: Sequence[int] = MASKS
+) -> list[Problem]:
+    """Every shape with every number of tokens and of masks."""
+    return [Problem(shape, count, n_masks) for shape, count, n_masks in product(shapes, tokens, masks)]
 
 
-def variants(n_masks: int) -> dict[str, Any]:
-    """Layers of one shape, which compile at their first call."""
+def first_call(name: str, call: Callable[[], object]) -> None:
+    """Call what compiles at its first call, and say how long that took if it is long."""
+    start = time.perf_counter()
+    call()
+    if (elapsed := time.perf_counter() - start) > 1:
+        print(f"{name}: ready after {elapsed:.1f} s", flush=True)
+
+
+def peak_over_inputs(step: Step, device: str) -> float:
+    """The most megabytes that a step needs besides its inputs, parameters and upstream gradient."""
+    step.drop_gradients()
+    before = allocated(device)
+    return peak(step, device) - before
+
+
+def checked(step: Step, oracle: Oracle) -> dict[str, object]:
+    """The errors of a layer, and whether two steps with the whole upstream gradient give the same bits."""
+    training = oracle.training
+    errors = oracle.errors(training.results(step.layer, oracle.grad_output))
+    twice = [training.results(step.layer, training.grad_output) for _ in range(2)]
+    repeat = all(torch.equal(*pair) for pair in zip(*twice, strict=True))
+    return {"errors": {name: float(f"{error:.3g}") for name, error in errors.items()}, "bits_repeat": repeat}
+
+
+def prepared(problem: Problem, device: str) -> tuple[dict[str, Callable[[], None]], dict[str, dict[str, object]]]:
+    """The steps of all variants that fit into the memory, and the further columns of all variants, by name."""
     torch._dynamo.reset()
-    d, h = SHAPE
-
-    def layer(kind: type[NaiveMGLU]) -> NaiveMGLU:
-        return kind(h, d, n_masks=n_masks).cuda().bfloat16()
-
-    compiled = {
-        "naive compiled": torch.compile(layer(NaiveMGLU)),
-        "complement trick compiled": torch.compile(layer(ComplementTrick)),
-        "fused": torch.compile(layer(NaiveMGLU), backend=mglu),
-    }
-    if n_masks == 1:
-        compiled["SwiGLU compiled"] = torch.compile(GLU(h, d).cuda().bfloat16())
-    return compiled
-
-
-def peak_megabytes(run: Callable[[], None]) -> float:
-    """Largest memory that a call allocates beyond what is allocated before it."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    return (torch.cuda.max_memory_allocated() - before) / 1e6
-
-
-def results(layer: Callable[[Tensor], Tensor], parameters: Iterable[Tensor], x: Tensor, grad: Tensor) -> list[Tensor]:
-    """The result of a layer and the gradients of x and the parameters."""
-    x = x.detach().requires_grad_()
-    result = layer(x)
-    return [result.detach(), *torch.autograd.grad(result, [x, *parameters], grad)]
+    training = Training(problem.shape, problem.tokens, problem.n_masks, device)
+    oracle = Oracle(training)
+    columns: dict[str, dict[str, object]] = {}
+    ready: dict[str, Callable[[], None]] = {}
+    candidates = steps(training)
+    if problem.n_masks == 1:  # SwiGLU has no masks, so that one measurement per shape and number of tokens is enough
+        candidates[SWIGLU] = swiglu_step(training)
+    for name, step in candidates.items():
+        try:
+            first_call(name, step)
+            columns[name] = {"peak_mb": round(peak_over_inputs(step, device), 1)}
+            step.drop_gradients()
+            if name != SWIGLU:
+                columns[name] |= checked(step, oracle)
+            ready[name] = step
+        except torch.OutOfMemoryError:
+            columns[name] = {"left_out": "out of memory"}
+        step.drop_gradients()
+        release(device)
+    ready[GEMMS] = gemms_step(training)
+    first_call(GEMMS, ready[GEMMS])
+    columns[GEMMS] = {}
+    return ready, columns
 
 
-def errors(compiled: Any, x: Tensor, grad: Tensor) -> dict[str, float]:
-    """The largest error of a compiled layer against the same layer in float64, for each case."""
-    layer = compiled._orig_mod
-    wide = copy.deepcopy(layer).double()
-    exact = results(wide, wide.parameters(), x.double(), grad.double())
-    with torch.no_grad():
-        inferred = compiled(x)
-    trained = results(compiled, layer.parameters(), x, grad)
-    return {
-        "forward": relative_error(inferred, exact[0]),
-        "training step": max(relative_error(*pair) for pair in zip(trained, exact, strict=True)),
-    }
+def bench(
+    problem: Problem, device: str = "cuda", rounds: int = SETTLED_ROUNDS, load: float = LOAD_SECONDS
+) -> list[Row]:
+    """Measure one problem and return a row for each variant.
+
+    Args:
+        problem: the problem.
+        device: "cuda", or "cpu" to see that everything works; a CPU has no peak of memory.
+        rounds: largest number of rounds.
+        load: as `seconds` of `timing.under_load`.
+    """
+    release(device)
+    ready, columns = prepared(problem, device)
+    release(device)
+    clock = gpu_microseconds if device == "cuda" else wall_microseconds
+    times = under_load(ready, clock, rounds, load)
+    return [row(problem, name, times.get(name, []), extra) for name, extra in columns.items()]
 
 
-def bench(tokens: int, n_masks: int, rounds: int) -> list[Row]:
-    """Measure one problem: both cases of every variant."""
-    d, h = SHAPE
-    x = torch.randn(tokens, h, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    grad = torch.randn(tokens, d, device="cuda", dtype=torch.bfloat16)
-    layers = variants(n_masks)
-    found_errors = {name: errors(layer, x, grad) for name, layer in layers.items()}
-    rows = []
-    for case, work in (("forward", forward), ("training step", step)):
-        runs = {name: lambda layer=layer, work=work: work(layer, x, grad) for name, layer in layers.items()}
-        for run in runs.values():
-            for _ in range(3):
-                run()
-        for layer in layers.values():
-            layer.zero_grad(set_to_none=True)
-        x.grad = None
-        peaks = {}
-        for name, run in runs.items():
-            peaks[name] = peak_megabytes(run)
-            layers[name].zero_grad(set_to_none=True)
-            x.grad = None
-        for name, times in interleaved(runs, gpu_microseconds, rounds).items():
-            median, spread = summarise(times)
-            error = found_errors[name][case]
-            time = median if error <= ERROR_BUDGET[torch.bfloat16] else float("nan")
-            extra: dict[str, object] = {"peak_mb": round(peaks[name], 1)}
-            rows.append(Row(case, name, tokens, d, h, n_masks, "bfloat16", time, spread, float("nan"), error, extra))
-            print(case, rows[-1], flush=True)
+def row(problem: Problem, name: str, times: Sequence[float], extra: dict[str, object]) -> Row:
+    """The row of a variant; without a time if its result is wrong or it was left out."""
+    median, spread = summarise(times) if times else (float("nan"), float("nan"))
+    errors = extra.get("errors")
+    error = max(errors.values()) if isinstance(errors, dict) else float("nan")
+    if error > ERROR_BUDGET[torch.bfloat16]:
+        median = float("nan")
+    shape = problem.shape
+    nan = float("nan")
+    return Row(CASE, name, problem.tokens, *shape, problem.n_masks, "bfloat16", median, spread, nan, error, extra)
+
+
+def compile_only(problem: Problem, device: str) -> None:
+    """Call each compiled variant of a problem once, which leaves its kernels in Inductor's cache on the disk."""
+    torch._dynamo.reset()
+    training = Training(problem.shape, problem.tokens, problem.n_masks, device)
+    for name, step in steps(training).items():
+        if name in COMPILED:
+            first_call(f"{problem}, {name}", step)
+            step.drop_gradients()
+            release(device)
+
+
+def run(
+    chosen: Sequence[Problem],
+    out: Path,
+    device: str = "cuda",
+    rounds: int = SETTLED_ROUNDS,
+    load: float = LOAD_SECONDS,
+    limit: float | None = None,
+) -> list[Row]:
+    """Measure problems into `train.csv` of a folder, and print which bars are missed; `limit` is in seconds."""
+    torch.manual_seed(0)
+    rows = parts.measure(chosen, lambda one: bench(one, device, rounds, load), out, "train", PROTOCOL, limit)
+    misses = bars.missed(rows)
+    print(*misses, f"{len(rows)} rows, {len(misses)} bars missed", sep="\n", flush=True)
     return rows
+
+
+def shape_of(text: str) -> tuple[int, int]:
+    """`(out_features, in_features)` from `8192x2048`."""
+    d, h = text.split("x")
+    return int(d), int(h)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192])
-    parser.add_argument("--masks", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--shapes", type=shape_of, nargs="+", default=SHAPES, metavar="DxH")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--masks", type=int, nargs="+", default=MASKS)
+    parser.add_argument("--rounds", type=int, default=SETTLED_ROUNDS)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--seconds", type=float, help="begin no problem that would end later")
+    parser.add_argument("--done", type=Path, nargs="+", default=[], metavar="DIR", help="parts that are measured")
+    parser.add_argument("--only-compile", action="store_true", help="measure nothing")
     arguments = parser.parse_args()
-    torch.manual_seed(0)
-    rows = [row for tokens in arguments.tokens for n in arguments.masks for row in bench(tokens, n, arguments.rounds)]
-    print(mglu_ops.fusion_report())
-    write(rows, arguments.out, "train", PROTOCOL)
+    done = {Problem(row.shape, row.tokens, row.n_masks) for folder in arguments.done for row in read(folder, "train")}
+    chosen = [one for one in problems(arguments.shapes, arguments.tokens, arguments.masks) if one not in done]
+    if arguments.only_compile:
+        for problem in chosen:
+            compile_only(problem, arguments.device)
+    else:
+        run(chosen, arguments.out, arguments.device, arguments.rounds, limit=arguments.seconds)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ from typing import Any
 import torch._inductor.config as inductor_config
 from torch.fx import GraphModule
 
+from .entry import current_pass, used_in_thread
 from .fusion import FusionPass
-from .install import config_of, current_report, passes_in_slot
+from .install import fusion_report
 
 _OWN_OPTIONS = ("strict", "assume_binary")
 
@@ -28,7 +29,8 @@ def mglu(
         gm: the graph.
         example_inputs: its inputs.
         mode: a mode of the Inductor backend ("reduce-overhead", "max-autotune", ...).
-        options: settings of Inductor, and `strict` and `assume_binary` (see `mglu_ops.enable_fusion`).
+        options: settings of Inductor, and `strict` and `assume_binary` (see `mglu_ops.enable_fusion`). Where the two
+            are missing, those of the enclosing `mglu_ops.fusion()` block hold, or else those of `enable_fusion`.
 
     Returns:
         The compiled graph. Its layers are added to the report of the enclosing `mglu_ops.fusion()` block, or else to
@@ -46,6 +48,7 @@ def mglu(
             UserWarning,
             stacklevel=2,
         )
-    own = {name: bool(patches.pop(name)) for name in _OWN_OPTIONS if name in patches}
-    fusion_pass = FusionPass(current_report(), before=passes_in_slot(), **own)
-    return compile_fx(gm, example_inputs, config_patches={**patches, **config_of(fusion_pass)})
+    enclosing = current_pass() or FusionPass(fusion_report())
+    own = {name: patches.pop(name, getattr(enclosing, name)) for name in _OWN_OPTIONS}
+    with used_in_thread(FusionPass(enclosing.report, **own)):
+        return compile_fx(gm, example_inputs, config_patches=patches)

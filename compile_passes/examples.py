@@ -11,6 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode, is_fake, maybe_get_fak
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from mglu_ops.words import described
+
 from .shapes import example
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -122,8 +124,10 @@ def _run(gm: GraphModule, inputs: Sequence[Any], *, anew: bool) -> None:
     try:
         with _without_side_effects(mode), mode:
             _Recorder(gm, mode, anew).run(*(_as_fake(mode, value) for value in inputs))
+        return
     except Exception as error:  # any error of the graph's operators
-        raise ValueError(f"example_inputs: the module does not take them: {error}") from error
+        reason, *_ = str(error).strip().splitlines() or [type(error).__name__]
+    raise ValueError(f"example_inputs: the module does not take {described(inputs)}: {reason}")
 
 
 @contextmanager

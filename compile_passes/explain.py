@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mglu_ops import factory
 from mglu_ops.errors import UserError
+from mglu_ops.words import described
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -65,11 +66,9 @@ def run(options: argparse.Namespace) -> int:
     """
     model, inputs = factory.load_model(options.model)
     try:
-        with _mode(model, options.train):
-            model(*inputs)
-    except Exception as error:
-        raise UserError(f"{options.model}: the model failed on its inputs: {factory.describe(error)}") from error
-    report = explain(model, *inputs, train=options.train, assume_binary=options.assume_binary)
+        report = explain(model, *inputs, train=options.train, assume_binary=options.assume_binary)
+    except ValueError as error:
+        raise UserError(f"{options.model}: {error}") from error
     if options.json:
         print(report.to_json())
     else:
@@ -89,12 +88,17 @@ def explain(model: Callable[..., Any], *inputs: Any, train: bool = False, assume
         *inputs: example inputs; the captured graphs run on them.
         train: run the model in training mode; otherwise in eval mode, under `torch.no_grad()`.
         assume_binary: as in `mglu_ops.enable_fusion`.
+
+    Raises:
+        ValueError: `model` is neither a module nor a function, it fails on `inputs`, or Dynamo cannot capture it.
     """
     import torch
 
     from .fusion import fuse_graph
     from .report import FusionReport
 
+    if not callable(model):
+        raise ValueError(f"model: got {type(model).__name__}, must be a torch.nn.Module or a function")
     report = FusionReport()
 
     def capture(gm: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
@@ -109,9 +113,22 @@ def explain(model: Callable[..., Any], *inputs: Any, train: bool = False, assume
     try:
         with _mode(model, train):
             torch.compile(model, backend=capture)(*inputs)
+        return report
+    except Exception as error:  # the user's model may raise anything
+        problem = error
     finally:
         torch._dynamo.reset()
-    return report
+    _raise_own_error(model, inputs, train)
+    raise ValueError(f"model: Dynamo cannot capture it: {factory.describe(problem)}") from problem
+
+
+def _raise_own_error(model: Callable[..., Any], inputs: Sequence[Any], train: bool) -> None:
+    """Run a model that could not be captured without Dynamo, whose errors of the model have 200 lines."""
+    try:
+        with _mode(model, train):
+            model(*inputs)
+    except Exception as error:
+        raise ValueError(f"inputs: the model failed on {described(inputs)}: {factory.describe(error)}") from error
 
 
 @contextmanager

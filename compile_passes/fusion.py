@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule, Node
 
-from mglu_ops.backends import traced
+from mglu_ops import ops
 
 from .distributed import is_part_of_a_split_graph, lacks_its_mask, report_split_layers
 from .examples import record_examples
@@ -130,6 +130,7 @@ def _fuse(
             routed=bool(layer.routes),
             packed=replaced.packed,
             note=note,
+            hides_nan=layer.hides_nan,
             before=nodes,
             after=lines(replaced.nodes),
         )
@@ -211,8 +212,16 @@ def fuse(
 
     Raises:
         FusionError: under `strict`.
+        TypeError: `gm` is no graph module, or `example_inputs` is no sequence.
         ValueError: `example_inputs` are missing or do not fit the module.
     """
+    if not isinstance(gm, GraphModule):
+        raise TypeError(
+            f"gm: got {type(gm).__name__}, must be a torch.fx.GraphModule; for a model use "
+            'torch.compile(model, backend="mglu")'
+        )
+    if example_inputs is not None and not isinstance(example_inputs, Sequence):
+        raise TypeError(f"example_inputs: got {type(example_inputs).__name__}, must be a list or a tuple of inputs")
     fused = _copy(gm)
     inline_no_grad(fused, trains=torch.is_grad_enabled())
     record_examples(fused, example_inputs)
@@ -281,11 +290,10 @@ def _frozen(graph: Graph) -> dict[Node, Tensor]:
 
 @lru_cache(maxsize=1)
 def _source_hash() -> str:
-    """A hash of all sources that decide what the pass does and how Inductor lowers its operators."""
+    """A hash of all sources that decide what the pass does and which operators a compiled graph calls, and how."""
     digest = hashlib.sha256()
-    for source in (Path(__file__), Path(traced.__file__)):
-        for path in sorted(source.parent.rglob("*.py")):
-            digest.update(path.read_bytes())
+    for path in (*sorted(Path(__file__).parent.rglob("*.py")), Path(ops.__file__)):
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
@@ -293,6 +301,7 @@ class FusionPass(CustomGraphPass):
     """The pass as an object for Inductor's `pre_grad_custom_pass`; it first runs the passes that were there before.
 
     Pickling keeps its options and drops its report, so that compile caches and worker processes can carry it.
+    `has_run` tells whether it was called.
     """
 
     def __init__(
@@ -303,12 +312,21 @@ class FusionPass(CustomGraphPass):
         assume_binary: bool = False,
         before: Sequence[GraphPass] = (),
     ) -> None:
+        for name, value in (("strict", strict), ("assume_binary", assume_binary)):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name}: got {value!r}, must be True or False")
         self.report = report
         self.strict = strict
         self.assume_binary = assume_binary
         self.before = tuple(before)
+        self.has_run = False
+
+    def after(self, before: Sequence[GraphPass]) -> FusionPass:
+        """A pass of the same options and report that first runs the passes `before`."""
+        return FusionPass(self.report, strict=self.strict, assume_binary=self.assume_binary, before=before)
 
     def __call__(self, graph: Graph) -> None:
+        self.has_run = True
         for graph_pass in self.before:
             graph_pass(graph)
         fuse_graph(

@@ -1,72 +1,22 @@
-"""Turns the pass on and off for plain `torch.compile(model)`.
-
-Inductor has one slot for passes on the graph before autograd, and other libraries use it too: a pass that is there runs
-first, and is restored when fusion is turned off.
-"""
+"""Turns the pass on and off for plain `torch.compile(model)`: in the whole process, or in a block of one thread."""
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import torch._dynamo
-import torch._inductor.config as inductor_config
+from mglu_ops.words import counted
 
-from . import lowering
-from .fusion import FusionError, FusionPass, GraphPass
+from . import entry
+from .compiled_code import drop_compiled_code
+from .fusion import FusionError, FusionPass
 from .report import FusionReport
 
-lowering.register()
-
-_lock = threading.RLock()
 _global_report = FusionReport()
 
-
-class _EnabledPass(FusionPass):
-    """The pass that `enable_fusion` installs.
-
-    Torch's settings belong to a thread or to the process, depending on its version. The settings that the pass replaced
-    are stored in the pass itself, so they have the same scope.
-    """
-
-    replaced: dict[str, Any]
-
-
-def _slot() -> list[Any]:
-    """The content of Inductor's slot as a list: it holds a callable or None, and since torch 2.13 also a list."""
-    slot: Any = inductor_config.pre_grad_custom_pass
-    return list(slot) if isinstance(slot, (list, tuple)) else [slot]
-
-
-def current_report() -> FusionReport:
-    """The report of the active `fusion()` block or `enable_fusion()`, or else the report of the process."""
-    return next((p.report for p in _slot() if isinstance(p, FusionPass)), _global_report)
-
-
-def passes_in_slot() -> list[GraphPass]:
-    """The passes of other libraries in Inductor's slot, in order."""
-    found: list[GraphPass] = []
-    for graph_pass in _slot():
-        if isinstance(graph_pass, FusionPass):
-            found.extend(graph_pass.before)
-        elif graph_pass is not None:
-            found.append(graph_pass)
-    return found
-
-
-def config_of(fusion_pass: FusionPass) -> dict[str, Any]:
-    """The Inductor settings that install a pass.
-
-    If torch can run a pass before or after the look-up in the compile cache, this pass runs before it: then a warm
-    start has the same report as a cold one, and the fused graph is the key of the cache.
-    """
-    settings: dict[str, Any] = {"pre_grad_custom_pass": fusion_pass}
-    if hasattr(inductor_config, "pre_grad_pass_timing"):
-        settings["pre_grad_pass_timing"] = "early"
-    return settings
+_in_force: FusionPass | None = None
+"""The last pass of the process before which all compiled code was dropped."""
 
 
 def fusion_report() -> FusionReport:
@@ -75,48 +25,48 @@ def fusion_report() -> FusionReport:
 
 
 def enable_fusion(*, strict: bool = False, assume_binary: bool = False) -> FusionReport:
-    """Fuse MGLU layers in every `torch.compile` with the Inductor backend from now on.
+    """Fuse MGLU layers in every `torch.compile` with the Inductor backend from now on, in all threads.
 
     Args:
-        strict: raise `FusionError` while compiling if a layer is recognised but cannot be fused.
+        strict: raise `FusionError` while compiling, in the thread that compiles, if a layer is recognised but cannot be
+            fused, or if Inductor does not run the pass.
         assume_binary: also fuse masks that are real tensors, trusting them to hold 0 and 1 only; `mglu::pack_masks`
             then checks their values at run time.
 
     Returns:
-        The report of `fusion_report()`, which grows with each compilation.
+        The report of `fusion_report()`, which grows with each compilation of any thread.
 
-    Code that was compiled before is dropped by `torch._dynamo.reset()` and compiled again at its next call: Dynamo
-    keeps code by class and shapes, and would silently run a new model on the unfused code of an older one. A second
-    call replaces the options of the first. Since torch 2.13 Inductor's settings belong to a thread: call this function
-    in the thread that compiles, or use `backend="mglu"`, which works in any thread.
+    Code that was compiled before is dropped in all threads, and compiled again at its next call: Dynamo keeps code by
+    class and shapes, and would silently run a new model on the unfused code of an older one. Other threads may run that
+    code meanwhile; for a compilation in another thread, a call waits. A call that does not change the options neither
+    drops code nor waits.
+
+    The options belong to the process. Any thread may call this function or `disable_fusion`, and the last call holds
+    for every compilation that begins after it. A `fusion()` block has its own options, which come first in its thread.
+    A forked process inherits the options; a spawned one (the workers of a `DataLoader` on Windows and macOS) does not,
+    and calls this function itself.
+
+    The passes of other libraries in Inductor's slot `pre_grad_custom_pass` run first, whenever they were put there. A
+    model that is compiled with `options={"pre_grad_custom_pass": compile_passes.entry.NoFusion()}` is not fused.
+
+    Raises:
+        TypeError: an option is neither True nor False.
     """
-    with _lock:
-        disable_fusion()
-        fusion_pass = _EnabledPass(_global_report, strict=strict, assume_binary=assume_binary, before=passes_in_slot())
-        settings = config_of(fusion_pass)
-        fusion_pass.replaced = {name: getattr(inductor_config, name) for name in settings}
-        for name, value in settings.items():
-            setattr(inductor_config, name, value)
-        torch._dynamo.reset()
+    global _in_force
+    fusion_pass = FusionPass(_global_report, strict=strict, assume_binary=assume_binary)
+    before = entry.set_for_process(fusion_pass)
+    if before is None or before is not _in_force or before.uuid() != fusion_pass.uuid():
+        drop_compiled_code()
+    _in_force = fusion_pass
     return _global_report
 
 
 def disable_fusion() -> None:
-    """Undo `enable_fusion` and restore Inductor's slot; without effect if fusion is not enabled.
+    """Undo `enable_fusion` in all threads, whichever called it; without effect if fusion is not enabled.
 
-    Compiled code stays fused until `torch._dynamo.reset()`. Passes that other libraries have installed since then stay,
-    also if they replaced this one.
+    Compiled code stays fused until `torch._dynamo.reset()`.
     """
-    with _lock:
-        slot = _slot()
-        enabled = next((p for p in slot if isinstance(p, _EnabledPass)), None)
-        if enabled is None:
-            return
-        for name, value in enabled.replaced.items():
-            setattr(inductor_config, name, value)
-        if len(slot) > 1:
-            kept = [list(p.before) if p is enabled else [p] for p in slot]
-            inductor_config.pre_grad_custom_pass = [graph_pass for passes in kept for graph_pass in passes]
+    entry.set_for_process(None)
 
 
 @contextmanager
@@ -132,24 +82,38 @@ def fusion(*, strict: bool = False, assume_binary: bool = False) -> Iterator[Fus
     Dynamo reuses code that it compiled before for another model of the same class and shapes. If nothing was compiled
     in the block for that reason, a warning says so; call `torch._dynamo.reset()` before the block.
 
+    A block holds for the thread that enters it (and, as a `contextvars.Context`, for the asyncio tasks that are made in
+    it). Blocks of several threads do not mix their options or reports. In other threads the options of `enable_fusion`
+    hold; if there are none and such a thread compiles meanwhile, a warning at the end of the block says so.
+
     Raises:
         FusionError: under `strict`, when a layer was recognised but not fused (while compiling, as the cause of
             torch's error), or when the block ends with nothing fused.
     """
     report = FusionReport()
-    fusion_pass = FusionPass(report, strict=strict, assume_binary=assume_binary, before=passes_in_slot())
-    with inductor_config.patch(config_of(fusion_pass)):
+    before = entry.unfused_compilations
+    with entry.used_in_thread(FusionPass(report, strict=strict, assume_binary=assume_binary)):
         yield report
+    seen = _seen(report, entry.unfused_compilations - before)
     if strict and not report.fused:
-        raise FusionError(f"strict fusion: nothing was fused ({_seen(report)})")
+        raise FusionError(f"strict fusion: nothing was fused ({seen})")
     if not report.graphs:
-        warnings.warn(f"mglu_ops.fusion: nothing was fused: {_seen(report)}", UserWarning, stacklevel=3)
+        warnings.warn(f"mglu_ops.fusion: nothing was fused: {seen}", UserWarning, stacklevel=3)
+    elif entry.unfused_compilations > before:
+        warnings.warn(f"mglu_ops.fusion: {seen}", UserWarning, stacklevel=3)
 
 
-def _seen(report: FusionReport) -> str:
-    if report.graphs:
-        return f"{report.graphs} graphs compiled in the block"
-    return (
-        "no graph was compiled in the block; either no compiled model was called in it, or Dynamo reused code that it "
-        "had compiled before; call torch._dynamo.reset() before the block"
-    )
+def _seen(report: FusionReport, elsewhere: int) -> str:
+    """What was compiled in a block, and how many graphs other threads compiled meanwhile, without any pass."""
+    if not report.graphs and not elsewhere:
+        return (
+            "no graph was compiled in the block; either no compiled model was called in it, or Dynamo reused code that "
+            "it had compiled before; call torch._dynamo.reset() before the block"
+        )
+    seen = f"{counted(report.graphs, 'graph')} compiled in the block"
+    if elsewhere:
+        seen += (
+            f", and {counted(elsewhere, 'graph')} without fusion in other threads, for which the block does not hold; "
+            "mglu_ops.enable_fusion() holds for all threads"
+        )
+    return seen

@@ -30,7 +30,7 @@ from .interference import check_interference
 from .mutation import is_random
 from .recognise import Recogniser
 from .report import line
-from .shapes import equal_sizes, range_of, requires_grad, slice_of, tensor_example
+from .shapes import dtype_of, equal_sizes, range_of, requires_grad, slice_of, tensor_example
 from .sites import Refusal, Site, interior
 from .values import Mask, Projection, Route, Term
 
@@ -59,6 +59,15 @@ class Layer:
     """The number that multiplies the sum."""
     interior: tuple[Node, ...]
     """The nodes of the spelling, which the fused operator replaces, in the order of the graph."""
+
+    @property
+    def hides_nan(self) -> bool:
+        """Whether the program may make a NaN of a mask logit that is NaN, which the operator takes for 0.
+
+        A comparison makes no NaN of it. A real mask may, and so does the sum of a straight-through mask.
+        """
+        masks = [mask for mask, _ in self.masks if mask.proof not in (None, "constant")]
+        return any(mask.rounding or mask.carrier or dtype_of(mask.bits) in _FLOATING for mask in masks)
 
 
 def check(graph: Graph, recogniser: Recogniser, site: Site, assume_binary: bool) -> Layer:

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch.fx import Node
 
+from mglu_ops.words import counted
+
 from .shapes import tensor_example
 from .symbols import as_call
 
@@ -35,6 +37,8 @@ class SiteReport:
             `beforehand` (the model holds them packed); empty for a miss.
         reason: why a miss was not fused, and what to change; None for a fused layer.
         note: what would make a fused layer faster; empty if nothing is known.
+        hides_nan: whether the program may return NaN for a NaN mask logit, which a fused layer takes for 0; False for a
+            miss.
         before: the nodes of the layer, one line each.
         after: the nodes that replace them; empty for a miss.
     """
@@ -49,6 +53,7 @@ class SiteReport:
     packed: str = ""
     reason: str | None = None
     note: str = ""
+    hides_nan: bool = False
     before: tuple[str, ...] = field(default=(), repr=False)
     after: tuple[str, ...] = field(default=(), repr=False)
 
@@ -70,7 +75,7 @@ _COLUMNS = ("module", "source", "masks", "activation", "dtype", "result", "masks
 class FusionReport:
     """The layers of all graphs that the pass has read, in order; a layer that is compiled twice is listed twice.
 
-    `str(report)` is a table of the layers, followed by the reason of each miss and by notes on the packing of masks.
+    `str(report)` is a table of the layers, followed by the reason of each miss and by notes on packing and on NaN.
 
     Attributes:
         fused: layers that now run as one operator.
@@ -83,13 +88,14 @@ class FusionReport:
     graphs: int = 0
 
     def __str__(self) -> str:
-        head = f"{len(self.fused)} fused, {len(self.missed)} missed, {self.graphs} graphs seen"
+        head = f"{len(self.fused)} fused, {len(self.missed)} missed, {counted(self.graphs, 'graph')} seen"
         if not self.fused and not self.missed:
             return head
         return "\n".join([head, "", *_table([_COLUMNS, *self._rows()]), *self._notes()])
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
-        for number, site in enumerate((*self.fused, *self.missed), 1 - len(self.fused)):
+        fused = tuple(self.fused)  # another thread may compile meanwhile
+        for number, site in enumerate((*fused, *self.missed), 1 - len(fused)):
             result = f"not fused [{number}]"
             if site.reason is None:
                 result = f"mglu::{site.route}" + (", routed" if site.routed else "")
@@ -105,6 +111,12 @@ class FusionReport:
             yield (
                 "\nMasks are packed at each call, so that a changed mask takes effect at the next call; to pack them "
                 "once, use mglu_ops.freeze, torch._inductor.config.freezing under no_grad, or mglu_ops.export."
+            )
+
+        if any(site.hides_nan for site in self.fused):
+            yield (
+                "\nIn a fused layer a mask logit that is NaN counts as 0, where the program may return NaN; "
+                "mglu_ops.nn.MaskStatistics counts such logits."
             )
 
     def to_json(self) -> str:

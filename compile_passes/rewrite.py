@@ -16,7 +16,7 @@ from .mutation import is_repeatable, written
 from .proof import Layer
 from .recognise import Recogniser
 from .report import AT_EACH_CALL, BEFOREHAND, WHEN_COMPILED
-from .shapes import column_of, dims, slice_of, tensor_example
+from .shapes import column_of, dims, dtype_of, slice_of, tensor_example
 from .symbols import as_call
 from .values import Mask, Route, Slice
 
@@ -258,9 +258,12 @@ def _gate_bits(graph: Graph, bits: Node, mask: Mask, complement: bool) -> Node:
         return graph.call_function(operator.sub, (1, bits)) if complement else bits
     if complement:
         return graph.call_function(operator.eq, (bits, 0))
-    example = tensor_example(mask.bits)
-    is_bool = example is not None and example.dtype is torch.bool
-    return bits if is_bool else graph.call_function(operator.ne, (bits, 0))
+    dtype = dtype_of(mask.bits)
+    if dtype is torch.bool:
+        return bits
+    # A NaN in a mask that is made of NaN logits counts as 0, as in `forward_ste`; it is not equal to 0.
+    is_real = dtype is not None and dtype.is_floating_point
+    return graph.call_function(operator.gt if is_real else operator.ne, (bits, 0))
 
 
 def _whole(recogniser: Recogniser, slices: Sequence[Slice], ordered: bool) -> Node | None:

@@ -102,21 +102,21 @@ def fuse(
 
 
 def enable_fusion(*, strict: bool = False, assume_binary: bool = False) -> FusionReport:
-    """Fuse MGLU layers in every `torch.compile` from now on; see `compile_passes.install.enable_fusion`."""
+    """Fuse MGLU layers in every `torch.compile` of all threads; see `compile_passes.install.enable_fusion`."""
     from compile_passes import install
 
     return install.enable_fusion(strict=strict, assume_binary=assume_binary)
 
 
 def disable_fusion() -> None:
-    """Undo `enable_fusion`, and restore the pass that Inductor was configured with before."""
+    """Undo `enable_fusion`, in all threads."""
     from compile_passes import install
 
     install.disable_fusion()
 
 
 def fusion(*, strict: bool = False, assume_binary: bool = False) -> AbstractContextManager[FusionReport]:
-    """Fuse the compilations inside a `with` block; see `compile_passes.install.fusion`."""
+    """Fuse the compilations of this thread inside a `with` block; see `compile_passes.install.fusion`."""
     from compile_passes import install
 
     return install.fusion(strict=strict, assume_binary=assume_binary)

@@ -17,12 +17,17 @@ class set_batch_invariant_mode:  # noqa: N801 (a function that can be a block, l
     It holds for all threads, and for what is called (eagerly, by compiled code or by a package in this process) or
     captured into a CUDA graph while it is on; the C++ library does not know it. A few tokens get slower by it: on
     compute capability 9.0 they run the kernel for many, elsewhere many tokens run the kernel for few.
+
+    Raises:
+        TypeError: `mode` is no bool.
     """
 
     def __init__(self, mode: bool = True) -> None:
         global enabled
+        if not isinstance(mode, bool):
+            raise TypeError(f"mode: got {mode!r}, must be True or False")
         self._before = enabled
-        enabled = bool(mode)
+        enabled = mode
 
     def __enter__(self) -> None:
         pass

@@ -8,18 +8,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .activations import ACTIVATIONS, get_activation
-from .masks import MAX_MASKS, check_layout
+from .activations import get_activation
+from .masks import MAX_MASKS, check_layout, n_masks_of
 from .sizes import same_sizes
+from .tensors import check_dense
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FLOATING_NAMES = "float16, bfloat16, float32 or float64"
 
 
-def check_inputs(x: Tensor, weight: Tensor, activation: str) -> None:
-    """Check that x `[..., in_features]` and weight `[out_features, in_features]` fit together, and the activation."""
-    if x is None or weight is None:  # torch lets None through for a Tensor
-        raise TypeError(f"{'x' if x is None else 'weight'}: got None, must be a tensor")
+def check_layer(x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None) -> None:
+    """Check the arguments of `mglu::forward`."""
+    check_inputs(x, weight)
+    get_activation(activation)
+    check_packed(weight, packed_masks)
+    check_route_weights(x, n_masks_of(packed_masks), route_weights)
+
+
+def check_inputs(x: Tensor, weight: Tensor) -> None:
+    """Check that x `[..., in_features]` and weight `[out_features, in_features]` fit together."""
+    check_dense("x", x)
+    check_dense("weight", weight)
     if x.dtype not in FLOATING:
         raise TypeError(f"x: got dtype {x.dtype}, must be {_FLOATING_NAMES}")
     if weight.dtype != x.dtype:
@@ -34,8 +43,12 @@ def check_inputs(x: Tensor, weight: Tensor, activation: str) -> None:
         )
     if weight.device != x.device:
         raise ValueError(f"weight: got device {weight.device}, must be x's device {x.device}")
-    if activation not in ACTIVATIONS:
-        get_activation(activation)
+
+
+def check_floating(name: str, dtype: torch.dtype | None) -> None:
+    """Check that the dtype called `name` is one of a gradient, or None."""
+    if dtype is not None and dtype not in FLOATING:
+        raise TypeError(f"{name}: got {dtype}, must be {_FLOATING_NAMES}, or None")
 
 
 def check_packed(weight: Tensor, packed_masks: Tensor) -> None:
@@ -47,8 +60,7 @@ def check_packed(weight: Tensor, packed_masks: Tensor) -> None:
 
 def check_packable_logits(mask_logits: Tensor, weight: Tensor | None = None) -> None:
     """Check that mask_logits are floating `[n_masks, out_features, in_features]`, and fit `weight` if it is given."""
-    if mask_logits is None:
-        raise TypeError("mask_logits: got None, must be a tensor")
+    check_dense("mask_logits", mask_logits)
     if mask_logits.dtype not in FLOATING:
         raise TypeError(f"mask_logits: got dtype {mask_logits.dtype}, must be {_FLOATING_NAMES}")
     shape = mask_logits.shape
@@ -65,6 +77,7 @@ def check_route_weights(x: Tensor, n_masks: int, route_weights: Tensor | None) -
     """Check that route_weights are None or floating `[..., n_masks]` with x's leading sizes, on x's device."""
     if route_weights is None:
         return
+    check_dense("route_weights", route_weights)
     if route_weights.dtype not in FLOATING:
         raise TypeError(f"route_weights: got dtype {route_weights.dtype}, must be {_FLOATING_NAMES}")
     expected = [*x.shape[:-1], n_masks]

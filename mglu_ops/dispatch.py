@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from . import batch_invariance
-from .backends import BACKENDS, Backend, PreparedCall, composite, cpu
+from .backends import BACKENDS, Backend, PreparedCall, cpu
 from .backends.cuda import Cuda, LaunchConfig
 from .backends.cuda.choice import LaunchChoice
+from .checks import check_layer
 from .layer_call import Key, LayerCall, as_rows, metadata_key
 from .masks import pack
+from .words import counted
 
 CALLS_KEPT = 4096
 """Prepared calls that are kept. Where there are more kinds of calls, all are forgotten and prepared again."""
@@ -73,12 +75,15 @@ _REFUSED = (
 def explain(
     x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", route_weights: Tensor | None = None
 ) -> Choice:
-    """The backend and the kernel for a call of `mglu::forward`; reads no value of the tensors.
+    """The backend and the kernel for a call of `mglu::forward` with these arguments; reads no value of the tensors.
 
     Raises:
+        TypeError: an argument is no dense tensor, or has a wrong dtype.
+        ValueError: the shape or the device of an argument is wrong, or there is no such activation.
         TableError: a table of launches (`MGLU_TUNING_TABLE`) cannot be used.
         RuntimeError: the batch-invariant mode is on, and nothing can run the call in it.
     """
+    check_layer(x, weight, packed_masks, activation, route_weights)
     return choose(LayerCall.of(x, weight, packed_masks, activation, route_weights))
 
 
@@ -115,7 +120,7 @@ def _choose_on_gpu(call: LayerCall) -> Choice:
         if call.tokens <= limit or launch.config.kernel == "tile_wgmma":
             return _on_cuda(launch, call)
     if call.tokens > limit:
-        return Choice("composite", f"library GEMMs, for {call.tokens} tokens (more than {limit})")
+        return Choice("composite", f"library GEMMs, for {counted(call.tokens, 'token')} (more than {limit})")
     if BACKENDS["triton"].supports(call):
         return Choice("triton", f"the masks are applied on chip, but slower than by the CUDA backend: {problem}", True)
     return Choice("composite", f"library GEMMs, several times slower here than the CUDA backend: {problem}", True)
@@ -123,7 +128,7 @@ def _choose_on_gpu(call: LayerCall) -> Choice:
 
 def _on_cuda(launch: LaunchChoice, call: LayerCall) -> Choice:
     if launch.slow_reason is None:
-        reason, is_fallback = f"the masks are applied on chip, for {call.tokens} tokens", False
+        reason, is_fallback = f"the masks are applied on chip, for {counted(call.tokens, 'token')}", False
     else:
         reason = f"several times slower than by the kernels for aligned layers: {launch.slow_reason}"
         is_fallback = call.out_features * call.in_features >= _NOTICEABLE_WEIGHTS
@@ -171,7 +176,11 @@ def repeat(
     """
     if x is None or weight is None or packed_masks is None or not (x.is_cuda or x.is_cpu):  # torch lets None through
         return None
-    prepared = _prepared.get(metadata_key(x, weight, packed_masks, activation, route_weights))
+    try:
+        key = metadata_key(x, weight, packed_masks, activation, route_weights)
+    except RuntimeError:  # a tensor that is not dense has no strides or no address; the checks say which
+        return None
+    prepared = _prepared.get(key)
     return None if prepared is None else prepared(x, weight, packed_masks, route_weights)
 
 
@@ -283,28 +292,88 @@ def _packing_backend(masks: Tensor) -> Backend | None:
     return backend if backend.can_pack(masks) else None
 
 
+@dataclass(frozen=True)
+class TrainingCall:
+    """A call of `mglu::forward_train` or `mglu::backward` whose arguments were checked."""
+
+    backend: Backend
+    layer: LayerCall
+
+
+_training_calls: dict[Key, TrainingCall] = {}
+"""The calls by the metadata of their arguments (`arguments_key`)."""
+
+
+def is_known(key: Key | None) -> bool:
+    """Whether the arguments of a training call are like those of an earlier one in all that their checks depend on."""
+    return key in _training_calls
+
+
+def _training_call(key: Key | None, call: LayerCall) -> TrainingCall:
+    cuda = BACKENDS["cuda"]
+    found = TrainingCall(cuda if cuda.can_train(call) else BACKENDS["composite"], call)
+    if key is not None and call.device.type in ("cpu", "cuda"):
+        if len(_training_calls) >= CALLS_KEPT:
+            _training_calls.clear()
+        _training_calls[key] = found
+    return found
+
+
 def forward_train(
-    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The result, and the gates and values `[n_masks, ..., out_features]` that backward needs."""
+    key: Key | None,
+    x: Tensor,
+    weight: Tensor,
+    packed_masks: Tensor,
+    activation: str,
+    route_weights: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The result `[..., out_features]`, and the partial derivatives `[..., rows, out_features]` that backward needs.
+
+    `key` is the `arguments_key` of the others.
+    """
     if batch_invariance.enabled:
-        raise RuntimeError(_REFUSED.format("training runs on library GEMMs"))
-    return composite.forward_train(x, weight, packed_masks, activation, route_weights)
+        raise RuntimeError(_REFUSED.format("training"))
+    rows, routes = as_rows(x), None if route_weights is None else as_rows(route_weights)
+    call = _training_calls.get(key) if key else None
+    if call is None:
+        call = _training_call(key, LayerCall.of(rows, weight, packed_masks, activation, routes))
+    result, partials = call.backend.forward_train(call.layer, rows, weight, packed_masks, routes)
+    leading = x.shape[:-1]
+    return result.view(*leading, *result.shape[1:]), partials.view(*leading, *partials.shape[1:])
 
 
 def backward(
+    key: Key | None,
     grad_output: Tensor,
     x: Tensor,
     weight: Tensor,
     packed_masks: Tensor,
-    gates: Tensor,
-    values: Tensor,
-    activation: str,
-    route_weights: Tensor | None,
+    partials: Tensor,
     needs: Sequence[bool],
     logits_dtype: torch.dtype | None,
+    route_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, weight, mask logits and route weights; those not asked for are empty."""
-    return composite.backward(
-        grad_output, x, weight, packed_masks, gates, values, activation, route_weights, needs, logits_dtype
+    """The gradients of x, weight, mask logits and route weights; those not asked for are empty.
+
+    `key` is the `arguments_key` of the others.
+    """
+    rows = as_rows(x)
+    call = _training_calls.get(key) if key else None
+    if call is None:
+        call = _training_call(key, replace(LayerCall.of(rows, weight, packed_masks), route_dtype=route_dtype))
+    of_x, of_weight, of_logits, of_routes = call.backend.backward(
+        call.layer,
+        as_rows(grad_output),
+        rows,
+        weight,
+        packed_masks,
+        partials.contiguous().view(len(rows), *partials.shape[-2:]),
+        needs,
+        logits_dtype,
+        route_dtype,
     )
+    if needs[0]:
+        of_x = of_x.view(x.shape)
+    if route_dtype is not None:
+        of_routes = of_routes.view(*x.shape[:-1], of_routes.shape[-1])
+    return of_x, of_weight, of_logits, of_routes

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import batch_invariance
 from .masks import n_masks_of, packed_width
+from .words import counted
 
 Key = tuple[object, ...]
 
@@ -135,7 +136,7 @@ class LayerCall:
 
     def __str__(self) -> str:
         shape = f"{self.out_features} x {self.in_features}"
-        return f"{str(self.dtype)[6:]}, n_masks {self.n_masks}, {self.tokens} tokens, {shape}"
+        return f"{str(self.dtype)[6:]}, n_masks {self.n_masks}, {counted(self.tokens, 'token')}, {shape}"
 
 
 def as_rows(tensor: Tensor) -> Tensor:
@@ -151,15 +152,42 @@ def metadata_key(x: Tensor, weight: Tensor, packed_masks: Tensor, activation: st
     """All that the checks of a call and its `LayerCall` depend on, for tensors of any rank.
 
     This runs in every eager call, so it only collects what the tensors have at hand: strides are read only of tensors
-    whose shape does not tell them.
+    whose shape does not tell them. A tensor whose storage was freed has no address, and so another key than before.
     """
     route: Key | None = None
     if route_weights is not None:
-        route = (route_weights.dtype, route_weights.device, route_weights.shape, route_weights.stride())
+        has_memory = route_weights.data_ptr() != 0
+        route = (route_weights.dtype, route_weights.device, route_weights.shape, route_weights.stride(), has_memory)
     masks = packed_masks
     return (
         batch_invariance.enabled, activation, route,
-        x.dtype, x.device, x.shape, x.is_contiguous() or x.stride(), x.data_ptr() & 15,
-        weight.dtype, weight.device, weight.shape, weight.is_contiguous() or weight.stride(), weight.data_ptr() & 15,
-        masks.dtype, masks.device, masks.shape, masks.is_contiguous() or masks.stride(), masks.data_ptr() & 15,
+        x.dtype, x.device, x.shape, x.is_contiguous() or x.stride(),
+        p & 15 if (p := x.data_ptr()) else None,
+        weight.dtype, weight.device, weight.shape, weight.is_contiguous() or weight.stride(),
+        p & 15 if (p := weight.data_ptr()) else None,
+        masks.dtype, masks.device, masks.shape, masks.is_contiguous() or masks.stride(),
+        p & 15 if (p := masks.data_ptr()) else None,
     )  # fmt: skip
+
+
+def arguments_key(*args: object) -> Key | None:
+    """The same for the arguments of any operator: the metadata of tensors, and all else as it is.
+
+    None where a tensor is not dense and so has no strides or no address.
+    """
+    try:
+        return (
+            batch_invariance.enabled,
+            *(_tensor_key(arg) if isinstance(arg, Tensor) else tuple(arg) if isinstance(arg, list) else arg
+              for arg in args),
+        )  # fmt: skip
+    except RuntimeError:
+        return None
+
+
+def _tensor_key(tensor: Tensor) -> Key:
+    address = tensor.data_ptr()
+    layout = tensor.is_contiguous() or tensor.stride()
+    # A storage may have been resized under its tensors. Then its size is another one than when they were checked.
+    memory = tensor.storage_offset(), tensor.untyped_storage().nbytes(), address & 15 if address else None
+    return tensor.dtype, tensor.device, tensor.shape, layout, memory

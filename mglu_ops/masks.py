@@ -5,6 +5,9 @@
 the innermost dimension, so that the masks of eight neighbouring weights are `n_masks` contiguous bytes. Kernels and
 checkpoints use the same format.
 
+Only the padding is redundant. Any uint8 tensor of the right shape whose padding is 0 is a set of masks, so that no
+check finds a tensor whose other bits are wrong (`check_packed_masks`).
+
 Code that needs a size of a packed tensor asks this module (`n_masks_of`, `packed_shape`, `unpacked_shape`) and indexes
 no shape itself.
 """
@@ -14,7 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .sizes import same_sizes
+from .sizes import is_negative, same_sizes
+from .tensors import check_dense
 
 FORMAT_VERSION = 1
 MAX_MASKS = 16
@@ -48,9 +52,10 @@ def pack(masks: Tensor) -> Tensor:
     n_masks, out_features, in_features = masks.shape
     width = packed_width(in_features)
     packed = torch.zeros(n_masks, out_features, width, dtype=torch.uint8, device=masks.device)
-    bits = masks.view(torch.uint8) if masks.is_contiguous() else masks.to(torch.uint8)
+    octets = masks.view(torch.uint8)
     for bit in range(min(8, in_features)):
-        column = bits[:, :, bit::8]
+        # A bool that is a view of a uint8 may be any byte, and each but 0 is True.
+        column = octets[:, :, bit::8].clamp(max=1)
         packed[:, :, : column.shape[2]] |= column << bit
     return packed.permute(1, 2, 0).contiguous()
 
@@ -86,15 +91,35 @@ def clear_padding_(packed_masks: Tensor, in_features: int) -> None:
         packed_masks[:, -1, :] &= (1 << used) - 1
 
 
+# Bytes of masks that are counted at once. The intermediate tensors of 1 MiB stay in the cache of a CPU core, where the
+# count is then several times faster than over a whole tensor; on a GPU, few launches matter more.
+_COUNTED_AT_ONCE = {"cpu": 2**20}
+_COUNTED_AT_ONCE_ELSEWHERE = 2**24
+
+
+def count_ones(packed_masks: Tensor) -> Tensor:
+    """The number of ones in each mask of a packed tensor: int64 `[n_masks]`, on its device, without synchronising.
+
+    The padding is 0 and so does not count. In every byte, neighbouring groups of 1, 2 and 4 bits are added, which
+    leaves the number of its ones.
+    """
+    most = _COUNTED_AT_ONCE.get(packed_masks.device.type, _COUNTED_AT_ONCE_ELSEWHERE)
+    total = packed_masks.new_zeros(n_masks_of(packed_masks), dtype=torch.int64)
+    for octets in packed_masks.split(max(1, most // max(1, packed_masks.shape[1] * n_masks_of(packed_masks)))):
+        pairs = octets - (octets >> 1 & 0x55)
+        fours = (pairs & 0x33) + (pairs >> 2 & 0x33)
+        total += (fours + (fours >> 4) & 0x0F).sum((0, 1), dtype=torch.int64)
+    return total
+
+
 def check_masks(masks: Tensor) -> None:
     """Check that a tensor has a dtype and a shape that `pack_masks` accepts. Reads no values.
 
     Raises:
-        TypeError: a complex dtype.
+        TypeError: a complex dtype, or no dense tensor.
         ValueError: wrong rank, or n_masks of 0 or above 16.
     """
-    if masks is None:
-        raise TypeError("masks: got None, must be a tensor")
+    check_dense("masks", masks)
     if masks.dtype.is_complex:
         raise TypeError(f"masks: got dtype {masks.dtype}, must be bool, or integer or real with values 0 and 1")
     if masks.dim() == 1:
@@ -116,7 +141,7 @@ def binary_masks(masks: Tensor) -> Tensor:
     """Convert masks in any form that `pack_masks` accepts to bool `[n_masks, out_features, in_features]`.
 
     Raises:
-        TypeError: a complex dtype.
+        TypeError: a complex dtype, or no dense tensor.
         ValueError: wrong rank, n_masks of 0 or above 16, or a value other than 0 and 1.
     """
     check_masks(masks)
@@ -139,11 +164,12 @@ def check_layout(packed_masks: Tensor, in_features: int, out_features: int | Non
     """Check that a tensor has the dtype and a shape of packed masks for `in_features` columns. Reads no values.
 
     Raises:
-        TypeError: the dtype is not uint8.
-        ValueError: wrong rank, size or number of masks.
+        TypeError: the dtype is not uint8, or it is no dense tensor.
+        ValueError: wrong rank, size or number of masks, or `in_features` is negative.
     """
-    if packed_masks is None:
-        raise TypeError("packed_masks: got None, must be a tensor")
+    check_dense("packed_masks", packed_masks)
+    if is_negative(in_features):
+        raise ValueError(f"in_features: got {in_features}, must be at least 0")
     if packed_masks.dtype is not torch.uint8:
         raise TypeError(
             f"packed_masks: got dtype {packed_masks.dtype}, must be torch.uint8; pack masks with mglu::pack_masks"
@@ -161,18 +187,27 @@ def check_layout(packed_masks: Tensor, in_features: int, out_features: int | Non
 
 
 def check_packed_masks(packed_masks: Tensor, in_features: int, out_features: int | None = None) -> None:
-    """Check that a tensor can be packed masks for `in_features` columns, including its padding bits.
+    """Check that a tensor can be packed masks for `in_features` columns: its dtype, its shape, and its padding.
+
+    No other check is possible. Wrong bits that are not padding are not found, and if `in_features` is a multiple of 8
+    there is no padding: then any bytes of the right shape pass, among them masks that were packed for up to 7 columns
+    fewer. Keep a checksum of files that may be damaged.
 
     Reading the padding synchronises with a GPU. Call this where masks are made or loaded, not at each call.
 
+    Args:
+        packed_masks: the tensor to check; the padding of one on `meta` is not read.
+        in_features: the number of columns of the masks.
+        out_features: the number of their rows; None for any.
+
     Raises:
-        TypeError: the dtype is not uint8.
-        ValueError: wrong rank, size or number of masks, or a padding bit is set.
+        TypeError: the dtype is not uint8, or it is no dense tensor.
+        ValueError: wrong rank, size or number of masks, a padding bit is set, or `in_features` is negative.
     """
     check_layout(packed_masks, in_features, out_features)
     used = in_features % 8
     if used and not packed_masks.is_meta and bool((packed_masks[:, -1, :] >> used).any()):
         raise ValueError(
-            f"packed_masks: padding bits past in_features={in_features} are set; the tensor was packed for "
-            "another in_features or is corrupted"
+            f"packed_masks: padding bits past in_features={in_features} are set, must be 0; the tensor is damaged or "
+            "was packed for another in_features"
         )

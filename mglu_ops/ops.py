@@ -7,13 +7,40 @@
 | `mglu::unpack_masks(packed_masks, in_features)` | bool masks: the inverse of packing |
 | `mglu::forward(x, weight, packed_masks, activation, route_weights)` | the layer with fixed masks |
 | `mglu::forward_ste(x, weight, mask_logits, activation, route_weights)` | the layer with learned masks; packs them |
-| `mglu::forward_train(...)` | forward, and the gates and values that backward reads; autograd calls it |
+| `mglu::forward_train(...)` | forward, and the partial derivatives that backward reads; autograd calls it |
 | `mglu::backward(...)` | all gradients of a layer |
 
-    forward: y = sum_i route_i * act(x (M_i * W)^T) * (x ((1 - M_i) * W)^T),   i = 1 .. n_masks, 1 <= n_masks <= 16
+    forward: y = sum_i r_i * act(x (M_i * W)^T) * (x ((1 - M_i) * W)^T),   i = 1 .. n_masks, 1 <= n_masks <= 16
 
-x `[..., in_features]`, weight `[out_features, in_features]`, y `[..., out_features]`, route_weights `[..., n_masks]`,
-mask_logits `[n_masks, out_features, in_features]` with M = logits > 0.
+x `[..., in_features]`, weight W `[out_features, in_features]`, y `[..., out_features]`, route_weights r
+`[..., n_masks]` (1 without them), mask_logits `[n_masks, out_features, in_features]` with M = logits > 0.
+
+With F_i = -1 where M_i = 1 and +1 elsewhere, t = x W^T and f_i = x (F_i * W)^T, the gate g_i is (t - f_i) / 2 and the
+value v_i is (t + f_i) / 2. `forward_train` keeps the derivatives of y, elementwise:
+
+    P   = dy/dt   = sum_i r_i (act'(g_i) v_i + act(g_i)) / 2
+    Q_i = dy/df_i = r_i (act(g_i) - act'(g_i) v_i) / 2
+    R_i = dy/dr_i = act(g_i) v_i                          (with route_weights only)
+
+as `partials` `[..., n_masks + 1, out_features]` in x's dtype: P, then each Q_i; with route_weights
+`[..., 2 n_masks + 1, out_features]`, where each R_i follows. `backward` is then linear in G = grad_output and evaluates
+no activation. With dt = G * P, b_i = G * Q_i and D_i = b_i^T x:
+
+    dx = dt W + sum_i b_i (F_i * W),   dW = dt^T x + sum_i F_i * D_i,   dlogits_i = -2 W * D_i,   dr_i = sum_d G * R_i
+
+where sum_d is the sum over out_features, and the gradient of the logits is the straight-through one.
+
+**Rounding.** Products of 16-bit types and their sums are float32, and the result is rounded once. A gate or a value may
+be a difference of sums over a whole row, as above. It then has, beside the naive layer's error, one of float32
+roundings of `s = sum_k |x_k W_k|`: at most 2^-17 s for 1024 in_features. In 16 bits this matters where the smaller of
+the two is below about 2^-9 s (float16) or 2^-12 s (bfloat16). `forward` on a CPU sums so small a value by itself.
+
+**Values that are not finite.** In all backends:
+
+- A NaN logit is a 0 of its mask, as `NaN > 0` is False. It does not show in y.
+- If a token of x, a row of W or the route weights of a token hold NaN, the elements of y of that token or row are NaN.
+- If they hold an infinity, these elements are NaN or infinite, or else right: the formula's, in which a gate and a
+  value have no term of a weight that the mask excludes, as in `relu(-inf) * 2 = 0`. Backends may differ in this.
 
 The operators are registered with `torch.library.Library`, because a call then costs a third of one by `@custom_op`.
 No backend and no kernel is named here: `dispatch` chooses them. DTensor's sharding rules are in `sharding`.
@@ -36,6 +63,8 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from . import checks, dispatch
+from .activations import get_activation
+from .layer_call import arguments_key
 from .masks import (
     N_MASKS_DIM,
     binary_masks,
@@ -47,6 +76,7 @@ from .masks import (
     unpacked_shape,
 )
 from .sizes import same_sizes
+from .tensors import check_dense, check_memory
 
 log = logging.getLogger(__name__)
 
@@ -57,17 +87,19 @@ SCHEMAS = (
     "unpack_masks(Tensor packed_masks, SymInt in_features) -> Tensor",
     f"forward(Tensor x, Tensor weight, Tensor packed_masks, {_LAYER}) -> Tensor",
     f"forward_ste(Tensor x, Tensor weight, Tensor mask_logits, {_LAYER}) -> (Tensor, Tensor)",
-    f"forward_train(Tensor x, Tensor weight, Tensor packed_masks, {_LAYER}) -> (Tensor, Tensor, Tensor)",
-    "backward(Tensor grad_output, Tensor x, Tensor weight, Tensor packed_masks, Tensor gates, Tensor values, "
-    "str activation, Tensor? route_weights, bool[3] needs, ScalarType? logits_dtype) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    f"forward_train(Tensor x, Tensor weight, Tensor packed_masks, {_LAYER}) -> (Tensor, Tensor)",
+    "backward(Tensor grad_output, Tensor x, Tensor weight, Tensor packed_masks, Tensor partials, bool[2] needs, "
+    "ScalarType? logits_dtype, ScalarType? route_dtype) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 
 # `libmglu_ops.so` (csrc/library) defines the same schemas for processes without Python. If it is loaded after this
 # module, it registers nothing. If it is loaded before, its schemas stay; its kernels are registered for
 # CompositeExplicitAutograd, so that kernels registered here for the keys of the devices take precedence.
 _library_came_first = torch._C._dispatch_has_kernel("mglu::forward")
-_KERNEL_KEYS = ("CPU", "CUDA") if _library_came_first else ("CompositeExplicitAutograd",)
+_KERNEL_KEYS = (
+    *(("CPU", "CUDA") if _library_came_first else ("CompositeExplicitAutograd",)),
+    *("NestedTensorCPU", "NestedTensorCUDA"),  # so that the checks refuse nested tensors in words
+)
 
 _lib = torch.library.Library("mglu", "FRAGMENT")
 for _schema in SCHEMAS:
@@ -129,6 +161,8 @@ def _register_dtensor_rules_once() -> None:
 
 @_kernel("pack_masks")
 def _pack_masks(masks: Tensor) -> Tensor:
+    check_masks(masks)
+    check_memory(masks=masks)
     return dispatch.pack_masks(binary_masks(masks))
 
 
@@ -142,6 +176,7 @@ def _pack_masks_fake(masks: Tensor) -> Tensor:
 @_kernel("pack_logits")
 def _pack_logits(mask_logits: Tensor) -> Tensor:
     checks.check_packable_logits(mask_logits)
+    check_memory(mask_logits=mask_logits)
     return dispatch.pack_logits(mask_logits)
 
 
@@ -154,6 +189,7 @@ def _pack_logits_fake(mask_logits: Tensor) -> Tensor:
 @_kernel("unpack_masks")
 def _unpack_masks(packed_masks: Tensor, in_features: int) -> Tensor:
     check_layout(packed_masks, in_features)
+    check_memory(packed_masks=packed_masks)
     return unpack(packed_masks, in_features)
 
 
@@ -166,14 +202,12 @@ def _unpack_masks_fake(packed_masks: Tensor, in_features: int) -> Tensor:
 # --- The layer ------------------------------------------------------------------------------------------------------
 
 
-def _check(x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None) -> None:
-    checks.check_inputs(x, weight, activation)
-    checks.check_packed(weight, packed_masks)
-    checks.check_route_weights(x, n_masks_of(packed_masks), route_weights)
+_check = checks.check_layer
 
 
 def _check_ste(x: Tensor, weight: Tensor, mask_logits: Tensor, activation: str, route_weights: Tensor | None) -> None:
-    checks.check_inputs(x, weight, activation)
+    checks.check_inputs(x, weight)
+    get_activation(activation)
     checks.check_packable_logits(mask_logits, weight)
     checks.check_route_weights(x, mask_logits.shape[0], route_weights)
 
@@ -186,6 +220,7 @@ def _forward(
     if known is not None:
         return known
     _check(x, weight, packed_masks, activation, route_weights)
+    check_memory(x=x, weight=weight, packed_masks=packed_masks, route_weights=route_weights)
     return dispatch.forward(x, weight, packed_masks, activation, route_weights)
 
 
@@ -202,6 +237,7 @@ def _forward_ste(
     x: Tensor, weight: Tensor, mask_logits: Tensor, activation: str = "silu", route_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     _check_ste(x, weight, mask_logits, activation, route_weights)
+    check_memory(x=x, weight=weight, mask_logits=mask_logits, route_weights=route_weights)
     packed_masks = dispatch.pack_logits(mask_logits)
     return dispatch.forward(x, weight, packed_masks, activation, route_weights), packed_masks
 
@@ -217,18 +253,25 @@ def _forward_ste_fake(
 @_kernel("forward_train")
 def _forward_train(
     x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", route_weights: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check(x, weight, packed_masks, activation, route_weights)
-    return dispatch.forward_train(x, weight, packed_masks, activation, route_weights)
+) -> tuple[Tensor, Tensor]:
+    key = arguments_key(x, weight, packed_masks, activation, route_weights)
+    if not dispatch.is_known(key):
+        _check(x, weight, packed_masks, activation, route_weights)
+        check_memory(x=x, weight=weight, packed_masks=packed_masks, route_weights=route_weights)
+    return dispatch.forward_train(key, x, weight, packed_masks, activation, route_weights)
 
 
 @_fake("forward_train")
 def _forward_train_fake(
     x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", route_weights: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     result = _forward_fake(x, weight, packed_masks, activation, route_weights)
-    saved = (n_masks_of(packed_masks), *result.shape)
-    return result, x.new_empty(saved), x.new_empty(saved)
+    rows = _rows_of_partials(n_masks_of(packed_masks), route_weights is not None)
+    return result, x.new_empty((*x.shape[:-1], rows, weight.shape[0]))
+
+
+def _rows_of_partials(n_masks: int, has_routes: bool) -> int:
+    return 2 * n_masks + 1 if has_routes else n_masks + 1
 
 
 class _BackwardArguments(NamedTuple):
@@ -238,21 +281,30 @@ class _BackwardArguments(NamedTuple):
     x: Tensor
     weight: Tensor
     packed_masks: Tensor
-    gates: Tensor
-    values: Tensor
-    activation: str
-    route_weights: Tensor | None
+    partials: Tensor
     needs: Sequence[bool]
-    """Whether the gradients of x, weight and route_weights are needed."""
+    """Whether the gradients of x and weight are needed."""
     logits_dtype: torch.dtype | None
     """The dtype of the gradient of the mask logits; None if it is not needed."""
+    route_dtype: torch.dtype | None
+    """The dtype of the gradient of route_weights; None if it is not needed, or if there are none."""
 
     def check(self) -> None:
-        _check(self.x, self.weight, self.packed_masks, self.activation, self.route_weights)
-        result = (*self.x.shape[:-1], self.weight.shape[0])
-        saved = (n_masks_of(self.packed_masks), *result)
-        for name, shape in (("grad_output", result), ("gates", saved), ("values", saved)):
+        checks.check_inputs(self.x, self.weight)
+        checks.check_packed(self.weight, self.packed_masks)
+        for name in ("logits_dtype", "route_dtype"):
+            checks.check_floating(name, getattr(self, name))
+        leading, out_features, n_masks = self.x.shape[:-1], self.weight.shape[0], n_masks_of(self.packed_masks)
+        # Partials of a layer with route weights also serve where the gradient of these is not needed.
+        with_routes = _rows_of_partials(n_masks, has_routes=True)
+        has_routes = self.route_dtype is not None or same_sizes(self.partials.shape[-2:-1], (with_routes,))
+        shapes = {
+            "grad_output": (*leading, out_features),
+            "partials": (*leading, _rows_of_partials(n_masks, has_routes), out_features),
+        }
+        for name, shape in shapes.items():
             tensor = getattr(self, name)
+            check_dense(name, tensor)
             if not same_sizes(tensor.shape, shape):
                 raise ValueError(f"{name}: got shape {list(tensor.shape)}, must be {list(shape)}")
             if tensor.dtype != self.x.dtype:
@@ -264,22 +316,24 @@ class _BackwardArguments(NamedTuple):
 @_kernel("backward")
 def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, weight, mask logits and route_weights; those that are not needed are empty."""
-    _BackwardArguments(*args).check()
-    return dispatch.backward(*args)
+    key = arguments_key(*args)
+    if not dispatch.is_known(key):
+        call = _BackwardArguments(*args)
+        call.check()
+        check_memory(**{name: value for name, value in call._asdict().items() if isinstance(value, Tensor)})
+    return dispatch.backward(key, *args)
 
 
 @_fake("backward")
 def _backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = _BackwardArguments(*args)
     call.check()
-    x, weight, needs = call.x, call.weight, call.needs
-    logits_shape = (n_masks_of(call.packed_masks), *weight.shape) if call.logits_dtype else (0,)
-    route_like = call.route_weights if needs[2] and call.route_weights is not None else x.new_empty(0)
+    x, weight, needs, n_masks = call.x, call.weight, call.needs, n_masks_of(call.packed_masks)
     return (
         x.new_empty(x.shape if needs[0] else (0,)),
         weight.new_empty(weight.shape if needs[1] else (0,)),
-        x.new_empty(logits_shape, dtype=call.logits_dtype or x.dtype),
-        route_like.new_empty(route_like.shape),
+        x.new_empty((n_masks, *weight.shape) if call.logits_dtype else (0,), dtype=call.logits_dtype or x.dtype),
+        x.new_empty((*x.shape[:-1], n_masks) if call.route_dtype else (0,), dtype=call.route_dtype or x.dtype),
     )
 
 
@@ -298,33 +352,30 @@ class _Layer(torch.autograd.Function):
         packed_masks: Tensor | None,
         activation: str,
         route_weights: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         with torch._C._AutoDispatchBelowAutograd(), _no_view_tracking(), _outer_gradients():
             if mask_logits is not None:
                 _check_ste(x, weight, mask_logits, activation, route_weights)
                 packed_masks = pack_logits(mask_logits)
-            result, gates, values = forward_train(x, weight, packed_masks, activation, route_weights)
-        ctx.save_for_backward(x, weight, packed_masks, gates, values, route_weights)
-        ctx.activation = activation
-        ctx.logits_dtype = mask_logits.dtype if mask_logits is not None else None
-        ctx.mark_non_differentiable(packed_masks, gates, values)
-        return result, packed_masks, gates, values
+            result, partials = forward_train(x, weight, packed_masks, activation, route_weights)
+        ctx.save_for_backward(x, weight, packed_masks, partials)
+        ctx.logits_dtype = None if mask_logits is None else mask_logits.dtype
+        ctx.route_dtype = None if route_weights is None else route_weights.dtype
+        ctx.mark_non_differentiable(packed_masks, partials)
+        ctx.set_materialize_grads(False)  # autograd would fill a gradient of the partials with zeros
+        return result, packed_masks, partials
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        x, weight, packed_masks, gates, values, route_weights = ctx.saved_tensors
+    def backward(ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if grad_output is None:
+            return (None,) * 6
         needs_x, needs_weight, needs_logits, _, _, needs_route = ctx.needs_input_grad
         grads = backward(
             grad_output,
-            x,
-            weight,
-            packed_masks,
-            gates,
-            values,
-            ctx.activation,
-            route_weights,
-            (needs_x, needs_weight, needs_route),
+            *ctx.saved_tensors,
+            (needs_x, needs_weight),
             ctx.logits_dtype if needs_logits else None,
+            ctx.route_dtype if needs_route else None,
         )
         needed = (needs_x, needs_weight, needs_logits, needs_route)
         grad_x, grad_weight, grad_logits, grad_route = (
@@ -422,29 +473,37 @@ def _forward_ste_autograd(
     x: Tensor, weight: Tensor, mask_logits: Tensor, activation: str = "silu", route_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     if _needs_gradient(x, weight, mask_logits, route_weights):
+        check_dense("mask_logits", mask_logits)  # `_Layer` takes None for packed masks in place of logits
         return _apply(_Layer, x, weight, mask_logits, None, activation, route_weights)[:2]
     with torch._C._AutoDispatchBelowAutograd():
         return forward_ste(x, weight, mask_logits, activation, route_weights)
 
 
-@_kernel("forward_train", "Autograd")
+@_kernel("forward_train", "Autograd", with_keyset=True)
 def _forward_train_autograd(
-    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", route_weights: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The result is differentiable, for a level of functorch above this one; gates and values are constants."""
+    keys: DispatchKeySet,
+    x: Tensor,
+    weight: Tensor,
+    packed_masks: Tensor,
+    activation: str = "silu",
+    route_weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The result is differentiable, for a level of functorch above this one; partials are constants."""
     if _needs_gradient(x, weight, route_weights):
-        result, _, gates, values = _apply(_Layer, x, weight, None, packed_masks, activation, route_weights)
-        return result, gates, values
+        result, _, partials = _apply(_Layer, x, weight, None, packed_masks, activation, route_weights)
+        return result, partials
     with torch._C._AutoDispatchBelowAutograd():
+        if keys.raw_repr() in _PLAIN_KEYSETS:
+            return _forward_train(x, weight, packed_masks, activation, route_weights)
         return forward_train(x, weight, packed_masks, activation, route_weights)
 
 
-@_kernel("backward", "Autograd")
-def _backward_autograd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@_kernel("backward", "Autograd", with_keyset=True)
+def _backward_autograd(keys: DispatchKeySet, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if _needs_gradient(*args):
         return _apply(_LayerBackward, *args)
     with torch._C._AutoDispatchBelowAutograd():
-        return backward(*args)
+        return _backward(*args) if keys.raw_repr() in _PLAIN_KEYSETS else backward(*args)
 
 
 def _without_autograd(op: Any) -> Callable[..., Any]:
@@ -472,12 +531,13 @@ def _autocast(op: Any, device_type: str) -> Callable[..., Any]:
     def kernel(x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
         dtype = torch.get_autocast_dtype(device_type)
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYSET):
-            return op(*(_cast(tensor, dtype) for tensor in (x, weight)), *args, **kwargs)
+            return op(_cast("x", x, dtype), _cast("weight", weight, dtype), *args, **kwargs)
 
     return kernel
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    check_dense(name, tensor)
     eligible = tensor.is_floating_point() and tensor.dtype is not torch.float64
     return tensor.to(dtype) if eligible else tensor
 
@@ -490,7 +550,7 @@ for _device_type, _key in _AUTOCAST_KEYS.items():
 # --- vmap: a batch of x becomes more tokens of one call; a batch of weights or masks becomes a loop of calls ----------
 
 
-def _vmap_layer(op: Any) -> Callable[..., Any]:
+def _vmap_layer(op: Any, out_dims: Any) -> Callable[..., Any]:
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         defaults: tuple[Any, ...] = ("silu", None)
         x, weight, masks, activation, route_weights = (*args, *defaults[len(args) - 3 :])
@@ -500,8 +560,7 @@ def _vmap_layer(op: Any) -> Callable[..., Any]:
         x = _batched(x, dims[0], info.batch_size)
         if route_weights is not None:
             route_weights = _batched(route_weights, dims[4], info.batch_size)
-        results = op(x, weight, masks, activation, route_weights)
-        return (results, (0, None)) if isinstance(results, tuple) else (results, 0)
+        return op(x, weight, masks, activation, route_weights), out_dims
 
     return rule
 
@@ -538,9 +597,9 @@ for _op, _rule in (
     (pack_masks, _vmap_loop(pack_masks)),
     (pack_logits, _vmap_loop(pack_logits)),
     (unpack_masks, _vmap_loop(unpack_masks)),
-    (forward, _vmap_layer(forward)),
-    (forward_ste, _vmap_layer(forward_ste)),
-    (forward_train, _vmap_loop(forward_train)),
+    (forward, _vmap_layer(forward, 0)),
+    (forward_ste, _vmap_layer(forward_ste, (0, None))),
+    (forward_train, _vmap_layer(forward_train, (0, 0))),
     (backward, _vmap_loop(backward)),
 ):
     torch.library.register_vmap(_op, _rule, lib=_lib)
@@ -573,12 +632,10 @@ def _backward_flops(
     x_shape: Sequence[int],
     weight_shape: Sequence[int],
     packed_masks_shape: Sequence[int],
-    gates_shape: Sequence[int],
-    values_shape: Sequence[int],
-    activation: str,
-    route_shape: Sequence[int] | None,
+    partials_shape: Sequence[int],
     needs: Sequence[bool],
     logits_dtype: torch.dtype | None,
+    *args: Any,
     **kwargs: Any,
 ) -> int:
     n_masks = packed_masks_shape[N_MASKS_DIM]

@@ -73,12 +73,16 @@ def _forward_ste(
 def _forward_train(
     x: Any, weight: Any, packed_masks: Any, activation: Any = None, route_weights: Any = None
 ) -> list[Option]:
-    options = []
-    for of_x, of_rows, of_result in _placements(x):
-        of_gates = _behind_masks(of_result)
-        results = [of_result, of_gates, of_gates]
-        options.append((results, [of_x, of_rows, of_rows, *_if_given(route_weights, of_x)]))
-    return options
+    return [
+        ([of_result, _of_partials(of_result, x)], [of_x, of_rows, of_rows, *_if_given(route_weights, of_x)])
+        for of_x, of_rows, of_result in _placements(x)
+    ]
+
+
+def _of_partials(of_result: Placement, x: Any) -> Placement:
+    """Return the placement of the partials, which have one more dimension than the result, the last but one."""
+    is_of_columns = isinstance(of_result, Shard) and of_result.dim == x.ndim - 1
+    return Shard(x.ndim) if is_of_columns else of_result
 
 
 def _backward(
@@ -86,25 +90,21 @@ def _backward(
     x: Any,
     weight: Any,
     packed_masks: Any,
-    gates: Any,
-    values: Any,
-    activation: Any,
-    route_weights: Any,
+    partials: Any,
     needs: Sequence[bool],
     logits_dtype: Any,
+    route_dtype: Any,
 ) -> list[Option]:
-    needed = (needs[0], needs[1], logits_dtype is not None, needs[2])
+    needed = (*needs, logits_dtype is not None, route_dtype is not None)
     options = []
     for of_x, of_rows, of_result in _placements(x):
         # Each rank computes the gradient of its own shards, and one term of the gradient of a replicated tensor.
         of_grad_x = _partial if isinstance(of_rows, Shard) else of_x
         of_grad_weight = _partial if isinstance(of_x, Shard) else of_rows
-        of_gates = _behind_masks(of_result)
         grads = (of_grad_x, of_grad_weight, _behind_masks(of_grad_weight), of_grad_x)
         # A gradient that is not needed is an empty tensor on every rank.
         results = [grad if is_needed else _replicate for grad, is_needed in zip(grads, needed, strict=True)]
-        arguments = [of_result, of_x, of_rows, of_rows, of_gates, of_gates, *_if_given(route_weights, of_x)]
-        options.append((results, arguments))
+        options.append((results, [of_result, of_x, of_rows, of_rows, _of_partials(of_result, x)]))
     return options
 
 

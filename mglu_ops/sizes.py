@@ -25,3 +25,15 @@ def _same(a: Any, b: Any) -> bool:
 
         return expect_true(a == b)
     return a == b
+
+
+def is_negative(size: Any) -> bool:
+    """Return whether a size is below 0.
+
+    A size that is known only at run time counts as 0 or more, and torch asserts that it is when the compiled code runs.
+    """
+    if isinstance(size, torch.SymInt):
+        from torch.fx.experimental.symbolic_shapes import expect_true
+
+        return not expect_true(size >= 0)
+    return bool(size < 0)

@@ -35,6 +35,7 @@ constexpr std::int64_t kProductsPerTask = 1 << 20;  // least work of a task: som
 
 #include "route_weights.h"
 #include "work_queue.h"
+#include "small_values.h"
 #include "many_tokens_amx.h"
 
 }  // namespace

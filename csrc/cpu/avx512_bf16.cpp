@@ -36,6 +36,7 @@ constexpr std::int64_t kProductsPerTask = 1 << 18;  // least work of a task: som
 
 #include "route_weights.h"
 #include "row_sums_bf16.h"
+#include "small_values.h"
 #include "few_tokens.h"
 
 }  // namespace

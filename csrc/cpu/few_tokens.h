@@ -142,7 +142,7 @@ struct FewTokens {
             if (rest) add(tail, false, lanes);
             for (int t = 0; t < tokens; ++t) {
                 const float* route = routes + (first_token + t) * kMaxMasks + first_mask;
-                results[t] = add_terms(results[t], lanes, t, masks, route);
+                results[t] = add_terms(results[t], lanes, t, {first_token + t, first_row, first_mask, 0}, masks, route);
             }
             first_mask += masks;
         }
@@ -154,15 +154,19 @@ struct FewTokens {
         }
     }
 
-    Vec add_terms(Vec sum, const Lanes& lanes, int token, int masks, const float* group_routes) const {
+    Vec add_terms(Vec sum, const Lanes& lanes, int token, const MaskedSum& first, int masks,
+                  const float* group_routes) const {
         for (int v = 0; v < vecs_for(masks); ++v) {
             float weights[kMasksPerVec];
             for (int i = 0; i < kMasksPerVec; ++i) {
                 const int mask = v * kMasksPerVec + i;
                 weights[i] = mask < masks ? group_routes[mask] : 0.0f;
             }
-            const Vec value = sums_over_lanes(lanes.values[token], v);
-            const Vec gate = propagate_nan(sums_over_lanes(lanes.gates[token], v), value);
+            Vec gate = sums_over_lanes(lanes.gates[token], v), value = sums_over_lanes(lanes.values[token], v);
+            mend_small_rests<E>(call, gate, value, [&](int lane) {
+                const std::int64_t row = first.row + lane / kMasksPerVec, i = v * kMasksPerVec + lane % kMasksPerVec;
+                return MaskedSum{row < call.out_features && i < masks ? first.token : -1, row, first.mask + i, 0};
+            });
             sum = sum + activate(gate) * broadcast_each(weights) * value;
         }
         return sum;

@@ -6,11 +6,11 @@
 // into L1 and L2, and `multiply` adds their products with each panel of tokens to sums in L2. After the last k-block,
 // `write_outputs` computes gates, values and results.
 //
-// With t the product of the whole row and s_i the product under mask i, gate and value are s_i and t - s_i. 16-bit
-// types cannot tell this difference from a product of its own. In float32 an error of t would enter the gates or values
-// of all masks. There t is summed in float64, which costs as much as two products, and s_i is the product with the
-// fewer weights, gate or value, so that its error is small beside both. With one or two masks that would save nothing:
-// there gates and values are separate products.
+// With t the product of the whole row and s_i the product under mask i, gate and value are s_i and t - s_i. In 16-bit
+// types small_values.h makes this difference as exact as a product of its own. In float32 an error of t would enter the
+// gates or values of all masks. There t is summed in float64, which costs as much as two products, and s_i is the
+// product with the fewer weights, gate or value, so that its error is small beside both. With one or two masks that
+// would save nothing: there gates and values are separate products.
 
 // The depth of a k-block, at which a panel of x is half of L1. For a handful of tokens, libraries sum float32 in
 // several lanes along k, which is more exact than one long chain. Sums of short k-blocks are as exact.
@@ -248,16 +248,25 @@ struct ManyTokens {
         Vec gate, value;
     };
 
-    GateAndValue gate_and_value(const Block& block, std::int64_t panel, std::int64_t at, std::int64_t i,
-                                bool flipped) const {
+    // `first` is the sum of the first lane. The lanes at `at` are the tokens that follow.
+    GateAndValue gate_and_value(const Block& block, std::int64_t panel, std::int64_t at, const MaskedSum& first) const {
+        const std::int64_t i = first.mask;
         if (has_value_products()) {
             return {load(sums_at(block, 2 * i, panel) + at), load(sums_at(block, 2 * i + 1, panel) + at)};
         }
-        const Vec part = load(sums_at(block, first_part() + i, panel) + at);
-        if (!has_float64_total()) return {part, load(sums_at(block, 0, panel) + at) - part};
-        const Wide total = load_wide(wide_sums_at(block, panel) + at);
-        const Vec near = narrow(total), rest = (near - part) + narrow(total - widen(near));
-        return flipped ? GateAndValue{rest, part} : GateAndValue{part, rest};
+        Vec part = load(sums_at(block, first_part() + i, panel) + at), rest;
+        if (has_float64_total()) {
+            const Wide total = load_wide(wide_sums_at(block, panel) + at);
+            const Vec near = narrow(total);
+            rest = (near - part) + narrow(total - widen(near));
+        } else {
+            rest = load(sums_at(block, 0, panel) + at) - part;
+        }
+        mend_small_rests<E>(call, part, rest, [&](int lane) {
+            const std::int64_t token = first.token + lane;
+            return MaskedSum{token < call.tokens ? token : -1, first.row, i, first.flip};
+        });
+        return first.flip ? GateAndValue{rest, part} : GateAndValue{part, rest};
     }
 
     void write_outputs(std::int64_t first_feature, std::int64_t features, std::int64_t panel,
@@ -272,7 +281,8 @@ struct ManyTokens {
             for (std::int64_t v = 0; v < width; v += Vec::width) {
                 Vec sum = broadcast(0.0f);
                 for (std::int64_t i = 0; i < call.n_masks; ++i) {
-                    const auto [gate, value] = gate_and_value(block, panel, f * width + v, i, flips[f][i]);
+                    const MaskedSum first{token + v, first_feature + f, i, flips[f][i]};
+                    const auto [gate, value] = gate_and_value(block, panel, f * width + v, first);
                     sum = sum + activate(gate) * load(route_lanes[i] + v) * value;
                 }
                 store(block.results + f * width + v, sum);

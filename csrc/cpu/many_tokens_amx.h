@@ -244,7 +244,8 @@ struct TileProducts {
                 Vec results[2];
                 for (int odd = 0; odd < 2; ++odd) {
                     const std::int64_t at = (2 * pair + odd) * width() + vec * 16;
-                    results[odd] = sum_of_terms(block, group, panel, at, route_lanes);
+                    const MaskedSum first{token, feature + 2 * pair + odd, 0, 0};
+                    results[odd] = sum_of_terms(block, group, panel, at, first, route_lanes);
                 }
                 rows[pair] = round_pairs(results[0], results[1]);
             }
@@ -256,13 +257,18 @@ struct TileProducts {
         }
     }
 
+    // `first` is the sum of the first lane and mask. The lanes at `at` are the tokens that follow.
     Vec sum_of_terms(const Block& block, std::int64_t group, std::int64_t panel, std::int64_t at,
-                     const float (*route_lanes)[16]) const {
+                     const MaskedSum& first, const float (*route_lanes)[16]) const {
         const Vec total = load(sums_at(block, 0, group, panel) + at);
         Vec sum = broadcast(0.0f);
         for (std::int64_t i = 0; i < call.n_masks; ++i) {
-            const Vec part = load(sums_at(block, 1 + i, group, panel) + at), value = total - part;
-            sum = sum + activate(propagate_nan(part, value)) * load(route_lanes[i]) * value;
+            Vec gate = load(sums_at(block, 1 + i, group, panel) + at), value = total - gate;
+            mend_small_rests<BFloat16>(call, gate, value, [&](int lane) {
+                const std::int64_t token = first.token + lane;
+                return MaskedSum{token < call.tokens && first.row < call.out_features ? token : -1, first.row, i, 0};
+            });
+            sum = sum + activate(gate) * load(route_lanes[i]) * value;
         }
         return sum;
     }

@@ -30,8 +30,6 @@ MGLU_INLINE Vec broadcast_each(const float* numbers) { return broadcast(*numbers
 MGLU_INLINE void store_octets(float* p, std::int64_t, int, Vec a) { store(p, a); }
 // Sums over the masks of a vector, in its first eight lanes.
 MGLU_INLINE Vec sum_over_masks(Vec a) { return a; }
-// The gate already has the naive layer's NaNs, because masks are factors.
-MGLU_INLINE Vec propagate_nan(Vec gate, Vec) { return gate; }
 
 // The masks of eight weights.
 template <int Masks>

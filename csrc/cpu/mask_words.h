@@ -28,7 +28,7 @@ struct MaskWords {
     }
 
     // Selects the weights under a mask, and 0 elsewhere. Unlike a product, this leaves no NaN where an infinity is
-    // masked out (see propagate_nan).
+    // masked out; small_values.h puts it there.
     MGLU_INLINE __m512i apply(std::int64_t mask, __m512i weights) const {
         return _mm512_maskz_mov_epi16(words[mask], weights);
     }

@@ -66,8 +66,10 @@ struct Forward {
     Isa isa;  // `best`, or one to insist on (tests, tuning)
 };
 
-// Runs the layer. Products are summed in float32. NaN and infinity in x or weight give NaN wherever the naive layer,
-// which multiplies by the masks, has NaN. Returns Status::ok at once if the result is empty.
+// Runs the layer. Products are summed in float32; a value that is small beside its gate is summed by itself
+// (small_values.h). NaN and infinity in x or weight give NaN wherever the naive layer, which multiplies by the masks,
+// has NaN, and a gate that overflows float32 leaves its value as it is. Returns Status::ok at once if the result is
+// empty.
 Status forward(const Forward& call, ParallelFor parallel_for);
 
 // The source of masks: bytes (bool, or any value, where nonzero counts as 1), or logits, whose masks are `logit > 0`.

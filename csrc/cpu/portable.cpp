@@ -30,6 +30,7 @@ using StepMasks = TableMasks<Masks>;
 #include "route_weights.h"
 #include "work_queue.h"
 #include "row_sums.h"
+#include "small_values.h"
 #include "few_tokens.h"
 #include "many_tokens.h"
 

@@ -3,10 +3,10 @@
 // The lanes of `total` sum every eighth product. One vector for each mask, `part`, sums the products under it. The gate
 // is `part` and the value `total - part`.
 //
-// In 16-bit types this difference loses nothing that the type could hold. In float32 it would: a value of few weights
-// is a small difference of large sums, and the error of `total` enters the values of all masks. So in float32 the
-// difference is taken every two octets, and gates and values have sums of their own. That takes 4.5 instructions for a
-// mask and octet instead of 3, and is as exact as the naive layer's separate products.
+// In 16-bit types this difference loses nothing that the type could hold, because small_values.h sums small values
+// again. In float32 it would: the error of `total` enters the values of all masks. So in float32 the difference is
+// taken every two octets, and gates and values have sums of their own. That takes 4.5 instructions for a mask and octet
+// instead of 3, and is as exact as the naive layer's separate products unless x or W has outliers.
 
 constexpr int vecs_for(int masks) { return (masks + kMasksPerVec - 1) / kMasksPerVec; }
 

@@ -24,6 +24,10 @@ MGLU_INLINE Vec copy_sign(Vec magnitude, Vec sign) {
 MGLU_INLINE Vec if_less(Vec a, Vec b, Vec yes, Vec no) {
     return {_mm256_blendv_ps(no.v, yes.v, _mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ))};
 }
+// The lanes, as bits, where a >= b does not hold, as where one of them is a NaN.
+MGLU_INLINE std::uint32_t lanes_below(Vec a, Vec b) {
+    return static_cast<std::uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(a.v, b.v, _CMP_NGE_UQ)));
+}
 MGLU_INLINE Vec round_even(Vec a) { return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 // a * 2^n for a whole number n in [-126, 127].
 MGLU_INLINE Vec scale_by_power(Vec a, Vec n) {

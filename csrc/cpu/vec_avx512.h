@@ -28,6 +28,8 @@ MGLU_INLINE Vec copy_sign(Vec magnitude, Vec sign) {
 MGLU_INLINE Vec if_less(Vec a, Vec b, Vec yes, Vec no) {
     return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)};
 }
+// The lanes, as bits, where a >= b does not hold, as where one of them is a NaN.
+MGLU_INLINE std::uint32_t lanes_below(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_NGE_UQ); }
 MGLU_INLINE Vec round_even(Vec a) { return {_mm512_roundscale_ps(a.v, 0)}; }
 // a * 2^n for a whole number n.
 MGLU_INLINE Vec scale_by_power(Vec a, Vec n) { return {_mm512_scalef_ps(a.v, n.v)}; }
@@ -116,9 +118,6 @@ using StepMasks = MaskPairs<Masks>;
 MGLU_INLINE Vec apply_mask(Vec a, Mask mask) {
     return {_mm512_mul_ps(a.v, _mm512_maskz_mov_ps(mask, _mm512_set1_ps(1.0f)))};
 }
-// A masked-out infinity or NaN is in the value alone, where the naive layer also has infinity times 0, a NaN, in the
-// gate. This puts it there.
-MGLU_INLINE Vec propagate_nan(Vec gate, Vec value) { return gate + (value - value); }
 // A vector with each mask's number in that mask's lanes.
 MGLU_INLINE Vec broadcast_each(const float* numbers) {
     return {_mm512_mask_blend_ps(0xaaaa, _mm512_set1_ps(numbers[0]), _mm512_set1_ps(numbers[1]))};

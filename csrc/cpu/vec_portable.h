@@ -33,6 +33,12 @@ MGLU_INLINE Vec copy_sign(Vec magnitude, Vec sign) {
     return {bit_cast<Vec::Floats8>(magnitude_bits | (bits_of(sign) & ~0x7fffffff))};
 }
 MGLU_INLINE Vec if_less(Vec a, Vec b, Vec yes, Vec no) { return choose(a.v < b.v, yes, no); }
+// The lanes, as bits, where a >= b does not hold, as where one of them is a NaN.
+MGLU_INLINE std::uint32_t lanes_below(Vec a, Vec b) {
+    std::uint32_t lanes = 0;
+    for (int i = 0; i < 8; ++i) lanes |= static_cast<std::uint32_t>(!(a.v[i] >= b.v[i])) << i;
+    return lanes;
+}
 // For |a| < 2^22. The last bit of a + magic has the weight of a whole number.
 MGLU_INLINE Vec round_even(Vec a) {
     const Vec magic = broadcast(0x1.8p23f);

@@ -5,6 +5,7 @@
 // of the instructions. The kernels set it where the result is rounded to 16 bits, a rounding at least 50 times as
 // large.
 #pragma once
+#include "ptx.cuh"
 
 namespace mglu {
 
@@ -19,9 +20,19 @@ enum class Activation : int {
 };
 
 template <bool kFast>
+__device__ __forceinline__ float exponential(float x) {
+    return kFast ? exp2_approximate(x * 1.44269504088896341f) : expf(x);
+}
+
+template <bool kFast>
+__device__ __forceinline__ float reciprocal(float x) {
+    return kFast ? reciprocal_approximate(x) : 1.0f / x;
+}
+
+template <bool kFast>
 __device__ __forceinline__ float sigmoid(float x) {
-    // For very negative x the exponential overflows to infinity, and both divisions then return 0, the right limit.
-    return kFast ? __fdividef(1.0f, 1.0f + __expf(-x)) : 1.0f / (1.0f + expf(-x));
+    // For very negative x the exponential overflows to infinity, and the reciprocal is then 0, the right limit.
+    return reciprocal<kFast>(1.0f + exponential<kFast>(-x));
 }
 
 template <Activation kActivation, bool kFast>
@@ -42,6 +53,61 @@ __device__ __forceinline__ float activate(float gate) {
     } else {
         static_assert(kActivation == Activation::identity, "unknown activation");
         return gate;
+    }
+}
+
+// The normal distribution function of x and its density, which share the exponential. With kFast the former is formula
+// 7.1.26 of Abramowitz and Stegun, with an absolute error of 1e-7: as large as that of 1 + erff(x) in its lower tail.
+template <bool kFast>
+__device__ __forceinline__ void normal_distribution(float x, float& probability, float& density) {
+    const float e = exponential<kFast>(x * x * -0.5f);
+    density = 0.39894228040143268f * e;
+    if constexpr (kFast) {
+        const float s = reciprocal<kFast>(fmaf(0.231641888f, fabsf(x), 1.0f));
+        float tail = fmaf(0.530702714f, s, -0.726576014f);
+        tail = fmaf(tail, s, 0.710706871f);
+        tail = fmaf(tail, s, -0.142248368f);
+        tail = fmaf(tail, s, 0.127414796f) * s * e;
+        probability = x < 0.0f ? tail : 1.0f - tail;
+    } else {
+        probability = 0.5f * (1.0f + erff(x * 0.70710678118654752f));
+    }
+}
+
+// An activation at a gate, and its derivative there.
+struct ValueAndDerivative {
+    float value, derivative;
+};
+
+// activate() and its derivative. The derivatives are those of torch (mglu_ops/activations.py), also where there is no
+// derivative: that of relu is 0 at 0, and 1 at a NaN.
+template <Activation kActivation, bool kFast>
+__device__ __forceinline__ ValueAndDerivative activate_with_derivative(float gate) {
+    if constexpr (kActivation == Activation::silu) {
+        const float s = sigmoid<kFast>(gate);
+        const float value = gate * s;
+        return {value, fmaf(value, 1.0f - s, s)};
+    } else if constexpr (kActivation == Activation::gelu) {
+        float probability, density;
+        normal_distribution<kFast>(gate, probability, density);
+        return {gate * probability, fmaf(gate, density, probability)};
+    } else if constexpr (kActivation == Activation::gelu_tanh) {
+        // (1 + tanh(u)) / 2 = sigmoid(2 u), with u = sqrt(2 / pi) (gate + 0.044715 gate^3).
+        const float square = gate * gate;
+        const float s = sigmoid<kFast>(gate * fmaf(0.071354816f, square, 1.59576912f));
+        const float value = gate * s;
+        return {value, fmaf(value * (1.0f - s), fmaf(0.214064449f, square, 1.59576912f), s)};
+    } else if constexpr (kActivation == Activation::relu) {
+        return {gate < 0.0f ? 0.0f : gate, gate <= 0.0f ? 0.0f : 1.0f};
+    } else if constexpr (kActivation == Activation::sigmoid) {
+        const float s = sigmoid<kFast>(gate);
+        return {s, fmaf(-s, s, s)};
+    } else if constexpr (kActivation == Activation::tanh) {
+        const float value = tanhf(gate);
+        return {value, fmaf(-value, value, 1.0f)};
+    } else {
+        static_assert(kActivation == Activation::identity, "unknown activation");
+        return {gate, 1.0f};
     }
 }
 

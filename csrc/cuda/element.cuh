@@ -43,4 +43,17 @@ __device__ __forceinline__ typename Element<kType>::Bits from_float(float value)
     }
 }
 
+// Two 16-bit elements in a word, the first in its lower half.
+template <int kType>
+__device__ __forceinline__ u32 from_floats(float first, float second) {
+    static_assert(kType == kFloat16 || kType == kBfloat16, "16-bit elements");
+    u32 word;
+    if constexpr (kType == kBfloat16) {
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
+    } else {
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
+    }
+    return word;
+}
+
 }  // namespace mglu

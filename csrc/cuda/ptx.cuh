@@ -45,6 +45,34 @@ __device__ __forceinline__ void copy_async(u32 destination, const void* source, 
     }
 }
 
+// Loads and stores 8 or 16 bytes of global memory in one instruction. What is loaded is not kept in L1.
+template <int kWords>
+__device__ __forceinline__ void load_global(u32 (&to)[kWords], const void* source) {
+    static_assert(kWords == 2 || kWords == 4, "8 or 16 bytes");
+    if constexpr (kWords == 2) {
+        asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+                     : "=r"(to[0]), "=r"(to[1])
+                     : "l"(source)
+                     : "memory");
+    } else {
+        asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                     : "l"(source)
+                     : "memory");
+    }
+}
+template <int kWords>
+__device__ __forceinline__ void store_global(void* destination, const u32 (&from)[kWords]) {
+    static_assert(kWords == 2 || kWords == 4, "8 or 16 bytes");
+    if constexpr (kWords == 2) {
+        asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(destination), "r"(from[0]), "r"(from[1]) : "memory");
+    } else {
+        asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(destination), "r"(from[0]), "r"(from[1]),
+                     "r"(from[2]), "r"(from[3])
+                     : "memory");
+    }
+}
+
 // Prefetches a line into L2.
 __device__ __forceinline__ void prefetch(const void* source) { asm volatile("prefetch.global.L2 [%0];" ::"l"(source)); }
 
@@ -188,6 +216,14 @@ __device__ __forceinline__ void load_matrices(u32 (&to)[4], u32 address) {
                  : "memory");
 }
 
+// The same, each matrix transposed: the lane receives elements (2 (l % 4), l / 4) and (2 (l % 4) + 1, l / 4).
+__device__ __forceinline__ void load_transposed_matrices(u32 (&to)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(address)
+                 : "memory");
+}
+
 __device__ __forceinline__ u32 load_shared_4(u32 address) {
     u32 v;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
@@ -200,6 +236,19 @@ template <typename T>
 __device__ __forceinline__ void keep_in_register(T& value) {
     if constexpr (sizeof(T) == 8) asm volatile("" : "+l"(value));
     else asm volatile("" : "+r"(value));
+}
+
+// 2^x and 1 / x in one instruction each, with a relative error of at most 2^-22. Denormal operands and results count
+// as 0.
+__device__ __forceinline__ float exp2_approximate(float x) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+__device__ __forceinline__ float reciprocal_approximate(float x) {
+    float result;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
 }
 
 // Selects four of eight bytes: each hex digit of the selector, lowest first, is 0 to 3 for a byte of `low` and 4 to 7
@@ -240,6 +289,16 @@ __device__ __forceinline__ void mma_sparse_16x8x32(float (&d)[4], const u32 (&a)
 __device__ __forceinline__ u32 transpose(u32 fragment) {
     u32 result;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(fragment));
+    return result;
+}
+
+// The value of lane 4 n + lane % 4. A constant n takes no register, as the index of a lane would.
+__device__ __forceinline__ float of_four_lanes(float value, int n) {
+    constexpr int kOwnLowBits = 3 << 8 | 31;  // bits 0 and 1 of the other lane's index are those of this lane's
+    float result;
+    asm volatile("shfl.sync.idx.b32 %0, %1, %2, %3, 0xffffffff;"
+                 : "=f"(result)
+                 : "f"(value), "r"(4 * n), "n"(kOwnLowBits));
     return result;
 }
 

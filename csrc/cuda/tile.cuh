@@ -22,6 +22,13 @@ constexpr int kCluster = MGLU_CLUSTER;           // blocks that load W and masks
 constexpr bool kSparse = MGLU_SPARSE != 0;       // masks are the metadata of sparse products, not sign flips
 constexpr bool kPermutedX = MGLU_PERMUTED != 0;  // p.x is the copy that permute_x.cu has made
 constexpr bool kBulkMasks = MGLU_BULK_MASKS != 0;  // TMA loads the masks: their rows are 16-byte aligned
+#if defined(MGLU_TRAIN) && MGLU_TRAIN
+constexpr bool kTrain = true;                    // also write what backward needs (tile_training.cuh)
+constexpr int kBoxTokens = MGLU_BOX_TOKENS;      // tokens of a box that TMA stores, a multiple of 8
+#else
+constexpr bool kTrain = false;
+constexpr int kBoxTokens = 8;
+#endif
 
 constexpr int kRowGroups = (kBlockRows + 63) / 64;
 constexpr int kConsumers = kRowGroups * kMaskGroups;
@@ -35,6 +42,8 @@ static_assert(kBlockRows / kCluster % 8 == 0, "a block loads multiples of 8 rows
 static_assert(kConsumers <= 4, "at most four consumer warpgroups: registers");
 static_assert(kPasses == 1 || (kPassMasks * kPasses == kMasks && kPassMasks % 4 == 0),
               "the masks of a pass are whole words");
+static_assert(!kTrain || !kSparse, "in training products are dense");
+static_assert(!kTrain || kTokens % kBoxTokens == 0, "whole boxes");
 
 // Registers a thread, in multiples of 8. A launch gives each thread 168, 128 or 96, some of which move from the
 // producer warpgroup to the consumers. The producer keeps more where its warps expand x (kSparse), most where the
@@ -73,15 +82,35 @@ __host__ __device__ constexpr int first_product(int group, int products) {
 // as many products; leaving t out of later passes made them a fifth slower.
 constexpr bool kTotalInEachPass = kPasses == 1 || kMaskGroups == 2;
 
-// After the ring comes the memory in which a warpgroup passes t and the sum of its terms to the second warpgroup of its
-// rows and to the next pass; after that come the barriers.
-constexpr int kExchangeBytes = kMaskGroups == 2 || kPasses > 1 ? kRowGroups * kColumns * 1024 : 0;
+// After the ring comes, in training, the memory of the boxes that are stored: two for each warpgroup and output, of
+// kBoxTokens rows of 128 bytes. The outputs are Q_i of the warpgroup's masks of a pass, with route weights R_i, then y
+// and P.
+__host__ __device__ constexpr int boxes_of_masks(int masks) { return kRouteType < 0 ? masks : 2 * masks; }
+constexpr int kBoxBytes = kBoxTokens * 128;
+constexpr int kBoxes = boxes_of_masks((kPassMasks + kMaskGroups - 1) / kMaskGroups) + 2;
+constexpr int kStagingBytes = kTrain ? kConsumers * 2 * kBoxes * kBoxBytes : 0;
+
+// Then comes the memory in which a warpgroup passes t and the sum of its terms (in training also that of P's terms) to
+// the second warpgroup of its rows and to the next pass; after that come the barriers. In training a single warpgroup
+// keeps t in registers from pass to pass.
+constexpr bool kKeepTotal = kTrain && kMaskGroups == 1 && kPasses > 1;
+constexpr int kExchanged = kTrain && !kKeepTotal ? 3 : 2;  // arrays of a float for each sum
+constexpr int kExchangeBytes = kMaskGroups == 2 || kPasses > 1 ? kRowGroups * kColumns * kExchanged * 512 : 0;
 
 struct TileParams {
     Params p;
     TensorMap x;       // [tokens][in_features], in boxes of kTokens (at most all tokens) by 64
     TensorMap weight;  // [out_features][in_features], in boxes of kBlockRows / kCluster by 64
     TensorMap masks;   // [out_features][bytes of a row], in boxes of kBlockRows / kCluster by kMaskRowBytes
+};
+
+// The kernel's parameter. In training it has the maps of the results too.
+template <bool kWithResults>
+struct LaunchParams : TileParams {};
+template <>
+struct LaunchParams<true> : TileParams {
+    TensorMap y;         // [tokens][out_features], in boxes of kBoxTokens by 64
+    TensorMap partials;  // [tokens][n_masks + 1, or 2 n_masks + 1 with route weights][out_features], as y
 };
 
 struct Tile {

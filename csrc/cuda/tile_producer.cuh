@@ -109,7 +109,7 @@ constexpr int kGroupsAtOnce =
 __device__ __forceinline__ void expand_x_of_stage(u32 x, int warp, int lane) {
     const u32 half = lane % 8 / 4;  // the half of the chunk where the octet's columns go
     const u32 from = kTokens * 128 + lane / 8 * 128 + (lane % 8 ^ lane / 8) * 16;
-    // Of every eight lanes, four write the even columns first and four the odd ones, so that no banks conflict.
+    // Four lanes of eight write the even columns first and four the odd ones, so that no banks conflict.
     const u32 to = half * (kTokens * 128) + lane / 8 * 128 + (lane % 8 ^ lane / 8) * 16;
     const u32 first = half ? 0x4432 : 0x4410;
     const u32 second = half ? 0x4410 : 0x4432;

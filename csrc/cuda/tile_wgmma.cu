@@ -8,8 +8,8 @@
 // (tile_mainloop.cuh). They read a chunk of their rows once, as wgmma's A operand, and multiply it with x (B) as it is
 // and with the signs that each mask flips: a product and one LOP3 for two weights. While the tensor cores work on one
 // mask, the signs of the next are flipped in a second set of registers. The epilogue (this file) computes terms and
-// their sum in registers and writes only the result. Masks whose sums would leave few tokens a tile take several passes
-// over k.
+// their sum in registers and writes only the result; in training also its partial derivatives (tile_training.cuh).
+// Masks whose sums would leave few tokens a tile take several passes over k.
 //
 // With kSparse, masks are the metadata of sparse products, as in decode_mma.cu: s_i = x (M_i * W)^T needs no flips, and
 // a chunk's fragments serve t and all masks. Each element of x is then followed by a zero, which three warps of the
@@ -23,10 +23,11 @@
 // The sums of a token do not depend on other tokens: every accumulator sums k in ascending steps of 16.
 //
 // Requirements: 16-bit elements, in_features % 8 == 0, rows of weight and of an x that is not permuted 16-byte aligned,
-// masks contiguous inside a row, out_features >= kBlockRows.
+// masks contiguous inside a row, out_features >= kBlockRows; in training out_features % 8 == 0.
 #include "element.cuh"
 #include "tile_producer.cuh"
 #include "tile_mainloop.cuh"
+#include "tile_training.cuh"
 
 namespace mglu {
 
@@ -67,19 +68,26 @@ __device__ __forceinline__ void store(const Params& p, const float (&y)[4], int 
 // The memory in which warpgroups of the same rows, and passes, exchange t and the sum of terms. Each thread exchanges
 // with the same thread of the other warpgroup, or with itself in the next pass.
 struct Exchange {
-    float4* totals;  // t
-    float4* terms;   // the sum of terms so far
-    int written;     // named barrier: the first warpgroup has written both
-    int read;        // named barrier: the second one has read them, and may have written `terms` for the next pass
+    float4* totals;   // t, unless a thread keeps it (kKeepTotal)
+    float4* terms;    // the sum of terms so far
+    float4* twice_p;  // in training the sum of 2 P's terms so far
+    int written;      // named barrier: the first warpgroup has written all
+    int read;         // named barrier: the second one has read all, and may have written `terms` for the next pass
 };
+
+constexpr int kExchangeStride = kColumns / 4 * 128;  // from one array to the next, in float4
+constexpr int kKept = kKeepTotal ? kColumns : 1;
+
+// Outside training no boxes are stored.
+struct NoBoxes {};
 
 // One pass over k of the warpgroup kGroup of those that share 64 rows, with or without t among its products, and then
 // the epilogue of its masks. The last warpgroup writes the result in the last pass. not_first: an earlier pass, of this
-// tile or one before, has used the exchange; more: another pass follows.
-template <int kGroup, bool kWithTotal>
+// tile or one before, has used the exchange; more: another pass follows; kept_total: t, if kKeepTotal.
+template <int kGroup, bool kWithTotal, typename Boxes>
 __device__ __forceinline__ void run_pass(const Params& p, u32 ring, u32 full, u32 empty, const Exchange& exchange,
                                          const Tile& tile, int row_group, int pass, bool not_first, bool more,
-                                         RingPosition& position) {
+                                         RingPosition& position, Boxes& boxes, float (&kept_total)[kKept]) {
     constexpr int kProducts = kPassMasks + (kWithTotal ? 1 : 0);
     constexpr bool kTotal = kGroup == 0 && kWithTotal;
     constexpr bool kLastGroup = kGroup == kMaskGroups - 1;
@@ -103,38 +111,59 @@ __device__ __forceinline__ void run_pass(const Params& p, u32 ring, u32 full, u3
                                                                                         warpgroup_row, pass, position);
     if constexpr (kGroup > 0) named_sync<256>(exchange.written);
     else if (!kLastGroup && not_first) named_sync<256>(exchange.read);
+    if constexpr (kTotal && kKeepTotal) {
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) kept_total[c] = accumulators.t[c];
+    }
 #pragma unroll
     for (int j = 0; j < kColumns / 4; ++j) {
         const int token = tile.token + 8 * j;
-        float total[4], y[4] = {};
-        if constexpr (kTotal) {
+        const int first_mask = pass * kPassMasks + kFirst;
+        float total[4], y[4] = {}, twice_p[4] = {};
+        if constexpr (kTotal || kKeepTotal) {
 #pragma unroll
-            for (int r = 0; r < 4; ++r) total[r] = accumulators.t[4 * j + r];
+            for (int r = 0; r < 4; ++r) total[r] = kKeepTotal ? kept_total[4 * j + r] : accumulators.t[4 * j + r];
         } else {
             load_4(total, exchange.totals + j * 128);
         }
-        if (!kTotal || pass > 0) load_4(y, exchange.terms + j * 128);
-#pragma unroll
-        for (int r = 0; r < 4; ++r)
-            y[r] = accumulators.add_terms(p, y[r], total[r], 4 * j + r, token + lane % 4 * 2 + r % 2, pass);
-        if (done) {
-            store(p, y, row, owned, token, lane);
-        } else {
-            if constexpr (kTotal) exchange.totals[j * 128] = make_float4(total[0], total[1], total[2], total[3]);
-            exchange.terms[j * 128] = make_float4(y[0], y[1], y[2], y[3]);
+        if (!kTotal || pass > 0) {
+            load_4(y, exchange.terms + j * 128);
+            if constexpr (kTrain) load_4(twice_p, exchange.twice_p + j * 128);
         }
+        if constexpr (kTrain) {
+            add_terms_and_derivatives(p, accumulators, total, j, token, first_mask, y, twice_p, boxes);
+        } else {
+#pragma unroll
+            for (int r = 0; r < 4; ++r)
+                y[r] = accumulators.add_terms(p, y[r], total[r], 4 * j + r, token + lane % 4 * 2 + r % 2, pass);
+        }
+        if (done) {
+            if constexpr (kTrain) boxes.template put_results<kCount>(j, y, twice_p);
+            else store(p, y, row, owned, token, lane);
+        } else {
+            if constexpr (kTotal && !kKeepTotal)
+                exchange.totals[j * 128] = make_float4(total[0], total[1], total[2], total[3]);
+            exchange.terms[j * 128] = make_float4(y[0], y[1], y[2], y[3]);
+            if constexpr (kTrain)
+                exchange.twice_p[j * 128] = make_float4(twice_p[0], twice_p[1], twice_p[2], twice_p[3]);
+        }
+        if constexpr (kTrain)
+            if (j % (kBoxTokens / 8) == kBoxTokens / 8 - 1)
+                boxes.template store<kCount>(p, tile.row + warpgroup_row, token + 8 - kBoxTokens, first_mask, done);
     }
     if constexpr (!kLastGroup) named_arrive<256>(exchange.written);
     else if (kGroup > 0 && more) named_arrive<256>(exchange.read);
 }
 
-template <int kGroup>
+template <int kGroup, typename Boxes>
 __device__ __forceinline__ void consume(const Params& p, u32 ring, u32 full, u32 empty, float4* exchange_memory,
-                                        int row_group) {
-    float4* totals = exchange_memory + row_group * (kColumns / 2 * 128) + threadIdx.x % 128;
-    const Exchange exchange{totals, totals + kColumns / 4 * 128, 1 + 2 * row_group, 2 + 2 * row_group};
+                                        int row_group, Boxes boxes) {
+    float4* totals = exchange_memory + row_group * (kExchanged * kExchangeStride) + threadIdx.x % 128;
+    float4* terms = kKeepTotal ? totals : totals + kExchangeStride;
+    const Exchange exchange{totals, terms, terms + kExchangeStride, 1 + 2 * row_group, 2 + 2 * row_group};
     const int tiles = tile_count(p);
     bool not_first = false;
+    float kept_total[kKept];
     RingPosition position;
     for (int index = first_tile(); index < tiles; index += tile_step()) {
         const Tile tile = tile_at(p, index);
@@ -145,27 +174,36 @@ __device__ __forceinline__ void consume(const Params& p, u32 ring, u32 full, u32
         for (int pass = 0; pass < kPasses; ++pass) {
             const bool more = pass < kPasses - 1 || !last;
             if (kTotalInEachPass || pass == 0)
-                run_pass<kGroup, true>(p, ring, full, empty, exchange, tile, row_group, pass, not_first, more,
-                                       position);
+                run_pass<kGroup, true>(p, ring, full, empty, exchange, tile, row_group, pass, not_first, more, position,
+                                       boxes, kept_total);
             else
                 run_pass<kGroup, false>(p, ring, full, empty, exchange, tile, row_group, pass, not_first, more,
-                                        position);
+                                        position, boxes, kept_total);
             not_first = true;
         }
     }
+    if constexpr (kTrain) boxes.finish();
+}
+
+// The boxes that a warpgroup stores, in the memory of all warpgroups.
+template <typename KernelParams>
+__device__ __forceinline__ auto boxes_of(const KernelParams& tp, u32 memory) {
+    if constexpr (kTrain) return StoredBoxes(tp.y, tp.partials, memory);
+    else return NoBoxes();
 }
 
 }  // namespace mglu
 
 extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, 1)
-    mglu_tile_wgmma(const __grid_constant__ mglu::TileParams tp) {
+    mglu_tile_wgmma(const __grid_constant__ mglu::LaunchParams<mglu::kTrain> tp) {
     using namespace mglu;
     extern __shared__ __align__(1024) u8 shared[];
     const u32 ring = shared_address(shared);
-    float4* exchange_memory = reinterpret_cast<float4*>(shared + kStages * kStageBytes);
+    const u32 staging = ring + kStages * kStageBytes;
+    float4* exchange_memory = reinterpret_cast<float4*>(shared + kStages * kStageBytes + kStagingBytes);
     // Three barriers for each slot of the ring. landed: the copies have arrived; full: x is expanded too (the same
     // barrier where it is not); empty: all consumers, of all blocks of the cluster, have released it.
-    const u32 landed = ring + kStages * kStageBytes + kExchangeBytes;
+    const u32 landed = staging + kStagingBytes + kExchangeBytes;
     const u32 full = kSparse ? landed + 8 * kStages : landed;
     const u32 empty = full + 8 * kStages;
     if (threadIdx.x == 0) {
@@ -190,7 +228,9 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, 1
         if constexpr (kConsumers > 1) raise_register_limit<kConsumerRegisters>();
         const int row_group = warpgroup / kMaskGroups;
         const u32 released = kCluster > 1 ? address_in_cluster(empty, threadIdx.x % kCluster) : empty;
-        if (warpgroup % kMaskGroups == 0) consume<0>(tp.p, ring, full, released, exchange_memory, row_group);
-        else if constexpr (kMaskGroups == 2) consume<1>(tp.p, ring, full, released, exchange_memory, row_group);
+        const auto boxes = boxes_of(tp, staging);
+        if (warpgroup % kMaskGroups == 0) consume<0>(tp.p, ring, full, released, exchange_memory, row_group, boxes);
+        else if constexpr (kMaskGroups == 2)
+            consume<1>(tp.p, ring, full, released, exchange_memory, row_group, boxes);
     }
 }

@@ -30,6 +30,50 @@ __device__ __forceinline__ void tma_load_box(u32 destination, const TensorMap& m
         : "memory");
 }
 
+// The same of a box of a stack of matrices, `slice` of which it comes from.
+template <int kBlocks>
+__device__ __forceinline__ void tma_load_box_3d(u32 destination, const TensorMap& map, int column, int row, int slice,
+                                                u32 barrier, u64 policy) {
+    if constexpr (kBlocks > 1) {
+        asm volatile(
+            "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+            ".L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6, %7;" ::"r"(destination),
+            "l"(&map), "r"(column), "r"(row), "r"(slice), "r"(barrier), "h"(static_cast<u16>((1 << kBlocks) - 1)),
+            "l"(policy)
+            : "memory");
+        return;
+    }
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(destination),
+        "l"(&map), "r"(column), "r"(row), "r"(slice), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
+// Stores a box from shared memory, which fence_async_proxy() has made visible; elements outside the matrix are not
+// written. The stores that a thread issues before store_commit() are a group, for whose end it can wait.
+__device__ __forceinline__ void tma_store_box(const TensorMap& map, int column, int row, u32 source, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group.L2::cache_hint [%0, {%1, %2}], [%3], %4;" ::"l"(
+            &map),
+        "r"(column), "r"(row), "r"(source), "l"(policy)
+        : "memory");
+}
+__device__ __forceinline__ void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until this thread's stores have read their boxes, which may then be filled again, and until the matrices are
+// written.
+__device__ __forceinline__ void store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// Stores the transposes of two 8x8 matrices of 16-bit elements. Lane l holds elements 2 (l % 4) and 2 (l % 4) + 1 of
+// row l / 4 of each matrix. Lanes 0 to 15 pass addresses: that of lane l is where column l % 8 of matrix l / 8 goes.
+__device__ __forceinline__ void store_matrices_transposed(u32 address, u32 first, u32 second) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(first),
+                 "r"(second)
+                 : "memory");
+}
+
 // Prefetches a descriptor into the cache of the TMA unit.
 __device__ __forceinline__ void tma_prefetch_descriptor(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
@@ -78,6 +122,14 @@ __device__ __forceinline__ void wgmma_wait() {
 // apart. Adding 2 to the descriptor moves on by 16 elements of k.
 __device__ __forceinline__ u64 wgmma_descriptor(u32 address) {
     return static_cast<u64>(1) << 62 | static_cast<u64>(1024 >> 4) << 32 | static_cast<u64>(1) << 16 |
+           static_cast<u64>((address & 0x3ffff) >> 4);
+}
+
+// The descriptor of a B operand whose rows in shared memory go along k: boxes of 64 columns of the product, in each of
+// them 128 bytes for each k, in the 128-byte swizzle. Blocks of 8 k are 1024 bytes apart, boxes `box_bytes`. Adding 128 to
+// the descriptor moves on by 16 elements of k.
+__device__ __forceinline__ u64 transposed_descriptor(u32 address, u32 box_bytes) {
+    return static_cast<u64>(1) << 62 | static_cast<u64>(1024 >> 4) << 32 | static_cast<u64>(box_bytes >> 4) << 16 |
            static_cast<u64>((address & 0x3ffff) >> 4);
 }
 
@@ -150,5 +202,26 @@ MGLU_WGMMA(112, MGLU_D56, "%56, %57, %58, %59", "%60", "%61", "%62", MGLU_F32(0)
 MGLU_WGMMA(128, MGLU_D64, "%64, %65, %66, %67", "%68", "%69", "%70", MGLU_F64(0))
 MGLU_WGMMA(160, MGLU_D80, "%80, %81, %82, %83", "%84", "%85", "%86", MGLU_F64(0), MGLU_F16(64))
 MGLU_WGMMA(192, MGLU_D96, "%96, %97, %98, %99", "%100", "%101", "%102", MGLU_F64(0), MGLU_F32(64))
+
+// D (64 x 256, float32) += A (64 x 16, in registers) B (16 x 256, in shared memory, its rows along k).
+template <bool kBfloat16>
+struct WgmmaOfRows;
+
+#define MGLU_D128 MGLU_D96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+                           ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define MGLU_WGMMA_OF_ROWS(IS_BFLOAT16, TYPE)                                                                   \
+    template <>                                                                                                 \
+    struct WgmmaOfRows<IS_BFLOAT16> {                                                                           \
+        __device__ __forceinline__ static void run(float (&d)[128], const u32 (&a)[4], u64 b) {                 \
+            asm volatile(                                                                                       \
+                "{\n\t.reg .pred add;\n\tsetp.eq.u32 add, 0, 0;\n\t"                                            \
+                "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE " {" MGLU_D128 "}, "               \
+                "{%128, %129, %130, %131}, %132, add, 1, 1, 1;\n\t}"                                            \
+                : MGLU_F64(0), MGLU_F64(64)                                                                     \
+                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                          \
+        }                                                                                                       \
+    };
+MGLU_WGMMA_OF_ROWS(false, "f16")
+MGLU_WGMMA_OF_ROWS(true, "bf16")
 
 }  // namespace mglu

@@ -10,13 +10,19 @@
 extern "C" {
 #endif
 
-// Checks a package before torch's loader maps the machine code in it, which the loader does without a look at checksums.
+// Checks a package before torch's loader extracts it and maps the machine code in it: the loader compares no checksums,
+// and writes where the names in the archive say.
 //
 // Returns null if the file is a whole package of mglu_ops.export, made for this version of torch ("2.13.1") and this
 // device ("cpu" or "cuda"); null in place of either accepts any. Otherwise returns a message that says what is wrong; it
-// is valid until the thread's next call. A package is code: the check finds damage, and cannot find malice.
+// is valid until the thread's next call of a function of this header.
+//
+// A package is code, and is to be trusted as such: the check finds damage and mistakes, and cannot find malice.
 __attribute__((visibility("default"))) const char* mglu_check_package(const char* path, const char* torch_version,
                                                                         const char* device);
+
+// Checks a file of weights before torch reads it, in the same way: it must be whole, and no member may be compressed.
+__attribute__((visibility("default"))) const char* mglu_check_weights(const char* path);
 
 // The version of mglu_ops from which the library was built.
 __attribute__((visibility("default"))) const char* mglu_version(void);

@@ -31,9 +31,9 @@ constexpr const char* kSchemas[] = {
     "forward_ste(Tensor x, Tensor weight, Tensor mask_logits, str activation=\"silu\", Tensor? route_weights=None) -> "
     "(Tensor, Tensor)",
     "forward_train(Tensor x, Tensor weight, Tensor packed_masks, str activation=\"silu\", Tensor? route_weights=None) "
-    "-> (Tensor, Tensor, Tensor)",
-    "backward(Tensor grad_output, Tensor x, Tensor weight, Tensor packed_masks, Tensor gates, Tensor values, str "
-    "activation, Tensor? route_weights, bool[3] needs, ScalarType? logits_dtype) -> (Tensor, Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor)",
+    "backward(Tensor grad_output, Tensor x, Tensor weight, Tensor packed_masks, Tensor partials, bool[2] needs, "
+    "ScalarType? logits_dtype, ScalarType? route_dtype) -> (Tensor, Tensor, Tensor, Tensor)",
 };
 
 // torch's own to<std::string> leaks the copy that it makes at each call (torch 2.11 to 2.13).

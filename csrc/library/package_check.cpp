@@ -10,8 +10,11 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <optional>
 
 #include "mglu_ops.h"
+#include "package_description.h"
+#include "zip_archive.h"
 
 namespace mglu {
 
@@ -33,13 +36,31 @@ std::string adler32(std::string_view bytes) {
     return digits;
 }
 
-// The value of " key=value" in a seal, or nothing.
-std::string_view value_of(std::string_view seal, std::string_view key) {
-    const std::string opening = " " + std::string(key) + "=";
-    const std::size_t found = seal.find(opening);
-    if (found == std::string_view::npos) return {};
-    const std::size_t first = found + opening.size();
-    return seal.substr(first, seal.find(' ', first) - first);
+struct Seal {
+    std::string_view torch_version, device, checksum;
+};
+
+// The seal at the end of a package, if there is one.
+std::optional<Seal> find_seal(std::string_view package) {
+    const std::size_t tail = package.size() - std::min(package.size(), kLongestSeal);
+    const std::size_t start = package.substr(tail).rfind(kSeal);
+    if (start == std::string_view::npos) return {};
+    std::string_view rest = package.substr(tail + start + kSeal.size());
+    // Takes "name=value", of which the value is printable ASCII without spaces, and one space after it.
+    const auto take = [&rest](std::string_view name) -> std::string_view {
+        const std::size_t end = std::min(rest.find(' '), rest.size());
+        const std::string_view value = rest.substr(0, end).substr(std::min(end, name.size()));
+        const bool is_printable = std::all_of(value.begin(), value.end(), [](char c) { return c > ' ' && c < 0x7f; });
+        if (rest.substr(0, name.size()) != name || !is_printable) return {};
+        rest.remove_prefix(std::min(end + 1, rest.size()));
+        return value;
+    };
+    const Seal seal{take("torch="), take("device="), take("adler32=")};
+    const bool is_hex = seal.checksum.find_first_not_of("0123456789abcdef") == std::string_view::npos;
+    if (seal.torch_version.empty() || seal.device.empty() || seal.checksum.size() != kChecksumDigits || !is_hex ||
+        package.substr(package.size() - kChecksumDigits) != seal.checksum)
+        return {};
+    return seal;
 }
 
 // "2.13" for "2.13.1+cu130"
@@ -50,49 +71,80 @@ std::string_view minor_version(std::string_view version) {
 
 }  // namespace
 
-std::string package_problem(std::string_view package, std::string_view torch_version, std::string_view device) {
-    const std::size_t end = package.size() - std::min(package.size(), kLongestSeal);
-    const std::size_t start = package.substr(end).rfind(kSeal);
-    if (start == std::string_view::npos)
-        return "it has no seal at its end: it is truncated, or was not made by this version of mglu_ops.export";
-    const std::string_view seal = package.substr(end + start);
-    const std::string_view checksum = value_of(seal, "adler32");
-    if (checksum.size() != kChecksumDigits || package.substr(package.size() - kChecksumDigits) != checksum ||
-        adler32(package.substr(0, package.size() - kChecksumDigits)) != checksum)
-        return "it is damaged: its checksum is wrong";
-    const std::string made_by(value_of(seal, "torch")), target(value_of(seal, "device"));
+void check_package(std::string_view package, std::string_view torch_version, std::string_view device) {
+    const std::optional<Seal> seal = find_seal(package);
+    if (!seal) throw FileProblem("it has no seal at its end: it is truncated, or was not made by mglu_ops.export");
+    if (adler32(package.substr(0, package.size() - kChecksumDigits)) != seal->checksum)
+        throw FileProblem("it is damaged: its checksum is wrong");
+    check_description(read_members(package), seal->torch_version, seal->device);
+    const std::string made_by(seal->torch_version), target(seal->device);
     if (!torch_version.empty() && minor_version(made_by) != minor_version(torch_version))
-        return "it was compiled by torch " + made_by + ", and this is " + std::string(torch_version) + "; export it anew";
-    if (!device.empty() && target != device) return "it was compiled for " + target + ", not for " + std::string(device);
-    return {};
+        throw FileProblem("it was compiled by torch " + made_by + ", and this is " + std::string(torch_version) +
+                          "; export it anew");
+    if (!device.empty() && target != device)
+        throw FileProblem("it was compiled for " + target + ", not for " + std::string(device));
 }
 
-std::string package_file_problem(const char* path, std::string_view torch_version, std::string_view device) {
-    const int file = open(path, O_RDONLY | O_CLOEXEC);
-    struct stat status{};
-    if (file < 0 || fstat(file, &status) != 0) {
-        const std::string reason = std::strerror(errno);
-        if (file >= 0) close(file);
-        return reason;
-    }
-    const auto size = static_cast<std::size_t>(status.st_size);
-    void* data = size == 0 ? MAP_FAILED : mmap(nullptr, size, PROT_READ, MAP_PRIVATE, file, 0);
-    close(file);
-    if (data == MAP_FAILED) return "it is empty, or cannot be read";
-    const std::string problem = package_problem({static_cast<const char*>(data), size}, torch_version, device);
-    munmap(data, size);
-    return problem;
+void check_weights(std::string_view archive) {
+    for (const Member& member : read_members(archive))
+        if (crc32(member.bytes) != member.crc32)
+            throw FileProblem("it is damaged: the checksum of member " + quoted(member.name) + " is wrong");
 }
+
+namespace {
+
+// The bytes of a file, mapped.
+class Mapping {
+  public:
+    explicit Mapping(const char* path) {
+        const int file = open(path, O_RDONLY | O_CLOEXEC);
+        struct stat status{};
+        if (file < 0 || fstat(file, &status) != 0) {
+            const std::string reason = std::strerror(errno);
+            if (file >= 0) close(file);
+            throw FileProblem(reason);
+        }
+        size_ = static_cast<std::size_t>(status.st_size);
+        const bool is_file = S_ISREG(status.st_mode) && size_ > 0;
+        data_ = is_file ? mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, file, 0) : MAP_FAILED;
+        close(file);
+        if (data_ == MAP_FAILED) throw FileProblem("it is empty, no file, or cannot be read");
+    }
+    Mapping(const Mapping&) = delete;
+    ~Mapping() { munmap(data_, size_); }
+    std::string_view bytes() const { return {static_cast<const char*>(data_), size_}; }
+
+  private:
+    void* data_;
+    std::size_t size_;
+};
+
+// Null if `check` finds no problem with the bytes of a file, else the path and the problem; valid until the thread's next
+// call.
+template <typename Check>
+const char* problem_of(const char* path, Check check) {
+    thread_local std::string message;
+    const std::string name = path != nullptr ? path : "path (null)";
+    try {
+        check(Mapping(name.c_str()).bytes());
+        return nullptr;
+    } catch (const std::exception& error) {
+        message = name + ": " + error.what();
+        return message.c_str();
+    }
+}
+
+}  // namespace
 
 }  // namespace mglu
 
 const char* mglu_check_package(const char* path, const char* torch_version, const char* device) {
-    thread_local std::string message;
     const auto text = [](const char* given) { return given != nullptr ? std::string_view(given) : std::string_view(); };
-    message = mglu::package_file_problem(path, text(torch_version), text(device));
-    if (message.empty()) return nullptr;
-    message = std::string(path) + ": " + message;
-    return message.c_str();
+    return mglu::problem_of(path, [&](std::string_view package) {
+        mglu::check_package(package, text(torch_version), text(device));
+    });
 }
+
+const char* mglu_check_weights(const char* path) { return mglu::problem_of(path, mglu::check_weights); }
 
 const char* mglu_version() { return MGLU_OPS_VERSION; }

@@ -65,9 +65,9 @@ void positive(const Tensor& logits, std::uint8_t* bytes, Bits infinity) {
     for (std::int64_t i = 0; i < logits.elements(); ++i) bytes[i] = data[i] != 0 && data[i] <= infinity;
 }
 
-// The tensor of `handle`, or of a contiguous copy that `owner` keeps.
-Tensor view_or_copy(AtenTensorHandle handle, bool copy, Handle& owner) {
-    if (!copy) return view(handle);
+// The tensor of an argument, or of a contiguous copy that `owner` keeps.
+Tensor view_or_copy(AtenTensorHandle handle, const char* argument, bool copy, Handle& owner) {
+    if (!copy) return view_argument(handle, argument);
     owner = contiguous_copy(handle);
     return view(owner.get());
 }
@@ -75,7 +75,7 @@ Tensor view_or_copy(AtenTensorHandle handle, bool copy, Handle& owner) {
 }  // namespace
 
 Handle pack_masks(AtenTensorHandle handle) {
-    const Tensor masks = view(handle);
+    const Tensor masks = view_argument(handle, "masks");
     check_masks(masks);
     Handle result = empty(packed_sizes(masks), Scalar::uint8, masks);
     pack_masks(masks, view(result.get()), executor_for(masks));
@@ -83,10 +83,10 @@ Handle pack_masks(AtenTensorHandle handle) {
 }
 
 Handle pack_logits(AtenTensorHandle handle) {
-    Tensor logits = view(handle);
+    Tensor logits = view_argument(handle, "mask_logits");
     check_masks(logits);
     Handle copy;
-    logits = view_or_copy(handle, !logits.is_contiguous(), copy);
+    logits = view_or_copy(handle, "mask_logits", !logits.is_contiguous(), copy);
     Handle bits = empty({logits.sizes, logits.sizes + logits.dims}, Scalar::boolean, logits);
     auto* bytes = static_cast<std::uint8_t*>(view(bits.get()).data);
     switch (logits.dtype) {
@@ -100,7 +100,7 @@ Handle pack_logits(AtenTensorHandle handle) {
 }
 
 Handle unpack_masks(AtenTensorHandle handle, std::int64_t in_features) {
-    const Tensor packed = view(handle);
+    const Tensor packed = view_argument(handle, "packed_masks");
     check_packed(packed, in_features);
     Handle result = empty({packed.sizes[2], packed.sizes[0], in_features}, Scalar::boolean, packed);
     unpack_masks(packed, in_features, view(result.get()), executor_for(packed));
@@ -112,9 +112,10 @@ Handle forward(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle pac
     Handle owners[4];
     const auto describe_with = [&](const Copies& copies) {
         std::optional<Tensor> route;
-        if (route_weights != nullptr) route = view_or_copy(route_weights, copies.route_weights, owners[3]);
-        return describe(view_or_copy(x, copies.x, owners[0]), view_or_copy(weight, copies.weight, owners[1]),
-                        view_or_copy(packed_masks, copies.packed_masks, owners[2]), activation, route);
+        if (route_weights != nullptr)
+            route = view_or_copy(route_weights, "route_weights", copies.route_weights, owners[3]);
+        return describe(view_or_copy(x, "x", copies.x, owners[0]), view_or_copy(weight, "weight", copies.weight, owners[1]),
+                        view_or_copy(packed_masks, "packed_masks", copies.packed_masks, owners[2]), activation, route);
     };
     LayerCall call = describe_with({});
     if (const Copies copies = needed_copies(call); copies.any()) call = describe_with(copies);

@@ -56,6 +56,31 @@ inline Tensor view(AtenTensorHandle handle) {
     return tensor;
 }
 
+// The tensor of an argument, which must be dense and have all its elements in memory: its storage may have been resized, as
+// FSDP does. Throws std::invalid_argument.
+inline Tensor view_argument(AtenTensorHandle handle, const char* argument) {
+    bool is_defined = false;
+    std::int32_t layout = 0;
+    std::int64_t offset = 0, storage_bytes = 0;
+    raise_unless_ok(aoti_torch_is_defined(handle, &is_defined), "whether a tensor is defined");
+    if (!is_defined) refuse(std::string(argument) + ": got None, must be a tensor");
+    raise_unless_ok(aoti_torch_get_layout(handle, &layout), "a tensor's layout");
+    if (layout != aoti_torch_layout_strided())
+        refuse(std::string(argument) + ": got a sparse tensor or one of another layout, must be a dense tensor (strided)");
+    const Tensor tensor = view(handle);
+    if (tensor.elements() == 0) return tensor;
+    raise_unless_ok(aoti_torch_get_storage_offset(handle, &offset), "a tensor's offset");
+    raise_unless_ok(aoti_torch_get_storage_size(handle, &storage_bytes), "a tensor's storage");
+    std::int64_t needed = offset + 1;
+    for (std::int64_t i = 0; i < tensor.dims; ++i) needed += (tensor.sizes[i] - 1) * tensor.strides[i];
+    needed *= static_cast<std::int64_t>(aoti_torch_dtype_element_size(static_cast<std::int32_t>(tensor.dtype)));
+    if (storage_bytes < needed)
+        refuse(std::string(argument) + ": got a tensor of shape " + tensor.shape() + " whose storage has " +
+               std::to_string(storage_bytes) + " bytes, must have " + std::to_string(needed) +
+               "; the storage was resized");
+    return tensor;
+}
+
 // A new contiguous tensor on the device of `like`.
 inline Handle empty(const std::vector<std::int64_t>& sizes, Scalar dtype, const Tensor& like) {
     std::vector<std::int64_t> strides(sizes.size(), 1);

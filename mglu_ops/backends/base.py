@@ -1,10 +1,15 @@
-"""The interface of a backend: an object that says whether it can run a call of `mglu::forward`, and prepares it."""
+"""The interface of a backend: an object that says whether it can run a call, and prepares or runs it.
+
+Every backend runs `mglu::forward`. Those that can also pack masks, and run `mglu::forward_train` and `mglu::backward`.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from ..layer_call import LayerCall
@@ -49,3 +54,57 @@ class Backend(ABC):
     def pack(self, masks: Tensor) -> Tensor:
         """The packed masks of bool masks, or of logits by `M = logits > 0`, `[n_masks, out_features, in_features]`."""
         raise NotImplementedError(f"the backend {self.name} does not pack masks")
+
+    def can_train(self, call: LayerCall) -> bool:
+        """Whether `forward_train` and `backward` take a call. What one backend keeps, another one can read."""
+        return False
+
+    def forward_train(
+        self, call: LayerCall, x: Tensor, weight: Tensor, packed_masks: Tensor, route_weights: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The result, and the partial derivatives that `backward` needs (`mglu_ops.ops` has the equations).
+
+        Args:
+            call: the call, whose `leading` is one number of tokens.
+            x: `[tokens, in_features]`, of any strides, as all arguments.
+            weight: `[out_features, in_features]`.
+            packed_masks: `[out_features, ceil(in_features / 8), n_masks]`.
+            route_weights: `[tokens, n_masks]`, or None.
+
+        Returns:
+            The result `[tokens, out_features]`, and partials `[tokens, n_masks + 1, out_features]`, or with route
+            weights `[tokens, 2 n_masks + 1, out_features]`. Both are contiguous and of x's dtype.
+        """
+        raise NotImplementedError(f"the backend {self.name} does not train")
+
+    def backward(
+        self,
+        call: LayerCall,
+        grad_output: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        packed_masks: Tensor,
+        partials: Tensor,
+        needs: Sequence[bool],
+        logits_dtype: torch.dtype | None,
+        route_dtype: torch.dtype | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The gradients of x, weight, mask logits and route weights.
+
+        Args:
+            call: the call. Its activation and the layout of its route weights mean nothing; its `route_dtype` is the
+                argument of that name. Whether there were route weights, the size of partials tells.
+            grad_output: `[tokens, out_features]` in x's dtype, of any strides; they may be 0.
+            x: as for `forward_train`.
+            weight: as for `forward_train`.
+            packed_masks: as for `forward_train`.
+            partials: what `forward_train` of any backend returned; contiguous.
+            needs: whether the gradients of x and weight are needed.
+            logits_dtype: the dtype of the gradient of the mask logits; None if it is not needed.
+            route_dtype: the dtype of the gradient of the route weights; None if it is not needed.
+
+        Returns:
+            Contiguous `[tokens, in_features]`, `[out_features, in_features]`, `[n_masks, out_features, in_features]`
+            and `[tokens, n_masks]`, of which no two share memory. An empty tensor stands for what is not needed.
+        """
+        raise NotImplementedError(f"the backend {self.name} does not train")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
+from ..files import check_writable
 from .errors import Disagreement
 
 if TYPE_CHECKING:
@@ -69,8 +70,8 @@ def _settings(options: argparse.Namespace) -> Settings:
 
     if options.n_masks > MAX_MASKS:
         raise UserError(f"--n-masks: got {options.n_masks}, must be 1 to {MAX_MASKS}")
-    if options.json is not None and not options.json.resolve().parent.is_dir():
-        raise UserError(f"--json: {options.json.resolve().parent} is not a directory")
+    if options.json is not None:
+        check_writable("--json", options.json)
     return choose(options)
 
 

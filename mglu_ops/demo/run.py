@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import mglu_ops
 import mglu_ops.nn
 
+from ..words import counted
 from . import agreement, text
 from .errors import Disagreement, require
 from .export import check_package, export, package_folder
@@ -111,7 +112,8 @@ def _describe(demo: Demo) -> str:
     }
     return (
         f"{demo.corpus.name}: {len(demo.corpus.train):,} bytes to train, {len(demo.corpus.held_out):,} held out; "
-        f"{sizes.layers} layers, width {sizes.width}, feed-forward {sizes.hidden}, {settings.n_masks} masks; "
+        f"{counted(sizes.layers, 'layer')}, width {sizes.width}, feed-forward {sizes.hidden}, "
+        f"{counted(settings.n_masks, 'mask')}; "
         f"{sizes.batch} x {sizes.context} bytes per step; {settings.device}, {demo.results['settings']['dtype']}"
     )
 

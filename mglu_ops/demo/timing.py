@@ -33,7 +33,9 @@ def compiled_without_fusion(model: Callable[..., Tensor]) -> Callable[..., Tenso
 
     The option also keeps Dynamo from reusing fused code, which it would do for an equal backend and equal classes.
     """
-    options: dict[str, Any] = {"pre_grad_custom_pass": None}
+    from compile_passes.entry import NoFusion
+
+    options: dict[str, Any] = {"pre_grad_custom_pass": NoFusion()}
     return torch.compile(model, dynamic=False, options=options)
 
 

@@ -1,9 +1,31 @@
-"""Modules: the MGLU projection and feed-forward blocks, the paper's naive layer, baselines, and `freeze`."""
+"""Modules: the MGLU projection and feed-forward blocks, the paper's naive layer, baselines, and `freeze`.
+
+For training: `parameter_groups` for the optimizer, and statistics about masks for the log.
+"""
 
 from .baselines import GLU, LU
 from .feed_forward import GeMGLU, MGLUFeedForward, ReMGLU, SwiMGLU
 from .freezing import freeze
+from .mask_statistics import MaskStatistics, flip_ratio, gate_ratio, mask_agreement
 from .mglu import MGLU
 from .naive import NaiveMGLU
+from .optimizer import parameter_groups
+from .packed_buffers import check_masks
 
-__all__ = ["GLU", "LU", "MGLU", "GeMGLU", "MGLUFeedForward", "NaiveMGLU", "ReMGLU", "SwiMGLU", "freeze"]
+__all__ = [
+    "GLU",
+    "LU",
+    "MGLU",
+    "GeMGLU",
+    "MGLUFeedForward",
+    "MaskStatistics",
+    "NaiveMGLU",
+    "ReMGLU",
+    "SwiMGLU",
+    "check_masks",
+    "flip_ratio",
+    "freeze",
+    "gate_ratio",
+    "mask_agreement",
+    "parameter_groups",
+]

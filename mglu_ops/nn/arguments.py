@@ -19,6 +19,11 @@ def check_size(name: str, value: object) -> None:
         raise ValueError(f"{name}: got {value!r}, must be an int of at least 1")
 
 
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: got {value!r}, must be True or False")
+
+
 def check_activation(activation: str) -> None:
     get_activation(activation)
 
@@ -31,7 +36,6 @@ def check_dtype(dtype: torch.dtype | None) -> None:
 def check_masks(n_masks: object, learnable_masks: object, top_k: object) -> None:
     if not (_is_int(n_masks) and 1 <= n_masks <= MAX_MASKS):  # type: ignore[operator]
         raise ValueError(f"n_masks: got {n_masks!r}, must be an int from 1 to {MAX_MASKS}")
-    if not isinstance(learnable_masks, bool):
-        raise ValueError(f"learnable_masks: got {learnable_masks!r}, must be True or False")
+    check_flag("learnable_masks", learnable_masks)
     if top_k is not None and not (_is_int(top_k) and 1 <= top_k <= n_masks):  # type: ignore[operator]
         raise ValueError(f"top_k: got {top_k!r}, must be None or an int from 1 to n_masks={n_masks}")

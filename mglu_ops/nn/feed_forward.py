@@ -19,6 +19,7 @@ class MGLUFeedForward(nn.Module):
         activation: as in `MGLU`.
         learnable_masks: as in `MGLU`.
         top_k: as in `MGLU`.
+        save_activations: as in `MGLU`.
         device: device of parameters and buffers.
         dtype: dtype of the parameters.
 
@@ -39,6 +40,7 @@ class MGLUFeedForward(nn.Module):
         activation: str = "silu",
         learnable_masks: bool = True,
         top_k: int | None = None,
+        save_activations: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -52,6 +54,7 @@ class MGLUFeedForward(nn.Module):
             activation=activation,
             learnable_masks=learnable_masks,
             top_k=top_k,
+            save_activations=save_activations,
             device=device,
             dtype=dtype,
         )
@@ -67,7 +70,7 @@ class MGLUFeedForward(nn.Module):
 
 
 class _FixedActivation(MGLUFeedForward):
-    """An `MGLUFeedForward` whose class determines the activation."""
+    """An `MGLUFeedForward` whose class determines the activation; another one is refused."""
 
     _activation: str
 
@@ -77,11 +80,18 @@ class _FixedActivation(MGLUFeedForward):
         intermediate: int,
         *,
         n_masks: int = 1,
+        activation: str | None = None,
         learnable_masks: bool = True,
         top_k: int | None = None,
+        save_activations: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        if activation not in (None, self._activation):
+            raise ValueError(
+                f"activation: got {activation!r}, must be {self._activation!r} or left out for {type(self).__name__}; "
+                "MGLUFeedForward takes any"
+            )
         super().__init__(
             hidden,
             intermediate,
@@ -89,6 +99,7 @@ class _FixedActivation(MGLUFeedForward):
             activation=self._activation,
             learnable_masks=learnable_masks,
             top_k=top_k,
+            save_activations=save_activations,
             device=device,
             dtype=dtype,
         )

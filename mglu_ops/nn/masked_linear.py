@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..masks import check_packed_masks, clear_padding_, n_masks_of, packed_shape
+from ..masks import clear_padding_, packed_shape
 from .arguments import check_activation, check_dtype, check_masks, check_size
+from .packed_buffers import check_masks_of
 
-_LOGITS = "mask_logits"
+LOGITS = "mask_logits"
 _PACKED = "packed_masks"
 
 
@@ -54,7 +55,7 @@ class MaskedLinear(nn.Module):
         self.top_k = top_k
 
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
-        self.register_parameter(_LOGITS, None)
+        self.register_parameter(LOGITS, None)
         self.register_buffer(_PACKED, None)
         if learnable_masks:
             logits = torch.empty(n_masks, out_features, in_features, device=device, dtype=dtype)
@@ -120,7 +121,7 @@ class MaskedLinear(nn.Module):
             # The call below must not see these masks: it would cast a wrong dtype silently, and report keys as missing
             # or unexpected in addition. There is one message for one cause, also with strict=False.
             error_msgs.append(problem)
-            refused = {prefix + _LOGITS, prefix + _PACKED}
+            refused = {prefix + LOGITS, prefix + _PACKED}
             state_dict = {key: value for key, value in state_dict.items() if key not in refused}
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -130,7 +131,7 @@ class MaskedLinear(nn.Module):
 
     def _mask_problem(self, state_dict: Mapping[str, Any], prefix: str) -> str | None:
         """Return why this module cannot load the masks of a checkpoint, or None if it can."""
-        logits_key, key = prefix + _LOGITS, prefix + _PACKED
+        logits_key, key = prefix + LOGITS, prefix + _PACKED
         packed = state_dict.get(key)
         if self.learnable_masks:
             if packed is None or logits_key in state_dict:
@@ -146,12 +147,8 @@ class MaskedLinear(nn.Module):
                 f"{logits_key}: the checkpoint holds logits, but this {type(self).__name__} has packed masks; "
                 "construct it with learnable_masks=True, load, and then call mglu_ops.freeze(model)"
             )
-        if not isinstance(packed, Tensor):
-            return f"{key}: got {type(packed).__name__}, must be a torch.uint8 tensor"
         try:
-            check_packed_masks(packed, self.in_features, self.out_features)
+            check_masks_of(self, packed, self.out_features, key)
         except (TypeError, ValueError) as error:
-            return f"{key}: {str(error).removeprefix('packed_masks: ')}"
-        if n_masks_of(packed) != self.n_masks:
-            return f"{key}: got n_masks={n_masks_of(packed)} (shape {list(packed.shape)}), must be {self.n_masks}"
+            return str(error)
         return None

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from .. import ops
+from .arguments import check_flag
 from .masked_linear import MaskedLinear
+from .packed_buffers import check_masks_in_use
 
 
 class MGLU(MaskedLinear):
@@ -19,8 +23,9 @@ class MGLU(MaskedLinear):
     `top_k`, every route is 1.
 
     The `state_dict` holds `weight`, either `mask_logits` or `packed_masks`, and `router.weight` if there is a router;
-    that of `NaiveMGLU` is the same. `load_state_dict` raises an error for packed masks of another shape and for
-    packed masks with corrupted padding.
+    that of `NaiveMGLU` is the same. Packed masks are refused if their dtype, shape or padding is wrong: by
+    `load_state_dict` (also with `strict=False` or `assign=True`), and for all other loaders when the layer first uses
+    them, or by `mglu_ops.nn.check_masks`. Other wrong bits cannot be found (`mglu_ops.check_packed_masks`).
 
     Args:
         in_features: last size of x, at least 1.
@@ -29,6 +34,11 @@ class MGLU(MaskedLinear):
         activation: `silu`, `gelu`, `gelu_tanh`, `relu`, `sigmoid`, `tanh` or `identity`.
         learnable_masks: whether the masks are learned; if False, they are random, fixed and packed.
         top_k: number of masks that a token keeps, 1 to n_masks; None for no router.
+        save_activations: whether a forward pass with gradients keeps n_masks + 1 tensors of the result's size and dtype
+            (2 n_masks + 1 with a router) for the backward pass. If False, it keeps only x, which the model mostly holds
+            anyway, and backward runs forward once more: n_masks + 1 matrix products beside the 3 (n_masks + 1) of a
+            training step. The gradients are the same bit for bit. Only this layer's operator is recomputed, and not
+            the router. It is an attribute too, which may be changed at any time.
         device: device of parameters and buffers; on `meta`, call `to_empty` and `reset_parameters` before use.
         dtype: dtype of weight, mask_logits and router: float16, bfloat16, float32 or float64.
 
@@ -42,14 +52,59 @@ class MGLU(MaskedLinear):
         ValueError: an argument is out of range or of another type.
     """
 
+    save_activations: bool = True  # also of a NaiveMGLU that `freeze` turned into an MGLU
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        n_masks: int = 1,
+        activation: str = "silu",
+        learnable_masks: bool = True,
+        top_k: int | None = None,
+        save_activations: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_flag("save_activations", save_activations)
+        super().__init__(
+            in_features,
+            out_features,
+            n_masks=n_masks,
+            activation=activation,
+            learnable_masks=learnable_masks,
+            top_k=top_k,
+            device=device,
+            dtype=dtype,
+        )
+        self.save_activations = save_activations
+
     def forward(self, x: Tensor) -> Tensor:
         """Map x `[..., in_features]` to `[..., out_features]`, in x's dtype or under autocast in autocast's.
 
         Raises:
-            TypeError: the dtype of x is not that of weight.
-            ValueError: x is on another device than weight, or its last size is not in_features.
+            TypeError: x is no dense tensor, or its dtype is not that of weight.
+            ValueError: x is on another device than weight, or its last size is not in_features; or packed masks that
+                were not loaded by `load_state_dict` have another shape than the layer's, or padding that is not 0.
         """
+        if not isinstance(x, Tensor):  # torch's own words would hold all values of a list or an array
+            raise TypeError(f"x: got {'None' if x is None else type(x).__name__}, must be a tensor")
+        if self.router is not None and x.shape[-1:] != (self.in_features,):  # the router's words would not name x
+            raise ValueError(f"x: got shape {list(x.shape)}, must be [..., in_features] = [..., {self.in_features}]")
+        packed_masks = self.packed_masks
+        if packed_masks is not None:
+            check_masks_in_use(self, packed_masks)
         route_weights = self.route_weights(x)
+        if self.save_activations or not torch.is_grad_enabled():
+            return self._project(x, route_weights)
+        # The operator draws no random numbers, so their state need not be kept.
+        return checkpoint(self._project, x, route_weights, use_reentrant=False, preserve_rng_state=False)
+
+    def _project(self, x: Tensor, route_weights: Tensor | None) -> Tensor:
         if self.packed_masks is None:
             return ops.forward_ste(x, self.weight, self.mask_logits, self.activation, route_weights)[0]
         return ops.forward(x, self.weight, self.packed_masks, self.activation, route_weights)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, save_activations={self.save_activations}"

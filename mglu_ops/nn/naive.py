@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..activations import get_activation
 from .masked_linear import MaskedLinear
+from .packed_buffers import check_masks_in_use
 
 
 class NaiveMGLU(MaskedLinear):
@@ -25,6 +26,7 @@ class NaiveMGLU(MaskedLinear):
         route_weights = self.route_weights(x)
         fixed = None
         if self.packed_masks is not None:
+            check_masks_in_use(self, self.packed_masks)
             fixed = torch.ops.mglu.unpack_masks(self.packed_masks, self.in_features)
         y: Any = 0
         for i in range(self.n_masks):

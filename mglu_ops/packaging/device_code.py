@@ -7,9 +7,6 @@ looks them up.
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +17,7 @@ import torch
 from ..activations import ACTIVATIONS
 from ..backends.cuda import DecodeMma, Plain, TileWgmma
 from ..backends.cuda.choice import choose
-from ..backends.cuda.compiler import CompileError, compile_cubin, source_directory
+from ..backends.cuda.compiler import compile_cubin
 from ..backends.cuda.device import Gpu, gpu_of_architecture
 from ..backends.cuda.kernels import permute_x
 from ..backends.cuda.kernels.base import ELEMENTS
@@ -50,7 +47,7 @@ def write(folder: Path, archs: Sequence[str], packages: Sequence[str | Path]) ->
         raise ValueError("kernels are compiled for an architecture and for a package's layers: give both")
     if not archs:
         return
-    gpus = [gpu_of_architecture(_capability(arch)) for arch in archs]
+    gpus = [gpu_of_architecture(capability(arch)) for arch in archs]
     layers = list(dict.fromkeys(layer for package in packages for layer in _layers(package)))
     cubins = _Cubins(folder)
     tuned = [line for gpu in gpus for layer in layers for line in _tuned(layer, gpu, cubins)]
@@ -63,7 +60,8 @@ def write(folder: Path, archs: Sequence[str], packages: Sequence[str | Path]) ->
     (folder / TABLE).write_text("\n".join([*text, "}  // namespace mglu::cuda", ""]))
 
 
-def _capability(arch: str) -> tuple[int, int]:
+def capability(arch: str) -> tuple[int, int]:
+    """The compute capability of an architecture such as `sm_90`. Raises ValueError if it has another form."""
     match = re.fullmatch(r"sm_(\d+)(\d)", arch)
     if match is None:
         raise ValueError(f"arch: got {arch!r}, must be of the form sm_90")
@@ -90,29 +88,10 @@ class _Cubins:
         key = (kernel, target, *sorted(defines.items()))
         if key not in self._found:
             number = self._found[key] = len(self._found)
-            (self.folder / f"{number}.cubin").write_bytes(_compile(kernel, target, defines))
+            (self.folder / f"{number}.cubin").write_bytes(compile_cubin(kernel, target, defines))
             self.embedded.append(f'MGLU_EMBED(mglu_cubin_{number}, "{number}.cubin");')
             self.lines.append(_row(kernel=f'"mglu_{kernel}"', code=f"mglu_cubin_{number}"))
         return self._found[key]
-
-
-def _compile(kernel: str, arch: str, defines: dict[str, int]) -> bytes:
-    """With NVRTC where cuda-core is installed, else with nvcc."""
-    try:
-        return compile_cubin(kernel, arch, defines)
-    except ImportError:
-        nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        raise CompileError("kernels need NVRTC (pip install cuda-core) or nvcc, and neither is here")
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "kernel.cubin"
-        macros = [f"-D{name}={value}" for name, value in defines.items()]
-        source = source_directory() / f"{kernel}.cu"
-        command = [nvcc, "-cubin", "-std=c++17", f"-arch={arch}", *macros, str(source), "-o", str(cubin)]
-        process = subprocess.run(command, capture_output=True, text=True, check=False)
-        if process.returncode != 0:
-            raise CompileError(f"nvcc could not compile {kernel}.cu for {arch} with {defines}:\n{process.stderr}")
-        return cubin.read_bytes()
 
 
 # --- Tables ---------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,11 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..masks import n_masks_of
+from ..files import as_path, check_writable
+from ..masks import check_packed_masks, n_masks_of
+from ..words import described
+from .archive import PackageError, check_name, quoted
 from .cpp_runtime import has_own_libstdcxx
 from .library import BuildError
 from .load import load_weights
-from .package import InputInfo, LayerInfo, PackageInfo, seal
+from .package import InputInfo, LayerInfo, PackageInfo, WeightInfo, seal
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -46,6 +50,8 @@ def export(
     MGLU layers, spelled naively or as modules of `mglu_ops.nn`, become `mglu::forward`. Their masks are packed now: the
     package holds one bit per weight and mask, and no logits. The model does not change.
 
+    A package is code: whoever loads it runs what it holds.
+
     Args:
         model: a module, or a program of `torch.export.export` (with grad mode on or off), whose shapes then hold.
         example_inputs: positional inputs that the model runs with, on the device to compile for.
@@ -71,8 +77,9 @@ def export(
         The description that the package holds of itself.
 
     Raises:
-        ValueError: an argument is wrong, torch cannot export the model, no layer of it was fused, or none of its sizes
-            can vary.
+        ValueError: an argument is wrong, torch cannot export the model with these inputs, no layer of it was fused,
+            none of its sizes can vary, or a file cannot be written.
+        TypeError: `path` or `weights` is no path.
         compile_passes.fusion.FusionError: under `strict`, a layer was not fused.
         BuildError: there is no C++ compiler.
         PackageError: `weights` is a file of something else, or damaged.
@@ -80,25 +87,29 @@ def export(
     from compile_passes.exported import fuse_exported, layers_of
     from compile_passes.report import FusionReport
 
-    path = Path(path)
-    _check_arguments(model, path, backend)
+    path = as_path("path", path)
+    weights = None if weights is None else as_path("weights", weights)
+    options = {} if inductor_options is None else inductor_options
+    _check_arguments(model, example_inputs, backend, options)
+    _check_files(path, weights)
     _check_compiler()
     report = FusionReport()
     with torch.no_grad(), _quiet():
         program = _exported(model, tuple(example_inputs), dynamic_tokens, dynamic_shapes)
+        device = _device(program)
         fused = fuse_exported(program, report=report, strict=strict, assume_binary=assume_binary)
         if not layers_of(fused.graph):
             raise ValueError("model: no MGLU layer was found in it" + "".join(f"; {site}" for site in report.missed))
-        device = _device(fused)
+        _check_masks(fused)
         backend = device.type if backend == "auto" else backend
         _check_backend(backend, device, shim, multi_arch)
         info = _describe(fused, path, device, backend, shim, weights is None, multi_arch)
-        info.missed.extend(str(site) for site in report.missed)
+        info.missed.extend(" ".join(str(site).split()) for site in report.missed)
         for reason in info.missed:
             warnings.warn(f"mglu_ops.export: {reason}", UserWarning, stacklevel=2)
         if weights is not None:
-            _store_weights(fused, Path(weights))
-        _compile(fused, info, dict(inductor_options or {}))
+            _store_weights(fused, weights)
+        _compile(fused, info, dict(options))
         seal(path, info.torch, info.device)
     if has_own_libstdcxx(path):
         warnings.warn(
@@ -110,15 +121,34 @@ def export(
     return info
 
 
-def _check_arguments(model: Any, path: Path, backend: str) -> None:
+def _check_arguments(model: Any, example_inputs: Any, backend: Any, options: Any) -> None:
     if not isinstance(model, (nn.Module, torch.export.ExportedProgram)):
         raise ValueError(f"model: got {type(model).__name__}, must be a torch.nn.Module or an ExportedProgram")
-    if path.suffix != ".pt2":
-        raise ValueError(f"path: got {path}, must end in .pt2")
-    if not path.resolve().parent.is_dir():
-        raise ValueError(f"path: {path.resolve().parent} is not a folder")
+    if not isinstance(example_inputs, (tuple, list)):
+        raise ValueError(f"example_inputs: got {described([example_inputs])}, must be a tuple of the model's inputs")
     if backend not in BACKENDS:
         raise ValueError(f"backend: got {backend!r}, must be one of {', '.join(BACKENDS)}")
+    if not isinstance(options, Mapping):
+        raise ValueError(f"inductor_options: got {type(options).__name__}, must be a mapping of names to settings")
+    if unknown := options.keys() - set(torch._inductor.list_options()):
+        raise ValueError(f"inductor_options: got {min(map(str, unknown))}, which torch._inductor.config does not have")
+
+
+def _check_files(path: Path, weights: Path | None) -> None:
+    """Say at once that a file cannot be written, instead of after minutes of compiling."""
+    if path.suffix != ".pt2":
+        raise ValueError(f"path: got {path}, must end in .pt2")
+    try:
+        check_name(os.fsencode(path.stem))  # torch makes it the folder of all members
+    except PackageError as error:
+        raise ValueError(f"path: got {quoted(os.fsencode(path))}, which packages cannot be called: {error}") from None
+    if not path.resolve().parent.is_dir():
+        raise ValueError(f"path: {path.resolve().parent} is not a folder")
+    check_writable("path", path)
+    if weights is not None:
+        if weights.resolve() == path.resolve():
+            raise ValueError(f"weights: got {weights}, must be another file than the package")
+        check_writable("weights", weights)
 
 
 def _check_compiler() -> None:
@@ -186,7 +216,9 @@ def _torch_export(model: nn.Module, inputs: tuple[Any, ...], shapes: Any) -> Exp
         return torch.export.export(model, inputs, dynamic_shapes=shapes)
     except Exception as error:  # it runs the user's code, and raises errors of many types
         reason, *_ = str(error).strip().splitlines() or [""]
-        raise ValueError(f"model: torch.export.export failed: {type(error).__name__}: {reason}") from error
+        problem = f"{type(error).__name__}: {reason}"
+    # This is not raised from the error of torch, whose traceback has 200 lines.
+    raise ValueError(f"model: torch.export.export failed on example_inputs {described(inputs)}: {problem}")
 
 
 _SMALLEST_EXAMPLES = (2, 3, 5, 7)
@@ -232,6 +264,27 @@ def _device(program: ExportedProgram) -> torch.device:
     return devices.pop()
 
 
+def _check_masks(program: ExportedProgram) -> None:
+    """Check the packed masks that a model held already; the others were packed by `fuse_exported`."""
+    from compile_passes.exported import layers_of
+
+    signature, tensors = program.graph_signature, _tensors(program)
+    names = {
+        **signature.inputs_to_parameters,
+        **signature.inputs_to_buffers,
+        **signature.inputs_to_lifted_tensor_constants,
+    }
+    for layer in layers_of(program.graph):
+        arguments = _arguments(layer)
+        name = names.get(arguments["packed_masks"].name)
+        if name is None:
+            continue  # an input of the model
+        try:
+            check_packed_masks(tensors[name], arguments["weight"].meta["val"].shape[1])
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"model: {name}: {str(error).removeprefix('packed_masks: ')}") from None
+
+
 # --- Descriptions ---------------------------------------------------------------------------------------------------
 
 
@@ -263,6 +316,7 @@ def _describe(
         embeds_weights=embeds_weights,
         inputs=[_describe_input(program, node) for node in placeholders if isinstance(node.meta.get("val"), Tensor)],
         layers=[_describe_layer(layer) for layer in layers_of(program.graph)],
+        weights=[] if embeds_weights else [WeightInfo.of(*entry) for entry in sorted(_tensors(program).items())],
         path=str(path),
     )
 
@@ -289,9 +343,14 @@ def _describe_size(program: ExportedProgram, size: Any) -> Any:
     return [0 if bounds is None else int(bounds.lower), high]
 
 
-def _describe_layer(layer: Node) -> LayerInfo:
+def _arguments(layer: Node) -> dict[str, Any]:
+    """The arguments of a call of `mglu::forward`, by name."""
     given = dict(zip((argument.name for argument in ops.forward._schema.arguments), layer.args, strict=False))
-    arguments: dict[str, Any] = {"activation": "silu", "route_weights": None, **given, **layer.kwargs}
+    return {"activation": "silu", "route_weights": None, **given, **layer.kwargs}
+
+
+def _describe_layer(layer: Node) -> LayerInfo:
+    arguments = _arguments(layer)
     weight, masks = arguments["weight"].meta["val"], arguments["packed_masks"].meta["val"]
     route = arguments["route_weights"]
     return LayerInfo(
@@ -356,10 +415,10 @@ def _triton_rule(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: 
 
 
 def _composite_rule(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
-    from ..backends import traced
+    from . import composite
 
     with mode:
-        return traced.forward_train(*_layer_arguments(*args, **(kwargs or {})))[0]
+        return composite.forward(*args, **(kwargs or {}))
 
 
 _RULES = {"triton": _triton_rule, "composite": _composite_rule}
@@ -371,12 +430,22 @@ def _layer_arguments(
     return x, weight, packed_masks, activation, route_weights
 
 
+def _tensors(program: ExportedProgram) -> dict[str, Tensor]:
+    """The parameters, buffers and constants of a program, by name."""
+    values = {**program.state_dict, **program.constants}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
 def _store_weights(program: ExportedProgram, path: Path) -> None:
     """Add a program's tensors to a weights file."""
-    tensors = {**program.state_dict, **program.constants}
-    found = {name: value.detach().cpu() for name, value in tensors.items() if isinstance(value, Tensor)}
+    found = {name: value.detach().cpu() for name, value in _tensors(program).items()}
     stored = load_weights(path) if path.exists() else {}
     for name in found.keys() & stored.keys():
         if found[name].dtype != stored[name].dtype or not torch.equal(found[name], stored[name]):
             raise ValueError(f"weights: {path} holds another {name}; packages that share a file share their tensors")
-    torch.save({**stored, **found}, path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        torch.save({**stored, **found}, temporary)
+        os.replace(temporary, path)  # other packages never see half a file
+    finally:
+        temporary.unlink(missing_ok=True)

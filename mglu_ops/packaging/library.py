@@ -7,7 +7,6 @@ import hashlib
 import os
 import shlex
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from functools import cache
@@ -15,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from ..backends.interruptible import run
+from ..files import as_path, check_writable
 from .package import PackageError
 
 LIBRARY = "libmglu_ops.so"
@@ -69,15 +70,21 @@ def build_runtime(
         BuildError: CMake or the compiler is missing, or the compiler refused the sources.
         PackageError: one of `packages` is damaged, or for a CPU.
         FileNotFoundError: one of `packages` does not exist.
-        ValueError: an architecture is not of the form sm_90, or only one of `archs` and `packages` is given.
+        OSError: the folder cannot be made.
+        TypeError: `out` is no path.
+        ValueError: an architecture is not of the form sm_90, only one of `archs` and `packages` is given, or the
+            library cannot be written.
     """
     _find_tools(compiler)  # compiling kernels takes minutes; a missing tool is said before
+    out = as_path("out", out)
+    out.mkdir(parents=True, exist_ok=True)
+    check_writable("out", out / LIBRARY)
     with tempfile.TemporaryDirectory(prefix="mglu-kernels-") as kernels:
         if archs or packages:
             write_kernels(kernels, archs, packages)
         targets = ["mglu_ops", "run_package"] if program else ["mglu_ops"]
         build_targets(out, targets, compiler=compiler, flags=flags, kernels=kernels)
-    library = Path(out) / LIBRARY
+    library = out / LIBRARY
     library.with_name(CHECKSUM).write_text(f"{_checksum(library)}  {LIBRARY}\n")
     return library
 
@@ -177,9 +184,9 @@ def _find_compiler(wanted: str | None) -> str:
 
 
 def _run(command: Sequence[str]) -> None:
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    (process,) = run([command])
     if process.returncode != 0:
-        raise BuildError(f"{shlex.join(command)} failed:\n{process.stdout}{process.stderr}")
+        raise BuildError(f"{shlex.join(command)} failed:\n{process.stdout}")
 
 
 def _checksum(path: Path) -> str:
@@ -198,7 +205,7 @@ def load_library(path: str | Path) -> None:
         FileNotFoundError: there is no such file.
         PackageError: the file with the checksum is missing or has another checksum, or the system cannot load it.
     """
-    path = Path(path).resolve()
+    path = as_path("path", path).resolve()
     if str(path) in _loaded:
         return
     if not path.is_file():
@@ -207,7 +214,7 @@ def load_library(path: str | Path) -> None:
     checksum = path.with_name(path.name + ".sha256")
     if not checksum.is_file():
         raise PackageError(f"{path} has no {checksum.name} beside it; build it with `python -m mglu_ops build-runtime`")
-    if checksum.read_text().split()[:1] != [_checksum(path)]:
+    if checksum.read_text(errors="replace").split()[:1] != [_checksum(path)]:
         raise PackageError(f"{path} is truncated, damaged or another file than {checksum.name} was written for")
     try:
         _loaded[str(path)] = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # packages look for its symbols globally

@@ -12,8 +12,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import ops  # noqa: F401 (a package may call the operators)
+from ..files import as_path
+from ..tensors import check_dense, check_memory
+from ..words import counted
+from .archive import quoted
 from .cpp_runtime import has_own_libstdcxx
-from .package import InputInfo, PackageError, PackageInfo, check_archive, read_info
+from .package import InputInfo, PackageError, PackageInfo, WeightInfo, check_archive, read_info
 
 
 class Package:
@@ -31,15 +35,20 @@ class Package:
         """Run the model.
 
         Raises:
-            ValueError: the number of inputs, or the dtype, device or shape of one, is not as the package was compiled.
+            TypeError: an input is no dense tensor.
+            ValueError: the number of inputs, or the dtype, device or shape of one, is not as the package was compiled,
+                or its storage was resized.
         """
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if len(tensors) != len(self.info.inputs):
-            raise ValueError(f"inputs: got {len(tensors)} tensors, must be {len(self.info.inputs)}: {self._expected()}")
+            found = counted(len(tensors), "tensor")
+            raise ValueError(f"inputs: got {found}, must be {len(self.info.inputs)}: {self._expected()}")
         for expected, tensor in zip(self.info.inputs, tensors, strict=True):
+            check_dense(expected.name, tensor)
             if not _fits(expected, tensor) or tensor.device.type != self.info.device:
                 shape = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
                 raise ValueError(f"{expected.name}: got {shape}, must be {expected} on {self.info.device}")
+            check_memory(**{expected.name: tensor})
         with torch.no_grad():
             return self._runner(*args, **kwargs)
 
@@ -71,7 +80,8 @@ def load(
     """Load a package of `mglu_ops.export`.
 
     Args:
-        path: the package. It is code, which runs in this process: load only packages from a source that you trust.
+        path: the package. It is code, which runs in this process, and is to be trusted as such: load only packages from
+            a source whose programs you would run. The checks before are for damage and mistakes, not for malice.
         library: `libmglu_ops.so`, for a package made with `shim=True`.
         weights: for a package made with `weights=...`: that file, or its tensors as `load_weights` returns them.
             Packages that are given the same tensors share them, without a copy.
@@ -81,9 +91,14 @@ def load(
 
     Raises:
         FileNotFoundError: there is no such file.
-        PackageError: the package is damaged, was not made by mglu_ops, was made for another torch, CPU, device or GPU
-            or by a C++ compiler that links libstdc++ statically, or needs a library or weights that were not given.
+        TypeError: an argument is no path, or `weights` neither a path nor a mapping.
+        PackageError: the package is damaged, was not made by mglu_ops, has an archive or a description that `export`
+            does not write, was made for another torch, CPU, device or GPU or by a C++ compiler that links libstdc++
+            statically, or needs a library or weights that were not given or do not fit.
     """
+    path = as_path("path", path)
+    library = None if library is None else as_path("library", library)
+    weights = weights if weights is None or isinstance(weights, Mapping) else as_path("weights", weights)
     info = read_info(path)
     _check_torch(info)
     _check_cpu(info)
@@ -102,8 +117,8 @@ def load(
         raise PackageError(f"{path} {have}")
     try:
         runner = torch._inductor.aoti_load_package(str(path))
-    except RuntimeError as error:
-        raise PackageError(f"{path}: torch cannot load it: {error}") from error
+    except Exception as error:  # torch reads the package with code that raises errors of many types
+        raise PackageError(f"{path}: torch cannot load it: {_first_line(error)}") from error
     if weights is not None:
         _give_weights(runner, weights, info)
     return Package(info, runner)
@@ -114,16 +129,29 @@ def load_weights(path: str | Path, device: torch.device | str = "cpu") -> dict[s
 
     Raises:
         FileNotFoundError: there is no such file.
+        TypeError: `path` is no path.
+        ValueError: there is no such device.
         PackageError: it is damaged, or holds something else.
     """
+    path = as_path("path", path)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device: got {device!r}, must be a device such as 'cpu' or 'cuda'") from None
     check_archive(path)
     try:
         tensors = torch.load(path, map_location=device, weights_only=True)
     except Exception as error:  # torch and pickle raise errors of many types for other files
-        raise PackageError(f"{path} is not a file of weights: {error}") from error
-    if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
+        raise PackageError(f"{path} is not a file of weights: {_first_line(error)}") from error
+    if not isinstance(tensors, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in tensors.items()
+    ):
         raise PackageError(f"{path} is not a file of weights: it holds something else than tensors by name")
     return tensors
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _give_weights(runner: Any, weights: str | Path | Mapping[str, Tensor], info: PackageInfo) -> None:
@@ -132,7 +160,24 @@ def _give_weights(runner: Any, weights: str | Path | Mapping[str, Tensor], info:
     if missing := [name for name in needed if name not in tensors]:
         raise PackageError(f"{info.path}: the weights lack {', '.join(sorted(missing))}")
     constants = {name: tensors[name] for name in needed}
+    described = {weight.name: weight for weight in info.weights}
+    for name, tensor in constants.items():
+        _check_weight(info, described.get(name), name, tensor)
     runner.load_constants(constants, check_full_update=True, user_managed=True)
+
+
+def _check_weight(info: PackageInfo, expected: WeightInfo | None, name: str, tensor: object) -> None:
+    """Refuse a tensor of another layout, which the package would read as if it had the layout it was compiled for."""
+    if expected is None:
+        raise PackageError(f"{info.path}: its description: weights: lacks {quoted(name)}, which its code needs")
+    found = type(tensor).__name__
+    if isinstance(tensor, Tensor):
+        is_dense = tensor.layout is torch.strided
+        found = str(WeightInfo.of(name, tensor)) if is_dense else f"a tensor of the layout {tensor.layout}"
+        if is_dense and WeightInfo.of(name, tensor) == expected and tensor.device.type == info.device:
+            return
+        found += f" on {tensor.device}"
+    raise PackageError(f"{info.path}: weights: {name}: got {found}, must be {expected} on {info.device}")
 
 
 # --- Does it fit? ---------------------------------------------------------------------------------------------------

@@ -1,8 +1,12 @@
 """The description that a package holds of itself, read without running or unpacking any of the package.
 
 A `.pt2` package is a zip archive without compression: machine code, weights, and a JSON file of texts, to which
-mglu_ops adds its own. torch's loader maps the machine code without comparing checksums. So `export` ends the file with
-a seal, a checksum of all bytes before it, which Python and C++ check first; C++ needs no zip reader for that.
+mglu_ops adds its own. torch's loader extracts every member and maps the machine code, without comparing checksums. So
+`export` ends the file with a seal, a checksum of all bytes before it. Python and C++ check the seal, the archive
+(`archive`) and the description, in this order, before torch gets the file.
+
+These checks find damage and mistakes, and keep what only reads a package (`read_info`) from harm. A package is code all
+the same: whoever writes one can write its seal too, and loading it runs what it holds.
 """
 
 from __future__ import annotations
@@ -10,27 +14,32 @@ from __future__ import annotations
 import json
 import os
 import re
-import zipfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from torch import Tensor
+
+from ..activations import ACTIVATIONS
+from ..checks import FLOATING
+from ..masks import MAX_MASKS
+from ..words import counted
+from . import description as rules
+from .archive import LONGEST_COMMENT, Member, PackageError, comment_position, opened, quoted, read_at, read_members
 
 KEY = "mglu_ops"
 """The name of mglu_ops's description among a package's texts."""
 
-FORMAT = 1
+FORMAT = 2
 
 _SEAL = "mglu_ops seal 1 torch={torch} device={device} adler32="
-_SEAL_AT_END = re.compile(rb"mglu_ops seal 1 torch=\S+ device=\S+ adler32=([0-9a-f]{8})\Z")
-_LONGEST_SEAL, _CHECKSUM_DIGITS = 256, 8
+_SEAL_AT_END = re.compile(rb"mglu_ops seal 1 torch=([!-~]+) device=([!-~]+) adler32=([0-9a-f]{8})\Z")
+_CHECKSUM_DIGITS = 8
 _CHUNK_BYTES = 1 << 24
-
-
-class PackageError(RuntimeError):
-    """A file is no package, is damaged, or does not fit this process; the message says which, and what to do."""
+_MOST_TEXT_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,24 @@ def _size(size: Any) -> str:
         return str(size)
     low, high = size
     return f"{low}.." if high is None else f"{low}..{high}"
+
+
+@dataclass(frozen=True)
+class WeightInfo:
+    """A tensor that the package takes from a weights file. Its code is compiled for these sizes and strides."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    strides: list[int]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape} with the strides {self.strides}"
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> WeightInfo:
+        """Describe a dense tensor."""
+        return cls(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(tensor.stride()))
 
 
 @dataclass(frozen=True)
@@ -78,8 +105,9 @@ class PackageInfo:
         embeds_weights: whether the tensors are in the package.
         inputs: the model's inputs, flattened.
         layers: the MGLU layers.
-        cpu: the machine and the vector instructions of the CPU that compiled it, by torch's names.
-        arch: the compute capability of the GPU that it was compiled for.
+        weights: the tensors that are in a weights file; none if the package embeds them.
+        cpu: the machine and the vector instructions of the CPU that compiled it, by torch's names; None if unknown.
+        arch: the compute capability of the GPU that it was compiled for; None for a CPU.
         multi_arch: whether it runs on later GPUs too.
         missed: layers that were recognised but not fused, each with the reason.
         format: the version of this description.
@@ -94,7 +122,8 @@ class PackageInfo:
     embeds_weights: bool
     inputs: list[InputInfo]
     layers: list[LayerInfo]
-    cpu: list[str] = field(default_factory=list)
+    weights: list[WeightInfo] = field(default_factory=list)
+    cpu: list[str] | None = None
     arch: list[int] | None = None
     multi_arch: bool = False
     missed: list[str] = field(default_factory=list)
@@ -111,15 +140,15 @@ class PackageInfo:
 
     @classmethod
     def from_json(cls, text: str, path: str) -> PackageInfo:
-        """Read the JSON of `texts`; anything else raises TypeError, ValueError, KeyError or AttributeError."""
-        values = json.loads(text)
-        if values["format"] != FORMAT:
-            raise ValueError(f"format {values['format']}, this version of mglu_ops reads {FORMAT}")
-        values["inputs"] = [InputInfo(**entry) for entry in values["inputs"]]
-        values["layers"] = [LayerInfo(**entry) for entry in values["layers"]]
-        if unknown := values.keys() - {item.name for item in fields(cls)}:
-            raise ValueError(f"unknown entries {sorted(unknown)}")
-        return cls(**{**values, "path": path})
+        """Read the JSON of `texts`; anything else raises a PackageError that names the field."""
+        values = rules.parse(text.encode(errors="surrogatepass"), _DESCRIPTION)
+        _RULE(_DESCRIPTION, values)
+        if values["device"] == "cuda" and values["arch"] is None:
+            raise PackageError(f"{_DESCRIPTION}: arch: got null, must be a list of 2 for the device cuda")
+        inputs = [InputInfo(**entry) for entry in values.pop("inputs")]
+        layers = [LayerInfo(**entry) for entry in values.pop("layers")]
+        weights = [WeightInfo(**entry) for entry in values.pop("weights")]
+        return cls(**values, inputs=inputs, layers=layers, weights=weights, path=path)
 
     def __str__(self) -> str:
         gpu = "" if self.arch is None else f" sm_{self.arch[0]}{self.arch[1]}{' and later' if self.multi_arch else ''}"
@@ -129,102 +158,142 @@ class PackageInfo:
             "nothing": "needs no operator library",
         }[self.calls]
         weights = "" if self.embeds_weights else ", weights in a file of their own"
-        lines = [f"{self.path}: {len(self.layers)} MGLU layers, backend {self.backend}, {self.device}{gpu}{weights}"]
+        layers = counted(len(self.layers), "MGLU layer")
+        lines = [f"{self.path}: {layers}, backend {self.backend}, {self.device}{gpu}{weights}"]
         lines += [f"  torch {self.torch}; {needs}", *(f"  input {entry}" for entry in self.inputs)]
         lines += [f"  not fused: {reason}" for reason in self.missed]
         return "\n".join(lines)
 
 
+_DESCRIPTION = "its description"
+
+_FLOATING = rules.one_of(*(str(dtype).removeprefix("torch.") for dtype in FLOATING))
+_INPUT = {"name": rules.text, "dtype": rules.text, "shape": rules.list_of(rules.size_or_range)}
+_LAYER = {
+    "n_masks": rules.integer(1, MAX_MASKS),
+    "out_features": rules.size,
+    "in_features": rules.size,
+    "dtype": _FLOATING,
+    "activation": rules.one_of(*ACTIVATIONS),
+    "route_dtype": rules.optional(_FLOATING),
+}
+_WEIGHT = {
+    "name": rules.text,
+    "dtype": rules.text,
+    "shape": rules.list_of(rules.size),
+    "strides": rules.list_of(rules.size),
+}
+_RULE = rules.entries(
+    {
+        "format": rules.equal(FORMAT, "export the model anew"),  # first, because another format has other entries
+        "torch": rules.text,
+        "mglu_ops": rules.text,
+        "device": rules.one_of("cpu", "cuda"),
+        "backend": rules.one_of("cpu", "cuda", "triton", "composite"),
+        "calls": rules.one_of("operator", "shim", "nothing"),
+        "embeds_weights": rules.boolean,
+        "inputs": rules.list_of(rules.entries(_INPUT)),
+        "layers": rules.list_of(rules.entries(_LAYER)),
+        "weights": rules.list_of(rules.entries(_WEIGHT)),
+        "cpu": rules.optional(rules.items(rules.text, rules.text)),
+        "arch": rules.optional(rules.items(rules.size, rules.size)),
+        "multi_arch": rules.boolean,
+        "missed": rules.list_of(rules.text),
+    },
+    prefix=": ",
+)
+"""What a description must be (`check_description` of csrc/library/package_description.cpp)."""
+
+
 def read_info(path: str | Path) -> PackageInfo:
-    """The description of a package, after its seal was checked.
+    """The description of a package, after its seal and its archive were checked. Runs nothing of it.
 
     Raises:
         FileNotFoundError: there is no such file.
-        PackageError: mglu_ops did not make it, or it is damaged.
+        PackageError: mglu_ops did not make it, it is damaged, or its archive or its description is not what `export`
+            writes; the message names the member or the field.
     """
-    with _archive(path) as archive:
-        texts = _texts(archive)
-    if KEY not in texts:
-        raise PackageError(f"{path} was not made by mglu_ops.export: it lacks its description; export the model anew")
-    _check_seal(path)
-    try:
-        return PackageInfo.from_json(texts[KEY], str(path))
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise PackageError(f"{path}: its description cannot be read: {error}") from error
+    with opened(path) as file:
+        sealed = _check_seal(file)
+        described = {text for text in map(partial(_described, file), read_members(file)) if text is not None}
+        if len(described) != 1:
+            raise PackageError("it holds two different descriptions" if described else "it lacks its description")
+        info = PackageInfo.from_json(described.pop(), str(path))
+        for name, stated, in_seal in zip(("torch", "device"), (info.torch, info.device), sealed, strict=True):
+            if stated != in_seal:
+                raise PackageError(
+                    f"{_DESCRIPTION}: {name}: got {quoted(stated)}, must be {quoted(in_seal)}, as in the seal"
+                )
+    return info
 
 
 def check_archive(path: str | Path) -> None:
-    """Compare every member of a file of `torch.save` with its checksum.
+    """Check a file of `torch.save`: its archive, and every member's checksum.
 
     Raises:
         FileNotFoundError: there is no such file.
-        PackageError: it is no zip archive, truncated or damaged.
+        PackageError: it is no zip archive of torch, it is truncated or damaged, or a member is compressed.
     """
-    with _archive(path) as archive:
-        damaged = archive.testzip()
-        compressed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
-    if damaged or compressed:
-        what = f"the checksum of {damaged} is wrong" if damaged else f"{compressed[0]} is compressed"
-        raise PackageError(f"{path} is damaged: {what}")
+    with opened(path) as file:
+        for member in read_members(file):
+            if _checksum(zlib.crc32, file, member.start, member.size) != member.crc32:
+                raise PackageError(f"it is damaged: the checksum of member {quoted(member.name)} is wrong")
 
 
-@contextmanager
-def _archive(path: str | Path) -> Iterator[zipfile.ZipFile]:
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"{path} is not a file")
-    try:
-        with zipfile.ZipFile(path) as archive:
-            yield archive
-    except Exception as error:  # zipfile raises errors of many types for damaged files
-        raise PackageError(f"{path} is no file of torch's, or a truncated or damaged one: {error}") from error
+def _described(file: BinaryIO, member: Member) -> str | None:
+    """The description in a member, or None if the member is none of the files with texts, or has no description.
+
+    The texts are torch's (`AOTI_DEVICE_KEY` and the like), and those of mglu_ops.
+    """
+    if not member.name.endswith(b"_metadata.json"):
+        return None
+    what = f"member {quoted(member.name)}"
+    if member.size > _MOST_TEXT_BYTES:
+        raise PackageError(f"{what} has {member.size} bytes, must have at most {_MOST_TEXT_BYTES}")
+    texts = rules.parse(read_at(file, member.start, member.size), what)
+    rules.object_of(rules.string)(what, texts)
+    return texts.get(KEY)
+
+
+# --- The seal -------------------------------------------------------------------------------------------------------
 
 
 def seal(path: str | Path, torch_version: str, device: str) -> None:
     """Write the seal of a package, as the archive's comment (csrc/library/package_check.cpp reads it too).
 
     Its last eight characters are the Adler-32 checksum (RFC 1950) of all bytes before them.
+
+    Raises:
+        PackageError: `read_info` refuses the package.
     """
-    comment = _SEAL.format(torch=torch_version, device=device).encode()
-    with zipfile.ZipFile(path, "a") as archive:
-        archive.comment = comment + b"0" * _CHECKSUM_DIGITS
-    checksum = _checksum_before_the_end(path)
-    with Path(path).open("r+b") as file:
-        file.seek(-_CHECKSUM_DIGITS, os.SEEK_END)
-        file.write(checksum)
+    comment = _SEAL.format(torch=torch_version, device=device).encode() + b"0" * _CHECKSUM_DIGITS
+    with opened(path, "r+b") as file:
+        read_members(file)
+        file.seek(comment_position(file))
+        file.write(len(comment).to_bytes(2, "little") + comment)
+        file.truncate()
+        unsealed = file.tell() - _CHECKSUM_DIGITS
+        checksum = _checksum(zlib.adler32, file, 0, unsealed)
+        file.seek(unsealed)
+        file.write(b"%08x" % checksum)
+    read_info(path)
 
 
-def _check_seal(path: str | Path) -> None:
-    with Path(path).open("rb") as file:
-        file.seek(-min(_LONGEST_SEAL, Path(path).stat().st_size), os.SEEK_END)
-        found = _SEAL_AT_END.search(file.read())
+def _check_seal(file: BinaryIO) -> tuple[str, str]:
+    """The version of torch and the device of the seal of a package, which is whole."""
+    size = file.seek(0, os.SEEK_END)
+    found = _SEAL_AT_END.search(read_at(file, max(0, size - LONGEST_COMMENT), LONGEST_COMMENT))
     if found is None:
-        raise PackageError(
-            f"{path} has no seal at its end: it is truncated, or was not made by this version of mglu_ops.export"
-        )
-    if found[1] != _checksum_before_the_end(path):
-        raise PackageError(f"{path} is damaged: its checksum is wrong")
+        raise PackageError("it has no seal at its end: it is truncated, or was not made by mglu_ops.export")
+    if int(found[3], 16) != _checksum(zlib.adler32, file, 0, size - _CHECKSUM_DIGITS):
+        raise PackageError("it is damaged: its checksum is wrong")
+    return found[1].decode(), found[2].decode()
 
 
-def _checksum_before_the_end(path: str | Path) -> bytes:
-    """The checksum of a package in hexadecimal digits, over all bytes but as many at the end."""
-    unread = Path(path).stat().st_size - _CHECKSUM_DIGITS
-    checksum = zlib.adler32(b"")
-    with Path(path).open("rb") as file:
-        while unread > 0:
-            chunk = file.read(min(unread, _CHUNK_BYTES))
-            checksum = zlib.adler32(chunk, checksum)
-            unread -= len(chunk)
-    return b"%08x" % checksum
-
-
-def _texts(archive: zipfile.ZipFile) -> dict[str, str]:
-    """The texts of the package's metadata file: torch's (`AOTI_DEVICE_KEY` and the like), and those of mglu_ops."""
-    found: dict[str, str] = {}
-    for name in archive.namelist():
-        if name.endswith("_metadata.json"):
-            try:
-                texts = json.loads(archive.read(name))
-            except ValueError:
-                continue  # another file of that name
-            found.update(texts if isinstance(texts, dict) else {})
-    return found
+def _checksum(update: Callable[..., int], file: BinaryIO, start: int, size: int) -> int:
+    """A checksum of zlib over `size` bytes of a file, which may be longer than memory."""
+    checksum = update(b"")
+    file.seek(start)
+    for first in range(0, size, _CHUNK_BYTES):
+        checksum = update(file.read(min(size - first, _CHUNK_BYTES)), checksum)
+    return checksum

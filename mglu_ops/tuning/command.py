@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
+from ..files import check_writable
+from ..words import counted
 
 if TYPE_CHECKING:
     from ..layer_call import LayerCall
@@ -24,7 +26,7 @@ def add_parser(subparsers: Any) -> None:
     """Add `tune` to the commands."""
     parser = subparsers.add_parser("tune", help="measure launches of the CUDA kernels", description=DESCRIPTION)
     parser.add_argument(
-        "--shapes", type=_shape, nargs="+", metavar="OUTxIN", help="of the weight, as 14336x4096; needed without --fit"
+        "--shapes", type=shape, nargs="+", metavar="OUTxIN", help="of the weight, as 14336x4096; needed without --fit"
     )
     parser.add_argument("--masks", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="default: 1 2 4 8")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1], metavar="N", help="rows of x (default: 1)")
@@ -52,7 +54,8 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def _shape(text: str) -> tuple[int, int]:
+def shape(text: str) -> tuple[int, int]:
+    """The sizes of a weight, `(out_features, in_features)`, from `OUTxIN`."""
     out_features, _, in_features = text.partition("x")
     if not (out_features.isdecimal() and in_features.isdecimal()):
         raise argparse.ArgumentTypeError(f"got {text!r}, must be OUTxIN, as 14336x4096")
@@ -61,6 +64,9 @@ def _shape(text: str) -> tuple[int, int]:
 
 def run(options: argparse.Namespace) -> int:
     """Measure and write; the exit code. Raises UserError for what the user can put right."""
+    for name, path in (("--out", options.out), ("--timings", options.timings)):
+        if path is not None:
+            check_writable(name, path)
     if options.fit:
         return _fit(options)
     import torch
@@ -73,8 +79,10 @@ def run(options: argparse.Namespace) -> int:
         raise UserError("needs a CUDA GPU, and torch sees none")
     if not options.shapes:
         raise UserError("--shapes is needed without --fit")
-    if not all(1 <= n_masks <= 16 for n_masks in options.masks) or min(options.tokens) < 1:
-        raise UserError("masks must be 1 to 16, tokens at least 1")
+    if not all(1 <= n_masks <= 16 for n_masks in options.masks):
+        raise UserError(f"--masks: got {' '.join(map(str, options.masks))}, must be 1 to 16")
+    if min(options.tokens) < 1:
+        raise UserError(f"--tokens: got {' '.join(map(str, options.tokens))}, must be at least 1")
     effort = Effort(options.steps, options.rounds)
     gpu, facts, entries = gpu_of(torch.cuda.current_device()), environment(), []
     for call in _calls(options):
@@ -89,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
             entries.append(entry)
         write(options.out, facts, entries)  # as far as it is known, should the rest not come
         torch.cuda.empty_cache()
-    print(f"{len(entries)} entries in {options.out}")
+    print(f"{counted(len(entries), 'entry', 'entries')} in {options.out}")
     return 0
 
 

@@ -23,6 +23,7 @@ from ..backends.cuda.device import Gpu
 from ..backends.cuda.kernels.tile_wgmma_choice import candidates
 from ..backends.cuda.kernels.tile_wgmma_costs import CostModel, ProductCosts
 from ..layer_call import LayerCall
+from ..words import counted
 
 SHAPES = ((4096, 1024), (4096, 4096), (8192, 2048), (9728, 2560), (11008, 4096), (14336, 4096))
 TOKENS = (16, 24, 32, 48, 64, 96, 128, 200, 256, 384, 512, 1024)
@@ -108,7 +109,8 @@ def _times(wanted: Mapping[LayerCall, list[TileWgmma]], gpu: Gpu, note: Callable
                 shape = call.n_masks, call.tokens, call.out_features, call.in_features
                 found.append(Timing(*shape, config, round(statistics.median(one_launch), 3)))
             del replays
-        note(f"{layer.n_masks} masks, {layer.out_features} x {layer.in_features}: {len(found)} timings so far")
+        timings = counted(len(found), "timing")
+        note(f"{counted(layer.n_masks, 'mask')}, {layer.out_features} x {layer.in_features}: {timings} so far")
         del layers
         torch.cuda.empty_cache()
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from benchmarks import decode, suites, timing
 from benchmarks.harness import Captured, Variant
 from benchmarks.layers import masks_of
 from benchmarks.records import read
-from benchmarks.timing import GraphTimer, interleaved, time_graphs
+from benchmarks.timing import GraphTimer, time_graphs, under_load
 
 
 class Clock:
@@ -83,12 +84,35 @@ def test_graphs_are_replayed_until_clocks_settle_and_timed_for_as_long(clock: Cl
     assert timer.graph.replays == before + rounds * 100  # type: ignore[attr-defined]
 
 
-def test_calls_take_turns() -> None:
-    order: list[str] = []
-    calls = {name: (lambda name=name: order.append(name)) for name in "ab"}
-    times = interleaved(calls, lambda call: [call(), 1.5][1], rounds=2)
-    assert order == ["a", "b", "a", "b"]
-    assert times == {"a": [1.5, 1.5], "b": [1.5, 1.5]}
+class Calls:
+    """Calls that take some seconds on a clock each, and what was called."""
+
+    def __init__(self, clock: Clock, **seconds: float) -> None:
+        self.clock, self.order = clock, ""
+        self.calls = {name: partial(self.call, name, one) for name, one in seconds.items()}
+
+    def call(self, name: str, seconds: float) -> None:
+        self.order += name
+        self.clock.seconds += seconds
+
+
+def test_calls_take_turns_under_their_own_load(clock: Clock) -> None:
+    calls = Calls(clock, a=0.01, b=0.1)
+    times = under_load(calls.calls, timing.gpu_microseconds, rounds=6, seconds=0.015)
+    assert times == {"a": pytest.approx([10_000.0] * 6), "b": pytest.approx([100_000.0] * 6)}
+    turns = {"a": "aa" + "aa", "b": "b" + "b"}  # load, and then as long under the clock
+    before = "aaa" + "bbb"  # from which the number of calls in a turn is known
+    assert calls.order.startswith(before)
+    rounds = calls.order.removeprefix(before).replace(turns["a"], "A").replace(turns["b"], "B")
+    assert len(rounds) == 12
+    assert {rounds[i : i + 2] for i in range(0, 12, 2)} == {"AB", "BA"}
+
+
+def test_long_rounds_under_load_are_fewer_but_not_too_few(clock: Clock) -> None:
+    calls = Calls(clock, a=1.0)
+    for rounds, most in ((25, timing.MIN_SETTLED_ROUNDS + 1), (3, 3)):
+        (times,) = under_load(calls.calls, timing.gpu_microseconds, rounds).values()
+        assert len(times) == most
 
 
 @pytest.mark.parametrize(("factor", "is_right"), [(1.0, True), (1.5, False), (float("nan"), False)])

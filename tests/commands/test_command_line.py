@@ -142,8 +142,14 @@ def not_a_module():
         (["report", "{folder}/nowhere.py:make"], "there is no file"),
         (["report", "{folder}/models.py:nothing"], "models.py has no function 'nothing'"),
         (["report", "{folder}/models.py:leaves"], "leaves failed: SystemExit: no weights here (models.py, line 9)"),
-        (["report", "{folder}/models.py:too_narrow"], "the model failed on its inputs: RuntimeError: mat1 and mat2"),
-        (["report", "{folder}/models.py:not_a_module"], "the model failed on its inputs: TypeError: 'str' object"),
+        (
+            ["report", "{folder}/models.py:too_narrow"],
+            "inputs: the model failed on float32 [2, 5]: RuntimeError: mat1 and mat2",
+        ),
+        (
+            ["report", "{folder}/models.py:not_a_module"],
+            "not_a_module: model: got str, must be a torch.nn.Module or a function",
+        ),
         (["report", "{folder}/raises.py:make"], "failed: KeyError: 'no_such_key' (raises.py, line 2)"),
         (["report", "{folder}/no_syntax.py:make"], "failed: SyntaxError"),
         (["bench", "no_such_suite"], "no suite is named no_such_suite"),

@@ -257,7 +257,10 @@ def rejected(*options: str) -> tuple[int, str]:
         (["--device", "abacus"], "--device: got 'abacus'"),
         (["--device", "meta"], "--device: got 'meta'"),
         (["--device", "cuda:99"], "--device: got 'cuda:99'"),
-        (["--json", "/no/such/folder/results.json"], "--json: /no/such/folder is not a directory"),
+        (
+            ["--json", "/no/such/folder/results.json"],
+            "--json: /no/such/folder/results.json cannot be written: No such file",
+        ),
         (["--text", "/no/such/file"], "--text: cannot read /no/such/file: No such file or directory"),
         (["--layer", "8192"], "got '8192', must be OUTxIN, for example 14336x4096"),
         (["--layer", "0x8"], "got '0x8', must be OUTxIN"),

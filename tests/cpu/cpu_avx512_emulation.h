@@ -23,7 +23,7 @@ using __mmask16 = std::uint16_t;
 using __mmask32 = std::uint32_t;
 using __mmask64 = std::uint64_t;
 
-enum { _CMP_LT_OQ = 17 };
+enum { _CMP_LT_OQ = 17, _CMP_NGE_UQ = 25 };
 
 template <class To, class From>
 To loaded_(const From* p) {
@@ -158,9 +158,12 @@ inline __m512d _mm512_fmadd_pd(__m512d a, __m512d b, __m512d c) {
 }
 
 // Masks.
-inline __mmask16 _mm512_cmp_ps_mask(__m512 a, __m512 b, int) {
+inline __mmask16 _mm512_cmp_ps_mask(__m512 a, __m512 b, int predicate) {
     unsigned mask = 0;
-    for (int i = 0; i < 16; ++i) mask |= (a.lane[i] < b.lane[i] ? 1u : 0u) << i;
+    for (int i = 0; i < 16; ++i) {
+        const bool is_set = predicate == _CMP_LT_OQ ? a.lane[i] < b.lane[i] : !(a.lane[i] >= b.lane[i]);
+        mask |= (is_set ? 1u : 0u) << i;
+    }
     return static_cast<__mmask16>(mask);
 }
 inline __m512 _mm512_mask_blend_ps(__mmask16 mask, __m512 a, __m512 b) {

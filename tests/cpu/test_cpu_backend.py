@@ -1,8 +1,8 @@
-"""The CPU kernels by instruction set, against the oracle and the naive layer; their build, its cache, its absence.
+"""The CPU kernels by instruction set, against the oracle and the naive layer; the absence of a compiler.
 
 What holds for any backend is in test_ops.py, which runs these kernels too; what is for bfloat16 alone is in
-test_cpu_bfloat16.py. `test_sanitizers` runs all, those for AVX-512 and AMX with emulated intrinsics too, in a program
-of their own (cpu_driver.cpp).
+test_cpu_bfloat16.py, and the build in test_build_cache.py. `test_sanitizers` runs all, those for AVX-512 and AMX with
+emulated intrinsics too, in a program of their own (cpu_driver.cpp).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import stat
 import subprocess
 import sys
 import textwrap
@@ -206,7 +205,7 @@ def test_an_instruction_set_is_refused_where_it_is_not_for_the_type():
         run(layer, "amx")
 
 
-# --- The build ----------------------------------------------------------------------------------------------------
+# --- The choice of the backend ------------------------------------------------------------------------------------
 
 
 def in_new_process(code: str, **environment: str) -> str:
@@ -215,13 +214,6 @@ def in_new_process(code: str, **environment: str) -> str:
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, timeout=300)
     assert process.returncode == 0, process.stderr
     return process.stdout
-
-
-def fake_compiler(folder: Path, body: str) -> Path:
-    path = folder / "fake-c++"
-    path.write_text(f"#!{sys.executable}\nimport shutil, sys\n{body}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return path
 
 
 def test_without_a_compiler_composite_runs_and_says_so_once(tmp_path):
@@ -250,52 +242,6 @@ def test_without_a_compiler_composite_runs_and_says_so_once(tmp_path):
     assert "no C++ compiler" in out
     assert "CXX=no-such-compiler" in out
     assert out.endswith("True\n")
-
-
-def test_a_refused_build_shows_the_compilers_log(tmp_path, monkeypatch):
-    monkeypatch.setenv("MGLU_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, "sys.exit('line 7: what is this?')")))
-    with pytest.raises(build.BuildError, match=r"(?s)refused the CPU kernels.*line 7: what is this\?"):
-        build.library_path()
-    assert not list((tmp_path / "cache").iterdir())
-
-
-def test_builds_at_once_give_one_whole_file(tmp_path, monkeypatch):
-    """Threads stand for processes. A second use finds the file without running the compiler."""
-    real = build.library_path()
-    log = tmp_path / "log"
-    body = f"open({str(log)!r}, 'a').write('x'); shutil.copy({str(real)!r}, sys.argv[sys.argv.index('-o') + 1])"
-    monkeypatch.setenv("MGLU_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("CXX", f"{fake_compiler(tmp_path, body)} --an-option")
-    with ThreadPoolExecutor(4) as pool:
-        paths = set(pool.map(lambda _: build.library_path(), range(4)))
-    assert list((tmp_path / "cache").iterdir()) == list(paths)
-    assert paths.pop().read_bytes() == real.read_bytes()
-    runs = log.read_text()
-    build.library_path()
-    assert log.read_text() == runs
-
-
-def test_another_compiler_or_option_is_another_file(tmp_path, monkeypatch):
-    monkeypatch.setenv("MGLU_CACHE_DIR", str(tmp_path))
-    keys = set()
-    for name, option in (("one", ""), ("two", ""), ("two", " -O1")):
-        (tmp_path / name).mkdir(exist_ok=True)
-        path = tmp_path / name / "fake-c++"
-        if not path.exists():
-            fake_compiler(tmp_path / name, f"# {name} is a compiler")
-        monkeypatch.setenv("CXX", f"{path}{option}")
-        keys.add(build._key(build.find_compiler()))
-    assert len(keys) == 3
-
-
-def test_a_cache_that_cannot_be_written_is_only_slower(tmp_path, monkeypatch):
-    real = build.library_path()
-    (tmp_path / "file").write_text("not a folder")
-    monkeypatch.setenv("MGLU_CACHE_DIR", str(tmp_path / "file"))
-    copy = f"shutil.copy({str(real)!r}, sys.argv[sys.argv.index('-o') + 1])"
-    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, copy)))
-    assert build.library_path().read_bytes() == real.read_bytes()
 
 
 def test_the_choice_and_its_override(monkeypatch):
@@ -330,7 +276,7 @@ def test_sanitizers(tmp_path, emulated):
     else:
         flags += ["-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     probe = subprocess.run(
-        [*compiler.command, *flags, "-x", "c++", "-", "-o", str(tmp_path / "probe")],
+        [*compiler, *flags, "-x", "c++", "-", "-o", str(tmp_path / "probe")],
         input="int main() { return 0; }",
         capture_output=True,
         text=True,
@@ -340,14 +286,13 @@ def test_sanitizers(tmp_path, emulated):
     sources = [TESTS / "cpu_driver.cpp", *build.source_directory().glob("*.cpp")]
     with ThreadPoolExecutor(2) as pool:
         commands = [
-            [*compiler.command, *flags, "-c", str(source), "-o", str(tmp_path / f"{source.stem}.o")]
-            for source in sources
+            [*compiler, *flags, "-c", str(source), "-o", str(tmp_path / f"{source.stem}.o")] for source in sources
         ]
         for result in pool.map(lambda command: subprocess.run(command, capture_output=True, text=True), commands):
             assert result.returncode == 0, result.stderr
     program = tmp_path / "driver"
     objects = [str(tmp_path / f"{source.stem}.o") for source in sources]
-    subprocess.run([*compiler.command, *flags, *objects, "-o", str(program)], check=True)
+    subprocess.run([*compiler, *flags, *objects, "-o", str(program)], check=True)
     result = subprocess.run([str(program)], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "ran portable: 0 mistakes" in result.stdout

@@ -17,6 +17,7 @@ from budgets import BUDGET, NAIVE_FACTOR, assert_matches, relative_error
 from cpu_calls import oracle, run
 from hypothesis import given
 from hypothesis import strategies as st
+from outliers import TOKENS, assert_loses_no_more_than_naive, layer_of_large_gates, outlier_layers
 from strategies import make_layer
 
 import mglu_ops
@@ -40,12 +41,12 @@ def kernels() -> library.Library:
     assert isinstance(loaded, library.Library), loaded
     if all(loaded.supports(isa, torch.bfloat16) for isa in ISAS):
         return loaded
-    version = hashlib.sha256(EMULATION.read_bytes()).hexdigest()[:16]  # the cache's key is the compiler's command
+    version = hashlib.sha256(EMULATION.read_bytes()).hexdigest()[:16]  # the options are part of the cache's key
     options = (f'-DMGLU_EMULATE_AVX512="{EMULATION.name}"', f"-DMGLU_EMULATION={version}", f"-I{EMULATION.parent}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "FLAGS", tuple("-O1" if flag == "-O2" else flag for flag in build.FLAGS))
-        patch.setenv("CXX", shlex.join((*build.find_compiler().command, *options)))
-        return library.Library(build.library_path())
+        patch.setenv("CXX", shlex.join((*build.find_compiler(), *options)))
+        return build.load_library(library.Library)
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +106,20 @@ def test_every_layout_agrees_with_the_oracle(data):
     limit = BUDGET[torch.bfloat16] * routes * total * (total + 1) + torch.finfo(torch.bfloat16).tiny
     for isa in ISAS:
         assert ((run(layer, isa).double() - oracle(layer)).abs() <= limit).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_value_is_not_lost_beside_a_large_gate(isa):
+    for tokens in TOKENS:
+        for n_masks in (1, 2, 4, 9):
+            layer = layer_of_large_gates(torch.bfloat16, tokens, n_masks)
+            assert_loses_no_more_than_naive(run(layer, isa), layer, what=f"{tokens=} {n_masks=}")
+
+
+@given(outlier_layers(torch.bfloat16, in_features=(16, 67, 256)))
+def test_outliers(layer):
+    for isa in ISAS:
+        assert_loses_no_more_than_naive(run(layer, isa), layer, what=isa)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

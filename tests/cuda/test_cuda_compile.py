@@ -9,19 +9,22 @@ import importlib
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import quick_only_for
+from families import quick_only_for, sample
 
+from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends.cuda import DecodeMma, LaunchConfig, TileWgmma
 from mglu_ops.backends.cuda.choice import without_tables
 from mglu_ops.backends.cuda.compiler import source_directory
 from mglu_ops.backends.cuda.device import KNOWN_GPUS, RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
-from mglu_ops.backends.cuda.kernels import permute_x
+from mglu_ops.backends.cuda.kernels import backward_gemm, permute_x, training_steps
+from mglu_ops.backends.cuda.kernels.tile_wgmma_training import training_choice
 from mglu_ops.layer_call import LayerCall
 
 ARCHITECTURES = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
@@ -164,6 +167,29 @@ def test_tile_wgmma_compiles_for_masks_without_a_tensor_map(tokens: int, tmp_pat
     _check(call, HOPPER, config, tmp_path)
 
 
+@pytest.mark.parametrize("routed", quick_only_for([False], [False, True]))
+@pytest.mark.parametrize("shape", quick_only_for([(8192, 2048)], [(8192, 2048), (14336, 4096)]))
+@pytest.mark.parametrize("tokens", quick_only_for([8192], [128, 2048, 8192]))
+@pytest.mark.parametrize("n_masks", quick_only_for([1, 4, 11, 16], range(1, 17)))
+def test_tiles_of_training_compile_without_spills(
+    n_masks: int, tokens: int, shape: tuple[int, int], routed: bool, tmp_path: Path
+) -> None:
+    dtype, route = (torch.bfloat16, torch.float16)[n_masks % 2], torch.float32 if routed else None
+    call = LayerCall.contiguous(torch.device("cuda"), dtype, n_masks, tokens, *shape, route_dtype=route)
+    config = training_choice(call, HOPPER)
+    assert config is not None
+    _check(call, HOPPER, config, tmp_path)
+
+
+@pytest.mark.parametrize("activation", sample(sorted(set(ACTIVATIONS) - {"silu"}), every=3))
+@pytest.mark.parametrize("n_masks", [1, 8])
+def test_tiles_of_training_compile_with_every_activation(n_masks: int, activation: str, tmp_path: Path) -> None:
+    call = LayerCall.contiguous(torch.device("cuda"), torch.bfloat16, n_masks, 8192, 8192, 2048, activation)
+    config = training_choice(call, HOPPER)
+    assert config is not None
+    _check(call, HOPPER, config, tmp_path)
+
+
 @pytest.mark.parametrize("n_masks", range(1, 17))
 def test_tiles_cover_all_rows_and_tokens(n_masks: int) -> None:
     for tokens, out_features in ((9, 64), (17, 100), (64, 14336), (1000, 8192), (8192, 8192)):
@@ -188,6 +214,66 @@ def test_plain_compiles_without_spills(arch: tuple[int, int], dtype: torch.dtype
         config = launch_of(call, KNOWN_GPUS[arch])
         assert config.kernel == "plain"
         _check(call, KNOWN_GPUS[arch], config, tmp_path)
+
+
+def _training_step_variants(
+    n_masks: int, dtype: torch.dtype, activation: str, vector: bool
+) -> Iterator[tuple[str, dict[str, int]]]:
+    """The kernels of a training step, and the macros of their variants with the most to do."""
+    steps, wide = training_steps, torch.float32
+    yield "flip_signs", steps.flip_signs_macros(n_masks, True, vector)
+    yield "scale", steps.scale_macros(dtype, n_masks + 1, vector)
+    for dtypes in ((dtype, dtype), (dtype, wide), (wide, wide), (None, wide)):
+        yield "weight_gradients", steps.weight_gradients_macros(dtype, wide, n_masks, *dtypes, vector)
+    yield "route_gradients", steps.route_gradients_macros(dtype, n_masks, wide, vector)
+    for route_dtype in (None, wide):
+        yield "partials", steps.partials_macros(dtype, wide, n_masks, activation, route_dtype, vector)
+
+
+@pytest.mark.parametrize("vector", [True, False])
+@pytest.mark.parametrize(
+    ("arch", "n_masks", "dtype", "activation"),
+    [
+        pytest.param(arch, *variant, marks=() if arch == (9, 0) and variant[0] == 4 else pytest.mark.long)
+        for arch in (*ARCHITECTURES, (8, 6))
+        for variant in (
+            (1, torch.bfloat16, "gelu"),
+            (2, torch.float16, "silu"),
+            (4, torch.bfloat16, "silu"),
+            (7, torch.float16, "gelu_tanh"),
+            (9, torch.bfloat16, "tanh"),
+            (16, torch.float16, "gelu"),
+        )
+    ],
+)
+def test_training_steps_compile_without_spills(
+    arch: tuple[int, int], n_masks: int, dtype: torch.dtype, activation: str, vector: bool, tmp_path: Path
+) -> None:
+    for kernel, macros in _training_step_variants(n_masks, dtype, activation, vector):
+        log = _compile(kernel, f"sm_{arch[0]}{arch[1]}", macros, tmp_path)
+        registers = re.search(r"Used (\d+) registers", log)
+        assert registers is not None, log
+        spilled = re.search(r"(\d+) bytes spill stores", log)
+        assert spilled is not None, log
+        allowed = 4 if kernel == "weight_gradients" and arch >= (10, 0) else 0  # with 7 masks
+        assert int(spilled[1]) <= allowed, f"{kernel} {macros}: {log}"
+        blocks = 3 if vector else 2  # at least, on an SM
+        assert int(registers[1]) * 256 * blocks <= REGISTERS_PER_SM, f"{kernel} {macros}: {log}"
+
+
+@pytest.mark.parametrize(
+    "n_products", [pytest.param(n, marks=() if n in (1, 5) else pytest.mark.long) for n in range(1, 18)]
+)
+@pytest.mark.parametrize("is_input_gradient", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gemms_of_backward_compile_without_spills(
+    dtype: torch.dtype, is_input_gradient: bool, n_products: int, tmp_path: Path
+) -> None:
+    wide = n_products == 1 and not is_input_gradient
+    macros = backward_gemm.macros(dtype, n_products, is_input_gradient=is_input_gradient, wide=wide)
+    log = _compile(backward_gemm.NAME, "sm_90a", macros, tmp_path)
+    assert "0 bytes stack frame, 0 bytes spill stores" in log, log
+    assert backward_gemm.shared_bytes() + RESERVED_SHARED_BYTES_PER_BLOCK <= HOPPER.shared_bytes_per_sm
 
 
 @pytest.mark.parametrize("n_masks", range(1, 17))

@@ -26,6 +26,7 @@ class OnGpu:
     """A CPU tensor that says it is on a GPU. An `offset` moves its address off multiples of 16 bytes."""
 
     is_cuda, is_cpu = True, False
+    __class__ = torch.Tensor  # isinstance, by which the checks know a tensor, asks for this
 
     def __init__(self, tensor: torch.Tensor, offset: int = 0, device: str = "cuda:0") -> None:
         self.tensor = tensor
@@ -59,7 +60,7 @@ def layer(
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     set_gpu(monkeypatch, (9, 0))
-    monkeypatch.setattr(cuda, "_has_cuda_core", lambda: True)
+    monkeypatch.setattr(cuda, "has_cuda_core", lambda: True)
     monkeypatch.setattr(launch_tables, "_all_tables", dict)
     yield
     mglu_ops.set_batch_invariant_mode(False)
@@ -82,6 +83,19 @@ def test_explain_names_the_kernel_its_launch_and_where_that_comes_from() -> None
     assert (choice.kernel, choice.is_fallback) == ("plain", False)  # there is no other in float32
     choice = mglu_ops.explain(*layer(100, dtype=torch.float32))
     assert (choice.backend, choice.kernel) == ("composite", None)
+
+
+def test_without_a_compiler_the_kernels_in_the_cache_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "has_cuda_core", lambda: False)
+    monkeypatch.setattr(cuda, "is_cached", lambda kernel, arch, macros: (kernel, arch) != ("decode_mma", "sm_90"))
+    assert mglu_ops.explain(*layer(64)).kernel == "tile_wgmma"
+    reason = "cuda-core is not installed (pip install cuda-core), and the cache does not hold the kernel"
+    assert BACKENDS["cuda"].unsupported_reason(LayerCall.of(*layer(1), "silu", None)) == reason
+    assert BACKENDS["cuda"].supports(LayerCall.of(*layer(0), "silu", None))
+    masks: Any = OnGpu(torch.empty(4, 64, 64, dtype=torch.bool))
+    assert BACKENDS["cuda"].can_pack(masks)
+    monkeypatch.setattr(cuda, "is_cached", lambda *_: False)
+    assert not BACKENDS["cuda"].can_pack(masks)
 
 
 def test_explain_reads_tables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +188,7 @@ def test_in_the_mode_what_cannot_be_invariant_is_refused(monkeypatch: pytest.Mon
     with mglu_ops.set_batch_invariant_mode():
         with torch.no_grad(), pytest.raises(RuntimeError, match=r"set_batch_invariant_mode.*x is on cpu"):
             torch.ops.mglu.forward(x, weight, packed)
-        with pytest.raises(RuntimeError, match=r"set_batch_invariant_mode.*training runs on library GEMMs"):
+        with pytest.raises(RuntimeError, match=r"set_batch_invariant_mode.*cannot run this: training"):
             torch.ops.mglu.forward(x, weight, packed)
         with pytest.raises(RuntimeError, match=r"the backend 'composite' was asked for"):
             dispatch.forward(x, weight, packed, "silu", None, backend="composite")

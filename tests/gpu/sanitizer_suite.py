@@ -17,9 +17,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import torch
 from backend_calls import launch_of, run_on
 from budgets import assert_matches
+from training_checks import NAMES, Layer
 
 from mglu_ops.backends import BACKENDS, reference
 from mglu_ops.backends.cuda import DecodeMma, LaunchConfig
+from mglu_ops.backends.cuda.kernels import backward_gemm
+from mglu_ops.layer_call import LayerCall
 from mglu_ops.masks import pack
 
 Shape = tuple[int, int, int, int]
@@ -74,12 +77,53 @@ def run_packing() -> None:
             assert torch.equal(BACKENDS["cuda"].pack(source.cuda()).cpu(), pack(masks)), (dtype, shape)
 
 
+LIBRARY_STEPS = ((torch.bfloat16, (9, 40, 72, 4)), (torch.float16, (5, 33, 41, 3)))
+TILED_STEPS = (
+    (torch.bfloat16, (70, 136, 264, 4)),
+    (torch.float16, (40, 72, 136, 1)),
+    (torch.bfloat16, (33, 64, 72, 6)),
+)
+
+
+def run_training(cases: Sequence[tuple[torch.dtype, Shape]]) -> None:
+    """Run forward and backward with all gradients, with route weights and without.
+
+    TILED_STEPS take `tile_wgmma` and `backward_gemm` on compute capability 9.0, whatever is faster for their sizes.
+    """
+    backward_gemm.fills = lambda *sizes: cases is TILED_STEPS
+    for dtype, (tokens, d, h, n_masks) in cases:
+        for route_dtype in (None, torch.float32):
+            layer = Layer.random("cpu", dtype, (tokens,), d, h, n_masks, route_dtype=route_dtype)
+            exact = layer.in_plain_torch(torch.float64)
+            tensors = (layer.x, layer.weight, pack(layer.logits > 0), layer.grad_output, layer.route_weights)
+            x, weight, packed, grad_output, routes = (None if t is None else t.cuda() for t in tensors)
+            call = LayerCall.of(x, weight, packed, "silu", routes)  # type: ignore[arg-type]
+            y, partials = BACKENDS["cuda"].forward_train(call, x, weight, packed, routes)  # type: ignore[arg-type]
+            grads = BACKENDS["cuda"].backward(
+                call,
+                grad_output,
+                x,
+                weight,
+                packed,
+                partials,
+                (True, True),
+                dtype,
+                route_dtype,  # type: ignore[arg-type]
+            )
+            for name, found in zip(("y", *NAMES), (y, *grads), strict=True):
+                if name in exact:
+                    assert_matches(found.cpu(), exact[name], dtype, f"{name} of {call}")
+
+
 def main(kernels: Sequence[str]) -> None:
     """Run everything, or only the calls that take one of `kernels`; packing goes with the plain kernel."""
     torch.manual_seed(0)
     calls = sum(run(*case, route=index % 3 == 0, kernels=kernels) for index, case in enumerate(CASES))
     if not kernels or "plain" in kernels:
         run_packing()
+        run_training(LIBRARY_STEPS)
+    if not kernels or "tile_wgmma" in kernels:
+        run_training(TILED_STEPS)
     assert calls >= 3
     print(f"{calls} calls: correct")
 

@@ -47,6 +47,16 @@ def test_packing_is_that_of_the_cpu(shape: tuple[int, int, int], dtype: torch.dt
     assert torch.equal(torch.ops.mglu.unpack_masks(torch.ops.mglu.pack_masks(masks), shape[2]), host.cuda() > 0)
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "offset", "rows apart"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_any_byte_of_a_bool_but_0_is_true(shape: tuple[int, int, int], layout: str) -> None:
+    octets = torch.randint(0, 256, shape, dtype=torch.uint8)
+    octets[torch.rand(shape) < 0.4] = 0
+    viewed = laid_out(octets.cuda(), layout).view(torch.bool)
+    assert BACKENDS["cuda"].can_pack(viewed)
+    assert torch.equal(torch.ops.mglu.pack_masks(viewed).cpu(), torch.ops.mglu.pack_masks(octets != 0))
+
+
 @pytest.mark.parametrize("shape", [(2, 0, 9), (2, 3, 0), (1, 0, 0)])
 def test_empty_masks(shape: tuple[int, int, int]) -> None:
     packed = torch.ops.mglu.pack_logits(torch.zeros(shape, device="cuda"))

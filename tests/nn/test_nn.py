@@ -415,6 +415,12 @@ def test_bad_arguments_are_named(kind, wrong, message):
         (lambda: SwiMGLU(0, 8), "hidden: got 0"),
         (lambda: SwiMGLU(8, -1), "intermediate: got -1"),
         (lambda: MGLUFeedForward(8, 8, n_masks=99), "n_masks: got 99"),
+        (
+            lambda: SwiMGLU(8, 8, activation="swish"),
+            "activation: got 'swish', must be 'silu' or left out for SwiMGLU; MGLUFeedForward takes any",
+        ),
+        (lambda: GeMGLU(8, 8, activation="silu"), "activation: got 'silu', must be 'gelu' or left out for GeMGLU"),
+        (lambda: ReMGLU(8, 8, activation=F.relu), "activation: got <.*>, must be 'relu' or left out for ReMGLU"),
         (lambda: GLU(0, 8), "in_features: got 0"),
         (lambda: GLU(8, 8, "nope"), "activation: got 'nope'"),
         (lambda: LU(8, 0), "out_features: got 0"),
@@ -432,6 +438,17 @@ def test_bad_input_is_named():
         layer(torch.randn(2, 9))
     with pytest.raises(TypeError, match=r"x: got dtype torch\.int64"):
         layer(torch.ones(2, 8, dtype=torch.int64))
+    for kind in (MGLU(8, 4), MGLU(8, 4, learnable_masks=False), MGLU(8, 4, n_masks=2, top_k=1), SwiMGLU(8, 4)):
+        for wrong, name in ((None, "None"), ([[1.0] * 8], "list")):
+            with pytest.raises(TypeError, match=f"^x: got {name}, must be a tensor$"):
+                kind(wrong)
+    with pytest.raises(ValueError, match=r"x: got shape \[2, 9\], must be \[\.\.\., in_features\] = \[\.\.\., 8\]"):
+        MGLU(8, 4, n_masks=2, top_k=1)(torch.randn(2, 9))
+
+
+@pytest.mark.parametrize(("kind", "activation"), [(SwiMGLU, "silu"), (GeMGLU, "gelu"), (ReMGLU, "relu")])
+def test_a_block_takes_the_activation_of_its_name(kind, activation):
+    assert kind(8, 8, activation=activation).mglu.activation == activation
 
 
 def test_budgets_have_every_dtype():

@@ -13,6 +13,9 @@ from strategies import make_layer
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import mglu_ops
+from mglu_ops import dispatch
+
 mglu = torch.ops.mglu
 LAYER_OPS = ("forward", "forward_ste", "forward_train", "backward")
 
@@ -22,6 +25,8 @@ def good(op: str) -> dict[str, object]:
     layer = make_layer(routed=True)
     if op == "pack_masks":
         return {"masks": layer.masks}
+    if op == "pack_logits":
+        return {"mask_logits": layer.logits}
     if op == "unpack_masks":
         return {"packed_masks": layer.packed_masks, "in_features": 24}
     args = {"x": layer.x, "weight": layer.weight, "packed_masks": layer.packed_masks}
@@ -30,9 +35,8 @@ def good(op: str) -> dict[str, object]:
         args["mask_logits"] = layer.logits
         del args["packed_masks"]
     if op == "backward":
-        saved = torch.zeros(3, 5, 10)
-        args = {"grad_output": torch.ones(5, 10), **args, "gates": saved, "values": saved.clone()}
-        tail |= {"needs": (True, True, True), "logits_dtype": None}
+        args = {"grad_output": torch.ones(5, 10), **args, "partials": torch.zeros(5, 7, 10)}
+        tail = {"needs": (True, True), "logits_dtype": None, "route_dtype": torch.float32}
     return args | tail
 
 
@@ -41,7 +45,7 @@ X, W, L, R = torch.zeros(5, 24), torch.zeros(10, 24), torch.zeros(3, 10, 24), to
 P = torch.zeros(10, 3, 3, dtype=torch.uint8)
 
 _FLOATS = "must be float16, bfloat16, float32 or float64"
-_LAYER_CASES = [
+_X_AND_W_CASES = [
     ("x", X.long(), TypeError, rf"x: got dtype torch.int64, {_FLOATS}"),
     ("x", X.bool(), TypeError, rf"x: got dtype torch.bool, {_FLOATS}"),
     ("x", X.to(torch.complex64), TypeError, rf"x: got dtype torch.complex64, {_FLOATS}"),
@@ -55,6 +59,9 @@ _LAYER_CASES = [
     ("weight", W[None], ValueError, r"weight: got shape \[1, 10, 24\], must be \[out_features, in_features\]"),
     ("weight", W.T, ValueError, r"x: got last size 24 .* must be weight's in_features 10"),
     ("weight", W.to("meta"), ValueError, r"weight: got device meta, must be x's device cpu"),
+]
+_LAYER_CASES = [
+    *_X_AND_W_CASES,
     ("activation", "swish", ValueError, r"activation: got 'swish', must be one of silu, gelu, gelu_tanh, relu, "),
     ("activation", "", ValueError, r"activation: got '', must be one of"),
     ("activation", "SiLU", ValueError, r"activation: got 'SiLU', must be one of"),
@@ -105,18 +112,22 @@ _MASKS_CASES = [
 _BACKWARD_CASES = [
     ("grad_output", torch.ones(5, 9), ValueError, r"grad_output: got shape \[5, 9\], must be \[5, 10\]"),
     ("grad_output", torch.ones(5, 10).half(), TypeError, r"grad_output: got dtype torch.float16, must be x's dtype"),
-    ("gates", torch.ones(5, 10), ValueError, r"gates: got shape \[5, 10\], must be \[3, 5, 10\]"),
-    ("values", torch.ones(2, 5, 10), ValueError, r"values: got shape \[2, 5, 10\], must be \[3, 5, 10\]"),
-    ("values", torch.ones(3, 5, 10).double(), TypeError, r"values: got dtype torch.float64, must be x's dtype"),
-    ("gates", torch.ones(3, 5, 10, device="meta"), ValueError, r"gates: got device meta, must be x's device cpu"),
+    ("grad_output", torch.ones(10), ValueError, r"grad_output: got shape \[10\], must be \[5, 10\]"),
+    ("partials", torch.ones(5, 10), ValueError, r"partials: got shape \[5, 10\], must be \[5, 7, 10\]"),
+    ("partials", torch.ones(7, 5, 10), ValueError, r"partials: got shape \[7, 5, 10\], must be \[5, 7, 10\]"),
+    ("partials", torch.ones(5, 4, 10), ValueError, r"partials: got shape \[5, 4, 10\], must be \[5, 7, 10\]"),
+    ("partials", torch.ones(5, 7, 10).double(), TypeError, r"partials: got dtype torch.float64, must be x's dtype"),
+    ("partials", torch.ones(5, 7, 10, device="meta"), ValueError, r"partials: got device meta, must be x's device"),
+    ("logits_dtype", torch.int64, TypeError, rf"logits_dtype: got torch.int64, {_FLOATS}, or None"),
+    ("route_dtype", torch.bool, TypeError, rf"route_dtype: got torch.bool, {_FLOATS}, or None"),
 ]
 _CASES_BY_OP = {
     "pack_masks": _MASKS_CASES,
-    "unpack_masks": _PACKED_CASES,
+    "unpack_masks": [*_PACKED_CASES, ("in_features", -1, ValueError, "in_features: got -1, must be at least 0")],
     "forward": _LAYER_CASES + _PACKED_CASES + _ROWS_CASES,
     "forward_ste": _LAYER_CASES + _LOGITS_CASES,
     "forward_train": _LAYER_CASES + _PACKED_CASES + _ROWS_CASES,
-    "backward": _LAYER_CASES + _PACKED_CASES + _ROWS_CASES + _BACKWARD_CASES,
+    "backward": _X_AND_W_CASES + _PACKED_CASES + _ROWS_CASES + _BACKWARD_CASES,
 }
 CASES = [(op, *case) for op, cases in _CASES_BY_OP.items() for case in cases]
 IDS = [f"{op}-{name}-{index}" for index, (op, name, *_) in enumerate(CASES)]
@@ -208,6 +219,96 @@ def test_none_instead_of_a_tensor_is_refused(op):
                 run(op, **{name: None})
 
 
+def tensors_of(op: str) -> list[str]:
+    return [name for name, value in good(op).items() if isinstance(value, Tensor)]
+
+
+OPS = ["pack_masks", "unpack_masks", "pack_logits", *LAYER_OPS]
+each_tensor = pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS for name in tensors_of(op)])
+
+
+def _other_layouts(op: str, name: str) -> list[str]:
+    """The layouts other than dense that torch can give an argument."""
+    tensor = good(op)[name]
+    return [
+        "sparse_coo",
+        "nested",
+        *(["sparse_csr"] if tensor.dim() == 2 else []),
+        *(["mkldnn"] if tensor.is_floating_point() else []),
+    ]
+
+
+def in_layout(tensor: Tensor, layout: str) -> Tensor:
+    if layout == "nested":
+        return torch.nested.nested_tensor([tensor[0], tensor[0]])
+    return {"sparse_coo": tensor.to_sparse, "sparse_csr": tensor.to_sparse_csr, "mkldnn": tensor.to_mkldnn}[layout]()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns of its own sparse and nested tensors
+@pytest.mark.parametrize(
+    ("op", "name", "layout"),
+    [(op, name, layout) for op in OPS for name in tensors_of(op) for layout in _other_layouts(op, name)],
+)
+def test_tensors_of_another_layout_are_refused(op: str, name: str, layout: str) -> None:
+    message = rf"^{name}: got a tensor of layout {layout}, must be a dense tensor \(torch\.strided\)"
+    for trained in (None, "x", "weight"):
+        args = good(op)
+        if trained in args and trained != name:
+            args[trained] = args[trained].requires_grad_()
+        args[name] = in_layout(args[name], layout)
+        with pytest.raises(TypeError, match=message):
+            getattr(mglu, op)(**args)
+    assert_good_call_works(op)
+
+
+@each_tensor
+@pytest.mark.parametrize("known", [False, True])
+def test_a_tensor_whose_storage_was_freed_is_refused(op: str, name: str, known: bool) -> None:
+    """FSDP frees storages so. A call like an earlier one takes a shorter way, which must refuse it too."""
+    args = good(op)
+    if known:
+        getattr(mglu, op)(**args)
+    args[name] = args[name].clone()
+    args[name].untyped_storage().resize_(0)
+    message = (
+        rf"^{name}: got a tensor of shape \[.*\] whose storage has 0 bytes, must have \d+; the storage was resized"
+    )
+    with pytest.raises(ValueError, match=message):
+        getattr(mglu, op)(**args)
+    assert_good_call_works(op)
+
+
+@each_tensor
+def test_a_tensor_whose_storage_was_shrunk_is_refused(op: str, name: str) -> None:
+    """In the first call of its kind: a call like an earlier one is checked for freed storages only."""
+    dispatch._prepared.clear()
+    args = good(op) | {name: torch.stack([good(op)[name]] * 2)[1]}
+    tensor = args[name]
+    needed = (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+    tensor.untyped_storage().resize_(needed - 1)
+    with pytest.raises(ValueError, match=f"^{name}: .* whose storage has {needed - 1} bytes, must have {needed}"):
+        getattr(mglu, op)(**args)
+
+
+def test_none_under_autocast_is_refused() -> None:
+    for op in ("forward", "forward_ste"):
+        for name in ("x", "weight"):
+            with torch.autocast("cpu"), pytest.raises(TypeError, match=f"^{name}: got None, must be a tensor"):
+                run(op, **{name: None})
+
+
+def test_none_for_a_tensor_of_backward_is_refused() -> None:
+    for name in tensors_of("backward"):
+        if name != "route_weights":
+            with pytest.raises(TypeError, match=f"^{name}: got None, must be a tensor"):
+                run("backward", **{name: None})
+
+
+def test_none_for_logits_that_are_trained_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"^mask_logits: got None, must be a tensor"):
+        run("forward_ste", mask_logits=None, x=good("forward_ste")["x"].requires_grad_())
+
+
 def attempt(op: Callable[..., object], *args: object) -> tuple[object, str | None]:
     """The result of a call and None, or None and the message of its TypeError or ValueError."""
     try:
@@ -230,6 +331,25 @@ def any_tensor(draw: st.DrawFn, right: tuple[int, ...], dtype: torch.dtype) -> T
     shape = right if draw(st.booleans()) else draw(SHAPES)
     dtype = dtype if draw(st.booleans()) else draw(ANY_DTYPE)
     return torch.ones(shape, dtype=dtype, device=draw(ANY_DEVICE))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"), [case for case in _CASES_BY_OP["forward"] if "meta" not in case[-1]]
+)
+def test_explain_dispatch_names_the_wrong_argument(name, value, error, message):
+    with pytest.raises(error, match=message):
+        mglu_ops.explain_dispatch(**(good("forward") | {name: value}))
+
+
+def test_a_switch_that_is_no_bool_is_refused() -> None:
+    for call, name in (
+        (mglu_ops.set_batch_invariant_mode, "mode"),
+        (lambda value: mglu_ops.enable_fusion(strict=value), "strict"),
+        (lambda value: mglu_ops.enable_fusion(assume_binary=value), "assume_binary"),
+    ):
+        with pytest.raises(TypeError, match=f"^{name}: got 'off', must be True or False"):
+            call("off")
+    assert not mglu_ops.is_batch_invariant_mode_enabled()
 
 
 @s.examples(300)

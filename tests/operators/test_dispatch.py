@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import mglu_ops
 from mglu_ops import dispatch
 from mglu_ops.backends import Backend, PreparedCall
+from mglu_ops.backends.composite import Composite
 from mglu_ops.layer_call import LayerCall
 
 
@@ -68,6 +71,41 @@ def test_rows_that_are_no_view_are_copied_at_each_call() -> None:
     again = torch.ops.mglu.forward(columns, weight, packed)
     assert not torch.equal(first, again)
     assert torch.equal(again, torch.ops.mglu.forward(columns.contiguous(), weight, packed))
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_training_runs_on_the_cuda_backend_where_it_can(monkeypatch: pytest.MonkeyPatch, trains: bool) -> None:
+    """Backends get rows of tokens, and partials without gaps, whatever the shapes and strides of the call."""
+    described, shapes = [], []
+
+    class Cuda(Composite):
+        def can_train(self, call: LayerCall) -> bool:
+            described.append((call.leading, call.route_dtype))
+            return trains
+
+        def forward_train(self, call: LayerCall, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+            shapes.append((x.shape, rest[-1].shape))
+            return super().forward_train(call, x, *rest)
+
+        def backward(self, call: LayerCall, grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+            shapes.append((grad.shape, x.shape, rest[2].shape, rest[2].is_contiguous()))
+            return super().backward(call, grad, x, *rest)
+
+    x, weight, packed = call(6)
+    x, routes = x.view(3, 2, 16).transpose(0, 1), torch.rand(2, 3, 2).bfloat16()
+    result, partials = torch.ops.mglu.forward_train(x, weight, packed, "silu", routes)
+    rest = (weight, packed, partials.transpose(0, 1).contiguous().transpose(0, 1), (True, True), None, routes.dtype)
+    gradients = torch.ops.mglu.backward(result, x, *rest)
+    monkeypatch.setattr(dispatch, "BACKENDS", {"cuda": Cuda(), "composite": Composite()})
+    monkeypatch.setattr(dispatch, "_training_calls", {})
+    for got, want in zip(
+        torch.ops.mglu.forward_train(x, weight, packed, "silu", routes), (result, partials), strict=True
+    ):
+        assert torch.equal(got, want)
+    for got, want in zip(torch.ops.mglu.backward(result, x, *rest), gradients, strict=True):
+        assert torch.equal(got, want)
+    assert described == [((6,), torch.bfloat16)] * 2
+    assert shapes == ([((6, 16), (6, 2)), ((6, 8), (6, 16), (6, 5, 8), True)] if trains else [])
 
 
 def test_a_fallback_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,22 +9,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
-from queue import Empty
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from families import quick_only_for
+from ranks import RANKS, run_on_ranks
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
-
-RANKS = 2
-SECONDS = 120
 
 
 # --- The checks, which run in each rank -----------------------------------------------------------------------------
@@ -260,49 +255,17 @@ CHECKS |= {"eager_modules": _eager_modules, "compiled_modules": _compiled_module
 # --- Ranks ----------------------------------------------------------------------------------------------------------
 
 
-def _run_rank(rank: int, store: str, check: str, results: multiprocessing.Queue) -> None:
-    sys.path[:0] = [
-        str(Path(__file__).parent),
-        str(Path(__file__).parents[1] / "support"),
-        str(Path(__file__).parents[2]),
-    ]
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+def _run_check(rank: int, check: str) -> None:
     os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # a warm cache would not call the rules
-    torch.set_num_threads(1)
-    try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=30)
-        )
-        ranks = Ranks()
-        CHECKS[check](ranks)
-        results.put((rank, ranks.failures))
-        dist.destroy_process_group()
-    except BaseException as error:
-        results.put((rank, [f"{type(error).__name__}: {error}"]))
-        raise
+    ranks = Ranks()
+    CHECKS[check](ranks)
+    assert not ranks.failures, "\n".join(ranks.failures)
 
 
 @pytest.mark.parametrize("check", quick_only_for(["layers"], CHECKS))
 def test_two_ranks_equal_one_process(check: str, tmp_path: Path) -> None:
     """Each check runs in new processes, so that it makes the first call with a DTensor."""
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    workers = [
-        context.Process(target=_run_rank, args=(rank, str(tmp_path / "store"), check, results), daemon=True)
-        for rank in range(RANKS)
-    ]
-    for worker in workers:
-        worker.start()
-    try:
-        reports = dict(results.get(timeout=SECONDS) for _ in workers)
-    except Empty:
-        pytest.fail(f"a rank gave no result in {SECONDS} s")
-    finally:
-        for worker in workers:
-            worker.join(10)
-            if worker.is_alive():
-                worker.kill()
-    assert reports == {rank: [] for rank in range(RANKS)}
+    run_on_ranks(_run_check, tmp_path, check)
 
 
 IMPORTS = """

@@ -67,6 +67,24 @@ def test_the_kernels_pack_large_masks_as_torch_does():
         assert torch.equal(packed, packing.pack(source > 0) if source.is_floating_point() else expected)
 
 
+@pytest.mark.parametrize("shape", [(1, 3, 8), (2, 5, 21), (3, 1, 7), (4, 256, 512), (3, 513, 1029)])
+def test_any_byte_of_a_bool_but_0_is_true(shape):
+    """A uint8 tensor that is viewed as bool; the kernels take the larger sizes, and torch the smaller ones."""
+    generator = torch.Generator().manual_seed(0)
+    octets = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    octets[torch.rand(shape, generator=generator) < 0.4] = 0
+    expected = packing.pack(octets != 0)
+    for source in (octets, octets.mT.contiguous().mT, octets.permute(2, 0, 1).contiguous().permute(1, 2, 0)):
+        viewed = source.view(torch.bool)
+        assert torch.equal(pack(viewed), expected)
+        assert torch.equal(packing.pack(viewed), expected)
+        if BACKENDS["cpu"].can_pack(viewed):
+            assert torch.equal(BACKENDS["cpu"].pack(viewed), expected)
+    single = octets[0].view(torch.bool)
+    assert torch.equal(pack(single), expected[:, :, :1])
+    assert torch.equal(packing.pack(single.expand(2, -1, -1)), expected[:, :, :1].expand(-1, -1, 2))
+
+
 @given(s.n_masks, st.integers(1, 3), st.integers(1, 20), s.seeds)
 def test_each_bit_has_the_position_of_the_format(n_masks, out_features, in_features, seed):
     masks = random_masks((n_masks, out_features, in_features), seed)
@@ -137,6 +155,30 @@ def test_packed_masks_of_another_number_of_rows_are_refused():
     packing.check_packed_masks(packed, 24, 4)
     with pytest.raises(ValueError, match=r"packed_masks: got shape \[4, 3, 2\], must be .* \[5, 3, n_masks\]"):
         packing.check_packed_masks(packed, 24, 5)
+
+
+@pytest.mark.parametrize("in_features", [-1, -7, -8, -(2**63)])
+@pytest.mark.parametrize("width", [0, 1])
+def test_a_negative_number_of_columns_is_refused(in_features, width):
+    packed = torch.zeros(4, width, 2, dtype=torch.uint8)
+    compiled = torch.compile(unpack, backend="eager", fullgraph=True, dynamic=False)
+    for call in (unpack, packing.check_packed_masks, compiled):
+        with pytest.raises(Exception, match=f"in_features: got {in_features}, must be at least 0"):
+            call(packed, in_features)
+
+
+@pytest.mark.parametrize("in_features", [25, 2**31, 2**62, 2**63 - 1])
+def test_more_columns_than_there_are_bits_are_refused(in_features):
+    packed = pack(random_masks((2, 4, 24), 0))
+    with pytest.raises(ValueError, match=rf"packed_masks: got shape \[4, 3, 2\], must be .* in_features={in_features}"):
+        unpack(packed, in_features)
+
+
+def test_bits_that_are_no_padding_may_have_any_value():
+    """What `check_packed_masks` says that it cannot find."""
+    packing.check_packed_masks(torch.randint(0, 256, (4, 8, 2), dtype=torch.uint8), 64, 4)
+    for packed_for in range(57, 64):
+        packing.check_packed_masks(pack(random_masks((2, 4, packed_for), 0)), 64, 4)
 
 
 def test_fake_tensors_change_no_later_call():

@@ -51,16 +51,10 @@ def test_forward_ste_equals_forward_with_masks_where_the_logits_are_positive(lay
 
 
 @given(s.layers())
-def test_forward_train_returns_the_result_with_its_gates_and_values(layer):
-    result, gates, values = forward_train(
-        layer.x, layer.weight, layer.packed_masks, layer.activation, layer.route_weights
-    )
+def test_forward_train_returns_the_result(layer):
+    result, _ = forward_train(layer.x, layer.weight, layer.packed_masks, layer.activation, layer.route_weights)
+    assert result.dtype is layer.x.dtype
     assert_within_condition(result, layer)  # another backend may run where nothing is saved, so the bits may differ
-    x, weight = layer.x.double(), layer.weight.double()
-    scale = x.abs() @ weight.abs().T + torch.finfo(layer.x.dtype).tiny
-    for i, mask in enumerate(layer.masks):
-        assert ((gates[i].double() - x @ (weight * mask).T).abs() <= BUDGET[layer.x.dtype] * scale).all()
-        assert ((values[i].double() - x @ (weight * ~mask).T).abs() <= BUDGET[layer.x.dtype] * scale).all()
 
 
 @pytest.mark.parametrize("routed", [False, True])

@@ -6,11 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from library_fixtures import needs_compiler, write_small_package
+from crafted_packages import write_small_package
+from library_fixtures import needs_compiler
 
-import mglu_ops
 from mglu_ops.__main__ import main
-from mglu_ops.packaging.package import PackageInfo
 
 MODEL = """
 import torch
@@ -69,8 +68,11 @@ def test_export_refuses_missing_files_and_wrong_options(
     assert "is not a folder" in error_of([f"{model}:layer", str(tmp_path / "no/model.pt2")], "export", capsys)
     assert "backend: got 'tpu'" in error_of([f"{model}:layer", package, "--backend", "tpu"], "export", capsys)
     (tmp_path / "weights.pt").write_bytes(b"no archive")
+    for path, reason in ((tmp_path, "Is a directory"), (tmp_path / "no/weights.pt", "No such file or directory")):
+        error = error_of([f"{model}:layer", package, "--weights", str(path)], "export", capsys)
+        assert error == f"weights: {path} cannot be written: {reason}"
     weights = ["--weights", str(tmp_path / "weights.pt")]
-    assert "no file of torch" in error_of([f"{model}:layer", package, *weights], "export", capsys)
+    assert "no zip archive of torch" in error_of([f"{model}:layer", package, *weights], "export", capsys)
 
 
 def test_export_needs_a_compiler(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,7 +104,7 @@ def test_build_runtime_needs_its_tools(
         (["--arch", "hopper", "--package", "cpu.pt2"], "got 'hopper', must be of the form sm_90"),
         (["--arch", "sm_90", "--package", "cpu.pt2"], "does not call the library on a GPU"),
         (["--arch", "sm_90", "--package", "missing.pt2"], "missing.pt2 is not a file"),
-        (["--arch", "sm_90", "--package", "damaged.pt2"], "damaged.pt2 is no file of torch's"),
+        (["--arch", "sm_90", "--package", "damaged.pt2"], "damaged.pt2: it has no seal at its end"),
         (["--kernels-only"], "give an architecture and a package"),
     ],
 )
@@ -114,7 +116,6 @@ def test_build_runtime_refuses_wrong_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    info = PackageInfo("2.11.0", mglu_ops.__version__, "cpu", "cpu", "operator", True, [], [])
-    write_small_package(tmp_path / "cpu.pt2", **info.texts())
+    write_small_package(tmp_path / "cpu.pt2")
     (tmp_path / "damaged.pt2").write_bytes((tmp_path / "cpu.pt2").read_bytes()[:500])
     assert reason in error_of(["--out", "out", *options], "build-runtime", capsys)

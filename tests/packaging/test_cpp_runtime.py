@@ -9,18 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from library_fixtures import inputs, run, run_package, write_small_package
+from crafted_packages import write_small_package
+from library_fixtures import inputs, run, run_package
 
 import mglu_ops
 from mglu_ops.nn import MGLU
 from mglu_ops.packaging.cpp_runtime import has_own_libstdcxx
-from mglu_ops.packaging.package import PackageError, PackageInfo
+from mglu_ops.packaging.package import PackageError
 from mglu_ops.packaging.tensor_file import write_tensor
 
 pytest_plugins = ["library_fixtures"]
-
-INFO = PackageInfo(torch.__version__, mglu_ops.__version__, "cpu", "cpu", "operator", True, [], [])
 
 SOURCE = """
 #include <sstream>
@@ -55,7 +53,7 @@ def compiled(folder: Path, *flags: str) -> bytes:
 @needs_static_libstdcxx
 def test_a_package_with_a_copy_of_libstdcxx_is_refused(tmp_path: Path) -> None:
     package = tmp_path / "model.pt2"
-    write_small_package(package, compiled(tmp_path, "-static-libstdc++"), **INFO.texts())
+    write_small_package(package, compiled(tmp_path, "-static-libstdc++"))
     assert has_own_libstdcxx(package)
     with pytest.raises(PackageError, match=r"model\.pt2 holds a copy of libstdc\+\+.*CXX"):
         mglu_ops.load(package)
@@ -71,13 +69,13 @@ def test_a_package_with_a_copy_of_libstdcxx_is_refused(tmp_path: Path) -> None:
 )
 def test_other_code_is_not_refused(tmp_path: Path, flags: list[str]) -> None:
     package = tmp_path / "model.pt2"
-    write_small_package(package, compiled(tmp_path, *flags), **INFO.texts())
+    write_small_package(package, compiled(tmp_path, *flags))
     assert not has_own_libstdcxx(package)
 
 
 def test_what_is_no_elf_file_is_not_refused(tmp_path: Path) -> None:
     package = tmp_path / "model.pt2"
-    write_small_package(package, **INFO.texts())
+    write_small_package(package)
     assert not has_own_libstdcxx(package)
 
 

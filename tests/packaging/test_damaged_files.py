@@ -13,25 +13,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from crafted_packages import INFO, package_with, write_small_package
 from hypothesis import given
 from hypothesis import strategies as st
-from library_fixtures import needs_compiler, run_package, write_small_package
+from library_fixtures import needs_compiler, run_package
 
 import mglu_ops
 from mglu_ops.nn import MGLU
 from mglu_ops.packaging.library import load_library
-from mglu_ops.packaging.package import KEY, PackageError, PackageInfo, read_info
+from mglu_ops.packaging.package import KEY, PackageError, read_info
 
 pytest_plugins = ["library_fixtures"]
-
-INFO = PackageInfo(torch.__version__, mglu_ops.__version__, "cpu", "cpu", "operator", True, [], [])
 
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
     """A package that passes every check but has no code to run."""
     path = tmp_path / "model.pt2"
-    write_small_package(path, **INFO.texts())
+    write_small_package(path)
     assert read_info(path).torch == torch.__version__
     return path
 
@@ -39,7 +38,7 @@ def package(tmp_path: Path) -> Path:
 def rewritten(path: Path, **changes: object) -> Path:
     """Overwrite a package by one with changes in its description."""
     values = {**json.loads(INFO.texts()[KEY]), **changes}
-    write_small_package(path, **{KEY: json.dumps(values)})
+    path.write_bytes(package_with(values, torch_version=values["torch"], device=values["device"]))
     return path
 
 
@@ -119,9 +118,9 @@ def test_the_library_refuses_damaged_packages_too(package: Path, library: Path, 
         ({"cpu": [platform.machine(), "AVX1024"]}, "AVX1024"),
         ({"calls": "shim"}, "pass library="),
         ({"embeds_weights": False}, "pass weights="),
-        ({"format": 7}, "format 7"),
-        ({"layers": 3}, "cannot be read"),
-        ({"surprise": 1}, "unknown entries"),
+        ({"format": 7}, "its description: format: got 7, must be 2; export the model anew"),
+        ({"layers": 3}, "its description: layers: got 3, must be a list"),
+        ({"surprise": 1}, "its description: 'surprise' is unknown to this version of mglu_ops"),
     ],
 )
 def test_a_package_for_another_environment_is_refused(tmp_path: Path, changes: dict[str, object], words: str) -> None:
@@ -138,15 +137,31 @@ def test_a_package_for_another_gpu_is_refused(tmp_path: Path, monkeypatch: pytes
         mglu_ops.load(path)
 
 
+def test_arguments_of_another_type_are_named(tmp_path: Path) -> None:
+    for call, name in (
+        (lambda: mglu_ops.load(3), "path"),
+        (lambda: mglu_ops.load(b"model.pt2"), "path"),
+        (lambda: mglu_ops.load("model.pt2", library=3), "library"),
+        (lambda: mglu_ops.load("model.pt2", weights=3), "weights"),
+        (lambda: mglu_ops.load_weights(None), "path"),
+        (lambda: mglu_ops.load_library(3), "path"),
+        (lambda: mglu_ops.build_runtime(3), "out"),
+    ):
+        with pytest.raises(TypeError, match=f"^{name}: got (int|bytes|NoneType), must be a path"):
+            call()
+    with pytest.raises(ValueError, match="device: got 'tpu:x', must be a device such as"):
+        mglu_ops.load_weights(tmp_path / "weights.pt", "tpu:x")
+
+
 def test_files_that_are_no_packages_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         mglu_ops.load(tmp_path / "missing.pt2")
     foreign = tmp_path / "foreign.pt2"
     torch.save({"weight": torch.ones(3)}, foreign)
-    with pytest.raises(PackageError, match=r"not made by mglu_ops\.export"):
+    with pytest.raises(PackageError, match=r"was not made by mglu_ops\.export"):
         mglu_ops.load(foreign)
     foreign.write_bytes(b"\x7fELF" + bytes(1000))
-    with pytest.raises(PackageError, match="is no file of torch"):
+    with pytest.raises(PackageError, match="has no seal at its end"):
         mglu_ops.load(foreign)
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from library_fixtures import needs_compiler, run, write_small_package
+from crafted_packages import write_small_package
+from library_fixtures import needs_compiler, run
 
 import mglu_ops
 from mglu_ops.backends.cuda import TileWgmma
@@ -45,7 +46,7 @@ def test_a_launch_has_as_many_tokens_as_in_cpp() -> None:
 def write_table(folder: Path, layer: LayerInfo) -> str:
     """Compile the kernels of a package with one layer for sm_90; the table."""
     info = PackageInfo("2.11.0", mglu_ops.__version__, "cuda", "cuda", "operator", True, [], [layer], arch=[9, 0])
-    write_small_package(folder / "model.pt2", **info.texts())
+    write_small_package(folder / "model.pt2", info=info)
     device_code.write(folder, ["sm_90"], [folder / "model.pt2"])
     return (folder / device_code.TABLE).read_text()
 
@@ -83,7 +84,7 @@ def compile_cpp(out: Path, *arguments: str | Path) -> None:
 @needs_compiler
 @pytest.mark.parametrize("n_masks", [1, 8])
 def test_the_table_covers_every_number_of_tokens(n_masks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_code, "_compile", lambda *_: b"\x7fELF")
+    monkeypatch.setattr(device_code, "compile_cubin", lambda *_: b"\x7fELF")
     layer = replace(LAYER, n_masks=n_masks)
     table = write_table(tmp_path, layer)
     tuned = rows(table, "TunedLaunch kTuned")
@@ -143,7 +144,7 @@ def printed_launches(program: Path, shape: tuple[int, ...], tokens: Iterable[int
 def test_cpp_launches_what_python_launches_on_gpus_of_any_size(
     n_masks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_code, "_compile", lambda *_: b"\x7fELF")
+    monkeypatch.setattr(device_code, "compile_cubin", lambda *_: b"\x7fELF")
     layer = replace(LAYER, n_masks=n_masks)
     program = build_print_launches(tmp_path, layer)
     shape = n_masks, layer.out_features, layer.in_features
@@ -160,7 +161,7 @@ def test_cpp_runs_a_layer_that_is_not_in_the_table_on_the_plain_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At most 512 tokens a launch."""
-    monkeypatch.setattr(device_code, "_compile", lambda *_: b"\x7fELF")
+    monkeypatch.setattr(device_code, "compile_cubin", lambda *_: b"\x7fELF")
     program = build_print_launches(tmp_path, LAYER)
     printed, errors = printed_launches(program, (LAYER.n_masks, 2048, 64), (1, 5, 600), 132)
     grids = {"1": ["256 1"], "5": ["256 2"], "600": ["256 128", "256 22"]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import traceback
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from budgets import BUDGET
+from hypothesis import given
 from library_fixtures import inputs, model, needs_compiler
+from strategies import Layer, layers
 from torch import Tensor, nn
 from torch.export import Dim
 
 import mglu_ops
 from mglu_ops.nn import MGLU
+from mglu_ops.packaging import composite
 from mglu_ops.packaging.package import PackageError, read_info
 
 pytest_plugins = ["library_fixtures"]
@@ -49,6 +54,47 @@ def test_a_package_with_a_shim_and_a_weights_file_agrees_with_its_model(packages
         mglu_ops.load(bare, library=library)
     with pytest.raises(ValueError, match=r"must be input: float32 \[1, 64\]"):
         loaded(inputs(4))
+
+
+@given(layers())
+def test_the_torch_operations_of_a_package_agree_with_the_oracle(layer: Layer) -> None:
+    """Each element is within the budget, relative to the equation with the absolute values of all terms."""
+    args = (layer.x, layer.weight, layer.packed_masks, layer.activation, layer.route_weights)
+    result, exact = composite.forward(*args), layer.oracle()
+    assert (result.dtype, result.shape) == (layer.x.dtype, exact.shape)
+    total = layer.x.abs().double() @ layer.weight.abs().double().T
+    routes = len(layer.masks) if layer.route_weights is None else layer.route_weights.double().sum(-1, keepdim=True)
+    limit = BUDGET[result.dtype] * routes * total * (total + 1) + torch.finfo(result.dtype).tiny
+    assert ((result.double() - exact).abs() <= limit).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        (
+            "1.weight",
+            lambda w: w[:1],
+            r"1\.weight: got float32 \[1, 96\] .* must be float32 \[64, 96\] with the strides",
+        ),
+        ("1.bias", lambda w: w.double(), r"1\.bias: got float64 \[64\] .* on cpu, must be float32 \[64\]"),
+        (
+            "1.weight",
+            lambda w: w.t().contiguous().t(),
+            r"with the strides \[1, 64\] on cpu, must be .* strides \[96, 1\]",
+        ),
+        ("1.bias", lambda w: w.to_sparse(), r"got a tensor of the layout torch\.sparse_coo on cpu, must be"),
+        ("1.bias", lambda w: w.to("meta"), r"on meta, must be float32 .* on cpu"),
+        ("0.packed_masks", lambda w: None, r"0\.packed_masks: got NoneType, must be uint8 \[96, 8, 4\]"),
+    ],
+)
+def test_weights_of_another_layout_are_refused(
+    packages: Path, library: Path, name: str, change: Callable[[Tensor], Tensor | None], words: str
+) -> None:
+    """The code of a package reads them as if they had the layout that it was compiled for, whatever their size."""
+    weights = mglu_ops.load_weights(packages / "weights.pt")
+    with pytest.raises(PackageError, match=words):
+        mglu_ops.load(packages / "bare.pt2", library=library, weights={**weights, name: change(weights[name])})
 
 
 class Alternating(nn.Module):
@@ -112,6 +158,12 @@ def test_a_package_describes_itself(packages: Path) -> None:
     assert (bare.calls, bare.embeds_weights, bare.inputs[0].shape) == ("shim", False, [1, 64])
 
 
+def freed(tensor: Tensor) -> Tensor:
+    copied = tensor.clone()
+    copied.untyped_storage().resize_(0)
+    return copied
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -119,11 +171,14 @@ def test_a_package_describes_itself(packages: Path) -> None:
         (lambda x: (x[:, :63],), "float32 \\[3, 63\\]"),
         (lambda x: (x[0],), "float32 \\[64\\]"),
         (lambda x: (x, x), "got 2 tensors, must be 1"),
+        (lambda x: (), "got 0 tensors, must be 1"),
         (lambda x: (x.to("meta"),), "on meta, must be .* on cpu"),
+        (lambda x: (x.to_sparse(),), "input: got a tensor of layout sparse_coo, must be a dense tensor"),
+        (lambda x: (freed(x),), "input: got a tensor of shape .* whose storage has 0 bytes, must have 768"),
     ],
 )
 def test_wrong_inputs_are_refused(packages: Path, wrong: Callable[[Tensor], tuple[Tensor, ...]], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((ValueError, TypeError), match=words):
         mglu_ops.load(packages / "operator.pt2")(*wrong(inputs(3)))
 
 
@@ -169,7 +224,25 @@ def test_two_packages_share_their_weights(tmp_path: Path) -> None:
     ("options", "words"),
     [
         ({"model": F.silu}, "model: got function"),
+        ({"example_inputs": inputs(3)}, r"example_inputs: got float32 \[3, 64\], must be a tuple"),
+        ({"example_inputs": None}, "example_inputs: got None, must be a tuple"),
+        (
+            {"inductor_options": {"cpp.no_such": 1}},
+            "inductor_options: got cpp.no_such, which torch._inductor.config does",
+        ),
+        ({"inductor_options": 3}, "inductor_options: got int, must be a mapping"),
+        ({"weights": "/tmp"}, "weights: /tmp cannot be written: Is a directory"),
+        ({"weights": "/no/such/folder/weights.pt"}, "weights: .* cannot be written: No such file or directory"),
+        ({"weights": "/dev/null/weights.pt"}, "weights: .* cannot be written: Not a directory"),
+        (
+            {"model": MGLU(8, 8, device="meta"), "example_inputs": (torch.ones(2, 8, device="meta"),)},
+            "are on meta; they",
+        ),
         ({"path": "model.zip"}, "must end in .pt2"),
+        (
+            {"path": "C:model.pt2"},
+            "path: got '.*C:model.pt2', which packages cannot be called: the name of member 'C:model'",
+        ),
         ({"path": "no/such/folder/model.pt2"}, "is not a folder"),
         ({"backend": "tpu"}, "backend: got 'tpu'"),
         ({"backend": "triton"}, "is for GPUs"),
@@ -187,15 +260,34 @@ def test_wrong_arguments_of_export_are_refused(tmp_path: Path, options: dict[str
     assert not list(tmp_path.iterdir())
 
 
+def test_the_files_of_export_are_named_if_they_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "folder.pt2").mkdir()
+    with pytest.raises(ValueError, match=r"path: .*folder\.pt2 cannot be written: Is a directory"):
+        mglu_ops.export(model(), (inputs(3),), tmp_path / "folder.pt2")
+    with pytest.raises(ValueError, match=r"weights: got .*model\.pt2, must be another file than the package"):
+        mglu_ops.export(model(), (inputs(3),), tmp_path / "model.pt2", weights=tmp_path / "model.pt2")
+    for name in ("path", "weights"):
+        with pytest.raises(TypeError, match=f"^{name}: got int, must be a path"):
+            mglu_ops.export(model(), (inputs(3),), **{"path": tmp_path / "model.pt2", name: 3})
+
+
+def test_an_error_of_torch_export_is_short(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="on example_inputs float32") as caught:
+        mglu_ops.export(model(), (torch.randn(3, 65),), tmp_path / "model.pt2")
+    assert len("".join(traceback.format_exception(caught.value)).splitlines()) < 40
+
+
 def test_a_damaged_weights_file_is_refused(tmp_path: Path) -> None:
     weights = tmp_path / "weights.pt"
     weights.write_bytes(b"no archive")
-    with pytest.raises(PackageError, match=r"weights\.pt is no file of torch"):
+    with pytest.raises(PackageError, match=r"weights\.pt: it is no zip archive of torch"):
         mglu_ops.export(model(), (inputs(3),), tmp_path / "model.pt2", weights=weights)
 
 
 def test_a_model_that_torch_cannot_export_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"model: torch\.export\.export failed: RuntimeError: (a and b|mat1)"):
+    with pytest.raises(
+        ValueError, match=r"export failed on example_inputs float32 \[3, 65\]: RuntimeError: (a and b|mat1)"
+    ):
         mglu_ops.export(model(), (torch.randn(3, 65),), tmp_path / "model.pt2")
 
 

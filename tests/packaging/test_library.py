@@ -81,6 +81,10 @@ assert "mglu_ops" not in sys.modules
 names = ("pack_masks", "pack_logits", "unpack_masks", "forward", "forward_ste", "forward_train", "backward")
 schemas = [str(torch._C._jit_get_schemas_for_operator(f"mglu::{name}")[0]) for name in names]
 generator = torch.Generator().manual_seed(0)
+def freed(tensor):
+    copy = tensor.clone()
+    copy.untyped_storage().resize_(0)
+    return copy
 def draw(*shape, dtype=torch.float32): return torch.randn(shape, generator=generator).to(dtype)
 results = []
 for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -103,6 +107,13 @@ for call in (
     lambda: torch.ops.mglu.forward(x.double(), weight.double(), packed),
     lambda: torch.ops.mglu.pack_masks(logits),
     lambda: torch.ops.mglu.unpack_masks(packed, -1),
+    lambda: torch.ops.mglu.forward(x, None, packed),
+    lambda: torch.ops.mglu.forward(x.to_sparse(), weight, packed),
+    lambda: torch.ops.mglu.forward(x, freed(weight), packed),
+    lambda: torch.ops.mglu.forward(x, weight, packed, "silu", freed(route)),
+    lambda: torch.ops.mglu.pack_masks(freed(logits > 0)),
+    lambda: torch.ops.mglu.pack_logits(freed(logits)),
+    lambda: torch.ops.mglu.unpack_masks(freed(packed), 45),
 ):
     try: call()
     except Exception as error: words.append(str(error).splitlines()[0])
@@ -133,6 +144,13 @@ def test_the_operators_of_the_library_agree_with_those_of_python(library: Path) 
         "float64",
         "neither 0 nor 1",
         "in_features: got -1",
+        "weight: got None, must be a tensor",
+        "x: got a sparse tensor",
+        "weight: got a tensor of shape [24, 45] whose storage has 0 bytes, must have 2160; the storage was resized",
+        "route_weights: got a tensor of shape [2, 5, 3] whose storage has 0 bytes",
+        "masks: got a tensor of shape [3, 24, 45] whose storage has 0 bytes",
+        "mask_logits: got a tensor of shape [3, 24, 45] whose storage has 0 bytes",
+        "packed_masks: got a tensor of shape [24, 6, 3] whose storage has 0 bytes",
     )
     assert len(words) == len(patterns)
     for word, pattern in zip(words, patterns, strict=True):

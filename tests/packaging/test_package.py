@@ -6,19 +6,16 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from library_fixtures import write_small_package
+from crafted_packages import INFO, write_small_package
 
-import mglu_ops
-from mglu_ops.packaging.package import PackageError, PackageInfo, read_info, seal
-
-INFO = PackageInfo("2.11.0", mglu_ops.__version__, "cpu", "cpu", "operator", True, [], [])
+from mglu_ops.packaging.package import PackageError, read_info, seal
 
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
     path = tmp_path / "model.pt2"
-    write_small_package(path, **INFO.texts())
-    assert read_info(path).torch == "2.11.0"
+    write_small_package(path)
+    assert read_info(path).texts() == INFO.texts()
     return path
 
 
@@ -42,5 +39,5 @@ def test_a_package_without_a_seal_is_refused(package: Path) -> None:
 def test_a_package_that_is_sealed_again_stays_the_same(package: Path) -> None:
     whole = package.read_bytes()
     assert whole.endswith(b"adler32=" + whole[-8:])
-    seal(package, "2.11.0", "cpu")
+    seal(package, INFO.torch, "cpu")
     assert package.read_bytes() == whole

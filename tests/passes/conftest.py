@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch._inductor.config as inductor_config
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mglu_ops
 
@@ -17,6 +18,13 @@ def _no_latency_of_guards() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0, raising=False)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fake_tensors_in_the_main_thread() -> None:
+    """Where there is no GPU, torch 2.11 crashes in fake tensors after the end of the first thread that used them."""
+    with FakeTensorMode():
+        pass
 
 
 @pytest.fixture

@@ -1,9 +1,8 @@
-"""Turning the pass on and off: settings, strict mode, passes of other libraries, threads."""
+"""Turning the pass on and off: settings, strict mode, passes of other libraries."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,15 +11,18 @@ import torch._inductor.config as inductor_config
 from budgets import relative_error
 from compiled_models import SAME, RealMask, Recorder, SoftMGLU, layer, run, trace
 from torch import nn
+from torch._dynamo.callback import CallbackTrigger, callback_handler
 from torch.fx import Graph
 
 import mglu_ops
-from compile_passes import install
+from compile_passes.entry import NoFusion
 from compile_passes.fusion import FusionError, FusionPass
 from compile_passes.report import FusionReport
 from mglu_ops.nn import NaiveMGLU
 
 pytestmark = pytest.mark.usefixtures("unchanged_inductor")
+
+UNUSED = r"did not run the passes before autograd \(torch._inductor.config.use_pre_grad_passes is False\)"
 
 
 @pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.long)])
@@ -46,26 +48,30 @@ def test_enable_and_disable() -> None:
     trace(layer())
     assert (len(report.fused), report.graphs) == (1, 1)
     mglu_ops.disable_fusion()
-    assert inductor_config.pre_grad_custom_pass is None
     trace(layer())
     assert report.graphs == 1
     mglu_ops.disable_fusion()  # without effect
 
 
-def test_settings_are_restored() -> None:
+def test_settings_stay_as_they_are() -> None:
     def settings() -> dict[str, Any]:
         return {k: v for k, v in inductor_config.get_config_copy().items() if k.startswith("pre_grad")}
 
     before = settings()
+    mglu_ops.enable_fusion(strict=True)
     with mglu_ops.fusion():
-        assert settings() != before
+        trace(layer())
+        assert settings() == before
+    with pytest.raises(Exception, match="strict fusion"):
+        trace(SoftMGLU())
     assert settings() == before
-    mglu_ops.enable_fusion()
-    mglu_ops.disable_fusion()
-    assert settings() == before
-    with pytest.raises(ZeroDivisionError), mglu_ops.fusion(strict=True):
+
+
+def test_a_block_ends_with_an_error_in_it() -> None:
+    with pytest.raises(ZeroDivisionError), mglu_ops.fusion(strict=True) as report:
         1 / 0  # noqa: B018 (the error of a user's code in the block)
-    assert settings() == before
+    trace(layer())
+    assert report.graphs == 0
 
 
 def test_enabling_twice_replaces_the_options() -> None:
@@ -74,8 +80,10 @@ def test_enabling_twice_replaces_the_options() -> None:
     report = mglu_ops.fusion_report()
     trace(RealMask())
     assert (len(report.fused), report.graphs) == (1, 1)
-    mglu_ops.disable_fusion()
-    assert inductor_config.pre_grad_custom_pass is None
+    with pytest.raises(TypeError, match="strict: got 1"):
+        mglu_ops.enable_fusion(strict=1)  # type: ignore[arg-type]
+    trace(RealMask())
+    assert (len(report.fused), report.graphs) == (2, 2)
 
 
 def test_blocks_nest_and_have_reports_of_their_own() -> None:
@@ -89,6 +97,31 @@ def test_blocks_nest_and_have_reports_of_their_own() -> None:
     assert (len(inner.fused), len(inner.missed)) == (1, 0)
     assert (len(outer.fused), len(outer.missed)) == (1, 1)
     assert (len(mglu_ops.fusion_report().fused), mglu_ops.fusion_report().graphs) == (1, 1)
+
+
+def test_enabling_and_disabling_inside_a_block() -> None:
+    """The block holds inside it, and what was called in it holds after it."""
+    mglu_ops.enable_fusion()
+    with mglu_ops.fusion() as block:
+        mglu_ops.disable_fusion()
+        trace(layer())
+    trace(layer())
+    assert (block.graphs, mglu_ops.fusion_report().graphs) == (1, 0)
+    with mglu_ops.fusion() as block:
+        mglu_ops.enable_fusion()
+        trace(layer())
+    trace(layer())
+    assert (block.graphs, mglu_ops.fusion_report().graphs) == (1, 1)
+
+
+def test_enabling_leaves_the_callbacks_of_others() -> None:
+    """`torch._dynamo.reset` would remove them, and raise an error while another thread compiles a backward pass."""
+    calls: list[Any] = []
+    callback_handler.register_start_callback(calls.append)
+    with callback_handler.install_callbacks(CallbackTrigger.LAZY_BACKWARD, "0"):
+        mglu_ops.enable_fusion()
+    assert callback_handler.start_callbacks == [calls.append]
+    assert len(calls) == 1
 
 
 @pytest.mark.long
@@ -113,6 +146,14 @@ def test_a_block_that_compiles_nothing_says_so() -> None:
         torch.compile(NaiveMGLU(24, 16))(x)
     with pytest.raises(FusionError, match="no graph was compiled"), mglu_ops.fusion(strict=True):
         torch.compile(NaiveMGLU(24, 16))(x)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_inductor_that_runs_no_passes_is_named(strict: bool) -> None:
+    mglu_ops.enable_fusion(strict=strict)
+    expected = pytest.raises(Exception, match=UNUSED) if strict else pytest.warns(UserWarning, match=UNUSED)
+    with expected:
+        trace(layer(), {"use_pre_grad_passes": False})
 
 
 # --- Strict and assume_binary ----------------------------------------------------------------------------------------
@@ -153,7 +194,7 @@ def test_assume_binary_checks_at_run_time() -> None:
 
 
 @pytest.mark.long
-def test_a_pass_that_is_there_runs_first_and_is_restored() -> None:
+def test_a_pass_that_is_there_runs_first() -> None:
     theirs = Recorder()
     inductor_config.pre_grad_custom_pass = theirs
     with mglu_ops.fusion() as report:
@@ -161,56 +202,77 @@ def test_a_pass_that_is_there_runs_first_and_is_restored() -> None:
     assert inductor_config.pre_grad_custom_pass is theirs
     assert len(report.fused) == len(theirs.seen) == 1
     assert "linear" in theirs.seen[0]
-    mglu_ops.enable_fusion()
-    assert inductor_config.pre_grad_custom_pass is not theirs
-    mglu_ops.disable_fusion()
-    assert inductor_config.pre_grad_custom_pass is theirs
 
 
 @pytest.mark.long
-def test_a_pass_without_uuid_is_run_and_turns_caches_off() -> None:
-    seen = []
+def test_a_pass_without_uuid_is_run() -> None:
+    seen: list[Graph] = []
     inductor_config.pre_grad_custom_pass = seen.append
     with mglu_ops.fusion() as report:
-        assert inductor_config.pre_grad_custom_pass.uuid() is None
         run(layer())
     assert len(seen) == len(report.fused) == 1
 
 
+@pytest.mark.skipif(not hasattr(inductor_config, "pre_grad_pass_timing"), reason="the slot holds no list")
 def test_a_list_in_the_slot() -> None:
-    first, second = Recorder("first"), Recorder("second")
-    slot = [first, second]
+    slot = [Recorder("first"), Recorder("second")]
     inductor_config.pre_grad_custom_pass = slot
     with mglu_ops.fusion() as report:
-        ours = inductor_config.pre_grad_custom_pass
-        assert ours.before == (first, second)
         trace(layer())
     assert inductor_config.pre_grad_custom_pass is slot
-    assert len(first.seen) == len(second.seen) == len(report.fused) == 1
+    assert [len(theirs.seen) for theirs in slot] == [1, 1]
+    assert len(report.fused) == 1
 
 
-def test_another_library_overwrites_the_slot() -> None:
+@pytest.mark.parametrize("strict", [False, True])
+def test_another_library_overwrites_the_slot(strict: bool) -> None:
     theirs = Recorder()
-    mglu_ops.enable_fusion()
+    report = mglu_ops.enable_fusion(strict=strict)
     inductor_config.pre_grad_custom_pass = theirs
-    mglu_ops.disable_fusion()
-    assert inductor_config.pre_grad_custom_pass is theirs
-    mglu_ops.enable_fusion()
     trace(layer())
-    assert len(theirs.seen) == len(mglu_ops.fusion_report().fused) == 1
+    assert len(theirs.seen) == len(report.fused) == 1
+    assert "linear" in theirs.seen[0]
+    if strict:
+        with pytest.raises(Exception, match="strict fusion"):
+            trace(SoftMGLU())
     mglu_ops.disable_fusion()
     assert inductor_config.pre_grad_custom_pass is theirs
 
 
-def test_another_library_chains_ours_in_a_list() -> None:
+@pytest.mark.parametrize("enabled", ["in the process", "in a block"])
+def test_another_library_gives_its_pass_to_one_compilation(enabled: str) -> None:
+    """Settings for one compilation replace those of the thread; vLLM gives its passes in this way."""
     theirs = Recorder()
-    mglu_ops.enable_fusion()
-    inductor_config.pre_grad_custom_pass = [inductor_config.pre_grad_custom_pass, theirs]
-    mglu_ops.disable_fusion()
-    trace(layer())
-    assert len(theirs.seen) == 1
-    assert mglu_ops.fusion_report().graphs == 0
-    assert install.passes_in_slot() == [theirs]
+    with mglu_ops.fusion() if enabled == "in a block" else nullcontext(mglu_ops.enable_fusion()) as report:
+        trace(layer(), {"pre_grad_custom_pass": theirs})
+    assert len(theirs.seen) == len(report.fused) == 1
+
+
+def test_a_pass_in_the_options_of_one_model() -> None:
+    theirs = Recorder()
+    report = mglu_ops.enable_fusion()
+    run(layer(), options={"pre_grad_custom_pass": theirs})
+    assert len(theirs.seen) == len(report.fused) == 1
+
+
+def test_a_pass_in_the_options_of_the_backend() -> None:
+    theirs = Recorder()
+    run(layer(), backend="mglu", options={"pre_grad_custom_pass": theirs})
+    assert len(theirs.seen) == len(mglu_ops.fusion_report().fused) == 1
+
+
+def test_a_model_that_is_not_to_be_fused() -> None:
+    report = mglu_ops.enable_fusion(strict=True)
+    trace(SoftMGLU(), {"pre_grad_custom_pass": NoFusion()})
+    assert report.graphs == 0
+
+
+def test_a_pass_of_ours_in_the_slot_is_run_once() -> None:
+    """As for AOTInductor, whose settings take the pass as an object."""
+    mine = FusionReport()
+    report = mglu_ops.enable_fusion()
+    trace(layer(), {"pre_grad_custom_pass": FusionPass(mine)})
+    assert (mine.graphs, report.graphs) == (1, 0)
 
 
 def test_passes_are_run_once_whatever_is_nested() -> None:
@@ -220,70 +282,3 @@ def test_passes_are_run_once_whatever_is_nested() -> None:
     with mglu_ops.fusion(), mglu_ops.fusion() as report:
         trace(layer())
     assert len(theirs.seen) == len(report.fused) == report.graphs == 1
-
-
-# --- Threads ---------------------------------------------------------------------------------------------------------
-
-
-def in_threads(work: Callable[[int], Any], count: int = 4) -> None:
-    errors: list[BaseException] = []
-
-    def guarded(i: int) -> None:
-        try:
-            work(i)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(i,)) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-
-
-def test_one_pass_in_many_threads() -> None:
-    """Each layer is reported once."""
-    graphs: list[Graph] = []
-
-    def capture(gm: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(gm.graph)
-        return gm.forward
-
-    for _ in range(4):
-        torch._dynamo.reset()
-        torch.compile(layer(), backend=capture)(torch.randn(3, 16))
-    report = FusionReport()
-    fusion_pass = FusionPass(report)
-    in_threads(lambda i: fusion_pass(graphs[i]))
-    assert (len(report.fused), report.graphs) == (4, 4)
-
-
-def test_enable_and_disable_from_threads() -> None:
-    def work(_: int) -> None:
-        for _ in range(50):
-            mglu_ops.enable_fusion()
-            mglu_ops.disable_fusion()
-
-    in_threads(work)
-    assert inductor_config.pre_grad_custom_pass is None
-
-
-def test_fusion_enabled_in_a_thread() -> None:
-    """Fusion that is enabled in a thread acts in that thread."""
-
-    def work(_: int) -> None:
-        mglu_ops.enable_fusion()
-        trace(layer())
-        mglu_ops.disable_fusion()
-        assert inductor_config.pre_grad_custom_pass is None
-
-    in_threads(work, count=1)
-    assert len(mglu_ops.fusion_report().fused) == 1
-    assert inductor_config.pre_grad_custom_pass is None
-
-
-@pytest.mark.long
-def test_backend_in_a_thread() -> None:
-    in_threads(lambda _: run(layer(), backend="mglu"), count=1)
-    assert len(mglu_ops.fusion_report().fused) == 1

@@ -8,13 +8,17 @@ import pickle
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch._inductor.config as inductor_config
 from compiled_models import RealMask, Recorder, SoftMGLU, layer, run
 from families import sample
+from torch import nn
 from torch.fx import Graph
 
 import mglu_ops
@@ -59,6 +63,20 @@ def test_backend_inside_a_block_reports_there() -> None:
         run(layer(), backend="mglu")
     assert len(theirs.seen) == len(report.fused) == 1
     assert mglu_ops.fusion_report().graphs == 0
+
+
+@pytest.mark.parametrize("around", [mglu_ops.enable_fusion, mglu_ops.fusion])
+def test_backend_takes_the_options_around_it(around: Callable[..., Any]) -> None:
+    def compile_around(model: nn.Module, **options: bool) -> FusionReport:
+        torch._dynamo.reset()
+        context = around(**options)
+        with nullcontext(context) if isinstance(context, FusionReport) else context as report:
+            run(model, backend="mglu")
+        return report
+
+    with pytest.raises(Exception, match="FusionError: strict fusion"):
+        compile_around(SoftMGLU(), strict=True)
+    assert len(compile_around(RealMask(), assume_binary=True).fused) == 1
 
 
 # --- The pass as an object -------------------------------------------------------------------------------------------
@@ -163,7 +181,7 @@ def process(script: str, tmp_path: Path) -> dict[str, Any]:
 @pytest.mark.long
 def test_caches_hit_in_a_second_process_and_report_the_same(tmp_path: Path) -> None:
     cold, warm = process(CACHED, tmp_path), process(CACHED, tmp_path)
-    assert "1 fused, 0 missed, 1 graphs seen" in cold["report"]
+    assert "1 fused, 0 missed, 1 graph seen" in cold["report"]
     assert (cold["aot_misses"], cold["aot_hits"], cold["bypasses"]) == (1, 0, 0)
     assert (warm["aot_misses"], warm["aot_hits"], warm["bypasses"]) == (0, 1, 0)
     assert warm["fx_hits"] >= 1

@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from graphs import Capture
 from torch import Tensor, nn
 
+import mglu_ops
 from compile_passes.explain import explain
 from compile_passes.report import FusionReport, SiteReport
 from mglu_ops.__main__ import main
@@ -80,7 +82,7 @@ def report_of(model: nn.Module) -> FusionReport:
 def test_report_prints_a_table_and_notes() -> None:
     text = str(report_of(Mixed()))
     head, _, header, *rows = text.splitlines()
-    assert head == "2 fused, 1 missed, 1 graphs seen"
+    assert head == "2 fused, 1 missed, 1 graph seen"
     assert header.split("  ")[0] == "module"
     columns = [header.index(name) for name in ("module", "source", "masks", "activation", "dtype", "result", "masks p")]
     first, second, third = (
@@ -96,7 +98,7 @@ def test_report_prints_a_table_and_notes() -> None:
 
 
 def test_an_empty_report_is_one_line() -> None:
-    assert str(report_of(nn.Linear(8, 8))) == "0 fused, 0 missed, 1 graphs seen"
+    assert str(report_of(nn.Linear(8, 8))) == "0 fused, 0 missed, 1 graph seen"
 
 
 def test_json_of_a_report_has_all_its_attributes() -> None:
@@ -156,9 +158,54 @@ def test_explain_leaves_the_model_as_it_was() -> None:
     assert isinstance(model[0], NaiveMGLU)
 
 
+def test_explain_names_a_wrong_input_in_one_line() -> None:
+    model = nn.Sequential(NaiveMGLU(8, 8)).eval()
+    for inputs, words in (
+        ((torch.randn(2, 9),), r"inputs: the model failed on float32 \[2, 9\]: RuntimeError: mat1 and mat2 shapes"),
+        ((None,), "inputs: the model failed on None: TypeError: linear"),
+        ((), "inputs: the model failed on no inputs: TypeError: .* missing 1 required positional argument"),
+    ):
+        with pytest.raises(ValueError, match=words) as caught:
+            explain(model, *inputs)
+        assert "\n" not in str(caught.value)
+        assert len("".join(traceback.format_exception(caught.value)).splitlines()) < 60
+    assert not model.training
+
+
+@pytest.mark.parametrize("model", ["model", None, 3])
+def test_explain_refuses_what_is_no_model(model: object) -> None:
+    with pytest.raises(ValueError, match=r"model: got (str|NoneType|int), must be a torch\.nn\.Module or a function"):
+        explain(model, torch.randn(2, 8))
+
+
+def test_explain_says_what_dynamo_cannot_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("not this one\nand 200 lines more")
+
+    monkeypatch.setattr(torch, "compile", fails)
+    with pytest.raises(ValueError, match=r"^model: Dynamo cannot capture it: RuntimeError: not this one \(test_report"):
+        explain(nn.Linear(8, 8), torch.randn(2, 8))
+
+
+def test_fuse_names_a_wrong_argument() -> None:
+    graph = torch.fx.symbolic_trace(nn.Linear(3, 3))
+    for arguments, error, words in (
+        ((nn.Linear(3, 3),), TypeError, r"gm: got Linear, must be a torch\.fx\.GraphModule"),
+        ((graph, 3), TypeError, "example_inputs: got int, must be a list or a tuple"),
+        (
+            (graph, [torch.randn(2, 4)]),
+            ValueError,
+            r"example_inputs: the module does not take float32 \[2, 4\]: a and b",
+        ),
+    ):
+        with pytest.raises(error, match=words) as caught:
+            mglu_ops.fuse(*arguments)
+        assert "\n" not in str(caught.value)
+
+
 def test_explain_command(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", f"{file}:fused"]) == 0
-    assert capsys.readouterr().out.startswith("2 fused, 0 missed, 1 graphs seen\n")
+    assert capsys.readouterr().out.startswith("2 fused, 0 missed, 1 graph seen\n")
     assert main(["explain", f"{file}:fused", "--train", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [(site["n_masks"], site["activation"], site["route"]) for site in report["fused"]] == [

@@ -17,6 +17,13 @@ BUDGET = {
 # A result may have at most this many times the error of the naive layer in the same dtype.
 NAIVE_FACTOR = 1.5
 
+# Where a gate or a value is a difference of sums over a whole row, it has besides at most this error, in units of
+# `sum_k |x_k W_k|`. It bounds the sums of up to 1024 products, in float32 and in the order of any kernel.
+DIFFERENCE_ERROR = 2.0**-17
+# The CPU kernels take no difference that has lost more than 9 bits, which leaves this relative error in float32, and
+# none in 16 bits (csrc/cpu/small_values.h).
+SMALL_DIFFERENCE_ERROR = 2.0**-15
+
 
 def relative_error(result: Tensor, oracle: Tensor) -> float:
     """`||result - oracle|| / ||oracle||` in float64: NaN if either has one; `||result||` if the oracle is zero."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch._inductor.config as inductor_config
 from budgets import BUDGET, relative_error
+from functorch.compile import make_boxed_func
 from graphs import call_name
 from torch import Tensor, nn
+from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
@@ -64,19 +65,20 @@ def run(model: nn.Module, **options: Any) -> Tensor:
     return result
 
 
-def trace(model: nn.Module) -> None:
-    """Run the passes in Inductor's slot over the model's graph, without the rest of Inductor."""
+def trace(model: nn.Module, settings: dict[str, Any] | None = None) -> None:
+    """Take a model through Inductor, with settings for this compilation, but run its graph instead of compiling it."""
 
-    def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
-        slot = inductor_config.pre_grad_custom_pass
-        for graph_pass in slot if isinstance(slot, list) else [slot]:
-            if graph_pass is not None:
-                graph_pass(gm.graph)
-        gm.recompile()
-        return gm.forward
+    def backend(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        return compile_fx(gm, inputs, inner_compile=interpreted, config_patches=settings)
 
-    torch._dynamo.reset()
-    torch.compile(model, backend=backend)(torch.randn(3, 16))
+    x = torch.randn(3, 16)
+    with torch.no_grad():
+        assert relative_error(torch.compile(model, backend=backend)(x), model(x)) <= SAME
+
+
+def interpreted(gm: torch.fx.GraphModule, _: Any, **options: Any) -> Any:
+    """An `inner_compile` of Inductor that compiles nothing."""
+    return make_boxed_func(gm.forward)
 
 
 def layer() -> NaiveMGLU:

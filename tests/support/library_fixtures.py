@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from crafted_packages import INFO, write_small_package
 from torch import Tensor, nn
 
 import mglu_ops
 from mglu_ops.__main__ import main
 from mglu_ops.nn import MGLU, NaiveMGLU
 from mglu_ops.packaging.library import build_targets
-from mglu_ops.packaging.package import seal
 from mglu_ops.packaging.tensor_file import write_tensor
 
 TOKENS = (1, 7, 64)
@@ -92,7 +91,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
         mglu_ops.export(layers, example, folder / "operator.pt2")
         options = ["--static", "--shim", "--strict", "--weights", str(folder / "weights.pt")]
         assert main(["export", "library_fixtures:model_and_inputs", str(folder / "bare.pt2"), *options]) == 0
-        write_small_package(folder / "small.pt2")
+        write_small_package(folder / "small.pt2", info=replace(INFO, torch="2.11.0"))
         for tokens in TOKENS:
             write_tensor(folder / f"x{tokens}.tensor", inputs(tokens))
             write_tensor(folder / f"y{tokens}.tensor", layers(inputs(tokens)))
@@ -110,15 +109,6 @@ def more_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
         mglu_ops.export(layers, example, folder / "shim.pt2", shim=True)
 
     return once(tmp_path_factory, "more_packages", make)
-
-
-def write_small_package(path: Path, code: bytes = bytes(range(256)) * 8, **texts: str) -> None:
-    """Write a package whose machine code is none, or the given bytes."""
-    described = {"mglu_ops_torch": "2.11.0", "mglu_ops_device": "cpu", **texts}
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-        archive.writestr("small/data/aotinductor/model/code.so", code)
-        archive.writestr("small/data/aotinductor/model/code_metadata.json", json.dumps(described))
-    seal(path, described["mglu_ops_torch"], described["mglu_ops_device"])
 
 
 def tensor_files(packages: Path) -> list[Path]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
 import torch
 from backend_calls import run_on, unsupported
 from budgets import assert_matches
+from hypothesis import given
+from not_finite import assert_right_or_not_finite
+from outliers import assert_loses_no_more_than_naive, outlier_layers, slack_of_differences
+from strategies import Layer, examples
 from torch import Tensor
 
 from mglu_ops.activations import ACTIVATIONS
@@ -69,9 +74,33 @@ def test_tokens_past_a_block() -> None:
     check(33, 20, 96, 8)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["x", "weight"])
+def test_no_nan_is_hidden_and_no_wrong_number_comes_out(where: str, value: float) -> None:
+    """The rule of `mglu_ops.ops`."""
+    for tokens, activation, dtype in (
+        (2, "silu", torch.float16),
+        (8, "relu", torch.float32),
+        (3, "tanh", torch.bfloat16),
+    ):
+        torch.manual_seed(0)
+        operands = {"x": torch.randn(tokens, 24).to(dtype), "weight": torch.randn(5, 24).to(dtype)}
+        operands[where][1, 7] = value
+        masks = torch.rand(3, 5, 24) > 0.5
+        y = run_on("triton", *operands.values(), pack(masks), activation)
+        assert_right_or_not_finite(y, *operands.values(), masks, activation)
+
+
 @pytest.mark.parametrize(("tokens", "d", "h"), [(0, 3, 16), (2, 0, 16), (1, 3, 0), (2, 3, 0)])
 def test_empty(tokens: int, d: int, h: int) -> None:
     check(tokens, d, h, 2)
+
+
+@examples(10)
+@given(outlier_layers(torch.bfloat16, out_features=2, in_features=(16, 67, 256), n_masks=(1, 2, 4)))
+def test_error_beside_the_naive_layers(layer: Layer) -> None:
+    result = run_on("triton", layer.x, layer.weight, layer.packed_masks, layer.activation)
+    assert_loses_no_more_than_naive(result, layer, slack_of_differences(layer))
 
 
 def transposed(tensor: Tensor) -> Tensor:

@@ -3,8 +3,9 @@
 //   fuzz SECONDS PACKAGE
 //
 // Packages are truncated, and have bytes changed and fields set to extreme values: each change must be found, and no read
-// may go past the end. Tensors get every kind of metadata, valid and not: what the operators accept must run. The order
+// may go past the end. Others are sealed again after a change, so that the code behind the seal reads them. Tensors get every kind of metadata, valid and not: what the operators accept must run. The order
 // is fixed, so that a failure repeats. The exit code is 1 if a check is wrong.
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -22,6 +23,7 @@
 #include "../forward.h"
 #include "../masks.h"
 #include "../package_check.h"
+#include "../zip_archive.h"
 
 namespace {
 
@@ -50,7 +52,12 @@ std::string problem(const Bytes& package) {
     // A copy of exactly this size, so that a sanitizer sees a read past its end.
     const std::unique_ptr<char[]> exact(new char[package.size()]);
     if (!package.empty()) std::memcpy(exact.get(), package.data(), package.size());
-    return mglu::package_problem({exact.get(), package.size()}, "2.11", "");
+    try {
+        mglu::check_package({exact.get(), package.size()}, "2.11", "");
+    } catch (const mglu::FileProblem& problem) {
+        return problem.what();
+    }
+    return {};
 }
 
 void fuzz_truncations(const Bytes& package) {
@@ -74,6 +81,35 @@ void fuzz_packages(const Bytes& package, Random& random, Clock::time_point end, 
         }
         if (random.chance(10)) changed.resize(random.below(changed.size()));
         if (changed != package && problem(changed).empty()) fail("a change of bytes is not found");
+        ++runs;
+    }
+}
+
+std::string adler32(const char* bytes, std::size_t size) {
+    std::uint32_t a = 1, b = 0;
+    for (std::size_t i = 0; i < size; ++i) {
+        a = (a + static_cast<unsigned char>(bytes[i])) % 65521;
+        b = (b + a) % 65521;
+    }
+    char digits[9];
+    std::snprintf(digits, sizeof digits, "%08x", b << 16 | a);
+    return digits;
+}
+
+// Gives changed packages with a right checksum to the code behind the seal, which may take or refuse them.
+void fuzz_sealed_packages(const Bytes& package, Random& random, Clock::time_point end, long& runs) {
+    const char bytes[] = {0x00, 0x01, '\x7f', '\x80', '\xff', '"', '{', '[', '}', ']', ',', '\\', 'u', '9', '.', '/', 'P'};
+    while (Clock::now() < end) {
+        Bytes changed = package;
+        const std::size_t texts = changed.size() / 2;  // the members with texts are first, the directory is last
+        for (std::uint64_t n = 1 + random.below(4); n > 0; --n) {
+            const std::size_t at = random.chance(50) ? random.below(texts) : changed.size() - 9 - random.below(400);
+            changed[at] = random.pick(bytes);
+        }
+        const std::size_t end_of_bytes = changed.size() - 8;
+        const std::string checksum = adler32(changed.data(), end_of_bytes);
+        std::copy(checksum.begin(), checksum.end(), changed.begin() + static_cast<std::ptrdiff_t>(end_of_bytes));
+        if (problem(changed) == "it is damaged: its checksum is wrong") fail("a right checksum is refused");
         ++runs;
     }
 }
@@ -196,13 +232,14 @@ int main(int count, char** arguments) {
     if (count != 3) fail("usage: fuzz SECONDS PACKAGE");
     std::ifstream file(arguments[2], std::ios::binary);
     const Bytes package((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-    const auto half = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::atof(arguments[1]) / 2));
+    const auto third = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::atof(arguments[1]) / 3));
     Random random;
     long packages = 0, accepted = 0, refused = 0;
     fuzz_truncations(package);
     flip_each_bit(package);
-    fuzz_packages(package, random, Clock::now() + half, packages);
-    fuzz_tensors(random, Clock::now() + half, accepted, refused);
+    fuzz_packages(package, random, Clock::now() + third, packages);
+    fuzz_sealed_packages(package, random, Clock::now() + third, packages);
+    fuzz_tensors(random, Clock::now() + third, accepted, refused);
     std::printf("%ld packages, %ld calls refused, %ld run\n", packages, refused, accepted);
     return 0;
 }

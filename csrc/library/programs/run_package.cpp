@@ -123,6 +123,8 @@ int run(const Options& options) {
 #ifndef MGLU_WITHOUT_LIBRARY  // defined in run_package_alone, which shows that a package needs no operator library
     if (const char* problem = mglu_check_package(options.package.c_str(), TORCH_VERSION, nullptr))
         throw std::runtime_error(problem);
+    if (const char* problem = options.weights.empty() ? nullptr : mglu_check_weights(options.weights.c_str()))
+        throw std::runtime_error(problem);
 #endif
     at::set_num_threads(1);
     Tensors weights;  // declared first, so that it outlives the model

@@ -1,24 +1,26 @@
-"""The CPU kernels as a shared library: built by the machine's C++ compiler at first use, kept on disk, loaded once.
+"""The CPU kernels as a shared library: built by the machine's C++ compiler at first use, and kept in the cache.
 
 The library knows nothing of torch: it is one file for any version of Python and torch, and picks its instruction set
-when it runs. Several processes may build at once; whoever is last replaces the file, whole, by an equal one.
+when it runs.
 """
 
 from __future__ import annotations
 
-import hashlib
+import errno
 import os
 import platform
 import shlex
 import shutil
-import subprocess
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import dropwhile
 from pathlib import Path
+from typing import TypeVar
 
-from ..cache import announce, cache_directory
+from ..cache import Artifact, obtain
+from ..interruptible import run
+
+T = TypeVar("T")
 
 COMPILERS = ("c++", "g++", "clang++")
 # Products and sums are contracted only where a kernel says fma, so that equal sums are rounded equally.
@@ -39,85 +41,86 @@ def source_directory() -> Path:
     raise FileNotFoundError(f"the CPU sources of mglu_ops are neither in {package} nor beside it")
 
 
-@dataclass(frozen=True)
-class Compiler:
-    """A C++ compiler: its command line, and what tells this version of it from others."""
+def load_library(load: Callable[[Path], T], folder: Path | None = None) -> T:
+    """What `load` makes of the shared library, which is built if the cache does not hold it.
 
-    command: tuple[str, ...]
-    identity: str
-
-
-def find_compiler() -> Compiler:
-    """`$CXX` (with its options), else the first of `COMPILERS` on the path.
-
-    Raises:
-        BuildError: there is none.
-    """
-    wanted = os.environ.get("CXX")
-    for candidate in (wanted,) if wanted else COMPILERS:
-        command = shlex.split(candidate)
-        program = shutil.which(command[0]) if command else None
-        if program:
-            # Asking for --version takes a process; a new version is a new file.
-            path = Path(program).resolve()
-            status = path.stat()
-            identity = f"{path} {status.st_size} {status.st_mtime_ns} {command[1:]}"
-            return Compiler((program, *command[1:]), identity)
-    names = f"CXX={wanted}" if wanted else ", ".join(COMPILERS)
-    raise BuildError(f"there is no C++ compiler on the path ({names}); install g++ or clang++, or set CXX")
-
-
-def _key(compiler: Compiler) -> str:
-    digest = hashlib.sha256()
-    folder = source_directory()
-    geometry = folder.parent / "cuda" / "packed_masks.cuh"
-    for path in sorted((*folder.glob("*.cpp"), *folder.glob("*.h"), geometry)):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    digest.update("\0".join((compiler.identity, *FLAGS, platform.system(), platform.machine())).encode())
-    return digest.hexdigest()[:32]
-
-
-def library_path() -> Path:
-    """The shared library, built if it is not in the cache yet.
-
-    It is kept in `MGLU_CACHE_DIR` beside the CUDA kernels; where that cannot be written, in a folder of this process.
+    Args:
+        load: gets the path of the library; an OSError says that this machine cannot load it.
+        folder: the only folder to use, in place of the cache.
 
     Raises:
         BuildError: there is no compiler, or it refused the kernels.
+        NoFolderError: no folder can hold the library, or it can be loaded from none.
     """
+    return obtain(_artifact(), _build, lambda path, _: load(path), folder)
+
+
+def find_compiler() -> list[str]:
+    """The command line of `$CXX` (with its options), else of the first of `COMPILERS` on the path.
+
+    Raises:
+        BuildError: there is none, or `CXX` is not a command line.
+    """
+    wanted = _wanted()
+    for command in [wanted] if wanted else [[name] for name in COMPILERS]:
+        if program := shutil.which(command[0]):
+            return [program, *command[1:]]
+    names = f"CXX={shlex.join(wanted)}" if wanted else ", ".join(COMPILERS)
+    raise BuildError(f"there is no C++ compiler on the path ({names}); install g++ or clang++, or set CXX")
+
+
+def _wanted() -> list[str]:
+    """The command line in `CXX`, empty if there is none."""
+    text = os.environ.get("CXX", "")
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise BuildError(f"CXX: got {text!r}, must be a command line: {error}") from error
+
+
+def _artifact() -> Artifact:
+    """The library. The options in `CXX` are among its inputs, and the compiler is not."""
+    folder = source_directory()
+    geometry = folder.parent / "cuda" / "packed_masks.cuh"
+    sources = sorted((*folder.glob("*.cpp"), *folder.glob("*.h"), geometry))
+    options = dropwhile(lambda word: not word.startswith("-"), _wanted())
+    return Artifact(
+        name=f"cpu-{platform.machine()}",
+        suffix=".so",
+        inputs=(
+            *(path.name + path.read_text(encoding="utf-8") for path in sources),
+            *FLAGS,
+            *options,
+            platform.system(),
+            platform.machine(),
+        ),
+        activity="building the CPU kernels with the C++ compiler",
+        duration="about half a minute",
+    )
+
+
+def _build(folder: Path) -> bytes:
     compiler = find_compiler()
-    path = cache_directory() / f"cpu-{platform.machine()}-{_key(compiler)}.so"
-    return path if path.is_file() else _build(compiler, path)
+    sources = sorted(source_directory().glob("*.cpp"))
+    objects = [str(folder / f"{source.stem}.o") for source in sources]
+    library = folder / "linked.so"
+    _run(compiler, folder, *(["-c", str(source), "-o", out] for source, out in zip(sources, objects, strict=True)))
+    _run(compiler, folder, ["-shared", *objects, "-o", str(library)])
+    return library.read_bytes()
 
 
-def _build(compiler: Compiler, path: Path) -> Path:
-    announce("building the CPU kernels with the C++ compiler", "about half a minute")
+def _run(compiler: Sequence[str], folder: Path, *arguments: Sequence[str]) -> None:
+    """Run the compiler with each of some lists of arguments at once. Its own temporary files go to `folder`."""
+    commands = [[*compiler, *FLAGS, *one] for one in arguments]
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(dir=path.parent, prefix="cpu-build-"))
-    except OSError:  # a cache that cannot be written is only a slower one
-        folder = Path(tempfile.mkdtemp(prefix="mglu-cpu-"))
-        path = Path(tempfile.mkdtemp(prefix="mglu-cpu-")) / path.name
-    try:
-        sources = sorted(source_directory().glob("*.cpp"))
-        objects = [folder / f"{source.stem}.o" for source in sources]
-        with ThreadPoolExecutor(len(sources)) as pool:
-            commands = [["-c", str(source), "-o", str(out)] for source, out in zip(sources, objects, strict=True)]
-            list(pool.map(lambda command: _run(compiler, *command), commands))
-        linked = folder / "linked.so"
-        _run(compiler, "-shared", *map(str, objects), "-o", str(linked))
-        os.replace(linked, path)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return path
-
-
-def _run(compiler: Compiler, *arguments: str) -> None:
-    command = [*compiler.command, *FLAGS, *arguments]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+        results = run(commands, {"TMPDIR": str(folder), "LC_ALL": "C"})
     except OSError as error:
-        raise BuildError(f"the C++ compiler did not start: {shlex.join(command)}: {error}") from error
-    if result.returncode != 0:
-        log = (result.stderr or result.stdout).strip()
-        raise BuildError(f"the C++ compiler refused the CPU kernels: {shlex.join(command)}\n{log}")
+        raise BuildError(f"the C++ compiler did not start: {shlex.join(commands[0])}: {error}") from error
+    for result in results:
+        if result.returncode == 0:
+            continue
+        if any(os.strerror(code) in result.stdout for code in (errno.ENOSPC, errno.EDQUOT)):
+            raise OSError(f"{folder.parent} is on a disk that is full")
+        raise BuildError(
+            f"the C++ compiler refused the CPU kernels: {shlex.join(result.args)}\n{result.stdout.strip()}"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 import sys
 import threading
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from .build import BuildError, library_path
+from ..cache import NoFolderError
+from .build import BuildError, load_library
 
 # `Forward`: five pointers, then ten sizes and strides and four enumerations, all of 8 bytes.
 pack_pointers = struct.Struct("@5P").pack
@@ -30,11 +32,11 @@ class Library:
         """Load a build.
 
         Raises:
-            OSError: the file is no library for this machine, or torch exports no `torch_parallel_for`.
+            OSError: the file is no library for this machine.
         """
+        self.parallel_for = _torch_parallel_for()
+        functions = ctypes.CDLL(str(path))
         try:
-            functions = ctypes.CDLL(str(path))
-            self.parallel_for = _torch_parallel_for()
             self._forward, self._pack = functions.mglu_cpu_forward, functions.mglu_cpu_pack_masks
             self._isa, self._supports = functions.mglu_cpu_isa, functions.mglu_cpu_supports
             self._message = functions.mglu_cpu_status_message
@@ -73,12 +75,19 @@ class Library:
 
 
 def _torch_parallel_for() -> int:
-    """The address of torch's own loop over its threads: one pool, and torch.set_num_threads holds for it."""
+    """The address of torch's own loop over its threads: one pool, and torch.set_num_threads holds for it.
+
+    Raises:
+        BuildError: torch exports none.
+    """
     suffix = {"darwin": "dylib", "win32": "dll"}.get(sys.platform, "so")
     name = "torch_cpu.dll" if suffix == "dll" else f"libtorch_cpu.{suffix}"
     torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
-    address = ctypes.cast(torch_cpu.torch_parallel_for, ctypes.c_void_p).value
-    assert address is not None  # a symbol that is not there raises AttributeError
+    try:
+        address = ctypes.cast(torch_cpu.torch_parallel_for, ctypes.c_void_p).value
+    except AttributeError as error:
+        raise BuildError(f"this torch cannot run the CPU kernels: {error}") from error
+    assert address is not None
     return address
 
 
@@ -93,7 +102,17 @@ def load() -> Library | str:
         with _lock:
             if _loaded is None:
                 try:
-                    _loaded = Library(library_path())
-                except (BuildError, OSError) as error:
+                    _loaded = load_library(Library)
+                except (BuildError, NoFolderError, OSError) as error:
                     _loaded = str(error)
     return _loaded
+
+
+def _renew_lock() -> None:
+    """In a forked process: a thread of the parent may hold the lock, and that thread is not here."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_renew_lock)

@@ -7,10 +7,8 @@ on every call.
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -19,8 +17,10 @@ from torch import Tensor
 from ...activations import ACTIVATIONS
 from ...layer_call import LayerCall
 from ..base import Backend, PreparedCall
+from . import training
 from .choice import LaunchChoice, choose
-from .device import gpu_of
+from .compiler import has_cuda_core, is_cached
+from .device import Gpu, gpu_of
 from .kernels import DecodeMma, LaunchConfig, Plain, TileWgmma
 from .kernels import pack as packing
 from .kernels.base import ELEMENTS
@@ -32,14 +32,6 @@ __all__ = ["MOST_TOKENS_FOR_REREADING", "Cuda", "DecodeMma", "LaunchConfig", "Pl
 MOST_TOKENS_FOR_REREADING = 512
 """The kernels other than `tile_wgmma` read W again, from L2 or memory, for every 4, 8 or 16 tokens. They are not used
 for more tokens than this."""
-
-
-@cache
-def _has_cuda_core() -> bool:
-    try:
-        return importlib.util.find_spec("cuda.core") is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _current_device() -> int:
@@ -66,11 +58,11 @@ class Cuda(Backend):
             return f"no kernel for activation {call.activation!r}"
         if call.out_features >= 2**31 or call.in_features >= 2**28:
             return f"weight {(call.out_features, call.in_features)} has a dimension beyond the kernels' 32-bit indices"
-        if not _has_cuda_core():
-            return "cuda-core is not installed (pip install cuda-core)"
-        arch = gpu_of(call.device.index).arch
-        if arch < (8, 0):
-            return f"compute capability {arch} is below 8.0"
+        gpu = gpu_of(call.device.index)
+        if gpu.arch < (8, 0):
+            return f"compute capability {gpu.arch} is below 8.0"
+        if not (has_cuda_core() or self._is_cached(call, gpu)):
+            return "cuda-core is not installed (pip install cuda-core), and the cache does not hold the kernel"
         if call.tokens > MOST_TOKENS_FOR_REREADING:
             kernel = self.choose(call).config.kernel
             if kernel != "tile_wgmma" and not call.batch_invariant:
@@ -81,6 +73,12 @@ class Cuda(Backend):
             if kernel == "plain" and call.tokens > MOST_PLAIN_TOKENS:
                 return f"{call.tokens} tokens, above {MOST_PLAIN_TOKENS}, which the plain kernel's grid does not hold"
         return None
+
+    def _is_cached(self, call: LayerCall, gpu: Gpu) -> bool:
+        """Whether a call needs no compiler."""
+        if 0 in call.result_shape:
+            return True
+        return all(is_cached(*source) for source in self.choose(call).config.sources(call, gpu))
 
     def choose(self, call: LayerCall) -> LaunchChoice:
         """How a call is launched.
@@ -112,13 +110,10 @@ class Cuda(Backend):
         return CudaCall(sequence, device, call.dtype, call.result_shape)
 
     def can_pack(self, masks: Tensor) -> bool:
-        return (
-            masks.device.type == "cuda"
-            and masks.dtype in packing.KINDS
-            and max(masks.shape[1:]) < 2**31
-            and _has_cuda_core()
-            and gpu_of(masks.device.index).arch >= (8, 0)
-        )
+        if masks.device.type != "cuda" or masks.dtype not in packing.KINDS or max(masks.shape[1:]) >= 2**31:
+            return False
+        arch = gpu_of(masks.device.index).arch
+        return arch >= (8, 0) and (has_cuda_core() or is_cached(*packing.source(arch, masks.dtype, masks.shape[0])))
 
     def pack(self, masks: Tensor) -> Tensor:
         device: int = masks.device.index
@@ -126,6 +121,40 @@ class Cuda(Backend):
             with torch.cuda.device(device):
                 return self.pack(masks)
         return packing.pack(masks, gpu_of(device).arch, _current_stream(device))
+
+    def can_train(self, call: LayerCall) -> bool:
+        return (
+            call.device.type == "cuda"
+            and call.dtype in (torch.float16, torch.bfloat16)
+            and (call.route_dtype is None or call.route_dtype in ELEMENTS)
+            and call.activation in ACTIVATIONS
+            and max(call.tokens, call.out_features, call.in_features) < 2**30
+            and has_cuda_core()
+            and gpu_of(call.device.index).arch >= (8, 0)
+        )
+
+    def forward_train(
+        self, call: LayerCall, x: Tensor, weight: Tensor, packed_masks: Tensor, route_weights: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        with torch.cuda.device(call.device):
+            return training.forward_train(call, x, weight, packed_masks, route_weights)
+
+    def backward(
+        self,
+        call: LayerCall,
+        grad_output: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        packed_masks: Tensor,
+        partials: Tensor,
+        needs: Sequence[bool],
+        logits_dtype: torch.dtype | None,
+        route_dtype: torch.dtype | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        with torch.cuda.device(call.device):
+            return training.backward(
+                call, grad_output, x, weight, packed_masks, partials, needs, logits_dtype, route_dtype
+            )
 
 
 # What Inductor's code calls for its buffers: memory without the dispatcher, which takes longer than all else here.

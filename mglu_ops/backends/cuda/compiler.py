@@ -1,25 +1,34 @@
-"""Device code to cubins: NVRTC through `cuda.core`, with a cache on disk that several processes may share."""
+"""Device code to cubins: NVRTC through `cuda.core`, or else nvcc, with a cache on disk that processes share."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import importlib
+import importlib.util
 import os
-import tempfile
+import shutil
+import sys
 import threading
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ..cache import announce, cache_directory
+from ..cache import Artifact, NoFolderError, is_stored, obtain, say
+from ..interruptible import call, run
 
-_IMPORTING = threading.Lock()
+_STANDARD = "c++17"
+_IMPORTING = threading.RLock()
+if sys.platform != "win32":
+    # A process that is forked in the middle of an import could never finish it.
+    os.register_at_fork(
+        before=_IMPORTING.acquire, after_in_parent=_IMPORTING.release, after_in_child=_IMPORTING.release
+    )
 
 
 class CompileError(RuntimeError):
-    """NVRTC refused a kernel; the message holds its log."""
+    """There is no compiler, or no folder for it to work in, or it refused a kernel; then the message holds its log."""
 
 
 @cache
@@ -51,23 +60,65 @@ def compiler_version() -> str:
     return ".".join(str(part) for part in nvrtc.nvrtcVersion()[1:])
 
 
-def compile_cubin(kernel: str, arch: str, macros: dict[str, int]) -> bytes:
+def compile_cubin(kernel: str, arch: str, macros: dict[str, int], folder: Path | None = None) -> bytes:
     """The cubin of `csrc/cuda/<kernel>.cu` for an architecture such as `sm_90`, from the cache if it is there.
 
+    Where no folder can keep it, each process compiles it. If `folder` is given, it is the only folder to use.
+
     Raises:
-        CompileError: with NVRTC's log.
+        CompileError: with the compiler's log; or `folder` cannot be used, or nvcc has no folder to work in.
     """
-    options = ";".join(f"{name}={value}" for name, value in sorted(macros.items()))
-    identity = "\0".join((source_hash(), kernel, arch, options, compiler_version()))
-    path = cache_directory() / f"{kernel}-{arch}-{hashlib.sha256(identity.encode()).hexdigest()[:32]}.cubin"
+    artifact = _artifact(kernel, arch, macros)
     try:
-        return path.read_bytes()
-    except OSError:
-        pass
-    announce("compiling CUDA kernels for this GPU", "2 to 5 seconds for each kernel")
-    code = _run_nvrtc(kernel, arch, macros)
-    _store(path, code)
-    return code
+        return obtain(artifact, lambda scratch: _compile(kernel, arch, macros, scratch), lambda _, cubin: cubin, folder)
+    except NoFolderError as error:
+        if folder is not None or not has_cuda_core():
+            raise CompileError(str(error)) from error
+        say(f"each process compiles its CUDA kernels: {error}")
+        return _run_nvrtc(kernel, arch, macros)
+
+
+def is_cached(kernel: str, arch: str, macros: dict[str, int]) -> bool:
+    """Whether the cache holds a cubin, so that no compiler is needed."""
+    return is_stored(_artifact(kernel, arch, macros))
+
+
+@cache
+def has_cuda_core() -> bool:
+    """Whether `cuda.core` is installed, which compiles with NVRTC."""
+    try:
+        return importlib.util.find_spec("cuda.core") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _artifact(kernel: str, arch: str, macros: dict[str, int]) -> Artifact:
+    return Artifact(
+        name=f"{kernel}-{arch}",
+        suffix=".cubin",
+        inputs=(source_hash(), _STANDARD, kernel, arch, *(f"{name}={value}" for name, value in sorted(macros.items()))),
+        activity="compiling CUDA kernels for this GPU",
+        duration="2 to 5 seconds for each kernel",
+    )
+
+
+def _compile(kernel: str, arch: str, macros: dict[str, int], scratch: Path) -> bytes:
+    if has_cuda_core():
+        return _run_nvrtc(kernel, arch, macros)
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        raise CompileError("CUDA kernels need NVRTC (pip install cuda-core) or nvcc, and neither is here")
+    return _run_nvcc(nvcc, kernel, arch, macros, scratch)
+
+
+def _run_nvcc(nvcc: str, kernel: str, arch: str, macros: dict[str, int], scratch: Path) -> bytes:
+    cubin, source = scratch / "kernel.cubin", source_directory() / f"{kernel}.cu"
+    defines = [f"-D{name}={value}" for name, value in macros.items()]
+    command = [nvcc, "-cubin", f"-std={_STANDARD}", f"-arch={arch}", *defines, str(source), "-o", str(cubin)]
+    (result,) = run([command], {"TMPDIR": str(scratch)})
+    if result.returncode != 0:
+        raise CompileError(f"nvcc could not compile {kernel}.cu for {arch} with {macros}:\n{result.stdout}")
+    return cubin.read_bytes()
 
 
 def _cuda_core() -> Any:
@@ -82,28 +133,12 @@ def _run_nvrtc(kernel: str, arch: str, macros: dict[str, int]) -> bytes:
     options = core.ProgramOptions(
         name=f"{kernel}.cu",
         arch=arch,
-        std="c++17",
+        std=_STANDARD,
         include_path=str(directory),
         define_macro=[(name, str(value)) for name, value in sorted(macros.items())],
     )
     try:
         program = core.Program((directory / f"{kernel}.cu").read_text(), "c++", options)
-        return bytes(program.compile("cubin").code)
+        return bytes(call(lambda: program.compile("cubin")).code)
     except Exception as error:  # cuda.core raises its own types, which are not importable without it
         raise CompileError(f"NVRTC could not compile {kernel}.cu for {arch} with {macros}:\n{error}") from error
-
-
-def _store(path: Path, code: bytes) -> None:
-    """Write a file whole or not at all, so that no process reads half of it. A cache that cannot be written is slow."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(code)
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-    except OSError:
-        return

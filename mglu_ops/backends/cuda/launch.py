@@ -36,6 +36,7 @@ class LaunchSequence:
         maps: the tensor maps of W and the masks, where the kernel copies boxes of them.
         x_maps: the tensor map of x, where the kernel copies boxes of x itself. It is kept apart from `maps`, since
             layers with weights of their own read the same x, and one layer reads many.
+        result_maps: the tensor maps of the result and of its partial derivatives, which are written in training.
     """
 
     kernel: Launch
@@ -43,14 +44,19 @@ class LaunchSequence:
     workspace_bytes: int = 0
     maps: TensorMaps | None = None
     x_maps: TensorMaps | None = None
+    result_maps: TensorMaps | None = None
 
-    def __call__(self, stream: int, workspace: int, x: int, weight: int, masks: int, routes: int, out: int) -> None:
-        """Launch on a stream; all but the stream are addresses."""
+    def __call__(
+        self, stream: int, workspace: int, x: int, weight: int, masks: int, routes: int, out: int, partials: int = 0
+    ) -> None:
+        """Launch on a stream; all but the stream are addresses, `partials` that of the partial derivatives."""
         maps = None
         if self.maps is not None:
             maps = self.maps(weight, masks)
             if self.x_maps is not None:
                 maps = self.x_maps(x) + maps
+            if self.result_maps is not None:
+                maps += self.result_maps(out, partials)
         if self.permute is not None:
             self.permute(stream, x, 0, 0, 0, workspace)
             x = workspace

@@ -13,24 +13,39 @@ _MAPS_KEPT = 1024
 _ALIGNMENT = 64  # of a map that the driver writes
 
 _UINT8, _UINT16 = 0, 1
-_NO_SWIZZLE, _SWIZZLE_128B = 0, 3
+_NO_SWIZZLE = 0
+_SWIZZLES = {64: 2, 128: 3}  # by the bytes of a row of a box
 _PROMOTE_64B = 1
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A row-major matrix, and the boxes in which it is copied. All sizes but `pitch` are in elements."""
+    """A row-major matrix or a stack of such, and the boxes in which it is copied. Sizes count elements, pitches bytes.
+
+    Attributes:
+        item: bytes of an element: 1 or 2.
+        width: columns.
+        height: rows.
+        pitch: from a row to the next, a multiple of 16.
+        box_width: columns of a box.
+        box_height: rows of a box.
+        swizzle: whether the 16-byte vectors of a row are permuted in shared memory: vector v of row r of a box is
+            stored at v ^ (r % 8) in rows of 128 bytes, at v ^ (r / 2 % 4) in rows of 64.
+        depth: matrices of a stack; 0 for a single one, which is copied in boxes of two dimensions.
+        depth_pitch: from a matrix of a stack to the next, a multiple of 16.
+        box_depth: matrices of a box.
+    """
 
     item: int
-    """Bytes of an element: 1 or 2."""
     width: int
     height: int
     pitch: int
-    """Bytes from a row to the next, a multiple of 16."""
     box_width: int
     box_height: int
     swizzle: bool
-    """Whether 16-byte vector v of row r of a box is stored at v ^ (r % 8) in shared memory, in rows of 128 bytes."""
+    depth: int = 0
+    depth_pitch: int = 0
+    box_depth: int = 1
 
     def encode(self, pointer: int) -> bytes:
         """The map of the matrix at an address (a multiple of 16).
@@ -40,19 +55,21 @@ class Matrix:
         """
         memory = ctypes.create_string_buffer(MAP_BYTES + _ALIGNMENT)
         address = -(-ctypes.addressof(memory) // _ALIGNMENT) * _ALIGNMENT
+        rank = 3 if self.depth else 2
+        sizes, boxes = (self.width, self.height, self.depth), (self.box_width, self.box_height, self.box_depth)
         call_driver(
             "cuTensorMapEncodeTiled",
             "encoding a tensor map",
             ctypes.c_void_p(address),
             _UINT8 if self.item == 1 else _UINT16,
-            2,
+            rank,
             ctypes.c_void_p(pointer),
-            (ctypes.c_uint64 * 2)(self.width, self.height),
-            (ctypes.c_uint64 * 1)(self.pitch),
-            (ctypes.c_uint32 * 2)(self.box_width, self.box_height),
-            (ctypes.c_uint32 * 2)(1, 1),
+            (ctypes.c_uint64 * rank)(*sizes[:rank]),
+            (ctypes.c_uint64 * (rank - 1))(*(self.pitch, self.depth_pitch)[: rank - 1]),
+            (ctypes.c_uint32 * rank)(*boxes[:rank]),
+            (ctypes.c_uint32 * rank)(*(1,) * rank),
             0,  # not interleaved
-            _SWIZZLE_128B if self.swizzle else _NO_SWIZZLE,
+            _SWIZZLES[self.item * self.box_width] if self.swizzle else _NO_SWIZZLE,
             _PROMOTE_64B,
             0,  # what lies outside reads as zeros
         )

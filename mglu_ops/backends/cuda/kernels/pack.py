@@ -21,6 +21,11 @@ _CONSTANTS = struct.Struct("3q3i4x")
 """The fields behind the pointers in `PackParams`."""
 
 
+def source(arch: tuple[int, int], dtype: torch.dtype, n_masks: int) -> tuple[str, str, dict[str, int]]:
+    """What is compiled: `(kernel, target, macros)`."""
+    return "pack", f"sm_{arch[0]}{arch[1]}", {"MGLU_ELEMENT": KINDS[dtype], "MGLU_N_MASKS": n_masks}
+
+
 def pack(masks: Tensor, arch: tuple[int, int], stream: int) -> Tensor:
     """The packed masks of bool masks or of logits (`M = logits > 0`), `[n_masks, out_features, in_features]`.
 
@@ -33,12 +38,12 @@ def pack(masks: Tensor, arch: tuple[int, int], stream: int) -> Tensor:
     shape: tuple[int, int, int] = tuple(masks.shape)  # type: ignore[assignment] # torch.Size has no length
     packed = torch.empty(packed_shape(*shape), dtype=torch.uint8, device=masks.device)
     if packed.numel():
-        source = masks.data_ptr()
+        address = masks.data_ptr()
         alignment = 8 * min(masks.element_size(), 2)
-        vector = source % alignment == 0 and masks.stride(2) == 1
+        vector = address % alignment == 0 and masks.stride(2) == 1
         vector = vector and all(stride * masks.element_size() % alignment == 0 for stride in masks.stride()[:2])
         launch = _launch(masks.device.index, arch, masks.dtype, shape, masks.stride(), vector)
-        launch(stream, source, 0, 0, 0, packed.data_ptr())
+        launch(stream, address, 0, 0, 0, packed.data_ptr())
     return packed
 
 
@@ -54,9 +59,8 @@ def _launch(
     """Loaded into the context of `device`, which is the current one."""
     n_masks, out_features, in_features = shape
     octets = out_features * packed_width(in_features)
-    macros = {"MGLU_ELEMENT": KINDS[dtype], "MGLU_N_MASKS": n_masks}
     return Launch(
-        load_kernel(device, "pack", f"sm_{arch[0]}{arch[1]}", macros),
+        load_kernel(device, *source(arch, dtype, n_masks)),
         (-(-octets // _THREADS), 1),
         _THREADS,
         0,

@@ -76,9 +76,9 @@ class TileWgmma(LaunchConfig):
         return super().target(gpu) + "a"
 
     def shared_bytes(self, call: LayerCall) -> int:
-        return self.stages * self._stage_bytes(call.n_masks) + self._fixed_bytes()
+        return self.stages * self._stage_bytes(call.n_masks) + self._fixed_bytes(call.n_masks)
 
-    def _fixed_bytes(self) -> int:
+    def _fixed_bytes(self, n_masks: int) -> int:
         """The sums that warpgroups of the same rows, or the passes of one, exchange."""
         exchanges = self.mask_groups == 2 or self.passes > 1
         return self.row_groups * self.block_tokens * 512 if exchanges else 0
@@ -91,7 +91,7 @@ class TileWgmma(LaunchConfig):
 
     def with_full_ring(self, n_masks: int, shared_bytes_per_sm: int) -> TileWgmma:
         """The same with as many stages as the shared memory of an SM holds, up to 12."""
-        limit = shared_bytes_per_sm - RESERVED_SHARED_BYTES_PER_BLOCK - self._fixed_bytes()
+        limit = shared_bytes_per_sm - RESERVED_SHARED_BYTES_PER_BLOCK - self._fixed_bytes(n_masks)
         return replace(self, stages=min(MOST_STAGES, limit // self._stage_bytes(n_masks)))
 
     def grid(self, call: LayerCall, gpu: Gpu) -> tuple[int, int]:
@@ -135,22 +135,28 @@ class TileWgmma(LaunchConfig):
         pitch = call.masks.strides[0]
         return x, weight, Matrix(1, width, call.out_features, pitch, box, rows, swizzle=call.n_masks == 16)
 
+    def results(self, call: LayerCall) -> tuple[Matrix, ...]:
+        """The matrices that the kernel writes with tensor maps: none, its threads write the result."""
+        return ()
+
     def sequence(self, call: LayerCall, gpu: Gpu, device: int) -> LaunchSequence:
+        results = self.results(call)
+        result_maps = TensorMaps(*results) if results else None
         kernel = Launch(
             load_kernel(device, self.kernel, self.target(gpu), self.macros(call)),
             self.grid(call, gpu),
             self.threads,
             self.requested_shared_bytes(call, gpu),
             overlap=True,
-            constants=constants(call) + bytes(3 * MAP_BYTES),
+            constants=constants(call) + bytes((3 + len(results)) * MAP_BYTES),
         )
         x, *weights = self.matrices(call)
         maps = TensorMaps(*weights)
         if x is not None:
-            return LaunchSequence(kernel, maps=maps, x_maps=TensorMaps(x))
+            return LaunchSequence(kernel, maps=maps, x_maps=TensorMaps(x), result_maps=result_maps)
         tile = self.block_tokens, self.sub
         permute = permute_x.launch(call, gpu, device, self.target(gpu), *tile)
-        return LaunchSequence(kernel, permute, permute_x.copy_bytes(call, *tile), maps)
+        return LaunchSequence(kernel, permute, permute_x.copy_bytes(call, *tile), maps, result_maps=result_maps)
 
     def _violations(self, call: LayerCall, gpu: Gpu) -> Iterator[str]:
         yield from aligned_violations(self.kernel, call, self.rows)

@@ -67,7 +67,7 @@ def _sparse_tile(call: LayerCall, gpu: Gpu) -> TileWgmma:
         last_wave = costs_of(gpu).last_wave
         waves = {rows: waves_of(ceil_div(call.out_features, rows), gpu.multiprocessors, last_wave) for rows in fitting}
         config = replace(config, rows=min(fitting, key=lambda rows: waves[rows] * (3 if rows == 64 else 4)))
-    return _filled(config, n_masks, gpu.shared_bytes_per_sm, least_stages=4)
+    return filled(config, n_masks, gpu.shared_bytes_per_sm, least_stages=4)
 
 
 def _fits_sparse(n_masks: int, groups: int, columns: int) -> bool:
@@ -93,31 +93,33 @@ def fastest(call: LayerCall, gpu: Gpu, must_permute: bool, costs: CostModel) -> 
 
 
 def candidates(call: LayerCall, gpu: Gpu, must_permute: bool) -> Iterator[TileWgmma]:
-    """The launches that suit a call: their tiles are not much wider than its tokens, nor higher than its rows."""
+    """The launches that suit a call."""
+    found = launches(call.n_masks, must_permute, gpu.shared_bytes_per_sm)
+    return (config for config in found if suits(config, call))
 
-    def suits(config: TileWgmma) -> bool:
-        width = config.block_tokens
-        narrow = width < call.tokens + 16 or width == _TOKEN_COLUMNS[0]
-        return narrow and config.rows <= call.out_features and (config.cluster == 1 or call.tokens > width)
 
-    return filter(suits, launches(call.n_masks, must_permute, gpu.shared_bytes_per_sm))
+def suits(config: TileWgmma, call: LayerCall) -> bool:
+    """Whether tiles are not much wider than the call's tokens, nor higher than its rows."""
+    width = config.block_tokens
+    narrow = width < call.tokens + 16 or width == _TOKEN_COLUMNS[0]
+    return narrow and config.rows <= call.out_features and (config.cluster == 1 or call.tokens > width)
 
 
 @cache
 def launches(n_masks: int, must_permute: bool, shared_bytes_per_sm: int) -> tuple[TileWgmma, ...]:
     """All launches with registers enough, and with at least three stages in shared memory."""
-    filled = (_filled(shape, n_masks, shared_bytes_per_sm, least_stages=3) for shape in _shapes(n_masks, must_permute))
-    return tuple(config for config in filled if config.stages >= 3)
+    found = (filled(shape, n_masks, shared_bytes_per_sm, least_stages=3) for shape in shapes(n_masks, must_permute))
+    return tuple(config for config in found if config.stages >= 3)
 
 
-def _filled(config: TileWgmma, n_masks: int, shared_bytes_per_sm: int, least_stages: int) -> TileWgmma:
+def filled(config: TileWgmma, n_masks: int, shared_bytes_per_sm: int, least_stages: int) -> TileWgmma:
     """The launch with as many stages as there is room for, shorter ones where too few long ones fit."""
-    filled = config.with_full_ring(n_masks, shared_bytes_per_sm)
-    shorter = filled.stages < least_stages and n_masks % 2 == 0
-    return replace(config, sub=1).with_full_ring(n_masks, shared_bytes_per_sm) if shorter else filled
+    full = config.with_full_ring(n_masks, shared_bytes_per_sm)
+    shorter = full.stages < least_stages and n_masks % 2 == 0
+    return replace(config, sub=1).with_full_ring(n_masks, shared_bytes_per_sm) if shorter else full
 
 
-def _shapes(n_masks: int, must_permute: bool) -> Iterator[TileWgmma]:
+def shapes(n_masks: int, must_permute: bool) -> Iterator[TileWgmma]:
     """The launches for which a thread has the registers."""
     for groups, passes in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (2, 3), (1, 4), (2, 4)):
         masks = n_masks // passes

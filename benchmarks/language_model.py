@@ -1,0 +1,114 @@
+"""A decoder-only language model like Llama that is trained on whole sequences; its gated projection is an argument."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.decoder import Sizes, angles, rotate
+
+
+class Attention(nn.Module):
+    """Causal attention over a sequence; groups of query heads share a key head."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_width = sizes.heads, sizes.kv_heads, sizes.head_width
+        self.inputs = nn.Linear(sizes.hidden, (sizes.heads + 2 * sizes.kv_heads) * sizes.head_width, bias=False)
+        self.output = nn.Linear(sizes.hidden, sizes.hidden, bias=False)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        """Map x `[batch, length, hidden]` to the same shape."""
+        heads = self.inputs(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+        query, key, value = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        query, key = (rotate(one, *rotation).type_as(value) for one in (query, key))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """A pre-norm decoder block.
+
+    Args:
+        sizes: the sizes of the model.
+        projection: makes the gated projection from `(hidden, intermediate)`.
+    """
+
+    def __init__(self, sizes: Sizes, projection: Callable[[int, int], nn.Module]) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(sizes.hidden, eps=1e-5)
+        self.attention = Attention(sizes)
+        self.projection_norm = nn.RMSNorm(sizes.hidden, eps=1e-5)
+        self.projection = projection(sizes.hidden, sizes.intermediate)
+        self.down = nn.Linear(sizes.intermediate, sizes.hidden, bias=False)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotation)
+        return x + self.down(self.projection(self.projection_norm(x)))
+
+
+class Loss(nn.Module):
+    """The last norm, the head and the cross entropy of the next token."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(sizes.hidden, eps=1e-5)
+
+    def forward(self, x: Tensor, weight: Tensor, following: Tensor) -> Tensor:
+        """The mean over all tokens, from x `[batch, length, hidden]` and weight `[vocabulary, hidden]`."""
+        logits = F.linear(self.norm(x), weight)
+        return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
+
+
+class LanguageModel(nn.Module):
+    """Predicts each next token of a sequence; embedding and head share a matrix.
+
+    Args:
+        sizes: the sizes of the model; `context` is the longest sequence.
+        projection: makes the gated projection of a block from `(hidden, intermediate)`.
+    """
+
+    cosine: Tensor
+    sine: Tensor
+
+    def __init__(self, sizes: Sizes, projection: Callable[[int, int], nn.Module]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(sizes.vocabulary, sizes.hidden)
+        nn.init.normal_(self.embedding.weight, std=sizes.hidden**-0.5)
+        self.register_buffer("cosine", angles(sizes).cos().float())
+        self.register_buffer("sine", angles(sizes).sin().float())
+        self.blocks = nn.ModuleList(Block(sizes, projection) for _ in range(sizes.layers))
+        self.loss = Loss(sizes)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The loss of the sequences `tokens` `[batch, length + 1]`."""
+        given, following = tokens[:, :-1], tokens[:, 1:]
+        rotation = self.cosine[: given.shape[1]], self.sine[: given.shape[1]]
+        x = self.embedding(given)
+        for block in self.blocks:
+            x = block(x, rotation)
+        return self.loss(x, self.embedding.weight, following)
+
+    def compile_parts(self) -> None:
+        """Compile the blocks and the loss separately: all blocks share a graph, which compiles once."""
+        for part in (*self.blocks, self.loss):
+            part.compile(fullgraph=True, dynamic=False)
+
+
+def share_tensors(source: nn.Module, target: nn.Module) -> None:
+    """Give the parameters and buffers of a module to another one that has the same names."""
+    for name, parameter in source.named_parameters():
+        setattr(_owner(target, name), name.rpartition(".")[2], parameter)
+    for name, buffer in source.named_buffers():
+        setattr(_owner(target, name), name.rpartition(".")[2], buffer)
+
+
+def _owner(module: nn.Module, name: str) -> nn.Module:
+    return module.get_submodule(name.rpartition(".")[0])
+
+
+def count(model: nn.Module) -> int:
+    """Number of parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,31 @@
+"""What a device has allocated, in megabytes (1e6 bytes). Only a GPU keeps count; for a CPU, every figure is NaN."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import torch
+
+
+def allocated(device: str) -> float:
+    """Megabytes that tensors hold now."""
+    return torch.cuda.memory_allocated() / 1e6 if device == "cuda" else float("nan")
+
+
+def peak(call: Callable[[], object], device: str) -> float:
+    """The most megabytes that tensors hold at once while a call runs, those from before it included."""
+    if device != "cuda":
+        return float("nan")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() / 1e6
+
+
+def release(device: str) -> None:
+    """Give the memory that no tensor holds back to the device, so that one problem does not split it for the next."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()

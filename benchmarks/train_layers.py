@@ -1,0 +1,187 @@
+"""A layer to train, all variants of it on the same parameters, and the errors of their results and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.baselines import ComplementTrick
+from benchmarks.harness import relative_error
+from compile_passes.backend import mglu
+from mglu_ops.nn import GLU, MGLU, NaiveMGLU
+
+Layer = Callable[[Tensor], Tensor]
+
+CASE = "training step"
+"""The case of the rows."""
+NAIVE = "naive compiled"
+TRICK = "complement trick compiled"
+FUSED = "fused"
+OPERATOR = "operator, eager"
+MODULE = "mglu_ops.nn.MGLU, eager"
+RECOMPUTING = "mglu_ops.nn.MGLU, save_activations=False"
+SWIGLU = "SwiGLU compiled"
+GEMMS = "three stacked GEMMs"
+COMPILED = (NAIVE, TRICK, FUSED)
+"""The forms of MGLU that torch.compile compiles."""
+
+CHECKED_TOKENS = 512
+"""Rows of x whose results are compared with float64."""
+
+
+class Results(NamedTuple):
+    """The result of a layer and the gradients of x, weight and mask_logits."""
+
+    y: Tensor
+    dx: Tensor
+    dweight: Tensor
+    dlogits: Tensor
+
+
+class Training:
+    """Input, parameters and upstream gradient of one layer with straight-through masks.
+
+    Attributes:
+        naive: the naive layer, which owns weight `[out_features, in_features]` and mask_logits.
+        x: leaf `[tokens, in_features]`.
+        grad_output: `[tokens, out_features]`.
+    """
+
+    def __init__(self, shape: tuple[int, int], tokens: int, n_masks: int, device: str) -> None:
+        d, h = shape
+        dtype = torch.bfloat16
+        self.naive = NaiveMGLU(h, d, n_masks=n_masks, device=device, dtype=dtype)
+        self.x = torch.randn(tokens, h, device=device, dtype=dtype, requires_grad=True)
+        self.grad_output = torch.randn(tokens, d, device=device, dtype=dtype)
+
+    def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The inputs whose gradients are computed: x, weight and mask_logits."""
+        assert self.naive.mask_logits is not None
+        return self.x, self.naive.weight, self.naive.mask_logits
+
+    def results(self, layer: Layer, grad_output: Tensor) -> Results:
+        y = layer(self.x)
+        return Results(y.detach(), *torch.autograd.grad(y, self.leaves(), grad_output))
+
+
+class Step:
+    """Forward and backward of a layer, as in a training loop that drops the gradients before."""
+
+    def __init__(self, training: Training, layer: Layer, parameters: Iterable[Tensor]) -> None:
+        self.layer, self.x, self.grad_output = layer, training.x, training.grad_output
+        self.leaves = (self.x, *parameters)
+
+    def drop_gradients(self) -> None:
+        for leaf in self.leaves:
+            leaf.grad = None
+
+    def __call__(self) -> None:
+        self.drop_gradients()
+        self.layer(self.x).backward(self.grad_output)
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def on_the_parameters_of(naive: NaiveMGLU, kind: Callable[..., M], **arguments: Any) -> M:
+    """Another form of the naive layer, with the same parameters."""
+    layer: Any = kind(naive.in_features, naive.out_features, n_masks=naive.n_masks, device="meta", **arguments)
+    layer.weight, layer.mask_logits = naive.weight, naive.mask_logits
+    return layer
+
+
+def steps(training: Training) -> dict[str, Step]:
+    """A step of every form of a layer, on the same parameters; those that are compiled compile at their first call."""
+    naive = training.naive
+    form = partial(on_the_parameters_of, naive)
+
+    def operator(x: Tensor) -> Tensor:
+        return torch.ops.mglu.forward_ste(x, naive.weight, naive.mask_logits, naive.activation)[0]
+
+    layers: dict[str, Layer] = {
+        NAIVE: compiled(naive),
+        TRICK: compiled(form(ComplementTrick)),
+        FUSED: compiled(form(NaiveMGLU), backend=mglu, options={"strict": True}),
+        OPERATOR: operator,
+        MODULE: form(MGLU),
+        RECOMPUTING: form(MGLU, save_activations=False),
+    }
+    return {name: Step(training, layer, naive.parameters()) for name, layer in layers.items()}
+
+
+def compiled(layer: nn.Module, **options: Any) -> Layer:
+    return torch.compile(layer, fullgraph=True, dynamic=False, **options)
+
+
+def swiglu_step(training: Training) -> Step:
+    """A step of a compiled SwiGLU projection of the same shape, on the same x and upstream gradient."""
+    d, h = training.naive.weight.shape
+    glu = GLU(h, d, device=training.x.device, dtype=training.x.dtype)
+    return Step(training, compiled(glu), glu.parameters())
+
+
+def gemms_step(training: Training) -> Callable[[], None]:
+    """The three products that a step cannot do without, with stacked weights `[(n_masks + 1) d, h]` and nothing else.
+
+    In the place of the gradients of the n_masks + 1 projections stands their result, which has the same size.
+    """
+    x = training.x.detach()
+    n_masks, d, h = training.naive.n_masks, *training.naive.weight.shape
+    stacked = torch.randn((n_masks + 1) * d, h, device=x.device, dtype=x.dtype) / h**0.5
+
+    def step() -> None:
+        projections = torch.mm(x, stacked.t())
+        torch.mm(projections, stacked)
+        torch.mm(projections.t(), x)
+
+    return step
+
+
+class Oracle:
+    """The results and gradients in float64 of some tokens of a layer.
+
+    The upstream gradient of all other tokens is 0. Their gradients must then be 0, and those of the parameters are sums
+    over the checked tokens alone: so the very call that is timed is checked, at an affordable price.
+
+    Attributes:
+        grad_output: upstream gradient `[tokens, out_features]`.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        count = training.x.shape[0]
+        self.checked = torch.randperm(count, device=training.x.device)[:CHECKED_TOKENS]
+        self.others = torch.ones(count, dtype=torch.bool, device=training.x.device).index_fill_(0, self.checked, False)
+        self.grad_output = training.grad_output.masked_fill(self.others[:, None], 0)
+        self.exact = self._exact()
+
+    def _exact(self) -> Results:
+        """Mask by mask, so that the memory of one is enough."""
+        x, weight, mask_logits = (leaf.detach() for leaf in self.training.leaves())
+        x, weight = (leaf.double().requires_grad_() for leaf in (x[self.checked], weight))
+        grad = self.grad_output[self.checked].double()
+        of_logits = torch.zeros_like(mask_logits, dtype=torch.float64)
+        exact = Results(torch.zeros_like(grad), torch.zeros_like(x), torch.zeros_like(weight), of_logits)
+        for i, logits in enumerate(mask_logits):
+            mask = (logits > 0).double().requires_grad_()
+            y = F.silu(F.linear(x, weight * mask)) * F.linear(x, weight * (1 - mask))
+            terms = y.detach(), *torch.autograd.grad(y, (x, weight, mask), grad)
+            for total, term in zip((*exact[:3], exact.dlogits[i]), terms, strict=True):
+                total.add_(term)
+        return exact
+
+    def errors(self, results: Results) -> dict[str, float]:
+        """The relative error of the result and of each gradient."""
+        of_checked = results._replace(y=results.y[self.checked], dx=results.dx[self.checked])
+        errors = {
+            name: relative_error(ours, exact)
+            for name, ours, exact in zip(Results._fields, of_checked, self.exact, strict=True)
+        }
+        if bool(results.dx[self.others].count_nonzero()):
+            errors["dx"] = float("inf")
+        return errors

@@ -1,0 +1,270 @@
+"""Times a whole training step of language models with SwiGLU, with the naive SwiMGLU and with the fused one.
+
+python -m benchmarks.train_model --out DIR [--models 350M] [--precisions autocast] [--masks 1 4] [--seconds 560]
+
+A step is forward, backward and AdamW (fused) on random tokens. Every model has the same widths: SwiMGLU replaces SwiGLU
+and nothing else changes, as in the paper, so that a model with one mask has as many parameters as the one with SwiGLU,
+mask logits included. The blocks and the loss are compiled. `--seconds` and `--done` are as in benchmarks/train.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import parts
+from benchmarks.decoder import Sizes
+from benchmarks.language_model import LanguageModel, count, share_tensors
+from benchmarks.memory import allocated, peak, release
+from benchmarks.records import Row, read
+from benchmarks.timing import (
+    LOAD_SECONDS,
+    MAX_SECONDS_OF_SETTLED_ROUNDS,
+    SETTLED_ROUNDS,
+    gpu_microseconds,
+    summarise,
+    under_load,
+    wall_microseconds,
+)
+from mglu_ops.nn import GLU, MGLU, NaiveMGLU
+
+Precision = Literal["autocast", "bfloat16"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+"""bfloat16 autocast of float32 parameters, or parameters in bfloat16."""
+MASKS = (1, 2, 4)
+LENGTH = 2048
+PROTOCOL = (
+    "forward, backward and AdamW(fused=True); blocks and loss compiled; random tokens, sequences of 2048; between two "
+    "events, variants in turns whose order changes, each after at least one step and 60 ms of load; median over 5 to 9 "
+    "rounds, us a step; peak_mb: parameters, gradients, state of the optimiser and activations, in MB; error of fused: "
+    "the distance of all gradients to the naive model's, before the first step"
+)
+MAX_DISTANCE = 0.1
+"""Largest distance between the gradients of the fused and of the naive model, relative to the naive one's norm. Both
+round to bfloat16 in every layer; a wrong mask or gradient gives a distance of about 1."""
+LEARNING_RATE = 1e-5
+
+
+class Model(NamedTuple):
+    """A model to train: its sizes and the number of sequences in a step."""
+
+    sizes: Sizes
+    batch: int
+
+
+MODELS = {
+    "Llama-3.2 1B": Model(Sizes(context=LENGTH), batch=4),
+    "350M": Model(
+        Sizes(
+            layers=24,
+            hidden=1024,
+            intermediate=2816,
+            heads=16,
+            kv_heads=16,
+            vocabulary=32000,
+            context=LENGTH,
+            rope_base=10_000.0,
+        ),
+        batch=8,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model, its precision and the number of masks of SwiMGLU."""
+
+    name: str
+    precision: Precision
+    n_masks: int
+
+    def __str__(self) -> str:
+        return f"{self.case}, n_m = {self.n_masks}"
+
+    @property
+    def case(self) -> str:
+        return f"{self.name}, {self.precision}"
+
+    def seconds(self) -> float:
+        """An estimate of the time to measure the problem, with its compilations; `parts.Schedule` corrects it."""
+        return 30 + 5 * self.n_masks + 2 * MAX_SECONDS_OF_SETTLED_ROUNDS
+
+
+def problems(
+    names: Iterable[str] = MODELS, precisions: Sequence[Precision] = PRECISIONS, masks: Sequence[int] = MASKS
+) -> list[Problem]:
+    """Every model in every precision with every number of masks."""
+    return [Problem(name, precision, n_masks) for name, precision, n_masks in product(names, precisions, masks)]
+
+
+class Training:
+    """A compiled model and its optimiser.
+
+    Args:
+        model: the model.
+        optimizer: over its parameters.
+        tokens: `[batch, length + 1]`, the same in every step.
+        autocast: whether to run forward under bfloat16 autocast.
+    """
+
+    def __init__(self, model: LanguageModel, optimizer: torch.optim.Optimizer, tokens: Tensor, autocast: bool) -> None:
+        self.model, self.optimizer, self.tokens, self.autocast = model, optimizer, tokens, autocast
+        model.compile_parts()
+
+    def backward(self) -> None:
+        """Compute the loss and the gradients."""
+        with torch.autocast(self.tokens.device.type, torch.bfloat16, enabled=self.autocast):
+            loss = self.model(self.tokens)
+        loss.backward()
+
+    def step(self) -> None:
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients of all parameters, which keep none."""
+        self.backward()
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        self.optimizer.zero_grad(set_to_none=True)
+        return gradients
+
+
+def build(sizes: Sizes, projection: Callable[..., nn.Module], device: str, precision: Precision) -> LanguageModel:
+    """Build a model with random parameters in float32 for autocast, else in bfloat16."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16 if precision == "bfloat16" else torch.float32)
+    try:
+        with torch.device(device):
+            return LanguageModel(sizes, projection)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    """The norm of the difference between two lists of gradients, relative to the norm of theirs."""
+    pairs = zip(ours, theirs, strict=True)
+    difference, norm = zip(*(((a - b).double().norm(), b.double().norm()) for a, b in pairs), strict=True)
+    return float(torch.stack(difference).norm() / torch.stack(norm).norm())
+
+
+def trainings(problem: Problem, model: Model, device: str) -> tuple[dict[str, Training], dict[str, dict[str, object]]]:
+    """The models of a problem, and their peak memory and parameters by the same names.
+
+    The naive and the fused model are the same parameters with the same optimiser, since memory is short.
+    """
+    torch._dynamo.reset()
+    tokens = torch.randint(0, model.sizes.vocabulary, (model.batch, model.sizes.context + 1), device=device)
+    found: dict[str, Training] = {}
+    columns: dict[str, dict[str, object]] = {}
+
+    def optimizer(of: LanguageModel) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(of.parameters(), lr=LEARNING_RATE, fused=True)
+
+    def add(name: str, training: Training, held: float) -> None:
+        """Run the first steps of a model; `held` is the memory that belongs to others."""
+        for _ in range(2):
+            training.step()
+        found[name] = training
+        columns[name] = {
+            "peak_mb": round(peak(training.step, device) - held, 1),
+            "parameters_m": round(count(training.model) / 1e6, 1),
+            "sequences": model.batch,
+        }
+
+    autocast = problem.precision == "autocast"
+    held = allocated(device)
+    swiglu = build(model.sizes, GLU, device, problem.precision)
+    add("SwiGLU", Training(swiglu, optimizer(swiglu), tokens, autocast), held)
+
+    held = allocated(device)
+    naive = build(model.sizes, partial(NaiveMGLU, n_masks=problem.n_masks), device, problem.precision)
+    fused = build(model.sizes, partial(MGLU, n_masks=problem.n_masks), "meta", problem.precision)
+    share_tensors(naive, fused)
+    shared = optimizer(naive)
+    pair = {"naive": Training(naive, shared, tokens, autocast), "fused": Training(fused, shared, tokens, autocast)}
+    error = distance(pair["fused"].gradients(), pair["naive"].gradients())
+    release(device)
+    for name, training in pair.items():
+        add(name, training, held)
+    columns["fused"]["distance"] = float(f"{error:.3g}")
+    return found, columns
+
+
+def bench(
+    problem: Problem,
+    model: Model | None = None,
+    device: str = "cuda",
+    rounds: int = SETTLED_ROUNDS,
+    load: float = LOAD_SECONDS,
+) -> list[Row]:
+    """Measure one problem and return a row for each model.
+
+    Args:
+        problem: the problem.
+        model: the model; by default the one that the problem names.
+        device: "cuda", or "cpu" to see that everything works; a CPU has no peak of memory.
+        rounds: largest number of rounds.
+        load: as `seconds` of `timing.under_load`.
+    """
+    release(device)
+    sizes, batch = model or MODELS[problem.name]
+    found, columns = trainings(problem, Model(sizes, batch), device)
+    release(device)
+    clock = gpu_microseconds if device == "cuda" else wall_microseconds
+    times = under_load({name: training.step for name, training in found.items()}, clock, rounds, load)
+    rows = []
+    for name, extra in columns.items():
+        median, spread = summarise(times[name])
+        error = float(str(extra.pop("distance", "nan")))
+        rows.append(
+            Row(
+                case=problem.case,
+                variant=name,
+                tokens=batch * sizes.context,
+                out_features=sizes.intermediate,
+                in_features=sizes.hidden,
+                n_masks=problem.n_masks,
+                dtype="bfloat16",
+                microseconds=float("nan") if error > MAX_DISTANCE else median,
+                spread=spread,
+                fraction_of_ceiling=float("nan"),
+                error=error,
+                extra=extra,
+            )
+        )
+    return rows
+
+
+def run(chosen: Sequence[Problem], out: Path, rounds: int = SETTLED_ROUNDS, limit: float | None = None) -> list[Row]:
+    """Measure problems into `train_model.csv` of a folder; `limit` is in seconds."""
+    torch.manual_seed(0)
+    return parts.measure(chosen, lambda one: bench(one, rounds=rounds), out, "train_model", PROTOCOL, limit)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
+    parser.add_argument("--masks", type=int, nargs="+", default=MASKS)
+    parser.add_argument("--rounds", type=int, default=SETTLED_ROUNDS)
+    parser.add_argument("--seconds", type=float, help="begin no problem that would end later")
+    parser.add_argument("--done", type=Path, nargs="+", default=[], metavar="DIR", help="parts that are measured")
+    arguments = parser.parse_args()
+    done = {(row.case, row.n_masks) for folder in arguments.done for row in read(folder, "train_model")}
+    chosen = problems(arguments.models, arguments.precisions, arguments.masks)
+    chosen = [one for one in chosen if (one.case, one.n_masks) not in done]
+    run(chosen, arguments.out, arguments.rounds, arguments.seconds)
+
+
+if __name__ == "__main__":
+    main()

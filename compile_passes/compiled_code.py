@@ -1,0 +1,46 @@
+"""Drops the code that Dynamo has compiled, while other threads may run it.
+
+`torch._dynamo.reset` frees what belongs to compiled code even while another thread is inside of it, and the process
+then ends with a segmentation fault (seen in torch 2.13). So the code is only marked as invalid here, in the way in
+which Dynamo does it when an object dies that the code was compiled for. Other threads may be inside of it then too.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch._dynamo
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
+from torch._dynamo import convert_frame
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.guards import DeletedGuardManagerWrapper
+from torch._dynamo.types import FrameAction, FrameExecStrategy
+
+
+class _Nothing:
+    """The type of an object that no local variable holds."""
+
+
+_NOTHING = _Nothing()
+
+
+def drop_compiled_code() -> None:
+    """Let every compiled function be compiled again at its next call. Waits for a compilation in another thread."""
+    with convert_frame.compile_lock:
+        torch._dynamo.reset_code_state()
+        for reference in list(convert_frame.input_codes.seen):
+            code = reference()
+            if code is None:
+                continue
+            for entry in _debug_get_cache_entry_list(code):
+                if entry.guard_manager.extra_state is not None:
+                    entry.guard_manager.extra_state.invalidate(entry, _never_valid())
+            # A function that was compiled too often is no longer compiled; that too begins anew.
+            set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
+
+
+def _never_valid() -> DeletedGuardManagerWrapper:
+    """The guards of an invalid entry, such that Dynamo does not count it when it limits how often to compile."""
+    guards = DeletedGuardManagerWrapper("mglu_ops.enable_fusion was called")
+    guards.id_matched_objs = {"": weakref.ref(_NOTHING)}
+    return guards

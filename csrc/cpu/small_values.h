@@ -1,0 +1,80 @@
+// Sums differences again that have lost their digits. Included inside a file's own namespace, after Vec and Mask.
+//
+// The kernels take one sum over a whole row, t, and for each mask one sum under it, s. The other sum of that mask is
+// the rest, t - s, with the error of t. The rounding of a 16-bit result hides this error unless the rest is much
+// smaller than s. A rest that is smaller, or not finite, is summed again without the other products, which then neither
+// drown it nor overflow into it. That happens to one value in 800 of ordinary data, and to one in 6000 in bfloat16.
+
+// The least size of a rest that is taken as it is, in units of s. In bfloat16 a result is rounded eight times as
+// coarsely. In float32 this bounds the error of a rest to 2^-15 of it.
+template <class E>
+constexpr float kLeastRest = std::is_same_v<E, BFloat16> ? 0x1p-12f : 0x1p-9f;
+
+// One sum: the products of a token, a row of W and a mask. `flip` is 0, or 255 for the complement of the mask.
+struct MaskedSum {
+    std::int64_t token, row, mask;
+    std::uint32_t flip;
+};
+
+// Masks are factors, so that infinity and NaN have the same effect as in the naive layer. Where there are none,
+// `skips_zeros` leaves out eight products of which none counts: most of them, if nearly all of a mask is 1.
+template <class E>
+float sum_apart(const Forward& call, const MaskedSum& sum, bool skips_zeros) {
+    const E* x = static_cast<const E*>(call.x) + sum.token * call.x_stride;
+    const E* weights = static_cast<const E*>(call.weight) + sum.row * call.weight_stride;
+    const std::uint8_t* bits = call.packed_masks + sum.row * call.mask_stride + sum.mask;
+    const std::int64_t whole = call.in_features / kOctet, rest = call.in_features % kOctet;
+    const auto add = [&](Vec& to, std::int64_t octet, const E* eight_weights, const E* eight_x) MGLU_STEP {
+        const std::uint8_t* byte = bits + octet * call.n_masks;
+        if (skips_zeros && *byte == sum.flip) return;
+        to = to + apply_mask(load_octet(eight_weights), load_mask<1>(byte, sum.flip)) * load_octet(eight_x);
+    };
+    constexpr int kChains = 4;  // hide the latency of an addition
+    Vec sums[kChains];
+    unrolled<kChains>([&](auto c) MGLU_STEP { sums[c] = broadcast(0.0f); });
+    std::int64_t octet = 0;
+    for (; octet + kChains <= whole; octet += kChains) {
+        unrolled<kChains>([&](auto c) MGLU_STEP {
+            add(sums[c], octet + c, weights + 8 * (octet + c), x + 8 * (octet + c));
+        });
+    }
+    for (; octet < whole; ++octet) add(sums[0], octet, weights + 8 * octet, x + 8 * octet);
+    if (rest) {
+        E last_weights[kOctet] = {}, last_x[kOctet] = {};
+        for (std::int64_t i = 0; i < rest; ++i) last_weights[i] = weights[8 * whole + i], last_x[i] = x[8 * whole + i];
+        add(sums[0], whole, last_weights, last_x);
+    }
+    float lanes[Vec::width];
+    store(lanes, (sums[0] + sums[1]) + (sums[2] + sums[3]));
+    float result = 0.0f;
+    for (int lane = 0; lane < 8; ++lane) result += lanes[lane];
+    return result;
+}
+
+// Sums some lanes again. `place(lane)` is the sum of a lane, with a token of -1 if nobody needs it: then it becomes 0.
+template <class E, class Place>
+__attribute__((noinline)) void sum_lanes_apart(const Forward& call, std::uint32_t lanes, Vec& sum, Vec& rest,
+                                               Place place) {
+    float sums[Vec::width], rests[Vec::width];
+    store(sums, sum);
+    store(rests, rest);
+    for (int lane = 0; lane < Vec::width; ++lane) {
+        if (!(lanes >> lane & 1)) continue;
+        MaskedSum at = place(lane);
+        const bool is_needed = at.token >= 0, is_finite = rests[lane] - rests[lane] == 0.0f;
+        if (!is_finite) sums[lane] = is_needed ? sum_apart<E>(call, at, false) : 0.0f;
+        at.flip ^= 255;
+        rests[lane] = is_needed ? sum_apart<E>(call, at, is_finite) : 0.0f;
+    }
+    sum = load(sums);
+    rest = load(rests);
+}
+
+// Sums again what must not be taken as it is.
+template <class E, class Place>
+MGLU_INLINE void mend_small_rests(const Forward& call, Vec& sum, Vec& rest, Place place) {
+    const Vec size = abs(rest);
+    const std::uint32_t lost =
+        lanes_below(size, abs(sum) * broadcast(kLeastRest<E>)) | lanes_below(broadcast(0x1.fffffep127f), size);
+    if (__builtin_expect(lost != 0, 0)) sum_lanes_apart<E>(call, lost, sum, rest, place);
+}

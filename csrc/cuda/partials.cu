@@ -1,0 +1,114 @@
+// Turns the products t = x W^T and f_i = x (F_i * W)^T into the result y and its partial derivatives P = dy/dt and
+// Q_i = dy/df_i, which backward needs (training.md):
+//
+//   g_i = (t - f_i) / 2,   v_i = (t + f_i) / 2,   y = sum_i r_i act(g_i) v_i
+//   P = sum_i r_i (act'(g_i) v_i + act(g_i)) / 2,   Q_i = r_i (act(g_i) - act'(g_i) v_i) / 2,   R_i = act(g_i) v_i
+//
+// Each of a token's entries is a row of `columns` elements. Of the products, entry 0 is t, and the f_i follow. Of the
+// partials, entry 0 is P, and the Q_i follow, and where there are route weights the R_i. The partials may be in the
+// place of products of their dtype: a thread reads an element before it writes it, and no other thread reads it.
+// Arithmetic is in float32, and every element is read and written once.
+#include "activation.cuh"
+#include "columns.cuh"
+
+namespace mglu {
+
+struct PartialsParams {
+    const void* products;  // [tokens, kMasks + 1, columns] with contiguous columns
+    void* partials;        // [tokens, kMasks + 1 or 2 kMasks + 1, columns] with contiguous columns
+    const void* unused;
+    const void* route;  // [tokens, kMasks], or null
+    void* result;       // [tokens, columns] with contiguous columns
+    i64 products_row_stride;
+    i64 products_entry_stride;
+    i64 partials_row_stride;
+    i64 partials_entry_stride;
+    i64 result_row_stride;
+    i64 route_row_stride;
+    i64 route_column_stride;
+    i64 tokens;
+    int columns;
+};
+
+constexpr int kType = MGLU_ELEMENT;
+constexpr int kProductsType = MGLU_PRODUCTS;
+constexpr int kMasks = MGLU_N_MASKS;
+constexpr Activation kActivation = static_cast<Activation>(MGLU_ACTIVATION);
+constexpr int kRouteType = MGLU_ROUTE;  // -1 without route weights
+constexpr bool kRouted = kRouteType >= 0;
+constexpr int kColumns = 4;  // of a thread; with 8, ptxas has no registers to load the next mask ahead
+constexpr int kBlocksPerSm = kRouted || !kVector ? 4 : 5;  // as many as fit without spills
+
+__device__ __forceinline__ float load_route_weight(const PartialsParams& p, i64 token, int mask) {
+    if constexpr (kRouted) {
+        const auto* route = static_cast<const typename Element<kRouteType>::Bits*>(p.route);
+        return to_float<kRouteType>(route[token * p.route_row_stride + mask * p.route_column_stride]);
+    } else {
+        return 1.0f;
+    }
+}
+
+// The columns of a thread while its masks are added up, and where its next mask is.
+struct Sums {
+    i64 product, partial;
+    float half_total[kColumns];     // t / 2
+    float result[kColumns] = {};    // y
+    float by_total[kColumns] = {};  // 2 P
+};
+
+// Adds kCount masks from `mask` on. All their products are loaded before the first is used.
+template <int kCount>
+__device__ __forceinline__ void add_masks(Sums& sums, const PartialsParams& p, const Position<kColumns>& at, int mask) {
+    Group<kProductsType, kColumns> flipped[kCount];
+    float route[kCount];
+#pragma unroll
+    for (int j = 0; j < kCount; ++j, sums.product += p.products_entry_stride) {
+        flipped[j] = load_group<kProductsType, kColumns>(p.products, sums.product, at.count);
+        route[j] = load_route_weight(p, at.row, mask + j);
+    }
+#pragma unroll
+    for (int j = 0; j < kCount; ++j, sums.partial += p.partials_entry_stride) {
+        float by_flipped[kColumns], by_route[kColumns];
+#pragma unroll
+        for (int k = 0; k < kColumns; ++k) {
+            const float gate = fmaf(-0.5f, flipped[j][k], sums.half_total[k]);
+            const float value = fmaf(0.5f, flipped[j][k], sums.half_total[k]);
+            const ValueAndDerivative act = activate_with_derivative<kActivation, true>(gate);
+            float activated = act.value, slope = act.derivative;
+            by_route[k] = activated * value;
+            if constexpr (kRouted) activated *= route[j], slope *= route[j];
+            sums.result[k] = fmaf(activated, value, sums.result[k]);
+            sums.by_total[k] += fmaf(slope, value, activated);
+            by_flipped[k] = 0.5f * fmaf(-slope, value, activated);
+        }
+        store_group(p.partials, sums.partial, rounded<kType>(by_flipped), at.count);
+        if constexpr (kRouted)
+            store_group(p.partials, sums.partial + kMasks * p.partials_entry_stride, rounded<kType>(by_route),
+                        at.count);
+    }
+}
+
+}  // namespace mglu
+
+extern "C" __global__ void __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
+    mglu_partials(const __grid_constant__ mglu::PartialsParams p) {
+    using namespace mglu;
+    const Position<kColumns> at(p.tokens, p.columns);
+    if (at.count == 0) return;
+    const i64 product = at.row * p.products_row_stride + at.column;
+    const i64 partial = at.row * p.partials_row_stride + at.column;
+    const auto total = load_group<kProductsType, kColumns>(p.products, product, at.count);
+    Sums sums{product + p.products_entry_stride, partial + p.partials_entry_stride, {}};
+#pragma unroll
+    for (int k = 0; k < kColumns; ++k) sums.half_total[k] = 0.5f * total[k];
+
+    int mask = 0;
+#pragma unroll 1
+    for (; mask + kMasksAtOnce <= kMasks; mask += kMasksAtOnce) add_masks<kMasksAtOnce>(sums, p, at, mask);
+    if constexpr (kMasks % kMasksAtOnce > 0) add_masks<kMasks % kMasksAtOnce>(sums, p, at, mask);
+
+#pragma unroll
+    for (int k = 0; k < kColumns; ++k) sums.by_total[k] *= 0.5f;
+    store_group(p.partials, partial, rounded<kType>(sums.by_total), at.count);
+    store_group(p.result, at.row * p.result_row_stride + at.column, rounded<kType>(sums.result), at.count);
+}

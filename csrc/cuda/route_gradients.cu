@@ -1,0 +1,49 @@
+// Sums the gradient of the route weights over the columns: dr_i = sum_d G * R_i for every token, with R_i = dy/dr_i as
+// forward kept it (training.md). A warp sums one token and mask in float32, in an order that depends on sizes alone.
+//
+// The kernel is bound by one read of R. Neighbouring warps read the same row of G, which memory delivers once.
+#include "columns.cuh"
+
+namespace mglu {
+
+struct RouteGradientsParams {
+    const void* gradient;  // [tokens, columns] with contiguous columns
+    const void* terms;     // R [tokens, kMasks, columns] with contiguous columns
+    const void* unused[2];
+    void* out;  // [tokens, kMasks], contiguous
+    i64 gradient_row_stride;
+    i64 terms_row_stride;
+    i64 terms_mask_stride;
+    i64 tokens;
+    int columns;
+};
+
+constexpr int kType = MGLU_ELEMENT;
+constexpr int kMasks = MGLU_N_MASKS;
+constexpr int kRouteType = MGLU_ROUTE;
+
+}  // namespace mglu
+
+extern "C" __global__ void __launch_bounds__(mglu::kThreads)
+    mglu_route_gradients(const __grid_constant__ mglu::RouteGradientsParams p) {
+    using namespace mglu;
+    const i64 warp = static_cast<i64>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
+    const i64 token = warp / kMasks;
+    const int mask = static_cast<int>(warp % kMasks);
+    if (token >= p.tokens) return;
+    const i64 gradient_row = token * p.gradient_row_stride;
+    const i64 terms_row = token * p.terms_row_stride + mask * p.terms_mask_stride;
+    const int lane = threadIdx.x % 32;
+    float sum = 0.0f;
+#pragma unroll 4
+    for (i64 column = lane * kOctet; column < p.columns; column += 32 * kOctet) {
+        const int count = static_cast<int>(p.columns - column);
+        const auto gradient = load_group<kType, kOctet>(p.gradient, gradient_row + column, count);
+        const auto term = load_group<kType, kOctet>(p.terms, terms_row + column, count);
+#pragma unroll
+        for (int k = 0; k < kOctet; ++k) sum = fmaf(gradient[k], term[k], sum);
+    }
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    if (lane == 0) static_cast<typename Element<kRouteType>::Bits*>(p.out)[warp] = from_float<kRouteType>(sum);
+}

@@ -1,0 +1,94 @@
+// Turns the products D_0 = dt^T x and D_i = b_i^T x into the gradients of the weight and of the mask logits
+// (training.md):
+//
+//   dW = D_0 + sum_i F_i * D_i,   dlogits_i = -2 W * D_i
+//
+// One of the two may not be needed; what it alone is made of is then not read. The gradients may have dtypes of their
+// own. Where dW has the dtype of D_0 it may be written in its place, and dlogits_i in the place of D_i: a thread has
+// read an element before it writes it, and no other thread reads it. Arithmetic is in float32, and each element is
+// read and written once.
+#include "columns.cuh"
+
+namespace mglu {
+
+struct WeightGradientsParams {
+    const void* total;     // D_0 [rows, columns], contiguous; for dW
+    const void* weight;    // [rows, columns] with contiguous columns; for dlogits
+    const u8* masks;       // the packed format (packed_masks.cuh), contiguous; for dW
+    const void* products;  // D_i [kMasks, rows, columns], of which each matrix is contiguous
+    void* weight_gradient;
+    i64 weight_row_stride;
+    i64 products_stride;  // from one mask to the next
+    i64 logits_stride;
+    i64 rows;
+    i64 columns;
+    void* logits_gradient;  // the last field, which the host sets at each launch, as it sets the first five
+};
+
+constexpr int kType = MGLU_ELEMENT;
+constexpr int kTotalType = MGLU_TOTAL;
+constexpr int kMasks = MGLU_N_MASKS;
+constexpr int kWeightType = MGLU_WEIGHT_GRADIENT;  // the dtypes of the gradients, -1 for one that is not needed
+constexpr int kLogitsType = MGLU_LOGITS_GRADIENT;
+constexpr bool kWeight = kWeightType >= 0;
+constexpr bool kLogits = kLogitsType >= 0;
+
+// Where the octet of a mask begins in each tensor; there is one after another, a stride apart.
+struct MaskPlace {
+    const u8* masks;
+    i64 product, logits;
+    int count;
+};
+
+// Writes dlogits of the next kCount masks and adds their F_i * D_i to dW. All D_i are loaded before the first is used.
+template <int kCount>
+__device__ __forceinline__ void add_masks(float (&sum)[kOctet], const Group<kType, kOctet>& weight,
+                                          const WeightGradientsParams& p, MaskPlace& at) {
+    OctetMasks<kCount> masks;
+    if constexpr (kWeight) masks = OctetMasks<kCount>::load(at.masks);
+    at.masks += kCount;
+    Group<kType, kOctet> product[kCount];
+#pragma unroll
+    for (int j = 0; j < kCount; ++j, at.product += p.products_stride)
+        product[j] = load_group<kType, kOctet>(p.products, at.product, at.count);
+#pragma unroll
+    for (int j = 0; j < kCount; ++j, at.logits += p.logits_stride) {
+        if constexpr (kWeight) {
+            const auto flipped = masks.flip(j, product[j]);
+#pragma unroll
+            for (int k = 0; k < kOctet; ++k) sum[k] += flipped[k];
+        }
+        if constexpr (kLogits) {
+            float by_logit[kOctet];
+#pragma unroll
+            for (int k = 0; k < kOctet; ++k) by_logit[k] = -2.0f * weight[k] * product[j][k];
+            store_group(p.logits_gradient, at.logits, rounded<kLogitsType>(by_logit), at.count);
+        }
+    }
+}
+
+}  // namespace mglu
+
+extern "C" __global__ void __launch_bounds__(mglu::kThreads)
+    mglu_weight_gradients(const __grid_constant__ mglu::WeightGradientsParams p) {
+    using namespace mglu;
+    const Position<kOctet> index(p.rows, static_cast<int>(p.columns));
+    if (index.count == 0) return;
+    const i64 element = index.row * p.columns + index.column;
+    const i64 octet = index.row * packed_octets(p.columns) + index.column / kOctet;
+    Group<kType, kOctet> weight;
+    float sum[kOctet];
+    if constexpr (kWeight) {
+        const auto total = load_group<kTotalType, kOctet>(p.total, element, index.count);
+#pragma unroll
+        for (int k = 0; k < kOctet; ++k) sum[k] = total[k];
+    }
+    if constexpr (kLogits)
+        weight = load_group<kType, kOctet>(p.weight, index.row * p.weight_row_stride + index.column, index.count);
+
+    MaskPlace at{p.masks + octet * kMasks, element, element, index.count};
+#pragma unroll 1
+    for (int mask = 0; mask + kMasksAtOnce <= kMasks; mask += kMasksAtOnce) add_masks<kMasksAtOnce>(sum, weight, p, at);
+    if constexpr (kMasks % kMasksAtOnce > 0) add_masks<kMasks % kMasksAtOnce>(sum, weight, p, at);
+    if constexpr (kWeight) store_group(p.weight_gradient, element, rounded<kWeightType>(sum), index.count);
+}

@@ -1,0 +1,160 @@
+"""The GEMMs of the backward pass whose left operand is a product of two matrices (csrc/cuda/backward_gemm.cu)."""
+
+from __future__ import annotations
+
+import struct
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..device import Gpu, gpu_of
+from ..driver import Launch
+from ..launch import load_kernel
+from ..tensor_map import MAP_BYTES, Matrix, TensorMaps
+from .base import ELEMENTS, ceil_div
+
+NAME = "backward_gemm"
+ARCH = (9, 0)
+
+_ROWS, _COLUMNS, _DEPTH = 128, 256, 32
+_CLUSTER, _STAGES, _THREADS = 2, 7, 384
+_STAGE_BYTES = 2 * (2 * _ROWS * _DEPTH + _DEPTH * _COLUMNS)
+_BARRIER_BYTES = 16 * _STAGES
+_SIZES = struct.Struct("3i12x")
+"""The fields between the pointers and the maps in `GemmParams`."""
+
+_LEAST_FULL = 0.75
+"""The part of the SMs that must have a tile: with fewer tiles the library's GEMM, which splits k, is faster."""
+
+
+def macros(dtype: torch.dtype, n_products: int, *, is_input_gradient: bool, wide: bool) -> dict[str, int]:
+    """The macros of the source. `wide`: whether the only weight product is in float32."""
+    return {
+        "MGLU_ELEMENT": ELEMENTS[dtype],
+        "MGLU_PRODUCTS": n_products,
+        "MGLU_INPUT_GRADIENT": int(is_input_gradient),
+        "MGLU_WIDE": int(wide),
+        "MGLU_CLUSTER": _CLUSTER,
+        "MGLU_STAGES": _STAGES,
+        "MGLU_DEPTH": _DEPTH,
+    }
+
+
+def shared_bytes() -> int:
+    """Dynamic shared memory of a block."""
+    return _STAGES * _STAGE_BYTES + _BARRIER_BYTES
+
+
+def can_run(gpu: Gpu, *matrices: Tensor) -> bool:
+    """Whether the kernel takes matrices: not empty, and 16-bit elements in rows at multiples of 16 bytes."""
+    if gpu.arch != ARCH:
+        return False
+    for matrix in matrices:
+        *strides, of_columns = matrix.stride()
+        if matrix.dtype not in (torch.float16, torch.bfloat16) or matrix.numel() == 0 or of_columns != 1:
+            return False
+        if matrix.data_ptr() % 16 or any(stride % 8 or stride <= 0 for stride in strides):
+            return False
+    return True
+
+
+def fills(gpu: Gpu, rows: int, columns: int) -> bool:
+    """Whether a result of this size has tiles enough for the GPU."""
+    return ceil_div(rows, _ROWS) * ceil_div(columns, _COLUMNS) >= _LEAST_FULL * gpu.multiprocessors
+
+
+def input_gradient(
+    grad: Tensor, partials: Tensor, weight: Tensor, flipped: Tensor, grad_x: Tensor, stream: int
+) -> None:
+    """Write `dx = sum over i of (grad * partials[:, i]) @ (F_i * W)`, with F_0 = 1.
+
+    All tensors have one 16-bit dtype, are on the current device, and `can_run`.
+
+    Args:
+        grad: `[tokens, out_features]`.
+        partials: `[tokens, n_masks + 1, out_features]`.
+        weight: `[out_features, in_features]`.
+        flipped: contiguous `[n_masks, out_features, in_features]`, the weight with the signs flipped where masks are 1.
+        grad_x: receives dx, contiguous `[tokens, in_features]`.
+        stream: of the launch.
+
+    Raises:
+        CompileError: NVRTC refused the kernel.
+        LaunchError: the driver refused the launch; the context stays usable.
+    """
+    launch, maps = _prepare(
+        grad_x.device.index, grad.dtype, partials.shape, weight.shape[1],
+        (grad.stride(0), *partials.stride()[:2], weight.stride(0)), True, False,
+    )  # fmt: skip
+    addresses = grad.data_ptr(), partials.data_ptr(), weight.data_ptr(), flipped.data_ptr()
+    launch(stream, 0, 0, 0, 0, grad_x.data_ptr(), maps=maps(*addresses))
+
+
+def weight_products(grad: Tensor, partials: Tensor, x: Tensor, first: Tensor, others: Tensor, stream: int) -> None:
+    """Write the products `D_i = (grad * partials[:, i])^T x`: D_0 to `first`, the others to `others`.
+
+    All tensors have one 16-bit dtype, but `first` may be in float32 where there are no others. They are on the current
+    device, and `can_run`.
+
+    Args:
+        grad: `[tokens, out_features]`.
+        partials: `[tokens, entries, out_features]`.
+        x: `[tokens, in_features]`.
+        first: contiguous `[out_features, in_features]`.
+        others: contiguous `[entries - 1, out_features, in_features]`.
+        stream: of the launch.
+
+    Raises:
+        CompileError: NVRTC refused the kernel.
+        LaunchError: the driver refused the launch; the context stays usable.
+    """
+    launch, maps = _prepare(
+        first.device.index, grad.dtype, partials.shape, x.shape[1],
+        (grad.stride(0), *partials.stride()[:2], x.stride(0)), False, first.dtype == torch.float32,
+    )  # fmt: skip
+    addresses = grad.data_ptr(), partials.data_ptr(), x.data_ptr(), 0
+    launch(stream, others.data_ptr(), 0, 0, 0, first.data_ptr(), maps=maps(*addresses))
+
+
+@lru_cache(maxsize=256)
+def _prepare(
+    device: int,
+    dtype: torch.dtype,
+    partials_shape: tuple[int, int, int],
+    in_features: int,
+    strides: tuple[int, int, int, int],
+    is_input_gradient: bool,
+    wide: bool,
+) -> tuple[Launch, TensorMaps]:
+    """The launch on `device`, which is the current one, and the maps of G, the partial derivatives, B and F_i * W.
+
+    `strides` are those between the rows of G, the tokens and the entries of the partial derivatives, and the rows of B.
+    """
+    tokens, products, out_features = partials_shape
+    of_grad, of_token, of_entry, of_b = (2 * stride for stride in strides)
+    parts = ceil_div(tokens, 64) if is_input_gradient else ceil_div(out_features, 64) * products
+    clusters = ceil_div(parts, _CLUSTER * _ROWS // 64) * ceil_div(in_features, _COLUMNS)
+    defines = macros(dtype, products, is_input_gradient=is_input_gradient, wide=wide)
+    launch = Launch(
+        load_kernel(device, NAME, "sm_90a", defines),
+        (_CLUSTER * min(clusters, gpu_of(device).multiprocessors // _CLUSTER), 1),
+        _THREADS,
+        shared_bytes(),
+        overlap=True,
+        constants=_SIZES.pack(tokens, out_features, in_features) + bytes(4 * MAP_BYTES),
+    )
+    box_features, box_tokens = (_DEPTH, _ROWS) if is_input_gradient else (64, _DEPTH)
+    grad = Matrix(2, out_features, tokens, of_grad, box_features, box_tokens, swizzle=True)
+    partials = Matrix(
+        2, out_features, products, of_entry, box_features, 1, swizzle=True,
+        depth=tokens, depth_pitch=of_token, box_depth=box_tokens,
+    )  # fmt: skip
+    b = Matrix(2, in_features, out_features if is_input_gradient else tokens, of_b, 64, _DEPTH, swizzle=True)
+    if not is_input_gradient:
+        return launch, TensorMaps(grad, partials, b, None)
+    flipped = Matrix(
+        2, in_features, out_features, 2 * in_features, 64, _DEPTH, swizzle=True,
+        depth=products - 1, depth_pitch=2 * out_features * in_features,
+    )  # fmt: skip
+    return launch, TensorMaps(grad, partials, b, flipped)

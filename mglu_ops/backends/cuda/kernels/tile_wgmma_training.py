@@ -1,0 +1,96 @@
+"""`tile_wgmma` in training: it also writes the partial derivatives of the result that backward needs.
+
+The section on training of csrc/cuda/tile_wgmma.md says why it is as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+from ....layer_call import LayerCall
+from ..device import Gpu
+from ..tensor_map import Matrix
+from .base import ceil_div, has_x_in_rows
+from .tile_wgmma import TileWgmma, can_run
+from .tile_wgmma_choice import filled, shapes, suits
+from .tile_wgmma_costs import costs_of
+
+
+@dataclass(frozen=True)
+class TrainingTile(TileWgmma):
+    """A launch of `tile_wgmma` that writes the result and its partial derivatives.
+
+    The sequence of a call (`LaunchSequence`) takes the address of `partials` last. The result `[tokens, out_features]`
+    and `partials` are contiguous and start at multiples of 16 bytes. `partials` is `[tokens, n_masks + 1,
+    out_features]` in x's dtype, and with route weights `[tokens, 2 n_masks + 1, out_features]`:
+
+        partials[:, 0] = dy/dt, partials[:, i] = dy/df_i, partials[:, n_masks + i] = dy/droute_i
+    """
+
+    box_tokens: int = 8
+    """Tokens that are stored at once: 8, or a multiple that divides `block_tokens`."""
+    routed: bool = False
+    """Whether there are route weights."""
+
+    def _fixed_bytes(self, n_masks: int) -> int:
+        """What is stored at once, twice, and the sums that warpgroups of the same rows, or passes of one, exchange.
+
+        One warpgroup keeps t in registers, and its passes exchange two sums for each element of the result, not three.
+        """
+        masks = ceil_div(n_masks // self.passes, self.mask_groups)
+        boxes = masks * (2 if self.routed else 1) + 2
+        staging = self.row_groups * self.mask_groups * 2 * boxes * self.box_tokens * 128
+        sums = 3 if self.mask_groups == 2 else 2 if self.passes > 1 else 0
+        return staging + self.row_groups * self.block_tokens * 256 * sums
+
+    def macros(self, call: LayerCall) -> dict[str, int]:
+        return super().macros(call) | {"MGLU_TRAIN": 1, "MGLU_BOX_TOKENS": self.box_tokens}
+
+    def results(self, call: LayerCall) -> tuple[Matrix, ...]:
+        widths = call.out_features, partials_of(call) * call.out_features
+        return tuple(Matrix(2, width, call.tokens, 2 * width, 64, self.box_tokens, swizzle=True) for width in widths)
+
+    def _violations(self, call: LayerCall, gpu: Gpu) -> Iterator[str]:
+        yield from super()._violations(call, gpu)
+        if self.sparse:
+            yield "sparse: not in training"
+        if self.routed != (call.route_dtype is not None):
+            yield f"routed: got {self.routed}, for route weights {call.route_dtype}"
+        if self.box_tokens % 8 or self.block_tokens % self.box_tokens:
+            yield f"box_tokens: got {self.box_tokens}, must be a multiple of 8 that divides {self.block_tokens}"
+        if call.out_features % 8:
+            yield f"training needs out_features that are a multiple of 8, got {call.out_features}"
+        if partials_of(call) * call.out_features >= 2**31:
+            yield f"{partials_of(call)} partial derivatives of {call.out_features} features pass 32-bit coordinates"
+
+
+def partials_of(call: LayerCall) -> int:
+    """How many partial derivatives an element of the result has: those by t and each f_i, and by each route weight."""
+    return (1 if call.route_dtype is None else 2) * call.n_masks + 1
+
+
+def training_choice(call: LayerCall, gpu: Gpu) -> TrainingTile | None:
+    """The launch that the cost model finds fastest, or None where the kernel cannot train a call.
+
+    As in inference, batch-invariant calls always permute x.
+    """
+    if not can_run(call, gpu) or call.out_features % 8 or call.tokens == 0:
+        return None
+    must_permute = call.batch_invariant or not has_x_in_rows(call)
+    found = launches(call.n_masks, call.route_dtype is not None, must_permute, gpu.shared_bytes_per_sm)
+    costs = costs_of(gpu)
+    fitting = (config for config in found if suits(config, call))
+    fastest = min(fitting, key=lambda config: costs.microseconds(config, call, gpu))
+    # Larger boxes take fewer barriers.
+    larger = replace(fastest, box_tokens=16)
+    return fastest if larger.violation(call, gpu) else larger
+
+
+@cache
+def launches(n_masks: int, routed: bool, must_permute: bool, shared_bytes_per_sm: int) -> tuple[TrainingTile, ...]:
+    """All launches with registers enough, and with at least three stages in shared memory beside what they store."""
+    dense = (TrainingTile(**vars(shape), routed=routed) for shape in shapes(n_masks, must_permute) if not shape.sparse)
+    found = (filled(tile, n_masks, shared_bytes_per_sm, least_stages=3) for tile in dense)
+    return tuple(config for config in found if isinstance(config, TrainingTile) and config.stages >= 3)

@@ -1,0 +1,251 @@
+"""The kernels of a training step that pass once over memory, before and after its GEMMs (csrc/cuda/training.md).
+
+Tensors are in float16 or bfloat16 unless a docstring says otherwise, and on the current device. Kernels run on the
+current stream.
+
+Raises, every function:
+    CompileError: NVRTC refused the kernel.
+    LaunchError: the driver refused the launch; the context stays usable.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ....activations import ACTIVATIONS
+from ....masks import n_masks_of
+from ..device import gpu_of
+from ..driver import Launch
+from ..launch import load_kernel
+from .base import ELEMENTS, ceil_div
+
+_THREADS = 256
+_OCTET = 8
+_NO_DTYPE = -1
+
+Pointers = tuple[int, int, int, int, int]
+"""The addresses at the head of a kernel's parameters."""
+
+
+def flip_signs(weight: Tensor, packed_masks: Tensor, *, with_weight: bool = True) -> Tensor:
+    """`[n_masks + 1, out_features, in_features]`: the weight, and `F_i * weight` for each mask.
+
+    Args:
+        weight: `[out_features, in_features]` with contiguous columns.
+        packed_masks: `[out_features, ceil(in_features / 8), n_masks]`, contiguous, at a multiple of 4 bytes.
+        with_weight: whether the weight itself comes first; without it the first size is n_masks.
+    """
+    n_masks, (rows, columns) = n_masks_of(packed_masks), weight.shape
+    out = weight.new_empty(n_masks + with_weight, rows, columns)
+    macros = flip_signs_macros(n_masks, with_weight, _is_vector(weight, out))
+    constants = struct.pack("2qi4x", weight.stride(0), rows, columns)
+    pointers = (0, weight.data_ptr(), packed_masks.data_ptr(), 0, out.data_ptr())
+    _run("flip_signs", out, macros, _warps(rows, columns), constants, pointers)
+    return out
+
+
+def flip_signs_macros(n_masks: int, with_weight: bool, vector: bool) -> dict[str, int]:
+    return {"MGLU_N_MASKS": n_masks, "MGLU_WITH_WEIGHT": int(with_weight), "MGLU_VECTOR": int(vector)}
+
+
+def partials(products: Tensor, activation: str, route_weights: Tensor | None, partials: Tensor, result: Tensor) -> None:
+    """Write the result and its partial derivatives, from the products t and every f_i.
+
+    Args:
+        products: `[tokens, n_masks + 1, columns]` with contiguous columns, in float32 or in the dtype of `partials`,
+            which may then be the same memory.
+        activation: a name of `mglu_ops.activations.ACTIVATIONS`.
+        route_weights: `[tokens, n_masks]` in any strides, float16, bfloat16 or float32; or None.
+        partials: receives P, every Q_i and, with route weights, every R_i: `[tokens, n_masks + 1, columns]`, or
+            `[tokens, 2 n_masks + 1, columns]`, with contiguous columns.
+        result: receives y, `[tokens, columns]` with contiguous columns, in the dtype of `partials`.
+    """
+    tokens, n_products, columns = products.shape
+    vector = _is_vector(products, partials, result)
+    route_dtype = None if route_weights is None else route_weights.dtype
+    macros = partials_macros(partials.dtype, products.dtype, n_products - 1, activation, route_dtype, vector)
+    strides = (*products.stride()[:2], *partials.stride()[:2], result.stride(0))
+    route_strides = (0, 0) if route_weights is None else route_weights.stride()
+    constants = struct.pack("8qi4x", *strides, *route_strides, tokens, columns)
+    pointers = (products.data_ptr(), partials.data_ptr(), 0, _address(route_weights), result.data_ptr())
+    _run("partials", result, macros, _warps(tokens, columns, per_thread=4), constants, pointers)
+
+
+def partials_macros(
+    dtype: torch.dtype,
+    products_dtype: torch.dtype,
+    n_masks: int,
+    activation: str,
+    route_dtype: torch.dtype | None,
+    vector: bool,
+) -> dict[str, int]:
+    return {
+        "MGLU_ELEMENT": ELEMENTS[dtype],
+        "MGLU_PRODUCTS": ELEMENTS[products_dtype],
+        "MGLU_N_MASKS": n_masks,
+        "MGLU_ACTIVATION": ACTIVATIONS[activation].code,
+        "MGLU_ROUTE": _code(route_dtype),
+        "MGLU_VECTOR": int(vector),
+    }
+
+
+def scale(grad_output: Tensor, partials: Tensor) -> Tensor:
+    """`grad_output * partials` for every entry, contiguous: the gradients of the products.
+
+    Args:
+        grad_output: `[tokens, columns]` with contiguous columns.
+        partials: `[tokens, entries, columns]` with contiguous columns.
+    """
+    tokens, entries, columns = partials.shape
+    out = partials.new_empty(tokens, entries, columns)
+    macros = scale_macros(partials.dtype, entries, _is_vector(grad_output, partials, out))
+    strides = (grad_output.stride(0), *partials.stride()[:2])
+    constants = struct.pack("4qi4x", *strides, tokens, columns)
+    pointers = (grad_output.data_ptr(), partials.data_ptr(), 0, 0, out.data_ptr())
+    _run("scale", out, macros, _warps(tokens, columns), constants, pointers)
+    return out
+
+
+def scale_macros(dtype: torch.dtype, entries: int, vector: bool) -> dict[str, int]:
+    return {"MGLU_ELEMENT": ELEMENTS[dtype], "MGLU_ENTRIES": entries, "MGLU_VECTOR": int(vector)}
+
+
+def weight_gradients(
+    total: Tensor | None,
+    products: Tensor,
+    weight: Tensor,
+    packed_masks: Tensor,
+    grad_weight: Tensor | None,
+    grad_logits: Tensor | None,
+) -> None:
+    """Write `grad_weight = total + sum_i F_i * products_i` and `grad_logits_i = -2 weight * products_i`.
+
+    Either may be None, but not both. A gradient may be the tensor that it is made of: `grad_weight` may be `total`, and
+    `grad_logits` may be `products`.
+
+    Args:
+        total: D_0, contiguous `[out_features, in_features]`, of the dtype of `products` or in float32; None without
+            `grad_weight`.
+        products: D_i, `[n_masks, out_features, in_features]`, each matrix contiguous.
+        weight: `[out_features, in_features]` with contiguous columns.
+        packed_masks: as for `flip_signs`.
+        grad_weight: contiguous `[out_features, in_features]` in float16, bfloat16 or float32.
+        grad_logits: `[n_masks, out_features, in_features]`, each matrix contiguous, in float16, bfloat16 or float32.
+    """
+    n_masks, rows, columns = products.shape
+    given = [tensor for tensor in (total, products, weight, grad_weight, grad_logits) if tensor is not None]
+    weight_dtype = None if grad_weight is None else grad_weight.dtype
+    logits_dtype = None if grad_logits is None else grad_logits.dtype
+    total_dtype = products.dtype if total is None else total.dtype
+    macros = weight_gradients_macros(
+        products.dtype, total_dtype, n_masks, weight_dtype, logits_dtype, _is_vector(*given)
+    )
+    logits_stride = 0 if grad_logits is None else grad_logits.stride(0)
+    constants = struct.pack("5q8x", weight.stride(0), products.stride(0), logits_stride, rows, columns)
+    operands = weight.data_ptr(), packed_masks.data_ptr(), products.data_ptr()
+    pointers = (_address(total), *operands, _address(grad_weight))
+    sixth = struct.pack("Q", _address(grad_logits))
+    _run("weight_gradients", products, macros, _warps(rows, columns), constants, pointers, sixth)
+
+
+def weight_gradients_macros(
+    dtype: torch.dtype,
+    total_dtype: torch.dtype,
+    n_masks: int,
+    weight_dtype: torch.dtype | None,
+    logits_dtype: torch.dtype | None,
+    vector: bool,
+) -> dict[str, int]:
+    return {
+        "MGLU_ELEMENT": ELEMENTS[dtype],
+        "MGLU_TOTAL": ELEMENTS[total_dtype],
+        "MGLU_N_MASKS": n_masks,
+        "MGLU_WEIGHT_GRADIENT": _code(weight_dtype),
+        "MGLU_LOGITS_GRADIENT": _code(logits_dtype),
+        "MGLU_VECTOR": int(vector),
+    }
+
+
+def route_gradients(grad_output: Tensor, terms: Tensor, dtype: torch.dtype) -> Tensor:
+    """`sum over columns of grad_output * terms_i`, `[tokens, n_masks]` in `dtype`: float16, bfloat16 or float32.
+
+    Args:
+        grad_output: `[tokens, columns]` with contiguous columns.
+        terms: R_i, `[tokens, n_masks, columns]` with contiguous columns.
+        dtype: of the result. Sums are in float32.
+    """
+    tokens, n_masks, columns = terms.shape
+    out = terms.new_empty(tokens, n_masks, dtype=dtype)
+    macros = route_gradients_macros(terms.dtype, n_masks, dtype, _is_vector(grad_output, terms))
+    constants = struct.pack("4qi4x", grad_output.stride(0), *terms.stride()[:2], tokens, columns)
+    pointers = (grad_output.data_ptr(), terms.data_ptr(), 0, 0, out.data_ptr())
+    _run("route_gradients", out, macros, tokens * n_masks, constants, pointers)
+    return out
+
+
+def route_gradients_macros(dtype: torch.dtype, n_masks: int, route_dtype: torch.dtype, vector: bool) -> dict[str, int]:
+    return {
+        "MGLU_ELEMENT": ELEMENTS[dtype],
+        "MGLU_N_MASKS": n_masks,
+        "MGLU_ROUTE": ELEMENTS[route_dtype],
+        "MGLU_VECTOR": int(vector),
+    }
+
+
+def _code(dtype: torch.dtype | None) -> int:
+    return _NO_DTYPE if dtype is None else ELEMENTS[dtype]
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _is_vector(*tensors: Tensor) -> bool:
+    """Whether the rows of tensors with contiguous columns are whole octets at multiples of 16 bytes."""
+    for tensor in tensors:
+        if tensor.shape[-1] % _OCTET or tensor.data_ptr() % 16:
+            return False
+        if tensor.is_contiguous():
+            continue
+        per_vector = 16 // tensor.element_size()
+        for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
+            if size != 1 and stride % per_vector:
+                return False
+    return True
+
+
+def _warps(rows: int, columns: int, per_thread: int = _OCTET) -> int:
+    """The warps of a kernel whose threads take `per_thread` columns of a row each; none for an empty matrix."""
+    return rows * ceil_div(columns, 32 * per_thread)
+
+
+def _run(
+    kernel: str,
+    on: Tensor,
+    macros: Mapping[str, int],
+    warps: int,
+    constants: bytes,
+    pointers: Pointers,
+    last: bytes | None = None,
+) -> None:
+    """Launch a kernel for a number of warps on the device of a tensor, if there are any.
+
+    `constants` and `pointers` are its parameters; `last` takes the place of the last bytes of the constants.
+    """
+    if warps:
+        device = on.device.index
+        launch = _launch(device, kernel, tuple(macros.items()), ceil_div(warps, _THREADS // 32), constants)
+        launch(torch._C._cuda_getCurrentRawStream(device), *pointers, maps=last)
+
+
+@lru_cache(maxsize=4096)
+def _launch(device: int, kernel: str, macros: tuple[tuple[str, int], ...], blocks: int, constants: bytes) -> Launch:
+    """Loaded into the context of `device`, which is the current one."""
+    major, minor = gpu_of(device).arch
+    loaded = load_kernel(device, kernel, f"sm_{major}{minor}", dict(macros))
+    return Launch(loaded, (blocks, 1), _THREADS, 0, overlap=False, constants=constants)

@@ -1,0 +1,91 @@
+"""The command line of `build`, which builds ahead what the first calls would build. Importing it imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .errors import UserError
+from .tuning.command import shape
+
+DESCRIPTION = (
+    "Builds the CPU kernels, and with --arch the CUDA kernels of layers, which the first calls would build otherwise. "
+    "With --out, they go to a folder that can be copied into an image: where MGLU_CACHE_DIR names that folder, no "
+    "compiler is needed."
+)
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `build` to the commands."""
+    parser = subparsers.add_parser("build", help="build the kernels before they are needed", description=DESCRIPTION)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder that all may read (default: this user's cache)")
+    parser.add_argument("--no-cpu", action="store_true", help="leave out the CPU kernels, which need a C++ compiler")
+    parser.add_argument("--arch", nargs="+", default=[], metavar="SM", help="GPUs of the CUDA kernels, as sm_90")
+    parser.add_argument(
+        "--shapes", type=shape, nargs="+", default=[], metavar="OUTxIN", help="with --arch: the weights, as 14336x4096"
+    )
+    parser.add_argument("--masks", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="default: 1 2 4 8")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1], metavar="N", help="rows of x (default: 1)")
+    parser.add_argument("--dtype", choices=["float16", "bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--activation", default="silu", metavar="NAME", help="default: silu")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Build; the exit code. Raises UserError for what the user can put right."""
+    from .backends import cache, cpu
+    from .backends.cache_folders import cache_directory
+    from .backends.cuda.compiler import CompileError, compile_cubin
+
+    _check(options)
+    try:
+        folder = cache_directory() if options.out is None else options.out.absolute()
+        kernels = list(_kernels(options))
+        if not options.no_cpu:
+            cpu.build.load_library(cpu.library.Library, folder)
+        for kernel in kernels:
+            compile_cubin(*kernel, folder)
+        if options.out is not None:
+            cache.share(folder)
+    except (cpu.BuildError, CompileError, cache.NoFolderError, OSError, ValueError) as error:
+        raise UserError(str(error)) from error
+    print(folder)
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    from .activations import ACTIVATIONS
+
+    if bool(options.arch) != bool(options.shapes):
+        raise UserError("--arch and --shapes: CUDA kernels are compiled for a GPU and for a layer; give both")
+    if options.no_cpu and not options.arch:
+        raise UserError("--no-cpu leaves nothing to build without --arch and --shapes")
+    if not all(1 <= n_masks <= 16 for n_masks in options.masks):
+        raise UserError(f"--masks: got {options.masks}, must be 1 to 16")
+    if min(options.tokens) < 1:
+        raise UserError(f"--tokens: got {options.tokens}, must be at least 1")
+    if options.activation not in ACTIVATIONS:
+        raise UserError(f"--activation: got {options.activation!r}, must be one of {', '.join(ACTIVATIONS)}")
+
+
+def _kernels(options: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, int]]]:
+    """What is compiled for packing masks and for contiguous layers: `(kernel, target, macros)`."""
+    import torch
+
+    from .backends.cuda.choice import choose
+    from .backends.cuda.device import gpu_of_architecture
+    from .backends.cuda.kernels import pack
+    from .layer_call import LayerCall
+    from .packaging.device_code import capability
+
+    device, dtype = torch.device("cuda"), getattr(torch, options.dtype)
+    for gpu in [gpu_of_architecture(capability(arch)) for arch in options.arch]:
+        for n_masks in options.masks:
+            for kind in pack.KINDS:
+                yield pack.source(gpu.arch, kind, n_masks)
+            for rows, columns in options.shapes:
+                for tokens in options.tokens:
+                    call = LayerCall.contiguous(device, dtype, n_masks, tokens, rows, columns, options.activation)
+                    yield from choose(call, gpu).config.sources(call, gpu)

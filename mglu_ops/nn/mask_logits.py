@@ -1,0 +1,69 @@
+"""Finding the mask logits of a model: those of this package's modules by class, those of other modules by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from .masked_linear import LOGITS, MaskedLinear
+
+Selection = Iterable[str] | Callable[[str, nn.Parameter], bool]
+"""Names of parameters, which may hold the wildcards of `fnmatch`, or a function of a name and a parameter."""
+
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""What `torch.compile`, FSDP and checkpoint wrappers insert into the names of modules and parameters."""
+
+
+def without_wrappers(name: str) -> str:
+    """The name that a module or a parameter has in the model before it was compiled or wrapped."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def parameters_with_owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    """Yield each parameter with its name, without wrappers, and the module that holds it; shared ones several times."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module.named_parameters(recurse=False):
+            yield without_wrappers(f"{prefix}.{name}" if prefix else name), module, parameter
+
+
+def logits_of_modules(model: nn.Module) -> set[nn.Parameter]:
+    """The mask logits of every `MGLU` and `NaiveMGLU`; if they are parametrized, what they are computed from."""
+    found: set[nn.Parameter] = set()
+    for module in model.modules():
+        if not isinstance(module, MaskedLinear):
+            continue
+        if parametrize.is_parametrized(module, LOGITS):
+            found.update(module.parametrizations[LOGITS].parameters())  # type: ignore[union-attr, index]
+        elif module.mask_logits is not None:
+            found.add(module.mask_logits)
+    return found
+
+
+def selected(model: nn.Module, selection: Selection) -> dict[str, nn.Module]:
+    """The names of the parameters that a selection takes, each with the module that holds the parameter.
+
+    Raises:
+        TypeError: the selection is neither a list of names nor a function.
+        ValueError: a name fits no parameter.
+    """
+    if isinstance(selection, str) or not (callable(selection) or isinstance(selection, Iterable)):
+        raise TypeError(
+            f"mask_logits: got {selection!r}, must be a list of names of parameters, or a function "
+            "(name, parameter) -> bool"
+        )
+    every = list(parameters_with_owners(model))
+    if callable(selection):
+        return {name: owner for name, owner, parameter in every if selection(name, parameter)}
+    found: dict[str, nn.Module] = {}
+    for pattern in selection:
+        if not isinstance(pattern, str):
+            raise TypeError(f"mask_logits: got {pattern!r} in the list, must be a str, the name of a parameter")
+        fitting = {name: owner for name, owner, _ in every if fnmatchcase(name, pattern)}
+        if not fitting:
+            known = ", ".join(sorted({name for name, _, _ in every})[:20])
+            raise ValueError(f"mask_logits: no parameter has the name {pattern!r}; the model has {known} ...")
+        found |= fitting
+    return found

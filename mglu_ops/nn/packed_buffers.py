@@ -1,0 +1,103 @@
+"""Checks of the packed masks that modules hold, whichever way they came in.
+
+`load_state_dict` checks the masks of a checkpoint before it takes them. Other loaders assign tensors to modules
+(Transformers, accelerate) or write into them, and a module that is unpickled brings its tensors along. Such masks are
+checked when a module first uses them, or earlier by `check_masks`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ..masks import check_layout, check_packed_masks, n_masks_of
+
+if TYPE_CHECKING:
+    from .masked_linear import MaskedLinear
+
+
+def check_masks(model: nn.Module) -> None:
+    """Check the packed masks of every `MGLU` and `NaiveMGLU` in a model, after a loader other than `load_state_dict`.
+
+    A module makes the same check when it first uses a tensor of masks, but it cannot do so where values cannot be read:
+    in a graph that `torch.compile` or `torch.export` traces, and while a CUDA graph is captured. Call this function
+    before. It synchronises with a GPU once for each layer whose `in_features` is no multiple of 8.
+
+    The check is that of `mglu_ops.check_packed_masks`, which says what it cannot find, and `n_masks` of the module.
+
+    Args:
+        model: any module; one without such layers, or whose masks are learned, passes.
+
+    Raises:
+        TypeError: `model` is not an `nn.Module`, or packed masks are not uint8; the message has the module's name.
+        ValueError: packed masks have another shape than the module's, or their padding is not 0.
+    """
+    from .masked_linear import MaskedLinear  # it imports this module
+
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}, must be a torch.nn.Module")
+    for name, module in model.named_modules():
+        if isinstance(module, MaskedLinear) and module.packed_masks is not None:
+            path = f"{name}.packed_masks" if name else "packed_masks"
+            check_masks_of(module, module.packed_masks, module.out_features, f"model: {path}")
+
+
+def check_masks_of(module: MaskedLinear, packed_masks: object, out_features: int, name: str) -> None:
+    """Check that a value can be the packed masks of a module with that many rows; the message calls it `name`.
+
+    Raises:
+        TypeError: it is no uint8 tensor.
+        ValueError: it has another shape than the module's masks, or its padding is not 0.
+    """
+    if not isinstance(packed_masks, Tensor):
+        raise TypeError(f"{name}: got {type(packed_masks).__name__}, must be a torch.uint8 tensor")
+    try:
+        check_layout(packed_masks, module.in_features, out_features)
+        if n_masks_of(packed_masks) != module.n_masks:
+            shape = list(packed_masks.shape)
+            raise ValueError(f"got n_masks={n_masks_of(packed_masks)} (shape {shape}), must be {module.n_masks}")
+        check_packed_masks(packed_masks, module.in_features, out_features)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {str(error).removeprefix('packed_masks: ')}") from None
+
+
+# The tensors of masks that were checked, by their identity and the in_features and n_masks that they were checked for.
+# This is no attribute of a module or of a tensor, so that copies and unpickled modules are checked anew.
+_checked: WeakValueDictionary[tuple[int, int, int], Tensor] = WeakValueDictionary()
+
+
+def check_masks_in_use(module: MaskedLinear, packed_masks: Tensor) -> None:
+    """Check the packed masks that a module uses now, once for each tensor; n_masks also where values cannot be read.
+
+    The operators check dtype and shape at each call. What is written into a tensor after its first use is not seen.
+
+    Raises:
+        TypeError, ValueError: as in `check_masks_of`.
+    """
+    if not torch.compiler.is_compiling():
+        key = id(packed_masks), module.in_features, module.n_masks
+        if _checked.get(key) is packed_masks:
+            return
+        if _is_readable(packed_masks):
+            rows = module.weight.shape[0]  # a rank may hold a part of the module's rows
+            check_masks_of(module, packed_masks, rows, "packed_masks")
+            _checked[key] = packed_masks
+            return
+    if packed_masks.shape[-1:] != (module.n_masks,):
+        raise ValueError(
+            f"packed_masks: got shape {list(packed_masks.shape)}, must have n_masks={module.n_masks} as its last size"
+        )
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """Whether Python may read values now: no tensor subclass, no tracing, no transform, and no capture of a GPU."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and not torch.jit.is_tracing()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    )

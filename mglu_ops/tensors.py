@@ -1,0 +1,41 @@
+"""Checks that every tensor argument of an operator passes before its shape and its dtype are looked at."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def check_dense(name: str, tensor: Tensor | None) -> None:
+    """Check that an argument is a dense tensor. Reads no values.
+
+    Raises:
+        TypeError: it is None, which torch lets through for a tensor, or another object, or a sparse, mkldnn or nested
+            tensor.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: got {'None' if tensor is None else type(tensor).__name__}, must be a tensor")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.").removeprefix("_")
+        raise TypeError(f"{name}: got a tensor of layout {layout}, must be a dense tensor (torch.strided)")
+
+
+def check_memory(**tensors: Tensor | None) -> None:
+    """Check that the storage of each tensor has all its elements; it may have been resized, as FSDP does.
+
+    Call this in a kernel, whose tensors are real. The tensors of a fake kernel have no memory.
+
+    Raises:
+        ValueError: a storage is too small.
+    """
+    for name, tensor in tensors.items():
+        if tensor is None or tensor.is_meta or tensor.numel() == 0:
+            continue
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        needed = (tensor.storage_offset() + last + 1) * tensor.itemsize
+        found = tensor.untyped_storage().nbytes()
+        if found < needed:
+            raise ValueError(
+                f"{name}: got a tensor of shape {list(tensor.shape)} whose storage has {found} bytes, "
+                f"must have {needed}; the storage was resized"
+            )

@@ -1,0 +1,153 @@
+"""The benchmark of a whole training step: its model, its steps and its table."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from bench_rows import row
+from torch import nn
+
+from benchmarks import decoder, parts, suites, tables_train, train_model
+from benchmarks.decoder import Sizes
+from benchmarks.language_model import LanguageModel, count, share_tensors
+from benchmarks.records import Row, read, write
+from mglu_ops.nn import GLU, MGLU, NaiveMGLU
+
+SIZES = Sizes(layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, vocabulary=50, context=16)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **_: None)
+
+
+@torch.no_grad()
+def test_loss_is_that_of_the_decoder_that_takes_one_token_at_a_time() -> None:
+    torch.manual_seed(0)
+    model = LanguageModel(SIZES, GLU)
+    other = decoder.Decoder(SIZES, decoder.swiglu)
+    names = {
+        "start.embedding": "embedding",
+        "head.norm": "loss.norm",
+        "feed_forward_norm": "projection_norm",
+        "feed_forward.0": "projection",
+        "feed_forward.1": "down",
+    }
+    ours = model.state_dict()
+    for name, parameter in other.named_parameters():
+        for theirs, of_ours in names.items():
+            name = name.replace(theirs, of_ours)
+        parameter.copy_(ours[name])
+    tokens = torch.randint(0, SIZES.vocabulary, (2, 7))
+    losses = []
+    for sequence in tokens:
+        for i in range(6):
+            logits = other(sequence[i : i + 1].clone(), torch.tensor([i]))
+            losses.append(F.cross_entropy(logits, sequence[i + 1 : i + 2]))
+    torch.testing.assert_close(model(tokens), torch.stack(losses).mean())
+
+
+def test_the_fused_model_is_another_form_of_the_naive_one() -> None:
+    torch.manual_seed(0)
+    naive = train_model.build(SIZES, partial(NaiveMGLU, n_masks=2), "cpu", "autocast")
+    fused = train_model.build(SIZES, partial(MGLU, n_masks=2), "meta", "autocast")
+    share_tensors(naive, fused)
+    pairs = zip(naive.parameters(), fused.parameters(), strict=True)
+    assert all(ours is theirs for ours, theirs in pairs)
+    tokens = torch.randint(0, SIZES.vocabulary, (2, 9))
+    losses = [model(tokens) for model in (fused, naive)]
+    torch.testing.assert_close(*losses)
+    gradients = [
+        torch.autograd.grad(loss, list(model.parameters())) for loss, model in zip(losses, (fused, naive), strict=True)
+    ]
+    assert train_model.distance(*gradients) < 1e-5
+    assert train_model.distance([2 * one for one in gradients[0]], gradients[1]) == pytest.approx(1.0)
+
+
+@pytest.mark.usefixtures("no_compiler")
+@pytest.mark.parametrize("precision", train_model.PRECISIONS)
+def test_every_model_is_trained(precision: train_model.Precision) -> None:
+    torch.manual_seed(0)
+    problem = train_model.Problem("350M", precision, 2)
+    rows = train_model.bench(problem, train_model.Model(SIZES, batch=2), "cpu", rounds=1, load=0.0)
+    assert [one.variant for one in rows] == ["SwiGLU", "naive", "fused"]
+    for one in rows:
+        assert one.has_time
+        assert (one.case, one.tokens, one.shape, one.n_masks) == (f"350M, {precision}", 32, (96, 64), 2)
+    assert math.isnan(rows[0].error)
+    assert 1e-4 < rows[2].error < 0.03
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_a_model_of_wrong_gradients_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(MGLU):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return -super().forward(x)
+
+    monkeypatch.setattr(train_model, "MGLU", Wrong)
+    problem = train_model.Problem("350M", "autocast", 1)
+    rows = train_model.bench(problem, train_model.Model(SIZES, batch=2), "cpu", rounds=1, load=0.0)
+    assert [one.is_wrong for one in rows] == [False, False, True]
+
+
+def test_a_step_updates_every_parameter() -> None:
+    torch.manual_seed(0)
+    model = train_model.build(SIZES, partial(NaiveMGLU, n_masks=1), "cpu", "autocast")
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    tokens = torch.randint(0, SIZES.vocabulary, (2, 9))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model.compile_parts = lambda: None  # type: ignore[method-assign]
+    train_model.Training(model, optimizer, tokens, autocast=True).step()
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        assert parameter.grad is None
+        assert not torch.equal(parameter, old)
+
+
+def test_models_have_the_sizes_of_their_names() -> None:
+    millions = {}
+    for name, (sizes, _) in train_model.MODELS.items():
+        with torch.device("meta"):
+            millions[name] = [
+                count(LanguageModel(sizes, projection)) / 1e6 for projection in (GLU, partial(NaiveMGLU, n_masks=1))
+            ]
+    assert millions["Llama-3.2 1B"] == [pytest.approx(1236, abs=1)] * 2  # one mask has as many logits as a weight
+    assert millions["350M"] == [pytest.approx(341, abs=1)] * 2
+
+
+def test_the_suite_measures_both_models_in_both_precisions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    measured: list[train_model.Problem] = []
+
+    def one_row(problem: train_model.Problem, *_: Any, **__: Any) -> list[Row]:
+        measured.append(problem)
+        return [row("fused", 1.0, problem.n_masks, case=problem.case)]
+
+    monkeypatch.setattr(train_model, "bench", one_row)
+    suites.SUITES["train_model"].run(tmp_path, False)
+    assert len(measured) == len(read(tmp_path, "train_model")) == 2 * 2 * 3
+    assert {problem.case for problem in measured} == {
+        f"{name}, {precision}" for name in ("Llama-3.2 1B", "350M") for precision in ("autocast", "bfloat16")
+    }
+    assert {problem.n_masks for problem in measured} == {1, 2, 4}
+    begun: list[Any] = []
+    monkeypatch.setattr(train_model, "run", lambda chosen, *_: begun.extend(chosen))
+    monkeypatch.setattr("sys.argv", f"train_model --models 350M --masks 1 8 --done {tmp_path}".split())
+    train_model.main()
+    assert begun == [train_model.Problem("350M", precision, 8) for precision in train_model.PRECISIONS]
+
+
+def test_table_of_models(tmp_path: Path) -> None:
+    def model(variant: str, milliseconds: float, peak: float) -> Row:
+        return row(variant, 1000 * milliseconds, 4, tokens=8192, case="Llama-3.2 1B, autocast", extra={"peak_mb": peak})
+
+    rows = [model("SwiGLU", 128.0, 30_000.0), model("naive", 256.0, 64_000.0), model("fused", 160.0, 40_000.0)]
+    write(parts.joined([rows]), tmp_path, "train_model", "by the clock")
+    text = tables_train.train_model(tmp_path)
+    assert "Llama-3.2 1B, autocast, 8192 tokens a step, 8192 x 2048" in text
+    ratios = "1.60x | **0.50x, slower** | **0.80x, slower**"
+    assert f"| 4 | 64000 | 30.0 | 32000 | 64.0 | 51200 | 40.0 | {ratios} |" in text

@@ -1,0 +1,113 @@
+"""The command `build`: a folder for an image, which another user reads and for which no compiler is needed."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from build_kinds import CONTENT, cpu_kind
+
+from mglu_ops.__main__ import main
+from mglu_ops.backends import cpu
+from mglu_ops.backends.cuda import compiler
+from mglu_ops.backends.cuda.choice import choose
+from mglu_ops.backends.cuda.device import KNOWN_GPUS
+from mglu_ops.layer_call import LayerCall
+
+pytest_plugins = ["build_kinds"]
+pytestmark = pytest.mark.usefixtures("folder")
+
+LAYER = ["--arch", "sm_90", "--shapes", "8192x2048", "--masks", "4", "--tokens", "1", "64"]
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that were compiled, by a stand-in for NVRTC."""
+    kernels: list[str] = []
+
+    def run_nvrtc(kernel: str, arch: str, macros: dict[str, int]) -> bytes:
+        kernels.append(f"{kernel} {arch}")
+        return CONTENT
+
+    monkeypatch.setattr(compiler, "has_cuda_core", lambda: True)
+    monkeypatch.setattr(compiler, "_run_nvrtc", run_nvrtc)
+    return kernels
+
+
+def modes(folder: Path) -> set[int]:
+    return {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+
+
+def test_a_folder_for_an_image_needs_no_compiler_where_it_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], compiled: list[str]
+) -> None:
+    kind = cpu_kind(tmp_path, monkeypatch, 0)
+    monkeypatch.setattr(cpu.library, "Library", lambda path: path)
+    out = tmp_path / "image"
+    monkeypatch.chdir(tmp_path)
+    assert main(["build", "--out", "image", *LAYER]) == 0
+    assert capsys.readouterr().out == f"{out}\n"
+    assert sorted(set(compiled)) == ["decode_mma sm_90", "pack sm_90", "tile_wgmma sm_90a"]
+    assert kind.builds == 1
+    assert len(list(out.iterdir())) == 1 + len(compiled)
+    assert stat.S_IMODE(out.stat().st_mode) == 0o755
+    assert modes(out) == {0o644}
+
+    kind.remove_compiler()
+    monkeypatch.setattr(compiler, "has_cuda_core", lambda: False)
+    monkeypatch.setenv("MGLU_CACHE_DIR", str(out))
+    assert kind.use() == CONTENT
+    call = LayerCall.contiguous(torch.device("cuda"), torch.bfloat16, 4, 64, 8192, 2048)
+    for source in choose(call, KNOWN_GPUS[9, 0]).config.sources(call, KNOWN_GPUS[9, 0]):
+        assert compiler.is_cached(*source)
+        assert compiler.compile_cubin(*source) == CONTENT
+    with pytest.raises(compiler.CompileError, match="neither is here"):
+        compiler.compile_cubin("plain", "sm_90", {})
+
+
+def test_without_out_the_cache_is_filled_and_stays_private(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], compiled: list[str]
+) -> None:
+    assert main(["build", "--no-cpu", *LAYER]) == 0
+    assert capsys.readouterr().out == f"{folder}\n"
+    assert modes(folder) == {0o600}
+    count = len(compiled)
+    assert main(["build", "--no-cpu", *LAYER]) == 0
+    assert len(compiled) == count
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--arch", "sm_90"], "--arch and --shapes: CUDA kernels are compiled for a GPU and for a layer; give both"),
+        (["--no-cpu"], "--no-cpu leaves nothing to build without --arch and --shapes"),
+        (["--arch", "hopper", "--shapes", "8x8"], "arch: got 'hopper', must be of the form sm_90"),
+        (["--arch", "sm_70", "--shapes", "8x8"], "arch: got sm_70"),
+        ([*LAYER, "--masks", "0"], "--masks: got [0], must be 1 to 16"),
+        ([*LAYER, "--tokens", "0"], "--tokens: got [0], must be at least 1"),
+        ([*LAYER, "--activation", "swish"], "--activation: got 'swish', must be one of silu, "),
+        (["--out", "open"], "has mode 777, with which others can write to it"),
+        (["--out", "file"], "file is not a folder"),
+        ([], "there is no C++ compiler on the path (CXX=no-such-compiler)"),
+    ],
+)
+def test_what_cannot_be_built_is_said_in_one_line(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "file").touch()
+    assert main(["build", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    line = printed.err.splitlines()[-1]
+    assert line.startswith("python -m mglu_ops build: error: ")
+    assert words in line

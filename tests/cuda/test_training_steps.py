@@ -1,0 +1,232 @@
+"""A training step of the CUDA backend without a GPU: its kernels, emulated on a CPU, and its host code around them.
+
+tests/support/emulated_kernels.py says what that shows. The kernels also compile for every architecture.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+import training_checks as checks
+from emulated_kernels import emulated_kernels, needs_compiler
+from families import family, sample
+from torch import Tensor
+from training_checks import Layer
+
+from mglu_ops.activations import ACTIVATIONS
+from mglu_ops.backends.cuda import training
+from mglu_ops.layer_call import LayerCall
+
+__all__ = ["emulated_kernels"]  # a fixture
+
+pytestmark = [needs_compiler, pytest.mark.usefixtures("emulated_kernels")]
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+SHAPES = [(3, 520), (5, 37), (1, 8), (2, 1), (0, 24), (4, 0)]
+"""Rows and columns: several warps a row, a ragged end, and sizes of 0."""
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+# --- The kernels ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n_masks", "with_weight"), family([1, 4, 5, 8, 16], [True, False]))
+def test_flip_signs(n_masks: int, with_weight: bool) -> None:
+    for rows, columns in SHAPES:
+        weight, masks = normal(rows, columns, dtype=F16), torch.rand(n_masks, rows, columns) < 0.5
+        for w in (weight, checks.rows_apart(weight), checks.rows_apart(weight, 3), checks.unaligned(weight)):
+            checks.check_flip_signs(w, masks, with_weight=with_weight)
+
+
+@pytest.mark.parametrize(
+    ("activation", "n_masks", "dtype", "route_dtype"),
+    family(ACTIVATIONS, [3, 2, 16, 1], [BF16, F16], [None, F32, F16]),
+)
+def test_partials(activation: str, n_masks: int, dtype: torch.dtype, route_dtype: torch.dtype | None) -> None:
+    for (tokens, columns), products_dtype in itertools.product(SHAPES, (F32, dtype)):
+        route = None if route_dtype is None else torch.rand(n_masks, tokens).to(route_dtype).t()
+        products = 2 * normal(tokens, n_masks + 1, columns, dtype=products_dtype)
+        checks.check_partials(products, dtype, activation, route)
+        checks.check_partials(products, dtype, activation, route, rows_apart=8)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_partials_of_large_gates_and_of_small_ones(activation: str) -> None:
+    size = torch.logspace(-4, 1.5, 1024)
+    products = torch.stack((size * torch.randn(1024), size * torch.randn(1024)))[None]
+    checks.check_partials(products, BF16, activation, None)
+
+
+@pytest.mark.parametrize(("entries", "dtype"), family([1, 3, 5, 17], [BF16, F16]))
+def test_scale(entries: int, dtype: torch.dtype) -> None:
+    for tokens, columns in SHAPES:
+        grad, partials = normal(tokens, columns, dtype=dtype), normal(tokens, entries, columns, dtype=dtype)
+        for g in (grad, checks.rows_apart(grad, 3), checks.unaligned(grad), grad[:1].expand_as(grad)):
+            checks.check_scale(g, partials)
+        checks.check_scale(grad, checks.rows_apart(partials))
+        checks.check_scale(grad, checks.rows_apart(partials, 5))
+
+
+@pytest.mark.parametrize(
+    ("n_masks", "weight_dtype", "logits_dtype", "dtype"),
+    family(
+        [2, 1, 5, 8, 16],
+        [BF16, F32, F16, None],
+        [F32, BF16, F16, None],
+        [BF16, F16],
+        fits=lambda n_masks, weight, logits, dtype: weight is not None or logits is not None,
+    ),
+)
+def test_weight_gradients(
+    n_masks: int, weight_dtype: torch.dtype | None, logits_dtype: torch.dtype | None, dtype: torch.dtype
+) -> None:
+    for rows, columns in SHAPES:
+        weight, total = normal(rows, columns, dtype=dtype), normal(rows, columns, dtype=dtype)
+        masks, products = torch.rand(n_masks, rows, columns) < 0.5, normal(n_masks, rows, columns, dtype=dtype)
+        for w in (weight, checks.rows_apart(weight), checks.unaligned(weight)):
+            checks.check_weight_gradients(w, masks, total, products, weight_dtype, logits_dtype)
+            checks.check_weight_gradients(w, masks, total.float(), products, weight_dtype, logits_dtype)
+        if {weight_dtype, logits_dtype} <= {dtype, None}:
+            checks.check_weight_gradients(weight, masks, total, products, weight_dtype, logits_dtype, in_place=True)
+
+
+@pytest.mark.parametrize(("n_masks", "route_dtype"), family([1, 3], [F32, BF16]))
+def test_route_gradients(n_masks: int, route_dtype: torch.dtype) -> None:
+    for tokens, columns in SHAPES:
+        terms = normal(tokens, 2 * n_masks + 1, columns)[:, n_masks + 1 :]
+        checks.check_route_gradients(normal(tokens, columns), terms, route_dtype)
+
+
+# --- Whole steps ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [training.FORWARD_CHUNKS, training.BACKWARD_CHUNKS])
+@pytest.mark.parametrize("tokens", [0, 1, 300, 8192, 32768])
+@pytest.mark.parametrize("n_masks", [1, 4, 16])
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0), (1, 1), (8192, 2048), (14336, 4096), (5000, 1000)], ids=str)
+def test_chunks_cover_the_output_features_once(shape: tuple[int, int], n_masks: int, tokens: int, most: int) -> None:
+    d, h = shape
+    chunks = training.feature_chunks(tokens, n_masks, d, h, most)
+    assert [row for rows in chunks for row in range(d)[rows]] == list(range(d))
+    assert 1 <= len(chunks) <= most
+    assert all(rows.start % 128 == 0 for rows in chunks)
+    of_a_feature = (n_masks + 1) * max(tokens, h)
+    size = len(range(d)[chunks[0]])
+    assert (size - 128) * of_a_feature < max(d * of_a_feature / most, 2**24)
+
+
+def run(
+    layer: Layer,
+    needs: Sequence[bool] = (True, True),
+    logits: bool = True,
+    routes: bool = True,
+) -> dict[str, Tensor]:
+    """The result and the gradients of a step, with empty tensors for those that are not asked for."""
+    operands = layer.x, layer.weight, layer.packed_masks
+    call = LayerCall.of(*operands, layer.activation, layer.route_weights)
+    y, partials = training.forward_train(call, *operands, layer.route_weights)
+    assert y.is_contiguous()
+    assert partials.is_contiguous()
+    logits_dtype = layer.logits.dtype if logits else None
+    route_dtype = layer.route_weights.dtype if routes and layer.route_weights is not None else None
+    grads = training.backward(call, layer.grad_output, *operands, partials, needs, logits_dtype, route_dtype)
+    assert all(grad.is_contiguous() for grad in grads)
+    assert len({grad.untyped_storage().data_ptr() for grad in grads if grad.numel()}) == sum(
+        grad.numel() > 0 for grad in grads
+    )
+    return {"y": y, **dict(zip(checks.NAMES, grads, strict=True))}
+
+
+@pytest.mark.parametrize(
+    ("n_masks", "density", "dtype", "route_dtype"), family([4, 1, 16], [0.5, 0.25, 0.9], [BF16, F16], [None, BF16])
+)
+def test_errors_are_those_of_the_naive_layer(
+    n_masks: int, density: float, dtype: torch.dtype, route_dtype: torch.dtype | None
+) -> None:
+    layer = Layer.random("cpu", dtype, (96,), 136, 200, n_masks, density=density, route_dtype=route_dtype)
+    found = run(layer)
+    if route_dtype is None:
+        assert found.pop("route_weights").numel() == 0
+    checks.assert_as_good_as_naive(found, layer, 1.5 if density < 0.9 else 2.5)
+
+
+def test_several_chunks_give_the_gradients_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Layer.random("cpu", BF16, (40,), 300, 72, 3, route_dtype=F32)
+    whole = run(layer)
+    monkeypatch.setattr(training, "_SMALLEST_CHUNK", 1)
+    assert len(training.feature_chunks(40, 3, 300, 72, training.BACKWARD_CHUNKS)) == 3
+    found = run(layer)
+    for name in ("y", "weight", "logits", "route_weights"):
+        assert torch.equal(found[name], whole[name]), name
+    torch.testing.assert_close(found["x"], whole["x"], rtol=0.02, atol=0.05)
+    checks.assert_as_good_as_naive(found, layer, 1.5)
+
+
+@pytest.mark.parametrize("needs", sample(list(itertools.product([True, False], repeat=4)), 3))
+def test_each_subset_of_gradients(needs: tuple[bool, bool, bool, bool]) -> None:
+    layer = Layer.random("cpu", BF16, (9,), 24, 40, 2, route_dtype=F32)
+    whole, found = run(layer), run(layer, needs[:2], *needs[2:])
+    for name, needed in zip(checks.NAMES, needs, strict=True):
+        assert torch.equal(found[name], whole[name]) if needed else found[name].numel() == 0
+
+
+@pytest.mark.parametrize("sizes", [(0, 24, 40), (1, 24, 40), (5, 0, 40), (5, 24, 0), (7, 13, 21)], ids=str)
+def test_sizes_of_zero_and_one_and_odd_ones(sizes: tuple[int, int, int]) -> None:
+    tokens, d, h = sizes
+    layer = Layer.random("cpu", F16, (tokens,), d, h, 3, route_dtype=F32)
+    for name, found in run(layer).items():
+        exact = layer.in_plain_torch(torch.float64)[name]
+        torch.testing.assert_close(found.double(), exact, rtol=0.02, atol=0.02, msg=name)
+
+
+@pytest.mark.parametrize("logits_dtype", [F32, F16, torch.float64])
+def test_dtypes_of_logits_and_routes(logits_dtype: torch.dtype) -> None:
+    layer = Layer.random("cpu", BF16, (33,), 40, 64, 3, logits_dtype=logits_dtype, route_dtype=F32)
+    found = run(layer)
+    assert found["logits"].dtype is logits_dtype
+    assert found["route_weights"].dtype is F32
+    checks.assert_as_good_as_naive(found, layer, 1.5)
+
+
+@pytest.mark.parametrize("d", [24, 21])
+def test_any_strides_give_the_same_bits(d: int) -> None:
+    layer = Layer.random("cpu", BF16, (10,), d, 40, 3, route_dtype=F32)
+    layer.grad_output = layer.grad_output[:1].repeat(10, 1)
+    whole = run(layer)
+    assert layer.route_weights is not None
+    for x, weight, grad, routes in (
+        (layer.x.t().contiguous().t(), checks.rows_apart(layer.weight), layer.grad_output[:1].expand(10, d), "t"),
+        (checks.unaligned(layer.x), checks.unaligned(layer.weight), checks.unaligned(layer.grad_output), ""),
+        (checks.rows_apart(layer.x, 3), layer.weight.t().contiguous().t(), layer.grad_output.t().contiguous().t(), ""),
+    ):
+        route_weights = layer.route_weights.t().contiguous().t() if routes else layer.route_weights
+        other = Layer(x, weight, layer.logits, route_weights, grad)
+        for name, tensor in run(other).items():
+            torch.testing.assert_close(tensor, whole[name], rtol=0.02, atol=1e-2, msg=name)
+
+
+@pytest.mark.parametrize("layout", ["unaligned", "strided", "transposed"])
+def test_packed_masks_in_other_layouts(layout: str) -> None:
+    layer = Layer.random("cpu", BF16, (6,), 16, 40, 4)
+    packed = layer.packed_masks
+    other = {
+        "unaligned": checks.unaligned(packed),
+        "strided": packed.repeat_interleave(2, 2)[:, :, ::2],
+        "transposed": packed.transpose(0, 1).contiguous().transpose(0, 1),
+    }[layout]
+    results = []
+    for masks in (packed, other):
+        operands = layer.x, layer.weight, masks
+        results.append(training.forward_train(LayerCall.of(*operands), *operands, None))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

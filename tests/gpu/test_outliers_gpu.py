@@ -1,0 +1,55 @@
+"""The bound on a GPU backend's error where gates and values are of very different sizes, as in test_outliers.py.
+
+Both backends take values as differences of sums over whole rows, and so have the error that `budgets` grants to those.
+The naive layer and float64 are computed on the CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from backend_calls import run_on, unsupported
+from hypothesis import given
+from hypothesis import strategies as st
+from outliers import assert_loses_no_more_than_naive, outlier_layers, slack_of_differences
+from strategies import Layer, examples
+
+from mglu_ops.backends.cuda import Plain
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+ACTIVATIONS = ("silu", "identity")
+# Each number of masks, dtype and activation is a kernel to compile. 1 to 5 tokens run on decode_mma, 33 on tile_wgmma
+# on Hopper, and 67 in_features on plain, which is the only kernel for float32.
+IN_FEATURES = (1024, 256, 64, 67)
+
+
+def check(layer: Layer, backend: str, launch: Any = None) -> None:
+    operands = [tensor.cuda() for tensor in (layer.x, layer.weight, layer.packed_masks)]
+    if unsupported(backend, *operands, layer.activation, None) is not None:
+        return
+    result = run_on(backend, *operands, layer.activation, launch=launch).cpu()
+    assert_loses_no_more_than_naive(result, layer, slack_of_differences(layer), what=f"{backend} {launch or ''}")
+
+
+@pytest.mark.parametrize("n_masks", [1, 4, 8, 16])
+@pytest.mark.parametrize("dtype", DTYPES)
+@examples(20)
+@given(data=st.data())
+def test_cuda(data: st.DataObject, dtype: torch.dtype, n_masks: int) -> None:
+    drawn = outlier_layers(dtype, out_features=64, in_features=IN_FEATURES, n_masks=(n_masks,), activations=ACTIVATIONS)
+    layer = data.draw(drawn)
+    check(layer, "cuda")
+    check(layer, "cuda", Plain(block_tokens=1))
+
+
+@pytest.mark.parametrize("n_masks", [1, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+@examples(20)
+@given(data=st.data())
+def test_triton(data: st.DataObject, dtype: torch.dtype, n_masks: int) -> None:
+    drawn = outlier_layers(dtype, out_features=64, in_features=IN_FEATURES, n_masks=(n_masks,), activations=ACTIVATIONS)
+    check(data.draw(drawn), "triton")

@@ -1,0 +1,428 @@
+"""A training step on a GPU: its kernels against float64, and whole layers against float64 and the naive layer."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import training_checks as checks
+from budgets import assert_matches, relative_error
+from torch import Tensor
+from training_checks import Layer
+
+from mglu_ops.activations import ACTIVATIONS
+from mglu_ops.backends import BACKENDS
+from mglu_ops.backends.cuda import training
+from mglu_ops.backends.cuda.device import gpu_of
+from mglu_ops.backends.cuda.kernels import backward_gemm
+from mglu_ops.backends.cuda.kernels import training_steps as steps
+from mglu_ops.layer_call import LayerCall
+
+pytestmark = pytest.mark.gpu
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+SHAPES = [(3, 520), (257, 4096), (5, 37), (19, 1004), (1, 8), (2, 1), (0, 24), (4, 0)]
+"""Rows and columns: whole vectors, ends that are not multiples of 16 and 8, and sizes of 0."""
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    torch.cuda.synchronize()  # a fault belongs to the test that made it
+
+
+def normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(shape, device="cuda").to(dtype)
+
+
+def random_masks(*shape: int) -> Tensor:
+    return torch.rand(shape, device="cuda") < 0.5
+
+
+def needs(gibibytes: int) -> None:
+    if torch.cuda.mem_get_info()[0] < gibibytes * 2**30:
+        pytest.skip(f"needs {gibibytes} GiB of device memory")
+
+
+# --- The kernels, whose outputs hold NaN before (tests/conftest.py) ---------------------------------------------------
+
+
+@pytest.mark.parametrize("n_masks", range(1, 17))
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_flip_signs(n_masks: int, dtype: torch.dtype) -> None:
+    for rows, columns in SHAPES:
+        weight, masks = normal(rows, columns, dtype=dtype), random_masks(n_masks, rows, columns)
+        for w in (weight, checks.rows_apart(weight), checks.rows_apart(weight, 3), checks.unaligned(weight)):
+            checks.check_flip_signs(w, masks)
+        checks.check_flip_signs(weight, masks, with_weight=False)
+
+
+@pytest.mark.parametrize("n_masks", range(1, 17))
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("route_dtype", [None, F16, BF16, F32], ids=str)
+def test_partials(route_dtype: torch.dtype | None, dtype: torch.dtype, n_masks: int) -> None:
+    for (tokens, columns), products_dtype in itertools.product(SHAPES, (F32, dtype)):
+        route = None if route_dtype is None else torch.rand(n_masks, tokens, device="cuda").to(route_dtype).t()
+        products = 2 * normal(tokens, n_masks + 1, columns, dtype=products_dtype)
+        checks.check_partials(products, dtype, "silu", route)
+        checks.check_partials(products, dtype, "silu", route, rows_apart=8)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_partials_of_every_activation(activation: str, dtype: torch.dtype) -> None:
+    size = torch.logspace(-4, 1.5, 4096, device="cuda")  # gates near 0 and far from it
+    products = torch.stack([size * torch.randn_like(size) for _ in range(3)])[None]
+    checks.check_partials(products, dtype, activation, None)
+    checks.check_partials(2 * normal(33, 4, 264, dtype=F32), dtype, activation, torch.rand(33, 3, device="cuda"))
+
+
+@pytest.mark.parametrize("entries", range(1, 18))
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_scale(entries: int, dtype: torch.dtype) -> None:
+    for tokens, columns in SHAPES:
+        grad, partials = normal(tokens, columns, dtype=dtype), normal(tokens, entries, columns, dtype=dtype)
+        for g in (grad, checks.rows_apart(grad, 3), checks.unaligned(grad), grad[:1].expand_as(grad)):
+            checks.check_scale(g, partials)
+        checks.check_scale(grad, checks.rows_apart(partials))
+        checks.check_scale(grad, checks.rows_apart(partials, 5))
+
+
+@pytest.mark.parametrize("dtypes", list(itertools.product([F16, BF16, F32, None], repeat=2))[:-1], ids=str)
+@pytest.mark.parametrize("n_masks", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_weight_gradients(
+    dtype: torch.dtype, n_masks: int, dtypes: tuple[torch.dtype | None, torch.dtype | None]
+) -> None:
+    for rows, columns in SHAPES:
+        weight, total = normal(rows, columns, dtype=dtype), normal(rows, columns, dtype=dtype)
+        masks, products = random_masks(n_masks, rows, columns), normal(n_masks, rows, columns, dtype=dtype)
+        for w in (weight, checks.rows_apart(weight), checks.unaligned(weight)):
+            checks.check_weight_gradients(w, masks, total, products, *dtypes)
+            checks.check_weight_gradients(w, masks, total.float(), products, *dtypes)
+        if {*dtypes} <= {dtype, None}:
+            checks.check_weight_gradients(weight, masks, total, products, *dtypes, in_place=True)
+
+
+@pytest.mark.parametrize("n_masks", [1, 2, 5, 16])
+@pytest.mark.parametrize("route_dtype", [F16, BF16, F32])
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_route_gradients(dtype: torch.dtype, route_dtype: torch.dtype, n_masks: int) -> None:
+    for tokens, columns in SHAPES:
+        terms = normal(tokens, 2 * n_masks + 1, columns, dtype=dtype)[:, n_masks + 1 :]
+        checks.check_route_gradients(normal(tokens, columns, dtype=dtype), terms, route_dtype)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (256, 256, 256, 1), (128, 64, 256, 1), (200, 136, 264, 2), (1000, 392, 520, 3), (1, 8, 8, 4),
+        (77, 1000, 72, 16), (2048, 1024, 4096, 4), (385, 40, 1032, 7),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_gemms_of_backward(dtype: torch.dtype, sizes: tuple[int, int, int, int]) -> None:
+    tokens, d, h, n_masks = sizes
+    if torch.cuda.get_device_capability() != backward_gemm.ARCH:
+        pytest.skip("needs compute capability 9.0")
+    grad, x = checks.rows_apart(normal(tokens, d, dtype=dtype)), checks.rows_apart(normal(tokens, h, dtype=dtype))
+    partials = normal(tokens, 2 * n_masks + 1, 2 * d, dtype=dtype)[:, : n_masks + 1, d:]
+    weight, flipped = checks.rows_apart(normal(d, h, dtype=dtype)), normal(n_masks, d, h, dtype=dtype)
+    scaled = (grad[:, None] * partials).double()
+    grad_x = torch.full((tokens, h), float("nan"), dtype=dtype, device="cuda")
+    products = torch.full((n_masks + 1, d, h), float("nan"), dtype=dtype, device="cuda")
+    assert backward_gemm.can_run(gpu_of(0), grad, partials, x, weight, grad_x)
+    stream = torch.cuda.current_stream().cuda_stream
+    backward_gemm.input_gradient(grad, partials, weight, flipped, grad_x, stream)
+    backward_gemm.weight_products(grad, partials, x, products[0], products[1:], stream)
+    stacked = torch.cat((weight[None], flipped)).double()
+    assert_matches(grad_x, scaled.flatten(1) @ stacked.flatten(0, 1), dtype)
+    exact = torch.einsum("tid,th->idh", scaled, x.double())
+    assert_matches(products, exact, dtype)
+    wide = torch.full_like(products[0], float("nan"), dtype=F32)
+    backward_gemm.weight_products(grad, partials[:, :1], x, wide, products[:0], stream)
+    assert relative_error(wide, exact[0]) < 1e-5
+
+
+def test_more_than_2_31_elements() -> None:
+    """The last rows get the bits that they get alone."""
+    needs(24)
+    tokens, entries, columns = 2**16 + 3, 4, 2**13 + 8
+    partials, grad = torch.empty(tokens, entries, columns, dtype=BF16, device="cuda").normal_(), normal(tokens, columns)
+    scaled = steps.scale(grad, partials)
+    assert torch.equal(scaled[-9:], steps.scale(grad[-9:].clone(), partials[-9:].clone()))
+    del scaled
+    tail, expected, result = partials[-9:].clone(), grad[-9:].clone(), grad
+    steps.partials(tail, "silu", None, tail, expected)
+    steps.partials(partials, "silu", None, partials, result)
+    assert torch.equal(result[-9:], expected)
+    assert torch.equal(partials[-9:], tail)
+    del partials, grad, result
+
+    rows, columns = 2**18 + 5, 2**11 + 8
+    weight, packed = normal(rows, columns), torch.randint(256, (rows, columns // 8, 3), device="cuda").byte()
+    flipped = steps.flip_signs(weight, packed)
+    last = weight[-9:].clone(), packed[-9:].clone()
+    assert torch.equal(flipped[:, -9:], steps.flip_signs(*last))
+    expected = flipped[:, -9:].clone()
+    steps.weight_gradients(expected[0], expected[1:], *last, expected[0], expected[1:])
+    steps.weight_gradients(flipped[0], flipped[1:], weight, packed, flipped[0], flipped[1:])
+    assert torch.equal(flipped[:, -9:], expected)
+
+
+# --- Whole layers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["own kernels", "library GEMMs"])
+def gemms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to multiply, whatever is faster for a size."""
+    if request.param == "own kernels":
+        monkeypatch.setattr(backward_gemm, "fills", lambda gpu, rows, columns: rows * columns > 0)
+    else:
+        monkeypatch.setattr(backward_gemm, "can_run", lambda *operands: False)
+        monkeypatch.setattr(training, "_tile_sequence", lambda call: None)
+    return str(request.param)
+
+
+def described(layer: Layer) -> LayerCall:
+    return LayerCall.of(layer.x, layer.weight, layer.packed_masks, layer.activation, layer.route_weights)
+
+
+def run(layer: Layer, *wanted: str) -> dict[str, Tensor]:
+    """The result and the wanted gradients of `forward_ste`, or of `forward` where the logits need none."""
+    inputs = {
+        "x": layer.x, "weight": layer.weight, "logits": layer.logits, "route_weights": layer.route_weights
+    }  # fmt: skip
+    leaves = {
+        name: None if tensor is None else tensor.detach().requires_grad_(name in wanted)
+        for name, tensor in inputs.items()
+    }
+    if "logits" in wanted:
+        x, weight, logits, routes = leaves.values()
+        y, _ = torch.ops.mglu.forward_ste(x, weight, logits, layer.activation, routes)
+    else:
+        y = torch.ops.mglu.forward(
+            leaves["x"], leaves["weight"], layer.packed_masks, layer.activation, leaves["route_weights"]
+        )
+    grads = torch.autograd.grad(y, [leaves[name] for name in wanted], layer.grad_output) if wanted else ()
+    return {"y": y.detach(), **dict(zip(wanted, grads, strict=True))}
+
+
+def gradients_of(layer: Layer) -> tuple[str, ...]:
+    return checks.NAMES if layer.route_weights is not None else checks.NAMES[:3]
+
+
+@pytest.mark.usefixtures("gemms")
+@pytest.mark.parametrize("density", [0.5, 0.25, 0.75, 0.1, 0.9])
+@pytest.mark.parametrize("n_masks", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_errors_are_those_of_the_naive_layer(dtype: torch.dtype, routed: bool, n_masks: int, density: float) -> None:
+    layer = Layer.random(
+        "cuda", dtype, (512,), 384, 512, n_masks, density=density, route_dtype=dtype if routed else None
+    )
+    assert BACKENDS["cuda"].can_train(described(layer))
+    found = run(layer, *gradients_of(layer))
+    checks.assert_as_good_as_naive({"y": found.pop("y")}, layer, 1.5)
+    checks.assert_as_good_as_naive(found, layer, 1.5 if 0.2 < density < 0.8 else 2.5)
+
+
+@pytest.mark.usefixtures("gemms")
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_every_activation_has_the_errors_of_the_naive_layer(dtype: torch.dtype, activation: str) -> None:
+    layer = Layer.random("cuda", dtype, (512,), 384, 512, 4, route_dtype=F32, activation=activation)
+    checks.assert_as_good_as_naive(run(layer, *checks.NAMES), layer, 1.5)
+
+
+@pytest.mark.usefixtures("gemms")
+@pytest.mark.parametrize("sizes", [(512, 384, 508), (301, 383, 512), (257, 129, 333), (64, 7, 16)], ids=str)
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_ragged_sizes_have_the_errors_of_the_naive_layer(dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
+    tokens, d, h = sizes
+    layer = Layer.random("cuda", dtype, (tokens,), d, h, 3, route_dtype=F32)
+    checks.assert_as_good_as_naive(run(layer, *checks.NAMES), layer, 1.5)
+
+
+@pytest.mark.usefixtures("gemms")
+@pytest.mark.parametrize("tokens", [(4096,), (16, 300)], ids=str)
+def test_several_chunks_have_the_errors_of_the_naive_layer(tokens: tuple[int, ...]) -> None:
+    layer = Layer.random("cuda", BF16, tokens, 2048, 1024, 4, route_dtype=F32)
+    assert len(training.feature_chunks(4096, 4, 2048, 1024, training.BACKWARD_CHUNKS)) > 1
+    checks.assert_as_good_as_naive(run(layer, *checks.NAMES), layer, 1.5)
+
+
+@pytest.mark.usefixtures("gemms")
+@pytest.mark.parametrize("sizes", [(0, 24, 40), (1, 24, 40), (5, 0, 40), (5, 24, 0), (0, 7, 9), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_sizes_of_zero_and_one(dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
+    tokens, d, h = sizes
+    layer = Layer.random("cuda", dtype, (tokens,), d, h, 3, route_dtype=F32)
+    exact = layer.in_plain_torch(F64)
+    for name, found in run(layer, *checks.NAMES).items():
+        torch.testing.assert_close(found.double(), exact[name], rtol=0.02, atol=0.02, msg=name)
+
+
+@pytest.mark.parametrize("logits_dtype", [F16, BF16, F32, F64])
+@pytest.mark.parametrize("route_dtype", [F16, F32, F64])
+def test_dtypes_of_logits_and_routes(route_dtype: torch.dtype, logits_dtype: torch.dtype) -> None:
+    layer = Layer.random("cuda", BF16, (256,), 128, 192, 3, logits_dtype=logits_dtype, route_dtype=route_dtype)
+    found = run(layer, *checks.NAMES)
+    assert found["logits"].dtype is logits_dtype
+    assert found["route_weights"].dtype is route_dtype
+    checks.assert_as_good_as_naive(found, layer, 1.5)
+
+
+SUBSETS = [subset for size in range(1, 5) for subset in itertools.combinations(checks.NAMES, size)]
+
+
+@pytest.mark.parametrize("wanted", SUBSETS, ids="-".join)
+def test_each_subset_of_gradients_has_the_bits_of_all(wanted: tuple[str, ...]) -> None:
+    layer = Layer.random("cuda", BF16, (7, 9), 136, 200, 3, route_dtype=F32)
+    whole, found = run(layer, *checks.NAMES), run(layer, *wanted)
+    for name, tensor in found.items():
+        # A GEMM of other sizes may add up in another order.
+        torch.testing.assert_close(tensor, whole[name], rtol=0.02, atol=0.02, msg=name)
+
+
+def test_the_backend_returns_empty_tensors_for_what_is_not_needed() -> None:
+    layer = Layer.random("cuda", BF16, (33,), 64, 72, 2)
+    call, operands = described(layer), (layer.x, layer.weight, layer.packed_masks)
+    with torch.no_grad():
+        _, partials = BACKENDS["cuda"].forward_train(call, *operands, None)
+        for needs_x, needs_weight, logits in itertools.product([True, False], repeat=3):
+            grads = BACKENDS["cuda"].backward(
+                call, layer.grad_output, *operands, partials, (needs_x, needs_weight), F32 if logits else None, None
+            )
+            assert [grad.numel() > 0 for grad in grads] == [needs_x, needs_weight, logits, False]
+
+
+@pytest.mark.usefixtures("gemms")
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_bits_repeat(dtype: torch.dtype) -> None:
+    layer = Layer.random("cuda", dtype, (4096,), 2048, 1024, 4, route_dtype=F32)
+    first = run(layer, *checks.NAMES)
+    for _ in range(3):
+        again = run(layer, *checks.NAMES)
+        assert all(torch.equal(again[name], first[name]) for name in first)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "unaligned": checks.unaligned,
+    "rows apart": checks.rows_apart,
+    "rows apart by an odd distance": lambda tensor: checks.rows_apart(tensor, 3),
+    "transposed": lambda tensor: tensor.mT.contiguous().mT,
+}
+
+
+@pytest.mark.usefixtures("gemms")
+@pytest.mark.parametrize("d", [256, 131])
+@pytest.mark.parametrize("name", ["x", "weight", "logits", "route_weights", "grad_output"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_each_tensor(layout: str, name: str, d: int) -> None:
+    layer = Layer.random("cuda", BF16, (130,), d, 264, 3, route_dtype=F32)
+    expected = run(layer, *checks.NAMES)
+    setattr(layer, name, LAYOUTS[layout](getattr(layer, name)))
+    for gradient, found in run(layer, *checks.NAMES).items():
+        torch.testing.assert_close(found, expected[gradient], rtol=0.02, atol=0.05, msg=gradient)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "strided"])
+def test_layouts_of_packed_masks(layout: str) -> None:
+    layer = Layer.random("cuda", BF16, (130,), 256, 264, 4)
+    packed = layer.packed_masks
+    other = packed.repeat_interleave(2, 2)[:, :, ::2] if layout == "strided" else LAYOUTS[layout](packed)
+    results = []
+    for masks in (packed, other):
+        operands = layer.x, layer.weight, masks
+        with torch.no_grad():
+            results.append(BACKENDS["cuda"].forward_train(LayerCall.of(*operands), *operands, None))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.usefixtures("gemms")
+def test_expanded_gradients() -> None:
+    """`sum()` gives one number for all elements, and a sum over tokens one row."""
+    layer = Layer.random("cuda", BF16, (4, 33), 136, 200, 3, route_dtype=F32)
+    for grad in (torch.ones((), device="cuda", dtype=BF16), normal(136), normal(33, 136), normal(4, 1, 1)):
+        layer.grad_output = grad.expand(4, 33, 136)
+        found = run(layer, *checks.NAMES)
+        checks.assert_as_good_as_naive(found, layer, 1.5)
+
+
+@pytest.mark.parametrize("logits_dtype", [BF16, F32])
+def test_scratch_memory_of_backward(logits_dtype: torch.dtype, gemms: str) -> None:
+    """With library GEMMs a quarter of dt, b_i and D; with own kernels the flipped weights, or a chunk of D."""
+    tokens, d, h, n_masks = 8192, 8192, 1024, 4
+    layer = Layer.random("cuda", BF16, (tokens,), d, h, n_masks)
+    call, operands = described(layer), (layer.x, layer.weight, layer.packed_masks)
+    with torch.no_grad():
+        _, partials = training.forward_train(call, *operands, None)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        training.backward(call, layer.grad_output, *operands, partials, (True, True), logits_dtype, None)
+    gradients = 2 * (tokens * h + d * h) + logits_dtype.itemsize * n_masks * d * h
+    scratch = 0 if logits_dtype == BF16 else 2 * 2**25
+    if gemms == "library GEMMs":
+        assert len(training.feature_chunks(tokens, n_masks, d, h, training.BACKWARD_CHUNKS)) == 4
+        scratch = 2 * (n_masks + 1) * d * (tokens + h) // training.BACKWARD_CHUNKS
+    workspace = 64 * 2**20  # of the library, and roundings of the allocator
+    assert torch.cuda.max_memory_allocated() - before <= gradients + scratch + workspace
+
+
+def test_on_a_stream_of_its_own() -> None:
+    layer = Layer.random("cuda", BF16, (300,), 256, 512, 3)
+    layer.x = 2 * layer.x
+    expected = run(layer, *checks.NAMES[:3])
+    layer.x = layer.x / 2
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        layer.x.mul_(2)
+        found = run(layer, *checks.NAMES[:3])
+    stream.synchronize()
+    for name in found:
+        torch.testing.assert_close(found[name], expected[name], rtol=0.02, atol=0.02, msg=name)
+
+
+def test_in_a_cuda_graph() -> None:
+    layer = Layer.random("cuda", BF16, (300,), 256, 512, 3, route_dtype=F32)
+    call, operands = described(layer), (layer.x, layer.weight, layer.packed_masks)
+
+    def step() -> list[Tensor]:
+        y, partials = training.forward_train(call, *operands, layer.route_weights)
+        grads = training.backward(call, layer.grad_output, *operands, partials, (True, True), BF16, F32)
+        return [y, partials, *grads]
+
+    with torch.no_grad():
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = step()
+        for tensor in (layer.x, layer.weight, layer.grad_output):
+            tensor.copy_(torch.randn_like(tensor))
+        graph.replay()
+        for tensor, expected in zip(found, step(), strict=True):
+            torch.testing.assert_close(tensor, expected, rtol=0.02, atol=0.05)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+def test_tensors_on_another_gpu() -> None:
+    layer = Layer.random("cuda:1", BF16, (300,), 256, 512, 3, route_dtype=F32)
+    found = run(layer, *checks.NAMES)
+    assert torch.cuda.current_device() == 0
+    assert all(tensor.device == layer.x.device for tensor in found.values())
+    checks.assert_as_good_as_naive(found, layer, 1.5)
+
+
+def test_calls_of_other_dtypes_are_left_to_the_composite_backend() -> None:
+    for dtype, route_dtype, can in ((F16, None, True), (BF16, F32, True), (F32, None, False), (BF16, F64, False)):
+        layer = Layer.random("cuda", dtype, (5,), 16, 24, 2, route_dtype=route_dtype)
+        assert BACKENDS["cuda"].can_train(described(layer)) == can

@@ -1,0 +1,322 @@
+"""Training on a GPU: runs of 200 steps, 16 bits, loss scaling, recomputation, mask statistics, and two GPUs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from budgets import BUDGET, relative_error
+from data_parallel import check_data_parallel
+from ranks import run_on_ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from training import (
+    OUTPUTS,
+    Run,
+    assert_as_good_as_naive,
+    assert_same_training,
+    batches,
+    student,
+    train,
+)
+
+import mglu_ops
+from mglu_ops import dispatch
+from mglu_ops.nn import (
+    MGLU,
+    MaskStatistics,
+    NaiveMGLU,
+    SwiMGLU,
+    flip_ratio,
+    gate_ratio,
+    mask_agreement,
+    parameter_groups,
+)
+
+pytestmark = pytest.mark.gpu
+
+WIDE, TOKENS = 256, 512
+"""Sizes at which the kernels of 16 bits run: rows of whole 16-byte vectors, and several tiles."""
+
+
+@pytest.fixture(autouse=True)
+def exact_float32() -> Iterator[None]:
+    """float32 GEMMs in float32, as the tolerances assume."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch._dynamo.reset()
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def on_gpu(kind: type[MGLU | NaiveMGLU], n_masks: int = 2, **options: Any) -> nn.Sequential:
+    return student(kind, n_masks, **options).cuda()
+
+
+# --- 200 steps from one seed ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("n_masks", [1, 3])
+def test_fused_runs_in_float32_follow_the_naive_run(n_masks: int, compiled: bool) -> None:
+    naive = on_gpu(NaiveMGLU, n_masks)
+    want = train(naive, torch.compile(naive, fullgraph=True) if compiled else None)
+    for save_activations in (True, False):
+        torch._dynamo.reset()
+        model = on_gpu(MGLU, n_masks, save_activations=save_activations)
+        assert_same_training(train(model, torch.compile(model, fullgraph=True) if compiled else None), want)
+
+
+@functools.cache
+def float32_run(n_masks: int) -> Run:
+    return train(on_gpu(NaiveMGLU, n_masks, width=WIDE), tokens=TOKENS)
+
+
+@pytest.mark.parametrize("precision", ["autocast", "pure", "float32 logits"])
+@pytest.mark.parametrize("how", ["eager", "compiled", "fused by the pass"])
+@pytest.mark.parametrize("n_masks", [1, 4])
+def test_bfloat16_trains_as_well_as_the_naive_layer(n_masks: int, how: str, precision: str) -> None:
+    by_pass = how == "fused by the pass"
+    if by_pass and precision == "float32 logits":
+        pytest.skip("the naive layer multiplies the weight by its masks, so that both have one dtype")
+
+    def run(kind: type[MGLU | NaiveMGLU], compiled: bool) -> Run:
+        torch._dynamo.reset()
+        model = on_gpu(kind, n_masks, width=WIDE)
+        if precision != "autocast":
+            model.to(torch.bfloat16)
+        if precision == "float32 logits" and kind is MGLU:
+            for block in list(model)[:-1]:
+                block.gated.mask_logits.data = block.gated.mask_logits.data.float()
+        forward = torch.compile(model, fullgraph=True) if compiled else None
+        return train(model, forward, tokens=TOKENS, autocast=torch.bfloat16 if precision == "autocast" else None)
+
+    naive = run(NaiveMGLU, how != "eager")
+    if by_pass:
+        with mglu_ops.fusion(strict=True) as report:
+            got = run(NaiveMGLU, True)
+        assert [site.route for site in report.fused] == ["forward_ste"] * 2
+    else:
+        got = run(MGLU, how == "compiled")
+    assert_as_good_as_naive(got, naive, float32_run(n_masks))
+
+
+def test_a_run_repeats_bit_for_bit() -> None:
+    first, second = (train(on_gpu(MGLU, 4, width=WIDE), tokens=TOKENS, autocast=torch.bfloat16) for _ in range(2))
+    assert torch.equal(first.losses, second.losses)
+    assert torch.equal(first.logits, second.logits)
+
+
+# --- Loss scaling in float16 ----------------------------------------------------------------------------------------
+
+
+def test_float16_with_a_scaler_trains_as_well_as_the_naive_layer() -> None:
+    fused, naive = (
+        train(on_gpu(kind, width=WIDE), tokens=TOKENS, autocast=torch.float16, scaler=torch.amp.GradScaler("cuda"))
+        for kind in (MGLU, NaiveMGLU)
+    )
+    assert_as_good_as_naive(fused, naive, float32_run(2))
+
+
+def test_a_step_with_infinite_gradients_is_skipped_and_the_next_is_taken() -> None:
+    x, target = (tensor.cuda() for tensor in next(iter(batches(1, TOKENS, WIDE))))
+    model = on_gpu(MGLU, width=WIDE)
+    optimizer = torch.optim.AdamW(parameter_groups(model, lr=1e-2, weight_decay=0.1), fused=True)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**40, backoff_factor=2.0**-30)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for is_taken in (False, True):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.float16):
+            result = model(x)
+        scaler.scale(F.mse_loss(result.float(), target)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0**10
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, before[name]) != is_taken, name
+
+
+@pytest.mark.parametrize("save_activations", [True, False])
+def test_accumulated_gradients_are_those_of_the_whole_batch(save_activations: bool) -> None:
+    torch.manual_seed(0)
+    model = on_gpu(MGLU, width=WIDE, save_activations=save_activations).to(torch.bfloat16)
+    exact = on_gpu(NaiveMGLU, width=WIDE).to(torch.bfloat16).double()
+    x = torch.randn(TOKENS, WIDE, device="cuda", dtype=torch.bfloat16)
+    target = torch.randn(TOKENS, OUTPUTS, device="cuda", dtype=torch.bfloat16)
+    F.mse_loss(exact(x.double()), target.double()).backward()
+    for part, wanted in zip(x.chunk(4), target.chunk(4), strict=True):
+        (F.mse_loss(model(part), wanted) / 4).backward()
+    for (name, parameter), want in zip(model.named_parameters(), exact.parameters(), strict=True):
+        assert parameter.grad is not None
+        error = relative_error(parameter.grad, want.grad)
+        assert error <= 2 * BUDGET[torch.bfloat16], name  # two blocks, and three sums in bfloat16
+
+
+# --- Recomputation --------------------------------------------------------------------------------------------------
+
+
+def gradients(forward: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor) -> list[Tensor]:
+    x = x.detach().clone().requires_grad_()
+    result = forward(x)
+    grad = torch.linspace(-1, 1, result.numel(), device="cuda").view(result.shape).to(result.dtype)
+    return [result.detach(), *torch.autograd.grad(result, [x, *module.parameters()], grad)]
+
+
+def assert_equal(found: list[Tensor], want: list[Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+def assert_close(found: list[Tensor], want: list[Tensor]) -> None:
+    for got, exact in zip(found, want, strict=True):
+        assert relative_error(got, exact) <= BUDGET[got.dtype]
+
+
+@pytest.mark.parametrize("mode", [None, "default", "reduce-overhead"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("options", [{}, {"top_k": 2}, {"learnable_masks": False}], ids=["learned", "routed", "fixed"])
+def test_recomputing_gives_the_same_bits(options: dict[str, Any], dtype: torch.dtype, mode: str | None) -> None:
+    torch.manual_seed(0)
+    layer = MGLU(WIDE, 2 * WIDE, n_masks=3, device="cuda", dtype=dtype, **options)
+    x = torch.randn(TOKENS, WIDE, device="cuda", dtype=dtype)
+    found = []
+    for save_activations in (True, False):
+        torch._dynamo.reset()
+        layer.save_activations = save_activations
+        forward = layer if mode is None else torch.compile(layer, mode=mode, fullgraph=True)
+        for _ in range(3 if mode == "reduce-overhead" else 1):  # warms up, records, replays
+            torch.compiler.cudagraph_mark_step_begin()
+            last = [tensor.clone() for tensor in gradients(forward, layer, x)]
+        found.append(last)
+    if mode is None or "top_k" not in options:
+        assert_equal(*found)
+    else:
+        # Inductor may compute the router again in backward too, in kernels that round elsewhere.
+        assert_close(*found)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_recomputing_frees_the_activations_of_all_layers_but_one(compiled: bool) -> None:
+    n_masks, depth, tokens, width = 3, 6, 8192, 1024
+    activations = (n_masks + 1) * tokens * width * 2
+    x = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16)
+    peaks = []
+    for save_activations in (True, False):
+        torch._dynamo.reset()
+        layers = [SwiMGLU(width, width, n_masks=n_masks, save_activations=save_activations) for _ in range(depth)]
+        model = nn.Sequential(*layers).to("cuda", torch.bfloat16)
+        forward = torch.compile(model, fullgraph=True) if compiled else model
+        for _ in range(2):
+            model.zero_grad()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            forward(x).sum().backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        del model, forward, layers
+    assert peaks[0] - peaks[1] > (depth - 2) * activations, [f"{peak / 2**20:.0f} MiB" for peak in peaks]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, block: nn.Module, **options: Any) -> None:
+        super().__init__()
+        self.block, self.options = block, options
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False, **self.options)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("saved", "times"),
+    [(None, 2), ([torch.ops.mglu.forward_train.default], 1), ([torch.ops.mglu.forward_ste.default], 2)],
+)
+def test_checkpoints_and_their_policies(
+    monkeypatch: pytest.MonkeyPatch, saved: list[Any] | None, times: int, compiled: bool
+) -> None:
+    torch.manual_seed(0)
+    runs, run = [], dispatch.forward_train
+    monkeypatch.setattr(dispatch, "forward_train", lambda *args: runs.append(1) or run(*args))
+    block = SwiMGLU(WIDE, 2 * WIDE, n_masks=2, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(TOKENS, WIDE, device="cuda", dtype=torch.bfloat16)
+    want = gradients(block, block, x)
+    options = {} if saved is None else {"context_fn": functools.partial(create_selective_checkpoint_contexts, saved)}
+    module = Checkpointed(block, **options)
+    forward = torch.compile(module, fullgraph=True) if compiled else module
+    gradients(forward, block, x)
+    runs.clear()
+    found = gradients(forward, block, x)
+    assert len(runs) == times
+    if compiled:
+        assert_close(found, want)  # the products of down_proj may be summed in another order
+    else:
+        assert_equal(found, want)
+
+
+# --- Masks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n_masks", "d", "h"), [(1, 512, 256), (3, 129, 333), (16, 4096, 4100)])
+def test_mask_ratios_are_those_of_the_cpu_and_do_not_synchronise(n_masks: int, d: int, h: int) -> None:
+    masks, before = (torch.rand(n_masks, d, h, device="cuda") < density for density in (0.5, 0.4))
+    packed, packed_before = torch.ops.mglu.pack_masks(masks), torch.ops.mglu.pack_masks(before)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = gate_ratio(packed, h), mask_agreement(packed, h), flip_ratio(packed_before, packed, h)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    packed, packed_before = packed.cpu(), packed_before.cpu()
+    wanted = gate_ratio(packed, h), mask_agreement(packed, h), flip_ratio(packed_before, packed, h)
+    for value, want in zip(found, wanted, strict=True):
+        assert value.is_cuda
+        torch.testing.assert_close(value.cpu(), want, rtol=1e-6, atol=1e-7)
+
+
+def test_statistics_of_a_model_on_the_gpu_are_those_on_the_cpu() -> None:
+    model = on_gpu(MGLU, 4, width=WIDE)
+    copy = student(MGLU, 4, width=WIDE)
+    statistics, of_copy = MaskStatistics(model), MaskStatistics(copy)
+    optimizer = torch.optim.AdamW(parameter_groups(model, lr=1e-2, weight_decay=0.1), fused=True)
+    for x, target in batches(3, TOKENS, WIDE):
+        optimizer.zero_grad()
+        F.mse_loss(model(x.cuda()), target.cuda()).backward()
+        optimizer.step()
+        copy.load_state_dict(model.state_dict())
+        found = statistics.update()
+        assert found == pytest.approx(of_copy.update(), rel=1e-6, abs=1e-7)
+        assert found["0.gated/flips/0"] > 0
+
+
+def test_adamw_moves_logits_by_a_rate_of_their_own_and_decays_none() -> None:
+    model = on_gpu(MGLU, width=WIDE)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.AdamW(parameter_groups(model, lr=1e-3, weight_decay=0.5), fused=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        is_weight = name.endswith("weight") and "norm" not in name
+        torch.testing.assert_close(parameter.detach(), before[name] * (1 - 5e-4 if is_weight else 1), msg=name)
+
+
+# --- Two GPUs -------------------------------------------------------------------------------------------------------
+
+needs_two_gpus = pytest.mark.skipif(
+    torch.cuda.device_count() < 2 or not dist.is_nccl_available(), reason="needs two CUDA GPUs and NCCL"
+)
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("backend", [None, "inductor"])
+@pytest.mark.parametrize("save_activations", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_data_parallel_training_on_two_gpus_is_that_of_the_whole_batch(
+    dtype: torch.dtype, save_activations: bool, backend: str | None, tmp_path: Path
+) -> None:
+    arguments = ("cuda", dtype, WIDE, save_activations, backend)
+    run_on_ranks(check_data_parallel, tmp_path, *arguments, backend="nccl")

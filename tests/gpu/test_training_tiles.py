@@ -1,0 +1,226 @@
+"""`tile_wgmma` in training against float64: the result and every partial derivative, in memory that was NaN before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from budgets import assert_matches
+from cuda_problem import Problem
+from torch import Tensor
+
+from mglu_ops.activations import ACTIVATIONS
+from mglu_ops.backends.cuda.device import gpu_of
+from mglu_ops.backends.cuda.kernels.tile_wgmma_training import TrainingTile, partials_of, training_choice
+from mglu_ops.layer_call import LayerCall
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")]
+
+HALVES = (torch.float16, torch.bfloat16)
+DTYPES = (*HALVES, torch.float32)
+BAND = 4096
+"""Elements of NaN before and behind what a launch writes."""
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    torch.cuda.synchronize()  # a fault belongs to the test that made it
+
+
+def described(p: Problem) -> LayerCall:
+    return LayerCall.of(p.x, p.weight, p.packed, p.activation, p.route)
+
+
+def poisoned(*shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A tensor of NaN in the middle of a larger one, which is the second of the two."""
+    size = torch.Size(shape).numel()
+    storage = torch.full((size + 2 * BAND,), float("nan"), dtype=dtype, device="cuda")
+    return storage[BAND:-BAND].view(shape), storage
+
+
+def launch(p: Problem, y: Tensor, partials: Tensor, config: TrainingTile | None = None) -> None:
+    """Launch what is given, or what is chosen."""
+    call, gpu = described(p), gpu_of(0)
+    launched = config or training_choice(call, gpu)
+    assert launched is not None
+    assert launched.violation(call, gpu) is None
+    sequence = launched.sequence(call, gpu, 0)
+    workspace = torch.empty(sequence.workspace_bytes, dtype=torch.uint8, device="cuda")
+    routes = 0 if p.route is None else p.route.data_ptr()
+    inputs = p.x.data_ptr(), p.weight.data_ptr(), p.packed.data_ptr(), routes
+    stream = torch.cuda.current_stream().cuda_stream
+    sequence(stream, workspace.data_ptr(), *inputs, y.data_ptr(), partials.data_ptr())
+
+
+def outputs(p: Problem) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Memory for the result and for the partial derivatives: each as such, and with the bands around it."""
+    call = described(p)
+    y = poisoned(call.tokens, call.out_features, dtype=call.dtype)
+    return y, poisoned(call.tokens, partials_of(call), call.out_features, dtype=call.dtype)
+
+
+def run(p: Problem, config: TrainingTile | None = None) -> tuple[Tensor, Tensor]:
+    """The result and the partial derivatives."""
+    (y, y_storage), (partials, storage) = outputs(p)
+    launch(p, y, partials, config)
+    for whole in (y_storage, storage):
+        assert whole[:BAND].isnan().all()
+        assert whole[-BAND:].isnan().all()
+    return y, partials
+
+
+def oracle(p: Problem) -> tuple[Tensor, Tensor]:
+    """The same in float64, mask by mask."""
+    activation = ACTIVATIONS[p.activation]
+    x, weight = p.x.double(), p.weight.double()
+    routes = torch.ones(len(x), len(p.masks), device="cuda") if p.route is None else p.route
+    t = x @ weight.t()
+    y, by_t, by_f, by_route = torch.zeros_like(t), torch.zeros_like(t), [], []
+    for mask, route in zip(p.masks, routes.double().t(), strict=True):
+        f = x @ torch.where(mask, -weight, weight).t()
+        gate, value = (t - f) / 2, (t + f) / 2
+        act, slope = activation.forward(gate), activation.backward(torch.ones_like(gate), gate)
+        y += route[:, None] * act * value
+        by_t += route[:, None] * (act + slope * value) / 2
+        by_f.append(route[:, None] * (act - slope * value) / 2)
+        by_route.append(act * value)
+    return y, torch.stack([by_t, *by_f, *(by_route if p.route is not None else [])], 1)
+
+
+def check(p: Problem, config: TrainingTile | None = None) -> None:
+    y, partials = run(p, config)
+    expected, expected_partials = oracle(p)
+    assert_matches(y, expected, p.x.dtype)
+    assert partials.shape == expected_partials.shape
+    for i in range(partials.shape[1]):
+        assert_matches(partials[:, i], expected_partials[:, i], p.x.dtype, f"partial derivative {i}")
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+def test_every_activation_and_dtype(activation: str, dtype: torch.dtype) -> None:
+    for tokens, n_masks, route in ((100, 4, None), (300, 1, torch.float32), (70, 16, None)):
+        check(Problem(tokens, 200, 256, n_masks, dtype, activation, route))
+
+
+@pytest.mark.parametrize("route", [None, torch.float32])
+@pytest.mark.parametrize("n_masks", range(1, 17))
+def test_every_mask_count(n_masks: int, route: torch.dtype | None) -> None:
+    for tokens, d, h in ((20, 72, 64), (200, 264, 544), (1000, 1000, 288)):
+        check(Problem(tokens, d, h, n_masks, torch.bfloat16, route=route))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("tokens", [1, 2, 7, 9, 16, 17, 63, 65, 129, 1000])
+def test_ragged_tokens(tokens: int, dtype: torch.dtype) -> None:
+    for n_masks in (1, 4, 8):
+        check(Problem(tokens, 328, 544, n_masks, dtype))
+
+
+@pytest.mark.parametrize("out_features", [64, 72, 80, 120, 128, 136, 184, 200, 1000, 1032])
+def test_ragged_out_features(out_features: int) -> None:
+    """The last tiles of rows overlap those before, and write their results twice."""
+    for tokens, n_masks, route in ((40, 3, None), (260, 4, torch.bfloat16), (260, 8, None)):
+        check(Problem(tokens, out_features, 352, n_masks, torch.float16, route=route))
+
+
+@pytest.mark.parametrize("n_masks", [1, 2, 4, 5, 8, 12, 16])
+@pytest.mark.parametrize("shape", [(8192, 2048), (14336, 4096)], ids=str)
+def test_real_shapes(shape: tuple[int, int], n_masks: int) -> None:
+    check(Problem(1030, *shape, n_masks, torch.bfloat16, route=torch.float32 if n_masks == 5 else None))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("route", DTYPES)
+def test_route_weights(route: torch.dtype, dtype: torch.dtype) -> None:
+    for n_masks in (2, 6, 8):
+        p = Problem(150, 136, 320, n_masks, dtype, route=route)
+        check(p)
+        p.route = torch.rand(n_masks, 300, device="cuda").to(route)[:, ::2].t()  # strided
+        check(p)
+        order = torch.rand(150, n_masks, device="cuda").argsort(-1)
+        p.route = torch.where(order < 2, torch.rand(150, n_masks, device="cuda"), 0).to(route)  # the top 2
+        check(p)
+
+
+TILES = (
+    TrainingTile(rows=64, block_tokens=8, stages=3),
+    TrainingTile(rows=64, block_tokens=32, stages=3, box_tokens=16),
+    TrainingTile(rows=112, block_tokens=16, stages=3, sub=2),
+    TrainingTile(rows=80, block_tokens=24, stages=3, steps=2),
+    TrainingTile(rows=64, block_tokens=24, stages=3, steps=2, box_tokens=24),
+    TrainingTile(rows=64, block_tokens=64, mask_groups=2, stages=4, steps=2, box_tokens=16),
+    TrainingTile(rows=128, block_tokens=16, mask_groups=2, stages=4, steps=2),
+    TrainingTile(rows=128, block_tokens=40, passes=2, stages=3, steps=2),
+    TrainingTile(rows=64, block_tokens=32, mask_groups=2, passes=2, stages=3, steps=2),
+    TrainingTile(rows=64, block_tokens=16, stages=4, cluster=2),
+    TrainingTile(rows=112, block_tokens=24, stages=3, sub=2, cluster=2),
+    TrainingTile(rows=128, block_tokens=16, mask_groups=2, stages=3, steps=2, cluster=2),
+    TrainingTile(rows=128, block_tokens=40, passes=2, stages=3, steps=2, cluster=2),
+)
+
+
+@pytest.mark.parametrize("route", [None, torch.float16])
+@pytest.mark.parametrize("config", [*TILES, *(replace(tile, permuted=True) for tile in TILES)], ids=str)
+def test_every_kind_of_launch(config: TrainingTile, route: torch.dtype | None) -> None:
+    # With the last shape, a block computes several tiles. There is one tile of tokens, or an odd number of them, so
+    # that one block of a cluster has none.
+    config = replace(config, routed=route is not None)
+    for tokens, d, h in ((6, 128, 64), (70, 1000, 1040), (70, 1000, 1032), (33, 20000, 528)):
+        check(Problem(tokens, d, h, 8, route=route), config)
+    if config.passes == 2:
+        check(Problem(70, 1000, 1040, 16, route=route), config)
+    elif config.sub == 2:
+        check(Problem(70, 1000, 1152, 3, route=route), config)
+
+
+def test_layouts_of_x() -> None:
+    p = Problem(100, 136, 256, 4)
+    wide = torch.randn(100, 512, device="cuda", dtype=p.x.dtype)
+    for p.x in (wide[:, 8:264], wide[:, 1:257], wide[:, ::2], wide[:1, :256].expand(100, 256)):
+        check(p)
+
+
+@pytest.mark.parametrize("n_masks", [1, 4, 7, 8])
+def test_same_bits_every_time_and_the_result_of_inference(n_masks: int) -> None:
+    p = Problem(300, 1000, 1024, n_masks, torch.bfloat16)
+    y, partials = run(p)
+    for _ in range(20):
+        again, partials_again = run(p)
+        assert torch.equal(again, y)
+        assert torch.equal(partials_again, partials)
+    assert_matches(y, p.run().double(), torch.bfloat16)
+
+
+def test_a_token_with_a_nan_spoils_no_other() -> None:
+    p = Problem(70, 136, 256, 4, torch.bfloat16)
+    y, partials = run(p)
+    p.x[33, 7] = float("nan")
+    spoiled, spoiled_partials = run(p)
+    assert spoiled[33].isnan().all()
+    assert spoiled_partials[33].isnan().all()
+    others = torch.arange(70, device="cuda") != 33
+    assert torch.equal(spoiled[others], y[others])
+    assert torch.equal(spoiled_partials[others], partials[others])
+
+
+@pytest.mark.parametrize("n_masks", [1, 4, 8])
+def test_a_launch_that_follows_sees_what_was_written(n_masks: int) -> None:
+    """It may start early, and must not read the result before that is written."""
+    first = Problem(520, 1024, 512, n_masks, torch.bfloat16)
+    second = Problem(520, 256, 1024, n_masks, torch.bfloat16)
+    (second.x, _), (partials_of_first, _) = outputs(first)
+    (y, _), (partials, _) = outputs(second)
+    for _ in range(50):
+        first.x.normal_()
+        launch(first, second.x, partials_of_first)
+        launch(second, y, partials)
+        torch.cuda.synchronize()
+        y_alone, partials_alone = run(second)
+        assert torch.equal(y, y_alone)
+        assert torch.equal(partials, partials_alone)

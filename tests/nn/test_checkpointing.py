@@ -1,0 +1,260 @@
+"""Recomputing activations: `save_activations=False`, torch's checkpoints, and their selective policies."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from budgets import assert_matches
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import mglu_ops
+from mglu_ops import dispatch
+from mglu_ops.nn import MGLU, GeMGLU, MGLUFeedForward, NaiveMGLU, ReMGLU, SwiMGLU, freeze
+
+mglu, aten = torch.ops.mglu, torch.ops.aten
+BACKENDS = [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.long)]
+
+
+def compiled(module: Callable[..., Any], backend: str | None) -> Any:
+    torch._dynamo.reset()
+    return module if backend is None else torch.compile(module, backend=backend, fullgraph=True)
+
+
+def gradients(forward: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """The result and the gradients of x and of every parameter of `module`."""
+    x = x.detach().clone().requires_grad_()
+    named = dict(module.named_parameters())
+    result = forward(x)
+    found = torch.autograd.grad(result.float().square().sum(), [x, *named.values()])
+    return {"result": result.detach(), "x": found[0]} | dict(zip(named, found[1:], strict=True))
+
+
+def assert_equal(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert found.keys() == want.keys()
+    for name, tensor in want.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows by one whenever a backend runs the forward pass that saves activations."""
+    found: list[str] = []
+    run = dispatch.forward_train
+
+    def counted(*args: Any) -> Any:
+        found.append("forward_train")
+        return run(*args)
+
+    monkeypatch.setattr(dispatch, "forward_train", counted)
+    return found
+
+
+def saved_bytes(forward: Callable[[Tensor], Tensor], x: Tensor) -> int:
+    """The bytes of distinct tensors, except parameters, that a forward pass keeps for its backward pass."""
+    kept: dict[int, int] = {}
+
+    def remember(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
+        forward(x)
+    return sum(kept.values())
+
+
+# --- save_activations -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("options", [{}, {"top_k": 2}, {"learnable_masks": False}], ids=["learned", "routed", "fixed"])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)], ids=str)
+def test_recomputing_runs_forward_twice_and_gives_the_same_bits(
+    runs: list[str], backend: str | None, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    layer = MGLU(33, 20, n_masks=3, dtype=dtype, **options)
+    x = torch.randn(2, 7, 33, dtype=dtype)
+    found = {}
+    for save in (True, False):
+        layer.save_activations = save
+        forward = compiled(layer, backend)
+        forward(x)
+        runs.clear()
+        found[save] = gradients(forward, layer, x)
+        assert len(runs) == (1 if save else 2)
+    assert_equal(found[False], found[True])
+
+
+def test_recomputing_keeps_no_activations() -> None:
+    """Saved activations are n_masks + 1 results at least; without them x is kept, and what a router keeps."""
+    x = torch.randn(40, 16)
+    for top_k in (None, 2):
+        saving, recomputing = (MGLU(16, 64, n_masks=3, top_k=top_k, save_activations=save) for save in (True, False))
+        activations = 4 * 40 * 64 * 4
+        assert saved_bytes(saving, x.clone()) > activations
+        assert saved_bytes(recomputing, x.clone()) < activations / 4
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_recomputing_under_autocast_gives_the_same_bits(backend: str | None) -> None:
+    layer = MGLU(33, 20, n_masks=2, top_k=1)
+    x = torch.randn(9, 33)
+    found = []
+    for save in (True, False):
+        layer.save_activations = save
+        with torch.autocast("cpu", torch.bfloat16):
+            result = compiled(layer, backend)(x)
+        assert result.dtype is torch.bfloat16
+        found.append({str(i): grad for i, grad in enumerate(torch.autograd.grad(result.sum(), layer.parameters()))})
+    assert_equal(*found)
+
+
+def test_recomputing_without_gradients_runs_forward_alone(runs: list[str]) -> None:
+    layer = MGLU(16, 8, n_masks=2, save_activations=False)
+    x = torch.randn(5, 16)
+    with torch.no_grad():
+        result = layer(x)
+    layer.save_activations = True
+    with torch.no_grad():
+        assert torch.equal(layer(x), result)
+    assert not runs
+
+
+@pytest.mark.parametrize("kind", [MGLUFeedForward, SwiMGLU, GeMGLU, ReMGLU])
+def test_blocks_pass_the_switch_on(kind: type[MGLUFeedForward]) -> None:
+    assert kind(8, 8).mglu.save_activations is True
+    assert kind(8, 8, save_activations=False).mglu.save_activations is False
+
+
+def test_the_switch_is_printed_checked_and_not_in_the_state_dict() -> None:
+    layer = MGLU(8, 8, save_activations=False)
+    assert "save_activations=False" in repr(layer)
+    assert set(layer.state_dict()) == {"weight", "mask_logits"}
+    for wrong in (0, None, "no"):
+        with pytest.raises(ValueError, match=f"save_activations: got {wrong!r}, must be True or False"):
+            MGLU(8, 8, save_activations=wrong)
+    frozen = freeze(NaiveMGLU(8, 8))
+    assert frozen.save_activations is True
+    frozen.save_activations = False
+    frozen(torch.randn(2, 8)).sum().backward()
+
+
+def test_recomputing_layers_are_exported() -> None:
+    layer = MGLU(16, 8, n_masks=2, save_activations=False)
+    x = torch.randn(3, 16)
+    program = torch.export.export(layer, (x,))
+    assert mglu.forward_ste.default in {node.target for node in program.graph.nodes}
+    assert_matches(program.module()(x), layer(x))
+
+
+@pytest.mark.long
+def test_a_recomputing_layer_beside_layers_that_are_fused() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(MGLU(16, 16, n_masks=2, save_activations=False), NaiveMGLU(16, 16, n_masks=2))
+    x = torch.randn(5, 16)
+    want = gradients(model, model, x)
+    with mglu_ops.fusion(strict=True) as report:
+        found = gradients(torch.compile(model, fullgraph=True), model, x)
+    assert [site.route for site in report.fused] == ["forward_ste"]
+    for name, tensor in want.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+
+
+# --- torch.utils.checkpoint -----------------------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, block: nn.Module, **options: Any) -> None:
+        super().__init__()
+        self.block, self.options = block, options
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, **self.options)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("save_activations", [True, False])
+@pytest.mark.parametrize("options", [{}, {"top_k": 2}, {"learnable_masks": False}], ids=["learned", "routed", "fixed"])
+def test_a_checkpoint_gives_the_same_bits(backend: str | None, save_activations: bool, options: dict[str, Any]) -> None:
+    """Also one around a layer that recomputes by itself."""
+    torch.manual_seed(0)
+    block = SwiMGLU(24, 40, n_masks=3, save_activations=save_activations, **options)
+    x = torch.randn(2, 5, 24)
+    want = gradients(compiled(block, backend), block, x)
+    found = gradients(compiled(Checkpointed(block, use_reentrant=False), backend), block, x)
+    assert_equal(found, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"top_k": 2}, {"learnable_masks": False}], ids=["learned", "routed", "fixed"])
+def test_a_reentrant_checkpoint_gives_the_same_gradients(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """Its first forward pass records no gradients, and so runs the kernel of inference, with other roundings."""
+    torch.manual_seed(0)
+    block = SwiMGLU(24, 40, n_masks=3, dtype=dtype, **options)
+    x, found = torch.randn(2, 5, 24, dtype=dtype), {}
+    for name, module in {"want": block, "found": Checkpointed(block, use_reentrant=True)}.items():
+        inputs = x.clone().requires_grad_()
+        block.zero_grad()
+        result = module(inputs)
+        result.backward(torch.linspace(-1, 1, result.numel(), dtype=dtype).view(result.shape))
+        found[name] = {"result": result, "x": inputs.grad} | {n: p.grad.clone() for n, p in block.named_parameters()}
+    for name, tensor in found["want"].items():
+        if name == "result":
+            assert_matches(found["found"][name], tensor, dtype)
+        else:
+            assert torch.equal(found["found"][name], tensor), name
+
+
+# --- Selective policies ---------------------------------------------------------------------------------------------
+
+
+def save(*operators: Any) -> Callable[..., CheckpointPolicy]:
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator in operators else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("policy", "times"),
+    [
+        ([mglu.forward_train.default], 1),
+        ([mglu.forward_train.default, mglu.pack_logits.default], 1),
+        (save(mglu.forward_train.default), 1),
+        (save(mglu.forward_train.default, aten.mm.default), 1),
+        # With gradients, forward_ste is made of pack_logits and forward_train, so that its own name saves nothing.
+        ([mglu.forward_ste.default], 2),
+        (save(mglu.forward_ste.default), 2),
+        ([aten.mm.default], 2),
+    ],
+)
+def test_policies_save_what_they_name(runs: list[str], backend: str | None, policy: Any, times: int) -> None:
+    torch.manual_seed(0)
+    block = SwiMGLU(24, 40, n_masks=2)
+    x = torch.randn(5, 24)
+    want = gradients(compiled(block, backend), block, x)
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    forward = compiled(Checkpointed(block, use_reentrant=False, context_fn=contexts), backend)
+    forward(x)
+    runs.clear()
+    found = gradients(forward, block, x)
+    assert len(runs) == times
+    assert_equal(found, want)
+
+
+def test_a_policy_of_fixed_masks(runs: list[str]) -> None:
+    block = SwiMGLU(24, 40, n_masks=2, learnable_masks=False)
+    x = torch.randn(5, 24)
+    want = gradients(block, block, x)
+    contexts = functools.partial(create_selective_checkpoint_contexts, [mglu.forward_train.default])
+    runs.clear()
+    assert_equal(gradients(Checkpointed(block, use_reentrant=False, context_fn=contexts), block, x), want)
+    assert len(runs) == 1

@@ -1,0 +1,307 @@
+"""`parameter_groups`: which parameter is in which group, what an optimizer does with them, and its errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from mglu_ops.nn import GLU, MGLU, NaiveMGLU, SwiMGLU, freeze, parameter_groups
+
+MASKED = [MGLU, NaiveMGLU]
+
+
+class Own(nn.Module):
+    """A user's layer in the plain spelling, with a norm of two dimensions and a bias of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 16))
+        self.logits = nn.Parameter(torch.randn(2, 8, 16))
+        self.position_bias = nn.Parameter(torch.randn(8, 8))
+        self.norm = nn.LayerNorm((4, 8))
+
+
+class Model(nn.Module):
+    def __init__(self, kind: type[nn.Module] = MGLU) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        self.norm = nn.RMSNorm(16)
+        self.gated = kind(16, 24, n_masks=2, top_k=1)
+        self.down = nn.Linear(24, 16)
+        self.own = Own()
+        self.head = nn.Linear(16, 32, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def groups_of(model: nn.Module, **options: Any) -> dict[str, set[str]]:
+    """The names of the parameters in each group."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = parameter_groups(model, lr=1e-3, weight_decay=0.1, **options)
+    assert sum(len(group["params"]) for group in groups) == len({p for group in groups for p in group["params"]})
+    return {group["name"]: {names[parameter] for parameter in group["params"]} for group in groups}
+
+
+SPARED = {"norm.weight", "down.bias", "own.position_bias", "own.norm.weight", "own.norm.bias"}
+WEIGHTS = {"embedding.weight", "gated.weight", "gated.router.weight", "down.weight", "own.weight"}
+
+
+@pytest.mark.parametrize("kind", MASKED)
+def test_logits_of_modules_norms_and_biases_have_groups_of_their_own(kind: type[nn.Module]) -> None:
+    model = Model(kind)
+    found = groups_of(model)
+    assert found == {
+        "weights": WEIGHTS | {"own.logits"},
+        "no_decay": SPARED,
+        "mask_logits": {"gated.mask_logits"},
+    }
+    assert list(found) == ["weights", "no_decay", "mask_logits"]
+    assert set().union(*found.values()) == {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "selection",
+    [
+        ["own.logits"],
+        ["*.logits"],
+        ("own.log*", "own.logits"),
+        lambda name, parameter: name == "own.logits",
+        lambda name, parameter: parameter.dim() == 3,
+    ],
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_logits_of_other_modules_are_selected(selection: Any, compiled: bool) -> None:
+    model = Model()
+    if compiled:
+        model.own = torch.compile(model.own)
+        assert "own._orig_mod.logits" in dict(model.named_parameters())
+    chosen = {name.replace("_orig_mod.", "") for name in groups_of(model, mask_logits=selection)["mask_logits"]}
+    assert chosen == {"gated.mask_logits", "own.logits"}
+
+
+def test_rates_and_decays() -> None:
+    def settings(**options: float) -> list[tuple[str, float, float]]:
+        groups = parameter_groups(Model(), lr=2e-3, weight_decay=0.1, **options)
+        assert all(set(group) == {"name", "params", "lr", "weight_decay"} for group in groups)
+        return [(group["name"], group["lr"], group["weight_decay"]) for group in groups]
+
+    spared = [("weights", 2e-3, 0.1), ("no_decay", 2e-3, 0.0)]
+    assert settings() == [*spared, ("mask_logits", pytest.approx(2e-4, rel=1e-12), 0.0)]
+    assert settings(mask_lr=5e-3) == [*spared, ("mask_logits", 5e-3, 0.0)]
+    assert settings(mask_lr=0) == [*spared, ("mask_logits", 0, 0.0)]
+
+
+@pytest.mark.parametrize("wrap", ["compiled", "compiled part", "data parallel", "root"])
+def test_wrapped_models(wrap: str) -> None:
+    model: nn.Module = Model()
+    want = [group["params"] for group in parameter_groups(model, lr=1.0, weight_decay=1.0)]
+    if wrap == "compiled":
+        model = torch.compile(model)
+    elif wrap == "compiled part":
+        model.gated = torch.compile(model.gated)
+    elif wrap == "data parallel":
+        model = nn.DataParallel(torch.compile(model))
+    else:
+        model = nn.ModuleList([model])
+    got = [group["params"] for group in parameter_groups(model, lr=1.0, weight_decay=1.0)]
+    assert [[id(p) for p in group] for group in got] == [[id(p) for p in group] for group in want]
+
+
+def test_a_layer_may_be_the_model_itself() -> None:
+    assert groups_of(MGLU(8, 8)) == {"weights": {"weight"}, "mask_logits": {"mask_logits"}}
+    assert groups_of(torch.compile(NaiveMGLU(8, 8)))["mask_logits"] == {"_orig_mod.mask_logits"}
+    assert groups_of(nn.Linear(4, 4)) == {"weights": {"weight"}, "no_decay": {"bias"}}
+
+
+def test_frozen_parameters_and_empty_groups_are_left_out() -> None:
+    model = Model()
+    model.embedding.weight.requires_grad_(False)
+    model.gated.mask_logits.requires_grad_(False)
+    assert groups_of(model) == {"weights": (WEIGHTS - {"embedding.weight"}) | {"own.logits"}, "no_decay": SPARED}
+    assert groups_of(freeze(SwiMGLU(8, 8))) == {"weights": {"mglu.weight", "down_proj.weight"}}
+    assert groups_of(MGLU(8, 8, learnable_masks=False)) == {"weights": {"weight"}}
+    assert groups_of(GLU(8, 8)) == {"weights": {"gate_proj.weight", "up_proj.weight"}}
+
+
+def test_a_shared_parameter_is_in_one_group_whichever_name_comes_first() -> None:
+    for order in (("plain", "masked"), ("masked", "plain")):
+        parts = {"plain": Own(), "masked": MGLU(16, 8, n_masks=2)}
+        parts["plain"].logits = parts["masked"].mask_logits
+        found = groups_of(nn.ModuleDict({name: parts[name] for name in order}))
+        assert len(found["mask_logits"]) == 1
+        assert len(found["weights"]) == 2
+    second, first = nn.Linear(4, 4), nn.LayerNorm((4, 4), bias=False)
+    second.weight = first.weight
+    for modules in ([first, second], [second, first]):
+        assert len(groups_of(nn.ModuleList(modules))["no_decay"]) == 2
+    layer = MGLU(8, 8)
+    assert groups_of(nn.ModuleList([layer, layer]))["mask_logits"] == {"0.mask_logits"}
+    own = Own()
+    twice = nn.ModuleDict({"a": own, "b": own})
+    assert groups_of(twice, mask_logits=["b.logits"])["mask_logits"] == {"a.logits"}
+
+
+class Doubled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        return 2 * self.scale * tensor
+
+
+def test_parametrized_logits_are_recognised() -> None:
+    layer = MGLU(8, 8)
+    parametrize.register_parametrization(layer, "mask_logits", Doubled())
+    parametrize.register_parametrization(layer, "weight", Doubled())
+    found = groups_of(layer)
+    logits = "parametrizations.mask_logits"
+    assert found["mask_logits"] == {f"{logits}.original", f"{logits}.0.scale"}
+    assert found["weights"] == {"parametrizations.weight.original"}
+
+
+def test_subclasses_are_recognised() -> None:
+    class Scaled(MGLU):
+        pass
+
+    assert groups_of(Scaled(8, 8))["mask_logits"] == {"mask_logits"}
+
+
+# --- In an optimizer ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_adamw_neither_decays_logits_nor_norms_and_moves_logits_by_their_rate(fused: bool, compiled: bool) -> None:
+    torch._dynamo.reset()
+    model: Any = nn.Sequential(nn.LayerNorm(16), SwiMGLU(16, 24, n_masks=2))
+    forward = torch.compile(model, backend="aot_eager") if compiled else model
+    optimizer = torch.optim.AdamW(parameter_groups(forward, lr=1e-3, weight_decay=0.5), fused=fused)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    forward(torch.randn(4, 16)).square().sum().backward()
+    for parameter in model.parameters():
+        parameter.grad.zero_()
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        decayed = name.endswith((".mglu.weight", "down_proj.weight"))
+        torch.testing.assert_close(parameter.detach(), before[name] * (1 - 5e-4) if decayed else before[name])
+    optimizer = torch.optim.AdamW(parameter_groups(forward, lr=1e-3, weight_decay=0.0), fused=fused)
+    for parameter in model.parameters():
+        parameter.grad.fill_(0.5)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        step = 1e-4 if name.endswith("mask_logits") else 1e-3
+        torch.testing.assert_close(
+            before[name] - parameter.detach(), torch.full_like(before[name], step), rtol=1e-3, atol=0
+        )
+
+
+def test_groups_are_found_by_name_and_a_schedule_keeps_their_ratio() -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(parameter_groups(model, lr=1e-3, weight_decay=0.1))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    optimizer.step()
+    schedule.step()
+    rates = {group["name"]: group["lr"] for group in optimizer.param_groups}
+    assert rates == pytest.approx({"weights": 5e-4, "no_decay": 5e-4, "mask_logits": 5e-5})
+    other = torch.optim.AdamW(parameter_groups(Model(), lr=1.0, weight_decay=1.0))
+    other.load_state_dict(optimizer.state_dict())
+    assert [group["name"] for group in other.param_groups] == list(rates)
+
+
+def test_a_bfloat16_logit_does_not_move_at_a_small_rate_but_a_float32_logit_does() -> None:
+    """What the docstring warns of: an update below 1/512 of a bfloat16 number is lost."""
+    layer = MGLU(8, 8, dtype=torch.bfloat16)
+    with torch.no_grad():
+        layer.mask_logits.fill_(0.016)
+    for moves in (False, True):
+        if moves:
+            layer.mask_logits.data = layer.mask_logits.data.float()
+            layer.mask_logits.grad = None
+        optimizer = torch.optim.AdamW(parameter_groups(layer, lr=3e-4, weight_decay=0.1))
+        before = layer.mask_logits.detach().clone()
+        for _ in range(3):
+            optimizer.zero_grad()
+            layer(torch.randn(4, 8, dtype=torch.bfloat16)).sum().backward()
+            optimizer.step()
+        assert torch.equal(layer.mask_logits, before) != moves
+
+
+@pytest.fixture
+def _one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
+@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_fully_sharded_parameters(compiled: bool) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    mesh = init_device_mesh("cpu", (1,))
+    model = nn.Sequential(nn.LayerNorm(16), SwiMGLU(16, 24, n_masks=3))
+    fully_shard(model[1], mesh=mesh)
+    if compiled:
+        model[1].mglu.compile(backend="aot_eager")
+    fully_shard(model, mesh=mesh)
+    assert isinstance(model[1].mglu.mask_logits, DTensor)
+    assert groups_of(model) == {
+        "weights": {"1.mglu.weight", "1.down_proj.weight"},
+        "no_decay": {"0.weight", "0.bias"},
+        "mask_logits": {"1.mglu.mask_logits"},
+    }
+    optimizer = torch.optim.AdamW(parameter_groups(model, lr=1e-2, weight_decay=0.1), fused=True)
+    before = model[1].mglu.mask_logits.full_tensor().detach().clone()
+    model(torch.randn(4, 16)).sum().backward()
+    optimizer.step()
+    moved = (model[1].mglu.mask_logits.full_tensor() - before).abs()
+    assert moved.max().item() == pytest.approx(1e-3, rel=1e-3)
+
+
+# --- Errors ---------------------------------------------------------------------------------------------------------
+
+
+class FullyShardedDataParallel(nn.Sequential):
+    """Has the name of the wrapper that flattens parameters."""
+
+
+BAD = [
+    ({"model": [1]}, TypeError, "model: got list, must be a torch.nn.Module"),
+    ({"model": nn.ReLU()}, ValueError, "model: ReLU has no parameter with requires_grad=True"),
+    ({"model": nn.Linear(2, 2).requires_grad_(False)}, ValueError, "model: Linear has no parameter"),
+    ({"model": nn.Sequential(nn.LazyLinear(3))}, ValueError, r"model: 0\.weight has no shape yet; call the model once"),
+    ({"model": nn.Sequential(FullyShardedDataParallel(nn.Linear(2, 2)))}, ValueError, "use .*fully_shard"),
+    ({"lr": -1e-3}, ValueError, r"lr: got -0\.001, must be finite and at least 0"),
+    ({"lr": float("nan")}, ValueError, "lr: got nan"),
+    ({"lr": "1e-3"}, TypeError, "lr: got '1e-3', must be a number"),
+    ({"lr": None}, TypeError, "lr: got None"),
+    ({"lr": torch.tensor(1e-3)}, TypeError, "lr: got tensor"),
+    ({"weight_decay": -0.1}, ValueError, r"weight_decay: got -0\.1"),
+    ({"weight_decay": True}, TypeError, "weight_decay: got True"),
+    ({"mask_lr": -1}, ValueError, "mask_lr: got -1"),
+    ({"mask_lr": float("inf")}, ValueError, "mask_lr: got inf"),
+    ({"mask_logits": "own.logits"}, TypeError, "mask_logits: got 'own.logits', must be a list of names"),
+    ({"mask_logits": 3}, TypeError, "mask_logits: got 3"),
+    ({"mask_logits": [3]}, TypeError, r"mask_logits: got 3 in the list, must be a str"),
+    ({"mask_logits": ["own.logit"]}, ValueError, "no parameter has the name 'own.logit'; the model has .*own.logits"),
+    ({"mask_logits": ["*.logits", "x"]}, ValueError, "no parameter has the name 'x'"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "error", "message"), BAD, ids=[f"{i}-{min(w)}" for i, (w, _, _) in enumerate(BAD)])
+def test_bad_arguments_are_named(wrong: dict[str, Any], error: type[Exception], message: str) -> None:
+    options = {"model": Model(), "lr": 1e-3, "weight_decay": 0.1} | wrong
+    with pytest.raises(error, match=message):
+        parameter_groups(options.pop("model"), **options)

@@ -1,0 +1,194 @@
+"""Training: naive and fused runs from one seed, 16 bits, loss scaling, and accumulated gradients."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from budgets import BUDGET, assert_matches
+from torch import Tensor, nn
+from training import (
+    OUTPUTS,
+    WIDTH,
+    Run,
+    assert_as_good_as_naive,
+    assert_learned,
+    assert_same_training,
+    batches,
+    optimizer_of,
+    student,
+    train,
+)
+
+import mglu_ops
+from mglu_ops.nn import MGLU, NaiveMGLU
+
+# --- 200 steps from one seed ----------------------------------------------------------------------------------------
+
+
+@cache
+def naive_run(n_masks: int) -> Run:
+    return train(student(NaiveMGLU, n_masks))
+
+
+@pytest.mark.parametrize(
+    ("n_masks", "save_activations"),
+    [(1, True), *(pytest.param(*case, marks=pytest.mark.long) for case in ((1, False), (3, True), (3, False)))],
+)
+def test_a_fused_run_follows_the_naive_run(n_masks: int, save_activations: bool) -> None:
+    """With one mask, a logit of this seed comes within 1e-9 of 0 at step 63."""
+    fused = train(student(MGLU, n_masks, save_activations=save_activations))
+    assert_same_training(fused, naive_run(n_masks))
+
+
+@pytest.mark.parametrize("n_masks", [1, pytest.param(3, marks=pytest.mark.long)])
+def test_a_fused_run_in_float64_is_the_naive_run(n_masks: int) -> None:
+    fused, naive = (train(student(kind, n_masks).double()) for kind in (MGLU, NaiveMGLU))
+    assert_learned(naive)
+    torch.testing.assert_close(fused.losses, naive.losses, rtol=1e-12, atol=0)
+    assert torch.equal(fused.logits > 0, naive.logits > 0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("n_masks", [1, 3])
+def test_compiled_runs_follow_the_naive_run(n_masks: int) -> None:
+    """Runs of the module, and of the naive layer that the pass fuses. The naive run is compiled too."""
+    torch._dynamo.reset()
+    naive = student(NaiveMGLU, n_masks)
+    want = train(naive, torch.compile(naive, fullgraph=True))
+    for save_activations in (True, False):
+        torch._dynamo.reset()
+        model = student(MGLU, n_masks, save_activations=save_activations)
+        assert_same_training(train(model, torch.compile(model, fullgraph=True)), want)
+    torch._dynamo.reset()
+    model = student(NaiveMGLU, n_masks)
+    with mglu_ops.fusion(strict=True) as report:
+        got = train(model, torch.compile(model, fullgraph=True))
+    assert [site.route for site in report.fused] == ["forward_ste"] * 2
+    assert_same_training(got, want)
+
+
+def in_bfloat16(model: nn.Sequential, *, float32_logits: bool = False) -> nn.Sequential:
+    model.to(torch.bfloat16)
+    for module in model.modules():
+        if float32_logits and isinstance(module, MGLU):
+            module.mask_logits.data = module.mask_logits.data.float()
+    return model
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("n_masks", [1, 3])
+def test_autocast_to_bfloat16_trains_as_well_as_the_naive_layer(n_masks: int) -> None:
+    fused, naive = (train(student(kind, n_masks), autocast=torch.bfloat16) for kind in (MGLU, NaiveMGLU))
+    assert_as_good_as_naive(fused, naive, naive_run(n_masks))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("n_masks", [1, 3])
+def test_pure_bfloat16_trains_as_well_as_the_naive_layer(n_masks: int) -> None:
+    naive = train(in_bfloat16(student(NaiveMGLU, n_masks)))
+    for float32_logits in (False, True):
+        fused = train(in_bfloat16(student(MGLU, n_masks), float32_logits=float32_logits))
+        assert_as_good_as_naive(fused, naive, naive_run(n_masks))
+
+
+# --- Loss scaling in float16 ----------------------------------------------------------------------------------------
+
+
+def loss_of(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.float16):
+        result = model(x)
+    return F.mse_loss(result.float(), target)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("save_activations", [True, False])
+def test_scaled_gradients_are_those_of_the_loss(save_activations: bool) -> None:
+    """And the scale saves gradients that float16 would round to 0."""
+    (x, target), *_ = batches(1)
+    model = student(MGLU, save_activations=save_activations)
+    exact = student(NaiveMGLU).double()
+    factor = 1e-6  # of the loss, so that its gradients are below the smallest float16, 6e-8
+    (F.mse_loss(exact(x.double()), target.double()) * factor).backward()
+    (loss_of(model, x, target) * factor).backward()
+    lost = sum(int((grad == 0).sum()) for grad in gradients(model).values())
+    model.zero_grad()
+    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=2.0**20), optimizer_of(model)
+    scaler.scale(loss_of(model, x, target) * factor).backward()
+    scaler.unscale_(optimizer)
+    found = gradients(model)
+    kept = sum(int((grad == 0).sum()) for grad in found.values())
+    assert lost > 10 * kept
+    for name, parameter in exact.named_parameters():
+        assert_matches(found[name], parameter.grad, torch.float16, name)
+
+
+def test_a_step_with_infinite_gradients_is_skipped_and_the_next_is_taken() -> None:
+    (x, target), *_ = batches(1)
+    model = student(MGLU)
+    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=2.0**40, backoff_factor=2.0**-30), optimizer_of(model)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for scale_after, is_taken in ((2.0**10, False), (2.0**10, True)):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, x, target)).backward()
+        assert all(grad.isfinite().all() for grad in gradients(model).values()) == is_taken
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == scale_after
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, before[name]) != is_taken, name
+
+
+@pytest.mark.long
+def test_float16_with_a_scaler_trains_as_well_as_the_naive_layer() -> None:
+    fused, naive = (
+        train(student(kind), autocast=torch.float16, scaler=torch.amp.GradScaler("cpu")) for kind in (MGLU, NaiveMGLU)
+    )
+    assert_as_good_as_naive(fused, naive, naive_run(2))
+
+
+# --- Accumulated gradients ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "budget"), [(torch.float64, 1e-12), (torch.float32, 2 * BUDGET[torch.float32])])
+@pytest.mark.parametrize("save_activations", [True, False])
+def test_accumulated_gradients_are_those_of_the_whole_batch(
+    dtype: torch.dtype, budget: float, save_activations: bool
+) -> None:
+    torch.manual_seed(0)
+    x, target = torch.randn(32, WIDTH, dtype=dtype), torch.randn(32, OUTPUTS, dtype=dtype)
+    model = student(MGLU, save_activations=save_activations).to(dtype)
+    F.mse_loss(model(x), target).backward()
+    whole = gradients(model)
+    model.zero_grad()
+    for part, wanted in zip(x.split(8), target.split(8), strict=True):
+        (F.mse_loss(model(part), wanted) / 4).backward()
+    for name, found in gradients(model).items():
+        assert (found - whole[name]).norm() <= budget * whole[name].norm(), name
+
+
+def test_accumulation_trains_as_the_whole_batch_does() -> None:
+    """Masks are packed again at each part, and stay the same between two steps of the optimizer."""
+    whole, parts = student(MGLU).double(), student(MGLU).double()
+    steps = [(model, optimizer_of(model)) for model in (whole, parts)]
+    for x, target in batches(20):
+        x, target = x.double(), target.double()
+        for model, optimizer in steps:
+            count = 1 if model is whole else 4
+            optimizer.zero_grad()
+            for part, wanted in zip(x.chunk(count), target.chunk(count), strict=True):
+                (F.mse_loss(model(part), wanted) / count).backward()
+            optimizer.step()
+    start = student(MGLU).double()
+    for (name, found), expected, first in zip(
+        parts.named_parameters(), whole.parameters(), start.parameters(), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11, msg=name)
+        if name.endswith("mask_logits"):
+            assert torch.equal(found > 0, expected > 0)
+            assert ((found > 0) != (first > 0)).any()

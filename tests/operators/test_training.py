@@ -1,0 +1,303 @@
+"""`forward_train` and `backward` by themselves: what is kept, each gradient alone, errors, memory and checkpoints."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import strategies as s
+import torch
+from budgets import BUDGET, NAIVE_FACTOR, assert_matches, relative_error
+from families import quick_only_for
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from strategies import DTYPES, Layer, make_layer
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from mglu_ops import dispatch
+from mglu_ops.activations import get_activation
+
+mglu = torch.ops.mglu
+FLOAT64 = s.layers(dtype=torch.float64)
+
+
+def forward_train(layer: Layer) -> tuple[Tensor, Tensor]:
+    return mglu.forward_train(layer.x, layer.weight, layer.packed_masks, layer.activation, layer.route_weights)
+
+
+def flips(layer: Layer) -> Tensor:
+    """F_i, -1 where M_i = 1 and +1 elsewhere, in float64."""
+    return 1 - 2 * layer.masks.double()
+
+
+# --- What is kept -----------------------------------------------------------------------------------------
+
+
+def exact_partials(layer: Layer) -> Tensor:
+    """The derivatives that autograd computes of y as a function of t, all f_i and all r_i, in float64."""
+    x, weight, n_masks = layer.x.double(), layer.weight.double(), len(layer.masks)
+    t = (x @ weight.T).requires_grad_()
+    f = torch.einsum("...h,ndh->...nd", x, weight * flips(layer)).requires_grad_()
+    r = torch.ones(*x.shape[:-1], n_masks) if layer.route_weights is None else layer.route_weights
+    r = r.double().unsqueeze(-1).expand_as(f).clone().requires_grad_()
+    t_i = t.unsqueeze(-2)
+    y = (r * get_activation(layer.activation).forward((t_i - f) / 2) * (t_i + f) / 2).sum()
+    of_t, of_f, of_r = torch.autograd.grad(y, (t, f, r))
+    return torch.cat([of_t.unsqueeze(-2), of_f] + ([] if layer.route_weights is None else [of_r]), -2)
+
+
+@given(FLOAT64)
+def test_partials_are_the_derivatives_of_the_result(layer):
+    # A mask without a one in a row makes a gate of 0, where rounding decides which derivative relu has.
+    assume(layer.activation != "relu" or bool(layer.masks.any(-1).all()))
+    exact = exact_partials(layer)
+    _, partials = forward_train(layer)
+    scale = 1 + (layer.x.norm() * layer.weight.norm()).item() ** 2
+    torch.testing.assert_close(partials, exact, rtol=1e-12, atol=1e-13 * scale)
+
+
+@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", s.ACTIVATION_NAMES)
+def test_partials_are_within_the_budget(activation, dtype, routed):
+    layer = make_layer((3, 16), 96, 40, 4, activation=activation, dtype=dtype, routed=routed)
+    _, partials = forward_train(layer)
+    assert partials.dtype is dtype
+    assert partials.is_contiguous()
+    for row, exact in zip(partials.unbind(-2), exact_partials(layer).unbind(-2), strict=True):
+        assert_matches(row, exact, dtype)
+
+
+def test_partials_of_more_tokens_than_one_chunk():
+    layer = make_layer((600,), 8, 2000, 2, dtype=torch.float64, routed=True)
+    result, partials = forward_train(layer)
+    assert_matches(result, layer.oracle())
+    assert_matches(partials, exact_partials(layer))
+
+
+@pytest.mark.parametrize("op", ["forward", "forward_ste"])
+@pytest.mark.parametrize("routed", [False, True])
+def test_the_inputs_and_the_partials_are_all_that_is_saved(op, routed):
+    layer = make_layer(routed=routed)
+    x, weight = (tensor.clone().requires_grad_() for tensor in (layer.x, layer.weight))
+    masks = layer.packed_masks if op == "forward" else layer.logits.requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+        getattr(mglu, op)(x, weight, masks, "silu", layer.route_weights)
+    assert saved == [x.shape, weight.shape, layer.packed_masks.shape, (5, 7 if routed else 4, 10)]
+
+
+class Sizes(TorchDispatchMode):
+    """Counts the elements of the results of every operator outside of those of mglu."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.namespace != "mglu" and isinstance(result, Tensor):
+            self.elements[str(func)] += result.untyped_storage().nbytes() // result.element_size()
+        return result
+
+
+def test_autograd_adds_no_tensor_of_the_size_of_the_partials():
+    layer = make_layer((64,), n_masks=16)
+    x = layer.x.clone().requires_grad_()
+    result = layer.with_(x=x).forward()
+    grad_output = torch.ones_like(result)
+    with Sizes() as sizes:
+        result.backward(grad_output)
+    assert x.grad is not None
+    assert sizes.elements.total() < 64 * 16 * 10
+
+
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+def test_a_result_without_a_gradient_gives_none():
+    layer = make_layer()
+    x = layer.x.clone().requires_grad_()
+    NoGradient.apply(layer.with_(x=x).forward()).sum().backward()
+    assert x.grad is None
+
+
+# --- Each gradient alone ----------------------------------------------------------------------------------
+
+
+def equations(grad_output: Tensor, layer: Layer, partials: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of x, weight, logits and route weights as `mglu_ops.ops` writes them, in float64."""
+    grad_output, x, weight, partials = (t.double() for t in (grad_output, layer.x, layer.weight, partials))
+    n_masks = len(layer.masks)
+    dt, b, of_routes = (grad_output.unsqueeze(-2) * partials).split((1, n_masks, partials.shape[-2] - 1 - n_masks), -2)
+    dt, d = dt.squeeze(-2), torch.einsum("...nd,...h->ndh", b, x)
+    return (
+        dt @ weight + torch.einsum("...nd,ndh->...h", b, flips(layer) * weight),
+        torch.einsum("...d,...h->dh", dt, x) + (flips(layer) * d).sum(0),
+        -2 * weight * d,
+        of_routes.sum(-1),
+    )
+
+
+def magnitudes(grad_output: Tensor, layer: Layer, partials: Tensor) -> list[Tensor]:
+    """The gradients if no two of their terms cancelled: what rounding errors are in proportion to.
+
+    The gradient of the logits may also be the difference of two products with the gradients of gate and value.
+    """
+    same_sign = layer.with_(x=layer.x.abs(), weight=layer.weight.abs(), masks=torch.zeros_like(layer.masks))
+    of_x, of_weight, of_logits, of_routes = equations(grad_output.abs(), same_sign, partials.abs())
+    return [of_x, of_weight, of_logits.abs() + same_sign.weight.double() * of_weight, of_routes]
+
+
+@s.examples(200)
+@given(s.layers(), s.layouts, s.layouts, s.seeds, st.tuples(*[st.booleans()] * 4))
+def test_backward_computes_the_gradients_that_are_needed(layer, layout, layout_of_partials, seed, wanted):
+    generator, dtype = torch.Generator().manual_seed(seed), layer.x.dtype
+    leading, out_features, n_masks = layer.x.shape[:-1], layer.weight.shape[0], len(layer.masks)
+    rows = n_masks + 1 if layer.route_weights is None else 2 * n_masks + 1
+    grad_output = torch.randn(*leading, out_features, generator=generator).to(dtype)
+    partials = torch.randn(*leading, rows, out_features, generator=generator).to(dtype)
+    grad_output, partials = s.laid_out(grad_output, layout), s.laid_out(partials, layout_of_partials)
+    needed = (*wanted[:3], wanted[3] and layer.route_weights is not None)
+    dtypes = [dtype if is_needed else None for is_needed in needed[2:]]
+    args = (grad_output, layer.x, layer.weight, layer.packed_masks, partials, needed[:2], *dtypes)
+    expected = zip(
+        mglu.backward(*args),
+        equations(grad_output, layer, partials),
+        magnitudes(grad_output, layer, partials),
+        needed,
+        strict=True,
+    )
+    addresses = []
+    for grad, exact, magnitude, is_needed in expected:
+        assert (grad.dtype, grad.shape) == (dtype, exact.shape if is_needed else (0,))
+        assert grad.is_contiguous()
+        if not is_needed:
+            continue
+        assert ((grad.double() - exact).abs() <= BUDGET[dtype] * magnitude + torch.finfo(dtype).tiny).all()
+        addresses.append(grad.untyped_storage().data_ptr())
+    assert len(set(addresses)) == len(addresses)
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zero_tokens_and_one_token(tokens, dtype):
+    layer = make_layer((tokens,), 21, 11, dtype=dtype, routed=True)
+    result, partials = forward_train(layer)
+    grads = mglu.backward(result, layer.x, layer.weight, layer.packed_masks, partials, (True, True), dtype, dtype)
+    exact = equations(result, layer, partials)
+    for name, grad, expected in zip(("x", "weight", "logits", "routes"), grads, exact, strict=True):
+        assert_matches(grad, expected, dtype, name)
+
+
+# --- Errors against the naive layer -----------------------------------------------------------------------
+
+GRADIENTS_FACTOR = {0.1: 2.5, 0.25: NAIVE_FACTOR, 0.5: NAIVE_FACTOR, 0.75: NAIVE_FACTOR, 0.9: 2.5}
+"""The largest error of a gradient, in errors of the naive layer, by the density of masks."""
+
+
+def naive_gradients(layer: Layer, grad_output: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    x, weight, masks = (t.detach().clone().to(dtype).requires_grad_() for t in (layer.x, layer.weight, layer.masks))
+    result = s.naive(x, weight, masks, layer.activation)
+    return torch.autograd.grad(result, (x, weight, masks), grad_output.to(dtype))
+
+
+@pytest.mark.parametrize("density", GRADIENTS_FACTOR)
+@pytest.mark.parametrize("n_masks", quick_only_for([4], [1, 2, 4, 16]))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_errors_of_gradients_are_at_most_those_of_the_naive_layer_times_a_factor(dtype, n_masks, density):
+    """Not in float64, in which the rounding of the oracle itself is as large as the error."""
+    for activation in ("silu", "relu", "sigmoid", "identity"):
+        layer = make_layer((40,), 128, 56, n_masks, activation=activation, dtype=dtype, density=density)
+        args = [t.clone().requires_grad_() for t in (layer.x, layer.weight, layer.logits.to(dtype))]
+        result, _ = mglu.forward_ste(*args, activation)
+        grad_output = torch.randn(result.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+        found = torch.autograd.grad(result, args, grad_output)
+        exact, naive = (naive_gradients(layer, grad_output, dtype) for dtype in (torch.float64, dtype))
+        for name, ours, theirs, oracle in zip(("x", "weight", "logits"), found, naive, exact, strict=True):
+            least_naive_error = torch.finfo(dtype).eps / 2
+            error, naive_error = relative_error(ours, oracle), relative_error(theirs, oracle)
+            assert error <= GRADIENTS_FACTOR[density] * max(naive_error, least_naive_error), (
+                f"{activation}, {name}: {error:.3g}, naive {naive_error:.3g}"
+            )
+
+
+# --- Checkpoints ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """How often forward_train and backward ran, in eager or in compiled code."""
+    counts: Counter[str] = Counter()
+
+    def counted(name: str, run: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object) -> object:
+            counts[name] += 1
+            return run(*args)
+
+        return call
+
+    for name in ("forward_train", "backward"):
+        monkeypatch.setattr(dispatch, name, counted(name, getattr(dispatch, name)))
+    torch._dynamo.reset()
+    yield counts
+    torch._dynamo.reset()
+
+
+def keep(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    is_layer = op is mglu.forward_train.default
+    return CheckpointPolicy.MUST_SAVE if is_layer else CheckpointPolicy.MUST_RECOMPUTE
+
+
+def selected(policy: object) -> dict[str, object]:
+    return {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, policy)}
+
+
+CHECKPOINTS = {
+    "reentrant": {"use_reentrant": True},
+    "not reentrant": {"use_reentrant": False},
+    "a policy that keeps the layer": selected(keep),
+    "a list with the layer": selected([mglu.forward_train.default]),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [
+        (kind, backend)
+        for kind in CHECKPOINTS
+        for backend in (None, "aot_eager")
+        if (kind, backend) != ("reentrant", "aot_eager")
+    ],
+)
+def test_checkpoints_recompute_the_layer_unless_a_policy_keeps_it(calls, kind, backend):
+    layer = make_layer(dtype=torch.float64, routed=True)
+    tensors = (layer.x, layer.weight, layer.logits, layer.route_weights)
+
+    def block(x: Tensor, weight: Tensor, logits: Tensor, route: Tensor) -> Tensor:
+        return mglu.forward_ste(x.sin(), weight, logits, "gelu", route)[0].square()
+
+    def step(*args: Tensor) -> Tensor:
+        return checkpoint(block, *args, **CHECKPOINTS[kind]).sum()
+
+    plain = [tensor.clone().requires_grad_() for tensor in tensors]
+    block(*plain).sum().backward()
+    calls.clear()
+    function = step if backend is None else torch.compile(step, backend=backend, fullgraph=True)
+    args = [tensor.clone().requires_grad_() for tensor in tensors]
+    function(*args).backward()
+    for got, want in zip(args, plain, strict=True):
+        torch.testing.assert_close(got.grad, want.grad)
+    # A reentrant checkpoint computes the result first without gradients, by another operator.
+    assert calls == {"forward_train": 2 if kind == "not reentrant" else 1, "backward": 1}

@@ -1,0 +1,341 @@
+"""Fusion in several threads, in asyncio tasks and in forked processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from budgets import relative_error
+from compiled_models import SAME, RealMask, Recorder, SoftMGLU, interpreted, layer, run, trace
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+from torch._inductor.compile_fx import compile_fx
+from torch.fx import Graph
+from torch.utils.data import DataLoader, IterableDataset
+
+import mglu_ops
+from compile_passes.fusion import FusionError, FusionPass
+from compile_passes.report import FusionReport
+from mglu_ops.nn import NaiveMGLU
+
+pytestmark = pytest.mark.usefixtures("unchanged_inductor")
+
+THREADS = 4
+
+
+def in_threads(work: Callable[[int], Any], count: int = THREADS) -> None:
+    """Call `work(0)`, `work(1)`, ... at once, each in a thread of its own, and raise the first error of one."""
+    errors: list[BaseException] = []
+
+    def guarded(i: int) -> None:
+        try:
+            work(i)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def in_a_thread(work: Callable[[], Any]) -> None:
+    in_threads(lambda _: work(), count=1)
+
+
+def with_masks(n_masks: int) -> NaiveMGLU:
+    return NaiveMGLU(16, 12, n_masks=n_masks)
+
+
+def masks_of(report: FusionReport) -> list[int]:
+    return sorted(site.n_masks for site in report.fused)
+
+
+# --- enable_fusion and disable_fusion --------------------------------------------------------------------------------
+
+
+def test_enabled_in_the_main_thread() -> None:
+    report = mglu_ops.enable_fusion(assume_binary=True)
+    in_a_thread(lambda: trace(RealMask()))
+    assert (len(report.fused), report.graphs) == (1, 1)
+    mglu_ops.disable_fusion()
+    in_a_thread(lambda: trace(RealMask()))
+    assert report.graphs == 1
+
+
+def test_strict_raises_in_the_thread_that_compiles() -> None:
+    mglu_ops.enable_fusion(strict=True)
+    with pytest.raises(Exception, match=r"FusionError: strict fusion: .*proves to be binary"):
+        in_a_thread(lambda: trace(SoftMGLU()))
+    trace(layer())
+    assert [len(mglu_ops.fusion_report().fused), len(mglu_ops.fusion_report().missed)] == [1, 1]
+
+
+def test_enabled_and_disabled_in_different_threads() -> None:
+    in_a_thread(mglu_ops.enable_fusion)
+    trace(layer())
+    assert mglu_ops.fusion_report().graphs == 1
+    in_a_thread(mglu_ops.disable_fusion)
+    trace(layer())
+    assert mglu_ops.fusion_report().graphs == 1
+
+
+def test_the_pass_of_another_library_in_one_thread() -> None:
+    """Its settings belong to that thread or to the process, depending on the version of torch."""
+    theirs = Recorder()
+    report = mglu_ops.enable_fusion(strict=True)
+
+    def work() -> None:
+        with torch._inductor.config.patch({"pre_grad_custom_pass": theirs}):
+            trace(layer())
+
+    in_a_thread(work)
+    trace(layer())
+    assert (len(theirs.seen), len(report.fused)) == (1, 2)
+
+
+def test_enabling_and_disabling_at_once() -> None:
+    """No order of the calls breaks a compilation, and the last one holds."""
+
+    def work(i: int) -> None:
+        for _ in range(10):
+            mglu_ops.enable_fusion(strict=bool(i % 2))
+            trace(layer())
+            mglu_ops.disable_fusion()
+
+    in_threads(work, count=3)
+    before = mglu_ops.fusion_report().graphs
+    trace(layer())
+    assert mglu_ops.fusion_report().graphs == before
+    mglu_ops.enable_fusion()
+    trace(layer())
+    assert mglu_ops.fusion_report().graphs == before + 1
+
+
+def test_enabling_while_other_threads_run_compiled_code() -> None:
+    """They compile it again. `torch._dynamo.reset` would end the process after a few seconds."""
+    model, x = layer(), torch.randn(3, 16)
+    compiled = torch.compile(model, backend="eager")
+    expected, running = model(x), [True, True]
+
+    def work(i: int) -> None:
+        if i == 2:
+            while any(running):
+                mglu_ops.disable_fusion()
+                mglu_ops.enable_fusion()
+            return
+        try:
+            for _ in range(40):
+                assert relative_error(compiled(x), expected) <= SAME
+        finally:
+            running[i] = False
+
+    in_threads(work, count=3)
+
+
+def test_enabling_again_keeps_compiled_code() -> None:
+    """As where each worker calls `enable_fusion` before it works."""
+    compiled, x = torch.compile(layer(), backend=(counter := CompileCounter())), torch.randn(3, 16)
+    for strict, count in ((False, 1), (False, 1), (True, 2), (True, 2)):
+        in_a_thread(lambda strict=strict: mglu_ops.enable_fusion(strict=strict))
+        compiled(x)
+        assert counter.frame_count == count
+
+
+def test_enabling_begins_the_count_of_compilations_anew() -> None:
+    """Dynamo compiles a function eight times and then no more; code that is dropped does not count."""
+    limit = torch._dynamo.config.recompile_limit
+    compiled = torch.compile(lambda x, n: x.sin() + n, backend=(counter := CompileCounter()), dynamic=False)
+    for n in range(limit + 2):
+        compiled(torch.ones(3), n)
+    assert counter.frame_count == limit
+    for n in range(1, limit + 2):
+        mglu_ops.enable_fusion(strict=bool(n % 2))
+        compiled(torch.ones(3), n)
+        assert counter.frame_count == limit + n
+
+
+# --- Compilations at once --------------------------------------------------------------------------------------------
+
+
+def test_compilations_in_many_threads() -> None:
+    report = mglu_ops.enable_fusion(strict=True)
+    in_threads(lambda i: trace(with_masks(i + 1)))
+    assert masks_of(report) == [1, 2, 3, 4]
+    assert (report.graphs, report.missed) == (THREADS, [])
+
+
+@pytest.mark.long
+def test_compilations_by_inductor_in_many_threads() -> None:
+    """Inductor compiles, trains and infers in each thread."""
+    report = mglu_ops.enable_fusion(strict=True)
+
+    def work(i: int) -> None:
+        model, x = with_masks(i + 1), torch.randn(3, 16)
+        result, expected = torch.compile(model)(x), model(x)
+        assert relative_error(result, expected) <= SAME
+        for p in model.parameters():
+            got, wanted = (torch.autograd.grad(y.sum(), p, retain_graph=True)[0] for y in (result, expected))
+            assert relative_error(got, wanted) <= SAME
+        run(model)
+
+    in_threads(work, count=3)
+    assert masks_of(report) == [1, 1, 2, 2, 3, 3]
+
+
+def test_calls_of_inductor_in_many_threads() -> None:
+    """Without Dynamo, which compiles in one thread at a time. Before torch 2.13, the threads share their settings."""
+    graphs: list[tuple[torch.fx.GraphModule, list[Tensor]]] = []
+
+    def capture(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append((gm, inputs))
+        return gm.forward
+
+    for i in range(THREADS):
+        torch.compile(with_masks(i + 1), backend=capture)(torch.randn(3, 16))
+    ready, reports = threading.Barrier(THREADS), [FusionReport() for _ in range(THREADS)]
+
+    def work(i: int) -> None:
+        with torch.no_grad(), mglu_ops.fusion() as reports[i]:
+            ready.wait()
+            compile_fx(*graphs[i], inner_compile=interpreted)
+
+    in_threads(work)
+    assert [masks_of(report) for report in reports] == [[1], [2], [3], [4]]
+
+
+def test_one_pass_in_many_threads() -> None:
+    """Each layer is reported once."""
+    graphs: list[Graph] = []
+
+    def capture(gm: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(gm.graph)
+        return gm.forward
+
+    for _ in range(THREADS):
+        torch._dynamo.reset()
+        torch.compile(layer(), backend=capture)(torch.randn(3, 16))
+    report = FusionReport()
+    fusion_pass = FusionPass(report)
+    in_threads(lambda i: fusion_pass(graphs[i]))
+    assert (len(report.fused), report.graphs) == (THREADS, THREADS)
+
+
+@pytest.mark.long
+def test_backend_in_a_thread() -> None:
+    in_a_thread(lambda: run(layer(), backend="mglu"))
+    assert len(mglu_ops.fusion_report().fused) == 1
+
+
+# --- Blocks ----------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_of_threads_have_reports_and_options_of_their_own() -> None:
+    """All blocks are open at once."""
+    opened, reports = threading.Barrier(THREADS), [FusionReport() for _ in range(THREADS)]
+
+    def work(i: int) -> None:
+        with mglu_ops.fusion(assume_binary=i % 2 == 0) as reports[i]:
+            opened.wait()
+            trace(with_masks(i + 1))
+            trace(RealMask())
+            opened.wait()
+
+    mglu_ops.enable_fusion()
+    in_threads(work)
+    for i, report in enumerate(reports):
+        assert report.graphs == 2
+        assert masks_of(report) == ([1, i + 1] if i % 2 == 0 else [i + 1])
+        assert len(report.missed) == i % 2
+    assert mglu_ops.fusion_report().graphs == 0
+
+
+def test_a_block_does_not_hold_in_another_thread_and_says_so() -> None:
+    def compile_in_a_block() -> None:
+        with mglu_ops.fusion():
+            trace(layer())
+            in_a_thread(lambda: trace(layer()))
+
+    with pytest.warns(UserWarning, match="1 graph compiled in the block, and 1 graph without fusion in other threads"):
+        compile_in_a_block()
+    message = r"0 graphs compiled in the block, and 1 graph without fusion in other threads.*enable_fusion\(\)"
+    with pytest.raises(FusionError, match=message), mglu_ops.fusion(strict=True):
+        in_a_thread(lambda: trace(layer()))
+
+
+def test_enabled_fusion_holds_in_threads_beside_a_block() -> None:
+    whole = mglu_ops.enable_fusion()
+    with warnings.catch_warnings(), mglu_ops.fusion() as block:
+        warnings.simplefilter("error")
+        in_a_thread(lambda: trace(with_masks(3)))
+        trace(with_masks(2))
+    assert (masks_of(whole), masks_of(block)) == ([3], [2])
+
+
+def test_blocks_of_asyncio_tasks_do_not_mix() -> None:
+    """Two tasks of one thread; each also compiles in a thread of the executor, which takes its block along."""
+
+    async def task(n_masks: int) -> FusionReport:
+        with mglu_ops.fusion(strict=True) as report:
+            await asyncio.sleep(0)
+            trace(with_masks(n_masks))
+            await asyncio.to_thread(trace, with_masks(n_masks + 2))
+        return report
+
+    async def tasks() -> list[FusionReport]:
+        return await asyncio.gather(task(1), task(2))
+
+    assert [masks_of(report) for report in asyncio.run(tasks())] == [[1, 3], [2, 4]]
+
+
+# --- Other processes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
+def test_a_forked_process_inherits_the_options() -> None:
+    mglu_ops.enable_fusion(strict=True)
+
+    def fork() -> None:
+        child = os.fork()
+        if child == 0:
+            try:
+                torch.set_num_threads(1)
+                trace(layer())
+                os._exit(0 if len(mglu_ops.fusion_report().fused) == 1 else 1)
+            finally:
+                os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+
+    fork()
+    in_a_thread(fork)
+
+
+class Compiling(IterableDataset[Tensor]):
+    """Items that a compiled model makes in the worker."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __iter__(self) -> Iterator[Tensor]:
+        x = torch.ones(3, 16)
+        with torch.no_grad():
+            result = torch.compile(self.model)(x)
+            yield torch.tensor([len(mglu_ops.fusion_report().fused), relative_error(result, self.model(x)) <= SAME])
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
+def test_a_worker_of_a_data_loader() -> None:
+    mglu_ops.enable_fusion(strict=True)
+    loader = DataLoader(Compiling(layer()), batch_size=None, num_workers=1, multiprocessing_context="fork")
+    assert [item.tolist() for item in loader] == [[1, 1]]

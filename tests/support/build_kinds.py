@@ -1,0 +1,124 @@
+"""The two kinds of files that are built where they run, with stand-ins for their compilers, and a cache for tests."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from mglu_ops.backends import cache, cache_folders
+from mglu_ops.backends.cpu import build
+from mglu_ops.backends.cuda import compiler
+
+CONTENT = b"\x7fELF of nothing"
+"""What the stand-ins for the compilers make."""
+
+
+@dataclass
+class Kind:
+    """One of the two kinds of artifact.
+
+    Attributes:
+        use: loads it from the cache, built if it is not there, and returns its content.
+        log: a file that gets a line for each build.
+        remove_compiler: leaves the machine without the compiler.
+    """
+
+    use: Callable[[], bytes]
+    log: Path
+    remove_compiler: Callable[[], None]
+
+    @property
+    def builds(self) -> int:
+        return len(self.log.read_text().splitlines())
+
+
+def fake_compiler(folder: Path, body: str) -> Path:
+    """A shell script in place of a C++ compiler. `$out` is the file that it is to write."""
+    path = folder / "fake-c++"
+    path.write_text(f'#!/bin/sh\nfor out; do :; done\ncase "$*" in *-shared*) linking=yes;; esac\n{body}\n')
+    path.chmod(0o755)
+    return path
+
+
+def cpu_kind(folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> Kind:
+    log = folder / "log"
+    body = f'test $linking && echo built >> {log} && sleep {seconds}; printf "\\177ELF of nothing" > $out'
+    monkeypatch.setenv("CXX", str(fake_compiler(folder, body)))
+
+    def remove_compiler() -> None:
+        monkeypatch.delenv("CXX")
+        monkeypatch.setenv("PATH", str(folder))
+
+    return Kind(lambda: build.load_library(Path.read_bytes), log, remove_compiler)
+
+
+def cuda_kind(folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> Kind:
+    log = folder / "log"
+
+    def run_nvrtc(*_: object) -> bytes:
+        with log.open("a") as file:
+            file.write("built\n")
+        time.sleep(seconds)
+        return CONTENT
+
+    monkeypatch.setattr(compiler, "has_cuda_core", lambda: True)
+    monkeypatch.setattr(compiler, "_run_nvrtc", run_nvrtc)
+
+    def remove_compiler() -> None:
+        monkeypatch.setattr(compiler, "has_cuda_core", lambda: False)
+        monkeypatch.setenv("PATH", str(folder))
+
+    return Kind(lambda: compiler.compile_cubin("plain", "sm_90", {"A": 1}), log, remove_compiler)
+
+
+KINDS = {"cpu": cpu_kind, "cuda": cuda_kind}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kind:
+    return KINDS[request.param](tmp_path, monkeypatch, 0)
+
+
+@pytest.fixture(params=KINDS)
+def slow_kind(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kind:
+    """One whose build takes a while."""
+    return KINDS[request.param](tmp_path, monkeypatch, 0.5)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of the cache, which does not exist yet. Temporary files are kept beside it."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setenv("MGLU_CACHE_DIR", str(tmp_path / "cache"))
+    cache.say.cache_clear()
+    yield tmp_path / "cache"
+    cache_folders._own_temporary_folder_of.cache_clear()
+
+
+def artifact(name: str = "some", *inputs: str) -> cache.Artifact:
+    return cache.Artifact(name, ".so", inputs, "building it", "a second")
+
+
+def obtain(wanted: cache.Artifact, make: Callable[[Path], bytes] = lambda _: CONTENT) -> Path:
+    return cache.obtain(wanted, make, lambda path, _: path)
+
+
+def only_file(folder: Path) -> Path:
+    (path,) = folder.iterdir()
+    return path
+
+
+def shared_folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"mglu_ops-{os.geteuid()}"
+
+
+def folder_made(folder: Path) -> Path:
+    folder.mkdir(0o700)
+    return folder

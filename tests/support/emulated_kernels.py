@@ -1,0 +1,88 @@
+"""The kernels of a training step on a CPU: their CUDA sources, compiled by a C++ compiler with stand-ins for PTX.
+
+A machine without a GPU thus runs the same device code, with the parameters that the host code packs. It shows wrong
+indices, formulas and parameters; it does not show races, and nothing of speed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mglu_ops.backends.cuda import training
+from mglu_ops.backends.cuda.compiler import source_directory
+from mglu_ops.backends.cuda.device import KNOWN_GPUS
+from mglu_ops.backends.cuda.driver import POINTERS
+from mglu_ops.backends.cuda.kernels import training_steps
+from mglu_ops.backends.cuda.kernels.base import ceil_div
+
+STAND_INS = Path(__file__).parents[1] / "cuda" / "emulation"
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+_WARPS_PER_BLOCK = 8
+
+
+@pytest.fixture
+def emulated_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `training_steps` take tensors of a CPU, and torch multiply them with a float32 result, as on a GPU of 8.0."""
+    monkeypatch.setattr(training_steps, "_run", _run)
+    monkeypatch.setattr(training, "gpu_of", lambda device: KNOWN_GPUS[8, 0])
+    mm = torch.mm
+
+    def wide_mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
+        return mm(a, b) if out_dtype is None else mm(a.to(out_dtype), b.to(out_dtype))
+
+    monkeypatch.setattr(torch, "mm", wide_mm)
+
+
+def _run(
+    kernel: str,
+    on: Tensor,
+    macros: Mapping[str, int],
+    warps: int,
+    constants: bytes,
+    pointers: tuple[int, ...],
+    last: bytes | None = None,
+) -> None:
+    assert on.device.type == "cpu"
+    parameters = POINTERS.pack(*pointers) + constants
+    if last is not None:
+        parameters = parameters[: -len(last)] + last
+    launch = _compiled(kernel, tuple(macros.items()))
+    assert launch(parameters, len(parameters), ceil_div(warps, _WARPS_PER_BLOCK)), f"{kernel}: other parameters"
+
+
+@cache
+def _folder() -> TemporaryDirectory[str]:
+    """The sources, with the stand-ins in the place of the headers of their names; removed when Python ends."""
+    folder: TemporaryDirectory[str] = TemporaryDirectory(prefix="mglu-emulated-")
+    for path in (*source_directory().glob("*.cu*"), *STAND_INS.iterdir()):
+        shutil.copy(path, folder.name)
+    return folder
+
+
+@cache
+def _compiled(kernel: str, macros: tuple[tuple[str, int], ...]) -> Any:
+    folder = Path(_folder().name)
+    library = folder / f"{kernel}-{'-'.join(str(value) for _, value in macros)}.so"
+    defines = [f"-D{name}={value}" for name, value in macros]
+    defines += [f'-DKERNEL_SOURCE="{kernel}.cu"', f"-DKERNEL=mglu_{kernel}"]
+    defines += ["-DLANES_AT_ONCE"] if kernel == "route_gradients" else []
+    options = ["-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-pthread"]
+    command = ["g++", *options, *defines, folder / "launch.cpp", "-o", library]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    launch = ctypes.CDLL(str(library)).launch
+    launch.argtypes = [ctypes.c_char_p, ctypes.c_ulong, ctypes.c_uint]
+    launch.restype = ctypes.c_bool
+    return launch

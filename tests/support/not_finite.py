@@ -1,0 +1,39 @@
+"""The rule of `mglu_ops.ops` for arguments that hold NaN or infinity, as a check of a result."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mglu_ops.activations import ACTIVATIONS
+
+
+def assert_right_or_not_finite(
+    y: Tensor, x: Tensor, weight: Tensor, masks: Tensor, activation: str, route_weights: Tensor | None = None
+) -> None:
+    """Check y `[tokens, out_features]` of bool masks `[n_masks, out_features, in_features]`.
+
+    Elements that read a NaN are NaN. All others that are finite are right: the formula's, in which a gate and a value
+    have no term of a weight that the mask excludes.
+    """
+    act = ACTIVATIONS[activation].forward
+    products = x.double()[:, None, :] * weight.double()  # [tokens, out_features, in_features]
+    exact, size = torch.zeros(y.shape, dtype=torch.float64), torch.zeros(y.shape, dtype=torch.float64)
+    for i, mask in enumerate(masks.cpu()):
+        gate, value = (torch.where(part, products.cpu(), 0).sum(-1) for part in (mask, ~mask))
+        term = act(gate) * value
+        if route_weights is not None:
+            term = term * route_weights.double().cpu()[:, i : i + 1]
+        exact, size = exact + term, size + term.abs()
+    y = y.detach().cpu().double()
+    reads_nan = x.isnan().any(-1).cpu()[:, None] | weight.isnan().any(-1).cpu()
+    if route_weights is not None:
+        reads_nan = reads_nan | route_weights.isnan().any(-1).cpu()[:, None]
+    assert y[reads_nan].isnan().all(), "a NaN is hidden"
+    number = y.isfinite()
+    wrong = number & ~((y - exact).abs() <= 0.05 * (1 + size))
+    assert not wrong.any(), f"{y[wrong]} must be {exact[wrong]}, or not finite"
+    ordinary = (products.abs() < 1e4).all(-1).cpu()
+    if route_weights is not None:
+        ordinary &= route_weights.isfinite().all(-1).cpu()[:, None]
+    assert number[ordinary].all(), "a number is missing where all is finite"

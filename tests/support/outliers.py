@@ -1,0 +1,112 @@
+"""Layers whose gates or values are small beside each other, and the bound on a backend's error in them.
+
+A backend that takes a value as the difference of two sums over a whole row loses what the value is small by; the naive
+layer, which multiplies twice, loses nothing. The bound is the naive layer's own error in the same dtype, times
+`NAIVE_FACTOR`, and what `budgets` grants to differences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from budgets import DIFFERENCE_ERROR, NAIVE_FACTOR, relative_error
+from hypothesis import assume
+from hypothesis import strategies as st
+from strategies import ACTIVATION_NAMES, Layer, make_layer, naive
+from torch import Tensor
+
+from mglu_ops.activations import ACTIVATIONS
+
+TOKENS = (1, 2, 4, 5, 33)
+# What hypothesis tries first comes first.
+_DENSITIES = (0.5, 0.1, 0.9, 0.01, 0.99, 0.0, 1.0)
+_SHARES = (0.5, 0.02, 0.0)  # of outliers; one at least
+_BITS = (16, 20, 13, 10, 5, 0)  # by which an outlier is larger than other numbers
+
+
+@st.composite
+def outlier_layers(
+    draw: st.DrawFn,
+    dtype: torch.dtype,
+    *,
+    out_features: int = 16,
+    in_features: Sequence[int] = (16, 67, 256, 1024),
+    n_masks: Sequence[int] = (1, 2, 3, 4, 8, 16),
+    activations: Sequence[str] = ACTIVATION_NAMES,
+) -> Layer:
+    """Draw layers of any scale and density whose x or W has outliers: in gates alone, in values alone, or anywhere.
+
+    All numbers are normally distributed, or those that are no outliers are the same, so that roundings add up.
+    """
+    columns, seed = draw(st.sampled_from(in_features)), draw(st.integers(0, 2**16))
+    layer = make_layer(
+        (draw(st.sampled_from(TOKENS)),),
+        columns,
+        out_features,
+        draw(st.sampled_from(n_masks)),
+        activation=draw(st.sampled_from(activations)),
+        density=draw(st.sampled_from(_DENSITIES)),
+        seed=seed,
+    )
+    x, weight, masks = layer.x, layer.weight, layer.masks.clone()
+    if draw(st.booleans()):
+        x, weight = torch.ones_like(x), torch.full_like(weight, 0.07)
+    count = max(1, int(draw(st.sampled_from(_SHARES)) * columns))
+    outliers = torch.zeros(columns, dtype=torch.bool)
+    outliers[torch.randperm(columns, generator=torch.Generator().manual_seed(seed))[:count]] = True
+    bits = draw(st.sampled_from(_BITS))
+    large = 2.0 ** min(bits, 6)  # float16 has no room for more
+    sizes = torch.where(outliers, large, large / 2**bits)
+    if draw(st.booleans()):
+        x = x * sizes
+    else:
+        weight = weight * sizes
+    side = draw(st.sampled_from((True, False, None)))
+    if side is not None:
+        masks[:, :, outliers] = side
+    x, weight = (x * 2.0 ** draw(st.integers(-4, 3))).to(dtype), weight.to(dtype)
+    layer = layer.with_(x=x, weight=weight, masks=masks)
+    assume(_naive(layer).isfinite().all())
+    return layer
+
+
+def layer_of_large_gates(dtype: torch.dtype, tokens: int, n_masks: int) -> Layer:
+    """Gates of 32 * 900 and values of 32 / 1000: their product is 921.6 but for the rounding of the weights."""
+    layer = make_layer((tokens,), 64, 8, n_masks, activation="identity", dtype=dtype)
+    masks = torch.zeros_like(layer.masks)
+    masks[:, :, :32] = True
+    weight = torch.where(masks[0], 900, 1e-3).to(dtype)
+    return layer.with_(x=torch.ones_like(layer.x), weight=weight, masks=masks)
+
+
+def assert_loses_no_more_than_naive(result: Tensor, layer: Layer, slack: float = 0.0, what: str = "result") -> None:
+    """Assert that the relative error of `result` is at most `NAIVE_FACTOR` times the naive layer's, plus `slack`.
+
+    One rounding of the result counts as the naive layer's error where it has a smaller one by chance.
+    """
+    oracle = layer.oracle()
+    naive_error = relative_error(_naive(layer), oracle)
+    limit = NAIVE_FACTOR * max(naive_error, torch.finfo(result.dtype).eps / 2) + slack
+    error = relative_error(result, oracle)
+    assert error <= limit, (
+        f"{what}: relative error {error:.3g}, above {limit:.3g}; the naive layer has {naive_error:.3g}"
+    )
+
+
+def slack_of_differences(layer: Layer) -> float:
+    """The relative error of the result if each gate and value has an error of `DIFFERENCE_ERROR`."""
+    x, weight = layer.x.double(), layer.weight.double()
+    error = DIFFERENCE_ERROR * (x.abs() @ weight.abs().T)
+    activation, effect = ACTIVATIONS[layer.activation], torch.zeros_like(error)
+    for mask in layer.masks:
+        gate, value = x @ (weight * mask).T, x @ (weight * ~mask).T
+        largest = activation.forward(gate).abs().maximum(activation.forward(gate + error).abs())
+        slope = (activation.forward(gate + error) - activation.forward(gate - error)).abs()
+        effect += largest * error + slope * (value.abs() + error)
+    norm = layer.oracle().norm()
+    return float(effect.norm() / norm) if norm > 0 else float(effect.norm())
+
+
+def _naive(layer: Layer) -> Tensor:
+    return naive(layer.x, layer.weight, layer.masks, layer.activation)

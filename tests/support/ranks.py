@@ -1,0 +1,71 @@
+"""Runs a check in new processes that form a process group."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+RANKS = 2
+SECONDS = 120
+
+
+def run_on_ranks(check: Callable[..., None], folder: Path, *args: Any, backend: str = "gloo") -> None:
+    """Call `check(rank, *args)`, a function of a module, in each of two processes; fail if it raises in any of them.
+
+    Their process group meets in a file in `folder`. With `nccl`, each rank has the GPU of its number.
+    """
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    store = str(folder / "store")
+    workers = [
+        context.Process(target=_run_rank, args=(rank, store, backend, check, args, results), daemon=True)
+        for rank in range(RANKS)
+    ]
+    for worker in workers:
+        worker.start()
+    try:
+        reports = dict(results.get(timeout=SECONDS) for _ in workers)
+    except Empty:
+        pytest.fail(f"a rank gave no result in {SECONDS} s")
+    finally:
+        for worker in workers:
+            worker.join(10)
+            if worker.is_alive():
+                worker.kill()
+    failures = [f"rank {rank}:\n{report}" for rank, report in sorted(reports.items()) if report]
+    assert not failures, "\n".join(failures)
+
+
+def _run_rank(
+    rank: int, store: str, backend: str, check: Callable[..., None], args: tuple[Any, ...], results: Any
+) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if backend == "nccl" else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group(
+            backend,
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=RANKS,
+            timeout=timedelta(seconds=60),
+            device_id=device,
+        )
+        check(rank, *args)
+        results.put((rank, ""))
+        dist.destroy_process_group()
+    except BaseException:
+        results.put((rank, traceback.format_exc()))
+        raise
