@@ -1,7 +1,8 @@
 """Work of seconds outside Python that Ctrl-C ends at once: compilers, be they processes or functions of C.
 
 Python raises KeyboardInterrupt in the main thread alone, and not before a function of C returns. So the work is done in
-another thread, which is never interrupted halfway, and the main thread waits for it.
+another thread, which is never interrupted halfway, and the main thread waits for it. It wakes up every now and then, since
+the system may deliver the signal to another thread, or just before the main thread begins to wait: neither ends a wait.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -44,6 +45,8 @@ def call(function: Callable[[], T], stop: Callable[[], None] | None = None) -> T
     thread = threading.Thread(target=work, name="mglu_ops compiler", daemon=True)
     thread.start()
     try:
+        while not wait([result], _POLL_SECONDS).done:
+            pass
         return result.result()
     except BaseException:  # of the function, or of a signal
         if stop is not None:
