@@ -1,8 +1,9 @@
 """Work of seconds outside Python that Ctrl-C ends at once: compilers, be they processes or functions of C.
 
 Python raises KeyboardInterrupt in the main thread alone, and not before a function of C returns. So the work is done in
-another thread, which is never interrupted halfway, and the main thread waits for it. It wakes up every now and then, since
-the system may deliver the signal to another thread, or just before the main thread begins to wait: neither ends a wait.
+another thread, which is never interrupted halfway, and the main thread waits for it. It wakes up every now and then,
+since the system may deliver the signal to another thread, or just before the main thread begins to wait: neither ends
+a wait.
 """
 
 from __future__ import annotations

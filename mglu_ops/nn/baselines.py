@@ -6,22 +6,27 @@ import torch
 from torch import Tensor, nn
 
 from ..activations import get_activation
-from .arguments import check_activation, check_dtype, check_size
+from .arguments import check_activation, check_dtype, check_flag, check_size
 
 
 class GLU(nn.Module):
-    """`act(x W_g^T) * (x W_u^T)`: the gated linear unit; with `silu`, the projection of SwiGLU. No bias.
+    """`act(x W_g^T + b_g) * (x W_u^T + b_u)`: the gated linear unit; with `silu`, the projection of SwiGLU.
+
+    With `shared`, W_g and W_u are one matrix, and so are the biases: the paper's 'SwiGLU (shared)', and its ablation
+    of MGLU without masks.
 
     Args:
         in_features: last size of x, at least 1.
         out_features: last size of the result, at least 1.
         activation: as in `MGLU`.
+        shared: whether gate and value are the same product.
+        bias: whether to add biases to the products.
         device: device of the parameters.
         dtype: dtype of the parameters.
 
     Attributes:
-        gate_proj: `nn.Linear(in_features, out_features, bias=False)`, W_g.
-        up_proj: `nn.Linear(in_features, out_features, bias=False)`, W_u.
+        gate_proj: `nn.Linear(in_features, out_features, bias)`, W_g and b_g; None if shared.
+        up_proj: `nn.Linear(in_features, out_features, bias)`, W_u and b_u.
 
     Raises:
         ValueError: an argument is out of range or of another type.
@@ -33,39 +38,46 @@ class GLU(nn.Module):
         out_features: int,
         activation: str = "silu",
         *,
+        shared: bool = False,
+        bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        _check(in_features, out_features, activation, dtype)
+        _check(in_features, out_features, activation, bias, dtype)
+        check_flag("shared", shared)
         super().__init__()
         self.activation = activation
-        self.gate_proj = nn.Linear(in_features, out_features, bias=False, device=device, dtype=dtype)
-        self.up_proj = nn.Linear(in_features, out_features, bias=False, device=device, dtype=dtype)
+        self.gate_proj = None if shared else nn.Linear(in_features, out_features, bias, device, dtype)
+        self.up_proj = nn.Linear(in_features, out_features, bias, device, dtype)
 
     def reset_parameters(self) -> None:
-        self.gate_proj.reset_parameters()
-        self.up_proj.reset_parameters()
+        for projection in (self.gate_proj, self.up_proj):
+            if projection is not None:
+                projection.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x `[..., in_features]` to `[..., out_features]`."""
-        return get_activation(self.activation).forward(self.gate_proj(x)) * self.up_proj(x)
+        value = self.up_proj(x)
+        gate = value if self.gate_proj is None else self.gate_proj(x)
+        return get_activation(self.activation).forward(gate) * value
 
     def extra_repr(self) -> str:
-        return f"activation={self.activation!r}"
+        return f"activation={self.activation!r}, shared={self.gate_proj is None}"
 
 
 class LU(nn.Module):
-    """`act(x W^T)`: the linear unit without a gate. No bias.
+    """`act(x W^T + b)`: the linear unit without a gate.
 
     Args:
         in_features: last size of x, at least 1.
         out_features: last size of the result, at least 1.
         activation: as in `MGLU`.
-        device: device of the parameter.
-        dtype: dtype of the parameter.
+        bias: whether to add a bias to the product.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     Attributes:
-        up_proj: `nn.Linear(in_features, out_features, bias=False)`, W.
+        up_proj: `nn.Linear(in_features, out_features, bias)`, W and b.
 
     Raises:
         ValueError: an argument is out of range or of another type.
@@ -77,13 +89,14 @@ class LU(nn.Module):
         out_features: int,
         activation: str = "gelu",
         *,
+        bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        _check(in_features, out_features, activation, dtype)
+        _check(in_features, out_features, activation, bias, dtype)
         super().__init__()
         self.activation = activation
-        self.up_proj = nn.Linear(in_features, out_features, bias=False, device=device, dtype=dtype)
+        self.up_proj = nn.Linear(in_features, out_features, bias, device, dtype)
 
     def reset_parameters(self) -> None:
         self.up_proj.reset_parameters()
@@ -96,8 +109,9 @@ class LU(nn.Module):
         return f"activation={self.activation!r}"
 
 
-def _check(in_features: int, out_features: int, activation: str, dtype: torch.dtype | None) -> None:
+def _check(in_features: int, out_features: int, activation: str, bias: bool, dtype: torch.dtype | None) -> None:
     check_size("in_features", in_features)
     check_size("out_features", out_features)
     check_activation(activation)
+    check_flag("bias", bias)
     check_dtype(dtype)

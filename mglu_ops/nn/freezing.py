@@ -30,7 +30,8 @@ def freeze(model: ModelT) -> ModelT:
     `mask_logits` share the packed masks. A model that is frozen already, or has no such modules, is returned unchanged.
 
     An instance of a subclass keeps its class, which may do more than its base. Its masks are packed; a subclass of
-    `NaiveMGLU` still runs the naive loop then, and a warning says so.
+    `NaiveMGLU` still runs the naive loop then, and a warning says so. So does, without a warning, a `NaiveMGLU` with
+    biases or without masks on gates or values, which no fused operator computes.
 
     An optimizer created before `freeze` still holds the logits: create a new one if training continues.
 
@@ -70,8 +71,10 @@ def _pack_masks(module: MaskedLinear, packed: dict[Tensor, Tensor]) -> None:
 
 
 def _become_fused(module: NaiveMGLU, name: str) -> None:
-    """Change the class of a `NaiveMGLU` to `MGLU`, which differs in `forward` only."""
+    """Change the class of a `NaiveMGLU` to `MGLU`, which computes the same but has no biases or other variants."""
     cls = type(module)
+    if not module.is_mglu:
+        return
     if cls is NaiveMGLU:
         module.__class__ = MGLU  # type: ignore[assignment]
     elif parametrize.is_parametrized(module) and cls.__bases__ == (NaiveMGLU,):

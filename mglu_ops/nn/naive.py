@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..activations import get_activation
+from .arguments import check_flag
 from .masked_linear import MaskedLinear
 from .packed_buffers import check_masks_in_use
 
@@ -16,9 +17,77 @@ from .packed_buffers import check_masks_in_use
 class NaiveMGLU(MaskedLinear):
     """`MGLU` in plain PyTorch: two products for each mask, each with a masked copy of the weight.
 
-    Constructor and `state_dict` are those of `MGLU`. It serves as a baseline and as a spelling that the fusion pass
-    recognises, so nothing in it is tuned. `mglu_ops.freeze` turns it into an `MGLU`.
+        y = sum_i route_i(x) * act(x (M_i * W)^T + b_g) * (x ((1 - M_i) * W)^T + b_v),   i = 1 .. n_masks
+
+    Constructor and `state_dict` are those of `MGLU`, with options for what no fused operator computes. The layer serves
+    as a baseline and as a spelling that the fusion pass recognises, so nothing in it is tuned. `mglu_ops.freeze` turns
+    it into an `MGLU`, or packs its masks if an option below keeps it from being one.
+
+    Args:
+        in_features: as in `MGLU`, as are all arguments that are not listed here.
+        out_features: as in `MGLU`.
+        bias: whether to add b_g and b_v, which all masks share.
+        mask_gate: whether the gates have masks; if False, the paper's ablation 'no gate mask', `act(x W^T)`.
+        mask_value: whether the values have masks; if False, the ablation 'no value mask', `x W^T`. Without masks on
+            either, the layer is `GLU(shared=True)`, and refused here.
+
+    Attributes:
+        gate_bias: Parameter `[out_features]`, b_g, initialised with 0; None without `bias`.
+        value_bias: Parameter `[out_features]`, b_v, initialised with 0; None without `bias`.
+
+    Raises:
+        ValueError: an argument is out of range or of another type.
     """
+
+    gate_bias: nn.Parameter | None
+    value_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        n_masks: int = 1,
+        activation: str = "silu",
+        learnable_masks: bool = True,
+        top_k: int | None = None,
+        bias: bool = False,
+        mask_gate: bool = True,
+        mask_value: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        for name, flag in (("bias", bias), ("mask_gate", mask_gate), ("mask_value", mask_value)):
+            check_flag(name, flag)
+        if not (mask_gate or mask_value):
+            raise ValueError("mask_gate, mask_value: got False for both, must be True for one; see GLU(shared=True)")
+        super().__init__(
+            in_features,
+            out_features,
+            n_masks=n_masks,
+            activation=activation,
+            learnable_masks=learnable_masks,
+            top_k=top_k,
+            device=device,
+            dtype=dtype,
+        )
+        self.mask_gate, self.mask_value = mask_gate, mask_value
+        for name in ("gate_bias", "value_bias"):
+            zeros = torch.zeros(out_features, device=device, dtype=dtype) if bias else None
+            self.register_parameter(name, None if zeros is None else nn.Parameter(zeros))
+
+    @property
+    def is_mglu(self) -> bool:
+        """Whether the fused operators compute this layer: without biases, and with masks on gates and values."""
+        return self.mask_gate and self.mask_value and self.gate_bias is None
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise as `MGLU` does, and biases with 0."""
+        super().reset_parameters()
+        for bias in (getattr(self, "gate_bias", None), getattr(self, "value_bias", None)):
+            if bias is not None:
+                bias.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x `[..., in_features]` to `[..., out_features]`."""
@@ -31,8 +100,8 @@ class NaiveMGLU(MaskedLinear):
         y: Any = 0
         for i in range(self.n_masks):
             m = self._straight_through(i) if fixed is None else fixed[i].to(self.weight.dtype)
-            gate = F.linear(x, self.weight * m)
-            value = F.linear(x, self.weight * (1 - m))
+            gate = F.linear(x, self.weight * m if self.mask_gate else self.weight, self.gate_bias)
+            value = F.linear(x, self.weight * (1 - m) if self.mask_value else self.weight, self.value_bias)
             if route_weights is None:
                 y = y + act(gate) * value
             else:
@@ -45,3 +114,11 @@ class NaiveMGLU(MaskedLinear):
         soft = self.mask_logits[i]
         hard = (soft > 0).to(soft.dtype)
         return (hard - soft).detach() + soft
+
+    def extra_repr(self) -> str:
+        if self.is_mglu:
+            return super().extra_repr()
+        return (
+            f"{super().extra_repr()}, bias={self.gate_bias is not None}, mask_gate={self.mask_gate}, "
+            f"mask_value={self.mask_value}"
+        )

@@ -425,6 +425,11 @@ def test_bad_arguments_are_named(kind, wrong, message):
         (lambda: GLU(8, 8, "nope"), "activation: got 'nope'"),
         (lambda: LU(8, 0), "out_features: got 0"),
         (lambda: LU(8, 8, dtype=torch.int32), r"dtype: got torch\.int32"),
+        (lambda: LU(8, 8, bias=1), "bias: got 1, must be True or False"),
+        (lambda: GLU(8, 8, shared="no"), "shared: got 'no', must be True or False"),
+        (lambda: NaiveMGLU(8, 8, bias=None), "bias: got None, must be True or False"),
+        (lambda: NaiveMGLU(8, 8, mask_gate=0), "mask_gate: got 0, must be True or False"),
+        (lambda: NaiveMGLU(8, 8, mask_gate=False, mask_value=False), "mask_gate, mask_value: got False for both"),
     ],
 )
 def test_bad_arguments_of_blocks_and_baselines_are_named(make, message):

@@ -1,0 +1,96 @@
+"""The variants of the paper (arXiv 2506.23225) that no fused operator computes, against its equations in float64."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import mglu_ops
+from compile_passes.explain import explain
+from mglu_ops.nn import GLU, LU, MGLU, NaiveMGLU
+
+F64 = torch.float64
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
+
+
+def layer_and_x(**options: object) -> tuple[NaiveMGLU, Tensor]:
+    torch.manual_seed(0)
+    layer = NaiveMGLU(10, 6, dtype=F64, **options)
+    for bias in (layer.gate_bias, layer.value_bias):
+        if bias is not None:
+            torch.nn.init.normal_(bias)
+    return layer, torch.randn(3, 5, 10, dtype=F64)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("n_masks", [1, 3])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("mask_gate", "mask_value"), [(True, True), (False, True), (True, False)])
+def test_masks_on_gates_or_values_alone_and_biases(activation, n_masks, bias, mask_gate, mask_value):
+    layer, x = layer_and_x(
+        n_masks=n_masks, activation=activation, bias=bias, mask_gate=mask_gate, mask_value=mask_value
+    )
+    expected = torch.zeros(3, 5, 6, dtype=F64)
+    for mask in layer.mask_logits > 0:
+        gate = x @ (layer.weight * mask if mask_gate else layer.weight).t()
+        value = x @ (layer.weight * ~mask if mask_value else layer.weight).t()
+        if bias:
+            gate, value = gate + layer.gate_bias, value + layer.value_bias
+        expected += ACTIVATIONS[activation](gate) * value
+    torch.testing.assert_close(layer(x), expected)
+    layer(x).sum().backward()
+    assert all(bool(parameter.grad.abs().sum() > 0) for parameter in layer.parameters())
+
+
+@pytest.mark.parametrize("options", [{"bias": True}, {"mask_gate": False}, {"mask_value": False}])
+def test_freeze_packs_the_masks_of_a_variant_and_leaves_its_class(options):
+    layer, x = layer_and_x(n_masks=2, **options)
+    expected = layer(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mglu_ops.freeze(layer)
+    assert type(layer) is NaiveMGLU
+    assert layer.mask_logits is None
+    torch.testing.assert_close(layer(x), expected)
+    assert type(mglu_ops.freeze(NaiveMGLU(10, 6))) is MGLU
+
+
+@pytest.mark.parametrize("options", [{"bias": True}, {"mask_gate": False}, {"mask_value": False}])
+def test_the_fusion_pass_leaves_a_variant_as_it_is(options):
+    layer, x = layer_and_x(**options)
+    report = explain(layer, x)
+    assert not report.fused
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_glu_whose_matrices_are_shared(activation, bias):
+    layer, x = GLU(10, 6, activation, shared=True, bias=bias, dtype=F64), torch.randn(4, 10, dtype=F64)
+    product = F.linear(x, layer.up_proj.weight, layer.up_proj.bias)
+    torch.testing.assert_close(layer(x), ACTIVATIONS[activation](product) * product)
+    assert [name for name, _ in layer.named_parameters()] == ["up_proj.weight", "up_proj.bias"][: 1 + bias]
+    layer.reset_parameters()
+    assert "shared=True" in repr(layer)
+
+
+def test_biases_of_the_baselines():
+    x = torch.randn(4, 10, dtype=F64)
+    glu, lu = GLU(10, 6, bias=True, dtype=F64), LU(10, 6, bias=True, dtype=F64)
+    gate, up = x @ glu.gate_proj.weight.t() + glu.gate_proj.bias, x @ glu.up_proj.weight.t() + glu.up_proj.bias
+    torch.testing.assert_close(glu(x), F.silu(gate) * up)
+    torch.testing.assert_close(lu(x), F.gelu(x @ lu.up_proj.weight.t() + lu.up_proj.bias))
+
+
+def test_biases_are_initialised_with_zero_and_saved():
+    layer = NaiveMGLU(10, 6, bias=True)
+    assert set(layer.state_dict()) == {"weight", "mask_logits", "gate_bias", "value_bias"}
+    torch.nn.init.ones_(layer.gate_bias)
+    layer.reset_parameters()
+    assert not layer.gate_bias.any()
+    assert not layer.value_bias.any()
+    assert "bias=True, mask_gate=True, mask_value=True" in repr(layer)
+    assert "bias" not in repr(NaiveMGLU(10, 6))
