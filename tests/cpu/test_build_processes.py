@@ -248,7 +248,7 @@ finally:
 def test_ctrl_c_ends_a_build_of_the_cpu_kernels_and_its_compiler(folder, tmp_path, monkeypatch):
     """The stand-in starts a process of its own, as compilers do.
 
-    The signal goes to a thread that is not the main thread, as the system may choose: this does not wake the main thread.
+    The signal goes to another thread than the main one, as the system may choose: this does not wake the main thread.
     """
     pids, started = tmp_path / "pids", tmp_path / "started"
     body = f"sleep 60 & echo $! >> {pids}; echo $$ >> {pids}; touch {started}; wait"
