@@ -14,7 +14,7 @@ from typing import Any
 
 from compile_passes import explain
 
-from . import bench, build
+from . import bench, build, params
 from .demo import command as demo
 from .errors import UserError
 from .packaging import command as packaging
@@ -22,7 +22,7 @@ from .tuning import command as tuning
 
 PROG = "python -m mglu_ops"
 
-COMMANDS = (demo, explain, packaging, build, tuning, bench)
+COMMANDS = (demo, explain, packaging, build, tuning, bench, params)
 """Modules with `add_parser(subparsers)`, which sets the default `run`: `(argparse.Namespace) -> exit code`."""
 
 OWN_PACKAGES = ("benchmarks", "compile_passes", "mglu_ops")

@@ -1,0 +1,223 @@
+"""`python -m mglu_ops params`: parameters, storage and memory traffic of models with SwiGLU and with SwiMGLU.
+
+Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from .errors import UserError
+
+DESCRIPTION = (
+    "Prints, for a decoder like Llama with each kind of feed-forward layer, the number of weights and of mask bits, "
+    "the size of a checkpoint with packed masks, and what decoding one token reads. Norms and embeddings count, biases do "
+    "not. The models 'small' and 'large' are those of the paper (arXiv 2506.23225, Tables 6 and 7)."
+)
+MEGABYTE = 1 << 20
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """The sizes of a decoder like Llama.
+
+    Attributes:
+        hidden: features between the layers, h.
+        intermediate: features inside a feed-forward layer, d.
+        layers: number of decoder blocks.
+        heads: number of query heads.
+        kv_heads: number of key and value heads.
+        head_width: features of a head.
+        vocabulary: number of tokens.
+        tied: whether embedding and head are one matrix.
+    """
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    vocabulary: int
+    tied: bool = True
+
+    @property
+    def shared_weights(self) -> int:
+        """The weights that do not depend on the kind of feed-forward layer."""
+        attention = self.hidden * self.head_width * 2 * (self.heads + self.kv_heads)
+        return self.layers * (attention + 2 * self.hidden) + self.hidden + self.embedding * (1 if self.tied else 2)
+
+    @property
+    def embedding(self) -> int:
+        """The weights of the embedding."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def projection(self) -> int:
+        """The weights of one matrix `[d, h]` in every layer."""
+        return self.layers * self.hidden * self.intermediate
+
+
+# The paper gives h, d, heads and layers. Its numbers of weights are those of a quarter as many key and value heads, and
+# of the tied embedding of GPT-2's 50257 tokens.
+PAPER = {
+    "small": ModelSizes(768, 3072, layers=12, heads=24, kv_heads=6, head_width=32, vocabulary=50257),
+    "large": ModelSizes(2048, 8192, layers=16, heads=32, kv_heads=8, head_width=64, vocabulary=50257),
+}
+
+KEYS = {
+    "hidden": "hidden_size",
+    "intermediate": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "vocabulary": "vocab_size",
+}
+"""The names of sizes that a `config.json` of Transformers must have."""
+
+
+@dataclass(frozen=True)
+class Count:
+    """What a model with one kind of feed-forward layer has, stores and reads.
+
+    Attributes:
+        name: the kind of feed-forward layer.
+        n_masks: number of masks; 0 without masks.
+        weights: number of weights.
+        mask_bits: number of mask bits.
+        storage: bytes of a checkpoint with packed masks.
+        load: bytes that decoding one token reads: every weight once, but of an untied embedding one row.
+        projection_load: bytes of the first projection of one feed-forward layer: `(16 + n_masks) h d` bits for an MGLU
+            in 16 bits, the paper's Table 2.
+    """
+
+    name: str
+    n_masks: int
+    weights: int
+    mask_bits: int
+    storage: int
+    load: int
+    projection_load: int
+
+
+def counts(sizes: ModelSizes, masks: Sequence[int], bits: int = 16) -> list[Count]:
+    """Count a model with GELU, with SwiGLU, and with SwiMGLU of each number of masks, `bits` a weight."""
+    kinds = [("GELU", 1, 0), ("SwiGLU", 2, 0), *(("SwiMGLU", 1, n_masks) for n_masks in masks)]
+    return [_count(sizes, *kind, bits) for kind in kinds]
+
+
+def _count(sizes: ModelSizes, name: str, matrices: int, n_masks: int, bits: int) -> Count:
+    weights = sizes.shared_weights + (matrices + 1) * sizes.projection
+    mask_bits = n_masks * sizes.projection
+    row_only = 0 if sizes.tied else sizes.embedding - sizes.hidden
+    return Count(
+        name,
+        n_masks,
+        weights,
+        mask_bits,
+        storage=(weights * bits + mask_bits) // 8,
+        load=((weights - row_only) * bits + mask_bits) // 8,
+        projection_load=sizes.hidden * sizes.intermediate * (matrices * bits + n_masks) // 8,
+    )
+
+
+def sizes_of_config(config: Mapping[str, Any]) -> ModelSizes:
+    """The sizes in a `config.json` of Transformers.
+
+    Raises:
+        ValueError: a size is missing, or is not a positive int.
+    """
+    found = {name: _size(config, key) for name, key in KEYS.items()}
+    kv_heads = _size(config, "num_key_value_heads", found["heads"])
+    head_width = _size(config, "head_dim", found["hidden"] // found["heads"])
+    return ModelSizes(**found, kv_heads=kv_heads, head_width=head_width, tied=bool(config.get("tie_word_embeddings")))
+
+
+def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{key}: got {value!r}, must be an int of at least 1")
+    return value
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `params` to the commands."""
+    parser = subparsers.add_parser(
+        "params", help="count the parameters, bytes and memory traffic of models", description=DESCRIPTION
+    )
+    parser.add_argument(
+        "models", nargs="*", default=list(PAPER), metavar="MODEL", help="small, large, or a config.json of Transformers"
+    )
+    parser.add_argument("--masks", type=int, nargs="+", default=[1, 2, 4, 8, 16], metavar="N", help="1 to 16")
+    parser.add_argument("--bits", type=int, default=16, metavar="N", help="bits of a weight (default: 16)")
+    parser.add_argument("--json", action="store_true", help="print numbers and bytes as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the tables; the exit code. Raises UserError for a wrong option or file."""
+    from .masks import MAX_MASKS
+
+    for n_masks in options.masks:
+        if not 1 <= n_masks <= MAX_MASKS:
+            raise UserError(f"--masks: got {n_masks}, must be from 1 to {MAX_MASKS}")
+    if options.bits < 1:
+        raise UserError(f"--bits: got {options.bits}, must be at least 1")
+    models = {name: _sizes(name) for name in options.models}
+    found = {name: counts(sizes, options.masks, options.bits) for name, sizes in models.items()}
+    if options.json:
+        names = [field.name for field in fields(Count)]
+        print(json.dumps({model: [{n: getattr(row, n) for n in names} for row in of] for model, of in found.items()}))
+        return 0
+    print("\n\n".join(_table(name, models[name], rows) for name, rows in found.items()))
+    return 0
+
+
+def _sizes(model: str) -> ModelSizes:
+    if model in PAPER:
+        return PAPER[model]
+    try:
+        config = json.loads(Path(model).read_text())
+        if not isinstance(config, dict):
+            raise ValueError(f"got {type(config).__name__}, must be an object of JSON")
+        return sizes_of_config(config)
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise UserError(f"{model}: {error}; must be {', '.join(PAPER)} or a config.json of Transformers") from error
+
+
+def _table(name: str, sizes: ModelSizes, rows: Sequence[Count]) -> str:
+    head = ("", "n_m", "weights", "mask bits", "stored", "read a token", "of SwiGLU", "projection")
+    swiglu = next(row for row in rows if row.name == "SwiGLU")
+    lines = [
+        (
+            row.name,
+            str(row.n_masks or ""),
+            _millions(row.weights),
+            _millions(row.mask_bits) if row.mask_bits else "",
+            _megabytes(row.storage),
+            _megabytes(row.load),
+            f"{row.load / swiglu.load:.1%}",
+            _megabytes(row.projection_load),
+        )
+        for row in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
+    text = (
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in (head, *lines)
+    )
+    layers = f"{sizes.layers} layers, h = {sizes.hidden}, d = {sizes.intermediate}"
+    return "\n".join([f"{name}: {layers}, vocabulary of {sizes.vocabulary}", *text])
+
+
+def _millions(number: int) -> str:
+    return f"{number / 1e6:.1f} M"
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / MEGABYTE:.1f} MiB"

@@ -1,0 +1,120 @@
+"""`python -m mglu_ops params` against the numbers that the paper publishes, and against models that were built."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import partial
+
+import pytest
+import torch
+
+from benchmarks.decoder import Sizes
+from benchmarks.language_model import LanguageModel, count
+from mglu_ops.__main__ import main
+from mglu_ops.nn import GLU, LU, MGLU
+from mglu_ops.params import PAPER, ModelSizes, counts
+
+# Table 7 of arXiv 2506.23225: scale, model, n_masks, weights and masks in millions, MB.
+PUBLISHED = [
+    ("small", "GELU", 0, 113, 0, 215),
+    ("small", "SwiGLU", 0, 141, 0, 269),
+    ("small", "SwiMGLU", 1, 113, 28.3, 219),
+    ("small", "SwiMGLU", 2, 113, 56.6, 222),
+    ("small", "SwiMGLU", 4, 113, 113, 229),
+    ("small", "SwiMGLU", 8, 113, 226, 242),
+    ("large", "SwiGLU", 0, 1080, 0, 2052),
+    ("large", "SwiMGLU", 1, 808, 268, 1573),
+    ("large", "SwiMGLU", 2, 808, 537, 1605),
+    ("large", "SwiMGLU", 4, 808, 1070, 1669),
+]
+
+
+def three_digits(number: float) -> float:
+    return float(f"{number:.3g}")
+
+
+@pytest.mark.parametrize(("scale", "name", "n_masks", "weights", "masks", "megabytes"), PUBLISHED)
+def test_the_paper_published_the_same_numbers(scale, name, n_masks, weights, masks, megabytes):
+    """The sizes in MB of the large models are rounded up in the paper, so they may differ by 1."""
+    (row,) = [row for row in counts(PAPER[scale], [1, 2, 4, 8]) if (row.name, row.n_masks) == (name, n_masks)]
+    assert three_digits(row.weights / 1e6) == weights
+    assert three_digits(row.mask_bits / 1e6) == masks
+    assert abs(row.storage / 2**20 - megabytes) < 1
+    assert row.load == row.storage
+
+
+@pytest.mark.parametrize(("n_masks", "bits"), [(1, 17), (4, 20), (16, 32)])
+def test_the_memory_load_of_a_projection_is_that_of_table_2(n_masks, bits):
+    h, d = 2048, 8192
+    lu, glu, mglu = counts(PAPER["large"], [n_masks])
+    assert [row.projection_load * 8 for row in (lu, glu, mglu)] == [16 * h * d, 32 * h * d, bits * h * d]
+
+
+def test_models_have_as_many_parameters_as_are_counted():
+    sizes = Sizes(layers=3, hidden=48, intermediate=80, heads=6, kv_heads=2, vocabulary=101, context=16)
+    given = ModelSizes(48, 80, layers=3, heads=6, kv_heads=2, head_width=8, vocabulary=101)
+    lu, glu, mglu = counts(given, [4])
+    with torch.device("meta"):
+        assert count(LanguageModel(sizes, LU)) == lu.weights
+        assert count(LanguageModel(sizes, GLU)) == glu.weights
+        assert count(LanguageModel(sizes, partial(MGLU, n_masks=4))) == mglu.weights + mglu.mask_bits
+
+
+LLAMA = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": True,
+}
+
+
+def test_a_config_of_transformers(tmp_path, capsys):
+    """Llama-3.2 1B has 1235814400 parameters."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    assert main(["params", str(path), "--masks", "4", "--json"]) == 0
+    (rows,) = json.loads(capsys.readouterr().out).values()
+    assert rows[1]["weights"] == 1235814400
+    path.write_text(json.dumps({**LLAMA, "tie_word_embeddings": False, "head_dim": 128}))
+    assert main(["params", str(path), "--masks", "4", "--json"]) == 0
+    (untied,) = json.loads(capsys.readouterr().out).values()
+    attention = 16 * 2048 * 64 * 2 * 40
+    assert untied[1]["weights"] == 1235814400 + 128256 * 2048 + attention
+    assert untied[1]["load"] == 2 * (1235814400 + attention + 2048)
+
+
+def test_the_table_and_its_options(capsys):
+    assert main(["params", "small", "--masks", "3", "--bits", "8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "small: 12 layers, h = 768, d = 3072, vocabulary of 50257"
+    assert lines[-1].split()[:4] == ["SwiMGLU", "3", "112.9", "M"]
+    assert len(lines) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--masks", "17"], "--masks: got 17, must be from 1 to 16"),
+        (["--bits", "0"], "--bits: got 0, must be at least 1"),
+        (["medium"], "medium: .*; must be small, large or a config.json of Transformers"),
+    ],
+)
+def test_a_wrong_option_is_one_line(arguments, words, capsys):
+    assert main(["params", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.search(words, error), error
+
+
+@pytest.mark.parametrize("content", ["[]", "{", "{}", json.dumps({**LLAMA, "vocab_size": "many"})])
+def test_a_wrong_config_is_one_line(content, tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    assert main(["params", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "config.json" in error
