@@ -1,0 +1,128 @@
+"""Runs the experiments about what MGLU learns, in the order of their importance, as far as the time allows.
+
+python -m benchmarks.learning.experiments --corpus DIR --out DIR [--only layers recipe] [--seconds 540] [--list]
+
+Every finished run is one CSV file. A run whose file exists in --out or in --done is left out, so that the same command
+goes on after an interruption.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+from benchmarks.learning.corpus import load
+from benchmarks.learning.recipe import SIZES, Recipe
+from benchmarks.learning.train import run
+
+RESULTS = Path("benchmarks/results/learning")
+SEEDS = (0, 1, 2)
+SWIGLU = Recipe("glu")
+PAPER = Recipe("mglu")
+"""SwiMGLU with four masks, trained as in the paper: mask logits have the learning rate of the weights."""
+
+
+def masks(recipe: Recipe, numbers: Iterable[int]) -> list[Recipe]:
+    """A recipe with each number of masks."""
+    return [replace(recipe, n_masks=number) for number in numbers]
+
+
+def seeds(recipes: Iterable[Recipe], numbers: Iterable[int] = SEEDS) -> list[Recipe]:
+    """Every recipe with every seed, seed by seed, so that the first seed of all comes first."""
+    recipes = list(recipes)
+    return [replace(recipe, seed=seed) for seed in numbers for recipe in recipes]
+
+
+def same_load(n_masks: int) -> float:
+    """The width at which a feed-forward layer of SwiGLU has as many bytes as SwiMGLU: `(32 + n_masks) / 48`."""
+    return (2 * 16 + n_masks) / (3 * 16)
+
+
+def same_training(n_masks: int) -> float:
+    """The width at which SwiGLU's feed-forward layer trains with as many FLOPs: `n_masks + 2` products against 3."""
+    return (n_masks + 2) / 3
+
+
+EXPERIMENTS: dict[str, list[Recipe]] = {
+    # 0. The learning rate at which the others are compared.
+    "rates": [replace(one, lr=lr) for lr in (3e-4, 3e-3) for one in (SWIGLU, PAPER)],
+    # 1. Every layer at the same width (the paper's Figure 3, Tables 3, 8 and 12).
+    "layers": [
+        *seeds([SWIGLU, Recipe("lu", activation="gelu"), *masks(PAPER, (1, 2, 4, 8))]),
+        *masks(PAPER, (16,)),
+        Recipe("glu_shared"),
+        *(replace(PAPER, activation=activation) for activation in ("relu", "gelu")),
+    ],
+    # 7. How masks are trained.
+    "recipe": [
+        *(replace(one, mask_lr=ratio) for ratio in (0.1, 0.3, 0.03) for one in masks(PAPER, (1, 4, 8))),
+        *(replace(PAPER, mask_lr=0.1, mask_stop=stop) for stop in (0.5, 0.8)),
+        *(replace(PAPER, logits_std=std) for std in (0.03, 0.1)),
+        replace(PAPER, mask_lr=0.1, logits_std=0.03),
+        *(replace(one, mask_lr=0.1, scaled_sum=True) for one in masks(PAPER, (4, 8))),
+        *(replace(PAPER, mask_lr=0.1, gate_ratio=ratio) for ratio in (0.25, 0.75)),
+        *(replace(PAPER, straight_through=how) for how in ("clipped", "tanh")),
+    ],
+    # 2. What a user decides by: SwiGLU with as many bytes, and with as much training.
+    "budgets": [
+        *(replace(SWIGLU, width=same_load(n_masks)) for n_masks in (1, 4)),
+        *(replace(SWIGLU, width=same_training(n_masks)) for n_masks in (4,)),
+    ],
+    # 3. Masks that are not learned, routes, ablations, and higher learning rates.
+    "variants": [
+        *(replace(one, learned=False) for one in masks(PAPER, (1, 2, 4))),
+        *(replace(PAPER, top_k=k) for k in (1, 2, 4)),
+        *(Recipe(layer, n_masks=1) for layer in ("no_gate_mask", "no_value_mask")),
+        *(replace(one, lr=lr) for lr in (6e-3, 1e-2) for one in (SWIGLU, PAPER)),
+    ],
+    # 6. Three sizes.
+    "sizes": [replace(one, size=size) for size in SIZES if size != "25M" for one in (SWIGLU, *masks(PAPER, (1, 4)))],
+}
+"""Name to runs. A run may be in several experiments, and is made once."""
+
+
+def chosen(names: Iterable[str]) -> list[Recipe]:
+    """The runs of some experiments in their order, each once."""
+    return list(dict.fromkeys(chain.from_iterable(EXPERIMENTS[name] for name in names)))
+
+
+def is_done(recipe: Recipe, folders: Iterable[Path]) -> bool:
+    """Whether a folder has the result of a run."""
+    return any((folder / f"{recipe.name}.csv").is_file() for folder in folders)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpus", type=Path, help="a folder that corpus.py prepared")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--done", type=Path, nargs="*", default=[RESULTS], help="folders with results to leave out")
+    parser.add_argument("--only", nargs="+", choices=list(EXPERIMENTS), default=list(EXPERIMENTS), metavar="NAME")
+    parser.add_argument("--megabytes", type=float, help="training text of every run, instead of the recipe's")
+    parser.add_argument("--seconds", type=float, help="stop after about this time")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--list", action="store_true", help="print the runs that are left, and train nothing")
+    options = parser.parse_args()
+    recipes = chosen(options.only)
+    if options.megabytes is not None:
+        recipes = [replace(recipe, megabytes=options.megabytes) for recipe in recipes]
+    left = [recipe for recipe in recipes if not is_done(recipe, [options.out, *options.done])]
+    if options.list:
+        print(*(recipe.name for recipe in left), sep="\n")
+        return
+    if options.corpus is None:
+        parser.error("--corpus: must name a folder that benchmarks.learning.corpus prepared")
+    corpus, begin = load(options.corpus), time.perf_counter()
+    for i, recipe in enumerate(left):
+        rest = None if options.seconds is None else options.seconds - (time.perf_counter() - begin)
+        print(f"{recipe.name}: {i + 1} of {len(left)}", flush=True)
+        if (rest is not None and rest <= 0) or not run(recipe, corpus, options.out, options.device, rest):
+            print(f"the time is over; {len(left) - i} runs are left")
+            return
+
+
+if __name__ == "__main__":
+    main()

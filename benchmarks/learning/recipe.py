@@ -1,0 +1,193 @@
+"""What a training run depends on: the model, its feed-forward layer, the text and the optimiser."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from benchmarks.decoder import Sizes
+from benchmarks.language_model import LanguageModel
+from mglu_ops.nn import GLU, LU, MGLU, NaiveMGLU
+
+Layer = Literal["lu", "glu", "glu_shared", "mglu", "no_gate_mask", "no_value_mask"]
+LAYERS: tuple[Layer, ...] = get_args(Layer)
+"""The first half of a feed-forward layer. With silu, glu is SwiGLU and mglu is SwiMGLU."""
+StraightThrough = Literal["identity", "clipped", "tanh"]
+
+CONTEXT = 512
+SEQUENCES = 32
+"""Sequences of a step, which has `SEQUENCES * CONTEXT` tokens."""
+
+
+def _sizes(layers: int, hidden: int, heads: int) -> Sizes:
+    return Sizes(
+        layers=layers,
+        hidden=hidden,
+        intermediate=4 * hidden,
+        heads=heads,
+        kv_heads=heads,
+        vocabulary=8192,
+        context=CONTEXT,
+        rope_base=10_000.0,
+    )
+
+
+SIZES = {"10M": _sizes(6, 256, 4), "25M": _sizes(10, 384, 6), "90M": _sizes(12, 640, 10)}
+"""Name to sizes. The names are the weights of a model with SwiGLU, about."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A training run. Two runs with the same recipe, corpus and device give the same result.
+
+    Attributes:
+        layer: the feed-forward layer, one of LAYERS.
+        n_masks: number of masks, for the layers that have masks.
+        activation: as in `mglu_ops.nn.MGLU`.
+        top_k: masks that a token keeps; None for all, without a router.
+        learned: whether the masks are learned; if not, they are random and fixed.
+        size: the model, a key of SIZES.
+        width: the intermediate size as a multiple of the model's own.
+        megabytes: training text, in 10^6 bytes. Text that is read twice counts twice.
+        lr: the largest learning rate of the weights.
+        mask_lr: the learning rate of mask logits, as a fraction of that of the weights.
+        mask_stop: the fraction of the steps after which the masks are frozen.
+        logits_std: the standard deviation of the initial logits.
+        gate_ratio: the fraction of ones in the initial masks.
+        straight_through: how gradients pass the threshold: `identity` (the paper's), `clipped` (none where a logit is
+            more than `slope` from 0) or `tanh` (times the slope of `tanh(logit / slope)`).
+        slope: the width of the last two.
+        scaled_sum: whether the sum over masks is divided by `sqrt(n_masks)`.
+        seed: the seed of the initial parameters. The text and its order do not depend on it.
+    """
+
+    layer: Layer = "mglu"
+    n_masks: int = 4
+    activation: str = "silu"
+    top_k: int | None = None
+    learned: bool = True
+    size: str = "25M"
+    width: float = 1.0
+    megabytes: float = 120.0
+    lr: float = 1e-3
+    mask_lr: float = 1.0
+    mask_stop: float = 1.0
+    logits_std: float = 0.01
+    gate_ratio: float = 0.5
+    straight_through: StraightThrough = "identity"
+    slope: float = 0.05
+    scaled_sum: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.layer not in LAYERS:
+            raise ValueError(f"layer: got {self.layer!r}, must be one of {', '.join(LAYERS)}")
+        if self.size not in SIZES:
+            raise ValueError(f"size: got {self.size!r}, must be one of {', '.join(SIZES)}")
+        if self.straight_through not in get_args(StraightThrough):
+            raise ValueError(f"straight_through: got {self.straight_through!r}")
+
+    @property
+    def has_masks(self) -> bool:
+        return self.layer in ("mglu", "no_gate_mask", "no_value_mask")
+
+    @property
+    def name(self) -> str:
+        """The name of the run, which holds everything that differs from the defaults."""
+        default = Recipe(layer=self.layer, n_masks=self.n_masks)
+        changed = {
+            key: value
+            for key, value in asdict(self).items()
+            if value != getattr(default, key) and key not in ("layer", "n_masks", "seed")
+        }
+        parts = [f"{self.layer}-{self.n_masks}" if self.has_masks else self.layer]
+        parts += [f"{key}={value}" for key, value in changed.items()]
+        return "_".join([*parts, f"seed={self.seed}"])
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes of the model."""
+        found = asdict(SIZES[self.size])
+        return Sizes(**{**found, "intermediate": round(found["intermediate"] * self.width / 8) * 8})
+
+    def model(self) -> LanguageModel:
+        """Build the model with its initial parameters, in float32 on the current default device."""
+        torch.manual_seed(self.seed)
+        model = LanguageModel(self.sizes, self._projection())
+        for module in model.modules():
+            if isinstance(module, (MGLU, NaiveMGLU)) and module.mask_logits is not None:
+                self._start_logits(module)
+        return model
+
+    def _projection(self) -> Callable[[int, int], nn.Module]:
+        makers: dict[Layer, Callable[..., nn.Module]] = {
+            "lu": partial(LU, activation=self.activation),
+            "glu": partial(GLU, activation=self.activation),
+            "glu_shared": partial(GLU, activation=self.activation, shared=True),
+            "mglu": partial(MGLU, **self._masked()),
+            "no_gate_mask": partial(NaiveMGLU, mask_gate=False, **self._masked()),
+            "no_value_mask": partial(NaiveMGLU, mask_value=False, **self._masked()),
+        }
+        make = makers[self.layer]
+        if not (self.scaled_sum and self.has_masks):
+            return make
+        return lambda hidden, intermediate: Scaled(make(hidden, intermediate), self.n_masks**-0.5)
+
+    def _masked(self) -> dict[str, Any]:
+        return {
+            "n_masks": self.n_masks,
+            "activation": self.activation,
+            "top_k": self.top_k,
+            "learnable_masks": self.learned,
+        }
+
+    @torch.no_grad()
+    def _start_logits(self, module: MGLU | NaiveMGLU) -> None:
+        logits = module.mask_logits
+        assert logits is not None
+        mean = self.logits_std * math.sqrt(2) * torch.erfinv(torch.tensor(2 * self.gate_ratio - 1)).item()
+        nn.init.normal_(logits, mean, self.logits_std)
+        if self.straight_through == "clipped":
+            parametrize.register_parametrization(module, "mask_logits", Clipped(self.slope), unsafe=True)
+        elif self.straight_through == "tanh":
+            parametrize.register_parametrization(module, "mask_logits", Tanh(self.slope), unsafe=True)
+
+
+class Scaled(nn.Module):
+    """A projection times a number."""
+
+    def __init__(self, projection: nn.Module, factor: float) -> None:
+        super().__init__()
+        self.projection, self.factor = projection, factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.projection(x) * self.factor
+
+
+class Clipped(nn.Module):
+    """Logits with the same signs, through which no gradient passes beyond `slope`."""
+
+    def __init__(self, slope: float) -> None:
+        super().__init__()
+        self.slope = slope
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return logits.clamp(-self.slope, self.slope)
+
+
+class Tanh(nn.Module):
+    """Logits with the same signs, whose gradient fades away from 0."""
+
+    def __init__(self, slope: float) -> None:
+        super().__init__()
+        self.slope = slope
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return torch.tanh(logits / self.slope) * self.slope

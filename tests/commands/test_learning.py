@@ -1,0 +1,316 @@
+"""The experiments about learning: the text, the recipes, exact resumption, and that every run trains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.decoder import Sizes
+from benchmarks.learning import corpus, experiments, recipe, train
+from benchmarks.learning.recipe import Recipe
+from benchmarks.records import read_table
+from mglu_ops.nn import MGLU, NaiveMGLU
+
+VOCABULARY = 300
+TINY = Sizes(layers=2, hidden=16, intermediate=32, heads=2, kv_heads=2, vocabulary=VOCABULARY, context=16)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Text of 40 packages, with files that repeat others, and files that are no text."""
+    root = tmp_path_factory.mktemp("text")
+    random = np.random.default_rng(0)
+    words = ["".join(random.choice(list("abcdefgh"), 5)) for _ in range(50)]
+    for package in range(40):
+        (root / f"package{package}").mkdir()
+        for i in range(3):
+            lines = [" ".join(random.choice(words, 6)) for _ in range(20)]
+            (root / f"package{package}" / f"file{i}.txt").write_text("\n".join(lines))
+    original = (root / "package0" / "file0.txt").read_text()
+    for package in range(40):
+        (root / f"package{package}" / "copy.txt").write_text(original.replace("\n", "\n\n"))
+        (root / f"package{package}" / "almost.txt").write_text(original + f"\nand a line of package {package}")
+    (root / "package0" / "bytes").write_bytes(bytes(range(256)))
+    (root / "package0" / "short").write_text("short")
+    return root
+
+
+@pytest.fixture(scope="module")
+def text(folder, tmp_path_factory) -> corpus.Corpus:
+    return corpus.prepare(tmp_path_factory.mktemp("corpus"), text=folder, vocabulary=VOCABULARY)
+
+
+@pytest.fixture
+def tiny(monkeypatch) -> Iterator[None]:
+    monkeypatch.setitem(recipe.SIZES, "25M", TINY)
+    monkeypatch.setattr(train, "SEQUENCES", 4)
+    monkeypatch.setattr(train, "CONTEXT", 16)
+    monkeypatch.setattr(train, "EVALUATIONS", 4)
+    yield
+    torch._dynamo.reset()
+
+
+# --- Text -----------------------------------------------------------------------------------------------------------
+
+
+def test_documents_are_text_without_duplicates(folder):
+    documents = corpus.read(corpus.files([folder], corpus.ANY_SUFFIX))
+    assert len(documents) == 3 * 40 + 40  # of the copies, which differ in white space, one original is left
+    assert len({document.digest for document in documents}) == len(documents)
+    assert all(document.text.isprintable() or "\n" in document.text for document in documents)
+
+
+def test_packages_are_held_out_as_a_whole_and_unseen(folder):
+    documents = corpus.read(corpus.files([folder], corpus.ANY_SUFFIX))
+    train_text, held_out = corpus.divide(documents)
+    assert not {document.package for document in train_text} & {document.package for document in held_out}
+    size = sum(document.size for document in held_out)
+    assert 0 < size < 0.2 * sum(document.size for document in train_text)
+    lines = {line for document in train_text for line in document.text.splitlines()}
+    for document in held_out:
+        own = document.text.splitlines()
+        assert sum(line in lines for line in own) <= 0.5 * len(own)
+
+
+def test_a_folder_inside_another_is_searched_once(tmp_path):
+    inner = tmp_path / "site-packages"
+    (inner / "one").mkdir(parents=True)
+    (inner / "one" / "a.py").touch()
+    (tmp_path / "b.py").touch()
+    found = list(corpus.files([tmp_path, inner], (".py",)))
+    assert found == [("b", tmp_path / "b.py"), ("one", inner / "one" / "a.py")]
+
+
+def test_tokens_stand_for_the_text(folder, tmp_path):
+    from tokenizers import Tokenizer
+
+    found = corpus.prepare(tmp_path / "made", text=folder, vocabulary=VOCABULARY)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "made" / "tokenizer.json"))
+    documents = corpus.read(corpus.files([folder], corpus.ANY_SUFFIX))
+    expected = {document.text for document in corpus.divide(documents)[0]}
+    end = tokenizer.token_to_id(corpus.END)
+    ends = (found.train == end).nonzero().flatten().tolist()
+    texts = [
+        tokenizer.decode(found.train[start:stop].tolist())
+        for start, stop in zip([0, *(i + 1 for i in ends[:-1])], ends, strict=True)
+    ]
+    assert set(texts) == expected
+    assert int(found.token_bytes[found.train.long()].sum()) == found.sizes.train_bytes
+    assert corpus.prepare(tmp_path / "made", text=tmp_path / "gone").sizes == found.sizes  # it is not made again
+
+
+def test_too_little_text_is_an_error(tmp_path):
+    (tmp_path / "a.txt").write_text("a line of text that is long enough to count\n" * 3)
+    with pytest.raises(ValueError, match="text: 1 documents are too few to hold some out"):
+        corpus.prepare(tmp_path / "out", text=tmp_path)
+
+
+# --- Recipes --------------------------------------------------------------------------------------------------------
+
+
+def test_names_of_runs_are_unique_and_survive_a_file_system():
+    runs = experiments.chosen(experiments.EXPERIMENTS)
+    names = [one.name for one in runs]
+    assert len(set(names)) == len(names) > 50
+    assert all(len(name) < 120 and "/" not in name for name in names)
+    assert Recipe("mglu", n_masks=2, seed=1).name == "mglu-2_seed=1"
+
+
+@pytest.mark.parametrize("wrong", [{"layer": "swish"}, {"size": "1B"}, {"straight_through": "no"}])
+def test_a_wrong_recipe_is_named(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Recipe(**wrong)
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("ratio", [0.2, 0.5, 0.8])
+def test_the_initial_gate_ratio(ratio):
+    model = Recipe(gate_ratio=ratio).model()
+    for layer in train.masked_layers(model):
+        assert abs(float((layer.mask_logits > 0).float().mean()) - ratio) < 0.03
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("how", ["clipped", "tanh"])
+def test_straight_through_gradients_fade_and_masks_stay(how):
+    torch.manual_seed(0)
+    plain, shaped = Recipe(logits_std=0.1), Recipe(logits_std=0.1, straight_through=how, slope=0.05)
+    layers = [next(iter(train.masked_layers(one.model()))) for one in (plain, shaped)]
+    assert torch.equal(layers[0].mask_logits > 0, layers[1].mask_logits > 0)
+    x = torch.randn(5, 16)
+    for layer in layers:
+        layer(x).sum().backward()
+    logits, grad = layers[0].mask_logits.detach(), layers[0].mask_logits.grad
+    factor = (logits.abs() <= 0.05).float() if how == "clipped" else 1 - torch.tanh(logits / 0.05) ** 2
+    torch.testing.assert_close(layers[1].parametrizations.mask_logits.original.grad, grad * factor)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_the_sum_over_masks_may_be_scaled():
+    x = torch.randn(3, 16)
+    plain, scaled = (Recipe(n_masks=4, scaled_sum=one).model().blocks[0].projection for one in (False, True))
+    torch.testing.assert_close(scaled(x), plain(x) / 2)
+
+
+def test_widths_of_equal_budgets():
+    """Bytes of three matrices of SwiGLU against two and the masks; products of a training step against n_masks + 2."""
+    for n_masks in (1, 4, 16):
+        assert 3 * 16 * experiments.same_load(n_masks) == pytest.approx(2 * 16 + n_masks)
+        assert 3 * experiments.same_training(n_masks) == pytest.approx(n_masks + 2)
+
+
+# --- Training -------------------------------------------------------------------------------------------------------
+
+
+def test_the_learning_rate_rises_and_falls():
+    rates = [train.rate(step, 1000) for step in range(1000)]
+    assert rates[0] == pytest.approx(0.01)
+    assert max(rates) == rates[99] == 1
+    assert rates[549] == pytest.approx(0.55, abs=0.01)
+    assert rates[-1] == pytest.approx(0.1, abs=1e-3)
+    assert all(a > b for a, b in pairwise(rates[100:]))
+
+
+@pytest.mark.usefixtures("tiny")
+def test_every_window_is_read_once_in_an_epoch():
+    tokens = torch.arange(1000, dtype=torch.int32).to(torch.uint16)
+    windows = train.Windows(tokens, "cpu")
+    seen = torch.cat([windows.batch(step) for step in range(windows.steps_of_epoch)])
+    assert seen.shape == (60, 17)  # 62 windows of 16 tokens are 15 steps of 4 sequences
+    assert len(torch.unique(seen, dim=0)) == 60
+    assert torch.equal(seen - seen[:, :1], torch.arange(17).expand(60, 17))
+    assert not torch.equal(windows.batch(windows.steps_of_epoch), windows.batch(0))
+    assert torch.equal(windows.batch(0), train.Windows(tokens, "cpu").batch(0))
+    with pytest.raises(ValueError, match="tokens: got 60, must be more than 64"):
+        train.Windows(tokens[:60], "cpu")
+
+
+def tiny_run(text: corpus.Corpus, steps: int, **options: object) -> Recipe:
+    """A recipe of about so many steps."""
+    share = text.sizes.train_tokens / text.sizes.train_bytes
+    return Recipe(**{"lr": 1e-2, "megabytes": steps * 4 * 16 / share / 1e6, **options})
+
+
+ALL_LAYERS = [
+    {"layer": "lu"},
+    {"layer": "glu"},
+    {"layer": "glu_shared"},
+    {"layer": "mglu", "n_masks": 2, "mask_lr": 0.1},
+    {"layer": "mglu", "n_masks": 3, "top_k": 2, "scaled_sum": True},
+    {"layer": "mglu", "n_masks": 2, "learned": False},
+    {"layer": "mglu", "n_masks": 2, "straight_through": "tanh"},
+    {"layer": "no_gate_mask", "n_masks": 1},
+    {"layer": "no_value_mask", "n_masks": 1},
+]
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("options", ALL_LAYERS, ids=lambda options: "-".join(map(str, options.values())))
+def test_every_layer_learns_and_writes_its_curve(options, text, tmp_path):
+    one = tiny_run(text, 40, **options)
+    assert train.run(one, text, tmp_path, "cpu", compiled=False)
+    facts, rows = read_table(tmp_path / f"{one.name}.csv")
+    assert [int(row["step"]) for row in rows] == [10, 20, 30, 40]
+    losses = [float(row["held_out"]) for row in rows]
+    assert losses[-1] < losses[0] < math.log(VOCABULARY)
+    assert facts["recipe.layer"] == options["layer"]
+    assert facts["corpus.digest"] == text.sizes.digest
+    assert int(facts["weights"]) > 0
+    if one.has_masks:
+        assert 0.3 < float(rows[-1]["gate_ratio"]) < 0.7
+        assert (float(rows[-1]["flipped"]) > 0) == one.learned
+    assert not list(tmp_path.glob("*.pt"))
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("layer", ["mglu", "no_gate_mask"])
+def test_a_compiled_run_follows_the_eager_one(layer, text, tmp_path):
+    one = tiny_run(text, 40, layer=layer, n_masks=2)
+    for compiled in (False, True):
+        assert train.run(one, text, tmp_path / str(compiled), "cpu", compiled=compiled)
+    eager, compiled_rows = (read_table(tmp_path / str(name) / f"{one.name}.csv")[1] for name in (False, True))
+    for first, second in zip(eager, compiled_rows, strict=True):
+        assert float(first["held_out"]) == pytest.approx(float(second["held_out"]), rel=0.02)
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("layer", ["mglu", "glu"])
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(layer, text, tmp_path):
+    one = tiny_run(text, 20, layer=layer, n_masks=2, mask_stop=0.7)
+    assert train.run(one, text, tmp_path / "whole", "cpu", compiled=False)
+    stops = 0
+    while not train.run(one, text, tmp_path / "parts", "cpu", limit=0, compiled=False):
+        stops += 1
+        assert (tmp_path / "parts" / f"{one.name}.pt").is_file()
+    assert stops == 3
+    whole, parts = (read_table(tmp_path / name / f"{one.name}.csv")[1] for name in ("whole", "parts"))
+    for first, second in zip(whole, parts, strict=True):
+        assert {**first, "seconds": ""} == {**second, "seconds": ""}
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_checkpoint_of_another_recipe_is_refused(text, tmp_path):
+    one = tiny_run(text, 8)
+    training = train.Training(one, text, "cpu", compiled=False)
+    training.save(tmp_path / "checkpoint.pt")
+    other = train.Training(replace(one, lr=1e-4), text, "cpu", compiled=False)
+    with pytest.raises(ValueError, match="the checkpoint is of another recipe"):
+        other.restore(tmp_path / "checkpoint.pt")
+
+
+@pytest.mark.usefixtures("tiny")
+def test_masks_stop_where_the_recipe_says(text):
+    training = train.Training(tiny_run(text, 10, n_masks=2, mask_stop=0.5), text, "cpu", compiled=False)
+    for _ in range(5):
+        training.step()
+    logits = [layer.mask_logits.detach().clone() for layer in train.masked_layers(training.model)]
+    weight = training.model.blocks[0].projection.weight.detach().clone()
+    training.step()
+    assert all(map(torch.equal, logits, (layer.mask_logits for layer in train.masked_layers(training.model))))
+    assert not torch.equal(weight, training.model.blocks[0].projection.weight)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_warming_up_leaves_no_trace(text):
+    one = tiny_run(text, 6, n_masks=2)
+    fresh, warm = (train.Training(one, text, "cpu", compiled=False) for _ in range(2))
+    warm.warm_up()
+    for _ in range(3):
+        assert torch.equal(fresh.step(), warm.step())
+
+
+@pytest.mark.usefixtures("tiny")
+def test_experiments_go_on_where_they_stopped(text, folder, tmp_path, monkeypatch, capsys):
+    prepared = tmp_path / "corpus"
+    corpus.prepare(prepared, text=folder, vocabulary=VOCABULARY)
+    monkeypatch.setitem(experiments.EXPERIMENTS, "layers", [tiny_run(text, 4, n_masks=n) for n in (1, 2)])
+    trained: list[str] = []
+
+    def run(one: Recipe, *_: object) -> bool:
+        trained.append(one.name)
+        (tmp_path / "out").mkdir(exist_ok=True)
+        (tmp_path / "out" / f"{one.name}.csv").touch()
+        return True
+
+    monkeypatch.setattr(experiments, "run", run)
+    common = ["experiments", "--only", "layers", "--out", str(tmp_path / "out"), "--corpus", str(prepared)]
+    for seconds in ("0", "100", "100"):
+        monkeypatch.setattr("sys.argv", [*common, "--seconds", seconds])
+        experiments.main()
+    assert len(trained) == 2
+    assert "the time is over; 2 runs are left" in capsys.readouterr().out
+
+
+def test_layers_with_masks_are_found():
+    assert [type(layer) for layer in train.masked_layers(torch.nn.Sequential(MGLU(8, 8), NaiveMGLU(8, 8)))] == [
+        MGLU,
+        NaiveMGLU,
+    ]
