@@ -1,35 +1,46 @@
-"""Decodes with a whole model of Llama-3.2 1B's shape, with SwiGLU and with SwiMGLU: time per token.
+"""Decodes with whole models of Llama's shapes, with SwiGLU and with SwiMGLU: time per step, a token of each sequence.
 
-The model has random weights in bfloat16 and a static cache, and decodes one sequence greedily. torch.compile compiles
-the start, one block and the head; a whole step is one CUDA graph, which passes its token to the next step. The logits
-are compared with those of the same model in float64 on the same tokens: their error may be at most
-`ERROR_OVER_EAGER` times the error of the eager model.
+python -m benchmarks.decode_model --out DIR [--models "Llama-3.1 8B"] [--batches 1 32] [--seconds 560]
+
+The models have random weights in bfloat16 and a static cache, and decode greedily. torch.compile compiles the start,
+one block and the head; a whole step is one CUDA graph, which passes its tokens to the next step. The logits are
+compared with those of the same model in float64 on the same tokens: their error may be at most `ERROR_OVER_EAGER`
+times the error of the eager model. `--seconds` begins no problem that would end later, and `--done` leaves out the
+problems of an earlier part (benchmarks/parts.py).
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 
 import mglu_ops
+from benchmarks import parts
 from benchmarks.ceiling import reader
-from benchmarks.decoder import Decoder, Sizes, swiglu
+from benchmarks.decoder import Attention, Decoder, Sizes, swiglu
 from benchmarks.harness import Captured, Variant, capture, relative_error
-from benchmarks.records import Row
+from benchmarks.records import Row, read
 from benchmarks.timing import ROUNDS, time_graphs
 from mglu_ops.nn import SwiMGLU
 
+MODELS = {
+    "Llama-3.2 1B": Sizes(),
+    "Llama-3.1 8B": Sizes(layers=32, hidden=4096, intermediate=14336),
+}
+BATCHES = (1, 8, 32)
 COMPILATIONS = 3
 """Compilations of each model, with an empty cache each, since coordinate descent finds other kernels each time."""
 PROTOCOL = (
-    f"one sequence, greedy, static cache; the step compiled (coordinate descent; a row for each of {COMPILATIONS} "
-    "compilations) and captured into a CUDA graph, variants interleaved, median over rounds of two tokens, us a token; "
+    "a token of each sequence, greedy, static cache; the step compiled (coordinate descent; a row a compilation) "
+    "and captured into a CUDA graph, variants interleaved, median over rounds of two steps, us a step; "
     "the ceiling reads as many bytes as the weights and masks have"
 )
 MASKS = (0, 1, 4, 8)
@@ -39,14 +50,33 @@ ERROR_OVER_EAGER = 1.5
 """Largest error of a compiled model relative to the error of the eager model."""
 
 
-def build(sizes: Sizes, n_masks: int, device: str, dtype: torch.dtype) -> Decoder:
+@dataclass(frozen=True)
+class Problem:
+    """A model of MODELS and the number of its sequences."""
+
+    name: str
+    batch: int
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.batch} sequences"
+
+    @property
+    def sizes(self) -> Sizes:
+        return MODELS[self.name]
+
+    def seconds(self) -> float:
+        """An estimate of the time to measure the problem, with its compilations; `parts.Schedule` corrects it."""
+        return 20.0 * COMPILATIONS * len(MASKS) * (2 if self.sizes.hidden > 2048 else 1)
+
+
+def build(sizes: Sizes, n_masks: int, device: str, dtype: torch.dtype, batch: int = 1) -> Decoder:
     """Build a model for inference with random weights and packed random masks; `n_masks` 0 is SwiGLU."""
     feed_forward: Callable[[int, int], nn.Module] = partial(SwiMGLU, n_masks=n_masks) if n_masks else swiglu
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model = Decoder(sizes, feed_forward)
+            model = Decoder(sizes, feed_forward, batch)
     finally:
         torch.set_default_dtype(before)
     return mglu_ops.freeze(model).eval().requires_grad_(False)
@@ -54,7 +84,7 @@ def build(sizes: Sizes, n_masks: int, device: str, dtype: torch.dtype) -> Decode
 
 @dataclass
 class Decoding:
-    """A model and the `token` and `position` (`[1]` each) of its next step."""
+    """A model and the `token` `[batch]` and `position` `[1]` of its next step."""
 
     model: Decoder
     token: Tensor
@@ -62,14 +92,20 @@ class Decoding:
 
     @classmethod
     def start(cls, model: Decoder) -> Decoding:
-        zero = torch.zeros(1, dtype=torch.long, device=model.head.weight.device)
-        return cls(model, zero, zero.clone())
+        attention = model.blocks[0].get_submodule("attention")
+        assert isinstance(attention, Attention)
+        token = torch.zeros(attention.keys.shape[0], dtype=torch.long, device=model.head.weight.device)
+        decoding = cls(model, token, token[:1].clone())
+        decoding.restart()
+        return decoding
 
     def step(self) -> Tensor:
         return self.model(self.token, self.position)
 
     def restart(self) -> None:
-        self.token.zero_()
+        """Begin every sequence anew, each with another token."""
+        vocabulary = self.model.head.weight.shape[0]
+        self.token.copy_(torch.arange(len(self.token), device=self.token.device) % vocabulary)
         self.position.zero_()
 
     def errors(self, step: Callable[[], Tensor]) -> tuple[float, float]:
@@ -86,7 +122,7 @@ class Decoding:
 
 
 def logits_of(model: Decoder, tokens: Sequence[Tensor]) -> Tensor:
-    """The logits `[tokens, vocabulary]` after each token of a sequence."""
+    """The logits `[len(tokens) * batch, vocabulary]` after each step, from the tokens `[batch]` of each."""
     positions = torch.arange(len(tokens), device=tokens[0].device)
     return torch.cat([model(token.clone(), positions[i : i + 1].clone()) for i, token in enumerate(tokens)])
 
@@ -116,7 +152,11 @@ def capture_ceiling(model: Decoder) -> Captured:
 
 
 def bench(
-    sizes: Sizes, masks: Sequence[int] = MASKS, rounds: int = ROUNDS, compilations: int = COMPILATIONS
+    sizes: Sizes,
+    batch: int = 1,
+    masks: Sequence[int] = MASKS,
+    rounds: int = ROUNDS,
+    compilations: int = COMPILATIONS,
 ) -> list[Row]:
     """A row per model and compilation, and one per read ceiling; all of them are timed in turn."""
     weight_bytes: dict[int, int] = {}
@@ -127,7 +167,7 @@ def bench(
             with fresh_cache():
                 for n_masks, steps in decodings.items():
                     torch._dynamo.reset()
-                    model = build(sizes, n_masks, "cuda", torch.bfloat16)
+                    model = build(sizes, n_masks, "cuda", torch.bfloat16, batch)
                     if n_masks not in readings:
                         weight_bytes[n_masks] = model.weight_bytes()
                         readings[n_masks] = capture_ceiling(model)
@@ -136,18 +176,47 @@ def bench(
     rows = []
     for n_masks, steps in decodings.items():
         reading = readings[n_masks]
-        for one in (reading, *steps):
+        for i, one in enumerate((reading, *steps)):
             time, spread, error = one.timing()
             fraction = reading.timing().microseconds / time
             extra: dict[str, object] = {"weight_mb": round(weight_bytes[n_masks] / 1e6, 1)}
             name = "read ceiling"
             if one is not reading:
                 name = layer(n_masks)
-                extra["error_budget"] = float(f"{one.budget:.3g}")
+                extra |= {"error_budget": float(f"{one.budget:.3g}"), "compilation": i}
             shape = sizes.intermediate, sizes.hidden
-            rows.append(Row("decode model", name, 1, *shape, n_masks, "bfloat16", time, spread, fraction, error, extra))
+            rows.append(
+                Row("decode model", name, batch, *shape, n_masks, "bfloat16", time, spread, fraction, error, extra)
+            )
     return rows
 
 
 def layer(n_masks: int) -> str:
     return "SwiMGLU" if n_masks else "SwiGLU"
+
+
+def run(problems: Sequence[Problem], out: Path, limit: float | None = None) -> list[Row]:
+    """Measure problems into `decode_model.csv` of a folder; `limit` is in seconds."""
+    torch.manual_seed(0)
+    return parts.measure(problems, lambda one: bench(one.sizes, one.batch), out, "decode_model", PROTOCOL, limit)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    parser.add_argument("--seconds", type=float, help="begin no problem that would end later")
+    parser.add_argument("--done", type=Path, nargs="+", default=[], metavar="DIR", help="parts that are measured")
+    options = parser.parse_args()
+    done = {(row.shape, row.tokens) for folder in options.done for row in read(folder, "decode_model")}
+    chosen = [Problem(name, batch) for name in options.models for batch in options.batches]
+    run(
+        [one for one in chosen if ((one.sizes.intermediate, one.sizes.hidden), one.batch) not in done],
+        options.out,
+        options.seconds,
+    )
+
+
+if __name__ == "__main__":
+    main()

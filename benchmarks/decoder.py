@@ -43,40 +43,41 @@ def angles(sizes: Sizes) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Attention of one token to itself and to the tokens in the cache."""
+    """Attention of one token of each sequence to itself and to the tokens in the cache."""
 
     keys: Tensor
     values: Tensor
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes, batch: int) -> None:
         super().__init__()
         self.kv_heads, self.head_width = sizes.kv_heads, sizes.head_width
         self.inputs = nn.Linear(sizes.hidden, (sizes.heads + 2 * sizes.kv_heads) * sizes.head_width, bias=False)
         self.output = nn.Linear(sizes.hidden, sizes.hidden, bias=False)
-        cache = torch.zeros(1, sizes.kv_heads, sizes.context, sizes.head_width)
+        cache = torch.zeros(batch, sizes.kv_heads, sizes.context, sizes.head_width)
         self.register_buffer("keys", cache)
         self.register_buffer("values", cache.clone())
 
     def forward(self, x: Tensor, position: Tensor, rotation: tuple[Tensor, Tensor], seen: Tensor) -> Tensor:
-        """`[1, hidden]` from x `[1, hidden]`; `seen`, bool `[context]`, marks the cache's entries that hold a token."""
-        heads = self.inputs(x).view(1, -1, 1, self.head_width)
+        """`[batch, hidden]` from x `[batch, hidden]`; `seen`, bool `[context]`, marks the tokens in the cache."""
+        batch = x.shape[0]
+        heads = self.inputs(x).view(batch, -1, 1, self.head_width)
         query, key, value = heads.split([heads.shape[1] - 2 * self.kv_heads, self.kv_heads, self.kv_heads], dim=1)
         self.keys.index_copy_(2, position, rotate(key, *rotation))
         self.values.index_copy_(2, position, value)
         # The query heads that share a key head are the rows of one product.
-        grouped = rotate(query, *rotation).view(1, self.kv_heads, -1, self.head_width)
+        grouped = rotate(query, *rotation).view(batch, self.kv_heads, -1, self.head_width)
         mask = seen.expand(grouped.shape[2], -1)
         mixed = F.scaled_dot_product_attention(grouped, self.keys, self.values, attn_mask=mask)
-        return self.output(mixed.reshape(1, -1))
+        return self.output(mixed.reshape(batch, -1))
 
 
 class Block(nn.Module):
     """A pre-norm decoder block."""
 
-    def __init__(self, sizes: Sizes, feed_forward: nn.Module) -> None:
+    def __init__(self, sizes: Sizes, feed_forward: nn.Module, batch: int) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(sizes.hidden, eps=1e-5)
-        self.attention = Attention(sizes)
+        self.attention = Attention(sizes, batch)
         self.feed_forward_norm = nn.RMSNorm(sizes.hidden, eps=1e-5)
         self.feed_forward = feed_forward
 
@@ -86,7 +87,7 @@ class Block(nn.Module):
 
 
 class Start(nn.Module):
-    """The part before the blocks: the embedding of the token and the rotation of its position."""
+    """The part before the blocks: the embedding of the tokens and the rotation of their position."""
 
     cosine: Tensor
     sine: Tensor
@@ -99,7 +100,7 @@ class Start(nn.Module):
         self.register_buffer("sine", angles(sizes).sin().to(self.embedding.weight))
 
     def forward(self, token: Tensor, position: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
-        """The arguments of a block besides the position, from token and position (`[1]` each)."""
+        """The arguments of a block besides the position, from token `[batch]` and position `[1]`."""
         seen = torch.arange(self.cosine.shape[0], device=position.device) <= position
         return self.embedding(token), (self.cosine[position], self.sine[position]), seen
 
@@ -113,30 +114,31 @@ class Head(nn.Module):
         self.weight = weight
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The logits `[1, vocabulary]` and the most likely token `[1]`."""
+        """The logits `[batch, vocabulary]` and the most likely tokens `[batch]`."""
         logits = F.linear(self.norm(x), self.weight)
         return logits, logits.argmax(dim=-1)
 
 
 class Decoder(nn.Module):
-    """Decodes one token at a time, greedily; embedding and head share a matrix.
+    """Decodes one token of each sequence at a time, greedily; embedding and head share a matrix.
 
     Args:
         sizes: the sizes of the model.
         feed_forward: makes the feed-forward layer of a block from `(hidden, intermediate)`.
+        batch: number of sequences, which all have the same length.
     """
 
-    def __init__(self, sizes: Sizes, feed_forward: Callable[[int, int], nn.Module]) -> None:
+    def __init__(self, sizes: Sizes, feed_forward: Callable[[int, int], nn.Module], batch: int = 1) -> None:
         super().__init__()
         self.context = sizes.context
         self.start = Start(sizes)
         self.blocks = nn.ModuleList(
-            Block(sizes, feed_forward(sizes.hidden, sizes.intermediate)) for _ in range(sizes.layers)
+            Block(sizes, feed_forward(sizes.hidden, sizes.intermediate), batch) for _ in range(sizes.layers)
         )
         self.head = Head(sizes, self.start.embedding.weight)
 
     def forward(self, token: Tensor, position: Tensor) -> Tensor:
-        """The logits `[1, vocabulary]`; sets `token` and `position` (`[1]` each) to those of the next step."""
+        """The logits `[batch, vocabulary]`; sets `token` `[batch]` and `position` `[1]` to those of the next step."""
         x, rotation, seen = self.start(token, position)
         for block in self.blocks:
             x = block(x, position, rotation, seen)
@@ -151,7 +153,7 @@ class Decoder(nn.Module):
             compiler(part)
 
     def weight_bytes(self) -> int:
-        """Bytes of parameters and packed masks that a token reads, without the cache and the rotations."""
+        """Bytes of parameters and packed masks that a step reads, without the cache and the rotations."""
         tensors = {*self.parameters(), *(b for name, b in self.named_buffers() if name.endswith("packed_masks"))}
         return sum(tensor.nbytes for tensor in tensors)
 

@@ -96,7 +96,7 @@ def measure(
 
 def key(row: Row) -> tuple[object, ...]:
     """What tells the rows of a table apart."""
-    return row.case, row.variant, row.tokens, row.shape, row.n_masks, row.dtype
+    return row.case, row.variant, row.tokens, row.shape, row.n_masks, row.dtype, row.extra.get("compilation")
 
 
 def joined(parts: Iterable[Sequence[Row]]) -> list[Row]:

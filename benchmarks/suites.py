@@ -102,9 +102,12 @@ def _sweep_suite(name: str, about: str, sweep: Sweep) -> Suite:
 
 
 def _decode_model(out: Path, quick: bool) -> Sequence[Row]:
-    sizes = Sizes(layers=2, vocabulary=1024) if quick else Sizes()
-    rows = decode_model.bench(sizes, (0, 1), QUICK_ROUNDS, compilations=1) if quick else decode_model.bench(sizes)
-    return _written(rows, out, "decode_model", decode_model.PROTOCOL)
+    if quick:
+        sizes = Sizes(layers=2, vocabulary=1024)
+        rows = decode_model.bench(sizes, masks=(0, 1), rounds=QUICK_ROUNDS, compilations=1)
+        return _written(rows, out, "decode_model", decode_model.PROTOCOL)
+    problems = [decode_model.Problem(name, batch) for name in decode_model.MODELS for batch in decode_model.BATCHES]
+    return decode_model.run(problems, out)
 
 
 def _train(out: Path, quick: bool) -> Sequence[Row]:

@@ -82,11 +82,12 @@ def summary(results: Path) -> str:
     one_token = only(rows_of(results, "one_token"), shape=(14336, 4096))
     routes = only(rows_of(results, "routes"), shape=(8192, 2048))
     step = only(rows_of(results, "train"), case=CASE, shape=(8192, 2048), tokens=8192)
+    decoding = only(rows_of(results, "decode_model"), shape=(8192, 2048), tokens=1)
     lines = [
         gpu_line("H200: 14336 x 4096, 1 token", one_token),
         gpu_line("H200: 8192 x 2048, 64 tokens", only(routes, tokens=64)),
         gpu_line("H200: 8192 x 2048, 8192 tokens", only(routes, tokens=8192)),
-        gpu_line("H200: 1B-parameter model, 1 token", rows_of(results, "decode_model"), "SwiMGLU"),
+        gpu_line("H200: 1B-parameter model, 1 token", decoding, "SwiMGLU"),
         gpu_line("H200: 8192 x 2048, training step, 8192 tokens", step, FUSED),
         memory_line("H200: the same, peak memory over the inputs", step, FUSED),
         cpu_line("2 CPU cores, AVX2: 8192 x 2048, 1 token", results, "cpu_one_token"),

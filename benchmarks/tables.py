@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.decode_model import MODELS
 from benchmarks.markdown import markdown, microseconds, speedup, time_of, times
 from benchmarks.paper import GPUS, Shape
 from benchmarks.records import Row, read, read_environment
@@ -193,12 +194,28 @@ def models(results: Path) -> str:
     return f"{source(results, 'models')}\n\n{markdown(head, lines)}"
 
 
-DECODE_HEAD = ("feed-forward layer", "MB of weights", "ms a token", "tokens a second", "over SwiGLU", "of reading")
+DECODE_HEAD = ("feed-forward layer", "MB of weights", "ms a step", "tokens a second", "over SwiGLU", "of reading")
 
 
 def decode_model(results: Path) -> str:
-    """Tokens a second of a whole model, from the fastest compilation of each."""
+    """Tokens a second of whole models, from the fastest compilation of each."""
     rows = rows_of(results, "decode_model")
+    parts = [source(results, "decode_model")]
+    for shape in shapes(rows):
+        for batch in tokens(only(rows, shape=shape)):
+            lines = _decode_lines(only(rows, shape=shape, tokens=batch))
+            sequences = "one sequence" if batch == 1 else f"{batch} sequences"
+            parts.append(f"{models_of(shape)}, {sequences}:\n\n{markdown(DECODE_HEAD, lines)}")
+    return "\n\n".join(parts)
+
+
+def models_of(shape: Shape) -> str:
+    """The name of the model that decodes with layers of a shape."""
+    names = [name for name, of in MODELS.items() if (of.intermediate, of.hidden) == shape]
+    return names[0] if names else f"{shape[0]} x {shape[1]}"
+
+
+def _decode_lines(rows: Sequence[Row]) -> list[list[str]]:
     swiglu = fastest(rows, "SwiGLU")
     lines = []
     for n_masks in sorted({row.n_masks for row in rows}):
@@ -210,12 +227,12 @@ def decode_model(results: Path) -> str:
                 f"SwiMGLU, n_m = {n_masks}" if n_masks else "SwiGLU",
                 str(best.extra["weight_mb"]),
                 f"{best.microseconds / 1000:.3f}",
-                f"{1e6 / best.microseconds:.0f}",
+                f"{best.tokens * 1e6 / best.microseconds:.0f}",
                 times(time_of(swiglu), best.microseconds),
                 f"{best.fraction_of_ceiling:.2f}",
             ]
         )
-    return f"{source(results, 'decode_model')}\n\n{markdown(DECODE_HEAD, lines)}"
+    return lines
 
 
 def masks_at_inference(results: Path) -> str:

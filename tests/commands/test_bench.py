@@ -303,10 +303,16 @@ def test_tables_of_models(tmp_path: Path) -> None:
         row("SwiMGLU", 850.0, n_masks=4, extra={"weight_mb": 2000.0}),
     ]
     write(decoded, tmp_path, "decode_model", "by the clock")
-    assert tables.decode_model(tmp_path).splitlines()[4:] == [
+    lines = tables.decode_model(tmp_path).splitlines()
+    assert lines[2] == "Llama-3.2 1B, one sequence:"
+    assert lines[6:] == [
         "| SwiGLU | 2471.6 | 1.000 | 1000 | 1.00x | 0.50 |",
         "| SwiMGLU, n_m = 4 | 2000.0 | 0.800 | 1250 | 1.25x | 0.50 |",
     ]
+    write([*decoded, *(replace(one, tokens=8) for one in decoded)], tmp_path, "decode_model", "by the clock")
+    lines = tables.decode_model(tmp_path).splitlines()
+    assert lines[9] == "Llama-3.2 1B, 8 sequences:"
+    assert lines[14] == "| SwiMGLU, n_m = 4 | 2000.0 | 0.800 | 10000 | 1.25x | 0.50 |"
 
 
 def test_summary_shows_losses_in_bold() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 
-from benchmarks import decode_model
+from benchmarks import decode_model, parts
 from benchmarks.decoder import Decoder, Sizes
 from benchmarks.harness import relative_error
+from benchmarks.records import Row
 
 SIZES = Sizes(layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, vocabulary=50, context=16)
 
@@ -46,10 +48,11 @@ def reference_logits(model: Decoder, sizes: Sizes, tokens: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("n_masks", [0, 2])
+@pytest.mark.parametrize("batch", [1, 3])
 @torch.no_grad()
-def test_decoding_is_attention_over_the_whole_sequence(n_masks: int) -> None:
+def test_decoding_is_attention_over_the_whole_sequence(n_masks: int, batch: int) -> None:
     torch.manual_seed(0)
-    model = decode_model.build(SIZES, n_masks, "cpu", torch.float32)
+    model = decode_model.build(SIZES, n_masks, "cpu", torch.float32, batch)
     decoding = decode_model.Decoding.start(model)
     tokens, logits = [], []
     for _ in range(6):
@@ -58,8 +61,10 @@ def test_decoding_is_attention_over_the_whole_sequence(n_masks: int) -> None:
         assert torch.equal(decoding.token, logits[-1].argmax(dim=-1))
     assert int(decoding.position) == 6
     assert torch.equal(decode_model.logits_of(model, tokens), torch.cat(logits))
-    expected = reference_logits(model, SIZES, torch.cat(tokens))
-    assert relative_error(torch.cat(logits), expected) < 1e-5
+    assert len({int(token) for token in tokens[0]}) == batch
+    for sequence in range(batch):
+        expected = reference_logits(model, SIZES, torch.stack([token[sequence] for token in tokens]))
+        assert relative_error(torch.stack([one[sequence] for one in logits]), expected) < 1e-5
 
 
 @torch.no_grad()
@@ -94,3 +99,23 @@ def test_bytes_of_weights_count_each_matrix_once() -> None:
         projections = 2 * d * h if n_masks else 3 * d * h
         numbers = SIZES.layers * (attention + projections + 2 * h) + h + SIZES.vocabulary * h
         assert model.weight_bytes() == 2 * numbers + SIZES.layers * n_masks * d * h // 8
+
+
+def test_problems_that_were_measured_are_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    measured: list[tuple[int, int]] = []
+
+    def bench(sizes: Sizes, batch: int) -> list[Row]:
+        measured.append((sizes.layers, batch))
+        shape = sizes.intermediate, sizes.hidden
+        return [
+            Row("decode model", "SwiGLU", batch, *shape, 0, "bfloat16", 1.0, 0.0, 1.0, 0.0, {"compilation": i})
+            for i in (1, 2)
+        ]
+
+    monkeypatch.setattr(decode_model, "bench", bench)
+    for arguments in (["--batches", "1", "8"], ["--done", str(tmp_path / "0")]):
+        monkeypatch.setattr("sys.argv", ["decode_model", "--out", str(tmp_path / str(len(measured))), *arguments])
+        decode_model.main()
+    assert measured == [(16, 1), (16, 8), (32, 1), (32, 8), (16, 32), (32, 32)]
+    rows = parts.join([tmp_path / "0", tmp_path / "4"], tmp_path / "all", "decode_model")
+    assert len(rows) == 12  # both compilations of every problem
