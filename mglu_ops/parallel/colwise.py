@@ -47,9 +47,7 @@ class ColwiseMGLU(ColwiseParallel):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
     ) -> None:
-        super().__init__(
-            input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output
-        )
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, MaskedLinear):
