@@ -4,8 +4,9 @@ The page beside this file shows each of them. Importing this package imports `to
 """
 
 from .colwise import ColwiseMGLU
+from .fsdp import shard_placement_fn
 
-__all__ = ["ColwiseMGLU", "register_transformers_style"]
+__all__ = ["ColwiseMGLU", "register_transformers_style", "shard_placement_fn"]
 
 
 def register_transformers_style() -> None:
@@ -13,8 +14,8 @@ def register_transformers_style() -> None:
 
         tp_plan = {"layers.*.mlp.mglu": "mglu_colwise", "layers.*.mlp.down_proj": "rowwise"}
 
-    `from_pretrained` then gives each rank its rows of the weight and of the logits or packed masks. `mglu_ops.transformers`
-    calls this function when it is imported.
+    `from_pretrained` then gives each rank its rows of the weight and of the logits or packed masks. There is no need to
+    call this function beside `import mglu_ops.transformers`, which calls it.
 
     Raises:
         ImportError: transformers 5.17 or later is not installed.
@@ -23,7 +24,7 @@ def register_transformers_style() -> None:
         from .transformers_style import register
     except ImportError as error:
         raise ImportError(
-            'register_transformers_style: transformers 5.17 or later is needed; install it with pip install ".[transformers]" '
-            f"in a clone of mglu_ops ({error})"
+            "register_transformers_style: needs transformers 5.17 or later: in a clone of mglu_ops, call "
+            f'pip install ".[transformers]" ({error})'
         ) from error
     register()

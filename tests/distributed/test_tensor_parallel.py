@@ -1,4 +1,4 @@
-"""Tensor-parallel layers on gloo ranks: results, gradients, training, freezing and checkpoints are those of one process."""
+"""Tensor-parallel layers on gloo ranks: results, gradients, training and freezing are those of one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The style "mglu_colwise" of Transformers on two gloo ranks: `from_pretrained` shards, and the model computes the same."""
+"""The style "mglu_colwise" of Transformers on two gloo ranks: the loader shards, and the model computes the same."""
 
 from __future__ import annotations
 
@@ -159,5 +159,5 @@ def test_without_transformers_the_error_names_the_extra() -> None:
     run = subprocess.run(
         [sys.executable, "-c", WITHOUT_TRANSFORMERS], capture_output=True, text=True, check=True, timeout=120
     )
-    assert run.stdout.startswith("register_transformers_style: transformers 5.17 or later is needed")
+    assert run.stdout.startswith("register_transformers_style: needs transformers 5.17 or later")
     assert '".[transformers]"' in run.stdout

@@ -22,7 +22,7 @@ SECONDS = 120
 def run_on_ranks(
     check: Callable[..., None], folder: Path, *args: Any, backend: str = "gloo", ranks: int = RANKS
 ) -> None:
-    """Call `check(rank, *args)`, a function of a module, in each of several processes; fail if it raises in any of them.
+    """Call `check(rank, *args)`, a function of a module, in each of some processes; fail if it raises in any of them.
 
     Their process group meets in a file in `folder`. With `nccl`, each rank has the GPU of its number.
     """
