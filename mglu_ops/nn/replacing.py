@@ -60,10 +60,9 @@ def _check(replace: object) -> None:
 
 def _places(model: nn.Module) -> Iterator[tuple[nn.Module | None, str, nn.Module]]:
     """Yield each module with its name in each parent, a shared one several times; the model itself has no parent."""
-    yield None, "", model
-    for parent in model.modules():
-        for name, module in parent.named_children():
-            yield parent, name, module
+    for path, module in model.named_modules(remove_duplicate=False):
+        parent, _, name = path.rpartition(".")
+        yield model.get_submodule(parent) if path else None, name, module
 
 
 def _replacement(module: nn.Module, cls: type[nn.Module], function: Callable[..., nn.Module]) -> nn.Module:
@@ -91,11 +90,11 @@ def warn_of_lookalikes(model: nn.Module, stacklevel: int) -> None:
     for cls, modules in found.items():
         weight, logits = parameters[cls]
         where = ", ".join(modules[:3]) + (f" and {len(modules) - 3} more" if len(modules) > 3 else "")
+        function = f"lambda module: mglu_ops.nn.MGLU.from_parameters(module.{weight}, module.{logits})"
         warnings.warn(
-            f"freeze: {where}: a {cls.__qualname__} looks like an MGLU layer ({weight} [d, h], {logits} [n, d, h]) but is "
-            "no module of mglu_ops, so its masks were not packed; if it is one, call freeze(model, replace={"
-            f"{cls.__name__}: lambda module: mglu_ops.nn.MGLU.from_parameters(module.{weight}, module.{logits})}}) with "
-            "its activation",
+            f"freeze: {where}: a {cls.__qualname__} looks like an MGLU layer ({weight} [d, h], {logits} [n, d, h]) but "
+            "is no module of mglu_ops, so its masks were not packed; if it is one, call "
+            f"freeze(model, replace={{{cls.__name__}: {function}}}) with its activation",
             UserWarning,
             stacklevel=stacklevel + 1,
         )
