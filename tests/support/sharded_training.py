@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from budgets import relative_error
-from tensor_parallel import INTERMEDIATE, SAME, STEPS, WIDTH, Setting, whole
+from tensor_parallel import SAME, STEPS, Setting, whole
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -64,10 +64,10 @@ def alone(setting: Setting) -> DeviceMesh:
 def check_spread(setting: Setting) -> None:
     """Each rank holds its share of every mask, and of the weight."""
     for n_masks in (1, 3):
-        model = nn.Sequential(MGLUFeedForward(WIDTH, INTERMEDIATE, n_masks=n_masks)).to(setting.device)
-        layer, rows = shard_fully(model, setting.mesh)[0].mglu, INTERMEDIATE // setting.mesh.size()
-        assert layer.mask_logits.to_local().shape == (n_masks, rows, WIDTH)
-        assert layer.weight.to_local().shape == (rows, WIDTH)
+        model = nn.Sequential(MGLUFeedForward(setting.width, setting.intermediate, n_masks=n_masks)).to(setting.device)
+        layer, rows = shard_fully(model, setting.mesh)[0].mglu, setting.intermediate // setting.mesh.size()
+        assert layer.mask_logits.to_local().shape == (n_masks, rows, setting.width)
+        assert layer.weight.to_local().shape == (rows, setting.width)
 
 
 def check_fully_sharded_training(setting: Setting) -> None:
@@ -177,7 +177,9 @@ def load(rank: int, device: str, folder: str) -> None:
 def load_whole(folder: str) -> None:
     """Load each of them into a model of one process, without a process group: the same bits."""
     for way in WAYS:
-        model = nn.Sequential(*(MGLUFeedForward(WIDTH, INTERMEDIATE, n_masks=3) for _ in range(2))).double()
+        model = Setting(None, "cpu", torch.float64).model()
+        for layer in model:
+            layer.reset_parameters()
         if way == "frozen":
             mglu_ops.freeze(model)
         stored = {"model": get_model_state_dict(model)}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -19,7 +21,9 @@ import mglu_ops
 from mglu_ops.nn import MGLU, MGLUFeedForward, NaiveMGLU, parameter_groups
 from mglu_ops.parallel import ColwiseMGLU
 
-WIDTH, INTERMEDIATE, TOKENS, STEPS = 32, 48, (4, 8), 5
+TOKENS, STEPS = (4, 8), 5
+WIDTH, WIDE = 36, 256
+"""Widths of x: one with padding in the packed masks, and one for the GPU's kernels of 16 bits."""
 SAME = 1e-11
 """In float64, parameters after several steps may differ by as much, relative to their norm: sums in another order."""
 
@@ -36,10 +40,15 @@ class Setting:
     mesh: DeviceMesh
     device: str
     dtype: torch.dtype
+    width: int = WIDTH
 
     @staticmethod
-    def of(device: str, dtype: torch.dtype) -> Setting:
-        return Setting(init_device_mesh(device, (dist.get_world_size(),)), device, dtype)
+    def of(device: str, dtype: torch.dtype, width: int = WIDTH) -> Setting:
+        return Setting(init_device_mesh(device, (dist.get_world_size(),)), device, dtype, width)
+
+    @property
+    def intermediate(self) -> int:
+        return 48 if self.width == WIDTH else 2 * self.width
 
     def assert_same(self, got: Tensor, want: Tensor, what: str, factor: float = 1) -> None:
         error = relative_error(whole(got), whole(want))
@@ -50,9 +59,9 @@ class Setting:
         torch.manual_seed(0)
         layers = []
         for _ in range(2):
-            layer = MGLUFeedForward(WIDTH, INTERMEDIATE, n_masks=3, **options)
+            layer = MGLUFeedForward(self.width, self.intermediate, n_masks=3, **options)
             if kind is NaiveMGLU:
-                naive = NaiveMGLU(WIDTH, INTERMEDIATE, n_masks=3, **options)
+                naive = NaiveMGLU(self.width, self.intermediate, n_masks=3, **options)
                 naive.load_state_dict(layer.mglu.state_dict())
                 layer.mglu = naive
             layers.append(layer)
@@ -70,7 +79,7 @@ class Setting:
         return tensor.chunk(self.mesh.size(), 1)[self.mesh.get_local_rank()]
 
     def x(self, seed: int = 1) -> Tensor:
-        x = torch.randn(*TOKENS, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        x = torch.randn(*TOKENS, self.width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         return x.to(self.device, self.dtype)
 
 
@@ -193,13 +202,47 @@ def check_freezing(setting: Setting) -> None:
             assert one.mglu.packed_masks is packed
 
 
+def check_uneven(setting: Setting) -> None:
+    """With DTensor results, the number of ranks need not divide out_features; with local ones, it must."""
+    ranks = setting.mesh.size()
+    for out_features in (3 * ranks + 1, 1):  # parts of different sizes, and ranks without a part
+        torch.manual_seed(0)
+        alone, sharded = (MGLU(setting.width, out_features).to(setting.device, setting.dtype) for _ in range(2))
+        sharded.load_state_dict(alone.state_dict())
+        with pytest.raises(
+            ValueError, match=f"out_features: got {out_features}, must be a multiple of the .*, {ranks}"
+        ):
+            parallelize_module(sharded, setting.mesh, ColwiseMGLU())
+        parallelize_module(sharded, setting.mesh, ColwiseMGLU(use_local_output=False))
+        want = gradients(alone, alone, setting.x())
+        assert_same_gradients(setting, gradients(sharded, sharded, setting.x()), want, f"out_features={out_features}")
+        whole_output = ColwiseMGLU(output_layouts=Replicate())
+        gathered = parallelize_module(copy.deepcopy(alone), setting.mesh, whole_output)
+        assert_same_gradients(setting, gradients(gathered, gathered, setting.x()), want, "gathered")
+    with pytest.raises(TypeError, match="module: got Linear, must be an MGLU or a NaiveMGLU for ColwiseMGLU"):
+        parallelize_module(nn.Linear(4, 4), setting.mesh, ColwiseMGLU())
+
+
+def check_damaged_masks(setting: Setting) -> None:
+    """Packed masks with a bit in the padding of one rank are refused by all, when they are loaded or first used."""
+    sharded = setting.parallel(setting.model(learnable_masks=False))
+    state = {name: tensor.clone() for name, tensor in sharded.state_dict().items()}
+    if setting.mesh.get_local_rank() == 1:
+        state["1.mglu.packed_masks"].to_local()[0, -1, 0] |= 0x80
+    with pytest.raises(RuntimeError, match=r"1\.mglu\.packed_masks: padding bits past in_features=36 are set"):
+        sharded.load_state_dict(state)
+    sharded[0].mglu.packed_masks = state["1.mglu.packed_masks"]
+    with pytest.raises(ValueError, match="packed_masks: padding bits past in_features=36 are set"):
+        sharded[0].mglu(setting.x())
+
+
 CHECKS = {"placements": check_placements, "results": check_results, "training": check_training}
-CHECKS |= {"freezing": check_freezing}
+CHECKS |= {"freezing": check_freezing, "uneven": check_uneven, "damaged_masks": check_damaged_masks}
 
 
-def run_checks(rank: int, device: str, dtype: torch.dtype, names: Sequence[str]) -> None:
+def run_checks(rank: int, device: str, dtype: torch.dtype, names: Sequence[str], width: int = WIDTH) -> None:
     """Run checks on this rank, one after the other: processes take longer to start than a check takes."""
-    setting = Setting.of(device, dtype)
+    setting = Setting.of(device, dtype, width)
     for name in names:
         CHECKS[name](setting)
 
