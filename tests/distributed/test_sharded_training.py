@@ -17,26 +17,28 @@ from mglu_ops.parallel import shard_placement_fn
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_fully_sharded_layers_learn_as_in_one_process(ranks: int, tmp_path: Path) -> None:
-    run_on_ranks(run_checks, tmp_path, "cpu", torch.float64, ranks=ranks)
+def check_and_save(rank: int, folder: str) -> None:
+    run_checks(rank, "cpu", torch.float64)
+    save(rank, "cpu", folder)
 
 
-@pytest.mark.parametrize(
-    ("saved_on", "loaded_on"),
-    [
-        (2, 1),
-        pytest.param(2, 4, marks=pytest.mark.long),
-        pytest.param(4, 2, marks=pytest.mark.long),
-    ],
-)
+def test_fully_sharded_layers_learn_as_in_one_process_which_loads_their_checkpoint(tmp_path: Path) -> None:
+    """One test, because processes take longer to start than each of these checks takes."""
+    run_on_ranks(check_and_save, tmp_path, str(tmp_path))
+    load_whole(str(tmp_path))
+
+
+@pytest.mark.long
+def test_fully_sharded_layers_on_four_ranks(tmp_path: Path) -> None:
+    run_on_ranks(run_checks, tmp_path, "cpu", torch.float64, ranks=4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("saved_on", "loaded_on"), [(2, 4), (4, 2)])
 def test_a_checkpoint_loads_on_another_number_of_ranks(saved_on: int, loaded_on: int, tmp_path: Path) -> None:
     (tmp_path / "to_load").mkdir()
     run_on_ranks(save, tmp_path, "cpu", str(tmp_path), ranks=saved_on)
-    if loaded_on == 1:
-        load_whole(str(tmp_path))
-    else:
-        run_on_ranks(load, tmp_path / "to_load", "cpu", str(tmp_path), ranks=loaded_on)
+    run_on_ranks(load, tmp_path / "to_load", "cpu", str(tmp_path), ranks=loaded_on)
 
 
 def test_only_logits_are_placed() -> None:

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from ranks import RANKS, run_on_ranks
 from torch import nn
 
+from mglu_ops.nn import MGLU, MGLUFeedForward, freeze
+
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
 
 PLAN = {"model.layers.*.mlp.mglu": "mglu_colwise", "model.layers.*.mlp.down_proj": "rowwise"}
@@ -22,8 +24,6 @@ TOKENS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
 def tiny_llama(config):
     """A Llama whose feed-forward layers are MGLU, with Transformers' own classes."""
     from transformers import LlamaForCausalLM
-
-    from mglu_ops.nn import MGLUFeedForward
 
     class Llama(LlamaForCausalLM):
         def __init__(self, config) -> None:
@@ -70,14 +70,20 @@ def logits_and_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {key: t.full_tensor() if isinstance(t, DTensor) else t for key, t in found.items()}
 
 
-def check_loaded(rank: int, folder: str) -> None:
+def check_loaded(rank: int, folders: list[str]) -> None:
+    from mglu_ops.parallel import register_transformers_style
+
+    register_transformers_style()
+    for folder in folders:
+        check_one(folder)
+    check_refusals()
+
+
+def check_one(folder: str) -> None:
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from transformers import AutoConfig
     from transformers.distributed import DistributedConfig
 
-    from mglu_ops.parallel import register_transformers_style
-
-    register_transformers_style()
     config = AutoConfig.from_pretrained(folder)
     model_class = tiny_llama(config)
     whole = model_class.from_pretrained(folder)
@@ -99,49 +105,42 @@ def check_loaded(rank: int, folder: str) -> None:
         assert layer.router.weight.placements == (Replicate(),)
     want, got = logits_and_gradients(whole), logits_and_gradients(model)
     for name in want:
-        torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-6, msg=f"{folder}: {name}")
     model.save_pretrained(f"{folder}/again")
     dist.barrier()
     again = model_class.from_pretrained(f"{folder}/again").state_dict()
     for name, tensor in whole.state_dict().items():
         assert torch.equal(again[name], tensor), name
+    frozen = freeze(model)
+    assert frozen.model.layers[1].mlp.mglu.packed_masks.placements == (Shard(0),)
+    with torch.no_grad():
+        torch.testing.assert_close(frozen(TOKENS).logits, want["logits"], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("learnable_masks", "top_k"),
-    [
-        (False, None),
-        (True, 2),
-        pytest.param(True, None, marks=pytest.mark.long),
-        pytest.param(False, 2, marks=pytest.mark.long),
-    ],
-)
-def test_from_pretrained_shards_and_computes_the_same(learnable_masks: bool, top_k: int | None, tmp_path: Path) -> None:
-    config = config_of(learnable_masks, top_k)
-    torch.manual_seed(0)
-    tiny_llama(config)(config).save_pretrained(tmp_path)
-    run_on_ranks(check_loaded, tmp_path, str(tmp_path))
-
-
-def check_refusals(rank: int) -> None:
+def check_refusals() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
-    from mglu_ops.nn import MGLU
     from mglu_ops.parallel import register_transformers_style
 
-    register_transformers_style()
-    register_transformers_style()
+    register_transformers_style()  # again
     style, mesh = ALL_PARALLEL_STYLES["mglu_colwise"], init_device_mesh("cpu", (RANKS,))
-    with pytest.raises(TypeError, match=r'tp_plan: got the style "mglu_colwise" for a Linear, must be for an MGLU'):
+    with pytest.raises(TypeError, match='tp_plan: got the style "mglu_colwise" for a Linear, must be for an MGLU'):
         style.install_forward(nn.Linear(4, 4), mesh)
     with pytest.raises(ValueError, match="out_features: got 7, must be a multiple of the number of ranks, 2"):
         style.install_forward(MGLU(4, 7), mesh)
 
 
-@pytest.mark.long
-def test_what_cannot_be_sharded_is_refused(tmp_path: Path) -> None:
-    run_on_ranks(check_refusals, tmp_path)
+def test_from_pretrained_shards_and_computes_the_same(tmp_path: Path) -> None:
+    """Learned and fixed masks, with a router and without; in one test, because processes take long to start."""
+    folders = []
+    for learnable_masks in (True, False):
+        for top_k in (None, 2):
+            config = config_of(learnable_masks, top_k)
+            torch.manual_seed(0)
+            folders.append(str(tmp_path / f"{learnable_masks} {top_k}"))
+            tiny_llama(config)(config).save_pretrained(folders[-1])
+    run_on_ranks(check_loaded, tmp_path, folders)
 
 
 WITHOUT_TRANSFORMERS = """

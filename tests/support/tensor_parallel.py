@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -238,6 +239,7 @@ def check_damaged_masks(setting: Setting) -> None:
 
 CHECKS = {"placements": check_placements, "results": check_results, "training": check_training}
 CHECKS |= {"freezing": check_freezing, "uneven": check_uneven, "damaged_masks": check_damaged_masks}
+CHECKS |= {"compiled": partial(check_compiled, backend="aot_eager")}
 
 
 def run_checks(rank: int, device: str, dtype: torch.dtype, names: Sequence[str], width: int = WIDTH) -> None:
