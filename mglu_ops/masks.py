@@ -206,7 +206,8 @@ def check_packed_masks(packed_masks: Tensor, in_features: int, out_features: int
     """
     check_layout(packed_masks, in_features, out_features)
     used = in_features % 8
-    if used and not packed_masks.is_meta and bool((packed_masks[:, -1, :] >> used).any()):
+    padding = 0xFF & ~((1 << used) - 1)  # `&` and no shift: DTensor's `>>` returns its argument unchanged in torch 2.13
+    if used and not packed_masks.is_meta and bool((packed_masks[:, -1, :] & padding).any()):
         raise ValueError(
             f"packed_masks: padding bits past in_features={in_features} are set, must be 0; the tensor is damaged or "
             "was packed for another in_features"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor, nn
 
 from ..activations import get_activation
 from ..checks import FLOATING
@@ -39,3 +40,28 @@ def check_masks(n_masks: object, learnable_masks: object, top_k: object) -> None
     check_flag("learnable_masks", learnable_masks)
     if top_k is not None and not (_is_int(top_k) and 1 <= top_k <= n_masks):  # type: ignore[operator]
         raise ValueError(f"top_k: got {top_k!r}, must be None or an int from 1 to n_masks={n_masks}")
+
+
+def check_weight_and_masks(weight: Tensor, masks: Tensor) -> None:
+    """Check a weight `[out_features, in_features]`, and logits or bool masks `[n_masks, out_features, in_features]`."""
+    for name, tensor, ranks in (("weight", weight, (2,)), ("masks", masks, (2, 3))):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: got {type(tensor).__name__}, must be a tensor")
+        if tensor.dtype not in FLOATING and not (name == "masks" and tensor.dtype is torch.bool):
+            allowed = f"{', '.join(map(str, FLOATING))}{' or torch.bool' if name == 'masks' else ''}"
+            raise TypeError(f"{name}: got dtype {tensor.dtype}, must be one of {allowed}")
+        if tensor.dim() not in ranks:
+            form = "[out_features, in_features]" if name == "weight" else "[n_masks, out_features, in_features]"
+            raise ValueError(f"{name}: got shape {list(tensor.shape)}, must be {form}")
+    if masks.shape[-2:] != weight.shape:
+        raise ValueError(
+            f"masks: got shape {list(masks.shape)}, must be [n_masks, {weight.shape[0]}, {weight.shape[1]}] beside a "
+            f"weight of shape {list(weight.shape)}"
+        )
+    if masks.device != weight.device:
+        raise ValueError(f"masks: got device {masks.device}, must be weight's device {weight.device}")
+
+
+def as_parameter(tensor: Tensor) -> nn.Parameter:
+    """The tensor itself if it is a Parameter, else a Parameter that shares its memory."""
+    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor.detach(), tensor.requires_grad)

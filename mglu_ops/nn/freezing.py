@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
-from typing import TypeVar
+from typing import TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -12,18 +13,27 @@ from torch.nn.utils import parametrize
 from .masked_linear import MaskedLinear
 from .mglu import MGLU
 from .naive import NaiveMGLU
+from .replacing import Replacements, replace_modules, warn_of_lookalikes
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
-def freeze(model: ModelT) -> ModelT:
+@overload
+def freeze(model: ModelT) -> ModelT: ...
+
+
+@overload
+def freeze(model: nn.Module, *, replace: Replacements) -> nn.Module: ...
+
+
+def freeze(model: nn.Module, *, replace: Replacements | None = None) -> nn.Module:
     """Turn the learned masks of every `MGLU` and `NaiveMGLU` in `model` into packed bits, in place.
 
     The buffer `packed_masks` with `M = logits > 0` replaces `mask_logits`, which becomes None, and every `NaiveMGLU`
     becomes an `MGLU`. On the CPU, the results of an `MGLU` stay the same bit for bit. The results of a former
     `NaiveMGLU` stay the same up to the rounding of its dtype, because it now runs the fused operator.
 
-    No module is replaced by a new one. Every module keeps its identity, and so its position in the model (also as the
+    No such module is replaced by a new one. Each keeps its identity, and so its position in the model (also as the
     root, or in several positions), its hooks, training flag and router, its `weight` Parameter (tied weights stay tied)
     and the parametrizations of the weight. Therefore `freeze` also works on modules inside `torch.compile`, which
     recompiles at the next call. Parametrizations of `mask_logits` are evaluated and removed. Modules that share one
@@ -33,26 +43,66 @@ def freeze(model: ModelT) -> ModelT:
     `NaiveMGLU` still runs the naive loop then, and a warning says so. So does, without a warning, a `NaiveMGLU` with
     biases or without masks on gates or values, which no fused operator computes.
 
+    Modules of your own have to be replaced, because only you know what they compute:
+
+        mglu_ops.freeze(model, replace={
+            MyGate: lambda module: mglu_ops.nn.MGLU.from_parameters(module.weight, module.logits, activation="gelu")
+        })
+
+    Each instance of `MyGate` gives way to what the function returns, whose masks are then packed. A module in several
+    positions is replaced by one module, and parameters that the function passes on stay tied. Hooks of the replaced
+    module are lost. Without `replace`, a warning names the modules that look like MGLU layers: those that hold a
+    parameter `[n, d, h]` with n from 1 to 16, and a parameter `[d, h]`, of their own or of an `nn.Linear` in them.
+
+    Tensor-parallel modules (`mglu_ops.parallel.ColwiseMGLU`) are frozen as they are: each rank packs its rows. All
+    ranks must call `freeze`.
+
     An optimizer created before `freeze` still holds the logits: create a new one if training continues.
 
     Args:
         model: any module; the root may itself be an `MGLU`, a `NaiveMGLU` or a `torch.compile`d module.
+        replace: classes of modules, each with a function that takes an instance and returns the module in its place,
+            mostly an `MGLU` by `MGLU.from_parameters`. Subclasses of a class do not count.
 
     Returns:
-        `model`, the same object.
+        `model`, the same object; or what replaces it, if its own class is in `replace`.
 
     Raises:
-        TypeError: `model` is not an `nn.Module`.
+        TypeError: `model` is not an `nn.Module`, `replace` is no such mapping, or a function returned no module.
+        ValueError: the logits are sharded by `fully_shard`, or `replace` has a class that the model does not contain,
+            or the module to replace is the root of a compiled model.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, must be a torch.nn.Module")
+    _refuse_fully_sharded(model, {} if replace is None else replace)
+    if replace is not None:
+        model = replace_modules(model, replace)
     packed: dict[Tensor, Tensor] = {}
     for name, module in list(model.named_modules()):
         if isinstance(module, MaskedLinear):
             _pack_masks(module, packed)
         if isinstance(module, NaiveMGLU):
             _become_fused(module, name)
+    warn_of_lookalikes(model, stacklevel=2)
     return model
+
+
+def _refuse_fully_sharded(model: nn.Module, replace: Replacements) -> None:
+    """Refuse logits that FSDP manages: it has no way to give up a parameter, and would put them back at each call."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return
+    for outer_name, outer in model.named_modules():
+        if not isinstance(outer, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)):
+            continue
+        for name, module in outer.named_modules(prefix=outer_name):
+            if type(module) in replace or (isinstance(module, MaskedLinear) and module.learnable_masks):
+                raise ValueError(
+                    f"model: {name or 'it'} is sharded by FSDP, which cannot give up its logits; call freeze before "
+                    "fully_shard, or load the state dict of this model, which "
+                    "torch.distributed.checkpoint.state_dict.get_model_state_dict returns, into a model without FSDP, "
+                    "and freeze that one"
+                )
 
 
 def _pack_masks(module: MaskedLinear, packed: dict[Tensor, Tensor]) -> None:

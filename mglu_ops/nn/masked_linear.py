@@ -68,6 +68,13 @@ class MaskedLinear(nn.Module):
             self.router = nn.Linear(in_features, n_masks, bias=False, device=device, dtype=dtype)
         self.reset_parameters()
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter, but keep packed masks a buffer: Transformers assigns each DTensor as a Parameter."""
+        if name == _PACKED and param is not None:
+            self.register_buffer(_PACKED, param)
+        else:
+            super().register_parameter(name, param)
+
     @property
     def learnable_masks(self) -> bool:
         """Whether the masks are logits that training updates; False for fixed and for frozen masks."""

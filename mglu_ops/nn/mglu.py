@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .. import ops
-from .arguments import check_flag
+from .arguments import as_parameter, check_flag, check_weight_and_masks
 from .masked_linear import MaskedLinear
 from .packed_buffers import check_masks_in_use
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class MGLU(MaskedLinear):
@@ -79,6 +84,61 @@ class MGLU(MaskedLinear):
             dtype=dtype,
         )
         self.save_activations = save_activations
+
+    @classmethod
+    def from_parameters(
+        cls,
+        weight: Tensor,
+        masks: Tensor,
+        *,
+        activation: str = "silu",
+        router: nn.Linear | None = None,
+        top_k: int | None = None,
+        save_activations: bool = True,
+    ) -> Self:
+        """Make a layer of tensors that exist, such as those of a module of your own.
+
+        Parameters are taken and not copied, so that tied weights stay tied; a tensor that is no Parameter becomes one
+        that shares its memory.
+
+        Args:
+            weight: `[out_features, in_features]`, float16, bfloat16, float32 or float64.
+            masks: `[n_masks, out_features, in_features]`, or `[out_features, in_features]` for one mask. Floating
+                values are logits with `M = logits > 0`, which can be trained; subtract another threshold before. Bool
+                masks are fixed, and are packed.
+            activation: as in `MGLU`; it acts on the half of the weight where a mask is 1.
+            router: `nn.Linear(in_features, n_masks)` with or without bias, for `top_k`.
+            top_k: as in `MGLU`.
+            save_activations: as in `MGLU`.
+
+        Raises:
+            TypeError: a tensor has another dtype.
+            ValueError: a tensor has another shape, `top_k` is without `router` or the other way round, or another
+                argument is out of range.
+        """
+        check_weight_and_masks(weight, masks)
+        if (router is None) != (top_k is None):
+            raise ValueError(f"router: got {router!r} with top_k={top_k!r}, must both be given or both be None")
+        masks = masks if masks.dim() == 3 else masks.unsqueeze(0)
+        out_features, in_features = weight.shape
+        layer = cls(
+            in_features,
+            out_features,
+            n_masks=masks.shape[0],
+            activation=activation,
+            learnable_masks=masks.is_floating_point(),
+            top_k=top_k,
+            save_activations=save_activations,
+            device="meta",
+            dtype=weight.dtype,
+        )
+        layer.weight = as_parameter(weight)
+        layer.router = router
+        if masks.is_floating_point():
+            layer.mask_logits = as_parameter(masks)
+        else:
+            layer.packed_masks = ops.pack_masks(masks)
+        return layer
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x `[..., in_features]` to `[..., out_features]`, in x's dtype or under autocast in autocast's.

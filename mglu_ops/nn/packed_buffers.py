@@ -7,6 +7,7 @@ checked when a module first uses them, or earlier by `check_masks`.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -93,9 +94,13 @@ def check_masks_in_use(module: MaskedLinear, packed_masks: Tensor) -> None:
 
 
 def _is_readable(tensor: Tensor) -> bool:
-    """Whether Python may read values now: no tensor subclass, no tracing, no transform, and no capture of a GPU."""
+    """Whether Python may read values now: no tracing, no transform, no capture of a GPU, and no tensor subclass.
+
+    A DTensor may be read, which all its ranks do: they use the layer together, and raise the same error.
+    """
+    dtensor = sys.modules.get("torch.distributed.tensor")
     return (
-        type(tensor) in (Tensor, nn.Parameter)
+        (type(tensor) in (Tensor, nn.Parameter) or (dtensor is not None and isinstance(tensor, dtensor.DTensor)))
         and not torch.jit.is_tracing()
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()

@@ -19,8 +19,10 @@ RANKS = 2
 SECONDS = 120
 
 
-def run_on_ranks(check: Callable[..., None], folder: Path, *args: Any, backend: str = "gloo") -> None:
-    """Call `check(rank, *args)`, a function of a module, in each of two processes; fail if it raises in any of them.
+def run_on_ranks(
+    check: Callable[..., None], folder: Path, *args: Any, backend: str = "gloo", ranks: int = RANKS
+) -> None:
+    """Call `check(rank, *args)`, a function of a module, in each of some processes; fail if it raises in any of them.
 
     Their process group meets in a file in `folder`. With `nccl`, each rank has the GPU of its number.
     """
@@ -28,8 +30,8 @@ def run_on_ranks(check: Callable[..., None], folder: Path, *args: Any, backend: 
     results = context.Queue()
     store = str(folder / "store")
     workers = [
-        context.Process(target=_run_rank, args=(rank, store, backend, check, args, results), daemon=True)
-        for rank in range(RANKS)
+        context.Process(target=_run_rank, args=(rank, ranks, store, backend, check, args, results), daemon=True)
+        for rank in range(ranks)
     ]
     for worker in workers:
         worker.start()
@@ -47,7 +49,7 @@ def run_on_ranks(check: Callable[..., None], folder: Path, *args: Any, backend: 
 
 
 def _run_rank(
-    rank: int, store: str, backend: str, check: Callable[..., None], args: tuple[Any, ...], results: Any
+    rank: int, ranks: int, store: str, backend: str, check: Callable[..., None], args: tuple[Any, ...], results: Any
 ) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -59,7 +61,7 @@ def _run_rank(
             backend,
             init_method=f"file://{store}",
             rank=rank,
-            world_size=RANKS,
+            world_size=ranks,
             timeout=timedelta(seconds=60),
             device_id=device,
         )

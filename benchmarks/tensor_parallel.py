@@ -1,0 +1,244 @@
+"""Times a feed-forward layer on several GPUs against one: decoding with frozen masks, and a training step.
+
+torchrun --standalone --nproc-per-node 2 -m benchmarks.tensor_parallel --out DIR [--shapes 8192x2048] [--masks 1 4]
+
+Each layer is `down_proj(mglu(x))`, column parallel and then row parallel, with the sum over the ranks. Every rank also
+holds the whole layer and runs it alone. Without GPUs the ranks are processes of the CPU, to see that everything works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+
+import mglu_ops
+from benchmarks.harness import ERROR_BUDGET, Variant, capture, relative_error
+from benchmarks.records import Row, write
+from benchmarks.timing import gpu_microseconds, summarise, wall_microseconds
+from benchmarks.train import shape_of
+from mglu_ops.nn import MGLUFeedForward
+from mglu_ops.parallel import ColwiseMGLU
+
+Call = Callable[[], object]
+
+SHAPES = ((8192, 2048), (14336, 4096))
+MASKS = (1, 4)
+DECODED = (1, 2, 4, 8, 16, 32, 64)
+TRAINED = (8192,)
+ROUNDS = 15
+ROTATED_BYTES = 1e9
+"""Bytes of the layers of a rank that take turns when it decodes, so that nothing comes from L2."""
+SECONDS = 0.02
+"""How long a call is repeated before its clock starts, and is then timed."""
+DECODE, TRAIN = "decode", "training step"
+PROTOCOL = (
+    "down_proj(mglu(x)) in bfloat16; decode: frozen masks, rotating layers > 1 GB a rank, CUDA graphs; training step: "
+    "learned masks, forward and backward, eager; variants in turns whose order changes, all ranks at once; each turn "
+    "repeats its call for 20 ms and is then timed for 20 ms or one call; median over rounds of the slowest rank, us "
+    "per layer"
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A layer `(out_features, in_features)`, the number of its masks and of tokens, and what it does."""
+
+    case: str
+    shape: tuple[int, int]
+    n_masks: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that measure together."""
+
+    mesh: DeviceMesh
+    device: torch.device
+
+    @staticmethod
+    def start() -> Ranks:
+        """Join the ranks that torchrun started, each with the GPU of its number if there are GPUs."""
+        device = torch.device("cpu")
+        if torch.cuda.is_available():
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+            dist.init_process_group("nccl", device_id=device)
+        else:
+            dist.init_process_group("gloo")
+        return Ranks(init_device_mesh(device.type, (dist.get_world_size(),)), device)
+
+    def slowest(self, number: float) -> float:
+        """The largest of the ranks' numbers, on every rank."""
+        largest = torch.tensor(number, dtype=torch.float64, device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest.item()
+
+    def clock(self, call: Callable[[], object], calls: int) -> float:
+        """Microseconds of a call on the slowest rank, averaged over `calls` of them, as many on each rank."""
+        clock = gpu_microseconds if self.device.type == "cuda" else wall_microseconds
+        dist.barrier()
+        return self.slowest(clock(call, calls))
+
+
+def layer_of(problem: Problem, ranks: Ranks) -> nn.Module:
+    """A layer of a problem, with the same random parameters on every rank."""
+    d, h = problem.shape
+    layer = MGLUFeedForward(h, d, n_masks=problem.n_masks, device=ranks.device, dtype=torch.bfloat16)
+    for tensor in layer.state_dict().values():
+        dist.broadcast(tensor, 0)
+    return mglu_ops.freeze(layer).requires_grad_(False) if problem.case == DECODE else layer
+
+
+def parallel(layer: nn.Module, ranks: Ranks) -> nn.Module:
+    """A copy of a layer that is divided over the ranks."""
+    return parallelize_module(copy.deepcopy(layer), ranks.mesh, {"mglu": ColwiseMGLU(), "down_proj": RowwiseParallel()})
+
+
+def decoding(problem: Problem, ranks: Ranks, x: Tensor, whole: nn.Module, is_parallel: bool) -> tuple[Call, int]:
+    """A call that runs enough layers, and their number; the first is `whole`. On a GPU it replays a CUDA graph."""
+    own = sum(t.nbytes for t in whole.state_dict().values()) // (ranks.mesh.size() if is_parallel else 1)
+    count = int(ROTATED_BYTES // own) + 1 if ranks.device.type == "cuda" else 1
+    layers = [parallel(layer, ranks) if is_parallel else layer for layer in _layers(problem, ranks, whole, count)]
+
+    @torch.no_grad()
+    def run(i: int) -> Tensor:
+        return finished(layers[i](x))
+
+    if ranks.device.type == "cuda":
+        graph = capture(Variant("decode", run, count)).graph
+        return graph.replay, count
+    return lambda: [run(i) for i in range(count)], count
+
+
+def _layers(problem: Problem, ranks: Ranks, whole: nn.Module, count: int) -> Iterator[nn.Module]:
+    yield whole
+    for _ in range(count - 1):
+        yield layer_of(problem, ranks)
+
+
+def training(x: Tensor, layer: nn.Module) -> Call:
+    """A call of forward and backward of a layer, which drops the gradients before."""
+    x = x.clone().requires_grad_()
+    leaves = [x, *layer.parameters()]
+
+    def step() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        y = layer(x)
+        y.backward(torch.ones_like(finished(y)))
+        assert x.grad is not None
+        finished(x.grad)
+
+    return step
+
+
+def finished(tensor: Tensor) -> Tensor:
+    """The tensor once its collective, which nothing waited for yet, has written it."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def error_of(whole: nn.Module, layer: nn.Module, x: Tensor) -> float:
+    """The error of a layer's result against float64."""
+    with torch.no_grad():
+        return relative_error(finished(layer(x)), copy.deepcopy(whole).double()(x.double()))
+
+
+def bench(problem: Problem, ranks: Ranks, rounds: int = ROUNDS, seconds: float = SECONDS) -> list[Row]:
+    """Measure a problem on all ranks together, and return a row for one rank and one for all of them."""
+    whole = layer_of(problem, ranks)
+    x = torch.randn(problem.tokens, problem.shape[1], device=ranks.device, dtype=torch.bfloat16)
+    dist.broadcast(x, 0)
+    divided = parallel(whole, ranks)
+    names = {"one rank": whole, f"{ranks.mesh.size()} ranks": divided}
+    errors = {name: ranks.slowest(error_of(whole, layer, x)) for name, layer in names.items()}
+    if problem.case == DECODE:
+        calls = {name: decoding(problem, ranks, x, whole, layer is divided) for name, layer in names.items()}
+    else:
+        calls = {name: (training(x, layer), 1) for name, layer in names.items()}
+    times = in_turns({name: call for name, (call, _) in calls.items()}, ranks, rounds, seconds)
+    return [
+        row_of(problem, name, [time / calls[name][1] for time in of_call], errors[name])
+        for name, of_call in times.items()
+    ]
+
+
+def in_turns(calls: dict[str, Call], ranks: Ranks, rounds: int, seconds: float) -> dict[str, list[float]]:
+    """Times of each call in microseconds. All ranks make the same calls in the same order, as collectives require."""
+    counts = {}
+    for name, call in calls.items():
+        ranks.clock(call, 2)
+        counts[name] = max(1, round(seconds * 1e6 / ranks.clock(call, 2)))
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    order, shuffle = list(calls), random.Random(0).shuffle
+    for _ in range(rounds):
+        shuffle(order)
+        for name in order:
+            ranks.clock(calls[name], counts[name])
+            times[name].append(ranks.clock(calls[name], counts[name]))
+    return times
+
+
+def row_of(problem: Problem, variant: str, times: Sequence[float], error: float) -> Row:
+    """The row of a variant; without a time if its result is wrong."""
+    median, spread = summarise(times)
+    nan = float("nan")
+    if not error <= ERROR_BUDGET[torch.bfloat16]:
+        median = nan
+    d, h = problem.shape
+    return Row(problem.case, variant, problem.tokens, d, h, problem.n_masks, "bfloat16", median, spread, nan, error)
+
+
+def problems(
+    shapes: Sequence[tuple[int, int]], masks: Sequence[int], decoded: Sequence[int], trained: Sequence[int]
+) -> list[Problem]:
+    tokens = [*((DECODE, t) for t in decoded), *((TRAIN, t) for t in trained)]
+    return [Problem(case, shape, n, t) for shape in shapes for n in masks for case, t in tokens]
+
+
+def run(chosen: Sequence[Problem], out: Path, rounds: int = ROUNDS, seconds: float = SECONDS) -> list[Row]:
+    """Measure problems on the ranks of torchrun; rank 0 prints the rows and writes `tensor_parallel.csv`."""
+    ranks = Ranks.start()
+    torch.manual_seed(0)
+    rows: list[Row] = []
+    for problem in chosen:
+        found = bench(problem, ranks, rounds, seconds)
+        rows += found
+        if dist.get_rank() == 0:
+            print(*(f"{row.case:14}{row}" for row in found), sep="\n", flush=True)
+            write(rows, out, "tensor_parallel", f"{dist.get_backend()}, {ranks.mesh.size()} ranks; {PROTOCOL}")
+        if ranks.device.type == "cuda":
+            torch.cuda.empty_cache()
+    dist.destroy_process_group()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--shapes", type=shape_of, nargs="+", default=SHAPES, metavar="DxH")
+    parser.add_argument("--masks", type=int, nargs="+", default=MASKS)
+    parser.add_argument("--decoded", type=int, nargs="*", default=DECODED, help="numbers of tokens to decode")
+    parser.add_argument("--trained", type=int, nargs="*", default=TRAINED, help="numbers of tokens of a training step")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="how long a turn repeats its call")
+    arguments = parser.parse_args()
+    chosen = problems(arguments.shapes, arguments.masks, arguments.decoded, arguments.trained)
+    rows = run(chosen, arguments.out, arguments.rounds, arguments.seconds)
+    raise SystemExit(any(row.is_wrong for row in rows))
+
+
+if __name__ == "__main__":
+    main()

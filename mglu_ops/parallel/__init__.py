@@ -1,0 +1,30 @@
+"""MGLU layers on several GPUs, by the means of torch: DTensor, `parallelize_module`, `fully_shard` and DCP.
+
+The page beside this file shows each of them. Importing this package imports `torch.distributed.tensor`.
+"""
+
+from .colwise import ColwiseMGLU
+from .fsdp import shard_placement_fn
+
+__all__ = ["ColwiseMGLU", "register_transformers_style", "shard_placement_fn"]
+
+
+def register_transformers_style() -> None:
+    """Register the tensor-parallel style `"mglu_colwise"` with Transformers, for the `tp_plan` of a model.
+
+        tp_plan = {"layers.*.mlp.mglu": "mglu_colwise", "layers.*.mlp.down_proj": "rowwise"}
+
+    `from_pretrained` then gives each rank its rows of the weight and of the logits or packed masks. There is no need to
+    call this function beside `import mglu_ops.transformers`, which calls it.
+
+    Raises:
+        ImportError: transformers 5.17 or later is not installed.
+    """
+    try:
+        from .transformers_style import register
+    except ImportError as error:
+        raise ImportError(
+            "register_transformers_style: needs transformers 5.17 or later: in a clone of mglu_ops, call "
+            f'pip install ".[transformers]" ({error})'
+        ) from error
+    register()

@@ -1,0 +1,107 @@
+"""Tensor parallelism: each rank computes a part of out_features, from its rows of the weight and of the masks."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+from ..nn.masked_linear import MaskedLinear
+
+ROWS = {"weight": Shard(0), "mask_logits": Shard(1), "packed_masks": Shard(0)}
+"""The placement that divides the rows, which are out_features, of each tensor of a layer."""
+
+
+class ColwiseMGLU(ColwiseParallel):
+    """Shard an `MGLU` or a `NaiveMGLU` along out_features, for `parallelize_module`.
+
+        parallelize_module(block, mesh, {"mglu": ColwiseMGLU(), "down_proj": RowwiseParallel()})
+
+    Each rank holds its rows of `weight` `[out_features, in_features]`, and of `mask_logits`
+    `[n_masks, out_features, in_features]` or `packed_masks` `[out_features, ceil(in_features / 8), n_masks]`. A router
+    is on every rank. The layer needs no communication in forward, and one sum of the gradient of x over the ranks in
+    backward; `RowwiseParallel` after it sums the result. Layers with learned masks, fixed masks and frozen masks are
+    sharded alike, before or after `mglu_ops.freeze`.
+
+    Args:
+        input_layouts: placement of x `[..., in_features]`: replicated by default; `Shard(1)` if each rank has a part
+            of the sequence of x `[batch, sequence, in_features]`, which is gathered then.
+        output_layouts: placement of the result `[..., out_features]`; by default `Shard(-1)`, a part of out_features
+            on each rank.
+        use_local_output: whether the result is the local part, a plain tensor, or a DTensor.
+
+    Raises:
+        TypeError: (by `parallelize_module`) the module is neither an `MGLU` nor a `NaiveMGLU`.
+        ValueError: (by `parallelize_module`) the result is a local part of out_features, and the number of ranks does
+            not divide out_features: from parts of different sizes, the next module could not tell the whole size.
+            `use_local_output=False` takes any out_features.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, MaskedLinear):
+            raise TypeError(f"module: got {type(module).__name__}, must be an MGLU or a NaiveMGLU for ColwiseMGLU")
+        if self.use_local_output and not self.output_layouts[0].is_replicate():
+            check_divisible(module, device_mesh)
+        return distribute_module(
+            module,
+            device_mesh,
+            partial(_partition, self.src_data_rank),
+            partial(self._prepare_input_fn, self.input_layouts, self.desired_input_layouts),
+            partial(self._prepare_output_fn, self.output_layouts, self.use_local_output),
+        )
+
+
+def check_divisible(module: MaskedLinear, mesh: DeviceMesh) -> None:
+    """Check that every rank gets as many rows.
+
+    Raises:
+        ValueError: the number of ranks does not divide out_features.
+    """
+    if module.out_features % mesh.size():
+        raise ValueError(
+            f"out_features: got {module.out_features}, must be a multiple of the number of ranks, {mesh.size()}"
+        )
+
+
+def _partition(src_data_rank: int | None, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard the layer; `distribute_module` replicates the parameters of its router."""
+    if isinstance(module, MaskedLinear):
+        for tensor_name, placement in ROWS.items():
+            place(module, tensor_name, placement, mesh, src_data_rank)
+
+
+def place(module: nn.Module, name: str, placement: Placement, mesh: DeviceMesh, src_data_rank: int | None) -> None:
+    """Replace a parameter or a buffer by a DTensor, unless it is one, or None.
+
+    Args:
+        module: the module that holds the tensor.
+        name: the name of the tensor in the module.
+        placement: the placement of the DTensor on a mesh of one dimension.
+        mesh: the ranks.
+        src_data_rank: the rank whose values all ranks get; None if each has the values already.
+    """
+    tensor: Tensor | None = getattr(module, name)
+    if tensor is None or isinstance(tensor, DTensor):
+        return
+    placed = distribute_tensor(tensor.detach(), mesh, [placement], src_data_rank=src_data_rank)
+    is_parameter = isinstance(tensor, nn.Parameter)
+    setattr(module, name, nn.Parameter(placed, requires_grad=tensor.requires_grad) if is_parameter else placed)
+
+
+def replicate_router(module: MaskedLinear, mesh: DeviceMesh) -> None:
+    """Replace the parameters of a router by replicated DTensors; every rank has their values already."""
+    if module.router is not None:
+        for name, _ in list(module.router.named_parameters(recurse=False)):
+            place(module.router, name, Replicate(), mesh, None)

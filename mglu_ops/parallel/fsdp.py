@@ -1,0 +1,48 @@
+"""FSDP2: how the logits of masks are divided over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from ..nn.mask_logits import Selection, logits_of_modules, parameters_with_owners, selected
+
+
+def shard_placement_fn(model: nn.Module, *, mask_logits: Selection = ()) -> Callable[[nn.Parameter], Shard | None]:
+    """Return a `shard_placement_fn` for `fully_shard`, which divides each mask over all ranks.
+
+        placement = shard_placement_fn(model)
+        for block in model.blocks:
+            fully_shard(block, shard_placement_fn=placement)
+        fully_shard(model, shard_placement_fn=placement)
+
+    `fully_shard` divides every parameter along its first dimension. In logits `[n_masks, out_features, in_features]`
+    that is the masks, so that with one mask the first rank holds all logits and their optimizer state. This function
+    lets logits be divided along out_features, as the weight is.
+
+    FSDP divides a dimension other than the first only into equal parts: the number of ranks must divide out_features,
+    and its error names the sizes if it does not.
+
+    Args:
+        model: the model; the logits of `MGLU` and `NaiveMGLU` are found by their class.
+        mask_logits: more parameters that are logits, as in `mglu_ops.nn.parameter_groups`.
+
+    Returns:
+        A function of a parameter: `Shard(d)` for logits, where d is their last dimension but one, and None for others.
+
+    Raises:
+        TypeError: `model` is not an `nn.Module`, or `mask_logits` is not as above.
+        ValueError: a name in `mask_logits` fits no parameter.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}, must be a torch.nn.Module")
+    names = set(selected(model, mask_logits))
+
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        # The logits are looked up now: `fully_shard` replaces the parameters of one module after the other.
+        named = {other for name, _, other in parameters_with_owners(model) if name in names}
+        return Shard(parameter.dim() - 2) if parameter in logits_of_modules(model) | named else None
+
+    return placement

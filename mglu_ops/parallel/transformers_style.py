@@ -1,0 +1,38 @@
+"""The tensor-parallel style "mglu_colwise" of Transformers. Import this module only where transformers is installed."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, ColwiseParallel
+
+from ..nn.masked_linear import MaskedLinear
+from .colwise import ROWS, check_divisible, place, replicate_router
+
+NAME = "mglu_colwise"
+
+
+class TransformersColwiseMGLU(ColwiseParallel):
+    """`mglu_ops.parallel.ColwiseMGLU` for the `tp_plan` of a Transformers model.
+
+    Transformers shards the parameters of the module one by one, before it loads a checkpoint, as its style `colwise`
+    does: weight at dimension 0 and logits at dimension 1, the last dimension but one of each. It leaves buffers and the
+    router's parameters alone; `install_forward` places these, so that the loader finds DTensors and reads the rows of
+    this rank.
+    """
+
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Place the packed masks and the router, and let the module run on DTensors."""
+        if not isinstance(module, MaskedLinear):
+            raise TypeError(
+                f'tp_plan: got the style "{NAME}" for a {type(module).__name__}, must be for an MGLU or a NaiveMGLU'
+            )
+        check_divisible(module, mesh)
+        place(module, "packed_masks", ROWS["packed_masks"], mesh, None)
+        replicate_router(module, mesh)
+        return super().install_forward(module, mesh)
+
+
+def register() -> None:
+    """Register the style, which a second call does again without harm."""
+    ALL_PARALLEL_STYLES.register(NAME, TransformersColwiseMGLU())  # type: ignore[arg-type] # its own styles are no functions

@@ -1,0 +1,162 @@
+"""The style "mglu_colwise" of Transformers on two gloo ranks: the loader shards, and the model computes the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RANKS, run_on_ranks
+from torch import nn
+
+from mglu_ops.nn import MGLU, MGLUFeedForward, freeze
+
+pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
+
+PLAN = {"model.layers.*.mlp.mglu": "mglu_colwise", "model.layers.*.mlp.down_proj": "rowwise"}
+N_MASKS = 3
+TOKENS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+
+
+def tiny_llama(config):
+    """A Llama whose feed-forward layers are MGLU, with Transformers' own classes."""
+    from transformers import LlamaForCausalLM
+
+    class Llama(LlamaForCausalLM):
+        def __init__(self, config) -> None:
+            super().__init__(config)
+            for layer in self.model.layers:
+                layer.mlp = MGLUFeedForward(
+                    config.hidden_size,
+                    config.intermediate_size,
+                    n_masks=N_MASKS,
+                    learnable_masks=config.learnable_masks,
+                    top_k=config.mask_top_k,
+                )
+            self.post_init()
+
+    return Llama
+
+
+def config_of(learnable_masks: bool, top_k: int | None):
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=32,
+        hidden_size=36,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        learnable_masks=learnable_masks,
+        mask_top_k=top_k,
+    )
+
+
+def logits_and_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The logits of the model without gradients, its loss, and the gradients of all parameters."""
+    from torch.distributed.tensor import DTensor
+
+    with torch.no_grad():
+        found = {"logits": model(TOKENS).logits}
+    loss = model(TOKENS, labels=TOKENS).loss
+    loss.backward()
+    found["loss"] = loss.detach()
+    for name, parameter in model.named_parameters():
+        found[name] = parameter.grad
+    return {key: t.full_tensor() if isinstance(t, DTensor) else t for key, t in found.items()}
+
+
+def check_loaded(rank: int, folders: list[str]) -> None:
+    from mglu_ops.parallel import register_transformers_style
+
+    register_transformers_style()
+    for folder in folders:
+        check_one(folder)
+    check_refusals()
+
+
+def check_one(folder: str) -> None:
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from transformers import AutoConfig
+    from transformers.distributed import DistributedConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    model_class = tiny_llama(config)
+    whole = model_class.from_pretrained(folder)
+    distributed = DistributedConfig(tp_size=RANKS, tp_plan=PLAN)
+    model = model_class.from_pretrained(folder, distributed_config=distributed)
+    layer, expected = model.model.layers[1].mlp.mglu, whole.model.layers[1].mlp.mglu
+    placements = {"weight": Shard(0), "mask_logits": Shard(1), "packed_masks": Shard(0)}
+    for name, placement in placements.items():
+        tensor, want = getattr(layer, name), getattr(expected, name)
+        assert (tensor is None) == (want is None), name
+        if want is not None:
+            assert isinstance(tensor, DTensor), name
+            assert tensor.placements == (placement,), name
+            assert tensor.to_local().shape[placement.dim] == want.shape[placement.dim] // RANKS, name
+            assert torch.equal(tensor.full_tensor(), want), name
+    assert set(dict(layer.named_buffers())) == set(dict(expected.named_buffers()))
+    assert set(dict(layer.named_parameters())) == set(dict(expected.named_parameters()))
+    if layer.router is not None:
+        assert layer.router.weight.placements == (Replicate(),)
+    want, got = logits_and_gradients(whole), logits_and_gradients(model)
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-6, msg=f"{folder}: {name}")
+    model.save_pretrained(f"{folder}/again")
+    dist.barrier()
+    again = model_class.from_pretrained(f"{folder}/again").state_dict()
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(again[name], tensor), name
+    frozen = freeze(model)
+    assert frozen.model.layers[1].mlp.mglu.packed_masks.placements == (Shard(0),)
+    with torch.no_grad():
+        torch.testing.assert_close(frozen(TOKENS).logits, want["logits"], rtol=1e-4, atol=1e-6)
+
+
+def check_refusals() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+
+    from mglu_ops.parallel import register_transformers_style
+
+    register_transformers_style()  # again
+    style, mesh = ALL_PARALLEL_STYLES["mglu_colwise"], init_device_mesh("cpu", (RANKS,))
+    with pytest.raises(TypeError, match='tp_plan: got the style "mglu_colwise" for a Linear, must be for an MGLU'):
+        style.install_forward(nn.Linear(4, 4), mesh)
+    with pytest.raises(ValueError, match="out_features: got 7, must be a multiple of the number of ranks, 2"):
+        style.install_forward(MGLU(4, 7), mesh)
+
+
+def test_from_pretrained_shards_and_computes_the_same(tmp_path: Path) -> None:
+    """Learned and fixed masks, with a router and without; in one test, because processes take long to start."""
+    folders = []
+    for learnable_masks in (True, False):
+        for top_k in (None, 2):
+            config = config_of(learnable_masks, top_k)
+            torch.manual_seed(0)
+            folders.append(str(tmp_path / f"{learnable_masks} {top_k}"))
+            tiny_llama(config)(config).save_pretrained(folders[-1])
+    run_on_ranks(check_loaded, tmp_path, folders)
+
+
+WITHOUT_TRANSFORMERS = """
+import sys
+sys.modules["transformers"] = None
+import mglu_ops.parallel
+try:
+    mglu_ops.parallel.register_transformers_style()
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_without_transformers_the_error_names_the_extra() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRANSFORMERS], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert run.stdout.startswith("register_transformers_style: needs transformers 5.17 or later")
+    assert '".[transformers]"' in run.stdout

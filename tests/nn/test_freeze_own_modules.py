@@ -1,0 +1,321 @@
+"""`freeze(model, replace=...)` and `MGLU.from_parameters` for modules of other classes, and the warning about them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from budgets import assert_matches
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from mglu_ops.nn import GLU, MGLU, NaiveMGLU, SwiMGLU, freeze
+
+D, H = 12, 21
+
+
+class Gate(nn.Module):
+    """A user's own MGLU layer, with its parameters in itself."""
+
+    def __init__(self, n_masks: int = 2) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D, H) / 4)
+        self.logits = nn.Parameter(torch.randn(n_masks, D, H))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.zeros(())
+        for m in (self.logits > 0).to(x):
+            y = y + F.gelu(F.linear(x, self.weight * m)) * F.linear(x, self.weight * (1 - m))
+        return y
+
+
+class LinearGate(nn.Module):
+    """The same around an `nn.Linear`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(H, D, bias=False)
+        self.scores = nn.Parameter(torch.randn(1, D, H))
+
+    def forward(self, x: Tensor) -> Tensor:
+        m = (self.scores[0] > 0).to(x)
+        return F.gelu(F.linear(x, self.proj.weight * m)) * F.linear(x, self.proj.weight * (1 - m))
+
+
+def mglu_of(module: Gate) -> MGLU:
+    return MGLU.from_parameters(module.weight, module.logits, activation="gelu")
+
+
+def quiet_freeze(model: nn.Module, **options) -> nn.Module:
+    """Freeze, with every warning an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return freeze(model, **options)
+
+
+# --- Replacing ------------------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Gate()
+        self.again = self.first
+        self.blocks = nn.ModuleList([nn.Sequential(Gate(3), nn.Linear(D, H)), Gate()])
+        self.blocks[1].weight = self.first.weight
+        self.blocks[1].logits = self.first.logits
+        self.ours = SwiMGLU(H, D, n_masks=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x) + self.ours(x)
+        return self.first(x) + 2 * self.again(x) + 3 * self.blocks[1](x)
+
+
+def test_own_modules_give_way_to_frozen_ones_and_stay_shared_and_tied() -> None:
+    torch.manual_seed(0)
+    model, x = Model().eval(), torch.randn(5, H)
+    before, weight, logits = model(x), model.first.weight, model.first.logits.detach().clone()
+    assert quiet_freeze(model, replace={Gate: mglu_of}) is model
+    assert not any(isinstance(module, Gate) for module in model.modules())
+    assert type(model.first) is MGLU
+    assert model.again is model.first
+    assert model.blocks[1] is not model.first
+    assert model.first.weight is weight
+    assert model.blocks[1].weight is weight
+    assert model.blocks[1].packed_masks is model.first.packed_masks
+    assert torch.equal(torch.ops.mglu.unpack_masks(model.first.packed_masks, H), logits > 0)
+    assert not any("logits" in key for key in model.state_dict())
+    assert not model.first.training
+    assert_matches(model(x), before)
+
+
+def test_a_root_of_the_class_is_replaced_in_the_result() -> None:
+    gate, x = Gate().eval(), torch.randn(3, H)
+    frozen = quiet_freeze(gate, replace={Gate: mglu_of})
+    assert type(frozen) is MGLU
+    assert frozen.weight is gate.weight
+    assert not frozen.training
+    assert_matches(frozen(x), gate(x))
+
+
+def test_a_function_may_return_any_module() -> None:
+    model = nn.Sequential(Gate(), nn.Linear(D, 2))
+    freeze(model, replace={Gate: lambda module: nn.Sequential(mglu_of(module), nn.Identity())})
+    assert model[0][0].packed_masks is not None
+
+
+def test_parametrized_modules_are_replaced_by_their_class() -> None:
+    class Doubled(nn.Module):
+        def forward(self, tensor: Tensor) -> Tensor:
+            return 2 * tensor
+
+    model, x = nn.Sequential(Gate()), torch.randn(3, H)
+    parametrize.register_parametrization(model[0], "weight", Doubled())
+    before = model(x)
+    assert_matches(quiet_freeze(model, replace={Gate: mglu_of})(x), before)
+
+
+def test_replacing_inside_a_compiled_model_recompiles() -> None:
+    torch.compiler.reset()
+    model, x = nn.Sequential(nn.Linear(H, H), Gate()), torch.randn(3, H)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    before = compiled(x)
+    assert quiet_freeze(compiled, replace={Gate: mglu_of}) is compiled
+    assert_matches(compiled(x), before)
+    model[1].packed_masks.zero_()
+    assert torch.equal(compiled(x), torch.zeros(3, D))
+
+
+def test_the_root_of_a_compiled_model_is_not_replaced() -> None:
+    compiled = torch.compile(Gate(), backend="eager")
+    with pytest.raises(ValueError, match="replace: Gate is compiled already; call freeze first"):
+        freeze(compiled, replace={Gate: mglu_of})
+
+
+WRONG_REPLACE = {
+    "list": ([Gate], TypeError, "replace: got list, must be a dict from classes of modules to functions"),
+    "instance": ({Gate(): mglu_of}, TypeError, "replace: got the key Gate.*, must be a subclass of torch.nn.Module"),
+    "no module": ({int: mglu_of}, TypeError, "replace: got the key <class 'int'>, must be a subclass"),
+    "value": ({Gate: 1}, TypeError, "replace: got 1 for Gate, must be a function of the module"),
+    "result": ({Gate: lambda module: None}, TypeError, "replace: the function for Gate returned NoneType, must return"),
+    "absent": (
+        {nn.Bilinear: mglu_of},
+        ValueError,
+        "replace: got Bilinear, but no module of the model is of this class",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_REPLACE)
+def test_a_wrong_replacement_is_refused(name: str) -> None:
+    replace, error, message = WRONG_REPLACE[name]
+    with pytest.raises(error, match=message):
+        freeze(nn.Sequential(Gate()), replace=replace)
+
+
+# --- The warning ----------------------------------------------------------------------------------------------------
+
+
+def test_modules_that_look_like_mglu_are_named_with_what_to_do() -> None:
+    model = nn.Sequential(*(Gate() for _ in range(5)), LinearGate())
+    keys, x = set(model.state_dict()), torch.randn(2, H)
+    before = model[0](x)
+    with pytest.warns(UserWarning, match="looks like an MGLU layer") as caught:
+        assert freeze(model) is model
+    assert [warning.filename for warning in caught] == [__file__, __file__]
+    first, second = (str(warning.message) for warning in caught)
+    assert first.startswith(
+        "freeze: 0, 1, 2 and 2 more: a Gate looks like an MGLU layer (weight [d, h], logits [n, d, h])"
+    )
+    assert "replace={Gate: lambda module: mglu_ops.nn.MGLU.from_parameters(module.weight, module.logits)}" in first
+    assert second.startswith("freeze: 5: a LinearGate looks like an MGLU layer (proj.weight [d, h], scores [n, d, h])")
+    assert set(model.state_dict()) == keys
+    assert torch.equal(model[0](x), before)
+    # The advice works.
+    advice = {
+        Gate: lambda module: MGLU.from_parameters(module.weight, module.logits, activation="gelu"),
+        LinearGate: lambda module: MGLU.from_parameters(module.proj.weight, module.scores, activation="gelu"),
+    }
+    want = model[5](x)
+    assert_matches(quiet_freeze(model, replace=advice)[5](x), want)
+
+
+def test_a_root_that_looks_like_mglu_is_named() -> None:
+    with pytest.warns(UserWarning, match="freeze: the model: a Gate looks like"):
+        freeze(Gate())
+
+
+class Experts(nn.Module):
+    """A mixture of experts: a batch of weights and a router, in the same module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 2 * D, H))
+        self.down_proj = nn.Parameter(torch.randn(4, H, D))
+        self.router = nn.Linear(H, 4)
+
+
+class TwoWeights(nn.Module):
+    """A SwiGLU with raw parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Parameter(torch.randn(D, H)) for _ in range(2))
+
+
+class ManyHeads(nn.Module):
+    """A weight beside more matrices of its shape than a layer has masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D, H))
+        self.heads = nn.Parameter(torch.randn(17, D, H))
+
+
+OTHERS: dict[str, Callable[[], nn.Module]] = {
+    "experts": Experts,
+    "two weights": TwoWeights,
+    "17 heads": ManyHeads,
+    "attention": lambda: nn.MultiheadAttention(H, 3),
+    "convolution": lambda: nn.Conv1d(4, 4, 3),
+    "bilinear": lambda: nn.Bilinear(H, D, 4),
+    "lstm": lambda: nn.LSTM(H, D),
+    "transformer": lambda: nn.TransformerEncoderLayer(H, 3),
+    "ours": lambda: nn.Sequential(SwiMGLU(H, D), NaiveMGLU(H, D, top_k=1), GLU(H, D)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_modules_cause_no_warning(name: str) -> None:
+    quiet_freeze(OTHERS[name]())
+
+
+# --- from_parameters ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_from_parameters_is_the_layer_of_these_parameters(dtype: torch.dtype) -> None:
+    source = MGLU(H, D, n_masks=3, activation="relu", top_k=2, dtype=dtype)
+    layer = MGLU.from_parameters(
+        source.weight, source.mask_logits, activation="relu", router=source.router, top_k=2, save_activations=False
+    )
+    assert layer.weight is source.weight
+    assert layer.mask_logits is source.mask_logits
+    assert layer.router is source.router
+    assert layer.extra_repr() == source.extra_repr().replace("save_activations=True", "save_activations=False")
+    x = torch.randn(4, H, dtype=dtype)
+    assert torch.equal(layer(x), source(x))
+    assert torch.equal(freeze(layer)(x), source(x))
+
+
+def test_from_parameters_packs_bool_masks_and_takes_one_mask() -> None:
+    weight, masks, x = torch.randn(D, H), torch.rand(D, H) > 0.5, torch.randn(4, H)
+    fixed = MGLU.from_parameters(weight, masks)
+    assert not fixed.learnable_masks
+    assert not fixed.weight.requires_grad
+    assert fixed.weight.data_ptr() == weight.data_ptr()
+    learned = MGLU.from_parameters(weight, masks.float() - 0.5)
+    assert learned.n_masks == fixed.n_masks == 1
+    assert_matches(fixed(x), F.silu(x @ (weight * masks).T) * (x @ (weight * ~masks).T))
+    assert torch.equal(learned(x), fixed(x))
+
+
+ROUTER = nn.Linear(H, 2)
+WRONG_PARAMETERS = {
+    "weight": (
+        (torch.ones(H), torch.ones(2, D, H)),
+        {},
+        ValueError,
+        r"weight: got shape \[21\], must be \[out_features",
+    ),
+    "list": (([[1.0]], torch.ones(2, D, H)), {}, TypeError, "weight: got list, must be a tensor"),
+    "integers": (
+        (torch.ones(D, H), torch.ones(2, D, H).int()),
+        {},
+        TypeError,
+        "masks: got dtype torch.int32, must be one",
+    ),
+    "bool weight": ((torch.ones(D, H).bool(), torch.ones(2, D, H)), {}, TypeError, "weight: got dtype torch.bool"),
+    "shape": (
+        (torch.ones(D, H), torch.ones(2, H, D)),
+        {},
+        ValueError,
+        r"masks: got shape \[2, 21, 12\], must be \[n_masks, 12",
+    ),
+    "rank": (
+        (torch.ones(D, H), torch.ones(D)),
+        {},
+        ValueError,
+        r"masks: got shape \[12\], must be \[n_masks, out_features",
+    ),
+    "count": ((torch.ones(D, H), torch.ones(17, D, H)), {}, ValueError, "n_masks: got 17, must be an int from 1 to 16"),
+    "device": ((torch.ones(D, H), torch.ones(2, D, H, device="meta")), {}, ValueError, "masks: got device meta"),
+    "top_k": (
+        (torch.ones(D, H), torch.ones(2, D, H)),
+        {"top_k": 1},
+        ValueError,
+        "router: got None with top_k=1, must both",
+    ),
+    "router": (
+        (torch.ones(D, H), torch.ones(2, D, H)),
+        {"router": ROUTER},
+        ValueError,
+        "router: got Linear.* with top_k=None",
+    ),
+    "activation": (
+        (torch.ones(D, H), torch.ones(2, D, H)),
+        {"activation": "swish"},
+        ValueError,
+        "activation: got 'swish'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PARAMETERS)
+def test_wrong_parameters_are_refused(name: str) -> None:
+    arguments, options, error, message = WRONG_PARAMETERS[name]
+    with pytest.raises(error, match=message):
+        MGLU.from_parameters(*arguments, **options)

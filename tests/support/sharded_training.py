@@ -1,0 +1,195 @@
+"""Checks of FSDP2 and of distributed checkpoints with MGLU layers, for `ranks.run_on_ranks`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from budgets import relative_error
+from tensor_parallel import SAME, STEPS, Setting, whole
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import mglu_ops
+from mglu_ops.nn import MGLUFeedForward, parameter_groups
+from mglu_ops.parallel import shard_placement_fn
+
+
+def shard_fully(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
+    placement = shard_placement_fn(model)
+    for layer in model:
+        fully_shard(layer, mesh=mesh, shard_placement_fn=placement)
+    return fully_shard(model, mesh=mesh, shard_placement_fn=placement)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameter_groups(model, lr=1e-2, weight_decay=0.1))
+
+
+def train(
+    setting: Setting, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, parts: DeviceMesh
+) -> None:
+    """Some steps, in which each rank of `parts` has its share of the batch."""
+    for step in steps:
+        optimizer.zero_grad()
+        x, target = (setting.x(seed).chunk(parts.size())[parts.get_local_rank()] for seed in (step, step + STEPS))
+        F.mse_loss(model(x), target).backward()
+        optimizer.step()
+
+
+def assert_same_parameters(got: nn.Module, want: nn.Module, what: str) -> None:
+    for (name, parameter), expected in zip(got.named_parameters(), want.parameters(), strict=True):
+        error = relative_error(whole(parameter), expected)
+        assert error <= SAME, f"{what}: {name}: relative error {error:.3g}"
+
+
+def alone(setting: Setting) -> DeviceMesh:
+    """The mesh of this rank, which trains with the whole batch."""
+    return init_device_mesh(setting.device, (dist.get_world_size(), 1), mesh_dim_names=("all", "one"))["one"]
+
+
+# --- FSDP2 ----------------------------------------------------------------------------------------------------------
+
+
+def check_spread(setting: Setting) -> None:
+    """Each rank holds its share of every mask, and of the weight."""
+    for n_masks in (1, 3):
+        model = nn.Sequential(MGLUFeedForward(setting.width, setting.intermediate, n_masks=n_masks)).to(setting.device)
+        layer, rows = shard_fully(model, setting.mesh)[0].mglu, setting.intermediate // setting.mesh.size()
+        assert layer.mask_logits.to_local().shape == (n_masks, rows, setting.width)
+        assert layer.weight.to_local().shape == (rows, setting.width)
+
+
+def check_fully_sharded_training(setting: Setting) -> None:
+    """Steps of AdamW give the parameters that one process gets with the whole batch; and their logits freeze."""
+    expected, sharded = (setting.model(top_k=2) for _ in range(2))
+    train(setting, expected, optimizer_of(expected), range(STEPS), alone(setting))
+    shard_fully(sharded, setting.mesh)
+    train(setting, sharded, optimizer_of(sharded), range(STEPS), setting.mesh)
+    assert_same_parameters(sharded, expected, "fully_shard")
+    with pytest.raises(ValueError, match=r"model: 0.mglu is sharded by FSDP, .*; call freeze before fully_shard, or"):
+        mglu_ops.freeze(sharded)
+    # The advice works.
+    state = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True))
+    gathered = setting.model(top_k=2)
+    gathered.load_state_dict(state)
+    with torch.no_grad():
+        setting.assert_same(mglu_ops.freeze(gathered)(setting.x()), expected(setting.x()), "frozen", factor=100)
+
+
+def check_frozen_first(setting: Setting) -> None:
+    """A model that is frozen before `fully_shard` trains its weights, and keeps its masks."""
+    expected, sharded = (mglu_ops.freeze(setting.model()) for _ in range(2))
+    train(setting, expected, optimizer_of(expected), range(STEPS), alone(setting))
+    shard_fully(sharded, setting.mesh)
+    train(setting, sharded, optimizer_of(sharded), range(STEPS), setting.mesh)
+    assert_same_parameters(sharded, expected, "frozen")
+    assert torch.equal(sharded[0].mglu.packed_masks, expected[0].mglu.packed_masks)
+
+
+def check_both(setting: Setting) -> None:
+    """Two groups of tensor-parallel ranks, between which FSDP divides what each of them holds."""
+    mesh = init_device_mesh(setting.device, (2, dist.get_world_size() // 2), mesh_dim_names=("data", "tensor"))
+    inner = Setting(mesh["tensor"], setting.device, setting.dtype)
+    expected, sharded = setting.model(top_k=2), inner.parallel(inner.model(top_k=2))
+    shard_fully(sharded, mesh["data"])
+    train(setting, expected, optimizer_of(expected), range(STEPS), alone(setting))
+    train(setting, sharded, optimizer_of(sharded), range(STEPS), mesh["data"])
+    assert_same_parameters(sharded, expected, "fully_shard of tensor-parallel layers")
+
+
+CHECKS = {"spread": check_spread, "training": check_fully_sharded_training, "frozen_first": check_frozen_first}
+
+
+def run_checks(rank: int, device: str, dtype: torch.dtype) -> None:
+    """Run the checks on this rank; with four ranks or more, also that of both kinds of sharding at once."""
+    setting = Setting.of(device, dtype)
+    for check in (*CHECKS.values(), *((check_both,) if dist.get_world_size() >= 4 else ())):
+        check(setting)
+
+
+# --- Checkpoints ----------------------------------------------------------------------------------------------------
+
+SAVED_AT = 2
+"""The step at which a run is saved."""
+
+
+def run_of(setting: Setting, way: str, seed: int) -> tuple[nn.Sequential, DeviceMesh]:
+    """A model whose initial parameters depend on `seed`, sharded in one of three ways, and its data-parallel ranks."""
+    model = setting.model()
+    if seed:
+        torch.manual_seed(seed)
+        for layer in model:
+            layer.reset_parameters()
+    if way == "fully_shard":
+        return shard_fully(model, setting.mesh), setting.mesh
+    if way == "frozen":
+        mglu_ops.freeze(model)
+    return setting.parallel(model), alone(setting)
+
+
+WAYS = ("fully_shard", "tensor parallel", "frozen")
+
+
+def save(rank: int, device: str, folder: str) -> None:
+    """Train some steps in each way to shard, and save model and optimizer."""
+    setting = Setting.of(device, torch.float64)
+    for way in WAYS:
+        model, parts = run_of(setting, way, seed=0)
+        optimizer = optimizer_of(model)
+        train(setting, model, optimizer, range(SAVED_AT), parts)
+        state, of_optimizer = get_state_dict(model, optimizer)
+        dcp.save({"model": state, "optimizer": of_optimizer}, checkpoint_id=f"{folder}/{way}")
+        full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if rank == 0:
+            torch.save(full, f"{folder}/{way}.pt")
+
+
+def load(rank: int, device: str, folder: str) -> None:
+    """Load each of them on these ranks: the same bits; and going on gives what one process gets without a stop."""
+    setting = Setting.of(device, torch.float64)
+    for way in WAYS:
+        model, parts = run_of(setting, way, seed=1)
+        optimizer = optimizer_of(model)
+        state, of_optimizer = get_state_dict(model, optimizer)
+        stored = {"model": state, "optimizer": of_optimizer}
+        dcp.load(stored, checkpoint_id=f"{folder}/{way}")
+        set_state_dict(model, optimizer, model_state_dict=stored["model"], optim_state_dict=stored["optimizer"])
+        assert_same_bits(model, torch.load(f"{folder}/{way}.pt"), way)
+        train(setting, model, optimizer, range(SAVED_AT, STEPS), parts)
+        expected = setting.model()
+        if way == "frozen":
+            mglu_ops.freeze(expected)
+        train(setting, expected, optimizer_of(expected), range(STEPS), alone(setting))
+        assert_same_parameters(model, expected, way)
+
+
+def load_whole(folder: str) -> None:
+    """Load each of them into a model of one process, without a process group: the same bits."""
+    for way in WAYS:
+        model = Setting(None, "cpu", torch.float64).model()
+        for layer in model:
+            layer.reset_parameters()
+        if way == "frozen":
+            mglu_ops.freeze(model)
+        stored = {"model": get_model_state_dict(model)}
+        dcp.load(stored, checkpoint_id=f"{folder}/{way}")
+        set_model_state_dict(model, stored["model"])
+        assert_same_bits(model, torch.load(f"{folder}/{way}.pt"), way)
+
+
+def assert_same_bits(model: nn.Module, want: dict[str, Tensor], what: str) -> None:
+    found = {name: whole(tensor).cpu() for name, tensor in model.state_dict().items()}
+    assert found.keys() == want.keys(), what
+    for name, tensor in want.items():
+        assert torch.equal(found[name], tensor), f"{what}: {name}"

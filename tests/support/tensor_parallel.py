@@ -1,0 +1,253 @@
+"""Checks that tensor-parallel layers compute, learn and freeze as one process does, for `ranks.run_on_ranks`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from budgets import BUDGET, relative_error
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+
+import mglu_ops
+from mglu_ops.nn import MGLU, MGLUFeedForward, NaiveMGLU, parameter_groups
+from mglu_ops.parallel import ColwiseMGLU
+
+TOKENS, STEPS = (4, 8), 5
+WIDTH, WIDE = 36, 256
+"""Widths of x: one with padding in the packed masks, and one for the GPU's kernels of 16 bits."""
+SAME = 1e-11
+"""In float64, parameters after several steps may differ by as much, relative to their norm: sums in another order."""
+
+
+def whole(array: Tensor) -> Tensor:
+    """All of a tensor that may be sharded."""
+    return array.full_tensor() if isinstance(array, DTensor) else array
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The ranks, and where and in which dtype a check runs."""
+
+    mesh: DeviceMesh
+    device: str
+    dtype: torch.dtype
+    width: int = WIDTH
+
+    @staticmethod
+    def of(device: str, dtype: torch.dtype, width: int = WIDTH) -> Setting:
+        return Setting(init_device_mesh(device, (dist.get_world_size(),)), device, dtype, width)
+
+    @property
+    def intermediate(self) -> int:
+        return 48 if self.width == WIDTH else 2 * self.width
+
+    def assert_same(self, got: Tensor, want: Tensor, what: str, factor: float = 1) -> None:
+        error = relative_error(whole(got), whole(want))
+        assert error <= factor * BUDGET[self.dtype], f"{what}: relative error {error:.3g}"
+
+    def model(self, kind: type[MGLU | NaiveMGLU] = MGLU, **options: Any) -> nn.Sequential:
+        """Two feed-forward layers, the same at every call and on every rank."""
+        torch.manual_seed(0)
+        layers = []
+        for _ in range(2):
+            layer = MGLUFeedForward(self.width, self.intermediate, n_masks=3, **options)
+            if kind is NaiveMGLU:
+                naive = NaiveMGLU(self.width, self.intermediate, n_masks=3, **options)
+                naive.load_state_dict(layer.mglu.state_dict())
+                layer.mglu = naive
+            layers.append(layer)
+        return nn.Sequential(*layers).to(self.device, self.dtype)
+
+    def parallel(self, model: nn.Sequential, sequence: bool = False) -> nn.Sequential:
+        """Shard both layers; with `sequence`, x and the results are divided along the sequence between them."""
+        between = {"input_layouts": Shard(1)} if sequence else {}
+        after = {"output_layouts": Shard(1)} if sequence else {}
+        plan = {"*.mglu": ColwiseMGLU(**between), "*.down_proj": RowwiseParallel(**after)}
+        return parallelize_module(model, self.mesh, plan)
+
+    def part_of_sequence(self, tensor: Tensor) -> Tensor:
+        """This rank's part of a tensor `[batch, sequence, features]`."""
+        return tensor.chunk(self.mesh.size(), 1)[self.mesh.get_local_rank()]
+
+    def x(self, seed: int = 1) -> Tensor:
+        x = torch.randn(*TOKENS, self.width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        return x.to(self.device, self.dtype)
+
+
+def gradients(model: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> dict[str, Tensor]:
+    """The result for x, and the gradients of x and of all parameters, of the sum of its squares."""
+    x = x.clone().requires_grad_()
+    for parameter in model.parameters():
+        parameter.grad = None
+    y = forward(x)
+    y.square().sum().backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {"y": y.detach(), "x": x.grad, **found}
+
+
+def assert_same_gradients(setting: Setting, got: dict[str, Tensor], want: dict[str, Tensor], what: str) -> None:
+    assert set(got) == set(want), what
+    for name in want:
+        assert (got[name] is None) == (want[name] is None), f"{what}: {name}"
+        if want[name] is not None:
+            setting.assert_same(got[name], want[name], f"{what}: {name}", factor=3)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "learned": {},
+    "fixed": {"learnable_masks": False},
+    "routed": {"top_k": 2},
+    "recomputed": {"save_activations": False},
+    "naive": {"kind": NaiveMGLU},
+}
+
+
+def check_placements(setting: Setting) -> None:
+    """Each rank holds its rows of the weight and of the masks, and all of the router."""
+    for learnable_masks in (True, False):
+        model = setting.model(learnable_masks=learnable_masks, top_k=2)
+        layer, expected = (
+            setting.parallel(model)[0].mglu,
+            setting.model(learnable_masks=learnable_masks, top_k=2)[0].mglu,
+        )
+        masks = ("mask_logits", Shard(1)) if learnable_masks else ("packed_masks", Shard(0))
+        for name, placement in (("weight", Shard(0)), masks, ("router.weight", Replicate())):
+            tensor = dict([*layer.named_parameters(), *layer.named_buffers()])[name]
+            want = dict([*expected.named_parameters(), *expected.named_buffers()])[name]
+            assert tensor.placements == (placement,), name
+            assert torch.equal(tensor.full_tensor(), want), name
+            if isinstance(placement, Shard):
+                parts = dist.get_world_size()
+                assert tensor.to_local().shape[placement.dim] == want.shape[placement.dim] // parts, name
+
+
+def check_results(setting: Setting) -> None:
+    """Results and gradients are those of one process, for every kind of layer and both divisions of x."""
+    for name, options in KINDS.items():
+        alone = setting.model(**options)
+        want = gradients(alone, alone, setting.x())
+        for sequence in (False, True):
+            mine = setting.part_of_sequence if sequence else _all
+            expected = {key: mine(t) if key in ("x", "y") else t for key, t in want.items()}
+            sharded = setting.parallel(setting.model(**options), sequence)
+            with torch.no_grad():
+                setting.assert_same(sharded(mine(setting.x())), expected["y"], f"{name}, no gradients", factor=2)
+            got = gradients(sharded, sharded, mine(setting.x()))
+            assert_same_gradients(setting, got, expected, f"{name}, sequence={sequence}")
+
+
+def _all(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def check_compiled(setting: Setting, backend: str) -> None:
+    """Compiled layers give the results and the gradients of eager ones of one process, in a graph without breaks."""
+    for name in ("learned", "fixed", "routed"):
+        torch._dynamo.reset()
+        alone = setting.model(**KINDS[name])
+        sharded = setting.parallel(setting.model(**KINDS[name]))
+        compiled = torch.compile(sharded, backend=backend, fullgraph=True)
+        with torch.no_grad():
+            setting.assert_same(compiled(setting.x()), alone(setting.x()), f"{name}, no gradients", factor=2)
+        want = gradients(alone, alone, setting.x())
+        assert_same_gradients(setting, gradients(sharded, compiled, setting.x()), want, name)
+
+
+def check_training(setting: Setting) -> None:
+    """Some steps of AdamW give the parameters that one process gets, and other masks than before."""
+    for name in ("learned", "routed"):
+        alone, sharded = (setting.model(**KINDS[name]) for _ in range(2))
+        before = alone[0].mglu.mask_logits.detach() > 0
+        setting.parallel(sharded)
+        for model in (alone, sharded):
+            optimizer = torch.optim.AdamW(parameter_groups(model, lr=1e-2, weight_decay=0.1))
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                F.mse_loss(model(setting.x(step)), setting.x(step + STEPS)).backward()
+                optimizer.step()
+        for (key, got), want in zip(sharded.named_parameters(), alone.parameters(), strict=True):
+            error = relative_error(whole(got), want)
+            assert error <= SAME, f"{name}: {key}: relative error {error:.3g}"
+        assert not torch.equal(whole(sharded[0].mglu.mask_logits) > 0, before)
+
+
+def check_freezing(setting: Setting) -> None:
+    """A sharded model freezes to the masks of a whole one, with the results that it had, and freezes only once."""
+    for name in ("learned", "routed", "naive"):
+        alone = mglu_ops.freeze(setting.model(**KINDS[name]))
+        sharded = setting.parallel(setting.model(**KINDS[name]))
+        with torch.no_grad():
+            before = sharded(setting.x())
+            mglu_ops.freeze(sharded)
+            after = sharded(setting.x())
+        if name == "naive":
+            setting.assert_same(after, before, name)
+        else:
+            assert torch.equal(after, before), name
+        for one, other in zip(sharded, alone, strict=True):
+            assert type(one.mglu) is MGLU
+            packed = one.mglu.packed_masks
+            assert packed.placements == (Shard(0),), name
+            assert torch.equal(packed.full_tensor(), other.mglu.packed_masks), name
+            mglu_ops.freeze(sharded)
+            assert one.mglu.packed_masks is packed
+
+
+def check_uneven(setting: Setting) -> None:
+    """With DTensor results, the number of ranks need not divide out_features; with local ones, it must."""
+    ranks = setting.mesh.size()
+    for out_features in (3 * ranks + 1, 1):  # parts of different sizes, and ranks without a part
+        torch.manual_seed(0)
+        alone, sharded = (MGLU(setting.width, out_features).to(setting.device, setting.dtype) for _ in range(2))
+        sharded.load_state_dict(alone.state_dict())
+        with pytest.raises(
+            ValueError, match=f"out_features: got {out_features}, must be a multiple of the .*, {ranks}"
+        ):
+            parallelize_module(sharded, setting.mesh, ColwiseMGLU())
+        parallelize_module(sharded, setting.mesh, ColwiseMGLU(use_local_output=False))
+        want = gradients(alone, alone, setting.x())
+        assert_same_gradients(setting, gradients(sharded, sharded, setting.x()), want, f"out_features={out_features}")
+        whole_output = ColwiseMGLU(output_layouts=Replicate())
+        gathered = parallelize_module(copy.deepcopy(alone), setting.mesh, whole_output)
+        assert_same_gradients(setting, gradients(gathered, gathered, setting.x()), want, "gathered")
+    with pytest.raises(TypeError, match="module: got Linear, must be an MGLU or a NaiveMGLU for ColwiseMGLU"):
+        parallelize_module(nn.Linear(4, 4), setting.mesh, ColwiseMGLU())
+
+
+def check_damaged_masks(setting: Setting) -> None:
+    """Packed masks with a bit in the padding of one rank are refused by all, when they are loaded or first used."""
+    sharded = setting.parallel(setting.model(learnable_masks=False))
+    state = {name: tensor.clone() for name, tensor in sharded.state_dict().items()}
+    if setting.mesh.get_local_rank() == 1:
+        state["1.mglu.packed_masks"].to_local()[0, -1, 0] |= 0x80
+    with pytest.raises(RuntimeError, match=r"1\.mglu\.packed_masks: padding bits past in_features=36 are set"):
+        sharded.load_state_dict(state)
+    sharded[0].mglu.packed_masks = state["1.mglu.packed_masks"]
+    with pytest.raises(ValueError, match="packed_masks: padding bits past in_features=36 are set"):
+        sharded[0].mglu(setting.x())
+
+
+CHECKS = {"placements": check_placements, "results": check_results, "training": check_training}
+CHECKS |= {"freezing": check_freezing, "uneven": check_uneven, "damaged_masks": check_damaged_masks}
+CHECKS |= {"compiled": partial(check_compiled, backend="aot_eager")}
+
+
+def run_checks(rank: int, device: str, dtype: torch.dtype, names: Sequence[str], width: int = WIDTH) -> None:
+    """Run checks on this rank, one after the other: processes take longer to start than a check takes."""
+    setting = Setting.of(device, dtype, width)
+    for name in names:
+        CHECKS[name](setting)
+
+
+def run_compiled(rank: int, device: str, dtype: torch.dtype, backend: str) -> None:
+    check_compiled(Setting.of(device, dtype), backend)
