@@ -1,0 +1,65 @@
+"""The benchmark of `generate`: its forms are one model, and its rows say what was measured."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+
+from benchmarks import generate
+from benchmarks.generate import Form, Problem
+
+LlamaConfig = pytest.importorskip("transformers", reason="transformers is not installed").LlamaConfig
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 40,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+
+
+def test_a_row_for_each_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    # transformers compiles generate's step on a GPU alone, so that no layer would be fused here.
+    monkeypatch.setattr(generate, "MGLUS", tuple(form for form in generate.MGLUS if not form.fused))
+    rows = generate.bench(Problem(batch=2, n_masks=1), SIZES, "cpu", rounds=2, new_tokens=3)
+    assert [(row.variant, row.n_masks) for row in rows] == [
+        ("SwiGLU", 0),
+        ("SwiGLU, pdl", 0),
+        ("naive", 1),
+        ("freeze(replace=...)", 1),
+        ("freeze(replace=...), pdl", 1),
+    ]
+    assert all(row.has_time and row.tokens == 2 and row.shape == (48, 32) for row in rows)
+    assert [math.isnan(row.error) for row in rows] == [True, True, True, False, False]
+    assert max(row.error for row in rows[3:]) < 0.02
+    rows = generate.bench(Problem(batch=1, n_masks=4), SIZES, "cpu", rounds=1, new_tokens=2)
+    assert [row.n_masks for row in rows] == [4, 4, 4]
+
+
+def test_wrong_masks_are_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(module: generate.PlainMGLU) -> torch.nn.Module:
+        return torch.nn.Sequential(generate.MGLU.from_parameters(module.weight, -module.logits), module.down_proj)
+
+    monkeypatch.setattr(generate, "packed", wrong)
+    monkeypatch.setattr(generate, "MGLUS", (Form("naive"), Form("packed", packed=True)))
+    rows = generate.bench(Problem(batch=1, n_masks=4), SIZES, "cpu", rounds=1, new_tokens=2)
+    assert [row.has_time for row in rows] == [True, False]
+
+
+def test_a_fused_form_compiles_with_the_pass_and_pdl_with_its_option() -> None:
+    layer = generate.PlainMGLU(32, 48, n_masks=2)
+    x = torch.randn(3, 32)
+    torch._dynamo.reset()
+    with torch.no_grad(), generate.settings(Form("fused", fused=True)), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        torch.testing.assert_close(torch.compile(layer)(x), layer(x), rtol=1e-4, atol=1e-5)
+    with generate.settings(Form("pdl", pdl=True)):
+        assert torch._inductor.config.triton.enable_pdl
+    assert not torch._inductor.config.triton.enable_pdl
