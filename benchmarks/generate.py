@@ -36,7 +36,7 @@ MASKS = (1, 4)
 ROUNDS = 5
 PROTOCOL = (
     f"generate with a static cache, a prompt of {PROMPT} random tokens, greedy, {NEW_TOKENS} new tokens; wall-clock "
-    f"time of the call by its new tokens, median of {ROUNDS} calls after two others, us a token of each sequence; every "
+    f"time of the call by its new tokens, median of {ROUNDS} calls after two more, us a token of each sequence; every "
     "form compiled anew, one after the other; pdl: torch._inductor.config.triton.enable_pdl; error: of the prompt's "
     "logits, of packed against naive masks"
 )
