@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sharded_training
@@ -18,6 +20,7 @@ from mglu_ops.parallel import shard_placement_fn
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
 
 ON_CPU = ("cpu", torch.float64)
+PAGE = Path(__file__).parents[2] / "mglu_ops/parallel/README.md"
 
 
 def check_and_save(rank: int, folder: str) -> None:
@@ -25,6 +28,26 @@ def check_and_save(rank: int, folder: str) -> None:
     tensor_parallel.run_compiled(rank, *ON_CPU, "aot_eager", ["learned"])
     sharded_training.run_checks(rank, *ON_CPU)
     sharded_training.save(rank, "cpu", folder)
+    sharded_training.load_in_another_way(rank, "cpu", folder)
+    run_page()
+
+
+def run_page() -> None:
+    """Run the snippets of the page in order, and check what each of them leaves."""
+    snippets = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+    tensor_parallel_model, fully_sharded, frozen = snippets
+    names: dict[str, Any] = {}
+    torch.manual_seed(0)
+    exec(tensor_parallel_model, names)
+    assert names["y"].shape == (8, 64)
+    assert names["model"].mglu.mask_logits.to_local().shape == (4, 256 // dist.get_world_size(), 64)
+    exec(fully_sharded, names)
+    assert names["model"][1].mglu.mask_logits.to_local().shape == (1, 256 // dist.get_world_size(), 64)
+    assert [group["name"] for group in names["groups"]] == ["weights", "mask_logits"]
+    exec(frozen, names)
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(names["whole"](x), names["model"](x))
+    assert names["whole"][0].mglu.packed_masks is not None
 
 
 def test_two_ranks_equal_one_process_which_loads_their_checkpoints(tmp_path: Path) -> None:
