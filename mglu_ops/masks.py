@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .sizes import is_negative, same_sizes
-from .tensors import check_dense
+from .tensors import check_dense, whole
 
 FORMAT_VERSION = 1
 MAX_MASKS = 16
@@ -207,7 +207,7 @@ def check_packed_masks(packed_masks: Tensor, in_features: int, out_features: int
     check_layout(packed_masks, in_features, out_features)
     used = in_features % 8
     padding = 0xFF & ~((1 << used) - 1)  # `&` and no shift: DTensor's `>>` returns its argument unchanged in torch 2.13
-    if used and not packed_masks.is_meta and bool((packed_masks[:, -1, :] & padding).any()):
+    if used and not packed_masks.is_meta and bool(whole((packed_masks[:, -1, :] & padding).ne(0).sum())):
         raise ValueError(
             f"packed_masks: padding bits past in_features={in_features} are set, must be 0; the tensor is damaged or "
             "was packed for another in_features"

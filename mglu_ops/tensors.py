@@ -1,4 +1,4 @@
-"""Checks that every tensor argument of an operator passes before its shape and its dtype are looked at."""
+"""Checks that every tensor argument of an operator passes before its shape and its dtype are looked at; DTensors."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ def check_dense(name: str, tensor: Tensor | None) -> None:
     if tensor.layout is not torch.strided or tensor.is_nested:
         layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.").removeprefix("_")
         raise TypeError(f"{name}: got a tensor of layout {layout}, must be a dense tensor (torch.strided)")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The value of a tensor on all ranks, if it is a DTensor, else the tensor; all ranks must call this."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def check_memory(**tensors: Tensor | None) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..masks import N_MASKS_DIM, check_layout, count_ones, n_masks_of
+from ..tensors import whole
 from .mask_logits import Selection, logits_of_modules, selected, without_wrappers
 from .masked_linear import MaskedLinear
 
@@ -195,16 +196,11 @@ def _layers(model: nn.Module, mask_logits: Selection) -> dict[str, Callable[[], 
 def _masks_of_module(module: MaskedLinear) -> _Masks:
     if module.packed_masks is None:
         return _masks_of_logits(module, "mask_logits")
-    packed_masks = _whole(module.packed_masks).clone()
+    packed_masks = whole(module.packed_masks).clone()
     return _Masks(packed_masks, module.in_features, packed_masks.new_zeros((), dtype=torch.float32))
 
 
 def _masks_of_logits(owner: nn.Module, name: str) -> _Masks:
     logits = getattr(owner, name).detach()
     packed_masks = torch.ops.mglu.pack_logits(logits if logits.dim() == 3 else logits.unsqueeze(0))
-    return _Masks(_whole(packed_masks), logits.shape[-1], _whole(logits.isnan().sum()) / logits.numel())
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """The masks or the number of all ranks, if it is a DTensor; gathering bits moves little."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return _Masks(whole(packed_masks), logits.shape[-1], whole(logits.isnan().sum()) / logits.numel())

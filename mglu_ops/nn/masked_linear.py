@@ -103,9 +103,10 @@ class MaskedLinear(nn.Module):
         if self.router is None or self.top_k is None:
             return None
         logits = self.router(x)
-        kept, index = logits.topk(self.top_k, dim=-1)
-        # Under autocast, softmax returns float32; the projections have the dtype of the router's result.
-        return torch.zeros_like(logits).scatter(-1, index, kept.softmax(-1).to(logits.dtype))
+        kept = torch.zeros_like(logits).scatter(-1, logits.detach().topk(self.top_k, dim=-1).indices, 1.0)
+        # The gradient goes through no `topk` and no `scatter`, which DTensor of torch 2.11 cannot differentiate. Under
+        # autocast, softmax returns float32; the projections have the dtype of the router's result.
+        return logits.masked_fill(kept == 0, -math.inf).softmax(-1).to(logits.dtype)
 
     def extra_repr(self) -> str:
         return (

@@ -26,6 +26,7 @@ def torchrun(*arguments: str) -> str:
     return run.stdout
 
 
+@pytest.mark.long
 def test_the_example_trains_and_freezes() -> None:
     sizes = ["--hidden", "32", "--intermediate", "64", "--masks", "2", "--steps", "20"]
     lines = torchrun("examples/tensor_parallel.py", *sizes).splitlines()

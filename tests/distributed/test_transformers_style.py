@@ -131,15 +131,21 @@ def check_refusals() -> None:
         style.install_forward(MGLU(4, 7), mesh)
 
 
-def test_from_pretrained_shards_and_computes_the_same(tmp_path: Path) -> None:
-    """Learned and fixed masks, with a router and without; in one test, because processes take long to start."""
+@pytest.mark.parametrize(
+    "models",
+    [
+        [(True, 2), (False, None)],  # in one test, because processes take longer to start than models to run
+        pytest.param([(True, None), (False, 2)], marks=pytest.mark.long),
+    ],
+)
+def test_from_pretrained_shards_and_computes_the_same(models: list[tuple[bool, int | None]], tmp_path: Path) -> None:
+    """Learned and fixed masks, with a router and without."""
     folders = []
-    for learnable_masks in (True, False):
-        for top_k in (None, 2):
-            config = config_of(learnable_masks, top_k)
-            torch.manual_seed(0)
-            folders.append(str(tmp_path / f"{learnable_masks} {top_k}"))
-            tiny_llama(config)(config).save_pretrained(folders[-1])
+    for learnable_masks, top_k in models:
+        config = config_of(learnable_masks, top_k)
+        torch.manual_seed(0)
+        folders.append(str(tmp_path / f"{learnable_masks} {top_k}"))
+        tiny_llama(config)(config).save_pretrained(folders[-1])
     run_on_ranks(check_loaded, tmp_path, folders)
 
 

@@ -33,7 +33,8 @@ def test_tensor_parallel_layers_in_16_bits(dtype: torch.dtype, tmp_path: Path) -
 
 
 def test_compiled_layers(tmp_path: Path) -> None:
-    run_on_ranks(tensor_parallel.run_compiled, tmp_path, "cuda", torch.float64, "inductor", backend="nccl")
+    arguments = ("cuda", torch.float64, "inductor", ["learned", "fixed", "routed"])
+    run_on_ranks(tensor_parallel.run_compiled, tmp_path, *arguments, backend="nccl")
 
 
 def test_fully_sharded_layers(tmp_path: Path) -> None:

@@ -174,6 +174,20 @@ def load(rank: int, device: str, folder: str) -> None:
         assert_same_parameters(model, expected, way)
 
 
+def load_in_another_way(rank: int, device: str, folder: str) -> None:
+    """Load what FSDP trained into tensor-parallel layers, and freeze these: the masks of the whole logits."""
+    setting = Setting.of(device, torch.float64)
+    model, _ = run_of(setting, "tensor parallel", seed=1)
+    stored = {"model": get_model_state_dict(model)}
+    dcp.load(stored, checkpoint_id=f"{folder}/fully_shard")
+    set_model_state_dict(model, stored["model"])
+    want = torch.load(f"{folder}/fully_shard.pt")
+    assert_same_bits(model, want, "fully_shard to tensor parallel")
+    for i, layer in enumerate(mglu_ops.freeze(model)):
+        packed = torch.ops.mglu.pack_logits(want[f"{i}.mglu.mask_logits"])
+        assert torch.equal(layer.mglu.packed_masks.full_tensor().cpu(), packed)
+
+
 def load_whole(folder: str) -> None:
     """Load each of them into a model of one process, without a process group: the same bits."""
     for way in WAYS:

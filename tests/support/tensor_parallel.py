@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
@@ -134,6 +133,8 @@ def check_placements(setting: Setting) -> None:
 def check_results(setting: Setting) -> None:
     """Results and gradients are those of one process, for every kind of layer and both divisions of x."""
     for name, options in KINDS.items():
+        if name == "routed" and setting.dtype.itemsize < 4:
+            continue  # a rounding of the first layer's result may choose other masks in the second
         alone = setting.model(**options)
         want = gradients(alone, alone, setting.x())
         for sequence in (False, True):
@@ -150,9 +151,9 @@ def _all(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def check_compiled(setting: Setting, backend: str) -> None:
+def check_compiled(setting: Setting, backend: str, kinds: Sequence[str]) -> None:
     """Compiled layers give the results and the gradients of eager ones of one process, in a graph without breaks."""
-    for name in ("learned", "fixed", "routed"):
+    for name in kinds:
         torch._dynamo.reset()
         alone = setting.model(**KINDS[name])
         sharded = setting.parallel(setting.model(**KINDS[name]))
@@ -239,7 +240,6 @@ def check_damaged_masks(setting: Setting) -> None:
 
 CHECKS = {"placements": check_placements, "results": check_results, "training": check_training}
 CHECKS |= {"freezing": check_freezing, "uneven": check_uneven, "damaged_masks": check_damaged_masks}
-CHECKS |= {"compiled": partial(check_compiled, backend="aot_eager")}
 
 
 def run_checks(rank: int, device: str, dtype: torch.dtype, names: Sequence[str], width: int = WIDTH) -> None:
@@ -249,5 +249,5 @@ def run_checks(rank: int, device: str, dtype: torch.dtype, names: Sequence[str],
         CHECKS[name](setting)
 
 
-def run_compiled(rank: int, device: str, dtype: torch.dtype, backend: str) -> None:
-    check_compiled(Setting.of(device, dtype), backend)
+def run_compiled(rank: int, device: str, dtype: torch.dtype, backend: str, kinds: Sequence[str]) -> None:
+    check_compiled(Setting.of(device, dtype), backend, kinds)
