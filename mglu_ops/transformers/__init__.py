@@ -6,18 +6,7 @@ transformers 5.17 or later: `pip install ".[transformers]"` in a clone. The page
 
 from __future__ import annotations
 
-try:
-    import transformers as _transformers
-except ImportError as error:
-    raise ImportError(
-        "mglu_ops.transformers needs the package transformers, 5.17 or later; "
-        'in a clone of mglu_ops, pip install ".[transformers]" installs it'
-    ) from error
-
-_OLDEST = (5, 17)
-if tuple(map(int, _transformers.__version__.split(".")[:2])) < _OLDEST:
-    raise ImportError(f"transformers: got version {_transformers.__version__}, must be 5.17 or later")
-
+from . import requirements  # noqa: F401 (checks what is installed, before the imports below need it)
 from .architectures import register
 from .configuration import MGLULlamaConfig, MGLUMistralConfig, MGLUQwen3Config
 from .conversion import from_swiglu

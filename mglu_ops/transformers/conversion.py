@@ -54,7 +54,7 @@ def from_swiglu(
     | `gate` | `W_g` | random |
     | `up` | `W_u` | random |
 
-    With one mask, `magnitude` is the choice of W and M with the least `|W_g - M * W|^2 + |W_u - (1 - M) * W|^2`. Further
+    With one mask, `magnitude` is the choice of W and M with the least `|W_g - M * W|^2 + |W_u - (1 - M) * W|^2`. More
     masks differ from the first where the two magnitudes are close, because equal masks would stay equal in training.
     The result of MGLU is a sum over the masks; without a router, the down projection is therefore divided by `n_masks`.
 
