@@ -119,7 +119,7 @@ def test_freeze_takes_compiled_models_and_names_others(tmp_path: Path) -> None:
     model = tiny()
     mt.freeze(torch.compile(model, backend="eager"))
     assert not model.config.learnable_masks
-    with pytest.raises(TypeError, match="model: got LlamaForCausalLM, must be a model of mglu_ops.transformers"):
+    with pytest.raises(TypeError, match=r"model: got LlamaForCausalLM, must be a model of mglu_ops\.transformers"):
         mt.freeze(tiny_swiglu())
 
 

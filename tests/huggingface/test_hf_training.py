@@ -82,7 +82,7 @@ def test_an_optimizer_without_groups_is_refused(tmp_path: Path) -> None:
         def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[type[Any], dict[str, Any]]:
             return torch.optim.SGD, {"params": list(model.parameters()), "lr": 0.1}
 
-    with pytest.raises(ValueError, match="optim: got .*, must be an optimizer that takes parameter groups"):
+    with pytest.raises(ValueError, match=r"optim: got .*, must be an optimizer that takes parameter groups"):
         trainer(tiny(), tmp_path, OwnParameters).create_optimizer()
 
 
