@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from transformers.utils.generic import can_return_tuple
 
 
 class RoutedForwardMixin:
     """Adds the load-balancing loss to the loss of a language model in training."""
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -43,7 +45,7 @@ class RoutedForwardMixin:
         config: Any = self.config  # type: ignore[attr-defined]
         if labels is None or not self.training or config.router_aux_loss_coef == 0:  # type: ignore[attr-defined]
             return super().forward(labels=labels, logits_to_keep=logits_to_keep, **inputs)  # type: ignore[misc]
-        outputs = self.model(**inputs, output_router_logits=True)  # type: ignore[attr-defined]
+        outputs = self.model(**inputs, output_router_logits=True, return_dict=True)  # type: ignore[attr-defined]
         return self._with_balance(outputs, labels, logits_to_keep, attention_mask, kwargs)
 
     def _with_balance(

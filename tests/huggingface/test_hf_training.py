@@ -205,6 +205,8 @@ def test_the_balance_is_added_in_training() -> None:
     assert all(mglu.router.weight.grad.abs().sum() > 0 for mglu in mglus(model))
     torch.testing.assert_close(model.eval()(TOKENS, labels=TOKENS).loss, language)
     assert model.train()(TOKENS).loss is None
+    first, *_ = model(TOKENS, labels=TOKENS, return_dict=False)
+    torch.testing.assert_close(first, output.loss)
 
 
 def test_accumulated_batches_count_by_their_tokens() -> None:
