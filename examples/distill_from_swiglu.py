@@ -55,7 +55,7 @@ def main() -> None:
 
 def fit(name: str, model: Any, loss_of: Loss, tokens: Tensor, steps: int) -> None:
     """Train a model with AdamW and a schedule that falls linearly to 0."""
-    optimizer = torch.optim.AdamW(parameter_groups(model, lr=3e-3, weight_decay=0.1))
+    optimizer = torch.optim.AdamW(parameter_groups(model, lr=5e-3, weight_decay=0.1))
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
     model.train()
     start = time.perf_counter()
@@ -80,7 +80,7 @@ def report(name: str, model: Any, tokens: Tensor) -> None:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200, help="steps for the teacher, and again for the student")
+    parser.add_argument("--steps", type=int, default=300, help="steps for the teacher, and again for the student")
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--masks", type=int, default=2, help="number of masks (default: 2)")
     parser.add_argument("--bytes", type=int, default=1_000_000, help="bytes of text to read")

@@ -14,7 +14,7 @@ MANUAL = LIBRARY / "pydoc_data" / "topics.py"  # the chapters of Python's manual
 
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2},
-    "small": {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 6},
+    "small": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4},
 }
 """Sizes of models, for their configurations."""
 

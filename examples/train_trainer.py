@@ -30,7 +30,7 @@ def main() -> None:
         output_dir=options.output,
         max_steps=options.steps,
         per_device_train_batch_size=16,
-        learning_rate=3e-3,
+        learning_rate=5e-3,
         weight_decay=0.1,  # of weights; MGLUTrainer keeps the logits of masks out of it
         lr_scheduler_type="cosine",
         warmup_steps=options.steps // 10,
@@ -57,7 +57,7 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--masks", type=int, default=2, help="number of masks (default: 2)")
     parser.add_argument("--bytes", type=int, default=1_000_000, help="bytes of text to read")

@@ -14,7 +14,7 @@ from transformers.utils.generic import can_return_tuple
 class RoutedForwardMixin:
     """Adds the load-balancing loss to the loss of a language model in training."""
 
-    @can_return_tuple
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
