@@ -80,7 +80,7 @@ def report(name: str, model: Any, tokens: Tensor) -> None:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300, help="steps for the teacher, and again for the student")
+    parser.add_argument("--steps", type=int, default=200, help="steps for the teacher, and again for the student")
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--masks", type=int, default=2, help="number of masks (default: 2)")
     parser.add_argument("--bytes", type=int, default=1_000_000, help="bytes of text to read")
