@@ -3,7 +3,7 @@
     python examples/distill_from_swiglu.py
 
 The teacher is a small Llama, which is trained first on Python's source files. A teacher of your own is any Llama, Qwen3
-or Mistral of Transformers: `AutoModelForCausalLM.from_pretrained(...)`.
+or Mistral of Transformers: `AutoModelForCausalLM.from_pretrained(...)`. Takes about two minutes on 2 CPU cores.
 """
 
 from __future__ import annotations

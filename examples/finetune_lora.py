@@ -3,7 +3,7 @@
     python examples/train_trainer.py
     python examples/finetune_lora.py
 
-LoRA learns a small update of each weight; the masks stay as they are.
+LoRA learns a small update of each weight; the masks stay as they are. Takes about half a minute on 2 CPU cores.
 """
 
 from __future__ import annotations

@@ -50,23 +50,26 @@ def check_dtypes(state_dict: Mapping[str, Any] | None, files: Iterable[str] | No
     Raises:
         TypeError: packed masks have another dtype.
     """
-    for key, dtype in _dtypes(state_dict, files or ()):
-        if key.endswith(".packed_masks") and dtype not in _UINT8:
+    for key, dtype in _dtypes_of_masks(state_dict, files or ()):
+        if dtype not in _UINT8:
             raise TypeError(f"{source}: {key} has dtype {dtype}, must be uint8 (U8)")
 
 
-def _dtypes(state_dict: Mapping[str, Any] | None, files: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """The names and dtypes of the tensors of a checkpoint; of a file, only its head is read."""
-    for key, tensor in (state_dict or {}).items():
-        yield key, str(tensor.dtype)
-    for file in files if state_dict is None else ():
-        if str(file).endswith(".safetensors"):
+def _dtypes_of_masks(state_dict: Mapping[str, Any] | None, files: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """The names and dtypes of the packed masks of a checkpoint; of a file of safetensors, only the head is read."""
+    if state_dict is not None:
+        yield from ((key, str(state_dict[key].dtype)) for key in filter(_names_masks, state_dict))
+        return
+    for file in map(str, files):
+        if file.endswith(".safetensors"):
             with safe_open(file, framework="pt") as tensors:
-                for key in tensors.keys():  # noqa: SIM118 (no mapping)
-                    yield key, tensors.get_slice(key).get_dtype()
-        elif str(file).endswith(".bin"):
-            for key, tensor in torch.load(file, map_location="meta", weights_only=True).items():
-                yield key, str(tensor.dtype)
+                yield from ((key, tensors.get_slice(key).get_dtype()) for key in filter(_names_masks, tensors.keys()))
+        elif file.endswith(".bin"):
+            yield from _dtypes_of_masks(torch.load(file, map_location="meta", weights_only=True), ())
+
+
+def _names_masks(key: str) -> bool:
+    return key.endswith(".packed_masks")
 
 
 def _layer_of(key: str, layers: Mapping[str, nn.Module]) -> bool:

@@ -26,7 +26,7 @@ from transformers import initialization as init
 from transformers.utils.output_capturing import OutputRecorder
 
 from ..nn import MGLU, MGLUFeedForward
-from .configuration import ACTIVATIONS, MGLULlamaConfig, MGLUMistralConfig, MGLUQwen3Config
+from .configuration import ACTIVATIONS, MGLUConfigMixin, MGLULlamaConfig, MGLUMistralConfig, MGLUQwen3Config
 from .loading import check_dtypes, check_loaded
 from .routing import RoutedForwardMixin
 
@@ -113,9 +113,15 @@ def _feed_forward(config: Any) -> MGLUFeedForward:
 
 
 class MGLUModelMixin(MGLUPreTrainedMixin):
-    """A decoder whose layers have MGLU feed-forward layers; put it before the model class of Transformers."""
+    """A decoder whose layers have MGLU feed-forward layers; put it before the model class of Transformers.
+
+    Raises:
+        TypeError: the configuration is not one of this package.
+    """
 
     def __init__(self, config: Any) -> None:
+        if not isinstance(config, MGLUConfigMixin):
+            raise TypeError(f"config: got {type(config).__name__}, must be a configuration of mglu_ops.transformers")
         with _narrow(config):
             super().__init__(config)  # type: ignore[call-arg]
         self.layers: nn.ModuleList

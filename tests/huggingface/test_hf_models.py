@@ -10,10 +10,13 @@ import pytest
 import torch
 from hf_models import BY_NAME, SIZES, TOKENS, frozen, logits, mglus, tiny, tiny_swiglu
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, CompileConfig
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, CompileConfig, LlamaConfig
+from transformers.activations import ACT2FN
 
 import mglu_ops.transformers as mt
+from mglu_ops.activations import get_activation
 from mglu_ops.nn import NaiveMGLU, check_masks
+from mglu_ops.transformers.configuration import ACTIVATIONS
 
 EACH = pytest.mark.parametrize("name", BY_NAME)
 
@@ -77,6 +80,22 @@ def test_nothing_of_the_swiglu_layers_is_left() -> None:
     assert model.config.intermediate_size == 44
 
 
+@EACH
+def test_the_constructor_sets_all_that_transformers_sets(name: str) -> None:
+    """The language models do not call the constructor of their base class."""
+    model, base = tiny(name), tiny_swiglu(name)
+    assert vars(model).keys() == vars(base).keys()
+    assert vars(model.model).keys() == vars(base.model).keys()
+    assert dict(model.named_children()).keys() == dict(base.named_children()).keys()
+    assert model.tp_plan.keys() - base.tp_plan.keys() == {"model.layers.*.mlp.mglu"}
+
+
+@pytest.mark.parametrize("cls", BY_NAME["llama"].mglu)
+def test_another_configuration_is_refused(cls: type[Any]) -> None:
+    with pytest.raises(TypeError, match=r"config: got LlamaConfig, must be a configuration of mglu_ops\.transformers"):
+        cls(LlamaConfig(**SIZES))
+
+
 # --- Configurations ---------------------------------------------------------------------------------------------------
 
 
@@ -104,6 +123,12 @@ def test_a_configuration_survives_as_text() -> None:
     again = mt.MGLUQwen3Config.from_dict(config.to_dict())
     for key in ("n_masks", "mask_top_k", "learnable_masks", "router_aux_loss_coef", "hidden_size"):
         assert getattr(again, key) == getattr(config, key) is not None
+
+
+@pytest.mark.parametrize("hidden_act", ACTIVATIONS)
+def test_activations_are_those_of_transformers(hidden_act: str) -> None:
+    x = torch.linspace(-6, 6, 1001)
+    torch.testing.assert_close(get_activation(ACTIVATIONS[hidden_act]).forward(x), ACT2FN[hidden_act](x))
 
 
 def test_the_package_says_what_to_install() -> None:

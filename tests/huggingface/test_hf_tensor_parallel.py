@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from hf_models import TOKENS, logits, mglus, tiny
+from hf_models import logits, mglus, tiny
 from ranks import run_on_ranks
 from torch import Tensor
 from transformers import AutoModelForCausalLM
