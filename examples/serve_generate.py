@@ -3,8 +3,8 @@
     python examples/train_trainer.py
     python examples/serve_generate.py --prompt "def main("
 
-Prints the text and the tokens per second of two calls. The second is the one to look at: the first compiles on a GPU, and
-may build the kernels on a CPU. Takes about 15 s on 2 CPU cores.
+Prints the text and the tokens per second of two calls. The second is the one to look at: the first compiles on a GPU,
+and may build the kernels on a CPU. Takes about 15 s on 2 CPU cores.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ def main() -> None:
     if not Path(options.model).is_dir():
         raise SystemExit(f"--model: no folder {options.model}; run python examples/train_trainer.py first")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(options.model, device_map=device)
-    if device == "cuda":
-        model.to(torch.bfloat16)
+    dtype = torch.bfloat16 if device == "cuda" else "auto"
+    model = AutoModelForCausalLM.from_pretrained(options.model, device_map=device, dtype=dtype)
     if model.config.learnable_masks:
         freeze(model)
         print("packed the masks; save the model once more, and the next start need not")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,24 @@ def test_inductor_trains_the_same_model(tmp_path: Path) -> None:
     expected = trained(tmp_path / "a")
     assert_close(trained(tmp_path / "b", torch_compile=True), expected)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("form", ["autocast", "bfloat16"])
+def test_masks_learn_in_16_bits(form: str, tmp_path: Path) -> None:
+    model = tiny(**ROUTED)
+    if form == "bfloat16":
+        model.save_pretrained(tmp_path / "model")
+        model = type(model).from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    before = [mglu.mask_logits.clone() for mglu in mglus(model)]
+    options = {"bf16": form == "autocast", "gradient_accumulation_steps": 2, "logging_steps": 1}
+    running = trainer(model, tmp_path / "run", **options)
+    running.train()
+    first, last = (entry["loss"] for entry in running.state.log_history[:2])
+    assert last < first
+    assert first == pytest.approx(math.log(VOCABULARY) + 0.1 * 2, abs=0.1), "a balanced router adds top_k"
+    for mglu, logits in zip(mglus(model), before, strict=True):
+        assert mglu.mask_logits.dtype == torch.float32
+        assert not torch.equal(mglu.mask_logits, logits)
 
 
 def test_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
