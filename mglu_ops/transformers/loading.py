@@ -29,12 +29,12 @@ def check_loaded(model: nn.Module, info: Any, source: str) -> None:
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MaskedLinear)}
     for key, found, expected in sorted(info.mismatched_keys):
-        if _layer_of(key, layers):
+        if _is_of(key, layers):
             raise ValueError(
                 f"{source}: {key} has shape {list(found)}, but the configuration says {list(expected)}; check "
                 "hidden_size, intermediate_size and n_masks (ignore_mismatched_sizes does not hold for MGLU layers)"
             )
-    missing = sorted(key for key in info.missing_keys if _layer_of(key, layers))
+    missing = sorted(key for key in info.missing_keys if _is_of(key, layers))
     if missing:
         others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(f"{source}: has no {missing[0]}{others}; {_reason(set(info.unexpected_keys))}")
@@ -72,7 +72,7 @@ def _names_masks(key: str) -> bool:
     return key.endswith(".packed_masks")
 
 
-def _layer_of(key: str, layers: Mapping[str, nn.Module]) -> bool:
+def _is_of(key: str, layers: Mapping[str, nn.Module]) -> bool:
     """Whether a key names a tensor of one of the layers, or of its router."""
     owner = key.rpartition(".")[0]
     return owner in layers or owner.removesuffix(".router") in layers

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -30,17 +30,22 @@ from .configuration import ACTIVATIONS, MGLUConfigMixin, MGLULlamaConfig, MGLUMi
 from .loading import check_dtypes, check_loaded
 from .routing import RoutedForwardMixin
 
+if TYPE_CHECKING:  # what the mixins stand before
+    from transformers import PreTrainedModel as _Model
+else:
+    _Model = object
 
-class MGLUPreTrainedMixin:
+
+class MGLUPreTrainedMixin(_Model):
     """How the weights of MGLU layers are initialised, loaded and saved."""
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Initialise the weight as Transformers initialises linear layers, and the masks as `mglu_ops.nn` does."""
         if not isinstance(module, MGLU):
-            super()._init_weights(module)  # type: ignore[misc]
+            super()._init_weights(module)
             return
-        init.normal_(module.weight, std=self.config.initializer_range)  # type: ignore[attr-defined]
+        init.normal_(module.weight, std=self.config.initializer_range)
         masks = module.packed_masks if module.mask_logits is None else module.mask_logits
         if not getattr(masks, "_is_hf_initialized", False):
             module.reset_masks()
@@ -66,7 +71,7 @@ class MGLUPreTrainedMixin:
             ValueError: some layers have packed masks and others learn theirs.
         """
         update_config(self)
-        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        super().save_pretrained(save_directory, *args, **kwargs)
 
 
 def update_config(model: Any) -> None:
@@ -123,11 +128,10 @@ class MGLUModelMixin(MGLUPreTrainedMixin):
         if not isinstance(config, MGLUConfigMixin):
             raise TypeError(f"config: got {type(config).__name__}, must be a configuration of mglu_ops.transformers")
         with _narrow(config):
-            super().__init__(config)  # type: ignore[call-arg]
-        self.layers: nn.ModuleList
+            super().__init__(config)
         for layer in self.layers:
             layer.mlp = _feed_forward(config)
-        self.post_init()  # type: ignore[attr-defined]
+        self.post_init()
 
 
 class MGLUForCausalLMMixin(RoutedForwardMixin, MGLUPreTrainedMixin):
@@ -144,7 +148,7 @@ class MGLUForCausalLMMixin(RoutedForwardMixin, MGLUPreTrainedMixin):
         self.model = self.decoder_class(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()  # type: ignore[attr-defined]
+        self.post_init()
 
 
 def _recorded(base: type[Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,8 +10,13 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.utils.generic import can_return_tuple
 
+if TYPE_CHECKING:  # what the mixin stands before
+    from transformers import PreTrainedModel as _Model
+else:
+    _Model = object
 
-class RoutedForwardMixin:
+
+class RoutedForwardMixin(_Model):
     """Adds the load-balancing loss to the loss of a language model in training."""
 
     @can_return_tuple  # type: ignore[untyped-decorator]
@@ -42,10 +47,9 @@ class RoutedForwardMixin:
             "use_cache": use_cache,
             **kwargs,
         }
-        config: Any = self.config  # type: ignore[attr-defined]
-        if labels is None or not self.training or config.router_aux_loss_coef == 0:  # type: ignore[attr-defined]
-            return super().forward(labels=labels, logits_to_keep=logits_to_keep, **inputs)  # type: ignore[misc]
-        outputs = self.model(**inputs, output_router_logits=True, return_dict=True)  # type: ignore[attr-defined]
+        if labels is None or not self.training or self.config.router_aux_loss_coef == 0:
+            return super().forward(labels=labels, logits_to_keep=logits_to_keep, **inputs)
+        outputs = self.model(**inputs, output_router_logits=True, return_dict=True)
         return self._with_balance(outputs, labels, logits_to_keep, attention_mask, kwargs)
 
     def _with_balance(
@@ -56,12 +60,10 @@ class RoutedForwardMixin:
         attention_mask: Tensor | None,
         kwargs: dict[str, Any],
     ) -> MoeCausalLMOutputWithPast:
-        config: Any = self.config  # type: ignore[attr-defined]
+        config: Any = self.config
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept, :])  # type: ignore[attr-defined]
-        loss = self.loss_function(  # type: ignore[attr-defined]
-            logits=logits, labels=labels, vocab_size=config.vocab_size, **kwargs
-        )
+        logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=config.vocab_size, **kwargs)
         balance = load_balancing_loss(outputs.router_logits, config.n_masks, config.mask_top_k, attention_mask)
         # Trainer divides the loss by the number of tokens of all batches that it accumulates: so does this.
         in_all = kwargs.get("num_items_in_batch")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,7 +15,13 @@ _GROUPS_OF_THEIR_OWN = {"params", "model", "optimizer_dict"}
 """Arguments of optimizers that choose their parameters themselves, such as GaLore and LOMO."""
 
 
-class MGLUTrainerMixin:
+if TYPE_CHECKING:  # what the mixin stands before
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object
+
+
+class MGLUTrainerMixin(_Trainer):
     """Gives mask logits no weight decay and a learning rate of their own; put it before your Trainer class.
 
     `Trainer` decays all parameters but norms and biases, and so the logits too. The groups here are those of
@@ -25,6 +31,8 @@ class MGLUTrainerMixin:
     Args:
         mask_lr: learning rate of mask logits; None for a tenth of `learning_rate`. Other arguments are the Trainer's.
     """
+
+    optimizer: torch.optim.Optimizer | None
 
     def __init__(self, *args: Any, mask_lr: float | None = None, **kwargs: Any) -> None:
         self.mask_lr = mask_lr
@@ -36,21 +44,18 @@ class MGLUTrainerMixin:
         Raises:
             ValueError: the optimizer of the arguments (`optim`) takes no parameter groups.
         """
-        trainer: Any = self
-        if trainer.optimizer is None:
-            trained = trainer.model if model is None else model
-            cls, kwargs = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(
-                trainer.args, trained
-            )
+        if self.optimizer is None:
+            trained = self.model if model is None else model
+            cls, kwargs = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, trained)
             if is_optimizer_factory(cls) or _GROUPS_OF_THEIR_OWN & set(kwargs):
                 raise ValueError(
-                    f"optim: got {trainer.args.optim!r}, must be an optimizer that takes parameter groups, "
+                    f"optim: got {self.args.optim!r}, must be an optimizer that takes parameter groups, "
                     "such as 'adamw_torch'"
                 )
-            rates = {"lr": trainer.args.learning_rate, "mask_lr": self.mask_lr}
-            groups = parameter_groups(trained, weight_decay=trainer.args.weight_decay, **rates)
-            trainer.optimizer = cls(groups, **kwargs)
-        return super().create_optimizer(model)  # type: ignore[misc]
+            rates = {"lr": self.args.learning_rate, "mask_lr": self.mask_lr}
+            groups = parameter_groups(trained, weight_decay=self.args.weight_decay, **rates)
+            self.optimizer = cls(groups, **kwargs)
+        return super().create_optimizer(model)
 
 
 class MGLUTrainer(MGLUTrainerMixin, Trainer):

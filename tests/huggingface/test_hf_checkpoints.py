@@ -76,8 +76,8 @@ def test_layers_that_are_left_on_disk(learnable: bool, tmp_path: Path) -> None:
 @FORMS
 def test_a_decoder_loads_the_checkpoint_of_a_language_model(learnable: bool, tmp_path: Path) -> None:
     model = tiny(learnable_masks=learnable)
-    assert_same_layers = AutoModel.from_pretrained(saved(model, tmp_path))
-    for key, value in assert_same_layers.state_dict().items():
+    decoder = AutoModel.from_pretrained(saved(model, tmp_path))
+    for key, value in decoder.state_dict().items():
         assert torch.equal(value, model.model.state_dict()[key]), key
 
 
