@@ -14,6 +14,8 @@ from .arguments import check_activation, check_dtype, check_masks, check_size
 from .packed_buffers import check_masks_of
 
 LOGITS = "mask_logits"
+LOGITS_STD = 0.01
+"""The standard deviation of new logits."""
 _PACKED = "packed_masks"
 
 
@@ -86,14 +88,19 @@ class MaskedLinear(nn.Module):
         are 1 with probability 1/2.
         """
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        self.reset_masks()
+        if self.router is not None:
+            self.router.reset_parameters()
+
+    @torch.no_grad()
+    def reset_masks(self) -> None:
+        """Initialise the masks alone, as `reset_parameters` does."""
         if self.packed_masks is not None:
             # A random byte is eight random bits, so that no tensor of one byte per weight and mask is needed.
             self.packed_masks.random_(0, 256)
             clear_padding_(self.packed_masks, self.in_features)
         elif self.mask_logits is not None:
-            nn.init.normal_(self.mask_logits, std=0.01)
-        if self.router is not None:
-            self.router.reset_parameters()
+            nn.init.normal_(self.mask_logits, std=LOGITS_STD)
 
     def route_weights(self, x: Tensor) -> Tensor | None:
         """Return route weights `[..., n_masks]`, or None without a router.

@@ -1,0 +1,43 @@
+"""Llama, Qwen3 and Mistral with MGLU feed-forward layers for Hugging Face Transformers.
+
+Importing this package registers the models with `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`. It needs
+transformers 5.17 or later: `pip install ".[transformers]"` in a clone. The page beside this file shows its use.
+"""
+
+from __future__ import annotations
+
+from . import requirements  # noqa: F401 (checks what is installed, before the imports below need it)
+from .architectures import register
+from .configuration import MGLULlamaConfig, MGLUMistralConfig, MGLUQwen3Config
+from .conversion import from_swiglu
+from .freezing import freeze
+from .modeling import (
+    MGLULlamaForCausalLM,
+    MGLULlamaModel,
+    MGLUMistralForCausalLM,
+    MGLUMistralModel,
+    MGLUQwen3ForCausalLM,
+    MGLUQwen3Model,
+)
+from .routing import load_balancing_loss
+from .training import MGLUTrainer, MGLUTrainerMixin
+
+__all__ = [
+    "MGLULlamaConfig",
+    "MGLULlamaForCausalLM",
+    "MGLULlamaModel",
+    "MGLUMistralConfig",
+    "MGLUMistralForCausalLM",
+    "MGLUMistralModel",
+    "MGLUQwen3Config",
+    "MGLUQwen3ForCausalLM",
+    "MGLUQwen3Model",
+    "MGLUTrainer",
+    "MGLUTrainerMixin",
+    "freeze",
+    "from_swiglu",
+    "load_balancing_loss",
+]
+
+register()
+# Tensor parallelism: mglu_ops.parallel.register_transformers_style() belongs here, once that module is in the tree.

@@ -1,0 +1,104 @@
+"""Configurations: those of Llama, Qwen3 and Mistral, with the keys of an MGLU feed-forward layer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+from transformers import LlamaConfig, MistralConfig, Qwen3Config
+
+from ..nn.arguments import check_masks
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu": "relu",
+    "sigmoid": "sigmoid",
+    "tanh": "tanh",
+    "linear": "identity",
+}
+"""What `mglu_ops` calls an activation of Transformers (`hidden_act`)."""
+
+
+@dataclass(kw_only=True, repr=False)
+class MGLUConfigMixin:
+    """The keys that an MGLU model has beside those of the configuration that it is derived from.
+
+    Attributes:
+        n_masks: number of masks of each feed-forward layer, 1 to 16.
+        mask_top_k: number of masks that a token keeps, 1 to n_masks; None for no router. (Transformers takes a key
+            `top_k` for an option of `generate`.)
+        learnable_masks: True for masks that are learned, as logits; False for packed masks, one bit a weight.
+        router_aux_loss_coef: factor of the load-balancing loss, which is added to the loss in training; 0 for none.
+    """
+
+    n_masks: int = 1
+    mask_top_k: int | None = None
+    learnable_masks: bool = True
+    router_aux_loss_coef: float = 0.0
+
+    def validate_masks(self) -> None:
+        """Check the keys of this class, and that the others fit an MGLU; `strict` calls this after `__init__`.
+
+        Raises:
+            ValueError: a value is out of range, or there is a bias, which MGLU has not.
+        """
+        check_masks(self.n_masks, self.learnable_masks, None)
+        top_k, coefficient = self.mask_top_k, self.router_aux_loss_coef
+        if top_k is not None and not (type(top_k) is int and 1 <= top_k <= self.n_masks):
+            raise ValueError(f"mask_top_k: got {top_k!r}, must be None or an int from 1 to n_masks={self.n_masks}")
+        if not (isinstance(coefficient, (int, float)) and math.isfinite(coefficient) and coefficient >= 0):
+            raise ValueError(f"router_aux_loss_coef: got {coefficient!r}, must be a finite number of at least 0")
+        if coefficient > 0 and top_k is None:
+            raise ValueError(f"router_aux_loss_coef: got {coefficient} without mask_top_k, must be 0 without a router")
+        check_feed_forward(self)
+
+
+def check_feed_forward(config: Any) -> None:
+    """Check that the feed-forward layers of a configuration can be MGLU layers.
+
+    Raises:
+        ValueError: they have biases, another activation than those of `mglu_ops`, or differ from layer to layer.
+    """
+    if config.hidden_act not in ACTIVATIONS:
+        raise ValueError(f"hidden_act: got {config.hidden_act!r}, must be one of {', '.join(ACTIVATIONS)}")
+    if getattr(config, "mlp_bias", False):
+        raise ValueError("mlp_bias: got True, must be False; an MGLU layer has no bias")
+    if getattr(config, "is_heterogeneous", False):
+        raise ValueError("per_layer_config: got a value, must be None; all MGLU layers of a model are alike")
+
+
+def _plan(base: type[Any]) -> dict[str, str]:
+    """The tensor-parallel plan of a configuration, with MGLU in place of the two projections of SwiGLU."""
+    plan = {name: style for name, style in base.base_model_tp_plan.items() if ".mlp." not in name}
+    return plan | {"layers.*.mlp.mglu": "mglu_colwise", "layers.*.mlp.down_proj": "rowwise"}
+
+
+@strict
+class MGLULlamaConfig(MGLUConfigMixin, LlamaConfig):
+    """`LlamaConfig` with the keys of `MGLUConfigMixin`."""
+
+    model_type = "mglu_llama"
+    base_model_tp_plan: ClassVar[dict[str, str]] = _plan(LlamaConfig)
+
+
+@strict
+class MGLUQwen3Config(MGLUConfigMixin, Qwen3Config):
+    """`Qwen3Config` with the keys of `MGLUConfigMixin`."""
+
+    model_type = "mglu_qwen3"
+    base_model_tp_plan: ClassVar[dict[str, str]] = _plan(Qwen3Config)
+
+
+@strict
+class MGLUMistralConfig(MGLUConfigMixin, MistralConfig):
+    """`MistralConfig` with the keys of `MGLUConfigMixin`."""
+
+    model_type = "mglu_mistral"
+    base_model_tp_plan: ClassVar[dict[str, str]] = _plan(MistralConfig)

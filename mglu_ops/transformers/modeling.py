@@ -1,0 +1,198 @@
+"""Models: Llama, Qwen3 and Mistral with an MGLU feed-forward layer.
+
+Attention, norms, caches and losses are those of Transformers, from which the classes are derived. What is particular to
+MGLU is in two mixins, which all architectures share.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import (
+    LlamaForCausalLM,
+    LlamaModel,
+    MistralForCausalLM,
+    MistralModel,
+    PreTrainedModel,
+    Qwen3ForCausalLM,
+    Qwen3Model,
+)
+from transformers import initialization as init
+from transformers.utils.output_capturing import OutputRecorder
+
+from ..nn import MGLU, MGLUFeedForward
+from .configuration import ACTIVATIONS, MGLUConfigMixin, MGLULlamaConfig, MGLUMistralConfig, MGLUQwen3Config
+from .loading import check_dtypes, check_loaded
+from .routing import RoutedForwardMixin
+
+if TYPE_CHECKING:  # what the mixins stand before
+    from transformers import PreTrainedModel as _Model
+else:
+    _Model = object
+
+
+class MGLUPreTrainedMixin(_Model):
+    """How the weights of MGLU layers are initialised, loaded and saved."""
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initialise the weight as Transformers initialises linear layers, and the masks as `mglu_ops.nn` does."""
+        if not isinstance(module, MGLU):
+            super()._init_weights(module)
+            return
+        init.normal_(module.weight, std=self.config.initializer_range)
+        masks = module.packed_masks if module.mask_logits is None else module.mask_logits
+        if not getattr(masks, "_is_hf_initialized", False):
+            module.reset_masks()
+
+    @staticmethod
+    def _load_pretrained_model(
+        model: nn.Module, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
+    ) -> Any:
+        """Load a checkpoint as Transformers does, and refuse it if its masks or weights do not fit (`loading`)."""
+        loader = PreTrainedModel._load_pretrained_model
+        if expected_keys is not None:  # the weights of an adapter
+            return loader(model, state_dict, checkpoint_files, load_config, expected_keys)
+        source = str(load_config.pretrained_model_name_or_path or "state_dict")
+        check_dtypes(state_dict, checkpoint_files, source)
+        info, offload_index = loader(model, state_dict, checkpoint_files, load_config)
+        check_loaded(model, info, source)
+        return info, offload_index
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """Save as Transformers does; the configuration says which form the masks have, also after `mglu_ops.freeze`.
+
+        Raises:
+            ValueError: some layers have packed masks and others learn theirs.
+        """
+        update_config(self)
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+
+def update_config(model: Any) -> None:
+    """Let `learnable_masks` of a model's configuration say what its layers are.
+
+    Raises:
+        ValueError: some layers have packed masks and others learn theirs.
+    """
+    learnable = {module.learnable_masks for module in model.modules() if isinstance(module, MGLU)}
+    if len(learnable) > 1:
+        raise ValueError(
+            "model: some layers have packed masks and others learn theirs, which no configuration describes; "
+            "pack all masks with mglu_ops.transformers.freeze(model)"
+        )
+    for value in learnable:
+        model.config.learnable_masks = value
+
+
+@contextmanager
+def _narrow(config: Any) -> Iterator[None]:
+    """Set intermediate_size to 1 meanwhile, where a base class builds SwiGLU layers that are replaced at once."""
+    intermediate_size = config.intermediate_size
+    config.intermediate_size = 1
+    try:
+        yield
+    finally:
+        config.intermediate_size = intermediate_size
+
+
+def _feed_forward(config: Any) -> MGLUFeedForward:
+    layer = MGLUFeedForward(
+        config.hidden_size,
+        config.intermediate_size,
+        n_masks=config.n_masks,
+        activation=ACTIVATIONS[config.hidden_act],
+        learnable_masks=config.learnable_masks,
+        top_k=config.mask_top_k,
+    )
+    logits = layer.mglu.mask_logits
+    if logits is not None:
+        # The steps of training are too small for 16 bits (`parameter_groups`), and float16 has no tiny logits.
+        layer.mglu.mask_logits = nn.Parameter(logits.to(torch.promote_types(logits.dtype, torch.float32)))
+    return layer
+
+
+class MGLUModelMixin(MGLUPreTrainedMixin):
+    """A decoder whose layers have MGLU feed-forward layers; put it before the model class of Transformers.
+
+    Raises:
+        TypeError: the configuration is not one of this package.
+    """
+
+    def __init__(self, config: Any) -> None:
+        if not isinstance(config, MGLUConfigMixin):
+            raise TypeError(f"config: got {type(config).__name__}, must be a configuration of mglu_ops.transformers")
+        with _narrow(config):
+            super().__init__(config)
+        for layer in self.layers:
+            layer.mlp = _feed_forward(config)
+        self.post_init()
+
+
+class MGLUForCausalLMMixin(RoutedForwardMixin, MGLUPreTrainedMixin):
+    """A language model on a decoder of `MGLUModelMixin`; put it before the class of Transformers.
+
+    Attributes:
+        decoder_class: the class of the decoder.
+    """
+
+    decoder_class: ClassVar[type[Any]]
+
+    def __init__(self, config: Any) -> None:
+        PreTrainedModel.__init__(self, config)  # the base class would build a decoder with SwiGLU
+        self.model = self.decoder_class(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+
+def _recorded(base: type[Any]) -> dict[str, Any]:
+    """What a model can return besides: that of its base class, and the logits of the routers."""
+    return {**base._can_record_outputs, "router_logits": OutputRecorder(nn.Linear, layer_name="router")}
+
+
+class MGLULlamaModel(MGLUModelMixin, LlamaModel):
+    """`LlamaModel` with MGLU feed-forward layers."""
+
+    config_class = MGLULlamaConfig
+    _can_record_outputs = _recorded(LlamaModel)
+
+
+class MGLULlamaForCausalLM(MGLUForCausalLMMixin, LlamaForCausalLM):
+    """`LlamaForCausalLM` with MGLU feed-forward layers."""
+
+    config_class = MGLULlamaConfig
+    decoder_class = MGLULlamaModel
+
+
+class MGLUQwen3Model(MGLUModelMixin, Qwen3Model):
+    """`Qwen3Model` with MGLU feed-forward layers."""
+
+    config_class = MGLUQwen3Config
+    _can_record_outputs = _recorded(Qwen3Model)
+
+
+class MGLUQwen3ForCausalLM(MGLUForCausalLMMixin, Qwen3ForCausalLM):
+    """`Qwen3ForCausalLM` with MGLU feed-forward layers."""
+
+    config_class = MGLUQwen3Config
+    decoder_class = MGLUQwen3Model
+
+
+class MGLUMistralModel(MGLUModelMixin, MistralModel):
+    """`MistralModel` with MGLU feed-forward layers."""
+
+    config_class = MGLUMistralConfig
+    _can_record_outputs = _recorded(MistralModel)
+
+
+class MGLUMistralForCausalLM(MGLUForCausalLMMixin, MistralForCausalLM):
+    """`MistralForCausalLM` with MGLU feed-forward layers."""
+
+    config_class = MGLUMistralConfig
+    decoder_class = MGLUMistralModel

@@ -1,0 +1,62 @@
+"""Training with `transformers.Trainer`: an optimizer that knows mask logits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+from transformers.trainer_optimizer import is_optimizer_factory
+
+from ..nn import parameter_groups
+
+_GROUPS_OF_THEIR_OWN = {"params", "model", "optimizer_dict"}
+"""Arguments of optimizers that choose their parameters themselves, such as GaLore and LOMO."""
+
+
+if TYPE_CHECKING:  # what the mixin stands before
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object
+
+
+class MGLUTrainerMixin(_Trainer):
+    """Gives mask logits no weight decay and a learning rate of their own; put it before your Trainer class.
+
+    `Trainer` decays all parameters but norms and biases, and so the logits too. The groups here are those of
+    `mglu_ops.nn.parameter_groups`: `weights` with `learning_rate` and `weight_decay` of the arguments, `no_decay`
+    without decay, and `mask_logits` without decay and with `mask_lr`. A schedule scales all rates alike.
+
+    Args:
+        mask_lr: learning rate of mask logits; None for a tenth of `learning_rate`. Other arguments are the Trainer's.
+    """
+
+    optimizer: torch.optim.Optimizer | None
+
+    def __init__(self, *args: Any, mask_lr: float | None = None, **kwargs: Any) -> None:
+        self.mask_lr = mask_lr
+        super().__init__(*args, **kwargs)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Create the optimizer of the arguments with the groups of `parameter_groups`.
+
+        Raises:
+            ValueError: the optimizer of the arguments (`optim`) takes no parameter groups.
+        """
+        if self.optimizer is None:
+            trained = self.model if model is None else model
+            cls, kwargs = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, trained)
+            if is_optimizer_factory(cls) or _GROUPS_OF_THEIR_OWN & set(kwargs):
+                raise ValueError(
+                    f"optim: got {self.args.optim!r}, must be an optimizer that takes parameter groups, "
+                    "such as 'adamw_torch'"
+                )
+            rates = {"lr": self.args.learning_rate, "mask_lr": self.mask_lr}
+            groups = parameter_groups(trained, weight_decay=self.args.weight_decay, **rates)
+            self.optimizer = cls(groups, **kwargs)
+        return super().create_optimizer(model)
+
+
+class MGLUTrainer(MGLUTrainerMixin, Trainer):
+    """`transformers.Trainer` with `MGLUTrainerMixin`."""

@@ -1,0 +1,78 @@
+"""Adapters of PEFT: LoRA on the weight of MGLU layers, merged into it and frozen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import TOKENS, logits, mglus, tiny
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+import mglu_ops.transformers as mt
+
+
+def adapted(model: Any) -> Any:
+    """The model with LoRA on the weights of its MGLU layers, trained for three steps."""
+    torch.manual_seed(1)
+    settings = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], target_parameters=["mglu.weight"])
+    peft_model = get_peft_model(model, settings)
+    trainable = [parameter for parameter in peft_model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=0.05)
+    for _ in range(3):
+        peft_model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return peft_model.eval()
+
+
+@pytest.mark.parametrize("learnable", [True, False], ids=["logits", "packed"])
+@pytest.mark.parametrize("top_k", [None, 1])
+def test_lora_trains_merges_and_freezes(learnable: bool, top_k: int | None, tmp_path: Path) -> None:
+    model = tiny(learnable_masks=learnable, mask_top_k=top_k)
+    before, masks = logits(model), [mask_bits(mglu) for mglu in mglus(model)]
+    peft_model = adapted(model)
+    names = {name for name, parameter in peft_model.named_parameters() if parameter.requires_grad}
+    assert sum(".mglu." in name for name in names) == 4, "two matrices in each of two layers"
+    assert all("lora_" in name for name in names)
+    expected = logits(peft_model)
+    assert (expected - before).abs().max() > 1e-3
+
+    merged = peft_model.merge_and_unload()
+    torch.testing.assert_close(logits(merged), expected, rtol=1e-4, atol=1e-5)
+    assert type(merged) is type(model)
+    mt.freeze(merged).save_pretrained(tmp_path)
+    assert all(torch.equal(mask_bits(mglu), bits) for mglu, bits in zip(mglus(merged), masks, strict=True))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(logits(loaded), logits(merged))
+
+
+def mask_bits(mglu: Any) -> torch.Tensor:
+    return mglu.packed_masks if mglu.mask_logits is None else torch.ops.mglu.pack_logits(mglu.mask_logits)
+
+
+def test_an_adapter_is_loaded_onto_its_model(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path / "base")
+    peft_model = adapted(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
+    peft_model.save_pretrained(tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    again = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    torch.testing.assert_close(logits(again), logits(peft_model))
+    through_transformers = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+    torch.testing.assert_close(logits(through_transformers), logits(peft_model))
+
+
+def test_an_adapter_does_not_hide_missing_masks(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path / "base")
+    adapted(AutoModelForCausalLM.from_pretrained(tmp_path / "base")).save_pretrained(tmp_path / "adapter")
+    tiny(learnable_masks=False).save_pretrained(tmp_path / "other")
+    (tmp_path / "other" / "model.safetensors").rename(tmp_path / "base" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"has no model\.layers\.0\.mlp\.mglu\.mask_logits and 1 more; it holds p"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
+
+
+def test_freeze_asks_to_merge_first() -> None:
+    with pytest.raises(TypeError, match=r"model: got PeftModel.*merge an adapter before \(merge_and_unload\)"):
+        mt.freeze(adapted(tiny()))

@@ -1,0 +1,242 @@
+"""Saving and loading: both forms of masks come back bit for bit, and what does not fit is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from hf_models import BY_NAME, frozen, logits, mglus, tiny, tiny_swiglu
+from torch import Tensor
+from transformers import AutoModel, AutoModelForCausalLM
+
+import mglu_ops
+import mglu_ops.transformers as mt
+
+EACH = pytest.mark.parametrize("name", BY_NAME)
+FORMS = pytest.mark.parametrize("learnable", [True, False], ids=["logits", "packed"])
+MASKS = "model.layers.1.mlp.mglu.packed_masks"
+
+
+def saved(model: Any, folder: Path, **options: Any) -> Path:
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+def load(folder: Path, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def assert_same(result: Any, model: Any) -> None:
+    expected = model.state_dict()
+    state = result.state_dict()
+    assert state.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(state[key], value), key
+        assert state[key].dtype == value.dtype, key
+    assert torch.equal(logits(result), logits(model))
+
+
+# --- What comes back --------------------------------------------------------------------------------------------------
+
+
+@EACH
+@FORMS
+def test_a_checkpoint_comes_back(name: str, learnable: bool, tmp_path: Path) -> None:
+    model = tiny(name, learnable_masks=learnable, n_masks=3, mask_top_k=2)
+    result = load(saved(model, tmp_path))
+    assert type(result) is type(model)
+    assert_same(result, model)
+
+
+@FORMS
+@pytest.mark.parametrize("options", [{"device_map": "cpu"}, {"device_map": "auto"}, {"use_safetensors": True}])
+def test_shards_and_device_maps(learnable: bool, options: dict[str, Any], tmp_path: Path) -> None:
+    model = tiny(learnable_masks=learnable, tie_word_embeddings=True)
+    saved(model, tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert_same(load(tmp_path, **options), model)
+
+
+@FORMS
+def test_layers_that_are_left_on_disk(learnable: bool, tmp_path: Path) -> None:
+    model = tiny(learnable_masks=learnable)
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
+    places |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    folder = saved(model, tmp_path / "model")
+    result = load(folder, device_map=places, offload_folder=tmp_path / "offload", offload_buffers=True)
+    assert mglus(result)[1].weight.is_meta
+    assert torch.equal(logits(result), logits(model))
+
+
+@FORMS
+def test_a_decoder_loads_the_checkpoint_of_a_language_model(learnable: bool, tmp_path: Path) -> None:
+    model = tiny(learnable_masks=learnable)
+    decoder = AutoModel.from_pretrained(saved(model, tmp_path))
+    for key, value in decoder.state_dict().items():
+        assert torch.equal(value, model.model.state_dict()[key]), key
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_another_dtype_changes_no_mask(dtype: torch.dtype, tmp_path: Path) -> None:
+    """A logit of 1e-9 would be 0 in float16, and its mask another."""
+    model = tiny()
+    with torch.no_grad():
+        for mglu in mglus(model):
+            mglu.mask_logits.mul_(1e-7)
+    result = load(saved(model, tmp_path / "logits"), dtype=dtype)
+    for ours, theirs in zip(mglus(model), mglus(result), strict=True):
+        assert torch.equal(ours.mask_logits, theirs.mask_logits)
+        assert theirs.weight.dtype == dtype
+    packed = load(saved(frozen(model), tmp_path / "packed"), dtype=dtype)
+    for ours, theirs in zip(mglus(model), mglus(packed), strict=True):
+        assert torch.equal(ours.packed_masks, theirs.packed_masks)
+
+
+@EACH
+def test_a_frozen_model_comes_back(name: str, tmp_path: Path) -> None:
+    model = tiny(name)
+    expected = logits(model)
+    assert frozen(model) is model
+    assert not model.config.learnable_masks
+    result = load(saved(model, tmp_path))
+    assert_same(result, model)
+    assert torch.equal(logits(result), expected)
+    assert not any("mask_logits" in key for key in safetensors.torch.load_file(tmp_path / "model.safetensors"))
+
+
+def test_the_package_wide_freeze_is_saved_as_it_is(tmp_path: Path) -> None:
+    model = mglu_ops.freeze(tiny())
+    assert_same(load(saved(model, tmp_path)), model)
+    assert json.loads((tmp_path / "config.json").read_text())["learnable_masks"] is False
+
+
+def test_freeze_takes_compiled_models_and_names_others(tmp_path: Path) -> None:
+    model = tiny()
+    mt.freeze(torch.compile(model, backend="eager"))
+    assert not model.config.learnable_masks
+    with pytest.raises(TypeError, match=r"model: got LlamaForCausalLM, must be a model of mglu_ops\.transformers"):
+        mt.freeze(tiny_swiglu())
+
+
+def test_a_model_with_both_forms_is_not_saved(tmp_path: Path) -> None:
+    model = tiny()
+    mglu_ops.freeze(model.model.layers[0])
+    with pytest.raises(ValueError, match="model: some layers have packed masks and others learn theirs"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@FORMS
+def test_a_model_on_meta_takes_a_state_dict(learnable: bool) -> None:
+    model = tiny(learnable_masks=learnable)
+    with torch.device("meta"):
+        result = type(model)(model.config)
+    result.load_state_dict(model.state_dict(), assign=True)
+    assert torch.equal(mglus(result)[0](torch.ones(1, 36)), mglus(model)[0](torch.ones(1, 36)))
+
+
+# --- What is refused --------------------------------------------------------------------------------------------------
+
+
+LOADERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "device map": {"device_map": "cpu"},
+    "mismatches ignored": {"ignore_mismatched_sizes": True},
+}
+EACH_LOADER = pytest.mark.parametrize("loader", LOADERS)
+SHARDS = pytest.mark.parametrize("shard_size", ["5GB", "20KB"], ids=["whole", "sharded"])
+
+
+@EACH_LOADER
+@SHARDS
+def test_the_other_form_is_refused(loader: str, shard_size: str, tmp_path: Path) -> None:
+    saved(tiny(), tmp_path / "logits", max_shard_size=shard_size)
+    saved(tiny(learnable_masks=False), tmp_path / "packed", max_shard_size=shard_size)
+    with pytest.raises(ValueError, match=r"logits: has no .*packed_masks and 1 more; it holds the logits of masks"):
+        load(tmp_path / "logits", learnable_masks=False, **LOADERS[loader])
+    with pytest.raises(ValueError, match=r"packed: has no .*mask_logits and 1 more; it holds packed masks"):
+        load(tmp_path / "packed", learnable_masks=True, **LOADERS[loader])
+
+
+@EACH
+@EACH_LOADER
+def test_a_swiglu_checkpoint_is_refused(name: str, loader: str, tmp_path: Path) -> None:
+    folder = saved(tiny_swiglu(name), tmp_path)
+    for cls in BY_NAME[name].mglu:
+        with pytest.raises(ValueError, match=r"it is a SwiGLU model: .* mglu_ops\.transformers\.from_swiglu"):
+            cls.from_pretrained(folder, **LOADERS[loader])
+
+
+@EACH_LOADER
+@SHARDS
+@pytest.mark.parametrize("size", [{"n_masks": 3}, {"intermediate_size": 48}])
+def test_other_sizes_are_refused(loader: str, shard_size: str, size: dict[str, int], tmp_path: Path) -> None:
+    saved(tiny(), tmp_path, max_shard_size=shard_size)
+    words = r"mlp\.mglu\.\w+ has shape \[.*44, 36\], but the configuration says \["
+    with pytest.raises(ValueError, match=words):
+        load(tmp_path, **size, **LOADERS[loader])
+
+
+@FORMS
+@pytest.mark.parametrize("part", ["weight", "masks", "router.weight"])
+def test_a_missing_tensor_is_refused(learnable: bool, part: str, tmp_path: Path) -> None:
+    masks = "mask_logits" if learnable else "packed_masks"
+    model = tiny(learnable_masks=learnable, mask_top_k=1)
+    key = f"model.layers.1.mlp.mglu.{masks if part == 'masks' else part}"
+    rewrite(saved(model, tmp_path), lambda state: {k: v for k, v in state.items() if k != key})
+    with pytest.raises(ValueError, match=f"has no {key}; masks and weights of MGLU layers are never drawn at random"):
+        load(tmp_path)
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    file = folder / "model.safetensors"
+    safetensors.torch.save_file(change(safetensors.torch.load_file(file)), file, metadata={"format": "pt"})
+
+
+# Name -> what is not the masks of a layer, the error, and its words.
+WRONG: dict[str, tuple[Callable[[Tensor], Tensor], type[Exception], str]] = {
+    "padding": (lambda p: p | 0x80, ValueError, "padding bits past in_features=36 are set"),
+    "another in_features": (lambda p: torch.full_like(p, 255), ValueError, "padding bits past in_features=36 are set"),
+    "int8": (lambda p: p.view(torch.int8), TypeError, "has dtype I8, must be uint8"),
+    "float": (lambda p: p.float(), TypeError, "has dtype F32, must be uint8"),
+    "n_masks": (lambda p: p[..., :1].contiguous(), ValueError, r"has shape \[44, 5, 1\], but"),
+    "rank": (lambda p: p[0, 0].contiguous(), ValueError, r"has shape \[2\], but"),
+    "transposed": (lambda p: p.transpose(0, 2).contiguous(), ValueError, r"has shape \[2, 5, 44\], but"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@EACH_LOADER
+def test_wrong_packed_masks_are_refused(wrong: str, loader: str, tmp_path: Path) -> None:
+    corrupt, error, words = WRONG[wrong]
+    saved(tiny(learnable_masks=False), tmp_path)
+    rewrite(tmp_path, lambda state: {**state, MASKS: corrupt(state[MASKS])})
+    with pytest.raises(error, match=rf"{tmp_path}: {MASKS}:? .*{words}"):
+        load(tmp_path, **LOADERS[loader])
+    with pytest.raises(error, match=words):
+        AutoModel.from_pretrained(tmp_path, **LOADERS[loader])
+
+
+def test_wrong_packed_masks_of_a_state_dict_are_refused() -> None:
+    model = tiny(learnable_masks=False)
+    state = {**model.state_dict(), MASKS: model.state_dict()[MASKS].float()}
+    with pytest.raises(TypeError, match=f"state_dict: {MASKS} has dtype torch.float32, must be uint8"):
+        type(model).from_pretrained(None, config=model.config, state_dict=state)
+
+
+def test_a_pickled_checkpoint_is_checked(tmp_path: Path) -> None:
+    model = tiny(learnable_masks=False)
+    state = model.state_dict()
+    saved(model, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    assert_same(load(tmp_path), model)
+    torch.save({**state, MASKS: state[MASKS].to(torch.int32)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(TypeError, match=f"{MASKS} has dtype torch.int32, must be uint8"):
+        load(tmp_path)

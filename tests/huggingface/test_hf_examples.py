@@ -1,0 +1,101 @@
+"""The examples that use Transformers run at a small size, one after another, and print what they did."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from hf_models import mglus
+from transformers import AutoModelForCausalLM
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("examples")
+
+
+@pytest.fixture(autouse=True)
+def _run_in_one_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(EXAMPLES)  # as `python examples/NAME.py` does
+
+
+def run(name: str, *arguments: str) -> None:
+    before = sys.argv
+    sys.argv = [name, *arguments]
+    try:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    finally:
+        sys.argv = before
+
+
+def losses(printed: str) -> list[float]:
+    return [float(number) for number in re.findall(r"(\d+\.\d+) (?:-> |nats a byte)", printed)]
+
+
+def train() -> None:
+    if not Path("mglu-llama").is_dir():
+        run("train_trainer.py", "--size", "tiny", "--steps", "5", "--bytes", "50000")
+
+
+def is_frozen(folder: str) -> bool:
+    return all(mglu.packed_masks is not None for mglu in mglus(AutoModelForCausalLM.from_pretrained(folder)))
+
+
+def test_train_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    train()
+    printed = capsys.readouterr().out
+    before, after = losses(printed)
+    assert after < before - 0.1
+    assert "5 steps took" in printed
+    assert not is_frozen("mglu-llama")
+    assert is_frozen("mglu-llama-frozen")
+
+
+def test_finetune_lora(capsys: pytest.CaptureFixture[str]) -> None:
+    train()
+    capsys.readouterr()
+    run("finetune_lora.py", "--steps", "3", "--bytes", "30000")
+    printed = capsys.readouterr().out
+    before, after = losses(printed)
+    assert after < before
+    assert "trainable params" in printed
+    assert is_frozen("mglu-llama-manual-frozen")
+
+
+def test_serve_generate(capsys: pytest.CaptureFixture[str]) -> None:
+    train()
+    capsys.readouterr()
+    run("serve_generate.py", "--steps", "5", "--prompt", "def main(", "--batch", "2")
+    printed = capsys.readouterr().out
+    assert "second call:" in printed
+    assert "2 sequences of 5 new tokens" in printed
+    assert "\ndef main(" in printed
+    run("serve_generate.py", "--steps", "2", "--model", "mglu-llama")
+    assert "packed the masks" in capsys.readouterr().out
+
+
+def test_distill_from_swiglu(capsys: pytest.CaptureFixture[str]) -> None:
+    run("distill_from_swiglu.py", "--size", "tiny", "--steps", "5", "--bytes", "50000")
+    printed = capsys.readouterr().out
+    assert printed.count("5 steps took") == 2
+    assert len(losses(printed)) == 3
+    assert is_frozen("mglu-llama-distilled")
+
+
+@pytest.mark.parametrize("name", ["finetune_lora.py", "serve_generate.py"])
+def test_a_missing_model_is_named(name: str) -> None:
+    with pytest.raises(SystemExit, match="--model: no folder nowhere; run python"):
+        run(name, "--model", "nowhere")
+
+
+@pytest.mark.parametrize(
+    "name", ["train_trainer.py", "finetune_lora.py", "distill_from_swiglu.py", "serve_generate.py", "local_text.py"]
+)
+def test_examples_are_short(name: str) -> None:
+    assert len((EXAMPLES / name).read_text().splitlines()) < 120

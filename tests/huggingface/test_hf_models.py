@@ -1,0 +1,214 @@
+"""The models: their layers, configurations and initial weights, and `generate`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hf_models import BY_NAME, SIZES, TOKENS, frozen, logits, mglus, tiny, tiny_swiglu
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, CompileConfig, LlamaConfig
+from transformers.activations import ACT2FN
+
+import mglu_ops.transformers as mt
+from mglu_ops.activations import get_activation
+from mglu_ops.nn import NaiveMGLU, check_masks
+from mglu_ops.transformers.configuration import ACTIVATIONS
+
+EACH = pytest.mark.parametrize("name", BY_NAME)
+
+
+class NaiveFeedForward(nn.Module):
+    """The paper's layer in place of a SwiGLU feed-forward layer."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        mglu = mlp.mglu
+        self.naive = NaiveMGLU(
+            mglu.in_features, mglu.out_features, n_masks=mglu.n_masks, activation=mglu.activation, top_k=mglu.top_k
+        )
+        self.naive.load_state_dict(mglu.state_dict())
+        self.down_proj = mlp.down_proj
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.naive(x))
+
+
+# --- Classes ----------------------------------------------------------------------------------------------------------
+
+
+@EACH
+@pytest.mark.parametrize("changes", [{}, {"n_masks": 3, "mask_top_k": 2, "hidden_act": "gelu_pytorch_tanh"}])
+def test_a_model_is_that_of_transformers_with_the_papers_layer(name: str, changes: dict[str, Any]) -> None:
+    model = tiny(name, **changes)
+    reference = tiny_swiglu(name)
+    reference.load_state_dict(model.state_dict(), strict=False)
+    for own, other in zip(model.model.layers, reference.model.layers, strict=True):
+        other.mlp = NaiveFeedForward(own.mlp)
+    torch.testing.assert_close(logits(model), logits(reference), rtol=1e-4, atol=1e-5)
+
+
+@EACH
+def test_auto_classes_know_the_models(name: str) -> None:
+    architecture = BY_NAME[name]
+    config = AutoConfig.for_model(f"mglu_{name}", **SIZES)
+    assert type(config) is architecture.config
+    assert type(AutoModel.from_config(config)) is architecture.mglu[0]
+    assert type(AutoModelForCausalLM.from_config(config)) is architecture.mglu[1]
+    assert {cls.__name__ for cls in (architecture.config, *architecture.mglu)} <= set(mt.__all__)
+
+
+@EACH
+def test_the_tensor_parallel_plan_names_the_layers(name: str) -> None:
+    model = tiny(name)
+    plan = model.config.base_model_tp_plan
+    assert plan["layers.*.mlp.mglu"] == "mglu_colwise"
+    assert plan["layers.*.mlp.down_proj"] == "rowwise"
+    assert plan["layers.*.self_attn.o_proj"] == "rowwise"
+    modules = {module for module, _ in model.model.named_modules()}
+    assert {pattern.replace("*", "0") for pattern in plan} <= modules
+
+
+def test_nothing_of_the_swiglu_layers_is_left() -> None:
+    model = tiny()
+    layer = model.model.layers[0].mlp
+    assert set(dict(layer.named_parameters())) == {"mglu.weight", "mglu.mask_logits", "down_proj.weight"}
+    assert layer.mglu.weight.shape == (44, 36)
+    assert model.config.intermediate_size == 44
+
+
+@EACH
+def test_the_constructor_sets_all_that_transformers_sets(name: str) -> None:
+    """The language models do not call the constructor of their base class."""
+    model, base = tiny(name), tiny_swiglu(name)
+    assert vars(model).keys() == vars(base).keys()
+    assert vars(model.model).keys() == vars(base.model).keys()
+    assert dict(model.named_children()).keys() == dict(base.named_children()).keys()
+    assert model.tp_plan.keys() - base.tp_plan.keys() == {"model.layers.*.mlp.mglu"}
+
+
+@pytest.mark.parametrize("cls", BY_NAME["llama"].mglu)
+def test_another_configuration_is_refused(cls: type[Any]) -> None:
+    with pytest.raises(TypeError, match=r"config: got LlamaConfig, must be a configuration of mglu_ops\.transformers"):
+        cls(LlamaConfig(**SIZES))
+
+
+# --- Configurations ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"n_masks": 0}, "n_masks: got 0, must be an int from 1 to 16"),
+        ({"n_masks": "4"}, "n_masks: got '4', must be an int from 1 to 16"),
+        ({"n_masks": 2, "mask_top_k": 3}, "mask_top_k: got 3, must be None or an int from 1 to n_masks=2"),
+        ({"mask_top_k": "1"}, "mask_top_k: got '1', must be None"),
+        ({"learnable_masks": 1}, "learnable_masks: got 1, must be True or False"),
+        ({"router_aux_loss_coef": -1.0}, "router_aux_loss_coef: got -1.0, must be a finite number of at least 0"),
+        ({"router_aux_loss_coef": 0.1}, "router_aux_loss_coef: got 0.1 without mask_top_k, must be 0"),
+        ({"hidden_act": "xielu"}, "hidden_act: got 'xielu', must be one of silu, swish"),
+        ({"mlp_bias": True}, "mlp_bias: got True, must be False"),
+    ],
+)
+def test_a_wrong_configuration_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(Exception, match="(?s)" + words.replace("(", r"\(")):
+        mt.MGLULlamaConfig(**changes)
+
+
+def test_a_configuration_survives_as_text() -> None:
+    config = mt.MGLUQwen3Config(n_masks=4, mask_top_k=2, learnable_masks=False, router_aux_loss_coef=0.5, **SIZES)
+    again = mt.MGLUQwen3Config.from_dict(config.to_dict())
+    for key in ("n_masks", "mask_top_k", "learnable_masks", "router_aux_loss_coef", "hidden_size"):
+        assert getattr(again, key) == getattr(config, key) is not None
+
+
+@pytest.mark.parametrize("hidden_act", ACTIVATIONS)
+def test_activations_are_those_of_transformers(hidden_act: str) -> None:
+    x = torch.linspace(-6, 6, 1001)
+    torch.testing.assert_close(get_activation(ACTIVATIONS[hidden_act]).forward(x), ACT2FN[hidden_act](x))
+
+
+def test_the_package_says_what_to_install() -> None:
+    code = """
+import sys
+sys.modules["transformers"] = None
+import mglu_ops
+try:
+    import mglu_ops.transformers
+except ImportError as error:
+    print(error)
+"""
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr
+    assert 'pip install ".[transformers]" installs it' in process.stdout
+
+
+# --- Initial weights --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("learnable", [True, False])
+def test_new_weights_and_masks(learnable: bool) -> None:
+    model = tiny(learnable_masks=learnable, initializer_range=0.05, n_masks=4, mask_top_k=2, intermediate_size=200)
+    for mglu in mglus(model):
+        assert mglu.weight.std().item() == pytest.approx(0.05, rel=0.05)
+        assert mglu.router.weight.std().item() == pytest.approx(0.05, rel=0.3)
+        if learnable:
+            assert mglu.mask_logits.std().item() == pytest.approx(0.01, rel=0.05)
+        else:
+            masks = torch.ops.mglu.unpack_masks(mglu.packed_masks, mglu.in_features)
+            assert masks.float().mean().item() == pytest.approx(0.5, abs=0.02)
+    first, second = mglus(model)
+    assert not torch.equal(first.weight, second.weight)
+    check_masks(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_logits_stay_in_float32(dtype: torch.dtype) -> None:
+    model = AutoModelForCausalLM.from_config(mt.MGLULlamaConfig(**SIZES), dtype=dtype)
+    assert all(mglu.mask_logits.dtype == torch.float32 for mglu in mglus(model))
+    assert all(mglu.weight.dtype == dtype for mglu in mglus(model))
+    assert logits(model).dtype == dtype
+
+
+# --- generate ---------------------------------------------------------------------------------------------------------
+
+
+def generated(model: Any, **options: Any) -> list[list[int]]:
+    return model.generate(TOKENS, max_new_tokens=8, do_sample=False, **options).tolist()
+
+
+@EACH
+def test_generate_gives_the_same_tokens_in_every_form(name: str) -> None:
+    model = tiny(name, initializer_range=0.5)
+    expected = generated(model)
+    assert len({token for row in expected for token in row[9:]}) > 3, "all new tokens are alike"
+    assert generated(model, cache_implementation="static") == expected
+    assert generated(model, use_cache=False) == expected
+    frozen(model)
+    assert generated(model) == expected
+    assert generated(model, cache_implementation="static") == expected
+
+
+@pytest.mark.parametrize(
+    ("form", "backend"),
+    [
+        ("logits", "aot_eager"),
+        ("packed", "aot_eager"),
+        pytest.param("packed", "inductor", marks=pytest.mark.long),
+    ],
+)
+def test_generate_compiles_into_one_graph(form: str, backend: str) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = tiny(initializer_range=0.5, num_hidden_layers=1)
+    expected = generated(model)
+    if form == "packed":
+        frozen(model)
+    compiled = CompileConfig(fullgraph=True, mode="default", backend=backend, dynamic=False)
+    compiled._compile_all_devices = True  # Transformers compiles on GPUs alone otherwise
+    assert generated(model, cache_implementation="static", compile_config=compiled) == expected
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()

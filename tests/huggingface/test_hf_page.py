@@ -1,0 +1,39 @@
+"""The snippets of mglu_ops/transformers/README.md run in order, and give what the page says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hf_models import BY_NAME, mglus
+
+import mglu_ops.transformers as mt
+from mglu_ops.transformers.configuration import ACTIVATIONS, MGLUConfigMixin
+
+PAGE = Path(mt.__file__).with_name("README.md").read_text()
+
+
+def test_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    snippets = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
+    assert len(snippets) == 5
+    for snippet in snippets:
+        exec(compile(snippet, "README.md", "exec"), names)
+    assert names["tokens"].shape == (1, 24 + 8)
+    assert all(mglu.packed_masks is not None for mglu in mglus(names["model"]))
+    assert type(names["student"]) is mt.MGLULlamaForCausalLM
+
+
+def test_tables_name_every_class_and_key() -> None:
+    for name, architecture in BY_NAME.items():
+        for cls in (architecture.config, *architecture.swiglu, *architecture.mglu):
+            assert f"`{cls.__name__}`" in PAGE
+        assert f"`mglu_{name}`" in PAGE
+    for key in MGLUConfigMixin.__dataclass_fields__:
+        assert f"| `{key}` |" in PAGE
+    line = re.search(r"`hidden_act` is one of (.*?)\.", PAGE, flags=re.DOTALL)
+    assert line is not None
+    assert set(re.findall(r"\w+", line.group(1))) - {"and"} == set(ACTIVATIONS)

@@ -1,0 +1,67 @@
+"""The tensor-parallel plan of the configurations, on two gloo ranks: load, generate, freeze, save, and refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from hf_models import logits, mglus, tiny
+from ranks import run_on_ranks
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import mglu_ops.transformers as mt
+
+pytest.importorskip("mglu_ops.parallel", reason="mglu_ops.parallel has the style that the plan names")
+SIZES: dict[str, Any] = {"vocab_size": 98, "mask_top_k": 1, "initializer_range": 0.2}  # sizes that two ranks divide
+
+
+def load(folder: Path) -> Any:
+    from transformers.distributed import DistributedConfig
+
+    parallel = DistributedConfig(tp_plan="auto", tp_size=2)
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=parallel).eval()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def check(rank: int, folder: Path) -> None:
+    expected = logits(tiny(**SIZES))
+    for form in ("logits", "packed"):
+        model = load(folder / form)
+        layer = mglus(model)[0]
+        masks = layer.packed_masks if layer.mask_logits is None else layer.mask_logits
+        assert layer.weight.to_local().shape[0] == layer.out_features // 2
+        assert masks.to_local().numel() == masks.numel() // 2
+        torch.testing.assert_close(whole(logits(model)), expected, rtol=1e-4, atol=1e-5)
+        mt.freeze(model).save_pretrained(folder / f"{form}-saved")
+        torch.testing.assert_close(whole(logits(model)), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.mglu\.packed_masks: padding bits past in_features=36"):
+        load(folder / "damaged")
+
+
+@pytest.mark.long
+def test_two_ranks_load_freeze_and_save_a_model(tmp_path: Path) -> None:
+    model = tiny(**SIZES)
+    expected = logits(model)
+    model.save_pretrained(tmp_path / "logits")
+    mt.freeze(model).save_pretrained(tmp_path / "packed")
+    model.save_pretrained(tmp_path / "damaged")
+    file = tmp_path / "damaged" / "model.safetensors"
+    state = safetensors.torch.load_file(file)
+    state["model.layers.1.mlp.mglu.packed_masks"] |= 0x80
+    safetensors.torch.save_file(state, file, metadata={"format": "pt"})
+
+    run_on_ranks(check, tmp_path, tmp_path)
+    for form in ("logits", "packed"):
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / f"{form}-saved")
+        assert torch.equal(logits(saved), expected)
+        for ours, theirs in zip(mglus(saved), mglus(model), strict=True):
+            assert torch.equal(ours.packed_masks, theirs.packed_masks)

@@ -1,0 +1,240 @@
+"""`Trainer`: the groups of its optimizer, compilation, gradient checkpointing, and going on from a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import TOKENS, VOCABULARY, mglus, tiny
+from torch import Tensor
+from transformers import Trainer, TrainingArguments
+
+import mglu_ops.transformers as mt
+from mglu_ops.transformers import load_balancing_loss
+
+
+def examples(number: int = 8) -> list[dict[str, Tensor]]:
+    tokens = torch.randint(1, VOCABULARY, (number, 12), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def trainer(model: Any, folder: Path, trainer_class: type[Any] = mt.MGLUTrainer, **options: Any) -> Any:
+    own = {key: options.pop(key) for key in ("mask_lr",) if key in options}
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": 4,
+        "max_steps": 2,
+        "learning_rate": 0.01,
+        "weight_decay": 0.1,
+        "adam_epsilon": 1e-3,  # otherwise a step has full size where rounding decides the sign of a gradient
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": 0,
+        **options,
+    }
+    arguments = TrainingArguments(output_dir=str(folder), **settings)
+    return trainer_class(model=model, args=arguments, train_dataset=examples(), **own)
+
+
+def group_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
+    (group,) = [g for g in optimizer.param_groups if any(p is parameter for p in g["params"])]
+    return group
+
+
+# --- The optimizer ----------------------------------------------------------------------------------------------------
+
+
+def test_logits_are_not_decayed_and_have_a_rate_of_their_own(tmp_path: Path) -> None:
+    model = tiny()
+    optimizer = trainer(model, tmp_path).create_optimizer()
+    assert isinstance(optimizer, torch.optim.AdamW)
+    layer = model.model.layers[0]
+    assert group_of(optimizer, layer.mlp.mglu.mask_logits).items() >= {"weight_decay": 0.0, "lr": 0.001}.items()
+    assert group_of(optimizer, layer.mlp.mglu.weight).items() >= {"weight_decay": 0.1, "lr": 0.01}.items()
+    assert group_of(optimizer, layer.input_layernorm.weight).items() >= {"weight_decay": 0.0, "lr": 0.01}.items()
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+
+
+def test_the_trainer_of_transformers_decays_logits(tmp_path: Path) -> None:
+    """Why the mixin is needed; if this fails, it is not."""
+    model = tiny()
+    optimizer = trainer(model, tmp_path, Trainer).create_optimizer()
+    assert group_of(optimizer, mglus(model)[0].mask_logits)["weight_decay"] == 0.1
+
+
+def test_arguments_of_the_optimizer_are_kept(tmp_path: Path) -> None:
+    class Own(mt.MGLUTrainerMixin, Trainer):
+        pass
+
+    model = tiny()
+    options = {"mask_lr": 3e-4, "adam_beta2": 0.95, "adam_epsilon": 1e-6, "optim": "adamw_torch"}
+    optimizer = trainer(model, tmp_path, Own, **options).create_optimizer()
+    group = group_of(optimizer, mglus(model)[0].mask_logits)
+    assert (group["lr"], group["betas"], group["eps"]) == (3e-4, (0.9, 0.95), 1e-6)
+
+
+def test_an_optimizer_without_groups_is_refused(tmp_path: Path) -> None:
+    class OwnParameters(mt.MGLUTrainer):
+        @staticmethod
+        def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[type[Any], dict[str, Any]]:
+            return torch.optim.SGD, {"params": list(model.parameters()), "lr": 0.1}
+
+    with pytest.raises(ValueError, match=r"optim: got .*, must be an optimizer that takes parameter groups"):
+        trainer(tiny(), tmp_path, OwnParameters).create_optimizer()
+
+
+def test_decay_alone_moves_weights_and_no_logit(tmp_path: Path) -> None:
+    model = tiny()
+    before = [mglu.mask_logits.clone() for mglu in mglus(model)], [mglu.weight.clone() for mglu in mglus(model)]
+    optimizer = trainer(model, tmp_path).create_optimizer()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for mglu, logits, weight in zip(mglus(model), *before, strict=True):
+        assert torch.equal(mglu.mask_logits, logits)
+        torch.testing.assert_close(mglu.weight, weight * (1 - 0.01 * 0.1))
+
+
+# --- Training ---------------------------------------------------------------------------------------------------------
+
+
+def trained(folder: Path, model_options: dict[str, Any] | None = None, **options: Any) -> Any:
+    model = tiny(**(model_options or {}))
+    result = trainer(model, folder, **options).train()
+    assert torch.tensor(result.training_loss).isfinite()
+    return model
+
+
+def assert_close(result: Any, expected: Any) -> None:
+    for (name, ours), theirs in zip(result.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+ROUTED = {"n_masks": 4, "mask_top_k": 2, "router_aux_loss_coef": 0.1}
+
+
+@pytest.mark.parametrize("model_options", [{}, ROUTED], ids=["plain", "routed"])
+def test_gradient_checkpointing_trains_the_same_model(model_options: dict[str, Any], tmp_path: Path) -> None:
+    expected = trained(tmp_path / "a", model_options)
+    start = tiny(**model_options)
+    assert not torch.equal(mglus(expected)[0].mask_logits, mglus(start)[0].mask_logits)
+    assert_close(trained(tmp_path / "b", model_options, gradient_checkpointing=True), expected)
+
+
+@pytest.mark.parametrize("model_options", [{}, pytest.param(ROUTED, marks=pytest.mark.long)], ids=["plain", "routed"])
+def test_a_compiled_model_trains_the_same_model(model_options: dict[str, Any], tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    one = {**model_options, "num_hidden_layers": 1}
+    expected = trained(tmp_path / "a", one)
+    compiled = trained(tmp_path / "b", one, torch_compile=True, torch_compile_backend="aot_eager")
+    assert_close(compiled, expected)
+    torch._dynamo.reset()
+
+
+@pytest.mark.long
+def test_inductor_trains_the_same_model(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    expected = trained(tmp_path / "a")
+    assert_close(trained(tmp_path / "b", torch_compile=True), expected)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("form", ["autocast", "bfloat16"])
+def test_masks_learn_in_16_bits(form: str, tmp_path: Path) -> None:
+    model = tiny(**ROUTED)
+    if form == "bfloat16":
+        model.save_pretrained(tmp_path / "model")
+        model = type(model).from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    before = [mglu.mask_logits.clone() for mglu in mglus(model)]
+    options = {"bf16": form == "autocast", "gradient_accumulation_steps": 2, "logging_steps": 1}
+    running = trainer(model, tmp_path / "run", **options)
+    running.train()
+    first, last = (entry["loss"] for entry in running.state.log_history[:2])
+    assert last < first
+    assert first == pytest.approx(math.log(VOCABULARY) + 0.1 * 2, abs=0.1), "a balanced router adds top_k"
+    for mglu, logits in zip(mglus(model), before, strict=True):
+        assert mglu.mask_logits.dtype == torch.float32
+        assert not torch.equal(mglu.mask_logits, logits)
+
+
+def test_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    expected = trained(tmp_path / "a", **options)
+    model = tiny()
+    again = trainer(model, tmp_path / "b", **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    assert again.state.global_step == 4
+    assert again.optimizer.param_groups[-1]["name"] == "mask_logits"
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_checkpoint_of_trainer_is_a_model(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = trained(tmp_path, save_strategy="steps", save_steps=2)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
+    for ours, theirs in zip(loaded.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+# --- The load-balancing loss ------------------------------------------------------------------------------------------
+
+
+def balance_by_hand(router_logits: tuple[Tensor, ...], n_masks: int, top_k: int, counted: Tensor) -> float:
+    losses = []
+    for logits in router_logits:
+        kept = logits[counted]
+        f = torch.zeros(n_masks)
+        for row in kept:
+            for index in sorted(range(n_masks), key=lambda i: -row[i].item())[:top_k]:
+                f[index] += 1 / len(kept)
+        losses.append(n_masks * (f * kept.softmax(-1).mean(0)).sum().item())
+    return sum(losses) / len(losses)
+
+
+def test_the_balance_is_that_of_each_layer() -> None:
+    torch.manual_seed(0)
+    logits = tuple(torch.randn(2, 5, 4, requires_grad=True) for _ in range(3))
+    padding = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+    everything = torch.ones(2, 5, dtype=torch.bool)
+    expected = balance_by_hand(logits, 4, 2, everything)
+    assert load_balancing_loss(logits, 4, 2).item() == pytest.approx(expected, rel=1e-5)
+    expected = balance_by_hand(logits, 4, 2, padding.bool())
+    assert load_balancing_loss(logits, 4, 2, padding).item() == pytest.approx(expected, rel=1e-5)
+    # Two layers that keep one mask each are out of balance, although both masks are used alike in the sum of layers.
+    one, other = torch.tensor([9.0, -9.0]).expand(2, 5, 2), torch.tensor([-9.0, 9.0]).expand(2, 5, 2)
+    with torch.no_grad():
+        assert load_balancing_loss((one, other), 2, 1).item() == pytest.approx(2, rel=1e-3)
+
+
+def test_the_balance_is_added_in_training() -> None:
+    model = tiny(**ROUTED).train()
+    plain = tiny(**{**ROUTED, "router_aux_loss_coef": 0.0}).train()
+    output = model(TOKENS, labels=TOKENS)
+    assert len(output.router_logits) == 2
+    language = plain(TOKENS, labels=TOKENS).loss
+    torch.testing.assert_close(output.loss, language + 0.1 * output.aux_loss)
+    torch.testing.assert_close(output.logits, plain(TOKENS).logits)
+    output.aux_loss.backward()
+    assert all(mglu.router.weight.grad.abs().sum() > 0 for mglu in mglus(model))
+    torch.testing.assert_close(model.eval()(TOKENS, labels=TOKENS).loss, language)
+    assert model.train()(TOKENS).loss is None
+    first, *_ = model(TOKENS, labels=TOKENS, return_dict=False)
+    torch.testing.assert_close(first, output.loss)
+
+
+def test_accumulated_batches_count_by_their_tokens() -> None:
+    model = tiny(**ROUTED).train()
+    once, half = model(TOKENS, labels=TOKENS), model(TOKENS, labels=TOKENS, num_items_in_batch=2 * 2 * 8)
+    torch.testing.assert_close(half.loss, once.loss / 2)
+
+
+def test_reentrant_checkpoints_are_refused_with_a_balance(tmp_path: Path) -> None:
+    options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    with pytest.raises(RuntimeError, match="the logits of the routers have no gradient"):
+        trained(tmp_path, ROUTED, **options)

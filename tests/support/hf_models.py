@@ -1,0 +1,58 @@
+"""Tiny language models of Transformers, with MGLU and with SwiGLU, for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mglu_ops import transformers as mglu_transformers
+from mglu_ops.nn import MGLU
+from mglu_ops.transformers.architectures import ARCHITECTURES, Architecture
+
+VOCABULARY = 97
+# hidden_size is no multiple of 8, so that packed masks have padding.
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 36,
+    "intermediate_size": 44,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+BY_NAME: dict[str, Architecture] = {a.config.model_type.removeprefix("mglu_"): a for a in ARCHITECTURES}
+TOKENS = torch.randint(1, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def tiny(name: str = "llama", **changes: Any) -> Any:
+    """A language model with MGLU whose weights are drawn with seed 0, in evaluation mode."""
+    torch.manual_seed(0)
+    architecture = BY_NAME[name]
+    return architecture.mglu[1](architecture.config(**{**SIZES, "n_masks": 2, **changes})).eval()
+
+
+def tiny_swiglu(name: str = "llama", **changes: Any) -> Any:
+    """The same with SwiGLU."""
+    torch.manual_seed(0)
+    model_class = BY_NAME[name].swiglu[1]
+    return model_class(model_class.config_class(**{**SIZES, **changes})).eval()
+
+
+def frozen(model: Any) -> Any:
+    return mglu_transformers.freeze(model)
+
+
+def mglus(model: Any) -> list[MGLU]:
+    """The MGLU modules of a model, in the order of its layers."""
+    return [module for module in model.modules() if isinstance(module, MGLU)]
+
+
+@torch.no_grad()
+def logits(model: Any, tokens: Tensor = TOKENS) -> Tensor:
+    return model(tokens).logits
