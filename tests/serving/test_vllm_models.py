@@ -90,6 +90,9 @@ def check_mlp(rank: int, top_k: int | None, packed: bool) -> None:
         assert loaded == {name for name, _ in mlp.named_parameters()}
         assert mlp.mglu.weight.shape == (INTERMEDIATE // 2, HIDDEN)
         assert mlp.mglu.packed_masks.shape == (INTERMEDIATE // 2, 3, N_MASKS)
+        for module in mlp.modules():  # as vLLM's loader does at its end
+            if method := getattr(module, "quant_method", None):
+                method.process_weights_after_loading(module)
         torch.testing.assert_close(mlp(x), reference(x))
 
 
