@@ -28,7 +28,7 @@ def register() -> None:
     try:
         from vllm import ModelRegistry
     except ImportError as error:
-        raise ImportError(f"mglu_ops.vllm needs vLLM, whose plugin it is: {error}") from error
+        raise ImportError(f"{error}; mglu_ops.vllm is a plugin of vLLM: pip install vllm") from error
     enable_fusion_from_environment()
     try:
         importlib.import_module("mglu_ops.transformers")  # registers the configs with AutoConfig

@@ -144,14 +144,15 @@ TRANSFORMERS_BACKEND = {"hf_overrides": {"architectures": ["TransformersForCausa
 EAGER = {"enforce_eager": True}
 
 
-def make_model(kind: str, learnable_masks: bool, folder: Path) -> list[int]:
+def make_model(kind: str, learnable_masks: bool, top_k: int | None, folder: Path) -> list[int]:
     """Save a small random model, and return the tokens that Transformers generates with it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
-    config = AutoConfig.for_model(f"mglu_{kind}", **sizes, **heads, n_masks=3, learnable_masks=learnable_masks)
+    masks = {"n_masks": 3, "mask_top_k": top_k, "learnable_masks": learnable_masks}
+    config = AutoConfig.for_model(f"mglu_{kind}", **sizes, **heads, **masks)
     model = AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():  # larger than at the start of training, so that tokens differ
         torch.nn.init.normal_(parameter, std=0.2)
@@ -161,27 +162,27 @@ def make_model(kind: str, learnable_masks: bool, folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "learnable_masks", "options"),
+    ("kind", "learnable_masks", "top_k", "options"),
     [
-        ("llama", True, EAGER),
-        ("llama", False, {}),
-        ("mistral", False, EAGER),
-        ("qwen3", True, EAGER),
-        ("qwen3", False, {**TWO_RANKS, **EAGER}),
-        ("mistral", True, {**TWO_RANKS, **EAGER}),
-        ("llama", False, {**TRANSFORMERS_BACKEND, **EAGER}),
-        ("llama", True, TRANSFORMERS_BACKEND),
+        ("llama", True, 2, EAGER),
+        ("llama", False, None, {}),
+        ("mistral", False, None, EAGER),
+        ("qwen3", True, None, EAGER),
+        ("qwen3", False, None, {**TWO_RANKS, **EAGER}),
+        ("mistral", True, 1, {**TWO_RANKS, **EAGER}),
+        ("llama", False, None, {**TRANSFORMERS_BACKEND, **EAGER}),
+        ("llama", True, None, TRANSFORMERS_BACKEND),
     ],
     ids=lambda value: "-".join(value) or "compiled" if isinstance(value, dict) else str(value),
 )
 def test_the_engine_generates_the_tokens_of_transformers(
-    kind: str, learnable_masks: bool, options: dict[str, Any], tmp_path: Path
+    kind: str, learnable_masks: bool, top_k: int | None, options: dict[str, Any], tmp_path: Path
 ) -> None:
     from vllm.platforms import current_platform
 
     if not current_platform.device_type:
         pytest.skip("this vLLM was built for no device, so that its engine does not start")
-    expected = make_model(kind, learnable_masks, tmp_path / "model")
+    expected = make_model(kind, learnable_masks, top_k, tmp_path / "model")
     assert len(set(expected)) > 1
     (tmp_path / "generate.py").write_text(GENERATE)
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
