@@ -1,4 +1,4 @@
-"""What the plugin registers and what it says, with a stand-in for vLLM's registry (the real one: test_vllm_models.py)."""
+"""What the plugin registers and says, with a stand-in for vLLM's registry (test_vllm_models.py takes the real one)."""
 
 from __future__ import annotations
 
