@@ -20,7 +20,13 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from vllm.model_executor.layers.quantization import QuantizationConfig
 
-_NAMES_IN_TRANSFORMERS = {"swish": "silu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+_NAMES_IN_TRANSFORMERS = {
+    "swish": "silu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "linear": "identity",
+}
 """Activations that Transformers calls otherwise than `mglu_ops`."""
 
 
