@@ -6,6 +6,8 @@ transformers 5.17 or later: `pip install ".[transformers]"` in a clone. The page
 
 from __future__ import annotations
 
+import torch.distributed
+
 from . import requirements  # noqa: F401 (checks what is installed, before the imports below need it)
 from .architectures import register
 from .configuration import MGLULlamaConfig, MGLUMistralConfig, MGLUQwen3Config
@@ -40,4 +42,7 @@ __all__ = [
 ]
 
 register()
-# Tensor parallelism: mglu_ops.parallel.register_transformers_style() belongs here, once that module is in the tree.
+if torch.distributed.is_available():
+    from ..parallel import register_transformers_style
+
+    register_transformers_style()  # "mglu_colwise", in the tensor-parallel plans of the configurations

@@ -126,3 +126,37 @@ def test_import_is_light(site: Path) -> None:
     """
     best = min(float(run_isolated(code, site)) for _ in range(3))
     assert best < 0.2, f"import takes {best:.3f} s"
+
+
+@pytest.mark.long
+def test_the_wheel_installs_into_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
+    """With pip, outside the checkout. The torch of this environment is lent to the new one, which has no other."""
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    python = str(tmp_path / "venv/bin/python")
+    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run([python, *install], check=True, cwd=tmp_path)
+    (folder,) = (tmp_path / "venv").glob("lib/python*/site-packages/mglu_ops")
+    lent = tmp_path / "lent"
+    lent.mkdir()
+    for name in distributions_of("torch"):
+        for top in {file.parts[0] for file in metadata.files(name) or [] if file.parts[0] not in ("..", "__pycache__")}:
+            (lent / top).symlink_to(Path(str(metadata.distribution(name).locate_file(top))))
+    (folder.parent / "lent.pth").write_text(str(lent))
+
+    def run(*arguments: str) -> str:
+        command = [python, "-I", *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path, timeout=300).stdout
+
+    assert run("-m", "mglu_ops", "--version") == f"mglu_ops {metadata.version('mglu-ops')}\n"
+    run("-c", CALL)
+    groups = "import importlib.metadata as m; print(*m.entry_points(group=%r).names)"
+    assert run("-c", groups % "torch_dynamo_backends") == "mglu\n"
+    assert run("-c", groups % "vllm.general_plugins") == "mglu_ops\n"
+
+
+CALL = """
+import torch, mglu_ops
+layer, x = mglu_ops.nn.SwiMGLU(20, 16, n_masks=2), torch.randn(3, 20)
+expected = layer(x)
+torch.testing.assert_close(mglu_ops.freeze(layer)(x), expected)
+"""

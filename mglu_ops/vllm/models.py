@@ -1,0 +1,90 @@
+"""vLLM's Llama, Qwen3 and Mistral with an MGLU feed-forward layer. vLLM imports this module when it loads such a model.
+
+Each decoder layer is vLLM's own, whose feed-forward layer is replaced. It is built from a config in which that layer is
+as small as it can be, so that no memory is taken for weights that are thrown away.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM
+from vllm.model_executor.models.mistral import MistralDecoderLayer, MistralForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer, Qwen3Model
+
+from .layers import MGLUMLP
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+    from vllm.config import VllmConfig
+
+_STACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+"""The projections that vLLM stacks in these models: those of attention, and none of the feed-forward layer."""
+
+
+def _with_small_mlp(config: PretrainedConfig) -> PretrainedConfig:
+    """A config from which vLLM builds a decoder layer with a feed-forward layer of one channel a rank."""
+    small: Any = copy.copy(config)
+    small.intermediate_size, small.hidden_act = get_tensor_model_parallel_world_size(), "silu"
+    return small
+
+
+class MGLULlamaDecoderLayer(LlamaDecoderLayer):
+    def __init__(self, vllm_config: VllmConfig, prefix: str = "", config: PretrainedConfig | None = None) -> None:
+        config = config or vllm_config.model_config.hf_config
+        super().__init__(vllm_config, prefix=prefix, config=_with_small_mlp(config))
+        self.mlp = MGLUMLP(config, vllm_config.quant_config, f"{prefix}.mlp")
+
+
+class MGLUMistralDecoderLayer(MistralDecoderLayer):
+    def __init__(self, vllm_config: VllmConfig, prefix: str = "", config: PretrainedConfig | None = None) -> None:
+        config = config or vllm_config.model_config.hf_config
+        super().__init__(vllm_config, prefix=prefix, config=_with_small_mlp(config))
+        self.mlp = MGLUMLP(config, vllm_config.quant_config, f"{prefix}.mlp")
+
+
+class MGLUQwen3DecoderLayer(Qwen3DecoderLayer):
+    def __init__(self, config: PretrainedConfig, *args: Any, prefix: str = "", **settings: Any) -> None:
+        super().__init__(_with_small_mlp(config), *args, prefix=prefix, **settings)
+        self.mlp = MGLUMLP(config, settings.get("quant_config"), f"{prefix}.mlp")
+
+
+class MGLUQwen3Model(Qwen3Model):
+    decoder_layer_type = MGLUQwen3DecoderLayer
+
+
+class MGLULlamaForCausalLM(LlamaForCausalLM):
+    """Llama with an MGLU feed-forward layer."""
+
+    packed_modules_mapping = _STACKED
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=MGLULlamaDecoderLayer)
+
+
+class MGLUMistralForCausalLM(MistralForCausalLM):
+    """Mistral with an MGLU feed-forward layer."""
+
+    packed_modules_mapping = _STACKED
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=MGLUMistralDecoderLayer)
+
+
+class MGLUQwen3ForCausalLM(LlamaForCausalLM):
+    """Qwen3 with an MGLU feed-forward layer.
+
+    vLLM's Qwen3ForCausalLM has no argument for the class of its layers. LlamaForCausalLM differs from it only in the
+    model inside, and makes that in a method of its own.
+    """
+
+    packed_modules_mapping = _STACKED
+    hf_to_vllm_mapper = Qwen3Model.hf_to_vllm_mapper
+
+    def _init_model(
+        self, vllm_config: VllmConfig, prefix: str = "", layer_type: type[nn.Module] = MGLUQwen3DecoderLayer
+    ) -> MGLUQwen3Model:
+        return MGLUQwen3Model(vllm_config=vllm_config, prefix=prefix)

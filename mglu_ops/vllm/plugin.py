@@ -1,0 +1,67 @@
+"""What vLLM calls in each of its processes: it makes the MGLU architectures known, and sees to the fusion pass."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+
+import mglu_ops
+
+ARCHITECTURES = ("MGLULlamaForCausalLM", "MGLUMistralForCausalLM", "MGLUQwen3ForCausalLM")
+"""The names in `config.architectures` that `mglu_ops.transformers` writes; classes of `models.py` have the same."""
+
+FUSION = "MGLU_VLLM_FUSION"
+"""The environment variable that enables fusion in vLLM, whose processes inherit it: `1` or `strict`."""
+
+
+def register() -> None:
+    """Register the MGLU architectures with vLLM, and their configs with Transformers. It may be called repeatedly.
+
+    vLLM imports the classes later, when it loads such a model. If `mglu_ops.transformers` cannot be imported, a warning
+    says so and other models of vLLM are unaffected. Fusion is enabled if `MGLU_VLLM_FUSION` is set.
+
+    Raises:
+        ImportError: vLLM is not installed.
+        ValueError: `MGLU_VLLM_FUSION` is neither `1` nor `strict`.
+    """
+    try:
+        from vllm import ModelRegistry
+    except ImportError as error:
+        raise ImportError(f"{error}; mglu_ops.vllm is a plugin of vLLM: pip install vllm") from error
+    enable_fusion_from_environment()
+    try:
+        importlib.import_module("mglu_ops.transformers")  # registers the configs with AutoConfig
+    except ImportError as error:
+        warnings.warn(f"mglu_ops: vLLM cannot load MGLU models: {error}", UserWarning, stacklevel=2)
+        return
+    for architecture in ARCHITECTURES:
+        ModelRegistry.register_model(architecture, f"{__package__}.models:{architecture}")
+
+
+def enable_fusion_from_environment() -> None:
+    """Enable the fusion pass in this process if `MGLU_VLLM_FUSION` says so; warn if it is enabled without that.
+
+    A vLLM model runs in other processes than the one that made it, and `mglu_ops.enable_fusion()` holds in its own
+    process alone. vLLM also keeps compiled code on disk, under a key that does not know of the pass, so that a model
+    could run unfused code of an earlier start. With the variable, that cache is off (`VLLM_DISABLE_COMPILE_CACHE`).
+
+    Raises:
+        ValueError: the variable is neither `1` nor `strict`.
+    """
+    from compile_passes.entry import current_pass  # imports Inductor
+
+    value = os.environ.get(FUSION)
+    if value is None:
+        if current_pass() is not None:
+            warnings.warn(
+                "mglu_ops.enable_fusion() holds in this process only, while vLLM runs models in processes of its own "
+                f"and reuses code that was compiled without fusion; set {FUSION}=1 in the environment to fuse in vLLM",
+                UserWarning,
+                stacklevel=3,
+            )
+        return
+    if value not in ("1", "strict"):
+        raise ValueError(f"{FUSION}: got {value!r}, must be '1' or 'strict', or not be set")
+    os.environ["VLLM_DISABLE_COMPILE_CACHE"] = "1"
+    mglu_ops.enable_fusion(strict=value == "strict")

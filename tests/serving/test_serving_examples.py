@@ -1,0 +1,79 @@
+"""The examples that evaluate a model and that export one to C++ run at a small size, and fail in words."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from library_fixtures import needs_compiler
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_example(name: str, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "examples" / name), *map(str, arguments)]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    variables = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(command, capture_output=True, text=True, env=variables, timeout=500)
+
+
+@needs_compiler
+@pytest.mark.long
+def test_a_block_is_exported_and_run_in_cpp(tmp_path: Path) -> None:
+    arguments = ("--hidden", "32", "--intermediate", "64", "--n-masks", "2", "--flag=-O0")
+    process = run_example("export_cpp.py", "--out", tmp_path, *arguments)
+    assert process.returncode == 0, process.stderr
+    assert "agree with PyTorch's, for 1, 7 and 64 tokens" in process.stdout
+    assert {"model.pt2", "libmglu_ops.so", "run_package"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def make_model(folder: Path) -> None:
+    """Save a small random model with a tokenizer of bytes."""
+    pytest.importorskip("mglu_ops.transformers")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    vocabulary = {character: i for i, character in enumerate(["<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>").save_pretrained(folder)
+    sizes = {"vocab_size": len(vocabulary), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 1024}
+    config = AutoConfig.for_model("mglu_llama", **sizes, **heads, n_masks=2, bos_token_id=0, eos_token_id=0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+@pytest.mark.long
+def test_the_local_task_is_evaluated_offline(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason="the extra `evaluate` is no dependency of the tests: it brings 48 packages")
+    make_model(tmp_path / "model")
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
+    process = run_example("evaluate.py", tmp_path / "model", "--limit", "10", **offline)
+    assert process.returncode == 0, process.stderr[-4000:]
+    assert "|next_line_of_python|" in process.stdout
+    assert "evaluated next_line_of_python in" in process.stdout
+
+
+@pytest.mark.parametrize("missing", ["lm_eval", "transformers"])
+def test_a_missing_package_is_named_with_the_extras(missing: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for name in ("transformers", "lm_eval"):  # one package cannot be imported; the other is not the real one
+        text = f"raise ImportError('No module named {name}')" if name == missing else ""
+        (tmp_path / f"{name}.py").write_text(text)
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    process = run_example("evaluate.py", tmp_path, PYTHONPATH=path)
+    assert process.returncode == 1
+    last = process.stderr.strip().splitlines()[-1]
+    assert last == f'No module named {missing}; in a clone, run: pip install ".[evaluate,transformers]"'
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    process = run_example("evaluate.py", tmp_path)
+    assert process.returncode == 2
+    assert "must be a folder with a config.json" in process.stderr

@@ -1,0 +1,196 @@
+"""The plugin with the real vLLM: registration, tensor-parallel layers on two ranks, and whole models in its engine.
+
+vLLM is not installed in continuous integration, since its wheels for GPUs bring gigabytes and a torch of their own.
+mglu_ops/vllm/README.md says with which versions these tests were run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_on_ranks
+
+from mglu_ops.nn import MGLUFeedForward
+
+pytest.importorskip("vllm", reason="vLLM is not a dependency of the tests: it brings gigabytes and a torch of its own")
+pytest.importorskip("mglu_ops.transformers")
+pytestmark = pytest.mark.long
+
+KINDS = ("llama", "mistral", "qwen3")
+PROMPT, NEW_TOKENS = [1, 5, 9, 30, 2, 7], 12
+HIDDEN, INTERMEDIATE, N_MASKS = 20, 24, 3
+
+
+def test_the_entry_point_registers_the_architectures_and_configs() -> None:
+    from transformers import AutoConfig
+    from vllm import ModelRegistry
+    from vllm.plugins import load_general_plugins
+
+    from mglu_ops.vllm.plugin import ARCHITECTURES
+
+    load_general_plugins()
+    assert set(ARCHITECTURES) <= set(ModelRegistry.get_supported_archs())
+    for architecture in ARCHITECTURES:
+        assert ModelRegistry.models[architecture].load_model_cls().__name__ == architecture
+    assert [AutoConfig.for_model(f"mglu_{kind}").model_type for kind in KINDS] == [f"mglu_{kind}" for kind in KINDS]
+
+
+# --- Layers on two ranks ---------------------------------------------------------------------------------------------
+
+
+class InVllm:
+    """A vLLM process group of one rank of this process's group, and a config, as vLLM's workers set them up."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        from vllm.config import VllmConfig, set_current_vllm_config
+
+        self.rank, self.ranks = rank, ranks
+        self.config = set_current_vllm_config(VllmConfig())
+
+    def __enter__(self) -> None:
+        from vllm.distributed import init_distributed_environment, initialize_model_parallel
+
+        self.config.__enter__()
+        os.environ["VLLM_DIST_IDENT"] = f"mglu_ops_{os.getppid()}"  # names the shared memory of these ranks
+        init_distributed_environment(self.ranks, self.rank, local_rank=self.rank, backend="gloo")
+        initialize_model_parallel(self.ranks, backend="gloo")
+
+    def __exit__(self, *exception: object) -> None:
+        self.config.__exit__(*exception)
+
+
+def settings(top_k: int | None, **changes: Any) -> Any:
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "n_masks": N_MASKS, "mask_top_k": top_k}
+    return SimpleNamespace(**{"hidden_act": "silu", **sizes, **changes})
+
+
+def check_mlp(rank: int, top_k: int | None, packed: bool) -> None:
+    """The layer of vLLM, loaded by vLLM's loader from a whole checkpoint, computes what the layer of mglu_ops does."""
+    from vllm.model_executor.models.utils import AutoWeightsLoader
+
+    from mglu_ops.vllm.layers import MGLUMLP
+
+    torch.manual_seed(0)
+    reference, x = MGLUFeedForward(HIDDEN, INTERMEDIATE, n_masks=N_MASKS, top_k=top_k), torch.randn(5, HIDDEN)
+    checkpoint = {name: tensor.detach().clone() for name, tensor in reference.state_dict().items()}
+    if packed:
+        logits = checkpoint.pop("mglu.mask_logits")
+        checkpoint["mglu.packed_masks"] = torch.ops.mglu.pack_logits(logits)
+    with InVllm(rank, 2), torch.no_grad():
+        mlp = MGLUMLP(settings(top_k), None, "mlp")
+        loaded = AutoWeightsLoader(mlp).load_weights(checkpoint.items())
+        assert loaded == {name for name, _ in mlp.named_parameters()}
+        assert mlp.mglu.weight.shape == (INTERMEDIATE // 2, HIDDEN)
+        assert mlp.mglu.packed_masks.shape == (INTERMEDIATE // 2, 3, N_MASKS)
+        for module in mlp.modules():  # as vLLM's loader does at its end
+            if method := getattr(module, "quant_method", None):
+                method.process_weights_after_loading(module)
+        torch.testing.assert_close(mlp(x), reference(x))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("top_k", [None, 2])
+def test_a_layer_on_two_ranks(top_k: int | None, packed: bool, tmp_path: Path) -> None:
+    run_on_ranks(check_mlp, tmp_path, top_k, packed)
+
+
+def check_refusals(rank: int) -> None:
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+
+    from mglu_ops.vllm.layers import MGLUMLP
+
+    with InVllm(rank, 2):
+        for changes, quant_config, message in (
+            ({"intermediate_size": 25}, None, "intermediate_size: got 25, must be a multiple"),
+            ({"n_masks": 17}, None, "n_masks: got 17, must be an int from 1 to 16"),
+            ({"hidden_act": "mish"}, None, "activation: got 'mish', must be one of"),
+            ({}, Fp8Config(), "quantization: got 'fp8', must be None for an MGLU model"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                MGLUMLP(settings(None, **changes), quant_config, "mlp")
+        layer = MGLUMLP(settings(None), None, "mlp").mglu
+        with pytest.raises(ValueError, match=r"router\.weight: an MGLU layer has no such tensor"):
+            layer.load_weights([("router.weight", torch.zeros(N_MASKS, HIDDEN))])
+
+
+def test_configs_and_checkpoints_that_are_refused(tmp_path: Path) -> None:
+    run_on_ranks(check_refusals, tmp_path)
+
+
+# --- Models in the engine --------------------------------------------------------------------------------------------
+
+GENERATE = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":  # vLLM spawns processes
+    folder, prompt, new_tokens, settings = json.loads(sys.argv[1])
+    sizes = {"max_model_len": 64, "max_num_seqs": 4, "dtype": "float32", "skip_tokenizer_init": True}
+    sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+    (output,) = LLM(folder, **sizes, **settings).generate([{"prompt_token_ids": prompt}], sampling)
+    print("tokens:", json.dumps(list(output.outputs[0].token_ids)))
+"""
+
+TWO_RANKS = {"tensor_parallel_size": 2}
+TRANSFORMERS_BACKEND = {"hf_overrides": {"architectures": ["TransformersForCausalLM"]}}
+EAGER = {"enforce_eager": True}
+
+
+def make_model(kind: str, learnable_masks: bool, top_k: int | None, folder: Path) -> list[int]:
+    """Save a small random model, and return the tokens that Transformers generates with it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    masks = {"n_masks": 3, "mask_top_k": top_k, "learnable_masks": learnable_masks}
+    config = AutoConfig.for_model(f"mglu_{kind}", **sizes, **heads, **masks)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():  # larger than at the start of training, so that tokens differ
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return model.generate(torch.tensor([PROMPT]), **options)[0, len(PROMPT) :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "learnable_masks", "top_k", "options"),
+    [
+        ("llama", True, 2, EAGER),
+        ("llama", False, None, {}),
+        ("mistral", False, None, EAGER),
+        ("qwen3", True, None, EAGER),
+        ("qwen3", False, None, {**TWO_RANKS, **EAGER}),
+        ("mistral", True, 1, {**TWO_RANKS, **EAGER}),
+        ("llama", False, None, {**TRANSFORMERS_BACKEND, **EAGER}),
+        ("llama", True, None, TRANSFORMERS_BACKEND),
+    ],
+    ids=lambda value: "-".join(value) or "compiled" if isinstance(value, dict) else str(value),
+)
+def test_the_engine_generates_the_tokens_of_transformers(
+    kind: str, learnable_masks: bool, top_k: int | None, options: dict[str, Any], tmp_path: Path
+) -> None:
+    from vllm.platforms import current_platform
+
+    if not current_platform.device_type:
+        pytest.skip("this vLLM was built for no device, so that its engine does not start")
+    expected = make_model(kind, learnable_masks, top_k, tmp_path / "model")
+    assert len(set(expected)) > 1
+    (tmp_path / "generate.py").write_text(GENERATE)
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if current_platform.is_cpu() and "tensor_parallel_size" in options:
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    arguments = json.dumps([str(tmp_path / "model"), PROMPT, NEW_TOKENS, options])
+    command = [sys.executable, "generate.py", arguments]
+    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)
+    assert process.returncode == 0, process.stderr[-4000:]
+    (line,) = (line for line in process.stdout.splitlines() if line.startswith("tokens: "))
+    assert json.loads(line.removeprefix("tokens: ")) == expected

@@ -1,0 +1,46 @@
+"""What the plugin registers and says, with a stand-in for vLLM's registry (test_vllm_models.py takes the real one)."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from mglu_ops.vllm import register
+from mglu_ops.vllm.plugin import ARCHITECTURES
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What is registered with a module that stands in for vLLM."""
+    found: dict[str, str] = {}
+    vllm = ModuleType("vllm")
+    vllm.ModelRegistry = SimpleNamespace(register_model=found.__setitem__)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    return found
+
+
+def test_each_architecture_is_a_name_that_vllm_imports_later(
+    registered: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "mglu_ops.transformers", ModuleType("mglu_ops.transformers"))
+    for _ in range(2):  # vLLM may call a plugin repeatedly
+        register()
+    assert registered == {name: f"mglu_ops.vllm.models:{name}" for name in ARCHITECTURES}
+    assert "mglu_ops.vllm.models" not in sys.modules
+
+
+def test_without_transformers_other_models_of_vllm_are_unaffected(
+    registered: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "mglu_ops.transformers", None)
+    with pytest.warns(UserWarning, match=r"vLLM cannot load MGLU models: .*mglu_ops\.transformers"):
+        register()
+    assert not registered
+
+
+def test_without_vllm_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ImportError, match=r"mglu_ops\.vllm is a plugin of vLLM: pip install vllm"):
+        register()
