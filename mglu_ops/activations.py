@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (the field's name)
@@ -36,21 +35,20 @@ def _tanh_backward(grad: Tensor, x: Tensor) -> Tensor:
     return _aten.tanh_backward(grad, torch.tanh(x))
 
 
-ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
-    {
-        "silu": Activation(0, F.silu, lambda grad, x: _aten.silu_backward(grad, x)),
-        "gelu": Activation(1, F.gelu, lambda grad, x: _aten.gelu_backward(grad, x)),
-        "gelu_tanh": Activation(
-            2,
-            lambda x: F.gelu(x, approximate="tanh"),
-            lambda grad, x: _aten.gelu_backward(grad, x, approximate="tanh"),
-        ),
-        "relu": Activation(3, torch.relu, lambda grad, x: _aten.threshold_backward(grad, x, 0)),
-        "sigmoid": Activation(4, torch.sigmoid, _sigmoid_backward),
-        "tanh": Activation(5, torch.tanh, _tanh_backward),
-        "identity": Activation(6, lambda x: x, lambda grad, x: grad),
-    }
-)
+# A dict and no MappingProxyType, which Dynamo cannot guard in the graphs that vLLM captures.
+ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": Activation(0, F.silu, lambda grad, x: _aten.silu_backward(grad, x)),
+    "gelu": Activation(1, F.gelu, lambda grad, x: _aten.gelu_backward(grad, x)),
+    "gelu_tanh": Activation(
+        2,
+        lambda x: F.gelu(x, approximate="tanh"),
+        lambda grad, x: _aten.gelu_backward(grad, x, approximate="tanh"),
+    ),
+    "relu": Activation(3, torch.relu, lambda grad, x: _aten.threshold_backward(grad, x, 0)),
+    "sigmoid": Activation(4, torch.sigmoid, _sigmoid_backward),
+    "tanh": Activation(5, torch.tanh, _tanh_backward),
+    "identity": Activation(6, lambda x: x, lambda grad, x: grad),
+}
 
 
 def get_activation(name: str) -> Activation:

@@ -35,4 +35,4 @@ class TransformersColwiseMGLU(ColwiseParallel):
 
 def register() -> None:
     """Register the style, which a second call does again without harm."""
-    ALL_PARALLEL_STYLES.register(NAME, TransformersColwiseMGLU())  # type: ignore[arg-type] # its own styles are no functions
+    ALL_PARALLEL_STYLES.register(NAME, TransformersColwiseMGLU())
