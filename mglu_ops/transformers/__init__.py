@@ -6,6 +6,8 @@ transformers 5.17 or later: `pip install ".[transformers]"` in a clone. The page
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch.distributed
 
 from . import requirements  # noqa: F401 (checks what is installed, before the imports below need it)
@@ -22,7 +24,9 @@ from .modeling import (
     MGLUQwen3Model,
 )
 from .routing import load_balancing_loss
-from .training import MGLUTrainer, MGLUTrainerMixin
+
+if TYPE_CHECKING:
+    from .training import MGLUTrainer, MGLUTrainerMixin
 
 __all__ = [
     "MGLULlamaConfig",
@@ -46,3 +50,12 @@ if torch.distributed.is_available():
     from ..parallel import register_transformers_style
 
     register_transformers_style()  # "mglu_colwise", in the tensor-parallel plans of the configurations
+
+
+def __getattr__(name: str) -> Any:
+    """Import the Trainer classes when they are used: they take longer than all the rest, and serving needs none."""
+    if name not in ("MGLUTrainer", "MGLUTrainerMixin"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import training
+
+    return getattr(training, name)

@@ -14,20 +14,12 @@ from .. import ops
 from ..activations import get_activation
 from ..masks import packed_shape
 from ..nn.arguments import check_masks
+from ..transformers.configuration import ACTIVATIONS
 from .shards import packed_shard, packed_shard_of_logits, rows_of_rank, weight_shard
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from vllm.model_executor.layers.quantization import QuantizationConfig
-
-_NAMES_IN_TRANSFORMERS = {
-    "swish": "silu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "linear": "identity",
-}
-"""Activations that Transformers calls otherwise than `mglu_ops`."""
 
 
 class ColumnParallelMGLU(nn.Module):
@@ -56,7 +48,7 @@ class ColumnParallelMGLU(nn.Module):
     ) -> None:
         super().__init__()
         check_masks(n_masks, True, top_k)
-        self.activation = _NAMES_IN_TRANSFORMERS.get(activation, activation)
+        self.activation = ACTIVATIONS.get(activation, activation)
         get_activation(self.activation)
         self.in_features, self.out_features = in_features, out_features
         self.n_masks, self.top_k = n_masks, top_k

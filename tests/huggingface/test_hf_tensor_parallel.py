@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 
 import mglu_ops.transformers as mt
 
-pytest.importorskip("mglu_ops.parallel", reason="mglu_ops.parallel has the style that the plan names")
 SIZES: dict[str, Any] = {"vocab_size": 98, "mask_top_k": 1, "initializer_range": 0.2}  # sizes that two ranks divide
 
 
