@@ -3,7 +3,8 @@
     torchrun --standalone --nproc-per-node 2 examples/tensor_parallel.py
 
 Each rank has a part of the rows of W and of the masks (`ColwiseMGLU`), and the same part of the columns of the
-projection behind them (`RowwiseParallel`), which sums over the ranks. Rank 0 prints what happens.
+projection behind them (`RowwiseParallel`), which sums over the ranks. Rank 0 prints what happens. It takes
+about 10 s on 2 CPU cores.
 """
 
 from __future__ import annotations

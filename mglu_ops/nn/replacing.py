@@ -27,25 +27,31 @@ def replace_modules(model: nn.Module, replace: Replacements) -> nn.Module:
         ValueError: a class occurs nowhere in the model, or the module is the root of a compiled model.
     """
     _check(replace)
+    places = [place for place in _places(model) if _class_of(place[2]) in replace]
+    _check_places(places, replace)
     replaced: dict[nn.Module, nn.Module] = {}
-    missing = set(replace)
-    for parent, name, module in list(_places(model)):
-        cls = parametrize.type_before_parametrizations(module)
-        if cls not in replace:
-            continue
-        missing.discard(cls)
-        if name == "_orig_mod":
-            raise ValueError(
-                f"replace: {cls.__qualname__} is compiled already; call freeze first and torch.compile after"
-            )
+    for parent, name, module in places:
         if module not in replaced:
-            replaced[module] = _replacement(module, cls, replace[cls])
+            replaced[module] = _replacement(module, replace[_class_of(module)])
         if parent is not None:
             setattr(parent, name, replaced[module])
-    if missing:
+    return replaced.get(model, model)
+
+
+_class_of = parametrize.type_before_parametrizations
+
+
+def _check_places(places: list[tuple[nn.Module | None, str, nn.Module]], replace: Replacements) -> None:
+    """Check, before anything is replaced, that each class occurs, and not as the root of a compiled model."""
+    if missing := set(replace) - {_class_of(module) for _, _, module in places}:
         names = ", ".join(sorted(cls.__qualname__ for cls in missing))
         raise ValueError(f"replace: got {names}, but no module of the model is of this class; subclasses do not count")
-    return replaced.get(model, model)
+    for _, name, module in places:
+        if name == "_orig_mod":
+            raise ValueError(
+                f"replace: {_class_of(module).__qualname__} is compiled already; call freeze first and torch.compile "
+                "after"
+            )
 
 
 def _check(replace: object) -> None:
@@ -65,11 +71,12 @@ def _places(model: nn.Module) -> Iterator[tuple[nn.Module | None, str, nn.Module
         yield model.get_submodule(parent) if path else None, name, module
 
 
-def _replacement(module: nn.Module, cls: type[nn.Module], function: Callable[..., nn.Module]) -> nn.Module:
+def _replacement(module: nn.Module, function: Callable[..., nn.Module]) -> nn.Module:
     new = function(module)
     if not isinstance(new, nn.Module):
+        name = _class_of(module).__qualname__
         raise TypeError(
-            f"replace: the function for {cls.__qualname__} returned {type(new).__name__}, must return a torch.nn.Module"
+            f"replace: the function for {name} returned {type(new).__name__}, must return a torch.nn.Module"
         )
     return new.train(module.training)
 

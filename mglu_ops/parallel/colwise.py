@@ -40,15 +40,6 @@ class ColwiseMGLU(ColwiseParallel):
             `use_local_output=False` takes any out_features.
     """
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
-
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, MaskedLinear):
             raise TypeError(f"module: got {type(module).__name__}, must be an MGLU or a NaiveMGLU for ColwiseMGLU")

@@ -44,7 +44,7 @@ def test_the_benchmark_measures_one_rank_and_all_of_them(tmp_path: Path) -> None
     rows = read(tmp_path, "tensor_parallel")
     work = [("decode", 1), ("decode", 4), ("training step", 16)]
     expected = [(case, variant, tokens) for case, tokens in work for variant in ("2 ranks", "one rank")]
-    assert sorted((row.case, row.variant, row.tokens) for row in rows) == expected
+    assert sorted((row.case, row.variant, row.tokens) for row in rows) == sorted(expected)
     assert all(row.has_time and row.microseconds > 0 and 0 < row.error < 2.4e-2 for row in rows)
     assert all(row.shape == (48, 32) and row.n_masks == 2 for row in rows)
     assert read_environment(tmp_path, "tensor_parallel")["protocol"].startswith("gloo, 2 ranks; down_proj(mglu(x))")
