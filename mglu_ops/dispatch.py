@@ -8,7 +8,6 @@ Nothing is tuned or timed at run time. `backend=` overrides the choice, for test
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from . import batch_invariance
 from .backends import BACKENDS, Backend, PreparedCall, cpu
+from .backends.base import BackwardArguments
 from .backends.cuda import Cuda, LaunchConfig
 from .backends.cuda.choice import LaunchChoice
 from .checks import check_layer
@@ -342,37 +342,23 @@ def forward_train(
     return result.view(*leading, *result.shape[1:]), partials.view(*leading, *partials.shape[1:])
 
 
-def backward(
-    key: Key | None,
-    grad_output: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    packed_masks: Tensor,
-    partials: Tensor,
-    needs: Sequence[bool],
-    logits_dtype: torch.dtype | None,
-    route_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def backward(key: Key | None, arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, weight, mask logits and route weights; those not asked for are empty.
 
-    `key` is the `arguments_key` of the others.
+    `key` is the `arguments_key` of the arguments.
     """
-    rows = as_rows(x)
+    x, weight, packed_masks, partials = arguments[1:5]
+    rows, route_dtype = as_rows(x), arguments.route_dtype
     call = _training_calls.get(key) if key else None
     if call is None:
         call = _training_call(key, replace(LayerCall.of(rows, weight, packed_masks), route_dtype=route_dtype))
-    of_x, of_weight, of_logits, of_routes = call.backend.backward(
-        call.layer,
-        as_rows(grad_output),
-        rows,
-        weight,
-        packed_masks,
-        partials.contiguous().view(len(rows), *partials.shape[-2:]),
-        needs,
-        logits_dtype,
-        route_dtype,
+    in_rows = arguments._replace(
+        grad_output=as_rows(arguments.grad_output),
+        x=rows,
+        partials=partials.contiguous().view(len(rows), *partials.shape[-2:]),
     )
-    if needs[0]:
+    of_x, of_weight, of_logits, of_routes = call.backend.backward(call.layer, in_rows)
+    if arguments.needs[0]:
         of_x = of_x.view(x.shape)
     if route_dtype is not None:
         of_routes = of_routes.view(*x.shape[:-1], of_routes.shape[-1])

@@ -53,7 +53,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,6 +64,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from . import checks, dispatch
 from .activations import get_activation
+from .backends.base import BackwardArguments
 from .layer_call import arguments_key
 from .masks import (
     N_MASKS_DIM,
@@ -274,60 +275,44 @@ def _rows_of_partials(n_masks: int, has_routes: bool) -> int:
     return 2 * n_masks + 1 if has_routes else n_masks + 1
 
 
-class _BackwardArguments(NamedTuple):
-    """The arguments of `mglu::backward`, in the order of its schema; none has a default."""
-
-    grad_output: Tensor
-    x: Tensor
-    weight: Tensor
-    packed_masks: Tensor
-    partials: Tensor
-    needs: Sequence[bool]
-    """Whether the gradients of x and weight are needed."""
-    logits_dtype: torch.dtype | None
-    """The dtype of the gradient of the mask logits; None if it is not needed."""
-    route_dtype: torch.dtype | None
-    """The dtype of the gradient of route_weights; None if it is not needed, or if there are none."""
-
-    def check(self) -> None:
-        checks.check_inputs(self.x, self.weight)
-        checks.check_packed(self.weight, self.packed_masks)
-        for name in ("logits_dtype", "route_dtype"):
-            checks.check_floating(name, getattr(self, name))
-        leading, out_features, n_masks = self.x.shape[:-1], self.weight.shape[0], n_masks_of(self.packed_masks)
-        # Partials of a layer with route weights also serve where the gradient of these is not needed.
-        with_routes = _rows_of_partials(n_masks, has_routes=True)
-        has_routes = self.route_dtype is not None or same_sizes(self.partials.shape[-2:-1], (with_routes,))
-        shapes = {
-            "grad_output": (*leading, out_features),
-            "partials": (*leading, _rows_of_partials(n_masks, has_routes), out_features),
-        }
-        for name, shape in shapes.items():
-            tensor = getattr(self, name)
-            check_dense(name, tensor)
-            if not same_sizes(tensor.shape, shape):
-                raise ValueError(f"{name}: got shape {list(tensor.shape)}, must be {list(shape)}")
-            if tensor.dtype != self.x.dtype:
-                raise TypeError(f"{name}: got dtype {tensor.dtype}, must be x's dtype {self.x.dtype}")
-            if tensor.device != self.x.device:
-                raise ValueError(f"{name}: got device {tensor.device}, must be x's device {self.x.device}")
+def _check_backward(call: BackwardArguments) -> None:
+    checks.check_inputs(call.x, call.weight)
+    checks.check_packed(call.weight, call.packed_masks)
+    for name in ("logits_dtype", "route_dtype"):
+        checks.check_floating(name, getattr(call, name))
+    leading, out_features, n_masks = call.x.shape[:-1], call.weight.shape[0], n_masks_of(call.packed_masks)
+    # Partials of a layer with route weights also serve where the gradient of these is not needed.
+    with_routes = _rows_of_partials(n_masks, has_routes=True)
+    has_routes = call.route_dtype is not None or same_sizes(call.partials.shape[-2:-1], (with_routes,))
+    shapes = {
+        "grad_output": (*leading, out_features),
+        "partials": (*leading, _rows_of_partials(n_masks, has_routes), out_features),
+    }
+    for name, shape in shapes.items():
+        tensor = getattr(call, name)
+        check_dense(name, tensor)
+        if not same_sizes(tensor.shape, shape):
+            raise ValueError(f"{name}: got shape {list(tensor.shape)}, must be {list(shape)}")
+        if tensor.dtype != call.x.dtype:
+            raise TypeError(f"{name}: got dtype {tensor.dtype}, must be x's dtype {call.x.dtype}")
+        if tensor.device != call.x.device:
+            raise ValueError(f"{name}: got device {tensor.device}, must be x's device {call.x.device}")
 
 
 @_kernel("backward")
 def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, weight, mask logits and route_weights; those that are not needed are empty."""
-    key = arguments_key(*args)
+    key, call = arguments_key(*args), BackwardArguments(*args)
     if not dispatch.is_known(key):
-        call = _BackwardArguments(*args)
-        call.check()
+        _check_backward(call)
         check_memory(**{name: value for name, value in call._asdict().items() if isinstance(value, Tensor)})
-    return dispatch.backward(key, *args)
+    return dispatch.backward(key, call)
 
 
 @_fake("backward")
 def _backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    call = _BackwardArguments(*args)
-    call.check()
+    call = BackwardArguments(*args)
+    _check_backward(call)
     x, weight, needs, n_masks = call.x, call.weight, call.needs, n_masks_of(call.packed_masks)
     return (
         x.new_empty(x.shape if needs[0] else (0,)),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,30 @@ class PreparedCall(Protocol):
 
         x `[..., in_features]` and route_weights `[..., n_masks]` are of the rank of the call that was described.
         """
+
+
+class BackwardArguments(NamedTuple):
+    """The arguments of `mglu::backward`, in the order of its schema; none has a default.
+
+    For a backend, `...` in their shapes is one number of tokens.
+    """
+
+    grad_output: Tensor
+    """`[..., out_features]` in x's dtype, of any strides, as x and weight; they may be 0."""
+    x: Tensor
+    """`[..., in_features]`."""
+    weight: Tensor
+    """`[out_features, in_features]`."""
+    packed_masks: Tensor
+    """`[out_features, ceil(in_features / 8), n_masks]`."""
+    partials: Tensor
+    """What `forward_train` of any backend returned; contiguous for a backend."""
+    needs: Sequence[bool]
+    """Whether the gradients of x and weight are needed."""
+    logits_dtype: torch.dtype | None
+    """The dtype of the gradient of the mask logits; None if it is not needed."""
+    route_dtype: torch.dtype | None
+    """The dtype of the gradient of route_weights; None if it is not needed, or if there are none."""
 
 
 class Backend(ABC):
@@ -77,31 +101,13 @@ class Backend(ABC):
         """
         raise NotImplementedError(f"the backend {self.name} does not train")
 
-    def backward(
-        self,
-        call: LayerCall,
-        grad_output: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        packed_masks: Tensor,
-        partials: Tensor,
-        needs: Sequence[bool],
-        logits_dtype: torch.dtype | None,
-        route_dtype: torch.dtype | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def backward(self, call: LayerCall, arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The gradients of x, weight, mask logits and route weights.
 
         Args:
             call: the call. Its activation and the layout of its route weights mean nothing; its `route_dtype` is the
                 argument of that name. Whether there were route weights, the size of partials tells.
-            grad_output: `[tokens, out_features]` in x's dtype, of any strides; they may be 0.
-            x: as for `forward_train`.
-            weight: as for `forward_train`.
-            packed_masks: as for `forward_train`.
-            partials: what `forward_train` of any backend returned; contiguous.
-            needs: whether the gradients of x and weight are needed.
-            logits_dtype: the dtype of the gradient of the mask logits; None if it is not needed.
-            route_dtype: the dtype of the gradient of the route weights; None if it is not needed.
+            arguments: its tensors, and what is needed.
 
         Returns:
             Contiguous `[tokens, in_features]`, `[out_features, in_features]`, `[n_masks, out_features, in_features]`

@@ -20,7 +20,7 @@ are float32 at least; where the library has no 16-bit GEMM with a float32 result
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 import torch
@@ -29,7 +29,7 @@ from torch import Tensor
 from ..activations import get_activation
 from ..layer_call import LayerCall, as_rows
 from ..masks import n_masks_of, unpack_one
-from .base import Backend, PreparedCall
+from .base import Backend, BackwardArguments, PreparedCall
 
 _FEW_TOKENS = 32
 """With fewer tokens than this, a float64 copy of the weight costs more than the products that it saves."""
@@ -185,15 +185,7 @@ def _chunks(result: Tensor) -> list[slice]:
     return [slice(start, start + step) for start in range(0, tokens, step)]
 
 
-def _gradients(
-    grad_output: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    packed_masks: Tensor,
-    partials: Tensor,
-    needs: Sequence[bool],
-    logits_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, weight and mask logits, by the equations of `mglu_ops.ops`. Those not needed are empty.
 
     In float32, `dt W + sum_i b_i (F_i * W)` measured up to 5 times the naive layer's error if masks are sparse or
@@ -201,14 +193,13 @@ def _gradients(
     for most weights. The numbers go with dt, whose products are float64. That measured 0.9 to 1.7 times the naive
     layer's error. The same holds for dW. With one mask both products are taken (`_gradients_of_both_products`).
     """
-    needs_x, needs_weight = needs
+    grad_output, x, weight, packed_masks, partials, (needs_x, needs_weight), logits_dtype, _ = arguments
     needs_total, needs_products = needs_x or needs_weight, needs_weight or logits_dtype is not None
     operand, wide, n_masks = operand_dtype(x), sum_dtype(x.dtype), n_masks_of(packed_masks)
     if not (needs_total or needs_products):
         return x.new_empty(0), x.new_empty(0), x.new_empty(0)
     if n_masks == 1 and x.dtype is torch.float32 and needs_total and (needs_weight or logits_dtype is None):
-        mask = unpack_one(packed_masks, 0, weight.shape[1])
-        return _gradients_of_both_products(grad_output, x, weight, mask, partials, needs, logits_dtype)
+        return _gradients_of_both_products(arguments)
     grad_x = x.new_zeros(x.shape if needs_x else 0, dtype=wide)
     grad_weight = x.new_zeros(weight.shape if needs_weight else 0, dtype=wide)
     grad_logits = x.new_empty((n_masks, *weight.shape) if logits_dtype else 0, dtype=logits_dtype or x.dtype)
@@ -240,16 +231,10 @@ def _gradients(
     return grad_x.to(weight.dtype), grad_weight.to(weight.dtype), grad_logits
 
 
-def _gradients_of_both_products(
-    grad_output: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mask: Tensor,
-    partials: Tensor,
-    needs: Sequence[bool],
-    logits_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients_of_both_products(arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of a layer of one mask as the naive layer computes them, from those of the gate and the value."""
+    grad_output, x, weight, packed_masks, partials, needs, logits_dtype, _ = arguments
+    mask = unpack_one(packed_masks, 0, weight.shape[1])
     of_gate, of_value = (grad_output * change(partials[:, 0], partials[:, 1]) for change in (torch.sub, torch.add))
     grad_x, grad_weight, grad_logits = x.new_empty(0), x.new_empty(0), x.new_empty(0)
     masked = weight * mask
@@ -297,19 +282,9 @@ class Composite(Backend):
     ) -> tuple[Tensor, Tensor]:
         return _forward_train(x, weight, packed_masks, call.activation, route_weights)
 
-    def backward(
-        self,
-        call: LayerCall,
-        grad_output: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        packed_masks: Tensor,
-        partials: Tensor,
-        needs: Sequence[bool],
-        logits_dtype: torch.dtype | None,
-        route_dtype: torch.dtype | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        gradients = _gradients(grad_output, x, weight, packed_masks, partials, needs, logits_dtype)
+    def backward(self, call: LayerCall, arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        gradients, x, route_dtype = _gradients(arguments), arguments.x, arguments.route_dtype
         if route_dtype is None:
             return (*gradients, x.new_empty(0))
-        return (*gradients, _route_gradient(grad_output, partials[:, 1 + call.n_masks :], route_dtype))
+        of_routes = arguments.partials[:, 1 + call.n_masks :]
+        return (*gradients, _route_gradient(arguments.grad_output, of_routes, route_dtype))

@@ -17,6 +17,7 @@ from torch import Tensor
 from training_checks import Layer
 
 from mglu_ops.activations import ACTIVATIONS
+from mglu_ops.backends.base import BackwardArguments
 from mglu_ops.backends.cuda import training
 from mglu_ops.layer_call import LayerCall
 
@@ -140,7 +141,8 @@ def run(
     assert partials.is_contiguous()
     logits_dtype = layer.logits.dtype if logits else None
     route_dtype = layer.route_weights.dtype if routes and layer.route_weights is not None else None
-    grads = training.backward(call, layer.grad_output, *operands, partials, needs, logits_dtype, route_dtype)
+    arguments = BackwardArguments(layer.grad_output, *operands, partials, needs, logits_dtype, route_dtype)
+    grads = training.backward(call, arguments)
     assert all(grad.is_contiguous() for grad in grads)
     assert len({grad.untyped_storage().data_ptr() for grad in grads if grad.numel()}) == sum(
         grad.numel() > 0 for grad in grads

@@ -20,6 +20,7 @@ from budgets import assert_matches
 from training_checks import NAMES, Layer
 
 from mglu_ops.backends import BACKENDS, reference
+from mglu_ops.backends.base import BackwardArguments
 from mglu_ops.backends.cuda import DecodeMma, LaunchConfig
 from mglu_ops.backends.cuda.kernels import backward_gemm
 from mglu_ops.layer_call import LayerCall
@@ -99,17 +100,17 @@ def run_training(cases: Sequence[tuple[torch.dtype, Shape]]) -> None:
             x, weight, packed, grad_output, routes = (None if t is None else t.cuda() for t in tensors)
             call = LayerCall.of(x, weight, packed, "silu", routes)  # type: ignore[arg-type]
             y, partials = BACKENDS["cuda"].forward_train(call, x, weight, packed, routes)  # type: ignore[arg-type]
-            grads = BACKENDS["cuda"].backward(
-                call,
-                grad_output,
-                x,
-                weight,
-                packed,
+            arguments = BackwardArguments(
+                grad_output,  # type: ignore[arg-type]
+                x,  # type: ignore[arg-type]
+                weight,  # type: ignore[arg-type]
+                packed,  # type: ignore[arg-type]
                 partials,
                 (True, True),
                 dtype,
-                route_dtype,  # type: ignore[arg-type]
+                route_dtype,
             )
+            grads = BACKENDS["cuda"].backward(call, arguments)
             for name, found in zip(("y", *NAMES), (y, *grads), strict=True):
                 if name in exact:
                     assert_matches(found.cpu(), exact[name], dtype, f"{name} of {call}")

@@ -14,6 +14,7 @@ from training_checks import Layer
 
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends import BACKENDS
+from mglu_ops.backends.base import BackwardArguments
 from mglu_ops.backends.cuda import training
 from mglu_ops.backends.cuda.device import gpu_of
 from mglu_ops.backends.cuda.kernels import backward_gemm
@@ -295,9 +296,9 @@ def test_the_backend_returns_empty_tensors_for_what_is_not_needed() -> None:
     with torch.no_grad():
         _, partials = BACKENDS["cuda"].forward_train(call, *operands, None)
         for needs_x, needs_weight, logits in itertools.product([True, False], repeat=3):
-            grads = BACKENDS["cuda"].backward(
-                call, layer.grad_output, *operands, partials, (needs_x, needs_weight), F32 if logits else None, None
-            )
+            needs, logits_dtype = (needs_x, needs_weight), F32 if logits else None
+            arguments = BackwardArguments(layer.grad_output, *operands, partials, needs, logits_dtype, None)
+            grads = BACKENDS["cuda"].backward(call, arguments)
             assert [grad.numel() > 0 for grad in grads] == [needs_x, needs_weight, logits, False]
 
 
@@ -366,7 +367,8 @@ def test_scratch_memory_of_backward(logits_dtype: torch.dtype, gemms: str) -> No
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        training.backward(call, layer.grad_output, *operands, partials, (True, True), logits_dtype, None)
+        arguments = BackwardArguments(layer.grad_output, *operands, partials, (True, True), logits_dtype, None)
+        training.backward(call, arguments)
     gradients = 2 * (tokens * h + d * h) + logits_dtype.itemsize * n_masks * d * h
     scratch = 0 if logits_dtype == BF16 else 2 * 2**25
     if gemms == "library GEMMs":
@@ -398,7 +400,8 @@ def test_in_a_cuda_graph() -> None:
 
     def step() -> list[Tensor]:
         y, partials = training.forward_train(call, *operands, layer.route_weights)
-        grads = training.backward(call, layer.grad_output, *operands, partials, (True, True), BF16, F32)
+        arguments = BackwardArguments(layer.grad_output, *operands, partials, (True, True), BF16, F32)
+        grads = training.backward(call, arguments)
         return [y, partials, *grads]
 
     with torch.no_grad():

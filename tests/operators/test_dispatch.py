@@ -12,6 +12,7 @@ from torch import Tensor
 import mglu_ops
 from mglu_ops import dispatch
 from mglu_ops.backends import Backend, PreparedCall
+from mglu_ops.backends.base import BackwardArguments
 from mglu_ops.backends.composite import Composite
 from mglu_ops.layer_call import LayerCall
 
@@ -87,9 +88,10 @@ def test_training_runs_on_the_cuda_backend_where_it_can(monkeypatch: pytest.Monk
             shapes.append((x.shape, rest[-1].shape))
             return super().forward_train(call, x, *rest)
 
-        def backward(self, call: LayerCall, grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-            shapes.append((grad.shape, x.shape, rest[2].shape, rest[2].is_contiguous()))
-            return super().backward(call, grad, x, *rest)
+        def backward(self, call: LayerCall, arguments: BackwardArguments) -> tuple[Tensor, ...]:
+            grad, x, _, _, partials, *_ = arguments
+            shapes.append((grad.shape, x.shape, partials.shape, partials.is_contiguous()))
+            return super().backward(call, arguments)
 
     x, weight, packed = call(6)
     x, routes = x.view(3, 2, 16).transpose(0, 1), torch.rand(2, 3, 2).bfloat16()

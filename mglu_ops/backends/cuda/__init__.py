@@ -8,7 +8,7 @@ on every call.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...activations import ACTIVATIONS
 from ...layer_call import LayerCall
-from ..base import Backend, PreparedCall
+from ..base import Backend, BackwardArguments, PreparedCall
 from . import training
 from .choice import LaunchChoice, choose
 from .compiler import has_cuda_core, is_cached
@@ -139,22 +139,9 @@ class Cuda(Backend):
         with torch.cuda.device(call.device):
             return training.forward_train(call, x, weight, packed_masks, route_weights)
 
-    def backward(
-        self,
-        call: LayerCall,
-        grad_output: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        packed_masks: Tensor,
-        partials: Tensor,
-        needs: Sequence[bool],
-        logits_dtype: torch.dtype | None,
-        route_dtype: torch.dtype | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def backward(self, call: LayerCall, arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         with torch.cuda.device(call.device):
-            return training.backward(
-                call, grad_output, x, weight, packed_masks, partials, needs, logits_dtype, route_dtype
-            )
+            return training.backward(call, arguments)
 
 
 # What Inductor's code calls for its buffers: memory without the dispatcher, which takes longer than all else here.

@@ -18,13 +18,13 @@ Everything runs on the current device and stream, and the same inputs give the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ...layer_call import LayerCall
+from ..base import BackwardArguments
 from .device import gpu_of
 from .kernels import backward_gemm
 from .kernels import training_steps as steps
@@ -84,19 +84,9 @@ def _tile_sequence(call: LayerCall) -> LaunchSequence | None:
     return None if choice is None else choice.sequence(call, gpu, device)
 
 
-def backward(
-    call: LayerCall,
-    grad_output: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    packed_masks: Tensor,
-    partials: Tensor,
-    needs: Sequence[bool],
-    logits_dtype: torch.dtype | None,
-    route_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def backward(call: LayerCall, arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, weight, mask logits and route weights; see `Backend.backward`."""
-    needs_x, needs_weight = needs
+    grad_output, x, weight, packed_masks, partials, (needs_x, needs_weight), logits_dtype, route_dtype = arguments
     tokens, (out_features, in_features), n_masks = x.shape[0], weight.shape, call.n_masks
     grad_output, weight = _with_contiguous_columns(grad_output), _with_contiguous_columns(weight)
     x, packed_masks, partials = x.contiguous(), _aligned(packed_masks), partials.contiguous()
