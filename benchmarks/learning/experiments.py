@@ -79,6 +79,16 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
         *(Recipe(layer, n_masks=1) for layer in ("no_gate_mask", "no_value_mask")),
         *(replace(one, lr=lr) for lr in (6e-3, 1e-2) for one in (SWIGLU, PAPER)),
     ],
+    # 5. What a SwiGLU model becomes that is turned into SwiMGLU and trained on with a tenth of its text, and the
+    # teacher trained on alike.
+    "converted": [
+        replace(SWIGLU, megabytes=1.1 * SWIGLU.megabytes),
+        *(
+            replace(one, start=start, skip=SWIGLU.megabytes, megabytes=0.1 * SWIGLU.megabytes, lr=3e-4)
+            for start in ("magnitude", "average")
+            for one in masks(PAPER, (1, 4))
+        ),
+    ],
     # 6. Three sizes.
     "sizes": [replace(one, size=size) for size in SIZES if size != "25M" for one in (SWIGLU, *masks(PAPER, (1, 4)))],
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal, get_args
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from benchmarks.decoder import Sizes
-from benchmarks.language_model import LanguageModel
+from benchmarks.language_model import Block, LanguageModel
 from mglu_ops.nn import GLU, LU, MGLU, NaiveMGLU
+from mglu_ops.nn.conversion import WEIGHTS, take_over_glu
 
 Layer = Literal["lu", "glu", "glu_shared", "mglu", "no_gate_mask", "no_value_mask"]
 LAYERS: tuple[Layer, ...] = get_args(Layer)
@@ -65,6 +66,9 @@ class Recipe:
             more than `slope` from 0) or `tanh` (times the slope of `tanh(logit / slope)`).
         slope: the width of the last two.
         scaled_sum: whether the sum over masks is divided by `sqrt(n_masks)`.
+        start: how an MGLU is made of a trained SwiGLU model (`teacher`), a key of `mglu_ops.nn.conversion.WEIGHTS`;
+            None for random parameters.
+        skip: the text that was read before, in 10^6 bytes; with `start`, by the teacher.
         seed: the seed of the initial parameters. The text and its order do not depend on it.
     """
 
@@ -84,6 +88,8 @@ class Recipe:
     straight_through: StraightThrough = "identity"
     slope: float = 0.05
     scaled_sum: bool = False
+    start: str | None = None
+    skip: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -93,10 +99,19 @@ class Recipe:
             raise ValueError(f"size: got {self.size!r}, must be one of {', '.join(SIZES)}")
         if self.straight_through not in get_args(StraightThrough):
             raise ValueError(f"straight_through: got {self.straight_through!r}")
+        if self.start is not None and (self.start not in WEIGHTS or self.layer != "mglu"):
+            raise ValueError(
+                f"start: got {self.start!r} for {self.layer}, must be one of {', '.join(WEIGHTS)} for mglu"
+            )
 
     @property
     def has_masks(self) -> bool:
         return self.layer in ("mglu", "no_gate_mask", "no_value_mask")
+
+    @property
+    def teacher(self) -> Recipe:
+        """The SwiGLU model that `start` begins with."""
+        return Recipe("glu", size=self.size, width=self.width, megabytes=self.skip, seed=self.seed)
 
     @property
     def name(self) -> str:
@@ -158,6 +173,22 @@ class Recipe:
             parametrize.register_parametrization(module, "mask_logits", Clipped(self.slope), unsafe=True)
         elif self.straight_through == "tanh":
             parametrize.register_parametrization(module, "mask_logits", Tanh(self.slope), unsafe=True)
+
+
+@torch.no_grad()
+def take_over(model: LanguageModel, teacher: Mapping[str, Tensor], init: str) -> None:
+    """Start an MGLU model with what its SwiGLU teacher learned; `teacher` is that model's state."""
+    kept = {name: value for name, value in teacher.items() if ".projection." not in name}
+    missing, unexpected = model.load_state_dict(kept, strict=False)
+    assert not unexpected, unexpected
+    assert all(".projection." in name for name in missing), missing
+    for i, block in enumerate(model.blocks):
+        assert isinstance(block, Block)
+        layer = next(module for module in block.projection.modules() if isinstance(module, MGLU))
+        gate, up = (teacher[f"blocks.{i}.projection.{name}_proj.weight"] for name in ("gate", "up"))
+        take_over_glu(layer, gate, up, init)
+        if layer.top_k is None:
+            block.down.weight /= layer.n_masks
 
 
 class Scaled(nn.Module):

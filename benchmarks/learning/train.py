@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from benchmarks.language_model import LanguageModel, count
 from benchmarks.learning.corpus import Corpus, load
-from benchmarks.learning.recipe import CONTEXT, SEQUENCES, Recipe
+from benchmarks.learning.recipe import CONTEXT, SEQUENCES, Recipe, take_over
 from benchmarks.records import environment, write_table
 from mglu_ops.nn import MGLU, MaskStatistics, NaiveMGLU, flip_ratio, parameter_groups
 
@@ -82,10 +83,10 @@ class Windows:
         return self.tokens[starts[:, None] + self._offsets].long()
 
 
-def steps_of(recipe: Recipe, corpus: Corpus) -> int:
-    """The number of steps that read the recipe's text."""
-    tokens = recipe.megabytes * 1e6 * corpus.sizes.train_tokens / corpus.sizes.train_bytes
-    return max(1, round(tokens / (SEQUENCES * CONTEXT)))
+def steps_of(megabytes: float, corpus: Corpus) -> int:
+    """The number of steps that read so much text."""
+    tokens = megabytes * 1e6 * corpus.sizes.train_tokens / corpus.sizes.train_bytes
+    return round(tokens / (SEQUENCES * CONTEXT))
 
 
 def rate(step: int, steps: int) -> float:
@@ -105,14 +106,27 @@ class Training:
         corpus: the text.
         device: "cuda" or "cpu".
         compiled: whether blocks and loss are compiled.
+        teacher: the state of the trained `recipe.teacher`, where the recipe has a `start`.
     """
 
-    def __init__(self, recipe: Recipe, corpus: Corpus, device: str = "cuda", compiled: bool = True) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        corpus: Corpus,
+        device: str = "cuda",
+        compiled: bool = True,
+        teacher: Mapping[str, Tensor] | None = None,
+    ) -> None:
         torch._dynamo.reset()
         self.recipe, self.corpus, self.device = recipe, corpus, device
-        self.steps, self.progress = steps_of(recipe, corpus), Progress()
+        self.steps, self.progress = max(1, steps_of(recipe.megabytes, corpus)), Progress()
+        self.skipped = steps_of(recipe.skip, corpus)
         with torch.device(device):
             self.model: LanguageModel = recipe.model()
+        if recipe.start is not None:
+            if teacher is None:
+                raise ValueError(f"teacher: got None, must be the state of {recipe.teacher.name}")
+            take_over(self.model, teacher, recipe.start)
         if compiled:
             self.model.compile_parts()
         groups = parameter_groups(
@@ -131,7 +145,7 @@ class Training:
             stopped = group["name"] == "mask_logits" and step >= self.recipe.mask_stop * self.steps
             group["lr"] = 0.0 if stopped else largest * rate(step, self.steps)
         with torch.autocast(self.device, torch.bfloat16):
-            loss = self.model(self.windows.batch(step))
+            loss = self.model(self.windows.batch(self.skipped + step))
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         self.optimizer.step()
@@ -278,6 +292,8 @@ def run(
 ) -> bool:
     """Train, and write `NAME.csv` into a folder; return whether the run is finished.
 
+    A recipe with a `start` trains its teacher first, unless the folder has the teacher's weights, `NAME.weights`.
+
     Args:
         recipe: what to train.
         corpus: the text.
@@ -289,9 +305,15 @@ def run(
     begin = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
     checkpoint = out / f"{recipe.name}.pt"
+    teacher = None
+    if recipe.start is not None:
+        weights = out / f"{recipe.teacher.name}.weights"
+        if not weights.is_file() and not run(recipe.teacher, corpus, out, device, limit, compiled):
+            return False
+        teacher = torch.load(weights, map_location=device, weights_only=True)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    training = Training(recipe, corpus, device, compiled)
+    training = Training(recipe, corpus, device, compiled, teacher)
     training.warm_up()
     if checkpoint.is_file():
         training.restore(checkpoint)
@@ -306,6 +328,8 @@ def run(
             training.save(checkpoint)
             return False
     write_table(training.progress.rows, head(training), out, recipe.name)
+    if recipe.layer == "glu":
+        torch.save(training.model.state_dict(), out / f"{recipe.name}.weights")
     checkpoint.unlink(missing_ok=True)
     return True
 

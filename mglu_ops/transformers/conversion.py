@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from ..nn import MGLU
-from ..nn.masked_linear import LOGITS_STD
+from ..nn.conversion import WEIGHTS, take_over_glu
 from .architectures import ARCHITECTURES, Architecture
 from .configuration import check_feed_forward
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-
-
-def _larger(gate: Tensor, up: Tensor) -> Tensor:
-    return torch.where(gate.abs() >= up.abs(), gate, up)
-
-
-WEIGHTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "magnitude": _larger,
-    "average": lambda gate, up: (gate + up) / 2,
-    "gate": lambda gate, up: gate,
-    "up": lambda gate, up: up,
-}
 
 
 @torch.no_grad()
@@ -145,18 +132,6 @@ def _take_over(model: PreTrainedModel, result: Any) -> None:
 def _convert(old: Any, new: Any, init: str) -> None:
     """Fill an `MGLUFeedForward` from a SwiGLU feed-forward layer."""
     mglu: MGLU = new.mglu
-    assert mglu.mask_logits is not None
-    gate, up = old.gate_proj.weight, old.up_proj.weight
-    mglu.weight = nn.Parameter(WEIGHTS[init](gate, up).clone())
-    if init == "magnitude":
-        _prefer_larger(mglu.mask_logits, gate.float().abs() - up.float().abs())
+    take_over_glu(mglu, old.gate_proj.weight, old.up_proj.weight, init)
     down = old.down_proj.weight.clone()
     new.down_proj.weight = nn.Parameter(down if mglu.top_k is not None else down / mglu.n_masks)
-
-
-def _prefer_larger(logits: Tensor, difference: Tensor) -> None:
-    """Set logits to `|W_g| - |W_u|`, scaled as logits are, plus noise of that scale in all masks but the first."""
-    scaled = difference * (LOGITS_STD / difference.square().mean().sqrt().clamp(min=1e-30))
-    logits[1:] += scaled
-    # A tie is a weight of either matrix: it feeds the gate, as in `_larger`.
-    logits[0] = torch.where(difference >= 0, scaled.clamp(min=1e-6), scaled)

@@ -123,7 +123,16 @@ def test_names_of_runs_are_unique_and_survive_a_file_system():
     assert Recipe("mglu", n_masks=2, seed=1).name == "mglu-2_seed=1"
 
 
-@pytest.mark.parametrize("wrong", [{"layer": "swish"}, {"size": "1B"}, {"straight_through": "no"}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"layer": "swish"},
+        {"size": "1B"},
+        {"straight_through": "no"},
+        {"start": "half"},
+        {"start": "gate", "layer": "lu"},
+    ],
+)
 def test_a_wrong_recipe_is_named(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Recipe(**wrong)
@@ -264,6 +273,37 @@ def test_a_checkpoint_of_another_recipe_is_refused(text, tmp_path):
     other = train.Training(replace(one, lr=1e-4), text, "cpu", compiled=False)
     with pytest.raises(ValueError, match="the checkpoint is of another recipe"):
         other.restore(tmp_path / "checkpoint.pt")
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("options", [{"n_masks": 1}, {"n_masks": 3}, {"n_masks": 2, "top_k": 1, "scaled_sum": True}])
+def test_a_converted_model_starts_from_its_teacher(options, text, tmp_path):
+    teacher = tiny_run(text, 40, layer="glu")
+    one = tiny_run(text, 12, start="magnitude", skip=teacher.megabytes, **options)
+    assert one.teacher == replace(teacher, lr=Recipe.lr)
+    assert not train.run(one, text, tmp_path, "cpu", limit=0, compiled=False)  # the teacher takes longer
+    while not train.run(one, text, tmp_path, "cpu", limit=0, compiled=False):
+        pass
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"{one.name}.csv",
+        f"{one.teacher.name}.csv",
+        f"{one.teacher.name}.weights",
+    }
+    training = train.Training(one, text, "cpu", False, torch.load(tmp_path / f"{one.teacher.name}.weights"))
+    projection = train.masked_layers(training.model)[0]
+    state = torch.load(tmp_path / f"{one.teacher.name}.weights")
+    gate, up = (state[f"blocks.0.projection.{name}_proj.weight"] for name in ("gate", "up"))
+    mask = projection.mask_logits[0] > 0
+    assert torch.equal(mask, gate.abs() >= up.abs())
+    assert torch.equal(projection.weight, torch.where(mask, gate, up))
+    share = 1 if one.top_k else one.n_masks
+    assert torch.equal(training.model.blocks[0].down.weight * share, state["blocks.0.down.weight"] / share * share)
+    assert torch.equal(training.model.embedding.weight, state["embedding.weight"])
+    first = training.windows.batch(training.skipped)
+    assert training.skipped == train.steps_of(one.skip, text) > 0
+    assert not torch.equal(first, training.windows.batch(0))
+    with pytest.raises(ValueError, match="teacher: got None, must be the state of glu"):
+        train.Training(one, text, "cpu", compiled=False)
 
 
 @pytest.mark.usefixtures("tiny")

@@ -12,8 +12,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
+from mglu_ops.nn.conversion import WEIGHTS
 from mglu_ops.transformers import from_swiglu
-from mglu_ops.transformers.conversion import WEIGHTS
 
 EACH = pytest.mark.parametrize("name", BY_NAME)
 

@@ -1,0 +1,56 @@
+"""An MGLU layer from the two matrices of a gated linear unit, as a start for training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from .masked_linear import LOGITS_STD
+from .mglu import MGLU
+
+
+def _larger(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.where(gate.abs() >= up.abs(), gate, up)
+
+
+WEIGHTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "magnitude": _larger,
+    "average": lambda gate, up: (gate + up) / 2,
+    "gate": lambda gate, up: gate,
+    "up": lambda gate, up: up,
+}
+"""Ways to make one matrix of the gate matrix and the up matrix, by name."""
+
+
+@torch.no_grad()
+def take_over_glu(layer: MGLU, gate: Tensor, up: Tensor, init: str) -> None:
+    """Give a layer with learned masks a weight, and with `magnitude` masks, made of the matrices of a GLU.
+
+    `mglu_ops.transformers.from_swiglu` says what each `init` does. The other ways leave the masks as they are. The
+    result of the layer is a sum over its masks; what reads it has to be divided by their number.
+
+    Args:
+        layer: the layer, whose weight is replaced.
+        gate: `[out_features, in_features]`, W_g.
+        up: `[out_features, in_features]`, W_u.
+        init: a key of WEIGHTS.
+
+    Raises:
+        ValueError: `init` is no such key.
+    """
+    if init not in WEIGHTS:
+        raise ValueError(f"init: got {init!r}, must be one of {', '.join(WEIGHTS)}")
+    assert layer.mask_logits is not None
+    layer.weight = nn.Parameter(WEIGHTS[init](gate, up).clone())
+    if init == "magnitude":
+        _prefer_larger(layer.mask_logits, gate.float().abs() - up.float().abs())
+
+
+def _prefer_larger(logits: Tensor, difference: Tensor) -> None:
+    """Set logits to `|W_g| - |W_u|`, scaled as logits are, plus noise of that scale in all masks but the first."""
+    scaled = difference * (LOGITS_STD / difference.square().mean().sqrt().clamp(min=1e-30))
+    logits[1:] += scaled
+    # A tie is a weight of either matrix: it feeds the gate, as in `_larger`.
+    logits[0] = torch.where(difference >= 0, scaled.clamp(min=1e-6), scaled)
