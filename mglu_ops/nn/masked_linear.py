@@ -109,11 +109,7 @@ class MaskedLinear(nn.Module):
         """
         if self.router is None or self.top_k is None:
             return None
-        logits = self.router(x)
-        kept = torch.zeros_like(logits).scatter(-1, logits.detach().topk(self.top_k, dim=-1).indices, 1.0)
-        # The gradient goes through no `topk` and no `scatter`, which DTensor of torch 2.11 cannot differentiate. Under
-        # autocast, softmax returns float32; the projections have the dtype of the router's result.
-        return logits.masked_fill(kept == 0, -math.inf).softmax(-1).to(logits.dtype)
+        return top_k_routes(self.router(x), self.top_k)
 
     def extra_repr(self) -> str:
         return (
@@ -167,3 +163,11 @@ class MaskedLinear(nn.Module):
         except (TypeError, ValueError) as error:
             return str(error)
         return None
+
+
+def top_k_routes(logits: Tensor, top_k: int) -> Tensor:
+    """The softmax over the `top_k` largest router logits `[..., n_masks]` of a token, and 0 for the other masks."""
+    kept = torch.zeros_like(logits).scatter(-1, logits.detach().topk(top_k, dim=-1).indices, 1.0)
+    # The gradient goes through no `topk` and no `scatter`, which DTensor of torch 2.11 cannot differentiate. Under
+    # autocast, softmax returns float32; the projections have the dtype of the router's result.
+    return logits.masked_fill(kept == 0, -math.inf).softmax(-1).to(logits.dtype)

@@ -14,6 +14,7 @@ from .. import ops
 from ..activations import get_activation
 from ..masks import packed_shape
 from ..nn.arguments import check_masks
+from ..nn.masked_linear import top_k_routes
 from ..transformers.configuration import ACTIVATIONS
 from .shards import packed_shard, packed_shard_of_logits, rows_of_rank, weight_shard
 
@@ -70,12 +71,9 @@ class ColumnParallelMGLU(nn.Module):
         return ops.forward(x, self.weight, self.packed_masks, self.activation, self._route_weights(x))
 
     def _route_weights(self, x: Tensor) -> Tensor | None:
-        """Route weights as `MaskedLinear.route_weights` computes them."""
         if self.router is None or self.top_k is None:
             return None
-        logits = self.router(x)
-        kept, index = logits.topk(self.top_k, dim=-1)
-        return torch.zeros_like(logits).scatter(-1, index, kept.softmax(-1).to(logits.dtype))
+        return top_k_routes(self.router(x), self.top_k)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Take this rank's part of the layer's tensors in a checkpoint; vLLM's loader calls it, perhaps repeatedly.

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,6 +32,18 @@ pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="processes are not forked on Windows"),
     pytest.mark.usefixtures("folder"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _ctrl_c_interrupts() -> Iterator[None]:
+    """Let SIGINT raise KeyboardInterrupt, which it does not in programs that a shell starts in the background."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
 
 # --- Old versions and leftovers -------------------------------------------------------------------------------------
 
