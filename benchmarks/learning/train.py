@@ -10,22 +10,19 @@ goes on. Its result is then bit for bit what it would have been without the stop
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 import torch
-from torch import Tensor, nn
 
-from benchmarks.language_model import LanguageModel, count
+from benchmarks.language_model import count
 from benchmarks.learning.corpus import Corpus, load
-from benchmarks.learning.recipe import CONTEXT, SEQUENCES, Recipe, take_over
+from benchmarks.learning.recipe import Recipe
+from benchmarks.learning.schedule import points
+from benchmarks.learning.training import Training, masked_layers
 from benchmarks.records import environment, write_table
-from mglu_ops.nn import MGLU, MaskStatistics, NaiveMGLU, flip_ratio, parameter_groups
 
 PROTOCOL = (
     "the corpus's windows of 512 tokens in one random order for all runs, 32 a step; bfloat16 autocast of float32 "
@@ -33,253 +30,6 @@ PROTOCOL = (
     "clipped to a norm of 1, warm-up over 10% of the steps, cosine to 10% of the rate; held_out: nats a byte over all "
     "held-out text"
 )
-WEIGHT_DECAY = 0.1
-WARM_UP = 0.1
-LAST_RATE = 0.1
-MAX_NORM = 1.0
-EVALUATIONS = 20
-"""Points of a learning curve."""
-
-
-@dataclass
-class Progress:
-    """How far a run has come.
-
-    Attributes:
-        step: steps that are done.
-        seconds: time of these steps, without evaluations and compilations.
-        rows: the learning curve so far.
-    """
-
-    step: int = 0
-    seconds: float = 0.0
-    rows: list[dict[str, Any]] = field(default_factory=list)
-
-
-class Windows:
-    """The windows of a corpus in the order in which every run reads them, `[SEQUENCES, CONTEXT + 1]` a step.
-
-    Args:
-        tokens: `[train_tokens]`.
-        device: where the batches are.
-    """
-
-    def __init__(self, tokens: Tensor, device: str) -> None:
-        self.tokens = tokens.to(device, torch.int32)  # uint16 cannot be indexed on every device
-        self.windows = (len(tokens) - 1) // CONTEXT
-        if self.windows < SEQUENCES:
-            raise ValueError(f"tokens: got {len(tokens)}, must be more than {SEQUENCES * CONTEXT}")
-        self.steps_of_epoch = self.windows // SEQUENCES
-        self._offsets = torch.arange(CONTEXT + 1, device=device)
-        self._epoch, self._starts = -1, torch.empty(0)
-
-    def batch(self, step: int) -> Tensor:
-        """The tokens of a step, int64."""
-        epoch, index = divmod(step, self.steps_of_epoch)
-        if epoch != self._epoch:
-            order = torch.randperm(self.windows, generator=torch.Generator().manual_seed(epoch))
-            self._epoch, self._starts = epoch, (order * CONTEXT).to(self.tokens.device)
-        starts = self._starts[index * SEQUENCES : (index + 1) * SEQUENCES]
-        return self.tokens[starts[:, None] + self._offsets].long()
-
-
-def steps_of(megabytes: float, corpus: Corpus) -> int:
-    """The number of steps that read so much text."""
-    tokens = megabytes * 1e6 * corpus.sizes.train_tokens / corpus.sizes.train_bytes
-    return round(tokens / (SEQUENCES * CONTEXT))
-
-
-def rate(step: int, steps: int) -> float:
-    """The learning rate of a step as a fraction of the largest."""
-    warm_up = max(1, round(WARM_UP * steps))
-    if step < warm_up:
-        return (step + 1) / warm_up
-    done = (step - warm_up) / max(1, steps - warm_up)
-    return LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * done))
-
-
-class Training:
-    """A run in progress.
-
-    Args:
-        recipe: what to train.
-        corpus: the text.
-        device: "cuda" or "cpu".
-        compiled: whether blocks and loss are compiled.
-        teacher: the state of the trained `recipe.teacher`, where the recipe has a `start`.
-    """
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        corpus: Corpus,
-        device: str = "cuda",
-        compiled: bool = True,
-        teacher: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        torch._dynamo.reset()
-        self.recipe, self.corpus, self.device = recipe, corpus, device
-        self.steps, self.progress = max(1, steps_of(recipe.megabytes, corpus)), Progress()
-        self.skipped = steps_of(recipe.skip, corpus)
-        with torch.device(device):
-            self.model: LanguageModel = recipe.model()
-        if recipe.start is not None:
-            if teacher is None:
-                raise ValueError(f"teacher: got None, must be the state of {recipe.teacher.name}")
-            take_over(self.model, teacher, recipe.start)
-        if compiled:
-            self.model.compile_parts()
-        groups = parameter_groups(
-            self.model, lr=recipe.lr, weight_decay=WEIGHT_DECAY, mask_lr=recipe.mask_lr * recipe.lr
-        )
-        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), eps=1e-8, fused=device == "cuda")
-        self.largest = [group["lr"] for group in self.optimizer.param_groups]
-        self.windows = Windows(corpus.train, device)
-        self.statistics = MaskStatistics(self.model) if recipe.has_masks else None
-        self.first_masks = [packed_masks(layer) for layer in masked_layers(self.model)]
-
-    def step(self) -> Tensor:
-        """Take a step and return its loss, without waiting for the device."""
-        step = self.progress.step
-        for group, largest in zip(self.optimizer.param_groups, self.largest, strict=True):
-            stopped = group["name"] == "mask_logits" and step >= self.recipe.mask_stop * self.steps
-            group["lr"] = 0.0 if stopped else largest * rate(step, self.steps)
-        with torch.autocast(self.device, torch.bfloat16):
-            loss = self.model(self.windows.batch(self.skipped + step))
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.progress.step += 1
-        return loss.detach()
-
-    def warm_up(self) -> None:
-        """Compile what a step and an evaluation need, and leave everything as it was."""
-        parameters = [parameter.detach().clone() for parameter in self.model.parameters()]
-        self.step()
-        self.held_out()
-        with torch.no_grad():
-            for parameter, before in zip(self.model.parameters(), parameters, strict=True):
-                parameter.copy_(before)
-        self.optimizer.state.clear()
-        self.progress = Progress()
-
-    def advance(self, last: int) -> None:
-        """Take steps up to number `last`, and add a point to the curve."""
-        before, begin = self.progress.step, time.perf_counter()
-        total = torch.zeros((), device=self.device)
-        for _ in range(before, last):
-            total += self.step()
-        loss = total.item() / (last - before)  # waits for the device
-        self.progress.seconds += time.perf_counter() - begin
-        self.progress.rows.append(self.point(loss))
-
-    @torch.no_grad()
-    def held_out(self) -> float:
-        """The loss on all held-out text, in nats a byte."""
-        tokens = self.corpus.held_out.to(self.device, torch.int32)
-        sizes = self.corpus.token_bytes.to(self.device)
-        windows = (len(tokens) - 1) // CONTEXT
-        nats, size = torch.zeros((), device=self.device, dtype=torch.float64), 0
-        offsets = torch.arange(CONTEXT + 1, device=self.device)
-        # Only whole batches, so that no other shape is compiled.
-        for first in range(0, windows - windows % SEQUENCES or windows, SEQUENCES):
-            starts = torch.arange(first, min(first + SEQUENCES, windows), device=self.device) * CONTEXT
-            batch = tokens[starts[:, None] + offsets].long()
-            with torch.autocast(self.device, torch.bfloat16):
-                nats += self.model(batch).double() * batch[:, 1:].numel()
-            size += int(sizes[batch[:, 1:]].sum())
-        return float(nats) / size
-
-    def point(self, loss: float) -> dict[str, Any]:
-        """A point of the learning curve after the steps that are done; `loss` is the mean since the last point."""
-        row: dict[str, Any] = {
-            "step": self.progress.step,
-            "megabytes": round(self.recipe.megabytes * self.progress.step / self.steps, 3),
-            "train": float(f"{loss:.6g}"),
-            "held_out": float(f"{self.held_out():.6g}"),
-            "seconds": round(self.progress.seconds, 1),
-        }
-        return row | self._masks()
-
-    def _masks(self) -> dict[str, Any]:
-        """Means over layers and masks, and the gate ratios of all layers; none for a model without masks.
-
-        `flips` are the mask bits that differ from the last point, and `flipped` those that differ from the start.
-        """
-        if self.statistics is None:
-            return {}
-        numbers = self.statistics.update()
-        ratios: dict[str, list[float]] = {}
-        for key, value in numbers.items():
-            if "/gate_ratio/" in key:
-                ratios.setdefault(key.partition("/")[0], []).append(value)
-        flipped = [
-            flip_ratio(before, packed_masks(layer), layer.in_features).mean().item()
-            for layer, before in zip(masked_layers(self.model), self.first_masks, strict=True)
-        ]
-        return {
-            "gate_ratio": _mean([value for of in ratios.values() for value in of]),
-            "flips": _mean([value for key, value in numbers.items() if "/flips/" in key]),
-            "flipped": _mean(flipped),
-            "agreement": _mean([value for key, value in numbers.items() if key.endswith("/agreement")]),
-            "gate_ratios": json.dumps([_mean(of) for of in ratios.values()]),
-        }
-
-    # --- Checkpoints
-
-    def save(self, path: Path) -> None:
-        """Write a checkpoint; a file that was there is replaced at once or not at all."""
-        state = {
-            "recipe": asdict(self.recipe),
-            "digest": self.corpus.sizes.digest,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "progress": asdict(self.progress),
-        }
-        temporary = path.with_suffix(".tmp")
-        torch.save(state, temporary)
-        temporary.replace(path)
-
-    def restore(self, path: Path) -> None:
-        """Go on from a checkpoint.
-
-        Raises:
-            ValueError: it is of another recipe or another corpus.
-        """
-        state = torch.load(path, map_location=self.device, weights_only=True)
-        for what, found, wanted in (
-            ("recipe", state["recipe"], asdict(self.recipe)),
-            ("corpus", state["digest"], self.corpus.sizes.digest),
-        ):
-            if found != wanted:
-                raise ValueError(f"{path}: the checkpoint is of another {what}: {found}, not {wanted}")
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.progress = Progress(**state["progress"])
-        if self.statistics is not None:
-            self.statistics = MaskStatistics(self.model)  # a checkpoint is written at a point of the curve
-
-
-def masked_layers(model: nn.Module) -> list[MGLU | NaiveMGLU]:
-    """The layers of a model that have masks."""
-    return [module for module in model.modules() if isinstance(module, (MGLU, NaiveMGLU))]
-
-
-def packed_masks(layer: MGLU | NaiveMGLU) -> Tensor:
-    """A copy of the masks of a layer, packed."""
-    if layer.packed_masks is not None:
-        return layer.packed_masks.clone()
-    assert layer.mask_logits is not None
-    return torch.ops.mglu.pack_logits(layer.mask_logits.detach())
-
-
-def _mean(values: list[float]) -> float:
-    """The mean with six digits; NaN of nothing."""
-    return float(f"{sum(values) / len(values):.6g}") if values else float("nan")
-
-
-# --- A whole run ----------------------------------------------------------------------------------------------------
 
 
 def run(
@@ -332,11 +82,6 @@ def run(
         torch.save(training.model.state_dict(), out / f"{recipe.name}.weights")
     checkpoint.unlink(missing_ok=True)
     return True
-
-
-def points(steps: int) -> list[int]:
-    """The numbers of steps after which the curve has a point."""
-    return sorted({max(1, round(steps * i / EVALUATIONS)) for i in range(1, EVALUATIONS + 1)})
 
 
 def head(training: Training) -> dict[str, str]:

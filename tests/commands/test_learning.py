@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.decoder import Sizes
-from benchmarks.learning import corpus, experiments, recipe, train
+from benchmarks.learning import corpus, experiments, recipe, schedule, train, training
 from benchmarks.learning.recipe import Recipe
 from benchmarks.records import read_table
 from mglu_ops.nn import MGLU, NaiveMGLU
@@ -50,9 +50,9 @@ def text(folder, tmp_path_factory) -> corpus.Corpus:
 @pytest.fixture
 def tiny(monkeypatch) -> Iterator[None]:
     monkeypatch.setitem(recipe.SIZES, "25M", TINY)
-    monkeypatch.setattr(train, "SEQUENCES", 4)
-    monkeypatch.setattr(train, "CONTEXT", 16)
-    monkeypatch.setattr(train, "EVALUATIONS", 4)
+    monkeypatch.setattr(schedule, "SEQUENCES", 4)
+    monkeypatch.setattr(schedule, "CONTEXT", 16)
+    monkeypatch.setattr(schedule, "EVALUATIONS", 4)
     yield
     torch._dynamo.reset()
 
@@ -142,7 +142,7 @@ def test_a_wrong_recipe_is_named(wrong):
 @pytest.mark.parametrize("ratio", [0.2, 0.5, 0.8])
 def test_the_initial_gate_ratio(ratio):
     model = Recipe(gate_ratio=ratio).model()
-    for layer in train.masked_layers(model):
+    for layer in training.masked_layers(model):
         assert abs(float((layer.mask_logits > 0).float().mean()) - ratio) < 0.03
 
 
@@ -151,7 +151,7 @@ def test_the_initial_gate_ratio(ratio):
 def test_straight_through_gradients_fade_and_masks_stay(how):
     torch.manual_seed(0)
     plain, shaped = Recipe(logits_std=0.1), Recipe(logits_std=0.1, straight_through=how, slope=0.05)
-    layers = [next(iter(train.masked_layers(one.model()))) for one in (plain, shaped)]
+    layers = [next(iter(training.masked_layers(one.model()))) for one in (plain, shaped)]
     assert torch.equal(layers[0].mask_logits > 0, layers[1].mask_logits > 0)
     x = torch.randn(5, 16)
     for layer in layers:
@@ -179,7 +179,7 @@ def test_widths_of_equal_budgets():
 
 
 def test_the_learning_rate_rises_and_falls():
-    rates = [train.rate(step, 1000) for step in range(1000)]
+    rates = [schedule.rate(step, 1000) for step in range(1000)]
     assert rates[0] == pytest.approx(0.01)
     assert max(rates) == rates[99] == 1
     assert rates[549] == pytest.approx(0.55, abs=0.01)
@@ -190,15 +190,15 @@ def test_the_learning_rate_rises_and_falls():
 @pytest.mark.usefixtures("tiny")
 def test_every_window_is_read_once_in_an_epoch():
     tokens = torch.arange(1000, dtype=torch.int32).to(torch.uint16)
-    windows = train.Windows(tokens, "cpu")
+    windows = schedule.Windows(tokens, "cpu")
     seen = torch.cat([windows.batch(step) for step in range(windows.steps_of_epoch)])
     assert seen.shape == (60, 17)  # 62 windows of 16 tokens are 15 steps of 4 sequences
     assert len(torch.unique(seen, dim=0)) == 60
     assert torch.equal(seen - seen[:, :1], torch.arange(17).expand(60, 17))
     assert not torch.equal(windows.batch(windows.steps_of_epoch), windows.batch(0))
-    assert torch.equal(windows.batch(0), train.Windows(tokens, "cpu").batch(0))
+    assert torch.equal(windows.batch(0), schedule.Windows(tokens, "cpu").batch(0))
     with pytest.raises(ValueError, match="tokens: got 60, must be more than 64"):
-        train.Windows(tokens[:60], "cpu")
+        schedule.Windows(tokens[:60], "cpu")
 
 
 def tiny_run(text: corpus.Corpus, steps: int, **options: object) -> Recipe:
@@ -268,9 +268,9 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(layer, text, tmp_path):
 @pytest.mark.usefixtures("tiny")
 def test_a_checkpoint_of_another_recipe_is_refused(text, tmp_path):
     one = tiny_run(text, 8)
-    training = train.Training(one, text, "cpu", compiled=False)
-    training.save(tmp_path / "checkpoint.pt")
-    other = train.Training(replace(one, lr=1e-4), text, "cpu", compiled=False)
+    run = training.Training(one, text, "cpu", compiled=False)
+    run.save(tmp_path / "checkpoint.pt")
+    other = training.Training(replace(one, lr=1e-4), text, "cpu", compiled=False)
     with pytest.raises(ValueError, match="the checkpoint is of another recipe"):
         other.restore(tmp_path / "checkpoint.pt")
 
@@ -289,39 +289,39 @@ def test_a_converted_model_starts_from_its_teacher(options, text, tmp_path):
         f"{one.teacher.name}.csv",
         f"{one.teacher.name}.weights",
     }
-    training = train.Training(one, text, "cpu", False, torch.load(tmp_path / f"{one.teacher.name}.weights"))
-    projection = train.masked_layers(training.model)[0]
+    run = training.Training(one, text, "cpu", False, torch.load(tmp_path / f"{one.teacher.name}.weights"))
+    projection = training.masked_layers(run.model)[0]
     state = torch.load(tmp_path / f"{one.teacher.name}.weights")
     gate, up = (state[f"blocks.0.projection.{name}_proj.weight"] for name in ("gate", "up"))
     mask = projection.mask_logits[0] > 0
     assert torch.equal(mask, gate.abs() >= up.abs())
     assert torch.equal(projection.weight, torch.where(mask, gate, up))
     share = 1 if one.top_k else one.n_masks
-    assert torch.equal(training.model.blocks[0].down.weight * share, state["blocks.0.down.weight"] / share * share)
-    assert torch.equal(training.model.embedding.weight, state["embedding.weight"])
-    first = training.windows.batch(training.skipped)
-    assert training.skipped == train.steps_of(one.skip, text) > 0
-    assert not torch.equal(first, training.windows.batch(0))
+    assert torch.equal(run.model.blocks[0].down.weight * share, state["blocks.0.down.weight"] / share * share)
+    assert torch.equal(run.model.embedding.weight, state["embedding.weight"])
+    first = run.windows.batch(run.skipped)
+    assert run.skipped == schedule.steps_of(one.skip, text) > 0
+    assert not torch.equal(first, run.windows.batch(0))
     with pytest.raises(ValueError, match="teacher: got None, must be the state of glu"):
-        train.Training(one, text, "cpu", compiled=False)
+        training.Training(one, text, "cpu", compiled=False)
 
 
 @pytest.mark.usefixtures("tiny")
 def test_masks_stop_where_the_recipe_says(text):
-    training = train.Training(tiny_run(text, 10, n_masks=2, mask_stop=0.5), text, "cpu", compiled=False)
+    run = training.Training(tiny_run(text, 10, n_masks=2, mask_stop=0.5), text, "cpu", compiled=False)
     for _ in range(5):
-        training.step()
-    logits = [layer.mask_logits.detach().clone() for layer in train.masked_layers(training.model)]
-    weight = training.model.blocks[0].projection.weight.detach().clone()
-    training.step()
-    assert all(map(torch.equal, logits, (layer.mask_logits for layer in train.masked_layers(training.model))))
-    assert not torch.equal(weight, training.model.blocks[0].projection.weight)
+        run.step()
+    logits = [layer.mask_logits.detach().clone() for layer in training.masked_layers(run.model)]
+    weight = run.model.blocks[0].projection.weight.detach().clone()
+    run.step()
+    assert all(map(torch.equal, logits, (layer.mask_logits for layer in training.masked_layers(run.model))))
+    assert not torch.equal(weight, run.model.blocks[0].projection.weight)
 
 
 @pytest.mark.usefixtures("tiny")
 def test_warming_up_leaves_no_trace(text):
     one = tiny_run(text, 6, n_masks=2)
-    fresh, warm = (train.Training(one, text, "cpu", compiled=False) for _ in range(2))
+    fresh, warm = (training.Training(one, text, "cpu", compiled=False) for _ in range(2))
     warm.warm_up()
     for _ in range(3):
         assert torch.equal(fresh.step(), warm.step())
@@ -350,7 +350,7 @@ def test_experiments_go_on_where_they_stopped(text, folder, tmp_path, monkeypatc
 
 
 def test_layers_with_masks_are_found():
-    assert [type(layer) for layer in train.masked_layers(torch.nn.Sequential(MGLU(8, 8), NaiveMGLU(8, 8)))] == [
+    assert [type(layer) for layer in training.masked_layers(torch.nn.Sequential(MGLU(8, 8), NaiveMGLU(8, 8)))] == [
         MGLU,
         NaiveMGLU,
     ]

@@ -1,0 +1,76 @@
+"""Which text each step of a run reads, at which learning rate, and where its curve has points."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from benchmarks.learning.corpus import Corpus
+from benchmarks.learning.recipe import CONTEXT, SEQUENCES
+
+WARM_UP = 0.1
+LAST_RATE = 0.1
+EVALUATIONS = 20
+"""Points of a learning curve."""
+
+
+class Windows:
+    """The windows of a corpus in the order in which every run reads them, `[SEQUENCES, CONTEXT + 1]` a step.
+
+    Args:
+        tokens: `[train_tokens]`.
+        device: where the batches are.
+    """
+
+    def __init__(self, tokens: Tensor, device: str) -> None:
+        self.tokens = tokens.to(device, torch.int32)  # uint16 cannot be indexed on every device
+        self.windows = (len(tokens) - 1) // CONTEXT
+        if self.windows < SEQUENCES:
+            raise ValueError(f"tokens: got {len(tokens)}, must be more than {SEQUENCES * CONTEXT}")
+        self.steps_of_epoch = self.windows // SEQUENCES
+        self._offsets = torch.arange(CONTEXT + 1, device=device)
+        self._epoch, self._starts = -1, torch.empty(0)
+
+    def batch(self, step: int) -> Tensor:
+        """The tokens of a step, int64."""
+        epoch, index = divmod(step, self.steps_of_epoch)
+        if epoch != self._epoch:
+            order = torch.randperm(self.windows, generator=torch.Generator().manual_seed(epoch))
+            self._epoch, self._starts = epoch, (order * CONTEXT).to(self.tokens.device)
+        starts = self._starts[index * SEQUENCES : (index + 1) * SEQUENCES]
+        return self.tokens[starts[:, None] + self._offsets].long()
+
+
+def held_out_batches(tokens: Tensor, device: str) -> Iterator[Tensor]:
+    """Yield the windows of held-out text, `[SEQUENCES, CONTEXT + 1]`, int64.
+
+    The windows that do not fill a batch are left out, so that no other shape is compiled, unless there is no batch.
+    """
+    tokens = tokens.to(device, torch.int32)
+    offsets, windows = torch.arange(CONTEXT + 1, device=device), (len(tokens) - 1) // CONTEXT
+    for first in range(0, windows - windows % SEQUENCES or windows, SEQUENCES):
+        starts = torch.arange(first, min(first + SEQUENCES, windows), device=device) * CONTEXT
+        yield tokens[starts[:, None] + offsets].long()
+
+
+def steps_of(megabytes: float, corpus: Corpus) -> int:
+    """The number of steps that read so much text."""
+    tokens = megabytes * 1e6 * corpus.sizes.train_tokens / corpus.sizes.train_bytes
+    return round(tokens / (SEQUENCES * CONTEXT))
+
+
+def rate(step: int, steps: int) -> float:
+    """The learning rate of a step as a fraction of the largest."""
+    warm_up = max(1, round(WARM_UP * steps))
+    if step < warm_up:
+        return (step + 1) / warm_up
+    done = (step - warm_up) / max(1, steps - warm_up)
+    return LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def points(steps: int) -> list[int]:
+    """The numbers of steps after which the curve has a point."""
+    return sorted({max(1, round(steps * i / EVALUATIONS)) for i in range(1, EVALUATIONS + 1)})

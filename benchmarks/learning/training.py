@@ -1,0 +1,212 @@
+"""A training run in progress: its steps, its learning curve, and its checkpoints."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.language_model import LanguageModel
+from benchmarks.learning.corpus import Corpus
+from benchmarks.learning.recipe import Recipe, take_over
+from benchmarks.learning.schedule import Windows, held_out_batches, rate, steps_of
+from mglu_ops.nn import MGLU, MaskStatistics, NaiveMGLU, flip_ratio, parameter_groups
+
+WEIGHT_DECAY = 0.1
+MAX_NORM = 1.0
+
+
+@dataclass
+class Progress:
+    """How far a run has come.
+
+    Attributes:
+        step: steps that are done.
+        seconds: time of these steps, without evaluations and compilations.
+        rows: the learning curve so far.
+    """
+
+    step: int = 0
+    seconds: float = 0.0
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Training:
+    """A run in progress.
+
+    Args:
+        recipe: what to train.
+        corpus: the text.
+        device: "cuda" or "cpu".
+        compiled: whether blocks and loss are compiled.
+        teacher: the state of the trained `recipe.teacher`, where the recipe has a `start`.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        corpus: Corpus,
+        device: str = "cuda",
+        compiled: bool = True,
+        teacher: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        torch._dynamo.reset()
+        self.recipe, self.corpus, self.device = recipe, corpus, device
+        self.steps, self.progress = max(1, steps_of(recipe.megabytes, corpus)), Progress()
+        self.skipped = steps_of(recipe.skip, corpus)
+        with torch.device(device):
+            self.model: LanguageModel = recipe.model()
+        if recipe.start is not None:
+            if teacher is None:
+                raise ValueError(f"teacher: got None, must be the state of {recipe.teacher.name}")
+            take_over(self.model, teacher, recipe.start)
+        if compiled:
+            self.model.compile_parts()
+        groups = parameter_groups(
+            self.model, lr=recipe.lr, weight_decay=WEIGHT_DECAY, mask_lr=recipe.mask_lr * recipe.lr
+        )
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), eps=1e-8, fused=device == "cuda")
+        self.largest = [group["lr"] for group in self.optimizer.param_groups]
+        self.windows = Windows(corpus.train, device)
+        self.statistics = MaskStatistics(self.model) if recipe.has_masks else None
+        self.first_masks = [packed_masks(layer) for layer in masked_layers(self.model)]
+
+    def step(self) -> Tensor:
+        """Take a step and return its loss, without waiting for the device."""
+        step = self.progress.step
+        for group, largest in zip(self.optimizer.param_groups, self.largest, strict=True):
+            stopped = group["name"] == "mask_logits" and step >= self.recipe.mask_stop * self.steps
+            group["lr"] = 0.0 if stopped else largest * rate(step, self.steps)
+        with torch.autocast(self.device, torch.bfloat16):
+            loss = self.model(self.windows.batch(self.skipped + step))
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.progress.step += 1
+        return loss.detach()
+
+    def warm_up(self) -> None:
+        """Compile what a step and an evaluation need, and leave everything as it was."""
+        parameters = [parameter.detach().clone() for parameter in self.model.parameters()]
+        self.step()
+        self.held_out()
+        with torch.no_grad():
+            for parameter, before in zip(self.model.parameters(), parameters, strict=True):
+                parameter.copy_(before)
+        self.optimizer.state.clear()
+        self.progress = Progress()
+
+    def advance(self, last: int) -> None:
+        """Take steps up to number `last`, and add a point to the curve."""
+        before, begin = self.progress.step, time.perf_counter()
+        total = torch.zeros((), device=self.device)
+        for _ in range(before, last):
+            total += self.step()
+        loss = total.item() / (last - before)  # waits for the device
+        self.progress.seconds += time.perf_counter() - begin
+        self.progress.rows.append(self.point(loss))
+
+    @torch.no_grad()
+    def held_out(self) -> float:
+        """The loss on all held-out text, in nats a byte."""
+        sizes = self.corpus.token_bytes.to(self.device)
+        nats, size = torch.zeros((), device=self.device, dtype=torch.float64), 0
+        for batch in held_out_batches(self.corpus.held_out, self.device):
+            with torch.autocast(self.device, torch.bfloat16):
+                nats += self.model(batch).double() * batch[:, 1:].numel()
+            size += int(sizes[batch[:, 1:]].sum())
+        return float(nats) / size
+
+    def point(self, loss: float) -> dict[str, Any]:
+        """A point of the learning curve after the steps that are done; `loss` is the mean since the last point."""
+        row: dict[str, Any] = {
+            "step": self.progress.step,
+            "megabytes": round(self.recipe.megabytes * self.progress.step / self.steps, 3),
+            "train": float(f"{loss:.6g}"),
+            "held_out": float(f"{self.held_out():.6g}"),
+            "seconds": round(self.progress.seconds, 1),
+        }
+        return row | self._masks()
+
+    def _masks(self) -> dict[str, Any]:
+        """Means over layers and masks, and the gate ratios of all layers; none for a model without masks.
+
+        `flips` are the mask bits that differ from the last point, and `flipped` those that differ from the start.
+        """
+        if self.statistics is None:
+            return {}
+        numbers = self.statistics.update()
+        ratios: dict[str, list[float]] = {}
+        for key, value in numbers.items():
+            if "/gate_ratio/" in key:
+                ratios.setdefault(key.partition("/")[0], []).append(value)
+        flipped = [
+            flip_ratio(before, packed_masks(layer), layer.in_features).mean().item()
+            for layer, before in zip(masked_layers(self.model), self.first_masks, strict=True)
+        ]
+        return {
+            "gate_ratio": _mean([value for of in ratios.values() for value in of]),
+            "flips": _mean([value for key, value in numbers.items() if "/flips/" in key]),
+            "flipped": _mean(flipped),
+            "agreement": _mean([value for key, value in numbers.items() if key.endswith("/agreement")]),
+            "gate_ratios": json.dumps([_mean(of) for of in ratios.values()]),
+        }
+
+    # --- Checkpoints
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint; a file that was there is replaced at once or not at all."""
+        state = {
+            "recipe": asdict(self.recipe),
+            "digest": self.corpus.sizes.digest,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "progress": asdict(self.progress),
+        }
+        temporary = path.with_suffix(".tmp")
+        torch.save(state, temporary)
+        temporary.replace(path)
+
+    def restore(self, path: Path) -> None:
+        """Go on from a checkpoint.
+
+        Raises:
+            ValueError: it is of another recipe or another corpus.
+        """
+        state = torch.load(path, map_location=self.device, weights_only=True)
+        for what, found, wanted in (
+            ("recipe", state["recipe"], asdict(self.recipe)),
+            ("corpus", state["digest"], self.corpus.sizes.digest),
+        ):
+            if found != wanted:
+                raise ValueError(f"{path}: the checkpoint is of another {what}: {found}, not {wanted}")
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.progress = Progress(**state["progress"])
+        if self.statistics is not None:
+            self.statistics = MaskStatistics(self.model)  # a checkpoint is written at a point of the curve
+
+
+def masked_layers(model: nn.Module) -> list[MGLU | NaiveMGLU]:
+    """The layers of a model that have masks."""
+    return [module for module in model.modules() if isinstance(module, (MGLU, NaiveMGLU))]
+
+
+def packed_masks(layer: MGLU | NaiveMGLU) -> Tensor:
+    """A copy of the masks of a layer, packed."""
+    if layer.packed_masks is not None:
+        return layer.packed_masks.clone()
+    assert layer.mask_logits is not None
+    return torch.ops.mglu.pack_logits(layer.mask_logits.detach())
+
+
+def _mean(values: list[float]) -> float:
+    """The mean with six digits; NaN of nothing."""
+    return float(f"{sum(values) / len(values):.6g}") if values else float("nan")
