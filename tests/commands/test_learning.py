@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import pages
 from benchmarks.decoder import Sizes
-from benchmarks.learning import corpus, experiments, recipe, schedule, train, training
+from benchmarks.learning import corpus, experiments, recipe, schedule, tables, train, training
 from benchmarks.learning.recipe import Recipe
-from benchmarks.records import read_table
+from benchmarks.records import read_table, write_table
+from benchmarks.tables import MissingResultError
 from mglu_ops.nn import MGLU, NaiveMGLU
 
 VOCABULARY = 300
@@ -354,3 +356,45 @@ def test_layers_with_masks_are_found():
         MGLU,
         NaiveMGLU,
     ]
+
+
+# --- Tables ---------------------------------------------------------------------------------------------------------
+
+
+def finished(folder: Path, one: Recipe, loss: float, **last: object) -> None:
+    """Write a result as a run does, without training."""
+    facts = {f"recipe.{key}": str(value) for key, value in asdict(one).items()}
+    facts |= {"commit": "0123456789", "device": "a GPU", "torch": "2.13", "weights": "20000000", "mask_bits": "8000000"}
+    facts |= {"seconds": "61.4", "peak_mb": "1234.5", "corpus.kind": "python", "corpus.digest": "abcd"}
+    facts |= {"corpus.held_out_bytes": "5200000"}
+    write_table([{"step": 10, "held_out": loss, **last}], facts, folder / "learning", one.name)
+
+
+def test_recipes_survive_their_file(tmp_path):
+    for one in experiments.chosen(experiments.EXPERIMENTS):
+        finished(tmp_path, one, 0.75, gate_ratio=0.5, flipped=0.1)
+    assert {run.recipe for run in tables.runs(tmp_path)} == set(experiments.chosen(experiments.EXPERIMENTS))
+    for name in tables.TABLES:
+        assert "Not run" not in pages.TABLES[name](tmp_path)
+
+
+def test_a_table_compares_with_swiglu_of_the_same_seeds(tmp_path):
+    with pytest.raises(MissingResultError, match=r"benchmarks\.learning\.experiments"):
+        tables.experiment(tmp_path, "layers")
+    masks = {"gate_ratio": 0.512, "flipped": 0.071}
+    for seed, (swiglu, mglu) in enumerate([(0.7290, 0.7367), (0.7300, 0.7357)]):
+        finished(tmp_path, Recipe("glu", seed=seed), swiglu)
+        finished(tmp_path, Recipe("mglu", n_masks=4, seed=seed), mglu, **masks)
+    finished(tmp_path, Recipe("glu", lr=3e-3), 0.5)  # another learning rate
+    lines = tables.experiment(tmp_path, "layers").splitlines()
+    assert lines[0] == "a GPU, torch 2.13, commits 0123456; text `python` abcd, 5.2 MB held out."
+    assert lines[4] == "| SwiGLU | 20.0 M | 328 M | 0.7295 (0.0010) |  | 2 |  |  | 61 | 1234 |"
+    assert lines[5] == (
+        "| SwiMGLU, n_m = 4 | 20.0 M | 328 M | 0.7362 (0.0010) | +0.0067 (0.0020) | 2 | 0.512 | 7.1% | 61 | 1234 |"
+    )
+    assert lines[-1].startswith("Not run: linear unit, activation = gelu; SwiMGLU, n_m = 1;")
+
+
+def test_a_converted_model_is_compared_with_swiglu_that_read_as_much():
+    one = Recipe("mglu", n_masks=1, start="average", skip=120.0, megabytes=12.0, lr=3e-4)
+    assert tables.baseline(one) == Recipe("glu", megabytes=132.0)
