@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import summary, tables, tables_cpu, tables_train
-from benchmarks.learning import tables as learning
 from benchmarks.tables import MissingResultError
 
 ROOT = Path(__file__).parents[1]
@@ -36,7 +35,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "cpu_tokens_xeon": partial(tables_cpu.cpu, name="cpu_tokens_xeon"),
     "compile_time": tables_cpu.compile_time,
     "packages": tables_cpu.packages,
-    **learning.TABLES,
 }
 """Name of a table to the function that makes it from the folder of the results."""
 MARKED = re.compile(r"^<!-- table: (\w+) -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from bench_rows import row
+from families import quick_only_for
 from torch import Tensor
 
 from benchmarks import bars, memory, parts, suites, summary, tables_train, timing, train, train_layers
@@ -38,7 +39,7 @@ def bench(problem: train.Problem) -> list[Row]:
 
 
 @pytest.mark.usefixtures("no_compiler")
-@pytest.mark.parametrize("n_masks", [1, 2])
+@pytest.mark.parametrize("n_masks", quick_only_for([1], [1, 2]))
 def test_every_form_is_timed_and_compared_with_float64(n_masks: int) -> None:
     rows = bench(replace(PROBLEM, n_masks=n_masks))
     assert [one.variant for one in rows] == [*ALL, *([SWIGLU] if n_masks == 1 else []), GEMMS]

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import pages
 from benchmarks.decoder import Sizes
 from benchmarks.learning import corpus, experiments, recipe, schedule, tables, train, training
 from benchmarks.learning.recipe import Recipe
@@ -375,7 +374,7 @@ def test_recipes_survive_their_file(tmp_path):
         finished(tmp_path, one, 0.75, gate_ratio=0.5, flipped=0.1)
     assert {run.recipe for run in tables.runs(tmp_path)} == set(experiments.chosen(experiments.EXPERIMENTS))
     for name in tables.TABLES:
-        assert "Not run" not in pages.TABLES[name](tmp_path)
+        assert "Not run" not in tables.TABLES[name](tmp_path)
 
 
 def test_a_table_compares_with_swiglu_of_the_same_seeds(tmp_path):

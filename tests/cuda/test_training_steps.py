@@ -12,7 +12,7 @@ import pytest
 import torch
 import training_checks as checks
 from emulated_kernels import emulated_kernels, needs_compiler
-from families import family, sample
+from families import family, quick_only_for, sample
 from torch import Tensor
 from training_checks import Layer
 
@@ -163,6 +163,7 @@ def test_errors_are_those_of_the_naive_layer(
     checks.assert_as_good_as_naive(found, layer, 1.5 if density < 0.9 else 2.5)
 
 
+@pytest.mark.long
 def test_several_chunks_give_the_gradients_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer.random("cpu", BF16, (40,), 300, 72, 3, route_dtype=F32)
     whole = run(layer)
@@ -201,7 +202,7 @@ def test_dtypes_of_logits_and_routes(logits_dtype: torch.dtype) -> None:
     checks.assert_as_good_as_naive(found, layer, 1.5)
 
 
-@pytest.mark.parametrize("d", [24, 21])
+@pytest.mark.parametrize("d", quick_only_for([24], [24, 21]))
 def test_any_strides_give_the_same_bits(d: int) -> None:
     layer = Layer.random("cpu", BF16, (10,), d, 40, 3, route_dtype=F32)
     layer.grad_output = layer.grad_output[:1].repeat(10, 1)

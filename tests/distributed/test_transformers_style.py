@@ -131,11 +131,12 @@ def check_refusals() -> None:
         style.install_forward(MGLU(4, 7), mesh)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "models",
     [
         [(True, 2), (False, None)],  # in one test, because processes take longer to start than models to run
-        pytest.param([(True, None), (False, 2)], marks=pytest.mark.long),
+        [(True, None), (False, 2)],
     ],
 )
 def test_from_pretrained_shards_and_computes_the_same(models: list[tuple[bool, int | None]], tmp_path: Path) -> None:
