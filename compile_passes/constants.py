@@ -14,6 +14,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, TensorArgument
 from torch.fx import Graph, Node
 
+from mglu_ops.tensors import bytes_of
+
 from .inlining import inline_no_grad
 from .memory import STORAGE, storage_of, storages_of_all
 from .mutation import written
@@ -100,8 +102,7 @@ class Folder:
     def replace_by_buffer(self, node: Node, name: str) -> None:
         """Evaluate a constant node and replace it by a buffer called `name` (or `name_1`, ... if that is taken)."""
         value: Tensor = self.evaluate(node).contiguous()
-        digest = hashlib.sha256(value.cpu().view(torch.uint8).numpy().tobytes() if value.numel() else b"")
-        contents = (value.dtype, value.device, value.shape, digest.digest())
+        contents = (value.dtype, value.device, value.shape, hashlib.sha256(bytes_of(value)).digest())
         if contents not in self._made:
             taken = self._state.keys() | self._source.constants.keys()
             numbered = (f"{name}_{number}" for number in range(1, len(taken) + 2))

@@ -1,6 +1,8 @@
-"""Checks that every tensor argument of an operator passes before its shape and its dtype are looked at; DTensors."""
+"""Checks that every tensor argument of an operator passes before its shape and its dtype are looked at; conversions."""
 
 from __future__ import annotations
+
+import ctypes
 
 import torch
 from torch import Tensor
@@ -23,6 +25,12 @@ def check_dense(name: str, tensor: Tensor | None) -> None:
 def whole(tensor: Tensor) -> Tensor:
     """The value of a tensor on all ranks, if it is a DTensor, else the tensor; all ranks must call this."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """The elements of a dense tensor on any device, row by row, as they are in memory. NumPy need not be installed."""
+    tensor = tensor.detach().cpu().contiguous()
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.numel() else b""
 
 
 def check_memory(**tensors: Tensor | None) -> None:

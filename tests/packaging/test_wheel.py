@@ -113,6 +113,27 @@ def test_cpu_paths_work_with_nothing_but_torch(site: Path) -> None:
     assert "fine" in out
 
 
+@pytest.mark.long
+def test_models_are_exported_with_nothing_but_torch(site: Path, tmp_path: Path) -> None:
+    """Torch does without NumPy, which it does not require."""
+    out = run_isolated(
+        f"""
+        import importlib.util
+        assert importlib.util.find_spec("numpy") is None
+        import mglu_ops
+        from mglu_ops.packaging.tensor_file import write_tensor
+        layer, x = mglu_ops.nn.NaiveMGLU(20, 6, n_masks=2).eval(), torch.randn(3, 20)
+        mglu_ops.export(layer, (x,), {str(tmp_path / "model.pt2")!r}, strict=True)
+        torch.testing.assert_close(mglu_ops.load({str(tmp_path / "model.pt2")!r})(x), layer(x))
+        write_tensor({str(tmp_path / "x.tensor")!r}, x)
+        print("fine")
+        """,
+        site,
+    )
+    assert "fine" in out
+    assert (tmp_path / "x.tensor").stat().st_size == len("mglu-tensor 1 float32 3 20\n") + 4 * 60
+
+
 def test_import_is_light(site: Path) -> None:
     """Under 0.2 s over `import torch`, and neither Inductor nor a GPU package with it."""
     code = """
