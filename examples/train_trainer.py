@@ -4,6 +4,7 @@
 
 Writes the trained model to `mglu-llama/` (logits, to train further) and to `mglu-llama-frozen/` (packed masks, for
 inference). Takes about a minute on 2 CPU cores.
+In a clone, `pip install ".[transformers]"` brings what this needs.
 """
 
 from __future__ import annotations
