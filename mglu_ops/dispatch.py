@@ -10,14 +10,14 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import batch_invariance
 from .backends import BACKENDS, Backend, PreparedCall, cpu
-from .backends.base import BackwardArguments
+from .backends.base import BackwardArguments, PreparedBackward, PreparedForwardTrain
 from .backends.cuda import Cuda, LaunchConfig
 from .backends.cuda.choice import LaunchChoice
 from .checks import check_layer
@@ -292,16 +292,8 @@ def _packing_backend(masks: Tensor) -> Backend | None:
     return backend if backend.can_pack(masks) else None
 
 
-@dataclass(frozen=True)
-class TrainingCall:
-    """A call of `mglu::forward_train` or `mglu::backward` whose arguments were checked."""
-
-    backend: Backend
-    layer: LayerCall
-
-
-_training_calls: dict[Key, TrainingCall] = {}
-"""The calls by the metadata of their arguments (`arguments_key`)."""
+_training_calls: dict[Key, PreparedForwardTrain | PreparedBackward] = {}
+"""The prepared calls of `mglu::forward_train` and `mglu::backward`, by the metadata of their arguments."""
 
 
 def is_known(key: Key | None) -> bool:
@@ -309,14 +301,20 @@ def is_known(key: Key | None) -> bool:
     return key in _training_calls
 
 
-def _training_call(key: Key | None, call: LayerCall) -> TrainingCall:
+def _training_backend(call: LayerCall) -> Backend:
     cuda = BACKENDS["cuda"]
-    found = TrainingCall(cuda if cuda.can_train(call) else BACKENDS["composite"], call)
-    if key is not None and call.device.type in ("cpu", "cuda"):
+    return cuda if cuda.can_train(call) else BACKENDS["composite"]
+
+
+P = TypeVar("P", PreparedForwardTrain, PreparedBackward)
+
+
+def _keep(key: Key | None, device: torch.device, prepared: P) -> P:
+    if key is not None and device.type in ("cpu", "cuda"):
         if len(_training_calls) >= CALLS_KEPT:
             _training_calls.clear()
-        _training_calls[key] = found
-    return found
+        _training_calls[key] = prepared
+    return prepared
 
 
 def forward_train(
@@ -334,10 +332,13 @@ def forward_train(
     if batch_invariance.enabled:
         raise RuntimeError(_REFUSED.format("training"))
     rows, routes = as_rows(x), None if route_weights is None else as_rows(route_weights)
-    call = _training_calls.get(key) if key else None
-    if call is None:
-        call = _training_call(key, LayerCall.of(rows, weight, packed_masks, activation, routes))
-    result, partials = call.backend.forward_train(call.layer, rows, weight, packed_masks, routes)
+    prepared: Any = _training_calls.get(key) if key else None
+    if prepared is None:
+        call = LayerCall.of(rows, weight, packed_masks, activation, routes)
+        prepared = _keep(key, x.device, _training_backend(call).prepare_forward_train(call))
+    result, partials = prepared(rows, weight, packed_masks, routes)
+    if rows is x:
+        return result, partials
     leading = x.shape[:-1]
     return result.view(*leading, *result.shape[1:]), partials.view(*leading, *partials.shape[1:])
 
@@ -349,15 +350,18 @@ def backward(key: Key | None, arguments: BackwardArguments) -> tuple[Tensor, Ten
     """
     x, weight, packed_masks, partials = arguments[1:5]
     rows, route_dtype = as_rows(x), arguments.route_dtype
-    call = _training_calls.get(key) if key else None
-    if call is None:
-        call = _training_call(key, replace(LayerCall.of(rows, weight, packed_masks), route_dtype=route_dtype))
+    prepared: Any = _training_calls.get(key) if key else None
+    if prepared is None:
+        call = replace(LayerCall.of(rows, weight, packed_masks), route_dtype=route_dtype)
+        prepared = _keep(key, x.device, _training_backend(call).prepare_backward(call))
+    if rows is x and partials.is_contiguous():
+        return prepared(arguments)
     in_rows = arguments._replace(
         grad_output=as_rows(arguments.grad_output),
         x=rows,
         partials=partials.contiguous().view(len(rows), *partials.shape[-2:]),
     )
-    of_x, of_weight, of_logits, of_routes = call.backend.backward(call.layer, in_rows)
+    of_x, of_weight, of_logits, of_routes = prepared(in_rows)
     if arguments.needs[0]:
         of_x = of_x.view(x.shape)
     if route_dtype is not None:

@@ -1,6 +1,6 @@
-"""The interface of a backend: an object that says whether it can run a call, and prepares or runs it.
+"""The interface of a backend: an object that says whether it can run a call, and prepares it.
 
-Every backend runs `mglu::forward`. Those that can also pack masks, and run `mglu::forward_train` and `mglu::backward`.
+Every backend runs `mglu::forward`. Some also pack masks, and run `mglu::forward_train` and `mglu::backward`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,29 @@ class PreparedCall(Protocol):
         """The result `[..., out_features]` in x's dtype.
 
         x `[..., in_features]` and route_weights `[..., n_masks]` are of the rank of the call that was described.
+        """
+
+
+class PreparedForwardTrain(Protocol):
+    """A forward pass in training with everything settled but its tensors, which may be any of the same description.
+
+    Thread-safe.
+    """
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, packed_masks: Tensor, route_weights: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The result, and the partial derivatives that backward needs (`mglu_ops.ops` has the equations).
+
+        Args:
+            x: `[tokens, in_features]`, of any strides, as all arguments.
+            weight: `[out_features, in_features]`.
+            packed_masks: `[out_features, ceil(in_features / 8), n_masks]`.
+            route_weights: `[tokens, n_masks]`, or None.
+
+        Returns:
+            The result `[tokens, out_features]`, and partials `[tokens, n_masks + 1, out_features]`, or with route
+            weights `[tokens, 2 n_masks + 1, out_features]`. Both are contiguous and of x's dtype.
         """
 
 
@@ -47,6 +70,21 @@ class BackwardArguments(NamedTuple):
     """The dtype of the gradient of the mask logits; None if it is not needed."""
     route_dtype: torch.dtype | None
     """The dtype of the gradient of route_weights; None if it is not needed, or if there are none."""
+
+
+class PreparedBackward(Protocol):
+    """A backward pass with everything settled but its tensors, which may be any of the same description. Thread-safe.
+
+    The arguments that are no tensors belong to the description.
+    """
+
+    def __call__(self, arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The gradients of x, weight, mask logits and route weights.
+
+        Returns:
+            Contiguous `[tokens, in_features]`, `[out_features, in_features]`, `[n_masks, out_features, in_features]`
+            and `[tokens, n_masks]`, of which no two share memory. An empty tensor stands for what is not needed.
+        """
 
 
 class Backend(ABC):
@@ -80,37 +118,20 @@ class Backend(ABC):
         raise NotImplementedError(f"the backend {self.name} does not pack masks")
 
     def can_train(self, call: LayerCall) -> bool:
-        """Whether `forward_train` and `backward` take a call. What one backend keeps, another one can read."""
+        """Whether the backend trains a call. What one backend keeps for the backward pass, another one can read."""
         return False
 
-    def forward_train(
-        self, call: LayerCall, x: Tensor, weight: Tensor, packed_masks: Tensor, route_weights: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The result, and the partial derivatives that `backward` needs (`mglu_ops.ops` has the equations).
+    def prepare_forward_train(self, call: LayerCall) -> PreparedForwardTrain:
+        """Settle everything about a forward pass in training but its tensors.
 
-        Args:
-            call: the call, whose `leading` is one number of tokens.
-            x: `[tokens, in_features]`, of any strides, as all arguments.
-            weight: `[out_features, in_features]`.
-            packed_masks: `[out_features, ceil(in_features / 8), n_masks]`.
-            route_weights: `[tokens, n_masks]`, or None.
-
-        Returns:
-            The result `[tokens, out_features]`, and partials `[tokens, n_masks + 1, out_features]`, or with route
-            weights `[tokens, 2 n_masks + 1, out_features]`. Both are contiguous and of x's dtype.
+        `call.leading` is one number of tokens.
         """
         raise NotImplementedError(f"the backend {self.name} does not train")
 
-    def backward(self, call: LayerCall, arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The gradients of x, weight, mask logits and route weights.
+    def prepare_backward(self, call: LayerCall) -> PreparedBackward:
+        """The same for a backward pass.
 
-        Args:
-            call: the call. Its activation and the layout of its route weights mean nothing; its `route_dtype` is the
-                argument of that name. Whether there were route weights, the size of partials tells.
-            arguments: its tensors, and what is needed.
-
-        Returns:
-            Contiguous `[tokens, in_features]`, `[out_features, in_features]`, `[n_masks, out_features, in_features]`
-            and `[tokens, n_masks]`, of which no two share memory. An empty tensor stands for what is not needed.
+        The activation and the layout of the route weights in `call` mean nothing; its `route_dtype` is the argument of
+        that name. Whether there were route weights, the size of the partial derivatives tells.
         """
         raise NotImplementedError(f"the backend {self.name} does not train")

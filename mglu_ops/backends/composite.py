@@ -29,7 +29,7 @@ from torch import Tensor
 from ..activations import get_activation
 from ..layer_call import LayerCall, as_rows
 from ..masks import n_masks_of, unpack_one
-from .base import Backend, BackwardArguments, PreparedCall
+from .base import Backend, BackwardArguments, PreparedBackward, PreparedCall, PreparedForwardTrain
 
 _FEW_TOKENS = 32
 """With fewer tokens than this, a float64 copy of the weight costs more than the products that it saves."""
@@ -277,14 +277,24 @@ class Composite(Backend):
     def can_train(self, call: LayerCall) -> bool:
         return True
 
-    def forward_train(
-        self, call: LayerCall, x: Tensor, weight: Tensor, packed_masks: Tensor, route_weights: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        return _forward_train(x, weight, packed_masks, call.activation, route_weights)
+    def prepare_forward_train(self, call: LayerCall) -> PreparedForwardTrain:
+        activation = call.activation
 
-    def backward(self, call: LayerCall, arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        gradients, x, route_dtype = _gradients(arguments), arguments.x, arguments.route_dtype
-        if route_dtype is None:
-            return (*gradients, x.new_empty(0))
-        of_routes = arguments.partials[:, 1 + call.n_masks :]
-        return (*gradients, _route_gradient(arguments.grad_output, of_routes, route_dtype))
+        def prepared(
+            x: Tensor, weight: Tensor, packed_masks: Tensor, route_weights: Tensor | None
+        ) -> tuple[Tensor, Tensor]:
+            return _forward_train(x, weight, packed_masks, activation, route_weights)
+
+        return prepared
+
+    def prepare_backward(self, call: LayerCall) -> PreparedBackward:
+        first_term = 1 + call.n_masks
+
+        def prepared(arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            gradients, x, route_dtype = _gradients(arguments), arguments.x, arguments.route_dtype
+            if route_dtype is None:
+                return (*gradients, x.new_empty(0))
+            of_routes = arguments.partials[:, first_term:]
+            return (*gradients, _route_gradient(arguments.grad_output, of_routes, route_dtype))
+
+        return prepared

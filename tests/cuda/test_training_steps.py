@@ -136,13 +136,13 @@ def run(
     """The result and the gradients of a step, with empty tensors for those that are not asked for."""
     operands = layer.x, layer.weight, layer.packed_masks
     call = LayerCall.of(*operands, layer.activation, layer.route_weights)
-    y, partials = training.forward_train(call, *operands, layer.route_weights)
+    y, partials = training.ForwardTrain(call)(*operands, layer.route_weights)
     assert y.is_contiguous()
     assert partials.is_contiguous()
     logits_dtype = layer.logits.dtype if logits else None
     route_dtype = layer.route_weights.dtype if routes and layer.route_weights is not None else None
     arguments = BackwardArguments(layer.grad_output, *operands, partials, needs, logits_dtype, route_dtype)
-    grads = training.backward(call, arguments)
+    grads = training.Backward(call)(arguments)
     assert all(grad.is_contiguous() for grad in grads)
     assert len({grad.untyped_storage().data_ptr() for grad in grads if grad.numel()}) == sum(
         grad.numel() > 0 for grad in grads
@@ -231,5 +231,5 @@ def test_packed_masks_in_other_layouts(layout: str) -> None:
     results = []
     for masks in (packed, other):
         operands = layer.x, layer.weight, masks
-        results.append(training.forward_train(LayerCall.of(*operands), *operands, None))
+        results.append(training.ForwardTrain(LayerCall.of(*operands))(*operands, None))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

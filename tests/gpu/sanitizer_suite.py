@@ -99,7 +99,8 @@ def run_training(cases: Sequence[tuple[torch.dtype, Shape]]) -> None:
             tensors = (layer.x, layer.weight, pack(layer.logits > 0), layer.grad_output, layer.route_weights)
             x, weight, packed, grad_output, routes = (None if t is None else t.cuda() for t in tensors)
             call = LayerCall.of(x, weight, packed, "silu", routes)  # type: ignore[arg-type]
-            y, partials = BACKENDS["cuda"].forward_train(call, x, weight, packed, routes)  # type: ignore[arg-type]
+            forward = BACKENDS["cuda"].prepare_forward_train(call)
+            y, partials = forward(x, weight, packed, routes)  # type: ignore[arg-type]
             arguments = BackwardArguments(
                 grad_output,  # type: ignore[arg-type]
                 x,  # type: ignore[arg-type]
@@ -110,7 +111,7 @@ def run_training(cases: Sequence[tuple[torch.dtype, Shape]]) -> None:
                 dtype,
                 route_dtype,
             )
-            grads = BACKENDS["cuda"].backward(call, arguments)
+            grads = BACKENDS["cuda"].prepare_backward(call)(arguments)
             for name, found in zip(("y", *NAMES), (y, *grads), strict=True):
                 if name in exact:
                     assert_matches(found.cpu(), exact[name], dtype, f"{name} of {call}")

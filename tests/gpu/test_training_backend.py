@@ -12,6 +12,7 @@ from budgets import assert_matches, relative_error
 from torch import Tensor
 from training_checks import Layer
 
+from mglu_ops import dispatch
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends import BACKENDS
 from mglu_ops.backends.base import BackwardArguments
@@ -136,16 +137,19 @@ def test_gemms_of_backward(dtype: torch.dtype, sizes: tuple[int, int, int, int])
     scaled = (grad[:, None] * partials).double()
     grad_x = torch.full((tokens, h), float("nan"), dtype=dtype, device="cuda")
     products = torch.full((n_masks + 1, d, h), float("nan"), dtype=dtype, device="cuda")
-    assert backward_gemm.can_run(gpu_of(0), grad, partials, x, weight, grad_x)
+    assert backward_gemm.can_run(gpu_of(0), grad, partials, x, weight)
     stream = torch.cuda.current_stream().cuda_stream
-    backward_gemm.input_gradient(grad, partials, weight, flipped, grad_x, stream)
-    backward_gemm.weight_products(grad, partials, x, products[0], products[1:], stream)
+    at = grad.data_ptr(), partials.data_ptr()
+    by_x = backward_gemm.input_gradient(grad, partials, weight)
+    by_x(stream, *at, weight.data_ptr(), flipped.data_ptr(), grad_x.data_ptr())
+    by_weight = backward_gemm.weight_products(grad, partials, x)
+    by_weight(stream, *at, x.data_ptr(), 0, products[0].data_ptr(), products[1:].data_ptr())
     stacked = torch.cat((weight[None], flipped)).double()
     assert_matches(grad_x, scaled.flatten(1) @ stacked.flatten(0, 1), dtype)
     exact = torch.einsum("tid,th->idh", scaled, x.double())
     assert_matches(products, exact, dtype)
     wide = torch.full_like(products[0], float("nan"), dtype=F32)
-    backward_gemm.weight_products(grad, partials[:, :1], x, wide, products[:0], stream)
+    backward_gemm.weight_products(grad, partials[:, :1], x, wide=True)(stream, *at, x.data_ptr(), 0, wide.data_ptr())
     assert relative_error(wide, exact[0]) < 1e-5
 
 
@@ -180,7 +184,8 @@ def test_more_than_2_31_elements() -> None:
 
 @pytest.fixture(params=["own kernels", "library GEMMs"])
 def gemms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways to multiply, whatever is faster for a size."""
+    """Both ways to multiply, whatever is faster for a size; calls that were prepared before are forgotten."""
+    monkeypatch.setattr(dispatch, "_training_calls", {})
     if request.param == "own kernels":
         monkeypatch.setattr(backward_gemm, "fills", lambda gpu, rows, columns: rows * columns > 0)
     else:
@@ -294,11 +299,11 @@ def test_the_backend_returns_empty_tensors_for_what_is_not_needed() -> None:
     layer = Layer.random("cuda", BF16, (33,), 64, 72, 2)
     call, operands = described(layer), (layer.x, layer.weight, layer.packed_masks)
     with torch.no_grad():
-        _, partials = BACKENDS["cuda"].forward_train(call, *operands, None)
+        _, partials = BACKENDS["cuda"].prepare_forward_train(call)(*operands, None)
         for needs_x, needs_weight, logits in itertools.product([True, False], repeat=3):
             needs, logits_dtype = (needs_x, needs_weight), F32 if logits else None
             arguments = BackwardArguments(layer.grad_output, *operands, partials, needs, logits_dtype, None)
-            grads = BACKENDS["cuda"].backward(call, arguments)
+            grads = BACKENDS["cuda"].prepare_backward(call)(arguments)
             assert [grad.numel() > 0 for grad in grads] == [needs_x, needs_weight, logits, False]
 
 
@@ -341,7 +346,8 @@ def test_layouts_of_packed_masks(layout: str) -> None:
     for masks in (packed, other):
         operands = layer.x, layer.weight, masks
         with torch.no_grad():
-            results.append(BACKENDS["cuda"].forward_train(LayerCall.of(*operands), *operands, None))
+            prepared = BACKENDS["cuda"].prepare_forward_train(LayerCall.of(*operands))
+            results.append(prepared(*operands, None))
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
 
@@ -363,12 +369,12 @@ def test_scratch_memory_of_backward(logits_dtype: torch.dtype, gemms: str) -> No
     layer = Layer.random("cuda", BF16, (tokens,), d, h, n_masks)
     call, operands = described(layer), (layer.x, layer.weight, layer.packed_masks)
     with torch.no_grad():
-        _, partials = training.forward_train(call, *operands, None)
+        _, partials = training.ForwardTrain(call)(*operands, None)
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         arguments = BackwardArguments(layer.grad_output, *operands, partials, (True, True), logits_dtype, None)
-        training.backward(call, arguments)
+        training.Backward(call)(arguments)
     gradients = 2 * (tokens * h + d * h) + logits_dtype.itemsize * n_masks * d * h
     scratch = 0 if logits_dtype == BF16 else 2 * 2**25
     if gemms == "library GEMMs":
@@ -398,10 +404,12 @@ def test_in_a_cuda_graph() -> None:
     layer = Layer.random("cuda", BF16, (300,), 256, 512, 3, route_dtype=F32)
     call, operands = described(layer), (layer.x, layer.weight, layer.packed_masks)
 
+    forward, backward = training.ForwardTrain(call), training.Backward(call)
+
     def step() -> list[Tensor]:
-        y, partials = training.forward_train(call, *operands, layer.route_weights)
+        y, partials = forward(*operands, layer.route_weights)
         arguments = BackwardArguments(layer.grad_output, *operands, partials, (True, True), BF16, F32)
-        grads = training.backward(call, arguments)
+        grads = backward(arguments)
         return [y, partials, *grads]
 
     with torch.no_grad():

@@ -84,14 +84,24 @@ def test_training_runs_on_the_cuda_backend_where_it_can(monkeypatch: pytest.Monk
             described.append((call.leading, call.route_dtype))
             return trains
 
-        def forward_train(self, call: LayerCall, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-            shapes.append((x.shape, rest[-1].shape))
-            return super().forward_train(call, x, *rest)
+        def prepare_forward_train(self, call: LayerCall) -> Any:
+            prepared = super().prepare_forward_train(call)
 
-        def backward(self, call: LayerCall, arguments: BackwardArguments) -> tuple[Tensor, ...]:
-            grad, x, _, _, partials, *_ = arguments
-            shapes.append((grad.shape, x.shape, partials.shape, partials.is_contiguous()))
-            return super().backward(call, arguments)
+            def run(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+                shapes.append((x.shape, rest[-1].shape))
+                return prepared(x, *rest)
+
+            return run
+
+        def prepare_backward(self, call: LayerCall) -> Any:
+            prepared = super().prepare_backward(call)
+
+            def run(arguments: BackwardArguments) -> tuple[Tensor, ...]:
+                grad, x, _, _, partials, *_ = arguments
+                shapes.append((grad.shape, x.shape, partials.shape, partials.is_contiguous()))
+                return prepared(arguments)
+
+            return run
 
     x, weight, packed = call(6)
     x, routes = x.view(3, 2, 16).transpose(0, 1), torch.rand(2, 3, 2).bfloat16()
@@ -106,8 +116,10 @@ def test_training_runs_on_the_cuda_backend_where_it_can(monkeypatch: pytest.Monk
         assert torch.equal(got, want)
     for got, want in zip(torch.ops.mglu.backward(result, x, *rest), gradients, strict=True):
         assert torch.equal(got, want)
+    for _ in range(2):  # prepared once, whatever the number of calls
+        torch.ops.mglu.backward(torch.ops.mglu.forward_train(x, weight, packed, "silu", routes)[0], x, *rest)
     assert described == [((6,), torch.bfloat16)] * 2
-    assert shapes == ([((6, 16), (6, 2)), ((6, 8), (6, 16), (6, 5, 8), True)] if trains else [])
+    assert shapes == (3 * [((6, 16), (6, 2)), ((6, 8), (6, 16), (6, 5, 8), True)] if trains else [])
 
 
 def test_a_fallback_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,18 +24,16 @@ from mglu_ops.backends.cuda.compiler import source_directory
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
 from mglu_ops.backends.cuda.driver import POINTERS
 from mglu_ops.backends.cuda.kernels import training_steps
-from mglu_ops.backends.cuda.kernels.base import ceil_div
 
 STAND_INS = Path(__file__).parents[1] / "cuda" / "emulation"
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-
-_WARPS_PER_BLOCK = 8
 
 
 @pytest.fixture
 def emulated_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `training_steps` take tensors of a CPU, and torch multiply them with a float32 result, as on a GPU of 8.0."""
-    monkeypatch.setattr(training_steps, "_run", _run)
+    monkeypatch.setattr(training_steps, "_launch", _launch)
+    monkeypatch.setattr(training_steps, "_stream", lambda on: 0)
     monkeypatch.setattr(training, "gpu_of", lambda device: KNOWN_GPUS[8, 0])
     mm = torch.mm
 
@@ -45,21 +43,19 @@ def emulated_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "mm", wide_mm)
 
 
-def _run(
-    kernel: str,
-    on: Tensor,
-    macros: Mapping[str, int],
-    warps: int,
-    constants: bytes,
-    pointers: tuple[int, ...],
-    last: bytes | None = None,
-) -> None:
-    assert on.device.type == "cpu"
-    parameters = POINTERS.pack(*pointers) + constants
-    if last is not None:
-        parameters = parameters[: -len(last)] + last
-    launch = _compiled(kernel, tuple(macros.items()))
-    assert launch(parameters, len(parameters), ceil_div(warps, _WARPS_PER_BLOCK)), f"{kernel}: other parameters"
+def _launch(
+    device: int | None, kernel: str, macros: tuple[tuple[str, int], ...], blocks: int, constants: bytes
+) -> Callable[..., None]:
+    assert device is None  # of tensors of a CPU
+    run = _compiled(kernel, macros)
+
+    def launch(stream: int, *pointers: int, maps: bytes | None = None) -> None:
+        parameters = POINTERS.pack(*pointers) + constants
+        if maps is not None:
+            parameters = parameters[: -len(maps)] + maps
+        assert run(parameters, len(parameters), blocks), f"{kernel}: other parameters"
+
+    return launch
 
 
 @cache

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from ...activations import ACTIVATIONS
 from ...layer_call import LayerCall
-from ..base import Backend, BackwardArguments, PreparedCall
+from ..base import Backend, PreparedBackward, PreparedCall, PreparedForwardTrain
 from . import training
 from .choice import LaunchChoice, choose
 from .compiler import has_cuda_core, is_cached
@@ -133,15 +133,29 @@ class Cuda(Backend):
             and gpu_of(call.device.index).arch >= (8, 0)
         )
 
-    def forward_train(
-        self, call: LayerCall, x: Tensor, weight: Tensor, packed_masks: Tensor, route_weights: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def prepare_forward_train(self, call: LayerCall) -> PreparedForwardTrain:
+        """Raises what `prepare` raises."""
         with torch.cuda.device(call.device):
-            return training.forward_train(call, x, weight, packed_masks, route_weights)
+            return _on_device(call.device.index, training.ForwardTrain(call))
 
-    def backward(self, call: LayerCall, arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        with torch.cuda.device(call.device):
-            return training.backward(call, arguments)
+    def prepare_backward(self, call: LayerCall) -> PreparedBackward:
+        """The first call compiles and loads the kernels, and raises what `prepare` raises."""
+        return _on_device(call.device.index, training.Backward(call))
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _on_device(device: int, function: F) -> F:
+    """The function, called with `device` as the current one."""
+
+    def run(*arguments: Any) -> Any:
+        if device == _current_device():
+            return function(*arguments)
+        with torch.cuda.device(device):
+            return function(*arguments)
+
+    return cast("F", run)
 
 
 # What Inductor's code calls for its buffers: memory without the dispatcher, which takes longer than all else here.

@@ -13,23 +13,29 @@ library GEMMs multiply, with kernels before and after that pass once over memory
 chunks, and have all that only the equations name in memory for one chunk at a time: t and f_i in float32, dt, b_i, D_0,
 D_i and the flipped weights. Only dx is a sum over chunks, so that no other result is rounded more than once.
 
-Everything runs on the current device and stream, and the same inputs give the same bits.
+Everything runs on the current device and stream, and the same inputs give the same bits. What a call of the same
+description needs again is prepared once: the choice between these ways, launches and offsets. A step of a small layer
+would else take the host longer than the GPU.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...layer_call import LayerCall
+from ...masks import n_masks_of
 from ..base import BackwardArguments
 from .device import gpu_of
 from .kernels import backward_gemm
 from .kernels import training_steps as steps
+from .kernels.backward_gemm import Gemm
 from .kernels.base import ELEMENTS, ceil_div, round_up
-from .kernels.tile_wgmma_training import training_choice
+from .kernels.tile_wgmma_training import partials_of, training_choice
 from .launch import LaunchSequence
 
 FORWARD_CHUNKS = 16
@@ -54,28 +60,33 @@ _CHUNK_MULTIPLE = 128
 """Output features, a multiple of which keeps rows aligned and the tiles of a GEMM whole."""
 
 
-def forward_train(
-    call: LayerCall, x: Tensor, weight: Tensor, packed_masks: Tensor, route_weights: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The result and the partial derivatives; see `Backend.forward_train`."""
-    tokens, out_features, n_masks = call.tokens, call.out_features, call.n_masks
-    n_entries = n_masks + 1 if route_weights is None else 2 * n_masks + 1
-    result, partials = x.new_empty(tokens, out_features), x.new_empty(tokens, n_entries, out_features)
-    sequence = _tile_sequence(call)
-    if sequence is not None:
-        workspace = x.new_empty(sequence.workspace_bytes, dtype=torch.uint8)
-        tensors = workspace, x, weight, packed_masks, route_weights, result, partials
-        sequence(_stream(x), *(0 if tensor is None else tensor.data_ptr() for tensor in tensors))
+class ForwardTrain:
+    """A prepared `mglu::forward_train`. Thread-safe."""
+
+    def __init__(self, call: LayerCall) -> None:
+        self._call = call
+        self._entries = partials_of(call)
+        self._sequence = _tile_sequence(call)
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, packed_masks: Tensor, route_weights: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        call, sequence = self._call, self._sequence
+        tokens, out_features = x.shape[0], call.out_features
+        result, partials = x.new_empty(tokens, out_features), x.new_empty(tokens, self._entries, out_features)
+        if sequence is not None:
+            permuted_x = x.new_empty(sequence.workspace_bytes, dtype=torch.uint8) if sequence.workspace_bytes else None
+            tensors = permuted_x, x, weight, packed_masks, route_weights, result, partials
+            sequence(_stream(x), *(0 if tensor is None else tensor.data_ptr() for tensor in tensors))
+            return result, partials
+
+        x, weight, packed_masks = x.contiguous(), _with_contiguous_columns(weight), _aligned(packed_masks)
+        for rows in feature_chunks(tokens, call.n_masks, out_features, call.in_features, FORWARD_CHUNKS):
+            outputs = result[:, rows], partials[:, :, rows]
+            _products_and_partials(x, weight[rows], packed_masks[rows], call.activation, route_weights, *outputs)
         return result, partials
 
-    x, weight, packed_masks = x.contiguous(), _with_contiguous_columns(weight), _aligned(packed_masks)
-    for rows in feature_chunks(tokens, n_masks, out_features, call.in_features, FORWARD_CHUNKS):
-        outputs = result[:, rows], partials[:, :, rows]
-        _products_and_partials(x, weight[rows], packed_masks[rows], call.activation, route_weights, *outputs)
-    return result, partials
 
-
-@lru_cache(maxsize=1024)
 def _tile_sequence(call: LayerCall) -> LaunchSequence | None:
     """The launches of `tile_wgmma` in training; None where it cannot run a call."""
     device: int = call.device.index
@@ -84,85 +95,259 @@ def _tile_sequence(call: LayerCall) -> LaunchSequence | None:
     return None if choice is None else choice.sequence(call, gpu, device)
 
 
-def backward(call: LayerCall, arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, weight, mask logits and route weights; see `Backend.backward`."""
-    grad_output, x, weight, packed_masks, partials, (needs_x, needs_weight), logits_dtype, route_dtype = arguments
-    tokens, (out_features, in_features), n_masks = x.shape[0], weight.shape, call.n_masks
-    grad_output, weight = _with_contiguous_columns(grad_output), _with_contiguous_columns(weight)
-    x, packed_masks, partials = x.contiguous(), _aligned(packed_masks), partials.contiguous()
+class Operands(NamedTuple):
+    """The tensors that a backward pass reads, in the layouts that its kernels take."""
 
-    operands = grad_output, x, weight, packed_masks, partials[:, : n_masks + 1]
-    grad_x = x.new_empty(x.shape) if needs_x else None
-    has_x = grad_x is None or _input_gradient(grad_x, *operands)
-    grad_weight = weight.new_empty(out_features, in_features) if needs_weight else None
-    grad_logits = None
-    if logits_dtype is not None:
-        grad_logits = x.new_empty(n_masks, out_features, in_features, dtype=_written_as(logits_dtype))
-    has_weight = grad_weight is None and grad_logits is None
-    has_weight = has_weight or _weight_gradients(grad_weight, grad_logits, *operands)
-    if not (has_x and has_weight):
-        left = None if has_x else grad_x, *((None, None) if has_weight else (grad_weight, grad_logits))
-        for rows in feature_chunks(tokens, n_masks, out_features, in_features, BACKWARD_CHUNKS):
-            _backward_chunk(rows, *operands, *left)
+    grad_output: Tensor
+    """`[tokens, out_features]` with contiguous columns."""
+    x: Tensor
+    """Contiguous `[tokens, in_features]`."""
+    weight: Tensor
+    """`[out_features, in_features]` with contiguous columns."""
+    packed_masks: Tensor
+    """Contiguous `[out_features, ceil(in_features / 8), n_masks]`, at a multiple of 16 bytes."""
+    partials: Tensor
+    """`[tokens, n_masks + 1, out_features]` with contiguous columns: P and every Q_i."""
 
-    grad_route = None
-    if route_dtype is not None:
-        terms = partials[:, n_masks + 1 :]
-        grad_route = steps.route_gradients(grad_output, terms, _written_as(route_dtype)).to(route_dtype)
-    return (
-        x.new_empty(0) if grad_x is None else grad_x,
-        weight.new_empty(0) if grad_weight is None else grad_weight,
-        x.new_empty(0) if grad_logits is None else grad_logits.to(logits_dtype),
-        x.new_empty(0) if grad_route is None else grad_route,
-    )
+    def addresses(self) -> Addresses:
+        return Addresses(*(tensor.data_ptr() for tensor in self))
 
 
-def _input_gradient(
-    grad_x: Tensor, grad_output: Tensor, x: Tensor, weight: Tensor, packed_masks: Tensor, partials: Tensor
-) -> bool:
-    """Write `grad_x` with `backward_gemm`; return False where it cannot, or has too few tiles."""
-    gpu = gpu_of(x.device.index)
-    if not (backward_gemm.can_run(gpu, grad_output, partials, weight, grad_x) and backward_gemm.fills(gpu, *x.shape)):
-        return False
-    flipped = steps.flip_signs(weight, packed_masks, with_weight=False)
-    backward_gemm.input_gradient(grad_output, partials, weight, flipped, grad_x, _stream(x))
-    return True
+class Addresses(NamedTuple):
+    """The addresses of `Operands`."""
+
+    grad_output: int
+    x: int
+    weight: int
+    packed_masks: int
+    partials: int
 
 
-def _weight_gradients(
-    grad_weight: Tensor | None,
-    grad_logits: Tensor | None,
-    grad_output: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    packed_masks: Tensor,
-    partials: Tensor,
-) -> bool:
-    """Write those gradients that are given with `backward_gemm`; return False where it cannot, or has too few tiles."""
-    gpu, (d, h), n_masks = gpu_of(x.device.index), weight.shape, packed_masks.shape[2]
-    partials = partials if grad_weight is not None else partials[:, 1:]
-    entries = partials.shape[1]
-    if h % 8 or not (backward_gemm.can_run(gpu, grad_output, partials, x) and backward_gemm.fills(gpu, entries * d, h)):
-        return False
-    # D_0 and D_i are written to the gradients that are made of them, where these have the same dtype.
-    in_place = grad_logits is not None and grad_logits.dtype == x.dtype
-    chunk = d if in_place else max(round_up(_SCRATCH_PRODUCTS // (entries * h), _CHUNK_MULTIPLE), _CHUNK_MULTIPLE)
-    for start in range(0, d, chunk):
-        rows = slice(start, min(start + chunk, d))
-        result = total = None if grad_weight is None else grad_weight[rows]
-        logits = None if grad_logits is None else grad_logits[:, rows]
-        products = logits if in_place and logits is not None else x.new_empty(n_masks, rows.stop - start, h)
-        gradient, factors = grad_output[:, rows], partials[:, :, rows]
-        if result is not None and n_masks > _MOST_MASKS_OF_NARROW_TOTALS:
-            total = result.new_empty(result.shape, dtype=torch.float32)
-            backward_gemm.weight_products(gradient, factors[:, :1], x, total, products[:0], _stream(x))
-            factors = factors[:, 1:]
-        if total is not None and factors.shape[1] > n_masks:
-            backward_gemm.weight_products(gradient, factors, x, total, products, _stream(x))
+class Backward:
+    """A prepared `mglu::backward`: the first call prepares it for all others of the same description. Thread-safe."""
+
+    def __init__(self, call: LayerCall) -> None:
+        self._n_masks = call.n_masks
+        self._gradients: _Gradients | None = None
+
+    def __call__(self, arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        grad_output, x, weight, packed_masks, partials, needs, logits_dtype, route_dtype = arguments
+        n_masks = self._n_masks
+        grad_output, partials = _with_contiguous_columns(grad_output), partials.contiguous()
+        operands = Operands(
+            grad_output,
+            x.contiguous(),
+            _with_contiguous_columns(weight),
+            _aligned(packed_masks),
+            partials[:, : n_masks + 1],
+        )
+        if self._gradients is None:
+            self._gradients = _Gradients(operands, needs, logits_dtype)
+        grad_x, grad_weight, grad_logits = self._gradients(operands)
+
+        grad_route = None
+        if route_dtype is not None:
+            terms = partials[:, n_masks + 1 :]
+            grad_route = steps.route_gradients(grad_output, terms, _written_as(route_dtype)).to(route_dtype)
+        return (
+            x.new_empty(0) if grad_x is None else grad_x,
+            x.new_empty(0) if grad_weight is None else grad_weight,
+            x.new_empty(0) if grad_logits is None else grad_logits.to(logits_dtype),
+            x.new_empty(0) if grad_route is None else grad_route,
+        )
+
+
+class _Gradients:
+    """The gradients of x, weight and mask logits that are needed, for operands of one description."""
+
+    def __init__(self, operands: Operands, needs: Sequence[bool], logits_dtype: torch.dtype | None) -> None:
+        n_masks, (out_features, in_features) = n_masks_of(operands.packed_masks), operands.weight.shape
+        tokens = operands.x.shape[0]
+        self._needs_x, self._needs_weight = needs
+        self._logits_dtype = None if logits_dtype is None else _written_as(logits_dtype)
+        self._logits_shape = n_masks, out_features, in_features
+        self._input_gradient = _InputGradient.of(operands) if self._needs_x else None
+        self._weight_gradients = None
+        if self._needs_weight or self._logits_dtype is not None:
+            self._weight_gradients = _WeightGradients.of(operands, self._needs_weight, self._logits_dtype)
+        self._chunks = feature_chunks(tokens, n_masks, out_features, in_features, BACKWARD_CHUNKS)
+
+    def __call__(self, operands: Operands) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight, addresses = operands.x, operands.weight, operands.addresses()
+        grad_x = grad_weight = grad_logits = left_x = left_weight = left_logits = None
+        if self._needs_x:
+            grad_x = x.new_empty(x.shape)
+            if self._input_gradient is not None:
+                self._input_gradient(operands, addresses, grad_x)
+            else:
+                left_x = grad_x
+        if self._needs_weight:
+            grad_weight = weight.new_empty(weight.shape)
+        if self._logits_dtype is not None:
+            grad_logits = weight.new_empty(self._logits_shape, dtype=self._logits_dtype)
+        if self._weight_gradients is not None:
+            self._weight_gradients(operands, addresses, grad_weight, grad_logits)
         else:
-            backward_gemm.weight_products(gradient, factors, x, products[0], products[1:], _stream(x))
-        steps.weight_gradients(total, products, weight[rows], packed_masks[rows], result, logits)
-    return True
+            left_weight, left_logits = grad_weight, grad_logits
+        if not (left_x is None and left_weight is None and left_logits is None):
+            for rows in self._chunks:
+                _backward_chunk(rows, *operands, left_x, left_weight, left_logits)
+        return grad_x, grad_weight, grad_logits
+
+
+class _InputGradient:
+    """dx by `backward_gemm`."""
+
+    def __init__(self, operands: Operands) -> None:
+        n_masks = n_masks_of(operands.packed_masks)
+        self._flipped_shape = n_masks, *operands.weight.shape
+        self._flip_signs = steps.prepare_flip_signs(operands.weight, n_masks, with_weight=False)
+        self._gemm = backward_gemm.input_gradient(operands.grad_output, operands.partials, operands.weight)
+
+    @staticmethod
+    def of(operands: Operands) -> _InputGradient | None:
+        """None where the kernel cannot run, or has too few tiles."""
+        grad_output, x, weight, _, partials = operands
+        gpu = gpu_of(x.device.index)
+        can_run = x.shape[1] % 8 == 0 and backward_gemm.can_run(gpu, grad_output, partials, weight)
+        return _InputGradient(operands) if can_run and backward_gemm.fills(gpu, *x.shape) else None
+
+    def __call__(self, operands: Operands, at: Addresses, grad_x: Tensor) -> None:
+        flipped = operands.weight.new_empty(self._flipped_shape)
+        stream, address = _stream(grad_x), flipped.data_ptr()
+        self._flip_signs(stream, 0, at.weight, at.packed_masks, 0, address)
+        self._gemm(stream, at.grad_output, at.partials, at.weight, address, grad_x.data_ptr())
+
+
+@dataclass(frozen=True)
+class _WeightChunk:
+    """The launches for the gradients of some output features, and where their operands are, in bytes.
+
+    Attributes:
+        total: writes D_0 in float32, where it is not one of the products.
+        products: writes the products, D_0 first if it is one of them.
+        gradients: makes the gradients of D_0 and D_i.
+        grad_output: from the address of the whole tensor to this chunk's, as all that follow.
+        partials: P, or Q_1 where D_0 is not needed.
+        later_partials: the entries for `products`.
+        weight: rows of the weight.
+        packed_masks: rows of the masks.
+        grad_weight: rows of dW.
+        grad_logits: rows of dlogits_1.
+        second: from D_1 to D_2, if there are two masks.
+    """
+
+    total: Gemm | None
+    products: Gemm
+    gradients: steps.Prepared
+    grad_output: int
+    partials: int
+    later_partials: int
+    weight: int
+    packed_masks: int
+    grad_weight: int
+    grad_logits: int
+    second: int
+
+
+class _WeightGradients:
+    """dW and dlogits_i, or one of them, by `backward_gemm`.
+
+    D_0 and D_i are written to the gradients that are made of them, where these have the same dtype. Where the gradients
+    of the mask logits have another dtype or are not needed, every D_i takes scratch memory, for a chunk of the output
+    features at a time.
+    """
+
+    def __init__(self, operands: Operands, needs_weight: bool, logits_dtype: torch.dtype | None) -> None:
+        grad_output, x, weight, packed_masks, partials = operands
+        n_masks, (d, h) = n_masks_of(packed_masks), weight.shape
+        # Tensors without memory stand for the gradients and products, which are contiguous and aligned.
+        grad_weight = torch.empty(d, h, dtype=weight.dtype, device="meta") if needs_weight else None
+        grad_logits = None
+        if logits_dtype is not None:
+            grad_logits = torch.empty(n_masks, d, h, dtype=logits_dtype, device="meta")
+        self._is_in_place = logits_dtype is weight.dtype
+        self._total_is_wide = needs_weight and n_masks > _MOST_MASKS_OF_NARROW_TOTALS
+        self._total_is_first = needs_weight and not self._total_is_wide
+        first_entry = 0 if needs_weight else 1
+        entries = n_masks + 1 - first_entry
+        size = max(round_up(_SCRATCH_PRODUCTS // (entries * h), _CHUNK_MULTIPLE), _CHUNK_MULTIPLE)
+        size = d if self._is_in_place else min(size, d)
+        self._products_shape = n_masks, size, h
+        self._total_shape = size, h
+        chunks = []
+        for start in range(0, d, size):
+            rows = slice(start, min(start + size, d))
+            gradient, factors = grad_output[:, rows], partials[:, first_entry:, rows]
+            later = factors[:, 1:] if self._total_is_wide else factors
+            products = torch.empty(n_masks, rows.stop - start, h, dtype=x.dtype, device="meta")
+            result = None if grad_weight is None else grad_weight[rows]
+            total = result
+            if self._total_is_wide:
+                total = torch.empty(rows.stop - start, h, dtype=torch.float32, device="meta")
+            logits = None if grad_logits is None else grad_logits[:, rows]
+            chunks.append(
+                _WeightChunk(
+                    total=backward_gemm.weight_products(gradient, factors[:, :1], x, wide=True)
+                    if self._total_is_wide
+                    else None,
+                    products=backward_gemm.weight_products(gradient, later, x),
+                    gradients=steps.prepare_weight_gradients(total, products, weight[rows], result, logits),
+                    grad_output=_bytes_between(grad_output, gradient),
+                    partials=_bytes_between(partials, factors),
+                    later_partials=_bytes_between(partials, later),
+                    weight=_bytes_between(weight, weight[rows]),
+                    packed_masks=_bytes_between(packed_masks, packed_masks[rows]),
+                    grad_weight=0 if grad_weight is None else _bytes_between(grad_weight, grad_weight[rows]),
+                    grad_logits=0 if grad_logits is None else _bytes_between(grad_logits, grad_logits[:, rows]),
+                    second=_bytes_between(products, products[1:2]) if n_masks > 1 else 0,
+                )
+            )
+        self._chunks = tuple(chunks)
+
+    @staticmethod
+    def of(operands: Operands, needs_weight: bool, logits_dtype: torch.dtype | None) -> _WeightGradients | None:
+        """None where the kernel cannot run, or has too few tiles."""
+        grad_output, x, weight, packed_masks, partials = operands
+        gpu, (d, h) = gpu_of(x.device.index), weight.shape
+        entries = n_masks_of(packed_masks) + needs_weight
+        can_run = h % 8 == 0 and backward_gemm.can_run(gpu, grad_output, partials, x)
+        if not (can_run and backward_gemm.fills(gpu, entries * d, h)):
+            return None
+        return _WeightGradients(operands, needs_weight, logits_dtype)
+
+    def __call__(
+        self, operands: Operands, at: Addresses, grad_weight: Tensor | None, grad_logits: Tensor | None
+    ) -> None:
+        x, stream = operands.x, _stream(operands.x)
+        scratch = None if self._is_in_place else x.new_empty(self._products_shape)
+        wide = x.new_empty(self._total_shape, dtype=torch.float32) if self._total_is_wide else None
+        at_weight = 0 if grad_weight is None else grad_weight.data_ptr()
+        at_logits = 0 if grad_logits is None else grad_logits.data_ptr()
+        products = at_logits if scratch is None else scratch.data_ptr()
+        for chunk in self._chunks:
+            gradient = at.grad_output + chunk.grad_output
+            result = at_weight + chunk.grad_weight if at_weight else 0
+            total = result if wide is None else wide.data_ptr()
+            if chunk.total is not None:
+                chunk.total(stream, gradient, at.partials + chunk.partials, at.x, 0, total)
+            first, others = (total, products) if self._total_is_first else (products, products + chunk.second)
+            chunk.products(stream, gradient, at.partials + chunk.later_partials, at.x, 0, first, others)
+            steps.launch_weight_gradients(
+                chunk.gradients,
+                stream,
+                total,
+                at.weight + chunk.weight,
+                at.packed_masks + chunk.packed_masks,
+                products,
+                result,
+                at_logits + chunk.grad_logits if at_logits else 0,
+            )
+
+
+def _bytes_between(whole: Tensor, part: Tensor) -> int:
+    """From the address of a tensor to that of a view of it."""
+    return int(part.storage_offset() - whole.storage_offset()) * whole.element_size()
 
 
 def feature_chunks(tokens: int, n_masks: int, out_features: int, in_features: int, most: int) -> list[slice]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -64,57 +65,59 @@ def fills(gpu: Gpu, rows: int, columns: int) -> bool:
     return ceil_div(rows, _ROWS) * ceil_div(columns, _COLUMNS) >= _LEAST_FULL * gpu.multiprocessors
 
 
-def input_gradient(
-    grad: Tensor, partials: Tensor, weight: Tensor, flipped: Tensor, grad_x: Tensor, stream: int
-) -> None:
-    """Write `dx = sum over i of (grad * partials[:, i]) @ (F_i * W)`, with F_0 = 1.
+@dataclass(frozen=True)
+class Gemm:
+    """A launch for all tensors of one description."""
 
-    All tensors have one 16-bit dtype, are on the current device, and `can_run`.
+    launch: Launch
+    maps: TensorMaps
 
-    Args:
-        grad: `[tokens, out_features]`.
-        partials: `[tokens, n_masks + 1, out_features]`.
-        weight: `[out_features, in_features]`.
-        flipped: contiguous `[n_masks, out_features, in_features]`, the weight with the signs flipped where masks are 1.
-        grad_x: receives dx, contiguous `[tokens, in_features]`.
-        stream: of the launch.
+    def __call__(
+        self, stream: int, grad: int, partials: int, right: int, flipped: int, first: int, others: int = 0
+    ) -> None:
+        """Launch on a stream; all others are addresses, 0 for what the product has not.
 
-    Raises:
-        CompileError: NVRTC refused the kernel.
-        LaunchError: the driver refused the launch; the context stays usable.
-    """
-    launch, maps = _prepare(
-        grad_x.device.index, grad.dtype, partials.shape, weight.shape[1],
-        (grad.stride(0), *partials.stride()[:2], weight.stride(0)), True, False,
-    )  # fmt: skip
-    addresses = grad.data_ptr(), partials.data_ptr(), weight.data_ptr(), flipped.data_ptr()
-    launch(stream, 0, 0, 0, 0, grad_x.data_ptr(), maps=maps(*addresses))
+        Raises:
+            LaunchError: the driver refused the launch; the context stays usable.
+        """
+        self.launch(stream, others, 0, 0, 0, first, maps=self.maps(grad, partials, right, flipped))
 
 
-def weight_products(grad: Tensor, partials: Tensor, x: Tensor, first: Tensor, others: Tensor, stream: int) -> None:
-    """Write the products `D_i = (grad * partials[:, i])^T x`: D_0 to `first`, the others to `others`.
+def input_gradient(grad: Tensor, partials: Tensor, weight: Tensor) -> Gemm:
+    """What writes `dx = sum over i of (grad * partials[:, i]) @ (F_i * W)`, with F_0 = 1.
 
-    All tensors have one 16-bit dtype, but `first` may be in float32 where there are no others. They are on the current
-    device, and `can_run`.
+    All tensors have one 16-bit dtype, are on the current device, and `can_run`. The `Gemm` takes the addresses of
 
-    Args:
-        grad: `[tokens, out_features]`.
-        partials: `[tokens, entries, out_features]`.
-        x: `[tokens, in_features]`.
-        first: contiguous `[out_features, in_features]`.
-        others: contiguous `[entries - 1, out_features, in_features]`.
-        stream: of the launch.
+    - grad `[tokens, out_features]`;
+    - partials `[tokens, n_masks + 1, out_features]`;
+    - weight `[out_features, in_features]`;
+    - flipped, contiguous `[n_masks, out_features, in_features]`: the weight with the signs flipped where masks are 1;
+    - dx, contiguous `[tokens, in_features]`.
 
     Raises:
         CompileError: NVRTC refused the kernel.
-        LaunchError: the driver refused the launch; the context stays usable.
     """
-    launch, maps = _prepare(
-        first.device.index, grad.dtype, partials.shape, x.shape[1],
-        (grad.stride(0), *partials.stride()[:2], x.stride(0)), False, first.dtype == torch.float32,
-    )  # fmt: skip
-    addresses = grad.data_ptr(), partials.data_ptr(), x.data_ptr(), 0
-    launch(stream, others.data_ptr(), 0, 0, 0, first.data_ptr(), maps=maps(*addresses))
+    strides = (grad.stride(0), *partials.stride()[:2], weight.stride(0))
+    return _prepare(grad.device.index, grad.dtype, partials.shape, weight.shape[1], strides, True, False)
+
+
+def weight_products(grad: Tensor, partials: Tensor, x: Tensor, *, wide: bool = False) -> Gemm:
+    """What writes the products `D_i = (grad * partials[:, i])^T x`, D_0 apart from the others.
+
+    All tensors have one 16-bit dtype, are on the current device, and `can_run`. The `Gemm` takes the addresses of
+
+    - grad `[tokens, out_features]`;
+    - partials `[tokens, entries, out_features]`;
+    - x `[tokens, in_features]`;
+    - nothing, which is 0;
+    - D_0, contiguous `[out_features, in_features]`; in float32 with `wide`, for which there is one entry;
+    - the other D_i, contiguous `[entries - 1, out_features, in_features]`.
+
+    Raises:
+        CompileError: NVRTC refused the kernel.
+    """
+    strides = (grad.stride(0), *partials.stride()[:2], x.stride(0))
+    return _prepare(grad.device.index, grad.dtype, partials.shape, x.shape[1], strides, False, wide)
 
 
 @lru_cache(maxsize=256)
@@ -126,8 +129,8 @@ def _prepare(
     strides: tuple[int, int, int, int],
     is_input_gradient: bool,
     wide: bool,
-) -> tuple[Launch, TensorMaps]:
-    """The launch on `device`, which is the current one, and the maps of G, the partial derivatives, B and F_i * W.
+) -> Gemm:
+    """The launch on `device`, which is the current one, with the maps of G, the partial derivatives, B and F_i * W.
 
     `strides` are those between the rows of G, the tokens and the entries of the partial derivatives, and the rows of B.
     """
@@ -152,9 +155,9 @@ def _prepare(
     )  # fmt: skip
     b = Matrix(2, in_features, out_features if is_input_gradient else tokens, of_b, 64, _DEPTH, swizzle=True)
     if not is_input_gradient:
-        return launch, TensorMaps(grad, partials, b, None)
+        return Gemm(launch, TensorMaps(grad, partials, b, None))
     flipped = Matrix(
         2, in_features, out_features, 2 * in_features, 64, _DEPTH, swizzle=True,
         depth=products - 1, depth_pitch=2 * out_features * in_features,
     )  # fmt: skip
-    return launch, TensorMaps(grad, partials, b, flipped)
+    return Gemm(launch, TensorMaps(grad, partials, b, flipped))

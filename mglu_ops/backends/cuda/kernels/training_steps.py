@@ -1,7 +1,8 @@
 """The kernels of a training step that pass once over memory, before and after its GEMMs (csrc/cuda/training.md).
 
 Tensors are in float16 or bfloat16 unless a docstring says otherwise, and on the current device. Kernels run on the
-current stream.
+current stream. Each function of the name of a kernel runs it. The function `prepare_...` beside it returns the launch
+alone, for all tensors of the same metadata as the given ones, which it does not read.
 
 Raises, every function:
     CompileError: NVRTC refused the kernel.
@@ -11,7 +12,7 @@ Raises, every function:
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 import torch
@@ -28,8 +29,10 @@ _THREADS = 256
 _OCTET = 8
 _NO_DTYPE = -1
 
-Pointers = tuple[int, int, int, int, int]
-"""The addresses at the head of a kernel's parameters."""
+_POINTER = struct.Struct("Q")
+
+Prepared = Callable[..., None]
+"""A `Launch`, which takes the stream and five addresses, or what stands for one where there is nothing to compute."""
 
 
 def flip_signs(weight: Tensor, packed_masks: Tensor, *, with_weight: bool = True) -> Tensor:
@@ -40,13 +43,19 @@ def flip_signs(weight: Tensor, packed_masks: Tensor, *, with_weight: bool = True
         packed_masks: `[out_features, ceil(in_features / 8), n_masks]`, contiguous, at a multiple of 4 bytes.
         with_weight: whether the weight itself comes first; without it the first size is n_masks.
     """
-    n_masks, (rows, columns) = n_masks_of(packed_masks), weight.shape
-    out = weight.new_empty(n_masks + with_weight, rows, columns)
-    macros = flip_signs_macros(n_masks, with_weight, _is_vector(weight, out))
-    constants = struct.pack("2qi4x", weight.stride(0), rows, columns)
-    pointers = (0, weight.data_ptr(), packed_masks.data_ptr(), 0, out.data_ptr())
-    _run("flip_signs", out, macros, _warps(rows, columns), constants, pointers)
+    n_masks = n_masks_of(packed_masks)
+    out = weight.new_empty(n_masks + with_weight, *weight.shape)
+    launch = prepare_flip_signs(weight, n_masks, with_weight=with_weight)
+    launch(_stream(out), 0, weight.data_ptr(), packed_masks.data_ptr(), 0, out.data_ptr())
     return out
+
+
+def prepare_flip_signs(weight: Tensor, n_masks: int, *, with_weight: bool) -> Prepared:
+    """Takes the addresses `0, weight, packed_masks, 0, out`, of which out is a multiple of 16."""
+    rows, columns = weight.shape
+    macros = flip_signs_macros(n_masks, with_weight, _is_vector(weight))
+    constants = struct.pack("2qi4x", weight.stride(0), rows, columns)
+    return _prepare("flip_signs", weight, macros, _warps(rows, columns), constants)
 
 
 def flip_signs_macros(n_masks: int, with_weight: bool, vector: bool) -> dict[str, int]:
@@ -72,8 +81,9 @@ def partials(products: Tensor, activation: str, route_weights: Tensor | None, pa
     strides = (*products.stride()[:2], *partials.stride()[:2], result.stride(0))
     route_strides = (0, 0) if route_weights is None else route_weights.stride()
     constants = struct.pack("8qi4x", *strides, *route_strides, tokens, columns)
-    pointers = (products.data_ptr(), partials.data_ptr(), 0, _address(route_weights), result.data_ptr())
-    _run("partials", result, macros, _warps(tokens, columns, per_thread=4), constants, pointers)
+    launch = _prepare("partials", result, macros, _warps(tokens, columns, per_thread=4), constants)
+    pointers = products.data_ptr(), partials.data_ptr(), 0, _address(route_weights), result.data_ptr()
+    launch(_stream(result), *pointers)
 
 
 def partials_macros(
@@ -106,8 +116,8 @@ def scale(grad_output: Tensor, partials: Tensor) -> Tensor:
     macros = scale_macros(partials.dtype, entries, _is_vector(grad_output, partials, out))
     strides = (grad_output.stride(0), *partials.stride()[:2])
     constants = struct.pack("4qi4x", *strides, tokens, columns)
-    pointers = (grad_output.data_ptr(), partials.data_ptr(), 0, 0, out.data_ptr())
-    _run("scale", out, macros, _warps(tokens, columns), constants, pointers)
+    launch = _prepare("scale", out, macros, _warps(tokens, columns), constants)
+    launch(_stream(out), grad_output.data_ptr(), partials.data_ptr(), 0, 0, out.data_ptr())
     return out
 
 
@@ -137,6 +147,17 @@ def weight_gradients(
         grad_weight: contiguous `[out_features, in_features]` in float16, bfloat16 or float32.
         grad_logits: `[n_masks, out_features, in_features]`, each matrix contiguous, in float16, bfloat16 or float32.
     """
+    launch = prepare_weight_gradients(total, products, weight, grad_weight, grad_logits)
+    operands = weight.data_ptr(), packed_masks.data_ptr(), products.data_ptr()
+    launch_weight_gradients(
+        launch, _stream(products), _address(total), *operands, _address(grad_weight), _address(grad_logits)
+    )
+
+
+def prepare_weight_gradients(
+    total: Tensor | None, products: Tensor, weight: Tensor, grad_weight: Tensor | None, grad_logits: Tensor | None
+) -> Prepared:
+    """For `launch_weight_gradients`. All but the weight may be on the device `meta`, and then count as aligned."""
     n_masks, rows, columns = products.shape
     given = [tensor for tensor in (total, products, weight, grad_weight, grad_logits) if tensor is not None]
     weight_dtype = None if grad_weight is None else grad_weight.dtype
@@ -147,10 +168,21 @@ def weight_gradients(
     )
     logits_stride = 0 if grad_logits is None else grad_logits.stride(0)
     constants = struct.pack("5q8x", weight.stride(0), products.stride(0), logits_stride, rows, columns)
-    operands = weight.data_ptr(), packed_masks.data_ptr(), products.data_ptr()
-    pointers = (_address(total), *operands, _address(grad_weight))
-    sixth = struct.pack("Q", _address(grad_logits))
-    _run("weight_gradients", products, macros, _warps(rows, columns), constants, pointers, sixth)
+    return _prepare("weight_gradients", weight, macros, _warps(rows, columns), constants)
+
+
+def launch_weight_gradients(
+    launch: Prepared,
+    stream: int,
+    total: int,
+    weight: int,
+    packed_masks: int,
+    products: int,
+    grad_weight: int,
+    grad_logits: int,
+) -> None:
+    """Launch on a stream with addresses, which are 0 for what is None. The sixth takes the place of constants."""
+    launch(stream, total, weight, packed_masks, products, grad_weight, maps=_POINTER.pack(grad_logits))
 
 
 def weight_gradients_macros(
@@ -183,8 +215,8 @@ def route_gradients(grad_output: Tensor, terms: Tensor, dtype: torch.dtype) -> T
     out = terms.new_empty(tokens, n_masks, dtype=dtype)
     macros = route_gradients_macros(terms.dtype, n_masks, dtype, _is_vector(grad_output, terms))
     constants = struct.pack("4qi4x", grad_output.stride(0), *terms.stride()[:2], tokens, columns)
-    pointers = (grad_output.data_ptr(), terms.data_ptr(), 0, 0, out.data_ptr())
-    _run("route_gradients", out, macros, tokens * n_masks, constants, pointers)
+    launch = _prepare("route_gradients", out, macros, tokens * n_masks, constants)
+    launch(_stream(out), grad_output.data_ptr(), terms.data_ptr(), 0, 0, out.data_ptr())
     return out
 
 
@@ -224,23 +256,19 @@ def _warps(rows: int, columns: int, per_thread: int = _OCTET) -> int:
     return rows * ceil_div(columns, 32 * per_thread)
 
 
-def _run(
-    kernel: str,
-    on: Tensor,
-    macros: Mapping[str, int],
-    warps: int,
-    constants: bytes,
-    pointers: Pointers,
-    last: bytes | None = None,
-) -> None:
-    """Launch a kernel for a number of warps on the device of a tensor, if there are any.
+def _stream(on: Tensor) -> int:
+    return torch._C._cuda_getCurrentRawStream(on.device.index)
 
-    `constants` and `pointers` are its parameters; `last` takes the place of the last bytes of the constants.
-    """
-    if warps:
-        device = on.device.index
-        launch = _launch(device, kernel, tuple(macros.items()), ceil_div(warps, _THREADS // 32), constants)
-        launch(torch._C._cuda_getCurrentRawStream(device), *pointers, maps=last)
+
+def _prepare(kernel: str, on: Tensor, macros: Mapping[str, int], warps: int, constants: bytes) -> Prepared:
+    """The launch of a kernel for a number of warps on the device of a tensor; `constants` follow its five pointers."""
+    if warps == 0:
+        return _launch_nothing
+    return _launch(on.device.index, kernel, tuple(macros.items()), ceil_div(warps, _THREADS // 32), constants)
+
+
+def _launch_nothing(*arguments: int, maps: bytes | None = None) -> None:
+    """What stands for the launch of an empty grid."""
 
 
 @lru_cache(maxsize=4096)
