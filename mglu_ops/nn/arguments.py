@@ -62,6 +62,14 @@ def check_weight_and_masks(weight: Tensor, masks: Tensor) -> None:
         raise ValueError(f"masks: got device {masks.device}, must be weight's device {weight.device}")
 
 
+def check_router(router: object, in_features: int, n_masks: int) -> None:
+    """Check a router; of one that is no `nn.Linear`, such as an adapter around it, the sizes are not known."""
+    if not isinstance(router, nn.Module):
+        raise TypeError(f"router: got {type(router).__name__}, must be an nn.Linear")
+    if isinstance(router, nn.Linear) and (router.in_features, router.out_features) != (in_features, n_masks):
+        raise ValueError(f"router: got {router!r}, must be nn.Linear({in_features}, {n_masks})")
+
+
 def as_parameter(tensor: Tensor) -> nn.Parameter:
     """The tensor itself if it is a Parameter, else a Parameter that shares its memory."""
     return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor.detach(), tensor.requires_grad)

@@ -97,7 +97,8 @@ class MaskedLinear(nn.Module):
         """Initialise the masks alone, as `reset_parameters` does."""
         if self.packed_masks is not None:
             # A random byte is eight random bits, so that no tensor of one byte per weight and mask is needed.
-            self.packed_masks.random_(0, 256)
+            # DTensor has no rule for `random_`.
+            self.packed_masks.copy_(torch.randint_like(self.packed_masks, 256))
             clear_padding_(self.packed_masks, self.in_features)
         elif self.mask_logits is not None:
             nn.init.normal_(self.mask_logits, std=LOGITS_STD)

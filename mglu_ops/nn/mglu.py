@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .. import ops
-from .arguments import as_parameter, check_flag, check_weight_and_masks
+from .arguments import as_parameter, check_flag, check_router, check_weight_and_masks
 from .masked_linear import MaskedLinear
 from .packed_buffers import check_masks_in_use
 
@@ -112,13 +112,15 @@ class MGLU(MaskedLinear):
             save_activations: as in `MGLU`.
 
         Raises:
-            TypeError: a tensor has another dtype.
-            ValueError: a tensor has another shape, `top_k` is without `router` or the other way round, or another
-                argument is out of range.
+            TypeError: a tensor has another dtype, or `router` is no module.
+            ValueError: a tensor or `router` has another shape, `top_k` is without `router` or the other way round, or
+                another argument is out of range.
         """
         check_weight_and_masks(weight, masks)
         if (router is None) != (top_k is None):
             raise ValueError(f"router: got {router!r} with top_k={top_k!r}, must both be given or both be None")
+        if router is not None:
+            check_router(router, weight.shape[1], 1 if masks.dim() == 2 else masks.shape[0])
         masks = masks if masks.dim() == 3 else masks.unsqueeze(0)
         out_features, in_features = weight.shape
         layer = cls(

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig, MistralConfig, Qwen3Config
 
-from ..nn.arguments import check_masks
+from ..nn.arguments import check_flag, check_masks
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -49,15 +49,25 @@ class MGLUConfigMixin:
         Raises:
             ValueError: a value is out of range, or there is a bias, which MGLU has not.
         """
-        check_masks(self.n_masks, self.learnable_masks, None)
-        top_k, coefficient = self.mask_top_k, self.router_aux_loss_coef
-        if top_k is not None and not (type(top_k) is int and 1 <= top_k <= self.n_masks):
-            raise ValueError(f"mask_top_k: got {top_k!r}, must be None or an int from 1 to n_masks={self.n_masks}")
-        if not (isinstance(coefficient, (int, float)) and math.isfinite(coefficient) and coefficient >= 0):
-            raise ValueError(f"router_aux_loss_coef: got {coefficient!r}, must be a finite number of at least 0")
-        if coefficient > 0 and top_k is None:
-            raise ValueError(f"router_aux_loss_coef: got {coefficient} without mask_top_k, must be 0 without a router")
+        check_flag("learnable_masks", self.learnable_masks)
+        check_mask_keys(self.n_masks, self.mask_top_k, self.router_aux_loss_coef)
         check_feed_forward(self)
+
+
+def check_mask_keys(n_masks: object, mask_top_k: object, router_aux_loss_coef: object) -> None:
+    """Check the values of these keys of a configuration.
+
+    Raises:
+        ValueError: a value is out of range, or the load-balancing loss is without a router.
+    """
+    check_masks(n_masks, True, None)
+    if mask_top_k is not None and not (type(mask_top_k) is int and 1 <= mask_top_k <= n_masks):  # type: ignore[operator]
+        raise ValueError(f"mask_top_k: got {mask_top_k!r}, must be None or an int from 1 to n_masks={n_masks}")
+    coefficient = router_aux_loss_coef
+    if not (isinstance(coefficient, (int, float)) and math.isfinite(coefficient) and coefficient >= 0):
+        raise ValueError(f"router_aux_loss_coef: got {coefficient!r}, must be a finite number of at least 0")
+    if coefficient > 0 and mask_top_k is None:
+        raise ValueError(f"router_aux_loss_coef: got {coefficient} without mask_top_k, must be 0 without a router")
 
 
 def check_feed_forward(config: Any) -> None:

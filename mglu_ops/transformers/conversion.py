@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from ..nn import MGLU
 from ..nn.conversion import WEIGHTS, take_over_glu
 from .architectures import ARCHITECTURES, Architecture
-from .configuration import check_feed_forward
+from .configuration import check_feed_forward, check_mask_keys
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -66,6 +66,7 @@ def from_swiglu(
     architecture, source = _architecture_of(model), model.config
     if init not in WEIGHTS:
         raise ValueError(f"init: got {init!r}, must be one of {', '.join(WEIGHTS)}")
+    check_mask_keys(n_masks, mask_top_k, router_aux_loss_coef)
     check_feed_forward(source)
     layers = model.base_model.layers
     for index, layer in enumerate(layers):

@@ -24,10 +24,10 @@ def check_loaded(model: nn.Module, info: Any, source: str) -> None:
         source: the name of the checkpoint, for the messages.
 
     Raises:
-        ValueError: weights or masks of an MGLU are not in the checkpoint, or have other sizes; or packed masks have
-            padding that is not 0.
+        ValueError: weights or masks of an MGLU are not in the checkpoint, or have other sizes; the checkpoint has
+            tensors of an MGLU that the model has not; or packed masks have padding that is not 0.
     """
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, MaskedLinear)}
+    layers = _layers(model)
     for key, found, expected in sorted(info.mismatched_keys):
         if _is_of(key, layers):
             raise ValueError(
@@ -36,12 +36,33 @@ def check_loaded(model: nn.Module, info: Any, source: str) -> None:
             )
     missing = sorted(key for key in info.missing_keys if _is_of(key, layers))
     if missing:
-        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ValueError(f"{source}: has no {missing[0]}{others}; {_reason(set(info.unexpected_keys))}")
+        reason = _reason(set(info.unexpected_keys), len(set(map(_owner, missing))) < len(layers))
+        raise ValueError(f"{source}: has no {_first_of(missing)}; {reason}")
+    unused = sorted(key for key in info.unexpected_keys if _is_of(key, layers))
+    if unused:
+        raise ValueError(
+            f"{source}: has {_first_of(unused)}, of which the configuration says nothing: without it, the model would "
+            "compute something else than the one that was saved; check mask_top_k and learnable_masks"
+        )
     try:
         check_masks(model)
     except ValueError as error:
         raise ValueError(f"{source}: {str(error).removeprefix('model: ')}") from None
+
+
+def check_adapter(model: nn.Module, info: Any, expected: Iterable[str], source: str) -> None:
+    """Check that the weights of an adapter, which the loader expects, hold all MGLU layers that belong to it.
+
+    Raises:
+        ValueError: weights or masks are missing. Transformers loads no `modules_to_save`, unlike PEFT.
+    """
+    layers = _layers(model)
+    missing = sorted(key for key in set(expected) & set(info.missing_keys) if _is_of(key, layers))
+    if missing:
+        raise ValueError(
+            f"{source}: Transformers cannot load {_first_of(missing)} of an adapter with modules_to_save; load the "
+            "base model, and then the adapter with peft.PeftModel.from_pretrained(base_model, folder)"
+        )
 
 
 def check_dtypes(state_dict: Mapping[str, Any] | None, files: Iterable[str] | None, source: str) -> None:
@@ -72,18 +93,45 @@ def _names_masks(key: str) -> bool:
     return key.endswith(".packed_masks")
 
 
-def _is_of(key: str, layers: Mapping[str, nn.Module]) -> bool:
-    """Whether a key names a tensor of one of the layers, or of its router."""
-    owner = key.rpartition(".")[0]
-    return owner in layers or owner.removesuffix(".router") in layers
+def _layers(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, MaskedLinear)]
 
 
-def _reason(unexpected: set[str]) -> str:
-    """What the tensors that the checkpoint has besides tell about its kind, and what to do."""
+def _owner(key: str) -> str:
+    """The name of the layer to which the tensor would belong, or its router."""
+    return key.rpartition(".")[0].removesuffix(".router")
+
+
+def _is_of(key: str, layers: Iterable[str]) -> bool:
+    """Whether a key names a tensor of one of the layers, or of its router.
+
+    The keys of a checkpoint begin with the name of the decoder in a language model, and those of the model need not; or
+    the other way round.
+    """
+    owner = f".{_owner(key)}"
+    return any(owner.endswith(f".{name}") or f".{name}".endswith(owner) for name in layers)
+
+
+def _first_of(keys: list[str]) -> str:
+    return f"{keys[0]} and {len(keys) - 1} more" if len(keys) > 1 else keys[0]
+
+
+def _reason(unexpected: set[str], is_in_some_layers: bool) -> str:
+    """What the tensors that the checkpoint has besides tell about its kind, and what to do.
+
+    Args:
+        unexpected: the keys of these tensors.
+        is_in_some_layers: whether the checkpoint has what is missing in other layers.
+    """
 
     def has(ending: str) -> bool:
         return any(key.endswith(ending) for key in unexpected)
 
+    if is_in_some_layers and (has(f".{LOGITS}") or has(".packed_masks")):
+        return (
+            "some layers hold packed masks and others the logits of masks, which no configuration describes: pack "
+            "the logits of the others with torch.ops.mglu.pack_logits, and save the model with learnable_masks=False"
+        )
     if has(f".{LOGITS}"):
         return (
             "it holds the logits of masks, and the configuration says learnable_masks=False: load it with "

@@ -27,7 +27,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from ..nn import MGLU, MGLUFeedForward
 from .configuration import ACTIVATIONS, MGLUConfigMixin, MGLULlamaConfig, MGLUMistralConfig, MGLUQwen3Config
-from .loading import check_dtypes, check_loaded
+from .loading import check_adapter, check_dtypes, check_loaded
 from .routing import RoutedForwardMixin
 
 if TYPE_CHECKING:  # what the mixins stand before
@@ -56,9 +56,11 @@ class MGLUPreTrainedMixin(_Model):
     ) -> Any:
         """Load a checkpoint as Transformers does, and refuse it if its masks or weights do not fit (`loading`)."""
         loader = PreTrainedModel._load_pretrained_model
-        if expected_keys is not None:  # the weights of an adapter
-            return loader(model, state_dict, checkpoint_files, load_config, expected_keys)
         source = str(load_config.pretrained_model_name_or_path or "state_dict")
+        if expected_keys is not None:  # the weights of an adapter
+            info, offload_index = loader(model, state_dict, checkpoint_files, load_config, expected_keys)
+            check_adapter(model, info, expected_keys, source)
+            return info, offload_index
         check_dtypes(state_dict, checkpoint_files, source)
         info, offload_index = loader(model, state_dict, checkpoint_files, load_config)
         check_loaded(model, info, source)

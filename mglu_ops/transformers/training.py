@@ -30,6 +30,9 @@ class MGLUTrainerMixin(_Trainer):
 
     Args:
         mask_lr: learning rate of mask logits; None for a tenth of `learning_rate`. Other arguments are the Trainer's.
+
+    Raises:
+        ValueError: the model has a load-balancing loss, and the Trainer is to compute the loss itself, without it.
     """
 
     optimizer: torch.optim.Optimizer | None
@@ -37,6 +40,12 @@ class MGLUTrainerMixin(_Trainer):
     def __init__(self, *args: Any, mask_lr: float | None = None, **kwargs: Any) -> None:
         self.mask_lr = mask_lr
         super().__init__(*args, **kwargs)
+        coefficient = getattr(getattr(self.model, "config", None), "router_aux_loss_coef", 0)
+        if coefficient and (self.label_smoother is not None or self.compute_loss_func is not None):
+            raise ValueError(
+                f"router_aux_loss_coef: got {coefficient} with label_smoothing_factor or compute_loss_func, must be 0: "
+                "Trainer then takes the labels away from the model, which adds no load-balancing loss to its loss"
+            )
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer of the arguments with the groups of `parameter_groups`.

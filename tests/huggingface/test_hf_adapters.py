@@ -73,6 +73,22 @@ def test_an_adapter_does_not_hide_missing_masks(tmp_path: Path) -> None:
         AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
 
 
+def test_whole_layers_of_an_adapter_are_not_drawn_at_random(tmp_path: Path) -> None:
+    """Transformers finds no tensor of `modules_to_save` in an adapter, and would go on with new ones."""
+    tiny().save_pretrained(tmp_path / "base")
+    settings = LoraConfig(target_modules=["q_proj"], modules_to_save=["mglu"])
+    peft_model = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), settings)
+    with torch.no_grad():
+        for mglu in mglus(peft_model):
+            mglu.mask_logits.neg_()
+    peft_model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match=r"cannot load .*mask_logits and 3 more .*peft\.PeftModel\.from_pretrained"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    again = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert torch.equal(logits(again), logits(peft_model))
+
+
 def test_freeze_asks_to_merge_first() -> None:
     with pytest.raises(TypeError, match=r"model: got PeftModel.*merge an adapter before \(merge_and_unload\)"):
         mt.freeze(adapted(tiny()))

@@ -194,6 +194,39 @@ def test_a_missing_tensor_is_refused(learnable: bool, part: str, tmp_path: Path)
         load(tmp_path)
 
 
+@pytest.mark.parametrize("of_decoder", [False, True], ids=["language model", "decoder"])
+@FORMS
+def test_a_router_is_not_left_out(learnable: bool, of_decoder: bool, tmp_path: Path) -> None:
+    """Without its router, a model would sum all masks, which is another function."""
+    model = tiny(learnable_masks=learnable, mask_top_k=1)
+    folder = saved(model.model if of_decoder else model, tmp_path)
+    words = r"has (model\.)?layers\.0\.mlp\.mglu\.router\.weight and 1 more, of which the configuration says nothing"
+    for cls in (AutoModel, AutoModelForCausalLM):
+        with pytest.raises(ValueError, match=words):
+            cls.from_pretrained(folder, mask_top_k=None)
+
+
+def test_logits_beside_packed_masks_are_refused(tmp_path: Path) -> None:
+    """Which of the two would be the masks of the layer?"""
+    saved(tiny(), tmp_path)
+    logits_key = MASKS.replace("packed_masks", "mask_logits")
+    rewrite(tmp_path, lambda state: {**state, MASKS: torch.ops.mglu.pack_logits(state[logits_key])})
+    with pytest.raises(ValueError, match=f"has {MASKS}, of which the configuration says nothing"):
+        load(tmp_path)
+    with pytest.raises(ValueError, match="some layers hold packed masks and others the logits of masks"):
+        load(tmp_path, learnable_masks=False)
+
+
+@FORMS
+def test_layers_in_two_forms_are_named(learnable: bool, tmp_path: Path) -> None:
+    """Either value of `learnable_masks` would be wrong, so that the message advises neither."""
+    saved(tiny(), tmp_path)
+    logits_key = MASKS.replace("packed_masks", "mask_logits")
+    rewrite(tmp_path, lambda state: {MASKS: torch.ops.mglu.pack_logits(state.pop(logits_key)), **state})
+    with pytest.raises(ValueError, match="some layers hold packed masks and others the logits of masks"):
+        load(tmp_path, learnable_masks=learnable)
+
+
 def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
     file = folder / "model.safetensors"
     safetensors.torch.save_file(change(safetensors.torch.load_file(file)), file, metadata={"format": "pt"})

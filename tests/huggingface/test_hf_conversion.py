@@ -176,12 +176,18 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         ValueError,
         "init: got 'best', must be one of magnitude, average",
     ),
-    "n_masks": (tiny_swiglu, {"n_masks": 17}, Exception, "n_masks: got 17, must be an int from 1 to 16"),
+    "n_masks": (tiny_swiglu, {"n_masks": 17}, ValueError, "^n_masks: got 17, must be an int from 1 to 16"),
     "top_k": (
         tiny_swiglu,
         {"mask_top_k": 3},
-        Exception,
-        "mask_top_k: got 3, must be None or an int from 1 to",
+        ValueError,
+        "^mask_top_k: got 3, must be None or an int from 1 to",
+    ),
+    "balance": (
+        tiny_swiglu,
+        {"router_aux_loss_coef": 0.1},
+        ValueError,
+        "^router_aux_loss_coef: got 0.1 without mask_top_k",
     ),
 }
 

@@ -238,3 +238,16 @@ def test_reentrant_checkpoints_are_refused_with_a_balance(tmp_path: Path) -> Non
     options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
     with pytest.raises(RuntimeError, match="the logits of the routers have no gradient"):
         trained(tmp_path, ROUTED, **options)
+
+
+@pytest.mark.parametrize("form", ["label smoothing", "own loss"])
+def test_a_loss_without_the_balance_is_refused(form: str, tmp_path: Path) -> None:
+    def make(**model_options: Any) -> Any:
+        smoothing = 0.1 if form == "label smoothing" else 0.0
+        arguments = TrainingArguments(output_dir=str(tmp_path), label_smoothing_factor=smoothing, report_to=[])
+        own_loss = None if smoothing else (lambda outputs, labels, num_items_in_batch: outputs.logits.sum())
+        return mt.MGLUTrainer(model=tiny(**model_options), args=arguments, compute_loss_func=own_loss)
+
+    make(), make(**{**ROUTED, "router_aux_loss_coef": 0.0})
+    with pytest.raises(ValueError, match=r"router_aux_loss_coef: got 0\.1 with label_smoothing_factor or compute_loss"):
+        make(**ROUTED)

@@ -305,6 +305,18 @@ WRONG_PARAMETERS = {
         ValueError,
         "router: got Linear.* with top_k=None",
     ),
+    "size of the router": (
+        (torch.ones(D, H), torch.ones(3, D, H)),
+        {"router": ROUTER, "top_k": 1},
+        ValueError,
+        r"router: got Linear\(in_features=21, out_features=2.*, must be nn\.Linear\(21, 3\)",
+    ),
+    "no router": (
+        (torch.ones(D, H), torch.ones(2, D, H)),
+        {"router": torch.ones(2, H), "top_k": 1},
+        TypeError,
+        "router: got Tensor, must be an nn.Linear",
+    ),
     "activation": (
         (torch.ones(D, H), torch.ones(2, D, H)),
         {"activation": "swish"},

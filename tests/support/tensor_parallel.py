@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 import mglu_ops
-from mglu_ops.nn import MGLU, MGLUFeedForward, NaiveMGLU, parameter_groups
+from mglu_ops.nn import MGLU, MaskStatistics, MGLUFeedForward, NaiveMGLU, check_masks, parameter_groups
 from mglu_ops.parallel import ColwiseMGLU
 
 TOKENS, STEPS = (4, 8), 5
@@ -238,8 +238,23 @@ def check_damaged_masks(setting: Setting) -> None:
         sharded[0].mglu(setting.x())
 
 
+def check_materialized(setting: Setting) -> None:
+    """A model on meta is sharded first, and then gets its memory and its first values, as large models are made."""
+    for learnable in (True, False):
+        layer = MGLU(setting.width, setting.intermediate, n_masks=3, learnable_masks=learnable, device="meta")
+        parallelize_module(layer.to(setting.dtype), setting.mesh, ColwiseMGLU())
+        layer.to_empty(device=setting.device)
+        layer.reset_parameters()
+        check_masks(layer)
+        statistics = MaskStatistics(layer).update()
+        assert all(0.4 < statistics[f"gate_ratio/{i}"] < 0.6 for i in range(3)), statistics
+        assert statistics["agreement"] < 0.6, statistics
+        assert layer(setting.x()).isfinite().all()
+
+
 CHECKS = {"placements": check_placements, "results": check_results, "training": check_training}
 CHECKS |= {"freezing": check_freezing, "uneven": check_uneven, "damaged_masks": check_damaged_masks}
+CHECKS["materialized"] = check_materialized
 
 
 def run_checks(rank: int, device: str, dtype: torch.dtype, names: Sequence[str], width: int = WIDTH) -> None:
