@@ -20,10 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.baselines import NAIVE_ON_CPU, SWIGLU, in_modes, swiglu_stacked
-from benchmarks.harness import ERROR_BUDGET, relative_error
+from benchmarks.harness import relative_error
 from benchmarks.layers import masks_of
 from benchmarks.records import environment, write_table
 from benchmarks.timing import summarise, wall_microseconds
+from mglu_ops.accuracy import ERROR_BUDGET
 from mglu_ops.backends import BACKENDS, PreparedCall, cpu
 from mglu_ops.backends.cpu.build import find_compiler
 from mglu_ops.backends.cpu.library import Library, load

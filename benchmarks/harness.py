@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import ROUNDS, GraphTimer, summarise, time_graphs
+from mglu_ops import accuracy
 
 PROTOCOL = (
     "CUDA graph replay, rotating layers > 1 GB, variants interleaved (up to 64 tokens all but the library GEMM; above, "
@@ -31,8 +32,6 @@ SETTLED_PROTOCOL = (
     "CUDA graph replay, rotating layers > 1 GB, variants in turns of {seconds:g} s whose second half is timed, median "
     "over rounds, us per layer"
 )
-ERROR_BUDGET = {torch.float16: 3e-3, torch.bfloat16: 2.4e-2, torch.float32: 4e-6}
-"""Largest norm of a result's error, relative to the norm of the result."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class Captured(GraphTimer):
         self.error = max(relative_error(output, expected) for output, expected in pairs)
         if any(output is None or bool(output.isnan().any()) for output in self.outputs):
             self.error = float("inf")
-        self.budget = ERROR_BUDGET[dtype]
+        self.budget = accuracy.ERROR_BUDGET[dtype]
 
     def timing(self) -> Timing:
         median, spread = summarise(self.times)
@@ -90,10 +89,11 @@ class Captured(GraphTimer):
 
 
 def relative_error(output: Tensor | None, expected: Tensor) -> float:
-    """The norm of the difference over the norm of the expected result; infinite if there is no output or it has NaN."""
-    if output is None:
-        return float("inf")
-    error = float((output.double() - expected).norm() / expected.norm())
+    """The relative error of `mglu_ops.accuracy`, but infinite if there is no output or it has NaN.
+
+    So the largest of several errors is that of a wrong result, and above every budget.
+    """
+    error = float("nan") if output is None else accuracy.relative_error(output, expected)
     return float("inf") if math.isnan(error) else error
 
 

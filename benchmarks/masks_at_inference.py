@@ -18,10 +18,11 @@ import torch._inductor.config as inductor_config
 from torch import Tensor
 
 import mglu_ops
-from benchmarks.harness import ERROR_BUDGET, relative_error
+from benchmarks.harness import relative_error
 from benchmarks.records import Row, write
 from benchmarks.timing import gpu_microseconds, summarise, wall_microseconds
 from compile_passes.backend import mglu
+from mglu_ops.accuracy import ERROR_BUDGET
 from mglu_ops.nn import NaiveMGLU
 
 SHAPES = {"cuda": (14336, 4096), "cpu": (8192, 2048)}

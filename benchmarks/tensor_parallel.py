@@ -24,10 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 import mglu_ops
-from benchmarks.harness import ERROR_BUDGET, Variant, capture, relative_error
+from benchmarks.harness import Variant, capture, relative_error
 from benchmarks.records import Row, write
 from benchmarks.timing import gpu_microseconds, summarise, wall_microseconds
 from benchmarks.train import shape_of
+from mglu_ops.accuracy import ERROR_BUDGET
 from mglu_ops.nn import MGLUFeedForward
 from mglu_ops.parallel import ColwiseMGLU
 

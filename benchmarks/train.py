@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 
 from benchmarks import bars, parts
-from benchmarks.harness import ERROR_BUDGET
 from benchmarks.memory import allocated, peak, release
 from benchmarks.records import Row, read
 from benchmarks.timing import (
@@ -45,6 +44,7 @@ from benchmarks.train_layers import (
     steps,
     swiglu_step,
 )
+from mglu_ops.accuracy import ERROR_BUDGET
 
 SHAPES = ((8192, 2048), (14336, 4096))
 TOKENS = (2048, 8192, 32768)

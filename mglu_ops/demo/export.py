@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.export import Dim
 
+from ..accuracy import ERROR_BUDGET, relative_error
 from ..packaging.cpp_runtime import has_own_libstdcxx
-from .agreement import OUTPUT_BUDGET, relative_error
 from .errors import require
 from .settings import Settings
 from .text import Corpus
@@ -71,7 +71,7 @@ def check_package(package: Forward, model: nn.Module, corpus: Corpus, settings: 
         inputs = corpus.held_out.repeat(1 + batch * tokens // len(corpus.held_out))[: batch * tokens]
         inputs = inputs.view(batch, tokens).to(settings.device)
         error = relative_error(package(inputs), model(inputs))
-        budget = OUTPUT_BUDGET[settings.dtype]
+        budget = ERROR_BUDGET[settings.dtype]
         require(
             error <= budget,
             f"the exported package differs from the frozen model by {error:.2e} for {batch} x {tokens} tokens; "

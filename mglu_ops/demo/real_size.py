@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import mglu_ops
 
+from ..accuracy import ERROR_BUDGET, relative_error
 from ..timer import Replay, layers_for, milliseconds, times
-from .agreement import OUTPUT_BUDGET, relative_error
 from .errors import require
 from .settings import Settings
 from .table import Row, render
@@ -123,7 +123,7 @@ def _mglu_variants(settings: Settings, x: Tensor, n_masks: int) -> dict[str, Var
         f"{FUSED}, {n_masks}": Variant(lambda i: fused_layers[i](x), len(fused_layers)),
     }
     outputs = [variant.run(0) for variant in variants.values()]
-    error, budget = relative_error(outputs[1], outputs[0]), OUTPUT_BUDGET[settings.dtype]
+    error, budget = relative_error(outputs[1], outputs[0]), ERROR_BUDGET[settings.dtype]
     require(
         error <= budget,
         f"the fused layer of {n_masks} masks differs from the naive one by {error:.2e}; the budget is {budget:.0e}",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import mglu_ops
 import mglu_ops.nn
 
+from ..accuracy import ERROR_BUDGET, relative_error
 from ..words import counted
 from . import agreement, text
 from .errors import Disagreement, require
@@ -161,9 +162,9 @@ def _evaluate(demo: Demo, fused: Forward) -> nn.Module:
     frozen = mglu_ops.freeze(deepcopy(demo.naive))
     inputs, _ = demo.batch()
     with torch.no_grad(), settings.autocast():
-        error = agreement.relative_error(frozen(inputs), demo.naive(inputs))
+        error = relative_error(frozen(inputs), demo.naive(inputs))
     demo.results["agreement"]["frozen"] = error
-    budget = agreement.OUTPUT_BUDGET[settings.dtype]
+    budget = ERROR_BUDGET[settings.dtype]
     require(error <= budget, f"freezing changed the outputs by {error:.2e}; the budget is {budget:.0e}")
     models = {NAIVE: demo.naive, FUSED: frozen, SWIGLU: demo.swiglu}
     found = {name: perplexity(model, corpus, settings) for name, model in models.items()}

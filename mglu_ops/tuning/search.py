@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812 (the field's name)
 from torch import Tensor
 
 from .. import dispatch
+from ..accuracy import relative_error
 from ..backends.cuda import LaunchConfig
 from ..backends.cuda.choice import without_tables
 from ..backends.cuda.compiler import CompileError, compile_cubin
@@ -77,9 +78,8 @@ class Layers:
         for output in replay.outputs:
             output.fill_(float("nan"))
         replay.graph.replay()
-        error = float((replay.outputs[0].double() - self.exact).norm() / self.exact.norm())
         written = all(bool(output.isfinite().all()) for output in replay.outputs)
-        return written and error <= _ROUNDINGS * torch.finfo(self.x.dtype).eps
+        return written and relative_error(replay.outputs[0], self.exact) <= _ROUNDINGS * torch.finfo(self.x.dtype).eps
 
 
 def search(call: LayerCall, gpu: Gpu, effort: Effort, note: Callable[[str], None]) -> Entry:

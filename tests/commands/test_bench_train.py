@@ -16,10 +16,10 @@ from families import quick_only_for
 from torch import Tensor
 
 from benchmarks import bars, memory, parts, suites, summary, tables_train, timing, train, train_layers
-from benchmarks.harness import ERROR_BUDGET
 from benchmarks.records import Row, read, read_environment, write
 from benchmarks.rows import of
 from benchmarks.train_layers import FUSED, GEMMS, MODULE, NAIVE, OPERATOR, RECOMPUTING, SWIGLU, TRICK
+from mglu_ops.accuracy import ERROR_BUDGET
 
 PROBLEM = train.Problem((24, 16), tokens=10, n_masks=2)
 ALL = (NAIVE, TRICK, FUSED, OPERATOR, MODULE, RECOMPUTING)
