@@ -1,6 +1,6 @@
 """`tile_wgmma` in training: it also writes the partial derivatives of the result that backward needs.
 
-The section on training of csrc/cuda/tile_wgmma.md says why it is as it is.
+csrc/cuda/training.md says why it is as it is.
 """
 
 from __future__ import annotations
