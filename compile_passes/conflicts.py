@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch.fx import Graph, Node
 
+from .evaluate import Evaluation
 from .mutation import normalise_writes
-from .recognise import Recogniser
 from .rules import PRECEDENCE, Rule, RulesBySymbol
 from .symbols import as_call, calls_read_once
 from .values import Value
@@ -45,8 +45,8 @@ def check_rules(graph: Graph, constants: Mapping[Node, torch.Tensor] | None = No
         restore()
 
 
-class _AskAll(Recogniser):
-    """A recogniser that asks all rules of a symbol, and not only until one of them knows a value."""
+class _AskAll(Evaluation):
+    """An evaluation that asks all rules of a symbol, and not only until one of them knows a value."""
 
     def __init__(self, graph: Graph, constants: Mapping[Node, torch.Tensor] | None = None) -> None:
         self.decided: set[tuple[Rule, Rule]] = set()

@@ -21,6 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from mglu_ops import ops
 
 from .distributed import is_part_of_a_split_graph, lacks_its_mask, report_split_layers
+from .evaluate import Evaluation
 from .examples import record_examples
 from .inlining import inline_no_grad
 from .memory import storages
@@ -103,7 +104,7 @@ def _fuse(
     graph: Graph, constants: Mapping[Node, Tensor] | None, assume_binary: bool
 ) -> tuple[list[SiteReport], list[SiteReport]]:
     """Fuse the layers of a graph; returns the reports of those that were fused and of those that were not."""
-    recogniser = Recogniser(graph, constants)
+    recogniser = Evaluation(graph, constants)
     layers, missed = [], []
     found: set[Node] = set()
     reported: set[Hashable] = set()

@@ -1,53 +1,34 @@
-"""The recogniser: it gives the nodes of a graph abstract values, by rules.
+"""The recogniser: the keys of the nodes of a graph, their abstract values, and the questions that rules ask about them.
 
-The value of a node follows from its arguments, so the rules compose: a new spelling is one more rule in a module of
-`rules`, or only an entry in the table of `symbols`. A node that no rule knows is a leaf.
-
-A graph is read in three steps. Each goes over the nodes once, so the time is linear in the length of the graph:
-
-1. *Roles* (`roles.py`): which real tensors are used as masks.
-2. *Masks and weights* (`rules.WEIGHT_RULES`).
-3. *Layers* (`rules.LAYER_RULES`): products of x and a weight, activations, terms and sums. This step is skipped if no
-   weight is masked, and it looks only at weights that are masked somewhere in the graph.
+The first argument of each rule is a recogniser. `evaluate.py` asks the rules and keeps the values that they return.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable
 from typing import Any
 
-import torch
 from torch.fx import Graph, Node
 
 from .mutation import Effects, is_repeatable
-from .roles import keys_of_masked_weights, keys_of_masks, stack_key
-from .rules import LAYER_RULES_BY_SYMBOL, WEIGHT_RULES_BY_SYMBOL, RuleError, RulesBySymbol
-from .shapes import dims, dtype_of, is_matrix, repeated, requires_grad, slice_of, tensor_example
+from .shapes import dtype_of, is_matrix, repeated, requires_grad, slice_of, tensor_example
 from .symbols import as_call, is_identity_dropout, symbol_of
 from .values import Binary, Bundle, Carrier, Levels, Mask, Scalar, Value, Weighted, slice_key
 
 
 class Recogniser:
-    """The values of the nodes of one graph, computed once each."""
+    """The keys and values of the nodes of one graph."""
 
-    def __init__(self, graph: Graph, constants: Mapping[Node, torch.Tensor] | None = None) -> None:
-        """Read a graph; `constants` are the values of nodes that have the same value whenever the graph runs."""
+    def __init__(self, graph: Graph) -> None:
+        """Give each node of a graph a key, but no value yet."""
         self._values: dict[Node, Value] = {}
         self._keys: dict[Node, Hashable] = {}
         self._interned: dict[Hashable, int] = {}
-        self._constants = constants or {}
+        self.masked_weights: frozenset[Hashable] = frozenset()
+        """The keys of the weights that some product masks."""
         self.effects = Effects(graph)
         for node in graph.nodes:
             self._keys[node] = self._intern(node)
-        self._masks = set(keys_of_masks(graph, self))
-        for node in graph.nodes:
-            self._values[node] = self._evaluate(node, WEIGHT_RULES_BY_SYMBOL, self._leaf)
-        self.masked_weights = frozenset(keys_of_masked_weights(graph, self))
-        """The keys of the weights that some product masks."""
-        if self.masked_weights:
-            for node in graph.nodes:
-                if not isinstance(self._values[node], (Scalar, Levels, Binary)):
-                    self._values[node] = self._evaluate(node, LAYER_RULES_BY_SYMBOL, self._values.get)
 
     def value(self, argument: Any) -> Value:
         """The value of an argument of a node, which may be another node or a number."""
@@ -85,32 +66,6 @@ class Recogniser:
         """Whether the graph writes to an input or the result of a node, so that its expression may have two values."""
         return any(self.effects.is_written(n) for n in (node, *node.all_input_nodes))
 
-    def _evaluate(self, node: Node, rules: RulesBySymbol, otherwise: Callable[[Node], Value]) -> Value:
-        """The value by the first rule that knows one."""
-        call = as_call(node)
-        if call is not None:
-            for rule in rules.get(call.symbol, ()):
-                try:
-                    value = rule.function(self, node, call)
-                except Exception as error:
-                    raise RuleError(node, rule) from error
-                if value is not None:
-                    return value
-        return otherwise(node)
-
-    def _leaf(self, node: Node) -> Value:
-        """The value of a node that no rule knows: a mask by its dtype, by its constant values, or by its use."""
-        key = self.key(node)
-        if dtype_of(node) is torch.bool:
-            return Binary(Mask(node, key, "bool"))
-        constant = self._constants.get(node)
-        if constant is not None and not self.effects.is_written(node):
-            if constant.dim() == 0:
-                return Scalar(float(constant))
-            if constant.dim() in (2, 3) and _is_binary(constant[:1]) and _is_binary(constant):
-                return Binary(Mask(node, key, "constant"))
-        return self.unproved(node) if stack_key(key) in self._masks and dims(node) in (1, 2, 3) else None
-
     def unproved(self, node: Node) -> Binary:
         """The value of a real tensor that is used like a mask although nothing proves that it is binary."""
         key, trained = self.key(node), requires_grad(node)
@@ -129,10 +84,6 @@ class Recogniser:
         base, dim = repeated(argument)
         is_repeated_weight = dim == 0 and is_matrix(base) and not isinstance(self.value(base), (Scalar, Levels, Binary))
         return Weighted(base, None) if is_repeated_weight else None
-
-
-def _is_binary(tensor: torch.Tensor) -> bool:
-    return bool(((tensor == 0) | (tensor == 1)).all())
 
 
 def _same_tensor(node: Node) -> Node | None:

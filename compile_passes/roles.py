@@ -8,18 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Graph, Node
 
+from .recognise import Recogniser
 from .shapes import broadcasts_to, dims, dtype_of, is_matrix, slice_of
 from .symbols import Call, as_call, symbol_of
 from .values import Binary, Bundle, Product, Value, Weighted
-
-if TYPE_CHECKING:
-    from .recognise import Recogniser
-
 
 _NUMBERS = frozenset({"ones", "zeros", "full", "tensor"})
 """Symbols of calls that make a tensor filled with one number."""

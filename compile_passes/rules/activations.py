@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from .. import formulas
 from ..formulas import Formula
+from ..recognise import Recogniser
 from ..shapes import dtype_of, example, holds, same_shape
 from ..symbols import OTHER_ACTIVATIONS, Call, is_identity_dropout
 from ..values import Activated, Bundle, Projection, Scalar, Value, function_of, projection_of
 from .bundles import each, pairwise
 from .projections import same_projection
 from .rule import rule
-
-if TYPE_CHECKING:
-    from ..recognise import Recogniser
-
 
 _FUNCTIONS = ("silu", "gelu", "relu", "sigmoid", "tanh", "exp", "erf", "abs")
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.fx import Node
 
+from ..recognise import Recogniser
 from ..shapes import dims, range_of, same_shape, slice_of
 from ..symbols import symbol_of
 from ..values import MOST_ITEMS, Activated, Bundle, Gated, Projection, Value
-
-if TYPE_CHECKING:
-    from ..recognise import Recogniser
 
 
 def bundle(items: Sequence[Any], dim: int, size: int | None = None) -> Bundle | None:

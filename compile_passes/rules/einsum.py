@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
+from ..recognise import Recogniser
 from ..shapes import dims, size
 from ..symbols import Call
 from ..values import MOST_ITEMS, Binary, Bundle, Projection, Route, Value, Weighted, binary_at
@@ -15,10 +15,6 @@ from .gates import times, with_route
 from .projections import projection_at, projection_by
 from .rule import rule
 from .sums import joined
-
-if TYPE_CHECKING:
-    from ..recognise import Recogniser
-
 
 # --- Projections -----------------------------------------------------------------------------------------------------
 

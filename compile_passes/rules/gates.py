@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.fx import Node
 
 from .. import formulas
+from ..recognise import Recogniser
 from ..shapes import dims, dtype_of, equal_sizes, same_shape, tensor_example
 from ..symbols import Call
 from ..values import (
@@ -27,10 +28,6 @@ from ..values import (
 from .bundles import bundle, each, pairwise
 from .projections import same_operands, same_projection
 from .rule import rule
-
-if TYPE_CHECKING:
-    from ..recognise import Recogniser
-
 
 _PARTS = (Projection, Activated, Gated, Bundle)
 

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
 
 from ..pointwise import Operand, as_dtype, evaluate
+from ..recognise import Recogniser
 from ..shapes import dtype_of, equal_sizes, requires_grad, tensor_example
 from ..symbols import Call
 from ..values import Binary, Levels, Mask, Scalar, Value, merge
 from .rule import rule
-
-if TYPE_CHECKING:
-    from ..recognise import Recogniser
-
 
 COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne")
 

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from ..mutation import Effects
+from ..recognise import Recogniser
 from ..shapes import dimension, dtype_of, requires_grad, same_shape, slice_of, submodule, tensor_example
 from ..symbols import Call, as_call
 from ..values import MOST_ITEMS, Binary, Bundle, Carrier, Levels, Mask, Scalar, Value, binary_at, slice_key
 from .mask_functions import COMPARISONS, of_levels
 from .rule import rule
-
-if TYPE_CHECKING:
-    from ..recognise import Recogniser
-
 
 # --- The straight-through form ---------------------------------------------------------------------------------------
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
+from ..recognise import Recogniser
 from ..shapes import (
     dimension,
     dims,
@@ -37,10 +37,6 @@ from ..values import (
 from .bundles import bundle, pairwise, part_of
 from .rule import rule
 from .weight_layouts import rounds_once
-
-if TYPE_CHECKING:
-    from ..recognise import Recogniser
-
 
 # --- Products of x and a weight --------------------------------------------------------------------------------------
 

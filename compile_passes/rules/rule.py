@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
+from ..recognise import Recogniser
 from ..symbols import Call
 from ..values import Value
 
-if TYPE_CHECKING:
-    from ..recognise import Recogniser
-
-RuleFunction = Callable[["Recogniser", Node, Call], Value]
+RuleFunction = Callable[[Recogniser, Node, Call], Value]
 """Maps a node, and the call that the node is, to the value of the node, or to None if the rule does not know it.
 
 A rule reads shapes only through the functions of `shapes`, so that it adds no guard to the compiled program.

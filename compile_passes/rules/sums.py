@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.fx import Node
 
 from .. import formulas
+from ..recognise import Recogniser
 from ..shapes import broadcasts_to, dimension, dtype_of, same_shape
 from ..symbols import Call, value_users
 from ..values import Activated, Bundle, Gated, Projection, Scalar, Value
@@ -16,9 +17,6 @@ from .bundles import bundle
 from .gates import scaled
 from .projections import same_operands
 from .rule import rule
-
-if TYPE_CHECKING:
-    from ..recognise import Recogniser
 
 
 @rule("add")

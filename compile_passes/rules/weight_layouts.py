@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import Node
 
+from ..recognise import Recogniser
 from ..shapes import dimension, dims, dtype_of, equal_sizes, holds, is_matrix, same_shape, size, tensor_example
 from ..symbols import Call
 from ..values import Bundle, Product, Value, Weighted
 from .bundles import bundle, each, part_of
 from .rule import rule
-
-if TYPE_CHECKING:
-    from ..recognise import Recogniser
 
 
 @rule("to", "alias")

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import Node
 
+from ..recognise import Recogniser
 from ..shapes import dims, dtype_of, equal_sizes, is_matrix, same_shape, tensor_example
 from ..symbols import Call
 from ..values import MOST_ITEMS, Binary, Bundle, Product, Scalar, Value, Weighted, binary_at, combine, multiply
 from .bundles import bundle
 from .rule import rule
-
-if TYPE_CHECKING:
-    from ..recognise import Recogniser
 
 
 @rule("mul")

@@ -12,7 +12,7 @@ from graphs import Capture, assert_same, results
 from torch import Tensor
 from torch.fx import Node
 
-from compile_passes import recognise, rewrite
+from compile_passes import evaluate, rewrite
 from compile_passes.fusion import FusionError, fuse_graph
 from compile_passes.report import FusionReport
 from compile_passes.rules import Rule
@@ -48,8 +48,8 @@ def broken_rule(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _add_rule(monkeypatch: pytest.MonkeyPatch, rule: Rule) -> None:
     """Let a rule replace all rules of its symbol."""
-    rules = {**recognise.WEIGHT_RULES_BY_SYMBOL, **dict.fromkeys(rule.symbols, (rule,))}
-    monkeypatch.setattr(recognise, "WEIGHT_RULES_BY_SYMBOL", rules)
+    rules = {**evaluate.WEIGHT_RULES_BY_SYMBOL, **dict.fromkeys(rule.symbols, (rule,))}
+    monkeypatch.setattr(evaluate, "WEIGHT_RULES_BY_SYMBOL", rules)
 
 
 def _left_alone(capture: Capture) -> None:
