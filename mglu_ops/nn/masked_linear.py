@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..masks import clear_padding_, packed_shape
+from ..masks import check_layout, check_packed_masks, clear_padding_, n_masks_of, packed_shape
 from .arguments import check_activation, check_dtype, check_masks, check_size
-from .packed_buffers import check_masks_of
 
 LOGITS = "mask_logits"
 LOGITS_STD = 0.01
@@ -164,6 +163,25 @@ class MaskedLinear(nn.Module):
         except (TypeError, ValueError) as error:
             return str(error)
         return None
+
+
+def check_masks_of(module: MaskedLinear, packed_masks: object, out_features: int, name: str) -> None:
+    """Check that a value can be the packed masks of a module with that many rows; the message calls it `name`.
+
+    Raises:
+        TypeError: it is no uint8 tensor.
+        ValueError: it has another shape than the module's masks, or its padding is not 0.
+    """
+    if not isinstance(packed_masks, Tensor):
+        raise TypeError(f"{name}: got {type(packed_masks).__name__}, must be a torch.uint8 tensor")
+    try:
+        check_layout(packed_masks, module.in_features, out_features)
+        if n_masks_of(packed_masks) != module.n_masks:
+            shape = list(packed_masks.shape)
+            raise ValueError(f"got n_masks={n_masks_of(packed_masks)} (shape {shape}), must be {module.n_masks}")
+        check_packed_masks(packed_masks, module.in_features, out_features)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {str(error).removeprefix('packed_masks: ')}") from None
 
 
 def top_k_routes(logits: Tensor, top_k: int) -> Tensor:

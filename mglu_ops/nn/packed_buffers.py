@@ -8,16 +8,12 @@ checked when a module first uses them, or earlier by `check_masks`.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
-from ..masks import check_layout, check_packed_masks, n_masks_of
-
-if TYPE_CHECKING:
-    from .masked_linear import MaskedLinear
+from .masked_linear import MaskedLinear, check_masks_of
 
 
 def check_masks(model: nn.Module) -> None:
@@ -36,33 +32,12 @@ def check_masks(model: nn.Module) -> None:
         TypeError: `model` is not an `nn.Module`, or packed masks are not uint8; the message has the module's name.
         ValueError: packed masks have another shape than the module's, or their padding is not 0.
     """
-    from .masked_linear import MaskedLinear  # it imports this module
-
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, must be a torch.nn.Module")
     for name, module in model.named_modules():
         if isinstance(module, MaskedLinear) and module.packed_masks is not None:
             path = f"{name}.packed_masks" if name else "packed_masks"
             check_masks_of(module, module.packed_masks, module.out_features, f"model: {path}")
-
-
-def check_masks_of(module: MaskedLinear, packed_masks: object, out_features: int, name: str) -> None:
-    """Check that a value can be the packed masks of a module with that many rows; the message calls it `name`.
-
-    Raises:
-        TypeError: it is no uint8 tensor.
-        ValueError: it has another shape than the module's masks, or its padding is not 0.
-    """
-    if not isinstance(packed_masks, Tensor):
-        raise TypeError(f"{name}: got {type(packed_masks).__name__}, must be a torch.uint8 tensor")
-    try:
-        check_layout(packed_masks, module.in_features, out_features)
-        if n_masks_of(packed_masks) != module.n_masks:
-            shape = list(packed_masks.shape)
-            raise ValueError(f"got n_masks={n_masks_of(packed_masks)} (shape {shape}), must be {module.n_masks}")
-        check_packed_masks(packed_masks, module.in_features, out_features)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{name}: {str(error).removeprefix('packed_masks: ')}") from None
 
 
 # The tensors of masks that were checked, by their identity and the in_features and n_masks that they were checked for.

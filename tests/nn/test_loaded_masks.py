@@ -123,7 +123,7 @@ def test_checks_of_another_number_of_columns_do_not_count() -> None:
 def test_values_are_read_once(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     module, reads = layer(kind), []
     monkeypatch.setattr(
-        "mglu_ops.nn.packed_buffers.check_packed_masks", lambda packed, *_: reads.append(id(packed)) or None
+        "mglu_ops.nn.masked_linear.check_packed_masks", lambda packed, *_: reads.append(id(packed)) or None
     )
     for _ in range(3):
         module(X)
