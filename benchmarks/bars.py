@@ -25,7 +25,7 @@ MAX_DIFFERENCE_OF_CALLS = 0.03
 
 @dataclass(frozen=True)
 class Bar:
-    """What is demanded for a number of masks.
+    """The figures that a layer with a given number of masks must reach.
 
     Attributes:
         over_naive: least speed-up over the naive layer.

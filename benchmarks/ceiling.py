@@ -23,7 +23,7 @@ GEMM_TOKENS = 8192
 GEMM_LAYERS = 2
 """Enough layers: their results together are several times as large as L2."""
 MIN_GEMM_TOKENS = 16
-"""For fewer tokens, reading takes longer than the arithmetic, whatever its rate and the number of masks."""
+"""Below this number of tokens, reading takes longer than the arithmetic, for every rate and number of masks."""
 MAX_SEPARATE_GEMM_TOKENS = 64
 """Up to this number of tokens the GEMM is timed after the other variants, not interleaved with them. It draws so much
 power that short kernels beside it, which are bound by memory, run up to a fifth slower."""

@@ -38,7 +38,7 @@ SHAPES = ((14336, 4096), (8192, 2048))
 BACKENDS = ("cuda", "triton", "composite")
 BASELINES = ("naive", "swiglu", "triton", "composite")
 MAX_AUTOTUNED_MASKS = 4
-"""With more masks, max-autotune takes minutes to compile the naive layer. For many tokens it chooses the library's
+"""The most masks for which max-autotune is measured: with more it takes minutes to compile. For many tokens it chooses the library's
 GEMMs, as the default does."""
 
 

@@ -1,4 +1,4 @@
-"""What a device has allocated, in megabytes (1e6 bytes). Only a GPU keeps count; for a CPU, every figure is NaN."""
+"""Memory that a device has allocated, in megabytes (1e6 bytes). Only a GPU keeps count; for a CPU, every figure is NaN."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def measure(
 
 
 def key(row: Row) -> tuple[object, ...]:
-    """What tells the rows of a table apart."""
+    """The columns that identify a row of a table."""
     return row.case, row.variant, row.tokens, row.shape, row.n_masks, row.dtype, row.extra.get("compilation")
 
 

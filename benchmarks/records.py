@@ -99,7 +99,7 @@ def _version(distribution: str) -> str:
 
 
 def environment(protocol: str) -> dict[str, str]:
-    """What a result depends on besides the code; it is written into the head of every table."""
+    """The conditions that a result depends on besides the code; they are written into the head of every table."""
     git = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True, check=False)
     return {
         # MGLU_COMMIT names the commit for a copy of the code that has no git history.

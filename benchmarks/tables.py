@@ -144,7 +144,7 @@ def route_line(rows: Sequence[Row], swiglu: Row | None) -> list[str]:
 
 
 def routes(results: Path) -> str:
-    """For each shape and number of masks, a line for each number of tokens."""
+    """A table with a line for each number of tokens, for each shape and number of masks."""
     rows = rows_of(results, "routes")
     parts = [source(results, "routes")]
     for shape in shapes(rows):

@@ -231,7 +231,7 @@ def activation(formula: Formula, digits: int = DIGITS) -> Scaled | None:
 
 @lru_cache
 def _by_digits(digits: int) -> MappingProxyType[Formula, tuple[str, float]]:
-    """For the unit formula of each activation its name, and its factor (`unscaled`)."""
+    """The name of each activation and its factor (`unscaled`), by its unit formula."""
     named = {}
     for name, formula in _known():
         unit, factor = unscaled(formula)

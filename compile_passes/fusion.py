@@ -141,7 +141,7 @@ def _fuse(
 
 
 def _notes(recogniser: Recogniser, layers: Sequence[Layer]) -> list[str]:
-    """For each layer a note if other operators read the same weight, so that it is read several times."""
+    """A note for each layer whose weight other operators read too, so that it is read several times."""
     keys = [recogniser.key(layer.weight) for layer in layers]
     return [
         f"{keys.count(key)} operators read this weight, each of them all of it, because they do not compute one sum of "
@@ -159,7 +159,7 @@ def _cause(error: Exception) -> str:
 
 @contextmanager
 def _no_new_guards(graph: Graph) -> Iterator[None]:
-    """Within the block, adding a guard on a symbolic size is an error: reading a graph must not specialise it."""
+    """Make it an error to add a guard on a symbolic size inside the block: reading a graph must not specialise it."""
     modes = (getattr(tensor_example(node), "fake_mode", None) for node in graph.nodes)
     env = next((mode.shape_env for mode in modes if mode is not None and mode.shape_env is not None), None)
     if env is None:

@@ -104,7 +104,7 @@ def fusion(*, strict: bool = False, assume_binary: bool = False) -> Iterator[Fus
 
 
 def _seen(report: FusionReport, elsewhere: int) -> str:
-    """What was compiled in a block, and how many graphs other threads compiled meanwhile, without any pass."""
+    """Say how many graphs were compiled in a block, and how many other threads compiled meanwhile without fusion."""
     if not report.graphs and not elsewhere:
         return (
             "no graph was compiled in the block; either no compiled model was called in it, or Dynamo reused code that "

@@ -79,7 +79,7 @@ class Effects:
 
 
 def _modes(names: Mapping[Node, str], graph: Graph) -> dict[Node, tuple[Any, tuple[str, ...]]]:
-    """For each node its grad mode, and the blocks of autocast and inference mode that contain it."""
+    """The grad mode of each node, and the blocks of autocast and inference mode that contain it."""
     grad: Any = torch.is_grad_enabled()
     blocks: tuple[str, ...] = ()
     modes: dict[Node, tuple[Any, tuple[str, ...]]] = {}

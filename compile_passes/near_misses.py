@@ -60,7 +60,7 @@ def find_near_misses(graph: Graph, recogniser: Recogniser, found: set[Node], rep
 # --- Forms of a weight -----------------------------------------------------------------------------------------------
 
 _Forms = dict[Hashable, dict[Node, set[Hashable]]]
-"""For the key of a weight, the nodes that hold it in some form, and the keys of these forms."""
+"""The nodes that hold a weight in some form, and the keys of these forms, by the key of the weight."""
 
 
 def _forms_of_weights(graph: Graph, recogniser: Recogniser, found: set[Node]) -> _Forms:
@@ -120,7 +120,7 @@ _Path = tuple[Node, ...]
 
 
 def _products_of(recogniser: Recogniser, source: Node, forms: Collection[Node]) -> Iterator[tuple[_Path, Hashable]]:
-    """For each product that reads a form of a weight, the path of nodes to it and the key of its other factor, x.
+    """Yield the path of nodes to each product that reads a form of a weight, and the key of the other factor, x.
 
     The path ends with the product and does not contain the form itself.
     """

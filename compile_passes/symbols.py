@@ -189,7 +189,7 @@ OTHER_ACTIVATIONS: Mapping[str, str] = MappingProxyType(
 _ATEN_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType({"logsigmoid": ("log_sigmoid",)})
 
 _TABLE: dict[Any, list[tuple[str, Signature]]] = {}
-"""For each spelling its symbols and signatures; the first signature that fits the arguments counts."""
+"""The symbols and signatures of each spelling; the first signature that fits the arguments counts."""
 
 _ORDER: dict[str, tuple[str, ...]] = {}
 """The arguments of each symbol in the order in which the rules receive them: that of its first signature."""
@@ -223,7 +223,7 @@ _calls_read: ContextVar[dict[Node, tuple[Any, Any, Any, Call | None]] | None] = 
 
 @contextmanager
 def calls_read_once() -> Iterator[None]:
-    """Within the block, `as_call` binds the arguments of a node once, and again if they or the target have changed."""
+    """Let `as_call` bind the arguments of a node once inside the block, and again if they or the target have changed."""
     token = _calls_read.set({})
     try:
         yield

@@ -71,7 +71,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _kernels(options: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, int]]]:
-    """What is compiled for packing masks and for contiguous layers: `(kernel, target, macros)`."""
+    """The kernels to compile, for packing masks and for contiguous layers, as `(kernel, target, macros)`."""
     import torch
 
     from .backends.cuda.choice import choose

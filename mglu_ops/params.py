@@ -82,7 +82,7 @@ KEYS = {
 
 @dataclass(frozen=True)
 class Count:
-    """What a model with one kind of feed-forward layer has, stores and reads.
+    """The parameters, storage and reads of a model with one kind of feed-forward layer.
 
     Attributes:
         name: the kind of feed-forward layer.

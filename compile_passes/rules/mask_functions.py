@@ -57,7 +57,7 @@ def pointwise(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def _operands(inputs: Sequence[Node], values: Sequence[Value]) -> dict[Node, Operand]:
-    """For each input its values at M = 0 and M = 1, or at each of its levels; empty if an input is unknown."""
+    """The values of each input at M = 0 and M = 1, or at each of its levels; empty if an input is unknown."""
     operands: dict[Node, Operand] = {}
     varying = [value for value in values if not isinstance(value, Scalar)]
     several_levels = any(isinstance(value, Levels) for value in varying) and len(varying) > 1

@@ -146,7 +146,7 @@ def say(message: str) -> None:
 
 
 def _find(folder: Path, artifact: Artifact, load: Callable[[Path, bytes], T]) -> tuple[T] | None:
-    """What `load` makes of the file of an artifact, if there is one that is whole and trustworthy. Tells of others."""
+    """Load the file of an artifact, if one is whole and trustworthy, and return the result of `load`; report others."""
     for path in _files(folder, artifact):
         try:
             return (load(path, _read(path)),)

@@ -14,7 +14,7 @@ Selection = Iterable[str] | Callable[[str, nn.Parameter], bool]
 """Names of parameters, which may hold the wildcards of `fnmatch`, or a function of a name and a parameter."""
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""What `torch.compile`, FSDP and checkpoint wrappers insert into the names of modules and parameters."""
+"""Parts that `torch.compile`, FSDP and checkpoint wrappers insert into the names of modules and parameters."""
 
 
 def without_wrappers(name: str) -> str:

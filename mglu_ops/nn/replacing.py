@@ -1,4 +1,4 @@
-"""What `freeze` does about modules of other classes: replace them, or say that they look like MGLU layers."""
+"""The part of `freeze` for modules of other classes: it replaces them, or warns that they look like MGLU layers."""
 
 from __future__ import annotations
 

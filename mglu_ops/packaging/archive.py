@@ -135,7 +135,7 @@ def _outside(name: bytes) -> PackageError:
 
 
 class _Directory(NamedTuple):
-    """Where the directory of an archive is, and where its last record ends."""
+    """The offset of the directory of an archive, and the end of its last record."""
 
     members: int
     start: int
@@ -222,7 +222,7 @@ def _zip64_values(extra: bytes, values: tuple[int, int, int]) -> list[int]:
 
 
 def _start(file: BinaryIO, offset: int, name: bytes) -> int:
-    """Where the bytes of a member start, after a header of its own that must agree with its entry."""
+    """The offset of the bytes of a member, which follow a header of its own that must agree with its entry."""
     local = read_at(file, offset, _LOCAL.size + len(name))
     signature, _, flags, method, _, _, _, _, _, name_size, extra_size = _LOCAL.unpack_from(local)
     is_same = (name_size, local[_LOCAL.size :]) == (len(name), name)

@@ -202,7 +202,7 @@ _RULE = rules.entries(
     },
     prefix=": ",
 )
-"""What a description must be (`check_description` of csrc/library/package_description.cpp)."""
+"""The fields that a description must have, and no others (`check_description` of csrc/library/package_description.cpp)."""
 
 
 def read_info(path: str | Path) -> PackageInfo:

@@ -36,7 +36,7 @@ _LADDERS: dict[str, dict[str, tuple[int, ...]]] = {
         "cluster": (1, 2),
     },
 }
-"""For each kernel the settings that the search moves, and the values that they take, in order."""
+"""The settings that the search varies, by kernel, each with its values in order."""
 
 
 def starts(call: LayerCall, gpu: Gpu) -> list[LaunchConfig]:

@@ -42,7 +42,7 @@ def source_directory() -> Path:
 
 
 def load_library(load: Callable[[Path], T], folder: Path | None = None) -> T:
-    """What `load` makes of the shared library, which is built if the cache does not hold it.
+    """Build the shared library if the cache does not hold it, and return the result of `load`.
 
     Args:
         load: gets the path of the library; an OSError says that this machine cannot load it.

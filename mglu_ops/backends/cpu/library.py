@@ -109,7 +109,7 @@ def load() -> Library | str:
 
 
 def _renew_lock() -> None:
-    """In a forked process: a thread of the parent may hold the lock, and that thread is not here."""
+    """Replace the lock in a forked process: the thread of the parent that may hold it does not exist here."""
     global _lock
     _lock = threading.Lock()
 
