@@ -38,8 +38,8 @@ SHAPES = ((14336, 4096), (8192, 2048))
 BACKENDS = ("cuda", "triton", "composite")
 BASELINES = ("naive", "swiglu", "triton", "composite")
 MAX_AUTOTUNED_MASKS = 4
-"""The most masks for which max-autotune is measured: with more it takes minutes to compile. For many tokens it chooses the library's
-GEMMs, as the default does."""
+"""The most masks for which max-autotune is measured: with more it takes minutes to compile. For many tokens it chooses
+the library's GEMMs, as the default does."""
 
 
 def our_variants(layers: Layers, backends: Collection[str]) -> list[Variant]:

@@ -1,4 +1,4 @@
-"""Memory that a device has allocated, in megabytes (1e6 bytes). Only a GPU keeps count; for a CPU, every figure is NaN."""
+"""Memory that a device has allocated, in megabytes (1e6 bytes). Only a GPU keeps count; on a CPU, figures are NaN."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def peak(call: Callable[[], object], device: str) -> float:
 
 
 def release(device: str) -> None:
-    """Give the memory that no tensor holds back to the device, so that one problem does not split it for the next."""
+    """Release cached memory to the device, so that one problem does not fragment it for the next."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()

@@ -107,7 +107,7 @@ print(json.dumps([mglu_ops.explain(x, weight, packed).kernel, elapsed * 1e6]))
 
 
 def first_use(tokens: int, n_masks: int, cache: Path) -> tuple[str, float]:
-    """The kernel's name and the microseconds of its first call in a new process whose kernel cache is `cache`."""
+    """The kernel's name, and the time of its first call in a new process with this kernel cache, in microseconds."""
     command = [sys.executable, "-c", _FIRST_USE, str(tokens), "14336", "4096", str(n_masks)]
     environment = {**os.environ, "MGLU_CACHE_DIR": str(cache)}
     process = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH = 5.0
-"""Inches; a phone shows this width without shrinking the letters."""
+"""Width of a plot in inches, which a phone shows without making the text smaller."""
 RC: Any = {
     "font.size": 9,
     "axes.grid": True,

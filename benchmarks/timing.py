@@ -73,7 +73,7 @@ def gpu_microseconds(call: Callable[[], object], calls: int = 1) -> float:
 
 
 def _calls_in(seconds: float, call: Callable[[], object], clock: Clock) -> int:
-    """The number of calls that take so long when they follow each other; at least 1."""
+    """The number of consecutive calls that take the given time; at least 1."""
     call()  # allocates memory that a release may have given back
     few = max(1, math.ceil(seconds / 4 * 1e6 / clock(call)))
     return max(1, math.ceil(seconds * 1e6 / clock(call, few)))

@@ -223,7 +223,7 @@ _calls_read: ContextVar[dict[Node, tuple[Any, Any, Any, Call | None]] | None] = 
 
 @contextmanager
 def calls_read_once() -> Iterator[None]:
-    """Let `as_call` bind the arguments of a node once inside the block, and again if they or the target have changed."""
+    """Let `as_call` bind the arguments of a node once in the block, and again if they or the target have changed."""
     token = _calls_read.set({})
     try:
         yield

@@ -1,4 +1,4 @@
-"""A switch for the whole process: a row's result has the same bits whatever the batch it comes in.
+"""A switch for the whole process that gives a row's result the same bits in every batch.
 
 Every kernel gives the same bits to the same call, but which kernel runs depends on the number of tokens, and kernels
 differ in the order of their sums. Under the switch `mglu::forward` runs kernels of one order for every number of

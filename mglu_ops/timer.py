@@ -1,4 +1,4 @@
-"""Timing: the clock on the wall for what a user waits for, and CUDA graph replay for what the GPU works.
+"""Timing: the wall clock for the time that a user waits, and CUDA graph replay for the time that the GPU works.
 
 Both measure the variants in turns, so that a busy moment of the machine does not hit one of them only.
 """
@@ -25,7 +25,7 @@ WARM_UP_ROUNDS = 2
 def milliseconds(
     variants: Mapping[str, Callable[[], object]], device: torch.device, rounds: int, calls: int
 ) -> dict[str, float]:
-    """Measure the median time of a call of each variant by the clock on the wall, in milliseconds.
+    """Measure the median time of a call of each variant by the wall clock, in milliseconds.
 
     Args:
         variants: what to time, by name.

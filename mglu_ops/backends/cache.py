@@ -31,10 +31,10 @@ from .file_lock import locked
 T = TypeVar("T")
 
 LOCK_SECONDS = 300.0
-"""How long a process waits for another that builds the same file."""
+"""Seconds that a process waits for another that builds the same file."""
 
 KEPT_DAYS = 30
-"""Files that no process has loaded for so long are removed when another file is built."""
+"""Days after which a file that no process has loaded is removed, when another file is built."""
 
 _DAY = 24 * 60 * 60.0
 _DIGITS = 32

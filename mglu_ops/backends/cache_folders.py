@@ -30,7 +30,7 @@ def cache_directory() -> Path:
 
 @cache
 def _absolute(text: str) -> Path:
-    """A path as it was meant when it was first used, whatever the working directory becomes."""
+    """The absolute form of a path at its first use, so that a later change of the working directory has no effect."""
     try:
         return Path(text).expanduser().absolute()
     except RuntimeError as error:

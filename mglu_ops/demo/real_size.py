@@ -166,7 +166,7 @@ def _bytes_of(layer: nn.Module) -> int:
 
 
 def _milliseconds(variants: dict[str, Variant], device: torch.device) -> dict[str, float]:
-    """The median over the rounds, per layer: of the GPU's time alone, or on a CPU by the clock on the wall."""
+    """The median over the rounds, per layer: of the GPU's time alone, or on a CPU by the wall clock."""
     for variant in variants.values():
         for i in range(variant.copies):
             variant.run(i)  # whatever compiles, compiles here

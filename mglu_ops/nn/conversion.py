@@ -26,7 +26,7 @@ WEIGHTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @torch.no_grad()
 def take_over_glu(layer: MGLU, gate: Tensor, up: Tensor, init: str) -> None:
-    """Give a layer with learned masks a weight, and with `magnitude` masks, made of the matrices of a GLU.
+    """Make the weight of a layer with learned masks, and for `magnitude` its masks too, of the matrices of a GLU.
 
     `mglu_ops.transformers.from_swiglu` says what each `init` does. The other ways leave the masks as they are. The
     result of the layer is a sum over its masks; what reads it has to be divided by their number.

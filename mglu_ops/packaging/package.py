@@ -202,7 +202,7 @@ _RULE = rules.entries(
     },
     prefix=": ",
 )
-"""The fields that a description must have, and no others (`check_description` of csrc/library/package_description.cpp)."""
+"""The only fields of a description (`check_description` of csrc/library/package_description.cpp)."""
 
 
 def read_info(path: str | Path) -> PackageInfo:

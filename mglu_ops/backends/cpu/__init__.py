@@ -35,7 +35,7 @@ def isa(dtype: torch.dtype, tokens: int, n_masks: int) -> str | None:
 
 
 class Cpu(Backend):
-    """The backend of `csrc/cpu`. Both questions that it is asked build the kernels if they are missing."""
+    """The backend of `csrc/cpu`. `unsupported_reason` and `prepare` build the kernels if they are missing."""
 
     name: ClassVar[str] = "cpu"
 
@@ -109,7 +109,7 @@ def _library() -> Library:
 
 
 def _is_in_rows(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether what follows the first dimension, of `sizes`, lies in one piece; `strides` are of all dimensions."""
+    """Whether all dimensions but the first are contiguous; `sizes` leaves out the first, `strides` has all of them."""
     expected = 1
     for size, stride in zip(reversed(sizes), reversed(strides[1:]), strict=True):
         if size != 1 and stride != expected:

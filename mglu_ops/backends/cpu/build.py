@@ -110,7 +110,7 @@ def _build(folder: Path) -> bytes:
 
 
 def _run(compiler: Sequence[str], folder: Path, *arguments: Sequence[str]) -> None:
-    """Run the compiler with each of some lists of arguments at once. Its own temporary files go to `folder`."""
+    """Run the compiler once for each list of arguments, in parallel. Its own temporary files go to `folder`."""
     commands = [[*compiler, *FLAGS, *one] for one in arguments]
     try:
         results = run(commands, {"TMPDIR": str(folder), "LC_ALL": "C"})

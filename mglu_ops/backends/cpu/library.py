@@ -75,7 +75,7 @@ class Library:
 
 
 def _torch_parallel_for() -> int:
-    """The address of torch's own loop over its threads: one pool, and torch.set_num_threads holds for it.
+    """The address of torch's parallel loop, so that kernels use its thread pool and obey torch.set_num_threads.
 
     Raises:
         BuildError: torch exports none.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .configs import Config
 
 MAX_WIDE_TOKENS = 8
-"""The most tokens in float32, which runs token by token: beyond this, library GEMMs are faster."""
+"""The most tokens in float32, which the kernel computes one by one: beyond this, library GEMMs are faster."""
 
 
 @cache

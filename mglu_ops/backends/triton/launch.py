@@ -1,4 +1,4 @@
-"""From tensors to a launch: strides, alignment, and which of the kernels' cases they are."""
+"""Launches the kernels on tensors: finds their strides and alignment, and the case of the kernel that suits them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _word_bytes(packed_masks: Tensor) -> int:
     row, group, mask = packed_masks.stride()
     if mask != 1:
         return 1
-    # A traced tensor has no address; its compiler sees to it that an input is aligned as its offset says.
+    # A traced tensor has no address; its compiler aligns an input as its offset says.
     address = packed_masks.storage_offset() if _is_traced(packed_masks) else packed_masks.data_ptr()
     return gcd(gcd(n_masks_of(packed_masks), 8), gcd(gcd(row, group), address))
 

@@ -18,7 +18,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def _eight(v, GROUPS: tl.constexpr):
-    """The columns of `[GROUPS, 8]`, which each thread has in its registers: no data moves."""
+    """The eight columns of `[GROUPS, 8]`; each thread already has them in its registers, so no data moves."""
     even, odd = tl.split(tl.reshape(v, [GROUPS, 2, 2, 2]))
     v04, v26 = tl.split(even)
     v15, v37 = tl.split(odd)
@@ -86,7 +86,7 @@ def _load_words(
 
 @triton.jit
 def _add(gates, rest, w, x, words, N_MASKS: tl.constexpr, WORD_BYTES: tl.constexpr, GROUPS: tl.constexpr):
-    """The products of these weights onto the sums: `rest` is the sum of all, or in float32 the value of each mask.
+    """Add the products of these weights to the sums: `rest` is the sum of all, or in float32 the value of each mask.
 
     `where(on, fma(w, x, sum), sum)` compiles to one predicated FMA.
     """
