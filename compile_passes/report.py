@@ -59,7 +59,8 @@ class SiteReport:
 
     def __str__(self) -> str:
         place = self.module_path or self.source or "(function)"
-        what = f"{place}: n_masks={self.n_masks}, {self.activation}, {self.dtype}"
+        masks = f"n_masks={self.n_masks}" if self.n_masks else ""  # a near miss has no known masks and activation
+        what = f"{place}: {', '.join(filter(None, (masks, self.activation, self.dtype)))}"
         return f"{what}, fused to mglu::{self.route}" if self.reason is None else f"{what}, not fused: {self.reason}"
 
     def picture(self) -> str:
@@ -100,7 +101,7 @@ class FusionReport:
             if site.reason is None:
                 result = f"mglu::{site.route}" + (", routed" if site.routed else "")
             source = re.sub(r"^.*[/\\\\]", "", site.source)
-            yield (site.module_path, source, str(site.n_masks), site.activation, site.dtype, result, site.packed)
+            yield (site.module_path, source, str(site.n_masks or ""), site.activation, site.dtype, result, site.packed)
 
     def _notes(self) -> Iterator[str]:
         for number, site in enumerate(self.missed, 1):

@@ -97,6 +97,18 @@ def test_report_prints_a_table_and_notes() -> None:
     assert "mglu_ops.freeze" in text
 
 
+def test_a_near_miss_shows_no_masks_and_no_activation() -> None:
+    class Softsign(NaiveMGLU):
+        def forward(self, x: Tensor) -> Tensor:
+            mask = self.mask_logits[0] > 0
+            return F.softsign(F.linear(x, self.weight * mask)) * F.linear(x, self.weight * ~mask)
+
+    report = report_of(Softsign(8, 8))
+    assert ": float32, not fused: one x is multiplied" in str(report.missed[0])
+    assert "  float32  not fused [1]" in str(report)
+    assert " 0 " not in str(report).splitlines()[3]
+
+
 def test_an_empty_report_is_one_line() -> None:
     assert str(report_of(nn.Linear(8, 8))) == "0 fused, 0 missed, 1 graph seen"
 
