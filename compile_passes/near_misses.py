@@ -6,13 +6,13 @@ not fused. The report names the first node that reads a masked weight, or a resu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
 from .recognise import Recogniser
-from .shapes import dims, dtype_of, equal_sizes, repeated, tensor_example
+from .shapes import dims, dtype_of, equal_sizes, repeated, submodule, tensor_example
 from .symbols import as_call, symbol_of, value_users
 from .values import Activated, Bundle, Gated, Product, Value, Weighted, projection_of
 
@@ -51,7 +51,8 @@ def find_near_misses(graph: Graph, recogniser: Recogniser, found: set[Node], rep
                 if path[-1] not in found:
                     by_x.setdefault(x, set()).update(keys)
                     reached.update(path)
-        miss = _miss(recogniser, reached, found) if any(len(keys) > 1 for keys in by_x.values()) else None
+        is_multiplied = any(len(keys) > 1 for keys in by_x.values())
+        miss = _miss(recogniser, reached, found) if is_multiplied else _given_away(forms)
         if miss is not None:
             misses.append(miss)
     return misses
@@ -129,12 +130,14 @@ def _products_of(recogniser: Recogniser, source: Node, forms: Collection[Node]) 
     while pending:
         path = pending.pop()
         node = path[-1] if path else source
-        for user in node.users:
+        for user in value_users(node):
             is_another_form = user in forms and symbol_of(user) in _ELEMENTWISE
-            if user in seen or is_another_form or user.op == "output" or dims(user) < 2:
+            if user in seen or is_another_form or user.op == "output":
+                continue
+            factors = _multiplied(recogniser, user, node)
+            if dims(user) < 2 and not factors:
                 continue
             seen.add(user)
-            factors = _multiplied(recogniser, user, node)
             yield from (((*path, user), x) for x in factors)
             if not factors:
                 pending.append((*path, user))
@@ -175,6 +178,33 @@ def _miss(recogniser: Recogniser, reached: set[Node], found: set[Node]) -> NearM
         return NearMiss(first, _reason(recogniser, first))
     reason = "one x is multiplied by two masked forms of one weight, but no gate is multiplied by a value"
     return NearMiss(max(reached, key=order.__getitem__), reason) if is_used else None
+
+
+_BOTH = ((0, 1), (1, 0))
+"""The values of a mask and of its complement at M = 0 and M = 1."""
+
+
+def _given_away(forms: Mapping[Node, set[Hashable]]) -> NearMiss | None:
+    """The node that takes a weight under a mask and under its complement out of the graph; None if there is none.
+
+    That is the output, before a graph break, or a higher-order operator, as for the body of `checkpoint`.
+    """
+    taken: dict[Node, set[Hashable]] = {}
+    for node, keys in forms.items():
+        for user in node.users:
+            if user.op == "output" or any(submodule(user.graph, item) is not None for item in user.all_input_nodes):
+                taken.setdefault(user, set()).update(keys)
+    for user, keys in taken.items():
+        masks, complements = ({key[0] for key in keys if isinstance(key, tuple) and key[1] == at} for at in _BOTH)
+        if masks & complements:
+            *_, node = (node for node in forms if user in node.users)
+            reason = (
+                "one weight is masked by a mask and by its complement, and another graph reads both (after a graph "
+                "break, or in the body of a higher-order operator such as checkpoint); the pass sees one graph at a "
+                "time, so mask the weight where x is multiplied by it"
+            )
+            return NearMiss(node, reason)
+    return None
 
 
 def _is_known(recogniser: Recogniser, node: Node) -> bool:

@@ -6,7 +6,7 @@ is fused only if all of this holds (README.md has the argument for each point):
 1. All terms read one x and one weight: the same node, or expressions with equal keys (`Recogniser.key`).
 2. Gate and value factor are M and 1 - M of one mask that is proved to be binary.
 3. Where the mask carries a gradient, the slopes of the factors are +1 and -1 in one tensor.
-4. Masks have the weight's shape, and all projections have the dtype of the result.
+4. Masks have the weight's shape, all projections have the dtype of the result, and all operands are dense tensors.
 5. The gate goes through one of the operator's activations, in value and in derivative.
 6. The terms have numbers or route weights that the operator can take.
 7. Nothing outside the layer writes to what it reads or makes while it is computed, and it is computed under one grad
@@ -17,6 +17,7 @@ is fused only if all of this holds (README.md has the argument for each point):
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +31,7 @@ from .interference import check_interference
 from .mutation import is_random
 from .recognise import Recogniser
 from .report import line
-from .shapes import dtype_of, equal_sizes, range_of, requires_grad, slice_of, tensor_example
+from .shapes import dtype_of, equal_sizes, range_of, requires_grad, slice_of, tensor_example, unusual_kind
 from .sites import Refusal, Site, interior
 from .values import Mask, Projection, Route, Term
 
@@ -85,6 +86,7 @@ def check(graph: Graph, recogniser: Recogniser, site: Site, assume_binary: bool)
         raise Refusal(f"the sum has {len(site.terms)} masks; the operator takes at most {MAX_MASKS}")
     _check_operands(recogniser, site)
     masks = tuple(_check_masks(term, assume_binary) for term in site.terms)
+    _check_kinds(site, [mask for mask, _ in masks])
     trained = [_trains(site, term, mask) for term, (mask, _) in zip(site.terms, masks, strict=True)]
     for (mask, _), carries in zip(masks, trained, strict=True):
         if carries and mask.proof is None:
@@ -227,6 +229,16 @@ def _check_mask_shape(term: Term, mask: Mask) -> None:
             f"mask `{mask.bits.name}` has shape {list(mask.shape)} and the weight {shape}; MGLU masks single weights, "
             "so a per-channel mask is not MGLU"
         )
+
+
+def _check_kinds(site: Site, masks: Iterable[Mask]) -> None:
+    """Refuse tensors that the operators do not take, and tensors whose class computes its products in its own way."""
+    operands = [node for projection in site.projections for node in (projection.x, projection.weight)]
+    operands += [mask.bits for mask in masks] + [term.route.node for term in site.terms if term.route is not None]
+    for node in operands:
+        kind = unusual_kind(node)
+        if kind is not None:
+            raise Refusal(f"`{node}` is a {kind}, and the operator takes plain tensors and DTensors")
 
 
 # --- Activation, route weights and dtypes ----------------------------------------------------------------------------

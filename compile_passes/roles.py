@@ -6,7 +6,7 @@ two factors of the same kind.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -48,22 +48,44 @@ def keys_of_masks(graph: Graph, recogniser: Recogniser) -> Iterator[Hashable]:
     - It is an input or attribute of the graph, and one of the two functions compares `1 - m`.
     - One weight is multiplied by one arithmetic function of it, and the weight itself is an operand of another product,
       or of a difference with the masked weight.
+
+    Two slices of one stack also count as two functions of it, as in a layer with many masks. But that alone makes no
+    stack of masks of the weights of several experts, which are multiplied by a mask that they share.
     """
     bare = set(_keys_of_bare_weights(graph, recogniser))
     functions: dict[tuple[Hashable, Hashable], set[Hashable]] = {}
+    roots_of_weights: dict[Hashable, Hashable] = {}
     arithmetic: set[Hashable] = set()
     for weight, factor in _masked_products(graph):
-        root = _root(factor)
-        key = stack_key(recogniser.key(root.node))
+        root, weight_key = _root(factor), recogniser.key(weight)
+        key = recogniser.key(root.node)
         if recogniser.key(factor) in bare or not _is_real(root.node):
             continue
-        functions.setdefault((stack_key(recogniser.key(weight)), key), set()).add(recogniser.key(factor))
-        if recogniser.key(weight) in bare and root.is_arithmetic and broadcasts_to(factor, weight):
-            yield key
+        functions.setdefault((weight_key, key), set()).add(recogniser.key(factor))
+        roots_of_weights[weight_key] = recogniser.key(_root(weight).node)
+        if weight_key in bare and root.is_arithmetic and broadcasts_to(factor, weight):
+            yield stack_key(key)
         if root.is_arithmetic or (root.is_complemented and _is_given(root.node)):
-            arithmetic.add(key)
+            arithmetic.add(stack_key(key))
+    masks = set(_of_several_functions(functions, arithmetic))
+    functions_of_stacks: dict[tuple[Hashable, Hashable], set[Hashable]] = {}
     for (weight_key, key), factors in functions.items():
-        if len(factors) > 1 and key in arithmetic and weight_key != key:
+        if key in masks or roots_of_weights[weight_key] not in masks:
+            functions_of_stacks.setdefault((weight_key, stack_key(key)), set()).update(factors)
+    yield from _of_several_functions(functions_of_stacks, arithmetic)
+
+
+def _of_several_functions(
+    functions: Mapping[tuple[Hashable, Hashable], set[Hashable]], arithmetic: Collection[Hashable]
+) -> Iterator[Hashable]:
+    """The keys of tensors of which one weight is multiplied by several functions, at least one of them arithmetic.
+
+    Args:
+        functions: for each pair of a weight and a tensor, the functions of the tensor that multiply the weight.
+        arithmetic: the tensors, or stacks of them, of which some function is arithmetic.
+    """
+    for (weight_key, key), factors in functions.items():
+        if len(factors) > 1 and stack_key(key) in arithmetic and stack_key(weight_key) != stack_key(key):
             yield key
 
 
@@ -80,13 +102,12 @@ def _masked_products(graph: Graph) -> Iterator[tuple[Node, Node]]:
         if call is None or call.symbol not in ("mul", "where", "masked_fill", "index_put", "einsum"):
             continue
         nodes = [item for item in node.all_input_nodes if dims(item) in (1, 2, 3)]
+        weights = [item for item in nodes if dtype_of(item) is not torch.bool]
         if call.symbol in ("where", "masked_fill", "index_put"):
-            pairs = [
-                (a, b) for a in nodes for b in nodes if dtype_of(b) is torch.bool and dtype_of(a) is not torch.bool
-            ]
+            factors = [item for item in nodes if dtype_of(item) is torch.bool]
         else:
-            pairs = [(a, b) for a in nodes for b in nodes if a is not b]
-        for weight, factor in pairs:
+            factors = nodes
+        for weight, factor in ((a, b) for a in weights for b in factors if a is not b):
             yield from ((_source(weight), _source(part)) for part in _parts(factor))
 
 
@@ -205,4 +226,4 @@ def _masked_keys(recogniser: Recogniser, value: Value) -> Iterator[Hashable]:
     elif isinstance(value, Weighted) and value.factor is not None:
         yield recogniser.key(value.weight)
     elif isinstance(value, Product):
-        yield from (recogniser.key(item) for item in (value.a, value.b))
+        yield from map(recogniser.key, value.weights)

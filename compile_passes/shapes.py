@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .symbols import as_call
 
@@ -33,6 +34,18 @@ def dtype_of(node: Any) -> torch.dtype | None:
     """The dtype of a node's example, if it is a tensor."""
     value = tensor_example(node)
     return None if value is None else value.dtype
+
+
+def unusual_kind(node: Any) -> str | None:
+    """What kind of tensor a node holds, if it is neither a plain tensor nor one of `torch.distributed`."""
+    value = tensor_example(node)
+    if value is None or type(value).__module__.startswith("torch.distributed"):
+        return None
+    if value.is_nested:
+        return "nested tensor"
+    if value.layout != torch.strided:
+        return f"tensor of layout {value.layout}"
+    return type(value).__name__ if is_traceable_wrapper_subclass(value) else None
 
 
 def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:

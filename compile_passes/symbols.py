@@ -120,6 +120,8 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "ones", "...", (torch.ones_like, torch.ones, "new_ones", *_aten("ones_like", "ones", "new_ones"))
     yield "full", "-size|input|self, fill_value, ...", (torch.full, torch.full_like, *_aten("full", "full_like"))
     yield "full", "-input, -size, fill_value, ...", ("new_full", *_aten("new_full"))
+    random = ("rand_like", "randn_like", "randint_like")
+    yield "random_like", "...", (*(getattr(torch, name) for name in random), *_aten(*random))
     yield "empty", "...", (torch.empty, torch.empty_like, "new_empty", *_aten("empty", "empty_like", "new_empty"))
     yield "tensor", "data|s, ...", (torch.tensor, torch.scalar_tensor, *_aten("scalar_tensor"))
     # Shape
@@ -200,7 +202,7 @@ for _symbol, _text, _targets in _spellings():
     for _target in dict.fromkeys(_targets):
         _TABLE.setdefault(_target, []).append((_symbol, _signature))
 
-READS_NO_VALUES = frozenset({"zeros", "ones", "full", "empty", "size", "assert_metadata"})
+READS_NO_VALUES = frozenset({"zeros", "ones", "full", "empty", "random_like", "size", "assert_metadata"})
 """Symbols of calls that read only the shape, dtype or device of their arguments."""
 
 

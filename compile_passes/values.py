@@ -20,7 +20,7 @@ import torch
 from torch.fx import Node
 
 from .formulas import VARIABLE, Formula
-from .shapes import tensor_example
+from .shapes import requires_grad, tensor_example
 
 Pair = tuple[float, float]
 Slice = tuple[Node, "int | None"]
@@ -124,6 +124,15 @@ class Product:
     a: Node
     b: Node
     transposed: bool = False
+
+    @property
+    def weights(self) -> tuple[Node, ...]:
+        """The factors that may be the weight: both, or the one that alone takes a gradient.
+
+        The other is then a mask, such as the buffer of `torch.nn.utils.prune`, which several weights may share.
+        """
+        trained = tuple(node for node in (self.a, self.b) if requires_grad(node))
+        return trained or (self.a, self.b)
 
 
 @dataclass(frozen=True)

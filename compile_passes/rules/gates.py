@@ -99,21 +99,27 @@ def _gate_times_value(recogniser: Recogniser, a: Projection | Activated, b: Proj
     masked = [isinstance(p.weight, Product) or p.factor is not None for p in (gate, value)]
     if not any(masked) or (not all(masked) and not same_operands(recogniser, gate, value)):
         return None
-    if not _factors(recogniser, gate) & _factors(recogniser, value):
+    if not _have_a_common_part(recogniser, gate, value):
         return None
     formula = formulas.scaled(first.formula, scale)
     return None if formula is None else Gated((Term(formula, gate, value, first.route or second.route),))
 
 
-def _factors(recogniser: Recogniser, projection: Projection) -> set[Hashable]:
-    """The keys of what a projection's weight is made of.
+def _have_a_common_part(recogniser: Recogniser, gate: Projection, value: Projection) -> bool:
+    """Whether gate and value share a weight, or multiply two weights by different functions of one mask.
 
-    Gate and value must share one of them: a SwiGLU with two pruned weights is not meant to be MGLU.
+    A SwiGLU with two pruned weights is not meant to be MGLU, also if one mask prunes both.
     """
+    if _weights(recogniser, gate) & _weights(recogniser, value):
+        return True
+    if gate.factor is None or value.factor is None or gate.factor.mask.key != value.factor.mask.key:
+        return False
+    return gate.factor.at != value.factor.at
+
+
+def _weights(recogniser: Recogniser, projection: Projection) -> set[Hashable]:
     weight = projection.weight
-    parts = [weight.a, weight.b] if isinstance(weight, Product) else [weight]
-    masks = [] if projection.factor is None else [projection.factor.mask.key]
-    return {*map(recogniser.key, parts), *masks}
+    return set(map(recogniser.key, weight.weights if isinstance(weight, Product) else [weight]))
 
 
 # --- Route weights and scales ----------------------------------------------------------------------------------------

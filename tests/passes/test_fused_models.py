@@ -55,6 +55,29 @@ def test_layers_of_one_graph(checkpoint: bool) -> None:
     assert [site.n_masks for site in capture.report.fused] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("trained", [False, True])
+def test_experts_whose_weights_are_one_tensor(shared: bool, trained: bool) -> None:
+    """Each expert is one slice of the weights, with its own slice of the masks or with the mask of all experts."""
+
+    def experts(x: Tensor, weight: Tensor, masks: Tensor) -> Tensor:
+        weights = torch.stack([weight, weight.flip(0), 2 * weight])
+        m = straight_through(masks) if trained else masks
+        y = torch.zeros_like(x)
+        for i in range(3):
+            one = m[0] if shared else m[i]
+            y = y + x[:, i, None] * gated(x, weights[i], one, 1 - one if trained else ~one)
+        return y
+
+    def make() -> dict[str, Tensor]:
+        named = program_tensors(Program(kind="logits" if trained else "bool"))
+        return {key: named[key] for key in ("x", "weight", "masks")}
+
+    capture = Capture(strict=True)
+    assert_same(results(capture.compile(experts), make()), results(experts, make()), SAME)
+    assert len(capture.report.fused) == 3
+
+
 def test_layers_whose_inputs_are_results() -> None:
     """Each layer reads the result of the one before; the last also makes its mask of it."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -63,6 +64,28 @@ class ScaledSwiGLU(nn.Module):
         return F.silu(F.linear(x, self.gate * self.gate_scale)) * F.linear(x, self.up * self.up_scale)
 
 
+MASKS_OF_TWO_WEIGHTS = ("float", "bool", "DropConnect", "dropout")
+
+
+class OneMask(nn.Module):
+    """Two weights pruned by one mask: the buffer of an autoregressive or sparse layer, or that of DropConnect."""
+
+    def __init__(self, kind: str, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.kind, self.activation = kind, activation
+        self.gate, self.up = nn.Parameter(torch.randn(D, H)), nn.Parameter(torch.randn(D, H))
+        mask = torch.ones(D, H).tril()
+        self.register_buffer("mask", mask.bool() if kind == "bool" else mask)
+
+    def forward(self, x: Tensor) -> Tensor:
+        m = self.mask
+        if self.kind == "DropConnect":  # with a probability at which eager and compiled masks are equal
+            m = torch.rand_like(self.gate) < 2
+        if self.kind == "dropout":
+            m = F.dropout(torch.ones_like(self.gate), 0.0)
+        return F.silu(F.linear(x, self.gate * m)) * self.activation(F.linear(x, self.up * m))
+
+
 class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -94,6 +117,10 @@ ORDINARY: dict[str, Callable[[], nn.Module]] = {
     "scaled by row": lambda: ScaledSwiGLU("row"),
     "scaled by element": lambda: ScaledSwiGLU("element"),
     "pruned": lambda: ScaledSwiGLU("pruned"),
+    **{
+        f"one mask, {kind}": partial(OneMask, kind, lambda u: u) for kind in ("float", "bool", "DropConnect", "dropout")
+    },
+    "one mask, no value": partial(OneMask, "float", torch.sigmoid),
     "experts": Experts,
     "attention": MaskedAttention,
     "batch norm": lambda: nn.Sequential(nn.Linear(H, D), nn.BatchNorm1d(D), nn.ReLU(inplace=True), nn.Dropout(0.0)),

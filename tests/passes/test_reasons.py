@@ -19,6 +19,8 @@ from kinds import (
 from layers import tensors as layer_tensors
 from spellings import gated, straight_through
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
 
 # Programs of `(x, weight, bits, logits)` that need not be fused, and a text that one reason must contain (`a|b`).
 REPORTED: dict[str, tuple[str, Callable[[Tensor, Tensor, Tensor, Tensor], Any]]] = {
@@ -91,6 +93,14 @@ REPORTED: dict[str, tuple[str, Callable[[Tensor, Tensor, Tensor, Tensor], Any]]]
         lambda x, w, b, l: F.silu(F.linear(x, w * b[0]) + l[0, 0]) * F.linear(x, w * ~b[0]),
     ),
     "dropout": ("dropout", lambda x, w, b, l: F.dropout(F.linear(x, w * b[0]), 1.0) * F.linear(x, w * ~b[0])),
+    "one token as a vector": ("mv", lambda x, w, b, l: F.silu(torch.mv(w * b[0], x[0])) * torch.mv(w * ~b[0], x[0])),
+    "one token as a vector, by matmul": ("matmul", lambda x, w, b, l: F.silu((w * b[0]) @ x[0]) * ((w * ~b[0]) @ x[0])),
+    "masked before checkpoint": (
+        "another graph reads both",
+        lambda x, w, b, l: checkpoint(_of_masked, x, w * b[0], w * ~b[0], use_reentrant=False),
+    ),
+    "nested x": ("nested tensor", lambda x, w, b, l: _of_nested(x, w, b[0])),
+    "a weight of another class": ("TwoTensor", lambda x, w, b, l: _of_one(x, TwoTensor(w, w), b[0].double()).a),
     "the product is a sum": ("product|add", lambda x, w, b, l: F.silu(F.linear(x, w * b[0])) + F.linear(x, w * ~b[0])),
 }
 
@@ -101,6 +111,15 @@ def _of_one(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
 
 def _two_hot(x: Tensor, w: Tensor, logits: Tensor) -> Tensor:
     return _of_one(x, w, F.one_hot(logits[0].argmax(-1), H).to(w.dtype))
+
+
+def _of_masked(x: Tensor, gate: Tensor, value: Tensor) -> Tensor:
+    return F.silu(F.linear(x, gate)) * F.linear(x, value)
+
+
+def _of_nested(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
+    rows = torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 2, len(x)]))
+    return gated(rows, w, m, ~m).values()
 
 
 def _of_features(h: Tensor, m: Tensor) -> Tensor:
@@ -143,7 +162,11 @@ def test_layer_that_is_not_fused_is_reported(name: str, training: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["another parameter", "another norm", "another scale", "one mask per feature", "dropout"]
+    "name",
+    [
+        *("another parameter", "another norm", "another scale", "one mask per feature", "dropout", "nested x"),
+        "a weight of another class",
+    ],
 )
 def test_lookalike_is_not_fused(name: str) -> None:
     """These must not be fused, which the test above would allow."""
@@ -153,6 +176,19 @@ def test_lookalike_is_not_fused(name: str) -> None:
         return function(x, weight, bits, logits)
 
     assert compare(program, lambda: reported_tensors(training=False), SAME).report.fused == []
+
+
+def test_weights_masked_before_a_graph_break_are_reported() -> None:
+    def layer(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
+        gate, value = w * m, w * ~m
+        torch._dynamo.graph_break()
+        return _of_masked(x, gate, value)
+
+    x, w = torch.randn(5, 8), torch.randn(8, 8)
+    capture = Capture()
+    torch._dynamo.reset()
+    torch.compile(layer, backend=capture)(x, w, w > 0)
+    assert_mentions(capture, "another graph reads both")
 
 
 def test_a_symbolic_number_of_masks_is_reported() -> None:
