@@ -132,6 +132,20 @@ class Recipe:
         found = asdict(SIZES[self.size])
         return Sizes(**{**found, "intermediate": round(found["intermediate"] * self.width / 8) * 8})
 
+    @property
+    def flops_of_token(self) -> float:
+        """Arithmetic operations of training with a token: products forward and twice as many backward, 2 an element.
+
+        MGLU multiplies `n_masks + 1` times, and the layers without a fused operator twice for each mask. Half of the
+        products of attention are masked out and do not count.
+        """
+        sizes, masks = self.sizes, self.n_masks
+        matrices = {"lu": 1, "glu": 2, "glu_shared": 1, "mglu": masks + 1}.get(self.layer, 2 * masks)
+        width = sizes.heads * sizes.head_width
+        block = sizes.hidden * 2 * (width + sizes.kv_heads * sizes.head_width)
+        block += (matrices + 1) * sizes.hidden * sizes.intermediate + sizes.context * width
+        return 6 * (sizes.layers * block + sizes.vocabulary * sizes.hidden)
+
     def model(self) -> LanguageModel:
         """Build the model with its initial parameters, in float32 on the current default device."""
         torch.manual_seed(self.seed)
