@@ -97,12 +97,16 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
         *(replace(one, lr=lr) for lr in (6e-3, 1e-2) for one in (SWIGLU, PAPER)),
     ],
     # 5. What a SwiGLU model becomes that is turned into SwiMGLU and trained on with a tenth of its text, and the
-    # teacher trained on alike. Masks are those of |gate| against |value|, or random.
+    # teacher trained on alike. Masks are those of |gate| against |value|, or random. The model learns the text, or the
+    # predictions of its teacher.
     "converted": [
         SWIGLU,
         replace(SWIGLU, megabytes=1.1 * SWIGLU.megabytes),
         *(
-            replace(one, start=start, skip=SWIGLU.megabytes, megabytes=0.1 * SWIGLU.megabytes, lr=3e-4)
+            replace(
+                one, start=start, distilled=distilled, skip=SWIGLU.megabytes, megabytes=0.1 * SWIGLU.megabytes, lr=3e-4
+            )
+            for distilled in (False, True)
             for start in ("magnitude", "average", "up")
             for one in masks(PAPER, (1, 4))
         ),

@@ -68,6 +68,7 @@ class Recipe:
         scaled_sum: whether the sum over masks is divided by `sqrt(n_masks)`.
         start: how an MGLU is made of a trained SwiGLU model (`teacher`), a key of `mglu_ops.nn.conversion.WEIGHTS`;
             None for random parameters.
+        distilled: whether the model learns the predictions of its teacher instead of the text; only with `start`.
         skip: the text that was read before, in 10^6 bytes; with `start`, by the teacher.
         seed: the seed of the initial parameters. The text and its order do not depend on it.
     """
@@ -89,6 +90,7 @@ class Recipe:
     slope: float = 0.05
     scaled_sum: bool = False
     start: str | None = None
+    distilled: bool = False
     skip: float = 0.0
     seed: int = 0
 
@@ -103,6 +105,9 @@ class Recipe:
             raise ValueError(
                 f"start: got {self.start!r} for {self.layer}, must be one of {', '.join(WEIGHTS)} for mglu"
             )
+
+        if self.distilled and self.start is None:
+            raise ValueError("distilled: got True without a start, whose teacher makes the predictions")
 
     @property
     def has_masks(self) -> bool:
@@ -137,14 +142,15 @@ class Recipe:
         """Arithmetic operations of training with a token: products forward and twice as many backward, 2 an element.
 
         MGLU multiplies `n_masks + 1` times, and the layers without a fused operator twice for each mask. Half of the
-        products of attention are masked out and do not count.
+        products of attention are masked out and do not count. A teacher that predicts costs its forward pass.
         """
         sizes, masks = self.sizes, self.n_masks
         matrices = {"lu": 1, "glu": 2, "glu_shared": 1, "mglu": masks + 1}.get(self.layer, 2 * masks)
         width = sizes.heads * sizes.head_width
         block = sizes.hidden * 2 * (width + sizes.kv_heads * sizes.head_width)
         block += (matrices + 1) * sizes.hidden * sizes.intermediate + sizes.context * width
-        return 6 * (sizes.layers * block + sizes.vocabulary * sizes.hidden)
+        teacher = self.teacher.flops_of_token / 3 if self.distilled else 0
+        return 6 * (sizes.layers * block + sizes.vocabulary * sizes.hidden) + teacher
 
     def model(self) -> LanguageModel:
         """Build the model with its initial parameters, in float32 on the current default device."""

@@ -39,11 +39,16 @@ FOLDER = RESULTS.name
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that is finished: its recipe, the head of its file, and the last point of its curve."""
+    """A run that is finished: its recipe, the head of its file, and its learning curve."""
 
     recipe: Recipe
     facts: dict[str, str]
-    last: dict[str, str]
+    rows: list[dict[str, str]]
+
+    @property
+    def last(self) -> dict[str, str]:
+        """The last point of the curve."""
+        return self.rows[-1]
 
     @property
     def loss(self) -> float:
@@ -62,7 +67,7 @@ class Finished:
     @staticmethod
     def read(path: Path) -> Finished:
         facts, rows = read_table(path)
-        return Finished(recipe_of(facts), facts, rows[-1])
+        return Finished(recipe_of(facts), facts, rows)
 
 
 def recipe_of(facts: dict[str, str]) -> Recipe:
@@ -190,6 +195,7 @@ def options_of(recipe: Recipe) -> list[str]:
         "straight_through": f"{recipe.straight_through} gradient, slope {recipe.slope:g}",
         "scaled_sum": "sum / sqrt(n_m)",
         "start": f"converted by `{recipe.start}`",
+        "distilled": "distilled",
         "skip": f"after {recipe.skip:g} MB of the teacher",
     }
     return [words.get(name, f"{name} = {value}") for name, value in changed.items()]

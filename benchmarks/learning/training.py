@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo_config
+from torch.nn.functional import cross_entropy
 
 from benchmarks.language_model import LanguageModel
 from benchmarks.learning.corpus import Corpus
@@ -73,6 +74,13 @@ class Training:
             if teacher is None:
                 raise ValueError(f"teacher: got None, must be the state of {recipe.teacher.name}")
             take_over(self.model, teacher, recipe.start)
+        self.teacher: LanguageModel | None = None
+        if recipe.distilled and teacher is not None:
+            with torch.device(device):
+                self.teacher = recipe.teacher.model().requires_grad_(False)
+            self.teacher.load_state_dict(teacher)
+            if compiled:
+                self.teacher.compile_parts()
         if compiled:
             self.model.compile_parts()
         groups = parameter_groups(
@@ -91,13 +99,21 @@ class Training:
             stopped = group["name"] == "mask_logits" and step >= self.recipe.mask_stop * self.steps
             group["lr"] = 0.0 if stopped else largest * rate(step, self.steps)
         with torch.autocast(self.device, torch.bfloat16):
-            loss = self.model(self.windows.batch(self.skipped + step))
+            loss = self.loss(self.windows.batch(self.skipped + step))
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.progress.step += 1
         return loss.detach()
+
+    def loss(self, batch: Tensor) -> Tensor:
+        """The mean over tokens of the cross entropy: of the text, or of the predictions of the teacher."""
+        if self.teacher is None:
+            return self.model(batch)
+        with torch.no_grad():
+            predicted = self.teacher.logits(batch[:, :-1]).flatten(0, 1).float().softmax(-1)
+        return cross_entropy(self.model.logits(batch[:, :-1]).flatten(0, 1).float(), predicted)
 
     def warm_up(self) -> None:
         """Compile what a step and an evaluation need, and leave everything as it was."""

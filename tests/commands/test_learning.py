@@ -172,6 +172,7 @@ def test_names_of_runs_are_unique_and_survive_a_file_system():
         {"size": "1B"},
         {"straight_through": "no"},
         {"start": "half"},
+        {"distilled": True},
         {"start": "gate", "layer": "lu"},
     ],
 )
@@ -319,8 +320,24 @@ def test_a_checkpoint_of_another_recipe_is_refused(text, tmp_path):
         other.restore(tmp_path / "checkpoint.pt")
 
 
+def assert_distilled(run: training.Training) -> None:
+    """The loss is the cross entropy of the teacher's probabilities, and the teacher does not learn."""
+    batch = run.windows.batch(0)
+    before = [parameter.clone() for parameter in run.teacher.parameters()]
+    with torch.no_grad():
+        wanted, own = (model.logits(batch[:, :-1]).log_softmax(-1) for model in (run.teacher, run.model))
+        torch.testing.assert_close(run.loss(batch), -(wanted.exp() * own).sum(-1).mean())
+        own = own.gather(-1, batch[:, 1:, None])
+        torch.testing.assert_close(run.model(batch), -own.mean())
+    run.step()
+    assert all(map(torch.equal, before, run.teacher.parameters()))
+
+
 @pytest.mark.usefixtures("tiny")
-@pytest.mark.parametrize("options", [{"n_masks": 1}, {"n_masks": 3}, {"n_masks": 2, "top_k": 1, "scaled_sum": True}])
+@pytest.mark.parametrize(
+    "options",
+    [{"n_masks": 1}, {"n_masks": 3, "distilled": True}, {"n_masks": 2, "top_k": 1, "scaled_sum": True}],
+)
 def test_a_converted_model_starts_from_its_teacher(options, text, tmp_path):
     teacher = tiny_run(text, 40, layer="glu")
     one = tiny_run(text, 12, start="magnitude", skip=teacher.megabytes, **options)
@@ -346,6 +363,9 @@ def test_a_converted_model_starts_from_its_teacher(options, text, tmp_path):
     first = run.windows.batch(run.skipped)
     assert run.skipped == schedule.steps_of(one.skip, text) > 0
     assert not torch.equal(first, run.windows.batch(0))
+    if one.distilled:
+        assert one.flops_of_token > replace(one, distilled=False).flops_of_token
+        assert_distilled(run)
     with pytest.raises(ValueError, match="teacher: got None, must be the state of glu"):
         training.Training(one, text, "cpu", compiled=False)
 
@@ -598,7 +618,9 @@ def finished(folder: Path, one: Recipe, loss: float, **last: object) -> None:
     facts |= {"seconds": "61.4", "peak_mb": "1234.5", "corpus.kind": "python", "corpus.digest": "abcd"}
     facts |= {"corpus.held_out_bytes": "5200000", "corpus.held_out_tokens": "1300000", "tflop": "6004"}
     last = {"gate_ratios": "[0.5, 0.52]", "agreement": 0.5} | last
-    write_table([{"step": 10, "held_out": loss, **last}], facts, folder / "learning", one.name)
+    write_table(
+        [{"step": 10, "megabytes": one.megabytes, "held_out": loss, **last}], facts, folder / "learning", one.name
+    )
 
 
 def test_recipes_survive_their_file(tmp_path):
@@ -635,6 +657,23 @@ def test_a_table_compares_with_swiglu_of_the_same_seeds(tmp_path):
     path.write_text(path.read_text().replace("abcd", "efgh"))
     with pytest.raises(ValueError, match="the results are of several texts: abcd, efgh"):
         tables.runs(tmp_path)
+
+
+def test_plots_show_the_curves_and_the_gate_ratios(tmp_path):
+    pytest.importorskip("matplotlib", reason="the plots need matplotlib")
+    from benchmarks.learning import plots
+
+    finished(tmp_path, Recipe("glu"), 0.73)
+    finished(tmp_path, Recipe("mglu", n_masks=4), 0.74)
+    finished(tmp_path, Recipe("mglu", n_masks=4, seed=1), 0.76)
+    found = tables.runs(tmp_path)
+    lines = {line.get_label(): line.get_xydata().tolist() for line in plots.curves(found).axes[0].get_lines()}
+    assert lines == {"SwiGLU": [[120, 0.73]], "SwiMGLU, n_m = 4": [[120, 0.74]]}
+    (ratios, *_) = plots.gate_ratios(found).axes[0].get_lines()
+    assert (ratios.get_label(), ratios.get_xydata().tolist()) == ("SwiMGLU, n_m = 4", [[1, 0.5], [2, 0.52]])
+    paths = plots.draw(tmp_path, tmp_path / "out")
+    assert [path.name for path in paths] == ["learning_curves.svg", "learning_gate_ratios.svg"]
+    assert all("SwiMGLU, n_m = 4" in path.read_text() for path in paths)
 
 
 def claim(text: str) -> claims.Claim:
