@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from benchmarks.learning.tables import Finished, runs, source
 from benchmarks.markdown import markdown
 
 ONE_SEED = 3.0
-"""If only one seed of a layer was run, a difference is noise up to so many times the spread of seeds."""
+"""If only one seed of a layer was run, a difference is noise up to so many times the largest spread of any seeds."""
 
 
 @dataclass(frozen=True)
@@ -100,31 +100,28 @@ class Measured:
     noise: float
 
 
-def seed_spread(found: Sequence[Finished]) -> float | None:
-    """The largest distance between two seeds of the same recipe, in nats a byte; None if no recipe has two."""
-    losses: dict[Recipe, list[float]] = {}
-    for run in found:
-        losses.setdefault(replace(run.recipe, seed=0), []).append(run.loss)
-    return max((max(of) - min(of) for of in losses.values() if len(of) > 1), default=None)
+def spread(losses: Mapping[int, float]) -> float:
+    """The distance between the smallest and the largest loss of several seeds; 0 of one."""
+    return max(losses.values()) - min(losses.values())
 
 
 def measure(claim: Claim, found: Sequence[Finished]) -> Measured | None:
-    """What the runs say about a claim; None if a run of a layer is missing, or no recipe has two seeds."""
-    both = [
-        {run.recipe.seed: run.loss for run in found if replace(run.recipe, seed=0) == one}
-        for one in (claim.better, claim.worse)
-    ]
-    better, worse = both
-    of_claim = [run for run in found if run.recipe.size == claim.better.size]
-    spread = seed_spread([run for run in of_claim if math.isfinite(run.loss)])
-    if not better or not worse or spread is None:
+    """What the runs say about a claim; None if a run of a layer is missing, or if no recipe has two seeds."""
+    by_recipe: dict[Recipe, dict[int, float]] = {}
+    for run in found:
+        if run.recipe.size == claim.better.size:
+            by_recipe.setdefault(replace(run.recipe, seed=0), {})[run.recipe.seed] = run.loss
+    better, worse = by_recipe.get(claim.better), by_recipe.get(claim.worse)
+    spreads = [spread(of) for of in by_recipe.values() if len(of) > 1 and all(map(math.isfinite, of.values()))]
+    if not better or not worse or not spreads:
         return None
     common = better.keys() & worse.keys()
     pairs = [worse[seed] - better[seed] for seed in common]
     advantage = statistics.fmean(pairs or [statistics.fmean(worse.values()) - statistics.fmean(better.values())])
     seeds = min(len(better), len(worse))
+    noise = ONE_SEED * max(spreads) if seeds == 1 else max(spread(better), spread(worse))
     unit = found[0].bytes_of_token
-    return Measured(advantage * unit, seeds, (ONE_SEED if seeds == 1 else 1.0) * spread * unit)
+    return Measured(advantage * unit, seeds, noise * unit)
 
 
 def verdict(claim: Claim, measured: Measured | None) -> str:

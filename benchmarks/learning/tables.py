@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -71,11 +72,11 @@ class Finished:
 
 
 def recipe_of(facts: dict[str, str]) -> Recipe:
-    """The recipe in the head of a result."""
+    """The recipe in the head of a result. What was no part of recipes when it was made had its default."""
     hints = get_type_hints(Recipe)
     values: dict[str, Any] = {}
     for one in fields(Recipe):
-        text = facts[f"recipe.{one.name}"]
+        text = facts.get(f"recipe.{one.name}", str(one.default))
         if text == "None":
             values[one.name] = None
         elif isinstance(one.default, bool):
@@ -141,7 +142,7 @@ def line(of: Sequence[Finished], everything: Iterable[Finished]) -> list[str]:
         f"{float(one.last['flipped']):.1%}" if has_masks else "",
         f"{float(one.facts['tflop']) / 1000:.1f}",
         f"{statistics.median(float(run.facts['seconds']) for run in of):.0f} s",
-        f"{max(float(run.facts['peak_mb']) for run in of) / 1000:.1f} GB",
+        "" if math.isnan(peak := max(float(run.facts["peak_mb"]) for run in of)) else f"{peak / 1000:.1f} GB",
     ]
 
 

@@ -64,7 +64,8 @@ class Training:
         compiled: bool = True,
         teacher: Mapping[str, Tensor] | None = None,
     ) -> None:
-        release(device)
+        if device == "cuda":
+            release(device)  # what the last run held does not count
         self.recipe, self.corpus, self.device = recipe, corpus, device
         self.steps, self.progress = max(1, steps_of(recipe.megabytes, corpus)), Progress()
         self.skipped = steps_of(recipe.skip, corpus)
@@ -125,8 +126,6 @@ class Training:
                 parameter.copy_(before)
         self.optimizer.state.clear()
         self.progress = Progress()
-        del parameters
-        release(self.device)
 
     def advance(self, last: int) -> None:
         """Take steps up to number `last`, and add a point to the curve."""

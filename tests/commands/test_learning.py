@@ -336,7 +336,11 @@ def assert_distilled(run: training.Training) -> None:
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize(
     "options",
-    [{"n_masks": 1}, {"n_masks": 3, "distilled": True}, {"n_masks": 2, "top_k": 1, "scaled_sum": True}],
+    [
+        {"n_masks": 3, "distilled": True},
+        pytest.param({"n_masks": 1}, marks=pytest.mark.long),
+        pytest.param({"n_masks": 2, "top_k": 1, "scaled_sum": True}, marks=pytest.mark.long),
+    ],
 )
 def test_a_converted_model_starts_from_its_teacher(options, text, tmp_path):
     teacher = tiny_run(text, 40, layer="glu")
@@ -627,6 +631,8 @@ def test_recipes_survive_their_file(tmp_path):
     for one in experiments.chosen(experiments.EXPERIMENTS):
         finished(tmp_path, one, 0.75, gate_ratio=0.5, flipped=0.1)
     assert {run.recipe for run in tables.runs(tmp_path)} == set(experiments.chosen(experiments.EXPERIMENTS))
+    older = {f"recipe.{key}": str(value) for key, value in asdict(Recipe("glu")).items() if key != "distilled"}
+    assert tables.recipe_of(older) == Recipe("glu")
     for name in tables.TABLES:
         assert "Not run" not in tables.TABLES[name](tmp_path)
 
@@ -686,6 +692,12 @@ def test_claims_are_those_of_recipes_that_are_run():
     assert all({one.better, one.worse} <= every for one in claims.CLAIMS)
     assert claim("SwiGLU is better than GELU").published == pytest.approx(0.0849, abs=1e-4)
     assert claim("four masks are as good as SwiGLU, to 1%").published == pytest.approx(-0.0084, abs=1e-4)
+
+
+def test_the_page_has_the_claims_until_there_are_results():
+    text = (Path(claims.__file__).parent / "README.md").read_text()
+    assert claims.table([]) in text
+    assert all(f"| `{name}` |" in text for name in experiments.EXPERIMENTS)
 
 
 def test_verdicts_need_more_than_the_spread_of_seeds(tmp_path):
