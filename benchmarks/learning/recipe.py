@@ -53,6 +53,7 @@ class Recipe:
         n_masks: number of masks, for the layers that have masks.
         activation: as in `mglu_ops.nn.MGLU`.
         top_k: masks that a token keeps; None for all, without a router.
+        fused: whether `mglu` is `MGLU`; if not, it is `NaiveMGLU`, which computes the same in plain PyTorch.
         learned: whether the masks are learned; if not, they are random and fixed.
         size: the model, a key of SIZES.
         width: the intermediate size as a multiple of the model's own.
@@ -77,6 +78,7 @@ class Recipe:
     n_masks: int = 4
     activation: str = "silu"
     top_k: int | None = None
+    fused: bool = True
     learned: bool = True
     size: str = "25M"
     width: float = 1.0
@@ -101,9 +103,9 @@ class Recipe:
             raise ValueError(f"size: got {self.size!r}, must be one of {', '.join(SIZES)}")
         if self.straight_through not in get_args(StraightThrough):
             raise ValueError(f"straight_through: got {self.straight_through!r}")
-        if self.start is not None and (self.start not in WEIGHTS or self.layer != "mglu"):
+        if self.start is not None and (self.start not in WEIGHTS or self.layer != "mglu" or not self.fused):
             raise ValueError(
-                f"start: got {self.start!r} for {self.layer}, must be one of {', '.join(WEIGHTS)} for mglu"
+                f"start: got {self.start!r} for {self.layer}, must be one of {', '.join(WEIGHTS)} for a fused mglu"
             )
 
         if self.distilled and self.start is None:
@@ -145,7 +147,9 @@ class Recipe:
         products of attention are masked out and do not count. A teacher that predicts costs its forward pass.
         """
         sizes, masks = self.sizes, self.n_masks
-        matrices = {"lu": 1, "glu": 2, "glu_shared": 1, "mglu": masks + 1}.get(self.layer, 2 * masks)
+        matrices = {"lu": 1, "glu": 2, "glu_shared": 1}.get(self.layer, 2 * masks)
+        if self.layer == "mglu" and self.fused:
+            matrices = masks + 1
         width = sizes.heads * sizes.head_width
         block = sizes.hidden * 2 * (width + sizes.kv_heads * sizes.head_width)
         block += (matrices + 1) * sizes.hidden * sizes.intermediate + sizes.context * width
@@ -166,7 +170,7 @@ class Recipe:
             "lu": partial(LU, activation=self.activation),
             "glu": partial(GLU, activation=self.activation),
             "glu_shared": partial(GLU, activation=self.activation, shared=True),
-            "mglu": partial(MGLU, **self._masked()),
+            "mglu": partial(MGLU if self.fused else NaiveMGLU, **self._masked()),
             "no_gate_mask": partial(NaiveMGLU, mask_gate=False, **self._masked()),
             "no_value_mask": partial(NaiveMGLU, mask_value=False, **self._masked()),
         }

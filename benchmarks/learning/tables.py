@@ -184,6 +184,7 @@ def options_of(recipe: Recipe) -> list[str]:
     }
     words = {
         "top_k": f"Top-{recipe.top_k}",
+        "fused": "not fused",
         "learned": "fixed masks",
         "size": f"{recipe.size} model",
         "width": f"{recipe.width:.3g} times as wide",
