@@ -58,8 +58,11 @@ class Loss(nn.Module):
 
     def forward(self, x: Tensor, weight: Tensor, following: Tensor) -> Tensor:
         """The mean over all tokens, from x `[batch, length, hidden]` and weight `[vocabulary, hidden]`."""
-        logits = F.linear(self.norm(x), weight)
-        return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
+        return F.cross_entropy(self.logits(x, weight).flatten(0, 1).float(), following.flatten())
+
+    def logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The scores `[batch, length, vocabulary]` of each next token."""
+        return F.linear(self.norm(x), weight)
 
 
 class LanguageModel(nn.Module):
@@ -80,16 +83,23 @@ class LanguageModel(nn.Module):
         self.register_buffer("cosine", angles(sizes).cos().float())
         self.register_buffer("sine", angles(sizes).sin().float())
         self.blocks = nn.ModuleList(Block(sizes, projection) for _ in range(sizes.layers))
-        self.loss = Loss(sizes)
+        self.loss: Loss = Loss(sizes)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The loss of the sequences `tokens` `[batch, length + 1]`."""
         given, following = tokens[:, :-1], tokens[:, 1:]
+        return self.loss(self._features(given), self.embedding.weight, following)
+
+    def logits(self, given: Tensor) -> Tensor:
+        """The scores `[batch, length, vocabulary]` of each next token, from tokens `[batch, length]`."""
+        return self.loss.logits(self._features(given), self.embedding.weight)
+
+    def _features(self, given: Tensor) -> Tensor:
         rotation = self.cosine[: given.shape[1]], self.sine[: given.shape[1]]
         x = self.embedding(given)
         for block in self.blocks:
             x = block(x, rotation)
-        return self.loss(x, self.embedding.weight, following)
+        return x
 
     def compile_parts(self) -> None:
         """Compile the blocks and the loss separately: all blocks share a graph, which compiles once."""

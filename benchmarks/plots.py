@@ -6,7 +6,7 @@ import hashlib
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from benchmarks.ceiling import GEMM
 from benchmarks.records import Row, read
@@ -16,6 +16,8 @@ from benchmarks.tables import ONE_TOKEN
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+_T = TypeVar("_T")
 
 WIDTH = 5.0
 """Width of a plot in inches, which a phone shows without making the text smaller."""
@@ -59,15 +61,17 @@ BY_MASKS = {
 }
 
 
-def _figure(panels: int, height: float) -> tuple[Figure, list[Axes]]:
+def figure_of(panels: int, height: float, sharex: bool = True) -> tuple[Figure, list[Axes]]:
+    """A figure, and its panels from top to bottom, of a height in inches each."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, height * panels), layout="constrained")
-    axes = figure.subplots(panels, sharex=True, squeeze=False)
+    axes = figure.subplots(panels, sharex=sharex, squeeze=False)
     return figure, list(axes[:, 0])
 
 
-def _line(axes: Axes, label: str, style: Style, points: Sequence[tuple[float, float]]) -> None:
+def draw_line(axes: Axes, label: str, style: Style, points: Sequence[tuple[float, float]]) -> None:
+    """Draw a line with a label, if it has points."""
     if points:
         axes.plot(*zip(*points, strict=True), label=label, **style._asdict())
 
@@ -78,7 +82,8 @@ def _powers_of_two(axes: Axes, label: str, ticks: Sequence[int]) -> None:
     axes.set_xlabel(label)
 
 
-def _legend(figure: Figure, axes: Axes) -> None:
+def draw_legend(figure: Figure, axes: Axes) -> None:
+    """Draw one legend below all panels, with the labels of a panel."""
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
 
 
@@ -93,44 +98,44 @@ BY_VARIANT = {
 
 def latency_by_masks(rows: Sequence[Row]) -> Figure:
     """The time of one token by number of masks, with a panel for each shape."""
-    figure, panels = _figure(len(shapes(rows)), 2.8)
+    figure, panels = figure_of(len(shapes(rows)), 2.8)
     for axes, shape in zip(panels, shapes(rows), strict=True):
         here = only(rows, shape=shape)
         for label, variant in ONE_TOKEN.items():
             best = [(count, fastest(only(here, n_masks=count), variant)) for count in masks(here)]
-            _line(axes, label, BY_VARIANT[variant], [(count, row.microseconds) for count, row in best if row])
+            draw_line(axes, label, BY_VARIANT[variant], [(count, row.microseconds) for count, row in best if row])
         if swiglu := fastest(here, "SwiGLU"):
-            _line(axes, "SwiGLU, fastest", SWIGLU, [(count, swiglu.microseconds) for count in masks(here)])
+            draw_line(axes, "SwiGLU, fastest", SWIGLU, [(count, swiglu.microseconds) for count in masks(here)])
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
         axes.set_ylabel("us a layer")
         axes.set_title(f"one token, {shape[0]} x {shape[1]}")
     _powers_of_two(panels[-1], "masks", masks(rows))
-    _legend(figure, panels[0])
+    draw_legend(figure, panels[0])
     return figure
 
 
 def fraction_of_ceiling(rows: Sequence[Row]) -> Figure:
     """The time to read the bytes divided by the time of each backend, by number of masks."""
-    figure, (axes,) = _figure(1, 3.2)
+    figure, (axes,) = figure_of(1, 3.2)
     dashes = dict(zip(shapes(rows), ("-", ":"), strict=False))
     for backend, style in (("CUDA", CUDA), ("Triton", TRITON)):
         for shape, linestyle in dashes.items():
             found = only(rows, shape=shape, variant=f"mglu {backend.lower()}")
             points = [(row.n_masks, row.fraction_of_ceiling) for row in found if not row.is_wrong]
-            _line(axes, f"{backend}, {shape[0]} x {shape[1]}", style._replace(linestyle=linestyle), points)
+            draw_line(axes, f"{backend}, {shape[0]} x {shape[1]}", style._replace(linestyle=linestyle), points)
     axes.set_ylim(0, 1.05)
     axes.axhline(1, color=CEILING.color, linestyle=CEILING.linestyle, linewidth=1)
     axes.set_ylabel("of the read ceiling")
     axes.set_title("one token")
     _powers_of_two(axes, "masks", masks(rows))
-    _legend(figure, axes)
+    draw_legend(figure, axes)
     return figure
 
 
 def speedup_over_swiglu(rows: Sequence[Row]) -> Figure:
     """The time of the fastest SwiGLU divided by ours, by number of tokens, with a panel for each shape."""
-    figure, panels = _figure(len(shapes(rows)), 3.2)
+    figure, panels = figure_of(len(shapes(rows)), 3.2)
     for axes, shape in zip(panels, shapes(rows), strict=True):
         here = only(rows, shape=shape)
         for n_masks in masks(here):
@@ -140,14 +145,14 @@ def speedup_over_swiglu(rows: Sequence[Row]) -> Figure:
                 swiglu = fastest(only(here, tokens=count), "SwiGLU")
                 if ours and swiglu and not ours.is_wrong:
                     points.append((count, swiglu.microseconds / ours.microseconds))
-            _line(axes, f"n_m = {n_masks}", BY_MASKS[n_masks], points)
+            draw_line(axes, f"n_m = {n_masks}", BY_MASKS[n_masks], points)
         axes.axhline(1, color=CEILING.color, linestyle=CEILING.linestyle, linewidth=1)
         axes.set_ylim(bottom=0)
         axes.set_ylabel("speed-up over SwiGLU")
         axes.set_title(f"{shape[0]} x {shape[1]}")
     _powers_of_two(panels[-1], "tokens", tokens(rows))
     panels[-1].tick_params(axis="x", labelrotation=45)
-    _legend(figure, panels[0])
+    draw_legend(figure, panels[0])
     return figure
 
 
@@ -166,7 +171,7 @@ def roofline(rows: Sequence[Row]) -> Figure:
 
     The roofs are the highest rate at which the kernel of the read ceiling reads, and the rate of the library's GEMMs.
     """
-    figure, panels = _figure(len(shapes(rows)), 3.2)
+    figure, panels = figure_of(len(shapes(rows)), 3.2)
     for axes, shape in zip(panels, shapes(rows), strict=True):
         here = only(rows, shape=shape)
         ours = [row for row in here if row.variant == "mglu cuda" and not row.is_wrong]
@@ -174,24 +179,24 @@ def roofline(rows: Sequence[Row]) -> Figure:
         slope = max(teraflops(row) / intensity(row) for row in only(here, variant="read ceiling"))
         rates = [float(str(row.extra["tflops"])) for row in only(here, variant=GEMM)]
         ridge = statistics.median(rates) / slope if rates else most
-        _line(axes, "read ceiling", CEILING, [(x, slope * x) for x in (least, ridge)])
+        draw_line(axes, "read ceiling", CEILING, [(x, slope * x) for x in (least, ridge)])
         if rates:
-            _line(axes, GEMM, SWIGLU, [(x, slope * ridge) for x in (ridge, most)])
+            draw_line(axes, GEMM, SWIGLU, [(x, slope * ridge) for x in (ridge, most)])
         for n_masks in masks(ours):
             points = [(intensity(row), teraflops(row)) for row in only(ours, n_masks=n_masks)]
-            _line(axes, f"n_m = {n_masks}", BY_MASKS[n_masks], points)
+            draw_line(axes, f"n_m = {n_masks}", BY_MASKS[n_masks], points)
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_ylabel("TFLOP/s")
         axes.set_title(f"{shape[0]} x {shape[1]}")
     panels[-1].set_xlabel("FLOP a byte of weights and masks")
-    _legend(figure, panels[0])
+    draw_legend(figure, panels[0])
     return figure
 
 
 def speedup_by_model(rows: Sequence[Row]) -> Figure:
     """The time of the fastest SwiGLU divided by ours for one token, for the layers of each model."""
-    figure, (axes,) = _figure(1, 3.6)
+    figure, (axes,) = figure_of(1, 3.6)
     counts = masks(rows)
     height = 0.8 / len(counts)
     labels = []
@@ -214,7 +219,7 @@ def speedup_by_model(rows: Sequence[Row]) -> Figure:
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("speed-up over the fastest SwiGLU (dashed)")
     axes.set_title("one token through the gated projection")
-    _legend(figure, axes)
+    draw_legend(figure, axes)
     return figure
 
 
@@ -240,16 +245,20 @@ def draw(results: Path, out: Path) -> list[Path]:
     Raises:
         FileNotFoundError: there are no results.
     """
-    import matplotlib
-
-    out.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, (table, picture) in PLOTS.items():
         if rows := read(results, table):
-            with matplotlib.rc_context(RC):
-                paths.append(out / f"{name}.svg")
-                about = {"Date": None, "Creator": None, "Source": source(results, table)}
-                picture(rows).savefig(paths[-1], metadata=about)
+            paths.append(save(picture, rows, out / f"{name}.svg", source(results, table)))
     if not paths:
         raise FileNotFoundError(f"{results}: no results are here to draw from; measure some first")
     return paths
+
+
+def save(picture: Callable[[_T], Figure], rows: _T, path: Path, source: str | None = None) -> Path:
+    """Draw a picture of rows into an SVG file, whose metadata name the source and nothing that changes."""
+    import matplotlib
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context(RC):
+        picture(rows).savefig(path, metadata={"Date": None, "Creator": None, "Source": source})
+    return path

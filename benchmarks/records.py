@@ -13,7 +13,7 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -130,13 +130,26 @@ def write_rows(rows: Sequence[Row], environment: Mapping[str, str], out: Path, n
 def write_table(table: Sequence[Mapping[str, Any]], environment: Mapping[str, str], out: Path, name: str) -> None:
     """Write a table of any columns to `<name>.csv` in a folder; a dict in a cell becomes JSON."""
     out.mkdir(parents=True, exist_ok=True)
-    with (out / f"{name}.csv").open("w", newline="") as file:
-        for fact, value in environment.items():
-            file.write(f"{COMMENT}{fact}: {' '.join(value.split())}\n")
-        writer = csv.DictWriter(file, fieldnames=list(table[0]), lineterminator="\n")
-        writer.writeheader()
-        for row in table:
-            writer.writerow({name: json.dumps(cell) if isinstance(cell, dict) else cell for name, cell in row.items()})
+
+    def write_to(path: Path) -> None:
+        with path.open("w", newline="") as file:
+            for fact, value in environment.items():
+                file.write(f"{COMMENT}{fact}: {' '.join(value.split())}\n")
+            writer = csv.DictWriter(file, fieldnames=list(table[0]), lineterminator="\n")
+            writer.writeheader()
+            for row in table:
+                writer.writerow(
+                    {key: json.dumps(cell) if isinstance(cell, dict) else cell for key, cell in row.items()}
+                )
+
+    write_whole(out / f"{name}.csv", write_to)
+
+
+def write_whole(path: Path, write_to: Callable[[Path], object]) -> None:
+    """Write a file by a function of a path, so that it is there as a whole or not at all if the process is killed."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    write_to(temporary)
+    temporary.replace(path)
 
 
 def read_table(path: Path) -> tuple[dict[str, str], list[dict[str, str]]]:

@@ -17,7 +17,7 @@ from .errors import UserError
 DESCRIPTION = (
     "Prints, for a decoder like Llama with each kind of feed-forward layer, the number of weights and of mask bits, "
     "the size of a checkpoint with packed masks, and what decoding one token reads. Norms and embeddings count, "
-    "biases do not. The models 'small' and 'large' are those of the paper (arXiv 2506.23225, Tables 6 and 7)."
+    "biases do not. The models 'small' and 'large' are those of the paper (arXiv 2506.23225, Tables 5 and 6)."
 )
 MEGABYTE = 1 << 20
 

@@ -1,10 +1,11 @@
 """Text to learn from: collected on this machine, de-duplicated, divided into training and held-out text, and tokenised.
 
-python -m benchmarks.learning.corpus --out DIR [--kind english] [--text FOLDER]
+python -m benchmarks.learning.corpus --out DIR [--kind english] [--text FOLDER] [--megabytes 100]
 
-The default text is what every machine with the requirements has, the Python sources of the installed packages. Packages
-are held out as a whole. Of them, files that occur in another package too, or most of whose lines do, are left out, so
-that nothing held out was seen in training. Nothing of the text is committed; its hash and sizes go with the results.
+The default text is what every machine with the requirements has, the Python sources of the installed packages; the kind
+`english` is the prose beside them, and the manual pages. Packages (each manual page is one) are held out as a whole. Of
+them, files that occur in another package too, or most of whose lines do, are left out, so that nothing held out was
+seen in training. Nothing of the text is committed; its hash and sizes go with the results.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import site
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,8 +27,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-SUFFIXES = {"python": (".py",), "english": (".rst", ".md", ".txt", *(f".{i}.gz" for i in range(1, 9)))}
-"""The endings of the files of each kind of text. The last are manual pages."""
+from benchmarks.records import write_whole
+
+SUFFIXES = {
+    "python": (".py",),
+    "english": (".rst", ".md", ".txt", "pydoc_data/topics.py", *(f".{i}.gz" for i in range(1, 9))),
+}
+"""The endings of the paths of each kind of text. The last are manual pages."""
+MANUAL = Path("/usr/share/man")
+"""The folder of the manual pages, whose subfolders `man1` to `man8` are in English."""
 ANY_SUFFIX = ("",)
 
 VOCABULARY = 8192
@@ -38,7 +47,9 @@ TOKENIZER_BYTES = 32 << 20
 """Bytes of training text that the tokenizer is trained on."""
 
 HELD_OUT = 0.02
-"""The fraction of the text that is held out, at least."""
+"""The fraction of the text that is held out, about."""
+MOST_HELD_OUT = 2_500_000
+"""Bytes of held-out text that are enough: every run evaluates all of it several times."""
 LARGEST_HELD_OUT = 0.25
 """The largest package that is held out, as a fraction of all held-out text, unless all packages are larger."""
 COMMON_LINES = 0.5
@@ -69,7 +80,7 @@ class Sizes:
 
     Attributes:
         kind: the kind of text, or the name of the folder that it was read from.
-        digest: the first 16 digits of a hash of all documents and of how they are divided.
+        digest: the first 16 digits of a hash of all tokens, of how they are divided, and of the tokenizer.
         train_bytes: bytes of the training text.
         train_tokens: its tokens.
         train_files: its documents.
@@ -110,12 +121,16 @@ class Corpus:
 # --- Files ----------------------------------------------------------------------------------------------------------
 
 
-def roots() -> list[Path]:
-    """The folders of Python's own modules and of the installed packages, in a virtual environment also the others."""
+def roots(kind: str = "python") -> list[Path]:
+    """The folders of Python's own modules and of the installed packages, in a virtual environment also the others.
+
+    For `english`, also those of the manual pages.
+    """
     stdlib = sysconfig.get_path("stdlib")
     found = [stdlib, f"{stdlib}/site-packages", sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     found += [*site.getsitepackages(), "/usr/lib/python3/dist-packages"]
-    return [path for path in map(Path, dict.fromkeys(found)) if path.is_dir()]
+    manual = [MANUAL / f"man{section}" for section in range(1, 9)] if kind == "english" else []
+    return [path for path in [*map(Path, dict.fromkeys(found)), *manual] if path.is_dir()]
 
 
 def files(folders: Sequence[Path], suffixes: Sequence[str]) -> Iterator[tuple[str, Path]]:
@@ -127,7 +142,7 @@ def files(folders: Sequence[Path], suffixes: Sequence[str]) -> Iterator[tuple[st
     for folder in resolved:
         nested = [other for other in resolved if folder in other.parents]
         for path in sorted(folder.rglob("*")):
-            is_wanted = path.name.endswith(tuple(suffixes)) and path.is_file() and not path.is_symlink()
+            is_wanted = path.as_posix().endswith(tuple(suffixes)) and path.is_file() and not path.is_symlink()
             if is_wanted and not any(other in path.parents for other in nested):
                 yield path.relative_to(folder).parts[0].removesuffix(".py"), path
 
@@ -150,20 +165,27 @@ def read(paths: Iterable[tuple[str, Path]]) -> list[Document]:
 # --- Training and held-out text -------------------------------------------------------------------------------------
 
 
-def divide(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
-    """Divide documents into training text and held-out text, by packages."""
+def divide(documents: Sequence[Document], most: float = float("inf")) -> tuple[list[Document], list[Document]]:
+    """Divide documents into training text and held-out text, by packages.
+
+    Args:
+        documents: all documents, without duplicates.
+        most: bytes of training text; documents beyond it are left out.
+    """
     sizes: dict[str, int] = {}
     for document in documents:
         sizes[document.package] = sizes.get(document.package, 0) + document.size
-    total, chosen, taken = sum(sizes.values()), set[str](), 0
-    largest = max(LARGEST_HELD_OUT * HELD_OUT * total, min(sizes.values(), default=0))
+    wanted, chosen, taken = min(HELD_OUT * min(sum(sizes.values()), most), MOST_HELD_OUT), set[str](), 0
+    largest = max(LARGEST_HELD_OUT * wanted, min(sizes.values(), default=0))
     for package in sorted(sizes, key=lambda name: hashlib.sha256(name.encode()).digest()):
-        if taken >= HELD_OUT * total:
+        if taken >= wanted:
             break
         if sizes[package] <= largest:
             chosen.add(package)
             taken += sizes[package]
     train = [document for document in documents if document.package not in chosen]
+    ends = accumulate(document.size for document in train)
+    train = [document for document, end in zip(train, ends, strict=True) if end <= most]
     seen = {line for document in train for line in long_lines(document)}
     held_out = [document for document in documents if document.package in chosen and _is_new(document, seen)]
     return train, held_out
@@ -220,7 +242,13 @@ def bytes_of_tokens(tokenizer: Any) -> list[int]:
 # --- A corpus in a folder -------------------------------------------------------------------------------------------
 
 
-def prepare(out: Path, kind: str = "python", text: Path | None = None, vocabulary: int = VOCABULARY) -> Corpus:
+def prepare(
+    out: Path,
+    kind: str = "python",
+    text: Path | None = None,
+    vocabulary: int = VOCABULARY,
+    megabytes: float = float("inf"),
+) -> Corpus:
     """Collect and tokenise text into a folder; a folder that holds a corpus is used as it is.
 
     Args:
@@ -228,14 +256,15 @@ def prepare(out: Path, kind: str = "python", text: Path | None = None, vocabular
         kind: a key of SUFFIXES.
         text: a folder of text to use instead of what the machine has: every file in it that is UTF-8 text.
         vocabulary: the number of tokens.
+        megabytes: the most training text, in 10^6 bytes: of more, a random part is taken.
 
     Raises:
         ValueError: there is too little text to hold some of it out.
     """
     if not (out / "corpus.json").is_file():
         name = kind if text is None else text.name
-        documents = read(files(roots(), SUFFIXES[kind]) if text is None else files([text], ANY_SUFFIX))
-        train, held_out = divide(documents)
+        documents = read(files(roots(kind), SUFFIXES[kind]) if text is None else files([text], ANY_SUFFIX))
+        train, held_out = divide(documents, megabytes * 1e6)
         if not train or not held_out:
             raise ValueError(
                 f"text: {len(documents)} documents are too few to hold some out; they must come from several packages "
@@ -249,8 +278,9 @@ def _write(out: Path, kind: str, train: Sequence[Document], held_out: Sequence[D
     out.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(train, vocabulary)
     tokens = {"train": encode(tokenizer, train), "held_out": encode(tokenizer, held_out)}
-    digest = hashlib.sha256(b"".join(document.digest for document in train) + b"held out")
-    digest.update(b"".join(document.digest for document in held_out))
+    digest = hashlib.sha256(tokenizer.to_str().encode())
+    for ids in tokens.values():
+        digest.update(hashlib.sha256(ids.tobytes()).digest())
     sizes = Sizes(
         kind=kind,
         digest=digest.hexdigest()[:16],
@@ -265,10 +295,9 @@ def _write(out: Path, kind: str, train: Sequence[Document], held_out: Sequence[D
     for name, ids in tokens.items():
         np.save(out / f"{name}.npy", ids)
     tokenizer.save(str(out / "tokenizer.json"))
+    about = json.dumps({"sizes": asdict(sizes), "token_bytes": bytes_of_tokens(tokenizer)}, indent=1)
     # Written last: a folder that has it is complete.
-    (out / "corpus.json").write_text(
-        json.dumps({"sizes": asdict(sizes), "token_bytes": bytes_of_tokens(tokenizer)}, indent=1)
-    )
+    write_whole(out / "corpus.json", lambda path: path.write_text(about))
 
 
 def load(folder: Path) -> Corpus:
@@ -283,8 +312,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kind", choices=list(SUFFIXES), default="python")
     parser.add_argument("--text", type=Path, metavar="FOLDER", help="a folder of text to use instead")
+    parser.add_argument("--megabytes", type=float, default=float("inf"), help="the most training text")
     arguments = parser.parse_args()
-    for name, value in asdict(prepare(arguments.out, arguments.kind, arguments.text).sizes).items():
+    corpus = prepare(arguments.out, arguments.kind, arguments.text, megabytes=arguments.megabytes)
+    for name, value in asdict(corpus.sizes).items():
         print(f"{name}: {value}")
 
 

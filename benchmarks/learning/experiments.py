@@ -3,7 +3,7 @@
 python -m benchmarks.learning.experiments --corpus DIR --out DIR [--only layers recipe] [--seconds 540] [--list]
 
 Every finished run is one CSV file. A run whose file exists in --out or in --done is left out, so that the same command
-goes on after an interruption.
+goes on after an interruption. Results of another text are refused there, since they cannot be compared.
 """
 
 from __future__ import annotations
@@ -15,15 +15,21 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-from benchmarks.learning.corpus import load
+from benchmarks.learning.corpus import Corpus, load
 from benchmarks.learning.recipe import SIZES, Recipe
+from benchmarks.learning.schedule import CONTEXT, SEQUENCES, steps_of
 from benchmarks.learning.train import run
+from benchmarks.records import read_table
 
 RESULTS = Path("benchmarks/results/learning")
 SEEDS = (0, 1, 2)
 SWIGLU = Recipe("glu")
 PAPER = Recipe("mglu")
 """SwiMGLU with four masks, trained as in the paper: mask logits have the learning rate of the weights."""
+BEST = replace(PAPER, mask_lr=0.1)
+"""SwiMGLU with four masks as the experiment `recipe` says that masks are trained best. It was this in a first look."""
+LEAST_SECONDS = 30.0
+"""Seconds below which no run is begun: about the time to compile one and to reach its first checkpoint."""
 
 
 def masks(recipe: Recipe, numbers: Iterable[int]) -> list[Recipe]:
@@ -49,16 +55,17 @@ def same_training(n_masks: int) -> float:
 
 EXPERIMENTS: dict[str, list[Recipe]] = {
     # 0. The learning rate at which the others are compared.
-    "rates": [replace(one, lr=lr) for lr in (3e-4, 3e-3) for one in (SWIGLU, PAPER)],
-    # 1. Every layer at the same width (the paper's Figure 3, Tables 3, 8 and 12).
+    "rates": [replace(one, lr=lr) for lr in (1e-3, 3e-4, 3e-3) for one in (SWIGLU, PAPER)],
+    # 1. Every layer at the same width (the paper's Figure 5, Tables 3, 8 and 14).
     "layers": [
         *seeds([SWIGLU, Recipe("lu", activation="gelu"), *masks(PAPER, (1, 2, 4, 8))]),
         *masks(PAPER, (16,)),
         Recipe("glu_shared"),
         *(replace(PAPER, activation=activation) for activation in ("relu", "gelu")),
     ],
-    # 7. How masks are trained.
+    # 7. How masks are trained: the search, and then the best recipe with three seeds.
     "recipe": [
+        *masks(PAPER, (1, 4, 8)),
         *(replace(one, mask_lr=ratio) for ratio in (0.1, 0.3, 0.03) for one in masks(PAPER, (1, 4, 8))),
         *(replace(PAPER, mask_lr=0.1, mask_stop=stop) for stop in (0.5, 0.8)),
         *(replace(PAPER, logits_std=std) for std in (0.03, 0.1)),
@@ -67,30 +74,47 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
         *(replace(PAPER, mask_lr=0.1, gate_ratio=ratio) for ratio in (0.25, 0.75)),
         *(replace(PAPER, straight_through=how) for how in ("clipped", "tanh")),
     ],
-    # 2. What a user decides by: SwiGLU with as many bytes, and with as much training.
-    "budgets": [
-        *(replace(SWIGLU, width=same_load(n_masks)) for n_masks in (1, 4)),
-        *(replace(SWIGLU, width=same_training(n_masks)) for n_masks in (4,)),
-    ],
+    "best": seeds([SWIGLU, *masks(BEST, (1, 4, 8))]),
+    # 2. What a user decides by: SwiGLU with as many weights, with as many bytes, and with as much training.
+    "budgets": seeds(
+        [
+            SWIGLU,
+            *masks(PAPER, (1, 4)),
+            *masks(BEST, (1, 4)),
+            replace(SWIGLU, width=round(2 / 3, 4)),
+            *(replace(SWIGLU, width=same_load(n_masks)) for n_masks in (1, 4)),
+            *(replace(SWIGLU, width=same_training(n_masks)) for n_masks in (4,)),
+        ],
+        SEEDS[:1],
+    ),
     # 3. Masks that are not learned, routes, ablations, and higher learning rates.
     "variants": [
-        *(replace(one, learned=False) for one in masks(PAPER, (1, 2, 4))),
+        SWIGLU,
+        *(replace(one, learned=learned) for one in masks(PAPER, (1, 2, 4)) for learned in (True, False)),
         *(replace(PAPER, top_k=k) for k in (1, 2, 4)),
         *(Recipe(layer, n_masks=1) for layer in ("no_gate_mask", "no_value_mask")),
+        Recipe("glu_shared"),
         *(replace(one, lr=lr) for lr in (6e-3, 1e-2) for one in (SWIGLU, PAPER)),
     ],
     # 5. What a SwiGLU model becomes that is turned into SwiMGLU and trained on with a tenth of its text, and the
-    # teacher trained on alike.
+    # teacher trained on alike. Masks are those of |gate| against |value|, or random. The model learns the text, or the
+    # predictions of its teacher.
     "converted": [
+        SWIGLU,
         replace(SWIGLU, megabytes=1.1 * SWIGLU.megabytes),
         *(
-            replace(one, start=start, skip=SWIGLU.megabytes, megabytes=0.1 * SWIGLU.megabytes, lr=3e-4)
-            for start in ("magnitude", "average")
+            replace(
+                one, start=start, distilled=distilled, skip=SWIGLU.megabytes, megabytes=0.1 * SWIGLU.megabytes, lr=3e-4
+            )
+            for distilled in (False, True)
+            for start in ("magnitude", "average", "up")
             for one in masks(PAPER, (1, 4))
         ),
     ],
     # 6. Three sizes.
-    "sizes": [replace(one, size=size) for size in SIZES if size != "25M" for one in (SWIGLU, *masks(PAPER, (1, 4)))],
+    "sizes": [
+        replace(one, size=size) for size in SIZES for one in (SWIGLU, *masks(PAPER, (1, 4)), *masks(BEST, (1, 4)))
+    ],
 }
 """Name to runs. A run may be in several experiments, and is made once."""
 
@@ -100,36 +124,64 @@ def chosen(names: Iterable[str]) -> list[Recipe]:
     return list(dict.fromkeys(chain.from_iterable(EXPERIMENTS[name] for name in names)))
 
 
-def is_done(recipe: Recipe, folders: Iterable[Path]) -> bool:
-    """Whether a folder has the result of a run."""
-    return any((folder / f"{recipe.name}.csv").is_file() for folder in folders)
+def scaled(recipe: Recipe, factor: float) -> Recipe:
+    """A recipe with so many times its text."""
+    return replace(recipe, megabytes=round(factor * recipe.megabytes, 6), skip=round(factor * recipe.skip, 6))
+
+
+def is_done(recipe: Recipe, folders: Iterable[Path], digest: str) -> bool:
+    """Whether a folder has the result of a run.
+
+    Raises:
+        ValueError: it has one of another text than the corpus with this digest.
+    """
+    for path in (folder / f"{recipe.name}.csv" for folder in folders):
+        if path.is_file():
+            found = read_table(path)[0]["corpus.digest"]
+            if found != digest:
+                raise ValueError(f"{path}: the result is of the text {found}, not {digest}; choose other folders")
+            return True
+    return False
+
+
+def tokens(recipe: Recipe, corpus: Corpus) -> int:
+    """The tokens that a run reads."""
+    return max(1, steps_of(recipe.megabytes, corpus)) * SEQUENCES * CONTEXT
+
+
+def print_plan(recipes: Iterable[Recipe], corpus: Corpus) -> None:
+    """Print each run with its tokens and its arithmetic operations, and their sums."""
+    counts = [(tokens(one, corpus), one.flops_of_token * tokens(one, corpus), one.name) for one in recipes]
+    for count, flops, name in [*counts, (sum(c[0] for c in counts), sum(c[1] for c in counts), "all")]:
+        print(f"{count / 1e6:8.1f} M tokens {flops / 1e15:8.2f} PFLOP  {name}")
 
 
 def main() -> None:
+    begin = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", type=Path, help="a folder that corpus.py prepared")
+    parser.add_argument("--corpus", type=Path, required=True, help="a folder that corpus.py prepared")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--done", type=Path, nargs="*", default=[RESULTS], help="folders with results to leave out")
     parser.add_argument("--only", nargs="+", choices=list(EXPERIMENTS), default=list(EXPERIMENTS), metavar="NAME")
-    parser.add_argument("--megabytes", type=float, help="training text of every run, instead of the recipe's")
+    parser.add_argument("--seeds", type=int, nargs="+", help="make every run with these seeds, instead of its own")
+    parser.add_argument("--scale", type=float, default=1.0, help="multiply the text of every run (default: 1)")
     parser.add_argument("--seconds", type=float, help="stop after about this time")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--list", action="store_true", help="print the runs that are left, and train nothing")
+    parser.add_argument("--list", action="store_true", help="print the runs that are left, their tokens and FLOPs")
     options = parser.parse_args()
     recipes = chosen(options.only)
-    if options.megabytes is not None:
-        recipes = [replace(recipe, megabytes=options.megabytes) for recipe in recipes]
-    left = [recipe for recipe in recipes if not is_done(recipe, [options.out, *options.done])]
+    if options.seeds is not None:
+        recipes = list(dict.fromkeys(seeds(recipes, options.seeds)))
+    recipes = [scaled(recipe, options.scale) for recipe in recipes]
+    corpus = load(options.corpus)
+    left = [one for one in recipes if not is_done(one, [options.out, *options.done], corpus.sizes.digest)]
     if options.list:
-        print(*(recipe.name for recipe in left), sep="\n")
+        print_plan(left, corpus)
         return
-    if options.corpus is None:
-        parser.error("--corpus: must name a folder that benchmarks.learning.corpus prepared")
-    corpus, begin = load(options.corpus), time.perf_counter()
     for i, recipe in enumerate(left):
         rest = None if options.seconds is None else options.seconds - (time.perf_counter() - begin)
         print(f"{recipe.name}: {i + 1} of {len(left)}", flush=True)
-        if (rest is not None and rest <= 0) or not run(recipe, corpus, options.out, options.device, rest):
+        if (rest is not None and rest < LEAST_SECONDS) or not run(recipe, corpus, options.out, options.device, rest):
             print(f"the time is over; {len(left) - i} runs are left")
             return
 

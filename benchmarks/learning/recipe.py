@@ -53,6 +53,7 @@ class Recipe:
         n_masks: number of masks, for the layers that have masks.
         activation: as in `mglu_ops.nn.MGLU`.
         top_k: masks that a token keeps; None for all, without a router.
+        fused: whether `mglu` is `MGLU`; if not, it is `NaiveMGLU`, which computes the same in plain PyTorch.
         learned: whether the masks are learned; if not, they are random and fixed.
         size: the model, a key of SIZES.
         width: the intermediate size as a multiple of the model's own.
@@ -68,6 +69,7 @@ class Recipe:
         scaled_sum: whether the sum over masks is divided by `sqrt(n_masks)`.
         start: how an MGLU is made of a trained SwiGLU model (`teacher`), a key of `mglu_ops.nn.conversion.WEIGHTS`;
             None for random parameters.
+        distilled: whether the model learns the predictions of its teacher instead of the text; only with `start`.
         skip: the text that was read before, in 10^6 bytes; with `start`, by the teacher.
         seed: the seed of the initial parameters. The text and its order do not depend on it.
     """
@@ -76,6 +78,7 @@ class Recipe:
     n_masks: int = 4
     activation: str = "silu"
     top_k: int | None = None
+    fused: bool = True
     learned: bool = True
     size: str = "25M"
     width: float = 1.0
@@ -89,6 +92,7 @@ class Recipe:
     slope: float = 0.05
     scaled_sum: bool = False
     start: str | None = None
+    distilled: bool = False
     skip: float = 0.0
     seed: int = 0
 
@@ -99,10 +103,13 @@ class Recipe:
             raise ValueError(f"size: got {self.size!r}, must be one of {', '.join(SIZES)}")
         if self.straight_through not in get_args(StraightThrough):
             raise ValueError(f"straight_through: got {self.straight_through!r}")
-        if self.start is not None and (self.start not in WEIGHTS or self.layer != "mglu"):
+        if self.start is not None and (self.start not in WEIGHTS or self.layer != "mglu" or not self.fused):
             raise ValueError(
-                f"start: got {self.start!r} for {self.layer}, must be one of {', '.join(WEIGHTS)} for mglu"
+                f"start: got {self.start!r} for {self.layer}, must be one of {', '.join(WEIGHTS)} for a fused mglu"
             )
+
+        if self.distilled and self.start is None:
+            raise ValueError("distilled: got True without a start, whose teacher makes the predictions")
 
     @property
     def has_masks(self) -> bool:
@@ -132,6 +139,23 @@ class Recipe:
         found = asdict(SIZES[self.size])
         return Sizes(**{**found, "intermediate": round(found["intermediate"] * self.width / 8) * 8})
 
+    @property
+    def flops_of_token(self) -> float:
+        """Arithmetic operations of training with a token: products forward and twice as many backward, 2 an element.
+
+        MGLU multiplies `n_masks + 1` times, and the layers without a fused operator twice for each mask. Half of the
+        products of attention are masked out and do not count. A teacher that predicts costs its forward pass.
+        """
+        sizes, masks = self.sizes, self.n_masks
+        matrices = {"lu": 1, "glu": 2, "glu_shared": 1}.get(self.layer, 2 * masks)
+        if self.layer == "mglu" and self.fused:
+            matrices = masks + 1
+        width = sizes.heads * sizes.head_width
+        block = sizes.hidden * 2 * (width + sizes.kv_heads * sizes.head_width)
+        block += (matrices + 1) * sizes.hidden * sizes.intermediate + sizes.context * width
+        teacher = self.teacher.flops_of_token / 3 if self.distilled else 0
+        return 6 * (sizes.layers * block + sizes.vocabulary * sizes.hidden) + teacher
+
     def model(self) -> LanguageModel:
         """Build the model with its initial parameters, in float32 on the current default device."""
         torch.manual_seed(self.seed)
@@ -146,7 +170,7 @@ class Recipe:
             "lu": partial(LU, activation=self.activation),
             "glu": partial(GLU, activation=self.activation),
             "glu_shared": partial(GLU, activation=self.activation, shared=True),
-            "mglu": partial(MGLU, **self._masked()),
+            "mglu": partial(MGLU if self.fused else NaiveMGLU, **self._masked()),
             "no_gate_mask": partial(NaiveMGLU, mask_gate=False, **self._masked()),
             "no_value_mask": partial(NaiveMGLU, mask_value=False, **self._masked()),
         }

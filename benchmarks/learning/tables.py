@@ -1,7 +1,13 @@
-"""The results of the training runs as Markdown tables, one for each experiment."""
+"""The results of the training runs as Markdown tables: one for each experiment, and what the masks became.
+
+python -m benchmarks.learning.tables [--results DIR]
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -9,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from benchmarks.learning.experiments import EXPERIMENTS
+from benchmarks.learning.experiments import EXPERIMENTS, RESULTS
 from benchmarks.learning.recipe import Recipe
 from benchmarks.markdown import markdown
 from benchmarks.records import read_table
@@ -18,48 +24,59 @@ from benchmarks.tables import MissingResultError
 HEAD = (
     "feed-forward layer",
     "weights",
-    "bits a token",
+    "MB a token",
     "nats a byte",
     "to SwiGLU",
     "seeds",
     "gate ratio",
     "flipped",
-    "s",
-    "MB",
+    "PFLOP",
+    "training",
+    "memory",
 )
-FOLDER = "learning"
+FOLDER = RESULTS.name
 """The folder of the runs in that of the results."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that is finished: its recipe, the head of its file, and the last point of its curve."""
+    """A run that is finished: its recipe, the head of its file, and its learning curve."""
 
     recipe: Recipe
     facts: dict[str, str]
-    last: dict[str, str]
+    rows: list[dict[str, str]]
+
+    @property
+    def last(self) -> dict[str, str]:
+        """The last point of the curve."""
+        return self.rows[-1]
 
     @property
     def loss(self) -> float:
         return float(self.last["held_out"])
 
     @property
-    def bits(self) -> float:
-        """Bits that decoding a token reads: all weights in 16 bits, and the masks."""
-        return 16 * float(self.facts["weights"]) + float(self.facts["mask_bits"])
+    def load(self) -> float:
+        """Megabytes that decoding a token reads: all weights in 16 bits, and the masks."""
+        return (2 * float(self.facts["weights"]) + float(self.facts["mask_bits"]) / 8) / 1e6
+
+    @property
+    def bytes_of_token(self) -> float:
+        """Bytes of held-out text that a token stands for on average."""
+        return float(self.facts["corpus.held_out_bytes"]) / float(self.facts["corpus.held_out_tokens"])
 
     @staticmethod
     def read(path: Path) -> Finished:
         facts, rows = read_table(path)
-        return Finished(recipe_of(facts), facts, rows[-1])
+        return Finished(recipe_of(facts), facts, rows)
 
 
 def recipe_of(facts: dict[str, str]) -> Recipe:
-    """The recipe in the head of a result."""
+    """The recipe in the head of a result. What was no part of recipes when it was made had its default."""
     hints = get_type_hints(Recipe)
     values: dict[str, Any] = {}
     for one in fields(Recipe):
-        text = facts[f"recipe.{one.name}"]
+        text = facts.get(f"recipe.{one.name}", str(one.default))
         if text == "None":
             values[one.name] = None
         elif isinstance(one.default, bool):
@@ -75,20 +92,23 @@ def runs(results: Path) -> list[Finished]:
 
     Raises:
         MissingResultError: there is none.
+        ValueError: they are of different texts.
     """
     found = [Finished.read(path) for path in sorted((results / FOLDER).glob("*.csv"))]
     if not found:
         raise MissingResultError(
             f"{results / FOLDER}: no results; `python -m benchmarks.learning.experiments` measures them"
         )
+    if len(digests := {run.facts["corpus.digest"] for run in found}) > 1:
+        raise ValueError(f"{results / FOLDER}: the results are of several texts: {', '.join(sorted(digests))}")
     return found
 
 
 def experiment(results: Path, name: str) -> str:
     """The table of an experiment: a line for each recipe with any finished run, and those that are missing.
 
-    'To SwiGLU' is the mean difference to the SwiGLU runs of the same seeds, size, text and learning rate. Behind a mean
-    of several seeds stands the largest distance between two of them.
+    'To SwiGLU' is the mean difference to the SwiGLU runs of the same seeds, size, text and learning rate, in nats a
+    byte. Behind a mean of several seeds stands the largest distance between two of them.
     """
     found = runs(results)
     wanted = list(dict.fromkeys(replace(recipe, seed=0) for recipe in EXPERIMENTS[name]))
@@ -114,14 +134,15 @@ def line(of: Sequence[Finished], everything: Iterable[Finished]) -> list[str]:
     return [
         label(one.recipe),
         f"{float(one.facts['weights']) / 1e6:.1f} M",
-        f"{one.bits / 1e6:.0f} M",
+        f"{one.load:.1f}",
         with_spread(losses, "{:.4f}"),
-        with_spread(gaps, "{:+.4f}") if gaps and one.recipe.layer != "glu" else "",
+        with_spread(gaps, "{:+.4f}") if gaps and baseline(one.recipe) != one.recipe else "",
         str(len(of)),
         f"{float(one.last['gate_ratio']):.3f}" if has_masks else "",
         f"{float(one.last['flipped']):.1%}" if has_masks else "",
-        f"{statistics.median(float(run.facts['seconds']) for run in of):.0f}",
-        f"{max(float(run.facts['peak_mb']) for run in of):.0f}",
+        f"{float(one.facts['tflop']) / 1000:.1f}",
+        f"{statistics.median(float(run.facts['seconds']) for run in of):.0f} s",
+        "" if math.isnan(peak := max(float(run.facts["peak_mb"]) for run in of)) else f"{peak / 1000:.1f} GB",
     ]
 
 
@@ -140,21 +161,46 @@ def with_spread(values: Sequence[float], form: str) -> str:
 
 def label(recipe: Recipe) -> str:
     """The name of a recipe in a table."""
-    names = {"lu": "linear unit", "glu": "SwiGLU", "glu_shared": "SwiGLU, one shared matrix", "mglu": "SwiMGLU"}
-    name = names.get(recipe.layer, recipe.layer.replace("_", " "))
-    if recipe.has_masks:
-        name += f", n_m = {recipe.n_masks}"
+    prefix = {"silu": "Swi", "gelu": "Ge", "relu": "Re"}[recipe.activation]
+    names = {
+        "lu": recipe.activation.upper(),
+        "glu": f"{prefix}GLU",
+        "glu_shared": f"{prefix}GLU, one shared matrix (no masks)",
+        "mglu": f"{prefix}MGLU",
+        "no_gate_mask": f"{prefix}MGLU, no gate mask",
+        "no_value_mask": f"{prefix}MGLU, no value mask",
+    }
+    name = names[recipe.layer] + (f", n_m = {recipe.n_masks}" if recipe.has_masks else "")
     return ", ".join([name, *options_of(recipe)])
 
 
 def options_of(recipe: Recipe) -> list[str]:
-    """What differs from the default recipe of the layer, as `name = value`."""
-    default = Recipe(layer=recipe.layer, n_masks=recipe.n_masks)
-    return [
-        f"{one.name} = {getattr(recipe, one.name)}"
+    """What differs from the default recipe of the layer, in words or as `name = value`."""
+    default = Recipe(layer=recipe.layer, n_masks=recipe.n_masks, activation=recipe.activation)
+    changed = {
+        one.name: getattr(recipe, one.name)
         for one in fields(Recipe)
         if one.name != "seed" and getattr(recipe, one.name) != getattr(default, one.name)
-    ]
+    }
+    words = {
+        "top_k": f"Top-{recipe.top_k}",
+        "fused": "not fused",
+        "learned": "fixed masks",
+        "size": f"{recipe.size} model",
+        "width": f"{recipe.width:.3g} times as wide",
+        "megabytes": f"{recipe.megabytes:g} MB",
+        "lr": f"learning rate {recipe.lr:g}",
+        "mask_lr": f"masks at {recipe.mask_lr:g} times the rate",
+        "mask_stop": f"masks frozen after {recipe.mask_stop:.0%}",
+        "logits_std": f"logits from N(0, {recipe.logits_std:g})",
+        "gate_ratio": f"gate ratio {recipe.gate_ratio:g} at the start",
+        "straight_through": f"{recipe.straight_through} gradient, slope {recipe.slope:g}",
+        "scaled_sum": "sum / sqrt(n_m)",
+        "start": f"converted by `{recipe.start}`",
+        "distilled": "distilled",
+        "skip": f"after {recipe.skip:g} MB of the teacher",
+    }
+    return [words.get(name, f"{name} = {value}") for name, value in changed.items()]
 
 
 def source(found: Sequence[Finished]) -> str:
@@ -168,5 +214,39 @@ def source(found: Sequence[Finished]) -> str:
     )
 
 
-TABLES: dict[str, Callable[[Path], str]] = {f"learning_{name}": partial(experiment, name=name) for name in EXPERIMENTS}
+def masks(results: Path) -> str:
+    """What masks became by the end of training: the gate ratio of each layer, as in the paper's Figure 14."""
+    found = [run for run in runs(results) if run.recipe in EXPERIMENTS["layers"] and run.recipe.has_masks]
+    found = [run for run in found if run.recipe.seed == 0]
+    if not found:
+        raise MissingResultError(f"{results / FOLDER}: no result of a layer with masks is here")
+    ratios = [(run, json.loads(run.last["gate_ratios"])) for run in sorted(found, key=lambda run: run.recipe.n_masks)]
+    layers = max(len(of) for _, of in ratios)
+    head = ["feed-forward layer", *map(str, range(1, layers + 1)), "agreement"]
+    lines = [
+        [label(run.recipe), *(f"{ratio:.3f}" for ratio in of), agreement(run.last["agreement"])] for run, of in ratios
+    ]
+    return f"{source(found)}\n\n{markdown(head, lines)}"
+
+
+def agreement(text: str) -> str:
+    """The mean agreement between masks; empty for one mask."""
+    return "" if text == "nan" else f"{float(text):.3f}"
+
+
+TABLES: dict[str, Callable[[Path], str]] = {
+    **{f"learning_{name}": partial(experiment, name=name) for name in EXPERIMENTS},
+    "learning_masks": masks,
+}
 """Name of a table to the function that makes it from the folder of the results."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS.parent, help=f"a folder that has the folder {FOLDER}")
+    options = parser.parse_args()
+    print("\n\n".join(f"## {name}\n\n{table(options.results)}" for name, table in TABLES.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -3,8 +3,9 @@
 python -m benchmarks.learning.train --corpus DIR --out DIR [--layer mglu] [--n-masks 4] [--lr 0.001] ... [--seconds 540]
 
 AdamW with the paper's betas, epsilon, weight decay, clipping of gradients, warm-up over a tenth of the steps and cosine
-decay to a tenth of the rate. A run that has to stop, at `--seconds`, leaves a checkpoint, from which the same command
-goes on. Its result is then bit for bit what it would have been without the stop.
+decay to a tenth of the rate. A run that has to stop, at `--seconds`, leaves a checkpoint, and so does a long run every
+two minutes. The same command goes on from it with the same steps: on a CPU, the result is bit for bit what it would
+have been without the stop. On a GPU, torch's backward pass of attention adds in any order.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import asdict, fields
+from importlib.metadata import version
 from pathlib import Path
 from typing import get_type_hints
 
@@ -22,14 +24,17 @@ from benchmarks.learning.corpus import Corpus, load
 from benchmarks.learning.recipe import Recipe
 from benchmarks.learning.schedule import points
 from benchmarks.learning.training import Training, masked_layers
-from benchmarks.records import environment, write_table
+from benchmarks.records import environment, write_table, write_whole
 
 PROTOCOL = (
     "the corpus's windows of 512 tokens in one random order for all runs, 32 a step; bfloat16 autocast of float32 "
     "parameters; AdamW, betas 0.9 and 0.99, epsilon 1e-8, weight decay 0.1 (not of norms and mask logits), gradients "
     "clipped to a norm of 1, warm-up over 10% of the steps, cosine to 10% of the rate; held_out: nats a byte over all "
-    "held-out text"
+    "held-out text; train: nats a token, mean since the last point, and worst, of one step; seconds: steps alone, "
+    "without evaluations; peak_mb: parameters, gradients, state of the optimiser and activations"
 )
+SAVE_SECONDS = 120.0
+"""Time after which a run writes a checkpoint, in case that it is killed."""
 
 
 def run(
@@ -49,7 +54,8 @@ def run(
         corpus: the text.
         out: the folder. A checkpoint in it, `NAME.pt`, is gone on from, and is removed at the end.
         device: "cuda" or "cpu".
-        limit: seconds after which the run stops at the next point of its curve; None for no limit.
+        limit: seconds after which the run stops at a point of its curve, or before if the next point would be too
+            late; None for no limit.
         compiled: whether blocks and loss are compiled.
     """
     begin = time.perf_counter()
@@ -61,25 +67,30 @@ def run(
         if not weights.is_file() and not run(recipe.teacher, corpus, out, device, limit, compiled):
             return False
         teacher = torch.load(weights, map_location=device, weights_only=True)
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
     training = Training(recipe, corpus, device, compiled, teacher)
     training.warm_up()
     if checkpoint.is_file():
         training.restore(checkpoint)
+    saved = time.perf_counter()
     for last in points(training.steps):
         if last <= training.progress.step:
             continue
+        start = time.perf_counter()
         training.advance(last)
         row = training.progress.rows[-1]
         print(f"{recipe.name}: {row['megabytes']:.1f} MB, train {row['train']:.4f}", end=" ")
         print(f"held out {row['held_out']:.4f} nats a byte, {row['seconds']:.0f} s", flush=True)
-        if limit is not None and time.perf_counter() - begin > limit and last < training.steps:
+        now = time.perf_counter()
+        is_over = limit is not None and now - begin + (now - start) > limit  # the next point takes as long as this one
+        if last < training.steps and (is_over or now - saved > SAVE_SECONDS):
             training.save(checkpoint)
-            return False
-    write_table(training.progress.rows, head(training), out, recipe.name)
+            saved = time.perf_counter()
+            if is_over:
+                return False
     if recipe.layer == "glu":
-        torch.save(training.model.state_dict(), out / f"{recipe.name}.weights")
+        state = training.model.state_dict()
+        write_whole(out / f"{recipe.name}.weights", lambda path: torch.save(state, path))
+    write_table(training.progress.rows, head(training), out, recipe.name)
     checkpoint.unlink(missing_ok=True)
     return True
 
@@ -95,8 +106,10 @@ def head(training: Training) -> dict[str, str]:
         "weights": count(training.model) - logits,
         "mask_bits": fixed,
         "steps": training.steps,
+        "tflop": round(training.recipe.flops_of_token * training.steps * training.windows.tokens_of_step / 1e12),
         "seconds": round(training.progress.seconds, 1),
-        "peak_mb": round(peak(training), 1),
+        "peak_mb": round(training.progress.peak_mb, 1),
+        "tokenizers": version("tokenizers"),
     }
     return {
         **environment(PROTOCOL),
@@ -104,11 +117,6 @@ def head(training: Training) -> dict[str, str]:
         **{f"corpus.{key}": str(value) for key, value in sizes.items()},
         **{key: str(value) for key, value in cost.items()},
     }
-
-
-def peak(training: Training) -> float:
-    """Peak memory of the device in MB, 0 on a CPU."""
-    return torch.cuda.max_memory_allocated() / 1e6 if training.device == "cuda" else 0.0
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:

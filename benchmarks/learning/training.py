@@ -11,15 +11,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo_config
+from torch.nn.functional import cross_entropy
 
 from benchmarks.language_model import LanguageModel
 from benchmarks.learning.corpus import Corpus
 from benchmarks.learning.recipe import Recipe, take_over
 from benchmarks.learning.schedule import Windows, held_out_batches, rate, steps_of
+from benchmarks.memory import release
+from benchmarks.records import write_whole
 from mglu_ops.nn import MGLU, MaskStatistics, NaiveMGLU, flip_ratio, parameter_groups
 
 WEIGHT_DECAY = 0.1
 MAX_NORM = 1.0
+# Most runs have the graphs of an earlier run, so that a process keeps all graphs instead of compiling them again.
+dynamo_config.recompile_limit = dynamo_config.accumulated_recompile_limit = 1000
 
 
 @dataclass
@@ -29,11 +35,13 @@ class Progress:
     Attributes:
         step: steps that are done.
         seconds: time of these steps, without evaluations and compilations.
+        peak_mb: the most megabytes that they held at once on a GPU, without the text; NaN on a CPU.
         rows: the learning curve so far.
     """
 
     step: int = 0
     seconds: float = 0.0
+    peak_mb: float = float("nan")
     rows: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -56,7 +64,8 @@ class Training:
         compiled: bool = True,
         teacher: Mapping[str, Tensor] | None = None,
     ) -> None:
-        torch._dynamo.reset()
+        if device == "cuda":
+            release(device)  # what the last run held does not count
         self.recipe, self.corpus, self.device = recipe, corpus, device
         self.steps, self.progress = max(1, steps_of(recipe.megabytes, corpus)), Progress()
         self.skipped = steps_of(recipe.skip, corpus)
@@ -66,6 +75,13 @@ class Training:
             if teacher is None:
                 raise ValueError(f"teacher: got None, must be the state of {recipe.teacher.name}")
             take_over(self.model, teacher, recipe.start)
+        self.teacher: LanguageModel | None = None
+        if recipe.distilled and teacher is not None:
+            with torch.device(device):
+                self.teacher = recipe.teacher.model().requires_grad_(False)
+            self.teacher.load_state_dict(teacher)
+            if compiled:
+                self.teacher.compile_parts()
         if compiled:
             self.model.compile_parts()
         groups = parameter_groups(
@@ -84,7 +100,7 @@ class Training:
             stopped = group["name"] == "mask_logits" and step >= self.recipe.mask_stop * self.steps
             group["lr"] = 0.0 if stopped else largest * rate(step, self.steps)
         with torch.autocast(self.device, torch.bfloat16):
-            loss = self.model(self.windows.batch(self.skipped + step))
+            loss = self.loss(self.windows.batch(self.skipped + step))
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         self.optimizer.step()
@@ -92,11 +108,19 @@ class Training:
         self.progress.step += 1
         return loss.detach()
 
+    def loss(self, batch: Tensor) -> Tensor:
+        """The mean over tokens of the cross entropy: of the text, or of the predictions of the teacher."""
+        if self.teacher is None:
+            return self.model(batch)
+        with torch.no_grad():
+            predicted = self.teacher.logits(batch[:, :-1]).flatten(0, 1).float().softmax(-1)
+        return cross_entropy(self.model.logits(batch[:, :-1]).flatten(0, 1).float(), predicted)
+
     def warm_up(self) -> None:
         """Compile what a step and an evaluation need, and leave everything as it was."""
         parameters = [parameter.detach().clone() for parameter in self.model.parameters()]
         self.step()
-        self.held_out()
+        self.nats(next(held_out_batches(self.corpus.held_out, self.device)))
         with torch.no_grad():
             for parameter, before in zip(self.model.parameters(), parameters, strict=True):
                 parameter.copy_(before)
@@ -106,30 +130,49 @@ class Training:
     def advance(self, last: int) -> None:
         """Take steps up to number `last`, and add a point to the curve."""
         before, begin = self.progress.step, time.perf_counter()
-        total = torch.zeros((), device=self.device)
-        for _ in range(before, last):
-            total += self.step()
-        loss = total.item() / (last - before)  # waits for the device
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        total, worst = (torch.zeros((), device=self.device) for _ in range(2))
+        for step in range(before, last):
+            if step == last - 1 and self.statistics is not None:
+                self.statistics.update()  # the point has the flips of the last step alone
+            loss = self.step()
+            total += loss
+            worst = torch.maximum(worst, loss)
+        mean = total.item() / (last - before)  # waits for the device
         self.progress.seconds += time.perf_counter() - begin
-        self.progress.rows.append(self.point(loss))
+        if self.device == "cuda":
+            peak = (torch.cuda.max_memory_allocated() - self.windows.tokens.nbytes) / 1e6
+            self.progress.peak_mb = max(peak, self.progress.peak_mb)  # the first one, if there is none yet
+        self.progress.rows.append(self.point(mean, worst.item()))
 
     @torch.no_grad()
     def held_out(self) -> float:
         """The loss on all held-out text, in nats a byte."""
         sizes = self.corpus.token_bytes.to(self.device)
-        nats, size = torch.zeros((), device=self.device, dtype=torch.float64), 0
+        nats = torch.zeros((), device=self.device, dtype=torch.float64)
+        size = torch.zeros((), device=self.device, dtype=torch.int64)
         for batch in held_out_batches(self.corpus.held_out, self.device):
-            with torch.autocast(self.device, torch.bfloat16):
-                nats += self.model(batch).double() * batch[:, 1:].numel()
-            size += int(sizes[batch[:, 1:]].sum())
-        return float(nats) / size
+            nats += self.nats(batch)
+            size += sizes[batch[:, 1:]].sum()
+        return float(nats) / float(size)
 
-    def point(self, loss: float) -> dict[str, Any]:
-        """A point of the learning curve after the steps that are done; `loss` is the mean since the last point."""
+    @torch.no_grad()
+    def nats(self, batch: Tensor) -> Tensor:
+        """The loss on held-out windows, as a sum over their tokens."""
+        with torch.autocast(self.device, torch.bfloat16):
+            return self.model(batch).double() * batch[:, 1:].numel()
+
+    def point(self, loss: float, worst: float) -> dict[str, Any]:
+        """A point of the learning curve after the steps that are done.
+
+        `loss` is the mean of the steps since the last point and `worst` the largest of them, in nats a token.
+        """
         row: dict[str, Any] = {
             "step": self.progress.step,
             "megabytes": round(self.recipe.megabytes * self.progress.step / self.steps, 3),
             "train": float(f"{loss:.6g}"),
+            "worst": float(f"{worst:.6g}"),
             "held_out": float(f"{self.held_out():.6g}"),
             "seconds": round(self.progress.seconds, 1),
         }
@@ -138,7 +181,7 @@ class Training:
     def _masks(self) -> dict[str, Any]:
         """Means over layers and masks, and the gate ratios of all layers; none for a model without masks.
 
-        `flips` are the mask bits that differ from the last point, and `flipped` those that differ from the start.
+        `flips` are the mask bits that the last step changed, and `flipped` those that differ from the start.
         """
         if self.statistics is None:
             return {}
@@ -170,9 +213,7 @@ class Training:
             "optimizer": self.optimizer.state_dict(),
             "progress": asdict(self.progress),
         }
-        temporary = path.with_suffix(".tmp")
-        torch.save(state, temporary)
-        temporary.replace(path)
+        write_whole(path, lambda temporary: torch.save(state, temporary))
 
     def restore(self, path: Path) -> None:
         """Go on from a checkpoint.
@@ -190,8 +231,6 @@ class Training:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.progress = Progress(**state["progress"])
-        if self.statistics is not None:
-            self.statistics = MaskStatistics(self.model)  # a checkpoint is written at a point of the curve
 
 
 def masked_layers(model: nn.Module) -> list[MGLU | NaiveMGLU]:

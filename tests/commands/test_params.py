@@ -15,7 +15,7 @@ from mglu_ops.__main__ import main
 from mglu_ops.nn import GLU, LU, MGLU
 from mglu_ops.params import PAPER, ModelSizes, counts
 
-# Table 7 of arXiv 2506.23225: scale, model, n_masks, weights and masks in millions, MB.
+# Table 6 of arXiv 2506.23225: scale, model, n_masks, weights and masks in millions, MB.
 PUBLISHED = [
     ("small", "GELU", 0, 113, 0, 215),
     ("small", "SwiGLU", 0, 141, 0, 269),

@@ -1,4 +1,4 @@
-"""The variants of the paper (arXiv 2506.23225) that no fused operator computes, against its equations in float64."""
+"""The variants of the paper (arXiv 2506.23225), against its code and its equations in float64."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import mglu_ops
 from compile_passes.explain import explain
@@ -44,6 +44,44 @@ def test_masks_on_gates_or_values_alone_and_biases(activation, n_masks, bias, ma
     torch.testing.assert_close(layer(x), expected)
     layer(x).sum().backward()
     assert all(bool(parameter.grad.abs().sum() > 0) for parameter in layer.parameters())
+
+
+class Algorithm2(nn.Linear):
+    """The paper's own code of a layer with one mask (Algorithm 2)."""
+
+    def __init__(self, in_features, out_features):
+        super().__init__(in_features, out_features, False)
+        self.register_parameter("mask", nn.Parameter(0.01 * torch.randn(out_features, in_features), requires_grad=True))
+
+    def ste_mask(self, soft_mask):
+        hard_mask = (soft_mask > 0).to(soft_mask.dtype)
+        return (hard_mask - soft_mask).detach() + soft_mask
+
+    def forward(self, x):
+        hard_mask = self.ste_mask(self.mask)
+        e1 = F.linear(x, self.weight * hard_mask)
+        e2 = F.linear(x, self.weight * (1.0 - hard_mask))
+        return e1, e2
+
+
+@pytest.mark.parametrize("kind", [MGLU, NaiveMGLU])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_one_mask_is_algorithm_2_from_its_initial_values_to_its_gradients(kind, activation):
+    torch.manual_seed(0)
+    paper = Algorithm2(64, 48)
+    torch.manual_seed(0)
+    ours = kind(64, 48, activation=activation)
+    torch.testing.assert_close(ours.weight, paper.weight, rtol=0, atol=0)
+    torch.testing.assert_close(ours.mask_logits[0], paper.mask)
+    x, grad = torch.randn(5, 64, dtype=F64), torch.randn(5, 48, dtype=F64)
+    paper, ours = paper.double(), ours.double()
+    e1, e2 = paper(x)
+    (ACTIVATIONS[activation](e1) * e2).backward(grad)
+    y = ours(x)
+    y.backward(grad)
+    torch.testing.assert_close(y, ACTIVATIONS[activation](e1) * e2)
+    torch.testing.assert_close(ours.weight.grad, paper.weight.grad)
+    torch.testing.assert_close(ours.mask_logits.grad[0], paper.mask.grad)
 
 
 @pytest.mark.parametrize("options", [{"bias": True}, {"mask_gate": False}, {"mask_value": False}])

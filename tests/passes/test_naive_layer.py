@@ -81,14 +81,19 @@ def test_fixed_masks_are_not_packed_again() -> None:
     assert capture.calls == {"mglu.forward": 1}
 
 
-def test_routed_layer() -> None:
+@pytest.mark.parametrize(("top_k", "learned"), family([2, 1, 3, 4], [True, False]))
+def test_routed_layer(top_k: int, learned: bool) -> None:
     torch.manual_seed(2)
-    model = NaiveMGLU(16, 12, n_masks=4, top_k=2, dtype=torch.float64)
+    model = NaiveMGLU(16, 12, n_masks=4, top_k=top_k, learnable_masks=learned, dtype=torch.float64)
     x = torch.randn(2, 3, 16, dtype=torch.float64)
     capture = Capture(strict=True)
-    assert_same(model_results(model, x, capture.compile(model)), model_results(model, x), SAME)
-    assert capture.calls["mglu.forward_ste"] == 1
+    compiled = capture.compile(model)
+    assert_same(model_results(model, x, compiled), model_results(model, x), SAME)
+    assert capture.calls["mglu.forward_ste" if learned else "mglu.forward"] == 1
     assert masked_products(capture.calls) == 1, "the router"
+    with torch.no_grad():
+        assert relative_error(compiled(x), model(x)) <= SAME
+    assert [site.route for site in capture.report.fused] == ["forward_ste" if learned else "forward", "forward"]
 
 
 @pytest.mark.parametrize("shape", [(16,), (1, 16), (0, 16), (2, 3, 4, 16)])

@@ -1,0 +1,93 @@
+"""Plots of the training runs, drawn from nothing but their files.
+
+python -m benchmarks.learning.plots [--results DIR] [--out DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks import plots
+from benchmarks.learning.claims import EIGHT, FOUR, GELU, ONE, SIXTEEN, TWO
+from benchmarks.learning.experiments import RESULTS, SWIGLU
+from benchmarks.learning.recipe import Recipe
+from benchmarks.learning.tables import Finished, label, runs
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+STYLES = {
+    GELU: plots.CEILING,
+    SWIGLU: plots.SWIGLU,
+    **{one: plots.BY_MASKS[one.n_masks]._replace(marker="") for one in (ONE, TWO, FOUR, EIGHT, SIXTEEN)},
+}
+"""The layers of the paper's learning curves, which are drawn where they were run, from their first seed."""
+
+
+def first_seeds(found: Iterable[Finished], wanted: Iterable[Recipe]) -> list[Finished]:
+    """The runs of some recipes that are there, in the order of the recipes."""
+    by_recipe = {run.recipe: run for run in found}
+    return [by_recipe[recipe] for recipe in wanted if recipe in by_recipe]
+
+
+def curves(found: Sequence[Finished]) -> Figure:
+    """The held-out loss by text read: from the first tenth on, and enlarged over the second half."""
+    figure, panels = plots.figure_of(2, 2.6, sharex=False)
+    chosen = first_seeds(found, STYLES)
+    for axes, share in zip(panels, (0.1, 0.5), strict=True):
+        for run in chosen:
+            every = [(float(row["megabytes"]), float(row["held_out"])) for row in run.rows]
+            points = [(x, y) for x, y in every if x >= share * run.recipe.megabytes]
+            plots.draw_line(axes, label(run.recipe), STYLES[run.recipe], points)
+        axes.set_ylabel("held out, nats a byte")
+    panels[-1].set_xlabel("training text, MB")
+    plots.draw_legend(figure, panels[0])
+    return figure
+
+
+def gate_ratios(found: Sequence[Finished]) -> Figure:
+    """The share of ones in the masks of each layer at the end, as in the paper's Figure 14."""
+    figure, (axes,) = plots.figure_of(1, 3.0)
+    for run in first_seeds(found, (ONE, TWO, FOUR, EIGHT)):
+        ratios = json.loads(run.rows[-1]["gate_ratios"])
+        style = STYLES[run.recipe]._replace(marker=plots.BY_MASKS[run.recipe.n_masks].marker)
+        plots.draw_line(axes, label(run.recipe), style, list(enumerate(ratios, 1)))
+    axes.axhline(0.5, color=plots.CEILING.color, linestyle=plots.CEILING.linestyle, linewidth=1)
+    axes.set_xlabel("layer")
+    axes.set_ylabel("gate ratio")
+    plots.draw_legend(figure, axes)
+    return figure
+
+
+PLOTS: dict[str, Callable[[Sequence[Finished]], Figure]] = {
+    "learning_curves": curves,
+    "learning_gate_ratios": gate_ratios,
+}
+"""Name of a plot to the function that draws it from the finished runs."""
+
+
+def draw(results: Path, out: Path) -> list[Path]:
+    """Draw every plot into the folder `out`, as SVG.
+
+    Raises:
+        MissingResultError: there are no runs.
+    """
+    found = runs(results)
+    return [plots.save(picture, found, out / f"{name}.svg") for name, picture in PLOTS.items()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS.parent, help="a folder that has the folder learning")
+    parser.add_argument("--out", type=Path, default=RESULTS.parent)
+    options = parser.parse_args()
+    for path in draw(options.results, options.out):
+        print(path)
+
+
+if __name__ == "__main__":
+    main()
