@@ -41,6 +41,7 @@ def numbers(value: Any) -> list[float]:
     return [number for item in value for number in (numbers(item) if isinstance(item, tuple) else [item])]
 
 
+@pytest.mark.long
 def test_the_committed_constants_follow_from_the_committed_timings() -> None:
     pytest.importorskip("scipy")
     timings = read_timings(TIMINGS)

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from families import quick_only_for
 from ranks import RANKS, run_on_ranks
 from torch import Tensor, nn
 
@@ -262,7 +261,8 @@ def _run_check(rank: int, check: str) -> None:
     assert not ranks.failures, "\n".join(ranks.failures)
 
 
-@pytest.mark.parametrize("check", quick_only_for(["layers"], CHECKS))
+@pytest.mark.long  # tests/distributed has two ranks in the quick tests
+@pytest.mark.parametrize("check", CHECKS)
 def test_two_ranks_equal_one_process(check: str, tmp_path: Path) -> None:
     """Each check runs in new processes, so that it makes the first call with a DTensor."""
     run_on_ranks(_run_check, tmp_path, check)

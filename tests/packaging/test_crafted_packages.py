@@ -237,6 +237,7 @@ def test_members_above_4_gigabytes_are_read(tmp_path: Path) -> None:
         assert [(info.filename, info.file_size) for info in other.infolist()] == [("m/huge", huge), ("m/last", 4)]
 
 
+@pytest.mark.long
 @needs_compiler
 def test_the_library_refuses_archives_in_the_same_words(words_of_both: Words) -> None:
     assert words_of_both(sealed(good_members())) == ""
@@ -277,6 +278,7 @@ def test_what_is_accepted_is_read_alike_by_every_reader(data: bytes, words: Word
         assert found == [(name, entry.header_offset, entry.file_size) for name, entry in entries]
 
 
+@pytest.mark.long
 @needs_compiler
 @s.examples(300)
 @given(data=changed_archives())
@@ -389,6 +391,7 @@ def test_two_different_descriptions_are_refused(words: Words) -> None:
     assert words(sealed([first, replace(other, name=second.name), *code])) == "it holds two different descriptions"
 
 
+@pytest.mark.long
 @needs_compiler
 def test_the_library_refuses_descriptions_in_the_same_words(words_of_both: Words) -> None:
     for texts, expected in BAD_TEXTS:
@@ -447,6 +450,7 @@ def test_any_description_is_read_or_refused(crafted: str, words: Words, tmp_path
         mglu_ops.load(tmp_path / "crafted.pt2")
 
 
+@pytest.mark.long
 @needs_compiler
 @s.examples(400)
 @given(crafted=descriptions())
@@ -484,6 +488,7 @@ def test_weights_that_are_no_tensors_by_name_are_refused(tmp_path: Path) -> None
         mglu_ops.load_weights(path)
 
 
+@pytest.mark.long
 @needs_compiler
 def test_the_library_checks_weights(library: Path, tmp_path: Path) -> None:
     check = ctypes.CDLL(str(library)).mglu_check_weights

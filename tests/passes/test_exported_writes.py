@@ -379,6 +379,7 @@ class WritingModel(nn.Module):
         return f"mask={self.mask!r}, copied={self.copied}, writes={self.writes}"
 
 
+@pytest.mark.long
 @settings(max_examples=40)
 @given(module=writing_models(), grad=st.booleans(), loaded=st.booleans())
 def test_random_writes_are_seen_at_each_call(module: WritingModel, grad: bool, loaded: bool) -> None:

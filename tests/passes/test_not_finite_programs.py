@@ -91,8 +91,7 @@ MASKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", MASKED)
-@pytest.mark.parametrize("activation", ["silu", "relu", "tanh"])
+@pytest.mark.parametrize(("name", "activation"), family(MASKED, ["silu", "relu", "tanh"]))
 def test_no_wrong_number_comes_out_where_a_weight_is_not_finite(name: str, activation: str) -> None:
     """An infinite or NaN weight, and products that overflow, under a mask of 0 or 1."""
     masked, act = MASKED[name], ACTIVATIONS[activation].forward
