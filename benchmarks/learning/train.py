@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 import torch
+from torch._dynamo import config as dynamo_config
 
 from benchmarks.language_model import count
 from benchmarks.learning.corpus import Corpus, load
@@ -37,6 +38,8 @@ SAVE_SECONDS = 120.0
 """Time after which a run writes a checkpoint, in case that it is killed."""
 
 
+# Most runs have the graphs of an earlier run, so that a process keeps all graphs instead of compiling them again.
+@dynamo_config.patch(recompile_limit=1000, accumulated_recompile_limit=1000)  # type: ignore[untyped-decorator]
 def run(
     recipe: Recipe,
     corpus: Corpus,

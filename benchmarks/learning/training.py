@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import config as dynamo_config
 from torch.nn.functional import cross_entropy
 
 from benchmarks.language_model import LanguageModel
@@ -24,8 +23,6 @@ from mglu_ops.nn import MGLU, MaskStatistics, NaiveMGLU, flip_ratio, parameter_g
 
 WEIGHT_DECAY = 0.1
 MAX_NORM = 1.0
-# Most runs have the graphs of an earlier run, so that a process keeps all graphs instead of compiling them again.
-dynamo_config.recompile_limit = dynamo_config.accumulated_recompile_limit = 1000
 
 
 @dataclass
