@@ -3,7 +3,8 @@
 python -m benchmarks.learning.experiments --corpus DIR --out DIR [--only layers recipe] [--seconds 540] [--list]
 
 Every finished run is one CSV file. A run whose file exists in --out or in --done is left out, so that the same command
-goes on after an interruption. Results of another text are refused there, since they cannot be compared.
+goes on after an interruption. Results of another text are refused there, since they cannot be compared. Several GPUs
+share the work if each has this command with its own CUDA_VISIBLE_DEVICES and all have the same --out.
 """
 
 from __future__ import annotations
@@ -179,11 +180,18 @@ def main() -> None:
         print_plan(left, corpus)
         return
     for i, recipe in enumerate(left):
+        if is_done(recipe, [options.out], corpus.sizes.digest):  # by another process
+            continue
         rest = None if options.seconds is None else options.seconds - (time.perf_counter() - begin)
         print(f"{recipe.name}: {i + 1} of {len(left)}", flush=True)
-        if (rest is not None and rest < LEAST_SECONDS) or not run(recipe, corpus, options.out, options.device, rest):
-            print(f"the time is over; {len(left) - i} runs are left")
-            return
+        try:
+            if (rest is not None and rest < LEAST_SECONDS) or not run(
+                recipe, corpus, options.out, options.device, rest
+            ):
+                print(f"the time is over; {len(left) - i} runs are left")
+                return
+        except TimeoutError:
+            print(f"{recipe.name}: another process trains it", flush=True)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,16 @@ have been without the stop. On a GPU, torch's backward pass of attention adds in
 from __future__ import annotations
 
 import argparse
+import math
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import get_type_hints
 
 import torch
+from torch import Tensor
 from torch._dynamo import config as dynamo_config
 
 from benchmarks.language_model import count
@@ -26,6 +29,7 @@ from benchmarks.learning.recipe import Recipe
 from benchmarks.learning.schedule import points
 from benchmarks.learning.training import Training, masked_layers
 from benchmarks.records import environment, write_table, write_whole
+from mglu_ops.backends.file_lock import locked
 
 PROTOCOL = (
     "the corpus's windows of 512 tokens in one random order for all runs, 32 a step; bfloat16 autocast of float32 "
@@ -50,7 +54,8 @@ def run(
 ) -> bool:
     """Train, and write `NAME.csv` into a folder; return whether the run is finished.
 
-    A recipe with a `start` trains its teacher first, unless the folder has the teacher's weights, `NAME.weights`.
+    A recipe with a `start` trains its teacher first, unless the folder has the teacher's weights, `NAME.weights`, or
+    waits for the process that trains it. Processes that share a folder never train the same run at once.
 
     Args:
         recipe: what to train.
@@ -60,16 +65,41 @@ def run(
         limit: seconds after which the run stops at a point of its curve, or before if the next point would be too
             late; None for no limit.
         compiled: whether blocks and loss are compiled.
+
+    Raises:
+        TimeoutError: another process makes this run.
     """
     begin = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
+    with locked(out / f"{recipe.name}.lock", 0.0):
+        teacher = None
+        if recipe.start is not None:
+            weights = out / f"{recipe.teacher.name}.weights"
+            wait = math.inf if limit is None else limit
+            try:
+                with locked(out / f"{recipe.teacher.name}.lock", wait):
+                    rest = None if limit is None else limit - (time.perf_counter() - begin)
+                    if not weights.is_file() and not _run(recipe.teacher, corpus, out, device, rest, compiled, None):
+                        return False
+            except TimeoutError:
+                return False
+            teacher = torch.load(weights, map_location=device, weights_only=True)
+        rest = None if limit is None else limit - (time.perf_counter() - begin)
+        return _run(recipe, corpus, out, device, rest, compiled, teacher)
+
+
+def _run(
+    recipe: Recipe,
+    corpus: Corpus,
+    out: Path,
+    device: str,
+    limit: float | None,
+    compiled: bool,
+    teacher: Mapping[str, Tensor] | None,
+) -> bool:
+    """Go on from the run's checkpoint, if there is one, for at most `limit` seconds."""
+    begin = time.perf_counter()
     checkpoint = out / f"{recipe.name}.pt"
-    teacher = None
-    if recipe.start is not None:
-        weights = out / f"{recipe.teacher.name}.weights"
-        if not weights.is_file() and not run(recipe.teacher, corpus, out, device, limit, compiled):
-            return False
-        teacher = torch.load(weights, map_location=device, weights_only=True)
     training = Training(recipe, corpus, device, compiled, teacher)
     training.warm_up()
     if checkpoint.is_file():
@@ -143,7 +173,10 @@ def main() -> None:
     add_recipe(parser)
     options = vars(parser.parse_args())
     recipe = Recipe(**{one.name: options[one.name] for one in fields(Recipe)})
-    finished = run(recipe, load(options["corpus"]), options["out"], options["device"], options["seconds"])
+    try:
+        finished = run(recipe, load(options["corpus"]), options["out"], options["device"], options["seconds"])
+    except TimeoutError as error:
+        raise SystemExit(str(error)) from None
     print("finished" if finished else "stopped; the same command goes on")
 
 

@@ -1,0 +1,72 @@
+"""The recipes of the experiments about learning: names, budgets, and how masks start and learn."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.learning import experiments, training
+from benchmarks.learning.recipe import Recipe
+
+pytest_plugins = ["learning_fixtures"]
+
+
+def test_names_of_runs_are_unique_and_survive_a_file_system():
+    runs = experiments.chosen(experiments.EXPERIMENTS)
+    names = [one.name for one in runs]
+    assert len(set(names)) == len(names) > 50
+    assert all(len(name) < 120 and "/" not in name for name in names)
+    assert Recipe("mglu", n_masks=2, seed=1).name == "mglu-2_seed=1"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"layer": "swish"},
+        {"size": "1B"},
+        {"straight_through": "no"},
+        {"start": "half"},
+        {"distilled": True},
+        {"start": "gate", "layer": "lu"},
+    ],
+)
+def test_a_wrong_recipe_is_named(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Recipe(**wrong)
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("ratio", [0.2, 0.5, 0.8])
+def test_the_initial_gate_ratio(ratio):
+    model = Recipe(gate_ratio=ratio).model()
+    for layer in training.masked_layers(model):
+        assert abs(float((layer.mask_logits > 0).float().mean()) - ratio) < 0.03
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("how", ["clipped", "tanh"])
+def test_straight_through_gradients_fade_and_masks_stay(how):
+    torch.manual_seed(0)
+    plain, shaped = Recipe(logits_std=0.1), Recipe(logits_std=0.1, straight_through=how, slope=0.05)
+    layers = [next(iter(training.masked_layers(one.model()))) for one in (plain, shaped)]
+    assert torch.equal(layers[0].mask_logits > 0, layers[1].mask_logits > 0)
+    x = torch.randn(5, 16)
+    for layer in layers:
+        layer(x).sum().backward()
+    logits, grad = layers[0].mask_logits.detach(), layers[0].mask_logits.grad
+    factor = (logits.abs() <= 0.05).float() if how == "clipped" else 1 - torch.tanh(logits / 0.05) ** 2
+    torch.testing.assert_close(layers[1].parametrizations.mask_logits.original.grad, grad * factor)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_the_sum_over_masks_may_be_scaled():
+    x = torch.randn(3, 16)
+    plain, scaled = (Recipe(n_masks=4, scaled_sum=one).model().blocks[0].projection for one in (False, True))
+    torch.testing.assert_close(scaled(x), plain(x) / 2)
+
+
+def test_widths_of_equal_budgets():
+    """Bytes of three matrices of SwiGLU against two and the masks; products of a training step against n_masks + 2."""
+    for n_masks in (1, 4, 16):
+        assert 3 * 16 * experiments.same_load(n_masks) == pytest.approx(2 * 16 + n_masks)
+        assert 3 * experiments.same_training(n_masks) == pytest.approx(n_masks + 2)

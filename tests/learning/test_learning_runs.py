@@ -1,0 +1,195 @@
+"""Runs of the experiments about learning that stop, are killed, or share a folder with other processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from learning_fixtures import VOCABULARY, tiny_run
+
+from benchmarks.learning import corpus, experiments, train, training
+from benchmarks.learning.recipe import Recipe
+from benchmarks.records import read_table, write_table
+from mglu_ops.backends.file_lock import locked
+
+pytest_plugins = ["learning_fixtures"]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_run_stops_before_a_point_that_would_be_too_late(text, tmp_path, monkeypatch):
+    one, now = tiny_run(text, 20, layer="glu"), [0.0]
+    monkeypatch.setattr(train.time, "perf_counter", lambda: now[0])
+    advance = training.Training.advance
+
+    def slow(run: training.Training, last: int) -> None:
+        advance(run, last)
+        now[0] += 10
+
+    monkeypatch.setattr(training.Training, "advance", slow)
+    assert not train.run(one, text, tmp_path, "cpu", limit=25, compiled=False)
+    assert now[0] == 20
+    assert train.run(one, text, tmp_path, "cpu", limit=25, compiled=False)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_long_run_leaves_checkpoints_in_case_that_it_is_killed(text, tmp_path, monkeypatch):
+    one = tiny_run(text, 20, n_masks=2)
+    assert train.run(one, text, tmp_path / "whole", "cpu", compiled=False)
+    monkeypatch.setattr(train, "SAVE_SECONDS", 0.0)
+    advance = training.Training.advance
+
+    def killed(run: training.Training, last: int) -> None:
+        if last == 15 and run.progress.step == 10:
+            raise KeyboardInterrupt
+        advance(run, last)
+
+    monkeypatch.setattr(training.Training, "advance", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train.run(one, text, tmp_path / "parts", "cpu", compiled=False)
+    monkeypatch.setattr(training.Training, "advance", advance)
+    assert torch.load(tmp_path / "parts" / f"{one.name}.pt")["progress"]["step"] == 10
+    assert train.run(one, text, tmp_path / "parts", "cpu", compiled=False)
+    whole, parts = (read_table(tmp_path / name / f"{one.name}.csv")[1] for name in ("whole", "parts"))
+    assert [{**row, "seconds": ""} for row in whole] == [{**row, "seconds": ""} for row in parts]
+
+
+def test_a_result_that_is_killed_in_the_middle_is_not_there(tmp_path):
+    class Fatal:
+        def __str__(self) -> str:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_table([{"a": 1}, {"a": Fatal()}], {}, tmp_path, "result")
+    assert not (tmp_path / "result.csv").exists()
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from benchmarks.decoder import Sizes
+from benchmarks.learning import corpus, experiments, recipe, schedule
+recipe.SIZES["25M"] = Sizes(layers=2, hidden=16, intermediate=32, heads=2, kv_heads=2, vocabulary=300, context=16)
+schedule.SEQUENCES, schedule.CONTEXT, schedule.EVALUATIONS = 4, 16, 10
+from benchmarks.learning import train
+train.SAVE_SECONDS = 0.0
+run = experiments.run
+experiments.run = lambda one, text, out, device, rest: run(one, text, out, device, rest, False)
+experiments.EXPERIMENTS["layers"] = [recipe.Recipe(layer, 2, megabytes=0.03) for layer in ("mglu", "glu")]
+experiments.main()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_experiments_that_are_killed_go_on_bit_for_bit(how, folder, tmp_path):
+    corpus.prepare(tmp_path / "corpus", text=folder, vocabulary=VOCABULARY)
+    common = [sys.executable, "-c", KILLED, "--corpus", str(tmp_path / "corpus"), "--only", "layers", "--device", "cpu"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def start(out: Path) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([*common, "--out", str(out), "--done"], env=environment)
+
+    assert start(tmp_path / "whole").wait() == 0
+    kills = 0
+    for seconds in (0.0, 0.4, 1.1, 0.7):  # after the first checkpoint of a run that is not done
+        process = start(tmp_path / "parts")
+        while process.poll() is None and not list((tmp_path / "parts").glob("*.pt")):
+            time.sleep(0.05)
+        time.sleep(seconds)
+        if process.poll() is None:
+            process.send_signal(how)
+            kills += process.wait() == -how
+    assert kills > 0
+    assert start(tmp_path / "parts").wait() == 0
+    names = sorted(path.name for path in (tmp_path / "whole").iterdir())
+    assert sorted(path.name for path in (tmp_path / "parts").iterdir() if path.suffix != ".tmp") == names
+    for name in names:
+        if name.endswith(".csv"):
+            whole, parts = (read_table(tmp_path / part / name)[1] for part in ("whole", "parts"))
+            assert [{**row, "seconds": ""} for row in whole] == [{**row, "seconds": ""} for row in parts]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_experiments_go_on_where_they_stopped(text, folder, tmp_path, monkeypatch, capsys):
+    prepared = tmp_path / "corpus"
+    corpus.prepare(prepared, text=folder, vocabulary=VOCABULARY)
+    monkeypatch.setitem(experiments.EXPERIMENTS, "layers", [tiny_run(text, 4, n_masks=n) for n in (1, 2)])
+    trained: list[str] = []
+
+    def run(one: Recipe, *_: object) -> bool:
+        trained.append(one.name)
+        write_table([{"step": 1}], {"corpus.digest": text.sizes.digest}, tmp_path / "out", one.name)
+        return True
+
+    monkeypatch.setattr(experiments, "run", run)
+    common = ["experiments", "--only", "layers", "--out", str(tmp_path / "out"), "--corpus", str(prepared)]
+    for seconds in ("29", "100", "100"):  # a run is not begun if there is no time for its first checkpoint
+        monkeypatch.setattr("sys.argv", [*common, "--seconds", seconds])
+        experiments.main()
+    assert len(trained) == 2
+    assert "the time is over; 2 runs are left" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", [*common, "--seeds", "0", "1", "--list"])
+    experiments.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3  # the runs of the other seed, and their sum
+    assert all("seed=1" in line for line in lines[:2])
+    assert float(lines[2].split()[0]) == pytest.approx(sum(float(line.split()[0]) for line in lines[:2]), abs=0.1)
+    monkeypatch.setattr("sys.argv", [*common, "--scale", "0.5"])
+    experiments.main()
+    assert len(trained) == 4
+    assert all("megabytes=" in name for name in trained[2:])
+    path = tmp_path / "out" / f"{trained[0]}.csv"
+    path.write_text(path.read_text().replace(text.sizes.digest, "another"))
+    monkeypatch.setattr("sys.argv", common)
+    with pytest.raises(ValueError, match="the result is of the text another, not"):
+        experiments.main()
+
+
+def test_a_scaled_conversion_has_a_teacher_that_is_scaled_too():
+    (one, *_) = [recipe for recipe in experiments.EXPERIMENTS["converted"] if recipe.start is not None]
+    half = experiments.scaled(one, 0.5)
+    assert half.teacher == replace(one.teacher, megabytes=one.teacher.megabytes / 2)
+    assert half.megabytes == one.megabytes / 2
+
+
+@pytest.mark.usefixtures("tiny")
+def test_processes_that_share_a_folder_leave_out_each_others_runs(text, folder, tmp_path, monkeypatch, capsys):
+    prepared, out = tmp_path / "corpus", tmp_path / "out"
+    corpus.prepare(prepared, text=folder, vocabulary=VOCABULARY)
+    one, other = (tiny_run(text, 4, layer="glu", seed=seed) for seed in (0, 1))
+    monkeypatch.setitem(experiments.EXPERIMENTS, "layers", [one, other])
+    monkeypatch.setattr(experiments, "run", lambda *arguments: train.run(*arguments, compiled=False))
+    common = ["experiments", "--only", "layers", "--out", str(out), "--corpus", str(prepared), "--device", "cpu"]
+    monkeypatch.setattr("sys.argv", [*common, "--done"])
+    out.mkdir()
+    with locked(out / f"{one.name}.lock", 0.0):  # as a process that trains it
+        experiments.main()
+    assert f"{one.name}: another process trains it" in capsys.readouterr().out
+    assert [path.name for path in out.glob("*.csv")] == [f"{other.name}.csv"]
+    experiments.main()
+    assert len(list(out.glob("*.csv"))) == 2
+    assert not list(out.glob("*.lock"))
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_conversion_waits_for_the_process_that_trains_its_teacher(text, tmp_path):
+    teacher = tiny_run(text, 8, layer="glu")
+    one = tiny_run(text, 4, start="magnitude", skip=teacher.megabytes)
+    assert one.teacher == replace(teacher, lr=Recipe.lr)
+    with locked(tmp_path / f"{one.teacher.name}.lock", 0.0):
+        assert not train.run(one, text, tmp_path, "cpu", limit=0.1, compiled=False)
+        threads = ThreadPoolExecutor(1)
+        result = threads.submit(train.run, one, text, tmp_path, "cpu", None, False)
+        with pytest.raises(TimeoutError):
+            result.result(0.2)
+        assert not list(tmp_path.glob("*.pt")), "nothing is trained meanwhile"
+    assert result.result(60)
+    assert (tmp_path / f"{one.name}.csv").is_file()

@@ -1,0 +1,134 @@
+"""Tables, plots and verdicts of the experiments about learning."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from benchmarks.learning import claims, experiments, tables
+from benchmarks.learning.recipe import Recipe
+from benchmarks.records import write_table
+from benchmarks.tables import MissingResultError
+
+pytest_plugins = ["learning_fixtures"]
+
+
+def finished(folder: Path, one: Recipe, loss: float, **last: object) -> None:
+    """Write a result as a run does, without training."""
+    facts = {f"recipe.{key}": str(value) for key, value in asdict(one).items()}
+    facts |= {"commit": "0123456789", "device": "a GPU", "torch": "2.13", "weights": "20000000", "mask_bits": "8000000"}
+    facts |= {"seconds": "61.4", "peak_mb": "1234.5", "corpus.kind": "python", "corpus.digest": "abcd"}
+    facts |= {"corpus.held_out_bytes": "5200000", "corpus.held_out_tokens": "1300000", "tflop": "6004"}
+    last = {"gate_ratios": "[0.5, 0.52]", "agreement": 0.5} | last
+    write_table(
+        [{"step": 10, "megabytes": one.megabytes, "held_out": loss, **last}], facts, folder / "learning", one.name
+    )
+
+
+def test_recipes_survive_their_file(tmp_path):
+    for one in experiments.chosen(experiments.EXPERIMENTS):
+        finished(tmp_path, one, 0.75, gate_ratio=0.5, flipped=0.1)
+    assert {run.recipe for run in tables.runs(tmp_path)} == set(experiments.chosen(experiments.EXPERIMENTS))
+    older = {f"recipe.{key}": str(value) for key, value in asdict(Recipe("glu")).items() if key != "distilled"}
+    assert tables.recipe_of(older) == Recipe("glu")
+    for name in tables.TABLES:
+        assert "Not run" not in tables.TABLES[name](tmp_path)
+
+
+def test_a_table_compares_with_swiglu_of_the_same_seeds(tmp_path):
+    with pytest.raises(MissingResultError, match=r"benchmarks\.learning\.experiments"):
+        tables.experiment(tmp_path, "layers")
+    masks = {"gate_ratio": 0.512, "flipped": 0.071}
+    for seed, (swiglu, mglu) in enumerate([(0.7290, 0.7367), (0.7300, 0.7357)]):
+        finished(tmp_path, Recipe("glu", seed=seed), swiglu)
+        finished(tmp_path, Recipe("mglu", n_masks=4, seed=seed), mglu, **masks)
+    finished(tmp_path, Recipe("glu", lr=3e-3), 0.5)  # another learning rate
+    lines = tables.experiment(tmp_path, "layers").splitlines()
+    assert lines[0] == "a GPU, torch 2.13, commits 0123456; text `python` abcd, 5.2 MB held out."
+    assert lines[4] == "| SwiGLU | 20.0 M | 41.0 | 0.7295 (0.0010) |  | 2 |  |  | 6.0 | 61 s | 1.2 GB |"
+    assert lines[5] == (
+        "| SwiMGLU, n_m = 4 | 20.0 M | 41.0 | 0.7362 (0.0010) | +0.0067 (0.0020) | 2 | 0.512 | 7.1% "
+        "| 6.0 | 61 s | 1.2 GB |"
+    )
+    assert lines[-1].startswith("Not run: GELU; SwiMGLU, n_m = 1;")
+    assert "| SwiMGLU, n_m = 4 | 0.500 | 0.520 | 0.500 |" in tables.masks(tmp_path)
+    finished(tmp_path, Recipe("glu", width=0.75), 0.7390)  # a SwiGLU of another width is compared, too
+    assert "| SwiGLU, 0.75 times as wide | 20.0 M | 41.0 | 0.7390 | +0.0100 | 1 |" in tables.experiment(
+        tmp_path, "budgets"
+    )
+    finished(tmp_path, Recipe("lu", activation="gelu"), 0.75)
+    path = tmp_path / "learning" / f"{Recipe('lu', activation='gelu').name}.csv"
+    path.write_text(path.read_text().replace("abcd", "efgh"))
+    with pytest.raises(ValueError, match="the results are of several texts: abcd, efgh"):
+        tables.runs(tmp_path)
+
+
+def test_plots_show_the_curves_and_the_gate_ratios(tmp_path):
+    pytest.importorskip("matplotlib", reason="the plots need matplotlib")
+    from benchmarks.learning import plots
+
+    finished(tmp_path, Recipe("glu"), 0.73)
+    finished(tmp_path, Recipe("mglu", n_masks=4), 0.74)
+    finished(tmp_path, Recipe("mglu", n_masks=4, seed=1), 0.76)
+    found = tables.runs(tmp_path)
+    lines = {line.get_label(): line.get_xydata().tolist() for line in plots.curves(found).axes[0].get_lines()}
+    assert lines == {"SwiGLU": [[120, 0.73]], "SwiMGLU, n_m = 4": [[120, 0.74]]}
+    (ratios, *_) = plots.gate_ratios(found).axes[0].get_lines()
+    assert (ratios.get_label(), ratios.get_xydata().tolist()) == ("SwiMGLU, n_m = 4", [[1, 0.5], [2, 0.52]])
+    paths = plots.draw(tmp_path, tmp_path / "out")
+    assert [path.name for path in paths] == ["learning_curves.svg", "learning_gate_ratios.svg"]
+    assert all("SwiMGLU, n_m = 4" in path.read_text() for path in paths)
+
+
+def claim(text: str) -> claims.Claim:
+    (found,) = [one for one in claims.CLAIMS if one.text == text]
+    return found
+
+
+def test_claims_are_those_of_recipes_that_are_run():
+    every = set(experiments.chosen(experiments.EXPERIMENTS))
+    assert all({one.better, one.worse} <= every for one in claims.CLAIMS)
+    assert claim("SwiGLU is better than GELU").published == pytest.approx(0.0849, abs=1e-4)
+    assert claim("four masks are as good as SwiGLU, to 1%").published == pytest.approx(-0.0084, abs=1e-4)
+
+
+def test_the_page_has_the_claims_until_there_are_results():
+    text = (Path(claims.__file__).parent / "README.md").read_text()
+    assert claims.table([]) in text
+    assert all(f"| `{name}` |" in text for name in experiments.EXPERIMENTS)
+
+
+def test_verdicts_need_more_than_the_spread_of_seeds(tmp_path):
+    """A token is 4 bytes. The seeds of SwiGLU lie 0.001 apart: one seed must differ by 3 times that, several by it."""
+    for seed, (swiglu, gelu) in enumerate([(0.730, 0.732), (0.731, 0.733)]):
+        finished(tmp_path, Recipe("glu", seed=seed), swiglu)
+        finished(tmp_path, Recipe("lu", activation="gelu", seed=seed), gelu)
+    finished(tmp_path, Recipe("glu_shared"), 0.7345)
+    finished(tmp_path, Recipe("mglu", n_masks=1), 0.7330)
+    finished(tmp_path, Recipe("mglu", n_masks=4), 0.7334)
+    finished(tmp_path, Recipe("mglu", n_masks=8), 0.7200)
+    finished(tmp_path, Recipe("mglu", n_masks=4, top_k=1), float("nan"))
+    found = tables.runs(tmp_path)
+
+    def of(text: str) -> tuple[float, int, str]:
+        measured = claims.measure(claim(text), found)
+        return pytest.approx(measured.advantage), measured.seeds, claims.verdict(claim(text), measured)
+
+    assert of("SwiGLU is better than GELU") == (0.008, 2, "reproduced")
+    assert of("SwiGLU with one shared matrix is worse than GELU") == (0.010, 1, "undecided")
+    assert of("one mask is better than GELU") == (-0.004, 1, "undecided")
+    assert of("one mask is worse than SwiGLU") == (0.012, 1, "undecided")
+    assert of("four masks are as good as SwiGLU, to 1%") == (-0.0136, 1, "undecided")
+    assert of("eight masks are better than SwiGLU") == (0.040, 1, "reproduced")
+    assert of("no masks are worse than one mask") == (0.006, 1, "undecided")
+    (line,) = [one for one in claims.claims(tmp_path).splitlines() if one.startswith("| Top-1")]
+    assert line.endswith("not reproduced: a run diverged |")
+    assert claims.measure(claim("two masks are better than one"), found) is None
+    assert claims.table([]).count("| not run |") == len(claims.CLAIMS)
+
+
+def test_a_converted_model_is_compared_with_swiglu_that_read_as_much():
+    one = Recipe("mglu", n_masks=1, start="average", skip=120.0, megabytes=12.0, lr=3e-4)
+    assert tables.baseline(one) == Recipe("glu", megabytes=132.0)

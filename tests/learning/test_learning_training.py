@@ -1,0 +1,271 @@
+"""Training in the experiments about learning: every layer learns, and a stopped run goes on exactly."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import weakref
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from learning_fixtures import VOCABULARY, tiny_run
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.learning import schedule, train, training
+from benchmarks.learning.recipe import Recipe
+from benchmarks.records import read_table
+from mglu_ops.nn import MGLU, NaiveMGLU
+
+pytest_plugins = ["learning_fixtures"]
+
+
+def test_the_learning_rate_rises_and_falls():
+    rates = [schedule.rate(step, 1000) for step in range(1000)]
+    assert rates[0] == pytest.approx(0.01)
+    assert max(rates) == rates[99] == 1
+    assert rates[549] == pytest.approx(0.55, abs=0.01)
+    assert rates[-1] == pytest.approx(0.1, abs=1e-3)
+    assert all(a > b for a, b in pairwise(rates[100:]))
+
+
+@pytest.mark.usefixtures("tiny")
+def test_every_window_is_read_once_in_an_epoch():
+    tokens = torch.arange(1000, dtype=torch.int32).to(torch.uint16)
+    windows = schedule.Windows(tokens, "cpu")
+    seen = torch.cat([windows.batch(step) for step in range(windows.steps_of_epoch)])
+    assert seen.shape == (60, 17)  # 62 windows of 16 tokens are 15 steps of 4 sequences
+    assert len(torch.unique(seen, dim=0)) == 60
+    assert torch.equal(seen - seen[:, :1], torch.arange(17).expand(60, 17))
+    assert not torch.equal(windows.batch(windows.steps_of_epoch), windows.batch(0))
+    assert torch.equal(windows.batch(0), schedule.Windows(tokens, "cpu").batch(0))
+    with pytest.raises(ValueError, match="tokens: got 60, must be more than 64"):
+        schedule.Windows(tokens[:60], "cpu")
+
+
+ALL_LAYERS = [
+    {"layer": "lu"},
+    {"layer": "glu"},
+    {"layer": "glu_shared"},
+    {"layer": "mglu", "n_masks": 2, "mask_lr": 0.1},
+    {"layer": "mglu", "n_masks": 3, "top_k": 2, "scaled_sum": True},
+    {"layer": "mglu", "n_masks": 2, "learned": False},
+    {"layer": "mglu", "n_masks": 2, "straight_through": "tanh"},
+    {"layer": "mglu", "n_masks": 2, "fused": False},
+    {"layer": "no_gate_mask", "n_masks": 1},
+    {"layer": "no_value_mask", "n_masks": 1},
+]
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("options", ALL_LAYERS, ids=lambda options: "-".join(map(str, options.values())))
+def test_every_layer_learns_and_writes_its_curve(options, text, tmp_path):
+    one = tiny_run(text, 40, **options)
+    assert train.run(one, text, tmp_path, "cpu", compiled=False)
+    facts, rows = read_table(tmp_path / f"{one.name}.csv")
+    assert [int(row["step"]) for row in rows] == [10, 20, 30, 40]
+    assert all(float(row["worst"]) >= float(row["train"]) for row in rows)
+    assert float(facts["tflop"]) == round(one.flops_of_token * 40 * 64 / 1e12)
+    losses = [float(row["held_out"]) for row in rows]
+    assert losses[-1] < losses[0] < math.log(VOCABULARY)
+    assert facts["recipe.layer"] == options["layer"]
+    assert facts["corpus.digest"] == text.sizes.digest
+    assert int(facts["weights"]) > 0
+    if one.has_masks:
+        assert 0.3 < float(rows[-1]["gate_ratio"]) < 0.7
+        assert (float(rows[-1]["flipped"]) > 0) == one.learned
+    assert not list(tmp_path.glob("*.pt"))
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("layer", ["mglu", "no_gate_mask"])
+def test_a_compiled_run_follows_the_eager_one(layer, text, tmp_path):
+    one = tiny_run(text, 40, layer=layer, n_masks=2)
+    for compiled in (False, True):
+        assert train.run(one, text, tmp_path / str(compiled), "cpu", compiled=compiled)
+    eager, compiled_rows = (read_table(tmp_path / str(name) / f"{one.name}.csv")[1] for name in (False, True))
+    for first, second in zip(eager, compiled_rows, strict=True):
+        assert float(first["held_out"]) == pytest.approx(float(second["held_out"]), rel=0.02)
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("layer", ["mglu", "glu"])
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(layer, text, tmp_path):
+    one = tiny_run(text, 20, layer=layer, n_masks=2, mask_stop=0.7)
+    assert train.run(one, text, tmp_path / "whole", "cpu", compiled=False)
+    stops = 0
+    while not train.run(one, text, tmp_path / "parts", "cpu", limit=0, compiled=False):
+        stops += 1
+        assert (tmp_path / "parts" / f"{one.name}.pt").is_file()
+    assert stops == 3
+    whole, parts = (read_table(tmp_path / name / f"{one.name}.csv")[1] for name in ("whole", "parts"))
+    for first, second in zip(whole, parts, strict=True):
+        assert {**first, "seconds": ""} == {**second, "seconds": ""}
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_checkpoint_of_another_recipe_is_refused(text, tmp_path):
+    one = tiny_run(text, 8)
+    run = training.Training(one, text, "cpu", compiled=False)
+    run.save(tmp_path / "checkpoint.pt")
+    other = training.Training(replace(one, lr=1e-4), text, "cpu", compiled=False)
+    with pytest.raises(ValueError, match="the checkpoint is of another recipe"):
+        other.restore(tmp_path / "checkpoint.pt")
+
+
+def assert_distilled(run: training.Training) -> None:
+    """The loss is the cross entropy of the teacher's probabilities, and the teacher does not learn."""
+    batch = run.windows.batch(0)
+    before = [parameter.clone() for parameter in run.teacher.parameters()]
+    with torch.no_grad():
+        wanted, own = (model.logits(batch[:, :-1]).log_softmax(-1) for model in (run.teacher, run.model))
+        torch.testing.assert_close(run.loss(batch), -(wanted.exp() * own).sum(-1).mean())
+        own = own.gather(-1, batch[:, 1:, None])
+        torch.testing.assert_close(run.model(batch), -own.mean())
+    run.step()
+    assert all(map(torch.equal, before, run.teacher.parameters()))
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"n_masks": 3, "distilled": True},
+        pytest.param({"n_masks": 1}, marks=pytest.mark.long),
+        pytest.param({"n_masks": 2, "top_k": 1, "scaled_sum": True}, marks=pytest.mark.long),
+    ],
+)
+def test_a_converted_model_starts_from_its_teacher(options, text, tmp_path):
+    teacher = tiny_run(text, 40, layer="glu")
+    one = tiny_run(text, 12, start="magnitude", skip=teacher.megabytes, **options)
+    assert one.teacher == replace(teacher, lr=Recipe.lr)
+    assert not train.run(one, text, tmp_path, "cpu", limit=0, compiled=False)  # the teacher takes longer
+    while not train.run(one, text, tmp_path, "cpu", limit=0, compiled=False):
+        pass
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"{one.name}.csv",
+        f"{one.teacher.name}.csv",
+        f"{one.teacher.name}.weights",
+    }
+    run = training.Training(one, text, "cpu", False, torch.load(tmp_path / f"{one.teacher.name}.weights"))
+    projection = training.masked_layers(run.model)[0]
+    state = torch.load(tmp_path / f"{one.teacher.name}.weights")
+    gate, up = (state[f"blocks.0.projection.{name}_proj.weight"] for name in ("gate", "up"))
+    mask = projection.mask_logits[0] > 0
+    assert torch.equal(mask, gate.abs() >= up.abs())
+    assert torch.equal(projection.weight, torch.where(mask, gate, up))
+    share = 1 if one.top_k else one.n_masks
+    assert torch.equal(run.model.blocks[0].down.weight * share, state["blocks.0.down.weight"] / share * share)
+    assert torch.equal(run.model.embedding.weight, state["embedding.weight"])
+    first = run.windows.batch(run.skipped)
+    assert run.skipped == schedule.steps_of(one.skip, text) > 0
+    assert not torch.equal(first, run.windows.batch(0))
+    if one.distilled:
+        assert one.flops_of_token > replace(one, distilled=False).flops_of_token
+        assert_distilled(run)
+    with pytest.raises(ValueError, match="teacher: got None, must be the state of glu"):
+        training.Training(one, text, "cpu", compiled=False)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_masks_stop_where_the_recipe_says(text):
+    run = training.Training(tiny_run(text, 10, n_masks=2, mask_stop=0.5), text, "cpu", compiled=False)
+    for _ in range(5):
+        run.step()
+    logits = [layer.mask_logits.detach().clone() for layer in training.masked_layers(run.model)]
+    weight = run.model.blocks[0].projection.weight.detach().clone()
+    run.step()
+    assert all(map(torch.equal, logits, (layer.mask_logits for layer in training.masked_layers(run.model))))
+    assert not torch.equal(weight, run.model.blocks[0].projection.weight)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_held_out_loss_is_in_nats_a_byte_of_the_text(text):
+    """Each token's probability, one window at a time, over the bytes that the tokenizer's pieces stand for."""
+    run = training.Training(tiny_run(text, 4), text, "cpu", compiled=False)
+    windows = (len(text.held_out) - 1) // 16
+    windows -= windows % 4
+    nats = 0.0
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for i in range(windows):
+            tokens = text.held_out[16 * i : 16 * i + 17].long()
+            x = run.model.embedding(tokens[None, :-1])
+            for block in run.model.blocks:
+                x = block(x, (run.model.cosine[:16], run.model.sine[:16]))
+            logits = (run.model.loss.norm(x) @ run.model.embedding.weight.t()).double().log_softmax(-1)[0]
+            nats -= float(sum(logits[j, tokens[j + 1]] for j in range(16)))
+    predicted = text.held_out[1 : 16 * windows + 1].tolist()
+    assert run.held_out() == pytest.approx(nats / sum(map(text.token_bytes.tolist().__getitem__, predicted)), rel=1e-3)
+    assert windows * 16 > 0.9 * len(text.held_out)
+    assert int(text.token_bytes[text.held_out.long()].sum()) == text.sizes.held_out_bytes
+
+
+@pytest.mark.usefixtures("tiny")
+def test_flips_are_those_of_one_step(text):
+    run = training.Training(tiny_run(text, 8, n_masks=2), text, "cpu", compiled=False)
+    before: list[torch.Tensor] = []
+    step = run.step
+
+    def watched() -> torch.Tensor:
+        before[:] = [layer.mask_logits.detach() > 0 for layer in training.masked_layers(run.model)]
+        return step()
+
+    run.step = watched
+    run.advance(8)
+    after = [layer.mask_logits > 0 for layer in training.masked_layers(run.model)]
+    flips = [float((a != b).float().mean()) for a, b in zip(before, after, strict=True)]
+    assert run.progress.rows[-1]["flips"] == pytest.approx(sum(flips) / 2, rel=1e-4)
+    assert sum(flips) > 0
+    ratios = [float(mask.float().mean()) for mask in after]
+    assert json.loads(run.progress.rows[-1]["gate_ratios"]) == pytest.approx(ratios, rel=1e-4)
+    agreement = [float((mask[0] == mask[1]).float().mean()) for mask in after]
+    assert run.progress.rows[-1]["agreement"] == pytest.approx(sum(agreement) / 2, rel=1e-4)
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("options", ALL_LAYERS, ids=lambda options: "-".join(map(str, options.values())))
+def test_operations_are_those_that_torch_counts(options, text):
+    run = training.Training(tiny_run(text, 4, **options), text, "cpu", compiled=False)
+    with FlopCounterMode(display=False) as counter:
+        run.step()
+    counted = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "attention" not in str(op))
+    sizes = run.recipe.sizes
+    expected = (
+        run.recipe.flops_of_token - 6 * sizes.layers * sizes.context * sizes.hidden
+    ) * run.windows.tokens_of_step
+    assert counted == pytest.approx(expected, rel=0.02)  # the router is left out
+
+
+def test_layers_with_masks_are_found():
+    assert [type(layer) for layer in training.masked_layers(torch.nn.Sequential(MGLU(8, 8), NaiveMGLU(8, 8)))] == [
+        MGLU,
+        NaiveMGLU,
+    ]
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("tiny")
+def test_runs_with_the_same_graphs_are_compiled_once(text):
+    torch._dynamo.reset()
+    graphs = []
+    for one in (Recipe(n_masks=2), Recipe(n_masks=2, mask_lr=0.1, seed=1), Recipe("glu"), Recipe(n_masks=2, lr=1e-4)):
+        run = training.Training(replace(one, megabytes=0.01), text, "cpu", compiled=True)
+        run.warm_up()
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        model = weakref.ref(run.model)
+        del run
+        gc.collect()
+        assert model() is None, "graphs that are kept do not keep the model"
+    assert graphs[0] == graphs[1] < graphs[2] == graphs[3]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_warming_up_leaves_no_trace(text):
+    one = tiny_run(text, 6, n_masks=2)
+    fresh, warm = (training.Training(one, text, "cpu", compiled=False) for _ in range(2))
+    warm.warm_up()
+    for _ in range(3):
+        assert torch.equal(fresh.step(), warm.step())

@@ -1,0 +1,58 @@
+"""A small text and tiny models for the tests of the experiments about learning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.decoder import Sizes
+from benchmarks.learning import corpus, recipe, schedule
+from benchmarks.learning.recipe import Recipe
+
+VOCABULARY = 300
+TINY = Sizes(layers=2, hidden=16, intermediate=32, heads=2, kv_heads=2, vocabulary=VOCABULARY, context=16)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    """Text of 40 packages, with files that repeat others, and files that are no text."""
+    root = tmp_path_factory.mktemp("text")
+    random = np.random.default_rng(0)
+    words = ["".join(random.choice(list("abcdefgh"), 5)) for _ in range(50)]
+    for package in range(40):
+        (root / f"package{package}").mkdir()
+        for i in range(3):
+            lines = [" ".join(random.choice(words, 6)) for _ in range(20)]
+            (root / f"package{package}" / f"file{i}.txt").write_text("\n".join(lines))
+    original = (root / "package0" / "file0.txt").read_text()
+    for package in range(40):
+        (root / f"package{package}" / "copy.txt").write_text(original.replace("\n", "\n\n"))
+        (root / f"package{package}" / "almost.txt").write_text(original + f"\nand a line of package {package}")
+    (root / "package0" / "bytes").write_bytes(bytes(range(256)))
+    (root / "package0" / "short").write_text("short")
+    return root
+
+
+@pytest.fixture(scope="session")
+def text(folder, tmp_path_factory) -> corpus.Corpus:
+    return corpus.prepare(tmp_path_factory.mktemp("corpus"), text=folder, vocabulary=VOCABULARY)
+
+
+@pytest.fixture
+def tiny(monkeypatch) -> Iterator[None]:
+    monkeypatch.setitem(recipe.SIZES, "25M", TINY)
+    monkeypatch.setattr(schedule, "SEQUENCES", 4)
+    monkeypatch.setattr(schedule, "CONTEXT", 16)
+    monkeypatch.setattr(schedule, "EVALUATIONS", 4)
+    yield
+    torch._dynamo.reset()
+
+
+def tiny_run(text: corpus.Corpus, steps: int, **options: object) -> Recipe:
+    """A recipe of about so many steps."""
+    share = text.sizes.train_tokens / text.sizes.train_bytes
+    return Recipe(**{"lr": 1e-2, "megabytes": steps * 4 * 16 / share / 1e6, **options})
