@@ -164,7 +164,7 @@ def test_a_scaled_conversion_has_a_teacher_that_is_scaled_too():
 def test_processes_that_share_a_folder_leave_out_each_others_runs(text, folder, tmp_path, monkeypatch, capsys):
     prepared, out = tmp_path / "corpus", tmp_path / "out"
     corpus.prepare(prepared, text=folder, vocabulary=VOCABULARY)
-    one, other = (tiny_run(text, 4, layer="glu", seed=seed) for seed in (0, 1))
+    one, other = (experiments.scaled(tiny_run(text, 4, layer="glu", seed=seed), 1.0) for seed in (0, 1))
     monkeypatch.setitem(experiments.EXPERIMENTS, "layers", [one, other])
     monkeypatch.setattr(experiments, "run", lambda *arguments: train.run(*arguments, compiled=False))
     common = ["experiments", "--only", "layers", "--out", str(out), "--corpus", str(prepared), "--device", "cpu"]
