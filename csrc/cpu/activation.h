@@ -1,19 +1,25 @@
-// The activations of the gate: MGLU_ACTIVATION(name, code, formula) for each of them.
+// The activations of the gate: MGLU_ACTIVATION(name, code, formula, derivative) for each of them.
 //
 // The includer defines MGLU_ACTIVATION, which is undefined again at the end of this file, and uses what it needs: the
-// interface the names and codes, the library the names, the kernels (vec_math.h) the formula, which applies to every
-// lane of a vector `x`. Names and codes are those of mglu_ops/activations.py and of csrc/cuda/activation.cuh
+// interface the names and codes, the library the names, the kernels (vec_math.h) the formula and the derivative, which
+// apply to every lane of a vector `x`. `value` is the formula's result. Derivatives are those of torch, also where there
+// is none: that of relu is 0 at 0, and 1 at a NaN. Names and codes are those of mglu_ops/activations.py and of csrc/cuda/activation.cuh
 // (tests/cpu/test_activation_codes.py); codes count from 0 without gaps.
 
-MGLU_ACTIVATION(silu, 0, x / (broadcast(1.0f) + exponential(broadcast(0.0f) - x)))
-MGLU_ACTIVATION(gelu, 1, broadcast(0.5f) * x * (broadcast(1.0f) + error_function(x * broadcast(0.707106781f))))
+MGLU_ACTIVATION(silu, 0, x / (broadcast(1.0f) + exponential(broadcast(0.0f) - x)),
+                logistic(x) * (broadcast(1.0f) + x * (broadcast(1.0f) - logistic(x))))
+MGLU_ACTIVATION(gelu, 1, broadcast(0.5f) * x * (broadcast(1.0f) + error_function(x * broadcast(0.707106781f))),
+                fma(x * broadcast(0.398942280f), exponential(x * x * broadcast(-0.5f)),
+                    broadcast(0.5f) * (broadcast(1.0f) + error_function(x * broadcast(0.707106781f)))))
 MGLU_ACTIVATION(gelu_tanh, 2,
                 broadcast(0.5f) * x *
                     (broadcast(1.0f) +
-                     hyperbolic_tangent(fma(broadcast(0.044715f) * x * x, x, x) * broadcast(0.797884561f))))
-MGLU_ACTIVATION(relu, 3, max(broadcast(0.0f), x))
-MGLU_ACTIVATION(sigmoid, 4, broadcast(1.0f) / (broadcast(1.0f) + exponential(broadcast(0.0f) - x)))
-MGLU_ACTIVATION(tanh, 5, hyperbolic_tangent(x))
-MGLU_ACTIVATION(identity, 6, x)
+                     hyperbolic_tangent(fma(broadcast(0.044715f) * x * x, x, x) * broadcast(0.797884561f))),
+                gelu_tanh_derivative(x))
+MGLU_ACTIVATION(relu, 3, max(broadcast(0.0f), x),
+                if_less(x, broadcast(0x1p-149f), broadcast(0.0f), broadcast(1.0f)))
+MGLU_ACTIVATION(sigmoid, 4, logistic(x), value * (broadcast(1.0f) - value))
+MGLU_ACTIVATION(tanh, 5, hyperbolic_tangent(x), broadcast(1.0f) - value * value)
+MGLU_ACTIVATION(identity, 6, x, broadcast(1.0f))
 
 #undef MGLU_ACTIVATION

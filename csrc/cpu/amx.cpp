@@ -23,6 +23,10 @@
 namespace mglu::cpu {
 namespace {
 
+constexpr std::int64_t kMaxBlockSteps = 16;           // tiles of a k-block; 8 with only one panel of tokens
+constexpr std::int64_t kMinBlockFeatures = 256;       // features x products of a block; with fewer, x is in L3
+constexpr std::int64_t kMaxSums = 192 * 1024;         // floats of a block's sums, 768 KB
+constexpr std::int64_t kMaxPanelsInL2 = 8;            // panels of x: up to these, the smallest block is best
 constexpr std::int64_t kProductsPerTask = 1 << 20;  // least work of a task: some microseconds, like waking a thread
 
 #include "unrolled.h"
@@ -36,7 +40,10 @@ constexpr std::int64_t kProductsPerTask = 1 << 20;  // least work of a task: som
 #include "route_weights.h"
 #include "work_queue.h"
 #include "small_values.h"
-#include "many_tokens_amx.h"
+#include "terms.h"
+#include "tiles.h"
+#include "multiply_amx.h"
+#include "many_tokens_bf16.h"
 
 }  // namespace
 

@@ -39,6 +39,7 @@ constexpr std::int64_t kProductsPerTask = 1 << 17;  // least work of a task: som
 #include "work_queue.h"
 #include "row_sums.h"
 #include "small_values.h"
+#include "terms.h"
 #include "few_tokens.h"
 #include "many_tokens.h"
 

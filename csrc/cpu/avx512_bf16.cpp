@@ -1,4 +1,4 @@
-// AVX512-BF16 and VBMI, for bfloat16 and few tokens: Intel servers from 2021 on, AMD from Zen 4 on.
+// AVX512-BF16 and VBMI, for bfloat16: Intel servers from 2021 on, AMD from Zen 4 on.
 #include "kernels.h"
 
 #if defined(MGLU_BUILDS_BFLOAT16)
@@ -24,6 +24,11 @@ namespace {
 
 constexpr int kSumRegisters = 20;                   // accumulators, of 32 registers
 constexpr int kMasksAtOnce = 8;                     // masks in one pass over a row for one token; half as many for two
+constexpr std::int64_t kMaxBlockSteps = 16;           // tiles of a k-block; 8 with only one panel of tokens
+constexpr std::int64_t kMinBlockFeatures = 256;       // features x products of a block; with fewer, x is in L3
+constexpr std::int64_t kMaxSums = 192 * 1024;         // floats of a block's sums, 768 KB
+constexpr std::int64_t kMaxPanelsInL2 = 8;            // panels of x: up to these, the smallest block is best
+constexpr std::int64_t kMaxFewTokens = 4;           // with more tokens, many_tokens_bf16.h is faster
 constexpr std::int64_t kProductsPerTask = 1 << 18;  // least work of a task: some microseconds, like waking a thread
 
 #include "unrolled.h"
@@ -37,11 +42,18 @@ constexpr std::int64_t kProductsPerTask = 1 << 18;  // least work of a task: som
 #include "route_weights.h"
 #include "row_sums_bf16.h"
 #include "small_values.h"
+#include "terms.h"
 #include "few_tokens.h"
+
+#include "work_queue.h"
+#include "tiles.h"
+#include "multiply_dot.h"
+#include "many_tokens_bf16.h"
 
 }  // namespace
 
 Status forward_avx512_bf16(const Forward& call, ParallelFor parallel_for) {
+    if (call.tokens > kMaxFewTokens || call.partials) return forward_tiles(call, parallel_for);
     const Floats routes = load_route_weights(call);
     return routes ? forward_few<BFloat16>(call, parallel_for, routes.get()) : Status::out_of_memory;
 }

@@ -63,6 +63,7 @@ template <class E>
 struct ManyTokens {
     const Forward& call;
     Activate activate;
+    Differentiate differentiate;
     const float* routes;       // [tokens, kMaxMasks], for all tokens of the call
     std::int64_t vecs;         // vectors of a panel, which has vecs * Vec::width tokens
     std::int64_t first_token;  // first token of the block
@@ -106,7 +107,7 @@ struct ManyTokens {
         const std::int64_t sums = products() * panels() * kFeatures * panel_width();
         const std::int64_t wide_weights = has_float64_total() ? kProduct : 0;
         const std::int64_t wide_sums = has_float64_total() ? panels() * kFeatures * panel_width() : 0;
-        const Floats scratch = allocate_floats(masked + sums + panel_width() * kFeatures);
+        const Floats scratch = allocate_floats(masked + sums + results_of(call) * kFeatures * panel_width());
         const Floats wide = allocate_floats(2 * (wide_weights + wide_sums));
         if (!scratch || !wide) {
             __atomic_store_n(out_of_memory, true, __ATOMIC_RELAXED);
@@ -123,7 +124,7 @@ struct ManyTokens {
     struct Block {
         float* weights;        // [product][feature][kMaskedRow]
         float* sums;           // [product][panel][feature][token]
-        float* results;        // [feature][token] of a panel
+        float* results;        // [result][feature][token] of a panel
         double* wide_weights;  // [feature][kMaskedRow], unmasked
         double* wide_sums;     // [panel][feature][token]
     };
@@ -279,18 +280,20 @@ struct ManyTokens {
         }
         for (std::int64_t f = 0; f < features; ++f) {
             for (std::int64_t v = 0; v < width; v += Vec::width) {
-                Vec sum = broadcast(0.0f);
-                for (std::int64_t i = 0; i < call.n_masks; ++i) {
-                    const MaskedSum first{token + v, first_feature + f, i, flips[f][i]};
-                    const auto [gate, value] = gate_and_value(block, panel, f * width + v, first);
-                    sum = sum + activate(gate) * load(route_lanes[i] + v) * value;
-                }
-                store(block.results + f * width + v, sum);
+                const std::int64_t at = f * width + v;
+                const auto terms = [&](std::int64_t i) MGLU_STEP {
+                    return gate_and_value(block, panel, at, {token + v, first_feature + f, i, flips[f][i]});
+                };
+                const auto route = [&](std::int64_t i) MGLU_STEP { return load(route_lanes[i] + v); };
+                sum_terms(call, activate, differentiate, terms, route, block.results + at, kFeatures * width);
             }
         }
         for (std::int64_t t = 0; t < used; ++t) {
-            E* out = static_cast<E*>(call.out) + (token + t) * call.out_stride + first_feature;
-            for (std::int64_t f = 0; f < features; ++f) out[f] = from_float<E>(block.results[f * width + t]);
+            for (std::int64_t result = 0; result < results_of(call); ++result) {
+                E* to = result_row<E>(call, result, token + t) + first_feature;
+                const float* from = block.results + result * kFeatures * width + t;
+                for (std::int64_t f = 0; f < features; ++f) to[f] = from_float<E>(from[f * width]);
+            }
         }
     }
 };
@@ -306,8 +309,15 @@ Status forward_many(const Forward& call, ParallelFor parallel_for, const float* 
     bool out_of_memory = false;
     using Job = ManyTokens<E>;
     for (std::int64_t first = 0; first < call.tokens; first += block) {
-        const Job job{call,          activation_of(call.activation),      routes, vecs,
-                      first,         smaller(block, call.tokens - first), depth,  x.get(),
+        const Job job{call,
+                      activation_of(call.activation),
+                      derivative_of(call.activation),
+                      routes,
+                      vecs,
+                      first,
+                      smaller(block, call.tokens - first),
+                      depth,
+                      x.get(),
                       &out_of_memory};
         const std::int64_t panel_products = depth * width;
         const std::int64_t block_products = kFeatures * call.in_features * (call.n_masks + 1) * job.tokens;

@@ -24,8 +24,8 @@ ForwardFunction find_forward(Isa isa, DType dtype) {
     }
 }
 
-// Limits in bfloat16, measured on a Xeon with AMX (README.md): AMX is fastest from this number of tokens on, and for
-// fewer tokens `vdpbf16ps` up to this number of masks.
+// Limits in bfloat16, measured on a Xeon with AMX and on Zen 4 (README.md). AMX is fastest from this number of tokens on,
+// `vdpbf16ps` from one more on, and for fewer tokens up to this number of masks.
 constexpr std::int64_t kMinTokensForAmx = 4;
 constexpr std::int64_t kMaxMasksForDots = 2;
 
@@ -44,7 +44,8 @@ bool is_valid(const Forward& call) {
     const bool sizes = call.tokens >= 0 && call.out_features >= 0 && call.in_features >= 0;
     const bool masks = call.n_masks >= 1 && call.n_masks <= kMaxMasks;
     const bool route = !call.route_weights || is_in_range(call.route_dtype, 3);
-    return sizes && masks && route && is_in_range(call.dtype, 3) && is_in_range(call.activation, kActivationCount) &&
+    const bool partials = !call.partials || call.in_features > 0;
+    return sizes && masks && route && partials && is_in_range(call.dtype, 3) && is_in_range(call.activation, kActivationCount) &&
            is_in_range(call.isa, 6);
 }
 
@@ -63,9 +64,8 @@ bool supports(Isa isa, DType dtype) { return isa == Isa::best || find_forward(is
 
 Isa best_isa(DType dtype, std::int64_t tokens, std::int64_t n_masks) {
     if (tokens >= kMinTokensForAmx && supports(Isa::amx, dtype)) return Isa::amx;
-    if (tokens <= kMinTokensForAmx && n_masks <= kMaxMasksForDots && supports(Isa::avx512_bf16, dtype)) {
-        return Isa::avx512_bf16;
-    }
+    const bool uses_dots = tokens > kMinTokensForAmx || n_masks <= kMaxMasksForDots;
+    if (uses_dots && supports(Isa::avx512_bf16, dtype)) return Isa::avx512_bf16;
     if (supports(Isa::avx512, dtype)) return Isa::avx512;
     return supports(Isa::avx2, dtype) ? Isa::avx2 : Isa::portable;
 }

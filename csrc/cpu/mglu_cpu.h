@@ -50,6 +50,7 @@ struct Forward {
     const std::uint8_t* packed_masks;  // the packed format (csrc/cuda/packed_masks.cuh); padding bits are ignored
     const void* route_weights;         // [tokens, n_masks] of route_dtype, or nullptr for a weight of 1 each
     void* out;                         // [tokens, out_features] of dtype; overlaps no input
+    void* partials;                    // nullptr, or in training [tokens, partials_of(call), out_features] of dtype
     std::int64_t tokens;
     std::int64_t out_features;
     std::int64_t in_features;
@@ -66,7 +67,14 @@ struct Forward {
     Isa isa;  // `best`, or one to insist on (tests, tuning)
 };
 
-// Runs the layer. Products are summed in float32; a value that is small beside its gate is summed by itself
+// The partial derivatives of a token's result that training keeps. With t = x W^T and f_i = x (F_i * W)^T, where F_i is
+// -1 where M_i is 1, and 1 elsewhere:
+//   dy/dt = sum_i route_i (act'(gate_i) value_i + act(gate_i)) / 2,
+//   dy/df_i = route_i (act(gate_i) - act'(gate_i) value_i) / 2 for each i,
+//   dy/droute_i = act(gate_i) value_i for each i, if there are route weights.
+constexpr std::int64_t partials_of(const Forward& call) { return 1 + (call.route_weights ? 2 : 1) * call.n_masks; }
+
+// Runs the layer. Training needs in_features. Products are summed in float32; a value that is small beside its gate is summed by itself
 // (small_values.h). NaN and infinity in x or weight give NaN wherever the naive layer, which multiplies by the masks,
 // has NaN, and a gate that overflows float32 leaves its value as it is. Returns Status::ok at once if the result is
 // empty.

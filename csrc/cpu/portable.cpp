@@ -31,6 +31,7 @@ using StepMasks = TableMasks<Masks>;
 #include "work_queue.h"
 #include "row_sums.h"
 #include "small_values.h"
+#include "terms.h"
 #include "few_tokens.h"
 #include "many_tokens.h"
 

@@ -45,16 +45,44 @@ MGLU_INLINE Vec error_function(Vec x) {
     return if_less(size, one, near_zero, copy_sign(far, x));
 }
 
+MGLU_INLINE Vec logistic(Vec x) { return broadcast(1.0f) / (broadcast(1.0f) + exponential(broadcast(0.0f) - x)); }
+
+// With u = sqrt(2 / pi) (x + 0.044715 x^3): (1 + tanh(u)) / 2 + x (1 - tanh(u)^2) / 2 * du/dx.
+MGLU_INLINE Vec gelu_tanh_derivative(Vec x) {
+    const Vec one = broadcast(1.0f), half = broadcast(0.5f);
+    const Vec t = hyperbolic_tangent(fma(broadcast(0.044715f) * x * x, x, x) * broadcast(0.797884561f));
+    const Vec slope = fma(broadcast(0.107032224f) * x, x, broadcast(0.797884561f));
+    return fma(half * x * (one - t * t), slope, half * (one + t));
+}
+
 using Activate = Vec (*)(Vec);
 
-#define MGLU_ACTIVATION(name, code, ...) \
-    inline Vec name(Vec x) { return __VA_ARGS__; }
+struct ValueAndDerivative {
+    Vec value, derivative;
+};
+using Differentiate = ValueAndDerivative (*)(Vec);
+
+#define MGLU_ACTIVATION(name, code, formula, slope)              \
+    inline Vec name(Vec x) { return formula; }                   \
+    inline ValueAndDerivative name##_with_derivative(Vec x) {    \
+        [[maybe_unused]] const Vec value = formula;              \
+        return {value, slope};                                   \
+    }
 #include "activation.h"
 
 inline Activate activation_of(Activation activation) {
     switch (activation) {
 #define MGLU_ACTIVATION(name, ...) \
     case Activation::name: return name;
+#include "activation.h"
+    }
+    return nullptr;
+}
+
+inline Differentiate derivative_of(Activation activation) {
+    switch (activation) {
+#define MGLU_ACTIVATION(name, ...) \
+    case Activation::name: return name##_with_derivative;
 #include "activation.h"
     }
     return nullptr;

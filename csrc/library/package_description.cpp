@@ -135,7 +135,7 @@ void size_or_range(const std::string& field, const Json& value) {
 
 const Rule& description_rule() {
     static const std::vector<std::string> activations = {
-#define MGLU_ACTIVATION(name, code, formula) #name,
+#define MGLU_ACTIVATION(name, ...) #name,
 #include "../cpu/activation.h"
     };
     static const Rule floating = one_of({"float16", "bfloat16", "float32", "float64"});

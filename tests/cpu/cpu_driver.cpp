@@ -118,7 +118,7 @@ void check(Isa isa, DType dtype, std::int64_t tokens, std::int64_t d, std::int64
         for (std::int64_t i = 0; i < octets * n; ++i) packed[r * m_stride + i] = contiguous[r * octets * n + i];
     }
 
-    const Forward call{x.data(), weight.data(), packed.data(), routed ? route.data() : nullptr, out.data(),
+    const Forward call{x.data(), weight.data(), packed.data(), routed ? route.data() : nullptr, out.data(), nullptr,
                        tokens, d, h, n, x_stride, w_stride, m_stride, n, 1, d + 2,
                        dtype, DType::bfloat16, activation, isa};
     const Status status = forward(call, two_threads);

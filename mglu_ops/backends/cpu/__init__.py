@@ -16,7 +16,7 @@ from torch import Tensor
 from ...activations import ACTIVATIONS
 from ...layer_call import LayerCall
 from ...masks import packed_shape, packed_width
-from ..base import Backend, PreparedCall
+from ..base import Backend, PreparedCall, PreparedForwardTrain
 from .build import BuildError
 from .library import DTYPES, ISAS, Library, load, pack_constants, pack_packing_call, pack_pointers
 
@@ -57,28 +57,13 @@ class Cpu(Backend):
         Raises:
             BuildError: the kernels could not be built.
         """
-        in_features, n_masks, width = call.in_features, call.n_masks, packed_width(call.in_features)
-        copied = (
-            call.tokens > 0 and not _is_in_rows((in_features,), call.x.strides),
-            call.out_features > 0 and not _is_in_rows((in_features,), call.weight.strides),
-            call.out_features > 0 and not _is_in_rows((width, n_masks), call.masks.strides),
-        )
-        constants = pack_constants(
-            call.tokens,
-            call.out_features,
-            in_features,
-            n_masks,
-            in_features if copied[0] else call.x.strides[0],
-            in_features if copied[1] else call.weight.strides[0],
-            width * n_masks if copied[2] else call.masks.strides[0],
-            *call.routes.strides,
-            call.out_features,
-            DTYPES[call.dtype],
-            0 if call.route_dtype is None else DTYPES[call.route_dtype],
-            ACTIVATIONS[call.activation].code,
-            ISAS[launch or "best"],
-        )
+        constants, copied = _settled(call, launch)
         return CpuCall(_library(), constants, call.result_shape, copied)
+
+    def prepare_forward_train(self, call: LayerCall) -> PreparedForwardTrain:
+        constants, copied = _settled(call, None)
+        entries = call.n_masks + 1 if call.route_dtype is None else 2 * call.n_masks + 1
+        return CpuForwardTrain(_library(), constants, call.result_shape, copied, entries)
 
     def can_pack(self, masks: Tensor) -> bool:
         return masks.is_cpu and masks.dtype in _MASK_SOURCES and isinstance(load(), Library)
@@ -99,6 +84,32 @@ class Cpu(Backend):
             )
         )  # fmt: skip
         return packed
+
+
+def _settled(call: LayerCall, launch: str | None) -> tuple[bytes, tuple[bool, bool, bool]]:
+    """The fields of `Forward` but its pointers, and which of x, weight and packed masks are copied first."""
+    in_features, n_masks, width = call.in_features, call.n_masks, packed_width(call.in_features)
+    copied = (
+        call.tokens > 0 and not _is_in_rows((in_features,), call.x.strides),
+        call.out_features > 0 and not _is_in_rows((in_features,), call.weight.strides),
+        call.out_features > 0 and not _is_in_rows((width, n_masks), call.masks.strides),
+    )
+    constants = pack_constants(
+        call.tokens,
+        call.out_features,
+        in_features,
+        n_masks,
+        in_features if copied[0] else call.x.strides[0],
+        in_features if copied[1] else call.weight.strides[0],
+        width * n_masks if copied[2] else call.masks.strides[0],
+        *call.routes.strides,
+        call.out_features,
+        DTYPES[call.dtype],
+        0 if call.route_dtype is None else DTYPES[call.route_dtype],
+        ACTIVATIONS[call.activation].code,
+        ISAS[launch or "best"],
+    )
+    return constants, copied
 
 
 def _library() -> Library:
@@ -137,11 +148,42 @@ class CpuCall:
         self._any_copied = any(copied)
 
     def __call__(self, x: Tensor, weight: Tensor, packed_masks: Tensor, route_weights: Tensor | None) -> Tensor:
+        out = x.new_empty(self._shape)
+        self._run(x, weight, packed_masks, route_weights, out, 0)
+        return out
+
+    def _run(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        packed_masks: Tensor,
+        route_weights: Tensor | None,
+        out: Tensor,
+        partials: int,
+    ) -> None:
+        """Write the result, and the partial derivatives if their address is not 0."""
         if self._any_copied:
             given = zip((x, weight, packed_masks), self._copied, strict=True)
             x, weight, packed_masks = (tensor.contiguous() if copied else tensor for tensor, copied in given)
-        out = x.new_empty(self._shape)
         route = 0 if route_weights is None else route_weights.data_ptr()
-        pointers = pack_pointers(x.data_ptr(), weight.data_ptr(), packed_masks.data_ptr(), route, out.data_ptr())
-        self._library.forward(pointers + self._constants)
-        return out
+        pointers = x.data_ptr(), weight.data_ptr(), packed_masks.data_ptr(), route, out.data_ptr(), partials
+        self._library.forward(pack_pointers(*pointers) + self._constants)
+
+
+class CpuForwardTrain(CpuCall):
+    """A prepared forward pass in training. Thread-safe."""
+
+    __slots__ = ("_partials_shape",)
+
+    def __init__(
+        self, library: Library, constants: bytes, shape: tuple[int, ...], copied: tuple[bool, bool, bool], entries: int
+    ) -> None:
+        super().__init__(library, constants, shape, copied)
+        self._partials_shape = (*shape[:-1], entries, shape[-1])
+
+    def __call__(  # type: ignore[override] # it is no PreparedCall
+        self, x: Tensor, weight: Tensor, packed_masks: Tensor, route_weights: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        out, partials = x.new_empty(self._shape), x.new_empty(self._partials_shape)
+        self._run(x, weight, packed_masks, route_weights, out, partials.data_ptr())
+        return out, partials

@@ -14,8 +14,8 @@ import torch
 from ..cache import NoFolderError
 from .build import BuildError, load_library
 
-# `Forward`: five pointers, then ten sizes and strides and four enumerations, all of 8 bytes.
-pack_pointers = struct.Struct("@5P").pack
+# `Forward`: six pointers, then ten sizes and strides and four enumerations, all of 8 bytes.
+pack_pointers = struct.Struct("@6P").pack
 pack_constants = struct.Struct("@14q").pack
 
 # `Pack`: two pointers, six sizes and strides, one enumeration.

@@ -1,0 +1,42 @@
+// The sum over masks of a token's terms, and in training its partial derivatives. Included inside a file's own namespace,
+// after vec_math.h.
+//
+// Results are numbered: 0 is y, and in training 1 is dy/dt, 2 + i is dy/df_i, and 2 + n_masks + i is dy/droute_i, if
+// there are route weights (mglu_cpu.h).
+
+inline std::int64_t results_of(const Forward& call) { return 1 + (call.partials ? partials_of(call) : 0); }
+
+// Where a token's row of a result starts.
+template <class E>
+E* result_row(const Forward& call, std::int64_t result, std::int64_t token) {
+    if (result == 0) return static_cast<E*>(call.out) + token * call.out_stride;
+    return static_cast<E*>(call.partials) + (token * partials_of(call) + result - 1) * call.out_features;
+}
+
+// The terms of neighbouring lanes: `gate_and_value(i)` and `route(i)` are those of mask i. Writes result r to
+// `to + r * stride`.
+template <class GateAndValueOf, class RouteOf>
+MGLU_INLINE void sum_terms(const Forward& call, Activate activate, Differentiate differentiate,
+                           GateAndValueOf gate_and_value, RouteOf route, float* to, std::int64_t stride) {
+    Vec sum = broadcast(0.0f);
+    if (!call.partials) {
+        for (std::int64_t i = 0; i < call.n_masks; ++i) {
+            const auto [gate, value] = gate_and_value(i);
+            sum = sum + activate(gate) * route(i) * value;
+        }
+        store(to, sum);
+        return;
+    }
+    Vec by_total = broadcast(0.0f);
+    for (std::int64_t i = 0; i < call.n_masks; ++i) {
+        const auto [gate, value] = gate_and_value(i);
+        const auto [activated, derivative] = differentiate(gate);
+        const Vec half_route = broadcast(0.5f) * route(i), slope = derivative * value;
+        sum = sum + activated * route(i) * value;
+        by_total = by_total + (activated + slope) * half_route;
+        store(to + (2 + i) * stride, (activated - slope) * half_route);
+        if (call.route_weights) store(to + (2 + call.n_masks + i) * stride, activated * value);
+    }
+    store(to, sum);
+    store(to + stride, by_total);
+}
