@@ -14,7 +14,7 @@ import strategies as s
 import torch
 from backend_calls import run_on
 from budgets import BUDGET, NAIVE_FACTOR, assert_matches, relative_error
-from cpu_calls import oracle, run
+from cpu_calls import assert_trains, oracle, run
 from hypothesis import given
 from hypothesis import strategies as st
 from outliers import TOKENS, assert_loses_no_more_than_naive, layer_of_large_gates, outlier_layers
@@ -65,6 +65,14 @@ def test_every_number_of_masks_and_tokens(isa, n_masks):
     for tokens in (1, 2, 3, 15, 16, 17, 33):
         layer = bfloat16_layer(tokens, 67 + tokens, 35, n_masks, routed=tokens % 2 == 0, seed=tokens)
         assert_matches(run(layer, isa), oracle(layer), what=f"{tokens} tokens")
+
+
+@pytest.mark.parametrize("n_masks", (1, 2, 5, 16))
+@pytest.mark.parametrize("isa", ISAS)
+def test_training(isa, n_masks):
+    for tokens in (1, 17, 40):
+        layer = bfloat16_layer(tokens, 67 + tokens, 35, n_masks, routed=tokens == 17, seed=tokens)
+        assert_trains(layer, isa, f"{tokens} tokens")
 
 
 @pytest.mark.parametrize("isa", ISAS)

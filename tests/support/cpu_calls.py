@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 
+import torch
 from backend_calls import run_on
-from strategies import Layer
+from budgets import BUDGET, relative_error
+from strategies import ACTIVATIONS, Layer
 from torch import Tensor
 
-from mglu_ops.backends import reference
+from mglu_ops.backends import BACKENDS, reference
+from mglu_ops.backends.cpu import Cpu
+from mglu_ops.layer_call import LayerCall
 
 
 def run(layer: Layer, isa: str = "best") -> Tensor:
@@ -21,3 +25,40 @@ def run(layer: Layer, isa: str = "best") -> Tensor:
 
 def oracle(layer: Layer) -> Tensor:
     return reference.forward(layer.x, layer.weight, layer.masks, layer.activation, layer.route_weights)
+
+
+def forward_train(layer: Layer, isa: str | None = None) -> tuple[Tensor, Tensor]:
+    """The result and the partial derivatives of a layer of rows."""
+    cpu = BACKENDS["cpu"]
+    assert isinstance(cpu, Cpu)
+    given = (layer.x, layer.weight, layer.packed_masks)
+    call = LayerCall.of(*given, layer.activation, layer.route_weights)
+    return cpu.prepare_forward_train(call, isa)(*given, layer.route_weights)
+
+
+def exact_partials(layer: Layer) -> Tensor:
+    """The partial derivatives of the result, by autograd in float64."""
+    x, weight, masks = layer.x.double(), layer.weight.double(), layer.masks
+    t = (x @ weight.T).requires_grad_()
+    flipped = [(x @ torch.where(mask, -weight, weight).T).requires_grad_() for mask in masks]
+    ones = torch.ones(len(masks), *t.shape, dtype=torch.float64)
+    routes = ones if layer.route_weights is None else layer.route_weights.T.double()[..., None] * ones
+    routes = list(routes.detach().clone().requires_grad_())
+    act = ACTIVATIONS[layer.activation].forward
+    y = sum(r * act((t - f) / 2) * ((t + f) / 2) for r, f in zip(routes, flipped, strict=True))
+    assert isinstance(y, Tensor)
+    wanted = [t, *flipped] if layer.route_weights is None else [t, *flipped, *routes]
+    return torch.stack(torch.autograd.grad(y.sum(), wanted), 1)
+
+
+def assert_trains(layer: Layer, isa: str | None, what: str) -> None:
+    """Assert that the result and each partial derivative are within the budget of their dtype."""
+    y, partials = forward_train(layer, isa)
+    assert y.dtype is partials.dtype is layer.x.dtype
+    assert y.is_contiguous()
+    assert partials.is_contiguous()
+    assert relative_error(y, oracle(layer)) <= BUDGET[y.dtype], what
+    exact = exact_partials(layer)
+    assert partials.shape == exact.shape
+    for entry in range(exact.shape[1]):
+        assert relative_error(partials[:, entry], exact[:, entry]) <= BUDGET[y.dtype], f"{what}, {entry=}"

@@ -60,8 +60,9 @@ class Cpu(Backend):
         constants, copied = _settled(call, launch)
         return CpuCall(_library(), constants, call.result_shape, copied)
 
-    def prepare_forward_train(self, call: LayerCall) -> PreparedForwardTrain:
-        constants, copied = _settled(call, None)
+    def prepare_forward_train(self, call: LayerCall, launch: str | None = None) -> PreparedForwardTrain:
+        """Settle all but the tensors of a supported call with in_features; `launch` as in `prepare`."""
+        constants, copied = _settled(call, launch)
         entries = call.n_masks + 1 if call.route_dtype is None else 2 * call.n_masks + 1
         return CpuForwardTrain(_library(), constants, call.result_shape, copied, entries)
 
