@@ -59,6 +59,7 @@ def finished(small_text: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
     return done.stdout, json.loads(path.read_text())
 
 
+@pytest.mark.long
 def test_every_layer_is_fused_and_agrees(finished: tuple[str, dict[str, Any]]) -> None:
     _, results = finished
     assert results["sites"] == {"layers": 1, "fused": 1, "missed": 0}

@@ -67,7 +67,7 @@ def test_every_number_of_masks_and_tokens(isa, n_masks):
         assert_matches(run(layer, isa), oracle(layer), what=f"{tokens} tokens")
 
 
-@pytest.mark.parametrize("n_masks", (1, 2, 5, 16))
+@pytest.mark.parametrize("n_masks", [1, 2, 5, 16])
 @pytest.mark.parametrize("isa", ISAS)
 def test_training(isa, n_masks):
     for tokens in (1, 17, 40):
