@@ -83,9 +83,15 @@ class ColumnParallelMGLU(nn.Module):
 
         Raises:
             TypeError, ValueError: a tensor has another shape or dtype than the config says, packed masks are damaged,
-                or the layer has no tensor of that name. The message names the tensor.
+                or the layer has no tensor of that name, or both forms of masks. The message names the tensor.
         """
-        return {self._load(name, tensor) for name, tensor in weights}
+        names, loaded = set(), set()
+        for name, tensor in weights:
+            names.add(name)
+            if {"packed_masks", "mask_logits"} <= names:
+                raise ValueError("packed_masks: got mask_logits of the layer too, but it has one form of masks")
+            loaded.add(self._load(name, tensor))
+        return loaded
 
     def _load(self, name: str, tensor: Tensor) -> str:
         rows = (self.out_features, self.in_features, self.rank, self.ranks)

@@ -119,6 +119,10 @@ def check_refusals(rank: int) -> None:
         layer = MGLUMLP(settings(None), None, "mlp").mglu
         with pytest.raises(ValueError, match=r"router\.weight: an MGLU layer has no such tensor"):
             layer.load_weights([("router.weight", torch.zeros(N_MASKS, HIDDEN))])
+        logits = torch.ones(N_MASKS, INTERMEDIATE, HIDDEN)
+        both = [("mask_logits", logits), ("packed_masks", torch.ops.mglu.pack_logits(logits))]
+        with pytest.raises(ValueError, match="got mask_logits of the layer too"):
+            layer.load_weights(both)
 
 
 def test_configs_and_checkpoints_that_are_refused(tmp_path: Path) -> None:
