@@ -2,7 +2,7 @@
 
 For a few tokens each weight is read once; for more, masked weights are unpacked into the caches and multiplied there.
 Nothing is built or loaded before the first call that needs it. The same inputs give the same bits on every call and
-with any number of threads.
+with any number of threads. `backward` is the backward pass in training, in bfloat16 where the CPU multiplies bfloat16.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor
 from ...activations import ACTIVATIONS
 from ...layer_call import LayerCall
 from ...masks import packed_shape, packed_width
-from ..base import Backend, PreparedCall
+from ..base import Backend, PreparedBackward, PreparedCall
+from . import backward
 from .build import BuildError
 from .library import DTYPES, ISAS, Library, load, pack_constants, pack_packing_call, pack_pointers
 
@@ -99,6 +100,13 @@ class Cpu(Backend):
             )
         )  # fmt: skip
         return packed
+
+    def can_train_backward(self, call: LayerCall) -> bool:
+        return backward.can_run(call)
+
+    def prepare_backward(self, call: LayerCall) -> PreparedBackward:
+        """Raises what `prepare` raises."""
+        return backward.Backward(call, _library())
 
 
 def _library() -> Library:
