@@ -23,8 +23,8 @@ from . import backward_steps as steps
 from .library import Library, load
 
 _CHUNK_NUMBERS = 1 << 24
-"""The numbers of dt and every b_i, or of D_0 and every D_i, that are in memory at a time: 32 MB. GEMMs of a quarter of
-this repack their operands so often that a pass took 10% longer."""
+"""The numbers of dt and every b_i, or of D_0 and every D_i, that are in memory at a time: 32 MB. With fewer, GEMMs
+repack their operands too often (csrc/cpu/README.md)."""
 
 _CHUNK_MULTIPLE = 64
 """Tokens or output features. A chunk has a multiple of them, so that rows are whole cache lines."""
