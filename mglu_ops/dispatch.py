@@ -301,9 +301,16 @@ def is_known(key: Key | None) -> bool:
     return key in _training_calls
 
 
-def _training_backend(call: LayerCall) -> Backend:
-    cuda = BACKENDS["cuda"]
-    return cuda if cuda.can_train(call) else BACKENDS["composite"]
+def _forward_backend(call: LayerCall) -> Backend:
+    """The first backend that runs a forward pass in training; the last one runs every call, as in `_backward_backend`.
+
+    The two may differ: any backend's backward pass reads what any other one's forward pass keeps.
+    """
+    return next(backend for backend in BACKENDS.values() if backend.can_train_forward(call))
+
+
+def _backward_backend(call: LayerCall) -> Backend:
+    return next(backend for backend in BACKENDS.values() if backend.can_train_backward(call))
 
 
 P = TypeVar("P", PreparedForwardTrain, PreparedBackward)
@@ -335,7 +342,7 @@ def forward_train(
     prepared: Any = _training_calls.get(key) if key else None
     if prepared is None:
         call = LayerCall.of(rows, weight, packed_masks, activation, routes)
-        prepared = _keep(key, x.device, _training_backend(call).prepare_forward_train(call))
+        prepared = _keep(key, x.device, _forward_backend(call).prepare_forward_train(call))
     result, partials = prepared(rows, weight, packed_masks, routes)
     if rows is x:
         return result, partials
@@ -353,7 +360,7 @@ def backward(key: Key | None, arguments: BackwardArguments) -> tuple[Tensor, Ten
     prepared: Any = _training_calls.get(key) if key else None
     if prepared is None:
         call = replace(LayerCall.of(rows, weight, packed_masks), route_dtype=route_dtype)
-        prepared = _keep(key, x.device, _training_backend(call).prepare_backward(call))
+        prepared = _keep(key, x.device, _backward_backend(call).prepare_backward(call))
     if rows is x and partials.is_contiguous():
         return prepared(arguments)
     in_rows = arguments._replace(

@@ -1,6 +1,6 @@
 """The interface of a backend: an object that says whether it can run a call, and prepares it.
 
-Every backend runs `mglu::forward`. Some also pack masks, and run `mglu::forward_train` and `mglu::backward`.
+Every backend runs `mglu::forward`. Some also pack masks, and run `mglu::forward_train` or `mglu::backward`.
 """
 
 from __future__ import annotations
@@ -117,8 +117,12 @@ class Backend(ABC):
         """The packed masks of bool masks, or of logits by `M = logits > 0`, `[n_masks, out_features, in_features]`."""
         raise NotImplementedError(f"the backend {self.name} does not pack masks")
 
-    def can_train(self, call: LayerCall) -> bool:
-        """Whether the backend trains a call. What one backend keeps for the backward pass, another one can read."""
+    def can_train_forward(self, call: LayerCall) -> bool:
+        """Whether the backend runs the forward pass in training. Another one can read what it keeps for backward."""
+        return False
+
+    def can_train_backward(self, call: LayerCall) -> bool:
+        """Whether the backend runs the backward pass; see `prepare_backward` for the call."""
         return False
 
     def prepare_forward_train(self, call: LayerCall) -> PreparedForwardTrain:

@@ -274,7 +274,10 @@ class Composite(Backend):
 
         return prepared
 
-    def can_train(self, call: LayerCall) -> bool:
+    def can_train_forward(self, call: LayerCall) -> bool:
+        return True
+
+    def can_train_backward(self, call: LayerCall) -> bool:
         return True
 
     def prepare_forward_train(self, call: LayerCall) -> PreparedForwardTrain:

@@ -78,6 +78,9 @@ inline __m512 _mm512_permutex2var_ps(__m512 a, __m512i index, __m512 b) {
     return each_<__m512>([&](int i) { return (index.lane[i] & 16 ? b : a).lane[index.lane[i] & 15]; });
 }
 
+inline __m256i _mm512_castsi512_si256(__m512i a) { return loaded_<__m256i>(&a); }
+inline __m256i _mm512_extracti64x4_epi64(__m512i a, int half) { return loaded_<__m256i>(a.lane + 8 * half); }
+
 // Conversions.
 inline __m512i _mm512_cvtepu16_epi32(__m256i a) {
     return each_<__m512i>([&](int i) { return static_cast<std::int32_t>(a.lane[i]); });
@@ -172,6 +175,14 @@ inline __m512 _mm512_mask_blend_ps(__mmask16 mask, __m512 a, __m512 b) {
 inline __m512 _mm512_mask_add_ps(__m512 unset, __mmask16 mask, __m512 a, __m512 b) {
     return each_<__m512>([&](int i) { return mask >> i & 1 ? a.lane[i] + b.lane[i] : unset.lane[i]; });
 }
+inline __m512 _mm512_maskz_loadu_ps(__mmask16 mask, const float* p) {
+    return each_<__m512>([=](int i) { return mask >> i & 1 ? p[i] : 0.0f; });
+}
+inline void _mm512_mask_storeu_ps(float* p, __mmask16 mask, __m512 a) {
+    for (int i = 0; i < 16; ++i) {
+        if (mask >> i & 1) p[i] = a.lane[i];
+    }
+}
 inline __m512 _mm512_maskz_mov_ps(__mmask16 mask, __m512 a) {
     return each_<__m512>([&](int i) { return mask >> i & 1 ? a.lane[i] : 0.0f; });
 }
@@ -191,6 +202,12 @@ __m512i integers_(F f) {
 }
 inline __m512i _mm512_loadu_si512(const void* p) { return loaded_<__m512i>(p); }
 inline void _mm512_storeu_si512(void* p, __m512i a) { std::memcpy(p, &a, sizeof(a)); }
+inline __m512i _mm512_set1_epi16(std::int16_t x) {
+    return integers_<std::int16_t>([=](int) { return x; });
+}
+inline __m512i _mm512_xor_si512(__m512i a, __m512i b) {
+    return each_<__m512i>([&](int i) { return a.lane[i] ^ b.lane[i]; });
+}
 inline __m512i _mm512_maskz_loadu_epi8(__mmask64 mask, const void* p) {
     const auto* bytes = static_cast<const std::uint8_t*>(p);
     return integers_<std::uint8_t>([=](int i) { return mask >> i & 1 ? bytes[i] : std::uint8_t{}; });

@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "backward.h"
 #include "mglu_cpu.h"
 
 namespace {
@@ -162,10 +163,79 @@ void check_refusals() {
     mistakes += forward(call, serial) != Status::invalid_argument;
 }
 
+// Compares the steps of a backward pass with plain loops. The numbers are small integers, so that all sums are exact.
+void check_backward(std::int64_t tokens, std::int64_t d, std::int64_t h, std::int64_t n, DType wide) {
+    const std::int64_t octets = (h + 7) / 8, w_stride = h + 3, g_stride = d + 1, entries = n + 1;
+    const auto numbers = [](DType dtype, std::int64_t count) {
+        Numbers made(dtype, static_cast<std::size_t>(count));
+        for (std::int64_t i = 0; i < count; ++i) made.set(static_cast<std::size_t>(i), std::round(uniform() * 3));
+        return made;
+    };
+    constexpr DType kNarrow = DType::bfloat16;
+    Numbers weight = numbers(kNarrow, d * w_stride), grad = numbers(kNarrow, tokens * g_stride);
+    Numbers partials = numbers(kNarrow, tokens * entries * d), scaled = numbers(kNarrow, tokens * entries * d);
+    Numbers products = numbers(kNarrow, n * d * h), flipped = numbers(kNarrow, entries * d * h);
+    Numbers total = numbers(wide, d * h), of_weight = numbers(kNarrow, d * h), of_logits = numbers(wide, n * d * h);
+    std::vector<float> of_routes(static_cast<std::size_t>(tokens * n));
+    std::vector<std::uint8_t> packed(static_cast<std::size_t>(d * octets * n));
+    for (auto& byte : packed) byte = static_cast<std::uint8_t>(generator());
+    const auto sign = [&](std::int64_t i, std::int64_t r, std::int64_t k) {
+        return packed[static_cast<std::size_t>((r * octets + k / 8) * n + i)] >> k % 8 & 1 ? -1.0f : 1.0f;
+    };
+
+    const FlipSigns flip{weight.data(), packed.data(), flipped.data(), n, d, h, w_stride};
+    const Scale times{grad.data(), partials.data(), scaled.data(), tokens, entries, d, g_stride, entries * d, d};
+    const WeightGradients gradients{total.data(), products.data(), weight.data(), packed.data(), of_weight.data(),
+                                    of_logits.data(), n, d, h, w_stride, d * h, wide, wide};
+    const RouteGradients routes{grad.data(), partials.data(), of_routes.data(), tokens, n, d, g_stride, entries * d, d};
+    int wrong = flip_signs(flip, two_threads) != Status::ok || scale(times, two_threads) != Status::ok ||
+                weight_gradients(gradients, two_threads) != Status::ok ||
+                route_gradients(routes, two_threads) != Status::ok;
+    for (std::int64_t r = 0; r < d; ++r) {
+        for (std::int64_t k = 0; k < h; ++k) {
+            const float w = weight.get(r * w_stride + k);
+            float sum = total.get(r * h + k);
+            wrong += flipped.get(r * h + k) != w;
+            for (std::int64_t i = 0; i < n; ++i) {
+                const float product = products.get((i * d + r) * h + k);
+                sum += sign(i, r, k) * product;
+                wrong += flipped.get(((i + 1) * d + r) * h + k) != sign(i, r, k) * w;
+                wrong += of_logits.get((i * d + r) * h + k) != -2 * w * product;
+            }
+            wrong += of_weight.get(r * h + k) != sum;
+        }
+    }
+    for (std::int64_t t = 0; t < tokens; ++t) {
+        for (std::int64_t i = 0; i < entries; ++i) {
+            float sum = 0;
+            for (std::int64_t r = 0; r < d; ++r) {
+                const std::int64_t at = (t * entries + i) * d + r;
+                const float product = grad.get(t * g_stride + r) * partials.get(at);
+                wrong += scaled.get(at) != product;
+                sum += product;
+            }
+            if (i < n) wrong += of_routes[static_cast<std::size_t>(t * n + i)] != sum;
+        }
+    }
+    if (wrong) {
+        ++mistakes;
+        std::printf("backward: tokens=%lld d=%lld h=%lld n=%lld\n", (long long)tokens, (long long)d, (long long)h,
+                    (long long)n);
+    }
+}
+
 }  // namespace
 
 int main() {
     check_refusals();
+    if (supports(Isa::avx512_bf16, DType::bfloat16)) {
+        const int before = mistakes;
+        for (std::int64_t n = 1; n <= 16; ++n) {
+            for (const std::int64_t h : {1, 7, 8, 31, 32, 33, 70}) check_backward(n % 4, h, h, n, DType::bfloat16);
+            check_backward(3, 41, 72, n, DType::float32);
+        }
+        std::printf("ran backward: %d mistakes\n", mistakes - before);
+    }
     for (const Isa isa : {Isa::portable, Isa::avx2, Isa::avx512, Isa::avx512_bf16, Isa::amx}) {
         if (!supports(isa, DType::bfloat16)) continue;
         const int before = mistakes;

@@ -297,5 +297,5 @@ def test_sanitizers(tmp_path, emulated):
     result = subprocess.run([str(program)], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "ran portable: 0 mistakes" in result.stdout
-    for isa in ("avx512", "avx512_bf16", "amx") if emulated else ():
-        assert f"ran {isa}: 0 mistakes" in result.stdout
+    for name in ("avx512", "avx512_bf16", "amx", "backward") if emulated else ():
+        assert f"ran {name}: 0 mistakes" in result.stdout

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import platform
-import shlex
 import shutil
-from pathlib import Path
 
 import pytest
 import strategies as s
 import torch
 from backend_calls import run_on
 from budgets import BUDGET, NAIVE_FACTOR, assert_matches, relative_error
-from cpu_calls import assert_trains, oracle, run
+from cpu_calls import assert_trains, emulated_library, oracle, run
 from hypothesis import given
 from hypothesis import strategies as st
 from outliers import TOKENS, assert_loses_no_more_than_naive, layer_of_large_gates, outlier_layers
@@ -25,7 +22,6 @@ from mglu_ops.backends import cpu
 from mglu_ops.backends.cpu import build, library
 
 ISAS = ("avx512_bf16", "amx")
-EMULATION = Path(__file__).parent / "cpu_avx512_emulation.h"
 
 pytestmark = [
     pytest.mark.long,
@@ -41,12 +37,7 @@ def kernels() -> library.Library:
     assert isinstance(loaded, library.Library), loaded
     if all(loaded.supports(isa, torch.bfloat16) for isa in ISAS):
         return loaded
-    version = hashlib.sha256(EMULATION.read_bytes()).hexdigest()[:16]  # the options are part of the cache's key
-    options = (f'-DMGLU_EMULATE_AVX512="{EMULATION.name}"', f"-DMGLU_EMULATION={version}", f"-I{EMULATION.parent}")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "FLAGS", tuple("-O1" if flag == "-O2" else flag for flag in build.FLAGS))
-        patch.setenv("CXX", shlex.join((*build.find_compiler(), *options)))
-        return build.load_library(library.Library)
+    return emulated_library()
 
 
 @pytest.fixture(autouse=True)

@@ -231,7 +231,7 @@ def test_errors_are_those_of_the_naive_layer(dtype: torch.dtype, routed: bool, n
     layer = Layer.random(
         "cuda", dtype, (512,), 384, 512, n_masks, density=density, route_dtype=dtype if routed else None
     )
-    assert BACKENDS["cuda"].can_train(described(layer))
+    assert BACKENDS["cuda"].can_train_forward(described(layer))
     found = run(layer, *gradients_of(layer))
     checks.assert_as_good_as_naive({"y": found.pop("y")}, layer, 1.5)
     checks.assert_as_good_as_naive(found, layer, 1.5 if 0.2 < density < 0.8 else 2.5)
@@ -436,4 +436,4 @@ def test_tensors_on_another_gpu() -> None:
 def test_calls_of_other_dtypes_are_left_to_the_composite_backend() -> None:
     for dtype, route_dtype, can in ((F16, None, True), (BF16, F32, True), (F32, None, False), (BF16, F64, False)):
         layer = Layer.random("cuda", dtype, (5,), 16, 24, 2, route_dtype=route_dtype)
-        assert BACKENDS["cuda"].can_train(described(layer)) == can
+        assert BACKENDS["cuda"].can_train_forward(described(layer)) == can

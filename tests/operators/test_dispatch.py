@@ -80,9 +80,11 @@ def test_training_runs_on_the_cuda_backend_where_it_can(monkeypatch: pytest.Monk
     described, shapes = [], []
 
     class Cuda(Composite):
-        def can_train(self, call: LayerCall) -> bool:
+        def can_train_forward(self, call: LayerCall) -> bool:
             described.append((call.leading, call.route_dtype))
             return trains
+
+        can_train_backward = can_train_forward
 
         def prepare_forward_train(self, call: LayerCall) -> Any:
             prepared = super().prepare_forward_train(call)

@@ -1,9 +1,13 @@
-"""Calls of the CPU backend with an instruction set, and what they should give."""
+"""Calls of the CPU backend with an instruction set, what they should give, and a library of emulated instructions."""
 
 from __future__ import annotations
 
+import hashlib
 import math
+import shlex
+from pathlib import Path
 
+import pytest
 import torch
 from backend_calls import run_on
 from budgets import BUDGET, relative_error
@@ -11,8 +15,20 @@ from strategies import ACTIVATIONS, Layer
 from torch import Tensor
 
 from mglu_ops.backends import BACKENDS, reference
-from mglu_ops.backends.cpu import Cpu
+from mglu_ops.backends.cpu import Cpu, build, library
 from mglu_ops.layer_call import LayerCall
+
+EMULATION = Path(__file__).parents[1] / "cpu" / "cpu_avx512_emulation.h"
+
+
+def emulated_library() -> library.Library:
+    """The kernels built with emulated intrinsics, which has all instruction sets on every x86-64 machine."""
+    version = hashlib.sha256(EMULATION.read_bytes()).hexdigest()[:16]  # the options are part of the cache's key
+    options = (f'-DMGLU_EMULATE_AVX512="{EMULATION.name}"', f"-DMGLU_EMULATION={version}", f"-I{EMULATION.parent}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "FLAGS", tuple("-O1" if flag == "-O2" else flag for flag in build.FLAGS))
+        patch.setenv("CXX", shlex.join((*build.find_compiler(), *options)))
+        return build.load_library(library.Library)
 
 
 def run(layer: Layer, isa: str = "best") -> Tensor:

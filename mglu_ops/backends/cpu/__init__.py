@@ -2,7 +2,7 @@
 
 For a few tokens each weight is read once; for more, masked weights are unpacked into the caches and multiplied there.
 Nothing is built or loaded before the first call that needs it. The same inputs give the same bits on every call and
-with any number of threads.
+with any number of threads. `backward` is the backward pass in training, in bfloat16 where the CPU multiplies bfloat16.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor
 from ...activations import ACTIVATIONS
 from ...layer_call import LayerCall
 from ...masks import packed_shape, packed_width
-from ..base import Backend, PreparedCall, PreparedForwardTrain
+from ..base import Backend, PreparedBackward, PreparedCall, PreparedForwardTrain
+from . import backward
 from .build import BuildError
 from .library import DTYPES, ISAS, Library, load, pack_constants, pack_packing_call, pack_pointers
 
@@ -60,6 +61,9 @@ class Cpu(Backend):
         constants, copied = _settled(call, launch)
         return CpuCall(_library(), constants, call.result_shape, copied)
 
+    def can_train_forward(self, call: LayerCall) -> bool:
+        return call.in_features > 0 and self.supports(call)
+
     def prepare_forward_train(self, call: LayerCall, launch: str | None = None) -> PreparedForwardTrain:
         """Settle all but the tensors of a supported call with in_features; `launch` as in `prepare`."""
         constants, copied = _settled(call, launch)
@@ -85,6 +89,13 @@ class Cpu(Backend):
             )
         )  # fmt: skip
         return packed
+
+    def can_train_backward(self, call: LayerCall) -> bool:
+        return backward.can_run(call)
+
+    def prepare_backward(self, call: LayerCall) -> PreparedBackward:
+        """Raises what `prepare` raises."""
+        return backward.Backward(call, _library())
 
 
 def _settled(call: LayerCall, launch: str | None) -> tuple[bytes, tuple[bool, bool, bool]]:

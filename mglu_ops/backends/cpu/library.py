@@ -24,6 +24,9 @@ pack_packing_call = struct.Struct("@2P7q").pack
 ISAS = {"best": 0, "portable": 1, "avx2": 2, "avx512": 3, "avx512_bf16": 4, "amx": 5}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
+STEPS = ("flip_signs", "scale", "weight_gradients", "route_gradients")
+"""The steps of a backward pass (csrc/cpu/backward.h)."""
+
 
 class Library:
     """The functions of one build, and torch's thread pool for them."""
@@ -40,10 +43,12 @@ class Library:
             self._forward, self._pack = functions.mglu_cpu_forward, functions.mglu_cpu_pack_masks
             self._isa, self._supports = functions.mglu_cpu_isa, functions.mglu_cpu_supports
             self._message = functions.mglu_cpu_status_message
+            self._steps = {name: getattr(functions, f"mglu_cpu_{name}") for name in STEPS}
         except AttributeError as error:
             raise OSError(str(error)) from error
-        self._forward.argtypes = self._pack.argtypes = (ctypes.c_char_p, ctypes.c_void_p)
-        self._forward.restype = self._pack.restype = ctypes.c_int32
+        for function in (self._forward, self._pack, *self._steps.values()):
+            function.argtypes = (ctypes.c_char_p, ctypes.c_void_p)
+            function.restype = ctypes.c_int32
         self._isa.restype = self._message.restype = ctypes.c_char_p
         self._isa.argtypes = (ctypes.c_int64,) * 3
         self._supports.argtypes = (ctypes.c_int64,) * 2
@@ -68,6 +73,10 @@ class Library:
     def pack(self, call: bytes) -> None:
         """Pack masks; as `forward`."""
         self._check(self._pack(call, self.parallel_for), "pack_masks")
+
+    def run_step(self, name: str, call: bytes) -> None:
+        """Run a step of a backward pass, of `STEPS`; as `forward`."""
+        self._check(self._steps[name](call, self.parallel_for), name)
 
     def _check(self, status: int, name: str) -> None:
         if status != 0:

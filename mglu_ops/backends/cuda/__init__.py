@@ -122,7 +122,7 @@ class Cuda(Backend):
                 return self.pack(masks)
         return packing.pack(masks, gpu_of(device).arch, _current_stream(device))
 
-    def can_train(self, call: LayerCall) -> bool:
+    def can_train_forward(self, call: LayerCall) -> bool:
         return (
             call.device.type == "cuda"
             and call.dtype in (torch.float16, torch.bfloat16)
@@ -132,6 +132,9 @@ class Cuda(Backend):
             and has_cuda_core()
             and gpu_of(call.device.index).arch >= (8, 0)
         )
+
+    def can_train_backward(self, call: LayerCall) -> bool:
+        return self.can_train_forward(call)
 
     def prepare_forward_train(self, call: LayerCall) -> PreparedForwardTrain:
         """Raises what `prepare` raises."""

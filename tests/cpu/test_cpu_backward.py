@@ -1,0 +1,271 @@
+"""The backward pass in bfloat16 on CPUs, by native and by emulated intrinsics: its steps, and gradients of layers."""
+
+from __future__ import annotations
+
+import itertools
+import platform
+import shutil
+
+import pytest
+import torch
+from budgets import relative_error
+from cpu_calls import emulated_library
+from cuda_problem import pack
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from training_checks import Layer, assert_as_good_as_naive, assert_rounded, rows_apart
+
+from mglu_ops import dispatch
+from mglu_ops.backends import BACKENDS
+from mglu_ops.backends.base import BackwardArguments
+from mglu_ops.backends.cpu import Cpu, backward, build, library
+from mglu_ops.backends.cpu import backward_steps as steps
+from mglu_ops.layer_call import LayerCall
+
+BF16, F32, F16, F64 = torch.bfloat16, torch.float32, torch.float16, torch.float64
+NAMES = ("x", "weight", "logits", "route_weights")
+COLUMNS = (0, 1, 7, 8, 31, 32, 33, 72, 257)
+
+pytestmark = [
+    pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="needs a C++ compiler"),
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86-64"),
+]
+
+
+@pytest.fixture(scope="module", params=["native", pytest.param("emulated", marks=pytest.mark.long)])
+def kernels(request: pytest.FixtureRequest) -> library.Library:
+    if request.param == "emulated":
+        return emulated_library()
+    loaded = library.load()
+    assert isinstance(loaded, library.Library), loaded
+    if not loaded.supports("avx512_bf16", BF16):
+        pytest.skip("this CPU has no bfloat16 instructions")
+    return loaded
+
+
+@pytest.fixture(autouse=True)
+def _loaded_kernels(kernels: library.Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_loaded", kernels)
+    monkeypatch.setattr(dispatch, "_training_calls", {})
+
+
+# --- The steps ----------------------------------------------------------------------------------------------------
+
+
+def normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+@pytest.mark.parametrize("n_masks", range(1, 17))
+def test_flip_signs(kernels, n_masks):
+    for d, h in itertools.product((1, 5), COLUMNS):
+        weight, masks = normal(d, h), torch.rand(n_masks, d, h) > 0.5
+        expected = torch.cat((weight[None], torch.where(masks, -weight, weight)))
+        for change in (torch.clone, rows_apart):
+            assert torch.equal(steps.flip_signs(kernels, change(weight), pack(masks)), expected)
+
+
+def test_scale(kernels):
+    """The product of two numbers is exact in float32, so that there is one rounding."""
+    for tokens, entries, columns in itertools.product((1, 9), (1, 2, 17), COLUMNS):
+        grad, partials = normal(tokens, columns), normal(tokens, entries, columns)
+        for change in (torch.clone, rows_apart):
+            out = torch.full_like(partials, float("nan"))
+            steps.scale(kernels, change(grad), change(partials), out)
+            assert torch.equal(out, (grad.float()[:, None] * partials.float()).to(BF16))
+
+
+@pytest.mark.parametrize("total_dtype", [BF16, F32])
+@pytest.mark.parametrize("logits_dtype", [None, BF16, F32])
+def test_weight_gradients(kernels, logits_dtype, total_dtype):
+    for n_masks, d, h in itertools.product((1, 2, 3, 8, 16), (1, 5), COLUMNS):
+        weight, products, total = normal(d, h), normal(n_masks, d, h), normal(d, h, dtype=total_dtype)
+        masks, nan = torch.rand(n_masks, d, h) > 0.5, float("nan")
+        # The rows of an output feature are a part of those of the gradients.
+        of_logits = None if logits_dtype is None else torch.full((n_masks, d + 2, h), nan, dtype=logits_dtype)
+        for needs_weight in (True, False) if logits_dtype else (True,):
+            of_weight = torch.full((d, h), nan, dtype=BF16) if needs_weight else None
+            part = None if of_logits is None else of_logits[:, 1:-1]
+            steps.weight_gradients(kernels, total, products, rows_apart(weight), pack(masks), of_weight, part)
+            if of_weight is not None:
+                exact = total.double() + torch.where(masks, -products, products).double().sum(0)
+                assert_rounded(of_weight, exact, "weight")
+            if of_logits is not None:
+                exact = -2 * weight.double() * products.double()
+                assert torch.equal(of_logits[:, 1:-1], exact.to(logits_dtype))
+                assert of_logits[:, [0, -1]].isnan().all()
+
+
+def test_route_gradients(kernels):
+    for tokens, n_masks, columns in itertools.product((1, 9), (1, 3, 16), (*COLUMNS, 3000)):
+        grad, terms = normal(tokens, columns), normal(tokens, n_masks, columns)
+        exact = (grad.double()[:, None] * terms.double()).sum(-1)
+        for change in (torch.clone, rows_apart):
+            found = steps.route_gradients(kernels, change(grad), change(terms))
+            torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)
+
+
+def test_not_finite_numbers(kernels):
+    numbers = torch.tensor([float("nan"), float("inf"), -float("inf"), 3e38, 0.0]).to(BF16)
+    grad, partials = numbers.repeat_interleave(5)[None], numbers.repeat(5)[None, None]
+    out = torch.empty_like(partials)
+    steps.scale(kernels, grad, partials, out)
+    torch.testing.assert_close(out, (grad[:, None].float() * partials.float()).to(BF16), equal_nan=True)
+
+
+# --- Whole layers -------------------------------------------------------------------------------------------------
+
+
+def arguments_of(layer: Layer, needs: tuple[bool, bool] = (True, True), logits_dtype=BF16) -> BackwardArguments:
+    routes = layer.route_weights
+    _, partials = torch.ops.mglu.forward_train(layer.x, layer.weight, layer.packed_masks, layer.activation, routes)
+    given = layer.grad_output, layer.x, layer.weight, layer.packed_masks, partials
+    return BackwardArguments(*given, list(needs), logits_dtype, None if routes is None else routes.dtype)
+
+
+def run(arguments: BackwardArguments) -> tuple[Tensor, ...]:
+    """The gradients by the CPU backend, also on a CPU on which `dispatch` would not choose it."""
+    call = LayerCall.of(*arguments[1:4])
+    return BACKENDS["cpu"].prepare_backward(call)(arguments)
+
+
+def gradients(layer: Layer, **options) -> dict[str, Tensor]:
+    found = run(arguments_of(layer, **options))
+    return {name: tensor for name, tensor in zip(NAMES, found, strict=True) if tensor.numel()}
+
+
+@pytest.mark.parametrize("density", [0.1, 0.25, 0.5, 0.75, 0.9])
+@pytest.mark.parametrize("n_masks", [1, 2, 3, 4, 5, 8, 16])
+def test_errors_are_those_of_the_naive_layer(n_masks, density):
+    layer = Layer.random("cpu", BF16, (192,), 96, 136, n_masks, density=density, route_dtype=BF16)
+    assert_as_good_as_naive(gradients(layer), layer, 1.5 if 0.25 <= density <= 0.75 else 2.5)
+
+
+@given(st.data())
+def test_layers_of_any_size(data):
+    size = st.integers(1, 70)
+    tokens, d, h, n_masks = (data.draw(one) for one in (size, size, size, st.integers(1, 16)))
+    options = {"route_dtype": data.draw(st.sampled_from([None, BF16, F32])), "density": 0.5}
+    torch.manual_seed(data.draw(st.integers(0, 2**16)))
+    layer = Layer.random("cpu", BF16, (tokens,), d, h, n_masks, **options)
+    exact = layer.in_plain_torch(F64)
+    # Roundings of small sums are few, so that the errors of two ways differ: a bound, not the naive layer's error.
+    for name, found in gradients(layer).items():
+        terms = exact[name].norm() + 1
+        assert (found.double() - exact[name]).norm() <= 2.0**-4 * terms, name
+
+
+@pytest.mark.parametrize("routed", [False, True])
+def test_chunks_of_tokens_and_features(monkeypatch, routed):
+    layer = Layer.random("cpu", BF16, (200,), 150, 72, 5, route_dtype=BF16 if routed else None)
+    whole = gradients(layer)
+    monkeypatch.setattr(backward, "_CHUNK_NUMBERS", 1)
+    parts = gradients(layer)
+    for name, found in whole.items():
+        assert relative_error(parts[name], found.double()) <= 2.0**-9
+    assert_as_good_as_naive(parts, layer, 1.5)
+
+
+@pytest.mark.parametrize("logits_dtype", [None, BF16, F32, F16, F64])
+@pytest.mark.parametrize("needs", list(itertools.product((False, True), repeat=2)))
+@pytest.mark.parametrize("n_masks", [2, 6])
+def test_each_gradient_alone(needs, logits_dtype, n_masks):
+    """What is not needed is empty, what is needed has its dtype, and no two results share memory."""
+    layer = Layer.random("cpu", BF16, (70,), 40, 72, n_masks, route_dtype=F32, logits_dtype=logits_dtype or BF16)
+    found = run(arguments_of(layer, needs, logits_dtype))
+    shapes = layer.x.shape, layer.weight.shape, layer.logits.shape, layer.route_weights.shape
+    needed = (*needs, logits_dtype is not None, True)
+    dtypes = BF16, BF16, logits_dtype or BF16, F32
+    for tensor, shape, is_needed, dtype in zip(found, shapes, needed, dtypes, strict=True):
+        assert tensor.shape == (shape if is_needed else (0,))
+        assert tensor.dtype is dtype
+        assert tensor.is_contiguous()
+    addresses = [tensor.data_ptr() for tensor in found if tensor.numel()]
+    assert len(set(addresses)) == len(addresses)
+    assert_as_good_as_naive({n: t for n, t in zip(NAMES, found, strict=True) if t.numel()}, layer, 1.5)
+
+
+def test_the_gradient_of_route_weights_is_not_always_needed():
+    layer = Layer.random("cpu", BF16, (20,), 40, 72, 3, route_dtype=BF16)
+    arguments = arguments_of(layer)
+    found = run(arguments._replace(route_dtype=None))
+    assert found[3].numel() == 0
+    assert all(map(torch.equal, found[:3], run(arguments)[:3]))
+
+
+@pytest.mark.parametrize("size", [(0, 8, 8), (3, 0, 8), (3, 8, 0), (0, 0, 0), (1, 1, 1), (1, 300, 9), (2, 1, 300)])
+def test_sizes_of_zero_and_one(size):
+    layer = Layer.random("cpu", BF16, size[:1], *size[1:], 3, route_dtype=BF16)
+    exact = layer.in_plain_torch(F64)
+    for name, found in zip(NAMES, run(arguments_of(layer)), strict=True):
+        assert found.shape == exact[name].shape
+        torch.testing.assert_close(found.double(), exact[name], rtol=0.1, atol=0.05)
+
+
+@pytest.mark.parametrize("n_masks", [2, 6])
+def test_every_layout_is_the_same(n_masks):
+    layer = Layer.random("cpu", BF16, (33,), 41, 50, n_masks, route_dtype=BF16)
+    arguments = arguments_of(layer)
+    expected = run(arguments)
+    grad, x, weight, masks = arguments[:4]
+    wide_masks = torch.full((41, 9, n_masks + 2), 255, dtype=torch.uint8)
+    wide_masks[:, :7, :n_masks] = masks
+    for change in (rows_apart, lambda tensor: tensor.t().contiguous().t()):
+        changed = arguments._replace(
+            grad_output=change(grad), x=change(x), weight=change(weight), packed_masks=wide_masks[:, :7, :n_masks]
+        )
+        assert all(map(torch.equal, run(changed), expected))
+    one = arguments._replace(grad_output=grad[:1].expand_as(grad))
+    same = arguments._replace(grad_output=one.grad_output.contiguous())
+    assert all(map(torch.equal, run(one), run(same)))
+
+
+def test_repetition_changes_no_bit():
+    arguments = arguments_of(Layer.random("cpu", BF16, (300,), 256, 200, 5, route_dtype=BF16))
+    expected = run(arguments)
+    for _ in range(3):
+        assert all(map(torch.equal, run(arguments), expected))
+
+
+# --- The choice of the backend ------------------------------------------------------------------------------------
+
+
+def test_the_backward_pass_is_this_one_only_in_bfloat16(kernels):
+    for dtype in (F32, F16, F64):
+        layer = Layer.random("cpu", dtype, (5,), 16, 24, 2)
+        call = LayerCall.of(layer.x, layer.weight, layer.packed_masks)
+        assert dispatch._backward_backend(call).name == "composite"
+    layer = Layer.random("cpu", BF16, (5,), 16, 24, 2)
+    call = LayerCall.of(layer.x, layer.weight, layer.packed_masks)
+    name = "cpu" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "composite"
+    assert dispatch._backward_backend(call).name == name
+
+
+def test_a_cpu_without_bfloat16_instructions_is_left_to_composite(monkeypatch):
+    layer = Layer.random("cpu", BF16, (5,), 16, 24, 2)
+    call = LayerCall.of(layer.x, layer.weight, layer.packed_masks)
+    with monkeypatch.context() as patch:
+        patch.setattr(library.Library, "supports", lambda self, isa, dtype: isa not in ("avx512_bf16", "amx"))
+        assert dispatch._backward_backend(call).name == "composite"
+    monkeypatch.setattr(library, "_loaded", "there is no compiler in this test")
+    assert dispatch._backward_backend(call).name == "composite"
+
+
+def test_autograd_runs_it(monkeypatch):
+    """It runs by the operator's own gradient, with several leading dimensions, and is prepared once."""
+    prepared = []
+
+    class Spy(Cpu):
+        def prepare_backward(self, call):
+            prepared.append(call)
+            return super().prepare_backward(call)
+
+    monkeypatch.setattr(dispatch, "BACKENDS", {**BACKENDS, "cpu": Spy()})
+    layer = Layer.random("cpu", BF16, (3, 20), 40, 72, 3)
+    x, weight, logits = (t.clone().requires_grad_() for t in (layer.x, layer.weight, layer.logits))
+    for _ in range(2):
+        y, _ = torch.ops.mglu.forward_ste(x, weight, logits, "silu", None)
+        found = torch.autograd.grad(y, (x, weight, logits), layer.grad_output)
+        assert_as_good_as_naive(dict(zip(NAMES, found, strict=False)), layer, 1.5)
+    assert len(prepared) == torch.ops.mkldnn._is_mkldnn_bf16_supported()
