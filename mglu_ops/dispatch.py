@@ -160,8 +160,8 @@ def _cuda() -> Cuda:
 
 
 @cache
-def _warn_of_fallback(backend: str, reason: str) -> None:
-    warnings.warn(f"mglu::forward runs on the backend {backend}: {reason}", UserWarning, stacklevel=5)
+def _warn_of_fallback(backend: str, reason: str, op: str = "forward") -> None:
+    warnings.warn(f"mglu::{op} runs on the backend {backend}: {reason}", UserWarning, stacklevel=5)
 
 
 # --- Inference -------------------------------------------------------------------------------------------------------
@@ -306,7 +306,12 @@ def _forward_backend(call: LayerCall) -> Backend:
 
     The two may differ: any backend's backward pass reads what any other one's forward pass keeps.
     """
-    return next(backend for backend in BACKENDS.values() if backend.can_train_forward(call))
+    backend = next(backend for backend in BACKENDS.values() if backend.can_train_forward(call))
+    is_on_cpu = call.device.type == "cpu" and call.dtype is not torch.float64
+    if backend.name == "composite" and is_on_cpu and call.out_features * call.in_features >= _NOTICEABLE_WEIGHTS:
+        problem = BACKENDS["cpu"].unsupported_reason(call)
+        _warn_of_fallback(backend.name, f"library GEMMs, slower here than the CPU backend: {problem}", "forward_train")
+    return backend
 
 
 def _backward_backend(call: LayerCall) -> Backend:

@@ -47,6 +47,7 @@ def reference_logits(model: Decoder, sizes: Sizes, tokens: Tensor) -> Tensor:
     return model.head.norm.double()(x) @ model.head.weight.double().T
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("n_masks", [0, 2])
 @pytest.mark.parametrize("batch", [1, 3])
 @torch.no_grad()

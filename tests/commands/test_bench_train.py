@@ -112,6 +112,7 @@ def replace_layer(
     monkeypatch.setattr(train, "steps", steps)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_compiler")
 def test_what_does_not_fit_into_memory_is_left_out_in_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def too_large(x: Tensor) -> Tensor:
@@ -137,6 +138,7 @@ class TwiceTheGradient(torch.autograd.Function):
         return 2 * grad[0]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_compiler")
 def test_a_wrong_gradient_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_layer(monkeypatch, FUSED, lambda layer: lambda x: TwiceTheGradient.apply(layer(x)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import warnings
 
 import pytest
 import strategies as s
@@ -15,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import Layer, make_layer
 
-from mglu_ops.backends import BACKENDS
+from mglu_ops import dispatch
+from mglu_ops.backends import BACKENDS, cpu
 from mglu_ops.backends.cpu import Cpu, build, library
 from mglu_ops.layer_call import LayerCall
 
@@ -123,3 +125,21 @@ def test_any_layout(data):
     limit = BUDGET[dtype] * (routes + 1) * (total + 1) ** 2 + torch.finfo(dtype).tiny
     assert ((y.double() - oracle(layer)).abs() <= limit).all()
     assert ((partials.double() - exact).abs() <= limit[:, None]).all()
+
+
+def test_without_kernels_training_says_so_once(monkeypatch):
+    """Library GEMMs are right, and slower; a layer that is done in a moment is no reason to warn."""
+    monkeypatch.setattr(cpu, "load", lambda: "no compiler in this test")
+    monkeypatch.setattr(dispatch, "_training_calls", {})
+    dispatch._warn_of_fallback.cache_clear()
+    small, large = (make_layer((2,), size, size, 2, dtype=torch.float32) for size in (16, 512))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.ops.mglu.forward_train(small.x, small.weight, small.packed_masks)
+    with pytest.warns(UserWarning, match="forward_train runs on the backend composite: .* no compiler in this test"):
+        torch.ops.mglu.forward_train(large.x, large.weight, large.packed_masks)
+    dispatch._training_calls.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.ops.mglu.forward_train(large.x, large.weight, large.packed_masks)
+    dispatch._warn_of_fallback.cache_clear()

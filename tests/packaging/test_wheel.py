@@ -88,6 +88,7 @@ def test_wheel_is_pure_and_holds_every_module_and_the_device_code(wheel: Path) -
     assert not any(name.startswith(("tests/", "benchmarks/")) for name in inside)
 
 
+@pytest.mark.long
 def test_cpu_paths_work_with_nothing_but_torch(site: Path) -> None:
     out = run_isolated(
         """

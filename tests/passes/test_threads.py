@@ -104,6 +104,7 @@ def test_the_pass_of_another_library_in_one_thread() -> None:
     assert (len(theirs.seen), len(report.fused)) == (1, 2)
 
 
+@pytest.mark.long
 def test_enabling_and_disabling_at_once() -> None:
     """No order of the calls breaks a compilation, and the last one holds."""
 
