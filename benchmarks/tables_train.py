@@ -49,16 +49,17 @@ MEMORY = (
 )
 
 
-def train(results: Path) -> str:
-    """Times, peak memory and errors of a training step of one layer."""
-    rows = only(rows_of(results, "train"), case=CASE)
-    parts = [
-        source(results, "train"),
-        *(table(rows, shape) for table in (step_times, memory) for shape in shapes(rows)),
-    ]
+def train(results: Path, name: str = "train", is_selection: bool = False) -> str:
+    """Times, errors and, on a GPU, peak memory of a training step of one layer.
+
+    Problems that a selection does not have are not missing.
+    """
+    rows = only(rows_of(results, name), case=CASE)
+    kinds = (step_times,) if all(_peak(row) is None for row in rows) else (step_times, memory)
+    parts = [source(results, name), *(table(rows, shape) for table in kinds for shape in shapes(rows))]
     if any(errors_of(row) for row in rows):
         parts.append(errors(rows))
-    if absent := left_out(rows):
+    if (absent := left_out(rows)) and not is_selection:
         parts.append(f"Left out: {'; '.join(absent)}.")
     return "\n\n".join(parts)
 
