@@ -3,8 +3,8 @@
 // The includer defines MGLU_ACTIVATION, which is undefined again at the end of this file, and uses what it needs: the
 // interface the names and codes, the library the names, the kernels (vec_math.h) the formula and the derivative, which
 // apply to every lane of a vector `x`. `value` is the formula's result. Derivatives are those of torch, also where there
-// is none: that of relu is 0 at 0, and 1 at a NaN. Names and codes are those of mglu_ops/activations.py and of csrc/cuda/activation.cuh
-// (tests/cpu/test_activation_codes.py); codes count from 0 without gaps.
+// is none: that of relu is 0 at 0, and 1 at a NaN. Names and codes are those of mglu_ops/activations.py and of
+// csrc/cuda/activation.cuh (tests/cpu/test_activation_codes.py); codes count from 0 without gaps.
 
 MGLU_ACTIVATION(silu, 0, x / (broadcast(1.0f) + exponential(broadcast(0.0f) - x)),
                 logistic(x) * (broadcast(1.0f) + x * (broadcast(1.0f) - logistic(x))))

@@ -14,6 +14,8 @@ both products.
 The gradients are 2 (n_masks + 1) GEMMs of grad_output times the partial derivatives that training keeps
 (`_gradients`).
 
+On a CPU the kernels of `cpu` run forward, also in training, and their backward pass is for bfloat16 alone.
+
 Masking is a product with 0 and 1, or with 1 and -1: exact, and several times faster than `torch.where` on a CPU. Sums
 are float32 at least; where the library has no 16-bit GEMM with a float32 result, the operands are widened.
 """

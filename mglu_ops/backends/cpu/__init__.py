@@ -141,8 +141,8 @@ def _is_in_rows(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
-class CpuCall:
-    """A prepared call. Thread-safe.
+class _Call:
+    """A prepared call of the kernels. Thread-safe.
 
     `copied` says which of x, weight and packed masks is copied first: reading them is most of the work, and strides
     between neighbours would spoil each load.
@@ -158,11 +158,6 @@ class CpuCall:
         self._shape = shape
         self._copied = copied
         self._any_copied = any(copied)
-
-    def __call__(self, x: Tensor, weight: Tensor, packed_masks: Tensor, route_weights: Tensor | None) -> Tensor:
-        out = x.new_empty(self._shape)
-        self._run(x, weight, packed_masks, route_weights, out, 0)
-        return out
 
     def _run(
         self,
@@ -182,8 +177,19 @@ class CpuCall:
         self._library.forward(pack_pointers(*pointers) + self._constants)
 
 
-class CpuForwardTrain(CpuCall):
-    """A prepared forward pass in training. Thread-safe."""
+class CpuCall(_Call):
+    """A prepared call of `mglu::forward`."""
+
+    __slots__ = ()
+
+    def __call__(self, x: Tensor, weight: Tensor, packed_masks: Tensor, route_weights: Tensor | None) -> Tensor:
+        out = x.new_empty(self._shape)
+        self._run(x, weight, packed_masks, route_weights, out, 0)
+        return out
+
+
+class CpuForwardTrain(_Call):
+    """A prepared call of `mglu::forward_train`."""
 
     __slots__ = ("_partials_shape",)
 
@@ -193,7 +199,7 @@ class CpuForwardTrain(CpuCall):
         super().__init__(library, constants, shape, copied)
         self._partials_shape = (*shape[:-1], entries, shape[-1])
 
-    def __call__(  # type: ignore[override] # it is no PreparedCall
+    def __call__(
         self, x: Tensor, weight: Tensor, packed_masks: Tensor, route_weights: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         out, partials = x.new_empty(self._shape), x.new_empty(self._partials_shape)
