@@ -282,10 +282,10 @@ def pack_logits(mask_logits: Tensor) -> Tensor:
 
 
 def _packing_backend(masks: Tensor) -> Backend | None:
-    """The backend that packs in one pass; None for torch, also for what is too small to build kernels for."""
+    """The backend that packs in one pass; None for torch, also for what is too small to build kernels for it alone."""
     if masks.is_cuda:
         backend = BACKENDS["cuda"]
-    elif masks.is_cpu and masks.numel() >= _NOTICEABLE_WEIGHTS:
+    elif masks.is_cpu and (masks.numel() >= _NOTICEABLE_WEIGHTS or cpu.is_loaded()):
         backend = BACKENDS["cpu"]
     else:
         return None

@@ -143,3 +143,14 @@ def test_without_kernels_training_says_so_once(monkeypatch):
         warnings.simplefilter("error")
         torch.ops.mglu.forward_train(large.x, large.weight, large.packed_masks)
     dispatch._warn_of_fallback.cache_clear()
+
+
+def test_small_masks_are_packed_by_kernels_that_are_loaded(monkeypatch):
+    """A build takes half a minute, for which small masks are no reason; they are packed at every step of training."""
+    masks = torch.rand(2, 9, 21) < 0.5
+    packed = torch.ops.mglu.pack_masks(masks)
+    assert isinstance(library.load(), library.Library)
+    assert dispatch._packing_backend(masks) is BACKENDS["cpu"]
+    monkeypatch.setattr(library, "_loaded", None)
+    assert dispatch._packing_backend(masks) is None
+    assert torch.equal(torch.ops.mglu.pack_masks(masks), packed)

@@ -117,6 +117,11 @@ def load() -> Library | str:
     return _loaded
 
 
+def is_loaded() -> bool:
+    """Whether a call of the process has loaded the library, so that the next one need not build it."""
+    return isinstance(_loaded, Library)
+
+
 def _renew_lock() -> None:
     """Replace the lock in a forked process: the thread of the parent that may hold it does not exist here."""
     global _lock
