@@ -119,34 +119,64 @@ void check(Isa isa, DType dtype, std::int64_t tokens, std::int64_t d, std::int64
         for (std::int64_t i = 0; i < octets * n; ++i) packed[r * m_stride + i] = contiguous[r * octets * n + i];
     }
 
-    const Forward call{x.data(), weight.data(), packed.data(), routed ? route.data() : nullptr, out.data(), nullptr,
-                       tokens, d, h, n, x_stride, w_stride, m_stride, n, 1, d + 2,
-                       dtype, DType::bfloat16, activation, isa};
-    const Status status = forward(call, two_threads);
-    double error = 0, size = 0;
+    Forward call{x.data(), weight.data(), packed.data(), routed ? route.data() : nullptr, out.data(), nullptr,
+                 tokens, d, h, n, x_stride, w_stride, m_stride, n, 1, d + 2,
+                 dtype, DType::bfloat16, activation, isa};
+    std::vector<double> exact(static_cast<std::size_t>(tokens * d)), activated(exact.size());
     for (std::int64_t t = 0; t < tokens; ++t) {
         for (std::int64_t r = 0; r < d; ++r) {
-            double exact = 0;
             for (std::int64_t i = 0; i < n; ++i) {
                 double gate = 0, value = 0;
                 for (std::int64_t k = 0; k < h; ++k) {
                     const double product = static_cast<double>(x.get(t * x_stride + k)) * weight.get(r * w_stride + k);
                     (masks[(i * d + r) * h + k] ? gate : value) += product;
                 }
-                exact += activate(activation, gate) * value * (routed ? route.get(t * n + i) : 1.0f);
+                const double act = activate(activation, gate) * (routed ? route.get(t * n + i) : 1.0f);
+                exact[t * d + r] += act * value;
+                activated[t * d + r] += act;
             }
-            const double difference = out.get(t * (d + 2) + r) - exact;
-            error += difference * difference;
-            size += exact * exact;
         }
     }
     const double budget = dtype == DType::float32 ? 1e-6 : dtype == DType::float16 ? 1e-3 : 8e-3;
-    if (status != Status::ok || !(std::sqrt(error) <= budget * std::sqrt(size) + 1e-7)) {
+    const auto compare = [&](const char* what, Status status, const std::vector<double>& wanted, auto get) {
+        double error = 0, size = 0;
+        for (std::int64_t t = 0; t < tokens; ++t) {
+            for (std::int64_t r = 0; r < d; ++r) {
+                const double difference = get(t, r) - wanted[t * d + r];
+                error += difference * difference;
+                size += wanted[t * d + r] * wanted[t * d + r];
+            }
+        }
+        if (status == Status::ok && std::sqrt(error) <= budget * std::sqrt(size) + 1e-7) return;
         ++mistakes;
-        std::printf("%s: status %d dtype=%lld tokens=%lld d=%lld h=%lld n=%lld act=%lld routed=%d: %g of %g\n",
-                    isa_name(isa), static_cast<int>(status), (long long)dtype, (long long)tokens, (long long)d,
+        std::printf("%s, %s: status %d dtype=%lld tokens=%lld d=%lld h=%lld n=%lld act=%lld routed=%d: %g of %g\n",
+                    isa_name(isa), what, static_cast<int>(status), (long long)dtype, (long long)tokens, (long long)d,
                     (long long)h, (long long)n, (long long)activation, routed, std::sqrt(error), std::sqrt(size));
-    }
+    };
+    const auto result = [&](std::int64_t t, std::int64_t r) -> double { return out.get(t * (d + 2) + r); };
+    compare("forward", forward(call, two_threads), exact, result);
+
+    // In training, dy/dt and all dy/df_i together are the sum of the activations.
+    if (h == 0) return;
+    const std::int64_t entries = partials_of(call);
+    Numbers partials(dtype, static_cast<std::size_t>(tokens * entries * d));
+    for (std::int64_t i = 0; i < tokens * entries * d; ++i) partials.set(i, 1024.0f);
+    call.partials = partials.data();
+    const Status status = forward(call, two_threads);
+    compare("result in training", status, exact, result);
+    compare("partials", status, activated, [&](std::int64_t t, std::int64_t r) {
+        double sum = 0;
+        for (std::int64_t i = 0; i <= n; ++i) sum += partials.get((t * entries + i) * d + r);
+        return sum;
+    });
+    if (!routed) return;
+    compare("partials of routes", status, exact, [&](std::int64_t t, std::int64_t r) {
+        double sum = 0;
+        for (std::int64_t i = 0; i < n; ++i) {
+            sum += partials.get((t * entries + 1 + n + i) * d + r) * route.get(t * n + i);
+        }
+        return sum;
+    });
 }
 
 void check_refusals() {
