@@ -285,7 +285,7 @@ struct ManyTokens {
                     return gate_and_value(block, panel, at, {token + v, first_feature + f, i, flips[f][i]});
                 };
                 const auto route = [&](std::int64_t i) MGLU_STEP { return load(route_lanes[i] + v); };
-                sum_terms(call, activate, differentiate, terms, route, block.results + at, kFeatures * width);
+                sum_terms<E>(call, activate, differentiate, terms, route, block.results + at, kFeatures * width);
             }
         }
         for (std::int64_t t = 0; t < used; ++t) {

@@ -153,7 +153,7 @@ struct TileProducts {
                     return gate_and_value(block, group, panel, at, {token, feature + f, i, 0});
                 };
                 const auto route = [&](std::int64_t i) MGLU_STEP { return load(route_lanes[i]); };
-                sum_terms(call, activate, differentiate, terms, route, block.results + f * 16, kGroupResults);
+                sum_terms<BFloat16>(call, activate, differentiate, terms, route, block.results + f * 16, kGroupResults);
             }
             for (std::int64_t result = 0; result < results_of(call); ++result) {
                 const float* from = block.results + result * kGroupResults;

@@ -13,9 +13,21 @@ E* result_row(const Forward& call, std::int64_t result, std::int64_t token) {
     return static_cast<E*>(call.partials) + (token * partials_of(call) + result - 1) * call.out_features;
 }
 
+// A sum with the rounding errors of its additions (Knuth's two-sum).
+struct CompensatedSum {
+    Vec sum = broadcast(0.0f), errors = broadcast(0.0f);
+
+    MGLU_INLINE void add(Vec term) {
+        const Vec next = sum + term, added = next - sum;
+        errors = errors + ((sum - (next - added)) + (term - added));
+        sum = next;
+    }
+    MGLU_INLINE Vec total() const { return sum + errors; }
+};
+
 // The terms of neighbouring lanes: `gate_and_value(i)` and `route(i)` are those of mask i. Writes result r to
-// `to + r * stride`.
-template <class GateAndValueOf, class RouteOf>
+// `to + r * stride`. In float32 the terms of dy/dt nearly cancel in the gradients, so that their sum has to be exact.
+template <class E, class GateAndValueOf, class RouteOf>
 MGLU_INLINE void sum_terms(const Forward& call, Activate activate, Differentiate differentiate,
                            GateAndValueOf gate_and_value, RouteOf route, float* to, std::int64_t stride) {
     Vec sum = broadcast(0.0f);
@@ -27,16 +39,20 @@ MGLU_INLINE void sum_terms(const Forward& call, Activate activate, Differentiate
         store(to, sum);
         return;
     }
-    Vec by_total = broadcast(0.0f);
+    CompensatedSum by_total;
     for (std::int64_t i = 0; i < call.n_masks; ++i) {
         const auto [gate, value] = gate_and_value(i);
         const auto [activated, derivative] = differentiate(gate);
         const Vec half_route = broadcast(0.5f) * route(i), slope = derivative * value;
         sum = sum + activated * route(i) * value;
-        by_total = by_total + (activated + slope) * half_route;
+        if constexpr (std::is_same_v<E, float>) {
+            by_total.add((activated + slope) * half_route);
+        } else {
+            by_total.sum = by_total.sum + (activated + slope) * half_route;
+        }
         store(to + (2 + i) * stride, (activated - slope) * half_route);
         if (call.route_weights) store(to + (2 + call.n_masks + i) * stride, activated * value);
     }
     store(to, sum);
-    store(to + stride, by_total);
+    store(to + stride, by_total.total());
 }
