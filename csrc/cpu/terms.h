@@ -13,9 +13,10 @@ E* result_row(const Forward& call, std::int64_t result, std::int64_t token) {
     return static_cast<E*>(call.partials) + (token * partials_of(call) + result - 1) * call.out_features;
 }
 
-// A sum with the rounding errors of its additions (Knuth's two-sum).
+// A sum with the rounding errors of its additions (Knuth's two-sum). GCC would make a constructor that sets the fields
+// without the instruction set.
 struct CompensatedSum {
-    Vec sum = broadcast(0.0f), errors = broadcast(0.0f);
+    Vec sum, errors;
 
     MGLU_INLINE void add(Vec term) {
         const Vec next = sum + term, added = next - sum;
@@ -39,7 +40,7 @@ MGLU_INLINE void sum_terms(const Forward& call, Activate activate, Differentiate
         store(to, sum);
         return;
     }
-    CompensatedSum by_total;
+    CompensatedSum by_total{broadcast(0.0f), broadcast(0.0f)};
     for (std::int64_t i = 0; i < call.n_masks; ++i) {
         const auto [gate, value] = gate_and_value(i);
         const auto [activated, derivative] = differentiate(gate);
