@@ -50,8 +50,8 @@ def test_an_override_prepares_the_call_with_its_launch(monkeypatch: pytest.Monke
             prepared.append((call.leading, call.tokens, call.x.strides, call.routes.strides, launch))
             return lambda x, *rest: x.new_ones(call.result_shape)
 
-    monkeypatch.setattr(dispatch, "BACKENDS", {"ones": Ones()})
     x, weight, packed = call(6)
+    monkeypatch.setattr(dispatch, "BACKENDS", {"ones": Ones()})
     routes = torch.ones(2, 3, 2)
     result = dispatch.forward(x.view(2, 3, 16), weight, packed, "silu", routes, backend="ones", launch="slowly")
     assert prepared == [((2, 3), 6, (16, 1), (2, 1), "slowly")]
