@@ -19,6 +19,8 @@ from training_checks import Layer
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends.base import BackwardArguments
 from mglu_ops.backends.cuda import training
+from mglu_ops.backends.cuda.device import KNOWN_GPUS
+from mglu_ops.backends.cuda.kernels import backward_gemm
 from mglu_ops.layer_call import LayerCall
 
 __all__ = ["emulated_kernels"]  # a fixture
@@ -125,6 +127,15 @@ def test_chunks_cover_the_output_features_once(shape: tuple[int, int], n_masks: 
     of_a_feature = (n_masks + 1) * max(tokens, h)
     size = len(range(d)[chunks[0]])
     assert (size - 128) * of_a_feature < max(d * of_a_feature / most, 2**24)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "own_kernel"),
+    [((64, 256, 4096), False), ((8192, 2048, 9 * 8192), True), ((32768, 4096, 2 * 14336), False)],
+    ids=["too few tiles", "large", "very large"],
+)
+def test_where_backward_multiplies_with_its_own_kernel(sizes: tuple[int, int, int], own_kernel: bool) -> None:
+    assert backward_gemm.is_faster(KNOWN_GPUS[9, 0], *sizes) is own_kernel
 
 
 def run(

@@ -91,7 +91,7 @@ def run_training(cases: Sequence[tuple[torch.dtype, Shape]]) -> None:
 
     TILED_STEPS take `tile_wgmma` and `backward_gemm` on compute capability 9.0, whatever is faster for their sizes.
     """
-    backward_gemm.fills = lambda *sizes: cases is TILED_STEPS
+    backward_gemm.is_faster = lambda *sizes: cases is TILED_STEPS
     for dtype, (tokens, d, h, n_masks) in cases:
         for route_dtype in (None, torch.float32):
             layer = Layer.random("cpu", dtype, (tokens,), d, h, n_masks, route_dtype=route_dtype)

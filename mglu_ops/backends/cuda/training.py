@@ -8,10 +8,11 @@ Backward is linear in the gradient G of y: with `dt = G * P` and `b_i = G * Q_i`
     dW = D_0 + sum_i F_i * D_i,   dlogits_i = -2 W * D_i,   dr_i = sum over out_features of G * R_i
 
 On compute capability 9.0 the kernel `tile_wgmma` is all of forward, and the kernel `backward_gemm` computes dx, D_0 and
-D_i from G, P and Q_i: no dt or b_i is in memory. Elsewhere, and where sizes or addresses do not suit these kernels,
-library GEMMs multiply, with kernels before and after that pass once over memory. They take the output features in
-chunks, and have all that only the equations name in memory for one chunk at a time: t and f_i in float32, dt, b_i, D_0,
-D_i and the flipped weights. Only dx is a sum over chunks, so that no other result is rounded more than once.
+D_i from G, P and Q_i: no dt or b_i is in memory. Elsewhere, where sizes or addresses do not suit these kernels, and in
+the backward pass of very large problems, library GEMMs multiply, with kernels before and after that pass once over
+memory. They take the output features in chunks, and have all that only the equations name in memory for one chunk at a
+time: t and f_i in float32, dt, b_i, D_0, D_i and the flipped weights. Only dx is a sum over chunks, so that no other
+result is rounded more than once.
 
 Everything runs on the current device and stream, and the same inputs give the same bits. What a call of the same
 description needs again is prepared once: the choice between these ways, launches and offsets. A step of a small layer
@@ -41,9 +42,9 @@ from .launch import LaunchSequence
 FORWARD_CHUNKS = 16
 """The chunks of a large layer in forward: t and every f_i then take an eighth of the memory of P and every Q_i."""
 
-BACKWARD_CHUNKS = 4
-"""The chunks of a large layer in backward: dt and every b_i then take a quarter of the memory of P and every Q_i. dx is
-rounded after each of them."""
+BACKWARD_CHUNKS = 5
+"""The chunks of a large layer in backward: dt and every b_i then take a fifth of the memory of P and every Q_i, so that
+a step with two masks needs 70% of the naive layer's memory. dx is rounded after each of them."""
 
 _SMALLEST_CHUNK = 1 << 24
 """Elements of a chunk's largest tensor (32 MiB in 16 bits) below which smaller chunks would save little."""
@@ -206,11 +207,11 @@ class _InputGradient:
 
     @staticmethod
     def of(operands: Operands) -> _InputGradient | None:
-        """None where the kernel cannot run, or has too few tiles."""
+        """None where the kernel cannot run, or the library is faster."""
         grad_output, x, weight, _, partials = operands
-        gpu = gpu_of(x.device.index)
+        gpu, depth = gpu_of(x.device.index), partials.shape[1] * partials.shape[2]
         can_run = x.shape[1] % 8 == 0 and backward_gemm.can_run(gpu, grad_output, partials, weight)
-        return _InputGradient(operands) if can_run and backward_gemm.fills(gpu, *x.shape) else None
+        return _InputGradient(operands) if can_run and backward_gemm.is_faster(gpu, *x.shape, depth) else None
 
     def __call__(self, operands: Operands, at: Addresses, grad_x: Tensor) -> None:
         flipped = operands.weight.new_empty(self._flipped_shape)
@@ -307,12 +308,12 @@ class _WeightGradients:
 
     @staticmethod
     def of(operands: Operands, needs_weight: bool, logits_dtype: torch.dtype | None) -> _WeightGradients | None:
-        """None where the kernel cannot run, or has too few tiles."""
+        """None where the kernel cannot run, or the library is faster."""
         grad_output, x, weight, packed_masks, partials = operands
         gpu, (d, h) = gpu_of(x.device.index), weight.shape
         entries = n_masks_of(packed_masks) + needs_weight
         can_run = h % 8 == 0 and backward_gemm.can_run(gpu, grad_output, partials, x)
-        if not (can_run and backward_gemm.fills(gpu, entries * d, h)):
+        if not (can_run and backward_gemm.is_faster(gpu, entries * d, h, x.shape[0])):
             return None
         return _WeightGradients(operands, needs_weight, logits_dtype)
 
@@ -399,6 +400,7 @@ def _backward_chunk(
     if grad_x is not None:
         flipped = steps.flip_signs(weight, packed_masks).flatten(0, 1)
         torch.addmm(grad_x, scaled.flatten(1), flipped, beta=0 if rows.start == 0 else 1, out=grad_x)
+        del flipped  # its memory is for the products below
     if grad_weight is not None:
         if packed_masks.shape[2] > _MOST_MASKS_OF_NARROW_TOTALS:
             total = torch.mm(scaled[:, 0].t(), x, out_dtype=torch.float32)

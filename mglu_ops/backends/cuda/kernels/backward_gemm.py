@@ -28,6 +28,10 @@ _SIZES = struct.Struct("3i12x")
 _LEAST_FULL = 0.75
 """The part of the SMs that must have a tile: with fewer tiles the library's GEMM, which splits k, is faster."""
 
+_MOST_MULTIPLICATIONS = 2e12
+"""Multiplications of a product from which the library's GEMM is faster, with passes over memory around it: about 6 ms
+of an H200 (training.md)."""
+
 
 def macros(dtype: torch.dtype, n_products: int, *, is_input_gradient: bool, wide: bool) -> dict[str, int]:
     """The macros of the source. `wide`: whether the only weight product is in float32."""
@@ -60,9 +64,10 @@ def can_run(gpu: Gpu, *matrices: Tensor) -> bool:
     return True
 
 
-def fills(gpu: Gpu, rows: int, columns: int) -> bool:
-    """Whether a result of this size has tiles enough for the GPU."""
-    return ceil_div(rows, _ROWS) * ceil_div(columns, _COLUMNS) >= _LEAST_FULL * gpu.multiprocessors
+def is_faster(gpu: Gpu, rows: int, columns: int, depth: int) -> bool:
+    """Whether a result `[rows, columns]` that sums `depth` products is faster than with the library's GEMM."""
+    tiles = ceil_div(rows, _ROWS) * ceil_div(columns, _COLUMNS)
+    return tiles >= _LEAST_FULL * gpu.multiprocessors and rows * columns * depth < _MOST_MULTIPLICATIONS
 
 
 @dataclass(frozen=True)
