@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.decode_model import MODELS
-from benchmarks.markdown import markdown, microseconds, speedup, time_of, times
+from benchmarks.markdown import markdown, microseconds, speedup, time_cell, time_of, times
 from benchmarks.paper import GPUS, Shape
 from benchmarks.records import Row, read, read_environment
-from benchmarks.rows import chosen, fastest, fastest_other, masks, only, shapes, tokens
+from benchmarks.rows import chosen, fastest, fastest_other, masks, of, only, shapes, tokens
 
 ONE_TOKEN = {
     "only reading the bytes": "read ceiling",
@@ -233,6 +233,28 @@ def _decode_lines(rows: Sequence[Row]) -> list[list[str]]:
             ]
         )
     return lines
+
+
+def tokens_a_second(row: Row | None) -> str:
+    """The rate of a row; empty for no row."""
+    return time_cell(row, lambda time: f"{row.tokens * 1e6 / time:.0f}" if row else "")
+
+
+def generate(results: Path) -> str:
+    """Tokens a second of `generate` with each form of a model, by the number of sequences and masks."""
+    rows = rows_of(results, "generate")
+    counts = masks(rows)
+    parts = [source(results, "generate")]
+    for batch in tokens(rows):
+        here = only(rows, tokens=batch)
+        lines = []
+        for form in dict.fromkeys(row.variant for row in here):
+            found = [of(only(here, n_masks=n_masks), form) for n_masks in (0, *counts)]
+            lines.append([form, *map(tokens_a_second, found)])
+        sequences = "one sequence" if batch == 1 else f"{batch} sequences"
+        head = [f"tokens a second, {sequences}", "without masks", *(f"n_m = {n_masks}" for n_masks in counts)]
+        parts.append(markdown(head, lines))
+    return "\n\n".join(parts)
 
 
 def masks_at_inference(results: Path) -> str:

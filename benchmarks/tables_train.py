@@ -8,11 +8,11 @@ from itertools import product
 from pathlib import Path
 
 from benchmarks.bars import errors_of, peak_of
-from benchmarks.markdown import markdown, milliseconds, share, speedup, time_cell, time_of, times
+from benchmarks.markdown import markdown, milliseconds, share, speedup, time_of, times
 from benchmarks.paper import Shape
 from benchmarks.records import Row
 from benchmarks.rows import masks, of, only, shapes, tokens
-from benchmarks.tables import rows_of, source
+from benchmarks.tables import rows_of, source, tokens_a_second
 from benchmarks.train_layers import (
     CASE,
     FUSED,
@@ -178,10 +178,6 @@ def train_model(results: Path) -> str:
         d, h = here[0].shape
         parts.append(f"{case}, {here[0].tokens} tokens a step, {d} x {h}\n\n{markdown(MODEL_HEAD, lines)}")
     return "\n\n".join(parts)
-
-
-def tokens_a_second(row: Row | None) -> str:
-    return time_cell(row, lambda time: f"{row.tokens / time * 1e6:.0f}" if row else "")
 
 
 def gigabytes(row: Row | None) -> str:

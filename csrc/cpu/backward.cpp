@@ -4,6 +4,9 @@
 #include "kernels.h"
 
 #if defined(MGLU_BUILDS_BFLOAT16)
+#include <type_traits>
+#include <utility>
+
 #if defined(MGLU_EMULATE_AVX512)  // as in avx512.cpp
 #include MGLU_EMULATE_AVX512
 #else
@@ -21,6 +24,7 @@
 namespace mglu::cpu {
 namespace {
 
+#include "unrolled.h"
 #include "element.h"
 #include "vec_avx512.h"
 

@@ -288,11 +288,28 @@ struct ManyTokens {
                 sum_terms<E>(call, activate, differentiate, terms, route, block.results + at, kFeatures * width);
             }
         }
-        for (std::int64_t t = 0; t < used; ++t) {
-            for (std::int64_t result = 0; result < results_of(call); ++result) {
+        for (std::int64_t result = 0; result < results_of(call); ++result) {
+            alignas(64) float rows[2 * Vec::width][kPaddedFeatures];
+            transpose_results(block.results + result * kFeatures * width, width, rows);
+            for (std::int64_t t = 0; t < used; ++t) {
                 E* to = result_row<E>(call, result, token + t) + first_feature;
-                const float* from = block.results + result * kFeatures * width + t;
-                for (std::int64_t f = 0; f < features; ++f) to[f] = from_float<E>(from[f * width]);
+                for (std::int64_t f = 0; f < features; ++f) to[f] = from_float<E>(rows[t][f]);
+            }
+        }
+    }
+
+    static constexpr std::int64_t kPaddedFeatures = ceil_div(kFeatures, Vec::width) * Vec::width;
+
+    // Transposes a panel's results, [feature][token]. The last of the padded features are copies.
+    static void transpose_results(const float* results, std::int64_t width, float (*rows)[kPaddedFeatures]) {
+        for (std::int64_t v = 0; v < width; v += Vec::width) {
+            for (std::int64_t f = 0; f < kPaddedFeatures; f += Vec::width) {
+                Vec tile[Vec::width];
+                unrolled<Vec::width>([&](auto i) MGLU_STEP {
+                    tile[i] = load(results + smaller(f + i, kFeatures - 1) * width + v);
+                });
+                transpose(tile);
+                unrolled<Vec::width>([&](auto i) MGLU_STEP { store(rows[v + i] + f, tile[i]); });
             }
         }
     }

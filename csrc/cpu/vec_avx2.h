@@ -40,6 +40,24 @@ MGLU_INLINE Vec pair_sums(Vec a, Vec b) {
     return {_mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(mixed), 0xd8))};
 }
 
+// Transposes eight vectors: first 2 x 2 numbers, then 2 x 2 pairs, then halves.
+MGLU_INLINE void transpose(Vec (&rows)[8]) {
+    __m256 pairs[8], quads[8];
+    unrolled<4>([&](auto i) MGLU_STEP {
+        pairs[2 * i] = _mm256_unpacklo_ps(rows[2 * i].v, rows[2 * i + 1].v);
+        pairs[2 * i + 1] = _mm256_unpackhi_ps(rows[2 * i].v, rows[2 * i + 1].v);
+    });
+    unrolled<4>([&](auto i) MGLU_STEP {
+        constexpr int from = i / 2 * 4 + i % 2, to = i / 2 * 4 + i % 2 * 2;
+        quads[to] = _mm256_shuffle_ps(pairs[from], pairs[from + 2], 0x44);
+        quads[to + 1] = _mm256_shuffle_ps(pairs[from], pairs[from + 2], 0xee);
+    });
+    unrolled<4>([&](auto i) MGLU_STEP {
+        rows[i].v = _mm256_permute2f128_ps(quads[i], quads[i + 4], 0x20);
+        rows[i + 4].v = _mm256_permute2f128_ps(quads[i], quads[i + 4], 0x31);
+    });
+}
+
 // Loads eight consecutive numbers into every group of eight lanes, of which a Vec has one.
 MGLU_INLINE Vec load_octet(const float* p) { return {_mm256_loadu_ps(p)}; }
 MGLU_INLINE Vec load_octet(const BFloat16* p) {

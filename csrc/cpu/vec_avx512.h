@@ -40,6 +40,42 @@ MGLU_INLINE Vec pair_sums(Vec a, Vec b) {
     return {_mm512_add_ps(_mm512_permutex2var_ps(a.v, even, b.v), _mm512_permutex2var_ps(a.v, odd, b.v))};
 }
 
+// The permutations that transpose 16 x 16 numbers of 32 bits. In step `size`, squares of that size on both sides of the
+// diagonal are swapped.
+struct Swaps {
+    alignas(64) std::int32_t low[4][16], high[4][16];
+    constexpr Swaps() : low(), high() {
+        for (int step = 0; step < 4; ++step) {
+            for (int lane = 0; lane < 16; ++lane) {
+                const int size = 1 << step, other = 16 + (lane ^ size);
+                low[step][lane] = lane & size ? other : lane;
+                high[step][lane] = lane & size ? 16 + lane : lane ^ size;
+            }
+        }
+    }
+};
+static constexpr Swaps kSwaps;
+
+MGLU_INLINE void transpose(__m512i (&rows)[16]) {
+    unrolled<4>([&](auto step) MGLU_STEP {
+        constexpr int size = 1 << step;
+        const __m512i low = _mm512_loadu_si512(kSwaps.low[step]), high = _mm512_loadu_si512(kSwaps.high[step]);
+        unrolled<8>([&](auto i) MGLU_STEP {
+            constexpr int first = i / size * 2 * size + i % size;
+            const __m512i a = rows[first], b = rows[first + size];
+            rows[first] = _mm512_permutex2var_epi32(a, low, b);
+            rows[first + size] = _mm512_permutex2var_epi32(a, high, b);
+        });
+    });
+}
+
+MGLU_INLINE void transpose(Vec (&rows)[16]) {
+    __m512i words[16];
+    unrolled<16>([&](auto i) MGLU_STEP { words[i] = _mm512_castps_si512(rows[i].v); });
+    transpose(words);
+    unrolled<16>([&](auto i) MGLU_STEP { rows[i].v = _mm512_castsi512_ps(words[i]); });
+}
+
 // Loads eight consecutive numbers into every group of eight lanes, of which a Vec has two.
 MGLU_INLINE Vec load_octet(const float* p) { return {_mm512_broadcast_f32x8(_mm256_loadu_ps(p))}; }
 MGLU_INLINE Vec load_octet(const BFloat16* p) {

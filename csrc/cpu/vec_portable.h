@@ -55,6 +55,14 @@ MGLU_INLINE Vec pair_sums(Vec a, Vec b) {
                          b.v[2] + b.v[3], b.v[4] + b.v[5], b.v[6] + b.v[7]}};
 }
 
+MGLU_INLINE void transpose(Vec (&rows)[8]) {
+    float numbers[8][8];
+    for (int i = 0; i < 8; ++i) {
+        for (int j = 0; j < 8; ++j) numbers[j][i] = rows[i].v[j];
+    }
+    for (int i = 0; i < 8; ++i) rows[i] = load(numbers[i]);
+}
+
 // Loads eight consecutive numbers into every group of eight lanes, of which a Vec has one.
 template <class E>
 MGLU_INLINE Vec load_octet(const E* p) {

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
+from bench_rows import row
 
-from benchmarks import generate
+from benchmarks import generate, tables
 from benchmarks.generate import Form, Problem
+from benchmarks.records import write
 
 LlamaConfig = pytest.importorskip("transformers", reason="transformers is not installed").LlamaConfig
 
@@ -41,6 +44,15 @@ def test_a_row_for_each_form(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(row.error for row in rows[3:]) < 0.02
     rows = generate.bench(Problem(batch=1, n_masks=4), SIZES, "cpu", rounds=1, new_tokens=2)
     assert [row.n_masks for row in rows] == [4, 4, 4]
+
+
+def test_the_table_has_a_line_for_each_form(tmp_path: Path) -> None:
+    rows = [row("SwiGLU", 2000.0, n_masks=0, tokens=8), row("naive", 4000.0, 1, 8), row("naive", 8000.0, 4, 8)]
+    write(rows, tmp_path, "generate", generate.PROTOCOL)
+    lines = tables.generate(tmp_path).splitlines()
+    assert lines[0].startswith("`generate.csv`: ")
+    assert lines[2] == "| tokens a second, 8 sequences | without masks | n_m = 1 | n_m = 4 |"
+    assert lines[4:] == ["| SwiGLU | 4000 |  |  |", "| naive |  | 2000 | 1000 |"]
 
 
 def test_wrong_masks_are_no_result(monkeypatch: pytest.MonkeyPatch) -> None:

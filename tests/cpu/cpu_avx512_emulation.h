@@ -91,6 +91,7 @@ inline __m512i _mm512_slli_epi32(__m512i a, unsigned count) {
     });
 }
 inline __m512 _mm512_castsi512_ps(__m512i a) { return loaded_<__m512>(&a); }
+inline __m512i _mm512_castps_si512(__m512 a) { return loaded_<__m512i>(&a); }
 inline __m512 _mm512_cvtph_ps(__m256i a) {
     return each_<__m512>([&](int i) {
         const int half = a.lane[i], exponent = half >> 10 & 31, fraction = half & 1023;

@@ -209,9 +209,9 @@ class _InputGradient:
     def of(operands: Operands) -> _InputGradient | None:
         """None where the kernel cannot run, or the library is faster."""
         grad_output, x, weight, _, partials = operands
-        gpu, depth = gpu_of(x.device.index), partials.shape[1] * partials.shape[2]
-        can_run = x.shape[1] % 8 == 0 and backward_gemm.can_run(gpu, grad_output, partials, weight)
-        return _InputGradient(operands) if can_run and backward_gemm.is_faster(gpu, *x.shape, depth) else None
+        gpu, (tokens, h), depth = gpu_of(x.device.index), x.shape, partials.shape[1] * partials.shape[2]
+        can_run = h % 8 == 0 and backward_gemm.can_run(gpu, grad_output, partials, weight)
+        return _InputGradient(operands) if can_run and backward_gemm.is_faster(gpu, tokens, h, depth) else None
 
     def __call__(self, operands: Operands, at: Addresses, grad_x: Tensor) -> None:
         flipped = operands.weight.new_empty(self._flipped_shape)
