@@ -238,6 +238,19 @@ def test_errors_are_those_of_the_naive_layer(dtype: torch.dtype, routed: bool, n
     checks.assert_as_good_as_naive(found, layer, 1.5 if 0.2 < density < 0.8 else 2.5)
 
 
+@pytest.mark.parametrize("n_masks", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("density", [0.1, 0.25, 0.5, 0.75, 0.9])
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_errors_in_float32_are_those_of_the_naive_layer(
+    density: float, n_masks: int, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", precision)
+    layer = Layer.random("cuda", F32, (512,), 1024, 512, n_masks, density=density)
+    found = run(layer, *checks.NAMES[:3])
+    checks.assert_as_good_as_naive({"y": found.pop("y")}, layer, 1.5)
+    checks.assert_as_good_as_naive(found, layer, 1.5 if 0.2 < density < 0.8 else 2.5)
+
+
 @pytest.mark.usefixtures("gemms")
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [F16, BF16])

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from mglu_ops import dispatch
 from mglu_ops.activations import get_activation
+from mglu_ops.backends import composite
 
 mglu = torch.ops.mglu
 FLOAT64 = s.layers(dtype=torch.float64)
@@ -213,6 +214,22 @@ def naive_gradients(layer: Layer, grad_output: Tensor, dtype: torch.dtype) -> tu
     return torch.autograd.grad(result, (x, weight, masks), grad_output.to(dtype))
 
 
+def assert_as_good_as_naive(layer: Layer, factor: float) -> None:
+    """Assert that no gradient has an error of more than `factor` times that of the naive layer."""
+    dtype = layer.x.dtype
+    args = [t.clone().requires_grad_() for t in (layer.x, layer.weight, layer.logits.to(dtype))]
+    result, _ = mglu.forward_ste(*args, layer.activation)
+    grad_output = torch.randn(result.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found = torch.autograd.grad(result, args, grad_output)
+    exact, naive = (naive_gradients(layer, grad_output, dtype) for dtype in (torch.float64, dtype))
+    for name, ours, theirs, oracle in zip(("x", "weight", "logits"), found, naive, exact, strict=True):
+        least_naive_error = torch.finfo(dtype).eps / 2
+        error, naive_error = relative_error(ours, oracle), relative_error(theirs, oracle)
+        assert error <= factor * max(naive_error, least_naive_error), (
+            f"{layer.activation}, {name}: {error:.3g}, naive {naive_error:.3g}"
+        )
+
+
 @pytest.mark.parametrize("density", GRADIENTS_FACTOR)
 @pytest.mark.parametrize("n_masks", quick_only_for([4], [1, 2, 4, 16]))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -220,17 +237,15 @@ def test_errors_of_gradients_are_at_most_those_of_the_naive_layer_times_a_factor
     """Not in float64, in which the rounding of the oracle itself is as large as the error."""
     for activation in ("silu", "relu", "sigmoid", "identity"):
         layer = make_layer((40,), 128, 56, n_masks, activation=activation, dtype=dtype, density=density)
-        args = [t.clone().requires_grad_() for t in (layer.x, layer.weight, layer.logits.to(dtype))]
-        result, _ = mglu.forward_ste(*args, activation)
-        grad_output = torch.randn(result.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-        found = torch.autograd.grad(result, args, grad_output)
-        exact, naive = (naive_gradients(layer, grad_output, dtype) for dtype in (torch.float64, dtype))
-        for name, ours, theirs, oracle in zip(("x", "weight", "logits"), found, naive, exact, strict=True):
-            least_naive_error = torch.finfo(dtype).eps / 2
-            error, naive_error = relative_error(ours, oracle), relative_error(theirs, oracle)
-            assert error <= GRADIENTS_FACTOR[density] * max(naive_error, least_naive_error), (
-                f"{activation}, {name}: {error:.3g}, naive {naive_error:.3g}"
-            )
+        assert_as_good_as_naive(layer, GRADIENTS_FACTOR[density])
+
+
+@pytest.mark.parametrize("density", GRADIENTS_FACTOR)
+@pytest.mark.parametrize("n_masks", quick_only_for([4], [2, 4, 16]))
+def test_errors_in_float32_on_gpus_without_fast_float64(n_masks, density, monkeypatch):
+    monkeypatch.setattr(composite, "_backward_total_dtype", lambda x: torch.float32)
+    layer = make_layer((96,), 512, 256, n_masks, dtype=torch.float32, density=density)
+    assert_as_good_as_naive(layer, 2.5)
 
 
 # --- Checkpoints ------------------------------------------------------------------------------------------
