@@ -68,7 +68,7 @@ def fit(name: str, model: Any, loss_of: Loss, tokens: Tensor, steps: int) -> Non
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        bar.set_postfix(loss=f"{loss.item():.3f}")
+        bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
     model.eval()
     print(f"{name}: {steps} steps took {time.perf_counter() - start:.1f} s")
 

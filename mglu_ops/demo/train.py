@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -84,7 +85,9 @@ def train(name: str, model: nn.Module, forward: Forward, corpus: Corpus, setting
     losses: list[Tensor] = []
     start = after_first = time.perf_counter()
     batches = corpus.train_batches(sizes.batch, sizes.context, sizes.steps, settings.seed)
-    bar = tqdm(batches, total=sizes.steps, desc=f"  {name}", unit="step", leave=True)
+    # A file gets a line now and then, not one for each tenth of a second.
+    interval = 0.1 if sys.stderr.isatty() else 10.0
+    bar = tqdm(batches, total=sizes.steps, desc=f"  {name}", unit="step", mininterval=interval)
     for index, (inputs, targets) in enumerate(bar):
         losses.append(step(inputs.to(device), targets.to(device), rate_at(index, settings)))
         if index == 0:
@@ -93,7 +96,7 @@ def train(name: str, model: nn.Module, forward: Forward, corpus: Corpus, setting
         elif index % SHOW_EVERY == 0 or index == sizes.steps - 1:
             loss = losses[-1].item()
             speed = index * tokens_per_step / (time.perf_counter() - after_first)
-            bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
+            bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", refresh=False)
             require(math.isfinite(loss), f"the loss of {name} is {loss} at step {index + 1}")
     seconds = max(time.perf_counter() - after_first, 1e-9)
     last = torch.stack(losses[-max(1, sizes.steps // 10) :]).mean().item()
