@@ -36,6 +36,10 @@ from .base import Backend, BackwardArguments, PreparedBackward, PreparedCall, Pr
 _FEW_TOKENS = 32
 """With fewer tokens than this, a float64 copy of the weight costs more than the products that it saves."""
 
+_MOST_MASKS_OF_NARROW_TOTALS = 4
+"""The most masks whose share of dt is summed in float32 before it is multiplied in float64. To add float32 to float64
+takes a copy for each mask."""
+
 _FAST_FLOAT64 = {(7, 0), (8, 0), (9, 0), (10, 0)}
 """The compute capabilities of GPUs that multiply float64 about as fast as float32: V100, A100, H100 and B200."""
 
@@ -212,9 +216,12 @@ def _gradients(arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor]:
     splits = x.dtype is torch.float32 and not _rounds_to_tf32(x)
     x, w, grad = x.to(operand), weight.to(operand), grad_output.to(operand)
     if needs_total:
-        total = (grad * partials[:, 0]).to(_backward_total_dtype(x) if splits else operand)
+        total = grad * partials[:, 0]
+        if splits and n_masks > _MOST_MASKS_OF_NARROW_TOTALS:
+            total = total.to(_backward_total_dtype(x))
+    b = None
     for i in range(n_masks):
-        b = grad * partials[:, 1 + i]
+        b = torch.mul(grad, partials[:, 1 + i], out=b)  # in the same memory for every mask
         if needs_total:
             mask = unpack_one(packed_masks, i, weight.shape[1])
             flips = mask.to(operand).mul_(-2).add_(1)
@@ -231,6 +238,8 @@ def _gradients(arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor]:
                 grad_weight.addcmul_(product, flips)
             if logits_dtype:
                 torch.mul(product.mul_(-2), w, out=grad_logits[i])
+    if needs_total and splits:
+        total = total.to(_backward_total_dtype(x))
     if needs_x:
         _add_matmul(grad_x, total, w.to(total.dtype))
     if needs_weight:
@@ -252,17 +261,17 @@ def _backward_total_dtype(x: Tensor) -> torch.dtype:
 def _gradients_of_both_products(arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of a layer of one mask as the naive layer computes them, from those of the gate and the value."""
     grad_output, x, weight, packed_masks, partials, needs, logits_dtype, _ = arguments
-    mask = unpack_one(packed_masks, 0, weight.shape[1])
-    of_gate, of_value = (grad_output * change(partials[:, 0], partials[:, 1]) for change in (torch.sub, torch.add))
+    mask = unpack_one(packed_masks, 0, weight.shape[1]).to(weight.dtype)
+    of_gate, of_value = (change(partials[:, 0], partials[:, 1]).mul_(grad_output) for change in (torch.sub, torch.add))
     grad_x, grad_weight, grad_logits = x.new_empty(0), x.new_empty(0), x.new_empty(0)
     masked = weight * mask
     if needs[0]:
-        grad_x = torch.addmm(torch.mm(of_gate, masked), of_value, weight - masked)
+        grad_x = torch.mm(of_gate, masked).addmm_(of_value, weight - masked)
     if needs[1]:
         by_gate, by_value = torch.mm(of_gate.t(), x), torch.mm(of_value.t(), x)
-        grad_weight = by_gate * mask + by_value * ~mask
+        grad_weight = (by_gate * mask).addcmul_(by_value, mask.neg_().add_(1))
         if logits_dtype:
-            grad_logits = torch.mul(by_gate.sub_(by_value), weight).to(logits_dtype).unsqueeze(0)
+            grad_logits = by_gate.sub_(by_value).mul_(weight).to(logits_dtype).unsqueeze(0)
     return grad_x, grad_weight, grad_logits
 
 
