@@ -43,8 +43,9 @@ FORWARD_CHUNKS = 16
 """The chunks of a large layer in forward: t and every f_i then take an eighth of the memory of P and every Q_i."""
 
 BACKWARD_CHUNKS = 5
-"""The chunks of a large layer in backward: dt and every b_i then take a fifth of the memory of P and every Q_i, so that
-a step with two masks needs 70% of the naive layer's memory. dx is rounded after each of them."""
+"""The chunks of a large layer in backward: dt and every b_i then take a fifth of the memory of P and every Q_i. With
+four chunks, a step with two masks would need more than 70% of the naive layer's memory. dx is rounded after each of
+them."""
 
 _SMALLEST_CHUNK = 1 << 24
 """Elements of a chunk's largest tensor (32 MiB in 16 bits) below which smaller chunks would save little."""
