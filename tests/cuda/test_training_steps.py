@@ -131,8 +131,14 @@ def test_chunks_cover_the_output_features_once(shape: tuple[int, int], n_masks: 
 
 @pytest.mark.parametrize(
     ("sizes", "own_kernel"),
-    [((64, 256, 4096), False), ((8192, 2048, 9 * 8192), True), ((32768, 4096, 2 * 14336), False)],
-    ids=["too few tiles", "large", "very large"],
+    [
+        ((64, 256, 4096), False),
+        ((8192, 2048, 9 * 8192), True),
+        ((8192, 2048, 9 * 32768), False),
+        ((2048, 4096, 5 * 14336), True),
+        ((8192, 4096, 2 * 14336), False),
+    ],
+    ids=["too few tiles", "8192 tokens", "32768 tokens", "2048 tokens of 4096 columns", "8192 tokens of 4096 columns"],
 )
 def test_where_backward_multiplies_with_its_own_kernel(sizes: tuple[int, int, int], own_kernel: bool) -> None:
     assert backward_gemm.is_faster(KNOWN_GPUS[9, 0], *sizes) is own_kernel

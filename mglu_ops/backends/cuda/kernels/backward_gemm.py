@@ -28,9 +28,12 @@ _SIZES = struct.Struct("3i12x")
 _LEAST_FULL = 0.75
 """The part of the SMs that must have a tile: with fewer tiles the library's GEMM, which splits k, is faster."""
 
-_MOST_MULTIPLICATIONS = 2e12
-"""Multiplications of a product from which the library's GEMM is faster, with passes over memory around it: about 6 ms
-of an H200 (training.md)."""
+_MOST_MULTIPLICATIONS = 0.9e12
+"""Multiplications of a product with `_MEASURED_COLUMNS` columns from which the library's GEMM is faster, with passes
+over memory around it (training.md)."""
+
+_MEASURED_COLUMNS = 4096
+"""With half as many columns these passes weigh twice as much, and the limit is four times as high."""
 
 
 def macros(dtype: torch.dtype, n_products: int, *, is_input_gradient: bool, wide: bool) -> dict[str, int]:
@@ -67,7 +70,8 @@ def can_run(gpu: Gpu, *matrices: Tensor) -> bool:
 def is_faster(gpu: Gpu, rows: int, columns: int, depth: int) -> bool:
     """Whether a result `[rows, columns]` that sums `depth` products is faster than with the library's GEMM."""
     tiles = ceil_div(rows, _ROWS) * ceil_div(columns, _COLUMNS)
-    return tiles >= _LEAST_FULL * gpu.multiprocessors and rows * columns * depth < _MOST_MULTIPLICATIONS
+    comparable = rows * columns * depth * (columns / _MEASURED_COLUMNS) ** 2
+    return tiles >= _LEAST_FULL * gpu.multiprocessors and comparable < _MOST_MULTIPLICATIONS
 
 
 @dataclass(frozen=True)
