@@ -157,13 +157,16 @@ def run_step(dtype: torch.dtype, shape: Shape, route_dtype: torch.dtype | None) 
 
 
 def main(kernels: Sequence[str]) -> None:
-    """Run everything, or only the calls that take one of `kernels`; packing goes with the plain kernel."""
+    """Run everything, or only the calls that take one of `kernels`.
+
+    Packing and training by GEMMs go with the plain kernel; "backward_gemm" is training by `tile_wgmma` and itself.
+    """
     torch.manual_seed(0)
     calls = sum(run(*case, route=index % 3 == 0, kernels=kernels) for index, case in enumerate(CASES))
     if not kernels or "plain" in kernels:
         run_packing()
         run_training(LIBRARY_STEPS)
-    if not kernels or "tile_wgmma" in kernels:
+    if not kernels or "backward_gemm" in kernels:
         run_training(TILED_STEPS)
     assert calls >= 3
     print(f"{calls} calls: correct")

@@ -28,12 +28,12 @@ _SIZES = struct.Struct("3i12x")
 _LEAST_FULL = 0.75
 """The part of the SMs that must have a tile: with fewer tiles the library's GEMM, which splits k, is faster."""
 
-_MOST_MULTIPLICATIONS = 0.9e12
-"""Multiplications of a product with `_MEASURED_COLUMNS` columns from which the library's GEMM is faster, with passes
-over memory around it (training.md)."""
+_MOST_MULTIPLICATIONS = 0.61e12
+"""Multiplications of a product with `_MEASURED_COLUMNS` columns from which a step is faster with the library's GEMM,
+and passes over memory around it (training.md)."""
 
 _MEASURED_COLUMNS = 4096
-"""With half as many columns these passes weigh twice as much, and the limit is four times as high."""
+"""With half as many columns these passes weigh twice as much. The limit was found to be about eight times as high."""
 
 
 def macros(dtype: torch.dtype, n_products: int, *, is_input_gradient: bool, wide: bool) -> dict[str, int]:
@@ -70,7 +70,7 @@ def can_run(gpu: Gpu, *matrices: Tensor) -> bool:
 def is_faster(gpu: Gpu, rows: int, columns: int, depth: int) -> bool:
     """Whether a result `[rows, columns]` that sums `depth` products is faster than with the library's GEMM."""
     tiles = ceil_div(rows, _ROWS) * ceil_div(columns, _COLUMNS)
-    comparable = rows * columns * depth * (columns / _MEASURED_COLUMNS) ** 2
+    comparable = rows * columns * depth * (columns / _MEASURED_COLUMNS) ** 3
     return tiles >= _LEAST_FULL * gpu.multiprocessors and comparable < _MOST_MULTIPLICATIONS
 
 
