@@ -206,8 +206,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
-    parser.add_argument("--seconds", type=float, help="begin no problem that would end later")
-    parser.add_argument("--done", type=Path, nargs="+", default=[], metavar="DIR", help="parts that are measured")
+    parts.add_arguments(parser, only_compile=False)
     options = parser.parse_args()
     done = {(row.shape, row.tokens) for folder in options.done for row in read(folder, "decode_model")}
     chosen = [Problem(name, batch) for name in options.models for batch in options.batches]

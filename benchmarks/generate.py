@@ -4,8 +4,8 @@ python -m benchmarks.generate --out DIR [--masks 1 4] [--batches 1 8 32] [--seco
 
 The model is `LlamaForCausalLM` of Llama-3.2 1B's shape with random weights in bfloat16. `generate` with a static cache
 compiles its step on a GPU by itself and captures it into CUDA graphs. The naive MGLU is a module as a user writes it,
-without this package. Nothing else of the model differs. `--done` leaves out the problems of an earlier part
-(benchmarks/parts.py).
+without this package. Nothing else of the model differs. `--seconds`, `--done` and `--only-compile` are as in
+benchmarks/train.py.
 """
 
 from __future__ import annotations
@@ -204,12 +204,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--masks", type=int, nargs="+", default=MASKS)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
-    parser.add_argument("--seconds", type=float, help="begin no problem that would end later")
-    parser.add_argument("--done", type=Path, nargs="+", default=[], metavar="DIR", help="parts that are measured")
+    parts.add_arguments(parser)
     options = parser.parse_args()
     done = {(row.tokens, row.n_masks) for folder in options.done for row in read(folder, "generate")}
     chosen = [Problem(batch, n_masks) for batch in options.batches for n_masks in options.masks]
-    run([one for one in chosen if (one.batch, one.n_masks) not in done], options.out, options.seconds)
+    chosen = [one for one in chosen if (one.batch, one.n_masks) not in done]
+    if options.only_compile:
+        for problem in chosen:
+            bench(problem, rounds=1)
+    else:
+        run(chosen, options.out, options.seconds)
 
 
 if __name__ == "__main__":

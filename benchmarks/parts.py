@@ -94,6 +94,18 @@ def measure(
     return rows
 
 
+def add_arguments(parser: argparse.ArgumentParser, *, only_compile: bool = True) -> None:
+    """Add the arguments of a table that is measured in parts; `only_compile` where it takes kernels from the cache."""
+    parser.add_argument("--seconds", type=float, help="begin no problem that would end later")
+    parser.add_argument("--done", type=Path, nargs="+", default=[], metavar="DIR", help="parts that are measured")
+    if only_compile:
+        parser.add_argument(
+            "--only-compile",
+            action="store_true",
+            help="measure nothing, but fill Inductor's cache on the disk; several processes may do so at once",
+        )
+
+
 def key(row: Row) -> tuple[object, ...]:
     """The columns that identify a row of a table."""
     return row.case, row.variant, row.tokens, row.shape, row.n_masks, row.dtype, row.extra.get("compilation")

@@ -212,9 +212,7 @@ def main() -> None:
     parser.add_argument("--masks", type=int, nargs="+", default=MASKS)
     parser.add_argument("--rounds", type=int, default=SETTLED_ROUNDS)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--seconds", type=float, help="begin no problem that would end later")
-    parser.add_argument("--done", type=Path, nargs="+", default=[], metavar="DIR", help="parts that are measured")
-    parser.add_argument("--only-compile", action="store_true", help="measure nothing")
+    parts.add_arguments(parser)
     arguments = parser.parse_args()
     done = {Problem(row.shape, row.tokens, row.n_masks) for folder in arguments.done for row in read(folder, "train")}
     chosen = [one for one in problems(arguments.shapes, arguments.tokens, arguments.masks) if one not in done]

@@ -4,7 +4,8 @@ python -m benchmarks.train_model --out DIR [--models 350M] [--precisions autocas
 
 A step is forward, backward and AdamW (fused) on random tokens. Every model has the same widths: SwiMGLU replaces SwiGLU
 and nothing else changes, as in the paper, so that a model with one mask has as many parameters as the one with SwiGLU,
-mask logits included. The blocks and the loss are compiled. `--seconds` and `--done` are as in benchmarks/train.py.
+mask logits included. The blocks and the loss are compiled. `--seconds`, `--done` and `--only-compile` are as in
+benchmarks/train.py.
 """
 
 from __future__ import annotations
@@ -257,13 +258,16 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
     parser.add_argument("--masks", type=int, nargs="+", default=MASKS)
     parser.add_argument("--rounds", type=int, default=SETTLED_ROUNDS)
-    parser.add_argument("--seconds", type=float, help="begin no problem that would end later")
-    parser.add_argument("--done", type=Path, nargs="+", default=[], metavar="DIR", help="parts that are measured")
+    parts.add_arguments(parser)
     arguments = parser.parse_args()
     done = {(row.case, row.n_masks) for folder in arguments.done for row in read(folder, "train_model")}
     chosen = problems(arguments.models, arguments.precisions, arguments.masks)
     chosen = [one for one in chosen if (one.case, one.n_masks) not in done]
-    run(chosen, arguments.out, arguments.rounds, arguments.seconds)
+    if arguments.only_compile:
+        for problem in chosen:
+            bench(problem, rounds=1, load=0.0)
+    else:
+        run(chosen, arguments.out, arguments.rounds, arguments.seconds)
 
 
 if __name__ == "__main__":
