@@ -40,7 +40,7 @@ unit-long: $(VENV)/.ready
 # The fusion pass with another version of torch: make test-torch TORCH=2.15.0
 test-torch:
 	$(PYTHON) -m venv $(OTHER)
-	grep -v '^torch==\|^triton==\|^numpy==\|^cuda-\|^nvidia-' constraints.txt > $(OTHER)/constraints.txt
+	grep -v '^torch==\|^triton==\|^numpy==\|^setuptools==\|^cuda-\|^nvidia-' constraints.txt > $(OTHER)/constraints.txt
 	$(OTHER)/bin/python -m pip install --quiet --constraint $(OTHER)/constraints.txt torch==$(TORCH) --editable ".[dev]"
 	$(OTHER)/bin/python -m pytest -n 2 --dist worksteal tests/passes tests/packaging/test_export.py
 
