@@ -28,6 +28,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "decode_model": tables.decode_model,
     "train": tables_train.train,
     "train_cpu": partial(tables_train.train, name="train_cpu", is_selection=True),
+    "train_model": tables_train.train_model,
     "masks_at_inference": tables.masks_at_inference,
     "overheads": tables.overheads,
     "cpu_one_token": partial(tables_cpu.cpu, name="cpu_one_token"),

@@ -1,4 +1,4 @@
-"""Training on a GPU: runs of 200 steps, 16 bits, loss scaling, recomputation, mask statistics, and two GPUs."""
+"""Training on a GPU: runs of 200 steps, 16 bits, loss scaling, recomputation, mask statistics, and two ranks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from budgets import BUDGET, relative_error
 from data_parallel import check_data_parallel
-from ranks import run_on_ranks
+from ranks import GPU_BACKENDS, run_on_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from training import (
@@ -304,19 +303,15 @@ def test_adamw_moves_logits_by_a_rate_of_their_own_and_decays_none() -> None:
         torch.testing.assert_close(parameter.detach(), before[name] * (1 - 5e-4 if is_weight else 1), msg=name)
 
 
-# --- Two GPUs -------------------------------------------------------------------------------------------------------
-
-needs_two_gpus = pytest.mark.skipif(
-    torch.cuda.device_count() < 2 or not dist.is_nccl_available(), reason="needs two CUDA GPUs and NCCL"
-)
+# --- Two ranks ------------------------------------------------------------------------------------------------------
 
 
-@needs_two_gpus
-@pytest.mark.parametrize("backend", [None, "inductor"])
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+@pytest.mark.parametrize("compiler", [None, "inductor"])
 @pytest.mark.parametrize("save_activations", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_data_parallel_training_on_two_gpus_is_that_of_the_whole_batch(
-    dtype: torch.dtype, save_activations: bool, backend: str | None, tmp_path: Path
+def test_data_parallel_training_on_two_ranks_is_that_of_the_whole_batch(
+    dtype: torch.dtype, save_activations: bool, compiler: str | None, backend: str, tmp_path: Path
 ) -> None:
-    arguments = ("cuda", dtype, WIDE, save_activations, backend)
-    run_on_ranks(check_data_parallel, tmp_path, *arguments, backend="nccl")
+    arguments = ("cuda", dtype, WIDE, save_activations, compiler)
+    run_on_ranks(check_data_parallel, tmp_path, *arguments, backend=backend)

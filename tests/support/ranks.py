@@ -18,13 +18,25 @@ import torch.multiprocessing as multiprocessing
 RANKS = 2
 SECONDS = 120
 
+GPU_BACKENDS = [
+    pytest.param(
+        "nccl",
+        marks=pytest.mark.skipif(
+            torch.cuda.device_count() < RANKS or not dist.is_nccl_available(), reason="needs two CUDA GPUs and NCCL"
+        ),
+    ),
+    "gloo",
+]
+"""Backends for ranks with tensors on GPUs: NCCL wants a GPU for each rank, and with gloo the ranks share one."""
+
 
 def run_on_ranks(
     check: Callable[..., None], folder: Path, *args: Any, backend: str = "gloo", ranks: int = RANKS
 ) -> None:
     """Call `check(rank, *args)`, a function of a module, in each of some processes; fail if it raises in any of them.
 
-    Their process group meets in a file in `folder`. With `nccl`, each rank has the GPU of its number.
+    Their process group meets in a file in `folder`. With `nccl`, each rank has the GPU of its number; with `gloo`,
+    tensors on "cuda" are on the first GPU for every rank.
     """
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
