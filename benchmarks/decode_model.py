@@ -1,11 +1,11 @@
 """Decodes with whole models of Llama's shapes, with SwiGLU and with SwiMGLU: time per step, a token of each sequence.
 
-python -m benchmarks.decode_model --out DIR [--models "Llama-3.1 8B"] [--batches 1 32] [--seconds 560]
+python -m benchmarks.decode_model --out DIR [--models "Llama-3.1 8B"] [--batches 1 32] [--compilations 1]
 
 The models have random weights in bfloat16 and a static cache, and decode greedily. torch.compile compiles the start,
 one block and the head; a whole step is one CUDA graph, which passes its tokens to the next step. The logits are
 compared with those of the same model in float64 on the same tokens: their error may be at most `ERROR_OVER_EAGER`
-times the error of the eager model. `--seconds` begins no problem that would end later, and `--done` leaves out the
+times the error of the eager model. `--seconds 560` begins no problem that would end later, and `--done` leaves out the
 problems of an earlier part (benchmarks/parts.py).
 """
 
@@ -38,8 +38,11 @@ MODELS = {
 BATCHES = (1, 8, 32)
 COMPILATIONS = 3
 """Compilations of each model, with an empty cache each, since coordinate descent finds other kernels each time."""
+OPTIONS = {"coordinate_descent_tuning": True, "triton.enable_pdl": True}
+"""Options of torch.compile with which both layers decode faster than without."""
 PROTOCOL = (
-    "a token of each sequence, greedy, static cache; the step compiled (coordinate descent; a row a compilation) "
+    "a token of each sequence, greedy, static cache; the step compiled (coordinate descent, programmatic dependent "
+    "launch; a row a compilation) "
     "and captured into a CUDA graph, variants interleaved, median over rounds of two steps, us a step; "
     "the ceiling reads as many bytes as the weights and masks have"
 )
@@ -56,6 +59,7 @@ class Problem:
 
     name: str
     batch: int
+    compilations: int = COMPILATIONS
 
     def __str__(self) -> str:
         return f"{self.name}, {self.batch} sequences"
@@ -66,7 +70,7 @@ class Problem:
 
     def seconds(self) -> float:
         """An estimate of the time to measure the problem, with its compilations; `parts.Schedule` corrects it."""
-        return 20.0 * COMPILATIONS * len(MASKS) * (2 if self.sizes.hidden > 2048 else 1)
+        return 20.0 * self.compilations * len(MASKS) * (2 if self.sizes.hidden > 2048 else 1)
 
 
 def build(sizes: Sizes, n_masks: int, device: str, dtype: torch.dtype, batch: int = 1) -> Decoder:
@@ -129,9 +133,7 @@ def logits_of(model: Decoder, tokens: Sequence[Tensor]) -> Tensor:
 
 def capture_step(decoding: Decoding, name: str) -> Captured:
     """Compile a step, capture it as a graph and check it."""
-    # With either layer, coordinate descent decodes faster than the default of torch.compile.
-    options = {"coordinate_descent_tuning": True}
-    decoding.model.compile_parts(lambda part: part.compile(fullgraph=True, dynamic=False, options=options))
+    decoding.model.compile_parts(lambda part: part.compile(fullgraph=True, dynamic=False, options=OPTIONS))
     captured = capture(Variant(name, lambda _: decoding.step(), 1))
 
     def replay() -> Tensor:
@@ -198,7 +200,11 @@ def layer(n_masks: int) -> str:
 def run(problems: Sequence[Problem], out: Path, limit: float | None = None) -> list[Row]:
     """Measure problems into `decode_model.csv` of a folder; `limit` is in seconds."""
     torch.manual_seed(0)
-    return parts.measure(problems, lambda one: bench(one.sizes, one.batch), out, "decode_model", PROTOCOL, limit)
+
+    def measure(problem: Problem) -> list[Row]:
+        return bench(problem.sizes, problem.batch, compilations=problem.compilations)
+
+    return parts.measure(problems, measure, out, "decode_model", PROTOCOL, limit)
 
 
 def main() -> None:
@@ -206,10 +212,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    parser.add_argument("--compilations", type=int, default=COMPILATIONS, help="of each model; the fastest counts")
     parts.add_arguments(parser, only_compile=False)
     options = parser.parse_args()
     done = {(row.shape, row.tokens) for folder in options.done for row in read(folder, "decode_model")}
-    chosen = [Problem(name, batch) for name in options.models for batch in options.batches]
+    chosen = [Problem(name, batch, options.compilations) for name in options.models for batch in options.batches]
     run(
         [one for one in chosen if ((one.sizes.intermediate, one.sizes.hidden), one.batch) not in done],
         options.out,

@@ -105,17 +105,18 @@ def test_bytes_of_weights_count_each_matrix_once() -> None:
 def test_problems_that_were_measured_are_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     measured: list[tuple[int, int]] = []
 
-    def bench(sizes: Sizes, batch: int) -> list[Row]:
+    def bench(sizes: Sizes, batch: int, compilations: int) -> list[Row]:
         measured.append((sizes.layers, batch))
         shape = sizes.intermediate, sizes.hidden
         return [
             Row("decode model", "SwiGLU", batch, *shape, 0, "bfloat16", 1.0, 0.0, 1.0, 0.0, {"compilation": i})
-            for i in (1, 2)
+            for i in range(compilations)
         ]
 
     monkeypatch.setattr(decode_model, "bench", bench)
     for arguments in (["--batches", "1", "8"], ["--done", str(tmp_path / "0")]):
-        monkeypatch.setattr("sys.argv", ["decode_model", "--out", str(tmp_path / str(len(measured))), *arguments])
+        out = str(tmp_path / str(len(measured)))
+        monkeypatch.setattr("sys.argv", ["decode_model", "--out", out, "--compilations", "2", *arguments])
         decode_model.main()
     assert measured == [(16, 1), (16, 8), (32, 1), (32, 8), (16, 32), (32, 32)]
     rows = parts.join([tmp_path / "0", tmp_path / "4"], tmp_path / "all", "decode_model")
