@@ -121,7 +121,7 @@ class Decoding:
             logits.append(step().clone())
         self.restart()
         eager = copy.deepcopy(self.model)  # a copy is not compiled
-        eager_logits, exact = logits_of(eager, given), logits_of(eager.double(), given)
+        eager_logits, exact = logits_of(eager, given), logits_of(in_float64(eager), given)
         return relative_error(torch.cat(logits), exact), relative_error(eager_logits, exact)
 
 
@@ -129,6 +129,30 @@ def logits_of(model: Decoder, tokens: Sequence[Tensor]) -> Tensor:
     """The logits `[len(tokens) * batch, vocabulary]` after each step, from the tokens `[batch]` of each."""
     positions = torch.arange(len(tokens), device=tokens[0].device)
     return torch.cat([model(token.clone(), positions[i : i + 1].clone()) for i, token in enumerate(tokens)])
+
+
+def in_float64(model: Decoder) -> Decoder:
+    """Let a model decode in float64. To save memory, the parameters of a block are in float64 only while it runs."""
+
+    def convert(block: nn.Module, dtype: torch.dtype) -> None:
+        for parameter in block.parameters():
+            parameter.data = parameter.data.to(dtype)
+
+    before = model.head.weight.dtype
+    model.start.double()
+    model.head.double()
+    for block in model.blocks:
+        for name, cache in block.named_buffers():
+            if cache.is_floating_point():
+                block.get_submodule(name.rpartition(".")[0]).register_buffer(name.rpartition(".")[2], cache.double())
+        block.register_forward_pre_hook(lambda block, _: convert(block, torch.float64))
+        block.register_forward_hook(lambda block, *_: convert(block, before))
+    return model
+
+
+def sharing(model: Decoder) -> Decoder:
+    """A copy of a model, not compiled, with the same tensors."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
 
 
 def capture_step(decoding: Decoding, name: str) -> Captured:
@@ -147,10 +171,9 @@ def capture_step(decoding: Decoding, name: str) -> Captured:
     return captured
 
 
-def capture_ceiling(model: Decoder) -> Captured:
-    """Capture a kernel that reads as many bytes as a token needs."""
-    everything = torch.empty(model.weight_bytes(), dtype=torch.uint8, device="cuda")
-    return capture(Variant("read ceiling", reader([everything], [everything[:0]]), 1))
+def capture_ceiling(memory: Tensor) -> Captured:
+    """Capture a kernel that reads all of `memory`."""
+    return capture(Variant("read ceiling", reader([memory], [memory[:0]]), 1))
 
 
 def bench(
@@ -161,19 +184,18 @@ def bench(
     compilations: int = COMPILATIONS,
 ) -> list[Row]:
     """A row per model and compilation, and one per read ceiling; all of them are timed in turn."""
-    weight_bytes: dict[int, int] = {}
-    readings: dict[int, Captured] = {}
+    models = {n_masks: build(sizes, n_masks, "cuda", torch.bfloat16, batch) for n_masks in masks}
+    weight_bytes = {n_masks: model.weight_bytes() for n_masks, model in models.items()}
     decodings: dict[int, list[Captured]] = {n_masks: [] for n_masks in masks}
     with torch.no_grad():
+        memory = torch.empty(max(weight_bytes.values()), dtype=torch.uint8, device="cuda")
+        readings = {n_masks: capture_ceiling(memory[:count]) for n_masks, count in weight_bytes.items()}
         for _ in range(compilations):
             with fresh_cache():
-                for n_masks, steps in decodings.items():
+                for n_masks, model in models.items():
                     torch._dynamo.reset()
-                    model = build(sizes, n_masks, "cuda", torch.bfloat16, batch)
-                    if n_masks not in readings:
-                        weight_bytes[n_masks] = model.weight_bytes()
-                        readings[n_masks] = capture_ceiling(model)
-                    steps.append(capture_step(Decoding.start(model), f"{layer(n_masks)} {n_masks}"))
+                    decoding = Decoding.start(sharing(model))
+                    decodings[n_masks].append(capture_step(decoding, f"{layer(n_masks)} {n_masks}"))
         time_graphs([*readings.values(), *(step for steps in decodings.values() for step in steps)], rounds)
     rows = []
     for n_masks, steps in decodings.items():

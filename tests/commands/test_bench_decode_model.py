@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -66,6 +67,26 @@ def test_decoding_is_attention_over_the_whole_sequence(n_masks: int, batch: int)
     for sequence in range(batch):
         expected = reference_logits(model, SIZES, torch.stack([token[sequence] for token in tokens]))
         assert relative_error(torch.stack([one[sequence] for one in logits]), expected) < 1e-5
+
+
+@pytest.mark.parametrize("n_masks", [0, 2])
+@torch.no_grad()
+def test_float64_block_by_block_is_float64(n_masks: int) -> None:
+    torch.manual_seed(0)
+    model = decode_model.build(SIZES, n_masks, "cpu", torch.bfloat16, 3)
+    before = [parameter.clone() for parameter in model.blocks.parameters()]
+    tokens = [torch.tensor([i, i + 1, i + 2]) for i in range(4)]
+    expected = decode_model.logits_of(copy.deepcopy(model).double(), tokens)
+    assert torch.equal(decode_model.logits_of(decode_model.in_float64(model), tokens), expected)
+    torch.testing.assert_close(list(model.blocks.parameters()), before, rtol=0, atol=0)
+
+
+def test_a_copy_shares_all_tensors() -> None:
+    model = decode_model.build(SIZES, 2, "cpu", torch.bfloat16)
+    copied = decode_model.sharing(model)
+    assert copied is not model
+    pairs = zip([*model.parameters(), *model.buffers()], [*copied.parameters(), *copied.buffers()], strict=True)
+    assert all(ours is theirs for ours, theirs in pairs)
 
 
 @torch.no_grad()
