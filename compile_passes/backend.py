@@ -13,7 +13,7 @@ from .entry import current_pass, used_in_thread
 from .fusion import FusionPass
 from .install import fusion_report
 
-_OWN_OPTIONS = ("strict", "assume_binary")
+_OWN_OPTIONS = ("strict", "assume_binary", "dependent_launch")
 
 
 def mglu(
@@ -29,8 +29,8 @@ def mglu(
         gm: the graph.
         example_inputs: its inputs.
         mode: a mode of the Inductor backend ("reduce-overhead", "max-autotune", ...).
-        options: settings of Inductor, and `strict` and `assume_binary` (see `mglu_ops.enable_fusion`). Where the two
-            are missing, those of the enclosing `mglu_ops.fusion()` block hold, or else those of `enable_fusion`.
+        options: settings of Inductor, and the options of `mglu_ops.enable_fusion`. Where one of the latter is missing,
+            that of the enclosing `mglu_ops.fusion()` block holds, or else that of `enable_fusion`.
 
     Returns:
         The compiled graph. Its layers are added to the report of the enclosing `mglu_ops.fusion()` block, or else to

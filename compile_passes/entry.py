@@ -22,6 +22,7 @@ from torch._dynamo.convert_frame import compile_lock
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
+from .dependent_launch import settings_of_dependent_launch
 from .fusion import FusionError, FusionPass, GraphPass
 
 _SLOT = "pre_grad_custom_pass"
@@ -117,11 +118,14 @@ def _settings_of(fusion_pass: FusionPass) -> dict[str, Any]:
     """The settings under which Inductor runs a pass.
 
     If torch can run a pass before or after the look-up in the compile cache, this pass runs before it: then a warm
-    start has the same report as a cold one, and the fused graph is the key of the cache.
+    start has the same report as a cold one, and the fused graph is the key of the cache. With CUDA graphs, a pass of
+    the scheduler is added too (`dependent_launch.py`).
     """
     settings: dict[str, Any] = {_SLOT: fusion_pass}
     if hasattr(inductor_config, "pre_grad_pass_timing"):
         settings["pre_grad_pass_timing"] = "early"
+    if fusion_pass.dependent_launch:
+        settings.update(settings_of_dependent_launch())
     return settings
 
 

@@ -311,20 +311,29 @@ class FusionPass(CustomGraphPass):
         *,
         strict: bool = False,
         assume_binary: bool = False,
+        dependent_launch: bool = True,
         before: Sequence[GraphPass] = (),
     ) -> None:
-        for name, value in (("strict", strict), ("assume_binary", assume_binary)):
+        options = {"strict": strict, "assume_binary": assume_binary, "dependent_launch": dependent_launch}
+        for name, value in options.items():
             if not isinstance(value, bool):
                 raise TypeError(f"{name}: got {value!r}, must be True or False")
         self.report = report
         self.strict = strict
         self.assume_binary = assume_binary
+        self.dependent_launch = dependent_launch
         self.before = tuple(before)
         self.has_run = False
 
     def after(self, before: Sequence[GraphPass]) -> FusionPass:
         """A pass of the same options and report that first runs the passes `before`."""
-        return FusionPass(self.report, strict=self.strict, assume_binary=self.assume_binary, before=before)
+        return FusionPass(
+            self.report,
+            strict=self.strict,
+            assume_binary=self.assume_binary,
+            dependent_launch=self.dependent_launch,
+            before=before,
+        )
 
     def __call__(self, graph: Graph) -> None:
         self.has_run = True
@@ -348,12 +357,15 @@ class FusionPass(CustomGraphPass):
             _source_hash(),
             self.strict,
             self.assume_binary,
+            self.dependent_launch,
             tuple(str(uuid) for uuid in uuids),
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.strict, self.assume_binary, self.before)
+        return _rebuild, (self.strict, self.assume_binary, self.dependent_launch, self.before)
 
 
-def _rebuild(strict: bool, assume_binary: bool, before: Sequence[GraphPass]) -> FusionPass:
-    return FusionPass(FusionReport(), strict=strict, assume_binary=assume_binary, before=before)
+def _rebuild(strict: bool, assume_binary: bool, dependent_launch: bool, before: Sequence[GraphPass]) -> FusionPass:
+    return FusionPass(
+        FusionReport(), strict=strict, assume_binary=assume_binary, dependent_launch=dependent_launch, before=before
+    )

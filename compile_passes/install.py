@@ -24,7 +24,7 @@ def fusion_report() -> FusionReport:
     return _global_report
 
 
-def enable_fusion(*, strict: bool = False, assume_binary: bool = False) -> FusionReport:
+def enable_fusion(*, strict: bool = False, assume_binary: bool = False, dependent_launch: bool = True) -> FusionReport:
     """Fuse MGLU layers in every `torch.compile` with the Inductor backend from now on, in all threads.
 
     Args:
@@ -32,6 +32,10 @@ def enable_fusion(*, strict: bool = False, assume_binary: bool = False) -> Fusio
             fused, or if Inductor does not run the pass.
         assume_binary: also fuse masks that are real tensors, trusting them to hold 0 and 1 only; `mglu::pack_masks`
             then checks their values at run time.
+        dependent_launch: in graphs with MGLU layers that Inductor captures into CUDA graphs (mode="reduce-overhead",
+            "max-autotune", or `generate` with a static cache), let each kernel be set up while the one before it still
+            runs, on GPUs of compute capability 9 and later. It changes no result. With False, Inductor's setting
+            `triton.enable_pdl` alone decides, as it does wherever it is True.
 
     Returns:
         The report of `fusion_report()`, which grows with each compilation of any thread.
@@ -53,7 +57,9 @@ def enable_fusion(*, strict: bool = False, assume_binary: bool = False) -> Fusio
         TypeError: an option is neither True nor False.
     """
     global _in_force
-    fusion_pass = FusionPass(_global_report, strict=strict, assume_binary=assume_binary)
+    fusion_pass = FusionPass(
+        _global_report, strict=strict, assume_binary=assume_binary, dependent_launch=dependent_launch
+    )
     before = entry.set_for_process(fusion_pass)
     if before is None or before is not _in_force or before.uuid() != fusion_pass.uuid():
         drop_compiled_code()
@@ -70,8 +76,10 @@ def disable_fusion() -> None:
 
 
 @contextmanager
-def fusion(*, strict: bool = False, assume_binary: bool = False) -> Iterator[FusionReport]:
-    """Fuse the compilations inside a `with` block, with a report of their own.
+def fusion(
+    *, strict: bool = False, assume_binary: bool = False, dependent_launch: bool = True
+) -> Iterator[FusionReport]:
+    """Fuse the compilations inside a `with` block, with a report of their own and the options of `enable_fusion`.
 
     `torch.compile` compiles at the first call, so that call must be inside the block.
 
@@ -92,7 +100,8 @@ def fusion(*, strict: bool = False, assume_binary: bool = False) -> Iterator[Fus
     """
     report = FusionReport()
     before = entry.unfused_compilations
-    with entry.used_in_thread(FusionPass(report, strict=strict, assume_binary=assume_binary)):
+    fusion_pass = FusionPass(report, strict=strict, assume_binary=assume_binary, dependent_launch=dependent_launch)
+    with entry.used_in_thread(fusion_pass):
         yield report
     seen = _seen(report, entry.unfused_compilations - before)
     if strict and not report.fused:

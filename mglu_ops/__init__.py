@@ -101,11 +101,11 @@ def fuse(
     return fusion_pass.fuse(gm, example_inputs, report=report, strict=strict, assume_binary=assume_binary)
 
 
-def enable_fusion(*, strict: bool = False, assume_binary: bool = False) -> FusionReport:
+def enable_fusion(*, strict: bool = False, assume_binary: bool = False, dependent_launch: bool = True) -> FusionReport:
     """Fuse MGLU layers in every `torch.compile` of all threads; see `compile_passes.install.enable_fusion`."""
     from compile_passes import install
 
-    return install.enable_fusion(strict=strict, assume_binary=assume_binary)
+    return install.enable_fusion(strict=strict, assume_binary=assume_binary, dependent_launch=dependent_launch)
 
 
 def disable_fusion() -> None:
@@ -115,11 +115,13 @@ def disable_fusion() -> None:
     install.disable_fusion()
 
 
-def fusion(*, strict: bool = False, assume_binary: bool = False) -> AbstractContextManager[FusionReport]:
+def fusion(
+    *, strict: bool = False, assume_binary: bool = False, dependent_launch: bool = True
+) -> AbstractContextManager[FusionReport]:
     """Fuse the compilations of this thread inside a `with` block; see `compile_passes.install.fusion`."""
     from compile_passes import install
 
-    return install.fusion(strict=strict, assume_binary=assume_binary)
+    return install.fusion(strict=strict, assume_binary=assume_binary, dependent_launch=dependent_launch)
 
 
 def fusion_report() -> FusionReport:
