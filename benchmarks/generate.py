@@ -1,22 +1,30 @@
 """Tokens a second of `generate` with Hugging Face's own Llama, as its users have it: SwiGLU, and MGLU in every form.
 
-python -m benchmarks.generate --out DIR [--masks 1 4] [--batches 1 8 32] [--seconds 560]
+python -m benchmarks.generate --out DIR [--models "Llama-3.2 1B"] [--masks 1 4] [--batches 1 8 32] [--seconds 560]
 
-The model is `LlamaForCausalLM` of Llama-3.2 1B's shape with random weights in bfloat16. `generate` with a static cache
+The model is `LlamaForCausalLM` of a Llama's shape with random weights in bfloat16. `generate` with a static cache
 compiles its step on a GPU by itself and captures it into CUDA graphs. The naive MGLU is a module as a user writes it,
-without this package. Nothing else of the model differs. `--seconds`, `--done` and `--only-compile` are as in
-benchmarks/train.py.
+without this package. Nothing else of the model differs. Every form has a process of its own, since Dynamo would give
+models of the same class in one process a longer search for their code. All processes compile at once; then they take
+turns, one call at a time. `--seconds` and `--done` are as in benchmarks/train.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
+import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,7 +32,6 @@ from torch import Tensor, nn
 import mglu_ops
 from benchmarks import parts
 from benchmarks.harness import relative_error
-from benchmarks.memory import release
 from benchmarks.records import Row, read
 from benchmarks.timing import summarise, wall_microseconds
 from mglu_ops.nn import MGLU
@@ -33,26 +40,30 @@ CASE = "generate"
 PROMPT, NEW_TOKENS = 16, 256
 BATCHES = (1, 8, 32)
 MASKS = (1, 4)
-ROUNDS = 5
+ROUNDS = 9
+COMPILE_THREADS = 2
+"""Inductor's threads in each process; all of them compile at once."""
 PROTOCOL = (
     f"generate with a static cache, a prompt of {PROMPT} random tokens, greedy, {NEW_TOKENS} new tokens; wall-clock "
-    f"time of the call by its new tokens, median of {ROUNDS} calls after two more, us a token of each sequence; every "
-    "form compiled anew, one after the other; pdl: triton.enable_pdl of Inductor set by hand; error: of the prompt's "
-    "logits, of packed against naive masks"
+    f"time of the call by its new tokens, median of {ROUNDS} calls after two more, us a token of each sequence; a "
+    "process for each form, in turns whose order changes; pdl: triton.enable_pdl of Inductor set by hand; error: of "
+    "the logits after the prompt, of packed against naive masks"
 )
 MAX_DISTANCE = 0.1
 """Largest distance between the logits with packed and with naive masks. Both round to bfloat16 in every layer; a wrong
 mask gives a distance of about 1."""
 LLAMA = {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "vocab_size": 32000,
     "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
 }
+MODELS = {
+    "Llama-3.2 1B": {**LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
+    "Llama-3.1 8B": {**LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+}
+"""Sizes of the models, as in `LlamaConfig`."""
 
 
 class PlainMGLU(nn.Module):
@@ -100,17 +111,23 @@ MGLUS = (
 
 @dataclass(frozen=True)
 class Problem:
-    """A number of sequences, and one of masks."""
+    """A model of MODELS, its number of sequences, and the numbers of masks that are measured together."""
 
+    name: str
     batch: int
-    n_masks: int
+    masks: Sequence[int]
 
     def __str__(self) -> str:
-        return f"{self.batch} sequences, n_m = {self.n_masks}"
+        return f"{self.name}, {self.batch} sequences"
+
+    @property
+    def variants(self) -> list[tuple[Form, int]]:
+        """Every form with its number of masks; SwiGLU has 0."""
+        return [(form, 0) for form in SWIGLU] + [(form, n_masks) for n_masks in self.masks for form in MGLUS]
 
     def seconds(self) -> float:
         """An estimate of the time to measure the problem, with its compilations; `parts.Schedule` corrects it."""
-        return 40.0 * (len(SWIGLU) + len(MGLUS))
+        return 100.0 + 1.5 * (ROUNDS + 2) * len(self.variants)
 
 
 def model_of(config: Any, n_masks: int, form: Form, device: str) -> Any:
@@ -144,9 +161,49 @@ def generation(model: Any, tokens: Tensor, new_tokens: int) -> Callable[[], Tens
     return lambda: model.generate(tokens, attention_mask=mask, cache_implementation="static", **options).cpu()
 
 
+class Served(NamedTuple):
+    """The call of `generate` of a model that was built in a process."""
+
+    call: Callable[[], Tensor]
+    new_tokens: int
+
+
+_served: Served
+
+
+def serve(
+    sizes: dict[str, Any], form: Form, n_masks: int, batch: int, device: str, new_tokens: int
+) -> npt.NDArray[np.float32]:
+    """Build the model of this process, call it twice, and return the logits `[batch, vocabulary]` after the prompt."""
+    global _served
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(**sizes)
+    model = model_of(config, n_masks, form, device)
+    tokens = torch.randint(1, config.vocab_size, (batch, PROMPT), generator=torch.Generator().manual_seed(1)).to(device)
+    _served = Served(generation(model, tokens, new_tokens), new_tokens)
+    with torch.no_grad(), settings(form):
+        logits: npt.NDArray[np.float32] = model(tokens).logits[:, -1].float().numpy(force=True)
+        for _ in range(2):
+            _served.call()
+    return logits
+
+
+@torch.no_grad()
+def time_served() -> float:
+    """Time a call of the model of this process, in microseconds for each new token of a sequence."""
+    return wall_microseconds(_served.call) / _served.new_tokens
+
+
+def process() -> Executor:
+    """A new process, which runs one task after the other."""
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(COMPILE_THREADS))
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+
+
 def bench(
     problem: Problem,
-    sizes: dict[str, Any] = LLAMA,
+    sizes: dict[str, Any] | None = None,
     device: str = "cuda",
     rounds: int = ROUNDS,
     new_tokens: int = NEW_TOKENS,
@@ -154,38 +211,38 @@ def bench(
     """Measure a problem, and return a row for each form.
 
     Args:
-        problem: the problem. SwiGLU is measured with one mask only, since it has none.
-        sizes: of the model, as in `LlamaConfig`.
+        problem: the problem.
+        sizes: of the model, as in `LlamaConfig`; by default those that the problem names.
         device: "cuda", or "cpu" to see that everything works; there, nothing is compiled.
-        rounds: number of timed calls.
+        rounds: number of timed calls of each form.
         new_tokens: of each call.
     """
-    from transformers import LlamaConfig
-
-    config = LlamaConfig(**sizes)
-    tokens = torch.randint(1, config.vocab_size, (problem.batch, PROMPT), device=device)
-    rows, naive = [], None
-    for form in [*(SWIGLU if problem.n_masks == min(MASKS) else ()), *MGLUS]:
-        n_masks = 0 if form in SWIGLU else problem.n_masks
-        release(device)
-        torch._dynamo.reset()
-        model = model_of(config, n_masks, form, device)
-        call = generation(model, tokens, new_tokens)
-        logits = model(tokens).logits
-        naive = logits if n_masks and naive is None else naive
-        error = relative_error(logits, naive.double()) if form.packed and naive is not None else float("nan")
-        with torch.no_grad(), settings(form):
-            for _ in range(2):
-                call()
-            times = [wall_microseconds(call) / new_tokens for _ in range(rounds)]
-        median, spread = summarise(times)
+    sizes = sizes or MODELS[problem.name]
+    with ExitStack() as stack:
+        processes = [stack.enter_context(process()) for _ in problem.variants]
+        started = [
+            process.submit(serve, sizes, form, n_masks, problem.batch, device, new_tokens)
+            for process, (form, n_masks) in zip(processes, problem.variants, strict=True)
+        ]
+        logits = [torch.from_numpy(one.result()) for one in started]
+        times: dict[tuple[Form, int], list[float]] = {variant: [] for variant in problem.variants}
+        turns = list(zip(problem.variants, processes, strict=True))
+        for _ in range(rounds):
+            random.shuffle(turns)
+            for variant, process_of_variant in turns:
+                times[variant].append(process_of_variant.submit(time_served).result())
+    rows = []
+    exact = dict(zip(problem.variants, (result.double() for result in logits), strict=True))
+    for (form, n_masks), result in zip(problem.variants, logits, strict=True):
+        median, spread = summarise(times[form, n_masks])
+        error = relative_error(result, exact[MGLUS[0], n_masks]) if form.packed else float("nan")
         rows.append(
             Row(
                 case=CASE,
                 variant=form.name,
                 tokens=problem.batch,
-                out_features=config.intermediate_size,
-                in_features=config.hidden_size,
+                out_features=sizes["intermediate_size"],
+                in_features=sizes["hidden_size"],
                 n_masks=n_masks,
                 dtype="bfloat16",
                 microseconds=float("nan") if error > MAX_DISTANCE else median,
@@ -206,18 +263,18 @@ def run(problems: Sequence[Problem], out: Path, limit: float | None = None) -> l
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS)[:1])
     parser.add_argument("--masks", type=int, nargs="+", default=MASKS)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
-    parts.add_arguments(parser)
+    parts.add_arguments(parser, only_compile=False)
     options = parser.parse_args()
-    done = {(row.tokens, row.n_masks) for folder in options.done for row in read(folder, "generate")}
-    chosen = [Problem(batch, n_masks) for batch in options.batches for n_masks in options.masks]
-    chosen = [one for one in chosen if (one.batch, one.n_masks) not in done]
-    if options.only_compile:
-        for problem in chosen:
-            bench(problem, rounds=1)
-    else:
-        run(chosen, options.out, options.seconds)
+    done = {(row.shape, row.tokens, row.n_masks) for folder in options.done for row in read(folder, "generate")}
+    chosen = []
+    for name, batch in product(options.models, options.batches):
+        shape = MODELS[name]["intermediate_size"], MODELS[name]["hidden_size"]
+        masks = [n_masks for n_masks in options.masks if (shape, batch, n_masks) not in done]
+        chosen += [Problem(name, batch, masks)] if masks else []
+    run(chosen, options.out, options.seconds)
 
 
 if __name__ == "__main__":

@@ -245,15 +245,15 @@ def generate(results: Path) -> str:
     rows = rows_of(results, "generate")
     counts = masks(rows)
     parts = [source(results, "generate")]
-    for batch in tokens(rows):
-        here = only(rows, tokens=batch)
+    for shape, batch in sorted({(row.shape, row.tokens) for row in rows}):
+        here = only(rows, shape=shape, tokens=batch)
         lines = []
         for form in dict.fromkeys(row.variant for row in here):
             found = [of(only(here, n_masks=n_masks), form) for n_masks in (0, *counts)]
             lines.append([form, *map(tokens_a_second, found)])
         sequences = "one sequence" if batch == 1 else f"{batch} sequences"
-        head = [f"tokens a second, {sequences}", "without masks", *(f"n_m = {n_masks}" for n_masks in counts)]
-        parts.append(markdown(head, lines))
+        head = [f"{models_of(shape)}, {sequences}, tokens a second", "without masks"]
+        parts.append(markdown([*head, *(f"n_m = {n_masks}" for n_masks in counts)], lines))
     return "\n\n".join(parts)
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from bench_rows import row
 
 import mglu_ops
 from benchmarks import generate, tables
-from benchmarks.generate import Form, Problem
+from benchmarks.generate import Form, Problem, Served
 from benchmarks.records import write
 
 LlamaConfig = pytest.importorskip("transformers", reason="transformers is not installed").LlamaConfig
@@ -29,21 +32,61 @@ SIZES = {
 }
 
 
-def test_a_row_for_each_form(monkeypatch: pytest.MonkeyPatch) -> None:
+class Inline(Executor):
+    """Runs the tasks of a process in this one, with a model of its own."""
+
+    served: Served
+
+    def submit(self, task: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        if hasattr(self, "served"):
+            generate._served = self.served
+        future.set_result(task(*args, **kwargs))
+        self.served = generate._served
+        return future
+
+
+@pytest.fixture
+def inline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "process", Inline)
     # transformers compiles generate's step on a GPU alone, so that no layer would be fused here.
     monkeypatch.setattr(generate, "MGLUS", tuple(form for form in generate.MGLUS if not form.fused))
-    rows = generate.bench(Problem(batch=2, n_masks=1), SIZES, "cpu", rounds=2, new_tokens=3)
+
+
+@pytest.mark.usefixtures("inline")
+def test_a_row_for_each_form() -> None:
+    rows = generate.bench(Problem("tiny", 2, (1, 4)), SIZES, "cpu", rounds=2, new_tokens=3)
     assert [(row.variant, row.n_masks) for row in rows] == [
         ("SwiGLU", 0),
         ("SwiGLU, pdl", 0),
         ("naive", 1),
         ("freeze(replace=...)", 1),
+        ("naive", 4),
+        ("freeze(replace=...)", 4),
     ]
     assert all(row.has_time and row.tokens == 2 and row.shape == (48, 32) for row in rows)
-    assert [math.isnan(row.error) for row in rows] == [True, True, True, False]
-    assert max(row.error for row in rows[3:]) < 0.02
-    rows = generate.bench(Problem(batch=1, n_masks=4), SIZES, "cpu", rounds=1, new_tokens=2)
-    assert [row.n_masks for row in rows] == [4, 4]
+    assert [math.isnan(row.error) for row in rows] == [True, True, True, False, True, False]
+    assert max(rows[3].error, rows[5].error) < 0.02
+
+
+@pytest.mark.long
+def test_every_form_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "SWIGLU", generate.SWIGLU[:1])
+    monkeypatch.setattr(generate, "MGLUS", generate.MGLUS[:1])
+    processes: list[Executor] = []
+    start = generate.process
+
+    def process() -> Executor:
+        processes.append(start())
+        return processes[-1]
+
+    monkeypatch.setattr(generate, "process", process)
+    rows = generate.bench(Problem("tiny", 1, (1,)), SIZES, "cpu", rounds=1, new_tokens=2)
+    assert [(row.variant, row.has_time) for row in rows] == [("SwiGLU", True), ("naive", True)]
+    assert len(processes) == 2
+    for one in processes:
+        with pytest.raises(RuntimeError, match="shutdown"):
+            one.submit(generate.time_served)
 
 
 def test_the_table_has_a_line_for_each_form(tmp_path: Path) -> None:
@@ -51,18 +94,20 @@ def test_the_table_has_a_line_for_each_form(tmp_path: Path) -> None:
     write(rows, tmp_path, "generate", generate.PROTOCOL)
     lines = tables.generate(tmp_path).splitlines()
     assert lines[0].startswith("`generate.csv`: ")
-    assert lines[2] == "| tokens a second, 8 sequences | without masks | n_m = 1 | n_m = 4 |"
+    name = tables.models_of(rows[0].shape)
+    assert lines[2] == f"| {name}, 8 sequences, tokens a second | without masks | n_m = 1 | n_m = 4 |"
     assert lines[4:] == ["| SwiGLU | 4000 |  |  |", "| naive |  | 2000 | 1000 |"]
 
 
+@pytest.mark.usefixtures("inline")
 def test_wrong_masks_are_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(module: generate.PlainMGLU) -> torch.nn.Module:
         return torch.nn.Sequential(generate.MGLU.from_parameters(module.weight, -module.logits), module.down_proj)
 
     monkeypatch.setattr(generate, "packed", wrong)
     monkeypatch.setattr(generate, "MGLUS", (Form("naive"), Form("packed", packed=True)))
-    rows = generate.bench(Problem(batch=1, n_masks=4), SIZES, "cpu", rounds=1, new_tokens=2)
-    assert [row.has_time for row in rows] == [True, False]
+    rows = generate.bench(Problem("tiny", 1, (4,)), SIZES, "cpu", rounds=1, new_tokens=2)
+    assert [row.has_time for row in rows] == [True, True, True, False]
 
 
 def test_a_fused_form_compiles_with_the_pass_and_pdl_with_its_option() -> None:
