@@ -40,7 +40,7 @@ CASE = "generate"
 PROMPT, NEW_TOKENS = 16, 256
 BATCHES = (1, 8, 32)
 MASKS = (1, 4)
-ROUNDS = 9
+ROUNDS = 7
 COMPILE_THREADS = 2
 """Inductor's threads in each process; all of them compile at once."""
 PROTOCOL = (
@@ -132,12 +132,12 @@ class Problem:
 
 def model_of(config: Any, n_masks: int, form: Form, device: str) -> Any:
     """A model with random weights in bfloat16; `n_masks` 0 is SwiGLU."""
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     with torch.device(device):
-        model: Any = LlamaForCausalLM(config)
-        model = model.to(torch.bfloat16).eval().requires_grad_(False)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = model.eval().requires_grad_(False)
         if n_masks:
             for layer in model.model.layers:
                 mlp = PlainMGLU(config.hidden_size, config.intermediate_size, n_masks)
