@@ -142,7 +142,9 @@ def model_of(config: Any, n_masks: int, form: Form, device: str) -> Any:
             for layer in model.model.layers:
                 mlp = PlainMGLU(config.hidden_size, config.intermediate_size, n_masks)
                 layer.mlp = mlp.to(torch.bfloat16).requires_grad_(False)
-    return mglu_ops.freeze(model, replace={PlainMGLU: packed}) if form.packed else model
+                if form.packed:  # layer by layer, so that a large model never holds the logits of all layers
+                    mglu_ops.freeze(layer, replace={PlainMGLU: packed})
+    return model
 
 
 @contextmanager
