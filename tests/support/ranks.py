@@ -70,8 +70,7 @@ def _run_rank(
         torch.cuda.set_device(device)
     try:
         dist.init_process_group(
-            # Named "gloo" alone, a device mesh on GPUs would get groups with NCCL, which wants a GPU for each rank.
-            "cpu:gloo,cuda:gloo" if backend == "gloo" and torch.cuda.is_available() else backend,
+            backend,
             init_method=f"file://{store}",
             rank=rank,
             world_size=ranks,
