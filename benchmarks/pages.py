@@ -26,6 +26,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "tokens": tables.floors,
     "models": tables.models,
     "decode_model": tables.decode_model,
+    "generate": tables.generate,
     "train": tables_train.train,
     "train_cpu": partial(tables_train.train, name="train_cpu", is_selection=True),
     "train_model": tables_train.train_model,
