@@ -9,12 +9,13 @@ import argparse
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from benchmarks.learning import cost
 from benchmarks.learning.experiments import EXPERIMENTS, RESULTS
 from benchmarks.learning.recipe import Recipe
 from benchmarks.markdown import markdown
@@ -31,7 +32,7 @@ HEAD = (
     "gate ratio",
     "flipped",
     "PFLOP",
-    "training",
+    "ms a step",
     "memory",
 )
 FOLDER = RESULTS.name
@@ -104,19 +105,25 @@ def runs(results: Path) -> list[Finished]:
     return found
 
 
+def costs(results: Path) -> dict[str, float]:
+    """The milliseconds of a step's kernels by the name of `cost.layer_of`; none if that was not measured."""
+    path = results / f"{cost.NAME}.csv"
+    return {row["name"]: float(row["ms"]) for row in read_table(path)[1]} if path.is_file() else {}
+
+
 def experiment(results: Path, name: str) -> str:
     """The table of an experiment: a line for each recipe with any finished run, and those that are missing.
 
     'To SwiGLU' is the mean difference to the SwiGLU runs of the same seeds, size, text and learning rate, in nats a
     byte. Behind a mean of several seeds stands the largest distance between two of them.
     """
-    found = runs(results)
+    found, milliseconds = runs(results), costs(results)
     wanted = list(dict.fromkeys(replace(recipe, seed=0) for recipe in EXPERIMENTS[name]))
     lines, missing = [], []
     for recipe in wanted:
         of = [run for run in found if replace(run.recipe, seed=0) == recipe]
         if of:
-            lines.append(line(of, found))
+            lines.append(line(of, found, milliseconds))
         else:
             missing.append(label(recipe))
     parts = [source(found), markdown(HEAD, lines)]
@@ -125,12 +132,13 @@ def experiment(results: Path, name: str) -> str:
     return "\n\n".join(parts)
 
 
-def line(of: Sequence[Finished], everything: Iterable[Finished]) -> list[str]:
+def line(of: Sequence[Finished], everything: Iterable[Finished], milliseconds: Mapping[str, float]) -> list[str]:
     """The cells of a recipe from its runs with different seeds."""
     one, losses = of[0], [run.loss for run in of]
     baselines = {run.recipe: run.loss for run in everything if run.recipe.layer == "glu"}
     gaps = [run.loss - baselines[glu] for run in of if (glu := baseline(run.recipe)) in baselines]
     has_masks = one.recipe.has_masks
+    step = None if one.recipe.distilled else milliseconds.get(cost.layer_of(one.recipe).name)  # without its teacher
     return [
         label(one.recipe),
         f"{float(one.facts['weights']) / 1e6:.1f} M",
@@ -141,7 +149,7 @@ def line(of: Sequence[Finished], everything: Iterable[Finished]) -> list[str]:
         f"{float(one.last['gate_ratio']):.3f}" if has_masks else "",
         f"{float(one.last['flipped']):.1%}" if has_masks else "",
         f"{float(one.facts['tflop']) / 1000:.1f}",
-        f"{statistics.median(float(run.facts['seconds']) for run in of):.0f} s",
+        "" if step is None else f"{step:.1f}",
         "" if math.isnan(peak := max(float(run.facts["peak_mb"]) for run in of)) else f"{peak / 1000:.1f} GB",
     ]
 

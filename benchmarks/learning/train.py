@@ -36,7 +36,8 @@ PROTOCOL = (
     "parameters; AdamW, betas 0.9 and 0.99, epsilon 1e-8, weight decay 0.1 (not of norms and mask logits), gradients "
     "clipped to a norm of 1, warm-up over 10% of the steps, cosine to 10% of the rate; held_out: nats a byte over all "
     "held-out text; train: nats a token, mean since the last point, and worst, of one step; seconds: steps alone, "
-    "without evaluations; peak_mb: parameters, gradients, state of the optimiser and activations"
+    "without evaluations, while other runs may have the same GPU; peak_mb: parameters, gradients, "
+    "state of the optimiser and activations"
 )
 SAVE_SECONDS = 120.0
 """Time after which a run writes a checkpoint, in case that it is killed."""

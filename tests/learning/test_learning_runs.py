@@ -15,7 +15,7 @@ import pytest
 import torch
 from learning_fixtures import VOCABULARY, tiny_run
 
-from benchmarks.learning import corpus, experiments, train, training
+from benchmarks.learning import corpus, cost, experiments, train, training
 from benchmarks.learning.recipe import Recipe
 from benchmarks.records import read_table, write_table
 from mglu_ops.backends.file_lock import locked
@@ -193,3 +193,35 @@ def test_a_conversion_waits_for_the_process_that_trains_its_teacher(text, tmp_pa
         assert not list(tmp_path.glob("*.pt")), "nothing is trained meanwhile"
     assert result.result(60)
     assert (tmp_path / f"{one.name}.csv").is_file()
+
+
+@pytest.mark.usefixtures("tiny")
+def test_the_kernels_of_a_step_are_those_of_a_gpu():
+    assert cost.cost(Recipe("glu"), "cpu", compiled=False) == {}
+
+
+@pytest.mark.gpu
+def test_the_kernels_of_a_step_take_most_of_its_time():
+    run = training.Training(Recipe("glu", size="10M"), cost.random_text(8192), "cuda", compiled=False)
+    times = cost.kernels_of_step(run)
+    assert len(times) > 10
+    assert 1 < sum(times.values()) < 1000
+
+
+def test_the_cost_of_each_layer_is_measured_once(tmp_path, monkeypatch, capsys):
+    names = []
+
+    def times_of(recipe):
+        names.append(recipe.name)
+        return {"short": 0.5, "long": 1.25}
+
+    monkeypatch.setattr(cost, "cost", times_of)
+    recipes = experiments.chosen(["layers", "recipe", "converted"])
+    cost.measure(list(dict.fromkeys(map(cost.layer_of, recipes))), tmp_path, 1)
+    assert len(set(names)) == len(names)
+    assert Recipe("mglu", straight_through="tanh").name in names
+    assert not any(word in name for name in names for word in ("mask_lr", "lr=", "start", "seed=1"))
+    facts, rows = read_table(tmp_path / f"{cost.NAME}.csv")
+    assert "mean of 10 steps" in facts["protocol"]
+    assert [row["ms"] for row in rows] == ["1.75"] * len(names)
+    assert "    1.250 ms long" in capsys.readouterr().out

@@ -1,0 +1,104 @@
+"""Measures what a training step of each layer costs a GPU: the time of its kernels.
+
+python -m benchmarks.learning.cost --out DIR [--only layers sizes] [--kernels 10]
+
+Models of the size of these experiments leave a GPU waiting for Python, and several of their runs may share it, so that
+the seconds of a run say little about its layer. The sum of the times of all kernels of a step does not have this fault,
+as long as nothing else runs on the GPU. The text is random, since the time does not depend on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.learning.corpus import Corpus, Sizes
+from benchmarks.learning.experiments import EXPERIMENTS, chosen
+from benchmarks.learning.recipe import CONTEXT, SEQUENCES, Recipe
+from benchmarks.learning.training import Training
+from benchmarks.records import environment, write_table
+
+NAME = "learning_cost"
+STEPS = 10
+PROTOCOL = (
+    f"a step of 16384 random tokens as in the experiments; ms: sum of the times of its kernels, mean of {STEPS} steps "
+    "after three more, with nothing else on the GPU"
+)
+
+
+def layer_of(recipe: Recipe) -> Recipe:
+    """The recipe without what does not change the kernels of a step."""
+    default = Recipe()
+    return replace(
+        recipe,
+        megabytes=default.megabytes,
+        lr=default.lr,
+        mask_lr=default.mask_lr,
+        mask_stop=default.mask_stop,
+        logits_std=default.logits_std,
+        gate_ratio=default.gate_ratio,
+        start=None,
+        skip=0.0,
+        seed=0,
+        distilled=False,
+    )
+
+
+def random_text(vocabulary: int, steps: int = 2) -> Corpus:
+    """A corpus of random tokens that has so many steps of training text, and one batch that is held out."""
+    counts = [batches * SEQUENCES * CONTEXT + 1 for batches in (steps, 1)]
+    train, held_out = (torch.randint(vocabulary, (count,)).to(torch.uint16) for count in counts)
+    about = Sizes("random", "random", counts[0], counts[0], 1, counts[1], counts[1], 1, [])
+    return Corpus(about, train, held_out, torch.ones(vocabulary, dtype=torch.int64))
+
+
+def kernels_of_step(training: Training, steps: int = STEPS) -> dict[str, float]:
+    """The milliseconds of each kernel in a step, by its name; none on a CPU."""
+    for _ in range(3):
+        training.step()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        for _ in range(steps):
+            training.step()
+        if training.device == "cuda":
+            torch.cuda.synchronize()
+    events = [event for event in profiled.key_averages() if event.device_type == DeviceType.CUDA]
+    return {event.key: event.self_device_time_total / 1000 / steps for event in events}
+
+
+def cost(recipe: Recipe, device: str = "cuda", compiled: bool = True) -> dict[str, float]:
+    """The milliseconds of each kernel in a step of a recipe."""
+    training = Training(recipe, random_text(recipe.sizes.vocabulary), device, compiled)
+    training.warm_up()
+    return kernels_of_step(training)
+
+
+def measure(recipes: Sequence[Recipe], out: Path, most: int = 0) -> None:
+    """Write `learning_cost.csv` into a folder, and print the `most` longest kernels of each recipe."""
+    rows = []
+    for recipe in recipes:
+        times = cost(recipe)
+        rows.append({"name": recipe.name, "ms": round(sum(times.values()), 4)})
+        print(f"{recipe.name}: {rows[-1]['ms']} ms", flush=True)
+        for name, time in sorted(times.items(), key=lambda item: -item[1])[:most]:
+            print(f"    {time:.3f} ms {name[:100]}", flush=True)
+        write_table(rows, environment(PROTOCOL), out, NAME)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    names = ["layers", "budgets", "variants", "sizes"]
+    parser.add_argument("--only", nargs="+", choices=list(EXPERIMENTS), default=names, metavar="NAME")
+    parser.add_argument("--kernels", type=int, default=0, help="print so many of the longest kernels")
+    options = parser.parse_args()
+    measure(list(dict.fromkeys(map(layer_of, chosen(options.only)))), options.out, options.kernels)
+
+
+if __name__ == "__main__":
+    main()
