@@ -4,7 +4,7 @@ python -m benchmarks.learning.experiments --corpus DIR --out DIR [--only layers 
 
 Every finished run is one CSV file. A run whose file exists in --out or in --done is left out, so that the same command
 goes on after an interruption. Results of another text are refused there, since they cannot be compared. Several
-processes with the same --out share the work: on one GPU, which a run of this size does not fill, or with a GPU each.
+processes with the same --out share the work, on one GPU or with a GPU each.
 """
 
 from __future__ import annotations
