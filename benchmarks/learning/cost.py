@@ -2,9 +2,9 @@
 
 python -m benchmarks.learning.cost --out DIR [--only layers sizes] [--kernels 10]
 
-Several runs of the experiments may share a GPU, and a GPU may wait for Python in models of their size, so that the seconds
-of a run say little about its layer. The sum of the times of all kernels of a step does not have these faults, as long as
-nothing else runs on the GPU. The text is random: every text has the same kernels.
+Several runs of the experiments may share a GPU, and a GPU may wait for Python in models of their size, so that the
+seconds of a run say little about its layer. The sum of the times of all kernels of a step does not have these faults,
+as long as nothing else runs on the GPU. The text is random: every text has the same kernels.
 """
 
 from __future__ import annotations
