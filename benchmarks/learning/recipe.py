@@ -82,7 +82,7 @@ class Recipe:
     learned: bool = True
     size: str = "25M"
     width: float = 1.0
-    megabytes: float = 120.0
+    megabytes: float = 60.0
     lr: float = 1e-3
     mask_lr: float = 1.0
     mask_stop: float = 1.0

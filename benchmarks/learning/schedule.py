@@ -13,8 +13,8 @@ from benchmarks.learning.recipe import CONTEXT, SEQUENCES
 
 WARM_UP = 0.1
 LAST_RATE = 0.1
-EVALUATIONS = 10
-"""Points of a learning curve. Each evaluates all held-out text: with 2 MB of it, all of them take 5% of a short run."""
+EVALUATIONS = 6
+"""Points of a learning curve. Each evaluates all held-out text: with 2 MB of it, all of them take 7% of a short run."""
 
 
 class Windows:

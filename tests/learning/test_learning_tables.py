@@ -74,7 +74,7 @@ def test_plots_show_the_curves_and_the_gate_ratios(tmp_path):
     finished(tmp_path, Recipe("mglu", n_masks=4, seed=1), 0.76)
     found = tables.runs(tmp_path)
     lines = {line.get_label(): line.get_xydata().tolist() for line in plots.curves(found).axes[0].get_lines()}
-    assert lines == {"SwiGLU": [[120, 0.73]], "SwiMGLU, n_m = 4": [[120, 0.74]]}
+    assert lines == {"SwiGLU": [[60, 0.73]], "SwiMGLU, n_m = 4": [[60, 0.74]]}
     (ratios, *_) = plots.gate_ratios(found).axes[0].get_lines()
     assert (ratios.get_label(), ratios.get_xydata().tolist()) == ("SwiMGLU, n_m = 4", [[1, 0.5], [2, 0.52]])
     paths = plots.draw(tmp_path, tmp_path / "out")
@@ -130,5 +130,5 @@ def test_verdicts_need_more_than_the_spread_of_seeds(tmp_path):
 
 
 def test_a_converted_model_is_compared_with_swiglu_that_read_as_much():
-    one = Recipe("mglu", n_masks=1, start="average", skip=120.0, megabytes=12.0, lr=3e-4)
-    assert tables.baseline(one) == Recipe("glu", megabytes=132.0)
+    one = Recipe("mglu", n_masks=1, start="average", skip=60.0, megabytes=6.0, lr=3e-4)
+    assert tables.baseline(one) == Recipe("glu", megabytes=66.0)
