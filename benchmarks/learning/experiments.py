@@ -114,7 +114,10 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
     ],
     # 6. Three sizes.
     "sizes": [
-        replace(one, size=size) for size in SIZES for one in (SWIGLU, *masks(PAPER, (1, 4)), *masks(BEST, (1, 4)))
+        replace(one, size=size)
+        for layers in ((SWIGLU, *masks(PAPER, (1, 4))), masks(BEST, (1, 4)))
+        for size in SIZES
+        for one in layers
     ],
 }
 """Name to runs. A run may be in several experiments, and is made once."""
