@@ -27,8 +27,11 @@ SEEDS = (0, 1, 2)
 SWIGLU = Recipe("glu")
 PAPER = Recipe("mglu")
 """SwiMGLU with four masks, trained as in the paper: mask logits have the learning rate of the weights."""
-BEST = replace(PAPER, mask_lr=0.1)
-"""SwiMGLU with four masks as the experiment `recipe` says that masks are trained best. It was this in a first look."""
+BEST = replace(PAPER, mask_lr=0.3)
+"""SwiMGLU with four masks as the first seed of the experiment `recipe` says that masks are trained best."""
+LEVEL = replace(PAPER, scaled_sum=True, scale=2.0)
+"""SwiMGLU whose sum over masks begins as large as the product in SwiGLU, for any number of masks: a mask halves the
+variance of both factors, so that the product of one mask has half the size and the sum of n masks sqrt(n) / 2 times."""
 LEAST_SECONDS = 30.0
 """Seconds below which no run is begun: about the time to compile one and to reach its first checkpoint."""
 
@@ -75,13 +78,21 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
         *(replace(PAPER, mask_lr=0.1, gate_ratio=ratio) for ratio in (0.25, 0.75)),
         *(replace(PAPER, straight_through=how) for how in ("clipped", "tanh")),
     ],
-    "best": seeds([SWIGLU, *masks(BEST, (1, 4, 8))]),
+    # 7. The size of the sum over masks, which the number of masks changes; with the same factors in SwiGLU.
+    "scale": [
+        *masks(LEVEL, (1, 2, 8)),
+        replace(SWIGLU, scale=2.0),
+        replace(SWIGLU, scale=0.5),
+        *masks(replace(LEVEL, mask_lr=0.3), (8,)),
+        *masks(LEVEL, (16,)),
+    ],
+    "best": seeds([SWIGLU, BEST, *masks(LEVEL, (1, 8))]),
     # 2. What a user decides by: SwiGLU with as many weights, with as many bytes, and with as much training.
     "budgets": seeds(
         [
             SWIGLU,
             *masks(PAPER, (1, 4)),
-            *masks(BEST, (1, 4)),
+            BEST,
             replace(SWIGLU, width=round(2 / 3, 4)),
             *(replace(SWIGLU, width=same_load(n_masks)) for n_masks in (1, 4)),
             *(replace(SWIGLU, width=same_training(n_masks)) for n_masks in (4,)),
@@ -115,7 +126,7 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
     # 6. Three sizes.
     "sizes": [
         replace(one, size=size)
-        for layers in ((SWIGLU, *masks(PAPER, (1, 4))), masks(BEST, (1, 4)))
+        for layers in ((SWIGLU, *masks(PAPER, (1, 4))), (BEST,))
         for size in SIZES
         for one in layers
     ],

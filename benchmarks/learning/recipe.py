@@ -67,6 +67,7 @@ class Recipe:
             more than `slope` from 0) or `tanh` (times the slope of `tanh(logit / slope)`).
         slope: the width of the last two.
         scaled_sum: whether the sum over masks is divided by `sqrt(n_masks)`.
+        scale: a factor of what the layer computes, before the down projection.
         start: how an MGLU is made of a trained SwiGLU model (`teacher`), a key of `mglu_ops.nn.conversion.WEIGHTS`;
             None for random parameters.
         distilled: whether the model learns the predictions of its teacher instead of the text; only with `start`.
@@ -91,6 +92,7 @@ class Recipe:
     straight_through: StraightThrough = "identity"
     slope: float = 0.05
     scaled_sum: bool = False
+    scale: float = 1.0
     start: str | None = None
     distilled: bool = False
     skip: float = 0.0
@@ -175,9 +177,8 @@ class Recipe:
             "no_value_mask": partial(NaiveMGLU, mask_value=False, **self._masked()),
         }
         make = makers[self.layer]
-        if not (self.scaled_sum and self.has_masks):
-            return make
-        return lambda hidden, intermediate: Scaled(make(hidden, intermediate), self.n_masks**-0.5)
+        factor = self.scale * (self.n_masks**-0.5 if self.scaled_sum and self.has_masks else 1.0)
+        return make if factor == 1 else lambda hidden, intermediate: Scaled(make(hidden, intermediate), factor)
 
     def _masked(self) -> dict[str, Any]:
         return {

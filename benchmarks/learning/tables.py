@@ -204,6 +204,7 @@ def options_of(recipe: Recipe) -> list[str]:
         "gate_ratio": f"gate ratio {recipe.gate_ratio:g} at the start",
         "straight_through": f"{recipe.straight_through} gradient, slope {recipe.slope:g}",
         "scaled_sum": "sum / sqrt(n_m)",
+        "scale": f"times {recipe.scale:g}",
         "start": f"converted by `{recipe.start}`",
         "distilled": "distilled",
         "skip": f"after {recipe.skip:g} MB of the teacher",
