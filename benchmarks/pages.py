@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import summary, tables, tables_cpu, tables_train
+from benchmarks.learning import claims
+from benchmarks.learning import tables as learning
 from benchmarks.tables import MissingResultError
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +41,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "cpu_tokens_zen4": partial(tables_cpu.cpu, name="cpu_tokens_zen4"),
     "compile_time": tables_cpu.compile_time,
     "packages": tables_cpu.packages,
+    **learning.TABLES,
+    "learning_claims": claims.claims,
 }
 """Name of a table to the function that makes it from the folder of the results."""
 MARKED = re.compile(r"^<!-- table: (\w+) -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)

@@ -18,6 +18,8 @@ from benchmarks import decode_model, masks_at_inference, overheads, pages, plots
 from benchmarks.decode import SHAPES, Sweep
 from benchmarks.decode import run as run_sweep
 from benchmarks.decoder import Sizes
+from benchmarks.learning import plots as learning
+from benchmarks.learning.tables import FOLDER
 from benchmarks.records import Row, write
 
 RESULTS = Path(__file__).parent / "results"
@@ -152,6 +154,8 @@ def _tables(out: Path, quick: bool) -> Sequence[Row]:
 
 def _plots(out: Path, quick: bool) -> Sequence[Row]:
     print(*plots.draw(out, out), sep="\n")
+    if (out / FOLDER).is_dir():
+        print(*learning.draw(out, out), sep="\n")
     return []
 
 

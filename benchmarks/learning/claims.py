@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,8 +18,8 @@ from benchmarks.learning.recipe import Recipe
 from benchmarks.learning.tables import Finished, runs, source
 from benchmarks.markdown import markdown
 
-ONE_SEED = 3.0
-"""If only one seed of a layer was run, a difference is noise up to so many times the largest spread of any seeds."""
+CONFIDENCE = 2.0
+"""Standard errors that a difference must exceed: about 95% confidence."""
 
 
 @dataclass(frozen=True)
@@ -90,38 +90,44 @@ class Measured:
     """The advantage of `better` over `worse` in the runs, in nats a token.
 
     Attributes:
-        advantage: the mean over the seeds that both have; for seeds of one alone, the difference of the means.
-        seeds: the smaller number of seeds.
-        noise: the advantage beyond which seeds alone do not explain it.
+        advantage: the difference of the means over seeds.
+        seeds: the numbers of seeds of both.
+        noise: CONFIDENCE standard errors of the advantage.
     """
 
     advantage: float
-    seeds: int
+    seeds: tuple[int, int]
     noise: float
 
 
-def spread(losses: Mapping[int, float]) -> float:
-    """The distance between the smallest and the largest loss of several seeds; 0 of one."""
-    return max(losses.values()) - min(losses.values())
+def deviation(losses: Iterable[Sequence[float]]) -> float:
+    """The standard deviation of a seed, pooled over recipes with two seeds or more; NaN if there is none."""
+    several = [of for of in losses if len(of) > 1 and all(map(math.isfinite, of))]
+    if not several:
+        return math.nan
+    freedom = [len(of) - 1 for of in several]
+    return math.sqrt(sum(map(math.prod, zip(map(statistics.variance, several), freedom, strict=True))) / sum(freedom))
+
+
+def losses_of(found: Iterable[Finished], size: str) -> Mapping[Recipe, list[float]]:
+    """The losses of all seeds of each recipe of a size of model; the recipes have seed 0."""
+    losses: dict[Recipe, list[float]] = {}
+    for run in found:
+        if run.recipe.size == size:
+            losses.setdefault(replace(run.recipe, seed=0), []).append(run.loss)
+    return losses
 
 
 def measure(claim: Claim, found: Sequence[Finished]) -> Measured | None:
     """What the runs say about a claim; None if a run of a layer is missing, or if no recipe has two seeds."""
-    by_recipe: dict[Recipe, dict[int, float]] = {}
-    for run in found:
-        if run.recipe.size == claim.better.size:
-            by_recipe.setdefault(replace(run.recipe, seed=0), {})[run.recipe.seed] = run.loss
-    better, worse = by_recipe.get(claim.better), by_recipe.get(claim.worse)
-    spreads = [spread(of) for of in by_recipe.values() if len(of) > 1 and all(map(math.isfinite, of.values()))]
-    if not better or not worse or not spreads:
+    losses = losses_of(found, claim.better.size)
+    better, worse, one_seed = losses.get(claim.better), losses.get(claim.worse), deviation(losses.values())
+    if not better or not worse or math.isnan(one_seed):
         return None
-    common = better.keys() & worse.keys()
-    pairs = [worse[seed] - better[seed] for seed in common]
-    advantage = statistics.fmean(pairs or [statistics.fmean(worse.values()) - statistics.fmean(better.values())])
-    seeds = min(len(better), len(worse))
-    noise = ONE_SEED * max(spreads) if seeds == 1 else max(spread(better), spread(worse))
+    advantage = statistics.fmean(worse) - statistics.fmean(better)
+    noise = CONFIDENCE * one_seed * math.sqrt(1 / len(better) + 1 / len(worse))
     unit = found[0].bytes_of_token
-    return Measured(advantage * unit, seeds, noise * unit)
+    return Measured(advantage * unit, (len(better), len(worse)), noise * unit)
 
 
 def verdict(claim: Claim, measured: Measured | None) -> str:
@@ -150,7 +156,7 @@ def table(found: Sequence[Finished]) -> str:
                 "" if claim.published is None else f"{claim.published:+.3f}",
                 "" if measured is None else f"{measured.advantage:+.4f}",
                 "" if measured is None else f"{measured.noise:.4f}",
-                "" if measured is None else str(measured.seeds),
+                "" if measured is None else "{} and {}".format(*measured.seeds),
                 verdict(claim, measured),
             ]
         )
@@ -164,4 +170,12 @@ def claims(results: Path) -> str:
         MissingResultError: there is no result.
     """
     found = runs(results)
-    return f"{source(found)}\n\n{table(found)}"
+    losses = losses_of(found, Recipe.size)
+    several = [of for of in losses.values() if len(of) > 1]
+    if not several:
+        return f"{source(found)}\n\n{table(found)}"
+    one_seed, unit = deviation(several), found[0].bytes_of_token
+    return (
+        f"{source(found)} A token has {unit:.2f} bytes. The standard deviation of a seed is {one_seed:.4f} nats a byte "
+        f"or {one_seed * unit:.3f} nats a token, from {len(several)} recipes with several seeds.\n\n{table(found)}"
+    )

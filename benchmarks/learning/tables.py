@@ -114,7 +114,7 @@ def costs(results: Path) -> dict[str, float]:
 def experiment(results: Path, name: str) -> str:
     """The table of an experiment: a line for each recipe with any finished run, and those that are missing.
 
-    'To SwiGLU' is the mean difference to the SwiGLU runs of the same seeds, size, text and learning rate, in nats a
+    'To SwiGLU' is the difference to the mean of the SwiGLU runs of the same size, text and learning rate, in nats a
     byte. Behind a mean of several seeds stands the largest distance between two of them.
     """
     found, milliseconds = runs(results), costs(results)
@@ -135,16 +135,17 @@ def experiment(results: Path, name: str) -> str:
 def line(of: Sequence[Finished], everything: Iterable[Finished], milliseconds: Mapping[str, float]) -> list[str]:
     """The cells of a recipe from its runs with different seeds."""
     one, losses = of[0], [run.loss for run in of]
-    baselines = {run.recipe: run.loss for run in everything if run.recipe.layer == "glu"}
-    gaps = [run.loss - baselines[glu] for run in of if (glu := baseline(run.recipe)) in baselines]
+    glu = replace(baseline(one.recipe), seed=0)
+    baselines = [run.loss for run in everything if replace(run.recipe, seed=0) == glu]
+    gap = f"{statistics.fmean(losses) - statistics.fmean(baselines):+.4f}" if baselines else ""
     has_masks = one.recipe.has_masks
     step = None if one.recipe.distilled else milliseconds.get(cost.layer_of(one.recipe).name)  # without its teacher
     return [
         label(one.recipe),
         f"{float(one.facts['weights']) / 1e6:.1f} M",
         f"{one.load:.1f}",
-        with_spread(losses, "{:.4f}"),
-        with_spread(gaps, "{:+.4f}") if gaps and baseline(one.recipe) != one.recipe else "",
+        with_spread(losses),
+        "" if replace(one.recipe, seed=0) == glu else gap,
         str(len(of)),
         f"{float(one.last['gate_ratio']):.3f}" if has_masks else "",
         f"{float(one.last['flipped']):.1%}" if has_masks else "",
@@ -161,9 +162,9 @@ def baseline(recipe: Recipe) -> Recipe:
     return Recipe("glu", size=recipe.size, megabytes=megabytes, lr=lr, seed=recipe.seed)
 
 
-def with_spread(values: Sequence[float], form: str) -> str:
+def with_spread(values: Sequence[float]) -> str:
     """The mean, and for several values the distance between the smallest and the largest."""
-    mean = form.format(statistics.fmean(values))
+    mean = f"{statistics.fmean(values):.4f}"
     return mean if len(values) == 1 else f"{mean} ({max(values) - min(values):.4f})"
 
 
