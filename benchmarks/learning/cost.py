@@ -43,6 +43,8 @@ def layer_of(recipe: Recipe) -> Recipe:
         mask_stop=default.mask_stop,
         logits_std=default.logits_std,
         gate_ratio=default.gate_ratio,
+        weight_gain=1.0,
+        down_gain=1.0,
         start=None,
         skip=0.0,
         seed=0,

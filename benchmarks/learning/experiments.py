@@ -10,6 +10,7 @@ processes with the same --out share the work, on one GPU or with a GPU each.
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -29,9 +30,9 @@ PAPER = Recipe("mglu")
 """SwiMGLU with four masks, trained as in the paper: mask logits have the learning rate of the weights."""
 BEST = replace(PAPER, mask_lr=0.3)
 """SwiMGLU with four masks as the first seed of the experiment `recipe` says that masks are trained best."""
-LEVEL = replace(PAPER, scaled_sum=True, scale=2.0)
-"""SwiMGLU whose sum over masks begins as large as the product in SwiGLU, for any number of masks: a mask halves the
-variance of both factors, so that the product of one mask has half the size and the sum of n masks sqrt(n) / 2 times."""
+ROOT = replace(PAPER, scaled_sum=True, scale=2.0)
+"""SwiMGLU with a sum over masks times `2 / sqrt(n_masks)`, which would begin as large as the product in SwiGLU if the
+masks were independent of each other. They share W, so that it does so for one mask only (`level`)."""
 LEAST_SECONDS = 30.0
 """Seconds below which no run is begun: about the time to compile one and to reach its first checkpoint."""
 
@@ -45,6 +46,22 @@ def seeds(recipes: Iterable[Recipe], numbers: Iterable[int] = SEEDS) -> list[Rec
     """Every recipe with every seed, seed by seed, so that the first seed of all comes first."""
     recipes = list(recipes)
     return [replace(recipe, seed=seed) for seed in numbers for recipe in recipes]
+
+
+def level(n_masks: int) -> float:
+    """The factor with which a sum over random masks is as large as that of four masks, `sqrt(20 / (n (n + 1)))`.
+
+    With `t = x W^T`, and `f_i` the same with the signs flipped where mask i is 1, gate times value is
+    `(t^2 - f_i^2) / 4`. The sum over n masks has the variance of `n t^2 / 4`, which all masks share, and of n
+    independent terms `f_i^2 / 4`: in total proportional to `n^2 + n`. Where silu is about half of its input, the sum is
+    `sqrt(n (n + 1) / 2) / 2` times as large as the product in SwiGLU: 0.5 for one mask, 1.6 for four, 5.8 for sixteen.
+    """
+    return round(math.sqrt(20 / (n_masks * (n_masks + 1))), 4)
+
+
+def leveled(recipe: Recipe, n_masks: int) -> Recipe:
+    """A recipe with a number of masks, whose sum is as large at the start as that of four masks."""
+    return replace(recipe, n_masks=n_masks, scale=level(n_masks))
 
 
 def same_load(n_masks: int) -> float:
@@ -78,15 +95,23 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
         *(replace(PAPER, mask_lr=0.1, gate_ratio=ratio) for ratio in (0.25, 0.75)),
         *(replace(PAPER, straight_through=how) for how in ("clipped", "tanh")),
     ],
-    # 7. The size of the sum over masks, which the number of masks changes; with the same factors in SwiGLU.
+    # 7. The size of the sum over masks, which the number of masks changes; with the same factors in SwiGLU. A factor of
+    # the initial weights instead costs nothing later.
     "scale": [
-        *masks(LEVEL, (1, 2, 8)),
+        *masks(ROOT, (1, 2, 8)),
         replace(SWIGLU, scale=2.0),
         replace(SWIGLU, scale=0.5),
-        *masks(replace(LEVEL, mask_lr=0.3), (8,)),
-        *masks(LEVEL, (16,)),
+        *masks(replace(ROOT, mask_lr=0.3), (8,)),
+        *masks(ROOT, (16,)),
+        *(leveled(BEST, n_masks) for n_masks in (16, 8)),
+        replace(BEST, n_masks=8, down_gain=level(8)),
+        *(leveled(one, 1) for one in (PAPER, BEST)),
+        replace(PAPER, n_masks=1, down_gain=level(1)),
+        replace(PAPER, n_masks=1, weight_gain=round(math.sqrt(level(1)), 4)),
+        replace(SWIGLU, scale=round(level(1) / 2, 4)),
+        *(leveled(one, 2) for one in (PAPER, BEST)),
     ],
-    "best": seeds([SWIGLU, BEST, *masks(LEVEL, (1, 8))]),
+    "best": seeds([SWIGLU, *(leveled(BEST, n_masks) for n_masks in (1, 2, 4, 8))]),
     # 2. What a user decides by: SwiGLU with as many weights, with as many bytes, and with as much training.
     "budgets": seeds(
         [
@@ -96,8 +121,7 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
             replace(SWIGLU, width=round(2 / 3, 4)),
             *(replace(SWIGLU, width=same_load(n_masks)) for n_masks in (1, 4)),
             *(replace(SWIGLU, width=same_training(n_masks)) for n_masks in (4,)),
-        ],
-        SEEDS[:1],
+        ]
     ),
     # 3. Masks that are not learned, routes, ablations, and higher learning rates.
     "variants": [
@@ -124,12 +148,15 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
         ),
     ],
     # 6. Three sizes.
-    "sizes": [
-        replace(one, size=size)
-        for layers in ((SWIGLU, *masks(PAPER, (1, 4))), (BEST,))
-        for size in SIZES
-        for one in layers
-    ],
+    "sizes": seeds(
+        [
+            replace(one, size=size)
+            for layers in ((SWIGLU, *masks(PAPER, (1, 4))), (BEST,))
+            for size in SIZES
+            for one in layers
+        ],
+        SEEDS[:2],
+    ),
 }
 """Name to runs. A run may be in several experiments, and is made once."""
 

@@ -68,6 +68,8 @@ class Recipe:
         slope: the width of the last two.
         scaled_sum: whether the sum over masks is divided by `sqrt(n_masks)`.
         scale: a factor of what the layer computes, before the down projection.
+        weight_gain: a factor of the initial weights of the layer.
+        down_gain: a factor of the initial weight of the down projection.
         start: how an MGLU is made of a trained SwiGLU model (`teacher`), a key of `mglu_ops.nn.conversion.WEIGHTS`;
             None for random parameters.
         distilled: whether the model learns the predictions of its teacher instead of the text; only with `start`.
@@ -93,6 +95,8 @@ class Recipe:
     slope: float = 0.05
     scaled_sum: bool = False
     scale: float = 1.0
+    weight_gain: float = 1.0
+    down_gain: float = 1.0
     start: str | None = None
     distilled: bool = False
     skip: float = 0.0
@@ -165,7 +169,17 @@ class Recipe:
         for module in model.modules():
             if isinstance(module, (MGLU, NaiveMGLU)) and module.mask_logits is not None:
                 self._start_logits(module)
+        self._start_weights(model)
         return model
+
+    @torch.no_grad()
+    def _start_weights(self, model: LanguageModel) -> None:
+        for block in model.blocks:
+            assert isinstance(block, Block)
+            block.down.weight *= self.down_gain
+            for name, parameter in block.projection.named_parameters():
+                if name.endswith("weight") and "router" not in name:
+                    parameter *= self.weight_gain
 
     def _projection(self) -> Callable[[int, int], nn.Module]:
         makers: dict[Layer, Callable[..., nn.Module]] = {

@@ -206,6 +206,8 @@ def options_of(recipe: Recipe) -> list[str]:
         "straight_through": f"{recipe.straight_through} gradient, slope {recipe.slope:g}",
         "scaled_sum": "sum / sqrt(n_m)",
         "scale": f"times {recipe.scale:g}",
+        "weight_gain": f"initial weights times {recipe.weight_gain:g}",
+        "down_gain": f"initial down projection times {recipe.down_gain:g}",
         "start": f"converted by `{recipe.start}`",
         "distilled": "distilled",
         "skip": f"after {recipe.skip:g} MB of the teacher",

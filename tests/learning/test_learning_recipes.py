@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.learning import experiments, training
 from benchmarks.learning.recipe import Recipe
+from mglu_ops.nn import MGLU
 
 pytest_plugins = ["learning_fixtures"]
 
@@ -63,6 +65,27 @@ def test_the_sum_over_masks_may_be_scaled():
     x = torch.randn(3, 16)
     plain, scaled = (Recipe(n_masks=4, scaled_sum=one).model().blocks[0].projection for one in (False, True))
     torch.testing.assert_close(scaled(x), plain(x) / 2)
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("options", [{"layer": "glu"}, {"n_masks": 2, "top_k": 1}], ids=str)
+def test_initial_weights_may_be_scaled(options):
+    plain, scaled = (Recipe(**options, **gains).model() for gains in ({}, {"weight_gain": 3.0, "down_gain": 0.5}))
+    factors = {"gate_proj.weight": 3, "up_proj.weight": 3, "projection.weight": 3, "down.weight": 0.5}
+    for (name, before), after in zip(plain.named_parameters(), scaled.parameters(), strict=True):
+        factor = next((factor for ending, factor in factors.items() if name.endswith(ending)), 1)
+        torch.testing.assert_close(after, factor * before)
+
+
+@pytest.mark.parametrize("n_masks", [1, 2, 4, 16])
+def test_sums_over_random_masks_are_leveled(n_masks):
+    """The largest difference between the approximation and silu is 6%."""
+    torch.manual_seed(0)
+    x, sizes = nn.functional.rms_norm(torch.randn(256, 128), (128,)), []
+    for n in (4, n_masks):
+        layers = [MGLU(128, 512, n_masks=n) for _ in range(8)]
+        sizes.append(experiments.level(n) * torch.cat([layer(x).detach() for layer in layers]).std())
+    torch.testing.assert_close(sizes[0], sizes[1], rtol=0.1, atol=0)
 
 
 def test_widths_of_equal_budgets():
