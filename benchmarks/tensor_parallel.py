@@ -119,8 +119,7 @@ def decoding(problem: Problem, ranks: Ranks, x: Tensor, whole: nn.Module, is_par
         return finished(layers[i](x))
 
     if ranks.device.type == "cuda":
-        graph = capture(Variant("decode", run, count)).graph
-        return graph.replay, count
+        return capture(Variant("decode", run, count)).replay, count
     return lambda: [run(i) for i in range(count)], count
 
 
