@@ -43,6 +43,9 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "packages": tables_cpu.packages,
     **learning.TABLES,
     "learning_claims": claims.claims,
+    "learning_findings": claims.findings,
+    "learning_stability": claims.stability,
+    "learning_summary": claims.summary,
 }
 """Name of a table to the function that makes it from the folder of the results."""
 MARKED = re.compile(r"^<!-- table: (\w+) -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)

@@ -23,7 +23,7 @@ def main() -> None:
     options = parse_options()
     train, held_out = split(read(options.bytes))
     torch.manual_seed(0)
-    config = MGLULlamaConfig(n_masks=options.masks, **COMMON, **SIZES[options.size])
+    config = MGLULlamaConfig(n_masks=options.masks, weight_init="leveled", **COMMON, **SIZES[options.size])
     model = MGLULlamaForCausalLM(config)
     print(f"{model.num_parameters():,} parameters and logits, {options.masks} masks; {len(train)} examples")
 

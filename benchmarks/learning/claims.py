@@ -1,8 +1,8 @@
-"""What the paper (arXiv 2506.23225) claims about learning, its figures, and a verdict from the runs made here.
+"""What the paper (arXiv 2506.23225) claims about learning, what the best recipe reaches, and verdicts from the runs.
 
-A claim says that one layer learns better than another, at equal width and with the paper's recipe. The paper's figures
-are validation perplexities of its small models; the logarithm of their ratio is a difference in nats a token, in which
-the runs are compared too.
+A claim says that one layer learns better than another. The paper's claims are of equal width and of its own recipe. Its
+figures are validation perplexities of its small models; the logarithm of their ratio is a difference in nats a token,
+in which the runs are compared too.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.learning.experiments import PAPER, SWIGLU
-from benchmarks.learning.recipe import Recipe
-from benchmarks.learning.tables import Finished, runs, source
+from benchmarks.learning.experiments import BEST, LARGER, PAPER, SWIGLU, gained, same_load, same_training
+from benchmarks.learning.recipe import SIZES, Recipe
+from benchmarks.learning.tables import Finished, label, runs, source
 from benchmarks.markdown import markdown
+from benchmarks.tables import MissingResultError
 
 CONFIDENCE = 2.0
 """Standard errors that a difference must exceed: about 95% confidence."""
@@ -24,11 +25,11 @@ CONFIDENCE = 2.0
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of the paper.
+    """A claim that one layer has a lower loss than another.
 
     Attributes:
         text: the claim.
-        where: the place in the paper.
+        where: the place in the paper; empty for a claim that is not the paper's.
         better: the layer that has the lower loss in the claim.
         worse: the layer that has the higher one.
         perplexities: the paper's figures of both; None where it has only curves.
@@ -39,7 +40,7 @@ class Claim:
     where: str
     better: Recipe
     worse: Recipe
-    perplexities: tuple[float, float] | None
+    perplexities: tuple[float, float] | None = None
     within: float = 0.0
 
     @property
@@ -79,10 +80,44 @@ CLAIMS = [
         ABOUT_AS_GOOD,
     ),
     Claim("Top-4 of four is better than their sum", "Table 10", replace(FOUR, top_k=4), FOUR, (23.8, 23.9)),
-    Claim("no gate mask is worse than one mask", "Figure 13", ONE, Recipe("no_gate_mask", n_masks=1), None),
-    Claim("no value mask is worse than one mask", "Figure 13", ONE, Recipe("no_value_mask", n_masks=1), None),
-    Claim("no masks are worse than one mask", "Figure 13", ONE, SHARED, None),
+    Claim("no gate mask is worse than one mask", "Figure 13", ONE, Recipe("no_gate_mask", n_masks=1)),
+    Claim("no value mask is worse than one mask", "Figure 13", ONE, Recipe("no_value_mask", n_masks=1)),
+    Claim("no masks are worse than one mask", "Figure 13", ONE, SHARED),
 ]
+
+
+WIDER_SWIGLU = replace(SWIGLU, width=same_training(4))
+LARGER_SWIGLU = replace(SWIGLU, scale=round(LARGER, 4))
+
+
+def _at(size: str) -> list[Claim]:
+    """What is asked of the best recipe at each size."""
+    swiglu, one, four, best_one, best_four = (replace(of, size=size) for of in (SWIGLU, ONE, FOUR, BEST[1], BEST[4]))
+    return [
+        Claim(f"{size}: one mask learns better than with the paper's recipe", "", best_one, one),
+        Claim(f"{size}: four masks learn better than with the paper's recipe", "", best_four, four),
+        Claim(f"{size}: SwiGLU is better than one mask", "", swiglu, best_one),
+        Claim(f"{size}: SwiGLU is better than four masks", "", swiglu, best_four),
+    ]
+
+
+FINDINGS = [
+    *(claim for size in SIZES for claim in _at(size)),
+    Claim("two masks learn better than with the paper's recipe", "", BEST[2], TWO),
+    Claim("eight masks learn better than with the paper's recipe", "", BEST[8], EIGHT),
+    Claim("sixteen masks learn better than with the paper's recipe", "", BEST[16], SIXTEEN),
+    Claim("SwiGLU is better than eight masks", "", SWIGLU, BEST[8]),
+    Claim(
+        "SwiGLU learns better with a product 1.6 times as large", "", replace(SWIGLU, scale=round(LARGER, 4)), SWIGLU
+    ),
+    Claim("one mask is better than SwiGLU with as many weights", "", BEST[1], replace(SWIGLU, width=round(2 / 3, 4))),
+    Claim("one mask is better than SwiGLU with as many bytes", "", BEST[1], replace(SWIGLU, width=same_load(1))),
+    Claim("four masks are better than SwiGLU with as many bytes", "", BEST[4], replace(SWIGLU, width=same_load(4))),
+    Claim("SwiGLU with as many operations in training is better than four masks", "", WIDER_SWIGLU, BEST[4]),
+    Claim("learning one mask is better than a random one", "", BEST[1], replace(gained(PAPER, 1), learned=False)),
+    Claim("learning eight masks is better than random ones", "", BEST[8], replace(gained(PAPER, 8), learned=False)),
+]
+"""What is asked of the best recipe. Models have 25M weights and equal widths unless the text says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -130,41 +165,42 @@ def measure(claim: Claim, found: Sequence[Finished]) -> Measured | None:
     return Measured(advantage * unit, (len(better), len(worse)), noise * unit)
 
 
-def verdict(claim: Claim, measured: Measured | None) -> str:
-    """`reproduced` or `not reproduced` where the difference is more than noise, else `undecided`."""
+PAPERS = ("reproduced", "not reproduced")
+OURS = ("yes", "no")
+
+
+def verdict(claim: Claim, measured: Measured | None, words: tuple[str, str] = PAPERS) -> str:
+    """The first of two words where the claim holds by more than noise, the second where its reverse does."""
     if measured is None:
         return "not run"
     if math.isnan(measured.advantage):
-        return "not reproduced: a run diverged"
+        return f"{words[1]}: a run diverged"
     over = measured.advantage + claim.within
     if abs(over) <= measured.noise:
         return "undecided"
-    return "reproduced" if over > 0 else "not reproduced"
+    return words[0] if over > 0 else words[1]
 
 
 def table(found: Sequence[Finished]) -> str:
-    """A line for each claim."""
+    """A line for each claim of the paper."""
     head = ["claim", "in the paper", "perplexities", "nats a token", "here", "noise", "seeds", "verdict"]
     lines = []
     for claim in CLAIMS:
         measured = measure(claim, found)
-        lines.append(
-            [
-                claim.text,
-                claim.where,
-                "curves" if claim.perplexities is None else "{} against {}".format(*claim.perplexities),
-                "" if claim.published is None else f"{claim.published:+.3f}",
-                "" if measured is None else f"{measured.advantage:+.4f}",
-                "" if measured is None else f"{measured.noise:.4f}",
-                "" if measured is None else "{} and {}".format(*measured.seeds),
-                verdict(claim, measured),
-            ]
-        )
+        paper = "curves" if claim.perplexities is None else "{} against {}".format(*claim.perplexities)
+        published = "" if claim.published is None else f"{claim.published:+.3f}"
+        lines.append([claim.text, claim.where, paper, published, *_cells(measured), verdict(claim, measured)])
     return markdown(head, lines)
 
 
+def _cells(measured: Measured | None) -> list[str]:
+    if measured is None:
+        return ["", "", ""]
+    return [f"{measured.advantage:+.4f}", f"{measured.noise:.4f}", "{} and {}".format(*measured.seeds)]
+
+
 def claims(results: Path) -> str:
-    """The table of all claims.
+    """The table of the paper's claims.
 
     Raises:
         MissingResultError: there is no result.
@@ -179,3 +215,72 @@ def claims(results: Path) -> str:
         f"{source(found)} A token has {unit:.2f} bytes. The standard deviation of a seed is {one_seed:.4f} nats a byte "
         f"or {one_seed * unit:.3f} nats a token, from {len(several)} recipes with several seeds.\n\n{table(found)}"
     )
+
+
+def findings(results: Path) -> str:
+    """The table of what is asked of the best recipe.
+
+    Raises:
+        MissingResultError: there is no result.
+    """
+    found = runs(results)
+    lines = []
+    for claim in FINDINGS:
+        measured = measure(claim, found)
+        lines.append([claim.text, *_cells(measured), verdict(claim, measured, OURS)])
+    deviations = ", ".join(
+        f"{deviation(losses_of(found, size).values()) * found[0].bytes_of_token:.3f} in the {size} model"
+        for size in SIZES
+    )
+    head = ["question", "nats a token", "noise", "seeds", "answer"]
+    return f"{source(found)} Standard deviation of a seed in nats a token: {deviations}.\n\n{markdown(head, lines)}"
+
+
+def summary(results: Path) -> str:
+    """Two sentences for the questions and answers.
+
+    Raises:
+        MissingResultError: there is no result, or none of these layers.
+    """
+    found = runs(results)
+
+    def behind(layer: Recipe, other: Recipe) -> str:
+        measured = measure(Claim("", "", other, layer), found)
+        if measured is None:
+            raise MissingResultError(f"{results}: no result of {label(layer)} and {label(other)} with several seeds")
+        is_noise = abs(measured.advantage) <= measured.noise
+        return f"{measured.advantage:+.3f}{' (within the noise)' if is_noise else ''}"
+
+    paper, ours = (
+        ", ".join(behind(layer, SWIGLU) for layer in layers)
+        for layers in ((ONE, FOUR, EIGHT), (BEST[n_masks] for n_masks in (1, 4, 8)))
+    )
+    return (
+        f"In this project's runs with 25M weights and {SWIGLU.megabytes:.0f} MB of Python source, layers with 1, 4 and "
+        f"8 masks, trained as in the paper, differ from SwiGLU of the same width by {paper} nats a token; less is "
+        f"better. With [our recipe](mglu_ops/nn/README.md#the-recipe-that-we-recommend) they differ by {ours}, and one "
+        f"mask differs from SwiGLU with as many bytes by {behind(BEST[1], replace(SWIGLU, width=same_load(1)))}."
+    )
+
+
+def stability(results: Path) -> str:
+    """The table of learning rates: the loss, and by how much single steps exceed the mean of their part of the run.
+
+    A run has parts between the points of its curve; the first, with the warm-up, is left out. 'Rise' is by how much the
+    mean of a part exceeds that of an earlier one.
+
+    Raises:
+        MissingResultError: there is no result.
+    """
+    found = {run.recipe: run for run in runs(results)}
+    lines = []
+    for lr in (1e-3, 3e-3, 6e-3, 1e-2):
+        for recipe in (replace(SWIGLU, lr=lr), replace(FOUR, lr=lr)):
+            if recipe in found:
+                parts = [(float(row["train"]), float(row["worst"])) for row in found[recipe].rows[1:]]
+                spike = max(worst - mean for mean, worst in parts)
+                rise = max(late - early for i, (early, _) in enumerate(parts) for late, _ in parts[i:])
+                name = label(replace(recipe, lr=Recipe.lr))
+                lines.append([f"{lr:g}", name, f"{found[recipe].loss:.4f}", f"{spike:.2f}", f"{rise:.2f}"])
+    head = ["learning rate", "layer", "nats a byte", "largest step over its part's mean", "rise"]
+    return f"{source(list(found.values()))}\n\n{markdown(head, lines)}"

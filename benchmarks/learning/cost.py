@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.learning.corpus import Corpus, Sizes
 from benchmarks.learning.experiments import EXPERIMENTS, chosen
 from benchmarks.learning.recipe import CONTEXT, SEQUENCES, Recipe
-from benchmarks.learning.training import Training
+from benchmarks.learning.training import Training, keep_all_graphs
 from benchmarks.records import environment, write_table
 
 NAME = "learning_cost"
@@ -73,6 +73,7 @@ def kernels_of_step(training: Training, steps: int = STEPS) -> dict[str, float]:
     return {event.key: event.self_device_time_total / 1000 / steps for event in events}
 
 
+@keep_all_graphs  # type: ignore[untyped-decorator]
 def cost(recipe: Recipe, device: str = "cuda", compiled: bool = True) -> dict[str, float]:
     """The milliseconds of each kernel in a step of a recipe."""
     training = Training(recipe, random_text(recipe.sizes.vocabulary), device, compiled)
@@ -95,7 +96,7 @@ def measure(recipes: Sequence[Recipe], out: Path, most: int = 0) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    names = ["layers", "budgets", "variants", "sizes"]
+    names = ["layers", "best", "budgets", "variants", "sizes"]
     parser.add_argument("--only", nargs="+", choices=list(EXPERIMENTS), default=names, metavar="NAME")
     parser.add_argument("--kernels", type=int, default=0, help="print so many of the longest kernels")
     options = parser.parse_args()

@@ -22,14 +22,13 @@ from benchmarks.learning.recipe import SIZES, Recipe
 from benchmarks.learning.schedule import CONTEXT, SEQUENCES, steps_of
 from benchmarks.learning.train import run
 from benchmarks.records import read_table
+from mglu_ops.nn.masked_linear import level_gain
 
 RESULTS = Path("benchmarks/results/learning")
 SEEDS = (0, 1, 2)
 SWIGLU = Recipe("glu")
 PAPER = Recipe("mglu")
 """SwiMGLU with four masks, trained as in the paper: mask logits have the learning rate of the weights."""
-BEST = replace(PAPER, mask_lr=0.3)
-"""SwiMGLU with four masks as the first seed of the experiment `recipe` says that masks are trained best."""
 ROOT = replace(PAPER, scaled_sum=True, scale=2.0)
 """SwiMGLU with a sum over masks times `2 / sqrt(n_masks)`, which would begin as large as the product in SwiGLU if the
 masks were independent of each other. They share W, so that it does so for one mask only (`level`)."""
@@ -49,19 +48,26 @@ def seeds(recipes: Iterable[Recipe], numbers: Iterable[int] = SEEDS) -> list[Rec
 
 
 def level(n_masks: int) -> float:
-    """The factor with which a sum over random masks is as large as that of four masks, `sqrt(20 / (n (n + 1)))`.
-
-    With `t = x W^T`, and `f_i` the same with the signs flipped where mask i is 1, gate times value is
-    `(t^2 - f_i^2) / 4`. The sum over n masks has the variance of `n t^2 / 4`, which all masks share, and of n
-    independent terms `f_i^2 / 4`: in total proportional to `n^2 + n`. Where silu is about half of its input, the sum is
-    `sqrt(n (n + 1) / 2) / 2` times as large as the product in SwiGLU: 0.5 for one mask, 1.6 for four, 5.8 for sixteen.
-    """
-    return round(math.sqrt(20 / (n_masks * (n_masks + 1))), 4)
+    """The factor with which a sum over random masks begins as large as that of four (`mglu_ops.nn`'s `level_gain`)."""
+    return round(level_gain(n_masks) ** 2, 4)
 
 
 def leveled(recipe: Recipe, n_masks: int) -> Recipe:
-    """A recipe with a number of masks, whose sum is as large at the start as that of four masks."""
+    """A recipe with a number of masks, whose sum times a constant factor begins as large as that of four masks."""
     return replace(recipe, n_masks=n_masks, scale=level(n_masks))
+
+
+def gained(recipe: Recipe, n_masks: int) -> Recipe:
+    """The same by the initial weights, as the `leveled` weights of `mglu_ops.nn.MGLU`, and without a factor."""
+    return replace(recipe, n_masks=n_masks, weight_gain=round(math.sqrt(level(n_masks)), 4))
+
+
+SLOW = replace(PAPER, mask_lr=0.3)
+"""SwiMGLU with four masks, whose logits have 0.3 times the learning rate of the weights."""
+BEST = {n_masks: gained(SLOW, n_masks) for n_masks in (1, 2, 4, 8, 16)}
+"""The recipe that learned best, by the number of masks: the default of `parameter_groups` and `leveled` weights."""
+LARGER = level(1) / 2
+"""How much larger the sum of four masks is at the start than the product in SwiGLU, about."""
 
 
 def same_load(n_masks: int) -> float:
@@ -81,8 +87,7 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
     "layers": [
         *seeds([SWIGLU, Recipe("lu", activation="gelu"), *masks(PAPER, (1, 2, 4, 8))]),
         *masks(PAPER, (16,)),
-        Recipe("glu_shared"),
-        *(replace(PAPER, activation=activation) for activation in ("relu", "gelu")),
+        *seeds([Recipe("glu_shared"), *(replace(PAPER, activation=one) for one in ("relu", "gelu"))], SEEDS[:2]),
     ],
     # 7. How masks are trained: the search, and then the best recipe with three seeds.
     "recipe": [
@@ -95,29 +100,31 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
         *(replace(PAPER, mask_lr=0.1, gate_ratio=ratio) for ratio in (0.25, 0.75)),
         *(replace(PAPER, straight_through=how) for how in ("clipped", "tanh")),
     ],
-    # 7. The size of the sum over masks, which the number of masks changes; with the same factors in SwiGLU. A factor of
-    # the initial weights instead costs nothing later.
+    # 7. The size of the sum over masks, which the number of masks changes: a factor of the sum, of the initial weights
+    # or of the initial down projection, and factors in SwiGLU.
     "scale": [
-        *masks(ROOT, (1, 2, 8)),
-        replace(SWIGLU, scale=2.0),
-        replace(SWIGLU, scale=0.5),
-        *masks(replace(ROOT, mask_lr=0.3), (8,)),
-        *masks(ROOT, (16,)),
-        *(leveled(BEST, n_masks) for n_masks in (16, 8)),
-        replace(BEST, n_masks=8, down_gain=level(8)),
-        *(leveled(one, 1) for one in (PAPER, BEST)),
+        *masks(ROOT, (1, 2, 8, 16)),
+        replace(ROOT, n_masks=8, mask_lr=0.3),
+        *(leveled(PAPER, n_masks) for n_masks in (1, 2)),
+        *(leveled(SLOW, n_masks) for n_masks in (1, 2, 8, 16)),
+        *(replace(leveled(SLOW, n_masks), seed=1) for n_masks in (1, 8)),
+        gained(PAPER, 1),
         replace(PAPER, n_masks=1, down_gain=level(1)),
-        replace(PAPER, n_masks=1, weight_gain=round(math.sqrt(level(1)), 4)),
-        replace(SWIGLU, scale=round(level(1) / 2, 4)),
-        *(leveled(one, 2) for one in (PAPER, BEST)),
+        replace(SLOW, n_masks=8, down_gain=level(8)),
+        *(replace(SWIGLU, scale=scale) for scale in (0.5, 2.0)),
+        replace(SWIGLU, scale=round(LARGER, 4)),
     ],
-    "best": seeds([SWIGLU, *(leveled(BEST, n_masks) for n_masks in (1, 2, 4, 8))]),
+    # 7. The best recipe with three seeds, and with masks that are not learned.
+    "best": [
+        *seeds([SWIGLU, replace(SWIGLU, scale=round(LARGER, 4)), *BEST.values()]),
+        *(replace(gained(PAPER, n_masks), learned=False) for n_masks in (1, 8)),
+    ],
     # 2. What a user decides by: SwiGLU with as many weights, with as many bytes, and with as much training.
     "budgets": seeds(
         [
             SWIGLU,
             *masks(PAPER, (1, 4)),
-            BEST,
+            *(BEST[n_masks] for n_masks in (1, 4)),
             replace(SWIGLU, width=round(2 / 3, 4)),
             *(replace(SWIGLU, width=same_load(n_masks)) for n_masks in (1, 4)),
             *(replace(SWIGLU, width=same_training(n_masks)) for n_masks in (4,)),
@@ -126,10 +133,16 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
     # 3. Masks that are not learned, routes, ablations, and higher learning rates.
     "variants": [
         SWIGLU,
-        *(replace(one, learned=learned) for one in masks(PAPER, (1, 2, 4)) for learned in (True, False)),
-        *(replace(PAPER, top_k=k) for k in (1, 2, 4)),
-        *(Recipe(layer, n_masks=1) for layer in ("no_gate_mask", "no_value_mask")),
-        Recipe("glu_shared"),
+        *masks(PAPER, (1, 2, 4)),
+        *seeds(
+            [
+                *(replace(one, learned=False) for one in masks(PAPER, (1, 2, 4))),
+                *(replace(PAPER, top_k=k) for k in (1, 2, 4)),
+                *(Recipe(layer, n_masks=1) for layer in ("no_gate_mask", "no_value_mask")),
+                Recipe("glu_shared"),
+            ],
+            SEEDS[:2],
+        ),
         *(replace(one, lr=lr) for lr in (6e-3, 1e-2) for one in (SWIGLU, PAPER)),
     ],
     # 5. What a SwiGLU model becomes that is turned into SwiMGLU and trained on with a tenth of its text, and the
@@ -146,16 +159,19 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
             for start in ("magnitude", "average", "up")
             for one in masks(PAPER, (1, 4))
         ),
+        *(
+            replace(one, start="magnitude", skip=SWIGLU.megabytes, megabytes=0.1 * SWIGLU.megabytes, lr=lr)
+            for lr in (3e-4, 1e-3)
+            for one in masks(SLOW, (1, 4))
+        ),
     ],
     # 6. Three sizes.
     "sizes": seeds(
         [
             replace(one, size=size)
-            for layers in ((SWIGLU, *masks(PAPER, (1, 4))), (BEST,))
             for size in SIZES
-            for one in layers
-        ],
-        SEEDS[:2],
+            for one in (SWIGLU, *masks(PAPER, (1, 4)), *(BEST[n_masks] for n_masks in (1, 4)))
+        ]
     ),
 }
 """Name to runs. A run may be in several experiments, and is made once."""

@@ -176,10 +176,10 @@ class Recipe:
     def _start_weights(self, model: LanguageModel) -> None:
         for block in model.blocks:
             assert isinstance(block, Block)
-            block.down.weight *= self.down_gain
+            block.down.weight.mul_(self.down_gain)
             for name, parameter in block.projection.named_parameters():
                 if name.endswith("weight") and "router" not in name:
-                    parameter *= self.weight_gain
+                    parameter.mul_(self.weight_gain)
 
     def _projection(self) -> Callable[[int, int], nn.Module]:
         makers: dict[Layer, Callable[..., nn.Module]] = {

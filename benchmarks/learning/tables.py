@@ -105,10 +105,17 @@ def runs(results: Path) -> list[Finished]:
     return found
 
 
-def costs(results: Path) -> dict[str, float]:
-    """The milliseconds of a step's kernels by the name of `cost.layer_of`; none if that was not measured."""
+def costs(results: Path) -> tuple[str, dict[str, float]]:
+    """A sentence that says where the steps were timed, and the milliseconds of their kernels by `cost.layer_of`'s name.
+
+    Both are empty if that was not measured.
+    """
     path = results / f"{cost.NAME}.csv"
-    return {row["name"]: float(row["ms"]) for row in read_table(path)[1]} if path.is_file() else {}
+    if not path.is_file():
+        return "", {}
+    facts, rows = read_table(path)
+    where = f" Times of a step: one {facts['device']}, commit {facts['commit'][:7]}."
+    return where, {row["name"]: float(row["ms"]) for row in rows}
 
 
 def experiment(results: Path, name: str) -> str:
@@ -117,7 +124,7 @@ def experiment(results: Path, name: str) -> str:
     'To SwiGLU' is the difference to the mean of the SwiGLU runs of the same size, text and learning rate, in nats a
     byte. Behind a mean of several seeds stands the largest distance between two of them.
     """
-    found, milliseconds = runs(results), costs(results)
+    found, (where, milliseconds) = runs(results), costs(results)
     wanted = list(dict.fromkeys(replace(recipe, seed=0) for recipe in EXPERIMENTS[name]))
     lines, missing = [], []
     for recipe in wanted:
@@ -126,7 +133,7 @@ def experiment(results: Path, name: str) -> str:
             lines.append(line(of, found, milliseconds))
         else:
             missing.append(label(recipe))
-    parts = [source(found), markdown(HEAD, lines)]
+    parts = [source(found) + where, markdown(HEAD, lines)]
     if missing:
         parts.append(f"Not run: {'; '.join(missing)}.")
     return "\n\n".join(parts)
@@ -216,12 +223,13 @@ def options_of(recipe: Recipe) -> list[str]:
 
 
 def source(found: Sequence[Finished]) -> str:
-    """The line above a table: device, torch, commits and text."""
-    commits = ", ".join(dict.fromkeys(run.facts["commit"][:7] for run in found))
+    """The line above a table: devices, torch, commits and text."""
+    devices, commits = (list(dict.fromkeys(run.facts[what] for run in found)) for what in ("device", "commit"))
     facts = found[0].facts
     size = float(facts["corpus.held_out_bytes"]) / 1e6
     return (
-        f"{facts['device']}, torch {facts['torch']}, commits {commits}; text `{facts['corpus.kind']}` "
+        f"{' and '.join(devices)}, torch {facts['torch']}, commits {', '.join(commit[:7] for commit in commits)}; "
+        f"text `{facts['corpus.kind']}` "
         f"{facts['corpus.digest']}, {size:.1f} MB held out."
     )
 

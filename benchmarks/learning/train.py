@@ -21,13 +21,12 @@ from typing import get_type_hints
 
 import torch
 from torch import Tensor
-from torch._dynamo import config as dynamo_config
 
 from benchmarks.language_model import count
 from benchmarks.learning.corpus import Corpus, load
 from benchmarks.learning.recipe import Recipe
 from benchmarks.learning.schedule import points
-from benchmarks.learning.training import Training, masked_layers
+from benchmarks.learning.training import Training, keep_all_graphs, masked_layers
 from benchmarks.records import environment, write_table, write_whole
 from mglu_ops.backends.file_lock import locked
 
@@ -43,8 +42,7 @@ SAVE_SECONDS = 120.0
 """Time after which a run writes a checkpoint, in case that it is killed."""
 
 
-# Most runs have the graphs of an earlier run, so that a process keeps all graphs instead of compiling them again.
-@dynamo_config.patch(recompile_limit=1000, accumulated_recompile_limit=1000)  # type: ignore[untyped-decorator]
+@keep_all_graphs  # type: ignore[untyped-decorator]
 def run(
     recipe: Recipe,
     corpus: Corpus,

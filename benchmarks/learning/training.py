@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo_config
 from torch.nn.functional import cross_entropy
 
 from benchmarks.language_model import LanguageModel
@@ -23,6 +24,10 @@ from mglu_ops.nn import MGLU, MaskStatistics, NaiveMGLU, flip_ratio, parameter_g
 
 WEIGHT_DECAY = 0.1
 MAX_NORM = 1.0
+
+
+# Most runs have the graphs of an earlier run, so that a process keeps all graphs instead of compiling them again.
+keep_all_graphs = dynamo_config.patch(recompile_limit=1000, accumulated_recompile_limit=1000)
 
 
 @dataclass

@@ -34,6 +34,14 @@ def check_dtype(dtype: torch.dtype | None) -> None:
         raise ValueError(f"dtype: got {dtype!r}, must be None or one of {', '.join(map(str, FLOATING))}")
 
 
+WEIGHT_INITS = ("paper", "leveled")
+
+
+def check_weight_init(weight_init: object) -> None:
+    if weight_init not in WEIGHT_INITS:
+        raise ValueError(f"weight_init: got {weight_init!r}, must be one of {', '.join(WEIGHT_INITS)}")
+
+
 def check_masks(n_masks: object, learnable_masks: object, top_k: object) -> None:
     if not (_is_int(n_masks) and 1 <= n_masks <= MAX_MASKS):  # type: ignore[operator]
         raise ValueError(f"n_masks: got {n_masks!r}, must be an int from 1 to {MAX_MASKS}")

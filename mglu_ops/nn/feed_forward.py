@@ -19,6 +19,7 @@ class MGLUFeedForward(nn.Module):
         activation: as in `MGLU`.
         learnable_masks: as in `MGLU`.
         top_k: as in `MGLU`.
+        weight_init: as in `MGLU`.
         save_activations: as in `MGLU`.
         device: device of parameters and buffers.
         dtype: dtype of the parameters.
@@ -40,6 +41,7 @@ class MGLUFeedForward(nn.Module):
         activation: str = "silu",
         learnable_masks: bool = True,
         top_k: int | None = None,
+        weight_init: str = "paper",
         save_activations: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -54,6 +56,7 @@ class MGLUFeedForward(nn.Module):
             activation=activation,
             learnable_masks=learnable_masks,
             top_k=top_k,
+            weight_init=weight_init,
             save_activations=save_activations,
             device=device,
             dtype=dtype,
@@ -83,6 +86,7 @@ class _FixedActivation(MGLUFeedForward):
         activation: str | None = None,
         learnable_masks: bool = True,
         top_k: int | None = None,
+        weight_init: str = "paper",
         save_activations: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -99,6 +103,7 @@ class _FixedActivation(MGLUFeedForward):
             activation=self._activation,
             learnable_masks=learnable_masks,
             top_k=top_k,
+            weight_init=weight_init,
             save_activations=save_activations,
             device=device,
             dtype=dtype,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..masks import check_layout, check_packed_masks, clear_padding_, n_masks_of, packed_shape
-from .arguments import check_activation, check_dtype, check_masks, check_size
+from .arguments import check_activation, check_dtype, check_masks, check_size, check_weight_init
 
 LOGITS = "mask_logits"
 LOGITS_STD = 0.01
@@ -26,6 +26,7 @@ class MaskedLinear(nn.Module):
     n_masks: int
     activation: str
     top_k: int | None
+    weight_init: str = "paper"  # also of a module that an earlier version pickled
     weight: nn.Parameter
     mask_logits: nn.Parameter | None
     packed_masks: Tensor | None
@@ -40,6 +41,7 @@ class MaskedLinear(nn.Module):
         activation: str = "silu",
         learnable_masks: bool = True,
         top_k: int | None = None,
+        weight_init: str = "paper",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -47,6 +49,7 @@ class MaskedLinear(nn.Module):
         check_size("out_features", out_features)
         check_masks(n_masks, learnable_masks, top_k)
         check_activation(activation)
+        check_weight_init(weight_init)
         check_dtype(dtype)
         super().__init__()
         self.in_features = in_features
@@ -54,6 +57,7 @@ class MaskedLinear(nn.Module):
         self.n_masks = n_masks
         self.activation = activation
         self.top_k = top_k
+        self.weight_init = weight_init
 
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
         self.register_parameter(LOGITS, None)
@@ -81,12 +85,18 @@ class MaskedLinear(nn.Module):
         """Whether the masks are logits that training updates; False for fixed and for frozen masks."""
         return self.packed_masks is None
 
+    @property
+    def weight_gain(self) -> float:
+        """The factor that `weight_init` gives to an initial weight."""
+        return 1.0 if self.weight_init == "paper" else level_gain(self.n_masks, self.activation, self.top_k)
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialise weight and router as `nn.Linear` does, logits from 0.01 * N(0, 1), fixed masks with bits that
-        are 1 with probability 1/2.
+        are 1 with probability 1/2. Then multiply the weight by `weight_gain`.
         """
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        self.weight.mul_(self.weight_gain)
         self.reset_masks()
         if self.router is not None:
             self.router.reset_parameters()
@@ -163,6 +173,25 @@ class MaskedLinear(nn.Module):
         except (TypeError, ValueError) as error:
             return str(error)
         return None
+
+
+def level_gain(n_masks: int, activation: str = "silu", top_k: int | None = None) -> float:
+    """The factor of an initial weight with which the result of a layer begins as large as that of four masks.
+
+    With `t = x W^T`, and `f_i` the same with the signs of W flipped where mask i is 1, gate times value is
+    `(t^2 - f_i^2) / 4`. All masks share t, and each random mask has an `f_i` of its own, so that the variance of a sum
+    with the routes `r_i` is proportional to `(sum_i r_i)^2 + sum_i r_i^2`: to `n^2 + n` for n masks, and to `1 + 1 / k`
+    for k equal routes. This holds for gates that are proportional to their input near 0, as silu, gelu, relu, tanh and
+    identity are, up to a factor. The result then grows with the square of W. A sigmoid is about 1/2 near 0, so that the
+    result is the sum of `(t + f_i) / 4`, of which the same is true, but it grows with W itself.
+
+    Args:
+        n_masks: number of masks.
+        activation: as in `MGLU`.
+        top_k: as in `MGLU`; its routes are taken as equal.
+    """
+    shared, own = (n_masks**2, n_masks) if top_k is None else (1, 1 / top_k)
+    return (20 / (shared + own)) ** (1 / 2 if activation == "sigmoid" else 1 / 4)
 
 
 def check_masks_of(module: MaskedLinear, packed_masks: object, out_features: int, name: str) -> None:

@@ -39,6 +39,10 @@ class MGLU(MaskedLinear):
         activation: `silu`, `gelu`, `gelu_tanh`, `relu`, `sigmoid`, `tanh` or `identity`.
         learnable_masks: whether the masks are learned; if False, they are random, fixed and packed.
         top_k: number of masks that a token keeps, 1 to n_masks; None for no router.
+        weight_init: `paper` draws the weight as `nn.Linear` does (Algorithm 2). `leveled`, which we recommend with any
+            other number of masks than 4, multiplies it by `(20 / (n_masks^2 + n_masks))^(1/4)`, so that the sum over
+            the masks begins as large as that of four (mglu_ops/nn/README.md). With a router, n_masks masks count as
+            `top_k` of equal weight, and with `sigmoid` the exponent is 1/2.
         save_activations: whether a forward pass with gradients keeps n_masks + 1 tensors of the result's size and dtype
             (2 n_masks + 1 with a router) for the backward pass. If False, it keeps only x, which the model mostly holds
             anyway, and backward runs forward once more: n_masks + 1 matrix products beside the 3 (n_masks + 1) of a
@@ -48,7 +52,7 @@ class MGLU(MaskedLinear):
         dtype: dtype of weight, mask_logits and router: float16, bfloat16, float32 or float64.
 
     Attributes:
-        weight: Parameter `[out_features, in_features]`, initialised as in `nn.Linear`.
+        weight: Parameter `[out_features, in_features]`, initialised as `weight_init` says.
         mask_logits: Parameter `[n_masks, out_features, in_features]`, drawn from 0.01 * N(0, 1); None if fixed.
         packed_masks: buffer `uint8 [out_features, ceil(in_features / 8), n_masks]`; None if learnable.
         router: `nn.Linear(in_features, n_masks, bias=False)`; None without `top_k`.
@@ -68,6 +72,7 @@ class MGLU(MaskedLinear):
         activation: str = "silu",
         learnable_masks: bool = True,
         top_k: int | None = None,
+        weight_init: str = "paper",
         save_activations: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -80,6 +85,7 @@ class MGLU(MaskedLinear):
             activation=activation,
             learnable_masks=learnable_masks,
             top_k=top_k,
+            weight_init=weight_init,
             device=device,
             dtype=dtype,
         )

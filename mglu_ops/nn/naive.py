@@ -51,6 +51,7 @@ class NaiveMGLU(MaskedLinear):
         activation: str = "silu",
         learnable_masks: bool = True,
         top_k: int | None = None,
+        weight_init: str = "paper",
         bias: bool = False,
         mask_gate: bool = True,
         mask_value: bool = True,
@@ -61,6 +62,8 @@ class NaiveMGLU(MaskedLinear):
             check_flag(name, flag)
         if not (mask_gate or mask_value):
             raise ValueError("mask_gate, mask_value: got False for both, must be True for one; see GLU(shared=True)")
+        if weight_init == "leveled" and not (mask_gate and mask_value):
+            raise ValueError("weight_init: got 'leveled' without masks on gates and values, must be 'paper'")
         super().__init__(
             in_features,
             out_features,
@@ -68,6 +71,7 @@ class NaiveMGLU(MaskedLinear):
             activation=activation,
             learnable_masks=learnable_masks,
             top_k=top_k,
+            weight_init=weight_init,
             device=device,
             dtype=dtype,
         )

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig, MistralConfig, Qwen3Config
 
-from ..nn.arguments import check_flag, check_masks
+from ..nn.arguments import check_flag, check_masks, check_weight_init
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -36,12 +36,15 @@ class MGLUConfigMixin:
             `top_k` for an option of `generate`.)
         learnable_masks: True for masks that are learned, as logits; False for packed masks, one bit a weight.
         router_aux_loss_coef: factor of the load-balancing loss, which is added to the loss in training; 0 for none.
+        weight_init: how new weights of MGLU layers are drawn: `paper` as Transformers draws those of linear layers,
+            `leveled` with the factor of `mglu_ops.nn.MGLU`.
     """
 
     n_masks: int = 1
     mask_top_k: int | None = None
     learnable_masks: bool = True
     router_aux_loss_coef: float = 0.0
+    weight_init: str = "paper"
 
     def validate_masks(self) -> None:
         """Check the keys of this class, and that the others fit an MGLU; `strict` calls this after `__init__`.
@@ -50,6 +53,7 @@ class MGLUConfigMixin:
             ValueError: a value is out of range, or there is a bias, which MGLU has not.
         """
         check_flag("learnable_masks", self.learnable_masks)
+        check_weight_init(self.weight_init)
         check_mask_keys(self.n_masks, self.mask_top_k, self.router_aux_loss_coef)
         check_feed_forward(self)
 

@@ -41,11 +41,11 @@ class MGLUPreTrainedMixin(_Model):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialise the weight as Transformers initialises linear layers, and the masks as `mglu_ops.nn` does."""
+        """Initialise the weight as Transformers does for linear layers, and its gain and the masks as `mglu_ops.nn`."""
         if not isinstance(module, MGLU):
             super()._init_weights(module)
             return
-        init.normal_(module.weight, std=self.config.initializer_range)
+        init.normal_(module.weight, std=self.config.initializer_range * module.weight_gain)
         masks = module.packed_masks if module.mask_logits is None else module.mask_logits
         if not getattr(masks, "_is_hf_initialized", False):
             module.reset_masks()
@@ -111,6 +111,7 @@ def _feed_forward(config: Any) -> MGLUFeedForward:
         activation=ACTIVATIONS[config.hidden_act],
         learnable_masks=config.learnable_masks,
         top_k=config.mask_top_k,
+        weight_init=config.weight_init,
     )
     logits = layer.mglu.mask_logits
     if logits is not None:

@@ -109,6 +109,7 @@ def test_another_configuration_is_refused(cls: type[Any]) -> None:
         ({"learnable_masks": 1}, "learnable_masks: got 1, must be True or False"),
         ({"router_aux_loss_coef": -1.0}, "router_aux_loss_coef: got -1.0, must be a finite number of at least 0"),
         ({"router_aux_loss_coef": 0.1}, "router_aux_loss_coef: got 0.1 without mask_top_k, must be 0"),
+        ({"weight_init": "xavier"}, "weight_init: got 'xavier', must be one of paper, leveled"),
         ({"hidden_act": "xielu"}, "hidden_act: got 'xielu', must be one of silu, swish"),
         ({"mlp_bias": True}, "mlp_bias: got True, must be False"),
     ],
@@ -119,10 +120,22 @@ def test_a_wrong_configuration_is_refused(changes: dict[str, Any], words: str) -
 
 
 def test_a_configuration_survives_as_text() -> None:
-    config = mt.MGLUQwen3Config(n_masks=4, mask_top_k=2, learnable_masks=False, router_aux_loss_coef=0.5, **SIZES)
+    keys = {"n_masks": 4, "mask_top_k": 2, "learnable_masks": False, "router_aux_loss_coef": 0.5}
+    config = mt.MGLUQwen3Config(weight_init="leveled", **keys, **SIZES)
     again = mt.MGLUQwen3Config.from_dict(config.to_dict())
-    for key in ("n_masks", "mask_top_k", "learnable_masks", "router_aux_loss_coef", "hidden_size"):
+    for key in (*keys, "weight_init", "hidden_size"):
         assert getattr(again, key) == getattr(config, key) is not None
+
+
+def test_leveled_weights_are_those_of_transformers_times_a_factor() -> None:
+    weights = []
+    for weight_init in ("paper", "leveled"):
+        torch.manual_seed(0)
+        model = mt.MGLULlamaForCausalLM(mt.MGLULlamaConfig(weight_init=weight_init, **SIZES))
+        weights.append({name: parameter.detach() for name, parameter in model.named_parameters()})
+    for name, weight in weights[0].items():
+        factor = 10 ** (1 / 4) if name.endswith("mglu.weight") else 1
+        torch.testing.assert_close(weights[1][name], factor * weight)
 
 
 @pytest.mark.parametrize("hidden_act", ACTIVATIONS)

@@ -200,6 +200,15 @@ def test_a_step_on_a_cpu_has_no_kernels():
     assert cost.cost(Recipe("glu"), "cpu", compiled=False) == {}
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("tiny")
+def test_the_cost_of_more_layers_than_torch_compiles_by_itself():
+    """The limit of torch is 8 graphs of a function, and there are about 30 layers."""
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for layer in ("glu", "lu", "glu_shared"):
+            assert cost.cost(Recipe(layer), "cpu") == {}
+
+
 @pytest.mark.gpu
 def test_the_kernels_of_a_step_take_milliseconds():
     run = training.Training(Recipe("glu", size="10M"), cost.random_text(8192), "cuda", compiled=False)

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.learning import claims, cost, experiments, tables
+from benchmarks.learning.experiments import PAPER
 from benchmarks.learning.recipe import Recipe
-from benchmarks.records import write_table
+from benchmarks.records import read_table, write_table
 from benchmarks.tables import MissingResultError
 
 pytest_plugins = ["learning_fixtures"]
 
 
-def finished(folder: Path, one: Recipe, loss: float, **last: object) -> None:
+def finished(folder: Path, one: Recipe, loss: float, device: str = "a GPU", **last: object) -> None:
     """Write a result as a run does, without training."""
     facts = {f"recipe.{key}": str(value) for key, value in asdict(one).items()}
-    facts |= {"commit": "0123456789", "device": "a GPU", "torch": "2.13", "weights": "20000000", "mask_bits": "8000000"}
+    facts |= {"commit": "0123456789", "device": device, "torch": "2.13", "weights": "20000000", "mask_bits": "8000000"}
     facts |= {"seconds": "61.4", "peak_mb": "1234.5", "corpus.kind": "python", "corpus.digest": "abcd"}
     facts |= {"corpus.held_out_bytes": "5200000", "corpus.held_out_tokens": "1300000", "tflop": "6004"}
-    last = {"gate_ratios": "[0.5, 0.52]", "agreement": 0.5} | last
+    last = {"train": 3.0, "worst": 3.5, "gate_ratios": "[0.5, 0.52]", "agreement": 0.5} | last
     write_table(
         [{"step": 10, "megabytes": one.megabytes, "held_out": loss, **last}], facts, folder / "learning", one.name
     )
@@ -45,9 +46,13 @@ def test_a_table_compares_with_the_mean_of_swiglu(tmp_path):
         finished(tmp_path, Recipe("glu", seed=seed), swiglu)
         finished(tmp_path, Recipe("mglu", n_masks=4, seed=seed), mglu, **masks)
     finished(tmp_path, Recipe("glu", lr=3e-3), 0.5)  # another learning rate
-    write_table([{"name": Recipe("glu").name, "ms": 9.5312}], {}, tmp_path, cost.NAME)
+    facts = {"device": "another GPU", "commit": "9876543210"}
+    write_table([{"name": Recipe("glu").name, "ms": 9.5312}], facts, tmp_path, cost.NAME)
     lines = tables.experiment(tmp_path, "layers").splitlines()
-    assert lines[0] == "a GPU, torch 2.13, commits 0123456; text `python` abcd, 5.2 MB held out."
+    assert lines[0] == (
+        "a GPU, torch 2.13, commits 0123456; text `python` abcd, 5.2 MB held out. "
+        "Times of a step: one another GPU, commit 9876543."
+    )
     assert lines[4] == "| SwiGLU | 20.0 M | 41.0 | 0.7295 (0.0010) |  | 2 |  |  | 6.0 | 9.5 | 1.2 GB |"
     assert lines[5] == (
         "| SwiMGLU, n_m = 4 | 20.0 M | 41.0 | 0.7362 (0.0010) | +0.0067 | 2 | 0.512 | 7.1% | 6.0 |  | 1.2 GB |"
@@ -63,6 +68,12 @@ def test_a_table_compares_with_the_mean_of_swiglu(tmp_path):
     path.write_text(path.read_text().replace("abcd", "efgh"))
     with pytest.raises(ValueError, match="the results are of several texts: abcd, efgh"):
         tables.runs(tmp_path)
+
+
+def test_a_table_names_all_devices(tmp_path):
+    finished(tmp_path, Recipe("glu"), 0.73)
+    finished(tmp_path, Recipe("glu", seed=1), 0.74, device="another GPU")
+    assert tables.experiment(tmp_path, "layers").startswith("a GPU and another GPU, torch 2.13, commits 0123456;")
 
 
 def test_plots_show_the_curves_and_the_gate_ratios(tmp_path):
@@ -89,7 +100,9 @@ def claim(text: str) -> claims.Claim:
 
 def test_claims_are_those_of_recipes_that_are_run():
     every = set(experiments.chosen(experiments.EXPERIMENTS))
-    assert all({one.better, one.worse} <= every for one in claims.CLAIMS)
+    assert all({one.better, one.worse} <= every for one in (*claims.CLAIMS, *claims.FINDINGS))
+    assert all(one.better.size == one.worse.size for one in claims.FINDINGS)
+    assert len({one.text for one in claims.FINDINGS}) == len(claims.FINDINGS)
     assert claim("SwiGLU is better than GELU").published == pytest.approx(0.0849, abs=1e-4)
     assert claim("four masks are as good as SwiGLU, to 1%").published == pytest.approx(-0.0084, abs=1e-4)
 
@@ -134,3 +147,39 @@ def test_verdicts_need_more_than_the_spread_of_seeds(tmp_path):
 def test_a_converted_model_is_compared_with_swiglu_that_read_as_much():
     one = Recipe("mglu", n_masks=1, start="average", skip=60.0, megabytes=6.0, lr=3e-4)
     assert tables.baseline(one) == Recipe("glu", megabytes=66.0)
+
+
+def test_answers_about_the_best_recipe(tmp_path):
+    for seed in (0, 1):
+        finished(tmp_path, replace(experiments.BEST[1], seed=seed), 0.700 + 0.001 * seed)
+        finished(tmp_path, Recipe("mglu", n_masks=1, seed=seed), 0.800 + 0.001 * seed)
+        finished(tmp_path, Recipe("glu", seed=seed), 0.699 + 0.001 * seed)
+        finished(tmp_path, Recipe("glu", width=experiments.same_load(1), seed=seed), 0.600 + 0.001 * seed)
+    answers = {line.split(" | ")[0]: line for line in claims.findings(tmp_path).splitlines()}
+    assert answers["| 25M: one mask learns better than with the paper's recipe"].endswith(
+        "| +0.4000 | 0.0057 | 2 and 2 | yes |"
+    )
+    assert answers["| 25M: SwiGLU is better than one mask"].endswith("| undecided |")
+    assert answers["| one mask is better than SwiGLU with as many bytes"].endswith("| no |")
+    assert answers["| 90M: SwiGLU is better than one mask"].endswith("|  |  |  | not run |")
+    with pytest.raises(MissingResultError, match="no result of SwiMGLU, n_m = 4 and SwiGLU"):
+        claims.summary(tmp_path)
+    for n_masks in (4, 8):
+        for one in (replace(PAPER, n_masks=n_masks), experiments.BEST[n_masks]):
+            finished(tmp_path, one, 0.69975)
+    text = claims.summary(tmp_path)
+    noise = "(within the noise)"
+    assert f"differ from SwiGLU of the same width by +0.404, +0.001 {noise}, +0.001 {noise} nats a token;" in text
+    assert f"they differ by +0.004 {noise}, +0.001 {noise}, +0.001 {noise}, and" in text
+    assert "one mask differs from SwiGLU with as many bytes by +0.400." in text
+
+
+def test_spikes_are_measured_within_a_part_of_a_run_and_rises_between_parts(tmp_path):
+    one = replace(PAPER, lr=1e-2)
+    finished(tmp_path, one, 0.9)
+    path = tmp_path / "learning" / f"{one.name}.csv"
+    facts, (row,) = read_table(path)
+    parts = [(9.0, 12.0), (4.0, 4.5), (4.25, 4.75), (3.0, 4.0), (3.5, 3.75)]
+    rows = [{**row, "train": mean, "worst": worst} for mean, worst in parts]
+    write_table(rows, facts, path.parent, path.stem)
+    assert claims.stability(tmp_path).splitlines()[-1] == "| 0.01 | SwiMGLU, n_m = 4 | 0.9000 | 1.00 | 0.50 |"

@@ -92,7 +92,7 @@ def test_rates_and_decays() -> None:
         return [(group["name"], group["lr"], group["weight_decay"]) for group in groups]
 
     spared = [("weights", 2e-3, 0.1), ("no_decay", 2e-3, 0.0)]
-    assert settings() == [*spared, ("mask_logits", pytest.approx(2e-4, rel=1e-12), 0.0)]
+    assert settings() == [*spared, ("mask_logits", pytest.approx(6e-4, rel=1e-12), 0.0)]
     assert settings(mask_lr=5e-3) == [*spared, ("mask_logits", 5e-3, 0.0)]
     assert settings(mask_lr=0) == [*spared, ("mask_logits", 0, 0.0)]
 
@@ -197,7 +197,7 @@ def test_adamw_neither_decays_logits_nor_norms_and_moves_logits_by_their_rate(fu
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer.step()
     for name, parameter in model.named_parameters():
-        step = 1e-4 if name.endswith("mask_logits") else 1e-3
+        step = 3e-4 if name.endswith("mask_logits") else 1e-3
         torch.testing.assert_close(
             before[name] - parameter.detach(), torch.full_like(before[name], step), rtol=1e-3, atol=0
         )
@@ -210,7 +210,7 @@ def test_groups_are_found_by_name_and_a_schedule_keeps_their_ratio() -> None:
     optimizer.step()
     schedule.step()
     rates = {group["name"]: group["lr"] for group in optimizer.param_groups}
-    assert rates == pytest.approx({"weights": 5e-4, "no_decay": 5e-4, "mask_logits": 5e-5})
+    assert rates == pytest.approx({"weights": 5e-4, "no_decay": 5e-4, "mask_logits": 1.5e-4})
     other = torch.optim.AdamW(parameter_groups(Model(), lr=1.0, weight_decay=1.0))
     other.load_state_dict(optimizer.state_dict())
     assert [group["name"] for group in other.param_groups] == list(rates)
@@ -225,7 +225,7 @@ def test_a_bfloat16_logit_does_not_move_at_a_small_rate_but_a_float32_logit_does
         if moves:
             layer.mask_logits.data = layer.mask_logits.data.float()
             layer.mask_logits.grad = None
-        optimizer = torch.optim.AdamW(parameter_groups(layer, lr=3e-4, weight_decay=0.1))
+        optimizer = torch.optim.AdamW(parameter_groups(layer, lr=1e-4, weight_decay=0.1))
         before = layer.mask_logits.detach().clone()
         for _ in range(3):
             optimizer.zero_grad()
@@ -267,7 +267,7 @@ def test_fully_sharded_parameters(compiled: bool) -> None:
     model(torch.randn(4, 16)).sum().backward()
     optimizer.step()
     moved = (model[1].mglu.mask_logits.full_tensor() - before).abs()
-    assert moved.max().item() == pytest.approx(1e-3, rel=1e-3)
+    assert moved.max().item() == pytest.approx(3e-3, rel=1e-3)
 
 
 # --- Errors ---------------------------------------------------------------------------------------------------------

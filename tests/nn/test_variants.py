@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 import mglu_ops
 from compile_passes.explain import explain
-from mglu_ops.nn import GLU, LU, MGLU, NaiveMGLU
+from mglu_ops.nn import GLU, LU, MGLU, NaiveMGLU, SwiMGLU
 
 F64 = torch.float64
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
@@ -132,3 +133,63 @@ def test_biases_are_initialised_with_zero_and_saved():
     assert not layer.value_bias.any()
     assert "bias=True, mask_gate=True, mask_value=True" in repr(layer)
     assert "bias" not in repr(NaiveMGLU(10, 6))
+
+
+# --- The recommended initial weights ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [MGLU, NaiveMGLU])
+@pytest.mark.parametrize(
+    ("options", "factor"),
+    [
+        ({"n_masks": 1}, 10 ** (1 / 4)),
+        ({"n_masks": 2}, (20 / 6) ** (1 / 4)),
+        ({"n_masks": 4}, 1.0),
+        ({"n_masks": 16, "learnable_masks": False}, (20 / 272) ** (1 / 4)),
+        ({"n_masks": 4, "top_k": 1}, 10 ** (1 / 4)),
+        ({"n_masks": 8, "top_k": 4}, 16 ** (1 / 4)),
+        ({"n_masks": 1, "activation": "sigmoid"}, 10 ** (1 / 2)),
+    ],
+    ids=str,
+)
+def test_leveled_weights_are_those_of_the_paper_times_a_factor(kind, options, factor):
+    states = []
+    for weight_init in ("paper", "leveled"):
+        layer = kind(24, 32, weight_init=weight_init, device="meta", **options).to_empty(device="cpu")
+        torch.manual_seed(0)
+        layer.reset_parameters()
+        states.append(layer.state_dict())
+    torch.testing.assert_close(states[1].pop("weight"), factor * states[0].pop("weight"))
+    assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
+    assert kind(24, 32, **options).weight_init == "paper"
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu", "identity", "tanh", "sigmoid"])
+@pytest.mark.parametrize("options", [{"n_masks": 1}, {"n_masks": 16}, {"n_masks": 8, "top_k": 2}], ids=str)
+def test_leveled_sums_are_as_large_as_those_of_four_masks(activation, options):
+    """Gates that are curved near 0 differ from the approximation by up to a quarter; without the factor, by 3 times."""
+    torch.manual_seed(0)
+    x = F.rms_norm(torch.randn(256, 128), (128,))
+    layers = [MGLU(128, 2048, activation=activation, weight_init="leveled", **of) for of in ({"n_masks": 4}, options)]
+    if layers[1].router is not None:
+        torch.nn.init.zeros_(layers[1].router.weight)  # all kept masks have the same weight
+    four, other = (layer(x).std().item() for layer in layers)
+    assert 0.75 < other / four < 1.25
+
+
+def test_wrong_initial_weights_are_refused_and_blocks_take_them():
+    for kind in (MGLU, NaiveMGLU, SwiMGLU):
+        with pytest.raises(ValueError, match="weight_init: got 'xavier', must be one of paper, leveled"):
+            kind(8, 8, weight_init="xavier")
+    for ablation in ({"mask_gate": False}, {"mask_value": False}):
+        with pytest.raises(ValueError, match="weight_init: got 'leveled' without masks on gates and values"):
+            NaiveMGLU(8, 8, weight_init="leveled", **ablation)
+    assert SwiMGLU(8, 8, weight_init="leveled").mglu.weight_gain == pytest.approx(10 ** (1 / 4))
+
+
+def test_a_module_of_an_earlier_version_has_the_weights_of_the_paper():
+    layer = MGLU(8, 8)
+    del layer.__dict__["weight_init"]
+    layer = pickle.loads(pickle.dumps(layer))
+    assert layer.weight_gain == 1
+    layer.reset_parameters()
