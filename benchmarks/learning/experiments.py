@@ -18,7 +18,7 @@ from itertools import chain
 from pathlib import Path
 
 from benchmarks.learning.corpus import Corpus, load
-from benchmarks.learning.recipe import SIZES, Recipe
+from benchmarks.learning.recipe import Recipe
 from benchmarks.learning.schedule import CONTEXT, SEQUENCES, steps_of
 from benchmarks.learning.train import run
 from benchmarks.records import read_table
@@ -66,8 +66,12 @@ SLOW = replace(PAPER, mask_lr=0.3)
 """SwiMGLU with four masks, whose logits have 0.3 times the learning rate of the weights."""
 BEST = {n_masks: gained(SLOW, n_masks) for n_masks in (1, 2, 4, 8, 16)}
 """The recipe that learned best, by the number of masks: the default of `parameter_groups` and `leveled` weights."""
-LARGER = level(1) / 2
-"""How much larger the sum of four masks is at the start than the product in SwiGLU, about."""
+LARGER = replace(SWIGLU, scale=round(level(1) / 2, 4))
+"""SwiGLU whose product is multiplied by 1.6, and so begins as large as the sum of four masks, about."""
+
+
+SIZED = (SWIGLU, *masks(PAPER, (1, 4)), BEST[1], BEST[4], LARGER)
+"""The recipes that are trained at all sizes."""
 
 
 def same_load(n_masks: int) -> float:
@@ -112,11 +116,11 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
         replace(PAPER, n_masks=1, down_gain=level(1)),
         replace(SLOW, n_masks=8, down_gain=level(8)),
         *(replace(SWIGLU, scale=scale) for scale in (0.5, 2.0)),
-        replace(SWIGLU, scale=round(LARGER, 4)),
+        LARGER,
     ],
     # 7. The best recipe with three seeds, and with masks that are not learned.
     "best": [
-        *seeds([SWIGLU, replace(SWIGLU, scale=round(LARGER, 4)), *BEST.values()]),
+        *seeds([SWIGLU, LARGER, *BEST.values()]),
         *(replace(gained(PAPER, n_masks), learned=False) for n_masks in (1, 8)),
     ],
     # 2. What a user decides by: SwiGLU with as many weights, with as many bytes, and with as much training.
@@ -127,7 +131,8 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
             *(BEST[n_masks] for n_masks in (1, 4)),
             replace(SWIGLU, width=round(2 / 3, 4)),
             *(replace(SWIGLU, width=same_load(n_masks)) for n_masks in (1, 4)),
-            *(replace(SWIGLU, width=same_training(n_masks)) for n_masks in (4,)),
+            replace(SWIGLU, width=same_training(4)),
+            *(replace(LARGER, width=same_load(n_masks)) for n_masks in (1, 4)),
         ]
     ),
     # 3. Masks that are not learned, routes, ablations, and higher learning rates.
@@ -166,12 +171,22 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
         ),
     ],
     # 6. Three sizes.
-    "sizes": seeds(
+    "sizes": [
+        *seeds([replace(one, size=size) for size in ("25M", "90M") for one in SIZED]),
+        *seeds([replace(one, size="10M") for one in SIZED], range(8)),  # which differ more, and are cheap
+    ],
+    # 3. The claims about routes and ablations once more, with the best recipe: without a mask on gate or value, the sum
+    # is as large as that of two masks, and the factor of no masks makes it as large as that of four.
+    "again": seeds(
         [
-            replace(one, size=size)
-            for size in SIZES
-            for one in (SWIGLU, *masks(PAPER, (1, 4)), *(BEST[n_masks] for n_masks in (1, 4)))
-        ]
+            *(replace(SLOW, top_k=k, weight_gain=round(level_gain(4, top_k=k), 4)) for k in (1, 2, 4)),
+            *(
+                Recipe(layer, n_masks=1, mask_lr=SLOW.mask_lr, weight_gain=BEST[2].weight_gain)
+                for layer in ("no_gate_mask", "no_value_mask")
+            ),
+            Recipe("glu_shared", weight_gain=round((20 / 16) ** 0.25, 4)),
+        ],
+        SEEDS[:2],
     ),
 }
 """Name to runs. A run may be in several experiments, and is made once."""
