@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.learning.experiments import (
+    AGAIN,
     BEST,
-    EXPERIMENTS,
     LARGER,
     PAPER,
     SIZED,
@@ -39,17 +39,17 @@ class Claim:
 
     Attributes:
         text: the claim.
-        where: the place in the paper; empty for a claim that is not the paper's.
         better: the layer that has the lower loss in the claim.
         worse: the layer that has the higher one.
+        where: the place in the paper; empty for a claim that is not the paper's.
         perplexities: the paper's figures of both; None where it has only curves.
         within: nats a token by which `better` may be worse: for a claim that it is about as good.
     """
 
     text: str
-    where: str
     better: Recipe
     worse: Recipe
+    where: str = ""
     perplexities: tuple[float, float] | None = None
     within: float = 0.0
 
@@ -66,33 +66,33 @@ ABOUT_AS_GOOD = 0.01
 """Nats a token that 'comparable' allows: 1% of the perplexity."""
 
 CLAIMS = [
-    Claim("SwiGLU is better than GELU", "Table 3", SWIGLU, GELU, (23.7, 25.8)),
-    Claim("SwiGLU with one shared matrix is worse than GELU", "Table 1", GELU, SHARED, (25.6, 27.0)),
-    Claim("one mask is better than GELU", "Table 3", ONE, GELU, (25.0, 25.8)),
-    Claim("one mask is worse than SwiGLU", "Table 3", SWIGLU, ONE, (23.7, 25.0)),
-    Claim("two masks are better than one", "Table 3", TWO, ONE, (24.5, 25.0)),
-    Claim("four masks are better than two", "Table 3", FOUR, TWO, (23.9, 24.5)),
-    Claim("eight masks are better than four", "Table 3", EIGHT, FOUR, (23.5, 23.9)),
-    Claim("sixteen masks are better than eight", "Table 14", SIXTEEN, EIGHT, (23.3, 23.5)),
-    Claim("four masks are as good as SwiGLU, to 1%", "Table 3", FOUR, SWIGLU, (23.9, 23.7), ABOUT_AS_GOOD),
-    Claim("eight masks are better than SwiGLU", "Table 3", EIGHT, SWIGLU, (23.5, 23.7)),
-    Claim("SiLU is better than ReLU", "Table 8", FOUR, replace(FOUR, activation="relu"), (23.9, 24.3)),
-    Claim("SiLU is better than GELU as the gate", "Table 8", FOUR, replace(FOUR, activation="gelu"), (23.9, 24.0)),
-    Claim("two learned masks are better than two fixed", "Table 12", TWO, replace(TWO, learned=False), (24.5, 25.1)),
-    Claim("a learned mask is better than a fixed one", "Table 12", ONE, replace(ONE, learned=False), (25.0, 25.1)),
-    Claim("Top-1 of four is worse than their sum", "Table 10", FOUR, replace(FOUR, top_k=1), (23.9, 25.2)),
+    Claim("SwiGLU is better than GELU", SWIGLU, GELU, "Table 3", (23.7, 25.8)),
+    Claim("SwiGLU with one shared matrix is worse than GELU", GELU, SHARED, "Table 1", (25.6, 27.0)),
+    Claim("one mask is better than GELU", ONE, GELU, "Table 3", (25.0, 25.8)),
+    Claim("one mask is worse than SwiGLU", SWIGLU, ONE, "Table 3", (23.7, 25.0)),
+    Claim("two masks are better than one", TWO, ONE, "Table 3", (24.5, 25.0)),
+    Claim("four masks are better than two", FOUR, TWO, "Table 3", (23.9, 24.5)),
+    Claim("eight masks are better than four", EIGHT, FOUR, "Table 3", (23.5, 23.9)),
+    Claim("sixteen masks are better than eight", SIXTEEN, EIGHT, "Table 14", (23.3, 23.5)),
+    Claim("four masks are as good as SwiGLU, to 1%", FOUR, SWIGLU, "Table 3", (23.9, 23.7), ABOUT_AS_GOOD),
+    Claim("eight masks are better than SwiGLU", EIGHT, SWIGLU, "Table 3", (23.5, 23.7)),
+    Claim("SiLU is better than ReLU", FOUR, replace(FOUR, activation="relu"), "Table 8", (23.9, 24.3)),
+    Claim("SiLU is better than GELU as the gate", FOUR, replace(FOUR, activation="gelu"), "Table 8", (23.9, 24.0)),
+    Claim("two learned masks are better than two fixed", TWO, replace(TWO, learned=False), "Table 12", (24.5, 25.1)),
+    Claim("a learned mask is better than a fixed one", ONE, replace(ONE, learned=False), "Table 12", (25.0, 25.1)),
+    Claim("Top-1 of four is worse than their sum", FOUR, replace(FOUR, top_k=1), "Table 10", (23.9, 25.2)),
     Claim(
         "Top-2 of four is as good as their sum, to 1%",
-        "Table 10",
         replace(FOUR, top_k=2),
         FOUR,
+        "Table 10",
         (24.0, 23.9),
         ABOUT_AS_GOOD,
     ),
-    Claim("Top-4 of four is better than their sum", "Table 10", replace(FOUR, top_k=4), FOUR, (23.8, 23.9)),
-    Claim("no gate mask is worse than one mask", "Figure 13", ONE, Recipe("no_gate_mask", n_masks=1)),
-    Claim("no value mask is worse than one mask", "Figure 13", ONE, Recipe("no_value_mask", n_masks=1)),
-    Claim("no masks are worse than one mask", "Figure 13", ONE, SHARED),
+    Claim("Top-4 of four is better than their sum", replace(FOUR, top_k=4), FOUR, "Table 10", (23.8, 23.9)),
+    Claim("no gate mask is worse than one mask", ONE, Recipe("no_gate_mask", n_masks=1), "Figure 13"),
+    Claim("no value mask is worse than one mask", ONE, Recipe("no_value_mask", n_masks=1), "Figure 13"),
+    Claim("no masks are worse than one mask", ONE, SHARED, "Figure 13"),
 ]
 
 
@@ -100,44 +100,43 @@ def _at(size: str) -> list[Claim]:
     """What is asked of the best recipe at each size."""
     swiglu, one, four, best_one, best_four, larger = (replace(of, size=size) for of in SIZED)
     return [
-        Claim(f"{size}: one mask learns better than with the paper's recipe", "", best_one, one),
-        Claim(f"{size}: four masks learn better than with the paper's recipe", "", best_four, four),
-        Claim(f"{size}: SwiGLU is better than one mask", "", swiglu, best_one),
-        Claim(f"{size}: SwiGLU is better than four masks", "", swiglu, best_four),
-        Claim(f"{size}: SwiGLU learns better with a product 1.6 times as large", "", larger, swiglu),
-        Claim(f"{size}: that SwiGLU is better than one mask", "", larger, best_one),
-        Claim(f"{size}: that SwiGLU is better than four masks", "", larger, best_four),
+        Claim(f"{size}: one mask learns better than with the paper's recipe", best_one, one),
+        Claim(f"{size}: four masks learn better than with the paper's recipe", best_four, four),
+        Claim(f"{size}: SwiGLU is better than one mask", swiglu, best_one),
+        Claim(f"{size}: SwiGLU is better than four masks", swiglu, best_four),
+        Claim(f"{size}: SwiGLU learns better with a product 1.6 times as large", larger, swiglu),
+        Claim(f"{size}: that SwiGLU is better than one mask", larger, best_one),
+        Claim(f"{size}: that SwiGLU is better than four masks", larger, best_four),
     ]
 
 
-_TOP_1, _TOP_2, _TOP_4, _NO_GATE_MASK, _NO_VALUE_MASK, _NO_MASKS = EXPERIMENTS["again"][:6]
+_TOP_1, _TOP_2, _TOP_4, _NO_GATE_MASK, _NO_VALUE_MASK, _NO_MASKS = AGAIN
 
 FINDINGS = [
     *(claim for size in SIZES for claim in _at(size)),
-    Claim("two masks learn better than with the paper's recipe", "", BEST[2], TWO),
-    Claim("eight masks learn better than with the paper's recipe", "", BEST[8], EIGHT),
-    Claim("sixteen masks learn better than with the paper's recipe", "", BEST[16], SIXTEEN),
-    Claim("SwiGLU is better than eight masks", "", SWIGLU, BEST[8]),
-    Claim("SwiGLU with the larger product is better than eight masks", "", LARGER, BEST[8]),
-    Claim("one mask is better than SwiGLU with as many weights", "", BEST[1], replace(SWIGLU, width=round(2 / 3, 4))),
-    Claim("one mask is better than SwiGLU with as many bytes", "", BEST[1], replace(SWIGLU, width=same_load(1))),
-    Claim("four masks are better than SwiGLU with as many bytes", "", BEST[4], replace(SWIGLU, width=same_load(4))),
-    Claim("the same of one mask, and the larger product", "", BEST[1], replace(LARGER, width=same_load(1))),
-    Claim("the same of four masks, and the larger product", "", BEST[4], replace(LARGER, width=same_load(4))),
+    Claim("two masks learn better than with the paper's recipe", BEST[2], TWO),
+    Claim("eight masks learn better than with the paper's recipe", BEST[8], EIGHT),
+    Claim("sixteen masks learn better than with the paper's recipe", BEST[16], SIXTEEN),
+    Claim("SwiGLU is better than eight masks", SWIGLU, BEST[8]),
+    Claim("SwiGLU with the larger product is better than eight masks", LARGER, BEST[8]),
+    Claim("one mask is better than SwiGLU with as many weights", BEST[1], replace(SWIGLU, width=round(2 / 3, 4))),
+    Claim("one mask is better than SwiGLU with as many bytes", BEST[1], replace(SWIGLU, width=same_load(1))),
+    Claim("four masks are better than SwiGLU with as many bytes", BEST[4], replace(SWIGLU, width=same_load(4))),
+    Claim("the same of one mask, and the larger product", BEST[1], replace(LARGER, width=same_load(1))),
+    Claim("the same of four masks, and the larger product", BEST[4], replace(LARGER, width=same_load(4))),
     Claim(
         "SwiGLU with as many operations in training is better than four masks",
-        "",
         replace(SWIGLU, width=same_training(4)),
         BEST[4],
     ),
-    Claim("learning one mask is better than a random one", "", BEST[1], replace(gained(PAPER, 1), learned=False)),
-    Claim("learning eight masks is better than random ones", "", BEST[8], replace(gained(PAPER, 8), learned=False)),
-    Claim("Top-1 of four is worse than their sum", "", BEST[4], _TOP_1),
-    Claim("Top-2 of four is worse than their sum", "", BEST[4], _TOP_2),
-    Claim("Top-4 of four is better than their sum", "", _TOP_4, BEST[4]),
-    Claim("no gate mask is worse than one mask", "", BEST[1], _NO_GATE_MASK),
-    Claim("no value mask is worse than one mask", "", BEST[1], _NO_VALUE_MASK),
-    Claim("no masks are worse than one mask", "", BEST[1], _NO_MASKS),
+    Claim("learning one mask is better than a random one", BEST[1], replace(gained(PAPER, 1), learned=False)),
+    Claim("learning eight masks is better than random ones", BEST[8], replace(gained(PAPER, 8), learned=False)),
+    Claim("Top-1 of four is worse than their sum", BEST[4], _TOP_1),
+    Claim("Top-2 of four is worse than their sum", BEST[4], _TOP_2),
+    Claim("Top-4 of four is better than their sum", _TOP_4, BEST[4]),
+    Claim("no gate mask is worse than one mask", BEST[1], _NO_GATE_MASK),
+    Claim("no value mask is worse than one mask", BEST[1], _NO_VALUE_MASK),
+    Claim("no masks are worse than one mask", BEST[1], _NO_MASKS),
 ]
 """What is asked of the best recipe. Models have 25M weights and equal widths unless the text says otherwise."""
 
@@ -267,7 +266,7 @@ def summary(results: Path) -> str:
     found = runs(results)
 
     def behind(layer: Recipe, other: Recipe) -> str:
-        measured = measure(Claim("", "", other, layer), found)
+        measured = measure(Claim("", other, layer), found)
         if measured is None:
             raise MissingResultError(f"{results}: no result of {label(layer)} and {label(other)} with several seeds")
         is_noise = abs(measured.advantage) <= measured.noise

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
+from benchmarks.decoder import Sizes
 from benchmarks.learning import experiments, training
-from benchmarks.learning.recipe import Recipe
+from benchmarks.learning.recipe import SIZES, Recipe
 from mglu_ops.nn import MGLU
 
 pytest_plugins = ["learning_fixtures"]
@@ -80,6 +82,22 @@ def test_initial_weights_may_be_scaled(options):
 def test_the_best_recipe_has_the_leveled_weights_of_the_modules(n_masks):
     layer = MGLU(8, 8, n_masks=n_masks, weight_init="leveled")
     assert experiments.BEST[n_masks].weight_gain == pytest.approx(layer.weight_gain, abs=2e-4)
+
+
+@pytest.mark.parametrize(
+    "recipe", [experiments.BEST[1], experiments.LARGER, *experiments.AGAIN], ids=lambda one: one.name
+)
+def test_layers_that_are_compared_begin_with_the_same_size(recipe, monkeypatch):
+    sizes = Sizes(layers=1, hidden=128, intermediate=2048, heads=2, kv_heads=2, vocabulary=300, context=16)
+    monkeypatch.setitem(SIZES, "25M", sizes)
+    x, found = nn.functional.rms_norm(torch.randn(256, 128), (128,)), []
+    for one in (recipe, experiments.PAPER):
+        projection = one.model().blocks[0].projection
+        for module in projection.modules():
+            if getattr(module, "router", None) is not None:
+                nn.init.zeros_(module.router.weight)  # all masks that are kept have the same weight
+        found.append(projection(x).std().item())
+    assert 0.75 < found[0] / found[1] < 1.25  # silu is curved; without the gains, up to 3 times
 
 
 def test_widths_of_equal_budgets():
