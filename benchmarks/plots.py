@@ -76,7 +76,7 @@ def draw_line(axes: Axes, label: str, style: Style, points: Sequence[tuple[float
         axes.plot(*zip(*points, strict=True), label=label, **style._asdict())
 
 
-def _powers_of_two(axes: Axes, label: str, ticks: Sequence[int]) -> None:
+def powers_of_two(axes: Axes, label: str, ticks: Sequence[int]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.set_xlabel(label)
@@ -110,7 +110,7 @@ def latency_by_masks(rows: Sequence[Row]) -> Figure:
         axes.yaxis.set_major_formatter("{x:g}")
         axes.set_ylabel("us a layer")
         axes.set_title(f"one token, {shape[0]} x {shape[1]}")
-    _powers_of_two(panels[-1], "masks", masks(rows))
+    powers_of_two(panels[-1], "masks", masks(rows))
     draw_legend(figure, panels[0])
     return figure
 
@@ -128,7 +128,7 @@ def fraction_of_ceiling(rows: Sequence[Row]) -> Figure:
     axes.axhline(1, color=CEILING.color, linestyle=CEILING.linestyle, linewidth=1)
     axes.set_ylabel("of the read ceiling")
     axes.set_title("one token")
-    _powers_of_two(axes, "masks", masks(rows))
+    powers_of_two(axes, "masks", masks(rows))
     draw_legend(figure, axes)
     return figure
 
@@ -150,7 +150,7 @@ def speedup_over_swiglu(rows: Sequence[Row]) -> Figure:
         axes.set_ylim(bottom=0)
         axes.set_ylabel("speed-up over SwiGLU")
         axes.set_title(f"{shape[0]} x {shape[1]}")
-    _powers_of_two(panels[-1], "tokens", tokens(rows))
+    powers_of_two(panels[-1], "tokens", tokens(rows))
     panels[-1].tick_params(axis="x", labelrotation=45)
     draw_legend(figure, panels[0])
     return figure

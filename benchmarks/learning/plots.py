@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks import plots
-from benchmarks.learning.claims import EIGHT, FOUR, GELU, ONE, SIXTEEN, TWO
-from benchmarks.learning.experiments import RESULTS, SWIGLU
+from benchmarks.learning.claims import EIGHT, FOUR, GELU, ONE, SIXTEEN, TWO, losses_of
+from benchmarks.learning.experiments import BEST, LARGER, RESULTS, SWIGLU
 from benchmarks.learning.recipe import Recipe
 from benchmarks.learning.tables import Finished, label, runs
 
@@ -49,6 +50,29 @@ def curves(found: Sequence[Finished]) -> Figure:
     return figure
 
 
+def by_masks(found: Sequence[Finished]) -> Figure:
+    """The loss at the end by number of masks, with the paper's recipe and the best; a bar spans the seeds."""
+    figure, (axes,) = plots.figure_of(1, 3.2)
+    losses = losses_of(found, Recipe.size)
+    paper = {one.n_masks: one for one in (ONE, TWO, FOUR, EIGHT, SIXTEEN)}
+    for name, recipes, style in (("the paper's recipe", paper, plots.EAGER), ("our recipe", BEST, plots.CUDA)):
+        points = [(n_masks, losses[one]) for n_masks, one in recipes.items() if one in losses]
+        plots.draw_line(axes, name, style, [(n_masks, statistics.fmean(of)) for n_masks, of in points])
+        for n_masks, of in points:
+            axes.plot([n_masks, n_masks], [min(of), max(of)], color=style.color, linewidth=1)
+    for name, one, style in (
+        ("SwiGLU", SWIGLU, plots.SWIGLU),
+        ("SwiGLU, product times 1.6", LARGER, plots.SWIGLU._replace(linestyle=":")),
+    ):
+        if one in losses:
+            mean = statistics.fmean(losses[one])
+            plots.draw_line(axes, name, style, [(n_masks, mean) for n_masks in paper])
+    axes.set_ylabel("held out, nats a byte")
+    plots.powers_of_two(axes, "masks", list(paper))
+    plots.draw_legend(figure, axes)
+    return figure
+
+
 def gate_ratios(found: Sequence[Finished]) -> Figure:
     """The share of ones in the masks of each layer at the end, as in the paper's Figure 14."""
     figure, (axes,) = plots.figure_of(1, 3.0)
@@ -65,6 +89,7 @@ def gate_ratios(found: Sequence[Finished]) -> Figure:
 
 PLOTS: dict[str, Callable[[Sequence[Finished]], Figure]] = {
     "learning_curves": curves,
+    "learning_by_masks": by_masks,
     "learning_gate_ratios": gate_ratios,
 }
 """Name of a plot to the function that draws it from the finished runs."""

@@ -86,11 +86,21 @@ def test_plots_show_the_curves_and_the_gate_ratios(tmp_path):
     found = tables.runs(tmp_path)
     lines = {line.get_label(): line.get_xydata().tolist() for line in plots.curves(found).axes[0].get_lines()}
     assert lines == {"SwiGLU": [[60, 0.73]], "SwiMGLU, n_m = 4": [[60, 0.74]]}
+    for seed, loss in enumerate((0.70, 0.72)):
+        finished(tmp_path, replace(experiments.BEST[1], seed=seed), loss)
+    lines = {
+        line.get_label(): line.get_xydata().tolist() for line in plots.by_masks(tables.runs(tmp_path)).axes[0].lines
+    }
+    assert lines["the paper's recipe"] == [[4, 0.75]]
+    assert lines["our recipe"] == [[1, pytest.approx(0.71)]]
+    assert lines["SwiGLU"] == [[n_masks, 0.73] for n_masks in (1, 2, 4, 8, 16)]
+    assert [[1, 0.70], [1, 0.72]] in lines.values()  # from the best seed to the worst
     (ratios, *_) = plots.gate_ratios(found).axes[0].get_lines()
     assert (ratios.get_label(), ratios.get_xydata().tolist()) == ("SwiMGLU, n_m = 4", [[1, 0.5], [2, 0.52]])
     paths = plots.draw(tmp_path, tmp_path / "out")
-    assert [path.name for path in paths] == ["learning_curves.svg", "learning_gate_ratios.svg"]
-    assert all("SwiMGLU, n_m = 4" in path.read_text() for path in paths)
+    assert [path.name for path in paths] == ["learning_curves.svg", "learning_by_masks.svg", "learning_gate_ratios.svg"]
+    for path, label in zip(paths, ("SwiMGLU, n_m = 4", "our recipe", "SwiMGLU, n_m = 4"), strict=True):
+        assert label in path.read_text()
 
 
 def claim(text: str) -> claims.Claim:
