@@ -68,12 +68,8 @@ BEST = {n_masks: gained(SLOW, n_masks) for n_masks in (1, 2, 4, 8, 16)}
 """The recipe that learned best, by the number of masks: the default of `parameter_groups` and `leveled` weights."""
 LARGER = replace(SWIGLU, scale=round(level(1) / 2, 4))
 """SwiGLU whose product is multiplied by 1.6, and so begins as large as the sum of four masks, about."""
-
-
 SIZED = (SWIGLU, *masks(PAPER, (1, 4)), BEST[1], BEST[4], LARGER)
 """The recipes that are trained at all sizes."""
-
-
 AGAIN = (
     *(replace(SLOW, top_k=k, weight_gain=round(level_gain(4, top_k=k), 4)) for k in (1, 2, 4)),
     *(

@@ -191,7 +191,7 @@ def level_gain(n_masks: int, activation: str = "silu", top_k: int | None = None)
         top_k: as in `MGLU`; its routes are taken as equal.
     """
     shared, own = (n_masks**2, n_masks) if top_k is None else (1, 1 / top_k)
-    return (20 / (shared + own)) ** (1 / 2 if activation == "sigmoid" else 1 / 4)
+    return ((4**2 + 4) / (shared + own)) ** (1 / 2 if activation == "sigmoid" else 1 / 4)
 
 
 def check_masks_of(module: MaskedLinear, packed_masks: object, out_features: int, name: str) -> None:
