@@ -186,11 +186,11 @@ def measure(claim: Claim, found: Sequence[Finished]) -> Measured | None:
     return Measured(advantage * unit, (len(better), len(worse)), noise * unit)
 
 
-PAPERS = ("reproduced", "not reproduced")
-OURS = ("yes", "no")
+PAPER_WORDS = ("reproduced", "not reproduced")
+OUR_WORDS = ("yes", "no")
 
 
-def verdict(claim: Claim, measured: Measured | None, words: tuple[str, str] = PAPERS) -> str:
+def verdict(claim: Claim, measured: Measured | None, words: tuple[str, str] = PAPER_WORDS) -> str:
     """The first of two words where the claim holds by more than noise, the second where its reverse does."""
     if measured is None:
         return "not run"
@@ -248,11 +248,9 @@ def findings(results: Path) -> str:
     lines = []
     for claim in FINDINGS:
         measured = measure(claim, found)
-        lines.append([claim.text, *_cells(measured), verdict(claim, measured, OURS)])
-    deviations = ", ".join(
-        f"{deviation(losses_of(found, size).values()) * found[0].bytes_of_token:.3f} in the {size} model"
-        for size in SIZES
-    )
+        lines.append([claim.text, *_cells(measured), verdict(claim, measured, OUR_WORDS)])
+    sizes = {size: deviation(losses_of(found, size).values()) * found[0].bytes_of_token for size in SIZES}
+    deviations = ", ".join(f"{one:.3f} in the {size} model" for size, one in sizes.items() if not math.isnan(one))
     head = ["question", "nats a token", "noise", "seeds", "answer"]
     return f"{source(found)} Standard deviation of a seed in nats a token: {deviations}.\n\n{markdown(head, lines)}"
 

@@ -5,7 +5,8 @@ python -m benchmarks.learning.corpus --out DIR [--kind english] [--text FOLDER] 
 The default text is what every machine with the requirements has, the Python sources of the installed packages; the kind
 `english` is the prose beside them, and the manual pages. Packages (each manual page is one) are held out as a whole. Of
 them, files that occur in another package too, or most of whose lines do, are left out, so that nothing held out was
-seen in training. Nothing of the text is committed; its hash and sizes go with the results.
+seen in training. Of more than 100 MB, a random part is taken, as for the committed results; `--megabytes inf` takes
+all. Nothing of the text is committed; its hash and sizes go with the results.
 """
 
 from __future__ import annotations
@@ -312,7 +313,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kind", choices=list(SUFFIXES), default="python")
     parser.add_argument("--text", type=Path, metavar="FOLDER", help="a folder of text to use instead")
-    parser.add_argument("--megabytes", type=float, default=float("inf"), help="the most training text")
+    parser.add_argument("--megabytes", type=float, default=100.0, help="the most training text (default: 100)")
     arguments = parser.parse_args()
     corpus = prepare(arguments.out, arguments.kind, arguments.text, megabytes=arguments.megabytes)
     for name, value in asdict(corpus.sizes).items():

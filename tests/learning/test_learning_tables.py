@@ -166,6 +166,7 @@ def test_answers_about_the_best_recipe(tmp_path):
         finished(tmp_path, Recipe("glu", seed=seed), 0.699 + 0.001 * seed)
         finished(tmp_path, Recipe("glu", width=experiments.same_load(1), seed=seed), 0.600 + 0.001 * seed)
     answers = {line.split(" | ")[0]: line for line in claims.findings(tmp_path).splitlines()}
+    assert "Standard deviation of a seed in nats a token: 0.003 in the 25M model.\n" in claims.findings(tmp_path)
     assert answers["| 25M: one mask learns better than with the paper's recipe"].endswith(
         "| +0.4000 | 0.0057 | 2 and 2 | yes |"
     )
