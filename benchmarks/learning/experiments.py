@@ -94,42 +94,46 @@ def same_training(n_masks: int) -> float:
 
 EXPERIMENTS: dict[str, list[Recipe]] = {
     # 0. The learning rate at which the others are compared.
-    "rates": [replace(one, lr=lr) for lr in (1e-3, 3e-4, 3e-3) for one in (SWIGLU, PAPER)],
+    "rates": seeds([replace(one, lr=lr) for lr in (1e-3, 3e-4, 3e-3) for one in (SWIGLU, PAPER)], SEEDS[:2]),
     # 1. Every layer at the same width (the paper's Figure 5, Tables 3, 8 and 14).
     "layers": [
-        *seeds([SWIGLU, Recipe("lu", activation="gelu"), *masks(PAPER, (1, 2, 4, 8))]),
-        *masks(PAPER, (16,)),
+        *seeds([SWIGLU, Recipe("lu", activation="gelu"), *masks(PAPER, (1, 2, 4, 8, 16))]),
         *seeds([Recipe("glu_shared"), *(replace(PAPER, activation=one) for one in ("relu", "gelu"))], SEEDS[:2]),
     ],
     # 7. How masks are trained: the search, and then the best recipe with three seeds.
-    "recipe": [
-        *masks(PAPER, (1, 4, 8)),
-        *(replace(one, mask_lr=ratio) for ratio in (0.1, 0.3, 0.03) for one in masks(PAPER, (1, 4, 8))),
-        *(replace(PAPER, mask_lr=0.1, mask_stop=stop) for stop in (0.5, 0.8)),
-        *(replace(PAPER, logits_std=std) for std in (0.03, 0.1)),
-        replace(PAPER, mask_lr=0.1, logits_std=0.03),
-        *(replace(one, mask_lr=0.1, scaled_sum=True) for one in masks(PAPER, (4, 8))),
-        *(replace(PAPER, mask_lr=0.1, gate_ratio=ratio) for ratio in (0.25, 0.75)),
-        *(replace(PAPER, straight_through=how) for how in ("clipped", "tanh")),
-    ],
+    "recipe": seeds(
+        [
+            *masks(PAPER, (1, 4, 8)),
+            *(replace(one, mask_lr=ratio) for ratio in (0.1, 0.3, 0.03) for one in masks(PAPER, (1, 4, 8))),
+            *(replace(PAPER, mask_lr=0.1, mask_stop=stop) for stop in (0.5, 0.8)),
+            *(replace(PAPER, logits_std=std) for std in (0.03, 0.1)),
+            replace(PAPER, mask_lr=0.1, logits_std=0.03),
+            *(replace(one, mask_lr=0.1, scaled_sum=True) for one in masks(PAPER, (4, 8))),
+            *(replace(PAPER, mask_lr=0.1, gate_ratio=ratio) for ratio in (0.25, 0.75)),
+            *(replace(PAPER, straight_through=how) for how in ("clipped", "tanh")),
+        ],
+        SEEDS[:2],
+    ),
     # 7. The size of the sum over masks, which the number of masks changes: a factor of the sum, of the initial weights
     # or of the initial down projection, and factors in SwiGLU.
-    "scale": [
-        *masks(ROOT, (1, 2, 8, 16)),
-        replace(ROOT, n_masks=8, mask_lr=0.3),
-        *(leveled(PAPER, n_masks) for n_masks in (1, 2)),
-        *(leveled(SLOW, n_masks) for n_masks in (1, 2, 8, 16)),
-        *(replace(leveled(SLOW, n_masks), seed=1) for n_masks in (1, 8)),
-        gained(PAPER, 1),
-        replace(PAPER, n_masks=1, down_gain=level(1)),
-        replace(SLOW, n_masks=8, down_gain=level(8)),
-        *(replace(SWIGLU, scale=scale) for scale in (0.5, 2.0)),
-        LARGER,
-    ],
+    "scale": seeds(
+        [
+            *masks(ROOT, (1, 2, 8, 16)),
+            replace(ROOT, n_masks=8, mask_lr=0.3),
+            *(leveled(PAPER, n_masks) for n_masks in (1, 2)),
+            *(leveled(SLOW, n_masks) for n_masks in (1, 2, 8, 16)),
+            gained(PAPER, 1),
+            replace(PAPER, n_masks=1, down_gain=level(1)),
+            replace(SLOW, n_masks=8, down_gain=level(8)),
+            *(replace(SWIGLU, scale=scale) for scale in (0.5, 2.0)),
+            LARGER,
+        ],
+        SEEDS[:2],
+    ),
     # 7. The best recipe with three seeds, and with masks that are not learned.
     "best": [
         *seeds([SWIGLU, LARGER, *BEST.values()]),
-        *(replace(gained(PAPER, n_masks), learned=False) for n_masks in (1, 8)),
+        *seeds((replace(gained(PAPER, n_masks), learned=False) for n_masks in (1, 8)), SEEDS[:2]),
     ],
     # 2. What a user decides by: SwiGLU with as many weights, with as many bytes, and with as much training.
     "budgets": seeds(
@@ -156,32 +160,42 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
             ],
             SEEDS[:2],
         ),
-        *(replace(one, lr=lr) for lr in (6e-3, 1e-2) for one in (SWIGLU, PAPER)),
+        *seeds((replace(one, lr=lr) for lr in (6e-3, 1e-2) for one in (SWIGLU, PAPER)), SEEDS[:2]),
     ],
     # 5. What a SwiGLU model becomes that is turned into SwiMGLU and trained on with a tenth of its text, and the
     # teacher trained on alike. Masks are those of |gate| against |value|, or random. The model learns the text, or the
     # predictions of its teacher.
-    "converted": [
-        SWIGLU,
-        replace(SWIGLU, megabytes=1.1 * SWIGLU.megabytes),
-        *(
-            replace(
-                one, start=start, distilled=distilled, skip=SWIGLU.megabytes, megabytes=0.1 * SWIGLU.megabytes, lr=3e-4
-            )
-            for distilled in (False, True)
-            for start in ("magnitude", "average", "up")
-            for one in masks(PAPER, (1, 4))
-        ),
-        *(
-            replace(one, start="magnitude", skip=SWIGLU.megabytes, megabytes=0.1 * SWIGLU.megabytes, lr=lr)
-            for lr in (3e-4, 1e-3)
-            for one in masks(SLOW, (1, 4))
-        ),
-    ],
+    "converted": seeds(
+        [
+            SWIGLU,
+            replace(SWIGLU, megabytes=1.1 * SWIGLU.megabytes),
+            *(
+                replace(
+                    one,
+                    start=start,
+                    distilled=distilled,
+                    skip=SWIGLU.megabytes,
+                    megabytes=0.1 * SWIGLU.megabytes,
+                    lr=3e-4,
+                )
+                for distilled in (False, True)
+                for start in ("magnitude", "average", "up")
+                for one in masks(PAPER, (1, 4))
+            ),
+            *(
+                replace(one, start="magnitude", skip=SWIGLU.megabytes, megabytes=0.1 * SWIGLU.megabytes, lr=lr)
+                for lr in (3e-4, 1e-3)
+                for one in masks(SLOW, (1, 4))
+            ),
+        ],
+        SEEDS[:2],
+    ),
     # 6. Three sizes.
     "sizes": [
         *seeds([replace(one, size=size) for size in ("25M", "90M") for one in SIZED]),
         *seeds([replace(one, size="10M") for one in SIZED], range(8)),  # which differ more, and are cheap
+        *seeds([replace(one, size="10M") for one in (replace(PAPER, n_masks=8), BEST[8])]),
+        *seeds([replace(one, size="90M") for one in (replace(PAPER, n_masks=8), BEST[8])], SEEDS[:2]),
     ],
     # 3. The claims about routes and ablations once more.
     "again": seeds(AGAIN, SEEDS[:2]),
