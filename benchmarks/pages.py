@@ -34,6 +34,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "train_model": tables_train.train_model,
     "masks_at_inference": tables.masks_at_inference,
     "overheads": tables.overheads,
+    "tensor_parallel": tables.tensor_parallel,
     "cpu_one_token": partial(tables_cpu.cpu, name="cpu_one_token"),
     "cpu_one_token_xeon": partial(tables_cpu.cpu, name="cpu_one_token_xeon"),
     "cpu_tokens": partial(tables_cpu.cpu, name="cpu_tokens"),

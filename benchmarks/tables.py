@@ -25,15 +25,16 @@ class MissingResultError(FileNotFoundError):
     """There is no result to make a table from."""
 
 
-def rows_of(results: Path, name: str) -> list[Row]:
-    """The rows of a result.
+def rows_of(results: Path, name: str, command: str | None = None) -> list[Row]:
+    """The rows of a result, which a command measures; None for `python -m mglu_ops bench` and its name.
 
     Raises:
         MissingResultError: it is not there.
     """
     rows = read(results, name)
     if not rows:
-        raise MissingResultError(f"{results / name}.csv: no such result; `python -m mglu_ops bench {name}` measures it")
+        command = command or f"python -m mglu_ops bench {name}"
+        raise MissingResultError(f"{results / name}.csv: no such result; `{command}` measures it")
     return rows
 
 
@@ -280,3 +281,22 @@ def overheads(results: Path) -> str:
         ]
         parts.append(markdown((case, "tokens", "n_m", "us", "spread, us"), lines))
     return "\n\n".join(parts)
+
+
+def tensor_parallel(results: Path) -> str:
+    """Microseconds per layer on one rank and on several, and how many times as fast several are."""
+    rows = rows_of(results, "tensor_parallel", "torchrun --standalone --nproc-per-node 2 -m benchmarks.tensor_parallel")
+    one, several = dict.fromkeys(row.variant for row in rows)
+    lines = []
+    for shape in shapes(rows):
+        for case in dict.fromkeys(row.case for row in rows):
+            for count in tokens(only(rows, case=case)):
+                line = [f"{shape[0]} x {shape[1]}", case, str(count)]
+                for n_masks in masks(rows):
+                    here = only(rows, shape=shape, case=case, tokens=count, n_masks=n_masks)
+                    before, after = of(here, one), of(here, several)
+                    gain = speedup(time_of(before), time_of(after))
+                    line.append(f"{microseconds(before)}, {microseconds(after)}: {gain}" if here else "")
+                lines.append(line)
+    head = ["out x in", "", "tokens", *(f"{one}, {several}, us: n_m = {n_masks}" for n_masks in masks(rows))]
+    return f"{source(results, 'tensor_parallel')}\n\n{markdown(head, lines)}"

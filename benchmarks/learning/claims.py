@@ -19,8 +19,12 @@ from benchmarks.learning.experiments import (
     LARGER,
     PAPER,
     SIZED,
+    SIZED_EIGHT,
+    SLOW,
     SWIGLU,
     gained,
+    level,
+    leveled,
     same_load,
     same_training,
 )
@@ -99,26 +103,40 @@ CLAIMS = [
 def _at(size: str) -> list[Claim]:
     """What is asked of the best recipe at each size."""
     swiglu, one, four, best_one, best_four, larger = (replace(of, size=size) for of in SIZED)
+    eight, best_eight = (replace(of, size=size) for of in SIZED_EIGHT)
     return [
         Claim(f"{size}: one mask learns better than with the paper's recipe", best_one, one),
         Claim(f"{size}: four masks learn better than with the paper's recipe", best_four, four),
+        Claim(f"{size}: eight masks learn better than with the paper's recipe", best_eight, eight),
         Claim(f"{size}: SwiGLU is better than one mask", swiglu, best_one),
         Claim(f"{size}: SwiGLU is better than four masks", swiglu, best_four),
+        Claim(f"{size}: SwiGLU is better than eight masks", swiglu, best_eight),
         Claim(f"{size}: SwiGLU learns better with a product 1.6 times as large", larger, swiglu),
         Claim(f"{size}: that SwiGLU is better than one mask", larger, best_one),
         Claim(f"{size}: that SwiGLU is better than four masks", larger, best_four),
     ]
 
 
+_DOWN_8 = replace(SLOW, n_masks=8, down_gain=level(8))
+_DOWN_1 = replace(PAPER, n_masks=1, down_gain=level(1))
 _TOP_1, _TOP_2, _TOP_4, _NO_GATE_MASK, _NO_VALUE_MASK, _NO_MASKS = AGAIN
 
 FINDINGS = [
     *(claim for size in SIZES for claim in _at(size)),
     Claim("two masks learn better than with the paper's recipe", BEST[2], TWO),
-    Claim("eight masks learn better than with the paper's recipe", BEST[8], EIGHT),
     Claim("sixteen masks learn better than with the paper's recipe", BEST[16], SIXTEEN),
-    Claim("SwiGLU is better than eight masks", SWIGLU, BEST[8]),
     Claim("SwiGLU with the larger product is better than eight masks", LARGER, BEST[8]),
+    *(
+        Claim(f"a constant factor of the sum is better than one of the initial weights, n_m = {n}", summed, BEST[n])
+        for n, summed in {n: leveled(SLOW, n) for n in (1, 2, 8, 16)}.items()
+    ),
+    Claim("the same of one of the initial down projection, n_m = 8", _DOWN_8, BEST[8]),
+    Claim("and, with the paper's rate of masks, n_m = 1", _DOWN_1, gained(PAPER, 1)),
+    *(
+        Claim(f"masks at 0.3 times the rate are better, with the paper's initial weights, n_m = {n}", slow, paper)
+        for n, slow, paper in ((n, replace(SLOW, n_masks=n), replace(PAPER, n_masks=n)) for n in (1, 8))
+    ),
+    Claim("masks at 0.3 times the rate are better, with leveled weights, n_m = 1", BEST[1], gained(PAPER, 1)),
     Claim("one mask is better than SwiGLU with as many weights", BEST[1], replace(SWIGLU, width=round(2 / 3, 4))),
     Claim("one mask is better than SwiGLU with as many bytes", BEST[1], replace(SWIGLU, width=same_load(1))),
     Claim("four masks are better than SwiGLU with as many bytes", BEST[4], replace(SWIGLU, width=same_load(4))),
@@ -139,6 +157,9 @@ FINDINGS = [
     Claim("no masks are worse than one mask", BEST[1], _NO_MASKS),
 ]
 """What is asked of the best recipe. Models have 25M weights and equal widths unless the text says otherwise."""
+
+COMPARED = frozenset(recipe for claim in (*CLAIMS, *FINDINGS) for recipe in (claim.better, claim.worse))
+"""The recipes of both tables, whose seeds give the noise. Higher learning rates have larger differences of seeds."""
 
 
 @dataclass(frozen=True)
@@ -166,11 +187,12 @@ def deviation(losses: Iterable[Sequence[float]]) -> float:
 
 
 def losses_of(found: Iterable[Finished], size: str) -> Mapping[Recipe, list[float]]:
-    """The losses of all seeds of each recipe of a size of model; the recipes have seed 0."""
+    """The losses of all seeds of each recipe that is compared, of a size of model; the recipes have seed 0."""
     losses: dict[Recipe, list[float]] = {}
     for run in found:
-        if run.recipe.size == size:
-            losses.setdefault(replace(run.recipe, seed=0), []).append(run.loss)
+        recipe = replace(run.recipe, seed=0)
+        if recipe.size == size and recipe in COMPARED:
+            losses.setdefault(recipe, []).append(run.loss)
     return losses
 
 
@@ -286,20 +308,21 @@ def stability(results: Path) -> str:
     """The table of learning rates: the loss, and by how much single steps exceed the mean of their part of the run.
 
     A run has parts between the points of its curve; the first, with the warm-up, is left out. 'Rise' is by how much the
-    mean of a part exceeds that of an earlier one.
+    mean of a part exceeds that of an earlier one. Of several seeds, the loss is the mean, and the rest the largest.
 
     Raises:
         MissingResultError: there is no result.
     """
-    found = {run.recipe: run for run in runs(results)}
+    found = runs(results)
     lines = []
     for lr in (1e-3, 3e-3, 6e-3, 1e-2):
-        for recipe in (replace(SWIGLU, lr=lr), replace(FOUR, lr=lr)):
-            if recipe in found:
-                parts = [(float(row["train"]), float(row["worst"])) for row in found[recipe].rows[1:]]
-                spike = max(worst - mean for mean, worst in parts)
-                rise = max(late - early for i, (early, _) in enumerate(parts) for late, _ in parts[i:])
-                name = label(replace(recipe, lr=Recipe.lr))
-                lines.append([f"{lr:g}", name, f"{found[recipe].loss:.4f}", f"{spike:.2f}", f"{rise:.2f}"])
-    head = ["learning rate", "layer", "nats a byte", "largest step over its part's mean", "rise"]
-    return f"{source(list(found.values()))}\n\n{markdown(head, lines)}"
+        for recipe in (SWIGLU, FOUR):
+            of = [run for run in found if replace(run.recipe, seed=0) == replace(recipe, lr=lr)]
+            if of:
+                parts = [[(float(row["train"]), float(row["worst"])) for row in run.rows[1:]] for run in of]
+                spike = max(worst - mean for run in parts for mean, worst in run)
+                rise = max(late - early for run in parts for i, (early, _) in enumerate(run) for late, _ in run[i:])
+                loss = statistics.fmean(run.loss for run in of)
+                lines.append([f"{lr:g}", label(recipe), f"{loss:.4f}", f"{spike:.2f}", f"{rise:.2f}", str(len(of))])
+    head = ["learning rate", "layer", "nats a byte", "largest step over its part's mean", "rise", "seeds"]
+    return f"{source(found)}\n\n{markdown(head, lines)}"

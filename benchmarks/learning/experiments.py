@@ -70,6 +70,8 @@ LARGER = replace(SWIGLU, scale=round(level(1) / 2, 4))
 """SwiGLU whose product is multiplied by 1.6, and so begins as large as the sum of four masks, about."""
 SIZED = (SWIGLU, *masks(PAPER, (1, 4)), BEST[1], BEST[4], LARGER)
 """The recipes that are trained at all sizes."""
+SIZED_EIGHT = (replace(PAPER, n_masks=8), BEST[8])
+"""Eight masks, which take the longest of all sizes and have fewer seeds."""
 AGAIN = (
     *(replace(SLOW, top_k=k, weight_gain=round(level_gain(4, top_k=k), 4)) for k in (1, 2, 4)),
     *(
@@ -194,8 +196,8 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
     "sizes": [
         *seeds([replace(one, size=size) for size in ("25M", "90M") for one in SIZED]),
         *seeds([replace(one, size="10M") for one in SIZED], range(8)),  # which differ more, and are cheap
-        *seeds([replace(one, size="10M") for one in (replace(PAPER, n_masks=8), BEST[8])]),
-        *seeds([replace(one, size="90M") for one in (replace(PAPER, n_masks=8), BEST[8])], SEEDS[:2]),
+        *seeds([replace(one, size=size) for size in ("10M", "25M") for one in SIZED_EIGHT]),
+        *seeds([replace(one, size="90M") for one in SIZED_EIGHT], SEEDS[:2]),
     ],
     # 3. The claims about routes and ablations once more.
     "again": seeds(AGAIN, SEEDS[:2]),

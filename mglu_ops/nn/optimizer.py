@@ -37,9 +37,9 @@ def parameter_groups(
     next small gradient flips its bit; that is noise and no regularisation. The learning rate decides how often bits
     flip: Adam moves a logit by about its learning rate at each step, however small the gradient is, and logits start
     within about 0.01 of 0. With the rate of the weights, say 1e-3, ten steps flip a typical bit. The default of 0.3
-    times that rate is part of the recipe that learned best in our training runs (benchmarks/learning); single runs with
-    0.1 and 0.03 times the rate differed from it by less than the noise. The paper's rate is that of the weights,
-    `mask_lr=lr`.
+    times that rate is part of the recipe that learned best in our training runs (benchmarks/learning); runs with 0.1
+    and 0.03 times the rate differed from it by less than the noise. One mask with the initial weights of the paper
+    learned better at the paper's rate, which is that of the weights: `mask_lr=lr`.
 
     The logits of `MGLU` and `NaiveMGLU`, and of their subclasses, are recognised by the class of the module. Those of
     your own modules are not, whatever they are called: name them in `mask_logits`. A parameter that several modules

@@ -315,6 +315,23 @@ def test_tables_of_models(tmp_path: Path) -> None:
     assert lines[14] == "| SwiMGLU, n_m = 4 | 2000.0 | 0.800 | 10000 | 1.25x | 0.50 |"
 
 
+def test_table_of_several_gpus(tmp_path: Path) -> None:
+    with pytest.raises(tables.MissingResultError, match=r"`torchrun .* benchmarks\.tensor_parallel` measures it"):
+        tables.tensor_parallel(tmp_path)
+    measured = [
+        row("one rank", 30.0, case="decode"),
+        row("2 ranks", 20.0, case="decode"),
+        row("one rank", 30.0, case="decode", n_masks=4),
+        row("2 ranks", 40.0, case="decode", n_masks=4),
+    ]
+    write(measured, tmp_path, "tensor_parallel", "by the clock")
+    assert tables.tensor_parallel(tmp_path).splitlines()[2:] == [
+        "| out x in |  | tokens | one rank, 2 ranks, us: n_m = 1 | one rank, 2 ranks, us: n_m = 4 |",
+        "| --- | --- | --- | --- | --- |",
+        "| 8192 x 2048 | decode | 1 | 30.0, 20.0: 1.50x | 30.0, 40.0: **0.75x, slower** |",
+    ]
+
+
 def test_summary_shows_losses_in_bold() -> None:
     assert summary.cell(10.0, swiglu=17.5, naive=160.0) == "10.0 us (1.75x, 16x)"
     assert summary.cell(2000.0, swiglu=1000.0, naive=None) == "2.00 ms (**0.50x**)"

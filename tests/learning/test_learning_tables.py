@@ -127,6 +127,8 @@ def test_verdicts_need_more_than_the_spread_of_seeds(tmp_path):
     for seed, (swiglu, gelu) in enumerate([(0.730, 0.732), (0.731, 0.733)]):
         finished(tmp_path, Recipe("glu", seed=seed), swiglu)
         finished(tmp_path, Recipe("lu", activation="gelu", seed=seed), gelu)
+    for seed in (0, 1):  # a learning rate of no claim, whose seeds differ more
+        finished(tmp_path, Recipe("glu", lr=3e-3, seed=seed), 0.7 + 0.1 * seed)
     finished(tmp_path, Recipe("glu_shared"), 0.7335)
     finished(tmp_path, Recipe("mglu", n_masks=1), 0.7330)
     finished(tmp_path, Recipe("mglu", n_masks=4), 0.7334)
@@ -193,4 +195,9 @@ def test_spikes_are_measured_within_a_part_of_a_run_and_rises_between_parts(tmp_
     parts = [(9.0, 12.0), (4.0, 4.5), (4.25, 4.75), (3.0, 4.0), (3.5, 3.75)]
     rows = [{**row, "train": mean, "worst": worst} for mean, worst in parts]
     write_table(rows, facts, path.parent, path.stem)
-    assert claims.stability(tmp_path).splitlines()[-1] == "| 0.01 | SwiMGLU, n_m = 4 | 0.9000 | 1.00 | 0.50 |"
+    assert claims.stability(tmp_path).splitlines()[-1] == "| 0.01 | SwiMGLU, n_m = 4 | 0.9000 | 1.00 | 0.50 | 1 |"
+    other = replace(one, seed=1)
+    write_table(
+        [{**row, "held_out": 0.7}, {**row, "held_out": 0.7}], facts | {"recipe.seed": "1"}, path.parent, other.name
+    )
+    assert claims.stability(tmp_path).splitlines()[-1] == "| 0.01 | SwiMGLU, n_m = 4 | 0.8000 | 1.00 | 0.50 | 2 |"
