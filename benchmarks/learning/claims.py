@@ -125,6 +125,8 @@ FINDINGS = [
     *(claim for size in SIZES for claim in _at(size)),
     Claim("two masks learn better than with the paper's recipe", BEST[2], TWO),
     Claim("sixteen masks learn better than with the paper's recipe", BEST[16], SIXTEEN),
+    Claim("SwiGLU is better than two masks", SWIGLU, BEST[2]),
+    Claim("SwiGLU is better than sixteen masks", SWIGLU, BEST[16]),
     Claim("SwiGLU with the larger product is better than eight masks", LARGER, BEST[8]),
     *(
         Claim(f"a constant factor of the sum is better than one of the initial weights, n_m = {n}", summed, BEST[n])
@@ -138,6 +140,7 @@ FINDINGS = [
     ),
     Claim("masks at 0.3 times the rate are better, with leveled weights, n_m = 1", BEST[1], gained(PAPER, 1)),
     Claim("one mask is better than SwiGLU with as many weights", BEST[1], replace(SWIGLU, width=round(2 / 3, 4))),
+    Claim("four masks are better than SwiGLU with as many weights", BEST[4], replace(SWIGLU, width=round(2 / 3, 4))),
     Claim("one mask is better than SwiGLU with as many bytes", BEST[1], replace(SWIGLU, width=same_load(1))),
     Claim("four masks are better than SwiGLU with as many bytes", BEST[4], replace(SWIGLU, width=same_load(4))),
     Claim("the same of one mask, and the larger product", BEST[1], replace(LARGER, width=same_load(1))),

@@ -96,8 +96,7 @@ def measure(recipes: Sequence[Recipe], out: Path, most: int = 0) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    names = ["layers", "best", "budgets", "variants", "sizes", "again"]
-    parser.add_argument("--only", nargs="+", choices=list(EXPERIMENTS), default=names, metavar="NAME")
+    parser.add_argument("--only", nargs="+", choices=list(EXPERIMENTS), default=list(EXPERIMENTS), metavar="NAME")
     parser.add_argument("--kernels", type=int, default=0, help="print so many of the longest kernels")
     options = parser.parse_args()
     measure(list(dict.fromkeys(map(layer_of, chosen(options.only)))), options.out, options.kernels)

@@ -235,16 +235,25 @@ def source(found: Sequence[Finished]) -> str:
 
 
 def masks(results: Path) -> str:
-    """What masks became by the end of training: the gate ratio of each layer, as in the paper's Figure 14."""
-    found = [run for run in runs(results) if run.recipe in EXPERIMENTS["layers"] and run.recipe.has_masks]
-    found = [run for run in found if run.recipe.seed == 0]
+    """What masks became: the gate ratio of each layer at the end, as in the paper's Figure 14, and flips and agreement.
+
+    Flips are the share of bits that one step changed: the last one before the first point of the curve, and the last.
+    """
+    found = [run for run in runs(results) if run.recipe in EXPERIMENTS["layers"] + EXPERIMENTS["best"]]
+    found = [run for run in found if run.recipe.has_masks and run.recipe.learned and run.recipe.seed == 0]
     if not found:
         raise MissingResultError(f"{results / FOLDER}: no result of a layer with masks is here")
     ratios = [(run, json.loads(run.last["gate_ratios"])) for run in sorted(found, key=lambda run: run.recipe.n_masks)]
     layers = max(len(of) for _, of in ratios)
-    head = ["feed-forward layer", *map(str, range(1, layers + 1)), "agreement"]
+    head = ["feed-forward layer", *map(str, range(1, layers + 1)), "agreement", "flips, early", "flips, last"]
     lines = [
-        [label(run.recipe), *(f"{ratio:.3f}" for ratio in of), agreement(run.last["agreement"])] for run, of in ratios
+        [
+            label(run.recipe),
+            *(f"{ratio:.3f}" for ratio in of),
+            agreement(run.last["agreement"]),
+            *(f"{float(row['flips']):.2%}" for row in (run.rows[0], run.last)),
+        ]
+        for run, of in ratios
     ]
     return f"{source(found)}\n\n{markdown(head, lines)}"
 

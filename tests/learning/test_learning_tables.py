@@ -22,7 +22,7 @@ def finished(folder: Path, one: Recipe, loss: float, device: str = "a GPU", **la
     facts |= {"commit": "0123456789", "device": device, "torch": "2.13", "weights": "20000000", "mask_bits": "8000000"}
     facts |= {"seconds": "61.4", "peak_mb": "1234.5", "corpus.kind": "python", "corpus.digest": "abcd"}
     facts |= {"corpus.held_out_bytes": "5200000", "corpus.held_out_tokens": "1300000", "tflop": "6004"}
-    last = {"train": 3.0, "worst": 3.5, "gate_ratios": "[0.5, 0.52]", "agreement": 0.5} | last
+    last = {"train": 3.0, "worst": 3.5, "gate_ratios": "[0.5, 0.52]", "agreement": 0.5, "flips": 0.001} | last
     write_table(
         [{"step": 10, "megabytes": one.megabytes, "held_out": loss, **last}], facts, folder / "learning", one.name
     )
@@ -58,7 +58,7 @@ def test_a_table_compares_with_the_mean_of_swiglu(tmp_path):
         "| SwiMGLU, n_m = 4 | 20.0 M | 41.0 | 0.7362 (0.0010) | +0.0067 | 2 | 0.512 | 7.1% | 6.0 |  | 1.2 GB |"
     )
     assert lines[-1].startswith("Not run: GELU; SwiMGLU, n_m = 1;")
-    assert "| SwiMGLU, n_m = 4 | 0.500 | 0.520 | 0.500 |" in tables.masks(tmp_path)
+    assert "| SwiMGLU, n_m = 4 | 0.500 | 0.520 | 0.500 | 0.10% | 0.10% |" in tables.masks(tmp_path)
     finished(tmp_path, Recipe("glu", width=0.75), 0.7390)  # a SwiGLU of another width is compared, too
     assert "| SwiGLU, 0.75 times as wide | 20.0 M | 41.0 | 0.7390 | +0.0095 | 1 |" in tables.experiment(
         tmp_path, "budgets"
