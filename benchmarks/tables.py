@@ -298,5 +298,5 @@ def tensor_parallel(results: Path) -> str:
                     gain = speedup(time_of(before), time_of(after))
                     line.append(f"{microseconds(before)}, {microseconds(after)}: {gain}" if here else "")
                 lines.append(line)
-    head = ["out x in", "", "tokens", *(f"{one}, {several}, us: n_m = {n_masks}" for n_masks in masks(rows))]
+    head = ["out x in", "work", "tokens", *(f"{one}, {several}, us: n_m = {n_masks}" for n_masks in masks(rows))]
     return f"{source(results, 'tensor_parallel')}\n\n{markdown(head, lines)}"

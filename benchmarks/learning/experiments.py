@@ -84,6 +84,10 @@ AGAIN = (
 on gates or values, one mask begins as large as two with both; without masks, the result has 8 times its variance."""
 
 
+SAME_WEIGHTS = round(2 / 3, 4)
+"""The width at which a feed-forward layer of SwiGLU, with three matrices, has as many weights as SwiMGLU with two."""
+
+
 def same_load(n_masks: int) -> float:
     """The width at which a feed-forward layer of SwiGLU has as many bytes as SwiMGLU: `(32 + n_masks) / 48`."""
     return (2 * 16 + n_masks) / (3 * 16)
@@ -143,7 +147,7 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
             SWIGLU,
             *masks(PAPER, (1, 4)),
             *(BEST[n_masks] for n_masks in (1, 4)),
-            replace(SWIGLU, width=round(2 / 3, 4)),
+            replace(SWIGLU, width=SAME_WEIGHTS),
             *(replace(SWIGLU, width=same_load(n_masks)) for n_masks in (1, 4)),
             replace(SWIGLU, width=same_training(4)),
             *(replace(LARGER, width=same_load(n_masks)) for n_masks in (1, 4)),

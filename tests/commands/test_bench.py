@@ -326,7 +326,7 @@ def test_table_of_several_gpus(tmp_path: Path) -> None:
     ]
     write(measured, tmp_path, "tensor_parallel", "by the clock")
     assert tables.tensor_parallel(tmp_path).splitlines()[2:] == [
-        "| out x in |  | tokens | one rank, 2 ranks, us: n_m = 1 | one rank, 2 ranks, us: n_m = 4 |",
+        "| out x in | work | tokens | one rank, 2 ranks, us: n_m = 1 | one rank, 2 ranks, us: n_m = 4 |",
         "| --- | --- | --- | --- | --- |",
         "| 8192 x 2048 | decode | 1 | 30.0, 20.0: 1.50x | 30.0, 40.0: **0.75x, slower** |",
     ]

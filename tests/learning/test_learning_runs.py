@@ -203,7 +203,7 @@ def test_a_step_on_a_cpu_has_no_kernels():
 @pytest.mark.long
 @pytest.mark.usefixtures("tiny")
 def test_the_cost_of_more_layers_than_torch_compiles_by_itself():
-    """The limit of torch is 8 graphs of a function, and there are about 30 layers."""
+    """The limit of torch is 8 graphs of a function, and the experiments have many more layers."""
     with torch._dynamo.config.patch(recompile_limit=1):
         for layer in ("glu", "lu", "glu_shared"):
             assert cost.cost(Recipe(layer), "cpu") == {}

@@ -167,6 +167,8 @@ def test_answers_about_the_best_recipe(tmp_path):
         finished(tmp_path, Recipe("mglu", n_masks=1, seed=seed), 0.800 + 0.001 * seed)
         finished(tmp_path, Recipe("glu", seed=seed), 0.699 + 0.001 * seed)
         finished(tmp_path, Recipe("glu", width=experiments.same_load(1), seed=seed), 0.600 + 0.001 * seed)
+        larger = replace(experiments.LARGER, width=experiments.same_load(1), seed=seed)
+        finished(tmp_path, larger, 0.700 + 0.001 * seed)
     answers = {line.split(" | ")[0]: line for line in claims.findings(tmp_path).splitlines()}
     assert "Standard deviation of a seed in nats a token: 0.003 in the 25M model.\n" in claims.findings(tmp_path)
     assert answers["| 25M: one mask learns better than with the paper's recipe"].endswith(
@@ -184,7 +186,8 @@ def test_answers_about_the_best_recipe(tmp_path):
     noise = "(within the noise)"
     assert f"differ from SwiGLU of the same width by +0.404, +0.001 {noise}, +0.001 {noise} nats a token;" in text
     assert f"they differ by +0.004 {noise}, +0.001 {noise}, +0.001 {noise}, and" in text
-    assert "one mask differs from SwiGLU with as many bytes by +0.400." in text
+    assert "one mask differs from SwiGLU with as many bytes by +0.400, or by" in text
+    assert f"by +0.000 {noise} if that SwiGLU's product is 1.6 times as large." in text
 
 
 def test_spikes_are_measured_within_a_part_of_a_run_and_rises_between_parts(tmp_path):
