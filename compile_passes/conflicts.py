@@ -11,10 +11,10 @@ import torch
 from torch.fx import Graph, Node
 
 from .evaluate import Evaluation
-from .mutation import normalise_writes
 from .rules import PRECEDENCE, Rule, RulesBySymbol
 from .symbols import as_call, calls_read_once
 from .values import Value
+from .view import View
 
 
 class RuleConflict(Exception):  # noqa: N818 (a property of the rules, not of the program)
@@ -37,20 +37,16 @@ def check_rules(graph: Graph, constants: Mapping[Node, torch.Tensor] | None = No
     Raises:
         RuleConflict: two rules disagree about a node, and the pair is not in `PRECEDENCE`.
     """
-    restore = normalise_writes(graph)
-    try:
-        with calls_read_once():
-            return _AskAll(graph, constants).decided
-    finally:
-        restore()
+    with calls_read_once():
+        return _AskAll(View(graph), constants).decided
 
 
 class _AskAll(Evaluation):
     """An evaluation that asks all rules of a symbol, and not only until one of them knows a value."""
 
-    def __init__(self, graph: Graph, constants: Mapping[Node, torch.Tensor] | None = None) -> None:
+    def __init__(self, view: View, constants: Mapping[Node, torch.Tensor] | None = None) -> None:
         self.decided: set[tuple[Rule, Rule]] = set()
-        super().__init__(graph, constants)
+        super().__init__(view, constants)
 
     def _evaluate(self, node: Node, rules: RulesBySymbol, otherwise: Callable[[Node], Value]) -> Value:
         call = as_call(node)

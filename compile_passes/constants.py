@@ -17,8 +17,7 @@ from torch.fx import Graph, Node
 from mglu_ops.tensors import bytes_of
 
 from .inlining import inline_no_grad
-from .memory import STORAGE, storage_of, storages_of_all
-from .mutation import written
+from .memory import STORAGE, Memory, storage_of
 from .shapes import tensor_example
 from .symbols import as_call
 
@@ -59,13 +58,12 @@ class Folder:
 
         No node writes to their storages, neither before nor after them: the next call would see a later write.
         """
-        memory = storages_of_all(self.graph)
-        overwritten = self._written_at_end.union(
-            *(memory[target] for node in self.graph.nodes for target in written(node))
-        )
+        memory = Memory(self.graph)
+        overwritten = self._written_at_end | memory.written
         found: dict[Node, None] = {}
         for node in self.graph.nodes:
-            if (node in self._held or _is_pure(node, found)) and memory[node].isdisjoint(overwritten):
+            is_constant = node in self._held or (not memory.effects[node].writes and _is_pure(node, found))
+            if is_constant and memory.storages[node].isdisjoint(overwritten):
                 found[node] = None
         return list(found)
 
@@ -154,7 +152,7 @@ _PURE_NAMESPACES = ("aten", "prims", "mglu")
 def _is_pure(node: Node, constant: dict[Node, None]) -> bool:
     """Whether a node is a function of constants without side effects that returns the same at every call."""
     target, inputs = node.target, node.all_input_nodes
-    if node.op != "call_function" or written(node) or not inputs or not all(item in constant for item in inputs):
+    if node.op != "call_function" or not inputs or not all(item in constant for item in inputs):
         return False
     if not isinstance(target, torch._ops.OpOverload):
         return getattr(target, "__module__", None) in ("_operator", "math")

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from .recognise import Recogniser
 from .roles import keys_of_masked_weights, keys_of_masks, stack_key
@@ -24,14 +24,19 @@ from .rules import LAYER_RULES_BY_SYMBOL, WEIGHT_RULES_BY_SYMBOL, RuleError, Rul
 from .shapes import dims, dtype_of
 from .symbols import as_call
 from .values import Binary, Levels, Mask, Scalar, Value
+from .view import View
 
 
 class Evaluation(Recogniser):
     """A recogniser with the values of all nodes, computed once each."""
 
-    def __init__(self, graph: Graph, constants: Mapping[Node, torch.Tensor] | None = None) -> None:
-        """Read a graph; `constants` are the values of nodes that have the same value whenever the graph runs."""
-        super().__init__(graph)
+    def __init__(self, view: View, constants: Mapping[Node, torch.Tensor] | None = None) -> None:
+        """Read the graph of a view.
+
+        `constants` are the values of nodes of the original graph that have the same value whenever it runs.
+        """
+        super().__init__(view)
+        graph = view.graph
         self._constants = constants or {}
         self._masks = set(keys_of_masks(graph, self))
         for node in graph.nodes:
@@ -60,8 +65,8 @@ class Evaluation(Recogniser):
         key = self.key(node)
         if dtype_of(node) is torch.bool:
             return Binary(Mask(node, key, "bool"))
-        constant = self._constants.get(node)
-        if constant is not None and not self.effects.is_written(node):
+        constant = self._constants.get(self.view.origin[node]) if self.view.is_constant(node) else None
+        if constant is not None:
             if constant.dim() == 0:
                 return Scalar(float(constant))
             if constant.dim() in (2, 3) and _is_binary(constant[:1]) and _is_binary(constant):

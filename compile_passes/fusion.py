@@ -24,16 +24,16 @@ from .distributed import is_part_of_a_split_graph, lacks_its_mask, report_split_
 from .evaluate import Evaluation
 from .examples import record_examples
 from .inlining import inline_no_grad
-from .memory import storages
-from .mutation import normalise_writes
+from .memory import Memory
 from .near_misses import find_near_misses
 from .proof import Layer, check, spelled
 from .recognise import Recogniser
 from .report import FusionReport, SiteReport, lines, missed_at, module_path, source_line
-from .rewrite import rewrite
+from .rewrite import replacement, rewrite
 from .shapes import example, tensor_example
 from .sites import Refusal, Site, find_sites, interior
 from .symbols import calls_read_once
+from .view import View
 
 log = logging.getLogger(__name__)
 
@@ -74,12 +74,10 @@ def fuse_graph(
             stacklevel=2,
         )
     report.graphs += 1
-    restore = normalise_writes(graph)
     try:
         with _no_new_guards(graph), calls_read_once():
             fused, missed = _fuse(graph, constants, assume_binary)
     except Exception as error:
-        restore()
         message = (
             f"mglu_ops: the fusion pass failed and left the graph as it was ({_cause(error)}). This is a bug of "
             "mglu_ops: please report it with the program that was compiled"
@@ -88,8 +86,6 @@ def fuse_graph(
             raise FusionError(message) from error
         warnings.warn(message, UserWarning, stacklevel=2)
         return
-    if not fused:
-        restore()
     report.fused.extend(fused)
     report.missed.extend(missed)
     for site in fused:
@@ -104,40 +100,51 @@ def _fuse(
     graph: Graph, constants: Mapping[Node, Tensor] | None, assume_binary: bool
 ) -> tuple[list[SiteReport], list[SiteReport]]:
     """Fuse the layers of a graph; returns the reports of those that were fused and of those that were not."""
-    recogniser = Evaluation(graph, constants)
+    view = View(graph)
+    recogniser = Evaluation(view, constants)
     layers, missed = [], []
     found: set[Node] = set()
     reported: set[Hashable] = set()
-    for site in find_sites(graph, recogniser):
+    for site in find_sites(view.graph, recogniser):
         spelling = interior(recogniser, site)
         try:
-            layers.append(check(graph, recogniser, site, assume_binary))
+            layers.append(check(recogniser, site, assume_binary))
         except Refusal as refusal:
-            if lacks_its_mask(graph, spelling):
+            if lacks_its_mask(graph, view.originals(spelling)):
                 continue  # `report_split_layers` reports it
-            missed.append(_describe(site, reason=str(refusal), before=lines(spelling)))
+            missed.append(_missed(recogniser, site, refusal))
             reported.update(recogniser.key(projection.weight) for projection in site.projections)
         found.update(spelling)
-    missed.extend(report_split_layers(graph, found))
+    missed.extend(report_split_layers(graph, view.originals(found)))
     if not is_part_of_a_split_graph():
-        near_misses = find_near_misses(graph, recogniser, found, reported)
+        near_misses = find_near_misses(view.graph, recogniser, found, reported)
         missed.extend(missed_at(miss.node, miss.reason) for miss in near_misses)
-    before = [lines(layer.interior) for layer in layers]
-    notes = _notes(recogniser, layers)
+    made = []
+    for layer in layers:
+        try:
+            made.append(replacement(recogniser, layer))
+        except Refusal as refusal:
+            missed.append(_missed(recogniser, layer.site, refusal))
+    notes = _notes(recogniser, [one.layer for one in made])
     fused = [
         _describe(
-            layer.site,
-            route="forward_ste" if layer.trains_masks else "forward",
-            routed=bool(layer.routes),
-            packed=replaced.packed,
+            one.layer.site,
+            route="forward_ste" if one.layer.trains_masks else "forward",
+            routed=bool(one.layer.routes),
+            packed=one.packed,
             note=note,
-            hides_nan=layer.hides_nan,
-            before=nodes,
-            after=lines(replaced.nodes),
+            hides_nan=one.layer.hides_nan,
+            before=lines(one.layer.interior),
+            after=lines(one.nodes),
         )
-        for layer, nodes, note, replaced in zip(layers, before, notes, rewrite(graph, recogniser, layers), strict=True)
+        for one, note in zip(made, notes, strict=True)
     ]
+    rewrite(view, made)
     return fused, missed
+
+
+def _missed(recogniser: Recogniser, site: Site, refusal: Refusal) -> SiteReport:
+    return _describe(site, reason=str(refusal), before=lines(interior(recogniser, site)))
 
 
 def _notes(recogniser: Recogniser, layers: Sequence[Layer]) -> list[str]:
@@ -281,11 +288,12 @@ def _frozen(graph: Graph) -> dict[Node, Tensor]:
     if graph.owning_module is None or not inductor_config.freezing or torch.is_grad_enabled():
         return {}
     values = {node: getattr(graph.owning_module, str(node.target), None) for node in graph.find_nodes(op="get_attr")}
-    returned = {storage for node in graph.output_node().all_input_nodes for storage in storages(node)}
+    storages = Memory(graph).storages
+    returned = {storage for node in graph.output_node().all_input_nodes for storage in storages[node]}
     return {
         node: value.detach()
         for node, value in values.items()
-        if isinstance(value, Tensor) and storages(node).isdisjoint(returned)
+        if isinstance(value, Tensor) and storages[node].isdisjoint(returned)
     }
 
 

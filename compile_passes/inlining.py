@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from .mutation import Effects
+from .memory import Memory
 from .shapes import example, submodule, tensor_example
 
 _set_grad_enabled = torch.ops.higher_order.wrap_with_set_grad_enabled
@@ -70,7 +70,7 @@ def _can_inline(call: Node, without_gradient: set[Node] | None) -> bool:
 
 def _writes(call: Node) -> bool:
     body = submodule(call.graph, call.args[1])
-    return body is not None and not Effects(body.graph).writes_nothing
+    return body is not None and Memory(body.graph).writes_inputs
 
 
 def _takes_a_node(user: Node, results: Any) -> bool:

@@ -1,87 +1,96 @@
-"""Interference: what surrounds a site must not read, write or switch anything that fusing would change.
+"""Interference: what surrounds a layer must not read, write or watch anything that fusing would change.
 
-These are conditions 7 and 8 of `proof.py`.
+The checks look at the nodes that replace a layer, so that they know what is read in its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from torch.fx import Node
 
-from .memory import storages
-from .mutation import Effects
 from .recognise import Recogniser
-from .shapes import example
+from .report import line
 from .sites import Refusal
 from .symbols import as_call, value_users
 from .values import Activated, Bundle, Gated, Product, Projection, Weighted
+from .view import View, overwritten
 
 
 def check_interference(
-    recogniser: Recogniser, root: Node, interior: Sequence[Node], operands: Collection[Node]
+    recogniser: Recogniser, root: Node, interior: Sequence[Node], made: Sequence[Node], *, trains: bool
 ) -> None:
-    """Check that the nodes `interior`, which end with `root` and read `operands`, may be replaced.
+    """Check that the nodes `made` may replace the nodes `interior`, which end with `root`.
+
+    `trains` says that gradients of the layer are recorded.
 
     Raises:
         Refusal: they may not.
     """
+    reads = {item for node in made for item in node.all_input_nodes}.difference(made)
     _check_users(recogniser, root, interior)
     _check_modes(recogniser, root, interior)
-    _check_writes(recogniser.effects, root, set(interior), operands)
+    _check_reads(recogniser.view, root, interior, reads)
+    if trains:
+        _check_backward(recogniser.view, interior, reads)
 
 
 def _check_users(recogniser: Recogniser, root: Node, interior: Sequence[Node]) -> None:
-    """Refuse a layer whose gates, values or products have users outside of it."""
+    """Refuse a layer whose gates, values or products have users outside of it, also through shared memory."""
     inside = set(interior)
     for node in interior:
-        if node is root or not _is_computed(recogniser, node):
-            continue
         for user in value_users(node):
-            if user not in inside:
+            if user.target is overwritten and (node is root or user in inside):
+                raise Refusal(f"`{node.name}` writes in place to memory that `{user.name}` shares, which is read later")
+            if user not in inside and node is not root and _is_computed(recogniser, node):
                 raise Refusal(f"`{node.name}`, which the operator would replace, is also used by `{user.name}`")
 
 
 def _check_modes(recogniser: Recogniser, root: Node, interior: Sequence[Node]) -> None:
-    """Refuse a layer that computes under two grad modes or two autocasts.
+    """Refuse a layer that computes under two grad modes, two autocasts, or a functorch transform.
 
     Its masks may be made under another mode, such as `no_grad`: their examples tell which gradient they carry.
     """
-    modes = recogniser.effects.modes
+    wanted = recogniser.view.modes(root)
     for node in interior:
-        if modes[node] != modes[root] and _is_weight_or_more(recogniser, node):
-            mode = "grad mode" if modes[node][0] != modes[root][0] else "autocast or inference mode"
+        modes = recogniser.view.modes(node)
+        if modes.transforms:
+            raise Refusal(
+                f"`{node.name}` is computed inside of a functorch transform (torch.func.grad, vmap or jvp), which the "
+                "operator would have to know"
+            )
+        if modes != wanted and _is_weight_or_more(recogniser, node):
+            mode = "grad mode" if modes.grad != wanted.grad else "autocast or inference mode"
             raise Refusal(f"`{node.name}` is computed under another {mode} than `{root.name}`")
 
 
-def _check_writes(effects: Effects, root: Node, interior: set[Node], operands: Collection[Node]) -> None:
-    """Refuse a layer that reads or makes a tensor which is written to while the layer is computed."""
-    order = effects.order
-    if not effects.writes:
-        return
-    leaves = {*operands, *(node for inner in interior for node in inner.all_input_nodes)} - interior
-    touched = {storage for node in interior | leaves for storage in storages(node)}
-    first = min(order[node] for node in interior)
-    for node, targets in effects.writes:
-        if not first <= order[node] <= order[root]:
-            continue
-        for target in targets:
-            if example(target) is not None and not storages(target) & touched:
+def _check_reads(view: View, root: Node, interior: Sequence[Node], reads: Collection[Node]) -> None:
+    """Refuse a layer whose operator would read a tensor that no longer holds the value which the program read.
+
+    Writes of the layer itself do not count if they go with it.
+    """
+    inside = set(interior)
+    replaced = [node for node in interior if inside.issuperset(node.users)]
+    for node in reads:
+        writer = view.overwriter(node, root, without=replaced)
+        if writer is not None:
+            raise Refusal(f"`{line(writer)}` writes in place to `{view.holder(node).name}`, which the layer reads")
+
+
+def _check_backward(view: View, interior: Sequence[Node], reads: Collection[Node]) -> None:
+    """Refuse a layer if something later writes to what backward needs: the operator saves its operands.
+
+    A write that is no function in the view may go to anything that the program's own backward reads. A call whose
+    effect is unknown counts as such a write, and so does a gradient hook: it would see another gradient.
+    """
+    inside = {view.origin[node] for node in interior}
+    inputs = {item for node in interior for item in node.all_input_nodes}
+    for node in dict.fromkeys((*reads, *interior, *inputs)):
+        for writer in view.later_writers(node):
+            if writer in inside or (node not in reads and not view.is_opaque(writer)):
                 continue
-            if node not in interior or target not in interior:
-                raise Refusal(f"`{node.name}` writes in place to `{target.name}`, which the layer reads")
-            _check_overwritten(node, target, interior, order)
-
-
-def _check_overwritten(writer: Node, target: Node, interior: set[Node], order: Mapping[Node, int]) -> None:
-    """Refuse an in-place node that overwrites a tensor from outside the layer, or one that is read again later."""
-    for node in order:
-        if order[node] >= order[writer] or not storages(node) & storages(target):
-            continue
-        if node not in interior:
-            raise Refusal(f"`{writer.name}` writes in place to `{node.name}`, which is not the layer's own tensor")
-        if any(order[user] > order[writer] for user in node.users):
-            raise Refusal(f"`{node.name}` is read after `{writer.name}` has overwritten it")
+            problem = "writes in place to" if view.memory.effects[writer].is_known else "may change or watch"
+            raise Refusal(f"`{line(writer)}` {problem} `{view.holder(node).name}`, which backward needs")
 
 
 # --- Kinds of nodes --------------------------------------------------------------------------------------------------

@@ -172,7 +172,7 @@ def _miss(recogniser: Recogniser, reached: set[Node], found: set[Node]) -> NearM
             pending.append(user)
             if not _is_known(recogniser, user):
                 unknown.append(user)
-    order = recogniser.effects.order
+    order = recogniser.view.order
     if unknown:
         first = min(unknown, key=order.__getitem__)
         return NearMiss(first, _reason(recogniser, first))

@@ -9,10 +9,9 @@ is fused only if all of this holds (README.md has the argument for each point):
 4. Masks have the weight's shape, all projections have the dtype of the result, and all operands are dense tensors.
 5. The gate goes through one of the operator's activations, in value and in derivative.
 6. The terms have numbers or route weights that the operator can take.
-7. Nothing outside the layer writes to what it reads or makes while it is computed, and it is computed under one grad
-   mode and one autocast (`interference.py`).
-8. Gates, values and products have no users outside the layer (`interference.py`).
-9. The graph records no functorch transform.
+7. Nothing outside the layer writes to what the operator reads before it runs, and in training afterwards; gates,
+   values and products have no users outside the layer; and the layer is computed under one grad mode, one autocast
+   and no functorch transform (`interference.py`, which looks at the nodes that `rewrite.py` has made).
 """
 
 from __future__ import annotations
@@ -21,19 +20,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from mglu_ops.activations import ACTIVATIONS
 
 from . import formulas
 from .formulas import GRADIENT_AT_0, Scaled
-from .interference import check_interference
-from .mutation import is_random
 from .recognise import Recogniser
 from .report import line
 from .shapes import dtype_of, equal_sizes, range_of, requires_grad, slice_of, tensor_example, unusual_kind
 from .sites import Refusal, Site, interior
 from .values import Mask, Projection, Route, Term
+from .view import overwritten
 
 MAX_MASKS = 16
 
@@ -71,17 +69,12 @@ class Layer:
         return any(mask.rounding or mask.carrier or dtype_of(mask.bits) in _FLOATING for mask in masks)
 
 
-def check(graph: Graph, recogniser: Recogniser, site: Site, assume_binary: bool) -> Layer:
+def check(recogniser: Recogniser, site: Site, assume_binary: bool) -> Layer:
     """Prove that a site is MGLU and may be replaced, and describe the layer.
 
     Raises:
         Refusal: one of the conditions at the head of this module does not hold.
     """
-    if recogniser.effects.under_functorch:
-        raise Refusal(
-            "the graph records a functorch transform (torch.func.grad, vmap or jvp), and the pass fuses only in graphs "
-            "without one"
-        )
     if len(site.terms) > MAX_MASKS:
         raise Refusal(f"the sum has {len(site.terms)} masks; the operator takes at most {MAX_MASKS}")
     _check_operands(recogniser, site)
@@ -103,7 +96,7 @@ def check(graph: Graph, recogniser: Recogniser, site: Site, assume_binary: bool)
     assert isinstance(first.weight, Node)
     activation, scales = _check_activation(site)
     routes, scale = _check_routes(site, scales)
-    layer = Layer(
+    return Layer(
         site=site,
         x=first.x,
         weight=first.weight,
@@ -116,8 +109,6 @@ def check(graph: Graph, recogniser: Recogniser, site: Site, assume_binary: bool)
         scale=scale,
         interior=interior(recogniser, site),
     )
-    check_interference(recogniser, site.root, layer.interior, (layer.x, layer.weight))
-    return layer
 
 
 # --- One x and one weight --------------------------------------------------------------------------------------------
@@ -162,11 +153,12 @@ def _is_slice(node: Node) -> bool:
 
 def _why_different(recogniser: Recogniser, a: Node, b: Node) -> str:
     """Why two equal expressions hold different values, if the reason is known."""
-    if any(recogniser.is_mutable(node) for node in (a, b)):
-        return " (the graph writes to one of them in place)"
+    if any(node.target is overwritten for node in (a, b)):
+        return " (the graph writes in place to one of them)"
     if requires_grad(a) != requires_grad(b):
         return " (only one of them takes a gradient)"
-    return " (each call draws new random numbers)" if is_random(a) and is_random(b) else ""
+    draws = all(recogniser.view.effect(node).draws for node in (a, b))
+    return " (each call draws new random numbers)" if draws else ""
 
 
 # --- Masks -----------------------------------------------------------------------------------------------------------
@@ -179,7 +171,9 @@ def _check_masks(term: Term, assume_binary: bool) -> tuple[Mask, bool]:
         unmasked = "gate" if gate is None else "value"
         raise Refusal(f"the {unmasked} is not masked: MGLU masks the gate by M and the value by 1 - M")
     if gate.mask.key != value.mask.key:
-        raise Refusal("gate and value use two different masks; the value's must be 1 - M of the gate's M")
+        written = any(factor.mask.bits.target is overwritten for factor in (gate, value))
+        why = " (the graph writes in place to one of them)" if written else ""
+        raise Refusal(f"gate and value use two different masks{why}; the value's must be 1 - M of the gate's M")
     if gate.is_gate(1) and value.is_gate(-1):
         complement = False
     elif gate.is_gate(-1) and value.is_gate(1):

@@ -8,26 +8,26 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-from torch.fx import Graph, Node
+from torch.fx import Node
 
-from .mutation import Effects, is_repeatable
 from .shapes import dtype_of, is_matrix, repeated, requires_grad, slice_of, tensor_example
-from .symbols import as_call, is_identity_dropout, symbol_of
+from .symbols import as_call, is_identity_dropout
 from .values import Binary, Bundle, Carrier, Levels, Mask, Scalar, Value, Weighted, slice_key
+from .view import View
 
 
 class Recogniser:
     """The keys and values of the nodes of one graph."""
 
-    def __init__(self, graph: Graph) -> None:
-        """Give each node of a graph a key, but no value yet."""
+    def __init__(self, view: View) -> None:
+        """Give each node of the graph of a view a key, but no value yet."""
         self._values: dict[Node, Value] = {}
         self._keys: dict[Node, Hashable] = {}
         self._interned: dict[Hashable, int] = {}
         self.masked_weights: frozenset[Hashable] = frozenset()
         """The keys of the weights that some product masks."""
-        self.effects = Effects(graph)
-        for node in graph.nodes:
+        self.view = view
+        for node in view.graph.nodes:
             self._keys[node] = self._intern(node)
 
     def value(self, argument: Any) -> Value:
@@ -45,26 +45,28 @@ class Recogniser:
         return self._keys[argument]
 
     def _intern(self, node: Node) -> Hashable:
-        structure: Hashable
-        if node.op == "get_attr":
-            structure = ("get_attr", str(node.target))
-        elif (same := _same_tensor(node)) is not None and not self.is_mutable(node):
-            return self.key(same)
-        elif not is_repeatable(node) or self.is_mutable(node):
-            structure = ("leaf", node.name)
-        elif (found := slice_of(node)) is not None and found[1] == 0 and requires_grad(found[0]) == requires_grad(node):
-            return slice_key(self.key(found[0]), found[2])
-        else:
-            kwargs = tuple(sorted((name, self.key(value)) for name, value in node.kwargs.items()))
-            target = symbol_of(node) or str(node.target)
-            example = tensor_example(node)
-            device = None if example is None else str(example.device)
-            structure = (target, dtype_of(node), device, requires_grad(node), self.key(node.args), kwargs)
-        return ("node", self._interned.setdefault(structure, len(self._interned)))
+        """The key of a node: what it calls, with all arguments and defaults, on which values, and under which modes.
 
-    def is_mutable(self, node: Node) -> bool:
-        """Whether the graph writes to an input or the result of a node, so that its expression may have two values."""
-        return any(self.effects.is_written(n) for n in (node, *node.all_input_nodes))
+        The values of a view never change, so the key of an argument is that of what the node has read. Two functions
+        are equal where the table of spellings reads both as one `Call`.
+        """
+        if node.op == "get_attr":
+            return ("node", self._interned.setdefault(("get_attr", str(node.target)), len(self._interned)))
+        if (same := _same_tensor(node)) is not None:
+            return self.key(same)
+        if not self.view.is_repeatable(node):
+            return ("node", self._interned.setdefault(("leaf", node.name), len(self._interned)))
+        if (found := slice_of(node)) is not None and found[1] == 0 and requires_grad(found[0]) == requires_grad(node):
+            return slice_key(self.key(found[0]), found[2])
+        call, example = as_call(node), tensor_example(node)
+        named = tuple(sorted((name, self.key(value)) for name, value in node.kwargs.items()))
+        identity: Hashable = (node.op, node.target, self.key(node.args), named)
+        if call is not None and call.is_whole and example is not None and not example.is_complex():
+            identity = (call.symbol, self.key(call.args))
+        kind = None if example is None else (example.dtype, str(example.device), example.requires_grad)
+        modes = self.view.modes(node)
+        structure = (identity, kind, modes.blocks, modes.transforms)
+        return ("node", self._interned.setdefault(structure, len(self._interned)))
 
     def unproved(self, node: Node) -> Binary:
         """The value of a real tensor that is used like a mask although nothing proves that it is binary."""

@@ -12,47 +12,37 @@ from torch.fx import Graph, Node
 
 from mglu_ops.checks import FLOATING
 
-from .mutation import is_repeatable, written
+from .interference import check_interference
 from .proof import Layer
 from .recognise import Recogniser
 from .report import AT_EACH_CALL, BEFOREHAND, WHEN_COMPILED
-from .shapes import column_of, dims, dtype_of, slice_of, tensor_example
+from .shapes import column_of, dims, dtype_of, requires_grad, slice_of, tensor_example
 from .symbols import as_call
 from .values import Mask, Route, Slice
+from .view import View
 
 _mglu = torch.ops.mglu
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """The nodes that replace a layer, and when its masks are packed (one of the constants of `report`)."""
+    """A layer, the nodes that replace it, and when its masks are packed (one of the constants of `report`).
 
+    The last of the nodes holds the layer's result.
+    """
+
+    layer: Layer
     nodes: tuple[Node, ...]
     packed: str
 
 
-def rewrite(graph: Graph, recogniser: Recogniser, layers: Sequence[Layer]) -> list[Replacement]:
-    """Replace layers, given in the order of the graph, and erase nodes that are then unused.
+def replacement(recogniser: Recogniser, layer: Layer) -> Replacement:
+    """Insert the nodes that compute a layer before its root in the view; nothing reads them yet.
 
-    All new nodes are made before any node is replaced, so an error leaves the graph as it was.
+    Raises:
+        Refusal: what surrounds the layer keeps it from being replaced. The view is then as before, as with any error.
     """
-    made: list[tuple[Layer, Node, Replacement]] = []
-    try:
-        for layer in layers:
-            made.append((layer, *_made(graph, recogniser, layer)))
-    except BaseException:
-        for _, _, replacement in reversed(made):
-            _erase(graph, replacement.nodes)
-        raise
-    for layer, result, _ in made:
-        layer.site.root.replace_all_uses_with(result)
-    _erase_dead(graph, {node for layer in layers for node in layer.interior})
-    return [replacement for _, _, replacement in made]
-
-
-def _made(graph: Graph, recogniser: Recogniser, layer: Layer) -> tuple[Node, Replacement]:
-    """Insert the nodes that compute a layer before its root, and return the result and the replacement."""
-    root = layer.site.root
+    graph, root = recogniser.view.graph, layer.site.root
     before = root.prev
     try:
         with graph.inserting_before(root):
@@ -61,11 +51,15 @@ def _made(graph: Graph, recogniser: Recogniser, layer: Layer) -> tuple[Node, Rep
                 result = graph.call_function(torch.mul, (result, layer.scale))
             if layer.site.rest is not None:
                 result = graph.call_function(torch.add, (layer.site.rest, result))
+        nodes = tuple(_nodes_between(before, root))
+        trains = torch.is_grad_enabled() and requires_grad(root)
+        check_interference(recogniser, root, layer.interior, nodes, trains=trains)
     except BaseException:
-        _erase(graph, _nodes_between(before, root))
+        for node in reversed(_nodes_between(before, root)):
+            graph.erase_node(node)
         raise
     result.meta = dict(root.meta)
-    return result, Replacement(tuple(_nodes_between(before, root)), packed)
+    return Replacement(layer, nodes, packed)
 
 
 def _nodes_between(before: Node, after: Node) -> list[Node]:
@@ -76,20 +70,23 @@ def _nodes_between(before: Node, after: Node) -> list[Node]:
     return nodes
 
 
-def _erase(graph: Graph, nodes: Sequence[Node]) -> None:
-    for node in reversed(nodes):
-        graph.erase_node(node)
+def rewrite(view: View, replacements: Sequence[Replacement]) -> None:
+    """Let the users of the layers read their replacements, erase what is then unused, and change the original graph."""
+    for made in replacements:
+        made.layer.site.root.replace_all_uses_with(made.nodes[-1])
+    _erase_dead(view, {node for made in replacements for node in made.layer.interior})
+    view.write_back()
 
 
-def _erase_dead(graph: Graph, spelling: set[Node]) -> None:
+def _erase_dead(view: View, spelling: set[Node]) -> None:
     """Erase unused nodes of the layers, the assertions about them, and what only they read."""
     dying = set(spelling)
-    for node in reversed(graph.nodes):
+    for node in reversed(view.graph.nodes):
         call = as_call(node)
         is_assertion = call is not None and call.symbol == "assert_metadata" and call.args[0] in dying
         if (node in dying or is_assertion) and not node.users:
-            dying.update(item for item in node.all_input_nodes if is_repeatable(item) and not written(item))
-            graph.erase_node(node)
+            dying.update(item for item in node.all_input_nodes if view.is_repeatable(item))
+            view.graph.erase_node(node)
 
 
 def _fused_call(graph: Graph, recogniser: Recogniser, layer: Layer) -> tuple[Node, str]:
@@ -224,7 +221,7 @@ def _is_folded(recogniser: Recogniser, node: Node) -> bool:
     pending, seen = [node], set()
     while pending:
         current = pending.pop()
-        if current.op == "placeholder" or recogniser.effects.is_written(current):
+        if current.op == "placeholder" or (current.op == "get_attr" and not recogniser.view.is_constant(current)):
             return False
         if current not in seen:
             seen.add(current)

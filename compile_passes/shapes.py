@@ -254,7 +254,7 @@ def repeated(node: Any) -> tuple[Any, int | None]:
             dim = new_dims[0]
     elif call.symbol == "getitem" and call.args[1] is None:
         dim = 0
-    elif call.symbol in ("expand", "expand_as"):
+    elif call.symbol in ("expand", "repeat", "expand_as"):
         base, dim = repeated(base) if dims(base) == dims(node) else (base, 0)
     if dim is None or not _is_repetition(base, node, dim):
         return node, None

@@ -9,6 +9,7 @@ A signature is text, such as `"input, other, alpha==1"`:
 | `a\|b` | an argument with two names |
 | `name==value` | the call is understood only if the argument is absent or has this value; the rules do not receive it |
 | `-name` | an argument that cannot change what the rules conclude (they read shape and dtype of the result) |
+| `-inplace` | whether the call may overwrite its input, which the view (`view.py`) has dealt with; a bool |
 | `*name` | all further positional arguments, or one sequence: the rules receive a tuple |
 | `...` | any further arguments, none of which can change what the rules conclude |
 """
@@ -20,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
+from types import NoneType
 from typing import Any
 
 
@@ -62,6 +64,12 @@ class Signature:
         """The names of the arguments that the rules receive."""
         return tuple(p.names[0] for p in self.parameters if p.kind in (_Kind.READ, _Kind.REST))
 
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether the arguments that the rules receive determine the value of the call."""
+        unread = [p for p in self.parameters if p.kind is _Kind.UNREAD and p.names[0] != "inplace"]
+        return not unread and not self.is_open
+
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
         """The arguments that the rules receive, by name; None if the given ones do not fit the signature."""
         bound: dict[str, Any] = {}
@@ -78,6 +86,8 @@ class Signature:
             if value is _MISSING:
                 value = parameter.default
             if value is _REQUIRED or (parameter.kind is _Kind.FIXED and not _is_same(value, parameter.default)):
+                return None
+            if parameter.names[0] == "inplace" and not isinstance(value, (bool, NoneType)):
                 return None
             bound[parameter.names[0]] = value
         if not self.is_open and (given or position < len(args)):

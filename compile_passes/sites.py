@@ -91,7 +91,7 @@ def interior(recogniser: Recogniser, site: Site) -> tuple[Node, ...]:
             continue
         seen.add(node)
         stack.extend(node.all_input_nodes)
-    return tuple(sorted(seen, key=recogniser.effects.order.__getitem__))
+    return tuple(sorted(seen, key=recogniser.view.order.__getitem__))
 
 
 def _is_spelling(recogniser: Recogniser, node: Node) -> bool:
@@ -102,5 +102,5 @@ def _is_spelling(recogniser: Recogniser, node: Node) -> bool:
     return call is not None and call.symbol in _IN_BETWEEN
 
 
-_IN_BETWEEN = frozenset({"unbind", "split", "expand", "unsqueeze", "getitem", "select", "empty", "size"})
+_IN_BETWEEN = frozenset({"unbind", "split", "expand", "repeat", "unsqueeze", "getitem", "select", "empty", "size"})
 """Symbols of nodes that may belong to a spelling although the recogniser knows no value of them."""

@@ -68,7 +68,7 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "div", f"{_TWO}, rounding_mode==None", _elementwise("div", *quotients)
     # Forms with a factor or a rounding, only for functions of masks, which torch itself evaluates with all arguments.
     yield "scaled_add", f"{_TWO}, alpha", _elementwise("add")
-    yield "scaled_add", f"{_TWO}, alpha", _elementwise("sub", torch.subtract, "subtract")
+    yield "scaled_sub", f"{_TWO}, alpha", _elementwise("sub", torch.subtract, "subtract")
     yield "rounded_div", f"{_TWO}, rounding_mode", _elementwise("div")
     yield "round", "input, decimals==0", _elementwise("round")
     yield "round_to", "input, decimals", _elementwise("round")
@@ -144,7 +144,8 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "sum", reduction, _elementwise("sum")
     yield "mean", reduction, _elementwise("mean")
     yield "unsqueeze", "input, dim", _elementwise("unsqueeze")
-    yield "expand", "input, *sizes", ("expand", "repeat", *_aten("expand", "repeat"))
+    yield "expand", "input, *sizes", ("expand", *_aten("expand"))
+    yield "repeat", "input, *sizes", ("repeat", *_aten("repeat"))
     yield "expand", "input, *sizes|size|shape", (torch.broadcast_to, "broadcast_to", *_aten("broadcast_to"))
     yield "expand_as", _TWO, ("expand_as", *_aten("expand_as"))
     yield "t", "input", (torch.t, "t", *_aten("t", "numpy_T"))
@@ -213,10 +214,12 @@ class Call:
     Attributes:
         symbol: the operation.
         args: the arguments that the signature of the symbol passes to the rules, with defaults filled in.
+        is_whole: whether symbol and arguments determine the value, so that calls which agree in them are equal.
     """
 
     symbol: str
     args: tuple[Any, ...]
+    is_whole: bool = False
 
 
 _calls_read: ContextVar[dict[Node, tuple[Any, Any, Any, Call | None]] | None] = ContextVar("calls_read", default=None)
@@ -277,7 +280,7 @@ def is_identity_dropout(call: Call) -> bool:
 
 def _bind(symbol: str, signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call | None:
     bound = signature.bind(args, kwargs)
-    return None if bound is None else Call(symbol, tuple(bound[name] for name in _ORDER[symbol]))
+    return None if bound is None else Call(symbol, tuple(bound[name] for name in _ORDER[symbol]), signature.is_whole)
 
 
 _MODULES: Mapping[type[nn.Module], str] = MappingProxyType(

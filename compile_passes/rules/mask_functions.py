@@ -19,7 +19,7 @@ COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne")
 
 
 _POINTWISE = (
-    *("add", "sub", "rsub", "scaled_add", "mul", "div", "rounded_div", "neg", "abs", "reciprocal"),
+    *("add", "sub", "rsub", "scaled_add", "scaled_sub", "mul", "div", "rounded_div", "neg", "abs", "reciprocal"),
     *("pow", "square", "remainder"),
     *("clamp", "clamp_min", "maximum", "round", "round_to", "sign", "relu", "threshold"),
     *("not", "logical_not", "and", "or", "xor", "logical_and", "logical_or", "logical_xor"),

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..mutation import Effects
 from ..recognise import Recogniser
 from ..shapes import dimension, dtype_of, requires_grad, same_shape, slice_of, submodule, tensor_example
 from ..symbols import Call, as_call
 from ..values import MOST_ITEMS, Binary, Bundle, Carrier, Levels, Mask, Scalar, Value, binary_at, slice_key
+from ..view import View
 from .mask_functions import COMPARISONS, of_levels
 from .rule import rule
 
@@ -96,7 +96,7 @@ def comparison(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
     With NaN both comparisons are False. The rule assumes that logits are numbers, so NaN counts as not positive.
     """
-    if dtype_of(node) is not torch.bool or recogniser.is_mutable(node):
+    if dtype_of(node) is not torch.bool:
         return None
     left, right = call.args
     kind = "eq" if call.symbol in ("eq", "ne") else "gt"
@@ -125,7 +125,7 @@ def _compared(recogniser: Recogniser, argument: Any) -> Hashable:
 def cast_to_bool(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`m.bool()` of an unknown tensor, which is `m != 0`."""
     source = call.args[0]
-    if dtype_of(node) is not torch.bool or recogniser.value(source) is not None or recogniser.is_mutable(node):
+    if dtype_of(node) is not torch.bool or recogniser.value(source) is not None:
         return None
     operands = sorted([_compared(recogniser, source), "zero"], key=repr)
     return Binary(Mask(node, ("eq", *operands), "bool", inverted=True), at=(1, 0))
@@ -182,12 +182,12 @@ def result_of_a_function(recogniser: Recogniser, node: Node, call: Call) -> Valu
     if not isinstance(source, Node) or "autograd_function_apply" not in str(source.target):
         return None
     body = submodule(source.graph, source.args[0])
-    if body is None or not isinstance(index, int) or not Effects(body.graph).writes_nothing:
+    if body is None or not isinstance(index, int):
         return None
-    (returned,) = body.graph.find_nodes(op="output")
-    results = returned.args[0][0]  # the body returns a pair: its results, and what is saved for backward
+    view = View(body.graph)
+    results: Any = view.graph.output_node().args[0][0]  # with what is saved for backward, the body returns a pair
     result = results[index] if isinstance(results, (tuple, list)) else results
-    hard = type(recogniser)(body.graph).value(result)
+    hard = None if view.memory.writes_inputs else type(recogniser)(view).value(result)
     if not isinstance(hard, Binary) or not hard.is_gate(1) or hard.mask.proof is None:
         return None
     key = recogniser.key(node)

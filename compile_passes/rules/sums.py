@@ -71,7 +71,7 @@ def _with_rest(node: Node, gated: Gated, gated_node: Node, rest: Any) -> Gated |
 
     The residual may broadcast to the shape of the sum, as a bias does.
     """
-    if gated.rest is not None or not isinstance(rest, Node) or "iadd" in str(node.target) or "add_" in str(node.target):
+    if gated.rest is not None or not isinstance(rest, Node):
         return None
     if dtype_of(node) is None or dtype_of(node) != dtype_of(rest) or not same_shape(node, gated_node):
         return None

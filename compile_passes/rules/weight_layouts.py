@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from ..recognise import Recogniser
-from ..shapes import dimension, dims, dtype_of, equal_sizes, holds, is_matrix, same_shape, size, tensor_example
+from ..shapes import dimension, dims, dtype_of, equal_sizes, holds, is_matrix, requires_grad, same_shape, size, tensor_example
 from ..symbols import Call
 from ..values import Bundle, Product, Value, Weighted
 from .bundles import bundle, each, part_of
@@ -19,12 +19,12 @@ from .rule import rule
 
 @rule("to", "alias")
 def cast_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """A masked weight in another dtype, if the operator's own cast gives the same; a copy that is then written to."""
+    """A masked weight in another dtype, if the operator's own cast gives the same; a copy of a weight."""
     source, dtype = call.args[0], dtype_of(node)
     value = recogniser.value(source)
     if isinstance(value, (Weighted, Bundle)) and dtype is not None:
         return each(value, lambda one: one if isinstance(one, Weighted) and rounds_once(one, source, dtype) else None)
-    is_copy = call.symbol == "alias" and is_matrix(source) and recogniser.effects.is_written(node)
+    is_copy = call.symbol == "alias" and is_matrix(source) and requires_grad(source) == requires_grad(node)
     return Weighted(source, None) if is_copy and recogniser.as_weighted(source) is not None else None
 
 

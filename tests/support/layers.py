@@ -350,6 +350,34 @@ def clone_written_to(x, weight, logits):
     return y
 
 
+@fuses("forward_ste")
+def logits_negated_inside_the_straight_through(x, weight, logits):
+    y = 0
+    for m in logits.clone():
+        m = m.clone()
+        hard = (m > 0).to(m.dtype)
+        m.mul_(-1)
+        y = y + gated(x, weight, (hard - m).detach() + m)
+    return y
+
+
+@fuses("forward")
+def sum_that_is_written_before(x, weight, logits):
+    y = torch.zeros(*x.shape[:-1], D, dtype=x.dtype)
+    y[0] = 3
+    for m in logits > 0:
+        y = y + gated(x, weight, m, ~m)
+    return y
+
+
+@fuses("forward")
+def residual_that_terms_are_added_to(x, weight, logits):
+    y = weight[:, 0] * x.sum(-1, keepdim=True)
+    for m in logits > 0:
+        y += gated(x, weight, m, ~m)
+    return y
+
+
 @fuses("forward")
 def clone_filled(x, weight, logits):
     y = 0

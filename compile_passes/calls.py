@@ -1,0 +1,301 @@
+"""What a call does beside returning values: which arguments it writes to, whose memory it shares, whether it draws.
+
+No list of functions says so. A call is run once on fake tensors, and the schemas and tags of the operators that it
+dispatches to tell what it writes and whether it draws random numbers; the storages of its results tell which arguments
+they share memory with. Where a call cannot be run so, the schemas of its overloads decide. A call that has neither is
+unknown: it is taken to write to all of its arguments, to return them, and to draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule, Node
+from torch.jit._builtins import _find_builtin
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .shapes import example, submodule
+from .symbols import is_inplace_name
+
+_TORCH = ("torch", "_operator", "math")
+"""Modules whose functions do no more than call operators. Functions of others may do anything."""
+
+_OUTSIDE_OF_OPERATORS = ("torch._dynamo", "torch.autograd", "torch.utils")
+"""Parts of torch whose functions do more than that: Dynamo's helpers register gradient hooks, for example."""
+
+_GUARDS_OF_EXPORT = "_guards_fn"
+"""A module that `ExportedProgram.module()` calls to check the sizes of its inputs."""
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a call does.
+
+    Attributes:
+        writes: the arguments that it writes to, as positions in `node.all_input_nodes`.
+        shares: the arguments whose memory its results may share, likewise.
+        draws: whether it may return something else each time: it draws random numbers or leaves memory uninitialised.
+        returns_target: whether its result is the first argument, which it writes to.
+        is_known: whether operators tell all of this.
+    """
+
+    writes: frozenset[int] = frozenset()
+    shares: frozenset[int] = frozenset()
+    draws: bool = False
+    returns_target: bool = False
+    is_known: bool = True
+
+
+NONE = Effect()
+
+
+def _unknown(node: Node) -> Effect:
+    everything = frozenset(range(len(node.all_input_nodes)))
+    return Effect(everything, everything, draws=True, is_known=False)
+
+
+class Watcher:
+    """Finds what the calls of a graph do; calls that are alike are run once.
+
+    They run on fake tensors of a mode of their own, with the sizes that symbolic ones had when they were traced, so that
+    nothing here changes what the tracer knows about sizes.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Effect] = {}
+
+    def effect(self, node: Node) -> Effect:
+        """What a node does."""
+        target: Any = node.target
+        if node.op in ("placeholder", "get_attr", "output"):
+            return NONE
+        if isinstance(target, torch._ops.HigherOrderOperator):
+            return _of_bodies(node, bodies_of(node))
+        if node.op == "call_module":
+            body = submodule(node.graph, node)
+            if body is not None:
+                return NONE if target == _GUARDS_OF_EXPORT else _of_bodies(node, [body])
+        elif not _is_of_torch(node):
+            return _unknown(node)
+        elif _is_of_functorch(target):  # wrapping and unwrapping for `vmap` and `grad`, which only a graph contains
+            return Effect(shares=frozenset(range(len(node.all_input_nodes))))
+        elif not node.all_input_nodes and not isinstance(example(node), Tensor):
+            return NONE  # it switches a mode
+        key = _likeness(node)
+        if key not in self._known:
+            self._known[key] = _watched(node) or _by_schema(node)
+        return self._known[key]
+
+
+def _watched(node: Node) -> Effect | None:
+    """The effect of a call by running it on fake tensors; None if that fails."""
+    inputs, watch = node.all_input_nodes, _Watch()
+    try:
+        with FakeTensorMode(), torch.no_grad():
+            copies = {item: tree_map(_copy, example(item)) for item in inputs}
+            call = _as_function(node)
+            args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), copies.__getitem__)
+            with watch:
+                result = call(*args, **kwargs)
+    except Exception:  # any error of the call, and of sizes that are unknown
+        return None
+    memory = {i: {storage_of(t) for t in _tensors(copies[item])} for i, item in enumerate(inputs)}
+    returned = {storage_of(t) for t in _tensors(result)}
+    writes = {i for i, held in memory.items() if held & watch.written}
+    if _is_named_inplace(node) and inputs:
+        writes.add(0)
+    shares = frozenset(i for i, held in memory.items() if held & returned)
+    returns_target = bool(args) and result is args[0] and 0 in writes
+    return Effect(frozenset(writes), shares, watch.draws, returns_target)
+
+
+def _copy(value: Any) -> Any:
+    """A fake tensor like `value`, or the number that a symbolic one stood for in tracing."""
+    if isinstance(value, Tensor):
+        shape, stride = ([_number(n) for n in sizes] for sizes in (value.shape, value.stride()))
+        if 0 in shape:
+            raise _NoExample("an operator may skip its work on an empty tensor")
+        return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+    return _number(value) if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, (int, float)):
+        return value
+    if value.node.hint is None:
+        raise _NoExample(f"the value of {value} is unknown")
+    return value.node.hint
+
+
+class _NoExample(Exception):  # noqa: N818 (a result, not an error)
+    """There is no example to run a call on."""
+
+
+def _as_function(node: Node) -> Callable[..., Any]:
+    """The function that a node calls; a module of torch runs with copies of its parameters and buffers."""
+    if node.op == "call_method":
+        return lambda tensor, *args, **kwargs: getattr(tensor, str(node.target))(*args, **kwargs)
+    if node.op == "call_function":
+        assert callable(node.target)
+        return node.target
+    assert node.graph.owning_module is not None
+    module = node.graph.owning_module.get_submodule(str(node.target))
+    if not type(module).__module__.startswith("torch.nn"):
+        raise _NoExample("a module of another library may do anything")
+    state = {name: _copy(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    return lambda *args, **kwargs: torch.func.functional_call(module, state, args, kwargs)
+
+
+class _Watch(TorchDispatchMode):
+    """Records what the operators that are dispatched write to, and whether they draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: set[Hashable] = set()
+        self.draws = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        names = [argument.name for argument in func._schema.arguments]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        written = [given.get(argument.name) for argument in func._schema.arguments if _is_written(argument)]
+        if given.get("training", given.get("train")) is True:  # the schemas of most norms do not declare this write
+            written += [given.get("running_mean"), given.get("running_var")]
+        self.written.update(storage_of(tensor) for tensor in _tensors(written))
+        self.draws |= _draws(func)
+        return func(*args, **kwargs)
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _draws(op: torch._ops.OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in op.tags or "empty" in op._schema.name
+
+
+def _is_of_torch(node: Node) -> bool:
+    """Whether a node calls a function that calls nothing but operators."""
+    target: Any = node.target
+    if node.op == "call_method" or isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return True
+    module = getattr(target, "__module__", None) or "torch"
+    if target is getattr:
+        return True
+    return module.split(".")[0] in _TORCH and not module.startswith(_OUTSIDE_OF_OPERATORS)
+
+
+def _is_of_functorch(target: Any) -> bool:
+    return "functorch" in (getattr(target, "__module__", None) or "")
+
+
+def _is_named_inplace(node: Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return is_inplace_name(name) and getattr(node.target, "__module__", "") != "_operator"
+
+
+# --- Calls that are alike --------------------------------------------------------------------------------------------
+
+
+def _likeness(node: Node) -> Hashable:
+    """A key that is equal for calls of one function whose arguments differ only in the values of tensors."""
+    positions = {item: position for position, item in enumerate(node.all_input_nodes)}
+
+    def frozen(argument: Any) -> Hashable:
+        if isinstance(argument, Node):
+            return ("input", positions[argument])
+        if isinstance(argument, (list, tuple)):
+            return (type(argument).__name__, *map(frozen, argument))
+        if isinstance(argument, dict):
+            return tuple((name, frozen(item)) for name, item in argument.items())
+        return (type(argument).__name__, repr(argument))
+
+    kinds = tuple(_kind(example(item)) for item in positions)
+    return (node.op, node.target, frozen(node.args), frozen(node.kwargs), kinds)
+
+
+def _kind(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        shape = tuple(n if type(n) is int else str(n) for n in (*value.shape, *_strides(value)))
+        return (type(value), value.dtype, value.device, shape)
+    return tuple(map(_kind, value)) if isinstance(value, (tuple, list)) else (type(value).__name__, str(value))
+
+
+def _strides(value: Tensor) -> tuple[Any, ...]:
+    return value.stride() if value.layout is torch.strided and not value.is_nested else (value.layout,)
+
+
+# --- Calls that cannot be run ----------------------------------------------------------------------------------------
+
+
+def _by_schema(node: Node) -> Effect:
+    """The effect of a call by the schemas of all overloads that it may reach."""
+    overloads = _overloads(node)
+    if not overloads:
+        return _unknown(node)
+    everything = frozenset(range(len(node.all_input_nodes)))
+    writes = "out" in node.kwargs or any(op._schema.is_mutable for op in overloads)
+    return Effect(everything if writes else frozenset(), everything, any(map(_draws, overloads)))
+
+
+def _overloads(node: Node) -> Sequence[torch._ops.OpOverload]:
+    target: Any = node.target
+    if node.op == "call_module":
+        return []
+    if isinstance(target, torch._ops.OpOverload):
+        return [target]
+    if not isinstance(target, torch._ops.OpOverloadPacket):
+        name = target if isinstance(target, str) else (_find_builtin(target) or target.__name__).removeprefix("aten::")
+        target = getattr(torch.ops.aten, name, None)
+    if target is None:
+        return []
+    return [getattr(target, name) for name in target.overloads() if "out" not in name]
+
+
+# --- Higher-order operators ------------------------------------------------------------------------------------------
+
+
+def _of_bodies(node: Node, bodies: Sequence[GraphModule | None]) -> Effect:
+    """The effect of a call of other graphs, all of which must be known."""
+    from .memory import Memory
+
+    known = [body for body in bodies if body is not None]
+    if not bodies or len(known) < len(bodies):
+        return _unknown(node)
+    memories = [Memory(body.graph) for body in known]
+    everything = frozenset(range(len(node.all_input_nodes)))
+    writes = any(memory.writes_inputs for memory in memories)
+    shares = any(memory.returns_inputs for memory in memories)
+    return Effect(everything if writes else frozenset(), everything if shares else frozenset(), draws=True)
+
+
+def bodies_of(node: Node) -> list[GraphModule | None]:
+    """The bodies of a higher-order operator; None for a body that is no graph module."""
+    module = node.graph.owning_module
+    named = [argument for argument in node.all_input_nodes if argument.op == "get_attr"]
+    return [
+        submodule(node.graph, argument)
+        for argument in named
+        if not isinstance(getattr(module, str(argument.target), None), Tensor)
+    ]
+
+
+# --- Tensors ---------------------------------------------------------------------------------------------------------
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    return (item for item in tree_leaves(value) if isinstance(item, Tensor))
+
+
+def storage_of(tensor: Tensor) -> Hashable:
+    """The identity of a tensor's storage."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse tensors and some tensor subclasses have no storage
+        return ("no storage", id(tensor))

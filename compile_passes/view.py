@@ -1,0 +1,235 @@
+"""The functional view: a copy of a graph in which no tensor changes, on which the pass recognises and rewrites layers.
+
+Writes in place are the reason why a node of the graph before autograd does not hold one value: `w = W.clone(); w[~M] = 0`
+changes what later nodes read as `w`. In the view each node holds one value, as in single assignment form:
+
+- A write to all of a tensor that the graph itself has made (`y += term`, `silu(inplace=True)`, `w[M] = 0`) is a function
+  of the old value, and later nodes read its result. The rules need not know that it writes.
+- After any other write, a later read is a node of its own, about which nothing is known (`overwritten`). So is a read
+  of a tensor that shares memory with what was written.
+
+The view also knows where its values are: `holder` is the node of the graph whose tensor has the value, and `overwriter`
+finds a write after which it has it no more. `write_back` makes the changes of the view in the graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from .calls import NONE, Effect
+from .memory import Memory, Modes
+from .shapes import example, same_shape
+from .symbols import as_call
+
+
+def overwritten(tensor: Any, writer: Any) -> None:
+    """Stand for what `tensor` holds after the node `writer`; this is a mark in a graph and is never called."""
+
+
+def opaque(*args: Any, **kwargs: Any) -> None:
+    """Stand for a call that writes in a way that the view does not express; this is a mark and is never called."""
+
+
+class View:
+    """A functional copy of a graph.
+
+    Attributes:
+        graph: the copy, which has the names and examples of the original nodes.
+        memory: the storages and writes of the original graph.
+        origin: the node of the original graph that each node of the copy stands for; new nodes and `overwritten` ones
+            have none.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._source = graph
+        self.memory = Memory(graph)
+        self.graph = Graph(graph.owning_module)
+        self.origin: dict[Node, Node] = {}
+        self._holders: dict[Node, Node] = {}
+        self._defined: dict[Node, int] = {}
+        self._copied: dict[Node, tuple[Any, Any]] = {}
+        self._tensors: dict[Node, Node] = {}
+        """For each node that returns the tensor which it writes to, the node that made that tensor."""
+        self._current: dict[Node, Node] = {}
+        """The node of the view that holds what a tensor of the graph holds now."""
+        self._stale: dict[Node, Node] = {}
+        """The tensors that were written to, or share memory with one that was, and the last such write."""
+        self._members: dict[Any, list[Node]] = {}
+        """The tensors in each storage."""
+        for node in graph.nodes:
+            self._copy(node)
+        self.order = {node: position for position, node in enumerate(self.graph.nodes)}
+
+    # --- Making the view ---------------------------------------------------------------------------------------------
+
+    def _copy(self, node: Node) -> None:
+        writes, is_function = self.memory.effects[node].writes, self._writes_a_function(node)
+        copy = self.graph.node_copy(node, self._read)
+        copy.name = node.name
+        self.origin[copy] = self._holders[copy] = node
+        self._defined[copy] = self.memory.order[node]
+        self._copied[copy] = (copy.args, copy.kwargs)
+        if writes and not is_function:
+            copy.op, copy.target = "call_function", opaque
+        elif is_fill(node):
+            copy.op, copy.target = "call_method", "masked_fill"
+        self._current[node] = copy
+        for storage in self.memory.storages[node]:
+            self._members.setdefault(storage, []).append(node)
+        if writes:
+            self._write(node, copy, is_function)
+
+    def _read(self, node: Node) -> Node:
+        """The node of the view that holds what a tensor of the graph holds now."""
+        tensor = self._tensors.get(node, node)
+        writer = self._stale.pop(tensor, None)
+        if writer is not None:
+            leaf = self.graph.call_function(overwritten, (self._current[tensor], self._current[writer]))
+            leaf.meta = dict(tensor.meta)
+            self._current[tensor], self._holders[leaf] = leaf, tensor
+            self._defined[leaf] = self.memory.order[writer]
+        return self._current[tensor]
+
+    def _writes_a_function(self, node: Node) -> bool:
+        """Whether a node writes a function of the old value to all of a tensor, in memory that the graph has made.
+
+        A write that autograd does not record, as under `no_grad`, changes the value and not the gradient.
+        """
+        effect, inputs = self.memory.effects[node], node.all_input_nodes
+        if effect.writes != {0} or not node.args or node.args[0] is not inputs[0]:
+            return False
+        target, *others = inputs
+        storages = self.memory.storages
+        if not all(storages[target].isdisjoint(held) for held in (self.memory.given, *map(storages.get, others))):
+            return False
+        value, modes = example(target), self.memory.modes[node]
+        if not isinstance(value, Tensor) or modes.transforms:
+            return False
+        if value.requires_grad and modes.grad is not True:
+            return False
+        return is_fill(node) or (effect.returns_target and _is_same_kind(example(node), value))
+
+    def _write(self, node: Node, copy: Node, is_function: bool) -> None:
+        """Let later reads of what a node has written to read the new values."""
+        inputs = node.all_input_nodes
+        written = [self._tensors.get(inputs[i], inputs[i]) for i in self.memory.effects[node].writes]
+        for storage in {storage for tensor in written for storage in self.memory.storages[tensor]}:
+            self._stale.update(dict.fromkeys((self._tensors.get(n, n) for n in self._members.get(storage, ())), node))
+        self._stale.update(dict.fromkeys(written, node))
+        if not is_function:
+            self._stale.pop(node, None)
+            return
+        (tensor,) = written
+        del self._stale[tensor]
+        self._current[tensor] = copy
+        if is_fill(node):
+            self._holders[copy] = tensor
+            copy.meta = {**copy.meta, "example_value": example(tensor)}
+        else:
+            self._tensors[node] = tensor
+            self._stale.pop(node, None)
+
+    # --- Questions about the original graph --------------------------------------------------------------------------
+
+    def effect(self, node: Node) -> Effect:
+        """What the original call of a node does; nothing for new nodes."""
+        return self.memory.effects[self.origin[node]] if node in self.origin else NONE
+
+    def modes(self, node: Node) -> Modes:
+        """The modes under which the original node of a node, or of the tensor that it stands for, runs."""
+        return self.memory.modes[self._holders[node]]
+
+    def holder(self, node: Node) -> Node:
+        """The original node whose tensor has the value of a node, until something overwrites it."""
+        return self._holders[node]
+
+    def is_repeatable(self, node: Node) -> bool:
+        """Whether a node is a call that returns the same for the same arguments."""
+        effect = self.effect(node)
+        return node in self.origin and node.op.startswith("call_") and effect.is_known and not effect.draws
+
+    def is_constant(self, node: Node) -> bool:
+        """Whether no write, at any time, changes the tensor that a node stands for."""
+        return node in self.origin and not self.memory.is_written(self._holders[node])
+
+    def overwriter(self, node: Node, before: Node, without: Iterable[Node] = ()) -> Node | None:
+        """The first node that overwrites the holder of a value before the original of `before` runs, if there is one.
+
+        Writes by the nodes `without` of the view do not count.
+        """
+        excluded = {self.origin.get(item) for item in without}
+        found = [
+            writer
+            for storage in self.memory.storages[self._holders[node]]
+            for writer in self.memory.writes(storage, self._defined[node], self.position(before))
+            if writer not in excluded
+        ]
+        return min(found, key=self.memory.order.__getitem__, default=None)
+
+    def later_writers(self, node: Node) -> Iterator[Node]:
+        """The original nodes that write to the holder of a value after it holds the value."""
+        for storage in self.memory.storages[self._holders[node]]:
+            yield from self.memory.writes(storage, self._defined[node], math.inf)
+
+    def is_opaque(self, original: Node) -> bool:
+        """Whether an original node writes in a way that the view does not express as a function."""
+        return self._current[original].target is opaque
+
+    def originals(self, nodes: Iterable[Node]) -> set[Node]:
+        """The original nodes of nodes of the view."""
+        return {self.origin[node] for node in nodes if node in self.origin}
+
+    def position(self, node: Node) -> int:
+        """The position of the original of a node in its graph."""
+        return self.memory.order[self.origin[node]]
+
+    # --- Changing the original graph ---------------------------------------------------------------------------------
+
+    def write_back(self) -> None:
+        """Make the changes of the view in the original graph: new nodes, other arguments, and erased nodes."""
+        made: dict[Node, Node] = {}
+        pending: list[Node] = []
+
+        def original(node: Node) -> Node:
+            return made[node] if node in made else self._holders[node]
+
+        for node in self.graph.nodes:
+            if node not in self._holders:
+                pending.append(node)
+            if node not in self.origin:
+                continue
+            source = self.origin[node]
+            with self._source.inserting_before(source):
+                for new in pending:
+                    made[new] = self._source.node_copy(new, original)
+            pending.clear()
+            args, kwargs = self._copied[node]
+            if node.args is not args or node.kwargs is not kwargs:
+                source.args, source.kwargs = torch.fx.map_arg((node.args, node.kwargs), original)
+        for node, source in reversed(self.origin.items()):
+            if node._erased:
+                self._source.erase_node(source)
+
+
+def _is_same_kind(one: Any, other: Tensor) -> bool:
+    """Whether a value is a tensor with the shape, strides and dtype of another; in-place views have other strides."""
+    if not isinstance(one, Tensor):
+        return False
+    return (one.dtype, one.dim()) == (other.dtype, other.dim()) and str(one.stride()) == str(other.stride())
+
+
+def is_fill(node: Node) -> bool:
+    """Whether a node is `tensor[mask] = number` with a bool mask of the tensor's shape."""
+    call = as_call(node)
+    if call is None or call.symbol != "setitem":
+        return False
+    tensor, mask, number = call.args
+    condition = example(mask)
+    is_mask = isinstance(condition, Tensor) and condition.dtype is torch.bool
+    return is_mask and same_shape(mask, tensor) and isinstance(number, (int, float))
