@@ -5,25 +5,28 @@ The value of a node follows from its arguments, so the rules compose: a new spel
 
 A graph is read in three steps. Each goes over the nodes once, so the time is linear in the length of the graph:
 
-1. *Roles* (`roles.py`): which real tensors are used as masks.
-2. *Masks and weights* (`rules.WEIGHT_RULES`).
+1. *Roles* (`roles.py`): which real tensors are used as masks, and of which weights.
+2. *Masks and weights* (`rules.WEIGHT_RULES`). A real tensor with the role of a mask has a second value, which holds only
+   as a factor of its weights (`factor`).
 3. *Layers* (`rules.LAYER_RULES`): products of x and a weight, activations, terms and sums. This step is skipped if no
    weight is masked, and it looks only at weights that are masked somewhere in the graph.
 """
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from .recognise import Recogniser
-from .roles import keys_of_masked_weights, keys_of_masks, stack_key
+from .roles import keys_of_masked_weights, original, roles_of_masks, stack_key
 from .rules import LAYER_RULES_BY_SYMBOL, WEIGHT_RULES_BY_SYMBOL, RuleError, RulesBySymbol
 from .shapes import dims, dtype_of
 from .symbols import as_call
-from .values import Binary, Levels, Mask, Scalar, Value
+from .values import Binary, Bundle, Levels, Mask, Scalar, Value
 from .view import View
 
 
@@ -38,14 +41,42 @@ class Evaluation(Recogniser):
         super().__init__(view)
         graph = view.graph
         self._constants = constants or {}
-        self._masks = set(keys_of_masks(graph, self))
+        self._roles = frozenset(roles_of_masks(graph, self))
+        masks = {mask for _, mask in self._roles}
         for node in graph.nodes:
             self._values[node] = self._evaluate(node, WEIGHT_RULES_BY_SYMBOL, self._leaf)
+            if masks:
+                self._assume(node, is_mask=stack_key(self.key(node)) in masks and dims(node) in (1, 2, 3))
         self.masked_weights = frozenset(keys_of_masked_weights(graph, self))
         if self.masked_weights:
             for node in graph.nodes:
                 if not isinstance(self._values[node], (Scalar, Levels, Binary)):
                     self._values[node] = self._evaluate(node, LAYER_RULES_BY_SYMBOL, self._values.get)
+
+    def _assume(self, node: Node, is_mask: bool) -> None:
+        """Evaluate a node once more, as a function of real tensors that are used as masks, if it is one."""
+        is_known = isinstance(self._values[node], (Scalar, Levels, Binary, Bundle))
+        if is_mask and not is_known and dtype_of(node) is not torch.bool:
+            self._assumed[node] = self.unproved(node)
+        elif any(item in self._assumed for item in node.all_input_nodes):
+            values, self._values = self._values, ChainMap(self._assumed, self._values)
+            try:
+                value = self._evaluate(node, WEIGHT_RULES_BY_SYMBOL, lambda _: None)
+            finally:
+                self._values = values
+            if isinstance(value.items[0] if isinstance(value, Bundle) else value, Binary):
+                self._assumed[node] = value
+
+    def factor(self, mask: Any, weight: Any) -> Value:
+        """The value of `mask` as a factor of `weight`.
+
+        A real tensor is taken for a mask only where it multiplies the weights that it was found to mask.
+        """
+        assumed = self._assumed.get(mask) if isinstance(mask, Node) else None
+        first = assumed.items[0] if isinstance(assumed, Bundle) else assumed
+        if isinstance(first, Binary) and (self.key(original(weight)), stack_key(first.mask.key)) in self._roles:
+            return assumed
+        return self.value(mask)
 
     def _evaluate(self, node: Node, rules: RulesBySymbol, otherwise: Callable[[Node], Value]) -> Value:
         """The value by the first rule that knows one."""
@@ -71,7 +102,7 @@ class Evaluation(Recogniser):
                 return Scalar(float(constant))
             if constant.dim() in (2, 3) and _is_binary(constant[:1]) and _is_binary(constant):
                 return Binary(Mask(node, key, "constant"))
-        return self.unproved(node) if stack_key(key) in self._masks and dims(node) in (1, 2, 3) else None
+        return None
 
 
 def _is_binary(tensor: torch.Tensor) -> bool:

@@ -5,7 +5,7 @@ The first argument of each rule is a recogniser. `evaluate.py` asks the rules an
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, MutableMapping
 from typing import Any
 
 from torch.fx import Node
@@ -21,7 +21,8 @@ class Recogniser:
 
     def __init__(self, view: View) -> None:
         """Give each node of the graph of a view a key, but no value yet."""
-        self._values: dict[Node, Value] = {}
+        self._values: MutableMapping[Node, Value] = {}
+        self._assumed: dict[Node, Value] = {}
         self._keys: dict[Node, Hashable] = {}
         self._interned: dict[Hashable, int] = {}
         self.masked_weights: frozenset[Hashable] = frozenset()
@@ -35,6 +36,10 @@ class Recogniser:
         if isinstance(argument, Node):
             return self._values.get(argument)
         return Scalar(float(argument)) if isinstance(argument, (bool, int, float)) else None
+
+    def factor(self, mask: Any, weight: Any) -> Value:
+        """The value of `mask` as a factor of `weight`."""
+        return self.value(mask)
 
     def key(self, argument: Any) -> Hashable:
         """A key that is equal for two arguments only if they have the same value and the same gradient."""

@@ -6,8 +6,10 @@ two factors of the same kind.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -37,25 +39,29 @@ the mask.
 """
 
 
-def keys_of_masks(graph: Graph, recogniser: Recogniser) -> Iterator[Hashable]:
-    """The keys of real tensors that are used as masks; for a slice of a stack, the key of the stack.
+Role = tuple[Hashable, Hashable]
+"""The key of a weight, and that of a real tensor which masks it; for a slice of a stack of masks, that of the stack."""
 
-    A factor of a weight is a function of some tensor: `1 - m` is a function of m. That tensor is used as a mask if one
-    of these holds:
 
-    - One weight is multiplied by two functions of it, at least one of which is arithmetic. (Comparisons alone make
+def roles_of_masks(graph: Graph, recogniser: Recogniser) -> Iterator[Role]:
+    """The real tensors that are used as masks, each with the weight that it masks.
+
+    A factor of a weight is a function of some tensor: `1 - m` is a function of m. That tensor is used as a mask of the
+    weight if one of these holds:
+
+    - The weight is multiplied by two functions of it, at least one of which is arithmetic. (Comparisons alone make
       masks of their own, `logits > 0` and `logits > 1`.)
     - It is an input or attribute of the graph, and one of the two functions compares `1 - m`.
-    - One weight is multiplied by one arithmetic function of it, and the weight itself is an operand of another product,
+    - The weight is multiplied by one arithmetic function of it, and the weight itself is an operand of another product,
       or of a difference with the masked weight.
 
     Two slices of one stack also count as two functions of it, as in a layer with many masks. But that alone makes no
     stack of masks of the weights of several experts, which are multiplied by a mask that they share.
     """
     bare = set(_keys_of_bare_weights(graph, recogniser))
-    functions: dict[tuple[Hashable, Hashable], set[Hashable]] = {}
+    functions: dict[Role, set[Hashable]] = {}
     roots_of_weights: dict[Hashable, Hashable] = {}
-    arithmetic: set[Hashable] = set()
+    arithmetic: set[Role] = set()
     for weight, factor in _masked_products(graph):
         root, weight_key = _root(factor), recogniser.key(weight)
         key = recogniser.key(root.node)
@@ -64,29 +70,30 @@ def keys_of_masks(graph: Graph, recogniser: Recogniser) -> Iterator[Hashable]:
         functions.setdefault((weight_key, key), set()).add(recogniser.key(factor))
         roots_of_weights[weight_key] = recogniser.key(_root(weight).node)
         if weight_key in bare and root.is_arithmetic and broadcasts_to(factor, weight):
-            yield stack_key(key)
+            yield weight_key, stack_key(key)
         if root.is_arithmetic or (root.is_complemented and _is_given(root.node)):
-            arithmetic.add(stack_key(key))
-    masks = set(_of_several_functions(functions, arithmetic))
-    functions_of_stacks: dict[tuple[Hashable, Hashable], set[Hashable]] = {}
+            arithmetic.add((weight_key, stack_key(key)))
+    roles = set(_of_several_functions(functions, arithmetic))
+    yield from roles
+    masks = {mask for _, mask in roles}
+    functions_of_stacks: dict[Role, set[Hashable]] = {}
     for (weight_key, key), factors in functions.items():
-        if key in masks or roots_of_weights[weight_key] not in masks:
+        if stack_key(key) in masks or stack_key(roots_of_weights[weight_key]) not in masks:
             functions_of_stacks.setdefault((weight_key, stack_key(key)), set()).update(factors)
     yield from _of_several_functions(functions_of_stacks, arithmetic)
 
 
-def _of_several_functions(
-    functions: Mapping[tuple[Hashable, Hashable], set[Hashable]], arithmetic: Collection[Hashable]
-) -> Iterator[Hashable]:
-    """The keys of tensors of which one weight is multiplied by several functions, at least one of them arithmetic.
+def _of_several_functions(functions: Mapping[Role, set[Hashable]], arithmetic: Collection[Role]) -> Iterator[Role]:
+    """The tensors of which one weight is multiplied by several functions, at least one of them arithmetic.
 
     Args:
         functions: for each pair of a weight and a tensor, the functions of the tensor that multiply the weight.
-        arithmetic: the tensors, or stacks of them, of which some function is arithmetic.
+        arithmetic: the pairs of a weight and a tensor, or a stack of them, of which some function is arithmetic.
     """
     for (weight_key, key), factors in functions.items():
-        if len(factors) > 1 and stack_key(key) in arithmetic and stack_key(weight_key) != stack_key(key):
-            yield key
+        role = (weight_key, stack_key(key))
+        if len(factors) > 1 and role in arithmetic and stack_key(weight_key) != role[1]:
+            yield role
 
 
 def _is_given(node: Node) -> bool:
@@ -108,10 +115,10 @@ def _masked_products(graph: Graph) -> Iterator[tuple[Node, Node]]:
         else:
             factors = nodes
         for weight, factor in ((a, b) for a in weights for b in factors if a is not b):
-            yield from ((_source(weight), _source(part)) for part in _parts(factor))
+            yield from ((original(weight), original(part)) for part in _parts(factor))
 
 
-def _source(weight: Node) -> Node:
+def original(weight: Any) -> Any:
     """The original of a copy."""
     while (call := as_call(weight)) is not None and call.symbol == "alias" and isinstance(call.args[0], Node):
         weight = call.args[0]
@@ -139,7 +146,7 @@ def _keys_of_bare_weights(graph: Graph, recogniser: Recogniser) -> Iterator[Hash
                 inner = as_call(other)
                 inner = as_call(inner.args[0]) if inner is not None and inner.symbol == "neg" else inner
                 if isinstance(one, Node) and inner is not None and inner.symbol == "mul":
-                    factors = [recogniser.key(_source(item)) for item in inner.args if isinstance(item, Node)]
+                    factors = [recogniser.key(original(item)) for item in inner.args if isinstance(item, Node)]
                     yield from {recogniser.key(one)}.intersection(factors)
 
 
@@ -209,13 +216,15 @@ def keys_of_masked_weights(graph: Graph, recogniser: Recogniser) -> Iterator[Has
         operands = call.args[1] if call.symbol == "einsum" else (weight_operand(call),)
         for operand in operands:
             yield from _masked_keys(recogniser, recogniser.value(operand))
-        if call.symbol == "einsum" and any(isinstance(recogniser.value(item), Binary) for item in operands):
-            yield from (recogniser.key(item) for item in operands if is_matrix(item))
+        if call.symbol == "einsum":
+            for mask, weight in itertools.permutations(operands, 2):
+                if is_matrix(weight) and isinstance(recogniser.factor(mask, weight), Binary):
+                    yield recogniser.key(weight)
         if call.symbol == "mul":
             for factor, other in (call.args, reversed(call.args)):
                 inner = as_call(other)
                 weight = None if inner is None else weight_operand(inner)
-                if weight is not None and isinstance(recogniser.value(factor), Binary):
+                if weight is not None and isinstance(recogniser.factor(factor, weight), Binary):
                     yield recogniser.key(weight)
 
 

@@ -76,14 +76,11 @@ def _einsum_of_weight_and_mask(
 ) -> Value:
     """`einsum("bh,dh,dh->bd", x, W, M)` with one mask or a stack of masks."""
     for i, (mask_axes, mask) in enumerate(operands):
-        factor = recogniser.value(mask)
         others = operands[:i] + operands[i + 1 :]
-        if not isinstance(factor, Binary):
-            continue
         for (x_axes, x), (w_axes, weight) in (others, others[::-1]):
-            found = _axes_of_projection(x_axes, mask_axes, output)
+            found, factor = _axes_of_projection(x_axes, mask_axes, output), recogniser.factor(mask, weight)
             weighted = recogniser.as_weighted(weight)
-            if found is None or w_axes != mask_axes[-2:] or weighted is None:
+            if found is None or w_axes != mask_axes[-2:] or weighted is None or not isinstance(factor, Binary):
                 continue
             if weighted.factor is None and not weighted.transposed:
                 return _masked_projections(recogniser, node, (x, weight), weighted, factor, *found)

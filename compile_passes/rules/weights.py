@@ -21,7 +21,7 @@ from .rule import rule
 def masked_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`W * M`; and `W * m` as a `Product` where nothing tells which of the factors is the mask."""
     for mask, weight in (call.args, tuple(reversed(call.args))):
-        factor = recogniser.value(mask)
+        factor = recogniser.factor(mask, weight)
         if isinstance(factor, Binary):
             return _apply_mask(recogniser, node, factor, weight)
         if isinstance(factor, Bundle) and isinstance(factor.items[0], Binary):
@@ -176,14 +176,14 @@ def negated_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
 def where(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`where(M, W, 0)` and `where(M, 0, W)`."""
     condition, if_true, if_false = call.args
-    return _choose(recogniser, node, recogniser.value(condition), if_true, if_false)
+    return _choose(recogniser, node, condition, if_true, if_false)
 
 
 @rule("masked_fill")
 def masked_fill(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`W.masked_fill(M, 0)`."""
     tensor, mask, fill = call.args
-    return _choose(recogniser, node, recogniser.value(mask), fill, tensor)
+    return _choose(recogniser, node, mask, fill, tensor)
 
 
 @rule("index_put")
@@ -196,17 +196,16 @@ def index_put(recogniser: Recogniser, node: Node, call: Call) -> Value:
     number = tensor_example(fill)
     if not same_shape(tensor, mask) or number is None or number.dim() != 0:
         return None
-    return _choose(recogniser, node, recogniser.value(mask), fill, tensor)
+    return _choose(recogniser, node, mask, fill, tensor)
 
 
-def _choose(recogniser: Recogniser, node: Node, condition: Value, if_true: Any, if_false: Any) -> Value:
-    """A weight where the condition is one value, and 0 where it is the other."""
-    if not isinstance(condition, Binary):
-        return None
+def _choose(recogniser: Recogniser, node: Node, mask: Any, if_true: Any, if_false: Any) -> Value:
+    """A weight where the mask has one value, and 0 where it has the other."""
     numbers = [recogniser.value(branch) == Scalar(0) for branch in (if_true, if_false)]
-    if numbers.count(True) != 1:
-        return None
     weight = if_false if numbers[0] else if_true
+    condition = recogniser.factor(mask, weight)
+    if numbers.count(True) != 1 or not isinstance(condition, Binary):
+        return None
     weighted = _upright(recogniser.as_weighted(weight), weight)
     if weighted is None or weighted.factor is not None or not _fits(node, weighted, condition, weight):
         return None
