@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.jit._builtins import _find_builtin
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
 
 from .shapes import example, submodule
 from .symbols import is_inplace_name
@@ -42,6 +43,7 @@ class Effect:
         shares: the arguments whose memory its results may share, likewise.
         draws: whether it may return something else each time: it draws random numbers or leaves memory uninitialised.
         returns_target: whether its result is the first argument, which it writes to.
+        multiplies: whether it multiplies matrices.
         is_known: whether operators tell all of this.
     """
 
@@ -49,6 +51,7 @@ class Effect:
     shares: frozenset[int] = frozenset()
     draws: bool = False
     returns_target: bool = False
+    multiplies: bool = False
     is_known: bool = True
 
 
@@ -112,7 +115,8 @@ def _watched(node: Node) -> Effect | None:
         writes.add(0)
     shares = frozenset(i for i, held in memory.items() if held & returned)
     returns_target = bool(args) and result is args[0] and 0 in writes
-    return Effect(frozenset(writes), shares, watch.draws, returns_target)
+    multiplies = watch.multiplies or "dot" in _name(node)  # `vecdot` is a product and a sum
+    return Effect(frozenset(writes), shares, watch.draws, returns_target, multiplies)
 
 
 def _copy(value: Any) -> Any:
@@ -153,12 +157,13 @@ def _as_function(node: Node) -> Callable[..., Any]:
 
 
 class _Watch(TorchDispatchMode):
-    """Records what the operators that are dispatched write to, and whether they draw."""
+    """Records what the operators that are dispatched write to, and whether they draw or multiply matrices."""
 
     def __init__(self) -> None:
         super().__init__()
         self.written: set[Hashable] = set()
         self.draws = False
+        self.multiplies = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -169,6 +174,7 @@ class _Watch(TorchDispatchMode):
             written += [given.get("running_mean"), given.get("running_var")]
         self.written.update(storage_of(tensor) for tensor in _tensors(written))
         self.draws |= _draws(func)
+        self.multiplies |= _multiplies(func)
         return func(*args, **kwargs)
 
 
@@ -178,6 +184,10 @@ def _is_written(argument: Any) -> bool:
 
 def _draws(op: torch._ops.OpOverload) -> bool:
     return torch.Tag.nondeterministic_seeded in op.tags or "empty" in op._schema.name
+
+
+def _multiplies(op: torch._ops.OpOverload) -> bool:
+    return op.overloadpacket in flop_registry or op._schema.name.endswith(("mm", "mv", "dot"))
 
 
 def _is_of_torch(node: Node) -> bool:
@@ -195,9 +205,12 @@ def _is_of_functorch(target: Any) -> bool:
     return "functorch" in (getattr(target, "__module__", None) or "")
 
 
+def _name(node: Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
 def _is_named_inplace(node: Node) -> bool:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return is_inplace_name(name) and getattr(node.target, "__module__", "") != "_operator"
+    return is_inplace_name(_name(node)) and getattr(node.target, "__module__", "") != "_operator"
 
 
 # --- Calls that are alike --------------------------------------------------------------------------------------------
@@ -241,7 +254,8 @@ def _by_schema(node: Node) -> Effect:
         return _unknown(node)
     everything = frozenset(range(len(node.all_input_nodes)))
     writes = "out" in node.kwargs or any(op._schema.is_mutable for op in overloads)
-    return Effect(everything if writes else frozenset(), everything, any(map(_draws, overloads)))
+    draws, multiplies = any(map(_draws, overloads)), any(map(_multiplies, overloads))
+    return Effect(everything if writes else frozenset(), everything, draws, multiplies=multiplies)
 
 
 def _overloads(node: Node) -> Sequence[torch._ops.OpOverload]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch.fx import Node
 from .recognise import Recogniser
 from .roles import keys_of_masked_weights, original, roles_of_masks, stack_key
 from .rules import LAYER_RULES_BY_SYMBOL, WEIGHT_RULES_BY_SYMBOL, RuleError, RulesBySymbol
-from .shapes import dims, dtype_of
+from .shapes import dims, dtype_of, requires_grad
 from .symbols import as_call
 from .values import Binary, Bundle, Levels, Mask, Scalar, Value
 from .view import View
@@ -88,7 +89,7 @@ class Evaluation(Recogniser):
                 except Exception as error:
                     raise RuleError(node, rule) from error
                 if value is not None:
-                    return value
+                    return _with_its_gradient(node, value)
         return otherwise(node)
 
     def _leaf(self, node: Node) -> Value:
@@ -103,6 +104,13 @@ class Evaluation(Recogniser):
             if constant.dim() in (2, 3) and _is_binary(constant[:1]) and _is_binary(constant):
                 return Binary(Mask(node, key, "constant"))
         return None
+
+
+def _with_its_gradient(node: Node, value: Value) -> Value:
+    """A function of a mask, marked if autograd passes through its node, but only zeros."""
+    if isinstance(value, Binary) and requires_grad(node) and not any(value.slope):
+        return replace(value, zero_gradient=True)
+    return value
 
 
 def _is_binary(tensor: torch.Tensor) -> bool:

@@ -186,6 +186,8 @@ def apply(function: str, a: Formula | None) -> Formula | None:
     if function == "sigmoid":
         negative = scaled(a, -1)
         return None if negative is None else inverse(add(constant(1), _applied("exp", negative)))
+    if function == "relu_squared":
+        return power(_applied("relu", a), 2)
     if function == "silu":
         return multiply(a, apply("sigmoid", a))
     if function == "gelu":

@@ -28,7 +28,7 @@ from .memory import Memory
 from .near_misses import find_near_misses
 from .proof import Layer, check, spelled
 from .recognise import Recogniser
-from .report import FusionReport, SiteReport, lines, missed_at, module_path, source_line
+from .report import FusionReport, SiteReport, layers_present, lines, missed_at, module_path, source_line
 from .rewrite import replacement, rewrite
 from .shapes import example, tensor_example
 from .sites import Refusal, Site, find_sites, interior
@@ -74,6 +74,7 @@ def fuse_graph(
             stacklevel=2,
         )
     report.graphs += 1
+    present = layers_present(graph)
     try:
         with _no_new_guards(graph), calls_read_once():
             fused, missed = _fuse(graph, constants, assume_binary)
@@ -88,6 +89,7 @@ def fuse_graph(
         return
     report.fused.extend(fused)
     report.missed.extend(missed)
+    report.present.extend(present)
     for site in fused:
         log.debug("%s", site)
     for site in missed:
@@ -117,7 +119,7 @@ def _fuse(
         found.update(spelling)
     missed.extend(report_split_layers(graph, view.originals(found)))
     if not is_part_of_a_split_graph():
-        near_misses = find_near_misses(view.graph, recogniser, found, reported)
+        near_misses = find_near_misses(recogniser, found, reported)
         missed.extend(missed_at(miss.node, miss.reason) for miss in near_misses)
     made = []
     for layer in layers:
@@ -237,7 +239,7 @@ def fuse(
     lifted = _lifted_numbers(gm)
     constants = {node: lifted[node.target] for node in fused.graph.nodes if node.target in lifted}
     fuse_graph(fused.graph, report, strict=strict, assume_binary=assume_binary, constants=constants)
-    if strict and not report.fused:
+    if strict and not report.fused and not report.present:
         raise FusionError("strict fusion: nothing was fused")
     fused.recompile()
     return fused

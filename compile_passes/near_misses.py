@@ -1,26 +1,27 @@
 """Near misses: one input is multiplied by two masked forms of one weight, but no layer was found.
 
 A site needs a gated product that the rules know, so without this module the user would not learn why such a program was
-not fused. The report names the first node that reads a masked weight, or a result of it, in a way that no rule knows.
+not fused. The report names the nodes that read a masked weight, or a result of it, in a way that no rule knows.
+
+The masked forms of a weight are followed through the graph in one pass, each for a few nodes, so that the time is linear
+in the length of the graph: what is far from its mask is no weight but an activation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from .recognise import Recogniser
 from .shapes import dims, dtype_of, equal_sizes, repeated, submodule, tensor_example
-from .symbols import as_call, symbol_of, value_users
-from .values import Activated, Bundle, Gated, Product, Value, Weighted, projection_of
+from .symbols import READS_NO_VALUES, symbol_of, value_users
+from .values import Activated, Binary, Bundle, Gated, Levels, Product, Value, Weighted, projection_of
+from .view import opaque, overwritten
 
-_PRODUCTS = frozenset({"linear", "inner", "matmul", "addmm", "einsum"})
-_OTHER_PRODUCTS = ("tensordot", "mm", "bilinear", "multi_dot", "chain_matmul", "mv", "conv")
-"""Parts of the names of functions that multiply matrices but have no rule."""
-
-_ELEMENTWISE = frozenset({"mul", "div", "add", "sub", "rsub", "where", "masked_fill", "index_put", "pow"})
+_FARTHEST = 8
+"""The most nodes between a masked weight and the product with x: casts, transposes, stacks, and a few more."""
 
 
 @dataclass(frozen=True)
@@ -31,66 +32,123 @@ class NearMiss:
     reason: str
 
 
-def find_near_misses(graph: Graph, recogniser: Recogniser, found: set[Node], reported: set[Hashable]) -> list[NearMiss]:
+_Form = tuple[Hashable, Hashable]
+"""The key of a weight, and that of a form of it: masked, or as it is."""
+
+_ITSELF = "itself"
+
+_Path = tuple[Node, ...]
+"""The nodes from a form, which is included if no rule knows it."""
+
+
+@dataclass
+class _Weight:
+    """What becomes of the forms of one weight."""
+
+    forms: dict[Node, set[Hashable]] = field(default_factory=dict)
+    by_x: dict[Hashable, set[Hashable]] = field(default_factory=dict)
+    """The forms that multiply each x."""
+    reached: set[Node] = field(default_factory=set)
+    """The nodes from the forms to the products, which are included."""
+
+
+def find_near_misses(recogniser: Recogniser, found: set[Node], reported: set[Hashable]) -> list[NearMiss]:
     """One near miss for each weight that multiplies one x in two forms, at least one of them masked.
 
     Args:
-        graph: the graph.
-        recogniser: the values of its nodes.
+        recogniser: the values of the nodes of a graph.
         found: the nodes of the layers that were found, which do not count.
         reported: the keys of weights that the report mentions already.
     """
     misses = []
-    for weight, forms in _forms_of_weights(graph, recogniser, found).items():
-        if weight in reported:
+    for key, weight in _weights(recogniser, found).items():
+        if key in reported:
             continue
-        by_x: dict[Hashable, set[Hashable]] = {}
-        reached: set[Node] = set()
-        for node, keys in forms.items():
-            for path, x in _products_of(recogniser, node, forms.keys()):
-                if path[-1] not in found:
-                    by_x.setdefault(x, set()).update(keys)
-                    reached.update(path)
-        is_multiplied = any(len(keys) > 1 for keys in by_x.values())
-        miss = _miss(recogniser, reached, found) if is_multiplied else _given_away(forms)
+        is_multiplied = any(len(forms) > 1 for forms in weight.by_x.values())
+        miss = _miss(recogniser, weight.reached, found) if is_multiplied else _given_away(weight.forms)
         if miss is not None:
             misses.append(miss)
     return misses
 
 
+def _weights(recogniser: Recogniser, found: set[Node]) -> dict[Hashable, _Weight]:
+    """Follow the forms of all weights that are masked."""
+    nodes = recogniser.view.graph.nodes
+    masked = recogniser.masked_weights.union(*(_masked_by_any_call(recogniser, node) for node in nodes))
+    weights: dict[Hashable, _Weight] = {}
+    carried: dict[Node, dict[_Form, _Path]] = {}
+    for node in nodes if masked else ():
+        made = [] if node in found else list(_forms_at(recogniser, node, masked))
+        for key, form in made:
+            weights.setdefault(key, _Weight()).forms.setdefault(node, set()).add(form)
+        arriving = _carried_on(recogniser, node, carried, weights, found)
+        own = {key for key, _ in made}
+        carried[node] = {form: path for form, path in arriving.items() if form[0] not in own}
+        is_unknown = recogniser.value(node) is None
+        carried[node].update({form: (node,) if is_unknown and form[1] != _ITSELF else () for form in made})
+    return weights
+
+
+def _carried_on(
+    recogniser: Recogniser,
+    node: Node,
+    carried: Mapping[Node, dict[_Form, _Path]],
+    weights: Mapping[Hashable, _Weight],
+    found: set[Node],
+) -> dict[_Form, _Path]:
+    """The forms that a node passes on; a product with x ends them and is noted."""
+    passed: dict[_Form, _Path] = {}
+    if node.op == "output" or symbol_of(node) in READS_NO_VALUES or _has_a_body(node):
+        return passed
+    for item in node.all_input_nodes:
+        forms = carried.get(item)
+        if not forms:
+            continue
+        factors = _multiplied(recogniser, node, item)
+        for (key, form), path in forms.items():
+            if not factors:
+                passed[key, form] = (*path, node)
+            elif node not in found:
+                for x in factors:
+                    weights[key].by_x.setdefault(x, set()).add(form)
+                weights[key].reached.update((*path, node))
+    is_weight = dims(node) >= 2 or tensor_example(node) is None
+    return {form: path for form, path in passed.items() if len(path) <= _FARTHEST and is_weight}
+
+
 # --- Forms of a weight -----------------------------------------------------------------------------------------------
 
-_Forms = dict[Hashable, dict[Node, set[Hashable]]]
-"""The nodes that hold a weight in some form, and the keys of these forms, by the key of the weight."""
+
+def _masked_by_any_call(recogniser: Recogniser, node: Node) -> Iterator[Hashable]:
+    """The keys of tensors that a call without a rule combines with a tensor of few values of the same shape."""
+    if recogniser.value(node) is not None or dims(node) not in (2, 3):
+        return
+    values = {item: recogniser.value(item) for item in node.all_input_nodes}
+    if any(isinstance(value, (Binary, Levels)) and _is_like(node, item) for item, value in values.items()):
+        weights = [item for item, value in values.items() if value is None and _is_like(node, item)]
+        yield from (recogniser.key(item) for item in weights if _is_real(item))
 
 
-def _forms_of_weights(graph: Graph, recogniser: Recogniser, found: set[Node]) -> _Forms:
-    forms: _Forms = {}
-    for node in graph.nodes if recogniser.masked_weights else ():
-        if node in found:
-            continue
-        for weight, form in _forms_at(recogniser, node):
-            forms.setdefault(weight, {}).setdefault(node, set()).add(form)
-    return forms
+def _is_real(node: Node) -> bool:
+    dtype = dtype_of(node)
+    return dtype is not None and dtype.is_floating_point
 
 
-def _forms_at(recogniser: Recogniser, node: Node) -> Iterator[tuple[Hashable, Hashable]]:
-    """`(weight, form)` for a masked weight, for the weight itself, and for elementwise functions of it."""
+def _forms_at(recogniser: Recogniser, node: Node, masked: frozenset[Hashable]) -> Iterator[_Form]:
+    """`(weight, form)` for a masked weight, for the weight itself, and for functions of it that keep its shape."""
     known = list(_known_forms(recogniser, recogniser.value(node)))
     if known:
         yield from known
         return
-    if recogniser.key(node) in recogniser.masked_weights:
-        yield recogniser.key(node), "itself"
-    call = as_call(node)
-    name = str(getattr(node.target, "__name__", node.target)).strip("_")
-    if (call.symbol if call is not None else name) in _ELEMENTWISE:
+    if recogniser.key(node) in masked:
+        yield recogniser.key(node), _ITSELF
+    if not recogniser.view.effect(node).multiplies:
         for item in (_weight_itself(recogniser, item) for item in node.all_input_nodes):
-            if recogniser.key(item) in recogniser.masked_weights and _is_like(node, item):
+            if recogniser.key(item) in masked and _is_like(node, item) and len(node.all_input_nodes) > 1:
                 yield recogniser.key(item), recogniser.key(node)
 
 
-def _known_forms(recogniser: Recogniser, value: Value) -> Iterator[tuple[Hashable, Hashable]]:
+def _known_forms(recogniser: Recogniser, value: Value) -> Iterator[_Form]:
     if isinstance(value, Bundle):
         for item in value.items:
             yield from _known_forms(recogniser, item)
@@ -114,48 +172,17 @@ def _is_like(node: Node, weight: Node) -> bool:
     return equal_sizes(made.shape[-2:], held.shape[-2:])
 
 
-# --- Products of the forms -------------------------------------------------------------------------------------------
-
-
-_Path = tuple[Node, ...]
-
-
-def _products_of(recogniser: Recogniser, source: Node, forms: Collection[Node]) -> Iterator[tuple[_Path, Hashable]]:
-    """Yield the path of nodes to each product that reads a form of a weight, and the key of the other factor, x.
-
-    The path ends with the product and does not contain the form itself.
-    """
-    pending: list[_Path] = [()]
-    seen = {source}
-    while pending:
-        path = pending.pop()
-        node = path[-1] if path else source
-        for user in value_users(node):
-            is_another_form = user in forms and symbol_of(user) in _ELEMENTWISE
-            if user in seen or is_another_form or user.op == "output":
-                continue
-            factors = _multiplied(recogniser, user, node)
-            if dims(user) < 2 and not factors:
-                continue
-            seen.add(user)
-            yield from (((*path, user), x) for x in factors)
-            if not factors:
-                pending.append((*path, user))
-
-
 def _multiplied(recogniser: Recogniser, node: Node, weight: Node) -> list[Hashable]:
     """The keys of the other operands, if a node multiplies the weight by x; empty if it is no such product."""
-    name = str(getattr(node.target, "__name__", node.target))
-    symbol = symbol_of(node)
-    is_broadcast = symbol == "mul" and dims(node) > dims(weight)  # a broadcast product that is summed later
-    if not is_broadcast and symbol not in _PRODUCTS and not any(part in name for part in _OTHER_PRODUCTS):
+    is_broadcast = symbol_of(node) == "mul" and dims(node) > dims(weight)  # a broadcast product that is summed later
+    if not is_broadcast and not recogniser.view.effect(node).multiplies:
         return []
     others = [item for item in node.all_input_nodes if item is not weight and dims(item) >= 1]
     return [recogniser.key(_weight_itself(recogniser, other)) for other in others]
 
 
 def _miss(recogniser: Recogniser, reached: set[Node], found: set[Node]) -> NearMiss | None:
-    """The first node on the paths to the products, or among their users, that no rule knows.
+    """The nodes on the paths to the products, or among their users, that no rule knows, of which the first is named.
 
     None if nothing uses the products.
     """
@@ -174,8 +201,8 @@ def _miss(recogniser: Recogniser, reached: set[Node], found: set[Node]) -> NearM
                 unknown.append(user)
     order = recogniser.view.order
     if unknown:
-        first = min(unknown, key=order.__getitem__)
-        return NearMiss(first, _reason(recogniser, first))
+        unknown = sorted(dict.fromkeys(unknown), key=order.__getitem__)
+        return NearMiss(unknown[0], _reason(recogniser, unknown))
     reason = "one x is multiplied by two masked forms of one weight, but no gate is multiplied by a value"
     return NearMiss(max(reached, key=order.__getitem__), reason) if is_used else None
 
@@ -185,36 +212,51 @@ _BOTH = ((0, 1), (1, 0))
 
 
 def _given_away(forms: Mapping[Node, set[Hashable]]) -> NearMiss | None:
-    """The node that takes a weight under a mask and under its complement out of the graph; None if there is none.
+    """The node that takes a weight under a mask, or under its complement, out of the graph; None if not both leave it.
 
-    That is the output, before a graph break, or a higher-order operator, as for the body of `checkpoint`.
+    They leave it by the output, before a graph break, or into a higher-order operator, as for the body of `checkpoint`.
     """
-    taken: dict[Node, set[Hashable]] = {}
-    for node, keys in forms.items():
-        for user in node.users:
-            if user.op == "output" or any(submodule(user.graph, item) is not None for item in user.all_input_nodes):
-                taken.setdefault(user, set()).update(keys)
-    for user, keys in taken.items():
-        masks, complements = ({key[0] for key in keys if isinstance(key, tuple) and key[1] == at} for at in _BOTH)
-        if masks & complements:
-            *_, node = (node for node in forms if user in node.users)
-            reason = (
-                "one weight is masked by a mask and by its complement, and another graph reads both (after a graph "
-                "break, or in the body of a higher-order operator such as checkpoint); the pass sees one graph at a "
-                "time, so mask the weight where x is multiplied by it"
-            )
-            return NearMiss(node, reason)
-    return None
+    leaving = [node for node in forms if any(user.op == "output" or _has_a_body(user) for user in node.users)]
+    keys = [key for node in leaving for key in forms[node] if isinstance(key, tuple)]
+    masks, complements = ({key[0] for key in keys if key[1] == at} for at in _BOTH)
+    if not masks & complements:
+        return None
+    reason = (
+        "one weight is masked by a mask and by its complement, and another graph reads both (after a graph break, or in "
+        "the body of a higher-order operator such as checkpoint); the pass sees one graph at a time, so mask the weight "
+        "where x is multiplied by it"
+    )
+    return NearMiss(leaving[-1], reason)
+
+
+def _has_a_body(node: Node) -> bool:
+    """Whether a node calls a higher-order operator, whose body is a graph of its own."""
+    return any(submodule(node.graph, item) is not None for item in node.all_input_nodes)
 
 
 def _is_known(recogniser: Recogniser, node: Node) -> bool:
     value = recogniser.value(node)
+    if node.target is overwritten:  # the node that wrote is named instead
+        return True
     return (value is not None and not isinstance(value, Product)) or symbol_of(node) in ("split", "unbind")
 
 
-def _reason(recogniser: Recogniser, node: Node) -> str:
-    call = as_call(node)
-    operation = call.symbol if call is not None else str(getattr(node.target, "__name__", node.target))
+def _reason(recogniser: Recogniser, nodes: Sequence[Node]) -> str:
+    reads = [_reading(recogniser, node) for node in nodes[:_MOST_NAMED]]
+    more = f", and {len(nodes) - len(reads)} more" if len(nodes) > len(reads) else ""
+    return (
+        f"one x is multiplied by two masked forms of one weight, but {', '.join(reads)}{more} in a way that the pass does "
+        "not know; write act(F.linear(x, W * M)) * F.linear(x, W * (1 - M))"
+    )
+
+
+_MOST_NAMED = 4
+"""The most nodes that a reason names."""
+
+
+def _reading(recogniser: Recogniser, node: Node) -> str:
+    """What an unknown node does, in words."""
+    operation = symbol_of(node) or str(getattr(node.target, "__name__", node.target))
     values = [recogniser.value(item) for item in node.all_input_nodes]
     what = "a masked weight"
     if any(projection_of(value) is not None for value in values):
@@ -226,7 +268,4 @@ def _reason(recogniser: Recogniser, node: Node) -> str:
         what = f"{' and '.join(functions)} of the products g, of which one must be g itself (the value),"
     dtype = dtype_of(node)
     kind = f" ({str(dtype).removeprefix('torch.')})" if dtype is not None else ""
-    return (
-        f"one x is multiplied by two masked forms of one weight, but `{node.name}`{kind} reads {what} by `{operation}` "
-        "in a way that the pass does not know; write act(F.linear(x, W * M)) * F.linear(x, W * (1 - M))"
-    )
+    return f"`{node.name}`{kind} reads {what} by `{node.name if node.target is opaque else operation}`"

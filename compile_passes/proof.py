@@ -16,8 +16,10 @@ is fused only if all of this holds (README.md has the argument for each point):
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import Node
@@ -26,6 +28,7 @@ from mglu_ops.activations import ACTIVATIONS
 
 from . import formulas
 from .formulas import GRADIENT_AT_0, Scaled
+from .pointwise import as_dtype
 from .recognise import Recogniser
 from .report import line
 from .shapes import dtype_of, equal_sizes, range_of, requires_grad, slice_of, tensor_example, unusual_kind
@@ -75,40 +78,68 @@ def check(recogniser: Recogniser, site: Site, assume_binary: bool) -> Layer:
     Raises:
         Refusal: one of the conditions at the head of this module does not hold.
     """
-    if len(site.terms) > MAX_MASKS:
-        raise Refusal(f"the sum has {len(site.terms)} masks; the operator takes at most {MAX_MASKS}")
-    _check_operands(recogniser, site)
-    masks = tuple(_check_masks(term, assume_binary) for term in site.terms)
-    _check_kinds(site, [mask for mask, _ in masks])
-    trained = [_trains(site, term, mask) for term, (mask, _) in zip(site.terms, masks, strict=True)]
-    for (mask, _), carries in zip(masks, trained, strict=True):
-        if carries and mask.proof is None:
-            raise Refusal(
-                f"mask `{mask.bits.name}` requires a gradient but is not a straight-through mask of logits; write it "
-                "as ((logits > 0).to(logits.dtype) - logits).detach() + logits"
-            )
-    if any(trained):
-        if not all(trained):
-            raise Refusal("some masks carry a gradient and some do not; train all masks of a layer, or detach all")
-        for term, (_, complement) in zip(site.terms, masks, strict=True):
-            _check_slopes(term, -1 if complement else 1)
+    reasons = _Reasons()
+    reasons.of(_check_number, site)
+    reasons.of(_check_operands, recogniser, site)
+    masks: list[tuple[Mask, bool]] = []
+    dtype, trains = None, False
+    if all(isinstance(projection.weight, Node) for projection in site.projections):
+        found = [reasons.of(_check_mask, term, assume_binary) for term in site.terms]
+        masks = [mask for mask in found if mask is not None]
+        if len(masks) == len(found):
+            trains = bool(reasons.of(_check_gradients, site, masks))
+            reasons.of(_check_kinds, site, [mask for mask, _ in masks])
+        dtype = reasons.of(_check_dtypes, site)
+    activation = reasons.of(_check_activation, site)
+    weights = None if activation is None or dtype is None else reasons.of(_check_weights, site, activation[1], dtype)
+    reasons.end()
+    assert activation is not None and dtype is not None and weights is not None, "there was no reason"
     first = site.terms[0].gate
     assert isinstance(first.weight, Node)
-    activation, scales = _check_activation(site)
-    routes, scale = _check_routes(site, scales)
     return Layer(
         site=site,
         x=first.x,
         weight=first.weight,
         transposed=first.transposed,
-        masks=masks,
-        activation=activation,
-        dtype=_check_dtypes(site, first),
-        trains_masks=any(trained),
-        routes=routes,
-        scale=scale,
+        masks=tuple(masks),
+        activation=activation[0],
+        dtype=dtype,
+        trains_masks=trains,
+        routes=weights[0],
+        scale=weights[1],
         interior=interior(recogniser, site),
     )
+
+
+_Result = TypeVar("_Result")
+_MOST_REASONS = 4
+
+
+class _Reasons:
+    """The reasons why a site is refused: all of them, so that a user need not mend one to learn of the next."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, None] = {}
+
+    def of(self, condition: Callable[..., _Result], *arguments: Any) -> _Result | None:
+        """The result of a check, or None if it refuses the site; then the reason is kept."""
+        try:
+            return condition(*arguments)
+        except Refusal as refusal:
+            self._found[str(refusal)] = None
+            return None
+
+    def end(self) -> None:
+        """Refuse the site if there was a reason."""
+        named = list(self._found)[:_MOST_REASONS]
+        more = len(self._found) - len(named)
+        if named:
+            raise Refusal(". Also: ".join(named) + (f". Also: {more} more reasons" if more else ""))
+
+
+def _check_number(site: Site) -> None:
+    if len(site.terms) > MAX_MASKS:
+        raise Refusal(f"the sum has {len(site.terms)} masks; the operator takes at most {MAX_MASKS}")
 
 
 # --- One x and one weight --------------------------------------------------------------------------------------------
@@ -164,7 +195,7 @@ def _why_different(recogniser: Recogniser, a: Node, b: Node) -> str:
 # --- Masks -----------------------------------------------------------------------------------------------------------
 
 
-def _check_masks(term: Term, assume_binary: bool) -> tuple[Mask, bool]:
+def _check_mask(term: Term, assume_binary: bool) -> tuple[Mask, bool]:
     """The mask of a term, and whether its gate uses the complement."""
     gate, value = term.gate.factor, term.value.factor
     if gate is None or value is None:
@@ -187,11 +218,45 @@ def _check_masks(term: Term, assume_binary: bool) -> tuple[Mask, bool]:
     _check_mask_shape(term, mask)
     if mask.proof is None and not assume_binary:
         doubt = f" ({mask.doubt})" if mask.doubt else ""
+        trust = ", or pass assume_binary=True (packing then checks its values)" if _is_given(mask.bits) else ""
         raise Refusal(
             f"mask `{mask.bits.name}` is a {_describe(mask.bits)} tensor that nothing proves to be binary{doubt}; make "
-            "it bool, derive it by a comparison, or pass assume_binary=True (packing then checks its values)"
+            f"it bool, or derive it by a comparison{trust}"
         )
     return mask, complement
+
+
+def _is_given(mask: Node) -> bool:
+    """Whether a mask comes from outside of the graph, so that it may be binary although nothing in the graph says so."""
+    while mask.op not in ("placeholder", "get_attr"):
+        found = slice_of(mask)
+        if found is None:
+            return False
+        mask = found[0]
+    return True
+
+
+def _check_gradients(site: Site, masks: Sequence[tuple[Mask, bool]]) -> bool:
+    """Whether the masks are trained; all of them or none must be."""
+    factors = [projection.factor for projection in site.projections if projection.factor is not None]
+    if any(factor.zero_gradient for factor in factors) and requires_grad(site.root):
+        raise Refusal(
+            "autograd passes a gradient of zeros through a mask (round, sign and bernoulli have one), where the operator "
+            "passes none, so an optimizer would treat its logits otherwise; detach the mask, or make it straight-through"
+        )
+    trained = [_trains(site, term, mask) for term, (mask, _) in zip(site.terms, masks, strict=True)]
+    for (mask, _), carries in zip(masks, trained, strict=True):
+        if carries and mask.proof is None:
+            raise Refusal(
+                f"mask `{mask.bits.name}` requires a gradient but is not a straight-through mask of logits; write it "
+                "as ((logits > 0).to(logits.dtype) - logits).detach() + logits"
+            )
+    if any(trained) and not all(trained):
+        raise Refusal("some masks carry a gradient and some do not; train all masks of a layer, or detach all")
+    if any(trained):
+        for term, (_, complement) in zip(site.terms, masks, strict=True):
+            _check_slopes(term, -1 if complement else 1)
+    return any(trained)
 
 
 def _trains(site: Site, term: Term, mask: Mask) -> bool:
@@ -276,7 +341,7 @@ def _check_activation(site: Site) -> tuple[str, list[float]]:
 _SPELLED = {formulas.CLAMP: "clamp(min=0)", formulas.MAXIMUM: "maximum(g, 0)"}
 
 
-def _check_routes(site: Site, scales: list[float]) -> tuple[tuple[Route | float, ...], float]:
+def _check_weights(site: Site, scales: list[float], dtype: torch.dtype) -> tuple[tuple[Route | float, ...], float]:
     """The route weights of the terms, and the number that multiplies their sum.
 
     A number that all terms share multiplies the sum. Numbers that differ become route weights.
@@ -288,6 +353,10 @@ def _check_routes(site: Site, scales: list[float]) -> tuple[tuple[Route | float,
         return routes, scales[0]
     if routes:
         raise Refusal("the terms of the sum have route weights and are multiplied by numbers that differ")
+    for scale in scales:
+        held = as_dtype(scale, dtype)
+        if held is None or not math.isfinite(held) or (held == 0) != (scale == 0):
+            raise Refusal(f"a term is multiplied by {scale:g}, which {dtype} cannot hold as a weight of the term")
     return tuple(scales), 1.0
 
 
@@ -296,8 +365,9 @@ def _describe(node: Node) -> str:
     return "unknown" if value is None else f"{value.dtype}".removeprefix("torch.")
 
 
-def _check_dtypes(site: Site, first: Projection) -> torch.dtype:
+def _check_dtypes(site: Site) -> torch.dtype:
     """The dtype of the layer, which its projections and its result must share."""
+    first = site.terms[0].gate
     x, weight, root = (tensor_example(node) for node in (first.x, first.weight, site.root))
     if x is None or weight is None or root is None:
         raise Refusal("tracing recorded no example of an operand's dtype")

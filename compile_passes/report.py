@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torch.fx import Node
+import torch
+from torch.fx import Graph, Node
 
 from mglu_ops.words import counted
 
@@ -81,21 +83,24 @@ class FusionReport:
     Attributes:
         fused: layers that now run as one operator.
         missed: layers that were recognised but not fused.
+        present: layers that called the operator already, such as those of `mglu_ops.nn.MGLU`.
         graphs: the number of graphs that the pass has read.
     """
 
     fused: list[SiteReport] = field(default_factory=list)
     missed: list[SiteReport] = field(default_factory=list)
+    present: list[SiteReport] = field(default_factory=list)
     graphs: int = 0
 
     def __str__(self) -> str:
-        head = f"{len(self.fused)} fused, {len(self.missed)} missed, {counted(self.graphs, 'graph')} seen"
-        if not self.fused and not self.missed:
+        present = f"{len(self.present)} called the operator already, " if self.present else ""
+        head = f"{len(self.fused)} fused, {len(self.missed)} missed, {present}{counted(self.graphs, 'graph')} seen"
+        if not self.fused and not self.missed and not self.present:
             return head
         return "\n".join([head, "", *_table([_COLUMNS, *self._rows()]), *self._notes()])
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
-        fused = tuple(self.fused)  # another thread may compile meanwhile
+        fused = (*self.present, *self.fused)  # another thread may compile meanwhile
         for number, site in enumerate((*fused, *self.missed), 1 - len(fused)):
             result = f"not fused [{number}]"
             if site.reason is None:
@@ -123,6 +128,30 @@ class FusionReport:
     def to_json(self) -> str:
         """The report as JSON: the attributes of this object, and of each site."""
         return json.dumps(asdict(self), indent=2)
+
+
+def layers_present(graph: Graph) -> list[SiteReport]:
+    """The layers of a graph that call the operator as the program was written."""
+    return [report for report in map(_present_at, graph.nodes) if report is not None]
+
+
+def _present_at(node: Node) -> SiteReport | None:
+    target: Any = node.target
+    op = getattr(target, "_overloadpacket", target)
+    if op not in (torch.ops.mglu.forward, torch.ops.mglu.forward_ste) or len(node.args) < 3:
+        return None
+    packs = op is torch.ops.mglu.forward_ste
+    x, masks = tensor_example(node.args[0]), tensor_example(node.args[2])
+    count = None if masks is None else masks.shape[0 if packs else -1]
+    return SiteReport(
+        module_path=module_path(node),
+        source=source_line(node),
+        n_masks=count if isinstance(count, int) else 0,
+        activation=str(node.args[3] if len(node.args) > 3 else node.kwargs.get("activation", "silu")),
+        dtype=str(getattr(x, "dtype", None)).removeprefix("torch."),
+        route="forward_ste" if packs else "forward",
+        packed=AT_EACH_CALL if packs else BEFOREHAND,
+    )
 
 
 def missed_at(node: Node, reason: str) -> SiteReport:
@@ -178,6 +207,10 @@ def module_path(node: Node) -> str:
 
 
 def source_line(node: Node) -> str:
-    """The line of user code that made a node, such as `file.py:12`."""
+    """The line of user code that made a node, such as `file.py:12`; modes of torch may add frames of torch itself."""
     lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    return "{}:{}".format(*lines[-1]) if lines else ""
+    of_user = [line for line in lines if not line[0].startswith(_TORCH)]
+    return "{}:{}".format(*(of_user or lines)[-1]) if lines else ""
+
+
+_TORCH = os.path.dirname(torch.__file__)

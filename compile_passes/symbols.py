@@ -106,6 +106,9 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "where", "condition, input, other", (torch.where, *_aten("where"))
     yield "where", "input, condition, other", ("where",)
     yield "masked_fill", "input, mask, value", _elementwise("masked_fill")
+    yield "scatter", "input, dim, index, value|src, reduce==None", _elementwise("scatter")
+    yield "one_hot", "input|tensor, num_classes=-1", (F.one_hot, *_aten("one_hot"))
+    yield "bernoulli", "input, ...", _elementwise("bernoulli")
     yield "index_put", "input, indices, values, accumulate==False", _elementwise("index_put")
     yield "setitem", "input, index, value", (operator.setitem, "__setitem__")
     # The same values in another dtype, memory or tensor
@@ -166,6 +169,8 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "matmul", "input, other|mat2|tensor2", (*multiplications, *_aten("matmul", "mm", "bmm"))
     yield "addmm", "input, mat1, mat2, beta=1, alpha==1", _elementwise("addmm")
     yield "einsum", "equation, *operands|tensors, -path", (torch.einsum, *_aten("einsum"))
+    yield "glu", "input, dim=-1", (F.glu, *_aten("glu"))
+    yield "addcmul", "input, tensor1, tensor2, value=1", _elementwise("addcmul")
     yield "silu", "input, -inplace", (F.silu, *_aten("silu"))
     yield "gelu", "input, approximate='none'", (F.gelu, *_aten("gelu"))
     yield "relu", "input, -inplace", _elementwise("relu", F.relu)

@@ -101,15 +101,24 @@ class Levels:
 
 @dataclass(frozen=True)
 class Binary:
-    """An elementwise function f of a mask, given by `at = (f(0), f(1))` and `slope = (f'(0), f'(1))`."""
+    """An elementwise function f of a mask, given by `at = (f(0), f(1))` and `slope = (f'(0), f'(1))`.
+
+    `zero_gradient` says that autograd passes a gradient of zeros to what the function is made of, as of `round`.
+    """
 
     mask: Mask
     at: Pair = (0, 1)
     slope: Pair = (0, 0)
+    zero_gradient: bool = False
 
     def is_gate(self, sign: int) -> bool:
         """Whether f is M itself (`sign` 1) or its complement (`sign` -1)."""
         return self.at == ((0, 1) if sign == 1 else (1, 0))
+
+    @property
+    def is_mask(self) -> bool:
+        """Whether f is M itself or its complement."""
+        return self.is_gate(1) or self.is_gate(-1)
 
     def passes_gradient(self, sign: int) -> bool:
         """Whether f has the slope of M (`sign` 1) or of its complement (`sign` -1) at both points."""
@@ -255,6 +264,11 @@ def binary_at(value: Binary, index: int) -> Binary:
     return replace(value, mask=replace(mask, key=slice_key(mask.key, index), carrier=carrier, index=index))
 
 
+def opposite(mask: Mask) -> Mask:
+    """The complement of a mask as a mask of its own."""
+    return replace(mask, key=("not", mask.key), inverted=not mask.inverted, logits=None)
+
+
 def merge(a: Mask, b: Mask) -> Mask | None:
     """The mask that both are; None if they are two masks, or if their gradients flow through two tensors."""
     if a.key != b.key:
@@ -284,7 +298,7 @@ def combine(a: Binary | None, b: Binary | None, sign: float) -> Binary | None:
         return None
     at = (a.at[0] + sign * b.at[0], a.at[1] + sign * b.at[1])
     slope = (a.slope[0] + sign * b.slope[0], a.slope[1] + sign * b.slope[1])
-    return Binary(mask, at, slope)
+    return Binary(mask, at, slope, a.zero_gradient or b.zero_gradient)
 
 
 def multiply(a: Binary, b: Binary) -> Binary | None:
@@ -297,4 +311,4 @@ def multiply(a: Binary, b: Binary) -> Binary | None:
         a.slope[0] * b.at[0] + a.at[0] * b.slope[0],
         a.slope[1] * b.at[1] + a.at[1] * b.slope[1],
     )
-    return Binary(mask, at, slope)
+    return Binary(mask, at, slope, a.zero_gradient or b.zero_gradient)

@@ -55,8 +55,11 @@ WEIGHT_RULES: tuple[Rule, ...] = (
     masks.sign,
     masks.heaviside,
     masks.rounded,
+    masks.zeros_and_ones,
+    masks.scattered,
     masks.lowest_bit,
     masks.result_of_a_function,
+    masks.rearranged,
 )
 """The rules that find masks and (masked) weights. They are asked about every node of a graph."""
 
@@ -73,7 +76,10 @@ LAYER_RULES: tuple[Rule, ...] = (
     activations.function_of_two,
     activations.dropout,
     gates.gated_product,
+    gates.gated_linear_unit,
     sums.sum_of_terms,
+    sums.sum_with_a_product,
+    sums.product_of_a_stack,
     sums.difference_of_terms,
     sums.negated_term,
     sums.stacked_terms,

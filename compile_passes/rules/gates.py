@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from .. import formulas
 from ..recognise import Recogniser
-from ..shapes import dims, dtype_of, equal_sizes, same_shape, tensor_example
+from ..shapes import dimension, dims, dtype_of, equal_sizes, same_shape, tensor_example
 from ..symbols import Call
 from ..values import (
     Activated,
@@ -50,6 +50,25 @@ def gated_product(recogniser: Recogniser, node: Node, call: Call) -> Value:
     if isinstance(a, _PARTS):
         return _routed(a, left, right, node)
     return _routed(b, right, left, node) if isinstance(b, _PARTS) else None
+
+
+@rule("glu")
+def gated_linear_unit(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`F.glu(F.linear(x, cat([V, W])))`, which multiplies the first half by the sigmoid of the second."""
+    source, dim = call.args
+    value, half = recogniser.value(source), dimension(dim, source)
+    if not isinstance(value, Bundle) or value.dim != half or len(value.items) % 2:
+        return None
+    middle = len(value.items) // 2
+    pairs = zip(value.items[:middle], value.items[middle:], strict=True)
+    terms = [times(recogniser, a, _sigmoid(b)) for a, b in pairs]
+    return terms[0] if value.size is not None and middle == 1 else bundle(terms, value.dim, value.size)
+
+
+def _sigmoid(value: Value) -> Value:
+    function = function_of(value)
+    formula = None if function is None else formulas.apply("sigmoid", function[0])
+    return None if function is None or formula is None else Activated(formula, function[1])
 
 
 def _inverse(value: Value) -> Value:

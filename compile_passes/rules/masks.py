@@ -12,7 +12,7 @@ from torch.fx import Node
 from ..recognise import Recogniser
 from ..shapes import dimension, dtype_of, requires_grad, same_shape, slice_of, submodule, tensor_example
 from ..symbols import Call, as_call
-from ..values import MOST_ITEMS, Binary, Bundle, Carrier, Levels, Mask, Scalar, Value, binary_at, slice_key
+from ..values import MOST_ITEMS, Binary, Bundle, Carrier, Levels, Mask, Scalar, Value, binary_at, opposite, slice_key
 from ..view import View
 from .mask_functions import COMPARISONS, of_levels
 from .rule import rule
@@ -37,7 +37,8 @@ def _linear_terms(recogniser: Recogniser, node: Node) -> list[tuple[float, float
         call = as_call(argument)
         symbol, operands = ("", ()) if call is None else (call.symbol, call.args)
         carries = carries and requires_grad(argument) and symbol != "detach"
-        if symbol in ("add", "sub"):
+        is_hard = argument is not node and isinstance(recogniser.value(argument), Binary)
+        if symbol in ("add", "sub") and not is_hard:
             pending += [(operands[0], sign, carries), (operands[1], sign if symbol == "add" else -sign, carries)]
         elif symbol in ("neg", "detach"):
             pending.append((operands[0], -sign if symbol == "neg" else sign, carries))
@@ -62,7 +63,7 @@ def straight_through(recogniser: Recogniser, node: Node, call: Call) -> Value:
     if len(present) != 1 or present[0][0] != 1:
         return None
     hard = recogniser.value(present[0][2])
-    if not isinstance(hard, Binary) or not hard.is_gate(1) or hard.mask.carrier is not None:
+    if not isinstance(hard, Binary) or not hard.is_mask or hard.mask.carrier is not None:
         return None
     if not same_shape(node, present[0][2]):
         return None
@@ -72,6 +73,8 @@ def straight_through(recogniser: Recogniser, node: Node, call: Call) -> Value:
         return replace(hard, slope=(0, 0), mask=replace(hard.mask, rounding=rounding))
     if len(differentiable) > 1 or differentiable[0][1] != 1:
         return None
+    if hard.is_gate(-1):  # as of `logits >= 0`, which is the complement of `0 > logits`
+        hard = Binary(opposite(hard.mask))
     soft = differentiable[0][2]
     carrier = Carrier(node, recogniser.key(node), soft if _is_positive(recogniser, hard.mask, soft) else None)
     proof = hard.mask.proof and "straight-through"
@@ -155,6 +158,20 @@ def rounded(recogniser: Recogniser, node: Node, call: Call) -> Value:
     return of_levels(recogniser, node, [0, 1]) if inner is not None and inner.symbol == "sigmoid" else None
 
 
+@rule("one_hot", "bernoulli")
+def zeros_and_ones(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`one_hot(indices)` and random masks."""
+    return of_levels(recogniser, node, [0, 1])
+
+
+@rule("scatter")
+def scattered(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`zeros_like(logits).scatter(-1, topk_indices, 1.0)`."""
+    values = [recogniser.value(call.args[0]), recogniser.value(call.args[3])]
+    numbers = [value.value for value in values if isinstance(value, Scalar)]
+    return of_levels(recogniser, node, numbers) if len(numbers) == len(values) else None
+
+
 @rule("and", "remainder")
 def lowest_bit(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`(packed >> i) & 1` and `packed % 2`, which hold 0 and 1, and `packed & 8`, which holds 0 and 8."""
@@ -188,12 +205,37 @@ def result_of_a_function(recogniser: Recogniser, node: Node, call: Call) -> Valu
     results: Any = view.graph.output_node().args[0][0]  # with what is saved for backward, the body returns a pair
     result = results[index] if isinstance(results, (tuple, list)) else results
     hard = None if view.memory.writes_inputs else type(recogniser)(view).value(result)
-    if not isinstance(hard, Binary) or not hard.is_gate(1) or hard.mask.proof is None:
+    if not isinstance(hard, Binary) or not hard.is_mask or hard.mask.proof is None:
         return None
     key = recogniser.key(node)
     carrier = Carrier(node, key) if requires_grad(node) else None
     mask = Mask(node, key, proof="autograd.Function", carrier=carrier)
     return Binary(mask, slope=(1, 1) if carrier else (0, 0))
+
+
+# --- The elements of a mask in another order ------------------------------------------------------------------------
+
+
+@rule(
+    *("reshape", "flatten", "unflatten", "unsqueeze", "expand", "repeat", "t", "mT", "transpose", "permute", "getattr"),
+    *("getitem", "select", "slice", "narrow"),
+)
+def rearranged(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`bits.reshape(d, h)` and `m.t()`: a function of M, rearranged, is that function of the rearranged M."""
+    source, *how = call.args
+    value, example = recogniser.value(source), tensor_example(node)
+    if not isinstance(value, Binary) or not value.is_mask or value.mask.proof is None or example is None:
+        return None
+    if _is_slice_of_a_stack(node, value):
+        return None  # the rule below knows which
+    inverted = value.is_gate(-1)
+    carries = requires_grad(node) and any(value.slope)
+    if not call.is_whole or (carries and inverted):
+        return None
+    key = ("rearranged", call.symbol, recogniser.key(how), value.mask.key)
+    carrier = Carrier(node, recogniser.key(node)) if carries else None
+    mask = Mask(node, key, value.mask.proof, carrier, inverted=inverted, rounding=value.mask.rounding)
+    return replace(value, mask=mask, slope=value.slope if carries else (0, 0))
 
 
 # --- Stacks ----------------------------------------------------------------------------------------------------------
@@ -204,9 +246,14 @@ def slice_of_a_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`masks[i]`."""
     found = slice_of(node)
     value = None if found is None else recogniser.value(found[0])
-    if found is None or not isinstance(value, Binary) or len(value.mask.shape) != 3 or found[1] != 0:
+    if found is None or not isinstance(value, Binary) or not _is_slice_of_a_stack(node, value):
         return None
     return binary_at(value, found[2])
+
+
+def _is_slice_of_a_stack(node: Node, stack: Binary) -> bool:
+    found = slice_of(node)
+    return found is not None and len(stack.mask.shape) == 3 and found[1] == 0
 
 
 @rule("stack")

@@ -10,11 +10,11 @@ from torch.fx import Node
 
 from .. import formulas
 from ..recognise import Recogniser
-from ..shapes import broadcasts_to, dimension, dtype_of, same_shape
+from ..shapes import broadcasts_to, dimension, dims, dtype_of, same_shape
 from ..symbols import Call, value_users
-from ..values import Activated, Bundle, Gated, Projection, Scalar, Value
+from ..values import Activated, Bundle, Gated, Projection, Route, Scalar, Value
 from .bundles import bundle
-from .gates import scaled
+from .gates import scaled, times, with_route
 from .projections import same_operands
 from .rule import rule
 
@@ -41,14 +41,44 @@ def _plus_zero(node: Node, gated: Gated, gated_node: Node) -> Gated | None:
 
 
 def _longer_sum(
-    recogniser: Recogniser, node: Node, left: tuple[Node, Gated], right: tuple[Node, Gated]
+    recogniser: Recogniser, node: Node, left: tuple[Node, Gated], right: tuple[Node | None, Gated]
 ) -> Gated | None:
-    """The sum of two sums of terms; None if one of them has other users, for it is then a layer of its own."""
-    (a_node, a), (b_node, b) = left, right
-    if any(len(value_users(n)) > 1 or not same_shape(node, n) for n in (a_node, b_node)) or (a.rest and b.rest):
+    """The sum of two sums of terms; None if one of them has other users, for it is then a layer of its own.
+
+    The right one need not have a node.
+    """
+    (_, a), (_, b) = left, right
+    held = [part for part, _ in (left, right) if part is not None]
+    if any(len(value_users(n)) > 1 or not same_shape(node, n) for n in held) or (a.rest and b.rest):
         return None
     total = joined(recogniser, [a, b])
     return None if total is None else replace(total, rest=a.rest or b.rest)
+
+
+@rule("addcmul")
+def sum_with_a_product(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`addcmul(y, act(gate), value)`."""
+    base, *factors, scale = call.args
+    term = times(recogniser, *map(recogniser.value, factors))
+    if not isinstance(term, Gated) or not same_shape(node, *factors) or not isinstance(scale, (int, float)):
+        return None
+    term, before = scaled(term, scale), recogniser.value(base)
+    if not isinstance(term, Gated) or before == Scalar(0):
+        return term
+    if isinstance(before, Gated):
+        return _longer_sum(recogniser, node, (base, before), (None, term))
+    return replace(term, rest=base) if isinstance(base, Node) and broadcasts_to(base, node) else None
+
+
+@rule("matmul")
+def product_of_a_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`stack(terms, -1) @ weights` with one weight per mask."""
+    source, weights = call.args
+    value = recogniser.value(source)
+    if not isinstance(value, Bundle) or value.size is not None or value.dim != dims(source) - 1 or dims(weights) != 1:
+        return None
+    routes = [Route(weights, is_number=True, index=i) for i in range(len(value.items))]
+    return joined(recogniser, [with_route(item, route) for item, route in zip(value.items, routes, strict=True)])
 
 
 def joined(recogniser: Recogniser, parts: Sequence[Value]) -> Gated | None:

@@ -9,6 +9,7 @@ than a minute, are failures too.
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import queue
 import random
@@ -16,14 +17,18 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]  # this working copy, not an installed one
 
 MOST_SECONDS_PER_PROGRAM = 60
+
+Judge: TypeAlias = Callable[[int], tuple[str, str]]
+"""The outcome of the program of a number, and for a failure its reason."""
 
 
 def run_seed(seed: int) -> tuple[str, str]:
@@ -42,58 +47,64 @@ def _too_slow(number: int, frame: FrameType | None) -> None:
     raise TimeoutError(f"the program took more than {MOST_SECONDS_PER_PROGRAM} seconds")
 
 
-def _work(seeds: list[int], results: Any, current: Any) -> None:
+def _work(judge: Judge, numbers: Sequence[int], deadline: float, results: Any, current: Any) -> None:
     import torch
 
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)  # new memory holds NaN, as in the tests
     signal.signal(signal.SIGALRM, _too_slow)
-    for seed in seeds:
-        current.value = seed
+    for number in numbers:
+        if time.monotonic() > deadline:
+            break
+        current.value = number
         signal.alarm(MOST_SECONDS_PER_PROGRAM)
-        outcome = run_seed(seed)
+        outcome = judge(number)
         signal.alarm(0)
-        results.put((seed, *outcome))
+        results.put((number, *outcome))
 
 
-def run(first: int, programs: int, processes: int) -> tuple[Counter[str], dict[int, str]]:
-    """Run programs in several processes; returns the counts by outcome, and the failures by seed."""
+def run(
+    judge: Judge, numbers: Sequence[int], processes: int, command: str, seconds: float = math.inf
+) -> tuple[dict[int, str], dict[int, str]]:
+    """Judge the programs of some numbers in several processes, each of which begins none after some seconds.
+
+    Returns the outcomes, and the reasons of the failures. `command` repeats a program, whose number is its `{number}`.
+    """
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    workers = []
-    for k in range(min(processes, programs)):
-        seeds = list(range(first + k, first + programs, processes))
-        current = context.Value("q", seeds[0])
-        worker = context.Process(target=_work, args=(seeds, results, current), daemon=True)
-        worker.start()
-        workers.append((worker, seeds, current))
-    counts: Counter[str] = Counter()
-    failures: dict[int, str] = {}
     started = time.monotonic()
+    workers = []
+    for k in range(min(processes, len(numbers))):
+        current = context.Value("q", numbers[k])
+        arguments = (judge, numbers[k::processes], started + seconds, results, current)
+        worker = context.Process(target=_work, args=arguments, daemon=True)
+        worker.start()
+        workers.append((worker, current))
+    outcomes: dict[int, str] = {}
+    failures: dict[int, str] = {}
+
+    def failed(number: int, reason: str) -> None:
+        outcomes[number], failures[number] = "failed", reason
+        print(f"{number} ({command.format(number=number)}):\n    {reason}", flush=True)
+
     while True:
-        alive = any(worker.is_alive() for worker, _, _ in workers)
+        alive = any(worker.is_alive() for worker, _ in workers)
         try:
-            seed, outcome, reason = results.get(timeout=1)
+            number, outcome, reason = results.get(timeout=1)
         except queue.Empty:
             if not alive:
                 break
             continue
-        counts[outcome] += 1
+        outcomes[number] = outcome
         if outcome == "failed":
-            failures[seed] = reason
-            print(_failure(seed, reason), flush=True)
-        if counts.total() % 1000 == 0:
-            print(f"{counts.total()} programs in {time.monotonic() - started:.0f} s: {dict(counts)}", flush=True)
-    for worker, _, current in workers:
+            failed(number, reason)
+        if len(outcomes) % 1000 == 0:
+            counts = dict(Counter(outcomes.values()))
+            print(f"{len(outcomes)} programs in {time.monotonic() - started:.0f} s: {counts}", flush=True)
+    for worker, current in workers:
         if worker.exitcode != 0:
-            counts["failed"] += 1
-            failures[current.value] = f"its process ended with {worker.exitcode}; the programs after it did not run"
-            print(_failure(current.value, failures[current.value]), flush=True)
-    return counts, failures
-
-
-def _failure(seed: int, reason: str) -> str:
-    return f"seed {seed} (python tests/passes/run_random_programs.py --programs 1 --seed {seed}):\n    {reason}"
+            failed(current.value, f"its process ended with {worker.exitcode}; the programs after it did not run")
+    return outcomes, failures
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -105,8 +116,10 @@ def main(arguments: list[str] | None = None) -> int:
     import torch
 
     started = time.monotonic()
-    counts, failures = run(options.seed, options.programs, options.processes)
-    last = options.seed + options.programs - 1
+    seeds = range(options.seed, options.seed + options.programs)
+    command = "python tests/passes/run_random_programs.py --programs 1 --seed {number}"
+    outcomes, failures = run(run_seed, seeds, options.processes, command)
+    counts, last = Counter(outcomes.values()), seeds[-1]
     print(f"torch {torch.__version__}, seeds {options.seed} to {last}, {time.monotonic() - started:.0f} s")
     print(f"{options.programs} programs: " + ", ".join(f"{counts[name]} {name}" for name in OUTCOMES))
     if failures:

@@ -20,9 +20,9 @@ NAN_AS_0 = "a mask logit that is NaN counts as 0"
 
 # Name -> the mask of logits, and whether the report says that the program may make a NaN of a NaN logit.
 MASKS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
-    "round(sigmoid)": (lambda l: torch.round(torch.sigmoid(l)), True),
-    "heaviside": (lambda l: torch.heaviside(l, torch.zeros(())), True),
-    "relu(sign)": (lambda l: torch.relu(torch.sign(l)), True),
+    "round(sigmoid)": (lambda l: torch.round(torch.sigmoid(l.detach())), True),
+    "heaviside": (lambda l: torch.heaviside(l.detach(), torch.zeros(())), True),
+    "relu(sign)": (lambda l: torch.relu(torch.sign(l.detach())), True),
     **{name: (lambda l, make=make: make(l[None], 0), True) for name, make in TRAINED.items()},
     "comparison": (lambda l: l > 0, False),
     "comparison as float": (lambda l: (l > 0).to(l.dtype), False),

@@ -279,7 +279,7 @@ def sigmoid_above_a_half(x, weight, logits):
 
 @fuses("forward")
 def rounded_sigmoid(x, weight, logits):
-    return sum(gated(x, weight, torch.sigmoid(m).round()) for m in logits)
+    return sum(gated(x, weight, torch.sigmoid(m.detach()).round()) for m in logits)
 
 
 @fuses("forward")
@@ -290,12 +290,12 @@ def heaviside(x, weight, logits):
 
 @fuses("forward")
 def positive_sign(x, weight, logits):
-    return sum(gated(x, weight, F.relu(torch.sign(m))) for m in logits)
+    return sum(gated(x, weight, F.relu(torch.sign(m.detach()))) for m in logits)
 
 
 @fuses("forward")
 def clamped_sign(x, weight, logits):
-    return sum(gated(x, weight, m.sign().clamp(min=0)) for m in logits)
+    return sum(gated(x, weight, m.detach().sign().clamp(min=0)) for m in logits)
 
 
 @fuses("forward")

@@ -1,0 +1,159 @@
+"""Run many perturbed programs: `python tests/passes/run_perturbed_programs.py --programs 2000 --processes 2`.
+
+`perturbed_programs` says what a perturbed program is and what must hold for it. Sample i is the same program for any
+number of processes. The script prints each failure with the source of its program and the command that repeats it, and
+at the end how many programs of each family were fused, refused with a reason, silent (neither), skipped or failed. It
+exits with 1 if there was a failure. A process that dies, and a program that takes longer than a minute, are failures
+too.
+
+    --seconds 600          begin no program after ten minutes
+    --inductor             also compile each program that is fused with Inductor (seconds for each)
+    --every 7              run all perturbed programs of seed 7 instead of samples (thousands)
+    --seed 7 --index 1234  print and run one program; with --shorten, also the shortest one that fails alike
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from run_random_programs import run
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]  # this working copy, not an installed one
+
+OUTCOMES = ("fused", "refused", "silent", "skipped", "failed")
+COMMAND = "python tests/passes/run_perturbed_programs.py"
+
+
+def judge(seed: int, inductor: bool, index: int) -> tuple[str, str]:
+    """The outcome of the program of a seed and an index, and for a failure its reason."""
+    from perturbed_programs import perturbation, place, program, through_inductor, through_the_pass
+
+    _quiet()
+    changed = program(seed, index)
+    try:
+        outcome = through_the_pass(changed)
+        if inductor and outcome == "fused":
+            outcome = through_inductor(changed)
+            outcome = outcome if outcome == "fused" else f"skipped by Inductor: {outcome}"
+        return outcome, ""
+    except Exception as error:  # any error is a failure of the pass
+        first_lines = "\n    ".join(str(error).strip().splitlines()[:3])
+        what = f"{perturbation(index)}, {place(seed, index)}, seed {seed}, index {index}"
+        return "failed", f"{first_lines}{_without_it(seed)}\n    {what}\n{changed}"
+
+
+@functools.lru_cache(maxsize=1)
+def _without_it(seed: int) -> str:
+    """What to add to a reason if the right program of the seed fails without a perturbation."""
+    from perturbed_programs import right_program, through_the_pass
+
+    try:
+        through_the_pass(right_program(seed)[0])
+    except Exception as error:
+        return f"\n    (without the perturbation: {str(error).strip().splitlines()[0]})"
+    return ""
+
+
+def judge_sample(inductor: bool, number: int) -> tuple[str, str]:
+    from perturbed_programs import sample
+
+    seed, index = sample(number)
+    return judge(seed, inductor, index)
+
+
+@functools.cache
+def _quiet() -> None:
+    """Leave out a measurement that takes a third of the time of compiling, and what torch logs and warns of."""
+    import logging
+    import warnings
+
+    import torch
+
+    torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+
+
+def run_one(seed: int, index: int, *, inductor: bool, shorten: bool) -> int:
+    from perturbed_programs import program
+    from shortening import shortened
+
+    outcome, reason = judge(seed, inductor, index)
+    print(reason or program(seed, index), outcome, sep="\n")
+    if shorten and outcome == "failed":
+        print(shortened(program(seed, index)))
+    return int(outcome == "failed")
+
+
+def table(outcomes: dict[int, str], place: Callable[[int], tuple[int, int]]) -> str:
+    """A line for each family of perturbations with the number of its programs by outcome."""
+    from perturbed_programs import perturbation
+
+    rows: dict[str, Counter[str]] = {}
+    for number, outcome in outcomes.items():
+        _, index = place(number)
+        rows.setdefault(perturbation(index).family, Counter())[outcome.split(":")[0]] += 1
+    kinds = sorted({kind for row in rows.values() for kind in row} | set(OUTCOMES))
+    lines = [f"{'family':32}" + "".join(f"{kind:>12}" for kind in kinds)]
+    lines += [f"{name:32}" + "".join(f"{row[kind]:12}" for kind in kinds) for name, row in sorted(rows.items())]
+    return "\n".join(lines)
+
+
+def print_failures(failures: dict[int, str]) -> None:
+    """Print each kind of difference with the number of its failures and the number of one of them."""
+    kinds: dict[str, list[int]] = {}
+    for number, reason in failures.items():
+        lines = reason.splitlines()
+        kinds.setdefault(re.sub(r"[\d.]+(e-?\d+)?$", "...", lines[0]), []).append(number)
+    for kind, numbers in sorted(kinds.items(), key=lambda item: -len(item[1])):
+        print(f"{len(numbers)} failed: {kind} (such as {numbers[0]})")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", type=int, default=1000, help="how many samples (1000)")
+    parser.add_argument("--start", type=int, default=0, help="the number of the first sample (0)")
+    parser.add_argument("--every", type=int, metavar="SEED", help="all programs of a seed instead of samples")
+    parser.add_argument("--processes", type=int, default=1, help="how many run side by side (1)")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no program after this time")
+    parser.add_argument("--inductor", action="store_true", help="compile fused programs with Inductor too")
+    parser.add_argument("--seed", type=int, help="of one program, with --index")
+    parser.add_argument("--index", type=int, help="of one program, with --seed")
+    parser.add_argument("--shorten", action="store_true", help="the one program, if it fails")
+    options = parser.parse_args(arguments)
+    if (options.seed is None) != (options.index is None):
+        parser.error("--seed and --index belong together")
+    if options.seed is not None:
+        return run_one(options.seed, options.index, inductor=options.inductor, shorten=options.shorten)
+    from perturbed_programs import indices, sample
+
+    started = time.monotonic()
+    numbers, place = range(options.start, options.start + options.programs), sample
+    judge_number, which = functools.partial(judge_sample, options.inductor), "--programs 1 --start {number}"
+    if options.every is not None:
+        numbers, place = list(indices(options.every)), lambda index: (options.every, index)
+        judge_number = functools.partial(judge, options.every, options.inductor)
+        which = f"--seed {options.every} --index {{number}}"
+    command = f"{COMMAND} {which}{' --inductor' * options.inductor}"
+    outcomes, failures = run(judge_number, numbers, options.processes, command, options.seconds)
+    print(table(outcomes, place))
+    print_failures(failures)
+    for reason, count in Counter(outcome for outcome in outcomes.values() if ":" in outcome).most_common():
+        print(f"{count} {reason}")
+    counts = Counter(outcome.split(":")[0] for outcome in outcomes.values())
+    print(f"{len(outcomes)} programs: " + ", ".join(f"{counts[name]} {name}" for name in OUTCOMES))
+    print(f"{time.monotonic() - started:.0f} s in {options.processes} processes")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

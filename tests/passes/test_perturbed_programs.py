@@ -1,0 +1,194 @@
+"""Right programs with one perturbation give what eager gives, and leave their inputs as eager does.
+
+`perturbed_programs` says what must hold; `python tests/passes/run_perturbed_programs.py` runs any number of programs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import perturbed_programs
+import pytest
+import torch
+from families import sample as quick_sample
+from perturbations import PERTURBATIONS
+from perturbed_programs import (
+    FAMILIES,
+    Both,
+    difference,
+    indices,
+    outcomes,
+    perturbation,
+    program,
+    right_program,
+    sample,
+    through_inductor,
+    through_the_pass,
+)
+from right_program_parts import SPELLINGS
+from right_programs import Program, draw
+from shortening import shortened
+
+PROGRAMS = 300
+RUNNER = Path(__file__).with_name("run_perturbed_programs.py")
+
+
+@pytest.mark.parametrize("number", quick_sample(range(PROGRAMS), every=10))
+def test_perturbed_program(number: int) -> None:
+    seed, index = sample(number)
+    changed = program(seed, index)
+    try:
+        through_the_pass(changed)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{perturbation(index)}, seed {seed}, index {index}\n{changed}") from error
+
+
+@pytest.mark.parametrize("seed", quick_sample(range(60), every=10))
+def test_right_program(seed: int) -> None:
+    """A program without a perturbation gives what eager gives, and layers in it are fused."""
+    outcome = through_the_pass(draw(seed))
+    assert outcome == "fused" or draw(seed).given == "float", f"{outcome}\n{draw(seed)}"
+
+
+def test_a_seed_and_an_index_are_one_program() -> None:
+    drawn = [sample(number) for number in range(100)]
+    programs = [program(*key) for key in drawn]
+    right_program.cache_clear()
+    assert [program(*key) for key in drawn] == programs
+    assert len(set(programs)) > 95
+    assert {perturbation(index).family for _, index in drawn} == set(FAMILIES)
+
+
+def test_every_perturbation_at_every_position() -> None:
+    """The indices of a seed are different programs, and each position of the right program has one."""
+    seed = next(seed for seed in range(100) if len(draw(seed).statements) < 12)
+    length = len(draw(seed).statements)
+    found = list(indices(seed))
+    assert len(found) == len(set(found)) > 1000
+    positions = {perturbed_programs.place(seed, index).position for index in found}
+    assert positions == set(range(length + 1))
+    some = found[:: len(found) // 50]
+    assert all(program(seed, index).source != draw(seed).source for index in some)
+
+
+def test_seeds_have_all_spellings() -> None:
+    programs = [draw(seed) for seed in range(200)]
+    assert {p.given for p in programs} == {spelling.given for spelling in SPELLINGS.values()}
+    assert {p.n_masks for p in programs} == {1, 2, 3}
+    assert {p.no_grad for p in programs} == {bool(p.trained) for p in programs} == {True, False}
+
+
+def test_every_perturbation_fits_somewhere() -> None:
+    """Each perturbation has a place in one of a few programs, and its source can be compiled."""
+    missing = set(range(len(PERTURBATIONS)))
+    for seed in range(100):
+        for number in sorted(missing):
+            try:
+                program(seed, number).function()
+            except IndexError:
+                continue
+            missing.remove(number)
+    assert not missing, [str(PERTURBATIONS[number]) for number in missing]
+
+
+PLAIN = Program(
+    seed=0,
+    statements=(
+        "a = W * m0",
+        "n = ~m0",
+        "b = W * n",
+        "g = F.linear(x, a)",
+        "v = F.linear(x, b)",
+        "z = F.silu(g)",
+        "y = z * v",
+    ),
+    given="bool",
+    n_masks=1,
+    tokens=5,
+    trained=("x", "W"),
+)
+
+
+def _replaced(name: str, changed: Callable[[torch.Tensor], Any]) -> Callable[..., dict[str, Any]]:
+    def found(program: Program, function: Callable[..., Any]) -> dict[str, Any]:
+        values = outcomes(program, function)
+        return values | {name: changed(values[name])}
+
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        ("result 0", lambda y: y * (1 + 1e-12), "result 0: relative error"),
+        ("gradient of W", lambda grad: grad * 2, "gradient of W: relative error"),
+        ("gradient of W", lambda grad: None, "gradient of W: None, must be a tensor"),
+        ("x afterwards", lambda x: x + 1, "x afterwards: relative error"),
+        ("m0 afterwards", lambda m: ~m, "m0 afterwards: other values"),
+        ("result 0", lambda y: y.float(), "result 0: torch.float32"),
+        ("result 0 requires a gradient", lambda y: False, "result 0 requires a gradient: False, must be True"),
+        ("state of random numbers", lambda state: state.flip(0), "state of random numbers: other values"),
+    ],
+)
+def test_a_difference_is_seen(name: str, changed: Callable[[Any], Any], message: str) -> None:
+    wanted = outcomes(PLAIN, PLAIN.function())
+    assert difference(outcomes(PLAIN, PLAIN.function()), wanted) is None
+    found = _replaced(name, changed)(PLAIN, PLAIN.function())
+    assert (difference(found, wanted) or "").startswith(message)
+
+
+def test_a_failure_is_seen_and_shortened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that the pass breaks is a failure, and the shortest program that shows it has what the layer needs."""
+
+    def broken(self: Both, gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        function = whole(self, gm, example_inputs)
+        return lambda *inputs: tuple(y if self.runs_plain else y + 1 for y in function(*inputs))
+
+    whole = Both.__call__
+    monkeypatch.setattr(Both, "__call__", broken)
+    longer = replace(PLAIN, statements=(*PLAIN.statements, "e = x.sum()", "y = y + e"), extra=("e",), shared="x")
+    with pytest.raises(AssertionError, match="result 0: relative error"):
+        through_the_pass(longer)
+    short = shortened(longer)
+    assert len(short.statements) <= len(PLAIN.statements)
+    assert (short.trained, short.extra, short.shared) == ((), (), "")
+
+
+def test_what_cannot_be_compared_is_skipped() -> None:
+    def outcome(*statements: str) -> str:
+        return through_the_pass(replace(PLAIN, statements=(*PLAIN.statements, *statements)))
+
+    assert outcome() == "fused"
+    assert outcome("W.mul_(2)") == "skipped: eager raises an error"
+    assert outcome("y = y / 0") == "skipped: not finite"
+    assert outcome("torch._dynamo.graph_break()") == "skipped: Dynamo raises an error"
+
+
+@pytest.mark.long
+def test_program_through_inductor() -> None:
+    assert through_inductor(PLAIN) == "fused"
+
+
+@pytest.mark.long
+def test_the_script_prints_one_program() -> None:
+    seed, index = next(key for key in map(sample, itertools.count()) if through_the_pass(program(*key)) == "fused")
+    command = [sys.executable, str(RUNNER), "--seed", str(seed), "--index", str(index)]
+    result = subprocess.run(command, cwd=RUNNER.parents[2], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert program(seed, index).source in result.stdout
+    assert result.stdout.rstrip().endswith("fused")
+
+
+@pytest.mark.long
+def test_the_script_counts_what_it_ran() -> None:
+    number = next(n for n in itertools.count() if through_the_pass(program(*sample(n))) == "fused")
+    command = [sys.executable, str(RUNNER), "--programs", "1", "--start", str(number)]
+    result = subprocess.run(command, cwd=RUNNER.parents[2], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert "1 programs: 1 fused, 0 refused, 0 silent, 0 skipped, 0 failed" in result.stdout
