@@ -35,6 +35,10 @@ def _tanh_backward(grad: Tensor, x: Tensor) -> Tensor:
     return _aten.tanh_backward(grad, torch.tanh(x))
 
 
+def _relu_squared_backward(grad: Tensor, x: Tensor) -> Tensor:
+    return _aten.threshold_backward(grad * (2 * torch.relu(x)), x, 0)
+
+
 # A dict and no MappingProxyType, which Dynamo cannot guard in the graphs that vLLM captures.
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": Activation(0, F.silu, lambda grad, x: _aten.silu_backward(grad, x)),
@@ -48,6 +52,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "sigmoid": Activation(4, torch.sigmoid, _sigmoid_backward),
     "tanh": Activation(5, torch.tanh, _tanh_backward),
     "identity": Activation(6, lambda x: x, lambda grad, x: grad),
+    "relu_squared": Activation(7, lambda x: torch.relu(x).square(), _relu_squared_backward),
 }
 
 

@@ -22,7 +22,7 @@ from benchmarks.learning.recipe import Recipe
 from benchmarks.learning.schedule import CONTEXT, SEQUENCES, steps_of
 from benchmarks.learning.train import run
 from benchmarks.records import read_table
-from mglu_ops.nn.masked_linear import level_gain
+from mglu_ops.nn.leveling import glu_level_gain, level_gain, lu_level_gain
 
 RESULTS = Path("benchmarks/results/learning")
 SEEDS = (0, 1, 2)
@@ -96,6 +96,39 @@ def same_load(n_masks: int) -> float:
 def same_training(n_masks: int) -> float:
     """The width at which SwiGLU's feed-forward layer trains with as many FLOPs: `n_masks + 2` products against 3."""
     return (n_masks + 2) / 3
+
+
+def best_with(activation: str, n_masks: int, width: float = 1.0) -> Recipe:
+    """The best recipe with another gate, whose leveled weights have the factor of that gate."""
+    gain = round(level_gain(n_masks, activation), 4)
+    return replace(SLOW, n_masks=n_masks, activation=activation, weight_gain=gain, width=width)
+
+
+def leveled_glu(activation: str, width: float = 1.0) -> Recipe:
+    """GLU with leveled weights, so that its product begins as large as the sum of four masks with the same gate."""
+    return Recipe("glu", activation=activation, width=width, weight_gain=round(glu_level_gain(activation), 4))
+
+
+def leveled_lu(activation: str, width: float = 1.0) -> Recipe:
+    """One matrix and no mask, with leveled weights as in `leveled_glu`."""
+    return Recipe("lu", activation=activation, width=width, weight_gain=round(lu_level_gain(activation), 4))
+
+
+RELU_SQUARED = (leveled_lu("relu_squared"), leveled_lu("relu_squared", 1.5))
+"""The cheapest rivals of masks: one matrix beside the down projection. The second reads as many bytes as SwiGLU, whose
+feed-forward layer has three matrices."""
+RELU_GATES = (*RELU_SQUARED, *(best_with(gate, n_masks) for gate in ("relu", "relu_squared") for n_masks in (1, 4)))
+GELU_GATES = tuple(best_with("gelu", n_masks) for n_masks in (1, 4))
+OTHER_GATES = (
+    # GLU of equal width.
+    *(leveled_glu(activation) for activation in ("relu", "relu_squared", "gelu", "silu")),
+    # As many bytes a token: LU and GLU with as many as masks, and masks with as many as SwiGLU.
+    *(leveled_lu("relu_squared", 1.5 * same_load(n_masks)) for n_masks in (1, 4)),
+    *(leveled_glu(gate, same_load(n_masks)) for gate in ("relu", "relu_squared") for n_masks in (1, 4)),
+    *(best_with(gate, n, round(1 / same_load(n), 4)) for gate in ("relu", "relu_squared") for n in (1, 4)),
+    # LU with other activations.
+    *(leveled_lu(activation) for activation in ("relu", "gelu", "silu")),
+)
 
 
 EXPERIMENTS: dict[str, list[Recipe]] = {
@@ -205,6 +238,16 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
     ],
     # 3. The claims about routes and ablations once more.
     "again": seeds(AGAIN, SEEDS[:2]),
+    # 8. Do masks earn their bits against ReLU squared, and which gate serves them best?
+    "gates": [
+        *seeds([SWIGLU, LARGER, BEST[1], BEST[4]]),
+        *seeds([*RELU_GATES, *GELU_GATES]),
+        *seeds(replace(one, weight_gain=1.0) for one in RELU_SQUARED),  # with the weights of `nn.Linear`
+        *seeds(replace(one, size="10M") for one in (*RELU_GATES, *GELU_GATES)),
+        *seeds(replace(one, size="90M") for one in RELU_GATES),
+        *seeds(OTHER_GATES),
+        *seeds(replace(one, size="90M") for one in GELU_GATES),
+    ],
 }
 """Name to runs. A run may be in several experiments, and is made once."""
 

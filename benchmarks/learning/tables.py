@@ -177,14 +177,16 @@ def with_spread(values: Sequence[float]) -> str:
 
 def label(recipe: Recipe) -> str:
     """The name of a recipe in a table."""
-    prefix = {"silu": "Swi", "gelu": "Ge", "relu": "Re"}[recipe.activation]
+    activation = {"silu": "SiLU", "gelu": "GELU", "relu": "ReLU", "relu_squared": "ReLU squared"}[recipe.activation]
+    gated = {"silu": "Swi{}", "gelu": "Ge{}", "relu": "Re{}"}.get(recipe.activation, f"{{}} with {activation}")
+    glu, mglu = gated.format("GLU"), gated.format("MGLU")
     names = {
-        "lu": recipe.activation.upper(),
-        "glu": f"{prefix}GLU",
-        "glu_shared": f"{prefix}GLU, one shared matrix (no masks)",
-        "mglu": f"{prefix}MGLU",
-        "no_gate_mask": f"{prefix}MGLU, no gate mask",
-        "no_value_mask": f"{prefix}MGLU, no value mask",
+        "lu": activation,
+        "glu": glu,
+        "glu_shared": f"{glu}, one shared matrix (no masks)",
+        "mglu": mglu,
+        "no_gate_mask": f"{mglu}, no gate mask",
+        "no_value_mask": f"{mglu}, no value mask",
     }
     name = names[recipe.layer] + (f", n_m = {recipe.n_masks}" if recipe.has_masks else "")
     return ", ".join([name, *options_of(recipe)])

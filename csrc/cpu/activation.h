@@ -21,5 +21,7 @@ MGLU_ACTIVATION(relu, 3, max(broadcast(0.0f), x),
 MGLU_ACTIVATION(sigmoid, 4, logistic(x), value * (broadcast(1.0f) - value))
 MGLU_ACTIVATION(tanh, 5, hyperbolic_tangent(x), broadcast(1.0f) - value * value)
 MGLU_ACTIVATION(identity, 6, x, broadcast(1.0f))
+MGLU_ACTIVATION(relu_squared, 7, max(broadcast(0.0f), x) * max(broadcast(0.0f), x),
+                broadcast(2.0f) * max(broadcast(0.0f), x))
 
 #undef MGLU_ACTIVATION

@@ -17,6 +17,7 @@ enum class Activation : int {
     sigmoid = 4,
     tanh = 5,
     identity = 6,
+    relu_squared = 7,
 };
 
 template <bool kFast>
@@ -50,6 +51,9 @@ __device__ __forceinline__ float activate(float gate) {
         return sigmoid<kFast>(gate);
     } else if constexpr (kActivation == Activation::tanh) {
         return tanhf(gate);
+    } else if constexpr (kActivation == Activation::relu_squared) {
+        const float positive = gate < 0.0f ? 0.0f : gate;
+        return positive * positive;
     } else {
         static_assert(kActivation == Activation::identity, "unknown activation");
         return gate;
@@ -105,6 +109,9 @@ __device__ __forceinline__ ValueAndDerivative activate_with_derivative(float gat
     } else if constexpr (kActivation == Activation::tanh) {
         const float value = tanhf(gate);
         return {value, fmaf(-value, value, 1.0f)};
+    } else if constexpr (kActivation == Activation::relu_squared) {
+        const float positive = gate < 0.0f ? 0.0f : gate;
+        return {positive * positive, 2.0f * positive};
     } else {
         static_assert(kActivation == Activation::identity, "unknown activation");
         return {gate, 1.0f};

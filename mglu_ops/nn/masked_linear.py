@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..masks import check_layout, check_packed_masks, clear_padding_, n_masks_of, packed_shape
 from .arguments import check_activation, check_dtype, check_masks, check_size, check_weight_init
+from .leveling import level_gain
 
 LOGITS = "mask_logits"
 LOGITS_STD = 0.01
@@ -173,25 +174,6 @@ class MaskedLinear(nn.Module):
         except (TypeError, ValueError) as error:
             return str(error)
         return None
-
-
-def level_gain(n_masks: int, activation: str = "silu", top_k: int | None = None) -> float:
-    """The factor of an initial weight with which the result of a layer begins as large as that of four masks.
-
-    With `t = x W^T`, and `f_i` the same with the signs of W flipped where mask i is 1, gate times value is
-    `(t^2 - f_i^2) / 4`. All masks share t, and each random mask has an `f_i` of its own, so that the variance of a sum
-    with the routes `r_i` is proportional to `(sum_i r_i)^2 + sum_i r_i^2`: to `n^2 + n` for n masks, and to `1 + 1 / k`
-    for k equal routes. This holds for gates that are proportional to their input near 0, as silu, gelu, relu, tanh and
-    identity are, up to a factor. The result then grows with the square of W. A sigmoid is about 1/2 near 0, so that the
-    result is the sum of `(t + f_i) / 4`, of which the same is true, but it grows with W itself.
-
-    Args:
-        n_masks: number of masks.
-        activation: as in `MGLU`.
-        top_k: as in `MGLU`; its routes are taken as equal.
-    """
-    shared, own = (n_masks**2, n_masks) if top_k is None else (1, 1 / top_k)
-    return ((4**2 + 4) / (shared + own)) ** (1 / 2 if activation == "sigmoid" else 1 / 4)
 
 
 def check_masks_of(module: MaskedLinear, packed_masks: object, out_features: int, name: str) -> None:

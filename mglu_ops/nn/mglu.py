@@ -36,13 +36,13 @@ class MGLU(MaskedLinear):
         in_features: last size of x, at least 1.
         out_features: last size of the result, at least 1.
         n_masks: number of masks, 1 to 16.
-        activation: `silu`, `gelu`, `gelu_tanh`, `relu`, `sigmoid`, `tanh` or `identity`.
+        activation: `silu`, `gelu`, `gelu_tanh`, `relu`, `sigmoid`, `tanh`, `identity` or `relu_squared`.
         learnable_masks: whether the masks are learned; if False, they are random, fixed and packed.
         top_k: number of masks that a token keeps, 1 to n_masks; None for no router.
         weight_init: `paper` draws the weight as `nn.Linear` does (Algorithm 2). `leveled`, which we recommend with any
             other number of masks than 4, multiplies it by `(20 / (n_masks^2 + n_masks))^(1/4)`, so that the sum over
             the masks begins as large as that of four (mglu_ops/nn/README.md). With a router the factor is
-            `(20 / (1 + 1 / top_k))^(1/4)`, and with `sigmoid` the exponent is 1/2.
+            `(20 / (1 + 1 / top_k))^(1/4)`. The exponent is 1/2 with `sigmoid`, and 1/6 with `relu_squared`.
         save_activations: whether a forward pass with gradients keeps n_masks + 1 tensors of the result's size and dtype
             (2 n_masks + 1 with a router) for the backward pass. If False, it keeps only x, which the model mostly holds
             anyway, and backward runs forward once more: n_masks + 1 matrix products beside the 3 (n_masks + 1) of a

@@ -22,6 +22,7 @@ ACTIVATIONS = {
     "sigmoid": "sigmoid",
     "tanh": "tanh",
     "linear": "identity",
+    "relu2": "relu_squared",
 }
 """What `mglu_ops` calls an activation of Transformers (`hidden_act`)."""
 

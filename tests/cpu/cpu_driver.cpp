@@ -82,6 +82,7 @@ double activate(Activation name, double x) {
         case Activation::sigmoid: return 1 / (1 + std::exp(-x));
         case Activation::tanh: return std::tanh(x);
         case Activation::identity: return x;
+        case Activation::relu_squared: return x > 0 ? x * x : 0;
     }
     return NAN;
 }

@@ -12,11 +12,11 @@ from budgets import assert_matches
 from cuda_problem import Problem
 from torch import Tensor
 
+from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends.cuda import DecodeMma, LaunchConfig, Plain, TileWgmma
 
 pytestmark = pytest.mark.gpu
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "sigmoid", "tanh", "identity")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -68,6 +68,11 @@ def test_every_mask_count_and_more_tokens(tokens: int, n_masks: int) -> None:
 def test_many_tokens(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> None:
     for n_masks, activation in ((1, "silu"), (4, "gelu"), (8, "tanh"), (16, "silu")):
         Problem(tokens, *shape, n_masks, dtype, activation).check()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation_of_many_tokens(activation: str) -> None:
+    Problem(300, 130, 288, 4, torch.bfloat16, activation).check()
 
 
 @pytest.mark.parametrize("n_masks", [1, 4, 8, 16])

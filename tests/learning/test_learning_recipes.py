@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -84,20 +86,38 @@ def test_the_best_recipe_has_the_leveled_weights_of_the_modules(n_masks):
     assert experiments.BEST[n_masks].weight_gain == pytest.approx(layer.weight_gain, abs=2e-4)
 
 
-@pytest.mark.parametrize(
-    "recipe", [experiments.BEST[1], experiments.LARGER, *experiments.AGAIN], ids=lambda one: one.name
+LEVELED = (
+    experiments.BEST[1],
+    experiments.LARGER,
+    *experiments.AGAIN,
+    *experiments.RELU_GATES,
+    *experiments.GELU_GATES,
+    *experiments.OTHER_GATES,
 )
+
+
+@pytest.mark.parametrize("recipe", LEVELED, ids=lambda one: one.name)
 def test_layers_that_are_compared_begin_with_the_same_size(recipe, monkeypatch):
+    """As large as four masks with the same activation."""
     sizes = Sizes(layers=1, hidden=128, intermediate=2048, heads=2, kv_heads=2, vocabulary=300, context=16)
     monkeypatch.setitem(SIZES, "25M", sizes)
     x, found = nn.functional.rms_norm(torch.randn(256, 128), (128,)), []
-    for one in (recipe, experiments.PAPER):
+    for one in (recipe, replace(experiments.PAPER, activation=recipe.activation)):
         projection = one.model().blocks[0].projection
         for module in projection.modules():
             if getattr(module, "router", None) is not None:
                 nn.init.zeros_(module.router.weight)  # all masks that are kept have the same weight
         found.append(projection(x).std().item())
     assert 0.75 < found[0] / found[1] < 1.25  # silu is curved; without the gains, up to 3 times
+
+
+def test_rivals_with_other_gates_read_as_many_bytes():
+    """Bits for an element of the width: 32 of two matrices, 48 of GLU's three, and one more for each mask."""
+    squared, *_ = experiments.RELU_SQUARED
+    bits = {"lu": 32, "glu": 48, "mglu": 32}
+    found = [one.width * (bits[one.layer] + one.has_masks * one.n_masks) for one in experiments.OTHER_GATES]
+    assert sorted({round(of, 1) for of in found}) == [32, 33, 36, 48]
+    assert experiments.RELU_SQUARED[1] == replace(squared, width=48 / 32)
 
 
 def test_widths_of_equal_budgets():

@@ -8,11 +8,14 @@ import math
 import pytest
 import strategies as s
 import torch
+from backend_calls import run_on
 from budgets import BUDGET, NAIVE_FACTOR, assert_matches, relative_error
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import DTYPES, Layer, make_layer
 from torch import Tensor
+
+from mglu_ops.activations import get_activation
 
 forward, forward_ste, forward_train = torch.ops.mglu.forward, torch.ops.mglu.forward_ste, torch.ops.mglu.forward_train
 
@@ -289,6 +292,26 @@ def test_a_result_beyond_float16_is_infinite_as_in_the_naive_layer():
     expected = s.naive(layer.x, layer.weight, layer.masks, "identity")
     assert expected.isinf().any()
     assert torch.equal(layer.forward().isinf(), expected.isinf())
+
+
+@pytest.mark.parametrize("backend", ["cpu", "composite"])
+def test_relu_squared_beyond_float16_is_infinite_and_a_nan_stays(backend):
+    """One weight is the gate's, and the other the value's, which is 1."""
+    gates = torch.tensor([200.0, 300.0, -300.0, 0.0, math.nan], dtype=torch.float16)
+    x, weight = torch.stack((gates, torch.ones_like(gates)), 1), torch.ones(1, 2).half()
+    masks = torch.tensor([[[True, False]]])
+    result = run_on(backend, x, weight, torch.ops.mglu.pack_masks(masks), "relu_squared", None)
+    expected = torch.tensor([[40000.0], [math.inf], [0.0], [0.0], [math.nan]]).half()
+    torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(result, s.naive(x, weight, masks, "relu_squared"), rtol=0, atol=0, equal_nan=True)
+
+
+def test_relu_squared_has_the_gradient_that_autograd_gives_its_formula():
+    x = torch.tensor([-2.0, -0.0, 0.0, 3.0, math.nan, math.inf, -math.inf], dtype=torch.float64, requires_grad=True)
+    grad = torch.tensor([1.0, math.nan, math.inf, 5.0, 1.0, 1.0, 1.0], dtype=torch.float64)
+    expected = torch.autograd.grad(torch.relu(x) ** 2, x, grad)[0]
+    found = get_activation("relu_squared").backward(grad, x.detach())
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("logit", [0.0, -0.0, math.nan, -math.inf])

@@ -31,6 +31,9 @@ def activate(z, ACTIVATION: tl.constexpr):
         z = tl.sigmoid(z)
     elif ACTIVATION == "tanh":
         z = _tanh(z)
+    elif ACTIVATION == "relu_squared":
+        z = tl.where(z < 0, 0.0, z)
+        z = z * z
     else:
         tl.static_assert(ACTIVATION == "identity")
     return z
