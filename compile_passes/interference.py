@@ -29,7 +29,7 @@ def check_interference(
     """
     reads = {item for node in made for item in node.all_input_nodes}.difference(made)
     _check_users(recogniser, root, interior)
-    _check_modes(recogniser, root, interior)
+    _check_modes(recogniser, root, interior, reads)
     _check_reads(recogniser.view, root, interior, reads)
     if trains:
         _check_backward(recogniser.view, interior, reads)
@@ -46,20 +46,22 @@ def _check_users(recogniser: Recogniser, root: Node, interior: Sequence[Node]) -
                 raise Refusal(f"`{node.name}`, which the operator would replace, is also used by `{user.name}`")
 
 
-def _check_modes(recogniser: Recogniser, root: Node, interior: Sequence[Node]) -> None:
-    """Refuse a layer that computes under two grad modes, two autocasts, or a functorch transform.
+def _check_modes(recogniser: Recogniser, root: Node, interior: Sequence[Node], reads: Collection[Node]) -> None:
+    """Refuse a layer that computes under two grad modes or autocasts, or whose operator would run under a transform.
 
     Its masks may be made under another mode, such as `no_grad`: their examples tell which gradient they carry.
     """
-    wanted = recogniser.view.modes(root)
-    for node in interior:
-        modes = recogniser.view.modes(node)
-        if modes.transforms:
+    view = recogniser.view
+    wanted = view.modes(root)
+    for node in (root, *reads):
+        if view.modes(node).transforms:
             raise Refusal(
                 f"`{node.name}` is computed inside of a functorch transform (torch.func.grad, vmap or jvp), which the "
                 "operator would have to know"
             )
-        if modes != wanted and _is_weight_or_more(recogniser, node):
+    for node in interior:
+        modes = view.modes(node)
+        if (modes.grad, modes.blocks) != (wanted.grad, wanted.blocks) and _is_weight_or_more(recogniser, node):
             mode = "grad mode" if modes.grad != wanted.grad else "autocast or inference mode"
             raise Refusal(f"`{node.name}` is computed under another {mode} than `{root.name}`")
 
@@ -81,11 +83,12 @@ def _check_backward(view: View, interior: Sequence[Node], reads: Collection[Node
     """Refuse a layer if something later writes to what backward needs: the operator saves its operands.
 
     A write that is no function in the view may go to anything that the program's own backward reads. A call whose
-    effect is unknown counts as such a write, and so does a gradient hook: it would see another gradient.
+    effect is unknown counts as such a write, and so does a gradient hook: it would see another gradient. The root is
+    replaced by a new tensor, to which anything may be done.
     """
     inside = {view.origin[node] for node in interior}
     inputs = {item for node in interior for item in node.all_input_nodes}
-    for node in dict.fromkeys((*reads, *interior, *inputs)):
+    for node in dict.fromkeys((*reads, *interior[:-1], *inputs)):
         for writer in view.later_writers(node):
             if writer in inside or (node not in reads and not view.is_opaque(writer)):
                 continue

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 (the field's name)
 from torch import nn
+from torch._functorch import predispatch
 from torch.fx import Node
 
 import mglu_ops.ops  # noqa: F401 (registers torch.ops.mglu)
@@ -162,6 +163,9 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "getattr", "input, name", (getattr,)
     yield "size", "...", ("size", "dim", *_aten("sym_size"))
     yield "assert_metadata", "input|a, ...", _aten("_assert_tensor_metadata")
+    yield "add_batch_dim", "input, dim, -level", (torch._C._functorch._add_batch_dim, predispatch._add_batch_dim)
+    removals = (torch._C._functorch._remove_batch_dim, predispatch._remove_batch_dim)
+    yield "remove_batch_dim", "input, -level, size, dim", removals
     # Layers
     yield "linear", "input, weight, bias=None", (F.linear, *_aten("linear"))
     yield "inner", _TWO, (torch.inner, "inner", *_aten("inner"))

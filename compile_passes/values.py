@@ -57,6 +57,7 @@ class Mask:
         doubt: a reason why an unproved mask may not be binary, for the report.
         inverted: whether `bits` holds the complement.
         logits: a node such that the mask is `logits > 0`, if there is one.
+        batched: whether the bits are a stack whose first dimension `torch.vmap` hides.
         rounding: the machine epsilon of the rounding errors with which the program computes the mask; 0 if there are
             none. `hard + soft - soft` is almost 1 where `hard` is 1, and exactly 0 where `hard` is 0.
     """
@@ -69,6 +70,7 @@ class Mask:
     doubt: str = ""
     inverted: bool = False
     logits: Node | None = None
+    batched: bool = False
     rounding: float = 0.0
 
     @property
@@ -76,13 +78,14 @@ class Mask:
         """The shape of the mask or of the stack; empty if tracing recorded none."""
         example = tensor_example(self.bits)
         shape = () if example is None else tuple(example.shape)
-        return shape if self.index is None else shape[1:]
+        return shape[1:] if self.batched or self.index is not None else shape
 
     @property
     def stack(self) -> int | None:
         """The number of masks in a stack; None for a single mask, and for a symbolic number."""
-        shape = self.shape
-        return shape[0] if len(shape) == 3 and isinstance(shape[0], int) else None
+        example = tensor_example(self.bits)
+        is_stack = example is not None and self.index is None and example.dim() == 3
+        return example.shape[0] if is_stack and isinstance(example.shape[0], int) else None
 
 
 @dataclass(frozen=True)
@@ -215,6 +218,9 @@ class Gated:
     whole: Node | None = None
 
 
+BATCHED = -1
+"""The dimension of a bundle whose items `torch.vmap` computes at once: each node has the shape of one item."""
+
 MOST_ITEMS = 64
 """The most items of a bundle: 16 masks and their complements, and more, so that the report can say "too many"."""
 
@@ -261,7 +267,8 @@ def binary_at(value: Binary, index: int) -> Binary:
     """One of a stack of masks."""
     mask = value.mask
     carrier = mask.carrier and replace(mask.carrier, key=slice_key(mask.carrier.key, index), index=index)
-    return replace(value, mask=replace(mask, key=slice_key(mask.key, index), carrier=carrier, index=index))
+    one = replace(mask, key=slice_key(mask.key, index), carrier=carrier, index=index, batched=False)
+    return replace(value, mask=one)
 
 
 def opposite(mask: Mask) -> Mask:

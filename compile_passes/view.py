@@ -90,7 +90,9 @@ class View:
         tensor = self._tensors.get(node, node)
         writer = self._stale.pop(tensor, None)
         if writer is not None:
-            leaf = self.graph.call_function(overwritten, (self._current[tensor], self._current[writer]))
+            args = (self._current[tensor], self._current[writer])
+            name = f"{tensor.name}_after_{writer.name}"
+            leaf = self.graph.create_node("call_function", overwritten, args, name=name)
             leaf.meta = dict(tensor.meta)
             self._current[tensor], self._holders[leaf] = leaf, tensor
             self._defined[leaf] = self.memory.order[writer]

@@ -60,6 +60,7 @@ WEIGHT_RULES: tuple[Rule, ...] = (
     masks.lowest_bit,
     masks.result_of_a_function,
     masks.rearranged,
+    masks.stack_under_vmap,
 )
 """The rules that find masks and (masked) weights. They are asked about every node of a graph."""
 
@@ -69,6 +70,7 @@ LAYER_RULES: tuple[Rule, ...] = (
     projections.part_of_projections,
     projections.unflattened,
     projections.unsqueezed,
+    projections.stack_of_a_vmap,
     projections.difference_of_projections,
     projections.pass_through,
     projections.channels_masked,

@@ -11,7 +11,7 @@ from torch.fx import Node
 from ..recognise import Recogniser
 from ..shapes import dims, range_of, same_shape, slice_of
 from ..symbols import symbol_of
-from ..values import MOST_ITEMS, Activated, Bundle, Gated, Projection, Value
+from ..values import BATCHED, MOST_ITEMS, Activated, Bundle, Gated, Projection, Value
 
 
 def bundle(items: Sequence[Any], dim: int, size: int | None = None) -> Bundle | None:
@@ -79,5 +79,6 @@ def _beside(value: Value, longest: Bundle, argument: Any, node: Node) -> list[Va
         same_layout = (value.dim, value.size) == (longest.dim, longest.size) and dims(argument) == dims(node)
         lengths = (1, count) if value.size is None else (count,)
         return [*value.items] * (count // len(value.items)) if same_layout and len(value.items) in lengths else None
-    stack_comes_first = longest.size is None and longest.dim == 0 and dims(argument) + 1 == dims(node)
+    hidden = int(longest.dim == BATCHED)
+    stack_comes_first = longest.size is None and longest.dim in (0, BATCHED) and dims(argument) + 1 - hidden == dims(node)
     return [value] * count if stack_comes_first and isinstance(value, (Projection, Activated)) else None

@@ -238,6 +238,24 @@ def rearranged(recogniser: Recogniser, node: Node, call: Call) -> Value:
     return replace(value, mask=mask, slope=value.slope if carries else (0, 0))
 
 
+@rule("add_batch_dim")
+def stack_under_vmap(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """A stack of masks that `torch.vmap` gives to its function one by one."""
+    source, dim = call.args
+    value = recogniser.value(source)
+    if isinstance(value, Bundle) and value.dim == 0 and all(map(_is_proved, value.items)):
+        value = Binary(Mask(source, recogniser.key(source), "values"))  # masks that are stacked are one stack of masks
+    if not isinstance(value, Binary) or value.mask.stack is None or value.mask.batched or dim != 0:
+        return None
+    return replace(value, mask=replace(value.mask, batched=True))
+
+
+def _is_proved(value: Value) -> bool:
+    """Whether a value is a mask without a gradient that is proved to be binary."""
+    is_mask = isinstance(value, Binary) and value.is_mask and value.mask.rounding == 0
+    return is_mask and isinstance(value, Binary) and value.mask.proof is not None and not any(value.slope)
+
+
 # --- Stacks ----------------------------------------------------------------------------------------------------------
 
 

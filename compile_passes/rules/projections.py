@@ -22,6 +22,7 @@ from ..shapes import (
 )
 from ..symbols import Call
 from ..values import (
+    BATCHED,
     Binary,
     Bundle,
     Gated,
@@ -115,6 +116,8 @@ def _projections(
     if value.size is not None:
         is_along_outputs = dims(weight) == 2 and value.dim == (0 if upright else 1)
         return bundle(items, dims(node) - 1, value.size) if is_along_outputs else None
+    if value.dim == BATCHED:
+        return bundle(items, BATCHED) if dims(weight) == 2 else None
     base, dim = repeated(x)
     if dim is None:
         broadcast = dims(x) + 1 == dims(node) == dims(weight)
@@ -178,6 +181,16 @@ def pass_through(recogniser: Recogniser, node: Node, call: Call) -> Value:
     if projection is None or dtype is None or not holds(dtype, projection.dtype):
         return None
     return None if isinstance(value, Gated) and value.rest is not None else value
+
+
+@rule("remove_batch_dim")
+def stack_of_a_vmap(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """What `torch.vmap` over masks returns: a stack of what its function returns for each mask."""
+    source, count, dim = call.args
+    value, position = recogniser.value(source), dimension(dim, node)
+    if not isinstance(value, Bundle) or value.dim != BATCHED or position is None:
+        return None
+    return bundle(value.items, position) if count == len(value.items) else None
 
 
 # --- Differences, and masks of output features -----------------------------------------------------------------------

@@ -78,7 +78,7 @@ def _swaps_last_two(call: Call, source: Any) -> bool:
 def stack_to_be_broadcast(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """A stack of weights `[n_masks, h, d]` as `[n_masks, 1, h, d]`, for a product with x of three dimensions."""
     value, dim = recogniser.value(call.args[0]), dimension(call.args[1], node)
-    if not isinstance(value, Bundle) or value.size is not None or dim is None:
+    if not isinstance(value, Bundle) or value.size is not None or value.dim != 0 or dim is None:
         return None
     return value if 1 <= dim <= dims(node) - 3 else None
 

@@ -12,7 +12,19 @@ from torch.fx import Node
 from ..recognise import Recogniser
 from ..shapes import dims, dtype_of, equal_sizes, is_matrix, same_shape, tensor_example
 from ..symbols import Call
-from ..values import MOST_ITEMS, Binary, Bundle, Product, Scalar, Value, Weighted, binary_at, combine, multiply
+from ..values import (
+    BATCHED,
+    MOST_ITEMS,
+    Binary,
+    Bundle,
+    Product,
+    Scalar,
+    Value,
+    Weighted,
+    binary_at,
+    combine,
+    multiply,
+)
 from .bundles import bundle
 from .rule import rule
 
@@ -53,14 +65,14 @@ def _upright(weighted: Weighted | None, argument: Any) -> Weighted | None:
 
 def _of_each_mask(node: Node, mask: Binary, masked: Callable[[Binary], Weighted | None]) -> Weighted | Bundle | None:
     """Apply `masked` to a mask, or to each mask of a stack."""
-    if len(mask.mask.shape) != 3:
+    if len(mask.mask.shape) != 3 and not mask.mask.batched:
         return masked(mask)
     count = mask.mask.stack
     if count is None:  # The number of masks is symbolic: this is no layer, but the report can name the masked weight.
         return masked(mask)
     if not 1 <= count <= MOST_ITEMS:
         return None
-    return bundle([masked(binary_at(mask, i)) for i in range(count)], 0)
+    return bundle([masked(binary_at(mask, i)) for i in range(count)], BATCHED if mask.mask.batched else 0)
 
 
 def _fits(node: Node, weighted: Weighted, mask: Binary, argument: Any) -> bool:
