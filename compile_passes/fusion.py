@@ -141,7 +141,8 @@ def _fuse(
         )
         for one, note in zip(made, notes, strict=True)
     ]
-    rewrite(view, made)
+    if made:
+        rewrite(view, made)
     return fused, missed
 
 

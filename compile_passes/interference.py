@@ -32,7 +32,7 @@ def check_interference(
     _check_modes(recogniser, root, interior, reads)
     _check_reads(recogniser.view, root, interior, reads)
     if trains:
-        _check_backward(recogniser.view, interior, reads)
+        _check_backward(recogniser.view, root, interior, reads)
 
 
 def _check_users(recogniser: Recogniser, root: Node, interior: Sequence[Node]) -> None:
@@ -79,21 +79,19 @@ def _check_reads(view: View, root: Node, interior: Sequence[Node], reads: Collec
             raise Refusal(f"`{line(writer)}` writes in place to `{view.holder(node).name}`, which the layer reads")
 
 
-def _check_backward(view: View, interior: Sequence[Node], reads: Collection[Node]) -> None:
-    """Refuse a layer if something later writes to what backward needs: the operator saves its operands.
+def _check_backward(view: View, root: Node, interior: Sequence[Node], reads: Collection[Node]) -> None:
+    """Refuse a layer if something later writes to what backward reads: operands of the operator, or of the program.
 
-    A write that is no function in the view may go to anything that the program's own backward reads. A call whose
-    effect is unknown counts as such a write, and so does a gradient hook: it would see another gradient. The root is
-    replaced by a new tensor, to which anything may be done.
+    A call whose effect is unknown counts as a write, and so does a gradient hook: it would see another gradient. The
+    memory of the root does not count. The operator makes a new tensor in its place, to which anything may be done.
     """
     inside = {view.origin[node] for node in interior}
     inputs = {item for node in interior for item in node.all_input_nodes}
-    for node in dict.fromkeys((*reads, *interior[:-1], *inputs)):
-        for writer in view.later_writers(node):
-            if writer in inside or (node not in reads and not view.is_opaque(writer)):
-                continue
-            problem = "writes in place to" if view.memory.effects[writer].is_known else "may change or watch"
-            raise Refusal(f"`{line(writer)}` {problem} `{view.holder(node).name}`, which backward needs")
+    for node in dict.fromkeys((*reads, *interior, *inputs)):
+        for writer in view.later_writers(node, besides=root):
+            if writer not in inside:
+                problem = "writes in place to" if view.memory.effects[writer].is_known else "may change or watch"
+                raise Refusal(f"`{line(writer)}` {problem} `{view.holder(node).name}`, which backward needs")
 
 
 # --- Kinds of nodes --------------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def rewrite(view: View, replacements: Sequence[Replacement]) -> None:
     for made in replacements:
         made.layer.site.root.replace_all_uses_with(made.nodes[-1])
     _erase_dead(view, {node for made in replacements for node in made.layer.interior})
-    view.write_back()
+    view.write_back({made.layer.site.root: made.nodes[-1] for made in replacements})
 
 
 def _erase_dead(view: View, spelling: set[Node]) -> None:

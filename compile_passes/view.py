@@ -15,7 +15,7 @@ finds a write after which it has it no more. `write_back` makes the changes of t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -174,14 +174,11 @@ class View:
         ]
         return min(found, key=self.memory.order.__getitem__, default=None)
 
-    def later_writers(self, node: Node) -> Iterator[Node]:
-        """The original nodes that write to the holder of a value after it holds the value."""
-        for storage in self.memory.storages[self._holders[node]]:
+    def later_writers(self, node: Node, besides: Node) -> Iterator[Node]:
+        """The original nodes that write to the holder of a value after it holds it, but not to that of `besides`."""
+        storages = self.memory.storages
+        for storage in storages[self._holders[node]] - storages[self._holders[besides]]:
             yield from self.memory.writes(storage, self._defined[node], math.inf)
-
-    def is_opaque(self, original: Node) -> bool:
-        """Whether an original node writes in a way that the view does not express as a function."""
-        return self._current[original].target is opaque
 
     def originals(self, nodes: Iterable[Node]) -> set[Node]:
         """The original nodes of nodes of the view."""
@@ -193,13 +190,19 @@ class View:
 
     # --- Changing the original graph ---------------------------------------------------------------------------------
 
-    def write_back(self) -> None:
-        """Make the changes of the view in the original graph: new nodes, other arguments, and erased nodes."""
+    def write_back(self, replaced: Mapping[Node, Node]) -> None:
+        """Make the changes of the view in the original graph: new nodes, other arguments, and erased nodes.
+
+        `replaced` has the new node whose tensor takes the place of that of each old one.
+        """
         made: dict[Node, Node] = {}
         pending: list[Node] = []
+        erased = {source for node, source in self.origin.items() if node._erased}
+        instead = {self.origin[old]: new for old, new in replaced.items()}
 
         def original(node: Node) -> Node:
-            return made[node] if node in made else self._holders[node]
+            holder = self._holders.get(node)
+            return made[node] if holder is None else made[instead[holder]] if holder in instead else holder
 
         for node in self.graph.nodes:
             if node not in self._holders:
@@ -212,10 +215,11 @@ class View:
                     made[new] = self._source.node_copy(new, original)
             pending.clear()
             args, kwargs = self._copied[node]
-            if node.args is not args or node.kwargs is not kwargs:
+            is_changed = node.args is not args or node.kwargs is not kwargs
+            if is_changed or not erased.isdisjoint(source.all_input_nodes):
                 source.args, source.kwargs = torch.fx.map_arg((node.args, node.kwargs), original)
-        for node, source in reversed(self.origin.items()):
-            if node._erased:
+        for source in reversed(self._source.nodes):
+            if source in erased:
                 self._source.erase_node(source)
 
 
