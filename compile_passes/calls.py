@@ -42,7 +42,7 @@ class Effect:
         writes: the arguments that it writes to, as positions in `node.all_input_nodes`.
         shares: the arguments whose memory its results may share, likewise.
         draws: whether it may return something else each time: it draws random numbers or leaves memory uninitialised.
-        returns_target: whether its result is the first argument, which it writes to.
+        returns_target: whether its result is the first argument, of which it writes the values alone.
         multiplies: whether it multiplies matrices.
         is_known: whether operators tell all of this.
     """
@@ -66,8 +66,8 @@ def _unknown(node: Node) -> Effect:
 class Watcher:
     """Finds what the calls of a graph do; calls that are alike are run once.
 
-    They run on fake tensors of a mode of their own, with the sizes that symbolic ones had when they were traced, so that
-    nothing here changes what the tracer knows about sizes.
+    They run on fake tensors of a mode of their own, with the sizes that symbolic ones had in tracing, so that nothing
+    here changes what the tracer knows about sizes.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ def _watched(node: Node) -> Effect | None:
     if _is_named_inplace(node) and inputs:
         writes.add(0)
     shares = frozenset(i for i, held in memory.items() if held & returned)
-    returns_target = bool(args) and result is args[0] and 0 in writes
+    returns_target = bool(args) and result is args[0] and 0 in writes and not watch.changes_metadata
     multiplies = watch.multiplies or "dot" in _name(node)  # `vecdot` is a product and a sum
     return Effect(frozenset(writes), shares, watch.draws, returns_target, multiplies)
 
@@ -164,6 +164,7 @@ class _Watch(TorchDispatchMode):
         self.written: set[Hashable] = set()
         self.draws = False
         self.multiplies = False
+        self.changes_metadata = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -175,6 +176,7 @@ class _Watch(TorchDispatchMode):
         self.written.update(storage_of(tensor) for tensor in _tensors(written))
         self.draws |= _draws(func)
         self.multiplies |= _multiplies(func)
+        self.changes_metadata |= torch.Tag.inplace_view in func.tags  # as of `t_` and `detach_`
         return func(*args, **kwargs)
 
 

@@ -6,8 +6,8 @@ The value of a node follows from its arguments, so the rules compose: a new spel
 A graph is read in three steps. Each goes over the nodes once, so the time is linear in the length of the graph:
 
 1. *Roles* (`roles.py`): which real tensors are used as masks, and of which weights.
-2. *Masks and weights* (`rules.WEIGHT_RULES`). A real tensor with the role of a mask has a second value, which holds only
-   as a factor of its weights (`factor`).
+2. *Masks and weights* (`rules.WEIGHT_RULES`). A real tensor with the role of a mask has a second value, which holds
+   only as a factor of its weights (`factor`).
 3. *Layers* (`rules.LAYER_RULES`): products of x and a weight, activations, terms and sums. This step is skipped if no
    weight is masked, and it looks only at weights that are masked somewhere in the graph.
 """
@@ -25,9 +25,10 @@ from torch.fx import Node
 from .recognise import Recogniser
 from .roles import keys_of_masked_weights, original, roles_of_masks, stack_key
 from .rules import LAYER_RULES_BY_SYMBOL, WEIGHT_RULES_BY_SYMBOL, RuleError, RulesBySymbol
+from .rules.weight_layouts import rounds_once
 from .shapes import dims, dtype_of, requires_grad
 from .symbols import as_call
-from .values import Binary, Bundle, Levels, Mask, Scalar, Value
+from .values import Binary, Bundle, Levels, Mask, Scalar, Value, Weighted
 from .view import View
 
 
@@ -88,9 +89,18 @@ class Evaluation(Recogniser):
                     value = rule.function(self, node, call)
                 except Exception as error:
                     raise RuleError(node, rule) from error
-                if value is not None:
+                if value is not None and self._keeps_precision(node, value):
                     return _with_its_gradient(node, value)
         return otherwise(node)
+
+    def _keeps_precision(self, node: Node, value: Value) -> bool:
+        """Whether no masked weight that a node reads was rounded to a narrower dtype than the node has."""
+        dtype = dtype_of(node)
+        if dtype is None or not isinstance(value, (Weighted, Bundle)):
+            return True
+        held = [(item, self.value(item)) for item in node.all_input_nodes]
+        weights = [(item, one.items[0] if isinstance(one, Bundle) else one) for item, one in held]
+        return all(rounds_once(one, item, dtype) for item, one in weights if isinstance(one, Weighted))
 
     def _leaf(self, node: Node) -> Value:
         """The value of a node that no rule knows: a mask by its dtype, by its constant values, or by its use."""

@@ -71,10 +71,12 @@ def _check_reads(view: View, root: Node, interior: Sequence[Node], reads: Collec
 
     Writes of the layer itself do not count if they go with it.
     """
-    inside = set(interior)
-    replaced = [node for node in interior if inside.issuperset(node.users)]
+    removed: set[Node] = set()
+    for node in reversed(interior):
+        if node is root or removed.issuperset(node.users):
+            removed.add(node)
     for node in reads:
-        writer = view.overwriter(node, root, without=replaced)
+        writer = view.overwriter(node, root, without=removed)
         if writer is not None:
             raise Refusal(f"`{line(writer)}` writes in place to `{view.holder(node).name}`, which the layer reads")
 

@@ -3,8 +3,8 @@
 A site needs a gated product that the rules know, so without this module the user would not learn why such a program was
 not fused. The report names the nodes that read a masked weight, or a result of it, in a way that no rule knows.
 
-The masked forms of a weight are followed through the graph in one pass, each for a few nodes, so that the time is linear
-in the length of the graph: what is far from its mask is no weight but an activation.
+The masked forms of a weight are followed through the graph in one pass, each for a few nodes. The time is therefore
+linear in the length of the graph. What multiplies x far behind its mask is an activation and no weight.
 """
 
 from __future__ import annotations
@@ -222,9 +222,9 @@ def _given_away(forms: Mapping[Node, set[Hashable]]) -> NearMiss | None:
     if not masks & complements:
         return None
     reason = (
-        "one weight is masked by a mask and by its complement, and another graph reads both (after a graph break, or in "
-        "the body of a higher-order operator such as checkpoint); the pass sees one graph at a time, so mask the weight "
-        "where x is multiplied by it"
+        "one weight is masked by a mask and by its complement, and another graph reads both (after a graph break, or "
+        "in the body of a higher-order operator such as checkpoint); the pass sees one graph at a time, so mask the "
+        "weight where x is multiplied by it"
     )
     return NearMiss(leaving[-1], reason)
 
@@ -245,8 +245,8 @@ def _reason(recogniser: Recogniser, nodes: Sequence[Node]) -> str:
     reads = [_reading(recogniser, node) for node in nodes[:_MOST_NAMED]]
     more = f", and {len(nodes) - len(reads)} more" if len(nodes) > len(reads) else ""
     return (
-        f"one x is multiplied by two masked forms of one weight, but {', '.join(reads)}{more} in a way that the pass does "
-        "not know; write act(F.linear(x, W * M)) * F.linear(x, W * (1 - M))"
+        f"one x is multiplied by two masked forms of one weight, but {', '.join(reads)}{more} in a way that the pass "
+        "does not know; write act(F.linear(x, W * M)) * F.linear(x, W * (1 - M))"
     )
 
 

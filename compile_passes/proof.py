@@ -33,7 +33,7 @@ from .recognise import Recogniser
 from .report import line
 from .shapes import dtype_of, equal_sizes, range_of, requires_grad, slice_of, tensor_example, unusual_kind
 from .sites import Refusal, Site, interior
-from .values import Mask, Projection, Route, Term
+from .values import Mask, Route, Term
 from .view import overwritten
 
 MAX_MASKS = 16
@@ -93,7 +93,9 @@ def check(recogniser: Recogniser, site: Site, assume_binary: bool) -> Layer:
     activation = reasons.of(_check_activation, site)
     weights = None if activation is None or dtype is None else reasons.of(_check_weights, site, activation[1], dtype)
     reasons.end()
-    assert activation is not None and dtype is not None and weights is not None, "there was no reason"
+    assert activation is not None, "there was no reason"
+    assert dtype is not None, "there was no reason"
+    assert weights is not None, "there was no reason"
     first = site.terms[0].gate
     assert isinstance(first.weight, Node)
     return Layer(
@@ -227,7 +229,7 @@ def _check_mask(term: Term, assume_binary: bool) -> tuple[Mask, bool]:
 
 
 def _is_given(mask: Node) -> bool:
-    """Whether a mask comes from outside of the graph, so that it may be binary although nothing in the graph says so."""
+    """Whether a mask comes from outside of the graph, so that it may be binary although nothing in it says so."""
     while mask.op not in ("placeholder", "get_attr"):
         found = slice_of(mask)
         if found is None:
@@ -241,8 +243,9 @@ def _check_gradients(site: Site, masks: Sequence[tuple[Mask, bool]]) -> bool:
     factors = [projection.factor for projection in site.projections if projection.factor is not None]
     if any(factor.zero_gradient for factor in factors) and requires_grad(site.root):
         raise Refusal(
-            "autograd passes a gradient of zeros through a mask (round, sign and bernoulli have one), where the operator "
-            "passes none, so an optimizer would treat its logits otherwise; detach the mask, or make it straight-through"
+            "autograd passes a gradient of zeros through a mask (round, sign and bernoulli have one), where the "
+            "operator passes none, so an optimizer would treat its logits otherwise; detach the mask, or make it "
+            "straight-through"
         )
     trained = [_trains(site, term, mask) for term, (mask, _) in zip(site.terms, masks, strict=True)]
     for (mask, _), carries in zip(masks, trained, strict=True):

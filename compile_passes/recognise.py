@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from .shapes import dtype_of, is_matrix, repeated, requires_grad, slice_of, tensor_example
+from .shapes import is_matrix, repeated, requires_grad, slice_of, tensor_example
 from .symbols import as_call, is_identity_dropout
 from .values import Binary, Bundle, Carrier, Levels, Mask, Scalar, Value, Weighted, slice_key
 from .view import View

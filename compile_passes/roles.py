@@ -25,7 +25,21 @@ _NUMBERS = frozenset({"ones", "zeros", "full", "tensor"})
 
 _ARITHMETIC = frozenset(
     {
-        *("add", "sub", "rsub", "scaled_add", "scaled_sub", "neg", "mul", "div", "rounded_div", "pow", "square", "abs", "xor"),
+        *(
+            "add",
+            "sub",
+            "rsub",
+            "scaled_add",
+            "scaled_sub",
+            "neg",
+            "mul",
+            "div",
+            "rounded_div",
+            "pow",
+            "square",
+            "abs",
+            "xor",
+        ),
         *("to", "alias", "detach"),
     }
 )

@@ -84,8 +84,9 @@ class Mask:
     def stack(self) -> int | None:
         """The number of masks in a stack; None for a single mask, and for a symbolic number."""
         example = tensor_example(self.bits)
-        is_stack = example is not None and self.index is None and example.dim() == 3
-        return example.shape[0] if is_stack and isinstance(example.shape[0], int) else None
+        if example is None or self.index is not None or example.dim() != 3:
+            return None
+        return example.shape[0] if isinstance(example.shape[0], int) else None
 
 
 @dataclass(frozen=True)

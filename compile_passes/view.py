@@ -1,10 +1,11 @@
 """The functional view: a copy of a graph in which no tensor changes, on which the pass recognises and rewrites layers.
 
-Writes in place are the reason why a node of the graph before autograd does not hold one value: `w = W.clone(); w[~M] = 0`
-changes what later nodes read as `w`. In the view each node holds one value, as in single assignment form:
+Writes in place are the reason why a node of the graph before autograd does not hold one value:
+`w = W.clone(); w[~M] = 0` changes what later nodes read as `w`. In the view each node holds one value, as in single
+assignment form:
 
-- A write to all of a tensor that the graph itself has made (`y += term`, `silu(inplace=True)`, `w[M] = 0`) is a function
-  of the old value, and later nodes read its result. The rules need not know that it writes.
+- A write to all of a tensor that the graph itself has made (`y += term`, `silu(inplace=True)`, `w[M] = 0`) is a
+  function of the old value, and later nodes read its result. The rules need not know that it writes.
 - After any other write, a later read is a node of its own, about which nothing is known (`overwritten`). So is a read
   of a tensor that shares memory with what was written.
 
@@ -24,7 +25,7 @@ from torch.fx import Graph, Node
 
 from .calls import NONE, Effect
 from .memory import Memory, Modes
-from .shapes import example, same_shape
+from .shapes import example, requires_grad, same_shape
 from .symbols import as_call
 
 
@@ -56,6 +57,8 @@ class View:
         self._copied: dict[Node, tuple[Any, Any]] = {}
         self._tensors: dict[Node, Node] = {}
         """For each node that returns the tensor which it writes to, the node that made that tensor."""
+        self._latest: dict[Node, Node] = {}
+        """The last node that returns a tensor, by the node that made the tensor."""
         self._current: dict[Node, Node] = {}
         """The node of the view that holds what a tensor of the graph holds now."""
         self._stale: dict[Node, Node] = {}
@@ -94,7 +97,7 @@ class View:
             name = f"{tensor.name}_after_{writer.name}"
             leaf = self.graph.create_node("call_function", overwritten, args, name=name)
             leaf.meta = dict(tensor.meta)
-            self._current[tensor], self._holders[leaf] = leaf, tensor
+            self._current[tensor], self._holders[leaf] = leaf, self._latest.get(tensor, tensor)
             self._defined[leaf] = self.memory.order[writer]
         return self._current[tensor]
 
@@ -108,7 +111,7 @@ class View:
             return False
         target, *others = inputs
         storages = self.memory.storages
-        if not all(storages[target].isdisjoint(held) for held in (self.memory.given, *map(storages.get, others))):
+        if not storages[target].isdisjoint(self.memory.given.union(*map(storages.__getitem__, others))):
             return False
         value, modes = example(target), self.memory.modes[node]
         if not isinstance(value, Tensor) or modes.transforms:
@@ -129,12 +132,13 @@ class View:
             return
         (tensor,) = written
         del self._stale[tensor]
+        _record_gradient(self._current[tensor])
         self._current[tensor] = copy
         if is_fill(node):
-            self._holders[copy] = tensor
+            self._holders[copy] = self._latest.get(tensor, tensor)
             copy.meta = {**copy.meta, "example_value": example(tensor)}
         else:
-            self._tensors[node] = tensor
+            self._tensors[node], self._latest[tensor] = tensor, node
             self._stale.pop(node, None)
 
     # --- Questions about the original graph --------------------------------------------------------------------------
@@ -221,6 +225,14 @@ class View:
         for source in reversed(self._source.nodes):
             if source in erased:
                 self._source.erase_node(source)
+
+
+def _record_gradient(node: Node) -> None:
+    """Let the example of a tensor say whether it had a gradient before a write, which changes the traced tensor."""
+    value = example(node)
+    if value.requires_grad and node.op.startswith("call_"):
+        had_gradient = any(requires_grad(item) for item in node.all_input_nodes)
+        node.meta = {**node.meta, "example_value": value.detach().requires_grad_(had_gradient)}
 
 
 def _is_same_kind(one: Any, other: Tensor) -> bool:

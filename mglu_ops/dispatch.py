@@ -352,7 +352,9 @@ def forward_train(
     if rows is x:
         return result, partials
     leading = x.shape[:-1]
-    return result.view(*leading, *result.shape[1:]), partials.view(*leading, *partials.shape[1:])
+    # No view: autograd does not let views be detached in place.
+    result = torch.ops.aten._unsafe_view(result, (*leading, *result.shape[1:]))
+    return result, partials.view(*leading, *partials.shape[1:])
 
 
 def backward(key: Key | None, arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -80,5 +80,7 @@ def _beside(value: Value, longest: Bundle, argument: Any, node: Node) -> list[Va
         lengths = (1, count) if value.size is None else (count,)
         return [*value.items] * (count // len(value.items)) if same_layout and len(value.items) in lengths else None
     hidden = int(longest.dim == BATCHED)
-    stack_comes_first = longest.size is None and longest.dim in (0, BATCHED) and dims(argument) + 1 - hidden == dims(node)
+    stack_comes_first = (
+        longest.size is None and longest.dim in (0, BATCHED) and dims(argument) + 1 - hidden == dims(node)
+    )
     return [value] * count if stack_comes_first and isinstance(value, (Projection, Activated)) else None

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from ..pointwise import Operand, as_dtype, evaluate
 from ..recognise import Recogniser
-from ..shapes import dtype_of, equal_sizes, requires_grad, tensor_example
+from ..shapes import dtype_of, equal_sizes, holds, requires_grad, tensor_example
 from ..symbols import Call
 from ..values import Binary, Levels, Mask, Scalar, Value, merge
 from .rule import rule
@@ -168,7 +168,15 @@ def cast(recogniser: Recogniser, node: Node, call: Call) -> Value:
     if not all(other is not None and _is_close([other], values[1:], value.mask.rounding) for other in perturbed):
         return None
     slope = value.slope if requires_grad(node) and requires_grad(source) else (0.0, 0.0)
+    if any(slope) and _narrows_the_gradient(value.mask, example.dtype, dtype):
+        return None
     return replace(value, at=(values[0], values[1]), slope=slope)
+
+
+def _narrows_the_gradient(mask: Mask, source: torch.dtype, dtype: torch.dtype) -> bool:
+    """Whether a cast to a wider dtype rounds a gradient that arrives in it, for a carrier that is wider as well."""
+    carrier = None if mask.carrier is None else dtype_of(mask.carrier.node)
+    return carrier is not None and carrier != source and holds(carrier, source) and not holds(source, dtype)
 
 
 @rule("alias")

@@ -202,7 +202,8 @@ def result_of_a_function(recogniser: Recogniser, node: Node, call: Call) -> Valu
     if body is None or not isinstance(index, int):
         return None
     view = View(body.graph)
-    results: Any = view.graph.output_node().args[0][0]  # with what is saved for backward, the body returns a pair
+    returned: Any = view.graph.output_node().args[0]
+    results = returned[0]  # the body returns a pair: its results, and what is saved for backward
     result = results[index] if isinstance(results, (tuple, list)) else results
     hard = None if view.memory.writes_inputs else type(recogniser)(view).value(result)
     if not isinstance(hard, Binary) or not hard.is_mask or hard.mask.proof is None:

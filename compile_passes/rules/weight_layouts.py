@@ -10,7 +10,18 @@ import torch
 from torch.fx import Node
 
 from ..recognise import Recogniser
-from ..shapes import dimension, dims, dtype_of, equal_sizes, holds, is_matrix, requires_grad, same_shape, size, tensor_example
+from ..shapes import (
+    dimension,
+    dims,
+    dtype_of,
+    equal_sizes,
+    holds,
+    is_matrix,
+    requires_grad,
+    same_shape,
+    size,
+    tensor_example,
+)
 from ..symbols import Call
 from ..values import Bundle, Product, Value, Weighted
 from .bundles import bundle, each, part_of
@@ -22,6 +33,8 @@ def cast_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """A masked weight in another dtype, if the operator's own cast gives the same; a copy of a weight."""
     source, dtype = call.args[0], dtype_of(node)
     value = recogniser.value(source)
+    if isinstance(value, Weighted) and value.factor is None and call.symbol == "to":
+        return None  # a weight in another dtype is another weight
     if isinstance(value, (Weighted, Bundle)) and dtype is not None:
         return each(value, lambda one: one if isinstance(one, Weighted) and rounds_once(one, source, dtype) else None)
     is_copy = call.symbol == "alias" and is_matrix(source) and requires_grad(source) == requires_grad(node)

@@ -297,7 +297,9 @@ class Composite(Backend):
 
         def prepared(x: Tensor, weight: Tensor, packed_masks: Tensor, route_weights: Tensor | None) -> Tensor:
             routes = None if route_weights is None else as_rows(route_weights)
-            return _forward(as_rows(x), weight, packed_masks, activation, routes).view(shape)
+            rows = _forward(as_rows(x), weight, packed_masks, activation, routes)
+            # A view would refuse `detach_`, as autograd does not let views be detached in place.
+            return torch.ops.aten._unsafe_view(rows, shape)
 
         return prepared
 
