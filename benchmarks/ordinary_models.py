@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 FEATURES = 64
+TOKENS = FEATURES
+"""Tokens of the models with masked activations; as many as features, so that no shape tells them from weights."""
 NODES_PER_STEP = 3
 
 # The steps of a chain of elementwise operators, `NODES_PER_STEP` nodes each. Their values stay finite in long chains.
@@ -164,3 +166,91 @@ class UNet(nn.Module):
         for up, joined in zip(self.up, self.joined, strict=True):
             y = joined(torch.cat([sizes.pop(), up(y)], dim=1))
         return self.last(y)
+
+
+class PaddedMLP(nn.Module):
+    """A residual MLP that sets the masked activations to 0 before and after it, as for padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        h = F.relu(self.up(x.masked_fill(mask, 0)))
+        return x + self.down(h).masked_fill(mask, 0)
+
+
+class DropoutMLP(nn.Module):
+    """A residual MLP with dropout written by hand: by a bool mask before it, and by a float mask after it."""
+
+    def __init__(self, p: float = 0.1) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+        self.p = p
+
+    def forward(self, x: Tensor, _: Tensor) -> Tensor:
+        h = x * (torch.rand_like(x) > self.p) / (1 - self.p)
+        h = self.down(F.relu(self.up(h)))
+        return x + h * (torch.rand_like(h) > self.p).to(h.dtype) / (1 - self.p)
+
+
+class SplitAttention(nn.Module):
+    """Single-head attention under a mask and under its complement, whose keys are x itself; with a norm after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.value = (nn.Linear(FEATURES, FEATURES, bias=False) for _ in range(2))
+        self.norm = nn.RMSNorm(FEATURES)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        scores = (self.query(x) / FEATURES**0.5) @ x.T
+        v = self.value(x)
+        return self.norm(x + (scores * mask).softmax(-1) @ v + (scores * ~mask).softmax(-1) @ v)
+
+
+class MaskedTanh(nn.Module):
+    """A residual layer that applies tanh to masked activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x + self.linear(torch.tanh(x * mask))
+
+
+class MaskedTanhStep(nn.Module):
+    """Two elementwise operators without weights, so that a stack of them has no matrix product before its end."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return torch.tanh(x * mask)
+
+
+# Layers that take activations `[TOKENS, FEATURES]` and a bool mask of the same shape. To the pass, masked activations
+# look like masked weights: both are masked matrices that a product reads.
+MASKED_LAYERS: Mapping[str, type[nn.Module]] = MappingProxyType(
+    {
+        "padded MLP": PaddedMLP,
+        "MLP with dropout": DropoutMLP,
+        "split attention": SplitAttention,
+        "masked tanh": MaskedTanh,
+        "chain of masked tanh": MaskedTanhStep,
+    }
+)
+
+
+class Masked(nn.Module):
+    """Layers of one kind of `MASKED_LAYERS`, which share a mask, then a projection."""
+
+    mask: Tensor
+
+    def __init__(self, kind: str, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(MASKED_LAYERS[kind]() for _ in range(layers))
+        self.head = nn.Linear(FEATURES, FEATURES)
+        self.register_buffer("mask", torch.rand(TOKENS, FEATURES) > 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, self.mask)
+        return self.head(x)

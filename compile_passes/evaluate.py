@@ -85,11 +85,13 @@ class Evaluation(Recogniser):
         call = as_call(node)
         if call is not None:
             for rule in rules.get(call.symbol, ()):
+                self._looking.clear()
                 try:
                     value = rule.function(self, node, call)
                 except Exception as error:
                     raise RuleError(node, rule) from error
                 if value is not None and self._keeps_precision(node, value):
+                    self.looked_through.update(self._looking)
                     return _with_its_gradient(node, value)
         return otherwise(node)
 

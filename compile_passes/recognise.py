@@ -11,7 +11,7 @@ from typing import Any
 from torch.fx import Node
 
 from .shapes import is_matrix, repeated, requires_grad, slice_of, tensor_example
-from .symbols import as_call, is_identity_dropout
+from .symbols import Call, as_call, is_identity_dropout
 from .values import Binary, Bundle, Carrier, Levels, Mask, Scalar, Value, Weighted, slice_key
 from .view import View
 
@@ -27,6 +27,9 @@ class Recogniser:
         self._interned: dict[Hashable, int] = {}
         self.masked_weights: frozenset[Hashable] = frozenset()
         """The keys of the weights that some product masks."""
+        self.looked_through: set[Node] = set()
+        """The nodes that rules have looked through (`through`) to a value."""
+        self._looking: list[Node] = []
         self.view = view
         for node in view.graph.nodes:
             self._keys[node] = self._intern(node)
@@ -68,10 +71,17 @@ class Recogniser:
         identity: Hashable = (node.op, node.target, self.key(node.args), named)
         if call is not None and call.is_whole and example is not None and not example.is_complex():
             identity = (call.symbol, self.key(call.args))
-        kind = None if example is None else (example.dtype, str(example.device), example.requires_grad)
+        kind = None if example is None else (example.dtype, str(example.device), requires_grad(node))
         modes = self.view.modes(node)
         structure = (identity, kind, modes.blocks, modes.transforms)
         return ("node", self._interned.setdefault(structure, len(self._interned)))
+
+    def through(self, argument: Any) -> Call | None:
+        """The call behind an argument, which a rule looks through to know another node; it is part of the site then."""
+        call = as_call(argument)
+        if call is not None:
+            self._looking.append(argument)
+        return call
 
     def unproved(self, node: Node) -> Binary:
         """The value of a real tensor that is used like a mask although nothing proves that it is binary."""
@@ -102,6 +112,6 @@ def _same_tensor(node: Node) -> Node | None:
     if call.symbol == "dropout" and not is_identity_dropout(call):
         return None
     before, after = tensor_example(source), tensor_example(node)
-    if before is None or after is None or before.requires_grad != after.requires_grad:
+    if before is None or after is None or requires_grad(source) != requires_grad(node):
         return None
     return source if before.dtype == after.dtype and before.device == after.device else None

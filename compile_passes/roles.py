@@ -154,14 +154,14 @@ def _keys_of_bare_weights(graph: Graph, recogniser: Recogniser) -> Iterator[Hash
         if call is None:
             continue
         operands = call.args[1] if call.symbol == "einsum" else (weight_operand(call),)
-        yield from (recogniser.key(item) for item in operands if is_matrix(item))
+        yield from (recogniser.key(original(item)) for item in operands if is_matrix(item))
         if call.symbol in ("add", "sub"):
             for one, other in (call.args, reversed(call.args)):
                 inner = as_call(other)
                 inner = as_call(inner.args[0]) if inner is not None and inner.symbol == "neg" else inner
                 if isinstance(one, Node) and inner is not None and inner.symbol == "mul":
                     factors = [recogniser.key(original(item)) for item in inner.args if isinstance(item, Node)]
-                    yield from {recogniser.key(one)}.intersection(factors)
+                    yield from {recogniser.key(original(one))}.intersection(factors)
 
 
 @dataclass(frozen=True)

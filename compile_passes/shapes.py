@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._C import _functorch as functorch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -56,6 +57,8 @@ def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
 def requires_grad(argument: Any) -> bool:
     """Whether a gradient was recorded at a node when it was traced."""
     value = tensor_example(argument)
+    while value is not None and functorch.is_functorch_wrapped_tensor(value):  # inside of `vmap`
+        value = functorch.get_unwrapped(value)
     return value is not None and value.requires_grad
 
 

@@ -83,11 +83,13 @@ def interior(recogniser: Recogniser, site: Site) -> tuple[Node, ...]:
     """The nodes from the leaves of a site (x, weight, routes) to its root, which is included, in the graph's order."""
     leaves: set[Any] = {node for projection in site.projections for node in (projection.x, projection.weight)}
     leaves |= {term.route.node for term in site.terms if term.route is not None} | {site.rest}
+    keys = {recogniser.key(node) for node in leaves if isinstance(node, Node)}
     seen: set[Node] = set()
     stack = [site.root]
     while stack:
         node = stack.pop()
-        if node in seen or node in leaves or as_call(node) is None or not _is_spelling(recogniser, node):
+        is_leaf = node in seen or as_call(node) is None or recogniser.key(node) in keys
+        if is_leaf or not _is_spelling(recogniser, node):
             continue
         seen.add(node)
         stack.extend(node.all_input_nodes)
@@ -95,8 +97,8 @@ def interior(recogniser: Recogniser, site: Site) -> tuple[Node, ...]:
 
 
 def _is_spelling(recogniser: Recogniser, node: Node) -> bool:
-    """Whether a node belongs to the spelling of a layer: its value is known, or it is a tuple of such nodes."""
-    if recogniser.value(node) is not None:
+    """Whether a node belongs to the spelling of a layer: a rule knows it or has looked through it, or it is a tuple."""
+    if recogniser.value(node) is not None or node in recogniser.looked_through:
         return True
     call = as_call(node)
     return call is not None and call.symbol in _IN_BETWEEN

@@ -70,7 +70,7 @@ def _operands(inputs: Sequence[Node], values: Sequence[Value]) -> dict[Node, Ope
         elif isinstance(value, Levels):
             operands[item] = Operand(value.values, example.dtype)
         elif isinstance(value, Binary):
-            trained = any(value.slope) and example.requires_grad
+            trained = any(value.slope) and requires_grad(item)
             operands[item] = Operand(value.at, example.dtype, has_gradient=trained)
         else:
             return {}

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from ..recognise import Recogniser
 from ..shapes import dimension, dtype_of, requires_grad, same_shape, slice_of, submodule, tensor_example
-from ..symbols import Call, as_call
+from ..symbols import Call
 from ..values import MOST_ITEMS, Binary, Bundle, Carrier, Levels, Mask, Scalar, Value, binary_at, opposite, slice_key
 from ..view import View
 from .mask_functions import COMPARISONS, of_levels
@@ -34,7 +34,7 @@ def _linear_terms(recogniser: Recogniser, node: Node) -> list[tuple[float, float
         argument, sign, carries = pending.pop()
         if not isinstance(argument, Node):
             return None
-        call = as_call(argument)
+        call = recogniser.through(argument)
         symbol, operands = ("", ()) if call is None else (call.symbol, call.args)
         carries = carries and requires_grad(argument) and symbol != "detach"
         is_hard = argument is not node and isinstance(recogniser.value(argument), Binary)
@@ -154,7 +154,7 @@ def heaviside(recogniser: Recogniser, node: Node, call: Call) -> Value:
 @rule("round")
 def rounded(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`round(sigmoid(logits))`."""
-    inner = as_call(call.args[0])
+    inner = recogniser.through(call.args[0])
     return of_levels(recogniser, node, [0, 1]) if inner is not None and inner.symbol == "sigmoid" else None
 
 

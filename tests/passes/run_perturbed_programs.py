@@ -23,8 +23,12 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from run_random_programs import run
+
+if TYPE_CHECKING:
+    from right_programs import Program
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]  # this working copy, not an installed one
@@ -35,20 +39,26 @@ COMMAND = "python tests/passes/run_perturbed_programs.py"
 
 def judge(seed: int, inductor: bool, index: int) -> tuple[str, str]:
     """The outcome of the program of a seed and an index, and for a failure its reason."""
-    from perturbed_programs import perturbation, place, program, through_inductor, through_the_pass
+    from perturbed_programs import perturbation, place, program
 
     _quiet()
     changed = program(seed, index)
     try:
-        outcome = through_the_pass(changed)
-        if inductor and outcome == "fused":
-            outcome = through_inductor(changed)
-            outcome = outcome if outcome == "fused" else f"skipped by Inductor: {outcome}"
-        return outcome, ""
+        return outcome_of(changed, inductor), ""
     except Exception as error:  # any error is a failure of the pass
         first_lines = "\n    ".join(str(error).strip().splitlines()[:3])
         what = f"{perturbation(index)}, {place(seed, index)}, seed {seed}, index {index}"
         return "failed", f"{first_lines}{_without_it(seed)}\n    {what}\n{changed}"
+
+
+def outcome_of(changed: Program, inductor: bool) -> str:
+    """The outcome of a program through the pass, and if it is fused there, perhaps through Inductor."""
+    from perturbed_programs import through_inductor, through_the_pass
+
+    outcome = through_the_pass(changed)
+    if not inductor or outcome != "fused" or (outcome := through_inductor(changed)) == "fused":
+        return outcome
+    return f"not by Inductor: {outcome}"
 
 
 @functools.lru_cache(maxsize=1)
@@ -90,7 +100,7 @@ def run_one(seed: int, index: int, *, inductor: bool, shorten: bool) -> int:
     outcome, reason = judge(seed, inductor, index)
     print(reason or program(seed, index), outcome, sep="\n")
     if shorten and outcome == "failed":
-        print(shortened(program(seed, index)))
+        print(shortened(program(seed, index), functools.partial(outcome_of, inductor=inductor)))
     return int(outcome == "failed")
 
 
@@ -103,8 +113,8 @@ def table(outcomes: dict[int, str], place: Callable[[int], tuple[int, int]]) -> 
         _, index = place(number)
         rows.setdefault(perturbation(index).family, Counter())[outcome.split(":")[0]] += 1
     kinds = sorted({kind for row in rows.values() for kind in row} | set(OUTCOMES))
-    lines = [f"{'family':32}" + "".join(f"{kind:>12}" for kind in kinds)]
-    lines += [f"{name:32}" + "".join(f"{row[kind]:12}" for kind in kinds) for name, row in sorted(rows.items())]
+    lines = [f"{'family':32}" + "".join(f"{kind:>17}" for kind in kinds)]
+    lines += [f"{name:32}" + "".join(f"{row[kind]:17}" for kind in kinds) for name, row in sorted(rows.items())]
     return "\n".join(lines)
 
 
@@ -150,7 +160,8 @@ def main(arguments: list[str] | None = None) -> int:
     for reason, count in Counter(outcome for outcome in outcomes.values() if ":" in outcome).most_common():
         print(f"{count} {reason}")
     counts = Counter(outcome.split(":")[0] for outcome in outcomes.values())
-    print(f"{len(outcomes)} programs: " + ", ".join(f"{counts[name]} {name}" for name in OUTCOMES))
+    kinds = dict.fromkeys((*OUTCOMES, *counts))
+    print(f"{len(outcomes)} programs: " + ", ".join(f"{counts[kind]} {kind}" for kind in kinds))
     print(f"{time.monotonic() - started:.0f} s in {options.processes} processes")
     return 1 if failures else 0
 

@@ -16,7 +16,7 @@ from compile_passes.examples import record_examples
 SHALLOW, DEEP = 100, 400
 MOST_GROWTH = 2.0
 """The largest time per node of the deep model, in units of that of the shallow one."""
-ROUNDS = 4
+ROUNDS = 3
 
 
 class _InlineTracer(Tracer):

@@ -13,7 +13,6 @@ from graphs import Capture, assert_same, compare, results
 from kinds import (
     KINDS,
     SAME,
-    H,
     tensors,
 )
 from layers import tensors as layer_tensors
@@ -49,18 +48,30 @@ REPORTED: dict[str, tuple[str, Callable[[Tensor, Tensor, Tensor, Tensor], Any]]]
         "mul|sum|product",
         lambda x, w, b, l: F.silu((x[:, None] * (w * b[0])).sum(-1)) * (x[:, None] * (w * ~b[0])).sum(-1),
     ),
-    "one_hot": ("nothing proves to be binary", lambda x, w, b, l: _two_hot(x, w, l)),
-    "scatter": (
-        "nothing proves to be binary",
-        lambda x, w, b, l: _of_one(x, w, torch.zeros_like(w).scatter(1, l[0].topk(4, 1).indices, 1.0)),
+    "linalg.matmul": (
+        "linalg_matmul",
+        lambda x, w, b, l: F.silu(torch.linalg.matmul(x, (w * b[0]).T)) * torch.linalg.matmul(x, (w * ~b[0]).T),
     ),
-    "scatter_": (
-        "nothing proves to be binary",
-        lambda x, w, b, l: _of_one(x, w, torch.zeros_like(w).scatter_(1, l[0].topk(4, 1).indices, 1.0)),
+    "linalg.vecdot": (
+        "vecdot",
+        lambda x, w, b, l: (
+            F.silu(torch.linalg.vecdot(x[:, None], w * b[0])) * torch.linalg.vecdot(x[:, None], w * ~b[0])
+        ),
     ),
-    "vmap over masks": (
-        "vmap",
-        lambda x, w, b, l: torch.vmap(lambda m: F.silu(F.linear(x, w * m)) * F.linear(x, w * ~m))(b).sum(0),
+    "masked_scatter": ("masked_scatter", lambda x, w, b, l: _of_masked(x, _scattered(w, b[0]), _scattered(w, ~b[0]))),
+    "addcmul": (
+        "addcmul",
+        lambda x, w, b, l: _of_masked(x, w * b[0], torch.addcmul(w, w, b[0].to(w.dtype), value=-1)),
+    ),
+    "lerp": ("lerp", lambda x, w, b, l: _of_masked(x, _lerp(w, b[0]), _lerp(w, ~b[0]))),
+    "signs": ("div", lambda x, w, b, l: _of_masked(x, w * (1 + l[0].sign()) / 2, w * (1 - l[0].sign()) / 2)),
+    "bmm": ("mul|bmm", lambda x, w, b, l: _of_batches(torch.stack([x, x + 1]), torch.stack([w, w + 1]), b)),
+    "checkpoint of each product": (
+        "another graph reads both",
+        lambda x, w, b, l: (
+            F.silu(checkpoint(F.linear, x, w * b[0], use_reentrant=False))
+            * checkpoint(F.linear, x, w * ~b[0], use_reentrant=False)
+        ),
     ),
     "func.grad": ("functorch", lambda x, w, b, l: torch.func.grad(lambda x: gated(x, w, b[0], ~b[0]).sum())(x)),
     "one mask per row": ("not MGLU", lambda x, w, b, l: gated(x, w, b[0][:, :1], ~b[0][:, :1])),
@@ -109,12 +120,22 @@ def _of_one(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
     return gated(x, w, m, 1 - m)
 
 
-def _two_hot(x: Tensor, w: Tensor, logits: Tensor) -> Tensor:
-    return _of_one(x, w, F.one_hot(logits[0].argmax(-1), H).to(w.dtype))
-
-
 def _of_masked(x: Tensor, gate: Tensor, value: Tensor) -> Tensor:
     return F.silu(F.linear(x, gate)) * F.linear(x, value)
+
+
+def _scattered(w: Tensor, m: Tensor) -> Tensor:
+    return torch.zeros_like(w).masked_scatter(m, w)
+
+
+def _lerp(w: Tensor, m: Tensor) -> Tensor:
+    return torch.lerp(torch.zeros_like(w), w, m.to(w.dtype))
+
+
+def _of_batches(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
+    """Two inputs, each with a weight and a mask of its own."""
+    m = m[:2]
+    return F.silu(torch.bmm(x, (w * m).mT)) * torch.bmm(x, (w * ~m).mT)
 
 
 def _of_nested(x: Tensor, w: Tensor, m: Tensor) -> Tensor:

@@ -303,6 +303,122 @@ def sign_with_ones_for_zeros(x, weight, logits):
     return sum(gated(x, weight, ((2 * (m > 0).to(x.dtype) - 1) + 1) / 2) for m in logits)
 
 
+def _to_straight_through(hard: Tensor, logits: Tensor) -> Tensor:
+    return hard.to(logits.dtype) + logits - logits.detach()
+
+
+@fuses("forward_ste")
+def not_negative(x, weight, logits):
+    return sum(gated(x, weight, _to_straight_through(m >= 0, m)) for m in logits)
+
+
+@fuses("forward_ste")
+def sigmoid_of_at_least_a_half(x, weight, logits):
+    y = 0
+    for m in logits:
+        p = torch.sigmoid(m)
+        y = y + gated(x, weight, ((p >= 0.5).to(p.dtype) - p).detach() + p)
+    return y
+
+
+@fuses("forward_ste")
+def not_below_zero(x, weight, logits):
+    return sum(gated(x, weight, _to_straight_through(~(m < 0), m)) for m in logits)
+
+
+@fuses("forward_ste")
+def one_minus_at_most_zero(x, weight, logits):
+    return sum(gated(x, weight, _to_straight_through(1 - (m <= 0).to(m.dtype), m)) for m in logits)
+
+
+class NotNegative(torch.autograd.Function):
+    """A straight-through estimator whose mask is 1 at 0."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return (logits >= 0).to(logits.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+@fuses("forward_ste")
+def autograd_function_that_is_1_at_0(x, weight, logits):
+    return sum(gated(x, weight, NotNegative.apply(m)) for m in logits)
+
+
+@fuses("forward_ste")
+def largest_of_each_row(x, weight, logits):
+    y = 0
+    for m in logits:
+        hard = torch.zeros_like(m).scatter(-1, m.topk(3, -1).indices, 1.0)
+        y = y + gated(x, weight, _to_straight_through(hard, m))
+    return y
+
+
+@fuses("forward")
+def largest_of_each_row_in_place(x, weight, logits):
+    masks = (torch.zeros_like(m).scatter_(-1, m.topk(3, -1).indices, 1.0) for m in logits)
+    return sum(gated(x, weight, m) for m in masks)
+
+
+@fuses("forward_ste")
+def threshold_of_each_row(x, weight, logits):
+    thresholds = (m.kthvalue(4, -1, keepdim=True).values for m in logits)
+    return sum(gated(x, weight, _to_straight_through(m >= k, m)) for m, k in zip(logits, thresholds, strict=True))
+
+
+@fuses("forward")
+def one_hot_rows(x, weight, logits):
+    return sum(gated(x, weight, F.one_hot(m.argmax(-1), H)) for m in logits)
+
+
+@fuses("forward")
+def transposed_masks(x, weight, logits):
+    masks = (logits > 0).to(x.dtype).mT.contiguous()
+    return sum(gated(x, weight, masks[i].t()) for i in range(len(logits)))
+
+
+@fuses("forward")
+def unpacked_by_an_arange(x, weight, logits):
+    """Each byte holds four bits of a row."""
+    shifts, y = torch.arange(4, dtype=torch.uint8), 0
+    for m in logits:
+        packed = ((m > 0).to(torch.uint8).reshape(D, H // 4, 4) << shifts).sum(-1).to(torch.uint8)
+        y = y + gated(x, weight, ((packed[..., None] >> shifts) & 1).reshape(D, H).to(x.dtype))
+    return y
+
+
+@fuses("forward")
+def vmap_over_masks(x, weight, logits):
+    return torch.vmap(lambda m: gated(x, weight, m, ~m))(logits > 0).sum(0)
+
+
+@fuses("forward_ste")
+def vmap_over_trained_masks(x, weight, logits):
+    return torch.vmap(lambda m: gated(x, weight, m))(straight_through(logits)).sum(0)
+
+
+@fuses("forward", "sigmoid")
+def gated_linear_units(x, weight, logits):
+    return sum(F.glu(F.linear(x, torch.cat([weight * ~m, weight * m]))) for m in logits > 0)
+
+
+@fuses("forward")
+def accumulated_by_addcmul(x, weight, logits):
+    y = torch.zeros(*x.shape[:-1], D, dtype=x.dtype)
+    for m in logits > 0:
+        y = torch.addcmul(y, F.silu(F.linear(x, weight * m)), F.linear(x, weight * ~m))
+    return y
+
+
+@fuses("forward")
+def terms_times_weights(x, weight, logits):
+    terms = torch.stack([gated(x, weight, m, ~m) for m in logits > 0], -1)
+    return terms @ torch.softmax(logits[:, 0, 0], 0)
+
+
 def _packed(logits: Tensor) -> Tensor:
     """One byte per weight, whose bit i is mask i; at most eight masks."""
     weights = 2 ** torch.arange(min(len(logits), 8)).view(-1, 1, 1)

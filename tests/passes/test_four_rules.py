@@ -1,0 +1,294 @@
+"""Programs on which the pass was wrong before it followed the four rules of compile_passes/README.md, rule by rule.
+
+Each gives eager's results and gradients, a missing gradient included, and leaves its inputs as eager does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.config
+import torch.nn.functional as F
+from budgets import BUDGET, relative_error
+from graphs import Capture, results
+from spellings import gated, straight_through
+from torch import Tensor
+
+SAME = 10 * BUDGET[torch.float64]
+SIZE = 11  # all sizes are equal, so that no shape tells what is what
+
+
+def tensors(*, training: bool) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    named = {name: torch.randn(SIZE, SIZE, generator=generator, dtype=torch.float64) for name in ("x", "y", "w", "l")}
+    named = {name: tensor.requires_grad_(training) for name, tensor in named.items()}
+    return named | {"m": torch.rand(SIZE, SIZE, generator=generator) > 0.5}
+
+
+def two(x: Tensor, y: Tensor, gate: Tensor, value: Tensor) -> Tensor:
+    return F.silu(F.linear(x, gate)) * F.linear(y, value)
+
+
+def masked(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
+    return two(x, x, w * m, w * ~m)
+
+
+PROGRAMS: dict[str, tuple[str | None, str | None, Callable[..., Any]]] = {}
+
+
+def program(inference: str | None, training: str | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a program with a part of the reason why it is not fused in inference and in training; None: it is."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        PROGRAMS[function.__name__] = (inference, training, function)
+        return function
+
+    return register
+
+
+def refused(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return program(reason, reason)
+
+
+fused = program(None, None)
+
+
+# --- Rule 1: a value is its callable, its bound arguments, and the versions of its inputs ----------------------------
+
+
+@refused("different inputs")
+def sum_and_difference_with_a_factor(x, y, w, l, m):
+    return two(torch.add(x, y, alpha=2), torch.sub(x, y, alpha=2), w * m, w * ~m)
+
+
+@refused("different inputs")
+def sums_with_two_factors(x, y, w, l, m):
+    return two(torch.add(x, y, alpha=2), torch.add(x, y, alpha=3), w * m, w * ~m)
+
+
+@refused("different inputs")
+def chunks_and_splits(x, y, w, l, m):
+    return two(x.chunk(3)[2], x.split(3)[2], w * m, w * ~m)
+
+
+@refused("two different masks")
+def choice_by_another_condition(x, y, w, l, m):
+    a, b = torch.where(m, l > 0, y > 0), m.where(l > 0, y > 0)
+    return two(x, x, w * a, w * ~b)
+
+
+@refused("different weights")
+def repeated_and_expanded_rows(x, y, w, l, m):
+    """For one row both give the same shape, but `repeat` counts repetitions."""
+    row = w[:1]
+    return two(x, x, row.expand(SIZE, SIZE) * m, row.repeat(SIZE, 1) * ~m)
+
+
+@refused("different inputs")
+def two_draws(x, y, w, l, m):
+    a, b = torch._standard_gamma(x.abs()), torch._standard_gamma(x.abs())
+    return two(a, b, w * m, w * ~m)
+
+
+@fused
+def one_draw(x, y, w, l, m):
+    return masked(torch._standard_gamma(x.abs()), w, m)
+
+
+@fused
+def equal_calls_in_two_spellings(x, y, w, l, m):
+    return two(torch.clamp(x, min=0), x.clamp(0, None), w * m, w * ~m)
+
+
+# --- Rule 2: one functional view -------------------------------------------------------------------------------------
+
+
+@refused("nothing proves")
+def sigmoid_that_is_scaled_in_place(x, y, w, l, m):
+    p = torch.sigmoid(l.detach())
+    p.mul_(3.0)
+    return gated(x, w, p.round())
+
+
+@refused("nothing proves")
+def difference_that_is_scaled_in_place(x, y, w, l, m):
+    difference = (l > 0).to(l.dtype) - l
+    difference.mul_(2.0)
+    return gated(x, w, difference.detach() + l)
+
+
+@refused("writes in place")
+def mask_that_changes_after_it_was_read(x, y, w, l, m):
+    trained = m.to(l.dtype) + l - l.detach()
+    m.logical_not_()
+    return gated(x, w, trained)
+
+
+@program(None, "which backward needs")
+def weight_that_changes_after_the_layer(x, y, w, l, m):
+    result = masked(x, w, m)
+    with torch.no_grad():
+        w.div_(w.norm())
+    return result
+
+
+@fused
+def weight_that_changes_before_the_layer(x, y, w, l, m):
+    with torch.no_grad():
+        w.div_(w.norm())
+    return masked(x, w, m)
+
+
+@program("different weights", "different weights")
+def weight_that_changes_in_the_layer(x, y, w, l, m):
+    gate = F.linear(x, w * m)
+    with torch.no_grad():
+        w.mul_(2)
+    return F.silu(gate) * F.linear(x, w * ~m)
+
+
+@program(None, "which backward needs")
+def mask_that_changes_through_data(x, y, w, l, m):
+    """Autograd does not see the write, and eager's backward reads the new values."""
+    trained = straight_through(l)
+    result = gated(x, w, trained)
+    trained.data.mul_(0.5)
+    return result
+
+
+@fused
+def statistics_of_another_tensor(x, y, w, l, m):
+    mean, variance = torch.zeros(SIZE, dtype=x.dtype), torch.ones(SIZE, dtype=x.dtype)
+    rows = F.batch_norm(x, mean, variance, training=True)
+    return masked(rows, w, m), mean, variance
+
+
+@refused("different inputs")
+def statistics_that_are_x(x, y, w, l, m):
+    """`batch_norm` writes to its arguments 1 and 2, of which no schema says so."""
+    x = x.detach()
+    gate = F.linear(x[0], w * m)
+    torch.batch_norm(y, None, None, x[0], x[1].abs(), True, 0.1, 1e-5, False)
+    return F.silu(gate) * F.linear(x[0], w * ~m)
+
+
+@refused("different inputs")
+def dropout_in_evaluation_is_an_alias(x, y, w, l, m):
+    x, w = x.detach().clone(), w.detach()
+    alias = F.dropout(x, 0.5, training=False)
+    gate = F.linear(x, w * m)
+    alias.mul_(2)
+    return F.silu(gate) * F.linear(x, w * ~m)
+
+
+@fused
+def sum_that_is_read_by_its_first_name(x, y, w, l, m):
+    total = torch.zeros_like(x)
+    total.add_(masked(x, w, m))
+    total.mul_(2)
+    return total + 1
+
+
+# --- Rule 3: what a rule looks through is part of the site -----------------------------------------------------------
+
+
+def _hooked(x: Tensor, w: Tensor, l: Tensor, where: str) -> Tensor:
+    hard = (l > 0).to(l.dtype)
+    total = hard + l
+    m = total - l.detach()
+    gate_weight = w * m
+    hooked = {"mask": m, "sum": total, "weight": gate_weight, "x": x}[where]
+    result = two(x, x, gate_weight, w * (1 - m))
+    hooked.register_hook(lambda grad: grad * 0.1)
+    return result
+
+
+@pytest.mark.parametrize("where", ["mask", "sum", "weight"])
+def test_a_gradient_hook_inside_of_a_layer_refuses_it(where: str) -> None:
+    """Compiled autograd lets a graph register a hook, which would see another gradient."""
+    named = tensors(training=True)
+    x, w, l = named["x"], named["w"], named["l"]
+    capture = Capture()
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        capture.compile(lambda x, w, l: _hooked(x * 1, w, l, where))(x, w, l)
+    assert capture.report.fused == []
+    assert ["which backward needs" in reason for reason in capture.reasons] == [True]
+
+
+# --- Rule 4: roles belong to a weight and a site ---------------------------------------------------------------------
+
+
+@fused
+def logits_that_are_also_gated_by_themselves(x, y, w, l, m):
+    return two(x, x, w * (l > 0), w * ~(l > 0)), (l * torch.sigmoid(l)).mean()
+
+
+@program(None, "gradient of zeros")
+def mask_with_a_gradient_of_zeros(x, y, w, l, m):
+    """Eager gives the logits a gradient of zeros, with which an optimizer decays them."""
+    return gated(x, w, torch.sigmoid(l).round())
+
+
+# --- The tests -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program(name: str, training: bool) -> None:
+    *reasons, function = PROGRAMS[name]
+    reason = reasons[training]
+    given, compiled = tensors(training=training), tensors(training=training)
+    capture = Capture(assume_binary=name.startswith("logits"))
+    with torch.set_grad_enabled(training):
+        torch.manual_seed(0)
+        wanted = results(function, given)
+        torch.manual_seed(0)
+        found = results(capture.compile(function), compiled)
+    for key in wanted:
+        _assert_equal(found[key], wanted[key], key)
+    for key in given:
+        _assert_equal(compiled[key].detach(), given[key].detach(), f"{key} afterwards")
+    assert [bool(capture.report.fused), bool(capture.report.missed)] == [reason is None, reason is not None]
+    assert reason is None or reason in capture.reasons[0], capture.reasons
+
+
+def _assert_equal(found: Tensor | None, wanted: Tensor | None, what: str) -> None:
+    assert (found is None) == (wanted is None), f"{what}: a gradient on one side only"
+    if found is not None and wanted is not None:
+        same = torch.equal(found, wanted) if wanted.dtype is torch.bool else relative_error(found, wanted) <= SAME
+        assert same, f"{what}: other values"
+
+
+def test_a_number_that_the_dtype_cannot_hold() -> None:
+    """Eager multiplies by the number in float32; as a weight of a term it would be infinite."""
+    named = {name: t.half() if t.is_floating_point() else t for name, t in tensors(training=False).items()}
+    capture = Capture()
+    compiled = capture.compile(lambda x, w, m, l: 1e5 * masked(x, w, m) + 2e5 * masked(x, w, l > 0))
+    compiled(named["x"], named["w"], named["m"], named["l"])
+    assert capture.report.fused == []
+    assert "cannot hold" in capture.reasons[0]
+
+
+def test_a_fill_outside_of_a_layer_is_left_as_it_is() -> None:
+    def function(x: Tensor, m: Tensor) -> Tensor:
+        copy = x.clone()
+        copy[m] = 1e5
+        return copy * 2
+
+    named = tensors(training=False)
+    capture = Capture()
+    compiled = capture.compile(function)
+    half = named["x"].half()
+    assert torch.equal(compiled(half, named["m"]), function(half, named["m"]))
+    assert list(map(str, capture.after)) == list(map(str, capture.before))
+
+
+def test_trust_is_not_advised_for_sums() -> None:
+    """A sum of a mask and its rounding errors is not binary, so that packing would raise an error."""
+    for make, is_given in ((lambda l: l, True), (lambda l: l * 3 - l, False)):
+        capture = Capture()
+        capture.compile(lambda x, w, l, make=make: gated(x, w, make(l)))(*(torch.randn(SIZE, SIZE) for _ in range(3)))
+        assert [("assume_binary" in reason) for reason in capture.reasons] == [is_given]

@@ -1,0 +1,227 @@
+"""Tables of perturbations: statements and expressions that change what a variable holds, or how it is computed.
+
+`{v}` is the variable and `{u}` a new name. Each table maps a predicate of tensors to the texts that fit them. Some
+texts do not change the function (`{v} * 1`), and some make a program that eager refuses, such as a write to a leaf that
+is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Fits = Callable[[Tensor], bool]
+
+
+def is_real(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dim() > 0
+
+
+def is_matrix(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dim() == 2
+
+
+def is_square(tensor: Tensor) -> bool:
+    return is_matrix(tensor) and tensor.shape[0] == tensor.shape[1]
+
+
+def is_bool(tensor: Tensor) -> bool:
+    return tensor.dtype is torch.bool and tensor.dim() > 0
+
+
+def is_integer(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() and not is_bool(tensor) and tensor.dim() > 0
+
+
+def is_array(tensor: Tensor) -> bool:
+    return tensor.dim() > 0
+
+
+def is_recorded(tensor: Tensor) -> bool:
+    """Whether a hook can be registered (whether it is called depends on the results)."""
+    return tensor.requires_grad
+
+
+# --- Writes in place -------------------------------------------------------------------------------------------------
+
+WRITES: dict[Fits, tuple[str, ...]] = {
+    is_array: (
+        "{v}.copy_({v}.flip(0))",
+        "{v}.zero_()",
+        "{v}.data.fill_(1)",
+        "{v}[0] = {v}[1]",
+        "torch._foreach_zero_([{v}])",
+        "with torch.no_grad(): {v}.copy_({v}.roll(1, 0))",
+    ),
+    is_real: (
+        "{v}.mul_(1.5)",
+        "{v}.add_(1)",
+        "{v} *= 2",
+        "{v}[0] = 2",
+        "{v}[1:3] = 0.5",
+        "{v}[{v} > 0] = 0.5",
+        "torch.add({v}, 1, out={v})",
+        "torch.exp({v}, out={v})",
+        "{v}.data.mul_(2)",
+        "{v}.detach().neg_()",
+        "with torch.no_grad(): {v}.div_({v}.norm() + 1)",
+        "with torch.no_grad(): {v}.sub_(0.25)",
+        "torch._foreach_mul_([{v}], 2.0)",
+        "torch.ops.aten.mul_.Tensor({v}, torch.full_like({v}, 2))",
+        "F.silu({v}, inplace=True)",
+        "F.relu_({v})",
+        "{v}.clamp_(min=0)",
+        "{v}.masked_fill_({v} > 0, 0.5)",
+        "{v}.index_fill_(0, torch.tensor([1]), 0.5)",
+        "F.dropout({v}, 0.5, training=False).mul_(2)",
+        "F.dropout({v}, 0.5, True, True)",
+        "{v}.uniform_()",
+        "torch.nn.init.constant_({v}, 0.5)",
+    ),
+    is_matrix: (
+        "{v}[:, 2:] += 1",
+        "F.batch_norm({v}.detach().cumsum(0), {v}.detach()[0], {v}.detach()[1], training=True)",
+        "F.embedding(torch.arange(3), {v}.detach(), max_norm=0.1)",
+    ),
+    is_square: ("{v}.add_({v}.t())",),
+    is_bool: (
+        "{v}.logical_not_()",
+        "{v} ^= True",
+        "{v}.copy_(~{v})",
+        "{v}[0] = True",
+        "{v}.data.logical_not_()",
+        "{v}.bitwise_and_({v}.flip(0))",
+        "torch.logical_not({v}, out={v})",
+    ),
+    is_integer: ("{v}.bitwise_xor_(1)", "{v} >>= 1", "{v}.data.mul_(3)"),
+}
+
+# Changes of a tensor's shape, history or storage in place.
+METADATA: dict[Fits, tuple[str, ...]] = {
+    is_array: (
+        "{v}.t_()",
+        "{v}.transpose_(0, -1)",
+        "{v}.unsqueeze_(0)",
+        "{v}.set_({v}.flip(0))",
+        "{v}.data = {v}.flip(0)",
+    ),
+    is_real: ("{v}.detach_()", "{v}.requires_grad_(False)", "{v}.requires_grad_()"),
+}
+
+VIEWS: dict[Fits, tuple[str, ...]] = {
+    is_array: (
+        "{v}.view(-1)",
+        "{v}.reshape(-1)",
+        "{v}.flatten()",
+        "{v}.contiguous()",
+        "{v}[0]",
+        "{v}[...]",
+        "{v}[None]",
+        "{v}.narrow(0, 1, 2)",
+        "{v}.chunk(2)[0]",
+        "{v}.unbind(0)[1]",
+        "{v}.detach()",
+        "{v}.data",
+        "{v}.unsqueeze(-1)",
+        "{v}.as_strided((4,), (1,))",
+        "{v}.to({v}.dtype)",
+        "{v}.expand_as({v})",
+        "{v}.view_as({v})",
+        "torch.positive({v})",
+        "torch.broadcast_tensors({v}, {v})[0]",
+        "torch.nn.Identity()({v})",
+    ),
+    is_real: (
+        "F.dropout({v}, 0.5, training=False)",
+        "{v}.double()",
+        "{v}.real",
+        "{v}.view(torch.int64)",
+        "torch.nn.Flatten(0)({v})",
+    ),
+    is_matrix: ("{v}.t()", "{v}.mT", "{v}.permute(1, 0)", "{v}.diagonal()", "{v}.unfold(0, 2, 2)", "{v}.detach().t()"),
+}
+
+WRITES_TO_VIEWS: dict[Fits, tuple[str, ...]] = {
+    is_array: ("{u}.zero_()", "{u}[0] = 1", "with torch.no_grad(): {u}.copy_({u}.flip(0))"),
+    is_real: ("{u}.mul_(2)", "{u}.neg_()"),
+}
+
+# --- Changes of a value ----------------------------------------------------------------------------------------------
+
+# Expressions that replace all later uses of a variable, or one use.
+DRAWS: dict[Fits, tuple[str, ...]] = {
+    is_real: (
+        "{v} + 0 * torch.rand_like({v})",
+        "{v} + torch.randn_like({v})",
+        "F.dropout({v}, 0.5)",
+        "F.alpha_dropout({v}, 0.5, True)",
+        "F.rrelu({v}, training=True)",
+        "{v} * torch.bernoulli(torch.full_like({v}, 0.5))",
+        "{v} * torch._standard_gamma({v}.detach().abs() + 1)",
+        "{v} + torch.normal(0.0, {v}.detach().abs())",
+        "{v} + torch.poisson({v}.detach().abs())",
+        "{v}[torch.randperm({v}.shape[0])]",
+        "{v} * torch.nn.Dropout(0.5)(torch.ones_like({v}))",
+        "{v} * torch.ones_like({v}).bernoulli_(0.5)",
+    ),
+    is_bool: (
+        "{v} & (torch.rand({v}.shape) > 0.5)",
+        "{v} ^ torch.randint(0, 2, {v}.shape).bool()",
+        "torch.bernoulli({v} * 0.5).bool()",
+        "torch.empty_like({v}).bernoulli_(0.5)",
+    ),
+}
+
+DTYPES: dict[Fits, tuple[str, ...]] = {
+    is_real: (
+        "{v}.to(torch.bfloat16).to({v}.dtype)",
+        "{v}.half().double()",
+        "{v}.float()",
+        "{v}.float().double()",
+        "{v}.bfloat16()",
+        "{v}.long().to({v}.dtype)",
+        "{v}.bool().double()",
+        "{v}.to(torch.complex128).real",
+    ),
+    is_bool: ("{v}.float()", "{v}.double()", "{v}.to(torch.uint8)", "{v}.int().bool()", "{v}.byte() * 255"),
+    is_integer: ("{v}.double()", "{v}.bool()", "{v}.to(torch.int8)", "{v}.float().byte()"),
+}
+
+GRADIENTS: dict[Fits, tuple[str, ...]] = {
+    is_real: (
+        "{v}.detach()",
+        "{v}.data",
+        "{v}.detach() + {v} - {v}.detach()",
+        "2 * {v} - {v}.detach()",
+        "torch.where({v} > 0, {v}, {v}.detach())",
+        "Damped.apply({v})",
+        "{v}.clone()",
+        "torch.tensor(0.0) * {v}.sum() + {v}.detach()",
+    ),
+}
+
+HOOKS = (
+    "{v}.register_hook(lambda grad: grad * 0.1)",
+    "{v}.register_hook(lambda grad: grad.clamp(-0.1, 0.1))",
+    "{v}.register_hook(lambda grad: torch.zeros_like(grad))",
+    "{v}.register_hook(lambda grad: grad * {v}.detach().sum())",
+)
+
+USERS: dict[Fits, tuple[str, ...]] = {
+    is_array: (
+        "{u} = {v}",
+        "{u} = {v}.sum()",
+        "{u} = {v}.detach()",
+        "{u} = {v} * 1",
+        "{u} = torch.zeros({v}.shape[0])",
+    ),
+    is_real: (
+        "{u} = ({v} * torch.sigmoid({v})).mean()",
+        "{u} = {v}.norm().detach()",
+        "{u} = F.silu({v})",
+        "{u} = {v} + torch.rand(1)",
+    ),
+    is_bool: ("{u} = ~{v}", "{u} = {v}.double().mean()"),
+}

@@ -1,0 +1,246 @@
+"""Random MGLU programs that are right, as source with one tensor operation per statement.
+
+`perturbations` inserts others between them. `draw(seed)` makes one program of the parts in `right_program_parts`.
+"""
+
+from __future__ import annotations
+
+import linecache
+import random
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from right_program_parts import (
+    ACTIVATIONS,
+    BOOL_PRODUCTS,
+    INPUTS,
+    PRODUCTS,
+    PROJECTIONS,
+    SPELLINGS,
+    SUMS,
+    TAILS,
+    WEIGHTS,
+    Spelling,
+)
+from spellings import Sign
+from torch import Tensor
+
+SIZE = 8
+"""The number of input features and of output features. They are equal, so that no shape tells a transpose."""
+
+
+class Damped(torch.autograd.Function):
+    """A copy whose gradient is a tenth of the derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 0.1
+
+
+NAMES: dict[str, Any] = {"torch": torch, "F": F, "Sign": Sign, "Damped": Damped}
+"""The names that the source of a program may use besides its arguments."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function of tensors as source, and how it is compiled and called."""
+
+    seed: int
+    statements: tuple[str, ...]
+    given: str
+    """What the masks are made from (`Spelling.given`)."""
+    n_masks: int
+    tokens: int
+    trained: tuple[str, ...] = ()
+    no_grad: bool = False
+    shared: str = ""
+    """The argument of which the argument `shared` is a detached view; empty if there is none."""
+    extra: tuple[str, ...] = ()
+    """The variables that are returned besides `y`."""
+    compiled_autograd: bool = False
+    """Whether Dynamo records hooks as it does for compiled autograd."""
+
+    @property
+    def assume_binary(self) -> bool:
+        return self.given == "float"
+
+    @property
+    def arguments(self) -> list[str]:
+        """The names that are read before any statement assigns them."""
+        known, found = set(NAMES), dict[str, None]()
+        for statement in self.statements:
+            found |= dict.fromkeys(name for name in reads(statement) if name not in known and _ARGUMENT.fullmatch(name))
+            known |= set(assigned(statement))
+        return [*found, *(["shared"] if self.shared else [])]
+
+    @property
+    def source(self) -> str:
+        lines = [*self.statements, f"return ({', '.join(('y', *self.extra))},)"]
+        return f"def program({', '.join(self.arguments)}):\n" + "".join(f"    {line}\n" for line in lines)
+
+    def function(self) -> Callable[..., Any]:
+        """The compiled source, which is registered with `linecache` so that tracing records its lines."""
+        file = f"<program {self.seed}>"
+        linecache.cache[file] = (len(self.source), None, self.source.splitlines(keepends=True), file)
+        space = dict(NAMES)
+        exec(compile(self.source, file, "exec"), space)
+        return space["program"]
+
+    def inputs(self) -> dict[str, Tensor]:
+        """New float64 inputs with the same values at each call, because a program may write to its inputs."""
+        named = {name: self._input(name) for name in self.arguments if name != "shared"}
+        for name in set(self.trained) & named.keys():
+            named[name].requires_grad_()
+        if self.shared:
+            named["shared"] = named[self.shared].detach()[1:4]
+        return named
+
+    def _input(self, name: str) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed * 1000 + sum(map(ord, name)))
+        stack = (self.n_masks, SIZE, SIZE) if name in "LM" else (SIZE, SIZE)
+        shape = (self.tokens, SIZE) if name in ("x", "x0") else stack
+        if name == "P":
+            return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        values = torch.randn(*shape, generator=generator, dtype=torch.float64)
+        if name[0] in "Mm":
+            return values > 0 if self.given == "bool" else (values > 0).double()
+        return values
+
+    def surroundings(self) -> AbstractContextManager[Any]:
+        return torch.set_grad_enabled(not self.no_grad)
+
+    def scopes(self) -> Iterator[dict[str, Tensor]]:
+        """The tensors in scope before each statement, and before the return."""
+        torch.manual_seed(self.seed)
+        space: dict[str, Any] = {**NAMES, **self.inputs()}
+        with self.surroundings():
+            for statement in (*self.statements, "pass"):
+                yield {name: value for name, value in space.items() if isinstance(value, Tensor)}
+                exec(statement, space)
+
+    def __str__(self) -> str:
+        options = {k: v for k, v in vars(self).items() if k not in ("seed", "statements") and v}
+        return f"# seed {self.seed}, {', '.join(f'{k}={v}' for k, v in options.items())}\n{self.source}"
+
+
+_ARGUMENT = re.compile(r"x0?|W0?|V|K|L|M|P|l\d|m\d")
+_STATEMENT = re.compile(r"(with [^:]*: )?((?:\w+, )*\w+,? = )?(.*)")
+_NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
+
+
+def sides(statement: str) -> tuple[str, str]:
+    """A statement in two parts: up to the sign of an assignment to variables (if it is one), and the rest."""
+    block, targets, rest = _STATEMENT.fullmatch(statement).groups("")
+    return block + targets, rest
+
+
+def assigned(statement: str) -> list[str]:
+    """The variables that a statement assigns, other than by a write in place."""
+    return _NAME.findall(_STATEMENT.fullmatch(statement).group(2) or "")
+
+
+def reads(statement: str) -> list[str]:
+    """The names that a statement reads or writes in place."""
+    return _NAME.findall(sides(statement)[1])
+
+
+# --- Drawing ---------------------------------------------------------------------------------------------------------
+
+
+def draw(seed: int) -> Program:
+    """The program that belongs to a seed."""
+    dice = random.Random(seed)
+    spelling = SPELLINGS[dice.choice(list(SPELLINGS))]
+    n_masks = dice.choice([1, 1, 2, 3])
+    masks_before, mask_stage = _masks(dice, spelling, n_masks)
+    layer_before, stages = _layer(dice, spelling)
+    # Each write to a sum ends a layer, and several layers must not share the product with the whole weight.
+    sums = [name for name in SUMS if not (layer_before and "+=" in name)]
+    before, after_term, after = SUMS[dice.choice(sums)]
+    stages = [mask_stage, *stages, (after_term,) if after_term else ()]
+    order = [(i, stage) for i in range(n_masks) for stage in stages]
+    if dice.random() < 0.4:
+        order = [(i, stage) for stage in stages for i in range(n_masks)]
+    terms = ", ".join(f"y{i}" for i in range(n_masks))
+    program = Program(
+        seed,
+        statements=(
+            *INPUTS[dice.choice(list(INPUTS))],
+            *WEIGHTS[dice.choice(list(WEIGHTS))],
+            *masks_before,
+            *layer_before,
+            *before,
+            *(line.format(i=i, l=f"l{i}") for i, stage in order for line in stage),
+            *(line.format(terms=terms) for line in after),
+            *TAILS[dice.choice(list(TAILS))],
+        ),
+        given=spelling.given,
+        n_masks=n_masks,
+        tokens=dice.choice([5, SIZE]),
+    )
+    return replace(
+        program,
+        trained=_trained(dice, program),
+        no_grad=dice.random() < 0.2,
+        shared=dice.choice(program.arguments) if dice.random() < 0.2 else "",
+    )
+
+
+def _trained(dice: random.Random, program: Program) -> tuple[str, ...]:
+    """The arguments that require a gradient: all masks that are made from logits, or none, and some of the others."""
+    masks = [name for name in program.arguments if name[0] in "LMPlm"]
+    others = [name for name in program.arguments if name not in masks]
+    trained = dice.choice([[], others, [name for name in others if dice.random() < 0.5]])
+    if program.given == "logits" and dice.random() < 0.6:
+        return (*trained, *masks)
+    return tuple(trained)
+
+
+def _masks(dice: random.Random, spelling: Spelling, n_masks: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The statements that make all masks, and those that make mask i: from one tensor a mask, or from a stack."""
+    if spelling.given == "bytes":
+        return (), spelling.lines
+    one, stack = ("l", "L") if spelling.given == "logits" else ("m", "M")
+    how = dice.choice(["separate", "slices", "unbind", "made as a stack"])
+    if how == "slices" or (how == "made as a stack" and not _is_straight_through(spelling)):
+        return (), (f"{one}{{i}} = {stack}[{{i}}]", *spelling.lines)
+    if how == "unbind":
+        targets = ", ".join(f"{one}{i}" for i in range(n_masks)) + "," * (n_masks == 1)
+        return (f"{targets} = {stack}.unbind(0)",), spelling.lines
+    if how == "made as a stack":
+        return tuple(line.format(i="", l="L") for line in spelling.lines), ("m{i} = m[{i}]",)
+    return (), spelling.lines
+
+
+def _is_straight_through(spelling: Spelling) -> bool:
+    """Whether only the mask itself appears in its complement, so that a mask may be a slice of a stack."""
+    return bool(spelling.lines) and not any("{l}" in line for line in spelling.complements)
+
+
+def _layer(dice: random.Random, spelling: Spelling) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The statements of all masks, and for mask i those of complement, gate, value, activation and term."""
+    complement = dice.choice(spelling.complements)
+    products = BOOL_PRODUCTS if "~" in spelling.complements[0] else PRODUCTS
+    product = products[dice.choice(list(products))]
+    projection = PROJECTIONS[dice.choice(list(PROJECTIONS))]
+    activation = ACTIVATIONS[dice.choice(list(ACTIVATIONS))]
+    term = dice.choice(["y{i} = z{i} * v{i}", "y{i} = v{i} * z{i}"])
+    value = dice.choice(["masked", "masked", "difference of weights", "difference of products"])
+    named = {"i": "{i}", "l": "{l}"}
+    gate = [line.format(a="a{i}", m="m{i}", g="g{i}", **named) for line in (*product, *projection)]
+    if value == "difference of products":
+        return ("rest = F.linear(x, W)",), [tuple(gate), ("v{i} = rest - g{i}",), activation, (term,)]
+    other = [line.format(a="b{i}", m="n{i}", g="v{i}", **named) for line in (*product, *projection)]
+    if value == "difference of weights":
+        other = ["b{i} = W - a{i}", *(line.format(a="b{i}", g="v{i}", **named) for line in projection)]
+        return (), [tuple(gate), tuple(other), activation, (term,)]
+    return (), [(complement,), tuple(gate), tuple(other), activation, (term,)]
