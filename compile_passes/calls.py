@@ -79,7 +79,8 @@ class Watcher:
         if node.op in ("placeholder", "get_attr", "output"):
             return NONE
         if isinstance(target, torch._ops.HigherOrderOperator):
-            return _of_bodies(node, bodies_of(node))
+            # One without results that are read is called for what else it does, as `register_hook` is.
+            return _of_bodies(node, bodies_of(node)) if node.users else _unknown(node)
         if node.op == "call_module":
             body = submodule(node.graph, node)
             if body is not None:
