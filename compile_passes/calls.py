@@ -270,7 +270,7 @@ def _overloads(node: Node) -> Sequence[torch._ops.OpOverload]:
     if not isinstance(target, torch._ops.OpOverloadPacket):
         name = target if isinstance(target, str) else (_find_builtin(target) or target.__name__).removeprefix("aten::")
         target = getattr(torch.ops.aten, name, None)
-    if target is None:
+    if not isinstance(target, torch._ops.OpOverloadPacket):  # a name that every Python object has, such as __eq__
         return []
     return [getattr(target, name) for name in target.overloads() if "out" not in name]
 

@@ -65,7 +65,7 @@ def find_near_misses(recogniser: Recogniser, found: set[Node], reported: set[Has
         if key in reported:
             continue
         is_multiplied = any(len(forms) > 1 for forms in weight.by_x.values())
-        miss = _miss(recogniser, weight.reached, found) if is_multiplied else _given_away(weight.forms)
+        miss = _miss(recogniser, weight.reached, found) if is_multiplied else _given_away(weight)
         if miss is not None:
             misses.append(miss)
     return misses
@@ -211,20 +211,21 @@ _BOTH = ((0, 1), (1, 0))
 """The values of a mask and of its complement at M = 0 and M = 1."""
 
 
-def _given_away(forms: Mapping[Node, set[Hashable]]) -> NearMiss | None:
-    """The node that takes a weight under a mask, or under its complement, out of the graph; None if not both leave it.
+def _given_away(weight: _Weight) -> NearMiss | None:
+    """The node that takes a masked weight out of the graph, while the weight under the complement is used too; or None.
 
-    They leave it by the output, before a graph break, or into a higher-order operator, as for the body of `checkpoint`.
+    A weight leaves the graph by its output, before a graph break, or into the body of a higher-order operator such as
+    `checkpoint`.
     """
-    leaving = [node for node in forms if any(user.op == "output" or _has_a_body(user) for user in node.users)]
-    keys = [key for node in leaving for key in forms[node] if isinstance(key, tuple)]
-    masks, complements = ({key[0] for key in keys if key[1] == at} for at in _BOTH)
-    if not masks & complements:
+    leaving = [node for node in weight.forms if any(user.op == "output" or _has_a_body(user) for user in node.users)]
+    gone = {key for node in leaving for key in weight.forms[node] if isinstance(key, tuple)}
+    read = gone.union(*weight.by_x.values())
+    if not any(at in _BOTH and (mask, at[::-1]) in read for mask, at in gone):
         return None
     reason = (
-        "one weight is masked by a mask and by its complement, and another graph reads both (after a graph break, or "
-        "in the body of a higher-order operator such as checkpoint); the pass sees one graph at a time, so mask the "
-        "weight where x is multiplied by it"
+        "one weight is masked by a mask and by its complement, and another graph reads one or both of them (after a "
+        "graph break, or in the body of a higher-order operator such as checkpoint); the pass sees one graph at a "
+        "time, so mask the weight where x is multiplied by it"
     )
     return NearMiss(leaving[-1], reason)
 

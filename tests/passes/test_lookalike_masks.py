@@ -194,9 +194,8 @@ def with_factor(name: str, source: str, *, of_the_value: bool) -> Layer:
     return layer
 
 
-@pytest.mark.parametrize("of_the_value", [True, False], ids=["value", "gate"])
-@pytest.mark.parametrize("name", sample(MASK_FUNCTIONS, every=32))
-def test_function_of_a_compared_mask(name: str, of_the_value: bool) -> None:
+@pytest.mark.parametrize(("of_the_value", "name"), family([True, False], MASK_FUNCTIONS, most=1))
+def test_function_of_a_compared_mask(of_the_value: bool, name: str) -> None:
     check(with_factor(name, "comparison", of_the_value=of_the_value), ("x", "weight"))
 
 
@@ -266,7 +265,7 @@ def x_and_weight() -> dict[str, Tensor]:
     return {"x": named["x"], "weight": named["weight"]}
 
 
-@pytest.mark.parametrize("name", sample(MASK_FUNCTIONS, every=32))
+@pytest.mark.parametrize("name", sample(CONSTANTS, every=16))
 def test_function_of_a_mask_buffer(name: str) -> None:
     assert_says_why(compare(Buffered(*MASK_FUNCTIONS[name]), x_and_weight, SAME, assume_binary=True))
 

@@ -9,17 +9,29 @@ from typing import Any
 import pytest
 
 
-def family(*axes: Iterable[Any], fits: Callable[..., bool] = lambda *case: True) -> list[Any]:
-    """All combinations of several axes that fit, the first axis varying slowest.
+def family(*axes: Iterable[Any], fits: Callable[..., bool] = lambda *case: True, most: int = 3) -> list[Any]:
+    """Combinations of several axes that fit: each value of the longest axis with a few combinations of the others.
 
-    For each value of the first axis one combination is quick, so put what must always be tested first.
+    These differ from value to value, so that all values together have all combinations. The first combination with each
+    value of the first axis is quick.
+
+    Args:
+        *axes: the values of each parameter.
+        fits: whether a combination makes sense.
+        most: the most combinations with one value of the longest axis.
     """
+    lists = [list(axis) for axis in axes]
+    longest = max(range(len(lists)), key=lambda axis: len(lists[axis]))
+    every = [case for case in itertools.product(*lists) if fits(*case)]
+    chosen = set()
+    for number, value in enumerate(lists[longest]):
+        of_value = [k for k, case in enumerate(every) if case[longest] is value]
+        chosen.update(itertools.islice(itertools.cycle(of_value), number * most, (number + 1) * most))
     seen: set[Any] = set()
     found = []
-    for case in itertools.product(*axes):
-        if fits(*case):
-            found.append(_parameters(case, is_long=case[0] in seen))
-            seen.add(case[0])
+    for case in (every[k] for k in sorted(chosen)):
+        found.append(_parameters(case, is_long=case[0] in seen))
+        seen.add(case[0])
     return found
 
 
