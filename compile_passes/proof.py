@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -171,7 +171,7 @@ def _difference(recogniser: Recogniser, a: Node, b: Node) -> str:
     """The pair of nodes at which two expressions begin to differ, as text for a message."""
     while True:
         inputs = [node.all_input_nodes for node in (a, b)]
-        alike = a.op == b.op and a.target == b.target and len(inputs[0]) == len(inputs[1]) > 0
+        alike = a.op == b.op and a.target == b.target and len(inputs[0]) == len(inputs[1])
         pairs = list(zip(*inputs, strict=True)) if alike else []
         unequal = [pair for pair in pairs if recogniser.key(pair[0]) != recogniser.key(pair[1])]
         if len(unequal) != 1 or _is_slice(unequal[0][0]):
@@ -216,7 +216,8 @@ def _check_mask(term: Term, assume_binary: bool) -> tuple[Mask, bool]:
             f"the masks are not complementary: at M = 0 and M = 1 the gate multiplies the weight by {gate.at} and the "
             f"value by {value.at}; this must be (0, 1) and (1, 0)"
         )
-    mask = gate.mask if gate.mask.carrier is not None else value.mask
+    carrying = gate.mask if gate.mask.carrier is not None else value.mask
+    mask = replace(carrying, rounding=max(gate.mask.rounding, value.mask.rounding))
     _check_mask_shape(term, mask)
     if mask.proof is None and not assume_binary:
         doubt = f" ({mask.doubt})" if mask.doubt else ""
@@ -247,7 +248,7 @@ def _check_gradients(site: Site, masks: Sequence[tuple[Mask, bool]]) -> bool:
             "operator passes none, so an optimizer would treat its logits otherwise; detach the mask, or make it "
             "straight-through"
         )
-    trained = [_trains(site, term, mask) for term, (mask, _) in zip(site.terms, masks, strict=True)]
+    trained = [_trains(site, term) for term in site.terms]
     for (mask, _), carries in zip(masks, trained, strict=True):
         if carries and mask.proof is None:
             raise Refusal(
@@ -262,17 +263,16 @@ def _check_gradients(site: Site, masks: Sequence[tuple[Mask, bool]]) -> bool:
     return any(trained)
 
 
-def _trains(site: Site, term: Term, mask: Mask) -> bool:
+def _trains(site: Site, term: Term) -> bool:
     """Whether a gradient reaches the mask of a term; under no_grad none does, whatever the parameters require."""
-    root = tensor_example(site.root)
     slopes = [factor.slope for factor in (term.gate.factor, term.value.factor) if factor is not None]
-    return mask.carrier is not None and root is not None and root.requires_grad and any(map(any, slopes))
+    return requires_grad(site.root) and any(map(any, slopes))
 
 
 def _check_slopes(term: Term, sign: int) -> None:
     gate, value = term.gate.factor, term.value.factor
-    if gate is None or value is None:
-        raise AssertionError("the masks are checked first")
+    assert gate is not None, "the masks are checked first"
+    assert value is not None, "the masks are checked first"
     carriers = [factor.mask.carrier and factor.mask.carrier.key for factor in (gate, value)]
     if carriers[0] != carriers[1]:
         raise Refusal("gate and value take the mask's gradient through different tensors")
@@ -319,10 +319,10 @@ def spelled(term: Term) -> str:
 
 
 def _check_activation(site: Site) -> tuple[str, list[float]]:
-    """The activation that all terms share, and the coefficient of each term."""
+    """The activation that all terms share (`sums.joined` sees to that), and the coefficient of each term."""
     found = [named(term) for term in site.terms]
     first = found[0]
-    if first is None or any(other is None or other.activation != first.activation for other in found):
+    if first is None:
         formula = str(site.terms[0].formula)
         if "`" in formula:
             raise Refusal(
@@ -332,8 +332,7 @@ def _check_activation(site: Site) -> tuple[str, list[float]]:
         raise Refusal(
             f"the gate g goes through {formula}, which is none of the operator's activations ({', '.join(ACTIVATIONS)})"
         )
-    root = tensor_example(site.root)
-    if first.kink is not None and root is not None and root.requires_grad:
+    if first.kink is not None and requires_grad(site.root):
         raise Refusal(
             f"the gate goes through a relu written as {_SPELLED[first.kink]}, whose gradient where the gate is 0 is "
             f"{GRADIENT_AT_0[first.kink]}, and not 0 as for relu; write torch.relu"
@@ -358,7 +357,7 @@ def _check_weights(site: Site, scales: list[float], dtype: torch.dtype) -> tuple
         raise Refusal("the terms of the sum have route weights and are multiplied by numbers that differ")
     for scale in scales:
         held = as_dtype(scale, dtype)
-        if held is None or not math.isfinite(held) or (held == 0) != (scale == 0):
+        if not held or not math.isfinite(held):
             raise Refusal(f"a term is multiplied by {scale:g}, which {dtype} cannot hold as a weight of the term")
     return tuple(scales), 1.0
 
@@ -370,15 +369,8 @@ def _describe(node: Node) -> str:
 
 def _check_dtypes(site: Site) -> torch.dtype:
     """The dtype of the layer, which its projections and its result must share."""
-    first = site.terms[0].gate
-    x, weight, root = (tensor_example(node) for node in (first.x, first.weight, site.root))
-    if x is None or weight is None or root is None:
-        raise Refusal("tracing recorded no example of an operand's dtype")
-    if root.dtype not in _FLOATING:
-        raise Refusal(f"the result is {root.dtype}; the operator computes in float16, bfloat16, float32 and float64")
+    root = dtype_of(site.root)
     for projection in site.projections:
-        if projection.dtype != root.dtype:
-            raise Refusal(f"the projections are {projection.dtype} and the result {root.dtype}; cast it after the sum")
-    if weight.dim() != 2 or x.dim() < 1:
-        raise Refusal(f"the weight has {weight.dim()} dimensions; it must be a matrix")
-    return root.dtype
+        if projection.dtype != root:
+            raise Refusal(f"the projections are {projection.dtype} and the result {root}; cast it after the sum")
+    return site.terms[0].gate.dtype

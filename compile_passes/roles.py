@@ -122,19 +122,16 @@ def _masked_products(graph: Graph) -> Iterator[tuple[Node, Node]]:
         call = as_call(node)
         if call is None or call.symbol not in ("mul", "where", "masked_fill", "index_put", "einsum"):
             continue
-        nodes = [item for item in node.all_input_nodes if dims(item) in (1, 2, 3)]
+        nodes = node.all_input_nodes
         weights = [item for item in nodes if dtype_of(item) is not torch.bool]
-        if call.symbol in ("where", "masked_fill", "index_put"):
-            factors = [item for item in nodes if dtype_of(item) is torch.bool]
-        else:
-            factors = nodes
+        factors = [item for item in nodes if dtype_of(item) is torch.bool] if call.symbol == "where" else nodes
         for weight, factor in ((a, b) for a in weights for b in factors if a is not b):
             yield from ((original(weight), original(part)) for part in _parts(factor))
 
 
 def original(weight: Any) -> Any:
     """The original of a copy."""
-    while (call := as_call(weight)) is not None and call.symbol == "alias" and isinstance(call.args[0], Node):
+    while (call := as_call(weight)) is not None and call.symbol == "alias":
         weight = call.args[0]
     return weight
 
@@ -159,8 +156,8 @@ def _keys_of_bare_weights(graph: Graph, recogniser: Recogniser) -> Iterator[Hash
             for one, other in (call.args, reversed(call.args)):
                 inner = as_call(other)
                 inner = as_call(inner.args[0]) if inner is not None and inner.symbol == "neg" else inner
-                if isinstance(one, Node) and inner is not None and inner.symbol == "mul":
-                    factors = [recogniser.key(original(item)) for item in inner.args if isinstance(item, Node)]
+                if inner is not None and inner.symbol == "mul":
+                    factors = [recogniser.key(original(item)) for item in inner.args]
                     yield from {recogniser.key(original(one))}.intersection(factors)
 
 
@@ -185,9 +182,9 @@ def _root(factor: Node) -> _Root:
             nodes = [call.args[0]]
         else:
             nodes = [item for item in factor.all_input_nodes if symbol_of(item) not in _NUMBERS]
-        if len(nodes) != 1 or not isinstance(nodes[0], Node):
+        if len(nodes) != 1:
             break
-        subtracts_from_1 = call.symbol in ("sub", "rsub") and any(type(n) in (int, float) and n == 1 for n in call.args)
+        subtracts_from_1 = call.symbol in ("sub", "rsub") and 1 in call.args
         is_complemented = subtracts_from_1 or (is_complemented and call.symbol not in _LOGIC)
         (factor,) = nodes
         is_arithmetic = is_arithmetic and dtype_of(factor) is not torch.bool

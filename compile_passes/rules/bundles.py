@@ -9,15 +9,15 @@ from typing import Any
 from torch.fx import Node
 
 from ..recognise import Recogniser
-from ..shapes import dims, range_of, same_shape, slice_of
+from ..shapes import dims, range_of, slice_of
 from ..symbols import symbol_of
-from ..values import BATCHED, MOST_ITEMS, Activated, Bundle, Gated, Projection, Value
+from ..values import BATCHED, MOST_ITEMS, Bundle, Gated, Value
 
 
 def bundle(items: Sequence[Any], dim: int, size: int | None = None) -> Bundle | None:
     """A bundle of the items, or None if one of them is None or there are too many."""
     known = tuple(item for item in items if item is not None)
-    return Bundle(known, dim, size) if known and len(known) == len(items) <= MOST_ITEMS else None
+    return Bundle(known, dim, size) if len(known) == len(items) <= MOST_ITEMS else None
 
 
 def each(value: Value, function: Callable[[Value], Value]) -> Value:
@@ -33,16 +33,18 @@ def part_of(recogniser: Recogniser, node: Node) -> Value:
     if found is not None:
         base, dim, index = found
         value = recogniser.value(base)
-        if not isinstance(value, Bundle) or value.size is not None or value.dim != dim or index >= len(value.items):
+        if not isinstance(value, Bundle) or value.size is not None or value.dim != dim:
             return None
         item = value.items[index]
         # A single term that is taken out of a stack of terms again is a layer of its own.
         return None if isinstance(item, Gated) and symbol_of(base) == "stack" else item
     part = range_of(node)
-    value = None if part is None else recogniser.value(part[0])
-    if part is None or not isinstance(value, Bundle) or value.dim != part[1]:
+    if part is None:
         return None
-    _, _, start, stop = part
+    base, dim, start, stop = part
+    value = recogniser.value(base)
+    if not isinstance(value, Bundle) or value.dim != dim:
+        return None
     step = value.size or 1
     if start % step or stop % step:
         return None
@@ -57,12 +59,14 @@ def pairwise(
 ) -> Value:
     """Apply an elementwise function of two values to each pair of items of two bundles, or to one value and each item.
 
+    Values of one x and one weight have the same shape, and a site whose parts have different ones is refused.
+
     A value that is broadcast to a stack either lacks the stack's dimension, which must then be the first, or is a
     bundle of one item.
     """
     a, b = recogniser.value(left), recogniser.value(right)
     if not isinstance(a, Bundle) and not isinstance(b, Bundle):
-        return function(a, b) if same_shape(node, left, right) else None
+        return function(a, b)
     bundles = [value for value in (a, b) if isinstance(value, Bundle)]
     longest = max(bundles, key=lambda value: len(value.items))
     sides = [_beside(value, longest, argument, node) for argument, value in ((left, a), (right, b))]
@@ -77,10 +81,5 @@ def _beside(value: Value, longest: Bundle, argument: Any, node: Node) -> list[Va
     count = len(longest.items)
     if isinstance(value, Bundle):
         same_layout = (value.dim, value.size) == (longest.dim, longest.size) and dims(argument) == dims(node)
-        lengths = (1, count) if value.size is None else (count,)
-        return [*value.items] * (count // len(value.items)) if same_layout and len(value.items) in lengths else None
-    hidden = int(longest.dim == BATCHED)
-    stack_comes_first = (
-        longest.size is None and longest.dim in (0, BATCHED) and dims(argument) + 1 - hidden == dims(node)
-    )
-    return [value] * count if stack_comes_first and isinstance(value, (Projection, Activated)) else None
+        return [*value.items] * (count // len(value.items)) if same_layout else None
+    return [value] * count if longest.dim in (0, BATCHED) else None

@@ -26,7 +26,7 @@ from ..values import (
     projection_of,
 )
 from .bundles import bundle, each, pairwise
-from .projections import same_operands, same_projection
+from .projections import same_projection
 from .rule import rule
 
 _PARTS = (Projection, Activated, Gated, Bundle)
@@ -116,9 +116,7 @@ def _gate_times_value(recogniser: Recogniser, a: Projection | Activated, b: Proj
     if is_symmetric and value.factor is not None and value.factor.is_gate(1):
         gate, value = value, gate
     masked = [isinstance(p.weight, Product) or p.factor is not None for p in (gate, value)]
-    if not any(masked) or (not all(masked) and not same_operands(recogniser, gate, value)):
-        return None
-    if not _have_a_common_part(recogniser, gate, value):
+    if not any(masked) or not _have_a_common_part(recogniser, gate, value):
         return None
     formula = formulas.scaled(first.formula, scale)
     return None if formula is None else Gated((Term(formula, gate, value, first.route or second.route),))
@@ -173,7 +171,7 @@ def _routed(value: Value, part: Any, weight: Any, node: Node) -> Value:
         return _routed_stack(value, projection, weight, node)
     if _is_number(weight):
         return with_route(value, Route(weight, is_number=True))
-    return with_route(value, Route(weight)) if is_column(weight, projection.x, node) else None
+    return with_route(value, Route(weight)) if _is_column(weight, projection.x) else None
 
 
 def _is_number(node: Node) -> bool:
@@ -182,17 +180,10 @@ def _is_number(node: Node) -> bool:
     return example is not None and all(isinstance(n, int) and n == 1 for n in example.shape)
 
 
-def is_column(route: Any, x: Node, node: Node) -> bool:
-    """Whether a tensor is one weight per token, `[..., 1]`, which does not broadcast the product at `node`."""
-    weight, tokens, result = tensor_example(route), tensor_example(x), tensor_example(node)
-    return (
-        weight is not None
-        and tokens is not None
-        and result is not None
-        and weight.dtype.is_floating_point
-        and equal_sizes(weight.shape, (*tokens.shape[:-1], 1))
-        and result.dim() == tokens.dim()
-    )
+def _is_column(route: Node, x: Node) -> bool:
+    """Whether a tensor is one weight per token, `[..., 1]`."""
+    weight, tokens = tensor_example(route), tensor_example(x)
+    return weight is not None and tokens is not None and equal_sizes(weight.shape, (*tokens.shape[:-1], 1))
 
 
 def _routed_stack(value: Bundle, projection: Projection, weight: Node, node: Node) -> Value:

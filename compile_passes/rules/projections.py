@@ -14,7 +14,6 @@ from ..shapes import (
     dtype_of,
     equal_sizes,
     holds,
-    is_matrix,
     repeated,
     same_shape,
     size,
@@ -48,16 +47,12 @@ def project(recogniser: Recogniser, node: Node, call: Call) -> Value:
     has_bias = False
     if call.symbol == "addmm":
         bias, x, weight, beta = call.args
-        if not isinstance(beta, (int, float)) or beta not in (0, 1):
-            return None
         has_bias = recogniser.value(bias) != Scalar(0) and beta != 0
     elif call.symbol == "linear":
         x, weight, bias = call.args
         has_bias = bias is not None and recogniser.value(bias) != Scalar(0)
     else:
         x, weight = call.args
-    if not isinstance(x, Node) or not isinstance(weight, Node) or (call.symbol == "inner" and not is_matrix(weight)):
-        return None
     problem = "the projection adds a bias, which MGLU does not have; add it after the product" if has_bias else None
     return projection_at(recogniser, node, x, weight, upright=call.symbol in ("linear", "inner"), problem=problem)
 
@@ -114,7 +109,7 @@ def _projections(
     """
     dim, items = None, [of(item) if isinstance(item, Weighted) else None for item in value.items]
     if value.size is not None:
-        is_along_outputs = dims(weight) == 2 and value.dim == (0 if upright else 1)
+        is_along_outputs = value.dim == (0 if upright else 1)
         return bundle(items, dims(node) - 1, value.size) if is_along_outputs else None
     if value.dim == BATCHED:
         return bundle(items, BATCHED) if dims(weight) == 2 else None
@@ -122,7 +117,8 @@ def _projections(
     if dim is None:
         broadcast = dims(x) + 1 == dims(node) == dims(weight)
         return bundle(items, 0) if broadcast and not upright else None
-    if upright or dim != dims(node) - dims(weight) or dims(x) != dims(node):
+    # A stack of one weight may be broadcast to an x that is repeated more often.
+    if dim != dims(node) - dims(weight) or dims(x) != dims(node) or size(node, dim) != len(value.items):
         return None
     return bundle([item and replace(item, x=base) for item in items], dim)
 
@@ -132,8 +128,6 @@ def same_operands(recogniser: Recogniser, a: Projection, b: Projection) -> bool:
     return (
         recogniser.key(a.x) == recogniser.key(b.x)
         and a.transposed == b.transposed
-        and isinstance(a.weight, Node)
-        and isinstance(b.weight, Node)
         and recogniser.key(a.weight) == recogniser.key(b.weight)
     )
 
@@ -141,7 +135,7 @@ def same_operands(recogniser: Recogniser, a: Projection, b: Projection) -> bool:
 def same_projection(recogniser: Recogniser, a: Projection, b: Projection) -> bool:
     """Whether two projections hold the same values."""
     same_product = same_operands(recogniser, a, b) and same_function(a.factor, b.factor)
-    return (same_product or a == b) and (a.problem, a.dtype) == (b.problem, b.dtype)
+    return same_product and (a.problem, a.dtype) == (b.problem, b.dtype)
 
 
 # --- The same products in another shape or dtype ---------------------------------------------------------------------
@@ -158,12 +152,11 @@ def unflattened(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """Concatenated products `[..., n * d]` as a stack `[..., n, d]`."""
     source = call.args[0]
     value, before, after = recogniser.value(source), tensor_example(source), tensor_example(node)
-    if not isinstance(value, Bundle) or before is None or after is None or before.dtype != after.dtype:
-        return None
-    if value.size is None or value.dim != before.dim() - 1:
+    if not isinstance(value, Bundle) or projection_of(value) is None or before is None or after is None:
         return None
     wanted = (*before.shape[:-1], len(value.items), value.size)
-    return Bundle(value.items, before.dim() - 1) if equal_sizes(after.shape, wanted) else None
+    is_last = value.dim == before.dim() - 1
+    return Bundle(value.items, value.dim) if is_last and equal_sizes(after.shape, wanted) else None
 
 
 @rule("unsqueeze")

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from .. import formulas
 from ..recognise import Recogniser
-from ..shapes import broadcasts_to, dimension, dims, dtype_of, same_shape
+from ..shapes import dimension, dims, dtype_of, same_shape
 from ..symbols import Call, value_users
 from ..values import Activated, Bundle, Gated, Projection, Route, Scalar, Value
 from .bundles import bundle
@@ -24,8 +24,6 @@ def sum_of_terms(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`y + term`, where y is a sum of terms, 0, or anything else (a residual)."""
     left, right = call.args
     a, b = recogniser.value(left), recogniser.value(right)
-    if isinstance(a, Bundle) and isinstance(b, Bundle):
-        return None
     if isinstance(a, Gated) and isinstance(b, Gated):
         longer = _longer_sum(recogniser, node, (left, a), (right, b))
         return longer if longer is not None else _with_rest(node, b, right, left)
@@ -67,7 +65,7 @@ def sum_with_a_product(recogniser: Recogniser, node: Node, call: Call) -> Value:
         return term
     if isinstance(before, Gated):
         return _longer_sum(recogniser, node, (base, before), (None, term))
-    return replace(term, rest=base) if isinstance(base, Node) and broadcasts_to(base, node) else None
+    return replace(term, rest=base)
 
 
 @rule("matmul")
@@ -85,7 +83,7 @@ def joined(recogniser: Recogniser, parts: Sequence[Value]) -> Gated | None:
     """One sum of the terms of several sums, if all terms belong to one layer: one x, one weight, one activation."""
     sums = [part for part in parts if isinstance(part, Gated)]
     terms = tuple(term for part in sums for term in part.terms)
-    if not terms or len(sums) < len(parts):
+    if len(sums) < len(parts):
         return None
     first = terms[0]
     unit = formulas.unscaled(first.formula)[0]
@@ -99,13 +97,11 @@ def joined(recogniser: Recogniser, parts: Sequence[Value]) -> Gated | None:
 def _with_rest(node: Node, gated: Gated, gated_node: Node, rest: Any) -> Gated | None:
     """A sum of terms plus a residual, to which more terms may be added: `y = x; y = y + term; y = y + term`.
 
-    The residual may broadcast to the shape of the sum, as a bias does.
+    The residual is a tensor that may broadcast to the shape of the sum, as a bias does.
     """
-    if gated.rest is not None or not isinstance(rest, Node):
+    if gated.rest is not None or dtype_of(node) != dtype_of(rest) or not same_shape(node, gated_node):
         return None
-    if dtype_of(node) is None or dtype_of(node) != dtype_of(rest) or not same_shape(node, gated_node):
-        return None
-    return replace(gated, rest=rest, whole=gated_node) if broadcasts_to(rest, node) else None
+    return replace(gated, rest=rest, whole=gated_node)
 
 
 @rule("sub")

@@ -37,8 +37,8 @@ def cast_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
         return None  # a weight in another dtype is another weight
     if isinstance(value, (Weighted, Bundle)) and dtype is not None:
         return each(value, lambda one: one if isinstance(one, Weighted) and rounds_once(one, source, dtype) else None)
-    is_copy = call.symbol == "alias" and is_matrix(source) and requires_grad(source) == requires_grad(node)
-    return Weighted(source, None) if is_copy and recogniser.as_weighted(source) is not None else None
+    is_copy = call.symbol == "alias" and requires_grad(source) == requires_grad(node)
+    return recogniser.as_weighted(source) if is_copy else None
 
 
 def rounds_once(weighted: Weighted, node: Any, dtype: torch.dtype) -> bool:
@@ -46,10 +46,8 @@ def rounds_once(weighted: Weighted, node: Any, dtype: torch.dtype) -> bool:
 
     That fails where an earlier cast has rounded the weight already.
     """
-    weight, source = dtype_of(weighted.weight), dtype_of(node)
-    if weight is None or source is None or not dtype.is_floating_point:
-        return False
-    return source == weight or holds(source, dtype)
+    source = dtype_of(node)
+    return source is not None and (source == dtype_of(weighted.weight) or holds(source, dtype))
 
 
 @rule("getattr", "t", "mT", "transpose", "permute")
@@ -79,19 +77,19 @@ def _swaps_last_two(call: Call, source: Any) -> bool:
     if call.symbol == "getattr":
         return call.args[1] in ("mT", "mH") or (call.args[1] in ("T", "H") and count == 2)
     if call.symbol in ("t", "mT"):
-        return count == 2 or (count > 2 and call.symbol == "mT")
+        return count == 2 or call.symbol == "mT"
     dims_given = call.args[1] if call.symbol == "permute" else call.args[1:]
     order = [dimension(dim, source) for dim in dims_given]
     if call.symbol == "permute":
-        return count >= 2 and order == [*range(count - 2), *reversed(last_two)]
-    return count >= 2 and sorted(dim for dim in order if dim is not None) == last_two
+        return order == [*range(count - 2), *reversed(last_two)]
+    return sorted(dim for dim in order if dim is not None) == last_two
 
 
 @rule("unsqueeze")
 def stack_to_be_broadcast(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """A stack of weights `[n_masks, h, d]` as `[n_masks, 1, h, d]`, for a product with x of three dimensions."""
     value, dim = recogniser.value(call.args[0]), dimension(call.args[1], node)
-    if not isinstance(value, Bundle) or value.size is not None or value.dim != 0 or dim is None:
+    if not isinstance(value, Bundle) or dim is None:
         return None
     return value if 1 <= dim <= dims(node) - 3 else None
 
@@ -118,10 +116,10 @@ def concatenated_weights(recogniser: Recogniser, node: Node, call: Call) -> Valu
     if not isinstance(parts, (list, tuple)) or dim is None:
         return None
     values = [recogniser.value(part) for part in parts]
-    if values and all(isinstance(value, Bundle) for value in values):
+    if all(isinstance(value, Bundle) for value in values):
         return _concatenated_bundles([value for value in values if isinstance(value, Bundle)], dim)
-    items, length = _masked_items(recogniser, parts), size(parts[0], dim) if parts else None
-    if not items or length is None or not same_shape(*parts) or any(item.transposed != (dim == 1) for item in items):
+    items, length = _masked_items(recogniser, parts), size(parts[0], dim)
+    if not items or length is None or not same_shape(*parts):
         return None
     return bundle(items, dim, length)
 
@@ -138,15 +136,13 @@ def flattened_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """A stack of weights `[n, d, h]` as one tensor `[n * d, h]`."""
     source = call.args[0]
     value, before, after = recogniser.value(source), tensor_example(source), tensor_example(node)
-    if not isinstance(value, Bundle) or value.size is not None or before is None or after is None:
+    if not isinstance(value, Bundle) or value.dim != 0 or before is None or after is None:
         return None
     rows = size(source, 1)
-    if rows is None or after.dim() != 2 or before.dim() != 3 or after.dtype != before.dtype:
+    if rows is None or before.dim() != 3 or not isinstance(value.items[0], Weighted):
         return None
-    if not equal_sizes(after.shape, (len(value.items) * rows, before.shape[2])):
-        return None
-    upright = all(isinstance(item, Weighted) and not item.transposed for item in value.items)
-    return Bundle(value.items, 0, rows) if upright else None
+    is_flat = equal_sizes(after.shape, (len(value.items) * rows, before.shape[2]))
+    return Bundle(value.items, 0, rows) if is_flat else None
 
 
 @rule("getitem", "select", "narrow", "slice")

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from ..recognise import Recogniser
-from ..shapes import dims, dtype_of, equal_sizes, is_matrix, same_shape, tensor_example
+from ..shapes import dims, dtype_of, equal_sizes, is_matrix, same_shape, size, tensor_example
 from ..symbols import Call
 from ..values import (
     BATCHED,
@@ -42,7 +42,7 @@ def masked_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
     if not all(_may_be_either(recogniser, argument) for argument in call.args):
         return None
     for mask, weight in (call.args, tuple(reversed(call.args))):
-        if dims(mask) == 3 and recogniser.as_weighted(weight) is not None:
+        if dims(mask) == 3:
             return _apply_mask(recogniser, node, recogniser.unproved(mask), weight)
     return Product(node, left, right) if same_shape(left, right) and is_matrix(left) else None
 
@@ -111,7 +111,7 @@ def _apply_masks(recogniser: Recogniser, node: Node, masks: Bundle, argument: An
     """One weight times a bundle of masks."""
     weighted, shape = _upright(recogniser.as_weighted(argument), argument), tensor_example(node)
     weight = None if weighted is None else tensor_example(weighted.weight)
-    if weighted is None or weight is None or shape is None or masks.size is not None:
+    if weighted is None or weight is None or shape is None:
         return None
     if not equal_sizes(shape.shape, (len(masks.items), *weight.shape)):
         return None
@@ -120,7 +120,7 @@ def _apply_masks(recogniser: Recogniser, node: Node, masks: Bundle, argument: An
 
 def _mask_again(node: Node, mask: Binary, held: Bundle) -> Bundle | None:
     shape = tensor_example(node)
-    if held.size is not None or shape is None or mask.mask.stack != len(held.items):
+    if shape is None or mask.mask.stack != len(held.items):
         return None
     if not equal_sizes(shape.shape, mask.mask.shape):
         return None
@@ -165,9 +165,7 @@ def _difference_of_stacks(
             sides.append([item if isinstance(item, Weighted) else None for item in value.items])
         else:
             sides.append([recogniser.as_weighted(argument)] * count)
-    shape, weights = tensor_example(node), [side[0] for side in sides]
-    weight = None if weights[0] is None else tensor_example(weights[0].weight)
-    if shape is None or weight is None or shape.dim() != 3:
+    if dims(node) != 3 or size(node, 0) != count:  # a stack of one weight may be broadcast to a weight that is repeated
         return None
     differences = [_difference(recogniser, a, b, sign) for a, b in zip(*sides, strict=True)]
     return bundle(differences, 0)

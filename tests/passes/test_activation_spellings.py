@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from budgets import BUDGET
 from families import family
-from graphs import Capture, assert_same, results
+from graphs import Capture, assert_same, compare, results
 from kinds import KINDS, MAIN_KINDS, MODES, PAIRS, SAME, More, fuses_to_one, sum_of
 from layers import tensors, with_activation
 from torch import Tensor
@@ -19,9 +19,14 @@ HAND_WRITTEN: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "g * sigmoid(g) * v": ("silu", lambda g, v: g * torch.sigmoid(g) * v),
     "v * (g * sigmoid(g))": ("silu", lambda g, v: v * (g * torch.sigmoid(g))),
     "g * v * sigmoid(g)": ("silu", lambda g, v: g * v * torch.sigmoid(g)),
+    "g * v * sigmoid(v)": ("silu", lambda g, v: g * v * torch.sigmoid(v)),
     "g / (1 + exp(-g)) * v": ("silu", lambda g, v: g / (1 + torch.exp(-g)) * v),
     "gelu of erf": ("gelu", lambda g, v: 0.5 * g * (1 + torch.erf(g * 0.5**0.5)) * v),
     "mul by keywords": ("silu", lambda g, v: torch.mul(input=F.silu(input=g), other=v)),
+    "v * g / (1 + exp(-g))": ("silu", lambda g, v: v * g / (1 + torch.exp(-g))),
+    "neg(-g) * v": ("identity", lambda g, v: torch.neg(-g) * v),
+    "g**2 with relu": ("relu_squared", lambda g, v: torch.relu(g) ** 2 * v),
+    "square of relu": ("relu_squared", lambda g, v: torch.square(torch.relu(g)) * v),
     "g * v": ("identity", lambda g, v: g * v),
     "Dropout(0.0)": ("silu", lambda g, v: F.silu(F.dropout(g, 0.0, True)) * v),
     "Dropout(0.0) of the product": ("silu", lambda g, v: F.dropout(F.silu(g), p=0.0) * F.dropout(v, p=0.0)),
@@ -39,6 +44,19 @@ def test_hand_written_activation(name: str, pair: str, kind: str, mode: str) -> 
         return function(*PAIRS[pair](x, w, m, KINDS[kind].complement(m)))
 
     fuses_to_one(sum_of(term), KINDS[kind], mode, activation=activation)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_the_factor_with_the_mask_itself_is_the_gate_of_a_symmetric_product(swapped: bool) -> None:
+    """Then one operator reads the logits and packs them, and nothing has to compute the complement."""
+
+    def layer(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+        factors = [F.linear(x, weight * (logits[0] > 0)), F.linear(x, weight * (logits[0] <= 0))]
+        return factors[swapped] * factors[not swapped]
+
+    capture = compare(layer, lambda: {name: t.detach() for name, t in tensors(1).items()}, SAME)
+    assert [site.activation for site in capture.report.fused] == ["identity"]
+    assert capture.calls["mglu.pack_logits"] == 1
 
 
 def test_a_symbolic_float_is_named() -> None:

@@ -287,7 +287,13 @@ def test_a_fill_outside_of_a_layer_is_left_as_it_is() -> None:
     capture = Capture()
     compiled = capture.compile(function)
     half = named["x"].half()
-    assert torch.equal(compiled(half, named["m"]), function(half, named["m"]))
+    try:
+        wanted = function(half, named["m"])
+    except RuntimeError:  # torch 2.15 refuses the number
+        with pytest.raises(RuntimeError, match="without overflow"):
+            compiled(half, named["m"])
+        return
+    assert torch.equal(compiled(half, named["m"]), wanted)
     assert list(map(str, capture.after)) == list(map(str, capture.before))
 
 

@@ -10,14 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import family
-from kinds import (
-    KINDS,
-    MAIN_KINDS,
-    MODES,
-    D,
-    More,
-    fuses_to_one,
-)
+from graphs import compare
+from kinds import KINDS, MAIN_KINDS, MODES, SAME, D, More, fuses_to_one, tensors
 from spellings import gated
 from torch import Tensor
 
@@ -54,6 +48,15 @@ TOTALS: dict[str, Callable[[list[Tensor], More], Tensor]] = {
     "floats": lambda terms, more: sum(f * t for f, t in zip(FLOATS, terms, strict=True)),
     "0.5 * the first": lambda terms, more: 0.5 * terms[0] + terms[1],
     "a difference": lambda terms, more: terms[0] - terms[1],
+    "numbers that are almost equal": lambda terms, more: terms[0] + (1 + 1e-9) * terms[1],
+    "an opposite": lambda terms, more: -terms[0] + terms[1],
+    "stack, scaled": lambda terms, more: (0.5 * torch.stack(terms)).sum(0),
+    "stack, divided": lambda terms, more: (torch.stack(terms) / 4).sum(0),
+    "stack, times one weight": lambda terms, more: (more["a0"] * torch.stack(terms)).sum(0),
+    "a[None] of the last dimension": lambda terms, more: (torch.stack(terms, -1) * more["a"]).sum(-1),
+    "a[:, None]": lambda terms, more: (torch.stack(terms, 1) * more["a"][:, None]).sum(1),
+    "routed and scaled": lambda terms, more: sum(0.5 * (more["a"][i] * t) for i, t in enumerate(terms)),
+    "stack @ a": lambda terms, more: torch.stack(terms, -1) @ more["a"],
     "a[i] * term": lambda terms, more: sum(more["a"][i] * t for i, t in enumerate(terms)),
     "term * a[i]": lambda terms, more: _accumulated(0, [t * a for t, a in zip(terms, more["a"].unbind(), strict=True)]),
     "softmax(a)[i] * term": lambda terms, more: sum(more["a"].softmax(0)[i] * t for i, t in enumerate(terms)),
@@ -69,6 +72,9 @@ TOTALS: dict[str, Callable[[list[Tensor], More], Tensor]] = {
     "bias first, of mean": lambda terms, more: _accumulated(more["bias"], [t / len(terms) for t in terms]),
     "bias last": lambda terms, more: sum(terms) + more["bias"],
     "bias between": lambda terms, more: terms[0] + more["bias"] + terms[1],
+    "bias between a difference": lambda terms, more: terms[0] + more["bias"] - terms[1],
+    "bias in the second sum": lambda terms, more: terms[0] + (more["bias"] + terms[1]),
+    "zeros after": lambda terms, more: (terms[0] + terms[1]) + torch.zeros_like(terms[0]),
     "zeros and +=": lambda terms, more: _accumulated_in_place(torch.zeros_like(terms[0]), terms),
     "dropout of 0 per term": lambda terms, more: sum(F.dropout(t, 0.0) for t in terms),
 }
@@ -80,3 +86,57 @@ def test_sum(name: str, kind: str, mode: str) -> None:
         return TOTALS[name]([gated(x, weight, m, KINDS[kind].complement(m)) for m in masks], more)
 
     fuses_to_one(layer, KINDS[kind], mode)
+
+
+# --- Sums that are not one layer -------------------------------------------------------------------------------------
+
+
+# How many operators the sum of two terms becomes, and the sum. As one layer it would lose a summand or a result, or it
+# would have another shape or dtype.
+OTHER_SUMS: dict[str, tuple[int, Callable[[list[Tensor], More], Any]]] = {
+    "0 is added to a result": (1, lambda terms, more: (terms[0] + 0, terms[0])),
+    "zeros of more dimensions": (1, lambda terms, more: terms[0] + torch.zeros(2, 1, 1, dtype=torch.float64)),
+    "two residuals": (2, lambda terms, more: (more["bias"] + terms[0]) + (more["scale"] + terms[1])),
+    "a residual is subtracted": (2, lambda terms, more: terms[0] - (more["bias"] + terms[1])),
+    "one residual after the other": (2, lambda terms, more: terms[0] + more["bias"] + more["scale"] + terms[1]),
+    "a residual of more dimensions": (2, lambda terms, more: terms[0] + more["scale"].view(D, 1, 1) + terms[1]),
+    "a residual of a wider dtype": (2, lambda terms, more: sum((t.float() for t in terms), more["bias"])),
+    "a residual in a stack": (2, lambda terms, more: torch.stack([terms[0] + more["bias"], terms[1]]).sum(0)),
+    "a term in a stack is used": (2, lambda terms, more: (torch.stack(terms).sum(0), terms[0])),
+    "a stack and another tensor": (2, lambda terms, more: torch.stack([terms[0], terms[1].sin()]).sum(0)),
+    "dropout of a term": (2, lambda terms, more: F.dropout(terms[0], 1.0) + terms[1]),
+    "a sum over tokens": (2, lambda terms, more: torch.stack(terms).sum(1)),
+    "a sum that keeps the dimension": (2, lambda terms, more: torch.stack(terms).sum(0, keepdim=True)),
+    "a sum of another dtype": (2, lambda terms, more: torch.stack(terms).sum(0, dtype=torch.float32)),
+    "weights of features": (2, lambda terms, more: torch.stack(terms, 1) @ more["bias"]),
+    "a number of more dimensions": (1, lambda terms, more: sum(terms) * torch.full((2, 1, 1), 0.5).double()),
+    "a first number of more dimensions": (1, lambda terms, more: torch.full((2, 1, 1), 0.5).double() * sum(terms)),
+    "the inverse of a sum": (1, lambda terms, more: 2.0 / sum(terms)),
+    "a parameter divided by a sum": (1, lambda terms, more: more["a0"] / sum(terms)),
+    "a sum divided by a parameter": (1, lambda terms, more: sum(terms) / more["a0"]),
+    "a sum divided by 0": (1, lambda terms, more: sum(terms) / 0.0),
+    "a term times 0": (2, lambda terms, more: 0 * terms[0] + terms[1]),
+    "a scaled sum with a residual": (2, lambda terms, more: 0.5 * (terms[0] + more["bias"]) + terms[1]),
+    "a routed sum with a residual": (2, lambda terms, more: more["a0"] * (terms[0] + more["bias"]) + terms[1]),
+    "two route weights of a term": (2, lambda terms, more: more["a0"] * (more["a1"] * terms[0]) + terms[1]),
+    "a weight of each feature": (2, lambda terms, more: more["bias"] * terms[0] + terms[1]),
+    "an integer weight": (2, lambda terms, more: more["q"][0, 0] * terms[0] + terms[1]),
+    "a weight of more dimensions": (2, lambda terms, more: (more["a0"].view(1, 1, 1) * terms[0])[0] + terms[1]),
+    "weights of features of a stack": (2, lambda terms, more: (torch.stack(terms) * more["bias"]).sum(0)),
+    "weights of tokens of a stack": (
+        2,
+        lambda terms, more: (torch.stack(terms) * more["bias"][:5].view(1, 5, 1)).sum(0),
+    ),
+    "several weights of each term": (2, lambda terms, more: torch.stack(terms, -1) @ more["left"].view(2, D)),
+}
+
+
+@pytest.mark.parametrize(("name", "training"), family(OTHER_SUMS, [True, False]))
+def test_sum_that_is_not_one_layer(name: str, training: bool) -> None:
+    count, total = OTHER_SUMS[name]
+
+    def program(x: Tensor, weight: Tensor, masks: Tensor, **more: Tensor) -> Any:
+        return total([gated(x, weight, m, ~m) for m in masks], more)
+
+    capture = compare(program, lambda: tensors(KINDS["bool"], training=training), SAME)
+    assert [len(capture.report.fused), capture.reasons] == [count, []]
