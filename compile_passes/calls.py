@@ -289,7 +289,8 @@ def _of_bodies(node: Node, bodies: Sequence[GraphModule | None]) -> Effect:
     everything = frozenset(range(len(node.all_input_nodes)))
     writes = any(memory.writes_inputs for memory in memories)
     shares = any(memory.returns_inputs for memory in memories)
-    return Effect(everything if writes else frozenset(), everything if shares else frozenset(), draws=True)
+    draws = any(effect.draws for memory in memories for effect in memory.effects.values())
+    return Effect(everything if writes else frozenset(), everything if shares else frozenset(), draws)
 
 
 def bodies_of(node: Node) -> list[GraphModule | None]:

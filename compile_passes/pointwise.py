@@ -81,12 +81,12 @@ def _evaluated(
     dtype: torch.dtype,
 ) -> Result | None:
     with _disable_current_modes(), torch.enable_grad(), _no_autocast():
-        tensors = [_tensor(operand) for operand in operands]
+        length = max(len(operand.values) for operand in operands)
+        tensors = [_tensor(operand, length) for operand in operands]
         filled = [_filled(argument, tensors) for argument in args]
         named = {name: _filled(argument, tensors) for name, argument in kwargs}
         function = getattr(type(filled[0]), target) if op == "call_method" else target
         result = function(*filled, **named)
-        length = max(len(operand.values) for operand in operands)
         if not isinstance(result, torch.Tensor) or result.dtype != dtype or result.numel() not in (1, length):
             return None
         result = result.expand(length) if result.dim() == 0 else result
@@ -108,8 +108,9 @@ def _no_autocast() -> torch.autocast:
     return torch.autocast("cpu", enabled=False)
 
 
-def _tensor(operand: Operand) -> torch.Tensor:
-    values = operand.values[0] if operand.is_number else operand.values
+def _tensor(operand: Operand, length: int) -> torch.Tensor:
+    """An operand as a tensor with one element for each value; one value stands for all, into which a call may write."""
+    values = operand.values[0] if operand.is_number else operand.values * (length // len(operand.values))
     tensor = torch.tensor(values, dtype=operand.dtype, device="cpu")
     return tensor.requires_grad_() if operand.has_gradient else tensor
 

@@ -216,8 +216,7 @@ def _check_mask(term: Term, assume_binary: bool) -> tuple[Mask, bool]:
             f"the masks are not complementary: at M = 0 and M = 1 the gate multiplies the weight by {gate.at} and the "
             f"value by {value.at}; this must be (0, 1) and (1, 0)"
         )
-    carrying = gate.mask if gate.mask.carrier is not None else value.mask
-    mask = replace(carrying, rounding=max(gate.mask.rounding, value.mask.rounding))
+    mask = replace(gate.mask, rounding=max(gate.mask.rounding, value.mask.rounding))
     _check_mask_shape(term, mask)
     if mask.proof is None and not assume_binary:
         doubt = f" ({mask.doubt})" if mask.doubt else ""

@@ -79,12 +79,15 @@ def rewrite(view: View, replacements: Sequence[Replacement]) -> None:
 
 
 def _erase_dead(view: View, spelling: set[Node]) -> None:
-    """Erase unused nodes of the layers, the assertions about them, and what only they read."""
+    """Erase unused nodes of the layers, the assertions about them, and what only they read; except random numbers.
+
+    Later draws would give other numbers if one were missing.
+    """
     dying = set(spelling)
     for node in reversed(view.graph.nodes):
         call = as_call(node)
         is_assertion = call is not None and call.symbol == "assert_metadata" and call.args[0] in dying
-        if (node in dying or is_assertion) and not node.users:
+        if (node in dying or is_assertion) and not node.users and not view.effect(node).draws:
             dying.update(item for item in node.all_input_nodes if view.is_repeatable(item))
             view.graph.erase_node(node)
 

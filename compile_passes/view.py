@@ -156,9 +156,13 @@ class View:
         return self._holders[node]
 
     def is_repeatable(self, node: Node) -> bool:
-        """Whether a node is a call that returns the same for the same arguments."""
+        """Whether a node is a call that returns the same, with the same gradient, for the same arguments.
+
+        A higher-order operator may have a backward of its own, so that gradients of two calls do not add up to one's.
+        """
         effect = self.effect(node)
-        return node in self.origin and node.op.startswith("call_") and effect.is_known and not effect.draws
+        is_call = node.op.startswith("call_") and not isinstance(node.target, torch._ops.HigherOrderOperator)
+        return node in self.origin and is_call and effect.is_known and not effect.draws
 
     def is_constant(self, node: Node) -> bool:
         """Whether no write, at any time, changes the tensor that a node stands for."""

@@ -120,8 +120,7 @@ def _compared(recogniser: Recogniser, argument: Any) -> Hashable:
     value = recogniser.value(argument)
     if value == Scalar(0):
         return "zero"
-    is_number = isinstance(argument, (int, float)) and not isinstance(argument, bool)
-    return ("number", float(argument)) if is_number else recogniser.key(argument)
+    return ("number", float(argument)) if isinstance(argument, (int, float)) else recogniser.key(argument)
 
 
 @rule("to")
@@ -181,7 +180,7 @@ def lowest_bit(recogniser: Recogniser, node: Node, call: Call) -> Value:
     if call.symbol == "remainder":
         return of_levels(recogniser, node, [0, 1]) if values[1] == Scalar(2) else None
     bits = [value.value for value in values if isinstance(value, Scalar)]
-    is_bit = len(bits) == 1 and bits[0] >= 1 and int(bits[0]) & (int(bits[0]) - 1) == 0
+    is_bit = len(bits) == 1 and int(bits[0]) & (int(bits[0]) - 1) == 0
     return of_levels(recogniser, node, [0, bits[0]]) if is_bit else None
 
 

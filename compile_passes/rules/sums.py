@@ -97,9 +97,9 @@ def joined(recogniser: Recogniser, parts: Sequence[Value]) -> Gated | None:
 def _with_rest(node: Node, gated: Gated, gated_node: Node, rest: Any) -> Gated | None:
     """A sum of terms plus a residual, to which more terms may be added: `y = x; y = y + term; y = y + term`.
 
-    The residual is a tensor that may broadcast to the shape of the sum, as a bias does.
+    The residual is a tensor that may broadcast to the shape of the sum, as a bias does, and may have a narrower dtype.
     """
-    if gated.rest is not None or dtype_of(node) != dtype_of(rest) or not same_shape(node, gated_node):
+    if gated.rest is not None or dtype_of(node) != dtype_of(gated_node) or not same_shape(node, gated_node):
         return None
     return replace(gated, rest=rest, whole=gated_node)
 

@@ -192,6 +192,15 @@ def sum_that_is_read_by_its_first_name(x, y, w, l, m):
     return total + 1
 
 
+@fused
+def draw_that_the_operator_does_not_need(x, y, w, l, m):
+    """In inference the soft mask is not needed, but its draw decides which numbers are drawn afterwards."""
+    soft = l * torch.bernoulli(torch.full_like(l, 0.5))
+    hard = (l > 0).to(l.dtype)
+    mask = hard + soft - soft.detach()
+    return two(x, x, w * mask, w * (1 - mask)), torch.rand(3, dtype=torch.float64)
+
+
 # --- Rule 3: what a rule looks through is part of the site -----------------------------------------------------------
 
 
@@ -295,6 +304,21 @@ def test_a_fill_outside_of_a_layer_is_left_as_it_is() -> None:
         return
     assert torch.equal(compiled(half, named["m"]), wanted)
     assert list(map(str, capture.after)) == list(map(str, capture.before))
+
+
+def test_a_weight_that_is_filled_with_zeros_is_read_as_it_is() -> None:
+    """The pass evaluates `zeros.mul_(mask)` at both values of the mask."""
+
+    def function(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
+        w.zero_()
+        gate, value = w.clone(), w.clone()
+        gate.mul_(m)
+        value.mul_(~m)
+        return two(x, x, gate, value)
+
+    named = tensors(training=False)
+    compiled = Capture().compile(lambda x, w, m: function(x, w * 2, m))
+    assert torch.equal(compiled(named["x"], named["w"], named["m"]), torch.zeros(SIZE, SIZE, dtype=torch.float64))
 
 
 def test_trust_is_not_advised_for_sums() -> None:

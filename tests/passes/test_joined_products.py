@@ -326,12 +326,25 @@ NOT_JOINED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
         F.linear(torch.cat([x, x], 1), torch.stack([w * f, w * ~f]).reshape(D, 2 * H)).narrow(-1, 0, D)
         for f in (m[0], ~m[0])
     ),
+    "masks that are stacked along the rows": lambda x, w, m, o: _term_of(
+        torch.einsum("bh,ndh->nbd", x, w * torch.stack([f[i % 2] for i in range(8)], 1)) for f in (m, ~m)
+    ).sum(0),
+    "another tensor in a stack of masks": lambda x, w, m, o: _term_of(
+        torch.einsum("bh,ndh->nbd", x, w * torch.stack([m[0].double(), o, 1 - m[0].double()])).unbind(0)[:2]
+    ),
+    "a stack of one mask for a repeated weight": lambda x, w, m, o: _term_of(
+        torch.einsum("bh,ndh->nbd", x, w.expand(3, -1, -1) * f[:1]) for f in (m, ~m)
+    ).sum(0),
+    "slices of masks along the rows": lambda x, w, m, o: _term_of(
+        F.linear(x, w * f) for f in (torch.cat([m, ~m, m])[:8].select(1, 0), ~torch.cat([m, ~m, m])[:8].select(1, 0))
+    ),
     "an empty part": lambda x, w, m, o: _term_of(_both(x, w, m).chunk(2, 1)) + _both(x, w, m).narrow(1, 0, 0).sum(),
 }
 
 
 STILL_FUSED = (
     "a total under vmap",
+    "slices of masks along the rows",
     "a stack that is masked twice",
     "an empty part",
     "the product with the masks, beside a layer",

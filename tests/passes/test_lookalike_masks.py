@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from families import family, sample
+from families import family, quick_only_for, sample
 from graphs import assert_says_why, compare
 from lookalikes import ALL, SAME, D, H, Layer, check, tensors
 from spellings import gated, straight_through
@@ -194,9 +194,37 @@ def with_factor(name: str, source: str, *, of_the_value: bool) -> Layer:
     return layer
 
 
-@pytest.mark.parametrize(("of_the_value", "name"), family([True, False], MASK_FUNCTIONS, most=1))
-def test_function_of_a_compared_mask(of_the_value: bool, name: str) -> None:
-    check(with_factor(name, "comparison", of_the_value=of_the_value), ("x", "weight"))
+# One function for each thing that torch does in its own way; these are quick.
+TYPICAL = (
+    "m < full_like(0.5) of int64",
+    "m < full_like(0.5) of bool",
+    "m < tensor(0.5).long()",
+    "m > full_like(0.999) of bfloat16",
+    "full_like(1.5) - m of int64",
+    "m - 1 of uint8",
+    "-m > 0 of uint8",
+    "m + m of bool",
+    "m * 256 to uint8",
+    "-m to uint8",
+    "(m - 0.5).bool()",
+    "div floor",
+    "m ** 0",
+    "clamp(min=1)",
+    "maximum of another tensor",
+    "transpose(dim0=0, dim1=1)",
+    "nan_to_num",
+    "relu of sign",
+    "clamp of sign to uint8",
+    "sign of 0",
+    "masked_fill(value=2)",
+    "where(m == 0, 2, 0)",
+)
+
+
+@pytest.mark.parametrize("name", quick_only_for(TYPICAL, MASK_FUNCTIONS))
+def test_function_of_a_compared_mask(name: str) -> None:
+    for of_the_value in (True, False):
+        check(with_factor(name, "comparison", of_the_value=of_the_value), ("x", "weight"))
 
 
 @pytest.mark.parametrize(
@@ -243,6 +271,92 @@ def test_function_of_a_mask_with_rounding_errors(name: str, mode: str) -> None:
 
     capture = check(layer, trained)
     assert len(capture.report.fused) == (1 if fuses and not (trained == ALL and name != "1 - m") else 0)
+
+
+# --- Masks of logits -------------------------------------------------------------------------------------------------
+
+
+def _hard(logits: Tensor) -> Tensor:
+    return (logits > 0).to(logits.dtype)
+
+
+def _integers(logits: Tensor) -> Tensor:
+    return (logits.detach() * 4).long()
+
+
+def _chosen(logits: Tensor, base: Tensor, values: float | Tensor) -> Tensor:
+    return base.scatter(1, logits.argsort(1)[:, :3], values)
+
+
+# Name -> whether it fuses, and from logits and another matrix the factors of gate and value; (m, None) is m and 1 - m.
+OF_LOGITS: dict[str, tuple[bool, Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]]] = {
+    # The value or the gradient of a straight-through sum
+    "the gradient of another tensor": (True, lambda l, o: ((_hard(l) - o).detach() + o, None)),
+    "the gradient of a function": (True, lambda l, o: ((_hard(l) - l.tanh()).detach() + l.tanh(), None)),
+    "straight-through >=": (True, lambda l, o: (((l >= 0).to(l.dtype) - l).detach() + l, None)),
+    "straight-through ~": (True, lambda l, o: (((~(l > 0)).to(l.dtype) - l).detach() + l, None)),
+    "of a comparison that broadcasts": (True, lambda l, o: (_of_a_row(l), None)),
+    "the negative mask": (False, lambda l, o: (l - l.detach() - _hard(l), None)),
+    "twice the mask, by a product": (False, lambda l, o: ((2 * _hard(l) - l).detach() + l, None)),
+    "twice the mask, by a sum": (False, lambda l, o: (_hard(l) + _hard(l) + l - l.detach(), None)),
+    "twice the gradient": (False, lambda l, o: (_hard(l) + l + l - l.detach() - l.detach(), None)),
+    "the negative gradient": (False, lambda l, o: (_hard(l) - l + l.detach(), None)),
+    "two gradients": (False, lambda l, o: (_hard(l) + l + o - l.detach() - o.detach(), None)),
+    "a straight-through mask of a straight-through mask": (
+        False,
+        lambda l, o: ((straight_through(l) - o).detach() + o, None),
+    ),
+    "a row of masks": (False, lambda l, o: ((_hard(l[:1]) - o).detach() + o, None)),
+    "a long sum": (False, lambda l, o: (_hard(l) + sum([o] * 9) - sum([o.detach()] * 9), None)),
+    "the transpose of a complement": (False, lambda l, o: ((1 - straight_through(l)).t(), None)),
+    "the transpose of a mask": (True, lambda l, o: (straight_through(l).t(), None)),
+    # Tensors of few values
+    "the relu of a sign": (True, lambda l, o: (F.relu(torch.sign(l.detach())), None)),
+    "a product of signs": (False, lambda l, o: (torch.sign(l.detach()) * torch.sign(o.detach()), None)),
+    "a rounded tanh": (False, lambda l, o: (torch.round(torch.tanh(l.detach())), None)),
+    "other values that are scattered": (False, lambda l, o: (_chosen(l, torch.zeros_like(l), o.detach()), None)),
+    "ones scattered into another tensor": (False, lambda l, o: (_chosen(l, o.detach(), 1.0), None)),
+    "ones scattered into zeros": (True, lambda l, o: (_chosen(l, torch.zeros_like(l), 1.0), None)),
+    "heaviside with another tensor": (False, lambda l, o: (torch.heaviside(l.detach(), o.detach()), None)),
+    "a product of two masks": (False, lambda l, o: (_hard(l) * _hard(o), None)),
+    # Bits
+    "% 2": (True, lambda l, o: (_integers(l) % 2, None)),
+    "% 2 of floats": (False, lambda l, o: (l.detach() % 2, None)),
+    "% 3": (False, lambda l, o: (_integers(l) % 3, None)),
+    "& 2": (True, lambda l, o: ((_integers(l) & 2) > 0, ~((_integers(l) & 2) > 0))),
+    "& 2, divided": (True, lambda l, o: (torch.div(_integers(l) & 2, 2, rounding_mode="floor"), None)),
+    "& 0": (True, lambda l, o: (_integers(l) & 0, None)),
+    "& 3": (False, lambda l, o: (_integers(l) & 3, None)),
+    "& -2": (False, lambda l, o: (_integers(l) & -2, None)),
+    "& of two tensors": (False, lambda l, o: (_integers(l) & _integers(o), None)),
+    # Comparisons
+    "== and != in another order": (
+        True,
+        lambda l, o: (_integers(l) == _integers(o), torch.ne(_integers(o), _integers(l))),
+    ),
+    "== and bool()": (True, lambda l, o: (_integers(l).bool(), torch.zeros_like(_integers(l)) == _integers(l))),
+    "> and its opposite": (True, lambda l, o: (l > o, o >= l)),
+    "> True and <= 1": (True, lambda l, o: (l > True, l <= 1)),
+    "> and <": (False, lambda l, o: (l > o, l < o)),
+    "== and > of integers": (False, lambda l, o: (_integers(l) > 0, _integers(l) == 0)),
+}
+
+
+def _of_a_row(logits: Tensor) -> Tensor:
+    hard = (logits[:1] > torch.zeros_like(logits)).to(logits.dtype)
+    return (hard - logits[:1]).detach() + logits[:1]
+
+
+@pytest.mark.parametrize("name", OF_LOGITS)
+def test_function_of_logits(name: str) -> None:
+    fuses, factors = OF_LOGITS[name]
+
+    def layer(x: Tensor, weight: Tensor, logits: Tensor, bits: Tensor, other: Tensor) -> Tensor:
+        m, complement = factors(logits[0], other)
+        return gated(x, weight, m, 1 - m if complement is None else complement)
+
+    capture = check(layer, ALL)
+    assert len(capture.report.fused) == fuses
 
 
 # --- Masks in buffers ------------------------------------------------------------------------------------------------

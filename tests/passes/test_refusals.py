@@ -456,6 +456,12 @@ def number_of_more_dimensions_in_the_activation(x, weight, logits, bits, other):
     return F.silu(gate) * F.linear(x, weight * ~bits[0])
 
 
+@refused("by `addcmul` in a way that")
+def product_that_is_added_to_more_dimensions(x, weight, logits, bits, other):
+    gate, value = F.silu(F.linear(x, weight * bits[0])), F.linear(x, weight * ~bits[0])
+    return torch.addcmul(torch.zeros(2, 5, D, dtype=x.dtype), gate, value)
+
+
 @refused("dropout is applied")
 def dropout_of_the_activation(x, weight, logits, bits, other):
     return F.dropout(F.silu(F.linear(x, weight * bits[0])), 0.5) * F.linear(x, weight * ~bits[0])
@@ -712,3 +718,16 @@ def test_a_nan_that_one_straight_through_factor_makes_is_hidden(of_the_gate: boo
     assert function(*given).isnan().any()
     assert capture.compile(function)(*given).isfinite().all()
     assert [site.hides_nan for site in capture.report.fused] == [True]
+
+
+def test_terms_around_a_residual_of_a_wider_dtype_are_layers_of_their_own() -> None:
+    """Each is fused in its own dtype, in which these whole numbers are exact; their sum has no dtype that all share."""
+
+    def function(x: Tensor, weight: Tensor, bits: Tensor, residual: Tensor) -> Tensor:
+        first, second = (F.relu(F.linear(x, weight * m)) * F.linear(x, weight * ~m) for m in bits[:2])
+        return first + residual + second
+
+    named, capture = tensors(trained=()), Capture()
+    given = named["x"].round().float(), named["weight"].round().float(), named["bits"], named["other"][0]
+    assert_same({"y": capture.compile(function)(*given)}, {"y": function(*given)}, SAME)
+    assert [len(capture.report.fused), capture.reasons] == [2, []]

@@ -73,6 +73,7 @@ TOTALS: dict[str, Callable[[list[Tensor], More], Tensor]] = {
     "bias last": lambda terms, more: sum(terms) + more["bias"],
     "bias between": lambda terms, more: terms[0] + more["bias"] + terms[1],
     "bias between a difference": lambda terms, more: terms[0] + more["bias"] - terms[1],
+    "bias of a narrower dtype": lambda terms, more: _accumulated(more["narrow"][0], terms),
     "bias in the second sum": lambda terms, more: terms[0] + (more["bias"] + terms[1]),
     "zeros after": lambda terms, more: (terms[0] + terms[1]) + torch.zeros_like(terms[0]),
     "zeros and +=": lambda terms, more: _accumulated_in_place(torch.zeros_like(terms[0]), terms),
@@ -84,6 +85,30 @@ TOTALS: dict[str, Callable[[list[Tensor], More], Tensor]] = {
 def test_sum(name: str, kind: str, mode: str) -> None:
     def layer(x: Tensor, weight: Tensor, masks: list[Tensor], more: More) -> Tensor:
         return TOTALS[name]([gated(x, weight, m, KINDS[kind].complement(m)) for m in masks], more)
+
+    fuses_to_one(layer, KINDS[kind], mode)
+
+
+# What `addcmul` adds the products to, and its factor.
+ADDCMULS: dict[str, tuple[float, Callable[[More], Tensor]]] = {
+    "zeros": (1, lambda more: torch.zeros(5, D, dtype=torch.float64)),
+    "zeros of one row": (1, lambda more: torch.zeros(D, dtype=torch.float64)),
+    "zeros, with a negative factor": (-1, lambda more: torch.zeros(5, D, dtype=torch.float64)),
+    "a bias": (1, lambda more: more["bias"]),
+    "a bias, with a factor": (0.5, lambda more: more["bias"]),
+}
+
+
+@pytest.mark.parametrize(("name", "kind", "mode"), family(ADDCMULS, MAIN_KINDS, MODES))
+def test_addcmul(name: str, kind: str, mode: str) -> None:
+    factor, start = ADDCMULS[name]
+
+    def layer(x: Tensor, weight: Tensor, masks: list[Tensor], more: More) -> Tensor:
+        parts = [(F.linear(x, weight * m), F.linear(x, weight * KINDS[kind].complement(m))) for m in masks]
+        y = start(more)
+        for gate, value in parts:
+            y = torch.addcmul(y, F.silu(gate), value, value=factor)
+        return y
 
     fuses_to_one(layer, KINDS[kind], mode)
 
@@ -100,7 +125,6 @@ OTHER_SUMS: dict[str, tuple[int, Callable[[list[Tensor], More], Any]]] = {
     "a residual is subtracted": (2, lambda terms, more: terms[0] - (more["bias"] + terms[1])),
     "one residual after the other": (2, lambda terms, more: terms[0] + more["bias"] + more["scale"] + terms[1]),
     "a residual of more dimensions": (2, lambda terms, more: terms[0] + more["scale"].view(D, 1, 1) + terms[1]),
-    "a residual of a wider dtype": (2, lambda terms, more: sum((t.float() for t in terms), more["bias"])),
     "a residual in a stack": (2, lambda terms, more: torch.stack([terms[0] + more["bias"], terms[1]]).sum(0)),
     "a term in a stack is used": (2, lambda terms, more: (torch.stack(terms).sum(0), terms[0])),
     "a stack and another tensor": (2, lambda terms, more: torch.stack([terms[0], terms[1].sin()]).sum(0)),
