@@ -42,7 +42,7 @@ def masked_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
     if not all(_may_be_either(recogniser, argument) for argument in call.args):
         return None
     for mask, weight in (call.args, tuple(reversed(call.args))):
-        if dims(mask) == 3:
+        if dims(mask) == 3 and recogniser.as_weighted(weight) is not None:
             return _apply_mask(recogniser, node, recogniser.unproved(mask), weight)
     return Product(node, left, right) if same_shape(left, right) and is_matrix(left) else None
 
