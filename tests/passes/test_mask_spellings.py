@@ -26,7 +26,7 @@ from kinds import (
     sum_of,
     tensors,
 )
-from spellings import TRAINED, gated, straight_through
+from spellings import TRAINED, gated, straight_through, term_of_products, term_of_total, term_of_weights
 from torch import Tensor
 
 # Name -> the kinds of masks that the spelling takes (`_takes`), and the complement.
@@ -207,108 +207,108 @@ Terms = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Any]
 """A function `(x, weight, masks, other, bits)` of matrices and of stacks of three real and three bool masks."""
 
 
-def _term(gate: Tensor, value: Tensor) -> Tensor:
-    return F.silu(gate) * value
-
-
-def _pair(x: Tensor, gate_weight: Tensor, value_weight: Tensor) -> Tensor:
-    return _term(F.linear(x, gate_weight), F.linear(x, value_weight))
-
-
-def _less(total: Tensor, gate: Tensor) -> Tensor:
-    return _term(gate, total - gate)
-
-
 def _of_stacks(x: Tensor, gate_weights: Tensor, value_weights: Tensor) -> Tensor:
     gates, values = (torch.einsum("bh,ndh->nbd", x, weights) for weights in (gate_weights, value_weights))
-    return _term(gates, values).sum(0)
+    return term_of_products(gates, values).sum(0)
 
 
 def _of_both(x: Tensor, weights: Tensor) -> Tensor:
     gates, values = torch.einsum("bh,ndh->nbd", x, weights).chunk(2)
-    return _term(gates, values).sum(0)
+    return term_of_products(gates, values).sum(0)
 
 
 # Name -> how many operators it becomes under `assume_binary`, and the program.
 USED_AS_MASKS: dict[str, tuple[int, Terms]] = {
     # One mask, of which the weight is multiplied by two functions
-    "w * m and w * (1 - m)": (1, lambda x, w, m, o, b: _pair(x, w * m[0], w * (1 - m[0]))),
-    "of a product": (1, lambda x, w, m, o, b: _pair(x, w * (m[0] * m[1]), w * (1 - m[0] * m[1]))),
-    "of a copy of the weight": (1, lambda x, w, m, o, b: _pair(x, w.clone() * m[0], w * (1 - m[0]))),
-    "of a copy of the mask": (1, lambda x, w, m, o, b: _pair(x, w * m[0], w * (1 - m[0].clone()))),
-    "casts": (1, lambda x, w, m, o, b: _pair(x, w * m[0], w * (1 - m[0].float()).double())),
-    "type_as": (1, lambda x, w, m, o, b: _pair(x, w * m[0], w * (1 - m[0].type_as(w)))),
-    "ones_like": (1, lambda x, w, m, o, b: _pair(x, w * m[0], w * (torch.ones_like(m[0]) - m[0]))),
-    "where": (1, lambda x, w, m, o, b: _pair(x, torch.where(m[0] > 0.5, w, 0), w * (1 - m[0]))),
-    "masked_fill": (1, lambda x, w, m, o, b: _pair(x, w.masked_fill(m[0] < 0.5, 0), w * (1 - m[0]))),
-    "index_put": (1, lambda x, w, m, o, b: _pair(x, _filled(w.clone(), m[0] < 0.5), w * (1 - m[0]))),
+    "w * m and w * (1 - m)": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * (1 - m[0]))),
+    "of a product": (1, lambda x, w, m, o, b: term_of_weights(x, w * (m[0] * m[1]), w * (1 - m[0] * m[1]))),
+    "of a copy of the weight": (1, lambda x, w, m, o, b: term_of_weights(x, w.clone() * m[0], w * (1 - m[0]))),
+    "of a copy of the mask": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * (1 - m[0].clone()))),
+    "casts": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * (1 - m[0].float()).double())),
+    "type_as": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * (1 - m[0].type_as(w)))),
+    "ones_like": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * (torch.ones_like(m[0]) - m[0]))),
+    "where": (1, lambda x, w, m, o, b: term_of_weights(x, torch.where(m[0] > 0.5, w, 0), w * (1 - m[0]))),
+    "masked_fill": (1, lambda x, w, m, o, b: term_of_weights(x, w.masked_fill(m[0] < 0.5, 0), w * (1 - m[0]))),
+    "index_put": (1, lambda x, w, m, o, b: term_of_weights(x, _filled(w.clone(), m[0] < 0.5), w * (1 - m[0]))),
     # Every operation that takes a mask to a function of it
-    "1 - m / 1": (1, lambda x, w, m, o, b: _pair(x, w * m[0], w * (1 - m[0] / 1))),
-    "1 - m ** 2": (1, lambda x, w, m, o, b: _pair(x, w * m[0], w * (1 - m[0] ** 2))),
-    "1 - m.square()": (1, lambda x, w, m, o, b: _pair(x, w * m[0], w * (1 - m[0].square()))),
-    "1 - m.detach()": (1, lambda x, w, m, o, b: _pair(x, w * m[0], w * (1 - m[0].detach()))),
-    "(m - 1).abs()": (1, lambda x, w, m, o, b: _pair(x, w * m[0], w * (m[0] - 1).abs())),
-    "-(m - 1)": (1, lambda x, w, m, o, b: _pair(x, w * m[0], w * -(m[0] - 1))),
-    "(-m) + 1": (1, lambda x, w, m, o, b: _pair(x, w * m[0], w * (-m[0] + 1))),
-    "add of alpha": (1, lambda x, w, m, o, b: _pair(x, w * m[0], w * -torch.add(m[0], 1, alpha=-1))),
-    "sub of alpha": (1, lambda x, w, m, o, b: _pair(x, w * m[0], w * -torch.sub(m[0], 0.5, alpha=2))),
+    "1 - m / 1": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * (1 - m[0] / 1))),
+    "1 - m ** 2": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * (1 - m[0] ** 2))),
+    "1 - m.square()": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * (1 - m[0].square()))),
+    "1 - m.detach()": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * (1 - m[0].detach()))),
+    "(m - 1).abs()": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * (m[0] - 1).abs())),
+    "-(m - 1)": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * -(m[0] - 1))),
+    "(-m) + 1": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * (-m[0] + 1))),
+    "add of alpha": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * -torch.add(m[0], 1, alpha=-1))),
+    "sub of alpha": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * -torch.sub(m[0], 0.5, alpha=2))),
     "div of a rounding": (
         1,
-        lambda x, w, m, o, b: _pair(x, w * m[0], w * (1 - torch.div(m[0], 1, rounding_mode="floor"))),
+        lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * (1 - torch.div(m[0], 1, rounding_mode="floor"))),
     ),
-    "m.int() ^ 1": (1, lambda x, w, m, o, b: _pair(x, w * m[0], w * (m[0].int() ^ 1))),
-    "m == 0": (1, lambda x, w, m, o, b: _pair(x, w * m[0], w * (m[0] == 0))),
-    "m != 1": (1, lambda x, w, m, o, b: _pair(x, w * m[0], w * (m[0] != 1))),
-    "m < 1": (1, lambda x, w, m, o, b: _pair(x, w * m[0], w * (m[0] < 1))),
-    "m <= 0": (1, lambda x, w, m, o, b: _pair(x, w * m[0], w * (m[0] <= 0))),
-    "~(m > 0)": (1, lambda x, w, m, o, b: _pair(x, w * m[0], w * ~(m[0] > 0))),
-    "~(m >= 1)": (1, lambda x, w, m, o, b: _pair(x, w * m[0], w * ~(m[0] >= 1))),
-    "logical_not": (1, lambda x, w, m, o, b: _pair(x, w * m[0], w * m[0].logical_not())),
-    "logical_xor": (1, lambda x, w, m, o, b: _pair(x, w * m[0], w * torch.logical_xor(m[0], torch.ones_like(m[0])))),
+    "m.int() ^ 1": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * (m[0].int() ^ 1))),
+    "m == 0": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * (m[0] == 0))),
+    "m != 1": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * (m[0] != 1))),
+    "m < 1": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * (m[0] < 1))),
+    "m <= 0": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * (m[0] <= 0))),
+    "~(m > 0)": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * ~(m[0] > 0))),
+    "~(m >= 1)": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * ~(m[0] >= 1))),
+    "logical_not": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * m[0].logical_not())),
+    "logical_xor": (
+        1,
+        lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * torch.logical_xor(m[0], torch.ones_like(m[0]))),
+    ),
     # The second function compares 1 - m
-    "compared": (1, lambda x, w, m, o, b: _pair(x, w * (m[0] > 0.5), w * ((1 - m[0]) > 0.5))),
-    "compared by rsub": (1, lambda x, w, m, o, b: _pair(x, w * (m[0] > 0.5), w * (torch.rsub(m[0], 1) > 0.5))),
-    "cast to bool": (1, lambda x, w, m, o, b: _pair(x, w * (m[0] == 1), w * (1 - m[0]).bool())),
+    "compared": (1, lambda x, w, m, o, b: term_of_weights(x, w * (m[0] > 0.5), w * ((1 - m[0]) > 0.5))),
+    "compared by rsub": (
+        1,
+        lambda x, w, m, o, b: term_of_weights(x, w * (m[0] > 0.5), w * (torch.rsub(m[0], 1) > 0.5)),
+    ),
+    "cast to bool": (1, lambda x, w, m, o, b: term_of_weights(x, w * (m[0] == 1), w * (1 - m[0]).bool())),
     # One function, and the weight without a mask
-    "w - w * m": (1, lambda x, w, m, o, b: _pair(x, w * m[0], w - w * m[0])),
-    "-(w * m) + w": (1, lambda x, w, m, o, b: _pair(x, w * m[0], -(w * m[0]) + w)),
-    "w + -(m * w)": (1, lambda x, w, m, o, b: _pair(x, w * m[0], w + -(m[0] * w))),
-    "copy - w * m": (1, lambda x, w, m, o, b: _pair(x, w * m[0], w.clone() - w * m[0])),
-    "total": (1, lambda x, w, m, o, b: _less(F.linear(x, w), F.linear(x, w * m[0]))),
-    "total by matmul": (1, lambda x, w, m, o, b: _less(x @ w, x @ (w * m[0]))),
-    "total by a transpose": (1, lambda x, w, m, o, b: _less(x @ w.t(), F.linear(x, w * m[0]))),
-    "total by inner": (1, lambda x, w, m, o, b: _less(torch.inner(x, w), torch.inner(x, w * m[0]))),
-    "total by addmm": (1, lambda x, w, m, o, b: _less(torch.addmm(o.new_zeros(D), x, w.t()), F.linear(x, w * m[0]))),
-    "total by einsum": (1, lambda x, w, m, o, b: _less(torch.einsum("bh,dh->bd", x, w), F.linear(x, w * m[0]))),
+    "w - w * m": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w - w * m[0])),
+    "-(w * m) + w": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], -(w * m[0]) + w)),
+    "w + -(m * w)": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w + -(m[0] * w))),
+    "copy - w * m": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w.clone() - w * m[0])),
+    "total": (1, lambda x, w, m, o, b: term_of_total(F.linear(x, w), F.linear(x, w * m[0]))),
+    "total by matmul": (1, lambda x, w, m, o, b: term_of_total(x @ w, x @ (w * m[0]))),
+    "total by a transpose": (1, lambda x, w, m, o, b: term_of_total(x @ w.t(), F.linear(x, w * m[0]))),
+    "total by inner": (1, lambda x, w, m, o, b: term_of_total(torch.inner(x, w), torch.inner(x, w * m[0]))),
+    "total by addmm": (
+        1,
+        lambda x, w, m, o, b: term_of_total(torch.addmm(o.new_zeros(D), x, w.t()), F.linear(x, w * m[0])),
+    ),
+    "total by einsum": (1, lambda x, w, m, o, b: term_of_total(torch.einsum("bh,dh->bd", x, w), F.linear(x, w * m[0]))),
     "the unmasked weight is no mask of its mask": (
         1,
-        lambda x, w, m, o, b: (_less(F.linear(x, w), F.linear(x, w * m[0])), F.linear(x, (2 * w) * m[0])),
+        lambda x, w, m, o, b: (term_of_total(F.linear(x, w), F.linear(x, w * m[0])), F.linear(x, (2 * w) * m[0])),
     ),
     "the branches of a where are no masks": (1, lambda x, w, m, o, b: _with_branches(x, w, o, b[0])),
     # Stacks
     "a stack": (1, lambda x, w, m, o, b: _of_stacks(x, w * m, w * (1 - m))),
     "a stack, and the total": (
         1,
-        lambda x, w, m, o, b: _less(F.linear(x, w), torch.einsum("bh,ndh->nbd", x, w * m)).sum(0),
+        lambda x, w, m, o, b: term_of_total(F.linear(x, w), torch.einsum("bh,ndh->nbd", x, w * m)).sum(0),
     ),
     "torch.stack of masks": (1, lambda x, w, m, o, b: _of_both(x, w * torch.stack([m[0], 1 - m[0]]))),
     "torch.cat of stacks": (1, lambda x, w, m, o, b: _of_both(x, w * torch.cat([m, 1 - m]))),
     # Several weights
     "stacked experts with one mask": (
         2,
-        lambda x, w, m, o, b: tuple(_pair(x, e * m[0], e * (1 - m[0])) for e in torch.stack([w, o]).tanh()),
+        lambda x, w, m, o, b: tuple(term_of_weights(x, e * m[0], e * (1 - m[0])) for e in torch.stack([w, o]).tanh()),
     ),
     "a tensor that masks only one of two weights": (
         2,
         lambda x, w, m, o, b: (
-            _pair(x, w * m[0], w * (1 - m[0])),
-            _pair(x, (o * m[0]) * b[0], (o * m[0]) * ~b[0]),
+            term_of_weights(x, w * m[0], w * (1 - m[0])),
+            term_of_weights(x, (o * m[0]) * b[0], (o * m[0]) * ~b[0]),
         ),
     ),
     "a number of a per-channel mask": (1, lambda x, w, m, o, b: _with_a_number(x, w, m[0, 0], b[0])),
     "w and 1 - w with one bool mask": (
         2,
-        lambda x, w, m, o, b: (_pair(x, w * b[0], w * ~b[0]), _pair(x, (1 - w) * b[0], (1 - w) * ~b[0])),
+        lambda x, w, m, o, b: (
+            term_of_weights(x, w * b[0], w * ~b[0]),
+            term_of_weights(x, (1 - w) * b[0], (1 - w) * ~b[0]),
+        ),
     ),
 }
 
@@ -316,13 +316,13 @@ USED_AS_MASKS: dict[str, tuple[int, Terms]] = {
 def _with_branches(x: Tensor, w: Tensor, other: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """A layer with the weight `w * other`, and weights that are chosen from w and functions of the other."""
     chosen = torch.where(b, w, other).tanh() + torch.where(b, w, 1 - other)
-    return _pair(x, (w * other) * b, (w * other) * ~b), chosen
+    return term_of_weights(x, (w * other) * b, (w * other) * ~b), chosen
 
 
 def _with_a_number(x: Tensor, w: Tensor, m: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """A layer with a per-channel mask, which is refused, and one whose weight is scaled by a number of that mask."""
     scaled = w * m[1]
-    return _pair(x, w * m, w * (1 - m)), _pair(x, scaled * b, scaled * ~b)
+    return term_of_weights(x, w * m, w * (1 - m)), term_of_weights(x, scaled * b, scaled * ~b)
 
 
 def _assuming(terms: Terms, masks: Callable[[dict[str, Tensor]], Tensor]) -> Capture:
@@ -346,25 +346,28 @@ def test_a_real_tensor_that_is_used_as_a_mask(name: str) -> None:
 
 # Programs whose real tensors are no masks, but logits, and the reason in the report.
 NOT_USED_AS_MASKS: dict[str, tuple[str, Terms]] = {
-    "two slices": ("two different masks", lambda x, w, l, o, b: _pair(x, w * l[0], w * l[1])),
-    "two comparisons": ("two different masks", lambda x, w, l, o, b: _pair(x, w * (l[0] > 0), w * (l[0] < 0.5))),
-    "3 - l": ("two different masks", lambda x, w, l, o, b: _pair(x, w * (l[0] > 0), w * ((3 - l[0]) > 2.5))),
-    "0 - l": ("two different masks", lambda x, w, l, o, b: _pair(x, w * (l[0] > 0), w * ((0 - l[0]) > -0.5))),
-    "l + 1": ("two different masks", lambda x, w, l, o, b: _pair(x, w * (l[0] > 0), w * ((l[0] + 1) < 1.5))),
-    "l * 2": ("two different masks", lambda x, w, l, o, b: _pair(x, w * (l[0] > 0), w * ((l[0] * 2) < 1))),
+    "two slices": ("two different masks", lambda x, w, l, o, b: term_of_weights(x, w * l[0], w * l[1])),
+    "two comparisons": (
+        "two different masks",
+        lambda x, w, l, o, b: term_of_weights(x, w * (l[0] > 0), w * (l[0] < 0.5)),
+    ),
+    "3 - l": ("two different masks", lambda x, w, l, o, b: term_of_weights(x, w * (l[0] > 0), w * ((3 - l[0]) > 2.5))),
+    "0 - l": ("two different masks", lambda x, w, l, o, b: term_of_weights(x, w * (l[0] > 0), w * ((0 - l[0]) > -0.5))),
+    "l + 1": ("two different masks", lambda x, w, l, o, b: term_of_weights(x, w * (l[0] > 0), w * ((l[0] + 1) < 1.5))),
+    "l * 2": ("two different masks", lambda x, w, l, o, b: term_of_weights(x, w * (l[0] > 0), w * ((l[0] * 2) < 1))),
     "1 - a comparison": (
         "two different masks",
-        lambda x, w, l, o, b: _pair(x, w * (l[0] > 1), w * (1 - 1.0 * (l[0] > 0))),
+        lambda x, w, l, o, b: term_of_weights(x, w * (l[0] > 1), w * (1 - 1.0 * (l[0] > 0))),
     ),
     "a sigmoid": ("two different masks", lambda x, w, l, o, b: _compared(x, w, l[0].sigmoid())),
-    "a row": ("per-channel", lambda x, w, l, o, b: _pair(x, w * l[0, 0], w * (1 - l[0, 0]))),
-    "a column": ("per-channel", lambda x, w, l, o, b: _pair(x, w * l[0, :, :1], w * (1 - l[0, :, :1]))),
-    "slices of one stack": ("not recognised", lambda x, w, l, o, b: _pair(x, l[1] * l[0], l[1] * (1 - l[0]))),
+    "a row": ("per-channel", lambda x, w, l, o, b: term_of_weights(x, w * l[0, 0], w * (1 - l[0, 0]))),
+    "a column": ("per-channel", lambda x, w, l, o, b: term_of_weights(x, w * l[0, :, :1], w * (1 - l[0, :, :1]))),
+    "slices of one stack": ("not recognised", lambda x, w, l, o, b: term_of_weights(x, l[1] * l[0], l[1] * (1 - l[0]))),
 }
 
 
 def _compared(x: Tensor, w: Tensor, soft: Tensor) -> Tensor:
-    return _pair(x, w * (soft > 0.5), w * ((1 - soft) > 0.5))
+    return term_of_weights(x, w * (soft > 0.5), w * ((1 - soft) > 0.5))
 
 
 @pytest.mark.parametrize("name", NOT_USED_AS_MASKS)

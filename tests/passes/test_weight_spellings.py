@@ -29,7 +29,7 @@ from kinds import (
     sum_of,
     tensors,
 )
-from spellings import gated, straight_through
+from spellings import gated, straight_through, term_of_products, term_of_total, term_of_weights
 from torch import Tensor, nn
 
 EXPRESSIONS: dict[str, Callable[[Tensor, More], Tensor]] = {
@@ -236,18 +236,6 @@ Program = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
 """A function of x, the weight, a stack of three bool masks and another matrix."""
 
 
-def _term(gate: Tensor, value: Tensor) -> Tensor:
-    return F.silu(gate) * value
-
-
-def _pair(x: Tensor, gate_weight: Tensor, value_weight: Tensor) -> Tensor:
-    return _term(F.linear(x, gate_weight), F.linear(x, value_weight))
-
-
-def _less(total: Tensor, gate: Tensor) -> Tensor:
-    return _term(gate, total - gate)
-
-
 def _copied_without_a_gradient(w: Tensor) -> Tensor:
     with torch.no_grad():
         return w.clone()
@@ -255,38 +243,42 @@ def _copied_without_a_gradient(w: Tensor) -> Tensor:
 
 def _channels(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
     total = F.linear(x, w)
-    return _term(total * m, total * ~m)
+    return term_of_products(total * m, total * ~m)
 
 
 def _total_of_columns(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
-    return _less(x @ w, x @ (w * m))
+    return term_of_total(x @ w, x @ (w * m))
 
 
 STILL_ONE_WEIGHT: dict[str, Program] = {
-    "a masked weight in float32": lambda x, w, m, o: _pair(x.float(), (w * m[0]).float(), (w * ~m[0]).float()),
+    "a masked weight in float32": lambda x, w, m, o: term_of_weights(
+        x.float(), (w * m[0]).float(), (w * ~m[0]).float()
+    ),
     "a transpose in float32": lambda x, w, m, o: _total_of_columns(x.float(), w.t().float(), m[0]),
     "a copy without a gradient": lambda x, w, m, o: _masked(x, _copied_without_a_gradient(w), m[0]),
-    "mH and H": lambda x, w, m, o: _term(x @ (w * m[0]).mH, x @ (w * ~m[0]).H),
-    "copies of gate and value": lambda x, w, m, o: _term(
+    "mH and H": lambda x, w, m, o: term_of_products(x @ (w * m[0]).mH, x @ (w * ~m[0]).H),
+    "copies of gate and value": lambda x, w, m, o: term_of_products(
         F.linear(x, w * m[0]).clone(), F.linear(x, w * ~m[0]).contiguous()
     ),
-    "the sum of gate and value, less the gate": lambda x, w, m, o: _less(
+    "the sum of gate and value, less the gate": lambda x, w, m, o: term_of_total(
         F.linear(x, w * m[0]) + F.linear(x, w * ~m[0]), F.linear(x, w * m[0])
     ),
-    "masked twice": lambda x, w, m, o: _pair(x, (w * m[0]) * m[0], w * ~m[0]),
-    "a difference of transposes": lambda x, w, m, o: _term(x @ (w * m[0]).t(), x @ (w.t() - (w * m[0]).t())),
-    "a transpose less a masked transpose": lambda x, w, m, o: _term(x @ (w.t() * m[0]), x @ (w.t() - w.t() * m[0])),
-    "a bias of zeros": lambda x, w, m, o: _term(
+    "masked twice": lambda x, w, m, o: term_of_weights(x, (w * m[0]) * m[0], w * ~m[0]),
+    "a difference of transposes": lambda x, w, m, o: term_of_products(x @ (w * m[0]).t(), x @ (w.t() - (w * m[0]).t())),
+    "a transpose less a masked transpose": lambda x, w, m, o: term_of_products(
+        x @ (w.t() * m[0]), x @ (w.t() - w.t() * m[0])
+    ),
+    "a bias of zeros": lambda x, w, m, o: term_of_products(
         F.linear(x, w * m[0], o.new_zeros(D)), F.linear(x, w * ~m[0], torch.zeros_like(o[0]))
     ),
-    "twice a bias of zeros": lambda x, w, m, o: _term(
+    "twice a bias of zeros": lambda x, w, m, o: term_of_products(
         torch.addmm(o.new_zeros(D), x, (w * m[0]).t(), beta=2), F.linear(x, w * ~m[0])
     ),
 }
 
 
 def _masked(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
-    return _pair(x, w * m, w * ~m)
+    return term_of_weights(x, w * m, w * ~m)
 
 
 @pytest.mark.parametrize("name", STILL_ONE_WEIGHT)
@@ -308,41 +300,44 @@ def _compared(program: Program, budget: float) -> Capture:
 OTHER_PRODUCTS: dict[str, tuple[str, Program]] = {
     "rounded to float32": (
         "does not know",
-        lambda x, w, m, o: _pair(x, (w * m[0]).float().double(), (w * ~m[0]).float().double()),
+        lambda x, w, m, o: term_of_weights(x, (w * m[0]).float().double(), (w * ~m[0]).float().double()),
     ),
-    "the weight less a rounded one": ("does not know", lambda x, w, m, o: _pair(x, w * m[0], w - (w * m[0]).float())),
+    "the weight less a rounded one": (
+        "does not know",
+        lambda x, w, m, o: term_of_weights(x, w * m[0], w - (w * m[0]).float()),
+    ),
     "masked again after rounding": (
         "does not know",
-        lambda x, w, m, o: _pair(x, (w * m[0]).float() * m[0].double(), w * ~m[0]),
+        lambda x, w, m, o: term_of_weights(x, (w * m[0]).float() * m[0].double(), w * ~m[0]),
     ),
     "rounded to integers": (
         "does not know",
-        lambda x, w, m, o: _pair(x, (w * m[0] * 9).long().double(), (w * 9 * ~m[0]).long().double()),
+        lambda x, w, m, o: term_of_weights(x, (w * m[0] * 9).long().double(), (w * 9 * ~m[0]).long().double()),
     ),
     "one copy without a gradient": (
         "different weights",
-        lambda x, w, m, o: _pair(x, w * m[0], _copied_without_a_gradient(w) * ~m[0]),
+        lambda x, w, m, o: term_of_weights(x, w * m[0], _copied_without_a_gradient(w) * ~m[0]),
     ),
     "transposed to itself": (
         "does not know",
-        lambda x, w, m, o: _term(x @ (w * m[0]).transpose(0, 0), x @ (w * ~m[0]).t()),
+        lambda x, w, m, o: term_of_products(x @ (w * m[0]).transpose(0, 0), x @ (w * ~m[0]).t()),
     ),
-    "the real part": ("does not know", lambda x, w, m, o: _term(x @ (w * m[0]).real, x @ (w * ~m[0]).T)),
+    "the real part": ("does not know", lambda x, w, m, o: term_of_products(x @ (w * m[0]).real, x @ (w * ~m[0]).T)),
     "transposed products of unknown tensors": (
         "not recognised",
-        lambda x, w, m, o: _term(x @ (w * o).t(), x @ (w * o.tanh()).t()),
+        lambda x, w, m, o: term_of_products(x @ (w * o).t(), x @ (w * o.tanh()).t()),
     ),
     "a difference of two inputs": (
         "does not know",
-        lambda x, w, m, o: _term(F.linear(x, w * m[0]), F.linear(x, w) - F.linear(2 * x, w * m[0])),
+        lambda x, w, m, o: term_of_products(F.linear(x, w * m[0]), F.linear(x, w) - F.linear(2 * x, w * m[0])),
     ),
     "a difference of two layouts": (
         "does not know",
-        lambda x, w, m, o: _term(F.linear(x, w * m[0]), F.linear(x, w) - x @ (w * m[0])),
+        lambda x, w, m, o: term_of_products(F.linear(x, w * m[0]), F.linear(x, w) - x @ (w * m[0])),
     ),
     "a difference of two weights": (
         "does not know",
-        lambda x, w, m, o: _term(F.linear(x, w * m[0]), F.linear(x, w) - F.linear(x, o * m[0])),
+        lambda x, w, m, o: term_of_products(F.linear(x, w * m[0]), F.linear(x, w) - F.linear(x, o * m[0])),
     ),
     "a row less the gate": (
         "does not know",
@@ -352,14 +347,17 @@ OTHER_PRODUCTS: dict[str, tuple[str, Program]] = {
         "does not know",
         lambda x, w, m, o: (F.linear(x, w * m[0]) - o[0]) * F.linear(x, w * ~m[0]),
     ),
-    "a bias of the total": ("adds a bias", lambda x, w, m, o: _less(F.linear(x, w, o[0]), F.linear(x, w * m[0]))),
+    "a bias of the total": (
+        "adds a bias",
+        lambda x, w, m, o: term_of_total(F.linear(x, w, o[0]), F.linear(x, w * m[0])),
+    ),
     "a bias of what is subtracted": (
         "adds a bias",
-        lambda x, w, m, o: _term(F.linear(x, w * m[0]), F.linear(x, w) - F.linear(x, w * m[0], o[0])),
+        lambda x, w, m, o: term_of_products(F.linear(x, w * m[0]), F.linear(x, w) - F.linear(x, w * m[0], o[0])),
     ),
     "twice a bias": (
         "adds a bias",
-        lambda x, w, m, o: _term(torch.addmm(o[0], x, (w * m[0]).t(), beta=2), F.linear(x, w * ~m[0])),
+        lambda x, w, m, o: term_of_products(torch.addmm(o[0], x, (w * m[0]).t(), beta=2), F.linear(x, w * ~m[0])),
     ),
     "a gate that is rounded": (
         "does not know",
@@ -373,7 +371,7 @@ OTHER_PRODUCTS: dict[str, tuple[str, Program]] = {
     "outputs times a stack of rows": ("", lambda x, w, m, o: _channels(x, w, m[:, :1])),
     "masked outputs of a masked weight": (
         "does not know",
-        lambda x, w, m, o: _term(F.linear(x, w * m[0]) * m[0, 0], F.linear(x, w * ~m[0])),
+        lambda x, w, m, o: term_of_products(F.linear(x, w * m[0]) * m[0, 0], F.linear(x, w * ~m[0])),
     ),
 }
 

@@ -72,6 +72,19 @@ def gated(x: Tensor, weight: Tensor, m: Tensor, complement: Tensor | None = None
     return F.silu(F.linear(x, weight * m)) * F.linear(x, weight * (1 - m if complement is None else complement))
 
 
+def term_of_products(gate: Tensor, value: Tensor) -> Tensor:
+    return F.silu(gate) * value
+
+
+def term_of_weights(x: Tensor, gate_weight: Tensor, value_weight: Tensor) -> Tensor:
+    return term_of_products(F.linear(x, gate_weight), F.linear(x, value_weight))
+
+
+def term_of_total(total: Tensor, gate: Tensor) -> Tensor:
+    """The term whose value is what the gate leaves of `F.linear(x, weight)`."""
+    return term_of_products(gate, total - gate)
+
+
 # Mask i as a real tensor, from trained logits `[n_masks, d, h]`.
 TRAINED: dict[str, Callable[[Tensor, int], Tensor]] = {
     "straight_through": lambda logits, i: straight_through(logits[i]),
