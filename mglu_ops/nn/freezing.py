@@ -8,12 +8,13 @@ from typing import TypeVar, overload
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 
-from .masked_linear import MaskedLinear
+from .lookalikes import Lookalike, lookalikes, warn_of_lookalikes
+from .masked_linear import LOGITS, MaskedLinear
 from .mglu import MGLU
 from .naive import NaiveMGLU
-from .replacing import Replacements, replace_modules, warn_of_lookalikes
+from .replacing import Replacements, replace_modules
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -31,13 +32,14 @@ def freeze(model: nn.Module, *, replace: Replacements | None = None) -> nn.Modul
 
     The buffer `packed_masks` with `M = logits > 0` replaces `mask_logits`, which becomes None, and every `NaiveMGLU`
     becomes an `MGLU`. On the CPU, the results of an `MGLU` stay the same bit for bit. The results of a former
-    `NaiveMGLU` stay the same up to the rounding of its dtype, because it now runs the fused operator.
+    `NaiveMGLU` stay the same up to the rounding of its dtype, because it now runs the fused operator. A model without
+    such modules is returned with a warning.
 
     No such module is replaced by a new one. Each keeps its identity, and so its position in the model (also as the
     root, or in several positions), its hooks, training flag and router, its `weight` Parameter (tied weights stay tied)
     and the parametrizations of the weight. Therefore `freeze` also works on modules inside `torch.compile`, which
-    recompiles at the next call. Parametrizations of `mask_logits` are evaluated and removed. Modules that share one
-    `mask_logits` share the packed masks. A model that is frozen already, or has no such modules, is returned unchanged.
+    recompiles at the next call. Parametrizations and pruning of `mask_logits` are evaluated and removed. Modules that
+    share one `mask_logits` share the packed masks. A model that is frozen already is returned unchanged.
 
     An instance of a subclass keeps its class, which may do more than its base. Its masks are packed; a subclass of
     `NaiveMGLU` still runs the naive loop then, and a warning says so. So does, without a warning, a `NaiveMGLU` with
@@ -51,13 +53,18 @@ def freeze(model: nn.Module, *, replace: Replacements | None = None) -> nn.Modul
 
     Each instance of `MyGate` gives way to what the function returns, whose masks are then packed. A module in several
     positions is replaced by one module, and parameters that the function passes on stay tied. Hooks of the replaced
-    module are lost. Without `replace`, a warning names the modules that look like MGLU layers: those that hold a
-    parameter `[n, d, h]` with n from 1 to 16, and a parameter `[d, h]`, of their own or of an `nn.Linear` in them.
+    module are lost. Each module and what takes its place are run on the same random x before anything is replaced, and
+    different results are an error. Masks that are not `logits > 0` have to be passed as bool masks, for example those
+    of `sigmoid(logits) > 0.5`, which are 0 where the sigmoid rounds to 0.5.
+
+    Without `replace`, a warning names the modules that look like MGLU layers: those that hold a parameter `[n, d, h]`
+    with n from 1 to 16, and a parameter `[d, h]`, of their own or of an `nn.Linear` in them.
 
     Tensor-parallel modules (`mglu_ops.parallel.ColwiseMGLU`) are frozen as they are: each rank packs its rows. All
     ranks must call `freeze`.
 
-    An optimizer created before `freeze` still holds the logits: create a new one if training continues.
+    An optimizer created before `freeze` still holds the logits, which nothing uses any more, and no module can tell:
+    create a new one if training continues.
 
     Args:
         model: any module; the root may itself be an `MGLU`, a `NaiveMGLU` or a `torch.compile`d module.
@@ -69,22 +76,59 @@ def freeze(model: nn.Module, *, replace: Replacements | None = None) -> nn.Modul
 
     Raises:
         TypeError: `model` is not an `nn.Module`, `replace` is no such mapping, or a function returned no module.
-        ValueError: the logits are sharded by `fully_shard`, or `replace` has a class that the model does not contain,
-            or the module to replace is the root of a compiled model.
+        ValueError: the logits are sharded by `fully_shard` or offloaded by accelerate, `replace` has a class that the
+            model does not contain or a function whose module computes something else, or the module to replace is the
+            root of a compiled model.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, must be a torch.nn.Module")
     _refuse_fully_sharded(model, {} if replace is None else replace)
+    _refuse_offloaded(model, {} if replace is None else replace)
     if replace is not None:
-        model = replace_modules(model, replace)
+        model = replace_modules(model, replace, stacklevel=2)
     packed: dict[Tensor, Tensor] = {}
     for name, module in list(model.named_modules()):
         if isinstance(module, MaskedLinear):
             _pack_masks(module, packed)
         if isinstance(module, NaiveMGLU):
             _become_fused(module, name)
-    warn_of_lookalikes(model, stacklevel=2)
+    _warn_of_what_stays(model, is_replaced=replace is not None)
     return model
+
+
+def _warn_of_what_stays(model: nn.Module, is_replaced: bool) -> None:
+    """Warn of modules that look like MGLU layers, or else of a model that has no such layer at all."""
+    found = lookalikes(model)
+    warn_of_lookalikes("freeze", found, _advice, stacklevel=3)
+    if not (found or is_replaced or any(isinstance(module, MaskedLinear) for module in model.modules())):
+        warnings.warn(
+            f"freeze: {type(model).__name__} has no MGLU or NaiveMGLU, so no masks were packed; name modules of your "
+            "own in freeze(model, replace={...})",
+            UserWarning,
+            stacklevel=3,  # freeze's caller
+        )
+
+
+def _advice(found: Lookalike) -> str:
+    arguments = f"module.{found.weight}, module.{found.logits}"
+    return (
+        f"its masks were not packed; if it is one, call freeze(model, replace={{{found.cls.__name__}: lambda module: "
+        f"mglu_ops.nn.MGLU.from_parameters({arguments})}}) with its activation; if its masks are not "
+        f"`{found.logits} > 0`, pass bool masks as it makes them, such as module.{found.logits}.sigmoid() > 0.5"
+    )
+
+
+def _refuse_offloaded(model: nn.Module, replace: Replacements) -> None:
+    """Refuse logits that accelerate has offloaded: the module holds empty tensors until its forward fetches others."""
+    if not any(hasattr(module, "_hf_hook") for module in model.modules()):
+        return
+    for name, module in model.named_modules():
+        is_packed = isinstance(module, MaskedLinear) and module.learnable_masks
+        if (is_packed or type(module) in replace) and any(p.is_meta for p in module.parameters()):
+            raise ValueError(
+                f"model: {name or 'it'} is offloaded by accelerate, so that its logits are not in the model; load it "
+                "without a device_map that offloads, call freeze, save it, and load the saved model"
+            )
 
 
 def _refuse_fully_sharded(model: nn.Module, replace: Replacements) -> None:
@@ -108,10 +152,12 @@ def _refuse_fully_sharded(model: nn.Module, replace: Replacements) -> None:
 def _pack_masks(module: MaskedLinear, packed: dict[Tensor, Tensor]) -> None:
     if not module.learnable_masks:
         return
-    if parametrize.is_parametrized(module, "mask_logits"):
+    if parametrize.is_parametrized(module, LOGITS):
         # remove_parametrizations deletes a property of the class, and copies made by deepcopy share the class.
         _parametrized_class(module, type(module).__bases__)
-        parametrize.remove_parametrizations(module, "mask_logits", leave_parametrized=True)
+        parametrize.remove_parametrizations(module, LOGITS, leave_parametrized=True)
+    if f"{LOGITS}_orig" in module._parameters:
+        prune.remove(module, LOGITS)
     logits = module.mask_logits
     assert logits is not None
     if logits not in packed:

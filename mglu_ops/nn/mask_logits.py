@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .masked_linear import LOGITS, MaskedLinear
@@ -29,17 +29,38 @@ def parameters_with_owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, n
             yield without_wrappers(f"{prefix}.{name}" if prefix else name), module, parameter
 
 
-def logits_of_modules(model: nn.Module) -> set[nn.Parameter]:
-    """The mask logits of every `MGLU` and `NaiveMGLU`; if they are parametrized, what they are computed from."""
-    found: set[nn.Parameter] = set()
-    for module in model.modules():
-        if not isinstance(module, MaskedLinear):
-            continue
-        if parametrize.is_parametrized(module, LOGITS):
-            found.update(module.parametrizations[LOGITS].parameters())  # type: ignore[union-attr, index]
-        elif module.mask_logits is not None:
-            found.add(module.mask_logits)
-    return found
+def logits_of_modules(model: nn.Module) -> dict[nn.Parameter, MaskedLinear]:
+    """The mask logits of every `MGLU` and `NaiveMGLU`, each with its layer.
+
+    Logits that a parametrization or `torch.nn.utils.prune` computes are given by the parameters that they are computed
+    from.
+    """
+    return {
+        parameter: module
+        for module in model.modules()
+        if isinstance(module, MaskedLinear)
+        for parameter in _parameters_of_logits(module)
+    }
+
+
+def _parameters_of_logits(module: MaskedLinear) -> Iterator[nn.Parameter]:
+    if parametrize.is_parametrized(module, LOGITS):
+        yield from module.parametrizations[LOGITS].parameters()  # type: ignore[union-attr, index]
+    for name, parameter in module.named_parameters(recurse=False):
+        if name == LOGITS or name.startswith(f"{LOGITS}_"):  # the hooks of torch.nn.utils append a suffix
+            yield parameter
+
+
+def value_now(owner: nn.Module, name: str) -> Tensor:
+    """The tensor that a module computes with, of the parameter or attribute `name` that holds it or its source.
+
+    With `torch.nn.utils.prune`, the attribute has the value of the last forward pass, and the parameter that of now.
+    """
+    if isinstance(owner, parametrize.ParametrizationList):
+        return owner()
+    name = name.removesuffix("_orig")
+    original = owner._parameters.get(f"{name}_orig")
+    return getattr(owner, name) if original is None else original * getattr(owner, f"{name}_mask", 1)
 
 
 def selected(model: nn.Module, selection: Selection) -> dict[str, nn.Module]:

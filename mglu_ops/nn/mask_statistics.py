@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ..masks import N_MASKS_DIM, check_layout, count_ones, n_masks_of
 from ..tensors import whole
-from .mask_logits import Selection, logits_of_modules, selected, without_wrappers
+from .lookalikes import warn_of_unnamed_logits
+from .mask_logits import Selection, logits_of_modules, selected, value_now, without_wrappers
 from .masked_linear import MaskedLinear
 
 
@@ -138,6 +139,7 @@ class MaskStatistics:
                 f"model: {type(model).__name__} has no MGLU or NaiveMGLU; name the mask logits of your own modules, "
                 'for example mask_logits=["*.logits"]'
             )
+        warn_of_unnamed_logits("MaskStatistics", model, mask_logits, "its masks are not counted", stacklevel=2)
         self._before = {layer: read().packed_masks for layer, read in self._layers.items()}
 
     @torch.no_grad()
@@ -201,6 +203,6 @@ def _masks_of_module(module: MaskedLinear) -> _Masks:
 
 
 def _masks_of_logits(owner: nn.Module, name: str) -> _Masks:
-    logits = getattr(owner, name).detach()
+    logits = value_now(owner, name).detach()
     packed_masks = torch.ops.mglu.pack_logits(logits if logits.dim() == 3 else logits.unsqueeze(0))
     return _Masks(whole(packed_masks), logits.shape[-1], whole(logits.isnan().sum()) / logits.numel())

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checks import FLOATING
 from ..masks import check_layout, check_packed_masks, clear_padding_, n_masks_of, packed_shape
-from .arguments import check_activation, check_dtype, check_masks, check_size, check_weight_init
+from .arguments import WEIGHT_INITS, check_activation, check_dtype, check_masks, check_size, check_weight_init
 from .leveling import level_gain
 
 LOGITS = "mask_logits"
@@ -28,6 +29,7 @@ class MaskedLinear(nn.Module):
     activation: str
     top_k: int | None
     weight_init: str = "paper"  # also of a module that an earlier version pickled
+    """How the weights were drawn, by this module or by the one whose state dict it has loaded."""
     weight: nn.Parameter
     mask_logits: nn.Parameter | None
     packed_masks: Tensor | None
@@ -113,6 +115,24 @@ class MaskedLinear(nn.Module):
         elif self.mask_logits is not None:
             nn.init.normal_(self.mask_logits, std=LOGITS_STD)
 
+    def check_input(self, x: Tensor) -> None:
+        """Check x against this module before anything else does, whose words would blame the weight for x.
+
+        Raises:
+            TypeError: x is no tensor, or has another dtype than the weight, without autocast.
+            ValueError: x is on another device than the weight, or its last size is not in_features.
+        """
+        if not isinstance(x, Tensor):  # torch's own words would hold all values of a list or an array
+            raise TypeError(f"x: got {'None' if x is None else type(x).__name__}, must be a tensor")
+        weight = self._parameters.get("weight")  # None if it is parametrized: computing it takes time
+        if weight is not None:
+            if x.device != weight.device:
+                raise ValueError(f"x: got device {x.device}, must be the module's device {weight.device}")
+            if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+                raise TypeError(f"x: got dtype {x.dtype}, must be the module's dtype {weight.dtype}, or use autocast")
+        if self.router is not None and x.shape[-1:] != (self.in_features,):
+            raise ValueError(f"x: got shape {list(x.shape)}, must be [..., in_features] = [..., {self.in_features}]")
+
     def route_weights(self, x: Tensor) -> Tensor | None:
         """Return route weights `[..., n_masks]`, or None without a router.
 
@@ -128,6 +148,13 @@ class MaskedLinear(nn.Module):
             f"activation={self.activation!r}, learnable_masks={self.learnable_masks}, top_k={self.top_k}"
         )
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Save `weight_init` too, as metadata beside torch's version number, so that no file has another tensor."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", None)
+        if metadata is not None:
+            metadata.setdefault(prefix[:-1], {})["weight_init"] = self.weight_init
+
     def _load_from_state_dict(
         self,
         state_dict: Mapping[str, Any],
@@ -138,18 +165,19 @@ class MaskedLinear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        problem = self._mask_problem(state_dict, prefix)
-        if problem is not None:
-            # The call below must not see these masks: it would cast a wrong dtype silently, and report keys as missing
-            # or unexpected in addition. There is one message for one cause, also with strict=False.
-            error_msgs.append(problem)
-            refused = {prefix + LOGITS, prefix + _PACKED}
-            state_dict = {key: value for key, value in state_dict.items() if key not in refused}
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        if problem is not None:
-            missing_keys[:] = [key for key in missing_keys if key not in refused]
+        weight, logits, packed = (prefix + name for name in ("weight", LOGITS, _PACKED))
+        problems = {key: _dtype_problem(key, state_dict[key]) for key in (weight, logits) if key in state_dict}
+        if (problem := self._mask_problem(state_dict, prefix)) is not None:
+            problems |= {logits: problem, packed: problem}
+        refused = {key: problem for key, problem in problems.items() if problem is not None}
+        error_msgs += dict.fromkeys(refused.values())  # one message for one cause, also with strict=False
+        # The call below must not see what is refused: it would cast a wrong dtype silently, and report keys as missing
+        # or unexpected in addition.
+        kept = {key: value for key, value in state_dict.items() if key not in refused} if refused else state_dict
+        super()._load_from_state_dict(kept, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        missing_keys[:] = [key for key in missing_keys if key not in refused]
+        if weight in kept and local_metadata.get("weight_init") in WEIGHT_INITS:
+            self.weight_init = local_metadata["weight_init"]
 
     def _mask_problem(self, state_dict: Mapping[str, Any], prefix: str) -> str | None:
         """Return why this module cannot load the masks of a checkpoint, or None if it can."""
@@ -174,6 +202,13 @@ class MaskedLinear(nn.Module):
         except (TypeError, ValueError) as error:
             return str(error)
         return None
+
+
+def _dtype_problem(key: str, tensor: Any) -> str | None:
+    """Return why a tensor of a checkpoint cannot be a weight or logits, or None if it can."""
+    if not isinstance(tensor, Tensor) or tensor.dtype in FLOATING:
+        return None
+    return f"{key}: got dtype {tensor.dtype}, must be one of {', '.join(map(str, FLOATING))}"
 
 
 def check_masks_of(module: MaskedLinear, packed_masks: object, out_features: int, name: str) -> None:

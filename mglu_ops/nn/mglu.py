@@ -152,14 +152,13 @@ class MGLU(MaskedLinear):
         """Map x `[..., in_features]` to `[..., out_features]`, in x's dtype or under autocast in autocast's.
 
         Raises:
-            TypeError: x is no dense tensor, or its dtype is not that of weight.
+            TypeError: x is no dense tensor, or its dtype is not that of weight, without autocast.
             ValueError: x is on another device than weight, or its last size is not in_features; or packed masks that
                 were not loaded by `load_state_dict` have another shape than the layer's, or padding that is not 0.
         """
-        if not isinstance(x, Tensor):  # torch's own words would hold all values of a list or an array
-            raise TypeError(f"x: got {'None' if x is None else type(x).__name__}, must be a tensor")
-        if self.router is not None and x.shape[-1:] != (self.in_features,):  # the router's words would not name x
-            raise ValueError(f"x: got shape {list(x.shape)}, must be [..., in_features] = [..., {self.in_features}]")
+        if isinstance(x, torch.fx.Proxy):  # torch.fx.symbolic_trace, in which nothing has a value
+            return self._project(x, self.route_weights(x))
+        self.check_input(x)
         packed_masks = self.packed_masks
         if packed_masks is not None:
             check_masks_in_use(self, packed_masks)

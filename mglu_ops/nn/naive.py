@@ -94,7 +94,13 @@ class NaiveMGLU(MaskedLinear):
                 bias.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x `[..., in_features]` to `[..., out_features]`."""
+        """Map x `[..., in_features]` to `[..., out_features]`.
+
+        Raises:
+            TypeError, ValueError: as in `MGLU`.
+        """
+        if not isinstance(x, torch.fx.Proxy):  # torch.fx.symbolic_trace, in which nothing has a value
+            self.check_input(x)
         act = get_activation(self.activation).forward
         route_weights = self.route_weights(x)
         fixed = None

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
+from .lookalikes import warn_of_unnamed_logits
 from .mask_logits import Selection, logits_of_modules, parameters_with_owners, selected
 
-MASK_LR_RATIO = 0.3
-"""The default learning rate of mask logits, as a fraction of that of the weights."""
+LEVELED_MASK_LR = 0.3
+"""The default learning rate of masks over that of the weights, for layers with `weight_init="leveled"`."""
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 
@@ -31,18 +33,22 @@ def parameter_groups(
     |---|---|---|---|
     | `weights` | all others | `lr` | `weight_decay` |
     | `no_decay` | of fewer than two dimensions, of torch's norm modules, or with `bias` in their own name | `lr` | 0 |
-    | `mask_logits` | the logits of masks | `mask_lr` | 0 |
+    | `mask_logits` | the logits of masks | `mask_lr`; by default `lr`, or `0.3 * lr` of leveled layers | 0 |
 
     A mask is `M = logits > 0`, so only the sign of a logit counts. Weight decay moves every logit towards 0, where the
     next small gradient flips its bit; that is noise and no regularisation. The learning rate decides how often bits
     flip: Adam moves a logit by about its learning rate at each step, however small the gradient is, and logits start
-    within about 0.01 of 0. With the rate of the weights, say 1e-3, ten steps flip a typical bit. The default of 0.3
-    times that rate is part of the recipe that learned best in our training runs (benchmarks/learning); runs with 0.1
-    and 0.03 times the rate differed from it by less than the noise. One mask with the initial weights of the paper
-    learned better at the paper's rate, which is that of the weights: `mask_lr=lr`.
+    within about 0.01 of 0. With the rate of the weights, say 1e-3, ten steps flip a typical bit.
+
+    The default goes with the initial weights, because our training runs (benchmarks/learning) changed both together:
+    layers with `weight_init="paper"` train their masks at the paper's rate, which is that of the weights, and layers
+    with `weight_init="leveled"` at 0.3 times that rate. One mask with the paper's weights was worse at the smaller
+    rate. A model with layers of both kinds gets two groups of the name `mask_logits`, and a warning.
 
     The logits of `MGLU` and `NaiveMGLU`, and of their subclasses, are recognised by the class of the module. Those of
-    your own modules are not, whatever they are called: name them in `mask_logits`. A parameter that several modules
+    your own modules are not, whatever they are called: name them in `mask_logits`. A warning names modules that look
+    like MGLU layers and whose logits are not named. Logits of your own train at the paper's rate, unless their module
+    has an attribute `weight_init` with another value. A parameter that several modules
     share is in one group, which is that of logits if any of its uses is, and otherwise `no_decay` if any of its uses
     is. Parameters with `requires_grad=False` are left out, and so is a group without parameters. The order of groups
     and parameters is always the same.
@@ -58,14 +64,14 @@ def parameter_groups(
         model: any module.
         lr: learning rate of weights, norms and biases, at least 0.
         weight_decay: weight decay of the weights, at least 0.
-        mask_lr: learning rate of mask logits, at least 0; None for `0.3 * lr`.
+        mask_lr: learning rate of all mask logits, at least 0; None for the default above.
         mask_logits: more parameters that are mask logits: a list of names as in `model.named_parameters()`, in which
             `*` stands for anything, for example `["*.logits"]`, or a function `(name, parameter) -> bool`. Names have
             no `_orig_mod`, which `torch.compile` inserts.
 
     Returns:
         One dict for each group with `params`, `lr`, `weight_decay` and `name`, which is one of the table. Pass the list
-        to the optimizer, and find a group by its name in `optimizer.param_groups`.
+        to the optimizer, and find groups by their name in `optimizer.param_groups`.
 
     Raises:
         TypeError: `model` is not an `nn.Module`, a number is not a number, or `mask_logits` is not as above.
@@ -84,28 +90,54 @@ def parameter_groups(
     _check_number("weight_decay", weight_decay)
     if mask_lr is not None:
         _check_number("mask_lr", mask_lr)
-    logits, names = logits_of_modules(model), selected(model, mask_logits)
-    found: dict[nn.Parameter, str] = {}
+    mask_rates = _mask_rates(model, mask_logits, lr, mask_lr)
+    found: dict[nn.Parameter, tuple[int, float]] = {}
     for name, owner, parameter in parameters_with_owners(model):
         if parameter.requires_grad:
             if is_lazy(parameter):
                 raise ValueError(f"model: {name} has no shape yet; call the model once before making parameter groups")
-            is_logits = parameter in logits or name in names
-            kind = "mask_logits" if is_logits else _kind(name, owner, parameter)
-            found[parameter] = max(found.get(parameter, kind), kind, key=_RANK.index)
+            kind = "mask_logits" if parameter in mask_rates else _kind(name, owner, parameter)
+            group = _RANK.index(kind), mask_rates.get(parameter, lr)
+            found[parameter] = max(found.get(parameter, group), group)
     if not found:
         raise ValueError(f"model: {type(model).__name__} has no parameter with requires_grad=True")
-    rates = {"weights": lr, "no_decay": lr, "mask_logits": MASK_LR_RATIO * lr if mask_lr is None else mask_lr}
     groups = [
         {
-            "name": kind,
-            "params": [parameter for parameter, of in found.items() if of == kind],
-            "lr": rates[kind],
-            "weight_decay": weight_decay if kind == "weights" else 0.0,
+            "name": _RANK[rank],
+            "params": [parameter for parameter, of in found.items() if of == (rank, rate)],
+            "lr": rate,
+            "weight_decay": weight_decay if _RANK[rank] == "weights" else 0.0,
         }
-        for kind in _RANK
+        for rank, rate in sorted(set(found.values()))
     ]
-    return [group for group in groups if group["params"]]
+    unnamed = "its logits are among the weights, with their rate and decay"
+    warn_of_unnamed_logits("parameter_groups", model, mask_logits, unnamed, stacklevel=2)
+    _warn_of_mixture(groups)
+    return groups
+
+
+def _mask_rates(model: nn.Module, selection: Selection, lr: float, mask_lr: float | None) -> dict[nn.Parameter, float]:
+    """The mask logits of a model, each with its learning rate."""
+    named = {
+        owner.get_parameter(name.rpartition(".")[2]): getattr(owner, "weight_init", None)
+        for name, owner in selected(model, selection).items()
+    }
+    inits = named | {parameter: layer.weight_init for parameter, layer in logits_of_modules(model).items()}
+    if mask_lr is not None:
+        return dict.fromkeys(inits, mask_lr)
+    return {parameter: LEVELED_MASK_LR * lr if init == "leveled" else lr for parameter, init in inits.items()}
+
+
+def _warn_of_mixture(groups: list[dict[str, Any]]) -> None:
+    rates = [f"{group['lr']:g}" for group in groups if group["name"] == "mask_logits"]
+    if len(rates) > 1:
+        warnings.warn(
+            f"parameter_groups: the masks of some layers get the learning rate {rates[0]} and those of others "
+            f"{rates[1]}, because the layers differ in weight_init; give all of them one weight_init, or one rate with "
+            "mask_lr",
+            UserWarning,
+            stacklevel=3,  # parameter_groups' caller
+        )
 
 
 _RANK = ("weights", "no_decay", "mask_logits")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from ..nn.lookalikes import warn_of_unnamed_logits
 from ..nn.mask_logits import Selection, logits_of_modules, parameters_with_owners, selected
 
 
@@ -26,7 +27,8 @@ def shard_placement_fn(model: nn.Module, *, mask_logits: Selection = ()) -> Call
     and its error names the sizes if it does not.
 
     Args:
-        model: the model; the logits of `MGLU` and `NaiveMGLU` are found by their class.
+        model: the model; the logits of `MGLU` and `NaiveMGLU` are found by their class. A warning names modules that
+            look like them, and whose logits are not in `mask_logits`.
         mask_logits: more parameters that are logits, as in `mglu_ops.nn.parameter_groups`.
 
     Returns:
@@ -39,10 +41,13 @@ def shard_placement_fn(model: nn.Module, *, mask_logits: Selection = ()) -> Call
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, must be a torch.nn.Module")
     names = set(selected(model, mask_logits))
+    without_placement = "its logits are divided along their first dimension, which is that of the masks"
+    warn_of_unnamed_logits("shard_placement_fn", model, mask_logits, without_placement, stacklevel=2)
 
     def placement(parameter: nn.Parameter) -> Shard | None:
         # The logits are looked up now: `fully_shard` replaces the parameters of one module after the other.
-        named = {other for name, _, other in parameters_with_owners(model) if name in names}
-        return Shard(parameter.dim() - 2) if parameter in logits_of_modules(model) | named else None
+        logits = {other for name, _, other in parameters_with_owners(model) if name in names}
+        logits.update(logits_of_modules(model))
+        return Shard(parameter.dim() - 2) if parameter in logits else None
 
     return placement

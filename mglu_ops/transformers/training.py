@@ -29,7 +29,8 @@ class MGLUTrainerMixin(_Trainer):
     without decay, and `mask_logits` without decay and with `mask_lr`. A schedule scales all rates alike.
 
     Args:
-        mask_lr: learning rate of mask logits; None for 0.3 times `learning_rate`. Other arguments are the Trainer's.
+        mask_lr: learning rate of mask logits; None for `learning_rate`, or 0.3 times that in a model whose
+            configuration says `weight_init="leveled"`. Other arguments are the Trainer's.
 
     Raises:
         ValueError: the model has a load-balancing loss, and the Trainer is to compute the loss itself, without it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +90,21 @@ def test_only_logits_are_placed() -> None:
             self.logits = nn.Parameter(torch.randn(2, 4, 6))
 
     model = nn.ModuleDict({"ours": MGLU(6, 4, n_masks=2, top_k=1), "own": Own(), "conv": nn.Conv1d(4, 4, 2)})
-    for names, expected in (([], {"ours.mask_logits": 1}), (["own.logits"], {"ours.mask_logits": 1, "own.logits": 1})):
+
+    def placed(names: list[str]) -> dict[str, int]:
         placement = shard_placement_fn(model, mask_logits=names)
         found = {name: placement(parameter) for name, parameter in model.named_parameters()}
-        assert {name: shard.dim for name, shard in found.items() if shard is not None} == expected
+        return {name: shard.dim for name, shard in found.items() if shard is not None}
+
+    words = "shard_placement_fn: own: a .*Own looks like an MGLU layer .* divided along their first dimension"
+    with pytest.warns(UserWarning, match=words) as caught:
+        assert placed([]) == {"ours.mask_logits": 1}
+    assert [warning.filename for warning in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert placed(["own.logits"]) == {"ours.mask_logits": 1, "own.logits": 1}
+        # The rows of logits of two dimensions are their first.
+        model["own"].logits = nn.Parameter(torch.randn(4, 6))
+        assert placed(["own.logits"]) == {"ours.mask_logits": 1, "own.logits": 0}
     with pytest.raises(TypeError, match="model: got Parameter, must be a torch"):
         shard_placement_fn(model["own"].weight)

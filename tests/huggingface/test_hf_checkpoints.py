@@ -62,15 +62,36 @@ def test_shards_and_device_maps(learnable: bool, options: dict[str, Any], tmp_pa
     assert_same(load(tmp_path, **options), model)
 
 
+def loaded_from_disk(folder: Path) -> Any:
+    """The model of a folder, whose last layer accelerate reads from the disk at each call."""
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
+    places |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    return load(folder, device_map=places, offload_folder=folder / "offload", offload_buffers=True)
+
+
 @FORMS
 def test_layers_that_are_left_on_disk(learnable: bool, tmp_path: Path) -> None:
     model = tiny(learnable_masks=learnable)
-    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
-    places |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
-    folder = saved(model, tmp_path / "model")
-    result = load(folder, device_map=places, offload_folder=tmp_path / "offload", offload_buffers=True)
+    result = loaded_from_disk(saved(model, tmp_path))
     assert mglus(result)[1].weight.is_meta
     assert torch.equal(logits(result), logits(model))
+
+
+@pytest.mark.parametrize("freeze", [mt.freeze, mglu_ops.freeze])
+def test_offloaded_logits_are_not_packed(freeze: Callable[[Any], Any], tmp_path: Path) -> None:
+    """The layer holds empty tensors, of which nothing could be packed."""
+    model = tiny()
+    result = loaded_from_disk(saved(model, tmp_path / "logits"))
+    words = (
+        r"model: model\.layers\.1\.mlp\.mglu is offloaded by accelerate, .* call freeze, save it, and load the saved"
+    )
+    with pytest.raises(ValueError, match=words):
+        freeze(result)
+    assert all(mglu.learnable_masks for mglu in mglus(result))
+    assert torch.equal(logits(result), logits(model))
+    packed = loaded_from_disk(saved(frozen(model), tmp_path / "packed"))
+    assert freeze(packed) is packed
+    assert torch.equal(logits(packed), logits(model))
 
 
 @FORMS

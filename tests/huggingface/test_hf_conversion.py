@@ -87,6 +87,19 @@ def test_magnitude_is_the_nearest_pair_of_matrices() -> None:
             assert (error <= other).all()
 
 
+def test_elements_of_equal_magnitude_are_those_of_the_gate() -> None:
+    model = tiny_swiglu()
+    mlp = model.model.layers[0].mlp
+    with torch.no_grad():
+        mlp.up_proj.weight[:10] = -mlp.gate_proj.weight[:10]
+        mlp.up_proj.weight[10:12] = mlp.gate_proj.weight[10:12] = 0
+    new = mglus(from_swiglu(model, 1))[0]
+    assert torch.equal(new.weight[:10], mlp.gate_proj.weight[:10])
+    assert masks_of(new)[0, :12].all()
+    more = mglus(from_swiglu(model, 3))[0]
+    assert masks_of(more)[0, :12].all()
+
+
 def test_more_masks_agree_mostly_with_the_first() -> None:
     masks = masks_of(mglus(from_swiglu(tiny_swiglu(), 3))[0])
     for i in (1, 2):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hf_models import TOKENS, VOCABULARY, mglus, tiny
 from torch import Tensor
-from transformers import Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import mglu_ops.transformers as mt
 from mglu_ops.transformers import load_balancing_loss
@@ -48,12 +48,15 @@ def group_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, A
 # --- The optimizer ----------------------------------------------------------------------------------------------------
 
 
-def test_logits_are_not_decayed_and_have_a_rate_of_their_own(tmp_path: Path) -> None:
-    model = tiny()
+@pytest.mark.parametrize(("weight_init", "mask_lr"), [("paper", 0.01), ("leveled", 0.003)])
+def test_logits_are_not_decayed_and_have_a_rate_of_their_own(weight_init: str, mask_lr: float, tmp_path: Path) -> None:
+    """The rate goes with the initial weights, also of a model that was loaded."""
+    tiny(weight_init=weight_init).save_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     optimizer = trainer(model, tmp_path).create_optimizer()
     assert isinstance(optimizer, torch.optim.AdamW)
     layer = model.model.layers[0]
-    assert group_of(optimizer, layer.mlp.mglu.mask_logits).items() >= {"weight_decay": 0.0, "lr": 0.003}.items()
+    assert group_of(optimizer, layer.mlp.mglu.mask_logits).items() >= {"weight_decay": 0.0, "lr": mask_lr}.items()
     assert group_of(optimizer, layer.mlp.mglu.weight).items() >= {"weight_decay": 0.1, "lr": 0.01}.items()
     assert group_of(optimizer, layer.input_layernorm.weight).items() >= {"weight_decay": 0.0, "lr": 0.01}.items()
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
@@ -174,8 +177,6 @@ def test_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_trainer_is_a_model(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     model = trained(tmp_path, save_strategy="steps", save_steps=2)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
     for ours, theirs in zip(loaded.parameters(), model.parameters(), strict=True):

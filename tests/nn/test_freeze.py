@@ -13,7 +13,7 @@ from budgets import assert_matches
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 
 from mglu_ops.nn import GLU, MGLU, NaiveMGLU, SwiMGLU, freeze
 
@@ -85,11 +85,29 @@ def test_freezing_twice_changes_nothing(kind):
     assert layer.packed_masks is packed
 
 
-def test_a_model_with_nothing_to_freeze_is_returned():
+def test_a_model_with_nothing_to_freeze_is_returned_with_a_warning():
     model = nn.Sequential(nn.Linear(4, 4), GLU(4, 4))
     keys = state_keys(model)
-    assert freeze(model) is model
+    with pytest.warns(
+        UserWarning, match="freeze: Sequential has no MGLU or NaiveMGLU, so no masks were packed"
+    ) as caught:
+        assert freeze(model) is model
+    assert [warning.filename for warning in caught] == [__file__]
     assert state_keys(model) == keys
+
+
+@pytest.mark.parametrize("kind", MASKED)
+def test_pruned_logits_are_packed_as_they_are_pruned_now(kind):
+    layer, x = kind(12, 8, n_masks=2), torch.randn(3, 12)
+    prune.custom_from_mask(layer, "mask_logits", torch.arange(192).view(2, 8, 12) % 3)
+    with torch.no_grad():
+        layer.mask_logits_orig.neg_()  # the attribute follows at the next forward
+    kept = (layer.mask_logits_orig > 0) & (torch.arange(192).view(2, 8, 12) % 3 > 0)
+    freeze(layer)
+    assert torch.equal(torch.ops.mglu.unpack_masks(layer.packed_masks, 12), kept)
+    assert state_keys(layer) == {"weight", "packed_masks"}
+    layer(x)
+    assert layer.mask_logits is None
 
 
 @pytest.mark.parametrize("wrong", [lambda x: x, {"a": torch.ones(1)}, None])

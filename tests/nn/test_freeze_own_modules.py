@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from budgets import assert_matches
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 
 from mglu_ops.nn import GLU, MGLU, NaiveMGLU, SwiMGLU, freeze
 
 D, H = 12, 21
+X = torch.randn(3, H)
 
 
 class Gate(nn.Module):
@@ -171,6 +172,9 @@ def test_modules_that_look_like_mglu_are_named_with_what_to_do() -> None:
         "freeze: 0, 1, 2 and 2 more: a Gate looks like an MGLU layer (weight [d, h], logits [n, d, h])"
     )
     assert "replace={Gate: lambda module: mglu_ops.nn.MGLU.from_parameters(module.weight, module.logits)}" in first
+    assert first.endswith(
+        "masks are not `logits > 0`, pass bool masks as it makes them, such as module.logits.sigmoid() > 0.5"
+    )
     assert second.startswith("freeze: 5: a LinearGate looks like an MGLU layer (proj.weight [d, h], scores [n, d, h])")
     assert set(model.state_dict()) == keys
     assert torch.equal(model[0](x), before)
@@ -181,6 +185,19 @@ def test_modules_that_look_like_mglu_are_named_with_what_to_do() -> None:
     }
     want = model[5](x)
     assert_matches(quiet_freeze(model, replace=advice)[5](x), want)
+
+
+@pytest.mark.parametrize("change", ["pruned", "parametrized"])
+def test_renamed_parameters_are_recognised(change: str) -> None:
+    gate = Gate()
+    for name in ("logits", "weight"):
+        if change == "pruned":
+            prune.identity(gate, name)
+        else:
+            parametrize.register_parametrization(gate, name, nn.Identity())
+    with pytest.warns(UserWarning, match=r"a Gate looks like an MGLU layer \(weight \[d, h\], logits \[n, d, h\]\)"):
+        freeze(gate)
+    assert_matches(quiet_freeze(nn.Sequential(gate), replace={Gate: mglu_of})(X), gate(X))
 
 
 def test_a_root_that_looks_like_mglu_is_named() -> None:
@@ -230,7 +247,7 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_modules_cause_no_warning(name: str) -> None:
-    quiet_freeze(OTHERS[name]())
+    quiet_freeze(nn.ModuleList([OTHERS[name](), MGLU(H, D)]))
 
 
 # --- from_parameters ------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 
 from mglu_ops import masks as packed_format
 from mglu_ops.masks import count_ones
@@ -232,6 +233,42 @@ def test_parametrized_logits_count_by_their_value() -> None:
     ratio = MaskStatistics(layer).update()["gate_ratio/0"]
     parametrize.register_parametrization(layer, "mask_logits", Negated())
     assert MaskStatistics(layer).update()["gate_ratio/0"] == pytest.approx(1 - ratio, abs=1e-6)
+
+
+def test_pruned_and_parametrized_logits_of_own_modules_count_by_their_value_now() -> None:
+    """With `prune`, the attribute has the value of the last forward, and the parameter the one before pruning."""
+    model = nn.ModuleDict({"ours": MGLU(8, 8), "own": Own(), "negated": Own()})
+    prune.random_unstructured(model["ours"], "mask_logits", 0.5)
+    prune.random_unstructured(model["own"], "logits", 0.5)
+    parametrize.register_parametrization(model["negated"], "logits", Negated())
+    names = ["own.logits_orig", "negated.parametrizations.logits.original"]
+    statistics = MaskStatistics(model, mask_logits=names)
+    with torch.no_grad():
+        for name in ("ours.mask_logits_orig", *names):
+            model.get_parameter(name).neg_()
+    found = statistics.update()
+    for layer, parameter, mask in (
+        ("ours", model["ours"].mask_logits_orig, model["ours"].mask_logits_mask),
+        ("own.logits_orig", model["own"].logits_orig, model["own"].logits_mask),
+        (names[1], model["negated"].parametrizations.logits.original, -1),
+    ):
+        assert found[f"{layer}/gate_ratio/0"] == pytest.approx((parameter * mask > 0).float().mean().item())
+
+
+def test_layers_that_are_not_counted_are_named() -> None:
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.logits = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(2, 8, 8))
+
+    model = nn.ModuleDict({"ours": MGLU(8, 8), "own": Gate()})
+    words = r'MaskStatistics: own: a .*Gate looks like .* its masks are not counted; .* mask_logits=\["\*\.logits"\]'
+    with pytest.warns(UserWarning, match=words) as caught:
+        MaskStatistics(model)
+    assert [warning.filename for warning in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "own.logits/flips/1" in MaskStatistics(model, mask_logits=["*.logits"]).update()
 
 
 def test_no_graph_is_kept() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 
 from mglu_ops.nn import GLU, MGLU, NaiveMGLU, SwiMGLU, freeze, parameter_groups
 
 MASKED = [MGLU, NaiveMGLU]
+
+# Most tests have a model with a module of the user's whose logits are among the weights.
+pytestmark = pytest.mark.filterwarnings("ignore:parameter_groups. .*own. a Own looks like an MGLU layer")
 
 
 class Own(nn.Module):
@@ -29,7 +34,7 @@ class Own(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, kind: type[nn.Module] = MGLU) -> None:
+    def __init__(self, kind: Callable[..., nn.Module] = MGLU) -> None:
         super().__init__()
         self.embedding = nn.Embedding(32, 16)
         self.norm = nn.RMSNorm(16)
@@ -85,16 +90,49 @@ def test_logits_of_other_modules_are_selected(selection: Any, compiled: bool) ->
     assert chosen == {"gated.mask_logits", "own.logits"}
 
 
-def test_rates_and_decays() -> None:
+@pytest.mark.parametrize(("weight_init", "mask_lr"), [("paper", 2e-3), ("leveled", 6e-4)])
+@pytest.mark.parametrize("kind", MASKED)
+def test_rates_and_decays(kind: type[nn.Module], weight_init: str, mask_lr: float) -> None:
+    """The rate of masks goes with the initial weights, as in the runs that it was measured in."""
+
     def settings(**options: float) -> list[tuple[str, float, float]]:
-        groups = parameter_groups(Model(), lr=2e-3, weight_decay=0.1, **options)
+        model = Model(partial(kind, weight_init=weight_init))
+        groups = parameter_groups(model, lr=2e-3, weight_decay=0.1, **options)
         assert all(set(group) == {"name", "params", "lr", "weight_decay"} for group in groups)
         return [(group["name"], group["lr"], group["weight_decay"]) for group in groups]
 
     spared = [("weights", 2e-3, 0.1), ("no_decay", 2e-3, 0.0)]
-    assert settings() == [*spared, ("mask_logits", pytest.approx(6e-4, rel=1e-12), 0.0)]
+    assert settings() == [*spared, ("mask_logits", pytest.approx(mask_lr, rel=1e-12), 0.0)]
     assert settings(mask_lr=5e-3) == [*spared, ("mask_logits", 5e-3, 0.0)]
     assert settings(mask_lr=0) == [*spared, ("mask_logits", 0, 0.0)]
+
+
+def test_layers_of_both_kinds_get_their_own_rates_and_a_warning() -> None:
+    model = nn.Sequential(MGLU(8, 8, weight_init="leveled"), MGLU(8, 8), MGLU(8, 8, weight_init="leveled"))
+    words = "the masks of some layers get the learning rate 0.0003 and those of others 0.001, because the layers differ"
+    with pytest.warns(UserWarning, match=words) as caught:
+        groups = parameter_groups(model, lr=1e-3, weight_decay=0.1)
+    assert [warning.filename for warning in caught] == [__file__]
+    leveled, paper = groups[1:]
+    assert [group["name"] for group in groups] == ["weights", "mask_logits", "mask_logits"]
+    assert [id(p) for p in leveled["params"]] == [id(model[0].mask_logits), id(model[2].mask_logits)]
+    assert [id(p) for p in paper["params"]] == [id(model[1].mask_logits)]
+    assert (leveled["lr"], paper["lr"]) == (pytest.approx(3e-4), 1e-3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(parameter_groups(model, lr=1e-3, weight_decay=0.1, mask_lr=1e-4)) == 2
+        model[1].requires_grad_(False)
+        assert len(parameter_groups(model, lr=1e-3, weight_decay=0.1)) == 2
+
+
+def test_selected_logits_have_the_rate_that_their_module_says() -> None:
+    model = nn.ModuleList([Own(), Own()])
+    groups = parameter_groups(model, lr=1e-3, weight_decay=0.1, mask_logits=["*.logits"])
+    assert groups[-1]["lr"] == 1e-3
+    for own in model:
+        own.weight_init = "leveled"
+    groups = parameter_groups(model, lr=1e-3, weight_decay=0.1, mask_logits=["*.logits"])
+    assert groups[-1]["lr"] == pytest.approx(3e-4)
 
 
 @pytest.mark.parametrize("wrap", ["compiled", "compiled part", "data parallel", "root"])
@@ -166,6 +204,51 @@ def test_parametrized_logits_are_recognised() -> None:
     assert found["weights"] == {"parametrizations.weight.original"}
 
 
+def prune_half(module: nn.Module, name: str) -> None:
+    prune.custom_from_mask(module, name, torch.arange(getattr(module, name).numel()).view_as(getattr(module, name)) % 2)
+
+
+@pytest.mark.parametrize("kind", MASKED)
+def test_pruned_logits_are_recognised(kind: type[nn.Module]) -> None:
+    layer = kind(8, 8)
+    prune_half(layer, "mask_logits")
+    prune_half(layer, "weight")
+    assert groups_of(layer) == {"weights": {"weight_orig"}, "mask_logits": {"mask_logits_orig"}}
+
+
+@pytest.mark.parametrize("change", ["none", "pruned", "parametrized", "linear"])
+def test_logits_of_own_modules_among_the_weights_are_named(change: str) -> None:
+    """They would be decayed to 0, where a mask flips with every small gradient."""
+    model = nn.ModuleDict({"own": Own(), "again": Own()})
+    for own in model.values():
+        if change == "pruned":
+            prune_half(own, "logits")
+            prune_half(own, "weight")
+        elif change == "parametrized":
+            parametrize.register_parametrization(own, "logits", Doubled())
+            parametrize.register_parametrization(own, "weight", Doubled())
+        elif change == "linear":
+            del own.weight
+            own.proj = nn.Linear(16, 8)
+    own_name = {"pruned": "logits_orig", "parametrized": "parametrizations.logits.original"}.get(change, "logits")
+    with pytest.warns(UserWarning, match="looks like an MGLU layer") as caught:
+        groups_of(model)
+    (warning,) = caught
+    assert warning.filename == __file__
+    assert str(warning.message) == (
+        f"parameter_groups: own, again: a Own looks like an MGLU layer ({'proj.' if change == 'linear' else ''}weight "
+        "[d, h], logits [n, d, h]) but is no module of mglu_ops, so its logits are among the weights, with their rate "
+        f'and decay; if it is one, name its logits: mask_logits=["*.{own_name}"]'
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the advice is enough
+        found = groups_of(model, mask_logits=[f"*.{own_name}"])
+        assert found["mask_logits"] == {f"own.{own_name}", f"again.{own_name}"}
+        for own in model.values():
+            own.get_parameter(own_name).requires_grad_(False)
+        groups_of(model)
+
+
 def test_subclasses_are_recognised() -> None:
     class Scaled(MGLU):
         pass
@@ -180,7 +263,7 @@ def test_subclasses_are_recognised() -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_adamw_neither_decays_logits_nor_norms_and_moves_logits_by_their_rate(fused: bool, compiled: bool) -> None:
     torch._dynamo.reset()
-    model: Any = nn.Sequential(nn.LayerNorm(16), SwiMGLU(16, 24, n_masks=2))
+    model: Any = nn.Sequential(nn.LayerNorm(16), SwiMGLU(16, 24, n_masks=2, weight_init="leveled"))
     forward = torch.compile(model, backend="aot_eager") if compiled else model
     optimizer = torch.optim.AdamW(parameter_groups(forward, lr=1e-3, weight_decay=0.5), fused=fused)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -204,7 +287,7 @@ def test_adamw_neither_decays_logits_nor_norms_and_moves_logits_by_their_rate(fu
 
 
 def test_groups_are_found_by_name_and_a_schedule_keeps_their_ratio() -> None:
-    model = Model()
+    model = Model(partial(MGLU, weight_init="leveled"))
     optimizer = torch.optim.AdamW(parameter_groups(model, lr=1e-3, weight_decay=0.1))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     optimizer.step()
@@ -225,7 +308,7 @@ def test_a_bfloat16_logit_does_not_move_at_a_small_rate_but_a_float32_logit_does
         if moves:
             layer.mask_logits.data = layer.mask_logits.data.float()
             layer.mask_logits.grad = None
-        optimizer = torch.optim.AdamW(parameter_groups(layer, lr=1e-4, weight_decay=0.1))
+        optimizer = torch.optim.AdamW(parameter_groups(layer, lr=3e-5, weight_decay=0.1))
         before = layer.mask_logits.detach().clone()
         for _ in range(3):
             optimizer.zero_grad()
@@ -251,7 +334,7 @@ def test_fully_sharded_parameters(compiled: bool) -> None:
     from torch.distributed.tensor import DTensor
 
     mesh = init_device_mesh("cpu", (1,))
-    model = nn.Sequential(nn.LayerNorm(16), SwiMGLU(16, 24, n_masks=3))
+    model = nn.Sequential(nn.LayerNorm(16), SwiMGLU(16, 24, n_masks=3, weight_init="leveled"))
     fully_shard(model[1], mesh=mesh)
     if compiled:
         model[1].mglu.compile(backend="aot_eager")

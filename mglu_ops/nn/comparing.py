@@ -1,0 +1,108 @@
+"""`freeze(replace=...)` runs each module and what takes its place on the same random x, before anything is replaced."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor, nn
+
+from ..accuracy import ERROR_BUDGET
+from .masked_linear import MaskedLinear
+
+_FACTOR = 4
+"""How many times the error budget of a whole result two results may differ in one element."""
+
+_ADVICE = (
+    "check that it passes the module's activation, weight and router, and masks as the module makes them: "
+    "from_parameters takes logits for masks `logits > 0`, and bool masks for others, such as "
+    "module.logits.sigmoid() > 0.5"
+)
+
+
+def check_same_results(old: nn.Module, new: nn.Module, name: str, stacklevel: int) -> None:
+    """Check that two modules compute the same, in evaluation mode. A warning says so if they cannot be compared.
+
+    x is `[batch, sequence, in_features]` or `[tokens, in_features]`, in the dtype of the first MGLU layer in `new`.
+    Modules on the meta device compute no values, and are not compared.
+
+    Args:
+        old: the module.
+        new: what takes its place.
+        name: what the messages call `old`.
+        stacklevel: as in `warnings.warn`, counted from the caller of this function.
+
+    Raises:
+        ValueError: the results differ by more than rounding, or in their shapes.
+    """
+    layer = next((module for module in new.modules() if isinstance(module, MaskedLinear)), None)
+    if layer is None:
+        _warn(name, "it has no MGLU in it, whose in_features is the size of x", stacklevel + 1)
+    elif not layer.weight.is_meta:
+        try:
+            expected, result = _results(old, new, layer)
+        except Exception as error:  # whatever a module of the user raises for an x that it does not take
+            _warn(name, f"{type(error).__name__}: {error}", stacklevel + 1)
+        else:
+            _compare(expected, result, name)
+
+
+def _warn(name: str, reason: str, stacklevel: int) -> None:
+    warnings.warn(
+        f"replace: the results of {name} and of what replaces it were not compared ({reason}); compare those of the "
+        "model before and after freeze",
+        UserWarning,
+        stacklevel=stacklevel + 1,
+    )
+
+
+@torch.no_grad()
+def _results(old: nn.Module, new: nn.Module, layer: MaskedLinear) -> tuple[Tensor, Tensor]:
+    """The results of both for a random x of three dimensions, or of two if a module does not take that."""
+    x = torch.randn(2, 4, layer.in_features, generator=torch.Generator().manual_seed(0)).to(layer.weight)
+    try:
+        return _evaluated(old, x), _evaluated(new, x)
+    except Exception:
+        return _evaluated(old, x.flatten(0, 1)), _evaluated(new, x.flatten(0, 1))
+
+
+def _evaluated(module: nn.Module, x: Tensor) -> Tensor:
+    """The result in evaluation mode; each part of the module keeps its own mode."""
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        result = module(x)
+        if not isinstance(result, Tensor):
+            raise TypeError(f"the result is a {type(result).__name__} and no tensor")
+        return result
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+
+
+def _compare(expected: Tensor, result: Tensor, name: str) -> None:
+    if expected.shape != result.shape:
+        raise ValueError(
+            f"replace: the function for {name} returned a module whose result has shape {list(result.shape)}, must be "
+            f"that of {name}, {list(expected.shape)}"
+        )
+    limit = _FACTOR * _budget(expected)
+    expected, result = (y.flatten(0, -2).double() for y in (expected, result))
+    is_same = (result == expected) | (result.isnan() & expected.isnan())
+    error = (result - expected).abs().masked_fill(is_same, 0)
+    # Each output feature has a size of its own, and a wrong bit of a mask changes one of them.
+    finite = expected.nan_to_num(0, 0, 0)
+    size = finite.abs().amax(0) + finite.square().mean().sqrt()
+    if not bool((is_same | (error <= limit * size)).all()):
+        raise ValueError(
+            f"replace: the function for {name} returned a module that computes something else: for a random x, its "
+            f"results differ by up to {error.max().item():.3g} from those of {name}, which are up to "
+            f"{expected.abs().max().item():.3g}; {_ADVICE}"
+        )
+
+
+def _budget(result: Tensor) -> float:
+    dtype = result.dtype
+    if dtype is torch.float32 and result.is_cuda and torch.get_float32_matmul_precision() != "highest":
+        dtype = torch.float16  # the products may be in TF32, which has as many digits
+    return ERROR_BUDGET.get(dtype, ERROR_BUDGET[torch.float32])

@@ -1,0 +1,122 @@
+"""Modules of other classes that look like MGLU layers. Each function that acts on MGLU layers alone warns of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+
+from ..masks import MAX_MASKS
+from .mask_logits import Selection, logits_of_modules, selected, without_wrappers
+from .masked_linear import MaskedLinear
+
+
+class Lookalike(NamedTuple):
+    """A module with a weight `[d, h]` and logits `[n, d, h]`, n from 1 to 16, which is no module of this package."""
+
+    name: str
+    """The name of the module in the model, without wrappers; empty for the model itself."""
+    cls: type[nn.Module]
+    weight: str
+    """The attribute with the weight: of the module, or `NAME.weight` of an `nn.Linear` in it."""
+    logits: str
+    """The attribute with the logits."""
+    parameter_name: str
+    """The name of the parameter in the module that holds the logits, or from which they are computed."""
+    parameter: nn.Parameter
+
+    @property
+    def pattern(self) -> str:
+        """An entry of `mask_logits=[...]` that takes the logits of all modules of this class."""
+        return f"*.{self.parameter_name}" if self.name else self.parameter_name
+
+
+def lookalikes(model: nn.Module) -> list[Lookalike]:
+    """Find the modules that look like MGLU layers: with a parameter `[n, d, h]` and a parameter `[d, h]`.
+
+    The second may be of an `nn.Linear` in the module. Parameters count too that `torch.nn.utils.parametrize` or `prune`
+    has renamed.
+    """
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, MaskedLinear):
+            continue
+        cls, own = parametrize.type_before_parametrizations(module), _parameters_by_attribute(module)
+        children = [(key, child) for key, child in module.named_children() if isinstance(child, nn.Linear)]
+        weights = {key: p for key, (_, p) in own.items()} | {f"{key}.weight": child.weight for key, child in children}
+        pairs = (
+            Lookalike(without_wrappers(name), cls, weight, logits, parameter_name, parameter)
+            for logits, (parameter_name, parameter) in own.items()
+            if parameter.dim() == 3 and parameter.shape[0] <= MAX_MASKS and parameter.is_floating_point()
+            for weight, other in weights.items()
+            if not is_lazy(other) and other.shape == parameter.shape[1:]
+        )
+        found += [pair for pair in [next(pairs, None)] if pair is not None]
+    return found
+
+
+def _parameters_by_attribute(module: nn.Module) -> dict[str, tuple[str, nn.Parameter]]:
+    """The parameters of a module under the attribute that they are the values of, each with its own name."""
+    found: dict[str, tuple[str, nn.Parameter]] = {}
+    for name, parameter in module.named_parameters(recurse=False):
+        if is_lazy(parameter):
+            continue
+        attribute = name.removesuffix("_orig")
+        is_pruned = attribute != name and hasattr(module, f"{attribute}_mask")
+        found[attribute if is_pruned else name] = (name, parameter)
+    if parametrize.is_parametrized(module):
+        for name, parametrizations in module.parametrizations.items():  # type: ignore[union-attr, operator]
+            if (original := getattr(parametrizations, "original", None)) is not None:
+                found[name] = (f"parametrizations.{name}.original", original)
+    return found
+
+
+def warn_of_lookalikes(
+    caller: str, found: Iterable[Lookalike], consequence: Callable[[Lookalike], str], stacklevel: int
+) -> None:
+    """Warn once for each class of modules that look like MGLU layers.
+
+    Args:
+        caller: the function that the user called, which begins the message.
+        found: the modules.
+        consequence: what their being unknown means, and what to do about it, of the first module of a class.
+        stacklevel: as in `warnings.warn`, counted from the caller of this function.
+    """
+    of_class: dict[type[nn.Module], list[Lookalike]] = {}
+    for one in found:
+        of_class.setdefault(one.cls, []).append(one)
+    for cls, all_of_it in of_class.items():
+        first, names = all_of_it[0], [one.name or "the model" for one in all_of_it]
+        where = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        warnings.warn(
+            f"{caller}: {where}: a {cls.__qualname__} looks like an MGLU layer ({first.weight} [d, h], "
+            f"{first.logits} [n, d, h]) but is no module of mglu_ops, so {consequence(first)}",
+            UserWarning,
+            stacklevel=stacklevel + 1,
+        )
+
+
+def warn_of_unnamed_logits(
+    caller: str, model: nn.Module, mask_logits: Selection, consequence: str, stacklevel: int
+) -> None:
+    """Warn of modules that look like MGLU layers and train logits that `mask_logits` does not name.
+
+    Args:
+        caller: the function that the user called, which begins the message.
+        model: its model.
+        mask_logits: its argument.
+        consequence: what happens to these modules.
+        stacklevel: as in `warnings.warn`, counted from the caller of this function.
+    """
+    named = {owner.get_parameter(name.rpartition(".")[2]) for name, owner in selected(model, mask_logits).items()}
+    known = named | logits_of_modules(model).keys()
+    found = [one for one in lookalikes(model) if one.parameter.requires_grad and one.parameter not in known]
+
+    def advice(one: Lookalike) -> str:
+        return f'{consequence}; if it is one, name its logits: mask_logits=["{one.pattern}"]'
+
+    warn_of_lookalikes(caller, found, advice, stacklevel + 1)
