@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (the field's name)
-from local_text import COMMON, LENGTH, SIZES, read
+from local_text import COMMON, LENGTH, SIZES, read, save
 from torch import Tensor
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -50,7 +50,7 @@ def main() -> None:
 
     fit("student", student, divergence, train, options.steps)
     report("student as trained", student, held_out)
-    freeze(student).save_pretrained(options.output)
+    save(freeze(student), options.output)
     print(f"packed the masks and saved {options.output}/")
 
 

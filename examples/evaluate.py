@@ -3,9 +3,9 @@
     python examples/evaluate.py MODEL                # offline: which line of Python follows, out of two
     python examples/evaluate.py MODEL --tasks paper  # downloads the tasks' data from the Hugging Face Hub
 
-MODEL is a folder that `save_pretrained` wrote, with a tokenizer. In a clone, `pip install ".[evaluate,transformers]"`
-brings what this needs. The harness shows progress bars and prints a table. With a tiny model, the local task takes
-about 15 s on 2 CPU cores, and says nothing about a model's quality.
+MODEL is a folder that `save_pretrained` wrote, with a tokenizer, such as what train_trainer.py writes. In a clone,
+`pip install ".[evaluate,transformers]"` brings what this needs. The harness shows progress bars and prints a table.
+With a tiny model, the local task takes about 15 s on 2 CPU cores, and says nothing about a model's quality.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import torch
-from local_text import MANUAL, read, split
+from local_text import MANUAL, read, save, split
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -55,7 +55,7 @@ def main() -> None:
     print(f"{options.steps} steps took {seconds:.1f} s; loss on held-out text: {before:.3f} -> {after:.3f} nats a byte")
 
     merged = model.merge_and_unload()
-    freeze(merged).save_pretrained(options.output)
+    save(freeze(merged), options.output)
     print(f"merged the adapter, packed the masks and saved {options.output}/")
 
 

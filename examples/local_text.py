@@ -1,4 +1,7 @@
-"""Text for the examples that train language models: Python's own source files, one token a byte. No download."""
+"""Text for the examples that train language models: Python's own source files, one token a byte. No download.
+
+`save` writes a model with a tokenizer of bytes, so that `evaluate.py`, vLLM and pipelines read it.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 LIBRARY = Path(os.__file__).parent
 MANUAL = LIBRARY / "pydoc_data" / "topics.py"  # the chapters of Python's manual that help() shows: mostly English
 
 SIZES: dict[str, dict[str, Any]] = {
-    "tiny": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2},
+    "tiny": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1},
     "small": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4},
 }
-"""Sizes of models, for their configurations."""
+"""Sizes of models, for their configurations. Heads have 32 features, the fewest that vLLM takes on a CPU."""
 
 COMMON: dict[str, Any] = {"vocab_size": 256, "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": None}
 LENGTH = 128
@@ -30,6 +35,28 @@ def encode(text: str) -> Tensor:
 
 def decode(tokens: Tensor) -> str:
     return bytes(tokens.tolist()).decode(errors="replace")
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """The tokenizer whose tokens are those of `encode`; token 0, a byte that no text has, ends a text."""
+    # The bytes that are no printable characters have characters past 255 in their place, as in GPT-2's vocabulary.
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    characters = [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    vocabulary = {character: token for token, character in enumerate(["<eos>", *characters[1:]])}
+    bytewise = Tokenizer(models.BPE(vocabulary, []))
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bytewise.decoder = decoders.ByteLevel()
+    length = COMMON["max_position_embeddings"]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bytewise, eos_token="<eos>", pad_token="<eos>", model_max_length=length
+    )
+
+
+def save(model: Any, folder: str) -> None:
+    """Save a model and its tokenizer."""
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
 
 
 def read(number: int, *files: Path) -> Tensor:

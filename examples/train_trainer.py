@@ -3,7 +3,7 @@
     python examples/train_trainer.py
 
 Writes the trained model to `mglu-llama/` (logits, to train further) and to `mglu-llama-frozen/` (packed masks, for
-inference). Takes about a minute on 2 CPU cores.
+inference), each with a tokenizer, so that evaluate.py and vLLM read them. Takes about a minute on 2 CPU cores.
 In a clone, `pip install ".[transformers]"` brings what this needs.
 """
 
@@ -13,7 +13,7 @@ import argparse
 import time
 
 import torch
-from local_text import COMMON, SIZES, decode, encode, read, split
+from local_text import COMMON, SIZES, decode, encode, read, save, split
 from transformers import TrainingArguments
 
 from mglu_ops.transformers import MGLULlamaConfig, MGLULlamaForCausalLM, MGLUTrainer, freeze
@@ -48,11 +48,11 @@ def main() -> None:
     after = trainer.evaluate()["eval_loss"]
     print(f"{options.steps} steps took {seconds:.1f} s; loss on held-out text: {before:.3f} -> {after:.3f} nats a byte")
 
-    model.save_pretrained(options.output)
+    save(model, options.output)
     model.eval()
     prompt = encode("    def __init__(self")[None].to(model.device)
     print("sample:", repr(decode(model.generate(prompt, max_new_tokens=40, do_sample=False, pad_token_id=0)[0].cpu())))
-    freeze(model).save_pretrained(f"{options.output}-frozen")
+    save(freeze(model), f"{options.output}-frozen")
     print(f"saved {options.output}/ and {options.output}-frozen/")
 
 

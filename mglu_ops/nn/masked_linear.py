@@ -17,7 +17,7 @@ from .leveling import level_gain
 LOGITS = "mask_logits"
 LOGITS_STD = 0.01
 """The standard deviation of new logits."""
-_PACKED = "packed_masks"
+PACKED = "packed_masks"
 
 
 class MaskedLinear(nn.Module):
@@ -64,7 +64,7 @@ class MaskedLinear(nn.Module):
 
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
         self.register_parameter(LOGITS, None)
-        self.register_buffer(_PACKED, None)
+        self.register_buffer(PACKED, None)
         if learnable_masks:
             logits = torch.empty(n_masks, out_features, in_features, device=device, dtype=dtype)
             self.mask_logits = nn.Parameter(logits)
@@ -78,8 +78,8 @@ class MaskedLinear(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter, but keep packed masks a buffer: Transformers assigns each DTensor as a Parameter."""
-        if name == _PACKED and param is not None:
-            self.register_buffer(_PACKED, param)
+        if name == PACKED and param is not None:
+            self.register_buffer(PACKED, param)
         else:
             super().register_parameter(name, param)
 
@@ -165,7 +165,7 @@ class MaskedLinear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        weight, logits, packed = (prefix + name for name in ("weight", LOGITS, _PACKED))
+        weight, logits, packed = (prefix + name for name in ("weight", LOGITS, PACKED))
         problems = {key: _dtype_problem(key, state_dict[key]) for key in (weight, logits) if key in state_dict}
         if (problem := self._mask_problem(state_dict, prefix)) is not None:
             problems |= {logits: problem, packed: problem}
@@ -181,7 +181,7 @@ class MaskedLinear(nn.Module):
 
     def _mask_problem(self, state_dict: Mapping[str, Any], prefix: str) -> str | None:
         """Return why this module cannot load the masks of a checkpoint, or None if it can."""
-        logits_key, key = prefix + LOGITS, prefix + _PACKED
+        logits_key, key = prefix + LOGITS, prefix + PACKED
         packed = state_dict.get(key)
         if self.learnable_masks:
             if packed is None or logits_key in state_dict:

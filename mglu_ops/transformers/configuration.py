@@ -39,6 +39,7 @@ class MGLUConfigMixin:
         router_aux_loss_coef: factor of the load-balancing loss, which is added to the loss in training; 0 for none.
         weight_init: how new weights of MGLU layers are drawn: `paper` as Transformers draws those of linear layers,
             `leveled` with the factor of `mglu_ops.nn.MGLU`.
+        needs_import: the module that registers the `model_type`, for those who read the file. Nothing reads it here.
     """
 
     n_masks: int = 1
@@ -46,6 +47,7 @@ class MGLUConfigMixin:
     learnable_masks: bool = True
     router_aux_loss_coef: float = 0.0
     weight_init: str = "paper"
+    needs_import: str = "mglu_ops.transformers"
 
     def validate_masks(self) -> None:
         """Check the keys of this class, and that the others fit an MGLU; `strict` calls this after `__init__`.

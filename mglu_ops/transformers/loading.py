@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 
-from ..nn.masked_linear import LOGITS, MaskedLinear
+from ..checks import FLOATING
+from ..nn.masked_linear import LOGITS, PACKED, MaskedLinear
 from ..nn.packed_buffers import check_masks
 
 _UINT8 = ("U8", "torch.uint8")
+_FLOATING = ("F16", "BF16", "F32", "F64", *map(str, FLOATING))
+"""The names of dtypes in files of safetensors, and in torch."""
 
 
 def check_loaded(model: nn.Module, info: Any, source: str) -> None:
@@ -25,9 +29,10 @@ def check_loaded(model: nn.Module, info: Any, source: str) -> None:
 
     Raises:
         ValueError: weights or masks of an MGLU are not in the checkpoint, or have other sizes; the checkpoint has
-            tensors of an MGLU that the model has not; or packed masks have padding that is not 0.
+            tensors of an MGLU, or a whole one, that the model has not; or packed masks have padding that is not 0.
     """
     layers = _layers(model)
+    kinds = set(map(_kind, layers))
     for key, found, expected in sorted(info.mismatched_keys):
         if _is_of(key, layers):
             raise ValueError(
@@ -38,6 +43,12 @@ def check_loaded(model: nn.Module, info: Any, source: str) -> None:
     if missing:
         reason = _reason(set(info.unexpected_keys), len(set(map(_owner, missing))) < len(layers))
         raise ValueError(f"{source}: has no {_first_of(missing)}; {reason}")
+    surplus = sorted(key for key in info.unexpected_keys if not _is_of(key, layers) and _is_of(_kind(key), kinds))
+    if surplus:
+        raise ValueError(
+            f"{source}: has {_first_of(surplus)}, of a layer that the configuration has not; check num_hidden_layers: "
+            "without its last layers, the model would compute something else than the one that was saved"
+        )
     unused = sorted(key for key in info.unexpected_keys if _is_of(key, layers))
     if unused:
         raise ValueError(
@@ -65,32 +76,47 @@ def check_adapter(model: nn.Module, info: Any, expected: Iterable[str], source: 
         )
 
 
-def check_dtypes(state_dict: Mapping[str, Any] | None, files: Iterable[str] | None, source: str) -> None:
-    """Check that the packed masks of a checkpoint are uint8, because the loader would cast others silently.
+def check_dtypes(
+    model: nn.Module, state_dict: Mapping[str, Any] | None, files: Iterable[str] | None, source: str
+) -> None:
+    """Check the dtypes of a checkpoint's MGLU layers, because the loader would cast wrong ones silently.
 
     Raises:
-        TypeError: packed masks have another dtype.
+        TypeError: packed masks are not uint8, or weights or logits are not floating.
     """
-    for key, dtype in _dtypes_of_masks(state_dict, files or ()):
-        if dtype not in _UINT8:
+    kinds = set(map(_kind, _layers(model)))
+    for key, dtype in _dtypes(state_dict, files or ()):
+        if not _is_of(_kind(key), kinds):
+            continue
+        name = key.rpartition(".")[2]
+        if name == PACKED and dtype not in _UINT8:
             raise TypeError(f"{source}: {key} has dtype {dtype}, must be uint8 (U8)")
+        if name in ("weight", LOGITS) and dtype not in _FLOATING:
+            raise TypeError(f"{source}: {key} has dtype {dtype}, must be one of {', '.join(_FLOATING)}")
 
 
-def _dtypes_of_masks(state_dict: Mapping[str, Any] | None, files: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """The names and dtypes of the packed masks of a checkpoint; of a file of safetensors, only the head is read."""
+def warn_of_quantizer(quantizer: Any) -> None:
+    """Warn that a quantizer of Transformers, which replaces linear layers, leaves the weights of MGLU layers alone."""
+    method = quantizer.quantization_config.quant_method
+    warnings.warn(
+        f"quantization_config: {getattr(method, 'value', method)} quantizes linear layers, and leaves the weight of "
+        "MGLU layers, which are none, in the dtype of the model",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
+def _dtypes(state_dict: Mapping[str, Any] | None, files: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """The names and dtypes of the tensors of a checkpoint; of a file of safetensors, only the head is read."""
     if state_dict is not None:
-        yield from ((key, str(state_dict[key].dtype)) for key in filter(_names_masks, state_dict))
+        yield from ((key, str(value.dtype)) for key, value in state_dict.items() if isinstance(value, Tensor))
         return
     for file in map(str, files):
         if file.endswith(".safetensors"):
             with safe_open(file, framework="pt") as tensors:
-                yield from ((key, tensors.get_slice(key).get_dtype()) for key in filter(_names_masks, tensors.keys()))
+                yield from ((key, tensors.get_slice(key).get_dtype()) for key in tensors.keys())  # noqa: SIM118 (no dict)
         elif file.endswith(".bin"):
-            yield from _dtypes_of_masks(torch.load(file, map_location="meta", weights_only=True), ())
-
-
-def _names_masks(key: str) -> bool:
-    return key.endswith(".packed_masks")
+            yield from _dtypes(torch.load(file, map_location="meta", weights_only=True), ())
 
 
 def _layers(model: nn.Module) -> list[str]:
@@ -110,6 +136,11 @@ def _is_of(key: str, layers: Iterable[str]) -> bool:
     """
     owner = f".{_owner(key)}"
     return any(owner.endswith(f".{name}") or f".{name}".endswith(owner) for name in layers)
+
+
+def _kind(name: str) -> str:
+    """A name without its numbers, which layers of the same kind share."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
 def _first_of(keys: list[str]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -26,8 +27,10 @@ from transformers import initialization as init
 from transformers.utils.output_capturing import OutputRecorder
 
 from ..nn import MGLU, MGLUFeedForward
+from .adapters import warn_of_untrained_weights
 from .configuration import ACTIVATIONS, MGLUConfigMixin, MGLULlamaConfig, MGLUMistralConfig, MGLUQwen3Config
-from .loading import check_adapter, check_dtypes, check_loaded
+from .loading import check_adapter, check_dtypes, check_loaded, warn_of_quantizer
+from .model_card import write_model_card
 from .routing import RoutedForwardMixin
 
 if TYPE_CHECKING:  # what the mixins stand before
@@ -61,7 +64,9 @@ class MGLUPreTrainedMixin(_Model):
             info, offload_index = loader(model, state_dict, checkpoint_files, load_config, expected_keys)
             check_adapter(model, info, expected_keys, source)
             return info, offload_index
-        check_dtypes(state_dict, checkpoint_files, source)
+        if load_config.hf_quantizer is not None:
+            warn_of_quantizer(load_config.hf_quantizer)
+        check_dtypes(model, state_dict, checkpoint_files, source)
         info, offload_index = loader(model, state_dict, checkpoint_files, load_config)
         check_loaded(model, info, source)
         return info, offload_index
@@ -69,11 +74,20 @@ class MGLUPreTrainedMixin(_Model):
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         """Save as Transformers does; the configuration says which form the masks have, also after `mglu_ops.freeze`.
 
+        A folder without README.md gets a model card, which says what to import before loading.
+
         Raises:
             ValueError: some layers have packed masks and others learn theirs.
         """
         update_config(self)
         super().save_pretrained(save_directory, *args, **kwargs)
+        if (args[0] if args else kwargs.get("is_main_process", True)) and Path(save_directory).is_dir():
+            write_model_card(self, Path(save_directory))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "peft_config":  # PEFT sets it when it has put its adapters into the model
+            warn_of_untrained_weights(self)
 
 
 def update_config(model: Any) -> None:

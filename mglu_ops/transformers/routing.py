@@ -25,7 +25,7 @@ class RoutedForwardMixin(_Model):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        *,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -33,6 +33,8 @@ class RoutedForwardMixin(_Model):
         **kwargs: Any,
     ) -> Any:
         """Run the model as its base class does.
+
+        The cache is among `kwargs`, since its name depends on the version of Transformers.
 
         In training, with `labels` and `router_aux_loss_coef > 0`, the result is a `MoeCausalLMOutputWithPast`:
         `aux_loss` is the load-balancing loss, and `loss` is that of the language model plus
@@ -42,7 +44,6 @@ class RoutedForwardMixin(_Model):
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "position_ids": position_ids,
-            "past_key_values": past_key_values,
             "inputs_embeds": inputs_embeds,
             "use_cache": use_cache,
             **kwargs,
@@ -68,14 +69,12 @@ class RoutedForwardMixin(_Model):
         # Trainer divides the loss by the number of tokens of all batches that it accumulates: so does this.
         in_all = kwargs.get("num_items_in_batch")
         share = 1 if in_all is None else (labels[:, 1:] != -100).sum() / in_all
+        rest = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
         return MoeCausalLMOutputWithPast(
             loss=loss + config.router_aux_loss_coef * share * balance.to(loss.device),
             aux_loss=balance,
             logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            router_logits=outputs.router_logits,
+            **rest,
         )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..checks import FLOATING
 from ..masks import check_layout, check_packed_masks, n_masks_of
 
 
@@ -31,8 +32,11 @@ def weight_shard(weight: Tensor, out_features: int, in_features: int, rank: int,
     """A rank's rows of a weight `[out_features, in_features]`: `[out_features / ranks, in_features]`, a view.
 
     Raises:
+        TypeError: the dtype is not floating; vLLM would cast it.
         ValueError: the weight has another shape, or `rows_of_rank` raises.
     """
+    if weight.dtype not in FLOATING:
+        raise TypeError(f"weight: got dtype {weight.dtype}, must be one of {', '.join(map(str, FLOATING))}")
     if weight.shape != (out_features, in_features):
         raise ValueError(f"weight: got shape {list(weight.shape)}, must be {[out_features, in_features]}")
     return weight[rows_of_rank(out_features, rank, ranks)]

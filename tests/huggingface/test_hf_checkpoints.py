@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -161,6 +164,33 @@ def test_a_model_on_meta_takes_a_state_dict(learnable: bool) -> None:
     assert torch.equal(mglus(result)[0](torch.ones(1, 36)), mglus(model)[0](torch.ones(1, 36)))
 
 
+@EACH
+def test_a_checkpoint_says_what_to_import(name: str, tmp_path: Path) -> None:
+    folder = saved(tiny(name), tmp_path / "my-model")
+    assert json.loads((folder / "config.json").read_text())["needs_import"] == "mglu_ops.transformers"
+    card = (folder / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert f"`mglu_{name}`" in card
+    (snippet,) = re.findall(r"^```python\n(.*?)^```", card, flags=re.MULTILINE | re.DOTALL)
+    assert "import mglu_ops.transformers" in snippet
+    names: dict[str, Any] = {}
+    exec(snippet.replace('"my-model"', repr(str(folder))), names)
+    assert_same(names["model"], tiny(name))
+    if name != "llama":
+        return  # a process takes seconds to start
+    # Without the import, Transformers cannot know it. Should that change, the card may say so.
+    code = f"import transformers; transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert f"model type `mglu_{name}`" in process.stderr
+
+
+def test_a_model_card_of_the_user_is_kept_and_one_process_writes(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("mine")
+    assert (saved(tiny(), tmp_path) / "README.md").read_text() == "mine"
+    saved(tiny(), tmp_path / "other", is_main_process=False)
+    assert not (tmp_path / "other" / "README.md").exists()
+
+
 # --- What is refused --------------------------------------------------------------------------------------------------
 
 
@@ -275,6 +305,32 @@ def test_wrong_packed_masks_are_refused(wrong: str, loader: str, tmp_path: Path)
         load(tmp_path, **LOADERS[loader])
     with pytest.raises(error, match=words):
         AutoModel.from_pretrained(tmp_path, **LOADERS[loader])
+
+
+@FORMS
+def test_layers_that_the_configuration_has_not_are_refused(learnable: bool, tmp_path: Path) -> None:
+    saved(tiny(learnable_masks=learnable, mask_top_k=1), tmp_path)
+    words = r"has model\.layers\.1\.mlp\.mglu\.\w+ and 2 more, of a layer that the configuration has not; check num_h"
+    for cls in (AutoModel, AutoModelForCausalLM):
+        with pytest.raises(ValueError, match=words):
+            cls.from_pretrained(tmp_path, num_hidden_layers=1)
+    with pytest.raises(ValueError, match=r"has no model\.layers\.2\.mlp\.mglu\.\w+ and 2 more"):
+        load(tmp_path, num_hidden_layers=3)
+
+
+@EACH_LOADER
+@pytest.mark.parametrize(("name", "dtype"), [("weight", "int64"), ("mask_logits", "int8"), ("weight", "float8_e4m3fn")])
+def test_integers_are_no_weights_or_logits(loader: str, name: str, dtype: str, tmp_path: Path) -> None:
+    model = tiny()
+    key = f"model.layers.1.mlp.mglu.{name}"
+    rewrite(saved(model, tmp_path), lambda state: {**state, key: state[key].to(getattr(torch, dtype))})
+    written = {"int64": "I64", "int8": "I8", "float8_e4m3fn": "F8_E4M3"}[dtype]
+    for cls in (AutoModel, AutoModelForCausalLM):
+        with pytest.raises(TypeError, match=rf"{tmp_path}: {key} has dtype {written}, must be one of F16, BF16, F32"):
+            cls.from_pretrained(tmp_path, **LOADERS[loader])
+    state = {**model.state_dict(), key: model.state_dict()[key].to(getattr(torch, dtype))}
+    with pytest.raises(TypeError, match=f"state_dict: {key} has dtype torch.{dtype}, must be one of"):
+        type(model).from_pretrained(None, config=model.config, state_dict=state)
 
 
 def test_wrong_packed_masks_of_a_state_dict_are_refused() -> None:

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hf_models import mglus
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -55,6 +56,23 @@ def test_train_trainer(capsys: pytest.CaptureFixture[str]) -> None:
     assert "5 steps took" in printed
     assert not is_frozen("mglu-llama")
     assert is_frozen("mglu-llama-frozen")
+
+
+def test_what_is_written_has_the_tokenizer_that_it_was_trained_with() -> None:
+    from local_text import decode, encode
+
+    train()
+    text = "def main(x):\n\treturn 'café' + \"\u2192 \U0001f600\"  # Āā\r\n\x7f\x01"
+    for name in ("mglu-llama", "mglu-llama-frozen"):
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokens = tokenizer(text, return_tensors="pt").input_ids[0]
+        assert torch.equal(tokens, encode(text))
+        assert tokenizer.decode(tokens) == decode(tokens) == text
+        assert (tokenizer.eos_token_id, tokenizer.pad_token_id, len(tokenizer)) == (0, 0, 256)
+        generate = pipeline("text-generation", name)
+        assert generate("def main(", max_new_tokens=3, do_sample=False)[0]["generated_text"].startswith("def main(")
+        config = AutoConfig.from_pretrained(name)
+        assert config.head_dim in (32, 64, 80, 96, 112, 128, 160, 192, 224, 256), "what vLLM takes on a CPU"
 
 
 def test_finetune_lora(capsys: pytest.CaptureFixture[str]) -> None:

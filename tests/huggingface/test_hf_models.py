@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import pytest
@@ -191,6 +193,23 @@ def test_logits_stay_in_float32(dtype: torch.dtype) -> None:
 
 def generated(model: Any, **options: Any) -> list[list[int]]:
     return model.generate(TOKENS, max_new_tokens=8, do_sample=False, **options).tolist()
+
+
+@EACH
+def test_the_cache_has_the_name_that_transformers_gives_it(name: str) -> None:
+    """It was renamed in 5.24, and each call with the older name warns."""
+    architecture = BY_NAME[name]
+    ours, base = (set(inspect.signature(c[1].forward).parameters) for c in (architecture.mglu, architecture.swiglu))
+    assert ours <= base
+    assert base - ours <= {"past_key_values", "cache"}
+    routed = tiny(name, mask_top_k=1, router_aux_loss_coef=0.1).train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        output = routed(TOKENS, labels=TOKENS, use_cache=True)
+        tokens = routed.eval().generate(TOKENS, max_new_tokens=2, do_sample=False)
+    cache = output["cache"] if "cache" in output else output["past_key_values"]
+    assert cache.get_seq_length() == TOKENS.shape[1]
+    assert tokens.shape[1] == TOKENS.shape[1] + 2
 
 
 @EACH

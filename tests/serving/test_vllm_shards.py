@@ -63,6 +63,7 @@ WRONG: list[tuple[Callable[[Tensor, Tensor, Tensor], object], type[Exception], s
         ValueError,
         "intermediate_size: got 12, must be a multiple of .* 5",
     ),
+    (lambda w, l, p: weight_shard(w.long(), *SHAPE, *RANK), TypeError, r"weight: got dtype torch\.int64, must be one"),
     (lambda w, l, p: weight_shard(w, *SHAPE, 2, 2), ValueError, "rank: got 2, must be from 0 to 1"),
     (lambda w, l, p: packed_shard(p, 4, *SHAPE, *RANK), ValueError, "packed_masks: got n_masks=3, must be 4"),
     (lambda w, l, p: packed_shard(p.float(), 3, *SHAPE, *RANK), TypeError, "packed_masks: got dtype torch.float32"),
