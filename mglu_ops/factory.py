@@ -73,15 +73,34 @@ def describe(error: BaseException) -> str:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a file as `python FILE.py` would: it may import the files beside it."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    """Import a file as `python FILE.py` would: it may import the files beside it, and replaces no other module."""
+    name = _free_name(path)
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, "the name ends in .py"
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # pickle and Dynamo look a function's module up here
+    sys.modules[name] = module  # pickle and Dynamo look a function's module up here
     sys.path.insert(0, str(path.parent.resolve()))
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
+
+
+def _free_name(path: Path) -> str:
+    """The name of a file as a module; with underscores after it where another module has that name, as `types_`."""
+    name = path.stem
+    while name in sys.stdlib_module_names or not _is_of(sys.modules.get(name), path):
+        name += "_"
+    return name
+
+
+def _is_of(module: ModuleType | None, path: Path) -> bool:
+    """Whether a module is that of a file, imported before, or there is none."""
+    file = getattr(module, "__file__", None)
+    return module is None or (file is not None and Path(file).resolve() == path.resolve())
 
 
 def _type_of(value: object) -> str:

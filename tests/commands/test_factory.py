@@ -82,3 +82,25 @@ def test_every_command_reports_a_wrong_factory_in_the_same_words(
         assert main(command) == 2
         messages.append(capsys.readouterr().err.partition(": error: ")[2])
     assert messages[0] == messages[1] != ""
+
+
+@pytest.mark.parametrize("name", ["types", "torch", "mglu_ops", "sched", "neighbour_of_models"])
+def test_a_file_replaces_no_module_of_its_name(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules that are loaded, one of the standard library that is not, and one beside the file."""
+    monkeypatch.syspath_prepend(folder)
+    load_factory("models.py:make")
+    before = dict(sys.modules)
+    path = folder / "elsewhere" / f"{name}.py"
+    path.parent.mkdir()
+    path.write_text("class Model: ...\n\n\ndef make():\n    return Model(), ()\n")
+    for _ in range(2):  # a file that is imported again replaces itself
+        model, _ = load_model(f"{path}:make")
+        assert sys.modules[f"{name}_"].Model is type(model)  # where pickle looks it up
+        assert {key: sys.modules[key] for key in before} == before
+
+
+def test_a_file_that_fails_leaves_no_module(folder: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(FactoryError, match="no_such_package"):
+            load_factory(f"{folder / 'fails.py'}:make")
+        assert "fails" not in sys.modules
