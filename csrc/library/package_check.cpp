@@ -71,24 +71,31 @@ std::string_view minor_version(std::string_view version) {
 
 }  // namespace
 
-void check_package(std::string_view package, std::string_view torch_version, std::string_view device) {
+bool check_package(std::string_view package, std::string_view torch_version, std::string_view device) {
     const std::optional<Seal> seal = find_seal(package);
     if (!seal) throw FileProblem("it has no seal at its end: it is truncated, or was not made by mglu_ops.export");
     if (adler32(package.substr(0, package.size() - kChecksumDigits)) != seal->checksum)
         throw FileProblem("it is damaged: its checksum is wrong");
-    check_description(read_members(package), seal->torch_version, seal->device);
+    const bool holds_weights = check_description(read_members(package), seal->torch_version, seal->device);
     const std::string made_by(seal->torch_version), target(seal->device);
     if (!torch_version.empty() && minor_version(made_by) != minor_version(torch_version))
         throw FileProblem("it was compiled by torch " + made_by + ", and this is " + std::string(torch_version) +
                           "; export it anew");
     if (!device.empty() && target != device)
         throw FileProblem("it was compiled for " + target + ", not for " + std::string(device));
+    return holds_weights;
 }
 
 void check_weights(std::string_view archive) {
-    for (const Member& member : read_members(archive))
+    constexpr std::string_view kValue = "/data.pkl";
+    bool has_value = false;
+    for (const Member& member : read_members(archive)) {
         if (crc32(member.bytes) != member.crc32)
             throw FileProblem("it is damaged: the checksum of member " + quoted(member.name) + " is wrong");
+        const std::size_t slash = member.name.find('/');
+        has_value = has_value || (slash != std::string_view::npos && member.name.substr(slash) == kValue);
+    }
+    if (!has_value) throw FileProblem("it is no file of weights: torch.save did not write it");
 }
 
 namespace {
@@ -143,6 +150,17 @@ const char* mglu_check_package(const char* path, const char* torch_version, cons
     return mglu::problem_of(path, [&](std::string_view package) {
         mglu::check_package(package, text(torch_version), text(device));
     });
+}
+
+const char* mglu_check_model(const char* path, const char* weights, const char* torch_version, const char* device) {
+    const auto text = [](const char* given) { return given != nullptr ? std::string_view(given) : std::string_view(); };
+    const char* problem = mglu::problem_of(path, [&](std::string_view package) {
+        const bool holds_weights = mglu::check_package(package, text(torch_version), text(device));
+        if (!holds_weights && weights == nullptr)
+            throw mglu::FileProblem("it has no weights in it: give the model the file of export(..., weights=FILE)");
+        if (holds_weights && weights != nullptr) throw mglu::FileProblem("it has its own weights");
+    });
+    return problem != nullptr || weights == nullptr ? problem : mglu_check_weights(weights);
 }
 
 const char* mglu_check_weights(const char* path) { return mglu::problem_of(path, mglu::check_weights); }

@@ -14,10 +14,10 @@
 namespace mglu {
 
 // Throws FileProblem unless `package`, the bytes of a file, is a whole package with a right archive and description, made
-// for this version of torch and this device (empty: any).
-void check_package(std::string_view package, std::string_view torch_version, std::string_view device);
+// for this version of torch and this device (empty: any). Returns whether it holds its weights.
+bool check_package(std::string_view package, std::string_view torch_version, std::string_view device);
 
-// Throws FileProblem unless `archive`, the bytes of a file of torch.save, is whole, and no member is compressed.
+// Throws FileProblem unless `archive`, the bytes of a file, is a whole file of torch.save, and no member is compressed.
 void check_weights(std::string_view archive);
 
 }  // namespace mglu

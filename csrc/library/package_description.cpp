@@ -9,7 +9,7 @@ namespace mglu {
 
 namespace {
 
-constexpr std::int64_t kFormat = 2, kMostMasks = 16;
+constexpr std::int64_t kFormat = 3, kMostMasks = 16;
 constexpr std::size_t kMostTextBytes = 1 << 22;
 const std::string kDescription = "its description";
 
@@ -130,7 +130,7 @@ Rule object_of(const Rule& rule) {
 }
 
 void size_or_range(const std::string& field, const Json& value) {
-    (value.kind == Json::Kind::list ? items({size, optional(size)}) : Rule(size))(field, value);
+    (value.kind == Json::Kind::list ? items({size, optional(size), text}) : Rule(size))(field, value);
 }
 
 const Rule& description_rule() {
@@ -139,7 +139,14 @@ const Rule& description_rule() {
 #include "../cpu/activation.h"
     };
     static const Rule floating = one_of({"float16", "bfloat16", "float32", "float64"});
-    static const Rule input = entries({{"name", text}, {"dtype", text}, {"shape", list_of(size_or_range)}});
+    static const Rule input = entries({
+        {"name", text},
+        {"dtype", text},
+        {"shape", list_of(size_or_range)},
+        {"order", list_of(size)},
+        {"is_written", boolean},
+        {"constant", optional(text)},
+    });
     static const Rule layer = entries({
         {"n_masks", integer(1, kMostMasks)},
         {"out_features", size},
@@ -162,6 +169,7 @@ const Rule& description_rule() {
             {"inputs", list_of(input)},
             {"layers", list_of(layer)},
             {"weights", list_of(weight)},
+            {"conditions", list_of(text)},
             {"cpu", optional(items({text, text}))},
             {"arch", optional(items({size, size}))},
             {"multi_arch", boolean},
@@ -179,7 +187,7 @@ void require_equal(const std::string& name, const Json& stated, std::string_view
 
 }  // namespace
 
-void check_description(const std::vector<Member>& members, std::string_view torch_version, std::string_view device) {
+bool check_description(const std::vector<Member>& members, std::string_view torch_version, std::string_view device) {
     constexpr std::string_view kTexts = "_metadata.json";
     std::set<std::string> described;
     for (const Member& member : members) {
@@ -201,6 +209,7 @@ void check_description(const std::vector<Member>& members, std::string_view torc
         throw FileProblem(kDescription + ": arch: got null, must be a list of 2 for the device cuda");
     require_equal("torch", *values.find("torch"), torch_version);
     require_equal("device", *values.find("device"), device);
+    return values.find("embeds_weights")->boolean;
 }
 
 }  // namespace mglu

@@ -11,7 +11,7 @@
 namespace mglu {
 
 // Throws FileProblem, which names the field, unless the members hold one description that is right and agrees with the
-// version of torch and the device of the seal.
-void check_description(const std::vector<Member>& members, std::string_view torch_version, std::string_view device);
+// version of torch and the device of the seal. Returns whether the package holds its weights.
+bool check_description(const std::vector<Member>& members, std::string_view torch_version, std::string_view device);
 
 }  // namespace mglu

@@ -1,6 +1,7 @@
 """Packages of machine code, and the operator library for C++ programs; `csrc/README.md` shows how to use both.
 
 - `export` compiles a model into a package, `package` holds and reads its description, `load` checks and loads it.
+- `describe` makes the description of a program; `inputs` checks the inputs of each call against it.
 - `archive` and `description` read the zip archive and the JSON of a file that anyone may have written.
 - `library` builds and loads `libmglu_ops.so`; `device_code` compiles the CUDA kernels that go into it.
 - `shim` lets a package call the library without torch's dispatcher.

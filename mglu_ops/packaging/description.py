@@ -113,8 +113,8 @@ def size(field: str, value: Any) -> None:
 
 
 def size_or_range(field: str, value: Any) -> None:
-    """A size, or `[lowest, highest or null]`."""
-    (items(size, optional(size)) if isinstance(value, list) else size)(field, value)
+    """A size, or `[lowest, highest or null, expression]`."""
+    (items(size, optional(size), text) if isinstance(value, list) else size)(field, value)
 
 
 def one_of(*allowed: str) -> Rule:

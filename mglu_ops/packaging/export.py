@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import platform
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .. import ops
 from ..files import as_path, check_writable
 from ..masks import check_packed_masks, n_masks_of
 from ..words import described
 from .archive import PackageError, check_name, quoted
 from .cpp_runtime import has_own_libstdcxx
+from .describe import arguments_of, describe, tensors_of
+from .inputs import dense_order
 from .library import BuildError
 from .load import load_weights
-from .package import InputInfo, LayerInfo, PackageInfo, WeightInfo, seal
+from .package import PackageInfo, seal
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
-    from torch.fx import Node
 
 BACKENDS = ("auto", "cpu", "cuda", "triton", "composite")
 
@@ -53,9 +53,12 @@ def export(
     A package is code: whoever loads it runs what it holds.
 
     Args:
-        model: a module, or a program of `torch.export.export` (with grad mode on or off), whose shapes then hold.
-        example_inputs: positional inputs that the model runs with, on the device to compile for.
-        path: the package to write, which must end in `.pt2`; its folder must exist.
+        model: a module, or a program of `torch.export.export` (with grad mode on or off), whose shapes then hold. It is
+            compiled in the mode that it is in, as `torch.export` does, with a warning if this is training mode.
+        example_inputs: positional inputs that the model runs with, on the device to compile for. The code is compiled
+            for their order of dimensions in memory, and calls copy inputs of other strides.
+        path: the package to write, which must end in `.pt2`; its folder must exist. A package that is there is replaced
+            when the new one is whole.
         dynamic_tokens: let all sizes vary, from 1 up, except the last of floating inputs (the features), where the
             model allows it. If False, the package takes the shapes of `example_inputs` only.
         backend: what runs the layers. "cpu" and "cuda" call the operator, which mglu_ops provides in a Python process
@@ -94,7 +97,7 @@ def export(
     _check_files(path, weights)
     _check_compiler()
     report = FusionReport()
-    with torch.no_grad(), _quiet():
+    with _beside(path) as unfinished, torch.no_grad(), _quiet():
         program = _exported(model, tuple(example_inputs), dynamic_tokens, dynamic_shapes)
         device = _device(program)
         fused = fuse_exported(program, report=report, strict=strict, assume_binary=assume_binary)
@@ -103,14 +106,15 @@ def export(
         _check_masks(fused)
         backend = device.type if backend == "auto" else backend
         _check_backend(backend, device, shim, multi_arch)
-        info = _describe(fused, path, device, backend, shim, weights is None, multi_arch)
+        info = describe(program, fused, path, device, backend, shim, weights is None, multi_arch)
         info.missed.extend(" ".join(str(site).split()) for site in report.missed)
-        for reason in info.missed:
+        for reason in [*_signs_of_training(model), *info.missed]:
             warnings.warn(f"mglu_ops.export: {reason}", UserWarning, stacklevel=2)
         if weights is not None:
             _store_weights(fused, weights)
-        _compile(fused, info, dict(options))
-        seal(path, info.torch, info.device)
+        _compile(fused, info, dict(options), unfinished)
+        seal(unfinished, info.torch, info.device)
+        os.replace(unfinished, path.resolve())
     if has_own_libstdcxx(path):
         warnings.warn(
             f"mglu_ops.export: Python cannot load {path}, only C++ programs can, because the C++ compiler links "
@@ -149,6 +153,22 @@ def _check_files(path: Path, weights: Path | None) -> None:
         if weights.resolve() == path.resolve():
             raise ValueError(f"weights: got {weights}, must be another file than the package")
         check_writable("weights", weights)
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """A file of the same name in a new folder beside a file, so that the finished file can take its place at once.
+
+    Whoever reads the package meanwhile, or after the process was killed, finds the older one, and never half of one.
+    A killed process leaves the new folder, `.NAME.*.tmp`.
+    """
+    target = path.resolve()
+    try:
+        folder = tempfile.TemporaryDirectory(prefix=f".{path.name}.", suffix=".tmp", dir=target.parent)
+    except OSError as error:
+        raise ValueError(f"path: {path} cannot be written: {error.strerror} in {target.parent}") from None
+    with folder as name:
+        yield Path(name, path.name)  # torch makes its stem the folder of all members
 
 
 def _check_compiler() -> None:
@@ -196,6 +216,7 @@ def _exported(
     import torch.fx.experimental._config as symbolic
     from torch.utils import _pytree as pytree
 
+    inputs = pytree.tree_map(_dense, inputs)
     if dynamic_shapes is not None or not dynamic_tokens:
         return _torch_export(model, inputs, dynamic_shapes)
     inputs = pytree.tree_map(_enlarged, inputs)
@@ -219,6 +240,28 @@ def _torch_export(model: nn.Module, inputs: tuple[Any, ...], shapes: Any) -> Exp
         problem = f"{type(error).__name__}: {reason}"
     # This is not raised from the error of torch, whose traceback has 200 lines.
     raise ValueError(f"model: torch.export.export failed on example_inputs {described(inputs)}: {problem}")
+
+
+def _dense(value: Any) -> Any:
+    """A tensor whose strides leave gaps or overlap as a contiguous one: torch compiles code for strides."""
+    is_strided = isinstance(value, Tensor) and value.layout is torch.strided
+    return value.contiguous() if is_strided and dense_order(value.shape, value.stride()) is None else value
+
+
+def _signs_of_training(model: nn.Module | ExportedProgram) -> list[str]:
+    """What shows that a model would be compiled as it is trained: its mode, or operators that were traced so."""
+    if isinstance(model, nn.Module):
+        how = "the model is in training mode, and is compiled so, with dropout and the like; call model.eval() before"
+        return [how] if model.training else []
+    names = []
+    for node in model.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        given = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) if schema else {}
+        given |= node.kwargs
+        if given.get("train") is True or given.get("training") is True or given.get("dropout_p", 0.0) != 0.0:
+            names.append(node.name)
+    how = f"the program was exported in training mode, and is compiled so: {', '.join(names)}; call model.eval() before"
+    return [how] if names else []
 
 
 _SMALLEST_EXAMPLES = (2, 3, 5, 7)
@@ -268,14 +311,14 @@ def _check_masks(program: ExportedProgram) -> None:
     """Check the packed masks that a model held already; the others were packed by `fuse_exported`."""
     from compile_passes.exported import layers_of
 
-    signature, tensors = program.graph_signature, _tensors(program)
+    signature, tensors = program.graph_signature, tensors_of(program)
     names = {
         **signature.inputs_to_parameters,
         **signature.inputs_to_buffers,
         **signature.inputs_to_lifted_tensor_constants,
     }
     for layer in layers_of(program.graph):
-        arguments = _arguments(layer)
+        arguments = arguments_of(layer)
         name = names.get(arguments["packed_masks"].name)
         if name is None:
             continue  # an input of the model
@@ -285,90 +328,17 @@ def _check_masks(program: ExportedProgram) -> None:
             raise ValueError(f"model: {name}: {str(error).removeprefix('packed_masks: ')}") from None
 
 
-# --- Descriptions ---------------------------------------------------------------------------------------------------
-
-
-def _describe(
-    program: ExportedProgram,
-    path: Path,
-    device: torch.device,
-    backend: str,
-    shim: bool,
-    embeds_weights: bool,
-    multi_arch: bool,
-) -> PackageInfo:
-    from compile_passes.exported import layers_of
-
-    from .. import __version__
-
-    inputs = set(program.graph_signature.user_inputs)
-    placeholders = [node for node in program.graph.find_nodes(op="placeholder") if node.name in inputs]
-    has_code = backend in ("triton", "composite")
-    return PackageInfo(
-        torch=torch.__version__,
-        mglu_ops=__version__,
-        device=device.type,
-        cpu=[platform.machine(), torch.backends.cpu.get_cpu_capability()],
-        arch=list(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None,
-        multi_arch=multi_arch,
-        backend=backend,
-        calls="nothing" if has_code else "shim" if shim else "operator",
-        embeds_weights=embeds_weights,
-        inputs=[_describe_input(program, node) for node in placeholders if isinstance(node.meta.get("val"), Tensor)],
-        layers=[_describe_layer(layer) for layer in layers_of(program.graph)],
-        weights=[] if embeds_weights else [WeightInfo.of(*entry) for entry in sorted(_tensors(program).items())],
-        path=str(path),
-    )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _describe_input(program: ExportedProgram, node: Node) -> InputInfo:
-    value = node.meta["val"]
-    return InputInfo(node.name, _name(value.dtype), [_describe_size(program, size) for size in value.shape])
-
-
-def _describe_size(program: ExportedProgram, size: Any) -> Any:
-    if not isinstance(size, torch.SymInt):
-        return int(size)
-    if size.node.hint in (0, 1):
-        raise ValueError(
-            f"model: it was exported with an example of size {size.node.hint} where sizes vary, and torch would "
-            "compile code that is right for that size alone; export it with a larger example"
-        )
-    bounds = program.range_constraints.get(size.node.expr)
-    high = None if bounds is None or not bounds.upper.is_Integer else int(bounds.upper)
-    return [0 if bounds is None else int(bounds.lower), high]
-
-
-def _arguments(layer: Node) -> dict[str, Any]:
-    """The arguments of a call of `mglu::forward`, by name."""
-    given = dict(zip((argument.name for argument in ops.forward._schema.arguments), layer.args, strict=False))
-    return {"activation": "silu", "route_weights": None, **given, **layer.kwargs}
-
-
-def _describe_layer(layer: Node) -> LayerInfo:
-    arguments = _arguments(layer)
-    weight, masks = arguments["weight"].meta["val"], arguments["packed_masks"].meta["val"]
-    route = arguments["route_weights"]
-    return LayerInfo(
-        n_masks=int(n_masks_of(masks)),
-        out_features=int(weight.shape[0]),
-        in_features=int(weight.shape[1]),
-        dtype=_name(weight.dtype),
-        activation=arguments["activation"],
-        route_dtype=None if route is None else _name(route.meta["val"].dtype),
-    )
-
-
 # --- Compiling ------------------------------------------------------------------------------------------------------
 
 
-def _compile(program: ExportedProgram, info: PackageInfo, options: dict[str, Any]) -> None:
+def _compile(program: ExportedProgram, info: PackageInfo, options: dict[str, Any], path: Path) -> None:
     from . import shim
 
+    ranges = [size for entry in info.inputs for size in entry.shape if not isinstance(size, int)]
+    if any(low < 2 for low, _, _ in ranges):
+        # The optional checks of inputs in the code (AOTI_RUNTIME_CHECK_INPUTS) would refuse a size of 1, because torch
+        # assumes while it compiles that a size that varies is above 1.
+        options.setdefault("aot_inductor.check_lowerbound", False)
     options["aot_inductor.metadata"] = {**options.get("aot_inductor.metadata", {}), **info.texts()}
     if not info.embeds_weights:
         options["aot_inductor.package_constants_in_so"] = False
@@ -378,7 +348,7 @@ def _compile(program: ExportedProgram, info: PackageInfo, options: dict[str, Any
         shim.call_shim(program.graph_module)
         options |= shim.settings(info.device)
     with _layers_as_code(info.backend):
-        torch._inductor.aoti_compile_and_package(program, package_path=info.path, inductor_configs=options)
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
 
 
 @contextmanager
@@ -430,15 +400,9 @@ def _layer_arguments(
     return x, weight, packed_masks, activation, route_weights
 
 
-def _tensors(program: ExportedProgram) -> dict[str, Tensor]:
-    """The parameters, buffers and constants of a program, by name."""
-    values = {**program.state_dict, **program.constants}
-    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
-
-
 def _store_weights(program: ExportedProgram, path: Path) -> None:
     """Add a program's tensors to a weights file."""
-    found = {name: value.detach().cpu() for name, value in _tensors(program).items()}
+    found = {name: value.detach().cpu() for name, value in tensors_of(program).items()}
     stored = load_weights(path) if path.exists() else {}
     for name in found.keys() & stored.keys():
         if found[name].dtype != stored[name].dtype or not torch.equal(found[name], stored[name]):

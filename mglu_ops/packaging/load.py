@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,62 +14,51 @@ from torch.utils import _pytree as pytree
 
 from .. import ops  # noqa: F401 (a package may call the operators)
 from ..files import as_path
-from ..tensors import check_dense, check_memory
-from ..words import counted
 from .archive import quoted
 from .cpp_runtime import has_own_libstdcxx
-from .package import InputInfo, PackageError, PackageInfo, WeightInfo, check_archive, read_info
+from .inputs import Inputs
+from .package import PackageError, PackageInfo, WeightInfo, check_archive, read_info
 
 
 class Package:
     """A loaded package. It is called like the model.
 
+    Several threads may call one package. Its calls run one after another: it has one model of torch's, and torch's
+    runner would wait for this model with the interpreter's lock, which the model itself may need to finish.
+
     Attributes:
         info: the package's description of itself.
     """
 
-    def __init__(self, info: PackageInfo, runner: Any) -> None:
+    def __init__(self, info: PackageInfo, inputs: Inputs, runner: Any) -> None:
         self.info = info
-        self._runner = runner
+        self._inputs, self._runner = inputs, runner
+        self._in_spec, self._out_spec = map(pytree.treespec_loads, runner.loader.get_call_spec())
+        if self._in_spec.num_leaves != len(info.inputs):
+            raise PackageError(
+                f"{info.path}: its description: inputs: got {len(info.inputs)}, its code has {self._in_spec.num_leaves}"
+            )
+        self._lock = threading.Lock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model.
 
         Raises:
             TypeError: an input is no dense tensor.
-            ValueError: the number of inputs, or the dtype, device or shape of one, is not as the package was compiled,
-                or its storage was resized.
+            ValueError: the arguments are not nested like those of the example, or the dtype, device, shape or value of
+                one is not as the package was compiled for, or its storage was resized.
         """
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if len(tensors) != len(self.info.inputs):
-            found = counted(len(tensors), "tensor")
-            raise ValueError(f"inputs: got {found}, must be {len(self.info.inputs)}: {self._expected()}")
-        for expected, tensor in zip(self.info.inputs, tensors, strict=True):
-            check_dense(expected.name, tensor)
-            if not _fits(expected, tensor) or tensor.device.type != self.info.device:
-                shape = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
-                raise ValueError(f"{expected.name}: got {shape}, must be {expected} on {self.info.device}")
-            check_memory(**{expected.name: tensor})
         with torch.no_grad():
-            return self._runner(*args, **kwargs)
+            tensors, written = self._inputs.tensors((args, kwargs), self._in_spec)
+            with self._lock:
+                results = self._runner.loader.boxed_run(tensors)
+            for copy, given in written:
+                given.copy_(copy)
+        return pytree.tree_unflatten(results, self._out_spec)
 
-    def _expected(self) -> str:
-        return "; ".join(str(entry) for entry in self.info.inputs)
-
-
-def _fits(expected: InputInfo, tensor: Tensor) -> bool:
-    return (
-        str(tensor.dtype) == f"torch.{expected.dtype}"
-        and tensor.dim() == len(expected.shape)
-        and all(_size_fits(wanted, size) for wanted, size in zip(expected.shape, tensor.shape, strict=True))
-    )
-
-
-def _size_fits(wanted: Any, size: int) -> bool:
-    if isinstance(wanted, int):
-        return size == wanted
-    low, high = wanted
-    return low <= size and (high is None or size <= high)
+    def __deepcopy__(self, memo: object) -> Package:
+        """The package itself, because its machine code and weights cannot be copied."""
+        return self
 
 
 def load(
@@ -84,7 +74,8 @@ def load(
             a source whose programs you would run. The checks before are for damage and mistakes, not for malice.
         library: `libmglu_ops.so`, for a package made with `shim=True`.
         weights: for a package made with `weights=...`: that file, or its tensors as `load_weights` returns them.
-            Packages that are given the same tensors share them, without a copy.
+            Packages that are given the same tensors share them, without a copy. torch never frees the tensors that it
+            gave a package (torch 2.13): to load packages again and again, load the weights once, by `load_weights`.
 
     Returns:
         The package, which is called like the model.
@@ -115,13 +106,14 @@ def load(
     if info.embeds_weights != (weights is None):
         have = "has no weights in it: pass weights=" if weights is None else "has its own weights"
         raise PackageError(f"{path} {have}")
+    inputs = _inputs_of(info)
     try:
         runner = torch._inductor.aoti_load_package(str(path))
     except Exception as error:  # torch reads the package with code that raises errors of many types
         raise PackageError(f"{path}: torch cannot load it: {_first_line(error)}") from error
     if weights is not None:
         _give_weights(runner, weights, info)
-    return Package(info, runner)
+    return Package(info, inputs, runner)
 
 
 def load_weights(path: str | Path, device: torch.device | str = "cpu") -> dict[str, Tensor]:
@@ -148,6 +140,13 @@ def load_weights(path: str | Path, device: torch.device | str = "cpu") -> dict[s
     ):
         raise PackageError(f"{path} is not a file of weights: it holds something else than tensors by name")
     return tensors
+
+
+def _inputs_of(info: PackageInfo) -> Inputs:
+    try:
+        return Inputs(info)
+    except PackageError as error:
+        raise PackageError(f"{info.path}: {error}") from None
 
 
 def _first_line(error: Exception) -> str:

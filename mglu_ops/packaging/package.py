@@ -33,7 +33,7 @@ from .archive import LONGEST_COMMENT, Member, PackageError, comment_position, op
 KEY = "mglu_ops"
 """The name of mglu_ops's description among a package's texts."""
 
-FORMAT = 2
+FORMAT = 3
 
 _SEAL = "mglu_ops seal 1 torch={torch} device={device} adler32="
 _SEAL_AT_END = re.compile(rb"mglu_ops seal 1 torch=([!-~]+) device=([!-~]+) adler32=([0-9a-f]{8})\Z")
@@ -44,20 +44,35 @@ _MOST_TEXT_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class InputInfo:
-    """An input of the model. A size in `shape` is a number, or `[lowest, highest or None]` if it may vary."""
+    """An input of the model: a tensor, or a value that was fixed when the model was exported.
+
+    Attributes:
+        name: its name in the exported program.
+        dtype: the dtype of a tensor; the type of a value.
+        shape: the sizes of a tensor. One that varies is `[lowest, highest or None, expression]`; the same symbol in two
+            expressions has one value (`packaging.inputs`).
+        order: the dimensions as they are in memory, the outermost first. The code is compiled for these strides.
+        is_written: whether the model writes to it.
+        constant: the `repr` of a value, None for a tensor.
+    """
 
     name: str
     dtype: str
     shape: list[Any]
+    order: list[int]
+    is_written: bool
+    constant: str | None
 
     def __str__(self) -> str:
+        if self.constant is not None:
+            return f"{self.name}: {self.constant}"
         return f"{self.name}: {self.dtype} [{', '.join(_size(size) for size in self.shape)}]"
 
 
 def _size(size: Any) -> str:
     if not isinstance(size, (list, tuple)):
         return str(size)
-    low, high = size
+    low, high, _ = size
     return f"{low}.." if high is None else f"{low}..{high}"
 
 
@@ -104,6 +119,8 @@ class PackageInfo:
             libmglu_ops.so), or "nothing" where the layers are code in the package.
         embeds_weights: whether the tensors are in the package.
         inputs: the model's inputs, flattened.
+        conditions: expressions in the symbols of the inputs' sizes. The model branches on them, and was compiled for
+            inputs for which all are true.
         layers: the MGLU layers.
         weights: the tensors that are in a weights file; none if the package embeds them.
         cpu: the machine and the vector instructions of the CPU that compiled it, by torch's names; None if unknown.
@@ -123,6 +140,7 @@ class PackageInfo:
     inputs: list[InputInfo]
     layers: list[LayerInfo]
     weights: list[WeightInfo] = field(default_factory=list)
+    conditions: list[str] = field(default_factory=list)
     cpu: list[str] | None = None
     arch: list[int] | None = None
     multi_arch: bool = False
@@ -161,14 +179,28 @@ class PackageInfo:
         layers = counted(len(self.layers), "MGLU layer")
         lines = [f"{self.path}: {layers}, backend {self.backend}, {self.device}{gpu}{weights}"]
         lines += [f"  torch {self.torch}; {needs}", *(f"  input {entry}" for entry in self.inputs)]
+        lines += [f"  only where {self._in_words(condition)}" for condition in self.conditions]
         lines += [f"  not fused: {reason}" for reason in self.missed]
         return "\n".join(lines)
+
+    def _in_words(self, condition: str) -> str:
+        """A condition with `x.shape[0]` in place of the symbol of this size."""
+        sizes = ((entry.name, dim, size) for entry in self.inputs for dim, size in enumerate(entry.shape))
+        words = {size[2]: f"{name}.shape[{dim}]" for name, dim, size in sizes if not isinstance(size, int)}
+        return re.sub(r"[A-Za-z_]\w*", lambda found: words.get(found[0], found[0]), condition)
 
 
 _DESCRIPTION = "its description"
 
 _FLOATING = rules.one_of(*(str(dtype).removeprefix("torch.") for dtype in FLOATING))
-_INPUT = {"name": rules.text, "dtype": rules.text, "shape": rules.list_of(rules.size_or_range)}
+_INPUT = {
+    "name": rules.text,
+    "dtype": rules.text,
+    "shape": rules.list_of(rules.size_or_range),
+    "order": rules.list_of(rules.size),
+    "is_written": rules.boolean,
+    "constant": rules.optional(rules.text),
+}
 _LAYER = {
     "n_masks": rules.integer(1, MAX_MASKS),
     "out_features": rules.size,
@@ -195,6 +227,7 @@ _RULE = rules.entries(
         "inputs": rules.list_of(rules.entries(_INPUT)),
         "layers": rules.list_of(rules.entries(_LAYER)),
         "weights": rules.list_of(rules.entries(_WEIGHT)),
+        "conditions": rules.list_of(rules.text),
         "cpu": rules.optional(rules.items(rules.text, rules.text)),
         "arch": rules.optional(rules.items(rules.size, rules.size)),
         "multi_arch": rules.boolean,
@@ -232,12 +265,15 @@ def check_archive(path: str | Path) -> None:
 
     Raises:
         FileNotFoundError: there is no such file.
-        PackageError: it is no zip archive of torch, it is truncated or damaged, or a member is compressed.
+        PackageError: it is no file of torch.save, it is truncated or damaged, or a member is compressed.
     """
     with opened(path) as file:
-        for member in read_members(file):
+        members = read_members(file)
+        for member in members:
             if _checksum(zlib.crc32, file, member.start, member.size) != member.crc32:
                 raise PackageError(f"it is damaged: the checksum of member {quoted(member.name)} is wrong")
+        if not any(member.name.partition(b"/")[2] == b"data.pkl" for member in members):
+            raise PackageError("it is no file of weights: torch.save did not write it")
 
 
 def _described(file: BinaryIO, member: Member) -> str | None:
@@ -284,10 +320,22 @@ def _check_seal(file: BinaryIO) -> tuple[str, str]:
     size = file.seek(0, os.SEEK_END)
     found = _SEAL_AT_END.search(read_at(file, max(0, size - LONGEST_COMMENT), LONGEST_COMMENT))
     if found is None:
+        if _is_exported_program(file):
+            raise PackageError(
+                "it is a program of torch.export.save and no package: torch.export.load reads it, and mglu_ops.export "
+                "makes a package of the program"
+            )
         raise PackageError("it has no seal at its end: it is truncated, or was not made by mglu_ops.export")
     if int(found[3], 16) != _checksum(zlib.adler32, file, 0, size - _CHECKSUM_DIGITS):
         raise PackageError("it is damaged: its checksum is wrong")
     return found[1].decode(), found[2].decode()
+
+
+def _is_exported_program(file: BinaryIO) -> bool:
+    try:
+        return any(re.fullmatch(rb"[^/]+/models/[^/]+\.json", member.name) for member in read_members(file))
+    except PackageError:
+        return False
 
 
 def _checksum(update: Callable[..., int], file: BinaryIO, start: int, size: int) -> int:

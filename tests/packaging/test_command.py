@@ -19,7 +19,7 @@ def raises(): raise RuntimeError("no weights today")
 def returns_a_number(): return 3
 def linear(): return torch.nn.Linear(4, 4), (torch.randn(2, 4),)
 def wrong_inputs(): return MGLU(8, 8), (torch.randn(2, 9),)
-def layer(): return MGLU(8, 8), (torch.randn(2, 8),)
+def layer(): return MGLU(8, 8).eval(), (torch.randn(2, 8),)
 """
 
 

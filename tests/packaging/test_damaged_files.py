@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from crafted_packages import INFO, package_with, write_small_package
+from crafted_packages import INFO, INPUT, package_with, write_small_package
 from hypothesis import given
 from hypothesis import strategies as st
 from library_fixtures import needs_compiler, run_package
@@ -116,9 +116,13 @@ def test_the_library_refuses_damaged_packages_too(package: Path, library: Path, 
         ({"device": "cuda", "arch": [9, 0]}, "for a GPU, and torch sees none|compute capability|cannot load"),
         ({"cpu": ["vax", "DEFAULT"]}, "compiled for a CPU vax DEFAULT"),
         ({"cpu": [platform.machine(), "AVX1024"]}, "AVX1024"),
+        ({"inputs": [{**INPUT, "order": [0, 0]}]}, "its description: 'x': its order is none of its dimensions"),
+        ({"inputs": [{**INPUT, "dtype": "nn"}]}, "its description: 'x': torch has no dtype 'nn'"),
+        ({"inputs": [INPUT], "conditions": ["s0 % 2 == 0", "s1 > 0"]}, "no size of its inputs tells 's1'"),
+        ({"conditions": ["__import__('os').abort()"]}, "'__import__.*' is no expression in sizes"),
         ({"calls": "shim"}, "pass library="),
         ({"embeds_weights": False}, "pass weights="),
-        ({"format": 7}, "its description: format: got 7, must be 2; export the model anew"),
+        ({"format": 7}, "its description: format: got 7, must be 3; export the model anew"),
         ({"layers": 3}, "its description: layers: got 3, must be a list"),
         ({"surprise": 1}, "its description: 'surprise' is unknown to this version of mglu_ops"),
     ],
@@ -126,6 +130,22 @@ def test_the_library_refuses_damaged_packages_too(package: Path, library: Path, 
 def test_a_package_for_another_environment_is_refused(tmp_path: Path, changes: dict[str, object], words: str) -> None:
     with pytest.raises(PackageError, match=words):
         mglu_ops.load(rewritten(tmp_path / "model.pt2", **changes))
+
+
+LEVELS = ("DEFAULT", "AVX2", "AVX512")
+
+
+@pytest.mark.parametrize("made", LEVELS)
+@pytest.mark.parametrize("here", LEVELS)
+def test_a_cpu_runs_code_for_its_vector_instructions_and_for_fewer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: str, here: str
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: here)
+    path = rewritten(tmp_path / "model.pt2", cpu=[platform.machine(), made])
+    is_refused = LEVELS.index(made) > LEVELS.index(here)
+    words = f"was compiled for a CPU {platform.machine()} {made}, and this is" if is_refused else "torch cannot load it"
+    with pytest.raises(PackageError, match=words):
+        mglu_ops.load(path)
 
 
 def test_a_package_for_another_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +180,12 @@ def test_files_that_are_no_packages_are_refused(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(3)}, foreign)
     with pytest.raises(PackageError, match=r"was not made by mglu_ops\.export"):
         mglu_ops.load(foreign)
+    with torch.no_grad():
+        torch.export.save(torch.export.export(torch.nn.Linear(3, 3), (torch.ones(2, 3),)), foreign)
+    with pytest.raises(
+        PackageError, match=r"is a program of torch.export.save and no package: torch\.export\.load reads"
+    ):
+        mglu_ops.load(foreign)
     foreign.write_bytes(b"\x7fELF" + bytes(1000))
     with pytest.raises(PackageError, match="has no seal at its end"):
         mglu_ops.load(foreign)
@@ -168,6 +194,29 @@ def test_files_that_are_no_packages_are_refused(tmp_path: Path) -> None:
 def test_a_package_without_code_gives_the_error_of_torch(package: Path) -> None:
     with pytest.raises(PackageError, match="torch cannot load it"):
         mglu_ops.load(package)
+
+
+@needs_compiler
+def test_the_library_asks_for_weights(package: Path, library: Path, tmp_path: Path) -> None:
+    """Torch's loader would run the package without them, and crash."""
+    checks = ctypes.CDLL(str(library))
+    check, weights, bare = checks.mglu_check_model, tmp_path / "weights.pt", tmp_path / "bare.pt2"
+    check.restype = ctypes.c_char_p
+    torch.save({"weight": torch.ones(3)}, weights)
+    rewritten(bare, embeds_weights=False)
+
+    def problem(path: Path, weights: Path | None) -> str:
+        words = [None if word is None else str(word).encode() for word in (path, weights, torch.__version__, "cpu")]
+        return (check(*words) or b"").decode()
+
+    assert problem(package, None) == problem(bare, weights) == ""
+    assert problem(bare, None).startswith(f"{bare}: it has no weights in it: give the model the file of export")
+    assert problem(package, weights) == f"{package}: it has its own weights"
+    assert problem(bare, tmp_path / "no.pt").startswith(f"{tmp_path}/no.pt: ")
+    for foreign in (bare, package):
+        assert problem(bare, foreign) == f"{foreign}: it is no file of weights: torch.save did not write it"
+        with pytest.raises(PackageError, match=r"it is no file of weights: torch\.save did not write it"):
+            mglu_ops.load_weights(foreign)
 
 
 @needs_compiler

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
+import shutil
+import signal
+import sys
+import tempfile
 import traceback
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from budgets import BUDGET
 from hypothesis import given
-from library_fixtures import inputs, model, needs_compiler
+from library_fixtures import inputs, model, needs_compiler, run
 from strategies import Layer, layers
 from torch import Tensor, nn
-from torch.export import Dim
+from torch.export import Dim, ExportedProgram
 
 import mglu_ops
 from mglu_ops.nn import MGLU
@@ -114,7 +120,7 @@ class Alternating(nn.Module):
 @long
 @pytest.mark.parametrize("backend", ["cpu", "composite"])
 def test_a_package_sees_what_its_model_writes(tmp_path: Path, backend: str) -> None:
-    module, x = Alternating(), torch.randn(5, 20)
+    module, x = Alternating().eval(), torch.randn(5, 20)
     mglu_ops.export(copy.deepcopy(module), (x,), tmp_path / "model.pt2", backend=backend)
     loaded = mglu_ops.load(tmp_path / "model.pt2")
     results = [module(x).detach() for _ in range(3)]
@@ -150,9 +156,10 @@ def test_a_package_describes_itself(packages: Path) -> None:
     assert [layer.route_dtype for layer in info.layers] == [None, "float32"]
     (tensor,) = info.inputs
     assert tensor.dtype == "float32"
-    (low, high), features = tensor.shape
+    (low, high, symbol), features = tensor.shape
     assert low <= 1
     assert high is None
+    assert symbol.isidentifier()
     assert features == 64
     bare = read_info(packages / "bare.pt2")
     assert (bare.calls, bare.embeds_weights, bare.inputs[0].shape) == ("shim", False, [1, 64])
@@ -170,8 +177,9 @@ def freed(tensor: Tensor) -> Tensor:
         (lambda x: (x.double(),), "got float64"),
         (lambda x: (x[:, :63],), "float32 \\[3, 63\\]"),
         (lambda x: (x[0],), "float32 \\[64\\]"),
-        (lambda x: (x, x), "got 2 tensors, must be 1"),
-        (lambda x: (), "got 0 tensors, must be 1"),
+        (lambda x: (x, x), "got 2 positional arguments, must be nested like the example of export, input: float32"),
+        (lambda x: (), "got 0 positional arguments, must be nested like"),
+        (lambda x: ([x],), "input: got list, must be a tensor"),
         (lambda x: (x.to("meta"),), "on meta, must be .* on cpu"),
         (lambda x: (x.to_sparse(),), "input: got a tensor of layout sparse_coo, must be a dense tensor"),
         (lambda x: (freed(x),), "input: got a tensor of shape .* whose storage has 0 bytes, must have 768"),
@@ -282,6 +290,94 @@ def test_a_damaged_weights_file_is_refused(tmp_path: Path) -> None:
     weights.write_bytes(b"no archive")
     with pytest.raises(PackageError, match=r"weights\.pt: it is no zip archive of torch"):
         mglu_ops.export(model(), (inputs(3),), tmp_path / "model.pt2", weights=weights)
+
+
+# --- The file that export writes ------------------------------------------------------------------------------------
+
+KILLED = """
+import os, signal, sys, torch, library_fixtures, mglu_ops
+def compile(program, package_path, **options):
+    with open(package_path, "wb") as file: file.write(b"half a package")
+    os.kill(os.getpid(), signal.SIGKILL)
+torch._inductor.aoti_compile_and_package = compile
+mglu_ops.export(library_fixtures.model(), (library_fixtures.inputs(3),), sys.argv[1])
+"""
+
+
+class NotCompiledError(Exception):
+    pass
+
+
+def fail_to_compile(program: object, package_path: str, **options: object) -> None:
+    Path(package_path).write_bytes(b"half a package")
+    raise NotCompiledError
+
+
+def test_a_killed_export_leaves_the_older_package(packages: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt2"
+    shutil.copy(packages / "operator.pt2", path)
+    killed = run([sys.executable, "-c", KILLED, path], PYTHONPATH=os.pathsep.join(sys.path))
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert path.read_bytes() == (packages / "operator.pt2").read_bytes()
+
+
+def test_a_failed_export_leaves_nothing_else(packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", fail_to_compile)
+    path = tmp_path / "model.pt2"
+    for before in ([], [path]):
+        with pytest.raises(NotCompiledError):
+            mglu_ops.export(model(), (inputs(3),), path)
+        assert list(tmp_path.iterdir()) == before
+        shutil.copy(packages / "operator.pt2", path)
+    assert path.read_bytes() == (packages / "operator.pt2").read_bytes()
+
+
+@long
+def test_export_replaces_the_file_that_a_link_names(packages: Path, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    target, link = tmp_path / "folder" / "version1.pt2", tmp_path / "model.pt2"
+    target.write_bytes(b"an older package")
+    link.symlink_to(target)
+    mglu_ops.export(model(), (inputs(3),), link)
+    assert link.is_symlink()
+    assert list((tmp_path / "folder").iterdir()) == [target]
+    assert_agrees_with_eager(target)
+
+
+def test_a_folder_that_takes_no_new_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**options: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "model.pt2").touch()
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", refuse)
+    with pytest.raises(ValueError, match=r"path: .*model\.pt2 cannot be written: Permission denied in "):
+        mglu_ops.export(model(), (inputs(3),), tmp_path / "model.pt2")
+
+
+# --- Training mode --------------------------------------------------------------------------------------------------
+
+
+def warnings_of_export(module: nn.Module | ExportedProgram, path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", fail_to_compile)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(NotCompiledError):
+            mglu_ops.export(module, (torch.randn(3, 8),), path)
+    return [str(each.message) for each in caught if "mglu_ops.export" in str(each.message)]
+
+
+def test_a_model_in_training_mode_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.export` compiles it so, which is right for a model that samples, and a surprise for all others."""
+    dropping = nn.Sequential(MGLU(8, 8), nn.Dropout(0.5))
+    path = tmp_path / "model.pt2"
+    for module in (dropping, torch.export.export(dropping, (torch.randn(3, 8),))):
+        (words,) = warnings_of_export(module, path, monkeypatch)
+        assert "in training mode" in words
+        assert "call model.eval() before" in words
+    assert "dropout" in words
+    dropping.eval()
+    for module in (dropping, torch.export.export(dropping, (torch.randn(3, 8),))):
+        assert warnings_of_export(module, path, monkeypatch) == []
 
 
 def test_a_model_that_torch_cannot_export_is_refused(tmp_path: Path) -> None:

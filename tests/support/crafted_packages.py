@@ -17,7 +17,14 @@ from mglu_ops.packaging.package import KEY, LayerInfo, PackageInfo
 
 INFO = PackageInfo(torch.__version__, mglu_ops.__version__, "cpu", "cpu", "operator", True, [], [])
 LAYER = asdict(LayerInfo(2, 8, 16, "float32", "silu", None))
-INPUT = {"name": "x", "dtype": "float32", "shape": [[1, None], 64]}
+INPUT = {
+    "name": "x",
+    "dtype": "float32",
+    "shape": [[1, None, "s0"], 64],
+    "order": [0, 1],
+    "is_written": False,
+    "constant": None,
+}
 WEIGHT = {"name": "0.weight", "dtype": "float32", "shape": [8, 16], "strides": [16, 1]}
 FOLDER = b"model/data/aotinductor/model/"
 

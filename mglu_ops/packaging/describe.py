@@ -1,0 +1,251 @@
+"""The description of a package, made of the program that it is compiled from."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .. import ops
+from ..masks import n_masks_of
+from .inputs import Expression, Sizes, dense_order
+from .package import InputInfo, LayerInfo, PackageError, PackageInfo, WeightInfo
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+    from torch.fx import Node
+
+
+def describe(
+    program: ExportedProgram,
+    fused: ExportedProgram,
+    path: Path,
+    device: torch.device,
+    backend: str,
+    shim: bool,
+    embeds_weights: bool,
+    multi_arch: bool,
+) -> PackageInfo:
+    """Describe the package of a program, of which `fused` is compiled.
+
+    Raises:
+        ValueError: the program takes inputs that a package cannot check.
+    """
+    from compile_passes.exported import layers_of
+
+    from .. import __version__
+
+    has_code = backend in ("triton", "composite")
+    inputs = _describe_inputs(program)
+    conditions = _conditions(program, inputs)
+    _check_example(program, inputs, conditions)
+    return PackageInfo(
+        torch=torch.__version__,
+        mglu_ops=__version__,
+        device=device.type,
+        cpu=[platform.machine(), torch.backends.cpu.get_cpu_capability()],
+        arch=list(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None,
+        multi_arch=multi_arch,
+        backend=backend,
+        calls="nothing" if has_code else "shim" if shim else "operator",
+        embeds_weights=embeds_weights,
+        inputs=inputs,
+        conditions=conditions,
+        layers=[_describe_layer(layer) for layer in layers_of(fused.graph)],
+        weights=[] if embeds_weights else [WeightInfo.of(*entry) for entry in sorted(tensors_of(fused).items())],
+        path=str(path),
+    )
+
+
+def tensors_of(program: ExportedProgram) -> dict[str, Tensor]:
+    """The parameters, buffers and constants of a program, by name."""
+    values = {**program.state_dict, **program.constants}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def arguments_of(layer: Node) -> dict[str, Any]:
+    """The arguments of a call of `mglu::forward`, by name."""
+    given = dict(zip((argument.name for argument in ops.forward._schema.arguments), layer.args, strict=False))
+    return {"activation": "silu", "route_weights": None, **given, **layer.kwargs}
+
+
+def _describe_layer(layer: Node) -> LayerInfo:
+    arguments = arguments_of(layer)
+    weight, masks = arguments["weight"].meta["val"], arguments["packed_masks"].meta["val"]
+    route = arguments["route_weights"]
+    return LayerInfo(
+        n_masks=int(n_masks_of(masks)),
+        out_features=int(weight.shape[0]),
+        in_features=int(weight.shape[1]),
+        dtype=_name(weight.dtype),
+        activation=arguments["activation"],
+        route_dtype=None if route is None else _name(route.meta["val"].dtype),
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# --- Inputs ---------------------------------------------------------------------------------------------------------
+
+
+def _describe_inputs(program: ExportedProgram) -> list[InputInfo]:
+    """Describe the inputs in the order of the leaves of `(args, kwargs)`."""
+    from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
+
+    written = _written(program)
+    values = {node.name: node.meta["val"] for node in program.graph.find_nodes(op="placeholder")}
+    inputs = []
+    for spec in program.graph_signature.input_specs:
+        if spec.kind is not InputKind.USER_INPUT:
+            continue
+        name = spec.arg.name
+        if isinstance(spec.arg, ConstantArgument):
+            value = spec.arg.value
+            inputs.append(InputInfo(name, type(value).__name__, [], [], False, repr(value)))
+        elif isinstance(spec.arg, TensorArgument):
+            inputs.append(_describe_tensor(program, name, values[name], name in written))
+        else:
+            raise ValueError(
+                f"model: {name} is neither a tensor nor a constant, and a package takes no other inputs; make it a "
+                "tensor, or fix its value"
+            )
+    return inputs
+
+
+def _written(program: ExportedProgram) -> set[str]:
+    """The names of the inputs that a program writes to, in place or, if it was decomposed, by its outputs."""
+    from torch.export.graph_signature import OutputKind
+
+    outputs = program.graph_signature.output_specs
+    names = {str(spec.target) for spec in outputs if spec.kind is OutputKind.USER_INPUT_MUTATION}
+    reached = [node for each in program.graph.nodes for node in _shared(each, only_written=True)]
+    seen: set[Node] = set()
+    while reached:
+        node = reached.pop()
+        if node not in seen:
+            seen.add(node)
+            reached += _shared(node)
+    return names | {node.name for node in seen if node.op == "placeholder"}
+
+
+def _shared(node: Node, only_written: bool = False) -> list[Node]:
+    """The arguments of an operator that share memory with its results, such as that of a view, or that it writes to."""
+    if node.target is operator.getitem and not only_written:
+        return node.all_input_nodes
+    schema = getattr(node.target, "_schema", None)
+    found: list[Node] = []
+    for position, argument in enumerate(schema.arguments if schema else ()):
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        if argument.alias_info is not None and (argument.alias_info.is_write or not only_written):
+            torch.fx.map_arg(value, found.append)
+    return found
+
+
+def _describe_tensor(program: ExportedProgram, name: str, value: Tensor, is_written: bool) -> InputInfo:
+    strides = [_example(stride) for stride in value.stride()]
+    shape = [_describe_size(program, size) for size in value.shape]
+    order = dense_order([_example(size) for size in value.shape], strides)
+    if order is None:
+        raise ValueError(
+            f"model: its input {name} was exported with an example whose strides {strides} leave gaps or overlap, and "
+            f"torch would compile code for these strides alone; export it with a contiguous example"
+        )
+    return InputInfo(name, _name(value.dtype), shape, order, is_written, None)
+
+
+def _example(size: Any) -> int:
+    """A size or a stride of the example."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+def _describe_size(program: ExportedProgram, size: Any) -> Any:
+    from torch.utils._sympy.printers import PythonPrinter
+    from torch.utils._sympy.value_ranges import bound_sympy
+
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    if size.node.hint in (0, 1):
+        raise ValueError(
+            f"model: it was exported with an example of size {size.node.hint} where sizes vary, and torch would "
+            "compile code that is right for that size alone; export it with a larger example"
+        )
+    bounds = bound_sympy(size.node.expr, program.range_constraints)
+    high = int(bounds.upper) if bounds.upper.is_Integer else None
+    return [max(0, int(bounds.lower)), high, PythonPrinter().doprint(size.node.expr)]
+
+
+def _conditions(program: ExportedProgram, inputs: list[InputInfo]) -> list[str]:
+    """The conditions on sizes for which the program was traced, in the symbols of the inputs.
+
+    Raises:
+        ValueError: a package cannot check one of them.
+    """
+    named = dict(_named_sizes(program, inputs))
+    conditions = []
+    for guard in program._guards_code:
+        text = guard
+        for name in sorted(named, key=len, reverse=True):
+            text = text.replace(name, f"({named[name]})")
+        try:
+            condition = Expression(ast.unparse(ast.parse(text, mode="eval")))
+            Sizes(inputs, [condition.text])
+        except (SyntaxError, PackageError):
+            raise ValueError(
+                f"model: it was traced for {guard} alone, which a package cannot check; fix its sizes "
+                "(dynamic_tokens=False)"
+            ) from None
+        if not _is_trivial(condition):
+            conditions.append(condition.text)
+    return conditions
+
+
+def _check_example(program: ExportedProgram, inputs: list[InputInfo], conditions: list[str]) -> None:
+    """Check that calls with the sizes of the example will be accepted."""
+    leaves = pytree.tree_leaves(program.example_inputs)
+    shapes = {entry.name: leaf.shape for entry, leaf in zip(inputs, leaves, strict=True) if entry.constant is None}
+    try:
+        Sizes(inputs, conditions).check(shapes)
+    except (PackageError, ValueError) as error:
+        raise ValueError(
+            f"model: its sizes depend on each other in a way that a package cannot check; fix them "
+            f"(dynamic_tokens=False): {error}"
+        ) from None
+
+
+def _named_sizes(program: ExportedProgram, inputs: list[InputInfo]) -> Iterator[tuple[str, str]]:
+    """Yield what the guards of a program call each size, and its expression."""
+    if program.example_inputs is None:
+        raise ValueError(
+            "model: the program holds no example inputs, without which torch compiles none; export it anew"
+        )
+    names = program.module_call_graph[0].signature.forward_arg_names or []
+    leaves = pytree.tree_leaves_with_path(program.example_inputs)
+    for number, ((path, _), entry) in enumerate(zip(leaves, inputs, strict=True)):
+        key = path[1]  # of args or kwargs
+        argument = names[key.idx] if isinstance(key, pytree.SequenceKey) else getattr(key, "key", "")
+        base, _, index = argument.rpartition("_")
+        inside = pytree.keystr(path[2:])
+        sources = [f"L['{argument}']{inside}", f"L['flat_args'][{number}]"]
+        sources += [f"L['{base}'][{index}]{inside}"] if index.isdigit() else []  # of *args
+        for dim, size in enumerate(entry.shape):
+            for source in sources:
+                yield f"{source}.size()[{dim}]", str(size if isinstance(size, int) else size[2])
+
+
+def _is_trivial(condition: Expression) -> bool:
+    """Whether a condition says that something equals itself, as many do in the symbols of the inputs."""
+    comparison = ast.parse(condition.text, mode="eval").body
+    return (
+        isinstance(comparison, ast.Compare)
+        and isinstance(comparison.ops[0], ast.Eq)
+        and ast.dump(comparison.left) == ast.dump(comparison.comparators[0])
+    )

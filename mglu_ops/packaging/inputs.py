@@ -1,0 +1,270 @@
+"""The inputs of a package's calls: checked against its description, and laid out as its code was compiled for.
+
+torch's loader checks none of this. The code of a package reads an input as if it had the strides of the example, takes
+sizes that must be equal from one input and assumes them of the others, and has only one branch of a condition on sizes.
+
+Sizes and conditions are Python expressions in integer symbols, such as `s77 + s98` and `s77 % 2 == 0`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Sequence
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..tensors import check_dense, check_memory
+from ..words import counted
+from .archive import PackageError, quoted
+
+if TYPE_CHECKING:
+    from torch.utils._pytree import TreeSpec
+
+    from .package import InputInfo, PackageInfo
+
+_FUNCTIONS = {"abs": abs, "max": max, "min": min}
+_NODES = (
+    *(ast.Expression, ast.Name, ast.Load, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.Call, ast.Constant),
+    *(ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.USub, ast.Not, ast.And, ast.Or),
+    *(ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE),
+)
+_LONGEST_EXPRESSION = 2000
+
+
+class Expression:
+    """Integer arithmetic, comparisons, `abs`, `max` and `min`, and nothing else of Python.
+
+    Attributes:
+        text: the expression.
+        names: its symbols.
+
+    Raises:
+        PackageError: `text` is something else.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        try:
+            tree = ast.parse(text if len(text) <= _LONGEST_EXPRESSION else "", mode="eval")
+            self._code: CodeType = compile(tree, "<sizes>", "eval")
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            raise PackageError(f"its description: {quoted(text)} is no expression in sizes") from None
+        nodes = list(ast.walk(tree))
+        called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+        if not all(_is_allowed(node, called) for node in nodes):
+            raise PackageError(f"its description: {quoted(text)} is no expression in sizes")
+        self.names = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in called}
+
+    def __call__(self, values: dict[str, int]) -> Any:
+        """The value, given those of all symbols; None if it divides by zero."""
+        try:
+            return eval(self._code, {"__builtins__": {}, **_FUNCTIONS}, values)
+        except ZeroDivisionError:
+            return None
+
+    def with_names(self, names: dict[str, str]) -> str:
+        """The text with other words in place of symbols."""
+        return re.sub(r"[A-Za-z_]\w*", lambda found: names.get(found[0], found[0]), self.text)
+
+
+def _is_allowed(node: ast.AST, called: set[int]) -> bool:
+    if isinstance(node, ast.Constant):
+        return type(node.value) is int
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS and not node.keywords
+    if isinstance(node, ast.Name) and node.id in _FUNCTIONS:
+        return id(node) in called
+    return isinstance(node, _NODES)
+
+
+class Sizes:
+    """The sizes that vary: how they follow from each other, and the conditions that they must meet.
+
+    A symbol gets its value from a size that is this symbol alone, or else from one that is linear in it without another
+    unknown, such as `2 * s3 + 1`. All other sizes are computed and compared.
+
+    Raises:
+        PackageError: an expression is none, or a symbol gets no value.
+    """
+
+    def __init__(self, inputs: Sequence[InputInfo], conditions: Sequence[str]) -> None:
+        found = [
+            (entry, dim, Expression(size[2]))
+            for entry in inputs
+            for dim, size in enumerate(entry.shape)
+            if not isinstance(size, int)
+        ]
+        self._alone: dict[str, tuple[str, int]] = {}
+        self._solved: list[tuple[str, str, int, Expression]] = []
+        self._computed: list[tuple[str, int, Expression]] = []
+        for entry, dim, size in sorted(found, key=lambda each: not each[2].text.isidentifier()):  # a stable order
+            unknown = sorted(size.names - self._words().keys())
+            if unknown == [size.text]:
+                self._alone[size.text] = entry.name, dim
+                continue
+            if len(unknown) == 1 and _is_linear(size, unknown[0]):
+                self._solved.append((unknown[0], entry.name, dim, size))
+            self._computed.append((entry.name, dim, size))
+        self._conditions = [Expression(text) for text in conditions]
+        known = self._words().keys()
+        for size in (*(size for _, _, size in self._computed), *self._conditions):
+            if untold := size.names - known:
+                raise PackageError(f"its description: no size of its inputs tells {quoted(min(untold))}")
+
+    def _words(self) -> dict[str, str]:
+        """What each symbol is, for messages."""
+        words = {symbol: f"{name}.shape[{dim}]" for symbol, (name, dim) in self._alone.items()}
+        return words | {symbol: symbol for symbol, *_ in self._solved}
+
+    def check(self, shapes: dict[str, torch.Size]) -> None:
+        """Check the shapes of all inputs, by name.
+
+        Raises:
+            ValueError: two sizes do not agree, or a condition is not met.
+        """
+        values = {symbol: shapes[name][dim] for symbol, (name, dim) in self._alone.items()}
+        for symbol, name, dim, size in self._solved:
+            start, after = (size({**values, symbol: value}) for value in (0, 1))
+            values[symbol] = (shapes[name][dim] - start) // ((after - start) or 1)  # 0 in `s3 * s4` if s4 is 0
+        for name, dim, size in self._computed:
+            if (wanted := size(values)) != (found := shapes[name][dim]):
+                words = size.with_names(self._words())
+                because = f"which is {words}" if size.names <= self._alone.keys() else f"for some integer in {words}"
+                raise ValueError(f"{name}: got size {found} in dimension {dim}, must be {wanted}, {because}")
+        for condition in self._conditions:
+            if not condition(values):
+                words = condition.with_names(self._words())
+                found_sizes = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+                raise ValueError(f"inputs: got the shapes {found_sizes}; the model was compiled for {words} alone")
+
+
+def _is_linear(size: Expression, symbol: str) -> bool:
+    """Whether a size grows by the same step with a symbol, wherever the other symbols are."""
+    for others in (2, 5):
+        values = [size({**dict.fromkeys(size.names, others), symbol: value}) for value in (0, 1, 2, 101)]
+        if None in values or values[1] == values[0]:
+            return False
+        if any(
+            value != values[0] + at * (values[1] - values[0]) for at, value in zip((2, 101), values[2:], strict=True)
+        ):
+            return False
+    return True
+
+
+# --- Strides --------------------------------------------------------------------------------------------------------
+
+
+def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a tensor without gaps, whose dimensions are in memory in this order, the outermost first."""
+    strides, step = [0] * len(order), 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= shape[dim] or 1
+    return tuple(strides)
+
+
+def dense_order(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None:
+    """The order for which `dense_strides` are these strides, but for dimensions of size 1; None if there is none."""
+    order = sorted(range(len(shape)), key=lambda dim: (strides[dim], shape[dim]), reverse=True)
+    wanted = dense_strides(shape, order)
+    is_dense = all(size == 1 or a == b for size, a, b in zip(shape, strides, wanted, strict=True))
+    return order if is_dense or 0 in shape else None
+
+
+# --- Calls ----------------------------------------------------------------------------------------------------------
+
+
+class Inputs:
+    """Turns the arguments of a call into the tensors that the code of a package takes.
+
+    Raises:
+        PackageError: the description contradicts itself.
+    """
+
+    def __init__(self, info: PackageInfo) -> None:
+        self._info = info
+        self._dtypes = [None if entry.constant is not None else _dtype(entry) for entry in info.inputs]
+        for entry in info.inputs:
+            if sorted(entry.order) != list(range(len(entry.shape))):
+                raise PackageError(f"its description: {quoted(entry.name)}: its order is none of its dimensions")
+        self._sizes = Sizes(info.inputs, info.conditions)
+
+    def tensors(self, arguments: Any, spec: TreeSpec) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+        """The tensors for the code, in order, and pairs of a copy and a tensor into which the copy is to go afterwards.
+
+        An input of other strides than the example's is copied. What the model then writes to it is in the copy.
+
+        Args:
+            arguments: `(args, kwargs)` of the call.
+            spec: the tree of the example's.
+
+        Raises:
+            TypeError: an input is no dense tensor.
+            ValueError: the arguments are not nested like those of the example, or the dtype, device, shape or value of
+                one is not as the package was compiled for, or its storage was resized.
+        """
+        found, written = [], []
+        for entry, dtype, value in zip(self._info.inputs, self._dtypes, self._leaves(arguments, spec), strict=True):
+            if dtype is None:
+                _check_constant(entry, value)
+                continue
+            self._check(entry, dtype, value)
+            tensor = _laid_out(value, entry.order)
+            if entry.is_written and tensor is not value:
+                written.append((tensor, value))
+            found.append(tensor)
+        names = (entry.name for entry in self._info.inputs if entry.constant is None)
+        self._sizes.check({name: tensor.shape for name, tensor in zip(names, found, strict=True)})
+        return found, written
+
+    def _leaves(self, arguments: Any, spec: TreeSpec) -> list[Any]:
+        try:
+            return spec.flatten_up_to(arguments)
+        except ValueError as error:
+            args, kwargs = arguments
+            given = ", ".join([counted(len(args), "positional argument"), *(f"{name}=" for name in kwargs)])
+            expected = "; ".join(str(entry) for entry in self._info.inputs)
+            raise ValueError(
+                f"inputs: got {given}, must be nested like the example of export, {expected}: {error}"
+            ) from None
+
+    def _check(self, entry: InputInfo, dtype: torch.dtype, tensor: Any) -> None:
+        check_dense(entry.name, tensor)
+        if tensor.dtype is not dtype or not _fits(entry, tensor) or tensor.device.type != self._info.device:
+            shape = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
+            raise ValueError(f"{entry.name}: got {shape}, must be {entry} on {self._info.device}")
+        check_memory(**{entry.name: tensor})
+
+
+def _dtype(entry: InputInfo) -> torch.dtype:
+    dtype = getattr(torch, entry.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise PackageError(f"its description: {quoted(entry.name)}: torch has no dtype {quoted(entry.dtype)}")
+    return dtype
+
+
+def _fits(expected: InputInfo, tensor: Tensor) -> bool:
+    return tensor.dim() == len(expected.shape) and all(
+        size == wanted if isinstance(wanted, int) else wanted[0] <= size and (wanted[1] is None or size <= wanted[1])
+        for wanted, size in zip(expected.shape, tensor.shape, strict=True)
+    )
+
+
+def _check_constant(entry: InputInfo, value: Any) -> None:
+    if repr(value) != entry.constant:
+        found = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.100}"
+        raise ValueError(
+            f"{entry.name}: got {found}, must be {entry.constant}, the value that the model was exported with"
+        )
+
+
+def _laid_out(tensor: Tensor, order: Sequence[int]) -> Tensor:
+    """The tensor with dense strides in an order of dimensions: itself, or a copy."""
+    strides = dense_strides(tensor.shape, order)
+    if tensor.stride() == strides and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
