@@ -1,9 +1,10 @@
 """Modules: the MGLU projection and feed-forward blocks, the paper's naive layer, baselines, and `freeze`.
 
-For training: `parameter_groups` for the optimizer, and statistics about masks for the log.
+For training: `parameter_groups` for the optimizer, and statistics about masks for the log. For ONNX: `decompose`.
 """
 
 from .baselines import GLU, LU
+from .decomposing import decompose
 from .feed_forward import GeMGLU, MGLUFeedForward, ReMGLU, SwiMGLU
 from .freezing import freeze
 from .mask_statistics import MaskStatistics, flip_ratio, gate_ratio, mask_agreement
@@ -23,6 +24,7 @@ __all__ = [
     "ReMGLU",
     "SwiMGLU",
     "check_masks",
+    "decompose",
     "flip_ratio",
     "freeze",
     "gate_ratio",

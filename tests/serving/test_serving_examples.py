@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from library_fixtures import needs_compiler
 
 ROOT = Path(__file__).parents[2]
@@ -31,33 +30,19 @@ def test_a_block_is_exported_and_run_in_cpp(tmp_path: Path) -> None:
     assert {"model.pt2", "libmglu_ops.so", "run_package"} <= {path.name for path in tmp_path.iterdir()}
 
 
-def make_model(folder: Path) -> None:
-    """Save a small random model with a tokenizer of bytes."""
-    pytest.importorskip("mglu_ops.transformers")
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
-
-    torch.manual_seed(0)
-    vocabulary = {character: i for i, character in enumerate(["<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>").save_pretrained(folder)
-    sizes = {"vocab_size": len(vocabulary), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 1024}
-    config = AutoConfig.for_model("mglu_llama", **sizes, **heads, n_masks=2, bos_token_id=0, eos_token_id=0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-
-
 @pytest.mark.long
-def test_the_local_task_is_evaluated_offline(tmp_path: Path) -> None:
+def test_what_train_trainer_writes_is_evaluated_offline(tmp_path: Path) -> None:
+    pytest.importorskip("mglu_ops.transformers")
     pytest.importorskip("lm_eval", reason="the extra `evaluate` is no dependency of the tests: it brings 48 packages")
-    make_model(tmp_path / "model")
+    small = ("--size", "tiny", "--steps", "2", "--bytes", "30000")
+    trained = run_example("train_trainer.py", *small, "--output", tmp_path / "model")
+    assert trained.returncode == 0, trained.stderr[-4000:]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
-    process = run_example("evaluate.py", tmp_path / "model", "--limit", "10", **offline)
-    assert process.returncode == 0, process.stderr[-4000:]
-    assert "|next_line_of_python|" in process.stdout
-    assert "evaluated next_line_of_python in" in process.stdout
+    for name in ("model", "model-frozen"):
+        process = run_example("evaluate.py", tmp_path / name, "--limit", "10", **offline)
+        assert process.returncode == 0, process.stderr[-4000:]
+        assert "|next_line_of_python|" in process.stdout
+        assert "evaluated next_line_of_python in" in process.stdout
 
 
 @pytest.mark.parametrize("missing", ["lm_eval", "transformers"])

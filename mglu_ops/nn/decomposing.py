@@ -1,0 +1,58 @@
+"""Exported programs in which the fused operators are written out, for exporters that know torch's operators alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..activations import get_activation
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+
+def decompose(program: ExportedProgram) -> ExportedProgram:
+    """Write the MGLU layers of an exported program as the paper does (Algorithm 2), for example for ONNX.
+
+        program = torch.export.export(mglu_ops.freeze(model).eval(), (x,))
+        torch.onnx.export(mglu_ops.nn.decompose(program), f="model.onnx")
+
+    Each layer becomes 2 n_masks products with masked copies of the weight, which are made of the packed masks at each
+    call. That takes more time and memory than the fused operators.
+
+    Args:
+        program: what `torch.export.export` returned for a model whose masks are fixed, or frozen by `freeze`.
+
+    Returns:
+        A program without operators of this package. Its results agree with those of `program` up to rounding.
+
+    Raises:
+        TypeError: `program` is not an `ExportedProgram`.
+        ValueError: the masks of a layer are learned.
+    """
+    from torch.export import ExportedProgram, default_decompositions  # takes long to import
+
+    if not isinstance(program, ExportedProgram):
+        raise TypeError(f"program: got {type(program).__name__}, must be what torch.export.export returns")
+    if any(node.target is torch.ops.mglu.forward_ste.default for node in program.graph.nodes):
+        raise ValueError("program: it has layers with learned masks; call mglu_ops.freeze(model) before torch.export")
+    return program.run_decompositions({**default_decompositions(), torch.ops.mglu.forward.default: _forward})
+
+
+def _forward(
+    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", route_weights: Tensor | None = None
+) -> Tensor:
+    act = get_activation(activation).forward
+    bits = torch.arange(8, dtype=torch.int32, device=packed_masks.device)
+    y: Tensor | None = None
+    for i, octets in enumerate(packed_masks.to(torch.int32).unbind(-1)):  # ONNX's shifts of uint8 do not convert
+        masks = (octets.unsqueeze(-1).bitwise_right_shift(bits) & 1).flatten(-2)[:, : weight.shape[1]].to(weight.dtype)
+        term = act(F.linear(x, weight * masks)) * F.linear(x, weight * (1 - masks))
+        if route_weights is not None:
+            term = term * route_weights[..., i : i + 1]
+        y = term if y is None else y + term
+    assert y is not None
+    return y

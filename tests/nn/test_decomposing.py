@@ -1,0 +1,64 @@
+"""`decompose`: an exported program without operators of this package, which ONNX takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from budgets import assert_matches
+from torch import nn
+
+from mglu_ops.nn import MGLU, SwiMGLU, decompose, freeze
+
+
+def exported(model: nn.Module, x: torch.Tensor) -> Any:
+    tokens = torch.export.Dim("tokens", min=1, max=64)
+    return torch.export.export(model, (x,), dynamic_shapes=({0: tokens},))
+
+
+def operators(program: Any) -> set[str]:
+    return {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+
+
+@pytest.mark.parametrize(
+    ("activation", "top_k", "dtype"),
+    [("silu", None, torch.float32), ("gelu", 2, torch.float32), ("relu_squared", 2, torch.bfloat16)],
+)
+def test_a_program_is_written_out_and_computes_the_same(activation: str, top_k: int | None, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    # 19 columns have padding in their last byte.
+    model = freeze(
+        nn.Sequential(nn.Linear(19, 19), MGLU(19, 24, n_masks=3, activation=activation, top_k=top_k)).to(dtype)
+    )
+    program = exported(model, torch.randn(3, 19, dtype=dtype))
+    assert "mglu.forward.default" in operators(program)
+    written_out = decompose(program)
+    assert not any("mglu" in name for name in operators(written_out))
+    assert written_out.state_dict["1.packed_masks"].dtype == torch.uint8
+    for tokens in (1, 5):
+        x = torch.randn(tokens, 19, dtype=dtype)
+        assert_matches(written_out.module()(x), model(x))
+
+
+def test_learned_masks_and_other_things_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"layers with learned masks; call mglu_ops\.freeze\(model\) before torch\.export"
+    ):
+        decompose(exported(SwiMGLU(8, 8), torch.randn(3, 8)))
+    with pytest.raises(TypeError, match=r"program: got MGLU, must be what torch\.export\.export returns"):
+        decompose(MGLU(8, 8))
+
+
+@pytest.mark.long
+def test_onnx_takes_it(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="ONNX is no dependency of the tests")
+    runtime = pytest.importorskip("onnxruntime", reason="ONNX is no dependency of the tests")
+    model = freeze(nn.Sequential(nn.LayerNorm(19), SwiMGLU(19, 24, n_masks=3, top_k=2))).eval()
+    torch.onnx.export(decompose(exported(model, torch.randn(3, 19))), f=tmp_path / "model.onnx")
+    session = runtime.InferenceSession(tmp_path / "model.onnx")
+    for tokens in (1, 5):
+        x = torch.randn(tokens, 19)
+        (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+        assert_matches(torch.from_numpy(y), model(x), torch.float32)
