@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from .errors import importing_passes
+
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
@@ -96,21 +98,24 @@ def fuse(
     assume_binary: bool = False,
 ) -> GraphModule:
     """Return a copy of a graph module with its MGLU layers fused; see `compile_passes.fusion.fuse`."""
-    from compile_passes import fusion as fusion_pass
+    with importing_passes():
+        from compile_passes import fusion as fusion_pass
 
     return fusion_pass.fuse(gm, example_inputs, report=report, strict=strict, assume_binary=assume_binary)
 
 
 def enable_fusion(*, strict: bool = False, assume_binary: bool = False, dependent_launch: bool = True) -> FusionReport:
     """Fuse MGLU layers in every `torch.compile` of all threads; see `compile_passes.install.enable_fusion`."""
-    from compile_passes import install
+    with importing_passes():
+        from compile_passes import install
 
     return install.enable_fusion(strict=strict, assume_binary=assume_binary, dependent_launch=dependent_launch)
 
 
 def disable_fusion() -> None:
     """Undo `enable_fusion`, in all threads."""
-    from compile_passes import install
+    with importing_passes():
+        from compile_passes import install
 
     install.disable_fusion()
 
@@ -119,14 +124,16 @@ def fusion(
     *, strict: bool = False, assume_binary: bool = False, dependent_launch: bool = True
 ) -> AbstractContextManager[FusionReport]:
     """Fuse the compilations of this thread inside a `with` block; see `compile_passes.install.fusion`."""
-    from compile_passes import install
+    with importing_passes():
+        from compile_passes import install
 
     return install.fusion(strict=strict, assume_binary=assume_binary, dependent_launch=dependent_launch)
 
 
 def fusion_report() -> FusionReport:
     """Report what `enable_fusion` and `backend="mglu"` fused in this process, what they missed, and why."""
-    from compile_passes import install
+    with importing_passes():
+        from compile_passes import install
 
     return install.fusion_report()
 

@@ -12,13 +12,14 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from compile_passes import explain
-
-from . import bench, build, params
+from . import bench, build, notices, params
 from .demo import command as demo
-from .errors import UserError
+from .errors import UserError, importing_passes
 from .packaging import command as packaging
 from .tuning import command as tuning
+
+with importing_passes():
+    from compile_passes import explain
 
 PROG = "python -m mglu_ops"
 
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         if options.traceback:
             traceback.print_exc()
-    print(f"{PROG} {options.command}: error: {problem}", file=sys.stderr)
+    notices.write(f"{PROG} {options.command}: error: {problem}")
     return 2
 
 

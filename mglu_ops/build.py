@@ -20,7 +20,9 @@ DESCRIPTION = (
 def add_parser(subparsers: Any) -> None:
     """Add `build` to the commands."""
     parser = subparsers.add_parser("build", help="build the kernels before they are needed", description=DESCRIPTION)
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder that all may read (default: this user's cache)")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder; a new one may be read by all (default: this user's cache)"
+    )
     parser.add_argument("--no-cpu", action="store_true", help="leave out the CPU kernels, which need a C++ compiler")
     parser.add_argument("--arch", nargs="+", default=[], metavar="SM", help="GPUs of the CUDA kernels, as sm_90")
     parser.add_argument(
@@ -36,19 +38,20 @@ def add_parser(subparsers: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Build; the exit code. Raises UserError for what the user can put right."""
     from .backends import cache, cpu
-    from .backends.cache_folders import cache_directory
+    from .backends.cache_folders import cache_directory, missing_folders
     from .backends.cuda.compiler import CompileError, compile_cubin
 
     _check(options)
     try:
         folder = cache_directory() if options.out is None else options.out.absolute()
+        made = missing_folders(folder)
         kernels = list(_kernels(options))
         if not options.no_cpu:
             cpu.build.load_library(cpu.library.Library, folder)
         for kernel in kernels:
             compile_cubin(*kernel, folder)
         if options.out is not None:
-            cache.share(folder)
+            cache.share(folder, made)
     except (cpu.BuildError, CompileError, cache.NoFolderError, OSError, ValueError) as error:
         raise UserError(str(error)) from error
     print(folder)

@@ -7,7 +7,6 @@ Nothing is tuned or timed at run time. `backend=` overrides the choice, for test
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, TypeVar
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from . import batch_invariance
+from . import batch_invariance, notices
 from .backends import BACKENDS, Backend, PreparedCall, cpu
 from .backends.base import BackwardArguments, PreparedBackward, PreparedForwardTrain
 from .backends.cuda import Cuda, LaunchConfig
@@ -161,7 +160,7 @@ def _cuda() -> Cuda:
 
 @cache
 def _warn_of_fallback(backend: str, reason: str, op: str = "forward") -> None:
-    warnings.warn(f"mglu::{op} runs on the backend {backend}: {reason}", UserWarning, stacklevel=5)
+    notices.warn(f"mglu::{op} runs on the backend {backend}: {reason}", stacklevel=5)
 
 
 # --- Inference -------------------------------------------------------------------------------------------------------
@@ -174,7 +173,7 @@ def repeat(
 
     None for any other call, which has to be checked and given to `forward`.
     """
-    if x is None or weight is None or packed_masks is None or not (x.is_cuda or x.is_cpu):  # torch lets None through
+    if x is None or weight is None or packed_masks is None:  # torch lets None through
         return None
     try:
         key = metadata_key(x, weight, packed_masks, activation, route_weights)
@@ -220,11 +219,21 @@ def forward(
     if choice.is_fallback:
         _warn_of_fallback(choice.backend, choice.reason)
     prepared = _prepare(BACKENDS[choice.backend], call, given, choice.launch)
-    if call.device.type in ("cpu", "cuda"):
+    if _is_kept(call, choice.backend):
         if len(_prepared) >= CALLS_KEPT:
             _prepared.clear()
         _prepared[metadata_key(*given)] = prepared
     return prepared(x, weight, packed_masks, route_weights)
+
+
+def _is_kept(call: LayerCall, backend: str) -> bool:
+    """Whether later calls run what was prepared for this one.
+
+    Where the CPU's kernels could not be built they do not, so that they run these once `CXX` is mended.
+    """
+    if call.device.type == "cpu":
+        return not (backend == "composite" and call.dtype is not torch.float64 and cpu.is_missing())
+    return call.device.type == "cuda"
 
 
 _Arguments = tuple[Tensor, Tensor, Tensor, str, Tensor | None]
@@ -321,8 +330,8 @@ def _backward_backend(call: LayerCall) -> Backend:
 P = TypeVar("P", PreparedForwardTrain, PreparedBackward)
 
 
-def _keep(key: Key | None, device: torch.device, prepared: P) -> P:
-    if key is not None and device.type in ("cpu", "cuda"):
+def _keep(key: Key | None, call: LayerCall, backend: Backend, prepared: P) -> P:
+    if key is not None and _is_kept(call, backend.name):
         if len(_training_calls) >= CALLS_KEPT:
             _training_calls.clear()
         _training_calls[key] = prepared
@@ -347,7 +356,8 @@ def forward_train(
     prepared: Any = _training_calls.get(key) if key else None
     if prepared is None:
         call = LayerCall.of(rows, weight, packed_masks, activation, routes)
-        prepared = _keep(key, x.device, _forward_backend(call).prepare_forward_train(call))
+        backend = _forward_backend(call)
+        prepared = _keep(key, call, backend, backend.prepare_forward_train(call))
     result, partials = prepared(rows, weight, packed_masks, routes)
     if rows is x:
         return result, partials
@@ -367,7 +377,8 @@ def backward(key: Key | None, arguments: BackwardArguments) -> tuple[Tensor, Ten
     prepared: Any = _training_calls.get(key) if key else None
     if prepared is None:
         call = replace(LayerCall.of(rows, weight, packed_masks), route_dtype=route_dtype)
-        prepared = _keep(key, x.device, _backward_backend(call).prepare_backward(call))
+        backend = _backward_backend(call)
+        prepared = _keep(key, call, backend, backend.prepare_backward(call))
     if rows is x and partials.is_contiguous():
         return prepared(arguments)
     in_rows = arguments._replace(

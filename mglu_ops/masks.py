@@ -147,8 +147,8 @@ def binary_masks(masks: Tensor) -> Tensor:
     check_masks(masks)
     if masks.dim() == 2:
         masks = masks.unsqueeze(0)
-    if masks.dtype is torch.bool or masks.is_meta:
-        return masks.to(torch.bool)
+    if masks.dtype is torch.bool:
+        return masks
     is_one = masks == 1
     wrong = ~(is_one | (masks == 0))
     if bool(wrong.any()):

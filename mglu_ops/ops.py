@@ -1,4 +1,4 @@
-"""The contract of every operator in one place: schemas, fake kernels, gradients, autocast, vmap and FLOP rules.
+"""The contract of every operator in one place: schemas, fake kernels, gradients, autocast and vmap.
 
 | op | result |
 |---|---|
@@ -43,13 +43,12 @@ the two is below about 2^-9 s (float16) or 2^-12 s (bfloat16). `forward` on a CP
   value have no term of a weight that the mask excludes, as in `relu(-inf) * 2 = 0`. Backends may differ in this.
 
 The operators are registered with `torch.library.Library`, because a call then costs a third of one by `@custom_op`.
-No backend and no kernel is named here: `dispatch` chooses them. DTensor's sharding rules are in `sharding`.
+No backend and no kernel is named here: `dispatch` chooses them. DTensor's sharding rules are in `sharding`, and
+FLOPs in `flops`.
 """
 
 from __future__ import annotations
 
-import logging
-import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
@@ -60,14 +59,13 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import forward_ad
-from torch.utils.flop_counter import register_flop_formula
+from torch.nested._internal.nested_tensor import NestedTensor
 
-from . import checks, dispatch
+from . import checks, dispatch, notices
 from .activations import get_activation
 from .backends.base import BackwardArguments
 from .layer_call import arguments_key
 from .masks import (
-    N_MASKS_DIM,
     binary_masks,
     check_layout,
     check_masks,
@@ -78,8 +76,6 @@ from .masks import (
 )
 from .sizes import same_sizes
 from .tensors import check_dense, check_memory
-
-log = logging.getLogger(__name__)
 
 _LAYER = 'str activation="silu", Tensor? route_weights=None'
 SCHEMAS = (
@@ -101,6 +97,13 @@ _KERNEL_KEYS = (
     *(("CPU", "CUDA") if _library_came_first else ("CompositeExplicitAutograd",)),
     *("NestedTensorCPU", "NestedTensorCUDA"),  # so that the checks refuse nested tensors in words
 )
+
+# Only this module registers a kernel for autograd.
+if _library_came_first and torch._C._dispatch_has_kernel_for_dispatch_key("mglu::forward", "Autograd"):
+    raise ImportError(
+        "mglu_ops was imported before in this process and then removed from sys.modules. Its operators are still "
+        "registered with torch, which takes them once: restart Python, or leave mglu_ops in sys.modules"
+    )
 
 _lib = torch.library.Library("mglu", "FRAGMENT")
 for _schema in SCHEMAS:
@@ -148,13 +151,23 @@ def _fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 @cache
 def _register_dtensor_rules_once() -> None:
-    """Register the sharding rules. A failure is a warning only, because the caller may not use DTensor at all."""
+    """Register the sharding rules. A failure is a notice only, because the caller may not use DTensor at all."""
     try:
         register_dtensor_rules()
     except (ImportError, AttributeError, TypeError) as error:
-        log.warning(
-            "mglu_ops: could not register sharding rules with the DTensor of torch %s: %s", torch.__version__, error
-        )
+        notices.say(f"could not register sharding rules with the DTensor of torch {torch.__version__}: {error}")
+
+
+def _refuse_jagged(cls: type, op: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Name the jagged tensor, which torch takes to the class of such tensors before any kernel can check it."""
+    names = [argument.name for argument in op._schema.arguments]
+    for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+        if isinstance(value, NestedTensor):
+            check_dense(name, value)
+
+
+for _op in (pack_masks, pack_logits, unpack_masks, forward, forward_ste, forward_train, backward):
+    torch.library.register_torch_dispatch(_op._schema.name, NestedTensor, _refuse_jagged, lib=_lib)
 
 
 # --- Packing --------------------------------------------------------------------------------------------------------
@@ -445,7 +458,8 @@ def _forward_autograd(
     activation: str = "silu",
     route_weights: Tensor | None = None,
 ) -> Tensor:
-    if _needs_gradient(x, weight, route_weights):
+    # Asking here first saves a call of a function in decoding, where gradients are off.
+    if (torch.is_grad_enabled() or forward_ad._current_level >= 0) and _needs_gradient(x, weight, route_weights):
         return _apply(_Layer, x, weight, None, packed_masks, activation, route_weights)[0]
     if keys.raw_repr() in _PLAIN_KEYSETS:
         return _forward(x, weight, packed_masks, activation, route_weights)
@@ -590,46 +604,6 @@ for _op, _rule in (
     torch.library.register_vmap(_op, _rule, lib=_lib)
 
 
-# --- FLOPs: forward is n_masks + 1 GEMMs of 2 * tokens * out_features * in_features each, backward twice as many -----
-
-
-def _gemm_flops(x_shape: Sequence[int], weight_shape: Sequence[int], n_masks: int) -> int:
-    return (n_masks + 1) * 2 * math.prod(x_shape[:-1]) * math.prod(weight_shape)
-
-
-@register_flop_formula([torch.ops.mglu.forward, torch.ops.mglu.forward_train])
-def _forward_flops(
-    x_shape: Sequence[int], weight_shape: Sequence[int], packed_masks_shape: Sequence[int], *args: Any, **kwargs: Any
-) -> int:
-    return _gemm_flops(x_shape, weight_shape, packed_masks_shape[N_MASKS_DIM])
-
-
-@register_flop_formula(torch.ops.mglu.forward_ste)
-def _forward_ste_flops(
-    x_shape: Sequence[int], weight_shape: Sequence[int], logits_shape: Sequence[int], *args: Any, **kwargs: Any
-) -> int:
-    return _gemm_flops(x_shape, weight_shape, logits_shape[0])
-
-
-@register_flop_formula(torch.ops.mglu.backward)
-def _backward_flops(
-    grad_shape: Sequence[int],
-    x_shape: Sequence[int],
-    weight_shape: Sequence[int],
-    packed_masks_shape: Sequence[int],
-    partials_shape: Sequence[int],
-    needs: Sequence[bool],
-    logits_dtype: torch.dtype | None,
-    *args: Any,
-    **kwargs: Any,
-) -> int:
-    n_masks = packed_masks_shape[N_MASKS_DIM]
-    gemm = _gemm_flops(x_shape, weight_shape, n_masks)
-    masked = gemm * n_masks // (n_masks + 1)
-    weight_gradient = gemm if needs[1] else masked if logits_dtype else 0
-    return weight_gradient + (gemm if needs[0] else 0)
-
-
 # --- DTensor --------------------------------------------------------------------------------------------------------
 
 
@@ -640,3 +614,6 @@ def register_dtensor_rules() -> None:
     any time, and more than once, is harmless. It imports `torch.distributed.tensor`, which `import mglu_ops` does not.
     """
     from . import sharding  # noqa: F401 (importing it registers the rules)
+
+
+from . import flops  # noqa: E402, F401 (it registers formulas for the operators above)

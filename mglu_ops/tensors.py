@@ -18,8 +18,10 @@ def check_dense(name: str, tensor: Tensor | None) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: got {'None' if tensor is None else type(tensor).__name__}, must be a tensor")
     if tensor.layout is not torch.strided or tensor.is_nested:
-        layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.").removeprefix("_")
-        raise TypeError(f"{name}: got a tensor of layout {layout}, must be a dense tensor (torch.strided)")
+        layout = str(tensor.layout).removeprefix("torch.").removeprefix("_")
+        advice = "; pass its values(), whose rows are the tokens" if layout == "jagged" and name == "x" else ""
+        layout = "nested" if layout == "strided" else layout
+        raise TypeError(f"{name}: got a tensor of layout {layout}, must be a dense tensor (torch.strided){advice}")
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -42,7 +44,7 @@ def check_memory(**tensors: Tensor | None) -> None:
         ValueError: a storage is too small.
     """
     for name, tensor in tensors.items():
-        if tensor is None or tensor.is_meta or tensor.numel() == 0:
+        if tensor is None or tensor.numel() == 0:
             continue
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         needed = (tensor.storage_offset() + last + 1) * tensor.itemsize

@@ -19,12 +19,12 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
+from ..notices import say
 from .cache_folders import FOLDERS, check_executable, check_trust, prepare
 from .file_lock import locked
 
@@ -32,6 +32,9 @@ T = TypeVar("T")
 
 LOCK_SECONDS = 300.0
 """Seconds that a process waits for another that builds the same file."""
+
+COMPILER_SECONDS = 600.0
+"""Seconds that a compiler may take, many times what it needs, so that no call waits for ever."""
 
 KEPT_DAYS = 30
 """Days after which a file that no process has loaded is removed, when another file is built."""
@@ -132,17 +135,20 @@ def is_stored(artifact: Artifact) -> bool:
     return False
 
 
-def share(folder: Path) -> None:
-    """Let everybody read a folder and the artifacts in it, as for an image in which another user runs."""
+def share(folder: Path, made: Iterable[Path]) -> None:
+    """Let everybody read the artifacts in a folder, as for an image in which another user runs.
+
+    Args:
+        folder: the folder.
+        made: it and those above it, as far as they were made for this. Others keep their mode.
+    """
     for path in _artifacts(folder):
         path.chmod(0o644)
-    folder.chmod(0o755)
-
-
-@cache
-def say(message: str) -> None:
-    """Tell the user on standard error, the same message once a process."""
-    print(f"mglu_ops: {message}", file=sys.stderr)
+    for path in made:
+        path.chmod(0o755)
+    mode = stat.S_IMODE(folder.stat().st_mode)
+    if sys.platform != "win32" and ~mode & 0o005:
+        say(f"{folder} keeps mode {mode:o}, with which others cannot read it (chmod 755 lets them)")
 
 
 def _find(folder: Path, artifact: Artifact, load: Callable[[Path, bytes], T]) -> tuple[T] | None:
@@ -164,7 +170,7 @@ def _files(folder: Path, artifact: Artifact) -> list[Path]:
 def _read(path: Path) -> bytes:
     """The content of a file, after all checks. A link is not followed: its target may be in any folder."""
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    with open(os.open(path, flags), "rb") as file:
+    with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:  # closed also if it is a folder
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise OSError(f"{path} is not a file")
@@ -190,6 +196,9 @@ def _build(folder: Path, artifact: Artifact, build: Callable[[Path], bytes], loa
         if found := _find(folder, artifact, load):  # built by another process meanwhile
             return found[0]
         _tidy(folder, artifact)
+        for path in _files(folder, artifact):
+            if path.is_dir():
+                path.rmdir()  # one that is not empty leaves no place for the file, so that it is not built in vain
         with _scratch(folder, artifact) as scratch:
             content = build(scratch)
             path = folder / f"{artifact.stem}-{_hash(content)}{artifact.suffix}"

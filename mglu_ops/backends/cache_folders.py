@@ -70,9 +70,14 @@ FOLDERS = (cache_directory, _shared_temporary_folder, _own_temporary_folder)
 """Functions that name a folder or raise an OSError, in the order in which the folders are tried."""
 
 
+def missing_folders(folder: Path) -> list[Path]:
+    """A folder and those above it, as far as they do not exist."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
 def prepare(folder: Path) -> None:
     """Make a folder, and those above it, for this user alone. One that exists must be trustworthy."""
-    for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
+    for missing in reversed(missing_folders(folder)):
         with contextlib.suppress(FileExistsError):
             missing.mkdir(0o700)
     if not folder.is_dir():

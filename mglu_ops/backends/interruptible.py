@@ -8,11 +8,13 @@ a wait.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import TypeVar
@@ -57,31 +59,38 @@ def call(function: Callable[[], T], stop: Callable[[], None] | None = None) -> T
 
 
 def run(
-    commands: Sequence[Sequence[str]], environment: Mapping[str, str] | None = None
+    commands: Sequence[Sequence[str]], environment: Mapping[str, str] | None = None, seconds: float = math.inf
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run commands at once and wait for all of them. Ctrl-C kills them and what they have started.
 
     Args:
         commands: programs with their arguments.
         environment: variables to add to those of this process.
+        seconds: how long they may take, all together. Then they are killed as by Ctrl-C.
 
     Returns:
         What each command returned. Its `stdout` holds standard output and standard error.
 
     Raises:
         OSError: a command cannot be started.
+        subprocess.TimeoutExpired: a command takes longer.
     """
     stopped = threading.Event()
     variables = {**os.environ, **(environment or {})}
     # A group of their own lets the main thread kill all of them. Another thread is not interrupted: its commands stay
     # in the group of this process, to which the terminal sends Ctrl-C.
     own_group = sys.platform != "win32" and threading.current_thread() is threading.main_thread()
-    return call(lambda: _run(commands, variables, own_group, stopped), stopped.set)
+    return call(lambda: _run(commands, variables, own_group, stopped, seconds), stopped.set)
 
 
 def _run(
-    commands: Sequence[Sequence[str]], variables: Mapping[str, str], own_group: bool, stopped: threading.Event
+    commands: Sequence[Sequence[str]],
+    variables: Mapping[str, str],
+    own_group: bool,
+    stopped: threading.Event,
+    seconds: float,
 ) -> list[subprocess.CompletedProcess[str]]:
+    deadline = time.monotonic() + seconds
     started: list[subprocess.Popen[str]] = []
     try:
         for command in commands:
@@ -96,20 +105,23 @@ def _run(
                     start_new_session=own_group,
                 )
             )
-        return [_result(process, stopped) for process in started]
+        return [_result(process, stopped, deadline) for process in started]
     except BaseException:
         for process in started:
             _kill(process, own_group)
         raise
 
 
-def _result(process: subprocess.Popen[str], stopped: threading.Event) -> subprocess.CompletedProcess[str]:
+def _result(
+    process: subprocess.Popen[str], stopped: threading.Event, deadline: float
+) -> subprocess.CompletedProcess[str]:
     while not stopped.is_set():
         try:
             output, _ = process.communicate(timeout=_POLL_SECONDS)
             return subprocess.CompletedProcess(process.args, process.returncode, output)
         except subprocess.TimeoutExpired:
-            pass
+            if time.monotonic() > deadline:
+                raise
     raise _StoppedError
 
 

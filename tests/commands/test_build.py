@@ -67,6 +67,31 @@ def test_a_folder_for_an_image_needs_no_compiler_where_it_is_used(
         compiler.compile_cubin("plain", "sm_90", {})
 
 
+@pytest.mark.parametrize("bits", [0o700, 0o755, 0o750])
+def test_a_folder_that_exists_keeps_its_mode(
+    bits: int, tmp_path: Path, compiled: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "mine"
+    out.mkdir()
+    out.chmod(bits)
+    (out / "notes").touch(0o600)
+    assert main(["build", "--no-cpu", "--out", str(out), *LAYER]) == 0
+    assert len(compiled) > 1
+    assert stat.S_IMODE(out.stat().st_mode) == bits
+    assert stat.S_IMODE((out / "notes").stat().st_mode) == 0o600
+    assert {stat.S_IMODE(path.stat().st_mode) for path in out.glob("*.cubin")} == {0o644}
+    said = f"{out} keeps mode {bits:o}, with which others cannot read it"
+    assert (said in capsys.readouterr().err) == (bits != 0o755)
+
+
+def test_all_folders_that_are_made_can_be_read_by_others(tmp_path: Path, compiled: list[str]) -> None:
+    tmp_path.chmod(0o700)
+    out = tmp_path / "a" / "b"
+    assert main(["build", "--no-cpu", "--out", str(out), *LAYER]) == 0
+    assert compiled
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path, tmp_path / "a", out)] == [0o700, 0o755, 0o755]
+
+
 def test_without_out_the_cache_is_filled_and_stays_private(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], compiled: list[str]
 ) -> None:

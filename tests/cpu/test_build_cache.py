@@ -138,6 +138,28 @@ def test_a_file_that_cannot_be_loaded_is_replaced(folder, capsys):
     assert "GLIBC_2.99' not found; it is not used" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_a_folder_in_place_of_a_file_does_not_build_it_at_each_start(full, kind, folder, capsys):
+    """As a container engine makes one where a file that it is to mount does not exist."""
+    kind.use()
+    path = only_file(folder)
+    path.unlink()
+    path.mkdir()
+    if full:
+        (path / "kept").touch()
+    descriptors = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
+    builds = kind.builds
+    for _ in range(3):
+        assert kind.use() == CONTENT
+    assert kind.builds == builds + 1
+    assert path.is_dir() == full
+    printed = capsys.readouterr().err
+    assert f"{path}: Is a directory; it is not used" in printed
+    assert (f"{path}: Directory not empty; a temporary folder is used instead" in printed) == full
+    if sys.platform == "linux":
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
 # --- Who may write --------------------------------------------------------------------------------------------------
 
 
@@ -219,7 +241,7 @@ def test_a_folder_that_others_can_write_is_not_used(kind, folder, what, capsys):
 def test_a_folder_of_root_is_used_by_another_user(kind, folder, monkeypatch):
     """As in an image. The system keeps the user from writing to it, so that what is missing goes elsewhere."""
     kind.use()
-    cache.share(folder)
+    cache.share(folder, [folder])
     assert mode(folder) == 0o755
     assert mode(only_file(folder)) == 0o644
     monkeypatch.setattr(cache_folders, "_user", lambda: STRANGER)
@@ -343,6 +365,14 @@ def test_sources_and_options_are_in_the_key_and_the_compiler_is_not(tmp_path, mo
     assert len({compiler._artifact(*cubin).stem for cubin in cubins}) == 3
 
 
+@pytest.mark.parametrize("option", ["-march=native", "-mtune=native", "-mcpu=native"])
+def test_options_that_mean_this_cpu_are_refused(option, kind, monkeypatch):
+    """The folder may be shared with other CPUs, and no key tells which instructions such an option allows."""
+    monkeypatch.setenv("CXX", f"ccache c++ -O2 {option}")
+    monkeypatch.setattr(library, "_loaded", None)
+    assert f"must not have {option}: other CPUs may find the library" in str(library.load())
+
+
 def test_is_cached_looks_in_all_folders_and_makes_none(folder, tmp_path, monkeypatch):
     cubin = ("plain", "sm_90", {"A": 1})
     kind = cuda_kind(tmp_path, monkeypatch, 0)
@@ -369,6 +399,41 @@ def test_a_malformed_cxx_leaves_composite(text, monkeypatch):
     with pytest.warns(UserWarning, match=r"composite: .*(CXX|no C\+\+ compiler)"):
         dispatch.forward(layer.x, layer.weight, layer.packed_masks, "silu", None)
     dispatch._prepared.clear()
+
+
+def test_a_compiler_that_hangs_is_stopped(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "COMPILER_SECONDS", 0.3)
+    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, "sleep 60")))
+    with pytest.raises(build.BuildError, match=r"the C\+\+ compiler did not end within 0 s: .*fake-c\+\+ -O2"):
+        build.load_library(Path)
+    nvcc = fake_compiler(tmp_path, "sleep 60").rename(tmp_path / "nvcc")
+    monkeypatch.setenv("PATH", f"{nvcc.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(compiler, "has_cuda_core", lambda: False)
+    monkeypatch.setattr(compiler, "COMPILER_SECONDS", 0.3)
+    with pytest.raises(compiler.CompileError, match=r"nvcc did not end within 0 s: .*nvcc -cubin"):
+        compiler.compile_cubin("plain", "sm_90", {})
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("op", ["forward", "forward_train"])
+def test_cxx_can_be_mended_while_the_process_runs(op, tmp_path, monkeypatch):
+    """Also for calls like those that were made before."""
+    monkeypatch.delenv("MGLU_CACHE_DIR")
+    real = build.load_library(Path)
+    monkeypatch.setenv("MGLU_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(library, "_loaded", None)
+    monkeypatch.setattr(dispatch, "_prepared", {})
+    monkeypatch.setattr(dispatch, "_training_calls", {})
+    layer = make_layer((3,))
+    for name in ("no-such-compiler", "nor-this-one"):
+        monkeypatch.setenv("CXX", name)
+        for _ in range(2):
+            getattr(torch.ops.mglu, op)(layer.x, layer.weight, layer.packed_masks)
+        assert f"CXX={name}" in str(library.load())
+    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, f"cp {real} $out")))
+    getattr(torch.ops.mglu, op)(layer.x, layer.weight, layer.packed_masks)
+    assert library.is_loaded()
+    assert len(dispatch._prepared) + len(dispatch._training_calls) == 1
 
 
 def test_a_refused_build_shows_the_compilers_log_and_leaves_nothing(folder, tmp_path, monkeypatch):

@@ -59,10 +59,20 @@ def test_what_was_not_used_for_long_is_removed_by_a_build(folder):
     foreign = folder / "of-somebody-else.so"
     foreign.touch()
     for path in (old, used, foreign):
-        age(path, cache.KEPT_DAYS + 1)
+        age(path, cache.KEPT_DAYS + 0.1)
+    age(recent, cache.KEPT_DAYS - 0.1)
     assert obtain(artifact("library", "2")) == used
     new = obtain(artifact("library", "4"))
     assert set(folder.iterdir()) == {used, recent, new, foreign}
+
+
+def test_a_use_is_written_down_once_a_day(folder):
+    """Two writes of a file's time, for what many processes load at once, would be one too many."""
+    path = obtain(artifact())
+    for days, is_new in ((0.9, False), (1.1, True)):
+        age(path, days)
+        assert obtain(artifact()) == path
+        assert (time.time() - path.stat().st_mtime < 60) == is_new
 
 
 def test_what_a_killed_build_leaves_is_removed_by_the_next(folder, tmp_path):

@@ -146,6 +146,35 @@ def test_subnormal_and_extreme_float16(isa):
     assert torch.equal(large, torch.tensor([[65504.0, 63.96875, math.inf]]).half())
 
 
+def near_ties(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Products x W^T halfway between two numbers of a 16-bit dtype, or next to that: x `[tokens, 3]` and W `[1, 3]`.
+
+    In float32 they are exact. There are those of either sign, from the smallest to the largest exponent of float16, as
+    well as subnormal ones of float16.
+    """
+    bits = 10 if dtype is torch.float16 else 7
+    rows = []
+    for exponent in (-24, -20, -14, -13, -1, 0, 1, 14, 15):
+        last = 2.0 ** (max(exponent, -14) - bits if dtype is torch.float16 else exponent - bits)
+        steps = range(4) if exponent < 15 else range(2**bits - 4, 2**bits)
+        for number in (2.0**exponent + step * last for step in steps):
+            rows += [[sign * number, sign * last, beside * last] for sign in (1, -1) for beside in (-1, 0, 1)]
+    return torch.tensor(rows).to(dtype), torch.tensor([[1, 0.5, 2.0**-10]]).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_results_are_rounded_to_nearest_and_ties_to_even(isa, dtype):
+    x, weight = near_ties(dtype)
+    exact = x.double() @ weight.double().T
+    assert torch.equal(exact.float().double(), exact)
+    packed = torch.ops.mglu.pack_masks(torch.zeros(1, 1, 3, dtype=torch.bool))
+    for tokens in (1, 3, len(x)):  # kernels for few tokens and for many
+        routes = torch.full((tokens, 1), 2.0)  # the gate is 0, and its sigmoid a half
+        for rows, expected in zip(x.split(tokens), exact.float().to(dtype).split(tokens), strict=True):
+            result = run_on("cpu", rows, weight, packed, "sigmoid", routes[: len(rows)], launch=isa)
+            assert torch.equal(result, expected)
+
+
 def test_constant_masks_leave_no_rounding_behind(isa):
     """All ones leave no value: exactly 0 for few tokens, where gate and total are summed alike."""
     for tokens in (1, 4):
@@ -252,6 +281,7 @@ def test_the_choice_and_its_override(monkeypatch):
     with pytest.raises(ValueError, match=r"backend: got 'cpu', .*no kernel for x torch.float64"):
         dispatch.forward(layer.x.double(), layer.weight.double(), *call[2:], backend="cpu")
     monkeypatch.setattr(library, "_loaded", "there is no compiler in this test")
+    monkeypatch.setattr(library, "_tried_with", build.settings())
     with pytest.raises(build.BuildError, match="no compiler in this test"):
         BACKENDS["cpu"].prepare(LayerCall.of(*call))
     with pytest.raises(ValueError, match="no compiler in this test"):

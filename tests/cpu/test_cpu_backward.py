@@ -249,6 +249,7 @@ def test_a_cpu_without_bfloat16_instructions_is_left_to_composite(monkeypatch):
         patch.setattr(library.Library, "supports", lambda self, isa, dtype: isa not in ("avx512_bf16", "amx"))
         assert dispatch._backward_backend(call).name == "composite"
     monkeypatch.setattr(library, "_loaded", "there is no compiler in this test")
+    monkeypatch.setattr(library, "_tried_with", build.settings())
     assert dispatch._backward_backend(call).name == "composite"
 
 

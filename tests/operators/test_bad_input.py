@@ -233,14 +233,16 @@ def _other_layouts(op: str, name: str) -> list[str]:
     return [
         "sparse_coo",
         "nested",
+        "jagged",
         *(["sparse_csr"] if tensor.dim() == 2 else []),
         *(["mkldnn"] if tensor.is_floating_point() else []),
     ]
 
 
 def in_layout(tensor: Tensor, layout: str) -> Tensor:
-    if layout == "nested":
-        return torch.nested.nested_tensor([tensor[0], tensor[0]])
+    if layout in ("nested", "jagged"):
+        kind = torch.jagged if layout == "jagged" else torch.strided
+        return torch.nested.nested_tensor([tensor[0], tensor[0]], layout=kind)
     return {"sparse_coo": tensor.to_sparse, "sparse_csr": tensor.to_sparse_csr, "mkldnn": tensor.to_mkldnn}[layout]()
 
 
@@ -280,7 +282,7 @@ def test_a_tensor_whose_storage_was_freed_is_refused(op: str, name: str, known: 
 
 @each_tensor
 def test_a_tensor_whose_storage_was_shrunk_is_refused(op: str, name: str) -> None:
-    """In the first call of its kind: a call like an earlier one is checked for freed storages only."""
+    """In the first call of its kind; test_repeated_calls.py is about later ones."""
     dispatch._prepared.clear()
     args = good(op) | {name: torch.stack([good(op)[name]] * 2)[1]}
     tensor = args[name]

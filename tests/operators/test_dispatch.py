@@ -74,6 +74,20 @@ def test_rows_that_are_no_view_are_copied_at_each_call() -> None:
     assert torch.equal(again, torch.ops.mglu.forward(columns.contiguous(), weight, packed))
 
 
+@pytest.mark.parametrize("what", ["x", "route_weights"])
+@pytest.mark.parametrize("op", ["forward", "forward_train"])
+def test_either_argument_whose_rows_are_no_view_is_copied_alone(op: str, what: str) -> None:
+    x, weight, packed = call(6)
+    args = {"x": x.view(2, 3, 16), "weight": weight, "packed_masks": packed, "activation": "silu"}
+    args["route_weights"] = torch.rand(2, 3, 2)
+    run = getattr(torch.ops.mglu, op)
+    expected = run(**args)
+    args[what] = args[what].transpose(0, 1).contiguous().transpose(0, 1)
+    for _ in range(2):
+        for got, want in zip(run(**args), expected, strict=True):
+            assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("trains", [True, False])
 def test_training_runs_on_the_cuda_backend_where_it_can(monkeypatch: pytest.MonkeyPatch, trains: bool) -> None:
     """Backends get rows of tokens, and partials without gaps, whatever the shapes and strides of the call."""

@@ -19,9 +19,19 @@ from ...masks import packed_shape, packed_width
 from ..base import Backend, PreparedBackward, PreparedCall, PreparedForwardTrain
 from . import backward
 from .build import BuildError
-from .library import DTYPES, ISAS, Library, is_loaded, load, pack_constants, pack_packing_call, pack_pointers
+from .library import (
+    DTYPES,
+    ISAS,
+    Library,
+    is_loaded,
+    is_missing,
+    load,
+    pack_constants,
+    pack_packing_call,
+    pack_pointers,
+)
 
-__all__ = ["BuildError", "Cpu", "is_loaded", "isa"]
+__all__ = ["BuildError", "Cpu", "is_loaded", "is_missing", "isa"]
 
 _MASK_SOURCES = {torch.bool: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 

@@ -11,13 +11,14 @@ import os
 import platform
 import shlex
 import shutil
+import subprocess
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import dropwhile
 from pathlib import Path
 from typing import TypeVar
 
-from ..cache import Artifact, obtain
+from ..cache import COMPILER_SECONDS, Artifact, obtain
 from ..interruptible import run
 
 T = TypeVar("T")
@@ -73,9 +74,21 @@ def _wanted() -> list[str]:
     """The command line in `CXX`, empty if there is none."""
     text = os.environ.get("CXX", "")
     try:
-        return shlex.split(text)
+        words = shlex.split(text)
     except ValueError as error:
         raise BuildError(f"CXX: got {text!r}, must be a command line: {error}") from error
+    for word in words:
+        if word.endswith("=native"):
+            raise BuildError(
+                f"CXX: got {text!r}, must not have {word}: other CPUs may find the library in the cache, and its "
+                "kernels choose their instruction set when they run"
+            )
+    return words
+
+
+def settings() -> tuple[str | None, ...]:
+    """The variables that decide whether the library can be built and kept; after an error, others may mend it."""
+    return tuple(os.environ.get(name) for name in ("CXX", "PATH", "MGLU_CACHE_DIR", "XDG_CACHE_HOME", "HOME"))
 
 
 def _artifact() -> Artifact:
@@ -113,7 +126,10 @@ def _run(compiler: Sequence[str], folder: Path, *arguments: Sequence[str]) -> No
     """Run the compiler once for each list of arguments, in parallel. Its own temporary files go to `folder`."""
     commands = [[*compiler, *FLAGS, *one] for one in arguments]
     try:
-        results = run(commands, {"TMPDIR": str(folder), "LC_ALL": "C"})
+        results = run(commands, {"TMPDIR": str(folder), "LC_ALL": "C"}, COMPILER_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        command = shlex.join(commands[0])
+        raise BuildError(f"the C++ compiler did not end within {COMPILER_SECONDS:.0f} s: {command}") from error
     except OSError as error:
         raise BuildError(f"the C++ compiler did not start: {shlex.join(commands[0])}: {error}") from error
     for result in results:

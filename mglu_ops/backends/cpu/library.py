@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from ..cache import NoFolderError
-from .build import BuildError, load_library
+from .build import BuildError, load_library, settings
 
 # `Forward`: six pointers, then ten sizes and strides and four enumerations, all of 8 bytes.
 pack_pointers = struct.Struct("@6P").pack
@@ -102,24 +102,38 @@ def _torch_parallel_for() -> int:
 
 _lock = threading.Lock()
 _loaded: Library | str | None = None
+_tried_with: tuple[str | None, ...] = ()
+"""The settings with which there was no library, for the reason in `_loaded`."""
 
 
 def load() -> Library | str:
-    """The library, built and loaded at the first call of the process; or why there is none, from then on."""
-    global _loaded
-    if _loaded is None:
+    """The library, built and loaded at the first call of the process; or why there is none, until `settings` change."""
+    global _loaded, _tried_with
+    if not _is_settled():
         with _lock:
-            if _loaded is None:
+            if not _is_settled():
+                tried_with = settings()
                 try:
                     _loaded = load_library(Library)
                 except (BuildError, NoFolderError, OSError) as error:
                     _loaded = str(error)
+                    _tried_with = tried_with
+    assert _loaded is not None
     return _loaded
+
+
+def _is_settled() -> bool:
+    return _loaded is not None and (not isinstance(_loaded, str) or _tried_with == settings())
 
 
 def is_loaded() -> bool:
     """Whether a call of the process has loaded the library, so that the next one need not build it."""
     return isinstance(_loaded, Library)
+
+
+def is_missing() -> bool:
+    """Whether there was no library when it was last asked for."""
+    return isinstance(_loaded, str)
 
 
 def _renew_lock() -> None:

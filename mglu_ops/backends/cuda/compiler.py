@@ -7,7 +7,9 @@ import hashlib
 import importlib
 import importlib.util
 import os
+import shlex
 import shutil
+import subprocess
 import sys
 import threading
 from functools import cache
@@ -15,7 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ..cache import Artifact, NoFolderError, is_stored, obtain, say
+from ...notices import say
+from ..cache import COMPILER_SECONDS, Artifact, NoFolderError, is_stored, obtain
 from ..interruptible import call, run
 
 _STANDARD = "c++17"
@@ -115,7 +118,10 @@ def _run_nvcc(nvcc: str, kernel: str, arch: str, macros: dict[str, int], scratch
     cubin, source = scratch / "kernel.cubin", source_directory() / f"{kernel}.cu"
     defines = [f"-D{name}={value}" for name, value in macros.items()]
     command = [nvcc, "-cubin", f"-std={_STANDARD}", f"-arch={arch}", *defines, str(source), "-o", str(cubin)]
-    (result,) = run([command], {"TMPDIR": str(scratch)})
+    try:
+        (result,) = run([command], {"TMPDIR": str(scratch)}, COMPILER_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise CompileError(f"nvcc did not end within {COMPILER_SECONDS:.0f} s: {shlex.join(command)}") from error
     if result.returncode != 0:
         raise CompileError(f"nvcc could not compile {kernel}.cu for {arch} with {macros}:\n{result.stdout}")
     return cubin.read_bytes()

@@ -1,0 +1,27 @@
+"""Notices to the user, which decide nothing: standard error may be closed, full, or a pipe that nobody reads."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from functools import cache
+
+
+@cache
+def say(message: str) -> None:
+    """Tell the user on standard error, the same message once a process."""
+    write(f"mglu_ops: {message}")
+
+
+def write(line: str) -> None:
+    """Write a line to standard error, if it takes one."""
+    with contextlib.suppress(OSError, ValueError):  # a closed file raises a ValueError
+        if sys.stderr is not None:  # for None, print would write to standard output
+            print(line, file=sys.stderr)
+
+
+def warn(message: str, stacklevel: int) -> None:
+    """Issue a UserWarning, with the `stacklevel` of `warnings.warn`. It is raised where the user made it an error."""
+    with contextlib.suppress(OSError, ValueError):
+        warnings.warn(message, UserWarning, stacklevel=stacklevel + 1)

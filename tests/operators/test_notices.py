@@ -1,0 +1,122 @@
+"""What is said on standard error decides nothing: not whether a call runs, nor where, nor what a command prints."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mglu_ops import notices
+from mglu_ops.backends.cpu import build
+
+# Large layers warn that there is no compiler; then the CPU kernels are built, of which the user is told.
+PROGRAM = """
+import os, sys, torch, mglu_ops
+from mglu_ops.backends.cpu import library
+{break_it}
+x, weight, masks = torch.ones(2, 512), torch.ones(512, 512), torch.ones(1, 512, 512) > 0
+for compiler in ("no-such-compiler", {compiler!r}):
+    os.environ["CXX"] = compiler
+    for _ in range(2):
+        packed_masks = torch.ops.mglu.pack_masks(masks)
+        torch.ops.mglu.forward(x, weight, packed_masks)
+        torch.ops.mglu.forward_train(x, weight, packed_masks)
+    reason = library.load()
+    print(reason if isinstance(reason, str) else "built")
+"""
+
+CLOSED = {
+    "closed": ("", "2>&-"),
+    "full": ("", "2>/dev/full"),
+    "broken pipe": ("", "2> >(exec true)"),
+    "closed in Python": ("sys.stderr.close()", ""),
+    "none": ("sys.stderr = None", ""),
+}
+
+pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a shell and /dev/full")
+
+
+def run_in_shell(arguments: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python, with arguments and redirections of the shell."""
+    root, cache = str(Path(__file__).parents[2]), str(tmp_path / "cache")
+    return subprocess.run(
+        ["bash", "-c", f"{shlex.quote(sys.executable)} {arguments}"],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": root, "MGLU_CACHE_DIR": cache},
+    )
+
+
+def copying_compiler(tmp_path: Path) -> Path:
+    """A C++ compiler that is fast: it copies the library that the cache of this process holds."""
+    path = tmp_path / "fast-c++"
+    path.write_text(f"#!/bin/sh\nfor out; do :; done\ncp {build.load_library(Path)} $out\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize("how", CLOSED)
+def test_a_standard_error_that_cannot_be_written_changes_no_call(how: str, tmp_path: Path) -> None:
+    break_it, redirection = CLOSED[how]
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.format(break_it=break_it, compiler=str(copying_compiler(tmp_path))))
+    done = run_in_shell(f"{program} {redirection}", tmp_path)
+    assert done.returncode == 0
+    first, second = done.stdout.splitlines()
+    assert first.startswith("there is no C++ compiler on the path (CXX=no-such-compiler)")
+    assert second == "built"
+
+
+@pytest.mark.parametrize("how", ["closed", "full", "broken pipe"])
+def test_a_command_that_fails_exits_as_usual(how: str, tmp_path: Path) -> None:
+    done = run_in_shell(f"-m mglu_ops build --no-cpu {CLOSED[how][1]}", tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+class Broken:
+    """A stream of the user's, such as one that a notebook has closed."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def write(self, _: str) -> int:
+        raise self._error
+
+    def flush(self) -> None:
+        raise self._error
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("I/O operation on closed file")])
+@pytest.mark.parametrize("tell", [notices.say, lambda words: notices.warn(words, 1)])
+def test_an_error_of_the_stream_is_no_error_of_the_call(
+    error: Exception, tell: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", Broken(error))
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "_showwarnmsg_impl", lambda _: sys.stderr.write("a warning"))
+        tell(f"test of {error}")
+
+
+def test_a_warning_that_the_user_made_an_error_is_raised_where_the_level_says() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="some words"):
+            notices.warn("some words", 1)
+    with pytest.warns(UserWarning, match="other words") as seen:
+        notices.warn("other words", 1)
+    assert seen[0].filename == __file__
+
+
+def test_the_same_words_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        notices.say("words of this test")
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "mglu_ops: words of this test\n")

@@ -1,0 +1,318 @@
+"""A call like an earlier one skips the checks. So whatever they depend on must make it another call.
+
+Each test makes a good call first, changes one property of one argument, and expects what the same call gives where
+nothing was called before: the same error, or the same bits. A process of its own runs them, because a check that is
+skipped reads memory that is not the tensor's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from strategies import make_layer
+from torch import Tensor
+
+from mglu_ops import batch_invariance, dispatch
+from mglu_ops.layer_call import arguments_key, metadata_key
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork")
+
+Arguments = dict[str, Any]
+Change = Callable[[Arguments, str], None]
+
+SPARE = 64
+"""Elements before and after those of an argument in its storage."""
+
+TOKENS, IN, OUT, N_MASKS = 8, 24, 16, 3  # so that the bytes of every tensor are a multiple of 16
+
+
+def _roomy(tensor: Tensor) -> Tensor:
+    """The same values in the middle of a larger storage."""
+    flat = tensor.new_zeros(tensor.numel() + 2 * SPARE)
+    flat[SPARE : SPARE + tensor.numel()] = tensor.flatten()
+    return flat[SPARE : SPARE + tensor.numel()].view(tensor.shape)
+
+
+def arguments(op: str) -> Arguments:
+    """The arguments of a good call. Every size differs from the others, and the values are the same each time."""
+    layer = make_layer((TOKENS,), IN, OUT, N_MASKS, routed=True)
+    found: Arguments = {"x": layer.x, "weight": layer.weight, "packed_masks": layer.packed_masks}
+    tail: Arguments = {"activation": "silu", "route_weights": layer.route_weights}
+    if op == "forward_ste":
+        found["mask_logits"] = layer.logits
+        del found["packed_masks"]
+    if op == "backward":
+        generator = torch.Generator().manual_seed(1)
+        partials = torch.randn(TOKENS, 2 * N_MASKS + 1, OUT, generator=generator)
+        found = {"grad_output": torch.randn(TOKENS, OUT, generator=generator), **found, "partials": partials}
+        tail = {"needs": [True, True], "logits_dtype": torch.float32, "route_dtype": torch.float32}
+    return {name: _roomy(value) if isinstance(value, Tensor) else value for name, value in (found | tail).items()}
+
+
+OPS = ("forward", "forward_ste", "forward_train", "backward")
+TENSORS = [(op, name) for op in OPS for name, value in arguments(op).items() if isinstance(value, Tensor)]
+
+
+def run(op: str, args: Arguments) -> object:
+    """The results of a call, or its error."""
+    try:
+        results = getattr(torch.ops.mglu, op)(**args)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return [result.detach() for result in (results if isinstance(results, tuple) else (results,))]
+
+
+def forget() -> None:
+    dispatch._prepared.clear()
+    dispatch._training_calls.clear()
+
+
+# --- The changes ----------------------------------------------------------------------------------------------------
+
+
+def _end(tensor: Tensor) -> int:
+    """The bytes that the storage of a contiguous tensor must have."""
+    return (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+
+
+def free(args: Arguments, name: str) -> None:
+    args[name].untyped_storage().resize_(0)
+
+
+def shrink(args: Arguments, name: str) -> None:
+    args[name].untyped_storage().resize_(_end(args[name]) - 1)
+
+
+def shrink_to_the_tensor_before(args: Arguments, name: str) -> None:
+    """A call with the tensor that is still whole must not pass the one behind it."""
+    tensor = args[name]
+    pair = torch.stack([tensor, tensor])
+    args[name] = pair[1]
+    pair.untyped_storage().resize_(tensor.nbytes)
+    args["first"] = pair[0]
+
+
+def move(args: Arguments, name: str) -> None:
+    """To an address of another alignment, for float32 and for uint8."""
+    tensor = args[name]
+    tensor.as_strided_(tensor.shape, tensor.stride(), tensor.storage_offset() + 1)
+
+
+def move_past_the_end(args: Arguments, name: str) -> None:
+    tensor = args[name]
+    tensor.set_(tensor.untyped_storage(), 2 * SPARE, tensor.shape, tensor.stride())
+    tensor.untyped_storage().resize_(_end(tensor) - tensor.itemsize)
+
+
+def turn(args: Arguments, name: str) -> None:
+    """The same shape and storage, read in another order."""
+    tensor = args[name]
+    sizes = list(tensor.shape)
+    strides = [1] * len(sizes)
+    for dim in range(1, len(sizes)):
+        strides[dim] = strides[dim - 1] * sizes[dim - 1]
+    tensor.as_strided_(sizes, strides, tensor.storage_offset())
+
+
+def repeat_one(args: Arguments, name: str) -> None:
+    args[name].as_strided_(args[name].shape, [0] * args[name].dim(), args[name].storage_offset())
+
+
+def stretch_past_the_end(args: Arguments, name: str) -> None:
+    tensor = args[name]
+    end = _end(tensor)
+    tensor.untyped_storage().resize_(2 * end)
+    tensor.as_strided_(tensor.shape, [2 * stride for stride in tensor.stride()], tensor.storage_offset())
+    tensor.untyped_storage().resize_(end)
+
+
+def swap_sizes(args: Arguments, name: str) -> None:
+    sizes = args[name].shape
+    args[name].as_strided_(sizes[::-1], args[name].reshape(sizes[::-1]).stride(), args[name].storage_offset())
+
+
+def cut(dim: int) -> Change:
+    def change(args: Arguments, name: str) -> None:
+        tensor = args[name]
+        sizes = list(tensor.shape)
+        sizes[dim] -= 1
+        tensor.as_strided_(sizes, tensor.stride(), tensor.storage_offset())
+
+    change.__name__ = f"cut_{dim}"
+    return change
+
+
+def add_a_dimension(args: Arguments, name: str) -> None:
+    args[name].unsqueeze_(0)
+
+
+def other_dtype(args: Arguments, name: str) -> None:
+    """Of the same size, so that nothing else changes."""
+    same_size = {torch.float32: torch.int32, torch.uint8: torch.int8}
+    args[name] = args[name].view(same_size[args[name].dtype])
+
+
+def other_floating_dtype(args: Arguments, name: str) -> None:
+    args[name] = args[name].double()
+
+
+def other_device(args: Arguments, name: str) -> None:
+    """With the same layout in a storage of the same size, so that nothing else changes."""
+    tensor = args[name]
+    storage = torch.empty(tensor.untyped_storage().nbytes() // tensor.itemsize, dtype=tensor.dtype, device="meta")
+    args[name] = storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def other_layout(args: Arguments, name: str) -> None:
+    args[name] = args[name].to_sparse()
+
+
+def none(args: Arguments, name: str) -> None:
+    args[name] = None
+
+
+def record(args: Arguments, name: str) -> None:
+    if args[name].is_floating_point():
+        args[name].requires_grad_()
+
+
+def other_values(args: Arguments, name: str) -> None:
+    args[name].zero_()
+
+
+BEYOND = (free, shrink, shrink_to_the_tensor_before, move_past_the_end, stretch_past_the_end)
+"""The changes that leave a tensor with elements outside its storage."""
+
+CHANGES: list[Change] = [
+    *BEYOND,
+    *(move, turn, repeat_one, swap_sizes, cut(0), cut(-1), add_a_dimension),
+    *(other_dtype, other_floating_dtype, other_device, other_layout, none, record, other_values),
+]
+
+OTHER_ARGUMENTS = [
+    *((op, "activation", value) for op in OPS[:3] for value in ("gelu", "swish")),
+    *((op, "route_weights", None) for op in OPS[:3]),
+    ("backward", "needs", [True, False]),
+    ("backward", "logits_dtype", None),
+    ("backward", "logits_dtype", torch.bfloat16),
+    ("backward", "logits_dtype", torch.int64),
+    ("backward", "route_dtype", None),
+    ("backward", "route_dtype", torch.bool),
+]
+
+
+# --- The test -------------------------------------------------------------------------------------------------------
+
+
+def outcome(op: str, name: str, change: Change, *, repeated: bool) -> object:
+    """What a changed call gives, after a good call with the same tensors or as the first one."""
+    forget()
+    args = arguments(op)
+    if repeated:
+        good = run(op, args)
+        assert isinstance(good, list), good
+    change(args, name)
+    first = args.pop("first", None)
+    if repeated and first is not None:
+        run(op, args | {name: first})
+    return run(op, args)
+
+
+def in_a_fork(function: Callable[[], object]) -> Any:
+    """What a function returns in a process of its own; None if the process ended before."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writing, pickle.dumps(function()))
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as file:
+        found = file.read()
+    os.waitpid(child, 0)
+    return pickle.loads(found) if found else None
+
+
+def same(got: object, expected: object) -> bool:
+    if isinstance(got, list) and isinstance(expected, list):
+        return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    return got == expected
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns of its own sparse tensors and of resizing
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize(("op", "name"), TENSORS)
+def test_a_changed_tensor_is_checked_as_in_a_first_call(op: str, name: str, change: Change) -> None:
+    expected, got = in_a_fork(lambda: [outcome(op, name, change, repeated=again) for again in (False, True)])
+    assert same(got, expected), f"got {got}, expected {expected}"
+    if change in BEYOND:
+        error, message = got
+        assert error == "ValueError"
+        assert message.startswith(f"{name}: got a tensor of shape ")
+        assert message.endswith("the storage was resized")
+
+
+@pytest.mark.parametrize(("op", "name", "value"), OTHER_ARGUMENTS)
+def test_another_argument_that_is_no_tensor_makes_another_call(op: str, name: str, value: object) -> None:
+    def change(args: Arguments, name: str) -> None:
+        args[name] = value
+
+    expected, got = (outcome(op, name, change, repeated=again) for again in (False, True))
+    assert same(got, expected), f"got {got}, expected {expected}"
+    assert not same(got, run(op, arguments(op)))
+
+
+@pytest.mark.parametrize("op", OPS[:3])
+def test_batch_invariance_is_asked_of_repeated_calls_too(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel of a CPU gives it."""
+    args = arguments(op)
+    assert isinstance(run(op, args), list)
+    monkeypatch.setattr(batch_invariance, "enabled", True)
+    with pytest.raises(RuntimeError, match=r"set_batch_invariant_mode\(True\) asks for results"):
+        getattr(torch.ops.mglu, op)(**args)
+
+
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op, name in TENSORS if op != "forward_ste"])
+def test_another_alignment_makes_another_call(op: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of a GPU load as much at once as the alignment allows. On a CPU nothing shows but what is kept."""
+    monkeypatch.setattr(dispatch, "_prepared", {})
+    monkeypatch.setattr(dispatch, "_training_calls", {})
+    args = arguments(op)
+    tensor = args[name].contiguous()
+    memory = bytearray(tensor.nbytes + 32)
+    first = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % 16
+    for start in (first, first + tensor.itemsize):
+        args[name] = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(tensor.shape)
+        args[name].copy_(tensor)
+        assert isinstance(run(op, args), list)
+    assert len(dispatch._prepared) + len(dispatch._training_calls) == 2
+
+
+class OnAnotherGpu:
+    """A tensor that says it is on a second GPU; only what a key asks of a tensor may be asked of it."""
+
+    __class__ = torch.Tensor  # what isinstance asks for
+    device = torch.device("cuda", 1)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tensor, name)
+
+
+@pytest.mark.parametrize("key", [metadata_key, arguments_key])
+@pytest.mark.parametrize("name", ["x", "weight", "packed_masks", "route_weights"])
+def test_another_gpu_makes_another_call(key: Callable[..., object], name: str) -> None:
+    args = arguments("forward")
+    args = {name: args[name] for name in ("x", "weight", "packed_masks", "activation", "route_weights")}
+    assert key(*args.values()) == key(*args.values())
+    assert key(*(args | {name: OnAnotherGpu(args[name])}).values()) != key(*args.values())

@@ -1,0 +1,102 @@
+"""The largest sizes that a check or a backend takes, and those that are one more."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from strategies import make_layer
+
+from mglu_ops import dispatch
+from mglu_ops.backends import BACKENDS, cuda
+from mglu_ops.backends.cuda.device import KNOWN_GPUS
+from mglu_ops.layer_call import LayerCall
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def _h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "gpu_of", lambda _: KNOWN_GPUS[9, 0])
+    monkeypatch.setattr(cuda, "has_cuda_core", lambda: True)
+
+
+def test_16_masks_are_taken_by_every_operator() -> None:
+    """17 are refused in test_bad_input.py."""
+    layer = make_layer((2,), 24, 10, 16, routed=True)
+    packed = torch.ops.mglu.pack_masks(layer.masks)
+    assert torch.equal(torch.ops.mglu.unpack_masks(packed, 24), layer.masks)
+    assert torch.equal(torch.ops.mglu.pack_logits(layer.logits), packed)
+    rest = ("silu", layer.route_weights)
+    result = torch.ops.mglu.forward(layer.x, layer.weight, packed, *rest)
+    torch.testing.assert_close(result, layer.oracle().float())
+    assert torch.equal(torch.ops.mglu.forward_ste(layer.x, layer.weight, layer.logits, *rest)[0], result)
+    trained, partials = torch.ops.mglu.forward_train(layer.x, layer.weight, packed, *rest)
+    torch.testing.assert_close(trained, result)
+    needs = ((True, True), torch.float32, torch.float32)
+    gradients = torch.ops.mglu.backward(torch.ones(2, 10), layer.x, layer.weight, packed, partials, *needs)
+    assert [list(gradient.shape) for gradient in gradients] == [[2, 24], [10, 24], [16, 10, 24], [2, 16]]
+
+
+def on_gpu(tokens: int, out_features: int, in_features: int, dtype: torch.dtype = torch.bfloat16) -> LayerCall:
+    return LayerCall.contiguous(GPU, dtype, 1, tokens, out_features, in_features)
+
+
+@pytest.mark.usefixtures("_h100")
+@pytest.mark.parametrize(("rows", "columns", "fits"), [
+    (2**31 - 1, 8, True), (2**31, 8, False), (8, 2**28 - 1, True), (8, 2**28, False),
+])  # fmt: skip
+def test_the_cuda_kernels_index_a_weight_with_32_bits(rows: int, columns: int, fits: bool) -> None:
+    problem = BACKENDS["cuda"].unsupported_reason(on_gpu(1, rows, columns))
+    assert problem is None if fits else "has a dimension beyond the kernels' 32-bit indices" in str(problem)
+
+
+@pytest.mark.usefixtures("_h100")
+@pytest.mark.parametrize("which", range(3))
+def test_the_cuda_kernels_for_training_take_sizes_below_2_to_the_30(which: int) -> None:
+    for size, fits in ((2**30 - 1, True), (2**30, False)):
+        sizes = [8, 8, 8]
+        sizes[which] = size
+        assert BACKENDS["cuda"].can_train_forward(on_gpu(*sizes)) == fits
+        assert BACKENDS["cuda"].can_train_backward(on_gpu(*sizes)) == fits
+
+
+@pytest.mark.usefixtures("_h100")
+@pytest.mark.parametrize("dim", [1, 2])
+def test_the_cuda_kernels_pack_fewer_than_2_to_the_31_rows_and_columns(dim: int) -> None:
+    for size, fits in ((2**31 - 1, True), (2**31, False)):
+        shape = [16, 8, 8]
+        shape[dim] = size
+        masks: Any = SimpleNamespace(device=GPU, dtype=torch.bool, shape=torch.Size(shape))
+        assert BACKENDS["cuda"].can_pack(masks) == fits
+
+
+@pytest.mark.usefixtures("_h100")
+@pytest.mark.parametrize(("dtype", "n_masks", "limit"), [
+    (torch.bfloat16, 1, 256), (torch.float16, 2, 512), (torch.float32, 1, 64), (torch.float32, 4, 64),
+])  # fmt: skip
+def test_up_to_so_many_tokens_the_masks_are_applied_on_chip(dtype: torch.dtype, n_masks: int, limit: int) -> None:
+    """33 columns leave `tile_wgmma` out, which takes any number of tokens."""
+    for tokens, backend in ((limit, "cuda"), (limit + 1, "composite")):
+        call = LayerCall.contiguous(GPU, dtype, n_masks, tokens, 64, 33)
+        assert dispatch.choose(call).backend == backend
+
+
+@pytest.mark.usefixtures("_h100")
+def test_kernels_that_read_the_weight_again_take_512_tokens() -> None:
+    for tokens, fits in ((512, True), (513, False)):
+        problem = BACKENDS["cuda"].unsupported_reason(LayerCall.contiguous(GPU, torch.float32, 1, tokens, 64, 64))
+        assert problem is None if fits else str(problem).startswith("513 tokens, above 512, with no wgmma")
+
+
+def test_as_many_calls_are_kept_as_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "CALLS_KEPT", 3)
+    monkeypatch.setattr(dispatch, "_prepared", {})
+    monkeypatch.setattr(dispatch, "_training_calls", {})
+    for tokens, kept in ((1, 1), (2, 2), (3, 3), (3, 3), (4, 1)):
+        layer = make_layer((tokens,))
+        layer.forward()
+        torch.ops.mglu.forward_train(layer.x, layer.weight, layer.packed_masks)
+        assert (len(dispatch._prepared), len(dispatch._training_calls)) == (kept, kept)
