@@ -38,8 +38,8 @@ def decode(tokens: Tensor) -> str:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer whose tokens are those of `encode`; token 0, a byte that no text has, ends a text."""
-    # The bytes that are no printable characters have characters past 255 in their place, as in GPT-2's vocabulary.
+    """A tokenizer with the tokens of `encode`; token 0, a byte that occurs in no text, ends a text."""
+    # Characters past 255 stand for the bytes that cannot be printed, as in GPT-2's vocabulary.
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     characters = [chr(byte if byte in printable else next(others)) for byte in range(256)]

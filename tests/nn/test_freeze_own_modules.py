@@ -200,6 +200,11 @@ def test_renamed_parameters_are_recognised(change: str) -> None:
     assert_matches(quiet_freeze(nn.Sequential(gate), replace={Gate: mglu_of})(X), gate(X))
 
 
+def test_as_many_masks_as_a_layer_may_have_are_recognised() -> None:
+    with pytest.warns(UserWarning, match="a Gate looks like an MGLU layer"):
+        freeze(Gate(16))
+
+
 def test_a_root_that_looks_like_mglu_is_named() -> None:
     with pytest.warns(UserWarning, match="freeze: the model: a Gate looks like"):
         freeze(Gate())
@@ -232,10 +237,30 @@ class ManyHeads(nn.Module):
         self.heads = nn.Parameter(torch.randn(17, D, H))
 
 
+class FourDimensions(nn.Module):
+    """A tensor of four dimensions beside one of its slices' shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, D, H))
+        self.grid = nn.Parameter(torch.randn(4, 2, D, H))
+
+
+class Counts(nn.Module):
+    """A weight beside integers of the shape of logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D, H))
+        self.counts = nn.Parameter(torch.ones(2, D, H, dtype=torch.int64), requires_grad=False)
+
+
 OTHERS: dict[str, Callable[[], nn.Module]] = {
     "experts": Experts,
     "two weights": TwoWeights,
     "17 heads": ManyHeads,
+    "four dimensions": FourDimensions,
+    "counts": Counts,
     "attention": lambda: nn.MultiheadAttention(H, 3),
     "convolution": lambda: nn.Conv1d(4, 4, 3),
     "bilinear": lambda: nn.Bilinear(H, D, 4),
