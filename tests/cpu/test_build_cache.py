@@ -353,6 +353,13 @@ def test_a_complete_cache_needs_no_compiler(kind):
     assert kind.builds == 1
 
 
+def test_what_is_found_takes_no_lock(kind, folder, monkeypatch):
+    """A folder of an image may be one that nobody can write to."""
+    kind.use()
+    monkeypatch.setattr(cache, "locked", lambda *_: pytest.fail("a lock was taken"))
+    assert kind.use() == CONTENT
+
+
 def test_sources_and_options_are_in_the_key_and_the_compiler_is_not(tmp_path, monkeypatch):
     stems = set()
     for wanted in ("one-c++", "ccache one-c++", "one-c++ -O1", "other-c++ -O1"):
