@@ -112,10 +112,25 @@ def test_modules_of_other_ranks_and_modes_are_compared(cls: type[Sigmoid]) -> No
         freeze(model, replace={cls: wrong})
     if cls is Dropped:
         assert [module.training for module in model.modules()] == modes
+        model[0].dropout.train()  # its random zeros are no difference
     state = torch.get_rng_state()
     freeze(model, replace={cls: from_bits})
     assert torch.equal(torch.get_rng_state(), state)
     assert model[0].training
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", ["equal", "from 0.01 to 100"])
+def test_rounding_is_no_difference_whatever_the_size_of_a_feature(dtype: torch.dtype, sizes: str) -> None:
+    """Rows of W differ in size, and a feature behind relu may have one small gate among the zeros of other tokens."""
+    module = Sigmoid(F.relu, dtype)
+    torch.manual_seed(0)
+    module.weight = nn.Parameter(torch.randn(2048, 1024, dtype=dtype))
+    if sizes != "equal":
+        with torch.no_grad():
+            module.weight.mul_(torch.logspace(-2, 2, 2048)[:, None])
+    module.logits = nn.Parameter(torch.randn(1, 2048, 1024, dtype=dtype))
+    freeze(module, replace={Sigmoid: lambda m: MGLU.from_parameters(m.weight, m.masks(), activation="relu")})
 
 
 def test_equal_infinities_and_nan_are_no_difference() -> None:
@@ -151,6 +166,16 @@ def test_what_cannot_be_compared_is_said(cls: type[Sigmoid], function: Any, reas
         freeze(model, replace={cls: function})
     assert [warning.filename for warning in caught] == [__file__]
     assert type(model[0]) is not cls
+
+
+def test_modules_that_accelerate_offloads_are_refused() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = nn.Sequential(Sigmoid(), nn.Linear(D, H))
+    accelerate.cpu_offload(model)
+    assert model[0].logits.is_meta
+    with pytest.raises(ValueError, match="model: 0 is offloaded by accelerate"):
+        freeze(model, replace={Sigmoid: from_bits})
+    assert type(model[0]) is Sigmoid
 
 
 def test_modules_on_meta_are_replaced_without_values() -> None:
