@@ -42,6 +42,8 @@ class Effect:
         writes: the arguments that it writes to, as positions in `node.all_input_nodes`.
         shares: the arguments whose memory its results may share, likewise.
         draws: whether it may return something else each time: it draws random numbers or leaves memory uninitialised.
+        changes_metadata: whether what it writes is the shape or the gradient of its first argument, as `t_` and `detach_`
+            do, rather than only the values.
         returns_target: whether its result is the first argument, of which it writes the values alone.
         multiplies: whether it multiplies matrices.
         is_known: whether operators tell all of this.
@@ -50,6 +52,7 @@ class Effect:
     writes: frozenset[int] = frozenset()
     shares: frozenset[int] = frozenset()
     draws: bool = False
+    changes_metadata: bool = False
     returns_target: bool = False
     multiplies: bool = False
     is_known: bool = True
@@ -112,12 +115,14 @@ def _watched(node: Node) -> Effect | None:
     memory = {i: {storage_of(t) for t in _tensors(copies[item])} for i, item in enumerate(inputs)}
     returned = {storage_of(t) for t in _tensors(result)}
     writes = {i for i, held in memory.items() if held & watch.written}
+    changes_metadata = watch.changes_metadata
     if _is_named_inplace(node) and inputs:
+        changes_metadata |= 0 not in writes  # autograd itself does what `detach_` and `requires_grad_` do
         writes.add(0)
     shares = frozenset(i for i, held in memory.items() if held & returned)
-    returns_target = bool(args) and result is args[0] and 0 in writes and not watch.changes_metadata
+    returns_target = bool(args) and result is args[0] and 0 in writes and not changes_metadata
     multiplies = watch.multiplies or "dot" in _name(node)  # `vecdot` is a product and a sum
-    return Effect(frozenset(writes), shares, watch.draws, returns_target, multiplies)
+    return Effect(frozenset(writes), shares, watch.draws, changes_metadata, returns_target, multiplies)
 
 
 def _copy(value: Any) -> Any:
@@ -177,7 +182,7 @@ class _Watch(TorchDispatchMode):
         self.written.update(storage_of(tensor) for tensor in _tensors(written))
         self.draws |= _draws(func)
         self.multiplies |= _multiplies(func)
-        self.changes_metadata |= torch.Tag.inplace_view in func.tags  # as of `t_` and `detach_`
+        self.changes_metadata |= torch.Tag.inplace_view in func.tags
         return func(*args, **kwargs)
 
 
@@ -258,7 +263,8 @@ def _by_schema(node: Node) -> Effect:
     everything = frozenset(range(len(node.all_input_nodes)))
     writes = "out" in node.kwargs or any(op._schema.is_mutable for op in overloads)
     draws, multiplies = any(map(_draws, overloads)), any(map(_multiplies, overloads))
-    return Effect(everything if writes else frozenset(), everything, draws, multiplies=multiplies)
+    changes_metadata = any(torch.Tag.inplace_view in op.tags for op in overloads)
+    return Effect(everything if writes else frozenset(), everything, draws, changes_metadata, multiplies=multiplies)
 
 
 def _overloads(node: Node) -> Sequence[torch._ops.OpOverload]:

@@ -48,6 +48,8 @@ class Memory:
         self.storages: dict[Node, frozenset[Hashable]] = {}
         self.given: set[Hashable] = set()
         """The storages of the graph's inputs, parameters and constants."""
+        self.misdescribed: set[int] = set()
+        """The identities of examples that show the shape and gradient which a later call gave to their tensor."""
         self._writes: dict[Hashable, list[Node]] = {}
         self._returned = graph.output_node().all_input_nodes
         for node in graph.nodes:
@@ -57,6 +59,8 @@ class Memory:
             self.storages[node] = frozenset(held.union(_traced(node)))
             if node.op in ("placeholder", "get_attr"):
                 self.given |= self.storages[node]
+            if effect.changes_metadata:
+                self.misdescribed.add(id(example(inputs[0])))
             for storage in {storage for i in effect.writes for storage in self.storages[inputs[i]]}:
                 self._writes.setdefault(storage, []).append(node)
 

@@ -369,6 +369,8 @@ def _describe(node: Node) -> str:
 def _check_dtypes(site: Site) -> torch.dtype:
     """The dtype of the layer, which its projections and its result must share."""
     root = dtype_of(site.root)
+    if root is None:
+        raise Refusal(f"the dtype of the result `{site.root}` is unknown, or a call such as detach_ changes what it is")
     for projection in site.projections:
         if projection.dtype != root:
             raise Refusal(f"the projections are {projection.dtype} and the result {root}; cast it after the sum")

@@ -75,6 +75,8 @@ class View:
         writes, is_function = self.memory.effects[node].writes, self._writes_a_function(node)
         copy = self.graph.node_copy(node, self._read)
         copy.name = node.name
+        if id(example(node)) in self.memory.misdescribed:
+            copy.meta = {key: value for key, value in copy.meta.items() if key not in ("example_value", "val")}
         self.origin[copy] = self._holders[copy] = node
         self._defined[copy] = self.memory.order[node]
         self._copied[copy] = (copy.args, copy.kwargs)

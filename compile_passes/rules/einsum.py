@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from typing import Any
+
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..recognise import Recogniser
-from ..shapes import dims, size
+from ..shapes import dims, example, size
 from ..symbols import Call
 from ..values import MOST_ITEMS, Binary, Bundle, Projection, Route, Value, Weighted, binary_at
 from .bundles import bundle
@@ -169,6 +172,12 @@ def parse_einsum(call: Call) -> tuple[list[tuple[str, Node]], str] | None:
         output = output.replace("...", hidden) if "..." in letters else output
     if any(len(letters) != dims(operand) or len(set(letters)) != len(letters) for letters, operand in expanded):
         return None
+    sizes: dict[str, Any] = {}
+    for letters, operand in expanded:
+        found = dict(zip(letters, example(operand).shape, strict=True))
+        if not all(statically_known_true(sizes.get(letter, n) == n) for letter, n in found.items()):
+            return None  # an operand of size 1 is repeated along the letter
+        sizes.update(found)
     return expanded, output
 
 

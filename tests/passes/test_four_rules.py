@@ -135,6 +135,23 @@ def weight_that_changes_after_the_layer(x, y, w, l, m):
     return result
 
 
+@refused("such as detach_")
+def result_that_is_detached_in_place_after_its_use(x, y, w, l, m):
+    """Tracing records only the last state of a tensor, in which this one has no gradient."""
+    result = masked(x, w, m)
+    later = result + 1
+    result.detach_()
+    return later
+
+
+@refused("such as detach_")
+def result_that_is_transposed_in_place_after_its_use(x, y, w, l, m):
+    result = masked(x, w, m)
+    later = result + 1
+    result.t_()
+    return later
+
+
 @fused
 def weight_that_changes_before_the_layer(x, y, w, l, m):
     with torch.no_grad():

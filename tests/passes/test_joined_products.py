@@ -338,6 +338,14 @@ NOT_JOINED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "slices of masks along the rows": lambda x, w, m, o: _term_of(
         F.linear(x, w * f) for f in (torch.cat([m, ~m, m])[:8].select(1, 0), ~torch.cat([m, ~m, m])[:8].select(1, 0))
     ),
+    "one column of x, which einsum repeats": lambda x, w, m, o: _term_of(
+        torch.einsum("bh,dh->bd", x[:, :1], w * f) for f in (m[0], ~m[0])
+    ),
+    "one route weight, which einsum repeats": lambda x, w, m, o: torch.einsum(
+        "nbd,n->bd",
+        _term_of(torch.einsum("bh,ndh->nbd", x, torch.stack([w * one for one in f])) for f in (m, ~m)),
+        o[0, :1],
+    ),
     "an empty part": lambda x, w, m, o: _term_of(_both(x, w, m).chunk(2, 1)) + _both(x, w, m).narrow(1, 0, 0).sum(),
 }
 
