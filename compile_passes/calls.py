@@ -115,7 +115,7 @@ def _watched(node: Node) -> Effect | None:
     memory = {i: {storage_of(t) for t in _tensors(copies[item])} for i, item in enumerate(inputs)}
     returned = {storage_of(t) for t in _tensors(result)}
     writes = {i for i, held in memory.items() if held & watch.written}
-    changes_metadata = watch.changes_metadata
+    changes_metadata = bool(inputs) and any(tensor is copies[inputs[0]] for tensor in watch.reshaped)
     if _is_named_inplace(node) and inputs:
         changes_metadata |= 0 not in writes  # autograd itself does what `detach_` and `requires_grad_` do
         writes.add(0)
@@ -170,7 +170,7 @@ class _Watch(TorchDispatchMode):
         self.written: set[Hashable] = set()
         self.draws = False
         self.multiplies = False
-        self.changes_metadata = False
+        self.reshaped: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -182,7 +182,7 @@ class _Watch(TorchDispatchMode):
         self.written.update(storage_of(tensor) for tensor in _tensors(written))
         self.draws |= _draws(func)
         self.multiplies |= _multiplies(func)
-        self.changes_metadata |= torch.Tag.inplace_view in func.tags
+        self.reshaped += args[:1] if torch.Tag.inplace_view in func.tags else ()
         return func(*args, **kwargs)
 
 

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -183,7 +184,9 @@ def line(node: Node) -> str:
     if node.op in ("placeholder", "get_attr"):
         return node.name
     call, example = as_call(node), tensor_example(node)
-    operation = call.symbol if call is not None else str(getattr(node.target, "_overloadpacket", node.target))
+    target = getattr(node.target, "_overloadpacket", node.target)
+    name = target.__name__ if isinstance(target, FunctionType) else str(target)
+    operation = name if call is None else call.symbol
     options = [f"{name}={_spelled(value)}" for name, value in node.kwargs.items()]
     shape = "" if example is None else f" {[*map(str, example.shape)]}".replace("'", "")
     return f"{node.name}{shape} = {operation}({', '.join([*map(_spelled, node.args), *options])})"
