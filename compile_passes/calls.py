@@ -42,8 +42,8 @@ class Effect:
         writes: the arguments that it writes to, as positions in `node.all_input_nodes`.
         shares: the arguments whose memory its results may share, likewise.
         draws: whether it may return something else each time: it draws random numbers or leaves memory uninitialised.
-        changes_metadata: whether what it writes is the shape or the gradient of its first argument, as `t_` and `detach_`
-            do, rather than only the values.
+        changes_metadata: whether it changes the shape of its first argument, or whether that requires a gradient, as
+            `t_` and `detach_` do.
         returns_target: whether its result is the first argument, of which it writes the values alone.
         multiplies: whether it multiplies matrices.
         is_known: whether operators tell all of this.
