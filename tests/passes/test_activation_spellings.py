@@ -51,8 +51,8 @@ def test_the_factor_with_the_mask_itself_is_the_gate_of_a_symmetric_product(swap
     """Then one operator reads the logits and packs them, and nothing has to compute the complement."""
 
     def layer(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
-        factors = [F.linear(x, weight * (logits[0] > 0)), F.linear(x, weight * (logits[0] <= 0))]
-        return factors[swapped] * factors[not swapped]
+        gate, value = F.linear(x, weight * (logits[0] > 0)), F.linear(x, weight * (logits[0] <= 0))
+        return value * gate if swapped else gate * value
 
     capture = compare(layer, lambda: {name: t.detach() for name, t in tensors(1).items()}, SAME)
     assert [site.activation for site in capture.report.fused] == ["identity"]
