@@ -8,7 +8,9 @@ BENCH_ARGS ?=
 TORCH ?= 2.11.0
 OTHER := .venv-torch-$(TORCH)
 GPU_ENV := MGLU_REQUIRE_GPU=1
-GPU_JOBS := 12
+# As many processes as the GPU has memory for, at 6 GB each, and at most 12.
+GPU_JOBS ?= $(shell nvidia-smi --query-gpu=memory.free --format=csv,noheader,nounits \
+	| awk 'NR == 1 { n = int($$1 / 6000); print (n > 12 ? 12 : n < 1 ? 1 : n) }')
 
 .PHONY: demo test test-all test-long lint types unit unit-long test-torch gpu-install gpu-test gpu-sanitize gpu-bench clean
 
@@ -53,12 +55,12 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 gpu-install:
 	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --no-index --editable .
 
-# Tests of correctness share the GPU, since the compiler of the kernels takes most of the time, and runs on the CPU. Tests
-# of time run alone, after them. make gpu-test GPU_JOBS=4 GPU_TEST_ARGS="-k packing"
+# Tests of correctness share the GPU, since the compiler of the kernels takes most of the time, and runs on the CPU. Those
+# that are marked `alone` run after them, one at a time. make gpu-test GPU_JOBS=4 GPU_TEST_ARGS="-k packing"
 gpu-test: gpu-install
-	$(GPU_ENV) $(PYTHON) -m pytest -m gpu -n $(GPU_JOBS) --dist worksteal tests/gpu $(GPU_TEST_ARGS) \
-		--ignore tests/gpu/test_overheads.py --ignore tests/gpu/test_sanitizer.py
-	$(GPU_ENV) $(PYTHON) -m pytest -m gpu tests/gpu/test_overheads.py
+	$(GPU_ENV) $(PYTHON) -m pytest -m "gpu and not alone" -n $(GPU_JOBS) --dist worksteal tests/gpu $(GPU_TEST_ARGS) \
+		--ignore tests/gpu/test_sanitizer.py
+	$(GPU_ENV) $(PYTHON) -m pytest -m "gpu and alone" tests/gpu
 
 # The kernels under compute-sanitizer.
 gpu-sanitize: gpu-install

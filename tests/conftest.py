@@ -41,6 +41,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, and torch sees none"))
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    alone = item.get_closest_marker("alone")
+    gibibytes = 0 if alone is None else alone.kwargs.get("gibibytes", 0)
+    if gibibytes and torch.cuda.mem_get_info()[0] < gibibytes * 2**30:
+        pytest.skip(f"needs {gibibytes} GiB of device memory")
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Print how many tests were skipped for each reason, and the markers that deselected others."""
     reasons = Counter(_skip_reason(report) for report in terminalreporter.stats.get("skipped", []))
@@ -66,3 +73,11 @@ def _poisoned_memory() -> Iterator[None]:
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@pytest.fixture(autouse=True)
+def _released_device_memory() -> Iterator[None]:
+    """Give cached memory of a GPU back after each test, since other processes run tests on it too."""
+    yield
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

@@ -16,7 +16,7 @@ import torch
 
 import mglu_ops  # noqa: F401 (registers the operators)
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 MICROSECONDS = {1: 25.0, 8: 25.0, 64: 40.0}
 """The limit for a call by its number of tokens: three times what the host of an H200 takes."""

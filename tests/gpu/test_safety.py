@@ -114,14 +114,9 @@ def test_guard_bands_of_packing(dtype: torch.dtype, shape: tuple[int, int, int])
 # --- More than 2^31 elements ----------------------------------------------------------------------------------------
 
 
-def needs(gibibytes: int) -> None:
-    if torch.cuda.mem_get_info()[0] < gibibytes * 2**30:
-        pytest.skip(f"needs {gibibytes} GiB of device memory")
-
-
+@pytest.mark.alone(gibibytes=24)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_more_than_2_31_weights(kernel: str) -> None:
-    needs(24)
     tokens, dtype = KERNELS[kernel]
     d, h = 2**19 + 16, 4096
     x = torch.randn(tokens, h, device="cuda").to(dtype)
@@ -134,6 +129,7 @@ def test_more_than_2_31_weights(kernel: str) -> None:
     assert torch.equal(out[:, -256:], tail)
 
 
+@pytest.mark.alone(gibibytes=24)
 @pytest.mark.parametrize(
     ("tokens", "d", "h", "config"),
     [
@@ -147,7 +143,6 @@ def test_more_than_2_31_weights(kernel: str) -> None:
 def test_more_than_2_31_elements_of_x_and_of_the_result(
     tokens: int, d: int, h: int, config: LaunchConfig | None
 ) -> None:
-    needs(24)
     assert tokens * max(d, h) > 2**31
     x = torch.empty(tokens, h, dtype=torch.bfloat16, device="cuda").normal_()
     weight = torch.empty(d, h, dtype=torch.bfloat16, device="cuda").normal_(0, h**-0.5)

@@ -45,11 +45,6 @@ def random_masks(*shape: int) -> Tensor:
     return torch.rand(shape, device="cuda") < 0.5
 
 
-def needs(gibibytes: int) -> None:
-    if torch.cuda.mem_get_info()[0] < gibibytes * 2**30:
-        pytest.skip(f"needs {gibibytes} GiB of device memory")
-
-
 # --- The kernels, whose outputs hold NaN before (tests/conftest.py) ---------------------------------------------------
 
 
@@ -154,9 +149,9 @@ def test_gemms_of_backward(dtype: torch.dtype, sizes: tuple[int, int, int, int])
     assert relative_error(wide, exact[0]) < 1e-5
 
 
+@pytest.mark.alone(gibibytes=24)
 def test_more_than_2_31_elements() -> None:
     """The last rows get the bits that they get alone."""
-    needs(24)
     tokens, entries, columns = 2**16 + 3, 4, 2**13 + 8
     partials, grad = torch.empty(tokens, entries, columns, dtype=BF16, device="cuda").normal_(), normal(tokens, columns)
     scaled = steps.scale(grad, partials)
