@@ -236,7 +236,7 @@ class View:
 def _record_gradient(node: Node) -> None:
     """Let the example of a tensor say whether it had a gradient before a write, which changes the traced tensor."""
     value = example(node)
-    if value.requires_grad and node.op.startswith("call_"):
+    if value is not None and value.requires_grad and node.op.startswith("call_"):
         had_gradient = any(requires_grad(item) for item in node.all_input_nodes)
         node.meta = {**node.meta, "example_value": value.detach().requires_grad_(had_gradient)}
 

@@ -152,6 +152,16 @@ def result_that_is_transposed_in_place_after_its_use(x, y, w, l, m):
     return later
 
 
+@refused("does not know")
+def masked_weight_that_is_transposed_in_place_twice(x, y, w, l, m):
+    """Nothing is known of a tensor before such a call, also where a write to it would be a function of its value."""
+    gate = w.clone()
+    gate.mul_(m)
+    gate.t_()
+    gate.t_()
+    return two(x, x, gate, w * ~m)
+
+
 @fused
 def weight_that_changes_before_the_layer(x, y, w, l, m):
     with torch.no_grad():
