@@ -253,6 +253,9 @@ NOT_JOINED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "products unflattened to other sizes": lambda x, w, m, o: _term_of(
         _both(x, w, m).unflatten(-1, (4, 4)).unbind(1)[:2]
     ),
+    "a weight that is repeated along its rows": lambda x, w, m, o: _term_of(
+        torch.einsum("bh,ndh->nbd", x, w[:, None] * torch.cat([f, f, f])[:8]) for f in (m, ~m)
+    ).sum(0),
     "a repeated weight with one mask": lambda x, w, m, o: _term_of(
         x @ (w.expand(3, -1, -1) * f).mT for f in (m[0], ~m[0])
     ),
@@ -346,6 +349,9 @@ NOT_JOINED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
         _term_of(torch.einsum("bh,ndh->nbd", x, torch.stack([w * one for one in f])) for f in (m, ~m)),
         o[0, :1],
     ),
+    "a product with two masks at once, beside a layer": lambda x, w, m, o: (
+        _term_of(_both(x, w, m).chunk(2, 1)) + torch.einsum("bh,dh,dh,dh->bd", x, w, m[0].to(w.dtype), m[1].to(w.dtype))
+    ),
     "an empty part": lambda x, w, m, o: _term_of(_both(x, w, m).chunk(2, 1)) + _both(x, w, m).narrow(1, 0, 0).sum(),
 }
 
@@ -355,6 +361,7 @@ STILL_FUSED = (
     "slices of masks along the rows",
     "a stack that is masked twice",
     "an empty part",
+    "a product with two masks at once, beside a layer",
     "the product with the masks, beside a layer",
 )
 """Programs whose layer does not depend on the part that is unusual."""

@@ -148,6 +148,20 @@ def test_route_weights(way: str) -> None:
     assert_same(results(capture.compile(layer), named()), results(layer, named()), SAME)
     assert capture.calls["mglu.forward_ste"] == 1
     assert masked_products(capture.calls) == 0
+    assert capture.calls["cat"] == (way in ("one column", "tensors of their own")), "the operator reads `route` itself"
+
+
+def test_route_weights_of_a_part_of_a_stack() -> None:
+    def layer(x: Tensor, weight: Tensor, logits: Tensor, route: Tensor) -> Tensor:
+        terms = torch.stack([gated(x, weight, straight_through(one)) for one in logits])
+        return (route[..., None] * terms)[1:].sum(0)
+
+    def named() -> dict[str, Tensor]:
+        return layer_tensors(route=torch.linspace(-1, 2, 15, dtype=torch.float64).view(3, 5).requires_grad_())
+
+    capture = Capture(strict=True)
+    assert_same(results(capture.compile(layer), named()), results(layer, named()), SAME)
+    assert [site.n_masks for site in capture.report.fused] == [2]
 
 
 def test_repeated_and_subset_masks() -> None:

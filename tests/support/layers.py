@@ -89,6 +89,13 @@ def einsum_of_all(x, weight, logits):
 
 
 @fuses("forward_ste")
+def einsum_of_weight_x_and_masks(x, weight, logits):
+    m = straight_through(logits)
+    gate, value = (torch.einsum("dh,...h,ndh->n...d", weight, x, factor) for factor in (m, 1 - m))
+    return (F.silu(gate) * value).sum(0)
+
+
+@fuses("forward_ste")
 def einsum_per_mask(x, weight, logits):
     y = 0
     for m in straight_through(logits):
@@ -299,6 +306,12 @@ def clamped_sign(x, weight, logits):
 
 
 @fuses("forward")
+def sign_of_what_a_threshold_leaves(x, weight, logits):
+    """The sign holds -1 too, of which the absolute value is 1."""
+    return sum(gated(x, weight, F.softshrink(m.detach(), 0.5).sign().abs()) for m in logits)
+
+
+@fuses("forward")
 def sign_with_ones_for_zeros(x, weight, logits):
     return sum(gated(x, weight, ((2 * (m > 0).to(x.dtype) - 1) + 1) / 2) for m in logits)
 
@@ -393,6 +406,11 @@ def unpacked_by_an_arange(x, weight, logits):
 @fuses("forward")
 def vmap_over_masks(x, weight, logits):
     return torch.vmap(lambda m: gated(x, weight, m, ~m))(logits > 0).sum(0)
+
+
+@fuses("forward")
+def vmap_over_masks_that_are_stacked(x, weight, logits):
+    return torch.vmap(lambda m: gated(x, weight, m, ~m))(torch.stack([m > 0 for m in logits])).sum(0)
 
 
 @fuses("forward_ste")
