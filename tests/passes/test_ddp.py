@@ -65,6 +65,10 @@ def _transposed(x: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
     return F.silu(x @ (weight * mask).T) * (x @ (weight * (1 - mask)).T)
 
 
+def _product_of_transposes(x: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
+    return F.silu(x @ (weight.t() * mask.t())) * (x @ (weight.t() * (1 - mask.t())))
+
+
 class Layer(nn.Module):
     """MGLU with masks that are trained, or with a bool buffer."""
 
@@ -155,9 +159,12 @@ def test_layer_is_fused_or_its_split_is_reported(
     assert n_split >= 4
 
 
-def test_layer_whose_mask_comes_from_another_part_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("spelling", [_product, _product_of_transposes])
+def test_layer_whose_mask_comes_from_another_part_is_reported(
+    monkeypatch: pytest.MonkeyPatch, spelling: Callable[..., Tensor]
+) -> None:
     """Gate and value are in one part, and the mask is an input of it."""
-    report = _report(monkeypatch, Model(Layer(_product, learned=True)), 2 * BYTES)
+    report = _report(monkeypatch, Model(Layer(spelling, learned=True)), 2 * BYTES)
     assert [site.reason for site in report.missed] == [SPLIT_BY_DDP]
 
 

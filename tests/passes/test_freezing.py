@@ -127,9 +127,3 @@ def test_real_masks_are_proved_by_their_values_where_freezing_fixes_them(dtype: 
         is_proved = values == 2 and frozen
         assert [site.packed for site in report.fused] == ["when compiled"] * is_proved
         assert len(report.missed) == 1 - is_proved
-
-
-def test_freezing_as_an_option_gives_a_warning() -> None:
-    """Torch ignores the option: Dynamo reads the setting before it reads options."""
-    with torch.no_grad(), pytest.warns(UserWarning, match="freezes nothing"):
-        run(torch.compile(layer().eval(), backend="mglu", options={"freezing": True}))

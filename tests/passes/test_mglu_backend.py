@@ -19,6 +19,7 @@ import torch._inductor.config as inductor_config
 from compiled_models import RealMask, Recorder, SoftMGLU, layer, run
 from families import sample
 from torch import nn
+from torch._inductor import compile_fx
 from torch.fx import Graph
 
 import mglu_ops
@@ -77,6 +78,15 @@ def test_backend_takes_the_options_around_it(around: Callable[..., Any]) -> None
     with pytest.raises(Exception, match="FusionError: strict fusion"):
         compile_around(SoftMGLU(), strict=True)
     assert len(compile_around(RealMask(), assume_binary=True).fused) == 1
+
+
+@pytest.mark.parametrize("is_set", [False, True])
+def test_freezing_as_an_option_gives_a_warning(is_set: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo reads the setting before it reads options, so that the option alone does nothing."""
+    monkeypatch.setattr(compile_fx, "compile_fx", lambda gm, *_, **__: gm.forward)
+    expected = nullcontext() if is_set else pytest.warns(UserWarning, match="freezes nothing")
+    with inductor_config.patch(freezing=is_set), expected:
+        run(layer(), backend="mglu", options={"freezing": True})
 
 
 # --- The pass as an object -------------------------------------------------------------------------------------------

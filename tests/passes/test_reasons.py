@@ -116,6 +116,11 @@ REPORTED: dict[str, tuple[str, Callable[[Tensor, Tensor, Tensor, Tensor], Any]]]
     ),
     "nested x": ("nested tensor", lambda x, w, b, l: _of_nested(x, w, b[0])),
     "a weight of another class": ("TwoTensor", lambda x, w, b, l: _of_one(x, TwoTensor(w, w), b[0].double()).a),
+    "a sine of each masked weight": ("sin", lambda x, w, b, l: _of_masked(x, (w * b[0]).sin(), (w * ~b[0]).sin())),
+    "products that are returned": (
+        "no gate is multiplied",
+        lambda x, w, b, l: (F.linear(x, w * b[0]), F.linear(x, w * ~b[0])),
+    ),
     "the product is a sum": ("product|add", lambda x, w, b, l: F.silu(F.linear(x, w * b[0])) + F.linear(x, w * ~b[0])),
 }
 
@@ -214,6 +219,7 @@ def test_weights_masked_before_a_graph_break_are_reported() -> None:
     torch._dynamo.reset()
     torch.compile(layer, backend=capture)(x, w, w > 0)
     assert_mentions(capture, "another graph reads")
+    assert ["invert" in line for site in capture.report.missed for line in site.before] == [True], "the last is named"
 
 
 def test_a_symbolic_number_of_masks_is_reported() -> None:

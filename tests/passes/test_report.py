@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from graphs import Capture
 from torch import Tensor, nn
@@ -111,6 +112,22 @@ def test_a_near_miss_shows_no_masks_and_no_activation() -> None:
 
 def test_an_empty_report_is_one_line() -> None:
     assert str(report_of(nn.Linear(8, 8))) == "0 fused, 0 missed, 1 graph seen"
+
+
+@pytest.mark.parametrize("learnable", [True, False])
+def test_layers_that_call_the_operator_already_are_listed(learnable: bool) -> None:
+    report = report_of(MGLU(8, 8, n_masks=3, learnable_masks=learnable))
+    assert str(report).startswith("0 fused, 0 missed, 1 called the operator already, 1 graph seen")
+    (site,) = report.present
+    expected = ("forward_ste", "at each call") if learnable else ("forward", "beforehand")
+    assert (site.n_masks, site.activation, site.route, site.packed) == (3, "silu", *expected)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 drops the examples on a CPU; the pass warns")
+def test_masks_that_freezing_makes_constants_are_packed_when_compiled() -> None:
+    with inductor_config.patch(freezing=True):
+        report = report_of(Mixed())
+    assert [site.packed for site in report.fused] == ["when compiled", "beforehand"]
 
 
 def test_json_of_a_report_has_all_its_attributes() -> None:
