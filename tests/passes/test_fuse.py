@@ -317,6 +317,24 @@ def test_fuse_a_symbolically_traced_module(training: bool, is_fake: bool) -> Non
     assert calls([gm.graph])["mul"] >= 3, "the original module was changed"
 
 
+class NormedTwice(Plain):
+    """A layer whose gate and value each call the norm, which gives both the same x."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        m = (self.logits > 0).float()
+        gate, value = self.norm(x) @ (self.weight * m).T, self.norm(x) @ (self.weight * (1 - m)).T
+        return torch.nn.functional.silu(gate) * value
+
+
+def test_calls_of_a_module_of_torch_are_read_by_what_they_do() -> None:
+    x, report = torch.randn(3, 16), FusionReport()
+    gm = torch.fx.symbolic_trace(NormedTwice())
+    fused = mglu_ops.fuse(gm, [x], report=report, strict=True)
+    parameters = dict(gm.named_parameters())
+    assert_same(results(fused, {"x": x}, parameters), results(gm, {"x": x}, parameters), SAME)
+    assert [site.route for site in report.fused] == ["forward"]
+
+
 def test_inputs_that_are_missing_or_do_not_fit_are_errors() -> None:
     gm, x = torch.fx.symbolic_trace(Plain()), torch.randn(3, 16)
     for given, message in (

@@ -11,7 +11,10 @@ import torch.nn.functional as F
 from families import sample
 from graphs import Capture, assert_same, results
 from test_refusals import SAME, H, tensors
-from torch import Tensor
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
+
+from compile_passes.memory import Memory
 
 BETWEEN: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "x.add_": lambda x, weight, m: x.add_(1),
@@ -74,3 +77,16 @@ def test_inputs_that_share_memory() -> None:
     capture = Capture()
     assert_same(results(capture.compile(function), named()), results(function, named()), SAME)
     assert capture.report.fused == []
+
+
+def test_attributes_without_examples_share_memory() -> None:
+    """Another pass may add attributes to a graph without recording examples, so that only their tensors tell."""
+    root, graph = nn.Module(), Graph()
+    root.register_buffer("whole", torch.zeros(4))
+    root.register_buffer("part", root.get_buffer("whole")[:2])
+    whole, part = graph.get_attr("whole"), graph.get_attr("part")
+    graph.call_method("add_", (part, 1))
+    graph.output(graph.call_function(torch.neg, (whole,)))
+    copied = GraphModule(root, graph).graph
+    memory = Memory(copied)
+    assert [memory.is_written(node) for node in copied.find_nodes(op="get_attr")] == [True, True]
