@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch._inductor.config as inductor_config
 from torch.fx import GraphModule
+
+from mglu_ops import notices
 
 from .entry import current_pass, used_in_thread
 from .fusion import FusionPass
@@ -42,10 +43,9 @@ def mglu(
     patches: dict[str, Any] = dict(list_mode_options(mode)) if mode else {}
     patches.update(options or {})
     if patches.get("freezing") and not inductor_config.freezing:
-        warnings.warn(
+        notices.warn(
             "mglu: the option `freezing` freezes nothing, because Dynamo reads torch._inductor.config.freezing when it "
             "captures a model, before it reads options; set that instead",
-            UserWarning,
             stacklevel=2,
         )
     enclosing = current_pass() or FusionPass(fusion_report())

@@ -10,7 +10,6 @@ There the pass follows what the slot holds for that compilation, and afterwards 
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,6 +20,8 @@ import torch._inductor.config as inductor_config
 from torch._dynamo.convert_frame import compile_lock
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
+
+from mglu_ops import notices
 
 from .dependent_launch import settings_of_dependent_launch
 from .fusion import FusionError, FusionPass, GraphPass
@@ -139,7 +140,7 @@ def _complain(fusion_pass: FusionPass) -> None:
     )
     if fusion_pass.strict:
         raise FusionError(message)
-    warnings.warn(message, UserWarning, stacklevel=3)
+    notices.warn(message, stacklevel=3)
 
 
 inductor._compile_fx_main = adding_the_pass(inductor._compile_fx_main)

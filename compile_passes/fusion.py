@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule, Node
 
-from mglu_ops import ops
+from mglu_ops import notices, ops
 
 from .distributed import is_part_of_a_split_graph, lacks_its_mask, report_split_layers
 from .evaluate import Evaluation
@@ -67,10 +66,9 @@ def fuse_graph(
             Without `strict`, a failure of the pass leaves the graph as it was, with a warning.
     """
     if not _has_examples(graph):
-        warnings.warn(
+        notices.warn(
             "mglu_ops: a graph came without the examples that tracing records, so nothing in it can be proved and "
             "fused (torch 2.11 drops them on a CPU under torch._inductor.config.freezing; use mglu_ops.freeze instead)",
-            UserWarning,
             stacklevel=2,
         )
     report.graphs += 1
@@ -85,7 +83,7 @@ def fuse_graph(
         )
         if strict:
             raise FusionError(message) from error
-        warnings.warn(message, UserWarning, stacklevel=2)
+        notices.warn(message, stacklevel=2)
         return
     report.fused.extend(fused)
     report.missed.extend(missed)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from mglu_ops import notices
 from mglu_ops.words import counted
 
 from . import entry
@@ -107,9 +107,9 @@ def fusion(
     if strict and not report.fused and not report.present:
         raise FusionError(f"strict fusion: nothing was fused ({seen})")
     if not report.graphs:
-        warnings.warn(f"mglu_ops.fusion: nothing was fused: {seen}", UserWarning, stacklevel=3)
+        notices.warn(f"mglu_ops.fusion: nothing was fused: {seen}", stacklevel=3)
     elif entry.unfused_compilations > before:
-        warnings.warn(f"mglu_ops.fusion: {seen}", UserWarning, stacklevel=3)
+        notices.warn(f"mglu_ops.fusion: {seen}", stacklevel=3)
 
 
 def _seen(report: FusionReport, elsewhere: int) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor, nn
 
+from .. import notices
 from ..accuracy import ERROR_BUDGET
 from .masked_linear import MaskedLinear
 
@@ -48,10 +47,9 @@ def check_same_results(old: nn.Module, new: nn.Module, name: str, stacklevel: in
 
 
 def _warn(name: str, reason: str, stacklevel: int) -> None:
-    warnings.warn(
+    notices.warn(
         f"replace: the results of {name} and of what replaces it were not compared ({reason}); compare those of the "
         "model before and after freeze",
-        UserWarning,
         stacklevel=stacklevel + 1,
     )
 

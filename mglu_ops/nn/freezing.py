@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from typing import TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
+from .. import notices
 from .lookalikes import Lookalike, lookalikes, warn_of_lookalikes
 from .masked_linear import LOGITS, MaskedLinear
 from .mglu import MGLU
@@ -101,10 +101,9 @@ def _warn_of_what_stays(model: nn.Module, is_replaced: bool) -> None:
     found = lookalikes(model)
     warn_of_lookalikes("freeze", found, _advice, stacklevel=3)
     if not (found or is_replaced or any(isinstance(module, MaskedLinear) for module in model.modules())):
-        warnings.warn(
+        notices.warn(
             f"freeze: {type(model).__name__} has no MGLU or NaiveMGLU, so no masks were packed; name modules of your "
             "own in freeze(model, replace={...})",
-            UserWarning,
             stacklevel=3,  # freeze's caller
         )
 
@@ -176,10 +175,9 @@ def _become_fused(module: NaiveMGLU, name: str) -> None:
     elif parametrize.is_parametrized(module) and cls.__bases__ == (NaiveMGLU,):
         _parametrized_class(module, (MGLU,))
     else:
-        warnings.warn(
+        notices.warn(
             f"freeze: {name or 'the model'} is a {cls.__qualname__}, a subclass of NaiveMGLU: its masks are packed, "
             "but it still runs the naive loop of its class; derive the class from mglu_ops.nn.MGLU to fuse it",
-            UserWarning,
             stacklevel=3,  # freeze's caller
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -10,6 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
+from .. import notices
 from ..masks import MAX_MASKS
 from .mask_logits import Selection, logits_of_modules, selected, without_wrappers
 from .masked_linear import MaskedLinear
@@ -92,10 +92,9 @@ def warn_of_lookalikes(
     for cls, all_of_it in of_class.items():
         first, names = all_of_it[0], [one.name or "the model" for one in all_of_it]
         where = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        warnings.warn(
+        notices.warn(
             f"{caller}: {where}: a {cls.__qualname__} looks like an MGLU layer ({first.weight} [d, h], "
             f"{first.logits} [n, d, h]) but is no module of mglu_ops, so {consequence(first)}",
-            UserWarning,
             stacklevel=stacklevel + 1,
         )
 

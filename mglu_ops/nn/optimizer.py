@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
+from .. import notices
 from .lookalikes import warn_of_unnamed_logits
 from .mask_logits import Selection, logits_of_modules, parameters_with_owners, selected
 
@@ -131,11 +131,10 @@ def _mask_rates(model: nn.Module, selection: Selection, lr: float, mask_lr: floa
 def _warn_of_mixture(groups: list[dict[str, Any]]) -> None:
     rates = [f"{group['lr']:g}" for group in groups if group["name"] == "mask_logits"]
     if len(rates) > 1:
-        warnings.warn(
+        notices.warn(
             f"parameter_groups: the masks of some layers get the learning rate {rates[0]} and those of others "
             f"{rates[1]}, because the layers differ in weight_init; give all of them one weight_init, or one rate with "
             "mask_lr",
-            UserWarning,
             stacklevel=3,  # parameter_groups' caller
         )
 

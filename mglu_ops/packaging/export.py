@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from .. import notices
+from ..errors import importing_passes
 from ..files import as_path, check_writable
 from ..masks import check_packed_masks, n_masks_of
 from ..words import described
@@ -87,8 +89,9 @@ def export(
         BuildError: there is no C++ compiler.
         PackageError: `weights` is a file of something else, or damaged.
     """
-    from compile_passes.exported import fuse_exported, layers_of
-    from compile_passes.report import FusionReport
+    with importing_passes():
+        from compile_passes.exported import fuse_exported, layers_of
+        from compile_passes.report import FusionReport
 
     path = as_path("path", path)
     weights = None if weights is None else as_path("weights", weights)
@@ -109,17 +112,16 @@ def export(
         info = describe(program, fused, path, device, backend, shim, weights is None, multi_arch)
         info.missed.extend(" ".join(str(site).split()) for site in report.missed)
         for reason in [*_signs_of_training(model), *info.missed]:
-            warnings.warn(f"mglu_ops.export: {reason}", UserWarning, stacklevel=2)
+            notices.warn(f"mglu_ops.export: {reason}", stacklevel=2)
         if weights is not None:
             _store_weights(fused, weights)
         _compile(fused, info, dict(options), unfinished)
         seal(unfinished, info.torch, info.device)
         os.replace(unfinished, path.resolve())
     if has_own_libstdcxx(path):
-        warnings.warn(
+        notices.warn(
             f"mglu_ops.export: Python cannot load {path}, only C++ programs can, because the C++ compiler links "
             "libstdc++ statically; for Python, set CXX to a compiler that links libstdc++.so",
-            UserWarning,
             stacklevel=2,
         )
     return info

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
-
 from torch import nn
 
+from .. import notices
 from ..nn import MGLU, MGLUFeedForward
 
 
@@ -17,9 +16,8 @@ def warn_of_untrained_weights(model: nn.Module) -> None:
     """
     layers = [module for module in model.modules() if isinstance(module, MGLUFeedForward)]
     if any(not isinstance(layer.down_proj, nn.Linear) and isinstance(layer.mglu, MGLU) for layer in layers):
-        warnings.warn(
+        notices.warn(
             "peft: the adapter trains down_proj of the MGLU layers, but not their weight, which replaces gate_proj and "
             'up_proj and is no linear layer; add target_parameters=["mglu.weight"] to the configuration of the adapter',
-            UserWarning,
             stacklevel=2,
         )

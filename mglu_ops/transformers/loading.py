@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from .. import notices
 from ..checks import FLOATING
 from ..nn.masked_linear import LOGITS, PACKED, MaskedLinear
 from ..nn.packed_buffers import check_masks
@@ -98,10 +98,9 @@ def check_dtypes(
 def warn_of_quantizer(quantizer: Any) -> None:
     """Warn that a quantizer of Transformers, which replaces linear layers, leaves the weights of MGLU layers alone."""
     method = quantizer.quantization_config.quant_method
-    warnings.warn(
+    notices.warn(
         f"quantization_config: {getattr(method, 'value', method)} quantizes linear layers, and leaves the weight of "
         "MGLU layers, which are none, in the dtype of the model",
-        UserWarning,
         stacklevel=2,
     )
 

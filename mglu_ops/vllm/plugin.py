@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
-import warnings
 
 import mglu_ops
+from mglu_ops import notices
+from mglu_ops.errors import importing_passes
 
 ARCHITECTURES = ("MGLULlamaForCausalLM", "MGLUMistralForCausalLM", "MGLUQwen3ForCausalLM")
 """The names in `config.architectures` that `mglu_ops.transformers` writes; classes of `models.py` have the same."""
@@ -33,7 +34,7 @@ def register() -> None:
     try:
         importlib.import_module("mglu_ops.transformers")  # registers the configs with AutoConfig
     except ImportError as error:
-        warnings.warn(f"mglu_ops: vLLM cannot load MGLU models: {error}", UserWarning, stacklevel=2)
+        notices.warn(f"mglu_ops: vLLM cannot load MGLU models: {error}", stacklevel=2)
         return
     for architecture in ARCHITECTURES:
         ModelRegistry.register_model(architecture, f"{__package__}.models:{architecture}")
@@ -49,15 +50,15 @@ def enable_fusion_from_environment() -> None:
     Raises:
         ValueError: the variable is neither `1` nor `strict`.
     """
-    from compile_passes.entry import current_pass  # imports Inductor
+    with importing_passes():
+        from compile_passes.entry import current_pass  # imports Inductor
 
     value = os.environ.get(FUSION)
     if value is None:
         if current_pass() is not None:
-            warnings.warn(
+            notices.warn(
                 "mglu_ops.enable_fusion() holds in this process only, while vLLM runs models in processes of its own "
                 f"and reuses code that was compiled without fusion; set {FUSION}=1 in the environment to fuse in vLLM",
-                UserWarning,
                 stacklevel=3,
             )
         return
