@@ -333,6 +333,11 @@ def test_integers_are_no_weights_or_logits(loader: str, name: str, dtype: str, t
         type(model).from_pretrained(None, config=model.config, state_dict=state)
 
 
+def test_dtypes_of_other_layers_are_left_to_transformers(tmp_path: Path) -> None:
+    rewrite(saved(tiny(), tmp_path), lambda state: {**state, "lm_head.weight": state["lm_head.weight"].to(torch.int8)})
+    assert load(tmp_path).lm_head.weight.dtype == torch.float32
+
+
 def test_wrong_packed_masks_of_a_state_dict_are_refused() -> None:
     model = tiny(learnable_masks=False)
     state = {**model.state_dict(), MASKS: model.state_dict()[MASKS].float()}
