@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from graphs import Capture, assert_same, masked_products, model_results, results
 from mglu_programs import Program, layer_tensors, program_tensors
 from spellings import gated, straight_through
 from torch import Tensor, nn
+from torch._higher_order_ops.scan import scan
 from torch.fx import Graph
+from torch.nn.attention.flex_attention import flex_attention
 
 from compile_passes.fusion import fuse_graph
 from compile_passes.report import FusionReport
@@ -145,6 +149,43 @@ def test_fusing_a_fused_graph_changes_nothing() -> None:
     fuse_graph(capture.after[0], report)
     assert str(capture.after[0]) == before
     assert (report.fused, report.missed, report.graphs) == ([], [], 1)
+
+
+def _layer(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+    return gated(x, weight, straight_through(logits[0]))
+
+
+def _checkpointed(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(_layer, x, weight, logits, use_reentrant=True)
+
+
+def _scanned(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+    def body(total: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+        y = _layer(token, weight, logits)
+        return total + y, y.clone()
+
+    return scan(body, torch.zeros_like(weight[0]), x)[1]
+
+
+def _attended(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+    y = _layer(x, weight, logits)[None, None]
+    return flex_attention(y, y, y)
+
+
+@pytest.mark.parametrize("function", [_checkpointed, _scanned, _attended])
+def test_layer_in_or_beside_the_body_of_an_operator(function: Callable[..., Tensor]) -> None:
+    named = {name: tensor.detach() for name, tensor in layer_tensors().items()}
+    capture = Capture()
+    assert_same(results(capture.compile(function), named), results(function, named), SAME)
+    assert [len(capture.report.fused), capture.reasons] == [1, []]
+
+
+def test_source_line_is_the_users_under_a_default_device() -> None:
+    """The mode of `set_default_device` puts frames of torch between the user's line and the node."""
+    capture = Capture()
+    with torch.device("cpu"):
+        capture.compile(_layer)(*layer_tensors().values())
+    assert [Path(site.source.split(":")[0]).name for site in capture.report.fused] == ["spellings.py"]
 
 
 def test_calls_with_keywords_cause_no_error() -> None:
