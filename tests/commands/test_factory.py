@@ -50,6 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_factory_is_found_in_a_file_and_in_a_module(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "models", raising=False)  # another test may have imported one
     assert load_factory(f"{folder / 'models.py'}:make").__module__ == "models"
     assert load_model("models.py:make") == (8, (1, 2))
     monkeypatch.syspath_prepend(folder)
