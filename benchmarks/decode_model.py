@@ -83,7 +83,7 @@ def build(sizes: Sizes, n_masks: int, device: str, dtype: torch.dtype, batch: in
             model = Decoder(sizes, feed_forward, batch)
     finally:
         torch.set_default_dtype(before)
-    return mglu_ops.freeze(model).eval().requires_grad_(False)
+    return (mglu_ops.freeze(model) if n_masks else model).eval().requires_grad_(False)
 
 
 @dataclass
