@@ -152,16 +152,18 @@ def metadata_key(x: Tensor, weight: Tensor, packed_masks: Tensor, activation: st
     """All that the checks of a call and its `LayerCall` depend on, for tensors of any rank.
 
     This runs in every eager call, and takes most of a microsecond: it is `arguments_key` without a function call for
-    each tensor. Route weights are rare.
+    each tensor. Route weights are rare. Of x, which may be another part of a large tensor in each call, only whether
+    its storage has all of it counts.
 
     Raises:
         RuntimeError: a tensor is not dense, and so has no strides or no address.
     """
-    masks = packed_masks
+    masks, offset, storage = packed_masks, x.storage_offset(), len(x.untyped_storage())
+    is_contiguous = x.is_contiguous()
     return (
         batch_invariance.enabled, activation, None if route_weights is None else _tensor_key(route_weights),
-        x.dtype, x.device, x.shape, x.is_contiguous() or x.stride(),
-        x.storage_offset(), len(x.untyped_storage()), x.data_ptr() & 15,
+        x.dtype, x.device, x.shape, is_contiguous or x.stride(),
+        offset * x.itemsize + x.nbytes <= storage if is_contiguous else (offset, storage), x.data_ptr() & 15,
         weight.dtype, weight.device, weight.shape, weight.is_contiguous() or weight.stride(),
         weight.storage_offset(), len(weight.untyped_storage()), weight.data_ptr() & 15,
         masks.dtype, masks.device, masks.shape, masks.is_contiguous() or masks.stride(),

@@ -296,6 +296,16 @@ def test_another_alignment_makes_another_call(op: str, name: str, monkeypatch: p
     assert len(dispatch._prepared) + len(dispatch._training_calls) == 2
 
 
+def test_parts_of_a_large_x_make_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Preparing a call takes several times as long as a small call, and a loop may meet a new offset in each step."""
+    monkeypatch.setattr(dispatch, "_prepared", {})
+    args = arguments("forward")
+    x = args["x"].contiguous()
+    for part in torch.stack([x] * 48).unflatten(0, (3, 16))[:, 0]:  # 16 parts apart, so that all have one alignment
+        assert isinstance(run("forward", args | {"x": part}), list)
+    assert len(dispatch._prepared) == 1
+
+
 class OnAnotherGpu:
     """A tensor that says it is on a second GPU; only what a key asks of a tensor may be asked of it."""
 
