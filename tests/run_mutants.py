@@ -155,7 +155,7 @@ def run(options: argparse.Namespace) -> int:
     groups, end = groups_of(options.tests), time.monotonic() + options.seconds
 
     def outcome(mutant: Mutant | None) -> str:
-        """`killed by` a test, `survived`, or `not finished`. Without a mutant: all tests that fail without a fault."""
+        """`killed by` a test, `survived`, or `not finished`; of the code itself, all tests that it fails."""
         with tempfile.TemporaryDirectory() as name:
             folder = shutil.copytree(ROOT, Path(name, "tree"), ignore=NOT_COPIED)
             if mutant is not None:
@@ -168,7 +168,10 @@ def run(options: argparse.Namespace) -> int:
                 found += names
                 if names and mutant is not None:
                     break
-        text = f"killed by {', '.join(found)}" if found else "survived"
+        if mutant is None:
+            text = f"fails {', '.join(found)}" if found else "fails no test"
+        else:
+            text = f"killed by {found[0]}" if found else "survived"
         print(f"{mutant or 'the code itself'}: {text}", flush=True)
         return text
 
@@ -177,7 +180,7 @@ def run(options: argparse.Namespace) -> int:
     counts = {word: sum(text.startswith(word) for text in outcomes) for word in ("killed", "survived", "not finished")}
     print("\n".join(f"{mutant}: {text}" for mutant, text in zip(drawn, outcomes, strict=True) if text[0] != "k"))
     print(f"{len(drawn)} mutants: " + ", ".join(f"{count} {word}" for word, count in counts.items()))
-    print(f"The code itself: {itself}")
+    print(f"the code itself: {itself}")
     return 0
 
 
