@@ -125,6 +125,8 @@ def groups_of(arguments: list[str]) -> list[list[str]]:
     groups: list[list[str]] = []
     for argument in arguments:
         path = ROOT / argument
+        if not path.exists():
+            raise SystemExit(f"there is no {argument}")
         files = [path] if path.is_file() else sorted(path.rglob("test_*.py"))
         names = [str(file.relative_to(ROOT)) for file in files]
         groups.append([name for name in names if name not in {earlier for group in groups for earlier in group}])
