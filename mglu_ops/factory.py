@@ -98,7 +98,7 @@ def _free_name(path: Path) -> str:
 
 
 def _is_of(module: ModuleType | None, path: Path) -> bool:
-    """Whether a module is that of a file, imported before, or there is none."""
+    """Whether a module was imported from a file, or there is no such module."""
     file = getattr(module, "__file__", None)
     return module is None or (file is not None and Path(file).resolve() == path.resolve())
 

@@ -6,9 +6,9 @@
 
 `sample` draws mutants of all Python files below some folders. It leaves out those that no test can tell from the code:
 of annotations, of `strict=` and of the options of dataclasses. `run` tries each in a copy of the working tree, beside
-the tests of the code itself, and prints those that no test killed. The tests are those that are neither marked `long`
-nor `gpu`. They run in groups, one for each argument, in this order, without the files of the groups before: name first
-what kills most. The first failed test ends a mutant. `run` needs no cosmic-ray, so it may be on another machine.
+the tests of the code itself, and prints those that no test killed. Tests with the mark `long` or `gpu` do not run. The
+others run in groups, one for each argument, in this order, without the files of earlier groups: name first what kills
+most. The first failed test ends a mutant. `run` needs no cosmic-ray, so it may be on another machine.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def sample(options: argparse.Namespace) -> int:
 
 
 def groups_of(arguments: list[str]) -> list[list[str]]:
-    """The test files of each argument, which is a file or a folder, without those of earlier ones."""
+    """The test files of each argument, which is a file or a folder, without the files of earlier ones."""
     groups: list[list[str]] = []
     for argument in arguments:
         path = ROOT / argument

@@ -52,5 +52,5 @@ def _prefer_larger(logits: Tensor, difference: Tensor) -> None:
     """Set logits to `|W_g| - |W_u|`, scaled as logits are, plus noise of that scale in all masks but the first."""
     scaled = difference * (LOGITS_STD / difference.square().mean().sqrt().clamp(min=1e-30))
     logits[1:] += scaled
-    # On ties, the weight is that of the gate, as in `_larger`.
+    # On ties, the weight is the gate's, as in `_larger`.
     logits[0] = torch.where(difference >= 0, scaled.clamp(min=1e-6), scaled)

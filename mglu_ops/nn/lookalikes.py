@@ -16,7 +16,7 @@ from .masked_linear import MaskedLinear
 
 
 class Lookalike(NamedTuple):
-    """A module with a weight `[d, h]` and logits `[n, d, h]`, n from 1 to 16, which is no module of this package."""
+    """A module with a weight `[d, h]` and logits `[n, d, h]`, n from 1 to 16, of a class outside of this package."""
 
     name: str
     """The name of the module in the model, without wrappers; empty for the model itself."""

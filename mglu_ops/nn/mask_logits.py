@@ -54,7 +54,7 @@ def _parameters_of_logits(module: MaskedLinear) -> Iterator[nn.Parameter]:
 def value_now(owner: nn.Module, name: str) -> Tensor:
     """The tensor that a module computes with, of the parameter or attribute `name` that holds it or its source.
 
-    With `torch.nn.utils.prune`, the attribute has the value of the last forward pass, and the parameter that of now.
+    With `torch.nn.utils.prune`, the attribute has the value of the last forward pass, and the parameter the latest.
     """
     if isinstance(owner, parametrize.ParametrizationList):
         return owner()

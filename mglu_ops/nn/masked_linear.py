@@ -119,7 +119,7 @@ class MaskedLinear(nn.Module):
         """Check x against this module before anything else does, whose words would blame the weight for x.
 
         Raises:
-            TypeError: x is no tensor, or has another dtype than the weight, without autocast.
+            TypeError: x is not a tensor, or has another dtype than the weight, without autocast.
             ValueError: x is on another device than the weight, or its last size is not in_features.
         """
         if not isinstance(x, Tensor):  # torch's own words would hold all values of a list or an array

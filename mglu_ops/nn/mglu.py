@@ -152,7 +152,7 @@ class MGLU(MaskedLinear):
         """Map x `[..., in_features]` to `[..., out_features]`, in x's dtype or under autocast in autocast's.
 
         Raises:
-            TypeError: x is no dense tensor, or its dtype is not that of weight, without autocast.
+            TypeError: x is not a dense tensor, or its dtype differs from the weight's, without autocast.
             ValueError: x is on another device than weight, or its last size is not in_features; or packed masks that
                 were not loaded by `load_state_dict` have another shape than the layer's, or padding that is not 0.
         """

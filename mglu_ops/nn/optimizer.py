@@ -14,7 +14,7 @@ from .lookalikes import warn_of_unnamed_logits
 from .mask_logits import Selection, logits_of_modules, parameters_with_owners, selected
 
 LEVELED_MASK_LR = 0.3
-"""The default learning rate of masks over that of the weights, for layers with `weight_init="leveled"`."""
+"""The default learning rate of masks as a fraction of the weights' rate, for layers with `weight_init="leveled"`."""
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 
@@ -41,7 +41,7 @@ def parameter_groups(
     within about 0.01 of 0. With the rate of the weights, say 1e-3, ten steps flip a typical bit.
 
     The default goes with the initial weights, because our training runs (benchmarks/learning) changed both together:
-    layers with `weight_init="paper"` train their masks at the paper's rate, which is that of the weights, and layers
+    layers with `weight_init="paper"` train their masks at the weights' rate, as in the paper, and layers
     with `weight_init="leveled"` at 0.3 times that rate. One mask with the paper's weights was worse at the smaller
     rate. A model with layers of both kinds gets two groups of the name `mask_logits`, and a warning.
 

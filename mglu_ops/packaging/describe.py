@@ -138,7 +138,7 @@ def _written(program: ExportedProgram) -> set[str]:
 
 
 def _shared(node: Node, only_written: bool = False) -> list[Node]:
-    """The arguments of an operator that share memory with its results, such as that of a view, or that it writes to."""
+    """The arguments of an operator that share memory with its results, as a view's does, or that it writes to."""
     if node.target is operator.getitem and not only_written:
         return node.all_input_nodes
     schema = getattr(node.target, "_schema", None)

@@ -60,7 +60,7 @@ class Expression:
         self.names = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in called}
 
     def __call__(self, values: dict[str, int]) -> Any:
-        """The value, given those of all symbols; None if it divides by zero."""
+        """The value, given the values of all symbols; None if it divides by zero."""
         try:
             return eval(self._code, {"__builtins__": {}, **_FUNCTIONS}, values)
         except ZeroDivisionError:
@@ -203,8 +203,8 @@ class Inputs:
             spec: the tree of the example's.
 
         Raises:
-            TypeError: an input is no dense tensor.
-            ValueError: the arguments are not nested like those of the example, or the dtype, device, shape or value of
+            TypeError: an input is not a dense tensor.
+            ValueError: the arguments are not nested like the example's, or the dtype, device, shape or value of
                 one is not as the package was compiled for, or its storage was resized.
         """
         found, written = [], []

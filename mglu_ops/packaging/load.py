@@ -45,7 +45,7 @@ class Package:
 
         Raises:
             TypeError: an input is no dense tensor.
-            ValueError: the arguments are not nested like those of the example, or the dtype, device, shape or value of
+            ValueError: the arguments are not nested like the example's, or the dtype, device, shape or value of
                 one is not as the package was compiled for, or its storage was resized.
         """
         with torch.no_grad():

@@ -265,7 +265,7 @@ def check_archive(path: str | Path) -> None:
 
     Raises:
         FileNotFoundError: there is no such file.
-        PackageError: it is no file of torch.save, it is truncated or damaged, or a member is compressed.
+        PackageError: torch.save did not write it, it is truncated or damaged, or a member is compressed.
     """
     with opened(path) as file:
         members = read_members(file)

@@ -149,7 +149,7 @@ def test_subnormal_and_extreme_float16(isa):
 def near_ties(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Products x W^T halfway between two numbers of a 16-bit dtype, or next to that: x `[tokens, 3]` and W `[1, 3]`.
 
-    In float32 they are exact. There are those of either sign, from the smallest to the largest exponent of float16, as
+    In float32 they are exact. They have both signs, from the smallest to the largest exponent of float16, as
     well as subnormal ones of float16.
     """
     bits = 10 if dtype is torch.float16 else 7

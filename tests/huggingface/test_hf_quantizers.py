@@ -1,4 +1,4 @@
-"""Quantizers of Transformers, which replace linear layers and leave the weight of MGLU layers as it is."""
+"""Quantizers of Transformers, which replace linear layers and do not change the weight of MGLU layers."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_modules_of_other_ranks_and_modes_are_compared(cls: type[Sigmoid]) -> No
         freeze(model, replace={cls: wrong})
     if cls is Dropped:
         assert [module.training for module in model.modules()] == modes
-        model[0].dropout.train()  # its random zeros are no difference
+        model[0].dropout.train()  # its random zeros do not count as a difference
     state = torch.get_rng_state()
     freeze(model, replace={cls: from_bits})
     assert torch.equal(torch.get_rng_state(), state)

@@ -15,7 +15,7 @@ import pytest
 from mglu_ops import notices
 from mglu_ops.backends.cpu import build
 
-# Large layers warn that there is no compiler; then the CPU kernels are built, of which the user is told.
+# Large layers warn that a compiler is missing; then the CPU kernels are built, of which the user is told.
 PROGRAM = """
 import os, sys, torch, mglu_ops
 from mglu_ops.backends.cpu import library

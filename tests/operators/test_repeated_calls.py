@@ -28,7 +28,7 @@ Arguments = dict[str, Any]
 Change = Callable[[Arguments, str], None]
 
 SPARE = 64
-"""Elements before and after those of an argument in its storage."""
+"""Elements before and after an argument in its storage."""
 
 TOKENS, IN, OUT, N_MASKS = 8, 24, 16, 3  # so that the bytes of every tensor are a multiple of 16
 

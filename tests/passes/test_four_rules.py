@@ -144,14 +144,6 @@ def result_that_is_detached_in_place_after_its_use(x, y, w, l, m):
     return later
 
 
-@refused("such as detach_")
-def result_that_is_transposed_in_place_after_its_use(x, y, w, l, m):
-    result = masked(x, w, m)
-    later = result + 1
-    result.t_()
-    return later
-
-
 @refused("does not know")
 def masked_weight_that_is_transposed_in_place_twice(x, y, w, l, m):
     """Nothing is known of a tensor before such a call, also where a write to it would be a function of its value."""

@@ -238,7 +238,7 @@ def _tolerance(program: Program) -> float:
 
 
 def difference(found: dict[str, Any], wanted: dict[str, Any], tolerance: float = SAME) -> str | None:
-    """The first difference of two `outcomes` in words, or None; `tolerance` is for the relative errors of tensors."""
+    """What the first difference of two `outcomes` is, or None; `tolerance` is for the relative errors of tensors."""
     if found.keys() != wanted.keys():
         return f"has {sorted(found.keys() ^ wanted.keys())} on one side only"
     for name, value in wanted.items():

@@ -103,7 +103,7 @@ def _torch_parallel_for() -> int:
 _lock = threading.Lock()
 _loaded: Library | str | None = None
 _tried_with: tuple[str | None, ...] = ()
-"""The settings with which there was no library, for the reason in `_loaded`."""
+"""The settings with which the library could not be loaded, for the reason in `_loaded`."""
 
 
 def load() -> Library | str:
@@ -132,7 +132,7 @@ def is_loaded() -> bool:
 
 
 def is_missing() -> bool:
-    """Whether there was no library when it was last asked for."""
+    """Whether the library could not be loaded when it was last asked for."""
     return isinstance(_loaded, str)
 
 
