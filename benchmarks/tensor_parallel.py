@@ -191,6 +191,16 @@ def in_turns(calls: dict[str, Call], ranks: Ranks, rounds: int, seconds: float) 
     return times
 
 
+def end_together() -> None:
+    """Leave the process group after all ranks' threads of gloo dropped their tensors.
+
+    A thread that drops the last reference to a tensor while Python ends aborts the process
+    (https://github.com/pytorch/pytorch/issues/190489).
+    """
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def row_of(problem: Problem, variant: str, times: Sequence[float], error: float) -> Row:
     """The row of a variant; without a time if its result is wrong."""
     median, spread = summarise(times)
@@ -221,7 +231,7 @@ def run(chosen: Sequence[Problem], out: Path, rounds: int = ROUNDS, seconds: flo
             write(rows, out, "tensor_parallel", f"{dist.get_backend()}, {ranks.mesh.size()} ranks; {PROTOCOL}")
         if ranks.device.type == "cuda":
             torch.cuda.empty_cache()
-    dist.destroy_process_group()
+    end_together()
     return rows
 
 

@@ -92,6 +92,7 @@ def main() -> None:
     error = ((frozen - learned).norm() / learned.norm()).item()
     say(f"frozen: {layer.packed_masks.to_local().nbytes} bytes of masks on each rank, results differ by {error:.1e}")
     say(f"done in {time.perf_counter() - begin:.1f} s")
+    dist.barrier()  # gloo's threads drop their tensors before Python ends: see pytorch issue 190489
     dist.destroy_process_group()
 
 
