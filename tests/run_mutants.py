@@ -1,14 +1,14 @@
 """Mutation testing: how many of the small faults that cosmic-ray puts into the code make a test fail.
 
-    pip install cosmic-ray
+    pip install cosmic-ray pytest-cov
+    pytest -n 2 -m "not long and not gpu" --cov=compile_passes --cov-context=test --cov-report= tests/passes
     python tests/run_mutants.py sample compile_passes --count 150 --seed 1 --out build/mutants.json
-    python tests/run_mutants.py run build/mutants.json tests/passes/test_four_rules.py tests/passes --processes 2
+    python tests/run_mutants.py run build/mutants.json .coverage --processes 2
 
-`sample` draws mutants of all Python files below some folders. It leaves out those that no test can tell from the code:
-of annotations, of `strict=` and of the options of dataclasses. `run` tries each in a copy of the working tree, beside
-the tests of the code itself, and prints those that no test killed. Tests with the mark `long` or `gpu` do not run. The
-others run in groups, one for each argument, in this order, without the files of earlier groups: name first what kills
-most. The first failed test ends a mutant. `run` needs no cosmic-ray, so it may be on another machine.
+The first command notes which test runs which line. `sample` draws mutants of Python files, or of all those below some
+folders. It leaves out those that no test can tell from the code: of annotations, of `strict=` and of the options of
+dataclasses. `run` tries each mutant in a copy of the working tree, with the tests that run its line, until one fails.
+At the end it runs the tests that failed without a mutant. cosmic-ray is needed for `sample` alone.
 """
 
 from __future__ import annotations
@@ -20,18 +20,24 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_COPIED = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
-QUICK = "not long and not gpu"
+PROCESSES = get_context("forkserver")  # each process starts as a copy of one that imported torch
+PROCESSES.set_forkserver_preload(["hypothesis", "torch._dynamo", "torch._inductor.compile_fx", "torch.export"])
 
 
 @dataclass(frozen=True)
@@ -80,11 +86,15 @@ class _WithoutWhatNoTestSees(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
-def _seen(source: str) -> str:
-    return ast.dump(_WithoutWhatNoTestSees().visit(ast.parse(source)))
+def _differs(changed: str, source: str) -> bool:
+    """Whether a test could tell some changed code, which may be no Python at all, from the code."""
+    with suppress(SyntaxError):
+        trees = [_WithoutWhatNoTestSees().visit(ast.parse(text)) for text in (changed, source)]
+        return ast.dump(trees[0]) != ast.dump(trees[1])
+    return False
 
 
-def mutants(folders: list[str], seed: int) -> Iterator[Mutant]:
+def mutants(names: list[str], seed: int) -> Iterator[Mutant]:
     """All mutants in a random order."""
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.mutating import mutate_code
@@ -92,7 +102,8 @@ def mutants(folders: list[str], seed: int) -> Iterator[Mutant]:
 
     operators = [(name, get_operator(name)) for name in operator_names()]
     places = []
-    for path in sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+    found = [[ROOT / name] if name.endswith(".py") else (ROOT / name).rglob("*.py") for name in names]
+    for path in sorted(path for paths in found for path in paths):
         nodes = list(ast_nodes(get_ast(path.read_text())))
         for name, operator in operators:
             if not operator.arguments():
@@ -102,7 +113,7 @@ def mutants(folders: list[str], seed: int) -> Iterator[Mutant]:
     for path, name, operator, number, line in places:
         source = path.read_text()
         changed = mutate_code(source, operator(), number)
-        if changed is None or _seen(changed) == _seen(source):
+        if changed is None or not _differs(changed, source):
             continue
         before, after = ([*text.splitlines(), ""][line - 1].strip() for text in (source, changed))
         if "cache" not in before or "RemoveDecorator" not in name:
@@ -110,7 +121,7 @@ def mutants(folders: list[str], seed: int) -> Iterator[Mutant]:
 
 
 def sample(options: argparse.Namespace) -> int:
-    drawn = [mutant for mutant, _ in zip(mutants(options.folders, options.seed), range(options.count), strict=False)]
+    drawn = [mutant for mutant, _ in zip(mutants(options.files, options.seed), range(options.count), strict=False)]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps([asdict(mutant) for mutant in drawn]))
     print(f"{len(drawn)} mutants in {options.out}")
@@ -120,69 +131,128 @@ def sample(options: argparse.Namespace) -> int:
 # --- Running ---------------------------------------------------------------------------------------------------------
 
 
-def groups_of(arguments: list[str]) -> list[list[str]]:
-    """The test files of each argument, which is a file or a folder, without the files of earlier ones."""
-    groups: list[list[str]] = []
-    for argument in arguments:
-        path = ROOT / argument
-        if not path.exists():
-            raise SystemExit(f"there is no {argument}")
-        files = [path] if path.is_file() else sorted(path.rglob("test_*.py"))
-        names = [str(file.relative_to(ROOT)) for file in files]
-        groups.append([name for name in names if name not in {earlier for group in groups for earlier in group}])
-    return [group for group in groups if group]
+class Coverage:
+    """Which tests run which lines, as pytest-cov noted it."""
+
+    def __init__(self, data: Path) -> None:
+        from coverage import CoverageData
+
+        self._data = CoverageData(str(data))
+        self._data.read()
+        self._files = {str(Path(file).relative_to(self._root())): file for file in self._data.measured_files()}
+        self._sizes: Counter[str] = Counter()
+        self._lines: dict[str, dict[int, set[str]]] = {}
+        for name, file in self._files.items():
+            contexts = self._data.contexts_by_lineno(file)
+            self._lines[name] = {n: {c.rpartition("|")[0] for c in found if c} for n, found in contexts.items()}
+            self._sizes.update(test for tests in self._lines[name].values() for test in tests)
+
+    def _root(self) -> Path:
+        """The folder of the working tree in which the tests ran."""
+        return Path(os.path.commonpath([str(Path(file).parent.parent) for file in self._data.measured_files()]))
+
+    def tests(self, mutant: Mutant) -> list[str]:
+        """The tests that run the statement of a mutant, or any line of its file if it runs when it is imported.
+
+        One of each test function comes first, then a second one of each, and so on; within that order, the test that
+        runs the fewest lines.
+        """
+        lines = self._lines.get(mutant.file, {})
+        found = set[str]().union(*(lines.get(n, ()) for n in statement(ROOT / mutant.file, mutant.line)))
+        found = found or set[str]().union(*lines.values())
+        turns: Counter[str] = Counter()
+        order = []
+        for name in sorted(found, key=lambda name: (self._sizes[name], name)):
+            turns[name.partition("[")[0]] += 1
+            order.append((turns[name.partition("[")[0]], self._sizes[name], name))
+        return [name for *_, name in sorted(order)]
 
 
-def failed(files: list[str], folder: Path, seconds: float, first: bool = True) -> list[str] | None:
-    """The tests of some files that fail in a copy of the working tree; None if the time ends before."""
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", "-m", QUICK, *files]
-    environment = {
-        **os.environ,
-        **{"PYTHONPATH": str(folder), "HYPOTHESIS_PROFILE": "quick", "OMP_NUM_THREADS": "1"},
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-    }
-    options = {"cwd": folder, "env": environment, "start_new_session": True, "text": True}
-    with subprocess.Popen([*command, "-x"] if first else command, stdout=subprocess.PIPE, **options) as process:
+def statement(file: Path, line: int) -> range:
+    """The lines of the smallest statement around a line, without the statements inside it."""
+    nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.stmt)]
+    around = [node for node in nodes if node.lineno <= line <= (node.end_lineno or node.lineno)]
+    node = min(around, key=lambda node: (node.end_lineno or node.lineno) - node.lineno)
+    body = getattr(node, "body", None)
+    return range(node.lineno, body[0].lineno if body else (node.end_lineno or node.lineno) + 1)
+
+
+class _Chosen:
+    """A plugin of pytest that runs some tests in their order, and keeps the first one that fails."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._order = {name: i for i, name in enumerate(names)}
+        self.failed: list[str] = []
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        chosen = [item for item in items if item.nodeid in self._order]
+        items[:] = sorted(chosen, key=lambda item: self._order[item.nodeid])
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed.append(report.nodeid)
+
+
+def _run_tests(folder: Path, names: list[str], first: bool, results: Connection) -> None:
+    """Send the tests that fail in a copy of the working tree; only the first one if `first`."""
+    os.setsid()
+    os.chdir(folder)
+    sys.path[:0] = [str(folder)]
+    os.environ.update(PYTHONPATH=str(folder), HYPOTHESIS_PROFILE="quick", OMP_NUM_THREADS="1")
+    os.environ.update(TORCHINDUCTOR_FX_GRAPH_CACHE="0", TORCHINDUCTOR_AUTOGRAD_CACHE="0")
+    with Path(folder, "output").open("w") as output, redirect_stdout(output), redirect_stderr(output):
+        chosen = _Chosen(names)
+        files = sorted({name.partition("::")[0] for name in names})
+        code = pytest.main(["-q", "--tb=no", "-p", "no:cacheprovider", *(["-x"] if first else []), *files], [chosen])
+    results.send(chosen.failed or ([] if code in (0, 5) else [f"exit code {int(code)}"]))
+
+
+def failed(mutant: Mutant | None, names: list[str], seconds: float) -> list[str] | None:
+    """The first of some tests that fails with a mutant, or all that fail without one; None if the time ends before."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = shutil.copytree(ROOT, Path(temporary, "tree"), ignore=NOT_COPIED)
+        if mutant is not None:
+            (folder / mutant.file).write_text(mutant.source)
+        receiver, sender = PROCESSES.Pipe(duplex=False)
+        process = PROCESSES.Process(target=_run_tests, args=(folder, names, mutant is not None, sender))
+        process.start()
+        sender.close()
         try:
-            output, _ = process.communicate(timeout=max(1.0, seconds))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            return None
-    names = [line.split()[1] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    return names or ([] if process.returncode == 0 else [f"exit code {process.returncode}"])
+            return receiver.recv() if receiver.poll(seconds) else None
+        except EOFError:
+            return ["the process of the tests ended"]
+        finally:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid or 0, signal.SIGKILL)
+            process.kill()
+            process.join()
 
 
 def run(options: argparse.Namespace) -> int:
     drawn = [Mutant(**item) for item in json.loads(options.mutants.read_text())]
-    groups, end = groups_of(options.tests), time.monotonic() + options.seconds
+    coverage = Coverage(options.coverage)
 
-    def outcome(mutant: Mutant | None) -> str:
-        """`killed by` a test, `survived`, or `not finished`; of the code itself, all tests that it fails."""
-        with tempfile.TemporaryDirectory() as name:
-            folder = shutil.copytree(ROOT, Path(name, "tree"), ignore=NOT_COPIED)
-            if mutant is not None:
-                (folder / mutant.file).write_text(mutant.source)
-            found = []
-            for files in groups:
-                names = failed(files, folder, end - time.monotonic(), first=mutant is not None)
-                if names is None:
-                    return "not finished"
-                found += names
-                if names and mutant is not None:
-                    break
-        if mutant is None:
-            text = f"fails {', '.join(found)}" if found else "fails no test"
-        else:
-            text = f"killed by {found[0]}" if found else "survived"
-        print(f"{mutant or 'the code itself'}: {text}", flush=True)
-        return text
+    def outcome(mutant: Mutant) -> tuple[str, list[str]]:
+        names = coverage.tests(mutant)
+        begin = time.monotonic()
+        found = failed(mutant, names, options.seconds) if names else []
+        text = "not finished" if found is None else f"killed by {found[0]}" if found else "survived"
+        print(f"{mutant}: {text}; {len(names)} tests, {time.monotonic() - begin:.0f} s", flush=True)
+        return text, found or []
 
     with ThreadPoolExecutor(options.processes) as pool:
-        itself, *outcomes = pool.map(outcome, [None, *drawn])
-    counts = {word: sum(text.startswith(word) for text in outcomes) for word in ("killed", "survived", "not finished")}
-    print("\n".join(f"{mutant}: {text}" for mutant, text in zip(drawn, outcomes, strict=True) if text[0] != "k"))
+        outcomes = list(pool.map(outcome, drawn))
+    killers = sorted({name for _, names in outcomes for name in names if "::" in name})
+    wrong = failed(None, killers, 1e6) or []
+    for mutant, (text, names) in zip(drawn, outcomes, strict=True):
+        if not names or names[0] in wrong:
+            print(f"{mutant}: {text}{', which fails without it too' if names else ''}")
+    counts = {
+        word: sum(text.startswith(word) for text, _ in outcomes) for word in ("killed", "survived", "not finished")
+    }
     print(f"{len(drawn)} mutants: " + ", ".join(f"{count} {word}" for word, count in counts.items()))
-    print(f"the code itself: {itself}")
+    print(f"without a mutant these fail too: {', '.join(wrong) or 'none'}")
     return 0
 
 
@@ -190,16 +260,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser("sample", help="draw mutants")
-    command.add_argument("folders", nargs="+")
+    command.add_argument("files", nargs="+", help="files, or folders of them")
     command.add_argument("--count", type=int, default=150)
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--out", type=Path, default=ROOT / "build" / "mutants.json")
     command.set_defaults(run=sample)
     command = commands.add_parser("run", help="run tests with each mutant")
     command.add_argument("mutants", type=Path)
-    command.add_argument("tests", nargs="+", help="files or folders of tests, those first that kill most")
+    command.add_argument("coverage", type=Path, help="what pytest-cov wrote")
     command.add_argument("--processes", type=int, default=2)
-    command.add_argument("--seconds", type=float, default=1e6, help="end after this time")
+    command.add_argument("--seconds", type=float, default=1e6, help="leave a mutant after this time")
     command.set_defaults(run=run)
     options = parser.parse_args()
     return int(options.run(options))
