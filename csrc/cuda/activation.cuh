@@ -1,9 +1,9 @@
-// The activations of the gate, in float32. Names and codes are those of mglu_ops/activations.py and
-// csrc/cpu/activation.h (tests/cpu/test_activation_codes.py).
+// The activations of the gate, in float32. Names and codes agree with mglu_ops/activations.py and csrc/cpu/activation.h
+// (tests/cpu/test_activation_codes.py).
 //
-// With kFast, exponentials and divisions use the hardware's approximations: a relative error of 1e-6 to 1e-5 at a third
-// of the instructions. The kernels set it where the result is rounded to 16 bits, a rounding at least 50 times as
-// large.
+// With kFast, exponentials and divisions use the hardware's approximations, which have a relative error of 1e-6 to 1e-5
+// and need a third of the instructions. The kernels set kFast where the result is rounded to 16 bits, since that
+// rounding error is at least 50 times as large.
 #pragma once
 #include "ptx.cuh"
 
@@ -60,8 +60,9 @@ __device__ __forceinline__ float activate(float gate) {
     }
 }
 
-// The normal distribution function of x and its density, which share the exponential. With kFast the former is formula
-// 7.1.26 of Abramowitz and Stegun, with an absolute error of 1e-7: as large as that of 1 + erff(x) in its lower tail.
+// The normal distribution function of x and its density, which share the exponential. With kFast the distribution
+// function is formula 7.1.26 of Abramowitz and Stegun. Its absolute error of 1e-7 is as large as the error of 1 +
+// erff(x) in the lower tail.
 template <bool kFast>
 __device__ __forceinline__ void normal_distribution(float x, float& probability, float& density) {
     const float e = exponential<kFast>(x * x * -0.5f);
@@ -83,8 +84,8 @@ struct ValueAndDerivative {
     float value, derivative;
 };
 
-// activate() and its derivative. The derivatives are those of torch (mglu_ops/activations.py), also where there is no
-// derivative: that of relu is 0 at 0, and 1 at a NaN.
+// activate() and its derivative. The derivatives agree with torch (mglu_ops/activations.py), also where none exists:
+// relu's is 0 at 0, and 1 at a NaN.
 template <Activation kActivation, bool kFast>
 __device__ __forceinline__ ValueAndDerivative activate_with_derivative(float gate) {
     if constexpr (kActivation == Activation::silu) {

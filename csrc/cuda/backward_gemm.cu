@@ -1,19 +1,18 @@
-// The two GEMMs of the backward pass on Hopper. Their A operand is a product of two matrices of which neither GEMM
-// stores the result: A = G * S, elementwise, with G the gradient of the result and S its partial derivatives
-// (training.md).
+// The two GEMMs of the backward pass on Hopper. Their A operand is an elementwise product, A = G * S, of the gradient G
+// of the result and its partial derivatives S (training.md). It is computed in registers and never stored.
 //
 //     MGLU_INPUT_GRADIENT = 1:  dx[token, h]  = sum over i, d of (G * S_i)[token, d] (F_i * W)[d, h]
 //     MGLU_INPUT_GRADIENT = 0:  D_i[d, h]     = sum over tokens of (G * S_i)[token, d] x[token, h]
 //
-// with i from 0, F_0 = 1, and the sign flips F_i * W as matrices in memory. A block computes tiles of 128 rows by 256
-// columns of the result. Its producer, one thread of its own warpgroup, loads stages of kDepth columns of A (kDepth
-// rows of B) by TMA into a ring in shared memory. Two consumer warpgroups, of 64 rows each, read G and S as wgmma's A
-// operand, multiply them in registers, and multiply the products with B. B lies as it is in memory, with its rows along
-// k, which wgmma takes as a transposed operand.
+// where i starts at 0, F_0 = 1, and the sign-flipped weights F_i * W are matrices in memory. A block computes tiles of
+// 128 rows by 256 columns of the result. Its producer, one thread of its own warpgroup, loads stages of kDepth columns
+// of A (kDepth rows of B) by TMA into a ring in shared memory. Two consumer warpgroups, of 64 rows each, read G and S
+// as wgmma's A operand, multiply them in registers, and multiply the products with B. B is not rearranged: its rows lie
+// along k, which wgmma takes as a transposed operand.
 //
 // For dx, the stages of one chunk of d go through all i, so that G is loaded once for all of them. For D_i, the two
-// warpgroups of a block have the same rows of W and neighbouring i, where possible, and share G. The blocks of a
-// cluster have the same columns and load B for each other.
+// warpgroups of a block take the same rows of W and neighbouring i where possible, so that they share G. The blocks of
+// a cluster have the same columns and load B for each other.
 //
 // Every accumulator sums k in ascending steps of 16, whatever the grid: results have the same bits in every run.
 //
@@ -24,30 +23,30 @@
 namespace mglu {
 
 constexpr int kType = MGLU_ELEMENT;
-constexpr int kProducts = MGLU_PRODUCTS;     // how many i there are
+constexpr int kProducts = MGLU_PRODUCTS;     // number of values of i
 constexpr bool kInputGradient = MGLU_INPUT_GRADIENT != 0;
 constexpr int kCluster = MGLU_CLUSTER;  // 1 or 2
 constexpr int kStages = MGLU_STAGES;
 constexpr int kDepth = MGLU_DEPTH;  // columns of A in a stage: 32 or 64
-constexpr bool kWide = MGLU_WIDE != 0;  // whether D_0, which then is all that is computed, is in float32
+constexpr bool kWide = MGLU_WIDE != 0;  // whether D_0 is in float32; then only D_0 is computed
 
 constexpr int kRows = 128;     // of a tile
 constexpr int kColumns = 256;  // of a tile
-constexpr int kBox = kDepth * 128;  // bytes of kDepth rows of 128 bytes
+constexpr int kBox = kDepth * 128;  // bytes: kDepth rows of 128
 constexpr int kConsumers = 2;
 constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kConsumerRegisters = 240;
 constexpr int kProducerRegisters = 24;
 
 // A stage of the ring: G and S, then four boxes of 64 columns of B. For dx the boxes of G and S are 128 tokens by
-// kDepth of d; for D_i two boxes of kDepth tokens by 64 of d. Rows are swizzled in the unit of a row's bytes: the
-// 16-byte vector v of row r lies at v ^ (r % 8) in a row of 128 bytes, at v ^ (r / 2 % 4) in one of 64.
+// kDepth of d; for D_i two boxes of kDepth tokens by 64 of d. Rows are swizzled: the 16-byte vector v of row r lies at
+// v ^ (r % 8) in rows of 128 bytes, and at v ^ (r / 2 % 4) in rows of 64 bytes.
 constexpr int kOperandBytes = kRows * kDepth * 2;
 constexpr int kBBytes = kDepth * kColumns * 2;
 constexpr int kStageBytes = 2 * kOperandBytes + kBBytes;
 
-// Steps of k that the mainloop unrolls: an even number, since fragments alternate between two sets of registers, and
-// for dx whole chunks of d, in the first stage of which G is read. A step past the end multiplies zeros.
+// Steps of k that the mainloop unrolls. The number is even, since fragments alternate between two sets of registers.
+// For dx it covers whole chunks of d, since G is read in the first stage of a chunk. Steps past the end multiply zeros.
 constexpr int kUnrolled = !kInputGradient ? 2 : kProducts % 2 == 0 ? kProducts : 2 * kProducts;
 
 struct GemmParams {
@@ -76,8 +75,8 @@ __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; 
 
 __device__ __forceinline__ int column_tiles(const GemmParams& p) { return ceil_div(p.in_features, kColumns); }
 
-// Tiles of a cluster. All columns of a few rows come one after another, so that blocks that run at the same time read
-// each row of A from L2.
+// The number of cluster tiles, the units of work of a whole cluster. All column tiles of a few rows follow one another,
+// so that blocks that run at the same time read each row of A from L2.
 __device__ __forceinline__ int cluster_tiles(const GemmParams& p) {
     const int parts = kInputGradient ? ceil_div(p.tokens, 64) : ceil_div(p.out_features, 64) * kProducts;
     return ceil_div(parts, kConsumers * kCluster) * column_tiles(p);
@@ -85,7 +84,7 @@ __device__ __forceinline__ int cluster_tiles(const GemmParams& p) {
 
 __device__ __forceinline__ int column_at(const GemmParams& p, int index) { return index % column_tiles(p) * kColumns; }
 
-// The products D_i of the same rows of W follow each other. A part past the last row of the matrix is computed from
+// The products D_i of the same rows of W follow each other. Parts past the last row of the matrix are computed from
 // zeros and not written.
 __device__ __forceinline__ Part part_at(const GemmParams& p, int index, int rank, int warpgroup) {
     const int part = (index / column_tiles(p) * kCluster + rank) * kConsumers + warpgroup;
@@ -93,7 +92,7 @@ __device__ __forceinline__ Part part_at(const GemmParams& p, int index, int rank
     return {part % kProducts, part / kProducts * 64};
 }
 
-// Whether the two warpgroups of a block have the same rows of W, and so the same G.
+// Whether the two warpgroups of a block have the same rows of W, and therefore the same G.
 __device__ __forceinline__ bool share_gradient(const GemmParams& p, int index, int rank) {
     return !kInputGradient && part_at(p, index, rank, 0).row == part_at(p, index, rank, 1).row;
 }
@@ -124,7 +123,7 @@ __device__ __forceinline__ void produce(const GemmParams& p, u32 ring, u32 full,
     tma_prefetch_descriptor(p.b);
     if constexpr (kInputGradient) tma_prefetch_descriptor(p.flipped);
     wait_for_earlier_kernels();
-    constexpr int kBoxes = kColumns / 64 / kCluster;  // of B that this block loads, for the whole cluster
+    constexpr int kBoxes = kColumns / 64 / kCluster;  // boxes of B that this block loads for the whole cluster
     const u64 policy = cache_policy(false);
     const int tiles = cluster_tiles(p);
     const int steps = step_count(p);
@@ -134,7 +133,7 @@ __device__ __forceinline__ void produce(const GemmParams& p, u32 ring, u32 full,
         const Part second = part_at(p, index, rank, 1);
         const bool shares_gradient = share_gradient(p, index, rank);
         const int first_column = column_at(p, index) + rank * kBoxes * 64;
-        int product = 0;  // for dx: that of the step
+        int product = 0;  // for dx: the i of the step
         int chunk = 0;    // for dx: of d; for D_i: of tokens
         for (int step = 0; step < steps; ++step) {
             const u32 slot = ring + position.slot * kStageBytes;
@@ -187,7 +186,7 @@ __device__ __forceinline__ u32 multiply_pairs(u32 a, u32 b) {
 // The sums of 64 rows and 256 columns, and the operands in registers.
 struct Accumulators {
     float sums[kColumns / 2];
-    u32 a[2][kDepth / 16][4];      // G * S of a step, in two sets of registers: the products of one still run
+    u32 a[2][kDepth / 16][4];      // G * S of a step, in two sets of registers: the tensor cores still read one
     u32 gradient[kDepth / 16][4];  // G of a chunk
 
     __device__ __forceinline__ void clear() {
@@ -197,12 +196,12 @@ struct Accumulators {
 
     // Reads 64 rows and 16 columns of k of G or S as wgmma's A operand.
     __device__ __forceinline__ static void load(u32 (&to)[4], u32 from, int step) {
-        // For D_i the rows in shared memory are tokens, the columns of A: these fragments are transposed.
+        // For D_i the rows in shared memory are tokens, which are A's columns, so these fragments are transposed.
         if constexpr (kInputGradient) load_matrices(to, from ^ step * 32);
         else load_transposed_matrices(to, from + step * (16 * 128));
     }
 
-    // The addresses are where the lane reads in S and in G of the stage.
+    // The addresses say where the lane reads S and G of the stage.
     template <bool kWithGradient>
     __device__ __forceinline__ void load_operand(u32 (&to)[kDepth / 16][4], u32 partials_at, u32 gradient_at) {
 #pragma unroll
@@ -228,8 +227,8 @@ struct Accumulators {
     }
 };
 
-// Where a lane's address in G or S of a stage starts: for dx, row lane % 16 of the warp and vector lane / 16; for D_i,
-// token lane % 8 + 8 (lane / 16) and the vector lane / 8 % 2 of the warp's 16 rows.
+// The offset at which a lane starts to read G or S of a stage. For dx: row lane % 16 of the warp, vector lane / 16. For
+// D_i: token lane % 8 + 8 (lane / 16), and vector lane / 8 % 2 of the warp's 16 rows.
 __device__ __forceinline__ u32 operand_offset(int warp, int lane) {
     if constexpr (kInputGradient) {
         const int row = warp * 16 + lane % 16;
@@ -240,9 +239,9 @@ __device__ __forceinline__ u32 operand_offset(int warp, int lane) {
     }
 }
 
-// Transposes 4 words over 4 neighbouring lanes: lane q gets word q of each of them.
+// Transposes 4 words over 4 neighbouring lanes: lane q gets word q of each lane.
 __device__ __forceinline__ Vec16 transpose_over_quad(const u32 (&word)[4], int lane) {
-    // First 2 x 2 blocks inside pairs of lanes, then blocks of 2 words between pairs.
+    // Swap 2 x 2 blocks inside pairs of lanes first, then blocks of 2 words between pairs.
     u32 pair[4];
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
@@ -262,10 +261,10 @@ __device__ __forceinline__ Vec16 transpose_over_quad(const u32 (&word)[4], int l
     return result;
 }
 
-// Writes the rows of a warp: a lane has rows g and g + 8, and of each 8 columns 2q and 2q + 1.
+// Writes the rows of a warp in float32. A lane has rows g and g + 8, and columns 2q and 2q + 1 of every 8.
 __device__ __forceinline__ void store_wide(const GemmParams& p, const float (&sums)[kColumns / 2], const Part& part,
                                            int first_column, int warp, int lane) {
-    const int columns = p.in_features - first_column - lane % 4 * 2;  // from the lane's first to the last of the matrix
+    const int columns = p.in_features - first_column - lane % 4 * 2;  // from the lane's first to the matrix's end
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int row = part.row + 16 * warp + lane / 4 + 8 * half;
@@ -304,7 +303,7 @@ __device__ __forceinline__ void store(const GemmParams& p, const float (&sums)[k
     }
 }
 
-// Releases a stage to the producers of all blocks of the cluster: `empty` is the barrier of the block `lane`.
+// Releases a stage by arriving at `empty`, its empty barrier. In a cluster, lane n passes the address in block n.
 __device__ __forceinline__ void release_stage(u32 empty, int lane) {
     __syncwarp();
     if constexpr (kCluster > 1) {
@@ -324,11 +323,11 @@ __device__ __forceinline__ void consume(const GemmParams& p, u32 ring, u32 full,
     RingPosition position;
     Accumulators accumulators;
     for (int index = blockIdx.x / kCluster; index < tiles; index += gridDim.x / kCluster) {
-        // Each warpgroup has 64 rows of the boxes; of G both may have the same.
+        // Each warpgroup has 64 rows of the boxes. Both may have the same rows of G.
         const u32 partials = operand + kOperandBytes + warpgroup * (kOperandBytes / 2);
         const u32 gradient = operand + (share_gradient(p, index, rank) ? 0 : warpgroup * (kOperandBytes / 2));
         accumulators.clear();
-        u32 in_use = 0;  // the empty barrier of the stage before, whose products may still run
+        u32 in_use = 0;  // the empty barrier of the previous stage, whose products may still run
 #pragma unroll 1
         for (int round = 0; round < rounds; ++round) {
 #pragma unroll

@@ -1,9 +1,9 @@
-// Matrices in groups of neighbouring columns, four or eight of a row for each thread. The kernels of a training step
-// divide their work this way (training.md).
+// Divides matrices into groups of four or eight neighbouring columns of a row, one group a thread, for the elementwise
+// kernels of a training step (training.md).
 //
 // Where all rows are whole groups that start at multiples of 16 bytes (MGLU_VECTOR), an instruction loads or stores 8
-// or 16 bytes. Elsewhere groups are loaded and stored element by element, and `count` says how many of the columns
-// there are.
+// or 16 bytes. Elsewhere groups are loaded and stored element by element, and `count` says how many columns the group
+// has.
 #pragma once
 #include "element.cuh"
 #include "packed_masks.cuh"
@@ -13,15 +13,15 @@ namespace mglu {
 
 constexpr int kThreads = 256;  // of a block
 constexpr bool kVector = MGLU_VECTOR;
-// Groups of different masks that a thread loads before it uses the first. With more, fewer warps find registers.
+// Masks whose groups a thread loads before it uses the first. More would need more registers, so fewer warps would fit.
 constexpr int kMasksAtOnce = kVector ? 2 : 1;
 
 // The group of this thread: each warp takes 32 neighbouring groups of one row.
 template <int kColumns>
 struct Position {
     i64 row;
-    int column;  // the first of its columns
-    int count;   // how many columns it has; none for a thread past the end
+    int column;  // its first column
+    int count;   // its number of columns; 0 for a thread past the end
 
     __device__ __forceinline__ Position(i64 rows, int columns) {
         const u32 warps_per_row = (static_cast<u32>(columns) + 32 * kColumns - 1) / (32 * kColumns);
@@ -99,7 +99,7 @@ __device__ __forceinline__ void store_group(void* matrix, i64 offset, const Grou
     }
 }
 
-// The bytes of kCount neighbouring masks of one octet of W. Whole words start at multiples of 4 bytes.
+// The bytes of kCount neighbouring masks for 8 columns of W. Whole words start at multiples of 4 bytes.
 template <int kCount>
 struct OctetMasks {
     u32 word[(kCount + 3) / 4];
@@ -119,8 +119,8 @@ struct OctetMasks {
         return masks;
     }
 
-    // F_i * octet, where F_i is -1 under a bit of mask i and 1 elsewhere. Word w holds columns 2w and 2w + 1, whose
-    // mask bits move to bits 15 and 31: the second one from a copy of the byte that lies 15 bits higher.
+    // F_i * octet, where F_i is -1 where mask i is 1, and 1 elsewhere. Word w holds columns 2w and 2w + 1. Their mask
+    // bits move to bits 15 and 31, the second one from a copy of the byte that lies 15 bits higher.
     template <int kType>
     __device__ __forceinline__ Group<kType, kOctet> flip(int i, const Group<kType, kOctet>& octet) const {
         static_assert(Group<kType, kOctet>::kPerWord == 2, "16-bit elements");

@@ -37,10 +37,10 @@ __device__ __forceinline__ float sum_of_parts(const u8* parts, int offset) {
     return sum;
 }
 
-// The masks' terms of an output are summed in a fixed order: in kPartialSums partial sums, each of every
-// kPartialSums-th mask, which are then added by halves. Where a block has more threads than outputs, kMaskLanes
-// neighbouring lanes share an output, so that the kernel's tail is short. A tile that would run past the last row
-// starts higher (decode_mma.cu), which shifts its rows here too.
+// The masks' terms of an output are summed in a fixed order: each of kPartialSums partial sums takes every
+// kPartialSums-th mask, and the partial sums are then added pairwise. Where a block has more threads than outputs,
+// kMaskLanes neighbouring lanes share an output, which shortens the kernel's tail. A tile that would run past the last
+// row starts higher (decode_mma.cu), which shifts its rows here as well.
 template <typename Shape>
 __device__ __forceinline__ void decode_epilogue(const Params& p, const u8* shared, int first_row) {
     constexpr int kMasks = Shape::kMasks;

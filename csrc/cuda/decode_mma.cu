@@ -1,16 +1,17 @@
 // MGLU for 1 to 16 tokens on sparse tensor cores, which apply the mask bits themselves. The page of this kernel is
 // decode_mma.md.
 //
-// A sparse matrix product multiplies two values of A with two of four rows of B, and two metadata bits a value say with
-// which. Here A holds W, which need not be sparse, and the four rows of B are (x_k, 0, x_l, 0): the metadata multiplies
-// each weight with its x or with zero. So s_i = x (M_i * W)^T takes no instruction a weight; one LOP3 turns 16 mask
-// bits into the metadata of 16 weights. t = x W^T selects x for all weights. gate_i = s_i and value_i = t - s_i.
+// A sparse matrix product multiplies two values of A with two of four rows of B, which two metadata bits per value
+// select. Here A holds W, which need not be sparse, and the four rows of B are (x_k, 0, x_l, 0): the metadata
+// multiplies each weight with its x or with zero. So s_i = x (M_i * W)^T costs no instruction per weight: one LOP3
+// turns 16 mask bits into the metadata of 16 weights. t = x W^T selects x for all weights. The gate is s_i, the value
+// t - s_i.
 //
-// A warp owns 16 rows of W and every kSplitK-th stage of k. It feeds itself: its lanes copy W and mask bytes into a
-// ring of kStages stages in shared memory with cp.async, so that loads need no registers and never wait for arithmetic,
-// and no warp waits for another before the end. x is copied whole, once a block; with kCluster = 2, two neighbouring
-// blocks copy it for each other. For 16 x 64 weights a warp issues 4 (kMasks + 1) products of 8 columns, so that 1 to 8
-// tokens cost the same. At the end each warp leaves its sums in shared memory, and the block runs the epilogue
+// A warp owns 16 rows of W and every kSplitK-th stage of k. Its own lanes copy W and mask bytes into a ring of kStages
+// stages in shared memory with cp.async, so that loads need no registers and never wait for arithmetic, and no warp
+// waits for another before the end. x is copied whole, once per block; with kCluster = 2, two neighbouring blocks copy
+// it for each other. For 16 x 64 weights a warp issues 4 (kMasks + 1) products of 8 columns, so that 1 to 8 tokens cost
+// the same. At the end each warp leaves its sums in shared memory, and the block runs the epilogue
 // (decode_epilogue.cuh).
 //
 // The order of a row's sums depends on in_features and on the launch configuration, not on the other tokens.
@@ -38,9 +39,9 @@ constexpr int kStages = MGLU_STAGES;               // stages in a warp's ring
 constexpr int kStageChunks = MGLU_SUB;             // chunks of 64 columns in a stage
 constexpr int kTokenTiles = MGLU_TOKEN_TILES;      // columns of a product / 8
 constexpr int kBlockTokens = MGLU_BLOCK_TOKENS;    // tokens of a block, at most 8 * kTokenTiles
-constexpr int kTokenColumns = MGLU_TOKEN_COLUMNS;  // columns that are kept: 1 for one token, else 8 * kTokenTiles
+constexpr int kTokenColumns = MGLU_TOKEN_COLUMNS;  // columns whose sums are kept: 1 for one token, else 8 * kTokenTiles
 constexpr int kMaskVector = MGLU_MASK_VECTOR;      // bytes of a lane's copy of masks
-constexpr int kMaskGroup = MGLU_MASK_GROUP;        // masks whose bits a warp holds in registers at once; divides kMasks
+constexpr int kMaskGroup = MGLU_MASK_GROUP;        // masks whose bits are in registers at once; divides kMasks
 constexpr int kBlocksPerSm = MGLU_BLOCKS_PER_SM;
 constexpr bool kReadOnce = MGLU_READ_ONCE;  // W is read once: a block has all tokens
 constexpr int kCluster = MGLU_CLUSTER;      // blocks that copy x for each other: 1 or 2
@@ -64,9 +65,9 @@ constexpr int kSumBytes = kSumsInRing ? kRingBytes : (4 * kPartialFloats + 127) 
 using Epilogue =
     EpilogueShape<kType, kMasks, kActivation, kRouteType, kTiles, kSplitK, kRows, kTokenColumns, kSumBytes>;
 
-// x in shared memory: a row for each token, in octets, with 16 bytes of padding between rows so that the words that a
-// warp reads of 8 tokens lie in different banks. It arrives in kXSegments segments along k, each with a barrier, so
-// that arithmetic starts when the first has arrived.
+// x in shared memory: a row for each token, in vectors of 8 columns, with 16 bytes of padding between rows so that the
+// words that a warp reads of 8 tokens lie in different banks. x arrives in kXSegments segments along k, each with a
+// barrier, so that arithmetic starts when the first has arrived.
 constexpr int kXSegments = 4;
 
 struct SharedX {
@@ -84,7 +85,7 @@ struct SharedX {
 
     __device__ __forceinline__ u32 row_bytes() const { return octets * 16 + 16; }
 
-    // All threads write octets from `first` on. The caller waits for those that are copied asynchronously.
+    // All threads write vectors of 8 columns, from number `first` on. The caller waits for the asynchronous copies.
     __device__ __forceinline__ void store(const Params& p, int first) const {
         const u64 policy = cache_policy(false);
         for (int octet = first + threadIdx.x; octet < octets; octet += kThreads) {
@@ -106,8 +107,8 @@ struct SharedX {
         }
     }
 
-    // Does the same by bulk copies, without the zeros past in_features: lane s of warp w copies segment s of token w
-    // and of every kWarps-th token after it. In a cluster, each block copies a share of the tokens to all blocks.
+    // Writes x by bulk copies, without the zeros past in_features: lane s of warp w copies segment s of token w and of
+    // every kWarps-th token after it. In a cluster, each block copies a share of the tokens to all blocks.
     __device__ __forceinline__ void copy(const Params& p, int warp, int lane) const {
         if (lane >= kXSegments) return;
         const int first = lane * segment_octets;
@@ -131,9 +132,9 @@ struct Accumulators {
 
 // The addresses of a lane's reads that the compiler cannot derive: every other address is one of these plus a constant.
 struct LaneAddresses {
-    u32 weights;         // in a slot: 8 bytes of row g; `source` (0 to 3) is applied by exclusive or
-    u32 masks[2];        // in a slot: row g, octets 2q and 2q + 1
-    u32 x[kTokenTiles];  // 4 bytes of a token's first octet
+    u32 weights;         // in a slot: 8 bytes of row g; XOR applies `source` (0 to 3)
+    u32 masks[2];        // in a slot: row g, columns 16q to 16q + 15 of a chunk
+    u32 x[kTokenTiles];  // 4 of a token's first 16 bytes
 
     __device__ __forceinline__ LaneAddresses(int g, int q, const SharedX& rows, int tokens) {
         weights = g * 128 + g % 4 * 32 + q * 8;
@@ -141,7 +142,7 @@ struct LaneAddresses {
         const u32 swizzle = kSwizzleMasks ? g % 2 * 16 : 0;
 #pragma unroll
         for (int i = 0; i < 2; ++i) masks[i] = kWeightBytes + g * kMaskRowBytes + ((2 * q + i) * kMasks ^ swizzle);
-        // Columns past the last token repeat it. Their sums are never written.
+        // Columns past the last token repeat that token. Their sums are never written.
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n) x[n] = rows.base + min(n * 8 + g, tokens - 1) * rows.row_bytes() + q * 4;
         keep_in_register(weights), keep_in_register(masks[0]), keep_in_register(masks[1]);
@@ -174,11 +175,11 @@ __device__ __forceinline__ MaskWords<kMaskGroup> load_mask_group(u32 slot, const
     }
 }
 
-// A lane's fragments of one chunk (16 rows by 64 columns): A and B of four sparse products. Of each octet the lane
-// holds the x of weights 2q and 2q + 1.
+// A lane's fragments of one chunk (16 rows by 64 columns): A and B of four sparse products. Of every 8 columns the lane
+// holds x in columns 2q and 2q + 1.
 struct ChunkFragments {
     SparseWeights weights[2];     // the even weights and the odd weights
-    u32 x[kTokenTiles][2][2][4];  // [token tile][half][odd][octet of the half]; the upper 16 bits are 0
+    u32 x[kTokenTiles][2][2][4];  // [token tile][half][odd][8 columns of the half]; the upper 16 bits are 0
 
     __device__ __forceinline__ ChunkFragments(u32 rows, const LaneAddresses& lane, int x_offset) {
 #pragma unroll
@@ -271,7 +272,7 @@ __device__ __forceinline__ Params select_tokens(Params p, int first_token) {
 extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
     mglu_decode_mma(const __grid_constant__ mglu::Params all) {
     using namespace mglu;
-    // Blocks with the same rows and different tokens are neighbours, so that all but the first find W in L2.
+    // Blocks with the same rows and different tokens are neighbours, so that only the first reads W from memory.
     const int groups = (all.tokens + kBlockTokens - 1) / kBlockTokens;
     const Params p = select_tokens(all, blockIdx.x % groups * kBlockTokens);
     extern __shared__ __align__(128) u8 shared[];
@@ -291,7 +292,7 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
     // A warp of the last block may have no rows, but still takes part in the barriers.
     const int own_stages = first_row + tile * kRows < p.out_features ? (stages - part + kSplitK - 1) / kSplitK : 0;
 
-    // Where x allows it, bulk copies load it with a tenth of the instructions.
+    // Bulk copies need a tenth of the instructions.
     const bool use_bulk_copy = kHasTma && p.x_is_vectorizable;
     if (threadIdx.x < kXSegments) barrier_init(x.ready + 8 * threadIdx.x, 1);
     if constexpr (kHasTma) fence_async_proxy();
@@ -302,9 +303,9 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
     let_next_kernel_start();
     if constexpr (kHasDependentLaunch) {
         // Prefetch part of the first stage into L2 before the wait. Earlier kernels may still write to W; the copies
-        // after the wait then see what they wrote. One lane's share gains as much as a whole stage, to 1%, and unlike
-        // that does not delay the other kernels of a model (decode_mma.md). The prefetch has a loader of its own: a
-        // shared one would keep its registers alive, which 15 masks cannot spare.
+        // after the wait then see what they wrote. One lane's share gains within 1% as much as a whole stage, and
+        // unlike a whole stage does not delay the other kernels of a model (decode_mma.md). The prefetch has its own
+        // loader: the registers of a shared one would stay alive, and 15 masks cannot spare them.
         StageLoader<Stage, kSplitK> early(p, kReadOnce);
         early.start(p, tile_row, part);
         if (lane == 0) early.template load_next<true>(0);
@@ -364,8 +365,8 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
         x_offset += kSplitK * (kStageChunks * 128);
     }
     if constexpr (kCluster > 1) {
-        // The other block's copies arrive here even if this block has no rows left to compute. It must not exit, and
-        // free its shared memory, before they have.
+        // The other block's copies arrive here even if this block has no rows left to compute. This block must not
+        // exit, and free its shared memory, before they have arrived.
         for (; x_next < x.ready + 8 * kXSegments; x_next += 8) barrier_wait(x_next, 0);
     }
 

@@ -1,6 +1,6 @@
-// Writes F_i * W for every mask, and W itself before them if asked to: the stacked weights of one library GEMM
-// (training.md). F_i is -1 where M_i = 1 and 1 elsewhere, so that a product flips a sign bit, in float16 and bfloat16
-// alike.
+// Writes F_i * W for every mask, and with MGLU_WITH_WEIGHT W itself before them: the stacked weights of one library
+// GEMM (training.md). F_i is -1 where M_i = 1 and 1 elsewhere, so that a product with it flips sign bits, in float16
+// and bfloat16 alike.
 //
 // The kernel is bound by its writes; W and the mask bits are read once.
 #include "columns.cuh"
@@ -20,7 +20,7 @@ struct FlipSignsParams {
 
 constexpr int kMasks = MGLU_N_MASKS;
 constexpr bool kWithWeight = MGLU_WITH_WEIGHT;
-constexpr int kType = kFloat16;  // or bfloat16, which makes no difference to a sign
+constexpr int kType = kFloat16;  // serves bfloat16 as well: the sign bit is in the same place
 
 }  // namespace mglu
 

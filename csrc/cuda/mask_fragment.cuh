@@ -5,16 +5,15 @@
 
 namespace mglu {
 
-// Powers of two in constant memory, where the compiler cannot see that they are powers of two. It would turn the
-// products below into shifts, which share a pipe with the LOP3 that follows; products with constant memory run on
-// another pipe.
+// Powers of two in constant memory, where the compiler does not see their values. It would turn the products below into
+// shifts, which share a pipe with the LOP3 that follows; products with constant memory run on another pipe.
 __constant__ u32 powers_of_two[16] = {1u << 0, 1u << 1, 1u << 2,  1u << 3,  1u << 4,  1u << 5,  1u << 6,  1u << 7,
                                       1u << 8, 1u << 9, 1u << 10, 1u << 11, 1u << 12, 1u << 13, 1u << 14, 1u << 15};
 
-// Sign flips where x is in its natural order. The input is mask bytes of a row of W, one an octet; thread q of four
-// needs bits 2q and 2q + 1 of each. flips(byte) has them at bits 15 and 31; its other bits are noise that flip_signs()
-// drops. Two bytes share a word, so that two weights under a mask cost half a PRMT, one LOP3, and one and a half
-// products on another pipe.
+// Sign flips where x is in its natural order. The input is mask bytes of a row of W, one for every 8 columns. Thread q
+// of four needs bits 2q and 2q + 1 of each byte. flips(byte) has them at bits 15 and 31; flip_signs() drops the other
+// bits, which are noise. Two bytes share a word, so that two weights under a mask cost half a PRMT, one LOP3, and one
+// and a half products on another pipe.
 template <int kBytes>
 struct SignFlips {
     static constexpr int kWords = (kBytes + 3) / 4;
@@ -35,29 +34,29 @@ struct SignFlips {
     }
 };
 
-// The mask bytes of two octets A and B of a row of W: 2 x kMasks bytes, contiguous in the packed format, rearranged
-// into words (A_i, A_i+1, B_i, B_i+1).
+// The mask bytes of two neighbouring groups A and B of 8 columns of a row of W: 2 x kMasks bytes, contiguous in the
+// packed format, rearranged into words (A_i, A_i+1, B_i, B_i+1).
 template <int kMasks>
 struct MaskWords {
     static constexpr int kWords = (kMasks + 1) / 2;
     u32 word[kWords];
 
-    // Sign flips where x is permuted (permute_x.cu), so that a register holds weights j of A and of B: the bits j of
-    // both bytes under mask i at bits 15 and 31, and noise elsewhere. That is a left shift, by 15 - j for even masks
-    // and 7 - j for odd ones, so that two weights under a mask cost one product and one LOP3.
+    // Sign flips where x is permuted (permute_x.cu), so that a register holds weight j of A and weight j of B. Moves
+    // bit j of mask i's two bytes to bits 15 and 31; the other bits are noise. This is a left shift, by 15 - j for even
+    // masks and 7 - j for odd ones, so two weights under a mask cost one product and one LOP3.
     __device__ __forceinline__ u32 flips(int i, int j) const {
         const int distance = (i % 2 ? 7 : 15) - j;
         return distance == 0 ? word[i / 2] : word[i / 2] * powers_of_two[distance];
     }
 };
 
-// Metadata of a sparse product whose B has rows (x_k, 0, x_l, 0). Each four bits hold two column numbers: the first
-// value meets column 0 (x_k) or 1 (zero), the second one column 2 (x_l) or 3 (zero). Selecting x for all values gives 0
-// and 2.
+// Metadata of a sparse product whose B has rows (x_k, 0, x_l, 0). Every four bits hold two column numbers: the first
+// value meets column 0 (x_k) or 1 (zero), the second one column 2 (x_l) or 3 (zero). The columns are 0 and 2 where x is
+// selected for all values.
 constexpr u32 kSelectAll = 0x88888888u;
 
-// Turns mask bits into metadata, `~bits & even | select_all`, in one instruction. A LOP3 with two constants must find
-// one of them in a register, which is what this struct keeps.
+// Turns mask bits into metadata, `~bits & even | select_all`, in one instruction. A LOP3 takes only one constant as an
+// immediate, so this struct keeps its constants in registers.
 struct MetadataConstants {
     u32 even = 0x55555555u, select_all = kSelectAll;
 
@@ -70,8 +69,8 @@ struct MetadataConstants {
     }
 };
 
-// The metadata that one lane supplies, a word for each mask. The mask bits are those of its octets 2q and 2q + 1 in
-// rows g (top) and g + 8 (bottom), either those of the even weights (odd = 0) or those of the odd ones (odd = 1).
+// The metadata that one lane supplies, a word for each mask. It is made from the mask bits of columns 16q to 16q + 15
+// in rows g (top) and g + 8 (bottom), either of the even columns (odd = 0) or of the odd ones (odd = 1).
 template <int kMasks>
 struct SparseMetadata {
     u32 word[kMasks];
@@ -88,19 +87,19 @@ struct SparseMetadata {
 };
 
 // The A operands of two sparse products: the even weights, or the odd ones, of 16 rows and 64 columns. Product `half`
-// (the selector of its metadata) takes octets 4 half to 4 half + 3, whose mask bits the lanes q = 2 half and 2 half + 1
-// hold.
+// (which is also its metadata selector) takes columns 32 half to 32 half + 31, whose mask bits the lanes q = 2 half and
+// 2 half + 1 hold.
 struct SparseWeights {
     u32 value[2][4];
 
-    // Sets the values of row g + 8 bottom from weights 4 (q % 2) to 4 (q % 2) + 3 of octet 2 source + q / 2.
+    // Sets the values of row g + 8 bottom from the 4 weights at column 16 source + 4 q.
     __device__ __forceinline__ void set(int source, int bottom, const u32 (&word)[2], int odd) {
         u32& pair_of_weights = value[source / 2][source % 2 * 2 + bottom];
         pair_of_weights = odd ? pick_bytes<0x7632>(word[0], word[1]) : pick_bytes<0x5410>(word[0], word[1]);
     }
 };
 
-// Reads an even number of bytes from shared memory with the widest loads whose alignment that number guarantees.
+// Reads an even number of bytes from shared memory with the widest loads that this number keeps aligned.
 template <int kBytes>
 __device__ __forceinline__ void load_mask_stream(u32 (&stream)[(kBytes + 3) / 4], u32 address) {
     if constexpr (kBytes % 16 == 0) {

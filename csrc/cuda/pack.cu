@@ -1,5 +1,5 @@
 // Packs masks [n_masks, out_features, in_features] in any strides into the packed format (packed_masks.cuh). The source
-// is logits, whose masks are `logit > 0`, or one byte a mask bit (bool).
+// is logits, whose masks are `logit > 0`, or bool, one byte for each mask bit.
 //
 // The kernel is bound by one read of its input. A thread makes the bytes of all masks for eight columns, so that
 // neighbouring threads read neighbouring elements of each mask and write neighbouring bytes.
@@ -11,14 +11,14 @@ namespace mglu {
 
 struct PackParams {
     const void* source;
-    const void* unused[3];  // every kernel's argument begins with five pointers, of which this one needs two
+    const void* unused[3];  // every kernel's argument begins with five pointers; this kernel needs two
     u8* packed;
     i64 mask_stride, row_stride, column_stride;  // in elements
     int out_features, in_features;
     int vector;  // whether rows are contiguous and start at multiples of 16 bytes (8 for bytes)
 };
 
-constexpr int kBool = 3;  // a source type besides ElementType: bool, one byte each
+constexpr int kBool = 3;  // a source type beyond ElementType: bool, one byte each
 constexpr int kType = MGLU_ELEMENT;
 constexpr int kMasks = MGLU_N_MASKS;
 constexpr int kThreads = 256;

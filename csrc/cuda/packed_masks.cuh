@@ -1,4 +1,4 @@
-// The geometry of the packed mask format, version 1 (mglu_ops/masks.py), for device code and for the CPU kernels.
+// The layout of the packed mask format, version 1 (mglu_ops/masks.py), for device code and for the CPU kernels.
 //
 // packed_masks is uint8 [out_features, packed_octets(in_features), n_masks]. An octet is eight consecutive columns of
 // W, k to k + 7 with k % 8 == 0, for which each mask has one byte: bit k % 8 (least significant first) of byte [r, k /
@@ -22,13 +22,13 @@ MGLU_HOST_DEVICE constexpr Int packed_octets(Int in_features) {
     return (in_features + (kOctet - 1)) / kOctet;
 }
 
-// Contiguous bytes that hold all masks of `columns` columns of a row, a multiple of 8.
+// Contiguous bytes that hold all masks of `columns` columns of a row; `columns` is a multiple of 8.
 template <class Int>
 MGLU_HOST_DEVICE constexpr Int mask_bytes(Int columns, Int n_masks) {
     return columns / kOctet * n_masks;
 }
 
-// A mask's byte of an octet: the bit of the octet's column j, and a byte with that bit as given.
+// For one mask's byte: the bit of column j of the octet, and a byte with only that bit set to `bit`.
 template <class Byte>
 MGLU_HOST_DEVICE constexpr bool mask_bit(Byte byte, int j) {
     return byte >> j & 1;

@@ -2,7 +2,7 @@
 // (mglu_ops/backends/cuda).
 //
 // Where tile_wgmma reads a permuted x, a launch of permute_x precedes it on the same stream. permute_x has the same
-// argument except for `out`, which is memory for the copy (16-byte aligned) and which tile_wgmma receives as its `x`.
+// argument except for `out`, the 16-byte aligned memory of the copy, which tile_wgmma receives as its `x`.
 #pragma once
 #include "ptx.cuh"
 

@@ -4,10 +4,10 @@
 //   g_i = (t - f_i) / 2,   v_i = (t + f_i) / 2,   y = sum_i r_i act(g_i) v_i
 //   P = sum_i r_i (act'(g_i) v_i + act(g_i)) / 2,   Q_i = r_i (act(g_i) - act'(g_i) v_i) / 2,   R_i = act(g_i) v_i
 //
-// Each of a token's entries is a row of `columns` elements. Of the products, entry 0 is t, and the f_i follow. Of the
-// partials, entry 0 is P, and the Q_i follow, and where there are route weights the R_i. The partials may be in the
-// place of products of their dtype: a thread reads an element before it writes it, and no other thread reads it.
-// Arithmetic is in float32, and every element is read and written once.
+// A token has several entries, each a row of `columns` elements. The products are t, then the f_i. The partials are P,
+// then the Q_i, then with route weights the R_i. Partials may overwrite products of the same dtype: a thread reads an
+// element before it writes it, and no other thread reads it. Arithmetic is in float32, and every element is read and
+// written once.
 #include "activation.cuh"
 #include "columns.cuh"
 
@@ -36,7 +36,7 @@ constexpr int kMasks = MGLU_N_MASKS;
 constexpr Activation kActivation = static_cast<Activation>(MGLU_ACTIVATION);
 constexpr int kRouteType = MGLU_ROUTE;  // -1 without route weights
 constexpr bool kRouted = kRouteType >= 0;
-constexpr int kColumns = 4;  // of a thread; with 8, ptxas has no registers to load the next mask ahead
+constexpr int kColumns = 4;  // of a thread; with 8, registers do not suffice to load the next mask ahead
 constexpr int kBlocksPerSm = kRouted || !kVector ? 4 : 5;  // as many as fit without spills
 
 __device__ __forceinline__ float load_route_weight(const PartialsParams& p, i64 token, int mask) {
@@ -48,7 +48,7 @@ __device__ __forceinline__ float load_route_weight(const PartialsParams& p, i64 
     }
 }
 
-// The columns of a thread while its masks are added up, and where its next mask is.
+// The sums of a thread's columns, and the offsets of its next mask.
 struct Sums {
     i64 product, partial;
     float half_total[kColumns];     // t / 2

@@ -1,25 +1,24 @@
-// Copies x for tile_wgmma.cu, with the columns of k permuted, so that a stage's x is one contiguous block
-// (tile_wgmma.md).
+// Copies x for tile_wgmma.cu with permuted columns, so that a stage's x is one contiguous block (tile_wgmma.md).
 //
 // The copy is [tile of kTokens tokens][chunk of 64 columns][token][64], with zeros past the last token and the end of
-// k. Two permutations apply to the 64 columns of a token and chunk, seen as 8 octets of 8 columns. First, element j of
-// octet o goes to 8 j + o, an 8x8 transposition: in this order a lane of the mainloop needs the mask bits of two octets
-// only (mask_fragment.cuh). Second, the 16-byte vector v of token n goes to v ^ (n % 8), the 128-byte swizzle that
-// wgmma expects of its B operand. A warp permutes 8 tokens of one chunk.
+// k. Two permutations apply to the 64 columns of a token and chunk. First, seen as an 8x8 matrix, they are transposed:
+// column 8 o + j goes to 8 j + o. In this order a lane of the mainloop needs only two bytes of each mask
+// (mask_fragment.cuh). Second, the 16-byte vector v of token n goes to v ^ (n % 8), the 128-byte swizzle that wgmma
+// expects of its B operand. A warp permutes 8 tokens of one chunk.
 #include "params.cuh"
 #include "ptx.cuh"
 
 namespace mglu {
 
 constexpr int kTokens = MGLU_TOKEN_COLUMNS;
-constexpr int kStageChunks = MGLU_SUB;  // chunks of 64 columns a stage; the last stage is padded with zeros
+constexpr int kStageChunks = MGLU_SUB;  // chunks of 64 columns in a stage; the last stage is padded with zeros
 
 }  // namespace mglu
 
 extern "C" __global__ void __launch_bounds__(256) mglu_permute_x(const __grid_constant__ mglu::Params p) {
     using namespace mglu;
-    // tile_wgmma may start, and load W, while this kernel runs. It waits for this kernel alone: this one has waited for
-    // all earlier ones.
+    // tile_wgmma may start, and load W, while this kernel runs. It waits for this kernel alone, since this kernel has
+    // waited for all earlier ones.
     wait_for_earlier_kernels();
     let_next_kernel_start();
     const int lane = threadIdx.x % 32;

@@ -22,14 +22,14 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
 
 // The L2 cache policy of a copy. Data that is read exactly once should be evicted first, or it would push out x and
 // other kernels' data. The constants are what ptxas makes of createpolicy.fractional with evict_first and evict_normal
-// for sm_80, 89, 90, 100 and 120. As constants they cost nothing; the instruction's result would lie in a register,
-// which every copy would move to a uniform register (10 moves of the 180 instructions of a stage).
+// for sm_80, 89, 90, 100 and 120. As constants they cost nothing. The instruction's result would lie in a register,
+// which every copy would move to a uniform register (10 of the 180 instructions of a stage).
 __device__ __forceinline__ u64 cache_policy(bool read_once) {
     return read_once ? 0x12f0000000000000ull : 0x16f0000000000000ull;
 }
 
 // Copies from global to shared memory without passing through registers. The bytes from `valid` up to kBytes arrive as
-// zeros, and nothing is read where `valid` is 0, so that the end of a row needs no branch. Copies of 16 bytes bypass L1
+// zeros, and with `valid` 0 nothing is read, so that the end of a row needs no branch. Copies of 16 bytes bypass L1
 // (.cg); smaller ones cannot.
 template <int kBytes>
 __device__ __forceinline__ void copy_async(u32 destination, const void* source, u32 valid, u64 policy) {
@@ -45,7 +45,7 @@ __device__ __forceinline__ void copy_async(u32 destination, const void* source, 
     }
 }
 
-// Loads and stores 8 or 16 bytes of global memory in one instruction. What is loaded is not kept in L1.
+// Loads and stores 8 or 16 bytes of global memory in one instruction. Loaded data is not kept in L1.
 template <int kWords>
 __device__ __forceinline__ void load_global(u32 (&to)[kWords], const void* source) {
     static_assert(kWords == 2 || kWords == 4, "8 or 16 bytes");
@@ -116,11 +116,11 @@ constexpr bool kHasTma = false;
 constexpr bool kHasTma = true;
 #endif
 
-// Makes this thread's writes to shared memory visible to the TMA unit and to wgmma (the async proxy). It comes after
+// Makes this thread's writes to shared memory visible to the TMA unit and to wgmma (the async proxy). Call it after
 // barrier_init and before the block's first barrier.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Arrives, and makes the phase wait for that many bytes of bulk copies as well.
+// Arrives, and makes the phase also wait for `bytes` bytes of bulk copies.
 __device__ __forceinline__ void barrier_arrive_expect_bytes(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -158,7 +158,8 @@ __device__ __forceinline__ u32 rank_in_cluster() {
     return rank;
 }
 
-// The address of this block's shared `address` in the block `rank` of the cluster, and an arrival at a barrier there.
+// The address in block `rank` of the cluster that corresponds to this block's shared `address`, and an arrival at a
+// barrier there.
 __device__ __forceinline__ u32 address_in_cluster(u32 address, u32 rank) {
     u32 there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
@@ -170,7 +171,7 @@ __device__ __forceinline__ void barrier_arrive_in_cluster(u32 barrier) {
 
 // A cluster's barrier in two halves: after the wait, every thread of every block has arrived. Barriers that were
 // initialised before the arrival can be signalled by other blocks after the wait. No other memory is ordered, since
-// that would take a fence of the whole GPU.
+// that would need a fence of the whole GPU.
 __device__ __forceinline__ void arrive_in_cluster() {
     asm volatile("fence.mbarrier_init.release.cluster;\n\tbarrier.cluster.arrive.relaxed;" ::: "memory");
 }
@@ -252,7 +253,7 @@ __device__ __forceinline__ float reciprocal_approximate(float x) {
 }
 
 // Selects four of eight bytes: each hex digit of the selector, lowest first, is 0 to 3 for a byte of `low` and 4 to 7
-// for one of `high`.
+// for a byte of `high`.
 template <u32 kSelector>
 __device__ __forceinline__ u32 pick_bytes(u32 low, u32 high) {
     return __byte_perm(low, high, kSelector);
@@ -261,17 +262,17 @@ __device__ __forceinline__ u32 pick_bytes(u32 low, u32 high) {
 // Flips the signs of two packed 16-bit floats where bits 15 and 31 are set: one LOP3.
 __device__ __forceinline__ u32 flip_signs(u32 value, u32 bits) { return value ^ (bits & 0x80008000u); }
 
-// Sparse MMA: D (16x8, float32) += A (16x32) B (32x8, column major) in float16 or bfloat16, where each group of four
-// columns of A has two values. With g = lane / 4 and q = lane % 4 a thread holds
+// Sparse MMA: D (16x8, float32) += A (16x32) B (32x8, column major) in float16 or bfloat16, where A has two values in
+// every four columns. With g = lane / 4 and q = lane % 4 a thread holds
 //
-// - of A's values: a0 = those of row g, columns 4q to 4q + 3; a1 = the same columns of row g + 8; a2 and a3 = rows g
-//   and g + 8, 16 columns further;
+// - of A's values: a0 = row g, columns 4q to 4q + 3; a1 = the same columns of row g + 8; a2 and a3 = rows g and g + 8,
+//   16 columns further;
 // - of B: b_n = rows 8n + 2q and 8n + 2q + 1 of column g;
 // - of D: (g, 2q), (g, 2q + 1), (g + 8, 2q), (g + 8, 2q + 1).
 //
 // The metadata comes from the threads q = 2 kSelector (columns 0 to 15) and q = 2 kSelector + 1 (columns 16 to 31) of
-// each four: row g in the lower half of the word and row g + 8 in the upper half, four bits for each four columns. Two
-// of these bits say in which column the first value is, the other two in which column the second is.
+// every four: row g in the lower half of the word and row g + 8 in the upper half, four bits for every four columns.
+// Two of these bits say in which column the first value is, the other two in which column the second is.
 template <bool kBfloat16, int kSelector>
 __device__ __forceinline__ void mma_sparse_16x8x32(float (&d)[4], const u32 (&a)[4], const u32 (&b)[4], u32 metadata) {
 #define MGLU_MMA(type)                                                                                      \
@@ -285,16 +286,16 @@ __device__ __forceinline__ void mma_sparse_16x8x32(float (&d)[4], const u32 (&a)
 #undef MGLU_MMA
 }
 
-// Transposes an 8x8 matrix of 16-bit elements, of which lane l holds elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4.
+// Transposes an 8x8 matrix of 16-bit elements. Lane l holds elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4.
 __device__ __forceinline__ u32 transpose(u32 fragment) {
     u32 result;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(fragment));
     return result;
 }
 
-// The value of lane 4 n + lane % 4. A constant n takes no register, as the index of a lane would.
+// The value of lane 4 n + lane % 4. A constant n needs no register; a full lane index would.
 __device__ __forceinline__ float of_four_lanes(float value, int n) {
-    constexpr int kOwnLowBits = 3 << 8 | 31;  // bits 0 and 1 of the other lane's index are those of this lane's
+    constexpr int kOwnLowBits = 3 << 8 | 31;  // bits 0 and 1 of the source lane are this lane's own
     float result;
     asm volatile("shfl.sync.idx.b32 %0, %1, %2, %3, 0xffffffff;"
                  : "=f"(result)

@@ -1,7 +1,7 @@
-// Sums the gradient of the route weights over the columns: dr_i = sum_d G * R_i for every token, with R_i = dy/dr_i as
-// forward kept it (training.md). A warp sums one token and mask in float32, in an order that depends on sizes alone.
+// Sums the gradient of the route weights over the columns: dr_i = sum_d G * R_i for every token, with R_i = dy/dr_i,
+// which forward kept (training.md). A warp sums one token and mask in float32, in an order that depends on sizes alone.
 //
-// The kernel is bound by one read of R. Neighbouring warps read the same row of G, which memory delivers once.
+// The kernel is bound by one read of R. Neighbouring warps read the same row of G, which comes from memory once.
 #include "columns.cuh"
 
 namespace mglu {

@@ -1,7 +1,7 @@
 // Multiplies the gradient G of the result by the partial derivatives that forward kept: dt = G * P and b_i = G * Q_i,
-// the operands of backward's GEMMs (training.md). Each of a token's entries is a row of `columns` elements.
+// the operands of backward's GEMMs (training.md). A token has kEntries entries, each a row of `columns` elements.
 //
-// The kernel is bound by memory: each partial is read once, each product written once.
+// The kernel is memory-bound: each partial is read once, each product written once.
 #include "columns.cuh"
 
 namespace mglu {

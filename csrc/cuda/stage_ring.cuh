@@ -1,6 +1,6 @@
-// A warp's ring of stages in shared memory, which the warp fills for itself with cp.async.
+// A warp's ring of stages in shared memory, which the warp itself fills with cp.async.
 //
-// A stage is kRows rows of kOctets octets: the weights in blocks of 64 columns, each block row by row (128 bytes a
+// A stage is kRows rows of 8 kOctets columns: the weights in blocks of 64 columns, each block row by row (128 bytes a
 // row), then the mask bytes row by row. All lanes of the warp copy; a warp waits for no other warp.
 #pragma once
 #include "packed_masks.cuh"
@@ -19,8 +19,8 @@ struct StageShape {
     static constexpr int kMaskRowBytes = mask_bytes(kOctets * kOctet, kMasks);
     static constexpr int kBytes = kWeightBytes + kRows * kMaskRowBytes;
     // Swizzles that spread the rows over the banks. A warp's reads of weights touch 32 bytes of four rows at once: the
-    // n-th 32 bytes of row r lie at n ^ (r % 4). Reads of masks touch two rows, which collide only where rows are
-    // multiples of 128 bytes: there, odd rows swap neighbouring 16-byte vectors.
+    // n-th 32 bytes of row r lie at n ^ (r % 4). Reads of masks touch two rows, which collide only where a row is a
+    // multiple of 128 bytes. There, odd rows swap neighbouring 16-byte vectors.
     static constexpr bool kSwizzleMasks = kMaskRowBytes % 128 == 0 && kMaskVector == 16;
 };
 
@@ -33,15 +33,15 @@ class StageLoader {
     static constexpr int kMasks = Shape::kMasks;
     static constexpr int kMaskVector = Shape::kMaskVector;
     static constexpr int kMaskRowBytes = Shape::kMaskRowBytes;
-    // In one copy instruction every lane copies one vector. With V vectors a row that covers 32 / V whole rows, or a V
-    // / 32-th part of one.
+    // In one copy instruction every lane copies one vector. With V vectors in a row, the instruction copies 32 / V
+    // rows.
     static constexpr int kRowsPerCopy = 32 / kOctets;
     static constexpr int kWeightCopies = kRows / kRowsPerCopy;
     static constexpr int kVectorsPerRow = kMaskRowBytes / kMaskVector;
     static constexpr int kMaskVectors = kRows * kVectorsPerRow;
     static constexpr int kMaskCopies = (kMaskVectors + 31) / 32;
-    // If V divides 32 or is divided by it, a lane's copies of the masks differ by whole rows (or by 32 vectors).
-    // Otherwise each has an offset of its own.
+    // If V divides 32 or is divided by it, a lane's copies of the masks are a constant number of rows (or 32 vectors)
+    // apart. Otherwise each needs its own offset.
     static constexpr bool kUniformCopies = 32 % kVectorsPerRow == 0 || kVectorsPerRow % 32 == 0;
     static constexpr int kMaskRowsPerCopy = kVectorsPerRow < 32 ? 32 / kVectorsPerRow : 1;
     static constexpr int kMaskCopiesPerRow = kUniformCopies && kVectorsPerRow > 32 ? kVectorsPerRow / 32 : 1;
@@ -57,7 +57,7 @@ class StageLoader {
     u32 mask_row_offset_[kOffsets];
     u32 mask_slot_offset_[kOffsets];
     int lane_;
-    int octets_left_;  // octets of the row that are left, from the next stage's first on
+    int octets_left_;  // octets (8 columns) of the row from the next stage on
     u64 policy_;
 
     template <int kBytes, bool kPrefetch>
@@ -72,7 +72,7 @@ class StageLoader {
         lane_ = lane;
         keep_in_register(lane_);
         policy_ = cache_policy(read_once);
-        // Consecutive lanes copy consecutive octets of a row: whole lines of 128 bytes.
+        // Consecutive lanes copy consecutive 16-byte vectors of a row, so that they read whole lines of 128 bytes.
         const int row = lane / kOctets;
         weight_slot_offset_ = lane % kOctets / 8 * (kRows * 128) + row * 128 + ((lane % 8) ^ (row % 4 * 2)) * 16;
         weight_step_ = p.weight_row_stride * (2 * kRowsPerCopy);

@@ -1,4 +1,4 @@
-// The configuration of tile_wgmma.cu and what follows from it: the layout of a stage, registers, the order of tiles.
+// The configuration of tile_wgmma.cu, and what it determines: the layout of a stage, registers, the order of tiles.
 #pragma once
 #include "activation.cuh"
 #include "packed_masks.cuh"
@@ -34,7 +34,7 @@ constexpr int kRowGroups = (kBlockRows + 63) / 64;
 constexpr int kConsumers = kRowGroups * kMaskGroups;
 constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kColumns = kTokens / 2;  // sums of one product that a thread holds
-constexpr int kSwath = 8;              // tiles of rows that are walked together along the tokens
+constexpr int kSwath = 8;              // row tiles that are visited together for each tile of tokens
 constexpr int kPassMasks = kMasks / kPasses;
 static_assert(kBlockRows % 16 == 0 && kBlockRows >= 64, "whole warps of rows, and at least one warpgroup");
 static_assert(kMaskGroups == 1 || kMaskGroups == 2, "one warpgroup for all masks, or two");
@@ -45,8 +45,8 @@ static_assert(kPasses == 1 || (kPassMasks * kPasses == kMasks && kPassMasks % 4 
 static_assert(!kTrain || !kSparse, "in training products are dense");
 static_assert(!kTrain || kTokens % kBoxTokens == 0, "whole boxes");
 
-// Registers a thread, in multiples of 8. A launch gives each thread 168, 128 or 96, some of which move from the
-// producer warpgroup to the consumers. The producer keeps more where its warps expand x (kSparse), most where the
+// Registers per thread, in multiples of 8. A launch gives each thread 168, 128 or 96, some of which move from the
+// producer warpgroup to the consumers. The producer keeps more where its warps expand x (kSparse), and most where the
 // consumers have few sums.
 constexpr bool kFewSpareRegisters = (kPassMasks / kMaskGroups + 1) * kTokens / 2 > 112;
 constexpr int kProducerRegisters = !kSparse ? 24 : kFewSpareRegisters ? 40 : 72;
@@ -56,13 +56,13 @@ constexpr int kConsumerRegisters =
 
 // A stage of the ring: x [kStageChunks][kTokens][64] and W [kStageChunks][kBlockRows][64], both with the 16-byte vector
 // v of row r at v ^ (r % 8), then the masks [kStageChunks / kMaskSpan][kBlockRows][mask bytes of kMaskSpan chunks]. TMA
-// moves multiples of 16 bytes a row, hence kMaskSpan.
+// moves multiples of 16 bytes per row, hence kMaskSpan.
 //
 // For sparse products x is [kStageChunks][2][kTokens][64]: each half has 32 columns, first the even ones, each followed
 // by a zero, then the odd ones.
 constexpr int kMaskSpan = kMasks % 2 == 0 ? 1 : 2;
 constexpr int kMaskRowBytes = mask_bytes(64 * kMaskSpan, kMasks);
-constexpr bool kSwizzleMasks = kMasks == 16;  // rows of 128 bytes, swizzled as those of W
+constexpr bool kSwizzleMasks = kMasks == 16;  // rows of 128 bytes, swizzled like the rows of W
 constexpr int kXChunkBytes = kTokens * (kSparse ? 256 : 128);
 constexpr int kXBytes = kStageChunks * kXChunkBytes;
 constexpr int kWeightBytes = kStageChunks * kBlockRows * 128;
@@ -71,30 +71,29 @@ constexpr int kStageBytes = (kXBytes + kWeightBytes + kMaskBytes + 1023) / 1024 
 static_assert(!kBulkMasks || kStageChunks % kMaskSpan == 0,
               "an odd number of masks is loaded for two chunks at a time");
 
-// The products of a pass (t where it is among them, then one a mask) are divided among the warpgroups of the same rows.
-// This is the first product of a warpgroup.
+// The first product of a warpgroup. The products of a pass (t if the pass computes it, then one for each mask) are
+// divided among the warpgroups of the same rows.
 __host__ __device__ constexpr int first_product(int group, int products) {
-    const int longer = products % kMaskGroups;  // so many warpgroups, the first ones, have one product more
+    const int longer = products % kMaskGroups;  // this many warpgroups, the first ones, have one product more
     return group * (products / kMaskGroups) + (group < longer ? group : longer);
 }
 
-// Whether every pass computes t, or only the first. Two warpgroups that share rows keep in step only if each pass has
-// as many products; leaving t out of later passes made them a fifth slower.
+// Whether every pass computes t, or only the first. Two warpgroups that share rows keep in step only if all passes have
+// the same number of products: without t in later passes they were a fifth slower.
 constexpr bool kTotalInEachPass = kPasses == 1 || kMaskGroups == 2;
 
-// After the ring comes, in training, the memory of the boxes that are stored: two for each warpgroup and output, of
-// kBoxTokens rows of 128 bytes. The outputs are Q_i of the warpgroup's masks of a pass, with route weights R_i, then y
-// and P.
+// In training the ring is followed by the boxes to be stored: two for each warpgroup and output, each of kBoxTokens
+// rows of 128 bytes. The outputs are Q_i for the warpgroup's masks of a pass, with route weights R_i, then y and P.
 __host__ __device__ constexpr int boxes_of_masks(int masks) { return kRouteType < 0 ? masks : 2 * masks; }
 constexpr int kBoxBytes = kBoxTokens * 128;
 constexpr int kBoxes = boxes_of_masks((kPassMasks + kMaskGroups - 1) / kMaskGroups) + 2;
 constexpr int kStagingBytes = kTrain ? kConsumers * 2 * kBoxes * kBoxBytes : 0;
 
-// Then comes the memory in which a warpgroup passes t and the sum of its terms (in training also that of P's terms) to
-// the second warpgroup of its rows and to the next pass; after that come the barriers. In training a single warpgroup
+// Next comes the memory through which a warpgroup passes t and the sum of its terms (in training also the sum of P's
+// terms) to the second warpgroup of its rows and to the next pass, then the barriers. In training a single warpgroup
 // keeps t in registers from pass to pass.
 constexpr bool kKeepTotal = kTrain && kMaskGroups == 1 && kPasses > 1;
-constexpr int kExchanged = kTrain && !kKeepTotal ? 3 : 2;  // arrays of a float for each sum
+constexpr int kExchanged = kTrain && !kKeepTotal ? 3 : 2;  // arrays with one float for each sum
 constexpr int kExchangeBytes = kMaskGroups == 2 || kPasses > 1 ? kRowGroups * kColumns * kExchanged * 512 : 0;
 
 struct TileParams {
@@ -104,7 +103,7 @@ struct TileParams {
     TensorMap masks;   // [out_features][bytes of a row], in boxes of kBlockRows / kCluster by kMaskRowBytes
 };
 
-// The kernel's parameter. In training it has the maps of the results too.
+// The kernel's parameter. In training it also has the maps of the results.
 template <bool kWithResults>
 struct LaunchParams : TileParams {};
 template <>
@@ -119,13 +118,13 @@ struct Tile {
     int token;
 };
 
-// The blocks of a cluster have the same rows and consecutive tokens. The last of them may have no token to write.
+// The blocks of a cluster have the same rows and consecutive tokens. The last block may have no token to write.
 __device__ __forceinline__ int clusters_along_tokens(const Params& p) {
     return (p.tokens + kCluster * kTokens - 1) / (kCluster * kTokens);
 }
 
-// This block's tile of the cluster's tile `index`. Tiles are ordered by swaths of kSwath row tiles, within a swath by
-// tokens, so that blocks that run at the same time share W and x in L2.
+// This block's part of the cluster's tile `index`. Tiles are ordered by swaths of kSwath row tiles, and by tokens
+// within a swath, so that blocks that run at the same time share W and x in L2.
 __device__ __forceinline__ Tile tile_at(const Params& p, int index) {
     const int row_tiles = (p.out_features + kBlockRows - 1) / kBlockRows;
     const int columns = clusters_along_tokens(p);

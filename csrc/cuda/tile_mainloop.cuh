@@ -10,11 +10,11 @@
 
 namespace mglu {
 
-// Loads a lane's mask words from the ring, for masks kFirst to kFirst + kCount - 1 of a pass and the octets 2q and 2q +
-// 1 of a chunk. `row` is the address of the row's masks of the chunk, `swizzle` the row modulo 8.
+// Loads a lane's mask words from the ring, for masks kFirst to kFirst + kCount - 1 of a pass and columns 16q to 16q +
+// 15 of a chunk. `row` is the address of the row's masks of the chunk, `swizzle` the row modulo 8.
 //
-// With wide loads all masks of the pass are read, whichever are needed: eight lanes then read neighbouring bytes, where
-// narrow loads of rows 64 or 128 bytes apart would meet in one bank (30 million conflicts at 8 masks).
+// Wide loads read all masks of the pass, whichever are needed. Eight lanes then read neighbouring bytes, while narrow
+// loads of rows 64 or 128 bytes apart would meet in one bank (30 million conflicts at 8 masks).
 template <int kFirst, int kCount, bool kWideLoads = kSwizzleMasks || (kPasses > 1)>
 __device__ __forceinline__ MaskWords<kCount> load_pass_words(u32 row, int q, int swizzle, int pass) {
     MaskWords<kWideLoads ? kPassMasks : kMasks> all;
@@ -36,15 +36,15 @@ __device__ __forceinline__ MaskWords<kCount> load_pass_words(u32 row, int q, int
     MaskWords<kCount> masks;
 #pragma unroll
     for (int w = 0; w < MaskWords<kCount>::kWords; ++w) {
-        const int i = kFirst + 2 * w;  // with an odd i, the two masks come from two words
+        const int i = kFirst + 2 * w;  // if i is odd, the two masks come from two words
         const int next = i / 2 + 1 < MaskWords<kPassMasks>::kWords ? i / 2 + 1 : i / 2;
         masks.word[w] = i % 2 == 0 ? all.word[i / 2] : pick_bytes<0x6341>(all.word[i / 2], all.word[next]);
     }
     return masks;
 }
 
-// Reads the same from global memory, byte by byte, for rows of masks that are not aligned for TMA. `row` points at the
-// masks of the row, `octet` is the first of the two octets. Bytes past the end of the row are not read.
+// Reads the same words from global memory, byte by byte, for rows of masks that are not aligned for TMA. `row` points
+// at the masks of the row, and the columns start at 8 `octet`. Bytes past the end of the row are not read.
 template <int kFirst, int kCount>
 __device__ __forceinline__ MaskWords<kCount> read_pass_words(const u8* row, int octet, int octets, int pass) {
     const u8* first = row + static_cast<i64>(octet) * kMasks + pass * kPassMasks + kFirst;
@@ -62,8 +62,8 @@ __device__ __forceinline__ MaskWords<kCount> read_pass_words(const u8* row, int 
     return masks;
 }
 
-// Loads from the ring the mask bytes of kOctets octets of a row of W, for the masks of a pass. `row` is the address of
-// the row's masks of the chunk, `swizzle` the row modulo 8.
+// Loads from the ring the mask bytes of 8 kOctets columns of a row of W, for the masks of a pass. `row` is the address
+// of the row's masks of the chunk, `swizzle` the row modulo 8.
 template <int kOctets>
 __device__ __forceinline__ void load_pass_bytes(u32 (&bytes)[(kOctets * kPassMasks + 3) / 4], u32 row, int octet,
                                                 int swizzle, int pass) {
@@ -82,8 +82,8 @@ __device__ __forceinline__ void load_pass_bytes(u32 (&bytes)[(kOctets * kPassMas
     }
 }
 
-// Reads the same from global memory, for rows of masks that are not aligned for TMA. Bytes past the end of the row are
-// not read.
+// Reads the same bytes from global memory, for rows of masks that are not aligned for TMA. Bytes past the end of the
+// row are not read.
 template <int kOctets>
 __device__ __forceinline__ void read_pass_bytes(u32 (&bytes)[(kOctets * kPassMasks + 3) / 4], const u8* row, int octet,
                                                 int octets, int pass) {
@@ -109,7 +109,7 @@ __device__ __forceinline__ u32 wait_for_stage(u32 ring, u32 full, const RingPosi
     return slot;
 }
 
-// Releases a stage, whose empty barrier is given; in a cluster, the one in block `lane`.
+// Releases a stage by arriving at `empty`, its empty barrier. In a cluster, lane n passes the address in block n.
 __device__ __forceinline__ void release_stage(u32 empty, int lane) {
     __syncwarp();
     if constexpr (kCluster > 1) {
@@ -119,13 +119,13 @@ __device__ __forceinline__ void release_stage(u32 empty, int lane) {
     }
 }
 
-// The row of W, of 8, that is row g of a sparse product: 0, 5, 2, 7, 1, 4, 3, 6. In this order, when each lane loads 8
-// bytes, the first and the second 16 lanes meet each bank once, both in W (vector v of row r at v ^ r) and in masks of
-// 32, 64 or 128 bytes a row.
+// Which of 8 rows of W is row g of a sparse product: 0, 5, 2, 7, 1, 4, 3, 6. In this order the first and the second 16
+// lanes, which load 8 bytes each, use each bank once, both in W (vector v of row r at v ^ r) and in masks of 32, 64 or
+// 128 bytes a row.
 __device__ __forceinline__ int sparse_row(int g) { return g % 2 * 4 | (g & 2) | (g / 4 ^ g % 2); }
 
-// The accumulators of 64 rows: t if kTotal, and for the masks kFirst to kFirst + kCount - 1 of a pass f_i, or with
-// kSparse s_i.
+// The accumulators of 64 rows: t if kTotal, then f_i (with kSparse s_i) of the masks kFirst to kFirst + kCount - 1 of a
+// pass.
 template <bool kTotal, int kFirst, int kCount>
 struct Accumulators {
     float t[kColumns];
@@ -141,9 +141,9 @@ struct Accumulators {
     static_assert(kSparse || kWgmmaGroups * kStageChunks >= 2, "a stage is released during the next one");
     static_assert(kCount > 0, "each warpgroup has a mask");
 
-    // How many groups may still run when this group's fragments are written. One, since fragments alternate between two
-    // sets of registers; but none where the group just before used the same set (an odd number of masks in a chunk and
-    // no t between them).
+    // How many groups may still run when this group's fragments are written: one, since fragments alternate between two
+    // sets of registers, but none where the previous group used the same set (an odd number of masks in a chunk, and no
+    // t between them).
     __device__ __forceinline__ static constexpr int pending(int group) {
         return group == 0 && !kTotal && kBatches * kCount % 2 == 1 ? 0 : 1;
     }
@@ -167,8 +167,7 @@ struct Accumulators {
         wgmma_commit();
     }
 
-    // Loads the lane's masks of a chunk from the ring or from global memory, for row `row_in_8` + 8 half of the warp's
-    // 16.
+    // Loads the lane's masks of a chunk from the ring or from global memory, for row `row_in_8` + 8 half of the warp.
     __device__ __forceinline__ static void load_mask_words(MaskWords<kCount>& bits, const Params& p, u32 masks,
                                                            const u8* mask_rows, int half, int q, int row_in_8,
                                                            int chunk_of_row, int pass) {
@@ -180,8 +179,8 @@ struct Accumulators {
     }
 
     // A lane's fragments of 16 rows of W (rows g and g + 8) and of their masks, one batch of a chunk at a time. For
-    // each step, `weight` is wgmma's A operand, and flips(mask, batch, step, r) the sign flips of its register r. They
-    // are loaded either before or after the wait for earlier products.
+    // each step, `weight` is wgmma's A operand, and flips(mask, batch, step, r) the sign flips of its register r.
+    // Fragments are loaded either before or after the wait for earlier products.
     struct Fragments {
         const Params& p;
         const int g = threadIdx.x % 32 / 4;
@@ -201,8 +200,8 @@ struct Accumulators {
         }
     };
 
-    // Columns in their natural order. A step covers two octets, of each of which a lane holds two columns. A lane reads
-    // all masks of all octets for two bits of each byte.
+    // Columns in their natural order. A step covers 16 columns; a lane holds two of every 8. It reads the mask bytes of
+    // all columns, and uses two bits of each byte.
     struct NaturalOrder : Fragments {
         using Fragments::weight;
         static constexpr int kOctets = 2 * kSteps;  // of a batch
@@ -242,11 +241,11 @@ struct Accumulators {
         }
     };
 
-    // Columns as permute_x.cu has permuted them. All steps of a chunk together cover two octets of a lane, so that a
-    // lane reads a quarter of the mask bytes of the natural order.
+    // Columns as permute_x.cu has permuted them. A lane holds 16 neighbouring columns of a chunk, so that it reads a
+    // quarter of the mask bytes that it would in natural order.
     struct PermutedColumns : Fragments {
         using Fragments::weight;
-        Vec16 octet[2][2];  // rows g and g + 8, octets 2 q and 2 q + 1
+        Vec16 octet[2][2];  // rows g and g + 8, columns 16q to 16q + 15
         MaskWords<kCount> bits[2];
 
         using Fragments::Fragments;
@@ -277,7 +276,7 @@ struct Accumulators {
                 load_mask_words(bits[half], this->p, slot + this->mask_offset(chunk), this->mask_rows, half, this->q,
                                 this->g, chunk_of_row, this->pass);
         }
-        // Interleaves a row's octets A and B to pairs (A_j, B_j).
+        // Interleaves a row's two vectors A and B to pairs (A_j, B_j).
         __device__ __forceinline__ void interleave(int half, int batch) {
 #pragma unroll
             for (int s = 0; s < kSteps; ++s) {
@@ -299,7 +298,7 @@ struct Accumulators {
         const int lane = threadIdx.x % 32;
         const int stages = stage_count(p);
         FragmentsOfW fragments(p, tile_row, warpgroup_row + threadIdx.x / 32 % 4 * 16, pass);
-        u32 unreleased = 0;  // the empty barrier of the previous stage, until that is released
+        u32 unreleased = 0;  // the empty barrier of the previous stage until its release
         for (int stage = 0; stage < stages; ++stage) {
             const u32 slot = wait_for_stage(ring, full, position);
 #pragma unroll
@@ -313,7 +312,7 @@ struct Accumulators {
                     if (group % kProducts == 0) fragments.before_wait(slot, chunk, chunk_of_row, batch);
                     if (pending(group) == 0) wgmma_wait<0>();
                     else wgmma_wait<1>();
-                    // Only the latest group is still running, which belongs to this stage: release the previous stage.
+                    // Only the latest group, which belongs to this stage, still runs: release the previous stage.
                     if (chunk * kWgmmaGroups + group == 1 && unreleased) release_stage(unreleased, lane);
                     if (group % kProducts == 0) fragments.after_wait(slot, chunk, chunk_of_row, batch);
                     if (mask < 0) {
@@ -336,8 +335,9 @@ struct Accumulators {
         release_stage(unreleased, lane);
     }
 
-    // Does the same with sparse products, whose fragments serve t and all masks. The products of a chunk's even weights
-    // are one commit group, those of its odd weights another. While one runs, the fragments of the other are made.
+    // Accumulates by sparse products, whose fragments serve t and all masks. The products of a chunk's even weights are
+    // one commit group, and the products of its odd weights another. While one runs, the fragments of the other are
+    // made.
     __device__ __forceinline__ void accumulate_sparse(const Params& p, u32 ring, u32 full, u32 empty, int tile_row,
                                                       int warpgroup_row, int pass, RingPosition& position) {
         const int lane = threadIdx.x % 32;
@@ -390,8 +390,8 @@ struct Accumulators {
         release_stage(unreleased, lane);
     }
 
-    // Multiplies one fragment with both halves of a chunk. `x` is the address of the first half's even columns, or odd
-    // ones.
+    // Multiplies one fragment with both halves of a chunk. `x` is the address of the even or odd columns of the first
+    // half.
     __device__ __forceinline__ void multiply_sparse(const SparseWeights& weight, const SparseMetadata<kCount>& metadata,
                                                     const MetadataConstants& constants, u32 x) {
 #pragma unroll
@@ -415,7 +415,8 @@ struct Accumulators {
             Product::template run_sparse<kSelector>(f[i], weight.value[kSelector], b, metadata.word[i]);
     }
 
-    // Adds the terms of this warpgroup's masks to `sum`, in order: the bits do not depend on how masks are divided.
+    // Adds the terms of this warpgroup's masks to `sum` in order, so that the bits do not depend on how masks are
+    // divided.
     __device__ __forceinline__ float add_terms(const Params& p, float sum, float total, int column, int token,
                                                int pass) const {
 #pragma unroll

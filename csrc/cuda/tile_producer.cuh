@@ -25,8 +25,8 @@ __device__ __forceinline__ void load_weights_and_masks(const TileParams& tp, u32
                                (stage * (kStageChunks / kMaskSpan) + span) * kMaskRowBytes, row, barrier, policy);
 }
 
-// Prefetches the beginning of the first stage into L2 while earlier kernels still run. These may write to it; the loads
-// after the wait then see what they wrote. With more than 64 rows a block prefetches one box, which is what the TMA
+// Prefetches the beginning of the first stage into L2 while earlier kernels still run. They may write to it; the loads
+// after the wait then see what they wrote. With more than 64 rows a block prefetches only one box, as much as the TMA
 // unit can finish before the wait ends (all boxes: 1 to 4% less time at 64 rows, up to 2% more at 112).
 __device__ __forceinline__ void prefetch_first_stage(const TileParams& tp) {
     constexpr int kRows = kBlockRows / kCluster;
@@ -40,21 +40,21 @@ __device__ __forceinline__ void prefetch_first_stage(const TileParams& tp) {
 }
 
 __device__ __forceinline__ void produce(const TileParams& tp, u32 ring, u32 landed, u32 empty) {
-    // Other kernels of a model may have evicted the descriptors: this saves 0.4 to 0.8% of a token's time there, and
-    // nothing where launches of this kernel follow each other.
+    // Other kernels of a model may have evicted the descriptors. In a model this saves 0.4 to 0.8% of a token's time;
+    // where launches of this kernel follow each other it saves nothing.
     if constexpr (!kPermutedX) tma_prefetch_descriptor(tp.x);
     tma_prefetch_descriptor(tp.weight);
     if constexpr (kBulkMasks) tma_prefetch_descriptor(tp.masks);
     const Params& p = tp.p;
     const int stages = stage_count(p);
     const int tiles = tile_count(p);
-    const int last_x_tile = (p.tokens - 1) / kTokens;  // the last block of a cluster may lie past it
+    const int last_x_tile = (p.tokens - 1) / kTokens;  // the last block of a cluster may be past it
     const u64 policy = cache_policy(p.tokens <= kTokens && kPasses == 1);
-    // The bytes that barriers expect include zeros outside the matrix. A box has at most as many rows as there are
-    // tokens, since rows past the end would take time.
+    // The bytes that barriers expect include zeros outside the matrix. A box has no more rows than there are tokens,
+    // since loading rows past the end would cost time.
     const u32 x_bytes = kPermutedX ? kXBytes : kStageChunks * min(kTokens, p.tokens) * 128;
-    // With a permuted x, W and masks fill the ring before the wait: permute_x itself has waited for all earlier
-    // kernels, so that x alone may still be unwritten.
+    // With a permuted x, W and masks fill the ring before the wait: permute_x has waited for all earlier kernels, so
+    // only x may still be unwritten.
     const int prefilled = kPermutedX ? min(kStages, stages) : 0;
     if constexpr (kPermutedX)
         for (int stage = 0; stage < prefilled; ++stage)
@@ -91,23 +91,24 @@ __device__ __forceinline__ void produce(const TileParams& tp, u32 ring, u32 land
             }
         }
     }
-    // Other blocks of the cluster still signal this block's barriers when they release a stage: it must not exit
-    // before.
+    // Other blocks of the cluster still signal this block's barriers when they release a stage, so it must not exit
+    // earlier.
     for (int s = 0; kCluster > 1 && s < kStages; ++s, position.advance())
         barrier_wait(empty + 8 * position.slot, position.parity ^ 1);
 }
 
 // --- the warps that put a zero after each element of x ---
 
-constexpr int kExpandWarps = 3;                           // the warpgroup's other warp has the producer thread
-constexpr int kTokenGroups = kStageChunks * kTokens / 8;  // of a stage: 8 tokens of a chunk each
-// Token groups that a warp holds in registers at once: all of its groups where the consumers leave enough registers.
+constexpr int kExpandWarps = 3;                           // the warpgroup's fourth warp has the producer thread
+constexpr int kTokenGroups = kStageChunks * kTokens / 8;  // of a stage; a group is 8 tokens of a chunk
+// Token groups that a warp holds in registers at once: all of them if the consumers leave enough registers.
 constexpr int kGroupsAtOnce =
     kConsumers == 1 || !kFewSpareRegisters ? (kTokenGroups + kExpandWarps - 1) / kExpandWarps : 1;
 
-// Expands x of a stage. A lane takes octet `lane % 8` of tokens lane / 8 and lane / 8 + 4 of each token group.
+// Expands x of a stage. A lane takes the 8 columns from 8 (lane % 8) on of tokens lane / 8 and lane / 8 + 4 of each
+// group.
 __device__ __forceinline__ void expand_x_of_stage(u32 x, int warp, int lane) {
-    const u32 half = lane % 8 / 4;  // the half of the chunk where the octet's columns go
+    const u32 half = lane % 8 / 4;  // the half of the chunk to which the lane's columns belong
     const u32 from = kTokens * 128 + lane / 8 * 128 + (lane % 8 ^ lane / 8) * 16;
     // Four lanes of eight write the even columns first and four the odd ones, so that no banks conflict.
     const u32 to = half * (kTokens * 128) + lane / 8 * 128 + (lane % 8 ^ lane / 8) * 16;
@@ -128,7 +129,7 @@ __device__ __forceinline__ void expand_x_of_stage(u32 x, int warp, int lane) {
                 columns[i][1] = load_shared_16(start_of(group) + (from ^ kOther));
             }
         }
-        __syncwarp();  // reads before writes: a token group is expanded in place
+        __syncwarp();  // all lanes read before any writes, since expansion is in place
 #pragma unroll
         for (int i = 0; i < kGroupsAtOnce; ++i) {
             const int group = start + i * kExpandWarps;

@@ -1,11 +1,12 @@
-// The epilogue of tile_wgmma.cu in training. It writes y and the partial derivatives of y, from which backward follows
-// without t, f_i and the activation:
+// The epilogue of tile_wgmma.cu in training. It writes y and the partial derivatives of y, so that backward needs
+// neither t and f_i nor the activation:
 //
 //     P   = dy/dt   = sum_i r_i (act(g_i) + act'(g_i) v_i) / 2
 //     Q_i = dy/df_i = r_i (act(g_i) - act'(g_i) v_i) / 2
 //     R_i = dy/dr_i = act(g_i) v_i, with route weights
 //
-// They are elements of [tokens][n_masks + 1 or 2 n_masks + 1][out_features]: P, Q_1 to Q_n, R_1 to R_n.
+// The partial derivatives are one tensor [tokens][n_masks + 1 or 2 n_masks + 1][out_features]: P, Q_1 to Q_n, R_1 to
+// R_n.
 #pragma once
 #include "element.cuh"
 #include "tile_mainloop.cuh"
@@ -14,7 +15,7 @@ namespace mglu {
 
 // The boxes of 64 rows of W by kBoxTokens tokens that a warpgroup stores by TMA, one for each output. There are two
 // sets of boxes: the warpgroup fills one while the TMA unit reads the other. A box has a row of 128 bytes for each
-// token, in the 128-byte swizzle.
+// token, with the 128-byte swizzle.
 class StoredBoxes {
     const TensorMap& y_;
     const TensorMap& partials_;
@@ -22,13 +23,13 @@ class StoredBoxes {
     const int lane_ = threadIdx.x % 32;
     const int barrier_ = 8 + threadIdx.x / 128;  // named barrier of the warpgroup
     const u32 boxes_;  // both sets of the warpgroup
-    u32 column_;       // where this lane puts a column of the warp's fragments (store_matrices_transposed) in a box
-    u32 filling_ = 0;  // the set of boxes that is being filled: 0 or kSetBytes further
+    u32 column_;       // where in a box this lane puts a column of the warp's fragments
+    u32 filling_ = 0;  // offset of the set that is being filled: 0 or kSetBytes
 
     static constexpr u32 kSetBytes = kBoxes * kBoxBytes;
 
   public:
-    // `memory` is that of all warpgroups.
+    // `memory` holds the boxes of all warpgroups.
     __device__ __forceinline__ StoredBoxes(const TensorMap& y, const TensorMap& partials, u32 memory)
         : y_(y),
           partials_(partials),
@@ -37,14 +38,14 @@ class StoredBoxes {
         keep_in_register(column_);
     }
 
-    // Puts 16 rows of W by 8 tokens, the tokens from 8 j on of the tile, into a box. A thread has the values of rows g
-    // and g + 8, tokens 2q and 2q + 1.
+    // Puts 16 rows of W by 8 tokens, from the tile's token 8 j on, into a box. A thread has the values of rows g and g
+    // + 8, tokens 2q and 2q + 1.
     __device__ __forceinline__ void put(int box, int j, const float (&value)[4]) const {
         store_matrices_transposed(column_ + filling_ + box * kBoxBytes + j % (kBoxTokens / 8) * 1024,
                                   from_floats<kType>(value[0], value[1]), from_floats<kType>(value[2], value[3]));
     }
 
-    // The boxes of y and P are those after the boxes of the warpgroup's kCount masks.
+    // The boxes of y and P follow the boxes of the warpgroup's kCount masks.
     template <int kCount>
     __device__ __forceinline__ void put_results(int j, const float (&y)[4], const float (&twice_p)[4]) const {
         const float p[4] = {0.5f * twice_p[0], 0.5f * twice_p[1], 0.5f * twice_p[2], 0.5f * twice_p[3]};
@@ -52,13 +53,13 @@ class StoredBoxes {
         put(boxes_of_masks(kCount) + 1, j, p);
     }
 
-    // Stores the boxes that are full: those of kCount masks from `first_mask` on, and with `done` also y and P. Their
-    // first row of W is `row`. Each warp issues every fourth store.
+    // Stores the boxes of kCount masks from `first_mask` on, and with `done` also y and P. Their first row of W is
+    // `row`. Each warp issues every fourth store.
     template <int kCount>
     __device__ __forceinline__ void store(const Params& p, int row, int token, int first_mask, bool done) {
         constexpr int kOfMasks = boxes_of_masks(kCount);
         fence_async_proxy();
-        if (lane_ == 0) store_wait_read();  // the boxes of the other set, which are filled next
+        if (lane_ == 0) store_wait_read();  // the other set's boxes, to be filled next
         named_sync<128>(barrier_);
         if (lane_ == 0 && token < p.tokens) {
 #pragma unroll 1
@@ -66,7 +67,8 @@ class StoredBoxes {
                 const u32 source = boxes_ + filling_ + box * kBoxBytes;
                 const int of_mask = first_mask + (box < kCount ? box : kMasks + box - kCount);
                 const int partial = box < kOfMasks ? 1 + of_mask : 0;
-                // Only backward reads the partial derivatives: they leave L2 before what this kernel reads again.
+                // Only backward reads the partial derivatives, so they may leave L2 before what this kernel reads
+                // again.
                 if (box == kOfMasks) tma_store_box(y_, row, token, source, cache_policy(false));
                 else tma_store_box(partials_, partial * p.out_features + row, token, source, cache_policy(true));
             }
@@ -75,14 +77,14 @@ class StoredBoxes {
         filling_ = kSetBytes - filling_;
     }
 
-    // Waits until all is written.
+    // Waits until all stores are complete.
     __device__ __forceinline__ void finish() const {
         if (lane_ == 0) store_wait();
     }
 };
 
-// The route weights of eight tokens from `token` on, for kCount masks from `first_mask` on. A thread loads those of its
-// tokens 2q and 2q + 1 for every eighth mask, g and following, and asks other lanes for those of the other masks.
+// The route weights of eight tokens from `token` on, for kCount masks from `first_mask` on. For its tokens 2q and 2q +
+// 1 a thread loads the weights of masks g, g + 8 and so on; get() shuffles the other masks' weights.
 template <int kCount>
 class RouteWeights {
     float loaded_[2][(kCount + 7) / 8];
@@ -91,7 +93,7 @@ class RouteWeights {
     __device__ __forceinline__ RouteWeights(const Params& p, int token, int first_mask) {
         if constexpr (kRouteType < 0) return;
         u32 lane = threadIdx.x % 32;
-        keep_in_register(lane);  // otherwise addresses for all of the tile's tokens take registers in all passes
+        keep_in_register(lane);  // otherwise the addresses of all tokens of the tile occupy registers in all passes
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
             // Results past the last token are not stored.
@@ -109,8 +111,8 @@ class RouteWeights {
     }
 };
 
-// Adds the terms of a warpgroup's masks to y, and their share of 2 P to `twice_p`; puts Q_i and R_i into boxes. This is
-// for 16 rows of W by 8 tokens, the j-th of the tile, from `token` on. `first_mask` is the first of `sums`.
+// Adds the terms of a warpgroup's masks to y, and their share of 2 P to `twice_p`; puts Q_i and R_i into boxes. Handles
+// 16 rows of W by 8 tokens, the tile's j-th 8, from `token` on. `first_mask` is the first mask of `sums`.
 template <bool kTotal, int kFirst, int kCount>
 __device__ __forceinline__ void add_terms_and_derivatives(const Params& p,
                                                           const Accumulators<kTotal, kFirst, kCount>& sums,

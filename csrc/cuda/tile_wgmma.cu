@@ -5,18 +5,19 @@
 // block computes tiles of kBlockRows rows of W by kTokens tokens. The producer, one thread of its own warpgroup, loads
 // stages of kStageChunks chunks of 64 columns of W, masks and x into a ring in shared memory by TMA
 // (tile_producer.cuh). Consumer warpgroups hold the sums of 64 rows and of their part of the masks in registers
-// (tile_mainloop.cuh). They read a chunk of their rows once, as wgmma's A operand, and multiply it with x (B) as it is
-// and with the signs that each mask flips: a product and one LOP3 for two weights. While the tensor cores work on one
-// mask, the signs of the next are flipped in a second set of registers. The epilogue (this file) computes terms and
-// their sum in registers and writes only the result; in training also its partial derivatives (tile_training.cuh).
-// Masks whose sums would leave few tokens a tile take several passes over k.
+// (tile_mainloop.cuh). They read a chunk of their rows once, as wgmma's A operand, and multiply it with x (B), first
+// unchanged and then with the signs that each mask flips, which costs a product and one LOP3 for two weights. While the
+// tensor cores work on one mask, the signs of the next are flipped in a second set of registers. The epilogue (this
+// file) computes terms and their sum in registers and writes only the result, and in training its partial derivatives
+// (tile_training.cuh). Where the sums of all masks would leave few tokens per tile, the kernel makes several passes
+// over k.
 //
 // With kSparse, masks are the metadata of sparse products, as in decode_mma.cu: s_i = x (M_i * W)^T needs no flips, and
 // a chunk's fragments serve t and all masks. Each element of x is then followed by a zero, which three warps of the
-// producer's warpgroup put there. B has twice the bytes, and wgmma reads at most 128 bytes of shared memory a clock,
-// which 32 columns reach: so this is for few tokens.
+// producer's warpgroup put there. B has twice the bytes, and wgmma reads at most 128 bytes of shared memory a clock. 32
+// columns reach that limit, so sparse products serve few tokens.
 //
-// Blocks with the same rows and neighbouring tokens may form a cluster, whose blocks load W and masks for each other.
+// Blocks with the same rows and neighbouring tokens may form a cluster, in which they load W and masks for each other.
 // A cluster halves the reads from L2 and their power. A slot of the ring is refilled when all warps of all blocks have
 // released it.
 //
@@ -48,7 +49,7 @@ __device__ __forceinline__ void store(const Params& p, const float (&y)[4], int 
         const u32 other = __shfl_xor_sync(~0u, rows, 2);
         return lane % 4 < 2 ? pick_bytes<0x5410>(rows, other) : pick_bytes<0x7632>(rows, other);
     };
-    // Two neighbouring rows of one token, and the same 8 rows further.
+    // Two neighbouring rows of one token, and the two rows 8 further.
     const u32 half[2] = {transpose_pair(pack(y[0], y[1])), transpose_pair(pack(y[2], y[3]))};
     token += lane / 4;
     if (token >= p.tokens) return;
@@ -65,25 +66,25 @@ __device__ __forceinline__ void store(const Params& p, const float (&y)[4], int 
     }
 }
 
-// The memory in which warpgroups of the same rows, and passes, exchange t and the sum of terms. Each thread exchanges
-// with the same thread of the other warpgroup, or with itself in the next pass.
+// The memory through which warpgroups of the same rows, and successive passes, exchange t and the sum of terms. Each
+// thread exchanges with the same thread of the other warpgroup, or with itself in the next pass.
 struct Exchange {
     float4* totals;   // t, unless a thread keeps it (kKeepTotal)
     float4* terms;    // the sum of terms so far
     float4* twice_p;  // in training the sum of 2 P's terms so far
     int written;      // named barrier: the first warpgroup has written all
-    int read;         // named barrier: the second one has read all, and may have written `terms` for the next pass
+    int read;         // named barrier: the second has read all, and may have written `terms` for the next pass
 };
 
 constexpr int kExchangeStride = kColumns / 4 * 128;  // from one array to the next, in float4
 constexpr int kKept = kKeepTotal ? kColumns : 1;
 
-// Outside training no boxes are stored.
+// Stands in for StoredBoxes outside training.
 struct NoBoxes {};
 
-// One pass over k of the warpgroup kGroup of those that share 64 rows, with or without t among its products, and then
-// the epilogue of its masks. The last warpgroup writes the result in the last pass. not_first: an earlier pass, of this
-// tile or one before, has used the exchange; more: another pass follows; kept_total: t, if kKeepTotal.
+// One pass over k by warpgroup kGroup of those that share 64 rows, with or without t among its products, then the
+// epilogue of its masks. The last warpgroup writes the result in the last pass. not_first: an earlier pass, of this or
+// an earlier tile, has used the exchange; more: another pass follows; kept_total: t, if kKeepTotal.
 template <int kGroup, bool kWithTotal, typename Boxes>
 __device__ __forceinline__ void run_pass(const Params& p, u32 ring, u32 full, u32 empty, const Exchange& exchange,
                                          const Tile& tile, int row_group, int pass, bool not_first, bool more,
@@ -185,7 +186,7 @@ __device__ __forceinline__ void consume(const Params& p, u32 ring, u32 full, u32
     if constexpr (kTrain) boxes.finish();
 }
 
-// The boxes that a warpgroup stores, in the memory of all warpgroups.
+// A warpgroup's boxes, in the memory of all warpgroups.
 template <typename KernelParams>
 __device__ __forceinline__ auto boxes_of(const KernelParams& tp, u32 memory) {
     if constexpr (kTrain) return StoredBoxes(tp.y, tp.partials, memory);
@@ -201,8 +202,9 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, 1
     const u32 ring = shared_address(shared);
     const u32 staging = ring + kStages * kStageBytes;
     float4* exchange_memory = reinterpret_cast<float4*>(shared + kStages * kStageBytes + kStagingBytes);
-    // Three barriers for each slot of the ring. landed: the copies have arrived; full: x is expanded too (the same
-    // barrier where it is not); empty: all consumers, of all blocks of the cluster, have released it.
+    // Three barriers for each slot of the ring. landed: the copies have arrived; full: x is expanded as well (the same
+    // barrier as `landed` where x is not expanded); empty: all consumers, of all blocks of the cluster, have released
+    // it.
     const u32 landed = staging + kStagingBytes + kExchangeBytes;
     const u32 full = kSparse ? landed + 8 * kStages : landed;
     const u32 empty = full + 8 * kStages;

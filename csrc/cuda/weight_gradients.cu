@@ -3,10 +3,9 @@
 //
 //   dW = D_0 + sum_i F_i * D_i,   dlogits_i = -2 W * D_i
 //
-// One of the two may not be needed; what it alone is made of is then not read. The gradients may have dtypes of their
-// own. Where dW has the dtype of D_0 it may be written in its place, and dlogits_i in the place of D_i: a thread has
-// read an element before it writes it, and no other thread reads it. Arithmetic is in float32, and each element is
-// read and written once.
+// If one of the two is not needed, inputs that only it uses are not read. The gradients may have different dtypes.
+// Where dtypes agree, dW may overwrite D_0 and dlogits_i may overwrite D_i: a thread reads an element before it writes
+// it, and no other thread reads it. Arithmetic is in float32, and each element is read and written once.
 #include "columns.cuh"
 
 namespace mglu {
@@ -15,25 +14,25 @@ struct WeightGradientsParams {
     const void* total;     // D_0 [rows, columns], contiguous; for dW
     const void* weight;    // [rows, columns] with contiguous columns; for dlogits
     const u8* masks;       // the packed format (packed_masks.cuh), contiguous; for dW
-    const void* products;  // D_i [kMasks, rows, columns], of which each matrix is contiguous
+    const void* products;  // D_i [kMasks, rows, columns]; each matrix is contiguous
     void* weight_gradient;
     i64 weight_row_stride;
     i64 products_stride;  // from one mask to the next
     i64 logits_stride;
     i64 rows;
     i64 columns;
-    void* logits_gradient;  // the last field, which the host sets at each launch, as it sets the first five
+    void* logits_gradient;  // the host sets the last field at each launch, like the first five
 };
 
 constexpr int kType = MGLU_ELEMENT;
 constexpr int kTotalType = MGLU_TOTAL;
 constexpr int kMasks = MGLU_N_MASKS;
-constexpr int kWeightType = MGLU_WEIGHT_GRADIENT;  // the dtypes of the gradients, -1 for one that is not needed
+constexpr int kWeightType = MGLU_WEIGHT_GRADIENT;  // the gradients' dtypes, -1 for one that is not needed
 constexpr int kLogitsType = MGLU_LOGITS_GRADIENT;
 constexpr bool kWeight = kWeightType >= 0;
 constexpr bool kLogits = kLogitsType >= 0;
 
-// Where the octet of a mask begins in each tensor; there is one after another, a stride apart.
+// The offsets of a mask's 8 columns in each tensor. They advance from mask to mask by the tensor's stride.
 struct MaskPlace {
     const u8* masks;
     i64 product, logits;

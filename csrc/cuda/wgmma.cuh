@@ -30,7 +30,7 @@ __device__ __forceinline__ void tma_load_box(u32 destination, const TensorMap& m
         : "memory");
 }
 
-// The same of a box of a stack of matrices, `slice` of which it comes from.
+// Copies a box of matrix number `slice` of a stack of matrices in the same way.
 template <int kBlocks>
 __device__ __forceinline__ void tma_load_box_3d(u32 destination, const TensorMap& map, int column, int row, int slice,
                                                 u32 barrier, u64 policy) {
@@ -51,7 +51,7 @@ __device__ __forceinline__ void tma_load_box_3d(u32 destination, const TensorMap
 }
 
 // Stores a box from shared memory, which fence_async_proxy() has made visible; elements outside the matrix are not
-// written. The stores that a thread issues before store_commit() are a group, for whose end it can wait.
+// written. The stores that a thread issues before store_commit() form a group, for whose end it can wait.
 __device__ __forceinline__ void tma_store_box(const TensorMap& map, int column, int row, u32 source, u64 policy) {
     asm volatile(
         "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group.L2::cache_hint [%0, {%1, %2}], [%3], %4;" ::"l"(
@@ -61,13 +61,13 @@ __device__ __forceinline__ void tma_store_box(const TensorMap& map, int column, 
 }
 __device__ __forceinline__ void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Waits until this thread's stores have read their boxes, which may then be filled again, and until the matrices are
-// written.
+// The first waits until this thread's stores have read their boxes, which may then be filled again; the second waits
+// until the matrices are written.
 __device__ __forceinline__ void store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Stores the transposes of two 8x8 matrices of 16-bit elements. Lane l holds elements 2 (l % 4) and 2 (l % 4) + 1 of
-// row l / 4 of each matrix. Lanes 0 to 15 pass addresses: that of lane l is where column l % 8 of matrix l / 8 goes.
+// row l / 4 of each matrix. Lanes 0 to 15 pass addresses: column l % 8 of matrix l / 8 goes to lane l's address.
 __device__ __forceinline__ void store_matrices_transposed(u32 address, u32 first, u32 second) {
     asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(first),
                  "r"(second)
@@ -95,7 +95,7 @@ __device__ __forceinline__ void named_sync(int id) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 
-// Moves registers between warpgroups: a producer needs few, a consumer many. kRegisters is the new number a thread.
+// Moves registers between warpgroups: a producer needs few, a consumer many. kRegisters is the new number per thread.
 template <int kRegisters>
 __device__ __forceinline__ void raise_register_limit() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -119,27 +119,27 @@ __device__ __forceinline__ void wgmma_wait() {
 
 // The descriptor of a B operand in shared memory: rows of 128 bytes (64 elements of k), one for each column of the
 // product, in the 128-byte swizzle (16-byte vector v of row n lies at v ^ (n % 8)). Blocks of 8 rows are 1024 bytes
-// apart. Adding 2 to the descriptor moves on by 16 elements of k.
+// apart. Adding 2 to the descriptor advances by 16 elements of k.
 __device__ __forceinline__ u64 wgmma_descriptor(u32 address) {
     return static_cast<u64>(1) << 62 | static_cast<u64>(1024 >> 4) << 32 | static_cast<u64>(1) << 16 |
            static_cast<u64>((address & 0x3ffff) >> 4);
 }
 
-// The descriptor of a B operand whose rows in shared memory go along k: boxes of 64 columns of the product, in each of
-// them 128 bytes for each k, in the 128-byte swizzle. Blocks of 8 k are 1024 bytes apart, boxes `box_bytes`. Adding 128 to
-// the descriptor moves on by 16 elements of k.
+// The descriptor of a B operand whose rows in shared memory go along k: boxes of 64 columns of the product, each with a
+// row of 128 bytes per k, in the 128-byte swizzle. Blocks of 8 k are 1024 bytes apart, boxes `box_bytes`. Adding 128 to
+// the descriptor advances by 16 elements of k.
 __device__ __forceinline__ u64 transposed_descriptor(u32 address, u32 box_bytes) {
     return static_cast<u64>(1) << 62 | static_cast<u64>(1024 >> 4) << 32 | static_cast<u64>(box_bytes >> 4) << 16 |
            static_cast<u64>((address & 0x3ffff) >> 4);
 }
 
 // D (64 x N, float32) += A (64 x 16, in registers) B (16 x N, in shared memory), by a warpgroup. Warp w holds rows 16 w
-// to 16 w + 15 of A and D. With g = lane / 4 and q = lane % 4, a0 is elements 2q and 2q + 1 of row g, a1 those of row g
-// + 8; a2 and a3 are the same 8 elements further. d[4 j + r] is column 8 j + 2q (even r) or 8 j + 2q + 1 (odd r), of
-// row g (r < 2) or g + 8.
+// to 16 w + 15 of A and D. With g = lane / 4 and q = lane % 4, a0 is elements 2q and 2q + 1 of row g, a1 the same
+// elements of row g + 8; a2 and a3 are 8 elements further. d[4 j + r] is column 8 j + 2q (even r) or 8 j + 2q + 1 (odd
+// r), of row g (r < 2) or g + 8.
 //
-// run_sparse: A (64 x 32) has two values in each four columns and metadata as that of mma_sparse_16x8x32 (ptx.cuh); B
-// is 32 x N.
+// run_sparse: A (64 x 32) has two values in every four columns, with metadata as for mma_sparse_16x8x32 (ptx.cuh); B is
+// 32 x N.
 template <int N, bool kBfloat16>
 struct Wgmma;
 
