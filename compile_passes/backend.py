@@ -1,4 +1,4 @@
-"""The Dynamo backend "mglu": Inductor with the pass turned on; its entry point makes it available without an import."""
+"""The Dynamo backend "mglu": Inductor with the pass turned on. An entry point registers it, so users import nothing."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def mglu(
         gm: the graph.
         example_inputs: its inputs.
         mode: a mode of the Inductor backend ("reduce-overhead", "max-autotune", ...).
-        options: settings of Inductor, and the options of `mglu_ops.enable_fusion`. Where one of the latter is missing,
-            that of the enclosing `mglu_ops.fusion()` block holds, or else that of `enable_fusion`.
+        options: settings of Inductor, and options of `mglu_ops.enable_fusion`. Options of the latter kind that are
+            missing here are taken from the enclosing `mglu_ops.fusion()` block, or else from `enable_fusion`.
 
     Returns:
         The compiled graph. Its layers are added to the report of the enclosing `mglu_ops.fusion()` block, or else to

@@ -1,9 +1,9 @@
-"""What a call does beside returning values: which arguments it writes to, whose memory it shares, whether it draws.
+"""What a call does besides returning values: which arguments it writes to, whose memory it shares, whether it draws.
 
-No list of functions says so. A call is run once on fake tensors, and the schemas and tags of the operators that it
+Nothing here lists functions. A call is run once on fake tensors, and the schemas and tags of the operators that it
 dispatches to tell what it writes and whether it draws random numbers; the storages of its results tell which arguments
-they share memory with. Where a call cannot be run so, the schemas of its overloads decide. A call that has neither is
-unknown: it is taken to write to all of its arguments, to return them, and to draw.
+they share memory with. If a call cannot be run, the schemas of its overloads decide. A call without schemas is unknown:
+it is assumed to write to all of its arguments, to return them, and to draw.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from .shapes import example, submodule
 from .symbols import is_inplace_name
 
 _TORCH = ("torch", "_operator", "math")
-"""Modules whose functions do no more than call operators. Functions of others may do anything."""
+"""Modules whose functions only call operators. Functions of other modules may do anything."""
 
 _OUTSIDE_OF_OPERATORS = ("torch._dynamo", "torch.autograd", "torch.utils")
-"""Parts of torch whose functions do more than that: Dynamo's helpers register gradient hooks, for example."""
+"""Parts of torch whose functions do more than call operators: Dynamo's helpers register gradient hooks, for example."""
 
 _GUARDS_OF_EXPORT = "_guards_fn"
 """A module that `ExportedProgram.module()` calls to check the sizes of its inputs."""
@@ -40,13 +40,13 @@ class Effect:
 
     Attributes:
         writes: the arguments that it writes to, as positions in `node.all_input_nodes`.
-        shares: the arguments whose memory its results may share, likewise.
-        draws: whether it may return something else each time: it draws random numbers or leaves memory uninitialised.
-        changes_metadata: whether it changes the shape of its first argument, or whether that requires a gradient, as
-            `t_` and `detach_` do.
-        returns_target: whether its result is the first argument, of which it writes the values alone.
+        shares: the arguments whose memory its results may share, as positions too.
+        draws: whether each call may return something else: it draws random numbers or leaves memory uninitialised.
+        changes_metadata: whether it changes the shape of its first argument, as `t_` does, or whether that argument
+            requires a gradient, as `detach_` does.
+        returns_target: whether it returns its first argument and changes nothing but that argument's values.
         multiplies: whether it multiplies matrices.
-        is_known: whether operators tell all of this.
+        is_known: whether operators tell all of this; False for a call that may do anything.
     """
 
     writes: frozenset[int] = frozenset()
@@ -69,8 +69,8 @@ def _unknown(node: Node) -> Effect:
 class Watcher:
     """Finds what the calls of a graph do; calls that are alike are run once.
 
-    They run on fake tensors of a mode of their own, with the sizes that symbolic ones had in tracing, so that nothing
-    here changes what the tracer knows about sizes.
+    The calls run in a fake mode of their own, where each symbolic size is the number that it was in tracing, so that
+    nothing here changes what the tracer knows about sizes.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Watcher:
         if node.op in ("placeholder", "get_attr", "output"):
             return NONE
         if isinstance(target, torch._ops.HigherOrderOperator):
-            # One without results that are read is called for what else it does, as `register_hook` is.
+            # If nothing reads the results, the operator is called for its side effects, as `register_hook` is.
             return _of_bodies(node, bodies_of(node)) if node.users else _unknown(node)
         if node.op == "call_module":
             body = submodule(node.graph, node)
@@ -110,7 +110,7 @@ def _watched(node: Node) -> Effect | None:
             args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), copies.__getitem__)
             with watch:
                 result = call(*args, **kwargs)
-    except Exception:  # any error of the call, and of sizes that are unknown
+    except Exception:  # the call may raise any error, and sizes may be unknown
         return None
     memory = {i: {storage_of(t) for t in _tensors(copies[item])} for i, item in enumerate(inputs)}
     returned = {storage_of(t) for t in _tensors(result)}
@@ -144,7 +144,7 @@ def _number(value: Any) -> Any:
 
 
 class _NoExample(Exception):  # noqa: N818 (a result, not an error)
-    """There is no example to run a call on."""
+    """A call has no example to run on."""
 
 
 def _as_function(node: Node) -> Callable[..., Any]:
@@ -199,7 +199,7 @@ def _multiplies(op: torch._ops.OpOverload) -> bool:
 
 
 def _is_of_torch(node: Node) -> bool:
-    """Whether a node calls a function that calls nothing but operators."""
+    """Whether a node calls a function that only calls operators."""
     target: Any = node.target
     if node.op == "call_method" or isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return True
@@ -300,7 +300,7 @@ def _of_bodies(node: Node, bodies: Sequence[GraphModule | None]) -> Effect:
 
 
 def bodies_of(node: Node) -> list[GraphModule | None]:
-    """The bodies of a higher-order operator; None for a body that is no graph module."""
+    """The bodies of a higher-order operator; None for a body that is not a graph module."""
     module = node.graph.owning_module
     named = [argument for argument in node.all_input_nodes if argument.op == "get_attr"]
     return [

@@ -1,8 +1,8 @@
 """Drops the code that Dynamo has compiled, while other threads may run it.
 
 `torch._dynamo.reset` frees what belongs to compiled code even while another thread is inside of it, and the process
-then ends with a segmentation fault (seen in torch 2.13). So the code is only marked as invalid here, in the way in
-which Dynamo does it when an object dies that the code was compiled for. Other threads may be inside of it then too.
+then ends with a segmentation fault (seen in torch 2.13). So the code is only marked as invalid here, as Dynamo does
+when a guarded object is garbage-collected. At that moment, too, other threads may be inside the code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch._dynamo.types import FrameAction, FrameExecStrategy
 
 
 class _Nothing:
-    """The type of an object that no local variable holds."""
+    """The type of an object that is never a local variable of compiled code."""
 
 
 _NOTHING = _Nothing()
@@ -35,12 +35,12 @@ def drop_compiled_code() -> None:
             for entry in _debug_get_cache_entry_list(code):
                 if entry.guard_manager.extra_state is not None:
                     entry.guard_manager.extra_state.invalidate(entry, _never_valid())
-            # A function that was compiled too often is no longer compiled; that too begins anew.
+            # Dynamo no longer compiles a function that was compiled too often; let it begin again.
             set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
 
 
 def _never_valid() -> DeletedGuardManagerWrapper:
-    """The guards of an invalid entry, such that Dynamo does not count it when it limits how often to compile."""
+    """The guards of an invalid entry, which Dynamo does not count against its limit of compilations per function."""
     guards = DeletedGuardManagerWrapper("mglu_ops.enable_fusion was called")
     guards.id_matched_objs = {"": weakref.ref(_NOTHING)}
     return guards

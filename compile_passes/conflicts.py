@@ -29,7 +29,7 @@ class RuleConflict(Exception):  # noqa: N818 (a property of the rules, not of th
 
 
 def check_rules(graph: Graph, constants: Mapping[Node, torch.Tensor] | None = None) -> set[tuple[Rule, Rule]]:
-    """Ask all rules about all nodes of a graph; the graph stays as it is.
+    """Ask all rules about all nodes of a graph, which stays unchanged.
 
     Returns:
         The pairs of `PRECEDENCE` that some node needs.
@@ -42,7 +42,7 @@ def check_rules(graph: Graph, constants: Mapping[Node, torch.Tensor] | None = No
 
 
 class _AskAll(Evaluation):
-    """An evaluation that asks all rules of a symbol, and not only until one of them knows a value."""
+    """An evaluation that asks all rules of a symbol and does not stop at the first that knows a value."""
 
     def __init__(self, view: View, constants: Mapping[Node, torch.Tensor] | None = None) -> None:
         self.decided: set[tuple[Rule, Rule]] = set()

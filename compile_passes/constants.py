@@ -56,7 +56,7 @@ class Folder:
     def constant_nodes(self) -> list[Node]:
         """The nodes that are functions of parameters, buffers and constants alone, in the order of the graph.
 
-        No node writes to their storages, neither before nor after them: the next call would see a later write.
+        No node ever writes to their storages: even a later write would be seen by the next call.
         """
         memory = Memory(self.graph)
         overwritten = self._written_at_end | memory.written
@@ -115,7 +115,7 @@ class Folder:
         node.replace_all_uses_with(self._made[contents])
 
     def program(self) -> ExportedProgram:
-        """The program of the graph as it is now, without unused constants."""
+        """The program of the current graph, without unused constants."""
         source, signature = self._source, self._source.graph_signature
         for node in reversed(self.constant_nodes()):
             if not node.users:
@@ -162,7 +162,7 @@ def _is_pure(node: Node, constant: dict[Node, None]) -> bool:
 
 
 _KEEP_A_WEIGHT = ("mul", "linear", "matmul", "t", "mT", "transpose")
-"""Symbols of the calls that read a weight. A mask has another user, which makes its complement."""
+"""Symbols of the calls that read a weight. A mask also has another user, which makes its complement."""
 
 
 class ConstantValues(Mapping[Node, Tensor]):
@@ -186,7 +186,7 @@ class ConstantValues(Mapping[Node, Tensor]):
 
 
 def _may_tell(node: Node) -> bool:
-    """Whether a constant may be a mask or a number, by its shape and its users: a weight of 0s and 1s is no mask."""
+    """Whether a constant may be a mask or a number, by shape and users: a weight of 0s and 1s must not count as one."""
     example = tensor_example(node)
     if example is None or example.dim() not in (0, 2, 3) or example.is_complex():
         return False

@@ -2,10 +2,10 @@
 
 With programmatic dependent launch (compute capability 9.0 and later), the blocks of a kernel may be set up while the
 kernel before it in the stream still runs. `gdc_wait` waits until that kernel has ended, and `gdc_launch_dependents`
-lets the next kernel start. The CUDA kernels of this project are launched so. Inductor's Triton kernels are if
-`torch._inductor.config.triton.enable_pdl` is set. It is off by default, and such kernels need Triton's launcher, which
-takes more of the host's time than Inductor's static launcher. In a CUDA graph the host launches no kernels, so the
-setting only makes the GPU faster, and this file sets it there.
+lets the next kernel start. The CUDA kernels of this project are launched this way. Inductor's Triton kernels are
+launched this way if `torch._inductor.config.triton.enable_pdl` is set, which is off by default. They then need Triton's
+launcher, which takes more of the host's time than Inductor's static launcher. In a CUDA graph the host launches no
+kernels, so this file turns the setting on there.
 
 Under the setting alone, Inductor of torch 2.11 to 2.15 generates kernels that race (`_handle_pdl_before_access` and
 `_handle_pdl_after_load` in torch/_inductor/codegen/triton.py):
@@ -17,15 +17,15 @@ Under the setting alone, Inductor of torch 2.11 to 2.15 generates kernels that r
   waits, because the names differ: it may read what was there before the update.
 - A kernel that loads nothing (fill, arange) does not wait. It may end while the kernel before it still runs, and the
   wait of the kernel after it does not cover that one.
-- A kernel with a loop may store before it waits, over memory that the last kernel still reads under another name.
+- A kernel with a loop may store before it waits, over memory that the kernel before it still reads under another name.
 
 Therefore the scheduler of a graph that gets the setting reports no last node. Then Inductor puts a wait before each
-load and each store, and in front of the loop if the access is in one, and keeps the first wait of a kernel. Nothing
-jumps over it, because masks of accesses are predicates and not branches. So every kernel waits before its first access,
-and only then lets the next one start. It sees all that earlier kernels of the stream wrote: its wait lasts until the
-kernel before it has ended, and that kernel waited in the same way. A kernel that only stores does not let the next one
-start, which then starts at its end. Kernels of other libraries are launched without the attribute, or wait themselves.
-The price is that no load precedes the wait. A kernel after a GEMM or an MGLU layer has none that could.
+load and each store, and in front of the loop if the access is in one, and keeps the first wait of a kernel. No kernel
+skips it, because masks of accesses are predicates and not branches. So every kernel waits before its first access, and
+only then lets the next one start. It sees everything that earlier kernels of the stream wrote: its wait lasts until the
+kernel before it has ended, and that kernel waited in the same way. A kernel that only stores never lets the next one
+start early. Kernels of other libraries are launched without the attribute, or wait themselves. The price is that no
+load can run before the wait. A kernel after a GEMM or an MGLU layer has no such load anyway.
 
 `_is_right` lists where this does not hold or was not checked. There the setting stays off.
 """
@@ -49,7 +49,7 @@ _SLOT = "_post_fusion_custom_pass"
 _SETTING = "triton.enable_pdl"
 _MIN_CAPABILITY = 9
 _CHECKED = ((2, 11), (2, 15))
-"""The first and the last version of torch of which the generated code was checked."""
+"""The first and the last version of torch whose generated code was checked."""
 
 _UNCHECKED_SETTINGS = (
     "combo_kernels",
@@ -57,17 +57,17 @@ _UNCHECKED_SETTINGS = (
     "triton.force_cooperative_reductions",
     "triton.multi_kernel",
 )
-"""Settings of Inductor that change how kernels are generated, and with which that was not checked."""
+"""Settings of Inductor that change how kernels are generated; the generated code was not checked with them."""
 
-# torch 2.13 has a class for the passes of the scheduler that may be cached; before, any callable is.
+# Since torch 2.13 a scheduler pass must have this class to be cached; before, any callable could be.
 _Base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)
 
 
 def settings_of_dependent_launch() -> dict[str, Any]:
-    """The settings under which Inductor runs the pass of this file; none where the pass could not help.
+    """The settings under which Inductor runs the pass of this file; empty where the pass could not help.
 
     Call this when the settings of a compilation are final, and restore them at its end, because the pass changes
-    `enable_pdl`. If a user has set that to True, it stays so, and the pass does not run.
+    `enable_pdl`. If a user has set `enable_pdl`, it stays True and the pass does not run.
     """
     if not inductor_config.triton.cudagraphs or inductor_config.triton.enable_pdl or not _is_checked_torch():
         return {}
@@ -86,11 +86,11 @@ def _is_checked_torch() -> bool:
 
 
 def _in_the_slot(before: SchedulerPass | None) -> SchedulerPass:
-    """The pass behind the one that is in the slot; like that one, it may or may not be cached."""
+    """The pass of this file, run after the one that is in the slot; it can be cached if that one can."""
     decide = DependentLaunch(before)
     if decide.uuid() is not None:
         return decide
-    return lambda nodes: decide(nodes)  # a lambda cannot be pickled for a key, so that nothing is cached
+    return lambda nodes: decide(nodes)  # a lambda cannot be pickled for a key, so nothing is cached
 
 
 class DependentLaunch(_Base):
@@ -120,7 +120,7 @@ class DependentLaunch(_Base):
         return None if before is None else ("mglu_ops.DependentLaunch", _source_hash(), str(before))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.before, _source_hash())  # torch 2.11 and 2.12 have the pickled pass as the key
+        return _rebuild, (self.before, _source_hash())  # the cache key in torch 2.11 and 2.12 is the pickled pass
 
 
 def _rebuild(before: SchedulerPass | None, _key: str) -> DependentLaunch:
@@ -141,8 +141,8 @@ def _is_right(graph: Any, nodes: Sequence[Any]) -> bool:
         and graph.disable_cudagraphs_reason is None
         and not graph.aot_mode
         and not graph.cpp_wrapper
-        # The code of a subgraph (a branch of `torch.cond`) is generated in the middle of its graph's, and so the rest
-        # of that graph is without the setting too. Kernels with and without it may follow each other.
+        # The code of a subgraph (a branch of `torch.cond`) is generated in the middle of its graph's code, so the rest
+        # of that graph loses the setting too. That is safe: kernels with and without it may follow each other.
         and not isinstance(graph, SubgraphLowering)
         and not any(getattr(inductor_config, name) for name in _UNCHECKED_SETTINGS)
         and any(_is_layer(node) for node in nodes)
@@ -160,7 +160,7 @@ def _is_able(device: torch.device) -> bool:
 
 
 def _can_wait(node: Any) -> bool:
-    """Whether a node is no Triton kernel, or one that waits before its first access of memory under the setting."""
+    """Whether a node is not a Triton kernel, or is one that waits before its first memory access under the setting."""
     from torch._inductor.scheduler import (
         ExternKernelSchedulerNode,
         FusedSchedulerNode,
@@ -176,7 +176,7 @@ def _can_wait(node: Any) -> bool:
 
 
 def _part_can_wait(node: Any) -> bool:
-    """Whether part of a kernel runs on the CPU, or accesses memory only by what Inductor puts waits before."""
+    """Whether part of a kernel runs on the CPU, or Inductor puts a wait before each of its memory accesses."""
     device = node.get_device()
     if device is None or device.type == "cpu":
         return device is not None
@@ -189,13 +189,13 @@ def _part_can_wait(node: Any) -> bool:
 
 
 def _wait_before_each_access(scheduler: Any) -> None:
-    """Let a scheduler report no last node, as if each kernel came after one that Inductor did not generate."""
+    """Make a scheduler report no last node, as if each kernel came after one that Inductor did not generate."""
     scheduler.__class__ = _class_without_last_node(scheduler.__class__)
 
 
 @cache
 def _class_without_last_node(scheduler_class: type) -> type:
     def ignore(_scheduler: Any, _node: Any) -> None:
-        """Inductor sets the last node after each node."""
+        """Ignore the last node, which Inductor sets after each node."""
 
     return type(scheduler_class.__name__, (scheduler_class,), {"previous_node": property(lambda _: None, ignore)})

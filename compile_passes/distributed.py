@@ -1,8 +1,8 @@
 """Layers that Dynamo's DDP optimiser has split between two graphs, which the report names.
 
 Under `DistributedDataParallel` (DDP), Dynamo splits a graph wherever the parameters read so far fill a bucket of
-gradients, and compiles each part by itself, so that a bucket is sent while the backward pass of earlier parts runs. A
-split can come before any node that reads a parameter, also inside a layer. Then a part has a gate without its value, or
+gradients, and compiles each part separately, so that a bucket is sent while the backward pass of earlier parts runs. A
+split can come before any node that reads a parameter, even inside a layer. Then a part has a gate without its value, or
 a layer whose mask comes from another part as a plain tensor.
 
 Dynamo's tracing context tells that a graph is such a part. A tensor from another part is a placeholder without a source
@@ -94,7 +94,7 @@ def comes_from_another_part(node: Node) -> bool:
 
 
 def lacks_its_mask(graph: Graph, spelling: Collection[Node]) -> bool:
-    """Whether another part makes a mask of a layer, so that nothing in this graph can prove what it is.
+    """Whether another part makes a mask of a layer, so that this graph cannot prove that it is a mask.
 
     `report_split_layers` reports such a layer if its nodes are not among `found`.
     """
@@ -172,7 +172,7 @@ def _masked(weight: Node) -> Iterator[tuple[Node, list[Node]]]:
 
 
 def _covers(mask: Node, weight: Node) -> bool:
-    """Whether a tensor has the shape of a weight or of a stack of its masks, and is no parameter itself."""
+    """Whether a tensor has the shape of a weight or of a stack of its masks, and is not a parameter."""
     value, matrix = tensor_example(mask), tensor_example(weight)
     if value is None or matrix is None or _is_parameter(mask):
         return False

@@ -2,9 +2,9 @@
 
 Inductor has one slot for passes on the graph before autograd, and that slot is a setting. Since torch 2.13 a setting
 belongs to a thread, and another library can replace it at any time, for its thread or for one compilation (vLLM gives
-its own in `config_patches`). A pass that is left in the slot is therefore absent from some compilations, and nothing
-says so. This module instead wraps the function of Inductor that each compilation reaches once its settings are final.
-There the pass follows what the slot holds for that compilation, and afterwards the slot is as it was.
+its own in `config_patches`). A pass that is left in the slot would silently be absent from some compilations. This
+module instead wraps the function of Inductor that each compilation reaches once its settings are final. There the pass
+runs after those in the slot, and afterwards the slot is restored.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _of_process: FusionPass | None = None
 """The pass of `enable_fusion`, for the compilations of all threads."""
 
 _of_thread: ContextVar[FusionPass | None] = ContextVar("fusion_pass", default=None)
-"""The pass that replaces that of the process in a thread or an asyncio task."""
+"""The pass that overrides `_of_process` in a thread or an asyncio task."""
 
 unfused_compilations = 0
-"""How many compilations found neither a pass of their thread nor one of the process."""
+"""How many compilations found no pass, neither for their thread nor for the process."""
 
 
 def set_for_process(fusion_pass: FusionPass | None) -> FusionPass | None:
@@ -51,7 +51,7 @@ def set_for_process(fusion_pass: FusionPass | None) -> FusionPass | None:
 
 @contextmanager
 def used_in_thread(fusion_pass: FusionPass) -> Iterator[None]:
-    """Add a pass to the compilations of this thread inside the block, in place of that of the process."""
+    """Add a pass to the compilations of this thread inside the block; it overrides the pass of the process."""
     token = _of_thread.set(fusion_pass)
     try:
         yield
@@ -60,7 +60,7 @@ def used_in_thread(fusion_pass: FusionPass) -> Iterator[None]:
 
 
 def current_pass() -> FusionPass | None:
-    """The pass for compilations of this thread: that of the innermost block, or else that of the process."""
+    """The pass for compilations of this thread, from the innermost block or else from `set_for_process`."""
     return _of_thread.get() or _of_process
 
 
@@ -68,7 +68,7 @@ class NoFusion(CustomGraphPass):
     """Keeps the pass out of a compilation: `torch.compile(model, options={"pre_grad_custom_pass": NoFusion()})`."""
 
     def __call__(self, graph: Graph) -> None:
-        """Leave the graph as it is."""
+        """Leave the graph unchanged."""
 
     def uuid(self) -> str:
         return "mglu_ops.NoFusion"
@@ -77,7 +77,7 @@ class NoFusion(CustomGraphPass):
 def adding_the_pass(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function that compiles a graph under Inductor's settings, so that it runs the current pass as well.
 
-    It holds Dynamo's lock, since before torch 2.13 the threads share their settings. Dynamo itself holds it already.
+    The wrapper holds Dynamo's lock, as Dynamo itself does, because threads share their settings before torch 2.13.
     """
 
     @functools.wraps(compile_graph)
@@ -96,7 +96,7 @@ def adding_the_pass(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _pass_to_add() -> FusionPass | None:
-    """The current pass, behind those in the slot; None if there is none, or if the slot has one of mglu_ops."""
+    """The current pass, after those in the slot; None if there is none, or if the slot has a pass of mglu_ops."""
     global unfused_compilations
     others = _passes_in_slot()
     if any(isinstance(other, (FusionPass, NoFusion)) for other in others):
@@ -118,9 +118,9 @@ def _passes_in_slot() -> list[GraphPass]:
 def _settings_of(fusion_pass: FusionPass) -> dict[str, Any]:
     """The settings under which Inductor runs a pass.
 
-    If torch can run a pass before or after the look-up in the compile cache, this pass runs before it: then a warm
-    start has the same report as a cold one, and the fused graph is the key of the cache. With CUDA graphs, a pass of
-    the scheduler is added too (`dependent_launch.py`).
+    If torch lets a pass choose, it runs before the lookup in the compile cache: then a warm start has the same report
+    as a cold one, and the fused graph is the key of the cache. With CUDA graphs, a pass of the scheduler is added too
+    (`dependent_launch.py`).
     """
     settings: dict[str, Any] = {_SLOT: fusion_pass}
     if hasattr(inductor_config, "pre_grad_pass_timing"):

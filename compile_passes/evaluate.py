@@ -81,7 +81,7 @@ class Evaluation(Recogniser):
         return self.value(mask)
 
     def _evaluate(self, node: Node, rules: RulesBySymbol, otherwise: Callable[[Node], Value]) -> Value:
-        """The value by the first rule that knows one."""
+        """The value from the first rule that knows one, or else from `otherwise`."""
         call = as_call(node)
         if call is not None:
             for rule in rules.get(call.symbol, ()):
@@ -119,7 +119,7 @@ class Evaluation(Recogniser):
 
 
 def _with_its_gradient(node: Node, value: Value) -> Value:
-    """A function of a mask, marked if autograd passes through its node, but only zeros."""
+    """Mark a function of a mask if autograd passes a gradient through its node, but only zeros."""
     if isinstance(value, Binary) and requires_grad(node) and not any(value.slope):
         return replace(value, zero_gradient=True)
     return value

@@ -122,7 +122,7 @@ def explain(model: Callable[..., Any], *inputs: Any, train: bool = False, assume
 
 
 def _raise_own_error(model: Callable[..., Any], inputs: Sequence[Any], train: bool) -> None:
-    """Run a model that could not be captured without Dynamo, whose errors of the model have 200 lines."""
+    """If a model fails without Dynamo too, raise its own error: Dynamo's report of the same error has 200 lines."""
     try:
         with _mode(model, train):
             model(*inputs)

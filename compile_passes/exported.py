@@ -2,7 +2,7 @@
 
 An exported program knows the values of its parameters, buffers and constants. Masks that are made of them are evaluated
 here once: the packed bits become a buffer, and the logits leave the program. The result is for inference, so gradients
-that tracing recorded (an export with grad mode on) are dropped first; they would ask for the training operator.
+that tracing recorded (an export with grad mode on) are dropped first; they would select the training operator.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ A formula is a polynomial with real coefficients in *atoms*: the variable, and f
 
 Formulas are compared by their texts, which are built from the texts of their parts. The size of a formula is limited,
 so that building, comparing and sorting one takes constant time however long the chain of operations is. A larger
-expression is no activation of the operator and has no formula (None).
+expression cannot be an activation of the operator and has no formula (None).
 
 Equal formulas are equal functions with equal derivatives. The rewriting steps are sums and products of differentiable
 functions, whose derivatives by autograd agree everywhere. Functions with a kink are separate atoms if torch's
@@ -221,7 +221,7 @@ class Scaled:
 
 
 def activation(formula: Formula, digits: int = DIGITS) -> Scaled | None:
-    """The operator's activation that a formula is a multiple of, with coefficients equal to so many digits, if any."""
+    """The operator's activation that a formula is a multiple of, comparing `digits` digits; None if there is none."""
     unit, factor = unscaled(formula)
     name, known = _by_digits(digits).get(_rounded(unit, digits), (None, 1.0))
     if name is None:

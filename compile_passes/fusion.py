@@ -221,7 +221,7 @@ def fuse(
 
     Raises:
         FusionError: under `strict`.
-        TypeError: `gm` is no graph module, or `example_inputs` is no sequence.
+        TypeError: `gm` is not a graph module, or `example_inputs` is not a sequence.
         ValueError: `example_inputs` are missing or do not fit the module.
     """
     if not isinstance(gm, GraphModule):
@@ -248,7 +248,7 @@ def _copy(gm: GraphModule) -> GraphModule:
     """A module with a copy of the graph, and with the attributes that a Dynamo backend reads later."""
     copied = GraphModule(gm, copy.deepcopy(gm.graph))
     copied.meta = dict(gm.meta)
-    if hasattr(gm, "_param_name_to_source"):  # AOTAutograd finds the parameters among the inputs by it
+    if hasattr(gm, "_param_name_to_source"):  # tells AOTAutograd which inputs are parameters
         copied._param_name_to_source = gm._param_name_to_source
         for node, original in zip(copied.graph.nodes, gm.graph.nodes, strict=True):
             if original.op == "placeholder":
@@ -257,7 +257,7 @@ def _copy(gm: GraphModule) -> GraphModule:
 
 
 def _lifted_numbers(gm: GraphModule) -> dict[Any, Tensor]:
-    """The numbers that `torch.export` lifted to tensor attributes which are no buffers, as `0` in `w[mask] = 0`."""
+    """The numbers that `torch.export` lifted to attributes that are not buffers, such as the `0` in `w[mask] = 0`."""
     registered = {name for name, _ in (*gm.named_parameters(), *gm.named_buffers())}
     names = {str(node.target) for node in gm.graph.find_nodes(op="get_attr")} - registered
     tensors = {name: getattr(gm, name, None) for name in names}

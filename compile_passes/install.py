@@ -16,7 +16,7 @@ from .report import FusionReport
 _global_report = FusionReport()
 
 _in_force: FusionPass | None = None
-"""The last pass of the process before which all compiled code was dropped."""
+"""The pass that the last `enable_fusion` added."""
 
 
 def fusion_report() -> FusionReport:
@@ -42,13 +42,13 @@ def enable_fusion(*, strict: bool = False, assume_binary: bool = False, dependen
 
     Code that was compiled before is dropped in all threads, and compiled again at its next call: Dynamo keeps code by
     class and shapes, and would silently run a new model on the unfused code of an older one. Other threads may run that
-    code meanwhile; for a compilation in another thread, a call waits. A call that does not change the options neither
+    code meanwhile; if another thread is compiling, the call waits. A call that does not change the options neither
     drops code nor waits.
 
     The options belong to the process. Any thread may call this function or `disable_fusion`, and the last call holds
-    for every compilation that begins after it. A `fusion()` block has its own options, which come first in its thread.
-    A forked process inherits the options; a spawned one (the workers of a `DataLoader` on Windows and macOS) does not,
-    and calls this function itself.
+    for every compilation that begins after it. In its thread, a `fusion()` block overrides these options. A forked
+    process inherits them; a spawned one (the workers of a `DataLoader` on Windows and macOS) does not, and has to call
+    this function itself.
 
     The passes of other libraries in Inductor's slot `pre_grad_custom_pass` run first, whenever they were put there. A
     model that is compiled with `options={"pre_grad_custom_pass": compile_passes.entry.NoFusion()}` is not fused.
@@ -68,7 +68,7 @@ def enable_fusion(*, strict: bool = False, assume_binary: bool = False, dependen
 
 
 def disable_fusion() -> None:
-    """Undo `enable_fusion` in all threads, whichever called it; without effect if fusion is not enabled.
+    """Undo `enable_fusion` in all threads, whichever of them called it; does nothing if fusion is not enabled.
 
     Compiled code stays fused until `torch._dynamo.reset()`.
     """

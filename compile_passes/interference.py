@@ -85,7 +85,7 @@ def _check_backward(view: View, root: Node, interior: Sequence[Node], reads: Col
     """Refuse a layer if something later writes to what backward reads: operands of the operator, or of the program.
 
     A call whose effect is unknown counts as a write, and so does a gradient hook: it would see another gradient. The
-    memory of the root does not count. The operator makes a new tensor in its place, to which anything may be done.
+    memory of the root does not count: the operator returns a new tensor instead, which backward does not read.
     """
     inside = {view.origin[node] for node in interior}
     inputs = {item for node in interior for item in node.all_input_nodes}

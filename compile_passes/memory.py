@@ -1,7 +1,7 @@
 """The memory of a graph: which tensors share a storage, which nodes write to which storages, and under which modes.
 
 In a graph that was just traced, the examples of a tensor and of its views share a storage. In a program that was saved
-and loaded they do not, because each was stored by itself; there the calls tell what they share (`calls.py`).
+and loaded they do not, because each was stored separately; there the calls tell what they share (`calls.py`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Memory:
         self.given: set[Hashable] = set()
         """The storages of the graph's inputs, parameters and constants."""
         self.misdescribed: set[int] = set()
-        """The identities of examples that show the shape and gradient which a later call gave to their tensor."""
+        """The ids of examples whose shape or gradient a later call changes: they show what their tensor becomes."""
         self._writes: dict[Hashable, list[Node]] = {}
         self._returned = graph.output_node().all_input_nodes
         for node in graph.nodes:

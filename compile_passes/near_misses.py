@@ -4,7 +4,7 @@ A site needs a gated product that the rules know, so without this module the use
 not fused. The report names the nodes that read a masked weight, or a result of it, in a way that no rule knows.
 
 The masked forms of a weight are followed through the graph in one pass, each for a few nodes. The time is therefore
-linear in the length of the graph. What multiplies x far behind its mask is an activation and no weight.
+linear in the length of the graph. What multiplies x many nodes after its mask is an activation, not a weight.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class NearMiss:
 
 
 _Form = tuple[Hashable, Hashable]
-"""The key of a weight, and that of a form of it: masked, or as it is."""
+"""The key of a weight, and the key of one of its forms: masked, or `_ITSELF`."""
 
 _ITSELF = "itself"
 
 _Path = tuple[Node, ...]
-"""The nodes from a form, which is included if no rule knows it."""
+"""The nodes after a form; the path begins with the form itself if no rule knows it."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class _Weight:
     by_x: dict[Hashable, set[Hashable]] = field(default_factory=dict)
     """The forms that multiply each x."""
     reached: set[Node] = field(default_factory=set)
-    """The nodes from the forms to the products, which are included."""
+    """The nodes from the forms to the products, including the products."""
 
 
 def find_near_misses(recogniser: Recogniser, found: set[Node], reported: set[Hashable]) -> list[NearMiss]:
@@ -173,7 +173,7 @@ def _is_like(node: Node, weight: Node) -> bool:
 
 
 def _multiplied(recogniser: Recogniser, node: Node, weight: Node) -> list[Hashable]:
-    """The keys of the other operands, if a node multiplies the weight by x; empty if it is no such product."""
+    """The keys of the other operands, if a node multiplies the weight by x; otherwise an empty list."""
     is_broadcast = symbol_of(node) == "mul" and dims(node) > dims(weight)  # a broadcast product that is summed later
     if not is_broadcast and not recogniser.view.effect(node).multiplies:
         return []
@@ -182,9 +182,9 @@ def _multiplied(recogniser: Recogniser, node: Node, weight: Node) -> list[Hashab
 
 
 def _miss(recogniser: Recogniser, reached: set[Node], found: set[Node]) -> NearMiss | None:
-    """The nodes on the paths to the products, or among their users, that no rule knows, of which the first is named.
+    """A miss at the first node that no rule knows, on the paths to the products or among their users.
 
-    None if nothing uses the products.
+    If rules know all of these, the miss is at the last product; None if nothing uses the products.
     """
     pending, seen = list(reached), set(reached)
     unknown = [node for node in reached if not _is_known(recogniser, node)]
@@ -256,7 +256,7 @@ _MOST_NAMED = 4
 
 
 def _reading(recogniser: Recogniser, node: Node) -> str:
-    """What an unknown node does, in words."""
+    """What an unknown node does, as a phrase of the reason."""
     operation = symbol_of(node) or str(getattr(node.target, "__name__", node.target))
     values = [recogniser.value(item) for item in node.all_input_nodes]
     what = "a masked weight"

@@ -46,7 +46,7 @@ class _Hole:
 def evaluate(node: Node, operands: dict[Node, Operand], dtype: torch.dtype) -> Result | None:
     """Evaluate an elementwise node on `operands`, which all have the same length or are numbers.
 
-    None if a result is not finite, or if it is no tensor of `dtype`, which is the dtype of the node.
+    Returns None if a result is not finite, or is not a tensor of `dtype`, the dtype of the node.
     """
     positions = {operand: position for position, operand in enumerate(operands)}
     args, kwargs = (_frozen(part, positions) for part in (node.args, dict(node.kwargs)))
@@ -109,7 +109,7 @@ def _no_autocast() -> torch.autocast:
 
 
 def _tensor(operand: Operand, length: int) -> torch.Tensor:
-    """An operand as a tensor with one element for each value; one value stands for all, into which a call may write."""
+    """An operand as a tensor of `length` elements; a single value is repeated, because a call may write to it."""
     values = operand.values[0] if operand.is_number else operand.values * (length // len(operand.values))
     tensor = torch.tensor(values, dtype=operand.dtype, device="cpu")
     return tensor.requires_grad_() if operand.has_gradient else tensor

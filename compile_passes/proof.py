@@ -1,17 +1,17 @@
-"""The proof that a site is an MGLU layer and may be replaced by the operator; a refusal gives its reason in words.
+"""The proof that a site is an MGLU layer and may be replaced by the operator; a refusal gives its reason.
 
 The graph before autograd is neither functional nor normalised, so equal expressions need not hold equal values. A site
 is fused only if all of this holds (README.md has the argument for each point):
 
 1. All terms read one x and one weight: the same node, or expressions with equal keys (`Recogniser.key`).
-2. Gate and value factor are M and 1 - M of one mask that is proved to be binary.
-3. Where the mask carries a gradient, the slopes of the factors are +1 and -1 in one tensor.
+2. The factors of gate and value are M and 1 - M of one mask that is proved to be binary.
+3. Where the mask carries a gradient, the slopes of the factors are +1 and -1 with respect to one tensor.
 4. Masks have the weight's shape, all projections have the dtype of the result, and all operands are dense tensors.
 5. The gate goes through one of the operator's activations, in value and in derivative.
 6. The terms have numbers or route weights that the operator can take.
 7. Nothing outside the layer writes to what the operator reads before it runs, and in training afterwards; gates,
-   values and products have no users outside the layer; and the layer is computed under one grad mode, one autocast
-   and no functorch transform (`interference.py`, which looks at the nodes that `rewrite.py` has made).
+   values and products have no users outside the layer; the layer is computed under one grad mode and one autocast,
+   and the operator outside functorch transforms (`interference.py` looks at the nodes that `rewrite.py` has made).
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Layer:
 
     @property
     def hides_nan(self) -> bool:
-        """Whether the program may make a NaN of a mask logit that is NaN, which the operator takes for 0.
+        """Whether the program may return NaN for a mask logit that is NaN, which the operator takes for 0.
 
-        A comparison makes no NaN of it. A real mask may, and so does the sum of a straight-through mask.
+        A comparison with NaN gives a mask of 0 or 1. A real mask may be NaN, and a straight-through sum is.
         """
         masks = [mask for mask, _ in self.masks if mask.proof not in (None, "constant")]
         return any(mask.rounding or mask.carrier or dtype_of(mask.bits) in _FLOATING for mask in masks)
@@ -118,7 +118,7 @@ _MOST_REASONS = 4
 
 
 class _Reasons:
-    """The reasons why a site is refused: all of them, so that a user need not mend one to learn of the next."""
+    """All reasons why a site is refused, so that a user need not fix one to learn of the next."""
 
     def __init__(self) -> None:
         self._found: dict[str, None] = {}

@@ -55,8 +55,8 @@ class Recogniser:
     def _intern(self, node: Node) -> Hashable:
         """The key of a node: what it calls, with all arguments and defaults, on which values, and under which modes.
 
-        The values of a view never change, so the key of an argument is that of what the node has read. Two functions
-        are equal where the table of spellings reads both as one `Call`.
+        The values of a view never change, so the key of an argument identifies the value that the node has read. Two
+        functions are equal where the table of spellings reads both as one `Call`.
         """
         if node.op == "get_attr":
             return ("node", self._interned.setdefault(("get_attr", str(node.target)), len(self._interned)))
@@ -77,7 +77,7 @@ class Recogniser:
         return ("node", self._interned.setdefault(structure, len(self._interned)))
 
     def through(self, argument: Any) -> Call | None:
-        """The call behind an argument, which a rule looks through to know another node; it is part of the site then."""
+        """The call behind an argument, for a rule that looks through it; its node then belongs to the site."""
         call = as_call(argument)
         if call is not None:
             self._looking.append(argument)
@@ -90,7 +90,7 @@ class Recogniser:
         return Binary(mask, slope=(1, 1) if trained else (0, 0))
 
     def as_weighted(self, argument: Any) -> Weighted | None:
-        """An argument as a weight, masked or not; any matrix that is no mask counts as a weight."""
+        """An argument as a weight, masked or not; any matrix that is not a mask counts as a weight."""
         value = self.value(argument)
         if isinstance(value, Weighted):
             return value
@@ -104,7 +104,7 @@ class Recogniser:
 
 
 def _same_tensor(node: Node) -> Node | None:
-    """The input that a node returns unchanged: a cast to the dtype that it has already, or a dropout of nothing."""
+    """The input that a node returns unchanged, as a cast to the same dtype does, or dropout in eval mode."""
     call = as_call(node)
     if call is None or call.symbol not in ("to", "dropout") or not isinstance(call.args[0], Node):
         return None

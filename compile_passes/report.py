@@ -84,7 +84,7 @@ class FusionReport:
     Attributes:
         fused: layers that now run as one operator.
         missed: layers that were recognised but not fused.
-        present: layers that called the operator already, such as those of `mglu_ops.nn.MGLU`.
+        present: layers that called the operator already, such as `mglu_ops.nn.MGLU`.
         graphs: the number of graphs that the pass has read.
     """
 

@@ -40,7 +40,8 @@ def replacement(recogniser: Recogniser, layer: Layer) -> Replacement:
     """Insert the nodes that compute a layer before its root in the view; nothing reads them yet.
 
     Raises:
-        Refusal: what surrounds the layer keeps it from being replaced. The view is then as before, as with any error.
+        Refusal: what surrounds the layer keeps it from being replaced. This and any other error leaves the view
+            unchanged.
     """
     graph, root = recogniser.view.graph, layer.site.root
     before = root.prev
@@ -79,9 +80,9 @@ def rewrite(view: View, replacements: Sequence[Replacement]) -> None:
 
 
 def _erase_dead(view: View, spelling: set[Node]) -> None:
-    """Erase unused nodes of the layers, the assertions about them, and what only they read; except random numbers.
+    """Erase unused nodes of the layers, the assertions about them, and what only they read.
 
-    Later draws would give other numbers if one were missing.
+    Draws of random numbers stay, because without one of them the later ones would give other numbers.
     """
     dying = set(spelling)
     for node in reversed(view.graph.nodes):
@@ -180,7 +181,7 @@ def _transpose(graph: Graph, layer: Layer, node: Node) -> Node:
 
 
 def _mask_logits(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node:
-    """A tensor `[n_masks, ...]` that is positive where the gate's masks are 1, and whose gradient is that of the masks.
+    """A tensor `[n_masks, ...]` that is positive where the gate's masks are 1, and that has the masks' gradient.
 
     It is made of the user's logits if the graph has them. Otherwise it is the straight-through masks minus 1/2, through
     which autograd reaches the logits as it did before.
@@ -261,7 +262,7 @@ def _gate_bits(graph: Graph, bits: Node, mask: Mask, complement: bool) -> Node:
     dtype = dtype_of(mask.bits)
     if dtype is torch.bool:
         return bits
-    # A NaN in a mask that is made of NaN logits counts as 0, as in `forward_ste`; it is not equal to 0.
+    # `> 0` takes a NaN in a real mask for 0, as `forward_ste` does with a NaN logit; `!= 0` would take it for 1.
     is_real = dtype is not None and dtype.is_floating_point
     return graph.call_function(operator.gt if is_real else operator.ne, (bits, 0))
 

@@ -48,13 +48,13 @@ _ARITHMETIC = frozenset(
 _LOGIC = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_xor", "not"})
 """Operations that take a mask, or a mask and a number, to a function of that mask.
 
-Operations that make a mask of something else, as `round` does of a sigmoid, are not among them: then their result is
-the mask.
+Operations that make a mask from something else, such as `round` from a sigmoid, are not listed: there the result is the
+mask.
 """
 
 
 Role = tuple[Hashable, Hashable]
-"""The key of a weight, and that of a real tensor which masks it; for a slice of a stack of masks, that of the stack."""
+"""The keys of a weight and of a real tensor that masks it (if that is a slice of a stack of masks, of the stack)."""
 
 
 def roles_of_masks(graph: Graph, recogniser: Recogniser) -> Iterator[Role]:
@@ -69,8 +69,8 @@ def roles_of_masks(graph: Graph, recogniser: Recogniser) -> Iterator[Role]:
     - The weight is multiplied by one arithmetic function of it, and the weight itself is an operand of another product,
       or of a difference with the masked weight.
 
-    Two slices of one stack also count as two functions of it, as in a layer with many masks. But that alone makes no
-    stack of masks of the weights of several experts, which are multiplied by a mask that they share.
+    Two slices of one stack also count as two functions of it, as in a layer with many masks. But the stacked weights of
+    several experts that are multiplied by a shared mask do not become a stack of masks in this way.
     """
     bare = set(_keys_of_bare_weights(graph, recogniser))
     functions: dict[Role, set[Hashable]] = {}
@@ -98,11 +98,11 @@ def roles_of_masks(graph: Graph, recogniser: Recogniser) -> Iterator[Role]:
 
 
 def _of_several_functions(functions: Mapping[Role, set[Hashable]], arithmetic: Collection[Role]) -> Iterator[Role]:
-    """The tensors of which one weight is multiplied by several functions, at least one of them arithmetic.
+    """The roles in which several functions of one tensor multiply a weight, at least one of them arithmetic.
 
     Args:
         functions: for each pair of a weight and a tensor, the functions of the tensor that multiply the weight.
-        arithmetic: the pairs of a weight and a tensor, or a stack of them, of which some function is arithmetic.
+        arithmetic: the pairs of a weight and a tensor, or its stack, for which one of these functions is arithmetic.
     """
     for (weight_key, key), factors in functions.items():
         role = (weight_key, stack_key(key))
@@ -216,7 +216,7 @@ def weight_operand(call: Call) -> Node | None:
 
 
 def keys_of_masked_weights(graph: Graph, recogniser: Recogniser) -> Iterator[Hashable]:
-    """The keys of matrices that are masked, also of those whose product with x is masked by output feature."""
+    """The keys of matrices that are masked, including matrices whose product with x is masked by output feature."""
     for node in graph.nodes:
         value = recogniser.value(node)
         if isinstance(value, (Bundle, Weighted)):

@@ -84,7 +84,7 @@ def broadcasts_to(node: Any, result: Any) -> bool:
 
 
 def dims(argument: Any) -> int:
-    """The number of dimensions of a node's tensor; -1 if it is no tensor."""
+    """The number of dimensions of a node's tensor; -1 if it is not a tensor."""
     value = tensor_example(argument) if isinstance(argument, Node) else None
     return -1 if value is None else value.dim()
 
@@ -265,7 +265,7 @@ def repeated(node: Any) -> tuple[Any, int | None]:
 
 
 def _is_repetition(base: Any, node: Node, dim: int) -> bool:
-    """Whether two shapes are those of a tensor and of its repetition along `dim`."""
+    """Whether `node` has the shape of `base` repeated along a new dimension `dim`."""
     one, many = tensor_example(base), tensor_example(node)
     if one is None or many is None or many.dim() != one.dim() + 1:
         return False

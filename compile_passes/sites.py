@@ -15,7 +15,7 @@ from .values import Bundle, Gated, Projection, Term
 
 
 class Refusal(Exception):  # noqa: N818 (a result, not an error)
-    """The reason why a site is not fused, in words for the user."""
+    """The reason why a site is not fused, written for the user."""
 
 
 @dataclass(frozen=True)
@@ -105,4 +105,4 @@ def _is_spelling(recogniser: Recogniser, node: Node) -> bool:
 
 
 _IN_BETWEEN = frozenset({"unbind", "split", "expand", "repeat", "unsqueeze", "getitem", "select", "empty", "size"})
-"""Symbols of nodes that may belong to a spelling although the recogniser knows no value of them."""
+"""Symbols of nodes that may belong to a spelling although they have no value."""

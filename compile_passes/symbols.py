@@ -1,10 +1,10 @@
-"""The table of spellings: from the ways in which torch writes an operation to one symbol and one list of arguments.
+"""The table of spellings maps all ways to write an operation in torch to one symbol and one list of arguments.
 
 A spelling is a torch function, a method, a Python operator or an ATen overload. It stands in the table with its
 signature (`signatures.py`), and `as_call` binds the arguments of a node to that signature. The rules of the recogniser
 see only the result, a `Call`: positional, keyword and default arguments read alike, and so do the graphs of Dynamo and
-of `torch.export`. A node whose arguments do not all fit the signature is no `Call`, so no rule can overlook an argument
-such as `rounding_mode="floor"`.
+of `torch.export`. A node whose arguments do not all fit the signature is not a `Call`, so no rule can overlook an
+argument such as `rounding_mode="floor"`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "clamp", clamp, _elementwise("clamp", torch.clip, "clip", *_aten("clip"))
     yield "clamp_min", "input, min", _elementwise("clamp_min")
     yield "maximum", _TWO, _elementwise("maximum", torch.ops.aten.max.other)
-    yield "max", _TWO, (torch.max, "max")  # of two tensors; with a number, along a dimension
+    yield "max", _TWO, (torch.max, "max")  # elementwise with a tensor; with a number it reduces a dimension
     yield "threshold", "input, threshold, value, -inplace", (F.threshold, torch.threshold, *_aten("threshold"))
     yield "sign", "input", _elementwise("sign", torch.sgn, "sgn", *_aten("sgn"))
     yield "heaviside", "input, values", _elementwise("heaviside")
@@ -204,7 +204,7 @@ _TABLE: dict[Any, list[tuple[str, Signature]]] = {}
 """The symbols and signatures of each spelling; the first signature that fits the arguments counts."""
 
 _ORDER: dict[str, tuple[str, ...]] = {}
-"""The arguments of each symbol in the order in which the rules receive them: that of its first signature."""
+"""The arguments of each symbol in the order in which the rules receive them, given by its first signature."""
 
 for _symbol, _text, _targets in _spellings():
     _signature = Signature.parse(_text)
@@ -270,7 +270,7 @@ def _read(node: Node) -> Call | None:
 
 
 def symbol_of(node: Any) -> str:
-    """The symbol of a node; empty if the node is no `Call`."""
+    """The symbol of a node; empty if the node is not a `Call`."""
     call = as_call(node)
     return "" if call is None else call.symbol
 
@@ -330,5 +330,5 @@ def _out_of_place(target: Any) -> Any:
 
 
 def is_inplace_name(name: str) -> bool:
-    """Whether a name is that of an in-place operation: `relu_`, but not `relu` or `__add__`."""
+    """Whether a name names an in-place operation: `relu_`, but not `relu` or `__add__`."""
     return name.endswith("_") and not name.endswith("__")

@@ -49,7 +49,7 @@ class Mask:
     """A binary tensor `[out_features, in_features]`, or a stack `[n_masks, out_features, in_features]` of them.
 
     Attributes:
-        bits: a bool or real node with the values of the mask, or with `inverted` those of its complement.
+        bits: a bool or real node with the values of the mask, or of its complement if `inverted`.
         key: equal for masks with equal values.
         proof: why the mask is binary; None if nothing proves it.
         carrier: the node through which its gradient flows, if it has one.
@@ -98,7 +98,7 @@ class Scalar:
 
 @dataclass(frozen=True)
 class Levels:
-    """A tensor that holds no other values than these: `sign(x)` holds -1, 0 and 1."""
+    """A tensor that holds only these values: `sign(x)` holds -1, 0 and 1."""
 
     values: tuple[float, ...]
 
@@ -107,7 +107,7 @@ class Levels:
 class Binary:
     """An elementwise function f of a mask, given by `at = (f(0), f(1))` and `slope = (f'(0), f'(1))`.
 
-    `zero_gradient` says that autograd passes a gradient of zeros to what the function is made of, as of `round`.
+    `zero_gradient` says that autograd passes a gradient of zeros through the function, as it does through `round`.
     """
 
     mask: Mask
@@ -244,7 +244,7 @@ Value: TypeAlias = Scalar | Levels | Binary | Product | Weighted | Projection | 
 
 
 def projection_of(value: Value) -> Projection | None:
-    """A projection that a value is made of; for a bundle, that of its first item."""
+    """A projection that a value is made of; for a bundle, a projection of its first item."""
     if isinstance(value, Bundle):
         value = value.items[0]
     if isinstance(value, Gated):
@@ -278,7 +278,7 @@ def opposite(mask: Mask) -> Mask:
 
 
 def merge(a: Mask, b: Mask) -> Mask | None:
-    """The mask that both are; None if they are two masks, or if their gradients flow through two tensors."""
+    """The one mask that `a` and `b` are; None if they differ or their gradients flow through different tensors."""
     if a.key != b.key:
         return None
     if a.carrier is not None and b.carrier is not None and a.carrier.key != b.carrier.key:

@@ -10,7 +10,7 @@ assignment form:
   of a tensor that shares memory with what was written.
 
 The view also knows where its values are: `holder` is the node of the graph whose tensor has the value, and `overwriter`
-finds a write after which it has it no more. `write_back` makes the changes of the view in the graph.
+finds a write that replaces the value. `write_back` makes the changes of the view in the graph.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class View:
         return is_fill(node) or (effect.returns_target and _is_same_kind(example(node), value))
 
     def _write(self, node: Node, copy: Node, is_function: bool) -> None:
-        """Let later reads of what a node has written to read the new values."""
+        """Make later nodes that read what a node has written to see the new values."""
         inputs = node.all_input_nodes
         written = [self._tensors.get(inputs[i], inputs[i]) for i in self.memory.effects[node].writes]
         for storage in {storage for tensor in written for storage in self.memory.storages[tensor]}:
@@ -150,7 +150,7 @@ class View:
         return self.memory.effects[self.origin[node]] if node in self.origin else NONE
 
     def modes(self, node: Node) -> Modes:
-        """The modes under which the original node of a node, or of the tensor that it stands for, runs."""
+        """The modes under which the original of a node runs, or the original whose tensor the node stands for."""
         return self.memory.modes[self._holders[node]]
 
     def holder(self, node: Node) -> Node:
@@ -160,7 +160,8 @@ class View:
     def is_repeatable(self, node: Node) -> bool:
         """Whether a node is a call that returns the same, with the same gradient, for the same arguments.
 
-        A higher-order operator may have a backward of its own, so that gradients of two calls do not add up to one's.
+        A higher-order operator may have a backward of its own, so two calls may have another gradient than one
+        call that is used twice.
         """
         effect = self.effect(node)
         is_call = node.op.startswith("call_") and not isinstance(node.target, torch._ops.HigherOrderOperator)
@@ -185,7 +186,7 @@ class View:
         return min(found, key=self.memory.order.__getitem__, default=None)
 
     def later_writers(self, node: Node, besides: Node) -> Iterator[Node]:
-        """The original nodes that write to the holder of a value after it holds it, but not to that of `besides`."""
+        """The original nodes that later write to the holder of a value, except to memory of the holder of `besides`."""
         storages = self.memory.storages
         for storage in storages[self._holders[node]] - storages[self._holders[besides]]:
             yield from self.memory.writes(storage, self._defined[node], math.inf)
@@ -203,7 +204,7 @@ class View:
     def write_back(self, replaced: Mapping[Node, Node]) -> None:
         """Make the changes of the view in the original graph: new nodes, other arguments, and erased nodes.
 
-        `replaced` has the new node whose tensor takes the place of that of each old one.
+        `replaced` maps each old node to the new node whose tensor takes its place.
         """
         made: dict[Node, Node] = {}
         pending: list[Node] = []
@@ -234,7 +235,7 @@ class View:
 
 
 def _record_gradient(node: Node) -> None:
-    """Let the example of a tensor say whether it had a gradient before a write, which changes the traced tensor."""
+    """Make the example of a tensor say whether it had a gradient before a write; tracing shows what it had after."""
     value = example(node)
     if value is not None and value.requires_grad and node.op.startswith("call_"):
         had_gradient = any(requires_grad(item) for item in node.all_input_nodes)

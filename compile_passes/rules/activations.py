@@ -61,7 +61,7 @@ def _formula_of_one(recogniser: Recogniser, symbol: str, formula: Formula, optio
         return formulas.power(formula, 2)
     if symbol == "pow":
         return formulas.power(formula, numbers[0].value) if isinstance(numbers[0], Scalar) else None
-    if symbol == "threshold":  # with threshold and value 0 it equals relu, and so does its derivative at 0
+    if symbol == "threshold":  # with threshold and value 0 it equals relu, also in its derivative at 0
         return formulas.apply("relu", formula) if numbers == [Scalar(0), Scalar(0)] else None
     if numbers[0] != Scalar(0) or any(option is not None for option in options[1:]):
         return None
@@ -117,7 +117,7 @@ def _number(argument: Any, value: Value) -> Formula | None:
 def _is_gating(a: Formula, b: Formula, product: Formula | None) -> bool:
     """Whether `act(p) * p` of one projection p is meant as gate and value, whose masks are then wrong.
 
-    It is, if it is no activation itself: the report should then speak of the masks and not of the function.
+    It is, unless the product is an activation: the report should then name the masks and not the function.
     """
     found = [formulas.activation(formula) for formula in (a, b)]
     names = {one.activation for one in found if one is not None}

@@ -77,7 +77,7 @@ def pairwise(
 
 
 def _beside(value: Value, longest: Bundle, argument: Any, node: Node) -> list[Value] | None:
-    """The operand as a list with one value for each item of the longest bundle; None if it does not broadcast so."""
+    """The operand as a list with one value per item of the longest bundle; None if it does not broadcast to that."""
     count = len(longest.items)
     if isinstance(value, Bundle):
         same_layout = (value.dim, value.size) == (longest.dim, longest.size) and dims(argument) == dims(node)

@@ -41,9 +41,9 @@ def einsum_projection(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def _axes_of_projection(x: str, weight: str, output: str) -> tuple[bool, int | None] | None:
-    """Whether the weight is laid out `[out, in]`, and which axis of the output is the masks' (None: there is none).
+    """Whether the weight is laid out `[out, in]`, and the axis of the output that counts the masks, if there is one.
 
-    None where the operands are no input and weight of a projection.
+    None if the operands are not the input and the weight of a projection.
     """
     shared = [axis for axis in weight if axis in x]
     if len(shared) != 1 or shared[0] in output or not x.endswith(shared[0]):

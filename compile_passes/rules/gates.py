@@ -125,7 +125,7 @@ def _gate_times_value(recogniser: Recogniser, a: Projection | Activated, b: Proj
 def _have_a_common_part(recogniser: Recogniser, gate: Projection, value: Projection) -> bool:
     """Whether gate and value share a weight, or multiply two weights by different functions of one mask.
 
-    A SwiGLU with two pruned weights is not meant to be MGLU, also if one mask prunes both.
+    A SwiGLU with two pruned weights is not meant to be MGLU, even if one mask prunes both.
     """
     if _weights(recogniser, gate) & _weights(recogniser, value):
         return True

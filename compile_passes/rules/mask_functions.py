@@ -174,7 +174,7 @@ def cast(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def _narrows_the_gradient(mask: Mask, source: torch.dtype, dtype: torch.dtype) -> bool:
-    """Whether a cast to a wider dtype rounds a gradient that arrives in it, for a carrier that is wider as well."""
+    """Whether the gradient is rounded on its way to the carrier: `source` is narrower than the carrier and `dtype`."""
     carrier = None if mask.carrier is None else dtype_of(mask.carrier.node)
     return carrier is not None and carrier != source and holds(carrier, source) and not holds(source, dtype)
 

@@ -73,7 +73,7 @@ def straight_through(recogniser: Recogniser, node: Node, call: Call) -> Value:
         return replace(hard, slope=(0, 0), mask=replace(hard.mask, rounding=rounding))
     if len(differentiable) > 1 or differentiable[0][1] != 1:
         return None
-    if hard.is_gate(-1):  # as of `logits >= 0`, which is the complement of `0 > logits`
+    if hard.is_gate(-1):  # such as `logits >= 0`, the complement of `0 > logits`
         hard = Binary(opposite(hard.mask))
     soft = differentiable[0][2]
     carrier = Carrier(node, recogniser.key(node), soft if _is_positive(recogniser, hard.mask, soft) else None)
@@ -191,8 +191,8 @@ def lowest_bit(recogniser: Recogniser, node: Node, call: Call) -> Value:
 def result_of_a_function(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """The result of a custom `autograd.Function` whose forward makes a mask.
 
-    Its backward is the user's own and stays: the operator returns the gradient of the mask, and autograd goes on from
-    there through the user's function as it did before.
+    Its backward is the user's own and stays: the operator returns the gradient of the mask, and autograd passes it
+    through the user's function as before.
     """
     source, index = call.args
     if not isinstance(source, Node) or "autograd_function_apply" not in str(source.target):
@@ -227,7 +227,7 @@ def rearranged(recogniser: Recogniser, node: Node, call: Call) -> Value:
     if not isinstance(value, Binary) or not value.is_mask or value.mask.proof is None or example is None:
         return None
     if _is_slice_of_a_stack(node, value):
-        return None  # the rule below knows which
+        return None  # `slice_of_a_stack` knows which mask it is
     inverted = value.is_gate(-1)
     carries = requires_grad(node) and any(value.slope)
     if not call.is_whole or (carries and inverted):
@@ -244,7 +244,7 @@ def stack_under_vmap(recogniser: Recogniser, node: Node, call: Call) -> Value:
     source, dim = call.args
     value = recogniser.value(source)
     if isinstance(value, Bundle) and value.dim == 0 and all(map(_is_proved, value.items)):
-        value = Binary(Mask(source, recogniser.key(source), "values"))  # masks that are stacked are one stack of masks
+        value = Binary(Mask(source, recogniser.key(source), "values"))  # a bundle of masks as one stack of masks
     if not isinstance(value, Binary) or value.mask.stack is None or value.mask.batched or dim != 0:
         return None
     return replace(value, mask=replace(value.mask, batched=True))

@@ -13,7 +13,7 @@ from ..symbols import Call
 from ..values import Value
 
 RuleFunction = Callable[[Recogniser, Node, Call], Value]
-"""Maps a node, and the call that the node is, to the value of the node, or to None if the rule does not know it.
+"""Maps a node and its `Call` to the value of the node, or to None if the rule does not know it.
 
 A rule reads shapes only through the functions of `shapes`, so that it adds no guard to the compiled program.
 """

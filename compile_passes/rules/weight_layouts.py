@@ -42,9 +42,9 @@ def cast_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def rounds_once(weighted: Weighted, node: Any, dtype: torch.dtype) -> bool:
-    """Whether casting the masked weight at `node` to `dtype` equals casting the weight and masking it then.
+    """Whether casting the masked weight at `node` to `dtype` equals casting the weight first and masking it then.
 
-    That fails where an earlier cast has rounded the weight already.
+    That fails where an earlier cast has already rounded the weight.
     """
     source = dtype_of(node)
     return source is not None and (source == dtype_of(weighted.weight) or holds(source, dtype))
@@ -52,7 +52,7 @@ def rounds_once(weighted: Weighted, node: Any, dtype: torch.dtype) -> bool:
 
 @rule("getattr", "t", "mT", "transpose", "permute")
 def transpose(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """The transpose of a weight, or of each in a stack or a concatenation."""
+    """The transpose of a weight, or of each weight in a stack or a concatenation."""
     source = call.args[0]
     value = recogniser.value(source)
     if not _swaps_last_two(call, source):

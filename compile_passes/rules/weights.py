@@ -68,7 +68,7 @@ def _of_each_mask(node: Node, mask: Binary, masked: Callable[[Binary], Weighted 
     if len(mask.mask.shape) != 3 and not mask.mask.batched:
         return masked(mask)
     count = mask.mask.stack
-    if count is None:  # The number of masks is symbolic: this is no layer, but the report can name the masked weight.
+    if count is None:  # A symbolic number of masks is not fused, but the report can name the masked weight.
         return masked(mask)
     if not 1 <= count <= MOST_ITEMS:
         return None
@@ -76,7 +76,7 @@ def _of_each_mask(node: Node, mask: Binary, masked: Callable[[Binary], Weighted 
 
 
 def _fits(node: Node, weighted: Weighted, mask: Binary, argument: Any) -> bool:
-    """Whether `node` has the shape of the masked weight, which is that of `argument` or of the stack of masks.
+    """Whether `node` has the shape of the masked weight: the shape of `argument`, or of the stack of masks.
 
     A mask that is broadcast to the weight passes here, so that the check of the site can refuse it with its reason.
     """
