@@ -1,4 +1,4 @@
-// The elementwise steps of a backward pass (backward.h), by AVX-512: 32 numbers a step. All are bound by memory.
+// The elementwise steps of a backward pass (backward.h), by AVX-512, 32 numbers at a time. All are memory-bound.
 #include "backward.h"
 
 #include "kernels.h"
@@ -30,9 +30,9 @@ namespace {
 
 #include "mask_words.h"
 
-constexpr std::int64_t kLanes = 32;  // numbers of a step: four octets of masks, or a register of bfloat16
+constexpr std::int64_t kLanes = 32;  // numbers at a time: 4 bytes per mask, or one register of bfloat16
 
-// The lanes of a step that begins at `column`.
+// The lanes of the 32 numbers that begin at `column`.
 struct Step {
     std::int64_t column;
     __mmask32 valid;
@@ -217,7 +217,7 @@ bool is_valid(const WeightGradients& call) {
 }
 bool is_valid(const RouteGradients& call) { return are_sizes(call.n_masks, call.tokens, call.columns); }
 
-// Runs a step on all of its rows, of which each takes `numbers_of_row`.
+// Runs a step on all of its rows; each has `numbers_of_row` numbers.
 template <class Call>
 Status over_rows(const Call& call, ParallelFor parallel_for, std::int64_t rows, std::int64_t numbers_of_row) {
     if (!is_valid(call) || !parallel_for) return Status::invalid_argument;

@@ -1,13 +1,14 @@
-// The elementwise steps of a backward pass in bfloat16, between library GEMMs (mglu_ops/backends/cpu/backward.py). With
-// F_i = -1 where M_i = 1 and 1 elsewhere, gradient G of the result and partial derivatives P and Q_i that forward kept:
+// The elementwise steps of a backward pass in bfloat16, between library GEMMs (mglu_ops/backends/cpu/backward.py). F_i
+// is -1 where M_i = 1 and 1 elsewhere, G is the gradient of the result, and forward kept the partial derivatives P and
+// Q_i:
 //
 //   dt = G * P,  b_i = G * Q_i,  D_0 = dt^T x,  D_i = b_i^T x,
 //   dx = dt W + sum_i b_i (F_i * W),  dW = D_0 + sum_i F_i * D_i,  dlogits_i = -2 W * D_i,  dr_i = sum_d G * R_i
 //
-// Arithmetic is in float32 and rounded once; subnormal numbers may count as 0. Sizes and strides count elements, and a
-// stride is the distance of two rows, whose elements are contiguous. Pointers need no alignment beyond that of their
-// element. All functions otherwise do as mglu_cpu.h says. They need AVX512-BF16, and return Status::unsupported_isa
-// where `supports(Isa::avx512_bf16, DType::bfloat16)` is false.
+// Arithmetic is in float32 and rounded once; subnormal numbers may count as 0. Sizes and strides count elements. A
+// stride is the distance between two rows, and the elements of a row are contiguous. Pointers need only the alignment
+// of their element. Otherwise mglu_cpu.h's rules hold. All functions need AVX512-BF16, and return
+// Status::unsupported_isa where `supports(Isa::avx512_bf16, DType::bfloat16)` is false.
 #pragma once
 
 #include "mglu_cpu.h"

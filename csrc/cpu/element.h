@@ -44,7 +44,7 @@ MGLU_INLINE BFloat16 from_float<BFloat16>(float x) {
     return {static_cast<std::uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};
 }
 
-// Rounds to nearest, ties to even, by adding a number whose last bit has the weight of the result's last bit.
+// Rounds to nearest, ties to even, by adding a number whose last bit has the value of the result's last bit.
 template <>
 MGLU_INLINE Float16 from_float<Float16>(float x) {
     const std::uint32_t bits = bit_cast<std::uint32_t>(x);
@@ -53,7 +53,7 @@ MGLU_INLINE Float16 from_float<Float16>(float x) {
     const auto of = [sign](std::uint32_t value) { return Float16{static_cast<std::uint16_t>(sign | value)}; };
     if (magnitude > 0x7f800000u) return of(0x7e00u);
     if (magnitude >= 0x477ff000u) return of(0x7c00u);  // 65520 and above become infinity
-    if (magnitude < 0x38800000u) {                     // below 2^-14 a multiple of 2^-24, the last bit of 0.5f
+    if (magnitude < 0x38800000u) {                     // below 2^-14 results are multiples of 2^-24, 0.5f's last bit
         return of(bit_cast<std::uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u);
     }
     return of((magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13);

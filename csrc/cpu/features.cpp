@@ -1,6 +1,6 @@
-// Detects instruction sets. `__builtin_cpu_supports` also asks whether the operating system saves the registers. What
-// older compilers' version does not know is read by `cpuid`, once: in a virtual machine each `cpuid` is handled by the
-// host, which takes about 10 us.
+// Detects instruction sets. `__builtin_cpu_supports` also asks whether the operating system saves the registers.
+// Features that older compilers do not know are read by `cpuid`, once, because in a virtual machine the host handles
+// each `cpuid`, which takes about 10 us.
 #include "kernels.h"
 
 #if defined(__x86_64__)

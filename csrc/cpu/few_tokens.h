@@ -1,12 +1,12 @@
 // Few tokens: each weight is read from memory once, and multiplied with all tokens while it is in a register. Included
 // inside a file's own namespace, after row_sums.h or row_sums_bf16.h, which define RowSums.
 //
-// A chunk of eight rows shares the sums over lanes and the activation, with one row a lane.
+// The eight rows of a chunk share the sums over lanes and the activation, one row per lane.
 
 constexpr int kChunkRows = 8;
 constexpr int kGroupTokens = 2;
 
-// Masks in one pass over a row: as many as the registers hold sums for. The row comes from L1 for the next masks.
+// Masks in one pass over a row: as many as there are registers for sums. The next masks read the row from L1.
 constexpr int max_group_masks(int tokens) { return kMasksAtOnce / tokens; }
 
 constexpr std::int64_t kPrefetchBytes = 4096;  // the distance of prefetches into L2
@@ -18,12 +18,12 @@ struct Lanes {
     alignas(64) float values[kGroupTokens][kChunkRows][kVecs][Vec::width];
 };
 
-// The input of a kernel: eight rows, for a multiple of kOctetsAtOnce octets.
+// The input of a kernel: eight rows, whose length is a multiple of 8 kOctetsAtOnce columns.
 template <class E>
 struct Rows {
     const E* weights[kChunkRows];
-    const std::uint8_t* bits[kChunkRows];  // of the first mask of this pass
-    std::int64_t n_masks;                  // bytes between octets
+    const std::uint8_t* bits[kChunkRows];  // bytes of the first mask of this pass
+    std::int64_t n_masks;                  // distance in bytes from 8 columns to the next 8
     const Operand<E>* x;
     std::int64_t x_stride;
     std::int64_t octets;
@@ -38,8 +38,8 @@ void add_products(const Rows<E>& in, int row, bool first, Lanes& lanes) {
     sums.n_masks = in.n_masks;
     sums.clear();
     for (std::int64_t octet = 0; octet < in.octets; octet += kOctetsAtOnce<E>) {
-        // Prefetch by cache lines of W. Rows usually follow one another in memory, but the hardware's prefetcher stops
-        // at the end of a page.
+        // Prefetch W by cache lines. Rows usually follow one another in memory, but the hardware's prefetcher stops at
+        // the end of a page.
         for (std::size_t byte = 0; byte < 8 * kOctetsAtOnce<E> * sizeof(E); byte += 64) {
             __builtin_prefetch(reinterpret_cast<const char*>(sums.weights + 8 * octet) + kPrefetchBytes + byte, 0, 2);
         }
@@ -76,8 +76,8 @@ AddChunk<E> find_kernel(int tokens, int masks) {
                        : find_kernel<E, 2>(masks, std::make_integer_sequence<int, max_group_masks(2)>());
 }
 
-// Sums the eight lanes of each row and mask. The sum of row r is in lane r of the result, or with two masks a vector,
-// in lanes 2r and 2r + 1.
+// Sums the eight lanes of each row and mask. The sum of row r is in lane r of the result, or in lanes 2r and 2r + 1 if
+// a vector holds two masks.
 MGLU_INLINE Vec sums_over_lanes(const float (*rows)[Lanes::kVecs][Vec::width], int v) {
     const Vec a = pair_sums(load(rows[0][v]), load(rows[1][v])), b = pair_sums(load(rows[2][v]), load(rows[3][v]));
     const Vec c = pair_sums(load(rows[4][v]), load(rows[5][v])), d = pair_sums(load(rows[6][v]), load(rows[7][v]));
@@ -110,7 +110,7 @@ struct FewTokens {
         E last_weights[kChunkRows][kStep] = {};
         std::uint8_t last_bits[kChunkRows][kOctetsAtOnce<E> * kMaxMasks] = {};
         const std::uint8_t* bits[kChunkRows];
-        for (int r = 0; r < kChunkRows; ++r) {  // past the end the last row is repeated; its results are dropped
+        for (int r = 0; r < kChunkRows; ++r) {  // past the end, repeat the last row and drop its results
             const std::int64_t row = first_row + smaller(r, rows - 1);
             body.weights[r] = static_cast<const E*>(call.weight) + row * call.weight_stride;
             bits[r] = call.packed_masks + row * call.mask_stride;
@@ -129,8 +129,8 @@ struct FewTokens {
         int first_mask = 0;
         for (int group = 0; group < groups; ++group) {
             const int left = static_cast<int>(call.n_masks) - first_mask;
-            // All groups but the last have whole vectors of masks, so that the order of the terms' sum does not depend
-            // on the number of tokens.
+            // All groups but the last have whole vectors of masks, so that the order in which terms are summed does not
+            // depend on the number of tokens.
             const int vecs = vecs_for((left + groups - group - 1) / (groups - group));
             const int masks = static_cast<int>(smaller(vecs * kMasksPerVec, left));
             for (int r = 0; r < kChunkRows; ++r) {

@@ -1,4 +1,5 @@
-// Shared declarations of this folder: a `forward` for each instruction set, and helpers that need none.
+// Shared declarations of this folder: a `forward` for each instruction set, and helpers that use no special
+// instructions.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +14,7 @@
 
 namespace mglu::cpu {
 
-// Each function takes a checked, non-empty call whose instruction set runs here. The last two take bfloat16 alone.
+// Each function takes a checked, non-empty call whose instruction set runs here. The last two take only bfloat16.
 Status forward_portable(const Forward& call, ParallelFor parallel_for);
 #if defined(__x86_64__)
 Status forward_avx2(const Forward& call, ParallelFor parallel_for);
@@ -36,7 +37,7 @@ bool has_amx();
 constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 constexpr std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 
-// Uninitialised floats at the start of a cache line, or null if there is no memory.
+// Uninitialised floats at the start of a cache line, or null if the allocation fails.
 struct Free {
     void operator()(float* pointer) const { std::free(pointer); }
 };

@@ -1,19 +1,19 @@
-// Many tokens: a blocked matrix product with n_masks + 1 products, whose masked weights exist only in the caches.
-// Included inside a file's own namespace, after Vec and Mask.
+// Many tokens: n_masks + 1 blocked matrix products whose masked weights exist only in the caches. Included inside a
+// file's own namespace, after Vec and Mask.
 //
-// Lanes are tokens: x is transposed, once for a block of tokens, and rows of W are read as they are. For a block of
+// Lanes are tokens: x is transposed once for each block of tokens, and rows of W are read unchanged. For a block of
 // features and a k-block (a range of in_features), `mask_weights` writes the weights and their masked copies as float32
 // into L1 and L2, and `multiply` adds their products with each panel of tokens to sums in L2. After the last k-block,
 // `write_outputs` computes gates, values and results.
 //
 // With t the product of the whole row and s_i the product under mask i, gate and value are s_i and t - s_i. In 16-bit
-// types small_values.h makes this difference as exact as a product of its own. In float32 an error of t would enter the
-// gates or values of all masks. There t is summed in float64, which costs as much as two products, and s_i is the
-// product with the fewer weights, gate or value, so that its error is small beside both. With one or two masks that
-// would save nothing: there gates and values are separate products.
+// types small_values.h makes this difference as exact as a separate product. In float32 an error of t would enter the
+// gates or values of all masks, so t is summed in float64, which costs as much as two products, and s_i is the gate or
+// the value, whichever has fewer weights, so that its error is small beside both. With one or two masks that would save
+// nothing, so gates and values are separate products.
 
-// The depth of a k-block, at which a panel of x is half of L1. For a handful of tokens, libraries sum float32 in
-// several lanes along k, which is more exact than one long chain. Sums of short k-blocks are as exact.
+// The depth of a k-block: a panel of x then takes half of L1. For a handful of tokens, libraries sum float32 in several
+// lanes along k, which is more exact than one long chain. Short k-blocks are as exact.
 template <class E>
 constexpr std::int64_t k_block_depth(std::int64_t vecs) {
     return !std::is_same_v<E, float> ? 256 : vecs == 1 ? 32 : 128;
@@ -42,7 +42,8 @@ void multiply(const float* weights, std::int64_t depth, const float* x, float* s
     });
 }
 
-// Does the same with sums in float64, for one vector of tokens. `stride` is the number of floats between rows of x.
+// Multiplies in the same way with sums in float64, for one vector of tokens. `stride` is the number of floats between
+// rows of x.
 template <int Features>
 void multiply_wide(const double* weights, std::int64_t depth, const float* x, std::int64_t stride, double* sums,
                    std::int64_t sums_stride, bool first) {
@@ -68,7 +69,7 @@ struct ManyTokens {
     std::int64_t vecs;         // vectors of a panel, which has vecs * Vec::width tokens
     std::int64_t first_token;  // first token of the block
     std::int64_t tokens;       // tokens of the block
-    std::int64_t depth;        // in_features, padded to whole octets
+    std::int64_t depth;        // in_features, padded to a multiple of 8
     float* x;                  // [panels][depth][tokens of a panel]
     bool* out_of_memory;
 
@@ -76,15 +77,15 @@ struct ManyTokens {
     std::int64_t panels() const { return ceil_div(tokens, panel_width()); }
     bool has_value_products() const { return std::is_same_v<E, float> && call.n_masks <= 2; }
     bool has_float64_total() const { return std::is_same_v<E, float> && call.n_masks > 2; }
-    // The number of float32 products: gates and values alternating; or the total (unless it is in float64) and the
-    // parts.
+    // The number of float32 products: either gates and values, alternating, or the total (unless it is in float64) and
+    // the parts.
     std::int64_t products() const {
         return has_value_products() ? 2 * call.n_masks : call.n_masks + (has_float64_total() ? 0 : 1);
     }
     std::int64_t first_part() const { return has_float64_total() ? 0 : 1; }
 
-    // Transposes a panel of x, with zeros for tokens past the end and for in_features past theirs. It goes by 16
-    // columns, a whole line of float32: where rows are a power of two apart, lines of 16 tokens do not stay in L1
+    // Transposes a panel of x, with zeros past the last token and the last of in_features. It proceeds by 16 columns, a
+    // whole cache line of float32: where rows are a power of two apart, the lines of 16 tokens do not stay in L1
     // together.
     void pack_x(std::int64_t panel) const {
         const std::int64_t width = panel_width();
@@ -173,7 +174,7 @@ struct ManyTokens {
                         float* sums, bool first) const {
         constexpr int kWide = kTileFeatures;
         const std::int64_t step = vecs == 2 ? kWide : 12;
-        for (std::int64_t f = 0; f < features; f += step) {  // rows past the last feature give sums that nobody reads
+        for (std::int64_t f = 0; f < features; f += step) {  // sums of rows past the last feature are never read
             const float* rows = weights + f * kMaskedRow;
             float* tile = sums + f * panel_width();
             if (vecs == 2) {
@@ -184,8 +185,8 @@ struct ManyTokens {
         }
     }
 
-    // Sets flips to 255 for each row and mask with more ones than zeros, judged by 64 octets spread over the row. A
-    // wrong guess near half costs no accuracy.
+    // Sets flips to 255 for each row and mask with more ones than zeros, estimated from 64 bytes spread over the row. A
+    // wrong guess near one half costs no accuracy.
     void choose_complements(std::int64_t first_feature, std::int64_t features,
                             std::uint8_t (*flips)[kMaxMasks + 1]) const {
         const std::int64_t octets = packed_octets(call.in_features), step = ceil_div(octets, 64);

@@ -1,8 +1,8 @@
-// Many tokens in bfloat16: many_tokens.h with tiles that are multiplied by instructions for pairs. Included inside a
-// file's own namespace, after tiles.h, and multiply_amx.h or multiply_dot.h, which multiply tiles.
+// Many tokens in bfloat16: like many_tokens.h, but tiles are multiplied by instructions for pairs. Included inside a
+// file's own namespace, after tiles.h and either multiply_amx.h or multiply_dot.h.
 //
-// Masked tiles of W exist only in L2, for one k-block at a time; sums stay there for all k-blocks. Which products are
-// summed in which order depends on in_features alone. Subnormal numbers count as 0.
+// Masked tiles of W exist only in L2, for one k-block at a time; sums stay there for all k-blocks. The order of
+// summation depends on in_features alone. Subnormal numbers count as 0.
 
 struct TileProducts {
     const Forward& call;
@@ -20,13 +20,13 @@ struct TileProducts {
 
     std::int64_t width() const { return 16 * vecs; }
     std::int64_t products() const { return call.n_masks + 1; }
-    // The size of one product's tiles of W for a group and k-block.
+    // The size of the tiles of W for one product, group and k-block.
     std::int64_t group_size() const { return steps_per_k_block * 2 * kSpacedTile + kLine; }
     std::int64_t features_per_block() const { return kGroupFeatures * groups_per_block; }
     std::int64_t feature_blocks() const { return ceil_div(call.out_features, features_per_block()); }
     std::int64_t blocks() const { return ceil_div(panels, panels_per_block) * feature_blocks(); }
 
-    // Transposes a panel of x, with zeros for tokens past the end and for in_features past theirs.
+    // Transposes a panel of x, with zeros past the last token and the last of in_features.
     void pack_x(std::int64_t panel) const {
         for (std::int64_t tile = panel * steps * vecs; tile < (panel + 1) * steps * vecs; ++tile) {
             const std::int64_t step = tile / vecs % steps, token = tile / vecs / steps * width() + tile % vecs * 16;
@@ -59,7 +59,7 @@ struct TileProducts {
             return;
         }
         [[maybe_unused]] const Tiles tiles;
-        queue.for_each([&](std::int64_t i) {  // all features of one block of tokens, then of the next: x stays in L2
+        queue.for_each([&](std::int64_t i) {  // a block of tokens meets all features before the next, so x stays in L2
             const std::int64_t panel = i / feature_blocks() * panels_per_block;
             const Block block{scratch.get(),
                               scratch.get() + weights,
@@ -109,7 +109,7 @@ struct TileProducts {
     }
 
     // Writes a k-block of one row, as feature f of the block: whole, and under each mask. Rows past the last feature
-    // keep what was there; nobody reads their sums.
+    // are not written; their sums are never read.
     void mask_weights(const Block& block, std::int64_t f, std::int64_t step, std::int64_t k_block) const {
         const std::int64_t n = call.n_masks, row = block.first_feature + f, group = f / kGroupFeatures;
         const std::int64_t end = step + k_block, whole = smaller(end, call.in_features / kDeep);

@@ -1,5 +1,5 @@
-// Masks without mask registers: a byte selects eight factors, 0 or 1, from a table of 8 KB, which stays in L1. Included
-// inside a file's own namespace, after a Vec of eight lanes.
+// Masks without mask registers: a byte selects eight factors, each 0 or 1, from a table of 8 KB, which stays in L1.
+// Included inside a file's own namespace, after a Vec of eight lanes.
 //
 // Multiplying by 0 and 1 is what the naive layer does, so that infinity times a masked-out weight is NaN here too.
 

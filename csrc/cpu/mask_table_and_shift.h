@@ -1,9 +1,9 @@
 // The masks of eight weights by AVX2, half by table and half by shifts. Included inside a file's own namespace, after
 // mask_table.h.
 //
-// By table, a mask takes two loads, a shift and an FMA. By shifts it uses other units: the bytes of four masks are one
-// word in every lane, lane k's bit is shifted to bit 30, and an `and` leaves 2.0 or 0, again a factor. Half of the
-// masks each way is fastest: 4.6 cycles for an octet of four masks on Zen 3, against 4.95 with the table alone.
+// By table, a mask takes two loads, a shift and an FMA. Shifts use other units: every lane holds the bytes of four
+// masks in one word, shifts lane k's bit to bit 30, and an `and` leaves 2.0 or 0, again a factor. Half of the masks
+// each way is fastest: 4.6 cycles for 8 columns of four masks on Zen 3, against 4.95 with the table alone.
 
 template <int Masks>
 struct MixedMasks {

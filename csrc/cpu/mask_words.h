@@ -1,8 +1,8 @@
 // The masks of 32 weights as 32-bit k-registers, for 16-bit weights. Included inside a file's own namespace, below the
 // target pragma.
 
-// The permutation that gathers the four bytes of each mask, which lie n_masks apart in the packed format, for every
-// n_masks.
+// For every n_masks, the permutation that gathers the four bytes of each mask, which lie n_masks apart in the packed
+// format.
 struct ByteOrders {
     alignas(64) std::uint8_t of[kMaxMasks + 1][64];
     constexpr ByteOrders() : of() {
@@ -13,7 +13,7 @@ struct ByteOrders {
 };
 static constexpr ByteOrders kByteOrders;
 
-// The first `count` lanes of 64 or of 32, at most all of them.
+// Masks of 64 or 32 lanes with the first `count` set, at most all of them.
 MGLU_INLINE __mmask64 first_bytes(std::int64_t count) { return count < 64 ? (1ull << count) - 1 : ~0ull; }
 MGLU_INLINE __mmask32 first_words(std::int64_t count) { return count < 32 ? (1u << count) - 1 : ~0u; }
 
@@ -22,7 +22,7 @@ MGLU_INLINE __m512i byte_order(std::int64_t n_masks) { return _mm512_loadu_si512
 struct MaskWords {
     alignas(64) std::uint32_t words[kMaxMasks];
 
-    // Loads the bytes at `bits` that are `valid`. The others are not read and count as 0.
+    // Loads the `valid` bytes at `bits`. The others are not read and count as 0.
     MGLU_INLINE MaskWords(const std::uint8_t* bits, __mmask64 valid, __m512i order) {
         _mm512_storeu_si512(words, _mm512_permutexvar_epi8(order, _mm512_maskz_loadu_epi8(valid, bits)));
     }

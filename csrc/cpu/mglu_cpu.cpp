@@ -24,8 +24,8 @@ ForwardFunction find_forward(Isa isa, DType dtype) {
     }
 }
 
-// Limits in bfloat16, measured on a Xeon with AMX and on Zen 4 (README.md). AMX is fastest from this number of tokens on,
-// `vdpbf16ps` from one more on, and for fewer tokens up to this number of masks.
+// Limits in bfloat16, measured on a Xeon with AMX and on Zen 4 (README.md). AMX is fastest from kMinTokensForAmx tokens
+// on. `vdpbf16ps` is fastest with more tokens than that on CPUs without AMX, and with fewer tokens for few masks.
 constexpr std::int64_t kMinTokensForAmx = 4;
 constexpr std::int64_t kMaxMasksForDots = 2;
 

@@ -7,10 +7,10 @@
 // without -ffast-math and -march. A file that needs an instruction set enables it for itself, and `forward` picks one
 // at run time from what the CPU and the operating system support.
 //
-// Threads are the caller's. All work goes through a `ParallelFor`, whose type is that of torch's stable
+// The caller provides the threads. All work goes through a `ParallelFor`, which has the type of torch's stable
 // `torch_parallel_for` (torch >= 2.10), so that torch's pool and torch.set_num_threads apply. The result is the same,
 // bit for bit, for any number of threads. No function throws, keeps state between calls or writes to its inputs, and
-// several threads may call every function at the same time.
+// all functions may be called from several threads at the same time.
 #pragma once
 
 #include <cstdint>
@@ -33,17 +33,17 @@ enum class Status : std::int32_t {
     unsupported_isa = 4,      // the ISA asked for is not in this build or not on this machine
 };
 
-// Instruction sets. avx512_bf16 and amx are for bfloat16 alone.
+// Instruction sets. avx512_bf16 and amx serve only bfloat16.
 enum class Isa : std::int64_t { best = 0, portable = 1, avx2 = 2, avx512 = 3, avx512_bf16 = 4, amx = 5 };
 
 // Calls `body` on disjoint ranges [begin, end) that together cover the call's [begin, end), on any threads, and returns
-// 0 when all are done. A range has at least `grain` items where there are as many. `serial` below is a ParallelFor.
+// 0 when all are done. A range has at least `grain` items, unless the call has fewer. `serial` below is a ParallelFor.
 using Body = void (*)(std::int64_t begin, std::int64_t end, void* context);
 using ParallelFor = std::int32_t (*)(std::int64_t begin, std::int64_t end, std::int64_t grain, Body body,
                                      void* context);
 
-// One call of the layer. Sizes and strides count elements, and strides may be 0 or negative. Pointers need no alignment
-// beyond that of their element. The last dimension of x, weight, packed_masks and out is contiguous.
+// One call of the layer. Sizes and strides count elements, and strides may be 0 or negative. Pointers need only the
+// alignment of their element. The last dimension of x, weight, packed_masks and out is contiguous.
 struct Forward {
     const void* x;                     // [tokens, in_features] of dtype
     const void* weight;                // [out_features, in_features] of dtype
@@ -64,20 +64,20 @@ struct Forward {
     DType dtype;
     DType route_dtype;  // ignored if route_weights is nullptr
     Activation activation;
-    Isa isa;  // `best`, or one to insist on (tests, tuning)
+    Isa isa;  // `best`, or the only one to use (tests, tuning)
 };
 
-// The partial derivatives of a token's result that training keeps. With t = x W^T and f_i = x (F_i * W)^T, where F_i is
-// -1 where M_i is 1, and 1 elsewhere:
+// The number of partial derivatives of a token's result that training keeps. With t = x W^T and f_i = x (F_i * W)^T,
+// where F_i is -1 where M_i is 1, and 1 elsewhere, they are
 //   dy/dt = sum_i route_i (act'(gate_i) value_i + act(gate_i)) / 2,
 //   dy/df_i = route_i (act(gate_i) - act'(gate_i) value_i) / 2 for each i,
 //   dy/droute_i = act(gate_i) value_i for each i, if there are route weights.
 constexpr std::int64_t partials_of(const Forward& call) { return 1 + (call.route_weights ? 2 : 1) * call.n_masks; }
 
-// Runs the layer. Training needs in_features. Products are summed in float32; a value that is small beside its gate is summed by itself
-// (small_values.h). NaN and infinity in x or weight give NaN wherever the naive layer, which multiplies by the masks,
-// has NaN, and a gate that overflows float32 leaves its value as it is. Returns Status::ok at once if the result is
-// empty.
+// Runs the layer. Training needs in_features > 0. Products are summed in float32; a value that is small beside its gate
+// is summed again alone (small_values.h). NaN and infinity in x or weight give NaN wherever the naive layer, which
+// multiplies by the masks, has NaN, and a gate that overflows float32 does not change its value. Returns Status::ok at
+// once if the result is empty.
 Status forward(const Forward& call, ParallelFor parallel_for);
 
 // The source of masks: bytes (bool, or any value, where nonzero counts as 1), or logits, whose masks are `logit > 0`.
@@ -106,13 +106,13 @@ struct Unpack {
     std::int64_t out_features;
     std::int64_t in_features;
     std::int64_t row_stride;    // from one output feature to the next
-    std::int64_t octet_stride;  // from one byte's eight input features to the next eight
+    std::int64_t octet_stride;  // from 8 input features to the next 8
     std::int64_t mask_stride;   // from one mask to the next
 };
 Status unpack_masks(const Unpack& call, ParallelFor parallel_for);
 
-// Whether `forward` can run with an instruction set here (`best`: always), and which instruction set `best` stands for
-// in a call. That depends on the dtype, and in bfloat16 on the numbers of tokens and masks.
+// Whether `forward` can run with an instruction set here (`best`: always), and which instruction set `best` chooses for
+// a call. The choice depends on the dtype, and in bfloat16 on the numbers of tokens and masks.
 bool supports(Isa isa, DType dtype);
 Isa best_isa(DType dtype, std::int64_t tokens, std::int64_t n_masks);
 

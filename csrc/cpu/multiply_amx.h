@@ -1,7 +1,7 @@
 // Products of tiles by AMX. Included inside a file's own namespace, after tiles.h.
 //
 // `tdpbf16ps` adds to 16 x 16 sums the products of a tile of 16 rows and a tile of 16 columns, 32 deep. Four tiles hold
-// sums and two hold each operand, which is all eight: 32 features by 32 tokens.
+// sums and two hold each operand, eight in all: 32 features by 32 tokens.
 
 // Configures all eight tiles as 16 rows of 64 bytes on this thread, for the lifetime of this object.
 class Tiles {

@@ -1,7 +1,8 @@
-// Products of tiles by `vdpbf16ps`, as multiply_amx.h. Included inside a file's own namespace, after tiles.h.
+// Products of tiles by `vdpbf16ps`, with the interface of multiply_amx.h. Included inside a file's own namespace, after
+// tiles.h.
 //
-// An instruction adds to 16 sums, of one feature and 16 tokens, the products of a pair of weights and 16 pairs of x. For
-// all pairs of a k-block, kRows features keep their sums in registers.
+// An instruction adds the products of one pair of weights with 16 pairs of x to the sums of one feature and 16 tokens.
+// The sums of kRows features stay in registers for a whole k-block.
 
 struct Tiles {};  // nothing to configure
 

@@ -1,4 +1,4 @@
-// Packing of masks into bits, and unpacking.
+// Packs masks into bits, and unpacks them.
 #include <cstring>
 #include <type_traits>
 
@@ -18,14 +18,14 @@ bool sizes_are_valid(std::int64_t n_masks, std::int64_t out_features, std::int64
 }
 
 // Packs eight bytes, zero or not, into eight bits. Adding 0x7f to the low seven bits carries into a byte's top bit if
-// any of them is set, and no further; the product then moves each of the eight bits to a place of its own.
+// any of them is set, and no further. The product then moves the eight top bits into one byte.
 std::uint8_t bits_of_bytes(std::uint64_t bytes) {
     constexpr std::uint64_t kLow = 0x7f7f7f7f7f7f7f7f;
     const std::uint64_t top = (((bytes & kLow) + kLow) | bytes) & ~kLow;
     return static_cast<std::uint8_t>((top >> 7) * 0x0102040810204080 >> 56);
 }
 
-// The inverse: bit k of a byte becomes byte k, 0 or 1.
+// The inverse: bit k of a byte becomes byte k, which is 0 or 1.
 std::uint64_t bytes_of_bits(std::uint8_t bits) {
     constexpr std::uint64_t kLow = 0x7f7f7f7f7f7f7f7f;
     const std::uint64_t alone = bits * std::uint64_t{0x0101010101010101} & 0x8040201008040201;
@@ -40,7 +40,7 @@ struct Octet {
                                                               : source == MaskSource::bfloat16 ? 0x7f80
                                                                                                : 0x7c00);
 
-    // The bits of a positive float that is no NaN are, as an integer, between 0 and the bits of infinity.
+    // As a signed integer, the bits of a positive float other than NaN lie in 1 .. kInfinity.
     static bool is_set(Element bits) { return bits > 0 && bits <= kInfinity; }
 
     static std::uint8_t bits(const std::uint8_t* from) {
@@ -64,7 +64,7 @@ struct Octet<MaskSource::bytes> {
     }
 };
 
-// Packs whole octets of a contiguous row under one mask, whose bytes are n_masks apart in the result.
+// Packs a contiguous row of one mask, 8 columns at a time; its bytes are n_masks apart in the result.
 template <MaskSource source>
 void pack_octets(const std::uint8_t* from, std::uint8_t* to, std::int64_t octets, std::int64_t n_masks) {
     constexpr std::int64_t kBytes = 8 * sizeof(typename Octet<source>::Element);
@@ -73,7 +73,7 @@ void pack_octets(const std::uint8_t* from, std::uint8_t* to, std::int64_t octets
 }
 
 #if defined(__x86_64__)
-// Does the same for eight logits at a time: movemask gathers the sign bits of a comparison's result.
+// Packs eight float32 logits at a time: movemask gathers the sign bits of a comparison's result.
 __attribute__((target("avx2"))) void pack_octets_avx2_float32(const std::uint8_t* from, std::uint8_t* to,
                                                               std::int64_t octets, std::int64_t n_masks) {
     for (std::int64_t octet = 0; octet < octets; ++octet) {

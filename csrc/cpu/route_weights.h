@@ -1,4 +1,4 @@
-// The weights of the masks' terms as float32. Included inside a file's own namespace, after element.h.
+// Route weights as float32. Included inside a file's own namespace, after element.h.
 
 template <class E>
 float route_at(const Forward& call, std::int64_t token, std::int64_t mask) {
@@ -16,7 +16,7 @@ inline float route_weight(const Forward& call, std::int64_t token, std::int64_t 
     return 0.0f;
 }
 
-// Returns [tokens, kMaxMasks], or null if there is no memory.
+// Returns [tokens, kMaxMasks], or null if the allocation fails.
 inline Floats load_route_weights(const Forward& call) {
     Floats routes = allocate_floats(call.tokens * kMaxMasks);
     if (!routes) return routes;

@@ -1,12 +1,12 @@
 // The sums of one row and a few tokens, in float32. Included inside a file's own namespace, after Vec and Mask.
 //
-// The lanes of `total` sum every eighth product. One vector for each mask, `part`, sums the products under it. The gate
-// is `part` and the value `total - part`.
+// The lanes of `total` sum every eighth product. One vector per mask, `part`, sums the products under the mask. The
+// gate is `part` and the value `total - part`.
 //
 // In 16-bit types this difference loses nothing that the type could hold, because small_values.h sums small values
-// again. In float32 it would: the error of `total` enters the values of all masks. So in float32 the difference is
-// taken every two octets, and gates and values have sums of their own. That takes 4.5 instructions for a mask and octet
-// instead of 3, and is as exact as the naive layer's separate products unless x or W has outliers.
+// again. In float32 the error of `total` would enter the values of all masks. So in float32 the difference is taken
+// every 16 columns, and gates and values have separate sums. That takes 4.5 instructions per mask and 8 columns instead
+// of 3, and is as exact as the naive layer's separate products unless x or W has outliers.
 
 constexpr int vecs_for(int masks) { return (masks + kMasksPerVec - 1) / kMasksPerVec; }
 
@@ -25,14 +25,14 @@ void write_operands(const E* from, std::int64_t count, std::int64_t padded, floa
 template <class E>
 constexpr bool kSumsValues = std::is_same_v<E, float>;
 
-// Octets of a step. In float32 a difference is taken at each step: with steps of 4 octets, errors reached 1.6 times the
-// naive layer's.
+// The length of a step, in units of 8 columns. In float32 a difference is taken at each step: with steps of 32 columns,
+// errors reached 1.6 times the naive layer's.
 template <class E>
 constexpr int kOctetsAtOnce = std::is_same_v<E, float> ? 2 : 4;
 
-// Independent chains of sums that alternate by octet: enough to hide the latency of an addition, few enough for the
-// registers. Rows could alternate instead and share x, but the hardware's prefetcher follows one stream better than
-// four.
+// Independent chains of sums, which take turns every 8 columns: enough to hide the latency of an addition, few enough
+// for the registers. Rows could alternate instead and share x, but the hardware's prefetcher follows one stream better
+// than four.
 template <class E>
 constexpr int chains_for(int masks, int tokens) {
     const int sums = tokens * (1 + vecs_for(masks));
@@ -61,7 +61,7 @@ struct RowSums {
         }
     }
 
-    // Adds the products of kOctetsAtOnce octets.
+    // Adds the products of a step.
     MGLU_INLINE void add(std::int64_t first) {
         if constexpr (kSumsValues<E>) {
             add_to_values(first);
@@ -70,7 +70,7 @@ struct RowSums {
         }
     }
 
-    // Octet by octet, so that all sums stay in registers.
+    // Proceeds by 8 columns, so that all sums stay in registers.
     MGLU_INLINE void add_to_parts(std::int64_t first) {
 #pragma GCC unroll 4
         for (int o = 0; o < kOctets; ++o) {
@@ -87,8 +87,8 @@ struct RowSums {
         }
     }
 
-    // Mask by mask. A part sums the octets of this step alone, in the order of the total, so that a mask of ones leaves
-    // exactly 0.
+    // Proceeds by masks. A part sums only this step, in the order of the total, so that a mask of ones leaves exactly
+    // 0.
     MGLU_INLINE void add_to_values(std::int64_t first) {
 #pragma GCC unroll 2
         for (int t = 0; t < Tokens; ++t) {

@@ -2,7 +2,7 @@
 // vec_avx512.h and mask_words.h.
 //
 // An instruction adds 32 products to 16 sums, where row_sums.h converts, multiplies and adds eight at a time. Masked
-// weights are made once for all tokens, with two instructions a mask. Subnormal numbers count as 0.
+// weights are made once for all tokens, with two instructions per mask. Subnormal numbers count as 0.
 
 constexpr int vecs_for(int masks) { return (masks + kMasksPerVec - 1) / kMasksPerVec; }
 
@@ -48,7 +48,7 @@ struct RowSums {
         });
     }
 
-    // Adds the products of kOctetsAtOnce octets.
+    // Adds the products of a step.
     MGLU_INLINE void add(std::int64_t first) {
         add_vec<0>(first);
         add_vec<kChains - 1>(first + kOctetsPerVec);

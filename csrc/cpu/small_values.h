@@ -1,23 +1,25 @@
-// Sums differences again that have lost their digits. Included inside a file's own namespace, after Vec and Mask.
+// Recomputes differences that have lost their digits. Included inside a file's own namespace, after Vec and Mask.
 //
-// The kernels take one sum over a whole row, t, and for each mask one sum under it, s. The other sum of that mask is
-// the rest, t - s, with the error of t. The rounding of a 16-bit result hides this error unless the rest is much
-// smaller than s. A rest that is smaller, or not finite, is summed again without the other products, which then neither
-// drown it nor overflow into it. That happens to one value in 800 of ordinary data, and to one in 6000 in bfloat16.
+// The kernels take one sum over a whole row, t, and for each mask one sum under it, s. The mask's other sum is the
+// rest, t - s, which has the error of t. The rounding of a 16-bit result hides this error unless the rest is much
+// smaller than s. A rest that is too small, or not finite, is summed again from its own products alone, so that the
+// others neither drown it nor overflow into it. Of ordinary data one value in 800 is summed again, in bfloat16 one in
+// 6000.
 
-// The least size of a rest that is taken as it is, in units of s. In bfloat16 a result is rounded eight times as
-// coarsely. In float32 this bounds the error of a rest to 2^-15 of it.
+// The least size of a rest that is kept, in units of s. It is smaller in bfloat16, whose results are rounded eight
+// times as coarsely. In float32 it bounds a rest's relative error by 2^-15.
 template <class E>
 constexpr float kLeastRest = std::is_same_v<E, BFloat16> ? 0x1p-12f : 0x1p-9f;
 
-// One sum: the products of a token, a row of W and a mask. `flip` is 0, or 255 for the complement of the mask.
+// One sum to compute: over a row of W, for a token and a mask. `flip` is 0, or 255 for the complement of the mask.
 struct MaskedSum {
     std::int64_t token, row, mask;
     std::uint32_t flip;
 };
 
-// Masks are factors, so that infinity and NaN have the same effect as in the naive layer. Where there are none,
-// `skips_zeros` leaves out eight products of which none counts: most of them, if nearly all of a mask is 1.
+// Masks are factors, so that infinity and NaN have the same effect as in the naive layer. Where x and W have neither,
+// `skips_zeros` skips groups of eight products whose factors are all 0, which are most of them if nearly all of a mask
+// is 1.
 template <class E>
 float sum_apart(const Forward& call, const MaskedSum& sum, bool skips_zeros) {
     const E* x = static_cast<const E*>(call.x) + sum.token * call.x_stride;
@@ -51,7 +53,8 @@ float sum_apart(const Forward& call, const MaskedSum& sum, bool skips_zeros) {
     return result;
 }
 
-// Sums some lanes again. `place(lane)` is the sum of a lane, with a token of -1 if nobody needs it: then it becomes 0.
+// Sums some lanes again. `place(lane)` describes a lane's sum; its token is -1 if the lane is not needed, and the sum
+// is then 0.
 template <class E, class Place>
 __attribute__((noinline)) void sum_lanes_apart(const Forward& call, std::uint32_t lanes, Vec& sum, Vec& rest,
                                                Place place) {
@@ -70,7 +73,7 @@ __attribute__((noinline)) void sum_lanes_apart(const Forward& call, std::uint32_
     rest = load(rests);
 }
 
-// Sums again what must not be taken as it is.
+// Sums again the rests that are too small or not finite.
 template <class E, class Place>
 MGLU_INLINE void mend_small_rests(const Forward& call, Vec& sum, Vec& rest, Place place) {
     const Vec size = abs(rest);

@@ -1,19 +1,19 @@
-// The sum over masks of a token's terms, and in training its partial derivatives. Included inside a file's own namespace,
-// after vec_math.h.
+// The sum over masks of a token's terms, and in training its partial derivatives. Included inside a file's own
+// namespace, after vec_math.h.
 //
 // Results are numbered: 0 is y, and in training 1 is dy/dt, 2 + i is dy/df_i, and 2 + n_masks + i is dy/droute_i, if
 // there are route weights (mglu_cpu.h).
 
 inline std::int64_t results_of(const Forward& call) { return 1 + (call.partials ? partials_of(call) : 0); }
 
-// Where a token's row of a result starts.
+// The start of a token's row of a result.
 template <class E>
 E* result_row(const Forward& call, std::int64_t result, std::int64_t token) {
     if (result == 0) return static_cast<E*>(call.out) + token * call.out_stride;
     return static_cast<E*>(call.partials) + (token * partials_of(call) + result - 1) * call.out_features;
 }
 
-// A sum with the rounding errors of its additions (Knuth's two-sum). GCC would make a constructor that sets the fields
+// A sum and the rounding errors of its additions (Knuth's two-sum). It has no constructor, which GCC would compile
 // without the instruction set.
 struct CompensatedSum {
     Vec sum, errors;
@@ -26,8 +26,8 @@ struct CompensatedSum {
     MGLU_INLINE Vec total() const { return sum + errors; }
 };
 
-// The terms of neighbouring lanes: `gate_and_value(i)` and `route(i)` are those of mask i. Writes result r to
-// `to + r * stride`. In float32 the terms of dy/dt nearly cancel in the gradients, so that their sum has to be exact.
+// Writes result r of neighbouring lanes to `to + r * stride`. `gate_and_value(i)` and `route(i)` belong to mask i. In
+// float32 the terms of dy/dt nearly cancel in the gradients, so their sum has to be exact.
 template <class E, class GateAndValueOf, class RouteOf>
 MGLU_INLINE void sum_terms(const Forward& call, Activate activate, Differentiate differentiate,
                            GateAndValueOf gate_and_value, RouteOf route, float* to, std::int64_t stride) {

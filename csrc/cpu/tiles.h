@@ -1,7 +1,7 @@
 // Tiles of bfloat16: 16 rows of 16 pairs. Included inside a file's own namespace, after vec_avx512.h and mask_words.h.
 //
-// Rows of a tile of W are features, as they are in memory, masked or not. A tile of x is transposed, in pairs of
-// in_features: its rows are pairs, and its columns are tokens.
+// Rows of a tile of W are features, in memory order, masked or not. A tile of x is transposed: its rows are pairs of
+// in_features, and its columns are tokens.
 
 constexpr std::int64_t kTile = 256;  // floats, or pairs of bfloat16: 1 KB
 constexpr std::int64_t kLine = 16;   // padding: tiles a power of two apart would compete for few sets of L1

@@ -13,7 +13,7 @@ MGLU_INLINE Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
 MGLU_INLINE Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
 MGLU_INLINE Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
 MGLU_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
-// These return a NaN in the second argument, as max_ps and min_ps do.
+// Return a NaN in the second argument, as max_ps and min_ps do.
 MGLU_INLINE Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
 MGLU_INLINE Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }
 MGLU_INLINE Vec abs(Vec a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
@@ -24,7 +24,7 @@ MGLU_INLINE Vec copy_sign(Vec magnitude, Vec sign) {
 MGLU_INLINE Vec if_less(Vec a, Vec b, Vec yes, Vec no) {
     return {_mm256_blendv_ps(no.v, yes.v, _mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ))};
 }
-// The lanes, as bits, where a >= b does not hold, as where one of them is a NaN.
+// A bit for each lane in which a >= b does not hold, which includes NaN.
 MGLU_INLINE std::uint32_t lanes_below(Vec a, Vec b) {
     return static_cast<std::uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(a.v, b.v, _CMP_NGE_UQ)));
 }
@@ -58,7 +58,7 @@ MGLU_INLINE void transpose(Vec (&rows)[8]) {
     });
 }
 
-// Loads eight consecutive numbers into every group of eight lanes, of which a Vec has one.
+// Loads eight consecutive numbers into every group of eight lanes; a Vec has one group.
 MGLU_INLINE Vec load_octet(const float* p) { return {_mm256_loadu_ps(p)}; }
 MGLU_INLINE Vec load_octet(const BFloat16* p) {
     const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
@@ -68,7 +68,7 @@ MGLU_INLINE Vec load_octet(const Float16* p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
 
-// As many doubles as a Vec has floats, for sums that need more than float32.
+// As many doubles as a Vec has floats, for sums that need more precision than float32.
 struct Wide {
     __m256d low, high;
 };

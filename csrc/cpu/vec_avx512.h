@@ -2,7 +2,7 @@
 // target pragma.
 //
 // The packed format has n_masks innermost, so that the two bytes of a 16-bit k-register are two masks of the same eight
-// weights. A vector holds those weights' products twice, and its halves are the sums of two masks. No bit is moved.
+// weights. A vector holds those weights' products twice, and its halves sum two masks. No bits need to be moved.
 
 struct Vec {
     static constexpr int width = 16;
@@ -17,7 +17,7 @@ MGLU_INLINE Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
 MGLU_INLINE Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
 MGLU_INLINE Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
 MGLU_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-// These return a NaN in the second argument, as max_ps and min_ps do.
+// Return a NaN in the second argument, as max_ps and min_ps do.
 MGLU_INLINE Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
 MGLU_INLINE Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
 MGLU_INLINE Vec abs(Vec a) { return {_mm512_abs_ps(a.v)}; }
@@ -28,7 +28,7 @@ MGLU_INLINE Vec copy_sign(Vec magnitude, Vec sign) {
 MGLU_INLINE Vec if_less(Vec a, Vec b, Vec yes, Vec no) {
     return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)};
 }
-// The lanes, as bits, where a >= b does not hold, as where one of them is a NaN.
+// A bit for each lane in which a >= b does not hold, which includes NaN.
 MGLU_INLINE std::uint32_t lanes_below(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_NGE_UQ); }
 MGLU_INLINE Vec round_even(Vec a) { return {_mm512_roundscale_ps(a.v, 0)}; }
 // a * 2^n for a whole number n.
@@ -76,7 +76,7 @@ MGLU_INLINE void transpose(Vec (&rows)[16]) {
     unrolled<16>([&](auto i) MGLU_STEP { rows[i].v = _mm512_castsi512_ps(words[i]); });
 }
 
-// Loads eight consecutive numbers into every group of eight lanes, of which a Vec has two.
+// Loads eight consecutive numbers into every group of eight lanes; a Vec has two groups.
 MGLU_INLINE Vec load_octet(const float* p) { return {_mm512_broadcast_f32x8(_mm256_loadu_ps(p))}; }
 MGLU_INLINE Vec load_octet(const BFloat16* p) {
     const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
@@ -88,7 +88,7 @@ MGLU_INLINE Vec load_octet(const Float16* p) {
     return {_mm512_cvtph_ps(_mm256_broadcastsi128_si256(bits))};
 }
 
-// As many doubles as a Vec has floats, for sums that need more than float32.
+// As many doubles as a Vec has floats, for sums that need more precision than float32.
 struct Wide {
     __m512d low, high;
 };
@@ -119,7 +119,7 @@ constexpr int kMasksPerVec = 2;
 using Mask = __mmask16;
 
 // Loads the `Count` bytes at `bits`. The last vector of an odd number of masks reads one byte, and its upper half sums
-// nothing. `flip` is 255 in each byte whose complement is meant.
+// nothing. `flip` is 255 in each byte to be complemented.
 template <int Count>
 MGLU_INLINE Mask load_mask(const std::uint8_t* bits, std::uint32_t flip) {
     if (Count == 1) return static_cast<Mask>(*bits ^ flip);
@@ -128,7 +128,7 @@ MGLU_INLINE Mask load_mask(const std::uint8_t* bits, std::uint32_t flip) {
     return static_cast<Mask>(both ^ flip);
 }
 
-// The masks of eight weights, two a vector.
+// The masks of eight weights, two per vector.
 template <int Masks>
 struct MaskPairs {
     static constexpr int kLast = (Masks - 1) / 2;  // the index of the last vector; kLastMasks is its number of masks

@@ -1,8 +1,8 @@
 // Exponential, tanh and erf of a vector of floats, and the activations made of them. Included inside each kernel file's
 // own namespace, after its Vec.
 //
-// The polynomials minimise the maximum relative error on their intervals (found by reweighted least squares). Every
-// such error is below 5e-9, a tenth of float32's rounding.
+// The polynomials minimise the maximum relative error on their intervals (found by reweighted least squares). All
+// errors are below 5e-9, a tenth of float32's rounding.
 
 template <int N>
 MGLU_INLINE Vec polynomial(Vec x, const float (&coefficients)[N]) {
@@ -17,7 +17,7 @@ MGLU_INLINE Vec exponential(Vec x) {
     static constexpr float kTail[] = {5.00000010e-1f, 1.66665183e-1f, 4.16662041e-2f, 8.36895352e-3f, 1.39506022e-3f};
     x = max(broadcast(-87.3f), min(broadcast(88.8f), x));
     const Vec n = round_even(x * broadcast(1.44269504f));
-    // ln(2) is subtracted in two parts. The first has so few bits that n times it is exact.
+    // ln(2) is subtracted in two parts. The first part has few bits, so its product with n is exact.
     Vec r = fma(n, broadcast(-0.693359375f), x);
     r = fma(n, broadcast(2.12194440e-4f), r);
     const Vec e = fma(polynomial(r, kTail), r * r, r) + broadcast(1.0f);

@@ -24,7 +24,7 @@ MGLU_INLINE Vec operator-(Vec a, Vec b) { return {a.v - b.v}; }
 MGLU_INLINE Vec operator*(Vec a, Vec b) { return {a.v * b.v}; }
 MGLU_INLINE Vec operator/(Vec a, Vec b) { return {a.v / b.v}; }
 MGLU_INLINE Vec fma(Vec a, Vec b, Vec c) { return {a.v * b.v + c.v}; }
-// These return a NaN in the second argument, as x86's instructions do.
+// Return a NaN in the second argument, as x86's instructions do.
 MGLU_INLINE Vec max(Vec a, Vec b) { return choose(a.v > b.v, a, b); }
 MGLU_INLINE Vec min(Vec a, Vec b) { return choose(a.v < b.v, a, b); }
 MGLU_INLINE Vec abs(Vec a) { return {bit_cast<Vec::Floats8>(bits_of(a) & 0x7fffffff)}; }
@@ -33,13 +33,13 @@ MGLU_INLINE Vec copy_sign(Vec magnitude, Vec sign) {
     return {bit_cast<Vec::Floats8>(magnitude_bits | (bits_of(sign) & ~0x7fffffff))};
 }
 MGLU_INLINE Vec if_less(Vec a, Vec b, Vec yes, Vec no) { return choose(a.v < b.v, yes, no); }
-// The lanes, as bits, where a >= b does not hold, as where one of them is a NaN.
+// A bit for each lane in which a >= b does not hold, which includes NaN.
 MGLU_INLINE std::uint32_t lanes_below(Vec a, Vec b) {
     std::uint32_t lanes = 0;
     for (int i = 0; i < 8; ++i) lanes |= static_cast<std::uint32_t>(!(a.v[i] >= b.v[i])) << i;
     return lanes;
 }
-// For |a| < 2^22. The last bit of a + magic has the weight of a whole number.
+// For |a| < 2^22. The last bit of a + magic has the value 1.
 MGLU_INLINE Vec round_even(Vec a) {
     const Vec magic = broadcast(0x1.8p23f);
     return (a + magic) - magic;
@@ -63,7 +63,7 @@ MGLU_INLINE void transpose(Vec (&rows)[8]) {
     for (int i = 0; i < 8; ++i) rows[i] = load(numbers[i]);
 }
 
-// Loads eight consecutive numbers into every group of eight lanes, of which a Vec has one.
+// Loads eight consecutive numbers into every group of eight lanes; a Vec has one group.
 template <class E>
 MGLU_INLINE Vec load_octet(const E* p) {
     Vec a;
@@ -71,7 +71,7 @@ MGLU_INLINE Vec load_octet(const E* p) {
     return a;
 }
 
-// As many doubles as a Vec has floats, for sums that need more than float32.
+// As many doubles as a Vec has floats, for sums that need more precision than float32.
 struct Wide {
     using Doubles8 = double __attribute__((vector_size(64)));
     Doubles8 v;

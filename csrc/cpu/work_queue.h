@@ -1,7 +1,7 @@
 // Dynamic scheduling: threads take the next item when they are done with one. Included inside a file's own namespace.
 
-// Items 0 to end - 1, each of which one thread takes. With equal static shares, all threads wait for one whose CPU is
-// slowed down by other work (10 to 15% by medians, README.md).
+// Items 0 to end - 1; each is taken by one thread. With equal static shares, all threads would wait for a thread whose
+// CPU is slowed down by other work (10 to 15% by medians, README.md).
 struct WorkQueue {
     std::int64_t end;
     std::int64_t next = 0;
@@ -13,7 +13,7 @@ struct WorkQueue {
 };
 
 // Runs job.pack_x(panel) for all panels, and then job.run(queue), which takes all blocks from the queue. A grain is the
-// number of items that are worth a thread.
+// least number of items worth a thread.
 template <class Job>
 Status pack_and_run(ParallelFor parallel_for, const Job& job, std::int64_t panels, std::int64_t panel_grain,
                     std::int64_t blocks, std::int64_t block_grain) {

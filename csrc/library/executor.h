@@ -7,8 +7,8 @@
 
 namespace mglu {
 
-// Allocates memory on the GPU for the kernels that are launched next on the stream, aligned to 16 bytes. The next call may
-// free it.
+// Allocates memory on the GPU, aligned to 16 bytes, for the kernels that are launched next on the stream. The next call
+// may free it.
 using Allocate = void* (*)(std::int64_t bytes, void* context);
 
 struct Executor {

@@ -6,9 +6,9 @@
 
 namespace mglu {
 
-// `out` is contiguous, on x's device and in x's dtype, and has `call.result_sizes()`. The tensors of the call need no copy
-// (`needed_copies`). Throws std::invalid_argument if the device has no kernel for the dtype, std::runtime_error if a
-// kernel fails.
+// `out` is contiguous, on x's device and in x's dtype, and has `call.result_sizes()`. No tensor of the call may need a
+// copy (`needed_copies`). Throws std::invalid_argument if the device has no kernel for the dtype, std::runtime_error if
+// a kernel fails.
 void forward(const LayerCall& call, const Tensor& out, const Executor& executor);
 
 }  // namespace mglu

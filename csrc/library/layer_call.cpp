@@ -54,7 +54,7 @@ void check_route_weights(const Tensor& route_weights, const Tensor& x, std::int6
     check_device("route_weights", route_weights, x);
 }
 
-// The product of all sizes but the last, which fits: torch has checked the product of all of them.
+// The product of all sizes but the last. It cannot overflow, since torch has checked the product of all sizes.
 std::int64_t count_rows(const Tensor& tensor) {
     std::int64_t rows = 1;
     for (std::int64_t i = 0; i + 1 < tensor.dims; ++i) rows *= tensor.sizes[i];
@@ -70,7 +70,7 @@ bool folds(const Tensor& tensor, bool any_column_stride) {
     return tensor.dims <= 2 ? dense_columns : tensor.is_contiguous();
 }
 
-// Whether rows of 16-bit elements consist of aligned 16-byte vectors, unless a contiguous copy would not either.
+// Whether rows of 16-bit elements consist of aligned 16-byte vectors, or a contiguous copy would not help.
 bool has_vector_rows(const LayerCall& call) {
     const bool could_have =
         call.in_features % 8 == 0 && (call.x.dtype == Scalar::float16 || call.x.dtype == Scalar::bfloat16);
@@ -113,7 +113,7 @@ LayerCall describe(const Tensor& x, const Tensor& weight, const Tensor& packed_m
     return call;
 }
 
-// The CPU kernels need dense rows. On a GPU the plain kernel takes any strides of W and of the masks, and the tuned
+// The CPU kernels need dense rows. On a GPU, the plain kernel takes any strides of W and the masks, and the tuned
 // kernels read x in rows of whole vectors.
 Copies needed_copies(const LayerCall& call) {
     const bool on_cpu = call.x.device == Device::cpu;

@@ -1,5 +1,5 @@
-// LayerCall: the one description of a call of mglu::forward. It is built and checked once; everything below it (the copies
-// that a layout needs, the sizes of the result, the kernel and its launch) follows from it.
+// LayerCall describes a call of mglu::forward. It is built and checked once. The copies that a layout needs, the sizes
+// of the result, the kernel and its launch all follow from it.
 #pragma once
 
 #include <optional>
@@ -12,8 +12,8 @@ namespace mglu {
 
 // result = sum_i route_i * act(x (M_i * W)^T) * (x ((1 - M_i) * W)^T),   i = 0 .. n_masks - 1
 //
-// x and route_weights are folded to the two dimensions [tokens, ...]. Their row strides hold once `needed_copies` names
-// neither of them.
+// x and route_weights are folded to the two dimensions [tokens, ...]. Their row strides are valid once neither of them
+// is in `needed_copies`.
 struct LayerCall {
     Tensor x;                             // [..., in_features]
     Tensor weight;                        // [out_features, in_features]

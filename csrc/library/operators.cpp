@@ -1,7 +1,7 @@
 // Registers the operators with torch's dispatcher, in processes in which Python's mglu_ops has not done so.
 //
-// One binary serves torch 2.11 and later, because it uses only torch's C interface and the header-only part of its stable
-// ABI.
+// One binary serves torch 2.11 and later, because it uses only torch's C interface and the header-only part of torch's
+// stable ABI.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
@@ -36,7 +36,7 @@ constexpr const char* kSchemas[] = {
     "ScalarType? logits_dtype, ScalarType? route_dtype) -> (Tensor, Tensor, Tensor, Tensor)",
 };
 
-// torch's own to<std::string> leaks the copy that it makes at each call (torch 2.11 to 2.13).
+// torch's own to<std::string> leaks a copy at each call (torch 2.11 to 2.13).
 std::string to_string(StableIValue value) {
     const std::unique_ptr<StringOpaque, void (*)(StringHandle)> handle(
         to<StringHandle>(value), [](StringHandle owned) { torch_delete_string(owned); });
@@ -49,8 +49,8 @@ std::string to_string(StableIValue value) {
 
 StableIValue give(Handle handle) { return from(stable::Tensor(handle.release())); }
 
-// Boxed kernels, in torch's calling convention: a kernel takes the arguments from `stack`, which it then owns, and leaves
-// the results there.
+// Boxed kernels, in torch's calling convention: a kernel takes ownership of the arguments on `stack`, and leaves the
+// results there.
 void boxed_pack_masks(StableIValue* stack, std::uint64_t, std::uint64_t) {
     const auto masks = to<stable::Tensor>(stack[0]);
     stack[0] = give(pack_masks(masks.get()));
@@ -108,7 +108,8 @@ class Registration {
     StableLibrary kernels_{StableLibrary::Kind::IMPL, "mglu", "CompositeExplicitAutograd", __FILE__, __LINE__};
 };
 
-// torch refuses to define a schema twice, as when the library is loaded from two paths. The first registration stays.
+// torch refuses to define a schema twice, for example if the library is loaded from two paths. The first registration
+// stays.
 std::unique_ptr<Registration> register_operators() noexcept {
     try {
         return std::make_unique<Registration>();

@@ -1,7 +1,7 @@
 // Tells whether Python's mglu_ops has already registered the operators in this process.
 //
-// torch's stable ABI cannot tell whether a schema exists; defining one twice is an error, which torch 2.11 also writes to
-// the log. So this asks Python, through Python's own stable ABI, if the process has a Python.
+// torch's stable ABI cannot tell whether a schema exists; defining one twice is an error, which torch 2.11 also logs.
+// So if the process has a Python, this asks it through Python's own stable ABI.
 #pragma once
 
 #include <dlfcn.h>

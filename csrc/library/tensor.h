@@ -1,5 +1,4 @@
-// A tensor as the library sees it: an address, sizes and strides. It needs nothing of torch, so that the code that reads
-// it can be tested without torch.
+// A tensor as the library sees it: an address, sizes and strides. The code that reads it can be tested without torch.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +6,7 @@
 
 namespace mglu {
 
-// The numbers are torch's (c10::ScalarType); its C interface uses them too.
+// The numbers are torch's (c10::ScalarType); torch's C interface uses them as well.
 enum class Scalar : std::int32_t {
     uint8 = 0, int8 = 1, int16 = 2, int32 = 3, int64 = 4, float16 = 5, float32 = 6, float64 = 7, boolean = 11,
     bfloat16 = 15,
@@ -40,8 +39,8 @@ struct Tensor {
     std::string device_name() const;  // "cpu", "cuda:0"
 };
 
-// Throws std::invalid_argument. Messages are those of mglu_ops (checks.py, masks.py): the argument, the value it has, the
-// value it must have.
+// Throws std::invalid_argument. Messages have the form of mglu_ops (checks.py, masks.py): the argument, the value it
+// has, the value it must have.
 [[noreturn]] void refuse(const std::string& message);
 
 }  // namespace mglu

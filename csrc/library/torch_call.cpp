@@ -7,15 +7,15 @@
 #include "layer_call.h"
 #include "masks.h"
 
-// Weak, because a torch without CUDA lacks this function, and the library may be built beside such a torch.
+// Weak, because a torch without CUDA lacks this function, and the library may be built with such a torch.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(std::int32_t device, void** stream);
 
 namespace mglu {
 
 namespace {
 
-// Memory of torch's for kernels. It may be freed, or allocated again, while they still run: whoever gets it next launches
-// on the same stream, after them.
+// Memory from torch for kernels. It may be freed while the kernels still run: whoever gets it next launches on the same
+// stream, after them.
 class Workspace {
   public:
     explicit Workspace(const Tensor& like) : like_(like) {}
@@ -57,15 +57,15 @@ class DeviceGuard {
     DeviceGuardHandle guard_ = nullptr;
 };
 
-// Writes 1 where a value is above 0, else 0. A float is above 0 if its bits, read as an integer, lie in 1 .. infinity;
-// those of a NaN or a negative number lie above.
+// Writes 1 where a value is above 0, else 0. A float is above 0 if its bits, read as an unsigned integer, lie in 1 ..
+// infinity; the bits of NaN and of negative numbers lie above.
 template <typename Bits>
 void positive(const Tensor& logits, std::uint8_t* bytes, Bits infinity) {
     const auto* data = static_cast<const Bits*>(logits.data);
     for (std::int64_t i = 0; i < logits.elements(); ++i) bytes[i] = data[i] != 0 && data[i] <= infinity;
 }
 
-// The tensor of an argument, or of a contiguous copy that `owner` keeps.
+// An argument's tensor, or a contiguous copy that `owner` keeps.
 Tensor view_or_copy(AtenTensorHandle handle, const char* argument, bool copy, Handle& owner) {
     if (!copy) return view_argument(handle, argument);
     owner = contiguous_copy(handle);

@@ -1,4 +1,4 @@
-// The operators on torch's handles: they allocate results, and copy tensors whose layout no kernel takes.
+// The operators on torch's handles. They allocate results, and copy tensors whose layout no kernel takes.
 //
 // All throw std::invalid_argument for arguments that are wrong, std::runtime_error if torch or a kernel fails.
 #pragma once

@@ -56,8 +56,8 @@ inline Tensor view(AtenTensorHandle handle) {
     return tensor;
 }
 
-// The tensor of an argument, which must be dense and have all its elements in memory: its storage may have been resized, as
-// FSDP does. Throws std::invalid_argument.
+// An argument's tensor. Throws std::invalid_argument unless it is dense and its storage holds all its elements; FSDP,
+// for example, resizes storages.
 inline Tensor view_argument(AtenTensorHandle handle, const char* argument) {
     bool is_defined = false;
     std::int32_t layout = 0;

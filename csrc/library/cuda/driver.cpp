@@ -10,8 +10,8 @@ namespace mglu::cuda {
 
 namespace {
 
-// CUlaunchAttribute, CUlaunchConfig and enumerators of cuda.h, which is not needed to build the library. They are part of
-// the driver's binary interface and do not change.
+// CUlaunchAttribute, CUlaunchConfig and enumerators of cuda.h, copied so that the library builds without cuda.h. They
+// are part of the driver's binary interface and do not change.
 struct LaunchAttribute {
     int id;
     int pad;

@@ -15,10 +15,10 @@ struct DeviceFacts {
     int sms;
     int shared_bytes_per_sm;
     int max_shared_bytes_per_block;       // of dynamic shared memory
-    int reserved_shared_bytes_per_block;  // that the driver keeps for itself
+    int reserved_shared_bytes_per_block;  // kept by the driver
 };
 
-// The device of the current context. It is asked once a process.
+// The device of the current context. The driver is asked once per process and device.
 const DeviceFacts& current_device();
 
 // A kernel in the current context, which may be launched with `shared_bytes` of dynamic shared memory.
@@ -54,7 +54,7 @@ struct Source {
     const char* text;
 };
 
-// The cubin of `sources[0]`, which may include the others, by NVRTC.
+// Compiles `sources[0]`, which may include the others, to a cubin by NVRTC.
 std::vector<char> compile(const std::vector<Source>& sources, int arch, const std::vector<std::string>& options);
 
 }  // namespace mglu::cuda

@@ -7,10 +7,11 @@
     asm(".section .rodata\n.balign 64\n" #symbol ":\n.incbin \"" file "\"\n.byte 0\n.previous\n"); \
     extern "C" __attribute__((visibility("hidden"))) const unsigned char symbol[]
 
-// Written by CMake: MGLU_EMBED of the sources, and MGLU_SOURCES, their names and symbols.
+// CMake writes this file: an MGLU_EMBED of each source, and MGLU_SOURCES with their names and symbols.
 #include "mglu_sources.inc"
 
-// Written by mglu_ops/packaging/device_code.py: MGLU_EMBED of the cubins, and three tables, each ended by an empty row.
+// mglu_ops/packaging/device_code.py writes this file: an MGLU_EMBED of each cubin, and three tables that end with an
+// empty row.
 #if __has_include("mglu_kernels.inc")
 #include "mglu_kernels.inc"
 #else

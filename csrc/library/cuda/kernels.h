@@ -1,4 +1,4 @@
-// The kernels that are compiled into the library, and the table that says which of them runs a call.
+// The kernels that are compiled into the library, and the tables that say which kernel runs a call.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ struct Cubin {
     const unsigned char* code;
 };
 
-// What a kernel is compiled for. The numbers of element types are those of csrc/cuda/element.cuh.
+// What a kernel is compiled for. Element types have the numbers of csrc/cuda/element.cuh.
 struct Variant {
     int arch;        // 90 for compute capability 9.0
     int element;     // of x and W
@@ -24,25 +24,25 @@ struct Variant {
     bool operator==(const Variant& other) const = default;
 };
 
-// The launch of permute_x, on the same stream before tile_wgmma: it copies x with its columns in the order in which masks
-// are read.
+// The launch of permute_x, on the same stream before tile_wgmma: it copies x with its columns in the order in which
+// masks are read.
 struct PermuteX {
-    int cubin = -1;  // -1 for a kernel that reads x as it is
+    int cubin = -1;  // -1 for a kernel that reads x directly
     unsigned blocks;
     std::int64_t bytes;  // of the copy
 };
 
 // The boxes in which tile_wgmma's producer warps copy x, W and the masks by TMA.
 struct Boxes {
-    std::uint32_t tokens;      // of x, if the call has as many; unused where x is permuted
+    std::uint32_t tokens;      // of x, at most the call's; unused where x is permuted
     std::uint32_t rows;        // of W and the masks; 0 for a kernel that does not use TMA
-    std::uint32_t mask_bytes;  // of a row; 0 where the masks' rows are no multiples of 16 bytes, and TMA cannot copy them
+    std::uint32_t mask_bytes;  // of a row; 0 where rows are not multiples of 16 bytes, which TMA cannot copy
     bool swizzle_masks;
 };
 
-// The launch of a layer for a range of numbers of tokens. mglu_ops/packaging/device_code.py writes these rows, from the
-// launches that Python's CUDA backend chooses for an architecture. launch.cpp adds what depends on the GPU at hand: its
-// number of SMs and its shared memory.
+// The launch of a layer for a range of numbers of tokens. mglu_ops/packaging/device_code.py writes these rows from the
+// launches that Python's CUDA backend chooses for an architecture. launch.cpp adjusts them to the number of SMs and the
+// shared memory of the GPU.
 struct TunedLaunch {
     Variant variant;
     std::int64_t out_features;
@@ -52,16 +52,16 @@ struct TunedLaunch {
     int cubin;
     unsigned blocks;         // into which the work divides, a multiple of `cluster`
     unsigned cluster;        // blocks of a thread block cluster
-    bool persistent;         // its blocks loop over the work, so that a grid needs no more of them than the GPU has SMs
+    bool persistent;         // its blocks loop over the work, so a grid needs at most one block per SM
     unsigned threads;        // of a block
     unsigned shared_bytes;   // of dynamic shared memory that a block needs
-    unsigned blocks_per_sm;  // 0, or the number above which blocks wait, so that no SM idles while another has more
+    unsigned blocks_per_sm;  // 0, or the most blocks an SM may run, so that none idles while another has more
     bool overlap;            // may be set up while the kernel before it in the stream still runs
     PermuteX permute_x;
     Boxes boxes;
 };
 
-// A kernel that takes any layout, and `tokens` (1 or 4) tokens a block.
+// A kernel that takes any layout, and `tokens` (1 or 4) tokens per block.
 struct PlainKernel {
     Variant variant;
     int tokens;

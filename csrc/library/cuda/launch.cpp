@@ -32,7 +32,7 @@ struct TileParams {
 };
 static_assert(sizeof(TileParams) == 512);
 
-constexpr std::int64_t kMaxTokens = 512;  // of a launch; a call with more makes several (MAX_TOKENS in device_code.py)
+constexpr std::int64_t kMaxTokens = 512;  // of a launch; calls with more make several (MAX_TOKENS in device_code.py)
 constexpr unsigned kPlainThreads = 256, kPlainWarps = 8, kPermuteThreads = 256;
 
 std::int64_t item_bytes(Scalar dtype) { return dtype == Scalar::float32 ? 4 : 2; }
@@ -48,7 +48,7 @@ int element(const char* argument, Scalar dtype) {
     }
 }
 
-// Whether the layout is the one that the tuned kernels are compiled for: contiguous, in aligned 16-byte vectors.
+// Whether the tuned kernels take the layout: contiguous, in aligned 16-byte vectors.
 bool has_tuned_layout(const LayerCall& call) {
     return call.weight.is_contiguous() && call.packed_masks.is_contiguous() && call.weight.is_aligned() &&
            call.packed_masks.is_aligned();
@@ -91,7 +91,7 @@ Params parameters(const LayerCall& call, void* out, std::int64_t first, std::int
     return p;
 }
 
-// The kernels that are loaded, by device. They stay loaded.
+// Loaded kernels by device. They are never unloaded.
 class Loaded {
   public:
     Function cubin(int device, int index, unsigned shared_bytes) {
@@ -144,14 +144,15 @@ unsigned grid_blocks(const TunedLaunch& tuned, const DeviceFacts& device) {
     return std::min(tuned.blocks, clusters * tuned.cluster);
 }
 
-// What a block asks for: with more than a share of 1 / (blocks_per_sm + 1), no more than blocks_per_sm of them fit on an SM.
+// The shared memory that a block requests: more than 1 / (blocks_per_sm + 1) of an SM's, so that at most blocks_per_sm
+// blocks fit on it.
 unsigned reserved_shared_bytes(const TunedLaunch& tuned, const DeviceFacts& device) {
     if (tuned.blocks_per_sm == 0) return tuned.shared_bytes;
     const int share = device.shared_bytes_per_sm / static_cast<int>(tuned.blocks_per_sm + 1);
     return std::max(tuned.shared_bytes, static_cast<unsigned>(share - device.reserved_shared_bytes_per_block + 128));
 }
 
-// Copies x into the order that `tuned` reads; the address of the copy.
+// Copies x into the order that `tuned` reads, and returns the address of the copy.
 const void* permute_x(const TunedLaunch& tuned, const DeviceFacts& device, Params p, const Executor& executor) {
     p.out = executor.allocate(tuned.permute_x.bytes, executor.context);
     const Geometry geometry{tuned.permute_x.blocks, 1, kPermuteThreads, 0, tuned.overlap};
@@ -184,7 +185,7 @@ void launch_tuned(const TunedLaunch& tuned, const DeviceFacts& device, Params p,
     launch(kernel, geometry, executor.stream, &tile);
 }
 
-// Prints a message, once a process.
+// Prints a message once per process.
 void say_that_the_kernel_is_slow(const LayerCall& call) {
     static std::once_flag said;
     std::call_once(said, [&] {

@@ -1,4 +1,4 @@
-// The kernels of csrc/cuda from C++: which of them runs a call, and its launch.
+// Chooses and launches a kernel of csrc/cuda from C++.
 #pragma once
 
 #include "../executor.h"
