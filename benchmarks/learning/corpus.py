@@ -1,12 +1,12 @@
-"""Text to learn from: collected on this machine, de-duplicated, divided into training and held-out text, and tokenised.
+"""Collects text on this machine, removes duplicates, divides it into training and held-out text, and tokenises it.
 
 python -m benchmarks.learning.corpus --out DIR [--kind english] [--text FOLDER] [--megabytes 100]
 
-The default text is what every machine with the requirements has, the Python sources of the installed packages; the kind
-`english` is the prose beside them, and the manual pages. Packages (each manual page is one) are held out as a whole. Of
-them, files that occur in another package too, or most of whose lines do, are left out, so that nothing held out was
-seen in training. Of more than 100 MB, a random part is taken, as for the committed results; `--megabytes inf` takes
-all. Nothing of the text is committed; its hash and sizes go with the results.
+The default text is the Python sources of the installed packages, which every machine with the requirements has. The
+kind `english` is the prose in these packages, and the manual pages. Whole packages are held out (each manual page is a
+package). Held-out files are dropped if another package has the same file, or if training text has most of their lines.
+Text beyond 100 MB is subsampled at random, as for the committed results; `--megabytes inf` takes all of it. The text is
+not committed; the results name its hash and its sizes.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ SUFFIXES = {
     "python": (".py",),
     "english": (".rst", ".md", ".txt", "pydoc_data/topics.py", *(f".{i}.gz" for i in range(1, 9))),
 }
-"""The endings of the paths of each kind of text. The last are manual pages."""
+"""Endings of the paths of each kind of text; `.1.gz` to `.8.gz` are manual pages."""
 MANUAL = Path("/usr/share/man")
-"""The folder of the manual pages, whose subfolders `man1` to `man8` are in English."""
+"""The folder of the manual pages; its subfolders `man1` to `man8` are in English."""
 ANY_SUFFIX = ("",)
 
 VOCABULARY = 8192
 END = "<|end|>"
-"""The token between two documents, which stands for no bytes."""
+"""The token after each document, which stands for no bytes."""
 LARGEST_FILE = 1 << 20
-"""Bytes of a file beyond which it is left out: such files are mostly tables that a program wrote."""
+"""The largest file that is read, in bytes; larger files are mostly tables that a program wrote."""
 TOKENIZER_BYTES = 32 << 20
-"""Bytes of training text that the tokenizer is trained on."""
+"""Bytes of training text that the tokenizer is trained on, about."""
 
 HELD_OUT = 0.02
 """The fraction of the text that is held out, about."""
 MOST_HELD_OUT = 2_500_000
-"""Bytes of held-out text that are enough: every run evaluates all of it several times."""
+"""The most held-out text, in bytes: every run evaluates all of it several times."""
 LARGEST_HELD_OUT = 0.25
 """The largest package that is held out, as a fraction of all held-out text, unless all packages are larger."""
 COMMON_LINES = 0.5
-"""The fraction of a held-out file's lines that training text has too, beyond which the file is left out."""
+"""The largest fraction of a held-out file's lines that training text may have."""
 SHORTEST_LINE = 20
-"""Characters of a line below which it may occur anywhere by chance."""
+"""The shortest line, in characters, that counts as common to two files; shorter lines occur anywhere by chance."""
 
 
 class Document(NamedTuple):
@@ -123,9 +123,9 @@ class Corpus:
 
 
 def roots(kind: str = "python") -> list[Path]:
-    """The folders of Python's own modules and of the installed packages, in a virtual environment also the others.
+    """The folders of Python's own modules and of all installed packages, also of those outside a virtual environment.
 
-    For `english`, also those of the manual pages.
+    `english` adds the folders of the manual pages.
     """
     stdlib = sysconfig.get_path("stdlib")
     found = [stdlib, f"{stdlib}/site-packages", sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
@@ -135,9 +135,9 @@ def roots(kind: str = "python") -> list[Path]:
 
 
 def files(folders: Sequence[Path], suffixes: Sequence[str]) -> Iterator[tuple[str, Path]]:
-    """Yield the files of some folders, with the name of their package: the first part of their path in the folder.
+    """Yield the files in some folders, with their packages: the first part of their path in the folder.
 
-    A folder inside another one that is searched, as `site-packages` is inside Python's own, is searched once.
+    A folder inside another one, such as `site-packages` inside Python's own folder, is searched once.
     """
     resolved = [folder.resolve() for folder in folders]
     for folder in resolved:
@@ -149,7 +149,7 @@ def files(folders: Sequence[Path], suffixes: Sequence[str]) -> Iterator[tuple[st
 
 
 def read(paths: Iterable[tuple[str, Path]]) -> list[Document]:
-    """The documents of files that are UTF-8 text of a reasonable size, without duplicates, in the order of hashes."""
+    """Read files that are UTF-8 text of a reasonable size, without duplicates, in the order of their hashes."""
     found: dict[bytes, Document] = {}
     for package, path in paths:
         try:
@@ -171,7 +171,7 @@ def divide(documents: Sequence[Document], most: float = float("inf")) -> tuple[l
 
     Args:
         documents: all documents, without duplicates.
-        most: bytes of training text; documents beyond it are left out.
+        most: the most training text, in bytes.
     """
     sizes: dict[str, int] = {}
     for document in documents:
@@ -193,7 +193,7 @@ def divide(documents: Sequence[Document], most: float = float("inf")) -> tuple[l
 
 
 def long_lines(document: Document) -> list[int]:
-    """The hashes of the lines that are long enough to be characteristic."""
+    """The hashes of the lines with at least SHORTEST_LINE characters."""
     stripped = (line.strip() for line in document.text.splitlines())
     return [hash(line) for line in stripped if len(line) >= SHORTEST_LINE]
 
@@ -235,7 +235,7 @@ def encode(tokenizer: Any, documents: Sequence[Document], batch: int = 512) -> N
 
 
 def bytes_of_tokens(tokenizer: Any) -> list[int]:
-    """The number of bytes that each token stands for. In a byte-level encoding a token has a character for each."""
+    """The number of bytes that each token stands for: a byte-level encoding writes each byte as one character."""
     vocabulary = tokenizer.get_vocab()
     return [0 if token == END else len(token) for token in sorted(vocabulary, key=vocabulary.__getitem__)]
 
@@ -250,14 +250,14 @@ def prepare(
     vocabulary: int = VOCABULARY,
     megabytes: float = float("inf"),
 ) -> Corpus:
-    """Collect and tokenise text into a folder; a folder that holds a corpus is used as it is.
+    """Collect and tokenise text into a folder, unless the folder already holds a corpus.
 
     Args:
         out: the folder.
         kind: a key of SUFFIXES.
-        text: a folder of text to use instead of what the machine has: every file in it that is UTF-8 text.
+        text: a folder to read instead: every file in it that is UTF-8 text.
         vocabulary: the number of tokens.
-        megabytes: the most training text, in 10^6 bytes: of more, a random part is taken.
+        megabytes: the most training text, in 10^6 bytes; more text is subsampled at random.
 
     Raises:
         ValueError: there is too little text to hold some of it out.
@@ -297,7 +297,7 @@ def _write(out: Path, kind: str, train: Sequence[Document], held_out: Sequence[D
         np.save(out / f"{name}.npy", ids)
     tokenizer.save(str(out / "tokenizer.json"))
     about = json.dumps({"sizes": asdict(sizes), "token_bytes": bytes_of_tokens(tokenizer)}, indent=1)
-    # Written last: a folder that has it is complete.
+    # Written last, so a folder with this file is complete.
     write_whole(out / "corpus.json", lambda path: path.write_text(about))
 
 

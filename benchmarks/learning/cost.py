@@ -1,10 +1,10 @@
-"""Measures what a training step of each layer costs a GPU: the time of its kernels.
+"""Measures the time of a training step of each layer on a GPU: the sum of the times of its kernels.
 
 python -m benchmarks.learning.cost --out DIR [--only layers sizes] [--kernels 10]
 
-Several runs of the experiments may share a GPU, and a GPU may wait for Python in models of their size, so that the
-seconds of a run say little about its layer. The sum of the times of all kernels of a step does not have these faults,
-as long as nothing else runs on the GPU. The text is random: every text has the same kernels.
+The seconds of a run say little about its layer: several runs may share a GPU, and with models this small a GPU may wait
+for Python. The sum of the times of a step's kernels avoids both, as long as nothing else runs on the GPU. The text is
+random, since the kernels do not depend on it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PROTOCOL = (
 
 
 def layer_of(recipe: Recipe) -> Recipe:
-    """The recipe without what does not change the kernels of a step."""
+    """The recipe with defaults in all fields that do not affect the kernels of a step."""
     default = Recipe()
     return replace(
         recipe,
@@ -53,7 +53,7 @@ def layer_of(recipe: Recipe) -> Recipe:
 
 
 def random_text(vocabulary: int, steps: int = 2) -> Corpus:
-    """A corpus of random tokens that has so many steps of training text, and one batch that is held out."""
+    """A corpus of random tokens, with text for a number of training steps and one held-out batch."""
     counts = [batches * SEQUENCES * CONTEXT + 1 for batches in (steps, 1)]
     train, held_out = (torch.randint(vocabulary, (count,)).to(torch.uint16) for count in counts)
     about = Sizes("random", "random", counts[0], counts[0], 1, counts[1], counts[1], 1, [])
@@ -61,7 +61,7 @@ def random_text(vocabulary: int, steps: int = 2) -> Corpus:
 
 
 def kernels_of_step(training: Training, steps: int = STEPS) -> dict[str, float]:
-    """The milliseconds of each kernel in a step, by its name; none on a CPU."""
+    """The milliseconds of each kernel in a step, by name; empty on a CPU."""
     for _ in range(3):
         training.step()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
@@ -82,7 +82,7 @@ def cost(recipe: Recipe, device: str = "cuda", compiled: bool = True) -> dict[st
 
 
 def measure(recipes: Sequence[Recipe], out: Path, most: int = 0) -> None:
-    """Write `learning_cost.csv` into a folder, and print the `most` longest kernels of each recipe."""
+    """Write `learning_cost.csv` into a folder, and print the `most` slowest kernels of each recipe."""
     rows = []
     for recipe in recipes:
         times = cost(recipe)
@@ -97,7 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--only", nargs="+", choices=list(EXPERIMENTS), default=list(EXPERIMENTS), metavar="NAME")
-    parser.add_argument("--kernels", type=int, default=0, help="print so many of the longest kernels")
+    parser.add_argument("--kernels", type=int, default=0, help="print the slowest kernels of each layer, this many")
     options = parser.parse_args()
     measure(list(dict.fromkeys(map(layer_of, chosen(options.only)))), options.out, options.kernels)
 

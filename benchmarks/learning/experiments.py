@@ -1,10 +1,10 @@
-"""Runs the experiments about what MGLU learns, in the order of their importance, as far as the time allows.
+"""Runs the experiments about learning with MGLU, one after the other, until they are done or the time is over.
 
 python -m benchmarks.learning.experiments --corpus DIR --out DIR [--only layers recipe] [--seconds 540] [--list]
 
-Every finished run is one CSV file. A run whose file exists in --out or in --done is left out, so that the same command
-goes on after an interruption. Results of another text are refused there, since they cannot be compared. Several
-processes with the same --out share the work, on one GPU or with a GPU each.
+Every finished run is one CSV file. A run is skipped if --out or --done has its file, so the same command continues
+after an interruption. Results of another text in these folders are an error, since they cannot be compared. Several
+processes with the same --out share the work, on one GPU or on several.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ SWIGLU = Recipe("glu")
 PAPER = Recipe("mglu")
 """SwiMGLU with four masks, trained as in the paper: mask logits have the learning rate of the weights."""
 ROOT = replace(PAPER, scaled_sum=True, scale=2.0)
-"""SwiMGLU with a sum over masks times `2 / sqrt(n_masks)`, which would begin as large as the product in SwiGLU if the
-masks were independent of each other. They share W, so that it does so for one mask only (`level`)."""
+"""SwiMGLU with a sum over masks times `2 / sqrt(n_masks)`. If its terms were independent, the sum would start as large
+as the product in SwiGLU. All terms share W, so this holds for one mask only (see `level`)."""
 LEAST_SECONDS = 30.0
-"""Seconds below which no run is begun: about the time to compile one and to reach its first checkpoint."""
+"""The least time left, in seconds, to start a run: about the time to compile it and to reach its first checkpoint."""
 
 
 def masks(recipe: Recipe, numbers: Iterable[int]) -> list[Recipe]:
@@ -42,36 +42,36 @@ def masks(recipe: Recipe, numbers: Iterable[int]) -> list[Recipe]:
 
 
 def seeds(recipes: Iterable[Recipe], numbers: Iterable[int] = SEEDS) -> list[Recipe]:
-    """Every recipe with every seed, seed by seed, so that the first seed of all comes first."""
+    """Every recipe with every seed; all recipes with the first seed come first."""
     recipes = list(recipes)
     return [replace(recipe, seed=seed) for seed in numbers for recipe in recipes]
 
 
 def level(n_masks: int) -> float:
-    """The factor with which a sum over random masks begins as large as that of four (`mglu_ops.nn`'s `level_gain`)."""
+    """The factor that lets a sum over random masks start as large as the sum of four (see `level_gain`)."""
     return round(level_gain(n_masks) ** 2, 4)
 
 
 def leveled(recipe: Recipe, n_masks: int) -> Recipe:
-    """A recipe with a number of masks, whose sum times a constant factor begins as large as that of four masks."""
+    """A recipe with another number of masks, and a constant factor that lets its sum start as large as with four."""
     return replace(recipe, n_masks=n_masks, scale=level(n_masks))
 
 
 def gained(recipe: Recipe, n_masks: int) -> Recipe:
-    """The same by the initial weights, as the `leveled` weights of `mglu_ops.nn.MGLU`, and without a factor."""
+    """The same start by larger or smaller initial weights: the `leveled` weights of `mglu_ops.nn.MGLU`."""
     return replace(recipe, n_masks=n_masks, weight_gain=round(math.sqrt(level(n_masks)), 4))
 
 
 SLOW = replace(PAPER, mask_lr=0.3)
-"""SwiMGLU with four masks, whose logits have 0.3 times the learning rate of the weights."""
+"""SwiMGLU with four masks, with 0.3 times the learning rate for mask logits."""
 BEST = {n_masks: gained(SLOW, n_masks) for n_masks in (1, 2, 4, 8, 16)}
-"""The recipe that learned best, by the number of masks: the default of `parameter_groups` and `leveled` weights."""
+"""Our recipe by number of masks: `leveled` weights, and the default of `parameter_groups` for them."""
 LARGER = replace(SWIGLU, scale=round(level(1) / 2, 4))
-"""SwiGLU whose product is multiplied by 1.6, and so begins as large as the sum of four masks, about."""
+"""SwiGLU whose product is multiplied by 1.58, so that it starts about as large as the sum of four masks."""
 SIZED = (SWIGLU, *masks(PAPER, (1, 4)), BEST[1], BEST[4], LARGER)
 """The recipes that are trained at all sizes."""
 SIZED_EIGHT = (replace(PAPER, n_masks=8), BEST[8])
-"""Eight masks, which take the longest of all sizes and have fewer seeds."""
+"""The recipes of eight masks at all sizes. They take the longest, and have fewer seeds."""
 AGAIN = (
     *(replace(SLOW, top_k=k, weight_gain=round(level_gain(4, top_k=k), 4)) for k in (1, 2, 4)),
     *(
@@ -80,16 +80,16 @@ AGAIN = (
     ),
     Recipe("glu_shared", weight_gain=round((20 / 16) ** 0.25, 4)),
 )
-"""Routes and ablations with the best recipe, so that the result begins as large as the sum of four masks. With no mask
-on gates or values, one mask begins as large as two with both; without masks, the result has 8 times its variance."""
+"""Routes and ablations with our recipe, so that every result starts as large as the sum of four masks. One mask on gate
+or value only starts as large as two masks on both; without masks, the result has 8 times the variance of one mask."""
 
 
 SAME_WEIGHTS = round(2 / 3, 4)
-"""The width at which a feed-forward layer of SwiGLU, with three matrices, has as many weights as SwiMGLU with two."""
+"""The width at which SwiGLU's feed-forward layer, with three matrices, has as many weights as SwiMGLU's, with two."""
 
 
 def same_load(n_masks: int) -> float:
-    """The width at which a feed-forward layer of SwiGLU has as many bytes as SwiMGLU: `(32 + n_masks) / 48`."""
+    """The width at which SwiGLU's feed-forward layer reads as many bytes as SwiMGLU's: `(32 + n_masks) / 48`."""
     return (2 * 16 + n_masks) / (3 * 16)
 
 
@@ -99,13 +99,13 @@ def same_training(n_masks: int) -> float:
 
 
 def best_with(activation: str, n_masks: int, width: float = 1.0) -> Recipe:
-    """The best recipe with another gate, whose leveled weights have the factor of that gate."""
+    """Our recipe with another gate, and the factor of leveled weights for that gate."""
     gain = round(level_gain(n_masks, activation), 4)
     return replace(SLOW, n_masks=n_masks, activation=activation, weight_gain=gain, width=width)
 
 
 def leveled_glu(activation: str, width: float = 1.0) -> Recipe:
-    """GLU with leveled weights, so that its product begins as large as the sum of four masks with the same gate."""
+    """GLU with leveled weights: its product starts as large as the sum of four masks with the same gate."""
     return Recipe("glu", activation=activation, width=width, weight_gain=round(glu_level_gain(activation), 4))
 
 
@@ -115,8 +115,8 @@ def leveled_lu(activation: str, width: float = 1.0) -> Recipe:
 
 
 RELU_SQUARED = (leveled_lu("relu_squared"), leveled_lu("relu_squared", 1.5))
-"""The cheapest rivals of masks: one matrix beside the down projection. The second reads as many bytes as SwiGLU, whose
-feed-forward layer has three matrices."""
+"""The cheapest rivals of masks: one matrix and the down projection. The second is 1.5 times as wide and reads as many
+bytes as SwiGLU, which has three matrices."""
 RELU_GATES = (*RELU_SQUARED, *(best_with(gate, n_masks) for gate in ("relu", "relu_squared") for n_masks in (1, 4)))
 GELU_GATES = tuple(best_with("gelu", n_masks) for n_masks in (1, 4))
 OTHER_GATES = (
@@ -132,14 +132,14 @@ OTHER_GATES = (
 
 
 EXPERIMENTS: dict[str, list[Recipe]] = {
-    # 0. The learning rate at which the others are compared.
+    # The learning rate at which the others are compared.
     "rates": seeds([replace(one, lr=lr) for lr in (1e-3, 3e-4, 3e-3) for one in (SWIGLU, PAPER)], SEEDS[:2]),
-    # 1. Every layer at the same width (the paper's Figure 5, Tables 3, 8 and 14).
+    # Every layer at the same width (the paper's Figure 5, Tables 3, 8 and 14).
     "layers": [
         *seeds([SWIGLU, Recipe("lu", activation="gelu"), *masks(PAPER, (1, 2, 4, 8, 16))]),
         *seeds([Recipe("glu_shared"), *(replace(PAPER, activation=one) for one in ("relu", "gelu"))], SEEDS[:2]),
     ],
-    # 7. How masks are trained: the search, and then the best recipe with three seeds.
+    # How masks are trained: their rate, freezing, start and gradient, and the scale of the sum.
     "recipe": seeds(
         [
             *masks(PAPER, (1, 4, 8)),
@@ -153,8 +153,8 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
         ],
         SEEDS[:2],
     ),
-    # 7. The size of the sum over masks, which the number of masks changes: a factor of the sum, of the initial weights
-    # or of the initial down projection, and factors in SwiGLU.
+    # The size of the sum over masks depends on their number. Factors of the sum, of the initial weights and of the
+    # initial down projection correct it; SwiGLU gets factors too.
     "scale": seeds(
         [
             *masks(ROOT, (1, 2, 8, 16)),
@@ -169,12 +169,12 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
         ],
         SEEDS[:2],
     ),
-    # 7. The best recipe with three seeds, and with masks that are not learned.
+    # Our recipe with three seeds, and with masks that are not learned.
     "best": [
         *seeds([SWIGLU, LARGER, *BEST.values()]),
         *seeds((replace(gained(PAPER, n_masks), learned=False) for n_masks in (1, 8)), SEEDS[:2]),
     ],
-    # 2. What a user decides by: SwiGLU with as many weights, with as many bytes, and with as much training.
+    # What a user decides by: SwiGLU with as many weights, bytes or training operations.
     "budgets": seeds(
         [
             SWIGLU,
@@ -186,7 +186,7 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
             *(replace(LARGER, width=same_load(n_masks)) for n_masks in (1, 4)),
         ]
     ),
-    # 3. Masks that are not learned, routes, ablations, and higher learning rates.
+    # Masks that are not learned, routes, ablations, and higher learning rates.
     "variants": [
         SWIGLU,
         *masks(PAPER, (1, 2, 4)),
@@ -201,9 +201,9 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
         ),
         *seeds((replace(one, lr=lr) for lr in (6e-3, 1e-2) for one in (SWIGLU, PAPER)), SEEDS[:2]),
     ],
-    # 5. What a SwiGLU model becomes that is turned into SwiMGLU and trained on with a tenth of its text, and the
-    # teacher trained on alike. Masks are those of |gate| against |value|, or random. The model learns the text, or the
-    # predictions of its teacher.
+    # A trained SwiGLU model is converted to SwiMGLU and trained on a tenth more text, which it learns directly or by
+    # distillation. `magnitude` derives the masks from |gate| > |value|; the others draw them at random. The converted
+    # model is compared with a SwiGLU model that has read all of the text.
     "converted": seeds(
         [
             SWIGLU,
@@ -229,16 +229,16 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
         ],
         SEEDS[:2],
     ),
-    # 6. Three sizes.
+    # Three sizes.
     "sizes": [
         *seeds([replace(one, size=size) for size in ("25M", "90M") for one in SIZED]),
-        *seeds([replace(one, size="10M") for one in SIZED], range(8)),  # which differ more, and are cheap
+        *seeds([replace(one, size="10M") for one in SIZED], range(8)),  # their seeds differ more, and they are cheap
         *seeds([replace(one, size=size) for size in ("10M", "25M") for one in SIZED_EIGHT]),
         *seeds([replace(one, size="90M") for one in SIZED_EIGHT], SEEDS[:2]),
     ],
-    # 3. The claims about routes and ablations once more.
+    # The paper's claims about routes and ablations, with our recipe.
     "again": seeds(AGAIN, SEEDS[:2]),
-    # 8. Do masks earn their bits against ReLU squared, and which gate serves them best?
+    # Are masks better than ReLU squared without masks, and which gate is best with masks?
     "gates": [
         *seeds([SWIGLU, LARGER, BEST[1], BEST[4]]),
         *seeds([*RELU_GATES, *GELU_GATES]),
@@ -249,24 +249,24 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
         *seeds(replace(one, size="90M") for one in GELU_GATES),
     ],
 }
-"""Name to runs. A run may be in several experiments, and is made once."""
+"""Name to runs. A run in several experiments is trained once."""
 
 
 def chosen(names: Iterable[str]) -> list[Recipe]:
-    """The runs of some experiments in their order, each once."""
+    """The runs of some experiments, in order and without duplicates."""
     return list(dict.fromkeys(chain.from_iterable(EXPERIMENTS[name] for name in names)))
 
 
 def scaled(recipe: Recipe, factor: float) -> Recipe:
-    """A recipe with so many times its text."""
+    """A recipe with its text multiplied by a factor."""
     return replace(recipe, megabytes=round(factor * recipe.megabytes, 6), skip=round(factor * recipe.skip, 6))
 
 
 def is_done(recipe: Recipe, folders: Iterable[Path], digest: str) -> bool:
-    """Whether a folder has the result of a run.
+    """Whether one of the folders has the result of a run.
 
     Raises:
-        ValueError: it has one of another text than the corpus with this digest.
+        ValueError: the result is of another text than the corpus with this digest.
     """
     for path in (folder / f"{recipe.name}.csv" for folder in folders):
         if path.is_file():
@@ -294,9 +294,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, required=True, help="a folder that corpus.py prepared")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--done", type=Path, nargs="*", default=[RESULTS], help="folders with results to leave out")
+    parser.add_argument(
+        "--done", type=Path, nargs="*", default=[RESULTS], help="folders with results that are not repeated"
+    )
     parser.add_argument("--only", nargs="+", choices=list(EXPERIMENTS), default=list(EXPERIMENTS), metavar="NAME")
-    parser.add_argument("--seeds", type=int, nargs="+", help="make every run with these seeds, instead of its own")
+    parser.add_argument("--seeds", type=int, nargs="+", help="train every run with these seeds instead of its own")
     parser.add_argument("--scale", type=float, default=1.0, help="multiply the text of every run (default: 1)")
     parser.add_argument("--seconds", type=float, help="stop after about this time")
     parser.add_argument("--device", default="cuda")
@@ -312,7 +314,7 @@ def main() -> None:
         print_plan(left, corpus)
         return
     for i, recipe in enumerate(left):
-        if is_done(recipe, [options.out], corpus.sizes.digest):  # by another process
+        if is_done(recipe, [options.out], corpus.sizes.digest):  # another process has trained it meanwhile
             continue
         rest = None if options.seconds is None else options.seconds - (time.perf_counter() - begin)
         print(f"{recipe.name}: {i + 1} of {len(left)}", flush=True)

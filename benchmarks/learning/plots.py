@@ -1,4 +1,4 @@
-"""Plots of the training runs, drawn from nothing but their files.
+"""Plots of the training runs, drawn from their result files.
 
 python -m benchmarks.learning.plots [--results DIR] [--out DIR]
 """
@@ -26,17 +26,17 @@ STYLES = {
     SWIGLU: plots.SWIGLU,
     **{one: plots.BY_MASKS[one.n_masks]._replace(marker="") for one in (ONE, TWO, FOUR, EIGHT, SIXTEEN)},
 }
-"""The layers of the paper's learning curves, which are drawn where they were run, from their first seed."""
+"""The layers of the paper's learning curves. Each one that was trained is drawn, with its first seed."""
 
 
 def first_seeds(found: Iterable[Finished], wanted: Iterable[Recipe]) -> list[Finished]:
-    """The runs of some recipes that are there, in the order of the recipes."""
+    """The finished runs of some recipes, in the order of the recipes."""
     by_recipe = {run.recipe: run for run in found}
     return [by_recipe[recipe] for recipe in wanted if recipe in by_recipe]
 
 
 def curves(found: Sequence[Finished]) -> Figure:
-    """The held-out loss by text read: from the first tenth on, and enlarged over the second half."""
+    """The held-out loss by text read: after the first tenth, and enlarged for the second half."""
     figure, panels = plots.figure_of(2, 2.6, sharex=False)
     chosen = first_seeds(found, STYLES)
     for axes, share in zip(panels, (0.1, 0.5), strict=True):
@@ -51,7 +51,7 @@ def curves(found: Sequence[Finished]) -> Figure:
 
 
 def by_masks(found: Sequence[Finished]) -> Figure:
-    """The loss at the end by number of masks, with the paper's recipe and the best; a bar spans the seeds."""
+    """The final loss by number of masks, with the paper's recipe and with ours; a bar spans the seeds."""
     figure, (axes,) = plots.figure_of(1, 3.2)
     losses = losses_of(found, Recipe.size)
     paper = {one.n_masks: one for one in (ONE, TWO, FOUR, EIGHT, SIXTEEN)}
@@ -99,7 +99,7 @@ def draw(results: Path, out: Path) -> list[Path]:
     """Draw every plot into the folder `out`, as SVG.
 
     Raises:
-        MissingResultError: there are no runs.
+        MissingResultError: no run is finished.
     """
     found = runs(results)
     return [plots.save(picture, found, out / f"{name}.svg") for name, picture in PLOTS.items()]

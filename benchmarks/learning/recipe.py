@@ -1,4 +1,4 @@
-"""What a training run depends on: the model, its feed-forward layer, the text and the optimiser."""
+"""A recipe: everything that a training run depends on, from the feed-forward layer to the optimiser."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from mglu_ops.nn.conversion import WEIGHTS, take_over_glu
 
 Layer = Literal["lu", "glu", "glu_shared", "mglu", "no_gate_mask", "no_value_mask"]
 LAYERS: tuple[Layer, ...] = get_args(Layer)
-"""The first half of a feed-forward layer. With silu, glu is SwiGLU and mglu is SwiMGLU."""
+"""The first half of a feed-forward layer. With `silu`, `glu` is SwiGLU and `mglu` is SwiMGLU."""
 StraightThrough = Literal["identity", "clipped", "tanh"]
 
 CONTEXT = 512
 SEQUENCES = 32
-"""Sequences of a step, which has `SEQUENCES * CONTEXT` tokens."""
+"""Sequences in a step, which reads `SEQUENCES * CONTEXT` tokens."""
 
 
 def _sizes(layers: int, hidden: int, heads: int) -> Sizes:
@@ -41,7 +41,7 @@ def _sizes(layers: int, hidden: int, heads: int) -> Sizes:
 
 
 SIZES = {"10M": _sizes(6, 256, 4), "25M": _sizes(10, 384, 6), "90M": _sizes(12, 640, 10)}
-"""Name to sizes. The names are the weights of a model with SwiGLU, about."""
+"""Name to sizes. The name is the approximate number of weights with SwiGLU."""
 
 
 @dataclass(frozen=True)
@@ -50,30 +50,30 @@ class Recipe:
 
     Attributes:
         layer: the feed-forward layer, one of LAYERS.
-        n_masks: number of masks, for the layers that have masks.
+        n_masks: the number of masks, in layers that have masks.
         activation: as in `mglu_ops.nn.MGLU`.
-        top_k: masks that a token keeps; None for all, without a router.
-        fused: whether `mglu` is `MGLU`; if not, it is `NaiveMGLU`, which computes the same in plain PyTorch.
+        top_k: the number of masks that the router keeps for a token; None for all masks and no router.
+        fused: whether `mglu` is `MGLU` or `NaiveMGLU`, which computes the same in plain PyTorch.
         learned: whether the masks are learned; if not, they are random and fixed.
         size: the model, a key of SIZES.
         width: the intermediate size as a multiple of the model's own.
         megabytes: training text, in 10^6 bytes. Text that is read twice counts twice.
         lr: the largest learning rate of the weights.
-        mask_lr: the learning rate of mask logits, as a fraction of that of the weights.
+        mask_lr: the learning rate of mask logits, as a fraction of `lr`.
         mask_stop: the fraction of the steps after which the masks are frozen.
         logits_std: the standard deviation of the initial logits.
         gate_ratio: the fraction of ones in the initial masks.
-        straight_through: how gradients pass the threshold: `identity` (the paper's), `clipped` (none where a logit is
-            more than `slope` from 0) or `tanh` (times the slope of `tanh(logit / slope)`).
-        slope: the width of the last two.
+        straight_through: how gradients pass the threshold: `identity` (the paper's), `clipped` (no gradient where a
+            logit is further than `slope` from 0) or `tanh` (times the derivative of `slope * tanh(logit / slope)`).
+        slope: the width of `clipped` and `tanh`.
         scaled_sum: whether the sum over masks is divided by `sqrt(n_masks)`.
-        scale: a factor of what the layer computes, before the down projection.
+        scale: a factor of the layer's result, before the down projection.
         weight_gain: a factor of the initial weights of the layer.
         down_gain: a factor of the initial weight of the down projection.
-        start: how an MGLU is made of a trained SwiGLU model (`teacher`), a key of `mglu_ops.nn.conversion.WEIGHTS`;
-            None for random parameters.
-        distilled: whether the model learns the predictions of its teacher instead of the text; only with `start`.
-        skip: the text that was read before, in 10^6 bytes; with `start`, by the teacher.
+        start: how the model is converted from a trained SwiGLU model (`teacher`), a key of
+            `mglu_ops.nn.conversion.WEIGHTS`; None for random parameters.
+        distilled: whether the model learns the predictions of its teacher instead of the text; needs `start`.
+        skip: the text before that of this run, in 10^6 bytes; with `start`, its teacher has read it.
         seed: the seed of the initial parameters. The text and its order do not depend on it.
     """
 
@@ -123,12 +123,12 @@ class Recipe:
 
     @property
     def teacher(self) -> Recipe:
-        """The SwiGLU model that `start` begins with."""
+        """The SwiGLU model that `start` converts."""
         return Recipe("glu", size=self.size, width=self.width, megabytes=self.skip, seed=self.seed)
 
     @property
     def name(self) -> str:
-        """The name of the run, which holds everything that differs from the defaults."""
+        """The name of the run: its layer, every field that differs from the default, and its seed."""
         default = Recipe(layer=self.layer, n_masks=self.n_masks)
         changed = {
             key: value
@@ -147,10 +147,11 @@ class Recipe:
 
     @property
     def flops_of_token(self) -> float:
-        """Arithmetic operations of training with a token: products forward and twice as many backward, 2 an element.
+        """Arithmetic operations of training on one token: a forward pass, and twice as many backward.
 
-        MGLU multiplies `n_masks + 1` times, and the layers without a fused operator twice for each mask. Half of the
-        products of attention are masked out and do not count. A teacher that predicts costs its forward pass.
+        A matrix product takes 2 operations for each element of its matrix. MGLU takes `n_masks + 1` products; layers
+        without a fused operator take two for each mask. The half of attention that is masked out does not count. A
+        teacher that predicts costs its forward pass.
         """
         sizes, masks = self.sizes, self.n_masks
         matrices = {"lu": 1, "glu": 2, "glu_shared": 1}.get(self.layer, 2 * masks)
@@ -216,7 +217,7 @@ class Recipe:
 
 @torch.no_grad()
 def take_over(model: LanguageModel, teacher: Mapping[str, Tensor], init: str) -> None:
-    """Start an MGLU model with what its SwiGLU teacher learned; `teacher` is that model's state."""
+    """Copy into an MGLU model what its SwiGLU teacher learned; `teacher` is the teacher's state dict."""
     kept = {name: value for name, value in teacher.items() if ".projection." not in name}
     missing, unexpected = model.load_state_dict(kept, strict=False)
     assert not unexpected, unexpected
@@ -231,7 +232,7 @@ def take_over(model: LanguageModel, teacher: Mapping[str, Tensor], init: str) ->
 
 
 class Scaled(nn.Module):
-    """A projection times a number."""
+    """A projection whose result is multiplied by a number."""
 
     def __init__(self, projection: nn.Module, factor: float) -> None:
         super().__init__()
@@ -242,7 +243,7 @@ class Scaled(nn.Module):
 
 
 class Clipped(nn.Module):
-    """Logits with the same signs, through which no gradient passes beyond `slope`."""
+    """Clamps logits to `[-slope, slope]`: signs stay, and logits outside get no gradient."""
 
     def __init__(self, slope: float) -> None:
         super().__init__()
@@ -253,7 +254,7 @@ class Clipped(nn.Module):
 
 
 class Tanh(nn.Module):
-    """Logits with the same signs, whose gradient fades away from 0."""
+    """Squashes logits with tanh: signs stay, and the gradient fades with the distance from 0."""
 
     def __init__(self, slope: float) -> None:
         super().__init__()

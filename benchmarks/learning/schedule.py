@@ -1,4 +1,4 @@
-"""Which text each step of a run reads, at which learning rate, and where its curve has points."""
+"""The text and the learning rate of each step of a run, and the steps after which its curve has a point."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from benchmarks.learning.recipe import CONTEXT, SEQUENCES
 WARM_UP = 0.1
 LAST_RATE = 0.1
 EVALUATIONS = 6
-"""Points of a learning curve. Each evaluates all held-out text: with 2 MB of it, all of them take 7% of a short run."""
+"""Points of a learning curve. Each evaluates all held-out text: with 2 MB, this takes 7% of the time of a short run."""
 
 
 class Windows:
-    """The windows of a corpus in the order in which every run reads them, `[SEQUENCES, CONTEXT + 1]` a step.
+    """The windows of a corpus, `[SEQUENCES, CONTEXT + 1]` a step, in the one order in which all runs read them.
 
     Args:
         tokens: `[train_tokens]`.
@@ -48,7 +48,7 @@ class Windows:
 def held_out_batches(tokens: Tensor, device: str) -> Iterator[Tensor]:
     """Yield the windows of held-out text, `[SEQUENCES, CONTEXT + 1]`, int64.
 
-    The windows that do not fill a batch are left out, so that no other shape is compiled, unless there is no batch.
+    An incomplete last batch is dropped, so that only one shape is compiled, unless it is the only batch.
     """
     tokens = tokens.to(device, torch.int32)
     offsets, windows = torch.arange(CONTEXT + 1, device=device), (len(tokens) - 1) // CONTEXT
@@ -58,7 +58,7 @@ def held_out_batches(tokens: Tensor, device: str) -> Iterator[Tensor]:
 
 
 def steps_of(megabytes: float, corpus: Corpus) -> int:
-    """The number of steps that read so much text."""
+    """The number of steps that it takes to read an amount of text."""
     tokens = megabytes * 1e6 * corpus.sizes.train_tokens / corpus.sizes.train_bytes
     return round(tokens / (SEQUENCES * CONTEXT))
 

@@ -1,4 +1,4 @@
-"""The results of the training runs as Markdown tables: one for each experiment, and what the masks became.
+"""The results of the training runs as Markdown tables: for each experiment, for the masks, and for choosing a layer.
 
 python -m benchmarks.learning.tables [--results DIR]
 """
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from benchmarks.learning import cost
-from benchmarks.learning.experiments import EXPERIMENTS, RESULTS
-from benchmarks.learning.recipe import Recipe
+from benchmarks.learning.experiments import BEST, EXPERIMENTS, RESULTS, SWIGLU, same_load, same_training
+from benchmarks.learning.recipe import SIZES, Recipe
 from benchmarks.markdown import markdown
 from benchmarks.records import read_table
 from benchmarks.tables import MissingResultError
@@ -36,12 +36,12 @@ HEAD = (
     "memory",
 )
 FOLDER = RESULTS.name
-"""The folder of the runs in that of the results."""
+"""The name of the subfolder of the results that has the runs."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that is finished: its recipe, the head of its file, and its learning curve."""
+    """A finished run: its recipe, the facts in the head of its file, and its learning curve."""
 
     recipe: Recipe
     facts: dict[str, str]
@@ -58,12 +58,12 @@ class Finished:
 
     @property
     def load(self) -> float:
-        """Megabytes that decoding a token reads: all weights in 16 bits, and the masks."""
+        """Megabytes that decoding reads for a token: all weights in 16 bits, and the masks."""
         return (2 * float(self.facts["weights"]) + float(self.facts["mask_bits"]) / 8) / 1e6
 
     @property
     def bytes_of_token(self) -> float:
-        """Bytes of held-out text that a token stands for on average."""
+        """The mean number of bytes of held-out text in a token."""
         return float(self.facts["corpus.held_out_bytes"]) / float(self.facts["corpus.held_out_tokens"])
 
     @staticmethod
@@ -73,7 +73,7 @@ class Finished:
 
 
 def recipe_of(facts: dict[str, str]) -> Recipe:
-    """The recipe in the head of a result. What was no part of recipes when it was made had its default."""
+    """The recipe in the head of a result. Fields that are newer than the result have their defaults."""
     hints = get_type_hints(Recipe)
     values: dict[str, Any] = {}
     for one in fields(Recipe):
@@ -92,8 +92,8 @@ def runs(results: Path) -> list[Finished]:
     """All finished runs.
 
     Raises:
-        MissingResultError: there is none.
-        ValueError: they are of different texts.
+        MissingResultError: no run is finished.
+        ValueError: the runs read different texts.
     """
     found = [Finished.read(path) for path in sorted((results / FOLDER).glob("*.csv"))]
     if not found:
@@ -106,9 +106,9 @@ def runs(results: Path) -> list[Finished]:
 
 
 def costs(results: Path) -> tuple[str, dict[str, float]]:
-    """A sentence that says where the steps were timed, and the milliseconds of their kernels by `cost.layer_of`'s name.
+    """A sentence that says where steps were timed, and the milliseconds of a step by the name of `cost.layer_of`.
 
-    Both are empty if that was not measured.
+    Both are empty if no steps were timed.
     """
     path = results / f"{cost.NAME}.csv"
     if not path.is_file():
@@ -119,10 +119,10 @@ def costs(results: Path) -> tuple[str, dict[str, float]]:
 
 
 def experiment(results: Path, name: str) -> str:
-    """The table of an experiment: a line for each recipe with any finished run, and those that are missing.
+    """The table of an experiment: a row for each recipe with a finished run, then the names of the other recipes.
 
     'To SwiGLU' is the difference to the mean of the SwiGLU runs of the same size, text and learning rate, in nats a
-    byte. Behind a mean of several seeds stands the largest distance between two of them.
+    byte. A mean over several seeds is followed by the largest distance between two of them.
     """
     found, (where, milliseconds) = runs(results), costs(results)
     wanted = list(dict.fromkeys(replace(recipe, seed=0) for recipe in EXPERIMENTS[name]))
@@ -139,14 +139,53 @@ def experiment(results: Path, name: str) -> str:
     return "\n\n".join(parts)
 
 
+def choice(results: Path) -> str:
+    """What a user decides by: the loss and the costs of SwiGLU and of SwiMGLU with our recipe.
+
+    Models without a finished run of SwiGLU are left out.
+
+    Raises:
+        MissingResultError: no run is finished.
+    """
+    found, (where, milliseconds) = runs(results), costs(results)
+    layers = {
+        "SwiGLU": SWIGLU,
+        **{f"SwiMGLU, n_m = {n_masks}": recipe for n_masks, recipe in BEST.items()},
+        "SwiGLU with as many bytes as n_m = 1": replace(SWIGLU, width=same_load(1)),
+        "SwiGLU with as many training operations as n_m = 4": replace(SWIGLU, width=same_training(4)),
+    }
+    lines = []
+    for size in SIZES:
+        recipes = {name: replace(recipe, size=size) for name, recipe in layers.items()}
+        finished = {name: [run for run in found if replace(run.recipe, seed=0) == one] for name, one in recipes.items()}
+        figures = {name: decisive(of, milliseconds) for name, of in finished.items() if of}
+        if "SwiGLU" not in figures:
+            continue
+        swiglu = figures["SwiGLU"]
+        for name, (loss, *costs_of) in figures.items():
+            ratios = [f"{one:.1f} ({one / base:.2f})" for one, base in zip(costs_of, swiglu[1:], strict=True)]
+            lines.append([size, name, f"{loss - swiglu[0]:+.3f}", *("" if "nan" in cell else cell for cell in ratios)])
+    head = ["model", "layer", "loss to SwiGLU", "MB a token", "ms a training step", "GB of training memory"]
+    return f"{source(found)}{where}\n\n{markdown(head, lines)}"
+
+
+def decisive(of: Sequence[Finished], milliseconds: Mapping[str, float]) -> tuple[float, float, float, float]:
+    """Nats a token, MB a token, ms a training step and GB of training memory, from the runs of a recipe's seeds."""
+    one = of[0]
+    loss = statistics.fmean(run.loss for run in of) * one.bytes_of_token
+    step = milliseconds.get(cost.layer_of(one.recipe).name, math.nan)
+    return loss, one.load, step, max(float(run.facts["peak_mb"]) for run in of) / 1000
+
+
 def line(of: Sequence[Finished], everything: Iterable[Finished], milliseconds: Mapping[str, float]) -> list[str]:
-    """The cells of a recipe from its runs with different seeds."""
+    """The cells of a recipe's row, from its runs with different seeds."""
     one, losses = of[0], [run.loss for run in of]
     glu = replace(baseline(one.recipe), seed=0)
     baselines = [run.loss for run in everything if replace(run.recipe, seed=0) == glu]
     gap = f"{statistics.fmean(losses) - statistics.fmean(baselines):+.4f}" if baselines else ""
     has_masks = one.recipe.has_masks
-    step = None if one.recipe.distilled else milliseconds.get(cost.layer_of(one.recipe).name)  # without its teacher
+    # `cost` times a step without a teacher.
+    step = None if one.recipe.distilled else milliseconds.get(cost.layer_of(one.recipe).name)
     return [
         label(one.recipe),
         f"{float(one.facts['weights']) / 1e6:.1f} M",
@@ -163,7 +202,7 @@ def line(of: Sequence[Finished], everything: Iterable[Finished], milliseconds: M
 
 
 def baseline(recipe: Recipe) -> Recipe:
-    """The SwiGLU run that a run is compared with: the same seed, size, learning rate and text."""
+    """The SwiGLU run with the same seed, size, learning rate and text, which a run is compared with."""
     megabytes = recipe.skip + recipe.megabytes
     lr = Recipe.lr if recipe.start is not None else recipe.lr
     return Recipe("glu", size=recipe.size, megabytes=megabytes, lr=lr, seed=recipe.seed)
@@ -193,7 +232,7 @@ def label(recipe: Recipe) -> str:
 
 
 def options_of(recipe: Recipe) -> list[str]:
-    """What differs from the default recipe of the layer, in words or as `name = value`."""
+    """The fields that differ from the layer's default recipe, as text for a table."""
     default = Recipe(layer=recipe.layer, n_masks=recipe.n_masks, activation=recipe.activation)
     changed = {
         one.name: getattr(recipe, one.name)
@@ -237,9 +276,9 @@ def source(found: Sequence[Finished]) -> str:
 
 
 def masks(results: Path) -> str:
-    """What masks became: the gate ratio of each layer at the end, as in the paper's Figure 14, and flips and agreement.
+    """The gate ratio of each layer at the end, as in the paper's Figure 14, and the agreement and the flips of masks.
 
-    Flips are the share of bits that one step changed: the last one before the first point of the curve, and the last.
+    Flips are the share of bits that one step changes: the step before the first point of the curve, and the last step.
     """
     found = [run for run in runs(results) if run.recipe in EXPERIMENTS["layers"] + EXPERIMENTS["best"]]
     found = [run for run in found if run.recipe.has_masks and run.recipe.learned and run.recipe.seed == 0]
@@ -268,6 +307,7 @@ def agreement(text: str) -> str:
 TABLES: dict[str, Callable[[Path], str]] = {
     **{f"learning_{name}": partial(experiment, name=name) for name in EXPERIMENTS},
     "learning_masks": masks,
+    "learning_choice": choice,
 }
 """Name of a table to the function that makes it from the folder of the results."""
 

@@ -2,10 +2,10 @@
 
 python -m benchmarks.learning.train --corpus DIR --out DIR [--layer mglu] [--n-masks 4] [--lr 0.001] ... [--seconds 540]
 
-AdamW with the paper's betas, epsilon, weight decay, clipping of gradients, warm-up over a tenth of the steps and cosine
-decay to a tenth of the rate. A run that has to stop, at `--seconds`, leaves a checkpoint, and so does a long run every
-two minutes. The same command goes on from it with the same steps: on a CPU, the result is bit for bit what it would
-have been without the stop. On a GPU, torch's backward pass of attention adds in any order.
+The optimiser is AdamW with the paper's betas, epsilon, weight decay, clipping of gradients, warm-up over a tenth of the
+steps and cosine decay to a tenth of the rate. A run writes a checkpoint every two minutes, and when it stops after
+`--seconds`. The same command resumes from it. On a CPU, the result is then bit for bit the result without the stop; on
+a GPU it is not, because the backward pass of attention adds in no fixed order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PROTOCOL = (
     "state of the optimiser and activations"
 )
 SAVE_SECONDS = 120.0
-"""Time after which a run writes a checkpoint, in case that it is killed."""
+"""Seconds between two checkpoints of a run, which may be killed."""
 
 
 @keep_all_graphs  # type: ignore[untyped-decorator]
@@ -53,20 +53,20 @@ def run(
 ) -> bool:
     """Train, and write `NAME.csv` into a folder; return whether the run is finished.
 
-    A recipe with a `start` trains its teacher first, unless the folder has the teacher's weights, `NAME.weights`, or
-    waits for the process that trains it. Processes that share a folder never train the same run at once.
+    A recipe with a `start` first trains its teacher, or waits for the process that trains it, unless the folder has the
+    teacher's weights, `NAME.weights`. Processes that share a folder never train the same run at once.
 
     Args:
         recipe: what to train.
         corpus: the text.
-        out: the folder. A checkpoint in it, `NAME.pt`, is gone on from, and is removed at the end.
+        out: the folder. The run resumes from a checkpoint `NAME.pt` in it, and removes it at the end.
         device: "cuda" or "cpu".
-        limit: seconds after which the run stops at a point of its curve, or before if the next point would be too
-            late; None for no limit.
+        limit: the most seconds; the run stops at the last point of its curve that it expects to reach in time. None for
+            no limit.
         compiled: whether blocks and loss are compiled.
 
     Raises:
-        TimeoutError: another process makes this run.
+        TimeoutError: another process trains this run.
     """
     begin = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ def _run(
     compiled: bool,
     teacher: Mapping[str, Tensor] | None,
 ) -> bool:
-    """Go on from the run's checkpoint, if there is one, for at most `limit` seconds."""
+    """Train for at most `limit` seconds, from the run's checkpoint if there is one."""
     begin = time.perf_counter()
     checkpoint = out / f"{recipe.name}.pt"
     training = Training(recipe, corpus, device, compiled, teacher)
@@ -113,7 +113,8 @@ def _run(
         print(f"{recipe.name}: {row['megabytes']:.1f} MB, train {row['train']:.4f}", end=" ")
         print(f"held out {row['held_out']:.4f} nats a byte, {row['seconds']:.0f} s", flush=True)
         now = time.perf_counter()
-        is_over = limit is not None and now - begin + (now - start) > limit  # the next point takes as long as this one
+        # The next point will take about as long as this one.
+        is_over = limit is not None and now - begin + (now - start) > limit
         if last < training.steps and (is_over or now - saved > SAVE_SECONDS):
             training.save(checkpoint)
             saved = time.perf_counter()
@@ -128,7 +129,7 @@ def _run(
 
 
 def head(training: Training) -> dict[str, str]:
-    """What the result depends on, and what it cost."""
+    """The head of a result: what it depends on, and what the run cost."""
     facts = {key: str(value) for key, value in asdict(training.recipe).items()}
     sizes = asdict(training.corpus.sizes)
     sizes["held_out_packages"] = " ".join(sizes["held_out_packages"])
@@ -176,7 +177,7 @@ def main() -> None:
         finished = run(recipe, load(options["corpus"]), options["out"], options["device"], options["seconds"])
     except TimeoutError as error:
         raise SystemExit(str(error)) from None
-    print("finished" if finished else "stopped; the same command goes on")
+    print("finished" if finished else "stopped; repeat the command to continue")
 
 
 if __name__ == "__main__":

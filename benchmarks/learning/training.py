@@ -26,7 +26,7 @@ WEIGHT_DECAY = 0.1
 MAX_NORM = 1.0
 
 
-# Most runs have the graphs of an earlier run, so that a process keeps all graphs instead of compiling them again.
+# Most runs need the same graphs as an earlier run, so a process keeps all graphs instead of compiling them again.
 keep_all_graphs = dynamo_config.patch(recompile_limit=1000, accumulated_recompile_limit=1000)
 
 
@@ -35,9 +35,9 @@ class Progress:
     """How far a run has come.
 
     Attributes:
-        step: steps that are done.
-        seconds: time of these steps, without evaluations and compilations.
-        peak_mb: the most megabytes that they held at once on a GPU, without the text; NaN on a CPU.
+        step: the number of steps taken.
+        seconds: the time of these steps, without evaluation and compilation.
+        peak_mb: the peak of GPU memory in these steps, in megabytes, without the text; NaN on a CPU.
         rows: the learning curve so far.
     """
 
@@ -55,7 +55,7 @@ class Training:
         corpus: the text.
         device: "cuda" or "cpu".
         compiled: whether blocks and loss are compiled.
-        teacher: the state of the trained `recipe.teacher`, where the recipe has a `start`.
+        teacher: the state dict of the trained `recipe.teacher`, if the recipe has a `start`.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Training:
         teacher: Mapping[str, Tensor] | None = None,
     ) -> None:
         if device == "cuda":
-            release(device)  # what the last run held does not count
+            release(device)  # so that memory of the last run does not count
         self.recipe, self.corpus, self.device = recipe, corpus, device
         self.steps, self.progress = max(1, steps_of(recipe.megabytes, corpus)), Progress()
         self.skipped = steps_of(recipe.skip, corpus)
@@ -111,7 +111,7 @@ class Training:
         return loss.detach()
 
     def loss(self, batch: Tensor) -> Tensor:
-        """The mean over tokens of the cross entropy: of the text, or of the predictions of the teacher."""
+        """The mean cross entropy over tokens, with the text or with the teacher's predictions as the target."""
         if self.teacher is None:
             return self.model(batch)
         with torch.no_grad():
@@ -119,7 +119,7 @@ class Training:
         return cross_entropy(self.model.logits(batch[:, :-1]).flatten(0, 1).float(), predicted)
 
     def warm_up(self) -> None:
-        """Compile what a step and an evaluation need, and leave everything as it was."""
+        """Compile what a step and an evaluation need, and restore the state before."""
         parameters = [parameter.detach().clone() for parameter in self.model.parameters()]
         self.step()
         self.nats(next(held_out_batches(self.corpus.held_out, self.device)))
@@ -130,14 +130,14 @@ class Training:
         self.progress = Progress()
 
     def advance(self, last: int) -> None:
-        """Take steps up to number `last`, and add a point to the curve."""
+        """Take steps until `last` are taken, and add a point to the curve."""
         before, begin = self.progress.step, time.perf_counter()
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         total, worst = (torch.zeros((), device=self.device) for _ in range(2))
         for step in range(before, last):
             if step == last - 1 and self.statistics is not None:
-                self.statistics.update()  # the point has the flips of the last step alone
+                self.statistics.update()  # so that the point counts the flips of the last step only
             loss = self.step()
             total += loss
             worst = torch.maximum(worst, loss)
@@ -145,7 +145,7 @@ class Training:
         self.progress.seconds += time.perf_counter() - begin
         if self.device == "cuda":
             peak = (torch.cuda.max_memory_allocated() - self.windows.tokens.nbytes) / 1e6
-            self.progress.peak_mb = max(peak, self.progress.peak_mb)  # the first one, if there is none yet
+            self.progress.peak_mb = max(peak, self.progress.peak_mb)  # in this order, since peak_mb may be NaN
         self.progress.rows.append(self.point(mean, worst.item()))
 
     @torch.no_grad()
@@ -166,9 +166,9 @@ class Training:
             return self.model(batch).double() * batch[:, 1:].numel()
 
     def point(self, loss: float, worst: float) -> dict[str, Any]:
-        """A point of the learning curve after the steps that are done.
+        """The point of the learning curve after the steps taken so far.
 
-        `loss` is the mean of the steps since the last point and `worst` the largest of them, in nats a token.
+        `loss` is the mean loss of the steps since the last point, and `worst` their largest, in nats a token.
         """
         row: dict[str, Any] = {
             "step": self.progress.step,
@@ -181,9 +181,9 @@ class Training:
         return row | self._masks()
 
     def _masks(self) -> dict[str, Any]:
-        """Means over layers and masks, and the gate ratios of all layers; none for a model without masks.
+        """Means over layers and masks, and the gate ratio of each layer; empty for a model without masks.
 
-        `flips` are the mask bits that the last step changed, and `flipped` those that differ from the start.
+        `flips` is the share of mask bits that the last step changed, `flipped` the share that differs from the start.
         """
         if self.statistics is None:
             return {}
@@ -207,7 +207,7 @@ class Training:
     # --- Checkpoints
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint; a file that was there is replaced at once or not at all."""
+        """Write a checkpoint; an older file is replaced in one step."""
         state = {
             "recipe": asdict(self.recipe),
             "digest": self.corpus.sizes.digest,
@@ -218,10 +218,10 @@ class Training:
         write_whole(path, lambda temporary: torch.save(state, temporary))
 
     def restore(self, path: Path) -> None:
-        """Go on from a checkpoint.
+        """Resume from a checkpoint.
 
         Raises:
-            ValueError: it is of another recipe or another corpus.
+            ValueError: the checkpoint has another recipe or another corpus.
         """
         state = torch.load(path, map_location=self.device, weights_only=True)
         for what, found, wanted in (
@@ -236,12 +236,12 @@ class Training:
 
 
 def masked_layers(model: nn.Module) -> list[MGLU | NaiveMGLU]:
-    """The layers of a model that have masks."""
+    """The layers with masks in a model."""
     return [module for module in model.modules() if isinstance(module, (MGLU, NaiveMGLU))]
 
 
 def packed_masks(layer: MGLU | NaiveMGLU) -> Tensor:
-    """A copy of the masks of a layer, packed."""
+    """A packed copy of a layer's masks."""
     if layer.packed_masks is not None:
         return layer.packed_masks.clone()
     assert layer.mask_logits is not None
@@ -249,5 +249,5 @@ def packed_masks(layer: MGLU | NaiveMGLU) -> Tensor:
 
 
 def _mean(values: list[float]) -> float:
-    """The mean with six digits; NaN of nothing."""
+    """The mean with six digits; NaN if there are no values."""
     return float(f"{sum(values) / len(values):.6g}") if values else float("nan")

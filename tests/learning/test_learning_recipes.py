@@ -98,7 +98,7 @@ LEVELED = (
 
 @pytest.mark.parametrize("recipe", LEVELED, ids=lambda one: one.name)
 def test_layers_that_are_compared_begin_with_the_same_size(recipe, monkeypatch):
-    """As large as four masks with the same activation."""
+    """Each result starts as large as that of four masks with the same activation."""
     sizes = Sizes(layers=1, hidden=128, intermediate=2048, heads=2, kv_heads=2, vocabulary=300, context=16)
     monkeypatch.setitem(SIZES, "25M", sizes)
     x, found = nn.functional.rms_norm(torch.randn(256, 128), (128,)), []
@@ -106,13 +106,13 @@ def test_layers_that_are_compared_begin_with_the_same_size(recipe, monkeypatch):
         projection = one.model().blocks[0].projection
         for module in projection.modules():
             if getattr(module, "router", None) is not None:
-                nn.init.zeros_(module.router.weight)  # all masks that are kept have the same weight
+                nn.init.zeros_(module.router.weight)  # so that all masks that it keeps have the same weight
         found.append(projection(x).std().item())
-    assert 0.75 < found[0] / found[1] < 1.25  # silu is curved; without the gains, up to 3 times
+    assert 0.75 < found[0] / found[1] < 1.25  # not 1, since silu is curved; without the gains, up to 3
 
 
 def test_rivals_with_other_gates_read_as_many_bytes():
-    """Bits for an element of the width: 32 of two matrices, 48 of GLU's three, and one more for each mask."""
+    """An element of the width takes 32 bits in two matrices, 48 in GLU's three, and one more for each mask."""
     squared, *_ = experiments.RELU_SQUARED
     bits = {"lu": 32, "glu": 48, "mglu": 32}
     found = [one.width * (bits[one.layer] + one.has_masks * one.n_masks) for one in experiments.OTHER_GATES]
@@ -121,7 +121,7 @@ def test_rivals_with_other_gates_read_as_many_bytes():
 
 
 def test_widths_of_equal_budgets():
-    """Bytes of three matrices of SwiGLU against two and the masks; products of a training step against n_masks + 2."""
+    """SwiGLU has three matrices and products; SwiMGLU has two matrices and the masks, and n_masks + 2 products."""
     for n_masks in (1, 4, 16):
         assert 3 * 16 * experiments.same_load(n_masks) == pytest.approx(2 * 16 + n_masks)
         assert 3 * experiments.same_training(n_masks) == pytest.approx(n_masks + 2)

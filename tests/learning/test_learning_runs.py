@@ -99,7 +99,7 @@ def test_experiments_that_are_killed_go_on_bit_for_bit(how, folder, tmp_path):
 
     assert start(tmp_path / "whole").wait() == 0
     kills = 0
-    for seconds in (0.0, 0.4, 1.1, 0.7):  # after the first checkpoint of a run that is not done
+    for seconds in (0.0, 0.4, 1.1, 0.7):  # between the first checkpoint of a run and the signal
         process = start(tmp_path / "parts")
         while process.poll() is None and not list((tmp_path / "parts").glob("*.pt")):
             time.sleep(0.05)
@@ -131,7 +131,7 @@ def test_experiments_go_on_where_they_stopped(text, folder, tmp_path, monkeypatc
 
     monkeypatch.setattr(experiments, "run", run)
     common = ["experiments", "--only", "layers", "--out", str(tmp_path / "out"), "--corpus", str(prepared)]
-    for seconds in ("29", "100", "100"):  # a run is not begun if there is no time for its first checkpoint
+    for seconds in ("29", "100", "100"):  # 29 s are too short to start a run: LEAST_SECONDS
         monkeypatch.setattr("sys.argv", [*common, "--seconds", seconds])
         experiments.main()
     assert len(trained) == 2
@@ -203,7 +203,7 @@ def test_a_step_on_a_cpu_has_no_kernels():
 @pytest.mark.long
 @pytest.mark.usefixtures("tiny")
 def test_the_cost_of_more_layers_than_torch_compiles_by_itself():
-    """The limit of torch is 8 graphs of a function, and the experiments have many more layers."""
+    """By default torch compiles at most 8 graphs of a function, and the experiments have many more layers."""
     with torch._dynamo.config.patch(recompile_limit=1):
         for layer in ("glu", "lu", "glu_shared"):
             assert cost.cost(Recipe(layer), "cpu") == {}

@@ -108,11 +108,11 @@ def claim(text: str) -> claims.Claim:
     return found
 
 
-def test_claims_are_those_of_recipes_that_are_run():
+def test_claims_and_comparisons_are_about_recipes_that_are_run():
     every = set(experiments.chosen(experiments.EXPERIMENTS))
-    assert all({one.better, one.worse} <= every for one in (*claims.CLAIMS, *claims.FINDINGS))
-    assert all(one.better.size == one.worse.size for one in claims.FINDINGS)
-    assert len({one.text for one in claims.FINDINGS}) == len(claims.FINDINGS)
+    assert every >= claims.COMPARED
+    asked = [(one.layer, one.other) for comparisons in claims.COMPARISONS.values() for one in comparisons]
+    assert len(set(asked)) == len(asked)
     assert claim("SwiGLU is better than GELU").published == pytest.approx(0.0849, abs=1e-4)
     assert claim("four masks are as good as SwiGLU, to 1%").published == pytest.approx(-0.0084, abs=1e-4)
 
@@ -137,7 +137,7 @@ def test_verdicts_need_more_than_the_spread_of_seeds(tmp_path):
     found = tables.runs(tmp_path)
 
     def of(text: str) -> tuple[float, tuple[int, int], str]:
-        measured = claims.measure(claim(text), found)
+        measured = claims.measure(claim(text).better, claim(text).worse, found)
         return pytest.approx(measured.advantage), measured.seeds, claims.verdict(claim(text), measured)
 
     assert of("SwiGLU is better than GELU") == (0.008, (2, 2), "reproduced")
@@ -147,12 +147,12 @@ def test_verdicts_need_more_than_the_spread_of_seeds(tmp_path):
     assert of("four masks are as good as SwiGLU, to 1%") == (-0.0116, (1, 2), "undecided")
     assert of("eight masks are better than SwiGLU") == (0.042, (1, 2), "reproduced")
     assert of("no masks are worse than one mask") == (0.002, (1, 1), "undecided")
-    noise = claims.measure(claim("SwiGLU is better than GELU"), found).noise
+    noise = claims.measure(Recipe("glu"), Recipe("lu", activation="gelu"), found).noise
     assert noise == pytest.approx(4 * 2 * 0.001 / 2**0.5)
-    assert "The standard deviation of a seed is 0.0007 nats a byte" in claims.claims(tmp_path)
+    assert "The standard deviation between seeds is 0.0007 nats a byte" in claims.claims(tmp_path)
     (line,) = [one for one in claims.claims(tmp_path).splitlines() if one.startswith("| Top-1")]
     assert line.endswith("not reproduced: a run diverged |")
-    assert claims.measure(claim("two masks are better than one"), found) is None
+    assert claims.measure(replace(PAPER, n_masks=2), replace(PAPER, n_masks=1), found) is None
     assert claims.table([]).count("| not run |") == len(claims.CLAIMS)
 
 
@@ -168,26 +168,36 @@ def test_answers_about_the_best_recipe(tmp_path):
         finished(tmp_path, Recipe("glu", seed=seed), 0.699 + 0.001 * seed)
         finished(tmp_path, Recipe("glu", width=experiments.same_load(1), seed=seed), 0.600 + 0.001 * seed)
         larger = replace(experiments.LARGER, width=experiments.same_load(1), seed=seed)
-        finished(tmp_path, larger, 0.700 + 0.001 * seed)
-    answers = {line.split(" | ")[0]: line for line in claims.findings(tmp_path).splitlines()}
-    assert "Standard deviation of a seed in nats a token: 0.003 in the 25M model.\n" in claims.findings(tmp_path)
-    assert answers["| 25M: one mask learns better than with the paper's recipe"].endswith(
-        "| +0.4000 | 0.0057 | 2 and 2 | yes |"
-    )
-    assert answers["| 25M: SwiGLU is better than one mask"].endswith("| undecided |")
-    assert answers["| one mask is better than SwiGLU with as many bytes"].endswith("| no |")
-    assert answers["| 90M: SwiGLU is better than one mask"].endswith("|  |  |  | not run |")
-    with pytest.raises(MissingResultError, match="no result of SwiMGLU, n_m = 4 and SwiGLU"):
+        finished(tmp_path, larger, 0.7005 + 0.001 * seed)
+    lines = claims.findings(tmp_path).splitlines()
+    assert lines[0].endswith("Standard deviation between seeds, in nats a token: 0.003 in the 25M model.")
+    assert "| 1 mask | 1 mask, the paper's recipe | not run | **-0.400 ± 0.006** | not run |" in lines
+    assert "| 1 mask | SwiGLU | not run | +0.004 ± 0.006 | not run |" in lines
+    assert "| 1 mask | SwiGLU with as many bytes | **+0.400 ± 0.006** |" in lines
+    assert "| 2 masks | SwiGLU |  | not run |  |" in lines
+    with pytest.raises(MissingResultError, match="no result of SwiMGLU, n_m = 2 and SwiGLU"):
         claims.summary(tmp_path)
-    for n_masks in (4, 8):
+    for n_masks in (2, 4, 8, 16):
         for one in (replace(PAPER, n_masks=n_masks), experiments.BEST[n_masks]):
             finished(tmp_path, one, 0.69975)
-    text = claims.summary(tmp_path)
-    noise = "(within the noise)"
-    assert f"differ from SwiGLU of the same width by +0.404, +0.001 {noise}, +0.001 {noise} nats a token;" in text
-    assert f"they differ by +0.004 {noise}, +0.001 {noise}, +0.001 {noise}, and" in text
-    assert "one mask differs from SwiGLU with as many bytes by +0.400, or by" in text
-    assert f"by +0.000 {noise} if that SwiGLU's product is 1.6 times as large." in text
+    lines = claims.summary(tmp_path).splitlines()
+    assert "| 1 mask, equal width | +0.404 | +0.004 (noise) |" in lines
+    assert "| 16 masks, equal width | +0.001 (noise) | +0.001 (noise) |" in lines
+    assert "| 1 mask, against SwiGLU with as many bytes |  | +0.400 |" in lines
+    assert "| 1 mask, against scaled SwiGLU with as many bytes |  | -0.002 (noise) |" in lines
+
+
+def test_loss_and_costs_stand_beside_their_ratios_to_swiglu(tmp_path):
+    finished(tmp_path, Recipe("glu"), 0.73)
+    finished(tmp_path, experiments.BEST[1], 0.74, device="another GPU")
+    finished(tmp_path, replace(experiments.BEST[4], size="90M"), 0.74)  # without a SwiGLU to compare it with
+    steps = {Recipe("glu").name: 10.0, cost.layer_of(experiments.BEST[1]).name: 12.5}
+    facts = {"device": "a GPU", "commit": "9876543210"}
+    write_table([{"name": name, "ms": ms} for name, ms in steps.items()], facts, tmp_path, cost.NAME)
+    assert tables.choice(tmp_path).splitlines()[4:] == [
+        "| 25M | SwiGLU | +0.000 | 41.0 (1.00) | 10.0 (1.00) | 1.2 (1.00) |",
+        "| 25M | SwiMGLU, n_m = 1 | +0.040 | 41.0 (1.00) | 12.5 (1.25) | 1.2 (1.00) |",
+    ]
 
 
 def test_spikes_are_measured_within_a_part_of_a_run_and_rises_between_parts(tmp_path):

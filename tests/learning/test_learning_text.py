@@ -15,7 +15,7 @@ pytest_plugins = ["learning_fixtures"]
 
 def test_documents_are_text_without_duplicates(folder):
     documents = corpus.read(corpus.files([folder], corpus.ANY_SUFFIX))
-    assert len(documents) == 3 * 40 + 40  # of the copies, which differ in white space, one original is left
+    assert len(documents) == 3 * 40 + 40  # copies that differ in white space count once
     assert len({document.digest for document in documents}) == len(documents)
     assert all(document.text.isprintable() or "\n" in document.text for document in documents)
 
@@ -56,7 +56,9 @@ def test_tokens_stand_for_the_text(folder, tmp_path):
     ]
     assert set(texts) == expected
     assert int(found.token_bytes[found.train.long()].sum()) == found.sizes.train_bytes
-    assert corpus.prepare(tmp_path / "made", text=tmp_path / "gone").sizes == found.sizes  # it is not made again
+    assert (
+        corpus.prepare(tmp_path / "made", text=tmp_path / "gone").sizes == found.sizes
+    )  # the corpus is not collected again
 
 
 def test_the_training_text_may_be_limited(folder, tmp_path):

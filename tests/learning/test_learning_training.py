@@ -1,4 +1,4 @@
-"""Training in the experiments about learning: every layer learns, and a stopped run goes on exactly."""
+"""Training in the experiments about learning: every layer learns, and a stopped run resumes exactly."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_masks_stop_where_the_recipe_says(text):
 
 @pytest.mark.usefixtures("tiny")
 def test_held_out_loss_is_in_nats_a_byte_of_the_text(text):
-    """Each token's probability, one window at a time, over the bytes that the tokenizer's pieces stand for."""
+    """The oracle takes each token's probability, one window at a time, and the bytes of the tokenizer's pieces."""
     run = training.Training(tiny_run(text, 4), text, "cpu", compiled=False)
     windows = (len(text.held_out) - 1) // 16
     windows -= windows % 4
@@ -236,7 +236,7 @@ def test_operations_are_those_that_torch_counts(options, text):
     expected = (
         run.recipe.flops_of_token - 6 * sizes.layers * sizes.context * sizes.hidden
     ) * run.windows.tokens_of_step
-    assert counted == pytest.approx(expected, rel=0.02)  # the router is left out
+    assert counted == pytest.approx(expected, rel=0.02)  # the formula leaves out the router
 
 
 def test_layers_with_masks_are_found():

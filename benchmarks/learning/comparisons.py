@@ -1,0 +1,131 @@
+"""What is asked about our recipe: pairs of layers whose training runs are compared, grouped by question.
+
+Layers are trained with our recipe (`experiments.BEST`) unless their names say otherwise. "Mask rate" is the learning
+rate of mask logits as a fraction of that of the weights. "Scaled SwiGLU" is `experiments.LARGER`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from benchmarks.learning.experiments import (
+    AGAIN,
+    BEST,
+    LARGER,
+    PAPER,
+    SAME_WEIGHTS,
+    SLOW,
+    SWIGLU,
+    gained,
+    level,
+    leveled,
+    same_load,
+    same_training,
+)
+from benchmarks.learning.recipe import SIZES, Recipe
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two layers that are compared.
+
+    Attributes:
+        layer: the name of the first layer in a table.
+        recipe: its recipe.
+        other: the name of the second layer.
+        other_recipe: its recipe.
+        sizes: the models in which both were trained, keys of SIZES.
+    """
+
+    layer: str
+    recipe: Recipe
+    other: str
+    other_recipe: Recipe
+    sizes: tuple[str, ...] = (Recipe.size,)
+
+    def at(self, size: str) -> tuple[Recipe, Recipe]:
+        """Both recipes in a model of another size."""
+        return replace(self.recipe, size=size), replace(self.other_recipe, size=size)
+
+
+ALL_SIZES = tuple(SIZES)
+SCALED = "scaled SwiGLU"
+NAMES = {n_masks: "1 mask" if n_masks == 1 else f"{n_masks} masks" for n_masks in BEST}
+PAPERS = {n_masks: replace(PAPER, n_masks=n_masks) for n_masks in BEST}
+_TOP_1, _TOP_2, _TOP_4, _NO_GATE_MASK, _NO_VALUE_MASK, _NO_MASKS = AGAIN
+
+
+def _sizes(n_masks: int) -> tuple[str, ...]:
+    """The models in which a number of masks was trained."""
+    return ALL_SIZES if n_masks in (1, 4, 8) else (Recipe.size,)
+
+
+COMPARISONS = {
+    "How many masks": [Comparison(NAMES[n], BEST[n], NAMES[1], BEST[1], _sizes(n)) for n in (2, 4, 8, 16)],
+    "Against SwiGLU of equal width": [
+        *(Comparison(NAMES[n], BEST[n], "SwiGLU", SWIGLU, _sizes(n)) for n in BEST),
+        *(Comparison(NAMES[n], BEST[n], SCALED, LARGER, ALL_SIZES) for n in (1, 4)),
+        Comparison(NAMES[8], BEST[8], SCALED, LARGER),
+        Comparison(SCALED, LARGER, "SwiGLU", SWIGLU, ALL_SIZES),
+    ],
+    "Against SwiGLU of another width": [
+        *(
+            Comparison(NAMES[n], BEST[n], f"{name} with as many {what}", replace(recipe, width=width))
+            for name, recipe, what, widths in (
+                ("SwiGLU", SWIGLU, "weights", {1: SAME_WEIGHTS, 4: SAME_WEIGHTS}),
+                ("SwiGLU", SWIGLU, "bytes", {1: same_load(1), 4: same_load(4)}),
+                (SCALED, LARGER, "bytes", {1: same_load(1), 4: same_load(4)}),
+                ("SwiGLU", SWIGLU, "training operations", {4: same_training(4)}),
+            )
+            for n, width in widths.items()
+        ),
+    ],
+    "Our recipe against the paper's": [
+        Comparison(NAMES[n], BEST[n], f"{NAMES[n]}, the paper's recipe", PAPERS[n], _sizes(n)) for n in BEST
+    ],
+    "The parts of the recipe": [
+        *(
+            Comparison(
+                f"{NAMES[n]}, the paper's weights, mask rate 0.3",
+                replace(SLOW, n_masks=n),
+                f"{NAMES[n]}, the paper's recipe",
+                PAPERS[n],
+            )
+            for n in (1, 8)
+        ),
+        Comparison(NAMES[1], BEST[1], f"{NAMES[1]}, leveled weights, mask rate 1", gained(PAPER, 1)),
+        *(Comparison(NAMES[n], BEST[n], "a constant factor of the sum", leveled(SLOW, n)) for n in (1, 2, 8, 16)),
+        Comparison(
+            NAMES[8], BEST[8], "a factor of the initial down projection", replace(SLOW, n_masks=8, down_gain=level(8))
+        ),
+        Comparison(
+            f"{NAMES[1]}, leveled weights, mask rate 1",
+            gained(PAPER, 1),
+            "a factor of the initial down projection, mask rate 1",
+            replace(PAPER, n_masks=1, down_gain=level(1)),
+        ),
+    ],
+    "Learned masks, routes and ablations": [
+        *(
+            Comparison(NAMES[n], BEST[n], "random masks, not learned", replace(gained(PAPER, n), learned=False))
+            for n in (1, 8)
+        ),
+        *(
+            Comparison(NAMES[4], BEST[4], f"Top-{k} of 4 masks", top)
+            for k, top in {1: _TOP_1, 2: _TOP_2, 4: _TOP_4}.items()
+        ),
+        Comparison(NAMES[1], BEST[1], "no mask on the gate", _NO_GATE_MASK),
+        Comparison(NAMES[1], BEST[1], "no mask on the value", _NO_VALUE_MASK),
+        Comparison(NAMES[1], BEST[1], "no masks, one shared matrix", _NO_MASKS),
+    ],
+}
+"""Question to comparisons: the tables of findings."""
+
+
+def recipes() -> Iterator[Recipe]:
+    """The recipes of all comparisons."""
+    for one in chain.from_iterable(COMPARISONS.values()):
+        for size in one.sizes:
+            yield from one.at(size)
