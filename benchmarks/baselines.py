@@ -1,4 +1,4 @@
-"""What MGLU is compared with, in plain torch: the naive layer, the complement trick and SwiGLU."""
+"""The baselines that MGLU is compared with, in plain torch: the naive layer, the complement trick and SwiGLU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPTIONS: dict[Mode, dict[str, str | int | bool | Callable[..., object]]] = {
     "coordinate descent": {"coordinate_descent_tuning": True},
     "max-autotune": {"coordinate_descent_tuning": True, "max_autotune": True},
 }
-"""Options of torch.compile for each mode but "eager"."""
+"""Options of torch.compile for each mode except "eager"."""
 
 
 def naive(x: Tensor, weight: Tensor, masks: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class ComplementTrick(NaiveMGLU):
 
 
 class Baseline(NamedTuple):
-    """A form of a layer: its function and how it is compiled."""
+    """A way to run a layer: a function, and how it is compiled."""
 
     name: str
     function: Callable[..., Tensor]
@@ -88,5 +88,5 @@ SWIGLU = (
 
 
 def in_modes(baselines: Collection[Baseline], modes: Collection[Mode]) -> list[Baseline]:
-    """The baselines that are compiled in one of some modes."""
+    """The baselines whose mode is one of `modes`."""
     return [baseline for baseline in baselines if baseline.mode in modes]

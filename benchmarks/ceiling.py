@@ -1,4 +1,4 @@
-"""The floor under every kernel: reading the bytes of W and the masks once, and the rate of the library's GEMMs."""
+"""Lower bounds of a layer's time: reading the bytes of W and the masks once, and the library's GEMMs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ LOADS_IN_FLIGHT_PER_THREAD = 4
 GEMM = "library GEMM"
 GEMM_TOKENS = 8192
 GEMM_LAYERS = 2
-"""Enough layers: their results together are several times as large as L2."""
+"""Layers that the GEMM rotates through; their results together are several times as large as L2."""
 MIN_GEMM_TOKENS = 16
-"""Below this number of tokens, reading takes longer than the arithmetic, for every rate and number of masks."""
+"""With fewer tokens, reading takes longer than the arithmetic, for any number of masks."""
 MAX_SEPARATE_GEMM_TOKENS = 64
-"""Up to this number of tokens the GEMM is timed after the other variants, not interleaved with them. It draws so much
-power that short kernels beside it, which are bound by memory, run up to a fifth slower."""
+"""Up to this number of tokens, the GEMM is timed after the other variants instead of interleaved with them. It draws so
+much power that short, memory-bound kernels after it run up to a fifth slower."""
 
 
 @cache
@@ -71,7 +71,7 @@ def reader(weights: list[Tensor], masks: list[Tensor]) -> Callable[[int], None]:
 
 
 def gemm(weights: list[Tensor]) -> Variant:
-    """The library's GEMM of `GEMM_TOKENS` tokens with a weight."""
+    """The library's GEMM of `GEMM_TOKENS` tokens with each weight."""
     x = torch.randn(GEMM_TOKENS, weights[0].shape[1], device="cuda").to(weights[0].dtype)
     return Variant(
         GEMM,

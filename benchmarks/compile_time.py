@@ -1,8 +1,7 @@
 """Times what fusion adds to the compilation of a model: the pass alone, and the compilation with and without it.
 
-Besides a stack of MGLU layers it measures models that have none, to which the pass must add next to nothing: chains of
-four kinds of elementwise operators in several lengths, a Llama, a UNet, a ResNet, and layers with masked activations in
-several depths.
+It measures a stack of MGLU layers, and models without one, to which the pass must add next to nothing: chains of four
+kinds of elementwise operators, a Llama, a UNet, a ResNet, and layers with masked activations.
 
 python -m benchmarks.compile_time --out benchmarks/results [--layers 32] [--masks 4] [--nodes 10 100 1000 5000]
     [--masked-layers 100 200 400 800] [--only "padded MLP"]
@@ -36,14 +35,14 @@ from mglu_ops.nn import NaiveMGLU
 WIDTH, HIDDEN = 64, 128
 NODES = (10, 100, 1000, 5000)
 MOST_NODES_TO_COMPILE = {"relu": 10}
-"""The longest chain of a step that Inductor compiles, if there is a limit: 100 nodes of relu take it 11 minutes.
-Longer chains are only traced, by Dynamo and AOTAutograd, which takes less time than compiling them. The pass's share of
-that is an upper bound of its share of the whole compilation."""
+"""The longest chain of a step that Inductor compiles here, if limited: 100 nodes of relu take it 11 minutes. Longer
+chains are only traced, by Dynamo and AOTAutograd. Tracing is faster, so the pass's share of it is an upper bound of its
+share of the whole compilation."""
 LLAMA_LAYERS = 200
 DEPTHS = (100, 200, 400, 800)
 """Layers of the models with masked activations."""
 MOST_LAYERS_TO_COMPILE = {"padded MLP": 200, "MLP with dropout": 40, "split attention": 100, "masked tanh": 400}
-"""The deepest model of a kind that Inductor compiles within a minute, if limited. Deeper ones are only traced."""
+"""The deepest model of a kind that Inductor compiles within a minute, if limited. Deeper models are only traced."""
 PROTOCOL = (
     "a first call of torch.compile under no_grad (Dynamo, AOTAutograd and Inductor of the whole graph, whatever its "
     "size), Inductor's caches empty; of MGLU layers variants in turn, median over rounds, of other models once; "
@@ -68,7 +67,7 @@ def model(layers: int, n_masks: int) -> nn.Module:
 
 
 def captured(function: Callable[..., Any], x: Tensor) -> Graph:
-    """The graph that Dynamo captures of a model."""
+    """The graph that Dynamo captures from a model."""
     graphs: list[Graph] = []
 
     def backend(gm: torch.fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
@@ -81,12 +80,12 @@ def captured(function: Callable[..., Any], x: Tensor) -> Graph:
 
 
 def time_of_pass(graph: Graph, layers: int, may_report: bool = False) -> float:
-    """Seconds of CPU time of this thread to fuse a copy of a graph, which other load of the machine does not change.
+    """Seconds of this thread's CPU time, which other load does not affect, to fuse a copy of a graph.
 
-    Garbage is not collected meanwhile, since that takes time for all objects of the process.
+    The garbage collector is off meanwhile, since it visits all objects of the process.
 
     Args:
-        graph: the graph, which stays as it is.
+        graph: the graph, which is not changed.
         layers: how many layers the pass must fuse.
         may_report: allow the report to mention products that were not fused.
     """
@@ -132,7 +131,7 @@ def bench(layers: int, n_masks: int, rounds: int) -> list[Row]:
     with torch.no_grad(), no_autograd_cache():
         graph = captured(layer_stack, x)
         times: dict[str, list[float]] = {"pass": [], "naive compiled": [], "fused": []}
-        time_of_compilation(layer_stack, x, "mglu")  # loads the modules that a process imports once
+        time_of_compilation(layer_stack, x, "mglu")  # so that no timed call imports modules
         for _ in range(rounds):
             times["pass"].append(time_of_pass(graph, layers))
             times["naive compiled"].append(time_of_compilation(layer_stack, x, "inductor"))
@@ -153,7 +152,7 @@ class Ordinary:
         name: its name in the results.
         build: returns the model and its input.
         backend: `inductor` to compile it, or `aot_eager` to trace it only.
-        may_report: whether the report may mention products that look like those of an MGLU layer.
+        may_report: whether the report may mention products, because they look like a part of an MGLU layer.
     """
 
     name: str
@@ -187,10 +186,10 @@ RESNET = Ordinary("ResNet", lambda: (resnet().eval(), torch.randn(1, 3, 64, 64))
 
 
 def bench_ordinary(case: Ordinary, rounds: int) -> list[Row]:
-    """Measure the pass and the whole compilation of a model that the pass must leave unchanged."""
+    """Measure the pass and the whole compilation of a model that the pass must not change."""
     function, x = case.build()
     with torch.no_grad(), no_autograd_cache():
-        assert function(x).isfinite().all(), f"{case.name}: arithmetic with infinities takes other times than usual"
+        assert function(x).isfinite().all(), f"{case.name}: infinities would change the time of arithmetic"
         graph = captured(function, x)
         times = {"pass": [time_of_pass(graph, layers=0, may_report=case.may_report) for _ in range(rounds)]}
         whole = "compiled" if case.backend == "inductor" else "traced"
@@ -205,7 +204,7 @@ def bench_ordinary(case: Ordinary, rounds: int) -> list[Row]:
 
 
 def _row(case: str, variant: str, seconds: Sequence[float], extra: dict[str, object], n_masks: int = 0) -> Row:
-    """A row of compilation times; sizes are 0 for a model without MGLU layers, whose sizes a row cannot hold."""
+    """A row of compilation times; its sizes are 0 for a model without MGLU layers."""
     median, spread = summarise(seconds)
     return Row(
         case=case,

@@ -33,7 +33,7 @@ from mglu_ops.layer_call import LayerCall
 MIN_ROUNDS = 3
 CHECKED_TOKENS = 64
 CACHES_OF_LAYERS = 3
-"""The layers together take at least this many times the bytes of the last-level cache."""
+"""The layers together take at least this many times the size of the last-level cache."""
 PROTOCOL = (
     "wall clock; each variant runs over layers of its own that together take at least three times the last-level "
     "cache; variants run in turn, layer by layer, until each has had its seconds and three rounds; the least time and "
@@ -89,14 +89,14 @@ def read_loop() -> Callable[[Tensor, Tensor], None]:
 
 
 def layers_for(*tensors: Tensor) -> int:
-    """The number of layers of such tensors that exceeds the caches; it is even, for the pairs of SwiGLU's weights."""
+    """The number of layers with these tensors that exceeds the caches; even, since SwiGLU takes pairs of weights."""
     sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     last_cache = max(int(size.read_text().removesuffix("K\n")) * 1024 for size in sizes)
     return 2 * -(-CACHES_OF_LAYERS * last_cache // (2 * sum(tensor.nbytes for tensor in tensors)))
 
 
 class CpuLayers:
-    """Copies of one layer in memory of their own, and its result in float64 for some tokens.
+    """Copies of one layer, each in its own memory, and its float64 result for some tokens.
 
     Attributes:
         x: `[tokens, h]`.
@@ -113,7 +113,7 @@ class CpuLayers:
         self.weights, self.packed = ([tensor.clone() for _ in range(self.count)] for tensor in (weight, bits))
 
     def masks(self) -> list[Tensor]:
-        """Masks `[n_masks, d, h]` in the dtype of the weight, for just as many layers as exceed the caches."""
+        """Masks `[n_masks, d, h]` in the dtype of the weight, for as few layers as exceed the caches."""
         weight, packed = self.weights[0], self.packed[0]
         masks = torch.stack([masks_of(packed, m) for m in range(self.n_masks)]).to(weight.dtype)
         return [masks.clone() for _ in range(layers_for(weight, masks))]
@@ -131,7 +131,7 @@ class CpuLayers:
 
 
 def variants_of(layers: CpuLayers, baselines: list[str]) -> Variants:
-    """Functions of the number of a layer, by the names of the variants."""
+    """Each variant by name: a function that runs the layer with a given index."""
     x, weights, packed = layers.x, layers.weights, layers.packed
     read = read_loop()
     variants: Variants = {"read loop": lambda i: read(weights[i], packed[i])}
@@ -181,7 +181,8 @@ def times_of(variants: Variants, count: int, seconds: float) -> dict[str, list[f
     i, running = 0, list(variants)
     while running:
         for offset, name in enumerate(running):
-            layer = (i + offset * (count // 2 + 1)) % count  # not the layer that the last variant left in the cache
+            # Each variant takes another layer than the one before it, whose layer is in the cache.
+            layer = (i + offset * (count // 2 + 1)) % count
             times[name].append(wall_microseconds(partial(variants[name], layer)))
         i += 1
         running = [name for name in running if len(times[name]) < MIN_ROUNDS or sum(times[name]) < seconds * 1e6]

@@ -1,4 +1,4 @@
-"""Times MGLU's kernels beside the read ceiling, the floor, the naive layer and SwiGLU, in one run.
+"""Times MGLU's kernels, the read ceiling, the floor, the naive layer and SwiGLU in one run.
 
 python -m benchmarks.decode --out DIR [--tokens 1 2 4 ... 8192] [--masks 1 2 4 8 16]
 
@@ -38,12 +38,12 @@ SHAPES = ((14336, 4096), (8192, 2048))
 BACKENDS = ("cuda", "triton", "composite")
 BASELINES = ("naive", "swiglu", "triton", "composite")
 MAX_AUTOTUNED_MASKS = 4
-"""The most masks for which max-autotune is measured: with more it takes minutes to compile. For many tokens it chooses
-the library's GEMMs, as the default does."""
+"""The most masks for which max-autotune is measured: with more, it compiles for minutes. With many tokens, it chooses
+the library's GEMMs, as the default mode does."""
 
 
 def our_variants(layers: Layers, backends: Collection[str]) -> list[Variant]:
-    """The backend that the dispatch chooses, then those of `backends` that support the problem."""
+    """The backend that the dispatch chooses, then the others in `backends` that support the problem."""
     x, weights, packed = layers.x, layers.weights, layers.packed
     chosen = dispatch.explain(x, weights[0], packed[0]).backend
 
@@ -64,7 +64,7 @@ def our_variants(layers: Layers, backends: Collection[str]) -> list[Variant]:
 
 
 def _modes(tuned: bool, autotuned: bool) -> list[Mode]:
-    """The modes of compilation to measure; `tuned` adds those that take longer, max-autotune only if `autotuned`."""
+    """The modes of compilation to measure; `tuned` adds coordinate descent and, if `autotuned`, max-autotune."""
     modes: list[Mode] = ["eager", "compiled"]
     if tuned:
         modes.append("coordinate descent")
@@ -76,7 +76,7 @@ def _modes(tuned: bool, autotuned: bool) -> list[Mode]:
 def naive_variants(layers: Layers, tuned: bool) -> list[Variant]:
     """The naive layer; `tuned` adds the modes of torch.compile that take longer.
 
-    Its masks are larger than packed ones, so that fewer layers exceed a gigabyte together.
+    Its masks are not packed, so fewer layers are enough to exceed a gigabyte.
     """
 
     def run(form: Callable[..., Tensor], masks: list[Tensor], i: int) -> Tensor:
@@ -204,7 +204,7 @@ class Sweep:
         for (d, h), case in self.shapes.items():
             for tokens in self.tokens:
                 for n_masks in self.masks:
-                    # SwiGLU has no masks, so that one measurement per shape and number of tokens is enough.
+                    # SwiGLU has no masks, so one measurement per shape and number of tokens is enough.
                     once = [name for name in self.baselines if name != "swiglu" or n_masks == self.masks[0]]
                     problem = d, h, n_masks, tokens, self.dtype, once
                     tuned = tokens in self.tuned_at

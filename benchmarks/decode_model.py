@@ -1,4 +1,4 @@
-"""Decodes with whole models of Llama's shapes, with SwiGLU and with SwiMGLU: time per step, a token of each sequence.
+"""Times a decoding step, one token of each sequence, of whole models of Llama's shapes with SwiGLU and with SwiMGLU.
 
 python -m benchmarks.decode_model --out DIR [--models "Llama-3.1 8B"] [--batches 1 32] [--compilations 1]
 
@@ -37,7 +37,7 @@ MODELS = {
 }
 BATCHES = (1, 8, 32)
 COMPILATIONS = 3
-"""Compilations of each model, with an empty cache each, since coordinate descent finds other kernels each time."""
+"""Compilations of each model, all with an empty cache, since coordinate descent finds other kernels each time."""
 OPTIONS = {"coordinate_descent_tuning": True, "triton.enable_pdl": True}
 """Options of torch.compile with which both layers decode faster than without."""
 PROTOCOL = (
@@ -55,7 +55,7 @@ ERROR_OVER_EAGER = 1.5
 
 @dataclass(frozen=True)
 class Problem:
-    """A model of MODELS and the number of its sequences."""
+    """A model in MODELS and the number of sequences."""
 
     name: str
     batch: int
@@ -107,13 +107,13 @@ class Decoding:
         return self.model(self.token, self.position)
 
     def restart(self) -> None:
-        """Begin every sequence anew, each with another token."""
+        """Start all sequences again, each with another token."""
         vocabulary = self.model.head.weight.shape[0]
         self.token.copy_(torch.arange(len(self.token), device=self.token.device) % vocabulary)
         self.position.zero_()
 
     def errors(self, step: Callable[[], Tensor]) -> tuple[float, float]:
-        """Errors against float64: of the logits of `step`, which decodes a token, and of the eager model's logits."""
+        """Errors against float64 of the logits of `step`, which decodes a token, and of the eager model's logits."""
         self.restart()
         given, logits = [], []
         for _ in range(CHECKED_TOKENS):
@@ -126,13 +126,13 @@ class Decoding:
 
 
 def logits_of(model: Decoder, tokens: Sequence[Tensor]) -> Tensor:
-    """The logits `[len(tokens) * batch, vocabulary]` after each step, from the tokens `[batch]` of each."""
+    """The logits `[len(tokens) * batch, vocabulary]` of all steps, from the tokens `[batch]` of each step."""
     positions = torch.arange(len(tokens), device=tokens[0].device)
     return torch.cat([model(token.clone(), positions[i : i + 1].clone()) for i, token in enumerate(tokens)])
 
 
 def in_float64(model: Decoder) -> Decoder:
-    """Let a model decode in float64. To save memory, the parameters of a block are in float64 only while it runs."""
+    """Let a model decode in float64. To save memory, a block's parameters are in float64 only while it runs."""
 
     def convert(block: nn.Module, dtype: torch.dtype) -> None:
         for parameter in block.parameters():

@@ -43,7 +43,7 @@ def angles(sizes: Sizes) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Attention of one token of each sequence to itself and to the tokens in the cache."""
+    """Attention of one token of each sequence to the tokens in the cache and to itself."""
 
     keys: Tensor
     values: Tensor
@@ -58,13 +58,13 @@ class Attention(nn.Module):
         self.register_buffer("values", cache.clone())
 
     def forward(self, x: Tensor, position: Tensor, rotation: tuple[Tensor, Tensor], seen: Tensor) -> Tensor:
-        """`[batch, hidden]` from x `[batch, hidden]`; `seen`, bool `[context]`, marks the tokens in the cache."""
+        """Map x `[batch, hidden]` to the same shape; `seen`, bool `[context]`, marks the tokens in the cache."""
         batch = x.shape[0]
         heads = self.inputs(x).view(batch, -1, 1, self.head_width)
         query, key, value = heads.split([heads.shape[1] - 2 * self.kv_heads, self.kv_heads, self.kv_heads], dim=1)
         self.keys.index_copy_(2, position, rotate(key, *rotation))
         self.values.index_copy_(2, position, value)
-        # The query heads that share a key head are the rows of one product.
+        # Query heads that share a key head are rows of one product.
         grouped = rotate(query, *rotation).view(batch, self.kv_heads, -1, self.head_width)
         mask = seen.expand(grouped.shape[2], -1)
         mixed = F.scaled_dot_product_attention(grouped, self.keys, self.values, attn_mask=mask)
@@ -100,7 +100,7 @@ class Start(nn.Module):
         self.register_buffer("sine", angles(sizes).sin().to(self.embedding.weight))
 
     def forward(self, token: Tensor, position: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
-        """The arguments of a block besides the position, from token `[batch]` and position `[1]`."""
+        """The arguments of a block except the position, from token `[batch]` and position `[1]`."""
         seen = torch.arange(self.cosine.shape[0], device=position.device) <= position
         return self.embedding(token), (self.cosine[position], self.sine[position]), seen
 
@@ -138,7 +138,7 @@ class Decoder(nn.Module):
         self.head = Head(sizes, self.start.embedding.weight)
 
     def forward(self, token: Tensor, position: Tensor) -> Tensor:
-        """The logits `[batch, vocabulary]`; sets `token` `[batch]` and `position` `[1]` to those of the next step."""
+        """Return the logits `[batch, vocabulary]`; sets `token` `[batch]` and `position` `[1]` for the next step."""
         x, rotation, seen = self.start(token, position)
         for block in self.blocks:
             x = block(x, position, rotation, seen)

@@ -1,4 +1,4 @@
-"""Tokens a second of `generate` with Hugging Face's own Llama, as its users have it: SwiGLU, and MGLU in every form.
+"""Times `generate` with Hugging Face's own Llama, as its users have it, with SwiGLU and with MGLU in every form.
 
 python -m benchmarks.generate --out DIR [--models "Llama-3.2 1B"] [--masks 1 4] [--batches 1 8 32] [--seconds 560]
 
@@ -89,9 +89,9 @@ def packed(module: PlainMGLU) -> nn.Module:
 
 
 class Form(NamedTuple):
-    """A form of the model: whether its masks are packed, the fusion pass is on, and a setting of Inductor made by hand.
+    """A form of the model: whether masks are packed, the fusion pass is on, and `triton.enable_pdl` is set by hand.
 
-    With the fusion pass, decoding has dependent launch by itself.
+    The fusion pass turns dependent launch on for decoding, without `pdl`.
     """
 
     name: str
@@ -111,7 +111,7 @@ MGLUS = (
 
 @dataclass(frozen=True)
 class Problem:
-    """A model of MODELS, its number of sequences, and the numbers of masks that are measured together."""
+    """A model in MODELS, the number of sequences, and the numbers of masks that are measured together."""
 
     name: str
     batch: int
@@ -142,14 +142,14 @@ def model_of(config: Any, n_masks: int, form: Form, device: str) -> Any:
             for layer in model.model.layers:
                 mlp = PlainMGLU(config.hidden_size, config.intermediate_size, n_masks)
                 layer.mlp = mlp.to(torch.bfloat16).requires_grad_(False)
-                if form.packed:  # layer by layer, so that a large model never holds the logits of all layers
+                if form.packed:  # layer by layer, so that the logits of all layers are never in memory at once
                     mglu_ops.freeze(layer, replace={PlainMGLU: packed})
     return model
 
 
 @contextmanager
 def settings(form: Form) -> Iterator[None]:
-    """Compile in a block as a form says: a naive layer that is not fused is an error."""
+    """Compile with the settings of a form; with `fused`, a naive layer that is not fused is an error."""
     pdl = {"triton.enable_pdl": True} if form.pdl else {}
     fusion = mglu_ops.fusion(strict=not form.packed) if form.fused else nullcontext()
     with torch._inductor.config.patch(pdl), fusion:
@@ -157,14 +157,14 @@ def settings(form: Form) -> Iterator[None]:
 
 
 def generation(model: Any, tokens: Tensor, new_tokens: int) -> Callable[[], Tensor]:
-    """A call of `generate` that returns the tokens of all sequences, on the CPU, when they are there."""
+    """A call of `generate` that waits for the tokens of all sequences and returns them on the CPU."""
     options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
     mask = torch.ones_like(tokens)
     return lambda: model.generate(tokens, attention_mask=mask, cache_implementation="static", **options).cpu()
 
 
 class Served(NamedTuple):
-    """The call of `generate` of a model that was built in a process."""
+    """The call of `generate` of the model in this process."""
 
     call: Callable[[], Tensor]
     new_tokens: int
@@ -214,10 +214,10 @@ def bench(
 
     Args:
         problem: the problem.
-        sizes: of the model, as in `LlamaConfig`; by default those that the problem names.
+        sizes: sizes of the model, as in `LlamaConfig`; by default those of `problem.name`.
         device: "cuda", or "cpu" to see that everything works; there, nothing is compiled.
         rounds: number of timed calls of each form.
-        new_tokens: of each call.
+        new_tokens: new tokens of each call.
     """
     sizes = sizes or MODELS[problem.name]
     with ExitStack() as stack:

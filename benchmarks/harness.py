@@ -1,10 +1,10 @@
 """Times variants of a layer on a GPU, after comparing their results with float64.
 
-A variant runs once over several layers of distinct weights, together more than 1 GB, so that nothing comes from L2; the
-run is captured into a CUDA graph. The graphs of all variants of a problem are replayed in turn, in a new order each
-round. In each round a graph is replayed once before the clock starts, then timed for two replays; where the power limit
-lowers the clocks, it is replayed until they settle, then timed for as long. A time is the median over the rounds, per
-layer, and its spread is the distance between the quartiles.
+A variant runs once over several layers with distinct weights, together more than 1 GB, so that nothing comes from L2.
+The run is captured into a CUDA graph. The graphs of all variants of a problem are replayed in turn, in a new order each
+round. In each round a graph is replayed once before the clock starts, and is then timed for two replays. Where the
+power limit lowers the clocks, it is replayed until they settle, and is then timed for as long. A time is the median
+over the rounds, per layer, and its spread is the distance between the quartiles.
 
 Before the timing, every output is filled with NaN, the graph is replayed, and the result must agree with a float64
 oracle. A variant that fails has no time, and its row is reported as wrong.
@@ -36,7 +36,7 @@ SETTLED_PROTOCOL = (
 
 @dataclass(frozen=True)
 class Variant:
-    """Something to time: `run(i)` computes layer i and returns its output, or None if there is nothing to check."""
+    """A function to time: `run(i)` computes layer i and returns its output, or None if there is nothing to check."""
 
     name: str
     run: Callable[[int], Tensor | None]
@@ -46,7 +46,7 @@ class Variant:
 
 
 class Timing(NamedTuple):
-    """Microseconds per layer (NaN if the result is wrong), the distance between their quartiles, the relative error."""
+    """Microseconds per layer (NaN if the result is wrong), their interquartile range, and the relative error."""
 
     microseconds: float
     spread: float
@@ -59,7 +59,7 @@ class Captured(GraphTimer):
     Attributes:
         outputs: the tensors that a replay writes, one per layer.
         error: relative error of the result, once it is checked.
-        budget: largest error of a right result; infinite until the result is checked.
+        budget: largest error of a correct result; infinite until the result is checked.
     """
 
     def __init__(self, variant: Variant, graph: torch.cuda.CUDAGraph, outputs: list[Tensor | None]) -> None:
@@ -68,7 +68,7 @@ class Captured(GraphTimer):
         self.error, self.budget = float("nan"), float("inf")
 
     def replay(self) -> None:
-        """Run all layers once. The bound method keeps the layers alive, which the graph alone does not."""
+        """Run all layers once. This bound method keeps the layers alive; the graph alone does not."""
         self.graph.replay()
 
     def check(self, dtype: torch.dtype) -> None:
@@ -93,16 +93,16 @@ class Captured(GraphTimer):
 
 
 def relative_error(output: Tensor | None, expected: Tensor) -> float:
-    """The relative error of `mglu_ops.accuracy`, but infinite if there is no output or it has NaN.
+    """The relative error of `mglu_ops.accuracy`, but infinite if the output is missing or has NaN.
 
-    So the largest of several errors is that of a wrong result, and above every budget.
+    A missing output then exceeds every budget, and wins when the largest of several errors is taken.
     """
     error = float("nan") if output is None else accuracy.relative_error(output, expected)
     return float("inf") if math.isnan(error) else error
 
 
 def capture(variant: Variant) -> Captured:
-    """Capture one run over all layers of a variant; code that compiles at its first call does so here."""
+    """Capture one run over all layers of a variant, after two calls that compile what is compiled at the first call."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     start = time.perf_counter()
@@ -128,7 +128,7 @@ def measure(
         variants: what to time.
         dtype: selects the error budget.
         rounds: largest number of rounds.
-        settle_seconds: how long each graph is replayed before its clock starts, and for how long it is then timed.
+        settle_seconds: how long each graph is replayed before its clock starts, and how long it is then timed.
 
     Returns:
         The timings by the names of the variants.

@@ -1,4 +1,4 @@
-"""A decoder-only language model like Llama that is trained on whole sequences; its gated projection is an argument."""
+"""A decoder-only language model like Llama, for training on whole sequences; its gated projection is an argument."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Loss(nn.Module):
         self.norm = nn.RMSNorm(sizes.hidden, eps=1e-5)
 
     def forward(self, x: Tensor, weight: Tensor, following: Tensor) -> Tensor:
-        """The mean over all tokens, from x `[batch, length, hidden]` and weight `[vocabulary, hidden]`."""
+        """The mean loss over all tokens, from x `[batch, length, hidden]` and weight `[vocabulary, hidden]`."""
         return F.cross_entropy(self.logits(x, weight).flatten(0, 1).float(), following.flatten())
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class LanguageModel(nn.Module):
 
 
 def share_tensors(source: nn.Module, target: nn.Module) -> None:
-    """Give the parameters and buffers of a module to another one that has the same names."""
+    """Let a module use the parameters and buffers of another module with the same names."""
     for name, parameter in source.named_parameters():
         setattr(_owner(target, name), name.rpartition(".")[2], parameter)
     for name, buffer in source.named_buffers():

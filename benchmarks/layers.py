@@ -1,4 +1,4 @@
-"""Random, distinct layers on a GPU to measure, and their results in float64."""
+"""Random, distinct layers on a GPU, and their results in float64."""
 
 from __future__ import annotations
 

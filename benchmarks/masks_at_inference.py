@@ -1,4 +1,4 @@
-"""Times a naive layer at inference, by the way in which it is fused and by when its masks are packed.
+"""Times a naive layer at inference, by how it is fused and when its masks are packed.
 
 python -m benchmarks.masks_at_inference --out benchmarks/results [--device cuda|cpu] [--masks 1 4 8]
 """
@@ -37,10 +37,10 @@ class Way(NamedTuple):
     """A way to run a naive layer.
 
     Attributes:
-        model: "naive", or "frozen" for one that `mglu_ops.freeze` was applied to.
-        backend: of torch.compile; None for eager, "export" for a package.
+        model: "naive", or "frozen" for the result of `mglu_ops.freeze`.
+        backend: the backend of torch.compile; None for eager, "export" for a package.
         freezing: whether Inductor freezes the graph.
-        packed: when the masks are made from the logits, or packed.
+        packed: when the masks are computed from the logits, or packed.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""Memory that a device has allocated, in megabytes (1e6 bytes). Only a GPU keeps count; on a CPU, figures are NaN."""
+"""Allocated memory of a GPU, in megabytes (1e6 bytes); NaN on a CPU, which does not count it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def allocated(device: str) -> float:
 
 
 def peak(call: Callable[[], object], device: str) -> float:
-    """The most megabytes that tensors hold at once while a call runs, those from before it included."""
+    """The most megabytes that all tensors hold at once while a call runs, also those from before the call."""
     if device != "cuda":
         return float("nan")
     torch.cuda.synchronize()

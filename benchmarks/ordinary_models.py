@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 FEATURES = 64
 TOKENS = FEATURES
-"""Tokens of the models with masked activations; as many as features, so that no shape tells them from weights."""
+"""Tokens of the models with masked activations: as many as features, so that activations and weights look alike."""
 NODES_PER_STEP = 3
 
 # The steps of a chain of elementwise operators, `NODES_PER_STEP` nodes each. Their values stay finite in long chains.

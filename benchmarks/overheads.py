@@ -1,10 +1,10 @@
-"""Times what a call costs besides the GPU's work: the host's part of each call, and the first use of a kernel.
+"""Times the overhead of a call besides the GPU's work: host time of each call, and the first use of a kernel.
 
 python -m benchmarks.overheads --out benchmarks/results
 
-Host time: a round times a hundred calls of a small layer, and waits for the GPU afterwards, so that no call waits for
-it. First use: a new process imports everything and puts its tensors on the GPU; its first call is timed with an empty
-cache of kernels (cold) and again, in another process, with the cache that the first one left (warm).
+Host time: a round times 100 calls of a small layer, and waits for the GPU only afterwards, so that no call waits for
+it. First use: a new process imports everything and puts its tensors on the GPU. Its first call is timed with an empty
+kernel cache (cold), and again in another process with the cache that the first process left (warm).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def host_times(call: Callable[[], object], rounds: int) -> list[float]:
 
 
 def host_rows(rounds: int) -> list[Row]:
-    """Measure the operator for 1, 8 and 64 tokens in each mode, x with two and three dimensions, and torch's own."""
+    """Measure the operator and torch's own for 1, 8 and 64 tokens in each mode; x has two or three dimensions."""
     d, h, n_masks = 256, 256, 4
     rows = []
     for mode, context in MODES.items():
@@ -107,7 +107,7 @@ print(json.dumps([mglu_ops.explain(x, weight, packed).kernel, elapsed * 1e6]))
 
 
 def first_use(tokens: int, n_masks: int, cache: Path) -> tuple[str, float]:
-    """The kernel's name, and the time of its first call in a new process with this kernel cache, in microseconds."""
+    """The kernel's name, and the microseconds of its first call in a new process with this kernel cache."""
     command = [sys.executable, "-c", _FIRST_USE, str(tokens), "14336", "4096", str(n_masks)]
     environment = {**os.environ, "MGLU_CACHE_DIR": str(cache)}
     process = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)

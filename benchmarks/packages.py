@@ -1,4 +1,4 @@
-"""Times a layer's call in an exported package from C++: by torch's proxy executor, by the shim, and with neither.
+"""Times a layer's call in an exported package from C++: with torch's proxy executor, with the shim, and with neither.
 
 python -m benchmarks.packages --out benchmarks/results [--device cuda]
 """

@@ -3,7 +3,7 @@
 torchrun --standalone --nproc-per-node 2 -m benchmarks.tensor_parallel --out DIR [--shapes 8192x2048] [--masks 1 4]
 
 Each layer is `down_proj(mglu(x))`, column parallel and then row parallel, with the sum over the ranks. Every rank also
-holds the whole layer and runs it alone. Without GPUs the ranks are processes of the CPU, to see that everything works.
+holds the whole layer and runs it alone. Without GPUs the ranks are CPU processes, which shows that everything works.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DECODED = (1, 2, 4, 8, 16, 32, 64)
 TRAINED = (8192,)
 ROUNDS = 15
 ROTATED_BYTES = 1e9
-"""Bytes of the layers of a rank that take turns when it decodes, so that nothing comes from L2."""
+"""Total bytes of the layers that a rank rotates through when it decodes, so that nothing comes from L2."""
 SECONDS = 0.02
 """How long a call is repeated before its clock starts, and is then timed."""
 DECODE, TRAIN = "decode", "training step"
@@ -54,7 +54,7 @@ PROTOCOL = (
 
 @dataclass(frozen=True)
 class Problem:
-    """A layer `(out_features, in_features)`, the number of its masks and of tokens, and what it does."""
+    """A layer's shape `(out_features, in_features)` and number of masks, the number of tokens, and what it does."""
 
     case: str
     shape: tuple[int, int]
@@ -82,20 +82,20 @@ class Ranks:
         return Ranks(init_device_mesh(device.type, (dist.get_world_size(),)), device)
 
     def slowest(self, number: float) -> float:
-        """The largest of the ranks' numbers, on every rank."""
+        """The largest of the ranks' numbers; every rank gets it."""
         largest = torch.tensor(number, dtype=torch.float64, device=self.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return largest.item()
 
     def clock(self, call: Callable[[], object], calls: int) -> float:
-        """Microseconds of a call on the slowest rank, averaged over `calls` of them, as many on each rank."""
+        """Microseconds of a call on the slowest rank, averaged over `calls`, which is the same on all ranks."""
         clock = gpu_microseconds if self.device.type == "cuda" else wall_microseconds
         dist.barrier()
         return self.slowest(clock(call, calls))
 
 
 def layer_of(problem: Problem, ranks: Ranks) -> nn.Module:
-    """A layer of a problem, with the same random parameters on every rank."""
+    """The layer of a problem, with the same random parameters on every rank."""
     d, h = problem.shape
     layer = MGLUFeedForward(h, d, n_masks=problem.n_masks, device=ranks.device, dtype=torch.bfloat16)
     for tensor in layer.state_dict().values():
@@ -104,12 +104,15 @@ def layer_of(problem: Problem, ranks: Ranks) -> nn.Module:
 
 
 def parallel(layer: nn.Module, ranks: Ranks) -> nn.Module:
-    """A copy of a layer that is divided over the ranks."""
+    """A copy of a layer, divided over the ranks."""
     return parallelize_module(copy.deepcopy(layer), ranks.mesh, {"mglu": ColwiseMGLU(), "down_proj": RowwiseParallel()})
 
 
 def decoding(problem: Problem, ranks: Ranks, x: Tensor, whole: nn.Module, is_parallel: bool) -> tuple[Call, int]:
-    """A call that runs enough layers, and their number; the first is `whole`. On a GPU it replays a CUDA graph."""
+    """A call that runs as many layers as ROTATED_BYTES needs, the first of them `whole`, and their number.
+
+    On a GPU, the call replays a CUDA graph.
+    """
     own = sum(t.nbytes for t in whole.state_dict().values()) // (ranks.mesh.size() if is_parallel else 1)
     count = int(ROTATED_BYTES // own) + 1 if ranks.device.type == "cuda" else 1
     layers = [parallel(layer, ranks) if is_parallel else layer for layer in _layers(problem, ranks, whole, count)]
@@ -130,7 +133,7 @@ def _layers(problem: Problem, ranks: Ranks, whole: nn.Module, count: int) -> Ite
 
 
 def training(x: Tensor, layer: nn.Module) -> Call:
-    """A call of forward and backward of a layer, which drops the gradients before."""
+    """A call that drops the gradients and then runs a layer forward and backward."""
     x = x.clone().requires_grad_()
     leaves = [x, *layer.parameters()]
 
@@ -146,7 +149,7 @@ def training(x: Tensor, layer: nn.Module) -> Call:
 
 
 def finished(tensor: Tensor) -> Tensor:
-    """The tensor once its collective, which nothing waited for yet, has written it."""
+    """Wait for the collective that writes the tensor, if there is one, and return the tensor."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
@@ -157,7 +160,7 @@ def error_of(whole: nn.Module, layer: nn.Module, x: Tensor) -> float:
 
 
 def bench(problem: Problem, ranks: Ranks, rounds: int = ROUNDS, seconds: float = SECONDS) -> list[Row]:
-    """Measure a problem on all ranks together, and return a row for one rank and one for all of them."""
+    """Measure a problem on all ranks together, and return one row for a single rank and one for all ranks."""
     whole = layer_of(problem, ranks)
     x = torch.randn(problem.tokens, problem.shape[1], device=ranks.device, dtype=torch.bfloat16)
     dist.broadcast(x, 0)
@@ -176,7 +179,7 @@ def bench(problem: Problem, ranks: Ranks, rounds: int = ROUNDS, seconds: float =
 
 
 def in_turns(calls: dict[str, Call], ranks: Ranks, rounds: int, seconds: float) -> dict[str, list[float]]:
-    """Times of each call in microseconds. All ranks make the same calls in the same order, as collectives require."""
+    """The microseconds of each call. All ranks make the same calls in the same order, as collectives require."""
     counts = {}
     for name, call in calls.items():
         ranks.clock(call, 2)
@@ -192,9 +195,9 @@ def in_turns(calls: dict[str, Call], ranks: Ranks, rounds: int, seconds: float) 
 
 
 def end_together() -> None:
-    """Leave the process group after all ranks' threads of gloo dropped their tensors.
+    """Leave the process group once the gloo threads of all ranks have dropped their tensors.
 
-    A thread that drops the last reference to a tensor while Python ends aborts the process
+    A thread that drops the last reference to a tensor while Python shuts down aborts the process
     (https://github.com/pytorch/pytorch/issues/190489).
     """
     dist.barrier()

@@ -1,4 +1,4 @@
-"""Limits on the time of the fusion pass, under pytest-benchmark; `extra_info` holds its share of a compilation."""
+"""Tests with pytest-benchmark that limit the time of the fusion pass; `extra_info` has its share of a compilation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_SHARE_OF_COMPILATION = 0.02
 
 @pytest.fixture(autouse=True, scope="module")
 def _inductor_is_loaded() -> None:
-    """Compile once first: loading Inductor would make the first test's compilation longer, and the share too small."""
+    """Load Inductor first: it would lengthen the first test's compilation, and the pass's share would look smaller."""
     function, x = chain("tanh", 10).build()
     time_of_compilation(function, x, "inductor")
 
@@ -66,7 +66,7 @@ def test_pass_is_a_small_share_of_compiling_models_without_mglu(benchmark: Any, 
 
 @pytest.mark.parametrize("step", STEPS)
 def test_time_of_the_pass_is_linear_in_the_graph(step: str) -> None:
-    """A node in a chain of 5000 takes at most twice as long as one in a chain of 100, by the least of some times."""
+    """A node in a chain of 5000 takes at most twice as long as a node in a chain of 100, by the fastest run of each."""
     nodes, times = [], []
     for length, repeats in ((100, 20), (5000, 3)):
         function, x = chain(step, length).build()

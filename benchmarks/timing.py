@@ -1,4 +1,4 @@
-"""The clocks of the benchmarks: single calls by GPU events or the wall clock, whole layers by CUDA graph replay."""
+"""The clocks of the benchmarks: GPU events or wall-clock time for calls, and CUDA graph replay for layers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ ROUNDS = 25
 MIN_ROUNDS = 9
 MIN_SETTLED_ROUNDS = 5
 MAX_SECONDS_OF_ROUNDS = 1.5
-"""Time for all rounds together. Longer rounds are repeated less often, down to `MIN_ROUNDS`."""
+"""The most time for all rounds together; it limits the number of rounds, but not below `MIN_ROUNDS`."""
 SETTLE_SECONDS = 0.05
-"""How long a graph is replayed before its clock starts, and is then timed, where the power limit lowers the clocks. A
-GEMM of the library loses 10% of its rate after about 50 ms (benchmarks/README.md, "Bursts and clocks")."""
+"""How long a graph is replayed before its clock starts, and how long it is then timed, where the power limit lowers the
+clocks. A library GEMM loses 10% of its rate after about 50 ms (benchmarks/README.md, "Bursts and clocks")."""
 
 LOAD_SECONDS = 0.06
-"""How long a call is repeated before its clock starts, and is then timed, where calls and not graphs are timed."""
+"""How long a call that is not a graph is repeated before its clock starts, and how long it is then timed."""
 SETTLED_ROUNDS = 9
 MAX_SECONDS_OF_SETTLED_ROUNDS = 10.0
-"""Time after which no further round of loaded calls begins, once there are `MIN_SETTLED_ROUNDS`."""
+"""Time after which no further round of calls under load begins, once there are `MIN_SETTLED_ROUNDS`."""
 
 
 class Clock(Protocol):
@@ -36,7 +36,7 @@ class Clock(Protocol):
 
 
 class Summary(NamedTuple):
-    """Median of some times and the distance between their quartiles."""
+    """The median of some times and their interquartile range."""
 
     median: float
     spread: float
@@ -61,7 +61,7 @@ def wall_microseconds(call: Callable[[], object], calls: int = 1) -> float:
 def gpu_microseconds(call: Callable[[], object], calls: int = 1) -> float:
     """Time of a call between two events on the current CUDA stream, averaged over `calls` of them.
 
-    It includes the host's part if that is longer.
+    If the host is slower than the GPU, this is the host's time.
     """
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
@@ -74,7 +74,7 @@ def gpu_microseconds(call: Callable[[], object], calls: int = 1) -> float:
 
 def _calls_in(seconds: float, call: Callable[[], object], clock: Clock) -> int:
     """The number of consecutive calls that take the given time; at least 1."""
-    call()  # allocates memory that a release may have given back
+    call()  # allocates again what `memory.release` may have freed
     few = max(1, math.ceil(seconds / 4 * 1e6 / clock(call)))
     return max(1, math.ceil(seconds * 1e6 / clock(call, few)))
 
@@ -89,11 +89,10 @@ def under_load(
 
     Args:
         calls: what to time, by name; each has run before, so that nothing is compiled here.
-        clock: measures a number of calls; it must not wait for the GPU before it starts, since the load before it is
-            part of the method.
+        clock: measures a number of calls. It must not wait for the GPU before it starts, since the load just before
+            is part of the method.
         rounds: largest number of times for each call.
-        seconds: how long a call is repeated before its clock starts, and for how long it is then timed; one call at
-            least.
+        seconds: how long a call is repeated before its clock starts, and how long it is then timed; at least one call.
     """
     counts = {name: _calls_in(seconds, call, clock) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -103,7 +102,7 @@ def under_load(
     for done in range(rounds):
         if done >= MIN_SETTLED_ROUNDS and time.perf_counter() - start > MAX_SECONDS_OF_SETTLED_ROUNDS:
             break
-        shuffle(order)  # a call heats the GPU, and must not always do so for the same next one
+        shuffle(order)  # a call heats the GPU, and the next call must not always be the same one
         for name in order:
             for _ in range(counts[name]):
                 calls[name]()
@@ -116,7 +115,7 @@ class GraphTimer:
 
     Attributes:
         warmup_replays: replays of each round that run before the clock starts.
-        times: of the rounds so far.
+        times: the time of each round so far.
     """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, layers: int) -> None:
@@ -135,7 +134,7 @@ def time_graphs(timers: Sequence[GraphTimer], rounds: int = ROUNDS, settle_secon
     Args:
         timers: the graphs.
         rounds: largest number of rounds.
-        settle_seconds: how long each graph is replayed before its clock starts, and for how long it is then timed.
+        settle_seconds: how long each graph is replayed before its clock starts, and how long it is then timed.
     """
     for timer, times in zip(timers, replay(timers, 2), strict=True):
         timer.warmup_replays = max(1, round(settle_seconds * 1e6 / (times[-1] * timer.layers)))

@@ -1,4 +1,4 @@
-"""Times a training step of one layer: forward and backward with straight-through masks, in every form, in one run.
+"""Times a training step of one layer in every form: forward and backward with straight-through masks.
 
 python -m benchmarks.train --out DIR [--shapes 8192x2048] [--tokens 2048 8192] [--masks 1 4] [--seconds 560]
 
@@ -61,7 +61,7 @@ TERAFLOPS = 600e12
 
 @dataclass(frozen=True)
 class Problem:
-    """One layer and number of tokens."""
+    """A layer and a number of tokens."""
 
     shape: tuple[int, int]
     tokens: int
@@ -89,7 +89,7 @@ def problems(
 
 
 def first_call(name: str, call: Callable[[], object]) -> None:
-    """Call what compiles at its first call, and say how long that took if it is long."""
+    """Make the first call of something that then compiles, and say how long it took if it is more than a second."""
     start = time.perf_counter()
     call()
     if (elapsed := time.perf_counter() - start) > 1:
@@ -104,7 +104,7 @@ def peak_over_inputs(step: Step, device: str) -> float:
 
 
 def checked(step: Step, oracle: Oracle) -> dict[str, object]:
-    """The errors of a layer, and whether two steps with the whole upstream gradient give the same bits."""
+    """The errors of a layer, and whether two steps with the same, full upstream gradient give the same bits."""
     training = oracle.training
     errors = oracle.errors(training.results(step.layer, oracle.grad_output))
     twice = [training.results(step.layer, training.grad_output) for _ in range(2)]
@@ -113,14 +113,14 @@ def checked(step: Step, oracle: Oracle) -> dict[str, object]:
 
 
 def prepared(problem: Problem, device: str) -> tuple[dict[str, Callable[[], None]], dict[str, dict[str, object]]]:
-    """The steps of all variants that fit into the memory, and the further columns of all variants, by name."""
+    """The steps of the variants that fit into memory, and the extra columns of all variants, both by name."""
     torch._dynamo.reset()
     training = Training(problem.shape, problem.tokens, problem.n_masks, device)
     oracle = Oracle(training)
     columns: dict[str, dict[str, object]] = {}
     ready: dict[str, Callable[[], None]] = {}
     candidates = steps(training)
-    if problem.n_masks == 1:  # SwiGLU has no masks, so that one measurement per shape and number of tokens is enough
+    if problem.n_masks == 1:  # SwiGLU has no masks, so one measurement per shape and number of tokens is enough
         candidates[SWIGLU] = swiglu_step(training)
     for name, step in candidates.items():
         try:
@@ -147,9 +147,9 @@ def bench(
 
     Args:
         problem: the problem.
-        device: "cuda", or "cpu" to see that everything works; a CPU has no peak of memory.
+        device: "cuda", or "cpu" to see that everything works; a CPU does not measure memory.
         rounds: largest number of rounds.
-        load: as `seconds` of `timing.under_load`.
+        load: the argument `seconds` of `timing.under_load`.
     """
     release(device)
     ready, columns = prepared(problem, device)
@@ -160,7 +160,7 @@ def bench(
 
 
 def row(problem: Problem, name: str, times: Sequence[float], extra: dict[str, object]) -> Row:
-    """The row of a variant; without a time if its result is wrong or it was left out."""
+    """The row of a variant; it has no time if the result is wrong or the variant did not run."""
     median, spread = summarise(times) if times else (float("nan"), float("nan"))
     errors = extra.get("errors")
     error = max(errors.values()) if isinstance(errors, dict) else float("nan")
@@ -172,7 +172,7 @@ def row(problem: Problem, name: str, times: Sequence[float], extra: dict[str, ob
 
 
 def compile_only(problem: Problem, device: str) -> None:
-    """Call each compiled variant of a problem once, which leaves its kernels in Inductor's cache on the disk."""
+    """Call each compiled variant of a problem once, so that Inductor's cache on the disk has its kernels."""
     torch._dynamo.reset()
     training = Training(problem.shape, problem.tokens, problem.n_masks, device)
     for name, step in steps(training).items():

@@ -1,4 +1,4 @@
-"""A layer to train, all variants of it on the same parameters, and the errors of their results and gradients."""
+"""A layer to train, all its variants on the same parameters, and the errors of their results and gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RECOMPUTING = "mglu_ops.nn.MGLU, save_activations=False"
 SWIGLU = "SwiGLU compiled"
 GEMMS = "three stacked GEMMs"
 COMPILED = (NAIVE, TRICK, FUSED)
-"""The forms of MGLU that torch.compile compiles."""
+"""The variants that torch.compile compiles."""
 
 CHECKED_TOKENS = 512
 """Rows of x whose results are compared with float64."""
@@ -70,7 +70,7 @@ class Training:
 
 
 class Step:
-    """Forward and backward of a layer, as in a training loop that drops the gradients before."""
+    """Forward and backward of a layer, after the gradients are dropped, as in a training loop."""
 
     def __init__(self, training: Training, layer: Layer, parameters: Iterable[Tensor]) -> None:
         self.layer, self.x, self.grad_output = layer, training.x, training.grad_output
@@ -96,7 +96,7 @@ def on_the_parameters_of(naive: NaiveMGLU, kind: Callable[..., M], **arguments: 
 
 
 def steps(training: Training) -> dict[str, Step]:
-    """A step of every form of a layer, on the same parameters; those that are compiled compile at their first call."""
+    """A step of every variant of a layer, on the same parameters; compiled variants compile at their first call."""
     naive = training.naive
     form = partial(on_the_parameters_of, naive)
 
@@ -126,9 +126,9 @@ def swiglu_step(training: Training) -> Step:
 
 
 def gemms_step(training: Training) -> Callable[[], None]:
-    """The three products that a step cannot do without, with stacked weights `[(n_masks + 1) d, h]` and nothing else.
+    """The three products that no step can avoid, with stacked weights `[(n_masks + 1) d, h]`, and nothing else.
 
-    In the place of the gradients of the n_masks + 1 projections stands their result, which has the same size.
+    The result of the n_masks + 1 projections stands in for their gradients, which have the same size.
     """
     x = training.x.detach()
     n_masks, d, h = training.naive.n_masks, *training.naive.weight.shape
@@ -143,10 +143,10 @@ def gemms_step(training: Training) -> Callable[[], None]:
 
 
 class Oracle:
-    """The results and gradients in float64 of some tokens of a layer.
+    """The results and gradients of a layer for some tokens, in float64.
 
-    The upstream gradient of all other tokens is 0. Their gradients must then be 0, and those of the parameters are sums
-    over the checked tokens alone: so the very call that is timed is checked, at an affordable price.
+    The upstream gradient of all other tokens is 0. The gradients of these tokens must then be 0, and the gradients of
+    the parameters are sums over the checked tokens only. So the very call that is timed is checked, at low cost.
 
     Attributes:
         grad_output: upstream gradient `[tokens, out_features]`.
@@ -161,7 +161,7 @@ class Oracle:
         self.exact = self._exact()
 
     def _exact(self) -> Results:
-        """Mask by mask, so that the memory of one is enough."""
+        """Compute mask by mask, which needs the memory of one mask only."""
         x, weight, mask_logits = (leaf.detach() for leaf in self.training.leaves())
         x, weight = (leaf.double().requires_grad_() for leaf in (x[self.checked], weight))
         grad = self.grad_output[self.checked].double()

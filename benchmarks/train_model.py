@@ -1,4 +1,4 @@
-"""Times a whole training step of language models with SwiGLU, with the naive SwiMGLU and with the fused one.
+"""Times a whole training step of language models with SwiGLU, with naive SwiMGLU and with fused SwiMGLU.
 
 python -m benchmarks.train_model --out DIR [--models 350M] [--precisions autocast] [--masks 1 4] [--seconds 560]
 
@@ -39,7 +39,7 @@ from mglu_ops.nn import GLU, MGLU, NaiveMGLU
 
 Precision = Literal["autocast", "bfloat16"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
-"""bfloat16 autocast of float32 parameters, or parameters in bfloat16."""
+"""`autocast`: bfloat16 autocast of float32 parameters; `bfloat16`: parameters in bfloat16."""
 MASKS = (1, 2, 4)
 LENGTH = 2048
 PROTOCOL = (
@@ -49,8 +49,8 @@ PROTOCOL = (
     "the distance of all gradients to the naive model's, before the first step"
 )
 MAX_DISTANCE = 0.1
-"""Largest distance between the gradients of the fused and of the naive model, relative to the naive one's norm. Both
-round to bfloat16 in every layer; a wrong mask or gradient gives a distance of about 1."""
+"""Largest distance between the gradients of the fused and the naive model, relative to the norm of the naive model's.
+Both round to bfloat16 in every layer; a wrong mask or gradient gives a distance of about 1."""
 LEARNING_RATE = 1e-5
 
 
@@ -111,7 +111,7 @@ class Training:
 
     Args:
         model: the model.
-        optimizer: over its parameters.
+        optimizer: the optimiser of its parameters.
         tokens: `[batch, length + 1]`, the same in every step.
         autocast: whether to run forward under bfloat16 autocast.
     """
@@ -132,7 +132,7 @@ class Training:
         self.optimizer.zero_grad(set_to_none=True)
 
     def gradients(self) -> list[Tensor]:
-        """The gradients of all parameters, which keep none."""
+        """Compute the gradients of all parameters, and drop them from the parameters."""
         self.backward()
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         self.optimizer.zero_grad(set_to_none=True)
@@ -158,9 +158,9 @@ def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
 
 
 def trainings(problem: Problem, model: Model, device: str) -> tuple[dict[str, Training], dict[str, dict[str, object]]]:
-    """The models of a problem, and their peak memory and parameters by the same names.
+    """The models of a problem by name, and the extra columns of their rows, such as peak memory, by the same names.
 
-    The naive and the fused model are the same parameters with the same optimiser, since memory is short.
+    The naive and the fused model share their parameters and the optimiser, to save memory.
     """
     torch._dynamo.reset()
     tokens = torch.randint(0, model.sizes.vocabulary, (model.batch, model.sizes.context + 1), device=device)
@@ -171,7 +171,7 @@ def trainings(problem: Problem, model: Model, device: str) -> tuple[dict[str, Tr
         return torch.optim.AdamW(of.parameters(), lr=LEARNING_RATE, fused=True)
 
     def add(name: str, training: Training, held: float) -> None:
-        """Run the first steps of a model; `held` is the memory that belongs to others."""
+        """Run the first steps of a model; `held` is the memory of other models."""
         for _ in range(2):
             training.step()
         found[name] = training
@@ -211,10 +211,10 @@ def bench(
 
     Args:
         problem: the problem.
-        model: the model; by default the one that the problem names.
-        device: "cuda", or "cpu" to see that everything works; a CPU has no peak of memory.
+        model: the model; by default that of `problem.name`.
+        device: "cuda", or "cpu" to see that everything works; a CPU does not measure memory.
         rounds: largest number of rounds.
-        load: as `seconds` of `timing.under_load`.
+        load: the argument `seconds` of `timing.under_load`.
     """
     release(device)
     sizes, batch = model or MODELS[problem.name]
