@@ -37,9 +37,9 @@ _MASK_SOURCES = {torch.bool: 0, torch.float32: 1, torch.bfloat16: 2, torch.float
 
 
 def isa(dtype: torch.dtype, tokens: int, n_masks: int) -> str | None:
-    """The instruction set that a call runs with (`amx`, `avx512_bf16`, `avx512`, `avx2` or `portable`).
+    """Return the instruction set of a call: `amx`, `avx512_bf16`, `avx512`, `avx2` or `portable`.
 
-    None where nothing could be built.
+    None if the kernels could not be built.
     """
     library = load()
     return library.isa(dtype, tokens, n_masks) if isinstance(library, Library) else None
@@ -63,7 +63,7 @@ class Cpu(Backend):
         return library if isinstance(library, str) else None
 
     def prepare(self, call: LayerCall, launch: str | None = None) -> PreparedCall:
-        """Settle all but the tensors of a supported call; `launch` is an instruction set of `ISAS` to insist on.
+        """Prepare a supported call for any tensors; `launch` forces an instruction set of `ISAS`.
 
         Raises:
             BuildError: the kernels could not be built.
@@ -75,7 +75,7 @@ class Cpu(Backend):
         return call.in_features > 0 and self.supports(call)
 
     def prepare_forward_train(self, call: LayerCall, launch: str | None = None) -> PreparedForwardTrain:
-        """Settle all but the tensors of a supported call with in_features; `launch` as in `prepare`."""
+        """Prepare a supported call with in_features > 0 for any tensors; `launch` as in `prepare`."""
         constants, copied = _settled(call, launch)
         entries = call.n_masks + 1 if call.route_dtype is None else 2 * call.n_masks + 1
         return CpuForwardTrain(_library(), constants, call.result_shape, copied, entries)
@@ -84,7 +84,7 @@ class Cpu(Backend):
         return masks.is_cpu and masks.dtype in _MASK_SOURCES and isinstance(load(), Library)
 
     def pack(self, masks: Tensor) -> Tensor:
-        """The packed masks of bool masks, or of logits by `M = logits > 0`, in any strides.
+        """Pack bool masks, or logits by `M = logits > 0`, in any strides.
 
         Raises:
             BuildError: the kernels could not be built.
@@ -104,12 +104,12 @@ class Cpu(Backend):
         return backward.can_run(call)
 
     def prepare_backward(self, call: LayerCall) -> PreparedBackward:
-        """Raises what `prepare` raises."""
+        """Prepare a supported backward pass. Raises what `prepare` raises."""
         return backward.Backward(call, _library())
 
 
 def _settled(call: LayerCall, launch: str | None) -> tuple[bytes, tuple[bool, bool, bool]]:
-    """The fields of `Forward` but its pointers, and which of x, weight and packed masks are copied first."""
+    """Return `Forward`'s fields without pointers, and which of x, weight and packed masks are copied first."""
     in_features, n_masks, width = call.in_features, call.n_masks, packed_width(call.in_features)
     copied = (
         call.tokens > 0 and not _is_in_rows((in_features,), call.x.strides),
@@ -142,7 +142,7 @@ def _library() -> Library:
 
 
 def _is_in_rows(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether all dimensions but the first are contiguous; `sizes` leaves out the first, `strides` has all of them."""
+    """Whether all dimensions but the first are contiguous. `sizes` omits the first; `strides` has all dimensions."""
     expected = 1
     for size, stride in zip(reversed(sizes), reversed(strides[1:]), strict=True):
         if size != 1 and stride != expected:
@@ -154,8 +154,8 @@ def _is_in_rows(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 class _Call:
     """A prepared call of the kernels. Thread-safe.
 
-    `copied` says which of x, weight and packed masks is copied first: reading them is most of the work, and strides
-    between neighbours would spoil each load.
+    `copied` says which of x, weight and packed masks are copied first: reading them is most of the work, and strides
+    between neighbouring elements would make each load inefficient.
     """
 
     __slots__ = ("_any_copied", "_constants", "_copied", "_library", "_shape")

@@ -1,15 +1,16 @@
 """The backward pass in bfloat16 on CPUs that multiply bfloat16: stacked library GEMMs, and C++ steps around them.
 
-With F_i = -1 where M_i = 1, else +1, and the partial derivatives P, Q_i and R_i of forward (`mglu_ops.ops`),
+F_i is -1 where M_i = 1 and +1 elsewhere; P, Q_i and R_i are the partial derivatives of forward (`mglu_ops.ops`):
 
     dt = G * P,   b_i = G * Q_i,   dx = [dt b_1 ..] [W; F_1 * W; ..],   [D_0; D_1; ..] = [dt b_1 ..]^T x,
     dW = D_0 + sum_i F_i * D_i,   dlogits_i = -2 W * D_i,   dr_i = sum over out_features of G * R_i
 
 The GEMMs are torch's, which sum products of bfloat16 in float32 and round once. With AVX512-BF16 they take a third of
-the time of the float32 GEMMs of `composite`. The rest is done by the steps of `backward_steps`.
+the time of the float32 GEMMs of `composite`. The functions of `backward_steps` do the rest.
 
-dx is made for some tokens at a time, and all D_i for some output features at a time, so that dt and every b_i are never
-in memory as a whole where the layer is large. One GEMM sums each element of dx and of D_i, which is rounded once.
+dx is computed for some tokens at a time, and all D_i for some output features at a time, so that dt and every b_i of a
+large layer are never in memory as a whole. Each element of dx and of D_i is the result of one GEMM, and is rounded
+once.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from . import backward_steps as steps
 from .library import Library, load
 
 _CHUNK_NUMBERS = 1 << 24
-"""The numbers of dt and every b_i, or of D_0 and every D_i, that are in memory at a time: 32 MB. With fewer, GEMMs
-repack their operands too often (csrc/cpu/README.md)."""
+"""Elements of dt and every b_i, or of D_0 and every D_i, that are in memory at once: 32 MB. With fewer, GEMMs repack
+their operands too often (csrc/cpu/README.md)."""
 
 _CHUNK_MULTIPLE = 64
-"""Tokens or output features. A chunk has a multiple of them, so that rows are whole cache lines."""
+"""Chunks have a multiple of this many tokens or output features, so that rows are whole cache lines."""
 
 _MOST_MASKS_OF_NARROW_TOTALS = 4
 """The most masks for which D_0 is rounded to bfloat16 before the D_i are added to it. With more masks the compiled
@@ -35,10 +36,10 @@ naive layer, which sums over masks in float32, would have less than two thirds o
 
 
 def can_run(call: LayerCall) -> bool:
-    """Whether `Backward` runs a call. It does only where library GEMMs are faster in bfloat16 than in float32."""
+    """Whether `Backward` runs a call. It does so only where library GEMMs are faster in bfloat16 than in float32."""
     if call.device.type != "cpu" or call.dtype is not torch.bfloat16 or not torch.backends.mkldnn.is_available():
         return False
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # so that other CPUs do not build kernels for this question
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # so that other CPUs do not build kernels to find out
         return False
     library = load()
     return isinstance(library, Library) and library.supports("avx512_bf16", torch.bfloat16)
@@ -55,7 +56,7 @@ class Backward:
         grad_output, x, weight, packed_masks, partials, (needs_x, needs_weight), logits_dtype, route_dtype = arguments
         grad_output, weight = _with_contiguous_columns(grad_output), _with_contiguous_columns(weight)
         x, packed_masks, n_masks = x.contiguous(), packed_masks.contiguous(), self._n_masks
-        first = 0 if needs_x or needs_weight else 1  # the mask logits alone do without dt
+        first = 0 if needs_x or needs_weight else 1  # dlogits alone needs no dt
         scaled = _Scaled(self._library, grad_output, partials[:, first : n_masks + 1])
         grad_x, grad_weight, grad_logits, grad_route = (x.new_empty(0) for _ in range(4))
         if needs_x:
@@ -81,7 +82,7 @@ class Backward:
         return grad_x, grad_weight, grad_logits, grad_route
 
     def _input_gradient(self, scaled: _Scaled, weight: Tensor, packed_masks: Tensor) -> Tensor:
-        """The gradient dx `[tokens, in_features]`, made for some tokens at a time."""
+        """Compute dx `[tokens, in_features]` for some tokens at a time."""
         tokens, entries, d = scaled.shape
         flipped = steps.flip_signs(self._library, weight, packed_masks).flatten(0, 1)
         grad_x = weight.new_empty(tokens, weight.shape[1])
@@ -98,7 +99,7 @@ class Backward:
         grad_weight: Tensor | None,
         grad_logits: Tensor | None,
     ) -> None:
-        """Write dW and dlogits, each if it is given, for some output features at a time."""
+        """Write dW and dlogits for some output features at a time; either may be None."""
         tokens, entries, d = scaled.shape
         narrow_total = grad_weight is not None and self._n_masks <= _MOST_MASKS_OF_NARROW_TOTALS
         wide_total = grad_weight is not None and not narrow_total
@@ -122,7 +123,7 @@ class Backward:
 
 
 class _Scaled:
-    """The products of G and of partial derivatives: dt and every b_i, one part in memory at a time.
+    """The products of G and the partial derivatives: dt and every b_i, one part in memory at a time.
 
     Attributes:
         shape: tokens, entries and output features of the whole.
@@ -136,9 +137,10 @@ class _Scaled:
         self._part = self._memory
 
     def part(self, tokens: slice, features: slice) -> Tensor:
-        """Some tokens and output features, until the next part is made. The last part is not made again.
+        """Return the products for some tokens and output features. The result is valid until the next part is computed.
 
-        So a small layer, whose every part is the whole, passes once over the partial derivatives.
+        Asking for the same part again does not recompute it. So a small layer, which has only one part, passes once
+        over the partial derivatives.
         """
         if self._last != (tokens, features):
             partials = self._partials[tokens, :, features]
@@ -151,12 +153,12 @@ class _Scaled:
 
 
 def _with_contiguous_columns(matrix: Tensor) -> Tensor:
-    """A matrix with any distance between its rows; a copy where its columns are apart."""
+    """Return the matrix, or a copy if its columns are not contiguous; rows may have any distance."""
     return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
 
 
 def _chunks(size: int, numbers_of_one: int) -> list[slice]:
-    """Slices of `size` tokens or output features, which take so many numbers each."""
+    """Divide `size` tokens or output features into slices; each of them takes `numbers_of_one` numbers."""
     fit = _CHUNK_NUMBERS // max(numbers_of_one, 1) // _CHUNK_MULTIPLE * _CHUNK_MULTIPLE
     step = max(fit, _CHUNK_MULTIPLE)
     return [slice(start, min(start + step, size)) for start in range(0, size, step)]

@@ -1,6 +1,6 @@
 """The elementwise steps of a backward pass in bfloat16 (csrc/cpu/backward.h). Each is one pass over memory.
 
-The columns of matrices are contiguous, with any distance between rows; packed masks and results are contiguous.
+Columns of matrices are contiguous, and rows may have any distance; packed masks and results are contiguous.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _pack_route_gradients = struct.Struct("@3P6q").pack
 
 
 def flip_signs(library: Library, weight: Tensor, packed_masks: Tensor) -> Tensor:
-    """W, and F_i * W for every mask: `[n_masks + 1, out_features, in_features]`."""
+    """Return W, then F_i * W for every mask: `[n_masks + 1, out_features, in_features]`."""
     n_masks, (d, h) = n_masks_of(packed_masks), weight.shape
     flipped = weight.new_empty(n_masks + 1, d, h)
     addresses = weight.data_ptr(), packed_masks.data_ptr(), flipped.data_ptr()
@@ -30,7 +30,7 @@ def flip_signs(library: Library, weight: Tensor, packed_masks: Tensor) -> Tensor
 
 
 def scale(library: Library, grad_output: Tensor, partials: Tensor, out: Tensor) -> None:
-    """Write the products of G `[tokens, columns]` and partials `[tokens, entries, columns]`, in their shape."""
+    """Write the products of G `[tokens, columns]` and partials `[tokens, entries, columns]`, shaped as the partials."""
     addresses = grad_output.data_ptr(), partials.data_ptr(), out.data_ptr()
     strides = grad_output.stride(0), *partials.stride()[:2]
     library.run_step("scale", _pack_scale(*addresses, *partials.shape, *strides))
@@ -45,16 +45,16 @@ def weight_gradients(
     grad_weight: Tensor | None,
     grad_logits: Tensor | None,
 ) -> None:
-    """Write `dW = D_0 + sum_i F_i * D_i` and `dlogits_i = -2 W * D_i`, each if it is given.
+    """Write `dW = D_0 + sum_i F_i * D_i` and `dlogits_i = -2 W * D_i`; either may be None.
 
     Args:
         library: the library.
-        total: D_0 `[out_features, in_features]` in bfloat16 or float32; read for dW alone.
+        total: D_0 `[out_features, in_features]` in bfloat16 or float32; only dW needs it.
         products: every D_i, `[n_masks, out_features, in_features]`, contiguous.
         weight: `[out_features, in_features]`.
-        packed_masks: of all masks.
-        grad_weight: for dW.
-        grad_logits: for dlogits, in bfloat16 or float32, `[n_masks, out_features, in_features]`, of which each mask is
+        packed_masks: all masks.
+        grad_weight: receives dW.
+        grad_logits: receives dlogits, in bfloat16 or float32, `[n_masks, out_features, in_features]`; each mask is
             contiguous.
     """
     n_masks, d, h = products.shape
@@ -71,7 +71,7 @@ def weight_gradients(
 
 
 def route_gradients(library: Library, grad_output: Tensor, terms: Tensor) -> Tensor:
-    """The sums over columns of G `[tokens, columns]` times R `[tokens, n_masks, columns]`, in float32."""
+    """Sum G `[tokens, columns]` times R `[tokens, n_masks, columns]` over columns, in float32."""
     sums = terms.new_empty(terms.shape[:2], dtype=torch.float32)
     addresses = grad_output.data_ptr(), terms.data_ptr(), sums.data_ptr()
     strides = grad_output.stride(0), *terms.stride()[:2]

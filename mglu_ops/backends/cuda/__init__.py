@@ -1,8 +1,8 @@
 """MGLU on NVIDIA GPUs: kernels of `csrc/cuda`, compiled by NVRTC where they run.
 
-Nothing of `cuda.core` is imported before a kernel has to be compiled. A call allocates the result, and a permuted copy
-of x for many tokens of many masks, on the current stream, and does not synchronise; the same inputs give the same bits
-on every call.
+`cuda.core` is not imported before a kernel has to be compiled. A call allocates the result (and for many tokens of many
+masks a permuted copy of x) on the current stream, and does not synchronise. The same inputs give the same bits on every
+call.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from .launch import LaunchSequence
 __all__ = ["MOST_TOKENS_FOR_REREADING", "Cuda", "DecodeMma", "LaunchConfig", "Plain", "TileWgmma"]
 
 MOST_TOKENS_FOR_REREADING = 512
-"""The kernels other than `tile_wgmma` read W again, from L2 or memory, for every 4, 8 or 16 tokens. They are not used
-for more tokens than this."""
+"""The most tokens for the kernels other than `tile_wgmma`, which read W again, from L2 or memory, for every 4, 8 or 16
+tokens."""
 
 
 def _current_device() -> int:
@@ -75,13 +75,13 @@ class Cuda(Backend):
         return None
 
     def _is_cached(self, call: LayerCall, gpu: Gpu) -> bool:
-        """Whether a call needs no compiler."""
+        """Whether the cache holds every kernel of a call, so that no compiler is needed."""
         if 0 in call.result_shape:
             return True
         return all(is_cached(*source) for source in self.choose(call).config.sources(call, gpu))
 
     def choose(self, call: LayerCall) -> LaunchChoice:
-        """How a call is launched.
+        """Choose the launch of a call.
 
         Raises:
             TableError: a table of launches cannot be used.
@@ -94,7 +94,7 @@ class Cuda(Backend):
         Raises:
             ValueError: `launch` cannot run the call.
             CompileError: NVRTC refused a kernel.
-            LaunchError: the driver refused to load it; the context stays usable.
+            LaunchError: the driver refused to load a kernel; the context stays usable.
             TableError: a table of launches cannot be used.
         """
         device: int = call.device.index
@@ -142,7 +142,7 @@ class Cuda(Backend):
             return _on_device(call.device.index, training.ForwardTrain(call))
 
     def prepare_backward(self, call: LayerCall) -> PreparedBackward:
-        """The first call compiles and loads the kernels, and raises what `prepare` raises."""
+        """Prepare a backward pass. Its first call compiles and loads the kernels, and raises what `prepare` raises."""
         return _on_device(call.device.index, training.Backward(call))
 
 
@@ -150,7 +150,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _on_device(device: int, function: F) -> F:
-    """The function, called with `device` as the current one."""
+    """Wrap a function so that `device` is the current device while it runs."""
 
     def run(*arguments: Any) -> Any:
         if device == _current_device():
@@ -161,19 +161,20 @@ def _on_device(device: int, function: F) -> F:
     return cast("F", run)
 
 
-# What Inductor's code calls for its buffers: memory without the dispatcher, which takes longer than all else here.
+# Inductor's code allocates its buffers with this function. It avoids the dispatcher, which would take longer than the
+# rest of a call.
 _empty_strided: Callable[..., Tensor] | None = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
 def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: int) -> Tensor:
-    """New memory on `device`, the current one; filled as torch fills it where results have to be deterministic."""
+    """Allocate memory on `device`, the current device; torch fills it if results have to be deterministic."""
     if _empty_strided is None or torch._C._get_deterministic_algorithms():
         return torch.empty_strided(shape, strides, dtype=dtype, device=torch.device("cuda", device))
     return _empty_strided(shape, strides, dtype)
 
 
 class CudaCall:
-    """A prepared call. Thread-safe. `sequence` is what it launches, None for an empty result."""
+    """A prepared call. Thread-safe. It launches `sequence`, which is None for an empty result."""
 
     __slots__ = ("_device", "_dtype", "_shape", "_strides", "sequence")
 
@@ -203,7 +204,7 @@ class CudaCall:
             out.data_ptr(),
         )
         if sequence.workspace_bytes:
-            # Freed on return, after the launches: on this stream, whoever gets the memory next runs behind the kernels.
+            # Freed on return, after the launches. Whoever gets the memory next runs after the kernels on this stream.
             workspace = _empty((sequence.workspace_bytes,), (1,), torch.uint8, device)
             sequence(stream, workspace.data_ptr(), x.data_ptr(), *pointers)
         elif sequence.maps is not None:

@@ -1,7 +1,7 @@
-"""The one place that chooses how the CUDA backend launches a call: a pure function of the call and the GPU.
+"""Chooses how the CUDA backend launches a call: a pure function of the call and the GPU.
 
-A table that measured the call wins; otherwise the kernels are asked in turn, the fastest first. Nothing is timed at run
-time.
+A table with a measurement of the call wins. Otherwise the kernels are asked in turn, the fastest first. Nothing is
+timed at run time.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .kernels.base import LaunchConfig, has_aligned_rows, has_x_in_rows, mask_al
 
 @dataclass(frozen=True)
 class LaunchChoice:
-    """How a call is launched.
+    """The launch of a call, and why it was chosen.
 
     Attributes:
         config: the kernel and its launch configuration.
-        origin: where that comes from.
-        slow_reason: why none of the fast kernels for 16 bits can have the call, so that the plain one runs it several
-            times slower. None where a fast kernel runs it, and in float32, which has no other kernel.
+        origin: the source of `config`.
+        slow_reason: why no fast 16-bit kernel can run the call, so that the plain kernel runs it several times slower.
+            None if a fast kernel runs it, and in float32, which has only the plain kernel.
     """
 
     config: LaunchConfig
@@ -34,7 +34,7 @@ class LaunchChoice:
 
 
 def choose(call: LayerCall, gpu: Gpu) -> LaunchChoice:
-    """The launch of a call.
+    """Choose the launch of a call.
 
     Raises:
         TableError: a table of launches cannot be read.
@@ -49,7 +49,7 @@ def choose(call: LayerCall, gpu: Gpu) -> LaunchChoice:
 
 
 def without_tables(call: LayerCall, gpu: Gpu) -> LaunchConfig:
-    """The launch of a call where no table is asked: the first that a kernel offers."""
+    """Choose the launch of a call without tables: the first that a kernel offers."""
     return next(config for config in (choose(call, gpu) for choose in CHOICES) if config is not None)
 
 

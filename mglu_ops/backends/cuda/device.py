@@ -1,4 +1,4 @@
-"""The properties of a GPU on which launches depend, asked of the device or known for its architecture."""
+"""The properties of a GPU on which launches depend, from the device itself or known for its architecture."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from functools import cache
 import torch
 
 RESERVED_SHARED_BYTES_PER_BLOCK = 1024
-"""Shared memory that the driver keeps of every block for itself."""
+"""Bytes of every block's shared memory that the driver reserves."""
 
 MOST_THREADS_PER_BLOCK = 1024
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, as far as launches depend on it.
+    """The properties of a GPU on which launches depend.
 
     Attributes:
-        name: as the driver calls it, for tables of launches.
+        name: the driver's name for it, which tables of launches use.
         arch: compute capability.
         multiprocessors: the number of SMs.
         shared_bytes_per_sm: shared memory of an SM.
@@ -34,7 +34,7 @@ class Gpu:
 
 @cache
 def gpu_of(device: int) -> Gpu:
-    """The GPU of a CUDA device index."""
+    """Return the GPU of a CUDA device index."""
     found = torch.cuda.get_device_properties(device)
     return Gpu(
         name=found.name,
@@ -60,14 +60,14 @@ KNOWN_GPUS: dict[tuple[int, int], Gpu] = {
         Gpu("NVIDIA RTX PRO 6000 Blackwell", (12, 0), 188, 100 * _KIB, 1536),
     )
 }
-"""One GPU of each architecture, for code that is compiled where no such GPU is (NVIDIA's data sheets)."""
+"""One GPU of each architecture, for compiling on machines without such a GPU (NVIDIA's data sheets)."""
 
 
 def gpu_of_architecture(arch: tuple[int, int]) -> Gpu:
-    """The GPU of an architecture: one of this machine, or else the one of `KNOWN_GPUS`.
+    """Return a GPU of an architecture: one of this machine, or else of `KNOWN_GPUS`.
 
     Raises:
-        ValueError: neither is there.
+        ValueError: neither has the architecture.
     """
     for device in range(torch.cuda.device_count()):
         if gpu_of(device).arch == arch:

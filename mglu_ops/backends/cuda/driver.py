@@ -1,4 +1,4 @@
-"""The three driver calls of a launch, through ctypes: a call costs a microsecond where a general wrapper costs four."""
+"""The driver calls of a launch, through ctypes: a launch costs one microsecond, through a general wrapper four."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def _library() -> ctypes.CDLL:
 
 
 def call_driver(function: str, what: str, *arguments: object) -> None:
-    """Call a function of the driver by name; `what` is for the error.
+    """Call a function of the driver by name; `what` names the action in the error message.
 
     Raises:
-        LaunchError: it did not succeed.
+        LaunchError: the function returned an error.
     """
     _check(getattr(_library(), function)(*arguments), what)
 
@@ -62,7 +62,7 @@ def _check(result: int, what: str) -> None:
 
 
 def bind_context(device: int) -> None:
-    """Give this thread torch's context of a device if it has none, as a thread that torch did nothing in yet."""
+    """Give this thread torch's context of a device if it has none, which is so before its first torch operation."""
     library, context, handle = _library(), ctypes.c_void_p(), ctypes.c_int()
     _check(library.cuCtxGetCurrent(ctypes.byref(context)), "asking for the context")
     if not context.value:
@@ -72,7 +72,7 @@ def bind_context(device: int) -> None:
 
 
 class Kernel:
-    """A kernel of a module that is loaded into the context of `device`, the current one, and stays there."""
+    """A kernel of a module that is loaded into the context of `device`, the current device, and is never unloaded."""
 
     def __init__(self, cubin: bytes, name: str, device: int) -> None:
         library = _library()
@@ -81,13 +81,13 @@ class Kernel:
         self.device = device
         self.handle = ctypes.c_void_p()
         self._module = ctypes.c_void_p()
-        self._shared = 48 * 1024  # what a launch may have without asking
+        self._shared = 48 * 1024  # available to every launch without a request
         self._lock = threading.Lock()
         _check(library.cuModuleLoadData(ctypes.byref(self._module), cubin), f"loading {name}")
         _check(library.cuModuleGetFunction(ctypes.byref(self.handle), self._module, name.encode()), name)
 
     def allow_shared(self, size: int) -> None:
-        """Let launches ask for `size` bytes of dynamic shared memory a block."""
+        """Let launches request `size` bytes of dynamic shared memory per block."""
         with self._lock:
             if size > self._shared:
                 result = _library().cuFuncSetAttribute(self.handle, _MAX_DYNAMIC_SHARED_SIZE, size)
@@ -96,7 +96,7 @@ class Kernel:
 
 
 class Launch:
-    """A kernel with one geometry and all its parameters but the pointers, which come first in its one struct.
+    """A kernel with its geometry and its parameters. The pointers, which differ by call, come first in its one struct.
 
     Thread-safe.
     """
@@ -108,8 +108,8 @@ class Launch:
         self._kernel = kernel
         self._launch = _library().cuLaunchKernelEx
         self._geometry = (*grid, 1, threads, 1, 1, shared)
-        # With this attribute the next launch's blocks may be set up while the last kernel still runs; the kernels
-        # wait for it before they touch memory.
+        # With this attribute a launch's blocks may be set up while the previous kernel still runs. The kernels wait for
+        # that kernel before they touch memory.
         self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
         self._overlap = overlap
         self._constants = constants
@@ -118,9 +118,9 @@ class Launch:
     def __call__(
         self, stream: int, x: int, weight: int, masks: int, route: int, out: int, maps: bytes | None = None
     ) -> None:
-        """Launch on a stream of the current context; the next five are addresses.
+        """Launch on a stream of the current context; the five arguments after it are addresses.
 
-        `maps` takes the place of the last bytes of the constants.
+        `maps` replaces the last bytes of the constants.
         """
         try:
             struct, config, function, buffer, arguments = self._local.state
@@ -129,7 +129,7 @@ class Launch:
         struct.stream = stream
         _pack_pointers(buffer, 0, x, weight, masks, route, out)
         if maps is not None:
-            buffer[-len(maps) :] = maps  # at once: a ctypes array would go byte by byte
+            buffer[-len(maps) :] = maps  # one copy; a ctypes array would be copied byte by byte
         result = self._launch(config, function, arguments, None)
         if result == _NO_CONTEXT:
             bind_context(self._kernel.device)
@@ -138,7 +138,7 @@ class Launch:
             _check(result, f"launching {self._kernel.name}")
 
     def _new_state(self) -> tuple[_LaunchStruct, object, ctypes.c_void_p, memoryview, object]:
-        """Buffers that the driver reads during a launch: one set a thread, because ctypes releases the GIL."""
+        """Make the buffers that the driver reads in a launch: one set per thread, because ctypes releases the GIL."""
         attributes = ctypes.pointer(self._attribute)
         struct = _LaunchStruct(*self._geometry, None, attributes, 1 if self._overlap else 0)
         size = POINTERS.size + len(self._constants)

@@ -1,4 +1,4 @@
-"""Loaded kernels, and the sequence of launches that runs one call once it is given a stream and addresses."""
+"""Loaded kernels, and the sequence of launches that runs a call on a stream with given addresses."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .tensor_map import TensorMaps
 
 
 def load_kernel(device: int, name: str, target: str, macros: dict[str, int]) -> Kernel:
-    """The kernel of `csrc/cuda/<name>.cu` in the context of `device`, which is the current one: loaded once a process.
+    """Return the kernel of `csrc/cuda/<name>.cu`, loaded once per process on `device`, the current device.
 
     Raises:
-        CompileError: NVRTC refused it.
-        LaunchError: the driver refused it.
+        CompileError: NVRTC refused the kernel.
+        LaunchError: the driver refused the kernel.
     """
     return _load_kernel(device, name, target, tuple(sorted(macros.items())))
 
@@ -27,16 +27,16 @@ def _load_kernel(device: int, name: str, target: str, macros: tuple[tuple[str, i
 
 @dataclass(frozen=True)
 class LaunchSequence:
-    """One kernel, or two of which the first permutes x for the second.
+    """One kernel, possibly after another that permutes x for it.
 
     Attributes:
         kernel: computes the result.
         permute: writes the permuted copy of x that `kernel` reads in place of x.
-        workspace_bytes: the size of that copy, memory that the caller provides at a multiple of 16 bytes.
-        maps: the tensor maps of W and the masks, where the kernel copies boxes of them.
-        x_maps: the tensor map of x, where the kernel copies boxes of x itself. It is kept apart from `maps`, since
-            layers with weights of their own read the same x, and one layer reads many.
-        result_maps: the tensor maps of the result and of its partial derivatives, which are written in training.
+        workspace_bytes: the size of the copy, whose memory the caller provides at a multiple of 16 bytes.
+        maps: the tensor maps of W and the masks, if the kernel copies them in boxes.
+        x_maps: the tensor map of x, if the kernel copies x itself in boxes. It is separate from `maps`, since several
+            layers may read the same x, and a layer reads a new x at each call.
+        result_maps: the tensor maps of the result and of its partial derivatives, in training.
     """
 
     kernel: Launch
@@ -49,7 +49,7 @@ class LaunchSequence:
     def __call__(
         self, stream: int, workspace: int, x: int, weight: int, masks: int, routes: int, out: int, partials: int = 0
     ) -> None:
-        """Launch on a stream; all but the stream are addresses, `partials` that of the partial derivatives."""
+        """Launch on a stream; all other arguments are addresses."""
         maps = None
         if self.maps is not None:
             maps = self.maps(weight, masks)

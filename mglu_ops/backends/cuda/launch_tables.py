@@ -1,4 +1,4 @@
-"""Launches that were measured to beat those of the cost model: tables of this package, and the user's own.
+"""Tables of launches that were measured to be faster than the cost model's choice: the package's and the user's.
 
 `python -m mglu_ops tune` writes a table, a JSON file for one GPU:
 
@@ -8,8 +8,9 @@
                   "config": {"kernel": "decode_mma", "tiles": 7, ...}, "microseconds": 40.1,
                   "model": {"kernel": "decode_mma", ...}, "model_microseconds": 42.3}, ...]}
 
-The tables in the folder `tables` beside this file are part of the package. `MGLU_TUNING_TABLE` names one more, whose
-entries win. Tables are read once a process, when its first launch is chosen; entries for other GPUs are not used.
+The tables in the folder `tables` beside this file are part of the package. `MGLU_TUNING_TABLE` names another table,
+whose entries win. Tables are read once per process, when its first launch is chosen. Entries for other GPUs are not
+used.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ _T = TypeVar("_T")
 
 
 class TableError(ValueError):
-    """A table that cannot be used; the message names the file, the entry and what is wrong with it."""
+    """A table cannot be used; the message names the file, the entry and what is wrong with it."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A launch that was measured, beside the one that is chosen without tables.
+    """A measured launch, and the launch that is chosen without tables.
 
     Attributes:
-        gpu: the GPU that measured it.
+        gpu: the GPU on which it was measured.
         call: a call of contiguous tensors, which stands for all activations and route weights.
         config: the launch.
         microseconds: its time.
@@ -76,7 +77,7 @@ class Entry:
         return f"the table {self.table} ({times})"
 
     def to_json(self) -> dict[str, Any]:
-        """The entry as it stands in a table's list."""
+        """Return the entry as it is written in a table's list."""
         call = self.call
         return {
             "dtype": str(call.dtype)[6:],
@@ -95,13 +96,13 @@ _Key = tuple[object, ...]
 
 
 def _key(call: LayerCall, gpu: Gpu) -> _Key:
-    """The properties in which a call must equal the call that an entry was measured for."""
+    """The properties that a call must share with the measured call of an entry."""
     shape = call.n_masks, call.tokens, call.out_features, call.in_features
     return (gpu.name, gpu.arch, gpu.multiprocessors, call.dtype, *shape)
 
 
 def find(call: LayerCall, gpu: Gpu) -> Entry | None:
-    """The entry for a call of aligned tensors.
+    """Return the entry for a call of aligned tensors, or None.
 
     Raises:
         TableError: a table cannot be used.
@@ -117,16 +118,16 @@ def _all_tables() -> dict[_Key, Entry]:
 
 
 def write(path: Path, environment: Mapping[str, object], entries: list[Entry]) -> None:
-    """Write a table. `environment` has at least the three facts of the GPU."""
+    """Write a table. `environment` has at least the three properties of the GPU."""
     table = {"format": FORMAT, "environment": dict(environment), "entries": [entry.to_json() for entry in entries]}
     path.write_text(json.dumps(table, indent=1) + "\n")
 
 
 def read(path: Path) -> list[Entry]:
-    """The entries of a table.
+    """Return the entries of a table.
 
     Raises:
-        TableError: the file is not a table of this format, or an entry is one that no kernel can run.
+        TableError: the file is not a table of this format, or no kernel can run an entry.
     """
     try:
         table = json.loads(path.read_text())

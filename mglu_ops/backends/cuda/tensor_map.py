@@ -1,4 +1,4 @@
-"""Tensor maps: descriptions of x, W and the packed masks for the tensor memory accelerator, encoded by the driver."""
+"""Tensor maps: descriptions of matrices for the tensor memory accelerator, encoded by the driver."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from .driver import call_driver
 
 MAP_BYTES = 128
 _MAPS_KEPT = 1024
-_ALIGNMENT = 64  # of a map that the driver writes
+_ALIGNMENT = 64  # of the encoded map, in bytes
 
 _UINT8, _UINT16 = 0, 1
 _NO_SWIZZLE = 0
-_SWIZZLES = {64: 2, 128: 3}  # by the bytes of a row of a box
+_SWIZZLES = {64: 2, 128: 3}  # keys are bytes in a row of a box
 _PROMOTE_64B = 1
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A row-major matrix or a stack of such, and the boxes in which it is copied. Sizes count elements, pitches bytes.
+    """A row-major matrix or a stack of them, and the boxes in which it is copied. Sizes count elements, pitches bytes.
 
     Attributes:
-        item: bytes of an element: 1 or 2.
+        item: bytes of an element, 1 or 2.
         width: columns.
         height: rows.
-        pitch: from a row to the next, a multiple of 16.
+        pitch: distance between rows, a multiple of 16.
         box_width: columns of a box.
         box_height: rows of a box.
         swizzle: whether the 16-byte vectors of a row are permuted in shared memory: vector v of row r of a box is
             stored at v ^ (r % 8) in rows of 128 bytes, at v ^ (r / 2 % 4) in rows of 64.
-        depth: matrices of a stack; 0 for a single one, which is copied in boxes of two dimensions.
-        depth_pitch: from a matrix of a stack to the next, a multiple of 16.
+        depth: matrices of a stack; 0 for a single matrix, which is copied in boxes of two dimensions.
+        depth_pitch: distance between the matrices of a stack, a multiple of 16.
         box_depth: matrices of a box.
     """
 
@@ -48,10 +48,10 @@ class Matrix:
     box_depth: int = 1
 
     def encode(self, pointer: int) -> bytes:
-        """The map of the matrix at an address (a multiple of 16).
+        """Return the map of the matrix at an address, which is a multiple of 16.
 
         Raises:
-            LaunchError: the driver refused it.
+            LaunchError: the driver refused the map.
         """
         memory = ctypes.create_string_buffer(MAP_BYTES + _ALIGNMENT)
         address = -(-ctypes.addressof(memory) // _ALIGNMENT) * _ALIGNMENT
@@ -71,7 +71,7 @@ class Matrix:
             0,  # not interleaved
             _SWIZZLES[self.item * self.box_width] if self.swizzle else _NO_SWIZZLE,
             _PROMOTE_64B,
-            0,  # what lies outside reads as zeros
+            0,  # elements outside the matrix read as zeros
         )
         return ctypes.string_at(address, MAP_BYTES)
 

@@ -1,22 +1,22 @@
 """A training step in 16 bits on a GPU (csrc/cuda/training.md).
 
-With F_i = -1 where M_i = 1, else +1, forward computes `t = x W^T` and `f_i = x (F_i * W)^T`. From them it
-computes the result y and its partial derivatives P = dy/dt, Q_i = dy/df_i and, with route weights r_i, R_i = dy/dr_i.
-Backward is linear in the gradient G of y: with `dt = G * P` and `b_i = G * Q_i`,
+F_i is -1 where M_i = 1 and +1 elsewhere. Forward computes `t = x W^T` and `f_i = x (F_i * W)^T`, and from them the
+result y and its partial derivatives P = dy/dt, Q_i = dy/df_i and, with route weights r_i, R_i = dy/dr_i. Backward is
+linear in the gradient G of y: with `dt = G * P` and `b_i = G * Q_i`,
 
     dx = dt W + sum_i b_i (F_i * W),   D_0 = dt^T x,   D_i = b_i^T x,
     dW = D_0 + sum_i F_i * D_i,   dlogits_i = -2 W * D_i,   dr_i = sum over out_features of G * R_i
 
 On compute capability 9.0 the kernel `tile_wgmma` is all of forward, and the kernel `backward_gemm` computes dx, D_0 and
-D_i from G, P and Q_i: no dt or b_i is in memory. Elsewhere, where sizes or addresses do not suit these kernels, and in
-the backward pass of very large problems, library GEMMs multiply, with kernels before and after that pass once over
-memory. They take the output features in chunks, and have all that only the equations name in memory for one chunk at a
-time: t and f_i in float32, dt, b_i, D_0, D_i and the flipped weights. Only dx is a sum over chunks, so that no other
-result is rounded more than once.
+D_i from G, P and Q_i, without dt and b_i in memory. On other GPUs, where sizes or addresses do not suit these kernels,
+and in the backward pass of very large problems, library GEMMs multiply, and kernels before and after them pass once
+over memory. The GEMMs take the output features in chunks. Intermediate tensors are in memory for one chunk at a time: t
+and f_i in float32, dt, b_i, D_0, D_i and the flipped weights. Only dx is a sum over chunks, so that no other result is
+rounded more than once.
 
-Everything runs on the current device and stream, and the same inputs give the same bits. What a call of the same
-description needs again is prepared once: the choice between these ways, launches and offsets. A step of a small layer
-would else take the host longer than the GPU.
+Everything runs on the current device and stream, and the same inputs give the same bits. The choice between these ways,
+launches and offsets is prepared once for all calls of the same description. Otherwise a step of a small layer would
+take the host longer than the GPU.
 """
 
 from __future__ import annotations
@@ -40,26 +40,27 @@ from .kernels.tile_wgmma_training import partials_of, training_choice
 from .launch import LaunchSequence
 
 FORWARD_CHUNKS = 16
-"""The chunks of a large layer in forward: t and every f_i then take an eighth of the memory of P and every Q_i."""
+"""Chunks of a large layer in forward. With this many, t and every f_i take an eighth of the memory of P and every
+Q_i."""
 
 BACKWARD_CHUNKS = 5
-"""The chunks of a large layer in backward: dt and every b_i then take a fifth of the memory of P and every Q_i. With
-four chunks, a step with two masks would need more than 70% of the naive layer's memory. dx is rounded after each of
-them."""
+"""Chunks of a large layer in backward. With this many, dt and every b_i take a fifth of the memory of P and every Q_i.
+With four, a step with two masks would need more than 70% of the naive layer's memory. dx is rounded after each
+chunk."""
 
 _SMALLEST_CHUNK = 1 << 24
 """Elements of a chunk's largest tensor (32 MiB in 16 bits) below which smaller chunks would save little."""
 
 _SCRATCH_PRODUCTS = 1 << 25
-"""Elements of D_0 and every D_i (64 MiB) beyond which `backward_gemm` takes the output features in chunks, where it
-cannot write them to the gradients. A chunk still has several tiles for each SM."""
+"""Elements of D_0 and every D_i (64 MiB) above which `backward_gemm` takes the output features in chunks, if it cannot
+write D_0 and D_i to the gradients. A chunk still has several tiles for each SM."""
 
 _MOST_MASKS_OF_NARROW_TOTALS = 4
 """The most masks for which D_0 is rounded to 16 bits before the D_i are added to it. With more masks the naive layer,
 whose rounding errors are independent for each mask, would have less than two thirds of the error in dW."""
 
 _CHUNK_MULTIPLE = 128
-"""Output features, a multiple of which keeps rows aligned and the tiles of a GEMM whole."""
+"""Chunks have a multiple of this many output features, which keeps rows aligned and the tiles of a GEMM whole."""
 
 
 class ForwardTrain:
@@ -90,7 +91,7 @@ class ForwardTrain:
 
 
 def _tile_sequence(call: LayerCall) -> LaunchSequence | None:
-    """The launches of `tile_wgmma` in training; None where it cannot run a call."""
+    """Prepare the launches of `tile_wgmma` in training, or return None if it cannot run the call."""
     device: int = call.device.index
     gpu = gpu_of(device)
     choice = training_choice(call, gpu)
@@ -160,7 +161,7 @@ class Backward:
 
 
 class _Gradients:
-    """The gradients of x, weight and mask logits that are needed, for operands of one description."""
+    """Computes the needed gradients of x, weight and mask logits, for operands of one description."""
 
     def __init__(self, operands: Operands, needs: Sequence[bool], logits_dtype: torch.dtype | None) -> None:
         n_masks, (out_features, in_features) = n_masks_of(operands.packed_masks), operands.weight.shape
@@ -223,14 +224,14 @@ class _InputGradient:
 
 @dataclass(frozen=True)
 class _WeightChunk:
-    """The launches for the gradients of some output features, and where their operands are, in bytes.
+    """The launches for the gradients of some output features, and the offsets of their operands in bytes.
 
     Attributes:
-        total: writes D_0 in float32, where it is not one of the products.
-        products: writes the products, D_0 first if it is one of them.
-        gradients: makes the gradients of D_0 and D_i.
-        grad_output: from the address of the whole tensor to this chunk's, as all that follow.
-        partials: P, or Q_1 where D_0 is not needed.
+        total: writes D_0 in float32 if it is not one of the products.
+        products: writes the products, starting with D_0 if it is one.
+        gradients: turns D_0 and D_i into gradients.
+        grad_output: from the address of the whole tensor to this chunk's, as for all following offsets.
+        partials: P, or Q_1 if D_0 is not needed.
         later_partials: the entries for `products`.
         weight: rows of the weight.
         packed_masks: rows of the masks.
@@ -255,15 +256,14 @@ class _WeightChunk:
 class _WeightGradients:
     """dW and dlogits_i, or one of them, by `backward_gemm`.
 
-    D_0 and D_i are written to the gradients that are made of them, where these have the same dtype. Where the gradients
-    of the mask logits have another dtype or are not needed, every D_i takes scratch memory, for a chunk of the output
-    features at a time.
+    D_0 and D_i are written to the memory of the gradients if these have the same dtype. If the gradients of the mask
+    logits have another dtype or are not needed, the D_i are in scratch memory for a chunk of output features at a time.
     """
 
     def __init__(self, operands: Operands, needs_weight: bool, logits_dtype: torch.dtype | None) -> None:
         grad_output, x, weight, packed_masks, partials = operands
         n_masks, (d, h) = n_masks_of(packed_masks), weight.shape
-        # Tensors without memory stand for the gradients and products, which are contiguous and aligned.
+        # Meta tensors stand for the gradients and products, which are contiguous and aligned.
         grad_weight = torch.empty(d, h, dtype=weight.dtype, device="meta") if needs_weight else None
         grad_logits = None
         if logits_dtype is not None:
@@ -348,14 +348,14 @@ class _WeightGradients:
 
 
 def _bytes_between(whole: Tensor, part: Tensor) -> int:
-    """From the address of a tensor to that of a view of it."""
+    """The distance from the address of a tensor to the address of a view of it."""
     return int(part.storage_offset() - whole.storage_offset()) * whole.element_size()
 
 
 def feature_chunks(tokens: int, n_masks: int, out_features: int, in_features: int, most: int) -> list[slice]:
-    """The output features in at most `most` chunks, and in at least one.
+    """Divide the output features into 1 to `most` chunks.
 
-    The largest tensor of a chunk is all its products, `[tokens, n_masks + 1, chunk]`, or all its flipped weights,
+    The largest tensor of a chunk is either its products, `[tokens, n_masks + 1, chunk]`, or its flipped weights,
     `[n_masks + 1, chunk, in_features]`.
     """
     elements_per_feature = (n_masks + 1) * max(tokens, in_features, 1)
@@ -375,8 +375,8 @@ def _products_and_partials(
 ) -> None:
     """Write the result `[tokens, out_features]` and the partial derivatives `[tokens, entries, out_features]`.
 
-    The products t and f_i are in float32. Rounded to 16 bits, they gave y up to 2.5 times the error of the naive layer:
-    where a mask has few ones, the gate is the small difference of a large t and a large f_i.
+    The products t and f_i are in float32. If they were rounded to 16 bits, y would have up to 2.5 times the error of
+    the naive layer: where a mask has few ones, the gate is the small difference of a large t and a large f_i.
     """
     flipped = steps.flip_signs(weight, packed_masks)
     products = torch.mm(x, flipped.flatten(0, 1).t(), out_dtype=torch.float32)
@@ -394,14 +394,14 @@ def _backward_chunk(
     grad_weight: Tensor | None,
     grad_logits: Tensor | None,
 ) -> None:
-    """Add some output features' part to `grad_x`, and write their rows of the other gradients, each if it is given."""
+    """Add the part of some output features to `grad_x`, and write their rows of the other gradients, unless None."""
     grad_output, weight, packed_masks = grad_output[:, rows], weight[rows], packed_masks[rows]
-    first = 0 if grad_x is not None or grad_weight is not None else 1  # the mask logits alone do without dt
+    first = 0 if grad_x is not None or grad_weight is not None else 1  # dlogits alone needs no dt
     scaled = steps.scale(grad_output, partials[:, first:, rows])
     if grad_x is not None:
         flipped = steps.flip_signs(weight, packed_masks).flatten(0, 1)
         torch.addmm(grad_x, scaled.flatten(1), flipped, beta=0 if rows.start == 0 else 1, out=grad_x)
-        del flipped  # its memory is for the products below
+        del flipped  # frees memory for the products below
     if grad_weight is not None:
         if packed_masks.shape[2] > _MOST_MASKS_OF_NARROW_TOTALS:
             total = torch.mm(scaled[:, 0].t(), x, out_dtype=torch.float32)
@@ -427,16 +427,16 @@ def _stream(on: Tensor) -> int:
 
 
 def _with_contiguous_columns(matrix: Tensor) -> Tensor:
-    """A matrix as the kernels read it, with any distance between its rows; a copy where its columns are apart."""
+    """Return the matrix, or a copy if its columns are not contiguous; rows may have any distance."""
     return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
 
 
 def _aligned(packed_masks: Tensor) -> Tensor:
-    """Packed masks as the kernels read them: contiguous, at a multiple of 16 bytes."""
+    """Return the packed masks contiguous and at a multiple of 16 bytes, copied if necessary."""
     packed_masks = packed_masks.contiguous()
     return packed_masks.clone() if packed_masks.data_ptr() % 16 else packed_masks
 
 
 def _written_as(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which kernels write a gradient, which torch converts if it is another one (float64)."""
+    """The dtype in which kernels write a gradient. If `dtype` is another one (float64), torch converts the gradient."""
     return dtype if dtype in ELEMENTS else torch.float32

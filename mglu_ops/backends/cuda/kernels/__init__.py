@@ -1,4 +1,4 @@
-"""The device kernels of the CUDA backend: a module for each, which knows all about its launches.
+"""The device kernels of the CUDA backend. Each has a module with everything about its launches.
 
 To add a kernel, write its module and enter it in the two tables below.
 """
@@ -22,7 +22,8 @@ CHOICES: tuple[Callable[[LayerCall, Gpu], LaunchConfig | None], ...] = (
     decode_mma.choose,
     plain.choose,
 )
-"""Each kernel's choice of a launch for a call, None where it does not want it, in the order in which they are asked."""
+"""Each kernel's function that chooses a launch for a call, or returns None to decline, in the order in which they are
+asked."""
 
 CONFIGS: Mapping[str, type[LaunchConfig]] = {config.kernel: config for config in (TileWgmma, DecodeMma, Plain)}
-"""The launch configurations by the names of the kernels, for tables of launches."""
+"""The classes of launch configurations by kernel name, for tables of launches."""

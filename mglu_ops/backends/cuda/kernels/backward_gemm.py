@@ -26,18 +26,19 @@ _SIZES = struct.Struct("3i12x")
 """The fields between the pointers and the maps in `GemmParams`."""
 
 _LEAST_FULL = 0.75
-"""The part of the SMs that must have a tile: with fewer tiles the library's GEMM, which splits k, is faster."""
+"""The fraction of SMs that must have a tile. With fewer tiles the library's GEMM, which splits k, is faster."""
 
 _MOST_MULTIPLICATIONS = 0.61e12
-"""Multiplications of a product with `_MEASURED_COLUMNS` columns from which a step is faster with the library's GEMM,
-and passes over memory around it (training.md)."""
+"""The multiplications from which, with `_MEASURED_COLUMNS` columns, a step is faster with the library's GEMM and passes
+over memory around it (training.md)."""
 
 _MEASURED_COLUMNS = 4096
-"""With half as many columns these passes weigh twice as much. The limit was found to be about eight times as high."""
+"""With half as many columns these passes are twice as large a part of a step, and the measured limit is about eight
+times as high."""
 
 
 def macros(dtype: torch.dtype, n_products: int, *, is_input_gradient: bool, wide: bool) -> dict[str, int]:
-    """The macros of the source. `wide`: whether the only weight product is in float32."""
+    """Return the macros of the source. `wide`: whether the only weight product is in float32."""
     return {
         "MGLU_ELEMENT": ELEMENTS[dtype],
         "MGLU_PRODUCTS": n_products,
@@ -55,7 +56,7 @@ def shared_bytes() -> int:
 
 
 def can_run(gpu: Gpu, *matrices: Tensor) -> bool:
-    """Whether the kernel takes matrices: not empty, and 16-bit elements in rows at multiples of 16 bytes."""
+    """Whether the kernel takes the matrices: not empty, with 16-bit elements in rows at multiples of 16 bytes."""
     if gpu.arch != ARCH:
         return False
     for matrix in matrices:
@@ -68,7 +69,7 @@ def can_run(gpu: Gpu, *matrices: Tensor) -> bool:
 
 
 def is_faster(gpu: Gpu, rows: int, columns: int, depth: int) -> bool:
-    """Whether a result `[rows, columns]` that sums `depth` products is faster than with the library's GEMM."""
+    """Whether the kernel beats the library's GEMM for a result `[rows, columns]` that sums `depth` products."""
     tiles = ceil_div(rows, _ROWS) * ceil_div(columns, _COLUMNS)
     comparable = rows * columns * depth * (columns / _MEASURED_COLUMNS) ** 3
     return tiles >= _LEAST_FULL * gpu.multiprocessors and comparable < _MOST_MULTIPLICATIONS
@@ -76,7 +77,7 @@ def is_faster(gpu: Gpu, rows: int, columns: int, depth: int) -> bool:
 
 @dataclass(frozen=True)
 class Gemm:
-    """A launch for all tensors of one description."""
+    """A launch for any tensors of one description."""
 
     launch: Launch
     maps: TensorMaps
@@ -84,7 +85,7 @@ class Gemm:
     def __call__(
         self, stream: int, grad: int, partials: int, right: int, flipped: int, first: int, others: int = 0
     ) -> None:
-        """Launch on a stream; all others are addresses, 0 for what the product has not.
+        """Launch on a stream. The other arguments are addresses, 0 for tensors that the product does not have.
 
         Raises:
             LaunchError: the driver refused the launch; the context stays usable.
@@ -93,7 +94,7 @@ class Gemm:
 
 
 def input_gradient(grad: Tensor, partials: Tensor, weight: Tensor) -> Gemm:
-    """What writes `dx = sum over i of (grad * partials[:, i]) @ (F_i * W)`, with F_0 = 1.
+    """Prepare the GEMM that writes `dx = sum over i of (grad * partials[:, i]) @ (F_i * W)`, with F_0 = 1.
 
     All tensors have one 16-bit dtype, are on the current device, and `can_run`. The `Gemm` takes the addresses of
 
@@ -111,15 +112,15 @@ def input_gradient(grad: Tensor, partials: Tensor, weight: Tensor) -> Gemm:
 
 
 def weight_products(grad: Tensor, partials: Tensor, x: Tensor, *, wide: bool = False) -> Gemm:
-    """What writes the products `D_i = (grad * partials[:, i])^T x`, D_0 apart from the others.
+    """Prepare the GEMM that writes the products `D_i = (grad * partials[:, i])^T x`, D_0 apart from the others.
 
     All tensors have one 16-bit dtype, are on the current device, and `can_run`. The `Gemm` takes the addresses of
 
     - grad `[tokens, out_features]`;
     - partials `[tokens, entries, out_features]`;
     - x `[tokens, in_features]`;
-    - nothing, which is 0;
-    - D_0, contiguous `[out_features, in_features]`; in float32 with `wide`, for which there is one entry;
+    - 0, in place of a fourth operand;
+    - D_0, contiguous `[out_features, in_features]`; in float32 with `wide`, which allows only one entry;
     - the other D_i, contiguous `[entries - 1, out_features, in_features]`.
 
     Raises:
@@ -139,9 +140,9 @@ def _prepare(
     is_input_gradient: bool,
     wide: bool,
 ) -> Gemm:
-    """The launch on `device`, which is the current one, with the maps of G, the partial derivatives, B and F_i * W.
+    """Prepare the launch on `device`, the current device, with the maps of G, the partial derivatives, B and F_i * W.
 
-    `strides` are those between the rows of G, the tokens and the entries of the partial derivatives, and the rows of B.
+    `strides` are the distances between rows of G, tokens and entries of the partial derivatives, and rows of B.
     """
     tokens, products, out_features = partials_shape
     of_grad, of_token, of_entry, of_b = (2 * stride for stride in strides)

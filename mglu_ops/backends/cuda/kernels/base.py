@@ -19,21 +19,21 @@ ELEMENTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 """The codes of the dtypes in `csrc/cuda/element.cuh`."""
 
 _SIZES_AND_STRIDES = struct.Struct("9q4i")
-"""The fields behind the pointers in `Params` of csrc/cuda/params.cuh."""
+"""The fields after the pointers in `Params` of csrc/cuda/params.cuh."""
 
 
 @dataclass(frozen=True)
 class LaunchConfig(ABC):
     """How a kernel is launched: the compile-time constants of its source, and the settings of its grid.
 
-    Each kernel has a subclass in the module of its name, whose fields are its settings.
+    Each kernel has a subclass, in the module with the kernel's name. Its fields are the settings.
     """
 
     kernel: ClassVar[str]
-    """The name of the kernel, which is that of its source file too."""
+    """The name of the kernel and of its source file."""
 
     def settings(self) -> dict[str, int]:
-        """The fields that differ from their defaults."""
+        """Return the fields that differ from their defaults."""
         found = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
         return {name: value for name, (value, default) in found.items() if value != default}
 
@@ -47,7 +47,7 @@ class LaunchConfig(ABC):
 
     @abstractmethod
     def shared_bytes(self, call: LayerCall) -> int:
-        """Dynamic shared memory that a block uses."""
+        """Bytes of dynamic shared memory that a block uses."""
 
     @abstractmethod
     def grid(self, call: LayerCall, gpu: Gpu) -> tuple[int, int]:
@@ -59,22 +59,22 @@ class LaunchConfig(ABC):
 
     @abstractmethod
     def sequence(self, call: LayerCall, gpu: Gpu, device: int) -> LaunchSequence:
-        """Compile and load what runs a call on a device, which is the current one."""
+        """Compile and load the kernels of a call on `device`, the current device."""
 
     @abstractmethod
     def _violations(self, call: LayerCall, gpu: Gpu) -> Iterator[str]:
-        """The rules of the source's static assertions and of the call's layout that this configuration breaks."""
+        """Yield the rules that this configuration breaks: the source's static assertions, and a required layout."""
 
     def target(self, gpu: Gpu) -> str:
         """The architecture that the kernel is compiled for."""
         return f"sm_{gpu.arch[0]}{gpu.arch[1]}"
 
     def sources(self, call: LayerCall, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
-        """All that is compiled for a call: `(kernel, target, macros)`."""
+        """Everything that is compiled for a call, as `(kernel, target, macros)`."""
         return [(self.kernel, self.target(gpu), self.macros(call))]
 
     def requested_shared_bytes(self, call: LayerCall, gpu: Gpu) -> int:
-        """Dynamic shared memory that a launch asks for."""
+        """Bytes of dynamic shared memory per block that a launch requests."""
         return self.shared_bytes(call)
 
     def resident_threads(self) -> int:
@@ -101,7 +101,7 @@ class LaunchConfig(ABC):
 
 
 def common_macros(call: LayerCall) -> dict[str, int]:
-    """The macros that every kernel of the operator has."""
+    """The macros that all kernels of the operator share."""
     return {
         "MGLU_ELEMENT": ELEMENTS[call.dtype],
         "MGLU_N_MASKS": call.n_masks,
@@ -111,7 +111,7 @@ def common_macros(call: LayerCall) -> dict[str, int]:
 
 
 def constants(call: LayerCall) -> bytes:
-    """The kernels' parameters behind the pointers: strides, sizes, and whether x can be read in whole vectors."""
+    """The kernels' parameters after the pointers: strides, sizes, and whether x can be read in whole vectors."""
     strides = (*call.x.strides, *call.weight.strides, *call.masks.strides, *call.routes.strides)
     sizes = call.tokens, call.out_features, call.in_features
     return _SIZES_AND_STRIDES.pack(*strides, *sizes, int(x_is_vectorizable(call)))
@@ -124,7 +124,7 @@ def x_is_vectorizable(call: LayerCall) -> bool:
 
 
 def weight_is_vectorizable(call: LayerCall) -> bool:
-    """Whether rows of the weight are whole 16-byte vectors at aligned addresses, at strides of 32 bits in bytes."""
+    """Whether rows of the weight are whole, aligned 16-byte vectors, with a stride in bytes that fits in 32 bits."""
     row, column = call.weight.strides
     return (
         call.in_features % 8 == 0
@@ -136,10 +136,10 @@ def weight_is_vectorizable(call: LayerCall) -> bool:
 
 
 def mask_alignment(call: LayerCall) -> int:
-    """The largest of 16, 8, 4, 1 that divides the address of every row of masks, in bytes.
+    """Return the largest of 16, 8, 4 and 1 that divides the address of every row of masks.
 
-    It divides the length of a row too, so that whole vectors do not reach past the end of the last row. 0 where the
-    bytes of a row are not contiguous.
+    It also divides the length of a row, so that whole vectors do not reach past the end of the last row. The result is
+    0 if the bytes of a row are not contiguous.
     """
     row, octet, mask = call.masks.strides
     if not ((mask == 1 or call.n_masks == 1) and octet == call.n_masks and row < 2**26):
@@ -159,7 +159,7 @@ def has_x_in_rows(call: LayerCall) -> bool:
 
 
 def aligned_violations(kernel: str, call: LayerCall, rows: int) -> Iterator[str]:
-    """The requirements of the 16-bit kernels that a call does not meet; a block takes `rows` rows of W."""
+    """Yield the requirements of the 16-bit kernels that a call does not meet; a block takes `rows` rows of W."""
     if call.dtype is torch.float32:
         yield f"{kernel} has no float32"
     if call.in_features % 8 or not call.in_features:

@@ -26,7 +26,7 @@ from .base import (
 )
 
 ROWS = 16
-"""Rows of W in a tile: those of one `mma`."""
+"""Rows of W in a tile, which is one `mma` high."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class DecodeMma(LaunchConfig):
     mask_group: int = 1
     """Masks whose bits a warp holds in registers at once; divides n_masks."""
     block_tokens: int = 1
-    """Tokens that share a read of W. The kernel computes 8 columns at a time whatever their number."""
+    """Tokens that share a read of W. The kernel always computes 8 columns at a time."""
     blocks_per_sm: int = 1
     cluster: int = 1
     """Neighbouring blocks that load x together (multicast): 1, or 2 on compute capability 9.0."""
@@ -60,7 +60,7 @@ class DecodeMma(LaunchConfig):
 
     @property
     def token_tiles(self) -> int:
-        """Columns of the `mma`, over 8."""
+        """Columns of the `mma`, divided by 8."""
         return ceil_div(self.block_tokens, 8)
 
     @property
@@ -76,7 +76,7 @@ class DecodeMma(LaunchConfig):
         return 16 if self.stage_columns // 8 * n_masks % 16 == 0 else 8
 
     def shared_bytes(self, call: LayerCall) -> int:
-        """Every warp's ring of stages, then x. At the end the sums take their place."""
+        """Bytes of every warp's ring of stages, and of x. At the end the sums overwrite both."""
         warps = self.tiles * self.split_k
         ring = self.stages * ROWS * self.stage_columns // 8 * (16 + call.n_masks)
         columns = round_up(call.in_features, self.stage_columns)
@@ -85,7 +85,7 @@ class DecodeMma(LaunchConfig):
         return max(warps * ring + rows_of_x + 32, warps * sums)
 
     def requested_shared_bytes(self, call: LayerCall, gpu: Gpu) -> int:
-        """So much that no SM takes more than `blocks_per_sm` blocks while another has none."""
+        """Enough that no SM takes more than `blocks_per_sm` blocks while another has none."""
         share = gpu.shared_bytes_per_sm // (self.blocks_per_sm + 1)
         return max(self.shared_bytes(call), share - RESERVED_SHARED_BYTES_PER_BLOCK + 128)
 
@@ -137,9 +137,9 @@ class DecodeMma(LaunchConfig):
 def choose(call: LayerCall, gpu: Gpu) -> DecodeMma | None:
     """The launch of a call, or None where the kernel cannot run it.
 
-    In the batch-invariant mode the number of tokens decides nothing that the order of a sum depends on: every call runs
-    as one of 8 tokens does, and with at most 4 warps a tile, for 8 and more would add up a single token's masks in
-    another order (csrc/cuda/decode_mma.md).
+    In the batch-invariant mode the order of sums must not depend on the number of tokens. So every call runs like a
+    call of 8 tokens, and with at most 4 warps per tile, since 8 or more would add up a single token's masks in another
+    order (csrc/cuda/decode_mma.md).
     """
     if not has_aligned_rows(call) or call.dtype == torch.float32 or call.out_features < ROWS or gpu.arch < (8, 0):
         return None
@@ -155,10 +155,10 @@ def choose(call: LayerCall, gpu: Gpu) -> DecodeMma | None:
 
 
 def most_tokens_on_hopper(call: LayerCall, gpu: Gpu) -> int:
-    """Up to how many tokens this kernel is faster than `tile_wgmma` for a layer, both of which could run it.
+    """The most tokens of a layer for which this kernel is faster than `tile_wgmma`.
 
-    16 where x of 16 tokens fits into shared memory beside the rings and a block has few tiles, else 8: at 16 tokens it
-    takes two `mma` columns, but `tile_wgmma` takes longer to start (measurements: csrc/cuda/decode_mma.md).
+    16 where x of 16 tokens fits into shared memory beside the rings and a block has few tiles, else 8. With 16 tokens
+    this kernel needs two column tiles, but `tile_wgmma` takes longer to start (measurements: csrc/cuda/decode_mma.md).
     """
     sixteen = replace(call, leading=(16,))
     preferred = _preferred(sixteen, gpu)
@@ -167,9 +167,9 @@ def most_tokens_on_hopper(call: LayerCall, gpu: Gpu) -> int:
 
 
 def _tiles_of_block(out_features: int, multiprocessors: int) -> int:
-    """Tiles of 16 rows, so that every SM gets one block, or as many as every other, with an equal share of the rows.
+    """Tiles of 16 rows per block, so that all SMs get equal shares of the rows, in one block each if possible.
 
-    Then x is stored once an SM, and no SM waits for another.
+    With one block per SM, x is stored once per SM, and no SM waits for another.
     """
     tiles_of_sm = ceil_div(out_features, ROWS * multiprocessors)
     waves = ceil_div(tiles_of_sm, 8)
@@ -177,12 +177,12 @@ def _tiles_of_block(out_features: int, multiprocessors: int) -> int:
 
 
 def _preferred(call: LayerCall, gpu: Gpu) -> DecodeMma:
-    """The launch for 1 to 16 tokens if shared memory were no limit.
+    """The best launch for 1 to 16 tokens if shared memory were unlimited.
 
-    Two or three warps for each of an SM's four schedulers, in powers of two along k. Where they are few, stages are
-    twice as long, if a warp has at least four of those; beyond 8 masks the rings are full as they are, except for a
-    warp that has all of k. Four masks at a time need the fewest registers; swizzled stages of 8 masks are read faster
-    whole. The measurements are in csrc/cuda/decode_mma.md.
+    It has two or three warps for each of an SM's four schedulers, a power of two of them along k. Up to 8 masks, stages
+    are twice as long if warps are few and each has at least four long stages; beyond 8 masks, if a warp has all of k.
+    Mask bits are held for four masks at a time, which needs the fewest registers, or for all 8 where stages are
+    swizzled, which is faster. The measurements are in csrc/cuda/decode_mma.md.
     """
     n_masks = call.n_masks
     tiles = _tiles_of_block(call.out_features, gpu.multiprocessors)
@@ -202,7 +202,7 @@ def _preferred(call: LayerCall, gpu: Gpu) -> DecodeMma:
 
 
 def _fit(config: DecodeMma, call: LayerCall, gpu: Gpu) -> DecodeMma | None:
-    """The nearest configuration whose blocks fit into an SM's shared memory, or None."""
+    """Return the nearest configuration whose blocks fit into an SM's shared memory, or None."""
     while True:
         need = config.shared_bytes(call) + RESERVED_SHARED_BYTES_PER_BLOCK
         blocks = min(config.blocks_per_sm, gpu.shared_bytes_per_sm // need)
@@ -212,7 +212,7 @@ def _fit(config: DecodeMma, call: LayerCall, gpu: Gpu) -> DecodeMma | None:
             config = replace(config, stages=config.stages - 1)
         elif config.sub > 1:
             config = replace(config, sub=config.sub // 2)
-        elif config.block_tokens > 2:  # x takes less room, and W is read again (mostly from L2) for the other tokens
+        elif config.block_tokens > 2:  # x needs less space; W is read again, mostly from L2
             config = replace(config, block_tokens=config.block_tokens // 2)
         elif config.tiles > 1:
             config = replace(config, tiles=config.tiles // 2)

@@ -1,4 +1,4 @@
-"""Masks to bits on a GPU, in one pass over them (csrc/cuda/pack.md)."""
+"""Packs masks to bits on a GPU, in one pass over the masks (csrc/cuda/pack.md)."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ KINDS = {**ELEMENTS, torch.bool: 3}
 
 _THREADS = 256
 _CONSTANTS = struct.Struct("3q3i4x")
-"""The fields behind the pointers in `PackParams`."""
+"""The fields after the pointers in `PackParams`."""
 
 
 def source(arch: tuple[int, int], dtype: torch.dtype, n_masks: int) -> tuple[str, str, dict[str, int]]:
-    """What is compiled: `(kernel, target, macros)`."""
+    """The source to compile, as `(kernel, target, macros)`."""
     return "pack", f"sm_{arch[0]}{arch[1]}", {"MGLU_ELEMENT": KINDS[dtype], "MGLU_N_MASKS": n_masks}
 
 
 def pack(masks: Tensor, arch: tuple[int, int], stream: int) -> Tensor:
-    """The packed masks of bool masks or of logits (`M = logits > 0`), `[n_masks, out_features, in_features]`.
+    """Pack bool masks or logits (`M = logits > 0`) `[n_masks, out_features, in_features]`.
 
-    float16, bfloat16, float32 or bool in any strides, on the current device.
+    They are float16, bfloat16, float32 or bool, in any strides, on the current device.
 
     Raises:
         CompileError: NVRTC refused the kernel.
@@ -56,7 +56,7 @@ def _launch(
     strides: tuple[int, int, int],
     vector: bool,
 ) -> Launch:
-    """Loaded into the context of `device`, which is the current one."""
+    """Prepare the launch, and load its kernel into the context of `device`, the current device."""
     n_masks, out_features, in_features = shape
     octets = out_features * packed_width(in_features)
     return Launch(

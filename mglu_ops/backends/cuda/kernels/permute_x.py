@@ -1,4 +1,4 @@
-"""The copy of x with its columns in the order that `tile_wgmma` reads masks in (csrc/cuda/permute_x.cu)."""
+"""The copy of x with its columns in the order in which `tile_wgmma` reads masks (csrc/cuda/permute_x.cu)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def macros(block_tokens: int, sub: int) -> dict[str, int]:
 
 
 def copy_bytes(call: LayerCall, block_tokens: int, sub: int) -> int:
-    """The size of the copy."""
+    """The size of the copy in bytes."""
     return 2 * _elements(call, block_tokens, sub)
 
 

@@ -53,5 +53,5 @@ class Plain(LaunchConfig):
 
 
 def choose(call: LayerCall, gpu: Gpu) -> Plain:
-    """One token alone or four at a time. In the batch-invariant mode always four, whose sums have another order."""
+    """Choose one or four tokens per block. The order of sums differs, so batch-invariant calls always take four."""
     return Plain(block_tokens=1 if call.tokens == 1 and not call.batch_invariant else 4)

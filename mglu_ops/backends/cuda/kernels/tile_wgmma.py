@@ -29,7 +29,7 @@ from .base import (
 )
 
 ARCH = (9, 0)
-"""The one compute capability with `wgmma`."""
+"""The only compute capability with `wgmma`."""
 
 MOST_STAGES = 12
 
@@ -44,21 +44,22 @@ class TileWgmma(LaunchConfig):
     kernel = "tile_wgmma"
 
     rows: int = 64
-    """Rows of W in a tile. The last 64 of them may overlap those before."""
+    """Rows of W in a tile. The last 64 rows may overlap the rows before them."""
     block_tokens: int = 8
     stages: int = 2
     sub: int = 1
     mask_groups: int = 1
     """Consumer warpgroups that share 64 rows, each with a part of the masks."""
     passes: int = 1
-    """Passes of a tile over k, each with an equal share of the masks: 4 masks, or a multiple of 4."""
+    """Passes of a tile over k, each with an equal share of the masks, which is a multiple of 4 if there are several."""
     steps: int = 4
     """`wgmma`s of 16 columns that are issued as one group."""
     sparse: bool = False
-    """Whether mask bits are the metadata of sparse `wgmma`: no sign is flipped, and x takes twice as many bytes."""
+    """Whether mask bits are the metadata of sparse `wgmma`. Then no signs are flipped, and x takes twice as many
+    bytes."""
     permuted: bool = False
     """Whether `permute_x` first copies x, whatever its strides, with its columns in the order in which masks are read.
-    Otherwise x is read as it is, in rows of 16-byte vectors."""
+    Otherwise x itself is read, in rows of 16-byte vectors."""
     cluster: int = 1
     """Neighbouring blocks that load W and its masks together (multicast): 1 or 2."""
 
@@ -72,25 +73,25 @@ class TileWgmma(LaunchConfig):
         return ceil_div(self.rows, 64)
 
     def target(self, gpu: Gpu) -> str:
-        """With the instructions of the architecture alone, among which `wgmma` is."""
+        """The architecture-specific target, which has `wgmma`."""
         return super().target(gpu) + "a"
 
     def shared_bytes(self, call: LayerCall) -> int:
         return self.stages * self._stage_bytes(call.n_masks) + self._fixed_bytes(call.n_masks)
 
     def _fixed_bytes(self, n_masks: int) -> int:
-        """The sums that warpgroups of the same rows, or the passes of one, exchange."""
+        """Bytes of the sums that warpgroups of the same rows, or successive passes, exchange."""
         exchanges = self.mask_groups == 2 or self.passes > 1
         return self.row_groups * self.block_tokens * 512 if exchanges else 0
 
     def _stage_bytes(self, n_masks: int) -> int:
-        """One stage of the ring, with its barriers."""
+        """Bytes of one stage of the ring, with its barriers."""
         x = self.block_tokens * (256 if self.sparse else 128)
         barriers = 24 if self.sparse else 16
         return round_up(self.sub * (x + self.rows * (128 + 8 * n_masks)), 1024) + barriers
 
     def with_full_ring(self, n_masks: int, shared_bytes_per_sm: int) -> TileWgmma:
-        """The same with as many stages as the shared memory of an SM holds, up to 12."""
+        """Return this launch with as many stages as the shared memory of an SM holds, up to 12."""
         limit = shared_bytes_per_sm - RESERVED_SHARED_BYTES_PER_BLOCK - self._fixed_bytes(n_masks)
         return replace(self, stages=min(MOST_STAGES, limit // self._stage_bytes(n_masks)))
 
@@ -131,12 +132,12 @@ class TileWgmma(LaunchConfig):
         if mask_alignment(call) < 16:
             return x, weight, None
         width = call.in_features // 8 * call.n_masks
-        box = 8 * call.n_masks * (1 + call.n_masks % 2)  # a multiple of 16 bytes: an odd number goes by two chunks
+        box = 8 * call.n_masks * (1 + call.n_masks % 2)  # a multiple of 16 bytes: odd numbers of masks take two chunks
         pitch = call.masks.strides[0]
         return x, weight, Matrix(1, width, call.out_features, pitch, box, rows, swizzle=call.n_masks == 16)
 
     def results(self, call: LayerCall) -> tuple[Matrix, ...]:
-        """The matrices that the kernel writes with tensor maps: none, its threads write the result."""
+        """The matrices that the kernel writes with tensor maps: none here, since threads write the result."""
         return ()
 
     def sequence(self, call: LayerCall, gpu: Gpu, device: int) -> LaunchSequence:

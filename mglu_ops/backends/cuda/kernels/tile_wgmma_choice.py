@@ -1,6 +1,6 @@
-"""The choice of a launch of `tile_wgmma`: the one that the cost model finds fastest (csrc/cuda/tile_wgmma.md).
+"""Chooses the launch of `tile_wgmma` with the least time by the cost model (csrc/cuda/tile_wgmma.md).
 
-For a few tokens of many masks it is sparse products of one tile of tokens, which need no comparison.
+A few tokens of many masks run as sparse products of one tile of tokens, without asking the model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .base import ceil_div, has_x_in_rows, round_up
 from .tile_wgmma import TileWgmma, can_run
 from .tile_wgmma_costs import CostModel, costs_of, waves_of
 
-# Widths of a tile that the source has the instruction for, and its heights.
+# The widths of a tile for which the source has an instruction, and the heights of a tile.
 _TOKEN_COLUMNS = (16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192)
 _TILE_ROWS = (64, 80, 96, 112, 128)
 
@@ -24,8 +24,8 @@ _TILE_ROWS = (64, 80, 96, 112, 128)
 def choose(call: LayerCall, gpu: Gpu) -> TileWgmma | None:
     """The launch of a call, or None where the kernel cannot run it or `decode_mma` is faster.
 
-    In the batch-invariant mode the kernel takes any number of tokens, with dense products of a permuted x alone:
-    however its tiles are chosen then, each sum goes up k in one accumulator.
+    In the batch-invariant mode the kernel takes any number of tokens, and only dense products of a permuted x. Then
+    each sum ascends k in one accumulator, whichever tiles are chosen.
     """
     if not can_run(call, gpu):
         return None
@@ -42,10 +42,10 @@ def choose(call: LayerCall, gpu: Gpu) -> TileWgmma | None:
 
 
 def _most_sparse_tokens(n_masks: int, one_warpgroup: bool) -> int:
-    """Up to how many tokens sparse products of two and more masks are worth their wider x.
+    """The most tokens for which sparse products of two and more masks are worth their wider x.
 
-    The more masks, the more sign flips they save. `one_warpgroup`: an SM has 64 rows of W, so that nothing hides the
-    flips of its one consumer warpgroup.
+    The more masks there are, the more sign flips sparse products save. `one_warpgroup`: an SM has 64 rows of W, so that
+    nothing hides the flips of its only consumer warpgroup.
     """
     if n_masks <= 4:
         return 32 if one_warpgroup or n_masks == 4 else 24
@@ -53,7 +53,7 @@ def _most_sparse_tokens(n_masks: int, one_warpgroup: bool) -> int:
 
 
 def _sparse_tile(call: LayerCall, gpu: Gpu) -> TileWgmma:
-    """One tile of tokens, and as few waves of rows as possible.
+    """The launch with one tile of tokens, and as few waves of rows as possible.
 
     A wave of two warpgroups takes a third longer than one of a single warpgroup, which waits for itself.
     """
@@ -71,16 +71,16 @@ def _sparse_tile(call: LayerCall, gpu: Gpu) -> TileWgmma:
 
 
 def _fits_sparse(n_masks: int, groups: int, columns: int) -> bool:
-    """Whether a thread has registers for its sums and for the bits and the metadata of its masks.
+    """Whether a thread has enough registers for its sums and for the bits and metadata of its masks.
 
-    With more, ptxas spills, or it makes products wait for each other (11 masks of 24 columns).
+    Otherwise ptxas spills, or makes products wait for each other (11 masks of 24 columns).
     """
     share = ceil_div(n_masks + 1, groups)
     return share * (columns // 2 + 1) <= 153 and (n_masks < 16 or groups == 2)
 
 
 def _sub_of_sparse(n_masks: int, columns: int) -> int:
-    """64-column chunks of a stage: there are no registers for two with 16 masks of 32 tokens."""
+    """64-column chunks of a stage: two, or one if registers are short (16 masks of 32 tokens)."""
     return 1 if n_masks == 16 and columns == 32 else 2
 
 
@@ -88,7 +88,7 @@ def _sub_of_sparse(n_masks: int, columns: int) -> int:
 
 
 def fastest(call: LayerCall, gpu: Gpu, must_permute: bool, costs: CostModel) -> TileWgmma:
-    """The launch of the least time by the model. Of equal times the first is taken, with fewer rows a block."""
+    """Return the launch with the least time by the model; on ties the first one, which has fewer rows per block."""
     return min(candidates(call, gpu, must_permute), key=lambda config: costs.microseconds(config, call, gpu))
 
 
@@ -107,20 +107,20 @@ def suits(config: TileWgmma, call: LayerCall) -> bool:
 
 @cache
 def launches(n_masks: int, must_permute: bool, shared_bytes_per_sm: int) -> tuple[TileWgmma, ...]:
-    """All launches with registers enough, and with at least three stages in shared memory."""
+    """All launches with enough registers, and with at least three stages in shared memory."""
     found = (filled(shape, n_masks, shared_bytes_per_sm, least_stages=3) for shape in shapes(n_masks, must_permute))
     return tuple(config for config in found if config.stages >= 3)
 
 
 def filled(config: TileWgmma, n_masks: int, shared_bytes_per_sm: int, least_stages: int) -> TileWgmma:
-    """The launch with as many stages as there is room for, shorter ones where too few long ones fit."""
+    """Return the launch with as many stages as fit, shorter ones if fewer than `least_stages` long ones fit."""
     full = config.with_full_ring(n_masks, shared_bytes_per_sm)
     shorter = full.stages < least_stages and n_masks % 2 == 0
     return replace(config, sub=1).with_full_ring(n_masks, shared_bytes_per_sm) if shorter else full
 
 
 def shapes(n_masks: int, must_permute: bool) -> Iterator[TileWgmma]:
-    """The launches for which a thread has the registers."""
+    """The launches for which a thread has enough registers."""
     for groups, passes in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (2, 3), (1, 4), (2, 4)):
         masks = n_masks // passes
         if groups > masks or (passes > 1 and (n_masks % passes or masks % 4)):
@@ -132,22 +132,22 @@ def shapes(n_masks: int, must_permute: bool) -> Iterator[TileWgmma]:
             for rows in _TILE_ROWS if groups == 1 else (64,):
                 tile = TileWgmma(rows=rows, block_tokens=columns, mask_groups=groups, passes=passes)
                 variants = list(_variants(tile, n_masks, accumulators, must_permute))
-                # With several passes the blocks of a cluster hold each other up.
+                # With several passes the blocks of a cluster delay each other.
                 clusters = (1, 2) if passes == 1 else (1,)
                 yield from (replace(variant, cluster=cluster) for cluster in clusters for variant in variants)
 
 
 def _variants(tile: TileWgmma, n_masks: int, accumulators: int, must_permute: bool) -> Iterator[TileWgmma]:
-    """The ways in which a tile can multiply: x as it is, x permuted, and sparse products.
+    """The ways in which a tile can multiply: with x in natural order, with x permuted, and by sparse products.
 
-    Stages are as long as registers allow: long ones cost fewer instructions.
+    Stages are as long as registers allow, since long stages cost fewer instructions.
     """
     one_group, columns = tile.mask_groups == 1, tile.block_tokens
     as_it_is = not must_permute and tile.passes == 1
     may_permute = not as_it_is or n_masks > 4 or (n_masks == 4 and one_group)
     for permuted in (False, True):
         if may_permute if permuted else as_it_is:
-            # Beside more accumulators there are registers for the fragments of two steps only.
+            # With more accumulators, registers suffice for the fragments of only two steps.
             most = 66 if not one_group else 128 if n_masks == 1 else 168 if permuted and n_masks == 4 else 100
             yield replace(tile, sub=2, steps=4 if accumulators <= most else 2, permuted=permuted)
     pays = n_masks >= 2 and columns <= _most_sparse_tokens(n_masks, tile.rows == 64)

@@ -1,7 +1,7 @@
 """The cost model of `tile_wgmma`: the time of a launch from the call, the GPU and some twenty fitted constants.
 
-The model adds up the waves of tiles, in each of which an SM multiplies while it reads the next stages, and the reading
-of W, once a pass, from memory or from L2. csrc/cuda/tile_wgmma.md explains it.
+The model adds the time of all waves of tiles, in which an SM multiplies while it reads the next stages, and the time to
+read W, once per pass, from memory or L2. csrc/cuda/tile_wgmma_costs.md explains it.
 
 The constants of a GPU are a JSON file in the folder `cost_models` beside this package's tables, or the file that
 `MGLU_COST_MODEL` names. `python -m mglu_ops tune --fit` measures launches and writes such a file.
@@ -34,11 +34,11 @@ class CostModelError(ValueError):
 
 @dataclass(frozen=True)
 class ProductCosts:
-    """The costs of a product in one kind of launch, in columns: 1 is the time that the product of one column takes.
+    """The costs of a product in one kind of launch. The unit is the time of a product of one column of tokens.
 
     Attributes:
-        gap: what passes between two products of a warpgroup: sign flips, and waiting for them.
-        fragments: loading a fragment of W and preparing it, once a pass.
+        gap: time between two products of a warpgroup, for sign flips and waiting.
+        fragments: time to load and prepare a fragment of W, once per pass.
     """
 
     gap: float
@@ -50,20 +50,21 @@ class CostModel:
     """The constants of the model for one GPU.
 
     Attributes:
-        launch_us: what every launch takes besides.
+        launch_us: fixed time of every launch.
         column_us: microseconds for the product of 64 rows and one column of tokens, for each column of in_features.
-        dram_bytes_per_us: what the memory gives.
-        l2_bytes_per_us: what L2 gives all SMs together.
-        permute_us: the launch of `permute_x`.
-        exchange_us: at the end of a tile, while the second of two warpgroups of the same rows waits for the first.
-        cluster: the factor of the time that pairs of blocks multiply for, which wait for each other.
-        serial: the part of the shorter of multiplying and reading that the longer does not hide.
-        serial_alone: the same for a warpgroup that is alone on its SM, which waits for its own stages.
-        last_wave: what the last wave of many costs, in waves.
-        mask_columns: reading the bits of 1 to 3, of 4 and of more masks for an x that is not permuted, in columns.
-        alone, of_rows, of_masks: products of one consumer warpgroup, of two with rows of their own, of two that share
-            64 rows.
-        sparse_alone, sparse_of_rows, sparse_of_masks: the same for sparse products.
+        dram_bytes_per_us: bandwidth of the memory.
+        l2_bytes_per_us: bandwidth of L2 for all SMs together.
+        permute_us: time of `permute_x`.
+        exchange_us: time at the end of a tile in which one of two warpgroups of the same rows waits for the other.
+        cluster: factor on the multiplying time of pairs of blocks, which wait for each other.
+        serial: fraction of the shorter of multiplying and reading that the longer does not hide.
+        serial_alone: as `serial`, for a warpgroup that is alone on its SM and waits for its own stages.
+        last_wave: cost of the last of many waves, in waves.
+        mask_columns: time, in columns, to read a mask's bits if x is not permuted: with fewer than 8 masks, with 4,
+            with 8 or more.
+        alone, of_rows, of_masks: products of one consumer warpgroup, of two with different rows, of two that share 64
+            rows.
+        sparse_alone, sparse_of_rows, sparse_of_masks: as above, for sparse products.
     """
 
     launch_us: float
@@ -85,13 +86,13 @@ class CostModel:
     sparse_of_masks: ProductCosts
 
     def microseconds(self, config: TileWgmma, call: LayerCall, gpu: Gpu) -> float:
-        """The time of a launch."""
+        """Estimate the time of a launch."""
         shared_rows = config.mask_groups == 2
         token_tiles = round_up(ceil_div(call.tokens, config.block_tokens), config.cluster)
         waves = waves_of(token_tiles * ceil_div(call.out_features, config.rows), gpu.multiprocessors, self.last_wave)
         columns = config.row_groups * self._columns(config, call.n_masks)
         multiplying = waves * (columns * call.in_features * self.column_us + (self.exchange_us if shared_rows else 0))
-        bytes_of_column = 2 + call.n_masks / 8  # of a row of W and of its masks
+        bytes_of_column = 2 + call.n_masks / 8  # of one row of W and its masks
         from_memory = call.out_features * bytes_of_column / self.dram_bytes_per_us
         bytes_of_tile = config.rows * bytes_of_column / config.cluster + 2 * min(config.block_tokens, call.tokens)
         from_l2 = waves * gpu.multiprocessors * bytes_of_tile / self.l2_bytes_per_us
@@ -109,7 +110,7 @@ class CostModel:
             by_kind = self.alone, self.of_rows, self.of_masks
         costs = by_kind[2 if shared_rows else 0 if config.rows == 64 else 1]
         products = n_masks + (config.passes if shared_rows else 1)
-        # For an x that is not permuted a warp reads four times the bytes of masks: four masks as one word.
+        # If x is not permuted, a warp reads four times the mask bytes, and four masks as one word.
         of_mask = self.mask_columns[1 if n_masks == 4 and not shared_rows else 0 if n_masks < 8 else 2]
         bits = 0 if config.permuted or config.sparse else config.mask_groups * n_masks * of_mask
         columns = products * (costs.gap + config.block_tokens) + config.passes * costs.fragments + bits
@@ -117,7 +118,7 @@ class CostModel:
 
 
 def waves_of(blocks: int, multiprocessors: int, last_wave: float) -> float:
-    """Waves of blocks, one block an SM: the last blocks of many waves run beside each other."""
+    """Waves of blocks, with one block per SM. The last blocks of many waves overlap."""
     waves = blocks / multiprocessors
     return ceil(waves) if waves <= 4 else waves + last_wave
 
@@ -126,7 +127,7 @@ def waves_of(blocks: int, multiprocessors: int, last_wave: float) -> float:
 
 
 def costs_of(gpu: Gpu) -> CostModel:
-    """The constants for a GPU: those measured on one of its name, or else on one of its architecture.
+    """Return the constants for a GPU, measured on a GPU of its name, or else of its architecture.
 
     Raises:
         CostModelError: the file that `MGLU_COST_MODEL` names cannot be used.
@@ -146,10 +147,10 @@ def _costs_of(name: str, arch: tuple[int, int]) -> CostModel:
 
 
 def read(path: Path) -> tuple[Mapping[str, Any], CostModel]:
-    """The environment of a file's measurements, and its constants.
+    """Return the environment of a file's measurements, and its constants.
 
     Raises:
-        CostModelError: it is not such a file.
+        CostModelError: the file is not a cost model.
     """
     try:
         found = json.loads(path.read_text())

@@ -1,6 +1,6 @@
 """`tile_wgmma` in training: it also writes the partial derivatives of the result that backward needs.
 
-csrc/cuda/training.md says why it is as it is.
+csrc/cuda/training.md gives the reasons.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ class TrainingTile(TileWgmma):
     """
 
     box_tokens: int = 8
-    """Tokens that are stored at once: 8, or a multiple that divides `block_tokens`."""
+    """Tokens that are stored at once: a multiple of 8 that divides `block_tokens`."""
     routed: bool = False
     """Whether there are route weights."""
 
     def _fixed_bytes(self, n_masks: int) -> int:
-        """What is stored at once, twice, and the sums that warpgroups of the same rows, or passes of one, exchange.
+        """Bytes of two sets of stored boxes, and of the sums that warpgroups of the same rows or passes exchange.
 
-        One warpgroup keeps t in registers, and its passes exchange two sums for each element of the result, not three.
+        A single warpgroup keeps t in registers, so that its passes exchange two sums per element of the result, not
+        three.
         """
         masks = ceil_div(n_masks // self.passes, self.mask_groups)
         boxes = masks * (2 if self.routed else 1) + 2
@@ -67,12 +68,12 @@ class TrainingTile(TileWgmma):
 
 
 def partials_of(call: LayerCall) -> int:
-    """How many partial derivatives an element of the result has: those by t and each f_i, and by each route weight."""
+    """The number of partial derivatives of an element of the result: by t, by each f_i, and by each route weight."""
     return (1 if call.route_dtype is None else 2) * call.n_masks + 1
 
 
 def training_choice(call: LayerCall, gpu: Gpu) -> TrainingTile | None:
-    """The launch that the cost model finds fastest, or None where the kernel cannot train a call.
+    """Return the fastest launch by the cost model, or None if the kernel cannot train a call.
 
     As in inference, batch-invariant calls always permute x.
     """
@@ -90,7 +91,7 @@ def training_choice(call: LayerCall, gpu: Gpu) -> TrainingTile | None:
 
 @cache
 def launches(n_masks: int, routed: bool, must_permute: bool, shared_bytes_per_sm: int) -> tuple[TrainingTile, ...]:
-    """All launches with registers enough, and with at least three stages in shared memory beside what they store."""
+    """All launches with enough registers, and with at least three stages in shared memory beside the stored boxes."""
     dense = (TrainingTile(**vars(shape), routed=routed) for shape in shapes(n_masks, must_permute) if not shape.sparse)
     found = (filled(tile, n_masks, shared_bytes_per_sm, least_stages=3) for tile in dense)
     return tuple(config for config in found if isinstance(config, TrainingTile) and config.stages >= 3)

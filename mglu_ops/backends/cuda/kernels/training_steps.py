@@ -1,8 +1,8 @@
 """The kernels of a training step that pass once over memory, before and after its GEMMs (csrc/cuda/training.md).
 
 Tensors are in float16 or bfloat16 unless a docstring says otherwise, and on the current device. Kernels run on the
-current stream. Each function of the name of a kernel runs it. The function `prepare_...` beside it returns the launch
-alone, for all tensors of the same metadata as the given ones, which it does not read.
+current stream. A function with the name of a kernel runs it. Its `prepare_...` function only returns the launch, which
+serves all tensors with the same metadata as the given ones, and does not read them.
 
 Raises, every function:
     CompileError: NVRTC refused the kernel.
@@ -32,11 +32,12 @@ _NO_DTYPE = -1
 _POINTER = struct.Struct("Q")
 
 Prepared = Callable[..., None]
-"""A `Launch`, which takes the stream and five addresses, or what stands for one where there is nothing to compute."""
+"""A `Launch`, which takes the stream and five addresses, or a function that does nothing if there is nothing to
+compute."""
 
 
 def flip_signs(weight: Tensor, packed_masks: Tensor, *, with_weight: bool = True) -> Tensor:
-    """`[n_masks + 1, out_features, in_features]`: the weight, and `F_i * weight` for each mask.
+    """Return `[n_masks + 1, out_features, in_features]`: the weight, and `F_i * weight` for each mask.
 
     Args:
         weight: `[out_features, in_features]` with contiguous columns.
@@ -51,7 +52,7 @@ def flip_signs(weight: Tensor, packed_masks: Tensor, *, with_weight: bool = True
 
 
 def prepare_flip_signs(weight: Tensor, n_masks: int, *, with_weight: bool) -> Prepared:
-    """Takes the addresses `0, weight, packed_masks, 0, out`, of which out is a multiple of 16."""
+    """Prepare a launch with the addresses `0, weight, packed_masks, 0, out`; out must be a multiple of 16."""
     rows, columns = weight.shape
     macros = flip_signs_macros(n_masks, with_weight, _is_vector(weight))
     constants = struct.pack("2qi4x", weight.stride(0), rows, columns)
@@ -63,7 +64,7 @@ def flip_signs_macros(n_masks: int, with_weight: bool, vector: bool) -> dict[str
 
 
 def partials(products: Tensor, activation: str, route_weights: Tensor | None, partials: Tensor, result: Tensor) -> None:
-    """Write the result and its partial derivatives, from the products t and every f_i.
+    """Write the result and its partial derivatives from the products t and f_i.
 
     Args:
         products: `[tokens, n_masks + 1, columns]` with contiguous columns, in float32 or in the dtype of `partials`,
@@ -105,7 +106,7 @@ def partials_macros(
 
 
 def scale(grad_output: Tensor, partials: Tensor) -> Tensor:
-    """`grad_output * partials` for every entry, contiguous: the gradients of the products.
+    """Return the gradients of the products: `grad_output * partials` for every entry, contiguous.
 
     Args:
         grad_output: `[tokens, columns]` with contiguous columns.
@@ -135,7 +136,7 @@ def weight_gradients(
 ) -> None:
     """Write `grad_weight = total + sum_i F_i * products_i` and `grad_logits_i = -2 weight * products_i`.
 
-    Either may be None, but not both. A gradient may be the tensor that it is made of: `grad_weight` may be `total`, and
+    Either may be None, but not both. Gradients may overwrite their inputs: `grad_weight` may be `total`, and
     `grad_logits` may be `products`.
 
     Args:
@@ -157,7 +158,7 @@ def weight_gradients(
 def prepare_weight_gradients(
     total: Tensor | None, products: Tensor, weight: Tensor, grad_weight: Tensor | None, grad_logits: Tensor | None
 ) -> Prepared:
-    """For `launch_weight_gradients`. All but the weight may be on the device `meta`, and then count as aligned."""
+    """Prepare a launch for `launch_weight_gradients`. Meta tensors count as aligned; the weight must not be one."""
     n_masks, rows, columns = products.shape
     given = [tensor for tensor in (total, products, weight, grad_weight, grad_logits) if tensor is not None]
     weight_dtype = None if grad_weight is None else grad_weight.dtype
@@ -181,7 +182,7 @@ def launch_weight_gradients(
     grad_weight: int,
     grad_logits: int,
 ) -> None:
-    """Launch on a stream with addresses, which are 0 for what is None. The sixth takes the place of constants."""
+    """Launch on a stream. Addresses of missing tensors are 0; the sixth address replaces constants."""
     launch(stream, total, weight, packed_masks, products, grad_weight, maps=_POINTER.pack(grad_logits))
 
 
@@ -204,7 +205,7 @@ def weight_gradients_macros(
 
 
 def route_gradients(grad_output: Tensor, terms: Tensor, dtype: torch.dtype) -> Tensor:
-    """`sum over columns of grad_output * terms_i`, `[tokens, n_masks]` in `dtype`: float16, bfloat16 or float32.
+    """Sum `grad_output * terms_i` over columns: `[tokens, n_masks]` in `dtype`, which is float16, bfloat16 or float32.
 
     Args:
         grad_output: `[tokens, columns]` with contiguous columns.
@@ -238,7 +239,7 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def _is_vector(*tensors: Tensor) -> bool:
-    """Whether the rows of tensors with contiguous columns are whole octets at multiples of 16 bytes."""
+    """Whether the rows of tensors with contiguous columns are multiples of 8 columns at multiples of 16 bytes."""
     for tensor in tensors:
         if tensor.shape[-1] % _OCTET or tensor.data_ptr() % 16:
             return False
@@ -252,7 +253,7 @@ def _is_vector(*tensors: Tensor) -> bool:
 
 
 def _warps(rows: int, columns: int, per_thread: int = _OCTET) -> int:
-    """The warps of a kernel whose threads take `per_thread` columns of a row each; none for an empty matrix."""
+    """The number of warps of a kernel whose threads take `per_thread` columns of a row each; 0 for an empty matrix."""
     return rows * ceil_div(columns, 32 * per_thread)
 
 
@@ -261,19 +262,19 @@ def _stream(on: Tensor) -> int:
 
 
 def _prepare(kernel: str, on: Tensor, macros: Mapping[str, int], warps: int, constants: bytes) -> Prepared:
-    """The launch of a kernel for a number of warps on the device of a tensor; `constants` follow its five pointers."""
+    """Prepare a launch of `warps` warps on the device of a tensor; `constants` follow the kernel's five pointers."""
     if warps == 0:
         return _launch_nothing
     return _launch(on.device.index, kernel, tuple(macros.items()), ceil_div(warps, _THREADS // 32), constants)
 
 
 def _launch_nothing(*arguments: int, maps: bytes | None = None) -> None:
-    """What stands for the launch of an empty grid."""
+    """Do nothing, in place of the launch of an empty grid."""
 
 
 @lru_cache(maxsize=4096)
 def _launch(device: int, kernel: str, macros: tuple[tuple[str, int], ...], blocks: int, constants: bytes) -> Launch:
-    """Loaded into the context of `device`, which is the current one."""
+    """Make a launch, with its kernel loaded into the context of `device`, the current device."""
     major, minor = gpu_of(device).arch
     loaded = load_kernel(device, kernel, f"sm_{major}{minor}", dict(macros))
     return Launch(loaded, (blocks, 1), _THREADS, 0, overlap=False, constants=constants)
