@@ -2,9 +2,9 @@
 
     python examples/distill_from_swiglu.py
 
-The teacher is a small Llama, which is trained first on Python's source files. A teacher of your own is any Llama, Qwen3
+The teacher is a small Llama, which this trains first on Python's source files. Your own teacher can be any Llama, Qwen3
 or Mistral of Transformers: `AutoModelForCausalLM.from_pretrained(...)`. Takes about two minutes on 2 CPU cores.
-In a clone, `pip install ".[transformers]"` brings what this needs.
+In a clone, `pip install ".[transformers]"` installs what this needs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (the field's name)
-from local_text import COMMON, LENGTH, SIZES, read, save
+from local_text import COMMON, LENGTH, OUTPUT, SIZES, read, save
 from torch import Tensor
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def fit(name: str, model: Any, loss_of: Loss, tokens: Tensor, steps: int) -> None:
-    """Train a model with AdamW and a schedule that falls linearly to 0."""
+    """Train a model with AdamW and a learning rate that falls linearly to 0."""
     optimizer = torch.optim.AdamW(parameter_groups(model, lr=5e-3, weight_decay=0.1))
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
     model.train()
@@ -85,7 +85,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--masks", type=int, default=2, help="number of masks (default: 2)")
     parser.add_argument("--bytes", type=int, default=1_000_000, help="bytes of text to read")
-    parser.add_argument("--output", default="mglu-llama-distilled", help="folder of the student")
+    parser.add_argument("--output", default=f"{OUTPUT}/mglu-llama-distilled", help="folder of the student")
     return parser.parse_args()
 
 

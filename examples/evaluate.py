@@ -1,11 +1,11 @@
 """Evaluate a language model with the LM Evaluation Harness: on a small local task, or on the paper's six tasks.
 
-    python examples/evaluate.py MODEL                # offline: which line of Python follows, out of two
+    python examples/evaluate.py MODEL                # offline: which of two lines of Python comes next?
     python examples/evaluate.py MODEL --tasks paper  # downloads the tasks' data from the Hugging Face Hub
 
-MODEL is a folder that `save_pretrained` wrote, with a tokenizer, such as what train_trainer.py writes. In a clone,
-`pip install ".[evaluate,transformers]"` brings what this needs. The harness shows progress bars and prints a table.
-With a tiny model, the local task takes about 15 s on 2 CPU cores, and says nothing about a model's quality.
+MODEL is a folder that `save_pretrained` wrote, with a tokenizer; train_trainer.py writes one. In a clone,
+`pip install ".[evaluate,transformers]"` installs what this needs. The harness shows progress bars and prints a table.
+With a tiny model, the local task takes about 15 s on 2 CPU cores. It says nothing about a model's quality.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 PAPER = ("arc_easy", "arc_challenge", "hellaswag", "piqa", "sciq", "winogrande")
-"""The tasks of the paper (arXiv 2506.23225), zero-shot and two-shot: `--fewshot 2`."""
+"""The tasks of the paper (arXiv 2506.23225), which runs them zero-shot and two-shot (`--fewshot 2`)."""
 LOCAL = "next_line_of_python"
 TASK = """
 task: {name}
@@ -40,7 +40,7 @@ metric_list:
 
 
 def need(name: str) -> Any:
-    """Import a package of the extras, or end with a message that names them."""
+    """Import a package, or end with a message that names the extras to install."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -48,7 +48,7 @@ def need(name: str) -> Any:
 
 
 def write_local_task(folder: Path, questions: int) -> None:
-    """Write a task made of Python's own source files: three lines, and two lines of which one follows them."""
+    """Write a task from Python's own source files: each question has three lines, and asks which of two comes next."""
     draw = random.Random(0)
     files = sorted(Path(json.__file__).parents[1].glob("*.py"))
     lines = [line for file in files for line in file.read_text(errors="ignore").splitlines(True) if line.strip()]
@@ -65,7 +65,7 @@ def write_local_task(folder: Path, questions: int) -> None:
 
 def evaluate(model: str, tasks: list[str], fewshot: int, limit: int | None, batch: int, device: str) -> str:
     """Run tasks, and return the harness's table; without tasks, run the local one."""
-    for name in ("transformers", "lm_eval", "mglu_ops.transformers"):  # the last makes MGLU models known to the first
+    for name in ("transformers", "lm_eval", "mglu_ops.transformers"):  # the last registers MGLU models
         need(name)
     harness, models = need("lm_eval"), need("lm_eval.models.huggingface")
     manager = need("lm_eval.tasks").TaskManager
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("model", help="a folder with a model and its tokenizer")
     parser.add_argument("--tasks", nargs="+", default=[], help="names of the harness's tasks, or `paper` for the six")
     parser.add_argument("--fewshot", type=int, default=0, help="examples before each question")
-    parser.add_argument("--limit", type=int, help="questions of each task (all; 200 of the local task)")
+    parser.add_argument("--limit", type=int, help="questions of each task (default: all; 200 of the local task)")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     arguments = parser.parse_args()

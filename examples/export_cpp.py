@@ -1,9 +1,9 @@
 """Export a small language model's feed-forward block to a package, and run it in a C++ program without Python.
 
-    python examples/export_cpp.py --out exported
+    python examples/export_cpp.py --out build/examples/export_cpp
 
-The program is `run_package` of the C++ library, which is built first. It compares its results with those of PyTorch.
-It needs CMake and a C++20 compiler (csrc/README.md), which take most of the one to three minutes on 2 CPU cores.
+The program is `run_package` of the C++ library, which this builds first. It compares its results with PyTorch's. The
+build needs CMake and a C++20 compiler (csrc/README.md), and takes most of the one to three minutes on 2 CPU cores.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from mglu_ops.packaging.tensor_file import write_tensor
 
 
 def block(hidden: int, intermediate: int, n_masks: int) -> nn.Module:
-    """A normalised SwiMGLU feed-forward block, as after training, with its masks packed."""
+    """A norm and a SwiMGLU feed-forward layer with packed masks, as after training."""
     torch.manual_seed(0)
     feed_forward = mglu_ops.nn.SwiMGLU(hidden, intermediate, n_masks=n_masks)
     return mglu_ops.freeze(nn.Sequential(nn.RMSNorm(hidden), feed_forward).eval())
 
 
 def write_examples(model: nn.Module, hidden: int, folder: Path) -> list[str]:
-    """Write inputs of several numbers of tokens and the model's results; return the names for the program."""
+    """Write inputs with several numbers of tokens, and the model's results; return the file names for the program."""
     names: list[str] = []
     for tokens in (1, 7, 64):
         x: Tensor = torch.randn(tokens, hidden)
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--intermediate", type=int, default=2048)
     parser.add_argument("--n-masks", type=int, default=4)
     parser.add_argument(
-        "--flag", action="append", default=[], help="a further flag for the C++ compiler, as --flag=-O0"
+        "--flag", action="append", default=[], help="another flag for the C++ compiler, such as --flag=-O0"
     )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="mglu-export-") as temporary:

@@ -1,4 +1,4 @@
-"""A model with one MGLU layer in its plain spelling, for the commands in README.md."""
+"""A model with one MGLU layer written in plain torch, for the commands in README.md."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     python examples/train_trainer.py
     python examples/finetune_lora.py
 
-LoRA learns a small update of each weight; the masks stay as they are. Takes about half a minute on 2 CPU cores.
-In a clone, `pip install ".[transformers]" peft` brings what this needs.
+LoRA learns a small update of each weight; the masks do not change. Takes about half a minute on 2 CPU cores.
+In a clone, `pip install ".[transformers]" peft` installs what this needs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import torch
-from local_text import MANUAL, read, save, split
+from local_text import MANUAL, OUTPUT, read, save, split
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -32,7 +32,7 @@ def main() -> None:
         r=8,
         lora_alpha=16,
         target_modules=["q_proj", "v_proj", "down_proj"],
-        target_parameters=["mglu.weight"],  # MGLU's weight is a parameter, and no linear layer
+        target_parameters=["mglu.weight"],  # MGLU's weight is a parameter, not a linear layer
     )
     model = get_peft_model(base, adapter)
     model.print_trainable_parameters()
@@ -61,10 +61,10 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="mglu-llama", help="folder of the model to fine-tune")
+    parser.add_argument("--model", default=f"{OUTPUT}/mglu-llama", help="folder of the model to fine-tune")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--bytes", type=int, default=400_000, help="bytes of text to read")
-    parser.add_argument("--output", default="mglu-llama-manual-frozen", help="folder of the fine-tuned model")
+    parser.add_argument("--output", default=f"{OUTPUT}/mglu-llama-manual-frozen", help="folder of the fine-tuned model")
     return parser.parse_args()
 
 

@@ -3,9 +3,9 @@
     python examples/train_trainer.py
     python examples/serve_generate.py --prompt "def main("
 
-Prints the text and the tokens per second of two calls. The second is the one to look at: the first compiles on a GPU,
+Prints the text and the tokens per second of two calls. Only the second rate counts: the first call compiles on a GPU,
 and may build the kernels on a CPU. Takes about 15 s on 2 CPU cores.
-In a clone, `pip install ".[transformers]"` brings what this needs.
+In a clone, `pip install ".[transformers]"` installs what this needs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import torch
-from local_text import decode, encode
+from local_text import OUTPUT, decode, encode
 from transformers import AutoModelForCausalLM, CompileConfig
 
 from mglu_ops.transformers import freeze
@@ -33,8 +33,8 @@ def main() -> None:
         print("packed the masks; save the model once more, and the next start need not")
     prompt = encode(options.prompt)[None].expand(options.batch, -1).to(device)
 
-    # Transformers compiles generate with a static cache on GPUs alone. There, reduce-overhead records CUDA graphs, and
-    # fullgraph=True makes an error of anything that would break the graph.
+    # Transformers compiles `generate` with a static cache on GPUs only. reduce-overhead records CUDA graphs, and
+    # fullgraph=True raises an error if something breaks the graph.
     compiled = CompileConfig(fullgraph=True, mode="reduce-overhead")
     print("steps are compiled into CUDA graphs" if device == "cuda" else "no GPU: steps are not compiled")
     for call in ("first", "second"):
@@ -55,8 +55,8 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="mglu-llama-frozen", help="folder of the model")
-    parser.add_argument("--prompt", default="    def __init__(self", help="text to go on from")
+    parser.add_argument("--model", default=f"{OUTPUT}/mglu-llama-frozen", help="folder of the model")
+    parser.add_argument("--prompt", default="    def __init__(self", help="text to continue")
     parser.add_argument("--steps", type=int, default=100, help="tokens to generate")
     parser.add_argument("--batch", type=int, default=1, help="sequences to generate at once")
     return parser.parse_args()

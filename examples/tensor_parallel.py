@@ -1,10 +1,9 @@
-"""Trains and freezes feed-forward layers that are divided over several GPUs, or over processes of the CPU.
+"""Train and freeze feed-forward layers that are divided over several GPUs, or over CPU processes.
 
     torchrun --standalone --nproc-per-node 2 examples/tensor_parallel.py
 
-Each rank has a part of the rows of W and of the masks (`ColwiseMGLU`), and the same part of the columns of the
-projection behind them (`RowwiseParallel`), which sums over the ranks. Rank 0 prints what happens. It takes
-about 10 s on 2 CPU cores.
+Each rank has some rows of W and of the masks (`ColwiseMGLU`), and the matching columns of the down projection
+(`RowwiseParallel`), which sums over the ranks. Rank 0 prints the progress. Takes about 10 s on 2 CPU cores.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ def main() -> None:
     error = ((frozen - learned).norm() / learned.norm()).item()
     say(f"frozen: {layer.packed_masks.to_local().nbytes} bytes of masks on each rank, results differ by {error:.1e}")
     say(f"done in {time.perf_counter() - begin:.1f} s")
-    dist.barrier()  # gloo's threads drop their tensors before Python ends: see pytorch issue 190489
+    dist.barrier()  # so that gloo's threads drop their tensors before Python ends: see pytorch issue 190489
     dist.destroy_process_group()
 
 

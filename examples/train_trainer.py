@@ -2,9 +2,10 @@
 
     python examples/train_trainer.py
 
-Writes the trained model to `mglu-llama/` (logits, to train further) and to `mglu-llama-frozen/` (packed masks, for
-inference), each with a tokenizer, so that evaluate.py and vLLM read them. Takes about a minute on 2 CPU cores.
-In a clone, `pip install ".[transformers]"` brings what this needs.
+Writes the trained model to `build/examples/mglu-llama` (with mask logits, to train further) and to
+`build/examples/mglu-llama-frozen` (with packed masks, for inference). Both have a tokenizer, so that evaluate.py and
+vLLM can read them. Takes about a minute on 2 CPU cores.
+In a clone, `pip install ".[transformers]"` installs what this needs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import time
 
 import torch
-from local_text import COMMON, SIZES, decode, encode, read, save, split
+from local_text import COMMON, OUTPUT, SIZES, decode, encode, read, save, split
 from transformers import TrainingArguments
 
 from mglu_ops.transformers import MGLULlamaConfig, MGLULlamaForCausalLM, MGLUTrainer, freeze
@@ -32,7 +33,7 @@ def main() -> None:
         max_steps=options.steps,
         per_device_train_batch_size=16,
         learning_rate=5e-3,
-        weight_decay=0.1,  # of weights; MGLUTrainer keeps the logits of masks out of it
+        weight_decay=0.1,  # of weights only: MGLUTrainer exempts the mask logits
         lr_scheduler_type="cosine",
         warmup_steps=options.steps // 10,
         logging_steps=max(1, options.steps // 5),
@@ -63,7 +64,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--masks", type=int, default=2, help="number of masks (default: 2)")
     parser.add_argument("--bytes", type=int, default=1_000_000, help="bytes of text to read")
     parser.add_argument("--compile", action="store_true", help="train with torch.compile")
-    parser.add_argument("--output", default="mglu-llama", help="folder of the trained model")
+    parser.add_argument("--output", default=f"{OUTPUT}/mglu-llama", help="folder of the trained model")
     return parser.parse_args()
 
 
