@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import bench, build, notices, params
-from .demo import command as demo
 from .errors import UserError, importing_passes
 from .packaging import command as packaging
 from .tuning import command as tuning
@@ -23,7 +22,7 @@ with importing_passes():
 
 PROG = "python -m mglu_ops"
 
-COMMANDS = (demo, explain, packaging, build, tuning, bench, params)
+COMMANDS = (explain, packaging, build, tuning, bench, params)
 """Modules with `add_parser(subparsers)`, which sets the default `run`: `(argparse.Namespace) -> exit code`."""
 
 OWN_PACKAGES = ("benchmarks", "compile_passes", "mglu_ops")
@@ -55,8 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        The exit code: 0 for success, 1 if what the command checks is not so, 2 if an option is wrong, a file cannot be
-        used or a package is missing.
+        The exit code: 0 for success, 1 if the command's check fails, 2 if an option is wrong, a file cannot be used or
+        a package is missing.
     """
     options = _parser().parse_args(arguments)
     try:

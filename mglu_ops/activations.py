@@ -39,7 +39,7 @@ def _relu_squared_backward(grad: Tensor, x: Tensor) -> Tensor:
     return _aten.threshold_backward(grad * (2 * torch.relu(x)), x, 0)
 
 
-# A dict and no MappingProxyType, which Dynamo cannot guard in the graphs that vLLM captures.
+# A dict, because Dynamo cannot guard a MappingProxyType in the graphs that vLLM captures.
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": Activation(0, F.silu, lambda grad, x: _aten.silu_backward(grad, x)),
     "gelu": Activation(1, F.gelu, lambda grad, x: _aten.gelu_backward(grad, x)),
@@ -60,7 +60,7 @@ def get_activation(name: str) -> Activation:
     """The activation called `name`.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: `name` is not in `ACTIVATIONS`.
     """
     try:
         return ACTIVATIONS[name]

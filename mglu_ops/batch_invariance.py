@@ -1,8 +1,9 @@
 """A switch for the whole process that gives a row's result the same bits in every batch.
 
 Every kernel gives the same bits to the same call, but which kernel runs depends on the number of tokens, and kernels
-differ in the order of their sums. Under the switch `mglu::forward` runs kernels of one order for every number of
-tokens, and refuses a call that has none: on a CPU, in float64, and in training, whose products are the library's.
+differ in the order of their sums. With the switch on, `mglu::forward` runs kernels that sum in the same order for every
+number of tokens, and refuses calls for which there are none: on a CPU, in float64, and in training, which uses library
+GEMMs.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ enabled = False
 class set_batch_invariant_mode:  # noqa: N801 (a function that can be a block, like torch.set_grad_enabled)
     """Turn batch-invariant results on or off: from now on, or inside a `with` block.
 
-    It holds for all threads, and for what is called (eagerly, by compiled code or by a package in this process) or
-    captured into a CUDA graph while it is on; the C++ library does not know it. A few tokens get slower by it: on
-    compute capability 9.0 they run the kernel for many, elsewhere many tokens run the kernel for few.
+    The mode applies to all threads, and to every call made (eagerly, by compiled code or by a package in this process)
+    or captured into a CUDA graph while it is on; the C++ library does not know it. It costs speed: on compute
+    capability 9.0, calls with few tokens run the kernel for many; elsewhere, calls with many tokens run the kernel for
+    few.
 
     Raises:
-        TypeError: `mode` is no bool.
+        TypeError: `mode` is not a bool.
     """
 
     def __init__(self, mode: bool = True) -> None:

@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
         The exit code, 1 if a result is wrong.
 
     Raises:
-        UserError: there are no benchmarks here, or a suite cannot run on this machine.
+        UserError: the benchmarks are not installed, or a suite cannot run on this machine.
     """
     if not (ROOT / "benchmarks" / "suites.py").is_file():
         raise UserError(

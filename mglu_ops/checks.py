@@ -46,7 +46,7 @@ def check_inputs(x: Tensor, weight: Tensor) -> None:
 
 
 def check_floating(name: str, dtype: torch.dtype | None) -> None:
-    """Check that the dtype called `name` is one of a gradient, or None."""
+    """Check that the dtype argument called `name` is floating or None."""
     if dtype is not None and dtype not in FLOATING:
         raise TypeError(f"{name}: got {dtype}, must be {_FLOATING_NAMES}, or None")
 

@@ -1,7 +1,7 @@
-"""From a call of an operator to the backend that runs it.
+"""Chooses the backend for a call of an operator, prepares the call and runs it.
 
-A call of `mglu::forward` is described by a `LayerCall`; `choose` decides which backend runs it, a pure function of the
-description; the backend prepares it; and what was prepared is kept for all later calls with the same description.
+A `LayerCall` describes a call of `mglu::forward`. `choose`, a pure function of the description, decides which backend
+runs the call. The backend prepares it, and the prepared call is kept for all later calls with the same description.
 Nothing is tuned or timed at run time. `backend=` overrides the choice, for tests and for tuning.
 """
 
@@ -25,7 +25,7 @@ from .masks import pack
 from .words import counted
 
 CALLS_KEPT = 4096
-"""Prepared calls that are kept. Where there are more kinds of calls, all are forgotten and prepared again."""
+"""The most prepared calls that are kept. Once there are this many, all are dropped and prepared again when needed."""
 
 _prepared: dict[Key, PreparedCall] = {}
 """The prepared calls by the metadata of their tensors."""
@@ -36,14 +36,14 @@ _prepared: dict[Key, PreparedCall] = {}
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend of a call, and why it is that one.
+    """The backend of a call, and why it was chosen.
 
     Attributes:
         backend: its name.
-        reason: why it is the one.
-        is_fallback: whether a faster backend or kernel would have run the call but for the reason.
+        reason: why it was chosen.
+        is_fallback: whether `reason` kept a faster backend or kernel from running the call.
         launch: how the CUDA backend launches the call.
-        launch_origin: where that comes from: a table that measured it, or the cost model.
+        launch_origin: where `launch` comes from: a table of measured launches, or the cost model.
     """
 
     backend: str
@@ -63,7 +63,7 @@ class Choice:
 
 
 _NOTICEABLE_WEIGHTS = 1 << 18
-"""A smaller layer is done in a millisecond by any backend, which is no reason to warn those who have no compiler."""
+"""Smaller layers take at most a millisecond on any backend, too little to warn users who have no compiler."""
 
 _REFUSED = (
     "mglu: set_batch_invariant_mode(True) asks for results that do not depend on the batch, "
@@ -77,7 +77,7 @@ def explain(
     """The backend and the kernel for a call of `mglu::forward` with these arguments; reads no value of the tensors.
 
     Raises:
-        TypeError: an argument is no dense tensor, or has a wrong dtype.
+        TypeError: an argument is not a dense tensor, or has a wrong dtype.
         ValueError: the shape or the device of an argument is wrong, or there is no such activation.
         TableError: a table of launches (`MGLU_TUNING_TABLE`) cannot be used.
         RuntimeError: the batch-invariant mode is on, and nothing can run the call in it.
@@ -87,7 +87,7 @@ def explain(
 
 
 def choose(call: LayerCall) -> Choice:
-    """The backend for a call; the errors are those of `explain`."""
+    """The backend for a call; raises the errors of `explain`."""
     if call.batch_invariant:
         return _choose_batch_invariant(call)
     if call.device.type == "cpu":
@@ -98,11 +98,11 @@ def choose(call: LayerCall) -> Choice:
 
 
 def _most_tokens_on_chip(call: LayerCall) -> int:
-    """Up to how many tokens kernels that read W again for every 8 or 16 tokens beat GEMMs on masked copies of it.
+    """The most tokens for which kernels that reread W for every 8 or 16 tokens beat GEMMs on masked copies of W.
 
     Measured in 16 bits on an H200 without `tile_wgmma`: at 512 tokens the kernel wins by 1.7x to 2x for 4 to 16 masks
-    and loses by 1.1x to 1.4x for one, at 128 it wins by 2x and more for any. float32 was not measured. `tile_wgmma`
-    wins over both (benchmarks/results/tokens.csv, routes.csv).
+    and loses by 1.1x to 1.4x for one; at 128 it wins by at least 2x for any number. float32 was not measured.
+    `tile_wgmma` beats both (benchmarks/results/tokens.csv, routes.csv).
     """
     if call.dtype in (torch.float16, torch.bfloat16):
         return 256 if call.n_masks == 1 else 512
@@ -169,9 +169,9 @@ def _warn_of_fallback(backend: str, reason: str, op: str = "forward") -> None:
 def repeat(
     x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None
 ) -> Tensor | None:
-    """The result of a call that is like an earlier one in all that its checks and its preparation depend on.
+    """The result of a call with the same `metadata_key` as an earlier one, whose checks and preparation it reuses.
 
-    None for any other call, which has to be checked and given to `forward`.
+    None for any other call, which must be checked and passed to `forward`.
     """
     if x is None or weight is None or packed_masks is None:  # torch lets None through
         return None
@@ -201,7 +201,7 @@ def forward(
         packed_masks: uint8 `[out_features, ceil(in_features / 8), n_masks]`.
         activation: a name of `mglu_ops.activations.ACTIVATIONS`.
         route_weights: `[..., n_masks]`, or None.
-        backend: a name of `BACKENDS` in place of the choice, for tests and tuning. Nothing is kept of such a call.
+        backend: a name of `BACKENDS` that overrides the choice, for tests and tuning. Such a call is not kept.
         launch: how that backend is to run the call; see its `prepare`.
 
     Raises:
@@ -227,9 +227,9 @@ def forward(
 
 
 def _is_kept(call: LayerCall, backend: str) -> bool:
-    """Whether later calls run what was prepared for this one.
+    """Whether later calls reuse what was prepared for this one.
 
-    Where the CPU's kernels could not be built they do not, so that they run these once `CXX` is mended.
+    They do not if the CPU kernels could not be built, so that they run the kernels once `CXX` is mended.
     """
     if call.device.type == "cpu":
         return not (backend == "composite" and call.dtype is not torch.float64 and cpu.is_missing())
@@ -253,7 +253,7 @@ def _prepare_on(name: str, given: _Arguments, launch: Any) -> PreparedCall:
 
 
 def _prepare(backend: Backend, call: LayerCall, given: _Arguments, launch: Any) -> PreparedCall:
-    """A prepared call, which first copies x and the route weights where their rows are no views of them."""
+    """A prepared call, which first copies x and the route weights if they cannot be viewed as rows."""
     prepared = backend.prepare(call, launch)
     x, route_weights = given[0], given[4]
     copies = _is_copied(x) or (route_weights is not None and _is_copied(route_weights))
@@ -265,7 +265,7 @@ def _is_copied(tensor: Tensor) -> bool:
 
 
 class _OfCopiedRows:
-    """A prepared call of tensors whose rows have to be copied. The copies are laid out as when it was prepared."""
+    """A prepared call that first copies x and the route weights to rows, in the layout that it was prepared for."""
 
     def __init__(self, prepared: PreparedCall) -> None:
         self._prepared = prepared
@@ -291,7 +291,7 @@ def pack_logits(mask_logits: Tensor) -> Tensor:
 
 
 def _packing_backend(masks: Tensor) -> Backend | None:
-    """The backend that packs in one pass; None for torch, also for what is too small to build kernels for it alone."""
+    """The backend that packs in one pass, or None for torch, also if the masks are too few to build CPU kernels for."""
     if masks.is_cuda:
         backend = BACKENDS["cuda"]
     elif masks.is_cpu and (masks.numel() >= _NOTICEABLE_WEIGHTS or cpu.is_loaded()):
@@ -306,14 +306,14 @@ _training_calls: dict[Key, PreparedForwardTrain | PreparedBackward] = {}
 
 
 def is_known(key: Key | None) -> bool:
-    """Whether the arguments of a training call are like those of an earlier one in all that their checks depend on."""
+    """Whether an earlier training call had this key, so that its arguments need no checks."""
     return key in _training_calls
 
 
 def _forward_backend(call: LayerCall) -> Backend:
-    """The first backend that runs a forward pass in training; the last one runs every call, as in `_backward_backend`.
+    """The first backend that can run the forward pass of a training call. The last one can run every call.
 
-    The two may differ: any backend's backward pass reads what any other one's forward pass keeps.
+    The backward pass may run on another backend: every backend reads the partials of every other.
     """
     backend = next(backend for backend in BACKENDS.values() if backend.can_train_forward(call))
     is_on_cpu = call.device.type == "cpu" and call.dtype is not torch.float64
@@ -348,7 +348,7 @@ def forward_train(
 ) -> tuple[Tensor, Tensor]:
     """The result `[..., out_features]`, and the partial derivatives `[..., rows, out_features]` that backward needs.
 
-    `key` is the `arguments_key` of the others.
+    `key` is the `arguments_key` of the other arguments.
     """
     if batch_invariance.enabled:
         raise RuntimeError(_REFUSED.format("training"))
@@ -362,13 +362,13 @@ def forward_train(
     if rows is x:
         return result, partials
     leading = x.shape[:-1]
-    # No view: autograd does not let views be detached in place.
+    # Not a view: autograd does not allow detaching a view in place.
     result = torch.ops.aten._unsafe_view(result, (*leading, *result.shape[1:]))
     return result, partials.view(*leading, *partials.shape[1:])
 
 
 def backward(key: Key | None, arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, weight, mask logits and route weights; those not asked for are empty.
+    """The gradients of x, weight, mask logits and route weights; gradients not asked for are empty.
 
     `key` is the `arguments_key` of the arguments.
     """

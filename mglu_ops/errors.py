@@ -1,4 +1,4 @@
-"""The error that a command reports in one line, and the one about a package that is hidden by another."""
+"""Errors that commands report in one line, among them one about a package that another one hides."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class HiddenPackageError(UserError, ImportError):
 
 @contextmanager
 def importing_passes() -> Iterator[None]:
-    """Import modules of `compile_passes` in this block, so that the error names a package of the user that hides it.
+    """A block that imports modules of `compile_passes`. Its error names a package of the user that hides them.
 
     Raises:
         HiddenPackageError: an import failed, and the package that Python finds is not the one beside this package.

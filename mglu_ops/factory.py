@@ -18,7 +18,7 @@ HELP = "function that returns the model and a tuple of example inputs; or MODULE
 
 
 class FactoryError(UserError, ValueError):
-    """There is no such function, it raised an exception, or it returned something else."""
+    """A function that should return a model and inputs does not exist, failed, or returned something else."""
 
 
 def load_model(name: str) -> tuple[Any, tuple[Any, ...]]:
@@ -28,7 +28,7 @@ def load_model(name: str) -> tuple[Any, tuple[Any, ...]]:
         The model and its example inputs.
 
     Raises:
-        FactoryError: in one line, what is wrong.
+        FactoryError: the function cannot be imported, raised an exception or returned something else.
     """
     factory = load_factory(name)
     try:
@@ -90,7 +90,7 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _free_name(path: Path) -> str:
-    """The name of a file as a module; with underscores after it where another module has that name, as `types_`."""
+    """A module name for a file: its stem, with underscores after it if another module has that name, as in `types_`."""
     name = path.stem
     while name in sys.stdlib_module_names or not _is_of(sys.modules.get(name), path):
         name += "_"
@@ -98,7 +98,7 @@ def _free_name(path: Path) -> str:
 
 
 def _is_of(module: ModuleType | None, path: Path) -> bool:
-    """Whether a module was imported from a file, or there is no such module."""
+    """Whether `module` is None or was imported from `path`."""
     file = getattr(module, "__file__", None)
     return module is None or (file is not None and Path(file).resolve() == path.resolve())
 

@@ -1,4 +1,4 @@
-"""Checks of paths that a caller gives, made before the work whose result they are for."""
+"""Checks of output paths, made before expensive work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def as_path(name: str, path: Any) -> Path:
 
 
 def check_writable(name: str, path: Path) -> None:
-    """Check that a file can be written, or written anew. Leaves nothing behind.
+    """Check that a file can be created or overwritten. Leaves nothing behind.
 
     Raises:
         FileError: it is a folder, its folder does not exist, or the system allows no writing.

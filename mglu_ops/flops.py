@@ -1,4 +1,4 @@
-"""What `torch.utils.flop_counter` counts for the operators.
+"""The operators' formulas for `torch.utils.flop_counter`.
 
 Forward is n_masks + 1 GEMMs of 2 * tokens * out_features * in_features each, and backward twice as many.
 """

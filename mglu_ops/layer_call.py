@@ -46,7 +46,7 @@ class LayerCall:
 
     Attributes:
         device: where all its tensors are.
-        dtype: that of x, the weight and the result.
+        dtype: the dtype of x, the weight and the result.
         leading: the sizes of x before `in_features`.
         out_features: rows of the weight.
         in_features: columns of the weight.
@@ -140,7 +140,7 @@ class LayerCall:
 
 
 def as_rows(tensor: Tensor) -> Tensor:
-    """`[..., n]` as `[tokens, n]`, also where a size is 0. A copy where the strides allow no view."""
+    """View `[..., n]` as `[tokens, n]`, also if a size is 0. Copies if the strides allow no view."""
     return tensor if tensor.dim() == 2 else tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
@@ -151,9 +151,9 @@ def _alignment(address: int) -> int:
 def metadata_key(x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None) -> Key:
     """All that the checks of a call and its `LayerCall` depend on, for tensors of any rank.
 
-    This runs in every eager call, and takes most of a microsecond: it is `arguments_key` without a function call for
-    each tensor. Route weights are rare. Of x, which may be another part of a large tensor in each call, only whether
-    its storage has all of it counts.
+    This runs in every eager call and takes most of a microsecond, so it spells `arguments_key` out instead of calling a
+    function for each tensor (route weights are rare). A contiguous x may be another part of a large tensor in each
+    call: its offset does not count, only whether its storage holds all of it.
 
     Raises:
         RuntimeError: a tensor is not dense, and so has no strides or no address.
@@ -172,9 +172,9 @@ def metadata_key(x: Tensor, weight: Tensor, packed_masks: Tensor, activation: st
 
 
 def arguments_key(*args: object) -> Key | None:
-    """The same for the arguments of any operator: the metadata of tensors, and all else as it is.
+    """Like `metadata_key`, for the arguments of any operator: the metadata of tensors, and other values unchanged.
 
-    None where a tensor is not dense and so has no strides or no address.
+    None if a tensor is not dense, and so has no strides or no address.
     """
     try:
         return (

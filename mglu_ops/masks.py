@@ -5,11 +5,11 @@
 the innermost dimension, so that the masks of eight neighbouring weights are `n_masks` contiguous bytes. Kernels and
 checkpoints use the same format.
 
-Only the padding is redundant. Any uint8 tensor of the right shape whose padding is 0 is a set of masks, so that no
-check finds a tensor whose other bits are wrong (`check_packed_masks`).
+Only the padding is redundant. Any uint8 tensor of the right shape whose padding is 0 is a valid set of masks, so no
+check can find wrong bits elsewhere (`check_packed_masks`).
 
-Code that needs a size of a packed tensor asks this module (`n_masks_of`, `packed_shape`, `unpacked_shape`) and indexes
-no shape itself.
+Code that needs a size of a packed tensor asks this module (`n_masks_of`, `packed_shape`, `unpacked_shape`) and does not
+index shapes itself.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def pack(masks: Tensor) -> Tensor:
     packed = torch.zeros(n_masks, out_features, width, dtype=torch.uint8, device=masks.device)
     octets = masks.view(torch.uint8)
     for bit in range(min(8, in_features)):
-        # A bool that is a view of a uint8 may be any byte, and each but 0 is True.
+        # A bool tensor that is a view of a uint8 one may hold any byte; all but 0 are True.
         column = octets[:, :, bit::8].clamp(max=1)
         packed[:, :, : column.shape[2]] |= column << bit
     return packed.permute(1, 2, 0).contiguous()
@@ -116,7 +116,7 @@ def check_masks(masks: Tensor) -> None:
     """Check that a tensor has a dtype and a shape that `pack_masks` accepts. Reads no values.
 
     Raises:
-        TypeError: a complex dtype, or no dense tensor.
+        TypeError: a complex dtype, or not a dense tensor.
         ValueError: wrong rank, or n_masks of 0 or above 16.
     """
     check_dense("masks", masks)
@@ -141,7 +141,7 @@ def binary_masks(masks: Tensor) -> Tensor:
     """Convert masks in any form that `pack_masks` accepts to bool `[n_masks, out_features, in_features]`.
 
     Raises:
-        TypeError: a complex dtype, or no dense tensor.
+        TypeError: a complex dtype, or not a dense tensor.
         ValueError: wrong rank, n_masks of 0 or above 16, or a value other than 0 and 1.
     """
     check_masks(masks)
@@ -164,7 +164,7 @@ def check_layout(packed_masks: Tensor, in_features: int, out_features: int | Non
     """Check that a tensor has the dtype and a shape of packed masks for `in_features` columns. Reads no values.
 
     Raises:
-        TypeError: the dtype is not uint8, or it is no dense tensor.
+        TypeError: the dtype is not uint8, or it is not a dense tensor.
         ValueError: wrong rank, size or number of masks, or `in_features` is negative.
     """
     check_dense("packed_masks", packed_masks)
@@ -189,24 +189,24 @@ def check_layout(packed_masks: Tensor, in_features: int, out_features: int | Non
 def check_packed_masks(packed_masks: Tensor, in_features: int, out_features: int | None = None) -> None:
     """Check that a tensor can be packed masks for `in_features` columns: its dtype, its shape, and its padding.
 
-    No other check is possible. Wrong bits that are not padding are not found, and if `in_features` is a multiple of 8
-    there is no padding: then any bytes of the right shape pass, among them masks that were packed for up to 7 columns
+    No other check is possible: wrong bits outside the padding are not found. If `in_features` is a multiple of 8, there
+    is nothing to check, and any bytes of the right shape pass, among them masks that were packed for up to 7 columns
     fewer. Keep a checksum of files that may be damaged.
 
     Reading the padding synchronises with a GPU. Call this where masks are made or loaded, not at each call.
 
     Args:
-        packed_masks: the tensor to check; the padding of one on `meta` is not read.
+        packed_masks: the tensor to check; the padding of a meta tensor is not read.
         in_features: the number of columns of the masks.
         out_features: the number of their rows; None for any.
 
     Raises:
-        TypeError: the dtype is not uint8, or it is no dense tensor.
+        TypeError: the dtype is not uint8, or it is not a dense tensor.
         ValueError: wrong rank, size or number of masks, a padding bit is set, or `in_features` is negative.
     """
     check_layout(packed_masks, in_features, out_features)
     used = in_features % 8
-    padding = 0xFF & ~((1 << used) - 1)  # `&` and no shift: DTensor's `>>` returns its argument unchanged in torch 2.13
+    padding = 0xFF & ~((1 << used) - 1)  # `&`, not a shift: DTensor's `>>` returns its argument unchanged in torch 2.13
     if used and not packed_masks.is_meta and bool(whole((packed_masks[:, -1, :] & padding).ne(0).sum())):
         raise ValueError(
             f"packed_masks: padding bits past in_features={in_features} are set, must be 0; the tensor is damaged or "

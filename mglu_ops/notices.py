@@ -1,4 +1,4 @@
-"""Notices to the user, which decide nothing: standard error may be closed, full, or a pipe that nobody reads."""
+"""Notices to the user. Writing one never fails, even if standard error is closed, full, or a pipe that nobody reads."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def write(line: str) -> None:
 
 
 def warn(message: str, stacklevel: int) -> None:
-    """Issue a UserWarning, with the `stacklevel` of `warnings.warn`. It is raised where the user made it an error."""
+    """Issue a UserWarning, with the `stacklevel` of `warnings.warn`. The user's filters may make it an error."""
     with contextlib.suppress(OSError, ValueError):
         warnings.warn(message, UserWarning, stacklevel=stacklevel + 1)

@@ -31,20 +31,20 @@ no activation. With dt = G * P, b_i = G * Q_i and D_i = b_i^T x:
 where sum_d is the sum over out_features, and the gradient of the logits is the straight-through one.
 
 **Rounding.** Products of 16-bit types and their sums are float32, and the result is rounded once. A gate or a value may
-be a difference of sums over a whole row, as above. It then has, beside the naive layer's error, one of float32
-roundings of `s = sum_k |x_k W_k|`: at most 2^-17 s for 1024 in_features. In 16 bits this matters where the smaller of
-the two is below about 2^-9 s (float16) or 2^-12 s (bfloat16). `forward` on a CPU sums so small a value by itself.
+be a difference of sums over a whole row, as above. Its error is then the naive layer's plus float32 roundings of `s =
+sum_k |x_k W_k|`: at most 2^-17 s for 1024 in_features. In 16 bits this matters where the smaller of the two is below
+about 2^-9 s (float16) or 2^-12 s (bfloat16). `forward` on a CPU gives such small values a sum of their own.
 
 **Values that are not finite.** In all backends:
 
 - A NaN logit is a 0 of its mask, as `NaN > 0` is False. It does not show in y.
 - If a token of x, a row of W or the route weights of a token hold NaN, the elements of y of that token or row are NaN.
-- If they hold an infinity, these elements are NaN or infinite, or else right: the formula's, in which a gate and a
-  value have no term of a weight that the mask excludes, as in `relu(-inf) * 2 = 0`. Backends may differ in this.
+- If they hold an infinity, these elements are NaN, infinite, or what the formula gives if a gate and a value have no
+  terms for weights that their mask excludes, as in `relu(-inf) * 2 = 0`. Backends may differ in this.
 
-The operators are registered with `torch.library.Library`, because a call then costs a third of one by `@custom_op`.
-No backend and no kernel is named here: `dispatch` chooses them. DTensor's sharding rules are in `sharding`, and
-FLOPs in `flops`.
+The operators are registered with `torch.library.Library`, because a call then costs a third of what it costs with
+`@custom_op`. No backend and no kernel is named here: `dispatch` chooses them. DTensor's sharding rules are in
+`sharding`, and FLOPs in `flops`.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ SCHEMAS = (
 _library_came_first = torch._C._dispatch_has_kernel("mglu::forward")
 _KERNEL_KEYS = (
     *(("CPU", "CUDA") if _library_came_first else ("CompositeExplicitAutograd",)),
-    *("NestedTensorCPU", "NestedTensorCUDA"),  # so that the checks refuse nested tensors in words
+    *("NestedTensorCPU", "NestedTensorCUDA"),  # so that the checks refuse nested tensors with a clear error
 )
 
 # Only this module registers a kernel for autograd.
@@ -159,7 +159,7 @@ def _register_dtensor_rules_once() -> None:
 
 
 def _refuse_jagged(cls: type, op: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Name the jagged tensor, which torch takes to the class of such tensors before any kernel can check it."""
+    """Refuse a jagged tensor by name here, because torch calls its class before any kernel could check it."""
     names = [argument.name for argument in op._schema.arguments]
     for name, value in (*zip(names, args, strict=False), *kwargs.items()):
         if isinstance(value, NestedTensor):
@@ -294,7 +294,7 @@ def _check_backward(call: BackwardArguments) -> None:
     for name in ("logits_dtype", "route_dtype"):
         checks.check_floating(name, getattr(call, name))
     leading, out_features, n_masks = call.x.shape[:-1], call.weight.shape[0], n_masks_of(call.packed_masks)
-    # Partials of a layer with route weights also serve where the gradient of these is not needed.
+    # Partials of a layer with route weights are valid even if the gradient of the route weights is not needed.
     with_routes = _rows_of_partials(n_masks, has_routes=True)
     has_routes = call.route_dtype is not None or same_sizes(call.partials.shape[-2:-1], (with_routes,))
     shapes = {
@@ -314,7 +314,7 @@ def _check_backward(call: BackwardArguments) -> None:
 
 @_kernel("backward")
 def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, weight, mask logits and route_weights; those that are not needed are empty."""
+    """The gradients of x, weight, mask logits and route_weights; gradients that are not needed are empty."""
     key, call = arguments_key(*args), BackwardArguments(*args)
     if not dispatch.is_known(key):
         _check_backward(call)
@@ -383,7 +383,7 @@ class _Layer(torch.autograd.Function):
 
 
 class _LayerBackward(torch.autograd.Function):
-    """`mglu::backward` with a derivative that raises: under `create_graph=True` its results are not constants."""
+    """`mglu::backward` with a derivative that raises: under `create_graph=True`, its results depend on its inputs."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -458,7 +458,7 @@ def _forward_autograd(
     activation: str = "silu",
     route_weights: Tensor | None = None,
 ) -> Tensor:
-    # Asking here first saves a call of a function in decoding, where gradients are off.
+    # Checking here first saves a function call in decoding, where gradients are off.
     if (torch.is_grad_enabled() or forward_ad._current_level >= 0) and _needs_gradient(x, weight, route_weights):
         return _apply(_Layer, x, weight, None, packed_masks, activation, route_weights)[0]
     if keys.raw_repr() in _PLAIN_KEYSETS:
@@ -472,7 +472,7 @@ def _forward_ste_autograd(
     x: Tensor, weight: Tensor, mask_logits: Tensor, activation: str = "silu", route_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     if _needs_gradient(x, weight, mask_logits, route_weights):
-        check_dense("mask_logits", mask_logits)  # `_Layer` takes None for packed masks in place of logits
+        check_dense("mask_logits", mask_logits)  # to `_Layer`, None would mean packed masks
         return _apply(_Layer, x, weight, mask_logits, None, activation, route_weights)[:2]
     with torch._C._AutoDispatchBelowAutograd():
         return forward_ste(x, weight, mask_logits, activation, route_weights)
@@ -487,7 +487,7 @@ def _forward_train_autograd(
     activation: str = "silu",
     route_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The result is differentiable, for a level of functorch above this one; partials are constants."""
+    """The result is differentiable, for functorch levels above this one; the partials are constants."""
     if _needs_gradient(x, weight, route_weights):
         result, _, partials = _apply(_Layer, x, weight, None, packed_masks, activation, route_weights)
         return result, partials

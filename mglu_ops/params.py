@@ -63,8 +63,8 @@ class ModelSizes:
         return self.layers * self.hidden * self.intermediate
 
 
-# The paper gives h, d, heads and layers. Its numbers of weights are those of a quarter as many key and value heads, and
-# of the tied embedding of GPT-2's 50257 tokens.
+# The paper gives h, d, heads and layers. Its numbers of weights imply a quarter as many key and value heads, and a tied
+# embedding of GPT-2's 50257 tokens.
 PAPER = {
     "small": ModelSizes(768, 3072, layers=12, heads=24, kv_heads=6, head_width=32, vocabulary=50257),
     "large": ModelSizes(2048, 8192, layers=16, heads=32, kv_heads=8, head_width=64, vocabulary=50257),
@@ -90,7 +90,7 @@ class Count:
         weights: number of weights.
         mask_bits: number of mask bits.
         storage: bytes of a checkpoint with packed masks.
-        load: bytes that decoding one token reads: every weight once, but of an untied embedding one row.
+        load: bytes that decoding one token reads: every weight once, but only one row of an untied embedding.
         projection_load: bytes of the first projection of one feed-forward layer: `(16 + n_masks) h d` bits for an MGLU
             in 16 bits, the paper's Table 2.
     """
@@ -185,7 +185,7 @@ def _sizes(model: str) -> ModelSizes:
     try:
         config = json.loads(Path(model).read_text())
         if not isinstance(config, dict):
-            raise ValueError(f"got {type(config).__name__}, must be an object of JSON")
+            raise ValueError(f"got {type(config).__name__}, must be a JSON object")
         return sizes_of_config(config)
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise UserError(f"{model}: {error}; must be {', '.join(PAPER)} or a config.json of Transformers") from error

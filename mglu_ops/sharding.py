@@ -8,8 +8,8 @@
 
 For each dimension of the mesh, DTensor takes the row that moves the least data.
 
-Importing this module registers the rules. `ops` does so when DTensor first asks for the shapes of an operator's results
-(`ops._fake`), so that a program without DTensors does not import `torch.distributed.tensor`.
+Importing this module registers the rules. `ops` imports it when DTensor first asks for the shapes of an operator's
+results (`ops._fake`), so that a program without DTensors does not import `torch.distributed.tensor`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import register_sharding
 
 Option = tuple[list[Placement], list[Placement]]
-"""A sharding of an operator: the placements of its results, and those of its tensor arguments."""
+"""A sharding of an operator: the placements of its results and of its tensor arguments."""
 
 _mglu = torch.ops.mglu
 _replicate, _partial = Replicate(), Partial()
@@ -115,8 +115,8 @@ def _if_given(route_weights: Any, placement: Placement) -> list[Placement]:
 def _register(op: Any, rule: Callable[..., list[Option]], first_option: int | None = None) -> None:
     """Register a rule, unless the user has registered one.
 
-    `first_option` is the position of the first argument, apart from the tensors, that the rule or the shape of a result
-    depends on.
+    `first_option` is the position of the first argument other than a tensor on which the rule or a result's shape
+    depends.
     """
     propagator = DTensor._op_dispatcher.sharding_propagator
     if op in propagator.op_strategy_funcs:

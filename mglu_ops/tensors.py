@@ -1,4 +1,4 @@
-"""Checks that every tensor argument of an operator passes before its shape and its dtype are looked at; conversions."""
+"""Checks that every tensor argument of an operator must pass before its shape and dtype are checked; conversions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def check_dense(name: str, tensor: Tensor | None) -> None:
     """Check that an argument is a dense tensor. Reads no values.
 
     Raises:
-        TypeError: it is None, which torch lets through for a tensor, or another object, or a sparse, mkldnn or nested
+        TypeError: it is None (which torch accepts for a tensor) or another object, or a sparse, mkldnn or nested
             tensor.
     """
     if not isinstance(tensor, Tensor):
@@ -25,7 +25,7 @@ def check_dense(name: str, tensor: Tensor | None) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The value of a tensor on all ranks, if it is a DTensor, else the tensor; all ranks must call this."""
+    """The full tensor of a DTensor; any other tensor unchanged. All ranks must call this."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -36,7 +36,7 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 
 def check_memory(**tensors: Tensor | None) -> None:
-    """Check that the storage of each tensor has all its elements; it may have been resized, as FSDP does.
+    """Check that each tensor's storage holds all its elements. A storage may have been resized, as FSDP does.
 
     Call this in a kernel, whose tensors are real. The tensors of a fake kernel have no memory.
 

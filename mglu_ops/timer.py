@@ -1,6 +1,6 @@
 """Timing: the wall clock for the time that a user waits, and CUDA graph replay for the time that the GPU works.
 
-Both measure the variants in turns, so that a busy moment of the machine does not hit one of them only.
+Both measure the variants in turns, so that a busy moment of the machine does not hit only one of them.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def replay(graphs: Sequence[Replayed], rounds: int) -> list[list[float]]:
     order = list(zip(graphs, events, strict=True))
     shuffle = random.Random(0).shuffle
     for i in range(rounds):
-        shuffle(order)  # a graph heats the GPU, and must not always do so for the same next one
+        shuffle(order)  # a graph heats the GPU, so the same graph must not always follow it
         for one, pairs in order:
             start, end = pairs[i]
             for _ in range(one.warmup_replays):

@@ -1,4 +1,4 @@
-"""Words that messages have in common. Importing this module imports no torch."""
+"""Words that messages have in common. Importing this module does not import torch."""
 
 from __future__ import annotations
 

@@ -7,15 +7,15 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic, which the poisoning asks for
-# Compiling the C++ around the kernels takes most of the time of an export, and a test does not need it to be fast.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic, as the poisoning requires
+# Most of an export's time goes into compiling the C++ around the kernels, which need not be fast in a test.
 os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# The helpers assert too. Without this, pytest cannot show the values of an assertion that fails in one of them.
+# Helpers contain assertions. Without this, pytest cannot show the values in a helper's failed assertion.
 pytest.register_assert_rewrite(*(path.stem for path in (Path(__file__).parent / "support").glob("*.py")))
 
 # `ci` tries the same examples on every run, and `quick` (of `make test`) fewer of them. `explore` searches for new

@@ -1,7 +1,7 @@
 """Implementations of `mglu::forward`, over plain tensors and without autograd.
 
 Each backend is an object that supports and prepares calls (`base`). To add one, write its module and enter it below.
-`reference` is the float64 oracle of the tests, and no backend.
+`reference` is the float64 oracle of the tests, not a backend.
 """
 
 from __future__ import annotations

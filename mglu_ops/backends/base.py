@@ -16,20 +16,17 @@ from ..layer_call import LayerCall
 
 
 class PreparedCall(Protocol):
-    """A call with everything settled but its tensors, which may be any of the same description. Thread-safe."""
+    """A call with everything decided except its tensors, which may be any that fit its description. Thread-safe."""
 
     def __call__(self, x: Tensor, weight: Tensor, packed_masks: Tensor, route_weights: Tensor | None) -> Tensor:
         """The result `[..., out_features]` in x's dtype.
 
-        x `[..., in_features]` and route_weights `[..., n_masks]` are of the rank of the call that was described.
+        x `[..., in_features]` and route_weights `[..., n_masks]` have the rank of the call that was described.
         """
 
 
 class PreparedForwardTrain(Protocol):
-    """A forward pass in training with everything settled but its tensors, which may be any of the same description.
-
-    Thread-safe.
-    """
+    """A forward pass in training with everything decided except its tensors; see `PreparedCall`. Thread-safe."""
 
     def __call__(
         self, x: Tensor, weight: Tensor, packed_masks: Tensor, route_weights: Tensor | None
@@ -37,7 +34,7 @@ class PreparedForwardTrain(Protocol):
         """The result, and the partial derivatives that backward needs (`mglu_ops.ops` has the equations).
 
         Args:
-            x: `[tokens, in_features]`, of any strides, as all arguments.
+            x: `[tokens, in_features]`, with any strides, like all arguments.
             weight: `[out_features, in_features]`.
             packed_masks: `[out_features, ceil(in_features / 8), n_masks]`.
             route_weights: `[tokens, n_masks]`, or None.
@@ -51,11 +48,11 @@ class PreparedForwardTrain(Protocol):
 class BackwardArguments(NamedTuple):
     """The arguments of `mglu::backward`, in the order of its schema; none has a default.
 
-    For a backend, `...` in their shapes is one number of tokens.
+    For a backend, `...` in their shapes is a single dimension, the tokens.
     """
 
     grad_output: Tensor
-    """`[..., out_features]` in x's dtype, of any strides, as x and weight; they may be 0."""
+    """`[..., out_features]` in x's dtype. Its strides, like x's and weight's, are arbitrary and may be 0."""
     x: Tensor
     """`[..., in_features]`."""
     weight: Tensor
@@ -73,9 +70,9 @@ class BackwardArguments(NamedTuple):
 
 
 class PreparedBackward(Protocol):
-    """A backward pass with everything settled but its tensors, which may be any of the same description. Thread-safe.
+    """A backward pass with everything decided except its tensors; see `PreparedCall`. Thread-safe.
 
-    The arguments that are no tensors belong to the description.
+    Arguments other than tensors belong to the description.
     """
 
     def __call__(self, arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -83,7 +80,7 @@ class PreparedBackward(Protocol):
 
         Returns:
             Contiguous `[tokens, in_features]`, `[out_features, in_features]`, `[n_masks, out_features, in_features]`
-            and `[tokens, n_masks]`, of which no two share memory. An empty tensor stands for what is not needed.
+            and `[tokens, n_masks]`, each with memory of its own. A gradient that is not needed is an empty tensor.
         """
 
 
@@ -106,7 +103,8 @@ class Backend(ABC):
 
         Args:
             call: the call.
-            launch: how to run it in place of the backend's own choice, for tests and tuning; its type is the backend's.
+            launch: how to run it instead of the backend's own choice, for tests and tuning; the backend defines its
+                type.
         """
 
     def can_pack(self, masks: Tensor) -> bool:
@@ -118,7 +116,7 @@ class Backend(ABC):
         raise NotImplementedError(f"the backend {self.name} does not pack masks")
 
     def can_train_forward(self, call: LayerCall) -> bool:
-        """Whether the backend runs the forward pass in training. Another one can read what it keeps for backward."""
+        """Whether the backend runs the forward pass in training. Any backend can read what it keeps for backward."""
         return False
 
     def can_train_backward(self, call: LayerCall) -> bool:
@@ -126,16 +124,16 @@ class Backend(ABC):
         return False
 
     def prepare_forward_train(self, call: LayerCall) -> PreparedForwardTrain:
-        """Settle everything about a forward pass in training but its tensors.
+        """Decide everything about a forward pass in training except its tensors.
 
         `call.leading` is one number of tokens.
         """
         raise NotImplementedError(f"the backend {self.name} does not train")
 
     def prepare_backward(self, call: LayerCall) -> PreparedBackward:
-        """The same for a backward pass.
+        """Decide everything about a backward pass except its tensors.
 
         The activation and the layout of the route weights in `call` mean nothing; its `route_dtype` is the argument of
-        that name. Whether there were route weights, the size of the partial derivatives tells.
+        that name. The size of the partial derivatives tells whether there were route weights.
         """
         raise NotImplementedError(f"the backend {self.name} does not train")

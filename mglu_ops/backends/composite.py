@@ -1,20 +1,19 @@
 """MGLU as n_masks + 1 library GEMMs, or 2 n_masks: right on every device and dtype, and fast with many tokens.
 
 With F_i = -1 where M_i = 1 and +1 elsewhere, `t = x W^T` and `f_i = x (F_i * W)^T`, `gate_i = (t - f_i) / 2` and
-`value_i = (t + f_i) / 2`. Against `s_i = x (M_i * W)^T`, `value_i = t - s_i` the flip spreads the rounding evenly:
-a value of few weights is not the small difference of two large sums. It is one where x or W has outliers, which the
-bound in `mglu_ops.ops` is about.
+`value_i = (t + f_i) / 2`. Compared with `s_i = x (M_i * W)^T` and `value_i = t - s_i`, flips spread the rounding
+evenly: a value of few weights is not the small difference of two large sums, unless x or W has outliers (see the bound
+in `mglu_ops.ops`).
 
-With one mask both products are taken as they stand (`_both_products`), and so they are for inference on a CPU, where
-they cost up to twice the GEMMs and lose nothing to outliers (float64 has no wider result to protect, and keeps the
-flips). In float32 the sums are no wider than the operands, and the error of a total would enter every gate and value:
-there training on a CPU takes a float64 total (`_smaller_parts`), and a GPU, of which many have no float64 to speak of,
-both products.
+With one mask, gate and value are separate products (`_both_products`). They also are for inference on a CPU, where this
+costs up to twice the GEMMs and loses nothing to outliers; float64 has no wider result to protect, and keeps the flips.
+In float32 the sums are no wider than the operands, and the error of a total would enter every gate and value. There,
+training on a CPU uses a float64 total (`_smaller_parts`), and a GPU, which may be slow in float64, separate products.
 
 The gradients are 2 (n_masks + 1) GEMMs of grad_output times the partial derivatives that training keeps
 (`_gradients`).
 
-On a CPU the kernels of `cpu` run forward, also in training, and their backward pass is for bfloat16 alone.
+On a CPU, the backend `cpu` runs forward, also in training, and backward only in bfloat16.
 
 Masking is a product with 0 and 1, or with 1 and -1: exact, and several times faster than `torch.where` on a CPU. Sums
 are float32 at least; where the library has no 16-bit GEMM with a float32 result, the operands are widened.
@@ -37,15 +36,15 @@ _FEW_TOKENS = 32
 """With fewer tokens than this, a float64 copy of the weight costs more than the products that it saves."""
 
 _MOST_MASKS_OF_NARROW_TOTALS = 4
-"""The most masks whose share of dt is summed in float32 before it is multiplied in float64. To add float32 to float64
-takes a copy for each mask."""
+"""The most masks whose shares of dt are summed in float32 before they are multiplied in float64. A float64 sum would
+copy the share of each mask."""
 
 _FAST_FLOAT64 = {(7, 0), (8, 0), (9, 0), (10, 0)}
 """The compute capabilities of GPUs that multiply float64 about as fast as float32: V100, A100, H100 and B200."""
 
 
 def operand_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of the GEMMs' operands: x's own where the library can return wider sums, else that of the sums."""
+    """The dtype of the GEMMs' operands: x's own where the library can return wider sums, else the sums' dtype."""
     return x.dtype if x.is_cuda else sum_dtype(x.dtype)
 
 
@@ -87,7 +86,7 @@ def _gates_and_values(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield gate_i and value_i `[tokens, out_features]` of each mask, in the dtype of the sums.
 
-    They are in the same memory for every mask. With `apart` each is a product of its own, and no difference.
+    All masks reuse the same memory. With `apart`, both are products, and neither is a difference.
     """
     n_masks, in_features = n_masks_of(packed_masks), weight.shape[1]
     narrow_sums, tokens = x.dtype is torch.float32, x.shape[0]
@@ -122,9 +121,9 @@ def _sign_flips(x: Tensor, weight: Tensor, masks: Iterable[Tensor], gate: Tensor
 
 
 def _smaller_parts(x: Tensor, weight: Tensor, masks: Iterable[Tensor], gate: Tensor, value: Tensor) -> Iterator[None]:
-    """The part of fewer weights is a product, the other is what it leaves of a float64 total.
+    """Compute the gate or the value, whichever has fewer weights, as a product, and the other as the rest of a total.
 
-    Sign flips measured 2 to 4 times the naive layer's error in float32, this 0.4 to 1.2 times.
+    The total is float64. Sign flips measured 2 to 4 times the naive layer's error in float32, this 0.4 to 1.2 times.
     """
     wide = x.double() @ weight.double().t()
     total = wide.float()
@@ -187,7 +186,8 @@ def _forward_train(
 def _chunks(result: Tensor) -> list[slice]:
     """Slices of the tokens of a result, so that temporary tensors of a slice are small.
 
-    They have about 2^20 elements on a CPU, whose caches hold them, and 2^24 on a GPU, which smaller ones leave idle.
+    They have about 2^20 elements on a CPU, whose caches hold them, and 2^24 on a GPU, which smaller ones would leave
+    idle.
     """
     tokens, out_features = result.shape
     step = max(1, (1 << (20 if result.is_cpu else 24)) // max(1, out_features))
@@ -195,13 +195,14 @@ def _chunks(result: Tensor) -> list[slice]:
 
 
 def _gradients(arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, weight and mask logits, by the equations of `mglu_ops.ops`. Those not needed are empty.
+    """The gradients of x, weight and mask logits, by the equations of `mglu_ops.ops`; empty where not needed.
 
     In float32, `dt W + sum_i b_i (F_i * W)` measured up to 5 times the naive layer's error if masks are sparse or
     dense, because its terms nearly cancel. Therefore F_i is split into a number, 1 or -1, and a rest that is zero for
-    most weights, and the numbers go with dt. On a CPU, whose products of dt are float64 (`_backward_total_dtype`), that
-    measured 0.7 to 1.7 times the naive layer's error, and with float32 in their place up to 2.1 times. The same holds
-    for dW. With one mask both products are taken (`_gradients_of_both_products`).
+    most weights, and the terms of the numbers are added to dt. With float64 products of dt, as on a CPU
+    (`_backward_total_dtype`), this measured 0.7 to 1.7 times the naive layer's error, and with float32 products up to
+    2.1 times. The same holds for dW. With one mask, gate and value are separate products
+    (`_gradients_of_both_products`).
     """
     grad_output, x, weight, packed_masks, partials, (needs_x, needs_weight), logits_dtype, _ = arguments
     needs_total, needs_products = needs_x or needs_weight, needs_weight or logits_dtype is not None
@@ -226,7 +227,7 @@ def _gradients(arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor]:
             mask = unpack_one(packed_masks, i, weight.shape[1])
             flips = mask.to(operand).mul_(-2).add_(1)
             if splits:
-                # A number on the device: to read the mask would wait for a GPU.
+                # The number stays on the device, because reading the mask would wait for a GPU.
                 number = torch.where(mask.count_nonzero() <= mask.numel() // 2, 1.0, -1.0)
                 flips.sub_(number)
                 total.addcmul_(b, number)
@@ -248,7 +249,7 @@ def _gradients(arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _rounds_to_tf32(x: Tensor) -> bool:
-    """Whether torch may round the operands of float32 GEMMs to 10 bits, beside which no other error counts."""
+    """Whether float32 GEMMs use TF32, whose error exceeds all others."""
     return x.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
@@ -259,7 +260,7 @@ def _backward_total_dtype(x: Tensor) -> torch.dtype:
 
 
 def _gradients_of_both_products(arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of a layer of one mask as the naive layer computes them, from those of the gate and the value."""
+    """The gradients of a layer with one mask as the naive layer computes them, from the gate's and the value's."""
     grad_output, x, weight, packed_masks, partials, needs, logits_dtype, _ = arguments
     mask = unpack_one(packed_masks, 0, weight.shape[1]).to(weight.dtype)
     of_gate, of_value = (change(partials[:, 0], partials[:, 1]).mul_(grad_output) for change in (torch.sub, torch.add))
@@ -298,7 +299,7 @@ class Composite(Backend):
         def prepared(x: Tensor, weight: Tensor, packed_masks: Tensor, route_weights: Tensor | None) -> Tensor:
             routes = None if route_weights is None else as_rows(route_weights)
             rows = _forward(as_rows(x), weight, packed_masks, activation, routes)
-            # A view would refuse `detach_`, as autograd does not let views be detached in place.
+            # Not a view: autograd does not allow detaching a view in place.
             return torch.ops.aten._unsafe_view(rows, shape)
 
         return prepared

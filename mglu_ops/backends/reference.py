@@ -1,4 +1,4 @@
-"""The oracle: Algorithm 2 of arXiv 2506.23225 as it is written, in float64. Slow and plain, for tests.
+"""The oracle: Algorithm 2 of arXiv 2506.23225 as written, in float64. Slow and plain, for tests.
 
 It is ordinary differentiable PyTorch, so its gradients come from autograd and not from our formulas.
 """

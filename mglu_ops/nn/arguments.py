@@ -71,7 +71,7 @@ def check_weight_and_masks(weight: Tensor, masks: Tensor) -> None:
 
 
 def check_router(router: object, in_features: int, n_masks: int) -> None:
-    """Check a router; of one that is no `nn.Linear`, such as an adapter around it, the sizes are not known."""
+    """Check a router. The sizes of one that is not an `nn.Linear`, such as an adapter around it, are not known."""
     if not isinstance(router, nn.Module):
         raise TypeError(f"router: got {type(router).__name__}, must be an nn.Linear")
     if isinstance(router, nn.Linear) and (router.in_features, router.out_features) != (in_features, n_masks):

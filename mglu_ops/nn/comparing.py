@@ -1,4 +1,4 @@
-"""`freeze(replace=...)` runs each module and what takes its place on the same random x, before anything is replaced."""
+"""The comparison in `freeze(replace=...)`: each module and its replacement are run on the same random x."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..accuracy import ERROR_BUDGET
 from .masked_linear import MaskedLinear
 
 _FACTOR = 4
-"""How many times the error budget of a whole result two results may differ in one element."""
+"""How much one element of two results may differ, as a multiple of the error budget of a whole result."""
 
 _ADVICE = (
     "check that it passes the module's activation, weight and router, and masks as the module makes them: "
@@ -20,14 +20,14 @@ _ADVICE = (
 
 
 def check_same_results(old: nn.Module, new: nn.Module, name: str, stacklevel: int) -> None:
-    """Check that two modules compute the same, in evaluation mode. A warning says so if they cannot be compared.
+    """Check that two modules compute the same in evaluation mode. Warn if they cannot be compared.
 
     x is `[batch, sequence, in_features]` or `[tokens, in_features]`, in the dtype of the first MGLU layer in `new`.
     Modules on the meta device compute no values, and are not compared.
 
     Args:
         old: the module.
-        new: what takes its place.
+        new: its replacement.
         name: what the messages call `old`.
         stacklevel: as in `warnings.warn`, counted from the caller of this function.
 
@@ -56,7 +56,7 @@ def _warn(name: str, reason: str, stacklevel: int) -> None:
 
 @torch.no_grad()
 def _results(old: nn.Module, new: nn.Module, layer: MaskedLinear) -> tuple[Tensor, Tensor]:
-    """The results of both for a random x of three dimensions, or of two if a module does not take that."""
+    """The results of both modules for a random x of three dimensions, or of two if a module does not accept three."""
     x = torch.randn(2, 4, layer.in_features, generator=torch.Generator().manual_seed(0)).to(layer.weight)
     try:
         return _evaluated(old, x), _evaluated(new, x)
@@ -71,7 +71,7 @@ def _evaluated(module: nn.Module, x: Tensor) -> Tensor:
     try:
         result = module(x)
         if not isinstance(result, Tensor):
-            raise TypeError(f"the result is a {type(result).__name__} and no tensor")
+            raise TypeError(f"the result is a {type(result).__name__}, not a tensor")
         return result
     finally:
         for part, mode in modes.items():
@@ -88,7 +88,7 @@ def _compare(expected: Tensor, result: Tensor, name: str) -> None:
     expected, result = (y.flatten(0, -2).double() for y in (expected, result))
     is_same = (result == expected) | (result.isnan() & expected.isnan())
     error = (result - expected).abs().masked_fill(is_same, 0)
-    # Each output feature has a size of its own, and a wrong bit of a mask changes one of them.
+    # Compare each output feature with its own size, because a wrong mask bit changes only one feature.
     finite = expected.nan_to_num(0, 0, 0)
     size = finite.abs().amax(0) + finite.square().mean().sqrt()
     if not bool((is_same | (error <= limit * size)).all()):

@@ -26,10 +26,10 @@ WEIGHTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @torch.no_grad()
 def take_over_glu(layer: MGLU, gate: Tensor, up: Tensor, init: str) -> None:
-    """Make the weight of a layer with learned masks, and for `magnitude` its masks too, of the matrices of a GLU.
+    """Make the weight of a layer with learned masks, and for `magnitude` also its masks, from the matrices of a GLU.
 
-    `mglu_ops.transformers.from_swiglu` says what each `init` does. The other ways leave the masks as they are. The
-    result of the layer is a sum over its masks; what reads it has to be divided by their number.
+    `mglu_ops.transformers.from_swiglu` says what each `init` does. Only `magnitude` changes the masks. The layer's
+    result is a sum over its masks, so the caller must divide the weights that read it by their number.
 
     Args:
         layer: the layer, whose weight is replaced.
@@ -38,7 +38,7 @@ def take_over_glu(layer: MGLU, gate: Tensor, up: Tensor, init: str) -> None:
         init: a key of WEIGHTS.
 
     Raises:
-        ValueError: `init` is no such key.
+        ValueError: `init` is not such a key.
     """
     if init not in WEIGHTS:
         raise ValueError(f"init: got {init!r}, must be one of {', '.join(WEIGHTS)}")
@@ -52,5 +52,5 @@ def _prefer_larger(logits: Tensor, difference: Tensor) -> None:
     """Set logits to `|W_g| - |W_u|`, scaled as logits are, plus noise of that scale in all masks but the first."""
     scaled = difference * (LOGITS_STD / difference.square().mean().sqrt().clamp(min=1e-30))
     logits[1:] += scaled
-    # On ties, the weight is the gate's, as in `_larger`.
+    # On ties, assign the weight to the gate, as `_larger` does.
     logits[0] = torch.where(difference >= 0, scaled.clamp(min=1e-6), scaled)

@@ -1,4 +1,4 @@
-"""Exported programs in which the fused operators are written out, for exporters that know torch's operators alone."""
+"""Writes out the fused operators in an exported program, for exporters that know only torch's operators."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
         program = torch.export.export(mglu_ops.freeze(model).eval(), (x,))
         torch.onnx.export(mglu_ops.nn.decompose(program), f="model.onnx")
 
-    Each layer becomes 2 n_masks products with masked copies of the weight, which are made of the packed masks at each
-    call. That takes more time and memory than the fused operators.
+    Each layer becomes 2 n_masks products with masked copies of the weight, made from the packed masks at each call.
+    This needs more time and memory than the fused operators.
 
     Args:
         program: what `torch.export.export` returned for a model whose masks are fixed, or frozen by `freeze`.
 
     Returns:
-        A program without operators of this package. Its results agree with those of `program` up to rounding.
+        A program without operators of this package. It computes the same as `program` up to rounding.
 
     Raises:
         TypeError: `program` is not an `ExportedProgram`.

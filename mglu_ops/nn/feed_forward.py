@@ -73,7 +73,7 @@ class MGLUFeedForward(nn.Module):
 
 
 class _FixedActivation(MGLUFeedForward):
-    """An `MGLUFeedForward` whose class determines the activation; another one is refused."""
+    """An `MGLUFeedForward` whose class determines the activation; refuses any other one."""
 
     _activation: str
 

@@ -35,47 +35,48 @@ def freeze(model: nn.Module, *, replace: Replacements | None = None) -> nn.Modul
     `NaiveMGLU` stay the same up to the rounding of its dtype, because it now runs the fused operator. A model without
     such modules is returned with a warning.
 
-    No such module is replaced by a new one. Each keeps its identity, and so its position in the model (also as the
-    root, or in several positions), its hooks, training flag and router, its `weight` Parameter (tied weights stay tied)
-    and the parametrizations of the weight. Therefore `freeze` also works on modules inside `torch.compile`, which
-    recompiles at the next call. Parametrizations and pruning of `mask_logits` are evaluated and removed. Modules that
-    share one `mask_logits` share the packed masks. A model that is frozen already is returned unchanged.
+    Modules are changed in place. Each keeps its identity, and therefore its position in the model (also as the root, or
+    in several positions), its hooks, training flag and router, its `weight` Parameter (tied weights stay tied) and the
+    parametrizations of the weight. Therefore `freeze` also works on modules inside `torch.compile`, which recompiles at
+    the next call. Parametrizations and pruning of `mask_logits` are evaluated and removed. Modules that share one
+    `mask_logits` share the packed masks. A model that is frozen already is returned unchanged.
 
     An instance of a subclass keeps its class, which may do more than its base. Its masks are packed; a subclass of
-    `NaiveMGLU` still runs the naive loop then, and a warning says so. So does, without a warning, a `NaiveMGLU` with
-    biases or without masks on gates or values, which no fused operator computes.
+    `NaiveMGLU` still runs the naive loop then, and a warning says so. A `NaiveMGLU` with biases, or without masks on
+    gates or values, also keeps running the naive loop, without a warning: no fused operator computes it.
 
-    Modules of your own have to be replaced, because only you know what they compute:
+    Modules of your own must be replaced, because only you know what they compute:
 
         mglu_ops.freeze(model, replace={
             MyGate: lambda module: mglu_ops.nn.MGLU.from_parameters(module.weight, module.logits, activation="gelu")
         })
 
-    Each instance of `MyGate` gives way to what the function returns, whose masks are then packed. A module in several
+    Each instance of `MyGate` is replaced by what the function returns, whose masks are then packed. A module in several
     positions is replaced by one module, and parameters that the function passes on stay tied. Hooks of the replaced
-    module are lost. Each module and what takes its place are run on the same random x before anything is replaced, and
-    different results are an error. Masks that are not `logits > 0` have to be passed as bool masks, for example those
-    of `sigmoid(logits) > 0.5`, which are 0 where the sigmoid rounds to 0.5.
+    module are lost. Each module and its replacement are run on the same random x before anything is replaced, and
+    different results are an error. Masks that are not `logits > 0` must be passed as bool masks, for example
+    `sigmoid(logits) > 0.5`, which is False where the sigmoid rounds to 0.5.
 
     Without `replace`, a warning names the modules that look like MGLU layers: those that hold a parameter `[n, d, h]`
     with n from 1 to 16, and a parameter `[d, h]`, of their own or of an `nn.Linear` in them.
 
-    Tensor-parallel modules (`mglu_ops.parallel.ColwiseMGLU`) are frozen as they are: each rank packs its rows. All
-    ranks must call `freeze`.
+    Tensor-parallel modules (`mglu_ops.parallel.ColwiseMGLU`) keep their rows: each rank packs its own. All ranks must
+    call `freeze`.
 
-    An optimizer created before `freeze` still holds the logits, which nothing uses any more, and no module can tell:
-    create a new one if training continues.
+    An optimizer created before `freeze` still holds the logits, which nothing uses any more, and `freeze` cannot detect
+    this: create a new one if training continues.
 
     Args:
         model: any module; the root may itself be an `MGLU`, a `NaiveMGLU` or a `torch.compile`d module.
         replace: classes of modules, each with a function that takes an instance and returns the module in its place,
-            mostly an `MGLU` by `MGLU.from_parameters`. Subclasses of a class do not count.
+            usually an `MGLU` made by `MGLU.from_parameters`. Subclasses of a class are not replaced.
 
     Returns:
         `model`, the same object; or what replaces it, if its own class is in `replace`.
 
     Raises:
-        TypeError: `model` is not an `nn.Module`, `replace` is no such mapping, or a function returned no module.
+        TypeError: `model` is not an `nn.Module`, `replace` is not such a mapping, or a function did not return a
+            module.
         ValueError: the logits are sharded by `fully_shard` or offloaded by accelerate, `replace` has a class that the
             model does not contain or a function whose module computes something else, or the module to replace is the
             root of a compiled model.
@@ -97,7 +98,7 @@ def freeze(model: nn.Module, *, replace: Replacements | None = None) -> nn.Modul
 
 
 def _warn_of_what_stays(model: nn.Module, is_replaced: bool) -> None:
-    """Warn of modules that look like MGLU layers, or else of a model that has no such layer at all."""
+    """Warn about modules that look like MGLU layers, or else about a model without any MGLU layer."""
     found = lookalikes(model)
     warn_of_lookalikes("freeze", found, _advice, stacklevel=3)
     if not (found or is_replaced or any(isinstance(module, MaskedLinear) for module in model.modules())):
@@ -118,7 +119,7 @@ def _advice(found: Lookalike) -> str:
 
 
 def _refuse_offloaded(model: nn.Module, replace: Replacements) -> None:
-    """Refuse logits that accelerate has offloaded: the module holds empty tensors until its forward fetches others."""
+    """Refuse logits that accelerate has offloaded: until its forward fetches them, the module holds empty tensors."""
     if not any(hasattr(module, "_hf_hook") for module in model.modules()):
         return
     for name, module in model.named_modules():
@@ -131,7 +132,7 @@ def _refuse_offloaded(model: nn.Module, replace: Replacements) -> None:
 
 
 def _refuse_fully_sharded(model: nn.Module, replace: Replacements) -> None:
-    """Refuse logits that FSDP manages: it has no way to give up a parameter, and would put them back at each call."""
+    """Refuse logits that FSDP manages: FSDP cannot give up a parameter, and would put them back at each call."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return

@@ -1,4 +1,4 @@
-"""Factors of initial weights with which every layer begins with a result as large as that of four masks.
+"""Factors for initial weights, so that every layer's first results are as large as an MGLU's with four masks.
 
 The size of a result is its second moment. Let `t = x W^T` have the variance s, and let the activation be proportional
 to the power p of its argument, on one side of 0 or on both. Its square then has the second moment `k s^p`.
@@ -22,7 +22,7 @@ LINEAR_VARIANCE = 1 / 3
 
 
 def level_gain(n_masks: int, activation: str = "silu", top_k: int | None = None) -> float:
-    """The factor of an initial weight with which the result of an MGLU begins as large as that of four masks.
+    """The factor for the initial weight of an MGLU: its first results become as large as with four masks.
 
     It is `(20 / (n^2 + n))^(1 / (2 p + 2))`, since the result grows with the power p + 1 of W. With a router, each term
     is multiplied by its route r_i, and `n^2 + n` becomes `(sum_i r_i)^2 + sum_i r_i^2`: `1 + 1 / k` for k equal routes.
@@ -37,7 +37,7 @@ def level_gain(n_masks: int, activation: str = "silu", top_k: int | None = None)
 
 
 def glu_level_gain(activation: str = "silu") -> float:
-    """The factor of both initial weights of a `GLU` with which its result begins as large as that of four masks.
+    """The factor for both initial weights of a `GLU`: its first results become as large as an MGLU's with four masks.
 
     Four masks have the second moment `10 k (s / 2)^(p + 1)`, and GLU `k s^(p + 1)`.
     """
@@ -46,7 +46,7 @@ def glu_level_gain(activation: str = "silu") -> float:
 
 
 def lu_level_gain(activation: str = "gelu") -> float:
-    """The factor of the initial weight of an `LU` with which its result begins as large as that of four masks.
+    """The factor for the initial weight of an `LU`: its first results become as large as an MGLU's with four masks.
 
     Four masks have the second moment `10 k (s / 2)^(p + 1)`, and LU `k s^p`, so that the factor depends on s, which is
     taken as LINEAR_VARIANCE.

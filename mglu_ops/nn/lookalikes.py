@@ -1,4 +1,4 @@
-"""Modules of other classes that look like MGLU layers. Each function that acts on MGLU layers alone warns of them."""
+"""Modules of other classes that look like MGLU layers. Functions that act only on MGLU layers warn about them."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Lookalike(NamedTuple):
 def lookalikes(model: nn.Module) -> list[Lookalike]:
     """Find the modules that look like MGLU layers: with a parameter `[n, d, h]` and a parameter `[d, h]`.
 
-    The second may be of an `nn.Linear` in the module. Parameters count too that `torch.nn.utils.parametrize` or `prune`
-    has renamed.
+    The second may belong to an `nn.Linear` in the module. Parameters that `torch.nn.utils.parametrize` or `prune` has
+    renamed also count.
     """
     found = []
     for name, module in model.named_modules():
@@ -60,7 +60,7 @@ def lookalikes(model: nn.Module) -> list[Lookalike]:
 
 
 def _parameters_by_attribute(module: nn.Module) -> dict[str, tuple[str, nn.Parameter]]:
-    """The parameters of a module under the attribute that they are the values of, each with its own name."""
+    """The parameters of a module by the attribute whose value they determine, each with its own name."""
     found: dict[str, tuple[str, nn.Parameter]] = {}
     for name, parameter in module.named_parameters(recurse=False):
         if is_lazy(parameter):
@@ -83,7 +83,7 @@ def warn_of_lookalikes(
     Args:
         caller: the function that the user called, which begins the message.
         found: the modules.
-        consequence: what their being unknown means, and what to do about it, of the first module of a class.
+        consequence: what happens because such a module is unknown, and what to do; takes the first module of a class.
         stacklevel: as in `warnings.warn`, counted from the caller of this function.
     """
     of_class: dict[type[nn.Module], list[Lookalike]] = {}
@@ -94,7 +94,7 @@ def warn_of_lookalikes(
         where = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         notices.warn(
             f"{caller}: {where}: a {cls.__qualname__} looks like an MGLU layer ({first.weight} [d, h], "
-            f"{first.logits} [n, d, h]) but is no module of mglu_ops, so {consequence(first)}",
+            f"{first.logits} [n, d, h]) but is not a module of mglu_ops, so {consequence(first)}",
             stacklevel=stacklevel + 1,
         )
 

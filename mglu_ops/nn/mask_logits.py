@@ -1,4 +1,4 @@
-"""Finding the mask logits of a model: those of this package's modules by class, those of other modules by name."""
+"""Finds the mask logits of a model: by class in this package's modules, by name in other modules."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def parameters_with_owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, n
 def logits_of_modules(model: nn.Module) -> dict[nn.Parameter, MaskedLinear]:
     """The mask logits of every `MGLU` and `NaiveMGLU`, each with its layer.
 
-    Logits that a parametrization or `torch.nn.utils.prune` computes are given by the parameters that they are computed
+    If a parametrization or `torch.nn.utils.prune` computes logits, the result has the parameters that they are computed
     from.
     """
     return {
@@ -52,9 +52,9 @@ def _parameters_of_logits(module: MaskedLinear) -> Iterator[nn.Parameter]:
 
 
 def value_now(owner: nn.Module, name: str) -> Tensor:
-    """The tensor that a module computes with, of the parameter or attribute `name` that holds it or its source.
+    """The tensor that a module computes with, where `name` is the parameter or attribute that holds it or its source.
 
-    With `torch.nn.utils.prune`, the attribute has the value of the last forward pass, and the parameter the latest.
+    With `torch.nn.utils.prune`, the attribute is as old as the last forward pass; the value is computed anew.
     """
     if isinstance(owner, parametrize.ParametrizationList):
         return owner()

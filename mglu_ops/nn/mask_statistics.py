@@ -67,7 +67,7 @@ def mask_agreement(packed_masks: Tensor, in_features: int) -> Tensor:
 
 
 def flip_ratio(before: Tensor, packed_masks: Tensor, in_features: int) -> Tensor:
-    """The fraction of bits in which each mask differs from an earlier state of it.
+    """The fraction of bits in which each mask differs from its earlier state.
 
     Args:
         before: the earlier masks, in the format and the shape of `packed_masks`.
@@ -111,13 +111,13 @@ class MaskStatistics:
     | `LAYER/nan` | logits that are NaN. They count as 0 in every mask, so that the loss need not show them |
 
     LAYER is the name of the module in the model, without the `_orig_mod` of `torch.compile`, or the name of the
-    parameter if `mask_logits` selected it; it is left out if the model itself is the layer. I counts from 0. Layers
-    with fixed masks are included, and have no flips and no NaN. The keys are the same at every call.
+    parameter if `mask_logits` selected it; if the model itself is the layer, keys begin without it. I counts from 0.
+    Layers with fixed masks are included, and have no flips and no NaN. The keys are the same at every call.
 
     The object keeps the packed masks of the last call: n_masks bits for each weight, on the device of the model. A call
-    reads all logits twice, which is little beside a training step, and then waits for the device once for each layer.
-    With sharded parameters (`fully_shard`, tensor parallelism) the construction and every call are collective: all
-    ranks must make them.
+    reads all logits twice, which takes little time compared with a training step, and then waits for the device once
+    for each layer. With sharded parameters (`fully_shard`, tensor parallelism) the construction and every call are
+    collective: all ranks must make them.
 
     Args:
         model: a module that has an `MGLU` or a `NaiveMGLU` anywhere inside, or is one.

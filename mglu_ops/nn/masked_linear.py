@@ -28,7 +28,7 @@ class MaskedLinear(nn.Module):
     n_masks: int
     activation: str
     top_k: int | None
-    weight_init: str = "paper"  # also of a module that an earlier version pickled
+    weight_init: str = "paper"  # also for modules that an earlier version pickled
     """How the weights were drawn, by this module or by the one whose state dict it has loaded."""
     weight: nn.Parameter
     mask_logits: nn.Parameter | None
@@ -116,15 +116,15 @@ class MaskedLinear(nn.Module):
             nn.init.normal_(self.mask_logits, std=LOGITS_STD)
 
     def check_input(self, x: Tensor) -> None:
-        """Check x against this module before anything else does, whose words would blame the weight for x.
+        """Check x against this module first: the errors of later checks would blame the weight for a wrong x.
 
         Raises:
             TypeError: x is not a tensor, or has another dtype than the weight, without autocast.
             ValueError: x is on another device than the weight, or its last size is not in_features.
         """
-        if not isinstance(x, Tensor):  # torch's own words would hold all values of a list or an array
+        if not isinstance(x, Tensor):  # torch's own message would contain all values of a list or an array
             raise TypeError(f"x: got {'None' if x is None else type(x).__name__}, must be a tensor")
-        weight = self._parameters.get("weight")  # None if it is parametrized: computing it takes time
+        weight = self._parameters.get("weight")  # None if it is parametrized, because computing it takes time
         if weight is not None:
             if x.device != weight.device:
                 raise ValueError(f"x: got device {x.device}, must be the module's device {weight.device}")
@@ -149,7 +149,7 @@ class MaskedLinear(nn.Module):
         )
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Save `weight_init` too, as metadata beside torch's version number, so that no file has another tensor."""
+        """Save `weight_init` too, as metadata beside torch's version number and not as another tensor."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         metadata = getattr(destination, "_metadata", None)
         if metadata is not None:
@@ -215,7 +215,7 @@ def check_masks_of(module: MaskedLinear, packed_masks: object, out_features: int
     """Check that a value can be the packed masks of a module with that many rows; the message calls it `name`.
 
     Raises:
-        TypeError: it is no uint8 tensor.
+        TypeError: it is not a uint8 tensor.
         ValueError: it has another shape than the module's masks, or its padding is not 0.
     """
     if not isinstance(packed_masks, Tensor):
@@ -233,6 +233,6 @@ def check_masks_of(module: MaskedLinear, packed_masks: object, out_features: int
 def top_k_routes(logits: Tensor, top_k: int) -> Tensor:
     """The softmax over the `top_k` largest router logits `[..., n_masks]` of a token, and 0 for the other masks."""
     kept = torch.zeros_like(logits).scatter(-1, logits.detach().topk(top_k, dim=-1).indices, 1.0)
-    # The gradient goes through no `topk` and no `scatter`, which DTensor of torch 2.11 cannot differentiate. Under
+    # `logits` is detached before `topk` and `scatter`, which DTensor cannot differentiate in torch 2.11. Under
     # autocast, softmax returns float32; the projections have the dtype of the router's result.
     return logits.masked_fill(kept == 0, -math.inf).softmax(-1).to(logits.dtype)

@@ -27,10 +27,10 @@ class MGLU(MaskedLinear):
     token keeps its `top_k` largest router logits: `route = softmax(top_k(x R^T))`, and 0 for the other masks. Without
     `top_k`, every route is 1.
 
-    The `state_dict` holds `weight`, either `mask_logits` or `packed_masks`, and `router.weight` if there is a router;
-    that of `NaiveMGLU` is the same. Packed masks are refused if their dtype, shape or padding is wrong: by
-    `load_state_dict` (also with `strict=False` or `assign=True`), and for all other loaders when the layer first uses
-    them, or by `mglu_ops.nn.check_masks`. Other wrong bits cannot be found (`mglu_ops.check_packed_masks`).
+    The `state_dict` holds `weight`, either `mask_logits` or `packed_masks`, and `router.weight` if there is a router,
+    as for `NaiveMGLU`. Packed masks are refused if their dtype, shape or padding is wrong: by `load_state_dict` (also
+    with `strict=False` or `assign=True`), and for all other loaders when the layer first uses them, or by
+    `mglu_ops.nn.check_masks`. Other wrong bits cannot be found (`mglu_ops.check_packed_masks`).
 
     Args:
         in_features: last size of x, at least 1.
@@ -41,13 +41,13 @@ class MGLU(MaskedLinear):
         top_k: number of masks that a token keeps, 1 to n_masks; None for no router.
         weight_init: `paper` draws the weight as `nn.Linear` does (Algorithm 2). `leveled`, which we recommend with any
             other number of masks than 4, multiplies it by `(20 / (n_masks^2 + n_masks))^(1/4)`, so that the sum over
-            the masks begins as large as that of four (mglu_ops/nn/README.md). With a router the factor is
-            `(20 / (1 + 1 / top_k))^(1/4)`. The exponent is 1/2 with `sigmoid`, and 1/6 with `relu_squared`.
+            the masks begins as large as with four masks (mglu_ops/nn/README.md). With a router the factor is `(20 / (1
+            + 1 / top_k))^(1/4)`. The exponent is 1/2 with `sigmoid`, and 1/6 with `relu_squared`.
         save_activations: whether a forward pass with gradients keeps n_masks + 1 tensors of the result's size and dtype
             (2 n_masks + 1 with a router) for the backward pass. If False, it keeps only x, which the model mostly holds
             anyway, and backward runs forward once more: n_masks + 1 matrix products beside the 3 (n_masks + 1) of a
             training step. The gradients are the same bit for bit. Only this layer's operator is recomputed, and not
-            the router. It is an attribute too, which may be changed at any time.
+            the router. The attribute of this name may be changed at any time.
         device: device of parameters and buffers; on `meta`, call `to_empty` and `reset_parameters` before use.
         dtype: dtype of weight, mask_logits and router: float16, bfloat16, float32 or float64.
 
@@ -61,7 +61,7 @@ class MGLU(MaskedLinear):
         ValueError: an argument is out of range or of another type.
     """
 
-    save_activations: bool = True  # also of a NaiveMGLU that `freeze` turned into an MGLU
+    save_activations: bool = True  # also for a NaiveMGLU that `freeze` turned into an MGLU
 
     def __init__(
         self,
@@ -102,25 +102,25 @@ class MGLU(MaskedLinear):
         top_k: int | None = None,
         save_activations: bool = True,
     ) -> Self:
-        """Make a layer of tensors that exist, such as those of a module of your own.
+        """Make a layer from existing tensors, such as the parameters of a module of your own.
 
-        Parameters are taken and not copied, so that tied weights stay tied; a tensor that is no Parameter becomes one
+        Parameters are used without a copy, so that tied weights stay tied. A tensor that is not a Parameter becomes one
         that shares its memory.
 
         Args:
             weight: `[out_features, in_features]`, float16, bfloat16, float32 or float64.
             masks: `[n_masks, out_features, in_features]`, or `[out_features, in_features]` for one mask. Floating
-                values are logits with `M = logits > 0`, which can be trained; subtract another threshold before. Bool
-                masks are fixed, and are packed.
+                values are logits with `M = logits > 0`, which can be trained; subtract a threshold other than 0 first.
+                Bool masks are fixed, and are packed.
             activation: as in `MGLU`; it acts on the half of the weight where a mask is 1.
             router: `nn.Linear(in_features, n_masks)` with or without bias, for `top_k`.
             top_k: as in `MGLU`.
             save_activations: as in `MGLU`.
 
         Raises:
-            TypeError: a tensor has another dtype, or `router` is no module.
-            ValueError: a tensor or `router` has another shape, `top_k` is without `router` or the other way round, or
-                another argument is out of range.
+            TypeError: a tensor has another dtype, or `router` is not a module.
+            ValueError: a tensor or `router` has another shape, only one of `top_k` and `router` is given, or another
+                argument is out of range.
         """
         check_weight_and_masks(weight, masks)
         if (router is None) != (top_k is None):

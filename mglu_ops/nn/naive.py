@@ -19,7 +19,7 @@ class NaiveMGLU(MaskedLinear):
 
         y = sum_i route_i(x) * act(x (M_i * W)^T + b_g) * (x ((1 - M_i) * W)^T + b_v),   i = 1 .. n_masks
 
-    Constructor and `state_dict` are those of `MGLU`, with options for what no fused operator computes. The layer serves
+    Constructor and `state_dict` are like `MGLU`'s, with options for what no fused operator computes. The layer serves
     as a baseline and as a spelling that the fusion pass recognises, so nothing in it is tuned. `mglu_ops.freeze` turns
     it into an `MGLU`, or packs its masks if an option below keeps it from being one.
 

@@ -36,29 +36,28 @@ def parameter_groups(
     | `mask_logits` | the logits of masks | `mask_lr`; by default `lr`, or `0.3 * lr` of leveled layers | 0 |
 
     A mask is `M = logits > 0`, so only the sign of a logit counts. Weight decay moves every logit towards 0, where the
-    next small gradient flips its bit; that is noise and no regularisation. The learning rate decides how often bits
+    next small gradient flips its bit; that is noise, not regularisation. The learning rate decides how often bits
     flip: Adam moves a logit by about its learning rate at each step, however small the gradient is, and logits start
     within about 0.01 of 0. With the rate of the weights, say 1e-3, ten steps flip a typical bit.
 
     The default goes with the initial weights, because our training runs (benchmarks/learning) changed both together:
     layers with `weight_init="paper"` train their masks at the weights' rate, as in the paper, and layers
     with `weight_init="leveled"` at 0.3 times that rate. One mask with the paper's weights was worse at the smaller
-    rate. A model with layers of both kinds gets two groups of the name `mask_logits`, and a warning.
+    rate. A model with layers of both kinds gets two groups named `mask_logits`, and a warning.
 
-    The logits of `MGLU` and `NaiveMGLU`, and of their subclasses, are recognised by the class of the module. Those of
+    The logits of `MGLU` and `NaiveMGLU`, and of their subclasses, are recognised by the class of the module. Logits of
     your own modules are not, whatever they are called: name them in `mask_logits`. A warning names modules that look
-    like MGLU layers and whose logits are not named. Logits of your own train at the paper's rate, unless their module
-    has an attribute `weight_init` with another value. A parameter that several modules
-    share is in one group, which is that of logits if any of its uses is, and otherwise `no_decay` if any of its uses
-    is. Parameters with `requires_grad=False` are left out, and so is a group without parameters. The order of groups
-    and parameters is always the same.
+    like MGLU layers and whose logits are not named. Named logits train at the paper's rate, unless their module has the
+    attribute `weight_init = "leveled"`. A parameter that several modules share is in one group: `mask_logits` if any of
+    its uses belongs there, else `no_decay` if any does. Parameters with `requires_grad=False` are skipped, and there
+    are no empty groups. The order of groups and parameters is always the same.
 
-    The groups serve every optimizer of torch, also with `fused=True`, and models in `torch.compile`,
+    The groups work with every optimizer of torch, also with `fused=True`, and models in `torch.compile`,
     `DistributedDataParallel` and `fully_shard` (call it after `fully_shard`, as an optimizer requires).
 
     In pure bfloat16 training, keep the logits in float32, which `MGLU` accepts:
-    `layer.mask_logits.data = layer.mask_logits.data.float()`. A bfloat16 number does not change if less than 1/512 of
-    it is added, so that at `mask_lr=3e-5` a logit above 0.015 does not move any more. Autocast needs no such care.
+    `layer.mask_logits.data = layer.mask_logits.data.float()`. Adding less than 1/512 of a bfloat16 number does not
+    change it, so that at `mask_lr=3e-5` a logit above 0.015 no longer moves. Autocast needs no such care.
 
     Args:
         model: any module.
@@ -70,14 +69,14 @@ def parameter_groups(
             no `_orig_mod`, which `torch.compile` inserts.
 
     Returns:
-        One dict for each group with `params`, `lr`, `weight_decay` and `name`, which is one of the table. Pass the list
-        to the optimizer, and find groups by their name in `optimizer.param_groups`.
+        One dict for each group with `params`, `lr`, `weight_decay` and `name`, as in the table. Pass the list to the
+        optimizer, and find groups by their name in `optimizer.param_groups`.
 
     Raises:
-        TypeError: `model` is not an `nn.Module`, a number is not a number, or `mask_logits` is not as above.
-        ValueError: a number is negative or not finite, a name in `mask_logits` fits no parameter, a parameter has no
-            shape yet (lazy modules), a module is a `FullyShardedDataParallel` (which flattens parameters, so that
-            norms and weights look alike), or there is no parameter to train.
+        TypeError: `model` is not an `nn.Module`, a rate or the decay is not a number, or `mask_logits` is not as above.
+        ValueError: a rate or the decay is negative or not finite, a name in `mask_logits` fits no parameter, a
+            parameter has no shape yet (lazy modules), a module is a `FullyShardedDataParallel` (which flattens
+            parameters, so that norms and weights look alike), or there is no parameter to train.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, must be a torch.nn.Module")

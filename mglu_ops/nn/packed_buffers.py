@@ -21,9 +21,10 @@ def check_masks(model: nn.Module) -> None:
 
     A module makes the same check when it first uses a tensor of masks, but it cannot do so where values cannot be read:
     in a graph that `torch.compile` or `torch.export` traces, and while a CUDA graph is captured. Call this function
-    before. It synchronises with a GPU once for each layer whose `in_features` is no multiple of 8.
+    before that. It synchronises with a GPU once for each layer whose `in_features` is not a multiple of 8.
 
-    The check is that of `mglu_ops.check_packed_masks`, which says what it cannot find, and `n_masks` of the module.
+    This runs `mglu_ops.check_packed_masks`, which documents what it cannot find, and compares `n_masks` with the
+    module's.
 
     Args:
         model: any module; one without such layers, or whose masks are learned, passes.
@@ -41,14 +42,14 @@ def check_masks(model: nn.Module) -> None:
 
 
 # The tensors of masks that were checked, by their identity and the in_features and n_masks that they were checked for.
-# This is no attribute of a module or of a tensor, so that copies and unpickled modules are checked anew.
+# They are not attributes of modules or tensors, so that copies and unpickled modules are checked again.
 _checked: WeakValueDictionary[tuple[int, int, int], Tensor] = WeakValueDictionary()
 
 
 def check_masks_in_use(module: MaskedLinear, packed_masks: Tensor) -> None:
-    """Check the packed masks that a module uses now, once for each tensor; n_masks also where values cannot be read.
+    """Check the packed masks that a module uses now, once for each tensor; where values cannot be read, only n_masks.
 
-    The operators check dtype and shape at each call. What is written into a tensor after its first use is not seen.
+    The operators check dtype and shape at each call. Writes into a tensor after its first use are not noticed.
 
     Raises:
         TypeError, ValueError: as in `check_masks_of`.
@@ -71,7 +72,7 @@ def check_masks_in_use(module: MaskedLinear, packed_masks: Tensor) -> None:
 def _is_readable(tensor: Tensor) -> bool:
     """Whether Python may read values now: no tracing, no transform, no capture of a GPU, and no tensor subclass.
 
-    A DTensor may be read, which all its ranks do: they use the layer together, and raise the same error.
+    A DTensor may be read: its ranks use the layer together, so all of them read it and raise the same error.
     """
     dtensor = sys.modules.get("torch.distributed.tensor")
     return (

@@ -1,4 +1,4 @@
-"""The part of `freeze` that replaces modules of other classes, after comparing each with what takes its place."""
+"""The part of `freeze` that replaces modules of other classes, after comparing each with its replacement."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def replace_modules(model: nn.Module, replace: Replacements, stacklevel: int) ->
         `model`, or what replaces it if it is of one of the classes itself.
 
     Raises:
-        TypeError: `replace` is not such a mapping, or a function returned no module.
+        TypeError: `replace` is not such a mapping, or a function did not return a module.
         ValueError: a class occurs nowhere in the model, the module is the root of a compiled model, or what a function
             returned computes something else than the module.
     """

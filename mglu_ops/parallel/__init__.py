@@ -1,4 +1,4 @@
-"""MGLU layers on several GPUs, by the means of torch: DTensor, `parallelize_module`, `fully_shard` and DCP.
+"""MGLU layers on several GPUs, with torch's own tools: DTensor, `parallelize_module`, `fully_shard` and DCP.
 
 The page beside this file shows each of them. Importing this package imports `torch.distributed.tensor`.
 """
@@ -14,8 +14,8 @@ def register_transformers_style() -> None:
 
         tp_plan = {"layers.*.mlp.mglu": "mglu_colwise", "layers.*.mlp.down_proj": "rowwise"}
 
-    `from_pretrained` then gives each rank its rows of the weight and of the logits or packed masks. There is no need to
-    call this function beside `import mglu_ops.transformers`, which calls it.
+    `from_pretrained` then gives each rank its rows of the weight and of the logits or packed masks. `import
+    mglu_ops.transformers` calls this function.
 
     Raises:
         ImportError: transformers 5.17 or later is not installed.

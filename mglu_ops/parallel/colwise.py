@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from ..nn.masked_linear import MaskedLinear
 
 ROWS = {"weight": Shard(0), "mask_logits": Shard(1), "packed_masks": Shard(0)}
-"""The placement that divides the rows, which are out_features, of each tensor of a layer."""
+"""The placement that divides each tensor of a layer by rows, which are out_features."""
 
 
 class ColwiseMGLU(ColwiseParallel):
@@ -28,7 +28,7 @@ class ColwiseMGLU(ColwiseParallel):
 
     Args:
         input_layouts: placement of x `[..., in_features]`: replicated by default; `Shard(1)` if each rank has a part
-            of the sequence of x `[batch, sequence, in_features]`, which is gathered then.
+            of the sequence of x `[batch, sequence, in_features]`, which is then gathered.
         output_layouts: placement of the result `[..., out_features]`; by default `Shard(-1)`, a part of out_features
             on each rank.
         use_local_output: whether the result is the local part, a plain tensor, or a DTensor.
@@ -55,7 +55,7 @@ class ColwiseMGLU(ColwiseParallel):
 
 
 def check_divisible(module: MaskedLinear, mesh: DeviceMesh) -> None:
-    """Check that every rank gets as many rows.
+    """Check that every rank gets the same number of rows.
 
     Raises:
         ValueError: the number of ranks does not divide out_features.
@@ -74,7 +74,7 @@ def _partition(src_data_rank: int | None, name: str, module: nn.Module, mesh: De
 
 
 def place(module: nn.Module, name: str, placement: Placement, mesh: DeviceMesh, src_data_rank: int | None) -> None:
-    """Replace a parameter or a buffer by a DTensor, unless it is one, or None.
+    """Replace a parameter or a buffer by a DTensor, unless it is one already, or None.
 
     Args:
         module: the module that holds the tensor.

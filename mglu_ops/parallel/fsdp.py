@@ -1,4 +1,4 @@
-"""FSDP2: how the logits of masks are divided over the ranks."""
+"""Divides mask logits over the ranks of FSDP2."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def shard_placement_fn(model: nn.Module, *, mask_logits: Selection = ()) -> Call
             fully_shard(block, shard_placement_fn=placement)
         fully_shard(model, shard_placement_fn=placement)
 
-    `fully_shard` divides every parameter along its first dimension. In logits `[n_masks, out_features, in_features]`
-    that is the masks, so that with one mask the first rank holds all logits and their optimizer state. This function
-    lets logits be divided along out_features, as the weight is.
+    `fully_shard` divides every parameter along its first dimension. For logits `[n_masks, out_features, in_features]`,
+    this is the dimension of masks: with one mask, the first rank holds all logits and their optimizer state. With this
+    function, logits are divided along out_features, as the weight is.
 
-    FSDP divides a dimension other than the first only into equal parts: the number of ranks must divide out_features,
-    and its error names the sizes if it does not.
+    FSDP divides a dimension other than the first only into equal parts: if the number of ranks does not divide
+    out_features, FSDP raises an error that names the sizes.
 
     Args:
         model: the model; the logits of `MGLU` and `NaiveMGLU` are found by their class. A warning names modules that

@@ -34,5 +34,5 @@ class TransformersColwiseMGLU(ColwiseParallel):
 
 
 def register() -> None:
-    """Register the style, which a second call does again without harm."""
+    """Register the style; a second call does no harm."""
     ALL_PARALLEL_STYLES.register(NAME, TransformersColwiseMGLU())

@@ -1,4 +1,4 @@
-"""Adapters of PEFT: which layers of a model they train, and which they pass by."""
+"""Adapters of PEFT: which layers of a model they train, and which they miss."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def warn_of_untrained_weights(model: nn.Module) -> None:
     if any(not isinstance(layer.down_proj, nn.Linear) and isinstance(layer.mglu, MGLU) for layer in layers):
         notices.warn(
             "peft: the adapter trains down_proj of the MGLU layers, but not their weight, which replaces gate_proj and "
-            'up_proj and is no linear layer; add target_parameters=["mglu.weight"] to the configuration of the adapter',
+            'up_proj and is not a linear layer; add target_parameters=["mglu.weight"] to the adapter configuration',
             stacklevel=2,
         )

@@ -1,4 +1,4 @@
-"""Configurations: those of Llama, Qwen3 and Mistral, with the keys of an MGLU feed-forward layer."""
+"""Configurations of Llama, Qwen3 and Mistral with the keys of an MGLU feed-forward layer."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ ACTIVATIONS = {
     "linear": "identity",
     "relu2": "relu_squared",
 }
-"""What `mglu_ops` calls an activation of Transformers (`hidden_act`)."""
+"""The activations of Transformers (`hidden_act`), each with its name in `mglu_ops`."""
 
 
 @dataclass(kw_only=True, repr=False)
 class MGLUConfigMixin:
-    """The keys that an MGLU model has beside those of the configuration that it is derived from.
+    """The keys that an MGLU configuration adds to its base.
 
     Attributes:
         n_masks: number of masks of each feed-forward layer, 1 to 16.
@@ -37,9 +37,9 @@ class MGLUConfigMixin:
             `top_k` for an option of `generate`.)
         learnable_masks: True for masks that are learned, as logits; False for packed masks, one bit a weight.
         router_aux_loss_coef: factor of the load-balancing loss, which is added to the loss in training; 0 for none.
-        weight_init: how new weights of MGLU layers are drawn: `paper` as Transformers draws those of linear layers,
-            `leveled` with the factor of `mglu_ops.nn.MGLU`.
-        needs_import: the module that registers the `model_type`, for those who read the file. Nothing reads it here.
+        weight_init: how new weights of MGLU layers are drawn: `paper` as Transformers draws linear layers, `leveled`
+            with the factor of `mglu_ops.nn.MGLU`.
+        needs_import: the module that registers the `model_type`, for people who read the file; no code reads it.
     """
 
     n_masks: int = 1
@@ -53,7 +53,7 @@ class MGLUConfigMixin:
         """Check the keys of this class, and that the others fit an MGLU; `strict` calls this after `__init__`.
 
         Raises:
-            ValueError: a value is out of range, or there is a bias, which MGLU has not.
+            ValueError: a value is out of range, or there is a bias, which MGLU does not have.
         """
         check_flag("learnable_masks", self.learnable_masks)
         check_weight_init(self.weight_init)
@@ -65,7 +65,7 @@ def check_mask_keys(n_masks: object, mask_top_k: object, router_aux_loss_coef: o
     """Check the values of these keys of a configuration.
 
     Raises:
-        ValueError: a value is out of range, or the load-balancing loss is without a router.
+        ValueError: a value is out of range, or there is a load-balancing loss but no router.
     """
     check_masks(n_masks, True, None)
     if mask_top_k is not None and not (type(mask_top_k) is int and 1 <= mask_top_k <= n_masks):  # type: ignore[operator]
@@ -81,7 +81,7 @@ def check_feed_forward(config: Any) -> None:
     """Check that the feed-forward layers of a configuration can be MGLU layers.
 
     Raises:
-        ValueError: they have biases, another activation than those of `mglu_ops`, or differ from layer to layer.
+        ValueError: they have biases, an activation that `mglu_ops` does not know, or differ from layer to layer.
     """
     if config.hidden_act not in ACTIVATIONS:
         raise ValueError(f"hidden_act: got {config.hidden_act!r}, must be one of {', '.join(ACTIVATIONS)}")

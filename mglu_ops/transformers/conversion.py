@@ -26,10 +26,10 @@ def from_swiglu(
     mask_top_k: int | None = None,
     router_aux_loss_coef: float = 0.0,
 ) -> Any:
-    """Make an MGLU model from a Llama, Qwen3 or Mistral model: **a start for training, and no equivalent model**.
+    """Make an MGLU model from a Llama, Qwen3 or Mistral model: **a start for training, not an equivalent model**.
 
     One matrix and masks cannot hold what two matrices hold, so that the result predicts badly at first. Train it
-    further, or distil it from `model`, which stays as it is and shares no tensor with the result
+    further, or distil it from `model`, which is not changed and shares no tensor with the result
     (`examples/distill_from_swiglu.py`).
 
     Each layer's gate and up matrices, `W_g` and `W_u`, become one weight W:
@@ -41,11 +41,12 @@ def from_swiglu(
     | `gate` | `W_g` | random |
     | `up` | `W_u` | random |
 
-    With one mask, `magnitude` is the choice of W and M with the least `|W_g - M * W|^2 + |W_u - (1 - M) * W|^2`. More
-    masks differ from the first where the two magnitudes are close, because equal masks would stay equal in training.
-    The result of MGLU is a sum over the masks; without a router, the down projection is therefore divided by `n_masks`.
+    With one mask, `magnitude` is the choice of W and M with the least `|W_g - M * W|^2 + |W_u - (1 - M) * W|^2`.
+    Further masks differ from the first where the two magnitudes are close, because equal masks would stay equal in
+    training. The result of MGLU is a sum over the masks; without a router, the down projection is therefore divided by
+    `n_masks`.
 
-    All else is taken over: embeddings (tied ones stay tied), attention, norms, the configuration, the generation
+    Everything else is copied: embeddings (tied ones stay tied), attention, norms, the configuration, the generation
     configuration, device, dtype, and whether the model is in training mode. Masks are learned, and in float32.
 
     Args:
@@ -56,7 +57,7 @@ def from_swiglu(
         router_aux_loss_coef: factor of the load-balancing loss.
 
     Returns:
-        The model of the MGLU class that belongs to that of `model`.
+        A model of the MGLU class that corresponds to the class of `model`.
 
     Raises:
         TypeError: `model` is of another class, or a projection of its feed-forward layers is not an `nn.Linear`.
@@ -116,7 +117,7 @@ def _device_of(model: PreTrainedModel) -> torch.device:
 
 
 def _take_over(model: PreTrainedModel, result: Any) -> None:
-    """Give `result` copies of all tensors of `model` but those of its feed-forward layers, and its settings."""
+    """Copy the settings of `model` to `result`, and all its tensors outside of feed-forward layers."""
     state = {key: value.clone() for key, value in model.state_dict().items() if ".mlp." not in key}
     missing, unexpected = result.load_state_dict(state, strict=False, assign=True)
     assert not unexpected, unexpected

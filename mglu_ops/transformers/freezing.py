@@ -13,13 +13,13 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 def freeze(model: ModelT) -> ModelT:
-    """Pack the learned masks of a model for inference, in place, and let its configuration say so.
+    """Pack the learned masks of a model for inference, in place, and update its configuration.
 
-    `save_pretrained` then writes one bit for each weight and mask, and `from_pretrained`, also that of
+    `save_pretrained` then writes one bit for each weight and mask, and `from_pretrained`, also of
     `AutoModelForCausalLM`, loads the same model. See `mglu_ops.freeze` for what happens to the modules.
 
     Args:
-        model: a model of `mglu_ops.transformers`, which may be compiled. Merge an adapter of PEFT before, with
+        model: a model of `mglu_ops.transformers`, which may be compiled. Merge an adapter of PEFT first, with
             `merge_and_unload()`.
 
     Returns:

@@ -28,8 +28,8 @@ def check_loaded(model: nn.Module, info: Any, source: str) -> None:
         source: the name of the checkpoint, for the messages.
 
     Raises:
-        ValueError: weights or masks of an MGLU are not in the checkpoint, or have other sizes; the checkpoint has
-            tensors of an MGLU, or a whole one, that the model has not; or packed masks have padding that is not 0.
+        ValueError: weights or masks of an MGLU are not in the checkpoint, or have other sizes; the checkpoint has an
+            MGLU, or tensors of one, that the model does not have; or packed masks have padding that is not 0.
     """
     layers = _layers(model)
     kinds = set(map(_kind, layers))
@@ -46,14 +46,14 @@ def check_loaded(model: nn.Module, info: Any, source: str) -> None:
     surplus = sorted(key for key in info.unexpected_keys if not _is_of(key, layers) and _is_of(_kind(key), kinds))
     if surplus:
         raise ValueError(
-            f"{source}: has {_first_of(surplus)}, of a layer that the configuration has not; check num_hidden_layers: "
-            "without its last layers, the model would compute something else than the one that was saved"
+            f"{source}: has {_first_of(surplus)}, of a layer that the configuration does not have; check "
+            "num_hidden_layers: without its last layers, the model would compute something else than the saved one"
         )
     unused = sorted(key for key in info.unexpected_keys if _is_of(key, layers))
     if unused:
         raise ValueError(
-            f"{source}: has {_first_of(unused)}, of which the configuration says nothing: without it, the model would "
-            "compute something else than the one that was saved; check mask_top_k and learnable_masks"
+            f"{source}: has {_first_of(unused)}, which the configuration does not mention: without it, the model would "
+            "compute something else than the saved one; check mask_top_k and learnable_masks"
         )
     try:
         check_masks(model)
@@ -62,7 +62,7 @@ def check_loaded(model: nn.Module, info: Any, source: str) -> None:
 
 
 def check_adapter(model: nn.Module, info: Any, expected: Iterable[str], source: str) -> None:
-    """Check that the weights of an adapter, which the loader expects, hold all MGLU layers that belong to it.
+    """Check that a checkpoint of an adapter has all tensors of MGLU layers that the loader expects in it.
 
     Raises:
         ValueError: weights or masks are missing. Transformers loads no `modules_to_save`, unlike PEFT.
@@ -99,14 +99,14 @@ def warn_of_quantizer(quantizer: Any) -> None:
     """Warn that a quantizer of Transformers, which replaces linear layers, leaves the weights of MGLU layers alone."""
     method = quantizer.quantization_config.quant_method
     notices.warn(
-        f"quantization_config: {getattr(method, 'value', method)} quantizes linear layers, and leaves the weight of "
-        "MGLU layers, which are none, in the dtype of the model",
+        f"quantization_config: {getattr(method, 'value', method)} quantizes linear layers only, and leaves the weight "
+        "of MGLU layers in the dtype of the model",
         stacklevel=2,
     )
 
 
 def _dtypes(state_dict: Mapping[str, Any] | None, files: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """The names and dtypes of the tensors of a checkpoint; of a file of safetensors, only the head is read."""
+    """The names and dtypes of the tensors of a checkpoint; reads only the header of a safetensors file."""
     if state_dict is not None:
         yield from ((key, str(value.dtype)) for key, value in state_dict.items() if isinstance(value, Tensor))
         return
@@ -123,22 +123,22 @@ def _layers(model: nn.Module) -> list[str]:
 
 
 def _owner(key: str) -> str:
-    """The name of the layer to which the tensor would belong, or its router."""
+    """The name of the layer to which a tensor, or the router that has it, belongs."""
     return key.rpartition(".")[0].removesuffix(".router")
 
 
 def _is_of(key: str, layers: Iterable[str]) -> bool:
     """Whether a key names a tensor of one of the layers, or of its router.
 
-    The keys of a checkpoint begin with the name of the decoder in a language model, and those of the model need not; or
-    the other way round.
+    A checkpoint's keys may begin with the name of the decoder in a language model where the model's do not, or the
+    other way round.
     """
     owner = f".{_owner(key)}"
     return any(owner.endswith(f".{name}") or f".{name}".endswith(owner) for name in layers)
 
 
 def _kind(name: str) -> str:
-    """A name without its numbers, which layers of the same kind share."""
+    """A name with `*` for its numbers, which layers of the same kind share."""
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
@@ -147,11 +147,11 @@ def _first_of(keys: list[str]) -> str:
 
 
 def _reason(unexpected: set[str], is_in_some_layers: bool) -> str:
-    """What the tensors that the checkpoint has besides tell about its kind, and what to do.
+    """What a checkpoint's unexpected tensors tell about its kind, and what to do.
 
     Args:
         unexpected: the keys of these tensors.
-        is_in_some_layers: whether the checkpoint has what is missing in other layers.
+        is_in_some_layers: whether the checkpoint has the missing tensors for other layers.
     """
 
     def has(ending: str) -> bool:

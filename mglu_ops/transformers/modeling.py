@@ -1,7 +1,7 @@
 """Models: Llama, Qwen3 and Mistral with an MGLU feed-forward layer.
 
-Attention, norms, caches and losses are those of Transformers, from which the classes are derived. What is particular to
-MGLU is in two mixins, which all architectures share.
+Attention, norms, caches and losses come from the Transformers classes that these models derive from. Everything
+specific to MGLU is in two mixins, which all architectures share.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .loading import check_adapter, check_dtypes, check_loaded, warn_of_quantize
 from .model_card import write_model_card
 from .routing import RoutedForwardMixin
 
-if TYPE_CHECKING:  # what the mixins stand before
+if TYPE_CHECKING:  # the class after the mixins in the list of bases
     from transformers import PreTrainedModel as _Model
 else:
     _Model = object
@@ -44,7 +44,7 @@ class MGLUPreTrainedMixin(_Model):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialise the weight as Transformers does for linear layers, and its gain and the masks as `mglu_ops.nn`."""
+        """Initialise the weight as Transformers does in linear layers; gain and masks as `mglu_ops.nn` does."""
         if not isinstance(module, MGLU):
             super()._init_weights(module)
             return
@@ -91,7 +91,7 @@ class MGLUPreTrainedMixin(_Model):
 
 
 def update_config(model: Any) -> None:
-    """Let `learnable_masks` of a model's configuration say what its layers are.
+    """Set `learnable_masks` in a model's configuration to what its layers have.
 
     Raises:
         ValueError: some layers have packed masks and others learn theirs.
@@ -108,7 +108,7 @@ def update_config(model: Any) -> None:
 
 @contextmanager
 def _narrow(config: Any) -> Iterator[None]:
-    """Set intermediate_size to 1 meanwhile, where a base class builds SwiGLU layers that are replaced at once."""
+    """Set intermediate_size to 1 while a base class builds SwiGLU layers, which are replaced at once."""
     intermediate_size = config.intermediate_size
     config.intermediate_size = 1
     try:
@@ -129,7 +129,7 @@ def _feed_forward(config: Any) -> MGLUFeedForward:
     )
     logits = layer.mglu.mask_logits
     if logits is not None:
-        # The steps of training are too small for 16 bits (`parameter_groups`), and float16 has no tiny logits.
+        # Training steps are too small for 16 bits (`parameter_groups`), and in float16 tiny logits become 0.
         layer.mglu.mask_logits = nn.Parameter(logits.to(torch.promote_types(logits.dtype, torch.float32)))
     return layer
 
@@ -169,7 +169,7 @@ class MGLUForCausalLMMixin(RoutedForwardMixin, MGLUPreTrainedMixin):
 
 
 def _recorded(base: type[Any]) -> dict[str, Any]:
-    """What a model can return besides: that of its base class, and the logits of the routers."""
+    """The additional outputs of a model: its base class's, and the logits of the routers."""
     return {**base._can_record_outputs, "router_logits": OutputRecorder(nn.Linear, layer_name="router")}
 
 

@@ -15,7 +15,7 @@ _GROUPS_OF_THEIR_OWN = {"params", "model", "optimizer_dict"}
 """Arguments of optimizers that choose their parameters themselves, such as GaLore and LOMO."""
 
 
-if TYPE_CHECKING:  # what the mixin stands before
+if TYPE_CHECKING:  # the class after the mixin in the list of bases
     from transformers import Trainer as _Trainer
 else:
     _Trainer = object
@@ -24,9 +24,9 @@ else:
 class MGLUTrainerMixin(_Trainer):
     """Gives mask logits no weight decay and a learning rate of their own; put it before your Trainer class.
 
-    `Trainer` decays all parameters but norms and biases, and so the logits too. The groups here are those of
-    `mglu_ops.nn.parameter_groups`: `weights` with `learning_rate` and `weight_decay` of the arguments, `no_decay`
-    without decay, and `mask_logits` without decay and with `mask_lr`. A schedule scales all rates alike.
+    `Trainer` decays all parameters but norms and biases, so it would decay logits too. Here
+    `mglu_ops.nn.parameter_groups` makes the groups: `weights` with `learning_rate` and `weight_decay` of the arguments,
+    `no_decay` without decay, and `mask_logits` without decay and with `mask_lr`. A schedule scales all rates alike.
 
     Args:
         mask_lr: learning rate of mask logits; None for `learning_rate`, or 0.3 times that in a model whose
@@ -52,7 +52,7 @@ class MGLUTrainerMixin(_Trainer):
         """Create the optimizer of the arguments with the groups of `parameter_groups`.
 
         Raises:
-            ValueError: the optimizer of the arguments (`optim`) takes no parameter groups.
+            ValueError: the optimizer of the arguments (`optim`) does not accept parameter groups.
         """
         if self.optimizer is None:
             trained = self.model if model is None else model

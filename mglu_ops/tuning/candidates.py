@@ -1,4 +1,4 @@
-"""The launches that a search tries: first the choices of the kernels, then neighbours of the best so far."""
+"""The launches that a search tries: first the kernels' own choices, then neighbours of the best so far."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def starts(call: LayerCall, gpu: Gpu) -> list[LaunchConfig]:
 
 
 def _half_of(tokens: int) -> int:
-    """The narrowest tile of which two have all tokens."""
+    """The narrowest tile two of which cover all tokens."""
     widths = _LADDERS["tile_wgmma"]["block_tokens"]
     return next((width for width in widths if 2 * width >= tokens), widths[-1])
 
 
 def neighbours(config: LaunchConfig, call: LayerCall, gpu: Gpu) -> list[LaunchConfig]:
-    """The configurations that differ by one step of one setting, or trade tiles for parts of k with as many warps."""
+    """The configurations that differ by one step of one setting, or trade tiles for parts of k at equal warps."""
     found = (_with_full_ring(other, call, gpu) for other in _steps(config))
     return [other for other in dict.fromkeys(found) if other != config and other.violation(call, gpu) is None]
 
@@ -86,7 +86,7 @@ def _steps(config: LaunchConfig) -> Iterator[LaunchConfig]:
 
 
 def _with_full_ring(config: LaunchConfig, call: LayerCall, gpu: Gpu) -> LaunchConfig:
-    """`tile_wgmma` takes all the stages that there is room for, so they are no setting that the search moves."""
+    """Give `tile_wgmma` all the stages that there is room for. The search does not vary them."""
     if not isinstance(config, TileWgmma):
         return config
     return config.with_full_ring(call.n_masks, gpu.shared_bytes_per_sm)

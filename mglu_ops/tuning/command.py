@@ -1,4 +1,4 @@
-"""The command line of `tune`. Light to import: torch comes with the command."""
+"""The command line of `tune`. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 DESCRIPTION = (
     "Measures launches of the CUDA kernels for layers of given shapes on the GPU at hand, and writes a table of those "
     "that beat the choice of the cost model. MGLU_TUNING_TABLE=FILE makes mglu_ops use it; a table that others "
-    "can use belongs into mglu_ops/backends/cuda/tables."
+    "can use belongs in mglu_ops/backends/cuda/tables."
 )
 
 
@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
         )
         if kept:
             entries.append(entry)
-        write(options.out, facts, entries)  # as far as it is known, should the rest not come
+        write(options.out, facts, entries)  # the entries so far, in case the rest fails
         torch.cuda.empty_cache()
     print(f"{counted(len(entries), 'entry', 'entries')} in {options.out}")
     return 0

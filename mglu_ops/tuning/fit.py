@@ -1,9 +1,9 @@
 """Fits the cost model of `tile_wgmma` to a GPU: measures launches, and finds the constants behind their times.
 
-Where the model compares two launches, it has to be right about those that are nearly the fastest. So calls are drawn
-with a fixed seed, and of each call the launches that the starting constants find fastest are measured, and a few random
-ones. After a first fit, those that the fitted constants find fastest are measured too. The timings are a CSV file, from
-which the same constants follow again.
+The model ranks launches, so it must be right about those that are nearly the fastest. Calls are drawn with a fixed
+seed. For each call, the launches that the starting constants predict to be fastest are measured, and a few random ones.
+After a first fit, the launches that the fitted constants predict to be fastest are measured too. The timings are kept
+in a CSV file, from which the same constants can be fitted again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..words import counted
 SHAPES = ((4096, 1024), (4096, 4096), (8192, 2048), (9728, 2560), (11008, 4096), (14336, 4096))
 TOKENS = (16, 24, 32, 48, 64, 96, 128, 200, 256, 384, 512, 1024)
 MASKS = (1, 2, 3, 4, 6, 8, 12, 16)
-CALLS_OF_MASKS = 36  # of the shapes and tokens, for each number of masks
+CALLS_OF_MASKS = 36  # pairs of a shape and a number of tokens, for each number of masks
 FASTEST_BY_START = 5
 FASTEST_BY_FIT = 2
 RANDOM_LAUNCHES = 1
@@ -71,7 +71,7 @@ def sampled_calls() -> list[LayerCall]:
 
 
 def launches_to_measure(call: LayerCall, gpu: Gpu, costs: CostModel, fastest: int, others: int) -> list[TileWgmma]:
-    """The launches that the model finds fastest for a call, and some random ones."""
+    """The launches that the model predicts to be fastest for a call, and some random ones."""
     ranked = sorted(candidates(call, gpu, False), key=lambda config: costs.microseconds(config, call, gpu))
     rest = ranked[fastest:]
     return ranked[:fastest] + random.Random(str(call)).sample(rest, min(others, len(rest)))
@@ -130,10 +130,10 @@ def write_timings(path: Path, timings: Iterable[Timing], header: str) -> None:
 
 
 def read_timings(path: Path) -> list[Timing]:
-    """Read such a file.
+    """Read a file that `write_timings` wrote.
 
     Raises:
-        ValueError: the file is none.
+        ValueError: it is not such a file.
     """
     with path.open(newline="") as file:
         rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
@@ -179,9 +179,9 @@ START = CostModel(
 
 
 def fit(timings: Sequence[Timing], gpu: Gpu, start: CostModel) -> CostModel:
-    """The constants with the least error, in the logarithm of the time, of which a few outliers count less.
+    """The constants with the least error in the logarithm of the time, by a loss in which outliers count less.
 
-    Every constant is fitted as a factor of that of `start`; those that are 0 there stay 0.
+    Every constant is fitted as a multiple of its value in `start`; constants that are 0 there stay 0.
     """
     from scipy.optimize import least_squares
 
@@ -209,7 +209,7 @@ def error_of(timings: Sequence[Timing], gpu: Gpu, costs: CostModel) -> float:
 def regret_of(timings: Sequence[Timing], gpu: Gpu, costs: CostModel) -> float:
     """The factor by which the model's choices are slower than the fastest launches, in the geometric mean over calls.
 
-    Only calls of which several launches were measured count, and only those launches.
+    Only calls with several measured launches count, and only these launches.
     """
     calls: dict[tuple[int, ...], list[Timing]] = {}
     for one in timings:
@@ -237,7 +237,7 @@ def _flat(value: Any) -> Iterator[float]:
 
 
 def _scaled(costs: Any, factors: Iterator[float]) -> Any:
-    """The constants, each that is not 0 times the next factor."""
+    """The constants; each one that is not 0 is multiplied by the next factor."""
     if isinstance(costs, tuple):
         return tuple(_scaled(value, factors) for value in costs)
     if isinstance(costs, (int, float)):

@@ -54,7 +54,7 @@ class Layers:
         self.exact = self._exact()
 
     def set_tokens(self, tokens: int) -> None:
-        """Take another x for the same layers; there is no float64 result for it."""
+        """Take another x for the same layers, without a float64 result for it."""
         self.x = torch.randn(tokens, self.x.shape[1], device="cuda").to(self.x.dtype)
 
     def _exact(self) -> Tensor:
@@ -83,13 +83,13 @@ class Layers:
 
 
 def search(call: LayerCall, gpu: Gpu, effort: Effort, note: Callable[[str], None]) -> Entry:
-    """The entry of a call, whose launch may be the one that is chosen anyway.
+    """The table entry for a call. Its launch may be the one that is chosen without a table.
 
     Args:
         call: of contiguous tensors.
         gpu: the current device.
         effort: how hard to look.
-        note: is told what cannot run, or runs wrong.
+        note: called with a line about each launch that cannot run or gives a wrong result.
 
     Raises:
         RuntimeError: the launch that is chosen without tables is wrong itself.
@@ -138,7 +138,7 @@ def _screen(
 
 
 def compile_all(call: LayerCall, gpu: Gpu, configs: Iterable[LaunchConfig]) -> dict[LaunchConfig, Exception]:
-    """Compile all kernels into the cache on disk, by as many threads as there are processors; what NVRTC refused."""
+    """Compile all kernels into the cache on disk, in a thread for each processor; return what NVRTC refused."""
     refused: dict[LaunchConfig, Exception] = {}
 
     def compile_one(config: LaunchConfig) -> None:

@@ -1,4 +1,4 @@
-"""The feed-forward layer of an MGLU model in vLLM, in any tensor-parallel size."""
+"""The feed-forward layer of an MGLU model in vLLM, for any tensor-parallel size."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class ColumnParallelMGLU(nn.Module):
         in_features: last size of x.
         out_features: last size of the result of all ranks together; a multiple of the number of ranks.
         n_masks: number of masks, 1 to 16.
-        activation: as in `mglu_ops.nn.MGLU`, or Transformers' name of it.
+        activation: as in `mglu_ops.nn.MGLU`, or Transformers' name for it.
         top_k: number of masks that a token keeps; None for no router. Each rank computes all routes.
         prefix: name of the module in the model.
 
     Raises:
-        ValueError: an argument is out of range, or `out_features` is no multiple of the number of ranks.
+        ValueError: an argument is out of range, or `out_features` is not a multiple of the number of ranks.
     """
 
     weight: nn.Parameter
@@ -57,7 +57,8 @@ class ColumnParallelMGLU(nn.Module):
         own = rows_of_rank(out_features, self.rank, self.ranks)
         rows = own.stop - own.start
         self.weight = nn.Parameter(torch.empty(rows, in_features), requires_grad=False)
-        # Zeros are valid masks, for runs with dummy weights. As a parameter, vLLM checks that the masks were loaded.
+        # Zeros are valid masks, for runs with dummy weights. A parameter, because vLLM checks that parameters were
+        # loaded.
         masks = torch.zeros(packed_shape(n_masks, rows, in_features), dtype=torch.uint8)
         self.packed_masks = nn.Parameter(masks, requires_grad=False)
         self.router = None

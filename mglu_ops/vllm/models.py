@@ -1,7 +1,7 @@
 """vLLM's Llama, Qwen3 and Mistral with an MGLU feed-forward layer. vLLM imports this module when it loads such a model.
 
-Each decoder layer is vLLM's own, whose feed-forward layer is replaced. It is built from a config in which that layer is
-as small as it can be, so that no memory is taken for weights that are thrown away.
+Each decoder layer is vLLM's own, with its feed-forward layer replaced. It is built from a config in which the replaced
+layer is as small as possible, so that discarded weights use no memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _STACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
-"""The projections that vLLM stacks in these models: those of attention, and none of the feed-forward layer."""
+"""The projections that vLLM stacks in these models: only attention has any."""
 
 
 def _with_small_mlp(config: PretrainedConfig) -> PretrainedConfig:

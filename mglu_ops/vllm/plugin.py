@@ -1,4 +1,4 @@
-"""What vLLM calls in each of its processes: it makes the MGLU architectures known, and sees to the fusion pass."""
+"""The function that vLLM calls in each of its processes: it registers the MGLU architectures, and may enable fusion."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mglu_ops import notices
 from mglu_ops.errors import importing_passes
 
 ARCHITECTURES = ("MGLULlamaForCausalLM", "MGLUMistralForCausalLM", "MGLUQwen3ForCausalLM")
-"""The names in `config.architectures` that `mglu_ops.transformers` writes; classes of `models.py` have the same."""
+"""The names in `config.architectures` that `mglu_ops.transformers` writes; also the classes in `models.py`."""
 
 FUSION = "MGLU_VLLM_FUSION"
 """The environment variable that enables fusion in vLLM, whose processes inherit it: `1` or `strict`."""
@@ -43,9 +43,9 @@ def register() -> None:
 def enable_fusion_from_environment() -> None:
     """Enable the fusion pass in this process if `MGLU_VLLM_FUSION` says so; warn if it is enabled without that.
 
-    A vLLM model runs in other processes than the one that made it, and `mglu_ops.enable_fusion()` holds in its own
-    process alone. vLLM also keeps compiled code on disk, under a key that does not know of the pass, so that a model
-    could run unfused code of an earlier start. With the variable, that cache is off (`VLLM_DISABLE_COMPILE_CACHE`).
+    A vLLM model runs in other processes than the one that made it, and `mglu_ops.enable_fusion()` applies only to its
+    own process. vLLM also keeps compiled code on disk, under a key that does not include the pass, so that a model
+    could run unfused code from an earlier start. With the variable, that cache is off (`VLLM_DISABLE_COMPILE_CACHE`).
 
     Raises:
         ValueError: the variable is neither `1` nor `strict`.

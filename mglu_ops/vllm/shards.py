@@ -1,4 +1,4 @@
-"""The rows of a checkpoint that one rank of a tensor-parallel group holds. Plain functions of tensors; no vLLM.
+"""The rows of a checkpoint that one rank of a tensor-parallel group holds. Plain functions of tensors, without vLLM.
 
 MGLU is parallel over `out_features`: a rank holds a run of rows of the weight and of every mask, computes those columns
 of the result, and the row-parallel output projection adds up what the ranks computed. Rows of packed masks are rows of
@@ -18,7 +18,7 @@ def rows_of_rank(rows: int, rank: int, ranks: int) -> slice:
     """The rows that a rank holds, of `rows` that are spread evenly over `ranks`.
 
     Raises:
-        ValueError: `rows` is no multiple of `ranks`, or there is no such rank.
+        ValueError: `rows` is not a multiple of `ranks`, or there is no such rank.
     """
     if not 0 <= rank < ranks:
         raise ValueError(f"rank: got {rank}, must be from 0 to {ranks - 1} with {ranks} ranks")
@@ -49,7 +49,7 @@ def packed_shard(
 
     Raises:
         TypeError: the dtype is not uint8.
-        ValueError: the shape or the number of masks is another, the padding is not 0, or `rows_of_rank` raises.
+        ValueError: the shape or the number of masks is wrong, the padding is not 0, or `rows_of_rank` raises.
     """
     check_layout(packed_masks, in_features, out_features)
     if n_masks_of(packed_masks) != n_masks:

@@ -1,4 +1,4 @@
-"""What torchrun starts: the example and the benchmark of tensor parallelism, on two gloo ranks at a small size."""
+"""The example and the benchmark of tensor parallelism under torchrun, on two gloo ranks at a small size."""
 
 from __future__ import annotations
 

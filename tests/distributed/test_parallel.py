@@ -1,4 +1,4 @@
-"""Tensor parallelism, FSDP2 and distributed checkpoints on gloo ranks: all is as in one process."""
+"""Tensor parallelism, FSDP2 and distributed checkpoints on gloo ranks give the same as one process."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run_page() -> None:
 
 
 def test_two_ranks_equal_one_process_which_loads_their_checkpoints(tmp_path: Path) -> None:
-    """One test, because two processes take longer to start than all of these checks take."""
+    """One test for all checks, because starting two processes takes longer than the checks."""
     run_on_ranks(check_and_save, tmp_path, str(tmp_path))
     sharded_training.load_whole(str(tmp_path))
 
@@ -103,7 +103,7 @@ def test_only_logits_are_placed() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert placed(["own.logits"]) == {"ours.mask_logits": 1, "own.logits": 1}
-        # The rows of logits of two dimensions are their first.
+        # In two-dimensional logits, the rows are the first dimension.
         model["own"].logits = nn.Parameter(torch.randn(4, 6))
         assert placed(["own.logits"]) == {"ours.mask_logits": 1, "own.logits": 0}
     with pytest.raises(TypeError, match="model: got Parameter, must be a torch"):

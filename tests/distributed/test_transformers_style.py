@@ -135,7 +135,7 @@ def check_refusals() -> None:
 @pytest.mark.parametrize(
     "models",
     [
-        [(True, 2), (False, None)],  # in one test, because processes take longer to start than models to run
+        [(True, 2), (False, None)],  # in one test, because starting processes takes longer than running models
         [(True, None), (False, 2)],
     ],
 )

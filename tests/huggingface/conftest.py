@@ -1,4 +1,4 @@
-"""Transformers stays offline in these tests, and draws no progress bars."""
+"""Keeps Transformers offline in these tests, and without progress bars."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_an_adapter_does_not_hide_missing_masks(tmp_path: Path) -> None:
 
 
 def test_whole_layers_of_an_adapter_are_not_drawn_at_random(tmp_path: Path) -> None:
-    """Transformers 5.17 finds no tensor of `modules_to_save` in an adapter, and would go on with new ones."""
+    """Transformers 5.17 does not find tensors of `modules_to_save` in an adapter, and would draw new ones at random."""
     tiny().save_pretrained(tmp_path / "base")
     settings = LoraConfig(target_modules=["q_proj"], modules_to_save=["mglu"])
     peft_model = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), settings)
@@ -110,7 +110,7 @@ TRAINED = {
 
 @pytest.mark.parametrize("targets", PASSED_BY)
 @pytest.mark.parametrize("wrapped", [True, False], ids=["get_peft_model", "as Transformers' add_adapter"])
-def test_an_adapter_that_passes_the_weight_by_is_named(targets: str, wrapped: bool) -> None:
+def test_an_adapter_that_misses_the_weight_is_named(targets: str, wrapped: bool) -> None:
     settings = LoraConfig(r=2, target_modules=PASSED_BY[targets])
     with pytest.warns(UserWarning, match=r'train.* down_proj .* add target_parameters=\["mglu\.weight"\]'):
         get_peft_model(tiny(), settings) if wrapped else inject_adapter_in_model(settings, tiny())

@@ -1,4 +1,4 @@
-"""Saving and loading: both forms of masks come back bit for bit, and what does not fit is refused."""
+"""Saving and loading: both forms of masks come back bit for bit, and checkpoints that do not fit are refused."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_shards_and_device_maps(learnable: bool, options: dict[str, Any], tmp_pa
 
 
 def loaded_from_disk(folder: Path) -> Any:
-    """The model of a folder, whose last layer accelerate reads from the disk at each call."""
+    """Load a model so that accelerate reads its last layer from the disk at each call."""
     places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
     places |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     return load(folder, device_map=places, offload_folder=folder / "offload", offload_buffers=True)
@@ -82,7 +82,7 @@ def test_layers_that_are_left_on_disk(learnable: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("freeze", [mt.freeze, mglu_ops.freeze])
 def test_offloaded_logits_are_not_packed(freeze: Callable[[Any], Any], tmp_path: Path) -> None:
-    """The layer holds empty tensors, of which nothing could be packed."""
+    """The layer holds empty tensors, so there is nothing to pack."""
     model = tiny()
     result = loaded_from_disk(saved(model, tmp_path / "logits"))
     words = (
@@ -107,7 +107,7 @@ def test_a_decoder_loads_the_checkpoint_of_a_language_model(learnable: bool, tmp
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_another_dtype_changes_no_mask(dtype: torch.dtype, tmp_path: Path) -> None:
-    """A logit of 1e-9 would be 0 in float16, and its mask another."""
+    """A logit of 1e-9 would become 0 in float16, which changes its mask."""
     model = tiny()
     with torch.no_grad():
         for mglu in mglus(model):
@@ -133,7 +133,7 @@ def test_a_frozen_model_comes_back(name: str, tmp_path: Path) -> None:
     assert not any("mask_logits" in key for key in safetensors.torch.load_file(tmp_path / "model.safetensors"))
 
 
-def test_the_package_wide_freeze_is_saved_as_it_is(tmp_path: Path) -> None:
+def test_a_model_frozen_by_mglu_ops_freeze_is_saved(tmp_path: Path) -> None:
     model = mglu_ops.freeze(tiny())
     assert_same(load(saved(model, tmp_path)), model)
     assert json.loads((tmp_path / "config.json").read_text())["learnable_masks"] is False
@@ -178,7 +178,7 @@ def test_a_checkpoint_says_what_to_import(name: str, tmp_path: Path) -> None:
     assert_same(names["model"], tiny(name))
     if name != "llama":
         return  # a process takes seconds to start
-    # Without the import, Transformers cannot know it. Should that change, the card may say so.
+    # Without the import, Transformers does not know the model type. If that changes, the card can say so.
     code = f"import transformers; transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert f"model type `mglu_{name}`" in process.stderr
@@ -247,22 +247,22 @@ def test_a_missing_tensor_is_refused(learnable: bool, part: str, tmp_path: Path)
 
 @pytest.mark.parametrize("of_decoder", [False, True], ids=["language model", "decoder"])
 @FORMS
-def test_a_router_is_not_left_out(learnable: bool, of_decoder: bool, tmp_path: Path) -> None:
+def test_a_router_is_not_ignored(learnable: bool, of_decoder: bool, tmp_path: Path) -> None:
     """Without its router, a model would sum all masks, which is another function."""
     model = tiny(learnable_masks=learnable, mask_top_k=1)
     folder = saved(model.model if of_decoder else model, tmp_path)
-    words = r"has (model\.)?layers\.0\.mlp\.mglu\.router\.weight and 1 more, of which the configuration says nothing"
+    words = r"has (model\.)?layers\.0\.mlp\.mglu\.router\.weight and 1 more, which the configuration does not mention"
     for cls in (AutoModel, AutoModelForCausalLM):
         with pytest.raises(ValueError, match=words):
             cls.from_pretrained(folder, mask_top_k=None)
 
 
 def test_logits_beside_packed_masks_are_refused(tmp_path: Path) -> None:
-    """Which of the two would be the masks of the layer?"""
+    """It would not be clear which of the two are the masks of the layer."""
     saved(tiny(), tmp_path)
     logits_key = MASKS.replace("packed_masks", "mask_logits")
     rewrite(tmp_path, lambda state: {**state, MASKS: torch.ops.mglu.pack_logits(state[logits_key])})
-    with pytest.raises(ValueError, match=f"has {MASKS}, of which the configuration says nothing"):
+    with pytest.raises(ValueError, match=f"has {MASKS}, which the configuration does not mention"):
         load(tmp_path)
     with pytest.raises(ValueError, match="some layers hold packed masks and others the logits of masks"):
         load(tmp_path, learnable_masks=False)
@@ -270,7 +270,7 @@ def test_logits_beside_packed_masks_are_refused(tmp_path: Path) -> None:
 
 @FORMS
 def test_layers_in_two_forms_are_named(learnable: bool, tmp_path: Path) -> None:
-    """Either value of `learnable_masks` would be wrong, so that the message advises neither."""
+    """Either value of `learnable_masks` would be wrong, so the message suggests neither."""
     saved(tiny(), tmp_path)
     logits_key = MASKS.replace("packed_masks", "mask_logits")
     rewrite(tmp_path, lambda state: {MASKS: torch.ops.mglu.pack_logits(state.pop(logits_key)), **state})
@@ -283,7 +283,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor
     safetensors.torch.save_file(change(safetensors.torch.load_file(file)), file, metadata={"format": "pt"})
 
 
-# Name -> what is not the masks of a layer, the error, and its words.
+# Name -> a change that makes packed masks invalid, the error, and its message.
 WRONG: dict[str, tuple[Callable[[Tensor], Tensor], type[Exception], str]] = {
     "padding": (lambda p: p | 0x80, ValueError, "padding bits past in_features=36 are set"),
     "another in_features": (lambda p: torch.full_like(p, 255), ValueError, "padding bits past in_features=36 are set"),
@@ -308,9 +308,9 @@ def test_wrong_packed_masks_are_refused(wrong: str, loader: str, tmp_path: Path)
 
 
 @FORMS
-def test_layers_that_the_configuration_has_not_are_refused(learnable: bool, tmp_path: Path) -> None:
+def test_layers_that_the_configuration_does_not_have_are_refused(learnable: bool, tmp_path: Path) -> None:
     saved(tiny(learnable_masks=learnable, mask_top_k=1), tmp_path)
-    words = r"has model\.layers\.1\.mlp\.mglu\.\w+ and 2 more, of a layer that the configuration has not; check num_h"
+    words = r"has model\.layers\.1\.mlp\.mglu\.\w+ and 2 more, of a layer that the configuration does not have; check"
     for cls in (AutoModel, AutoModelForCausalLM):
         with pytest.raises(ValueError, match=words):
             cls.from_pretrained(tmp_path, num_hidden_layers=1)
@@ -320,7 +320,7 @@ def test_layers_that_the_configuration_has_not_are_refused(learnable: bool, tmp_
 
 @EACH_LOADER
 @pytest.mark.parametrize(("name", "dtype"), [("weight", "int64"), ("mask_logits", "int8"), ("weight", "float8_e4m3fn")])
-def test_integers_are_no_weights_or_logits(loader: str, name: str, dtype: str, tmp_path: Path) -> None:
+def test_weights_and_logits_of_a_wrong_dtype_are_refused(loader: str, name: str, dtype: str, tmp_path: Path) -> None:
     model = tiny()
     key = f"model.layers.1.mlp.mglu.{name}"
     rewrite(saved(model, tmp_path), lambda state: {**state, key: state[key].to(getattr(torch, dtype))})

@@ -1,4 +1,4 @@
-"""`from_swiglu`: what is taken over, what the weights and masks are, and what is refused."""
+"""`from_swiglu`: what it copies, the weights and masks that it makes, and what it refuses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def masks_of(mglu: Any) -> Tensor:
 
 @EACH
 @pytest.mark.parametrize("init", WEIGHTS)
-def test_all_but_the_feed_forward_layers_is_taken_over(name: str, init: str, tmp_path: Path) -> None:
+def test_all_but_the_feed_forward_layers_is_copied(name: str, init: str, tmp_path: Path) -> None:
     model = tiny_swiglu(name, rms_norm_eps=1e-3, tie_word_embeddings=True, attention_dropout=0.25).train()
     model.generation_config.max_length = 33
     model.model.norm.weight.requires_grad_(False)
@@ -87,7 +87,7 @@ def test_magnitude_is_the_nearest_pair_of_matrices() -> None:
             assert (error <= other).all()
 
 
-def test_elements_of_equal_magnitude_are_those_of_the_gate() -> None:
+def test_elements_of_equal_magnitude_come_from_the_gate() -> None:
     model = tiny_swiglu()
     mlp = model.model.layers[0].mlp
     with torch.no_grad():
@@ -100,7 +100,7 @@ def test_elements_of_equal_magnitude_are_those_of_the_gate() -> None:
     assert masks_of(more)[0, :12].all()
 
 
-def test_more_masks_agree_mostly_with_the_first() -> None:
+def test_further_masks_mostly_agree_with_the_first() -> None:
     masks = masks_of(mglus(from_swiglu(tiny_swiglu(), 3))[0])
     for i in (1, 2):
         assert 0.6 < (masks[0] == masks[i]).float().mean() < 0.9

@@ -40,7 +40,7 @@ def losses(printed: str) -> list[float]:
 
 
 def train() -> None:
-    if not Path("mglu-llama").is_dir():
+    if not Path("build/examples/mglu-llama").is_dir():
         run("train_trainer.py", "--size", "tiny", "--steps", "5", "--bytes", "50000")
 
 
@@ -54,8 +54,8 @@ def test_train_trainer(capsys: pytest.CaptureFixture[str]) -> None:
     before, after = losses(printed)
     assert after < before - 0.1
     assert "5 steps took" in printed
-    assert not is_frozen("mglu-llama")
-    assert is_frozen("mglu-llama-frozen")
+    assert not is_frozen("build/examples/mglu-llama")
+    assert is_frozen("build/examples/mglu-llama-frozen")
 
 
 def test_what_is_written_has_the_tokenizer_that_it_was_trained_with() -> None:
@@ -63,7 +63,7 @@ def test_what_is_written_has_the_tokenizer_that_it_was_trained_with() -> None:
 
     train()
     text = "def main(x):\n\treturn 'café' + \"\u2192 \U0001f600\"  # Āā\r\n\x7f\x01"
-    for name in ("mglu-llama", "mglu-llama-frozen"):
+    for name in ("build/examples/mglu-llama", "build/examples/mglu-llama-frozen"):
         tokenizer = AutoTokenizer.from_pretrained(name)
         tokens = tokenizer(text, return_tensors="pt").input_ids[0]
         assert torch.equal(tokens, encode(text))
@@ -83,7 +83,7 @@ def test_finetune_lora(capsys: pytest.CaptureFixture[str]) -> None:
     before, after = losses(printed)
     assert after < before
     assert "trainable params" in printed
-    assert is_frozen("mglu-llama-manual-frozen")
+    assert is_frozen("build/examples/mglu-llama-manual-frozen")
 
 
 def test_serve_generate(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,7 +94,7 @@ def test_serve_generate(capsys: pytest.CaptureFixture[str]) -> None:
     assert "second call:" in printed
     assert "2 sequences of 5 new tokens" in printed
     assert "\ndef main(" in printed
-    run("serve_generate.py", "--steps", "2", "--model", "mglu-llama")
+    run("serve_generate.py", "--steps", "2", "--model", "build/examples/mglu-llama")
     assert "packed the masks" in capsys.readouterr().out
 
 
@@ -103,7 +103,7 @@ def test_distill_from_swiglu(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert printed.count("5 steps took") == 2
     assert len(losses(printed)) == 3
-    assert is_frozen("mglu-llama-distilled")
+    assert is_frozen("build/examples/mglu-llama-distilled")
 
 
 @pytest.mark.parametrize("name", ["finetune_lora.py", "serve_generate.py"])

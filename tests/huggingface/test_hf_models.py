@@ -44,7 +44,7 @@ class NaiveFeedForward(nn.Module):
 
 @EACH
 @pytest.mark.parametrize("changes", [{}, {"n_masks": 3, "mask_top_k": 2, "hidden_act": "gelu_pytorch_tanh"}])
-def test_a_model_is_that_of_transformers_with_the_papers_layer(name: str, changes: dict[str, Any]) -> None:
+def test_a_model_equals_transformers_model_with_the_papers_layer(name: str, changes: dict[str, Any]) -> None:
     model = tiny(name, **changes)
     reference = tiny_swiglu(name)
     reference.load_state_dict(model.state_dict(), strict=False)
@@ -74,7 +74,7 @@ def test_the_tensor_parallel_plan_names_the_layers(name: str) -> None:
     assert {pattern.replace("*", "0") for pattern in plan} <= modules
 
 
-def test_nothing_of_the_swiglu_layers_is_left() -> None:
+def test_no_swiglu_tensors_remain() -> None:
     model = tiny()
     layer = model.model.layers[0].mlp
     assert set(dict(layer.named_parameters())) == {"mglu.weight", "mglu.mask_logits", "down_proj.weight"}
@@ -129,7 +129,7 @@ def test_a_configuration_survives_as_text() -> None:
         assert getattr(again, key) == getattr(config, key) is not None
 
 
-def test_leveled_weights_are_those_of_transformers_times_a_factor() -> None:
+def test_leveled_weights_are_transformers_weights_times_a_factor() -> None:
     weights = []
     for weight_init in ("paper", "leveled"):
         torch.manual_seed(0)
@@ -141,7 +141,7 @@ def test_leveled_weights_are_those_of_transformers_times_a_factor() -> None:
 
 
 @pytest.mark.parametrize("hidden_act", ACTIVATIONS)
-def test_activations_are_those_of_transformers(hidden_act: str) -> None:
+def test_activations_equal_transformers_activations(hidden_act: str) -> None:
     x = torch.linspace(-6, 6, 1001)
     torch.testing.assert_close(get_activation(ACTIVATIONS[hidden_act]).forward(x), ACT2FN[hidden_act](x))
 
@@ -240,7 +240,7 @@ def test_generate_compiles_into_one_graph(form: str, backend: str) -> None:
     if form == "packed":
         frozen(model)
     compiled = CompileConfig(fullgraph=True, mode="default", backend=backend, dynamic=False)
-    compiled._compile_all_devices = True  # Transformers compiles on GPUs alone otherwise
+    compiled._compile_all_devices = True  # otherwise, Transformers compiles only on GPUs
     assert generated(model, cache_implementation="static", compile_config=compiled) == expected
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Quantizers of Transformers, which replace linear layers and do not change the weight of MGLU layers."""
+"""Quantizers of Transformers, which replace linear layers and leave the weight of MGLU layers unchanged."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Nothing(HfQuantizer):
         return False
 
 
-def test_a_quantizer_that_passes_the_weight_by_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quantizer_that_leaves_the_weight_alone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(AUTO_QUANTIZATION_CONFIG_MAPPING, "nothing", NothingConfig)
     monkeypatch.setitem(AUTO_QUANTIZER_MAPPING, "nothing", Nothing)
     tiny().save_pretrained(tmp_path)
-    words = "quantization_config: nothing quantizes linear layers, and leaves the weight of MGLU layers"
+    words = "quantization_config: nothing quantizes linear layers only, and leaves the weight of MGLU"
     with pytest.warns(UserWarning, match=words):
         model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=NothingConfig())
     assert torch.equal(logits(model), logits(tiny()))

@@ -1,4 +1,4 @@
-"""`Trainer`: the groups of its optimizer, compilation, gradient checkpointing, and going on from a checkpoint."""
+"""`Trainer`: the groups of its optimizer, compilation, gradient checkpointing, and resuming from a checkpoint."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def group_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, A
 
 @pytest.mark.parametrize(("weight_init", "mask_lr"), [("paper", 0.01), ("leveled", 0.003)])
 def test_logits_are_not_decayed_and_have_a_rate_of_their_own(weight_init: str, mask_lr: float, tmp_path: Path) -> None:
-    """The rate goes with the initial weights, also of a model that was loaded."""
+    """The rate depends on the initial weights, also in a model that was loaded."""
     tiny(weight_init=weight_init).save_pretrained(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     optimizer = trainer(model, tmp_path).create_optimizer()
@@ -63,7 +63,7 @@ def test_logits_are_not_decayed_and_have_a_rate_of_their_own(weight_init: str, m
 
 
 def test_the_trainer_of_transformers_decays_logits(tmp_path: Path) -> None:
-    """Why the mixin is needed; if this fails, it is not."""
+    """This is why the mixin is needed; if this test fails, it no longer is."""
     model = tiny()
     optimizer = trainer(model, tmp_path, Trainer).create_optimizer()
     assert group_of(optimizer, mglus(model)[0].mask_logits)["weight_decay"] == 0.1
@@ -90,7 +90,7 @@ def test_an_optimizer_without_groups_is_refused(tmp_path: Path) -> None:
         trainer(tiny(), tmp_path, OwnParameters).create_optimizer()
 
 
-def test_decay_alone_moves_weights_and_no_logit(tmp_path: Path) -> None:
+def test_decay_alone_moves_weights_but_not_logits(tmp_path: Path) -> None:
     model = tiny()
     before = [mglu.mask_logits.clone() for mglu in mglus(model)], [mglu.weight.clone() for mglu in mglus(model)]
     optimizer = trainer(model, tmp_path).create_optimizer()
@@ -164,7 +164,7 @@ def test_masks_learn_in_16_bits(form: str, tmp_path: Path) -> None:
         assert not torch.equal(mglu.mask_logits, logits)
 
 
-def test_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+def test_training_resumes_from_a_checkpoint(tmp_path: Path) -> None:
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     expected = trained(tmp_path / "a", **options)
     model = tiny()
@@ -198,7 +198,7 @@ def balance_by_hand(router_logits: tuple[Tensor, ...], n_masks: int, top_k: int,
     return sum(losses) / len(losses)
 
 
-def test_the_balance_is_that_of_each_layer() -> None:
+def test_the_balance_is_computed_for_each_layer() -> None:
     torch.manual_seed(0)
     logits = tuple(torch.randn(2, 5, 4, requires_grad=True) for _ in range(3))
     padding = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])

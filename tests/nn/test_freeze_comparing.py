@@ -154,7 +154,7 @@ class InTuple(Sigmoid):
     ("cls", "function", "reason"),
     [
         (TwoInputs, from_bits, r"TypeError: .*scale"),
-        (InTuple, from_bits, "TypeError: the result is a tuple and no tensor"),
+        (InTuple, from_bits, "TypeError: the result is a tuple, not a tensor"),
         (Sigmoid, lambda module: nn.Linear(H, D), "it has no MGLU in it, whose in_features is the size of x"),
     ],
 )

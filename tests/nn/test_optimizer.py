@@ -239,8 +239,8 @@ def test_logits_of_own_modules_among_the_weights_are_named(change: str) -> None:
     assert warning.filename == __file__
     assert str(warning.message) == (
         f"parameter_groups: own, again: a Own looks like an MGLU layer ({'proj.' if change == 'linear' else ''}weight "
-        "[d, h], logits [n, d, h]) but is no module of mglu_ops, so its logits are among the weights, with their rate "
-        f'and decay; if it is one, name its logits: mask_logits=["*.{own_name}"]'
+        "[d, h], logits [n, d, h]) but is not a module of mglu_ops, so its logits are among the weights, with their "
+        f'rate and decay; if it is one, name its logits: mask_logits=["*.{own_name}"]'
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the advice is enough

@@ -1,8 +1,8 @@
-"""MGLU as Triton kernels, for few tokens: the choice where CUDA code cannot be built.
+"""MGLU as Triton kernels, for few tokens; used where CUDA code cannot be built.
 
-`matvec` is the kernel for one token, `matmul` the one for several, `configs` says how they are launched. Triton is
-imported when the first call is prepared, and not with this package, which may be asked `unsupported_reason` without
-it. The kernels are deterministic: they use no atomics, and sum in one order.
+`matvec` is the kernel for one token, `matmul` the kernel for several; `configs` chooses how they are launched. This
+package does not import Triton before the first call is prepared, so `unsupported_reason` works without it. The kernels
+are deterministic: they use no atomics, and sum in one order.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def _tanh(z):
-    """`(1 - e) / (1 + e)`, `e = exp(-2 |z|)`; it loses digits where e is near 1: there, the series, right to 1e-8."""
+    """`(1 - e) / (1 + e)`, `e = exp(-2 |z|)`; near 0, where that loses digits, a series that is right to 1e-8."""
     square = z * z
     near = z * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835)))))
     e = tl.exp(-2.0 * tl.abs(z))

@@ -1,7 +1,8 @@
 """The launch configurations of the Triton kernels, from measurements on an H200.
 
 Times in comments are microseconds at 14336 x 4096 and 8192 x 2048, float16, by CUDA-graph replay over more than 1 GB of
-weights. A reading kernel takes 28.5, 30.1, 33.3, 39.7, 52.4 at 1, 2, 4, 8, 16 masks, and 9.2, 9.7, 10.6, 12.4, 16.1.
+weights. A kernel that only reads the bytes takes 28.5, 30.1, 33.3, 39.7, 52.4 at 1, 2, 4, 8, 16 masks, and 9.2, 9.7,
+10.6, 12.4, 16.1.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ MAX_TOKENS = 64
 
 @dataclass(frozen=True)
 class MatvecConfig:
-    """A program is one row and one token; it reads `groups` groups of 8 weights at a time."""
+    """A program computes one row for one token; it reads `groups` groups of 8 weights at a time."""
 
     groups: int
     num_warps: int = 1
@@ -21,7 +22,7 @@ class MatvecConfig:
 
 @dataclass(frozen=True)
 class MatmulConfig:
-    """A program is a tile of rows and tokens, and goes over the columns in steps of `block_k`."""
+    """A program computes a tile of rows and tokens, in steps of `block_k` columns."""
 
     block_rows: int
     block_k: int
@@ -30,8 +31,9 @@ class MatmulConfig:
     num_stages: int
 
     def __post_init__(self) -> None:
-        # With whole warp groups a product of 64 rows is `wgmma`, and a smaller one `mma`. Where a kernel had one of
-        # each, Triton 3.6 gave wrong sums (relative error 1e-2 at 8 and 16 masks), so both must be of one kind.
+        # With whole warp groups, Triton uses `wgmma` for a product of 64 rows and `mma` for a smaller one. Kernels with
+        # one of each gave wrong sums in Triton 3.6 (relative error 1e-2 at 8 and 16 masks), so both must be of one
+        # kind.
         if self.num_warps % 4 == 0 and self.block_rows < 64:
             raise ValueError(f"MatmulConfig: got {self.num_warps} warps, fewer than 64 rows must have 1 or 2")
 
@@ -50,8 +52,8 @@ def choose(n_masks: int, tokens: int, *, wide: bool) -> Config:
 # Keys are the number of masks, rounded up to a power of two.
 
 # One warp a program: two or four warps sum through shared memory and a barrier (at 4 masks 41 and 46 against 38; at
-# 1 mask, where there are few sums, 30.6 and 29.9 against 30.5). 128 groups are four 16-byte loads in flight for a
-# thread; 64 take fewer registers, and so leave room for more warps, where there are many sums.
+# 1 mask, where there are few sums, 30.6 and 29.9 against 30.5). With 128 groups, each thread has four 16-byte loads in
+# flight. With many sums, 64 groups use fewer registers and leave room for more warps.
 _MATVEC = {
     1: MatvecConfig(groups=128),  # 30.6, 10.3
     2: MatvecConfig(groups=128),  # 32.6, 11.1
@@ -64,10 +66,11 @@ _MATVEC = {
 # for 8 or 16 tokens that is nearly empty; at 4 masks it takes as long (62.7, 21.5), and at 3 tokens it loses.
 _MATVEC_TOKENS = {1: 2, 2: 2, 4: 1, 8: 1, 16: 1}
 
-# By tokens, the last for all above. One and two masks fill a warp group's 64 rows, and `wgmma` is fast there (at 1 mask
-# 36.6 against 67.8 of `mma`; a tile of 8 tokens takes 62). With more masks it waits on its operands (245 at 4 masks),
-# and one or two warps hold all accumulators of 16 or 32 rows: (masks + 1) * rows * tokens / threads registers.
-# Every tile fits in 99 KB of shared memory, which is what a program may have on capabilities 8.6, 8.9 and 12.0.
+# In order of tokens; the last one is also for all larger numbers. One and two masks fill a warp group's 64 rows, and
+# `wgmma` is fast there (at 1 mask 36.6 against 67.8 with `mma`; a tile of 8 tokens takes 62). With more masks it waits
+# on its operands (245 at 4 masks), and one or two warps hold all accumulators of 16 or 32 rows: (masks + 1) * rows *
+# tokens / threads registers. Every tile fits in 99 KB of shared memory, which is what a program may have on
+# capabilities 8.6, 8.9 and 12.0.
 _MATMUL = {
     1: (
         MatmulConfig(64, 128, 16, num_warps=4, num_stages=3),  # 36.6, 16.7

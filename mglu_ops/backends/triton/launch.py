@@ -1,4 +1,4 @@
-"""Launches the kernels on tensors: finds their strides and alignment, and the case of the kernel that suits them."""
+"""Launches the kernels on tensors: finds their strides and alignment, and the kernel's constants that suit them."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def _in_units(stride: int, limit: int) -> tuple[int, int]:
 
 
 def _tail(in_features: int, step: int) -> int:
-    """Whether steps of `step` columns end with the row (0), in whole groups of 8 columns (1), or neither (2)."""
+    """How a row ends: after whole steps of `step` columns (0), after whole groups of 8 columns (1), or neither (2)."""
     if in_features % step == 0:
         return 0
     return 1 if in_features % 8 == 0 else 2
 
 
 def _word_bytes(packed_masks: Tensor) -> int:
-    """The widest word, up to 8 bytes, that the bytes of a group of weights can be read in."""
+    """The bytes, up to 8, of the widest word in which the mask bytes of a group of weights can be read."""
     row, group, mask = packed_masks.stride()
     if mask != 1:
         return 1
-    # A traced tensor has no address; its compiler aligns an input as its offset says.
+    # A traced tensor has no address; Inductor assumes that an input is aligned as its storage offset is.
     address = packed_masks.storage_offset() if _is_traced(packed_masks) else packed_masks.data_ptr()
     return gcd(gcd(n_masks_of(packed_masks), 8), gcd(gcd(row, group), address))
 
@@ -54,7 +54,7 @@ def launch(
     tokens, in_features = x.shape
     out_features, n_masks = weight.shape[0], n_masks_of(packed_masks)
     if x.is_cuda and not _is_traced(x) and x.device.index != torch.cuda.current_device():
-        with torch.cuda.device(x.device):  # Triton launches on the current one
+        with torch.cuda.device(x.device):  # Triton launches on the current device
             return launch(x, weight, packed_masks, activation, route_weights, config)
     y = x.new_empty(tokens, out_features)
     if y.numel() == 0:

@@ -1,8 +1,8 @@
-"""The kernel for several tokens: a program is BLOCK_ROWS rows of W times BLOCK_TOKENS tokens, on tensor cores.
+"""The kernel for several tokens: a program multiplies BLOCK_ROWS rows of W by BLOCK_TOKENS tokens on tensor cores.
 
 With `t = W x` and `f_i = (W with the sign flipped where M_i = 1) x`: gate_i = (t - f_i) / 2, value_i = (t + f_i) / 2.
-The flipped weights of all masks are one operand, `[MASKS * BLOCK_ROWS, BLOCK_K]`, of one product. That is what lets
-the compiler read W and the masks' bytes from shared memory in the layout of that operand, and flip the signs in
+The flipped weights of all masks are one operand, `[MASKS * BLOCK_ROWS, BLOCK_K]`, of one product. This lets the
+compiler read W and the masks' bytes from shared memory in the layout of that operand, and flip the signs in
 registers: W is read once, and no flipped weight ever goes through shared memory.
 """
 
@@ -26,9 +26,9 @@ def _dot(a, b, total):
 
 @triton.jit
 def _flip(w, mask_bytes, ROWS: tl.constexpr, K: tl.constexpr, MASKS: tl.constexpr):
-    """`[MASKS * ROWS, K]`: w `[ROWS, K]`, its sign flipped where a bit of `[ROWS, K / 8, MASKS]` bytes is set.
+    """`[MASKS * ROWS, K]`: w `[ROWS, K]`, with signs flipped where a bit of the `[ROWS, K / 8, MASKS]` bytes is set.
 
-    Two weights at a time, as the halves of an int32 (the compiler keeps such pairs in one register already).
+    It flips two weights at a time, the halves of an int32 (the compiler already keeps such pairs in one register).
     `byte * 0x8001` puts bit k at k and at k + 15, so that a shift left by 15 - 2 j brings the bits 2 j and 2 j + 1 to
     the two signs, 15 and 31.
     """
@@ -52,7 +52,7 @@ def matmul_kernel(
     tokens,
     out_features,
     in_features,
-    x_token,  # strides of rows in units of X_UNIT, W_UNIT, M_UNIT: so the compiler knows what divides them
+    x_token,  # row strides are in units of X_UNIT, W_UNIT, M_UNIT, so that the compiler knows what divides them
     x_k,
     w_row,
     w_k,
@@ -69,17 +69,17 @@ def matmul_kernel(
     W_UNIT: tl.constexpr,
     M_UNIT: tl.constexpr,
     DENSE: tl.constexpr,  # the masks' bytes of a row are contiguous, and MASKS == N_MASKS
-    TAIL: tl.constexpr,  # as in matvec.py, of steps of BLOCK_K columns
+    TAIL: tl.constexpr,  # as in matvec.py, for steps of BLOCK_K columns
     BLOCK_ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ):
-    """y[tokens of the block, rows of the block]."""
-    # The blocks of tokens of a row block are neighbours in time: all but the first find W in the cache.
+    """Compute y[tokens of the block, rows of the block]."""
+    # The programs for the same rows of W run one after another: all but the first find W in the cache.
     token_blocks = tl.cdiv(tokens, BLOCK_TOKENS)
     token = (tl.program_id(0) % token_blocks) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     row = (tl.program_id(0) // token_blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    # Past the last token and row, the last one again: no load has a mask for it, and the store leaves them out.
+    # Clamp to the last token and row so that loads need no mask for them; the store masks.
     x_ptr += (tl.minimum(token, tokens - 1).to(tl.int64) * x_token * X_UNIT)[None, :]
     last_row = tl.minimum(row, out_features - 1).to(tl.int64)
     w_ptr += (last_row * w_row * W_UNIT)[:, None]
@@ -95,14 +95,15 @@ def matmul_kernel(
         at = start + k
         xs = x_ptr + (at * x_k)[:, None]
         ws = w_ptr + (at * w_k)[None, :]
-        # x is loaded twice, with hints that differ so that the loads stay two: the products want it in two layouts,
-        # and the compiler brings in ahead of time only what has one use.
+        # x is loaded twice, because the products want it in two layouts and the compiler pipelines only loads with a
+        # single use. Different cache hints keep it from merging the two loads.
         if TAIL == 0:
             x = tl.load(xs)
             x_again = tl.load(xs, eviction_policy="evict_last")
             w = tl.load(ws, eviction_policy="evict_first")
         else:
-            # Where TAIL is 1, whole groups of 8 are in or out: written so that the compiler sees it, and loads wide.
+            # If TAIL is 1, a group of 8 is wholly inside or outside. This form lets the compiler see that, and load
+            # wide.
             inside = at < (in_features // 8 * 8 if TAIL == 1 else in_features)
             x = tl.load(xs, mask=inside[:, None], other=0.0)
             x_again = tl.load(xs, mask=inside[:, None], other=0.0, eviction_policy="evict_last")

@@ -1,8 +1,8 @@
-"""The kernel for one token, and for float32: a program is one row of W times one token, on plain FMA.
+"""The kernel for one token, and for float32: a program multiplies one row of W by one token with plain FMA.
 
 A row is read as `[groups, 8]`: a thread takes 8 neighbouring weights in one 16-byte load (two in float32), and
-the `n_masks` bytes that hold their bits in as few loads as the format allows. A program has one row and not a tile of
-rows, so that the loads of a warp in flight are adjacent: tiles of two and of four rows took 34 and 54 us against 31
+the `n_masks` bytes that hold their bits in as few loads as the format allows. A program has one row instead of a tile
+of rows, so that the loads of a warp in flight are adjacent: tiles of two and of four rows took 34 and 54 us against 31
 (H200, 14336 x 4096, 1 mask).
 """
 
@@ -49,7 +49,7 @@ def _bit(word, BIT: tl.constexpr):
 
 @triton.jit
 def _load_row(ptr, group, in_features, stride, TAIL: tl.constexpr, EVICTION: tl.constexpr):
-    """`[GROUPS, 8]` of a row, 0 past its end. TAIL is 0: all is in the row, 1: whole groups are or not, 2: neither."""
+    """`[GROUPS, 8]` of a row, 0 past its end. TAIL says what may be past the end: 0 nothing, 1 whole groups, 2 any."""
     k = group[:, None] * 8 + tl.arange(0, 8)[None, :]
     if TAIL == 0:
         row = tl.load(ptr + k * stride, eviction_policy=EVICTION)
@@ -65,10 +65,10 @@ def _load_row(ptr, group, in_features, stride, TAIL: tl.constexpr, EVICTION: tl.
 def _load_words(
     m_ptr, start, in_features, m_group, m_mask, WORDS: tl.constexpr, GROUPS: tl.constexpr, TAIL: tl.constexpr
 ):
-    """The words that hold the bits of each group of 8 weights. `m_ptr` points to words, and counts in them.
+    """The words that hold the bits of each group of 8 weights. `m_ptr` points to words, and strides count words.
 
-    The hint hides that groups are neighbours. Otherwise a thread would load several groups' words at once, and they
-    would travel through shared memory to the threads that have the weights.
+    The hint hides from the compiler that groups are neighbours. Otherwise a thread would load several groups' words at
+    once, and they would travel through shared memory to the threads that have the weights.
     """
     group = tl.max_contiguous(start + tl.arange(0, GROUPS), [1])
     offset = group * m_group
@@ -125,7 +125,7 @@ def matvec_kernel(
     in_features,
     x_token,
     x_k,
-    w_row,  # in units of W_UNIT: so the compiler knows what divides it, and how wide a load may be
+    w_row,  # in units of W_UNIT, so that the compiler knows what divides it, and how wide a load may be
     w_k,
     m_row,
     m_group,
@@ -140,8 +140,8 @@ def matvec_kernel(
     TAIL: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """y[token, row]; the masks' strides count words of WORD_BYTES bytes, which divides N_MASKS."""
-    # The tokens of a row are neighbours in time: all but the first find the row in the cache.
+    """Compute y[token, row]; the masks' strides count words of WORD_BYTES bytes, which divides N_MASKS."""
+    # The programs for the same row run one after another: all but the first find the row in the cache.
     token = (tl.program_id(0) % tokens).to(tl.int64)
     row = (tl.program_id(0) // tokens).to(tl.int64)
     x_ptr += token * x_token
@@ -154,8 +154,8 @@ def matvec_kernel(
         m_ptr = m_ptr.to(tl.pointer_type(tl.int64))
     m_ptr += row * m_row
     WORDS: tl.constexpr = N_MASKS // WORD_BYTES
-    # float16 and bfloat16 are exact products in float32, so that value = sum of all - gate; float32 rounds each
-    # product, and there the difference would carry the error of the whole sum into a value of few weights.
+    # Products of float16 or bfloat16 are exact in float32, so that value = sum of all - gate. Products of float32 are
+    # rounded, and the difference would carry the error of the whole sum into a value of few weights.
     WIDE: tl.constexpr = w_ptr.dtype.element_ty == tl.float32
     gates = (tl.zeros([GROUPS], tl.float32),) * N_MASKS
     rest = (tl.zeros([GROUPS], tl.float32),) * (N_MASKS if WIDE else 1)
