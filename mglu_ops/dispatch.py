@@ -71,7 +71,7 @@ _REFUSED = (
 )
 
 
-def explain_dispatch(
+def explain(
     x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", route_weights: Tensor | None = None
 ) -> Choice:
     """The backend and the kernel for a call of `mglu::forward` with these arguments; reads no value of the tensors.
@@ -87,7 +87,7 @@ def explain_dispatch(
 
 
 def choose(call: LayerCall) -> Choice:
-    """The backend for a call; raises the errors of `explain_dispatch`."""
+    """The backend for a call; raises the errors of `explain`."""
     if call.batch_invariant:
         return _choose_batch_invariant(call)
     if call.device.type == "cpu":

@@ -98,7 +98,7 @@ class Measured:
     """By how much one layer is better than another in the runs, in nats a token.
 
     Attributes:
-        advantage: the mean loss of the other layer's seeds minus that of the layer's own.
+        advantage: the other layer's mean loss over seeds minus the layer's.
         seeds: the numbers of seeds of both.
         noise: CONFIDENCE standard errors of the advantage.
     """

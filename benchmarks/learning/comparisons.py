@@ -1,7 +1,7 @@
 """What is asked about our recipe: pairs of layers whose training runs are compared, grouped by question.
 
 Layers are trained with our recipe (`experiments.BEST`) unless their names say otherwise. "Mask rate" is the learning
-rate of mask logits as a fraction of that of the weights. "Scaled SwiGLU" is `experiments.LARGER`.
+rate of mask logits, divided by the weights'. "Scaled SwiGLU" is `experiments.LARGER`.
 """
 
 from __future__ import annotations

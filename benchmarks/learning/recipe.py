@@ -73,7 +73,7 @@ class Recipe:
         start: how the model is converted from a trained SwiGLU model (`teacher`), a key of
             `mglu_ops.nn.conversion.WEIGHTS`; None for random parameters.
         distilled: whether the model learns the predictions of its teacher instead of the text; needs `start`.
-        skip: the text before that of this run, in 10^6 bytes; with `start`, its teacher has read it.
+        skip: the text that the run skips first, in 10^6 bytes; with `start`, the teacher has read it.
         seed: the seed of the initial parameters. The text and its order do not depend on it.
     """
 

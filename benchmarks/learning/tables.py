@@ -142,7 +142,7 @@ def experiment(results: Path, name: str) -> str:
 def choice(results: Path) -> str:
     """What a user decides by: the loss and the costs of SwiGLU and of SwiMGLU with our recipe.
 
-    Models without a finished run of SwiGLU are left out.
+    A model needs a finished run of SwiGLU to be in the table.
 
     Raises:
         MissingResultError: no run is finished.

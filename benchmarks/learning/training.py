@@ -249,5 +249,5 @@ def packed_masks(layer: MGLU | NaiveMGLU) -> Tensor:
 
 
 def _mean(values: list[float]) -> float:
-    """The mean with six digits; NaN if there are no values."""
+    """The mean with six digits; NaN for an empty list."""
     return float(f"{sum(values) / len(values):.6g}") if values else float("nan")

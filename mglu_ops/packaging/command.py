@@ -61,7 +61,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run_export(options: argparse.Namespace) -> int:
     """Run `export`. Raises UserError for what the user can put right."""
-    from ..passes import FusionError
+    from compile_passes.fusion import FusionError
+
     from .export import export
     from .library import BuildError
     from .package import PackageError

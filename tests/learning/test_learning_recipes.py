@@ -98,7 +98,7 @@ LEVELED = (
 
 @pytest.mark.parametrize("recipe", LEVELED, ids=lambda one: one.name)
 def test_layers_that_are_compared_begin_with_the_same_size(recipe, monkeypatch):
-    """Each result starts as large as that of four masks with the same activation."""
+    """Each layer's result starts as large as the result of four masks with the same activation."""
     sizes = Sizes(layers=1, hidden=128, intermediate=2048, heads=2, kv_heads=2, vocabulary=300, context=16)
     monkeypatch.setitem(SIZES, "25M", sizes)
     x, found = nn.functional.rms_norm(torch.randn(256, 128), (128,)), []
