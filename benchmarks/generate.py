@@ -214,7 +214,7 @@ def bench(
 
     Args:
         problem: the problem.
-        sizes: sizes of the model, as in `LlamaConfig`; by default those of `problem.name`.
+        sizes: sizes of the model, as in `LlamaConfig`; by default the sizes of `MODELS[problem.name]`.
         device: "cuda", or "cpu" to see that everything works; there, nothing is compiled.
         rounds: number of timed calls of each form.
         new_tokens: new tokens of each call.

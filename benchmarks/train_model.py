@@ -211,7 +211,7 @@ def bench(
 
     Args:
         problem: the problem.
-        model: the model; by default that of `problem.name`.
+        model: the model; by default `MODELS[problem.name]`.
         device: "cuda", or "cpu" to see that everything works; a CPU does not measure memory.
         rounds: largest number of rounds.
         load: the argument `seconds` of `timing.under_load`.
