@@ -12,17 +12,14 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from . import bench, build, notices, params
-from .errors import UserError, importing_passes
+from . import bench, build, notices, params, passes
+from .errors import UserError
 from .packaging import command as packaging
 from .tuning import command as tuning
 
-with importing_passes():
-    from compile_passes import explain
-
 PROG = "python -m mglu_ops"
 
-COMMANDS = (explain, packaging, build, tuning, bench, params)
+COMMANDS = (passes, packaging, build, tuning, bench, params)
 """Modules with `add_parser(subparsers)`, which sets the default `run`: `(argparse.Namespace) -> exit code`."""
 
 OWN_PACKAGES = ("benchmarks", "compile_passes", "mglu_ops")

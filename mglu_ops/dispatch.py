@@ -71,7 +71,7 @@ _REFUSED = (
 )
 
 
-def explain(
+def explain_dispatch(
     x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", route_weights: Tensor | None = None
 ) -> Choice:
     """The backend and the kernel for a call of `mglu::forward` with these arguments; reads no value of the tensors.
@@ -87,7 +87,7 @@ def explain(
 
 
 def choose(call: LayerCall) -> Choice:
-    """The backend for a call; raises the errors of `explain`."""
+    """The backend for a call; raises the errors of `explain_dispatch`."""
     if call.batch_invariant:
         return _choose_batch_invariant(call)
     if call.device.type == "cpu":

@@ -61,8 +61,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run_export(options: argparse.Namespace) -> int:
     """Run `export`. Raises UserError for what the user can put right."""
-    from compile_passes.fusion import FusionError
-
+    from ..passes import FusionError
     from .export import export
     from .library import BuildError
     from .package import PackageError

@@ -38,9 +38,8 @@ def describe(
     Raises:
         ValueError: the program takes inputs that a package cannot check.
     """
-    from compile_passes.exported import layers_of
-
     from .. import __version__
+    from ..passes import layers_of
 
     has_code = backend in ("triton", "composite")
     inputs = _describe_inputs(program)

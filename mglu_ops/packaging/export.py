@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from .. import notices
-from ..errors import importing_passes
 from ..files import as_path, check_writable
 from ..masks import check_packed_masks, n_masks_of
 from ..words import described
@@ -89,9 +88,7 @@ def export(
         BuildError: there is no C++ compiler.
         PackageError: `weights` is a file of something else, or damaged.
     """
-    with importing_passes():
-        from compile_passes.exported import fuse_exported, layers_of
-        from compile_passes.report import FusionReport
+    from ..passes import FusionReport, fuse_exported, layers_of
 
     path = as_path("path", path)
     weights = None if weights is None else as_path("weights", weights)
@@ -311,7 +308,7 @@ def _device(program: ExportedProgram) -> torch.device:
 
 def _check_masks(program: ExportedProgram) -> None:
     """Check the packed masks that a model held already; the others were packed by `fuse_exported`."""
-    from compile_passes.exported import layers_of
+    from ..passes import layers_of
 
     signature, tensors = program.graph_signature, tensors_of(program)
     names = {

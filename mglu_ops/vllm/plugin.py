@@ -7,7 +7,6 @@ import os
 
 import mglu_ops
 from mglu_ops import notices
-from mglu_ops.errors import importing_passes
 
 ARCHITECTURES = ("MGLULlamaForCausalLM", "MGLUMistralForCausalLM", "MGLUQwen3ForCausalLM")
 """The names in `config.architectures` that `mglu_ops.transformers` writes; also the classes in `models.py`."""
@@ -50,8 +49,7 @@ def enable_fusion_from_environment() -> None:
     Raises:
         ValueError: the variable is neither `1` nor `strict`.
     """
-    with importing_passes():
-        from compile_passes.entry import current_pass  # imports Inductor
+    from mglu_ops.passes import current_pass  # imports Inductor
 
     value = os.environ.get(FUSION)
     if value is None:

@@ -22,10 +22,10 @@ def call(tokens: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def test_explain_says_which_backend_a_cpu_call_takes_and_why() -> None:
-    choice = mglu_ops.explain(*call())
+    choice = mglu_ops.explain_dispatch(*call())
     assert (choice.backend, choice.is_fallback) == ("cpu", False)
     assert "instruction set" in str(choice)
-    choice = mglu_ops.explain(*(t.double() if t.is_floating_point() else t for t in call()))
+    choice = mglu_ops.explain_dispatch(*(t.double() if t.is_floating_point() else t for t in call()))
     assert (choice.backend, choice.is_fallback) == ("composite", False)
     assert "torch.float64" in str(choice)
 

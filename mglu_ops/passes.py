@@ -1,0 +1,66 @@
+"""The one module of `mglu_ops` that names `compile_passes`, which depends on `mglu_ops`.
+
+Its names are imported when they are first used, since some of them import Inductor.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import UserError
+
+if TYPE_CHECKING:
+    from compile_passes.entry import current_pass
+    from compile_passes.explain import add_parser
+    from compile_passes.exported import fuse_exported, layers_of
+    from compile_passes.fusion import FusionError, fuse
+    from compile_passes.install import disable_fusion, enable_fusion, fusion, fusion_report
+    from compile_passes.report import FusionReport
+
+_DEFINED_IN = {
+    "FusionError": "fusion",
+    "FusionReport": "report",
+    "add_parser": "explain",
+    "current_pass": "entry",
+    "disable_fusion": "install",
+    "enable_fusion": "install",
+    "fuse": "fusion",
+    "fuse_exported": "exported",
+    "fusion": "install",
+    "fusion_report": "install",
+    "layers_of": "exported",
+}
+
+__all__ = list(_DEFINED_IN)
+
+
+class HiddenPackageError(UserError, ImportError):
+    """Python finds another `compile_passes` than the one that is installed with this package."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _DEFINED_IN:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        module = importlib.import_module(f"compile_passes.{_DEFINED_IN[name]}")
+    except ImportError as error:
+        found = _place_of("compile_passes")
+        if found is None or found.parent == Path(__file__).resolve().parents[1]:
+            raise
+        raise HiddenPackageError(
+            f"mglu_ops comes with a package compile_passes, but Python finds {found} in its place: rename that one, or "
+            "put its folder later in sys.path"
+        ) from error
+    return getattr(module, name)
+
+
+def _place_of(package: str) -> Path | None:
+    """The folder of a package, or the file of a module."""
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        return None
+    places = spec.submodule_search_locations or [spec.origin or ""]
+    return Path(next(iter(places))).resolve()
