@@ -1,8 +1,8 @@
-"""The CPU kernels by instruction set, against the oracle and the naive layer; the absence of a compiler.
+"""The CPU kernels of each instruction set against the oracle and the naive layer, and a machine without a compiler.
 
-What holds for any backend is in test_ops.py, which runs these kernels too; what is for bfloat16 alone is in
-test_cpu_bfloat16.py, and the build in test_build_cache.py. `test_sanitizers` runs all, those for AVX-512 and AMX with
-emulated intrinsics too, in a program of their own (cpu_driver.cpp).
+Tests for any backend are in test_ops.py, which also runs these kernels. Tests for bfloat16 instructions are in
+test_cpu_bfloat16.py, and tests of the build in test_build_cache.py. `test_sanitizers` runs all kernels in a separate
+program (cpu_driver.cpp), those for AVX-512 and AMX also with emulated intrinsics.
 """
 
 from __future__ import annotations
@@ -74,23 +74,23 @@ def test_more_tokens_and_features_than_a_block_holds(isa, dtype):
 
 @pytest.mark.parametrize("activation", s.ACTIVATION_NAMES)
 def test_activations(isa, activation):
-    """Over the whole range in which they bend, each to a few roundings of float32."""
+    """Activations are exact to a few roundings of float32, over the whole range in which they are not linear."""
     gates = torch.linspace(-30, 30, 4001)
-    # One weight is the gate's, the other the value's: act(x_0) * x_1 with x_1 = 1.
+    # One weight belongs to the gate, the other to the value: act(x_0) * x_1 with x_1 = 1.
     x = torch.stack((gates, torch.ones_like(gates)), 1)
     packed = torch.ops.mglu.pack_masks(torch.tensor([[[True, False]]]))
     result = run_on("cpu", x, torch.ones(1, 2), packed, activation, None, launch=isa)[:, 0]
     exact = s.ACTIVATIONS[activation].forward(gates.double())
-    # gelu at -5 is a difference from 1 that torch itself takes in the dtype: exact to the rounding of 1, times x.
+    # gelu at -5 contains a difference from 1, which torch also takes in the dtype: exact to the rounding of 1, times x.
     limit = 4e-7 * exact.abs() + 1.5e-7 * gates.abs().clamp(max=6) + 1e-12
     assert ((result.double() - exact).abs() <= limit).all()
 
 
 @pytest.mark.parametrize("tokens", quick_only_for([1, 5], [1, 2, 5, 32]))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_error_is_close_to_that_of_the_naive_layer(isa, dtype, tokens):
-    """The design's bar at its hardest: sigmoid, where an error that the values of all masks share would add up."""
-    narrow = dtype is torch.float32  # sums no wider than the operands: the dtype in which the bar is close
+def test_error_is_close_to_the_naive_layers(isa, dtype, tokens):
+    """The hardest case for the limit is sigmoid, where an error common to the values of all masks would add up."""
+    narrow = dtype is torch.float32  # sums are no wider than operands, so errors come close to the limit
     for n_masks in (1, 2, 4, 16):
         for in_features in (64, 256, 2048) if narrow else (256,):
             for activation, density in (("silu", 0.5), ("sigmoid", 0.9), ("relu", 0.1)):
@@ -135,11 +135,11 @@ def test_nan_and_inf_propagate_as_in_the_naive_layer(isa, tokens, where, value):
 
 
 def test_subnormal_and_extreme_float16(isa):
-    """Conversions in both directions: subnormals, the largest numbers, and results that round to infinity."""
+    """Convert in both directions: subnormals, the largest numbers, and results that round to infinity."""
     x = torch.tensor([[2.0**-24], [3 * 2.0**-20], [0.5], [1.0], [65504.0]], dtype=torch.float16)
     weight = torch.tensor([[1.0], [2.0**-10], [1.00098]], dtype=torch.float16)
     packed = torch.ops.mglu.pack_masks(torch.zeros(1, 3, 1, dtype=torch.bool))
-    for rows in (x, x[:2]):  # gate 0: half the value under a sigmoid
+    for rows in (x, x[:2]):  # the gate is 0, so the result is half the value
         result = run_on("cpu", rows, weight, packed, "sigmoid", None, launch=isa)
         assert torch.equal(result, (rows.float() @ weight.float().T / 2).half())
     large = run_on("cpu", x[4:], weight, packed, "sigmoid", torch.tensor([[2.0]]), launch=isa)
@@ -147,10 +147,10 @@ def test_subnormal_and_extreme_float16(isa):
 
 
 def near_ties(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Products x W^T halfway between two numbers of a 16-bit dtype, or next to that: x `[tokens, 3]` and W `[1, 3]`.
+    """Return x `[tokens, 3]` and W `[1, 3]` whose products x W^T are at or next to the middle of two 16-bit numbers.
 
-    In float32 they are exact. They have both signs, from the smallest to the largest exponent of float16, as
-    well as subnormal ones of float16.
+    The products are exact in float32. They have both signs and all exponents of float16, and include subnormal numbers
+    of float16.
     """
     bits = 10 if dtype is torch.float16 else 7
     rows = []
@@ -175,8 +175,8 @@ def test_results_are_rounded_to_nearest_and_ties_to_even(isa, dtype):
             assert torch.equal(result, expected)
 
 
-def test_constant_masks_leave_no_rounding_behind(isa):
-    """All ones leave no value: exactly 0 for few tokens, where gate and total are summed alike."""
+def test_masks_of_ones_give_exactly_zero(isa):
+    """Under a mask of ones the value is exactly 0 for few tokens, since gate and total are summed in the same order."""
     for tokens in (1, 4):
         layer = make_layer((tokens,), 333, 10, 5, density=1.0)
         assert torch.equal(run(layer, isa), torch.zeros(tokens, 10))
@@ -193,7 +193,7 @@ def test_empty_sizes(isa, size):
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 100])
-def test_threads_and_repetition_change_no_bit(isa, tokens):
+def test_threads_and_repetition_do_not_change_bits(isa, tokens):
     layer = make_layer((tokens,), 512, 700, 4, dtype=torch.bfloat16)
     before = torch.get_num_threads()
     try:
@@ -206,15 +206,15 @@ def test_threads_and_repetition_change_no_bit(isa, tokens):
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_few_tokens_are_computed_as_each_alone(isa):
+def test_few_tokens_have_the_bits_of_single_tokens(isa):
     layer = make_layer((4,), 300, 50, 6)
     together = run(layer, isa)
     for token in range(4):
         assert torch.equal(run(layer.with_(x=layer.x[token : token + 1]), isa)[0], together[token])
 
 
-def test_rows_apart_and_unaligned_are_read_in_place(isa):
-    """Only a last dimension that is not contiguous is copied."""
+def test_strided_and_unaligned_rows_are_read_in_place(isa):
+    """Tensors are copied only if their last dimension is not contiguous."""
     base = make_layer((3,), 45, 9, 3)
     wide_x, wide_weight = torch.full((3, 64), math.nan), torch.full((9, 101), math.nan)
     wide_x[:, 1:46], wide_weight[:, 7:52] = base.x, base.weight
@@ -229,7 +229,7 @@ def test_calls_from_several_threads():
         assert all(map(torch.equal, pool.map(run, layers), expected))
 
 
-def test_an_instruction_set_is_refused_where_it_is_not_for_the_type():
+def test_an_instruction_set_refuses_other_types():
     layer = make_layer((1,))
     with pytest.raises(RuntimeError, match="lacks the instruction set"):
         run(layer, "amx")
@@ -299,7 +299,7 @@ def test_the_choice_and_its_override(monkeypatch):
 @pytest.mark.long
 @pytest.mark.parametrize("emulated", [False, True], ids=["as built", "emulated"])
 def test_sanitizers(tmp_path, emulated):
-    """Every ISA under the address and undefined-behaviour sanitizers; those from AVX-512 on by emulated intrinsics."""
+    """Run every ISA under the address and undefined-behaviour sanitizers; from AVX-512 on by emulated intrinsics."""
     compiler = build.find_compiler()
     flags = ["-O0", "-std=c++17", "-pthread", "-ffp-contract=off", "-Wno-psabi", f"-I{build.source_directory()}"]
     if emulated:

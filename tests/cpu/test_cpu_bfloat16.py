@@ -1,4 +1,4 @@
-"""The CPU kernels for bfloat16 alone: native where the machine has them, else their source by emulated intrinsics."""
+"""The CPU kernels for bfloat16: native if the machine has the instructions, else by emulated intrinsics."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = [
 
 @pytest.fixture(scope="session")
 def kernels() -> library.Library:
-    """The library of this machine if it has both instruction sets, else one that emulates them."""
+    """The machine's own library if it has both instruction sets, else a library that emulates them."""
     loaded = library.load()
     assert isinstance(loaded, library.Library), loaded
     if all(loaded.supports(isa, torch.bfloat16) for isa in ISAS):
@@ -67,7 +67,7 @@ def test_training(isa, n_masks):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_more_than_a_stretch_and_a_block_hold(isa):
+def test_more_tokens_and_features_than_a_block_holds(isa):
     for tokens, in_features, out_features, n_masks in ((9, 1100, 70, 1), (40, 600, 33, 2), (700, 40, 200, 1)):
         layer = bfloat16_layer(tokens, in_features, out_features, n_masks, routed=True)
         assert_matches(run(layer, isa), oracle(layer), what=f"{tokens} tokens, {n_masks} masks")
@@ -76,9 +76,9 @@ def test_more_than_a_stretch_and_a_block_hold(isa):
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("activation", s.ACTIVATION_NAMES)
 def test_activations(isa, activation):
-    """Over the whole range in which they bend, to the rounding of bfloat16."""
+    """Activations are exact to the rounding of bfloat16, over the whole range in which they are not linear."""
     gates = torch.linspace(-30, 30, 2001).bfloat16()
-    x = torch.stack((gates, torch.ones_like(gates)), 1)  # one weight is the gate's, the other the value's, which is 1
+    x = torch.stack((gates, torch.ones_like(gates)), 1)  # one weight for the gate, one for the value, which is 1
     packed = torch.ops.mglu.pack_masks(torch.tensor([[[True, False]]]))
     result = run_on("cpu", x, torch.ones(1, 2).bfloat16(), packed, activation, None, launch=isa)[:, 0]
     exact = s.ACTIVATIONS[activation].forward(gates.double())
@@ -88,7 +88,7 @@ def test_activations(isa, activation):
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("tokens", [1, 20])
-def test_error_is_close_to_that_of_the_naive_layer(isa, tokens):
+def test_error_is_close_to_the_naive_layers(isa, tokens):
     for n_masks in (1, 2, 4, 16):
         for activation, density in (("silu", 0.5), ("sigmoid", 0.9), ("relu", 0.1)):
             layer = bfloat16_layer(tokens, 256, 64, n_masks, activation=activation, density=density)
@@ -144,7 +144,7 @@ def test_empty_sizes(isa, size):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_threads_and_repetition_change_no_bit(isa):
+def test_threads_and_repetition_do_not_change_bits(isa):
     before = torch.get_num_threads()
     try:
         for tokens in (1, 9, 70):
@@ -158,7 +158,7 @@ def test_threads_and_repetition_change_no_bit(isa):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_rows_apart_and_unaligned_are_read_in_place(isa):
+def test_strided_and_unaligned_rows_are_read_in_place(isa):
     """The memory between rows is neither read nor written."""
     for tokens in (3, 20):
         base = bfloat16_layer(tokens, 45, 9, 3)
@@ -168,8 +168,8 @@ def test_rows_apart_and_unaligned_are_read_in_place(isa):
         assert torch.equal(run(layer, isa), run(base, isa))
 
 
-def test_what_runs_is_what_is_said(kernels):
-    """The choice is by type and number of tokens, in words and in bits."""
+def test_explain_names_the_instruction_set_that_runs(kernels):
+    """The choice depends on dtype, tokens and masks; `explain` names it, and results have its bits."""
     for tokens, n_masks in ((1, 2), (1, 3), (300, 2)):
         layer = bfloat16_layer(tokens, 64, 128, n_masks)
         isa = kernels.isa(torch.bfloat16, tokens, n_masks)

@@ -1,4 +1,4 @@
-"""The choice of kernels on a GPU and the memory of calls, with stand-ins for tensors on one: no GPU is needed."""
+"""The choice of kernels on a GPU and the cache of prepared calls, with stand-ins for GPU tensors: no GPU is needed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class OnGpu:
     """A CPU tensor that says it is on a GPU. An `offset` moves its address off multiples of 16 bytes."""
 
     is_cuda, is_cpu = True, False
-    __class__ = torch.Tensor  # isinstance, by which the checks know a tensor, asks for this
+    __class__ = torch.Tensor  # makes it pass the checks' isinstance
 
     def __init__(self, tensor: torch.Tensor, offset: int = 0, device: str = "cuda:0") -> None:
         self.tensor = tensor
@@ -50,7 +50,7 @@ def layer(
     n_masks: int = 4,
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Any, Any, Any]:
-    """x, weight and packed masks, whose memory is never touched."""
+    """Return x, weight and packed masks, whose memory is never accessed."""
     tokens = (tokens,) if isinstance(tokens, int) else tokens
     shapes = ((*tokens, h), dtype), ((d, h), dtype), ((d, -(-h // 8), n_masks), torch.uint8)
     x, weight, packed = (OnGpu(torch.empty(shape, dtype=dtype)) for shape, dtype in shapes)
@@ -71,7 +71,7 @@ def set_gpu(monkeypatch: pytest.MonkeyPatch, arch: tuple[int, int]) -> None:
     monkeypatch.setattr(cuda, "gpu_of", lambda device: gpu)
 
 
-def test_explain_names_the_kernel_its_launch_and_where_that_comes_from() -> None:
+def test_explain_names_the_kernel_its_launch_and_their_origin() -> None:
     for tokens, kernel in ((1, "decode_mma"), (8, "decode_mma"), (64, "tile_wgmma"), (5000, "tile_wgmma")):
         choice = mglu_ops.explain(*layer(tokens))
         assert (choice.backend, choice.kernel, choice.is_fallback) == ("cuda", kernel, False)
@@ -80,7 +80,7 @@ def test_explain_names_the_kernel_its_launch_and_where_that_comes_from() -> None
         assert "by the cost model: the masks are applied on chip" in str(choice)
     assert "tiles=7" in str(mglu_ops.explain(*layer(8)))
     choice = mglu_ops.explain(*layer(8, dtype=torch.float32))
-    assert (choice.kernel, choice.is_fallback) == ("plain", False)  # there is no other in float32
+    assert (choice.kernel, choice.is_fallback) == ("plain", False)  # float32 has no other kernel
     choice = mglu_ops.explain(*layer(100, dtype=torch.float32))
     assert (choice.backend, choice.kernel) == ("composite", None)
 
@@ -124,7 +124,7 @@ def test_a_layer_that_misses_the_fast_kernels_is_a_fallback_with_its_cause(chang
     choice = mglu_ops.explain(x, weight, packed)
     assert (choice.backend, choice.kernel, choice.is_fallback) == ("cuda", "plain", True)
     assert choice.reason == f"several times slower than by the kernels for aligned layers: {cause}"
-    assert not mglu_ops.explain(*layer(1, d=60, h=4095)).is_fallback  # too small to be worth a word
+    assert not mglu_ops.explain(*layer(1, d=60, h=4095)).is_fallback  # too small to be worth a warning
 
 
 def test_a_fallback_warns_once_for_all_numbers_of_tokens(launched: list[tuple[int, ...]]) -> None:
@@ -151,7 +151,7 @@ def test_older_gpus_take_few_tokens_on_chip(monkeypatch: pytest.MonkeyPatch) -> 
 # --- Batch-invariant mode -------------------------------------------------------------------------------------------
 
 
-def test_the_mode_is_a_function_and_a_block() -> None:
+def test_batch_invariant_mode_is_a_function_and_a_context_manager() -> None:
     assert not mglu_ops.is_batch_invariant_mode_enabled()
     mglu_ops.set_batch_invariant_mode(True)
     assert mglu_ops.is_batch_invariant_mode_enabled()
@@ -165,7 +165,7 @@ def test_the_mode_is_a_function_and_a_block() -> None:
     assert not mglu_ops.is_batch_invariant_mode_enabled()
 
 
-def test_in_the_mode_the_number_of_tokens_does_not_choose_the_order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_invariant_order_of_sums_does_not_depend_on_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = (1, 2, 8, 9, 16, 17, 64, 600, 5000)
     small = {"d": 512, "h": 512}
     with mglu_ops.set_batch_invariant_mode():
@@ -182,7 +182,7 @@ def test_in_the_mode_the_number_of_tokens_does_not_choose_the_order_of_sums(monk
                 assert "decode_mma(" in launches.pop()
 
 
-def test_in_the_mode_what_cannot_be_invariant_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_invariant_mode_refuses_calls_that_cannot_be_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.randn(3, 16), torch.randn(8, 16, requires_grad=True)
     packed = torch.ops.mglu.pack_masks(torch.rand(2, 8, 16) > 0.5)
     with mglu_ops.set_batch_invariant_mode():
@@ -200,12 +200,12 @@ def test_in_the_mode_what_cannot_be_invariant_is_refused(monkeypatch: pytest.Mon
     torch.ops.mglu.forward(x, weight, packed).sum().backward()
 
 
-# --- Calls that come again ------------------------------------------------------------------------------------------
+# --- Repeated calls -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of the results in the order of calls, which launch nothing."""
+    """Record the shapes of results in the order of calls, without launches."""
     shapes: list[tuple[int, ...]] = []
 
     def run(call: CudaCall, x: Any, *rest: Any) -> torch.Tensor:
@@ -225,20 +225,18 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return shapes
 
 
-def test_a_call_that_comes_again_is_not_chosen_again(
-    launched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_repeated_call_is_not_chosen_again(launched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, packed = layer((2, 3), d=64, h=64)
     assert dispatch.repeat(x, weight, packed, "silu", None) is None
     assert dispatch.forward(x, weight, packed, "silu", None).shape == (2, 3, 64)
-    monkeypatch.setattr(dispatch, "choose", None)  # nobody is asked from here on
+    monkeypatch.setattr(dispatch, "choose", None)  # a further choice would fail
     result = dispatch.repeat(x, weight, packed, "silu", None)
     assert result is not None
     assert result.shape == (2, 3, 64)
     assert len(launched) == 2
 
 
-def test_whatever_a_choice_depends_on_makes_another_call(launched: list[tuple[int, ...]]) -> None:
+def test_a_changed_call_is_chosen_again(launched: list[tuple[int, ...]]) -> None:
     def route(dtype: torch.dtype = torch.float32, stride: int = 1) -> Any:
         return OnGpu(torch.empty(6, 4 * stride, dtype=dtype)[:, ::stride])
 
@@ -286,7 +284,7 @@ def test_a_view_of_known_rows_is_known_from_its_second_call_on(launched: list[tu
     assert result.shape == (2, 3, 64)
 
 
-def test_a_call_whose_rows_have_to_be_copied_is_known_too(
+def test_a_repeated_call_with_copied_rows_is_not_chosen_again(
     launched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, weight, packed = layer(1, d=64, h=64)
@@ -297,7 +295,7 @@ def test_a_call_whose_rows_have_to_be_copied_is_known_too(
     assert launched == [(2, 3, 64), (2, 3, 64)]
 
 
-def test_none_for_a_tensor_is_left_to_the_checks() -> None:
+def test_none_as_a_tensor_reaches_the_checks() -> None:
     x, weight, packed = layer(1, d=64, h=64)
     for call in ((None, weight, packed), (x, None, packed), (x, weight, None)):
         assert dispatch.repeat(*call, "silu", None) is None  # type: ignore[arg-type] # torch lets None through
@@ -325,7 +323,7 @@ def test_memory_is_bounded_and_shared_by_threads(
 
 
 class Recorder:
-    """In the place of a launch: keeps what it is called with."""
+    """Replaces a launch, and records its arguments."""
 
     calls: ClassVar[list[tuple[str, tuple[int, ...], bytes | None]]] = []
 
@@ -341,7 +339,7 @@ class Recorder:
 def test_tensor_maps_are_encoded_once_for_each_address(
     n_masks: int, permuted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The map of x, which many layers share, is kept apart from those of a layer's W and masks."""
+    """The map of x, which many layers share, is separate from the maps of a layer's W and masks."""
     encoded: list[int] = []
 
     def encode(_: Matrix, pointer: int) -> bytes:

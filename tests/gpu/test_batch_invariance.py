@@ -1,4 +1,4 @@
-"""Under the batch-invariant mode a row has the same bits whatever the batch it comes in, by every kernel."""
+"""In the batch-invariant mode a row has the same bits in every batch, with every kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mglu_ops.layer_call import LayerCall
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:mglu..forward runs on the backend cuda"),  # rows of masks that do not line up
+    pytest.mark.filterwarnings("ignore:mglu..forward runs on the backend cuda"),  # unaligned rows of masks
 ]
 
 TOKENS = (1, 2, 7, 8, 9, 16, 17, 33, 64, 200)
@@ -34,7 +34,7 @@ def invariant() -> Iterator[None]:
 
 
 def assert_rows_agree(p: Problem, x: Tensor) -> None:
-    """The first rows of x, its last rows, and one from the middle by itself give the same bits as within x."""
+    """The first rows of x, its last rows, and a single one from the middle give the same bits as within x."""
 
     def run(rows: Tensor) -> Tensor:
         return torch.ops.mglu.forward(rows, p.weight, p.packed, p.activation)
@@ -77,7 +77,7 @@ def test_rows_of_small_and_odd_layers(dtype: torch.dtype, shape: tuple[int, int]
 
 @pytest.mark.parametrize("n_masks", [1, 4, 10, 16])
 def test_rows_on_other_gpus(n_masks: int) -> None:
-    """The launches that they would take run here too."""
+    """Run the launches of other GPUs on this one."""
     p = Problem(200, 528, 2048, n_masks, torch.bfloat16)
     for arch in ((8, 0), (8, 9), (12, 0)):
         everyone = None
@@ -90,7 +90,7 @@ def test_rows_on_other_gpus(n_masks: int) -> None:
             assert torch.equal(result, everyone[:tokens]), (arch, tokens)
 
 
-def test_the_mode_changes_calls_that_are_known_already() -> None:
+def test_the_mode_changes_repeated_calls() -> None:
     p = Problem(1, 8192, 4096, 16, torch.float16)
     in_mode = torch.ops.mglu.forward(p.x, p.weight, p.packed)
     with mglu_ops.set_batch_invariant_mode(False):

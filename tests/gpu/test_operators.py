@@ -20,7 +20,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @pytest.fixture(autouse=True)
 def exact_float32() -> Iterator[None]:
-    """float32 GEMMs in float32, as the budgets assume."""
+    """Run float32 GEMMs in float32 (not TF32), as the error limits assume."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     yield
@@ -81,7 +81,7 @@ def test_gradients_agree_with_the_oracle_and_the_naive_layer(dtype: torch.dtype,
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_cuda_graph_replay_is_bit_equal_to_eager(dtype: torch.dtype) -> None:
-    """Captured at the first call of a fresh shape, replayed with changed inputs (masks too)."""
+    """Capture the first call of a new shape, and replay it with changed inputs, including masks."""
     x, weight, logits, _ = problem((4,), 264, 520, 4, dtype)
     packed = torch.ops.mglu.pack_masks(logits > 0)
     graph = torch.cuda.CUDAGraph()
@@ -176,7 +176,7 @@ def test_fused_compile_trains_and_infers(dtype: torch.dtype, mode: str) -> None:
 @pytest.mark.parametrize("tokens", [1, 8, 64])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_reduce_overhead_replays_two_layers_bit_for_bit(dtype: torch.dtype, tokens: int) -> None:
-    """CUDA graphs of a compiled model: replayed with other inputs, weights and masks, the bits are the operator's."""
+    """Replay a compiled model's CUDA graphs with other inputs, weights and masks: results have the operator's bits."""
     torch._dynamo.reset()
     layers = (mglu_ops.nn.MGLU(264, 512, n_masks=4), mglu_ops.nn.MGLU(512, 200, n_masks=8, activation="gelu"))
     model = mglu_ops.freeze(torch.nn.Sequential(*layers).to("cuda", dtype)).eval()

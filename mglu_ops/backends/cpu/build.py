@@ -1,6 +1,6 @@
 """The CPU kernels as a shared library: built by the machine's C++ compiler at first use, and kept in the cache.
 
-The library knows nothing of torch: it is one file for any version of Python and torch, and picks its instruction set
+The library does not depend on torch: one file serves any version of Python and torch. It chooses its instruction set
 when it runs.
 """
 
@@ -29,12 +29,12 @@ FLAGS = ("-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off
 
 
 class BuildError(RuntimeError):
-    """There is no C++ compiler, or it refused the kernels; the message holds its log."""
+    """No C++ compiler was found, or it refused the kernels; the message then has its log."""
 
 
 @cache
 def source_directory() -> Path:
-    """The folder of the kernels: inside an installed package, or beside it in a checkout."""
+    """Return the folder of the kernels: inside an installed package, or beside it in a checkout."""
     package = Path(__file__).resolve().parents[2]
     for candidate in (package / "csrc" / "cpu", package.parent / "csrc" / "cpu"):
         if candidate.is_dir():
@@ -46,21 +46,21 @@ def load_library(load: Callable[[Path], T], folder: Path | None = None) -> T:
     """Build the shared library if the cache does not hold it, and return the result of `load`.
 
     Args:
-        load: gets the path of the library; an OSError says that this machine cannot load it.
+        load: called with the path of the library; raises OSError if this machine cannot load it.
         folder: the only folder to use, in place of the cache.
 
     Raises:
-        BuildError: there is no compiler, or it refused the kernels.
+        BuildError: no compiler was found, or it refused the kernels.
         NoFolderError: no folder can hold the library, or it can be loaded from none.
     """
     return obtain(_artifact(), _build, lambda path, _: load(path), folder)
 
 
 def find_compiler() -> list[str]:
-    """The command line of `$CXX` (with its options), else of the first of `COMPILERS` on the path.
+    """Return the command line in `$CXX` (with its options), else the first of `COMPILERS` on the path.
 
     Raises:
-        BuildError: there is none, or `CXX` is not a command line.
+        BuildError: no compiler was found, or `CXX` is not a command line.
     """
     wanted = _wanted()
     for command in [wanted] if wanted else [[name] for name in COMPILERS]:
@@ -71,7 +71,7 @@ def find_compiler() -> list[str]:
 
 
 def _wanted() -> list[str]:
-    """The command line in `CXX`, empty if there is none."""
+    """Return the command line in `CXX`, or an empty list."""
     text = os.environ.get("CXX", "")
     try:
         words = shlex.split(text)
@@ -87,12 +87,12 @@ def _wanted() -> list[str]:
 
 
 def settings() -> tuple[str | None, ...]:
-    """The variables that decide whether the library can be built and kept; after an error, others may mend it."""
+    """Return the variables that decide whether the library can be built and kept; changing them may cure an error."""
     return tuple(os.environ.get(name) for name in ("CXX", "PATH", "MGLU_CACHE_DIR", "XDG_CACHE_HOME", "HOME"))
 
 
 def _artifact() -> Artifact:
-    """The library. The options in `CXX` are among its inputs, and the compiler is not."""
+    """Describe the library. Its inputs include the options in `CXX`, but not the compiler."""
     folder = source_directory()
     geometry = folder.parent / "cuda" / "packed_masks.cuh"
     sources = sorted((*folder.glob("*.cpp"), *folder.glob("*.h"), geometry))
@@ -123,7 +123,7 @@ def _build(folder: Path) -> bytes:
 
 
 def _run(compiler: Sequence[str], folder: Path, *arguments: Sequence[str]) -> None:
-    """Run the compiler once for each list of arguments, in parallel. Its own temporary files go to `folder`."""
+    """Run the compiler once for each list of arguments, in parallel. The compiler's temporary files go to `folder`."""
     commands = [[*compiler, *FLAGS, *one] for one in arguments]
     try:
         results = run(commands, {"TMPDIR": str(folder), "LC_ALL": "C"}, COMPILER_SECONDS)

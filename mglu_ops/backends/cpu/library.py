@@ -1,4 +1,4 @@
-"""The loaded library: its functions, and the one struct that they take (`Forward` of csrc/cpu/mglu_cpu.h)."""
+"""The loaded library: its functions and the structs that they take (csrc/cpu/mglu_cpu.h)."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ STEPS = ("flip_signs", "scale", "weight_gradients", "route_gradients")
 
 
 class Library:
-    """The functions of one build, and torch's thread pool for them."""
+    """The functions of one build. They run on torch's thread pool."""
 
     def __init__(self, path: Path) -> None:
         """Load a build.
 
         Raises:
-            OSError: the file is no library for this machine.
+            OSError: the file is not a library for this machine.
         """
         self.parallel_for = _torch_parallel_for()
         functions = ctypes.CDLL(str(path))
@@ -55,7 +55,7 @@ class Library:
         self._message.argtypes = (ctypes.c_int32,)
 
     def isa(self, dtype: torch.dtype, tokens: int, n_masks: int) -> str:
-        """The instruction set that a call runs with, of `ISAS`."""
+        """Return the instruction set of `ISAS` that a call runs with."""
         return str(self._isa(DTYPES[dtype], tokens, n_masks).decode())
 
     def supports(self, isa: str, dtype: torch.dtype) -> bool:
@@ -63,19 +63,19 @@ class Library:
         return bool(self._supports(ISAS[isa], DTYPES[dtype]))
 
     def forward(self, call: bytes) -> None:
-        """Run a packed call; the interpreter lock is released meanwhile.
+        """Run a packed call without holding the interpreter lock.
 
         Raises:
-            RuntimeError: the kernel refused the call, with its reason.
+            RuntimeError: the kernel refused the call; the message has its reason.
         """
         self._check(self._forward(call, self.parallel_for), "forward")
 
     def pack(self, call: bytes) -> None:
-        """Pack masks; as `forward`."""
+        """Pack masks; otherwise as `forward`."""
         self._check(self._pack(call, self.parallel_for), "pack_masks")
 
     def run_step(self, name: str, call: bytes) -> None:
-        """Run a step of a backward pass, of `STEPS`; as `forward`."""
+        """Run the step `name` (of `STEPS`) of a backward pass; otherwise as `forward`."""
         self._check(self._steps[name](call, self.parallel_for), name)
 
     def _check(self, status: int, name: str) -> None:
@@ -84,10 +84,10 @@ class Library:
 
 
 def _torch_parallel_for() -> int:
-    """The address of torch's parallel loop, so that kernels use its thread pool and obey torch.set_num_threads.
+    """Return the address of torch's parallel loop, so that kernels use its thread pool and obey torch.set_num_threads.
 
     Raises:
-        BuildError: torch exports none.
+        BuildError: torch does not export it.
     """
     suffix = {"darwin": "dylib", "win32": "dll"}.get(sys.platform, "so")
     name = "torch_cpu.dll" if suffix == "dll" else f"libtorch_cpu.{suffix}"
@@ -103,11 +103,11 @@ def _torch_parallel_for() -> int:
 _lock = threading.Lock()
 _loaded: Library | str | None = None
 _tried_with: tuple[str | None, ...] = ()
-"""The settings with which the library could not be loaded, for the reason in `_loaded`."""
+"""The settings with which loading the library failed, for the reason in `_loaded`."""
 
 
 def load() -> Library | str:
-    """The library, built and loaded at the first call of the process; or why there is none, until `settings` change."""
+    """Return the library, built and loaded at the first call, or why that failed; `settings` may change that."""
     global _loaded, _tried_with
     if not _is_settled():
         with _lock:
@@ -132,7 +132,7 @@ def is_loaded() -> bool:
 
 
 def is_missing() -> bool:
-    """Whether the library could not be loaded when it was last asked for."""
+    """Whether the last attempt to load the library failed."""
     return isinstance(_loaded, str)
 
 

@@ -1,4 +1,4 @@
-"""Device code to cubins: NVRTC through `cuda.core`, or else nvcc, with a cache on disk that processes share."""
+"""Compiles device code to cubins by NVRTC (through `cuda.core`) or nvcc, with a cache on disk that processes share."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from ..interruptible import call, run
 _STANDARD = "c++17"
 _IMPORTING = threading.RLock()
 if sys.platform != "win32":
-    # A process that is forked in the middle of an import could never finish it.
+    # A process that is forked in the middle of an import could never finish that import.
     os.register_at_fork(
         before=_IMPORTING.acquire, after_in_parent=_IMPORTING.release, after_in_child=_IMPORTING.release
     )
 
 
 class CompileError(RuntimeError):
-    """There is no compiler, or no folder for it to work in, or it refused a kernel; then the message holds its log."""
+    """No compiler or no folder for it was found, or the compiler refused a kernel; the message then has its log."""
 
 
 @cache
 def source_directory() -> Path:
-    """The folder of the device code: inside an installed package, or beside it in a checkout."""
+    """Return the folder of the device code: inside an installed package, or beside it in a checkout."""
     package = Path(__file__).resolve().parents[2]
     for candidate in (package / "csrc" / "cuda", package.parent / "csrc" / "cuda"):
         if candidate.is_dir():
@@ -46,7 +46,7 @@ def source_directory() -> Path:
 
 @cache
 def source_hash() -> str:
-    """The hash of all sources, since each kernel includes several: a changed header never finds an old cubin."""
+    """Return the hash of all sources: each kernel includes several, and a changed header must not find an old cubin."""
     digest = hashlib.sha256()
     for path in sorted(source_directory().glob("*.cu*")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -55,7 +55,7 @@ def source_hash() -> str:
 
 @cache
 def compiler_version() -> str:
-    """NVRTC's version, from its package if there is one: loading the library only to ask it takes 0.15 s."""
+    """Return NVRTC's version, if possible from its package, since loading the library takes 0.15 s."""
     for package in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             return f"{package} {metadata.version(package)}"
@@ -64,12 +64,12 @@ def compiler_version() -> str:
 
 
 def compile_cubin(kernel: str, arch: str, macros: dict[str, int], folder: Path | None = None) -> bytes:
-    """The cubin of `csrc/cuda/<kernel>.cu` for an architecture such as `sm_90`, from the cache if it is there.
+    """Return the cubin of `csrc/cuda/<kernel>.cu` for an architecture such as `sm_90`, from the cache if possible.
 
-    Where no folder can keep it, each process compiles it. If `folder` is given, it is the only folder to use.
+    If no folder can keep the cubin, each process compiles it. If `folder` is given, it is the only folder to use.
 
     Raises:
-        CompileError: with the compiler's log; or `folder` cannot be used, or nvcc has no folder to work in.
+        CompileError: the compiler failed (with its log), `folder` cannot be used, or nvcc has no folder to work in.
     """
     artifact = _artifact(kernel, arch, macros)
     try:
@@ -128,7 +128,7 @@ def _run_nvcc(nvcc: str, kernel: str, arch: str, macros: dict[str, int], scratch
 
 
 def _cuda_core() -> Any:
-    """Import `cuda.core`, one thread at a time: it replaces itself on import, and others would find half of it."""
+    """Import `cuda.core`, one thread at a time: it replaces itself on import, and others would find it incomplete."""
     with _IMPORTING:
         return importlib.import_module("cuda.core")
 
