@@ -1,6 +1,6 @@
 // Emulates the AVX-512 and AMX intrinsics that csrc/cpu uses, as plain loops written from Intel's descriptions, so that
-// the source of those kernels runs unchanged on machines without the instructions. It shows neither what a compiler
-// makes of the real intrinsics nor their speed.
+// the kernels' source runs unchanged on machines without the instructions. It tests neither the code that a compiler
+// generates from the real intrinsics nor their speed.
 #pragma once
 
 #include <cmath>
@@ -40,7 +40,7 @@ V each_(F f) {
 inline std::uint32_t bits_(float x) { return loaded_<std::uint32_t>(&x); }
 inline float float_(std::uint32_t x) { return loaded_<float>(&x); }
 
-// Loads, stores, and moves of whole parts.
+// Loads, stores, and moves of parts of registers.
 inline __m128i _mm_loadu_si128(const __m128i* p) { return loaded_<__m128i>(p); }
 inline __m256 _mm256_loadu_ps(const float* p) { return loaded_<__m256>(p); }
 inline __m512 _mm512_loadu_ps(const float* p) { return loaded_<__m512>(p); }
@@ -256,8 +256,8 @@ inline __m512 _mm512_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
     });
 }
 
-// Tiles. Each thread has its own, which must be configured before use and released before the thread ends: otherwise
-// every later context switch would save 8 KB of tiles.
+// Tiles. Each thread must configure its tiles before use and release them before it ends: otherwise every later context
+// switch would save 8 KB of tiles.
 struct Tiles_ {
     bool configured = false;
     std::uint8_t rows[8] = {}, bytes[8] = {};
@@ -266,7 +266,7 @@ struct Tiles_ {
         if (configured) std::abort();
     }
     auto& of(int tile) {
-        if (!configured || rows[tile] != 16 || bytes[tile] != 64) std::abort();  // csrc/cpu uses no other
+        if (!configured || rows[tile] != 16 || bytes[tile] != 64) std::abort();  // the only shape that csrc/cpu uses
         return lane[tile];
     }
 };

@@ -1,6 +1,6 @@
-// Compares the CPU kernels with sums in float64, in a program of its own so that sanitizers can watch it.
+// Compares the CPU kernels with sums in float64, in a separate program so that sanitizers can watch it.
 // tests/cpu/test_cpu_backend.py runs it. It prints a line for each instruction set that ran and for each mistake, and
-// its exit status is nonzero if there was one.
+// its exit status is nonzero if there was a mistake.
 //
 // Every tensor is an allocation of exactly its size, so that sanitizers see reads past its end. All but the last
 // dimension have odd strides, so that rows start at every alignment.
@@ -29,7 +29,7 @@ std::uint32_t bits_of(float x) {
     return bits;
 }
 
-// Numbers of few bits, which all three types hold exactly. The tests in Python check conversions against torch's.
+// Numbers of few bits, which all three types hold exactly. The tests in Python compare conversions with torch's.
 struct Numbers {
     DType dtype;
     std::vector<float> floats;

@@ -1,4 +1,4 @@
-"""The activations of the compiled kernels are those of `mglu_ops.activations`: the same names with the same codes."""
+"""The compiled kernels have the activations of `mglu_ops.activations`, with the same names and codes."""
 
 from __future__ import annotations
 

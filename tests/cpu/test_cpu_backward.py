@@ -67,7 +67,7 @@ def test_flip_signs(kernels, n_masks):
 
 
 def test_scale(kernels):
-    """The product of two numbers is exact in float32, so that there is one rounding."""
+    """Products of two numbers are exact in float32, so results are rounded once."""
     for tokens, entries, columns in itertools.product((1, 9), (1, 2, 17), COLUMNS):
         grad, partials = normal(tokens, columns), normal(tokens, entries, columns)
         for change in (torch.clone, rows_apart):
@@ -82,7 +82,7 @@ def test_weight_gradients(kernels, logits_dtype, total_dtype):
     for n_masks, d, h in itertools.product((1, 2, 3, 8, 16), (1, 5), COLUMNS):
         weight, products, total = normal(d, h), normal(n_masks, d, h), normal(d, h, dtype=total_dtype)
         masks, nan = torch.rand(n_masks, d, h) > 0.5, float("nan")
-        # The rows of an output feature are a part of those of the gradients.
+        # The gradients are written to a slice of rows of a larger tensor.
         of_logits = None if logits_dtype is None else torch.full((n_masks, d + 2, h), nan, dtype=logits_dtype)
         for needs_weight in (True, False) if logits_dtype else (True,):
             of_weight = torch.full((d, h), nan, dtype=BF16) if needs_weight else None
@@ -125,7 +125,7 @@ def arguments_of(layer: Layer, needs: tuple[bool, bool] = (True, True), logits_d
 
 
 def run(arguments: BackwardArguments) -> tuple[Tensor, ...]:
-    """The gradients by the CPU backend, also on a CPU on which `dispatch` would not choose it."""
+    """Return the CPU backend's gradients, also on CPUs for which `dispatch` would not choose it."""
     call = LayerCall.of(*arguments[1:4])
     return BACKENDS["cpu"].prepare_backward(call)(arguments)
 
@@ -137,7 +137,7 @@ def gradients(layer: Layer, **options) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("density", [0.1, 0.25, 0.5, 0.75, 0.9])
 @pytest.mark.parametrize("n_masks", [1, 2, 3, 4, 5, 8, 16])
-def test_errors_are_those_of_the_naive_layer(n_masks, density):
+def test_errors_are_close_to_the_naive_layers(n_masks, density):
     layer = Layer.random("cpu", BF16, (192,), 96, 136, n_masks, density=density, route_dtype=BF16)
     assert_as_good_as_naive(gradients(layer), layer, 1.5 if 0.25 <= density <= 0.75 else 2.5)
 
@@ -150,7 +150,7 @@ def test_layers_of_any_size(data):
     torch.manual_seed(data.draw(st.integers(0, 2**16)))
     layer = Layer.random("cpu", BF16, (tokens,), d, h, n_masks, **options)
     exact = layer.in_plain_torch(F64)
-    # Roundings of small sums are few, so that the errors of two ways differ: a bound, not the naive layer's error.
+    # Small sums have few roundings, so errors vary by chance. Hence a fixed bound, not the naive layer's error.
     for name, found in gradients(layer).items():
         terms = exact[name].norm() + 1
         assert (found.double() - exact[name]).norm() <= 2.0**-4 * terms, name
@@ -171,7 +171,7 @@ def test_chunks_of_tokens_and_features(monkeypatch, routed):
 @pytest.mark.parametrize("needs", list(itertools.product((False, True), repeat=2)))
 @pytest.mark.parametrize("n_masks", [2, 6])
 def test_each_gradient_alone(needs, logits_dtype, n_masks):
-    """What is not needed is empty, what is needed has its dtype, and no two results share memory."""
+    """Unneeded gradients are empty, needed ones have the right dtype, and no two results share memory."""
     layer = Layer.random("cpu", BF16, (70,), 40, 72, n_masks, route_dtype=F32, logits_dtype=logits_dtype or BF16)
     found = run(arguments_of(layer, needs, logits_dtype))
     shapes = layer.x.shape, layer.weight.shape, layer.logits.shape, layer.route_weights.shape
@@ -204,7 +204,7 @@ def test_sizes_of_zero_and_one(size):
 
 
 @pytest.mark.parametrize("n_masks", [2, 6])
-def test_every_layout_is_the_same(n_masks):
+def test_layouts_do_not_change_results(n_masks):
     layer = Layer.random("cpu", BF16, (33,), 41, 50, n_masks, route_dtype=BF16)
     arguments = arguments_of(layer)
     expected = run(arguments)
@@ -221,7 +221,7 @@ def test_every_layout_is_the_same(n_masks):
     assert all(map(torch.equal, run(one), run(same)))
 
 
-def test_repetition_changes_no_bit():
+def test_repetition_does_not_change_bits():
     arguments = arguments_of(Layer.random("cpu", BF16, (300,), 256, 200, 5, route_dtype=BF16))
     expected = run(arguments)
     for _ in range(3):
@@ -231,7 +231,7 @@ def test_repetition_changes_no_bit():
 # --- The choice of the backend ------------------------------------------------------------------------------------
 
 
-def test_the_backward_pass_is_this_one_only_in_bfloat16(kernels):
+def test_only_bfloat16_runs_this_backward_pass(kernels):
     for dtype in (F32, F16, F64):
         layer = Layer.random("cpu", dtype, (5,), 16, 24, 2)
         call = LayerCall.of(layer.x, layer.weight, layer.packed_masks)
@@ -242,7 +242,7 @@ def test_the_backward_pass_is_this_one_only_in_bfloat16(kernels):
     assert dispatch._backward_backend(call).name == name
 
 
-def test_a_cpu_without_bfloat16_instructions_is_left_to_composite(monkeypatch):
+def test_cpus_without_bfloat16_instructions_run_composite(monkeypatch):
     layer = Layer.random("cpu", BF16, (5,), 16, 24, 2)
     call = LayerCall.of(layer.x, layer.weight, layer.packed_masks)
     with monkeypatch.context() as patch:
@@ -253,8 +253,8 @@ def test_a_cpu_without_bfloat16_instructions_is_left_to_composite(monkeypatch):
     assert dispatch._backward_backend(call).name == "composite"
 
 
-def test_autograd_runs_it(monkeypatch):
-    """It runs by the operator's own gradient, with several leading dimensions, and is prepared once."""
+def test_autograd_runs_this_backward_pass(monkeypatch):
+    """The operator's gradient runs it, with several leading dimensions, and prepares it once."""
     prepared = []
 
     class Spy(Cpu):

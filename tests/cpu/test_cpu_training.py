@@ -1,4 +1,4 @@
-"""The forward pass of training in the CPU kernels, by instruction set: the result and its partial derivatives."""
+"""The forward pass of training in the CPU kernels of each instruction set: the result and its partial derivatives."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_every_number_of_masks(kernel, n_masks):
 
 @pytest.mark.parametrize("activation", s.ACTIVATION_NAMES)
 def test_activations_and_their_derivatives(kernel, activation):
-    """Over the whole range in which they bend: dy/dt and dy/df are halves of sums with act'(gate) at a value of 1."""
+    """With a value of 1, dy/dt and dy/df are half the sum and half the difference of act(gate) and act'(gate)."""
     isa, dtype = kernel
     gates = torch.linspace(-30, 30, 2001).to(dtype)
     x, weight = torch.stack((gates, torch.ones_like(gates)), 1), torch.ones(1, 2).to(dtype)
@@ -68,8 +68,8 @@ def test_activations_and_their_derivatives(kernel, activation):
         assert ((found[:, 0].double() - exact).abs() <= limit).all()
 
 
-def test_the_derivative_of_relu_where_there_is_none(kernel):
-    """It is 0 at 0, and 1 at a NaN, as in torch."""
+def test_derivative_of_relu_at_zero_and_nan(kernel):
+    """The derivative is 0 at 0, and 1 at a NaN, as in torch."""
     isa, dtype = kernel
     x = torch.tensor([[0.0, 1.0], [-0.0, 1.0], [math.nan, 1.0]]).to(dtype)
     packed = torch.ops.mglu.pack_masks(torch.tensor([[[True, False]]]))
@@ -88,7 +88,7 @@ def test_more_tokens_and_features_than_a_block_holds(kernel):
 
 
 def test_the_result_has_the_bits_of_inference(kernel):
-    """With more tokens than the kernels for few take."""
+    """Use more tokens than the kernels for few tokens take."""
     isa, dtype = kernel
     layer = make_layer((40,), 90, 50, 3, dtype=dtype, routed=True)
     assert torch.equal(forward_train(layer, isa)[0], run(layer, isa))
@@ -110,7 +110,7 @@ def test_any_number_of_threads_gives_the_same_bits(kernel):
 
 @given(st.data())
 def test_any_layout(data):
-    """Rows that are apart, columns that are, and what is neither."""
+    """Strided rows, strided columns, and tensors that are not even views of a matrix."""
     dtype = data.draw(st.sampled_from(DTYPES))
     layer = data.draw(s.layers(dtype=dtype))
     x = layer.x.reshape(math.prod(layer.x.shape[:-1]), layer.x.shape[-1])
@@ -127,8 +127,8 @@ def test_any_layout(data):
     assert ((partials.double() - exact).abs() <= limit[:, None]).all()
 
 
-def test_without_kernels_training_says_so_once(monkeypatch):
-    """Library GEMMs are right, and slower; a layer that is done in a moment is no reason to warn."""
+def test_training_without_kernels_warns_once(monkeypatch):
+    """Library GEMMs are correct but slower, so a warning appears, except for small layers."""
     monkeypatch.setattr(cpu, "load", lambda: "no compiler in this test")
     monkeypatch.setattr(dispatch, "_training_calls", {})
     dispatch._warn_of_fallback.cache_clear()
@@ -145,8 +145,8 @@ def test_without_kernels_training_says_so_once(monkeypatch):
     dispatch._warn_of_fallback.cache_clear()
 
 
-def test_small_masks_are_packed_by_kernels_that_are_loaded(monkeypatch):
-    """A build takes half a minute, for which small masks are no reason; they are packed at every step of training."""
+def test_small_masks_do_not_start_a_build(monkeypatch):
+    """Training packs masks at every step. Small masks do not justify a build of half a minute."""
     masks = torch.rand(2, 9, 21) < 0.5
     packed = torch.ops.mglu.pack_masks(masks)
     assert isinstance(library.load(), library.Library)

@@ -55,7 +55,7 @@ def test_the_model_explains_the_timings_and_chooses_fast_launches() -> None:
     assert regret_of(timings, H200, costs_of(H200)) < 1.01 < regret_of(timings, H200, START)
 
 
-def test_timings_are_written_as_they_are_read(tmp_path: Path) -> None:
+def test_timings_survive_writing_and_reading(tmp_path: Path) -> None:
     timings = read_timings(TIMINGS)[:50]
     write_timings(tmp_path / "timings.csv", timings, "some GPU")
     assert read_timings(tmp_path / "timings.csv") == timings
@@ -64,7 +64,7 @@ def test_timings_are_written_as_they_are_read(tmp_path: Path) -> None:
         read_timings(tmp_path / "other.csv")
 
 
-def test_the_sample_is_the_same_each_time_and_has_the_fastest_launches() -> None:
+def test_the_sample_is_reproducible_and_has_the_fastest_launches() -> None:
     calls = sampled_calls()
     assert calls == sampled_calls()
     assert {one.call() for one in read_timings(TIMINGS)} == set(calls)
@@ -76,7 +76,7 @@ def test_the_sample_is_the_same_each_time_and_has_the_fastest_launches() -> None
         assert not any(launch.violation(call, H200) for launch in launches)
 
 
-def test_a_gpu_of_another_name_has_the_constants_of_its_architecture() -> None:
+def test_an_unknown_gpu_gets_the_constants_of_its_architecture() -> None:
     from dataclasses import replace
 
     assert costs_of(replace(H200, name="NVIDIA H100 PCIe", multiprocessors=114)) == costs_of(H200)
@@ -100,7 +100,9 @@ def test_a_users_constants_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (lambda found: found["costs"].update(alone={"gap": 1}), "alone: got .*, must be an object of gap, fragments"),
     ],
 )
-def test_a_file_that_is_no_cost_model_says_why(damage: Callable[[Any], Any], words: str, tmp_path: Path) -> None:
+def test_damaged_cost_models_are_refused_with_the_reason(
+    damage: Callable[[Any], Any], words: str, tmp_path: Path
+) -> None:
     path = tmp_path / "costs.json"
     write(path, {"device": "a GPU"}, START)
     assert read(path)[1] == START

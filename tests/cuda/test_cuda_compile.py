@@ -1,4 +1,4 @@
-"""The device code compiles for every architecture, without spills, on a machine that has no GPU.
+"""The device code compiles for every architecture without spills, on a machine without a GPU.
 
 NVRTC compiles it, as on a user's machine; the development requirements install it on Linux. Without NVRTC, nvcc does.
 """
@@ -32,7 +32,7 @@ REGISTERS_PER_SM = 65536
 
 
 def _nvrtc() -> Any:
-    """NVRTC's Python bindings, or None where they are not installed."""
+    """Import NVRTC's Python bindings, or return None if they are not installed."""
     try:
         return importlib.import_module("cuda.bindings.nvrtc")
     except ImportError:
@@ -53,7 +53,7 @@ def layer_call(
 
 
 def launch_of(call: LayerCall, gpu: Gpu) -> Any:
-    """The launch of a call; its class is for the tests to check."""
+    """Choose the launch of a call, of any class; tests check the class."""
     return without_tables(call, gpu)
 
 
@@ -98,7 +98,7 @@ def _check(call: LayerCall, gpu: Gpu, config: LaunchConfig, tmp_path: Path) -> N
     spills = re.search(r"(\d+) bytes spill stores", log)
     assert registers is not None, log
     assert spills is not None, log
-    # 15 masks of 16 tokens in the large blocks of an A100 have no register left: three words are spilled.
+    # 15 masks of 16 tokens in the large blocks of an A100 use all registers and spill three words.
     most = 12 if gpu.arch == (8, 0) and call.n_masks == 15 else 0
     assert int(spills[1]) <= most, f"{config} for {gpu.arch}: {log}"
     assert "serialized" not in log, f"wgmmas wait for each other in {config}: {log}"
@@ -112,7 +112,7 @@ def _check(call: LayerCall, gpu: Gpu, config: LaunchConfig, tmp_path: Path) -> N
 @pytest.mark.parametrize("arch", quick_only_for([(9, 0)], ARCHITECTURES), ids=str)
 def test_decode_mma_compiles_without_spills(arch: tuple[int, int], tokens: int, n_masks: int, tmp_path: Path) -> None:
     for dtype in (torch.float16, torch.bfloat16) if n_masks == 4 else (torch.float16,):
-        shape = (14336, 4096) if tokens == 1 else (4096, 1024)  # long stages, and short ones
+        shape = (14336, 4096) if tokens == 1 else (4096, 1024)  # long and short stages
         call = layer_call(dtype, n_masks, tokens, shape)
         config = launch_of(call, KNOWN_GPUS[arch])
         assert isinstance(config, DecodeMma)
@@ -128,7 +128,7 @@ def test_tile_wgmma_compiles_without_spills(n_masks: int, tokens: int, tmp_path:
     _check(call, HOPPER, config, tmp_path)
     if config.permuted:
         _compile(permute_x.NAME, "sm_90a", permute_x.macros(config.block_tokens, config.sub), tmp_path)
-    elif not config.sparse:  # as it is for an x of other layouts
+    elif not config.sparse:  # as for an x that TMA cannot load
         config = launch_of(layer_call(call.dtype, n_masks, tokens, x_alignment=8), HOPPER)
         assert config.permuted
         _check(call, HOPPER, config, tmp_path)
@@ -219,7 +219,7 @@ def test_plain_compiles_without_spills(arch: tuple[int, int], dtype: torch.dtype
 def _training_step_variants(
     n_masks: int, dtype: torch.dtype, activation: str, vector: bool
 ) -> Iterator[tuple[str, dict[str, int]]]:
-    """The kernels of a training step, and the macros of their variants with the most to do."""
+    """The kernels of a training step, with the macros of their largest variants."""
     steps, wide = training_steps, torch.float32
     yield "flip_signs", steps.flip_signs_macros(n_masks, True, vector)
     yield "scale", steps.scale_macros(dtype, n_masks + 1, vector)
@@ -286,7 +286,7 @@ def test_shared_memory_fits(in_features: int, tokens: int, n_masks: int) -> None
         config = launch_of(call, gpu)
         shared = config.shared_bytes(call)
         assert config.violation(call, gpu) is None
-        if isinstance(config, DecodeMma):  # as many blocks an SM as are meant to be there, and no more
+        if isinstance(config, DecodeMma):  # exactly as many blocks fit on an SM as intended
             requested = config.requested_shared_bytes(call, gpu)
             assert requested >= shared
             blocks = gpu.shared_bytes_per_sm // (requested + RESERVED_SHARED_BYTES_PER_BLOCK)
@@ -306,7 +306,7 @@ def test_warps_of_few_tokens_fill_the_schedulers(out_features: int, arch: tuple[
 
 
 def test_no_header_is_included() -> None:
-    """NVRTC needs no toolkit on the user's machine only as long as the sources include nothing but each other."""
+    """NVRTC works without a CUDA toolkit only if the sources include nothing but each other."""
     for path in source_directory().glob("*.cu*"):
         for name in re.findall(r'#include\s+([<"][^>"]+[>"])', path.read_text()):
             assert name.startswith('"'), f"{path.name} includes {name}"

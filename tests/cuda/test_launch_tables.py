@@ -1,4 +1,4 @@
-"""Tables of measured launches: what is read, what is refused and in which words, and which launch wins."""
+"""Tables of measured launches: which files are read, which are refused with which error, and which launch wins."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def write(path: Path, config: LaunchConfig, microseconds: float = 30.0, **change
     return path
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_tables_survive_writing_and_reading(tmp_path: Path) -> None:
     path = write(tmp_path / "table.json", BETTER)
     (entry,) = launch_tables.read(path)
     assert entry == Entry(H200, CALL, BETTER, 30.0, MODEL, 40.0, table=path)
@@ -70,7 +70,7 @@ def test_a_users_table_wins_over_the_packages_and_both_over_the_model(
     assert str(own) in choose(CALL, H200).origin
 
 
-def test_an_entry_is_for_its_gpu_and_its_problem_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_serves_only_its_gpu_and_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(launch_tables.VARIABLE, str(write(tmp_path / "table.json", BETTER)))
     assert choose(CALL, H200).config == BETTER
     for gpu in (replace(H200, name="NVIDIA H100 80GB HBM3"), replace(H200, multiprocessors=114)):
@@ -104,7 +104,7 @@ def test_an_entry_is_for_its_gpu_and_its_problem_alone(tmp_path: Path, monkeypat
         (lambda t: t["environment"].update(compute_capability=[9]), r"got \[9\], must be \[major, minor\]"),
         (lambda t: t.update(entries={}), "entries: got {}, must be a list"),
         (lambda t: t["entries"].append("decode_mma"), "entry 1: got 'decode_mma', must be an object"),
-        (lambda t: t["entries"].append(t["entries"][0]), "entry 1 .*16384 x 4096.*: stands in the table already"),
+        (lambda t: t["entries"].append(t["entries"][0]), "entry 1 .*16384 x 4096.*: is already in the table"),
         (lambda t: t["entries"][0].update(dtype="float64"), "entry 0: dtype: got 'float64'"),
         (lambda t: t["entries"][0].update(tokens="1"), "entry 0: tokens: got '1', must be a whole number"),
         (lambda t: t["entries"][0].update(tokens=True), "entry 0: tokens: got True, must be a whole number"),
@@ -132,7 +132,7 @@ def test_a_table_that_cannot_be_used_says_where_and_why(damage: Any, words: str,
         launch_tables.read(path)
 
 
-def test_the_search_begins_with_every_kernel_and_way_to_multiply() -> None:
+def test_the_search_starts_with_every_kernel_and_way_to_multiply() -> None:
     def found(n_masks: int, tokens: int) -> list[LaunchConfig]:
         return starts(contiguous(n_masks, tokens, 8192, 2048), H200)
 
@@ -141,7 +141,7 @@ def test_the_search_begins_with_every_kernel_and_way_to_multiply() -> None:
     assert {(config.sparse, config.permuted) for config in tiles} >= {(True, False), (False, True)}
 
 
-def test_what_is_no_table_is_refused_when_the_first_launch_is_chosen(
+def test_files_that_are_not_tables_are_refused_at_the_first_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for text in ("", "[1", "[]", "\x00"):
@@ -212,7 +212,7 @@ def test_clusters_of_tiles_are_pairs() -> None:
     call = contiguous(8, 100, 128, 64, torch.float16)
     tile = TileWgmma(rows=64, block_tokens=24, stages=4, cluster=2)
     assert tile.violation(call, H200) is None
-    assert tile.grid(call, H200) == (12, 1)  # 2 tiles of rows, 5 of tokens, which are 3 pairs
+    assert tile.grid(call, H200) == (12, 1)  # 2 tiles of rows by 3 pairs of the 5 tiles of tokens
     assert tile.grid(contiguous(8, 10_000, 128, 64), replace(H200, multiprocessors=11)) == (10, 1)
     assert replace(tile, cluster=4).violation(call, H200) == "cluster: got 4, must be 1 or 2"
 
@@ -227,7 +227,7 @@ def test_a_stage_is_more_than_one_group_of_wgmmas() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 8, 64])
 @pytest.mark.parametrize("n_masks", [1, 3, 4, 16])
-def test_what_is_tried_is_bounded_can_run_and_starts_at_the_model(n_masks: int, tokens: int) -> None:
+def test_candidates_are_few_can_run_and_start_with_the_models_choice(n_masks: int, tokens: int) -> None:
     call = contiguous(n_masks, tokens, 14336, 4096)
     first = starts(call, H200)
     assert first[0] == without_tables(call, H200)

@@ -1,4 +1,4 @@
-"""The launches of `tile_wgmma` in training: every aligned call has one, and what cannot train says why."""
+"""The launches of `tile_wgmma` in training: every aligned call has one, and refused launches come with a reason."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def test_training_has_a_launch_for_every_aligned_call(n_masks: int, routed: bool
         assert (result.width, partials.width) == (shape[0], (n_masks * (1 + routed) + 1) * shape[0])
         assert partials.width == partials_of(call) * shape[0]
         assert result.height == partials.height == tokens
-        # As if x could not be loaded by TMA.
+        # Pretend that TMA cannot load x.
         unaligned = training_choice(replace(call, x=replace(call.x, alignment=8)), HOPPER)
         assert unaligned is not None
         assert unaligned.permuted
 
 
-def test_training_leaves_to_others_what_tma_cannot_store() -> None:
+def test_tile_wgmma_declines_results_that_tma_cannot_store() -> None:
     call = training_call(4, 1024, (8192, 2048))
     assert training_choice(call, HOPPER) is not None
     for refused in (

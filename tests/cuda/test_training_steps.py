@@ -1,6 +1,6 @@
-"""A training step of the CUDA backend without a GPU: its kernels, emulated on a CPU, and its host code around them.
+"""A training step of the CUDA backend without a GPU: its kernels, emulated on a CPU, and their host code.
 
-tests/support/emulated_kernels.py says what that shows. The kernels also compile for every architecture.
+tests/support/emulated_kernels.py says what emulation can show. test_cuda_compile.py compiles the kernels.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = [needs_compiler, pytest.mark.usefixtures("emulated_kernels")]
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 SHAPES = [(3, 520), (5, 37), (1, 8), (2, 1), (0, 24), (4, 0)]
-"""Rows and columns: several warps a row, a ragged end, and sizes of 0."""
+"""Rows and columns: several warps per row, a ragged end, and sizes of 0."""
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,7 @@ def test_partials(activation: str, n_masks: int, dtype: torch.dtype, route_dtype
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_partials_of_large_gates_and_of_small_ones(activation: str) -> None:
+def test_partials_of_large_and_small_gates(activation: str) -> None:
     size = torch.logspace(-4, 1.5, 1024)
     products = torch.stack((size * torch.randn(1024), size * torch.randn(1024)))[None]
     checks.check_partials(products, BF16, activation, None)
@@ -140,7 +140,7 @@ def test_chunks_cover_the_output_features_once(shape: tuple[int, int], n_masks: 
     ],
     ids=["too few tiles", "8192 tokens", "32768 tokens", "2048 tokens of 4096 columns", "8192 tokens of 4096 columns"],
 )
-def test_where_backward_multiplies_with_its_own_kernel(sizes: tuple[int, int, int], own_kernel: bool) -> None:
+def test_sizes_for_which_backward_uses_its_own_gemm(sizes: tuple[int, int, int], own_kernel: bool) -> None:
     assert backward_gemm.is_faster(KNOWN_GPUS[9, 0], *sizes) is own_kernel
 
 
@@ -150,7 +150,7 @@ def run(
     logits: bool = True,
     routes: bool = True,
 ) -> dict[str, Tensor]:
-    """The result and the gradients of a step, with empty tensors for those that are not asked for."""
+    """Return the result and gradients of a step, with empty tensors for gradients that are not needed."""
     operands = layer.x, layer.weight, layer.packed_masks
     call = LayerCall.of(*operands, layer.activation, layer.route_weights)
     y, partials = training.ForwardTrain(call)(*operands, layer.route_weights)
@@ -170,7 +170,7 @@ def run(
 @pytest.mark.parametrize(
     ("n_masks", "density", "dtype", "route_dtype"), family([4, 1, 16], [0.5, 0.25, 0.9], [BF16, F16], [None, BF16])
 )
-def test_errors_are_those_of_the_naive_layer(
+def test_errors_are_close_to_the_naive_layers(
     n_masks: int, density: float, dtype: torch.dtype, route_dtype: torch.dtype | None
 ) -> None:
     layer = Layer.random("cpu", dtype, (96,), 136, 200, n_masks, density=density, route_dtype=route_dtype)
@@ -205,7 +205,7 @@ ODD_SIZES = [(0, 24, 40), (1, 24, 40), (5, 0, 40), (5, 24, 0), (7, 13, 21)]
 
 
 @pytest.mark.parametrize("sizes", quick_only_for([ODD_SIZES[0], ODD_SIZES[-1]], ODD_SIZES), ids=str)
-def test_sizes_of_zero_and_one_and_odd_ones(sizes: tuple[int, int, int]) -> None:
+def test_sizes_of_zero_one_and_odd_numbers(sizes: tuple[int, int, int]) -> None:
     tokens, d, h = sizes
     layer = Layer.random("cpu", F16, (tokens,), d, h, 3, route_dtype=F32)
     for name, found in run(layer).items():

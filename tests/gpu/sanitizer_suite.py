@@ -2,10 +2,10 @@
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python3 tests/gpu/sanitizer_suite.py
 
-Without the caching allocator every tensor is an allocation of its own, so that the sanitizer knows where it ends. All
+Without the caching allocator every tensor is a separate allocation, so that the sanitizer knows where it ends. All
 inputs are copied from the host, so that it knows what was written. The oracle runs on the CPU, and so do the library's
-GEMMs of a training step: the sanitizer does not watch their kernels, so initcheck takes their results for uninitialized
-memory, and racecheck breaks kernels in clusters that it does not watch.
+GEMMs of a training step. The sanitizer does not watch the library's kernels, so initcheck would take their results for
+uninitialized memory, and racecheck breaks kernels in clusters that it does not watch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Shape = tuple[int, int, int, int]
 MMA = "decode_mma"
 CASES: list[tuple[LaunchConfig | None, torch.dtype, Shape]] = [
     # Shapes are (tokens, out_features, in_features, n_masks). Without a launch configuration, the backend chooses one;
-    # these shapes take every kernel, and its variants for odd sizes.
+    # these shapes reach every kernel, and its variants for odd sizes.
     *((None, torch.bfloat16, (tokens, 200, 264, 4)) for tokens in (1, 3, 8, 16, 20, 70)),
     *((None, torch.float16, (tokens, 130, 1032, 16)) for tokens in (1, 5, 30, 33)),
     *((None, torch.float16, (tokens, 66, 136, 1)) for tokens in (1, 2, 17)),
@@ -57,7 +57,7 @@ CASES: list[tuple[LaunchConfig | None, torch.dtype, Shape]] = [
 
 
 def run(config: LaunchConfig | None, dtype: torch.dtype, shape: Shape, route: bool, kernels: Sequence[str]) -> bool:
-    """Run a call and check its result; return False if it takes a kernel other than `kernels`, and is not run."""
+    """Run a call and check its result, or return False without running it if its kernel is not in `kernels`."""
     tokens, d, h, n_masks = shape
     x = torch.randn(tokens, h).to(dtype)
     weight = (torch.randn(d, h) / h**0.5).to(dtype)
@@ -75,7 +75,7 @@ def run(config: LaunchConfig | None, dtype: torch.dtype, shape: Shape, route: bo
 
 
 def run_packing() -> None:
-    """Pack bool masks and logits of each dtype, aligned and not."""
+    """Pack bool masks and logits of each dtype, aligned and unaligned."""
     for dtype in (torch.bool, torch.float16, torch.bfloat16, torch.float32):
         for shape in ((4, 33, 72), (3, 5, 37), (16, 3, 136)):
             masks = torch.rand(shape) < 0.5
@@ -92,7 +92,7 @@ TILED_STEPS = (
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """A copy in the CPU's memory, with the same strides. No kernel runs."""
+    """Copy a tensor to the CPU with the same strides, without running a kernel."""
     storage = tensor.untyped_storage().cpu()
     empty = torch.empty(0, dtype=tensor.dtype)
     return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -116,7 +116,7 @@ def not_for_tiles(*arguments: Any, **keywords: Any) -> Tensor:
 def run_training(cases: Sequence[tuple[torch.dtype, Shape]]) -> None:
     """Run forward and backward with all gradients, with route weights and without.
 
-    TILED_STEPS take `tile_wgmma` and `backward_gemm`, whatever is faster for their sizes, and LIBRARY_STEPS take GEMMs.
+    Whichever is faster, TILED_STEPS use `tile_wgmma` and `backward_gemm`, and LIBRARY_STEPS use library GEMMs.
     """
     tiled = cases is TILED_STEPS
     mm, addmm = (not_for_tiles, not_for_tiles) if tiled else (mm_on_host, addmm_on_host)
@@ -159,7 +159,7 @@ def run_step(dtype: torch.dtype, shape: Shape, route_dtype: torch.dtype | None) 
 def main(kernels: Sequence[str]) -> None:
     """Run everything, or only the calls that take one of `kernels`.
 
-    Packing and training by GEMMs go with the plain kernel; "backward_gemm" is training by `tile_wgmma` and itself.
+    "plain" includes packing and training by library GEMMs; "backward_gemm" is training by `tile_wgmma` and it.
     """
     torch.manual_seed(0)
     calls = sum(run(*case, route=index % 3 == 0, kernels=kernels) for index, case in enumerate(CASES))

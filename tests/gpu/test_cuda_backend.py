@@ -25,7 +25,7 @@ HALVES = (torch.float16, torch.bfloat16)
 def seeded() -> Iterator[None]:
     torch.manual_seed(0)
     yield
-    torch.cuda.synchronize()  # a fault belongs to the test that made it
+    torch.cuda.synchronize()  # report a fault in the test that caused it
 
 
 @pytest.mark.parametrize("n_masks", range(1, 17))
@@ -82,10 +82,8 @@ def test_many_tokens_of_a_real_shape(n_masks: int) -> None:
 
 @pytest.mark.parametrize("permuted", [False, True])
 @pytest.mark.parametrize("n_masks", [1, 6, 8, 16])
-def test_a_row_does_not_depend_on_how_many_others_there_are(n_masks: int, permuted: bool) -> None:
-    """From 41 tokens on every launch of `tile_wgmma` sums in one order, which depends on two things only: whether x is
-    permuted, and whether products are sparse (which the number of tokens decides).
-    """
+def test_a_row_does_not_depend_on_the_number_of_others(n_masks: int, permuted: bool) -> None:
+    """From 41 tokens on, `tile_wgmma` sums in an order that depends only on permuted x and sparse products."""
     p = Problem(700, 2048, 1024, n_masks)
     x, everyone = p.x, {}
     for tokens in (700, 200, 41, 48, 64, 65, 128, 300, 699):
@@ -133,9 +131,9 @@ def test_override_of_tiles(config: LaunchConfig) -> None:
 
 
 @pytest.mark.parametrize("n_masks", [1, 4, 8])
-@pytest.mark.parametrize("tokens", [20, 60])  # on Hopper: sparse tiles, and others
+@pytest.mark.parametrize("tokens", [20, 60])  # on Hopper: sparse tiles, and dense tiles
 def test_layouts_of_x_for_tiles(tokens: int, n_masks: int) -> None:
-    """Rows that overlap or are no whole vectors are permuted first; those with gaps are read as they are."""
+    """Rows of x that overlap or are not whole vectors are permuted first; rows with gaps are read in place."""
     p = Problem(tokens, 128, 256, n_masks)
     wide = torch.randn(tokens, 512, device="cuda", dtype=p.x.dtype)
     window = wide.flatten()[: tokens * 8 + 248].as_strided((tokens, 256), (8, 1))
@@ -144,7 +142,7 @@ def test_layouts_of_x_for_tiles(tokens: int, n_masks: int) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="wgmma")
-def test_a_launch_that_x_does_not_fit_is_refused() -> None:
+def test_a_launch_that_cannot_read_x_is_refused() -> None:
     p = Problem(40, 128, 256, 4)
     p.x = p.x.t().contiguous().t()
     with pytest.raises(ValueError, match=r"tile_wgmma\(.*\) needs rows of x that are aligned and do not overlap"):
@@ -193,7 +191,7 @@ def test_a_row_does_not_depend_on_the_masks_that_others_route_to(n_masks: int) -
 
 
 def top_k_routes(tokens: int, n_masks: int, top_k: int) -> Tensor:
-    """For each token the weights of `top_k` random masks, and 0 for the other masks."""
+    """Give each token weights for `top_k` random masks, and 0 for the other masks."""
     weights = torch.rand(tokens, n_masks, device="cuda") + 0.1
     order = torch.rand(tokens, n_masks, device="cuda").argsort(-1)
     return torch.where(order < top_k, weights, 0)
@@ -268,7 +266,7 @@ def test_same_bits_every_time(n_masks: int, tokens: int, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("n_masks", [1, 8])
 def test_a_row_does_not_depend_on_the_others(n_masks: int) -> None:
-    """Among 1 to 8 tokens, which one launch takes."""
+    """Test 1 to 8 tokens, which share one launch."""
     p = Problem(8, 256, 1024, n_masks)
     everyone = p.run()
     x = p.x
@@ -298,7 +296,7 @@ def test_graph_replay_with_new_inputs(tokens: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("last", ["x", "weight", "packed"])
 @pytest.mark.parametrize("tokens", [1, 40, 300])
 def test_follows_the_producer_of_its_inputs(tokens: int, last: str) -> None:
-    """All inputs written by kernels just before: the early start of our launch must not read old values."""
+    """Earlier kernels write all inputs just before the launch, whose early start must not read old values."""
     p = Problem(tokens, 4096, 4096, 4)
     expected = p.run()
     kept = {name: getattr(p, name).clone() for name in ("x", "weight", "packed")}
@@ -313,14 +311,14 @@ def test_follows_the_producer_of_its_inputs(tokens: int, last: str) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 40, 300])
-def test_follows_a_launch_of_ours_that_writes_its_weight(tokens: int) -> None:
-    """Our launches let the next one start before they write, and it asks for what it reads first."""
+def test_follows_an_mglu_launch_that_writes_its_weight(tokens: int) -> None:
+    """A launch lets the next one start before it writes, and the next one prefetches what it reads first."""
     p = Problem(tokens, 1024, 2048, 4)
     producer = Problem(1024, 2048, 1024, 1)
     seen = set()
     for _ in range(50):
         producer.x.normal_()
-        p.weight = producer.run()  # memory of the last round's, which has its values still
+        p.weight = producer.run()  # reuses the memory of the round before, with its values
         seen.add(p.weight.data_ptr())
         result = p.run()
         torch.cuda.synchronize()
@@ -345,7 +343,7 @@ CONFIGS = (
 def test_override(config: LaunchConfig, n_masks: int) -> None:
     if isinstance(config, DecodeMma) and config.cluster > 1 and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("clusters of blocks need compute capability 9.0")
-    for d, h in ((100, 1032), (16, 64), (2051, 520)):  # of clusters, a block of the last two has no rows
+    for d, h in ((100, 1032), (16, 64), (2051, 520)):  # in the last two, a cluster has a block without rows
         for tokens in (1, 6):
             Problem(tokens, d, h, n_masks).check(config)
 

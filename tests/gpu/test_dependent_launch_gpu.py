@@ -1,4 +1,4 @@
-"""Dependent launch on a GPU: compiled models have it under CUDA graphs alone, and give the same results with it."""
+"""Dependent launch on a GPU: compiled models use it only in CUDA graphs, and their results stay the same."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _compiled_anew() -> Iterator[None]:
     if torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("needs a GPU of compute capability 9.0 or later")
     torch._dynamo.reset()
-    # Not the tests' deterministic algorithms, under which torch fills new memory and calls a library for `index_put_`.
+    # Turn off deterministic algorithms, with which torch would fill new memory and call a library for `index_put_`.
     torch.use_deterministic_algorithms(False)
     with inductor_config.patch({"fx_graph_cache": False}):
         yield
@@ -35,7 +35,7 @@ def _compiled_anew() -> Iterator[None]:
 
 
 class Layer(nn.Module):
-    """A feed-forward layer with RMS norm and residual, which also keeps its inputs in a cache and reads that."""
+    """A feed-forward layer with RMS norm and residual, which also writes its inputs to a cache and reads the cache."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers as in decoding: the kernels of Inductor, of the operator and of a library follow each other."""
+    """Layers as in decoding, where kernels of Inductor, of the operator and of a library follow each other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def model_of(form: str) -> Model:
 
 
 def outputs(form: str, *, dependent_launch: bool, mode: str | None = "reduce-overhead") -> tuple[list[Tensor], str]:
-    """The results of one call after the other, of which each depends on the caches of those before, and the code."""
+    """Return the results of successive calls, each of which depends on the caches of the calls before, and the code."""
     torch._dynamo.reset()
     model = model_of(form)
     compiled: Any = torch.compile(model, mode=mode)
@@ -105,7 +105,7 @@ def test_results_are_the_same_bit_by_bit(form: str) -> None:
 
 
 def test_replays_are_the_same_bit_by_bit() -> None:
-    """One graph with the same inputs; a race would show in some replays. Each result is that of a fresh cache."""
+    """Replay one graph with the same inputs: each replay writes the same cache, and a race would show in some."""
     model = model_of("packed")
     compiled: Any = torch.compile(model, mode="reduce-overhead")
     x, position = torch.randn(2, HIDDEN, device="cuda").bfloat16(), torch.tensor([3], device="cuda")
@@ -117,13 +117,13 @@ def test_replays_are_the_same_bit_by_bit() -> None:
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_without_cuda_graphs_there_is_none() -> None:
+def test_no_dependent_launch_without_cuda_graphs() -> None:
     code = outputs("packed", dependent_launch=True, mode=None)[1]
     assert WAIT not in code
     assert LET_GO not in code
 
 
-def test_a_model_without_layers_has_none() -> None:
+def test_no_dependent_launch_without_mglu_layers() -> None:
     model = nn.Sequential(nn.RMSNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN)).cuda().bfloat16().requires_grad_(False)
     x = torch.randn(2, HIDDEN, device="cuda").bfloat16()
     with mglu_ops.fusion():

@@ -26,7 +26,7 @@ def generated(model: Any, **options: Any) -> list[list[int]]:
 
 
 def graphs(model: Any, expected: list[list[int]] | None = None) -> int:
-    """The graphs that compiled `generate` takes for several calls, which must give the expected tokens."""
+    """Count the graphs of several calls of compiled `generate`, which must give the expected tokens."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     for _ in range(3):  # the first calls warm up and record
@@ -45,7 +45,7 @@ def test_cuda_graphs_give_the_same_tokens_in_as_few_graphs_as_swiglu(name: str, 
     expected = generated(model)
     if form == "packed":
         assert all(mglu.packed_masks.is_cuda for mglu in mglus(frozen(model)))
-    # The cache of a sliding window, which Mistral has, costs every model a second graph.
+    # Mistral's sliding-window cache costs every model a second graph.
     assert graphs(model, expected) == graphs(tiny_swiglu(name, **sizes).cuda())
 
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("where", ["x", "weight", "route_weights"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_no_nan_is_hidden_and_no_wrong_number_comes_out(dtype: torch.dtype, where: str, value: float) -> None:
-    """One token, few tokens, many tokens and ragged sizes, which run on different kernels; and training."""
+    """One, few and many tokens and ragged sizes run on different kernels; training is tested as well."""
     for tokens, out_features, in_features, n_masks, activation in (
         (1, 256, 256, 1, "silu"),
         (9, 256, 256, 4, "relu"),

@@ -1,7 +1,7 @@
-"""The bound on a GPU backend's error where gates and values are of very different sizes, as in test_outliers.py.
+"""The limit of a GPU backend's error where gates and values differ much in size, as in test_outliers.py.
 
-Both backends take values as differences of sums over whole rows, and so have the error that `budgets` grants to those.
-The naive layer and float64 are computed on the CPU.
+Both backends compute values as differences of sums over whole rows, and so have the error that `budgets` grants to such
+differences. The naive layer and the float64 layer are computed on the CPU.
 """
 
 from __future__ import annotations

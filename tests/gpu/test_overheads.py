@@ -1,6 +1,6 @@
-"""Host time and first use of the operator on a GPU, with bounds wide enough for any machine: regressions show.
+"""Host time and first use of the operator on a GPU, with limits that any machine meets without a regression.
 
-The figures themselves are `benchmarks/overheads.py`'s.
+`benchmarks/overheads.py` measures the actual figures.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def test_a_call_costs_the_host_little(mode: type[torch.no_grad], tokens: int) ->
     weight = torch.randn(256, 256, device="cuda").bfloat16()
     packed = torch.ops.mglu.pack_masks(torch.rand(4, 256, 256, device="cuda") < 0.5)
     times = []
-    torch.use_deterministic_algorithms(False)  # the fixture's, with which torch fills new memory by a kernel
+    torch.use_deterministic_algorithms(False)  # undoes the fixture: torch would fill new memory by a kernel
     with mode():
         for _ in range(50):
             torch.cuda.synchronize()
@@ -38,7 +38,7 @@ def test_a_call_costs_the_host_little(mode: type[torch.no_grad], tokens: int) ->
             for _ in range(100):
                 torch.ops.mglu.forward(x, weight, packed)
             times.append((time.perf_counter() - begin) * 1e4)
-    assert min(times) <= MICROSECONDS[tokens]  # other processes take turns with this one
+    assert min(times) <= MICROSECONDS[tokens]  # the least time, since other processes take turns with this one
 
 
 @pytest.mark.parametrize(("tokens", "copy"), [(1, 0), (8, 0), (64, 64 * 256 * 2)])
@@ -79,7 +79,7 @@ with torch.no_grad():
 
 @pytest.mark.parametrize("tokens", [1, 8, 64])
 def test_the_first_use_of_a_kernel_is_short(tokens: int, tmp_path: Path) -> None:
-    """Cold, NVRTC compiles it; warm, it comes from the folder of cached kernels, and NVRTC is not even loaded."""
+    """At first NVRTC compiles the kernel; then it comes from the cache, and NVRTC is not even loaded."""
 
     def first() -> float:
         command = [sys.executable, "-c", FIRST_CALL.format(tokens=tokens)]

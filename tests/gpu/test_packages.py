@@ -1,4 +1,4 @@
-"""Packages on a GPU with no Python: with the library and its kernels, and Triton's with no library at all."""
+"""Packages on a GPU without Python: with the library and its kernels, and with Triton's kernels and no library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKENS = (1, 7, 16, 64, 400, 600)
 
 def model(dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
-    # On Hopper, with 400 tokens the first layer permutes x, and the last reads it as it is.
+    # On Hopper, with 400 tokens the first layer permutes x, and the last reads it in place.
     layers = (NaiveMGLU(2048, 1024, n_masks=8), nn.Linear(1024, 256), MGLU(256, 264, n_masks=2, top_k=2))
     return nn.Sequential(*layers).eval().cuda().to(dtype)
 
@@ -48,7 +48,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def libraries(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The library with the kernels of the package's layers, and without them, so that NVRTC compiles the plain ones.
+    """Build the library with the kernels of the layers, and without them, so that NVRTC compiles plain kernels.
 
     `run_package` is beside each.
     """
@@ -92,7 +92,7 @@ def test_triton_packages_need_no_library(packages: Path, program_alone: Path) ->
 
 
 def test_a_package_for_several_gpus(packages: Path, program_alone: Path, tmp_path: Path) -> None:
-    """If torch can make such a package it runs on this GPU too; from Hopper on it cannot, and `export` says so."""
+    """Below Hopper such a package runs on this GPU; from Hopper on torch cannot make it, and `export` says so."""
     layers, example = model(torch.float16), (inputs(1, torch.float16),)
     if torch.cuda.get_device_capability() >= (9, 0):
         with pytest.raises(ValueError, match=r"compute capability 8\.x alone"):
@@ -146,7 +146,7 @@ print("fine")
 
 @pytest.mark.parametrize(("kernels", "program"), [("nvrtc", LIBRARY_ALONE), ("compiled", LAYOUTS_OF_X)])
 def test_the_library_alone(libraries: dict[str, Path], kernels: str, program: str) -> None:
-    """It launches on the current stream, and takes any layout of x."""
+    """The library launches on the current stream, and takes any layout of x."""
     process = run([sys.executable, "-c", program, libraries[kernels]])
     assert process.returncode == 0, process.stderr
     assert "fine" in process.stdout

@@ -1,4 +1,4 @@
-"""Masks and logits packed on a GPU: bit for bit what the CPU packs, in any strides."""
+"""Packing masks and logits on a GPU gives the same bits as on the CPU, in any strides."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "offset", "rows apart"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_packing_is_that_of_the_cpu(shape: tuple[int, int, int], dtype: torch.dtype, layout: str) -> None:
+def test_packing_matches_the_cpu(shape: tuple[int, int, int], dtype: torch.dtype, layout: str) -> None:
     host = logits(shape, dtype)
     expected = torch.ops.mglu.pack_masks(host > 0)
     device = laid_out(host.cuda(), layout)
@@ -63,7 +63,7 @@ def test_empty_masks(shape: tuple[int, int, int]) -> None:
     assert packed.shape == (shape[1], -(-shape[2] // 8), shape[0])
 
 
-def test_packing_in_a_cuda_graph_reads_what_is_there_at_replay() -> None:
+def test_packing_in_a_cuda_graph_reads_current_masks() -> None:
     source = torch.randn(4, 64, 128, device="cuda")
     torch.ops.mglu.pack_logits(source)
     graph = torch.cuda.CUDAGraph()

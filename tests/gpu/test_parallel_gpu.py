@@ -1,6 +1,7 @@
-"""Two GPUs and NCCL: tensor-parallel and fully sharded layers, checkpoints and compilation are those of one process.
+"""Tensor-parallel and fully sharded layers, checkpoints and compilation on two GPUs by NCCL match one process.
 
-Ranks that share a GPU cannot run these tests with gloo, whose gathering of CUDA tensors crashes (pytorch issue 152645).
+Ranks that share a GPU cannot run these tests with gloo, which crashes when it gathers CUDA tensors (pytorch issue
+152645).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def test_tensor_parallel_layers_in_float64(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_tensor_parallel_layers_in_16_bits(dtype: torch.dtype, tmp_path: Path) -> None:
-    """At a width for which the kernels of 16 bits run, without the steps that only float64 can compare."""
+    """The width is one for which the 16-bit kernels run. Checks that need float64 are omitted."""
     checks = ["placements", "results", "freezing"]
     arguments = ("cuda", dtype, checks, tensor_parallel.WIDE)
     run_on_ranks(tensor_parallel.run_checks, tmp_path, *arguments, backend="nccl")

@@ -1,4 +1,4 @@
-"""No kernel touches memory that is not its own, depends on other threads and streams, or breaks the context."""
+"""No kernel accesses memory outside its tensors, depends on other threads or streams, or breaks the context."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ if torch.cuda.is_available() and not HOPPER:
 def seeded() -> Iterator[None]:
     torch.manual_seed(0)
     yield
-    torch.cuda.synchronize()  # a fault belongs to the test that made it
+    torch.cuda.synchronize()  # report a fault in the test that caused it
 
 
 def problem(kernel: str, d: int, h: int, n_masks: int) -> Problem:
-    """One that runs a kernel, and says so."""
+    """Make a problem for which the backend chooses `kernel`."""
     tokens, dtype = KERNELS[kernel]
     p = Problem(tokens, d, h, n_masks, dtype)
     assert launch_of(p.x, p.weight, p.packed, p.activation, p.route).config.kernel == kernel
@@ -61,7 +61,7 @@ BAND = 4096  # elements
 
 
 def between(tensor: Tensor, fill: float) -> Tensor:
-    """A copy of a tensor between bands of `fill`."""
+    """Copy a tensor between bands of `fill`."""
     storage = torch.full((tensor.numel() + 2 * BAND,), fill, dtype=tensor.dtype, device="cuda")
     storage[BAND:-BAND] = tensor.flatten()
     return storage[BAND:-BAND].view(tensor.shape)
@@ -73,13 +73,13 @@ def bands_of(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("n_masks", [1, 3, 8, 16])
-@pytest.mark.parametrize("shape", [(50, 520), (100, 544), (67, 41), (10564, 264)], ids=str)  # 10564: 6 tiles a block
+@pytest.mark.parametrize("shape", [(50, 520), (100, 544), (67, 41), (10564, 264)], ids=str)  # 10564: 6 tiles per block
 @pytest.mark.parametrize(
     ("tokens", "dtype"),
     [(1, torch.float16), *KERNELS.values(), (20, torch.bfloat16)],  # 20: sparse tiles on Hopper
 )
 def test_guard_bands(tokens: int, dtype: torch.dtype, shape: tuple[int, int], n_masks: int) -> None:
-    """Inputs lie between NaN (or all-ones) bands that must not be used; output and workspace between ones that stay."""
+    """NaN (or all-ones) bands around inputs must not be used; bands around output and workspace must not change."""
     p = Problem(tokens, *shape, n_masks, dtype, route=torch.float32)
     assert p.route is not None
     expected = p.run()
@@ -156,7 +156,7 @@ def test_more_than_2_31_elements_of_x_and_of_the_result(
 
 
 def in_threads(work: Callable[[int], None], count: int) -> None:
-    """Run `work(0)` to `work(count - 1)` at once, and raise what one of them raised."""
+    """Run `work(0)` to `work(count - 1)` at once, and raise the error of any of them."""
     raised: list[BaseException] = []
 
     def guarded(index: int) -> None:
@@ -176,7 +176,7 @@ def in_threads(work: Callable[[int], None], count: int) -> None:
 
 @pytest.mark.parametrize("streams", ["one each", "one for all"])
 def test_streams_and_threads(streams: str) -> None:
-    """Threads with tensors of their own, and then all with the same, through the operator."""
+    """Threads call the operator with separate tensors, and then all with the same tensors."""
     problems = [problem(kernel, 128, 256, 1 + i) for i, kernel in enumerate(KERNELS)]
     expected = [p.run() for p in problems]
     torch.cuda.synchronize()
@@ -193,8 +193,8 @@ def test_streams_and_threads(streams: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_the_first_thing_that_a_thread_does(kernel: str) -> None:
-    """With a kernel that is new to the process, and with one that another thread has used."""
+def test_the_first_operation_of_a_thread(kernel: str) -> None:
+    """It is a call with a kernel that is new to the process, or with one that another thread has used."""
     p = problem(kernel, 144, 264, 4)
     found: list[Tensor] = []
     for _ in range(2):
@@ -227,7 +227,7 @@ sys.exit(str(failed) if failed else 0)
 
 
 def test_first_calls_of_a_process_at_once(tmp_path: Path) -> None:
-    """Eight threads, each with a kernel that has to be compiled."""
+    """Each of eight threads calls a kernel that has to be compiled."""
     environment = {**os.environ, "MGLU_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", FIRST_CALLS]
     process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -244,7 +244,7 @@ needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs
 @pytest.mark.parametrize("backend", ["cuda", "triton", "composite"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_tensors_on_another_gpu(kernel: str, backend: str) -> None:
-    """The first call of its kind too, which compiles and loads; the current GPU stays the current one."""
+    """This includes first calls, which compile and load kernels. The current GPU does not change."""
     with torch.cuda.device(1):
         p = problem(kernel, 152, 264, 4)
         logits = p.masks.to(p.x.dtype) - 0.5
@@ -270,7 +270,7 @@ def test_threads_on_two_gpus_at_once() -> None:
     expected = [p.run() for p in problems]
 
     def work(index: int) -> None:
-        """Half of its calls are for the GPU that is not its current one."""
+        """Call both GPUs in turn; one of them is not the thread's current GPU."""
         with torch.no_grad(), torch.cuda.device(index % 2):
             for i in range(200):
                 which = (index + i) % len(problems)
@@ -302,7 +302,7 @@ def test_a_failed_launch_says_why_and_leaves_the_context() -> None:
     p = Problem(6, 64, 256, 8)
     p.check()
     too_deep = DecodeMma(tiles=4, stages=60, mask_group=8, block_tokens=8)
-    for _ in range(2):  # nothing half-done is remembered
+    for _ in range(2):  # the failure leaves no partial state
         with pytest.raises(driver.LaunchError, match=r"mglu_decode_mma: \d+ bytes of shared memory: CUDA error 1 "):
             too_deep.sequence(LayerCall.of(p.x, p.weight, p.packed), gpu_of(0), 0)
         p.check()
@@ -315,7 +315,7 @@ def test_a_failed_launch_says_why_and_leaves_the_context() -> None:
     p.check()
 
 
-def test_a_module_that_is_none_says_so_and_leaves_the_context() -> None:
+def test_an_invalid_module_is_reported_and_leaves_the_context() -> None:
     with pytest.raises(driver.LaunchError, match="loading mglu_nothing: CUDA error"):
         driver.Kernel(b"\0" * 64, "mglu_nothing", 0)
     Problem(1, 64, 256, 8).check()

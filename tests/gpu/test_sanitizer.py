@@ -30,15 +30,15 @@ pytestmark = [
         # In training, tile_wgmma writes by the tensor memory accelerator, which initcheck does not see.
         ("initcheck", ("plain", "decode_mma", "tile_wgmma")),
         ("synccheck", ()),
-        # Two parts, which take about the same time. Each watches every kernel of ours that it runs, because racecheck
-        # breaks kernels that are launched in clusters if it is told to ignore them.
+        # Two parts of about the same duration. Each watches all of our kernels that it runs, because racecheck breaks
+        # kernels in clusters if it is told to ignore them.
         ("racecheck", ("plain", "decode_mma")),
         ("racecheck", ("tile_wgmma", "backward_gemm")),
     ],
 )
 def test_the_sanitizer_finds_no_error(tool: str, kernels: tuple[str, ...]) -> None:
-    """Run `sanitizer_suite.py` with the calls that launch one of `kernels`, or with all of its calls."""
-    # By default synccheck tracks fewer barriers than clusters have, and then breaks the kernels that it watches.
+    """Run the calls of `sanitizer_suite.py` that launch one of `kernels`, or all of them."""
+    # By default synccheck tracks fewer barriers than clusters use, and then breaks the kernels that it watches.
     barriers = ("--num-cuda-barriers", "65536") if tool == "synccheck" else ()
     ours = ("--kernel-name", "kns=mglu_")
     suite = Path(__file__).with_name("sanitizer_suite.py")

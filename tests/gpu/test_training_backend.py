@@ -34,7 +34,7 @@ SHAPES = [(3, 520), (257, 4096), (5, 37), (19, 1004), (1, 8), (2, 1), (0, 24), (
 def seeded() -> Iterator[None]:
     torch.manual_seed(0)
     yield
-    torch.cuda.synchronize()  # a fault belongs to the test that made it
+    torch.cuda.synchronize()  # report a fault in the test that caused it
 
 
 def normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -151,7 +151,7 @@ def test_gemms_of_backward(dtype: torch.dtype, sizes: tuple[int, int, int, int])
 
 @pytest.mark.alone(gibibytes=24)
 def test_more_than_2_31_elements() -> None:
-    """The last rows get the bits that they get alone."""
+    """The last rows have the same bits as when they are computed alone."""
     tokens, entries, columns = 2**16 + 3, 4, 2**13 + 8
     partials, grad = torch.empty(tokens, entries, columns, dtype=BF16, device="cuda").normal_(), normal(tokens, columns)
     scaled = steps.scale(grad, partials)
@@ -180,7 +180,7 @@ def test_more_than_2_31_elements() -> None:
 
 @pytest.fixture(params=["own kernels", "library GEMMs"])
 def gemms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways to multiply, whatever is faster for a size; calls that were prepared before are forgotten."""
+    """Force each way to multiply, whichever is faster, and forget calls that were prepared before."""
     monkeypatch.setattr(dispatch, "_training_calls", {})
     if request.param == "own kernels":
         monkeypatch.setattr(backward_gemm, "is_faster", lambda gpu, rows, columns, depth: rows * columns > 0)
@@ -195,7 +195,7 @@ def described(layer: Layer) -> LayerCall:
 
 
 def run(layer: Layer, *wanted: str) -> dict[str, Tensor]:
-    """The result and the wanted gradients of `forward_ste`, or of `forward` where the logits need none."""
+    """Return the result and the wanted gradients of `forward_ste`, or of `forward` if the logits need no gradient."""
     inputs = {
         "x": layer.x, "weight": layer.weight, "logits": layer.logits, "route_weights": layer.route_weights
     }  # fmt: skip
@@ -223,7 +223,7 @@ def gradients_of(layer: Layer) -> tuple[str, ...]:
 @pytest.mark.parametrize("n_masks", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("routed", [False, True])
 @pytest.mark.parametrize("dtype", [F16, BF16])
-def test_errors_are_those_of_the_naive_layer(dtype: torch.dtype, routed: bool, n_masks: int, density: float) -> None:
+def test_errors_are_close_to_the_naive_layers(dtype: torch.dtype, routed: bool, n_masks: int, density: float) -> None:
     layer = Layer.random(
         "cuda", dtype, (512,), 384, 512, n_masks, density=density, route_dtype=dtype if routed else None
     )
@@ -236,7 +236,7 @@ def test_errors_are_those_of_the_naive_layer(dtype: torch.dtype, routed: bool, n
 @pytest.mark.parametrize("n_masks", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("density", [0.1, 0.25, 0.5, 0.75, 0.9])
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
-def test_errors_in_float32_are_those_of_the_naive_layer(
+def test_errors_in_float32_are_close_to_the_naive_layers(
     density: float, n_masks: int, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", precision)
@@ -249,7 +249,7 @@ def test_errors_in_float32_are_those_of_the_naive_layer(
 @pytest.mark.usefixtures("gemms")
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [F16, BF16])
-def test_every_activation_has_the_errors_of_the_naive_layer(dtype: torch.dtype, activation: str) -> None:
+def test_errors_of_every_activation(dtype: torch.dtype, activation: str) -> None:
     layer = Layer.random("cuda", dtype, (512,), 384, 512, 4, route_dtype=F32, activation=activation)
     checks.assert_as_good_as_naive(run(layer, *checks.NAMES), layer, 1.5)
 
@@ -257,7 +257,7 @@ def test_every_activation_has_the_errors_of_the_naive_layer(dtype: torch.dtype, 
 @pytest.mark.usefixtures("gemms")
 @pytest.mark.parametrize("sizes", [(512, 384, 508), (301, 383, 512), (257, 129, 333), (64, 7, 16)], ids=str)
 @pytest.mark.parametrize("dtype", [F16, BF16])
-def test_ragged_sizes_have_the_errors_of_the_naive_layer(dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
+def test_errors_of_ragged_sizes(dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
     tokens, d, h = sizes
     layer = Layer.random("cuda", dtype, (tokens,), d, h, 3, route_dtype=F32)
     checks.assert_as_good_as_naive(run(layer, *checks.NAMES), layer, 1.5)
@@ -265,7 +265,7 @@ def test_ragged_sizes_have_the_errors_of_the_naive_layer(dtype: torch.dtype, siz
 
 @pytest.mark.usefixtures("gemms")
 @pytest.mark.parametrize("tokens", [(4096,), (16, 300)], ids=str)
-def test_several_chunks_have_the_errors_of_the_naive_layer(tokens: tuple[int, ...]) -> None:
+def test_errors_of_several_chunks(tokens: tuple[int, ...]) -> None:
     layer = Layer.random("cuda", BF16, tokens, 2048, 1024, 4, route_dtype=F32)
     assert len(training.feature_chunks(4096, 4, 2048, 1024, training.BACKWARD_CHUNKS)) > 1
     checks.assert_as_good_as_naive(run(layer, *checks.NAMES), layer, 1.5)
@@ -300,11 +300,11 @@ def test_each_subset_of_gradients_has_the_bits_of_all(wanted: tuple[str, ...]) -
     layer = Layer.random("cuda", BF16, (7, 9), 136, 200, 3, route_dtype=F32)
     whole, found = run(layer, *checks.NAMES), run(layer, *wanted)
     for name, tensor in found.items():
-        # A GEMM of other sizes may add up in another order.
+        # A GEMM of another size may sum in another order.
         torch.testing.assert_close(tensor, whole[name], rtol=0.02, atol=0.02, msg=name)
 
 
-def test_the_backend_returns_empty_tensors_for_what_is_not_needed() -> None:
+def test_gradients_that_are_not_needed_are_empty_tensors() -> None:
     layer = Layer.random("cuda", BF16, (33,), 64, 72, 2)
     call, operands = described(layer), (layer.x, layer.weight, layer.packed_masks)
     with torch.no_grad():
@@ -363,7 +363,7 @@ def test_layouts_of_packed_masks(layout: str) -> None:
 
 @pytest.mark.usefixtures("gemms")
 def test_expanded_gradients() -> None:
-    """`sum()` gives one number for all elements, and a sum over tokens one row."""
+    """The gradient is one number expanded to all elements (from `sum()`), or one row (from a sum over tokens)."""
     layer = Layer.random("cuda", BF16, (4, 33), 136, 200, 3, route_dtype=F32)
     for grad in (torch.ones((), device="cuda", dtype=BF16), normal(136), normal(33, 136), normal(4, 1, 1)):
         layer.grad_output = grad.expand(4, 33, 136)
@@ -373,7 +373,7 @@ def test_expanded_gradients() -> None:
 
 @pytest.mark.parametrize("logits_dtype", [BF16, F32])
 def test_scratch_memory_of_backward(logits_dtype: torch.dtype, gemms: str) -> None:
-    """With library GEMMs a fifth of dt, b_i and D; with own kernels the flipped weights, or a chunk of D."""
+    """It is a fifth of dt, b_i and D with library GEMMs, and the flipped weights or a chunk of D with own kernels."""
     tokens, d, h, n_masks = 8192, 8192, 1024, 4
     layer = Layer.random("cuda", BF16, (tokens,), d, h, n_masks)
     call, operands = described(layer), (layer.x, layer.weight, layer.packed_masks)
@@ -389,7 +389,7 @@ def test_scratch_memory_of_backward(logits_dtype: torch.dtype, gemms: str) -> No
     if gemms == "library GEMMs":
         assert len(training.feature_chunks(tokens, n_masks, d, h, training.BACKWARD_CHUNKS)) == 5
         scratch = 2 * (n_masks + 1) * round_up(d // 5, 128) * (tokens + h)
-    workspace = 64 * 2**20  # of the library, and roundings of the allocator
+    workspace = 64 * 2**20  # for the library and the allocator's rounding
     assert torch.cuda.max_memory_allocated() - before <= gradients + scratch + workspace
 
 
@@ -442,7 +442,7 @@ def test_tensors_on_another_gpu() -> None:
     checks.assert_as_good_as_naive(found, layer, 1.5)
 
 
-def test_calls_of_other_dtypes_are_left_to_the_composite_backend() -> None:
+def test_calls_of_other_dtypes_run_on_the_composite_backend() -> None:
     for dtype, route_dtype, can in ((F16, None, True), (BF16, F32, True), (F32, None, False), (BF16, F64, False)):
         layer = Layer.random("cuda", dtype, (5,), 16, 24, 2, route_dtype=route_dtype)
         assert BACKENDS["cuda"].can_train_forward(described(layer)) == can

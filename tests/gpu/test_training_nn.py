@@ -41,12 +41,12 @@ from mglu_ops.nn import (
 pytestmark = pytest.mark.gpu
 
 WIDE, TOKENS = 256, 512
-"""Sizes at which the kernels of 16 bits run: rows of whole 16-byte vectors, and several tiles."""
+"""Sizes for which the 16-bit kernels run: rows of whole 16-byte vectors, and several tiles."""
 
 
 @pytest.fixture(autouse=True)
 def exact_float32() -> Iterator[None]:
-    """float32 GEMMs in float32, as the tolerances assume."""
+    """Run float32 GEMMs in float32 (not TF32), as the tolerances assume."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     torch._dynamo.reset()
@@ -142,7 +142,7 @@ def test_a_step_with_infinite_gradients_is_skipped_and_the_next_is_taken() -> No
 
 
 @pytest.mark.parametrize("save_activations", [True, False])
-def test_accumulated_gradients_are_those_of_the_whole_batch(save_activations: bool) -> None:
+def test_accumulated_gradients_match_the_whole_batch(save_activations: bool) -> None:
     torch.manual_seed(0)
     model = on_gpu(MGLU, width=WIDE, save_activations=save_activations).to(torch.bfloat16)
     exact = on_gpu(NaiveMGLU, width=WIDE).to(torch.bfloat16).double()
@@ -188,14 +188,14 @@ def test_recomputing_gives_the_same_bits(options: dict[str, Any], dtype: torch.d
         torch._dynamo.reset()
         layer.save_activations = save_activations
         forward = layer if mode is None else torch.compile(layer, mode=mode, fullgraph=True)
-        for _ in range(3 if mode == "reduce-overhead" else 1):  # warms up, records, replays
+        for _ in range(3 if mode == "reduce-overhead" else 1):  # warm up, record, replay
             torch.compiler.cudagraph_mark_step_begin()
             last = [tensor.clone() for tensor in gradients(forward, layer, x)]
         found.append(last)
     if mode is None or "top_k" not in options:
         assert_equal(*found)
     else:
-        # Inductor may compute the router again in backward too, in kernels that round elsewhere.
+        # Inductor may also recompute the router in backward, in kernels that round differently.
         assert_close(*found)
 
 
@@ -251,7 +251,7 @@ def test_checkpoints_and_their_policies(
     found = gradients(forward, block, x)
     assert len(runs) == times
     if compiled:
-        assert_close(found, want)  # the products of down_proj may be summed in another order
+        assert_close(found, want)  # down_proj may sum its products in another order
     else:
         assert_equal(found, want)
 
@@ -260,7 +260,7 @@ def test_checkpoints_and_their_policies(
 
 
 @pytest.mark.parametrize(("n_masks", "d", "h"), [(1, 512, 256), (3, 129, 333), (16, 4096, 4100)])
-def test_mask_ratios_are_those_of_the_cpu_and_do_not_synchronise(n_masks: int, d: int, h: int) -> None:
+def test_mask_ratios_match_the_cpu_and_do_not_synchronise(n_masks: int, d: int, h: int) -> None:
     masks, before = (torch.rand(n_masks, d, h, device="cuda") < density for density in (0.5, 0.4))
     packed, packed_before = torch.ops.mglu.pack_masks(masks), torch.ops.mglu.pack_masks(before)
     torch.cuda.synchronize()
@@ -276,7 +276,7 @@ def test_mask_ratios_are_those_of_the_cpu_and_do_not_synchronise(n_masks: int, d
         torch.testing.assert_close(value.cpu(), want, rtol=1e-6, atol=1e-7)
 
 
-def test_statistics_of_a_model_on_the_gpu_are_those_on_the_cpu() -> None:
+def test_statistics_of_a_model_match_the_cpu() -> None:
     model = on_gpu(MGLU, 4, width=WIDE)
     copy = student(MGLU, 4, width=WIDE)
     statistics, of_copy = MaskStatistics(model), MaskStatistics(copy)
@@ -291,7 +291,7 @@ def test_statistics_of_a_model_on_the_gpu_are_those_on_the_cpu() -> None:
         assert found["0.gated/flips/0"] > 0
 
 
-def test_adamw_moves_logits_by_a_rate_of_their_own_and_decays_none() -> None:
+def test_adamw_uses_a_separate_rate_for_logits_and_does_not_decay_them() -> None:
     model = on_gpu(MGLU, width=WIDE)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = torch.optim.AdamW(parameter_groups(model, lr=1e-3, weight_decay=0.5), fused=True)
@@ -310,7 +310,7 @@ def test_adamw_moves_logits_by_a_rate_of_their_own_and_decays_none() -> None:
 @pytest.mark.parametrize("compiler", [None, "inductor"])
 @pytest.mark.parametrize("save_activations", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_data_parallel_training_on_two_ranks_is_that_of_the_whole_batch(
+def test_data_parallel_training_on_two_ranks_matches_the_whole_batch(
     dtype: torch.dtype, save_activations: bool, compiler: str | None, backend: str, tmp_path: Path
 ) -> None:
     arguments = ("cuda", dtype, WIDE, save_activations, compiler)

@@ -22,14 +22,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs comp
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (*HALVES, torch.float32)
 BAND = 4096
-"""Elements of NaN before and behind what a launch writes."""
+"""Elements of NaN before and after the memory that a launch writes."""
 
 
 @pytest.fixture(autouse=True)
 def seeded() -> Iterator[None]:
     torch.manual_seed(0)
     yield
-    torch.cuda.synchronize()  # a fault belongs to the test that made it
+    torch.cuda.synchronize()  # report a fault in the test that caused it
 
 
 def described(p: Problem) -> LayerCall:
@@ -37,14 +37,14 @@ def described(p: Problem) -> LayerCall:
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A tensor of NaN in the middle of a larger one, which is the second of the two."""
+    """Return a tensor of NaN, and the larger tensor of which it is the middle."""
     size = torch.Size(shape).numel()
     storage = torch.full((size + 2 * BAND,), float("nan"), dtype=dtype, device="cuda")
     return storage[BAND:-BAND].view(shape), storage
 
 
 def launch(p: Problem, y: Tensor, partials: Tensor, config: TrainingTile | None = None) -> None:
-    """Launch what is given, or what is chosen."""
+    """Launch `config`, or the launch that is chosen."""
     call, gpu = described(p), gpu_of(0)
     launched = config or training_choice(call, gpu)
     assert launched is not None
@@ -58,14 +58,14 @@ def launch(p: Problem, y: Tensor, partials: Tensor, config: TrainingTile | None 
 
 
 def outputs(p: Problem) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Memory for the result and for the partial derivatives: each as such, and with the bands around it."""
+    """Allocate the result and the partial derivatives, each as a tensor and as that tensor with bands around it."""
     call = described(p)
     y = poisoned(call.tokens, call.out_features, dtype=call.dtype)
     return y, poisoned(call.tokens, partials_of(call), call.out_features, dtype=call.dtype)
 
 
 def run(p: Problem, config: TrainingTile | None = None) -> tuple[Tensor, Tensor]:
-    """The result and the partial derivatives."""
+    """Return the result and the partial derivatives."""
     (y, y_storage), (partials, storage) = outputs(p)
     launch(p, y, partials, config)
     for whole in (y_storage, storage):
@@ -75,7 +75,7 @@ def run(p: Problem, config: TrainingTile | None = None) -> tuple[Tensor, Tensor]
 
 
 def oracle(p: Problem) -> tuple[Tensor, Tensor]:
-    """The same in float64, mask by mask."""
+    """Compute both in float64, mask by mask."""
     activation = ACTIVATIONS[p.activation]
     x, weight = p.x.double(), p.weight.double()
     routes = torch.ones(len(x), len(p.masks), device="cuda") if p.route is None else p.route
@@ -124,7 +124,7 @@ def test_ragged_tokens(tokens: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("out_features", [64, 72, 80, 120, 128, 136, 184, 200, 1000, 1032])
 def test_ragged_out_features(out_features: int) -> None:
-    """The last tiles of rows overlap those before, and write their results twice."""
+    """The last tiles of rows overlap the tiles before, and write some results twice."""
     for tokens, n_masks, route in ((40, 3, None), (260, 4, torch.bfloat16), (260, 8, None)):
         check(Problem(tokens, out_features, 352, n_masks, torch.float16, route=route))
 
@@ -197,7 +197,7 @@ def test_same_bits_every_time_and_the_result_of_inference(n_masks: int) -> None:
     assert_matches(y, p.run().double(), torch.bfloat16)
 
 
-def test_a_token_with_a_nan_spoils_no_other() -> None:
+def test_a_nan_does_not_spread_to_other_tokens() -> None:
     p = Problem(70, 136, 256, 4, torch.bfloat16)
     y, partials = run(p)
     p.x[33, 7] = float("nan")
@@ -210,8 +210,8 @@ def test_a_token_with_a_nan_spoils_no_other() -> None:
 
 
 @pytest.mark.parametrize("n_masks", [1, 4, 8])
-def test_a_launch_that_follows_sees_what_was_written(n_masks: int) -> None:
-    """It may start early, and must not read the result before that is written."""
+def test_the_next_launch_sees_the_results(n_masks: int) -> None:
+    """The next launch may start early, but must not read the result before it is written."""
     first = Problem(520, 1024, 512, n_masks, torch.bfloat16)
     second = Problem(520, 256, 1024, n_masks, torch.bfloat16)
     (second.x, _), (partials_of_first, _) = outputs(first)

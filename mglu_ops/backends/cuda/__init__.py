@@ -71,7 +71,7 @@ class Cuda(Backend):
                     "alignment"
                 )
             if kernel == "plain" and call.tokens > MOST_PLAIN_TOKENS:
-                return f"{call.tokens} tokens, above {MOST_PLAIN_TOKENS}, which the plain kernel's grid does not hold"
+                return f"{call.tokens} tokens, above {MOST_PLAIN_TOKENS}, the most that the plain kernel's grid holds"
         return None
 
     def _is_cached(self, call: LayerCall, gpu: Gpu) -> bool:

@@ -75,6 +75,6 @@ def gpu_of_architecture(arch: tuple[int, int]) -> Gpu:
     if arch not in KNOWN_GPUS:
         known = ", ".join(f"sm_{major}{minor}" for major, minor in KNOWN_GPUS)
         raise ValueError(
-            f"arch: got sm_{arch[0]}{arch[1]}, of which no GPU is in this machine, must be one of {known} elsewhere"
+            f"arch: got sm_{arch[0]}{arch[1]}, must be the architecture of a GPU of this machine, or one of {known}"
         )
     return KNOWN_GPUS[arch]

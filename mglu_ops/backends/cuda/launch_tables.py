@@ -144,7 +144,7 @@ def read(path: Path) -> list[Entry]:
     multiprocessors = _get(environment, "multiprocessors", int, f"{path}: environment")
     known = KNOWN_GPUS.get((arch[0], arch[1]))
     if known is None:
-        raise TableError(f"{path}: environment: compute_capability: got {arch}, of which no kernel is known")
+        raise TableError(f"{path}: environment: compute_capability: got {arch}, which no kernel supports")
     gpu = replace(known, name=device, multiprocessors=multiprocessors)
     entries: dict[_Key, Entry] = {}
     for number, fields_of_entry in enumerate(_get(table, "entries", list, str(path))):
@@ -154,7 +154,7 @@ def read(path: Path) -> list[Entry]:
         entry = replace(_entry(fields_of_entry, gpu, where), table=path)
         key = _key(entry.call, gpu)
         if key in entries:
-            raise TableError(f"{where} ({entry.call}): stands in the table already")
+            raise TableError(f"{where} ({entry.call}): is already in the table")
         entries[key] = entry
     return list(entries.values())
 

@@ -30,7 +30,7 @@ float to_float(typename Element<kType>::Bits bits) {
     else return static_cast<float>(with_bits_of<_Float16>(bits));
 }
 
-// Rounds to the nearest element, and to the even one of two that are as near.
+// Rounds to nearest, ties to even.
 template <int kType>
 typename Element<kType>::Bits from_float(float value) {
     if constexpr (kType == kFloat16) return with_bits_of<u16>(static_cast<_Float16>(value));

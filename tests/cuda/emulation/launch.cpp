@@ -1,5 +1,5 @@
-// Runs the kernel of KERNEL_SOURCE, KERNEL, on a CPU: one thread after the other, or with LANES_AT_ONCE, for a kernel
-// that shuffles, the 32 lanes of a warp in threads.
+// Runs the kernel KERNEL of KERNEL_SOURCE on a CPU, one thread after the other. With LANES_AT_ONCE, for kernels that
+// shuffle, the 32 lanes of a warp run at once, in threads.
 #include KERNEL_SOURCE
 
 #ifdef LANES_AT_ONCE
@@ -36,7 +36,7 @@ bool run(void (*kernel)(Params), const void* bytes, unsigned long size, unsigned
     return true;
 }
 
-// Returns false if the kernel's parameters have another size.
+// Returns false if the kernel's parameter does not have `size` bytes.
 extern "C" bool launch(const void* bytes, unsigned long size, unsigned blocks) {
     return run(KERNEL, bytes, size, blocks);
 }

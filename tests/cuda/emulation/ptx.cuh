@@ -21,7 +21,7 @@ struct Index {
 inline thread_local Index blockIdx, threadIdx;
 
 #ifdef LANES_AT_ONCE
-// A warp whose lanes run in threads of their own.
+// A warp in which each lane runs in its own thread.
 struct Warp {
     std::barrier<> barrier{32};
     float value[32];
@@ -48,7 +48,7 @@ using i64 = long long;
 
 inline int min(int a, int b) { return a < b ? a : b; }
 
-// A GPU ends a program that breaks this rule.
+// A GPU would end a program with an unaligned access.
 template <int kWords>
 void check_alignment(const void* pointer) {
     if (reinterpret_cast<std::uintptr_t>(pointer) % (4 * kWords) != 0) {
