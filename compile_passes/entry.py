@@ -1,4 +1,4 @@
-"""Adds the pass to each compilation of Inductor, in any thread and beside the passes of other libraries.
+"""Adds the pass to each compilation of Inductor, in any thread and together with the passes of other libraries.
 
 Inductor has one slot for passes on the graph before autograd, and that slot is a setting. Since torch 2.13 a setting
 belongs to a thread, and another library can replace it at any time, for its thread or for one compilation (vLLM gives

@@ -5,7 +5,7 @@ The value of a node follows from its arguments, so the rules compose: a new spel
 
 A graph is read in three steps. Each goes over the nodes once, so the time is linear in the length of the graph:
 
-1. *Roles* (`roles.py`): which real tensors are used as masks, and of which weights.
+1. *Roles* (`roles.py`): which real tensors are used as masks, and which weights they mask.
 2. *Masks and weights* (`rules.WEIGHT_RULES`). A real tensor with the role of a mask has a second value, which holds
    only as a factor of its weights (`factor`).
 3. *Layers* (`rules.LAYER_RULES`): products of x and a weight, activations, terms and sums. This step is skipped if no

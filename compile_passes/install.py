@@ -79,7 +79,7 @@ def disable_fusion() -> None:
 def fusion(
     *, strict: bool = False, assume_binary: bool = False, dependent_launch: bool = True
 ) -> Iterator[FusionReport]:
-    """Fuse the compilations inside a `with` block, with a report of their own and the options of `enable_fusion`.
+    """Fuse the compilations inside a `with` block, which has its own report; the options are as in `enable_fusion`.
 
     `torch.compile` compiles at the first call, so that call must be inside the block.
 

@@ -306,7 +306,7 @@ def _check_kinds(site: Site, masks: Iterable[Mask]) -> None:
 
 
 def named(term: Term) -> Scaled | None:
-    """The activation of a term as one of the operator's, with its coefficient; None if it is none of them."""
+    """The activation of a term as one of the operator's, with its coefficient; None if it has no such activation."""
     digits = formulas.EXACT if term.gate.dtype is torch.float64 else formulas.DIGITS
     return formulas.activation(term.formula, digits)
 
