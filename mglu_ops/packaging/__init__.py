@@ -2,7 +2,7 @@
 
 - `export` compiles a model into a package, `package` holds and reads its description, `load` checks and loads it.
 - `describe` makes the description of a program; `inputs` checks the inputs of each call against it.
-- `archive` and `description` read the zip archive and the JSON of a file that anyone may have written.
+- `seal` writes and checks the checksum at the end of packages and weights files.
 - `library` builds and loads `libmglu_ops.so`; `device_code` compiles the CUDA kernels that go into it.
 - `shim` lets a package call the library without torch's dispatcher.
 - `tensor_file` writes tensors for C++ programs; `command` is the command line.

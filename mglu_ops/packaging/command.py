@@ -64,7 +64,7 @@ def run_export(options: argparse.Namespace) -> int:
     from ..passes import FusionError
     from .export import export
     from .library import BuildError
-    from .package import PackageError
+    from .seal import PackageError
 
     try:
         model, inputs = factory.load_model(options.model)
@@ -102,7 +102,7 @@ def _without_logs_of_torch() -> Iterator[None]:
 def run_build(options: argparse.Namespace) -> int:
     """Run `build-runtime`. Raises UserError for what the user can put right."""
     from .library import BuildError, build_runtime, write_kernels
-    from .package import PackageError
+    from .seal import PackageError
 
     try:
         if options.kernels_only:

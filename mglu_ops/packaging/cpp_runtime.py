@@ -14,10 +14,9 @@ A C++ program that is linked to libtorch does not hide `libstdc++.so`. There, th
 from __future__ import annotations
 
 import struct
+import zipfile
 from pathlib import Path
-from typing import BinaryIO
-
-from .archive import Member, PackageError, opened, quoted, read_at, read_members
+from typing import IO
 
 _ELF_64_BIT_LITTLE_ENDIAN = b"\x7fELF\x02\x01"
 _SECTION = struct.Struct("<IIQQQQIIQQ")  # Elf64_Shdr: name, type, flags, address, offset, size, link, ...
@@ -30,39 +29,36 @@ _FUNCTION_OF_LIBSTDCXX = b"_ZNSt6locale7classicEv\0"
 
 
 def has_own_libstdcxx(package: Path) -> bool:
-    """Whether machine code in a package exports a copy of libstdc++.
+    """Whether machine code in a package exports a copy of libstdc++."""
+    with zipfile.ZipFile(package) as archive:
+        for name in archive.namelist():
+            if name.endswith(".so"):
+                with archive.open(name) as library:
+                    if _exports_libstdcxx(library):
+                        return True
+    return False
 
-    Raises:
-        PackageError: the archive or the machine code is damaged.
-    """
-    with opened(package) as file:
-        libraries = [member for member in read_members(file) if member.name.endswith(b".so")]
-        return any(_exports_libstdcxx(file, member) for member in libraries)
 
-
-def _exports_libstdcxx(file: BinaryIO, library: Member) -> bool:
+def _exports_libstdcxx(library: IO[bytes]) -> bool:
     """Whether a shared library defines a function of libstdc++ for other libraries.
 
     False for code of a system that has no ELF files, where a library's symbols do not take part in those of others.
     """
-    damaged = PackageError(f"the machine code in member {quoted(library.name)} is damaged")
 
     def read(offset: int, size: int) -> bytes:
-        if offset + size > library.size:
-            raise damaged
-        return read_at(file, library.start + offset, size)
+        library.seek(offset)
+        return library.read(size)
 
-    if library.size < 64 or not (header := read(0, 64)).startswith(_ELF_64_BIT_LITTLE_ENDIAN):
+    header = read(0, 64)
+    if not header.startswith(_ELF_64_BIT_LITTLE_ENDIAN):
         return False
     (table,) = struct.unpack_from("<Q", header, 40)
     (n_sections,) = struct.unpack_from("<H", header, 60)
     sections = list(_SECTION.iter_unpack(read(table, n_sections * _SECTION.size)))
-    tables = [section for section in sections if section[1] == _DYNAMIC_SYMBOLS]
-    for _, _, _, _, offset, size, strings, *_ in tables:
-        if strings >= n_sections or len(tables) > 1:
-            raise damaged
-        names = read(sections[strings][4], sections[strings][5])
-        for name, _, _, section, _, _ in _SYMBOL.iter_unpack(read(offset, size - size % _SYMBOL.size)):
-            if section != _UNDEFINED and names.startswith(_FUNCTION_OF_LIBSTDCXX, name):
-                return True
+    for _, kind, _, _, offset, size, strings, *_ in sections:
+        if kind == _DYNAMIC_SYMBOLS:
+            names = read(sections[strings][4], sections[strings][5])
+            for name, _, _, section, _, _ in _SYMBOL.iter_unpack(read(offset, size)):
+                if section != _UNDEFINED and names.startswith(_FUNCTION_OF_LIBSTDCXX, name):
+                    return True
     return False

@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 from .. import ops
 from ..masks import n_masks_of
 from .inputs import Expression, Sizes, dense_order
-from .package import InputInfo, LayerInfo, PackageError, PackageInfo, WeightInfo
+from .package import InputInfo, LayerInfo, PackageInfo, WeightInfo
+from .seal import PackageError
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram

@@ -22,7 +22,8 @@ from ..backends.cuda.device import Gpu, gpu_of_architecture
 from ..backends.cuda.kernels import permute_x
 from ..backends.cuda.kernels.base import ELEMENTS
 from ..layer_call import LayerCall
-from .package import LayerInfo, PackageError, read_info
+from .package import LayerInfo, read_info
+from .seal import PackageError
 
 TABLE = "mglu_kernels.inc"
 """The file that `csrc/library/cuda/kernels.cpp` includes."""

@@ -17,13 +17,13 @@ from .. import notices
 from ..files import as_path, check_writable
 from ..masks import check_packed_masks, n_masks_of
 from ..words import described
-from .archive import PackageError, check_name, quoted
 from .cpp_runtime import has_own_libstdcxx
 from .describe import arguments_of, describe, tensors_of
 from .inputs import dense_order
 from .library import BuildError
 from .load import load_weights
-from .package import PackageInfo, seal
+from .package import PackageInfo, seal_package
+from .seal import seal
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -86,7 +86,7 @@ def export(
         TypeError: `path` or `weights` is no path.
         compile_passes.fusion.FusionError: under `strict`, a layer was not fused.
         BuildError: there is no C++ compiler.
-        PackageError: `weights` is a file of something else, or damaged.
+        PackageError: `weights` is a file that `export` did not write, or damaged.
     """
     from ..passes import FusionReport, fuse_exported, layers_of
 
@@ -113,7 +113,7 @@ def export(
         if weights is not None:
             _store_weights(fused, weights)
         _compile(fused, info, dict(options), unfinished)
-        seal(unfinished, info.torch, info.device)
+        seal_package(unfinished, info)
         os.replace(unfinished, path.resolve())
     if has_own_libstdcxx(path):
         notices.warn(
@@ -139,12 +139,8 @@ def _check_arguments(model: Any, example_inputs: Any, backend: Any, options: Any
 
 def _check_files(path: Path, weights: Path | None) -> None:
     """Say at once that a file cannot be written, instead of after minutes of compiling."""
-    if path.suffix != ".pt2":
-        raise ValueError(f"path: got {path}, must end in .pt2")
-    try:
-        check_name(os.fsencode(path.stem))  # torch makes it the folder of all members
-    except PackageError as error:
-        raise ValueError(f"path: got {quoted(os.fsencode(path))}, which packages cannot be called: {error}") from None
+    if path.suffix != ".pt2" or path.stem in (".", ".."):  # torch makes the stem the folder of all members
+        raise ValueError(f"path: got {path}, must be a name that ends in .pt2")
     if not path.resolve().parent.is_dir():
         raise ValueError(f"path: {path.resolve().parent} is not a folder")
     check_writable("path", path)
@@ -409,6 +405,7 @@ def _store_weights(program: ExportedProgram, path: Path) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         torch.save({**stored, **found}, temporary)
+        seal(temporary, "weights")
         os.replace(temporary, path)  # other packages never see half a file
     finally:
         temporary.unlink(missing_ok=True)

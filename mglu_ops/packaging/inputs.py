@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..tensors import check_dense, check_memory
 from ..words import counted
-from .archive import PackageError, quoted
+from .seal import PackageError
 
 if TYPE_CHECKING:
     from torch.utils._pytree import TreeSpec
@@ -52,11 +52,11 @@ class Expression:
             tree = ast.parse(text if len(text) <= _LONGEST_EXPRESSION else "", mode="eval")
             self._code: CodeType = compile(tree, "<sizes>", "eval")
         except (SyntaxError, ValueError, RecursionError, MemoryError):
-            raise PackageError(f"its description: {quoted(text)} is no expression in sizes") from None
+            raise PackageError(f"its description: {text!r} is no expression in sizes") from None
         nodes = list(ast.walk(tree))
         called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
         if not all(_is_allowed(node, called) for node in nodes):
-            raise PackageError(f"its description: {quoted(text)} is no expression in sizes")
+            raise PackageError(f"its description: {text!r} is no expression in sizes")
         self.names = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in called}
 
     def __call__(self, values: dict[str, int]) -> Any:
@@ -113,7 +113,7 @@ class Sizes:
         known = self._words().keys()
         for size in (*(size for _, _, size in self._computed), *self._conditions):
             if untold := size.names - known:
-                raise PackageError(f"its description: no size of its inputs tells {quoted(min(untold))}")
+                raise PackageError(f"its description: no size of its inputs tells {min(untold)!r}")
 
     def _words(self) -> dict[str, str]:
         """What each symbol is, for messages."""
@@ -179,18 +179,11 @@ def dense_order(shape: Sequence[int], strides: Sequence[int]) -> list[int] | Non
 
 
 class Inputs:
-    """Turns the arguments of a call into the tensors that the code of a package takes.
-
-    Raises:
-        PackageError: the description contradicts itself.
-    """
+    """Turns the arguments of a call into the tensors that the code of a package takes."""
 
     def __init__(self, info: PackageInfo) -> None:
         self._info = info
-        self._dtypes = [None if entry.constant is not None else _dtype(entry) for entry in info.inputs]
-        for entry in info.inputs:
-            if sorted(entry.order) != list(range(len(entry.shape))):
-                raise PackageError(f"its description: {quoted(entry.name)}: its order is none of its dimensions")
+        self._dtypes = [getattr(torch, entry.dtype) if entry.constant is None else None for entry in info.inputs]
         self._sizes = Sizes(info.inputs, info.conditions)
 
     def tensors(self, arguments: Any, spec: TreeSpec) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
@@ -238,13 +231,6 @@ class Inputs:
             shape = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
             raise ValueError(f"{entry.name}: got {shape}, must be {entry} on {self._info.device}")
         check_memory(**{entry.name: tensor})
-
-
-def _dtype(entry: InputInfo) -> torch.dtype:
-    dtype = getattr(torch, entry.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise PackageError(f"its description: {quoted(entry.name)}: torch has no dtype {quoted(entry.dtype)}")
-    return dtype
 
 
 def _fits(expected: InputInfo, tensor: Tensor) -> bool:

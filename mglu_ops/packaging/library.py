@@ -16,7 +16,7 @@ import torch
 
 from ..backends.interruptible import run
 from ..files import as_path, check_writable
-from .package import PackageError
+from .seal import PackageError
 
 LIBRARY = "libmglu_ops.so"
 CHECKSUM = f"{LIBRARY}.sha256"

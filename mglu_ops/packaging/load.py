@@ -14,10 +14,10 @@ from torch.utils import _pytree as pytree
 
 from .. import ops  # noqa: F401 (a package may call the operators)
 from ..files import as_path
-from .archive import quoted
 from .cpp_runtime import has_own_libstdcxx
 from .inputs import Inputs
-from .package import PackageError, PackageInfo, WeightInfo, check_archive, read_info
+from .package import PackageInfo, WeightInfo, minor_version, read_info
+from .seal import PackageError, check_seal
 
 
 class Package:
@@ -34,10 +34,6 @@ class Package:
         self.info = info
         self._inputs, self._runner = inputs, runner
         self._in_spec, self._out_spec = map(pytree.treespec_loads, runner.loader.get_call_spec())
-        if self._in_spec.num_leaves != len(info.inputs):
-            raise PackageError(
-                f"{info.path}: its description: inputs: got {len(info.inputs)}, its code has {self._in_spec.num_leaves}"
-            )
         self._lock = threading.Lock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -83,9 +79,9 @@ def load(
     Raises:
         FileNotFoundError: there is no such file.
         TypeError: an argument is no path, or `weights` neither a path nor a mapping.
-        PackageError: the package is damaged, was not made by mglu_ops, has an archive or a description that `export`
-            does not write, was made for another torch, CPU, device or GPU or by a C++ compiler that links libstdc++
-            statically, or needs a library or weights that were not given or do not fit.
+        PackageError: the package is damaged, was not made by this version of `export`, was made for another torch, CPU,
+            device or GPU or by a C++ compiler that links libstdc++ statically, or needs a library or weights that were
+            not given or do not fit.
     """
     path = as_path("path", path)
     library = None if library is None else as_path("library", library)
@@ -106,51 +102,34 @@ def load(
     if info.embeds_weights != (weights is None):
         have = "has no weights in it: pass weights=" if weights is None else "has its own weights"
         raise PackageError(f"{path} {have}")
-    inputs = _inputs_of(info)
+    inputs = Inputs(info)
     try:
         runner = torch._inductor.aoti_load_package(str(path))
     except Exception as error:  # torch reads the package with code that raises errors of many types
-        raise PackageError(f"{path}: torch cannot load it: {_first_line(error)}") from error
+        first_line, *_ = str(error).strip().splitlines() or [type(error).__name__]
+        raise PackageError(f"{path}: torch cannot load it: {first_line}") from error
     if weights is not None:
         _give_weights(runner, weights, info)
     return Package(info, inputs, runner)
 
 
 def load_weights(path: str | Path, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """Load the tensors of a weights file, by name, for several packages to share.
+    """Load the tensors of a weights file of `export`, by name, for several packages to share.
 
     Raises:
         FileNotFoundError: there is no such file.
         TypeError: `path` is no path.
         ValueError: there is no such device.
-        PackageError: it is damaged, or holds something else.
+        PackageError: it is damaged, or `export` did not write it.
     """
     path = as_path("path", path)
     try:
         device = torch.device(device)
     except (RuntimeError, TypeError):
         raise ValueError(f"device: got {device!r}, must be a device such as 'cpu' or 'cuda'") from None
-    check_archive(path)
-    try:
-        tensors = torch.load(path, map_location=device, weights_only=True)
-    except Exception as error:  # torch and pickle raise errors of many types for other files
-        raise PackageError(f"{path} is not a file of weights: {_first_line(error)}") from error
-    if not isinstance(tensors, dict) or not all(
-        isinstance(name, str) and isinstance(value, Tensor) for name, value in tensors.items()
-    ):
-        raise PackageError(f"{path} is not a file of weights: it holds something else than tensors by name")
+    check_seal(path, "weights")
+    tensors: dict[str, Tensor] = torch.load(path, map_location=device, weights_only=True)
     return tensors
-
-
-def _inputs_of(info: PackageInfo) -> Inputs:
-    try:
-        return Inputs(info)
-    except PackageError as error:
-        raise PackageError(f"{info.path}: {error}") from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _give_weights(runner: Any, weights: str | Path | Mapping[str, Tensor], info: PackageInfo) -> None:
@@ -168,7 +147,7 @@ def _give_weights(runner: Any, weights: str | Path | Mapping[str, Tensor], info:
 def _check_weight(info: PackageInfo, expected: WeightInfo | None, name: str, tensor: object) -> None:
     """Refuse a tensor of another layout, which the package would read as if it had the layout it was compiled for."""
     if expected is None:
-        raise PackageError(f"{info.path}: its description: weights: lacks {quoted(name)}, which its code needs")
+        raise PackageError(f"{info.path}: its description: weights: lacks {name!r}, which its code needs")
     found = type(tensor).__name__
     if isinstance(tensor, Tensor):
         is_dense = tensor.layout is torch.strided
@@ -183,8 +162,7 @@ def _check_weight(info: PackageInfo, expected: WeightInfo | None, name: str, ten
 
 
 def _check_torch(info: PackageInfo) -> None:
-    made, here = (".".join(version.split(".")[:2]) for version in (info.torch, torch.__version__))
-    if made != here:
+    if minor_version(info.torch) != minor_version(torch.__version__):
         raise PackageError(
             f"{info.path} was compiled by torch {info.torch}, and this is {torch.__version__}; export it anew"
         )

@@ -1,45 +1,30 @@
 """The description that a package holds of itself, read without running or unpacking any of the package.
 
-A `.pt2` package is a zip archive without compression: machine code, weights, and a JSON file of texts, to which
-mglu_ops adds its own. torch's loader extracts every member and maps the machine code, without comparing checksums. So
-`export` ends the file with a seal, a checksum of all bytes before it. Python and C++ check the seal, the archive
-(`archive`) and the description, in this order, before torch gets the file.
+A `.pt2` package is a zip archive: machine code, weights, and a JSON file of texts, to which mglu_ops adds its own. The
+last bytes are a seal (`seal`), which is checked first.
 
-These checks find damage and mistakes, and keep what only reads a package (`read_info`) from harm. A package is code all
-the same: whoever writes one can write its seal too, and loading it runs what it holds.
+A package is code: whoever writes one can write its description and its seal too, and loading it runs what it holds.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import zlib
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from functools import partial
+import zipfile
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
-from ..activations import ACTIVATIONS
-from ..checks import FLOATING
-from ..masks import MAX_MASKS
 from ..words import counted
-from . import description as rules
-from .archive import LONGEST_COMMENT, Member, PackageError, comment_position, opened, quoted, read_at, read_members
+from .seal import PackageError, check_seal, seal
 
 KEY = "mglu_ops"
 """The name of mglu_ops's description among a package's texts."""
 
-FORMAT = 3
-
-_SEAL = "mglu_ops seal 1 torch={torch} device={device} adler32="
-_SEAL_AT_END = re.compile(rb"mglu_ops seal 1 torch=([!-~]+) device=([!-~]+) adler32=([0-9a-f]{8})\Z")
-_CHECKSUM_DIGITS = 8
-_CHUNK_BYTES = 1 << 24
-_MOST_TEXT_BYTES = 1 << 22
+_MOST_TEXT_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -127,7 +112,6 @@ class PackageInfo:
         arch: the compute capability of the GPU that it was compiled for; None for a CPU.
         multi_arch: whether it runs on later GPUs too.
         missed: layers that were recognised but not fused, each with the reason.
-        format: the version of this description.
         path: the path of the file.
     """
 
@@ -145,28 +129,13 @@ class PackageInfo:
     arch: list[int] | None = None
     multi_arch: bool = False
     missed: list[str] = field(default_factory=list)
-    format: int = FORMAT
     path: str = ""
 
     def texts(self) -> dict[str, str]:
-        """The texts that a package holds: all of this as JSON, and three facts by name, which C++ programs read."""
+        """The text that `export` adds to those of the package: all of this but the path, as JSON."""
         values = asdict(self)
         del values["path"]
-        weights = "inside" if self.embeds_weights else "in a file"
-        flat = {"torch": self.torch, "device": self.device, "weights": weights}
-        return {KEY: json.dumps(values), **{f"{KEY}_{name}": text for name, text in flat.items()}}
-
-    @classmethod
-    def from_json(cls, text: str, path: str) -> PackageInfo:
-        """Read the JSON of `texts`; anything else raises a PackageError that names the field."""
-        values = rules.parse(text.encode(errors="surrogatepass"), _DESCRIPTION)
-        _RULE(_DESCRIPTION, values)
-        if values["device"] == "cuda" and values["arch"] is None:
-            raise PackageError(f"{_DESCRIPTION}: arch: got null, must be a list of 2 for the device cuda")
-        inputs = [InputInfo(**entry) for entry in values.pop("inputs")]
-        layers = [LayerInfo(**entry) for entry in values.pop("layers")]
-        weights = [WeightInfo(**entry) for entry in values.pop("weights")]
-        return cls(**values, inputs=inputs, layers=layers, weights=weights, path=path)
+        return {KEY: json.dumps(values)}
 
     def __str__(self) -> str:
         gpu = "" if self.arch is None else f" sm_{self.arch[0]}{self.arch[1]}{' and later' if self.multi_arch else ''}"
@@ -190,158 +159,61 @@ class PackageInfo:
         return re.sub(r"[A-Za-z_]\w*", lambda found: words.get(found[0], found[0]), condition)
 
 
-_DESCRIPTION = "its description"
+def seal_package(path: Path, info: PackageInfo) -> None:
+    """Write the seal of a package that holds the texts of `info`."""
+    weights = "inside" if info.embeds_weights else "outside"
+    seal(path, f"package torch={minor_version(info.torch)} device={info.device} weights={weights}")
 
-_FLOATING = rules.one_of(*(str(dtype).removeprefix("torch.") for dtype in FLOATING))
-_INPUT = {
-    "name": rules.text,
-    "dtype": rules.text,
-    "shape": rules.list_of(rules.size_or_range),
-    "order": rules.list_of(rules.size),
-    "is_written": rules.boolean,
-    "constant": rules.optional(rules.text),
-}
-_LAYER = {
-    "n_masks": rules.integer(1, MAX_MASKS),
-    "out_features": rules.size,
-    "in_features": rules.size,
-    "dtype": _FLOATING,
-    "activation": rules.one_of(*ACTIVATIONS),
-    "route_dtype": rules.optional(_FLOATING),
-}
-_WEIGHT = {
-    "name": rules.text,
-    "dtype": rules.text,
-    "shape": rules.list_of(rules.size),
-    "strides": rules.list_of(rules.size),
-}
-_RULE = rules.entries(
-    {
-        "format": rules.equal(FORMAT, "export the model anew"),  # first, because another format has other entries
-        "torch": rules.text,
-        "mglu_ops": rules.text,
-        "device": rules.one_of("cpu", "cuda"),
-        "backend": rules.one_of("cpu", "cuda", "triton", "composite"),
-        "calls": rules.one_of("operator", "shim", "nothing"),
-        "embeds_weights": rules.boolean,
-        "inputs": rules.list_of(rules.entries(_INPUT)),
-        "layers": rules.list_of(rules.entries(_LAYER)),
-        "weights": rules.list_of(rules.entries(_WEIGHT)),
-        "conditions": rules.list_of(rules.text),
-        "cpu": rules.optional(rules.items(rules.text, rules.text)),
-        "arch": rules.optional(rules.items(rules.size, rules.size)),
-        "multi_arch": rules.boolean,
-        "missed": rules.list_of(rules.text),
-    },
-    prefix=": ",
-)
-"""The only fields of a description (`check_description` of csrc/library/package_description.cpp)."""
+
+def minor_version(version: str) -> str:
+    """`2.13` for `2.13.1+cu130`: packages run with all versions of torch that begin so."""
+    return ".".join(version.split(".")[:2])
 
 
 def read_info(path: str | Path) -> PackageInfo:
-    """The description of a package, after its seal and its archive were checked. Runs nothing of it.
+    """The description of a package, after its seal was checked. Runs and extracts nothing of it.
 
     Raises:
         FileNotFoundError: there is no such file.
-        PackageError: mglu_ops did not make it, it is damaged, or its archive or its description is not what `export`
-            writes; the message names the member or the field.
+        PackageError: mglu_ops did not make it, it is damaged or of another format, a member's name leads out of the
+            folder that torch extracts it to, or its description has other fields than those of `PackageInfo`.
     """
-    with opened(path) as file:
-        sealed = _check_seal(file)
-        described = {text for text in map(partial(_described, file), read_members(file)) if text is not None}
-        if len(described) != 1:
-            raise PackageError("it holds two different descriptions" if described else "it lacks its description")
-        info = PackageInfo.from_json(described.pop(), str(path))
-        for name, stated, in_seal in zip(("torch", "device"), (info.torch, info.device), sealed, strict=True):
-            if stated != in_seal:
-                raise PackageError(
-                    f"{_DESCRIPTION}: {name}: got {quoted(stated)}, must be {quoted(in_seal)}, as in the seal"
-                )
-    return info
-
-
-def check_archive(path: str | Path) -> None:
-    """Check a file of `torch.save`: its archive, and every member's checksum.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        PackageError: torch.save did not write it, it is truncated or damaged, or a member is compressed.
-    """
-    with opened(path) as file:
-        members = read_members(file)
-        for member in members:
-            if _checksum(zlib.crc32, file, member.start, member.size) != member.crc32:
-                raise PackageError(f"it is damaged: the checksum of member {quoted(member.name)} is wrong")
-        if not any(member.name.partition(b"/")[2] == b"data.pkl" for member in members):
-            raise PackageError("it is no file of weights: torch.save did not write it")
-
-
-def _described(file: BinaryIO, member: Member) -> str | None:
-    """The description in a member, or None if the member is none of the files with texts, or has no description.
-
-    The texts are torch's (`AOTI_DEVICE_KEY` and the like), and those of mglu_ops.
-    """
-    if not member.name.endswith(b"_metadata.json"):
-        return None
-    what = f"member {quoted(member.name)}"
-    if member.size > _MOST_TEXT_BYTES:
-        raise PackageError(f"{what} has {member.size} bytes, must have at most {_MOST_TEXT_BYTES}")
-    texts = rules.parse(read_at(file, member.start, member.size), what)
-    rules.object_of(rules.string)(what, texts)
-    return texts.get(KEY)
-
-
-# --- The seal -------------------------------------------------------------------------------------------------------
-
-
-def seal(path: str | Path, torch_version: str, device: str) -> None:
-    """Write the seal of a package, as the archive's comment (csrc/library/package_check.cpp reads it too).
-
-    Its last eight characters are the Adler-32 checksum (RFC 1950) of all bytes before them.
-
-    Raises:
-        PackageError: `read_info` refuses the package.
-    """
-    comment = _SEAL.format(torch=torch_version, device=device).encode() + b"0" * _CHECKSUM_DIGITS
-    with opened(path, "r+b") as file:
-        read_members(file)
-        file.seek(comment_position(file))
-        file.write(len(comment).to_bytes(2, "little") + comment)
-        file.truncate()
-        unsealed = file.tell() - _CHECKSUM_DIGITS
-        checksum = _checksum(zlib.adler32, file, 0, unsealed)
-        file.seek(unsealed)
-        file.write(b"%08x" % checksum)
-    read_info(path)
-
-
-def _check_seal(file: BinaryIO) -> tuple[str, str]:
-    """The version of torch and the device of the seal of a package, which is whole."""
-    size = file.seek(0, os.SEEK_END)
-    found = _SEAL_AT_END.search(read_at(file, max(0, size - LONGEST_COMMENT), LONGEST_COMMENT))
-    if found is None:
-        if _is_exported_program(file):
-            raise PackageError(
-                "it is a program of torch.export.save and no package: torch.export.load reads it, and mglu_ops.export "
-                "makes a package of the program"
-            )
-        raise PackageError("it has no seal at its end: it is truncated, or was not made by mglu_ops.export")
-    if int(found[3], 16) != _checksum(zlib.adler32, file, 0, size - _CHECKSUM_DIGITS):
-        raise PackageError("it is damaged: its checksum is wrong")
-    return found[1].decode(), found[2].decode()
-
-
-def _is_exported_program(file: BinaryIO) -> bool:
+    path = Path(path)
+    check_seal(path, "package")
     try:
-        return any(re.fullmatch(rb"[^/]+/models/[^/]+\.json", member.name) for member in read_members(file))
-    except PackageError:
-        return False
+        with zipfile.ZipFile(path) as archive:
+            values = json.loads(_description(archive))
+        return _read(PackageInfo, {**values, "path": str(path)}, "its description")
+    except (PackageError, zipfile.BadZipFile, TypeError, ValueError, RecursionError) as error:
+        raise PackageError(f"{path}: {error}") from None
 
 
-def _checksum(update: Callable[..., int], file: BinaryIO, start: int, size: int) -> int:
-    """A checksum of zlib over `size` bytes of a file, which may be longer than memory."""
-    checksum = update(b"")
-    file.seek(start)
-    for first in range(0, size, _CHUNK_BYTES):
-        checksum = update(file.read(min(size - first, _CHUNK_BYTES)), checksum)
-    return checksum
+def _description(archive: zipfile.ZipFile) -> str:
+    """The JSON in a package. torch keeps the texts in a file beside each file of code."""
+    for name in archive.namelist():
+        if name.startswith("/") or ".." in name.split("/"):
+            raise PackageError(f"the name of its member {name!r} leads out of the folder that torch extracts it to")
+    for member in archive.infolist():
+        if not member.filename.endswith("_metadata.json"):
+            continue
+        if member.file_size > _MOST_TEXT_BYTES:
+            raise PackageError(f"{member.filename} has {member.file_size} bytes, must have at most {_MOST_TEXT_BYTES}")
+        if KEY in (texts := json.loads(archive.read(member))):
+            return texts[KEY]
+    raise PackageError("it lacks its description")
+
+
+def _read(hint: Any, value: Any, field_name: str) -> Any:
+    """A value of JSON as its type hint says: a dataclass, a list, a union of types, or a type of JSON."""
+    for kind in get_args(hint) if get_origin(hint) is UnionType else (hint,):
+        if kind is Any or kind is type(value):
+            return value
+        if get_origin(kind) is list and isinstance(value, list):
+            (item,) = get_args(kind)
+            return [_read(item, each, f"{field_name}[{index}]") for index, each in enumerate(value)]
+        if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
+            hints = get_type_hints(kind)
+            if hints.keys() != value.keys():
+                raise PackageError(f"{field_name}: got the fields {list(value)}, must be {list(hints)}")
+            return kind(**{name: _read(hints[name], each, f"{field_name}.{name}") for name, each in value.items()})
+    raise PackageError(f"{field_name}: got {value!r:.100}, must be {hint}")

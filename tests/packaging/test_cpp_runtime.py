@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from crafted_packages import write_small_package
 from library_fixtures import inputs, run, run_package
+from small_packages import write_small_package
 
 import mglu_ops
 from mglu_ops.nn import MGLU
 from mglu_ops.packaging.cpp_runtime import has_own_libstdcxx
-from mglu_ops.packaging.package import PackageError
+from mglu_ops.packaging.seal import PackageError
 from mglu_ops.packaging.tensor_file import write_tensor
 
 pytest_plugins = ["library_fixtures"]

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from crafted_packages import write_small_package
 from library_fixtures import needs_compiler, run
+from small_packages import write_small_package
 
-import mglu_ops
 from mglu_ops.backends.cuda import TileWgmma
 from mglu_ops.backends.cuda.choice import choose
 from mglu_ops.backends.cuda.device import gpu_of_architecture
@@ -24,7 +23,7 @@ from mglu_ops.backends.cuda.kernels.base import constants
 from mglu_ops.layer_call import LayerCall
 from mglu_ops.packaging import device_code
 from mglu_ops.packaging.library import source_directory
-from mglu_ops.packaging.package import LayerInfo, PackageInfo
+from mglu_ops.packaging.package import LayerInfo
 
 HERE = Path(__file__).parent
 LAYER = LayerInfo(8, 1024, 2048, "float16", "silu", None)
@@ -45,8 +44,7 @@ def test_a_launch_has_as_many_tokens_as_in_cpp() -> None:
 
 def write_table(folder: Path, layer: LayerInfo) -> str:
     """Compile the kernels of a package with one layer for sm_90; the table."""
-    info = PackageInfo("2.11.0", mglu_ops.__version__, "cuda", "cuda", "operator", True, [], [layer], arch=[9, 0])
-    write_small_package(folder / "model.pt2", info=info)
+    write_small_package(folder / "model.pt2", device="cuda", backend="cuda", layers=[layer], arch=[9, 0])
     device_code.write(folder, ["sm_90"], [folder / "model.pt2"])
     return (folder / device_code.TABLE).read_text()
 

@@ -27,7 +27,8 @@ from torch.export import Dim, ExportedProgram
 import mglu_ops
 from mglu_ops.nn import MGLU
 from mglu_ops.packaging import composite
-from mglu_ops.packaging.package import PackageError, read_info
+from mglu_ops.packaging.package import read_info
+from mglu_ops.packaging.seal import PackageError
 
 pytest_plugins = ["library_fixtures"]
 
@@ -246,11 +247,8 @@ def test_two_packages_share_their_weights(tmp_path: Path) -> None:
             {"model": MGLU(8, 8, device="meta"), "example_inputs": (torch.ones(2, 8, device="meta"),)},
             "are on meta; they",
         ),
-        ({"path": "model.zip"}, "must end in .pt2"),
-        (
-            {"path": "C:model.pt2"},
-            "path: got '.*C:model.pt2', which packages cannot be called: the name of member 'C:model'",
-        ),
+        ({"path": "model.zip"}, r"path: got .*model.zip, must be a name that ends in \.pt2"),
+        ({"path": "...pt2"}, r"path: got .*/\.\.\.pt2, must be a name that ends in \.pt2"),
         ({"path": "no/such/folder/model.pt2"}, "is not a folder"),
         ({"backend": "tpu"}, "backend: got 'tpu'"),
         ({"backend": "triton"}, "is for GPUs"),
@@ -288,7 +286,7 @@ def test_an_error_of_torch_export_is_short(tmp_path: Path) -> None:
 def test_a_damaged_weights_file_is_refused(tmp_path: Path) -> None:
     weights = tmp_path / "weights.pt"
     weights.write_bytes(b"no archive")
-    with pytest.raises(PackageError, match=r"weights\.pt: it is no zip archive of torch"):
+    with pytest.raises(PackageError, match=r"weights\.pt has no seal at its end"):
         mglu_ops.export(model(), (inputs(3),), tmp_path / "model.pt2", weights=weights)
 
 

@@ -40,7 +40,7 @@ def test_the_library_exports_only_names_of_mglu(library: Path) -> None:
     exported = [
         name for name in symbols(library, "--defined-only") if not re.match(r"_Z|_edata|_end|__bss_start", name)
     ]
-    assert {"aoti_torch_cpu_mglu_forward", "aoti_torch_cuda_mglu_forward", "mglu_check_package"} <= set(exported)
+    assert {"aoti_torch_cpu_mglu_forward", "aoti_torch_cuda_mglu_forward", "mglu_check_model"} <= set(exported)
     assert all("mglu_" in name for name in exported), exported
 
 

@@ -1,43 +1,78 @@
-"""The seal of a package: any damage is found, and a file without it is refused."""
+"""The description of a package is read back as it was written, and a wrong one is refused by the name of its field."""
 
 from __future__ import annotations
 
-import zipfile
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from crafted_packages import INFO, write_small_package
+from small_packages import FOLDER, INFO, TEXTS, texts_with, write_package_with, write_small_package
 
-from mglu_ops.packaging.package import PackageError, read_info, seal
+import mglu_ops
+from mglu_ops.packaging.package import KEY, PackageError, read_info
+
+LAYER = asdict(INFO.layers[0])
 
 
-@pytest.fixture
-def package(tmp_path: Path) -> Path:
+def test_a_description_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt2"
+    changes = {
+        "cpu": ["x86_64", "AVX2"],
+        "conditions": ["s0 % 2 == 0"],
+        "missed": ["a reason"],
+        "embeds_weights": False,
+    }
+    info = write_small_package(path, **changes)
+    assert read_info(path) == replace(info, path=str(path))
+    assert str(read_info(path)).splitlines() == [
+        f"{path}: 1 MGLU layer, backend cpu, cpu, weights in a file of their own",
+        f"  torch {info.torch}; needs mglu::forward: from mglu_ops in Python, from libmglu_ops.so in C++",
+        "  input x: float32 [1.., 64]",
+        "  only where x.shape[0] % 2 == 0",
+        "  not fused: a reason",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [
+        ("", "Expecting value"),
+        ("[" * 100_000, "recursion"),
+        ("3", "not iterable"),
+        ("{}", "it lacks its description"),
+        (json.dumps({KEY: "{"}), "property name"),
+        (json.dumps({KEY: 3}), "must be str"),
+        (json.dumps({KEY: "3"}), "not a mapping"),
+        (json.dumps({KEY: "{}"}), r"its description: got the fields \['path'\], must be \['torch', 'mglu_ops'"),
+        (texts_with(surprise=1), r"its description: got the fields .*'surprise', 'path'\], must be"),
+        (texts_with(torch=3), "its description.torch: got 3, must be <class 'str'>"),
+        (texts_with(embeds_weights=1), "its description.embeds_weights: got 1, must be <class 'bool'>"),
+        (texts_with(arch=5), r"its description.arch: got 5, must be list\[int\] \| None"),
+        (texts_with(arch=[9, True]), r"its description.arch\[1\]: got True, must be <class 'int'>"),
+        (texts_with(layers={}), r"its description.layers: got \{\}, must be list\[.*LayerInfo\]"),
+        (texts_with(layers=[LAYER, {}]), r"its description.layers\[1\]: got the fields \[\], must be \['n_masks'"),
+        (texts_with(layers=[{**LAYER, "n_masks": 1.5}]), r"its description.layers\[0\].n_masks: got 1.5, must be"),
+    ],
+)
+def test_a_wrong_description_is_refused(texts: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt2"
+    write_package_with(path, {TEXTS: texts})
+    with pytest.raises(PackageError, match=f"^{path}: .*{words}"):
+        read_info(path)
+
+
+def test_texts_are_read_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "model.pt2"
     write_small_package(path)
-    assert read_info(path).texts() == INFO.texts()
-    return path
+    monkeypatch.setattr("mglu_ops.packaging.package._MOST_TEXT_BYTES", 500)
+    with pytest.raises(PackageError, match=r"_metadata\.json has \d+ bytes, must have at most 500"):
+        read_info(path)
 
 
-def test_a_changed_bit_is_refused_wherever_it_is(package: Path) -> None:
-    whole = package.read_bytes()
-    for at in [*range(0, len(whole), 11), *range(len(whole) - 80, len(whole))]:  # all of the seal, and every 11th byte
-        changed = bytearray(whole)
-        changed[at] ^= 1 << at % 8
-        package.write_bytes(changed)
-        with pytest.raises(PackageError):
-            read_info(package)
-
-
-def test_a_package_without_a_seal_is_refused(package: Path) -> None:
-    with zipfile.ZipFile(package, "a") as archive:
-        archive.comment = b""
-    with pytest.raises(PackageError, match="has no seal at its end"):
-        read_info(package)
-
-
-def test_a_package_that_is_sealed_again_stays_the_same(package: Path) -> None:
-    whole = package.read_bytes()
-    assert whole.endswith(b"adler32=" + whole[-8:])
-    seal(package, INFO.torch, "cpu")
-    assert package.read_bytes() == whole
+@pytest.mark.parametrize("name", [f"{FOLDER}../../../../../outside", "..", "/tmp/outside", "//host/outside"])
+def test_a_member_whose_name_leaves_its_folder_is_refused(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt2"
+    write_package_with(path, {TEXTS: texts_with(), name: "outside"})
+    with pytest.raises(PackageError, match=r"the name of its member '.*' leads out of the folder"):
+        mglu_ops.load(path)

@@ -21,10 +21,10 @@ from torch.export import Dim
 
 import mglu_ops
 from mglu_ops.nn import MGLU
-from mglu_ops.packaging.archive import PackageError
 from mglu_ops.packaging.describe import _conditions, _describe_inputs
 from mglu_ops.packaging.inputs import Expression, Sizes, dense_order, dense_strides
 from mglu_ops.packaging.package import InputInfo
+from mglu_ops.packaging.seal import PackageError
 
 pytest_plugins = ["library_fixtures"]
 

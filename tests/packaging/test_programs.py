@@ -36,7 +36,7 @@ def test_a_package_with_a_shim_reads_its_weights_from_a_file(library: Path, pack
     assert foreign.stderr.startswith("run_package: ")
     without = run_package(library.parent, package, *tensors)
     assert without.returncode == 2
-    assert "has no weights in it: pass --weights FILE" in without.stderr
+    assert "has no weights in it" in without.stderr
 
 
 def test_a_damaged_package_is_refused(library: Path, packages: Path, tmp_path: Path) -> None:
@@ -77,6 +77,6 @@ def test_weights_files_are_read_under_sanitizers(programs: Path, packages: Path)
 
 
 @pytest.mark.long
-def test_hostile_packages_and_tensors_are_refused_under_sanitizers(programs: Path, packages: Path) -> None:
+def test_damaged_packages_and_hostile_tensors_are_refused_under_sanitizers(programs: Path, packages: Path) -> None:
     process = run([programs / "fuzz", "2", packages / "small.pt2"])
     assert process.returncode == 0, process.stdout + process.stderr

@@ -8,12 +8,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from crafted_packages import INFO, write_small_package
+from small_packages import write_small_package
 from torch import Tensor, nn
 
 import mglu_ops
@@ -91,7 +90,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
         mglu_ops.export(layers, example, folder / "operator.pt2")
         options = ["--static", "--shim", "--strict", "--weights", str(folder / "weights.pt")]
         assert main(["export", "library_fixtures:model_and_inputs", str(folder / "bare.pt2"), *options]) == 0
-        write_small_package(folder / "small.pt2", info=replace(INFO, torch="2.11.0"))
+        write_small_package(folder / "small.pt2")
         for tokens in TOKENS:
             write_tensor(folder / f"x{tokens}.tensor", inputs(tokens))
             write_tensor(folder / f"y{tokens}.tensor", layers(inputs(tokens)))

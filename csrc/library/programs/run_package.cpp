@@ -2,9 +2,9 @@
 //
 //   run_package MODEL.pt2 [--weights FILE] [--time CALLS] [--tolerance ERROR] INPUT RESULT [INPUT RESULT ...]
 //
-// The model has one input and one result. INPUT and RESULT are files that mglu_ops.packaging.tensor_file wrote. FILE is what
-// mglu_ops.export(..., weights=FILE) wrote, for packages without weights of their own. The exit code is 0 if every result
-// agrees to a relative error of ERROR (default 1e-5), 1 if one does not, 2 if something is wrong.
+// The model has one input and one result. INPUT and RESULT are files that mglu_ops.packaging.tensor_file wrote. FILE
+// was written by mglu_ops.export(..., weights=FILE), for packages without weights of their own. The exit code is 0 if
+// every result agrees to a relative error of ERROR (default 1e-5), 1 if one does not, 2 if something is wrong.
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
@@ -50,7 +50,7 @@ at::Tensor read_tensor(const std::string& path) {
 
 using Tensors = std::unordered_map<std::string, at::Tensor>;
 
-// The tensors of a weights file, by name. Python's torch.save wrote it.
+// The tensors of a weights file, which Python's torch.save wrote, by name.
 Tensors read_weights(const std::string& path, at::Device device) {
     std::ifstream file(path, std::ios::binary);
     if (!file) throw std::runtime_error(path + " cannot be read");
@@ -121,18 +121,14 @@ double time_calls(torch::inductor::AOTIModelPackageLoader& model, const at::Tens
 
 int run(const Options& options) {
 #ifndef MGLU_WITHOUT_LIBRARY  // defined in run_package_alone, which shows that a package needs no operator library
-    if (const char* problem = mglu_check_package(options.package.c_str(), TORCH_VERSION, nullptr))
-        throw std::runtime_error(problem);
-    if (const char* problem = options.weights.empty() ? nullptr : mglu_check_weights(options.weights.c_str()))
+    const char* given = options.weights.empty() ? nullptr : options.weights.c_str();
+    if (const char* problem = mglu_check_model(options.package.c_str(), given, TORCH_VERSION, nullptr))
         throw std::runtime_error(problem);
 #endif
     at::set_num_threads(1);
     Tensors weights;  // declared first, so that it outlives the model
     torch::inductor::AOTIModelPackageLoader model(options.package);
-    auto about = model.get_metadata();
-    const auto device = about.at("mglu_ops_device") == "cuda" ? at::kCUDA : at::kCPU;
-    if (about["mglu_ops_weights"] == "in a file" && options.weights.empty())
-        throw std::runtime_error(options.package + " has no weights in it: pass --weights FILE");
+    const auto device = model.get_metadata().at("AOTI_DEVICE_KEY") == "cuda" ? at::kCUDA : at::kCPU;
     if (!options.weights.empty()) give_weights(model, weights = read_weights(options.weights, device));
     bool agree = true;
     for (std::size_t i = 0; i < options.files.size(); i += 2) {

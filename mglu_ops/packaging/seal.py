@@ -1,0 +1,88 @@
+"""The seal at the end of a package or a weights file, by which Python and C++ find damage.
+
+torch's loaders compare no checksums. Both files are zip archives, and `export` writes the seal as the comment of the
+archive, which is the end of the file:
+
+    mglu_ops seal 4 package torch=2.13 device=cpu weights=inside adler32=5e8fa1c0
+    mglu_ops seal 4 weights adler32=5e8fa1c0
+
+The number is the format of the file. The last eight characters are the Adler-32 checksum (RFC 1950) of all bytes before
+them. `csrc/library/seal.cpp` checks the same. A seal finds damage and mistakes. It cannot find malice, because whoever
+writes a file can seal it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zipfile
+import zlib
+from pathlib import Path
+from typing import BinaryIO
+
+FORMAT = 4
+"""The format of packages and weights files; changes whenever one of them is written differently."""
+
+_SEAL = re.compile(rb"mglu_ops seal (\d{1,9}) ([!-~ ]*)adler32=([0-9a-f]{8})\Z")
+_CHECKSUM_DIGITS = 8
+_TAIL_BYTES = 1 << 16
+_CHUNK_BYTES = 1 << 24
+
+
+class PackageError(RuntimeError):
+    """A file is no package, is damaged, or does not fit this process; the message says which, and what to do."""
+
+
+def seal(path: Path, contents: str) -> None:
+    """Write the seal of a zip archive.
+
+    Args:
+        path: the archive.
+        contents: the words between the format and the checksum.
+    """
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.comment = f"mglu_ops seal {FORMAT} {contents} adler32=".encode() + b"0" * _CHECKSUM_DIGITS
+    with path.open("r+b") as file:
+        checksum = _checksum(file)
+        file.seek(-_CHECKSUM_DIGITS, os.SEEK_END)
+        file.write(checksum)
+
+
+def check_seal(path: Path, kind: str) -> None:
+    """Check that a file is whole, and that it is a "package" or "weights", whichever `kind` says.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        PackageError: it has no seal, or another format, is damaged, or is of the other kind.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not a file")
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        tail = file.read()
+        found = _SEAL.search(tail)
+        if found is None:
+            if re.search(rb"/models/[^/]+\.json", tail):
+                raise PackageError(
+                    f"{path} is a program of torch.export.save and no package: torch.export.load reads it, and "
+                    "mglu_ops.export makes a package of the program"
+                )
+            raise PackageError(f"{path} has no seal at its end: it is truncated, or was not made by mglu_ops.export")
+        if int(found[1]) != FORMAT:
+            raise PackageError(f"{path} has the format {int(found[1])}, must have {FORMAT}: export the model anew")
+        if found[3] != _checksum(file):
+            raise PackageError(f"{path} is damaged: its checksum is wrong")
+        if (sealed := found[2].decode().split()[0]) != kind:
+            raise PackageError(f"{path} is sealed as {sealed!r}, must be {kind!r}")
+
+
+def _checksum(file: BinaryIO) -> bytes:
+    """The checksum of all bytes of a file but the last eight, which may be more than fit into memory."""
+    left = file.seek(0, os.SEEK_END) - _CHECKSUM_DIGITS
+    file.seek(0)
+    checksum = zlib.adler32(b"")
+    while left > 0:
+        chunk = file.read(min(left, _CHUNK_BYTES))
+        checksum = zlib.adler32(chunk, checksum)
+        left -= len(chunk)
+    return b"%08x" % checksum
