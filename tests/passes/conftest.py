@@ -22,7 +22,7 @@ def _no_latency_of_guards() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _fake_tensors_in_the_main_thread() -> None:
-    """Where there is no GPU, torch 2.11 crashes in fake tensors after the end of the first thread that used them."""
+    """Use them here first: without a GPU, torch 2.11 crashes in fake tensors once the first thread to use them ends."""
     with FakeTensorMode():
         pass
 

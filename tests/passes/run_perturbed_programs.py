@@ -9,7 +9,7 @@ too.
     --seconds 600          begin no program after ten minutes
     --inductor             also compile each program that is fused with Inductor (seconds for each)
     --every 7              run all perturbed programs of seed 7 instead of samples (thousands)
-    --seed 7 --index 1234  print and run one program; with --shorten, also the shortest one that fails alike
+    --seed 7 --index 1234  print and run one program; with --shorten, also the shortest one that fails in the same way
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COMMAND = "python tests/passes/run_perturbed_programs.py"
 
 
 def judge(seed: int, inductor: bool, index: int) -> tuple[str, str]:
-    """The outcome of the program of a seed and an index, and for a failure its reason."""
+    """The outcome of one program, and the reason if it failed."""
     from perturbed_programs import perturbation, place, program
 
     _quiet()
@@ -63,7 +63,7 @@ def outcome_of(changed: Program, inductor: bool) -> str:
 
 @functools.lru_cache(maxsize=1)
 def _without_it(seed: int) -> str:
-    """What to add to a reason if the right program of the seed fails without a perturbation."""
+    """A remark for the reason if the right program of the seed fails even without a perturbation."""
     from perturbed_programs import right_program, through_the_pass
 
     try:
@@ -82,7 +82,7 @@ def judge_sample(inductor: bool, number: int) -> tuple[str, str]:
 
 @functools.cache
 def _quiet() -> None:
-    """Leave out a measurement that takes a third of the time of compiling, and what torch logs and warns of."""
+    """Turn off a measurement that takes a third of the compile time, and the logs and warnings of torch."""
     import logging
     import warnings
 
@@ -105,7 +105,7 @@ def run_one(seed: int, index: int, *, inductor: bool, shorten: bool) -> int:
 
 
 def table(outcomes: dict[int, str], place: Callable[[int], tuple[int, int]]) -> str:
-    """A line for each family of perturbations with the number of its programs by outcome."""
+    """A line for each family of perturbations, which counts its programs by outcome."""
     from perturbed_programs import perturbation
 
     rows: dict[str, Counter[str]] = {}
@@ -119,7 +119,7 @@ def table(outcomes: dict[int, str], place: Callable[[int], tuple[int, int]]) -> 
 
 
 def print_failures(failures: dict[int, str]) -> None:
-    """Print each kind of difference with the number of its failures and the number of one of them."""
+    """Print for each kind of difference how many programs failed with it, and the number of one such program."""
     kinds: dict[str, list[int]] = {}
     for number, reason in failures.items():
         lines = reason.splitlines()

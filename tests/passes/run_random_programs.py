@@ -28,11 +28,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]  # this working copy
 MOST_SECONDS_PER_PROGRAM = 60
 
 Judge: TypeAlias = Callable[[int], tuple[str, str]]
-"""The outcome of the program of a number, and for a failure its reason."""
+"""Returns the outcome of the program with a number, and the reason if it failed."""
 
 
 def run_seed(seed: int) -> tuple[str, str]:
-    """The outcome of the program of a seed, and for a failure its reason."""
+    """The outcome of the program with this seed, and the reason if it failed."""
     from random_programs import draw_case, run_case
 
     case = draw_case(random.Random(seed).choice)
@@ -66,9 +66,9 @@ def _work(judge: Judge, numbers: Sequence[int], deadline: float, results: Any, c
 def run(
     judge: Judge, numbers: Sequence[int], processes: int, command: str, seconds: float = math.inf
 ) -> tuple[dict[int, str], dict[int, str]]:
-    """Judge the programs of some numbers in several processes, each of which begins none after some seconds.
+    """Judge programs by their numbers in several processes, which begin no program after `seconds`.
 
-    Returns the outcomes, and the reasons of the failures. `command` repeats a program, whose number is its `{number}`.
+    Returns the outcomes, and the reasons of the failures. `command` repeats a program, with its number as `{number}`.
     """
     context = multiprocessing.get_context("spawn")
     results = context.Queue()

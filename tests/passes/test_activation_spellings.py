@@ -48,7 +48,7 @@ def test_hand_written_activation(name: str, pair: str, kind: str, mode: str) -> 
 
 @pytest.mark.parametrize("swapped", [False, True])
 def test_the_factor_with_the_mask_itself_is_the_gate_of_a_symmetric_product(swapped: bool) -> None:
-    """Then one operator reads the logits and packs them, and nothing has to compute the complement."""
+    """This way one operator reads the logits and packs them, and nothing has to compute the complement."""
 
     def layer(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
         gate, value = F.linear(x, weight * (logits[0] > 0)), F.linear(x, weight * (logits[0] <= 0))
@@ -131,7 +131,7 @@ def test_a_function_of_more_than_48_atoms_has_no_formula(atoms: int, named: str)
     assert [named in reason for reason in capture.reasons] == [True]
 
 
-def test_constants_of_six_digits_are_not_those_of_float64() -> None:
+def test_constants_of_six_digits_are_enough_only_below_float64() -> None:
     def function(g: Tensor) -> Tensor:
         return 0.5 * g * (1 + torch.tanh(0.797885 * (g + 0.044715 * g**3)))
 

@@ -32,7 +32,7 @@ pytestmark = [
 SAME = 8 * BUDGET[torch.float32]
 SIZE = 32
 BYTES = 4 * SIZE * SIZE
-"""The size of a weight, and of the logits of one mask."""
+"""The bytes of a weight, or of the logits of one mask."""
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Dependent launch: in which graphs it is set, what Inductor generates then, and that no setting is left behind."""
+"""Dependent launch: which graphs use it, what Inductor then generates, and that all settings are restored."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_loop_waits_before_it_begins() -> None:
 
 
 def test_inductor_alone_does_not_wait_before_every_access() -> None:
-    """Why the setting is not simply set. Where this fails, torch has been mended, and `DependentLaunch` may do less."""
+    """So turning the setting on is not enough. If this fails, torch is fixed, and `DependentLaunch` may do less."""
     with compiled_for({"triton.enable_pdl": True}):
         updates, reads, fills = kernels_of(h200_code(update, UPDATE))
     assert "gdc_launch_dependents" in updates.lines[-2]
@@ -125,7 +125,7 @@ def with_training(x: Tensor, residual: Tensor, scale: Tensor, weight: Tensor, ma
 
 
 @pytest.mark.parametrize("function", [without_layer, with_training])
-def test_other_graphs_are_as_always(function: Callable[..., Any]) -> None:
+def test_other_graphs_launch_as_usual(function: Callable[..., Any]) -> None:
     generated = code(function)
     assert kernels_of(generated)
     assert "gdc_" not in generated
@@ -143,14 +143,14 @@ def test_other_graphs_are_as_always(function: Callable[..., Any]) -> None:
     ],
     ids=str,
 )
-def test_other_settings_and_gpus_are_as_always(settings: dict[str, Any]) -> None:
+def test_other_settings_and_gpus_launch_as_usual(settings: dict[str, Any]) -> None:
     generated = code(**settings)
     assert kernels_of(generated)
     assert "gdc_" not in generated
 
 
 @pytest.mark.parametrize("attribute", ["aot_mode", "cpp_wrapper", "disable_cudagraphs_reason"])
-def test_graphs_for_no_cuda_graph_are_as_always(attribute: str) -> None:
+def test_graphs_that_run_without_cuda_graphs_launch_as_usual(attribute: str) -> None:
     decisions: list[bool] = []
 
     def decide(nodes: list[Any]) -> list[Any]:
@@ -167,7 +167,7 @@ def test_graphs_for_no_cuda_graph_are_as_always(attribute: str) -> None:
 
 
 @pytest.mark.parametrize("which", ["device", "is_template", "is_split_scan", "load_seed"])
-def test_a_kernel_with_other_accesses_is_a_reason(which: str) -> None:
+def test_a_kernel_with_accesses_before_any_wait_cannot_wait(which: str) -> None:
     part = SimpleNamespace(
         get_device=lambda: torch.device("xpu" if which == "device" else "cuda"),
         is_template=lambda: which == "is_template",
@@ -181,19 +181,19 @@ def test_a_kernel_with_other_accesses_is_a_reason(which: str) -> None:
         assert dependent_launch._part_can_wait(part)
 
 
-def test_unknown_kinds_of_nodes_are_a_reason() -> None:
+def test_unknown_kinds_of_nodes_cannot_wait() -> None:
     for kind, known in ((scheduler.ForeachKernelSchedulerNode, False), (scheduler.ExternKernelSchedulerNode, True)):
         assert dependent_launch._can_wait(object.__new__(kind)) == known
 
 
 def test_each_graph_is_decided_anew() -> None:
-    """Under one compilation's settings: the forward graph, the backward graph, subgraphs."""
+    """One compilation may compile a forward and a backward graph, or subgraphs, under the same settings."""
     with compiled_for({SLOT: DependentLaunch()}):
         generated = [h200_code(function, INPUTS) for function in (block, without_layer, block)]
     assert ["gdc_wait" in module for module in generated] == [True, False, True]
 
 
-def test_a_subgraph_is_as_always(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_subgraph_launches_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._inductor.graph.SubgraphLowering", torch._inductor.graph.GraphLowering)
     assert "gdc_" not in code()
 
@@ -231,7 +231,7 @@ def test_which_compilations_get_the_pass(monkeypatch: pytest.MonkeyPatch) -> Non
             assert bool(settings_of_dependent_launch()) == known, version
 
 
-def test_rocm_and_cpu_are_as_always(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rocm_and_cpu_do_not_get_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     with inductor_config.patch({"triton.cudagraphs": True}):
         for hip, available in (("7.0", True), (None, False)):
             monkeypatch.setattr(torch.version, "hip", hip)
@@ -275,7 +275,7 @@ def test_settings_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("nvidia")
 @pytest.mark.parametrize("way", ["fusion", "backend", "unfused", "user"])
-def test_where_it_is_off(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pass_does_not_run_where_it_is_off(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dependent_launch, "_is_right", lambda *_: pytest.fail("the pass ran"))
     options: dict[str, Any] = {"triton.cudagraphs": True}
     if way == "fusion":
@@ -290,7 +290,7 @@ def test_where_it_is_off(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
             run(layer(), options={**options, "triton.enable_pdl": True})
 
 
-def test_a_cpu_compilation_with_cuda_graphs_is_as_always() -> None:
+def test_a_cpu_compilation_with_cuda_graphs_changes_no_setting() -> None:
     before = state()
     with mglu_ops.fusion(strict=True):
         run(layer(), mode="reduce-overhead")
@@ -298,8 +298,8 @@ def test_a_cpu_compilation_with_cuda_graphs_is_as_always() -> None:
 
 
 @pytest.mark.usefixtures("nvidia")
-def test_a_frozen_layer_on_a_cpu_is_no_reason() -> None:
-    """The operator is in the graph, but on no GPU. Its device is asked for with real nodes of the scheduler."""
+def test_a_frozen_layer_on_a_cpu_launches_as_usual() -> None:
+    """The graph calls the operator, but on a CPU. The nodes are real nodes of the scheduler."""
     decided: list[bool] = []
 
     def pass_of_another(nodes: list[Any]) -> list[Any]:
@@ -348,7 +348,7 @@ def test_keys_for_caches() -> None:
 
 
 @pytest.mark.usefixtures("nvidia")
-def test_a_pass_that_must_not_be_cached_stays_so() -> None:
+def test_the_pass_is_cached_only_if_the_one_before_it_is() -> None:
     for before, caches in ((None, True), (Named("a"), True), (Named(None), False), (lambda nodes: nodes, False)):
         with inductor_config.patch({"triton.cudagraphs": True, SLOT: before}):
             in_slot = settings_of_dependent_launch()[SLOT]

@@ -78,7 +78,7 @@ def test_strict_mode_raises_an_error_in_a_rule() -> None:
 def test_an_error_while_nodes_are_made_leaves_the_graph_as_it_was(
     written: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second of two layers fails, when the nodes of the first are made and a written copy is renamed."""
+    """The second of two layers fails after the nodes of the first were made; `written` adds a write to a copy."""
 
     def two(x: Tensor, weight: Tensor, masks: Tensor) -> Tensor:
         copy = weight.clone()
@@ -126,7 +126,7 @@ def test_a_rule_that_adds_a_guard_is_an_error(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_graph_in_which_nothing_fuses_is_not_touched() -> None:
-    """The pass renames copies that are written to; afterwards they are as before."""
+    """In the functional view, each write to the copy makes a new value; the graph itself stays unchanged."""
 
     def program(x: Tensor, weight: Tensor, masks: Tensor) -> Tensor:
         copy = weight.clone()

@@ -173,7 +173,7 @@ def test_shared_masks_are_packed_once() -> None:
 
 
 class Inference(nn.Module):
-    """A model that turns gradients off by itself. An export with grad mode on records that."""
+    """A model whose forward turns gradients off. An export with grad mode on records that."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -134,7 +134,7 @@ def assert_agrees_at_each_call(module: nn.Module, program: ExportedProgram, *exa
 
 
 def agreeing_results(module: nn.Module, program: ExportedProgram, *example: Tensor) -> list[Tensor]:
-    """Compare three calls of the fused program with three calls of the module; the results."""
+    """Compare three calls of the fused program with three calls of the module, and return the results."""
     run = fuse_exported(copy.deepcopy(program)).module()
     results = []
     for _ in range(3):

@@ -18,7 +18,7 @@ from spellings import gated, straight_through
 from torch import Tensor
 
 SAME = 10 * BUDGET[torch.float64]
-SIZE = 11  # all sizes are equal, so that no shape tells what is what
+SIZE = 11  # all sizes are equal, so that shapes do not tell tensors apart
 
 
 def tensors(*, training: bool) -> dict[str, Tensor]:
@@ -40,7 +40,7 @@ PROGRAMS: dict[str, tuple[str | None, str | None, Callable[..., Any]]] = {}
 
 
 def program(inference: str | None, training: str | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a program with a part of the reason why it is not fused in inference and in training; None: it is."""
+    """Register a program with part of the reason why it is refused in inference and in training; None: it is fused."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         PROGRAMS[function.__name__] = (inference, training, function)
@@ -146,7 +146,7 @@ def result_that_is_detached_in_place_after_its_use(x, y, w, l, m):
 
 @refused("does not know")
 def masked_weight_that_is_transposed_in_place_twice(x, y, w, l, m):
-    """Nothing is known of a tensor before such a call, also where a write to it would be a function of its value."""
+    """Nothing is known of a tensor before such a call, even if a write to it is a function of its old value."""
     gate = w.clone()
     gate.mul_(m)
     gate.t_()
@@ -187,7 +187,7 @@ def statistics_of_another_tensor(x, y, w, l, m):
 
 @refused("different inputs")
 def statistics_that_are_x(x, y, w, l, m):
-    """`batch_norm` writes to its arguments 1 and 2, of which no schema says so."""
+    """`batch_norm` writes to its arguments 1 and 2, and its schema does not say so."""
     x = x.detach()
     gate = F.linear(x[0], w * m)
     torch.batch_norm(y, None, None, x[0], x[1].abs(), True, 0.1, 1e-5, False)
@@ -305,7 +305,7 @@ def test_a_number_that_the_dtype_cannot_hold() -> None:
     assert "cannot hold" in capture.reasons[0]
 
 
-def test_a_fill_outside_of_a_layer_is_left_as_it_is() -> None:
+def test_a_fill_outside_of_a_layer_stays_unchanged() -> None:
     def function(x: Tensor, m: Tensor) -> Tensor:
         copy = x.clone()
         copy[m] = 1e5
@@ -325,7 +325,7 @@ def test_a_fill_outside_of_a_layer_is_left_as_it_is() -> None:
     assert list(map(str, capture.after)) == list(map(str, capture.before))
 
 
-def test_a_weight_that_is_filled_with_zeros_is_read_as_it_is() -> None:
+def test_a_weight_that_is_filled_with_zeros_gives_zeros() -> None:
     """The pass evaluates `zeros.mul_(mask)` at both values of the mask."""
 
     def function(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
@@ -340,7 +340,7 @@ def test_a_weight_that_is_filled_with_zeros_is_read_as_it_is() -> None:
     assert torch.equal(compiled(named["x"], named["w"], named["m"]), torch.zeros(SIZE, SIZE, dtype=torch.float64))
 
 
-def test_trust_is_not_advised_for_sums() -> None:
+def test_assume_binary_is_not_advised_for_sums() -> None:
     """A sum of a mask and its rounding errors is not binary, so that packing would raise an error."""
     for make, is_given in ((lambda l: l, True), (lambda l: l * 3 - l, False)):
         capture = Capture()

@@ -58,7 +58,7 @@ FROZEN: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", LIVE)
 def test_a_mask_changed_in_place_takes_effect_at_the_next_call(name: str) -> None:
-    """So does one that is changed through `.data`, which no version counter records."""
+    """This includes a change through `.data`, which no version counter records."""
     mode, settings = LIVE[name]
     model, x = layer().eval(), torch.randn(3, 16)
     with mglu_ops.fusion(strict=True) as report, inductor_config.patch(settings), torch.no_grad():

@@ -49,7 +49,7 @@ def _real(inputs: list[Any]) -> list[Any]:
 
 
 def _fake(inputs: list[Any]) -> list[Any]:
-    """Fake inputs, which AOTAutograd makes of them."""
+    """Fake inputs, which AOTAutograd makes from the real ones."""
     mode = TracingContext.get().fake_mode
     assert mode is not None
     return [mode.from_tensor(value) if isinstance(value, Tensor) else value for value in inputs]

@@ -1,4 +1,4 @@
-"""Graphs with several layers, and what the pass leaves of a graph."""
+"""Graphs with several layers, and what remains of a graph after the pass."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_experts_whose_weights_are_one_tensor(shared: bool, trained: bool) -> No
 
 
 def test_layers_whose_inputs_are_results() -> None:
-    """Each layer reads the result of the one before; the last also makes its mask of it."""
+    """Each layer reads the result of the one before; the last also makes its mask from it."""
 
     def layers(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
         y = gated(x, weight, straight_through(logits[0]))

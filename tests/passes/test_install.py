@@ -50,10 +50,10 @@ def test_enable_and_disable() -> None:
     mglu_ops.disable_fusion()
     trace(layer())
     assert report.graphs == 1
-    mglu_ops.disable_fusion()  # without effect
+    mglu_ops.disable_fusion()  # does nothing
 
 
-def test_settings_stay_as_they_are() -> None:
+def test_settings_stay_unchanged() -> None:
     def settings() -> dict[str, Any]:
         return {k: v for k, v in inductor_config.get_config_copy().items() if k.startswith("pre_grad")}
 
@@ -67,7 +67,7 @@ def test_settings_stay_as_they_are() -> None:
     assert settings() == before
 
 
-def test_a_block_ends_with_an_error_in_it() -> None:
+def test_an_error_ends_a_block() -> None:
     with pytest.raises(ZeroDivisionError), mglu_ops.fusion(strict=True) as report:
         1 / 0  # noqa: B018 (the error of a user's code in the block)
     trace(layer())
@@ -100,7 +100,7 @@ def test_blocks_nest_and_have_reports_of_their_own() -> None:
 
 
 def test_enabling_and_disabling_inside_a_block() -> None:
-    """The block holds inside it, and what was called in it holds after it."""
+    """The options of the block hold until its end; the calls inside it take effect after that."""
     mglu_ops.enable_fusion()
     with mglu_ops.fusion() as block:
         mglu_ops.disable_fusion()
@@ -139,6 +139,12 @@ def test_a_new_model_of_a_class_compiled_before_is_fused() -> None:
 
 
 @pytest.mark.long
+def test_a_block_that_compiles_something_does_not_warn(recwarn: pytest.WarningsRecorder) -> None:
+    with mglu_ops.fusion():
+        trace(layer())
+    assert [str(warning.message) for warning in recwarn if "mglu_ops" in str(warning.message)] == []
+
+
 def test_a_block_that_compiles_nothing_says_so() -> None:
     x = torch.randn(3, 24)
     torch.compile(NaiveMGLU(24, 16))(x)
@@ -149,7 +155,7 @@ def test_a_block_that_compiles_nothing_says_so() -> None:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_an_inductor_that_runs_no_passes_is_named(strict: bool) -> None:
+def test_inductor_without_passes_is_reported(strict: bool) -> None:
     mglu_ops.enable_fusion(strict=strict)
     expected = pytest.raises(Exception, match=UNUSED) if strict else pytest.warns(UserWarning, match=UNUSED)
     with expected:
@@ -194,7 +200,7 @@ def test_assume_binary_checks_at_run_time() -> None:
 
 
 @pytest.mark.long
-def test_a_pass_that_is_there_runs_first() -> None:
+def test_a_pass_in_the_slot_runs_first() -> None:
     theirs = Recorder()
     inductor_config.pre_grad_custom_pass = theirs
     with mglu_ops.fusion() as report:
@@ -241,7 +247,7 @@ def test_another_library_overwrites_the_slot(strict: bool) -> None:
 
 @pytest.mark.parametrize("enabled", ["in the process", "in a block"])
 def test_another_library_gives_its_pass_to_one_compilation(enabled: str) -> None:
-    """Settings for one compilation replace those of the thread; vLLM gives its passes in this way."""
+    """Settings for one compilation replace the settings of the thread; vLLM adds its passes in this way."""
     theirs = Recorder()
     with mglu_ops.fusion() if enabled == "in a block" else nullcontext(mglu_ops.enable_fusion()) as report:
         trace(layer(), {"pre_grad_custom_pass": theirs})
@@ -268,7 +274,7 @@ def test_a_model_that_is_not_to_be_fused() -> None:
 
 
 def test_a_pass_of_ours_in_the_slot_is_run_once() -> None:
-    """As for AOTInductor, whose settings take the pass as an object."""
+    """AOTInductor, for example, takes the pass as an object in its settings."""
     mine = FusionReport()
     report = mglu_ops.enable_fusion()
     trace(layer(), {"pre_grad_custom_pass": FusionPass(mine)})

@@ -15,7 +15,7 @@ from compile_passes.examples import record_examples
 
 SHALLOW, DEEP = 100, 400
 MOST_GROWTH = 2.0
-"""The largest time per node of the deep model, in units of that of the shallow one."""
+"""The largest ratio of the time per node of the deep model to the time per node of the shallow one."""
 ROUNDS = 3
 
 

@@ -13,7 +13,7 @@ from lookalikes import ALL, Layer, check
 from spellings import straight_through
 from torch import Tensor
 
-# Functions with the values of relu. Their gradients at 0 are 0, 1/2 or 1 in torch; that of relu is 0.
+# Functions with the values of relu. In torch their gradients at 0 are 0, 1/2 or 1; relu's is 0.
 SPELLINGS_OF_RELU: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "clamp(min=0)": lambda g: g.clamp(min=0),

@@ -72,6 +72,9 @@ CALLS: dict[str, Layer] = {
     "permute(dims=(0, 1))": lambda x, w, l, b, o: _activated(
         x @ (w * b[0]).permute(dims=(0, 1)), x @ (w * ~b[0]).permute(dims=(1, 0))
     ),
+    "both permute(dims=(0, 1))": lambda x, w, l, b, o: _activated(
+        x @ (w * b[0]).permute(dims=(0, 1)), x @ (w * ~b[0]).permute(dims=(0, 1))
+    ),
     "permute(-1, -2) and permute(-2, -1)": lambda x, w, l, b, o: _activated(
         x @ (w * b[0]).permute(-1, -2), x @ (w * ~b[0]).permute([-2, -1])
     ),

@@ -183,7 +183,7 @@ MASK_FUNCTIONS = CONSTANTS | ARITHMETIC
 
 
 def with_factor(name: str, source: str, *, of_the_value: bool) -> Layer:
-    """A layer in which the factor of the value, or that of the gate, is the function of the mask."""
+    """A layer in which the function of the mask is the factor of the value, or else of the gate."""
     dtype, function = MASK_FUNCTIONS[name]
 
     def layer(x: Tensor, weight: Tensor, logits: Tensor, bits: Tensor, other: Tensor) -> Tensor:
@@ -194,7 +194,7 @@ def with_factor(name: str, source: str, *, of_the_value: bool) -> Layer:
     return layer
 
 
-# One function for each thing that torch does in its own way; these are quick.
+# One function for each peculiarity of torch, for the quick tests.
 TYPICAL = (
     "m < full_like(0.5) of int64",
     "m < full_like(0.5) of bool",
@@ -239,7 +239,7 @@ def test_function_of_a_straight_through_mask(name: str) -> None:
 
 
 HARD_FIRST: dict[str, tuple[bool, Callable[[Tensor], Tensor]]] = {
-    # whether it fuses, and the factor of the value, where the factor of the gate is m = hard + L - L.detach()
+    # whether it fuses, and the factor of the value; the factor of the gate is m = hard + L - L.detach()
     "1 - m": (True, lambda m: 1 - m),
     "m < 0.5": (True, lambda m: m < 0.5),
     "not m.bool()": (True, lambda m: ~m.bool()),

@@ -144,6 +144,19 @@ def test_mask_of_logits(mode: str, name: str) -> None:
             y = y + gated(x, weight, m, 1 - m)
         return y
 
+    _fuses_masks_of_logits(program, mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_value_whose_weight_is_the_sum_of_the_weight_and_a_negated_product(mode: str) -> None:
+    def program(x: Tensor, weight: Tensor, masks: Tensor, **_: Tensor) -> Tensor:
+        gates = [weight * straight_through(logits) for logits in masks]
+        return sum(term_of_weights(x, gate, weight + -gate) for gate in gates)
+
+    _fuses_masks_of_logits(program, mode)
+
+
+def _fuses_masks_of_logits(program: Callable[..., Any], mode: str) -> None:
     training = mode == "training"
     capture = compare(program, functools.partial(tensors, KINDS["logits"], training=training), SAME)
     assert capture.reasons == []
@@ -219,7 +232,7 @@ def _of_both(x: Tensor, weights: Tensor) -> Tensor:
 
 # Name -> how many operators it becomes under `assume_binary`, and the program.
 USED_AS_MASKS: dict[str, tuple[int, Terms]] = {
-    # One mask, of which the weight is multiplied by two functions
+    # One mask: the weight is multiplied by two functions of it
     "w * m and w * (1 - m)": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * (1 - m[0]))),
     "of a product": (1, lambda x, w, m, o, b: term_of_weights(x, w * (m[0] * m[1]), w * (1 - m[0] * m[1]))),
     "of a copy of the weight": (1, lambda x, w, m, o, b: term_of_weights(x, w.clone() * m[0], w * (1 - m[0]))),
@@ -320,7 +333,7 @@ def _with_branches(x: Tensor, w: Tensor, other: Tensor, b: Tensor) -> tuple[Tens
 
 
 def _with_a_number(x: Tensor, w: Tensor, m: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """A layer with a per-channel mask, which is refused, and one whose weight is scaled by a number of that mask."""
+    """A layer with a per-channel mask, which is refused, and one whose weight is scaled by an element of that mask."""
     scaled = w * m[1]
     return term_of_weights(x, w * m, w * (1 - m)), term_of_weights(x, scaled * b, scaled * ~b)
 
@@ -344,7 +357,7 @@ def test_a_real_tensor_that_is_used_as_a_mask(name: str) -> None:
     assert len(capture.reasons) == ("per-channel" in name)
 
 
-# Programs whose real tensors are no masks, but logits, and the reason in the report.
+# Programs whose real tensors are logits and not masks, and the reason in the report.
 NOT_USED_AS_MASKS: dict[str, tuple[str, Terms]] = {
     "two slices": ("two different masks", lambda x, w, l, o, b: term_of_weights(x, w * l[0], w * l[1])),
     "two comparisons": (

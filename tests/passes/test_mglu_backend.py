@@ -82,7 +82,7 @@ def test_backend_takes_the_options_around_it(around: Callable[..., Any]) -> None
 
 @pytest.mark.parametrize("is_set", [False, True])
 def test_freezing_as_an_option_gives_a_warning(is_set: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo reads the setting before it reads options, so that the option alone does nothing."""
+    """Dynamo reads the setting before it reads options, so the option alone does nothing."""
     monkeypatch.setattr(compile_fx, "compile_fx", lambda gm, *_, **__: gm.forward)
     expected = nullcontext() if is_set else pytest.warns(UserWarning, match="freezes nothing")
     with inductor_config.patch(freezing=is_set), expected:

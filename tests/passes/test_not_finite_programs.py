@@ -60,7 +60,7 @@ def test_a_nan_logit_is_a_0_of_the_mask(name: str, training: bool) -> None:
 
 
 def test_programs_that_make_nan_of_a_nan_logit() -> None:
-    """What the report warns of, so that the warning goes when torch changes this."""
+    """The report warns of these; if torch changes and this test fails, the warning can go."""
     x, weight, logits = torch.randn(3, 16), torch.randn(8, 16), torch.randn(8, 16)
     logits[1, 2] = math.nan
     for make in (straight_through, MASKS["round(sigmoid)"][0]):
@@ -69,7 +69,7 @@ def test_programs_that_make_nan_of_a_nan_logit() -> None:
         assert y[:, [0, *range(2, 8)]].isfinite().all()
 
 
-def test_masks_that_are_given_are_not_warned_of() -> None:
+def test_given_masks_cause_no_warning() -> None:
     masks, x, weight = torch.rand(8, 16) > 0.5, torch.randn(3, 16), torch.randn(8, 16)
     for given, assume_binary in ((masks, False), (masks.float(), True)):
         capture = Capture(strict=True, assume_binary=assume_binary)
@@ -117,7 +117,7 @@ def test_no_wrong_number_comes_out_where_a_weight_is_not_finite(name: str, activ
 
 
 def test_where_and_a_product_differ_under_an_infinite_weight() -> None:
-    """What compile_passes/README.md says: no fused layer can agree with both programs."""
+    """So no fused layer can agree with both programs (compile_passes/README.md)."""
     x, weight, masks = torch.ones(2, 8), torch.randn(4, 8), torch.ones(4, 8, dtype=torch.bool)
     masks[:, 0] = False
     weight[1, 2] = -math.inf

@@ -68,7 +68,7 @@ MASKS_OF_TWO_WEIGHTS = ("float", "bool", "DropConnect", "dropout")
 
 
 class OneMask(nn.Module):
-    """Two weights pruned by one mask: the buffer of an autoregressive or sparse layer, or that of DropConnect."""
+    """Two weights pruned by one mask: the buffer of an autoregressive or sparse layer, or a mask of DropConnect."""
 
     def __init__(self, kind: str, activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ from compile_passes.shapes import example
 PROGRAMS = int(os.environ.get("MGLU_ORDINARY_PROGRAMS", "300"))
 START = int(os.environ.get("MGLU_ORDINARY_START", "0"))
 ATTEMPTS = 100
-"""Programs drawn for one test, of which the first is compared that eager torch and Dynamo can run."""
+"""The most programs drawn for one test, which compares the first one that eager torch and Dynamo can run."""
 MOST_SECONDS = 2.0
 """The most seconds that the pass may take for one of these graphs, which have about 30 nodes; it takes about 2 ms."""
 
@@ -98,7 +98,7 @@ def shape_facts(gm: GraphModule) -> list[list[str]]:
 
 
 def check(program: Program) -> bool:
-    """Compare a program that is compiled with fusion with eager; False if it cannot be compared.
+    """Compare a program that was compiled with fusion to eager; False if it cannot be compared.
 
     Raises:
         Exception: the pass failed, or the results differ.
@@ -189,7 +189,7 @@ def power_that_is_no_number(x, W):
 
 @regression
 def huge_power(x, W):
-    """The pass does not multiply a formula as often as the exponent says."""
+    """The pass must not multiply a formula this many times."""
     return F.linear(x, W) ** 2**40
 
 
@@ -200,7 +200,7 @@ def infinite_levels_as_integers(x):
 
 @regression
 def write_to_a_copy(x):
-    """The pass renames reads of a written copy; if nothing is fused, they are as before."""
+    """In the functional view, the write makes a new value; if nothing is fused, the graph stays unchanged."""
     copy = x.clone()
     copy.sigmoid_()
     return copy + 1

@@ -74,7 +74,7 @@ def test_a_seed_and_an_index_are_one_program() -> None:
 
 
 def test_every_perturbation_at_every_position() -> None:
-    """The indices of a seed are different programs, and each position of the right program has one."""
+    """The indices of a seed give different programs, at least one for each position in the right program."""
     seed = next(seed for seed in range(100) if len(draw(seed).statements) < 12)
     length = len(draw(seed).statements)
     found = list(indices(seed))
@@ -153,7 +153,7 @@ def test_a_difference_is_seen(name: str, changed: Callable[[Any], Any], message:
 
 
 def test_a_failure_is_seen_and_shortened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph that the pass breaks is a failure, and the shortest program that shows it has what the layer needs."""
+    """A graph that the pass breaks is a failure; the shortened program keeps only what the layer needs."""
 
     def broken(self: Both, gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         function = whole(self, gm, example_inputs)

@@ -43,7 +43,7 @@ def test_any_of_many_programs_gives_what_eager_gives(case: Case) -> None:
 
 @pytest.mark.parametrize(("kind", "special"), family(KINDS, SPECIALS))
 def test_plain_program_with_special_values(kind: str, special: str) -> None:
-    """The program of the first part of each table is fused, whatever values its inputs have."""
+    """A program made of the first part of each table is fused, whatever values its inputs have."""
     program = draw_program(lambda options: kind if list(options) == list(KINDS) else options[0])
     assert program.kind == kind
     for trained in ((), ("x", "weight", "masks")):
@@ -81,9 +81,9 @@ def test_a_wrong_result_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_only_a_program_with_one_masked_product_may_be_silent(complement: str) -> None:
-    """`wrong` makes the factor of the value a complement of the mask; `swapped` makes that of the gate one too.
+    """`wrong` makes the value's factor a complement of the mask; `swapped` makes the gate's factor one too.
 
-    The activation is none of the operator's. So no layer is found, and the report mentions a program only if one x is
+    The operator does not have the activation, so no layer is found, and the report mentions a program only if one x is
     multiplied by two masked forms of one weight.
     """
     program = Program(kind="bool", mask="slice", complement="~m", hand_written="dropout of all", wrong=complement)

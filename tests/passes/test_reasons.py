@@ -1,4 +1,4 @@
-"""A layer that is not fused has a line of the report that says why."""
+"""For a layer that is not fused, a line of the report says why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each refusal of a candidate, with its reason; results and gradients stay those of eager."""
+"""Each refusal of a candidate, with its reason; results and gradients equal eager's."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def detached_x(x, weight, logits, bits, other):
 
 @refused("project different inputs")
 def one_input_without_gradient(x, weight, logits, bits, other):
-    """The same expression occurs twice, once of them under no_grad."""
+    """The same expression occurs twice, once under no_grad."""
     with torch.no_grad():
         first = x * 2
     return F.silu(F.linear(first, weight * bits[0])) * F.linear(x * 2, weight * ~bits[0])
@@ -505,7 +505,7 @@ def silu_of_the_gate_times_sigmoid_of_the_value(x, weight, logits, bits, other):
 
 @refused("not recognised as a mask and its complement")
 def rounding_errors_that_an_integer_cuts(x, weight, logits, bits, other):
-    """The product of a mask without rounding errors and one with them has them too."""
+    """The product of a mask without rounding errors and a mask with them has rounding errors."""
     hard = (logits[0] > 0).to(logits.dtype)
     m = (hard * (hard + logits[0] - logits[0].detach())).detach()
     return layer(x, weight, hard, 1 - m.int())

@@ -94,7 +94,7 @@ def test_report_prints_a_table_and_notes() -> None:
     assert third[2:] == ["1", "relu", "float32", "not fused [1]", ""]
     assert third[1].startswith("test_report.py:")
     assert "\n[1] mask `" in text
-    assert "nothing proves to be binary" in text
+    assert "is a float32 tensor that nothing proves to be binary" in text
     assert "mglu_ops.freeze" in text
 
 
@@ -151,7 +151,7 @@ def test_picture_shows_the_layer_before_and_after() -> None:
 
 
 def test_pass_logs_each_layer(caplog: pytest.LogCaptureFixture) -> None:
-    """The log is one of the standard library; `TORCH_LOGS="+compile_passes.fusion"` shows it too."""
+    """The log belongs to Python's `logging`; `TORCH_LOGS="+compile_passes.fusion"` shows it too."""
     with caplog.at_level(logging.DEBUG, logger="compile_passes.fusion"):
         report_of(Mixed())
     records = [record for record in caplog.records if record.name == "compile_passes.fusion"]
@@ -202,7 +202,7 @@ def test_explain_names_a_wrong_input_in_one_line() -> None:
 
 
 @pytest.mark.parametrize("model", ["model", None, 3])
-def test_explain_refuses_what_is_no_model(model: object) -> None:
+def test_explain_refuses_an_object_that_is_not_a_model(model: object) -> None:
     with pytest.raises(ValueError, match=r"model: got (str|NoneType|int), must be a torch\.nn\.Module or a function"):
         explain(model, torch.randn(2, 8))
 

@@ -178,7 +178,7 @@ def test_repeated_and_subset_masks() -> None:
 
 
 def test_a_mask_with_other_uses_stays() -> None:
-    """A penalty on the masks adds its gradient to that of the layer."""
+    """A penalty on the masks adds its gradient to the layer's gradient."""
 
     def layer(x: Tensor, weight: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         m = straight_through(logits[0])
@@ -190,7 +190,7 @@ def test_a_mask_with_other_uses_stays() -> None:
 
 
 def test_result_that_is_cast_or_copied() -> None:
-    """The layer ends before a cast of its result, also if the result itself is read too."""
+    """The layer ends before a cast of its result, even if the result is also read without the cast."""
 
     def layer(x: Tensor, weight: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
         y = gated(x, weight, straight_through(logits[0]))

@@ -151,6 +151,10 @@ OTHER_SUMS: dict[str, tuple[int, Callable[[list[Tensor], More], Any]]] = {
         2,
         lambda terms, more: (torch.stack(terms) * more["bias"][:5].view(1, 5, 1)).sum(0),
     ),
+    "two weights of each term in an einsum": (
+        2,
+        lambda terms, more: torch.einsum("nbd,n,n->bd", torch.stack(terms), more["a"], more["a"]),
+    ),
     "several weights of each term": (2, lambda terms, more: torch.stack(terms, -1) @ more["left"].view(2, D)),
 }
 

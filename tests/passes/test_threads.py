@@ -124,7 +124,7 @@ def test_enabling_and_disabling_at_once() -> None:
 
 
 def test_enabling_while_other_threads_run_compiled_code() -> None:
-    """They compile it again. `torch._dynamo.reset` would end the process after a few seconds."""
+    """The other threads compile it again. With `torch._dynamo.reset`, the process would crash after a few seconds."""
     model, x = layer(), torch.randn(3, 16)
     compiled = torch.compile(model, backend="eager")
     expected, running = model(x), [True, True]
@@ -145,7 +145,7 @@ def test_enabling_while_other_threads_run_compiled_code() -> None:
 
 
 def test_enabling_again_keeps_compiled_code() -> None:
-    """As where each worker calls `enable_fusion` before it works."""
+    """For example, each worker may call `enable_fusion` before it works."""
     compiled, x = torch.compile(layer(), backend=(counter := CompileCounter())), torch.randn(3, 16)
     for strict, count in ((False, 1), (False, 1), (True, 2), (True, 2)):
         in_a_thread(lambda strict=strict: mglu_ops.enable_fusion(strict=strict))
@@ -153,8 +153,8 @@ def test_enabling_again_keeps_compiled_code() -> None:
         assert counter.frame_count == count
 
 
-def test_enabling_begins_the_count_of_compilations_anew() -> None:
-    """Dynamo compiles a function eight times and then no more; code that is dropped does not count."""
+def test_enabling_restarts_the_count_of_compilations() -> None:
+    """Dynamo stops compiling a function after eight times; code that is dropped does not count."""
     limit = torch._dynamo.config.recompile_limit
     compiled = torch.compile(lambda x, n: x.sin() + n, backend=(counter := CompileCounter()), dynamic=False)
     for n in range(limit + 2):
@@ -195,7 +195,7 @@ def test_compilations_by_inductor_in_many_threads() -> None:
 
 
 def test_calls_of_inductor_in_many_threads() -> None:
-    """Without Dynamo, which compiles in one thread at a time. Before torch 2.13, the threads share their settings."""
+    """Without Dynamo, since it compiles in one thread at a time. Before torch 2.13, the threads share settings."""
     graphs: list[tuple[torch.fx.GraphModule, list[Tensor]]] = []
 
     def capture(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:

@@ -80,7 +80,7 @@ def test_inputs_that_share_memory() -> None:
 
 
 def test_attributes_without_examples_share_memory() -> None:
-    """Another pass may add attributes to a graph without recording examples, so that only their tensors tell."""
+    """Another pass may add attributes to a graph without examples; then only their tensors tell that they share it."""
     root, graph = nn.Module(), Graph()
     root.register_buffer("whole", torch.zeros(4))
     root.register_buffer("part", root.get_buffer("whole")[:2])
