@@ -15,7 +15,7 @@ GPU_JOBS ?= $(shell nvidia-smi --query-gpu=memory.free --format=csv,noheader,nou
 .PHONY: demo test test-all test-long lint types unit unit-long test-torch gpu-install gpu-test gpu-sanitize gpu-bench clean
 
 demo: $(VENV)/.ready
-	OMP_WAIT_POLICY=passive $(BIN)/python -m mglu_ops demo $(DEMO_ARGS)
+	OMP_WAIT_POLICY=passive $(BIN)/python examples/demo.py $(DEMO_ARGS)
 
 # The checks for every change: at most 5 minutes on 2 idle cores.
 test: lint types unit

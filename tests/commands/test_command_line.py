@@ -32,7 +32,7 @@ def test_help_and_version_do_not_import_torch(option: str) -> None:
     done = python("-X", "importtime", "-m", "mglu_ops", option)
     assert done.returncode == 0, done.stderr
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
-    assert "mglu_ops.demo.command" in imported
+    assert "mglu_ops.packaging.command" in imported
     assert not {name for name in imported if name.partition(".")[0] in ("torch", "numpy")}
 
 
@@ -153,7 +153,6 @@ def not_a_module():
         (["report", "{folder}/raises.py:make"], "failed: KeyError: 'no_such_key' (raises.py, line 2)"),
         (["report", "{folder}/no_syntax.py:make"], "failed: SyntaxError"),
         (["bench", "no_such_suite"], "no suite is named no_such_suite"),
-        (["demo", "--width", "33"], "--width: got 33, must be a multiple of 32"),
     ],
 )
 def test_an_error_of_the_user_is_one_line_and_exit_code_2(
