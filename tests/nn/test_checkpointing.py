@@ -92,7 +92,7 @@ def test_recomputing_runs_forward_twice_and_gives_the_same_bits(
 
 
 def test_recomputing_keeps_no_activations() -> None:
-    """Saved activations are n_masks + 1 results at least; without them x is kept, and what a router keeps."""
+    """Saved activations are at least n_masks + 1 results. Without them, x is kept, and what a router keeps."""
     x = torch.randn(40, 16)
     for top_k in (None, 2):
         saving, recomputing = (MGLU(16, 64, n_masks=3, top_k=top_k, save_activations=save) for save in (True, False))
@@ -115,7 +115,7 @@ def test_recomputing_under_autocast_gives_the_same_bits(backend: str | None) -> 
     assert_equal(*found)
 
 
-def test_recomputing_without_gradients_runs_forward_alone(runs: list[str]) -> None:
+def test_recomputing_without_gradients_runs_only_forward(runs: list[str]) -> None:
     layer = MGLU(16, 8, n_masks=2, save_activations=False)
     x = torch.randn(5, 16)
     with torch.no_grad():
@@ -183,7 +183,7 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("save_activations", [True, False])
 @pytest.mark.parametrize("options", [{}, {"top_k": 2}, {"learnable_masks": False}], ids=["learned", "routed", "fixed"])
 def test_a_checkpoint_gives_the_same_bits(backend: str | None, save_activations: bool, options: dict[str, Any]) -> None:
-    """Also one around a layer that recomputes by itself."""
+    """This includes a checkpoint around a layer that recomputes anyway."""
     torch.manual_seed(0)
     block = SwiMGLU(24, 40, n_masks=3, save_activations=save_activations, **options)
     x = torch.randn(2, 5, 24)
@@ -195,7 +195,7 @@ def test_a_checkpoint_gives_the_same_bits(backend: str | None, save_activations:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"top_k": 2}, {"learnable_masks": False}], ids=["learned", "routed", "fixed"])
 def test_a_reentrant_checkpoint_gives_the_same_gradients(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """Its first forward pass records no gradients, and so runs the kernel of inference, with other roundings."""
+    """Its first forward pass records no gradients, so it runs the inference kernel, which rounds differently."""
     torch.manual_seed(0)
     block = SwiMGLU(24, 40, n_masks=3, dtype=dtype, **options)
     x, found = torch.randn(2, 5, 24, dtype=dtype), {}
@@ -230,7 +230,7 @@ def save(*operators: Any) -> Callable[..., CheckpointPolicy]:
         ([mglu.forward_train.default, mglu.pack_logits.default], 1),
         (save(mglu.forward_train.default), 1),
         (save(mglu.forward_train.default, aten.mm.default), 1),
-        # With gradients, forward_ste is made of pack_logits and forward_train, so that its own name saves nothing.
+        # With gradients, forward_ste runs as pack_logits and forward_train, so naming forward_ste saves nothing.
         ([mglu.forward_ste.default], 2),
         (save(mglu.forward_ste.default), 2),
         ([aten.mm.default], 2),

@@ -1,4 +1,4 @@
-"""`decompose`: an exported program without operators of this package, which ONNX takes."""
+"""`decompose`: it makes an exported program without operators of this package, which ONNX accepts."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def test_learned_masks_and_other_things_are_refused() -> None:
 
 
 @pytest.mark.long
-def test_onnx_takes_it(tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript", reason="ONNX is no dependency of the tests")
-    runtime = pytest.importorskip("onnxruntime", reason="ONNX is no dependency of the tests")
+def test_onnx_accepts_the_program(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="the tests do not depend on ONNX")
+    runtime = pytest.importorskip("onnxruntime", reason="the tests do not depend on ONNX")
     model = freeze(nn.Sequential(nn.LayerNorm(19), SwiMGLU(19, 24, n_masks=3, top_k=2))).eval()
     torch.onnx.export(decompose(exported(model, torch.randn(3, 19))), f=tmp_path / "model.onnx")
     session = runtime.InferenceSession(tmp_path / "model.onnx")

@@ -97,7 +97,7 @@ def test_a_model_with_nothing_to_freeze_is_returned_with_a_warning():
 
 
 @pytest.mark.parametrize("kind", MASKED)
-def test_pruned_logits_are_packed_as_they_are_pruned_now(kind):
+def test_pruned_logits_are_packed_by_their_current_value(kind):
     layer, x = kind(12, 8, n_masks=2), torch.randn(3, 12)
     prune.custom_from_mask(layer, "mask_logits", torch.arange(192).view(2, 8, 12) % 3)
     with torch.no_grad():
@@ -206,7 +206,7 @@ def test_freeze_reaches_into_a_compiled_model(kind, in_place):
     assert type(layer) is MGLU
     assert layer.packed_masks is not None
     assert_matches(compiled(x), before)
-    # The frozen layer runs now, and not the graph that was compiled before.
+    # The frozen layer runs, not the graph that was compiled before.
     layer.packed_masks.zero_()
     assert torch.equal(compiled(x), torch.zeros(5, 12))
 

@@ -1,4 +1,4 @@
-"""`freeze(model, replace=...)` compares each module with what takes its place, and replaces all of them or none."""
+"""`freeze(model, replace=...)` compares each module with its replacement, and replaces all or none."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_another_shape_of_the_result_is_found() -> None:
 
 
 class Tokens(Sigmoid):
-    """The same for x `[tokens, h]` alone."""
+    """The same, but only for x `[tokens, h]`."""
 
     def forward(self, x: Tensor) -> Tensor:
         tokens, _ = x.shape
@@ -89,7 +89,7 @@ class Tokens(Sigmoid):
 
 
 class Dropped(Sigmoid):
-    """The same with dropout, whose parts are in different modes."""
+    """The same with dropout, which may be in another mode than the module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def test_modules_of_other_ranks_and_modes_are_compared(cls: type[Sigmoid]) -> No
         freeze(model, replace={cls: wrong})
     if cls is Dropped:
         assert [module.training for module in model.modules()] == modes
-        model[0].dropout.train()  # its random zeros do not count as a difference
+        model[0].dropout.train()  # its random zeros are not a difference
     state = torch.get_rng_state()
     freeze(model, replace={cls: from_bits})
     assert torch.equal(torch.get_rng_state(), state)
@@ -121,7 +121,7 @@ def test_modules_of_other_ranks_and_modes_are_compared(cls: type[Sigmoid]) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sizes", ["equal", "from 0.01 to 100"])
-def test_rounding_is_no_difference_whatever_the_size_of_a_feature(dtype: torch.dtype, sizes: str) -> None:
+def test_rounding_is_accepted_whatever_the_size_of_a_feature(dtype: torch.dtype, sizes: str) -> None:
     """Rows of W differ in size, and a feature behind relu may have one small gate among the zeros of other tokens."""
     module = Sigmoid(F.relu, dtype)
     torch.manual_seed(0)
@@ -133,7 +133,7 @@ def test_rounding_is_no_difference_whatever_the_size_of_a_feature(dtype: torch.d
     freeze(module, replace={Sigmoid: lambda m: MGLU.from_parameters(m.weight, m.masks(), activation="relu")})
 
 
-def test_equal_infinities_and_nan_are_no_difference() -> None:
+def test_equal_infinities_and_nan_are_accepted() -> None:
     model = nn.Sequential(Sigmoid())
     with torch.no_grad():
         model[0].weight[0], model[0].weight[1] = torch.nan, 1e30
@@ -158,7 +158,7 @@ class InTuple(Sigmoid):
         (Sigmoid, lambda module: nn.Linear(H, D), "it has no MGLU in it, whose in_features is the size of x"),
     ],
 )
-def test_what_cannot_be_compared_is_said(cls: type[Sigmoid], function: Any, reason: str) -> None:
+def test_modules_that_cannot_be_compared_cause_a_warning(cls: type[Sigmoid], function: Any, reason: str) -> None:
     model = nn.Sequential(cls())
     with pytest.warns(
         UserWarning, match=rf"results of {cls.__name__} and of .* were not compared \({reason}"

@@ -75,7 +75,7 @@ class Model(nn.Module):
         return self.first(x) + 2 * self.again(x) + 3 * self.blocks[1](x)
 
 
-def test_own_modules_give_way_to_frozen_ones_and_stay_shared_and_tied() -> None:
+def test_own_modules_are_replaced_and_stay_shared_and_tied() -> None:
     torch.manual_seed(0)
     model, x = Model().eval(), torch.randn(5, H)
     before, weight, logits = model(x), model.first.weight, model.first.logits.detach().clone()
@@ -238,7 +238,7 @@ class ManyHeads(nn.Module):
 
 
 class FourDimensions(nn.Module):
-    """A tensor of four dimensions beside one of its slices' shape."""
+    """A tensor of four dimensions beside a tensor of the shape of its slices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -279,7 +279,7 @@ def test_other_modules_cause_no_warning(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_from_parameters_is_the_layer_of_these_parameters(dtype: torch.dtype) -> None:
+def test_from_parameters_makes_the_layer_with_these_parameters(dtype: torch.dtype) -> None:
     source = MGLU(H, D, n_masks=3, activation="relu", top_k=2, dtype=dtype)
     layer = MGLU.from_parameters(
         source.weight, source.mask_logits, activation="relu", router=source.router, top_k=2, save_activations=False

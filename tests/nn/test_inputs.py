@@ -1,4 +1,4 @@
-"""What a layer says of an x that does not fit, and `torch.fx.symbolic_trace`, in which x has no value."""
+"""The errors of layers for an x that does not fit, and `torch.fx.symbolic_trace`, in which x has no value."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_autocast_takes_x_of_another_dtype(name: str) -> None:
 
 
 def test_a_parametrized_weight_is_computed_once() -> None:
-    """The checks of x need not compute it."""
+    """The checks of x do not compute it."""
     computed = []
 
     class Counted(nn.Module):

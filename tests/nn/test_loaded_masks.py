@@ -1,4 +1,4 @@
-"""Packed masks are checked whichever way they come into a module: by `load_state_dict`, and at first use otherwise."""
+"""Packed masks are checked however they are loaded into a module: by `load_state_dict`, or else at first use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MASKED = [MGLU, NaiveMGLU]
 X = torch.randn(4, 21)
 PADDING = r"padding bits past in_features=21 are set"
 
-# Name -> what cannot be the masks of a layer of 21 to 10 features with three masks, and the words of the refusal.
+# Name -> a change that makes packed masks invalid for a layer of 21 to 10 features with three masks, and the error.
 WRONG: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "padding": (lambda p: p | 0x80, PADDING),
     "packed for 24 columns": (lambda p: torch.full_like(p, 255), PADDING),
@@ -40,13 +40,13 @@ def layer(kind: type[nn.Module] = MGLU, in_features: int = 21) -> nn.Module:
 
 
 def by_attribute(module: nn.Module, packed: Tensor) -> nn.Module:
-    """As Transformers loads a tensor."""
+    """Load a tensor as Transformers does."""
     module.packed_masks = packed
     return module
 
 
 def by_buffers(module: nn.Module, packed: Tensor) -> nn.Module:
-    """As accelerate loads a tensor."""
+    """Load a tensor as accelerate does."""
     module._buffers["packed_masks"] = packed
     return module
 
@@ -59,7 +59,7 @@ def by_pickle(module: nn.Module, packed: Tensor) -> nn.Module:
 
 
 def by_deepcopy(module: nn.Module, packed: Tensor) -> nn.Module:
-    module(X)  # the copy's masks are not those that were checked
+    module(X)  # checks these masks, but not the copy's
     return copy.deepcopy(by_attribute(module, packed))
 
 
@@ -147,7 +147,7 @@ def test_no_tensor_is_kept_alive() -> None:
     assert len(packed_buffers._checked) == before
 
 
-def test_a_state_dict_holds_nothing_of_the_check() -> None:
+def test_the_check_leaves_nothing_in_a_state_dict() -> None:
     module = layer()
     module(X)
     assert not hasattr(module.packed_masks, "__dict__") or not vars(module.packed_masks)
@@ -203,7 +203,7 @@ def test_safetensors_are_checked(kind: type[nn.Module], tmp_path: Path) -> None:
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("assign", [True, False])
 def test_one_name_at_a_time_is_checked(strict: bool, assign: bool) -> None:
-    """As some loaders call `load_state_dict` of each module."""
+    """Some loaders call `load_state_dict` of each module in this way."""
     module = layer()
     state = {"packed_masks": module.packed_masks | 0x80}
     with pytest.raises(RuntimeError, match=PADDING):
@@ -220,7 +220,7 @@ def test_a_model_without_fixed_masks_passes() -> None:
 
 
 class Holder(nn.Module):
-    """A user's module that calls the operator."""
+    """A user's module that calls the operator itself."""
 
     def __init__(self, packed: Tensor) -> None:
         super().__init__()

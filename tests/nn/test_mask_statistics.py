@@ -43,7 +43,7 @@ def random_masks(n_masks: int, d: int, h: int, seed: int = 0, density: float = 0
     density=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
     is_contiguous=st.booleans(),
 )
-def test_ratios_are_those_of_the_unpacked_masks(
+def test_ratios_equal_those_from_unpacked_masks(
     n_masks: int, d: int, h: int, density: float, is_contiguous: bool
 ) -> None:
     masks, before = (random_masks(n_masks, d, h, seed, density) for seed in (0, 1))
@@ -67,7 +67,7 @@ def test_every_byte_is_counted() -> None:
     assert count_ones(every.view(16, 16, 1)).tolist() == [1024]
 
 
-def test_masks_larger_than_what_is_counted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_may_be_larger_than_what_is_counted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     masks = random_masks(3, 50, 40)
     for most in (1, 31, 15 * 7, 10**6):
         monkeypatch.setitem(packed_format._COUNTED_AT_ONCE, "cpu", most)
@@ -179,7 +179,7 @@ def test_the_first_numbers_count_flips_since_construction() -> None:
     assert set(found) == {"gate_ratio/0", "gate_ratio/1", "flips/0", "flips/1", "agreement", "nan"}
 
 
-def test_logits_of_other_modules_are_selected_and_those_of_ours_counted_once() -> None:
+def test_selected_logits_of_own_modules_are_counted_and_ours_only_once() -> None:
     model = nn.ModuleDict({"own": torch.compile(Own()), "block": SwiMGLU(16, 24, n_masks=2)})
     statistics = MaskStatistics(model, mask_logits=lambda name, parameter: "logits" in name)
     before = model["own"].logits.detach().clone()
@@ -236,7 +236,7 @@ def test_parametrized_logits_count_by_their_value() -> None:
 
 
 def test_pruned_and_parametrized_logits_of_own_modules_count_by_their_value_now() -> None:
-    """With `prune`, the attribute has the value of the last forward, and the parameter the one before pruning."""
+    """With `prune`, the attribute has its value of the last forward, and the parameter its value before pruning."""
     model = nn.ModuleDict({"ours": MGLU(8, 8), "own": Own(), "negated": Own()})
     prune.random_unstructured(model["ours"], "mask_logits", 0.5)
     prune.random_unstructured(model["own"], "logits", 0.5)

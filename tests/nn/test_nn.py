@@ -77,7 +77,7 @@ def test_results_and_gradients_match_the_oracle(dtype, learnable_masks, n_masks)
         assert_matches(got[name], expected[name], dtype, name)
         assert_matches(got_naive[name], expected[name], dtype, f"naive {name}")
     if dtype in (torch.float16, torch.bfloat16):
-        # For float32 and float64 the operator's own tests compare the error with that of the naive layer.
+        # For float32 and float64, the operator's own tests compare with the naive layer's error.
         naive_error = relative_error(got_naive["result"], expected["result"])
         assert relative_error(got["result"], expected["result"]) <= NAIVE_FACTOR * naive_error
 
@@ -98,8 +98,8 @@ def test_routed_results_and_gradients_match_the_oracle(dtype, learnable_masks, t
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_routed_in_16_bits_matches_the_oracle_of_its_own_routes(dtype):
-    # In a near tie the oracle's router could keep another mask, so the oracle gets the routes of the layer.
+def test_routed_in_16_bits_matches_the_oracle_with_the_same_routes(dtype):
+    # In a near tie the oracle's router could keep another mask, so the oracle gets the layer's routes.
     fused, naive = pair(40, 24, n_masks=4, top_k=2, dtype=dtype)
     x = torch.randn(18, 40, dtype=dtype)
     route = fused.route_weights(x)
@@ -141,7 +141,7 @@ def test_any_shape_matches_the_naive_layer(in_features, out_features, n_masks, l
     assert got.keys() == expected.keys()
     for name in expected:
         assert got[name].shape == expected[name].shape
-        # Absolute where the naive gradient is 0 but for rounding: the weight of a single route is always 1.
+        # The tolerance is absolute where the naive gradient is 0 up to rounding: a single route always has weight 1.
         torch.testing.assert_close(got[name], expected[name], rtol=1e-11, atol=1e-13)
 
 
@@ -241,7 +241,7 @@ def test_glu_and_lu_compute_their_equations():
 # --- Initial values -----------------------------------------------------------------------------------------
 
 
-def test_initial_weights_are_those_of_linear_and_logits_are_small():
+def test_initial_weights_equal_those_of_linear_and_logits_are_small():
     torch.manual_seed(3)
     linear = nn.Linear(300, 200, bias=False)
     torch.manual_seed(3)

@@ -18,12 +18,12 @@ from mglu_ops.nn import GLU, MGLU, NaiveMGLU, SwiMGLU, freeze, parameter_groups
 
 MASKED = [MGLU, NaiveMGLU]
 
-# Most tests have a model with a module of the user's whose logits are among the weights.
+# In most tests, the model has a user's own module, whose logits count as weights.
 pytestmark = pytest.mark.filterwarnings("ignore:parameter_groups. .*own. a Own looks like an MGLU layer")
 
 
 class Own(nn.Module):
-    """A user's layer in the plain spelling, with a norm of two dimensions and a bias of two."""
+    """A user's layer in the plain spelling, with a two-dimensional norm and a two-dimensional bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def test_logits_of_other_modules_are_selected(selection: Any, compiled: bool) ->
 @pytest.mark.parametrize(("weight_init", "mask_lr"), [("paper", 2e-3), ("leveled", 6e-4)])
 @pytest.mark.parametrize("kind", MASKED)
 def test_rates_and_decays(kind: type[nn.Module], weight_init: str, mask_lr: float) -> None:
-    """The rate of masks goes with the initial weights, as in the runs that it was measured in."""
+    """The rate of masks depends on the initial weights, as in the runs in which it was measured."""
 
     def settings(**options: float) -> list[tuple[str, float, float]]:
         model = Model(partial(kind, weight_init=weight_init))
@@ -157,7 +157,7 @@ def test_a_layer_may_be_the_model_itself() -> None:
     assert groups_of(nn.Linear(4, 4)) == {"weights": {"weight"}, "no_decay": {"bias"}}
 
 
-def test_frozen_parameters_and_empty_groups_are_left_out() -> None:
+def test_frozen_parameters_and_empty_groups_are_omitted() -> None:
     model = Model()
     model.embedding.weight.requires_grad_(False)
     model.gated.mask_logits.requires_grad_(False)
@@ -220,7 +220,7 @@ def test_pruned_logits_are_recognised(kind: type[nn.Module]) -> None:
 
 @pytest.mark.parametrize("change", ["none", "pruned", "parametrized", "linear"])
 def test_logits_of_own_modules_among_the_weights_are_named(change: str) -> None:
-    """They would be decayed to 0, where a mask flips with every small gradient."""
+    """These logits would decay to 0, where every small gradient flips a mask."""
     model = nn.ModuleDict({"own": Own(), "again": Own()})
     for own in model.values():
         if change == "pruned":
@@ -263,7 +263,7 @@ def test_subclasses_are_recognised() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_adamw_neither_decays_logits_nor_norms_and_moves_logits_by_their_rate(fused: bool, compiled: bool) -> None:
+def test_adamw_decays_neither_logits_nor_norms_and_moves_logits_by_their_rate(fused: bool, compiled: bool) -> None:
     torch._dynamo.reset()
     model: Any = nn.Sequential(nn.LayerNorm(16), SwiMGLU(16, 24, n_masks=2, weight_init="leveled"))
     forward = torch.compile(model, backend="aot_eager") if compiled else model
@@ -302,7 +302,7 @@ def test_groups_are_found_by_name_and_a_schedule_keeps_their_ratio() -> None:
 
 
 def test_a_bfloat16_logit_does_not_move_at_a_small_rate_but_a_float32_logit_does() -> None:
-    """What the docstring warns of: an update below 1/512 of a bfloat16 number is lost."""
+    """As the docstring warns, an update below 1/512 of a bfloat16 number is lost."""
     layer = MGLU(8, 8, dtype=torch.bfloat16)
     with torch.no_grad():
         layer.mask_logits.fill_(0.016)
@@ -359,7 +359,7 @@ def test_fully_sharded_parameters(compiled: bool) -> None:
 
 
 class FullyShardedDataParallel(nn.Sequential):
-    """Has the name of the wrapper that flattens parameters."""
+    """A class with the name of the wrapper that flattens parameters."""
 
 
 BAD = [

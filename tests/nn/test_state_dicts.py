@@ -1,4 +1,4 @@
-"""What a state dict says beside the masks: how the weights were drawn, and dtypes that no weight or logits can have."""
+"""State dicts apart from masks: how the weights were drawn, and dtypes that no weight or logits can have."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_other_copies_keep_weight_init() -> None:
     assert copy.deepcopy(layer).mglu.weight_init == "leveled"
     assert freeze(copy.deepcopy(layer)).mglu.weight_init == "leveled"
     assert freeze(NaiveMGLU(8, 8, weight_init="leveled")).weight_init == "leveled"
-    # A file that says nothing, such as one of safetensors or of an earlier version, changes nothing.
+    # A file without this metadata, such as a safetensors file or one of an earlier version, changes nothing.
     layer.load_state_dict(dict(SwiMGLU(8, 8).state_dict()))
     assert layer.mglu.weight_init == "leveled"
     masks_alone = MGLU(8, 8).state_dict()

@@ -44,7 +44,7 @@ def test_a_fused_run_follows_the_naive_run(n_masks: int, save_activations: bool)
 
 
 @pytest.mark.parametrize("n_masks", [1, pytest.param(3, marks=pytest.mark.long)])
-def test_a_fused_run_in_float64_is_the_naive_run(n_masks: int) -> None:
+def test_a_fused_run_in_float64_equals_the_naive_run(n_masks: int) -> None:
     fused, naive = (train(student(kind, n_masks).double()) for kind in (MGLU, NaiveMGLU))
     assert_learned(naive)
     torch.testing.assert_close(fused.losses, naive.losses, rtol=1e-12, atol=0)
@@ -108,8 +108,8 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("save_activations", [True, False])
-def test_scaled_gradients_are_those_of_the_loss(save_activations: bool) -> None:
-    """And the scale saves gradients that float16 would round to 0."""
+def test_scaled_gradients_equal_the_gradients_of_the_loss(save_activations: bool) -> None:
+    """The scale also saves gradients that float16 would round to 0."""
     (x, target), *_ = batches(1)
     model = student(MGLU, save_activations=save_activations)
     exact = student(NaiveMGLU).double()
@@ -157,7 +157,7 @@ def test_float16_with_a_scaler_trains_as_well_as_the_naive_layer() -> None:
 
 @pytest.mark.parametrize(("dtype", "budget"), [(torch.float64, 1e-12), (torch.float32, 2 * BUDGET[torch.float32])])
 @pytest.mark.parametrize("save_activations", [True, False])
-def test_accumulated_gradients_are_those_of_the_whole_batch(
+def test_accumulated_gradients_equal_the_gradients_of_the_whole_batch(
     dtype: torch.dtype, budget: float, save_activations: bool
 ) -> None:
     torch.manual_seed(0)

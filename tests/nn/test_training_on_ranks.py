@@ -29,7 +29,7 @@ HOW = ("cpu", torch.float64, WIDTH)
         pytest.param(False, "aot_eager", marks=pytest.mark.long),
     ],
 )
-def test_data_parallel_training_is_that_of_the_whole_batch(
+def test_data_parallel_training_equals_training_with_the_whole_batch(
     save_activations: bool, backend: str | None, tmp_path: Path
 ) -> None:
     run_on_ranks(check_data_parallel, tmp_path, *HOW, save_activations, backend)
@@ -41,7 +41,7 @@ def test_data_parallel_training_in_bfloat16(tmp_path: Path) -> None:
 
 
 def check_accumulation(rank: int) -> None:
-    """Two parts of a batch without communication, as `no_sync` says, and a third with it."""
+    """Run two parts of a batch under `no_sync`, without communication, and a third with it."""
     alone, parallel = new_model(*HOW), DistributedDataParallel(new_model(*HOW))
     x, target = (tensor.double() for tensor in next(iter(batches(1, tokens=48))))
     F.mse_loss(alone(x), target).backward()
@@ -55,7 +55,7 @@ def check_accumulation(rank: int) -> None:
 
 
 @pytest.mark.long
-def test_accumulated_gradients_of_two_ranks_are_those_of_the_whole_batch(tmp_path: Path) -> None:
+def test_accumulated_gradients_of_two_ranks_equal_the_whole_batch(tmp_path: Path) -> None:
     run_on_ranks(check_accumulation, tmp_path)
 
 
@@ -80,5 +80,5 @@ def check_fully_sharded(rank: int, save_activations: bool) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("save_activations", [True, False])
-def test_fully_sharded_training_is_that_of_the_whole_batch(save_activations: bool, tmp_path: Path) -> None:
+def test_fully_sharded_training_equals_training_with_the_whole_batch(save_activations: bool, tmp_path: Path) -> None:
     run_on_ranks(check_fully_sharded, tmp_path, save_activations)

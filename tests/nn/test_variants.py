@@ -68,7 +68,7 @@ class Algorithm2(nn.Linear):
 
 @pytest.mark.parametrize("kind", [MGLU, NaiveMGLU])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_one_mask_is_algorithm_2_from_its_initial_values_to_its_gradients(kind, activation):
+def test_one_mask_equals_algorithm_2_from_initial_values_to_gradients(kind, activation):
     torch.manual_seed(0)
     paper = Algorithm2(64, 48)
     torch.manual_seed(0)
@@ -100,7 +100,7 @@ def test_freeze_packs_the_masks_of_a_variant_and_leaves_its_class(options):
 
 
 @pytest.mark.parametrize("options", [{"bias": True}, {"mask_gate": False}, {"mask_value": False}])
-def test_the_fusion_pass_leaves_a_variant_as_it_is(options):
+def test_the_fusion_pass_does_not_fuse_a_variant(options):
     layer, x = layer_and_x(**options)
     report = explain(layer, x)
     assert not report.fused
@@ -154,7 +154,7 @@ def test_biases_are_initialised_with_zero_and_saved():
     ],
     ids=str,
 )
-def test_leveled_weights_are_those_of_the_paper_times_a_factor(kind, options, factor):
+def test_leveled_weights_are_the_papers_times_a_factor(kind, options, factor):
     states = []
     for weight_init in ("paper", "leveled"):
         layer = kind(24, 32, weight_init=weight_init, device="meta", **options).to_empty(device="cpu")
@@ -168,8 +168,8 @@ def test_leveled_weights_are_those_of_the_paper_times_a_factor(kind, options, fa
 
 @pytest.mark.parametrize("activation", activations.ACTIVATIONS)
 @pytest.mark.parametrize("options", [{"n_masks": 1}, {"n_masks": 16}, {"n_masks": 8, "top_k": 2}], ids=str)
-def test_leveled_sums_are_as_large_as_those_of_four_masks(activation, options):
-    """Gates that are curved near 0 differ from the approximation by up to a quarter; without the factor, by 3 times."""
+def test_leveled_sums_are_as_large_as_with_four_masks(activation, options):
+    """Gates that are curved near 0 differ from the approximation by up to a quarter; without the factor, threefold."""
     torch.manual_seed(0)
     x = F.rms_norm(torch.randn(256, 128), (128,))
     layers = [MGLU(128, 2048, activation=activation, weight_init="leveled", **of) for of in ({"n_masks": 4}, options)]

@@ -266,7 +266,7 @@ def test_tensors_of_another_layout_are_refused(op: str, name: str, layout: str) 
 @each_tensor
 @pytest.mark.parametrize("known", [False, True])
 def test_a_tensor_whose_storage_was_freed_is_refused(op: str, name: str, known: bool) -> None:
-    """FSDP frees storages so. A call like an earlier one takes a shorter way, which must refuse it too."""
+    """FSDP frees storages in this way. A repeated call skips most checks, but must refuse such a tensor too."""
     args = good(op)
     if known:
         getattr(mglu, op)(**args)
@@ -282,7 +282,7 @@ def test_a_tensor_whose_storage_was_freed_is_refused(op: str, name: str, known: 
 
 @each_tensor
 def test_a_tensor_whose_storage_was_shrunk_is_refused(op: str, name: str) -> None:
-    """In the first call of its kind; test_repeated_calls.py is about later ones."""
+    """This covers the first call of a kind; test_repeated_calls.py covers later ones."""
     dispatch._prepared.clear()
     args = good(op) | {name: torch.stack([good(op)[name]] * 2)[1]}
     tensor = args[name]
@@ -343,7 +343,7 @@ def test_explain_dispatch_names_the_wrong_argument(name, value, error, message):
         mglu_ops.explain_dispatch(**(good("forward") | {name: value}))
 
 
-def test_a_switch_that_is_no_bool_is_refused() -> None:
+def test_a_switch_that_is_not_a_bool_is_refused() -> None:
     for call, name in (
         (mglu_ops.set_batch_invariant_mode, "mode"),
         (lambda value: mglu_ops.enable_fusion(strict=value), "strict"),

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_avai
 
 
 class Ranks:
-    """The mesh of all ranks, and the differences from one process that were found."""
+    """The mesh of all ranks, and the differences from one process found so far."""
 
     def __init__(self) -> None:
         from torch.distributed.device_mesh import init_device_mesh

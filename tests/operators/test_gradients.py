@@ -23,7 +23,7 @@ NAMES = ("x", "weight", "logits", "route_weights")
 
 
 def leaves(layer: Layer, *wanted: str) -> dict[str, Tensor | None]:
-    """Copies of the tensors of a layer, of which those `wanted` require a gradient."""
+    """Copies of the tensors of a layer; those in `wanted` require a gradient."""
     tensors = {"x": layer.x, "weight": layer.weight, "logits": layer.logits, "route_weights": layer.route_weights}
     return {
         name: None if tensor is None else tensor.clone().requires_grad_(name in wanted)
@@ -66,7 +66,7 @@ def test_gradients_agree_with_finite_differences(activation, routed):
 @s.examples(60)
 @given(s.layers(dtype=torch.float64), s.layouts, s.seeds)
 def test_gradients_agree_with_the_straight_through_oracle(layer, layout, seed):
-    # A mask without a one in a row makes a gate of 0, where rounding decides which derivative relu has.
+    # If a mask has no 1 in a row, the gate is 0, where rounding decides which derivative relu has.
     assume(layer.activation != "relu" or bool(layer.masks.any(-1).all()))
     wanted = wanted_of(layer)
     args = leaves(layer, *wanted)
@@ -378,7 +378,7 @@ def test_forward_mode_through_another_argument_works():
 
 
 @pytest.mark.parametrize("op", ["forward", "forward_ste"])
-def test_func_grad_is_autograd(op):
+def test_func_grad_equals_autograd(op):
     weight, function = layer_of_weight(op)
     leaf = weight.clone().requires_grad_()
     function(leaf).square().sum().backward()
@@ -400,7 +400,7 @@ def test_func_grad_of_every_argument():
         torch.testing.assert_close(grad.double(), exact[name], rtol=1e-6, atol=1e-6)
 
 
-def test_jacrev_equals_that_of_the_oracle():
+def test_jacrev_equals_the_oracles():
     weight, function = layer_of_weight()
     layer = make_layer(dtype=torch.float64)
     exact = torch.func.jacrev(lambda w: reference.forward(layer.x, w, layer.masks))(weight)

@@ -1,4 +1,4 @@
-"""Imports of this package that cannot work, and what they say."""
+"""The errors of imports of this package that cannot work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 
 def last_line(folder: Path, *arguments: str) -> str:
-    """The last line that a process of Python prints on standard error, which must fail in this folder."""
+    """The last line on standard error of a Python process that runs in this folder and must fail."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, timeout=120, env=environment, cwd=folder
@@ -30,7 +30,7 @@ try:
     import mglu_ops
 finally:
     layer = torch.ones(1, 8), torch.ones(2, 8), torch.ops.mglu.pack_masks(torch.eye(8)[None, :2] > 0)
-    assert torch.ops.mglu.forward(*layer, "relu").tolist() == [[7, 7]], "the first import must go on working"
+    assert torch.ops.mglu.forward(*layer, "relu").tolist() == [[7, 7]], "the first import must keep working"
 """
     line = last_line(tmp_path, "-c", code)
     assert line.startswith(
@@ -40,7 +40,7 @@ finally:
 
 
 WITHOUT_EDITABLE = "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f)]; "
-"""An editable installation finds our modules inside a package of the user; another installation does not."""
+"""Removes the import hook of an editable install, which would find our modules despite the user's package."""
 
 
 @pytest.mark.parametrize("call", ["enable_fusion()", "fuse(None)"])

@@ -69,7 +69,7 @@ def test_the_kernels_pack_large_masks_as_torch_does():
 
 @pytest.mark.parametrize("shape", [(1, 3, 8), (2, 5, 21), (3, 1, 7), (4, 256, 512), (3, 513, 1029)])
 def test_any_byte_of_a_bool_but_0_is_true(shape):
-    """A uint8 tensor that is viewed as bool; the kernels take the larger sizes, and torch the smaller ones."""
+    """A uint8 tensor viewed as bool; the kernels pack the larger sizes, and torch the smaller ones."""
     generator = torch.Generator().manual_seed(0)
     octets = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     octets[torch.rand(shape, generator=generator) < 0.4] = 0
@@ -174,8 +174,8 @@ def test_more_columns_than_there_are_bits_are_refused(in_features):
         unpack(packed, in_features)
 
 
-def test_bits_that_are_no_padding_may_have_any_value():
-    """What `check_packed_masks` says that it cannot find."""
+def test_bits_outside_the_padding_may_have_any_value():
+    """`check_packed_masks` documents that it cannot find these."""
     packing.check_packed_masks(torch.randint(0, 256, (4, 8, 2), dtype=torch.uint8), 64, 4)
     for packed_for in range(57, 64):
         packing.check_packed_masks(pack(random_masks((2, 4, packed_for), 0)), 64, 4)

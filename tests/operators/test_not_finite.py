@@ -1,6 +1,6 @@
 """NaN and infinity in the arguments: the rule of `mglu_ops.ops`, for every backend that runs on a CPU.
 
-tests/triton/triton_interpreted.py checks the Triton kernels, and tests/gpu/test_not_finite_gpu.py those of a GPU.
+tests/triton/triton_interpreted.py checks the Triton kernels, and tests/gpu/test_not_finite_gpu.py the GPU's.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def test_a_nan_logit_is_a_0_of_the_mask(dtype: torch.dtype, records: bool) -> No
 
 
 def test_a_nan_gradient_reaches_weight_and_logits_together() -> None:
-    """So a fused layer whose weight is trained returns NaN after a step with NaN, although NaN logits alone do not."""
+    """So a fused layer whose weight is trained returns NaN after a step with NaN; NaN logits alone do not show."""
     torch.manual_seed(0)
     layer, x = MGLU(16, 8, n_masks=2), torch.randn(5, 16)
     optimizer = torch.optim.AdamW(layer.parameters())

@@ -1,4 +1,4 @@
-"""What is said on standard error decides nothing: not whether a call runs, nor where, nor what a command prints."""
+"""Notices on standard error change nothing else: whether and where a call runs, or what a command prints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from mglu_ops import notices
 from mglu_ops.backends.cpu import build
 
-# Large layers warn that a compiler is missing; then the CPU kernels are built, of which the user is told.
+# Large layers warn that a compiler is missing. Then the CPU kernels are built, with a notice to the user.
 PROGRAM = """
 import os, sys, torch, mglu_ops
 from mglu_ops.backends.cpu import library
@@ -81,7 +81,7 @@ def test_a_command_that_fails_exits_as_usual(how: str, tmp_path: Path) -> None:
 
 
 class Broken:
-    """A stream of the user's, such as one that a notebook has closed."""
+    """A user's stream that raises an error, such as one that a notebook has closed."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -95,7 +95,7 @@ class Broken:
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("I/O operation on closed file")])
 @pytest.mark.parametrize("tell", [notices.say, lambda words: notices.warn(words, 1)])
-def test_an_error_of_the_stream_is_no_error_of_the_call(
+def test_an_error_of_the_stream_does_not_fail_the_call(
     error: Exception, tell: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stderr", Broken(error))
@@ -115,7 +115,7 @@ def test_a_warning_that_the_user_made_an_error_is_raised_where_the_level_says() 
     assert seen[0].filename == __file__
 
 
-def test_the_same_words_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_notice_is_written_once(capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
         notices.say("words of this test")
     printed = capsys.readouterr()

@@ -57,7 +57,7 @@ def test_forward_ste_equals_forward_with_masks_where_the_logits_are_positive(lay
 def test_forward_train_returns_the_result(layer):
     result, _ = forward_train(layer.x, layer.weight, layer.packed_masks, layer.activation, layer.route_weights)
     assert result.dtype is layer.x.dtype
-    assert_within_condition(result, layer)  # another backend may run where nothing is saved, so the bits may differ
+    assert_within_condition(result, layer)  # without saved activations, another backend may run, so the bits may differ
 
 
 @pytest.mark.parametrize("routed", [False, True])
@@ -72,8 +72,8 @@ def test_relative_error_is_within_the_budget(activation, dtype, routed):
 @pytest.mark.parametrize("density", [0.1, 0.3, 0.5, 0.7, 0.9])
 @pytest.mark.parametrize("n_masks", [1, 4, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_error_is_at_most_1_5_times_that_of_the_naive_layer(dtype, n_masks, density):
-    """Not in float64, in which the rounding of the oracle itself is as large as the error."""
+def test_error_is_at_most_1_5_times_the_naive_layers(dtype, n_masks, density):
+    """This skips float64, in which the oracle's own rounding is as large as the error."""
     for activation in ("silu", "relu", "sigmoid", "identity"):
         layer = make_layer((32,), 256, 64, n_masks, activation=activation, dtype=dtype, density=density)
         exact = layer.oracle()
@@ -244,7 +244,7 @@ def test_a_route_weight_of_zero_drops_its_mask(layer):
 
 @given(s.layers(), s.seeds)
 def test_tokens_are_independent(layer, seed):
-    """A token gives the same result alone and beside others of any value."""
+    """A token gives the same result alone and together with other tokens of any value."""
     x = layer.x.reshape(-1, layer.x.shape[-1])
     route = None if layer.route_weights is None else layer.route_weights.reshape(len(x), -1)
     token = seed % len(x)
@@ -296,7 +296,7 @@ def test_a_result_beyond_float16_is_infinite_as_in_the_naive_layer():
 
 @pytest.mark.parametrize("backend", ["cpu", "composite"])
 def test_relu_squared_beyond_float16_is_infinite_and_a_nan_stays(backend):
-    """One weight is the gate's, and the other the value's, which is 1."""
+    """One weight makes the gate, and the other the value, which is 1."""
     gates = torch.tensor([200.0, 300.0, -300.0, 0.0, math.nan], dtype=torch.float16)
     x, weight = torch.stack((gates, torch.ones_like(gates)), 1), torch.ones(1, 2).half()
     masks = torch.tensor([[[True, False]]])

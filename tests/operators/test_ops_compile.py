@@ -105,7 +105,7 @@ def frames(
 ) -> list[int]:
     """Call a function compiled with dynamic=True once for each size, and count the graphs after each call.
 
-    The result and the gradients of each call are compared with those of eager mode.
+    Each call's result and gradients are compared with eager mode.
     """
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
@@ -165,9 +165,9 @@ def test_one_graph_serves_every_number_of_tokens_marked_unbacked(backend, name, 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_one_graph_serves_every_number_of_tokens_when_size_oblivious(name, training):
-    """`backed_size_oblivious` asks torch for the same.
+    """`backed_size_oblivious` asks the same of torch.
 
-    Inductor in torch 2.13 sometimes adds guards, for a linear layer too, so it is left out here.
+    Inductor is not tested here, because in torch 2.13 it sometimes adds guards, even for a linear layer.
     """
     for order in ORDERS:
         with symbolic_config.patch(backed_size_oblivious=True):

@@ -1,4 +1,4 @@
-"""Backends that run on a CPU lose no more than the naive layer where gates and values are of very different sizes."""
+"""CPU backends lose no more digits than the naive layer where gates and values have very different sizes."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def test_composite(data):
     dtype = data.draw(st.sampled_from(DTYPES))
     layer = data.draw(outlier_layers(dtype))
     result = run_on("composite", layer.x, layer.weight, layer.packed_masks, layer.activation)
-    slack = BUDGET[dtype] if dtype is torch.float32 else 0.0  # another order of sums no wider than the operands
+    slack = BUDGET[dtype] if dtype is torch.float32 else 0.0  # another order of sums, no wider than the operands
     assert_loses_no_more_than_naive(result, layer, slack)
 
 
 @given(st.data())
 def test_sums_with_flipped_signs(data):
-    """The differences of training and of the GPU kernels keep the bound that is stated for them."""
+    """Values computed as differences, as in training and in GPU kernels, keep the documented bound."""
     layer = data.draw(outlier_layers(data.draw(st.sampled_from(DTYPES))))
     result, _ = torch.ops.mglu.forward_train(layer.x, layer.weight, layer.packed_masks, layer.activation)
     assert_loses_no_more_than_naive(result, layer, slack_of_differences(layer))
@@ -76,7 +76,7 @@ def test_sums_with_flipped_signs(data):
 @needs_compiler
 @pytest.mark.parametrize("n_masks", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_sums_that_overflow_do_so_where_the_naive_layers_do(dtype, n_masks):
+def test_sums_overflow_where_the_naive_layers_do(dtype, n_masks):
     """A gate near or past the largest float32 changes no value, and no doubled sum overflows before it."""
     for tokens in TOKENS:
         for large, activation in ((-2.5e38, "silu"), (-2.5e38, "identity"), (-4e38, "relu"), (4e38, "tanh")):

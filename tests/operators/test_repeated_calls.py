@@ -1,8 +1,8 @@
-"""A call like an earlier one skips the checks. So whatever they depend on must make it another call.
+"""A repeated call skips the checks, so it must not count as repeated if anything that they depend on has changed.
 
-Each test makes a good call first, changes one property of one argument, and expects what the same call gives where
-nothing was called before: the same error, or the same bits. A process of its own runs them, because a check that is
-skipped reads memory that is not the tensor's.
+Each test makes a good call, changes one property of one argument, and expects what the changed call gives when it is
+the first: the same error, or the same bits. It runs in a process of its own, because a call that wrongly skips a check
+reads memory outside the tensor.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def shrink(args: Arguments, name: str) -> None:
 
 
 def shrink_to_the_tensor_before(args: Arguments, name: str) -> None:
-    """A call with the tensor that is still whole must not pass the one behind it."""
+    """A good call with the first tensor, which is still whole, must not vouch for the second."""
     tensor = args[name]
     pair = torch.stack([tensor, tensor])
     args[name] = pair[1]
@@ -100,7 +100,7 @@ def shrink_to_the_tensor_before(args: Arguments, name: str) -> None:
 
 
 def move(args: Arguments, name: str) -> None:
-    """To an address of another alignment, for float32 and for uint8."""
+    """Move the tensor to an address of another alignment, for float32 and for uint8."""
     tensor = args[name]
     tensor.as_strided_(tensor.shape, tensor.stride(), tensor.storage_offset() + 1)
 
@@ -112,7 +112,7 @@ def move_past_the_end(args: Arguments, name: str) -> None:
 
 
 def turn(args: Arguments, name: str) -> None:
-    """The same shape and storage, read in another order."""
+    """Read the same storage in another order, with the same shape."""
     tensor = args[name]
     sizes = list(tensor.shape)
     strides = [1] * len(sizes)
@@ -154,7 +154,7 @@ def add_a_dimension(args: Arguments, name: str) -> None:
 
 
 def other_dtype(args: Arguments, name: str) -> None:
-    """Of the same size, so that nothing else changes."""
+    """Change the dtype to one of the same size, so that nothing else changes."""
     same_size = {torch.float32: torch.int32, torch.uint8: torch.int8}
     args[name] = args[name].view(same_size[args[name].dtype])
 
@@ -164,7 +164,7 @@ def other_floating_dtype(args: Arguments, name: str) -> None:
 
 
 def other_device(args: Arguments, name: str) -> None:
-    """With the same layout in a storage of the same size, so that nothing else changes."""
+    """Change the device, with the same layout in a storage of the same size, so that nothing else changes."""
     tensor = args[name]
     storage = torch.empty(tensor.untyped_storage().nbytes() // tensor.itemsize, dtype=tensor.dtype, device="meta")
     args[name] = storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
@@ -212,7 +212,7 @@ OTHER_ARGUMENTS = [
 
 
 def outcome(op: str, name: str, change: Change, *, repeated: bool) -> object:
-    """What a changed call gives, after a good call with the same tensors or as the first one."""
+    """The results or the error of a changed call, after a good call with the same tensors or as the first call."""
     forget()
     args = arguments(op)
     if repeated:
@@ -226,7 +226,7 @@ def outcome(op: str, name: str, change: Change, *, repeated: bool) -> object:
 
 
 def in_a_fork(function: Callable[[], object]) -> Any:
-    """What a function returns in a process of its own; None if the process ended before."""
+    """The result of a function in a process of its own; None if the process died."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -261,7 +261,7 @@ def test_a_changed_tensor_is_checked_as_in_a_first_call(op: str, name: str, chan
 
 
 @pytest.mark.parametrize(("op", "name", "value"), OTHER_ARGUMENTS)
-def test_another_argument_that_is_no_tensor_makes_another_call(op: str, name: str, value: object) -> None:
+def test_a_changed_argument_other_than_a_tensor_makes_another_call(op: str, name: str, value: object) -> None:
     def change(args: Arguments, name: str) -> None:
         args[name] = value
 
@@ -271,8 +271,8 @@ def test_another_argument_that_is_no_tensor_makes_another_call(op: str, name: st
 
 
 @pytest.mark.parametrize("op", OPS[:3])
-def test_batch_invariance_is_asked_of_repeated_calls_too(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No kernel of a CPU gives it."""
+def test_repeated_calls_also_obey_the_batch_invariant_mode(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No CPU kernel is batch invariant."""
     args = arguments(op)
     assert isinstance(run(op, args), list)
     monkeypatch.setattr(batch_invariance, "enabled", True)
@@ -282,7 +282,7 @@ def test_batch_invariance_is_asked_of_repeated_calls_too(op: str, monkeypatch: p
 
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op, name in TENSORS if op != "forward_ste"])
 def test_another_alignment_makes_another_call(op: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels of a GPU load as much at once as the alignment allows. On a CPU nothing shows but what is kept."""
+    """GPU kernels load as many bytes at once as the alignment allows; on a CPU, only the kept calls differ."""
     monkeypatch.setattr(dispatch, "_prepared", {})
     monkeypatch.setattr(dispatch, "_training_calls", {})
     args = arguments(op)
@@ -301,7 +301,7 @@ def test_parts_of_a_large_x_make_one_call(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(dispatch, "_prepared", {})
     args = arguments("forward")
     x = args["x"].contiguous()
-    for part in torch.stack([x] * 48).unflatten(0, (3, 16))[:, 0]:  # 16 parts apart, so that all have one alignment
+    for part in torch.stack([x] * 48).unflatten(0, (3, 16))[:, 0]:  # 16 parts apart, so that the alignment is the same
         assert isinstance(run("forward", args | {"x": part}), list)
     assert len(dispatch._prepared) == 1
 

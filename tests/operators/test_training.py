@@ -1,4 +1,4 @@
-"""`forward_train` and `backward` by themselves: what is kept, each gradient alone, errors, memory and checkpoints."""
+"""`forward_train` and `backward` called directly: what is kept, each gradient alone, errors, memory, checkpoints."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def exact_partials(layer: Layer) -> Tensor:
 
 @given(FLOAT64)
 def test_partials_are_the_derivatives_of_the_result(layer):
-    # A mask without a one in a row makes a gate of 0, where rounding decides which derivative relu has.
+    # If a mask has no 1 in a row, the gate is 0, where rounding decides which derivative relu has.
     assume(layer.activation != "relu" or bool(layer.masks.any(-1).all()))
     exact = exact_partials(layer)
     _, partials = forward_train(layer)
@@ -93,7 +93,7 @@ def test_the_inputs_and_the_partials_are_all_that_is_saved(op, routed):
 
 
 class Sizes(TorchDispatchMode):
-    """Counts the elements of the results of every operator outside of those of mglu."""
+    """Counts the elements of the results of every operator but mglu's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def equations(grad_output: Tensor, layer: Layer, partials: Tensor) -> tuple[Tens
 
 
 def magnitudes(grad_output: Tensor, layer: Layer, partials: Tensor) -> list[Tensor]:
-    """The gradients if no two of their terms cancelled: what rounding errors are in proportion to.
+    """The gradients if no terms cancelled; rounding errors are proportional to them.
 
     The gradient of the logits may also be the difference of two products with the gradients of gate and value.
     """
@@ -205,7 +205,7 @@ def test_zero_tokens_and_one_token(tokens, dtype):
 # --- Errors against the naive layer -----------------------------------------------------------------------
 
 GRADIENTS_FACTOR = {0.1: 2.5, 0.25: NAIVE_FACTOR, 0.5: NAIVE_FACTOR, 0.75: NAIVE_FACTOR, 0.9: 2.5}
-"""The largest error of a gradient, in errors of the naive layer, by the density of masks."""
+"""The largest error of a gradient, as a multiple of the naive layer's, by the density of masks."""
 
 
 def naive_gradients(layer: Layer, grad_output: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -215,7 +215,7 @@ def naive_gradients(layer: Layer, grad_output: Tensor, dtype: torch.dtype) -> tu
 
 
 def assert_as_good_as_naive(layer: Layer, factor: float) -> None:
-    """Assert that no gradient has an error of more than `factor` times that of the naive layer."""
+    """Assert that no gradient's error exceeds `factor` times the naive layer's."""
     dtype = layer.x.dtype
     args = [t.clone().requires_grad_() for t in (layer.x, layer.weight, layer.logits.to(dtype))]
     result, _ = mglu.forward_ste(*args, layer.activation)
@@ -233,8 +233,8 @@ def assert_as_good_as_naive(layer: Layer, factor: float) -> None:
 @pytest.mark.parametrize("density", GRADIENTS_FACTOR)
 @pytest.mark.parametrize("n_masks", quick_only_for([4], [1, 2, 4, 16]))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_errors_of_gradients_are_at_most_those_of_the_naive_layer_times_a_factor(dtype, n_masks, density):
-    """Not in float64, in which the rounding of the oracle itself is as large as the error."""
+def test_errors_of_gradients_are_at_most_a_multiple_of_the_naive_layers(dtype, n_masks, density):
+    """This skips float64, in which the oracle's own rounding is as large as the error."""
     for activation in ("silu", "relu", "sigmoid", "identity"):
         layer = make_layer((40,), 128, 56, n_masks, activation=activation, dtype=dtype, density=density)
         assert_as_good_as_naive(layer, GRADIENTS_FACTOR[density])
@@ -314,5 +314,5 @@ def test_checkpoints_recompute_the_layer_unless_a_policy_keeps_it(calls, kind, b
     function(*args).backward()
     for got, want in zip(args, plain, strict=True):
         torch.testing.assert_close(got.grad, want.grad)
-    # A reentrant checkpoint computes the result first without gradients, by another operator.
+    # A reentrant checkpoint first computes the result without gradients, by another operator.
     assert calls == {"forward_train": 2 if kind == "not reentrant" else 1, "backward": 1}

@@ -1,4 +1,4 @@
-"""The largest sizes that a check or a backend takes, and those that are one more."""
+"""The largest sizes that a check or a backend accepts, and sizes larger by one."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def _h100(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "has_cuda_core", lambda: True)
 
 
-def test_16_masks_are_taken_by_every_operator() -> None:
-    """17 are refused in test_bad_input.py."""
+def test_every_operator_accepts_16_masks() -> None:
+    """test_bad_input.py tests that 17 are refused."""
     layer = make_layer((2,), 24, 10, 16, routed=True)
     packed = torch.ops.mglu.pack_masks(layer.masks)
     assert torch.equal(torch.ops.mglu.unpack_masks(packed, 24), layer.masks)
@@ -77,8 +77,8 @@ def test_the_cuda_kernels_pack_fewer_than_2_to_the_31_rows_and_columns(dim: int)
 @pytest.mark.parametrize(("dtype", "n_masks", "limit"), [
     (torch.bfloat16, 1, 256), (torch.float16, 2, 512), (torch.float32, 1, 64), (torch.float32, 4, 64),
 ])  # fmt: skip
-def test_up_to_so_many_tokens_the_masks_are_applied_on_chip(dtype: torch.dtype, n_masks: int, limit: int) -> None:
-    """33 columns leave `tile_wgmma` out, which takes any number of tokens."""
+def test_masks_are_applied_on_chip_up_to_a_number_of_tokens(dtype: torch.dtype, n_masks: int, limit: int) -> None:
+    """33 columns exclude `tile_wgmma`, which takes any number of tokens."""
     for tokens, backend in ((limit, "cuda"), (limit + 1, "composite")):
         call = LayerCall.contiguous(GPU, dtype, n_masks, tokens, 64, 33)
         assert dispatch.choose(call).backend == backend
@@ -91,7 +91,7 @@ def test_kernels_that_read_the_weight_again_take_512_tokens() -> None:
         assert problem is None if fits else str(problem).startswith("513 tokens, above 512, with no wgmma")
 
 
-def test_as_many_calls_are_kept_as_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_kept_calls_are_dropped_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "CALLS_KEPT", 3)
     monkeypatch.setattr(dispatch, "_prepared", {})
     monkeypatch.setattr(dispatch, "_training_calls", {})

@@ -1,4 +1,4 @@
-"""The examples that evaluate a model and that export one to C++ run at a small size, and fail in words."""
+"""The examples that evaluate a model and that export one to C++ run at a small size, and fail with a clear error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_block_is_exported_and_run_in_cpp(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_what_train_trainer_writes_is_evaluated_offline(tmp_path: Path) -> None:
     pytest.importorskip("mglu_ops.transformers")
-    pytest.importorskip("lm_eval", reason="the extra `evaluate` is no dependency of the tests: it brings 48 packages")
+    pytest.importorskip("lm_eval", reason="the tests do not depend on the extra `evaluate`, which brings 48 packages")
     small = ("--size", "tiny", "--steps", "2", "--bytes", "30000")
     trained = run_example("train_trainer.py", *small, "--output", tmp_path / "model")
     assert trained.returncode == 0, trained.stderr[-4000:]

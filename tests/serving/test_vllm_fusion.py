@@ -1,4 +1,4 @@
-"""The fusion pass inside vLLM: what vLLM does to Inductor is done here without vLLM."""
+"""The fusion pass inside vLLM; these tests change Inductor as vLLM does, without vLLM."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _no_fusion_before_and_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 
 def test_a_graph_that_vllm_compiles_with_its_own_pass_is_fused() -> None:
-    """VLLM captures the graph, and compiles it with a pass of its own in the slot for one compilation."""
+    """For each compilation, vLLM captures the graph and sets a pass of its own in Inductor's slot."""
     theirs = Recorder()
 
     def compile_as_vllm(graph: GraphModule, inputs: list[Any]) -> Any:
@@ -48,7 +48,7 @@ def test_a_graph_that_vllm_compiles_with_its_own_pass_is_fused() -> None:
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_vllm_that_switches_the_passes_off_is_named(strict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With torch before 2.12, vLLM replaces the function of Inductor that runs them."""
+    """With torch before 2.12, vLLM replaces the Inductor function that runs the passes."""
     monkeypatch.setattr("torch._inductor.compile_fx._recursive_pre_grad_passes", lambda graph, _: graph)
     mglu_ops.enable_fusion(strict=strict)
     expected = (

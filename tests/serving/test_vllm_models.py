@@ -47,7 +47,7 @@ def test_the_entry_point_registers_the_architectures_and_configs() -> None:
 
 
 class InVllm:
-    """A vLLM process group of one rank of this process's group, and a config, as vLLM's workers set them up."""
+    """A vLLM process group for this rank, and a config, as vLLM's workers set them up."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         from vllm.config import VllmConfig, set_current_vllm_config

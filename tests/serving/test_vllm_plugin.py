@@ -1,4 +1,4 @@
-"""What the plugin registers and says, with a stand-in for vLLM's registry (test_vllm_models.py takes the real one)."""
+"""What the plugin registers and warns about, with a stand-in for vLLM's registry (test_vllm_models.py uses vLLM's)."""
 
 from __future__ import annotations
 

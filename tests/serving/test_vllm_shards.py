@@ -1,4 +1,4 @@
-"""The rows of a checkpoint that each tensor-parallel rank takes are together the checkpoint; wrong tensors fail."""
+"""The shards of all tensor-parallel ranks together are the checkpoint; wrong tensors are refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_shards_of_all_ranks_are_the_checkpoint(ranks: int) -> None:
 
 @pytest.mark.parametrize("from_logits", [False, True])
 def test_ranks_add_up_to_the_whole_layer(from_logits: bool) -> None:
-    """What vLLM computes: columns of MGLU from a rank's rows, and the sum over ranks of the row-parallel projection."""
+    """As in vLLM, each rank computes columns of MGLU from its rows; the row-parallel projection sums over the ranks."""
     torch.manual_seed(0)
     layer, x, ranks = MGLUFeedForward(COLUMNS, ROWS, n_masks=N_MASKS).double(), torch.randn(5, COLUMNS).double(), 2
     weight, logits = layer.mglu.weight.detach(), layer.mglu.mask_logits.detach()

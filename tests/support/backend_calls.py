@@ -1,4 +1,4 @@
-"""Calls of one backend, past the choice of a backend."""
+"""Calls of a given backend, without the choice of a backend."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def run_on(
     route_weights: Tensor | None = None,
     launch: Any = None,
 ) -> Tensor:
-    """The result of one backend, with a launch of its own kind or its own choice."""
+    """The result of one backend, with the given launch or its own choice."""
     return dispatch.forward(x, weight, packed_masks, activation, route_weights, backend=backend, launch=launch)
 
 
 def unsupported(backend: str, *operands: Any) -> str | None:
-    """Why a backend cannot take a call of `x, weight, packed_masks, activation, route_weights`."""
+    """Why a backend cannot take a call with `x, weight, packed_masks, activation, route_weights`."""
     return BACKENDS[backend].unsupported_reason(LayerCall.of(*operands))
 
 
 def launch_of(*operands: Any) -> LaunchChoice:
-    """How the CUDA backend launches a call of the same arguments."""
+    """How the CUDA backend launches a call with the same arguments."""
     call = LayerCall.of(*operands)
     return choose(call, gpu_of(call.device.index))

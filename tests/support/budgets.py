@@ -8,8 +8,8 @@ from torch import Tensor
 from mglu_ops import accuracy
 
 # The largest relative error ||result - oracle|| / ||oracle|| by dtype. It allows a few roundings (of epsilon / 2 each)
-# in the gate, value, activation, product and sum; measured errors are about a third of it. This is not the table of
-# mglu_ops/accuracy.py, because a test must not take its tolerance from what it tests.
+# in the gate, value, activation, product and sum; measured errors are about a third of it. This table is separate from
+# mglu_ops/accuracy.py, because a test must not take its tolerance from the code it tests.
 BUDGET = {
     torch.float64: 1e-14,
     torch.float32: 4e-6,
@@ -20,11 +20,11 @@ BUDGET = {
 # A result may have at most this many times the error of the naive layer in the same dtype.
 NAIVE_FACTOR = 1.5
 
-# Where a gate or a value is a difference of sums over a whole row, it has besides at most this error, in units of
-# `sum_k |x_k W_k|`. It bounds the sums of up to 1024 products, in float32 and in the order of any kernel.
+# If a gate or a value is a difference of sums over a whole row, it has at most this additional error, in units of
+# `sum_k |x_k W_k|`. The bound holds for float32 sums of up to 1024 products, in the order of any kernel.
 DIFFERENCE_ERROR = 2.0**-17
-# The CPU kernels take no difference that has lost more than 9 bits, which leaves this relative error in float32, and
-# none in 16 bits (csrc/cpu/small_values.h).
+# The CPU kernels do not use a difference that has lost more than 9 bits. This leaves this relative error in float32,
+# and none in 16 bits (csrc/cpu/small_values.h).
 SMALL_DIFFERENCE_ERROR = 2.0**-15
 
 

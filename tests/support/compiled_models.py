@@ -1,4 +1,4 @@
-"""Models that are compiled with torch.compile, and a pass of another library."""
+"""Models to compile with torch.compile, and a pass of another library."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def trace(model: nn.Module, settings: dict[str, Any] | None = None) -> None:
 
 
 def interpreted(gm: torch.fx.GraphModule, _: Any, **options: Any) -> Any:
-    """An `inner_compile` of Inductor that compiles nothing."""
+    """An `inner_compile` for Inductor that compiles nothing."""
     return make_boxed_func(gm.forward)
 
 

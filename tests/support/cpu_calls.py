@@ -22,7 +22,7 @@ EMULATION = Path(__file__).parents[1] / "cpu" / "cpu_avx512_emulation.h"
 
 
 def emulated_library() -> library.Library:
-    """The kernels built with emulated intrinsics, which has all instruction sets on every x86-64 machine."""
+    """The kernels built with emulated intrinsics, so that every x86-64 machine has all instruction sets."""
     version = hashlib.sha256(EMULATION.read_bytes()).hexdigest()[:16]  # the options are part of the cache's key
     options = (f'-DMGLU_EMULATE_AVX512="{EMULATION.name}"', f"-DMGLU_EMULATION={version}", f"-I{EMULATION.parent}")
     with pytest.MonkeyPatch.context() as patch:
@@ -44,7 +44,7 @@ def oracle(layer: Layer) -> Tensor:
 
 
 def forward_train(layer: Layer, isa: str | None = None) -> tuple[Tensor, Tensor]:
-    """The result and the partial derivatives of a layer of rows."""
+    """The result and the partial derivatives of a layer whose x is `[tokens, in_features]`."""
     cpu = BACKENDS["cpu"]
     assert isinstance(cpu, Cpu)
     given = (layer.x, layer.weight, layer.packed_masks)

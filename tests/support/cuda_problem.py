@@ -44,7 +44,7 @@ class Problem:
         return run_on("cuda", self.x, self.weight, self.packed, self.activation, self.route, launch=config)
 
     def oracle(self) -> Tensor:
-        """The sum mask by mask, so that float64 copies of all masks never live at once."""
+        """Sum mask by mask, so that float64 copies of all masks never exist at once."""
         terms = [
             reference.forward(
                 self.x,

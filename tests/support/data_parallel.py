@@ -1,4 +1,4 @@
-"""The check that data-parallel training on two ranks is training with the whole batch, for `ranks.run_on_ranks`."""
+"""The check that data-parallel training on two ranks equals training with the whole batch, for `ranks.run_on_ranks`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def whole_batch(
 def check_data_parallel(
     rank: int, device: str, dtype: torch.dtype, width: int, save_activations: bool, backend: str | None
 ) -> None:
-    """In float64, all parameters and masks are those of one process; in 16 bits, the first gradients are.
+    """In float64, all parameters and masks equal one process's; in 16 bits, the first gradients do.
 
     Afterwards the two ranks have the same bits.
     """

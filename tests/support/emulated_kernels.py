@@ -1,7 +1,7 @@
-"""The kernels of a training step on a CPU: their CUDA sources, compiled by a C++ compiler with stand-ins for PTX.
+"""The kernels of a training step on a CPU: a C++ compiler compiles their CUDA sources with stand-ins for PTX.
 
-A machine without a GPU thus runs the same device code, with the parameters that the host code packs. It shows wrong
-indices, formulas and parameters; it does not show races, and nothing of speed.
+A machine without a GPU thus runs the same device code, with the parameters that the host code packs. This finds wrong
+indices, formulas and parameters, but not races, and says nothing about speed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g
 
 @pytest.fixture
 def emulated_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `training_steps` take tensors of a CPU, and torch multiply them with a float32 result, as on a GPU of 8.0."""
+    """Let `training_steps` take CPU tensors, and torch multiply them with a float32 result, as on a GPU (8.0)."""
     monkeypatch.setattr(training_steps, "_launch", _launch)
     monkeypatch.setattr(training_steps, "_stream", lambda on: 0)
     monkeypatch.setattr(training, "gpu_of", lambda device: KNOWN_GPUS[8, 0])
@@ -46,7 +46,7 @@ def emulated_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def _launch(
     device: int | None, kernel: str, macros: tuple[tuple[str, int], ...], blocks: int, constants: bytes
 ) -> Callable[..., None]:
-    assert device is None  # of tensors of a CPU
+    assert device is None  # for CPU tensors
     run = _compiled(kernel, macros)
 
     def launch(stream: int, *pointers: int, maps: bytes | None = None) -> None:
@@ -60,7 +60,7 @@ def _launch(
 
 @cache
 def _folder() -> TemporaryDirectory[str]:
-    """The sources, with the stand-ins in the place of the headers of their names; removed when Python ends."""
+    """A folder with the sources, and stand-ins for headers of the same names; removed when Python ends."""
     folder: TemporaryDirectory[str] = TemporaryDirectory(prefix="mglu-emulated-")
     for path in (*source_directory().glob("*.cu*"), *STAND_INS.iterdir()):
         shutil.copy(path, folder.name)

@@ -1,4 +1,4 @@
-"""Programs of `torch.export`: made, saved and loaded, and their operators."""
+"""Makes programs with `torch.export`, saves and loads them, and lists their operators."""
 
 from __future__ import annotations
 

@@ -10,10 +10,10 @@ import pytest
 
 
 def family(*axes: Iterable[Any], fits: Callable[..., bool] = lambda *case: True, most: int = 3) -> list[Any]:
-    """Combinations of several axes that fit: each value of the longest axis with a few combinations of the others.
+    """The combinations of several axes that fit: each value of the longest axis with a few combinations of the others.
 
-    These differ from value to value, so that all values together have all combinations. The first combination with each
-    value of the first axis is quick.
+    The combinations differ from value to value, so that all of them occur. The first one with each value of the first
+    axis is quick.
 
     Args:
         *axes: the values of each parameter.
@@ -36,12 +36,12 @@ def family(*axes: Iterable[Any], fits: Callable[..., bool] = lambda *case: True,
 
 
 def sample(values: Iterable[Any], every: int) -> list[Any]:
-    """All values, of which one in `every` is quick."""
+    """All values; one in `every` is quick."""
     return [_parameters((value,), is_long=number % every != 0) for number, value in enumerate(values)]
 
 
 def quick_only_for(quick: Sequence[Any], values: Iterable[Any]) -> list[Any]:
-    """All values, of which those in `quick` are quick."""
+    """All values; the ones in `quick` are quick."""
     return [_parameters((value,), is_long=value not in quick) for value in values]
 
 

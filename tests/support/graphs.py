@@ -36,7 +36,7 @@ class Capture:
     before: list[Graph] = field(default_factory=list)
     after: list[Graph] = field(default_factory=list)
     decided: set[tuple[Rule, Rule]] = field(default_factory=set)
-    """The pairs of `rules.PRECEDENCE` that some node needed."""
+    """The pairs of `rules.PRECEDENCE` that decided about some node."""
 
     def __call__(self, gm: GraphModule, example_inputs: Any) -> Callable[..., Any]:
         self.before.extend(copy.deepcopy(graph) for graph in _graphs(gm))
@@ -95,7 +95,7 @@ def masked_products(counts: Counter[str]) -> int:
 
 
 def call_name(node: torch.fx.Node) -> str:
-    """`mglu.forward` of an operator of ours, else the recogniser's symbol (`linear`, `mul`), else the name."""
+    """`mglu.forward` and the like for our operators, else the recogniser's symbol (`linear`, `mul`), else the name."""
     if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "mglu":
         return f"mglu.{node.target._schema.name.split('::')[1]}"
     call = as_call(node)
@@ -107,7 +107,7 @@ def results(
 ) -> dict[str, Tensor | None]:
     """The results of `function(**tensors)`, and the gradients of the tensors and `parameters` that require one.
 
-    The gradients are those of a weighted sum of all results; None for a tensor that the results do not depend on.
+    These are gradients of a weighted sum of all results; None for a tensor that the results do not depend on.
     """
     output = function(**tensors)
     outputs = output if isinstance(output, tuple) else (output,)
@@ -130,7 +130,7 @@ def model_results(model: nn.Module, x: Tensor, call: Callable[..., Tensor] | Non
 
 
 def assert_same(found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None], budget: float) -> None:
-    """Check that two `results` agree within a relative error; no gradient equals a gradient of 0."""
+    """Check that two `results` agree within a relative error; a missing gradient equals a gradient of 0."""
     assert found.keys() == wanted.keys()
     for name in wanted:
         a, b = found[name], wanted[name]
@@ -163,9 +163,9 @@ def assert_same_where_finite(
 def compare(
     function: Callable[..., Any], make: Callable[[], dict[str, Tensor]], budget: float, **options: Any
 ) -> Capture:
-    """Compile a function, compare its results and gradients with those of eager, and return the capture.
+    """Compile a function, compare its results and gradients with eager's, and return the capture.
 
-    `make()` returns new tensors at each call, since the function may write to them. `options` are those of `Capture`.
+    `make()` returns new tensors at each call, since the function may write to them. `options` are passed to `Capture`.
     """
     wanted = results(function, make())
     capture = Capture(**options)

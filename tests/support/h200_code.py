@@ -1,6 +1,6 @@
 """Generates the code that Inductor generates for an H200, on a machine without a GPU: fake tensors, and a faked device.
 
-Nothing of it is compiled or run.
+The code is neither compiled nor run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _KERNEL = re.compile(r"@triton\.jit\ndef (triton_\w+)\(.*?\):\n(.*?)'''", re.DOT
 
 
 class TritonKernel(NamedTuple):
-    """A generated kernel: its name, and its lines that access memory, wait, let go, or begin a loop or a branch."""
+    """A generated kernel: its name, and its lines that access memory, wait, launch, or begin a loop or a branch."""
 
     name: str
     lines: list[str]
@@ -48,7 +48,7 @@ class TritonKernel(NamedTuple):
 
     @property
     def waits_first(self) -> bool:
-        """Whether its first line of these is a wait, which is then in no loop and in no branch."""
+        """Whether the first of these lines is a wait, which is then outside of loops and branches."""
         return "gdc_wait" in self.lines[0]
 
 
@@ -63,7 +63,7 @@ def kernels_of(code: str) -> list[TritonKernel]:
 
 @contextmanager
 def h200(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
-    """Inside the block, Inductor takes the first CUDA device for an H200, or one of another compute capability."""
+    """Inside the block, Inductor takes the first CUDA device for an H200 (or a GPU of another compute capability)."""
     major, minor = capability
     for_kernels = DeviceProperties(type="cuda", index=0, cc=10 * major + minor, major=major, **_LIMITS)
     device = SimpleNamespace(
@@ -88,7 +88,7 @@ def h200_code(function: Callable[..., Any], inputs: Sequence[Shape], **settings:
     """The module that Inductor generates for a function of tensors on an H200, under settings of Inductor."""
     with ExitStack() as stack:
         stack.enter_context(inductor_config.patch(settings))
-        # With deterministic algorithms, which the tests ask for, `index_put_` would be a call of another library.
+        # With deterministic algorithms, which the tests enable, `index_put_` would be a call of another library.
         stack.enter_context(patch("torch.are_deterministic_algorithms_enabled", lambda: False))
         mode = FakeTensorMode(shape_env=ShapeEnv())
         with mode:

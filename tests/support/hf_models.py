@@ -12,7 +12,7 @@ from mglu_ops.nn import MGLU
 from mglu_ops.transformers.architectures import ARCHITECTURES, Architecture
 
 VOCABULARY = 97
-# hidden_size is no multiple of 8, so that packed masks have padding.
+# hidden_size is not a multiple of 8, so that packed masks have padding.
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 36,

@@ -225,7 +225,7 @@ def routed_by_unsqueezed_columns(x, weight, logits):
 
 
 class ClippedSign(torch.autograd.Function):
-    """A straight-through estimator with a gradient of its own, which the pass must keep."""
+    """A straight-through estimator with a custom gradient, which the pass must keep."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
@@ -307,7 +307,7 @@ def clamped_sign(x, weight, logits):
 
 @fuses("forward")
 def sign_of_what_a_threshold_leaves(x, weight, logits):
-    """The sign holds -1 too, of which the absolute value is 1."""
+    """The sign may be -1, whose absolute value is 1."""
     return sum(gated(x, weight, F.softshrink(m.detach(), 0.5).sign().abs()) for m in logits)
 
 

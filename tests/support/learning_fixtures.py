@@ -19,7 +19,7 @@ TINY = Sizes(layers=2, hidden=16, intermediate=32, heads=2, kv_heads=2, vocabula
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory) -> Path:
-    """Text of 40 packages, with files that repeat others, and files that are no text."""
+    """Text of 40 packages, with files that repeat others and files that are not text."""
     root = tmp_path_factory.mktemp("text")
     random = np.random.default_rng(0)
     words = ["".join(random.choice(list("abcdefgh"), 5)) for _ in range(50)]
@@ -53,6 +53,6 @@ def tiny(monkeypatch) -> Iterator[None]:
 
 
 def tiny_run(text: corpus.Corpus, steps: int, **options: object) -> Recipe:
-    """A recipe of about so many steps."""
+    """A recipe of about `steps` steps."""
     share = text.sizes.train_tokens / text.sizes.train_bytes
     return Recipe(**{"lr": 1e-2, "megabytes": steps * 4 * 16 / share / 1e6, **options})

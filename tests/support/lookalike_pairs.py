@@ -1,7 +1,7 @@
-"""Pairs of expressions that look equal, of which `EQUAL` are and most others are not.
+"""Pairs of expressions that look equal: the ones in `EQUAL` are, and most others are not.
 
-A pair replaces the uses of a variable `{v}`, in a layer for example those of gate and value. The table maps a predicate
-of tensors to the pairs that fit them.
+A pair replaces the uses of a variable `{v}`, for example in the gate and in the value of a layer. The table maps a
+predicate of tensors to the pairs that fit them.
 """
 
 from __future__ import annotations

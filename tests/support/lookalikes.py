@@ -18,7 +18,7 @@ from torch import Tensor
 SAME = 10 * BUDGET[torch.float64]
 
 
-D = H = 8  # square, so that no shape tells what is transposed
+D = H = 8  # square, so that shapes do not reveal a transpose
 
 
 ALL = ("x", "weight", "logits", "other")
@@ -46,7 +46,7 @@ def tensors(trained: tuple[str, ...] = ()) -> dict[str, Tensor]:
 
 
 def check(layer: Layer, trained: tuple[str, ...] = (), **options: Any) -> Capture:
-    """Check that results and gradients are those of eager, and that the report mentions the layer."""
+    """Check that results and gradients equal eager's, and that the report mentions the layer."""
     capture = compare(layer, lambda: tensors(trained), SAME, **options)
     assert_says_why(capture)
     return capture

@@ -45,7 +45,7 @@ class Program:
     weight: str = "weight"
     """The masked weight, a key of `WEIGHTS`."""
     at_each_use: bool = False
-    """Whether the weight is computed once more for the value."""
+    """Whether the weight is computed again for the value."""
     scale: str | None = None
     joint: str | None = None
     value_first: bool = False
@@ -57,7 +57,7 @@ class Program:
         return self.kind == "logits"
 
     def __call__(self, x: Tensor, weight: Tensor, masks: Tensor, other_x: Tensor, other_weight: Tensor) -> Any:
-        """The layer of x and other_x `[..., h]`, weight and other_weight `[d, h]`, and masks `[n, d, h]` of a kind."""
+        """The layer for x and other_x `[..., h]`, weight and other_weight `[d, h]`, and masks `[n, d, h]` of a kind."""
         if self.wrong is not None and self.wrong.startswith("mutate"):
             x, weight, masks = x.clone(), weight.clone(), masks.clone()
         terms, extra = [], []
@@ -189,8 +189,7 @@ def _mutate(wrong: str | None, x: Tensor, weight: Tensor, masks: Tensor, i: int,
     return []
 
 
-# Changes of the first term of a program. With some of them the program is still MGLU, and with some of those the pass
-# cannot prove it.
+# Changes of the first term of a program. Some of them leave it an MGLU program, which the pass cannot always prove.
 WRONGS = (
     "soft mask",
     "mask per channel",
@@ -229,11 +228,11 @@ WRONGS = (
 )
 
 
-# Changes with which gate and value have two inputs or two weights.
+# Changes that give gate and value different inputs or weights.
 OF_OTHER_OPERANDS = ("other x", "detached x", "copied x", "other weight", "detached weight")
 
 
-# Changes of the masks alone, with which gate and value may also come from one product.
+# Changes of the masks alone, which also fit programs whose gate and value come from one product.
 MASK_WRONGS = ("soft mask", "squared mask", "one mask is detached", *TRANSPOSES)
 
 
@@ -264,7 +263,7 @@ def layer_tensors(**changed: Any) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class StackProgram:
-    """An MGLU layer with all masks in one tensor. All sizes may be equal, so that no shape tells dimensions apart."""
+    """An MGLU layer with all masks in one tensor. All sizes may be equal, so that shapes tell no dimensions apart."""
 
     complement: str = "1 - m"
     product: str = "w * m"
@@ -281,7 +280,7 @@ class StackProgram:
         return self.kind == "logits"
 
     def __call__(self, x: Tensor, weight: Tensor, masks: Tensor, other_x: Tensor, other_weight: Tensor) -> Any:
-        """The layer of the tensors that a `Program` takes."""
+        """The layer for the tensors that a `Program` takes."""
         wrong = self.wrong
         m = straight_through(masks) if self.trained else masks
         dim, project = STACK_PROJECTIONS[self.projection]

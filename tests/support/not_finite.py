@@ -13,8 +13,8 @@ def assert_right_or_not_finite(
 ) -> None:
     """Check y `[tokens, out_features]` of bool masks `[n_masks, out_features, in_features]`.
 
-    Elements that read a NaN are NaN. All others that are finite are right: the formula's, in which a gate and a value
-    have no term of a weight that the mask excludes.
+    Elements that read a NaN must be NaN. Other finite elements must equal the formula, in which a gate and a value have
+    no terms for weights that their mask excludes.
     """
     act = ACTIVATIONS[activation].forward
     products = x.double()[:, None, :] * weight.double()  # [tokens, out_features, in_features]

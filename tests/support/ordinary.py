@@ -1,8 +1,8 @@
-"""Random programs of the operators that models are made of, without an MGLU layer.
+"""Random programs made of the operators of ordinary models, without an MGLU layer.
 
 A program is Python source with one statement per line, so that a failing one can be read, shortened and run by hand.
 Each line comes from a template (`ordinary_templates`), whose fields are filled with results of earlier lines. A line on
-which eager torch raises an error is dropped, so a template needs no knowledge of shapes and dtypes.
+which eager torch raises an error is dropped, so templates need not consider shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Program:
     statements: tuple[str, ...]
     dtype: torch.dtype = torch.float32
     square: bool = False
-    """Whether all sizes are equal, so that no shape tells dimensions apart."""
+    """Whether all sizes are equal, so that shapes do not tell dimensions apart."""
     empty: bool = False
-    """Whether there are no tokens."""
+    """Whether the number of tokens is 0."""
     special: bool = False
     """Whether the inputs hold NaN, infinities and zeros."""
     trained: bool = False

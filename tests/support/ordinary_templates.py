@@ -1,4 +1,4 @@
-"""Templates of single lines for the operators that models are made of, from which `ordinary` composes its programs."""
+"""Templates of lines with the operators of ordinary models; `ordinary` composes its programs from them."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ checkpoint(lambda y: y.mul(2).add_(1), {real}, use_reentrant=False) | torch.func
 torch.vmap(lambda y: F.linear(y, W))(x) | Scaled.apply(F.linear(x, W * m))
 """
 
-# Layers with gates of masked weights, each of which differs from MGLU in some detail.
+# Layers with gates of masked weights that differ from MGLU in some detail.
 ALMOST = """
 {act}(F.linear(x, W * m)) * F.linear(x, V * ~m) | {act}(F.linear(x, W * m)) * F.linear(x, W * m)
 {act}(F.linear(x, W * ~m)) * F.linear(x, W) | {act}(F.linear(x, W * m)) * F.linear(x + 1, W * ~m)
@@ -242,7 +242,7 @@ r * ({act}(F.linear(x, W * m)) * F.linear(x, V * ~m)) | F.glu(F.linear(x, torch.
 {act}(F.linear(x, W.clone().mul_(m))) * F.linear(x, V.clone().mul_(~m))
 """
 
-# Lines for `capture_dynamic_output_shape_ops` and `capture_scalar_outputs`, with data-dependent shapes and numbers.
+# Lines with data-dependent shapes and numbers, for `capture_dynamic_output_shape_ops` and `capture_scalar_outputs`.
 DATA_DEPENDENT = """
 {any}[{mask}] | {any}[{any} > 0] | {any}[{any} > 0] > {number} | torch.masked_select({any}, {mask})
 torch.nonzero({any}) | {any}.nonzero()[:, 0] | {any}[{mask}] * 2 | {any}[{any} != 0].sum()

@@ -1,8 +1,8 @@
-"""Layers whose gates or values are small beside each other, and the bound on a backend's error in them.
+"""Layers in which gates are small compared with values or the reverse, and the bound on a backend's error in them.
 
-A backend that takes a value as the difference of two sums over a whole row loses what the value is small by; the naive
-layer, which multiplies twice, loses nothing. The bound is the naive layer's own error in the same dtype, times
-`NAIVE_FACTOR`, and what `budgets` grants to differences.
+A backend that computes a value as a difference of two sums over a whole row loses the digits by which the value is
+smaller. The naive layer, which multiplies twice, loses none. The bound is the naive layer's own error in the same
+dtype, times `NAIVE_FACTOR`, and what `budgets` grants to differences.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor
 from mglu_ops.activations import ACTIVATIONS
 
 TOKENS = (1, 2, 4, 5, 33)
-# What hypothesis tries first comes first.
+# Hypothesis tries the first entries first.
 _DENSITIES = (0.5, 0.1, 0.9, 0.01, 0.99, 0.0, 1.0)
-_SHARES = (0.5, 0.02, 0.0)  # of outliers; one at least
-_BITS = (16, 20, 13, 10, 5, 0)  # by which an outlier is larger than other numbers
+_SHARES = (0.5, 0.02, 0.0)  # of outliers; there is at least one
+_BITS = (16, 20, 13, 10, 5, 0)  # by this power of two, an outlier is larger than other numbers
 
 
 @st.composite
@@ -37,7 +37,7 @@ def outlier_layers(
 ) -> Layer:
     """Draw layers of any scale and density whose x or W has outliers: in gates alone, in values alone, or anywhere.
 
-    All numbers are normally distributed, or those that are no outliers are the same, so that roundings add up.
+    All numbers are normally distributed, or all but the outliers are equal, so that roundings add up.
     """
     columns, seed = draw(st.sampled_from(in_features)), draw(st.integers(0, 2**16))
     layer = make_layer(
@@ -83,7 +83,7 @@ def layer_of_large_gates(dtype: torch.dtype, tokens: int, n_masks: int) -> Layer
 def assert_loses_no_more_than_naive(result: Tensor, layer: Layer, slack: float = 0.0, what: str = "result") -> None:
     """Assert that the relative error of `result` is at most `NAIVE_FACTOR` times the naive layer's, plus `slack`.
 
-    One rounding of the result counts as the naive layer's error where it has a smaller one by chance.
+    If the naive layer's error is by chance smaller than one rounding of the result, that rounding counts instead.
     """
     oracle = layer.oracle()
     naive_error = relative_error(_naive(layer), oracle)

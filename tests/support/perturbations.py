@@ -1,8 +1,8 @@
 """Perturbations of a program, and how they change it at a position for a variable.
 
-`PERTURBATIONS` lists them. `places(perturbation, program, scopes)` are all the places of a program where one fits, and
-`perturbed(perturbation, program, place)` is the changed program. Positions are numbers of statements: an insertion at
-position p comes before statement p.
+`PERTURBATIONS` lists them. `places(perturbation, program, scopes)` are all places in a program where a perturbation
+fits, and `perturbed(perturbation, program, place)` is the changed program. Positions are numbers of statements: an
+insertion at position p comes before statement p.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Perturbation:
     """What is done with the texts: `insert`, `later`, `return`, `reassign`, `use` or `pair` (see `perturbed`)."""
     text: str
     fits: Fits
-    """Whether a variable can be perturbed so."""
+    """Whether a variable can be perturbed in this way."""
     second: str = ""
     """The statement at the later position (`later`), or the expression of later uses (`pair`)."""
 

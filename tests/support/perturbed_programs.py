@@ -3,10 +3,10 @@
 The seed of a program decides the right program, and its index the perturbation and the place. `program(seed, index)`
 makes it, `indices(seed)` lists all indices of a seed, and `sample(number)` draws a seed and an index.
 
-What must hold: if eager runs the program, and the graph of Dynamo without the pass gives what eager gives, then the
-graph that the pass has changed gives that too. This includes all results, the gradients of all trained inputs (of which
-those that eager lacks must be missing, because an optimizer decays a weight whose gradient is 0), the values of all
-inputs afterwards, and the state of the random numbers. A graph in which nothing is fused must not be changed.
+What must hold: if eager runs the program, and Dynamo's graph without the pass gives what eager gives, then the graph
+that the pass has changed does as well. This includes all results, the gradients of all trained inputs (gradients that
+eager lacks must be missing, because an optimizer decays a weight whose gradient is 0), the values of all inputs
+afterwards, and the state of the random numbers. A graph in which nothing is fused must not be changed.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ def right_program(seed: int) -> tuple[Program, Scopes]:
 
 
 def perturbation(index: int) -> Perturbation:
-    """The perturbation of an index, which is its number in `PERTURBATIONS` plus a multiple of their count."""
+    """The perturbation of an index; an index is a number in `PERTURBATIONS` plus a multiple of their count."""
     return PERTURBATIONS[index % len(PERTURBATIONS)]
 
 
 def place(seed: int, index: int) -> Place:
-    """The place that the index selects among those of its perturbation in the program of a seed.
+    """The place that the index selects for its perturbation in the program of a seed.
 
     Raises:
         IndexError: the program has fewer such places.
@@ -96,7 +96,7 @@ def indices(seed: int) -> Iterator[int]:
 
 
 def sample(number: int) -> tuple[int, int]:
-    """The seed and index of a random program, drawn by a number; neighbours have one right program."""
+    """The seed and index of a random program, drawn by a number; neighbouring numbers share one right program."""
     seed, dice = number // SAMPLES_PER_SEED, random.Random(number)
     while True:
         family = dice.choices(list(FAMILIES), list(FAMILIES.values()))[0]
@@ -139,7 +139,7 @@ def through_the_pass(program: Program) -> str:
 
 
 def through_inductor(program: Program) -> str:
-    """Compare a program that eager can run, compiled by Inductor with fusion, with eager; and if it differs, without.
+    """Compare a program compiled by Inductor with fusion with eager; if they differ, also compile it without fusion.
 
     Returns and raises what `through_the_pass` does.
     """
@@ -174,7 +174,7 @@ def _attempt(program: Program, function: Callable[..., Any]) -> dict[str, Any] |
 def _verdict(
     program: Program, found: dict[str, Any] | Exception, plain: dict[str, Any] | Exception, wanted: dict[str, Any]
 ) -> str:
-    """The outcome of a program in which a layer is fused."""
+    """The verdict on a program in which a layer is fused."""
     if isinstance(plain, Exception):
         return "skipped: raises an error when compiled without fusion"
     tolerance = _tolerance(program)
@@ -211,7 +211,7 @@ class Both(Capture):
 def outcomes(program: Program, function: Callable[..., Any]) -> dict[str, Any]:
     """All that a call of a program gives: results, gradients, the inputs afterwards, and the state of random numbers.
 
-    The gradients are those of a weighted sum of all results, in which each element has a weight of its own.
+    These are gradients of a weighted sum of all results, in which each element has a weight of its own.
     """
     torch.manual_seed(program.seed)
     inputs = program.inputs()

@@ -1,4 +1,4 @@
-"""Random programs of the parts in `spellings`, their inputs, and what must hold for each.
+"""Random programs made of the parts in `spellings`, their inputs, and what must hold for each.
 
 One function draws a case from any source of choices: hypothesis, which shrinks failures, or `random.Random(seed)`.
 
@@ -54,11 +54,11 @@ from torch._dynamo.exc import TorchRuntimeError
 from mglu_ops.activations import ACTIVATIONS
 
 SAME = 10 * BUDGET[torch.float64]
-D = H = 8  # square, so that no shape tells what is transposed
+D = H = 8  # square, so that shapes do not reveal a transpose
 TOKENS = 5
 
 Choose: TypeAlias = Callable[[Sequence[Any]], Any]
-"""Chooses one of several options, of which the first is the simplest."""
+"""Chooses one of several options; the first is the simplest."""
 
 TRAINED = ("x", "weight", "masks", "other_x", "other_weight")
 
@@ -135,7 +135,7 @@ class Case:
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-        # A stack program has as many tokens as features, so that no shape tells its dimensions apart.
+        # A stack program has as many tokens as features, so that shapes do not tell its dimensions apart.
         tokens = H if isinstance(self.program, StackProgram) else TOKENS
         named = {"x": normal(tokens, H), "weight": normal(D, H), "logits": normal(self.n_masks, D, H)}
         named |= {"other_x": normal(tokens, H), "other_weight": normal(D, H)}
@@ -211,12 +211,12 @@ def is_right(case: Case) -> bool:
         return False
     if isinstance(program, StackProgram):
         return True
-    # A function with a kink may or may not be fused as relu where no gradient is recorded.
+    # A function with a kink may be fused as relu, or not, where no gradient is recorded.
     return program.joint not in WRONG_JOINTS and program.hand_written not in DOUBTFUL_FUNCTIONS
 
 
 def may_be_silent(case: Case) -> bool:
-    """Whether the report need not mention the program, as it does not multiply one x by two forms of one weight."""
+    """Whether the report may omit the program, because it does not multiply one x by two forms of one weight."""
     wrong = case.program.wrong or ""
     if wrong.startswith("mutate") or (wrong and case.needs_trust):
         return True  # after a mutation x or the weight is another tensor; or it is unknown which factor is the mask
@@ -228,8 +228,8 @@ def may_be_silent(case: Case) -> bool:
 def _has_one_factor(program: Program) -> bool:
     """Whether gate and value of a program with one mask multiply the weight by one function of that mask.
 
-    A mistake replaces the factor of the value. Where it gives the complement of the mask, and the program takes the
-    complement for the gate, both factors are the complement.
+    A mistake replaces the factor of the value. If the new factor is the complement of the mask, and the program also
+    uses the complement for the gate, both factors are equal.
     """
     asymmetric = torch.tensor([[[-1.0, 1.0], [-1.0, 1.0]]], dtype=torch.float64)  # differs from its transpose
     return program.has_one_factor(KINDS[program.kind](asymmetric))
@@ -281,7 +281,7 @@ def assert_agrees(
     The operator multiplies each element of the weight by x, for the gate or for the value. So NaN or inf in row t of x
     makes row t of the result NaN, and NaN or inf in row d of the weight makes column d NaN. Eager may have finite
     numbers there, because it replaces the element by 0 (`where(M, W, 0)`) or saturates (`sigmoid(-inf)`). All other
-    rows and columns must agree. (For an element `[d, h]` of the weight, columns d and h are left out, since a program
+    rows and columns must agree. (For an element `[d, h]` of the weight, columns d and h are skipped, since a program
     may transpose the weight.) A gradient is a sum over tokens or features: with NaN or inf in x, only rows of the
     gradient of x are compared, and with NaN or inf in the weight only rows of the gradients of weight and masks.
     """
@@ -293,7 +293,7 @@ def assert_agrees(
     for name in sorted(kept & wanted.keys()):
         a, b = found[name], wanted[name]
         if a is not None and b is not None and b.abs().nan_to_num(0).sum() < _NOISE:
-            assert a.abs().nan_to_num(0).sum() < _NOISE, f"{name}: must be 0 but for rounding"
+            assert a.abs().nan_to_num(0).sum() < _NOISE, f"{name}: must be 0 up to rounding"
             continue
         assert_same({name: _rows(a, name, tokens, features)}, {name: _rows(b, name, tokens, features)}, SAME)
 

@@ -27,16 +27,16 @@ GPU_BACKENDS = [
     ),
     "gloo",
 ]
-"""Backends for ranks with tensors on GPUs: NCCL wants a GPU for each rank, and with gloo the ranks share one."""
+"""Backends for ranks with tensors on GPUs: NCCL needs a GPU for each rank; with gloo, the ranks share one."""
 
 
 def run_on_ranks(
     check: Callable[..., None], folder: Path, *args: Any, backend: str = "gloo", ranks: int = RANKS
 ) -> None:
-    """Call `check(rank, *args)`, a function of a module, in each of some processes; fail if it raises in any of them.
+    """Call `check(rank, *args)`, a module-level function, in `ranks` processes; fail if it raises in any of them.
 
-    Their process group meets in a file in `folder`. With `nccl`, each rank has the GPU of its number; with `gloo`,
-    tensors on "cuda" are on the first GPU for every rank.
+    The processes form a group through a file in `folder`. With `nccl`, each rank has the GPU of its number; with
+    `gloo`, "cuda" is the first GPU on every rank.
     """
     context = multiprocessing.get_context("spawn")
     results = context.Queue()

@@ -26,7 +26,7 @@ WEIGHTS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Spelling:
-    """The statements that make mask `m{i}`, from logits or from what is given, and those for its complement."""
+    """The statements that make mask `m{i}` from what is given, and the statements for its complement."""
 
     given: str
     """What the program receives: `logits`, `bool`, `float` or `bytes` (8 masks in the bits of a uint8 tensor)."""
@@ -112,7 +112,7 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "g * sigmoid(g)": ("e{i} = torch.sigmoid(g{i})", "z{i} = g{i} * e{i}"),
 }
 
-# The statements before all terms, those after term i, and those after all terms, where `{terms}` lists all terms.
+# Statements before all terms, after term i, and after all terms, where `{terms}` lists all terms.
 SUMS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
     "y = y + term": (("y = torch.zeros(8, dtype=x.dtype)",), "y = y + y{i}", ()),
     "y += term": (("y = torch.zeros(x.shape[0], 8, dtype=x.dtype)",), "y += y{i}", ()),

@@ -1,6 +1,7 @@
 """Random MGLU programs that are right, as source with one tensor operation per statement.
 
-`perturbations` inserts others between them. `draw(seed)` makes one program of the parts in `right_program_parts`.
+`perturbations` inserts other statements between these. `draw(seed)` makes a program from the parts in
+`right_program_parts`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from spellings import Sign
 from torch import Tensor
 
 SIZE = 8
-"""The number of input features and of output features. They are equal, so that no shape tells a transpose."""
+"""The number of input features and of output features. They are equal, so that shapes do not reveal a transpose."""
 
 
 class Damped(torch.autograd.Function):
@@ -63,7 +64,7 @@ class Program:
     trained: tuple[str, ...] = ()
     no_grad: bool = False
     shared: str = ""
-    """The argument of which the argument `shared` is a detached view; empty if there is none."""
+    """The argument that the argument `shared` is a detached view of; empty if there is none."""
     extra: tuple[str, ...] = ()
     """The variables that are returned besides `y`."""
     compiled_autograd: bool = False
@@ -206,7 +207,7 @@ def _trained(dice: random.Random, program: Program) -> tuple[str, ...]:
 
 
 def _masks(dice: random.Random, spelling: Spelling, n_masks: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The statements that make all masks, and those that make mask i: from one tensor a mask, or from a stack."""
+    """The statements that make all masks, and those that make mask i: from a tensor for each mask, or a stack."""
     if spelling.given == "bytes":
         return (), spelling.lines
     one, stack = ("l", "L") if spelling.given == "logits" else ("m", "M")
@@ -227,7 +228,7 @@ def _is_straight_through(spelling: Spelling) -> bool:
 
 
 def _layer(dice: random.Random, spelling: Spelling) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The statements of all masks, and for mask i those of complement, gate, value, activation and term."""
+    """The statements for all masks, and for mask i the statements for complement, gate, value, activation and term."""
     complement = dice.choice(spelling.complements)
     products = BOOL_PRODUCTS if "~" in spelling.complements[0] else PRODUCTS
     product = products[dice.choice(list(products))]

@@ -39,7 +39,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.AdamW:
 def train(
     setting: Setting, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, parts: DeviceMesh
 ) -> None:
-    """Some steps, in which each rank of `parts` has its share of the batch."""
+    """Run some steps, in which each rank of `parts` has its share of the batch."""
     for step in steps:
         optimizer.zero_grad()
         x, target = (setting.x(seed).chunk(parts.size())[parts.get_local_rank()] for seed in (step, step + STEPS))
@@ -71,7 +71,7 @@ def check_spread(setting: Setting) -> None:
 
 
 def check_fully_sharded_training(setting: Setting) -> None:
-    """Steps of AdamW give the parameters that one process gets with the whole batch; and their logits freeze."""
+    """AdamW steps give the same parameters as in one process with the whole batch, and the gathered model freezes."""
     expected, sharded = (setting.model(top_k=2) for _ in range(2))
     train(setting, expected, optimizer_of(expected), range(STEPS), alone(setting))
     shard_fully(sharded, setting.mesh)
@@ -98,7 +98,7 @@ def check_frozen_first(setting: Setting) -> None:
 
 
 def check_both(setting: Setting) -> None:
-    """Two groups of tensor-parallel ranks, between which FSDP divides what each of them holds."""
+    """Two groups of tensor-parallel ranks; FSDP divides what each rank holds between the groups."""
     mesh = init_device_mesh(setting.device, (2, dist.get_world_size() // 2), mesh_dim_names=("data", "tensor"))
     inner = Setting(mesh["tensor"], setting.device, setting.dtype)
     expected, sharded = setting.model(top_k=2), inner.parallel(inner.model(top_k=2))
@@ -112,7 +112,7 @@ CHECKS = {"spread": check_spread, "training": check_fully_sharded_training, "fro
 
 
 def run_checks(rank: int, device: str, dtype: torch.dtype) -> None:
-    """Run the checks on this rank; with four ranks or more, also that of both kinds of sharding at once."""
+    """Run the checks on this rank; with four ranks or more, also `check_both`."""
     setting = Setting.of(device, dtype)
     for check in (*CHECKS.values(), *((check_both,) if dist.get_world_size() >= 4 else ())):
         check(setting)
@@ -156,7 +156,7 @@ def save(rank: int, device: str, folder: str) -> None:
 
 
 def load(rank: int, device: str, folder: str) -> None:
-    """Load each of them on these ranks: the same bits; and going on gives what one process gets without a stop."""
+    """Load each checkpoint on these ranks: the bits are the same, and training on equals an uninterrupted process."""
     setting = Setting.of(device, torch.float64)
     for way in WAYS:
         model, parts = run_of(setting, way, seed=1)
@@ -175,7 +175,7 @@ def load(rank: int, device: str, folder: str) -> None:
 
 
 def load_in_another_way(rank: int, device: str, folder: str) -> None:
-    """Load what FSDP trained into tensor-parallel layers, and freeze these: the masks of the whole logits."""
+    """Load what FSDP trained into tensor-parallel layers, and freeze them: the masks equal the whole logits' masks."""
     setting = Setting.of(device, torch.float64)
     model, _ = run_of(setting, "tensor parallel", seed=1)
     stored = {"model": get_model_state_dict(model)}
@@ -189,7 +189,7 @@ def load_in_another_way(rank: int, device: str, folder: str) -> None:
 
 
 def load_whole(folder: str) -> None:
-    """Load each of them into a model of one process, without a process group: the same bits."""
+    """Load each checkpoint into a model of one process, without a process group: the bits are the same."""
     for way in WAYS:
         model = Setting(None, "cpu", torch.float64).model()
         for layer in model:

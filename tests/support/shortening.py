@@ -1,4 +1,4 @@
-"""Shortens a perturbed program that fails, so that what matters can be read."""
+"""Shortens a perturbed program that fails to the part that matters."""
 
 from __future__ import annotations
 

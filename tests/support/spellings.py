@@ -1,4 +1,4 @@
-"""Tables of the parts that MGLU is spelled with, right and subtly wrong; `mglu_programs` composes programs of them."""
+"""Tables of right and subtly wrong ways to spell the parts of MGLU; `mglu_programs` composes programs from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def straight_through(logits: Tensor) -> Tensor:
-    """A mask whose value is `logits > 0` and whose gradient is that of the logits."""
+    """A mask whose value is `logits > 0`, and whose gradient passes to the logits."""
     hard = (logits > 0).to(logits.dtype)
     return (hard - logits).detach() + logits
 
@@ -81,7 +81,7 @@ def term_of_weights(x: Tensor, gate_weight: Tensor, value_weight: Tensor) -> Ten
 
 
 def term_of_total(total: Tensor, gate: Tensor) -> Tensor:
-    """The term whose value is what the gate leaves of `F.linear(x, weight)`."""
+    """The term whose value is `F.linear(x, weight)` minus the gate."""
     return term_of_products(gate, total - gate)
 
 
@@ -159,8 +159,8 @@ INTEGER_COMPLEMENTS: dict[str, Callable[[Tensor], Tensor]] = FIXED_COMPLEMENTS |
     "m ^ 1": lambda m: m ^ 1,
 }
 
-# Functions that are the complement only in some dtypes, because numbers are rounded to the dtype of their tensor and
-# integers overflow; or that are never the complement.
+# Functions that are the complement only in some dtypes, because numbers are rounded to the tensor's dtype and integers
+# overflow, or that never are.
 DOUBTFUL_COMPLEMENTS: dict[str, Callable[[Tensor], Tensor]] = {
     "m < full_like(0.5)": lambda m: m < torch.full_like(m, 0.5),
     "full_like(1.5) - m": lambda m: torch.full_like(m, 1.5).double() - m.double(),
@@ -219,7 +219,7 @@ PROJECTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "swapaxes by keywords": lambda x, w: x.matmul(other=w.swapaxes(axis0=-1, axis1=0)),
 }
 
-# Activations that are written out.
+# Activations written out as formulas.
 HAND_WRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
     "g / (1 + exp(-g))": lambda g: g / (1 + torch.exp(-g)),
     "g * sigmoid(g)": lambda g: g * torch.sigmoid(g),
@@ -306,7 +306,7 @@ WEIGHTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "elementwise": lambda weight, other: weight * other,
 }
 
-# The factor of term i, from a tensor of scalars.
+# The factor for term i, from a tensor of scalars.
 SCALES: dict[str, Callable[[Tensor, int], Any]] = {
     "number": lambda scalars, i: 0.5,
     "numbers": lambda scalars, i: (0.5, 1.0, -2.0, 3.0)[i % 4],

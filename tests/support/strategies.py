@@ -26,7 +26,7 @@ seeds = st.integers(0, 2**16)
 
 
 def examples(count: int) -> settings:
-    """Settings for `count` examples in a full run, and as many fewer or more in other profiles (see conftest.py)."""
+    """Settings for `count` examples in a full run, and proportionally fewer or more in other profiles (conftest.py)."""
     full_run = settings.get_profile("ci").max_examples
     return settings(max_examples=max(1, count * settings.default.max_examples // full_run))
 

@@ -23,13 +23,13 @@ from mglu_ops.parallel import ColwiseMGLU
 
 TOKENS, STEPS = (4, 8), 5
 WIDTH, WIDE = 36, 256
-"""Widths of x: one with padding in the packed masks, and one for the GPU's kernels of 16 bits."""
+"""Widths of x: one with padding in the packed masks, and one for the GPU's 16-bit kernels."""
 SAME = 1e-11
-"""In float64, parameters after several steps may differ by as much, relative to their norm: sums in another order."""
+"""The relative difference of float64 parameters after several steps, because sums have another order."""
 
 
 def whole(array: Tensor) -> Tensor:
-    """All of a tensor that may be sharded."""
+    """The full tensor of one that may be sharded."""
     return array.full_tensor() if isinstance(array, DTensor) else array
 
 
@@ -84,7 +84,7 @@ class Setting:
 
 
 def gradients(model: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> dict[str, Tensor]:
-    """The result for x, and the gradients of x and of all parameters, of the sum of its squares."""
+    """The result for x, and the gradients of x and of all parameters for the sum of the result's squares."""
     x = x.clone().requires_grad_()
     for parameter in model.parameters():
         parameter.grad = None
@@ -131,7 +131,7 @@ def check_placements(setting: Setting) -> None:
 
 
 def check_results(setting: Setting) -> None:
-    """Results and gradients are those of one process, for every kind of layer and both divisions of x."""
+    """Results and gradients equal one process's, for every kind of layer and both divisions of x."""
     for name, options in KINDS.items():
         if name == "routed" and setting.dtype.itemsize < 4:
             continue  # a rounding of the first layer's result may choose other masks in the second
@@ -152,7 +152,7 @@ def _all(tensor: Tensor) -> Tensor:
 
 
 def check_compiled(setting: Setting, backend: str, kinds: Sequence[str]) -> None:
-    """Compiled layers give the results and the gradients of eager ones of one process, in a graph without breaks."""
+    """Compiled layers give the results and gradients of eager layers in one process, in a graph without breaks."""
     for name in kinds:
         torch._dynamo.reset()
         alone = setting.model(**KINDS[name])
@@ -165,7 +165,7 @@ def check_compiled(setting: Setting, backend: str, kinds: Sequence[str]) -> None
 
 
 def check_training(setting: Setting) -> None:
-    """Some steps of AdamW give the parameters that one process gets, and other masks than before."""
+    """Some steps of AdamW give the same parameters as in one process, and change masks."""
     for name in ("learned", "routed"):
         alone, sharded = (setting.model(**KINDS[name]) for _ in range(2))
         before = alone[0].mglu.mask_logits.detach() > 0
@@ -183,7 +183,7 @@ def check_training(setting: Setting) -> None:
 
 
 def check_freezing(setting: Setting) -> None:
-    """A sharded model freezes to the masks of a whole one, with the results that it had, and freezes only once."""
+    """A sharded model freezes to the masks of a whole one and keeps its results; freezing it again changes nothing."""
     for name in ("learned", "routed", "naive"):
         alone = mglu_ops.freeze(setting.model(**KINDS[name]))
         sharded = setting.parallel(setting.model(**KINDS[name]))
@@ -239,7 +239,7 @@ def check_damaged_masks(setting: Setting) -> None:
 
 
 def check_materialized(setting: Setting) -> None:
-    """A model on meta is sharded first, and then gets its memory and its first values, as large models are made."""
+    """A model on meta is sharded first, and then gets memory and initial values, as large models do."""
     for learnable in (True, False):
         layer = MGLU(setting.width, setting.intermediate, n_masks=3, learnable_masks=learnable, device="meta")
         parallelize_module(layer.to(setting.dtype), setting.mesh, ColwiseMGLU())
@@ -258,7 +258,7 @@ CHECKS["materialized"] = check_materialized
 
 
 def run_checks(rank: int, device: str, dtype: torch.dtype, names: Sequence[str], width: int = WIDTH) -> None:
-    """Run checks on this rank, one after the other: processes take longer to start than a check takes."""
+    """Run checks on this rank one after another, because starting processes takes longer than a check."""
     setting = Setting.of(device, dtype, width)
     for name in names:
         CHECKS[name](setting)

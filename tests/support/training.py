@@ -1,4 +1,4 @@
-"""Short training runs of a small model with MGLU layers, and how far two runs that differ in rounding may part."""
+"""Short training runs of a small model with MGLU layers, and how far runs that differ in rounding may diverge."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ WIDTH, OUTPUTS = 24, 8
 TOKENS = 64
 LR, MASK_LR = 1e-2, 1e-3
 
-# Until a mask differs, two runs in float32 differ in loss by rounding alone: measured, at most 4e-6, over 24 seeds.
+# Until a mask differs, the losses of two float32 runs differ only by rounding: by at most 4e-6, measured with 24 seeds.
 SAME_LOSS = 4e-5
-# The first mask that differs is a logit that comes to lie within rounding of 0, on one side in one run and on the other
-# in the other: measured, at most 3e-7 from 0, where a step is up to MASK_LR. From then on the runs part slowly, because
-# a flipped weight is a small change: measured, 0.3% of the curve and 5% of the final masks. About 30% of all masks flip
-# during a run, so that 42% of the final masks of unrelated runs would differ.
+# The first mask differs when a logit comes within rounding of 0 and lands on different sides in the two runs: measured,
+# at most 3e-7 from 0, where a step is up to MASK_LR. From then on the runs diverge slowly, because a flipped weight is
+# a small change: measured, by 0.3% of the curve and 5% of the final masks. About 30% of all masks flip during a run, so
+# that 42% of the final masks of unrelated runs would differ.
 ON_THE_EDGE = 1e-2 * MASK_LR
 PARTED_CURVE = 2e-2
 PARTED_MASKS = 0.15
 PARTED_FLIPS = 0.03
-# In 16 bits masks differ from the first steps on, and so they do for the naive layer. Measured on the CPU, the fused
-# layer is at most 1.16 times as far from a run in float32 as the naive layer is.
+# In 16 bits, masks differ from the first steps on, for the naive layer as well. Measured on a CPU, the fused layer is
+# at most 1.16 times as far from a float32 run as the naive layer is.
 NAIVE_DISTANCE = 1.5
 
 
@@ -92,7 +92,7 @@ def train(
     autocast: torch.dtype | None = None,
     scaler: torch.amp.GradScaler | None = None,
 ) -> Run:
-    """Train a `student` by AdamW on the device and in the dtype of its parameters; `forward` may be it compiled."""
+    """Train a `student` by AdamW on its device and in its dtype; `forward` may be the compiled model."""
     forward = forward or model
     of_model = next(model.parameters())
     device, width = of_model.device.type, model[-1].in_features
@@ -118,7 +118,7 @@ def train(
 
 
 def assert_learned(run: Run) -> None:
-    """The loss fell to less than half, and many masks flipped, so that a comparison means something."""
+    """Assert that the loss fell to less than half and many masks flipped, so that a comparison means something."""
     assert run.losses[-20:].mean() < 0.5 * run.losses[:5].mean()
     assert run.flips > 0.1
 
@@ -142,7 +142,7 @@ def assert_same_training(got: Run, want: Run) -> None:
 
 
 def assert_as_good_as_naive(got: Run, naive: Run, exact: Run) -> None:
-    """Assert that a run in 16 bits is about as close to that of the naive layer in float32 as the naive layer's is."""
+    """Assert that a 16-bit run is about as close to the naive layer's run in float32, `exact`, as `naive` is."""
     assert_learned(exact)
     assert got.curve_distance(exact) <= NAIVE_DISTANCE * naive.curve_distance(exact)
     assert got.masks_distance(exact) <= NAIVE_DISTANCE * naive.masks_distance(exact)

@@ -1,7 +1,6 @@
-"""What the kernels of a training step and whole layers must give, in float64, on any device.
+"""Checks of the kernels of a training step and of whole layers against float64, on any device.
 
-tests/gpu/test_training_backend.py checks a GPU with these functions, tests/cuda/test_training_steps.py the emulated
-kernels.
+tests/gpu/test_training_backend.py runs them on a GPU, tests/cuda/test_training_steps.py with the emulated kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def unaligned(tensor: Tensor) -> Tensor:
 
 
 def rows_apart(tensor: Tensor, distance: int = 8) -> Tensor:
-    """A copy whose rows are `distance` elements apart, which hold NaN or 255."""
+    """A copy whose rows have `distance` elements between them, which hold NaN or 255."""
     shape = (*tensor.shape[:-1], tensor.shape[-1] + distance)
     between = float("nan") if tensor.is_floating_point() else 255
     wide = torch.full(shape, between, dtype=tensor.dtype, device=tensor.device)
@@ -34,9 +33,9 @@ def rows_apart(tensor: Tensor, distance: int = 8) -> Tensor:
 
 
 def assert_rounded(found: Tensor, exact: Tensor, what: str, steps: float = 0.51) -> None:
-    """Assert that each value is the exact one after a rounding, or within some more steps of the dtype's precision.
+    """Assert that each value is the exact one after one rounding, or within a few more steps of the dtype's precision.
 
-    A value beyond the range of the dtype is infinite after a rounding, such as the square of 300 in float16.
+    A value beyond the range of the dtype must be infinite, such as the square of 300 in float16.
     """
     assert found.shape == exact.shape, what
     eps = torch.finfo(found.dtype).eps
@@ -60,7 +59,7 @@ def check_flip_signs(weight: Tensor, masks: Tensor, *, with_weight: bool = True)
 
 
 def exact_partials(products: Tensor, activation: str, route_weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The result, and P, Q_i and with route weights R_i `[tokens, entries, columns]`, in float64 from t and f_i."""
+    """The result, and P, Q_i and (with route weights) R_i `[tokens, entries, columns]`, in float64 from t and f_i."""
     t, f = products.double().split([1, products.shape[1] - 1], dim=1)
     gate, value = (t - f) / 2, (t + f) / 2
     activated = ACTIVATIONS[activation].forward(gate)
@@ -76,7 +75,7 @@ def exact_partials(products: Tensor, activation: str, route_weights: Tensor | No
 def check_partials(
     products: Tensor, dtype: torch.dtype, activation: str, route_weights: Tensor | None, *, rows_apart: int = 0
 ) -> None:
-    """Check `partials` for products `[tokens, n_masks + 1, columns]`, in place where they are of `dtype`."""
+    """Check `partials` for products `[tokens, n_masks + 1, columns]`; it runs in place if they have `dtype`."""
     tokens, n_products, columns = products.shape
     n_entries = n_products if route_weights is None else 2 * n_products - 1
     exact_result, exact = exact_partials(products, activation, route_weights)
@@ -199,7 +198,7 @@ class Layer:
 
 
 def assert_as_good_as_naive(found: dict[str, Tensor], layer: Layer, factor: float) -> None:
-    """Assert that no error against float64 is larger than `factor` times that of the naive layer in 16 bits.
+    """Assert that no error against float64 is larger than `factor` times the naive layer's in 16 bits.
 
     The naive layer's gradients are rounded to the dtypes of the found ones.
     """

@@ -1,7 +1,7 @@
-"""The Triton backend without a GPU: its kernels interpreted on CPU tensors, and compiled for GPUs that are not there.
+"""The Triton backend without a GPU: its kernels interpreted on CPU tensors, and compiled for GPUs.
 
-Kernels are made for the interpreter, or not, when they are imported, and the traced tests register operators: both
-run in processes of their own.
+Importing the kernels decides whether they are interpreted, and the traced tests register operators, so both kinds of
+tests run in processes of their own.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def test_kernels_compile_without_spills(n_masks: int, capability: int) -> None:
 @needs_triton
 @pytest.mark.parametrize("n_masks", [2, 4, 8, 16])
 def test_weights_are_flipped_in_registers(n_masks: int) -> None:
-    """The speed of the matmul kernel rests on this, and a new version of Triton could lose it."""
+    """The speed of the matmul kernel depends on this, and a new version of Triton could lose it."""
     from triton_compiled import compile_kernel, loop_of
 
     for tokens in (8, 16):

@@ -1,4 +1,4 @@
-"""Compiling the Triton kernels for a GPU that is not there."""
+"""Compiles the Triton kernels for a GPU that need not be present."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _compile(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capabil
 
 
 def spills(compiled: Any) -> int:
-    """Bytes of a thread's stack: what did not fit in registers."""
+    """Bytes of a thread's stack, which hold what did not fit in registers."""
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])

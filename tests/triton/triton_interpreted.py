@@ -98,7 +98,7 @@ def test_empty(tokens: int, d: int, h: int) -> None:
 
 @examples(10)
 @given(outlier_layers(torch.bfloat16, out_features=2, in_features=(16, 67, 256), n_masks=(1, 2, 4)))
-def test_error_beside_the_naive_layers(layer: Layer) -> None:
+def test_error_compared_with_the_naive_layers(layer: Layer) -> None:
     result = run_on("triton", layer.x, layer.weight, layer.packed_masks, layer.activation)
     assert_loses_no_more_than_naive(result, layer, slack_of_differences(layer))
 
@@ -121,7 +121,7 @@ def offset(tensor: Tensor) -> Tensor:
 
 
 def broadcast(tensor: Tensor) -> Tensor:
-    """Rows wider than they are used: strides that 8 does not divide."""
+    """Rows that are wider than what is used, with strides that 8 does not divide."""
     return torch.nn.functional.pad(tensor, (0, 3))[..., : tensor.shape[-1]]
 
 
