@@ -1,4 +1,4 @@
-"""Kinds of masks, and the test that a layer with masks of a kind becomes one operator.
+"""Kinds of masks, and a check that a layer with masks of one kind becomes one operator.
 
 A layer is a function `(x, weight, masks, more)` of a list of masks, so that one spelling can be tried with bool, float
 and integer buffers, with comparisons, and with logits that are trained straight through.
@@ -38,9 +38,9 @@ class Kind:
     """How a program stores its masks, and how it makes the factors of gate and value from them."""
 
     stored: Callable[[Tensor], Tensor]
-    """From logits to the tensor that the program receives."""
+    """Makes the tensor that the program receives from logits."""
     mask: Callable[[Tensor], Tensor] = lambda given: given
-    """From a slice of that tensor to the mask."""
+    """Makes the mask from a slice of that tensor."""
     complement: Callable[[Tensor], Tensor] = lambda m: 1 - m
     is_bool: bool = False
     is_integer: bool = False
