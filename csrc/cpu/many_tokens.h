@@ -9,8 +9,8 @@
 // With t the product of the whole row and s_i the product under mask i, gate and value are s_i and t - s_i. In 16-bit
 // types small_values.h makes this difference as exact as a separate product. In float32 an error of t would enter the
 // gates or values of all masks, so t is summed in float64, which costs as much as two products, and s_i is the gate or
-// the value, whichever has fewer weights, so that its error is small beside both. With one or two masks that would save
-// nothing, so gates and values are separate products.
+// the value, whichever has fewer weights, so that its error is small compared with both. With one or two masks that
+// would save nothing, so gates and values are separate products.
 
 // The depth of a k-block: a panel of x then takes half of L1. For a handful of tokens, libraries sum float32 in several
 // lanes along k, which is more exact than one long chain. Short k-blocks are as exact.

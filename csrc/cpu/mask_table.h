@@ -1,7 +1,7 @@
 // Masks without mask registers: a byte selects eight factors, each 0 or 1, from a table of 8 KB, which stays in L1.
 // Included inside a file's own namespace, after a Vec of eight lanes.
 //
-// Multiplying by 0 and 1 is what the naive layer does, so that infinity times a masked-out weight is NaN here too.
+// The naive layer also multiplies by 0 and 1, so infinity times a masked-out weight is NaN in both.
 
 constexpr int kMasksPerVec = 1;
 

@@ -74,10 +74,10 @@ struct Forward {
 //   dy/droute_i = act(gate_i) value_i for each i, if there are route weights.
 constexpr std::int64_t partials_of(const Forward& call) { return 1 + (call.route_weights ? 2 : 1) * call.n_masks; }
 
-// Runs the layer. Training needs in_features > 0. Products are summed in float32; a value that is small beside its gate
-// is summed again alone (small_values.h). NaN and infinity in x or weight give NaN wherever the naive layer, which
-// multiplies by the masks, has NaN, and a gate that overflows float32 does not change its value. Returns Status::ok at
-// once if the result is empty.
+// Runs the layer. Training needs in_features > 0. Products are summed in float32; a value that is small compared with
+// its gate is summed again alone (small_values.h). NaN and infinity in x or weight give NaN wherever the naive layer,
+// which multiplies by the masks, has NaN, and a gate that overflows float32 does not change its value. Returns
+// Status::ok at once if the result is empty.
 Status forward(const Forward& call, ParallelFor parallel_for);
 
 // The source of masks: bytes (bool, or any value, where nonzero counts as 1), or logits, whose masks are `logit > 0`.

@@ -119,8 +119,8 @@ struct OctetMasks {
         return masks;
     }
 
-    // F_i * octet, where F_i is -1 where mask i is 1, and 1 elsewhere. Word w holds columns 2w and 2w + 1. Their mask
-    // bits move to bits 15 and 31, the second one from a copy of the byte that lies 15 bits higher.
+    // F_i times the 8 columns; F_i is -1 where mask i is 1, and 1 elsewhere. Word w holds columns 2w and 2w + 1. Their
+    // mask bits move to bits 15 and 31, the second one from a copy of the byte that lies 15 bits higher.
     template <int kType>
     __device__ __forceinline__ Group<kType, kOctet> flip(int i, const Group<kType, kOctet>& octet) const {
         static_assert(Group<kType, kOctet>::kPerWord == 2, "16-bit elements");

@@ -28,7 +28,7 @@ MGLU_HOST_DEVICE constexpr Int mask_bytes(Int columns, Int n_masks) {
     return columns / kOctet * n_masks;
 }
 
-// For one mask's byte: the bit of column j of the octet, and a byte with only that bit set to `bit`.
+// The bit of column j in one mask's byte, and a byte in which that bit is `bit` and the others are 0.
 template <class Byte>
 MGLU_HOST_DEVICE constexpr bool mask_bit(Byte byte, int j) {
     return byte >> j & 1;

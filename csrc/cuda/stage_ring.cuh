@@ -57,7 +57,7 @@ class StageLoader {
     u32 mask_row_offset_[kOffsets];
     u32 mask_slot_offset_[kOffsets];
     int lane_;
-    int octets_left_;  // octets (8 columns) of the row from the next stage on
+    int octets_left_;  // groups of 8 columns of the row from the next stage on
     u64 policy_;
 
     template <int kBytes, bool kPrefetch>

@@ -169,8 +169,8 @@ __device__ __forceinline__ void consume(const Params& p, u32 ring, u32 full, u32
     for (int index = first_tile(); index < tiles; index += tile_step()) {
         const Tile tile = tile_at(p, index);
         const bool last = index + tile_step() >= tiles;
-        // Two branches in one loop: as two loops, one after the other, the two kinds of pass compile to wgmmas that
-        // wait for each other (ptxas warning C7513).
+        // One loop with two branches: as two separate loops, the two kinds of pass compile to wgmmas that wait for each
+        // other (ptxas warning C7513).
 #pragma unroll 1
         for (int pass = 0; pass < kPasses; ++pass) {
             const bool more = pass < kPasses - 1 || !last;

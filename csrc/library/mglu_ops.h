@@ -14,11 +14,12 @@ extern "C" {
 // that lacks its weights crashes when it runs.
 //
 // Returns null if `package` is a whole package of mglu_ops.export, made for this version of torch ("2.13.1") and this
-// device ("cpu" or "cuda"); null in place of either accepts any. `weights` is the weights file that the program will give
-// the package, which must be whole too, or null if it will give none: export(..., weights=FILE) makes packages that need
-// one, and others refuse it. Otherwise returns a message that says what is wrong. It is valid until the thread's next call.
+// device ("cpu" or "cuda"); null in place of either accepts any. `weights` is the weights file that the program will
+// give to the package, which must also be whole, or null if there is none: packages of export(..., weights=FILE) need
+// one, and other packages refuse it. Otherwise returns a message that says what is wrong. It is valid until the
+// thread's next call.
 //
-// A package is code, and is to be trusted as such: the check finds damage and mistakes, and cannot find malice.
+// A package is code: run only packages that you trust. The check finds damage and mistakes, but cannot find malice.
 __attribute__((visibility("default"))) const char* mglu_check_model(const char* package, const char* weights,
                                                                       const char* torch_version, const char* device);
 

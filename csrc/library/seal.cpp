@@ -62,7 +62,7 @@ Seal read_seal(std::istream& file) {
 
 namespace {
 
-// The seal of the file at a path, which is of this kind.
+// Reads the seal of the file at `path`, which must be of this kind.
 Seal seal_of(const std::string& path, const std::string& kind) {
     try {
         std::ifstream file(path, std::ios::binary);

@@ -2,9 +2,9 @@
 //
 //   fuzz SECONDS PACKAGE
 //
-// A package is truncated and changed, and the check of its seal must find every change. Tensors get every kind of metadata,
-// valid and not: what the operators accept must run. The order is fixed, so that a failure repeats. The exit code is 1 if a
-// check is wrong.
+// A package is truncated and changed, and the check of its seal must find every change. Tensors get every kind of valid
+// and invalid metadata, and calls that the operators accept must run. The order is fixed, so that failures repeat. The
+// exit code is 1 if a check is wrong.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>

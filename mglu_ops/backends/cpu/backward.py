@@ -36,7 +36,7 @@ naive layer, which sums over masks in float32, would have less than two thirds o
 
 
 def can_run(call: LayerCall) -> bool:
-    """Whether `Backward` runs a call. It does so only where library GEMMs are faster in bfloat16 than in float32."""
+    """Whether `Backward` runs a call. True only where library GEMMs are faster in bfloat16 than in float32."""
     if call.device.type != "cpu" or call.dtype is not torch.bfloat16 or not torch.backends.mkldnn.is_available():
         return False
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # so that other CPUs do not build kernels to find out
