@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -103,7 +104,7 @@ class Folder:
         contents = (value.dtype, value.device, value.shape, hashlib.sha256(bytes_of(value)).digest())
         if contents not in self._made:
             taken = self._state.keys() | self._source.constants.keys()
-            numbered = (f"{name}_{number}" for number in range(1, len(taken) + 2))
+            numbered = (f"{name}_{number}" for number in itertools.count(1))
             target = name if name not in taken else next(other for other in numbered if other not in taken)
             with self.graph.inserting_before(next(iter(self.graph.nodes))):
                 placeholder = self.graph.placeholder("b_" + target.replace(".", "_"))

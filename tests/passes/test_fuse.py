@@ -245,6 +245,7 @@ def test_fuse_with_inputs_that_differ_from_the_traced_ones() -> None:
     others = [
         [value.detach().double().requires_grad_(value.requires_grad) for value in inputs],
         [torch.randn(5, 16) if value is x else value for value in inputs],
+        [torch.randn(16) if value is x else value for value in inputs],
         [value.detach() for value in inputs],
     ]
     for given in others:
@@ -252,6 +253,7 @@ def test_fuse_with_inputs_that_differ_from_the_traced_ones() -> None:
         assert relative_error(fused(*given)[0], gm(*given)[0]) <= SAME
     assert [(site.dtype, site.route) for site in report.fused] == [
         ("float64", "forward_ste"),
+        ("float32", "forward_ste"),
         ("float32", "forward_ste"),
         ("float32", "forward"),
     ]

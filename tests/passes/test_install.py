@@ -86,6 +86,14 @@ def test_enabling_twice_replaces_the_options() -> None:
     assert (len(report.fused), report.graphs) == (2, 2)
 
 
+def test_enabling_again_with_the_same_options_keeps_compiled_code() -> None:
+    report, model, x = mglu_ops.enable_fusion(), torch.compile(layer()), torch.randn(3, 16)
+    model(x)
+    mglu_ops.enable_fusion()
+    model(x)
+    assert report.graphs == 1
+
+
 def test_blocks_nest_and_have_reports_of_their_own() -> None:
     mglu_ops.enable_fusion()
     with mglu_ops.fusion() as outer:

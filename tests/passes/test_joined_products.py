@@ -333,7 +333,7 @@ NOT_JOINED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
         torch.einsum("bh,ndh->nbd", x, w * torch.stack([f[i % 2] for i in range(8)], 1)) for f in (m, ~m)
     ).sum(0),
     "stacks of masks that are joined along the rows": lambda x, w, m, o: _term_of(
-        torch.einsum("bh,ndh->nbd", x, torch.cat([w, w]) * torch.cat([m, ~m], 1)).unbind(0)
+        torch.einsum("bh,ndh->nbd", x, torch.cat([w, w]) * torch.cat([m[:2], ~m[:2]], 1)).unbind(0)
     ),
     "another tensor in a stack of masks": lambda x, w, m, o: _term_of(
         torch.einsum("bh,ndh->nbd", x, w * torch.stack([m[0].double(), o, 1 - m[0].double()])).unbind(0)[:2]

@@ -126,6 +126,7 @@ PAIRS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor
     ),
     "method matmul by keyword": lambda x, w, m, c: (x.matmul(other=(w * m).mT), x.mm(mat2=(w * c).t())),
     "permute(dims=)": lambda x, w, m, c: (x @ (w * m).permute(dims=(1, 0)), x @ (w * c).permute(1, 0)),
+    "permute of a sequence": lambda x, w, m, c: (x @ (w * m).permute((1, 0)), x @ (w * c).permute([1, 0])),
     "transpose by keywords": lambda x, w, m, c: (
         x @ (w * m).transpose(dim0=0, dim1=1),
         x @ (w * c).swapaxes(axis0=-1, axis1=0),
