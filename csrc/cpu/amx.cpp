@@ -23,10 +23,10 @@
 namespace mglu::cpu {
 namespace {
 
-constexpr std::int64_t kMaxBlockSteps = 16;           // tiles of a k-block; 8 with only one panel of tokens
-constexpr std::int64_t kMinBlockFeatures = 256;       // features x products of a block; with fewer, x comes from L3
-constexpr std::int64_t kMaxSums = 192 * 1024;         // floats of a block's sums, 768 KB
-constexpr std::int64_t kMaxPanelsInL2 = 8;            // with at most this many panels of x, the smallest block is best
+constexpr std::int64_t kMaxBlockSteps = 16;         // tiles of a k-block; 8 with only one panel of tokens
+constexpr std::int64_t kMinBlockFeatures = 256;     // features x products of a block; with fewer, x comes from L3
+constexpr std::int64_t kMaxSums = 192 * 1024;       // floats of a block's sums, 768 KB
+constexpr std::int64_t kMaxPanelsInL2 = 8;          // with at most this many panels of x, the smallest block is best
 constexpr std::int64_t kProductsPerTask = 1 << 20;  // least work of a task: some microseconds, like waking a thread
 
 #include "unrolled.h"

@@ -24,10 +24,10 @@ namespace {
 
 constexpr int kSumRegisters = 20;                   // accumulators, of 32 registers
 constexpr int kMasksAtOnce = 8;                     // masks in one pass over a row for one token; half as many for two
-constexpr std::int64_t kMaxBlockSteps = 16;           // tiles of a k-block; 8 with only one panel of tokens
-constexpr std::int64_t kMinBlockFeatures = 256;       // features x products of a block; with fewer, x comes from L3
-constexpr std::int64_t kMaxSums = 192 * 1024;         // floats of a block's sums, 768 KB
-constexpr std::int64_t kMaxPanelsInL2 = 8;            // with at most this many panels of x, the smallest block is best
+constexpr std::int64_t kMaxBlockSteps = 16;         // tiles of a k-block; 8 with only one panel of tokens
+constexpr std::int64_t kMinBlockFeatures = 256;     // features x products of a block; with fewer, x comes from L3
+constexpr std::int64_t kMaxSums = 192 * 1024;       // floats of a block's sums, 768 KB
+constexpr std::int64_t kMaxPanelsInL2 = 8;          // with at most this many panels of x, the smallest block is best
 constexpr std::int64_t kMaxFewTokens = 4;           // with more tokens, many_tokens_bf16.h is faster
 constexpr std::int64_t kProductsPerTask = 1 << 18;  // least work of a task: some microseconds, like waking a thread
 

@@ -254,10 +254,10 @@ Status route_gradients(const RouteGradients& call, ParallelFor parallel_for) {
 }  // namespace mglu::cpu
 
 // The C interface, for ctypes. These names are stable.
-#define MGLU_EXPORT_STEP(name, Call)                                                                     \
-    extern "C" __attribute__((visibility("default"))) std::int32_t mglu_cpu_##name(                      \
-        const mglu::cpu::Call* call, mglu::cpu::ParallelFor parallel_for) {                              \
-        return static_cast<std::int32_t>(mglu::cpu::name(*call, parallel_for));                          \
+#define MGLU_EXPORT_STEP(name, Call)                                                \
+    extern "C" __attribute__((visibility("default"))) std::int32_t mglu_cpu_##name( \
+        const mglu::cpu::Call* call, mglu::cpu::ParallelFor parallel_for) {         \
+        return static_cast<std::int32_t>(mglu::cpu::name(*call, parallel_for));     \
     }
 
 MGLU_EXPORT_STEP(flip_signs, FlipSigns)

@@ -306,9 +306,8 @@ struct ManyTokens {
         for (std::int64_t v = 0; v < width; v += Vec::width) {
             for (std::int64_t f = 0; f < kPaddedFeatures; f += Vec::width) {
                 Vec tile[Vec::width];
-                unrolled<Vec::width>([&](auto i) MGLU_STEP {
-                    tile[i] = load(results + smaller(f + i, kFeatures - 1) * width + v);
-                });
+                unrolled<Vec::width>(
+                    [&](auto i) MGLU_STEP { tile[i] = load(results + smaller(f + i, kFeatures - 1) * width + v); });
                 transpose(tile);
                 unrolled<Vec::width>([&](auto i) MGLU_STEP { store(rows[v + i] + f, tile[i]); });
             }

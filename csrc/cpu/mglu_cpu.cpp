@@ -45,8 +45,8 @@ bool is_valid(const Forward& call) {
     const bool masks = call.n_masks >= 1 && call.n_masks <= kMaxMasks;
     const bool route = !call.route_weights || is_in_range(call.route_dtype, 3);
     const bool partials = !call.partials || call.in_features > 0;
-    return sizes && masks && route && partials && is_in_range(call.dtype, 3) && is_in_range(call.activation, kActivationCount) &&
-           is_in_range(call.isa, 6);
+    return sizes && masks && route && partials && is_in_range(call.dtype, 3) &&
+           is_in_range(call.activation, kActivationCount) && is_in_range(call.isa, 6);
 }
 
 }  // namespace

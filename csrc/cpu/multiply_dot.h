@@ -14,9 +14,8 @@ void multiply(const float* weights, std::int64_t steps, const float* x, float* s
     for (int f = 0; f < kGroupFeatures; f += kRows) {
         Vec sum[kRows][Vecs];
         float* to = sums + f * 16 * Vecs;
-        unrolled<kRows * Vecs>([&](auto i) MGLU_STEP {
-            sum[i / Vecs][i % Vecs] = first ? broadcast(0.0f) : load(to + i * 16);
-        });
+        unrolled<kRows * Vecs>(
+            [&](auto i) MGLU_STEP { sum[i / Vecs][i % Vecs] = first ? broadcast(0.0f) : load(to + i * 16); });
         const float* rows = weights + f / 16 * kSpacedTile + f % 16 * 16;
         const float* pairs = x;
         for (std::int64_t step = 0; step < steps; ++step, rows += 2 * kSpacedTile, pairs += Vecs * kTile) {
@@ -27,9 +26,8 @@ void multiply(const float* weights, std::int64_t steps, const float* x, float* s
                 });
                 unrolled<kRows>([&](auto r) MGLU_STEP {
                     const auto weight = bit_cast<__m512bh>(_mm512_set1_ps(rows[r * 16 + pair]));
-                    unrolled<Vecs>([&](auto v) MGLU_STEP {
-                        sum[r][v] = {_mm512_dpbf16_ps(sum[r][v].v, weight, panel[v])};
-                    });
+                    unrolled<Vecs>([&](auto v)
+                                       MGLU_STEP { sum[r][v] = {_mm512_dpbf16_ps(sum[r][v].v, weight, panel[v])}; });
                 });
             }
         }

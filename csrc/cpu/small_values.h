@@ -36,9 +36,8 @@ float sum_apart(const Forward& call, const MaskedSum& sum, bool skips_zeros) {
     unrolled<kChains>([&](auto c) MGLU_STEP { sums[c] = broadcast(0.0f); });
     std::int64_t octet = 0;
     for (; octet + kChains <= whole; octet += kChains) {
-        unrolled<kChains>([&](auto c) MGLU_STEP {
-            add(sums[c], octet + c, weights + 8 * (octet + c), x + 8 * (octet + c));
-        });
+        unrolled<kChains>([&](auto c)
+                              MGLU_STEP { add(sums[c], octet + c, weights + 8 * (octet + c), x + 8 * (octet + c)); });
     }
     for (; octet < whole; ++octet) add(sums[0], octet, weights + 8 * octet, x + 8 * octet);
     if (rest) {

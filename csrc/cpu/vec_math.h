@@ -62,11 +62,11 @@ struct ValueAndDerivative {
 };
 using Differentiate = ValueAndDerivative (*)(Vec);
 
-#define MGLU_ACTIVATION(name, code, formula, slope)              \
-    inline Vec name(Vec x) { return formula; }                   \
-    inline ValueAndDerivative name##_with_derivative(Vec x) {    \
-        [[maybe_unused]] const Vec value = formula;              \
-        return {value, slope};                                   \
+#define MGLU_ACTIVATION(name, code, formula, slope)           \
+    inline Vec name(Vec x) { return formula; }                \
+    inline ValueAndDerivative name##_with_derivative(Vec x) { \
+        [[maybe_unused]] const Vec value = formula;           \
+        return {value, slope};                                \
     }
 #include "activation.h"
 

@@ -23,15 +23,15 @@
 namespace mglu {
 
 constexpr int kType = MGLU_ELEMENT;
-constexpr int kProducts = MGLU_PRODUCTS;     // number of values of i
+constexpr int kProducts = MGLU_PRODUCTS;  // number of values of i
 constexpr bool kInputGradient = MGLU_INPUT_GRADIENT != 0;
 constexpr int kCluster = MGLU_CLUSTER;  // 1 or 2
 constexpr int kStages = MGLU_STAGES;
-constexpr int kDepth = MGLU_DEPTH;  // columns of A in a stage: 32 or 64
+constexpr int kDepth = MGLU_DEPTH;      // columns of A in a stage: 32 or 64
 constexpr bool kWide = MGLU_WIDE != 0;  // whether D_0 is in float32; then only D_0 is computed
 
-constexpr int kRows = 128;     // of a tile
-constexpr int kColumns = 256;  // of a tile
+constexpr int kRows = 128;          // of a tile
+constexpr int kColumns = 256;       // of a tile
 constexpr int kBox = kDepth * 128;  // bytes: kDepth rows of 128
 constexpr int kConsumers = 2;
 constexpr int kThreads = 128 * (kConsumers + 1);
@@ -338,8 +338,7 @@ __device__ __forceinline__ void consume(const GemmParams& p, u32 ring, u32 full,
                 auto& a = accumulators.a[u % 2];
                 if (!kInputGradient || u % kProducts == 0)
                     accumulators.template load_operand<true>(a, partials + offset, gradient + offset);
-                else
-                    accumulators.template load_operand<false>(a, partials + offset, gradient + offset);
+                else accumulators.template load_operand<false>(a, partials + offset, gradient + offset);
                 accumulators.multiply(a, b + (offset >> 4));
                 wgmma_wait<1>();
                 if (u > 0 || round > 0) release_stage(in_use, lane);

@@ -29,8 +29,7 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads) mglu_scale(const __
     if (at.count == 0) return;
     const i64 from = at.row * p.partials_row_stride + at.column;
     const i64 to = at.row * kEntries * p.columns + at.column;
-    const auto gradient =
-        load_group<kType, kOctet>(p.gradient, at.row * p.gradient_row_stride + at.column, at.count);
+    const auto gradient = load_group<kType, kOctet>(p.gradient, at.row * p.gradient_row_stride + at.column, at.count);
 #pragma unroll
     for (int first = 0; first < kEntries; first += kMasksAtOnce) {
         Group<kType, kOctet> partial[kMasksAtOnce];

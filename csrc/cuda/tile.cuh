@@ -23,8 +23,8 @@ constexpr bool kSparse = MGLU_SPARSE != 0;       // masks are the metadata of sp
 constexpr bool kPermutedX = MGLU_PERMUTED != 0;  // p.x is the copy that permute_x.cu has made
 constexpr bool kBulkMasks = MGLU_BULK_MASKS != 0;  // TMA loads the masks: their rows are 16-byte aligned
 #if defined(MGLU_TRAIN) && MGLU_TRAIN
-constexpr bool kTrain = true;                    // also write what backward needs (tile_training.cuh)
-constexpr int kBoxTokens = MGLU_BOX_TOKENS;      // tokens of a box that TMA stores, a multiple of 8
+constexpr bool kTrain = true;                // also write what backward needs (tile_training.cuh)
+constexpr int kBoxTokens = MGLU_BOX_TOKENS;  // tokens of a box that TMA stores, a multiple of 8
 #else
 constexpr bool kTrain = false;
 constexpr int kBoxTokens = 8;

@@ -22,9 +22,9 @@ class StoredBoxes {
     const int warp_ = threadIdx.x / 32 % 4;
     const int lane_ = threadIdx.x % 32;
     const int barrier_ = 8 + threadIdx.x / 128;  // named barrier of the warpgroup
-    const u32 boxes_;  // both sets of the warpgroup
-    u32 column_;       // where in a box this lane puts a column of the warp's fragments
-    u32 filling_ = 0;  // offset of the set that is being filled: 0 or kSetBytes
+    const u32 boxes_;                            // both sets of the warpgroup
+    u32 column_;                                 // where in a box this lane puts a column of the warp's fragments
+    u32 filling_ = 0;                            // offset of the set that is being filled: 0 or kSetBytes
 
     static constexpr u32 kSetBytes = kBoxes * kBoxBytes;
 

@@ -232,7 +232,6 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, 1
         const u32 released = kCluster > 1 ? address_in_cluster(empty, threadIdx.x % kCluster) : empty;
         const auto boxes = boxes_of(tp, staging);
         if (warpgroup % kMaskGroups == 0) consume<0>(tp.p, ring, full, released, exchange_memory, row_group, boxes);
-        else if constexpr (kMaskGroups == 2)
-            consume<1>(tp.p, ring, full, released, exchange_memory, row_group, boxes);
+        else if constexpr (kMaskGroups == 2) consume<1>(tp.p, ring, full, released, exchange_memory, row_group, boxes);
     }
 }

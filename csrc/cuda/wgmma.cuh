@@ -207,19 +207,22 @@ MGLU_WGMMA(192, MGLU_D96, "%96, %97, %98, %99", "%100", "%101", "%102", MGLU_F64
 template <bool kBfloat16>
 struct WgmmaOfRows;
 
-#define MGLU_D128 MGLU_D96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
-                           ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-#define MGLU_WGMMA_OF_ROWS(IS_BFLOAT16, TYPE)                                                                   \
-    template <>                                                                                                 \
-    struct WgmmaOfRows<IS_BFLOAT16> {                                                                           \
-        __device__ __forceinline__ static void run(float (&d)[128], const u32 (&a)[4], u64 b) {                 \
-            asm volatile(                                                                                       \
-                "{\n\t.reg .pred add;\n\tsetp.eq.u32 add, 0, 0;\n\t"                                            \
-                "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE " {" MGLU_D128 "}, "               \
-                "{%128, %129, %130, %131}, %132, add, 1, 1, 1;\n\t}"                                            \
-                : MGLU_F64(0), MGLU_F64(64)                                                                     \
-                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                          \
-        }                                                                                                       \
+#define MGLU_D128                                                                                      \
+    MGLU_D96                                                                                           \
+        ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+        ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define MGLU_WGMMA_OF_ROWS(IS_BFLOAT16, TYPE)                                                   \
+    template <>                                                                                 \
+    struct WgmmaOfRows<IS_BFLOAT16> {                                                           \
+        __device__ __forceinline__ static void run(float (&d)[128], const u32 (&a)[4], u64 b) { \
+            asm volatile(                                                                       \
+                "{\n\t.reg .pred add;\n\tsetp.eq.u32 add, 0, 0;\n\t"                            \
+                "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE " {" MGLU_D128     \
+                "}, "                                                                           \
+                "{%128, %129, %130, %131}, %132, add, 1, 1, 1;\n\t}"                            \
+                : MGLU_F64(0), MGLU_F64(64)                                                     \
+                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                          \
+        }                                                                                       \
     };
 MGLU_WGMMA_OF_ROWS(false, "f16")
 MGLU_WGMMA_OF_ROWS(true, "bf16")

@@ -15,7 +15,7 @@ struct Executor {
     cpu::ParallelFor parallel_for = nullptr;  // torch's, or any other
     void* stream = nullptr;                   // CUstream
     Allocate allocate = nullptr;
-    void* context = nullptr;                  // the last argument of `allocate`
+    void* context = nullptr;  // the last argument of `allocate`
 };
 
 }  // namespace mglu

@@ -15,7 +15,8 @@ cpu::DType cpu_dtype(const char* argument, Scalar dtype) {
         case Scalar::bfloat16: return cpu::DType::bfloat16;
         case Scalar::float16: return cpu::DType::float16;
         default:
-            refuse(std::string(argument) + ": got dtype " + name(dtype) + ", which this library has no CPU kernel for; it "
+            refuse(std::string(argument) + ": got dtype " + name(dtype) +
+                   ", which this library has no CPU kernel for; it "
                    "has float16, bfloat16 and float32 (mglu_ops in Python takes float64)");
     }
 }

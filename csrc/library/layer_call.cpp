@@ -29,7 +29,8 @@ int activation_code(std::string_view activation) {
 
 void check_device(const char* argument, const Tensor& tensor, const Tensor& x) {
     if (tensor.device != x.device || (x.device == Device::cuda && tensor.device_index != x.device_index))
-        refuse(std::string(argument) + ": got device " + tensor.device_name() + ", must be x's device " + x.device_name());
+        refuse(std::string(argument) + ": got device " + tensor.device_name() + ", must be x's device " +
+               x.device_name());
 }
 
 void check_x_and_weight(const Tensor& x, const Tensor& weight) {
@@ -118,8 +119,8 @@ LayerCall describe(const Tensor& x, const Tensor& weight, const Tensor& packed_m
 Copies needed_copies(const LayerCall& call) {
     const bool on_cpu = call.x.device == Device::cpu;
     const Tensor& masks = call.packed_masks;
-    const bool dense_masks = (call.n_masks == 1 || masks.strides[2] == 1) &&
-                             (masks.sizes[1] <= 1 || masks.strides[1] == call.n_masks);
+    const bool dense_masks =
+        (call.n_masks == 1 || masks.strides[2] == 1) && (masks.sizes[1] <= 1 || masks.strides[1] == call.n_masks);
     Copies copies{};
     copies.x = !folds(call.x, !on_cpu) || (!on_cpu && !has_vector_rows(call));
     copies.weight = on_cpu && call.in_features > 1 && call.weight.strides[1] != 1;

@@ -24,8 +24,8 @@ struct LayerCall {
     std::int64_t out_features;
     std::int64_t in_features;
     std::int64_t n_masks;
-    std::int64_t x_row_stride;            // in elements
-    std::int64_t route_row_stride;        // in elements; 0 without route_weights
+    std::int64_t x_row_stride;      // in elements
+    std::int64_t route_row_stride;  // in elements; 0 without route_weights
 
     std::vector<std::int64_t> result_sizes() const;
 };

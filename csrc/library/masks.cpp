@@ -60,7 +60,8 @@ std::vector<std::uint8_t> to_bytes(const Tensor& masks) {
 
 void check_masks(const Tensor& masks) {
     if (masks.dims != 2 && masks.dims != 3)
-        refuse("masks: got shape " + masks.shape() + ", must be [n_masks, out_features, in_features] or [out_features, "
+        refuse("masks: got shape " + masks.shape() +
+               ", must be [n_masks, out_features, in_features] or [out_features, "
                "in_features]");
     if (masks.dims == 3 && (masks.sizes[0] < 1 || masks.sizes[0] > kMaxMasks))
         refuse("masks: got n_masks=" + text(masks.sizes[0]) + ", must be 1 to 16");

@@ -21,7 +21,7 @@ extern "C" {
 //
 // A package is code: run only packages that you trust. The check finds damage and mistakes, but cannot find malice.
 __attribute__((visibility("default"))) const char* mglu_check_model(const char* package, const char* weights,
-                                                                      const char* torch_version, const char* device);
+                                                                    const char* torch_version, const char* device);
 
 // The version of mglu_ops from which the library was built.
 __attribute__((visibility("default"))) const char* mglu_version(void);

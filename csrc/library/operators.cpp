@@ -73,8 +73,8 @@ void boxed_forward(StableIValue* stack, std::uint64_t, std::uint64_t) {
     const auto packed_masks = to<stable::Tensor>(stack[2]);
     const std::string activation = to_string(stack[3]);
     const auto route_weights = to<std::optional<stable::Tensor>>(stack[4]);
-    stack[0] = give(forward(x.get(), weight.get(), packed_masks.get(), activation,
-                            route_weights ? route_weights->get() : nullptr));
+    stack[0] = give(
+        forward(x.get(), weight.get(), packed_masks.get(), activation, route_weights ? route_weights->get() : nullptr));
 }
 
 void boxed_forward_ste(StableIValue* stack, std::uint64_t, std::uint64_t) {
@@ -84,8 +84,8 @@ void boxed_forward_ste(StableIValue* stack, std::uint64_t, std::uint64_t) {
     const std::string activation = to_string(stack[3]);
     const auto route_weights = to<std::optional<stable::Tensor>>(stack[4]);
     Handle packed_masks = pack_logits(mask_logits.get());
-    Handle result = forward(x.get(), weight.get(), packed_masks.get(), activation,
-                            route_weights ? route_weights->get() : nullptr);
+    Handle result =
+        forward(x.get(), weight.get(), packed_masks.get(), activation, route_weights ? route_weights->get() : nullptr);
     stack[0] = give(std::move(result));
     stack[1] = give(std::move(packed_masks));
 }

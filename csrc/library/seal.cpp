@@ -48,8 +48,8 @@ Seal read_seal(std::istream& file) {
     char kind[16] = "", torch[64] = "", device[16] = "", weights[16] = "";
     int format = 0;
     if (!file || start == std::string::npos ||
-        std::sscanf(tail.c_str() + start, "mglu_ops seal %9d %15s torch=%63s device=%15s weights=%15s", &format, kind, torch,
-                    device, weights) < 2)
+        std::sscanf(tail.c_str() + start, "mglu_ops seal %9d %15s torch=%63s device=%15s weights=%15s", &format, kind,
+                    torch, device, weights) < 2)
         fail("it has no seal at its end: it is truncated, or was not made by mglu_ops.export");
     if (format != kFormat)
         fail("it has the format " + std::to_string(format) + ", must have " + std::to_string(kFormat) +

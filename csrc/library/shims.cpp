@@ -23,15 +23,17 @@ AOTITorchError forward(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHa
 
 extern "C" {
 
-AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_mglu_forward(
-    AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle packed_masks, const char* activation,
-    AtenTensorHandle* route_weights, AtenTensorHandle* result) {
+AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_mglu_forward(AtenTensorHandle x, AtenTensorHandle weight,
+                                                             AtenTensorHandle packed_masks, const char* activation,
+                                                             AtenTensorHandle* route_weights,
+                                                             AtenTensorHandle* result) {
     return forward(x, weight, packed_masks, activation, route_weights, result);
 }
 
-AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cuda_mglu_forward(
-    AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle packed_masks, const char* activation,
-    AtenTensorHandle* route_weights, AtenTensorHandle* result) {
+AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cuda_mglu_forward(AtenTensorHandle x, AtenTensorHandle weight,
+                                                              AtenTensorHandle packed_masks, const char* activation,
+                                                              AtenTensorHandle* route_weights,
+                                                              AtenTensorHandle* result) {
     return forward(x, weight, packed_masks, activation, route_weights, result);
 }
 

@@ -21,7 +21,8 @@ const char* name(Scalar dtype) {
 }
 
 bool is_floating(Scalar dtype) {
-    return dtype == Scalar::float16 || dtype == Scalar::bfloat16 || dtype == Scalar::float32 || dtype == Scalar::float64;
+    return dtype == Scalar::float16 || dtype == Scalar::bfloat16 || dtype == Scalar::float32 ||
+           dtype == Scalar::float64;
 }
 
 std::int64_t Tensor::elements() const {

@@ -8,7 +8,15 @@ namespace mglu {
 
 // The numbers are torch's (c10::ScalarType); torch's C interface uses them as well.
 enum class Scalar : std::int32_t {
-    uint8 = 0, int8 = 1, int16 = 2, int32 = 3, int64 = 4, float16 = 5, float32 = 6, float64 = 7, boolean = 11,
+    uint8 = 0,
+    int8 = 1,
+    int16 = 2,
+    int32 = 3,
+    int64 = 4,
+    float16 = 5,
+    float32 = 6,
+    float64 = 7,
+    boolean = 11,
     bfloat16 = 15,
 };
 

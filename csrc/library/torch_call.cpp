@@ -114,7 +114,8 @@ Handle forward(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle pac
         std::optional<Tensor> route;
         if (route_weights != nullptr)
             route = view_or_copy(route_weights, "route_weights", copies.route_weights, owners[3]);
-        return describe(view_or_copy(x, "x", copies.x, owners[0]), view_or_copy(weight, "weight", copies.weight, owners[1]),
+        return describe(view_or_copy(x, "x", copies.x, owners[0]),
+                        view_or_copy(weight, "weight", copies.weight, owners[1]),
                         view_or_copy(packed_masks, "packed_masks", copies.packed_masks, owners[2]), activation, route);
     };
     LayerCall call = describe_with({});

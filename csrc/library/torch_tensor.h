@@ -66,7 +66,8 @@ inline Tensor view_argument(AtenTensorHandle handle, const char* argument) {
     if (!is_defined) refuse(std::string(argument) + ": got None, must be a tensor");
     raise_unless_ok(aoti_torch_get_layout(handle, &layout), "a tensor's layout");
     if (layout != aoti_torch_layout_strided())
-        refuse(std::string(argument) + ": got a sparse tensor or one of another layout, must be a dense tensor (strided)");
+        refuse(std::string(argument) +
+               ": got a sparse tensor or one of another layout, must be a dense tensor (strided)");
     const Tensor tensor = view(handle);
     if (tensor.elements() == 0) return tensor;
     raise_unless_ok(aoti_torch_get_storage_offset(handle, &offset), "a tensor's offset");
@@ -86,11 +87,10 @@ inline Handle empty(const std::vector<std::int64_t>& sizes, Scalar dtype, const 
     std::vector<std::int64_t> strides(sizes.size(), 1);
     for (std::size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * (sizes[i] > 1 ? sizes[i] : 1);
     AtenTensorHandle handle = nullptr;
-    raise_unless_ok(
-        aoti_torch_empty_strided(static_cast<std::int64_t>(sizes.size()), sizes.data(), strides.data(),
-                                 static_cast<std::int32_t>(dtype), static_cast<std::int32_t>(like.device),
-                                 like.device_index, &handle),
-        "a new tensor");
+    raise_unless_ok(aoti_torch_empty_strided(static_cast<std::int64_t>(sizes.size()), sizes.data(), strides.data(),
+                                             static_cast<std::int32_t>(dtype), static_cast<std::int32_t>(like.device),
+                                             like.device_index, &handle),
+                    "a new tensor");
     return Handle(handle);
 }
 

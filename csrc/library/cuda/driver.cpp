@@ -145,8 +145,8 @@ Function load(const void* cubin, const char* kernel, unsigned shared_bytes) {
 void launch(Function function, const Geometry& geometry, void* stream, void* parameters) {
     const Driver& cuda = driver();
     LaunchAttribute overlap{kProgrammaticStreamSerialization, 0, 1, {}};
-    const LaunchConfig config{geometry.grid_x, geometry.grid_y, 1, geometry.threads, 1, 1, geometry.shared_bytes, stream,
-                              &overlap, geometry.overlap ? 1u : 0u};
+    const LaunchConfig config{geometry.grid_x,       geometry.grid_y, 1,        geometry.threads,          1, 1,
+                              geometry.shared_bytes, stream,          &overlap, geometry.overlap ? 1u : 0u};
     void* arguments[] = {parameters};
     cuda.check(cuda.launch(&config, function, arguments, nullptr), "launching a kernel");
 }
@@ -156,8 +156,8 @@ TensorMap encode(const Matrix& matrix, const void* pointer) {
     TensorMap map;
     const std::uint64_t sizes[] = {matrix.width, matrix.height}, pitches[] = {matrix.pitch};
     const std::uint32_t box[] = {matrix.box_width, matrix.box_height}, steps[] = {1, 1};
-    cuda.check(cuda.encode(map.bytes, matrix.item_bytes == 1 ? kUint8 : kUint16, 2, const_cast<void*>(pointer), sizes, pitches, box,
-                           steps, 0, matrix.swizzle ? kSwizzle128B : kNoSwizzle, kPromote64B, 0),
+    cuda.check(cuda.encode(map.bytes, matrix.item_bytes == 1 ? kUint8 : kUint16, 2, const_cast<void*>(pointer), sizes,
+                           pitches, box, steps, 0, matrix.swizzle ? kSwizzle128B : kNoSwizzle, kPromote64B, 0),
                "encoding a tensor map");
     return map;
 }
@@ -189,7 +189,8 @@ std::vector<char> compile(const std::vector<Source>& sources, int arch, const st
         nvrtc.log(program, bytes.data());
     }
     nvrtc.destroy(&program);
-    if (error != 0) throw std::runtime_error("mglu: NVRTC refused " + std::string(sources[0].name) + ":\n" + bytes.data());
+    if (error != 0)
+        throw std::runtime_error("mglu: NVRTC refused " + std::string(sources[0].name) + ":\n" + bytes.data());
     return bytes;
 }
 

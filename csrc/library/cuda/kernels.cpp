@@ -3,7 +3,7 @@
 #include <iterator>
 
 // Defines `symbol` as the bytes of a file and a 0 after them; the assembler finds the file by -Wa,-I.
-#define MGLU_EMBED(symbol, file)                                                                  \
+#define MGLU_EMBED(symbol, file)                                                                   \
     asm(".section .rodata\n.balign 64\n" #symbol ":\n.incbin \"" file "\"\n.byte 0\n.previous\n"); \
     extern "C" __attribute__((visibility("hidden"))) const unsigned char symbol[]
 

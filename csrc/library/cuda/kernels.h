@@ -15,8 +15,8 @@ struct Cubin {
 
 // What a kernel is compiled for. Element types have the numbers of csrc/cuda/element.cuh.
 struct Variant {
-    int arch;        // 90 for compute capability 9.0
-    int element;     // of x and W
+    int arch;     // 90 for compute capability 9.0
+    int element;  // of x and W
     int n_masks;
     int activation;  // its code in csrc/cpu/activation.h
     int route;       // element type of route_weights; -1 without them

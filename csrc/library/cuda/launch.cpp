@@ -43,8 +43,9 @@ int element(const char* argument, Scalar dtype) {
         case Scalar::float16: return 0;
         case Scalar::bfloat16: return 1;
         case Scalar::float32: return 2;
-        default: refuse(std::string(argument) + ": got dtype " + name(dtype) +
-                        ", the GPU kernels have float16, bfloat16 and float32");
+        default:
+            refuse(std::string(argument) + ": got dtype " + name(dtype) +
+                   ", the GPU kernels have float16, bfloat16 and float32");
     }
 }
 
@@ -103,9 +104,12 @@ class Loaded {
     }
     Function compiled(int device, const Variant& variant, int tokens) {
         const std::lock_guard lock(mutex_);
-        Function& function = compiled_[{device, variant.element, variant.n_masks, variant.activation, variant.route, tokens}];
+        Function& function =
+            compiled_[{device, variant.element, variant.n_masks, variant.activation, variant.route, tokens}];
         if (function == nullptr) {
-            const auto define = [](const char* name, int value) { return std::string("-D") + name + "=" + std::to_string(value); };
+            const auto define = [](const char* name, int value) {
+                return std::string("-D") + name + "=" + std::to_string(value);
+            };
             const std::vector<char> code =
                 compile(plain_sources(), variant.arch,
                         {define("MGLU_ELEMENT", variant.element), define("MGLU_N_MASKS", variant.n_masks),
@@ -127,12 +131,13 @@ Loaded& loaded() {
     return *kernels;
 }
 
-const TunedLaunch* find_tuned(const Variant& variant, const DeviceFacts& device, const LayerCall& call, std::int64_t tokens) {
+const TunedLaunch* find_tuned(const Variant& variant, const DeviceFacts& device, const LayerCall& call,
+                              std::int64_t tokens) {
     const Kernels all = kernels();
     const TunedLaunch* end = all.tuned + all.n_tuned;
     const TunedLaunch* found = std::find_if(all.tuned, end, [&](const TunedLaunch& row) {
-        return serves(row.variant, variant) && row.out_features == call.out_features && row.in_features == call.in_features &&
-               row.first_tokens <= tokens && tokens <= row.last_tokens &&
+        return serves(row.variant, variant) && row.out_features == call.out_features &&
+               row.in_features == call.in_features && row.first_tokens <= tokens && tokens <= row.last_tokens &&
                row.shared_bytes <= static_cast<unsigned>(device.max_shared_bytes_per_block);
     });
     return found != end ? found : nullptr;
@@ -178,7 +183,8 @@ TileParams tile_parameters(const TunedLaunch& tuned, const Params& p) {
 
 void launch_tuned(const TunedLaunch& tuned, const DeviceFacts& device, Params p, const Executor& executor) {
     if (tuned.permute_x.cubin >= 0) p.x = permute_x(tuned, device, p, executor);
-    const Geometry geometry{grid_blocks(tuned, device), 1, tuned.threads, reserved_shared_bytes(tuned, device), tuned.overlap};
+    const Geometry geometry{grid_blocks(tuned, device), 1, tuned.threads, reserved_shared_bytes(tuned, device),
+                            tuned.overlap};
     const Function kernel = loaded().cubin(device.device, tuned.cubin, geometry.shared_bytes);
     if (tuned.boxes.rows == 0) return launch(kernel, geometry, executor.stream, &p);
     TileParams tile = tile_parameters(tuned, p);
@@ -189,10 +195,11 @@ void launch_tuned(const TunedLaunch& tuned, const DeviceFacts& device, Params p,
 void say_that_the_kernel_is_slow(const LayerCall& call) {
     static std::once_flag said;
     std::call_once(said, [&] {
-        std::fprintf(stderr,
-                     "mglu: this libmglu_ops.so has no tuned kernel for a layer with weight %s, and uses the plain one, "
-                     "several times slower; build it with --arch and --package for this GPU and this model\n",
-                     call.weight.shape().c_str());
+        std::fprintf(
+            stderr,
+            "mglu: this libmglu_ops.so has no tuned kernel for a layer with weight %s, and uses the plain one, "
+            "several times slower; build it with --arch and --package for this GPU and this model\n",
+            call.weight.shape().c_str());
     });
 }
 

@@ -58,13 +58,15 @@ bool is_accepted(const std::string& package) {
 void fuzz_seal(const std::string& package, Random& random, Clock::time_point end, long& runs) {
     if (!is_accepted(package)) fail("the whole package is refused");
     for (std::size_t size = 0; size < package.size(); ++size)
-        if (is_accepted(package.substr(0, size))) fail("a package truncated to " + std::to_string(size) + " bytes is accepted");
+        if (is_accepted(package.substr(0, size)))
+            fail("a package truncated to " + std::to_string(size) + " bytes is accepted");
     const char extremes[] = {0x00, 0x01, 0x7f, '\x80', '\xff', ' ', '=', '9'};
     for (; Clock::now() < end; ++runs) {
         std::string changed = package;
         const std::size_t tail = std::min<std::size_t>(changed.size(), 256);  // where the seal is
         for (std::uint64_t n = 1 + random.below(6); n > 0; --n)
-            changed[changed.size() - 1 - random.below(random.chance(70) ? tail : changed.size())] = random.pick(extremes);
+            changed[changed.size() - 1 - random.below(random.chance(70) ? tail : changed.size())] =
+                random.pick(extremes);
         if (changed != package && is_accepted(changed)) fail("a change of bytes is not found");
     }
 }
@@ -78,9 +80,13 @@ struct Owned {
 
 std::size_t item_size(mglu::Scalar dtype) {
     switch (dtype) {
-        case mglu::Scalar::float32: case mglu::Scalar::int32: return 4;
-        case mglu::Scalar::float64: case mglu::Scalar::int64: return 8;
-        case mglu::Scalar::float16: case mglu::Scalar::bfloat16: case mglu::Scalar::int16: return 2;
+        case mglu::Scalar::float32:
+        case mglu::Scalar::int32: return 4;
+        case mglu::Scalar::float64:
+        case mglu::Scalar::int64: return 8;
+        case mglu::Scalar::float16:
+        case mglu::Scalar::bfloat16:
+        case mglu::Scalar::int16: return 2;
         default: return 1;
     }
 }
@@ -124,17 +130,24 @@ std::unique_ptr<Owned> result(const std::vector<std::int64_t>& sizes, mglu::Scal
     owned->strides.assign(sizes.size(), 1);
     for (std::size_t i = sizes.size(); i-- > 0;) owned->strides[i] = count, count *= sizes[i];
     owned->data.reset(new unsigned char[static_cast<std::size_t>(count) * item_size(dtype)]);
-    owned->tensor = {owned->data.get(), static_cast<std::int64_t>(sizes.size()), owned->sizes.data(),
-                     owned->strides.data(), dtype, mglu::Device::cpu, -1};
+    owned->tensor = {owned->data.get(),
+                     static_cast<std::int64_t>(sizes.size()),
+                     owned->sizes.data(),
+                     owned->strides.data(),
+                     dtype,
+                     mglu::Device::cpu,
+                     -1};
     return owned;
 }
 
 void fuzz_tensors(Random& random, Clock::time_point end, long& accepted, long& refused) {
     const mglu::Executor executor{mglu::cpu::serial};
-    const mglu::Scalar floats[] = {mglu::Scalar::float16, mglu::Scalar::bfloat16, mglu::Scalar::float32, mglu::Scalar::float64};
-    const mglu::Scalar any[] = {mglu::Scalar::uint8, mglu::Scalar::int8, mglu::Scalar::int16, mglu::Scalar::int32,
-                                mglu::Scalar::int64, mglu::Scalar::float16, mglu::Scalar::float32, mglu::Scalar::float64,
-                                mglu::Scalar::boolean, mglu::Scalar::bfloat16, static_cast<mglu::Scalar>(99)};
+    const mglu::Scalar floats[] = {mglu::Scalar::float16, mglu::Scalar::bfloat16, mglu::Scalar::float32,
+                                   mglu::Scalar::float64};
+    const mglu::Scalar any[] = {mglu::Scalar::uint8,    mglu::Scalar::int8,           mglu::Scalar::int16,
+                                mglu::Scalar::int32,    mglu::Scalar::int64,          mglu::Scalar::float16,
+                                mglu::Scalar::float32,  mglu::Scalar::float64,        mglu::Scalar::boolean,
+                                mglu::Scalar::bfloat16, static_cast<mglu::Scalar>(99)};
     const char* activations[] = {
 #define MGLU_ACTIVATION(name, ...) #name,
 #include "../../cpu/activation.h"
@@ -143,15 +156,18 @@ void fuzz_tensors(Random& random, Clock::time_point end, long& accepted, long& r
     // would fail.
     while (Clock::now() < end || accepted <= 50 || refused <= 50) {
         const auto d = static_cast<std::int64_t>(random.below(40)), h = static_cast<std::int64_t>(random.below(90));
-        const auto n = static_cast<std::int64_t>(random.below(18)), tokens = static_cast<std::int64_t>(random.below(12));
+        const auto n = static_cast<std::int64_t>(random.below(18)),
+                   tokens = static_cast<std::int64_t>(random.below(12));
         const mglu::Scalar dtype = random.pick(floats);
         try {
             if (random.chance(60)) {
                 const auto x = make(random, {tokens, h}, random.chance(3) ? random.pick(any) : dtype, false);
                 const auto weight = make(random, {d, h}, random.chance(3) ? random.pick(any) : dtype, false);
-                const auto masks = make(random, {d, (h + 7) / 8, n}, random.chance(3) ? random.pick(any) : mglu::Scalar::uint8, false);
+                const auto masks =
+                    make(random, {d, (h + 7) / 8, n}, random.chance(3) ? random.pick(any) : mglu::Scalar::uint8, false);
                 const auto route = make(random, {tokens, n}, random.pick(floats), false);
-                const std::optional<mglu::Tensor> given = random.chance(40) ? std::optional(route->tensor) : std::nullopt;
+                const std::optional<mglu::Tensor> given =
+                    random.chance(40) ? std::optional(route->tensor) : std::nullopt;
                 const mglu::LayerCall call =
                     mglu::describe(x->tensor, weight->tensor, masks->tensor, random.pick(activations), given);
                 if (mglu::needed_copies(call).any()) continue;
@@ -159,9 +175,11 @@ void fuzz_tensors(Random& random, Clock::time_point end, long& accepted, long& r
             } else if (random.chance(50)) {
                 const auto masks = make(random, {n, d, h}, random.pick(any), random.chance(60));
                 mglu::check_masks(masks->tensor);
-                mglu::pack_masks(masks->tensor, result(mglu::packed_sizes(masks->tensor), mglu::Scalar::uint8)->tensor, executor);
+                mglu::pack_masks(masks->tensor, result(mglu::packed_sizes(masks->tensor), mglu::Scalar::uint8)->tensor,
+                                 executor);
             } else {
-                const auto packed = make(random, {d, (h + 7) / 8, n}, random.chance(5) ? random.pick(any) : mglu::Scalar::uint8, false);
+                const auto packed =
+                    make(random, {d, (h + 7) / 8, n}, random.chance(5) ? random.pick(any) : mglu::Scalar::uint8, false);
                 const std::int64_t extremes[] = {h, h, h, h + 1, h - 9, -1, INT64_MIN, INT64_MAX};
                 const std::int64_t in_features = random.pick(extremes);
                 mglu::check_packed(packed->tensor, in_features);
@@ -181,7 +199,8 @@ int main(int count, char** arguments) {
     if (count != 3) fail("usage: fuzz SECONDS PACKAGE");
     std::ifstream file(arguments[2], std::ios::binary);
     const std::string package((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-    const auto half = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::atof(arguments[1]) / 2));
+    const auto half =
+        std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::atof(arguments[1]) / 2));
     Random random;
     long packages = 0, accepted = 0, refused = 0;
     fuzz_seal(package, random, Clock::now() + half, packages);
