@@ -16,7 +16,7 @@ class set_batch_invariant_mode:  # noqa: N801 (a function that can be a block, l
     """Turn batch-invariant results on or off: from now on, or inside a `with` block.
 
     The mode applies to all threads, and to every call made (eagerly, by compiled code or by a package in this process)
-    or captured into a CUDA graph while it is on; the C++ library does not know it. It costs speed: on compute
+    or captured into a CUDA graph while it is on; it does not affect the C++ library. It costs speed: on compute
     capability 9.0, calls with few tokens run the kernel for many; elsewhere, calls with many tokens run the kernel for
     few.
 

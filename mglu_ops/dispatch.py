@@ -229,7 +229,7 @@ def forward(
 def _is_kept(call: LayerCall, backend: str) -> bool:
     """Whether later calls reuse what was prepared for this one.
 
-    They do not if the CPU kernels could not be built, so that they run the kernels once `CXX` is mended.
+    They do not if the CPU kernels could not be built, so that they use the kernels once `CXX` is fixed.
     """
     if call.device.type == "cpu":
         return not (backend == "composite" and call.dtype is not torch.float64 and cpu.is_missing())
@@ -240,7 +240,7 @@ _Arguments = tuple[Tensor, Tensor, Tensor, str, Tensor | None]
 
 
 def _prepare_on(name: str, given: _Arguments, launch: Any) -> PreparedCall:
-    """A call prepared by a backend that was asked for by name."""
+    """A call prepared by the backend of that name."""
     if batch_invariance.enabled and name != "cuda":
         raise RuntimeError(_REFUSED.format(f"the backend {name!r} was asked for"))
     if name not in BACKENDS:
@@ -368,7 +368,7 @@ def forward_train(
 
 
 def backward(key: Key | None, arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, weight, mask logits and route weights; gradients not asked for are empty.
+    """The gradients of x, weight, mask logits and route weights; gradients that are not needed are empty.
 
     `key` is the `arguments_key` of the arguments.
     """

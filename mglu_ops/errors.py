@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class UserError(Exception):
-    """Something that the person at the command line can put right.
+    """A problem that the user of the command line can fix.
 
     `python -m mglu_ops` prints the message in one line on standard error and exits with code 2. The message says what
     happened, the value, and what to do.

@@ -31,9 +31,9 @@ no activation. With dt = G * P, b_i = G * Q_i and D_i = b_i^T x:
 where sum_d is the sum over out_features, and the gradient of the logits is the straight-through one.
 
 **Rounding.** Products of 16-bit types and their sums are float32, and the result is rounded once. A gate or a value may
-be a difference of sums over a whole row, as above. Its error is then the naive layer's plus float32 roundings of `s =
-sum_k |x_k W_k|`: at most 2^-17 s for 1024 in_features. In 16 bits this matters where the smaller of the two is below
-about 2^-9 s (float16) or 2^-12 s (bfloat16). `forward` on a CPU gives such small values a sum of their own.
+be a difference of sums over a whole row, as above. Its error is then the naive layer's plus float32 roundings of
+`s = sum_k |x_k W_k|`: at most 2^-17 s for 1024 in_features. In 16 bits this matters where the smaller of the two is
+below about 2^-9 s (float16) or 2^-12 s (bfloat16). `forward` on a CPU gives such small values a sum of their own.
 
 **Values that are not finite.** In all backends:
 

@@ -41,8 +41,8 @@ class MGLU(MaskedLinear):
         top_k: number of masks that a token keeps, 1 to n_masks; None for no router.
         weight_init: `paper` draws the weight as `nn.Linear` does (Algorithm 2). `leveled`, which we recommend with any
             other number of masks than 4, multiplies it by `(20 / (n_masks^2 + n_masks))^(1/4)`, so that the sum over
-            the masks begins as large as with four masks (mglu_ops/nn/README.md). With a router the factor is `(20 / (1
-            + 1 / top_k))^(1/4)`. The exponent is 1/2 with `sigmoid`, and 1/6 with `relu_squared`.
+            the masks begins as large as with four masks (mglu_ops/nn/README.md). With a router, the factor is
+            `(20 / (1 + 1 / top_k))^(1/4)`. The exponent is 1/2 with `sigmoid`, and 1/6 with `relu_squared`.
         save_activations: whether a forward pass with gradients keeps n_masks + 1 tensors of the result's size and dtype
             (2 n_masks + 1 with a router) for the backward pass. If False, it keeps only x, which the model mostly holds
             anyway, and backward runs forward once more: n_masks + 1 matrix products beside the 3 (n_masks + 1) of a

@@ -49,8 +49,8 @@ def parameter_groups(
     your own modules are not, whatever they are called: name them in `mask_logits`. A warning names modules that look
     like MGLU layers and whose logits are not named. Named logits train at the paper's rate, unless their module has the
     attribute `weight_init = "leveled"`. A parameter that several modules share is in one group: `mask_logits` if any of
-    its uses belongs there, else `no_decay` if any does. Parameters with `requires_grad=False` are skipped, and there
-    are no empty groups. The order of groups and parameters is always the same.
+    its uses belongs there, else `no_decay` if any does. Parameters with `requires_grad=False` are skipped, and empty
+    groups are omitted. The order of groups and parameters is always the same.
 
     The groups work with every optimizer of torch, also with `fused=True`, and models in `torch.compile`,
     `DistributedDataParallel` and `fully_shard` (call it after `fully_shard`, as an optimizer requires).

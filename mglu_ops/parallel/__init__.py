@@ -14,8 +14,8 @@ def register_transformers_style() -> None:
 
         tp_plan = {"layers.*.mlp.mglu": "mglu_colwise", "layers.*.mlp.down_proj": "rowwise"}
 
-    `from_pretrained` then gives each rank its rows of the weight and of the logits or packed masks. `import
-    mglu_ops.transformers` calls this function.
+    With it, `from_pretrained` gives each rank its rows of the weight and of the logits or packed masks.
+    `import mglu_ops.transformers` calls this function.
 
     Raises:
         ImportError: transformers 5.17 or later is not installed.

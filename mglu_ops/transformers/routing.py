@@ -37,8 +37,8 @@ class RoutedForwardMixin(_Model):
         The cache is among `kwargs`, since its name depends on the version of Transformers.
 
         In training, with `labels` and `router_aux_loss_coef > 0`, the result is a `MoeCausalLMOutputWithPast`:
-        `aux_loss` is the load-balancing loss, and `loss` is the language model's loss plus `router_aux_loss_coef *
-        aux_loss`. In evaluation, `loss` is the language model's alone.
+        `aux_loss` is the load-balancing loss, and `loss` the language model's loss plus
+        `router_aux_loss_coef * aux_loss`. In evaluation, `loss` is the language model's alone.
         """
         inputs: dict[str, Any] = {
             "input_ids": input_ids,
@@ -66,8 +66,8 @@ class RoutedForwardMixin(_Model):
         logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=config.vocab_size, **kwargs)
         balance = load_balancing_loss(outputs.router_logits, config.n_masks, config.mask_top_k, attention_mask)
-        # Trainer divides the loss by the number of tokens in all batches that it accumulates, so this loss is scaled
-        # alike.
+        # Trainer divides the loss by the number of tokens in all batches that it accumulates, so this loss is scaled in
+        # the same way.
         in_all = kwargs.get("num_items_in_batch")
         share = 1 if in_all is None else (labels[:, 1:] != -100).sum() / in_all
         rest = {name: value for name, value in outputs.items() if name != "last_hidden_state"}

@@ -63,7 +63,7 @@ def shape(text: str) -> tuple[int, int]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and write; the exit code. Raises UserError for what the user can put right."""
+    """Measure and write; the exit code. Raises UserError for problems that the user can fix."""
     for name, path in (("--out", options.out), ("--timings", options.timings)):
         if path is not None:
             check_writable(name, path)

@@ -40,7 +40,7 @@ def register() -> None:
 
 
 def enable_fusion_from_environment() -> None:
-    """Enable the fusion pass in this process if `MGLU_VLLM_FUSION` says so; warn if it is enabled without that.
+    """Enable the fusion pass in this process if `MGLU_VLLM_FUSION` is set; warn if it is enabled in another way.
 
     A vLLM model runs in other processes than the one that made it, and `mglu_ops.enable_fusion()` applies only to its
     own process. vLLM also keeps compiled code on disk, under a key that does not include the pass, so that a model

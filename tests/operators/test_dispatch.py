@@ -58,7 +58,7 @@ def test_an_override_prepares_the_call_with_its_launch(monkeypatch: pytest.Monke
     assert torch.equal(result, torch.ones(2, 3, 8))
 
 
-def test_rows_that_are_no_view_are_copied_at_each_call() -> None:
+def test_rows_that_need_a_copy_are_copied_at_each_call() -> None:
     x, weight, packed = call(6)
     columns = x.view(2, 3, 16).transpose(0, 1).contiguous().transpose(0, 1)
     for backend in ("cpu", "composite"):
@@ -76,7 +76,7 @@ def test_rows_that_are_no_view_are_copied_at_each_call() -> None:
 
 @pytest.mark.parametrize("what", ["x", "route_weights"])
 @pytest.mark.parametrize("op", ["forward", "forward_train"])
-def test_either_argument_whose_rows_are_no_view_is_copied_alone(op: str, what: str) -> None:
+def test_only_the_argument_whose_rows_need_a_copy_is_copied(op: str, what: str) -> None:
     x, weight, packed = call(6)
     args = {"x": x.view(2, 3, 16), "weight": weight, "packed_masks": packed, "activation": "silu"}
     args["route_weights"] = torch.rand(2, 3, 2)
@@ -90,7 +90,7 @@ def test_either_argument_whose_rows_are_no_view_is_copied_alone(op: str, what: s
 
 @pytest.mark.parametrize("trains", [True, False])
 def test_training_runs_on_the_cuda_backend_where_it_can(monkeypatch: pytest.MonkeyPatch, trains: bool) -> None:
-    """Backends get rows of tokens, and partials without gaps, whatever the shapes and strides of the call."""
+    """Backends get rows of tokens and contiguous partials, whatever the shapes and strides of the call."""
     described, shapes = [], []
 
     class Cuda(Composite):
