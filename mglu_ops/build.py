@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import re
+import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from .errors import UserError
+from .notices import say
 from .tuning.command import shape
 
 DESCRIPTION = (
@@ -37,25 +41,37 @@ def add_parser(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Build; the exit code. Raises UserError for what the user can put right."""
-    from .backends import cache, cpu
-    from .backends.cache_folders import cache_directory, missing_folders
+    from .backends import cpu
+    from .backends.cache import cache_directory
     from .backends.cuda.compiler import CompileError, compile_cubin
 
     _check(options)
     try:
-        folder = cache_directory() if options.out is None else options.out.absolute()
-        made = missing_folders(folder)
+        folder = cache_directory() if options.out is None else options.out.resolve()
+        is_new = not folder.exists()
         kernels = list(_kernels(options))
         if not options.no_cpu:
             cpu.build.load_library(cpu.library.Library, folder)
         for kernel in kernels:
             compile_cubin(*kernel, folder)
         if options.out is not None:
-            cache.share(folder, made)
-    except (cpu.BuildError, CompileError, cache.NoFolderError, OSError, ValueError) as error:
+            _share(folder, is_new)
+    except (cpu.BuildError, CompileError, OSError, ValueError) as error:
         raise UserError(str(error)) from error
     print(folder)
     return 0
+
+
+def _share(folder: Path, is_new: bool) -> None:
+    """Let all users read the kernels in a folder, as for an image. A folder that was there already keeps its mode."""
+    if is_new:
+        folder.chmod(0o755)
+    for path in folder.iterdir():
+        if re.fullmatch(r"[\w-]+-[0-9a-f]{32}-[0-9a-f]{32}\.(so|cubin)", path.name):
+            path.chmod(0o644)
+    mode = stat.S_IMODE(folder.stat().st_mode)
+    if sys.platform != "win32" and ~mode & 0o005:
+        say(f"{folder} keeps mode {mode:o}, with which others cannot read it (chmod 755 lets them)")
 
 
 def _check(options: argparse.Namespace) -> None:

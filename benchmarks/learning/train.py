@@ -11,7 +11,6 @@ a GPU it is not, because the backward pass of attention adds in no fixed order.
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from benchmarks.language_model import count
@@ -28,7 +28,6 @@ from benchmarks.learning.recipe import Recipe
 from benchmarks.learning.schedule import points
 from benchmarks.learning.training import Training, keep_all_graphs, masked_layers
 from benchmarks.records import environment, write_table, write_whole
-from mglu_ops.backends.file_lock import locked
 
 PROTOCOL = (
     "the corpus's windows of 512 tokens in one random order for all runs, 32 a step; bfloat16 autocast of float32 "
@@ -70,13 +69,13 @@ def run(
     """
     begin = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
-    with locked(out / f"{recipe.name}.lock", 0.0):
+    with FileLock(out / f"{recipe.name}.lock", timeout=0):
         teacher = None
         if recipe.start is not None:
             weights = out / f"{recipe.teacher.name}.weights"
-            wait = math.inf if limit is None else limit
+            wait = -1 if limit is None else limit  # -1 waits without a limit
             try:
-                with locked(out / f"{recipe.teacher.name}.lock", wait):
+                with FileLock(out / f"{recipe.teacher.name}.lock", timeout=wait):
                     rest = None if limit is None else limit - (time.perf_counter() - begin)
                     if not weights.is_file() and not _run(recipe.teacher, corpus, out, device, rest, compiled, None):
                         return False

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from learning_fixtures import VOCABULARY, tiny_run
 
 from benchmarks.learning import corpus, cost, experiments, train, training
 from benchmarks.learning.recipe import Recipe
 from benchmarks.records import read_table, write_table
-from mglu_ops.backends.file_lock import locked
 
 pytest_plugins = ["learning_fixtures"]
 
@@ -170,13 +170,12 @@ def test_processes_that_share_a_folder_leave_out_each_others_runs(text, folder, 
     common = ["experiments", "--only", "layers", "--out", str(out), "--corpus", str(prepared), "--device", "cpu"]
     monkeypatch.setattr("sys.argv", [*common, "--done"])
     out.mkdir()
-    with locked(out / f"{one.name}.lock", 0.0):  # as a process that trains it
+    with FileLock(out / f"{one.name}.lock", timeout=0):  # as a process that trains it
         experiments.main()
     assert f"{one.name}: another process trains it" in capsys.readouterr().out
     assert [path.name for path in out.glob("*.csv")] == [f"{other.name}.csv"]
     experiments.main()
     assert len(list(out.glob("*.csv"))) == 2
-    assert not list(out.glob("*.lock"))
 
 
 @pytest.mark.usefixtures("tiny")
@@ -184,7 +183,7 @@ def test_a_conversion_waits_for_the_process_that_trains_its_teacher(text, tmp_pa
     teacher = tiny_run(text, 8, layer="glu")
     one = tiny_run(text, 4, start="magnitude", skip=teacher.megabytes)
     assert one.teacher == replace(teacher, lr=Recipe.lr)
-    with locked(tmp_path / f"{one.teacher.name}.lock", 0.0):
+    with FileLock(tmp_path / f"{one.teacher.name}.lock", timeout=0):
         assert not train.run(one, text, tmp_path, "cpu", limit=0.1, compiled=False)
         threads = ThreadPoolExecutor(1)
         result = threads.submit(train.run, one, text, tmp_path, "cpu", None, False)

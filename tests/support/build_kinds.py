@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from mglu_ops.backends import cache, cache_folders
+from mglu_ops.backends import cache
 from mglu_ops.backends.cpu import build
 from mglu_ops.backends.cuda import compiler
 
@@ -92,14 +92,13 @@ def slow_kind(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the cache, which does not exist yet. Temporary files are kept beside it."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     monkeypatch.setenv("MGLU_CACHE_DIR", str(tmp_path / "cache"))
     cache.say.cache_clear()
-    yield tmp_path / "cache"
-    cache_folders._own_temporary_folder_of.cache_clear()
+    return tmp_path / "cache"
 
 
 def artifact(name: str = "some", *inputs: str) -> cache.Artifact:
@@ -110,15 +109,15 @@ def obtain(wanted: cache.Artifact, make: Callable[[Path], bytes] = lambda _: CON
     return cache.obtain(wanted, make, lambda path, _: path)
 
 
+def files(folder: Path) -> list[Path]:
+    """All files in a folder but for the locks, which stay."""
+    return [path for path in folder.iterdir() if path.suffix != ".lock"]
+
+
 def only_file(folder: Path) -> Path:
-    (path,) = folder.iterdir()
+    (path,) = files(folder)
     return path
 
 
 def shared_folder() -> Path:
     return Path(tempfile.gettempdir()) / f"mglu_ops-{os.geteuid()}"
-
-
-def folder_made(folder: Path) -> Path:
-    folder.mkdir(0o700)
-    return folder

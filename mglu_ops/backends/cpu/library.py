@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from ..cache import NoFolderError
 from .build import BuildError, load_library, settings
 
 # `Forward`: six pointers, then ten sizes and strides and four enumerations, all of 8 bytes.
@@ -115,7 +114,7 @@ def load() -> Library | str:
                 tried_with = settings()
                 try:
                     _loaded = load_library(Library)
-                except (BuildError, NoFolderError, OSError) as error:
+                except (BuildError, OSError) as error:
                     _loaded = str(error)
                     _tried_with = tried_with
     assert _loaded is not None

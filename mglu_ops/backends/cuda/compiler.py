@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ...notices import say
-from ..cache import COMPILER_SECONDS, Artifact, NoFolderError, is_stored, obtain
-from ..interruptible import call, run
+from ..cache import Artifact, is_stored, obtain
+from ..interruptible import COMPILER_SECONDS, run
 
 _STANDARD = "c++17"
 _IMPORTING = threading.RLock()
@@ -74,7 +74,7 @@ def compile_cubin(kernel: str, arch: str, macros: dict[str, int], folder: Path |
     artifact = _artifact(kernel, arch, macros)
     try:
         return obtain(artifact, lambda scratch: _compile(kernel, arch, macros, scratch), lambda _, cubin: cubin, folder)
-    except NoFolderError as error:
+    except OSError as error:
         if folder is not None or not has_cuda_core():
             raise CompileError(str(error)) from error
         say(f"each process compiles its CUDA kernels: {error}")
@@ -145,6 +145,6 @@ def _run_nvrtc(kernel: str, arch: str, macros: dict[str, int]) -> bytes:
     )
     try:
         program = core.Program((directory / f"{kernel}.cu").read_text(), "c++", options)
-        return bytes(call(lambda: program.compile("cubin")).code)
+        return bytes(program.compile("cubin").code)
     except Exception as error:  # cuda.core raises its own types, which are not importable without it
         raise CompileError(f"NVRTC could not compile {kernel}.cu for {arch} with {macros}:\n{error}") from error
