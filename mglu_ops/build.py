@@ -1,4 +1,4 @@
-"""The command line of `build`, which builds ahead what the first calls would build. Importing it imports no torch."""
+"""The command line of `build`, which builds kernels before calls need them. Importing it does not import torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Build; the exit code. Raises UserError for what the user can put right."""
+    """Build; the exit code. Raises UserError for problems that the user can fix."""
     from .backends import cpu
     from .backends.cache import cache_directory
     from .backends.cuda.compiler import CompileError, compile_cubin
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _share(folder: Path, is_new: bool) -> None:
-    """Let all users read the kernels in a folder, as for an image. A folder that was there already keeps its mode."""
+    """Let all users read the kernels in a folder, as for an image. A folder that existed before keeps its mode."""
     if is_new:
         folder.chmod(0o755)
     for path in folder.iterdir():

@@ -1,4 +1,4 @@
-"""The two kinds of files that are built where they run, with stand-ins for their compilers, and a cache for tests."""
+"""The two kinds of files that are built on the user's machine, with stand-ins for their compilers, and a cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mglu_ops.backends.cpu import build
 from mglu_ops.backends.cuda import compiler
 
 CONTENT = b"\x7fELF of nothing"
-"""What the stand-ins for the compilers make."""
+"""The output of the stand-ins for the compilers."""
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Kind:
     """One of the two kinds of artifact.
 
     Attributes:
-        use: loads it from the cache, built if it is not there, and returns its content.
+        use: loads the artifact from the cache, builds it if it is not there, and returns its content.
         log: a file that gets a line for each build.
         remove_compiler: leaves the machine without the compiler.
     """
@@ -39,7 +39,7 @@ class Kind:
 
 
 def fake_compiler(folder: Path, body: str) -> Path:
-    """A shell script in place of a C++ compiler. `$out` is the file that it is to write."""
+    """A shell script that replaces a C++ compiler; it must write the file `$out`."""
     path = folder / "fake-c++"
     path.write_text(f'#!/bin/sh\nfor out; do :; done\ncase "$*" in *-shared*) linking=yes;; esac\n{body}\n')
     path.chmod(0o755)
@@ -87,7 +87,7 @@ def kind(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.fixture(params=KINDS)
 def slow_kind(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kind:
-    """One whose build takes a while."""
+    """A kind whose build takes half a second."""
     return KINDS[request.param](tmp_path, monkeypatch, 0.5)
 
 
@@ -110,7 +110,7 @@ def obtain(wanted: cache.Artifact, make: Callable[[Path], bytes] = lambda _: CON
 
 
 def files(folder: Path) -> list[Path]:
-    """All files in a folder but for the locks, which stay."""
+    """All files in a folder but the locks, which stay there."""
     return [path for path in folder.iterdir() if path.suffix != ".lock"]
 
 

@@ -1,4 +1,4 @@
-"""Packages, the C++ library and its programs, built once in a test run, also if xdist runs it in several processes."""
+"""Packages, the C++ library and its programs, built once in a test run, even if xdist runs it in several processes."""
 
 from __future__ import annotations
 
@@ -81,8 +81,9 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     - `operator.pt2` takes any number of tokens.
     - `bare.pt2`, made by the command line, calls the shim for one token, and has its weights in `weights.pt`.
-    - `small.pt2` has the form of a package and little in it.
-    - `x7.tensor` and `y7.tensor` are the input and the result for 7 tokens; so for the others of `TOKENS`.
+    - `small.pt2` has the form of a package and little content.
+    - `x7.tensor` and `y7.tensor` are the input and the result for 7 tokens; there is such a pair for each entry of
+      `TOKENS`.
     """
 
     def make(folder: Path) -> None:
@@ -128,7 +129,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `run_package`, the library and `fuzz`, built with the address and undefined behaviour sanitizers.
 
-    Building them takes minutes: for tests marked `long`.
+    Building them takes minutes, so only tests marked `long` use them.
     """
 
     def make(folder: Path) -> None:

@@ -37,7 +37,7 @@ def write_small_package(path: Path, code: bytes = bytes(range(256)) * 8, **chang
 
 
 def write_package_with(path: Path, members: dict[str, str | bytes]) -> None:
-    """Write a package with these members, whatever they are, and the seal of one."""
+    """Write a package with these members, whatever they are, and a valid seal."""
     write_archive(path, members)
     seal(path, "package torch=2.13 device=cpu weights=inside")
 
