@@ -1,12 +1,11 @@
 """Times a decoding step, one token of each sequence, of whole models of Llama's shapes with SwiGLU and with SwiMGLU.
 
-python -m benchmarks.decode_model --out DIR [--models "Llama-3.1 8B"] [--batches 1 32] [--compilations 1]
+python -m benchmarks.decode_model --out DIR [--models "Llama-3.1 8B"] [--batches 1 32] [--compilations 1] [--resume]
 
 The models have random weights in bfloat16 and a static cache, and decode greedily. torch.compile compiles the start,
 one block and the head; a whole step is one CUDA graph, which passes its tokens to the next step. The logits are
-compared with those of the same model in float64 on the same tokens: their error may be at most `ERROR_OVER_EAGER`
-times the error of the eager model. `--seconds 560` begins no problem that would end later, and `--done` leaves out the
-problems of an earlier part (benchmarks/parts.py).
+compared with the logits of the same model in float64 for the same tokens. Their error may be at most
+`ERROR_OVER_EAGER` times the error of the eager model. `--resume` works as in benchmarks/train.py.
 """
 
 from __future__ import annotations
@@ -23,11 +22,10 @@ from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 
 import mglu_ops
-from benchmarks import parts
 from benchmarks.ceiling import reader
 from benchmarks.decoder import Attention, Decoder, Sizes, swiglu
 from benchmarks.harness import Captured, Variant, capture, relative_error
-from benchmarks.records import Row, read
+from benchmarks.records import RESUME_HELP, Row, measure
 from benchmarks.timing import ROUNDS, time_graphs
 from mglu_ops.nn import SwiMGLU
 
@@ -68,9 +66,9 @@ class Problem:
     def sizes(self) -> Sizes:
         return MODELS[self.name]
 
-    def seconds(self) -> float:
-        """An estimate of the time to measure the problem, with its compilations; `parts.Schedule` corrects it."""
-        return 20.0 * self.compilations * len(MASKS) * (2 if self.sizes.hidden > 2048 else 1)
+    def is_in(self, rows: Sequence[Row]) -> bool:
+        shape = self.sizes.intermediate, self.sizes.hidden
+        return (shape, self.batch) in {(row.shape, row.tokens) for row in rows}
 
 
 def build(sizes: Sizes, n_masks: int, device: str, dtype: torch.dtype, batch: int = 1) -> Decoder:
@@ -219,14 +217,14 @@ def layer(n_masks: int) -> str:
     return "SwiMGLU" if n_masks else "SwiGLU"
 
 
-def run(problems: Sequence[Problem], out: Path, limit: float | None = None) -> list[Row]:
-    """Measure problems into `decode_model.csv` of a folder; `limit` is in seconds."""
+def run(problems: Sequence[Problem], out: Path, resume: bool = False) -> list[Row]:
+    """Measure problems into `decode_model.csv` of a folder."""
     torch.manual_seed(0)
 
-    def measure(problem: Problem) -> list[Row]:
+    def rows_of(problem: Problem) -> list[Row]:
         return bench(problem.sizes, problem.batch, compilations=problem.compilations)
 
-    return parts.measure(problems, measure, out, "decode_model", PROTOCOL, limit)
+    return measure(problems, rows_of, out, "decode_model", PROTOCOL, resume)
 
 
 def main() -> None:
@@ -235,15 +233,10 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--compilations", type=int, default=COMPILATIONS, help="of each model; the fastest counts")
-    parts.add_arguments(parser, only_compile=False)
+    parser.add_argument("--resume", action="store_true", help=RESUME_HELP)
     options = parser.parse_args()
-    done = {(row.shape, row.tokens) for folder in options.done for row in read(folder, "decode_model")}
     chosen = [Problem(name, batch, options.compilations) for name in options.models for batch in options.batches]
-    run(
-        [one for one in chosen if ((one.sizes.intermediate, one.sizes.hidden), one.batch) not in done],
-        options.out,
-        options.seconds,
-    )
+    run(chosen, options.out, options.resume)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Times `generate` with Hugging Face's own Llama, as its users have it, with SwiGLU and with MGLU in every form.
 
-python -m benchmarks.generate --out DIR [--models "Llama-3.2 1B"] [--masks 1 4] [--batches 1 8 32] [--seconds 560]
+python -m benchmarks.generate --out DIR [--models "Llama-3.2 1B"] [--masks 1 4] [--batches 1 8 32] [--resume]
 
-The model is `LlamaForCausalLM` of a Llama's shape with random weights in bfloat16. `generate` with a static cache
-compiles its step on a GPU by itself and captures it into CUDA graphs. The naive MGLU is a module as a user writes it,
-without this package. Nothing else of the model differs. Every form has a process of its own, since Dynamo would give
-models of the same class in one process a longer search for their code. All processes compile at once; then they take
-turns, one call at a time. `--seconds` and `--done` are as in benchmarks/train.py.
+The model is `LlamaForCausalLM` of a Llama's shape with random weights in bfloat16. On a GPU, `generate` with a static
+cache compiles its step and captures it into CUDA graphs. The naive MGLU is a module as a user writes it, without this
+package. Nothing else in the model differs. Every form has its own process, since Dynamo would search longer for the
+code of a model if others of the same class were in the process. All processes compile at once; then they take turns,
+one call at a time. `--resume` works as in benchmarks/train.py.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mglu_ops
-from benchmarks import parts
 from benchmarks.harness import relative_error
-from benchmarks.records import Row, read
+from benchmarks.records import RESUME_HELP, Row, measure
 from benchmarks.timing import summarise, wall_microseconds
 from mglu_ops.nn import MGLU
 
@@ -125,9 +124,9 @@ class Problem:
         """Every form with its number of masks; SwiGLU has 0."""
         return [(form, 0) for form in SWIGLU] + [(form, n_masks) for n_masks in self.masks for form in MGLUS]
 
-    def seconds(self) -> float:
-        """An estimate of the time to measure the problem, with its compilations; `parts.Schedule` corrects it."""
-        return 100.0 + 1.5 * (ROUNDS + 2) * len(self.variants)
+    def is_in(self, rows: Sequence[Row]) -> bool:
+        shape = MODELS[self.name]["intermediate_size"], MODELS[self.name]["hidden_size"]
+        return {*self.masks} <= {row.n_masks for row in rows if (row.shape, row.tokens) == (shape, self.batch)}
 
 
 def model_of(config: Any, n_masks: int, form: Form, device: str) -> Any:
@@ -257,26 +256,16 @@ def bench(
     return rows
 
 
-def run(problems: Sequence[Problem], out: Path, limit: float | None = None) -> list[Row]:
-    """Measure problems into `generate.csv` of a folder; `limit` is in seconds."""
-    return parts.measure(problems, bench, out, "generate", PROTOCOL, limit)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS)[:1])
     parser.add_argument("--masks", type=int, nargs="+", default=MASKS)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
-    parts.add_arguments(parser, only_compile=False)
+    parser.add_argument("--resume", action="store_true", help=RESUME_HELP)
     options = parser.parse_args()
-    done = {(row.shape, row.tokens, row.n_masks) for folder in options.done for row in read(folder, "generate")}
-    chosen = []
-    for name, batch in product(options.models, options.batches):
-        shape = MODELS[name]["intermediate_size"], MODELS[name]["hidden_size"]
-        masks = [n_masks for n_masks in options.masks if (shape, batch, n_masks) not in done]
-        chosen += [Problem(name, batch, masks)] if masks else []
-    run(chosen, options.out, options.seconds)
+    problems = [Problem(name, batch, options.masks) for name, batch in product(options.models, options.batches)]
+    measure(problems, bench, options.out, "generate", PROTOCOL, options.resume)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarks import summary, tables, tables_cpu, tables_train
+from benchmarks import summary, tables, tables_train
+from benchmarks.frames import MissingResultError
 from benchmarks.learning import claims
 from benchmarks.learning import tables as learning
-from benchmarks.tables import MissingResultError
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("benchmarks", "compile_passes", "csrc", "mglu_ops")
@@ -22,7 +22,7 @@ FOLDERS = ("benchmarks", "compile_passes", "csrc", "mglu_ops")
 TABLES: dict[str, Callable[[Path], str]] = {
     "summary": summary.summary,
     "one_token": tables.one_token,
-    "sustained": tables.sustained,
+    "sustained": partial(tables.one_token, name="sustained"),
     "paper": tables.paper,
     "routes": tables.routes,
     "tokens": tables.floors,
@@ -30,18 +30,17 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "decode_model": tables.decode_model,
     "generate": tables.generate,
     "train": tables_train.train,
-    "train_cpu": partial(tables_train.train, name="train_cpu", is_selection=True),
+    "train_cpu": partial(tables_train.train, name="train_cpu"),
     "train_model": tables_train.train_model,
     "masks_at_inference": tables.masks_at_inference,
     "overheads": tables.overheads,
     "tensor_parallel": tables.tensor_parallel,
-    "cpu_one_token": partial(tables_cpu.cpu, name="cpu_one_token"),
-    "cpu_one_token_xeon": partial(tables_cpu.cpu, name="cpu_one_token_xeon"),
-    "cpu_tokens": partial(tables_cpu.cpu, name="cpu_tokens"),
-    "cpu_tokens_xeon": partial(tables_cpu.cpu, name="cpu_tokens_xeon"),
-    "cpu_tokens_zen4": partial(tables_cpu.cpu, name="cpu_tokens_zen4"),
-    "compile_time": tables_cpu.compile_time,
-    "packages": tables_cpu.packages,
+    **{
+        name: partial(tables.cpu, name=name)
+        for name in ("cpu_one_token", "cpu_one_token_xeon", "cpu_tokens", "cpu_tokens_xeon", "cpu_tokens_zen4")
+    },
+    "compile_time": tables.compile_time,
+    "packages": tables.packages,
     **learning.TABLES,
     "learning_claims": claims.claims,
     "learning_findings": claims.findings,
@@ -74,13 +73,10 @@ def pages() -> list[Path]:
 
 def fill_pages(results: Path) -> list[Path]:
     """Generate the tables of all pages, and return the pages that changed."""
-    changed = []
-    for path in pages():
-        before = path.read_text()
-        after = fill(before, results)
-        if after != before:
-            path.write_text(after)
-            changed.append(path)
+    filled = {path: fill(path.read_text(), results) for path in pages()}
+    changed = [path for path, text in filled.items() if text != path.read_text()]
+    for path in changed:
+        path.write_text(filled[path])
     return changed
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import pandas as pd
+
 from benchmarks.ceiling import GEMM
-from benchmarks.records import Row, read
-from benchmarks.rows import chosen, fastest, masks, only, shapes, tokens
-from benchmarks.tables import ONE_TOKEN
+from benchmarks.frames import MissingResultError, load
+from benchmarks.tables import ONE_TOKEN, chosen, one_token_times
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,10 +70,15 @@ def figure_of(panels: int, height: float, sharex: bool = True) -> tuple[Figure, 
     return figure, list(axes[:, 0])
 
 
-def draw_line(axes: Axes, label: str, style: Style, points: Sequence[tuple[float, float]]) -> None:
+def draw_line(axes: Axes, label: str, style: Style, points: Iterable[tuple[float, float]]) -> None:
     """Draw a line with a label, if it has points."""
-    if points:
-        axes.plot(*zip(*points, strict=True), label=label, **style._asdict())
+    if line := list(points):
+        axes.plot(*zip(*line, strict=True), label=label, **style._asdict())
+
+
+def masks(rows: pd.DataFrame) -> list[int]:
+    """The numbers of masks of a result, without the 0 of layers that have none."""
+    return sorted({*rows.n_masks} - {0})
 
 
 def powers_of_two(axes: Axes, label: str, ticks: Sequence[int]) -> None:
@@ -96,34 +101,32 @@ BY_VARIANT = {
 }
 
 
-def latency_by_masks(rows: Sequence[Row]) -> Figure:
+def latency_by_masks(rows: pd.DataFrame) -> Figure:
     """The time of one token by number of masks, with a panel for each shape."""
-    figure, panels = figure_of(len(shapes(rows)), 2.8)
-    for axes, shape in zip(panels, shapes(rows), strict=True):
-        here = only(rows, shape=shape)
-        for label, variant in ONE_TOKEN.items():
-            best = [(count, fastest(only(here, n_masks=count), variant)) for count in masks(here)]
-            draw_line(axes, label, BY_VARIANT[variant], [(count, row.microseconds) for count, row in best if row])
-        if swiglu := fastest(here, "SwiGLU"):
-            draw_line(axes, "SwiGLU, fastest", SWIGLU, [(count, swiglu.microseconds) for count in masks(here)])
+    layers = rows.groupby("layer", sort=False)
+    figure, panels = figure_of(len(layers), 2.8)
+    for axes, (layer, here) in zip(panels, layers, strict=True):
+        for label, column in one_token_times(here).items():
+            style = BY_VARIANT[ONE_TOKEN[label]] if label in ONE_TOKEN else SWIGLU
+            draw_line(axes, label, style, column.dropna().items())
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
         axes.set_ylabel("us a layer")
-        axes.set_title(f"one token, {shape[0]} x {shape[1]}")
+        axes.set_title(f"one token, {layer}")
     powers_of_two(panels[-1], "masks", masks(rows))
     draw_legend(figure, panels[0])
     return figure
 
 
-def fraction_of_ceiling(rows: Sequence[Row]) -> Figure:
+def fraction_of_ceiling(rows: pd.DataFrame) -> Figure:
     """The time to read the bytes divided by the time of each backend, by number of masks."""
     figure, (axes,) = figure_of(1, 3.2)
-    dashes = dict(zip(shapes(rows), ("-", ":"), strict=False))
+    right = rows[rows.microseconds.notna()]
     for backend, style in (("CUDA", CUDA), ("Triton", TRITON)):
-        for shape, linestyle in dashes.items():
-            found = only(rows, shape=shape, variant=f"mglu {backend.lower()}")
-            points = [(row.n_masks, row.fraction_of_ceiling) for row in found if not row.is_wrong]
-            draw_line(axes, f"{backend}, {shape[0]} x {shape[1]}", style._replace(linestyle=linestyle), points)
+        for layer, linestyle in zip(rows.layer.unique(), ("-", ":"), strict=False):
+            found = right[(right.layer == layer) & (right.variant == f"mglu {backend.lower()}")]
+            points = zip(found.n_masks, found.fraction_of_ceiling, strict=True)
+            draw_line(axes, f"{backend}, {layer}", style._replace(linestyle=linestyle), points)
     axes.set_ylim(0, 1.05)
     axes.axhline(1, color=CEILING.color, linestyle=CEILING.linestyle, linewidth=1)
     axes.set_ylabel("of the read ceiling")
@@ -133,87 +136,74 @@ def fraction_of_ceiling(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def speedup_over_swiglu(rows: Sequence[Row]) -> Figure:
+def speedup_over_swiglu(rows: pd.DataFrame) -> Figure:
     """The time of the fastest SwiGLU divided by ours, by number of tokens, with a panel for each shape."""
-    figure, panels = figure_of(len(shapes(rows)), 3.2)
-    for axes, shape in zip(panels, shapes(rows), strict=True):
-        here = only(rows, shape=shape)
-        for n_masks in masks(here):
-            points = []
-            for count in tokens(here):
-                ours = chosen(only(here, n_masks=n_masks, tokens=count))
-                swiglu = fastest(only(here, tokens=count), "SwiGLU")
-                if ours and swiglu and not ours.is_wrong:
-                    points.append((count, swiglu.microseconds / ours.microseconds))
-            draw_line(axes, f"n_m = {n_masks}", BY_MASKS[n_masks], points)
+    ours = chosen(rows, swiglu=("SwiGLU", ["layer", "tokens"]))
+    speedup = (ours.swiglu / ours.microseconds).dropna()
+    layers = rows.layer.unique()
+    figure, panels = figure_of(len(layers), 3.2)
+    for axes, layer in zip(panels, layers, strict=True):
+        for n_masks, line in speedup.loc[layer].groupby("n_masks"):
+            draw_line(axes, f"n_m = {n_masks}", BY_MASKS[n_masks], line.droplevel("n_masks").items())
         axes.axhline(1, color=CEILING.color, linestyle=CEILING.linestyle, linewidth=1)
         axes.set_ylim(bottom=0)
         axes.set_ylabel("speed-up over SwiGLU")
-        axes.set_title(f"{shape[0]} x {shape[1]}")
-    powers_of_two(panels[-1], "tokens", tokens(rows))
+        axes.set_title(layer)
+    powers_of_two(panels[-1], "tokens", sorted(set(rows.tokens)))
     panels[-1].tick_params(axis="x", labelrotation=45)
     draw_legend(figure, panels[0])
     return figure
 
 
-def intensity(row: Row) -> float:
-    """Arithmetic operations per byte of W and masks, for n_m + 1 products of every token with W."""
-    return 2 * (row.n_masks + 1) * row.tokens / (2 + row.n_masks / 8)
-
-
-def teraflops(row: Row) -> float:
-    """The rate of a row's n_m + 1 products, in TFLOP/s."""
-    return 2e-6 * (row.n_masks + 1) * row.tokens * row.out_features * row.in_features / row.microseconds
-
-
-def roofline(rows: Sequence[Row]) -> Figure:
+def roofline(rows: pd.DataFrame) -> Figure:
     """The rate by operations per byte, for each number of masks and tokens, with a panel for each shape.
 
     The roofs are the highest rate at which the kernel of the read ceiling reads, and the rate of the library's GEMMs.
     """
-    figure, panels = figure_of(len(shapes(rows)), 3.2)
-    for axes, shape in zip(panels, shapes(rows), strict=True):
-        here = only(rows, shape=shape)
-        ours = [row for row in here if row.variant == "mglu cuda" and not row.is_wrong]
-        least, most = min(map(intensity, ours)), max(map(intensity, ours))
-        slope = max(teraflops(row) / intensity(row) for row in only(here, variant="read ceiling"))
-        rates = [float(str(row.extra["tflops"])) for row in only(here, variant=GEMM)]
-        ridge = statistics.median(rates) / slope if rates else most
+    products = 2 * (rows.n_masks + 1) * rows.tokens  # operations for each element of W
+    rows = rows.assign(
+        intensity=products / (2 + rows.n_masks / 8),  # operations a byte of W and masks
+        teraflops=1e-6 * products * rows.out_features * rows.in_features / rows.microseconds,
+    )
+    layers = rows.groupby("layer", sort=False)
+    figure, panels = figure_of(len(layers), 3.2)
+    for axes, (layer, here) in zip(panels, layers, strict=True):
+        ours = here[(here.variant == "mglu cuda") & here.microseconds.notna()]
+        reading, gemm = here[here.variant == "read ceiling"], here[here.variant == GEMM]
+        least, most = ours.intensity.min(), ours.intensity.max()
+        slope = (reading.teraflops / reading.intensity).max()
+        ridge = most if gemm.empty else gemm.tflops.median() / slope
         draw_line(axes, "read ceiling", CEILING, [(x, slope * x) for x in (least, ridge)])
-        if rates:
+        if not gemm.empty:
             draw_line(axes, GEMM, SWIGLU, [(x, slope * ridge) for x in (ridge, most)])
-        for n_masks in masks(ours):
-            points = [(intensity(row), teraflops(row)) for row in only(ours, n_masks=n_masks)]
+        for n_masks, line in ours.groupby("n_masks"):
+            points = zip(line.intensity, line.teraflops, strict=True)
             draw_line(axes, f"n_m = {n_masks}", BY_MASKS[n_masks], points)
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_ylabel("TFLOP/s")
-        axes.set_title(f"{shape[0]} x {shape[1]}")
+        axes.set_title(layer)
     panels[-1].set_xlabel("FLOP a byte of weights and masks")
     draw_legend(figure, panels[0])
     return figure
 
 
-def speedup_by_model(rows: Sequence[Row]) -> Figure:
+def speedup_by_model(rows: pd.DataFrame) -> Figure:
     """The time of the fastest SwiGLU divided by ours for one token, for the layers of each model."""
     figure, (axes,) = figure_of(1, 3.6)
+    ours = chosen(rows, swiglu=("SwiGLU", ["layer"]))
+    speedups = (ours.swiglu / ours.microseconds).dropna()
     counts = masks(rows)
     height = 0.8 / len(counts)
-    labels = []
-    for line, shape in enumerate(shapes(rows)):
-        here = only(rows, shape=shape)
-        labels.append(f"{here[0].case.replace(', ', chr(10))}\n{shape[0]} x {shape[1]}")
-        swiglu = fastest(here, "SwiGLU")
-        for i, n_masks in enumerate(counts):
-            ours = chosen(only(here, n_masks=n_masks))
-            if swiglu is None or ours is None or ours.is_wrong:
-                continue
-            speedup = swiglu.microseconds / ours.microseconds
+    names = rows.drop_duplicates("layer").set_index("layer").case
+    for line, layer in enumerate(names.index):
+        for (n_masks, _), speedup in speedups.loc[layer].items():
             label = f"{n_masks} mask{'s' if n_masks > 1 else ''}" if line == 0 else None
-            y = line + (i - (len(counts) - 1) / 2) * height
+            y = line + (counts.index(n_masks) - (len(counts) - 1) / 2) * height
             axes.barh(y, speedup, height, label=label, color=BY_MASKS[n_masks].color)
             axes.text(speedup + 0.02, y, f"{speedup:.2f}x", va="center", fontsize=7)
     axes.axvline(1, color=CEILING.color, linestyle=CEILING.linestyle, linewidth=1)
+    labels = [f"{name.replace(', ', chr(10))}\n{layer}" for layer, name in names.items()]
     axes.set_yticks(range(len(labels)), labels, fontsize=7)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
@@ -223,7 +213,7 @@ def speedup_by_model(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-PLOTS: dict[str, tuple[str, Callable[[Sequence[Row]], Figure]]] = {
+PLOTS: dict[str, tuple[str, Callable[[pd.DataFrame], Figure]]] = {
     "latency_by_masks": ("one_token", latency_by_masks),
     "fraction_of_ceiling": ("one_token", fraction_of_ceiling),
     "speedup_by_model": ("models", speedup_by_model),
@@ -247,8 +237,11 @@ def draw(results: Path, out: Path) -> list[Path]:
     """
     paths = []
     for name, (table, picture) in PLOTS.items():
-        if rows := read(results, table):
-            paths.append(save(picture, rows, out / f"{name}.svg", source(results, table)))
+        try:
+            rows = load(results, table)
+        except MissingResultError:
+            continue
+        paths.append(save(picture, rows, out / f"{name}.svg", source(results, table)))
     if not paths:
         raise FileNotFoundError(f"{results}: no results are here to draw from; measure some first")
     return paths

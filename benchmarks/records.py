@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import csv
 import importlib.metadata
+import io
 import json
 import math
 import os
 import platform
+import re
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 COMMENT = "# "
+RESUME_HELP = "keep the rows of the result in --out, and measure only the problems that it lacks"
 
 
 @dataclass(frozen=True)
@@ -85,13 +88,12 @@ class Row:
 
 
 def _cpu_name() -> str:
-    names = [
-        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
-    return f"{names[0] if names else platform.processor()}, {torch.get_num_threads()} threads"
+    found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    return f"{found[1] if found else platform.processor()}, {torch.get_num_threads()} threads"
 
 
-def _version(distribution: str) -> str:
+def version(distribution: str) -> str:
+    """The version of a distribution, or "not installed"."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -106,43 +108,39 @@ def environment(protocol: str) -> dict[str, str]:
         "commit": os.environ.get("MGLU_COMMIT") or (git.stdout.strip() if git.returncode == 0 else "unknown"),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": version("triton"),
         "cuda": str(torch.version.cuda),
         "python": platform.python_version(),
         "protocol": protocol,
     }
 
 
-def write(rows: Sequence[Row], out: Path, name: str, protocol: str) -> None:
-    """Write rows that were measured here and now to `<name>.csv` in a folder."""
-    write_rows(rows, environment(protocol), out, name)
+def write(rows: Iterable[Row], out: Path, name: str, facts: str | Mapping[str, str]) -> None:
+    """Write rows to `<name>.csv` in a folder, floats with six digits.
 
-
-def write_rows(rows: Sequence[Row], environment: Mapping[str, str], out: Path, name: str) -> None:
-    """Write rows that were measured in an environment to `<name>.csv` in a folder, floats with six digits."""
+    Args:
+        rows: the rows, at least one.
+        out: the folder.
+        name: the name of the result.
+        facts: the environment of the rows, or the protocol of rows that were measured here and now.
+    """
     table = [
         {column: float(f"{value:.6g}") if isinstance(value, float) else value for column, value in asdict(row).items()}
         for row in rows
     ]
-    write_table(table, environment, out, name)
+    write_table(table, environment(facts) if isinstance(facts, str) else facts, out, name)
 
 
 def write_table(table: Sequence[Mapping[str, Any]], environment: Mapping[str, str], out: Path, name: str) -> None:
     """Write a table of any columns to `<name>.csv` in a folder; a dict in a cell becomes JSON."""
+    text = io.StringIO()
+    text.writelines(f"{COMMENT}{fact}: {' '.join(value.split())}\n" for fact, value in environment.items())
+    writer = csv.DictWriter(text, fieldnames=list(table[0]), lineterminator="\n")
+    writer.writeheader()
+    for row in table:
+        writer.writerow({key: json.dumps(cell) if isinstance(cell, dict) else cell for key, cell in row.items()})
     out.mkdir(parents=True, exist_ok=True)
-
-    def write_to(path: Path) -> None:
-        with path.open("w", newline="") as file:
-            for fact, value in environment.items():
-                file.write(f"{COMMENT}{fact}: {' '.join(value.split())}\n")
-            writer = csv.DictWriter(file, fieldnames=list(table[0]), lineterminator="\n")
-            writer.writeheader()
-            for row in table:
-                writer.writerow(
-                    {key: json.dumps(cell) if isinstance(cell, dict) else cell for key, cell in row.items()}
-                )
-
-    write_whole(out / f"{name}.csv", write_to)
+    write_whole(out / f"{name}.csv", lambda path: path.write_text(text.getvalue()))
 
 
 def write_whole(path: Path, write_to: Callable[[Path], object]) -> None:
@@ -171,28 +169,79 @@ def read_table(path: Path) -> tuple[dict[str, str], list[dict[str, str]]]:
 def read(out: Path, name: str) -> list[Row]:
     """The rows of `<name>.csv`, as `write` left them; none if there is no such table."""
     path = out / f"{name}.csv"
-    if not path.is_file():
-        return []
-    return [_row(line) for line in read_table(path)[1]]
-
-
-def _row(line: Mapping[str, str]) -> Row:
-    return Row(
-        case=line["case"],
-        variant=line["variant"],
-        tokens=int(line["tokens"]),
-        out_features=int(line["out_features"]),
-        in_features=int(line["in_features"]),
-        n_masks=int(line["n_masks"]),
-        dtype=line["dtype"],
-        microseconds=float(line["microseconds"]),
-        spread=float(line["spread"]),
-        fraction_of_ceiling=float(line["fraction_of_ceiling"]),
-        error=float(line["error"]),
-        extra=json.loads(line["extra"]),
-    )
+    lines = read_table(path)[1] if path.is_file() else []
+    kinds: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float}
+    value_of = {one.name: kinds.get(str(one.type), json.loads) for one in fields(Row)}
+    return [Row(**{name: value_of[name](cell) for name, cell in line.items()}) for line in lines]
 
 
 def read_environment(out: Path, name: str) -> dict[str, str]:
     """The environment in which `<name>.csv` was measured."""
     return read_table(out / f"{name}.csv")[0]
+
+
+class Problem(Protocol):
+    """What a benchmark measures at a time."""
+
+    def is_in(self, rows: Sequence[Row]) -> bool:
+        """Whether some rows are the result of this problem."""
+        ...
+
+
+P = TypeVar("P", bound=Problem)
+
+
+def measure(
+    problems: Sequence[P],
+    bench: Callable[[P], list[Row]],
+    out: Path,
+    name: str,
+    protocol: str,
+    resume: bool = False,
+) -> list[Row]:
+    """Measure problem by problem, and write all rows so far after each, so that a command may be stopped.
+
+    Args:
+        problems: what to measure, in this order.
+        bench: measures a problem.
+        out: the folder of the result.
+        name: the name of the result.
+        protocol: how it is measured.
+        resume: keep the rows of a result that is in the folder, and measure only the problems that it lacks.
+
+    Returns:
+        All rows of the result.
+
+    Raises:
+        ValueError: the result to resume was measured on another machine, with other versions or by another protocol.
+    """
+    rows = read(out, name) if resume else []
+    facts = environment(protocol)
+    if rows:
+        facts = _resumed(read_environment(out, name), facts)
+    for i, problem in enumerate(problems):
+        if problem.is_in(rows):
+            continue
+        print(f"{problem}: {i + 1} of {len(problems)}", flush=True)
+        found = bench(problem)
+        print(*found, sep="\n", flush=True)
+        rows = list({_key(row): row for row in [*rows, *found]}.values())
+        write(rows, out, name, facts)
+    return rows
+
+
+def _key(row: Row) -> tuple[object, ...]:
+    """The columns that tell a row of a result from all others."""
+    return row.case, row.variant, row.tokens, row.shape, row.n_masks, row.dtype, row.extra.get("compilation")
+
+
+def _resumed(earlier: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a result that is resumed, with the commits of both parts."""
+    for fact, value in now.items():
+        if fact != "commit" and " ".join(value.split()) != earlier.get(fact):
+            raise ValueError(
+                f"the result to resume has another {fact}: {earlier.get(fact)!r} instead of {value!r}; "
+                "measure all of it here, in another folder"
+            )
+    commits = dict.fromkeys([*earlier["commit"].split(", "), now["commit"]])
+    return {**now, "commit": ", ".join(commits)}

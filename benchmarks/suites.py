@@ -5,64 +5,52 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import NamedTuple
 
 import torch
 
-from benchmarks import decode_model, masks_at_inference, overheads, pages, plots, train, train_model
+from benchmarks import decode_model, masks_at_inference, overheads, train, train_model
 from benchmarks.decode import SHAPES, Sweep
 from benchmarks.decode import run as run_sweep
 from benchmarks.decoder import Sizes
-from benchmarks.learning import plots as learning
-from benchmarks.learning.tables import FOLDER
-from benchmarks.records import Row, write
+from benchmarks.records import Row, version, write
 
 RESULTS = Path(__file__).parent / "results"
 ONE_TO_8192 = tuple(2**i for i in range(14))
 QUICK_ROUNDS = 3
+GPU = ("cuda-core",)
 
 MODELS = {
-    "Llama-3.2 1B": (8192, 2048),
-    "Llama-3.2 3B": (8192, 3072),
-    "Llama-3.1 8B": (14336, 4096),
-    "Llama-3.1 70B": (28672, 8192),
-    "Qwen3 4B": (9728, 2560),
-    "Qwen3 32B": (25600, 5120),
-    "Mistral 7B": (14336, 4096),
+    (8192, 2048): "Llama-3.2 1B",
+    (8192, 3072): "Llama-3.2 3B",
+    (14336, 4096): "Llama-3.1 8B, Mistral 7B",
+    (28672, 8192): "Llama-3.1 70B",
+    (9728, 2560): "Qwen3 4B",
+    (25600, 5120): "Qwen3 32B",
 }
-"""`(intermediate, hidden)` of the feed-forward layers of models."""
+"""`(intermediate, hidden)` of feed-forward layers, and the models that have them."""
 
 
 class SuiteError(ValueError):
     """A suite is unknown or cannot run here; the message says what to do."""
 
 
-@dataclass(frozen=True)
-class Suite:
+class Suite(NamedTuple):
     """A suite of benchmarks.
 
     Attributes:
         about: what it shows, in a line.
         run: takes `(out, quick)`, writes its result into the folder `out`, and returns the rows that it measured.
-        needs: what it cannot run without.
+        needs: the packages that it cannot run without; those of a suite that measures are for a GPU.
     """
 
     about: str
     run: Callable[[Path, bool], Sequence[Row]]
-    needs: Literal["gpu", "matplotlib"] | None = "gpu"
-
-
-def models_by_shape() -> dict[tuple[int, int], str]:
-    """Each shape of `MODELS`, with the names of all models that have it."""
-    return {
-        shape: ", ".join(name for name, its_shape in MODELS.items() if its_shape == shape)
-        for shape in dict.fromkeys(MODELS.values())
-    }
+    needs: tuple[str, ...] = GPU
 
 
 SWEEPS = {
@@ -90,7 +78,7 @@ SWEEPS = {
     ),
     "models": (
         "one token, bfloat16: the layers of current models",
-        Sweep(masks=(1, 4, 8), baselines=("swiglu",), shapes=models_by_shape()),
+        Sweep(masks=(1, 4, 8), baselines=("swiglu",), shapes=MODELS),
     ),
 }
 """Name of a suite to what it shows and its problems."""
@@ -147,14 +135,19 @@ def _written(rows: list[Row], out: Path, name: str, protocol: str) -> list[Row]:
 
 def _tables(out: Path, quick: bool) -> Sequence[Row]:
     """Fill the pages from the committed results; for another folder of results, write all tables into it."""
+    from benchmarks import pages  # with pandas, which measuring does not need
+
     changed = pages.fill_pages(out) if out.resolve() == RESULTS.resolve() else [pages.write_tables(out)]
     print(*changed, sep="\n")
     return []
 
 
 def _plots(out: Path, quick: bool) -> Sequence[Row]:
+    from benchmarks import plots
+    from benchmarks.learning import plots as learning
+
     print(*plots.draw(out, out), sep="\n")
-    if (out / FOLDER).is_dir():
+    if (out / "learning").is_dir():
         print(*learning.draw(out, out), sep="\n")
     return []
 
@@ -166,24 +159,20 @@ SUITES = {
     "train_model": Suite("a training step of whole models, with SwiGLU and with SwiMGLU", _train_model),
     "masks_at_inference": Suite("what packing the masks costs at inference, by when it is done", _masks_at_inference),
     "overheads": Suite("host time per call, and the first call of a kernel in a process", _overheads),
-    "tables": Suite("the tables of README.md and benchmarks/README.md, from the CSV files", _tables, None),
-    "plots": Suite("plots, from the CSV files", _plots, "matplotlib"),
+    "tables": Suite("the tables of README.md and benchmarks/README.md, from the CSV files", _tables, ("pandas",)),
+    "plots": Suite("plots, from the CSV files", _plots, ("matplotlib", "pandas")),
 }
 
 
 def problem_of(suite: Suite) -> str | None:
     """The reason why a suite cannot run here, or None."""
-    if suite.needs == "gpu":
-        if not torch.cuda.is_available():
-            return (
-                f"needs a CUDA GPU, and torch {torch.__version__} sees none; "
-                "`bench tables plots` works anywhere, from results that are there"
-            )
-        if importlib.util.find_spec("cuda.core") is None:
-            return "needs cuda-core: pip install cuda-core"
-    if suite.needs == "matplotlib" and importlib.util.find_spec("matplotlib") is None:
-        return "needs matplotlib: pip install matplotlib"
-    return None
+    if suite.needs == GPU and not torch.cuda.is_available():
+        return (
+            f"needs a CUDA GPU, and torch {torch.__version__} sees none; "
+            "`bench tables plots` works anywhere, from results that are there"
+        )
+    missing = [name for name in suite.needs if version(name) == "not installed"]
+    return f"needs {' and '.join(missing)}: pip install {' '.join(missing)}" if missing else None
 
 
 def select(names: Sequence[str]) -> dict[str, Suite]:
@@ -196,7 +185,7 @@ def select(names: Sequence[str]) -> dict[str, Suite]:
         raise SuiteError(f"no suite is named {', '.join(unknown)}; there are {', '.join(SUITES)}")
     suites = {name: SUITES[name] for name in names or SUITES}
     for name, problem in [(name, problem_of(suite)) for name, suite in suites.items()]:
-        if problem is not None and (names or suites[name].needs == "gpu"):
+        if problem is not None and (names or suites[name].needs == GPU):
             raise SuiteError(f"{name} {problem}")
         if problem is not None:
             print(f"{name} is left out: it {problem}")

@@ -1,10 +1,10 @@
 """Times a training step of one layer in every form: forward and backward with straight-through masks.
 
-python -m benchmarks.train --out DIR [--shapes 8192x2048] [--tokens 2048 8192] [--masks 1 4] [--seconds 560]
+python -m benchmarks.train --out DIR [--shapes 8192x2048] [--tokens 2048 8192] [--masks 1 4] [--resume]
 
-Without `--shapes`, `--tokens` and `--masks`, all problems are measured. `--seconds` begins no problem that would end
-later, and `--done DIR` leaves out the problems of an earlier part; `python -m benchmarks.parts` joins parts. With
-`--only-compile` nothing is measured, but Inductor's cache on the disk is filled: several processes may do so at once.
+Without `--shapes`, `--tokens` and `--masks`, all problems are measured. `--resume` measures only those that
+`DIR/train.csv` lacks. `--only-compile` measures nothing but fills Inductor's cache on the disk; several processes may
+do so at once.
 """
 
 from __future__ import annotations
@@ -18,13 +18,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import bars, parts
 from benchmarks.memory import allocated, peak, release
-from benchmarks.records import Row, read
+from benchmarks.records import RESUME_HELP, Row, measure
 from benchmarks.timing import (
     LOAD_SECONDS,
-    MAX_SECONDS_OF_SETTLED_ROUNDS,
-    MIN_SETTLED_ROUNDS,
     SETTLED_ROUNDS,
     gpu_microseconds,
     summarise,
@@ -55,8 +52,6 @@ PROTOCOL = (
     "each step; peak_mb: the most memory over x, parameters and grad_output, in MB; errors: against float64, over "
     f"{CHECKED_TOKENS} tokens of the timed call (the upstream gradient of the others is 0)"
 )
-TERAFLOPS = 600e12
-"""Rate of the estimates, in FLOP/s: an H200's library GEMMs under load, in bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -70,15 +65,8 @@ class Problem:
     def __str__(self) -> str:
         return f"{self.shape[0]}x{self.shape[1]}, {self.tokens} tokens, n_m = {self.n_masks}"
 
-    def seconds(self) -> float:
-        """An estimate of the time to measure the problem, with its compilations; `parts.Schedule` corrects it."""
-        one = 2 * self.tokens * self.shape[0] * self.shape[1] / TERAFLOPS
-        # Products of a step: 6 n_m of the naive layer; 3 (n_m + 1), and n_m + 1 more that are computed again.
-        counts = [6 * self.n_masks, *[3 * (self.n_masks + 1)] * 5, 4 * (self.n_masks + 1)]
-        of_round = sum(2 * max(LOAD_SECONDS, count * one) for count in counts)
-        rounds = max(MIN_SETTLED_ROUNDS, min(SETTLED_ROUNDS, MAX_SECONDS_OF_SETTLED_ROUNDS / of_round))
-        compilations = 10 + 2.5 * self.n_masks
-        return compilations + rounds * of_round + 5 * sum(counts) * one
+    def is_in(self, rows: Sequence[Row]) -> bool:
+        return self in {Problem(row.shape, row.tokens, row.n_masks) for row in rows}
 
 
 def problems(
@@ -188,14 +176,11 @@ def run(
     device: str = "cuda",
     rounds: int = SETTLED_ROUNDS,
     load: float = LOAD_SECONDS,
-    limit: float | None = None,
+    resume: bool = False,
 ) -> list[Row]:
-    """Measure problems into `train.csv` of a folder, and print which bars are missed; `limit` is in seconds."""
+    """Measure problems into `train.csv` of a folder."""
     torch.manual_seed(0)
-    rows = parts.measure(chosen, lambda one: bench(one, device, rounds, load), out, "train", PROTOCOL, limit)
-    misses = bars.missed(rows)
-    print(*misses, f"{len(rows)} rows, {len(misses)} bars missed", sep="\n", flush=True)
-    return rows
+    return measure(chosen, lambda one: bench(one, device, rounds, load), out, "train", PROTOCOL, resume)
 
 
 def shape_of(text: str) -> tuple[int, int]:
@@ -212,15 +197,15 @@ def main() -> None:
     parser.add_argument("--masks", type=int, nargs="+", default=MASKS)
     parser.add_argument("--rounds", type=int, default=SETTLED_ROUNDS)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parts.add_arguments(parser)
+    parser.add_argument("--resume", action="store_true", help=RESUME_HELP)
+    parser.add_argument("--only-compile", action="store_true", help="measure nothing, but fill Inductor's cache")
     arguments = parser.parse_args()
-    done = {Problem(row.shape, row.tokens, row.n_masks) for folder in arguments.done for row in read(folder, "train")}
-    chosen = [one for one in problems(arguments.shapes, arguments.tokens, arguments.masks) if one not in done]
+    chosen = problems(arguments.shapes, arguments.tokens, arguments.masks)
     if arguments.only_compile:
         for problem in chosen:
             compile_only(problem, arguments.device)
     else:
-        run(chosen, arguments.out, arguments.device, arguments.rounds, limit=arguments.seconds)
+        run(chosen, arguments.out, arguments.device, arguments.rounds, resume=arguments.resume)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 """Times a whole training step of language models with SwiGLU, with naive SwiMGLU and with fused SwiMGLU.
 
-python -m benchmarks.train_model --out DIR [--models 350M] [--precisions autocast] [--masks 1 4] [--seconds 560]
+python -m benchmarks.train_model --out DIR [--models 350M] [--precisions autocast] [--masks 1 4] [--resume]
 
-A step is forward, backward and AdamW (fused) on random tokens. Every model has the same widths: SwiMGLU replaces SwiGLU
-and nothing else changes, as in the paper, so that a model with one mask has as many parameters as the one with SwiGLU,
-mask logits included. The blocks and the loss are compiled. `--seconds`, `--done` and `--only-compile` are as in
-benchmarks/train.py.
+A step is forward, backward and AdamW (fused) on random tokens. As in the paper, SwiMGLU replaces SwiGLU and nothing
+else changes, so all models have the same widths. With one mask, a model has as many parameters as with SwiGLU, mask
+logits included. The blocks and the loss are compiled. `--resume` and `--only-compile` work as in benchmarks/train.py.
 """
 
 from __future__ import annotations
@@ -21,14 +20,12 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from benchmarks import parts
 from benchmarks.decoder import Sizes
 from benchmarks.language_model import LanguageModel, count, share_tensors
 from benchmarks.memory import allocated, peak, release
-from benchmarks.records import Row, read
+from benchmarks.records import RESUME_HELP, Row, measure
 from benchmarks.timing import (
     LOAD_SECONDS,
-    MAX_SECONDS_OF_SETTLED_ROUNDS,
     SETTLED_ROUNDS,
     gpu_microseconds,
     summarise,
@@ -94,9 +91,8 @@ class Problem:
     def case(self) -> str:
         return f"{self.name}, {self.precision}"
 
-    def seconds(self) -> float:
-        """An estimate of the time to measure the problem, with its compilations; `parts.Schedule` corrects it."""
-        return 30 + 5 * self.n_masks + 2 * MAX_SECONDS_OF_SETTLED_ROUNDS
+    def is_in(self, rows: Sequence[Row]) -> bool:
+        return (self.case, self.n_masks) in {(row.case, row.n_masks) for row in rows}
 
 
 def problems(
@@ -245,10 +241,10 @@ def bench(
     return rows
 
 
-def run(chosen: Sequence[Problem], out: Path, rounds: int = SETTLED_ROUNDS, limit: float | None = None) -> list[Row]:
-    """Measure problems into `train_model.csv` of a folder; `limit` is in seconds."""
+def run(chosen: Sequence[Problem], out: Path, rounds: int = SETTLED_ROUNDS, resume: bool = False) -> list[Row]:
+    """Measure problems into `train_model.csv` of a folder."""
     torch.manual_seed(0)
-    return parts.measure(chosen, lambda one: bench(one, rounds=rounds), out, "train_model", PROTOCOL, limit)
+    return measure(chosen, lambda one: bench(one, rounds=rounds), out, "train_model", PROTOCOL, resume)
 
 
 def main() -> None:
@@ -258,16 +254,15 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
     parser.add_argument("--masks", type=int, nargs="+", default=MASKS)
     parser.add_argument("--rounds", type=int, default=SETTLED_ROUNDS)
-    parts.add_arguments(parser)
+    parser.add_argument("--resume", action="store_true", help=RESUME_HELP)
+    parser.add_argument("--only-compile", action="store_true", help="measure nothing, but fill Inductor's cache")
     arguments = parser.parse_args()
-    done = {(row.case, row.n_masks) for folder in arguments.done for row in read(folder, "train_model")}
     chosen = problems(arguments.models, arguments.precisions, arguments.masks)
-    chosen = [one for one in chosen if (one.case, one.n_masks) not in done]
     if arguments.only_compile:
         for problem in chosen:
             bench(problem, rounds=1, load=0.0)
     else:
-        run(chosen, arguments.out, arguments.rounds, arguments.seconds)
+        run(chosen, arguments.out, arguments.rounds, arguments.resume)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,12 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
+from benchmarks.frames import MissingResultError, markdown
 from benchmarks.learning import comparisons
 from benchmarks.learning.comparisons import COMPARISONS, NAMES, PAPERS, SCALED, Comparison
 from benchmarks.learning.experiments import BEST, LARGER, SWIGLU, same_load
 from benchmarks.learning.recipe import SIZES, Recipe
 from benchmarks.learning.tables import Finished, label, runs, source
-from benchmarks.markdown import markdown
-from benchmarks.tables import MissingResultError
 
 CONFIDENCE = 2.0
 """Standard errors that a difference must exceed: about 95% confidence."""

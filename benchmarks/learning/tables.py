@@ -15,12 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from benchmarks.frames import MissingResultError, markdown
 from benchmarks.learning import cost
 from benchmarks.learning.experiments import BEST, EXPERIMENTS, RESULTS, SWIGLU, same_load, same_training
 from benchmarks.learning.recipe import SIZES, Recipe
-from benchmarks.markdown import markdown
 from benchmarks.records import read_table
-from benchmarks.tables import MissingResultError
 
 HEAD = (
     "feed-forward layer",

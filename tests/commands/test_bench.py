@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from bench_rows import row
 
-from benchmarks import baselines, decode, pages, paper, suites, summary, tables, tables_cpu
+from benchmarks import baselines, decode, frames, pages, paper, suites, summary, tables
 from benchmarks.ceiling import GEMM_TOKENS, floor
 from benchmarks.harness import relative_error
 from benchmarks.records import Row, environment, read, read_environment, read_table, write, write_table
@@ -143,10 +145,8 @@ def test_suites_measure_the_problems_of_the_paper_and_of_models() -> None:
     assert suites.SWEEPS["routes"][1].tokens == tuple(2**i for i in range(14))
     assert suites.SWEEPS["one_token"][1].masks == (1, 2, 4, 8, 16)
     assert set(suites.SWEEPS["one_token"][1].shapes) == {(8192, 2048), (14336, 4096)}
-    by_shape = suites.models_by_shape()
-    assert by_shape[14336, 4096] == "Llama-3.1 8B, Mistral 7B"
-    assert sum(len(names.split(", ")) for names in by_shape.values()) == len(suites.MODELS)
-    assert all(h % 8 == 0 for _, h in by_shape)
+    assert suites.SWEEPS["models"][1].shapes[14336, 4096] == "Llama-3.1 8B, Mistral 7B"
+    assert all(h % 8 == 0 for _, h in suites.MODELS)
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -168,33 +168,44 @@ def test_command_says_what_it_needs(
     assert "models needs a CUDA GPU, and torch" in error_of(capsys, "tables", "models")
     assert "`bench tables plots` works anywhere" in error_of(capsys)
     assert f"{tmp_path}: no results are here to make tables from" in error_of(capsys, "tables", "--out", str(tmp_path))
-    monkeypatch.setattr(suites.importlib.util, "find_spec", lambda name: None)
-    assert "plots needs matplotlib: pip install matplotlib" in error_of(capsys, "plots")
+    monkeypatch.setattr(suites, "version", lambda name: "not installed")
+    assert "tables needs pandas: pip install pandas" in error_of(capsys, "tables")
+    assert "plots needs matplotlib and pandas: pip install matplotlib pandas" in error_of(capsys, "plots")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert "one_token needs cuda-core: pip install cuda-core" in error_of(capsys, "one_token")
     monkeypatch.setattr(bench, "ROOT", tmp_path)
     assert "clone, run `pip install -e .`" in error_of(capsys)
 
 
-def test_command_leaves_out_the_plots_without_matplotlib(
+def test_command_leaves_out_the_plots_without_their_packages(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ran: list[str] = []
 
-    def suite(name: str, needs: Any) -> suites.Suite:
+    def suite(name: str, needs: tuple[str, ...]) -> suites.Suite:
         def run(out: Path, quick: bool) -> Sequence[Row]:
             ran.append(f"{name} {quick}")
             return [row("mglu cuda", NAN)]
 
         return suites.Suite(name, run, needs)
 
-    monkeypatch.setattr(suites, "SUITES", {"measure": suite("measure", None), "draw": suite("draw", "matplotlib")})
-    monkeypatch.setattr(suites.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(suites, "SUITES", {"measure": suite("measure", ()), "draw": suite("draw", ("matplotlib",))})
+    monkeypatch.setattr(suites, "version", lambda name: "not installed")
     assert main(["bench", "--quick", "--out", str(tmp_path)]) == 1  # a row is wrong
     assert ran == ["measure True"]
     printed = capsys.readouterr().out
     assert "draw is left out: it needs matplotlib" in printed
     assert "WRONG: 8192x2048" in printed
+
+
+def test_measuring_does_not_import_pandas() -> None:
+    program = (
+        "import sys\n"
+        "sys.modules['pandas'] = None\n"
+        "from benchmarks import compile_time, cpu, generate, packages, suites, tensor_parallel\n"
+        "from benchmarks.learning import cost, experiments\n"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=bench.ROOT, check=True)
 
 
 def test_make_runs_the_suites() -> None:
@@ -228,7 +239,7 @@ def test_the_papers_times_give_the_papers_ratios(gpu: str) -> None:
     assert [line.cuda for line in of_mglu.values()] == [line.cuda for line in of_glu.values()]
 
 
-def test_paper_table_has_our_gpu_beside_the_papers() -> None:
+def test_paper_table_has_our_gpu_beside_the_papers(tmp_path: Path) -> None:
     measured = [
         row("SwiGLU eager", 25.0),
         *(
@@ -237,11 +248,16 @@ def test_paper_table_has_our_gpu_beside_the_papers() -> None:
             for variant, time in (("mglu cuda", 10.0), ("mglu triton", 12.5), ("naive eager", 90.0))
         ),
     ]
-    assert tables.paper_lines(measured, (8192, 2048), "Some GPU") == [
-        ["1", "H100, paper", "39.5", "63.9", "129.6", "3.28x", "2.03x", "48.5", "1.23x"],
-        ["1", "RTX 5090, paper", "20.2", "51.6", "71.5", "3.54x", "1.39x", "30.6", "1.51x"],
-        ["1", "**Some GPU**", "10.0", "12.5", "90.0", "9.00x", "7.20x", "25.0", "2.50x"],
-        ["16", "**Some GPU**", "10.0", "12.5", "90.0", "9.00x", "7.20x", "25.0", "2.50x"],
+    write(measured, tmp_path, "one_token", {"device": "Some GPU", "torch": "2", "commit": "0"})
+    assert tables.paper(tmp_path).splitlines()[2:] == [
+        "8192 x 2048, us",
+        "",
+        "| n_m | GPU | CUDA | Triton | Torch | Torch/CUDA | Torch/Triton | GLU | GLU/CUDA |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| 1 | H100, paper | 39.5 | 63.9 | 129.6 | 3.28x | 2.03x | 48.5 | 1.23x |",
+        "| 1 | RTX 5090, paper | 20.2 | 51.6 | 71.5 | 3.54x | 1.39x | 30.6 | 1.51x |",
+        "| 1 | **Some GPU** | 10.0 | 12.5 | 90.0 | 9.00x | 7.20x | 25.0 | 2.50x |",
+        "| 16 | **Some GPU** | 10.0 | 12.5 | 90.0 | 9.00x | 7.20x | 25.0 | 2.50x |",
     ]
 
 
@@ -253,17 +269,18 @@ def test_routes_show_where_we_lose(tmp_path: Path) -> None:
         row("naive eager", 250.0),
         row("naive compiled", NAN),
     ]
-    swiglu = row("SwiGLU compiled", 150.0)
-    won = tables.route_line(problem, swiglu)
-    assert won == ["1", "80.0", "100.0 (cuda)", "1.25x", "naive eager", "250.0", "2.50x", "150.0", "1.50x"]
-    lost = tables.route_line([*problem, row("naive compiled, bool masks", 90.0)], swiglu)
-    assert lost[4:7] == ["naive compiled, bool masks", "90.0", "**0.90x, slower**"]
-    write([*problem, swiglu], tmp_path, "routes", "by the clock")
-    shown = tables.routes(tmp_path)
-    assert f"| {' | '.join(won)} |" in shown
-    assert "8192 x 2048, n_m = 1, us" in shown
-    slower = row("SwiGLU compiled", 50.0)
-    assert tables.route_line(problem, slower)[-1] == "**0.50x, slower**"
+
+    def lines(*others: Row) -> list[str]:
+        write([*problem, *others], tmp_path, "routes", "by the clock")
+        return tables.routes(tmp_path).splitlines()[2:]
+
+    won = lines(row("SwiGLU compiled", 150.0))
+    assert won[0] == "8192 x 2048, n_m = 1, us"
+    assert won[4] == "| 1 | 80.0 | 100.0 (cuda) | 1.25x | naive eager | 250.0 | 2.50x | 150.0 | 1.50x |"
+    lost = lines(row("naive compiled, bool masks", 90.0), row("SwiGLU compiled", 50.0))[4]
+    assert lost.endswith("| naive compiled, bool masks | 90.0 | **0.90x, slower** | 50.0 | **0.50x, slower** |")
+    (wrong,) = [line for line in lines(row("mglu cuda", NAN, tokens=2, extra={"chosen": True})) if "| 2 |" in line]
+    assert wrong == "| 2 |  | wrong (cuda) |  |  |  |  |  |  |"
 
 
 def test_table_of_a_cpu(tmp_path: Path) -> None:
@@ -278,7 +295,7 @@ def test_table_of_a_cpu(tmp_path: Path) -> None:
 
     won, lost = lines(1, reading=8.0, ours=10.0, naive=25.0, glu=20.0), lines(2, reading=8.0, ours=10.0, naive=9.0)
     write_table([*won, *lost], {"device": "a CPU", "torch": "2", "commit": "0123456789"}, tmp_path, "cpu")
-    text = tables_cpu.cpu(tmp_path, "cpu").splitlines()
+    text = tables.cpu(tmp_path, "cpu").splitlines()
     assert text[0] == "`cpu.csv`: a CPU, torch 2, commit 0123456."
     assert text[4:] == [
         "| float32 | 1 | 1 | 8.0 | 10.0 (avx2) | 0.80, 0.80 | 25.0 | 2.50x | 20.0 | 2.00x |",
@@ -316,7 +333,7 @@ def test_tables_of_models(tmp_path: Path) -> None:
 
 
 def test_table_of_several_gpus(tmp_path: Path) -> None:
-    with pytest.raises(tables.MissingResultError, match=r"`torchrun .* benchmarks\.tensor_parallel` measures it"):
+    with pytest.raises(frames.MissingResultError, match=r"`torchrun .* benchmarks\.tensor_parallel` measures it"):
         tables.tensor_parallel(tmp_path)
     measured = [
         row("one rank", 30.0, case="decode"),
@@ -334,7 +351,8 @@ def test_table_of_several_gpus(tmp_path: Path) -> None:
 
 def test_summary_shows_losses_in_bold() -> None:
     assert summary.cell(10.0, swiglu=17.5, naive=160.0) == "10.0 us (1.75x, 16x)"
-    assert summary.cell(2000.0, swiglu=1000.0, naive=None) == "2.00 ms (**0.50x**)"
+    assert summary.cell(2000.0, swiglu=1000.0, naive=NAN) == "2.00 ms (**0.50x**)"
+    assert summary.cell(NAN, swiglu=1000.0, naive=1000.0) == ""
 
 
 def test_marked_tables_are_replaced_and_the_rest_of_a_page_stays(tmp_path: Path) -> None:
@@ -344,7 +362,7 @@ def test_marked_tables_are_replaced_and_the_rest_of_a_page_stays(tmp_path: Path)
     assert filled.startswith("# A\n\n<!-- table: sustained -->\n\n`sustained.csv`: ")
     assert filled.endswith("| SwiGLU, fastest | 20.0 |\n\n<!-- end -->\n\nafter\n")
     assert pages.fill(filled, tmp_path) == filled
-    with pytest.raises(tables.MissingResultError, match="`python -m mglu_ops bench one_token` measures it"):
+    with pytest.raises(frames.MissingResultError, match="`python -m mglu_ops bench one_token` measures it"):
         pages.fill(page.replace("sustained", "one_token"), tmp_path)
 
 

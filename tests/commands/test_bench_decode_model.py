@@ -13,10 +13,10 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 
-from benchmarks import decode_model, parts
+from benchmarks import decode_model
 from benchmarks.decoder import Decoder, Sizes
 from benchmarks.harness import relative_error
-from benchmarks.records import Row
+from benchmarks.records import Row, read
 
 SIZES = Sizes(layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, vocabulary=50, context=16)
 
@@ -135,10 +135,8 @@ def test_problems_that_were_measured_are_left_out(monkeypatch: pytest.MonkeyPatc
         ]
 
     monkeypatch.setattr(decode_model, "bench", bench)
-    for arguments in (["--batches", "1", "8"], ["--done", str(tmp_path / "0")]):
-        out = str(tmp_path / str(len(measured)))
-        monkeypatch.setattr("sys.argv", ["decode_model", "--out", out, "--compilations", "2", *arguments])
+    for arguments in (["--batches", "1", "8"], ["--resume"]):
+        monkeypatch.setattr("sys.argv", ["decode_model", "--out", str(tmp_path), "--compilations", "2", *arguments])
         decode_model.main()
     assert measured == [(16, 1), (16, 8), (32, 1), (32, 8), (16, 32), (32, 32)]
-    rows = parts.join([tmp_path / "0", tmp_path / "4"], tmp_path / "all", "decode_model")
-    assert len(rows) == 12  # both compilations of every problem
+    assert len(read(tmp_path, "decode_model")) == 12  # both compilations of every problem

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_rows import row
+from bench_rows import frame_of, row
 
-from benchmarks import rows, suites, tables
-from benchmarks.records import read, read_table
+from benchmarks import suites, tables
+from benchmarks.frames import load
+from benchmarks.records import read_table
 
 
 @pytest.fixture
@@ -47,8 +48,8 @@ def drawn(axes: Any) -> dict[str, list[tuple[float, float]]]:
 def panels(plots: Any, name: str) -> list[tuple[dict[str, int], dict[str, list[tuple[float, float]]]]]:
     """The shape and the lines of each panel of a plot of the committed results."""
     table, picture = plots.PLOTS[name]
-    found = read(suites.RESULTS, table)
-    shapes = [{"out_features": d, "in_features": h} for d, h in rows.shapes(found)]
+    found = load(suites.RESULTS, table)
+    shapes = found[["out_features", "in_features"]].drop_duplicates().to_dict("records")
     return [(shape, drawn(axes)) for shape, axes in zip(shapes, picture(found).axes, strict=False)]
 
 
@@ -66,7 +67,7 @@ def test_latency_is_that_of_the_results(plots: Any) -> None:
 def test_fractions_are_those_of_the_results(plots: Any) -> None:
     lines = committed("one_token")
     _, picture = plots.PLOTS["fraction_of_ceiling"]
-    found = drawn(*picture(read(suites.RESULTS, "one_token")).axes)
+    found = drawn(*picture(load(suites.RESULTS, "one_token")).axes)
     assert found
     for label, points in found.items():
         backend, shape = label.split(", ")
@@ -91,15 +92,15 @@ def test_speedup_is_that_of_the_results(plots: Any) -> None:
 
 def test_speedup_by_model_is_that_of_the_results(plots: Any) -> None:
     lines = committed("models")
-    (axes,) = plots.speedup_by_model(read(suites.RESULTS, "models")).axes
-    shapes = rows.shapes(read(suites.RESULTS, "models"))
+    found = load(suites.RESULTS, "models")
+    (axes,) = plots.speedup_by_model(found).axes
+    shapes = found[["out_features", "in_features"]].drop_duplicates().to_dict("records")
     bars = {(round(bar.get_y() + bar.get_height() / 2), round(bar.get_y(), 3)): bar.get_width() for bar in axes.patches}
     assert len(bars) == 3 * len(shapes)
-    for index, (d, h) in enumerate(shapes):
-        shape = {"out_features": d, "in_features": h}
+    for index, shape in enumerate(shapes):
         swiglu = least(lines, "SwiGLU", **shape)
-        found = [width for (line, _), width in sorted(bars.items()) if line == index]
-        assert found == pytest.approx([swiglu / least(lines, "mglu cuda", n_masks=n, **shape) for n in (1, 4, 8)])
+        drawn_here = [width for (line, _), width in sorted(bars.items()) if line == index]
+        assert drawn_here == pytest.approx([swiglu / least(lines, "mglu cuda", n_masks=n, **shape) for n in (1, 4, 8)])
 
 
 def test_roofline_is_that_of_the_results(plots: Any) -> None:
@@ -119,9 +120,9 @@ def test_roofline_is_that_of_the_results(plots: Any) -> None:
                 assert rate <= 1.02 * intensity * found["read ceiling"][0][1] / found["read ceiling"][0][0]
 
 
-def test_roofs_and_speedup_of_a_small_table(plots: Any) -> None:
+def test_roofs_and_speedup_of_a_small_table(plots: Any, tmp_path: Path) -> None:
     chosen = {"chosen": True}
-    table = [
+    rows = [
         *(row("read ceiling", 10.0, n_masks=4, tokens=tokens) for tokens in (1, 1024)),
         row("mglu cuda", 12.5, n_masks=4, extra=chosen),
         row("mglu cuda", 320.0, n_masks=4, tokens=1024, extra=chosen),
@@ -130,6 +131,7 @@ def test_roofs_and_speedup_of_a_small_table(plots: Any) -> None:
         row("SwiGLU compiled", 160.0, n_masks=4, tokens=1024),
         row("library GEMM", 400.0, n_masks=4, tokens=1024, extra={"of_tokens": 8192, "tflops": 700.0}),
     ]
+    table = frame_of(rows, tmp_path)
     speedup = drawn(plots.speedup_over_swiglu(table).axes[0])
     assert speedup == {"n_m = 4": [(1, 1.6), (1024, 0.5)]}
     roofs = drawn(plots.roofline(table).axes[0])

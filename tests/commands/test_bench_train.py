@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from bench_rows import row
+from bench_rows import frame_of, row
 from families import quick_only_for
 from torch import Tensor
 
-from benchmarks import bars, memory, parts, suites, summary, tables_train, timing, train, train_layers
+from benchmarks import memory, records, suites, summary, tables_train, timing, train, train_layers
 from benchmarks.records import Row, read, read_environment, write
-from benchmarks.rows import of
 from benchmarks.train_layers import FUSED, GEMMS, MODULE, NAIVE, OPERATOR, RECOMPUTING, SWIGLU, TRICK
 from mglu_ops.accuracy import ERROR_BUDGET
 
@@ -47,7 +45,7 @@ def test_every_form_is_timed_and_compared_with_float64(n_masks: int) -> None:
         assert one.has_time
         assert (one.tokens, one.shape, one.n_masks, one.case) == (10, (24, 16), n_masks, "training step")
         if one.variant in ALL:
-            errors = bars.errors_of(one)
+            errors: Any = one.extra["errors"]
             assert list(errors) == ["y", "dx", "dweight", "dlogits"]
             assert 1e-4 < one.error == max(errors.values()) < ERROR_BUDGET[torch.bfloat16]
             assert one.extra["bits_repeat"] is True
@@ -120,8 +118,7 @@ def test_what_does_not_fit_into_memory_is_left_out_in_words(monkeypatch: pytest.
 
     replace_layer(monkeypatch, NAIVE, lambda layer: too_large)
     rows = train.run([PROBLEM], tmp_path, "cpu", rounds=1, load=0.0)
-    naive = of(rows, NAIVE)
-    assert naive is not None
+    (naive,) = (one for one in rows if one.variant == NAIVE)
     assert (naive.left_out, naive.is_wrong, naive.has_time) == ("out of memory", False, False)
     assert all(one.has_time for one in rows if one is not naive)
     assert "left out" in str(naive)
@@ -142,11 +139,11 @@ class TwiceTheGradient(torch.autograd.Function):
 @pytest.mark.usefixtures("no_compiler")
 def test_a_wrong_gradient_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_layer(monkeypatch, FUSED, lambda layer: lambda x: TwiceTheGradient.apply(layer(x)))
-    fused = of(bench(PROBLEM), FUSED)
-    assert fused is not None
+    (fused,) = (one for one in bench(PROBLEM) if one.variant == FUSED)
     assert fused.is_wrong
-    assert bars.errors_of(fused)["y"] < 0.01
-    assert bars.errors_of(fused)["dlogits"] == pytest.approx(1.0, abs=0.01)
+    errors: Any = fused.extra["errors"]
+    assert errors["y"] < 0.01
+    assert errors["dlogits"] == pytest.approx(1.0, abs=0.01)
 
 
 def test_peak_is_the_most_of_a_call_with_what_was_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +177,7 @@ def test_the_suite_measures_all_problems_of_the_issue(monkeypatch: pytest.Monkey
     monkeypatch.setattr(train, "bench", one_row)
     rows = suites.SUITES["train"].run(tmp_path, False)
     assert len(measured) == len(rows) == len(read(tmp_path, "train")) == 2 * 3 * 5
-    assert {problem.n_masks for problem in measured} == {1, 2, 4, 8, 16} == set(bars.BARS)
+    assert {problem.n_masks for problem in measured} == {1, 2, 4, 8, 16}
     assert "60 ms" in read_environment(tmp_path, "train")["protocol"]
     assert timing.LOAD_SECONDS == 0.06
     measured.clear()
@@ -188,7 +185,7 @@ def test_the_suite_measures_all_problems_of_the_issue(monkeypatch: pytest.Monkey
     assert measured == [train.Problem((8192, 2048), 64, 1)]
 
 
-# --- Parts ------------------------------------------------------------------------------------------------------------
+# --- Results that are resumed -----------------------------------------------------------------------------------------
 
 
 def step(problem: train.Problem, variant: str, milliseconds: float, **extra: object) -> Row:
@@ -196,74 +193,66 @@ def step(problem: train.Problem, variant: str, milliseconds: float, **extra: obj
     return row(variant, 1000 * milliseconds, problem.n_masks, problem.tokens, **changes, extra=extra)
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A problem that takes `factor` times as long as it says."""
-
-    said: float
-    factor: float = 2.0
-
-    def seconds(self) -> float:
-        return self.said
-
-
-def test_a_part_begins_nothing_that_would_end_too_late(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_resumed_result_lacks_only_the_problems_that_are_not_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    now = 0.0
-    monkeypatch.setattr(parts.time, "perf_counter", lambda: now)
+    problems = [replace(PROBLEM, tokens=tokens) for tokens in (10, 20, 30)]
+    begun: list[int] = []
 
-    def take(problem: Estimate) -> list[Row]:
-        nonlocal now
-        now += problem.said * problem.factor
-        return [row("fused", 1.0, tokens=int(problem.said))]
+    def one_row(problem: train.Problem) -> list[Row]:
+        if len(begun) == 1 and problem.tokens == 20:
+            raise KeyboardInterrupt
+        begun.append(problem.tokens)
+        return [step(problem, FUSED, 1.0)]
 
-    problems = [Estimate(10), Estimate(50), Estimate(30)]  # 10 takes 20, so that 50 would take 100 and 30 takes 60
-    rows = parts.measure(problems, take, tmp_path, "some", "by the clock", limit=85.0)
-    assert [one.tokens for one in rows] == [10, 30]
-    assert [one.tokens for one in read(tmp_path, "some")] == [10, 30]
-    printed = capsys.readouterr().out
-    assert "Estimate(said=50, factor=2.0): left out, because it takes about 100 s and 65 s are left" in printed
-    assert len(parts.measure(problems, take, tmp_path, "some", "by the clock")) == 3
+    def measure(commit: str, protocol: str = "by the clock") -> list[Row]:
+        monkeypatch.setenv("MGLU_COMMIT", commit)
+        return records.measure(problems, one_row, tmp_path, "train", protocol, resume=True)
 
-
-def test_parts_are_joined_by_problem_and_variant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    small, large = PROBLEM, replace(PROBLEM, n_masks=4)
-    first, second = tmp_path / "first", tmp_path / "second"
-    monkeypatch.setenv("MGLU_COMMIT", "1111111111")
-    write([step(large, FUSED, 5.0), step(small, NAIVE, 3.0), step(small, FUSED, 2.0)], first, "train", "by the clock")
-    monkeypatch.setenv("MGLU_COMMIT", "2222222222")
-    write([step(small, FUSED, 1.5), step(replace(small, tokens=2), FUSED, 1.0)], second, "train", "by the clock")
-    parts.join([first, second], tmp_path, "train")
-    joined = [(one.tokens, one.n_masks, one.variant, one.microseconds) for one in read(tmp_path, "train")]
-    assert joined == [
-        (2, 2, FUSED, 1000.0),
-        (10, 2, NAIVE, 3000.0),
-        (10, 2, FUSED, 1500.0),
-        (10, 4, FUSED, 5000.0),
-    ]
+    with pytest.raises(KeyboardInterrupt):
+        measure("1111111111")
+    assert [one.tokens for one in read(tmp_path, "train")] == begun == [10]
+    begun += [0]
+    rows = measure("2222222222")
+    assert begun == [10, 0, 20, 30]
+    assert [one.tokens for one in rows] == [one.tokens for one in read(tmp_path, "train")] == [10, 20, 30]
     assert read_environment(tmp_path, "train")["commit"] == "1111111111, 2222222222"
     assert "commit 1111111, 2222222." in tables_train.train(tmp_path)
-    write([step(small, FUSED, 1.5)], second, "train", "by another clock")
-    with pytest.raises(ValueError, match="differ in protocol: 'by the clock' and 'by another clock'"):
-        parts.join([first, second], tmp_path, "train")
+    with pytest.raises(ValueError, match="has another protocol: 'by the clock' instead of 'by another clock'"):
+        measure("2222222222", "by another clock")
 
 
-def test_the_command_leaves_out_what_is_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    write([step(PROBLEM, FUSED, 1.0)], tmp_path, "train", "by the clock")
-    begun: list[Any] = []
-    monkeypatch.setattr(train, "run", lambda chosen, *_, **__: begun.extend(chosen))
-    words = f"train --shapes 24x16 --tokens 10 20 --masks 2 --done {tmp_path}"
+def test_a_row_that_is_measured_again_replaces_the_earlier_one(tmp_path: Path) -> None:
+    """As SwiGLU's in `generate`, which is measured anew beside further numbers of masks."""
+    records.measure([PROBLEM], lambda one: [step(one, FUSED, 5.0), step(one, NAIVE, 6.0)], tmp_path, "train", "clock")
+    more = replace(PROBLEM, n_masks=4)
+    records.measure(
+        [more], lambda one: [step(PROBLEM, NAIVE, 7.0), step(one, NAIVE, 8.0)], tmp_path, "train", "clock", True
+    )
+    found = [(one.variant, one.n_masks, one.microseconds) for one in read(tmp_path, "train")]
+    assert found == [(FUSED, 2, 5000.0), (NAIVE, 2, 7000.0), (NAIVE, 4, 8000.0)]
+
+
+def test_the_command_measures_what_a_result_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    write([step(PROBLEM, FUSED, 1.0)], tmp_path, "train", train.PROTOCOL)
+    begun: list[train.Problem] = []
+
+    def one_row(problem: train.Problem, *_: Any) -> list[Row]:
+        begun.append(problem)
+        return [step(problem, FUSED, 1.0)]
+
+    monkeypatch.setattr(train, "bench", one_row)
+    words = f"train --shapes 24x16 --tokens 10 20 --masks 2 --out {tmp_path} --resume"
     monkeypatch.setattr("sys.argv", words.split())
     train.main()
     assert begun == [replace(PROBLEM, tokens=20)]
 
 
-# --- Bars and tables --------------------------------------------------------------------------------------------------
+# --- Tables -----------------------------------------------------------------------------------------------------------
 
 
 def measured(n_masks: int, **changes: Any) -> list[Row]:
-    """Rows of a problem in which every bar is met; `changes` are `name=(milliseconds, megabytes)`."""
+    """Rows of a problem; `changes` are `name=(milliseconds, megabytes)`."""
     found = {"naive": (20.0, 1000.0), "trick": (12.0, 800.0), "fused": (10.0, 500.0), "again": (12.0, 300.0)} | changes
     problem = train.Problem((8192, 2048), 8192, n_masks)
     errors = {"y": 2e-3, "dx": 3e-3, "dweight": 3e-3, "dlogits": 4e-3}
@@ -277,26 +266,6 @@ def measured(n_masks: int, **changes: Any) -> list[Row]:
     return [*rows, step(problem, SWIGLU, 4.0, peak_mb=450.0)] if n_masks == 1 else rows
 
 
-def test_bars_name_what_is_missed() -> None:
-    for n_masks in bars.BARS:
-        assert bars.missed(measured(n_masks)) == []
-    slow = bars.missed(measured(4, fused=(11.9, 700.0)))
-    assert [line.removeprefix("bar missed: 8192x2048, 8192 tokens, n_m = 4: ") for line in slow] == [
-        f"1.01x over {TRICK}, must be 1.06x",
-        f"1.25x of the {GEMMS}, must be 1.10x at most",
-        f"70% of the memory of {NAIVE}, must be 60% at most",
-    ]
-    rows = measured(8)
-    other = [replace(one, microseconds=10_500.0) if one.variant == MODULE else one for one in rows]
-    assert bars.missed(other) == [
-        f"bar missed: 8192x2048, 8192 tokens, n_m = 8: {MODULE} takes 1.05x of fused, must differ by 3% at most"
-    ]
-    errors = {"y": 2e-3, "dx": 6e-3, "dweight": 3e-3, "dlogits": 4e-3}
-    inexact = replace(rows[2], extra=rows[2].extra | {"errors": errors, "bits_repeat": False})
-    lines = bars.missed([*rows[:2], inexact, *rows[3:]])
-    assert ["dx has 2.00x the error" in lines[0], "the bits of fused do not repeat" in lines[1]] == [True, True]
-
-
 def test_tables_of_a_step_show_where_it_loses(tmp_path: Path) -> None:
     write([*measured(1), *measured(4, fused=(13.0, 1200.0))], tmp_path, "train", "by the clock")
     lines = tables_train.train(tmp_path).splitlines()
@@ -307,15 +276,10 @@ def test_tables_of_a_step_show_where_it_loses(tmp_path: Path) -> None:
     assert "| 8192 | 1 | 1000 | 800 | 450 | 500 | 50% | 62% | 300 | 60% | 1.20x |" in lines
     assert "| 8192 | 4 | 1000 | 800 | 450 | 1200 | **120%, more** | **150%, more** | 300 | 25% | 0.92x |" in lines
     assert "| 1 | 2.0, 2.0 (1.00x) | 3.0, 3.0 (1.00x) | 3.0, 3.0 (1.00x) | 4.0, 4.0 (1.00x) | 1 of 1 |" in lines
-    assert not any(line.startswith("Left out") for line in lines)
-    more = train.Problem((8192, 2048), 2048, 4)
-    write([*measured(1), step(more, FUSED, 1.0)], tmp_path, "train", "by the clock")
-    left_out = "Left out: 8192 x 2048, 2048 tokens, n_m = 1; 8192 x 2048, 8192 tokens, n_m = 4."
-    assert left_out in tables_train.train(tmp_path)
 
 
-def test_summary_of_training_has_time_and_memory() -> None:
-    rows = [*measured(1), *measured(4, fused=(13.0, 1200.0))]
+def test_summary_of_training_has_time_and_memory(tmp_path: Path) -> None:
+    rows = frame_of([*measured(1), *measured(4, fused=(13.0, 1200.0))], tmp_path)
     assert summary.gpu_line("step", rows, FUSED) == [
         "step",
         "4.00 ms",
@@ -324,7 +288,7 @@ def test_summary_of_training_has_time_and_memory() -> None:
         "",
         "",
     ]
-    assert summary.memory_line("memory", rows, FUSED) == [
+    assert summary.gpu_line("memory", rows, FUSED, column="peak_mb") == [
         "memory",
         "450 MB",
         "500 MB (**0.90x**, 2.00x)",
@@ -336,7 +300,6 @@ def test_summary_of_training_has_time_and_memory() -> None:
 
 def test_figures_in_extra_columns_stay_numbers(tmp_path: Path) -> None:
     write(measured(1), tmp_path, "train", "by the clock")
-    fused = of(read(tmp_path, "train"), FUSED)
-    assert fused is not None
-    assert bars.peak_of(fused) == 500.0
-    assert json.dumps(bars.errors_of(fused)) == '{"y": 0.002, "dx": 0.003, "dweight": 0.003, "dlogits": 0.004}'
+    (fused,) = (one for one in read(tmp_path, "train") if one.variant == FUSED)
+    assert fused.extra["peak_mb"] == 500.0
+    assert fused.extra["errors"] == {"y": 0.002, "dx": 0.003, "dweight": 0.003, "dlogits": 0.004}

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from bench_rows import row
 from torch import nn
 
-from benchmarks import decoder, parts, suites, tables_train, train_model
+from benchmarks import decoder, suites, tables_train, train_model
 from benchmarks.decoder import Sizes
 from benchmarks.language_model import LanguageModel, count, share_tensors
 from benchmarks.records import Row, read, write
@@ -134,11 +134,10 @@ def test_the_suite_measures_both_models_in_both_precisions(monkeypatch: pytest.M
         f"{name}, {precision}" for name in ("Llama-3.2 1B", "350M") for precision in ("autocast", "bfloat16")
     }
     assert {problem.n_masks for problem in measured} == {1, 2, 4}
-    begun: list[Any] = []
-    monkeypatch.setattr(train_model, "run", lambda chosen, *_: begun.extend(chosen))
-    monkeypatch.setattr("sys.argv", f"train_model --models 350M --masks 1 8 --done {tmp_path}".split())
+    measured.clear()
+    monkeypatch.setattr("sys.argv", f"train_model --models 350M --masks 1 8 --out {tmp_path} --resume".split())
     train_model.main()
-    assert begun == [train_model.Problem("350M", precision, 8) for precision in train_model.PRECISIONS]
+    assert measured == [train_model.Problem("350M", precision, 8) for precision in train_model.PRECISIONS]
 
 
 def test_table_of_models(tmp_path: Path) -> None:
@@ -146,7 +145,7 @@ def test_table_of_models(tmp_path: Path) -> None:
         return row(variant, 1000 * milliseconds, 4, tokens=8192, case="Llama-3.2 1B, autocast", extra={"peak_mb": peak})
 
     rows = [model("SwiGLU", 128.0, 30_000.0), model("naive", 256.0, 64_000.0), model("fused", 160.0, 40_000.0)]
-    write(parts.joined([rows]), tmp_path, "train_model", "by the clock")
+    write(rows, tmp_path, "train_model", "by the clock")
     text = tables_train.train_model(tmp_path)
     assert "Llama-3.2 1B, autocast, 8192 tokens a step, 8192 x 2048" in text
     ratios = "1.60x | **0.50x, slower** | **0.80x, slower**"

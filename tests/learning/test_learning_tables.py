@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.frames import MissingResultError
 from benchmarks.learning import claims, cost, experiments, tables
 from benchmarks.learning.experiments import PAPER
 from benchmarks.learning.recipe import Recipe
 from benchmarks.records import read_table, write_table
-from benchmarks.tables import MissingResultError
 
 pytest_plugins = ["learning_fixtures"]
 

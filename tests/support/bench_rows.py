@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-from benchmarks.records import Row
+from benchmarks.records import Row, write
 
 
 def row(variant: str, microseconds: float, n_masks: int = 1, tokens: int = 1, **changes: Any) -> Row:
@@ -18,3 +20,11 @@ def row(variant: str, microseconds: float, n_masks: int = 1, tokens: int = 1, **
         "error": 1e-3,
     }
     return Row(variant=variant, microseconds=microseconds, n_masks=n_masks, tokens=tokens, **{**fields, **changes})
+
+
+def frame_of(rows: Iterable[Row], folder: Path) -> Any:
+    """The pandas frame of rows, which are written into a folder and read from there."""
+    from benchmarks import frames
+
+    write(rows, folder, "rows", "by the clock")
+    return frames.load(folder, "rows")
