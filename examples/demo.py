@@ -31,8 +31,8 @@ from mglu_ops.nn import NaiveMGLU, parameter_groups
 from mglu_ops.timer import Replay, layers_for, milliseconds
 
 PACKAGE = Path("build/examples/demo.pt2")  # git ignores build/
-BYTES_OF_COPIES, MOST_COPIES = 256 << 20, 32
-"""Each layer is timed in copies of this size together, so that its weights come from memory and not from a cache."""
+BYTES_OF_COPIES, MAX_COPIES = 256 << 20, 32
+"""A layer is timed in copies of this size together, so that its weights come from memory and not from a cache."""
 
 HEAD_WIDTH, CONTEXT, BATCH = 32, 128, 8
 PROMPT = b"The syntax for "
@@ -81,7 +81,7 @@ def bytes_of(layer: nn.Module) -> int:
 
 def variants_of(layer: nn.Module, exact: Tensor, x: Tensor, calls: Mapping[str, Apply]) -> Iterator[Variant]:
     """The layer called in each way; all share the same copies."""
-    count = min(MOST_COPIES, layers_for(bytes_of(layer), BYTES_OF_COPIES))
+    count = min(MAX_COPIES, layers_for(bytes_of(layer), BYTES_OF_COPIES))
     copies = [layer, *(deepcopy(layer) for _ in range(count - 1))]
     for name, apply in calls.items():
         yield Variant(name, apply, copies, relative_error(apply(layer, x), exact))
@@ -198,8 +198,9 @@ def windows(text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def train(model: nn.Module, fused: Forward, text: Tensor, steps: int) -> None:
-    optimizer = torch.optim.AdamW(parameter_groups(model, lr=5e-3, weight_decay=0.1), betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
+    optimizer = torch.optim.AdamW(parameter_groups(model, lr=6e-3, weight_decay=0.1), betas=(0.9, 0.95))
+    rates = [group["lr"] for group in optimizer.param_groups]
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=steps, pct_start=0.1)
     for step in range(1, steps + 1):
         inputs, following = windows(text, torch.randint(len(text) - CONTEXT, (BATCH,), device=text.device))
         loss = loss_of(fused(inputs), following)
@@ -302,7 +303,7 @@ def run_model(layers: int, width: int, n_masks: int, steps: int, device: torch.d
     data = torch.frombuffer(bytearray(manual), dtype=torch.uint8).long().to(device)
     text, held_out = data[: len(data) * 9 // 10], data[len(data) * 9 // 10 :]
     model = LanguageModel(layers, width, n_masks).to(device)
-    say(f"trains on {len(text):,} bytes of Python's manual: {layers} layers of width {width}, {n_masks} masks, float32")
+    say(f"trains on {len(text):,} bytes of Python's help; layers: {layers}, width: {width}, masks: {n_masks}, float32")
     with mglu_ops.fusion(strict=True) as report:
         fused = torch.compile(model, dynamic=False)
         train(model, fused, text, steps)
@@ -330,9 +331,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500, help="training steps")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
+    smallest = {"layer": 1, "layers": 1, "width": HEAD_WIDTH, "n_masks": 1, "steps": 20}
     for name, number in {**vars(options), "layer": min(options.layer)}.items():
-        if name != "device" and number < 1:
-            parser.error(f"--{name.replace('_', '-')}: got {number}, must be at least 1")
+        if name in smallest and number < smallest[name]:
+            parser.error(f"--{name.replace('_', '-')}: got {number}, must be at least {smallest[name]}")
     if options.n_masks > 16:
         parser.error(f"--n-masks: got {options.n_masks}, must be at most 16")
     if options.width % HEAD_WIDTH:
