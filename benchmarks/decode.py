@@ -45,7 +45,7 @@ the library's GEMMs, as the default mode does."""
 def our_variants(layers: Layers, backends: Collection[str]) -> list[Variant]:
     """The backend that the dispatch chooses, then the others in `backends` that support the problem."""
     x, weights, packed = layers.x, layers.weights, layers.packed
-    chosen = dispatch.explain(x, weights[0], packed[0]).backend
+    chosen = dispatch.explain_dispatch(x, weights[0], packed[0]).backend
 
     def run(backend: str | None, i: int) -> Tensor:
         return dispatch.forward(x, weights[i], packed[i], "silu", None, backend=backend)

@@ -71,7 +71,7 @@ def host_rows(rounds: int) -> list[Row]:
         with context():
             for tokens in (1, 8, 64):
                 x, weight, packed = layer(tokens, d, h, n_masks)
-                kernel = mglu_ops.explain(x, weight, packed).kernel
+                kernel = mglu_ops.explain_dispatch(x, weight, packed).kernel
                 forward = torch.ops.mglu.forward
                 calls: dict[str, Callable[[], object]] = {
                     f"mglu::forward, {kernel}": partial(forward, x, weight, packed),
@@ -102,7 +102,7 @@ with torch.no_grad():
     torch.ops.mglu.forward(x, weight, packed)
     torch.cuda.synchronize()
     elapsed = time.perf_counter() - begin
-print(json.dumps([mglu_ops.explain(x, weight, packed).kernel, elapsed * 1e6]))
+print(json.dumps([mglu_ops.explain_dispatch(x, weight, packed).kernel, elapsed * 1e6]))
 """
 
 

@@ -169,12 +169,18 @@ class Coverage:
 
 
 def statement(file: Path, line: int) -> range:
-    """The lines of the smallest statement around a line, without the statements inside it."""
+    """The lines of the smallest statement around a line: of `if`, `for` and the like without their bodies."""
     nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.stmt)]
-    around = [node for node in nodes if node.lineno <= line <= (node.end_lineno or node.lineno)]
-    node = min(around, key=lambda node: (node.end_lineno or node.lineno) - node.lineno)
+    around = [lines for node in nodes if line in (lines := _lines(node))]
+    return min(around, key=len) if around else range(line, line + 1)
+
+
+def _lines(node: ast.stmt) -> range:
+    end = (node.end_lineno or node.lineno) + 1
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return range(min(item.lineno for item in [node, *node.decorator_list]), end)
     body = getattr(node, "body", None)
-    return range(node.lineno, body[0].lineno if body else (node.end_lineno or node.lineno) + 1)
+    return range(node.lineno, body[0].lineno if body else end)
 
 
 class _Chosen:

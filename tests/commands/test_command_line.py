@@ -101,8 +101,11 @@ assert layer(torch.randn(2, 8), torch.randn(4, 8), packed).shape == (2, 4)
     assert done.returncode == 0, done.stderr
 
 
-def test_explain_is_the_older_name_of_explain_dispatch() -> None:
-    assert mglu_ops.explain is mglu_ops.explain_dispatch
+def test_public_names_are_listed() -> None:
+    assert {name for name in dir(mglu_ops) if not name.startswith("__")} == set(mglu_ops.__all__)
+
+
+def test_explain_dispatch_names_the_backend() -> None:
     packed = torch.ops.mglu.pack_masks(torch.ones(1, 4, 8))
     assert mglu_ops.explain_dispatch(torch.randn(1, 8), torch.randn(4, 8), packed).backend in ("cpu", "composite")
 

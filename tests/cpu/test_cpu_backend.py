@@ -263,7 +263,7 @@ def test_without_a_compiler_composite_runs_and_says_so_once(tmp_path):
             for _ in range(2):
                 torch.ops.mglu.forward(*large)
         assert len(seen) == 1, seen
-        print(seen[0].message, mglu_ops.explain(*large).is_fallback)
+        print(seen[0].message, mglu_ops.explain_dispatch(*large).is_fallback)
         """,
         CXX="no-such-compiler",
         MGLU_CACHE_DIR=str(tmp_path),

@@ -169,12 +169,12 @@ def test_strided_and_unaligned_rows_are_read_in_place(isa):
 
 
 def test_explain_names_the_instruction_set_that_runs(kernels):
-    """The choice depends on dtype, tokens and masks; `explain` names it, and results have its bits."""
+    """The choice depends on dtype, tokens and masks; `explain_dispatch` names it, and results have its bits."""
     for tokens, n_masks in ((1, 2), (1, 3), (300, 2)):
         layer = bfloat16_layer(tokens, 64, 128, n_masks)
         isa = kernels.isa(torch.bfloat16, tokens, n_masks)
         assert torch.equal(run(layer), run(layer, isa))
-        assert mglu_ops.explain(layer.x, layer.weight, layer.packed_masks).reason.endswith(f"instruction set {isa}")
+        assert mglu_ops.explain_dispatch(layer.x, layer.weight, layer.packed_masks).reason.endswith(f"instruction set {isa}")
     assert cpu.isa(torch.bfloat16, 300, 2) == "amx"
     assert cpu.isa(torch.bfloat16, 1, 2) == "avx512_bf16"
     assert cpu.isa(torch.bfloat16, 1, 3) == "avx512"

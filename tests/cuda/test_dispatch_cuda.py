@@ -73,22 +73,22 @@ def set_gpu(monkeypatch: pytest.MonkeyPatch, arch: tuple[int, int]) -> None:
 
 def test_explain_names_the_kernel_its_launch_and_their_origin() -> None:
     for tokens, kernel in ((1, "decode_mma"), (8, "decode_mma"), (64, "tile_wgmma"), (5000, "tile_wgmma")):
-        choice = mglu_ops.explain(*layer(tokens))
+        choice = mglu_ops.explain_dispatch(*layer(tokens))
         assert (choice.backend, choice.kernel, choice.is_fallback) == ("cuda", kernel, False)
         assert choice.launch_origin == "the cost model"
         assert str(choice).startswith(f"cuda {kernel}(")
         assert "by the cost model: the masks are applied on chip" in str(choice)
-    assert "tiles=7" in str(mglu_ops.explain(*layer(8)))
-    choice = mglu_ops.explain(*layer(8, dtype=torch.float32))
+    assert "tiles=7" in str(mglu_ops.explain_dispatch(*layer(8)))
+    choice = mglu_ops.explain_dispatch(*layer(8, dtype=torch.float32))
     assert (choice.kernel, choice.is_fallback) == ("plain", False)  # float32 has no other kernel
-    choice = mglu_ops.explain(*layer(100, dtype=torch.float32))
+    choice = mglu_ops.explain_dispatch(*layer(100, dtype=torch.float32))
     assert (choice.backend, choice.kernel) == ("composite", None)
 
 
 def test_without_a_compiler_the_kernels_in_the_cache_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "has_cuda_core", lambda: False)
     monkeypatch.setattr(cuda, "is_cached", lambda kernel, arch, macros: (kernel, arch) != ("decode_mma", "sm_90"))
-    assert mglu_ops.explain(*layer(64)).kernel == "tile_wgmma"
+    assert mglu_ops.explain_dispatch(*layer(64)).kernel == "tile_wgmma"
     reason = "cuda-core is not installed (pip install cuda-core), and the cache does not hold the kernel"
     assert BACKENDS["cuda"].unsupported_reason(LayerCall.of(*layer(1), "silu", None)) == reason
     assert BACKENDS["cuda"].supports(LayerCall.of(*layer(0), "silu", None))
@@ -104,10 +104,10 @@ def test_explain_reads_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = launch_tables.Entry(KNOWN_GPUS[9, 0], call, config, 30.0, config, 40.0, launch_tables.FOLDER)
     key = launch_tables._key(call, KNOWN_GPUS[9, 0])
     monkeypatch.setattr(launch_tables, "_all_tables", lambda: {key: entry})
-    choice = mglu_ops.explain(*layer(8))
+    choice = mglu_ops.explain_dispatch(*layer(8))
     assert choice.launch == config
     assert "the table" in choice.launch_origin
-    assert mglu_ops.explain(*layer(7)).launch_origin == "the cost model"
+    assert mglu_ops.explain_dispatch(*layer(7)).launch_origin == "the cost model"
 
 
 @pytest.mark.parametrize(
@@ -121,10 +121,10 @@ def test_explain_reads_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_layer_that_misses_the_fast_kernels_is_a_fallback_with_its_cause(changed: dict[str, int], cause: str) -> None:
     x, weight, packed = layer(1, h=changed.get("h", 4096))
     weight.offset, packed.offset = changed.get("weight", 0), changed.get("packed", 0)
-    choice = mglu_ops.explain(x, weight, packed)
+    choice = mglu_ops.explain_dispatch(x, weight, packed)
     assert (choice.backend, choice.kernel, choice.is_fallback) == ("cuda", "plain", True)
     assert choice.reason == f"several times slower than by the kernels for aligned layers: {cause}"
-    assert not mglu_ops.explain(*layer(1, d=60, h=4095)).is_fallback  # too small to be worth a warning
+    assert not mglu_ops.explain_dispatch(*layer(1, d=60, h=4095)).is_fallback  # too small to be worth a warning
 
 
 def test_a_fallback_warns_once_for_all_numbers_of_tokens(launched: list[tuple[int, ...]]) -> None:
@@ -139,11 +139,11 @@ def test_a_fallback_warns_once_for_all_numbers_of_tokens(launched: list[tuple[in
 
 def test_older_gpus_take_few_tokens_on_chip(monkeypatch: pytest.MonkeyPatch) -> None:
     set_gpu(monkeypatch, (8, 9))
-    assert mglu_ops.explain(*layer(512)).kernel == "decode_mma"
-    assert mglu_ops.explain(*layer(513)).backend == "composite"
+    assert mglu_ops.explain_dispatch(*layer(512)).kernel == "decode_mma"
+    assert mglu_ops.explain_dispatch(*layer(513)).backend == "composite"
     set_gpu(monkeypatch, (7, 5))
     monkeypatch.setattr(type(BACKENDS["triton"]), "unsupported_reason", lambda backend, call: None)
-    choice = mglu_ops.explain(*layer(1))
+    choice = mglu_ops.explain_dispatch(*layer(1))
     assert (choice.backend, choice.is_fallback) == ("triton", True)
     assert "compute capability (7, 5) is below 8.0" in choice.reason
 
@@ -169,15 +169,19 @@ def test_batch_invariant_order_of_sums_does_not_depend_on_tokens(monkeypatch: py
     counts = (1, 2, 8, 9, 16, 17, 64, 600, 5000)
     small = {"d": 512, "h": 512}
     with mglu_ops.set_batch_invariant_mode():
-        assert {mglu_ops.explain(*layer(tokens, **small)).kernel for tokens in counts} == {"tile_wgmma"}
-        assert mglu_ops.explain(*layer(1, **small)).launch_origin == "the batch-invariant order"
+        assert {mglu_ops.explain_dispatch(*layer(tokens, **small)).kernel for tokens in counts} == {"tile_wgmma"}
+        assert mglu_ops.explain_dispatch(*layer(1, **small)).launch_origin == "the batch-invariant order"
         for config in ({"dtype": torch.float32}, {"h": 500}, {"d": 8}):
-            launches = {str(mglu_ops.explain(*layer(tokens, **{**small, **config})).launch) for tokens in counts}
+            launches = {
+                str(mglu_ops.explain_dispatch(*layer(tokens, **{**small, **config})).launch) for tokens in counts
+            }
             assert launches == {"plain(block_tokens=4)"}
         for arch in ((8, 0), (8, 9), (10, 0), (12, 0)):
             set_gpu(monkeypatch, arch)
             for n_masks in (1, 3, 8, 16):
-                launches = {str(mglu_ops.explain(*layer(tokens, n_masks=n_masks, **small)).launch) for tokens in counts}
+                launches = {
+                    str(mglu_ops.explain_dispatch(*layer(tokens, n_masks=n_masks, **small)).launch) for tokens in counts
+                }
                 assert len(launches) == 1
                 assert "decode_mma(" in launches.pop()
 
@@ -193,10 +197,10 @@ def test_batch_invariant_mode_refuses_calls_that_cannot_be_invariant(monkeypatch
         with pytest.raises(RuntimeError, match=r"the backend 'composite' was asked for"):
             dispatch.forward(x, weight, packed, "silu", None, backend="composite")
         with pytest.raises(RuntimeError, match=r"no kernel for x torch\.float64"):
-            mglu_ops.explain(*layer(1, dtype=torch.float64))
+            mglu_ops.explain_dispatch(*layer(1, dtype=torch.float64))
         set_gpu(monkeypatch, (8, 0))
         with pytest.raises(RuntimeError, match=r"300000 tokens, above 262140"):
-            mglu_ops.explain(*layer(300000, d=16, h=12))
+            mglu_ops.explain_dispatch(*layer(300000, d=16, h=12))
     torch.ops.mglu.forward(x, weight, packed).sum().backward()
 
 

@@ -56,7 +56,7 @@ def test_rows_of_any_batch(shape: tuple[int, int], n_masks: int, dtype: torch.dt
     p = Problem(200, *shape, n_masks, dtype)
     fast = "tile_wgmma" if torch.cuda.get_device_capability() == (9, 0) else "decode_mma"
     aligned = shape[1] // 8 * n_masks % 4 == 0
-    assert mglu_ops.explain(p.x, p.weight, p.packed).kernel == (fast if aligned else "plain")
+    assert mglu_ops.explain_dispatch(p.x, p.weight, p.packed).kernel == (fast if aligned else "plain")
     assert_rows_agree(p, p.x)
 
 
@@ -71,7 +71,7 @@ def test_rows_of_any_batch(shape: tuple[int, int], n_masks: int, dtype: torch.dt
 )
 def test_rows_of_small_and_odd_layers(dtype: torch.dtype, shape: tuple[int, int], kernel: str, n_masks: int) -> None:
     p = Problem(200, *shape, n_masks, dtype)
-    assert mglu_ops.explain(p.x, p.weight, p.packed).kernel == kernel
+    assert mglu_ops.explain_dispatch(p.x, p.weight, p.packed).kernel == kernel
     assert_rows_agree(p, p.x)
 
 

@@ -99,10 +99,10 @@ def test_cuda_graph_replay_is_bit_equal_to_eager(dtype: torch.dtype) -> None:
 def test_tokens_run_on_the_cuda_backend() -> None:
     x, weight, logits, route = problem((2, 3), 264, 520, 4, torch.bfloat16)
     packed = torch.ops.mglu.pack_masks(logits > 0)
-    assert mglu_ops.explain(x, weight, packed).backend == "cuda"
+    assert mglu_ops.explain_dispatch(x, weight, packed).backend == "cuda"
     many = "cuda" if torch.cuda.get_device_capability() == (9, 0) else "composite"
-    assert mglu_ops.explain(x.repeat(100, 1, 1), weight, packed).backend == many
-    assert mglu_ops.explain(x.repeat(100, 1, 1)[..., :519], weight[:, :519], packed).backend == "composite"
+    assert mglu_ops.explain_dispatch(x.repeat(100, 1, 1), weight, packed).backend == many
+    assert mglu_ops.explain_dispatch(x.repeat(100, 1, 1)[..., :519], weight[:, :519], packed).backend == "composite"
     expected = reference.forward(x, weight, logits > 0, "silu", route)
     for backend in ("cuda", "composite"):
         assert_matches(dispatch.forward(x, weight, packed, "silu", route, backend=backend), expected)
