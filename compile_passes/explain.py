@@ -39,10 +39,9 @@ What to try:
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add `report`, with its older name `explain`, to the commands."""
+    """Add `report` to the commands."""
     parser = subparsers.add_parser(
         "report",
-        aliases=["explain"],
         help="say which layers of a model would fuse, and why not",
         description=DESCRIPTION,
     )

@@ -34,7 +34,19 @@ _DEFINED_IN = {
     "layers_of": "exported",
 }
 
-__all__ = list(_DEFINED_IN)
+__all__ = [
+    "FusionError",
+    "FusionReport",
+    "add_parser",
+    "current_pass",
+    "disable_fusion",
+    "enable_fusion",
+    "fuse",
+    "fuse_exported",
+    "fusion",
+    "fusion_report",
+    "layers_of",
+]
 
 
 class HiddenPackageError(UserError, ImportError):

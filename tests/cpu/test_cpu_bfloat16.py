@@ -174,7 +174,9 @@ def test_explain_names_the_instruction_set_that_runs(kernels):
         layer = bfloat16_layer(tokens, 64, 128, n_masks)
         isa = kernels.isa(torch.bfloat16, tokens, n_masks)
         assert torch.equal(run(layer), run(layer, isa))
-        assert mglu_ops.explain_dispatch(layer.x, layer.weight, layer.packed_masks).reason.endswith(f"instruction set {isa}")
+        assert mglu_ops.explain_dispatch(layer.x, layer.weight, layer.packed_masks).reason.endswith(
+            f"instruction set {isa}"
+        )
     assert cpu.isa(torch.bfloat16, 300, 2) == "amx"
     assert cpu.isa(torch.bfloat16, 1, 2) == "avx512_bf16"
     assert cpu.isa(torch.bfloat16, 1, 3) == "avx512"

@@ -161,7 +161,7 @@ def test_pass_logs_each_layer(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.long
 def test_torch_logs_shows_the_log(file: Path) -> None:
-    program = f"import sys; from mglu_ops.__main__ import main; sys.exit(main(['explain', {str(file)!r} + ':missed']))"
+    program = f"import sys; from mglu_ops.__main__ import main; sys.exit(main(['report', {str(file)!r} + ':missed']))"
     result = subprocess.run(
         [sys.executable, "-c", program],
         env={"TORCH_LOGS": "+compile_passes.fusion", "PATH": ""},
@@ -233,16 +233,16 @@ def test_fuse_names_a_wrong_argument() -> None:
 
 
 def test_explain_command(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", f"{file}:fused"]) == 0
+    assert main(["report", f"{file}:fused"]) == 0
     assert capsys.readouterr().out.startswith("2 fused, 0 missed, 1 graph seen\n")
-    assert main(["explain", f"{file}:fused", "--train", "--json"]) == 0
+    assert main(["report", f"{file}:fused", "--train", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [(site["n_masks"], site["activation"], site["route"]) for site in report["fused"]] == [
         (3, "silu", "forward_ste"),
         (1, "gelu", "forward_ste"),
     ]
-    assert main(["explain", f"{file}:missed", "--graphs"]) == 1
+    assert main(["report", f"{file}:missed", "--graphs"]) == 1
     assert "nothing proves to be binary" in capsys.readouterr().out
-    assert main(["explain", f"{file}:missed", "--assume-binary"]) == 0
-    assert main(["explain", f"{file}:plain"]) == 1
+    assert main(["report", f"{file}:missed", "--assume-binary"]) == 0
+    assert main(["report", f"{file}:plain"]) == 1
     assert "0 fused, 0 missed" in capsys.readouterr().out
