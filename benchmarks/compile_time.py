@@ -3,7 +3,7 @@
 It measures a stack of MGLU layers, and models without one, to which the pass must add next to nothing: chains of four
 kinds of elementwise operators, a Llama, a UNet, a ResNet, and layers with masked activations.
 
-python -m benchmarks.compile_time --out benchmarks/results [--layers 32] [--masks 4] [--nodes 10 100 1000 5000]
+python -m benchmarks.compile_time --out benchmarks/results [--layers 32] [--n-masks 4] [--nodes 10 100 1000 5000]
     [--masked-layers 100 200 400 800] [--only "padded MLP"]
 """
 
@@ -226,7 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--masks", type=int, default=4)
+    parser.add_argument("--n-masks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--nodes", type=int, nargs="*", default=NODES, help="lengths of the chains")
     parser.add_argument("--llama-layers", type=int, default=LLAMA_LAYERS)
@@ -241,7 +241,7 @@ def main() -> None:
             if options.only in case.name:
                 _printed(bench_ordinary(case, options.rounds))
         return
-    rows = _printed(bench(options.layers, options.masks, options.rounds))
+    rows = _printed(bench(options.layers, options.n_masks, options.rounds))
     for case in cases:
         rows += _printed(bench_ordinary(case, options.rounds))
     write(rows, options.out, "compile_time", PROTOCOL)

@@ -1,6 +1,6 @@
 """Times MGLU on a CPU beside a loop that only reads, the naive layer and SwiGLU, in one run with the same threads.
 
-python -m benchmarks.cpu --out benchmarks/results [--tokens 1 2 4 8] [--masks 1 2 4 8 16] [--dtypes bfloat16 float32]
+python -m benchmarks.cpu --out benchmarks/results [--tokens 1 2 4 8] [--n-masks 1 2 4 8 16] [--dtypes bfloat16 float32]
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def main() -> None:
     parser.add_argument("--name", default="cpu")
     parser.add_argument("--shape", type=int, nargs=2, default=(8192, 2048), help="out_features and in_features")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1])
-    parser.add_argument("--masks", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--n-masks", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument(
         "--dtypes", nargs="+", choices=["float32", "bfloat16", "float16"], default=["float32", "bfloat16"]
     )
@@ -233,7 +233,7 @@ def main() -> None:
     rows: list[CpuRow] = []
     for dtype in arguments.dtypes:
         for tokens in arguments.tokens:
-            for n_masks in arguments.masks:
+            for n_masks in arguments.n_masks:
                 torch._dynamo.reset()
                 d, h = arguments.shape
                 found = bench(d, h, n_masks, tokens, getattr(torch, dtype), arguments.seconds, arguments.baselines)

@@ -1,6 +1,6 @@
 """Times MGLU's kernels, the read ceiling, the floor, the naive layer and SwiGLU in one run.
 
-python -m benchmarks.decode --out DIR [--tokens 1 2 4 ... 8192] [--masks 1 2 4 8 16]
+python -m benchmarks.decode --out DIR [--tokens 1 2 4 ... 8192] [--n-masks 1 2 4 8 16]
 
 This command takes any problem; `python -m mglu_ops bench` measures the problems of the committed tables.
 """
@@ -230,7 +230,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--name", default="decode")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1])
-    parser.add_argument("--masks", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--n-masks", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="float16")
     parser.add_argument("--shapes", type=int, nargs="+", choices=[0, 1], default=[0, 1], help="14336x4096, 8192x2048")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
@@ -238,7 +238,7 @@ def main() -> None:
     arguments = parser.parse_args()
     sweep = Sweep(
         tokens=tuple(arguments.tokens),
-        masks=tuple(arguments.masks),
+        masks=tuple(arguments.n_masks),
         dtype=getattr(torch, arguments.dtype),
         baselines=tuple(arguments.baselines),
         shapes={SHAPES[i]: "decode" for i in arguments.shapes},

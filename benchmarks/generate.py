@@ -1,6 +1,6 @@
 """Times `generate` with Hugging Face's own Llama, as its users have it, with SwiGLU and with MGLU in every form.
 
-python -m benchmarks.generate --out DIR [--models "Llama-3.2 1B"] [--masks 1 4] [--batches 1 8 32] [--resume]
+python -m benchmarks.generate --out DIR [--models "Llama-3.2 1B"] [--n-masks 1 4] [--batches 1 8 32] [--resume]
 
 The model is `LlamaForCausalLM` of a Llama's shape with random weights in bfloat16. On a GPU, `generate` with a static
 cache compiles its step and captures it into CUDA graphs. The naive MGLU is a module as a user writes it, without this
@@ -260,11 +260,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS)[:1])
-    parser.add_argument("--masks", type=int, nargs="+", default=MASKS)
+    parser.add_argument("--n-masks", type=int, nargs="+", default=MASKS)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--resume", action="store_true", help=RESUME_HELP)
     options = parser.parse_args()
-    problems = [Problem(name, batch, options.masks) for name, batch in product(options.models, options.batches)]
+    problems = [Problem(name, batch, options.n_masks) for name, batch in product(options.models, options.batches)]
     measure(problems, bench, options.out, "generate", PROTOCOL, options.resume)
 
 

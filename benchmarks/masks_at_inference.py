@@ -1,6 +1,6 @@
 """Times a naive layer at inference, by how it is fused and when its masks are packed.
 
-python -m benchmarks.masks_at_inference --out benchmarks/results [--device cuda|cpu] [--masks 1 4 8]
+python -m benchmarks.masks_at_inference --out benchmarks/results [--device cuda|cpu] [--n-masks 1 4 8]
 """
 
 from __future__ import annotations
@@ -118,10 +118,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--device", choices=list(SHAPES), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--masks", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--n-masks", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--rounds", type=int, default=30)
     options = parser.parse_args()
-    rows = [row for n_masks in options.masks for row in bench(options.device, n_masks, options.rounds)]
+    rows = [row for n_masks in options.n_masks for row in bench(options.device, n_masks, options.rounds)]
     for row in rows:
         print(f"n_masks={row.n_masks} {row.variant:28}{row.microseconds:10.1f} us  error {row.error:.1e}")
     write(rows, options.out, f"masks_at_inference_{options.device}", PROTOCOL)

@@ -1,6 +1,6 @@
 """Times a feed-forward layer on several GPUs against one: decoding with frozen masks, and a training step.
 
-torchrun --standalone --nproc-per-node 2 -m benchmarks.tensor_parallel --out DIR [--shapes 8192x2048] [--masks 1 4]
+torchrun --standalone --nproc-per-node 2 -m benchmarks.tensor_parallel --out DIR [--shapes 8192x2048] [--n-masks 1 4]
 
 Each layer is `down_proj(mglu(x))`, column parallel and then row parallel, with the sum over the ranks. Every rank also
 holds the whole layer and runs it alone. Without GPUs the ranks are CPU processes, which shows that everything works.
@@ -242,13 +242,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--shapes", type=shape_of, nargs="+", default=SHAPES, metavar="DxH")
-    parser.add_argument("--masks", type=int, nargs="+", default=MASKS)
+    parser.add_argument("--n-masks", type=int, nargs="+", default=MASKS)
     parser.add_argument("--decoded", type=int, nargs="*", default=DECODED, help="numbers of tokens to decode")
     parser.add_argument("--trained", type=int, nargs="*", default=TRAINED, help="numbers of tokens of a training step")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="how long a turn repeats its call")
     arguments = parser.parse_args()
-    chosen = problems(arguments.shapes, arguments.masks, arguments.decoded, arguments.trained)
+    chosen = problems(arguments.shapes, arguments.n_masks, arguments.decoded, arguments.trained)
     rows = run(chosen, arguments.out, arguments.rounds, arguments.seconds)
     raise SystemExit(any(row.is_wrong for row in rows))
 

@@ -1,8 +1,8 @@
 """Times a training step of one layer in every form: forward and backward with straight-through masks.
 
-python -m benchmarks.train --out DIR [--shapes 8192x2048] [--tokens 2048 8192] [--masks 1 4] [--resume]
+python -m benchmarks.train --out DIR [--shapes 8192x2048] [--tokens 2048 8192] [--n-masks 1 4] [--resume]
 
-Without `--shapes`, `--tokens` and `--masks`, all problems are measured. `--resume` measures only those that
+Without `--shapes`, `--tokens` and `--n-masks`, all problems are measured. `--resume` measures only those that
 `DIR/train.csv` lacks. `--only-compile` measures nothing but fills Inductor's cache on the disk; several processes may
 do so at once.
 """
@@ -194,13 +194,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--shapes", type=shape_of, nargs="+", default=SHAPES, metavar="DxH")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
-    parser.add_argument("--masks", type=int, nargs="+", default=MASKS)
+    parser.add_argument("--n-masks", type=int, nargs="+", default=MASKS)
     parser.add_argument("--rounds", type=int, default=SETTLED_ROUNDS)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--resume", action="store_true", help=RESUME_HELP)
     parser.add_argument("--only-compile", action="store_true", help="measure nothing, but fill Inductor's cache")
     arguments = parser.parse_args()
-    chosen = problems(arguments.shapes, arguments.tokens, arguments.masks)
+    chosen = problems(arguments.shapes, arguments.tokens, arguments.n_masks)
     if arguments.only_compile:
         for problem in chosen:
             compile_only(problem, arguments.device)

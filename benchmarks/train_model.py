@@ -1,6 +1,6 @@
 """Times a whole training step of language models with SwiGLU, with naive SwiMGLU and with fused SwiMGLU.
 
-python -m benchmarks.train_model --out DIR [--models 350M] [--precisions autocast] [--masks 1 4] [--resume]
+python -m benchmarks.train_model --out DIR [--models 350M] [--precisions autocast] [--n-masks 1 4] [--resume]
 
 A step is forward, backward and AdamW (fused) on random tokens. As in the paper, SwiMGLU replaces SwiGLU and nothing
 else changes, so all models have the same widths. With one mask, a model has as many parameters as with SwiGLU, mask
@@ -252,12 +252,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
-    parser.add_argument("--masks", type=int, nargs="+", default=MASKS)
+    parser.add_argument("--n-masks", type=int, nargs="+", default=MASKS)
     parser.add_argument("--rounds", type=int, default=SETTLED_ROUNDS)
     parser.add_argument("--resume", action="store_true", help=RESUME_HELP)
     parser.add_argument("--only-compile", action="store_true", help="measure nothing, but fill Inductor's cache")
     arguments = parser.parse_args()
-    chosen = problems(arguments.models, arguments.precisions, arguments.masks)
+    chosen = problems(arguments.models, arguments.precisions, arguments.n_masks)
     if arguments.only_compile:
         for problem in chosen:
             bench(problem, rounds=1, load=0.0)

@@ -37,7 +37,7 @@ def main() -> None:
     fit("teacher", teacher, lambda model, batch: model(batch, labels=batch).loss, train, options.steps)
     report("teacher", teacher, held_out)
 
-    student = from_swiglu(teacher, options.masks)
+    student = from_swiglu(teacher, options.n_masks)
     report("student as converted", student, held_out)
 
     @torch.no_grad()
@@ -83,7 +83,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200, help="steps for the teacher, and again for the student")
     parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--masks", type=int, default=2, help="number of masks (default: 2)")
+    parser.add_argument("--n-masks", type=int, default=2, help="number of masks (default: 2)")
     parser.add_argument("--bytes", type=int, default=1_000_000, help="bytes of text to read")
     parser.add_argument("--output", default=f"{OUTPUT}/mglu-llama-distilled", help="folder of the student")
     return parser.parse_args()

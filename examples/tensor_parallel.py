@@ -65,13 +65,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--intermediate", type=int, default=2048)
-    parser.add_argument("--masks", type=int, default=4)
+    parser.add_argument("--n-masks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20)
     arguments = parser.parse_args()
     mesh, begin = start(), time.perf_counter()
 
     torch.manual_seed(0)  # the same model and the same data on every rank
-    sizes = arguments.hidden, arguments.intermediate, arguments.masks
+    sizes = arguments.hidden, arguments.intermediate, arguments.n_masks
     model = nn.Sequential(Block(*sizes), Block(*sizes)).to(mesh.device_type)
     x, target = torch.randn(2, 4, 32, arguments.hidden, device=mesh.device_type)
 

@@ -24,9 +24,9 @@ def main() -> None:
     options = parse_options()
     train, held_out = split(read(options.bytes))
     torch.manual_seed(0)
-    config = MGLULlamaConfig(n_masks=options.masks, weight_init="leveled", **COMMON, **SIZES[options.size])
+    config = MGLULlamaConfig(n_masks=options.n_masks, weight_init="leveled", **COMMON, **SIZES[options.size])
     model = MGLULlamaForCausalLM(config)
-    print(f"{model.num_parameters():,} parameters and logits, {options.masks} masks; {len(train)} examples")
+    print(f"{model.num_parameters():,} parameters and logits, {options.n_masks} masks; {len(train)} examples")
 
     arguments = TrainingArguments(
         output_dir=options.output,
@@ -61,7 +61,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--masks", type=int, default=2, help="number of masks (default: 2)")
+    parser.add_argument("--n-masks", type=int, default=2, help="number of masks (default: 2)")
     parser.add_argument("--bytes", type=int, default=1_000_000, help="bytes of text to read")
     parser.add_argument("--compile", action="store_true", help="train with torch.compile")
     parser.add_argument("--output", default=f"{OUTPUT}/mglu-llama", help="folder of the trained model")

@@ -32,7 +32,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--shapes", type=shape, nargs="+", default=[], metavar="OUTxIN", help="with --arch: the weights, as 14336x4096"
     )
-    parser.add_argument("--masks", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="default: 1 2 4 8")
+    parser.add_argument("--n-masks", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="default: 1 2 4 8")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1], metavar="N", help="rows of x (default: 1)")
     parser.add_argument("--dtype", choices=["float16", "bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--activation", default="silu", metavar="NAME", help="default: silu")
@@ -81,8 +81,8 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError("--arch and --shapes: CUDA kernels are compiled for a GPU and for a layer; give both")
     if options.no_cpu and not options.arch:
         raise UserError("--no-cpu leaves nothing to build without --arch and --shapes")
-    if not all(1 <= n_masks <= 16 for n_masks in options.masks):
-        raise UserError(f"--masks: got {options.masks}, must be 1 to 16")
+    if not all(1 <= n_masks <= 16 for n_masks in options.n_masks):
+        raise UserError(f"--n-masks: got {options.n_masks}, must be 1 to 16")
     if min(options.tokens) < 1:
         raise UserError(f"--tokens: got {options.tokens}, must be at least 1")
     if options.activation not in ACTIVATIONS:
@@ -101,7 +101,7 @@ def _kernels(options: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, 
 
     device, dtype = torch.device("cuda"), getattr(torch, options.dtype)
     for gpu in [gpu_of_architecture(capability(arch)) for arch in options.arch]:
-        for n_masks in options.masks:
+        for n_masks in options.n_masks:
             for kind in pack.KINDS:
                 yield pack.source(gpu.arch, kind, n_masks)
             for rows, columns in options.shapes:

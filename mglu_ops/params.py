@@ -154,7 +154,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "models", nargs="*", default=list(PAPER), metavar="MODEL", help="small, large, or a config.json of Transformers"
     )
-    parser.add_argument("--masks", type=int, nargs="+", default=[1, 2, 4, 8, 16], metavar="N", help="1 to 16")
+    parser.add_argument("--n-masks", type=int, nargs="+", default=[1, 2, 4, 8, 16], metavar="N", help="1 to 16")
     parser.add_argument("--bits", type=int, default=16, metavar="N", help="bits of a weight (default: 16)")
     parser.add_argument("--json", action="store_true", help="print numbers and bytes as JSON")
     parser.set_defaults(run=run)
@@ -164,13 +164,13 @@ def run(options: argparse.Namespace) -> int:
     """Print the tables; the exit code. Raises UserError for a wrong option or file."""
     from .masks import MAX_MASKS
 
-    for n_masks in options.masks:
+    for n_masks in options.n_masks:
         if not 1 <= n_masks <= MAX_MASKS:
-            raise UserError(f"--masks: got {n_masks}, must be from 1 to {MAX_MASKS}")
+            raise UserError(f"--n-masks: got {n_masks}, must be from 1 to {MAX_MASKS}")
     if options.bits < 1:
         raise UserError(f"--bits: got {options.bits}, must be at least 1")
     models = {name: _sizes(name) for name in options.models}
-    found = {name: counts(sizes, options.masks, options.bits) for name, sizes in models.items()}
+    found = {name: counts(sizes, options.n_masks, options.bits) for name, sizes in models.items()}
     if options.json:
         names = [field.name for field in fields(Count)]
         print(json.dumps({model: [{n: getattr(row, n) for n in names} for row in of] for model, of in found.items()}))

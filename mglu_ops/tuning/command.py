@@ -28,7 +28,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--shapes", type=shape, nargs="+", metavar="OUTxIN", help="of the weight, as 14336x4096; needed without --fit"
     )
-    parser.add_argument("--masks", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="default: 1 2 4 8")
+    parser.add_argument("--n-masks", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="default: 1 2 4 8")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1], metavar="N", help="rows of x (default: 1)")
     parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="bfloat16")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the table, JSON")
@@ -79,8 +79,8 @@ def run(options: argparse.Namespace) -> int:
         raise UserError("needs a CUDA GPU, and torch sees none")
     if not options.shapes:
         raise UserError("--shapes is needed without --fit")
-    if not all(1 <= n_masks <= 16 for n_masks in options.masks):
-        raise UserError(f"--masks: got {' '.join(map(str, options.masks))}, must be 1 to 16")
+    if not all(1 <= n_masks <= 16 for n_masks in options.n_masks):
+        raise UserError(f"--n-masks: got {' '.join(map(str, options.n_masks))}, must be 1 to 16")
     if min(options.tokens) < 1:
         raise UserError(f"--tokens: got {' '.join(map(str, options.tokens))}, must be at least 1")
     effort = Effort(options.steps, options.rounds)
@@ -144,7 +144,7 @@ def _calls(options: argparse.Namespace) -> list[LayerCall]:
         LayerCall.contiguous(device, dtype, n_masks, tokens, *shape)
         for shape in options.shapes
         for tokens in options.tokens
-        for n_masks in options.masks
+        for n_masks in options.n_masks
     ]
 
 

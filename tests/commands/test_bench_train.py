@@ -242,7 +242,7 @@ def test_the_command_measures_what_a_result_lacks(monkeypatch: pytest.MonkeyPatc
         return [step(problem, FUSED, 1.0)]
 
     monkeypatch.setattr(train, "bench", one_row)
-    words = f"train --shapes 24x16 --tokens 10 20 --masks 2 --out {tmp_path} --resume"
+    words = f"train --shapes 24x16 --tokens 10 20 --n-masks 2 --out {tmp_path} --resume"
     monkeypatch.setattr("sys.argv", words.split())
     train.main()
     assert begun == [replace(PROBLEM, tokens=20)]

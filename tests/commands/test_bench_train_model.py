@@ -135,7 +135,7 @@ def test_the_suite_measures_both_models_in_both_precisions(monkeypatch: pytest.M
     }
     assert {problem.n_masks for problem in measured} == {1, 2, 4}
     measured.clear()
-    monkeypatch.setattr("sys.argv", f"train_model --models 350M --masks 1 8 --out {tmp_path} --resume".split())
+    monkeypatch.setattr("sys.argv", f"train_model --models 350M --n-masks 1 8 --out {tmp_path} --resume".split())
     train_model.main()
     assert measured == [train_model.Problem("350M", precision, 8) for precision in train_model.PRECISIONS]
 

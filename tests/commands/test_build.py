@@ -19,7 +19,7 @@ from mglu_ops.layer_call import LayerCall
 pytest_plugins = ["build_kinds"]
 pytestmark = pytest.mark.usefixtures("folder")
 
-LAYER = ["--arch", "sm_90", "--shapes", "8192x2048", "--masks", "4", "--tokens", "1", "64"]
+LAYER = ["--arch", "sm_90", "--shapes", "8192x2048", "--n-masks", "4", "--tokens", "1", "64"]
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_without_out_the_cache_is_filled_and_stays_private(
         (["--no-cpu"], "--no-cpu leaves nothing to build without --arch and --shapes"),
         (["--arch", "hopper", "--shapes", "8x8"], "arch: got 'hopper', must be of the form sm_90"),
         (["--arch", "sm_70", "--shapes", "8x8"], "arch: got sm_70"),
-        ([*LAYER, "--masks", "0"], "--masks: got [0], must be 1 to 16"),
+        ([*LAYER, "--n-masks", "0"], "--n-masks: got [0], must be 1 to 16"),
         ([*LAYER, "--tokens", "0"], "--tokens: got [0], must be at least 1"),
         ([*LAYER, "--activation", "swish"], "--activation: got 'swish', must be one of silu, "),
         (["--out", "open"], "has mode 777, with which others can write to it"),

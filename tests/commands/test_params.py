@@ -76,11 +76,11 @@ def test_a_config_of_transformers(tmp_path, capsys):
     """Llama-3.2 1B has 1235814400 parameters."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA))
-    assert main(["params", str(path), "--masks", "4", "--json"]) == 0
+    assert main(["params", str(path), "--n-masks", "4", "--json"]) == 0
     (rows,) = json.loads(capsys.readouterr().out).values()
     assert rows[1]["weights"] == 1235814400
     path.write_text(json.dumps({**LLAMA, "tie_word_embeddings": False, "head_dim": 128}))
-    assert main(["params", str(path), "--masks", "4", "--json"]) == 0
+    assert main(["params", str(path), "--n-masks", "4", "--json"]) == 0
     (untied,) = json.loads(capsys.readouterr().out).values()
     attention = 16 * 2048 * 64 * 2 * 40
     assert untied[1]["weights"] == 1235814400 + 128256 * 2048 + attention
@@ -88,7 +88,7 @@ def test_a_config_of_transformers(tmp_path, capsys):
 
 
 def test_the_table_and_its_options(capsys):
-    assert main(["params", "small", "--masks", "3", "--bits", "8"]) == 0
+    assert main(["params", "small", "--n-masks", "3", "--bits", "8"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "small: 12 layers, h = 768, d = 3072, vocabulary of 50257"
     assert lines[-1].split()[:4] == ["SwiMGLU", "3", "112.9", "M"]
@@ -98,7 +98,7 @@ def test_the_table_and_its_options(capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--masks", "17"], "--masks: got 17, must be from 1 to 16"),
+        (["--n-masks", "17"], "--n-masks: got 17, must be from 1 to 16"),
         (["--bits", "0"], "--bits: got 0, must be at least 1"),
         (["medium"], "medium: .*; must be small, large or a config.json of Transformers"),
     ],

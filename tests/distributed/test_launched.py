@@ -28,7 +28,7 @@ def torchrun(*arguments: str) -> str:
 
 @pytest.mark.long
 def test_the_example_trains_and_freezes() -> None:
-    sizes = ["--hidden", "32", "--intermediate", "64", "--masks", "2", "--steps", "20"]
+    sizes = ["--hidden", "32", "--intermediate", "64", "--n-masks", "2", "--steps", "20"]
     lines = torchrun("examples/tensor_parallel.py", *sizes).splitlines()
     assert lines[0] == "2 ranks (cpu); each has 32 of the 64 rows of W and its masks"
     first, last = (float(line.rpartition(" ")[2]) for line in lines[1:3])
@@ -39,7 +39,7 @@ def test_the_example_trains_and_freezes() -> None:
 
 @pytest.mark.long
 def test_the_benchmark_measures_one_rank_and_all_of_them(tmp_path: Path) -> None:
-    sizes = ["--shapes", "48x32", "--masks", "2", "--decoded", "1", "4", "--trained", "16"]
+    sizes = ["--shapes", "48x32", "--n-masks", "2", "--decoded", "1", "4", "--trained", "16"]
     torchrun("-m", "benchmarks.tensor_parallel", "--out", str(tmp_path), *sizes, "--rounds", "3", "--seconds", "0.001")
     rows = read(tmp_path, "tensor_parallel")
     work = [("decode", 1), ("decode", 4), ("training step", 16)]

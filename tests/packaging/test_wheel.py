@@ -76,6 +76,12 @@ def run_isolated(code: str, site: Path) -> str:
     return process.stdout
 
 
+def test_wheel_has_the_command(wheel: Path) -> None:
+    (name,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("entry_points.txt"))
+    scripts = zipfile.ZipFile(wheel).read(name).decode().split("[console_scripts]")[1].split("[")[0]
+    assert scripts.split() == ["mglu-ops", "=", "mglu_ops.__main__:main"]
+
+
 def test_wheel_is_pure_and_holds_every_module_and_the_device_code(wheel: Path) -> None:
     assert wheel.name.endswith("-py3-none-any.whl")
     inside = set(zipfile.ZipFile(wheel).namelist())
