@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 
 from .arguments import check_size
+from .masked_linear import MaskedOptions
 from .mglu import MGLU
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class FeedForwardOptions(MaskedOptions, total=False):
+    """The options of `MGLUFeedForward`."""
+
+    save_activations: bool
 
 
 class MGLUFeedForward(nn.Module):
@@ -32,36 +43,13 @@ class MGLUFeedForward(nn.Module):
         ValueError: an argument is out of range or of another type.
     """
 
-    def __init__(
-        self,
-        hidden: int,
-        intermediate: int,
-        *,
-        n_masks: int = 1,
-        activation: str = "silu",
-        learnable_masks: bool = True,
-        top_k: int | None = None,
-        weight_init: str = "paper",
-        save_activations: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, hidden: int, intermediate: int, **options: Unpack[FeedForwardOptions]) -> None:
         check_size("hidden", hidden)
         check_size("intermediate", intermediate)
         super().__init__()
-        self.mglu = MGLU(
-            hidden,
-            intermediate,
-            n_masks=n_masks,
-            activation=activation,
-            learnable_masks=learnable_masks,
-            top_k=top_k,
-            weight_init=weight_init,
-            save_activations=save_activations,
-            device=device,
-            dtype=dtype,
-        )
-        self.down_proj = nn.Linear(intermediate, hidden, bias=False, device=device, dtype=dtype)
+        self.mglu = MGLU(hidden, intermediate, **options)
+        factory = {"device": self.mglu.weight.device, "dtype": self.mglu.weight.dtype}
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False, **factory)
 
     def reset_parameters(self) -> None:
         self.mglu.reset_parameters()
@@ -77,37 +65,13 @@ class _FixedActivation(MGLUFeedForward):
 
     _activation: str
 
-    def __init__(
-        self,
-        hidden: int,
-        intermediate: int,
-        *,
-        n_masks: int = 1,
-        activation: str | None = None,
-        learnable_masks: bool = True,
-        top_k: int | None = None,
-        weight_init: str = "paper",
-        save_activations: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        if activation not in (None, self._activation):
+    def __init__(self, hidden: int, intermediate: int, **options: Unpack[FeedForwardOptions]) -> None:
+        if options.setdefault("activation", self._activation) != self._activation:
             raise ValueError(
-                f"activation: got {activation!r}, must be {self._activation!r} or left out for {type(self).__name__}; "
-                "MGLUFeedForward takes any"
+                f"activation: got {options['activation']!r}, must be {self._activation!r} or left out for "
+                f"{type(self).__name__}; MGLUFeedForward takes any"
             )
-        super().__init__(
-            hidden,
-            intermediate,
-            n_masks=n_masks,
-            activation=self._activation,
-            learnable_masks=learnable_masks,
-            top_k=top_k,
-            weight_init=weight_init,
-            save_activations=save_activations,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__(hidden, intermediate, **options)
 
 
 class SwiMGLU(_FixedActivation):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,18 @@ LOGITS = "mask_logits"
 LOGITS_STD = 0.01
 """The standard deviation of new logits."""
 PACKED = "packed_masks"
+
+
+class MaskedOptions(TypedDict, total=False):
+    """The options of every layer with masks; see `MGLU`."""
+
+    n_masks: int
+    activation: str
+    learnable_masks: bool
+    top_k: int | None
+    weight_init: str
+    device: torch.device | str | None
+    dtype: torch.dtype | None
 
 
 class MaskedLinear(nn.Module):

@@ -10,11 +10,11 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import ops
 from .arguments import as_parameter, check_flag, check_router, check_weight_and_masks
-from .masked_linear import MaskedLinear
+from .masked_linear import MaskedLinear, MaskedOptions
 from .packed_buffers import check_masks_in_use
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
 
 
 class MGLU(MaskedLinear):
@@ -68,27 +68,11 @@ class MGLU(MaskedLinear):
         in_features: int,
         out_features: int,
         *,
-        n_masks: int = 1,
-        activation: str = "silu",
-        learnable_masks: bool = True,
-        top_k: int | None = None,
-        weight_init: str = "paper",
         save_activations: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[MaskedOptions],
     ) -> None:
         check_flag("save_activations", save_activations)
-        super().__init__(
-            in_features,
-            out_features,
-            n_masks=n_masks,
-            activation=activation,
-            learnable_masks=learnable_masks,
-            top_k=top_k,
-            weight_init=weight_init,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__(in_features, out_features, **options)
         self.save_activations = save_activations
 
     @classmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -10,8 +10,11 @@ from torch import Tensor, nn
 
 from ..activations import get_activation
 from .arguments import check_flag
-from .masked_linear import MaskedLinear
+from .masked_linear import MaskedLinear, MaskedOptions
 from .packed_buffers import check_masks_in_use
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class NaiveMGLU(MaskedLinear):
@@ -47,37 +50,21 @@ class NaiveMGLU(MaskedLinear):
         in_features: int,
         out_features: int,
         *,
-        n_masks: int = 1,
-        activation: str = "silu",
-        learnable_masks: bool = True,
-        top_k: int | None = None,
-        weight_init: str = "paper",
         bias: bool = False,
         mask_gate: bool = True,
         mask_value: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[MaskedOptions],
     ) -> None:
         for name, flag in (("bias", bias), ("mask_gate", mask_gate), ("mask_value", mask_value)):
             check_flag(name, flag)
         if not (mask_gate or mask_value):
             raise ValueError("mask_gate, mask_value: got False for both, must be True for one; see GLU(shared=True)")
-        if weight_init == "leveled" and not (mask_gate and mask_value):
+        if options.get("weight_init") == "leveled" and not (mask_gate and mask_value):
             raise ValueError("weight_init: got 'leveled' without masks on gates and values, must be 'paper'")
-        super().__init__(
-            in_features,
-            out_features,
-            n_masks=n_masks,
-            activation=activation,
-            learnable_masks=learnable_masks,
-            top_k=top_k,
-            weight_init=weight_init,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__(in_features, out_features, **options)
         self.mask_gate, self.mask_value = mask_gate, mask_value
         for name in ("gate_bias", "value_bias"):
-            zeros = torch.zeros(out_features, device=device, dtype=dtype) if bias else None
+            zeros = self.weight.new_zeros(out_features) if bias else None
             self.register_parameter(name, None if zeros is None else nn.Parameter(zeros))
 
     @property
