@@ -45,7 +45,7 @@ class Suite(NamedTuple):
     Attributes:
         about: what it shows, in a line.
         run: takes `(out, quick)`, writes its result into the folder `out`, and returns the rows that it measured.
-        needs: the packages that it cannot run without; those of a suite that measures are for a GPU.
+        needs: the packages that it needs; `GPU` stands for a CUDA GPU and the package for its kernels.
     """
 
     about: str

@@ -218,7 +218,7 @@ def tensor_parallel(results: Path) -> str:
 
 
 def load_cpu(results: Path, name: str) -> pd.DataFrame:
-    """The rows of a result of `benchmarks.cpu`, whose least times are those that count."""
+    """The rows of a result of `benchmarks.cpu`, with its least times as `microseconds`."""
     return load(results, name, f"python -m benchmarks.cpu --name {name}").rename(columns={"least": "microseconds"})
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from benchmarks.frames import grid, load, markdown, ms, page, rate, share, shown, speedup, text, times
-from benchmarks.train_layers import CASE, FUSED, GEMMS, MODULE, NAIVE, OPERATOR, RECOMPUTING, SWIGLU, TRICK
+from benchmarks.train_layers import CASE, FUSED, GEMMS, MODULE, NAIVE, OPERATOR, RECOMPUTING, SWIGLU, TRICK, Results
 
 PROBLEM = ["layer", "tokens", "n_masks"]
 TIMES = {
@@ -79,7 +79,10 @@ def memory(rows: pd.DataFrame) -> pd.DataFrame:
 def errors(rows: pd.DataFrame) -> str:
     """The largest errors of the naive layer and of the fused one, and their largest ratio in one problem."""
     found = rows.dropna(subset="errors").set_index(PROBLEM)
-    naive, fused = (found.errors[found.variant == variant].apply(pd.Series) for variant in (NAIVE, FUSED))
+    naive, fused = (
+        pd.DataFrame(of.errors.tolist(), of.index, Results._fields, dtype=float)
+        for of in (found[found.variant == variant] for variant in (NAIVE, FUSED))
+    )
     naive, fused = naive.align(fused, join="inner")
     naive, fused, ratio = (one.groupby("n_masks").max() for one in (1e3 * naive, 1e3 * fused, fused / naive))
     form = "{:.1f}, {:.1f} ({:.2f}x)".format
