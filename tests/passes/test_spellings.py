@@ -84,9 +84,12 @@ def spelling_name(program: Program | StackProgram) -> str:
 
 
 def spellings(programs: Iterable[Any], *, is_long: bool = False) -> list[Any]:
-    """The parameters of different programs."""
-    marks = pytest.mark.long if is_long else ()
-    return [pytest.param(one, id=spelling_name(one), marks=marks) for one in dict.fromkeys(programs)]
+    """The parameters of different programs; every second one is quick, or none if `is_long`."""
+    different = list(dict.fromkeys(programs))
+    quick = () if is_long else different[::2]
+    return [
+        pytest.param(one, id=spelling_name(one), marks=() if one in quick else pytest.mark.long) for one in different
+    ]
 
 
 @pytest.mark.parametrize("program", [*spellings(SPELLINGS), *spellings(TRANSPOSED, is_long=True)])

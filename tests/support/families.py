@@ -13,7 +13,7 @@ def family(*axes: Iterable[Any], fits: Callable[..., bool] = lambda *case: True,
     """The combinations of several axes that fit: each value of the longest axis with a few combinations of the others.
 
     The combinations differ from value to value, so that all of them occur. The first one with each value of the first
-    axis is quick.
+    axis is quick, or with every second value if there are more than 8.
 
     Args:
         *axes: the values of each parameter.
@@ -27,11 +27,11 @@ def family(*axes: Iterable[Any], fits: Callable[..., bool] = lambda *case: True,
     for number, value in enumerate(lists[longest]):
         of_value = [k for k, case in enumerate(every) if case[longest] is value]
         chosen.update(itertools.islice(itertools.cycle(of_value), number * most, (number + 1) * most))
-    seen: set[Any] = set()
+    quick = lists[0][:: 2 if len(lists[0]) > 8 else 1]
     found = []
     for case in (every[k] for k in sorted(chosen)):
-        found.append(_parameters(case, is_long=case[0] in seen))
-        seen.add(case[0])
+        found.append(_parameters(case, is_long=case[0] not in quick))
+        quick = [value for value in quick if value != case[0]]
     return found
 
 
