@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 import stat
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,7 @@ def _share(folder: Path, is_new: bool) -> None:
         if re.fullmatch(r"[\w-]+-[0-9a-f]{32}-[0-9a-f]{32}\.(so|cubin)", path.name):
             path.chmod(0o644)
     mode = stat.S_IMODE(folder.stat().st_mode)
-    if sys.platform != "win32" and ~mode & 0o005:
+    if ~mode & 0o005:
         say(f"{folder} keeps mode {mode:o}, with which others cannot read it (chmod 755 lets them)")
 
 

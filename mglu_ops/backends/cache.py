@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
@@ -126,7 +125,7 @@ def cache_directory() -> Path:
 
 
 def _temporary_folder() -> Path:
-    return Path(tempfile.gettempdir(), f"mglu_ops-{_user()}")
+    return Path(tempfile.gettempdir(), f"mglu_ops-{os.geteuid()}")
 
 
 def _folders(only: Path | None) -> Iterator[Path]:
@@ -139,22 +138,16 @@ def _folders(only: Path | None) -> Iterator[Path]:
             yield _temporary_folder()
 
 
-def _user() -> int:
-    return 0 if sys.platform == "win32" else os.geteuid()
-
-
 def _check_trust(path: Path) -> None:
-    """Raise an OSError if another user can write to a file or folder. Windows keeps a user's files from others.
+    """Raise an OSError if another user can write to a file or folder.
 
     The folders above are not checked: who can write to them can only put another folder of this user or of root there.
     """
     if path.is_symlink():  # its target may be in any folder
         raise OSError(f"{path} is a symbolic link")
-    if sys.platform == "win32":
-        return
     status = path.stat()
-    if status.st_uid not in (0, _user()):
-        raise OSError(f"{path} is owned by user {status.st_uid} and not by {_user()}, who runs this, or root")
+    if status.st_uid not in (0, os.geteuid()):
+        raise OSError(f"{path} is owned by user {status.st_uid} and not by {os.geteuid()}, who runs this, or root")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         mode = stat.S_IMODE(status.st_mode)
         raise OSError(f"{path} has mode {mode:o}, with which others can write to it (chmod go-w makes it private)")

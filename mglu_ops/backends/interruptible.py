@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 
@@ -53,13 +52,6 @@ def run(
         for process in started:
             with process:  # closes its pipe, and waits for it
                 if process.poll() is None:
-                    _kill(process)
+                    os.killpg(process.pid, signal.SIGKILL)
         raise
     return results
-
-
-def _kill(process: subprocess.Popen[str]) -> None:
-    if sys.platform == "win32":
-        process.kill()
-    else:
-        os.killpg(process.pid, signal.SIGKILL)

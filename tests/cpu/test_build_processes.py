@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -28,11 +27,7 @@ from mglu_ops.backends.cuda import compiler
 from mglu_ops.packaging import library as packaging
 
 pytest_plugins = ["build_kinds"]
-pytestmark = [
-    pytest.mark.skipif(sys.platform == "win32", reason="processes are not forked on Windows"),
-    pytest.mark.usefixtures("folder"),
-]
-
+pytestmark = pytest.mark.usefixtures("folder")
 
 PROCESSES = multiprocessing.get_context("fork")
 

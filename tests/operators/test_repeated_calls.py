@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import os
 import pickle
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +20,6 @@ from torch import Tensor
 
 from mglu_ops import batch_invariance, dispatch
 from mglu_ops.layer_call import arguments_key, metadata_key
-
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork")
 
 Arguments = dict[str, Any]
 Change = Callable[[Arguments, str], None]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -302,7 +301,6 @@ def test_blocks_of_asyncio_tasks_do_not_mix() -> None:
 # --- Other processes -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
 def test_a_forked_process_inherits_the_options() -> None:
     mglu_ops.enable_fusion(strict=True)
 
@@ -335,7 +333,6 @@ class Compiling(IterableDataset[Tensor]):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
 def test_a_worker_of_a_data_loader() -> None:
     mglu_ops.enable_fusion(strict=True)
     loader = DataLoader(Compiling(layer()), batch_size=None, num_workers=1, multiprocessing_context="fork")

@@ -103,7 +103,6 @@ def _artifact() -> Artifact:
             *(path.name + path.read_text(encoding="utf-8") for path in sources),
             *FLAGS,
             *options,
-            platform.system(),
             platform.machine(),
         ),
         activity="building the CPU kernels with the C++ compiler",

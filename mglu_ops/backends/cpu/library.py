@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-import sys
 import threading
 from pathlib import Path
 
@@ -88,9 +87,7 @@ def _torch_parallel_for() -> int:
     Raises:
         BuildError: torch does not export it.
     """
-    suffix = {"darwin": "dylib", "win32": "dll"}.get(sys.platform, "so")
-    name = "torch_cpu.dll" if suffix == "dll" else f"libtorch_cpu.{suffix}"
-    torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
+    torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     try:
         address = ctypes.cast(torch_cpu.torch_parallel_for, ctypes.c_void_p).value
     except AttributeError as error:
@@ -141,5 +138,4 @@ def _renew_lock() -> None:
     _lock = threading.Lock()
 
 
-if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_renew_lock)
+os.register_at_fork(after_in_child=_renew_lock)

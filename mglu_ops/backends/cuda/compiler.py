@@ -10,7 +10,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 import threading
 from functools import cache
 from importlib import metadata
@@ -23,11 +22,8 @@ from ..interruptible import COMPILER_SECONDS, run
 
 _STANDARD = "c++17"
 _IMPORTING = threading.RLock()
-if sys.platform != "win32":
-    # A process that is forked in the middle of an import could never finish that import.
-    os.register_at_fork(
-        before=_IMPORTING.acquire, after_in_parent=_IMPORTING.release, after_in_child=_IMPORTING.release
-    )
+# A process that is forked in the middle of an import could never finish that import.
+os.register_at_fork(before=_IMPORTING.acquire, after_in_parent=_IMPORTING.release, after_in_child=_IMPORTING.release)
 
 
 class CompileError(RuntimeError):

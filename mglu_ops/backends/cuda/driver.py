@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import struct as binary
-import sys
 import threading
 from functools import cache
 
@@ -41,7 +40,7 @@ _NO_CONTEXT = 201
 
 @cache
 def _library() -> ctypes.CDLL:
-    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def call_driver(function: str, what: str, *arguments: object) -> None:
