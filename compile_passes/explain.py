@@ -1,6 +1,6 @@
 """`python -m mglu_ops report FILE.py:FUNCTION` says which layers of a model would fuse, and what prevents the others.
 
-The command was called `explain` and still answers to that name. Importing this module does not import torch.
+Importing this module does not import torch.
 """
 
 from __future__ import annotations

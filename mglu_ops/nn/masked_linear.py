@@ -40,7 +40,7 @@ class MaskedLinear(nn.Module):
     n_masks: int
     activation: str
     top_k: int | None
-    weight_init: str = "paper"  # also for modules that an earlier version pickled
+    weight_init: str
     """How the weights were drawn, by this module or by the one whose state dict it has loaded."""
     weight: nn.Parameter
     mask_logits: nn.Parameter | None

@@ -187,11 +187,3 @@ def test_wrong_initial_weights_are_refused_and_blocks_take_them():
         with pytest.raises(ValueError, match="weight_init: got 'leveled' without masks on gates and values"):
             NaiveMGLU(8, 8, weight_init="leveled", **ablation)
     assert SwiMGLU(8, 8, weight_init="leveled").mglu.weight_gain == pytest.approx(10 ** (1 / 4))
-
-
-def test_a_module_of_an_earlier_version_has_the_weights_of_the_paper():
-    layer = MGLU(8, 8)
-    del layer.__dict__["weight_init"]
-    layer = pickle.loads(pickle.dumps(layer))
-    assert layer.weight_gain == 1
-    layer.reset_parameters()
