@@ -37,6 +37,7 @@ unit: $(VENV)/.ready
 	HYPOTHESIS_PROFILE=quick $(PYTEST) -m "not long and not gpu"
 
 unit-long: $(VENV)/.ready
+	@echo "The long tests take about 20 minutes on two idle cores."
 	$(PYTEST) -m "long or hypothesis or gpu" --durations=25
 
 # The fusion pass with another version of torch: make test-torch TORCH=2.15.0
