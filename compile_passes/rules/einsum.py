@@ -126,7 +126,7 @@ def einsum_of_a_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
         (axes, value) for axes, value, _ in parts if isinstance(value, Bundle) and value.size is None and value.dim >= 0
     ]
     routes = [(axes, operand) for axes, value, operand in parts if not isinstance(value, Bundle)]
-    if not stacks or len(routes) > 1 or len(stacks) + len(routes) != len(parts) or dims(node) != len(output):
+    if not stacks or len(stacks) + len(routes) != len(parts) or dims(node) != len(output):
         return None
     axes, first = stacks[0]
     if output != axes[: first.dim] + axes[first.dim + 1 :]:

@@ -240,7 +240,7 @@ def test_fuse_uses_the_grad_mode_of_its_call(captured: bool, given: bool) -> Non
 
 
 def test_fuse_with_inputs_that_differ_from_the_traced_ones() -> None:
-    model, x, report = layer(), torch.randn(3, 16), FusionReport()
+    model, x, report = layer(), torch.randn(16, 16), FusionReport()
     gm, inputs = _captured(model, x)
     others = [
         [value.detach().double().requires_grad_(value.requires_grad) for value in inputs],
