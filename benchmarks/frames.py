@@ -16,7 +16,7 @@ EXTRA = ("chosen", "left_out", "peak_mb", "errors", "bits_repeat")
 
 
 class MissingResultError(FileNotFoundError):
-    """There is no result to make a table from."""
+    """No result has what a table needs."""
 
 
 def load(results: Path, name: str, command: str | None = None) -> pd.DataFrame:

@@ -218,7 +218,7 @@ def check_learning(model: Forward, text: Tensor, held_out: Tensor) -> None:
     """Print the loss on the held-out text.
 
     Raises:
-        SystemExit: it is not below that of a model that knows the frequencies of bytes alone.
+        SystemExit: it is not below the loss of a model that knows only the frequencies of bytes.
     """
     inputs, following = windows(held_out, torch.arange(64, device=text.device) * CONTEXT)
     loss = loss_of(model(inputs), following).item()

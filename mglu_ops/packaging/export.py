@@ -83,7 +83,7 @@ def export(
     Raises:
         ValueError: an argument is wrong, torch cannot export the model with these inputs, no layer of it was fused,
             none of its sizes can vary, or a file cannot be written.
-        TypeError: `path` or `weights` is no path.
+        TypeError: `path` or `weights` is not a path.
         compile_passes.fusion.FusionError: under `strict`, a layer was not fused.
         BuildError: there is no C++ compiler.
         PackageError: `weights` is a file that `export` did not write, or damaged.

@@ -71,7 +71,7 @@ def build_runtime(
         PackageError: one of `packages` is damaged, or for a CPU.
         FileNotFoundError: one of `packages` does not exist.
         OSError: the folder cannot be made.
-        TypeError: `out` is no path.
+        TypeError: `out` is not a path.
         ValueError: an architecture is not of the form sm_90, only one of `archs` and `packages` is given, or the
             library cannot be written.
     """
@@ -157,7 +157,7 @@ def _find_tools(compiler: str | None) -> tuple[str, str, str]:
 
 
 def _find_cmake() -> str:
-    """CMake on the path, else that of the Python package `cmake`."""
+    """CMake on the path, else the one in the Python package `cmake`."""
     if found := shutil.which("cmake"):
         return found
     try:

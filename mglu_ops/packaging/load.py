@@ -40,7 +40,7 @@ class Package:
         """Run the model.
 
         Raises:
-            TypeError: an input is no dense tensor.
+            TypeError: an input is not a dense tensor.
             ValueError: the arguments are not nested like the example's, or the dtype, device, shape or value of
                 one is not as the package was compiled for, or its storage was resized.
         """
@@ -78,7 +78,7 @@ def load(
 
     Raises:
         FileNotFoundError: there is no such file.
-        TypeError: an argument is no path, or `weights` neither a path nor a mapping.
+        TypeError: an argument is not a path, or `weights` neither a path nor a mapping.
         PackageError: the package is damaged, was not made by this version of `export`, was made for another torch, CPU,
             device or GPU or by a C++ compiler that links libstdc++ statically, or needs a library or weights that were
             not given or do not fit.
@@ -118,7 +118,7 @@ def load_weights(path: str | Path, device: torch.device | str = "cpu") -> dict[s
 
     Raises:
         FileNotFoundError: there is no such file.
-        TypeError: `path` is no path.
+        TypeError: `path` is not a path.
         ValueError: there is no such device.
         PackageError: it is damaged, or `export` did not write it.
     """

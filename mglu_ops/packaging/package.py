@@ -176,7 +176,7 @@ def read_info(path: str | Path) -> PackageInfo:
     Raises:
         FileNotFoundError: there is no such file.
         PackageError: mglu_ops did not make it, it is damaged or of another format, a member's name leads out of the
-            folder that torch extracts it to, or its description has other fields than those of `PackageInfo`.
+            folder that torch extracts it to, or its description has other fields than `PackageInfo`.
     """
     path = Path(path)
     check_seal(path, "package")

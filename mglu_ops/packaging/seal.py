@@ -30,7 +30,7 @@ _CHUNK_BYTES = 1 << 24
 
 
 class PackageError(RuntimeError):
-    """A file is no package, is damaged, or does not fit this process; the message says which, and what to do."""
+    """A file is not a package, is damaged, or does not fit this process; the message says which, and what to do."""
 
 
 def seal(path: Path, contents: str) -> None:

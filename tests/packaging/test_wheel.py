@@ -67,7 +67,7 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_isolated(code: str, site: Path) -> str:
-    """Run code in a process whose packages are those of `site`."""
+    """Run code in a process that finds only the packages in `site`."""
     script = f"import sys; sys.path.append({str(site)!r}); import torch\n" + textwrap.dedent(code)
     process = subprocess.run(
         [sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True, cwd=site, timeout=300

@@ -64,9 +64,6 @@ class ScaledSwiGLU(nn.Module):
         return F.silu(F.linear(x, self.gate * self.gate_scale)) * F.linear(x, self.up * self.up_scale)
 
 
-MASKS_OF_TWO_WEIGHTS = ("float", "bool", "DropConnect", "dropout")
-
-
 class OneMask(nn.Module):
     """Two weights pruned by one mask: the buffer of an autoregressive or sparse layer, or a mask of DropConnect."""
 
