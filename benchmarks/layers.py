@@ -38,24 +38,24 @@ class Layers:
         ]
         self._known: dict[tuple[str, int], Tensor] = {}
 
-    def oracle(self, i: int, route_weights: Tensor | None = None) -> Tensor:
-        """MGLU of layer i in float64; cached, unless there are route weights `[tokens, n_masks]`."""
-        if route_weights is not None:
-            return self._mglu(i, route_weights)
+    def oracle(self, i: int, mask_weights: Tensor | None = None) -> Tensor:
+        """MGLU of layer i in float64; cached, unless there are mask weights `[tokens, n_masks]`."""
+        if mask_weights is not None:
+            return self._mglu(i, mask_weights)
         return self._once("mglu", i, self._mglu)
 
     def swiglu_oracle(self, i: int) -> Tensor:
         """SwiGLU in float64 with the weights 2 i (gate) and 2 i + 1 (value); cached."""
         return self._once("swiglu", i, self._swiglu)
 
-    def _mglu(self, i: int, route_weights: Tensor | None = None) -> Tensor:
+    def _mglu(self, i: int, mask_weights: Tensor | None = None) -> Tensor:
         x, weight = self.x.double(), self.weights[i].double()
         total = x @ weight.T
         result = torch.zeros_like(total)
         for m in range(self.n_masks):
             gate = x @ (weight * masks_of(self.packed[i], m)).T
-            route = 1.0 if route_weights is None else route_weights[:, m, None]
-            result += route * F.silu(gate) * (total - gate)
+            mask_weight = 1.0 if mask_weights is None else mask_weights[:, m, None]
+            result += mask_weight * F.silu(gate) * (total - gate)
         return result
 
     def _swiglu(self, i: int) -> Tensor:

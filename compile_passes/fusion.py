@@ -129,8 +129,8 @@ def _fuse(
     fused = [
         _describe(
             one.layer.site,
-            route="forward_ste" if one.layer.trains_masks else "forward",
-            routed=bool(one.layer.routes),
+            operator="forward_ste" if one.layer.trains_masks else "forward",
+            weighted=bool(one.layer.mask_weights),
             packed=one.packed,
             note=note,
             hides_nan=one.layer.hides_nan,

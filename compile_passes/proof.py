@@ -8,7 +8,7 @@ is fused only if all of this holds (README.md has the argument for each point):
 3. Where the mask carries a gradient, the slopes of the factors are +1 and -1 with respect to one tensor.
 4. Masks have the weight's shape, all projections have the dtype of the result, and all operands are dense tensors.
 5. The gate goes through one of the operator's activations, in value and in derivative.
-6. The terms have numbers or route weights that the operator can take.
+6. The terms have numbers or mask weights that the operator can take.
 7. Nothing outside the layer writes to what the operator reads before it runs, and in training afterwards; gates,
    values and products have no users outside the layer; the layer is computed under one grad mode and one autocast,
    and the operator outside functorch transforms (`interference.py` looks at the nodes that `rewrite.py` has made).
@@ -33,7 +33,7 @@ from .recognise import Recogniser
 from .report import line
 from .shapes import dtype_of, equal_sizes, range_of, requires_grad, slice_of, tensor_example, unusual_kind
 from .sites import Refusal, Site, interior
-from .values import Mask, Route, Term
+from .values import Mask, MaskWeight, Term
 from .view import overwritten
 
 MAX_MASKS = 16
@@ -55,7 +55,7 @@ class Layer:
     activation: str
     dtype: torch.dtype
     trains_masks: bool
-    routes: tuple[Route | float, ...]
+    mask_weights: tuple[MaskWeight | float, ...]
     """One weight per term, or none at all."""
     scale: float
     """The number that multiplies the sum."""
@@ -107,7 +107,7 @@ def check(recogniser: Recogniser, site: Site, assume_binary: bool) -> Layer:
         activation=activation[0],
         dtype=dtype,
         trains_masks=trains,
-        routes=weights[0],
+        mask_weights=weights[0],
         scale=weights[1],
         interior=interior(recogniser, site),
     )
@@ -295,14 +295,16 @@ def _check_mask_shape(term: Term, mask: Mask) -> None:
 def _check_kinds(site: Site, masks: Iterable[Mask]) -> None:
     """Refuse tensors that the operators do not take, and tensors whose class computes its products in its own way."""
     operands = [node for projection in site.projections for node in (projection.x, projection.weight)]
-    operands += [mask.bits for mask in masks] + [term.route.node for term in site.terms if term.route is not None]
+    operands += [mask.bits for mask in masks] + [
+        term.mask_weight.node for term in site.terms if term.mask_weight is not None
+    ]
     for node in operands:
         kind = unusual_kind(node)
         if kind is not None:
             raise Refusal(f"`{node}` is a {kind}, and the operator takes plain tensors and DTensors")
 
 
-# --- Activation, route weights and dtypes ----------------------------------------------------------------------------
+# --- Activation, mask weights and dtypes ----------------------------------------------------------------------------
 
 
 def named(term: Term) -> Scaled | None:
@@ -342,18 +344,18 @@ def _check_activation(site: Site) -> tuple[str, list[float]]:
 _SPELLED = {formulas.CLAMP: "clamp(min=0)", formulas.MAXIMUM: "maximum(g, 0)"}
 
 
-def _check_weights(site: Site, scales: list[float], dtype: torch.dtype) -> tuple[tuple[Route | float, ...], float]:
-    """The route weights of the terms, and the number that multiplies their sum.
+def _check_weights(site: Site, scales: list[float], dtype: torch.dtype) -> tuple[tuple[MaskWeight | float, ...], float]:
+    """The mask weights of the terms, and the number that multiplies their sum.
 
-    A number that all terms share multiplies the sum. Numbers that differ become route weights.
+    A number that all terms share multiplies the sum. Numbers that differ become mask weights.
     """
-    routes = tuple(term.route for term in site.terms if term.route is not None)
-    if routes and len(routes) != len(site.terms):
-        raise Refusal("some terms of the sum have route weights and some do not")
+    mask_weights = tuple(term.mask_weight for term in site.terms if term.mask_weight is not None)
+    if mask_weights and len(mask_weights) != len(site.terms):
+        raise Refusal("some terms of the sum have mask weights and some do not")
     if max(scales) - min(scales) <= 1e-12 * abs(scales[0]):  # equal up to rounding
-        return routes, scales[0]
-    if routes:
-        raise Refusal("the terms of the sum have route weights and are multiplied by numbers that differ")
+        return mask_weights, scales[0]
+    if mask_weights:
+        raise Refusal("the terms of the sum have mask weights and are multiplied by numbers that differ")
     for scale in scales:
         held = as_dtype(scale, dtype)
         if not held or not math.isfinite(held):

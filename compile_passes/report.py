@@ -34,8 +34,8 @@ class SiteReport:
         n_masks: the number of masks in the sum; 0 if it is not known.
         activation: the gating function.
         dtype: dtype of the result.
-        route: the operator, `forward_ste` (trained masks) or `forward` (fixed masks); empty for a miss.
-        routed: whether the masks have route weights.
+        operator: the operator, `forward_ste` (trained masks) or `forward` (fixed masks); empty for a miss.
+        weighted: whether the masks have mask weights.
         packed: when the masks are packed: `at each call`, `when compiled` (under freezing), `when exported`, or
             `beforehand` (the model holds them packed); empty for a miss.
         reason: why a miss was not fused, and what to change; None for a fused layer.
@@ -51,8 +51,8 @@ class SiteReport:
     n_masks: int
     activation: str
     dtype: str
-    route: str = ""
-    routed: bool = False
+    operator: str = ""
+    weighted: bool = False
     packed: str = ""
     reason: str | None = None
     note: str = ""
@@ -64,7 +64,7 @@ class SiteReport:
         place = self.module_path or self.source or "(function)"
         masks = f"n_masks={self.n_masks}" if self.n_masks else ""  # a near miss has no known masks and activation
         what = f"{place}: {', '.join(filter(None, (masks, self.activation, self.dtype)))}"
-        return f"{what}, fused to mglu::{self.route}" if self.reason is None else f"{what}, not fused: {self.reason}"
+        return f"{what}, fused to mglu::{self.operator}" if self.reason is None else f"{what}, not fused: {self.reason}"
 
     def picture(self) -> str:
         """The nodes of the layer before and after the rewrite, as text."""
@@ -105,7 +105,7 @@ class FusionReport:
         for number, site in enumerate((*fused, *self.missed), 1 - len(fused)):
             result = f"not fused [{number}]"
             if site.reason is None:
-                result = f"mglu::{site.route}" + (", routed" if site.routed else "")
+                result = f"mglu::{site.operator}" + (", weighted" if site.weighted else "")
             source = re.sub(r"^.*[/\\\\]", "", site.source)
             yield (site.module_path, source, str(site.n_masks or ""), site.activation, site.dtype, result, site.packed)
 
@@ -114,7 +114,7 @@ class FusionReport:
             yield f"\n[{number}] {site.reason}"
         for note in dict.fromkeys(site.note for site in self.fused if site.note):
             yield f"\n{note}"
-        if any(site.packed == AT_EACH_CALL and site.route == "forward" for site in self.fused):
+        if any(site.packed == AT_EACH_CALL and site.operator == "forward" for site in self.fused):
             yield (
                 "\nMasks are packed at each call, so that a changed mask takes effect at the next call; to pack them "
                 "once, use mglu_ops.freeze, torch._inductor.config.freezing under no_grad, or mglu_ops.export."
@@ -150,7 +150,7 @@ def _present_at(node: Node) -> SiteReport | None:
         n_masks=count if isinstance(count, int) else 0,
         activation=str(node.args[3] if len(node.args) > 3 else node.kwargs.get("activation", "silu")),
         dtype=str(getattr(x, "dtype", None)).removeprefix("torch."),
-        route="forward_ste" if packs else "forward",
+        operator="forward_ste" if packs else "forward",
         packed=AT_EACH_CALL if packs else BEFOREHAND,
     )
 

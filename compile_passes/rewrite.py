@@ -18,7 +18,7 @@ from .recognise import Recogniser
 from .report import AT_EACH_CALL, BEFOREHAND, WHEN_COMPILED
 from .shapes import column_of, dims, dtype_of, requires_grad, slice_of, tensor_example
 from .symbols import as_call
-from .values import Mask, Route, Slice
+from .values import Mask, MaskWeight, Slice
 from .view import View
 
 _mglu = torch.ops.mglu
@@ -97,46 +97,50 @@ def _fused_call(graph: Graph, recogniser: Recogniser, layer: Layer) -> tuple[Nod
     """Make the call of the operator; returns the layer's result and when its masks are packed."""
     x = _cast(graph, layer.x, layer.dtype)
     weight = _transpose(graph, layer, _cast(graph, layer.weight, layer.dtype))
-    layer = _in_route_order(recogniser, layer)
-    route = _route_weights(graph, recogniser, layer)
+    layer = _in_weight_order(recogniser, layer)
+    mask_weight = _mask_weights(graph, recogniser, layer)
     if layer.trains_masks:
         logits = _transpose(graph, layer, _mask_logits(graph, recogniser, layer))
-        pair = graph.call_function(_mglu.forward_ste.default, (x, weight, logits, layer.activation, route))
+        pair = graph.call_function(_mglu.forward_ste.default, (x, weight, logits, layer.activation, mask_weight))
         return graph.call_function(operator.getitem, (pair, 0)), AT_EACH_CALL
     masks, packed = _packed_masks(graph, recogniser, layer)
-    result = graph.call_function(_mglu.forward.default, (x, weight, masks, layer.activation, route))
+    result = graph.call_function(_mglu.forward.default, (x, weight, masks, layer.activation, mask_weight))
     return result, packed
 
 
-def _in_route_order(recogniser: Recogniser, layer: Layer) -> Layer:
-    """The layer with its masks in the order of their columns of route weights, if all routes are columns."""
-    columns = [column for column in map(_column_of, layer.routes) if column is not None]
-    if not columns or len(columns) != len(layer.routes):
+def _in_weight_order(recogniser: Recogniser, layer: Layer) -> Layer:
+    """The layer with its masks in the order of their columns of mask weights, if all mask_weights are columns."""
+    columns = [column for column in map(_column_of, layer.mask_weights) if column is not None]
+    if not columns or len(columns) != len(layer.mask_weights):
         return layer
     order = sorted(range(len(columns)), key=lambda i: columns[i][1])
-    return replace(layer, masks=tuple(layer.masks[i] for i in order), routes=tuple(layer.routes[i] for i in order))
+    return replace(
+        layer, masks=tuple(layer.masks[i] for i in order), mask_weights=tuple(layer.mask_weights[i] for i in order)
+    )
 
 
-def _column_of(route: Route | float) -> tuple[Node, int] | None:
-    """`(tensor, i)` if a route is column i of a tensor."""
-    if not isinstance(route, Route) or route.is_number:
+def _column_of(mask_weight: MaskWeight | float) -> tuple[Node, int] | None:
+    """`(tensor, i)` if a mask_weight is column i of a tensor."""
+    if not isinstance(mask_weight, MaskWeight) or mask_weight.is_number:
         return None
-    return column_of(route.node) if route.index is None else (route.node, route.index)
+    return column_of(mask_weight.node) if mask_weight.index is None else (mask_weight.node, mask_weight.index)
 
 
-def _route_weights(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node | None:
-    """The route weights `[..., n_masks]`: the tensor whose columns they are, or else a concatenation of them."""
-    if not layer.routes:
+def _mask_weights(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node | None:
+    """The mask weights `[..., n_masks]`: the tensor whose columns they are, or else a concatenation of them."""
+    if not layer.mask_weights:
         return None
-    columns = [column for column in map(_column_of, layer.routes) if column is not None]
-    if len(columns) == len(layer.routes) and len({recogniser.key(base) for base, _ in columns}) == 1:
-        base, first = columns[0][0], layer.routes[0]
-        assert isinstance(first, Route)
+    columns = [column for column in map(_column_of, layer.mask_weights) if column is not None]
+    if len(columns) == len(layer.mask_weights) and len({recogniser.key(base) for base, _ in columns}) == 1:
+        base, first = columns[0][0], layer.mask_weights[0]
+        assert isinstance(first, MaskWeight)
         example = tensor_example(base)
         stack_dim = -1 if first.index is None else first.dim
         if example is not None and [index for _, index in columns] == list(range(_length(example, stack_dim))):
             return _masks_last(graph, layer, base, stack_dim)
-    return graph.call_function(torch.cat, ([_as_column(graph, layer, route) for route in layer.routes], -1))
+    return graph.call_function(
+        torch.cat, ([_as_column(graph, layer, mask_weight) for mask_weight in layer.mask_weights], -1)
+    )
 
 
 def _length(example: torch.Tensor, dim: int) -> int:
@@ -145,27 +149,27 @@ def _length(example: torch.Tensor, dim: int) -> int:
     return size if isinstance(size, int) else -1
 
 
-def _masks_last(graph: Graph, layer: Layer, route: Node, stack_dim: int) -> Node:
-    """The route weights of a stack as `[..., n_masks]`; they may have a dimension of size 1 for the features."""
-    has_features = dims(route) > dims(layer.x)
-    if stack_dim not in (-1, dims(route) - 1):
-        route = graph.call_method("movedim", (route, stack_dim, -1))
-    return graph.call_method("squeeze", (route, -2)) if has_features else route
+def _masks_last(graph: Graph, layer: Layer, mask_weight: Node, stack_dim: int) -> Node:
+    """The mask weights of a stack as `[..., n_masks]`; they may have a dimension of size 1 for the features."""
+    has_features = dims(mask_weight) > dims(layer.x)
+    if stack_dim not in (-1, dims(mask_weight) - 1):
+        mask_weight = graph.call_method("movedim", (mask_weight, stack_dim, -1))
+    return graph.call_method("squeeze", (mask_weight, -2)) if has_features else mask_weight
 
 
-def _as_column(graph: Graph, layer: Layer, route: Route | float) -> Node:
-    """The route weights of one mask as `[..., 1]`."""
-    if isinstance(route, Route) and not route.is_number:
-        if route.index is None:
-            return route.node
-        whole = _masks_last(graph, layer, route.node, route.dim)
-        return graph.call_method("narrow", (whole, -1, route.index, 1))
+def _as_column(graph: Graph, layer: Layer, mask_weight: MaskWeight | float) -> Node:
+    """The mask weights of one mask as `[..., 1]`."""
+    if isinstance(mask_weight, MaskWeight) and not mask_weight.is_number:
+        if mask_weight.index is None:
+            return mask_weight.node
+        whole = _masks_last(graph, layer, mask_weight.node, mask_weight.dim)
+        return graph.call_method("narrow", (whole, -1, mask_weight.index, 1))
     tokens = graph.call_method("narrow", (layer.x, -1, 0, 1))  # it has the shape of the column
-    if not isinstance(route, Route):
-        return graph.call_function(torch.full_like, (tokens, route), {"dtype": layer.dtype})
-    number = route.node
-    if route.index is not None:
-        number = graph.call_method("select", (number, route.dim, route.index))
+    if not isinstance(mask_weight, MaskWeight):
+        return graph.call_function(torch.full_like, (tokens, mask_weight), {"dtype": layer.dtype})
+    number = mask_weight.node
+    if mask_weight.index is not None:
+        number = graph.call_method("select", (number, mask_weight.dim, mask_weight.index))
     return graph.call_method("expand_as", (graph.call_method("reshape", (number, 1)), tokens))
 
 
@@ -191,10 +195,10 @@ def _mask_logits(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node:
         (c.logits, c.index) for c, complement in carriers if c is not None and c.logits is not None and not complement
     ]
     if len(logits) == len(layer.masks):
-        return _joined(graph, recogniser, logits, bool(layer.routes))
+        return _joined(graph, recogniser, logits, bool(layer.mask_weights))
     masks = [(carrier.node, carrier.index) for carrier, _ in carriers if carrier is not None]
     if not any(complement for _, complement in carriers):
-        return graph.call_function(operator.sub, (_joined(graph, recogniser, masks, bool(layer.routes)), 0.5))
+        return graph.call_function(operator.sub, (_joined(graph, recogniser, masks, bool(layer.mask_weights)), 0.5))
     slices = [_slice(graph, node, index) for node, index in masks]
     signed = zip(slices, (complement for _, complement in carriers), strict=True)
     return _stack(graph, [graph.call_function(operator.sub, (0.5, m) if c else (m, 0.5)) for m, c in signed])
@@ -238,7 +242,7 @@ def _whole_logits(recogniser: Recogniser, layer: Layer) -> Node | None:
     sources: list[Slice] = [(mask.logits, mask.index) for mask, _ in layer.masks if mask.logits is not None]
     if len(sources) < len(layer.masks) or any(complement for _, complement in layer.masks):
         return None
-    logits = _whole(recogniser, sources, bool(layer.routes))
+    logits = _whole(recogniser, sources, bool(layer.mask_weights))
     example = tensor_example(logits)
     return logits if example is not None and example.dtype in FLOATING else None
 
@@ -246,7 +250,7 @@ def _whole_logits(recogniser: Recogniser, layer: Layer) -> Node | None:
 def _mask_bits(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node:
     """The gate's masks as one tensor `[n_masks, ...]` for `mglu::pack_masks`."""
     if len({(complement, mask.inverted) for mask, complement in layer.masks}) == 1:
-        whole = _whole(recogniser, [(mask.bits, mask.index) for mask, _ in layer.masks], bool(layer.routes))
+        whole = _whole(recogniser, [(mask.bits, mask.index) for mask, _ in layer.masks], bool(layer.mask_weights))
         if whole is not None:
             return _gate_bits(graph, whole, *layer.masks[0])
     return _stack(graph, [_gate_bits(graph, _slice(graph, m.bits, m.index), m, c) for m, c in layer.masks])

@@ -173,8 +173,8 @@ class Projection:
 
 
 @dataclass(frozen=True)
-class Route:
-    """The route weight of a term: one per token (a node `[..., 1]`), or one number (a node with one element).
+class MaskWeight:
+    """The mask weight of a term: one per token (a node `[..., 1]`), or one number (a node with one element).
 
     With `index` it is the slice of the node at that index along `dim`.
     """
@@ -187,21 +187,21 @@ class Route:
 
 @dataclass(frozen=True)
 class Activated:
-    """An elementwise function of a projection, times a route weight if it has one."""
+    """An elementwise function of a projection, times a mask weight if it has one."""
 
     formula: Formula
     projection: Projection
-    route: Route | None = None
+    mask_weight: MaskWeight | None = None
 
 
 @dataclass(frozen=True)
 class Term:
-    """`route * formula(gate) * value`, the part of the layer that one mask makes; route None stands for 1."""
+    """`mask_weight * formula(gate) * value`, the part of the layer that one mask makes; None stands for 1."""
 
     formula: Formula
     gate: Projection
     value: Projection
-    route: Route | None = None
+    mask_weight: MaskWeight | None = None
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ def function_of(value: Value) -> tuple[Formula, Projection] | None:
     """A value as an elementwise function of a projection."""
     if isinstance(value, Projection):
         return VARIABLE, value
-    return (value.formula, value.projection) if isinstance(value, Activated) and value.route is None else None
+    return (value.formula, value.projection) if isinstance(value, Activated) and value.mask_weight is None else None
 
 
 def slice_key(key: Hashable, index: int) -> Hashable:

@@ -17,12 +17,12 @@ FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FLOATING_NAMES = "float16, bfloat16, float32 or float64"
 
 
-def check_layer(x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None) -> None:
+def check_layer(x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, mask_weights: Tensor | None) -> None:
     """Check the arguments of `mglu::forward`."""
     check_inputs(x, weight)
     get_activation(activation)
     check_packed(weight, packed_masks)
-    check_route_weights(x, n_masks_of(packed_masks), route_weights)
+    check_mask_weights(x, n_masks_of(packed_masks), mask_weights)
 
 
 def check_inputs(x: Tensor, weight: Tensor) -> None:
@@ -73,17 +73,17 @@ def check_packable_logits(mask_logits: Tensor, weight: Tensor | None = None) -> 
         raise ValueError(f"mask_logits: got device {mask_logits.device}, must be x's device {weight.device}")
 
 
-def check_route_weights(x: Tensor, n_masks: int, route_weights: Tensor | None) -> None:
-    """Check that route_weights are None or floating `[..., n_masks]` with x's leading sizes, on x's device."""
-    if route_weights is None:
+def check_mask_weights(x: Tensor, n_masks: int, mask_weights: Tensor | None) -> None:
+    """Check that mask_weights are None or floating `[..., n_masks]` with x's leading sizes, on x's device."""
+    if mask_weights is None:
         return
-    check_dense("route_weights", route_weights)
-    if route_weights.dtype not in FLOATING:
-        raise TypeError(f"route_weights: got dtype {route_weights.dtype}, must be {_FLOATING_NAMES}")
+    check_dense("mask_weights", mask_weights)
+    if mask_weights.dtype not in FLOATING:
+        raise TypeError(f"mask_weights: got dtype {mask_weights.dtype}, must be {_FLOATING_NAMES}")
     expected = [*x.shape[:-1], n_masks]
-    if not same_sizes(route_weights.shape, expected):
+    if not same_sizes(mask_weights.shape, expected):
         raise ValueError(
-            f"route_weights: got shape {list(route_weights.shape)}, must be x's leading sizes and n_masks, {expected}"
+            f"mask_weights: got shape {list(mask_weights.shape)}, must be x's leading sizes and n_masks, {expected}"
         )
-    if route_weights.device != x.device:
-        raise ValueError(f"route_weights: got device {route_weights.device}, must be x's device {x.device}")
+    if mask_weights.device != x.device:
+        raise ValueError(f"mask_weights: got device {mask_weights.device}, must be x's device {x.device}")

@@ -72,7 +72,7 @@ _REFUSED = (
 
 
 def explain_dispatch(
-    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", route_weights: Tensor | None = None
+    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", mask_weights: Tensor | None = None
 ) -> Choice:
     """The backend and the kernel for a call of `mglu::forward` with these arguments; reads no value of the tensors.
 
@@ -82,8 +82,8 @@ def explain_dispatch(
         TableError: a table of launches (`MGLU_TUNING_TABLE`) cannot be used.
         RuntimeError: the batch-invariant mode is on, and nothing can run the call in it.
     """
-    check_layer(x, weight, packed_masks, activation, route_weights)
-    return choose(LayerCall.of(x, weight, packed_masks, activation, route_weights))
+    check_layer(x, weight, packed_masks, activation, mask_weights)
+    return choose(LayerCall.of(x, weight, packed_masks, activation, mask_weights))
 
 
 def choose(call: LayerCall) -> Choice:
@@ -167,7 +167,7 @@ def _warn_of_fallback(backend: str, reason: str, op: str = "forward") -> None:
 
 
 def repeat(
-    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None
+    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, mask_weights: Tensor | None
 ) -> Tensor | None:
     """The result of a call with the same `metadata_key` as an earlier one, whose checks and preparation it reuses.
 
@@ -176,11 +176,11 @@ def repeat(
     if x is None or weight is None or packed_masks is None:  # torch lets None through
         return None
     try:
-        key = metadata_key(x, weight, packed_masks, activation, route_weights)
+        key = metadata_key(x, weight, packed_masks, activation, mask_weights)
     except RuntimeError:  # a tensor that is not dense has no strides or no address; the checks say which
         return None
     prepared = _prepared.get(key)
-    return None if prepared is None else prepared(x, weight, packed_masks, route_weights)
+    return None if prepared is None else prepared(x, weight, packed_masks, mask_weights)
 
 
 def forward(
@@ -188,7 +188,7 @@ def forward(
     weight: Tensor,
     packed_masks: Tensor,
     activation: str,
-    route_weights: Tensor | None,
+    mask_weights: Tensor | None,
     *,
     backend: str | None = None,
     launch: Any = None,
@@ -200,7 +200,7 @@ def forward(
         weight: `[out_features, in_features]`, the dtype of x.
         packed_masks: uint8 `[out_features, ceil(in_features / 8), n_masks]`.
         activation: a name of `mglu_ops.activations.ACTIVATIONS`.
-        route_weights: `[..., n_masks]`, or None.
+        mask_weights: `[..., n_masks]`, or None.
         backend: a name of `BACKENDS` that overrides the choice, for tests and tuning. Such a call is not kept.
         launch: how that backend is to run the call; see its `prepare`.
 
@@ -208,9 +208,9 @@ def forward(
         ValueError: there is no such backend, or it cannot run the call.
         RuntimeError: the batch-invariant mode is on, and nothing can run the call in it.
     """
-    given = (x, weight, packed_masks, activation, route_weights)
+    given = (x, weight, packed_masks, activation, mask_weights)
     if backend is not None:
-        return _prepare_on(backend, given, launch)(x, weight, packed_masks, route_weights)
+        return _prepare_on(backend, given, launch)(x, weight, packed_masks, mask_weights)
     result = repeat(*given)
     if result is not None:
         return result
@@ -223,7 +223,7 @@ def forward(
         if len(_prepared) >= CALLS_KEPT:
             _prepared.clear()
         _prepared[metadata_key(*given)] = prepared
-    return prepared(x, weight, packed_masks, route_weights)
+    return prepared(x, weight, packed_masks, mask_weights)
 
 
 def _is_kept(call: LayerCall, backend: str) -> bool:
@@ -253,10 +253,10 @@ def _prepare_on(name: str, given: _Arguments, launch: Any) -> PreparedCall:
 
 
 def _prepare(backend: Backend, call: LayerCall, given: _Arguments, launch: Any) -> PreparedCall:
-    """A prepared call, which first copies x and the route weights if they cannot be viewed as rows."""
+    """A prepared call, which first copies x and the mask weights if they cannot be viewed as rows."""
     prepared = backend.prepare(call, launch)
-    x, route_weights = given[0], given[4]
-    copies = _is_copied(x) or (route_weights is not None and _is_copied(route_weights))
+    x, mask_weights = given[0], given[4]
+    copies = _is_copied(x) or (mask_weights is not None and _is_copied(mask_weights))
     return _OfCopiedRows(prepared) if copies else prepared
 
 
@@ -265,14 +265,14 @@ def _is_copied(tensor: Tensor) -> bool:
 
 
 class _OfCopiedRows:
-    """A prepared call that first copies x and the route weights to rows, in the layout that it was prepared for."""
+    """A prepared call that first copies x and the mask weights to rows, in the layout that it was prepared for."""
 
     def __init__(self, prepared: PreparedCall) -> None:
         self._prepared = prepared
 
-    def __call__(self, x: Tensor, weight: Tensor, packed_masks: Tensor, route_weights: Tensor | None) -> Tensor:
-        routes = None if route_weights is None else as_rows(route_weights)
-        return self._prepared(as_rows(x), weight, packed_masks, routes)
+    def __call__(self, x: Tensor, weight: Tensor, packed_masks: Tensor, mask_weights: Tensor | None) -> Tensor:
+        term_weights = None if mask_weights is None else as_rows(mask_weights)
+        return self._prepared(as_rows(x), weight, packed_masks, term_weights)
 
 
 # --- Packing and training --------------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ def forward_train(
     weight: Tensor,
     packed_masks: Tensor,
     activation: str,
-    route_weights: Tensor | None,
+    mask_weights: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The result `[..., out_features]`, and the partial derivatives `[..., rows, out_features]` that backward needs.
 
@@ -352,13 +352,13 @@ def forward_train(
     """
     if batch_invariance.enabled:
         raise RuntimeError(_REFUSED.format("training"))
-    rows, routes = as_rows(x), None if route_weights is None else as_rows(route_weights)
+    rows, term_weights = as_rows(x), None if mask_weights is None else as_rows(mask_weights)
     prepared: Any = _training_calls.get(key) if key else None
     if prepared is None:
-        call = LayerCall.of(rows, weight, packed_masks, activation, routes)
+        call = LayerCall.of(rows, weight, packed_masks, activation, term_weights)
         backend = _forward_backend(call)
         prepared = _keep(key, call, backend, backend.prepare_forward_train(call))
-    result, partials = prepared(rows, weight, packed_masks, routes)
+    result, partials = prepared(rows, weight, packed_masks, term_weights)
     if rows is x:
         return result, partials
     leading = x.shape[:-1]
@@ -368,15 +368,15 @@ def forward_train(
 
 
 def backward(key: Key | None, arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, weight, mask logits and route weights; gradients that are not needed are empty.
+    """The gradients of x, weight, mask logits and mask weights; gradients that are not needed are empty.
 
     `key` is the `arguments_key` of the arguments.
     """
     x, weight, packed_masks, partials = arguments[1:5]
-    rows, route_dtype = as_rows(x), arguments.route_dtype
+    rows, mask_weights_dtype = as_rows(x), arguments.mask_weights_dtype
     prepared: Any = _training_calls.get(key) if key else None
     if prepared is None:
-        call = replace(LayerCall.of(rows, weight, packed_masks), route_dtype=route_dtype)
+        call = replace(LayerCall.of(rows, weight, packed_masks), mask_weights_dtype=mask_weights_dtype)
         backend = _backward_backend(call)
         prepared = _keep(key, call, backend, backend.prepare_backward(call))
     if rows is x and partials.is_contiguous():
@@ -386,9 +386,9 @@ def backward(key: Key | None, arguments: BackwardArguments) -> tuple[Tensor, Ten
         x=rows,
         partials=partials.contiguous().view(len(rows), *partials.shape[-2:]),
     )
-    of_x, of_weight, of_logits, of_routes = prepared(in_rows)
+    of_x, of_weight, of_logits, of_mask_weights = prepared(in_rows)
     if arguments.needs[0]:
         of_x = of_x.view(x.shape)
-    if route_dtype is not None:
-        of_routes = of_routes.view(*x.shape[:-1], of_routes.shape[-1])
-    return of_x, of_weight, of_logits, of_routes
+    if mask_weights_dtype is not None:
+        of_mask_weights = of_mask_weights.view(*x.shape[:-1], of_mask_weights.shape[-1])
+    return of_x, of_weight, of_logits, of_mask_weights

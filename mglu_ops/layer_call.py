@@ -52,11 +52,11 @@ class LayerCall:
         in_features: columns of the weight.
         n_masks: 1 to 16.
         activation: a name of `mglu_ops.activations.ACTIVATIONS`.
-        route_dtype: the dtype of the route weights; None without them.
+        mask_weights_dtype: the dtype of the mask weights; None without them.
         x: the layout of x as `[tokens, in_features]`.
         weight: the layout of the weight, `[out_features, in_features]`.
         masks: the layout of the packed masks, `[out_features, ceil(in_features / 8), n_masks]`.
-        routes: the layout of the route weights as `[tokens, n_masks]`.
+        mask_weights: the layout of the mask weights as `[tokens, n_masks]`.
         batch_invariant: whether a row of the result must not depend on the number of tokens.
     """
 
@@ -67,20 +67,20 @@ class LayerCall:
     in_features: int
     n_masks: int
     activation: str
-    route_dtype: torch.dtype | None
+    mask_weights_dtype: torch.dtype | None
     x: Layout
     weight: Layout
     masks: Layout
-    routes: Layout
+    mask_weights: Layout
     batch_invariant: bool = False
 
     @staticmethod
     def of(
-        x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", route_weights: Tensor | None = None
+        x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", mask_weights: Tensor | None = None
     ) -> LayerCall:
         """Describe a call whose arguments have been checked. Reads no value.
 
-        x and the route weights are taken as their rows (`as_rows`), which may be copies.
+        x and the mask weights are taken as their rows (`as_rows`), which may be copies.
         """
         return LayerCall(
             device=x.device,
@@ -90,11 +90,11 @@ class LayerCall:
             in_features=weight.shape[1],
             n_masks=n_masks_of(packed_masks),
             activation=activation,
-            route_dtype=None if route_weights is None else route_weights.dtype,
+            mask_weights_dtype=None if mask_weights is None else mask_weights.dtype,
             x=Layout.of(as_rows(x)),
             weight=Layout.of(weight),
             masks=Layout.of(packed_masks),
-            routes=Layout((0, 0)) if route_weights is None else Layout.of(as_rows(route_weights)),
+            mask_weights=Layout((0, 0)) if mask_weights is None else Layout.of(as_rows(mask_weights)),
             batch_invariant=batch_invariance.enabled,
         )
 
@@ -107,7 +107,7 @@ class LayerCall:
         out_features: int,
         in_features: int,
         activation: str = "silu",
-        route_dtype: torch.dtype | None = None,
+        mask_weights_dtype: torch.dtype | None = None,
     ) -> LayerCall:
         """Describe a call of contiguous tensors at aligned addresses, for which launches are measured and compiled."""
         width = packed_width(in_features)
@@ -119,11 +119,11 @@ class LayerCall:
             in_features=in_features,
             n_masks=n_masks,
             activation=activation,
-            route_dtype=route_dtype,
+            mask_weights_dtype=mask_weights_dtype,
             x=Layout((in_features, 1)),
             weight=Layout((in_features, 1)),
             masks=Layout((width * n_masks, n_masks, 1)),
-            routes=Layout((0, 0) if route_dtype is None else (n_masks, 1)),
+            mask_weights=Layout((0, 0) if mask_weights_dtype is None else (n_masks, 1)),
         )
 
     @property
@@ -148,11 +148,11 @@ def _alignment(address: int) -> int:
     return min(address & -address, _MOST_ALIGNED) if address else _MOST_ALIGNED
 
 
-def metadata_key(x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None) -> Key:
+def metadata_key(x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, mask_weights: Tensor | None) -> Key:
     """All that the checks of a call and its `LayerCall` depend on, for tensors of any rank.
 
     This runs in every eager call and takes most of a microsecond, so it spells `arguments_key` out instead of calling a
-    function for each tensor (route weights are rare). A contiguous x may be another part of a large tensor in each
+    function for each tensor (mask weights are rare). A contiguous x may be another part of a large tensor in each
     call: its offset does not count, only whether its storage holds all of it.
 
     Raises:
@@ -161,7 +161,7 @@ def metadata_key(x: Tensor, weight: Tensor, packed_masks: Tensor, activation: st
     masks, offset, storage = packed_masks, x.storage_offset(), len(x.untyped_storage())
     is_contiguous = x.is_contiguous()
     return (
-        batch_invariance.enabled, activation, None if route_weights is None else _tensor_key(route_weights),
+        batch_invariance.enabled, activation, None if mask_weights is None else _tensor_key(mask_weights),
         x.dtype, x.device, x.shape, is_contiguous or x.stride(),
         offset * x.itemsize + x.nbytes <= storage if is_contiguous else (offset, storage), x.data_ptr() & 15,
         weight.dtype, weight.device, weight.shape, weight.is_contiguous() or weight.stride(),

@@ -5,14 +5,14 @@
 | `mglu::pack_masks(masks)` | bool or {0, 1} masks in the packed format (`mglu_ops.masks`) |
 | `mglu::pack_logits(mask_logits)` | the masks `logits > 0` in the packed format, in one pass over the logits |
 | `mglu::unpack_masks(packed_masks, in_features)` | bool masks: the inverse of packing |
-| `mglu::forward(x, weight, packed_masks, activation, route_weights)` | the layer with fixed masks |
-| `mglu::forward_ste(x, weight, mask_logits, activation, route_weights)` | the layer with learned masks; packs them |
+| `mglu::forward(x, weight, packed_masks, activation, mask_weights)` | the layer with fixed masks |
+| `mglu::forward_ste(x, weight, mask_logits, activation, mask_weights)` | the layer with learned masks; packs them |
 | `mglu::forward_train(...)` | forward, and the partial derivatives that backward reads; autograd calls it |
 | `mglu::backward(...)` | all gradients of a layer |
 
     forward: y = sum_i r_i * act(x (M_i * W)^T) * (x ((1 - M_i) * W)^T),   i = 1 .. n_masks, 1 <= n_masks <= 16
 
-x `[..., in_features]`, weight W `[out_features, in_features]`, y `[..., out_features]`, route_weights r
+x `[..., in_features]`, weight W `[out_features, in_features]`, y `[..., out_features]`, mask_weights r
 `[..., n_masks]` (1 without them), mask_logits `[n_masks, out_features, in_features]` with M = logits > 0.
 
 With F_i = -1 where M_i = 1 and +1 elsewhere, t = x W^T and f_i = x (F_i * W)^T, the gate g_i is (t - f_i) / 2 and the
@@ -20,9 +20,9 @@ value v_i is (t + f_i) / 2. `forward_train` keeps the derivatives of y, elementw
 
     P   = dy/dt   = sum_i r_i (act'(g_i) v_i + act(g_i)) / 2
     Q_i = dy/df_i = r_i (act(g_i) - act'(g_i) v_i) / 2
-    R_i = dy/dr_i = act(g_i) v_i                          (with route_weights only)
+    R_i = dy/dr_i = act(g_i) v_i                          (with mask_weights only)
 
-as `partials` `[..., n_masks + 1, out_features]` in x's dtype: P, then each Q_i; with route_weights
+as `partials` `[..., n_masks + 1, out_features]` in x's dtype: P, then each Q_i; with mask_weights
 `[..., 2 n_masks + 1, out_features]`, where each R_i follows. `backward` is then linear in G = grad_output and evaluates
 no activation. With dt = G * P, b_i = G * Q_i and D_i = b_i^T x:
 
@@ -38,7 +38,7 @@ below about 2^-9 s (float16) or 2^-12 s (bfloat16). `forward` on a CPU gives suc
 **Values that are not finite.** In all backends:
 
 - A NaN logit is a 0 of its mask, as `NaN > 0` is False. It does not show in y.
-- If a token of x, a row of W or the route weights of a token hold NaN, the elements of y of that token or row are NaN.
+- If a token of x, a row of W or the mask weights of a token hold NaN, the elements of y of that token or row are NaN.
 - If they hold an infinity, these elements are NaN, infinite, or what the formula gives if a gate and a value have no
   terms for weights that their mask excludes, as in `relu(-inf) * 2 = 0`. Backends may differ in this.
 
@@ -77,7 +77,7 @@ from .masks import (
 from .sizes import same_sizes
 from .tensors import check_dense, check_memory
 
-_LAYER = 'str activation="silu", Tensor? route_weights=None'
+_LAYER = 'str activation="silu", Tensor? mask_weights=None'
 SCHEMAS = (
     "pack_masks(Tensor masks) -> Tensor",
     "pack_logits(Tensor mask_logits) -> Tensor",
@@ -86,7 +86,7 @@ SCHEMAS = (
     f"forward_ste(Tensor x, Tensor weight, Tensor mask_logits, {_LAYER}) -> (Tensor, Tensor)",
     f"forward_train(Tensor x, Tensor weight, Tensor packed_masks, {_LAYER}) -> (Tensor, Tensor)",
     "backward(Tensor grad_output, Tensor x, Tensor weight, Tensor packed_masks, Tensor partials, bool[2] needs, "
-    "ScalarType? logits_dtype, ScalarType? route_dtype) -> (Tensor, Tensor, Tensor, Tensor)",
+    "ScalarType? logits_dtype, ScalarType? mask_weights_dtype) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 
 # `libmglu_ops.so` (csrc/library) defines the same schemas for processes without Python. If it is loaded after this
@@ -219,87 +219,89 @@ def _unpack_masks_fake(packed_masks: Tensor, in_features: int) -> Tensor:
 _check = checks.check_layer
 
 
-def _check_ste(x: Tensor, weight: Tensor, mask_logits: Tensor, activation: str, route_weights: Tensor | None) -> None:
+def _check_ste(x: Tensor, weight: Tensor, mask_logits: Tensor, activation: str, mask_weights: Tensor | None) -> None:
     checks.check_inputs(x, weight)
     get_activation(activation)
     checks.check_packable_logits(mask_logits, weight)
-    checks.check_route_weights(x, mask_logits.shape[0], route_weights)
+    checks.check_mask_weights(x, mask_logits.shape[0], mask_weights)
 
 
 @_kernel("forward")
 def _forward(
-    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", route_weights: Tensor | None = None
+    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", mask_weights: Tensor | None = None
 ) -> Tensor:
-    known = dispatch.repeat(x, weight, packed_masks, activation, route_weights)
+    known = dispatch.repeat(x, weight, packed_masks, activation, mask_weights)
     if known is not None:
         return known
-    _check(x, weight, packed_masks, activation, route_weights)
-    check_memory(x=x, weight=weight, packed_masks=packed_masks, route_weights=route_weights)
-    return dispatch.forward(x, weight, packed_masks, activation, route_weights)
+    _check(x, weight, packed_masks, activation, mask_weights)
+    check_memory(x=x, weight=weight, packed_masks=packed_masks, mask_weights=mask_weights)
+    return dispatch.forward(x, weight, packed_masks, activation, mask_weights)
 
 
 @_fake("forward")
 def _forward_fake(
-    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", route_weights: Tensor | None = None
+    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", mask_weights: Tensor | None = None
 ) -> Tensor:
-    _check(x, weight, packed_masks, activation, route_weights)
+    _check(x, weight, packed_masks, activation, mask_weights)
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
 @_kernel("forward_ste")
 def _forward_ste(
-    x: Tensor, weight: Tensor, mask_logits: Tensor, activation: str = "silu", route_weights: Tensor | None = None
+    x: Tensor, weight: Tensor, mask_logits: Tensor, activation: str = "silu", mask_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    _check_ste(x, weight, mask_logits, activation, route_weights)
-    check_memory(x=x, weight=weight, mask_logits=mask_logits, route_weights=route_weights)
+    _check_ste(x, weight, mask_logits, activation, mask_weights)
+    check_memory(x=x, weight=weight, mask_logits=mask_logits, mask_weights=mask_weights)
     packed_masks = dispatch.pack_logits(mask_logits)
-    return dispatch.forward(x, weight, packed_masks, activation, route_weights), packed_masks
+    return dispatch.forward(x, weight, packed_masks, activation, mask_weights), packed_masks
 
 
 @_fake("forward_ste")
 def _forward_ste_fake(
-    x: Tensor, weight: Tensor, mask_logits: Tensor, activation: str = "silu", route_weights: Tensor | None = None
+    x: Tensor, weight: Tensor, mask_logits: Tensor, activation: str = "silu", mask_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    _check_ste(x, weight, mask_logits, activation, route_weights)
+    _check_ste(x, weight, mask_logits, activation, mask_weights)
     return x.new_empty((*x.shape[:-1], weight.shape[0])), _pack_masks_fake(mask_logits)
 
 
 @_kernel("forward_train")
 def _forward_train(
-    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", route_weights: Tensor | None = None
+    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", mask_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    key = arguments_key(x, weight, packed_masks, activation, route_weights)
+    key = arguments_key(x, weight, packed_masks, activation, mask_weights)
     if not dispatch.is_known(key):
-        _check(x, weight, packed_masks, activation, route_weights)
-        check_memory(x=x, weight=weight, packed_masks=packed_masks, route_weights=route_weights)
-    return dispatch.forward_train(key, x, weight, packed_masks, activation, route_weights)
+        _check(x, weight, packed_masks, activation, mask_weights)
+        check_memory(x=x, weight=weight, packed_masks=packed_masks, mask_weights=mask_weights)
+    return dispatch.forward_train(key, x, weight, packed_masks, activation, mask_weights)
 
 
 @_fake("forward_train")
 def _forward_train_fake(
-    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", route_weights: Tensor | None = None
+    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", mask_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    result = _forward_fake(x, weight, packed_masks, activation, route_weights)
-    rows = _rows_of_partials(n_masks_of(packed_masks), route_weights is not None)
+    result = _forward_fake(x, weight, packed_masks, activation, mask_weights)
+    rows = _rows_of_partials(n_masks_of(packed_masks), mask_weights is not None)
     return result, x.new_empty((*x.shape[:-1], rows, weight.shape[0]))
 
 
-def _rows_of_partials(n_masks: int, has_routes: bool) -> int:
-    return 2 * n_masks + 1 if has_routes else n_masks + 1
+def _rows_of_partials(n_masks: int, has_mask_weights: bool) -> int:
+    return 2 * n_masks + 1 if has_mask_weights else n_masks + 1
 
 
 def _check_backward(call: BackwardArguments) -> None:
     checks.check_inputs(call.x, call.weight)
     checks.check_packed(call.weight, call.packed_masks)
-    for name in ("logits_dtype", "route_dtype"):
+    for name in ("logits_dtype", "mask_weights_dtype"):
         checks.check_floating(name, getattr(call, name))
     leading, out_features, n_masks = call.x.shape[:-1], call.weight.shape[0], n_masks_of(call.packed_masks)
-    # Partials of a layer with route weights are valid even if the gradient of the route weights is not needed.
-    with_routes = _rows_of_partials(n_masks, has_routes=True)
-    has_routes = call.route_dtype is not None or same_sizes(call.partials.shape[-2:-1], (with_routes,))
+    # Partials of a layer with mask weights are valid even if the gradient of the mask weights is not needed.
+    with_mask_weights = _rows_of_partials(n_masks, has_mask_weights=True)
+    has_mask_weights = call.mask_weights_dtype is not None or same_sizes(
+        call.partials.shape[-2:-1], (with_mask_weights,)
+    )
     shapes = {
         "grad_output": (*leading, out_features),
-        "partials": (*leading, _rows_of_partials(n_masks, has_routes), out_features),
+        "partials": (*leading, _rows_of_partials(n_masks, has_mask_weights), out_features),
     }
     for name, shape in shapes.items():
         tensor = getattr(call, name)
@@ -314,7 +316,7 @@ def _check_backward(call: BackwardArguments) -> None:
 
 @_kernel("backward")
 def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, weight, mask logits and route_weights; gradients that are not needed are empty."""
+    """The gradients of x, weight, mask logits and mask_weights; gradients that are not needed are empty."""
     key, call = arguments_key(*args), BackwardArguments(*args)
     if not dispatch.is_known(key):
         _check_backward(call)
@@ -331,7 +333,9 @@ def _backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x.new_empty(x.shape if needs[0] else (0,)),
         weight.new_empty(weight.shape if needs[1] else (0,)),
         x.new_empty((n_masks, *weight.shape) if call.logits_dtype else (0,), dtype=call.logits_dtype or x.dtype),
-        x.new_empty((*x.shape[:-1], n_masks) if call.route_dtype else (0,), dtype=call.route_dtype or x.dtype),
+        x.new_empty(
+            (*x.shape[:-1], n_masks) if call.mask_weights_dtype else (0,), dtype=call.mask_weights_dtype or x.dtype
+        ),
     )
 
 
@@ -349,16 +353,16 @@ class _Layer(torch.autograd.Function):
         mask_logits: Tensor | None,
         packed_masks: Tensor | None,
         activation: str,
-        route_weights: Tensor | None,
+        mask_weights: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         with torch._C._AutoDispatchBelowAutograd(), _no_view_tracking(), _outer_gradients():
             if mask_logits is not None:
-                _check_ste(x, weight, mask_logits, activation, route_weights)
+                _check_ste(x, weight, mask_logits, activation, mask_weights)
                 packed_masks = pack_logits(mask_logits)
-            result, partials = forward_train(x, weight, packed_masks, activation, route_weights)
+            result, partials = forward_train(x, weight, packed_masks, activation, mask_weights)
         ctx.save_for_backward(x, weight, packed_masks, partials)
         ctx.logits_dtype = None if mask_logits is None else mask_logits.dtype
-        ctx.route_dtype = None if route_weights is None else route_weights.dtype
+        ctx.mask_weights_dtype = None if mask_weights is None else mask_weights.dtype
         ctx.mark_non_differentiable(packed_masks, partials)
         ctx.set_materialize_grads(False)  # autograd would fill a gradient of the partials with zeros
         return result, packed_masks, partials
@@ -367,19 +371,19 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if grad_output is None:
             return (None,) * 6
-        needs_x, needs_weight, needs_logits, _, _, needs_route = ctx.needs_input_grad
+        needs_x, needs_weight, needs_logits, _, _, needs_mask_weights = ctx.needs_input_grad
         grads = backward(
             grad_output,
             *ctx.saved_tensors,
             (needs_x, needs_weight),
             ctx.logits_dtype if needs_logits else None,
-            ctx.route_dtype if needs_route else None,
+            ctx.mask_weights_dtype if needs_mask_weights else None,
         )
-        needed = (needs_x, needs_weight, needs_logits, needs_route)
-        grad_x, grad_weight, grad_logits, grad_route = (
+        needed = (needs_x, needs_weight, needs_logits, needs_mask_weights)
+        grad_x, grad_weight, grad_logits, grad_mask_weights = (
             grad if is_needed else None for grad, is_needed in zip(grads, needed, strict=True)
         )
-        return grad_x, grad_weight, grad_logits, None, None, grad_route
+        return grad_x, grad_weight, grad_logits, None, None, grad_mask_weights
 
 
 class _LayerBackward(torch.autograd.Function):
@@ -456,26 +460,26 @@ def _forward_autograd(
     weight: Tensor,
     packed_masks: Tensor,
     activation: str = "silu",
-    route_weights: Tensor | None = None,
+    mask_weights: Tensor | None = None,
 ) -> Tensor:
     # Checking here first saves a function call in decoding, where gradients are off.
-    if (torch.is_grad_enabled() or forward_ad._current_level >= 0) and _needs_gradient(x, weight, route_weights):
-        return _apply(_Layer, x, weight, None, packed_masks, activation, route_weights)[0]
+    if (torch.is_grad_enabled() or forward_ad._current_level >= 0) and _needs_gradient(x, weight, mask_weights):
+        return _apply(_Layer, x, weight, None, packed_masks, activation, mask_weights)[0]
     if keys.raw_repr() in _PLAIN_KEYSETS:
-        return _forward(x, weight, packed_masks, activation, route_weights)
+        return _forward(x, weight, packed_masks, activation, mask_weights)
     with torch._C._AutoDispatchBelowAutograd():
-        return forward(x, weight, packed_masks, activation, route_weights)
+        return forward(x, weight, packed_masks, activation, mask_weights)
 
 
 @_kernel("forward_ste", "Autograd")
 def _forward_ste_autograd(
-    x: Tensor, weight: Tensor, mask_logits: Tensor, activation: str = "silu", route_weights: Tensor | None = None
+    x: Tensor, weight: Tensor, mask_logits: Tensor, activation: str = "silu", mask_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    if _needs_gradient(x, weight, mask_logits, route_weights):
+    if _needs_gradient(x, weight, mask_logits, mask_weights):
         check_dense("mask_logits", mask_logits)  # to `_Layer`, None would mean packed masks
-        return _apply(_Layer, x, weight, mask_logits, None, activation, route_weights)[:2]
+        return _apply(_Layer, x, weight, mask_logits, None, activation, mask_weights)[:2]
     with torch._C._AutoDispatchBelowAutograd():
-        return forward_ste(x, weight, mask_logits, activation, route_weights)
+        return forward_ste(x, weight, mask_logits, activation, mask_weights)
 
 
 @_kernel("forward_train", "Autograd", with_keyset=True)
@@ -485,16 +489,16 @@ def _forward_train_autograd(
     weight: Tensor,
     packed_masks: Tensor,
     activation: str = "silu",
-    route_weights: Tensor | None = None,
+    mask_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The result is differentiable, for functorch levels above this one; the partials are constants."""
-    if _needs_gradient(x, weight, route_weights):
-        result, _, partials = _apply(_Layer, x, weight, None, packed_masks, activation, route_weights)
+    if _needs_gradient(x, weight, mask_weights):
+        result, _, partials = _apply(_Layer, x, weight, None, packed_masks, activation, mask_weights)
         return result, partials
     with torch._C._AutoDispatchBelowAutograd():
         if keys.raw_repr() in _PLAIN_KEYSETS:
-            return _forward_train(x, weight, packed_masks, activation, route_weights)
-        return forward_train(x, weight, packed_masks, activation, route_weights)
+            return _forward_train(x, weight, packed_masks, activation, mask_weights)
+        return forward_train(x, weight, packed_masks, activation, mask_weights)
 
 
 @_kernel("backward", "Autograd", with_keyset=True)
@@ -552,14 +556,14 @@ for _device_type, _key in _AUTOCAST_KEYS.items():
 def _vmap_layer(op: Any, out_dims: Any) -> Callable[..., Any]:
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         defaults: tuple[Any, ...] = ("silu", None)
-        x, weight, masks, activation, route_weights = (*args, *defaults[len(args) - 3 :])
+        x, weight, masks, activation, mask_weights = (*args, *defaults[len(args) - 3 :])
         dims = (*in_dims, None, None)[:5]
         if dims[1] is not None or dims[2] is not None or (dims[0] is None and dims[4] is None):
             return _vmap_loop(op)(info, in_dims, *args)
         x = _batched(x, dims[0], info.batch_size)
-        if route_weights is not None:
-            route_weights = _batched(route_weights, dims[4], info.batch_size)
-        return op(x, weight, masks, activation, route_weights), out_dims
+        if mask_weights is not None:
+            mask_weights = _batched(mask_weights, dims[4], info.batch_size)
+        return op(x, weight, masks, activation, mask_weights), out_dims
 
     return rule
 

@@ -1,9 +1,9 @@
 """DTensor's sharding rules: along out_features (column parallel) or along the tokens of x (token parallel).
 
-| sharding | x | weight | packed masks | mask logits | route weights | result | gradients summed over the ranks |
+| sharding | x | weight | packed masks | mask logits | mask weights | result | gradients summed over the ranks |
 |---|---|---|---|---|---|---|---|
 | replicated | replicated | replicated | replicated | replicated | replicated | replicated | none |
-| column parallel | replicated | `Shard(0)` | `Shard(0)` | `Shard(1)` | replicated | `Shard(-1)` | x, route weights |
+| column parallel | replicated | `Shard(0)` | `Shard(0)` | `Shard(1)` | replicated | `Shard(-1)` | x, mask weights |
 | token parallel | `Shard(i)` | replicated | replicated | replicated | `Shard(i)` | `Shard(i)` | weight, mask logits |
 
 For each dimension of the mesh, DTensor takes the row that moves the least data.
@@ -51,30 +51,30 @@ def _unpack_masks(packed_masks: Any, in_features: int) -> list[Option]:
     return [([_replicate], [_replicate]), ([Shard(1)], [Shard(0)])]
 
 
-def _forward(x: Any, weight: Any, packed_masks: Any, activation: Any = None, route_weights: Any = None) -> list[Option]:
+def _forward(x: Any, weight: Any, packed_masks: Any, activation: Any = None, mask_weights: Any = None) -> list[Option]:
     return [
-        ([of_result], [of_x, of_rows, of_rows, *_if_given(route_weights, of_x)])
+        ([of_result], [of_x, of_rows, of_rows, *_if_given(mask_weights, of_x)])
         for of_x, of_rows, of_result in _placements(x)
     ]
 
 
 def _forward_ste(
-    x: Any, weight: Any, mask_logits: Any, activation: Any = None, route_weights: Any = None
+    x: Any, weight: Any, mask_logits: Any, activation: Any = None, mask_weights: Any = None
 ) -> list[Option]:
     return [
         (
             [of_result, of_rows],
-            [of_x, of_rows, _behind_masks(of_rows), *_if_given(route_weights, of_x)],
+            [of_x, of_rows, _behind_masks(of_rows), *_if_given(mask_weights, of_x)],
         )
         for of_x, of_rows, of_result in _placements(x)
     ]
 
 
 def _forward_train(
-    x: Any, weight: Any, packed_masks: Any, activation: Any = None, route_weights: Any = None
+    x: Any, weight: Any, packed_masks: Any, activation: Any = None, mask_weights: Any = None
 ) -> list[Option]:
     return [
-        ([of_result, _of_partials(of_result, x)], [of_x, of_rows, of_rows, *_if_given(route_weights, of_x)])
+        ([of_result, _of_partials(of_result, x)], [of_x, of_rows, of_rows, *_if_given(mask_weights, of_x)])
         for of_x, of_rows, of_result in _placements(x)
     ]
 
@@ -93,9 +93,9 @@ def _backward(
     partials: Any,
     needs: Sequence[bool],
     logits_dtype: Any,
-    route_dtype: Any,
+    mask_weights_dtype: Any,
 ) -> list[Option]:
-    needed = (*needs, logits_dtype is not None, route_dtype is not None)
+    needed = (*needs, logits_dtype is not None, mask_weights_dtype is not None)
     options = []
     for of_x, of_rows, of_result in _placements(x):
         # Each rank computes the gradient of its own shards, and one term of the gradient of a replicated tensor.
@@ -108,8 +108,8 @@ def _backward(
     return options
 
 
-def _if_given(route_weights: Any, placement: Placement) -> list[Placement]:
-    return [] if route_weights is None else [placement]
+def _if_given(mask_weights: Any, placement: Placement) -> list[Placement]:
+    return [] if mask_weights is None else [placement]
 
 
 def _register(op: Any, rule: Callable[..., list[Option]], first_option: int | None = None) -> None:

@@ -11,9 +11,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from ..recognise import Recogniser
 from ..shapes import dims, example, size
 from ..symbols import Call
-from ..values import MOST_ITEMS, Binary, Bundle, Projection, Route, Value, Weighted, binary_at
+from ..values import MOST_ITEMS, Binary, Bundle, MaskWeight, Projection, Value, Weighted, binary_at
 from .bundles import bundle
-from .gates import times, with_route
+from .gates import times, with_mask_weight
 from .projections import projection_at, projection_by
 from .rule import rule
 from .sums import joined
@@ -116,7 +116,7 @@ def _masked_projections(
 
 @rule("einsum")
 def einsum_of_a_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`einsum("nbd,nbd,bn->bd", act(gates), values, route)`, which is the product, the routing and the sum at once."""
+    """`einsum("nbd,nbd,bn->bd", act(gates), values, weights)`, the product, the weighting and the sum at once."""
     parsed = parse_einsum(call)
     if parsed is None:
         return None
@@ -125,8 +125,8 @@ def einsum_of_a_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
     stacks = [
         (axes, value) for axes, value, _ in parts if isinstance(value, Bundle) and value.size is None and value.dim >= 0
     ]
-    routes = [(axes, operand) for axes, value, operand in parts if not isinstance(value, Bundle)]
-    if not stacks or len(stacks) + len(routes) != len(parts) or dims(node) != len(output):
+    mask_weights = [(axes, operand) for axes, value, operand in parts if not isinstance(value, Bundle)]
+    if not stacks or len(stacks) + len(mask_weights) != len(parts) or dims(node) != len(output):
         return None
     axes, first = stacks[0]
     if output != axes[: first.dim] + axes[first.dim + 1 :]:
@@ -136,12 +136,15 @@ def einsum_of_a_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
         if other_axes != axes or other.dim != first.dim or len(other.items) != len(items):
             return None
         items = [times(recogniser, a, b) for a, b in zip(items, other.items, strict=True)]
-    for route_axes, route in routes:
+    for mask_weight_axes, mask_weight in mask_weights:
         masks = axes[first.dim]
-        if route_axes not in (masks, *_insertions(output[:-1], masks)) or size(route, route_axes.index(masks)) is None:
+        if (
+            mask_weight_axes not in (masks, *_insertions(output[:-1], masks))
+            or size(mask_weight, mask_weight_axes.index(masks)) is None
+        ):
             return None
-        column = Route(route, route_axes == masks and len(output) > 1, route_axes.index(masks))
-        items = [with_route(item, replace(column, index=i)) for i, item in enumerate(items)]
+        column = MaskWeight(mask_weight, mask_weight_axes == masks and len(output) > 1, mask_weight_axes.index(masks))
+        items = [with_mask_weight(item, replace(column, index=i)) for i, item in enumerate(items)]
     return joined(recogniser, items)
 
 

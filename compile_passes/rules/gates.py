@@ -1,4 +1,4 @@
-"""Rules for gated products, `act(gate) * value`, and for the numbers and route weights that multiply them."""
+"""Rules for gated products, `act(gate) * value`, and for the numbers and mask weights that multiply them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ..values import (
     Activated,
     Bundle,
     Gated,
+    MaskWeight,
     Product,
     Projection,
-    Route,
     Scalar,
     Term,
     Value,
@@ -34,7 +34,7 @@ _PARTS = (Projection, Activated, Gated, Bundle)
 
 @rule("mul", "div")
 def gated_product(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`act(gate) * value`, and the product of either of them, or of both, with a route weight or a number."""
+    """`act(gate) * value`, and the product of either of them, or of both, with a mask weight or a number."""
     left, right = call.args
     a, b = recogniser.value(left), recogniser.value(right)
     if isinstance(a, _PARTS) and isinstance(b, _PARTS):
@@ -48,8 +48,8 @@ def gated_product(recogniser: Recogniser, node: Node, call: Call) -> Value:
     if isinstance(b, _PARTS) and isinstance(a, Scalar) and same_shape(node, right):
         return scaled(b, a.value)
     if isinstance(a, _PARTS):
-        return _routed(a, left, right, node)
-    return _routed(b, right, left, node) if isinstance(b, _PARTS) else None
+        return _weighted(a, left, right, node)
+    return _weighted(b, right, left, node) if isinstance(b, _PARTS) else None
 
 
 @rule("glu")
@@ -109,7 +109,7 @@ def _gate_times_value(recogniser: Recogniser, a: Projection | Activated, b: Proj
     parts.sort(key=lambda part: formulas.unscaled(part.formula)[0] == formulas.VARIABLE)
     first, second = parts
     linear, scale = formulas.unscaled(second.formula)
-    if linear != formulas.VARIABLE or (first.route is not None and second.route is not None):
+    if linear != formulas.VARIABLE or (first.mask_weight is not None and second.mask_weight is not None):
         return None
     gate, value = first.projection, second.projection
     is_symmetric = formulas.unscaled(first.formula)[0] == formulas.VARIABLE
@@ -119,7 +119,7 @@ def _gate_times_value(recogniser: Recogniser, a: Projection | Activated, b: Proj
     if not any(masked) or not _have_a_common_part(recogniser, gate, value):
         return None
     formula = formulas.scaled(first.formula, scale)
-    return None if formula is None else Gated((Term(formula, gate, value, first.route or second.route),))
+    return None if formula is None else Gated((Term(formula, gate, value, first.mask_weight or second.mask_weight),))
 
 
 def _have_a_common_part(recogniser: Recogniser, gate: Projection, value: Projection) -> bool:
@@ -139,7 +139,7 @@ def _weights(recogniser: Recogniser, projection: Projection) -> set[Hashable]:
     return set(map(recogniser.key, weight.weights if isinstance(weight, Product) else [weight]))
 
 
-# --- Route weights and scales ----------------------------------------------------------------------------------------
+# --- Mask weights and scales ----------------------------------------------------------------------------------------
 
 
 def scaled(value: Value, factor: float | None) -> Value:
@@ -153,25 +153,25 @@ def scaled(value: Value, factor: float | None) -> Value:
         known = [formula for formula in formulas_of_terms if formula is not None]
         terms = tuple(replace(term, formula=formula) for term, formula in zip(value.terms, known, strict=False))
         return Gated(terms) if len(known) == len(value.terms) else None
-    if isinstance(value, Activated):  # one with a route; without one, `function_of_two` has scaled its formula
+    if isinstance(value, Activated):  # one with a mask_weight; without one, `function_of_two` has scaled its formula
         formula = formulas.scaled(value.formula, factor)
         return None if formula is None else replace(value, formula=formula)
     return None
 
 
-def _routed(value: Value, part: Any, weight: Any, node: Node) -> Value:
+def _weighted(value: Value, part: Any, weight: Any, node: Node) -> Value:
     """`r * act(gate) * value`, where r is one number, one number per token, or for a stack also one per mask."""
     projection = projection_of(value)
     if not isinstance(weight, Node) or projection is None or not same_shape(node, part):
         return None
-    route_dtype = dtype_of(weight)
-    if route_dtype is None or not route_dtype.is_floating_point:
+    mask_weights_dtype = dtype_of(weight)
+    if mask_weights_dtype is None or not mask_weights_dtype.is_floating_point:
         return None
     if isinstance(value, Bundle) and value.size is None:
-        return _routed_stack(value, projection, weight, node)
+        return _weighted_stack(value, projection, weight, node)
     if _is_number(weight):
-        return with_route(value, Route(weight, is_number=True))
-    return with_route(value, Route(weight)) if _is_column(weight, projection.x) else None
+        return with_mask_weight(value, MaskWeight(weight, is_number=True))
+    return with_mask_weight(value, MaskWeight(weight)) if _is_column(weight, projection.x) else None
 
 
 def _is_number(node: Node) -> bool:
@@ -180,39 +180,43 @@ def _is_number(node: Node) -> bool:
     return example is not None and all(isinstance(n, int) and n == 1 for n in example.shape)
 
 
-def _is_column(route: Node, x: Node) -> bool:
+def _is_column(mask_weight: Node, x: Node) -> bool:
     """Whether a tensor is one weight per token, `[..., 1]`."""
-    weight, tokens = tensor_example(route), tensor_example(x)
+    weight, tokens = tensor_example(mask_weight), tensor_example(x)
     return weight is not None and tokens is not None and equal_sizes(weight.shape, (*tokens.shape[:-1], 1))
 
 
-def _routed_stack(value: Bundle, projection: Projection, weight: Node, node: Node) -> Value:
+def _weighted_stack(value: Bundle, projection: Projection, weight: Node, node: Node) -> Value:
     """A stack of terms times a tensor with the stack's dimension: one weight per token and mask, or one per mask."""
-    route, tokens = tensor_example(weight), tensor_example(projection.x)
+    mask_weight, tokens = tensor_example(weight), tensor_example(projection.x)
     count, dim = len(value.items), value.dim
-    if route is None or tokens is None or dims(node) != len(tokens.shape) + 1:
+    if mask_weight is None or tokens is None or dims(node) != len(tokens.shape) + 1:
         return None
     if _is_number(weight) and count != 1:
-        routes = [Route(weight, is_number=True)] * count
+        mask_weights = [MaskWeight(weight, is_number=True)] * count
     else:
-        route_dim = dim - (dims(node) - route.dim())
-        ones = [1] * (route.dim() - 1)
+        mask_weight_dim = dim - (dims(node) - mask_weight.dim())
+        ones = [1] * (mask_weight.dim() - 1)
         column = (*tokens.shape[:-1], 1)
-        per_mask = route_dim >= 0 and equal_sizes(route.shape, (*ones[:route_dim], count, *ones[route_dim:]))
-        per_token = equal_sizes(route.shape, (*column[:dim], count, *column[dim:]))
+        per_mask = mask_weight_dim >= 0 and equal_sizes(
+            mask_weight.shape, (*ones[:mask_weight_dim], count, *ones[mask_weight_dim:])
+        )
+        per_token = equal_sizes(mask_weight.shape, (*column[:dim], count, *column[dim:]))
         if not per_mask and not per_token:
             return None
         is_number = per_mask and not per_token
-        routes = [Route(weight, is_number, route_dim if is_number else dim, i) for i in range(count)]
-    return bundle([with_route(item, one) for item, one in zip(value.items, routes, strict=True)], dim)
+        mask_weights = [MaskWeight(weight, is_number, mask_weight_dim if is_number else dim, i) for i in range(count)]
+    return bundle([with_mask_weight(item, one) for item, one in zip(value.items, mask_weights, strict=True)], dim)
 
 
-def with_route(value: Value, route: Route) -> Value:
-    """A term, or a part of one, times a route weight; None if it has one already."""
+def with_mask_weight(value: Value, mask_weight: MaskWeight) -> Value:
+    """A term, or a part of one, times a mask weight; None if it has one already."""
     if isinstance(value, Projection):
         value = Activated(formulas.VARIABLE, value)
     if isinstance(value, Gated):
-        if len(value.terms) != 1 or value.terms[0].route is not None or value.rest is not None:
+        if len(value.terms) != 1 or value.terms[0].mask_weight is not None or value.rest is not None:
             return None
-        return Gated((replace(value.terms[0], route=route),))
-    return replace(value, route=route) if isinstance(value, Activated) and value.route is None else None
+        return Gated((replace(value.terms[0], mask_weight=mask_weight),))
+    return (
+        replace(value, mask_weight=mask_weight) if isinstance(value, Activated) and value.mask_weight is None else None
+    )

@@ -12,9 +12,9 @@ from .. import formulas
 from ..recognise import Recogniser
 from ..shapes import dimension, dims, dtype_of, same_shape
 from ..symbols import Call, value_users
-from ..values import Activated, Bundle, Gated, Projection, Route, Scalar, Value
+from ..values import Activated, Bundle, Gated, MaskWeight, Projection, Scalar, Value
 from .bundles import bundle
-from .gates import scaled, times, with_route
+from .gates import scaled, times, with_mask_weight
 from .projections import same_operands
 from .rule import rule
 
@@ -75,8 +75,11 @@ def product_of_a_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
     value = recogniser.value(source)
     if not isinstance(value, Bundle) or value.size is not None or value.dim != dims(source) - 1 or dims(weights) != 1:
         return None
-    routes = [Route(weights, is_number=True, index=i) for i in range(len(value.items))]
-    return joined(recogniser, [with_route(item, route) for item, route in zip(value.items, routes, strict=True)])
+    mask_weights = [MaskWeight(weights, is_number=True, index=i) for i in range(len(value.items))]
+    return joined(
+        recogniser,
+        [with_mask_weight(item, mask_weight) for item, mask_weight in zip(value.items, mask_weights, strict=True)],
+    )
 
 
 def joined(recogniser: Recogniser, parts: Sequence[Value]) -> Gated | None:

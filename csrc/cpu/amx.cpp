@@ -37,7 +37,7 @@ constexpr std::int64_t kProductsPerTask = 1 << 20;  // least work of a task: som
 
 #include "vec_math.h"
 
-#include "route_weights.h"
+#include "mask_weights.h"
 #include "work_queue.h"
 #include "small_values.h"
 #include "terms.h"

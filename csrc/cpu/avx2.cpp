@@ -37,7 +37,7 @@ using StepMasks = TableMasks<Masks>;
 
 #include "vec_math.h"
 
-#include "route_weights.h"
+#include "mask_weights.h"
 #include "work_queue.h"
 #include "row_sums.h"
 #include "small_values.h"

@@ -39,7 +39,7 @@ constexpr std::int64_t kProductsPerTask = 1 << 18;  // least work of a task: som
 
 #include "vec_math.h"
 
-#include "route_weights.h"
+#include "mask_weights.h"
 #include "row_sums_bf16.h"
 #include "small_values.h"
 #include "terms.h"
@@ -54,8 +54,8 @@ constexpr std::int64_t kProductsPerTask = 1 << 18;  // least work of a task: som
 
 Status forward_avx512_bf16(const Forward& call, ParallelFor parallel_for) {
     if (call.tokens > kMaxFewTokens || call.partials) return forward_tiles(call, parallel_for);
-    const Floats routes = load_route_weights(call);
-    return routes ? forward_few<BFloat16>(call, parallel_for, routes.get()) : Status::out_of_memory;
+    const Floats term_weights = load_mask_weights(call);
+    return term_weights ? forward_few<BFloat16>(call, parallel_for, term_weights.get()) : Status::out_of_memory;
 }
 
 }  // namespace mglu::cpu

@@ -168,7 +168,7 @@ void run(const WeightGradients& call, std::int64_t begin, std::int64_t end) {
     wide ? run_with_total<float>(call, begin, end) : run_with_total<BFloat16>(call, begin, end);
 }
 
-void run(const RouteGradients& call, std::int64_t begin, std::int64_t end) {
+void run(const MaskWeightGradients& call, std::int64_t begin, std::int64_t end) {
     const auto* grad = static_cast<const BFloat16*>(call.grad_output);
     const auto* terms = static_cast<const BFloat16*>(call.terms);
     for (std::int64_t token = begin; token < end; ++token) {
@@ -215,7 +215,7 @@ bool is_valid(const WeightGradients& call) {
     return call.n_masks > 0 && are_sizes(call.n_masks, call.out_features, call.in_features) &&
            is_written(call.total_dtype) && is_written(call.logits_dtype);
 }
-bool is_valid(const RouteGradients& call) { return are_sizes(call.n_masks, call.tokens, call.columns); }
+bool is_valid(const MaskWeightGradients& call) { return are_sizes(call.n_masks, call.tokens, call.columns); }
 
 // Runs a step on all of its rows; each has `numbers_of_row` numbers.
 template <class Call>
@@ -247,7 +247,7 @@ Status weight_gradients(const WeightGradients& call, ParallelFor parallel_for) {
     return over_rows(call, parallel_for, call.out_features, (call.n_masks + 1) * call.in_features);
 }
 
-Status route_gradients(const RouteGradients& call, ParallelFor parallel_for) {
+Status mask_weight_gradients(const MaskWeightGradients& call, ParallelFor parallel_for) {
     return over_rows(call, parallel_for, call.tokens, call.n_masks * call.columns);
 }
 
@@ -263,4 +263,4 @@ Status route_gradients(const RouteGradients& call, ParallelFor parallel_for) {
 MGLU_EXPORT_STEP(flip_signs, FlipSigns)
 MGLU_EXPORT_STEP(scale, Scale)
 MGLU_EXPORT_STEP(weight_gradients, WeightGradients)
-MGLU_EXPORT_STEP(route_gradients, RouteGradients)
+MGLU_EXPORT_STEP(mask_weight_gradients, MaskWeightGradients)

@@ -60,7 +60,7 @@ struct WeightGradients {
 Status weight_gradients(const WeightGradients& call, ParallelFor parallel_for);
 
 // Writes dr_i. The order of a sum depends on `columns` alone.
-struct RouteGradients {
+struct MaskWeightGradients {
     const void* grad_output;  // [tokens, columns]
     const void* terms;        // R [tokens, n_masks, columns]
     float* out;               // [tokens, n_masks], contiguous
@@ -71,6 +71,6 @@ struct RouteGradients {
     std::int64_t terms_stride;  // from one token to the next
     std::int64_t mask_stride;
 };
-Status route_gradients(const RouteGradients& call, ParallelFor parallel_for);
+Status mask_weight_gradients(const MaskWeightGradients& call, ParallelFor parallel_for);
 
 }  // namespace mglu::cpu

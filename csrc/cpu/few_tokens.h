@@ -90,7 +90,7 @@ struct FewTokens {
     Activate activate;
     const Operand<E>* x;  // [tokens, in_features padded to whole steps], 0 past in_features
     std::int64_t x_stride;
-    const float* routes;  // [tokens, kMaxMasks]
+    const float* term_weights;  // [tokens, kMaxMasks]
 
     void run(std::int64_t begin, std::int64_t end) const {
         for (std::int64_t chunk = begin; chunk < end; ++chunk) {
@@ -141,8 +141,9 @@ struct FewTokens {
             add(body, true, lanes);
             if (rest) add(tail, false, lanes);
             for (int t = 0; t < tokens; ++t) {
-                const float* route = routes + (first_token + t) * kMaxMasks + first_mask;
-                results[t] = add_terms(results[t], lanes, t, {first_token + t, first_row, first_mask, 0}, masks, route);
+                const float* mask_weight = term_weights + (first_token + t) * kMaxMasks + first_mask;
+                results[t] =
+                    add_terms(results[t], lanes, t, {first_token + t, first_row, first_mask, 0}, masks, mask_weight);
             }
             first_mask += masks;
         }
@@ -155,12 +156,12 @@ struct FewTokens {
     }
 
     Vec add_terms(Vec sum, const Lanes& lanes, int token, const MaskedSum& first, int masks,
-                  const float* group_routes) const {
+                  const float* group_weights) const {
         for (int v = 0; v < vecs_for(masks); ++v) {
             float weights[kMasksPerVec];
             for (int i = 0; i < kMasksPerVec; ++i) {
                 const int mask = v * kMasksPerVec + i;
-                weights[i] = mask < masks ? group_routes[mask] : 0.0f;
+                weights[i] = mask < masks ? group_weights[mask] : 0.0f;
             }
             Vec gate = sums_over_lanes(lanes.gates[token], v), value = sums_over_lanes(lanes.values[token], v);
             mend_small_rests<E>(call, gate, value, [&](int lane) {
@@ -174,7 +175,7 @@ struct FewTokens {
 };
 
 template <class E>
-Status forward_few(const Forward& call, ParallelFor parallel_for, const float* routes) {
+Status forward_few(const Forward& call, ParallelFor parallel_for, const float* term_weights) {
     const std::int64_t padded = ceil_div(call.in_features, 8 * kOctetsAtOnce<E>) * 8 * kOctetsAtOnce<E>;
     const Floats memory = allocate_floats(call.tokens * padded);
     if (!memory) return Status::out_of_memory;
@@ -183,7 +184,7 @@ Status forward_few(const Forward& call, ParallelFor parallel_for, const float* r
         write_operands(static_cast<const E*>(call.x) + token * call.x_stride, call.in_features, padded,
                        x + token * padded);
     }
-    const FewTokens<E> job{call, activation_of(call.activation), x, padded, routes};
+    const FewTokens<E> job{call, activation_of(call.activation), x, padded, term_weights};
     const auto body = [](std::int64_t begin, std::int64_t end, void* context) {
         static_cast<const FewTokens<E>*>(context)->run(begin, end);
     };

@@ -2,10 +2,11 @@
 
 template <class E>
 Status forward_typed(const Forward& call, ParallelFor parallel_for) {
-    const Floats routes = load_route_weights(call);
-    if (!routes) return Status::out_of_memory;
+    const Floats term_weights = load_mask_weights(call);
+    if (!term_weights) return Status::out_of_memory;
     const bool few = (call.tokens <= kMaxFewTokens && !call.partials) || call.in_features == 0;
-    return few ? forward_few<E>(call, parallel_for, routes.get()) : forward_many<E>(call, parallel_for, routes.get());
+    return few ? forward_few<E>(call, parallel_for, term_weights.get())
+               : forward_many<E>(call, parallel_for, term_weights.get());
 }
 
 inline Status forward_any_dtype(const Forward& call, ParallelFor parallel_for) {

@@ -65,12 +65,12 @@ struct ManyTokens {
     const Forward& call;
     Activate activate;
     Differentiate differentiate;
-    const float* routes;       // [tokens, kMaxMasks], for all tokens of the call
-    std::int64_t vecs;         // vectors of a panel, which has vecs * Vec::width tokens
-    std::int64_t first_token;  // first token of the block
-    std::int64_t tokens;       // tokens of the block
-    std::int64_t depth;        // in_features, padded to a multiple of 8
-    float* x;                  // [panels][depth][tokens of a panel]
+    const float* term_weights;  // [tokens, kMaxMasks], for all tokens of the call
+    std::int64_t vecs;          // vectors of a panel, which has vecs * Vec::width tokens
+    std::int64_t first_token;   // first token of the block
+    std::int64_t tokens;        // tokens of the block
+    std::int64_t depth;         // in_features, padded to a multiple of 8
+    float* x;                   // [panels][depth][tokens of a panel]
     bool* out_of_memory;
 
     std::int64_t panel_width() const { return vecs * Vec::width; }
@@ -275,9 +275,9 @@ struct ManyTokens {
                        const std::uint8_t (*flips)[kMaxMasks + 1], const Block& block) const {
         const std::int64_t width = panel_width(), token = first_token + panel * width;
         const std::int64_t used = smaller(width, first_token + tokens - token);
-        alignas(64) float route_lanes[kMaxMasks][2 * Vec::width] = {};
+        alignas(64) float mask_weight_lanes[kMaxMasks][2 * Vec::width] = {};
         for (std::int64_t i = 0; i < call.n_masks; ++i) {
-            for (std::int64_t t = 0; t < used; ++t) route_lanes[i][t] = routes[(token + t) * kMaxMasks + i];
+            for (std::int64_t t = 0; t < used; ++t) mask_weight_lanes[i][t] = term_weights[(token + t) * kMaxMasks + i];
         }
         for (std::int64_t f = 0; f < features; ++f) {
             for (std::int64_t v = 0; v < width; v += Vec::width) {
@@ -285,8 +285,8 @@ struct ManyTokens {
                 const auto terms = [&](std::int64_t i) MGLU_STEP {
                     return gate_and_value(block, panel, at, {token + v, first_feature + f, i, flips[f][i]});
                 };
-                const auto route = [&](std::int64_t i) MGLU_STEP { return load(route_lanes[i] + v); };
-                sum_terms<E>(call, activate, differentiate, terms, route, block.results + at, kFeatures * width);
+                const auto mask_weight = [&](std::int64_t i) MGLU_STEP { return load(mask_weight_lanes[i] + v); };
+                sum_terms<E>(call, activate, differentiate, terms, mask_weight, block.results + at, kFeatures * width);
             }
         }
         for (std::int64_t result = 0; result < results_of(call); ++result) {
@@ -316,7 +316,7 @@ struct ManyTokens {
 };
 
 template <class E>
-Status forward_many(const Forward& call, ParallelFor parallel_for, const float* routes) {
+Status forward_many(const Forward& call, ParallelFor parallel_for, const float* term_weights) {
     const std::int64_t vecs = call.tokens <= Vec::width ? 1 : 2, width = vecs * Vec::width;
     const std::int64_t fitting = kMaxSums / ((call.n_masks + 2) * kFeatures * width) * width;
     const std::int64_t block = smaller(smaller(kMaxTokens, fitting), ceil_div(call.tokens, width) * width);
@@ -329,7 +329,7 @@ Status forward_many(const Forward& call, ParallelFor parallel_for, const float* 
         const Job job{call,
                       activation_of(call.activation),
                       derivative_of(call.activation),
-                      routes,
+                      term_weights,
                       vecs,
                       first,
                       smaller(block, call.tokens - first),

@@ -8,9 +8,9 @@ struct TileProducts {
     const Forward& call;
     Activate activate;
     Differentiate differentiate;
-    const float* routes;  // [tokens, kMaxMasks]
-    std::int64_t vecs;    // vectors of a panel, which has 16 * vecs tokens
-    std::int64_t panels;  // panels of all tokens
+    const float* term_weights;  // [tokens, kMaxMasks]
+    std::int64_t vecs;          // vectors of a panel, which has 16 * vecs tokens
+    std::int64_t panels;        // panels of all tokens
     std::int64_t panels_per_block;
     std::int64_t groups_per_block;  // groups of 32 features
     std::int64_t steps;             // steps of 32 in_features
@@ -143,17 +143,19 @@ struct TileProducts {
         for (std::int64_t vec = 0; vec < vecs; ++vec) {
             const std::int64_t token = (block.first_panel + panel) * width() + vec * 16;
             const std::int64_t tokens = smaller(16, call.tokens - token);
-            alignas(64) float route_lanes[kMaxMasks][16] = {};
+            alignas(64) float mask_weight_lanes[kMaxMasks][16] = {};
             for (std::int64_t i = 0; i < call.n_masks; ++i) {
-                for (std::int64_t t = 0; t < tokens; ++t) route_lanes[i][t] = routes[(token + t) * kMaxMasks + i];
+                for (std::int64_t t = 0; t < tokens; ++t)
+                    mask_weight_lanes[i][t] = term_weights[(token + t) * kMaxMasks + i];
             }
             for (std::int64_t f = 0; f < kGroupFeatures; ++f) {
                 const std::int64_t at = f * width() + vec * 16;
                 const auto terms = [&](std::int64_t i) MGLU_STEP {
                     return gate_and_value(block, group, panel, at, {token, feature + f, i, 0});
                 };
-                const auto route = [&](std::int64_t i) MGLU_STEP { return load(route_lanes[i]); };
-                sum_terms<BFloat16>(call, activate, differentiate, terms, route, block.results + f * 16, kGroupResults);
+                const auto mask_weight = [&](std::int64_t i) MGLU_STEP { return load(mask_weight_lanes[i]); };
+                sum_terms<BFloat16>(call, activate, differentiate, terms, mask_weight, block.results + f * 16,
+                                    kGroupResults);
             }
             for (std::int64_t result = 0; result < results_of(call); ++result) {
                 const float* from = block.results + result * kGroupResults;
@@ -195,13 +197,13 @@ inline Status forward_tiles(const Forward& call, ParallelFor parallel_for) {
     const std::int64_t fitting = smaller(panels, kMaxSums / (rows * groups * 16 * vecs));
     const std::int64_t panels_per_block = ceil_div(panels, ceil_div(panels, fitting));
     const std::int64_t k_block = panels == 1 ? kMaxBlockSteps / 2 : kMaxBlockSteps;
-    const Floats routes = load_route_weights(call), x = allocate_floats(panels * steps * vecs * kTile);
-    if (!routes || !x) return Status::out_of_memory;
+    const Floats term_weights = load_mask_weights(call), x = allocate_floats(panels * steps * vecs * kTile);
+    if (!term_weights || !x) return Status::out_of_memory;
     bool out_of_memory = false;
     const TileProducts job{call,
                            activation_of(call.activation),
                            derivative_of(call.activation),
-                           routes.get(),
+                           term_weights.get(),
                            vecs,
                            panels,
                            panels_per_block,

@@ -43,9 +43,9 @@ bool is_in_range(Enum value, std::int64_t count) {
 bool is_valid(const Forward& call) {
     const bool sizes = call.tokens >= 0 && call.out_features >= 0 && call.in_features >= 0;
     const bool masks = call.n_masks >= 1 && call.n_masks <= kMaxMasks;
-    const bool route = !call.route_weights || is_in_range(call.route_dtype, 3);
+    const bool mask_weight = !call.mask_weights || is_in_range(call.mask_weights_dtype, 3);
     const bool partials = !call.partials || call.in_features > 0;
-    return sizes && masks && route && partials && is_in_range(call.dtype, 3) &&
+    return sizes && masks && mask_weight && partials && is_in_range(call.dtype, 3) &&
            is_in_range(call.activation, kActivationCount) && is_in_range(call.isa, 6);
 }
 

@@ -1,7 +1,7 @@
 // MGLU on CPUs: the interface of csrc/cpu. C++17 and nothing else: no torch, no Python, no OpenMP. README.md describes
 // the kernels.
 //
-// out = sum_i  route_i * act(x (M_i * W)^T) * (x ((1 - M_i) * W)^T),   i = 0 .. n_masks - 1
+// out = sum_i  r_i * act(x (M_i * W)^T) * (x ((1 - M_i) * W)^T),   i = 0 .. n_masks - 1
 //
 // Build all .cpp files of this folder with the same flags (-O2 -std=c++17 -fPIC -ffp-contract=off, g++ or clang++),
 // without -ffast-math and -march. A file that needs an instruction set enables it for itself, and `forward` picks one
@@ -48,31 +48,31 @@ struct Forward {
     const void* x;                     // [tokens, in_features] of dtype
     const void* weight;                // [out_features, in_features] of dtype
     const std::uint8_t* packed_masks;  // the packed format (csrc/cuda/packed_masks.cuh); padding bits are ignored
-    const void* route_weights;         // [tokens, n_masks] of route_dtype, or nullptr for a weight of 1 each
+    const void* mask_weights;          // [tokens, n_masks] of mask_weights_dtype, or nullptr for a weight of 1 each
     void* out;                         // [tokens, out_features] of dtype; overlaps no input
     void* partials;                    // nullptr, or in training [tokens, partials_of(call), out_features] of dtype
     std::int64_t tokens;
     std::int64_t out_features;
     std::int64_t in_features;
-    std::int64_t n_masks;            // 1 to 16
-    std::int64_t x_stride;           // from one token to the next
-    std::int64_t weight_stride;      // from one output feature to the next
-    std::int64_t mask_stride;        // from one output feature to the next, in bytes
-    std::int64_t route_stride;       // from one token to the next
-    std::int64_t route_mask_stride;  // from one mask to the next
-    std::int64_t out_stride;         // from one token to the next
+    std::int64_t n_masks;                  // 1 to 16
+    std::int64_t x_stride;                 // from one token to the next
+    std::int64_t weight_stride;            // from one output feature to the next
+    std::int64_t mask_stride;              // from one output feature to the next, in bytes
+    std::int64_t mask_weight_stride;       // from one token to the next
+    std::int64_t mask_weight_mask_stride;  // from one mask to the next
+    std::int64_t out_stride;               // from one token to the next
     DType dtype;
-    DType route_dtype;  // ignored if route_weights is nullptr
+    DType mask_weights_dtype;  // ignored if mask_weights is nullptr
     Activation activation;
     Isa isa;  // `best`, or the only one to use (tests, tuning)
 };
 
 // The number of partial derivatives of a token's result that training keeps. With t = x W^T and f_i = x (F_i * W)^T,
 // where F_i is -1 where M_i is 1, and 1 elsewhere, they are
-//   dy/dt = sum_i route_i (act'(gate_i) value_i + act(gate_i)) / 2,
-//   dy/df_i = route_i (act(gate_i) - act'(gate_i) value_i) / 2 for each i,
-//   dy/droute_i = act(gate_i) value_i for each i, if there are route weights.
-constexpr std::int64_t partials_of(const Forward& call) { return 1 + (call.route_weights ? 2 : 1) * call.n_masks; }
+//   dy/dt = sum_i r_i (act'(gate_i) value_i + act(gate_i)) / 2,
+//   dy/df_i = r_i (act(gate_i) - act'(gate_i) value_i) / 2 for each i,
+//   dy/dmask_weight_i = act(gate_i) value_i for each i, if there are mask weights.
+constexpr std::int64_t partials_of(const Forward& call) { return 1 + (call.mask_weights ? 2 : 1) * call.n_masks; }
 
 // Runs the layer. Training needs in_features > 0. Products are summed in float32; a value that is small compared with
 // its gate is summed again alone (small_values.h). NaN and infinity in x or weight give NaN wherever the naive layer,

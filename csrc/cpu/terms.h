@@ -1,8 +1,8 @@
 // The sum over masks of a token's terms, and in training its partial derivatives. Included inside a file's own
 // namespace, after vec_math.h.
 //
-// Results are numbered: 0 is y, and in training 1 is dy/dt, 2 + i is dy/df_i, and 2 + n_masks + i is dy/droute_i, if
-// there are route weights (mglu_cpu.h).
+// Results are numbered: 0 is y, and in training 1 is dy/dt, 2 + i is dy/df_i, and 2 + n_masks + i is dy/dmask_weight_i,
+// if there are mask weights (mglu_cpu.h).
 
 inline std::int64_t results_of(const Forward& call) { return 1 + (call.partials ? partials_of(call) : 0); }
 
@@ -26,16 +26,16 @@ struct CompensatedSum {
     MGLU_INLINE Vec total() const { return sum + errors; }
 };
 
-// Writes result r of neighbouring lanes to `to + r * stride`. `gate_and_value(i)` and `route(i)` belong to mask i. In
-// float32 the terms of dy/dt nearly cancel in the gradients, so their sum has to be exact.
-template <class E, class GateAndValueOf, class RouteOf>
+// Writes result r of neighbouring lanes to `to + r * stride`. `gate_and_value(i)` and `mask_weight(i)` belong to mask i.
+// In float32 the terms of dy/dt nearly cancel in the gradients, so their sum has to be exact.
+template <class E, class GateAndValueOf, class MaskWeightOf>
 MGLU_INLINE void sum_terms(const Forward& call, Activate activate, Differentiate differentiate,
-                           GateAndValueOf gate_and_value, RouteOf route, float* to, std::int64_t stride) {
+                           GateAndValueOf gate_and_value, MaskWeightOf mask_weight, float* to, std::int64_t stride) {
     Vec sum = broadcast(0.0f);
     if (!call.partials) {
         for (std::int64_t i = 0; i < call.n_masks; ++i) {
             const auto [gate, value] = gate_and_value(i);
-            sum = sum + activate(gate) * route(i) * value;
+            sum = sum + activate(gate) * mask_weight(i) * value;
         }
         store(to, sum);
         return;
@@ -44,15 +44,15 @@ MGLU_INLINE void sum_terms(const Forward& call, Activate activate, Differentiate
     for (std::int64_t i = 0; i < call.n_masks; ++i) {
         const auto [gate, value] = gate_and_value(i);
         const auto [activated, derivative] = differentiate(gate);
-        const Vec half_route = broadcast(0.5f) * route(i), slope = derivative * value;
-        sum = sum + activated * route(i) * value;
+        const Vec half_weight = broadcast(0.5f) * mask_weight(i), slope = derivative * value;
+        sum = sum + activated * mask_weight(i) * value;
         if constexpr (std::is_same_v<E, float>) {
-            by_total.add((activated + slope) * half_route);
+            by_total.add((activated + slope) * half_weight);
         } else {
-            by_total.sum = by_total.sum + (activated + slope) * half_route;
+            by_total.sum = by_total.sum + (activated + slope) * half_weight;
         }
-        store(to + (2 + i) * stride, (activated - slope) * half_route);
-        if (call.route_weights) store(to + (2 + call.n_masks + i) * stride, activated * value);
+        store(to + (2 + i) * stride, (activated - slope) * half_weight);
+        if (call.mask_weights) store(to + (2 + call.n_masks + i) * stride, activated * value);
     }
     store(to, sum);
     store(to + stride, by_total.total());

@@ -1,24 +1,24 @@
-// The epilogue of decode_mma.cu: adds the split-k parts, applies the activation and route weights, sums over masks,
+// The epilogue of decode_mma.cu: adds the split-k parts, applies the activation and mask weights, sums over masks,
 // stores.
 #pragma once
 #include "activation.cuh"
 #include "element.cuh"
 #include "params.cuh"
 #include "ptx.cuh"
-#include "route_weights.cuh"
+#include "mask_weights.cuh"
 
 namespace mglu {
 
 // A block has kTiles tiles of kRows rows of W. The kParts warps that share a tile, each with a part of k, are
 // neighbours. Each warp has left its sums in shared memory, kWarpBytes apart: float [1 + kMasks][kRows][kColumns],
 // first t = x W^T, then s_i = x (M_i * W)^T of each mask.
-template <int kType_, int kMasks_, Activation kActivation_, int kRouteType_, int kTiles_, int kParts_, int kRows_,
+template <int kType_, int kMasks_, Activation kActivation_, int kMaskWeightType_, int kTiles_, int kParts_, int kRows_,
           int kColumns_, int kWarpBytes_>
 struct EpilogueShape {
     static constexpr int kType = kType_;
     static constexpr int kMasks = kMasks_;
     static constexpr Activation kActivation = kActivation_;
-    static constexpr int kRouteType = kRouteType_;  // -1: no route weights
+    static constexpr int kMaskWeightType = kMaskWeightType_;  // -1: no mask weights
     static constexpr int kTiles = kTiles_;
     static constexpr int kParts = kParts_;
     static constexpr int kRows = kRows_;
@@ -79,7 +79,8 @@ __device__ __forceinline__ void decode_epilogue(const Params& p, const u8* share
                 if (kMasks % kMaskLanes != 0 && i >= kMasks) continue;
                 const float gate = sum_of_parts<Shape>(parts, (1 + i) * kPlane + offset);
                 const float term = activate<Shape::kActivation, true>(gate) * (t - gate);
-                sum[first / kMaskLanes % kLanePartialSums] += load_route<Shape::kRouteType>(p, token, i) * term;
+                sum[first / kMaskLanes % kLanePartialSums] +=
+                    load_mask_weight<Shape::kMaskWeightType>(p, token, i) * term;
             }
         }
 #pragma unroll

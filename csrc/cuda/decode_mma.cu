@@ -32,13 +32,13 @@ namespace mglu {
 constexpr int kType = MGLU_ELEMENT;
 constexpr int kMasks = MGLU_N_MASKS;
 constexpr Activation kActivation = static_cast<Activation>(MGLU_ACTIVATION);
-constexpr int kRouteType = MGLU_ROUTE;             // -1: no route weights
-constexpr int kTiles = MGLU_TILES;                 // tiles of 16 rows in a block
-constexpr int kSplitK = MGLU_SPLIT_K;              // warps that share a tile, each with a part of k
-constexpr int kStages = MGLU_STAGES;               // stages in a warp's ring
-constexpr int kStageChunks = MGLU_SUB;             // chunks of 64 columns in a stage
-constexpr int kTokenTiles = MGLU_TOKEN_TILES;      // columns of a product / 8
-constexpr int kBlockTokens = MGLU_BLOCK_TOKENS;    // tokens of a block, at most 8 * kTokenTiles
+constexpr int kMaskWeightType = MGLU_MASK_WEIGHTS;  // -1: no mask weights
+constexpr int kTiles = MGLU_TILES;                  // tiles of 16 rows in a block
+constexpr int kSplitK = MGLU_SPLIT_K;               // warps that share a tile, each with a part of k
+constexpr int kStages = MGLU_STAGES;                // stages in a warp's ring
+constexpr int kStageChunks = MGLU_SUB;              // chunks of 64 columns in a stage
+constexpr int kTokenTiles = MGLU_TOKEN_TILES;       // columns of a product / 8
+constexpr int kBlockTokens = MGLU_BLOCK_TOKENS;     // tokens of a block, at most 8 * kTokenTiles
 constexpr int kTokenColumns = MGLU_TOKEN_COLUMNS;  // columns whose sums are kept: 1 for one token, else 8 * kTokenTiles
 constexpr int kMaskVector = MGLU_MASK_VECTOR;      // bytes of a lane's copy of masks
 constexpr int kMaskGroup = MGLU_MASK_GROUP;        // masks whose bits are in registers at once; divides kMasks
@@ -63,7 +63,7 @@ constexpr int kRingBytes = kStages * kStageBytes;
 constexpr bool kSumsInRing = 4 * kPartialFloats <= kRingBytes;
 constexpr int kSumBytes = kSumsInRing ? kRingBytes : (4 * kPartialFloats + 127) / 128 * 128;
 using Epilogue =
-    EpilogueShape<kType, kMasks, kActivation, kRouteType, kTiles, kSplitK, kRows, kTokenColumns, kSumBytes>;
+    EpilogueShape<kType, kMasks, kActivation, kMaskWeightType, kTiles, kSplitK, kRows, kTokenColumns, kSumBytes>;
 
 // x in shared memory: a row for each token, in vectors of 8 columns, with 16 bytes of padding between rows so that the
 // words that a warp reads of 8 tokens lie in different banks. x arrives in kXSegments segments along k, each with a
@@ -261,8 +261,9 @@ __device__ __forceinline__ void store_partial(float* partial, const Accumulators
 __device__ __forceinline__ Params select_tokens(Params p, int first_token) {
     p.x = static_cast<const u16*>(p.x) + first_token * p.x_row_stride;
     p.out = static_cast<u16*>(p.out) + static_cast<i64>(first_token) * p.out_features;
-    if constexpr (kRouteType >= 0)
-        p.route = static_cast<const typename Element<kRouteType>::Bits*>(p.route) + first_token * p.route_row_stride;
+    if constexpr (kMaskWeightType >= 0)
+        p.mask_weight = static_cast<const typename Element<kMaskWeightType>::Bits*>(p.mask_weight) +
+                        first_token * p.mask_weight_row_stride;
     p.tokens = min(p.tokens - first_token, kBlockTokens);
     return p;
 }

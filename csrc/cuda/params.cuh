@@ -9,20 +9,20 @@
 namespace mglu {
 
 struct Params {
-    const void* x;       // [tokens, in_features]
-    const void* weight;  // [out_features, in_features]
-    const u8* masks;     // the packed format (packed_masks.cuh)
-    const void* route;   // [tokens, n_masks], or null
-    void* out;           // [tokens, out_features], contiguous
-    i64 x_row_stride;    // strides count elements; an element of the masks is a byte
+    const void* x;            // [tokens, in_features]
+    const void* weight;       // [out_features, in_features]
+    const u8* masks;          // the packed format (packed_masks.cuh)
+    const void* mask_weight;  // [tokens, n_masks], or null
+    void* out;                // [tokens, out_features], contiguous
+    i64 x_row_stride;         // strides count elements; an element of the masks is a byte
     i64 x_column_stride;
     i64 weight_row_stride;
     i64 weight_column_stride;
     i64 mask_row_stride;
     i64 mask_octet_stride;
     i64 mask_stride;
-    i64 route_row_stride;
-    i64 route_column_stride;
+    i64 mask_weight_row_stride;
+    i64 mask_weight_column_stride;
     int tokens;
     int out_features;
     int in_features;

@@ -5,7 +5,7 @@
 //   P = sum_i r_i (act'(g_i) v_i + act(g_i)) / 2,   Q_i = r_i (act(g_i) - act'(g_i) v_i) / 2,   R_i = act(g_i) v_i
 //
 // A token has several entries, each a row of `columns` elements. The products are t, then the f_i. The partials are P,
-// then the Q_i, then with route weights the R_i. Partials may overwrite products of the same dtype: a thread reads an
+// then the Q_i, then with mask weights the R_i. Partials may overwrite products of the same dtype: a thread reads an
 // element before it writes it, and no other thread reads it. Arithmetic is in float32, and every element is read and
 // written once.
 #include "activation.cuh"
@@ -17,15 +17,15 @@ struct PartialsParams {
     const void* products;  // [tokens, kMasks + 1, columns] with contiguous columns
     void* partials;        // [tokens, kMasks + 1 or 2 kMasks + 1, columns] with contiguous columns
     const void* unused;
-    const void* route;  // [tokens, kMasks], or null
-    void* result;       // [tokens, columns] with contiguous columns
+    const void* mask_weight;  // [tokens, kMasks], or null
+    void* result;             // [tokens, columns] with contiguous columns
     i64 products_row_stride;
     i64 products_entry_stride;
     i64 partials_row_stride;
     i64 partials_entry_stride;
     i64 result_row_stride;
-    i64 route_row_stride;
-    i64 route_column_stride;
+    i64 mask_weight_row_stride;
+    i64 mask_weight_column_stride;
     i64 tokens;
     int columns;
 };
@@ -34,15 +34,16 @@ constexpr int kType = MGLU_ELEMENT;
 constexpr int kProductsType = MGLU_PRODUCTS;
 constexpr int kMasks = MGLU_N_MASKS;
 constexpr Activation kActivation = static_cast<Activation>(MGLU_ACTIVATION);
-constexpr int kRouteType = MGLU_ROUTE;  // -1 without route weights
-constexpr bool kRouted = kRouteType >= 0;
+constexpr int kMaskWeightType = MGLU_MASK_WEIGHTS;  // -1 without mask weights
+constexpr bool kWeighted = kMaskWeightType >= 0;
 constexpr int kColumns = 4;  // of a thread; with 8, registers do not suffice to load the next mask ahead
-constexpr int kBlocksPerSm = kRouted || !kVector ? 4 : 5;  // as many as fit without spills
+constexpr int kBlocksPerSm = kWeighted || !kVector ? 4 : 5;  // as many as fit without spills
 
-__device__ __forceinline__ float load_route_weight(const PartialsParams& p, i64 token, int mask) {
-    if constexpr (kRouted) {
-        const auto* route = static_cast<const typename Element<kRouteType>::Bits*>(p.route);
-        return to_float<kRouteType>(route[token * p.route_row_stride + mask * p.route_column_stride]);
+__device__ __forceinline__ float load_mask_weight(const PartialsParams& p, i64 token, int mask) {
+    if constexpr (kWeighted) {
+        const auto* mask_weight = static_cast<const typename Element<kMaskWeightType>::Bits*>(p.mask_weight);
+        return to_float<kMaskWeightType>(
+            mask_weight[token * p.mask_weight_row_stride + mask * p.mask_weight_column_stride]);
     } else {
         return 1.0f;
     }
@@ -60,30 +61,30 @@ struct Sums {
 template <int kCount>
 __device__ __forceinline__ void add_masks(Sums& sums, const PartialsParams& p, const Position<kColumns>& at, int mask) {
     Group<kProductsType, kColumns> flipped[kCount];
-    float route[kCount];
+    float mask_weight[kCount];
 #pragma unroll
     for (int j = 0; j < kCount; ++j, sums.product += p.products_entry_stride) {
         flipped[j] = load_group<kProductsType, kColumns>(p.products, sums.product, at.count);
-        route[j] = load_route_weight(p, at.row, mask + j);
+        mask_weight[j] = load_mask_weight(p, at.row, mask + j);
     }
 #pragma unroll
     for (int j = 0; j < kCount; ++j, sums.partial += p.partials_entry_stride) {
-        float by_flipped[kColumns], by_route[kColumns];
+        float by_flipped[kColumns], by_mask_weight[kColumns];
 #pragma unroll
         for (int k = 0; k < kColumns; ++k) {
             const float gate = fmaf(-0.5f, flipped[j][k], sums.half_total[k]);
             const float value = fmaf(0.5f, flipped[j][k], sums.half_total[k]);
             const ValueAndDerivative act = activate_with_derivative<kActivation, true>(gate);
             float activated = act.value, slope = act.derivative;
-            by_route[k] = activated * value;
-            if constexpr (kRouted) activated *= route[j], slope *= route[j];
+            by_mask_weight[k] = activated * value;
+            if constexpr (kWeighted) activated *= mask_weight[j], slope *= mask_weight[j];
             sums.result[k] = fmaf(activated, value, sums.result[k]);
             sums.by_total[k] += fmaf(slope, value, activated);
             by_flipped[k] = 0.5f * fmaf(-slope, value, activated);
         }
         store_group(p.partials, sums.partial, rounded<kType>(by_flipped), at.count);
-        if constexpr (kRouted)
-            store_group(p.partials, sums.partial + kMasks * p.partials_entry_stride, rounded<kType>(by_route),
+        if constexpr (kWeighted)
+            store_group(p.partials, sums.partial + kMasks * p.partials_entry_stride, rounded<kType>(by_mask_weight),
                         at.count);
     }
 }

@@ -7,7 +7,7 @@
 #include "packed_masks.cuh"
 #include "params.cuh"
 #include "ptx.cuh"
-#include "route_weights.cuh"
+#include "mask_weights.cuh"
 
 namespace mglu {
 
@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(32 * mglu::kWarps) mglu_plain(const
         for (int i = 0; i < kMasks; ++i) {
             const float gate = warp_sum(s[i][n]);
             if (token < p.tokens)
-                sum += load_route<MGLU_ROUTE>(p, token, i) *
+                sum += load_mask_weight<MGLU_MASK_WEIGHTS>(p, token, i) *
                        (activate<kActivation, kType != kFloat32>(gate) * (sum_t - gate));
         }
         if (lane == 0 && token < p.tokens)

@@ -10,9 +10,9 @@ namespace mglu {
 constexpr int kType = MGLU_ELEMENT;
 constexpr int kMasks = MGLU_N_MASKS;
 constexpr Activation kActivation = static_cast<Activation>(MGLU_ACTIVATION);
-constexpr int kRouteType = MGLU_ROUTE;           // -1: no route weights
-constexpr int kTokens = MGLU_TOKEN_COLUMNS;      // tokens of a tile: N of the wgmma
-constexpr int kBlockRows = MGLU_BLOCK_ROWS;      // rows of W of a tile, a multiple of 16
+constexpr int kMaskWeightType = MGLU_MASK_WEIGHTS;  // -1: no mask weights
+constexpr int kTokens = MGLU_TOKEN_COLUMNS;         // tokens of a tile: N of the wgmma
+constexpr int kBlockRows = MGLU_BLOCK_ROWS;         // rows of W of a tile, a multiple of 16
 constexpr int kMaskGroups = MGLU_MASK_GROUPS;    // warpgroups that share 64 rows, each with a part of the masks: 1 or 2
 constexpr int kPasses = MGLU_PASSES;             // passes over k, each with an equal part of the masks
 constexpr int kStages = MGLU_STAGES;             // stages in the ring
@@ -83,8 +83,8 @@ __host__ __device__ constexpr int first_product(int group, int products) {
 constexpr bool kTotalInEachPass = kPasses == 1 || kMaskGroups == 2;
 
 // In training the ring is followed by the boxes to be stored: two for each warpgroup and output, each of kBoxTokens
-// rows of 128 bytes. The outputs are Q_i for the warpgroup's masks of a pass, with route weights R_i, then y and P.
-__host__ __device__ constexpr int boxes_of_masks(int masks) { return kRouteType < 0 ? masks : 2 * masks; }
+// rows of 128 bytes. The outputs are Q_i for the warpgroup's masks of a pass, with mask weights R_i, then y and P.
+__host__ __device__ constexpr int boxes_of_masks(int masks) { return kMaskWeightType < 0 ? masks : 2 * masks; }
 constexpr int kBoxBytes = kBoxTokens * 128;
 constexpr int kBoxes = boxes_of_masks((kPassMasks + kMaskGroups - 1) / kMaskGroups) + 2;
 constexpr int kStagingBytes = kTrain ? kConsumers * 2 * kBoxes * kBoxBytes : 0;
@@ -109,7 +109,7 @@ struct LaunchParams : TileParams {};
 template <>
 struct LaunchParams<true> : TileParams {
     TensorMap y;         // [tokens][out_features], in boxes of kBoxTokens by 64
-    TensorMap partials;  // [tokens][n_masks + 1, or 2 n_masks + 1 with route weights][out_features], as y
+    TensorMap partials;  // [tokens][n_masks + 1, or 2 n_masks + 1 with mask weights][out_features], as y
 };
 
 struct Tile {

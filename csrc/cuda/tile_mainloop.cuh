@@ -5,7 +5,7 @@
 #include "element.cuh"
 #include "mask_fragment.cuh"
 #include "packed_masks.cuh"
-#include "route_weights.cuh"
+#include "mask_weights.cuh"
 #include "tile.cuh"
 
 namespace mglu {
@@ -423,9 +423,10 @@ struct Accumulators {
         for (int i = 0; i < kCount; ++i) {
             const float gate = kSparse ? f[i][column] : 0.5f * (total - f[i][column]);
             const float value = kSparse ? total - gate : 0.5f * (total + f[i][column]);
-            const bool routed = kRouteType >= 0 && token < p.tokens;
-            const float route = routed ? load_route<kRouteType>(p, token, pass * kPassMasks + kFirst + i) : 1.0f;
-            sum += route * (activate<kActivation, true>(gate) * value);
+            const bool weighted = kMaskWeightType >= 0 && token < p.tokens;
+            const float mask_weight =
+                weighted ? load_mask_weight<kMaskWeightType>(p, token, pass * kPassMasks + kFirst + i) : 1.0f;
+            sum += mask_weight * (activate<kActivation, true>(gate) * value);
         }
         return sum;
     }

@@ -3,7 +3,7 @@
 //
 //     P   = dy/dt   = sum_i r_i (act(g_i) + act'(g_i) v_i) / 2
 //     Q_i = dy/df_i = r_i (act(g_i) - act'(g_i) v_i) / 2
-//     R_i = dy/dr_i = act(g_i) v_i, with route weights
+//     R_i = dy/dr_i = act(g_i) v_i, with mask weights
 //
 // The partial derivatives are one tensor [tokens][n_masks + 1 or 2 n_masks + 1][out_features]: P, Q_1 to Q_n, R_1 to
 // R_n.
@@ -83,15 +83,15 @@ class StoredBoxes {
     }
 };
 
-// The route weights of eight tokens from `token` on, for kCount masks from `first_mask` on. For its tokens 2q and 2q +
+// The mask weights of eight tokens from `token` on, for kCount masks from `first_mask` on. For its tokens 2q and 2q +
 // 1 a thread loads the weights of masks g, g + 8 and so on; get() shuffles the other masks' weights.
 template <int kCount>
-class RouteWeights {
+class MaskWeights {
     float loaded_[2][(kCount + 7) / 8];
 
   public:
-    __device__ __forceinline__ RouteWeights(const Params& p, int token, int first_mask) {
-        if constexpr (kRouteType < 0) return;
+    __device__ __forceinline__ MaskWeights(const Params& p, int token, int first_mask) {
+        if constexpr (kMaskWeightType < 0) return;
         u32 lane = threadIdx.x % 32;
         keep_in_register(lane);  // otherwise the addresses of all tokens of the tile occupy registers in all passes
 #pragma unroll
@@ -100,13 +100,14 @@ class RouteWeights {
             const int row = min(static_cast<int>(token + lane % 4 * 2 + c), p.tokens - 1);
 #pragma unroll
             for (int i = 0; i < kCount; i += 8)
-                loaded_[c][i / 8] = load_route<kRouteType>(p, row, first_mask + min(i + lane / 4, kCount - 1u));
+                loaded_[c][i / 8] =
+                    load_mask_weight<kMaskWeightType>(p, row, first_mask + min(i + lane / 4, kCount - 1u));
         }
     }
 
-    // The weight of the mask first_mask + i for token 2q + c; 1 without route weights.
+    // The weight of the mask first_mask + i for token 2q + c; 1 without mask weights.
     __device__ __forceinline__ float get(int i, int c) const {
-        if constexpr (kRouteType < 0) return 1.0f;
+        if constexpr (kMaskWeightType < 0) return 1.0f;
         else return of_four_lanes(loaded_[c][i / 8], i % 8);
     }
 };
@@ -119,10 +120,10 @@ __device__ __forceinline__ void add_terms_and_derivatives(const Params& p,
                                                           const float (&total)[4], int j, int token, int first_mask,
                                                           float (&y)[4], float (&twice_p)[4],
                                                           const StoredBoxes& boxes) {
-    const RouteWeights<kCount> routes(p, token, first_mask);
+    const MaskWeights<kCount> term_weights(p, token, first_mask);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-        const float route[2] = {routes.get(i, 0), routes.get(i, 1)};
+        const float mask_weight[2] = {term_weights.get(i, 0), term_weights.get(i, 1)};
         float term[4], q[4];
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
@@ -131,12 +132,12 @@ __device__ __forceinline__ void add_terms_and_derivatives(const Params& p,
             const float value = 0.5f * total[r] + 0.5f * f;
             const ValueAndDerivative act = activate_with_derivative<kActivation, true>(gate);
             term[r] = act.value * value;
-            y[r] += route[r % 2] * term[r];
-            twice_p[r] += route[r % 2] * fmaf(act.derivative, value, act.value);
-            q[r] = 0.5f * route[r % 2] * fmaf(-act.derivative, value, act.value);
+            y[r] += mask_weight[r % 2] * term[r];
+            twice_p[r] += mask_weight[r % 2] * fmaf(act.derivative, value, act.value);
+            q[r] = 0.5f * mask_weight[r % 2] * fmaf(-act.derivative, value, act.value);
         }
         boxes.put(i, j, q);
-        if constexpr (kRouteType >= 0) boxes.put(kCount + i, j, term);
+        if constexpr (kMaskWeightType >= 0) boxes.put(kCount + i, j, term);
     }
 }
 

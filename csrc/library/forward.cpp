@@ -35,14 +35,14 @@ void forward_cpu(const LayerCall& call, const Tensor& out, const Executor& execu
     p.weight_stride = call.weight.strides[0];
     p.mask_stride = call.packed_masks.strides[0];
     p.out_stride = call.out_features;
-    p.dtype = p.route_dtype = cpu_dtype("x", call.x.dtype);
+    p.dtype = p.mask_weights_dtype = cpu_dtype("x", call.x.dtype);
     p.activation = static_cast<cpu::Activation>(call.activation);
     p.isa = cpu::Isa::best;
-    if (const auto& route = call.route_weights) {
-        p.route_weights = route->data;
-        p.route_stride = call.route_row_stride;
-        p.route_mask_stride = route->last_stride();
-        p.route_dtype = cpu_dtype("route_weights", route->dtype);
+    if (const auto& mask_weight = call.mask_weights) {
+        p.mask_weights = mask_weight->data;
+        p.mask_weight_stride = call.mask_weight_row_stride;
+        p.mask_weight_mask_stride = mask_weight->last_stride();
+        p.mask_weights_dtype = cpu_dtype("mask_weights", mask_weight->dtype);
     }
     const cpu::Status status = cpu::forward(p, executor.parallel_for);
     if (status != cpu::Status::ok) throw std::runtime_error(std::string("mglu: ") + cpu::status_message(status));

@@ -45,14 +45,14 @@ void check_x_and_weight(const Tensor& x, const Tensor& weight) {
                std::to_string(weight.sizes[1]));
 }
 
-void check_route_weights(const Tensor& route_weights, const Tensor& x, std::int64_t n_masks) {
-    if (!is_floating(route_weights.dtype))
-        refuse(std::string("route_weights: got dtype ") + name(route_weights.dtype) + ", must be floating");
+void check_mask_weights(const Tensor& mask_weights, const Tensor& x, std::int64_t n_masks) {
+    if (!is_floating(mask_weights.dtype))
+        refuse(std::string("mask_weights: got dtype ") + name(mask_weights.dtype) + ", must be floating");
     const bool same_tokens =
-        route_weights.dims == x.dims && std::equal(x.sizes, x.sizes + x.dims - 1, route_weights.sizes);
-    if (!same_tokens || route_weights.last_size() != n_masks)
-        refuse("route_weights: got shape " + route_weights.shape() + ", must be x's leading sizes and n_masks");
-    check_device("route_weights", route_weights, x);
+        mask_weights.dims == x.dims && std::equal(x.sizes, x.sizes + x.dims - 1, mask_weights.sizes);
+    if (!same_tokens || mask_weights.last_size() != n_masks)
+        refuse("mask_weights: got shape " + mask_weights.shape() + ", must be x's leading sizes and n_masks");
+    check_device("mask_weights", mask_weights, x);
 }
 
 // The product of all sizes but the last. It cannot overflow, since torch has checked the product of all sizes.
@@ -88,7 +88,7 @@ std::vector<std::int64_t> LayerCall::result_sizes() const {
 }
 
 LayerCall describe(const Tensor& x, const Tensor& weight, const Tensor& packed_masks, std::string_view activation,
-                   const std::optional<Tensor>& route_weights) {
+                   const std::optional<Tensor>& mask_weights) {
     check_x_and_weight(x, weight);
     check_packed(packed_masks, weight.sizes[1]);
     if (packed_masks.sizes[0] != weight.sizes[0])
@@ -100,16 +100,16 @@ LayerCall describe(const Tensor& x, const Tensor& weight, const Tensor& packed_m
     call.x = x;
     call.weight = weight;
     call.packed_masks = packed_masks;
-    call.route_weights = route_weights;
+    call.mask_weights = mask_weights;
     call.activation = activation_code(activation);
     call.tokens = count_rows(x);
     call.out_features = weight.sizes[0];
     call.in_features = weight.sizes[1];
     call.n_masks = packed_masks.sizes[2];
     call.x_row_stride = row_stride(x);
-    if (route_weights) {
-        check_route_weights(*route_weights, x, call.n_masks);
-        call.route_row_stride = row_stride(*route_weights);
+    if (mask_weights) {
+        check_mask_weights(*mask_weights, x, call.n_masks);
+        call.mask_weight_row_stride = row_stride(*mask_weights);
     }
     return call;
 }
@@ -125,7 +125,7 @@ Copies needed_copies(const LayerCall& call) {
     copies.x = !folds(call.x, !on_cpu) || (!on_cpu && !has_vector_rows(call));
     copies.weight = on_cpu && call.in_features > 1 && call.weight.strides[1] != 1;
     copies.packed_masks = on_cpu && !dense_masks;
-    copies.route_weights = call.route_weights && !folds(*call.route_weights, true);
+    copies.mask_weights = call.mask_weights && !folds(*call.mask_weights, true);
     return copies;
 }
 

@@ -10,35 +10,35 @@
 
 namespace mglu {
 
-// result = sum_i route_i * act(x (M_i * W)^T) * (x ((1 - M_i) * W)^T),   i = 0 .. n_masks - 1
+// result = sum_i r_i * act(x (M_i * W)^T) * (x ((1 - M_i) * W)^T),   i = 0 .. n_masks - 1
 //
-// x and route_weights are folded to the two dimensions [tokens, ...]. Their row strides are valid once neither of them
+// x and mask_weights are folded to the two dimensions [tokens, ...]. Their row strides are valid once neither of them
 // is in `needed_copies`.
 struct LayerCall {
-    Tensor x;                             // [..., in_features]
-    Tensor weight;                        // [out_features, in_features]
-    Tensor packed_masks;                  // [out_features, ceil(in_features / 8), n_masks]
-    std::optional<Tensor> route_weights;  // [..., n_masks]
-    int activation;                       // its code in csrc/cpu/activation.h
+    Tensor x;                            // [..., in_features]
+    Tensor weight;                       // [out_features, in_features]
+    Tensor packed_masks;                 // [out_features, ceil(in_features / 8), n_masks]
+    std::optional<Tensor> mask_weights;  // [..., n_masks]
+    int activation;                      // its code in csrc/cpu/activation.h
     std::int64_t tokens;
     std::int64_t out_features;
     std::int64_t in_features;
     std::int64_t n_masks;
-    std::int64_t x_row_stride;      // in elements
-    std::int64_t route_row_stride;  // in elements; 0 without route_weights
+    std::int64_t x_row_stride;            // in elements
+    std::int64_t mask_weight_row_stride;  // in elements; 0 without mask_weights
 
     std::vector<std::int64_t> result_sizes() const;
 };
 
 // Reads metadata only. Throws std::invalid_argument if no kernel could compute the call on any layout of its tensors.
 LayerCall describe(const Tensor& x, const Tensor& weight, const Tensor& packed_masks, std::string_view activation,
-                   const std::optional<Tensor>& route_weights);
+                   const std::optional<Tensor>& mask_weights);
 
 // The tensors that must be made contiguous before the kernels of their device take them.
 struct Copies {
-    bool x, weight, packed_masks, route_weights;
+    bool x, weight, packed_masks, mask_weights;
 
-    bool any() const { return x || weight || packed_masks || route_weights; }
+    bool any() const { return x || weight || packed_masks || mask_weights; }
 };
 Copies needed_copies(const LayerCall& call);
 

@@ -26,14 +26,14 @@ constexpr const char* kSchemas[] = {
     "pack_masks(Tensor masks) -> Tensor",
     "pack_logits(Tensor mask_logits) -> Tensor",
     "unpack_masks(Tensor packed_masks, SymInt in_features) -> Tensor",
-    "forward(Tensor x, Tensor weight, Tensor packed_masks, str activation=\"silu\", Tensor? route_weights=None) -> "
+    "forward(Tensor x, Tensor weight, Tensor packed_masks, str activation=\"silu\", Tensor? mask_weights=None) -> "
     "Tensor",
-    "forward_ste(Tensor x, Tensor weight, Tensor mask_logits, str activation=\"silu\", Tensor? route_weights=None) -> "
+    "forward_ste(Tensor x, Tensor weight, Tensor mask_logits, str activation=\"silu\", Tensor? mask_weights=None) -> "
     "(Tensor, Tensor)",
-    "forward_train(Tensor x, Tensor weight, Tensor packed_masks, str activation=\"silu\", Tensor? route_weights=None) "
+    "forward_train(Tensor x, Tensor weight, Tensor packed_masks, str activation=\"silu\", Tensor? mask_weights=None) "
     "-> (Tensor, Tensor)",
     "backward(Tensor grad_output, Tensor x, Tensor weight, Tensor packed_masks, Tensor partials, bool[2] needs, "
-    "ScalarType? logits_dtype, ScalarType? route_dtype) -> (Tensor, Tensor, Tensor, Tensor)",
+    "ScalarType? logits_dtype, ScalarType? mask_weights_dtype) -> (Tensor, Tensor, Tensor, Tensor)",
 };
 
 // torch's own to<std::string> leaks a copy at each call (torch 2.11 to 2.13).
@@ -72,9 +72,9 @@ void boxed_forward(StableIValue* stack, std::uint64_t, std::uint64_t) {
     const auto weight = to<stable::Tensor>(stack[1]);
     const auto packed_masks = to<stable::Tensor>(stack[2]);
     const std::string activation = to_string(stack[3]);
-    const auto route_weights = to<std::optional<stable::Tensor>>(stack[4]);
+    const auto mask_weights = to<std::optional<stable::Tensor>>(stack[4]);
     stack[0] = give(
-        forward(x.get(), weight.get(), packed_masks.get(), activation, route_weights ? route_weights->get() : nullptr));
+        forward(x.get(), weight.get(), packed_masks.get(), activation, mask_weights ? mask_weights->get() : nullptr));
 }
 
 void boxed_forward_ste(StableIValue* stack, std::uint64_t, std::uint64_t) {
@@ -82,10 +82,10 @@ void boxed_forward_ste(StableIValue* stack, std::uint64_t, std::uint64_t) {
     const auto weight = to<stable::Tensor>(stack[1]);
     const auto mask_logits = to<stable::Tensor>(stack[2]);
     const std::string activation = to_string(stack[3]);
-    const auto route_weights = to<std::optional<stable::Tensor>>(stack[4]);
+    const auto mask_weights = to<std::optional<stable::Tensor>>(stack[4]);
     Handle packed_masks = pack_logits(mask_logits.get());
     Handle result =
-        forward(x.get(), weight.get(), packed_masks.get(), activation, route_weights ? route_weights->get() : nullptr);
+        forward(x.get(), weight.get(), packed_masks.get(), activation, mask_weights ? mask_weights->get() : nullptr);
     stack[0] = give(std::move(result));
     stack[1] = give(std::move(packed_masks));
 }

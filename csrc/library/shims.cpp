@@ -7,10 +7,10 @@
 namespace {
 
 AOTITorchError forward(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle packed_masks,
-                       const char* activation, AtenTensorHandle* route_weights, AtenTensorHandle* result) {
+                       const char* activation, AtenTensorHandle* mask_weights, AtenTensorHandle* result) {
     try {
-        AtenTensorHandle route = route_weights != nullptr ? *route_weights : nullptr;
-        *result = mglu::forward(x, weight, packed_masks, activation, route).release();
+        AtenTensorHandle mask_weight = mask_weights != nullptr ? *mask_weights : nullptr;
+        *result = mglu::forward(x, weight, packed_masks, activation, mask_weight).release();
         return AOTI_TORCH_SUCCESS;
     } catch (const std::exception& error) {
         // The caller throws an exception that names this function and not the reason, so the reason is printed here.
@@ -25,16 +25,15 @@ extern "C" {
 
 AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_mglu_forward(AtenTensorHandle x, AtenTensorHandle weight,
                                                              AtenTensorHandle packed_masks, const char* activation,
-                                                             AtenTensorHandle* route_weights,
-                                                             AtenTensorHandle* result) {
-    return forward(x, weight, packed_masks, activation, route_weights, result);
+                                                             AtenTensorHandle* mask_weights, AtenTensorHandle* result) {
+    return forward(x, weight, packed_masks, activation, mask_weights, result);
 }
 
 AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cuda_mglu_forward(AtenTensorHandle x, AtenTensorHandle weight,
                                                               AtenTensorHandle packed_masks, const char* activation,
-                                                              AtenTensorHandle* route_weights,
+                                                              AtenTensorHandle* mask_weights,
                                                               AtenTensorHandle* result) {
-    return forward(x, weight, packed_masks, activation, route_weights, result);
+    return forward(x, weight, packed_masks, activation, mask_weights, result);
 }
 
 }  // extern "C"

@@ -108,15 +108,15 @@ Handle unpack_masks(AtenTensorHandle handle, std::int64_t in_features) {
 }
 
 Handle forward(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle packed_masks, std::string_view activation,
-               AtenTensorHandle route_weights) {
+               AtenTensorHandle mask_weights) {
     Handle owners[4];
     const auto describe_with = [&](const Copies& copies) {
-        std::optional<Tensor> route;
-        if (route_weights != nullptr)
-            route = view_or_copy(route_weights, "route_weights", copies.route_weights, owners[3]);
-        return describe(view_or_copy(x, "x", copies.x, owners[0]),
-                        view_or_copy(weight, "weight", copies.weight, owners[1]),
-                        view_or_copy(packed_masks, "packed_masks", copies.packed_masks, owners[2]), activation, route);
+        std::optional<Tensor> mask_weight;
+        if (mask_weights != nullptr)
+            mask_weight = view_or_copy(mask_weights, "mask_weights", copies.mask_weights, owners[3]);
+        return describe(
+            view_or_copy(x, "x", copies.x, owners[0]), view_or_copy(weight, "weight", copies.weight, owners[1]),
+            view_or_copy(packed_masks, "packed_masks", copies.packed_masks, owners[2]), activation, mask_weight);
     };
     LayerCall call = describe_with({});
     if (const Copies copies = needed_copies(call); copies.any()) call = describe_with(copies);

@@ -13,8 +13,8 @@ Handle pack_masks(AtenTensorHandle masks);
 Handle pack_logits(AtenTensorHandle mask_logits);  // packs `mask_logits > 0`
 Handle unpack_masks(AtenTensorHandle packed_masks, std::int64_t in_features);
 
-// `route_weights` may be null.
+// `mask_weights` may be null.
 Handle forward(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle packed_masks, std::string_view activation,
-               AtenTensorHandle route_weights);
+               AtenTensorHandle mask_weights);
 
 }  // namespace mglu

@@ -18,10 +18,10 @@ from ..layer_call import LayerCall
 class PreparedCall(Protocol):
     """A call with everything decided except its tensors, which may be any that fit its description. Thread-safe."""
 
-    def __call__(self, x: Tensor, weight: Tensor, packed_masks: Tensor, route_weights: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, packed_masks: Tensor, mask_weights: Tensor | None) -> Tensor:
         """The result `[..., out_features]` in x's dtype.
 
-        x `[..., in_features]` and route_weights `[..., n_masks]` have the rank of the call that was described.
+        x `[..., in_features]` and mask_weights `[..., n_masks]` have the rank of the call that was described.
         """
 
 
@@ -29,7 +29,7 @@ class PreparedForwardTrain(Protocol):
     """A forward pass in training with everything decided except its tensors; see `PreparedCall`. Thread-safe."""
 
     def __call__(
-        self, x: Tensor, weight: Tensor, packed_masks: Tensor, route_weights: Tensor | None
+        self, x: Tensor, weight: Tensor, packed_masks: Tensor, mask_weights: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The result, and the partial derivatives that backward needs (`mglu_ops.ops` has the equations).
 
@@ -37,10 +37,10 @@ class PreparedForwardTrain(Protocol):
             x: `[tokens, in_features]`, with any strides, like all arguments.
             weight: `[out_features, in_features]`.
             packed_masks: `[out_features, ceil(in_features / 8), n_masks]`.
-            route_weights: `[tokens, n_masks]`, or None.
+            mask_weights: `[tokens, n_masks]`, or None.
 
         Returns:
-            The result `[tokens, out_features]`, and partials `[tokens, n_masks + 1, out_features]`, or with route
+            The result `[tokens, out_features]`, and partials `[tokens, n_masks + 1, out_features]`, or with mask_weight
             weights `[tokens, 2 n_masks + 1, out_features]`. Both are contiguous and of x's dtype.
         """
 
@@ -65,8 +65,8 @@ class BackwardArguments(NamedTuple):
     """Whether the gradients of x and weight are needed."""
     logits_dtype: torch.dtype | None
     """The dtype of the gradient of the mask logits; None if it is not needed."""
-    route_dtype: torch.dtype | None
-    """The dtype of the gradient of route_weights; None if it is not needed, or if there are none."""
+    mask_weights_dtype: torch.dtype | None
+    """The dtype of the gradient of mask_weights; None if it is not needed, or if there are none."""
 
 
 class PreparedBackward(Protocol):
@@ -76,7 +76,7 @@ class PreparedBackward(Protocol):
     """
 
     def __call__(self, arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The gradients of x, weight, mask logits and route weights.
+        """The gradients of x, weight, mask logits and mask weights.
 
         Returns:
             Contiguous `[tokens, in_features]`, `[out_features, in_features]`, `[n_masks, out_features, in_features]`
@@ -133,7 +133,7 @@ class Backend(ABC):
     def prepare_backward(self, call: LayerCall) -> PreparedBackward:
         """Decide everything about a backward pass except its tensors.
 
-        The activation and the layout of the route weights in `call` mean nothing; its `route_dtype` is the argument of
-        that name. The size of the partial derivatives tells whether there were route weights.
+        The activation and the layout of the mask weights in `call` mean nothing; its `mask_weights_dtype` is the
+        argument of that name. The size of the partial derivatives tells whether there were mask weights.
         """
         raise NotImplementedError(f"the backend {self.name} does not train")

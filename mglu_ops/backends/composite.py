@@ -143,15 +143,15 @@ def _is_sparse(mask: Tensor) -> bool:
     return bool(mask.count_nonzero() <= mask.numel() // 2)
 
 
-def _forward(x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None) -> Tensor:
-    """The result `[tokens, out_features]` of x `[tokens, in_features]` and route_weights `[tokens, n_masks]`."""
+def _forward(x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, mask_weights: Tensor | None) -> Tensor:
+    """The result `[tokens, out_features]` of x `[tokens, in_features]` and mask_weights `[tokens, n_masks]`."""
     act, dtype = get_activation(activation).forward, sum_dtype(x.dtype)
     result = x.new_zeros(x.shape[0], weight.shape[0], dtype=dtype)
-    routes = None if route_weights is None else route_weights.to(dtype)
+    term_weights = None if mask_weights is None else mask_weights.to(dtype)
     apart = x.is_cpu and x.dtype is not torch.float64
     for i, (gate, value) in enumerate(_gates_and_values(x, weight, packed_masks, apart=apart)):
         activated = act(gate)
-        result.addcmul_(activated if routes is None else activated * routes[:, i : i + 1], value)
+        result.addcmul_(activated if term_weights is None else activated * term_weights[:, i : i + 1], value)
     return result.to(x.dtype)
 
 
@@ -159,24 +159,24 @@ def _forward(x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, r
 
 
 def _forward_train(
-    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, route_weights: Tensor | None
+    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, mask_weights: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The result of `_forward` and its partial derivatives: `P`, all `Q_i` and, with route weights, all `R_i`."""
+    """The result of `_forward` and its partial derivatives: `P`, all `Q_i` and, with mask weights, all `R_i`."""
     act, dtype, n_masks = get_activation(activation), sum_dtype(x.dtype), n_masks_of(packed_masks)
     tokens, out_features = x.shape[0], weight.shape[0]
     result = x.new_zeros(tokens, out_features, dtype=dtype)
-    routes = result.new_ones(1, n_masks) if route_weights is None else route_weights.to(dtype)
-    routes, kinds = routes.expand(tokens, n_masks), 1 if route_weights is None else 2
+    term_weights = result.new_ones(1, n_masks) if mask_weights is None else mask_weights.to(dtype)
+    term_weights, kinds = term_weights.expand(tokens, n_masks), 1 if mask_weights is None else 2
     partials = x.new_empty(tokens, 1 + kinds * n_masks, out_features)
     of_total = torch.zeros_like(result, dtype=_total_dtype(x) if n_masks > 1 else dtype)
     for i, (gate, value) in enumerate(_gates_and_values(x, weight, packed_masks, apart=False)):
         for rows in _chunks(result):
-            g, v, route, kept = gate[rows], value[rows], routes[rows, i : i + 1], partials[rows]
+            g, v, mask_weight, kept = gate[rows], value[rows], term_weights[rows, i : i + 1], partials[rows]
             activated, slope = act.forward(g), act.backward(v, g)  # act(g_i), act'(g_i) v_i
-            if route_weights is not None:
+            if mask_weights is not None:
                 torch.mul(activated, v, out=kept[:, 1 + n_masks + i])
-            result[rows].addcmul_(activated if route_weights is None else activated * route, v)
-            half = route * 0.5
+            result[rows].addcmul_(activated if mask_weights is None else activated * mask_weight, v)
+            half = mask_weight * 0.5
             of_total[rows].add_(torch.add(activated, slope).mul_(half))
             torch.mul(activated.sub(slope), half, out=kept[:, 1 + i])
     partials[:, 0] = of_total
@@ -276,12 +276,12 @@ def _gradients_of_both_products(arguments: BackwardArguments) -> tuple[Tensor, T
     return grad_x, grad_weight, grad_logits
 
 
-def _route_gradient(grad_output: Tensor, of_routes: Tensor, dtype: torch.dtype) -> Tensor:
+def _mask_weight_gradient(grad_output: Tensor, of_mask_weights: Tensor, dtype: torch.dtype) -> Tensor:
     """`sum over out_features of G * R_i`, `[tokens, n_masks]`, of `R` `[tokens, n_masks, out_features]`."""
     grad = grad_output.to(sum_dtype(grad_output.dtype))
-    result = grad.new_empty(of_routes.shape[:2], dtype=dtype)
-    for i in range(of_routes.shape[1]):
-        result[:, i] = (grad * of_routes[:, i]).sum(-1)
+    result = grad.new_empty(of_mask_weights.shape[:2], dtype=dtype)
+    for i in range(of_mask_weights.shape[1]):
+        result[:, i] = (grad * of_mask_weights[:, i]).sum(-1)
     return result
 
 
@@ -296,9 +296,9 @@ class Composite(Backend):
     def prepare(self, call: LayerCall, launch: None = None) -> PreparedCall:
         activation, shape = call.activation, call.result_shape
 
-        def prepared(x: Tensor, weight: Tensor, packed_masks: Tensor, route_weights: Tensor | None) -> Tensor:
-            routes = None if route_weights is None else as_rows(route_weights)
-            rows = _forward(as_rows(x), weight, packed_masks, activation, routes)
+        def prepared(x: Tensor, weight: Tensor, packed_masks: Tensor, mask_weights: Tensor | None) -> Tensor:
+            term_weights = None if mask_weights is None else as_rows(mask_weights)
+            rows = _forward(as_rows(x), weight, packed_masks, activation, term_weights)
             # Not a view: autograd does not allow detaching a view in place.
             return torch.ops.aten._unsafe_view(rows, shape)
 
@@ -314,9 +314,9 @@ class Composite(Backend):
         activation = call.activation
 
         def prepared(
-            x: Tensor, weight: Tensor, packed_masks: Tensor, route_weights: Tensor | None
+            x: Tensor, weight: Tensor, packed_masks: Tensor, mask_weights: Tensor | None
         ) -> tuple[Tensor, Tensor]:
-            return _forward_train(x, weight, packed_masks, activation, route_weights)
+            return _forward_train(x, weight, packed_masks, activation, mask_weights)
 
         return prepared
 
@@ -324,10 +324,10 @@ class Composite(Backend):
         first_term = 1 + call.n_masks
 
         def prepared(arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            gradients, x, route_dtype = _gradients(arguments), arguments.x, arguments.route_dtype
-            if route_dtype is None:
+            gradients, x, mask_weights_dtype = _gradients(arguments), arguments.x, arguments.mask_weights_dtype
+            if mask_weights_dtype is None:
                 return (*gradients, x.new_empty(0))
-            of_routes = arguments.partials[:, first_term:]
-            return (*gradients, _route_gradient(arguments.grad_output, of_routes, route_dtype))
+            of_mask_weights = arguments.partials[:, first_term:]
+            return (*gradients, _mask_weight_gradient(arguments.grad_output, of_mask_weights, mask_weights_dtype))
 
         return prepared

@@ -13,16 +13,16 @@ from ..activations import get_activation
 
 
 def forward(
-    x: Tensor, weight: Tensor, masks: Tensor, activation: str = "silu", route_weights: Tensor | None = None
+    x: Tensor, weight: Tensor, masks: Tensor, activation: str = "silu", mask_weights: Tensor | None = None
 ) -> Tensor:
-    """`sum_i route_i * act(x (M_i * W)^T) * (x ((1 - M_i) * W)^T)` in float64.
+    """`sum_i r_i * act(x (M_i * W)^T) * (x ((1 - M_i) * W)^T)` in float64.
 
     Args:
         x: `[..., in_features]`.
         weight: `[out_features, in_features]`.
         masks: `[n_masks, out_features, in_features]`; bool, or real where a gradient for the masks is wanted.
         activation: a name of `mglu_ops.activations.ACTIVATIONS`.
-        route_weights: `[..., n_masks]` or None.
+        mask_weights: `[..., n_masks]` or None.
 
     Returns:
         float64 `[..., out_features]`.
@@ -34,7 +34,7 @@ def forward(
         gate = F.linear(x, weight * mask)
         value = F.linear(x, weight * (1.0 - mask))
         term = act(gate) * value
-        if route_weights is not None:
-            term = route_weights[..., i : i + 1].double() * term
+        if mask_weights is not None:
+            term = mask_weights[..., i : i + 1].double() * term
         result = result + term
     return result

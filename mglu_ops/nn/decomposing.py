@@ -43,7 +43,7 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
 
 
 def _forward(
-    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", route_weights: Tensor | None = None
+    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", mask_weights: Tensor | None = None
 ) -> Tensor:
     act = get_activation(activation).forward
     bits = torch.arange(8, dtype=torch.int32, device=packed_masks.device)
@@ -51,8 +51,8 @@ def _forward(
     for i, octets in enumerate(packed_masks.to(torch.int32).unbind(-1)):  # ONNX's shifts of uint8 do not convert
         masks = (octets.unsqueeze(-1).bitwise_right_shift(bits) & 1).flatten(-2)[:, : weight.shape[1]].to(weight.dtype)
         term = act(F.linear(x, weight * masks)) * F.linear(x, weight * (1 - masks))
-        if route_weights is not None:
-            term = term * route_weights[..., i : i + 1]
+        if mask_weights is not None:
+            term = term * mask_weights[..., i : i + 1]
         y = term if y is None else y + term
     assert y is not None
     return y

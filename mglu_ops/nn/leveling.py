@@ -25,12 +25,13 @@ def level_gain(n_masks: int, activation: str = "silu", top_k: int | None = None)
     """The factor for the initial weight of an MGLU: its first results become as large as with four masks.
 
     It is `(20 / (n^2 + n))^(1 / (2 p + 2))`, since the result grows with the power p + 1 of W. With a router, each term
-    is multiplied by its route r_i, and `n^2 + n` becomes `(sum_i r_i)^2 + sum_i r_i^2`: `1 + 1 / k` for k equal routes.
+    is multiplied by its mask weight r_i, and `n^2 + n` becomes `(sum_i r_i)^2 + sum_i r_i^2`: `1 + 1 / k` for k equal
+    mask weights.
 
     Args:
         n_masks: number of masks.
         activation: as in `MGLU`.
-        top_k: as in `MGLU`; its routes are taken as equal.
+        top_k: as in `MGLU`; its mask weights are taken as equal.
     """
     shared, own = (n_masks**2, n_masks) if top_k is None else (1, 1 / top_k)
     return ((4**2 + 4) / (shared + own)) ** (1 / (2 * degree(activation) + 2))

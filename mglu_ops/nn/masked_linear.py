@@ -145,14 +145,14 @@ class MaskedLinear(nn.Module):
         if self.router is not None and x.shape[-1:] != (self.in_features,):
             raise ValueError(f"x: got shape {list(x.shape)}, must be [..., in_features] = [..., {self.in_features}]")
 
-    def route_weights(self, x: Tensor) -> Tensor | None:
-        """Return route weights `[..., n_masks]`, or None without a router.
+    def mask_weights(self, x: Tensor) -> Tensor | None:
+        """Return mask weights `[..., n_masks]`, or None without a router.
 
         They are the softmax over a token's `top_k` largest router logits, and 0 for the other masks.
         """
         if self.router is None or self.top_k is None:
             return None
-        return top_k_routes(self.router(x), self.top_k)
+        return top_k_mask_weights(self.router(x), self.top_k)
 
     def extra_repr(self) -> str:
         return (
@@ -242,7 +242,7 @@ def check_masks_of(module: MaskedLinear, packed_masks: object, out_features: int
         raise type(error)(f"{name}: {str(error).removeprefix('packed_masks: ')}") from None
 
 
-def top_k_routes(logits: Tensor, top_k: int) -> Tensor:
+def top_k_mask_weights(logits: Tensor, top_k: int) -> Tensor:
     """The softmax over the `top_k` largest router logits `[..., n_masks]` of a token, and 0 for the other masks."""
     kept = torch.zeros_like(logits).scatter(-1, logits.detach().topk(top_k, dim=-1).indices, 1.0)
     # `logits` is detached before `topk` and `scatter`, which DTensor cannot differentiate in torch 2.11. Under

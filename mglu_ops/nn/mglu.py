@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 class MGLU(MaskedLinear):
     """The gated projection of a Masked Gated Linear Unit (arXiv 2506.23225, eq. 3), without bias.
 
-        y = sum_i route_i(x) * act(x (M_i * W)^T) * (x ((1 - M_i) * W)^T),   i = 1 .. n_masks
+        y = sum_i r_i(x) * act(x (M_i * W)^T) * (x ((1 - M_i) * W)^T),   i = 1 .. n_masks
 
     Learnable masks are `M = mask_logits > 0` with the straight-through gradient. Fixed masks are packed, one bit per
     weight and mask (`mglu_ops.masks`). `mglu_ops.freeze` turns learnable masks into fixed ones. With `top_k`, each
-    token keeps its `top_k` largest router logits: `route = softmax(top_k(x R^T))`, and 0 for the other masks. Without
-    `top_k`, every route is 1.
+    token keeps its `top_k` largest router logits: `r = softmax(top_k(x R^T))`, and 0 for the other masks. Without
+    `top_k`, every r_i is 1.
 
     The `state_dict` holds `weight`, either `mask_logits` or `packed_masks`, and `router.weight` if there is a router,
     as for `NaiveMGLU`. Packed masks are refused if their dtype, shape or padding is wrong: by `load_state_dict` (also
@@ -141,21 +141,21 @@ class MGLU(MaskedLinear):
                 were not loaded by `load_state_dict` have another shape than the layer's, or padding that is not 0.
         """
         if isinstance(x, torch.fx.Proxy):  # torch.fx.symbolic_trace, in which nothing has a value
-            return self._project(x, self.route_weights(x))
+            return self._project(x, self.mask_weights(x))
         self.check_input(x)
         packed_masks = self.packed_masks
         if packed_masks is not None:
             check_masks_in_use(self, packed_masks)
-        route_weights = self.route_weights(x)
+        mask_weights = self.mask_weights(x)
         if self.save_activations or not torch.is_grad_enabled():
-            return self._project(x, route_weights)
+            return self._project(x, mask_weights)
         # The operator draws no random numbers, so their state need not be kept.
-        return checkpoint(self._project, x, route_weights, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(self._project, x, mask_weights, use_reentrant=False, preserve_rng_state=False)
 
-    def _project(self, x: Tensor, route_weights: Tensor | None) -> Tensor:
+    def _project(self, x: Tensor, mask_weights: Tensor | None) -> Tensor:
         if self.packed_masks is None:
-            return ops.forward_ste(x, self.weight, self.mask_logits, self.activation, route_weights)[0]
-        return ops.forward(x, self.weight, self.packed_masks, self.activation, route_weights)
+            return ops.forward_ste(x, self.weight, self.mask_logits, self.activation, mask_weights)[0]
+        return ops.forward(x, self.weight, self.packed_masks, self.activation, mask_weights)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, save_activations={self.save_activations}"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class NaiveMGLU(MaskedLinear):
     """`MGLU` in plain PyTorch: two products for each mask, each with a masked copy of the weight.
 
-        y = sum_i route_i(x) * act(x (M_i * W)^T + b_g) * (x ((1 - M_i) * W)^T + b_v),   i = 1 .. n_masks
+        y = sum_i r_i(x) * act(x (M_i * W)^T + b_g) * (x ((1 - M_i) * W)^T + b_v),   i = 1 .. n_masks
 
     Constructor and `state_dict` are like `MGLU`'s, with options for what no fused operator computes. The layer serves
     as a baseline and as a spelling that the fusion pass recognises, so nothing in it is tuned. `mglu_ops.freeze` turns
@@ -89,7 +89,7 @@ class NaiveMGLU(MaskedLinear):
         if not isinstance(x, torch.fx.Proxy):  # torch.fx.symbolic_trace, in which nothing has a value
             self.check_input(x)
         act = get_activation(self.activation).forward
-        route_weights = self.route_weights(x)
+        mask_weights = self.mask_weights(x)
         fixed = None
         if self.packed_masks is not None:
             check_masks_in_use(self, self.packed_masks)
@@ -99,10 +99,8 @@ class NaiveMGLU(MaskedLinear):
             m = self._straight_through(i) if fixed is None else fixed[i].to(self.weight.dtype)
             gate = F.linear(x, self.weight * m if self.mask_gate else self.weight, self.gate_bias)
             value = F.linear(x, self.weight * (1 - m) if self.mask_value else self.weight, self.value_bias)
-            if route_weights is None:
-                y = y + act(gate) * value
-            else:
-                y = y + route_weights[..., i : i + 1] * (act(gate) * value)
+            term = act(gate) * value
+            y = y + (term if mask_weights is None else mask_weights[..., i : i + 1] * term)
         return y
 
     def _straight_through(self, i: int) -> Tensor:

@@ -19,13 +19,13 @@ from ..masks import n_masks_of
 
 
 def forward(
-    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", route_weights: Tensor | None = None
+    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", mask_weights: Tensor | None = None
 ) -> Tensor:
     """The result `[..., out_features]` in x's dtype; the arguments are those of `mglu::forward`."""
     act = get_activation(activation).forward
     terms = [act(gate) * value for gate, value in _gates_and_values(as_rows(x), weight, packed_masks)]
-    if route_weights is not None:
-        terms = [term * as_rows(route_weights)[:, i : i + 1] for i, term in enumerate(terms)]
+    if mask_weights is not None:
+        terms = [term * as_rows(mask_weights)[:, i : i + 1] for i, term in enumerate(terms)]
     return sum(terms[1:], terms[0]).to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
 
 

@@ -73,20 +73,20 @@ def tensors_of(program: ExportedProgram) -> dict[str, Tensor]:
 def arguments_of(layer: Node) -> dict[str, Any]:
     """The arguments of a call of `mglu::forward`, by name."""
     given = dict(zip((argument.name for argument in ops.forward._schema.arguments), layer.args, strict=False))
-    return {"activation": "silu", "route_weights": None, **given, **layer.kwargs}
+    return {"activation": "silu", "mask_weights": None, **given, **layer.kwargs}
 
 
 def _describe_layer(layer: Node) -> LayerInfo:
     arguments = arguments_of(layer)
     weight, masks = arguments["weight"].meta["val"], arguments["packed_masks"].meta["val"]
-    route = arguments["route_weights"]
+    mask_weight = arguments["mask_weights"]
     return LayerInfo(
         n_masks=int(n_masks_of(masks)),
         out_features=int(weight.shape[0]),
         in_features=int(weight.shape[1]),
         dtype=_name(weight.dtype),
         activation=arguments["activation"],
-        route_dtype=None if route is None else _name(route.meta["val"].dtype),
+        mask_weights_dtype=None if mask_weight is None else _name(mask_weight.meta["val"].dtype),
     )
 
 

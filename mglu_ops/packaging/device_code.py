@@ -108,7 +108,7 @@ def _call(layer: LayerInfo, tokens: int) -> LayerCall:
         layer.out_features,
         layer.in_features,
         layer.activation,
-        None if layer.route_dtype is None else getattr(torch, layer.route_dtype),
+        None if layer.mask_weights_dtype is None else getattr(torch, layer.mask_weights_dtype),
     )
 
 
@@ -124,7 +124,7 @@ def _variant(call: LayerCall, gpu: Gpu) -> str:
         element=ELEMENTS[call.dtype],
         n_masks=call.n_masks,
         activation=ACTIVATIONS[call.activation].code,
-        route=-1 if call.route_dtype is None else ELEMENTS[call.route_dtype],
+        mask_weight=-1 if call.mask_weights_dtype is None else ELEMENTS[call.mask_weights_dtype],
     )
 
 

@@ -366,16 +366,16 @@ def _triton_rule(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: 
     from ..backends.triton.configs import choose
     from ..backends.triton.launch import launch
 
-    x, weight, packed_masks, activation, route_weights = _layer_arguments(*args, **(kwargs or {}))
+    x, weight, packed_masks, activation, mask_weights = _layer_arguments(*args, **(kwargs or {}))
     with mode:
         rows = x.reshape(-1, x.shape[-1])
-        routes = None if route_weights is None else route_weights.reshape(-1, route_weights.shape[-1])
+        term_weights = None if mask_weights is None else mask_weights.reshape(-1, mask_weights.shape[-1])
         tokens = rows.shape[0]
         # The launch is chosen once for all numbers of tokens: tiles of 16 tokens take any number of them.
         chosen = choose(
             n_masks_of(packed_masks), tokens if isinstance(tokens, int) else 16, wide=x.dtype is torch.float32
         )
-        result = launch(rows, weight, packed_masks, activation, routes, chosen)
+        result = launch(rows, weight, packed_masks, activation, term_weights, chosen)
         return result.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -390,9 +390,9 @@ _RULES = {"triton": _triton_rule, "composite": _composite_rule}
 
 
 def _layer_arguments(
-    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", route_weights: Tensor | None = None
+    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", mask_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, str, Tensor | None]:
-    return x, weight, packed_masks, activation, route_weights
+    return x, weight, packed_masks, activation, mask_weights
 
 
 def _store_weights(program: ExportedProgram, path: Path) -> None:

@@ -88,7 +88,7 @@ class LayerInfo:
     in_features: int
     dtype: str
     activation: str
-    route_dtype: str | None
+    mask_weights_dtype: str | None
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def settings(device: str) -> dict[str, Any]:
     """Inductor's settings for a graph that calls the shim on a device, "cpu" or "cuda"."""
     declaration = (
         f"AOTITorchError aoti_torch_{device}_mglu_forward(AtenTensorHandle x, AtenTensorHandle weight, "
-        "AtenTensorHandle packed_masks, const char* activation, AtenTensorHandle* route_weights, "
+        "AtenTensorHandle packed_masks, const char* activation, AtenTensorHandle* mask_weights, "
         "AtenTensorHandle* result)"
     )
     return {"aot_inductor.custom_ops_to_c_shims": {_OPERATOR: [declaration]}}

@@ -14,7 +14,7 @@ from .. import ops
 from ..activations import get_activation
 from ..masks import packed_shape
 from ..nn.arguments import check_masks
-from ..nn.masked_linear import top_k_routes
+from ..nn.masked_linear import top_k_mask_weights
 from ..transformers.configuration import ACTIVATIONS
 from .shards import packed_shard, packed_shard_of_logits, rows_of_rank, weight_shard
 
@@ -69,12 +69,12 @@ class ColumnParallelMGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x `[tokens, in_features]` to `[tokens, out_features / ranks]`."""
-        return ops.forward(x, self.weight, self.packed_masks, self.activation, self._route_weights(x))
+        return ops.forward(x, self.weight, self.packed_masks, self.activation, self._mask_weights(x))
 
-    def _route_weights(self, x: Tensor) -> Tensor | None:
+    def _mask_weights(self, x: Tensor) -> Tensor | None:
         if self.router is None or self.top_k is None:
             return None
-        return top_k_routes(self.router(x), self.top_k)
+        return top_k_mask_weights(self.router(x), self.top_k)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Take this rank's part of the layer's tensors in a checkpoint; vLLM's loader calls it, perhaps repeatedly.

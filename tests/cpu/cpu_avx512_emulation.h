@@ -86,9 +86,8 @@ inline __m512i _mm512_cvtepu16_epi32(__m256i a) {
     return each_<__m512i>([&](int i) { return static_cast<std::int32_t>(a.lane[i]); });
 }
 inline __m512i _mm512_slli_epi32(__m512i a, unsigned count) {
-    return each_<__m512i>([&](int i) {
-        return static_cast<std::int32_t>(static_cast<std::uint32_t>(a.lane[i]) << count);
-    });
+    return each_<__m512i>(
+        [&](int i) { return static_cast<std::int32_t>(static_cast<std::uint32_t>(a.lane[i]) << count); });
 }
 inline __m512 _mm512_castsi512_ps(__m512i a) { return loaded_<__m512>(&a); }
 inline __m512i _mm512_castps_si512(__m512 a) { return loaded_<__m512i>(&a); }
@@ -274,7 +273,8 @@ inline thread_local Tiles_ tiles_;
 inline void _tile_loadconfig(const void* config) {
     const auto* bytes = static_cast<const std::uint8_t*>(config);
     tiles_.configured = bytes[0] == 1;
-    for (int tile = 0; tile < 8; ++tile) tiles_.bytes[tile] = bytes[16 + 2 * tile], tiles_.rows[tile] = bytes[48 + tile];
+    for (int tile = 0; tile < 8; ++tile)
+        tiles_.bytes[tile] = bytes[16 + 2 * tile], tiles_.rows[tile] = bytes[48 + tile];
 }
 inline void _tile_release() { tiles_.configured = false; }
 inline void _tile_zero(int tile) { std::memset(tiles_.of(tile), 0, 1024); }
@@ -291,9 +291,7 @@ inline void _tile_stored(int tile, void* p, std::int64_t stride) {
 inline void _tile_dpbf16ps(int sums, int left, int right) {
     const auto &a = tiles_.of(left), &b = tiles_.of(right);
     auto& c = tiles_.of(sums);
-    const auto half = [](float pair, int odd) {
-        return brain_(static_cast<std::uint16_t>(bits_(pair) >> 16 * odd));
-    };
+    const auto half = [](float pair, int odd) { return brain_(static_cast<std::uint16_t>(bits_(pair) >> 16 * odd)); };
     for (int m = 0; m < 16; ++m) {
         for (int n = 0; n < 16; ++n) {
             float sum[2] = {};

@@ -88,13 +88,13 @@ double activate(Activation name, double x) {
 }
 
 void check(Isa isa, DType dtype, std::int64_t tokens, std::int64_t d, std::int64_t h, std::int64_t n,
-           Activation activation, bool routed) {
+           Activation activation, bool weighted) {
     const std::int64_t octets = (h + 7) / 8, x_stride = h + 3, w_stride = h + 1, m_stride = octets * n + 1;
     const auto rows = [](std::int64_t count, std::int64_t stride, std::int64_t width) {
         return static_cast<std::size_t>(count ? (count - 1) * stride + width : 0);
     };
     Numbers x(dtype, rows(tokens, x_stride, h)), weight(dtype, rows(d, w_stride, h));
-    Numbers route(DType::bfloat16, static_cast<std::size_t>(tokens * n));
+    Numbers mask_weight(DType::bfloat16, static_cast<std::size_t>(tokens * n));
     Numbers out(dtype, rows(tokens, d + 2, d));
     std::vector<std::uint8_t> masks(static_cast<std::size_t>(n * d * h)), packed(rows(d, m_stride, octets * n));
     const float scale = std::exp2(-std::round(std::log2(static_cast<float>(h + 1)) / 2));  // about h^-1/2
@@ -104,7 +104,7 @@ void check(Isa isa, DType dtype, std::int64_t tokens, std::int64_t d, std::int64
     for (std::int64_t r = 0; r < d; ++r) {
         for (std::int64_t k = 0; k < h; ++k) weight.set(r * w_stride + k, std::round(uniform() * 64) / 64 * scale);
     }
-    for (std::int64_t i = 0; i < tokens * n; ++i) route.set(i, std::round(uniform() * 64) / 64);
+    for (std::int64_t i = 0; i < tokens * n; ++i) mask_weight.set(i, std::round(uniform() * 64) / 64);
     for (auto& mask : masks) mask = uniform() < 0 ? 0 : 1;
 
     // Pack with the library, then copy into rows with a stride, so that the kernels read the library's own layout.
@@ -120,9 +120,26 @@ void check(Isa isa, DType dtype, std::int64_t tokens, std::int64_t d, std::int64
         for (std::int64_t i = 0; i < octets * n; ++i) packed[r * m_stride + i] = contiguous[r * octets * n + i];
     }
 
-    Forward call{x.data(), weight.data(), packed.data(), routed ? route.data() : nullptr, out.data(), nullptr,
-                 tokens, d, h, n, x_stride, w_stride, m_stride, n, 1, d + 2,
-                 dtype, DType::bfloat16, activation, isa};
+    Forward call{x.data(),
+                 weight.data(),
+                 packed.data(),
+                 weighted ? mask_weight.data() : nullptr,
+                 out.data(),
+                 nullptr,
+                 tokens,
+                 d,
+                 h,
+                 n,
+                 x_stride,
+                 w_stride,
+                 m_stride,
+                 n,
+                 1,
+                 d + 2,
+                 dtype,
+                 DType::bfloat16,
+                 activation,
+                 isa};
     std::vector<double> exact(static_cast<std::size_t>(tokens * d)), activated(exact.size());
     for (std::int64_t t = 0; t < tokens; ++t) {
         for (std::int64_t r = 0; r < d; ++r) {
@@ -132,7 +149,7 @@ void check(Isa isa, DType dtype, std::int64_t tokens, std::int64_t d, std::int64
                     const double product = static_cast<double>(x.get(t * x_stride + k)) * weight.get(r * w_stride + k);
                     (masks[(i * d + r) * h + k] ? gate : value) += product;
                 }
-                const double act = activate(activation, gate) * (routed ? route.get(t * n + i) : 1.0f);
+                const double act = activate(activation, gate) * (weighted ? mask_weight.get(t * n + i) : 1.0f);
                 exact[t * d + r] += act * value;
                 activated[t * d + r] += act;
             }
@@ -150,9 +167,9 @@ void check(Isa isa, DType dtype, std::int64_t tokens, std::int64_t d, std::int64
         }
         if (status == Status::ok && std::sqrt(error) <= budget * std::sqrt(size) + 1e-7) return;
         ++mistakes;
-        std::printf("%s, %s: status %d dtype=%lld tokens=%lld d=%lld h=%lld n=%lld act=%lld routed=%d: %g of %g\n",
+        std::printf("%s, %s: status %d dtype=%lld tokens=%lld d=%lld h=%lld n=%lld act=%lld weighted=%d: %g of %g\n",
                     isa_name(isa), what, static_cast<int>(status), (long long)dtype, (long long)tokens, (long long)d,
-                    (long long)h, (long long)n, (long long)activation, routed, std::sqrt(error), std::sqrt(size));
+                    (long long)h, (long long)n, (long long)activation, weighted, std::sqrt(error), std::sqrt(size));
     };
     const auto result = [&](std::int64_t t, std::int64_t r) -> double { return out.get(t * (d + 2) + r); };
     compare("forward", forward(call, two_threads), exact, result);
@@ -170,11 +187,11 @@ void check(Isa isa, DType dtype, std::int64_t tokens, std::int64_t d, std::int64
         for (std::int64_t i = 0; i <= n; ++i) sum += partials.get((t * entries + i) * d + r);
         return sum;
     });
-    if (!routed) return;
-    compare("partials of routes", status, exact, [&](std::int64_t t, std::int64_t r) {
+    if (!weighted) return;
+    compare("partials of term_weights", status, exact, [&](std::int64_t t, std::int64_t r) {
         double sum = 0;
         for (std::int64_t i = 0; i < n; ++i) {
-            sum += partials.get((t * entries + 1 + n + i) * d + r) * route.get(t * n + i);
+            sum += partials.get((t * entries + 1 + n + i) * d + r) * mask_weight.get(t * n + i);
         }
         return sum;
     });
@@ -207,7 +224,7 @@ void check_backward(std::int64_t tokens, std::int64_t d, std::int64_t h, std::in
     Numbers partials = numbers(kNarrow, tokens * entries * d), scaled = numbers(kNarrow, tokens * entries * d);
     Numbers products = numbers(kNarrow, n * d * h), flipped = numbers(kNarrow, entries * d * h);
     Numbers total = numbers(wide, d * h), of_weight = numbers(kNarrow, d * h), of_logits = numbers(wide, n * d * h);
-    std::vector<float> of_routes(static_cast<std::size_t>(tokens * n));
+    std::vector<float> of_mask_weights(static_cast<std::size_t>(tokens * n));
     std::vector<std::uint8_t> packed(static_cast<std::size_t>(d * octets * n));
     for (auto& byte : packed) byte = static_cast<std::uint8_t>(generator());
     const auto sign = [&](std::int64_t i, std::int64_t r, std::int64_t k) {
@@ -216,12 +233,14 @@ void check_backward(std::int64_t tokens, std::int64_t d, std::int64_t h, std::in
 
     const FlipSigns flip{weight.data(), packed.data(), flipped.data(), n, d, h, w_stride};
     const Scale times{grad.data(), partials.data(), scaled.data(), tokens, entries, d, g_stride, entries * d, d};
-    const WeightGradients gradients{total.data(), products.data(), weight.data(), packed.data(), of_weight.data(),
-                                    of_logits.data(), n, d, h, w_stride, d * h, wide, wide};
-    const RouteGradients routes{grad.data(), partials.data(), of_routes.data(), tokens, n, d, g_stride, entries * d, d};
+    const WeightGradients gradients{
+        total.data(), products.data(), weight.data(), packed.data(), of_weight.data(), of_logits.data(), n, d, h,
+        w_stride,     d * h,           wide,          wide};
+    const MaskWeightGradients term_weights{
+        grad.data(), partials.data(), of_mask_weights.data(), tokens, n, d, g_stride, entries * d, d};
     int wrong = flip_signs(flip, two_threads) != Status::ok || scale(times, two_threads) != Status::ok ||
                 weight_gradients(gradients, two_threads) != Status::ok ||
-                route_gradients(routes, two_threads) != Status::ok;
+                mask_weight_gradients(term_weights, two_threads) != Status::ok;
     for (std::int64_t r = 0; r < d; ++r) {
         for (std::int64_t k = 0; k < h; ++k) {
             const float w = weight.get(r * w_stride + k);
@@ -245,7 +264,7 @@ void check_backward(std::int64_t tokens, std::int64_t d, std::int64_t h, std::in
                 wrong += scaled.get(at) != product;
                 sum += product;
             }
-            if (i < n) wrong += of_routes[static_cast<std::size_t>(t * n + i)] != sum;
+            if (i < n) wrong += of_mask_weights[static_cast<std::size_t>(t * n + i)] != sum;
         }
     }
     if (wrong) {

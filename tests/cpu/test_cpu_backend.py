@@ -61,14 +61,14 @@ def isa(request: pytest.FixtureRequest) -> str:
 def test_every_number_of_masks_and_tokens(isa, dtype, n_masks):
     """Kernels for few and for many tokens, whole and ragged vectors, chunks of rows, panels and blocks of tokens."""
     for tokens in (1, 2, 3, 4, 5, 8, 9, 16, 17, 33):
-        layer = make_layer((tokens,), 67 + tokens, 21, n_masks, dtype=dtype, routed=tokens % 2 == 0, seed=tokens)
+        layer = make_layer((tokens,), 67 + tokens, 21, n_masks, dtype=dtype, weighted=tokens % 2 == 0, seed=tokens)
         assert_matches(run(layer, isa), oracle(layer), what=f"{tokens} tokens")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_more_tokens_and_features_than_a_block_holds(isa, dtype):
     for tokens, n_masks in ((513, 1), (700, 3), (260, 16)):
-        layer = make_layer((tokens,), 300, 53, n_masks, dtype=dtype, routed=True)
+        layer = make_layer((tokens,), 300, 53, n_masks, dtype=dtype, weighted=True)
         assert_matches(run(layer, isa), oracle(layer), what=f"{tokens} tokens, {n_masks} masks")
 
 
@@ -114,8 +114,10 @@ def test_every_layout_agrees_with_the_oracle(data):
             continue
         layer = data.draw(s.layers(dtype=data.draw(st.sampled_from(DTYPES))))
         total = layer.x.abs().double() @ layer.weight.abs().double().T
-        routes = len(layer.masks) if layer.route_weights is None else layer.route_weights.double().sum(-1, keepdim=True)
-        limit = BUDGET[layer.x.dtype] * routes * total * (total + 1) + torch.finfo(layer.x.dtype).tiny
+        term_weights = (
+            len(layer.masks) if layer.mask_weights is None else layer.mask_weights.double().sum(-1, keepdim=True)
+        )
+        limit = BUDGET[layer.x.dtype] * term_weights * total * (total + 1) + torch.finfo(layer.x.dtype).tiny
         assert ((run(layer, name).double() - oracle(layer)).abs() <= limit).all()
 
 
@@ -169,9 +171,9 @@ def test_results_are_rounded_to_nearest_and_ties_to_even(isa, dtype):
     assert torch.equal(exact.float().double(), exact)
     packed = torch.ops.mglu.pack_masks(torch.zeros(1, 1, 3, dtype=torch.bool))
     for tokens in (1, 3, len(x)):  # kernels for few tokens and for many
-        routes = torch.full((tokens, 1), 2.0)  # the gate is 0, and its sigmoid a half
+        term_weights = torch.full((tokens, 1), 2.0)  # the gate is 0, and its sigmoid a half
         for rows, expected in zip(x.split(tokens), exact.float().to(dtype).split(tokens), strict=True):
-            result = run_on("cpu", rows, weight, packed, "sigmoid", routes[: len(rows)], launch=isa)
+            result = run_on("cpu", rows, weight, packed, "sigmoid", term_weights[: len(rows)], launch=isa)
             assert torch.equal(result, expected)
 
 

@@ -24,7 +24,7 @@ from mglu_ops.backends.cpu import backward_steps as steps
 from mglu_ops.layer_call import LayerCall
 
 BF16, F32, F16, F64 = torch.bfloat16, torch.float32, torch.float16, torch.float64
-NAMES = ("x", "weight", "logits", "route_weights")
+NAMES = ("x", "weight", "logits", "mask_weights")
 COLUMNS = (0, 1, 7, 8, 31, 32, 33, 72, 257)
 
 pytestmark = [
@@ -97,12 +97,12 @@ def test_weight_gradients(kernels, logits_dtype, total_dtype):
                 assert of_logits[:, [0, -1]].isnan().all()
 
 
-def test_route_gradients(kernels):
+def test_mask_weight_gradients(kernels):
     for tokens, n_masks, columns in itertools.product((1, 9), (1, 3, 16), (*COLUMNS, 3000)):
         grad, terms = normal(tokens, columns), normal(tokens, n_masks, columns)
         exact = (grad.double()[:, None] * terms.double()).sum(-1)
         for change in (torch.clone, rows_apart):
-            found = steps.route_gradients(kernels, change(grad), change(terms))
+            found = steps.mask_weight_gradients(kernels, change(grad), change(terms))
             torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)
 
 
@@ -118,10 +118,12 @@ def test_not_finite_numbers(kernels):
 
 
 def arguments_of(layer: Layer, needs: tuple[bool, bool] = (True, True), logits_dtype=BF16) -> BackwardArguments:
-    routes = layer.route_weights
-    _, partials = torch.ops.mglu.forward_train(layer.x, layer.weight, layer.packed_masks, layer.activation, routes)
+    term_weights = layer.mask_weights
+    _, partials = torch.ops.mglu.forward_train(
+        layer.x, layer.weight, layer.packed_masks, layer.activation, term_weights
+    )
     given = layer.grad_output, layer.x, layer.weight, layer.packed_masks, partials
-    return BackwardArguments(*given, list(needs), logits_dtype, None if routes is None else routes.dtype)
+    return BackwardArguments(*given, list(needs), logits_dtype, None if term_weights is None else term_weights.dtype)
 
 
 def run(arguments: BackwardArguments) -> tuple[Tensor, ...]:
@@ -138,7 +140,7 @@ def gradients(layer: Layer, **options) -> dict[str, Tensor]:
 @pytest.mark.parametrize("density", [0.1, 0.25, 0.5, 0.75, 0.9])
 @pytest.mark.parametrize("n_masks", [1, 2, 3, 4, 5, 8, 16])
 def test_errors_are_close_to_the_naive_layers(n_masks, density):
-    layer = Layer.random("cpu", BF16, (192,), 96, 136, n_masks, density=density, route_dtype=BF16)
+    layer = Layer.random("cpu", BF16, (192,), 96, 136, n_masks, density=density, mask_weights_dtype=BF16)
     assert_as_good_as_naive(gradients(layer), layer, 1.5 if 0.25 <= density <= 0.75 else 2.5)
 
 
@@ -146,7 +148,7 @@ def test_errors_are_close_to_the_naive_layers(n_masks, density):
 def test_layers_of_any_size(data):
     size = st.integers(1, 70)
     tokens, d, h, n_masks = (data.draw(one) for one in (size, size, size, st.integers(1, 16)))
-    options = {"route_dtype": data.draw(st.sampled_from([None, BF16, F32])), "density": 0.5}
+    options = {"mask_weights_dtype": data.draw(st.sampled_from([None, BF16, F32])), "density": 0.5}
     torch.manual_seed(data.draw(st.integers(0, 2**16)))
     layer = Layer.random("cpu", BF16, (tokens,), d, h, n_masks, **options)
     exact = layer.in_plain_torch(F64)
@@ -156,9 +158,9 @@ def test_layers_of_any_size(data):
         assert (found.double() - exact[name]).norm() <= 2.0**-4 * terms, name
 
 
-@pytest.mark.parametrize("routed", [False, True])
-def test_chunks_of_tokens_and_features(monkeypatch, routed):
-    layer = Layer.random("cpu", BF16, (200,), 150, 72, 5, route_dtype=BF16 if routed else None)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_chunks_of_tokens_and_features(monkeypatch, weighted):
+    layer = Layer.random("cpu", BF16, (200,), 150, 72, 5, mask_weights_dtype=BF16 if weighted else None)
     whole = gradients(layer)
     monkeypatch.setattr(backward, "_CHUNK_NUMBERS", 1)
     parts = gradients(layer)
@@ -172,9 +174,9 @@ def test_chunks_of_tokens_and_features(monkeypatch, routed):
 @pytest.mark.parametrize("n_masks", [2, 6])
 def test_each_gradient_alone(needs, logits_dtype, n_masks):
     """Unneeded gradients are empty, needed ones have the right dtype, and no two results share memory."""
-    layer = Layer.random("cpu", BF16, (70,), 40, 72, n_masks, route_dtype=F32, logits_dtype=logits_dtype or BF16)
+    layer = Layer.random("cpu", BF16, (70,), 40, 72, n_masks, mask_weights_dtype=F32, logits_dtype=logits_dtype or BF16)
     found = run(arguments_of(layer, needs, logits_dtype))
-    shapes = layer.x.shape, layer.weight.shape, layer.logits.shape, layer.route_weights.shape
+    shapes = layer.x.shape, layer.weight.shape, layer.logits.shape, layer.mask_weights.shape
     needed = (*needs, logits_dtype is not None, True)
     dtypes = BF16, BF16, logits_dtype or BF16, F32
     for tensor, shape, is_needed, dtype in zip(found, shapes, needed, dtypes, strict=True):
@@ -186,17 +188,17 @@ def test_each_gradient_alone(needs, logits_dtype, n_masks):
     assert_as_good_as_naive({n: t for n, t in zip(NAMES, found, strict=True) if t.numel()}, layer, 1.5)
 
 
-def test_the_gradient_of_route_weights_is_not_always_needed():
-    layer = Layer.random("cpu", BF16, (20,), 40, 72, 3, route_dtype=BF16)
+def test_the_gradient_of_mask_weights_is_not_always_needed():
+    layer = Layer.random("cpu", BF16, (20,), 40, 72, 3, mask_weights_dtype=BF16)
     arguments = arguments_of(layer)
-    found = run(arguments._replace(route_dtype=None))
+    found = run(arguments._replace(mask_weights_dtype=None))
     assert found[3].numel() == 0
     assert all(map(torch.equal, found[:3], run(arguments)[:3]))
 
 
 @pytest.mark.parametrize("size", [(0, 8, 8), (3, 0, 8), (3, 8, 0), (0, 0, 0), (1, 1, 1), (1, 300, 9), (2, 1, 300)])
 def test_sizes_of_zero_and_one(size):
-    layer = Layer.random("cpu", BF16, size[:1], *size[1:], 3, route_dtype=BF16)
+    layer = Layer.random("cpu", BF16, size[:1], *size[1:], 3, mask_weights_dtype=BF16)
     exact = layer.in_plain_torch(F64)
     for name, found in zip(NAMES, run(arguments_of(layer)), strict=True):
         assert found.shape == exact[name].shape
@@ -205,7 +207,7 @@ def test_sizes_of_zero_and_one(size):
 
 @pytest.mark.parametrize("n_masks", [2, 6])
 def test_layouts_do_not_change_results(n_masks):
-    layer = Layer.random("cpu", BF16, (33,), 41, 50, n_masks, route_dtype=BF16)
+    layer = Layer.random("cpu", BF16, (33,), 41, 50, n_masks, mask_weights_dtype=BF16)
     arguments = arguments_of(layer)
     expected = run(arguments)
     grad, x, weight, masks = arguments[:4]
@@ -222,7 +224,7 @@ def test_layouts_do_not_change_results(n_masks):
 
 
 def test_repetition_does_not_change_bits():
-    arguments = arguments_of(Layer.random("cpu", BF16, (300,), 256, 200, 5, route_dtype=BF16))
+    arguments = arguments_of(Layer.random("cpu", BF16, (300,), 256, 200, 5, mask_weights_dtype=BF16))
     expected = run(arguments)
     for _ in range(3):
         assert all(map(torch.equal, run(arguments), expected))

@@ -54,7 +54,7 @@ def bfloat16_layer(tokens, in_features, out_features, n_masks, **options):
 def test_every_number_of_masks_and_tokens(isa, n_masks):
     """Whole and ragged steps of in_features, chunks and pairs of tiles of out_features, panels of tokens."""
     for tokens in (1, 2, 3, 15, 16, 17, 33):
-        layer = bfloat16_layer(tokens, 67 + tokens, 35, n_masks, routed=tokens % 2 == 0, seed=tokens)
+        layer = bfloat16_layer(tokens, 67 + tokens, 35, n_masks, weighted=tokens % 2 == 0, seed=tokens)
         assert_matches(run(layer, isa), oracle(layer), what=f"{tokens} tokens")
 
 
@@ -62,14 +62,14 @@ def test_every_number_of_masks_and_tokens(isa, n_masks):
 @pytest.mark.parametrize("isa", ISAS)
 def test_training(isa, n_masks):
     for tokens in (1, 17, 40):
-        layer = bfloat16_layer(tokens, 67 + tokens, 35, n_masks, routed=tokens == 17, seed=tokens)
+        layer = bfloat16_layer(tokens, 67 + tokens, 35, n_masks, weighted=tokens == 17, seed=tokens)
         assert_trains(layer, isa, f"{tokens} tokens")
 
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_more_tokens_and_features_than_a_block_holds(isa):
     for tokens, in_features, out_features, n_masks in ((9, 1100, 70, 1), (40, 600, 33, 2), (700, 40, 200, 1)):
-        layer = bfloat16_layer(tokens, in_features, out_features, n_masks, routed=True)
+        layer = bfloat16_layer(tokens, in_features, out_features, n_masks, weighted=True)
         assert_matches(run(layer, isa), oracle(layer), what=f"{tokens} tokens, {n_masks} masks")
 
 
@@ -101,8 +101,8 @@ def test_error_is_close_to_the_naive_layers(isa, tokens):
 def test_every_layout_agrees_with_the_oracle(data):
     layer = data.draw(s.layers(dtype=torch.bfloat16))
     total = layer.x.abs().double() @ layer.weight.abs().double().T
-    routes = len(layer.masks) if layer.route_weights is None else layer.route_weights.double().sum(-1, keepdim=True)
-    limit = BUDGET[torch.bfloat16] * routes * total * (total + 1) + torch.finfo(torch.bfloat16).tiny
+    term_weights = len(layer.masks) if layer.mask_weights is None else layer.mask_weights.double().sum(-1, keepdim=True)
+    limit = BUDGET[torch.bfloat16] * term_weights * total * (total + 1) + torch.finfo(torch.bfloat16).tiny
     for isa in ISAS:
         assert ((run(layer, isa).double() - oracle(layer)).abs() <= limit).all()
 

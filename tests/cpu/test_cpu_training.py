@@ -40,11 +40,11 @@ def kernel(request: pytest.FixtureRequest) -> tuple[str, torch.dtype]:
 
 @pytest.mark.parametrize("n_masks", quick_only_for([1, 2, 3, 16], range(1, 17)))
 def test_every_number_of_masks(kernel, n_masks):
-    """Few and many tokens, whole and ragged vectors, panels and blocks, with route weights and without them."""
+    """Few and many tokens, whole and ragged vectors, panels and blocks, with mask weights and without them."""
     isa, dtype = kernel
     for tokens in (1, 3, 8, 17, 33):
-        routed = tokens % 2 == 0 or tokens == 17
-        layer = make_layer((tokens,), 67 + tokens, 35, n_masks, dtype=dtype, routed=routed, seed=tokens)
+        weighted = tokens % 2 == 0 or tokens == 17
+        layer = make_layer((tokens,), 67 + tokens, 35, n_masks, dtype=dtype, weighted=weighted, seed=tokens)
         assert_trains(layer, isa, f"{tokens} tokens")
 
 
@@ -83,14 +83,14 @@ def test_derivative_of_relu_at_zero_and_nan(kernel):
 def test_more_tokens_and_features_than_a_block_holds(kernel):
     isa, dtype = kernel
     for tokens, out_features, n_masks in ((700, 53, 3), (40, 300, 1)):
-        layer = make_layer((tokens,), 300, out_features, n_masks, dtype=dtype, routed=n_masks > 1)
+        layer = make_layer((tokens,), 300, out_features, n_masks, dtype=dtype, weighted=n_masks > 1)
         assert_trains(layer, isa, f"{tokens} tokens, {n_masks} masks")
 
 
 def test_the_result_has_the_bits_of_inference(kernel):
     """Use more tokens than the kernels for few tokens take."""
     isa, dtype = kernel
-    layer = make_layer((40,), 90, 50, 3, dtype=dtype, routed=True)
+    layer = make_layer((40,), 90, 50, 3, dtype=dtype, weighted=True)
     assert torch.equal(forward_train(layer, isa)[0], run(layer, isa))
 
 
@@ -114,15 +114,17 @@ def test_any_layout(data):
     dtype = data.draw(st.sampled_from(DTYPES))
     layer = data.draw(s.layers(dtype=dtype))
     x = layer.x.reshape(math.prod(layer.x.shape[:-1]), layer.x.shape[-1])
-    route = layer.route_weights
-    layer = layer.with_(x=x, route_weights=None if route is None else route.reshape(len(x), route.shape[-1]))
+    mask_weight = layer.mask_weights
+    layer = layer.with_(
+        x=x, mask_weights=None if mask_weight is None else mask_weight.reshape(len(x), mask_weight.shape[-1])
+    )
     if x.shape[1] == 0:
         return
     y, partials = forward_train(layer)
     exact = exact_partials(layer)
     total = x.abs().double() @ layer.weight.abs().double().T
-    routes = len(layer.masks) if route is None else layer.route_weights.double().sum(-1, keepdim=True).abs()
-    limit = BUDGET[dtype] * (routes + 1) * (total + 1) ** 2 + torch.finfo(dtype).tiny
+    term_weights = len(layer.masks) if mask_weight is None else layer.mask_weights.double().sum(-1, keepdim=True).abs()
+    limit = BUDGET[dtype] * (term_weights + 1) * (total + 1) ** 2 + torch.finfo(dtype).tiny
     assert ((y.double() - oracle(layer)).abs() <= limit).all()
     assert ((partials.double() - exact).abs() <= limit[:, None]).all()
 

@@ -167,15 +167,15 @@ def test_tile_wgmma_compiles_for_masks_without_a_tensor_map(tokens: int, tmp_pat
     _check(call, HOPPER, config, tmp_path)
 
 
-@pytest.mark.parametrize("routed", quick_only_for([False], [False, True]))
+@pytest.mark.parametrize("weighted", quick_only_for([False], [False, True]))
 @pytest.mark.parametrize("shape", quick_only_for([(8192, 2048)], [(8192, 2048), (14336, 4096)]))
 @pytest.mark.parametrize("tokens", quick_only_for([8192], [128, 2048, 8192]))
 @pytest.mark.parametrize("n_masks", quick_only_for([1, 4, 11, 16], range(1, 17)))
 def test_tiles_of_training_compile_without_spills(
-    n_masks: int, tokens: int, shape: tuple[int, int], routed: bool, tmp_path: Path
+    n_masks: int, tokens: int, shape: tuple[int, int], weighted: bool, tmp_path: Path
 ) -> None:
-    dtype, route = (torch.bfloat16, torch.float16)[n_masks % 2], torch.float32 if routed else None
-    call = LayerCall.contiguous(torch.device("cuda"), dtype, n_masks, tokens, *shape, route_dtype=route)
+    dtype, mask_weight = (torch.bfloat16, torch.float16)[n_masks % 2], torch.float32 if weighted else None
+    call = LayerCall.contiguous(torch.device("cuda"), dtype, n_masks, tokens, *shape, mask_weights_dtype=mask_weight)
     config = training_choice(call, HOPPER)
     assert config is not None
     _check(call, HOPPER, config, tmp_path)
@@ -225,9 +225,9 @@ def _training_step_variants(
     yield "scale", steps.scale_macros(dtype, n_masks + 1, vector)
     for dtypes in ((dtype, dtype), (dtype, wide), (wide, wide), (None, wide)):
         yield "weight_gradients", steps.weight_gradients_macros(dtype, wide, n_masks, *dtypes, vector)
-    yield "route_gradients", steps.route_gradients_macros(dtype, n_masks, wide, vector)
-    for route_dtype in (None, wide):
-        yield "partials", steps.partials_macros(dtype, wide, n_masks, activation, route_dtype, vector)
+    yield "mask_weight_gradients", steps.mask_weight_gradients_macros(dtype, n_masks, wide, vector)
+    for mask_weights_dtype in (None, wide):
+        yield "partials", steps.partials_macros(dtype, wide, n_masks, activation, mask_weights_dtype, vector)
 
 
 @pytest.mark.parametrize("vector", [True, False])

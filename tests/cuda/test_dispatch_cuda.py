@@ -241,19 +241,19 @@ def test_a_repeated_call_is_not_chosen_again(launched: list[tuple[int, ...]], mo
 
 
 def test_a_changed_call_is_chosen_again(launched: list[tuple[int, ...]]) -> None:
-    def route(dtype: torch.dtype = torch.float32, stride: int = 1) -> Any:
+    def mask_weight(dtype: torch.dtype = torch.float32, stride: int = 1) -> Any:
         return OnGpu(torch.empty(6, 4 * stride, dtype=dtype)[:, ::stride])
 
     x, weight, packed = layer(6, d=64, h=64)
     dispatch.forward(x, weight, packed, "silu", None)
-    dispatch.forward(x, weight, packed, "silu", route())
+    dispatch.forward(x, weight, packed, "silu", mask_weight())
     wide = torch.empty(64, 128, dtype=torch.bfloat16)
     changed = {
         "tokens": (*layer(5, d=64, h=64), "silu", None),
         "rank": (OnGpu(x.tensor.view(2, 3, 64)), weight, packed, "silu", None),
         "activation": (x, weight, packed, "gelu", None),
-        "route dtype": (x, weight, packed, "silu", route(torch.bfloat16)),
-        "route strides": (x, weight, packed, "silu", route(stride=2)),
+        "mask_weight dtype": (x, weight, packed, "silu", mask_weight(torch.bfloat16)),
+        "mask_weight strides": (x, weight, packed, "silu", mask_weight(stride=2)),
         "dtype": (*layer(6, d=64, h=64, dtype=torch.float16), "silu", None),
         "weight dtype": (x, OnGpu(weight.tensor.half()), packed, "silu", None),
         "masks dtype": (x, weight, OnGpu(packed.tensor.to(torch.int8)), "silu", None),
@@ -274,7 +274,7 @@ def test_a_changed_call_is_chosen_again(launched: list[tuple[int, ...]]) -> None
     with mglu_ops.set_batch_invariant_mode():
         assert dispatch.repeat(x, weight, packed, "silu", None) is None
     assert dispatch.repeat(x, weight, packed, "silu", None) is not None
-    assert dispatch.repeat(x, weight, packed, "silu", route()) is not None
+    assert dispatch.repeat(x, weight, packed, "silu", mask_weight()) is not None
 
 
 def test_a_view_of_known_rows_is_known_from_its_second_call_on(launched: list[tuple[int, ...]]) -> None:
@@ -361,13 +361,13 @@ def test_tensor_maps_are_encoded_once_for_each_address(
     assert config.permuted == permuted
     sequence = config.sequence(call, KNOWN_GPUS[9, 0], 0)
     assert (sequence.workspace_bytes > 0) is permuted
-    workspace, route, out = 9, 0, 8
+    workspace, mask_weight, out = 9, 0, 8
     for x, weight, masks in ((1, 2, 3), (1, 2, 3), (4, 2, 3), (1, 5, 6)):
-        sequence(7, workspace, x, weight, masks, route, out)
+        sequence(7, workspace, x, weight, masks, mask_weight, out)
         last, addresses, maps = Recorder.calls[-1]
         boxed = (weight, masks) if permuted else (x, weight, masks)
         assert (last, maps) == ("tile_wgmma", b"".join(bytes([one]) * MAP_BYTES for one in boxed))
-        assert addresses == (7, workspace if permuted else x, weight, masks, route, out)
+        assert addresses == (7, workspace if permuted else x, weight, masks, mask_weight, out)
         if permuted:
             assert Recorder.calls[-2] == ("permute_x", (7, x, 0, 0, 0, workspace), None)
     assert encoded == [2, 3, *([] if permuted else [1, 4]), 5, 6]

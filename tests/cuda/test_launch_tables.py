@@ -89,7 +89,7 @@ def test_an_entry_serves_only_its_gpu_and_problem(tmp_path: Path, monkeypatch: p
         found = choose(other, H200)
         assert found.origin in ("the cost model", "the batch-invariant order")
         assert found.config == without_tables(other, H200)
-    for same in (replace(CALL, activation="gelu"), replace(CALL, route_dtype=torch.float32)):
+    for same in (replace(CALL, activation="gelu"), replace(CALL, mask_weights_dtype=torch.float32)):
         assert choose(same, H200).config == BETTER
 
 

@@ -15,23 +15,25 @@ from mglu_ops.layer_call import LayerCall
 HOPPER = KNOWN_GPUS[9, 0]
 
 
-def training_call(n_masks: int, tokens: int, shape: tuple[int, int], routed: bool = False) -> LayerCall:
-    route = torch.float32 if routed else None
-    return LayerCall.contiguous(torch.device("cuda"), torch.bfloat16, n_masks, tokens, *shape, route_dtype=route)
+def training_call(n_masks: int, tokens: int, shape: tuple[int, int], weighted: bool = False) -> LayerCall:
+    mask_weight = torch.float32 if weighted else None
+    return LayerCall.contiguous(
+        torch.device("cuda"), torch.bfloat16, n_masks, tokens, *shape, mask_weights_dtype=mask_weight
+    )
 
 
-@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("n_masks", range(1, 17))
-def test_training_has_a_launch_for_every_aligned_call(n_masks: int, routed: bool) -> None:
+def test_training_has_a_launch_for_every_aligned_call(n_masks: int, weighted: bool) -> None:
     for tokens, shape in ((1, (64, 64)), (33, (72, 320)), (8192, (1000, 4096)), (32768, (28672, 8192))):
-        call = training_call(n_masks, tokens, shape, routed)
+        call = training_call(n_masks, tokens, shape, weighted)
         config = training_choice(call, HOPPER)
         assert isinstance(config, TrainingTile)
         assert config.violation(call, HOPPER) is None
         assert config.stages >= 3
         assert not config.sparse
         result, partials = config.results(call)
-        assert (result.width, partials.width) == (shape[0], (n_masks * (1 + routed) + 1) * shape[0])
+        assert (result.width, partials.width) == (shape[0], (n_masks * (1 + weighted) + 1) * shape[0])
         assert partials.width == partials_of(call) * shape[0]
         assert result.height == partials.height == tokens
         # Pretend that TMA cannot load x.
@@ -57,7 +59,7 @@ def test_tile_wgmma_declines_results_that_tma_cannot_store() -> None:
     ("settings", "words"),
     [
         ({"sparse": True, "permuted": False}, "sparse: not in training"),
-        ({"routed": True}, "routed: got True, for route weights None"),
+        ({"weighted": True}, "weighted: got True, for mask weights None"),
         ({"box_tokens": 12}, "box_tokens: got 12, must be a multiple of 8 that divides 64"),
         ({"box_tokens": 24}, "box_tokens: got 24, must be a multiple of 8 that divides 64"),
         ({"box_tokens": 64}, "bytes of shared memory a block, more than"),

@@ -53,15 +53,15 @@ def test_flip_signs(n_masks: int, with_weight: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("activation", "n_masks", "dtype", "route_dtype"),
+    ("activation", "n_masks", "dtype", "mask_weights_dtype"),
     family(ACTIVATIONS, [3, 2, 16, 1], [BF16, F16], [None, F32, F16]),
 )
-def test_partials(activation: str, n_masks: int, dtype: torch.dtype, route_dtype: torch.dtype | None) -> None:
+def test_partials(activation: str, n_masks: int, dtype: torch.dtype, mask_weights_dtype: torch.dtype | None) -> None:
     for (tokens, columns), products_dtype in itertools.product(SHAPES, (F32, dtype)):
-        route = None if route_dtype is None else torch.rand(n_masks, tokens).to(route_dtype).t()
+        mask_weight = None if mask_weights_dtype is None else torch.rand(n_masks, tokens).to(mask_weights_dtype).t()
         products = 2 * normal(tokens, n_masks + 1, columns, dtype=products_dtype)
-        checks.check_partials(products, dtype, activation, route)
-        checks.check_partials(products, dtype, activation, route, rows_apart=8)
+        checks.check_partials(products, dtype, activation, mask_weight)
+        checks.check_partials(products, dtype, activation, mask_weight, rows_apart=8)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -104,11 +104,11 @@ def test_weight_gradients(
             checks.check_weight_gradients(weight, masks, total, products, weight_dtype, logits_dtype, in_place=True)
 
 
-@pytest.mark.parametrize(("n_masks", "route_dtype"), family([1, 3], [F32, BF16]))
-def test_route_gradients(n_masks: int, route_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("n_masks", "mask_weights_dtype"), family([1, 3], [F32, BF16]))
+def test_mask_weight_gradients(n_masks: int, mask_weights_dtype: torch.dtype) -> None:
     for tokens, columns in SHAPES:
         terms = normal(tokens, 2 * n_masks + 1, columns)[:, n_masks + 1 :]
-        checks.check_route_gradients(normal(tokens, columns), terms, route_dtype)
+        checks.check_mask_weight_gradients(normal(tokens, columns), terms, mask_weights_dtype)
 
 
 # --- Whole steps ----------------------------------------------------------------------------------------------------
@@ -148,17 +148,17 @@ def run(
     layer: Layer,
     needs: Sequence[bool] = (True, True),
     logits: bool = True,
-    routes: bool = True,
+    term_weights: bool = True,
 ) -> dict[str, Tensor]:
     """Return the result and gradients of a step, with empty tensors for gradients that are not needed."""
     operands = layer.x, layer.weight, layer.packed_masks
-    call = LayerCall.of(*operands, layer.activation, layer.route_weights)
-    y, partials = training.ForwardTrain(call)(*operands, layer.route_weights)
+    call = LayerCall.of(*operands, layer.activation, layer.mask_weights)
+    y, partials = training.ForwardTrain(call)(*operands, layer.mask_weights)
     assert y.is_contiguous()
     assert partials.is_contiguous()
     logits_dtype = layer.logits.dtype if logits else None
-    route_dtype = layer.route_weights.dtype if routes and layer.route_weights is not None else None
-    arguments = BackwardArguments(layer.grad_output, *operands, partials, needs, logits_dtype, route_dtype)
+    mask_weights_dtype = layer.mask_weights.dtype if term_weights and layer.mask_weights is not None else None
+    arguments = BackwardArguments(layer.grad_output, *operands, partials, needs, logits_dtype, mask_weights_dtype)
     grads = training.Backward(call)(arguments)
     assert all(grad.is_contiguous() for grad in grads)
     assert len({grad.untyped_storage().data_ptr() for grad in grads if grad.numel()}) == sum(
@@ -168,26 +168,27 @@ def run(
 
 
 @pytest.mark.parametrize(
-    ("n_masks", "density", "dtype", "route_dtype"), family([4, 1, 16], [0.5, 0.25, 0.9], [BF16, F16], [None, BF16])
+    ("n_masks", "density", "dtype", "mask_weights_dtype"),
+    family([4, 1, 16], [0.5, 0.25, 0.9], [BF16, F16], [None, BF16]),
 )
 def test_errors_are_close_to_the_naive_layers(
-    n_masks: int, density: float, dtype: torch.dtype, route_dtype: torch.dtype | None
+    n_masks: int, density: float, dtype: torch.dtype, mask_weights_dtype: torch.dtype | None
 ) -> None:
-    layer = Layer.random("cpu", dtype, (96,), 136, 200, n_masks, density=density, route_dtype=route_dtype)
+    layer = Layer.random("cpu", dtype, (96,), 136, 200, n_masks, density=density, mask_weights_dtype=mask_weights_dtype)
     found = run(layer)
-    if route_dtype is None:
-        assert found.pop("route_weights").numel() == 0
+    if mask_weights_dtype is None:
+        assert found.pop("mask_weights").numel() == 0
     checks.assert_as_good_as_naive(found, layer, 1.5 if density < 0.9 else 2.5)
 
 
 @pytest.mark.long
 def test_several_chunks_give_the_gradients_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = Layer.random("cpu", BF16, (40,), 300, 72, 3, route_dtype=F32)
+    layer = Layer.random("cpu", BF16, (40,), 300, 72, 3, mask_weights_dtype=F32)
     whole = run(layer)
     monkeypatch.setattr(training, "_SMALLEST_CHUNK", 1)
     assert len(training.feature_chunks(40, 3, 300, 72, training.BACKWARD_CHUNKS)) == 3
     found = run(layer)
-    for name in ("y", "weight", "logits", "route_weights"):
+    for name in ("y", "weight", "logits", "mask_weights"):
         assert torch.equal(found[name], whole[name]), name
     torch.testing.assert_close(found["x"], whole["x"], rtol=0.02, atol=0.05)
     checks.assert_as_good_as_naive(found, layer, 1.5)
@@ -195,7 +196,7 @@ def test_several_chunks_give_the_gradients_of_one(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("needs", sample(list(itertools.product([True, False], repeat=4)), 5))
 def test_each_subset_of_gradients(needs: tuple[bool, bool, bool, bool]) -> None:
-    layer = Layer.random("cpu", BF16, (9,), 24, 40, 2, route_dtype=F32)
+    layer = Layer.random("cpu", BF16, (9,), 24, 40, 2, mask_weights_dtype=F32)
     whole, found = run(layer), run(layer, needs[:2], *needs[2:])
     for name, needed in zip(checks.NAMES, needs, strict=True):
         assert torch.equal(found[name], whole[name]) if needed else found[name].numel() == 0
@@ -207,34 +208,34 @@ ODD_SIZES = [(0, 24, 40), (1, 24, 40), (5, 0, 40), (5, 24, 0), (7, 13, 21)]
 @pytest.mark.parametrize("sizes", quick_only_for([ODD_SIZES[0], ODD_SIZES[-1]], ODD_SIZES), ids=str)
 def test_sizes_of_zero_one_and_odd_numbers(sizes: tuple[int, int, int]) -> None:
     tokens, d, h = sizes
-    layer = Layer.random("cpu", F16, (tokens,), d, h, 3, route_dtype=F32)
+    layer = Layer.random("cpu", F16, (tokens,), d, h, 3, mask_weights_dtype=F32)
     for name, found in run(layer).items():
         exact = layer.in_plain_torch(torch.float64)[name]
         torch.testing.assert_close(found.double(), exact, rtol=0.02, atol=0.02, msg=name)
 
 
 @pytest.mark.parametrize("logits_dtype", quick_only_for([F32], [F32, F16, torch.float64]))
-def test_dtypes_of_logits_and_routes(logits_dtype: torch.dtype) -> None:
-    layer = Layer.random("cpu", BF16, (33,), 40, 64, 3, logits_dtype=logits_dtype, route_dtype=F32)
+def test_dtypes_of_logits_and_mask_weights(logits_dtype: torch.dtype) -> None:
+    layer = Layer.random("cpu", BF16, (33,), 40, 64, 3, logits_dtype=logits_dtype, mask_weights_dtype=F32)
     found = run(layer)
     assert found["logits"].dtype is logits_dtype
-    assert found["route_weights"].dtype is F32
+    assert found["mask_weights"].dtype is F32
     checks.assert_as_good_as_naive(found, layer, 1.5)
 
 
 @pytest.mark.parametrize("d", quick_only_for([24], [24, 21]))
 def test_any_strides_give_the_same_bits(d: int) -> None:
-    layer = Layer.random("cpu", BF16, (10,), d, 40, 3, route_dtype=F32)
+    layer = Layer.random("cpu", BF16, (10,), d, 40, 3, mask_weights_dtype=F32)
     layer.grad_output = layer.grad_output[:1].repeat(10, 1)
     whole = run(layer)
-    assert layer.route_weights is not None
-    for x, weight, grad, routes in (
+    assert layer.mask_weights is not None
+    for x, weight, grad, term_weights in (
         (layer.x.t().contiguous().t(), checks.rows_apart(layer.weight), layer.grad_output[:1].expand(10, d), "t"),
         (checks.unaligned(layer.x), checks.unaligned(layer.weight), checks.unaligned(layer.grad_output), ""),
         (checks.rows_apart(layer.x, 3), layer.weight.t().contiguous().t(), layer.grad_output.t().contiguous().t(), ""),
     ):
-        route_weights = layer.route_weights.t().contiguous().t() if routes else layer.route_weights
-        other = Layer(x, weight, layer.logits, route_weights, grad)
+        mask_weights = layer.mask_weights.t().contiguous().t() if term_weights else layer.mask_weights
+        other = Layer(x, weight, layer.logits, mask_weights, grad)
         for name, tensor in run(other).items():
             torch.testing.assert_close(tensor, whole[name], rtol=0.02, atol=1e-2, msg=name)
 

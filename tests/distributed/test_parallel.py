@@ -65,7 +65,7 @@ def test_four_tensor_parallel_ranks_equal_one_process(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_layers_equal_one_process(backend: str, tmp_path: Path) -> None:
-    kinds = ["fixed", "routed", *(["learned"] if backend == "inductor" else [])]
+    kinds = ["fixed", "weighted", *(["learned"] if backend == "inductor" else [])]
     run_on_ranks(tensor_parallel.run_compiled, tmp_path, *ON_CPU, backend, kinds)
 
 

@@ -56,21 +56,23 @@ CASES: list[tuple[LaunchConfig | None, torch.dtype, Shape]] = [
 ]
 
 
-def run(config: LaunchConfig | None, dtype: torch.dtype, shape: Shape, route: bool, kernels: Sequence[str]) -> bool:
+def run(
+    config: LaunchConfig | None, dtype: torch.dtype, shape: Shape, mask_weight: bool, kernels: Sequence[str]
+) -> bool:
     """Run a call and check its result, or return False without running it if its kernel is not in `kernels`."""
     tokens, d, h, n_masks = shape
     x = torch.randn(tokens, h).to(dtype)
     weight = (torch.randn(d, h) / h**0.5).to(dtype)
     masks = torch.rand(n_masks, d, h) < 0.5
     used = torch.rand(n_masks) < 0.4  # no token takes the other masks
-    routes = torch.rand(tokens, n_masks) * used if route else None
-    on_gpu = [None if t is None else t.cuda() for t in (x, weight, pack(masks), routes)]
+    term_weights = torch.rand(tokens, n_masks) * used if mask_weight else None
+    on_gpu = [None if t is None else t.cuda() for t in (x, weight, pack(masks), term_weights)]
     operands = (*on_gpu[:3], "silu", on_gpu[3])
     launched = config or launch_of(*operands).config  # type: ignore[arg-type] # of None or not
     if kernels and launched.kernel not in kernels:
         return False
     result = run_on("cuda", *operands, launch=config)  # type: ignore[arg-type]
-    assert_matches(result.cpu(), reference.forward(x, weight, masks, "silu", routes), dtype, f"{config} {shape}")
+    assert_matches(result.cpu(), reference.forward(x, weight, masks, "silu", term_weights), dtype, f"{config} {shape}")
     return True
 
 
@@ -114,7 +116,7 @@ def not_for_tiles(*arguments: Any, **keywords: Any) -> Tensor:
 
 
 def run_training(cases: Sequence[tuple[torch.dtype, Shape]]) -> None:
-    """Run forward and backward with all gradients, with route weights and without.
+    """Run forward and backward with all gradients, with mask weights and without.
 
     Whichever is faster, TILED_STEPS use `tile_wgmma` and `backward_gemm`, and LIBRARY_STEPS use library GEMMs.
     """
@@ -126,20 +128,20 @@ def run_training(cases: Sequence[tuple[torch.dtype, Shape]]) -> None:
         patch.object(torch, "addmm", addmm),
     ):
         for dtype, shape in cases:
-            for route_dtype in (None, torch.float32):
-                run_step(dtype, shape, route_dtype)
+            for mask_weights_dtype in (None, torch.float32):
+                run_step(dtype, shape, mask_weights_dtype)
 
 
-def run_step(dtype: torch.dtype, shape: Shape, route_dtype: torch.dtype | None) -> None:
+def run_step(dtype: torch.dtype, shape: Shape, mask_weights_dtype: torch.dtype | None) -> None:
     """Run forward and backward of one layer, and check the result and all gradients."""
     tokens, d, h, n_masks = shape
-    layer = Layer.random("cpu", dtype, (tokens,), d, h, n_masks, route_dtype=route_dtype)
+    layer = Layer.random("cpu", dtype, (tokens,), d, h, n_masks, mask_weights_dtype=mask_weights_dtype)
     exact = layer.in_plain_torch(torch.float64)
-    tensors = (layer.x, layer.weight, pack(layer.logits > 0), layer.grad_output, layer.route_weights)
-    x, weight, packed, grad_output, routes = (None if t is None else t.cuda() for t in tensors)
-    call = LayerCall.of(x, weight, packed, "silu", routes)  # type: ignore[arg-type]
+    tensors = (layer.x, layer.weight, pack(layer.logits > 0), layer.grad_output, layer.mask_weights)
+    x, weight, packed, grad_output, term_weights = (None if t is None else t.cuda() for t in tensors)
+    call = LayerCall.of(x, weight, packed, "silu", term_weights)  # type: ignore[arg-type]
     forward = BACKENDS["cuda"].prepare_forward_train(call)
-    y, partials = forward(x, weight, packed, routes)  # type: ignore[arg-type]
+    y, partials = forward(x, weight, packed, term_weights)  # type: ignore[arg-type]
     arguments = BackwardArguments(
         grad_output,  # type: ignore[arg-type]
         x,  # type: ignore[arg-type]
@@ -148,7 +150,7 @@ def run_step(dtype: torch.dtype, shape: Shape, route_dtype: torch.dtype | None) 
         partials,
         (True, True),
         dtype,
-        route_dtype,
+        mask_weights_dtype,
     )
     grads = BACKENDS["cuda"].prepare_backward(call)(arguments)
     for name, found in zip(("y", *NAMES), (y, *grads), strict=True):
@@ -162,7 +164,7 @@ def main(kernels: Sequence[str]) -> None:
     "plain" includes packing and training by library GEMMs; "backward_gemm" is training by `tile_wgmma` and it.
     """
     torch.manual_seed(0)
-    calls = sum(run(*case, route=index % 3 == 0, kernels=kernels) for index, case in enumerate(CASES))
+    calls = sum(run(*case, mask_weights_dtype=index % 3 == 0, kernels=kernels) for index, case in enumerate(CASES))
     if not kernels or "plain" in kernels:
         run_packing()
         run_training(LIBRARY_STEPS)

@@ -59,7 +59,7 @@ def test_ragged_shapes(d: int, h: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("n_masks", range(1, 17))
 @pytest.mark.parametrize("tokens", [20, 100])
 def test_every_mask_count_and_more_tokens(tokens: int, n_masks: int) -> None:
-    Problem(tokens, 208, 544, n_masks, route=torch.float32 if n_masks % 3 == 0 else None).check()
+    Problem(tokens, 208, 544, n_masks, mask_weights_dtype=torch.float32 if n_masks % 3 == 0 else None).check()
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -160,37 +160,37 @@ def test_real_shapes(shape: tuple[int, int], n_masks: int, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("route", DTYPES)
-def test_route_weights(route: torch.dtype, dtype: torch.dtype, tokens: int) -> None:
-    Problem(tokens, 48, 320, 6, dtype, route=route).check()
-    strided = Problem(tokens, 48, 320, 6, dtype, route=route)
-    assert strided.route is not None
-    strided.route = torch.rand(6, tokens * 2, device="cuda").to(route)[:, ::2].t()
+@pytest.mark.parametrize("mask_weight", DTYPES)
+def test_mask_weights(mask_weight: torch.dtype, dtype: torch.dtype, tokens: int) -> None:
+    Problem(tokens, 48, 320, 6, dtype, mask_weights_dtype=mask_weight).check()
+    strided = Problem(tokens, 48, 320, 6, dtype, mask_weights_dtype=mask_weight)
+    assert strided.mask_weights is not None
+    strided.mask_weights = torch.rand(6, tokens * 2, device="cuda").to(mask_weight)[:, ::2].t()
     strided.check()
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("n_masks", [5, 6, 7, 8, 11, 12, 16])
 @pytest.mark.parametrize("top_k", [0, 1, 2, 4, 5])
-def test_top_k_routes(top_k: int, n_masks: int, dtype: torch.dtype) -> None:
+def test_top_k_mask_weights(top_k: int, n_masks: int, dtype: torch.dtype) -> None:
     for tokens in (1, 2, 5, 8, 20):
         p = Problem(tokens, 80, 544, n_masks, dtype)
-        p.route = top_k_routes(tokens, n_masks, top_k)
+        p.mask_weights = top_k_mask_weights(tokens, n_masks, top_k)
         p.check()
 
 
 @pytest.mark.parametrize("n_masks", [6, 8, 16])
-def test_a_row_does_not_depend_on_the_masks_that_others_route_to(n_masks: int) -> None:
+def test_a_row_does_not_depend_on_the_masks_that_others_weigh(n_masks: int) -> None:
     p = Problem(8, 2048, 1024, n_masks)
-    x, route = p.x, top_k_routes(8, n_masks, 2)
-    p.route = route
+    x, mask_weight = p.x, top_k_mask_weights(8, n_masks, 2)
+    p.mask_weights = mask_weight
     everyone = p.run()
     for tokens in (2, 3, 5):
-        p.x, p.route = x[:tokens], route[:tokens]
+        p.x, p.mask_weights = x[:tokens], mask_weight[:tokens]
         assert torch.equal(p.run(), everyone[:tokens]), tokens
 
 
-def top_k_routes(tokens: int, n_masks: int, top_k: int) -> Tensor:
+def top_k_mask_weights(tokens: int, n_masks: int, top_k: int) -> Tensor:
     """Give each token weights for `top_k` random masks, and 0 for the other masks."""
     weights = torch.rand(tokens, n_masks, device="cuda") + 0.1
     order = torch.rand(tokens, n_masks, device="cuda").argsort(-1)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("where", ["x", "weight", "route_weights"])
+@pytest.mark.parametrize("where", ["x", "weight", "mask_weights"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_no_nan_is_hidden_and_no_wrong_number_comes_out(dtype: torch.dtype, where: str, value: float) -> None:
     """One, few and many tokens and ragged sizes run on different kernels; training is tested as well."""
@@ -28,14 +28,14 @@ def test_no_nan_is_hidden_and_no_wrong_number_comes_out(dtype: torch.dtype, wher
         operands = {
             "x": torch.randn(tokens, in_features, device="cuda").to(dtype),
             "weight": (torch.randn(out_features, in_features, device="cuda") / in_features**0.5).to(dtype),
-            "route_weights": torch.rand(tokens, n_masks, device="cuda").to(dtype),
+            "mask_weights": torch.rand(tokens, n_masks, device="cuda").to(dtype),
         }
         operands[where][1 if where == "weight" else tokens - 1, -1] = value
-        x, weight, routes = operands.values()
+        x, weight, term_weights = operands.values()
         masks = torch.rand(n_masks, out_features, in_features, device="cuda") > 0.5
         packed = mglu.pack_masks(masks)
         for y in (
-            mglu.forward(x, weight, packed, activation, routes),
-            mglu.forward_train(x, weight, packed, activation, routes)[0],
+            mglu.forward(x, weight, packed, activation, term_weights),
+            mglu.forward_train(x, weight, packed, activation, term_weights)[0],
         ):
-            assert_right_or_not_finite(y, x, weight, masks, activation, routes)
+            assert_right_or_not_finite(y, x, weight, masks, activation, term_weights)

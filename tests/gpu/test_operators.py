@@ -33,8 +33,8 @@ def problem(
     x = torch.randn(*tokens, h, device="cuda").to(dtype)
     weight = (torch.randn(d, h, device="cuda") / h**0.5).to(dtype)
     logits = torch.randn(n_masks, d, h, device="cuda").to(dtype)
-    route = torch.rand(*tokens, n_masks, device="cuda").to(dtype)
-    return x, weight, logits, route
+    mask_weight = torch.rand(*tokens, n_masks, device="cuda").to(dtype)
+    return x, weight, logits, mask_weight
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -45,9 +45,9 @@ def problem(
 def test_forward_agrees_with_the_oracle(
     dtype: torch.dtype, n_masks: int, tokens: tuple[int, ...], d: int, h: int
 ) -> None:
-    x, weight, logits, route = problem(tokens, d, h, n_masks, dtype)
+    x, weight, logits, mask_weight = problem(tokens, d, h, n_masks, dtype)
     packed = torch.ops.mglu.pack_masks(logits > 0)
-    for weights in (None, route):
+    for weights in (None, mask_weight):
         result = torch.ops.mglu.forward(x, weight, packed, "silu", weights)
         assert_matches(result, reference.forward(x, weight, logits > 0, "silu", weights))
 
@@ -56,13 +56,13 @@ def test_forward_agrees_with_the_oracle(
 @pytest.mark.parametrize("n_masks", [1, 4])
 def test_gradients_agree_with_the_oracle_and_the_naive_layer(dtype: torch.dtype, n_masks: int) -> None:
     inputs = [t.requires_grad_() for t in problem((7, 9), 160, 200, n_masks, dtype)]
-    x, weight, logits, route = inputs
-    y, _ = torch.ops.mglu.forward_ste(x, weight, logits, "gelu", route)
+    x, weight, logits, mask_weight = inputs
+    y, _ = torch.ops.mglu.forward_ste(x, weight, logits, "gelu", mask_weight)
     grad = torch.randn_like(y)
     found = torch.autograd.grad(y, inputs, grad)
 
     def oracle_gradients(precision: torch.dtype) -> tuple[Tensor, ...]:
-        xs, ws, rs = (t.detach().to(precision).requires_grad_() for t in (x, weight, route))
+        xs, ws, rs = (t.detach().to(precision).requires_grad_() for t in (x, weight, mask_weight))
         masks = (logits > 0).to(precision).requires_grad_()
         total: Tensor | float = 0.0
         for i in range(n_masks):
@@ -73,7 +73,7 @@ def test_gradients_agree_with_the_oracle_and_the_naive_layer(dtype: torch.dtype,
         return torch.autograd.grad(total, (xs, ws, masks, rs), grad.to(precision))
 
     oracle, naive = oracle_gradients(torch.float64), oracle_gradients(dtype)
-    for name, ours, theirs, exact in zip(("x", "weight", "logits", "route"), found, naive, oracle, strict=True):
+    for name, ours, theirs, exact in zip(("x", "weight", "logits", "mask_weight"), found, naive, oracle, strict=True):
         assert_matches(ours, exact, dtype, name)
         if dtype in (torch.float16, torch.bfloat16):
             assert relative_error(ours, exact) <= NAIVE_FACTOR * relative_error(theirs, exact), name
@@ -97,15 +97,15 @@ def test_cuda_graph_replay_is_bit_equal_to_eager(dtype: torch.dtype) -> None:
 
 
 def test_tokens_run_on_the_cuda_backend() -> None:
-    x, weight, logits, route = problem((2, 3), 264, 520, 4, torch.bfloat16)
+    x, weight, logits, mask_weight = problem((2, 3), 264, 520, 4, torch.bfloat16)
     packed = torch.ops.mglu.pack_masks(logits > 0)
     assert mglu_ops.explain_dispatch(x, weight, packed).backend == "cuda"
     many = "cuda" if torch.cuda.get_device_capability() == (9, 0) else "composite"
     assert mglu_ops.explain_dispatch(x.repeat(100, 1, 1), weight, packed).backend == many
     assert mglu_ops.explain_dispatch(x.repeat(100, 1, 1)[..., :519], weight[:, :519], packed).backend == "composite"
-    expected = reference.forward(x, weight, logits > 0, "silu", route)
+    expected = reference.forward(x, weight, logits > 0, "silu", mask_weight)
     for backend in ("cuda", "composite"):
-        assert_matches(dispatch.forward(x, weight, packed, "silu", route, backend=backend), expected)
+        assert_matches(dispatch.forward(x, weight, packed, "silu", mask_weight, backend=backend), expected)
 
 
 def test_runs_on_the_current_stream() -> None:
@@ -159,7 +159,7 @@ def test_fused_compile_trains_and_infers(dtype: torch.dtype, mode: str) -> None:
             model.zero_grad()
             y = compiled(x)
             y.float().square().mean().backward()
-        assert [site.route for site in report.fused] == ["forward_ste"] * 2
+        assert [site.operator for site in report.fused] == ["forward_ste"] * 2
         assert not report.missed
         exact(x.double()).square().mean().backward()
         assert_matches(y, exact(x.double()), dtype)

@@ -37,7 +37,7 @@ def test_tensor_parallel_layers_in_16_bits(dtype: torch.dtype, tmp_path: Path) -
 
 
 def test_compiled_layers(tmp_path: Path) -> None:
-    arguments = ("cuda", torch.float64, "inductor", ["learned", "fixed", "routed"])
+    arguments = ("cuda", torch.float64, "inductor", ["learned", "fixed", "weighted"])
     run_on_ranks(tensor_parallel.run_compiled, tmp_path, *arguments, backend="nccl")
 
 

@@ -51,7 +51,7 @@ def problem(kernel: str, d: int, h: int, n_masks: int) -> Problem:
     """Make a problem for which the backend chooses `kernel`."""
     tokens, dtype = KERNELS[kernel]
     p = Problem(tokens, d, h, n_masks, dtype)
-    assert launch_of(p.x, p.weight, p.packed, p.activation, p.route).config.kernel == kernel
+    assert launch_of(p.x, p.weight, p.packed, p.activation, p.mask_weights).config.kernel == kernel
     return p
 
 
@@ -80,17 +80,17 @@ def bands_of(tensor: Tensor) -> Tensor:
 )
 def test_guard_bands(tokens: int, dtype: torch.dtype, shape: tuple[int, int], n_masks: int) -> None:
     """NaN (or all-ones) bands around inputs must not be used; bands around output and workspace must not change."""
-    p = Problem(tokens, *shape, n_masks, dtype, route=torch.float32)
-    assert p.route is not None
+    p = Problem(tokens, *shape, n_masks, dtype, mask_weights_dtype=torch.float32)
+    assert p.mask_weights is not None
     expected = p.run()
     p.x, p.weight, p.packed = between(p.x, float("nan")), between(p.weight, float("nan")), between(p.packed, 255)
-    p.route = between(p.route, float("nan"))
-    prepared = BACKENDS["cuda"].prepare(LayerCall.of(p.x, p.weight, p.packed, p.activation, p.route))
+    p.mask_weights = between(p.mask_weights, float("nan"))
+    prepared = BACKENDS["cuda"].prepare(LayerCall.of(p.x, p.weight, p.packed, p.activation, p.mask_weights))
     assert isinstance(prepared, CudaCall)
     assert prepared.sequence is not None
     out = between(torch.full_like(expected, float("nan")), 7.0)
     workspace = between(torch.zeros(prepared.sequence.workspace_bytes, dtype=torch.uint8, device="cuda"), 7)
-    tensors = (workspace, p.x, p.weight, p.packed, p.route, out)
+    tensors = (workspace, p.x, p.weight, p.packed, p.mask_weights, out)
     prepared.sequence(torch.cuda.current_stream().cuda_stream, *(tensor.data_ptr() for tensor in tensors))
     assert torch.equal(out, expected)
     assert bool((bands_of(out) == 7.0).all())

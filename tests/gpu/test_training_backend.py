@@ -60,13 +60,17 @@ def test_flip_signs(n_masks: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("n_masks", range(1, 17))
 @pytest.mark.parametrize("dtype", [F16, BF16])
-@pytest.mark.parametrize("route_dtype", [None, F16, BF16, F32], ids=str)
-def test_partials(route_dtype: torch.dtype | None, dtype: torch.dtype, n_masks: int) -> None:
+@pytest.mark.parametrize("mask_weights_dtype", [None, F16, BF16, F32], ids=str)
+def test_partials(mask_weights_dtype: torch.dtype | None, dtype: torch.dtype, n_masks: int) -> None:
     for (tokens, columns), products_dtype in itertools.product(SHAPES, (F32, dtype)):
-        route = None if route_dtype is None else torch.rand(n_masks, tokens, device="cuda").to(route_dtype).t()
+        mask_weight = (
+            None
+            if mask_weights_dtype is None
+            else torch.rand(n_masks, tokens, device="cuda").to(mask_weights_dtype).t()
+        )
         products = 2 * normal(tokens, n_masks + 1, columns, dtype=products_dtype)
-        checks.check_partials(products, dtype, "silu", route)
-        checks.check_partials(products, dtype, "silu", route, rows_apart=8)
+        checks.check_partials(products, dtype, "silu", mask_weight)
+        checks.check_partials(products, dtype, "silu", mask_weight, rows_apart=8)
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16])
@@ -106,12 +110,12 @@ def test_weight_gradients(
 
 
 @pytest.mark.parametrize("n_masks", [1, 2, 5, 16])
-@pytest.mark.parametrize("route_dtype", [F16, BF16, F32])
+@pytest.mark.parametrize("mask_weights_dtype", [F16, BF16, F32])
 @pytest.mark.parametrize("dtype", [F16, BF16])
-def test_route_gradients(dtype: torch.dtype, route_dtype: torch.dtype, n_masks: int) -> None:
+def test_mask_weight_gradients(dtype: torch.dtype, mask_weights_dtype: torch.dtype, n_masks: int) -> None:
     for tokens, columns in SHAPES:
         terms = normal(tokens, 2 * n_masks + 1, columns, dtype=dtype)[:, n_masks + 1 :]
-        checks.check_route_gradients(normal(tokens, columns, dtype=dtype), terms, route_dtype)
+        checks.check_mask_weight_gradients(normal(tokens, columns, dtype=dtype), terms, mask_weights_dtype)
 
 
 @pytest.mark.parametrize(
@@ -191,41 +195,41 @@ def gemms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 
 def described(layer: Layer) -> LayerCall:
-    return LayerCall.of(layer.x, layer.weight, layer.packed_masks, layer.activation, layer.route_weights)
+    return LayerCall.of(layer.x, layer.weight, layer.packed_masks, layer.activation, layer.mask_weights)
 
 
 def run(layer: Layer, *wanted: str) -> dict[str, Tensor]:
     """Return the result and the wanted gradients of `forward_ste`, or of `forward` if the logits need no gradient."""
     inputs = {
-        "x": layer.x, "weight": layer.weight, "logits": layer.logits, "route_weights": layer.route_weights
+        "x": layer.x, "weight": layer.weight, "logits": layer.logits, "mask_weights": layer.mask_weights
     }  # fmt: skip
     leaves = {
         name: None if tensor is None else tensor.detach().requires_grad_(name in wanted)
         for name, tensor in inputs.items()
     }
     if "logits" in wanted:
-        x, weight, logits, routes = leaves.values()
-        y, _ = torch.ops.mglu.forward_ste(x, weight, logits, layer.activation, routes)
+        x, weight, logits, term_weights = leaves.values()
+        y, _ = torch.ops.mglu.forward_ste(x, weight, logits, layer.activation, term_weights)
     else:
         y = torch.ops.mglu.forward(
-            leaves["x"], leaves["weight"], layer.packed_masks, layer.activation, leaves["route_weights"]
+            leaves["x"], leaves["weight"], layer.packed_masks, layer.activation, leaves["mask_weights"]
         )
     grads = torch.autograd.grad(y, [leaves[name] for name in wanted], layer.grad_output) if wanted else ()
     return {"y": y.detach(), **dict(zip(wanted, grads, strict=True))}
 
 
 def gradients_of(layer: Layer) -> tuple[str, ...]:
-    return checks.NAMES if layer.route_weights is not None else checks.NAMES[:3]
+    return checks.NAMES if layer.mask_weights is not None else checks.NAMES[:3]
 
 
 @pytest.mark.usefixtures("gemms")
 @pytest.mark.parametrize("density", [0.5, 0.25, 0.75, 0.1, 0.9])
 @pytest.mark.parametrize("n_masks", [1, 2, 4, 8, 16])
-@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", [F16, BF16])
-def test_errors_are_close_to_the_naive_layers(dtype: torch.dtype, routed: bool, n_masks: int, density: float) -> None:
+def test_errors_are_close_to_the_naive_layers(dtype: torch.dtype, weighted: bool, n_masks: int, density: float) -> None:
     layer = Layer.random(
-        "cuda", dtype, (512,), 384, 512, n_masks, density=density, route_dtype=dtype if routed else None
+        "cuda", dtype, (512,), 384, 512, n_masks, density=density, mask_weights_dtype=dtype if weighted else None
     )
     assert BACKENDS["cuda"].can_train_forward(described(layer))
     found = run(layer, *gradients_of(layer))
@@ -250,7 +254,7 @@ def test_errors_in_float32_are_close_to_the_naive_layers(
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [F16, BF16])
 def test_errors_of_every_activation(dtype: torch.dtype, activation: str) -> None:
-    layer = Layer.random("cuda", dtype, (512,), 384, 512, 4, route_dtype=F32, activation=activation)
+    layer = Layer.random("cuda", dtype, (512,), 384, 512, 4, mask_weights_dtype=F32, activation=activation)
     checks.assert_as_good_as_naive(run(layer, *checks.NAMES), layer, 1.5)
 
 
@@ -259,14 +263,14 @@ def test_errors_of_every_activation(dtype: torch.dtype, activation: str) -> None
 @pytest.mark.parametrize("dtype", [F16, BF16])
 def test_errors_of_ragged_sizes(dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
     tokens, d, h = sizes
-    layer = Layer.random("cuda", dtype, (tokens,), d, h, 3, route_dtype=F32)
+    layer = Layer.random("cuda", dtype, (tokens,), d, h, 3, mask_weights_dtype=F32)
     checks.assert_as_good_as_naive(run(layer, *checks.NAMES), layer, 1.5)
 
 
 @pytest.mark.usefixtures("gemms")
 @pytest.mark.parametrize("tokens", [(4096,), (16, 300)], ids=str)
 def test_errors_of_several_chunks(tokens: tuple[int, ...]) -> None:
-    layer = Layer.random("cuda", BF16, tokens, 2048, 1024, 4, route_dtype=F32)
+    layer = Layer.random("cuda", BF16, tokens, 2048, 1024, 4, mask_weights_dtype=F32)
     assert len(training.feature_chunks(4096, 4, 2048, 1024, training.BACKWARD_CHUNKS)) > 1
     checks.assert_as_good_as_naive(run(layer, *checks.NAMES), layer, 1.5)
 
@@ -276,19 +280,21 @@ def test_errors_of_several_chunks(tokens: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("dtype", [F16, BF16])
 def test_sizes_of_zero_and_one(dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
     tokens, d, h = sizes
-    layer = Layer.random("cuda", dtype, (tokens,), d, h, 3, route_dtype=F32)
+    layer = Layer.random("cuda", dtype, (tokens,), d, h, 3, mask_weights_dtype=F32)
     exact = layer.in_plain_torch(F64)
     for name, found in run(layer, *checks.NAMES).items():
         torch.testing.assert_close(found.double(), exact[name], rtol=0.02, atol=0.02, msg=name)
 
 
 @pytest.mark.parametrize("logits_dtype", [F16, BF16, F32, F64])
-@pytest.mark.parametrize("route_dtype", [F16, F32, F64])
-def test_dtypes_of_logits_and_routes(route_dtype: torch.dtype, logits_dtype: torch.dtype) -> None:
-    layer = Layer.random("cuda", BF16, (256,), 128, 192, 3, logits_dtype=logits_dtype, route_dtype=route_dtype)
+@pytest.mark.parametrize("mask_weights_dtype", [F16, F32, F64])
+def test_dtypes_of_logits_and_mask_weights(mask_weights_dtype: torch.dtype, logits_dtype: torch.dtype) -> None:
+    layer = Layer.random(
+        "cuda", BF16, (256,), 128, 192, 3, logits_dtype=logits_dtype, mask_weights_dtype=mask_weights_dtype
+    )
     found = run(layer, *checks.NAMES)
     assert found["logits"].dtype is logits_dtype
-    assert found["route_weights"].dtype is route_dtype
+    assert found["mask_weights"].dtype is mask_weights_dtype
     checks.assert_as_good_as_naive(found, layer, 1.5)
 
 
@@ -297,7 +303,7 @@ SUBSETS = [subset for size in range(1, 5) for subset in itertools.combinations(c
 
 @pytest.mark.parametrize("wanted", SUBSETS, ids="-".join)
 def test_each_subset_of_gradients_has_the_bits_of_all(wanted: tuple[str, ...]) -> None:
-    layer = Layer.random("cuda", BF16, (7, 9), 136, 200, 3, route_dtype=F32)
+    layer = Layer.random("cuda", BF16, (7, 9), 136, 200, 3, mask_weights_dtype=F32)
     whole, found = run(layer, *checks.NAMES), run(layer, *wanted)
     for name, tensor in found.items():
         # A GEMM of another size may sum in another order.
@@ -319,7 +325,7 @@ def test_gradients_that_are_not_needed_are_empty_tensors() -> None:
 @pytest.mark.usefixtures("gemms")
 @pytest.mark.parametrize("dtype", [F16, BF16])
 def test_bits_repeat(dtype: torch.dtype) -> None:
-    layer = Layer.random("cuda", dtype, (4096,), 2048, 1024, 4, route_dtype=F32)
+    layer = Layer.random("cuda", dtype, (4096,), 2048, 1024, 4, mask_weights_dtype=F32)
     first = run(layer, *checks.NAMES)
     for _ in range(3):
         again = run(layer, *checks.NAMES)
@@ -336,10 +342,10 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.usefixtures("gemms")
 @pytest.mark.parametrize("d", [256, 131])
-@pytest.mark.parametrize("name", ["x", "weight", "logits", "route_weights", "grad_output"])
+@pytest.mark.parametrize("name", ["x", "weight", "logits", "mask_weights", "grad_output"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_of_each_tensor(layout: str, name: str, d: int) -> None:
-    layer = Layer.random("cuda", BF16, (130,), d, 264, 3, route_dtype=F32)
+    layer = Layer.random("cuda", BF16, (130,), d, 264, 3, mask_weights_dtype=F32)
     expected = run(layer, *checks.NAMES)
     setattr(layer, name, LAYOUTS[layout](getattr(layer, name)))
     for gradient, found in run(layer, *checks.NAMES).items():
@@ -364,7 +370,7 @@ def test_layouts_of_packed_masks(layout: str) -> None:
 @pytest.mark.usefixtures("gemms")
 def test_expanded_gradients() -> None:
     """The gradient is one number expanded to all elements (from `sum()`), or one row (from a sum over tokens)."""
-    layer = Layer.random("cuda", BF16, (4, 33), 136, 200, 3, route_dtype=F32)
+    layer = Layer.random("cuda", BF16, (4, 33), 136, 200, 3, mask_weights_dtype=F32)
     for grad in (torch.ones((), device="cuda", dtype=BF16), normal(136), normal(33, 136), normal(4, 1, 1)):
         layer.grad_output = grad.expand(4, 33, 136)
         found = run(layer, *checks.NAMES)
@@ -410,13 +416,13 @@ def test_on_a_stream_of_its_own() -> None:
 
 
 def test_in_a_cuda_graph() -> None:
-    layer = Layer.random("cuda", BF16, (300,), 256, 512, 3, route_dtype=F32)
+    layer = Layer.random("cuda", BF16, (300,), 256, 512, 3, mask_weights_dtype=F32)
     call, operands = described(layer), (layer.x, layer.weight, layer.packed_masks)
 
     forward, backward = training.ForwardTrain(call), training.Backward(call)
 
     def step() -> list[Tensor]:
-        y, partials = forward(*operands, layer.route_weights)
+        y, partials = forward(*operands, layer.mask_weights)
         arguments = BackwardArguments(layer.grad_output, *operands, partials, (True, True), BF16, F32)
         grads = backward(arguments)
         return [y, partials, *grads]
@@ -435,7 +441,7 @@ def test_in_a_cuda_graph() -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 def test_tensors_on_another_gpu() -> None:
-    layer = Layer.random("cuda:1", BF16, (300,), 256, 512, 3, route_dtype=F32)
+    layer = Layer.random("cuda:1", BF16, (300,), 256, 512, 3, mask_weights_dtype=F32)
     found = run(layer, *checks.NAMES)
     assert torch.cuda.current_device() == 0
     assert all(tensor.device == layer.x.device for tensor in found.values())
@@ -443,6 +449,11 @@ def test_tensors_on_another_gpu() -> None:
 
 
 def test_calls_of_other_dtypes_run_on_the_composite_backend() -> None:
-    for dtype, route_dtype, can in ((F16, None, True), (BF16, F32, True), (F32, None, False), (BF16, F64, False)):
-        layer = Layer.random("cuda", dtype, (5,), 16, 24, 2, route_dtype=route_dtype)
+    for dtype, mask_weights_dtype, can in (
+        (F16, None, True),
+        (BF16, F32, True),
+        (F32, None, False),
+        (BF16, F64, False),
+    ):
+        layer = Layer.random("cuda", dtype, (5,), 16, 24, 2, mask_weights_dtype=mask_weights_dtype)
         assert BACKENDS["cuda"].can_train_forward(described(layer)) == can

@@ -100,7 +100,7 @@ def test_bfloat16_trains_as_well_as_the_naive_layer(n_masks: int, how: str, prec
     if by_pass:
         with mglu_ops.fusion(strict=True) as report:
             got = run(NaiveMGLU, True)
-        assert [site.route for site in report.fused] == ["forward_ste"] * 2
+        assert [site.operator for site in report.fused] == ["forward_ste"] * 2
     else:
         got = run(MGLU, how == "compiled")
     assert_as_good_as_naive(got, naive, float32_run(n_masks))
@@ -178,7 +178,9 @@ def assert_close(found: list[Tensor], want: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("mode", [None, "default", "reduce-overhead"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("options", [{}, {"top_k": 2}, {"learnable_masks": False}], ids=["learned", "routed", "fixed"])
+@pytest.mark.parametrize(
+    "options", [{}, {"top_k": 2}, {"learnable_masks": False}], ids=["learned", "weighted", "fixed"]
+)
 def test_recomputing_gives_the_same_bits(options: dict[str, Any], dtype: torch.dtype, mode: str | None) -> None:
     torch.manual_seed(0)
     layer = MGLU(WIDE, 2 * WIDE, n_masks=3, device="cuda", dtype=dtype, **options)

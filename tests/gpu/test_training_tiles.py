@@ -33,7 +33,7 @@ def seeded() -> Iterator[None]:
 
 
 def described(p: Problem) -> LayerCall:
-    return LayerCall.of(p.x, p.weight, p.packed, p.activation, p.route)
+    return LayerCall.of(p.x, p.weight, p.packed, p.activation, p.mask_weights)
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -51,8 +51,8 @@ def launch(p: Problem, y: Tensor, partials: Tensor, config: TrainingTile | None 
     assert launched.violation(call, gpu) is None
     sequence = launched.sequence(call, gpu, 0)
     workspace = torch.empty(sequence.workspace_bytes, dtype=torch.uint8, device="cuda")
-    routes = 0 if p.route is None else p.route.data_ptr()
-    inputs = p.x.data_ptr(), p.weight.data_ptr(), p.packed.data_ptr(), routes
+    term_weights = 0 if p.mask_weights is None else p.mask_weights.data_ptr()
+    inputs = p.x.data_ptr(), p.weight.data_ptr(), p.packed.data_ptr(), term_weights
     stream = torch.cuda.current_stream().cuda_stream
     sequence(stream, workspace.data_ptr(), *inputs, y.data_ptr(), partials.data_ptr())
 
@@ -78,18 +78,18 @@ def oracle(p: Problem) -> tuple[Tensor, Tensor]:
     """Compute both in float64, mask by mask."""
     activation = ACTIVATIONS[p.activation]
     x, weight = p.x.double(), p.weight.double()
-    routes = torch.ones(len(x), len(p.masks), device="cuda") if p.route is None else p.route
+    term_weights = torch.ones(len(x), len(p.masks), device="cuda") if p.mask_weights is None else p.mask_weights
     t = x @ weight.t()
-    y, by_t, by_f, by_route = torch.zeros_like(t), torch.zeros_like(t), [], []
-    for mask, route in zip(p.masks, routes.double().t(), strict=True):
+    y, by_t, by_f, by_mask_weight = torch.zeros_like(t), torch.zeros_like(t), [], []
+    for mask, mask_weight in zip(p.masks, term_weights.double().t(), strict=True):
         f = x @ torch.where(mask, -weight, weight).t()
         gate, value = (t - f) / 2, (t + f) / 2
         act, slope = activation.forward(gate), activation.backward(torch.ones_like(gate), gate)
-        y += route[:, None] * act * value
-        by_t += route[:, None] * (act + slope * value) / 2
-        by_f.append(route[:, None] * (act - slope * value) / 2)
-        by_route.append(act * value)
-    return y, torch.stack([by_t, *by_f, *(by_route if p.route is not None else [])], 1)
+        y += mask_weight[:, None] * act * value
+        by_t += mask_weight[:, None] * (act + slope * value) / 2
+        by_f.append(mask_weight[:, None] * (act - slope * value) / 2)
+        by_mask_weight.append(act * value)
+    return y, torch.stack([by_t, *by_f, *(by_mask_weight if p.mask_weights is not None else [])], 1)
 
 
 def check(p: Problem, config: TrainingTile | None = None) -> None:
@@ -104,15 +104,15 @@ def check(p: Problem, config: TrainingTile | None = None) -> None:
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
 def test_every_activation_and_dtype(activation: str, dtype: torch.dtype) -> None:
-    for tokens, n_masks, route in ((100, 4, None), (300, 1, torch.float32), (70, 16, None)):
-        check(Problem(tokens, 200, 256, n_masks, dtype, activation, route))
+    for tokens, n_masks, mask_weight in ((100, 4, None), (300, 1, torch.float32), (70, 16, None)):
+        check(Problem(tokens, 200, 256, n_masks, dtype, activation, mask_weight))
 
 
-@pytest.mark.parametrize("route", [None, torch.float32])
+@pytest.mark.parametrize("mask_weight", [None, torch.float32])
 @pytest.mark.parametrize("n_masks", range(1, 17))
-def test_every_mask_count(n_masks: int, route: torch.dtype | None) -> None:
+def test_every_mask_count(n_masks: int, mask_weight: torch.dtype | None) -> None:
     for tokens, d, h in ((20, 72, 64), (200, 264, 544), (1000, 1000, 288)):
-        check(Problem(tokens, d, h, n_masks, torch.bfloat16, route=route))
+        check(Problem(tokens, d, h, n_masks, torch.bfloat16, mask_weights_dtype=mask_weight))
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -125,26 +125,26 @@ def test_ragged_tokens(tokens: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("out_features", [64, 72, 80, 120, 128, 136, 184, 200, 1000, 1032])
 def test_ragged_out_features(out_features: int) -> None:
     """The last tiles of rows overlap the tiles before, and write some results twice."""
-    for tokens, n_masks, route in ((40, 3, None), (260, 4, torch.bfloat16), (260, 8, None)):
-        check(Problem(tokens, out_features, 352, n_masks, torch.float16, route=route))
+    for tokens, n_masks, mask_weight in ((40, 3, None), (260, 4, torch.bfloat16), (260, 8, None)):
+        check(Problem(tokens, out_features, 352, n_masks, torch.float16, mask_weights_dtype=mask_weight))
 
 
 @pytest.mark.parametrize("n_masks", [1, 2, 4, 5, 8, 12, 16])
 @pytest.mark.parametrize("shape", [(8192, 2048), (14336, 4096)], ids=str)
 def test_real_shapes(shape: tuple[int, int], n_masks: int) -> None:
-    check(Problem(1030, *shape, n_masks, torch.bfloat16, route=torch.float32 if n_masks == 5 else None))
+    check(Problem(1030, *shape, n_masks, torch.bfloat16, mask_weights_dtype=torch.float32 if n_masks == 5 else None))
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("route", DTYPES)
-def test_route_weights(route: torch.dtype, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("mask_weight", DTYPES)
+def test_mask_weights(mask_weight: torch.dtype, dtype: torch.dtype) -> None:
     for n_masks in (2, 6, 8):
-        p = Problem(150, 136, 320, n_masks, dtype, route=route)
+        p = Problem(150, 136, 320, n_masks, dtype, mask_weights_dtype=mask_weight)
         check(p)
-        p.route = torch.rand(n_masks, 300, device="cuda").to(route)[:, ::2].t()  # strided
+        p.mask_weights = torch.rand(n_masks, 300, device="cuda").to(mask_weight)[:, ::2].t()  # strided
         check(p)
         order = torch.rand(150, n_masks, device="cuda").argsort(-1)
-        p.route = torch.where(order < 2, torch.rand(150, n_masks, device="cuda"), 0).to(route)  # the top 2
+        p.mask_weights = torch.where(order < 2, torch.rand(150, n_masks, device="cuda"), 0).to(mask_weight)  # the top 2
         check(p)
 
 
@@ -165,18 +165,18 @@ TILES = (
 )
 
 
-@pytest.mark.parametrize("route", [None, torch.float16])
+@pytest.mark.parametrize("mask_weight", [None, torch.float16])
 @pytest.mark.parametrize("config", [*TILES, *(replace(tile, permuted=True) for tile in TILES)], ids=str)
-def test_every_kind_of_launch(config: TrainingTile, route: torch.dtype | None) -> None:
+def test_every_kind_of_launch(config: TrainingTile, mask_weight: torch.dtype | None) -> None:
     # With the last shape, a block computes several tiles. There is one tile of tokens, or an odd number of them, so
     # that one block of a cluster has none.
-    config = replace(config, routed=route is not None)
+    config = replace(config, weighted=mask_weight is not None)
     for tokens, d, h in ((6, 128, 64), (70, 1000, 1040), (70, 1000, 1032), (33, 20000, 528)):
-        check(Problem(tokens, d, h, 8, route=route), config)
+        check(Problem(tokens, d, h, 8, mask_weights_dtype=mask_weight), config)
     if config.passes == 2:
-        check(Problem(70, 1000, 1040, 16, route=route), config)
+        check(Problem(70, 1000, 1040, 16, mask_weights_dtype=mask_weight), config)
     elif config.sub == 2:
-        check(Problem(70, 1000, 1152, 3, route=route), config)
+        check(Problem(70, 1000, 1152, 3, mask_weights_dtype=mask_weight), config)
 
 
 def test_layouts_of_x() -> None:

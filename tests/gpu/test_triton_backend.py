@@ -38,10 +38,10 @@ def test_agrees_with_the_oracle(tokens: int, dtype: torch.dtype, n_masks: int) -
     if dtype is torch.float32:
         tokens = min(tokens, backend.MAX_WIDE_TOKENS)
     d, h = SHAPES[(tokens + n_masks) % 3]
-    x, weight, masks, route = problem(tokens, d, h, n_masks, dtype)
-    routed = route if n_masks % 2 else None
-    result = run_on("triton", x, weight, pack(masks), "silu", routed)
-    assert_matches(result, reference.forward(x, weight, masks, "silu", routed))
+    x, weight, masks, mask_weight = problem(tokens, d, h, n_masks, dtype)
+    weighted = mask_weight if n_masks % 2 else None
+    result = run_on("triton", x, weight, pack(masks), "silu", weighted)
+    assert_matches(result, reference.forward(x, weight, masks, "silu", weighted))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -40,14 +40,14 @@ def oracle(layer: MGLU | NaiveMGLU, x: Tensor, grad: Tensor) -> dict[str, Tensor
     else:
         masks = torch.ops.mglu.unpack_masks(layer.packed_masks, layer.in_features).double()
     wanted = {"x": x, "weight": weight} | ({"mask_logits": masks} if layer.learnable_masks else {})
-    route = None
+    mask_weights = None
     if layer.top_k is not None:
         router = wanted["router.weight"] = layer.router.weight.detach().double().requires_grad_()
         logits = F.linear(x, router)
         # Unlike the layer, which uses topk, this masks out the logits below the k-th largest.
         kth = logits.sort(-1, descending=True).values[..., layer.top_k - 1, None]
-        route = logits.masked_fill(logits < kth, -torch.inf).softmax(-1)
-    result = reference.forward(x, weight, masks, layer.activation, route)
+        mask_weights = logits.masked_fill(logits < kth, -torch.inf).softmax(-1)
+    result = reference.forward(x, weight, masks, layer.activation, mask_weights)
     grads = torch.autograd.grad(result, list(wanted.values()), grad.double())
     return {"result": result.detach()} | dict(zip(wanted, grads, strict=True))
 
@@ -98,13 +98,13 @@ def test_routed_results_and_gradients_match_the_oracle(dtype, learnable_masks, t
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_routed_in_16_bits_matches_the_oracle_with_the_same_routes(dtype):
-    # In a near tie the oracle's router could keep another mask, so the oracle gets the layer's routes.
+def test_routed_in_16_bits_matches_the_oracle_with_the_same_mask_weights(dtype):
+    # In a near tie the oracle's router could keep another mask, so the oracle gets the layer's mask weights.
     fused, naive = pair(40, 24, n_masks=4, top_k=2, dtype=dtype)
     x = torch.randn(18, 40, dtype=dtype)
-    route = fused.route_weights(x)
-    assert torch.equal(route, naive.route_weights(x))
-    expected = reference.forward(x, fused.weight, fused.mask_logits > 0, "silu", route)
+    mask_weights = fused.mask_weights(x)
+    assert torch.equal(mask_weights, naive.mask_weights(x))
+    expected = reference.forward(x, fused.weight, fused.mask_logits > 0, "silu", mask_weights)
     assert_matches(fused(x), expected, dtype)
     assert_matches(naive(x), expected, dtype)
 
@@ -141,7 +141,7 @@ def test_any_shape_matches_the_naive_layer(in_features, out_features, n_masks, l
     assert got.keys() == expected.keys()
     for name in expected:
         assert got[name].shape == expected[name].shape
-        # The tolerance is absolute where the naive gradient is 0 up to rounding: a single route always has weight 1.
+        # The tolerance is absolute where the naive gradient is 0 up to rounding: a single mask always has weight 1.
         torch.testing.assert_close(got[name], expected[name], rtol=1e-11, atol=1e-13)
 
 
@@ -177,13 +177,13 @@ def test_masks_are_not_trained_when_fixed():
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 5])
-def test_route_weights_are_the_softmax_of_the_kept_logits(top_k):
+def test_mask_weights_are_the_softmax_of_the_kept_logits(top_k):
     layer = MGLU(12, 8, n_masks=5, top_k=top_k, dtype=torch.float64)
     x = torch.randn(4, 7, 12, dtype=torch.float64)
-    route, logits = layer.route_weights(x), layer.router(x)
-    assert ((route > 0).sum(-1) == top_k).all()
-    torch.testing.assert_close(route.sum(-1), torch.ones(4, 7, dtype=torch.float64))
-    for token, weights in zip(logits.flatten(0, 1), route.flatten(0, 1), strict=True):
+    mask_weights, logits = layer.mask_weights(x), layer.router(x)
+    assert ((mask_weights > 0).sum(-1) == top_k).all()
+    torch.testing.assert_close(mask_weights.sum(-1), torch.ones(4, 7, dtype=torch.float64))
+    for token, weights in zip(logits.flatten(0, 1), mask_weights.flatten(0, 1), strict=True):
         chosen = set(token.sort(descending=True).indices[:top_k].tolist())
         assert set(weights.nonzero().flatten().tolist()) == chosen
         exponentials = token[list(chosen)].exp()
@@ -191,11 +191,11 @@ def test_route_weights_are_the_softmax_of_the_kept_logits(top_k):
 
 
 @pytest.mark.parametrize("kind", MASKED)
-def test_a_mask_that_no_route_takes_does_not_count(kind):
+def test_a_mask_that_no_token_takes_does_not_count(kind):
     torch.manual_seed(0)
     layer = kind(12, 8, n_masks=3, top_k=1)
     x = torch.randn(20, 12)
-    before, chosen = layer(x), layer.route_weights(x).argmax(-1)
+    before, chosen = layer(x), layer.mask_weights(x).argmax(-1)
     with torch.no_grad():
         layer.mask_logits[2].neg_()
     after = layer(x)
@@ -215,8 +215,8 @@ def test_feed_forward_blocks_apply_the_activation_of_their_name(kind, activation
     torch.manual_seed(0)
     same = MGLUFeedForward(20, 36, n_masks=2, top_k=1, activation=activation, dtype=torch.float64)
     x = torch.randn(3, 20, dtype=torch.float64)
-    masks, route = block.mglu.mask_logits > 0, block.mglu.route_weights(x)
-    hidden = reference.forward(x, block.mglu.weight, masks, activation, route)
+    masks, mask_weights = block.mglu.mask_logits > 0, block.mglu.mask_weights(x)
+    hidden = reference.forward(x, block.mglu.weight, masks, activation, mask_weights)
     assert_matches(block(x), hidden @ block.down_proj.weight.double().t(), torch.float64)
     assert torch.equal(block(x), same(x))
     assert list(block.state_dict()) == [

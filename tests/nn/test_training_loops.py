@@ -66,7 +66,7 @@ def test_compiled_runs_follow_the_naive_run(n_masks: int) -> None:
     model = student(NaiveMGLU, n_masks)
     with mglu_ops.fusion(strict=True) as report:
         got = train(model, torch.compile(model, fullgraph=True))
-    assert [site.route for site in report.fused] == ["forward_ste"] * 2
+    assert [site.operator for site in report.fused] == ["forward_ste"] * 2
     assert_same_training(got, want)
 
 

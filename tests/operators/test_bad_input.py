@@ -21,8 +21,8 @@ LAYER_OPS = ("forward", "forward_ste", "forward_train", "backward")
 
 
 def good(op: str) -> dict[str, object]:
-    """The arguments of a valid call: x [5, 24], weight [10, 24], three masks, and route weights."""
-    layer = make_layer(routed=True)
+    """The arguments of a valid call: x [5, 24], weight [10, 24], three masks, and mask weights."""
+    layer = make_layer(weighted=True)
     if op == "pack_masks":
         return {"masks": layer.masks}
     if op == "pack_logits":
@@ -30,17 +30,17 @@ def good(op: str) -> dict[str, object]:
     if op == "unpack_masks":
         return {"packed_masks": layer.packed_masks, "in_features": 24}
     args = {"x": layer.x, "weight": layer.weight, "packed_masks": layer.packed_masks}
-    tail = {"activation": "silu", "route_weights": layer.route_weights}
+    tail = {"activation": "silu", "mask_weights": layer.mask_weights}
     if op == "forward_ste":
         args["mask_logits"] = layer.logits
         del args["packed_masks"]
     if op == "backward":
         args = {"grad_output": torch.ones(5, 10), **args, "partials": torch.zeros(5, 7, 10)}
-        tail = {"needs": (True, True), "logits_dtype": None, "route_dtype": torch.float32}
+        tail = {"needs": (True, True), "logits_dtype": None, "mask_weights_dtype": torch.float32}
     return args | tail
 
 
-# Valid x, weight, mask_logits, route_weights and packed_masks, from which the wrong arguments are made.
+# Valid x, weight, mask_logits, mask_weights and packed_masks, from which the wrong arguments are made.
 X, W, L, R = torch.zeros(5, 24), torch.zeros(10, 24), torch.zeros(3, 10, 24), torch.zeros(5, 3)
 P = torch.zeros(10, 3, 3, dtype=torch.uint8)
 
@@ -65,12 +65,12 @@ _LAYER_CASES = [
     ("activation", "swish", ValueError, r"activation: got 'swish', must be one of silu, gelu, gelu_tanh, relu, "),
     ("activation", "", ValueError, r"activation: got '', must be one of"),
     ("activation", "SiLU", ValueError, r"activation: got 'SiLU', must be one of"),
-    ("route_weights", R[:, :2], ValueError, r"route_weights: got shape \[5, 2\], must be x's leading .* \[5, 3\]"),
-    ("route_weights", R[:4], ValueError, r"route_weights: got shape \[4, 3\], must be .*\[5, 3\]"),
-    ("route_weights", R[0], ValueError, r"route_weights: got shape \[3\], must be .*\[5, 3\]"),
-    ("route_weights", R[None], ValueError, r"route_weights: got shape \[1, 5, 3\], must be .*\[5, 3\]"),
-    ("route_weights", R.long(), TypeError, rf"route_weights: got dtype torch.int64, {_FLOATS}"),
-    ("route_weights", R.to("meta"), ValueError, r"route_weights: got device meta, must be x's device cpu"),
+    ("mask_weights", R[:, :2], ValueError, r"mask_weights: got shape \[5, 2\], must be x's leading .* \[5, 3\]"),
+    ("mask_weights", R[:4], ValueError, r"mask_weights: got shape \[4, 3\], must be .*\[5, 3\]"),
+    ("mask_weights", R[0], ValueError, r"mask_weights: got shape \[3\], must be .*\[5, 3\]"),
+    ("mask_weights", R[None], ValueError, r"mask_weights: got shape \[1, 5, 3\], must be .*\[5, 3\]"),
+    ("mask_weights", R.long(), TypeError, rf"mask_weights: got dtype torch.int64, {_FLOATS}"),
+    ("mask_weights", R.to("meta"), ValueError, r"mask_weights: got device meta, must be x's device cpu"),
 ]
 _PACKED_CASES = [
     ("packed_masks", P.bool(), TypeError, r"packed_masks: got dtype torch.bool, must be torch.uint8; pack masks with"),
@@ -119,7 +119,7 @@ _BACKWARD_CASES = [
     ("partials", torch.ones(5, 7, 10).double(), TypeError, r"partials: got dtype torch.float64, must be x's dtype"),
     ("partials", torch.ones(5, 7, 10, device="meta"), ValueError, r"partials: got device meta, must be x's device"),
     ("logits_dtype", torch.int64, TypeError, rf"logits_dtype: got torch.int64, {_FLOATS}, or None"),
-    ("route_dtype", torch.bool, TypeError, rf"route_dtype: got torch.bool, {_FLOATS}, or None"),
+    ("mask_weights_dtype", torch.bool, TypeError, rf"mask_weights_dtype: got torch.bool, {_FLOATS}, or None"),
 ]
 _CASES_BY_OP = {
     "pack_masks": _MASKS_CASES,
@@ -151,7 +151,7 @@ def test_eager_mode_names_the_wrong_argument(op, name, value, error, message):
     assert_good_call_works(op)
 
 
-@pytest.mark.parametrize("trained", ["x", "weight", "route_weights"])
+@pytest.mark.parametrize("trained", ["x", "weight", "mask_weights"])
 @pytest.mark.parametrize("op", ["forward", "forward_ste"])
 def test_a_call_that_records_gradients_names_the_wrong_argument(op, trained):
     for name, value, error, message in _CASES_BY_OP[op]:
@@ -301,7 +301,7 @@ def test_none_under_autocast_is_refused() -> None:
 
 def test_none_for_a_tensor_of_backward_is_refused() -> None:
     for name in tensors_of("backward"):
-        if name != "route_weights":
+        if name != "mask_weights":
             with pytest.raises(TypeError, match=f"^{name}: got None, must be a tensor"):
                 run("backward", **{name: None})
 
@@ -361,11 +361,11 @@ def test_any_arguments_give_the_right_result_or_an_error_that_names_one(data, op
     tokens, d, h, n = (data.draw(st.integers(0, 3)) for _ in range(4))
     masks = ((n, d, h), torch.float32) if op == "forward_ste" else ((d, -(-h // 8), n), torch.uint8)
     args = [data.draw(any_tensor(*spec)) for spec in (((tokens, h), torch.float32), ((d, h), torch.float32), masks)]
-    route = data.draw(st.none() | any_tensor((tokens, n), torch.float32))
+    mask_weight = data.draw(st.none() | any_tensor((tokens, n), torch.float32))
     activation = data.draw(st.sampled_from([*s.ACTIVATION_NAMES, "none"]))
-    result, refusal = attempt(getattr(mglu, op), *args, activation, route)
+    result, refusal = attempt(getattr(mglu, op), *args, activation, mask_weight)
     if refusal is not None:
-        names = ("x", "weight", "packed_masks", "mask_logits", "route_weights", "activation")
+        names = ("x", "weight", "packed_masks", "mask_logits", "mask_weights", "activation")
         assert refusal.startswith(tuple(f"{name}: got" for name in names))
         return
     result = result[0] if isinstance(result, tuple) else result
@@ -377,7 +377,7 @@ def test_any_arguments_give_the_right_result_or_an_error_that_names_one(data, op
     if not x.is_meta:
         if op != "forward_ste":
             args[2] = mglu.unpack_masks(args[2], h)
-        expected = s.naive(*(args if op != "forward_ste" else (x, weight, args[2] > 0)), activation, route)
+        expected = s.naive(*(args if op != "forward_ste" else (x, weight, args[2] > 0)), activation, mask_weight)
         torch.testing.assert_close(result, expected.to(result.dtype))
 
 

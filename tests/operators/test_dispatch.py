@@ -47,13 +47,13 @@ def test_an_override_prepares_the_call_with_its_launch(monkeypatch: pytest.Monke
             return None
 
         def prepare(self, call: LayerCall, launch: object = None) -> PreparedCall:
-            prepared.append((call.leading, call.tokens, call.x.strides, call.routes.strides, launch))
+            prepared.append((call.leading, call.tokens, call.x.strides, call.mask_weights.strides, launch))
             return lambda x, *rest: x.new_ones(call.result_shape)
 
     x, weight, packed = call(6)
     monkeypatch.setattr(dispatch, "BACKENDS", {"ones": Ones()})
-    routes = torch.ones(2, 3, 2)
-    result = dispatch.forward(x.view(2, 3, 16), weight, packed, "silu", routes, backend="ones", launch="slowly")
+    term_weights = torch.ones(2, 3, 2)
+    result = dispatch.forward(x.view(2, 3, 16), weight, packed, "silu", term_weights, backend="ones", launch="slowly")
     assert prepared == [((2, 3), 6, (16, 1), (2, 1), "slowly")]
     assert torch.equal(result, torch.ones(2, 3, 8))
 
@@ -74,12 +74,12 @@ def test_rows_that_need_a_copy_are_copied_at_each_call() -> None:
     assert torch.equal(again, torch.ops.mglu.forward(columns.contiguous(), weight, packed))
 
 
-@pytest.mark.parametrize("what", ["x", "route_weights"])
+@pytest.mark.parametrize("what", ["x", "mask_weights"])
 @pytest.mark.parametrize("op", ["forward", "forward_train"])
 def test_only_the_argument_whose_rows_need_a_copy_is_copied(op: str, what: str) -> None:
     x, weight, packed = call(6)
     args = {"x": x.view(2, 3, 16), "weight": weight, "packed_masks": packed, "activation": "silu"}
-    args["route_weights"] = torch.rand(2, 3, 2)
+    args["mask_weights"] = torch.rand(2, 3, 2)
     run = getattr(torch.ops.mglu, op)
     expected = run(**args)
     args[what] = args[what].transpose(0, 1).contiguous().transpose(0, 1)
@@ -95,7 +95,7 @@ def test_training_runs_on_the_cuda_backend_where_it_can(monkeypatch: pytest.Monk
 
     class Cuda(Composite):
         def can_train_forward(self, call: LayerCall) -> bool:
-            described.append((call.leading, call.route_dtype))
+            described.append((call.leading, call.mask_weights_dtype))
             return trains
 
         can_train_backward = can_train_forward
@@ -120,22 +120,29 @@ def test_training_runs_on_the_cuda_backend_where_it_can(monkeypatch: pytest.Monk
             return run
 
     x, weight, packed = call(6)
-    x, routes = x.view(3, 2, 16).transpose(0, 1), torch.rand(2, 3, 2).bfloat16()
+    x, term_weights = x.view(3, 2, 16).transpose(0, 1), torch.rand(2, 3, 2).bfloat16()
     monkeypatch.setattr(dispatch, "BACKENDS", {"composite": Composite()})
     monkeypatch.setattr(dispatch, "_training_calls", {})
-    result, partials = torch.ops.mglu.forward_train(x, weight, packed, "silu", routes)
-    rest = (weight, packed, partials.transpose(0, 1).contiguous().transpose(0, 1), (True, True), None, routes.dtype)
+    result, partials = torch.ops.mglu.forward_train(x, weight, packed, "silu", term_weights)
+    rest = (
+        weight,
+        packed,
+        partials.transpose(0, 1).contiguous().transpose(0, 1),
+        (True, True),
+        None,
+        term_weights.dtype,
+    )
     gradients = torch.ops.mglu.backward(result, x, *rest)
     monkeypatch.setattr(dispatch, "BACKENDS", {"cuda": Cuda(), "composite": Composite()})
     monkeypatch.setattr(dispatch, "_training_calls", {})
     for got, want in zip(
-        torch.ops.mglu.forward_train(x, weight, packed, "silu", routes), (result, partials), strict=True
+        torch.ops.mglu.forward_train(x, weight, packed, "silu", term_weights), (result, partials), strict=True
     ):
         assert torch.equal(got, want)
     for got, want in zip(torch.ops.mglu.backward(result, x, *rest), gradients, strict=True):
         assert torch.equal(got, want)
     for _ in range(2):  # prepared once, whatever the number of calls
-        torch.ops.mglu.backward(torch.ops.mglu.forward_train(x, weight, packed, "silu", routes)[0], x, *rest)
+        torch.ops.mglu.backward(torch.ops.mglu.forward_train(x, weight, packed, "silu", term_weights)[0], x, *rest)
     assert described == [((6,), torch.bfloat16)] * 2
     assert shapes == (3 * [((6, 16), (6, 2)), ((6, 8), (6, 16), (6, 5, 8), True)] if trains else [])
 

@@ -85,7 +85,7 @@ def _layers(ranks: Ranks) -> None:
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     replicate = Replicate()
-    # x, weight and masks, route_weights, result
+    # x, weight and masks, mask_weights, result
     ways = {
         "column parallel": (replicate, Shard(0), replicate, lambda x: Shard(x.dim() - 1)),
         "token parallel": (Shard(0), replicate, Shard(0), lambda x: Shard(0)),
@@ -96,19 +96,19 @@ def _layers(ranks: Ranks) -> None:
         "token parallel": {"x": Shard(0), "weight": Partial()},
         "replicated": {"x": replicate, "weight": replicate},
     }
-    for way, (of_x, of_weight, of_route, of_result) in ways.items():
+    for way, (of_x, of_weight, of_mask_weight, of_result) in ways.items():
         for leading in ((6,), (4, 3)):
-            for routed in (False, True):
-                layer = make_layer(leading, dtype=torch.float64, routed=routed)
-                what = f"{way}, x {list(layer.x.shape)}, {'routed' if routed else 'not routed'}"
-                plain = {"x": layer.x, "weight": layer.weight, "route_weights": layer.route_weights}
+            for weighted in (False, True):
+                layer = make_layer(leading, dtype=torch.float64, weighted=weighted)
+                what = f"{way}, x {list(layer.x.shape)}, {'weighted' if weighted else 'not weighted'}"
+                plain = {"x": layer.x, "weight": layer.weight, "mask_weights": layer.mask_weights}
                 plain = {k: t.clone().requires_grad_() for k, t in plain.items() if t is not None}
-                placements = {"x": of_x, "weight": of_weight, "route_weights": of_route}
+                placements = {"x": of_x, "weight": of_weight, "mask_weights": of_mask_weight}
                 shards = {k: ranks.shard(t, placements[k]) for k, t in plain.items()}
                 packed = ranks.shard(layer.packed_masks, of_weight)
 
                 def run(args: dict[str, Tensor], packed: Tensor) -> Tensor:
-                    return torch.ops.mglu.forward(args["x"], args["weight"], packed, "silu", args.get("route_weights"))
+                    return torch.ops.mglu.forward(args["x"], args["weight"], packed, "silu", args.get("mask_weights"))
 
                 expected, result = run(plain, layer.packed_masks), run(shards, packed)
                 ranks.compare(f"{what}: result", result, expected, of_result(layer.x))

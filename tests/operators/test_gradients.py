@@ -19,12 +19,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from mglu_ops.backends import reference
 
 forward, forward_ste = torch.ops.mglu.forward, torch.ops.mglu.forward_ste
-NAMES = ("x", "weight", "logits", "route_weights")
+NAMES = ("x", "weight", "logits", "mask_weights")
 
 
 def leaves(layer: Layer, *wanted: str) -> dict[str, Tensor | None]:
     """Copies of the tensors of a layer; those in `wanted` require a gradient."""
-    tensors = {"x": layer.x, "weight": layer.weight, "logits": layer.logits, "route_weights": layer.route_weights}
+    tensors = {"x": layer.x, "weight": layer.weight, "logits": layer.logits, "mask_weights": layer.mask_weights}
     return {
         name: None if tensor is None else tensor.clone().requires_grad_(name in wanted)
         for name, tensor in tensors.items()
@@ -38,27 +38,27 @@ def exact_gradients(layer: Layer, grad_output: Tensor, *wanted: str) -> dict[str
         for name, tensor in leaves(layer).items()
     }
     masks = straight_through(args["logits"], torch.float64)
-    result = reference.forward(args["x"], args["weight"], masks, layer.activation, args["route_weights"])
+    result = reference.forward(args["x"], args["weight"], masks, layer.activation, args["mask_weights"])
     result.backward(grad_output.double())
     return {name: args[name].grad for name in wanted}
 
 
 def wanted_of(layer: Layer) -> tuple[str, ...]:
-    return NAMES if layer.route_weights is not None else NAMES[:3]
+    return NAMES if layer.mask_weights is not None else NAMES[:3]
 
 
 # --- Values -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("activation", s.ACTIVATION_NAMES)
-def test_gradients_agree_with_finite_differences(activation, routed):
-    layer = make_layer((2, 2), 9, 3, 2, activation=activation, dtype=torch.float64, routed=routed, seed=1)
-    args = leaves(layer, "x", "weight", "route_weights")
-    differentiable = [args[name] for name in ("x", "weight", "route_weights") if args[name] is not None]
+def test_gradients_agree_with_finite_differences(activation, weighted):
+    layer = make_layer((2, 2), 9, 3, 2, activation=activation, dtype=torch.float64, weighted=weighted, seed=1)
+    args = leaves(layer, "x", "weight", "mask_weights")
+    differentiable = [args[name] for name in ("x", "weight", "mask_weights") if args[name] is not None]
 
-    def function(x: Tensor, weight: Tensor, route: Tensor | None = None) -> Tensor:
-        return forward(x, weight, layer.packed_masks, activation, route)
+    def function(x: Tensor, weight: Tensor, mask_weight: Tensor | None = None) -> Tensor:
+        return forward(x, weight, layer.packed_masks, activation, mask_weight)
 
     assert torch.autograd.gradcheck(function, differentiable)
 
@@ -70,7 +70,7 @@ def test_gradients_agree_with_the_straight_through_oracle(layer, layout, seed):
     assume(layer.activation != "relu" or bool(layer.masks.any(-1).all()))
     wanted = wanted_of(layer)
     args = leaves(layer, *wanted)
-    result, _ = forward_ste(args["x"], args["weight"], args["logits"], layer.activation, args["route_weights"])
+    result, _ = forward_ste(args["x"], args["weight"], args["logits"], layer.activation, args["mask_weights"])
     grad_output = torch.randn(result.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     grad_output = s.laid_out(grad_output, layout)
     result.backward(grad_output)
@@ -80,15 +80,15 @@ def test_gradients_agree_with_the_straight_through_oracle(layer, layout, seed):
         torch.testing.assert_close(args[name].grad.double(), exact, rtol=precision, atol=precision * size)
 
 
-@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", s.ACTIVATION_NAMES)
-def test_relative_error_is_within_the_budget(activation, dtype, routed):
-    layer = make_layer((48,), 96, 40, 4, activation=activation, dtype=dtype, routed=routed)
+def test_relative_error_is_within_the_budget(activation, dtype, weighted):
+    layer = make_layer((48,), 96, 40, 4, activation=activation, dtype=dtype, weighted=weighted)
     wanted = wanted_of(layer)
     args = leaves(layer, *wanted)
     args["logits"] = layer.logits.to(dtype).requires_grad_()
-    result, _ = forward_ste(args["x"], args["weight"], args["logits"], activation, args["route_weights"])
+    result, _ = forward_ste(args["x"], args["weight"], args["logits"], activation, args["mask_weights"])
     grad_output = torch.randn(result.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     result.backward(grad_output)
     for name, exact in exact_gradients(layer, grad_output, *wanted).items():
@@ -130,13 +130,13 @@ SUBSETS = [subset for size in range(5) for subset in itertools.combinations(NAME
     ids=lambda value: value if isinstance(value, str) else "-".join(value) or "none",
 )
 def test_each_subset_of_gradients_runs_only_its_gemms(op, wanted):
-    layer = make_layer(routed=True, dtype=torch.float64)
+    layer = make_layer(weighted=True, dtype=torch.float64)
     args = leaves(layer, *wanted)
-    x, weight, route = args["x"], args["weight"], args["route_weights"]
+    x, weight, mask_weight = args["x"], args["weight"], args["mask_weights"]
     if op == "forward":
-        result = forward(x, weight, layer.packed_masks, "silu", route)
+        result = forward(x, weight, layer.packed_masks, "silu", mask_weight)
     else:
-        result = forward_ste(x, weight, args["logits"], "silu", route)[0]
+        result = forward_ste(x, weight, args["logits"], "silu", mask_weight)[0]
     assert result.requires_grad == bool(wanted)
     assert torch.equal(result.detach(), layer.forward())
     if not wanted:
@@ -215,9 +215,9 @@ def test_a_weight_used_in_two_calls_gets_the_sum_of_both_gradients():
 
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_gradients_of_zero_and_one_token(tokens):
-    layer = make_layer((tokens,), routed=True)
+    layer = make_layer((tokens,), weighted=True)
     args = leaves(layer, *NAMES)
-    forward_ste(args["x"], args["weight"], args["logits"], "silu", args["route_weights"])[0].sum().backward()
+    forward_ste(args["x"], args["weight"], args["logits"], "silu", args["mask_weights"])[0].sum().backward()
     for name, exact in exact_gradients(layer, torch.ones(tokens, 10), *NAMES).items():
         assert_matches(args[name].grad, exact, torch.float32, what=name)
 
@@ -279,12 +279,12 @@ def test_nan_in_one_token_stays_out_of_the_others_gradients():
 
 
 def test_autocast_gives_the_gradients_of_the_naive_layer():
-    layer = make_layer((64,), 96, 48, 4, routed=True)
+    layer = make_layer((64,), 96, 48, 4, weighted=True)
     fused, plain = leaves(layer, *NAMES), leaves(layer, *NAMES)
     with torch.autocast("cpu", torch.bfloat16):
-        result = forward_ste(fused["x"], fused["weight"], fused["logits"], "silu", fused["route_weights"])[0]
+        result = forward_ste(fused["x"], fused["weight"], fused["logits"], "silu", fused["mask_weights"])[0]
         masks = straight_through(plain["logits"], torch.float32)
-        expected = s.naive(plain["x"], plain["weight"], masks, "silu", plain["route_weights"])
+        expected = s.naive(plain["x"], plain["weight"], masks, "silu", plain["mask_weights"])
     assert result.dtype is torch.bfloat16
     result.float().sum().backward()
     expected.float().sum().backward()
@@ -388,10 +388,10 @@ def test_func_grad_equals_autograd(op):
 
 
 def test_func_grad_of_every_argument():
-    layer = make_layer(dtype=torch.float64, routed=True)
+    layer = make_layer(dtype=torch.float64, weighted=True)
 
-    def function(x: Tensor, weight: Tensor, logits: Tensor, route: Tensor) -> Tensor:
-        return forward_ste(x, weight, logits, "gelu", route)[0].sum()
+    def function(x: Tensor, weight: Tensor, logits: Tensor, mask_weight: Tensor) -> Tensor:
+        return forward_ste(x, weight, logits, "gelu", mask_weight)[0].sum()
 
     args = leaves(layer)
     grads = torch.func.grad(function, (0, 1, 2, 3))(*args.values())

@@ -39,7 +39,7 @@ def launches(backend: str, dtype: torch.dtype) -> list[str | None]:
 
 
 def check(y: Tensor, layer: Layer) -> None:
-    assert_right_or_not_finite(y, layer.x, layer.weight, layer.masks, layer.activation, layer.route_weights)
+    assert_right_or_not_finite(y, layer.x, layer.weight, layer.masks, layer.activation, layer.mask_weights)
 
 
 @pytest.mark.parametrize(
@@ -47,30 +47,30 @@ def check(y: Tensor, layer: Layer) -> None:
     family(
         ["cpu", "composite"],
         sorted(DTYPES, key=lambda dtype: dtype is not torch.float32),
-        ["x", "weight", "route_weights"],
+        ["x", "weight", "mask_weights"],
         fits=lambda backend, dtype, _: backend != "cpu" or dtype is not torch.float64,
     ),
 )
 def test_no_nan_is_hidden_and_no_wrong_number_comes_out(backend: str, dtype: torch.dtype, where: str) -> None:
     for tokens, n_masks, in_features in ((2, 1, 8), (3, 4, 40), (40, 2, 33), (2, 16, 16)):
         for activation in ACTIVATION_NAMES:
-            layer = make_layer((tokens,), in_features, 9, n_masks, activation=activation, dtype=dtype, routed=True)
+            layer = make_layer((tokens,), in_features, 9, n_masks, activation=activation, dtype=dtype, weighted=True)
             for value in VALUES:
                 wrong = changed(layer, where, value)
-                arguments = (wrong.x, wrong.weight, wrong.packed_masks, activation, wrong.route_weights)
+                arguments = (wrong.x, wrong.weight, wrong.packed_masks, activation, wrong.mask_weights)
                 for launch in launches(backend, dtype):
                     check(run_on(backend, *arguments, launch=launch), wrong)
-                check(naive(wrong.x, wrong.weight, wrong.masks, activation, wrong.route_weights), wrong)
+                check(naive(wrong.x, wrong.weight, wrong.masks, activation, wrong.mask_weights), wrong)
 
 
-@pytest.mark.parametrize(("dtype", "where"), family(DTYPES, ["x", "weight", "route_weights"]))
+@pytest.mark.parametrize(("dtype", "where"), family(DTYPES, ["x", "weight", "mask_weights"]))
 def test_training_follows_the_rule_too(dtype: torch.dtype, where: str) -> None:
     for n_masks, activation in ((1, "silu"), (3, "relu"), (2, "tanh")):
-        layer = make_layer((5,), 40, 9, n_masks, activation=activation, dtype=dtype, routed=True)
+        layer = make_layer((5,), 40, 9, n_masks, activation=activation, dtype=dtype, weighted=True)
         for value in VALUES:
             wrong = changed(layer, where, value)
             check(
-                mglu.forward_train(wrong.x, wrong.weight, wrong.packed_masks, activation, wrong.route_weights)[0], wrong
+                mglu.forward_train(wrong.x, wrong.weight, wrong.packed_masks, activation, wrong.mask_weights)[0], wrong
             )
 
 

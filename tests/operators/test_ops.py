@@ -26,9 +26,9 @@ def assert_within_condition(result: Tensor, layer: Layer) -> None:
     Unlike the relative error of a whole tensor, this bound is also right for single elements in which terms cancel.
     """
     total = layer.x.abs().double() @ layer.weight.abs().double().T
-    routes = len(layer.masks) if layer.route_weights is None else layer.route_weights.double().sum(-1, keepdim=True)
+    term_weights = len(layer.masks) if layer.mask_weights is None else layer.mask_weights.double().sum(-1, keepdim=True)
     exact = layer.oracle()
-    limit = BUDGET[result.dtype] * routes * total * (total + 1) + torch.finfo(result.dtype).tiny
+    limit = BUDGET[result.dtype] * term_weights * total * (total + 1) + torch.finfo(result.dtype).tiny
     assert result.shape == exact.shape
     assert ((result.double() - exact).abs() <= limit).all()
 
@@ -48,24 +48,24 @@ def test_every_size_layout_and_dtype_agrees_with_the_oracle(layer):
 def test_forward_ste_equals_forward_with_masks_where_the_logits_are_positive(layer):
     masks = torch.ops.mglu.unpack_masks(layer.packed_masks, layer.x.shape[-1])
     logits = layer.with_(masks=masks).logits
-    result, packed = forward_ste(layer.x, layer.weight, logits, layer.activation, layer.route_weights)
+    result, packed = forward_ste(layer.x, layer.weight, logits, layer.activation, layer.mask_weights)
     assert torch.equal(packed, layer.packed_masks)
     assert torch.equal(result, layer.forward())
 
 
 @given(s.layers())
 def test_forward_train_returns_the_result(layer):
-    result, _ = forward_train(layer.x, layer.weight, layer.packed_masks, layer.activation, layer.route_weights)
+    result, _ = forward_train(layer.x, layer.weight, layer.packed_masks, layer.activation, layer.mask_weights)
     assert result.dtype is layer.x.dtype
     assert_within_condition(result, layer)  # without saved activations, another backend may run, so the bits may differ
 
 
-@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", s.ACTIVATION_NAMES)
-def test_relative_error_is_within_the_budget(activation, dtype, routed):
+def test_relative_error_is_within_the_budget(activation, dtype, weighted):
     for n_masks, in_features in ((1, 64), (4, 201), (16, 512)):
-        layer = make_layer((33,), in_features, 48, n_masks, activation=activation, dtype=dtype, routed=routed)
+        layer = make_layer((33,), in_features, 48, n_masks, activation=activation, dtype=dtype, weighted=weighted)
         assert_matches(layer.forward(), layer.oracle(), what=f"n_masks={n_masks}, in_features={in_features}")
 
 
@@ -86,21 +86,21 @@ def test_error_is_at_most_1_5_times_the_naive_layers(dtype, n_masks, density):
 
 
 @pytest.mark.parametrize("leading", [(), (1,), (6,), (2, 3), (2, 1, 3), (0,), (2, 0, 3)])
-@pytest.mark.parametrize("routed", [False, True])
-def test_leading_dimensions_are_kept(leading, routed):
-    layer = make_layer(leading, routed=routed)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_leading_dimensions_are_kept(leading, weighted):
+    layer = make_layer(leading, weighted=weighted)
     result = layer.forward()
     assert result.shape == (*leading, 10)
     tokens = math.prod(leading)
-    flat_route = None if layer.route_weights is None else layer.route_weights.reshape(tokens, 3)
-    flat = layer.with_(x=layer.x.reshape(tokens, 24), route_weights=flat_route).forward()
+    flat_weights = None if layer.mask_weights is None else layer.mask_weights.reshape(tokens, 3)
+    flat = layer.with_(x=layer.x.reshape(tokens, 24), mask_weights=flat_weights).forward()
     torch.testing.assert_close(result.reshape(tokens, 10), flat)
 
 
 @pytest.mark.parametrize("layout", s.LAYOUTS[1:])
-@pytest.mark.parametrize("argument", ["x", "weight", "packed_masks", "route_weights"])
+@pytest.mark.parametrize("argument", ["x", "weight", "packed_masks", "mask_weights"])
 def test_strided_arguments_give_the_result_of_contiguous_ones(argument, layout):
-    layer = make_layer(routed=True)
+    layer = make_layer(weighted=True)
     changed = s.laid_out(getattr(layer, argument), layout)
     dense = layer.with_(**{argument: changed.contiguous()}).forward()
     torch.testing.assert_close(layer.with_(**{argument: changed}).forward(), dense)
@@ -113,10 +113,10 @@ def test_smallest_and_empty_layers(size):
 
 
 def test_arguments_are_not_written_to():
-    layer = make_layer(routed=True)
-    before = [tensor.clone() for tensor in (layer.x, layer.weight, layer.packed_masks, layer.route_weights)]
+    layer = make_layer(weighted=True)
+    before = [tensor.clone() for tensor in (layer.x, layer.weight, layer.packed_masks, layer.mask_weights)]
     layer.forward()
-    after = (layer.x, layer.weight, layer.packed_masks, layer.route_weights)
+    after = (layer.x, layer.weight, layer.packed_masks, layer.mask_weights)
     assert all(map(torch.equal, before, after))
 
 
@@ -151,9 +151,9 @@ def test_masks_of_zeros_make_every_gate_zero(layer):
     """The result is act(0) times a linear layer, and act(0) is 0 for every activation but the sigmoid."""
     result = layer.with_(masks=torch.zeros_like(layer.masks)).forward()
     ones = torch.ones(*layer.x.shape[:-1], len(layer.masks), dtype=torch.float64)
-    route = ones if layer.route_weights is None else layer.route_weights
+    mask_weight = ones if layer.mask_weights is None else layer.mask_weights
     gate = 0.5 if layer.activation == "sigmoid" else 0.0
-    close(result, gate * route.sum(-1, keepdim=True) * (layer.x @ layer.weight.T), layer)
+    close(result, gate * mask_weight.sum(-1, keepdim=True) * (layer.x @ layer.weight.T), layer)
 
 
 @given(s.layers(dtype=torch.float32), st.sampled_from([0, 1]))
@@ -171,8 +171,8 @@ def test_constant_masks_give_zero_in_float32(layer, constant):
 def test_the_order_of_masks_does_not_matter(layer, random):
     order = list(range(len(layer.masks)))
     random.shuffle(order)
-    route = None if layer.route_weights is None else layer.route_weights[..., order]
-    changed = layer.with_(masks=layer.masks[order], route_weights=route)
+    mask_weight = None if layer.mask_weights is None else layer.mask_weights[..., order]
+    changed = layer.with_(masks=layer.masks[order], mask_weights=mask_weight)
     assert torch.equal(changed.packed_masks, layer.packed_masks[..., order])
     close(changed.forward(), layer.forward(), layer)
 
@@ -215,43 +215,43 @@ def test_the_plain_product_is_bilinear_in_the_weight(layer, seed):
 def test_a_layer_is_the_weighted_sum_of_layers_of_one_mask(layer):
     total = torch.zeros(*layer.x.shape[:-1], layer.weight.shape[0], dtype=torch.float64)
     for i in range(len(layer.masks)):
-        single = layer.with_(masks=layer.masks[i : i + 1], route_weights=None).forward()
-        total += single if layer.route_weights is None else layer.route_weights[..., i : i + 1] * single
+        single = layer.with_(masks=layer.masks[i : i + 1], mask_weights=None).forward()
+        total += single if layer.mask_weights is None else layer.mask_weights[..., i : i + 1] * single
     close(layer.forward(), total, layer)
 
 
 @given(FLOAT64, st.integers(1, 16))
 def test_a_mask_given_several_times_counts_several_times(layer, times):
-    repeated = layer.with_(masks=layer.masks[:1].expand(times, -1, -1), route_weights=None)
-    close(repeated.forward(), times * layer.with_(masks=layer.masks[:1], route_weights=None).forward(), repeated)
+    repeated = layer.with_(masks=layer.masks[:1].expand(times, -1, -1), mask_weights=None)
+    close(repeated.forward(), times * layer.with_(masks=layer.masks[:1], mask_weights=None).forward(), repeated)
 
 
 @given(s.layers())
-def test_route_weights_of_one_change_nothing(layer):
+def test_mask_weights_of_one_change_nothing(layer):
     ones = torch.ones(*layer.x.shape[:-1], len(layer.masks), dtype=layer.x.dtype)
-    assert torch.equal(layer.with_(route_weights=ones).forward(), layer.with_(route_weights=None).forward())
+    assert torch.equal(layer.with_(mask_weights=ones).forward(), layer.with_(mask_weights=None).forward())
 
 
 @given(FLOAT64)
-def test_a_route_weight_of_zero_drops_its_mask(layer):
+def test_a_mask_weight_of_zero_drops_its_mask(layer):
     if len(layer.masks) == 1:
         return
-    route = torch.ones(*layer.x.shape[:-1], len(layer.masks), dtype=torch.float64)
-    route[..., 0] = 0
-    rest = layer.with_(masks=layer.masks[1:], route_weights=None)
-    close(layer.with_(route_weights=route).forward(), rest.forward(), layer)
+    mask_weight = torch.ones(*layer.x.shape[:-1], len(layer.masks), dtype=torch.float64)
+    mask_weight[..., 0] = 0
+    rest = layer.with_(masks=layer.masks[1:], mask_weights=None)
+    close(layer.with_(mask_weights=mask_weight).forward(), rest.forward(), layer)
 
 
 @given(s.layers(), s.seeds)
 def test_tokens_are_independent(layer, seed):
     """A token gives the same result alone and together with other tokens of any value."""
     x = layer.x.reshape(-1, layer.x.shape[-1])
-    route = None if layer.route_weights is None else layer.route_weights.reshape(len(x), -1)
+    mask_weight = None if layer.mask_weights is None else layer.mask_weights.reshape(len(x), -1)
     token = seed % len(x)
     other = torch.full_like(x, 3e4)
     other[token] = x[token]
-    single = layer.with_(x=x[token], route_weights=None if route is None else route[token])
-    assert_within_condition(layer.with_(x=other, route_weights=route).forward()[token], single)
+    single = layer.with_(x=x[token], mask_weights=None if mask_weight is None else mask_weight[token])
+    assert_within_condition(layer.with_(x=other, mask_weights=mask_weight).forward()[token], single)
     assert_within_condition(single.forward(), single)
 
 
@@ -332,8 +332,8 @@ def batched(tensor: Tensor, count: int = BATCH) -> Tensor:
 
 
 def call(op, masks_of):
-    def function(x, weight, masks, route):
-        return op(x, weight, masks_of(masks), "gelu", route)
+    def function(x, weight, masks, mask_weight):
+        return op(x, weight, masks_of(masks), "gelu", mask_weight)
 
     return function
 
@@ -343,9 +343,9 @@ def call(op, masks_of):
     "which", [which for which in itertools.product([False, True], repeat=4) if any(which)], ids=str
 )
 def test_vmap_gives_the_results_of_a_loop(name, which):
-    layer = make_layer(routed=True, dtype=torch.float64)
+    layer = make_layer(weighted=True, dtype=torch.float64)
     masks = layer.logits if name == "forward_ste" else layer.packed_masks
-    args = [layer.x, layer.weight, masks, layer.route_weights]
+    args = [layer.x, layer.weight, masks, layer.mask_weights]
     args = [batched(arg) if over else arg for arg, over in zip(args, which, strict=True)]
     function = call(getattr(torch.ops.mglu, name), lambda masks: masks)
     dims = tuple(0 if over else None for over in which)
@@ -399,14 +399,14 @@ def test_vmap_over_an_empty_batch(which):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("route_dtype", [None, torch.float32, torch.bfloat16])
-def test_autocast_computes_in_the_dtype_in_which_linear_does(dtype, route_dtype):
-    layer = make_layer((16,), 64, 32, 4, routed=route_dtype is not None)
-    route = None if route_dtype is None else layer.route_weights.to(route_dtype)
-    layer = layer.with_(route_weights=route)
+@pytest.mark.parametrize("mask_weights_dtype", [None, torch.float32, torch.bfloat16])
+def test_autocast_computes_in_the_dtype_in_which_linear_does(dtype, mask_weights_dtype):
+    layer = make_layer((16,), 64, 32, 4, weighted=mask_weights_dtype is not None)
+    mask_weight = None if mask_weights_dtype is None else layer.mask_weights.to(mask_weights_dtype)
+    layer = layer.with_(mask_weights=mask_weight)
     with torch.autocast("cpu", dtype):
         result = layer.forward()
-        ste = forward_ste(layer.x, layer.weight, layer.logits, "silu", route)[0]
+        ste = forward_ste(layer.x, layer.weight, layer.logits, "silu", mask_weight)[0]
         linear = torch.nn.functional.linear(layer.x, layer.weight)
     assert result.dtype is linear.dtype is dtype
     assert torch.equal(ste, result)

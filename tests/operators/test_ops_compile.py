@@ -59,39 +59,39 @@ def test_opcheck_packing_of_logits(dtype):
 
 
 @pytest.mark.parametrize("leading", [(5,), (2, 3), ()])
-@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", quick_only_for([torch.float32], DTYPES))
-def test_opcheck_layer(dtype, routed, leading):
-    layer = make_layer(leading, in_features=12, out_features=6, dtype=dtype, routed=routed)
-    x, weight, route = leaf(layer.x), leaf(layer.weight), leaf(layer.route_weights)
-    opcheck("forward", x, weight, layer.packed_masks, "gelu", route)
-    opcheck("forward_ste", x, weight, leaf(layer.logits), "gelu", route)
+def test_opcheck_layer(dtype, weighted, leading):
+    layer = make_layer(leading, in_features=12, out_features=6, dtype=dtype, weighted=weighted)
+    x, weight, mask_weight = leaf(layer.x), leaf(layer.weight), leaf(layer.mask_weights)
+    opcheck("forward", x, weight, layer.packed_masks, "gelu", mask_weight)
+    opcheck("forward_ste", x, weight, leaf(layer.logits), "gelu", mask_weight)
 
 
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize("logits_dtype", [None, torch.float32])
-@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", quick_only_for([torch.float32], DTYPES))
-def test_opcheck_below_autograd(dtype, routed, logits_dtype, needs):
-    layer = make_layer(in_features=12, out_features=6, dtype=dtype, routed=routed)
+def test_opcheck_below_autograd(dtype, weighted, logits_dtype, needs):
+    layer = make_layer(in_features=12, out_features=6, dtype=dtype, weighted=weighted)
     args = (layer.x, layer.weight, layer.packed_masks)
     if needs[0]:
-        opcheck("forward_train", *args, "silu", layer.route_weights)
-    result, partials = mglu.forward_train(*args, "silu", layer.route_weights)
-    opcheck("backward", result, *args, partials, needs, logits_dtype, dtype if routed else None)
+        opcheck("forward_train", *args, "silu", layer.mask_weights)
+    result, partials = mglu.forward_train(*args, "silu", layer.mask_weights)
+    opcheck("backward", result, *args, partials, needs, logits_dtype, dtype if weighted else None)
 
 
 # --- torch.compile ----------------------------------------------------------------------------------------
 
 
 def function_of(name: str, layer: Layer) -> Callable[..., Tensor]:
-    """A function `(x, weight, route) -> y` that calls an operator, or a linear layer to compare with."""
+    """A function `(x, weight, mask_weight) -> y` that calls an operator, or a linear layer to compare with."""
     logits, packed = layer.logits, layer.packed_masks
     if name == "linear":
-        return lambda x, weight, route=None: F.linear(x, weight).relu()
+        return lambda x, weight, mask_weight=None: F.linear(x, weight).relu()
     if name == "forward":
-        return lambda x, weight, route=None: mglu.forward(x, weight, packed, "silu", route)
-    return lambda x, weight, route=None: mglu.forward_ste(x, weight, logits, "silu", route)[0]
+        return lambda x, weight, mask_weight=None: mglu.forward(x, weight, packed, "silu", mask_weight)
+    return lambda x, weight, mask_weight=None: mglu.forward_ste(x, weight, logits, "silu", mask_weight)[0]
 
 
 def frames(
@@ -100,7 +100,7 @@ def frames(
     *,
     backend: str = "aot_eager",
     training: bool = False,
-    routed: bool = False,
+    weighted: bool = False,
     prepare: Callable[[Tensor], None] = lambda x: None,
 ) -> list[int]:
     """Call a function compiled with dynamic=True once for each size, and count the graphs after each call.
@@ -113,8 +113,8 @@ def frames(
     compiled = torch.compile(function, backend=counter, fullgraph=True, dynamic=True)
     counts = []
     for tokens in sizes:
-        layer = make_layer((tokens,), routed=routed, seed=tokens)
-        args = [tensor for tensor in (layer.x, layer.weight, layer.route_weights) if tensor is not None]
+        layer = make_layer((tokens,), weighted=weighted, seed=tokens)
+        args = [tensor for tensor in (layer.x, layer.weight, layer.mask_weights) if tensor is not None]
         eager_args = [tensor.clone().requires_grad_(training) for tensor in args]
         args = [tensor.clone().requires_grad_(training) for tensor in args]
         for tensor in (args[0], *args[2:]):
@@ -151,14 +151,14 @@ def test_one_graph_serves_every_number_of_tokens_from_2_on(name, training):
 
 
 @pytest.mark.parametrize(
-    ("backend", "name", "training", "routed"),
+    ("backend", "name", "training", "weighted"),
     [("aot_eager", *case) for case in itertools.product(LAYERS, [False, True], [False, True])]
     + [("inductor", name, True, True) for name in LAYERS],
 )
-def test_one_graph_serves_every_number_of_tokens_marked_unbacked(backend, name, training, routed):
+def test_one_graph_serves_every_number_of_tokens_marked_unbacked(backend, name, training, weighted):
     """`mark_unbacked` asks torch not to specialise for 0 and 1 tokens; the operators must add no guard that does."""
     for order in ORDERS:
-        counts = frames(name, order, training=training, routed=routed, backend=backend, prepare=_unbacked_tokens)
+        counts = frames(name, order, training=training, weighted=weighted, backend=backend, prepare=_unbacked_tokens)
         assert counts == [1] * len(order)
 
 
@@ -171,7 +171,7 @@ def test_one_graph_serves_every_number_of_tokens_when_size_oblivious(name, train
     """
     for order in ORDERS:
         with symbolic_config.patch(backed_size_oblivious=True):
-            counts = frames(name, order, training=training, routed=True)
+            counts = frames(name, order, training=training, weighted=True)
         assert counts == [1] * len(order)
 
 
@@ -180,17 +180,17 @@ def _unbacked_tokens(x: Tensor) -> None:
 
 
 def test_data_dependent_sizes_compile_in_one_graph():
-    layer = make_layer((9,), routed=True)
+    layer = make_layer((9,), weighted=True)
 
     @torch.compile(backend="aot_eager", fullgraph=True)
-    def selected(x: Tensor, route: Tensor, keep: Tensor) -> Tensor:
+    def selected(x: Tensor, mask_weight: Tensor, keep: Tensor) -> Tensor:
         rows = keep.nonzero().squeeze(1)
-        return mglu.forward(x[rows], layer.weight, layer.packed_masks, "silu", route[rows])
+        return mglu.forward(x[rows], layer.weight, layer.packed_masks, "silu", mask_weight[rows])
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         for count in (4, 1, 0, 9):
             keep = torch.arange(9) < count
-            torch.testing.assert_close(selected(layer.x, layer.route_weights, keep), layer.forward()[:count])
+            torch.testing.assert_close(selected(layer.x, layer.mask_weights, keep), layer.forward()[:count])
 
 
 @pytest.mark.parametrize(
@@ -202,13 +202,13 @@ def test_data_dependent_sizes_compile_in_one_graph():
     ],
 )
 def test_compiled_results_and_gradients_equal_eager_ones(dtype, backend):
-    layer = make_layer((3, 4), 19, 7, 5, dtype=dtype, routed=True, activation="gelu_tanh")
+    layer = make_layer((3, 4), 19, 7, 5, dtype=dtype, weighted=True, activation="gelu_tanh")
 
-    def step(x: Tensor, weight: Tensor, logits: Tensor, route: Tensor) -> tuple[Tensor, Tensor]:
-        result, packed = mglu.forward_ste(x * 2, weight, logits, "gelu_tanh", route.softmax(-1))
+    def step(x: Tensor, weight: Tensor, logits: Tensor, mask_weight: Tensor) -> tuple[Tensor, Tensor]:
+        result, packed = mglu.forward_ste(x * 2, weight, logits, "gelu_tanh", mask_weight.softmax(-1))
         return result + 1, mglu.unpack_masks(packed, 19)
 
-    args = [leaf(tensor) for tensor in (layer.x, layer.weight, layer.logits, layer.route_weights)]
+    args = [leaf(tensor) for tensor in (layer.x, layer.weight, layer.logits, layer.mask_weights)]
     eager_args = [leaf(tensor) for tensor in args]
     result, masks = torch.compile(step, backend=backend, fullgraph=True, dynamic=True)(*args)
     expected, _ = step(*eager_args)
@@ -230,12 +230,12 @@ def test_compiled_functions_take_any_strides(layout):
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_compiled_autocast_equals_eager_autocast(training):
-    layer = make_layer((16,), 64, 32, routed=True)
+    layer = make_layer((16,), 64, 32, weighted=True)
     args = [tensor.clone().requires_grad_(training) for tensor in (layer.x, layer.weight, layer.logits)]
 
     def function(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return mglu.forward_ste(x, weight, logits, "silu", layer.route_weights)[0]
+            return mglu.forward_ste(x, weight, logits, "silu", layer.mask_weights)[0]
 
     result = torch.compile(function, backend="aot_eager", fullgraph=True)(*args)
     assert result.dtype is torch.bfloat16
@@ -321,9 +321,9 @@ def describe(results: Tensor | tuple[Tensor, ...]) -> list[tuple[object, ...]]:
 def calls(layer: Layer) -> dict[str, tuple[object, ...]]:
     """The arguments of a call of each operator."""
     args = (layer.x, layer.weight, layer.packed_masks)
-    tail = (layer.activation, layer.route_weights)
+    tail = (layer.activation, layer.mask_weights)
     result, partials = mglu.forward_train(*args, *tail)
-    route_dtype = None if layer.route_weights is None else layer.route_weights.dtype
+    mask_weights_dtype = None if layer.mask_weights is None else layer.mask_weights.dtype
     return {
         "pack_masks": (layer.masks,),
         "pack_logits": (layer.logits,),
@@ -331,15 +331,15 @@ def calls(layer: Layer) -> dict[str, tuple[object, ...]]:
         "forward": (*args, *tail),
         "forward_ste": (layer.x, layer.weight, layer.logits, *tail),
         "forward_train": (*args, *tail),
-        "backward": (result, *args, partials, (True, True), torch.float32, route_dtype),
+        "backward": (result, *args, partials, (True, True), torch.float32, mask_weights_dtype),
     }
 
 
 @pytest.mark.parametrize("leading", [(5,), (), (0,), (2, 3)])
-@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_fake_and_meta_results_have_the_shape_strides_and_dtype_of_real_ones(dtype, routed, leading):
-    for op, args in calls(make_layer(leading, 13, routed=routed, dtype=dtype)).items():
+def test_fake_and_meta_results_have_the_shape_strides_and_dtype_of_real_ones(dtype, weighted, leading):
+    for op, args in calls(make_layer(leading, 13, weighted=weighted, dtype=dtype)).items():
         real = describe(getattr(mglu, op)(*args))
         meta = [arg.to("meta") if isinstance(arg, Tensor) else arg for arg in args]
         assert describe(getattr(mglu, op)(*meta)) == real, op
@@ -349,8 +349,8 @@ def test_fake_and_meta_results_have_the_shape_strides_and_dtype_of_real_ones(dty
 
 
 def test_meta_tensors_get_gradients_of_the_right_shape():
-    layer = make_layer(routed=True)
-    args = [leaf(t.to("meta")) for t in (layer.x, layer.weight, layer.logits, layer.route_weights)]
+    layer = make_layer(weighted=True)
+    args = [leaf(t.to("meta")) for t in (layer.x, layer.weight, layer.logits, layer.mask_weights)]
     result, packed = mglu.forward_ste(args[0], args[1], args[2], "silu", args[3])
     assert packed.shape == (10, 3, 3)
     result.sum().backward()

@@ -39,9 +39,9 @@ def _roomy(tensor: Tensor) -> Tensor:
 
 def arguments(op: str) -> Arguments:
     """The arguments of a good call. Every size differs from the others, and the values are the same each time."""
-    layer = make_layer((TOKENS,), IN, OUT, N_MASKS, routed=True)
+    layer = make_layer((TOKENS,), IN, OUT, N_MASKS, weighted=True)
     found: Arguments = {"x": layer.x, "weight": layer.weight, "packed_masks": layer.packed_masks}
-    tail: Arguments = {"activation": "silu", "route_weights": layer.route_weights}
+    tail: Arguments = {"activation": "silu", "mask_weights": layer.mask_weights}
     if op == "forward_ste":
         found["mask_logits"] = layer.logits
         del found["packed_masks"]
@@ -49,7 +49,7 @@ def arguments(op: str) -> Arguments:
         generator = torch.Generator().manual_seed(1)
         partials = torch.randn(TOKENS, 2 * N_MASKS + 1, OUT, generator=generator)
         found = {"grad_output": torch.randn(TOKENS, OUT, generator=generator), **found, "partials": partials}
-        tail = {"needs": [True, True], "logits_dtype": torch.float32, "route_dtype": torch.float32}
+        tail = {"needs": [True, True], "logits_dtype": torch.float32, "mask_weights_dtype": torch.float32}
     return {name: _roomy(value) if isinstance(value, Tensor) else value for name, value in (found | tail).items()}
 
 
@@ -195,13 +195,13 @@ CHANGES: list[Change] = [
 
 OTHER_ARGUMENTS = [
     *((op, "activation", value) for op in OPS[:3] for value in ("gelu", "swish")),
-    *((op, "route_weights", None) for op in OPS[:3]),
+    *((op, "mask_weights", None) for op in OPS[:3]),
     ("backward", "needs", [True, False]),
     ("backward", "logits_dtype", None),
     ("backward", "logits_dtype", torch.bfloat16),
     ("backward", "logits_dtype", torch.int64),
-    ("backward", "route_dtype", None),
-    ("backward", "route_dtype", torch.bool),
+    ("backward", "mask_weights_dtype", None),
+    ("backward", "mask_weights_dtype", torch.bool),
 ]
 
 
@@ -317,9 +317,9 @@ class OnAnotherGpu:
 
 
 @pytest.mark.parametrize("key", [metadata_key, arguments_key])
-@pytest.mark.parametrize("name", ["x", "weight", "packed_masks", "route_weights"])
+@pytest.mark.parametrize("name", ["x", "weight", "packed_masks", "mask_weights"])
 def test_another_gpu_makes_another_call(key: Callable[..., object], name: str) -> None:
     args = arguments("forward")
-    args = {name: args[name] for name in ("x", "weight", "packed_masks", "activation", "route_weights")}
+    args = {name: args[name] for name in ("x", "weight", "packed_masks", "activation", "mask_weights")}
     assert key(*args.values()) == key(*args.values())
     assert key(*(args | {name: OnAnotherGpu(args[name])}).values()) != key(*args.values())

@@ -27,7 +27,7 @@ FLOAT64 = s.layers(dtype=torch.float64)
 
 
 def forward_train(layer: Layer) -> tuple[Tensor, Tensor]:
-    return mglu.forward_train(layer.x, layer.weight, layer.packed_masks, layer.activation, layer.route_weights)
+    return mglu.forward_train(layer.x, layer.weight, layer.packed_masks, layer.activation, layer.mask_weights)
 
 
 def flips(layer: Layer) -> Tensor:
@@ -43,12 +43,12 @@ def exact_partials(layer: Layer) -> Tensor:
     x, weight, n_masks = layer.x.double(), layer.weight.double(), len(layer.masks)
     t = (x @ weight.T).requires_grad_()
     f = torch.einsum("...h,ndh->...nd", x, weight * flips(layer)).requires_grad_()
-    r = torch.ones(*x.shape[:-1], n_masks) if layer.route_weights is None else layer.route_weights
+    r = torch.ones(*x.shape[:-1], n_masks) if layer.mask_weights is None else layer.mask_weights
     r = r.double().unsqueeze(-1).expand_as(f).clone().requires_grad_()
     t_i = t.unsqueeze(-2)
     y = (r * get_activation(layer.activation).forward((t_i - f) / 2) * (t_i + f) / 2).sum()
     of_t, of_f, of_r = torch.autograd.grad(y, (t, f, r))
-    return torch.cat([of_t.unsqueeze(-2), of_f] + ([] if layer.route_weights is None else [of_r]), -2)
+    return torch.cat([of_t.unsqueeze(-2), of_f] + ([] if layer.mask_weights is None else [of_r]), -2)
 
 
 @given(FLOAT64)
@@ -61,11 +61,11 @@ def test_partials_are_the_derivatives_of_the_result(layer):
     torch.testing.assert_close(partials, exact, rtol=1e-12, atol=1e-13 * scale)
 
 
-@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", s.ACTIVATION_NAMES)
-def test_partials_are_within_the_budget(activation, dtype, routed):
-    layer = make_layer((3, 16), 96, 40, 4, activation=activation, dtype=dtype, routed=routed)
+def test_partials_are_within_the_budget(activation, dtype, weighted):
+    layer = make_layer((3, 16), 96, 40, 4, activation=activation, dtype=dtype, weighted=weighted)
     _, partials = forward_train(layer)
     assert partials.dtype is dtype
     assert partials.is_contiguous()
@@ -74,22 +74,22 @@ def test_partials_are_within_the_budget(activation, dtype, routed):
 
 
 def test_partials_of_more_tokens_than_one_chunk():
-    layer = make_layer((600,), 8, 2000, 2, dtype=torch.float64, routed=True)
+    layer = make_layer((600,), 8, 2000, 2, dtype=torch.float64, weighted=True)
     result, partials = forward_train(layer)
     assert_matches(result, layer.oracle())
     assert_matches(partials, exact_partials(layer))
 
 
 @pytest.mark.parametrize("op", ["forward", "forward_ste"])
-@pytest.mark.parametrize("routed", [False, True])
-def test_the_inputs_and_the_partials_are_all_that_is_saved(op, routed):
-    layer = make_layer(routed=routed)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_inputs_and_the_partials_are_all_that_is_saved(op, weighted):
+    layer = make_layer(weighted=weighted)
     x, weight = (tensor.clone().requires_grad_() for tensor in (layer.x, layer.weight))
     masks = layer.packed_masks if op == "forward" else layer.logits.requires_grad_()
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
-        getattr(mglu, op)(x, weight, masks, "silu", layer.route_weights)
-    assert saved == [x.shape, weight.shape, layer.packed_masks.shape, (5, 7 if routed else 4, 10)]
+        getattr(mglu, op)(x, weight, masks, "silu", layer.mask_weights)
+    assert saved == [x.shape, weight.shape, layer.packed_masks.shape, (5, 7 if weighted else 4, 10)]
 
 
 class Sizes(TorchDispatchMode):
@@ -138,16 +138,18 @@ def test_a_result_without_a_gradient_gives_none():
 
 
 def equations(grad_output: Tensor, layer: Layer, partials: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of x, weight, logits and route weights as `mglu_ops.ops` writes them, in float64."""
+    """The gradients of x, weight, logits and mask weights as `mglu_ops.ops` writes them, in float64."""
     grad_output, x, weight, partials = (t.double() for t in (grad_output, layer.x, layer.weight, partials))
     n_masks = len(layer.masks)
-    dt, b, of_routes = (grad_output.unsqueeze(-2) * partials).split((1, n_masks, partials.shape[-2] - 1 - n_masks), -2)
+    dt, b, of_mask_weights = (grad_output.unsqueeze(-2) * partials).split(
+        (1, n_masks, partials.shape[-2] - 1 - n_masks), -2
+    )
     dt, d = dt.squeeze(-2), torch.einsum("...nd,...h->ndh", b, x)
     return (
         dt @ weight + torch.einsum("...nd,ndh->...h", b, flips(layer) * weight),
         torch.einsum("...d,...h->dh", dt, x) + (flips(layer) * d).sum(0),
         -2 * weight * d,
-        of_routes.sum(-1),
+        of_mask_weights.sum(-1),
     )
 
 
@@ -157,8 +159,8 @@ def magnitudes(grad_output: Tensor, layer: Layer, partials: Tensor) -> list[Tens
     The gradient of the logits may also be the difference of two products with the gradients of gate and value.
     """
     same_sign = layer.with_(x=layer.x.abs(), weight=layer.weight.abs(), masks=torch.zeros_like(layer.masks))
-    of_x, of_weight, of_logits, of_routes = equations(grad_output.abs(), same_sign, partials.abs())
-    return [of_x, of_weight, of_logits.abs() + same_sign.weight.double() * of_weight, of_routes]
+    of_x, of_weight, of_logits, of_mask_weights = equations(grad_output.abs(), same_sign, partials.abs())
+    return [of_x, of_weight, of_logits.abs() + same_sign.weight.double() * of_weight, of_mask_weights]
 
 
 @s.examples(200)
@@ -166,11 +168,11 @@ def magnitudes(grad_output: Tensor, layer: Layer, partials: Tensor) -> list[Tens
 def test_backward_computes_the_gradients_that_are_needed(layer, layout, layout_of_partials, seed, wanted):
     generator, dtype = torch.Generator().manual_seed(seed), layer.x.dtype
     leading, out_features, n_masks = layer.x.shape[:-1], layer.weight.shape[0], len(layer.masks)
-    rows = n_masks + 1 if layer.route_weights is None else 2 * n_masks + 1
+    rows = n_masks + 1 if layer.mask_weights is None else 2 * n_masks + 1
     grad_output = torch.randn(*leading, out_features, generator=generator).to(dtype)
     partials = torch.randn(*leading, rows, out_features, generator=generator).to(dtype)
     grad_output, partials = s.laid_out(grad_output, layout), s.laid_out(partials, layout_of_partials)
-    needed = (*wanted[:3], wanted[3] and layer.route_weights is not None)
+    needed = (*wanted[:3], wanted[3] and layer.mask_weights is not None)
     dtypes = [dtype if is_needed else None for is_needed in needed[2:]]
     args = (grad_output, layer.x, layer.weight, layer.packed_masks, partials, needed[:2], *dtypes)
     expected = zip(
@@ -194,11 +196,11 @@ def test_backward_computes_the_gradients_that_are_needed(layer, layout, layout_o
 @pytest.mark.parametrize("tokens", [0, 1])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_zero_tokens_and_one_token(tokens, dtype):
-    layer = make_layer((tokens,), 21, 11, dtype=dtype, routed=True)
+    layer = make_layer((tokens,), 21, 11, dtype=dtype, weighted=True)
     result, partials = forward_train(layer)
     grads = mglu.backward(result, layer.x, layer.weight, layer.packed_masks, partials, (True, True), dtype, dtype)
     exact = equations(result, layer, partials)
-    for name, grad, expected in zip(("x", "weight", "logits", "routes"), grads, exact, strict=True):
+    for name, grad, expected in zip(("x", "weight", "logits", "term_weights"), grads, exact, strict=True):
         assert_matches(grad, expected, dtype, name)
 
 
@@ -297,11 +299,11 @@ CHECKPOINTS = {
     ],
 )
 def test_checkpoints_recompute_the_layer_unless_a_policy_keeps_it(calls, kind, backend):
-    layer = make_layer(dtype=torch.float64, routed=True)
-    tensors = (layer.x, layer.weight, layer.logits, layer.route_weights)
+    layer = make_layer(dtype=torch.float64, weighted=True)
+    tensors = (layer.x, layer.weight, layer.logits, layer.mask_weights)
 
-    def block(x: Tensor, weight: Tensor, logits: Tensor, route: Tensor) -> Tensor:
-        return mglu.forward_ste(x.sin(), weight, logits, "gelu", route)[0].square()
+    def block(x: Tensor, weight: Tensor, logits: Tensor, mask_weight: Tensor) -> Tensor:
+        return mglu.forward_ste(x.sin(), weight, logits, "gelu", mask_weight)[0].square()
 
     def step(*args: Tensor) -> Tensor:
         return checkpoint(block, *args, **CHECKPOINTS[kind]).sum()

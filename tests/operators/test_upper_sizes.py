@@ -25,11 +25,11 @@ def _h100(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_operator_accepts_16_masks() -> None:
     """test_bad_input.py tests that 17 are refused."""
-    layer = make_layer((2,), 24, 10, 16, routed=True)
+    layer = make_layer((2,), 24, 10, 16, weighted=True)
     packed = torch.ops.mglu.pack_masks(layer.masks)
     assert torch.equal(torch.ops.mglu.unpack_masks(packed, 24), layer.masks)
     assert torch.equal(torch.ops.mglu.pack_logits(layer.logits), packed)
-    rest = ("silu", layer.route_weights)
+    rest = ("silu", layer.mask_weights)
     result = torch.ops.mglu.forward(layer.x, layer.weight, packed, *rest)
     torch.testing.assert_close(result, layer.oracle().float())
     assert torch.equal(torch.ops.mglu.forward_ste(layer.x, layer.weight, layer.logits, *rest)[0], result)

@@ -18,11 +18,11 @@ int cuCtxGetDevice(int* device) {
 int cuDeviceGetAttribute(int* value, int attribute, int) {
     switch (attribute) {
         case 16: *value = std::atoi(std::getenv("FAKE_SMS")); return 0;
-        case 75: *value = 9; return 0;            // compute capability, major
-        case 76: *value = 0; return 0;            // and minor
-        case 81: *value = 228 * 1024; return 0;   // shared memory of a multiprocessor
-        case 97: *value = 227 * 1024; return 0;   // shared memory that a block may have
-        case 111: *value = 1024; return 0;        // shared memory that the driver reserves in a block
+        case 75: *value = 9; return 0;           // compute capability, major
+        case 76: *value = 0; return 0;           // and minor
+        case 81: *value = 228 * 1024; return 0;  // shared memory of a multiprocessor
+        case 97: *value = 227 * 1024; return 0;  // shared memory that a block may have
+        case 111: *value = 1024; return 0;       // shared memory that the driver reserves in a block
         default: return 1;
     }
 }

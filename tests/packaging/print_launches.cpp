@@ -30,7 +30,14 @@ int main(int count, char** arguments) {
         const mglu::LayerCall call{tensor(x_sizes, strides, 2, mglu::Scalar::float16),
                                    tensor(weight_sizes, strides, 2, mglu::Scalar::float16),
                                    tensor(mask_sizes, mask_strides, 3, mglu::Scalar::uint8),
-                                   {}, 0, tokens, d, h, n, h, 0};
+                                   {},
+                                   0,
+                                   tokens,
+                                   d,
+                                   h,
+                                   n,
+                                   h,
+                                   0};
         std::printf("%ld tokens\n", static_cast<long>(tokens));
         mglu::cuda::forward(call, kAddress, executor);
     }

@@ -93,7 +93,7 @@ def test_the_table_covers_every_number_of_tokens(n_masks: int, tmp_path: Path, m
     assert set(kernels) == {"decode_mma", "tile_wgmma", "plain"} | with_permute
     for row in tuned:
         assert_is_the_launch_of_python(row, layer, kernels)
-    variant = {"arch": 90, "element": 0, "n_masks": n_masks, "activation": 0, "route": -1}
+    variant = {"arch": 90, "element": 0, "n_masks": n_masks, "activation": 0, "mask_weight": -1}
     for row in tuned + rows(table, "PlainKernel kPlain"):
         assert {name: int(row[f"variant.{name}"]) for name in variant} == variant
     assert [row["tokens"] for row in rows(table, "PlainKernel kPlain")] == ["1", "4"]

@@ -66,12 +66,12 @@ def test_a_package_with_a_shim_and_a_weights_file_agrees_with_its_model(packages
 @given(layers())
 def test_the_torch_operations_of_a_package_agree_with_the_oracle(layer: Layer) -> None:
     """Each element is within the budget, relative to the equation with the absolute values of all terms."""
-    args = (layer.x, layer.weight, layer.packed_masks, layer.activation, layer.route_weights)
+    args = (layer.x, layer.weight, layer.packed_masks, layer.activation, layer.mask_weights)
     result, exact = composite.forward(*args), layer.oracle()
     assert (result.dtype, result.shape) == (layer.x.dtype, exact.shape)
     total = layer.x.abs().double() @ layer.weight.abs().double().T
-    routes = len(layer.masks) if layer.route_weights is None else layer.route_weights.double().sum(-1, keepdim=True)
-    limit = BUDGET[result.dtype] * routes * total * (total + 1) + torch.finfo(result.dtype).tiny
+    term_weights = len(layer.masks) if layer.mask_weights is None else layer.mask_weights.double().sum(-1, keepdim=True)
+    limit = BUDGET[result.dtype] * term_weights * total * (total + 1) + torch.finfo(result.dtype).tiny
     assert ((result.double() - exact).abs() <= limit).all()
 
 
@@ -154,7 +154,7 @@ def test_a_package_describes_itself(packages: Path) -> None:
         (4, 96, 64),
         (2, 40, 64),
     ]
-    assert [layer.route_dtype for layer in info.layers] == [None, "float32"]
+    assert [layer.mask_weights_dtype for layer in info.layers] == [None, "float32"]
     (tensor,) = info.inputs
     assert tensor.dtype == "float32"
     (low, high, symbol), features = tensor.shape

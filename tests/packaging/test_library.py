@@ -88,12 +88,12 @@ def freed(tensor):
 def draw(*shape, dtype=torch.float32): return torch.randn(shape, generator=generator).to(dtype)
 results = []
 for dtype in (torch.float32, torch.float16, torch.bfloat16):
-    logits, weight, route = draw(3, 24, 45, dtype=dtype), draw(24, 45, dtype=dtype), draw(2, 5, 3, dtype=dtype)
+    logits, weight, mask_weight = draw(3, 24, 45, dtype=dtype), draw(24, 45, dtype=dtype), draw(2, 5, 3, dtype=dtype)
     logits[0, 0, :4] = torch.tensor([0.0, -0.0, float("nan"), float("inf")])
     x = draw(5, 2, 45, dtype=dtype).transpose(0, 1)
     packed = torch.ops.mglu.pack_masks(logits > 0)
-    y = torch.ops.mglu.forward(x, weight.t().contiguous().t(), packed, "gelu", route)
-    y_ste, packed_ste = torch.ops.mglu.forward_ste(x, weight, logits, "gelu", route)
+    y = torch.ops.mglu.forward(x, weight.t().contiguous().t(), packed, "gelu", mask_weight)
+    y_ste, packed_ste = torch.ops.mglu.forward_ste(x, weight, logits, "gelu", mask_weight)
     assert torch.equal(packed, packed_ste) and torch.equal(y, y_ste)
     assert torch.equal(packed, torch.ops.mglu.pack_logits(logits))
     assert torch.equal(packed, torch.ops.mglu.pack_masks((logits > 0).to(dtype)))
@@ -110,7 +110,7 @@ for call in (
     lambda: torch.ops.mglu.forward(x, None, packed),
     lambda: torch.ops.mglu.forward(x.to_sparse(), weight, packed),
     lambda: torch.ops.mglu.forward(x, freed(weight), packed),
-    lambda: torch.ops.mglu.forward(x, weight, packed, "silu", freed(route)),
+    lambda: torch.ops.mglu.forward(x, weight, packed, "silu", freed(mask_weight)),
     lambda: torch.ops.mglu.pack_masks(freed(logits > 0)),
     lambda: torch.ops.mglu.pack_logits(freed(logits)),
     lambda: torch.ops.mglu.unpack_masks(freed(packed), 45),
@@ -127,14 +127,14 @@ def test_the_operators_of_the_library_agree_with_those_of_python(library: Path) 
     generator = torch.Generator().manual_seed(0)
     for dtype, (packed, y) in zip((torch.float32, torch.float16, torch.bfloat16), results, strict=True):
         shapes = ((3, 24, 45), (24, 45), (2, 5, 3), (5, 2, 45))
-        logits, weight, route, x = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+        logits, weight, mask_weight, x = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
         logits[0, 0, :4] = torch.tensor([0.0, -0.0, float("nan"), float("inf")])
         assert packed == torch.ops.mglu.pack_masks(logits > 0).flatten().tolist()
-        expected = reference.forward(x.transpose(0, 1), weight, logits > 0, "gelu", route)
+        expected = reference.forward(x.transpose(0, 1), weight, logits > 0, "gelu", mask_weight)
         result = torch.tensor(y, dtype=torch.float64).view_as(expected)
         assert_matches(result, expected, dtype)
         in_python = torch.ops.mglu.forward(
-            x.transpose(0, 1), weight, torch.ops.mglu.pack_masks(logits > 0), "gelu", route
+            x.transpose(0, 1), weight, torch.ops.mglu.pack_masks(logits > 0), "gelu", mask_weight
         )
         assert torch.equal(result, in_python.double()), "the bits are not those of Python's CPU backend"
     patterns = (
@@ -147,7 +147,7 @@ def test_the_operators_of_the_library_agree_with_those_of_python(library: Path) 
         "weight: got None, must be a tensor",
         "x: got a sparse tensor",
         "weight: got a tensor of shape [24, 45] whose storage has 0 bytes, must have 2160; the storage was resized",
-        "route_weights: got a tensor of shape [2, 5, 3] whose storage has 0 bytes",
+        "mask_weights: got a tensor of shape [2, 5, 3] whose storage has 0 bytes",
         "masks: got a tensor of shape [3, 24, 45] whose storage has 0 bytes",
         "mask_logits: got a tensor of shape [3, 24, 45] whose storage has 0 bytes",
         "packed_masks: got a tensor of shape [24, 6, 3] whose storage has 0 bytes",

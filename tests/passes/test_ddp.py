@@ -174,7 +174,7 @@ def test_advice_of_the_report_lets_all_layers_fuse(monkeypatch: pytest.MonkeyPat
     for optimise in (True, False):
         model = Model(*(Layer(_product, learned=True) for _ in range(2)))
         report = _report(monkeypatch, model, 2 * BYTES, optimise=optimise, through_inductor=True)
-        assert [site.route for site in report.fused] == ([] if optimise else ["forward_ste"] * 2)
+        assert [site.operator for site in report.fused] == ([] if optimise else ["forward_ste"] * 2)
         assert [site.reason for site in report.missed] == ([SPLIT_BY_DDP] * 2 if optimise else [])
 
 

@@ -81,7 +81,7 @@ def test_constant_masks_are_fused_if_their_values_are_binary(kind: str) -> None:
     fused = fuse_exported(export(module, torch.randn(5, 20)), report=report, strict=True)
     assert operators(fused) == ["mglu.forward.default"]
     assert set(fused.state_dict) == {"weight", "packed_masks"}
-    assert [(site.route, site.packed) for site in report.fused] == [("forward", "when exported")]
+    assert [(site.operator, site.packed) for site in report.fused] == [("forward", "when exported")]
     x = torch.randn(9, 20)
     torch.testing.assert_close(fused.module()(x), module(x))
 

@@ -40,7 +40,7 @@ def test_freezing_with_inductor(recwarn: pytest.WarningsRecorder) -> None:
     if torch.__version__ < "2.12":
         assert any("without the examples" in str(warning.message) for warning in recwarn)
     else:
-        assert [site.route for site in report.fused] == ["forward"]
+        assert [site.operator for site in report.fused] == ["forward"]
 
 
 LIVE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -67,7 +67,7 @@ def test_a_mask_changed_in_place_takes_effect_at_the_next_call(name: str) -> Non
             change(model.mask_logits)
             for _ in range(2):
                 assert relative_error(compiled(x), model(x)) <= SAME
-    assert [(site.route, site.packed) for site in report.fused] == [("forward", "at each call")]
+    assert [(site.operator, site.packed) for site in report.fused] == [("forward", "at each call")]
     assert "mglu_ops.freeze" in str(report)
 
 
@@ -84,7 +84,7 @@ def test_freezing_packs_the_masks_once(name: str) -> None:
         model.mask_logits.neg_()
         with torch.profiler.profile() as profile:
             assert relative_error(compiled(x), expected) <= SAME
-    assert [(site.route, site.packed) for site in report.fused] == [("forward", "when compiled")]
+    assert [(site.operator, site.packed) for site in report.fused] == [("forward", "when compiled")]
     assert "mglu_ops.freeze" not in str(report)
     names = {event.key for event in profile.key_averages()}
     assert "mglu::forward" in names
@@ -102,7 +102,7 @@ def test_freezing_does_nothing_to_a_model_that_trains() -> None:
         assert relative_error(result, expected) <= SAME
         found, wanted = (torch.autograd.grad(y.sum(), model.mask_logits)[0] for y in (result, expected))
     assert relative_error(found, wanted) <= SAME
-    assert [(site.route, site.packed) for site in report.fused] == [("forward_ste", "at each call")]
+    assert [(site.operator, site.packed) for site in report.fused] == [("forward_ste", "at each call")]
 
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 drops the examples on a CPU; the pass warns")

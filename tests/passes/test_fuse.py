@@ -76,8 +76,8 @@ class Backend:
         return self.then(self.fused[-1], example_inputs)
 
     @property
-    def routes(self) -> list[str]:
-        return [site.route for site in self.report.fused]
+    def operators(self) -> list[str]:
+        return [site.operator for site in self.report.fused]
 
 
 def _known_of_shapes() -> tuple[Any, ...]:
@@ -114,7 +114,7 @@ def test_fuse_in_a_backend(inputs: Callable[..., Any], dynamic: bool | None, tra
     backend = Backend(inputs)
     _check(backend, layer(), training, dynamic=dynamic)
     graphs = {True: 1, None: 2, False: 3}[dynamic]  # None: Dynamo makes the tokens dynamic when they change
-    assert backend.routes == ["forward_ste" if training else "forward"] * graphs
+    assert backend.operators == ["forward_ste" if training else "forward"] * graphs
 
 
 def test_what_dynamo_recorded_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +146,7 @@ def test_fuse_in_a_backend_that_changed_the_graph(inputs: Callable[..., Any], tr
     """The graph must be run again; its shapes stay symbolic."""
     backend = Backend(inputs, before=_add_a_node)
     _check(backend, layer(), training, dynamic=True)
-    assert backend.routes == ["forward_ste" if training else "forward"]
+    assert backend.operators == ["forward_ste" if training else "forward"]
     (gm,) = backend.fused
     (added,) = gm.graph.output_node().all_input_nodes
     shapes = [added.meta["example_value"].shape]
@@ -161,7 +161,7 @@ def test_fuse_in_a_backend_before_inductor(dynamic: bool, training: bool) -> Non
 
     backend = Backend(then=compile_fx)
     _check(backend, layer(), training, dynamic=dynamic)
-    assert set(backend.routes) == {"forward_ste" if training else "forward"}
+    assert set(backend.operators) == {"forward_ste" if training else "forward"}
 
 
 def test_fused_module_still_tells_which_inputs_are_parameters() -> None:
@@ -188,7 +188,7 @@ def test_fuse_in_a_backend_with_parameters_in_the_graph(inputs: Callable[..., An
     backend = Backend(inputs, before)
     with inductor_config.patch(freezing=True):
         _check(backend, layer().eval(), training=False, dynamic=True)
-    assert backend.routes == ["forward"]
+    assert backend.operators == ["forward"]
 
 
 def test_fuse_in_a_backend_with_a_data_dependent_size() -> None:
@@ -207,7 +207,7 @@ def test_fuse_in_a_backend_with_a_data_dependent_size() -> None:
         backend = Backend(before=before)
         with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
             _check(backend, Selected(), training=True)
-        assert set(backend.routes) == {"forward_ste"}
+        assert set(backend.operators) == {"forward_ste"}
 
 
 # --- Captured first, fused later -------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def test_fuse_uses_the_grad_mode_of_its_call(captured: bool, given: bool) -> Non
         with torch.set_grad_enabled(training):
             fused = mglu_ops.fuse(gm, inputs if given else None, report=report, strict=True)
             assert relative_error(fused(*inputs)[0], model(x)) <= SAME
-    assert [site.route for site in report.fused] == ["forward_ste", "forward"]
+    assert [site.operator for site in report.fused] == ["forward_ste", "forward"]
 
 
 def test_fuse_with_inputs_that_differ_from_the_traced_ones() -> None:
@@ -251,7 +251,7 @@ def test_fuse_with_inputs_that_differ_from_the_traced_ones() -> None:
     for given in others:
         fused = mglu_ops.fuse(gm, given, report=report, strict=True)
         assert relative_error(fused(*given)[0], gm(*given)[0]) <= SAME
-    assert [(site.dtype, site.route) for site in report.fused] == [
+    assert [(site.dtype, site.operator) for site in report.fused] == [
         ("float64", "forward_ste"),
         ("float32", "forward_ste"),
         ("float32", "forward_ste"),
@@ -282,7 +282,7 @@ def test_fuse_an_exported_program(kind: str, dynamic: bool, training: bool) -> N
             parameters = dict(unfused.named_parameters())
             found, wanted = (results(run.forward, {"x": x}, parameters) for run in (fused, unfused))
             assert_same(found, wanted, SAME)
-    assert [site.route for site in report.fused] == ["forward_ste" if training else "forward"]
+    assert [site.operator for site in report.fused] == ["forward_ste" if training else "forward"]
 
 
 # --- torch.fx --------------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def test_fuse_a_symbolically_traced_module(training: bool, is_fake: bool) -> Non
         assert all(torch.equal(tensor, state[name]) for name, tensor in gm.state_dict().items()), "a buffer was written"
         parameters = dict(gm.named_parameters())
         assert_same(results(fused, {"x": x}, parameters), results(gm, {"x": x}, parameters), SAME)
-    assert [site.route for site in report.fused] == ["forward_ste" if training else "forward"]
+    assert [site.operator for site in report.fused] == ["forward_ste" if training else "forward"]
     assert calls([gm.graph])["mul"] >= 3, "the original module was changed"
 
 
@@ -334,7 +334,7 @@ def test_calls_of_a_module_of_torch_are_read_by_what_they_do() -> None:
     fused = mglu_ops.fuse(gm, [x], report=report, strict=True)
     parameters = dict(gm.named_parameters())
     assert_same(results(fused, {"x": x}, parameters), results(gm, {"x": x}, parameters), SAME)
-    assert [site.route for site in report.fused] == ["forward"]
+    assert [site.operator for site in report.fused] == ["forward"]
 
 
 def test_inputs_that_are_missing_or_do_not_fit_are_errors() -> None:

@@ -94,7 +94,7 @@ def test_layers_whose_inputs_are_results() -> None:
     capture = Capture(strict=True)
     found = results(capture.compile(layers), layer_tensors())
     assert_same(found, results(layers, layer_tensors()), SAME)
-    assert [site.route for site in capture.report.fused] == ["forward_ste", "forward_ste", "forward"]
+    assert [site.operator for site in capture.report.fused] == ["forward_ste", "forward_ste", "forward"]
 
 
 def test_shared_weight() -> None:
@@ -110,7 +110,7 @@ def test_shared_weight() -> None:
     capture = Capture()
     found = results(capture.compile(layers), layer_tensors())
     assert_same(found, results(layers, layer_tensors()), SAME)
-    assert [site.route for site in capture.report.fused] == ["forward_ste", "forward_ste"]
+    assert [site.operator for site in capture.report.fused] == ["forward_ste", "forward_ste"]
     assert len(capture.report.missed) == 1
 
 
@@ -128,7 +128,7 @@ def test_report_names_modules_and_lines() -> None:
         assert file.endswith("naive.py")
         with open(file) as source:
             assert "act(gate) * value" in source.readlines()[int(line) - 1]
-        assert (site.dtype, site.route, site.reason) == ("float64", "forward_ste", None)
+        assert (site.dtype, site.operator, site.reason) == ("float64", "forward_ste", None)
         assert "fused to mglu::forward_ste" in str(site)
 
 

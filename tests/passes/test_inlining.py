@@ -93,7 +93,7 @@ def test_hard_mask_in_a_training_graph_is_found(kind: str) -> None:
         assert torch.equal(found, expected)
     report = FusionReport()
     fused = mglu_ops.fuse(inlined, report=report, strict=True)
-    assert [site.route for site in report.fused] == ["forward_ste"]
+    assert [site.operator for site in report.fused] == ["forward_ste"]
     for found, expected in zip(value_and_gradients(fused, x), wanted, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 

@@ -32,7 +32,7 @@ def test_plain_compile(training: bool) -> None:
         result = torch.compile(model)(x)
         expected = model(x)
     assert relative_error(result, expected) <= SAME
-    assert [site.route for site in report.fused] == ["forward_ste" if training else "forward"]
+    assert [site.operator for site in report.fused] == ["forward_ste" if training else "forward"]
     assert report.missed == []
     if training:
         for name, p in model.named_parameters():

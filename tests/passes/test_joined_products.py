@@ -347,7 +347,7 @@ NOT_JOINED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "one column of x, which einsum repeats": lambda x, w, m, o: _term_of(
         torch.einsum("bh,dh->bd", x[:, :1], w * f) for f in (m[0], ~m[0])
     ),
-    "one route weight, which einsum repeats": lambda x, w, m, o: torch.einsum(
+    "one mask weight, which einsum repeats": lambda x, w, m, o: torch.einsum(
         "nbd,n->bd",
         _term_of(torch.einsum("bh,ndh->nbd", x, torch.stack([w * one for one in f])) for f in (m, ~m)),
         o[0, :1],

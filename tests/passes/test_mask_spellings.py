@@ -160,7 +160,7 @@ def _fuses_masks_of_logits(program: Callable[..., Any], mode: str) -> None:
     training = mode == "training"
     capture = compare(program, functools.partial(tensors, KINDS["logits"], training=training), SAME)
     assert capture.reasons == []
-    assert [site.route for site in capture.report.fused] == ["forward_ste" if training else "forward"]
+    assert [site.operator for site in capture.report.fused] == ["forward_ste" if training else "forward"]
 
 
 # Name -> whether the masks are trained, and the factors of gate and value from the logits of one mask.

@@ -60,7 +60,7 @@ def test_naive_layer_in_inference_packs_its_masks(mode: Callable[[], Any], n_mas
     counts = capture.calls
     assert counts["mglu.pack_logits"] == counts["mglu.forward"] == 1
     assert masked_products(counts) == counts["mul"] == counts["mglu.forward_ste"] == 0
-    assert [site.route for site in capture.report.fused] == ["forward"]
+    assert [site.operator for site in capture.report.fused] == ["forward"]
 
 
 def test_eval_and_train_compile_anew() -> None:
@@ -71,7 +71,7 @@ def test_eval_and_train_compile_anew() -> None:
     with torch.no_grad():
         compiled(x)
     compiled(x)
-    assert [site.route for site in capture.report.fused] == ["forward_ste", "forward"]
+    assert [site.operator for site in capture.report.fused] == ["forward_ste", "forward"]
 
 
 def test_fixed_masks_are_not_packed_again() -> None:
@@ -93,7 +93,7 @@ def test_routed_layer(top_k: int, learned: bool) -> None:
     assert masked_products(capture.calls) == 1, "the router"
     with torch.no_grad():
         assert relative_error(compiled(x), model(x)) <= SAME
-    assert [site.route for site in capture.report.fused] == ["forward_ste" if learned else "forward", "forward"]
+    assert [site.operator for site in capture.report.fused] == ["forward_ste" if learned else "forward", "forward"]
 
 
 @pytest.mark.parametrize("shape", [(16,), (1, 16), (0, 16), (2, 3, 4, 16)])

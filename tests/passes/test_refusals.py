@@ -423,30 +423,30 @@ def same_comparison_of_mutated_logits(x, weight, logits, bits, other):
 
 
 @refused("is also used by")
-def routed_by_its_own_result(x, weight, logits, bits, other):
+def weighted_by_its_own_result(x, weight, logits, bits, other):
     term = layer(x, weight, bits[0], ~bits[0])
     return term.mean(-1, keepdim=True) * term
 
 
-@refused("some terms of the sum have route weights")
-def routed_in_part(x, weight, logits, bits, other):
+@refused("some terms of the sum have mask weights")
+def weighted_in_part(x, weight, logits, bits, other):
     return x[:, :1] * layer(x, weight, bits[0], ~bits[0]) + layer(x, weight, bits[1], ~bits[1])
 
 
-@refused("route weights and are multiplied by numbers that differ")
-def routed_and_multiplied_by_numbers(x, weight, logits, bits, other):
+@refused("mask weights and are multiplied by numbers that differ")
+def weighted_and_multiplied_by_numbers(x, weight, logits, bits, other):
     terms = [layer(x, weight, m, ~m) for m in bits[:2]]
     return x[:, :1] * terms[0] + 0.5 * (x[:, 1:2] * terms[1])
 
 
 @refused("by `mul` in a way that")
-def gate_and_value_with_route_weights(x, weight, logits, bits, other):
+def gate_and_value_with_mask_weights(x, weight, logits, bits, other):
     gate, value = F.silu(F.linear(x, weight * bits[0])), F.linear(x, weight * ~bits[0])
     return (x[:, :1] * gate) * (x[:, 1:2] * value)
 
 
 @refused("by `silu`")
-def route_weight_inside_of_the_activation(x, weight, logits, bits, other):
+def mask_weight_inside_of_the_activation(x, weight, logits, bits, other):
     return F.silu(x[:, :1] * F.linear(x, weight * bits[0])) * F.linear(x, weight * ~bits[0])
 
 
@@ -620,7 +620,7 @@ def test_layer_is_refused(name: str, training: bool) -> None:
     assert len(capture.report.missed) == 1
     assert any(part in capture.reasons[0] for part in reason.split("|"))
     assert name == "bias_in_one_half_of_silu" or ". Also: " not in capture.reasons[0]
-    if name not in ("stack_is_used", "routed_by_its_own_result"):  # their terms are layers too
+    if name not in ("stack_is_used", "weighted_by_its_own_result"):  # their terms are layers too
         assert capture.report.fused == []
         assert capture.calls["mglu.forward"] == capture.calls["mglu.forward_ste"] == 0
 

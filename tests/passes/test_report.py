@@ -120,7 +120,7 @@ def test_layers_that_call_the_operator_already_are_listed(learnable: bool) -> No
     assert str(report).startswith("0 fused, 0 missed, 1 called the operator already, 1 graph seen")
     (site,) = report.present
     expected = ("forward_ste", "at each call") if learnable else ("forward", "beforehand")
-    assert (site.n_masks, site.activation, site.route, site.packed) == (3, "silu", *expected)
+    assert (site.n_masks, site.activation, site.operator, site.packed) == (3, "silu", *expected)
 
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 drops the examples on a CPU; the pass warns")
@@ -179,9 +179,9 @@ def test_torch_logs_shows_the_log(file: Path) -> None:
 
 def test_explain_leaves_the_model_as_it_was() -> None:
     model, x = nn.Sequential(NaiveMGLU(8, 8), nn.Dropout(0.5), MGLU(8, 8)).train(), torch.randn(2, 8)
-    for train, route in ((False, "forward"), (True, "forward_ste")):
+    for train, operator in ((False, "forward"), (True, "forward_ste")):
         report = explain(model, x, train=train)
-        assert [site.route for site in report.fused] == [route]
+        assert [site.operator for site in report.fused] == [operator]
         assert model.training
         assert model[1].training
     assert isinstance(model[0], NaiveMGLU)
@@ -237,7 +237,7 @@ def test_explain_command(file: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out.startswith("2 fused, 0 missed, 1 graph seen\n")
     assert main(["report", f"{file}:fused", "--train", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert [(site["n_masks"], site["activation"], site["route"]) for site in report["fused"]] == [
+    assert [(site["n_masks"], site["activation"], site["operator"]) for site in report["fused"]] == [
         (3, "silu", "forward_ste"),
         (1, "gelu", "forward_ste"),
     ]

@@ -129,38 +129,40 @@ def test_hand_written_silu_and_inplace_activation() -> None:
         assert [site.activation for site in capture.report.fused] == ["silu"]
 
 
-ROUTES: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "columns": lambda route, i: route[..., i : i + 1],
-    "columns in another order": lambda route, i: route[..., (i + 1) % 3 : (i + 1) % 3 + 1],
-    "one column": lambda route, i: route[..., :1],
-    "tensors of their own": lambda route, i: route.clone()[..., i : i + 1].exp(),
-    "unsqueezed": lambda route, i: route[..., i].unsqueeze(-1),
+MASK_WEIGHTS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "columns": lambda mask_weight, i: mask_weight[..., i : i + 1],
+    "columns in another order": lambda mask_weight, i: mask_weight[..., (i + 1) % 3 : (i + 1) % 3 + 1],
+    "one column": lambda mask_weight, i: mask_weight[..., :1],
+    "tensors of their own": lambda mask_weight, i: mask_weight.clone()[..., i : i + 1].exp(),
+    "unsqueezed": lambda mask_weight, i: mask_weight[..., i].unsqueeze(-1),
 }
 
 
-@pytest.mark.parametrize("way", list(ROUTES))
-def test_route_weights(way: str) -> None:
-    def layer(x: Tensor, weight: Tensor, logits: Tensor, route: Tensor) -> Tensor:
-        weights = [ROUTES[way](route, i) for i in range(3)]
+@pytest.mark.parametrize("way", list(MASK_WEIGHTS))
+def test_mask_weights(way: str) -> None:
+    def layer(x: Tensor, weight: Tensor, logits: Tensor, mask_weight: Tensor) -> Tensor:
+        weights = [MASK_WEIGHTS[way](mask_weight, i) for i in range(3)]
         return sum(r * gated(x, weight, straight_through(one)) for r, one in zip(weights, logits, strict=True))
 
     def named() -> dict[str, Tensor]:
-        return layer_tensors(route=torch.linspace(-1, 2, 15, dtype=torch.float64).view(5, 3).requires_grad_())
+        return layer_tensors(mask_weight=torch.linspace(-1, 2, 15, dtype=torch.float64).view(5, 3).requires_grad_())
 
     capture = Capture(strict=True)
     assert_same(results(capture.compile(layer), named()), results(layer, named()), SAME)
     assert capture.calls["mglu.forward_ste"] == 1
     assert masked_products(capture.calls) == 0
-    assert capture.calls["cat"] == (way in ("one column", "tensors of their own")), "the operator reads `route` itself"
+    assert capture.calls["cat"] == (way in ("one column", "tensors of their own")), (
+        "the operator reads `mask_weight` itself"
+    )
 
 
-def test_route_weights_of_a_part_of_a_stack() -> None:
-    def layer(x: Tensor, weight: Tensor, logits: Tensor, route: Tensor) -> Tensor:
+def test_mask_weights_of_a_part_of_a_stack() -> None:
+    def layer(x: Tensor, weight: Tensor, logits: Tensor, mask_weight: Tensor) -> Tensor:
         terms = torch.stack([gated(x, weight, straight_through(one)) for one in logits])
-        return (route[..., None] * terms)[1:].sum(0)
+        return (mask_weight[..., None] * terms)[1:].sum(0)
 
     def named() -> dict[str, Tensor]:
-        return layer_tensors(route=torch.linspace(-1, 2, 15, dtype=torch.float64).view(3, 5).requires_grad_())
+        return layer_tensors(mask_weight=torch.linspace(-1, 2, 15, dtype=torch.float64).view(3, 5).requires_grad_())
 
     capture = Capture(strict=True)
     assert_same(results(capture.compile(layer), named()), results(layer, named()), SAME)
@@ -236,8 +238,8 @@ def test_what_requires_a_gradient(trained: tuple[str, ...]) -> None:
 
     capture = Capture(strict=True)
     assert_same(results(capture.compile(layer), named()), results(layer, named()), SAME)
-    route = "forward_ste" if "logits" in trained else "forward"
-    assert [site.route for site in capture.report.fused] == [route]
+    operator = "forward_ste" if "logits" in trained else "forward"
+    assert [site.operator for site in capture.report.fused] == [operator]
 
 
 def test_detached_masks_are_fixed_masks() -> None:
@@ -248,7 +250,7 @@ def test_detached_masks_are_fixed_masks() -> None:
     found = results(capture.compile(layer), layer_tensors())
     assert_same(found, results(layer, layer_tensors()), SAME)
     assert found["logits"] is None
-    assert [site.route for site in capture.report.fused] == ["forward"]
+    assert [site.operator for site in capture.report.fused] == ["forward"]
 
 
 @pytest.mark.parametrize(("swapped", "projection"), family([False, True], [*PROJECTIONS, "stored [h, d]"]))

@@ -1,4 +1,4 @@
-"""Sums over masks: accumulators, means, biases, scales and route weights."""
+"""Sums over masks: accumulators, means, biases, scales and mask weights."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ TOTALS: dict[str, Callable[[list[Tensor], More], Tensor]] = {
     "stack, times one weight": lambda terms, more: (more["a0"] * torch.stack(terms)).sum(0),
     "a[None] of the last dimension": lambda terms, more: (torch.stack(terms, -1) * more["a"]).sum(-1),
     "a[:, None]": lambda terms, more: (torch.stack(terms, 1) * more["a"][:, None]).sum(1),
-    "routed and scaled": lambda terms, more: sum(0.5 * (more["a"][i] * t) for i, t in enumerate(terms)),
+    "weighted and scaled": lambda terms, more: sum(0.5 * (more["a"][i] * t) for i, t in enumerate(terms)),
     "stack @ a": lambda terms, more: torch.stack(terms, -1) @ more["a"],
     "a[i] * term": lambda terms, more: sum(more["a"][i] * t for i, t in enumerate(terms)),
     "term * a[i]": lambda terms, more: _accumulated(0, [t * a for t, a in zip(terms, more["a"].unbind(), strict=True)]),
@@ -141,8 +141,8 @@ OTHER_SUMS: dict[str, tuple[int, Callable[[list[Tensor], More], Any]]] = {
     "a sum divided by 0": (1, lambda terms, more: sum(terms) / 0.0),
     "a term times 0": (2, lambda terms, more: 0 * terms[0] + terms[1]),
     "a scaled sum with a residual": (2, lambda terms, more: 0.5 * (terms[0] + more["bias"]) + terms[1]),
-    "a routed sum with a residual": (2, lambda terms, more: more["a0"] * (terms[0] + more["bias"]) + terms[1]),
-    "two route weights of a term": (2, lambda terms, more: more["a0"] * (more["a1"] * terms[0]) + terms[1]),
+    "a weighted sum with a residual": (2, lambda terms, more: more["a0"] * (terms[0] + more["bias"]) + terms[1]),
+    "two mask weights of a term": (2, lambda terms, more: more["a0"] * (more["a1"] * terms[0]) + terms[1]),
     "a weight of each feature": (2, lambda terms, more: more["bias"] * terms[0] + terms[1]),
     "an integer weight": (2, lambda terms, more: more["q"][0, 0] * terms[0] + terms[1]),
     "a weight of more dimensions": (2, lambda terms, more: (more["a0"].view(1, 1, 1) * terms[0])[0] + terms[1]),

@@ -19,15 +19,15 @@ def run_on(
     weight: Tensor,
     packed_masks: Tensor,
     activation: str = "silu",
-    route_weights: Tensor | None = None,
+    mask_weights: Tensor | None = None,
     launch: Any = None,
 ) -> Tensor:
     """The result of one backend, with the given launch or its own choice."""
-    return dispatch.forward(x, weight, packed_masks, activation, route_weights, backend=backend, launch=launch)
+    return dispatch.forward(x, weight, packed_masks, activation, mask_weights, backend=backend, launch=launch)
 
 
 def unsupported(backend: str, *operands: Any) -> str | None:
-    """Why a backend cannot take a call with `x, weight, packed_masks, activation, route_weights`."""
+    """Why a backend cannot take a call with `x, weight, packed_masks, activation, mask_weights`."""
     return BACKENDS[backend].unsupported_reason(LayerCall.of(*operands))
 
 

@@ -33,14 +33,14 @@ def emulated_library() -> library.Library:
 
 def run(layer: Layer, isa: str = "best") -> Tensor:
     x = layer.x.reshape(math.prod(layer.x.shape[:-1]), layer.x.shape[-1])
-    route = layer.route_weights
-    route = None if route is None else route.reshape(len(x), route.shape[-1])
-    result = run_on("cpu", x, layer.weight, layer.packed_masks, layer.activation, route, launch=isa)
+    mask_weight = layer.mask_weights
+    mask_weight = None if mask_weight is None else mask_weight.reshape(len(x), mask_weight.shape[-1])
+    result = run_on("cpu", x, layer.weight, layer.packed_masks, layer.activation, mask_weight, launch=isa)
     return result.view(*layer.x.shape[:-1], layer.weight.shape[0])
 
 
 def oracle(layer: Layer) -> Tensor:
-    return reference.forward(layer.x, layer.weight, layer.masks, layer.activation, layer.route_weights)
+    return reference.forward(layer.x, layer.weight, layer.masks, layer.activation, layer.mask_weights)
 
 
 def forward_train(layer: Layer, isa: str | None = None) -> tuple[Tensor, Tensor]:
@@ -48,8 +48,8 @@ def forward_train(layer: Layer, isa: str | None = None) -> tuple[Tensor, Tensor]
     cpu = BACKENDS["cpu"]
     assert isinstance(cpu, Cpu)
     given = (layer.x, layer.weight, layer.packed_masks)
-    call = LayerCall.of(*given, layer.activation, layer.route_weights)
-    return cpu.prepare_forward_train(call, isa)(*given, layer.route_weights)
+    call = LayerCall.of(*given, layer.activation, layer.mask_weights)
+    return cpu.prepare_forward_train(call, isa)(*given, layer.mask_weights)
 
 
 def exact_partials(layer: Layer) -> Tensor:
@@ -58,12 +58,12 @@ def exact_partials(layer: Layer) -> Tensor:
     t = (x @ weight.T).requires_grad_()
     flipped = [(x @ torch.where(mask, -weight, weight).T).requires_grad_() for mask in masks]
     ones = torch.ones(len(masks), *t.shape, dtype=torch.float64)
-    routes = ones if layer.route_weights is None else layer.route_weights.T.double()[..., None] * ones
-    routes = list(routes.detach().clone().requires_grad_())
+    term_weights = ones if layer.mask_weights is None else layer.mask_weights.T.double()[..., None] * ones
+    term_weights = list(term_weights.detach().clone().requires_grad_())
     act = ACTIVATIONS[layer.activation].forward
-    y = sum(r * act((t - f) / 2) * ((t + f) / 2) for r, f in zip(routes, flipped, strict=True))
+    y = sum(r * act((t - f) / 2) * ((t + f) / 2) for r, f in zip(term_weights, flipped, strict=True))
     assert isinstance(y, Tensor)
-    wanted = [t, *flipped] if layer.route_weights is None else [t, *flipped, *routes]
+    wanted = [t, *flipped] if layer.mask_weights is None else [t, *flipped, *term_weights]
     return torch.stack(torch.autograd.grad(y.sum(), wanted), 1)
 
 

@@ -31,17 +31,19 @@ class Problem:
         n_masks: int,
         dtype: torch.dtype = torch.float16,
         activation: str = "silu",
-        route: torch.dtype | None = None,
+        mask_weights_dtype: torch.dtype | None = None,
     ) -> None:
         self.x = torch.randn(tokens, h, device="cuda").to(dtype)
         self.weight = (torch.randn(d, h, device="cuda") / max(h, 1) ** 0.5).to(dtype)
         self.masks = torch.rand(n_masks, d, h, device="cuda") < 0.5
         self.packed = pack(self.masks)
         self.activation = activation
-        self.route = None if route is None else torch.rand(tokens, n_masks, device="cuda").to(route)
+        self.mask_weights = (
+            None if mask_weights_dtype is None else torch.rand(tokens, n_masks, device="cuda").to(mask_weights_dtype)
+        )
 
     def run(self, config: LaunchConfig | None = None) -> Tensor:
-        return run_on("cuda", self.x, self.weight, self.packed, self.activation, self.route, launch=config)
+        return run_on("cuda", self.x, self.weight, self.packed, self.activation, self.mask_weights, launch=config)
 
     def oracle(self) -> Tensor:
         """Sum mask by mask, so that float64 copies of all masks never exist at once."""
@@ -51,12 +53,12 @@ class Problem:
                 self.weight,
                 mask[None],
                 self.activation,
-                None if self.route is None else self.route[:, i : i + 1],
+                None if self.mask_weights is None else self.mask_weights[:, i : i + 1],
             )
             for i, mask in enumerate(self.masks)
         ]
         return torch.stack(terms).sum(0)
 
     def check(self, config: LaunchConfig | None = None) -> None:
-        assert unsupported("cuda", self.x, self.weight, self.packed, self.activation, self.route) is None
+        assert unsupported("cuda", self.x, self.weight, self.packed, self.activation, self.mask_weights) is None
         assert_matches(self.run(config), self.oracle(), self.x.dtype)

@@ -73,7 +73,7 @@ def _compiled(kernel: str, macros: tuple[tuple[str, int], ...]) -> Any:
     library = folder / f"{kernel}-{'-'.join(str(value) for _, value in macros)}.so"
     defines = [f"-D{name}={value}" for name, value in macros]
     defines += [f'-DKERNEL_SOURCE="{kernel}.cu"', f"-DKERNEL=mglu_{kernel}"]
-    defines += ["-DLANES_AT_ONCE"] if kernel == "route_gradients" else []
+    defines += ["-DLANES_AT_ONCE"] if kernel == "mask_weight_gradients" else []
     options = ["-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-pthread"]
     command = ["g++", *options, *defines, folder / "launch.cpp", "-o", library]
     process = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -92,7 +92,7 @@ def fuses_to_one(layer: Layer, kind: Kind, mode: str, n_masks: int = N_MASKS, ac
     make = functools.partial(tensors, kind, training=training)
     capture = compare(program, make, SAME, assume_binary=kind.assume_binary)
     assert capture.reasons == []
-    found = [(site.n_masks, site.activation, site.route) for site in capture.report.fused]
+    found = [(site.n_masks, site.activation, site.operator) for site in capture.report.fused]
     assert found == [(n_masks, activation, "forward_ste" if kind.trains and training else "forward")]
 
 

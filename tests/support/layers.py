@@ -172,10 +172,10 @@ def filled_stack(x, weight, logits):
     return (F.silu(gate) * value).sum(0)
 
 
-# --- Route weights of stacks -----------------------------------------------------------------------------------------
+# --- Mask weights of stacks -----------------------------------------------------------------------------------------
 
 
-def _routed_stack(x: Tensor, weight: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+def _weighted_stack(x: Tensor, weight: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     m = straight_through(logits)
     gate = torch.einsum("...h,ndh->n...d", x, m * weight)
     terms = F.silu(gate) * torch.einsum("...h,ndh->n...d", x, (1 - m) * weight)
@@ -183,40 +183,40 @@ def _routed_stack(x: Tensor, weight: Tensor, logits: Tensor) -> tuple[Tensor, Te
 
 
 @fuses("forward_ste")
-def stack_routed_by_einsum(x, weight, logits):
-    terms, route = _routed_stack(x, weight, logits)
-    return torch.einsum("n...d,...n->...d", terms, route)
+def stack_weighted_by_einsum(x, weight, logits):
+    terms, mask_weight = _weighted_stack(x, weight, logits)
+    return torch.einsum("n...d,...n->...d", terms, mask_weight)
 
 
 @fuses("forward_ste")
-def stack_routed_by_a_product(x, weight, logits):
-    terms, route = _routed_stack(x, weight, logits)
-    return (terms * route.movedim(-1, 0).unsqueeze(-1)).sum(0)
+def stack_weighted_by_a_product(x, weight, logits):
+    terms, mask_weight = _weighted_stack(x, weight, logits)
+    return (terms * mask_weight.movedim(-1, 0).unsqueeze(-1)).sum(0)
 
 
 @fuses("forward")
-def stack_routed_before_the_value(x, weight, logits):
+def stack_weighted_before_the_value(x, weight, logits):
     m = logits > 0
-    route = torch.sigmoid(x @ logits[:, 1].mT)
+    mask_weight = torch.sigmoid(x @ logits[:, 1].mT)
     gate = torch.einsum("...h,ndh->...nd", x, m * weight)
     value = torch.einsum("...h,ndh->...nd", x, ~m * weight)
-    return (F.silu(gate) * (route.unsqueeze(-1) * value)).sum(-2)
+    return (F.silu(gate) * (mask_weight.unsqueeze(-1) * value)).sum(-2)
 
 
 @fuses("forward_ste")
-def routed_by_columns(x, weight, logits):
-    route = torch.softmax(x @ logits[:, 0].mT, -1)
+def weighted_by_columns(x, weight, logits):
+    mask_weight = torch.softmax(x @ logits[:, 0].mT, -1)
     y = 0
     for i in range(len(logits)):
-        y = y + route[..., i, None] * gated(x, weight, straight_through(logits[i]))
+        y = y + mask_weight[..., i, None] * gated(x, weight, straight_through(logits[i]))
     return y
 
 
 @fuses("forward_ste")
-def routed_by_unsqueezed_columns(x, weight, logits):
-    route = torch.softmax(x @ logits[:, 0].mT, -1)
+def weighted_by_unsqueezed_columns(x, weight, logits):
+    mask_weight = torch.softmax(x @ logits[:, 0].mT, -1)
     y = 0
-    for r, m in zip(route.unbind(-1), logits, strict=True):
+    for r, m in zip(mask_weight.unbind(-1), logits, strict=True):
         y = y + gated(x, weight, straight_through(m)) * r.unsqueeze(-1)
     return y
 

@@ -28,7 +28,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g
 
 
 def model() -> nn.Module:
-    """A naive layer, a linear layer, and a routed layer of `mglu_ops.nn`."""
+    """A naive layer, a linear layer, and a weighted layer of `mglu_ops.nn`."""
     torch.manual_seed(0)
     return nn.Sequential(NaiveMGLU(64, 96, n_masks=4), nn.Linear(96, 64), MGLU(64, 40, n_masks=2, top_k=2)).eval()
 

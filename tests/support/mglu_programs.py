@@ -270,7 +270,7 @@ class StackProgram:
     projection: str = "bh,ndh->nbd"
     value: str = "masked"
     total: str = "sum"
-    route: str | None = None
+    mask_weight: str | None = None
     activation: str = "silu"
     kind: str = "logits"
     wrong: str | None = None
@@ -319,21 +319,25 @@ class StackProgram:
         terms = ACTIVATIONS[self.activation].forward(gate) * value
         if wrong == "a term twice":
             terms = torch.cat([terms, terms], dim).narrow(dim, 1, len(masks))
-        route = torch.softmax(other_x @ other_weight[: len(masks)].mT, -1)
-        return self._total(terms, dim, route)
+        mask_weight = torch.softmax(other_x @ other_weight[: len(masks)].mT, -1)
+        return self._total(terms, dim, mask_weight)
 
-    def _total(self, terms: Tensor, dim: int, route: Tensor) -> Tensor:
+    def _total(self, terms: Tensor, dim: int, mask_weight: Tensor) -> Tensor:
         if self.wrong == "sum over tokens":
             return terms.sum(1 if dim == 0 else 0)
-        if self.wrong == "route of another order":
-            route = route.flip(-1).t() if dim == 0 and route.shape[0] == route.shape[1] else route.flip(-1)
+        if self.wrong == "mask_weight of another order":
+            mask_weight = (
+                mask_weight.flip(-1).t()
+                if dim == 0 and mask_weight.shape[0] == mask_weight.shape[1]
+                else mask_weight.flip(-1)
+            )
         letters = ("nbd", "bnd", "bdn")[dim]
-        if self.route == "scalars":
-            terms = terms * route[0].reshape([-1 if i == dim else 1 for i in range(3)])
-        if self.route == "einsum":
-            return torch.einsum(f"{letters},bn->bd", terms, route)
-        if self.route == "product":
-            terms = terms * route.movedim(-1, 0 if dim == 0 else -1).unsqueeze((2, 2, 1)[dim])
+        if self.mask_weight == "scalars":
+            terms = terms * mask_weight[0].reshape([-1 if i == dim else 1 for i in range(3)])
+        if self.mask_weight == "einsum":
+            return torch.einsum(f"{letters},bn->bd", terms, mask_weight)
+        if self.mask_weight == "product":
+            terms = terms * mask_weight.movedim(-1, 0 if dim == 0 else -1).unsqueeze((2, 2, 1)[dim])
         if self.total == "sum":
             return terms.sum(dim)
         if self.total == "einsum":
@@ -361,7 +365,7 @@ STACK_WRONGS = (
     "other weight",
     "a term twice",
     "sum over tokens",
-    "route of another order",
+    "mask_weight of another order",
     *DOUBTFUL_COMPLEMENTS,
 )
 

@@ -9,7 +9,7 @@ from mglu_ops.activations import ACTIVATIONS
 
 
 def assert_right_or_not_finite(
-    y: Tensor, x: Tensor, weight: Tensor, masks: Tensor, activation: str, route_weights: Tensor | None = None
+    y: Tensor, x: Tensor, weight: Tensor, masks: Tensor, activation: str, mask_weights: Tensor | None = None
 ) -> None:
     """Check y `[tokens, out_features]` of bool masks `[n_masks, out_features, in_features]`.
 
@@ -22,18 +22,18 @@ def assert_right_or_not_finite(
     for i, mask in enumerate(masks.cpu()):
         gate, value = (torch.where(part, products.cpu(), 0).sum(-1) for part in (mask, ~mask))
         term = act(gate) * value
-        if route_weights is not None:
-            term = term * route_weights.double().cpu()[:, i : i + 1]
+        if mask_weights is not None:
+            term = term * mask_weights.double().cpu()[:, i : i + 1]
         exact, size = exact + term, size + term.abs()
     y = y.detach().cpu().double()
     reads_nan = x.isnan().any(-1).cpu()[:, None] | weight.isnan().any(-1).cpu()
-    if route_weights is not None:
-        reads_nan = reads_nan | route_weights.isnan().any(-1).cpu()[:, None]
+    if mask_weights is not None:
+        reads_nan = reads_nan | mask_weights.isnan().any(-1).cpu()[:, None]
     assert y[reads_nan].isnan().all(), "a NaN is hidden"
     number = y.isfinite()
     wrong = number & ~((y - exact).abs() <= 0.05 * (1 + size))
     assert not wrong.any(), f"{y[wrong]} must be {exact[wrong]}, or not finite"
     ordinary = (products.abs() < 1e4).all(-1).cpu()
-    if route_weights is not None:
-        ordinary &= route_weights.isfinite().all(-1).cpu()[:, None]
+    if mask_weights is not None:
+        ordinary &= mask_weights.isfinite().all(-1).cpu()[:, None]
     assert number[ordinary].all(), "a number is missing where all is finite"

@@ -182,7 +182,7 @@ def draw_stack_program(choose: Choose) -> StackProgram:
         projection=choose(list(STACK_PROJECTIONS)),
         value=choose(["masked", "t - gate"]),
         total=choose(["sum", "einsum", "unbind", "select", "mean"]),
-        route=choose([None, "einsum", "product", "scalars"]),
+        mask_weight=choose([None, "einsum", "product", "scalars"]),
         activation=choose(list(ACTIVATIONS)),
         kind=kind,
         wrong=choose([None, None, choose(STACK_WRONGS)]),

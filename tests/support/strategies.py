@@ -57,7 +57,7 @@ class Layer:
     masks: Tensor
     packed_masks: Tensor
     activation: str
-    route_weights: Tensor | None
+    mask_weights: Tensor | None
 
     @property
     def logits(self) -> Tensor:
@@ -65,11 +65,11 @@ class Layer:
         return torch.where(self.masks, 0.5, -0.5) + torch.linspace(0, 0.4, self.masks.numel()).view(self.masks.shape)
 
     def forward(self) -> Tensor:
-        return torch.ops.mglu.forward(self.x, self.weight, self.packed_masks, self.activation, self.route_weights)
+        return torch.ops.mglu.forward(self.x, self.weight, self.packed_masks, self.activation, self.mask_weights)
 
     def oracle(self) -> Tensor:
         """The float64 result."""
-        return reference.forward(self.x, self.weight, self.masks, self.activation, self.route_weights)
+        return reference.forward(self.x, self.weight, self.masks, self.activation, self.mask_weights)
 
     def with_(self, **changes: object) -> Layer:
         """A copy with some fields changed. New `masks` are packed too."""
@@ -87,7 +87,7 @@ def make_layer(
     activation: str = "silu",
     dtype: torch.dtype = torch.float32,
     density: float = 0.5,
-    routed: bool = False,
+    weighted: bool = False,
     seed: int = 0,
 ) -> Layer:
     """A layer with normally distributed values, scaled so that gates and values have a variance of about 1."""
@@ -95,8 +95,8 @@ def make_layer(
     x = torch.randn(*leading, in_features, generator=generator).to(dtype)
     weight = (torch.randn(out_features, in_features, generator=generator) / in_features**0.5).to(dtype)
     masks = torch.rand(n_masks, out_features, in_features, generator=generator) < density
-    route = torch.rand(*leading, n_masks, generator=generator).to(dtype) if routed else None
-    return Layer(x, weight, masks, torch.ops.mglu.pack_masks(masks), activation, route)
+    mask_weight = torch.rand(*leading, n_masks, generator=generator).to(dtype) if weighted else None
+    return Layer(x, weight, masks, torch.ops.mglu.pack_masks(masks), activation, mask_weight)
 
 
 @st.composite
@@ -110,22 +110,22 @@ def layers(draw: st.DrawFn, dtype: torch.dtype | None = None, activation: str | 
         activation=activation or draw(st.sampled_from(ACTIVATION_NAMES)),
         dtype=dtype or draw(st.sampled_from(DTYPES)),
         density=draw(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0])),
-        routed=draw(st.booleans()),
+        weighted=draw(st.booleans()),
         seed=draw(seeds),
     )
     packed = laid_out(layer.packed_masks, draw(layouts))
-    route = layer.route_weights
+    mask_weight = layer.mask_weights
     return layer.with_(
         x=laid_out(layer.x, draw(layouts)),
         weight=laid_out(layer.weight, draw(layouts)),
         packed_masks=packed,
         masks=torch.ops.mglu.unpack_masks(packed, layer.x.shape[-1]),
-        route_weights=None if route is None else laid_out(route, draw(layouts)),
+        mask_weights=None if mask_weight is None else laid_out(mask_weight, draw(layouts)),
     )
 
 
 def naive(
-    x: Tensor, weight: Tensor, masks: Tensor, activation: str = "silu", route_weights: Tensor | None = None
+    x: Tensor, weight: Tensor, masks: Tensor, activation: str = "silu", mask_weights: Tensor | None = None
 ) -> Tensor:
     """Algorithm 2 of the paper in the dtype of its arguments: the layer that the operators replace."""
     act = ACTIVATIONS[activation].forward
@@ -133,8 +133,8 @@ def naive(
     result = None
     for i, mask in enumerate(masks):
         term = act(F.linear(x, weight * mask)) * F.linear(x, weight * (1 - mask))
-        if route_weights is not None:
-            term = term * route_weights[..., i : i + 1]
+        if mask_weights is not None:
+            term = term * mask_weights[..., i : i + 1]
         result = term if result is None else result + term
     return result
 

@@ -105,7 +105,7 @@ def assert_same_gradients(setting: Setting, got: dict[str, Tensor], want: dict[s
 KINDS: dict[str, dict[str, Any]] = {
     "learned": {},
     "fixed": {"learnable_masks": False},
-    "routed": {"top_k": 2},
+    "weighted": {"top_k": 2},
     "recomputed": {"save_activations": False},
     "naive": {"kind": NaiveMGLU},
 }
@@ -133,7 +133,7 @@ def check_placements(setting: Setting) -> None:
 def check_results(setting: Setting) -> None:
     """Results and gradients equal one process's, for every kind of layer and both divisions of x."""
     for name, options in KINDS.items():
-        if name == "routed" and setting.dtype.itemsize < 4:
+        if name == "weighted" and setting.dtype.itemsize < 4:
             continue  # a rounding of the first layer's result may choose other masks in the second
         alone = setting.model(**options)
         want = gradients(alone, alone, setting.x())
@@ -166,7 +166,7 @@ def check_compiled(setting: Setting, backend: str, kinds: Sequence[str]) -> None
 
 def check_training(setting: Setting) -> None:
     """Some steps of AdamW give the same parameters as in one process, and change masks."""
-    for name in ("learned", "routed"):
+    for name in ("learned", "weighted"):
         alone, sharded = (setting.model(**KINDS[name]) for _ in range(2))
         before = alone[0].mglu.mask_logits.detach() > 0
         setting.parallel(sharded)
@@ -184,7 +184,7 @@ def check_training(setting: Setting) -> None:
 
 def check_freezing(setting: Setting) -> None:
     """A sharded model freezes to the masks of a whole one and keeps its results; freezing it again changes nothing."""
-    for name in ("learned", "routed", "naive"):
+    for name in ("learned", "weighted", "naive"):
         alone = mglu_ops.freeze(setting.model(**KINDS[name]))
         sharded = setting.parallel(setting.model(**KINDS[name]))
         with torch.no_grad():

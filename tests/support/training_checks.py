@@ -16,7 +16,7 @@ from torch import Tensor
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends.cuda.kernels import training_steps as steps
 
-NAMES = ("x", "weight", "logits", "route_weights")
+NAMES = ("x", "weight", "logits", "mask_weights")
 
 
 def unaligned(tensor: Tensor) -> Tensor:
@@ -58,34 +58,34 @@ def check_flip_signs(weight: Tensor, masks: Tensor, *, with_weight: bool = True)
     assert torch.equal(found, expected)
 
 
-def exact_partials(products: Tensor, activation: str, route_weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The result, and P, Q_i and (with route weights) R_i `[tokens, entries, columns]`, in float64 from t and f_i."""
+def exact_partials(products: Tensor, activation: str, mask_weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The result, and P, Q_i and (with mask weights) R_i `[tokens, entries, columns]`, in float64 from t and f_i."""
     t, f = products.double().split([1, products.shape[1] - 1], dim=1)
     gate, value = (t - f) / 2, (t + f) / 2
     activated = ACTIVATIONS[activation].forward(gate)
     slope = ACTIVATIONS[activation].backward(torch.ones_like(gate), gate)
-    route = 1.0 if route_weights is None else route_weights.double()[..., None]
+    mask_weight = 1.0 if mask_weights is None else mask_weights.double()[..., None]
     terms = activated * value
-    by_total = (route * (slope * value + activated)).sum(1, keepdim=True) / 2
-    by_flipped = route * (activated - slope * value) / 2
-    entries = (by_total, by_flipped) if route_weights is None else (by_total, by_flipped, terms)
-    return (route * terms).sum(1), torch.cat(entries, 1)
+    by_total = (mask_weight * (slope * value + activated)).sum(1, keepdim=True) / 2
+    by_flipped = mask_weight * (activated - slope * value) / 2
+    entries = (by_total, by_flipped) if mask_weights is None else (by_total, by_flipped, terms)
+    return (mask_weight * terms).sum(1), torch.cat(entries, 1)
 
 
 def check_partials(
-    products: Tensor, dtype: torch.dtype, activation: str, route_weights: Tensor | None, *, rows_apart: int = 0
+    products: Tensor, dtype: torch.dtype, activation: str, mask_weights: Tensor | None, *, rows_apart: int = 0
 ) -> None:
     """Check `partials` for products `[tokens, n_masks + 1, columns]`; it runs in place if they have `dtype`."""
     tokens, n_products, columns = products.shape
-    n_entries = n_products if route_weights is None else 2 * n_products - 1
-    exact_result, exact = exact_partials(products, activation, route_weights)
+    n_entries = n_products if mask_weights is None else 2 * n_products - 1
+    exact_result, exact = exact_partials(products, activation, mask_weights)
     entries = torch.full((tokens, n_entries, columns + rows_apart), float("nan"), dtype=dtype, device=products.device)
     partials = entries[:, :, :columns]
     if products.dtype is dtype:
         partials[:, :n_products] = products
         products = partials[:, :n_products]
     result = torch.full((tokens, columns + rows_apart), float("nan"), dtype=dtype, device=products.device)
-    steps.partials(products, activation, route_weights, partials, result[:, :columns])
+    steps.partials(products, activation, mask_weights, partials, result[:, :columns])
     assert_rounded(result[:, :columns], exact_result, "result")
     assert_rounded(partials, exact, "partials")
     assert bool(entries[:, :, columns:].isnan().all())
@@ -124,10 +124,10 @@ def check_weight_gradients(
         assert torch.equal(grad_logits, exact_logits.to(grad_logits.dtype))
 
 
-def check_route_gradients(grad_output: Tensor, terms: Tensor, dtype: torch.dtype) -> None:
-    found = steps.route_gradients(grad_output, terms, dtype)
+def check_mask_weight_gradients(grad_output: Tensor, terms: Tensor, dtype: torch.dtype) -> None:
+    found = steps.mask_weight_gradients(grad_output, terms, dtype)
     assert found.dtype is dtype
-    assert_rounded(found, (grad_output.double()[:, None] * terms.double()).sum(-1), "route weights")
+    assert_rounded(found, (grad_output.double()[:, None] * terms.double()).sum(-1), "mask weights")
 
 
 # --- Whole layers ---------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class Layer:
     x: Tensor
     weight: Tensor
     logits: Tensor
-    route_weights: Tensor | None
+    mask_weights: Tensor | None
     grad_output: Tensor
     activation: str = "silu"
 
@@ -158,7 +158,7 @@ class Layer:
         *,
         density: float = 0.5,
         logits_dtype: torch.dtype | None = None,
-        route_dtype: torch.dtype | None = None,
+        mask_weights_dtype: torch.dtype | None = None,
         activation: str = "silu",
     ) -> Layer:
         def normal(*shape: int) -> Tensor:
@@ -170,7 +170,7 @@ class Layer:
             normal(*tokens, h).to(dtype),
             (normal(d, h) / max(h, 1) ** 0.5).to(dtype),
             logits.to(logits_dtype or dtype),
-            None if route_dtype is None else torch.rand(*tokens, n_masks, device=device).to(route_dtype),
+            None if mask_weights_dtype is None else torch.rand(*tokens, n_masks, device=device).to(mask_weights_dtype),
             normal(*tokens, d).to(dtype),
             activation,
         )
@@ -184,15 +184,15 @@ class Layer:
         act = ACTIVATIONS[self.activation].forward
         x, weight = (tensor.detach().to(dtype).requires_grad_() for tensor in (self.x, self.weight))
         masks = (self.logits > 0).to(dtype).requires_grad_()
-        routes = None if self.route_weights is None else self.route_weights.detach().to(dtype).requires_grad_()
+        term_weights = None if self.mask_weights is None else self.mask_weights.detach().to(dtype).requires_grad_()
         y: Tensor | float = 0.0
         for i in range(len(masks)):
             gate = torch.nn.functional.linear(x, weight * masks[i])
             value = torch.nn.functional.linear(x, weight * (1 - masks[i]))
             term = act(gate) * value
-            y = y + (term if routes is None else routes[..., i : i + 1] * term)
+            y = y + (term if term_weights is None else term_weights[..., i : i + 1] * term)
         assert isinstance(y, Tensor)
-        inputs = [x, weight, masks] if routes is None else [x, weight, masks, routes]
+        inputs = [x, weight, masks] if term_weights is None else [x, weight, masks, term_weights]
         grads = torch.autograd.grad(y, inputs, self.grad_output.to(dtype))
         return {"y": y.detach(), **dict(zip(NAMES, grads, strict=False))}
 

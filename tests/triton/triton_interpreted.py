@@ -30,7 +30,7 @@ def check(
     n_masks: int,
     dtype: torch.dtype = torch.float16,
     activation: str = "silu",
-    routed: bool = False,
+    weighted: bool = False,
     layout: Layout = lambda tensor: tensor,
 ) -> Tensor:
     """One call against the oracle; `layout` gives each tensor other strides or another offset."""
@@ -38,21 +38,21 @@ def check(
     x = torch.randn(tokens, h).to(dtype)
     weight = (torch.randn(d, h) / max(h, 1) ** 0.5).to(dtype)
     masks = torch.rand(n_masks, d, h) > 0.5
-    route = torch.rand(tokens, n_masks).to(dtype) if routed else None
+    mask_weight = torch.rand(tokens, n_masks).to(dtype) if weighted else None
     packed = pack(masks)
     laid = [layout(tensor) for tensor in (x, weight, packed)]
-    laid_route = layout(route) if route is not None else None
-    assert unsupported("triton", *laid, activation, laid_route) is None
-    result = run_on("triton", *laid, activation, laid_route)
+    laid_weights = layout(mask_weight) if mask_weight is not None else None
+    assert unsupported("triton", *laid, activation, laid_weights) is None
+    result = run_on("triton", *laid, activation, laid_weights)
     assert result.dtype is dtype
-    assert_matches(result, reference.forward(x, weight, masks, activation, route))
+    assert_matches(result, reference.forward(x, weight, masks, activation, mask_weight))
     return result
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("n_masks", [1, 2, 3, 6, 8, 12, 16])
 def test_numbers_of_masks(n_masks: int, tokens: int) -> None:
-    check(tokens, 2, 40, n_masks, routed=True)
+    check(tokens, 2, 40, n_masks, weighted=True)
 
 
 @pytest.mark.parametrize("tokens", [1, 2])
@@ -128,7 +128,7 @@ def broadcast(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize("layout", [transposed, spaced, mask_major, offset, broadcast])
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_strides_and_offsets(layout: Layout, tokens: int) -> None:
-    check(tokens, 2, 64, 4, routed=True, layout=layout)
+    check(tokens, 2, 64, 4, weighted=True, layout=layout)
     check(tokens, 2, 50, 2, torch.bfloat16, layout=layout)
 
 

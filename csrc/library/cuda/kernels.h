@@ -18,8 +18,8 @@ struct Variant {
     int arch;     // 90 for compute capability 9.0
     int element;  // of x and W
     int n_masks;
-    int activation;  // its code in csrc/cpu/activation.h
-    int route;       // element type of route_weights; -1 without them
+    int activation;   // its code in csrc/cpu/activation.h
+    int mask_weight;  // element type of mask_weights; -1 without them
 
     bool operator==(const Variant& other) const = default;
 };

@@ -17,10 +17,10 @@ namespace {
 
 // The same struct as in csrc/cuda/params.cuh.
 struct Params {
-    const void *x, *weight, *masks, *route;
+    const void *x, *weight, *masks, *mask_weight;
     void* out;
     std::int64_t x_row_stride, x_column_stride, weight_row_stride, weight_column_stride;
-    std::int64_t mask_row_stride, mask_octet_stride, mask_stride, route_row_stride, route_column_stride;
+    std::int64_t mask_row_stride, mask_octet_stride, mask_stride, mask_weight_row_stride, mask_weight_column_stride;
     std::int32_t tokens, out_features, in_features, x_is_vectorizable;
 };
 static_assert(sizeof(Params) == 128);
@@ -79,10 +79,11 @@ Params parameters(const LayerCall& call, void* out, std::int64_t first, std::int
     p.mask_row_stride = call.packed_masks.strides[0];
     p.mask_octet_stride = call.packed_masks.strides[1];
     p.mask_stride = call.packed_masks.strides[2];
-    if (const auto& route = call.route_weights) {
-        p.route = static_cast<const char*>(route->data) + first * call.route_row_stride * item_bytes(route->dtype);
-        p.route_row_stride = call.route_row_stride;
-        p.route_column_stride = route->last_stride();
+    if (const auto& mask_weight = call.mask_weights) {
+        p.mask_weight = static_cast<const char*>(mask_weight->data) +
+                        first * call.mask_weight_row_stride * item_bytes(mask_weight->dtype);
+        p.mask_weight_row_stride = call.mask_weight_row_stride;
+        p.mask_weight_column_stride = mask_weight->last_stride();
     }
     p.tokens = static_cast<std::int32_t>(tokens);
     p.out_features = static_cast<std::int32_t>(call.out_features);
@@ -105,7 +106,7 @@ class Loaded {
     Function compiled(int device, const Variant& variant, int tokens) {
         const std::lock_guard lock(mutex_);
         Function& function =
-            compiled_[{device, variant.element, variant.n_masks, variant.activation, variant.route, tokens}];
+            compiled_[{device, variant.element, variant.n_masks, variant.activation, variant.mask_weight, tokens}];
         if (function == nullptr) {
             const auto define = [](const char* name, int value) {
                 return std::string("-D") + name + "=" + std::to_string(value);
@@ -113,8 +114,8 @@ class Loaded {
             const std::vector<char> code =
                 compile(plain_sources(), variant.arch,
                         {define("MGLU_ELEMENT", variant.element), define("MGLU_N_MASKS", variant.n_masks),
-                         define("MGLU_ACTIVATION", variant.activation), define("MGLU_ROUTE", variant.route),
-                         define("MGLU_TOKENS", tokens)});
+                         define("MGLU_ACTIVATION", variant.activation),
+                         define("MGLU_MASK_WEIGHTS", variant.mask_weight), define("MGLU_TOKENS", tokens)});
             function = load(code.data(), "mglu_plain", 0);
         }
         return function;
@@ -224,12 +225,12 @@ void forward(const LayerCall& call, void* out, const Executor& executor) {
         refuse("weight: got shape " + call.weight.shape() + ", beyond the kernels' 32-bit indices");
     const DeviceFacts& device = current_device();
     if (device.arch < 80) throw std::runtime_error("mglu: the GPU kernels need compute capability 8.0");
-    const auto& route = call.route_weights;
+    const auto& mask_weight = call.mask_weights;
     const Variant variant{.arch = device.arch,
                           .element = element("x", call.x.dtype),
                           .n_masks = static_cast<int>(call.n_masks),
                           .activation = call.activation,
-                          .route = route ? element("route_weights", route->dtype) : -1};
+                          .mask_weight = mask_weight ? element("mask_weights", mask_weight->dtype) : -1};
     const bool tuned_layout = has_tuned_layout(call);
     for (std::int64_t first = 0; first < call.tokens; first += kMaxTokens) {
         const std::int64_t tokens = std::min(kMaxTokens, call.tokens - first);

@@ -165,9 +165,9 @@ void fuzz_tensors(Random& random, Clock::time_point end, long& accepted, long& r
                 const auto weight = make(random, {d, h}, random.chance(3) ? random.pick(any) : dtype, false);
                 const auto masks =
                     make(random, {d, (h + 7) / 8, n}, random.chance(3) ? random.pick(any) : mglu::Scalar::uint8, false);
-                const auto route = make(random, {tokens, n}, random.pick(floats), false);
+                const auto mask_weight = make(random, {tokens, n}, random.pick(floats), false);
                 const std::optional<mglu::Tensor> given =
-                    random.chance(40) ? std::optional(route->tensor) : std::nullopt;
+                    random.chance(40) ? std::optional(mask_weight->tensor) : std::nullopt;
                 const mglu::LayerCall call =
                     mglu::describe(x->tensor, weight->tensor, masks->tensor, random.pick(activations), given);
                 if (mglu::needed_copies(call).any()) continue;

@@ -55,8 +55,8 @@ class Cpu(Backend):
             return f"x is on {call.device}, not on a CPU"
         if call.dtype not in DTYPES:
             return f"no kernel for x {call.dtype}"
-        if call.route_dtype is not None and call.route_dtype not in DTYPES:
-            return f"no kernel for route_weights {call.route_dtype}"
+        if call.mask_weights_dtype is not None and call.mask_weights_dtype not in DTYPES:
+            return f"no kernel for mask_weights {call.mask_weights_dtype}"
         if call.activation not in ACTIVATIONS:
             return f"no kernel for activation {call.activation!r}"
         library = load()
@@ -77,7 +77,7 @@ class Cpu(Backend):
     def prepare_forward_train(self, call: LayerCall, launch: str | None = None) -> PreparedForwardTrain:
         """Prepare a supported call with in_features > 0 for any tensors; `launch` as in `prepare`."""
         constants, copied = _settled(call, launch)
-        entries = call.n_masks + 1 if call.route_dtype is None else 2 * call.n_masks + 1
+        entries = call.n_masks + 1 if call.mask_weights_dtype is None else 2 * call.n_masks + 1
         return CpuForwardTrain(_library(), constants, call.result_shape, copied, entries)
 
     def can_pack(self, masks: Tensor) -> bool:
@@ -124,10 +124,10 @@ def _settled(call: LayerCall, launch: str | None) -> tuple[bytes, tuple[bool, bo
         in_features if copied[0] else call.x.strides[0],
         in_features if copied[1] else call.weight.strides[0],
         width * n_masks if copied[2] else call.masks.strides[0],
-        *call.routes.strides,
+        *call.mask_weights.strides,
         call.out_features,
         DTYPES[call.dtype],
-        0 if call.route_dtype is None else DTYPES[call.route_dtype],
+        0 if call.mask_weights_dtype is None else DTYPES[call.mask_weights_dtype],
         ACTIVATIONS[call.activation].code,
         ISAS[launch or "best"],
     )
@@ -174,7 +174,7 @@ class _Call:
         x: Tensor,
         weight: Tensor,
         packed_masks: Tensor,
-        route_weights: Tensor | None,
+        mask_weights: Tensor | None,
         out: Tensor,
         partials: int,
     ) -> None:
@@ -182,8 +182,8 @@ class _Call:
         if self._any_copied:
             given = zip((x, weight, packed_masks), self._copied, strict=True)
             x, weight, packed_masks = (tensor.contiguous() if copied else tensor for tensor, copied in given)
-        route = 0 if route_weights is None else route_weights.data_ptr()
-        pointers = x.data_ptr(), weight.data_ptr(), packed_masks.data_ptr(), route, out.data_ptr(), partials
+        mask_weight = 0 if mask_weights is None else mask_weights.data_ptr()
+        pointers = x.data_ptr(), weight.data_ptr(), packed_masks.data_ptr(), mask_weight, out.data_ptr(), partials
         self._library.forward(pack_pointers(*pointers) + self._constants)
 
 
@@ -192,9 +192,9 @@ class CpuCall(_Call):
 
     __slots__ = ()
 
-    def __call__(self, x: Tensor, weight: Tensor, packed_masks: Tensor, route_weights: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, packed_masks: Tensor, mask_weights: Tensor | None) -> Tensor:
         out = x.new_empty(self._shape)
-        self._run(x, weight, packed_masks, route_weights, out, 0)
+        self._run(x, weight, packed_masks, mask_weights, out, 0)
         return out
 
 
@@ -210,8 +210,8 @@ class CpuForwardTrain(_Call):
         self._partials_shape = (*shape[:-1], entries, shape[-1])
 
     def __call__(
-        self, x: Tensor, weight: Tensor, packed_masks: Tensor, route_weights: Tensor | None
+        self, x: Tensor, weight: Tensor, packed_masks: Tensor, mask_weights: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         out, partials = x.new_empty(self._shape), x.new_empty(self._partials_shape)
-        self._run(x, weight, packed_masks, route_weights, out, partials.data_ptr())
+        self._run(x, weight, packed_masks, mask_weights, out, partials.data_ptr())
         return out, partials

@@ -53,12 +53,14 @@ class Backward:
         self._library = library
 
     def __call__(self, arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        grad_output, x, weight, packed_masks, partials, (needs_x, needs_weight), logits_dtype, route_dtype = arguments
+        grad_output, x, weight, packed_masks, partials, (needs_x, needs_weight), logits_dtype, mask_weights_dtype = (
+            arguments
+        )
         grad_output, weight = _with_contiguous_columns(grad_output), _with_contiguous_columns(weight)
         x, packed_masks, n_masks = x.contiguous(), packed_masks.contiguous(), self._n_masks
         first = 0 if needs_x or needs_weight else 1  # dlogits alone needs no dt
         scaled = _Scaled(self._library, grad_output, partials[:, first : n_masks + 1])
-        grad_x, grad_weight, grad_logits, grad_route = (x.new_empty(0) for _ in range(4))
+        grad_x, grad_weight, grad_logits, grad_mask_weights = (x.new_empty(0) for _ in range(4))
         if needs_x:
             grad_x = self._input_gradient(scaled, weight, packed_masks)
         if needs_weight or logits_dtype is not None:
@@ -76,10 +78,10 @@ class Backward:
                 None if logits_dtype is None else grad_logits,
             )
             grad_logits = grad_logits.to(logits_dtype or x.dtype)
-        if route_dtype is not None:
+        if mask_weights_dtype is not None:
             terms = partials[:, n_masks + 1 :]
-            grad_route = steps.route_gradients(self._library, grad_output, terms).to(route_dtype)
-        return grad_x, grad_weight, grad_logits, grad_route
+            grad_mask_weights = steps.mask_weight_gradients(self._library, grad_output, terms).to(mask_weights_dtype)
+        return grad_x, grad_weight, grad_logits, grad_mask_weights
 
     def _input_gradient(self, scaled: _Scaled, weight: Tensor, packed_masks: Tensor) -> Tensor:
         """Compute dx `[tokens, in_features]` for some tokens at a time."""

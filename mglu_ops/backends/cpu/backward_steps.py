@@ -17,7 +17,7 @@ from .library import DTYPES, Library
 _pack_flip_signs = struct.Struct("@3P4q").pack
 _pack_scale = struct.Struct("@3P6q").pack
 _pack_weight_gradients = struct.Struct("@6P7q").pack
-_pack_route_gradients = struct.Struct("@3P6q").pack
+_pack_mask_weight_gradients = struct.Struct("@3P6q").pack
 
 
 def flip_signs(library: Library, weight: Tensor, packed_masks: Tensor) -> Tensor:
@@ -70,10 +70,10 @@ def weight_gradients(
     )
 
 
-def route_gradients(library: Library, grad_output: Tensor, terms: Tensor) -> Tensor:
+def mask_weight_gradients(library: Library, grad_output: Tensor, terms: Tensor) -> Tensor:
     """Sum G `[tokens, columns]` times R `[tokens, n_masks, columns]` over columns, in float32."""
     sums = terms.new_empty(terms.shape[:2], dtype=torch.float32)
     addresses = grad_output.data_ptr(), terms.data_ptr(), sums.data_ptr()
     strides = grad_output.stride(0), *terms.stride()[:2]
-    library.run_step("route_gradients", _pack_route_gradients(*addresses, *terms.shape, *strides))
+    library.run_step("mask_weight_gradients", _pack_mask_weight_gradients(*addresses, *terms.shape, *strides))
     return sums

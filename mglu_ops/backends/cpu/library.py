@@ -22,7 +22,7 @@ pack_packing_call = struct.Struct("@2P7q").pack
 ISAS = {"best": 0, "portable": 1, "avx2": 2, "avx512": 3, "avx512_bf16": 4, "amx": 5}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-STEPS = ("flip_signs", "scale", "weight_gradients", "route_gradients")
+STEPS = ("flip_signs", "scale", "weight_gradients", "mask_weight_gradients")
 """The steps of a backward pass (csrc/cpu/backward.h)."""
 
 

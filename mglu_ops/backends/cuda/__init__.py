@@ -52,8 +52,8 @@ class Cuda(Backend):
             return f"x is on {call.device}, not on a CUDA device"
         if call.dtype not in ELEMENTS:
             return f"no kernel for x {call.dtype}"
-        if call.route_dtype is not None and call.route_dtype not in ELEMENTS:
-            return f"no kernel for route_weights {call.route_dtype}"
+        if call.mask_weights_dtype is not None and call.mask_weights_dtype not in ELEMENTS:
+            return f"no kernel for mask_weights {call.mask_weights_dtype}"
         if call.activation not in ACTIVATIONS:
             return f"no kernel for activation {call.activation!r}"
         if call.out_features >= 2**31 or call.in_features >= 2**28:
@@ -126,7 +126,7 @@ class Cuda(Backend):
         return (
             call.device.type == "cuda"
             and call.dtype in (torch.float16, torch.bfloat16)
-            and (call.route_dtype is None or call.route_dtype in ELEMENTS)
+            and (call.mask_weights_dtype is None or call.mask_weights_dtype in ELEMENTS)
             and call.activation in ACTIVATIONS
             and max(call.tokens, call.out_features, call.in_features) < 2**30
             and has_cuda_core()
@@ -187,11 +187,11 @@ class CudaCall:
         self._dtype = dtype
         self._device = device
 
-    def __call__(self, x: Tensor, weight: Tensor, packed_masks: Tensor, route_weights: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, packed_masks: Tensor, mask_weights: Tensor | None) -> Tensor:
         device = self._device
         if device != _current_device():
             with torch.cuda.device(device):
-                return self(x, weight, packed_masks, route_weights)
+                return self(x, weight, packed_masks, mask_weights)
         out = _empty(self._shape, self._strides, self._dtype, device)
         sequence = self.sequence
         if sequence is None:
@@ -200,7 +200,7 @@ class CudaCall:
         pointers = (
             weight.data_ptr(),
             packed_masks.data_ptr(),
-            0 if route_weights is None else route_weights.data_ptr(),
+            0 if mask_weights is None else mask_weights.data_ptr(),
             out.data_ptr(),
         )
         if sequence.workspace_bytes:

@@ -30,7 +30,7 @@ class _LaunchStruct(ctypes.Structure):
 
 
 POINTERS = binary.Struct("5Q")
-"""The head of every kernel's parameters: x, weight, masks, route weights, out."""
+"""The head of every kernel's parameters: x, weight, masks, mask weights, out."""
 
 _pack_pointers = POINTERS.pack_into
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
@@ -115,7 +115,7 @@ class Launch:
         self._local = threading.local()
 
     def __call__(
-        self, stream: int, x: int, weight: int, masks: int, route: int, out: int, maps: bytes | None = None
+        self, stream: int, x: int, weight: int, masks: int, mask_weight: int, out: int, maps: bytes | None = None
     ) -> None:
         """Launch on a stream of the current context; the five arguments after it are addresses.
 
@@ -126,7 +126,7 @@ class Launch:
         except AttributeError:
             struct, config, function, buffer, arguments = self._local.state = self._new_state()
         struct.stream = stream
-        _pack_pointers(buffer, 0, x, weight, masks, route, out)
+        _pack_pointers(buffer, 0, x, weight, masks, mask_weight, out)
         if maps is not None:
             buffer[-len(maps) :] = maps  # one copy; a ctypes array would be copied byte by byte
         result = self._launch(config, function, arguments, None)

@@ -47,7 +47,15 @@ class LaunchSequence:
     result_maps: TensorMaps | None = None
 
     def __call__(
-        self, stream: int, workspace: int, x: int, weight: int, masks: int, routes: int, out: int, partials: int = 0
+        self,
+        stream: int,
+        workspace: int,
+        x: int,
+        weight: int,
+        masks: int,
+        term_weights: int,
+        out: int,
+        partials: int = 0,
     ) -> None:
         """Launch on a stream; all other arguments are addresses."""
         maps = None
@@ -60,4 +68,4 @@ class LaunchSequence:
         if self.permute is not None:
             self.permute(stream, x, 0, 0, 0, workspace)
             x = workspace
-        self.kernel(stream, x, weight, masks, routes, out, maps=maps)
+        self.kernel(stream, x, weight, masks, term_weights, out, maps=maps)

@@ -55,7 +55,7 @@ class Entry:
 
     Attributes:
         gpu: the GPU on which it was measured.
-        call: a call of contiguous tensors, which stands for all activations and route weights.
+        call: a call of contiguous tensors, which stands for all activations and mask weights.
         config: the launch.
         microseconds: its time.
         model: the launch that is chosen without tables.

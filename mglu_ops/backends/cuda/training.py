@@ -1,7 +1,7 @@
 """A training step in 16 bits on a GPU (csrc/cuda/training.md).
 
 F_i is -1 where M_i = 1 and +1 elsewhere. Forward computes `t = x W^T` and `f_i = x (F_i * W)^T`, and from them the
-result y and its partial derivatives P = dy/dt, Q_i = dy/df_i and, with route weights r_i, R_i = dy/dr_i. Backward is
+result y and its partial derivatives P = dy/dt, Q_i = dy/df_i and, with mask weights r_i, R_i = dy/dr_i. Backward is
 linear in the gradient G of y: with `dt = G * P` and `b_i = G * Q_i`,
 
     dx = dt W + sum_i b_i (F_i * W),   D_0 = dt^T x,   D_i = b_i^T x,
@@ -72,21 +72,21 @@ class ForwardTrain:
         self._sequence = _tile_sequence(call)
 
     def __call__(
-        self, x: Tensor, weight: Tensor, packed_masks: Tensor, route_weights: Tensor | None
+        self, x: Tensor, weight: Tensor, packed_masks: Tensor, mask_weights: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         call, sequence = self._call, self._sequence
         tokens, out_features = x.shape[0], call.out_features
         result, partials = x.new_empty(tokens, out_features), x.new_empty(tokens, self._entries, out_features)
         if sequence is not None:
             permuted_x = x.new_empty(sequence.workspace_bytes, dtype=torch.uint8) if sequence.workspace_bytes else None
-            tensors = permuted_x, x, weight, packed_masks, route_weights, result, partials
+            tensors = permuted_x, x, weight, packed_masks, mask_weights, result, partials
             sequence(_stream(x), *(0 if tensor is None else tensor.data_ptr() for tensor in tensors))
             return result, partials
 
         x, weight, packed_masks = x.contiguous(), _with_contiguous_columns(weight), _aligned(packed_masks)
         for rows in feature_chunks(tokens, call.n_masks, out_features, call.in_features, FORWARD_CHUNKS):
             outputs = result[:, rows], partials[:, :, rows]
-            _products_and_partials(x, weight[rows], packed_masks[rows], call.activation, route_weights, *outputs)
+            _products_and_partials(x, weight[rows], packed_masks[rows], call.activation, mask_weights, *outputs)
         return result, partials
 
 
@@ -134,7 +134,7 @@ class Backward:
         self._gradients: _Gradients | None = None
 
     def __call__(self, arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        grad_output, x, weight, packed_masks, partials, needs, logits_dtype, route_dtype = arguments
+        grad_output, x, weight, packed_masks, partials, needs, logits_dtype, mask_weights_dtype = arguments
         n_masks = self._n_masks
         grad_output, partials = _with_contiguous_columns(grad_output), partials.contiguous()
         operands = Operands(
@@ -148,15 +148,17 @@ class Backward:
             self._gradients = _Gradients(operands, needs, logits_dtype)
         grad_x, grad_weight, grad_logits = self._gradients(operands)
 
-        grad_route = None
-        if route_dtype is not None:
+        grad_mask_weights = None
+        if mask_weights_dtype is not None:
             terms = partials[:, n_masks + 1 :]
-            grad_route = steps.route_gradients(grad_output, terms, _written_as(route_dtype)).to(route_dtype)
+            grad_mask_weights = steps.mask_weight_gradients(grad_output, terms, _written_as(mask_weights_dtype)).to(
+                mask_weights_dtype
+            )
         return (
             x.new_empty(0) if grad_x is None else grad_x,
             x.new_empty(0) if grad_weight is None else grad_weight,
             x.new_empty(0) if grad_logits is None else grad_logits.to(logits_dtype),
-            x.new_empty(0) if grad_route is None else grad_route,
+            x.new_empty(0) if grad_mask_weights is None else grad_mask_weights,
         )
 
 
@@ -369,7 +371,7 @@ def _products_and_partials(
     weight: Tensor,
     packed_masks: Tensor,
     activation: str,
-    route_weights: Tensor | None,
+    mask_weights: Tensor | None,
     result: Tensor,
     partials: Tensor,
 ) -> None:
@@ -380,7 +382,7 @@ def _products_and_partials(
     """
     flipped = steps.flip_signs(weight, packed_masks)
     products = torch.mm(x, flipped.flatten(0, 1).t(), out_dtype=torch.float32)
-    steps.partials(products.view(x.shape[0], *flipped.shape[:2]), activation, route_weights, partials, result)
+    steps.partials(products.view(x.shape[0], *flipped.shape[:2]), activation, mask_weights, partials, result)
 
 
 def _backward_chunk(

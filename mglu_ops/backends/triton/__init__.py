@@ -80,8 +80,8 @@ class Triton(Backend):
 
         activation, shape = call.activation, call.result_shape
 
-        def prepared(x: Tensor, weight: Tensor, packed_masks: Tensor, route_weights: Tensor | None) -> Tensor:
-            routes = None if route_weights is None else as_rows(route_weights)
-            return run(as_rows(x), weight, packed_masks, activation, routes, launch).view(shape)
+        def prepared(x: Tensor, weight: Tensor, packed_masks: Tensor, mask_weights: Tensor | None) -> Tensor:
+            term_weights = None if mask_weights is None else as_rows(mask_weights)
+            return run(as_rows(x), weight, packed_masks, activation, term_weights, launch).view(shape)
 
         return prepared

@@ -47,7 +47,7 @@ def launch(
     weight: Tensor,
     packed_masks: Tensor,
     activation: str,
-    route_weights: Tensor | None,
+    mask_weights: Tensor | None,
     config: Config | None,
 ) -> Tensor:
     """The result `[tokens, out_features]`; one kernel, and no allocation but the result's."""
@@ -55,7 +55,7 @@ def launch(
     out_features, n_masks = weight.shape[0], n_masks_of(packed_masks)
     if x.is_cuda and not _is_traced(x) and x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):  # Triton launches on the current device
-            return launch(x, weight, packed_masks, activation, route_weights, config)
+            return launch(x, weight, packed_masks, activation, mask_weights, config)
     y = x.new_empty(tokens, out_features)
     if y.numel() == 0:
         return y
@@ -67,21 +67,21 @@ def launch(
     run(
         wrap,
         config,
-        (x, weight, packed_masks, route_weights, y, tokens, out_features, in_features),
+        (x, weight, packed_masks, mask_weights, y, tokens, out_features, in_features),
         (
             x.stride(),
             weight.stride(),
             packed_masks.stride(),
-            (0, 0) if route_weights is None else route_weights.stride(),
+            (0, 0) if mask_weights is None else mask_weights.stride(),
         ),
-        {"N_MASKS": n_masks, "ACTIVATION": activation, "ROUTED": route_weights is not None},
+        {"N_MASKS": n_masks, "ACTIVATION": activation, "WEIGHTED": mask_weights is not None},
     )
     return y
 
 
 def _matvec(wrap: Any, config: Any, problem: tuple[Any, ...], strides: Any, constants: dict[str, Any]) -> None:
     packed_masks, tokens, out_features, in_features = problem[2], *problem[5:]
-    (x_token, x_k), (w_row, w_k), (m_row, m_group, m_mask), route_strides = strides
+    (x_token, x_k), (w_row, w_k), (m_row, m_group, m_mask), mask_weight_strides = strides
     word = _word_bytes(packed_masks)
     w_row, w_unit = _in_units(w_row, 8)
     wrap(matvec_kernel)[(tokens * out_features,)](
@@ -93,7 +93,7 @@ def _matvec(wrap: Any, config: Any, problem: tuple[Any, ...], strides: Any, cons
         m_row // word,
         m_group // word,
         m_mask,
-        *route_strides,
+        *mask_weight_strides,
         **constants,
         WORD_BYTES=word,
         W_UNIT=w_unit,
@@ -106,7 +106,7 @@ def _matvec(wrap: Any, config: Any, problem: tuple[Any, ...], strides: Any, cons
 
 def _matmul(wrap: Any, config: Any, problem: tuple[Any, ...], strides: Any, constants: dict[str, Any]) -> None:
     packed_masks, tokens, out_features, in_features = problem[2], *problem[5:]
-    (x_token, x_k), (w_row, w_k), (m_row, m_group, m_mask), route_strides = strides
+    (x_token, x_k), (w_row, w_k), (m_row, m_group, m_mask), mask_weight_strides = strides
     n_masks = n_masks_of(packed_masks)
     masks = 1 << (n_masks - 1).bit_length()
     (x_token, x_unit), (w_row, w_unit), (m_row, m_unit) = (
@@ -124,7 +124,7 @@ def _matmul(wrap: Any, config: Any, problem: tuple[Any, ...], strides: Any, cons
         m_row,
         m_group,
         m_mask,
-        *route_strides,
+        *mask_weight_strides,
         **constants,
         MASKS=masks,
         X_UNIT=x_unit,

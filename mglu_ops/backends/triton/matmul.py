@@ -47,7 +47,7 @@ def matmul_kernel(
     x_ptr,
     w_ptr,
     m_ptr,
-    route_ptr,
+    mask_weight_ptr,
     y_ptr,
     tokens,
     out_features,
@@ -59,12 +59,12 @@ def matmul_kernel(
     m_row,
     m_group,
     m_mask,
-    route_token,
-    route_mask,
+    mask_weight_token,
+    mask_weight_mask,
     N_MASKS: tl.constexpr,
     MASKS: tl.constexpr,  # N_MASKS, rounded up to a power of two
     ACTIVATION: tl.constexpr,
-    ROUTED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     X_UNIT: tl.constexpr,
     W_UNIT: tl.constexpr,
     M_UNIT: tl.constexpr,
@@ -123,10 +123,12 @@ def matmul_kernel(
     t = total[None, :, :]
     f = tl.reshape(flipped, [MASKS, BLOCK_ROWS, BLOCK_TOKENS])
     term = activate((t - f) * 0.5, ACTIVATION) * ((t + f) * 0.5)
-    if ROUTED:
-        routes = route_ptr + token.to(tl.int64)[None, :] * route_token + (mask * route_mask)[:, None]
-        route = tl.load(routes, mask=(token < tokens)[None, :] & (mask < N_MASKS)[:, None], other=0.0)
-        term *= route.to(tl.float32)[:, None, :]
+    if WEIGHTED:
+        term_weights = (
+            mask_weight_ptr + token.to(tl.int64)[None, :] * mask_weight_token + (mask * mask_weight_mask)[:, None]
+        )
+        mask_weight = tl.load(term_weights, mask=(token < tokens)[None, :] & (mask < N_MASKS)[:, None], other=0.0)
+        term *= mask_weight.to(tl.float32)[:, None, :]
     if MASKS != N_MASKS:
         term = tl.where((mask < N_MASKS)[:, None, None], term, 0.0)
     y = tl.sum(term, 0)

@@ -118,7 +118,7 @@ def matvec_kernel(
     x_ptr,
     w_ptr,
     m_ptr,
-    route_ptr,
+    mask_weight_ptr,
     y_ptr,
     tokens,
     out_features,
@@ -130,12 +130,12 @@ def matvec_kernel(
     m_row,
     m_group,
     m_mask,
-    route_token,
-    route_mask,
+    mask_weight_token,
+    mask_weight_mask,
     N_MASKS: tl.constexpr,
     WORD_BYTES: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    ROUTED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     W_UNIT: tl.constexpr,
     TAIL: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -172,7 +172,7 @@ def matvec_kernel(
         gate = tl.sum(gates[i])
         value = tl.sum(rest[i]) if WIDE else total - gate
         term = activate(gate, ACTIVATION) * value
-        if ROUTED:
-            term *= tl.load(route_ptr + token * route_token + i * route_mask).to(tl.float32)
+        if WEIGHTED:
+            term *= tl.load(mask_weight_ptr + token * mask_weight_token + i * mask_weight_mask).to(tl.float32)
         y += term
     tl.store(y_ptr + token * out_features + row, y.to(y_ptr.dtype.element_ty))

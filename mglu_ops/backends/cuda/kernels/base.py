@@ -106,13 +106,13 @@ def common_macros(call: LayerCall) -> dict[str, int]:
         "MGLU_ELEMENT": ELEMENTS[call.dtype],
         "MGLU_N_MASKS": call.n_masks,
         "MGLU_ACTIVATION": ACTIVATIONS[call.activation].code,
-        "MGLU_ROUTE": -1 if call.route_dtype is None else ELEMENTS[call.route_dtype],
+        "MGLU_MASK_WEIGHTS": -1 if call.mask_weights_dtype is None else ELEMENTS[call.mask_weights_dtype],
     }
 
 
 def constants(call: LayerCall) -> bytes:
     """The kernels' parameters after the pointers: strides, sizes, and whether x can be read in whole vectors."""
-    strides = (*call.x.strides, *call.weight.strides, *call.masks.strides, *call.routes.strides)
+    strides = (*call.x.strides, *call.weight.strides, *call.masks.strides, *call.mask_weights.strides)
     sizes = call.tokens, call.out_features, call.in_features
     return _SIZES_AND_STRIDES.pack(*strides, *sizes, int(x_is_vectorizable(call)))
 

@@ -24,15 +24,15 @@ class TrainingTile(TileWgmma):
 
     The sequence of a call (`LaunchSequence`) takes the address of `partials` last. The result `[tokens, out_features]`
     and `partials` are contiguous and start at multiples of 16 bytes. `partials` is `[tokens, n_masks + 1,
-    out_features]` in x's dtype, and with route weights `[tokens, 2 n_masks + 1, out_features]`:
+    out_features]` in x's dtype, and with mask weights `[tokens, 2 n_masks + 1, out_features]`:
 
-        partials[:, 0] = dy/dt, partials[:, i] = dy/df_i, partials[:, n_masks + i] = dy/droute_i
+        partials[:, 0] = dy/dt, partials[:, i] = dy/df_i, partials[:, n_masks + i] = dy/dmask_weight_i
     """
 
     box_tokens: int = 8
     """Tokens that are stored at once: a multiple of 8 that divides `block_tokens`."""
-    routed: bool = False
-    """Whether there are route weights."""
+    weighted: bool = False
+    """Whether there are mask weights."""
 
     def _fixed_bytes(self, n_masks: int) -> int:
         """Bytes of two sets of stored boxes, and of the sums that warpgroups of the same rows or passes exchange.
@@ -41,7 +41,7 @@ class TrainingTile(TileWgmma):
         three.
         """
         masks = ceil_div(n_masks // self.passes, self.mask_groups)
-        boxes = masks * (2 if self.routed else 1) + 2
+        boxes = masks * (2 if self.weighted else 1) + 2
         staging = self.row_groups * self.mask_groups * 2 * boxes * self.box_tokens * 128
         sums = 3 if self.mask_groups == 2 else 2 if self.passes > 1 else 0
         return staging + self.row_groups * self.block_tokens * 256 * sums
@@ -57,8 +57,8 @@ class TrainingTile(TileWgmma):
         yield from super()._violations(call, gpu)
         if self.sparse:
             yield "sparse: not in training"
-        if self.routed != (call.route_dtype is not None):
-            yield f"routed: got {self.routed}, for route weights {call.route_dtype}"
+        if self.weighted != (call.mask_weights_dtype is not None):
+            yield f"weighted: got {self.weighted}, for mask weights {call.mask_weights_dtype}"
         if self.box_tokens % 8 or self.block_tokens % self.box_tokens:
             yield f"box_tokens: got {self.box_tokens}, must be a multiple of 8 that divides {self.block_tokens}"
         if call.out_features % 8:
@@ -68,8 +68,8 @@ class TrainingTile(TileWgmma):
 
 
 def partials_of(call: LayerCall) -> int:
-    """The number of partial derivatives of an element of the result: by t, by each f_i, and by each route weight."""
-    return (1 if call.route_dtype is None else 2) * call.n_masks + 1
+    """The number of partial derivatives of an element of the result: by t, by each f_i, and by each mask weight."""
+    return (1 if call.mask_weights_dtype is None else 2) * call.n_masks + 1
 
 
 def training_choice(call: LayerCall, gpu: Gpu) -> TrainingTile | None:
@@ -80,7 +80,7 @@ def training_choice(call: LayerCall, gpu: Gpu) -> TrainingTile | None:
     if not can_run(call, gpu) or call.out_features % 8 or call.tokens == 0:
         return None
     must_permute = call.batch_invariant or not has_x_in_rows(call)
-    found = launches(call.n_masks, call.route_dtype is not None, must_permute, gpu.shared_bytes_per_sm)
+    found = launches(call.n_masks, call.mask_weights_dtype is not None, must_permute, gpu.shared_bytes_per_sm)
     costs = costs_of(gpu)
     fitting = (config for config in found if suits(config, call))
     fastest = min(fitting, key=lambda config: costs.microseconds(config, call, gpu))
@@ -90,8 +90,10 @@ def training_choice(call: LayerCall, gpu: Gpu) -> TrainingTile | None:
 
 
 @cache
-def launches(n_masks: int, routed: bool, must_permute: bool, shared_bytes_per_sm: int) -> tuple[TrainingTile, ...]:
+def launches(n_masks: int, weighted: bool, must_permute: bool, shared_bytes_per_sm: int) -> tuple[TrainingTile, ...]:
     """All launches with enough registers, and with at least three stages in shared memory beside the stored boxes."""
-    dense = (TrainingTile(**vars(shape), routed=routed) for shape in shapes(n_masks, must_permute) if not shape.sparse)
+    dense = (
+        TrainingTile(**vars(shape), weighted=weighted) for shape in shapes(n_masks, must_permute) if not shape.sparse
+    )
     found = (filled(tile, n_masks, shared_bytes_per_sm, least_stages=3) for tile in dense)
     return tuple(config for config in found if isinstance(config, TrainingTile) and config.stages >= 3)

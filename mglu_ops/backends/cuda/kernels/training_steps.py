@@ -63,27 +63,27 @@ def flip_signs_macros(n_masks: int, with_weight: bool, vector: bool) -> dict[str
     return {"MGLU_N_MASKS": n_masks, "MGLU_WITH_WEIGHT": int(with_weight), "MGLU_VECTOR": int(vector)}
 
 
-def partials(products: Tensor, activation: str, route_weights: Tensor | None, partials: Tensor, result: Tensor) -> None:
+def partials(products: Tensor, activation: str, mask_weights: Tensor | None, partials: Tensor, result: Tensor) -> None:
     """Write the result and its partial derivatives from the products t and f_i.
 
     Args:
         products: `[tokens, n_masks + 1, columns]` with contiguous columns, in float32 or in the dtype of `partials`,
             which may then be the same memory.
         activation: a name of `mglu_ops.activations.ACTIVATIONS`.
-        route_weights: `[tokens, n_masks]` in any strides, float16, bfloat16 or float32; or None.
-        partials: receives P, every Q_i and, with route weights, every R_i: `[tokens, n_masks + 1, columns]`, or
+        mask_weights: `[tokens, n_masks]` in any strides, float16, bfloat16 or float32; or None.
+        partials: receives P, every Q_i and, with mask weights, every R_i: `[tokens, n_masks + 1, columns]`, or
             `[tokens, 2 n_masks + 1, columns]`, with contiguous columns.
         result: receives y, `[tokens, columns]` with contiguous columns, in the dtype of `partials`.
     """
     tokens, n_products, columns = products.shape
     vector = _is_vector(products, partials, result)
-    route_dtype = None if route_weights is None else route_weights.dtype
-    macros = partials_macros(partials.dtype, products.dtype, n_products - 1, activation, route_dtype, vector)
+    mask_weights_dtype = None if mask_weights is None else mask_weights.dtype
+    macros = partials_macros(partials.dtype, products.dtype, n_products - 1, activation, mask_weights_dtype, vector)
     strides = (*products.stride()[:2], *partials.stride()[:2], result.stride(0))
-    route_strides = (0, 0) if route_weights is None else route_weights.stride()
-    constants = struct.pack("8qi4x", *strides, *route_strides, tokens, columns)
+    mask_weight_strides = (0, 0) if mask_weights is None else mask_weights.stride()
+    constants = struct.pack("8qi4x", *strides, *mask_weight_strides, tokens, columns)
     launch = _prepare("partials", result, macros, _warps(tokens, columns, per_thread=4), constants)
-    pointers = products.data_ptr(), partials.data_ptr(), 0, _address(route_weights), result.data_ptr()
+    pointers = products.data_ptr(), partials.data_ptr(), 0, _address(mask_weights), result.data_ptr()
     launch(_stream(result), *pointers)
 
 
@@ -92,7 +92,7 @@ def partials_macros(
     products_dtype: torch.dtype,
     n_masks: int,
     activation: str,
-    route_dtype: torch.dtype | None,
+    mask_weights_dtype: torch.dtype | None,
     vector: bool,
 ) -> dict[str, int]:
     return {
@@ -100,7 +100,7 @@ def partials_macros(
         "MGLU_PRODUCTS": ELEMENTS[products_dtype],
         "MGLU_N_MASKS": n_masks,
         "MGLU_ACTIVATION": ACTIVATIONS[activation].code,
-        "MGLU_ROUTE": _code(route_dtype),
+        "MGLU_MASK_WEIGHTS": _code(mask_weights_dtype),
         "MGLU_VECTOR": int(vector),
     }
 
@@ -204,7 +204,7 @@ def weight_gradients_macros(
     }
 
 
-def route_gradients(grad_output: Tensor, terms: Tensor, dtype: torch.dtype) -> Tensor:
+def mask_weight_gradients(grad_output: Tensor, terms: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum `grad_output * terms_i` over columns: `[tokens, n_masks]` in `dtype`, which is float16, bfloat16 or float32.
 
     Args:
@@ -214,18 +214,20 @@ def route_gradients(grad_output: Tensor, terms: Tensor, dtype: torch.dtype) -> T
     """
     tokens, n_masks, columns = terms.shape
     out = terms.new_empty(tokens, n_masks, dtype=dtype)
-    macros = route_gradients_macros(terms.dtype, n_masks, dtype, _is_vector(grad_output, terms))
+    macros = mask_weight_gradients_macros(terms.dtype, n_masks, dtype, _is_vector(grad_output, terms))
     constants = struct.pack("4qi4x", grad_output.stride(0), *terms.stride()[:2], tokens, columns)
-    launch = _prepare("route_gradients", out, macros, tokens * n_masks, constants)
+    launch = _prepare("mask_weight_gradients", out, macros, tokens * n_masks, constants)
     launch(_stream(out), grad_output.data_ptr(), terms.data_ptr(), 0, 0, out.data_ptr())
     return out
 
 
-def route_gradients_macros(dtype: torch.dtype, n_masks: int, route_dtype: torch.dtype, vector: bool) -> dict[str, int]:
+def mask_weight_gradients_macros(
+    dtype: torch.dtype, n_masks: int, mask_weights_dtype: torch.dtype, vector: bool
+) -> dict[str, int]:
     return {
         "MGLU_ELEMENT": ELEMENTS[dtype],
         "MGLU_N_MASKS": n_masks,
-        "MGLU_ROUTE": ELEMENTS[route_dtype],
+        "MGLU_MASK_WEIGHTS": ELEMENTS[mask_weights_dtype],
         "MGLU_VECTOR": int(vector),
     }
 

@@ -1,4 +1,4 @@
-// Sums the gradient of the route weights over the columns: dr_i = sum_d G * R_i for every token, with R_i = dy/dr_i,
+// Sums the gradient of the mask weights over the columns: dr_i = sum_d G * R_i for every token, with R_i = dy/dr_i,
 // which forward kept (training.md). A warp sums one token and mask in float32, in an order that depends on sizes alone.
 //
 // The kernel is bound by one read of R. Neighbouring warps read the same row of G, which comes from memory once.
@@ -6,7 +6,7 @@
 
 namespace mglu {
 
-struct RouteGradientsParams {
+struct MaskWeightGradientsParams {
     const void* gradient;  // [tokens, columns] with contiguous columns
     const void* terms;     // R [tokens, kMasks, columns] with contiguous columns
     const void* unused[2];
@@ -20,12 +20,12 @@ struct RouteGradientsParams {
 
 constexpr int kType = MGLU_ELEMENT;
 constexpr int kMasks = MGLU_N_MASKS;
-constexpr int kRouteType = MGLU_ROUTE;
+constexpr int kMaskWeightType = MGLU_MASK_WEIGHTS;
 
 }  // namespace mglu
 
 extern "C" __global__ void __launch_bounds__(mglu::kThreads)
-    mglu_route_gradients(const __grid_constant__ mglu::RouteGradientsParams p) {
+    mglu_mask_weight_gradients(const __grid_constant__ mglu::MaskWeightGradientsParams p) {
     using namespace mglu;
     const i64 warp = static_cast<i64>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
     const i64 token = warp / kMasks;
@@ -45,5 +45,6 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads)
     }
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-    if (lane == 0) static_cast<typename Element<kRouteType>::Bits*>(p.out)[warp] = from_float<kRouteType>(sum);
+    if (lane == 0)
+        static_cast<typename Element<kMaskWeightType>::Bits*>(p.out)[warp] = from_float<kMaskWeightType>(sum);
 }
