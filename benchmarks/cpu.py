@@ -28,7 +28,7 @@ from mglu_ops.accuracy import ERROR_BUDGET
 from mglu_ops.backends import BACKENDS, PreparedCall, cpu
 from mglu_ops.backends.cpu.build import find_compiler
 from mglu_ops.backends.cpu.library import Library, load
-from mglu_ops.layer_call import LayerCall
+from mglu_ops.layer_call import LayerArguments, LayerCall
 
 MIN_ROUNDS = 3
 CHECKED_TOKENS = 64
@@ -137,10 +137,10 @@ def variants_of(layers: CpuLayers, baselines: list[str]) -> Variants:
     variants: Variants = {"read loop": lambda i: read(weights[i], packed[i])}
 
     def ours(call: PreparedCall, i: int) -> Tensor:
-        return call(x, weights[i], packed[i], None)
+        return call(LayerArguments(x, weights[i], packed[i]))
 
     for name in ("cpu", *(name for name in baselines if name == "composite")):
-        prepared = BACKENDS[name].prepare(LayerCall.of(x, weights[0], packed[0]))
+        prepared = BACKENDS[name].prepare(LayerCall.of(LayerArguments(x, weights[0], packed[0])))
         variants[f"mglu {name}"] = partial(ours, prepared)
 
     def rotating(form: Callable[..., Tensor], arguments: list[tuple[Tensor, ...]], i: int) -> Tensor:

@@ -32,6 +32,7 @@ from benchmarks.layers import Layers, masks_of
 from benchmarks.records import Row, write
 from benchmarks.timing import ROUNDS, SETTLE_SECONDS
 from mglu_ops import dispatch
+from mglu_ops.layer_call import LayerArguments
 from mglu_ops.timer import layers_for
 
 SHAPES = ((14336, 4096), (8192, 2048))
@@ -48,7 +49,7 @@ def our_variants(layers: Layers, backends: Collection[str]) -> list[Variant]:
     chosen = dispatch.explain_dispatch(x, weights[0], packed[0]).backend
 
     def run(backend: str | None, i: int) -> Tensor:
-        return dispatch.forward(x, weights[i], packed[i], "silu", None, backend=backend)
+        return dispatch.forward(LayerArguments(x, weights[i], packed[i]), backend=backend)
 
     variants = [Variant(f"mglu {chosen}", partial(run, None), layers.count, layers.oracle)]
     for backend in BACKENDS:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .activations import get_activation
-from .masks import MAX_MASKS, check_layout, n_masks_of
+from .layer_call import LayerArguments
+from .masks import MAX_MASKS, check_layout
 from .sizes import same_sizes
 from .tensors import check_dense
 
@@ -17,12 +18,12 @@ FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FLOATING_NAMES = "float16, bfloat16, float32 or float64"
 
 
-def check_layer(x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, mask_weights: Tensor | None) -> None:
+def check_layer(given: LayerArguments) -> None:
     """Check the arguments of `mglu::forward`."""
-    check_inputs(x, weight)
-    get_activation(activation)
-    check_packed(weight, packed_masks)
-    check_mask_weights(x, n_masks_of(packed_masks), mask_weights)
+    check_inputs(given.x, given.weight)
+    get_activation(given.activation)
+    check_packed(given.weight, given.packed_masks)
+    check_mask_weights(given.x, given.n_masks, given.mask_weights)
 
 
 def check_inputs(x: Tensor, weight: Tensor) -> None:

@@ -20,7 +20,7 @@ from .backends.base import BackwardArguments, PreparedBackward, PreparedForwardT
 from .backends.cuda import Cuda, LaunchConfig
 from .backends.cuda.choice import LaunchChoice
 from .checks import check_layer
-from .layer_call import Key, LayerCall, as_rows, metadata_key
+from .layer_call import Key, LayerArguments, LayerCall, as_rows, metadata_key
 from .masks import pack
 from .words import counted
 
@@ -82,8 +82,9 @@ def explain_dispatch(
         TableError: a table of launches (`MGLU_TUNING_TABLE`) cannot be used.
         RuntimeError: the batch-invariant mode is on, and nothing can run the call in it.
     """
-    check_layer(x, weight, packed_masks, activation, mask_weights)
-    return choose(LayerCall.of(x, weight, packed_masks, activation, mask_weights))
+    given = LayerArguments(x, weight, packed_masks, activation, mask_weights)
+    check_layer(given)
+    return choose(LayerCall.of(given))
 
 
 def choose(call: LayerCall) -> Choice:
@@ -166,41 +167,26 @@ def _warn_of_fallback(backend: str, reason: str, op: str = "forward") -> None:
 # --- Inference -------------------------------------------------------------------------------------------------------
 
 
-def repeat(
-    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, mask_weights: Tensor | None
-) -> Tensor | None:
+def repeat(given: LayerArguments) -> Tensor | None:
     """The result of a call with the same `metadata_key` as an earlier one, whose checks and preparation it reuses.
 
     None for any other call, which must be checked and passed to `forward`.
     """
-    if x is None or weight is None or packed_masks is None:  # torch lets None through
+    if given.x is None or given.weight is None or given.packed_masks is None:  # torch lets None through
         return None
     try:
-        key = metadata_key(x, weight, packed_masks, activation, mask_weights)
+        key = metadata_key(given)
     except RuntimeError:  # a tensor that is not dense has no strides or no address; the checks say which
         return None
     prepared = _prepared.get(key)
-    return None if prepared is None else prepared(x, weight, packed_masks, mask_weights)
+    return None if prepared is None else prepared(given)
 
 
-def forward(
-    x: Tensor,
-    weight: Tensor,
-    packed_masks: Tensor,
-    activation: str,
-    mask_weights: Tensor | None,
-    *,
-    backend: str | None = None,
-    launch: Any = None,
-) -> Tensor:
+def forward(given: LayerArguments, *, backend: str | None = None, launch: Any = None) -> Tensor:
     """The result `[..., out_features]` of a call whose arguments have been checked.
 
     Args:
-        x: `[..., in_features]`.
-        weight: `[out_features, in_features]`, the dtype of x.
-        packed_masks: uint8 `[out_features, ceil(in_features / 8), n_masks]`.
-        activation: a name of `mglu_ops.activations.ACTIVATIONS`.
-        mask_weights: `[..., n_masks]`, or None.
+        given: the arguments.
         backend: a name of `BACKENDS` that overrides the choice, for tests and tuning. Such a call is not kept.
         launch: how that backend is to run the call; see its `prepare`.
 
@@ -208,13 +194,12 @@ def forward(
         ValueError: there is no such backend, or it cannot run the call.
         RuntimeError: the batch-invariant mode is on, and nothing can run the call in it.
     """
-    given = (x, weight, packed_masks, activation, mask_weights)
     if backend is not None:
-        return _prepare_on(backend, given, launch)(x, weight, packed_masks, mask_weights)
-    result = repeat(*given)
+        return _prepare_on(backend, given, launch)(given)
+    result = repeat(given)
     if result is not None:
         return result
-    call = LayerCall.of(*given)
+    call = LayerCall.of(given)
     choice = choose(call)
     if choice.is_fallback:
         _warn_of_fallback(choice.backend, choice.reason)
@@ -222,8 +207,8 @@ def forward(
     if _is_kept(call, choice.backend):
         if len(_prepared) >= CALLS_KEPT:
             _prepared.clear()
-        _prepared[metadata_key(*given)] = prepared
-    return prepared(x, weight, packed_masks, mask_weights)
+        _prepared[metadata_key(given)] = prepared
+    return prepared(given)
 
 
 def _is_kept(call: LayerCall, backend: str) -> bool:
@@ -236,27 +221,23 @@ def _is_kept(call: LayerCall, backend: str) -> bool:
     return call.device.type == "cuda"
 
 
-_Arguments = tuple[Tensor, Tensor, Tensor, str, Tensor | None]
-
-
-def _prepare_on(name: str, given: _Arguments, launch: Any) -> PreparedCall:
+def _prepare_on(name: str, given: LayerArguments, launch: Any) -> PreparedCall:
     """A call prepared by the backend of that name."""
     if batch_invariance.enabled and name != "cuda":
         raise RuntimeError(_REFUSED.format(f"the backend {name!r} was asked for"))
     if name not in BACKENDS:
         raise ValueError(f"backend: got {name!r}, must be {', '.join(sorted(BACKENDS))}")
-    call = LayerCall.of(*given)
+    call = LayerCall.of(given)
     problem = BACKENDS[name].unsupported_reason(call)
     if problem is not None:
         raise ValueError(f"backend: got {name!r}, which cannot take this call: {problem}")
     return _prepare(BACKENDS[name], call, given, launch)
 
 
-def _prepare(backend: Backend, call: LayerCall, given: _Arguments, launch: Any) -> PreparedCall:
+def _prepare(backend: Backend, call: LayerCall, given: LayerArguments, launch: Any) -> PreparedCall:
     """A prepared call, which first copies x and the mask weights if they cannot be viewed as rows."""
     prepared = backend.prepare(call, launch)
-    x, mask_weights = given[0], given[4]
-    copies = _is_copied(x) or (mask_weights is not None and _is_copied(mask_weights))
+    copies = _is_copied(given.x) or (given.mask_weights is not None and _is_copied(given.mask_weights))
     return _OfCopiedRows(prepared) if copies else prepared
 
 
@@ -270,9 +251,8 @@ class _OfCopiedRows:
     def __init__(self, prepared: PreparedCall) -> None:
         self._prepared = prepared
 
-    def __call__(self, x: Tensor, weight: Tensor, packed_masks: Tensor, mask_weights: Tensor | None) -> Tensor:
-        term_weights = None if mask_weights is None else as_rows(mask_weights)
-        return self._prepared(as_rows(x), weight, packed_masks, term_weights)
+    def __call__(self, given: LayerArguments) -> Tensor:
+        return self._prepared(given.in_rows())
 
 
 # --- Packing and training --------------------------------------------------------------------------------------------
@@ -338,28 +318,21 @@ def _keep(key: Key | None, call: LayerCall, backend: Backend, prepared: P) -> P:
     return prepared
 
 
-def forward_train(
-    key: Key | None,
-    x: Tensor,
-    weight: Tensor,
-    packed_masks: Tensor,
-    activation: str,
-    mask_weights: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def forward_train(key: Key | None, given: LayerArguments) -> tuple[Tensor, Tensor]:
     """The result `[..., out_features]`, and the partial derivatives `[..., rows, out_features]` that backward needs.
 
-    `key` is the `arguments_key` of the other arguments.
+    `key` is the `arguments_key` of the arguments.
     """
     if batch_invariance.enabled:
         raise RuntimeError(_REFUSED.format("training"))
-    rows, term_weights = as_rows(x), None if mask_weights is None else as_rows(mask_weights)
+    x, given = given.x, given.in_rows()
     prepared: Any = _training_calls.get(key) if key else None
     if prepared is None:
-        call = LayerCall.of(rows, weight, packed_masks, activation, term_weights)
+        call = LayerCall.of(given)
         backend = _forward_backend(call)
         prepared = _keep(key, call, backend, backend.prepare_forward_train(call))
-    result, partials = prepared(rows, weight, packed_masks, term_weights)
-    if rows is x:
+    result, partials = prepared(given)
+    if given.x is x:
         return result, partials
     leading = x.shape[:-1]
     # Not a view: autograd does not allow detaching a view in place.
@@ -376,7 +349,8 @@ def backward(key: Key | None, arguments: BackwardArguments) -> tuple[Tensor, Ten
     rows, mask_weights_dtype = as_rows(x), arguments.mask_weights_dtype
     prepared: Any = _training_calls.get(key) if key else None
     if prepared is None:
-        call = replace(LayerCall.of(rows, weight, packed_masks), mask_weights_dtype=mask_weights_dtype)
+        described = LayerCall.of(LayerArguments(rows, weight, packed_masks))
+        call = replace(described, mask_weights_dtype=mask_weights_dtype)
         backend = _backward_backend(call)
         prepared = _keep(key, call, backend, backend.prepare_backward(call))
     if rows is x and partials.is_contiguous():

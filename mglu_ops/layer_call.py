@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import batch_invariance
+from .formats import FORMATS, WeightFormat
 from .masks import n_masks_of, packed_width
 from .words import counted
 
@@ -21,6 +23,51 @@ Key = tuple[object, ...]
 
 _MOST_ALIGNED = 16
 """Bytes. No kernel loads more at once, so a larger alignment makes no difference."""
+
+
+class LayerArguments(NamedTuple):
+    """The arguments of `mglu::forward`, from the operator to the launch of its kernels.
+
+    `weight_scale` and `weight_format` are not arguments of the operators yet.
+    """
+
+    x: Tensor
+    """`[..., in_features]`."""
+    weight: Tensor
+    """`[out_features, in_features]` in x's dtype, or as `weight_format` stores it."""
+    packed_masks: Tensor
+    """uint8 `[out_features, ceil(in_features / 8), n_masks]`."""
+    activation: str = "silu"
+    """A name of `mglu_ops.activations.ACTIVATIONS`."""
+    mask_weights: Tensor | None = None
+    """`[..., n_masks]`."""
+    weight_scale: Tensor | None = None
+    """The scales of the weight, in the layout of `weight_format`."""
+    weight_format: str = "dense"
+    """A name of `mglu_ops.formats.FORMATS`."""
+
+    @property
+    def out_features(self) -> int:
+        return self.packed_masks.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.x.shape[-1]
+
+    @property
+    def n_masks(self) -> int:
+        return n_masks_of(self.packed_masks)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name, without those that are None."""
+        return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
+
+    def in_rows(self) -> LayerArguments:
+        """The same with x `[tokens, in_features]` and mask weights `[tokens, n_masks]`; copies if views cannot be."""
+        if self.x.dim() == 2:  # and so have the mask weights
+            return self
+        weights = None if self.mask_weights is None else as_rows(self.mask_weights)
+        return self._replace(x=as_rows(self.x), mask_weights=weights)
 
 
 @dataclass(frozen=True)
@@ -41,12 +88,34 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class StoredWeight:
+    """How the weight of a call is stored.
+
+    Attributes:
+        format: the format.
+        dtype: of its elements.
+        layout: the layout of the tensor.
+        scale: the layout of its scales; None without scales.
+    """
+
+    format: WeightFormat
+    dtype: torch.dtype
+    layout: Layout
+    scale: Layout | None = None
+
+    @property
+    def bits(self) -> int:
+        """The bits of one weight."""
+        return 8 * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
 class LayerCall:
     """A call of the operator with fixed masks.
 
     Attributes:
         device: where all its tensors are.
-        dtype: the dtype of x, the weight and the result.
+        dtype: the dtype of x and the result.
         leading: the sizes of x before `in_features`.
         out_features: rows of the weight.
         in_features: columns of the weight.
@@ -54,7 +123,7 @@ class LayerCall:
         activation: a name of `mglu_ops.activations.ACTIVATIONS`.
         mask_weights_dtype: the dtype of the mask weights; None without them.
         x: the layout of x as `[tokens, in_features]`.
-        weight: the layout of the weight, `[out_features, in_features]`.
+        weight: how the weight `[out_features, in_features]` is stored.
         masks: the layout of the packed masks, `[out_features, ceil(in_features / 8), n_masks]`.
         mask_weights: the layout of the mask weights as `[tokens, n_masks]`.
         batch_invariant: whether a row of the result must not depend on the number of tokens.
@@ -69,32 +138,33 @@ class LayerCall:
     activation: str
     mask_weights_dtype: torch.dtype | None
     x: Layout
-    weight: Layout
+    weight: StoredWeight
     masks: Layout
     mask_weights: Layout
     batch_invariant: bool = False
 
     @staticmethod
-    def of(
-        x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", mask_weights: Tensor | None = None
-    ) -> LayerCall:
+    def of(given: LayerArguments) -> LayerCall:
         """Describe a call whose arguments have been checked. Reads no value.
 
-        x and the mask weights are taken as their rows (`as_rows`), which may be copies.
+        x and the mask weights are taken as their rows (`in_rows`), which may be copies.
         """
+        weight_format, scale, weights = FORMATS[given.weight_format], given.weight_scale, given.mask_weights
         return LayerCall(
-            device=x.device,
-            dtype=x.dtype,
-            leading=tuple(x.shape[:-1]),
-            out_features=weight.shape[0],
-            in_features=weight.shape[1],
-            n_masks=n_masks_of(packed_masks),
-            activation=activation,
-            mask_weights_dtype=None if mask_weights is None else mask_weights.dtype,
-            x=Layout.of(as_rows(x)),
-            weight=Layout.of(weight),
-            masks=Layout.of(packed_masks),
-            mask_weights=Layout((0, 0)) if mask_weights is None else Layout.of(as_rows(mask_weights)),
+            device=given.x.device,
+            dtype=given.x.dtype,
+            leading=tuple(given.x.shape[:-1]),
+            out_features=given.out_features,
+            in_features=given.in_features,
+            n_masks=given.n_masks,
+            activation=given.activation,
+            mask_weights_dtype=None if weights is None else weights.dtype,
+            x=Layout.of(as_rows(given.x)),
+            weight=StoredWeight(
+                weight_format, given.weight.dtype, Layout.of(given.weight), None if scale is None else Layout.of(scale)
+            ),
+            masks=Layout.of(given.packed_masks),
+            mask_weights=Layout((0, 0)) if weights is None else Layout.of(as_rows(weights)),
             batch_invariant=batch_invariance.enabled,
         )
 
@@ -121,7 +191,7 @@ class LayerCall:
             activation=activation,
             mask_weights_dtype=mask_weights_dtype,
             x=Layout((in_features, 1)),
-            weight=Layout((in_features, 1)),
+            weight=StoredWeight(FORMATS["dense"], dtype, Layout((in_features, 1))),
             masks=Layout((width * n_masks, n_masks, 1)),
             mask_weights=Layout((0, 0) if mask_weights_dtype is None else (n_masks, 1)),
         )
@@ -133,6 +203,10 @@ class LayerCall:
     @property
     def result_shape(self) -> tuple[int, ...]:
         return (*self.leading, self.out_features)
+
+    def bytes_of_columns(self, columns: int) -> int:
+        """The bytes of a multiple of 8 columns of one row of the weight and all its masks."""
+        return columns // 8 * (self.weight.bits + self.n_masks)
 
     def __str__(self) -> str:
         shape = f"{self.out_features} x {self.in_features}"
@@ -148,20 +222,21 @@ def _alignment(address: int) -> int:
     return min(address & -address, _MOST_ALIGNED) if address else _MOST_ALIGNED
 
 
-def metadata_key(x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, mask_weights: Tensor | None) -> Key:
+def metadata_key(given: LayerArguments) -> Key:
     """All that the checks of a call and its `LayerCall` depend on, for tensors of any rank.
 
     This runs in every eager call and takes most of a microsecond, so it spells `arguments_key` out instead of calling a
-    function for each tensor (mask weights are rare). A contiguous x may be another part of a large tensor in each
-    call: its offset does not count, only whether its storage holds all of it.
+    function for each tensor (mask weights and scales are rare). A contiguous x may be another part of a large tensor in
+    each call: its offset does not count, only whether its storage holds all of it.
 
     Raises:
         RuntimeError: a tensor is not dense, and so has no strides or no address.
     """
-    masks, offset, storage = packed_masks, x.storage_offset(), len(x.untyped_storage())
-    is_contiguous = x.is_contiguous()
+    x, weight, masks, activation, mask_weights, scale, weight_format = given
+    offset, storage, is_contiguous = x.storage_offset(), len(x.untyped_storage()), x.is_contiguous()
     return (
         batch_invariance.enabled, activation, None if mask_weights is None else _tensor_key(mask_weights),
+        weight_format, None if scale is None else _tensor_key(scale),
         x.dtype, x.device, x.shape, is_contiguous or x.stride(),
         offset * x.itemsize + x.nbytes <= storage if is_contiguous else (offset, storage), x.data_ptr() & 15,
         weight.dtype, weight.device, weight.shape, weight.is_contiguous() or weight.stride(),

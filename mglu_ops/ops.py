@@ -64,7 +64,7 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from . import checks, dispatch, notices
 from .activations import get_activation
 from .backends.base import BackwardArguments
-from .layer_call import arguments_key
+from .layer_call import LayerArguments, arguments_key
 from .masks import (
     binary_masks,
     check_layout,
@@ -216,9 +216,6 @@ def _unpack_masks_fake(packed_masks: Tensor, in_features: int) -> Tensor:
 # --- The layer ------------------------------------------------------------------------------------------------------
 
 
-_check = checks.check_layer
-
-
 def _check_ste(x: Tensor, weight: Tensor, mask_logits: Tensor, activation: str, mask_weights: Tensor | None) -> None:
     checks.check_inputs(x, weight)
     get_activation(activation)
@@ -226,24 +223,27 @@ def _check_ste(x: Tensor, weight: Tensor, mask_logits: Tensor, activation: str, 
     checks.check_mask_weights(x, mask_logits.shape[0], mask_weights)
 
 
+def _check(given: LayerArguments) -> None:
+    """Check the arguments of a kernel, whose tensors are real."""
+    checks.check_layer(given)
+    check_memory(**given.tensors())
+
+
 @_kernel("forward")
-def _forward(
-    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", mask_weights: Tensor | None = None
-) -> Tensor:
-    known = dispatch.repeat(x, weight, packed_masks, activation, mask_weights)
+def _forward(*args: Any) -> Tensor:
+    given = LayerArguments(*args)
+    known = dispatch.repeat(given)
     if known is not None:
         return known
-    _check(x, weight, packed_masks, activation, mask_weights)
-    check_memory(x=x, weight=weight, packed_masks=packed_masks, mask_weights=mask_weights)
-    return dispatch.forward(x, weight, packed_masks, activation, mask_weights)
+    _check(given)
+    return dispatch.forward(given)
 
 
 @_fake("forward")
-def _forward_fake(
-    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", mask_weights: Tensor | None = None
-) -> Tensor:
-    _check(x, weight, packed_masks, activation, mask_weights)
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+def _forward_fake(*args: Any) -> Tensor:
+    given = LayerArguments(*args)
+    checks.check_layer(given)
+    return given.x.new_empty((*given.x.shape[:-1], given.out_features))
 
 
 @_kernel("forward_ste")
@@ -253,7 +253,7 @@ def _forward_ste(
     _check_ste(x, weight, mask_logits, activation, mask_weights)
     check_memory(x=x, weight=weight, mask_logits=mask_logits, mask_weights=mask_weights)
     packed_masks = dispatch.pack_logits(mask_logits)
-    return dispatch.forward(x, weight, packed_masks, activation, mask_weights), packed_masks
+    return dispatch.forward(LayerArguments(x, weight, packed_masks, activation, mask_weights)), packed_masks
 
 
 @_fake("forward_ste")
@@ -261,27 +261,23 @@ def _forward_ste_fake(
     x: Tensor, weight: Tensor, mask_logits: Tensor, activation: str = "silu", mask_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     _check_ste(x, weight, mask_logits, activation, mask_weights)
-    return x.new_empty((*x.shape[:-1], weight.shape[0])), _pack_masks_fake(mask_logits)
+    return x.new_empty((*x.shape[:-1], mask_logits.shape[1])), _pack_masks_fake(mask_logits)
 
 
 @_kernel("forward_train")
-def _forward_train(
-    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", mask_weights: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    key = arguments_key(x, weight, packed_masks, activation, mask_weights)
+def _forward_train(*args: Any) -> tuple[Tensor, Tensor]:
+    given = LayerArguments(*args)
+    key = arguments_key(*given)
     if not dispatch.is_known(key):
-        _check(x, weight, packed_masks, activation, mask_weights)
-        check_memory(x=x, weight=weight, packed_masks=packed_masks, mask_weights=mask_weights)
-    return dispatch.forward_train(key, x, weight, packed_masks, activation, mask_weights)
+        _check(given)
+    return dispatch.forward_train(key, given)
 
 
 @_fake("forward_train")
-def _forward_train_fake(
-    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", mask_weights: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    result = _forward_fake(x, weight, packed_masks, activation, mask_weights)
-    rows = _rows_of_partials(n_masks_of(packed_masks), mask_weights is not None)
-    return result, x.new_empty((*x.shape[:-1], rows, weight.shape[0]))
+def _forward_train_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    given, result = LayerArguments(*args), _forward_fake(*args)
+    rows = _rows_of_partials(given.n_masks, given.mask_weights is not None)
+    return result, result.new_empty((*given.x.shape[:-1], rows, given.out_features))
 
 
 def _rows_of_partials(n_masks: int, has_mask_weights: bool) -> int:
@@ -427,6 +423,12 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
         return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc] # of the C base class
 
 
+def _apply_layer(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Call `_Layer` with the arguments of `mglu::forward`."""
+    given = LayerArguments(*args)
+    return _apply(_Layer, given.x, given.weight, None, given.packed_masks, given.activation, given.mask_weights)
+
+
 def _needs_gradient(*args: Any) -> bool:
     """Return whether autograd must record this call.
 
@@ -454,21 +456,14 @@ _PLAIN_KEYSETS = tuple(
 
 
 @_kernel("forward", "Autograd", with_keyset=True)
-def _forward_autograd(
-    keys: DispatchKeySet,
-    x: Tensor,
-    weight: Tensor,
-    packed_masks: Tensor,
-    activation: str = "silu",
-    mask_weights: Tensor | None = None,
-) -> Tensor:
+def _forward_autograd(keys: DispatchKeySet, *args: Any) -> Tensor:
     # Checking here first saves a function call in decoding, where gradients are off.
-    if (torch.is_grad_enabled() or forward_ad._current_level >= 0) and _needs_gradient(x, weight, mask_weights):
-        return _apply(_Layer, x, weight, None, packed_masks, activation, mask_weights)[0]
+    if (torch.is_grad_enabled() or forward_ad._current_level >= 0) and _needs_gradient(*args):
+        return _apply_layer(*args)[0]
     if keys.raw_repr() in _PLAIN_KEYSETS:
-        return _forward(x, weight, packed_masks, activation, mask_weights)
+        return _forward(*args)
     with torch._C._AutoDispatchBelowAutograd():
-        return forward(x, weight, packed_masks, activation, mask_weights)
+        return forward(*args)
 
 
 @_kernel("forward_ste", "Autograd")
@@ -483,22 +478,13 @@ def _forward_ste_autograd(
 
 
 @_kernel("forward_train", "Autograd", with_keyset=True)
-def _forward_train_autograd(
-    keys: DispatchKeySet,
-    x: Tensor,
-    weight: Tensor,
-    packed_masks: Tensor,
-    activation: str = "silu",
-    mask_weights: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def _forward_train_autograd(keys: DispatchKeySet, *args: Any) -> tuple[Tensor, Tensor]:
     """The result is differentiable, for functorch levels above this one; the partials are constants."""
-    if _needs_gradient(x, weight, mask_weights):
-        result, _, partials = _apply(_Layer, x, weight, None, packed_masks, activation, mask_weights)
+    if _needs_gradient(*args):
+        result, _, partials = _apply_layer(*args)
         return result, partials
     with torch._C._AutoDispatchBelowAutograd():
-        if keys.raw_repr() in _PLAIN_KEYSETS:
-            return _forward_train(x, weight, packed_masks, activation, mask_weights)
-        return forward_train(x, weight, packed_masks, activation, mask_weights)
+        return _forward_train(*args) if keys.raw_repr() in _PLAIN_KEYSETS else forward_train(*args)
 
 
 @_kernel("backward", "Autograd", with_keyset=True)
@@ -541,8 +527,8 @@ def _autocast(op: Any, device_type: str) -> Callable[..., Any]:
 
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     check_dense(name, tensor)
-    eligible = tensor.is_floating_point() and tensor.dtype is not torch.float64
-    return tensor.to(dtype) if eligible else tensor
+    # float64 stays, as in F.linear. So does a quantised weight, whose values mean nothing without their scales.
+    return tensor.to(dtype) if tensor.dtype in (torch.float16, torch.bfloat16, torch.float32) else tensor
 
 
 for _device_type, _key in _AUTOCAST_KEYS.items():

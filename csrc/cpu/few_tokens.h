@@ -168,6 +168,14 @@ struct FewTokens {
                 const std::int64_t row = first.row + lane / kMasksPerVec, i = v * kMasksPerVec + lane % kMasksPerVec;
                 return MaskedSum{row < call.out_features && i < masks ? first.token : -1, row, first.mask + i, 0};
             });
+            if (call.weight_scale) {
+                float scales[Vec::width];
+                for (int lane = 0; lane < Vec::width; ++lane) {
+                    scales[lane] = row_scale(call, first.row + lane / kMasksPerVec);
+                }
+                gate = gate * load(scales);
+                value = value * load(scales);
+            }
             sum = sum + activate(gate) * broadcast_each(weights) * value;
         }
         return sum;

@@ -2,7 +2,7 @@
 // file's own namespace, after Vec and Mask.
 //
 // Lanes are tokens: x is transposed once for each block of tokens, and rows of W are read unchanged. For a block of
-// features and a k-block (a range of in_features), `mask_weights` writes the weights and their masked copies as float32
+// features and a k-block (a range of in_features), `write_masked_weights` writes the weights and their masked copies as float32
 // into L1 and L2, and `multiply` adds their products with each panel of tokens to sums in L2. After the last k-block,
 // `write_outputs` computes gates, values and results.
 //
@@ -137,7 +137,8 @@ struct ManyTokens {
         const std::int64_t max_k_block = k_block_depth<E>(vecs);
         for (std::int64_t k = 0; k < depth; k += max_k_block) {
             const std::int64_t k_block = smaller(max_k_block, depth - k);
-            for (std::int64_t f = 0; f < features; ++f) mask_weights(first_feature + f, k, k_block, flips[f], block, f);
+            for (std::int64_t f = 0; f < features; ++f)
+                write_masked_weights(first_feature + f, k, k_block, flips[f], block, f);
             for (std::int64_t panel = 0; panel < panels(); ++panel) {
                 const float* x_panel = x + (panel * depth + k) * panel_width();
                 for (std::int64_t product = 0; product < products(); ++product) {
@@ -203,8 +204,8 @@ struct ManyTokens {
     }
 
     // Writes a k-block of one row, as feature f of the block: masked for each product, and whole for the total.
-    void mask_weights(std::int64_t row, std::int64_t k, std::int64_t k_block, const std::uint8_t* flips,
-                      const Block& block, std::int64_t f) const {
+    void write_masked_weights(std::int64_t row, std::int64_t k, std::int64_t k_block, const std::uint8_t* flips,
+                              const Block& block, std::int64_t f) const {
         const E* weights = static_cast<const E*>(call.weight) + row * call.weight_stride + k;
         const std::uint8_t* bits = call.packed_masks + row * call.mask_stride + mask_bytes(k, call.n_masks);
         const std::int64_t whole = smaller(k_block, call.in_features - k) / 8 * 8;
@@ -282,8 +283,11 @@ struct ManyTokens {
         for (std::int64_t f = 0; f < features; ++f) {
             for (std::int64_t v = 0; v < width; v += Vec::width) {
                 const std::int64_t at = f * width + v;
+                const Vec scale = broadcast(row_scale(call, first_feature + f));
                 const auto terms = [&](std::int64_t i) MGLU_STEP {
-                    return gate_and_value(block, panel, at, {token + v, first_feature + f, i, flips[f][i]});
+                    const auto [gate, value] =
+                        gate_and_value(block, panel, at, {token + v, first_feature + f, i, flips[f][i]});
+                    return GateAndValue{gate * scale, value * scale};
                 };
                 const auto mask_weight = [&](std::int64_t i) MGLU_STEP { return load(mask_weight_lanes[i] + v); };
                 sum_terms<E>(call, activate, differentiate, terms, mask_weight, block.results + at, kFeatures * width);

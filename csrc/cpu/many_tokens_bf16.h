@@ -77,7 +77,7 @@ struct TileProducts {
         std::int64_t step = 0;
         do {  // runs once if in_features is 0, to set sums to 0
             const std::int64_t k_block = smaller(steps_per_k_block, steps - step);
-            for (std::int64_t f = 0; f < features; ++f) mask_weights(block, f, step, k_block);
+            for (std::int64_t f = 0; f < features; ++f) write_masked_weights(block, f, step, k_block);
             for (std::int64_t panel = 0; panel < block.panels; ++panel) {
                 const float* x_panel = x + ((block.first_panel + panel) * steps + step) * vecs * kTile;
                 for (std::int64_t product = 0; product < products(); ++product) {
@@ -110,7 +110,7 @@ struct TileProducts {
 
     // Writes a k-block of one row, as feature f of the block: whole, and under each mask. Rows past the last feature
     // are not written; their sums are never read.
-    void mask_weights(const Block& block, std::int64_t f, std::int64_t step, std::int64_t k_block) const {
+    void write_masked_weights(const Block& block, std::int64_t f, std::int64_t step, std::int64_t k_block) const {
         const std::int64_t n = call.n_masks, row = block.first_feature + f, group = f / kGroupFeatures;
         const std::int64_t end = step + k_block, whole = smaller(end, call.in_features / kDeep);
         const auto* weights = static_cast<const BFloat16*>(call.weight) + row * call.weight_stride;
@@ -150,8 +150,10 @@ struct TileProducts {
             }
             for (std::int64_t f = 0; f < kGroupFeatures; ++f) {
                 const std::int64_t at = f * width() + vec * 16;
+                const Vec scale = broadcast(row_scale(call, feature + f));
                 const auto terms = [&](std::int64_t i) MGLU_STEP {
-                    return gate_and_value(block, group, panel, at, {token, feature + f, i, 0});
+                    const auto [gate, value] = gate_and_value(block, group, panel, at, {token, feature + f, i, 0});
+                    return GateAndValue{gate * scale, value * scale};
                 };
                 const auto mask_weight = [&](std::int64_t i) MGLU_STEP { return load(mask_weight_lanes[i]); };
                 sum_terms<BFloat16>(call, activate, differentiate, terms, mask_weight, block.results + f * 16,

@@ -45,7 +45,8 @@ bool is_valid(const Forward& call) {
     const bool masks = call.n_masks >= 1 && call.n_masks <= kMaxMasks;
     const bool mask_weight = !call.mask_weights || is_in_range(call.mask_weights_dtype, 3);
     const bool partials = !call.partials || call.in_features > 0;
-    return sizes && masks && mask_weight && partials && is_in_range(call.dtype, 3) &&
+    const bool weight = call.weight_format == WeightFormat::dense && !call.weight_scale;
+    return sizes && masks && mask_weight && partials && weight && is_in_range(call.dtype, 3) &&
            is_in_range(call.activation, kActivationCount) && is_in_range(call.isa, 6);
 }
 
@@ -85,7 +86,8 @@ const char* isa_name(Isa isa) {
 const char* status_message(Status status) {
     switch (status) {
         case Status::ok: return "ok";
-        case Status::invalid_argument: return "a size, n_masks, dtype, activation or ISA is out of range";
+        case Status::invalid_argument:
+            return "a size, n_masks, dtype, weight format, activation or ISA is out of range";
         case Status::out_of_memory: return "no memory for scratch space";
         case Status::parallel_for_failed: return "the thread pool refused the work";
         case Status::unsupported_isa:

@@ -15,6 +15,8 @@
 
 #include <cstdint>
 
+#include "../cuda/weight_formats.cuh"
+
 namespace mglu::cpu {
 
 // All fields are 8 bytes wide, so that callers in other languages can lay out the structs without a compiler.
@@ -46,9 +48,10 @@ using ParallelFor = std::int32_t (*)(std::int64_t begin, std::int64_t end, std::
 // alignment of their element. The last dimension of x, weight, packed_masks and out is contiguous.
 struct Forward {
     const void* x;                     // [tokens, in_features] of dtype
-    const void* weight;                // [out_features, in_features] of dtype
+    const void* weight;                // [out_features, in_features] as weight_format has it; dense is of dtype
     const std::uint8_t* packed_masks;  // the packed format (csrc/cuda/packed_masks.cuh); padding bits are ignored
     const void* mask_weights;          // [tokens, n_masks] of mask_weights_dtype, or nullptr for a weight of 1 each
+    const float* weight_scale;         // [out_features], a factor of each row of W, or nullptr
     void* out;                         // [tokens, out_features] of dtype; overlaps no input
     void* partials;                    // nullptr, or in training [tokens, partials_of(call), out_features] of dtype
     std::int64_t tokens;
@@ -63,6 +66,7 @@ struct Forward {
     std::int64_t out_stride;               // from one token to the next
     DType dtype;
     DType mask_weights_dtype;  // ignored if mask_weights is nullptr
+    WeightFormat weight_format;
     Activation activation;
     Isa isa;  // `best`, or the only one to use (tests, tuning)
 };

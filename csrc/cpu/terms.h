@@ -6,6 +6,11 @@
 
 inline std::int64_t results_of(const Forward& call) { return 1 + (call.partials ? partials_of(call) : 0); }
 
+// A factor of the gates and values of a row of W, whose sums are of the stored weights.
+inline float row_scale(const Forward& call, std::int64_t row) {
+    return call.weight_scale && row < call.out_features ? call.weight_scale[row] : 1.0f;
+}
+
 // The start of a token's row of a result.
 template <class E>
 E* result_row(const Forward& call, std::int64_t result, std::int64_t token) {

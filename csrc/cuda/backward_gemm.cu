@@ -49,14 +49,12 @@ constexpr int kStageBytes = 2 * kOperandBytes + kBBytes;
 // For dx it covers whole chunks of d, since G is read in the first stage of a chunk. Steps past the end multiply zeros.
 constexpr int kUnrolled = !kInputGradient ? 2 : kProducts % 2 == 0 ? kProducts : 2 * kProducts;
 
-struct GemmParams {
+struct Params {
     void* others;  // D_1, D_2, ...: [kProducts - 1, out_features, in_features]; for dx null
-    const void* unused[3];
-    void* out;  // dx [tokens, in_features], or D_0 [out_features, in_features], which may be in float32
+    void* out;     // dx [tokens, in_features], or D_0 [out_features, in_features], which may be in float32
     int tokens;
     int out_features;
     int in_features;
-    int unused_size[3];
     TensorMap gradient;  // G [tokens][out_features]
     TensorMap partials;  // S [tokens][kProducts or more][out_features]
     TensorMap b;         // W [out_features][in_features], or x [tokens][in_features]
@@ -73,32 +71,32 @@ struct Part {
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-__device__ __forceinline__ int column_tiles(const GemmParams& p) { return ceil_div(p.in_features, kColumns); }
+__device__ __forceinline__ int column_tiles(const Params& p) { return ceil_div(p.in_features, kColumns); }
 
 // The number of cluster tiles, the units of work of a whole cluster. All column tiles of a few rows follow one another,
 // so that blocks that run at the same time read each row of A from L2.
-__device__ __forceinline__ int cluster_tiles(const GemmParams& p) {
+__device__ __forceinline__ int cluster_tiles(const Params& p) {
     const int parts = kInputGradient ? ceil_div(p.tokens, 64) : ceil_div(p.out_features, 64) * kProducts;
     return ceil_div(parts, kConsumers * kCluster) * column_tiles(p);
 }
 
-__device__ __forceinline__ int column_at(const GemmParams& p, int index) { return index % column_tiles(p) * kColumns; }
+__device__ __forceinline__ int column_at(const Params& p, int index) { return index % column_tiles(p) * kColumns; }
 
 // The products D_i of the same rows of W follow each other. Parts past the last row of the matrix are computed from
 // zeros and not written.
-__device__ __forceinline__ Part part_at(const GemmParams& p, int index, int rank, int warpgroup) {
+__device__ __forceinline__ Part part_at(const Params& p, int index, int rank, int warpgroup) {
     const int part = (index / column_tiles(p) * kCluster + rank) * kConsumers + warpgroup;
     if constexpr (kInputGradient) return {0, part * 64};
     return {part % kProducts, part / kProducts * 64};
 }
 
 // Whether the two warpgroups of a block have the same rows of W, and therefore the same G.
-__device__ __forceinline__ bool share_gradient(const GemmParams& p, int index, int rank) {
+__device__ __forceinline__ bool share_gradient(const Params& p, int index, int rank) {
     return !kInputGradient && part_at(p, index, rank, 0).row == part_at(p, index, rank, 1).row;
 }
 
 // Steps of kDepth along k, a multiple of kUnrolled.
-__device__ __forceinline__ int step_count(const GemmParams& p) {
+__device__ __forceinline__ int step_count(const Params& p) {
     const int steps = kInputGradient ? ceil_div(p.out_features, kDepth) * kProducts : ceil_div(p.tokens, kDepth);
     return ceil_div(steps, kUnrolled) * kUnrolled;
 }
@@ -117,7 +115,7 @@ struct RingPosition {
 
 // --- the producer ---
 
-__device__ __forceinline__ void produce(const GemmParams& p, u32 ring, u32 full, u32 empty, int rank) {
+__device__ __forceinline__ void produce(const Params& p, u32 ring, u32 full, u32 empty, int rank) {
     tma_prefetch_descriptor(p.gradient);
     tma_prefetch_descriptor(p.partials);
     tma_prefetch_descriptor(p.b);
@@ -262,7 +260,7 @@ __device__ __forceinline__ Vec16 transpose_over_quad(const u32 (&word)[4], int l
 }
 
 // Writes the rows of a warp in float32. A lane has rows g and g + 8, and columns 2q and 2q + 1 of every 8.
-__device__ __forceinline__ void store_wide(const GemmParams& p, const float (&sums)[kColumns / 2], const Part& part,
+__device__ __forceinline__ void store_wide(const Params& p, const float (&sums)[kColumns / 2], const Part& part,
                                            int first_column, int warp, int lane) {
     const int columns = p.in_features - first_column - lane % 4 * 2;  // from the lane's first to the matrix's end
 #pragma unroll
@@ -280,7 +278,7 @@ __device__ __forceinline__ void store_wide(const GemmParams& p, const float (&su
 }
 
 // The same, in 16 bits.
-__device__ __forceinline__ void store(const GemmParams& p, const float (&sums)[kColumns / 2], const Part& part,
+__device__ __forceinline__ void store(const Params& p, const float (&sums)[kColumns / 2], const Part& part,
                                       int first_column, int warp, int lane) {
     const int rows = kInputGradient ? p.tokens : p.out_features;
     u16* out = static_cast<u16*>(p.out);
@@ -313,7 +311,7 @@ __device__ __forceinline__ void release_stage(u32 empty, int lane) {
     }
 }
 
-__device__ __forceinline__ void consume(const GemmParams& p, u32 ring, u32 full, u32 empty, int warpgroup, int rank) {
+__device__ __forceinline__ void consume(const Params& p, u32 ring, u32 full, u32 empty, int warpgroup, int rank) {
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x % 128 / 32;
     const u32 operand = ring + operand_offset(warp, lane);
@@ -358,7 +356,7 @@ __device__ __forceinline__ void consume(const GemmParams& p, u32 ring, u32 full,
 }  // namespace mglu
 
 extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, 1)
-    mglu_backward_gemm(const __grid_constant__ mglu::GemmParams p) {
+    mglu_backward_gemm(const __grid_constant__ mglu::Params p) {
     using namespace mglu;
     extern __shared__ __align__(1024) u8 shared[];
     const u32 ring = shared_address(shared);

@@ -26,6 +26,8 @@
 #include "params.cuh"
 #include "ptx.cuh"
 #include "stage_ring.cuh"
+#include "weight_formats.cuh"
+#include "work.cuh"
 
 namespace mglu {
 
@@ -45,6 +47,7 @@ constexpr int kMaskGroup = MGLU_MASK_GROUP;        // masks whose bits are in re
 constexpr int kBlocksPerSm = MGLU_BLOCKS_PER_SM;
 constexpr bool kReadOnce = MGLU_READ_ONCE;  // W is read once: a block has all tokens
 constexpr int kCluster = MGLU_CLUSTER;      // blocks that copy x for each other: 1 or 2
+static_assert(static_cast<WeightFormat>(MGLU_WEIGHT_FORMAT) == WeightFormat::dense, "decode_mma takes dense weights");
 static_assert(kCluster == 1 || (kReadOnce && kHasTma), "clusters need all tokens in each block, and TMA");
 
 constexpr int kMaskGroups = kMasks / kMaskGroup;
@@ -262,8 +265,8 @@ __device__ __forceinline__ Params select_tokens(Params p, int first_token) {
     p.x = static_cast<const u16*>(p.x) + first_token * p.x_row_stride;
     p.out = static_cast<u16*>(p.out) + static_cast<i64>(first_token) * p.out_features;
     if constexpr (kMaskWeightType >= 0)
-        p.mask_weight = static_cast<const typename Element<kMaskWeightType>::Bits*>(p.mask_weight) +
-                        first_token * p.mask_weight_row_stride;
+        p.mask_weights = static_cast<const typename Element<kMaskWeightType>::Bits*>(p.mask_weights) +
+                         first_token * p.mask_weight_row_stride;
     p.tokens = min(p.tokens - first_token, kBlockTokens);
     return p;
 }
@@ -273,9 +276,8 @@ __device__ __forceinline__ Params select_tokens(Params p, int first_token) {
 extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
     mglu_decode_mma(const __grid_constant__ mglu::Params all) {
     using namespace mglu;
-    // Blocks with the same rows and different tokens are neighbours, so that only the first reads W from memory.
-    const int groups = (all.tokens + kBlockTokens - 1) / kBlockTokens;
-    const Params p = select_tokens(all, blockIdx.x % groups * kBlockTokens);
+    const Work<int> work = work_of_neighbours<kTiles * kRows, kBlockTokens>(all);
+    const Params p = select_tokens(all, work.token);
     extern __shared__ __align__(128) u8 shared[];
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
@@ -283,7 +285,7 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
     const int part = warp % kSplitK;
     const int g = lane / 4;
     const int q = lane % 4;
-    const int first_row = blockIdx.x / groups * (kTiles * kRows);
+    const int first_row = work.row;
     // A last tile that would run past the end starts higher instead, and computes some rows twice.
     const int tile_row = min(first_row + tile * kRows, p.out_features - kRows);
     const int chunks = (p.in_features + 63) / 64;

@@ -7,12 +7,10 @@
 
 namespace mglu {
 
-struct FlipSignsParams {
-    const void* unused_first;
-    const void* weight;  // [rows, columns] with contiguous columns
-    const u8* masks;     // the packed format (packed_masks.cuh), contiguous
-    const void* unused_second;
-    void* out;  // [kMasks or kMasks + 1, rows, columns], contiguous
+struct Params {
+    const void* weight;      // [rows, columns] with contiguous columns
+    const u8* packed_masks;  // the packed format (packed_masks.cuh), contiguous
+    void* out;               // [kMasks or kMasks + 1, rows, columns], contiguous
     i64 weight_row_stride;
     i64 rows;
     int columns;
@@ -24,13 +22,12 @@ constexpr int kType = kFloat16;  // serves bfloat16 as well: the sign bit is in 
 
 }  // namespace mglu
 
-extern "C" __global__ void __launch_bounds__(mglu::kThreads)
-    mglu_flip_signs(const __grid_constant__ mglu::FlipSignsParams p) {
+extern "C" __global__ void __launch_bounds__(mglu::kThreads) mglu_flip_signs(const __grid_constant__ mglu::Params p) {
     using namespace mglu;
     const Position<kOctet> at(p.rows, p.columns);
     if (at.count == 0) return;
     const i64 octet = at.row * packed_octets(p.columns) + at.column / kOctet;
-    const auto masks = OctetMasks<kMasks>::load(p.masks + octet * kMasks);
+    const auto masks = OctetMasks<kMasks>::load(p.packed_masks + octet * kMasks);
     const auto weight = load_group<kType, kOctet>(p.weight, at.row * p.weight_row_stride + at.column, at.count);
     const i64 matrix = p.rows * p.columns;
     i64 offset = at.row * p.columns + at.column;

@@ -6,11 +6,10 @@
 
 namespace mglu {
 
-struct MaskWeightGradientsParams {
+struct Params {
     const void* gradient;  // [tokens, columns] with contiguous columns
     const void* terms;     // R [tokens, kMasks, columns] with contiguous columns
-    const void* unused[2];
-    void* out;  // [tokens, kMasks], contiguous
+    void* out;             // [tokens, kMasks], contiguous
     i64 gradient_row_stride;
     i64 terms_row_stride;
     i64 terms_mask_stride;
@@ -25,7 +24,7 @@ constexpr int kMaskWeightType = MGLU_MASK_WEIGHTS;
 }  // namespace mglu
 
 extern "C" __global__ void __launch_bounds__(mglu::kThreads)
-    mglu_mask_weight_gradients(const __grid_constant__ mglu::MaskWeightGradientsParams p) {
+    mglu_mask_weight_gradients(const __grid_constant__ mglu::Params p) {
     using namespace mglu;
     const i64 warp = static_cast<i64>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
     const i64 token = warp / kMasks;

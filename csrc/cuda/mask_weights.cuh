@@ -10,7 +10,7 @@ __device__ __forceinline__ float load_mask_weight(const Params& p, int token, in
     if constexpr (kMaskWeightType < 0) {
         return 1.0f;
     } else {
-        const auto* mask_weight = static_cast<const typename Element<kMaskWeightType>::Bits*>(p.mask_weight);
+        const auto* mask_weight = static_cast<const typename Element<kMaskWeightType>::Bits*>(p.mask_weights);
         return to_float<kMaskWeightType>(
             mask_weight[token * p.mask_weight_row_stride + mask * p.mask_weight_column_stride]);
     }

@@ -9,12 +9,14 @@
 
 namespace mglu {
 
-struct PackParams {
+struct Params {
     const void* source;
-    const void* unused[3];  // every kernel's argument begins with five pointers; this kernel needs two
     u8* packed;
-    i64 mask_stride, row_stride, column_stride;  // in elements
-    int out_features, in_features;
+    i64 mask_stride;  // in elements
+    i64 row_stride;
+    i64 column_stride;
+    int out_features;
+    int in_features;
     int vector;  // whether rows are contiguous and start at multiples of 16 bytes (8 for bytes)
 };
 
@@ -57,7 +59,7 @@ __device__ __forceinline__ void load(Octet& octet, const Bits* source) {
 
 }  // namespace mglu
 
-extern "C" __global__ void __launch_bounds__(mglu::kThreads) mglu_pack(const __grid_constant__ mglu::PackParams p) {
+extern "C" __global__ void __launch_bounds__(mglu::kThreads) mglu_pack(const __grid_constant__ mglu::Params p) {
     using namespace mglu;
     const i64 octets_per_row = packed_octets(p.in_features);
     const i64 octet_index = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;

@@ -1,20 +1,24 @@
-// The argument of the plain, decode_mma, tile_wgmma and permute_x kernels. The host packs it in this order
-// (mglu_ops/backends/cuda).
+// The parameters of the kernels plain, decode_mma, tile_wgmma and permute_x.
+//
+// A kernel takes one struct: first its pointers, then strides and sizes, then tensor maps, one field a line. The struct
+// is declared in CUDA alone. Python reads the names, types and order of its fields from the source
+// (mglu_ops/backends/cuda/parameters.py), and csrc/library includes this header.
 //
 // Where tile_wgmma reads a permuted x, a launch of permute_x precedes it on the same stream. permute_x has the same
-// argument except for `out`, the 16-byte aligned memory of the copy, which tile_wgmma receives as its `x`.
+// parameters except for `out`, the 16-byte aligned memory of the copy, which tile_wgmma receives as its `x`.
 #pragma once
-#include "ptx.cuh"
+#include "types.cuh"
 
 namespace mglu {
 
 struct Params {
-    const void* x;            // [tokens, in_features]
-    const void* weight;       // [out_features, in_features]
-    const u8* masks;          // the packed format (packed_masks.cuh)
-    const void* mask_weight;  // [tokens, n_masks], or null
-    void* out;                // [tokens, out_features], contiguous
-    i64 x_row_stride;         // strides count elements; an element of the masks is a byte
+    const void* x;             // [tokens, in_features]
+    const void* weight;        // [out_features, in_features]
+    const u8* packed_masks;    // the packed format (packed_masks.cuh)
+    const void* mask_weights;  // [tokens, n_masks], or null
+    const void* weight_scale;  // as the weight's format has it (weight_format.cuh), or null
+    void* out;                 // [tokens, out_features], contiguous
+    i64 x_row_stride;          // strides count elements; an element of the masks is a byte
     i64 x_column_stride;
     i64 weight_row_stride;
     i64 weight_column_stride;
@@ -27,6 +31,17 @@ struct Params {
     int out_features;
     int in_features;
     int x_is_vectorizable;  // whether x allows 16-byte loads: contiguous rows that start at multiples of 16 bytes
+};
+
+struct TileParams : Params {
+    TensorMap x_map;       // [tokens][in_features], in boxes of kTokens (at most all tokens) by 64
+    TensorMap weight_map;  // [out_features][in_features], in boxes of kBlockRows / kCluster by 64
+    TensorMap masks_map;   // [out_features][bytes of a row], in boxes of kBlockRows / kCluster by kMaskRowBytes
+};
+
+struct TrainingTileParams : TileParams {
+    TensorMap out_map;       // [tokens][out_features], in boxes of kBoxTokens by 64
+    TensorMap partials_map;  // [tokens][n_masks + 1, or 2 n_masks + 1 with mask weights][out_features], as out_map
 };
 
 }  // namespace mglu

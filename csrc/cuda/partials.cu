@@ -13,12 +13,11 @@
 
 namespace mglu {
 
-struct PartialsParams {
-    const void* products;  // [tokens, kMasks + 1, columns] with contiguous columns
-    void* partials;        // [tokens, kMasks + 1 or 2 kMasks + 1, columns] with contiguous columns
-    const void* unused;
-    const void* mask_weight;  // [tokens, kMasks], or null
-    void* result;             // [tokens, columns] with contiguous columns
+struct Params {
+    const void* products;      // [tokens, kMasks + 1, columns] with contiguous columns
+    void* partials;            // [tokens, kMasks + 1 or 2 kMasks + 1, columns] with contiguous columns
+    const void* mask_weights;  // [tokens, kMasks], or null
+    void* result;              // [tokens, columns] with contiguous columns
     i64 products_row_stride;
     i64 products_entry_stride;
     i64 partials_row_stride;
@@ -39,9 +38,9 @@ constexpr bool kWeighted = kMaskWeightType >= 0;
 constexpr int kColumns = 4;  // of a thread; with 8, registers do not suffice to load the next mask ahead
 constexpr int kBlocksPerSm = kWeighted || !kVector ? 4 : 5;  // as many as fit without spills
 
-__device__ __forceinline__ float load_mask_weight(const PartialsParams& p, i64 token, int mask) {
+__device__ __forceinline__ float load_mask_weight(const Params& p, i64 token, int mask) {
     if constexpr (kWeighted) {
-        const auto* mask_weight = static_cast<const typename Element<kMaskWeightType>::Bits*>(p.mask_weight);
+        const auto* mask_weight = static_cast<const typename Element<kMaskWeightType>::Bits*>(p.mask_weights);
         return to_float<kMaskWeightType>(
             mask_weight[token * p.mask_weight_row_stride + mask * p.mask_weight_column_stride]);
     } else {
@@ -59,7 +58,7 @@ struct Sums {
 
 // Adds kCount masks from `mask` on. All their products are loaded before the first is used.
 template <int kCount>
-__device__ __forceinline__ void add_masks(Sums& sums, const PartialsParams& p, const Position<kColumns>& at, int mask) {
+__device__ __forceinline__ void add_masks(Sums& sums, const Params& p, const Position<kColumns>& at, int mask) {
     Group<kProductsType, kColumns> flipped[kCount];
     float mask_weight[kCount];
 #pragma unroll
@@ -92,7 +91,7 @@ __device__ __forceinline__ void add_masks(Sums& sums, const PartialsParams& p, c
 }  // namespace mglu
 
 extern "C" __global__ void __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
-    mglu_partials(const __grid_constant__ mglu::PartialsParams p) {
+    mglu_partials(const __grid_constant__ mglu::Params p) {
     using namespace mglu;
     const Position<kColumns> at(p.tokens, p.columns);
     if (at.count == 0) return;

@@ -7,6 +7,8 @@
 #include "packed_masks.cuh"
 #include "params.cuh"
 #include "ptx.cuh"
+#include "weight_format.cuh"
+#include "work.cuh"
 #include "mask_weights.cuh"
 
 namespace mglu {
@@ -17,23 +19,32 @@ constexpr Activation kActivation = static_cast<Activation>(MGLU_ACTIVATION);
 constexpr int kTokens = MGLU_TOKENS;  // tokens that share one read of W
 constexpr int kWarps = 8;
 using Bits = typename Element<kType>::Bits;
+using X = StoredWeight<WeightFormat::dense, kType>;
+using Weight = StoredWeight<static_cast<WeightFormat>(MGLU_WEIGHT_FORMAT), kType>;
 
-// Loads eight consecutive elements from column k on. Elements past the end of the row are zero.
-__device__ __forceinline__ void load_octet(float (&value)[8], const Bits* row, i64 stride, int k, int end,
-                                           bool vector) {
-    constexpr int kPerVector = 16 / sizeof(Bits);
+// Loads eight consecutive elements from column k on. Elements past the end of the row are zero. `vector`: whether rows
+// are contiguous and aligned to whole loads.
+template <class Stored>
+__device__ __forceinline__ void load_octet(float (&value)[8], const typename Stored::Bits* row, i64 stride, int k,
+                                           int end, bool vector) {
+    union {
+        typename Stored::Bits element[8];
+        Vec16 vector16[sizeof(element) / 16 ? sizeof(element) / 16 : 1];
+        u64 vector8;
+    } read;
     if (vector && k + 8 <= end) {
+        if constexpr (sizeof(read.element) == 8) {
+            read.vector8 = *reinterpret_cast<const u64*>(row + k);
+        } else {
 #pragma unroll
-        for (int v = 0; v < 8 / kPerVector; ++v) {
-            const Vec16 read = *reinterpret_cast<const Vec16*>(row + k + v * kPerVector);
-#pragma unroll
-            for (int j = 0; j < kPerVector; ++j)
-                value[v * kPerVector + j] = to_float<kType>(
-                    static_cast<Bits>(kPerVector == 4 ? read.word[j % 4] : read.word[j / 2] >> (16 * (j % 2))));
+            for (int v = 0; v < sizeof(read.element) / 16; ++v)
+                read.vector16[v] = reinterpret_cast<const Vec16*>(row + k)[v];
         }
+#pragma unroll
+        for (int j = 0; j < 8; ++j) value[j] = Stored::decode(read.element[j]);
     } else {
 #pragma unroll
-        for (int j = 0; j < 8; ++j) value[j] = k + j < end ? to_float<kType>(row[(k + j) * stride]) : 0.0f;
+        for (int j = 0; j < 8; ++j) value[j] = k + j < end ? Stored::decode(row[(k + j) * stride]) : 0.0f;
     }
 }
 
@@ -43,8 +54,11 @@ __device__ __forceinline__ float warp_sum(float value) {
     return value;
 }
 
+template <class Stored>
 __device__ __forceinline__ bool is_aligned(const void* pointer, i64 row_stride, i64 column_stride) {
-    return column_stride == 1 && reinterpret_cast<u64>(pointer) % 16 == 0 && row_stride * sizeof(Bits) % 16 == 0;
+    constexpr int kLoad = sizeof(typename Stored::Bits) == 1 ? 8 : 16;
+    return column_stride == 1 && reinterpret_cast<u64>(pointer) % kLoad == 0 &&
+           row_stride * static_cast<i64>(sizeof(typename Stored::Bits)) % kLoad == 0;
 }
 
 }  // namespace mglu
@@ -52,33 +66,34 @@ __device__ __forceinline__ bool is_aligned(const void* pointer, i64 row_stride, 
 extern "C" __global__ void __launch_bounds__(32 * mglu::kWarps) mglu_plain(const __grid_constant__ mglu::Params p) {
     using namespace mglu;
     const int lane = threadIdx.x % 32;
-    const i64 row = static_cast<i64>(blockIdx.x) * kWarps + threadIdx.x / 32;
+    const Work<i64> work = work_in_grid<kWarps, kTokens>();
+    const i64 row = work.row + threadIdx.x / 32;
     if (row >= p.out_features) return;
-    const int first_token = blockIdx.y * kTokens;
-    const Bits* weight = static_cast<const Bits*>(p.weight) + row * p.weight_row_stride;
+    const int first_token = work.token;
+    const auto* weight = static_cast<const typename Weight::Bits*>(p.weight) + row * p.weight_row_stride;
     const Bits* x = static_cast<const Bits*>(p.x);
-    const bool weight_vector = is_aligned(p.weight, p.weight_row_stride, p.weight_column_stride);
-    const bool x_vector = is_aligned(p.x, p.x_row_stride, p.x_column_stride);
+    const bool weight_vector = is_aligned<Weight>(p.weight, p.weight_row_stride, p.weight_column_stride);
+    const bool x_vector = is_aligned<X>(p.x, p.x_row_stride, p.x_column_stride);
 
     float t[kTokens] = {};
     float s[kMasks][kTokens] = {};
     for (int k = lane * kOctet; k < p.in_features; k += 32 * kOctet) {
         float w[8];
-        load_octet(w, weight, p.weight_column_stride, k, p.in_features, weight_vector);
+        load_octet<Weight>(w, weight, p.weight_column_stride, k, p.in_features, weight_vector);
         float product[kTokens]
                      [kOctet];  // t and all s_i sum these same rounded products, so that t - s_i loses no precision
 #pragma unroll
         for (int n = 0; n < kTokens; ++n) {
             float value[8];
             const i64 token = min(first_token + n, p.tokens - 1);
-            load_octet(value, x + token * p.x_row_stride, p.x_column_stride, k, p.in_features, x_vector);
+            load_octet<X>(value, x + token * p.x_row_stride, p.x_column_stride, k, p.in_features, x_vector);
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
                 product[n][j] = value[j] * w[j];
                 t[n] += product[n][j];
             }
         }
-        const u8* masks = p.masks + row * p.mask_row_stride + k / kOctet * p.mask_octet_stride;
+        const u8* masks = p.packed_masks + row * p.mask_row_stride + k / kOctet * p.mask_octet_stride;
 #pragma unroll
         for (int i = 0; i < kMasks; ++i) {
             const u32 bits = masks[i * p.mask_stride];
@@ -93,11 +108,12 @@ extern "C" __global__ void __launch_bounds__(32 * mglu::kWarps) mglu_plain(const
 #pragma unroll
     for (int n = 0; n < kTokens; ++n) {
         const int token = first_token + n;
-        const float sum_t = warp_sum(t[n]);
+        const float scale = Weight::row_scale(p, row);
+        const float sum_t = warp_sum(t[n]) * scale;
         float sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < kMasks; ++i) {
-            const float gate = warp_sum(s[i][n]);
+            const float gate = warp_sum(s[i][n]) * scale;
             if (token < p.tokens)
                 sum += load_mask_weight<MGLU_MASK_WEIGHTS>(p, token, i) *
                        (activate<kActivation, kType != kFloat32>(gate) * (sum_t - gate));

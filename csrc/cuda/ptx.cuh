@@ -1,14 +1,9 @@
 // Wrappers of the PTX instructions that the kernels use, one function each. Nothing in this folder includes a header
 // from outside it, so that NVRTC compiles the kernels on a machine without a CUDA toolkit.
 #pragma once
+#include "types.cuh"
 
 namespace mglu {
-
-using u8 = unsigned char;
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
-using i64 = long long;
 
 // 128 bits that one instruction loads or stores.
 struct alignas(16) Vec16 {

@@ -6,11 +6,10 @@
 
 namespace mglu {
 
-struct ScaleParams {
+struct Params {
     const void* gradient;  // [tokens, columns] with contiguous columns
     const void* partials;  // [tokens, kEntries, columns] with contiguous columns
-    const void* unused[2];
-    void* out;  // [tokens, kEntries, columns], contiguous
+    void* out;             // [tokens, kEntries, columns], contiguous
     i64 gradient_row_stride;
     i64 partials_row_stride;
     i64 partials_entry_stride;
@@ -23,7 +22,7 @@ constexpr int kEntries = MGLU_ENTRIES;
 
 }  // namespace mglu
 
-extern "C" __global__ void __launch_bounds__(mglu::kThreads) mglu_scale(const __grid_constant__ mglu::ScaleParams p) {
+extern "C" __global__ void __launch_bounds__(mglu::kThreads) mglu_scale(const __grid_constant__ mglu::Params p) {
     using namespace mglu;
     const Position<kOctet> at(p.tokens, p.columns);
     if (at.count == 0) return;

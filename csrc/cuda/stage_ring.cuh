@@ -98,7 +98,7 @@ class StageLoader {
         octets_left_ = p.in_features / kOctet - first_stage * kOctets;
         weight_ = static_cast<const u8*>(p.weight) + (first_row + row) * p.weight_row_stride * 2 +
                   static_cast<i64>(first_stage * kOctets + lane % kOctets) * 16;
-        masks_ = p.masks + first_row * p.mask_row_stride + static_cast<i64>(first_stage) * kMaskRowBytes;
+        masks_ = p.packed_masks + first_row * p.mask_row_stride + static_cast<i64>(first_stage) * kMaskRowBytes;
         if constexpr (kUniformCopies) masks_ += mask_row_offset_[0];
         keep_in_register(weight_);
         keep_in_register(masks_);

@@ -3,7 +3,9 @@
 #include "activation.cuh"
 #include "packed_masks.cuh"
 #include "params.cuh"
+#include "weight_formats.cuh"
 #include "wgmma.cuh"
+#include "work.cuh"
 
 namespace mglu {
 
@@ -36,6 +38,7 @@ constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kColumns = kTokens / 2;  // sums of one product that a thread holds
 constexpr int kSwath = 8;              // row tiles that are visited together for each tile of tokens
 constexpr int kPassMasks = kMasks / kPasses;
+static_assert(static_cast<WeightFormat>(MGLU_WEIGHT_FORMAT) == WeightFormat::dense, "tile_wgmma takes dense weights");
 static_assert(kBlockRows % 16 == 0 && kBlockRows >= 64, "whole warps of rows, and at least one warpgroup");
 static_assert(kMaskGroups == 1 || kMaskGroups == 2, "one warpgroup for all masks, or two");
 static_assert(kBlockRows / kCluster % 8 == 0, "a block loads multiples of 8 rows, the period of the swizzle");
@@ -96,51 +99,17 @@ constexpr bool kKeepTotal = kTrain && kMaskGroups == 1 && kPasses > 1;
 constexpr int kExchanged = kTrain && !kKeepTotal ? 3 : 2;  // arrays with one float for each sum
 constexpr int kExchangeBytes = kMaskGroups == 2 || kPasses > 1 ? kRowGroups * kColumns * kExchanged * 512 : 0;
 
-struct TileParams {
-    Params p;
-    TensorMap x;       // [tokens][in_features], in boxes of kTokens (at most all tokens) by 64
-    TensorMap weight;  // [out_features][in_features], in boxes of kBlockRows / kCluster by 64
-    TensorMap masks;   // [out_features][bytes of a row], in boxes of kBlockRows / kCluster by kMaskRowBytes
-};
-
-// The kernel's parameter. In training it also has the maps of the results.
 template <bool kWithResults>
-struct LaunchParams : TileParams {};
+struct ParamsOf {
+    using Type = TileParams;
+};
 template <>
-struct LaunchParams<true> : TileParams {
-    TensorMap y;         // [tokens][out_features], in boxes of kBoxTokens by 64
-    TensorMap partials;  // [tokens][n_masks + 1, or 2 n_masks + 1 with mask weights][out_features], as y
+struct ParamsOf<true> {
+    using Type = TrainingTileParams;
 };
+using LaunchParams = ParamsOf<kTrain>::Type;
 
-struct Tile {
-    int row;    // first row of the block; lower than `owned` if the tile would run past the end
-    int owned;  // the tile writes the rows from here on
-    int token;
-};
-
-// The blocks of a cluster have the same rows and consecutive tokens. The last block may have no token to write.
-__device__ __forceinline__ int clusters_along_tokens(const Params& p) {
-    return (p.tokens + kCluster * kTokens - 1) / (kCluster * kTokens);
-}
-
-// This block's part of the cluster's tile `index`. Tiles are ordered by swaths of kSwath row tiles, and by tokens
-// within a swath, so that blocks that run at the same time share W and x in L2.
-__device__ __forceinline__ Tile tile_at(const Params& p, int index) {
-    const int row_tiles = (p.out_features + kBlockRows - 1) / kBlockRows;
-    const int columns = clusters_along_tokens(p);
-    const int swath = index / (kSwath * columns);
-    const int inside = index - swath * (kSwath * columns);
-    const int height = min(kSwath, row_tiles - swath * kSwath);
-    const int owned = (swath * kSwath + inside % height) * kBlockRows;
-    const int rank = kCluster > 1 ? rank_in_cluster() : 0;
-    return {min(owned, p.out_features - kBlockRows), owned, (inside / height * kCluster + rank) * kTokens};
-}
-
-__device__ __forceinline__ int tile_count(const Params& p) {
-    return (p.out_features + kBlockRows - 1) / kBlockRows * clusters_along_tokens(p);
-}
-__device__ __forceinline__ int first_tile() { return blockIdx.x / kCluster; }
-__device__ __forceinline__ int tile_step() { return gridDim.x / kCluster; }
+using Tiles = TileOrder<kBlockRows, kTokens, kCluster, kSwath>;
 
 __device__ __forceinline__ int stage_count(const Params& p) {
     return (p.in_features + 64 * kStageChunks - 1) / (64 * kStageChunks);

@@ -191,7 +191,7 @@ struct Accumulators {
         u32 weight[kSteps][4];
 
         __device__ __forceinline__ Fragments(const Params& p, int tile_row, int warp_row, int pass)
-            : p(p), pass(pass), row(warp_row + g), mask_rows(p.masks + (tile_row + row) * p.mask_row_stride) {}
+            : p(p), pass(pass), row(warp_row + g), mask_rows(p.packed_masks + (tile_row + row) * p.mask_row_stride) {}
 
         // The offset of the row's masks of a chunk in a stage.
         __device__ __forceinline__ u32 mask_offset(int chunk) const {
@@ -346,7 +346,7 @@ struct Accumulators {
         const int row_in_8 = sparse_row(g);
         const int row = warpgroup_row + threadIdx.x / 32 % 4 * 16 + row_in_8;  // and row + 8
         const int stages = stage_count(p);
-        const u8* mask_rows = p.masks + (tile_row + row) * p.mask_row_stride;
+        const u8* mask_rows = p.packed_masks + (tile_row + row) * p.mask_row_stride;
         const MetadataConstants constants;
         u32 unreleased = 0;
         for (int stage = 0; stage < stages; ++stage) {

@@ -17,11 +17,11 @@ __device__ __forceinline__ void load_weights_and_masks(const TileParams& tp, u32
     barrier_arrive_expect_bytes(barrier, x_bytes + kWeightBytes + kMaskBytes);
 #pragma unroll
     for (int chunk = 0; chunk < kStageChunks; ++chunk)
-        tma_load_box<kCluster>(weights + chunk * kBlockRows * 128, tp.weight, (stage * kStageChunks + chunk) * 64, row,
-                               barrier, policy);
+        tma_load_box<kCluster>(weights + chunk * kBlockRows * 128, tp.weight_map, (stage * kStageChunks + chunk) * 64,
+                               row, barrier, policy);
 #pragma unroll
     for (int span = 0; kBulkMasks && span < kStageChunks / kMaskSpan; ++span)
-        tma_load_box<kCluster>(masks + span * kBlockRows * kMaskRowBytes, tp.masks,
+        tma_load_box<kCluster>(masks + span * kBlockRows * kMaskRowBytes, tp.masks_map,
                                (stage * (kStageChunks / kMaskSpan) + span) * kMaskRowBytes, row, barrier, policy);
 }
 
@@ -31,23 +31,23 @@ __device__ __forceinline__ void load_weights_and_masks(const TileParams& tp, u32
 __device__ __forceinline__ void prefetch_first_stage(const TileParams& tp) {
     constexpr int kRows = kBlockRows / kCluster;
     constexpr bool kAll = kRows <= 64;
-    const int row = tile_at(tp.p, first_tile()).row + (kCluster > 1 ? rank_in_cluster() : 0) * kRows;
+    const int row = Tiles::at(tp, Tiles::first()).row + (kCluster > 1 ? rank_in_cluster() : 0) * kRows;
 #pragma unroll
-    for (int chunk = 0; chunk < (kAll ? kStageChunks : 1); ++chunk) tma_prefetch_box(tp.weight, chunk * 64, row);
+    for (int chunk = 0; chunk < (kAll ? kStageChunks : 1); ++chunk) tma_prefetch_box(tp.weight_map, chunk * 64, row);
 #pragma unroll
     for (int span = 0; kAll && kBulkMasks && span < kStageChunks / kMaskSpan; ++span)
-        tma_prefetch_box(tp.masks, span * kMaskRowBytes, row);
+        tma_prefetch_box(tp.masks_map, span * kMaskRowBytes, row);
 }
 
 __device__ __forceinline__ void produce(const TileParams& tp, u32 ring, u32 landed, u32 empty) {
     // Other kernels of a model may have evicted the descriptors. In a model this saves 0.4 to 0.8% of a token's time;
     // where launches of this kernel follow each other it saves nothing.
-    if constexpr (!kPermutedX) tma_prefetch_descriptor(tp.x);
-    tma_prefetch_descriptor(tp.weight);
-    if constexpr (kBulkMasks) tma_prefetch_descriptor(tp.masks);
-    const Params& p = tp.p;
+    if constexpr (!kPermutedX) tma_prefetch_descriptor(tp.x_map);
+    tma_prefetch_descriptor(tp.weight_map);
+    if constexpr (kBulkMasks) tma_prefetch_descriptor(tp.masks_map);
+    const Params& p = tp;
     const int stages = stage_count(p);
-    const int tiles = tile_count(p);
+    const int tiles = Tiles::count(p);
     const int last_x_tile = (p.tokens - 1) / kTokens;  // the last block of a cluster may be past it
     const u64 policy = cache_policy(p.tokens <= kTokens && kPasses == 1);
     // The bytes that barriers expect include zeros outside the matrix. A box has no more rows than there are tokens,
@@ -58,14 +58,14 @@ __device__ __forceinline__ void produce(const TileParams& tp, u32 ring, u32 land
     const int prefilled = kPermutedX ? min(kStages, stages) : 0;
     if constexpr (kPermutedX)
         for (int stage = 0; stage < prefilled; ++stage)
-            load_weights_and_masks(tp, ring + stage * kStageBytes, landed + 8 * stage, tile_at(p, first_tile()).row,
+            load_weights_and_masks(tp, ring + stage * kStageBytes, landed + 8 * stage, Tiles::at(p, Tiles::first()).row,
                                    stage, x_bytes, policy);
     else prefetch_first_stage(tp);
     wait_for_earlier_kernels();
     int left_prefilled = prefilled;
     RingPosition position;
-    for (int index = first_tile(); index < tiles; index += tile_step()) {
-        const Tile tile = tile_at(p, index);
+    for (int index = Tiles::first(); index < tiles; index += Tiles::step()) {
+        const Tile tile = Tiles::at(p, index);
         for (int pass = 0; pass < kPasses; ++pass) {
             const u8* permuted_x = static_cast<const u8*>(p.x);
             permuted_x += static_cast<i64>(min(tile.token / kTokens, last_x_tile)) * stages * kXBytes;
@@ -84,7 +84,7 @@ __device__ __forceinline__ void produce(const TileParams& tp, u32 ring, u32 land
                     // For sparse products x lands in the chunk's second half, where the expansion reads it.
 #pragma unroll
                     for (int chunk = 0; chunk < kStageChunks; ++chunk)
-                        tma_load_box<1>(slot + (chunk + 1) * kXChunkBytes - kTokens * 128, tp.x,
+                        tma_load_box<1>(slot + (chunk + 1) * kXChunkBytes - kTokens * 128, tp.x_map,
                                         (stage * kStageChunks + chunk) * 64, tile.token, barrier, cache_policy(false));
                 }
                 position.advance();
@@ -151,7 +151,7 @@ __device__ __forceinline__ void expand_x_of_stage(u32 x, int warp, int lane) {
 
 __device__ __forceinline__ void expand_x(const Params& p, u32 ring, u32 landed, u32 full) {
     const int lane = threadIdx.x % 32;
-    const int tiles = (tile_count(p) - first_tile() + tile_step() - 1) / tile_step();  // tiles of this block
+    const int tiles = (Tiles::count(p) - Tiles::first() + Tiles::step() - 1) / Tiles::step();  // tiles of this block
     RingPosition position;
 #pragma unroll 1
     for (int left = tiles * kPasses * stage_count(p); left > 0; --left) {

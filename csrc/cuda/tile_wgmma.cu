@@ -162,13 +162,13 @@ __device__ __forceinline__ void consume(const Params& p, u32 ring, u32 full, u32
     float4* totals = exchange_memory + row_group * (kExchanged * kExchangeStride) + threadIdx.x % 128;
     float4* terms = kKeepTotal ? totals : totals + kExchangeStride;
     const Exchange exchange{totals, terms, terms + kExchangeStride, 1 + 2 * row_group, 2 + 2 * row_group};
-    const int tiles = tile_count(p);
+    const int tiles = Tiles::count(p);
     bool not_first = false;
     float kept_total[kKept];
     RingPosition position;
-    for (int index = first_tile(); index < tiles; index += tile_step()) {
-        const Tile tile = tile_at(p, index);
-        const bool last = index + tile_step() >= tiles;
+    for (int index = Tiles::first(); index < tiles; index += Tiles::step()) {
+        const Tile tile = Tiles::at(p, index);
+        const bool last = index + Tiles::step() >= tiles;
         // One loop with two branches: as two separate loops, the two kinds of pass compile to wgmmas that wait for each
         // other (ptxas warning C7513).
 #pragma unroll 1
@@ -186,17 +186,17 @@ __device__ __forceinline__ void consume(const Params& p, u32 ring, u32 full, u32
     if constexpr (kTrain) boxes.finish();
 }
 
-// A warpgroup's boxes, in the memory of all warpgroups.
+// A warpgroup's boxes, in the memory of all warpgroups. A template, since only training has maps of the results.
 template <typename KernelParams>
 __device__ __forceinline__ auto boxes_of(const KernelParams& tp, u32 memory) {
-    if constexpr (kTrain) return StoredBoxes(tp.y, tp.partials, memory);
+    if constexpr (kTrain) return StoredBoxes(tp.out_map, tp.partials_map, memory);
     else return NoBoxes();
 }
 
 }  // namespace mglu
 
 extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, 1)
-    mglu_tile_wgmma(const __grid_constant__ mglu::LaunchParams<mglu::kTrain> tp) {
+    mglu_tile_wgmma(const __grid_constant__ mglu::LaunchParams tp) {
     using namespace mglu;
     extern __shared__ __align__(1024) u8 shared[];
     const u32 ring = shared_address(shared);
@@ -225,13 +225,13 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, 1
         if constexpr (kConsumers > 1) lower_register_limit<kProducerRegisters>();
         if (threadIdx.x % 128 == 0) produce(tp, ring, landed, empty);
         if constexpr (kSparse)
-            if (threadIdx.x % 128 >= 32) expand_x(tp.p, ring, landed, full);
+            if (threadIdx.x % 128 >= 32) expand_x(tp, ring, landed, full);
     } else {
         if constexpr (kConsumers > 1) raise_register_limit<kConsumerRegisters>();
         const int row_group = warpgroup / kMaskGroups;
         const u32 released = kCluster > 1 ? address_in_cluster(empty, threadIdx.x % kCluster) : empty;
         const auto boxes = boxes_of(tp, staging);
-        if (warpgroup % kMaskGroups == 0) consume<0>(tp.p, ring, full, released, exchange_memory, row_group, boxes);
-        else if constexpr (kMaskGroups == 2) consume<1>(tp.p, ring, full, released, exchange_memory, row_group, boxes);
+        if (warpgroup % kMaskGroups == 0) consume<0>(tp, ring, full, released, exchange_memory, row_group, boxes);
+        else if constexpr (kMaskGroups == 2) consume<1>(tp, ring, full, released, exchange_memory, row_group, boxes);
     }
 }

@@ -10,18 +10,18 @@
 
 namespace mglu {
 
-struct WeightGradientsParams {
-    const void* total;     // D_0 [rows, columns], contiguous; for dW
-    const void* weight;    // [rows, columns] with contiguous columns; for dlogits
-    const u8* masks;       // the packed format (packed_masks.cuh), contiguous; for dW
-    const void* products;  // D_i [kMasks, rows, columns]; each matrix is contiguous
+struct Params {
+    const void* total;       // D_0 [rows, columns], contiguous; for dW
+    const void* weight;      // [rows, columns] with contiguous columns; for dlogits
+    const u8* packed_masks;  // the packed format (packed_masks.cuh), contiguous; for dW
+    const void* products;    // D_i [kMasks, rows, columns]; each matrix is contiguous
     void* weight_gradient;
+    void* logits_gradient;
     i64 weight_row_stride;
     i64 products_stride;  // from one mask to the next
     i64 logits_stride;
     i64 rows;
     i64 columns;
-    void* logits_gradient;  // the host sets the last field at each launch, like the first five
 };
 
 constexpr int kType = MGLU_ELEMENT;
@@ -41,8 +41,8 @@ struct MaskPlace {
 
 // Writes dlogits of the next kCount masks and adds their F_i * D_i to dW. All D_i are loaded before the first is used.
 template <int kCount>
-__device__ __forceinline__ void add_masks(float (&sum)[kOctet], const Group<kType, kOctet>& weight,
-                                          const WeightGradientsParams& p, MaskPlace& at) {
+__device__ __forceinline__ void add_masks(float (&sum)[kOctet], const Group<kType, kOctet>& weight, const Params& p,
+                                          MaskPlace& at) {
     OctetMasks<kCount> masks;
     if constexpr (kWeight) masks = OctetMasks<kCount>::load(at.masks);
     at.masks += kCount;
@@ -69,7 +69,7 @@ __device__ __forceinline__ void add_masks(float (&sum)[kOctet], const Group<kTyp
 }  // namespace mglu
 
 extern "C" __global__ void __launch_bounds__(mglu::kThreads)
-    mglu_weight_gradients(const __grid_constant__ mglu::WeightGradientsParams p) {
+    mglu_weight_gradients(const __grid_constant__ mglu::Params p) {
     using namespace mglu;
     const Position<kOctet> index(p.rows, static_cast<int>(p.columns));
     if (index.count == 0) return;
@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads)
     if constexpr (kLogits)
         weight = load_group<kType, kOctet>(p.weight, index.row * p.weight_row_stride + index.column, index.count);
 
-    MaskPlace at{p.masks + octet * kMasks, element, element, index.count};
+    MaskPlace at{p.packed_masks + octet * kMasks, element, element, index.count};
 #pragma unroll 1
     for (int mask = 0; mask + kMasksAtOnce <= kMasks; mask += kMasksAtOnce) add_masks<kMasksAtOnce>(sum, weight, p, at);
     if constexpr (kMasks % kMasksAtOnce > 0) add_masks<kMasks % kMasksAtOnce>(sum, weight, p, at);

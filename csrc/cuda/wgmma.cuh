@@ -4,11 +4,6 @@
 
 namespace mglu {
 
-// A TMA descriptor of a matrix in global memory, as the driver encodes it. It is part of a kernel's parameter.
-struct alignas(64) TensorMap {
-    u64 opaque[16];
-};
-
 // Copies a box of a matrix to shared memory; its first element is at (row, column), and elements outside the matrix
 // become zeros. With kBlocks > 1 it goes to the same offset in every block of the cluster, signalling each one's
 // barrier.

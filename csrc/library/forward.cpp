@@ -36,6 +36,7 @@ void forward_cpu(const LayerCall& call, const Tensor& out, const Executor& execu
     p.mask_stride = call.packed_masks.strides[0];
     p.out_stride = call.out_features;
     p.dtype = p.mask_weights_dtype = cpu_dtype("x", call.x.dtype);
+    p.weight_format = WeightFormat::dense;
     p.activation = static_cast<cpu::Activation>(call.activation);
     p.isa = cpu::Isa::best;
     if (const auto& mask_weight = call.mask_weights) {

@@ -12,32 +12,24 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..layer_call import LayerCall
+from ..layer_call import LayerArguments, LayerCall
 
 
 class PreparedCall(Protocol):
     """A call with everything decided except its tensors, which may be any that fit its description. Thread-safe."""
 
-    def __call__(self, x: Tensor, weight: Tensor, packed_masks: Tensor, mask_weights: Tensor | None) -> Tensor:
-        """The result `[..., out_features]` in x's dtype.
-
-        x `[..., in_features]` and mask_weights `[..., n_masks]` have the rank of the call that was described.
-        """
+    def __call__(self, given: LayerArguments) -> Tensor:
+        """The result `[..., out_features]` in x's dtype; tensors have the ranks of the call that was described."""
 
 
 class PreparedForwardTrain(Protocol):
     """A forward pass in training with everything decided except its tensors; see `PreparedCall`. Thread-safe."""
 
-    def __call__(
-        self, x: Tensor, weight: Tensor, packed_masks: Tensor, mask_weights: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, given: LayerArguments) -> tuple[Tensor, Tensor]:
         """The result, and the partial derivatives that backward needs (`mglu_ops.ops` has the equations).
 
         Args:
-            x: `[tokens, in_features]`, with any strides, like all arguments.
-            weight: `[out_features, in_features]`.
-            packed_masks: `[out_features, ceil(in_features / 8), n_masks]`.
-            mask_weights: `[tokens, n_masks]`, or None.
+            given: the arguments in any strides, `in_rows`, with a dense weight.
 
         Returns:
             The result `[tokens, out_features]`, and partials `[tokens, n_masks + 1, out_features]`, or with mask_weight

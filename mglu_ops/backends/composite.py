@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ..activations import get_activation
-from ..layer_call import LayerCall, as_rows
+from ..layer_call import LayerArguments, LayerCall
 from ..masks import n_masks_of, unpack_one
 from .base import Backend, BackwardArguments, PreparedBackward, PreparedCall, PreparedForwardTrain
 
@@ -143,10 +143,11 @@ def _is_sparse(mask: Tensor) -> bool:
     return bool(mask.count_nonzero() <= mask.numel() // 2)
 
 
-def _forward(x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, mask_weights: Tensor | None) -> Tensor:
-    """The result `[tokens, out_features]` of x `[tokens, in_features]` and mask_weights `[tokens, n_masks]`."""
+def _forward(given: LayerArguments) -> Tensor:
+    """The result `[tokens, out_features]` of arguments `in_rows`."""
+    x, weight, packed_masks, activation, mask_weights, *_ = given
     act, dtype = get_activation(activation).forward, sum_dtype(x.dtype)
-    result = x.new_zeros(x.shape[0], weight.shape[0], dtype=dtype)
+    result = x.new_zeros(x.shape[0], given.out_features, dtype=dtype)
     term_weights = None if mask_weights is None else mask_weights.to(dtype)
     apart = x.is_cpu and x.dtype is not torch.float64
     for i, (gate, value) in enumerate(_gates_and_values(x, weight, packed_masks, apart=apart)):
@@ -158,12 +159,11 @@ def _forward(x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, m
 # --- Training --------------------------------------------------------------------------------------------------------
 
 
-def _forward_train(
-    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str, mask_weights: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _forward_train(given: LayerArguments) -> tuple[Tensor, Tensor]:
     """The result of `_forward` and its partial derivatives: `P`, all `Q_i` and, with mask weights, all `R_i`."""
+    x, weight, packed_masks, activation, mask_weights, *_ = given
     act, dtype, n_masks = get_activation(activation), sum_dtype(x.dtype), n_masks_of(packed_masks)
-    tokens, out_features = x.shape[0], weight.shape[0]
+    tokens, out_features = x.shape[0], given.out_features
     result = x.new_zeros(tokens, out_features, dtype=dtype)
     term_weights = result.new_ones(1, n_masks) if mask_weights is None else mask_weights.to(dtype)
     term_weights, kinds = term_weights.expand(tokens, n_masks), 1 if mask_weights is None else 2
@@ -294,13 +294,11 @@ class Composite(Backend):
         return None
 
     def prepare(self, call: LayerCall, launch: None = None) -> PreparedCall:
-        activation, shape = call.activation, call.result_shape
+        shape = call.result_shape
 
-        def prepared(x: Tensor, weight: Tensor, packed_masks: Tensor, mask_weights: Tensor | None) -> Tensor:
-            term_weights = None if mask_weights is None else as_rows(mask_weights)
-            rows = _forward(as_rows(x), weight, packed_masks, activation, term_weights)
+        def prepared(given: LayerArguments) -> Tensor:
             # Not a view: autograd does not allow detaching a view in place.
-            return torch.ops.aten._unsafe_view(rows, shape)
+            return torch.ops.aten._unsafe_view(_forward(given.in_rows()), shape)
 
         return prepared
 
@@ -311,14 +309,7 @@ class Composite(Backend):
         return True
 
     def prepare_forward_train(self, call: LayerCall) -> PreparedForwardTrain:
-        activation = call.activation
-
-        def prepared(
-            x: Tensor, weight: Tensor, packed_masks: Tensor, mask_weights: Tensor | None
-        ) -> tuple[Tensor, Tensor]:
-            return _forward_train(x, weight, packed_masks, activation, mask_weights)
-
-        return prepared
+        return _forward_train
 
     def prepare_backward(self, call: LayerCall) -> PreparedBackward:
         first_term = 1 + call.n_masks

@@ -122,6 +122,7 @@ def _variant(call: LayerCall, gpu: Gpu) -> str:
     return _row(
         arch=10 * gpu.arch[0] + gpu.arch[1],
         element=ELEMENTS[call.dtype],
+        weight_format=call.weight.format.code,
         n_masks=call.n_masks,
         activation=ACTIVATIONS[call.activation].code,
         mask_weight=-1 if call.mask_weights_dtype is None else ELEMENTS[call.mask_weights_dtype],

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from .. import notices
 from ..files import as_path, check_writable
-from ..masks import check_packed_masks, n_masks_of
+from ..layer_call import LayerArguments
+from ..masks import check_packed_masks
 from ..words import described
 from .cpp_runtime import has_own_libstdcxx
 from .describe import arguments_of, describe, tensors_of
@@ -366,17 +367,17 @@ def _triton_rule(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: 
     from ..backends.triton.configs import choose
     from ..backends.triton.launch import launch
 
-    x, weight, packed_masks, activation, mask_weights = _layer_arguments(*args, **(kwargs or {}))
+    given = LayerArguments(*args, **(kwargs or {}))
+    x, weights = given.x, given.mask_weights
     with mode:
         rows = x.reshape(-1, x.shape[-1])
-        term_weights = None if mask_weights is None else mask_weights.reshape(-1, mask_weights.shape[-1])
         tokens = rows.shape[0]
         # The launch is chosen once for all numbers of tokens: tiles of 16 tokens take any number of them.
-        chosen = choose(
-            n_masks_of(packed_masks), tokens if isinstance(tokens, int) else 16, wide=x.dtype is torch.float32
+        chosen = choose(given.n_masks, tokens if isinstance(tokens, int) else 16, wide=x.dtype is torch.float32)
+        in_rows = given._replace(
+            x=rows, mask_weights=None if weights is None else weights.reshape(-1, weights.shape[-1])
         )
-        result = launch(rows, weight, packed_masks, activation, term_weights, chosen)
-        return result.view(*x.shape[:-1], weight.shape[0])
+        return launch(in_rows, chosen).view(*x.shape[:-1], given.out_features)
 
 
 def _composite_rule(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
@@ -387,12 +388,6 @@ def _composite_rule(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwarg
 
 
 _RULES = {"triton": _triton_rule, "composite": _composite_rule}
-
-
-def _layer_arguments(
-    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", mask_weights: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, str, Tensor | None]:
-    return x, weight, packed_masks, activation, mask_weights
 
 
 def _store_weights(program: ExportedProgram, path: Path) -> None:

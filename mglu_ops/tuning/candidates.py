@@ -89,4 +89,4 @@ def _with_full_ring(config: LaunchConfig, call: LayerCall, gpu: Gpu) -> LaunchCo
     """Give `tile_wgmma` all the stages that there is room for. The search does not vary them."""
     if not isinstance(config, TileWgmma):
         return config
-    return config.with_full_ring(call.n_masks, gpu.shared_bytes_per_sm)
+    return config.with_full_ring(call.n_masks, call.weight.bits, gpu.shared_bytes_per_sm)

@@ -21,7 +21,7 @@ from ..backends.cuda.compiler import CompileError, compile_cubin
 from ..backends.cuda.device import Gpu
 from ..backends.cuda.driver import LaunchError
 from ..backends.cuda.launch_tables import Entry
-from ..layer_call import LayerCall
+from ..layer_call import LayerArguments, LayerCall
 from ..masks import n_masks_of, packed_shape, unpack_one
 from ..timer import Replay, layers_for, times
 from .candidates import neighbours, starts
@@ -68,8 +68,8 @@ class Layers:
 
     def replay(self, config: LaunchConfig) -> Replay:
         def run(i: int) -> Tensor:
-            layer = self.x, self.weights[i], self.packed[i], "silu", None
-            return dispatch.forward(*layer, backend="cuda", launch=config)
+            given = LayerArguments(self.x, self.weights[i], self.packed[i])
+            return dispatch.forward(given, backend="cuda", launch=config)
 
         return Replay(run, len(self.weights))
 

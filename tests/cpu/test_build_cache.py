@@ -21,6 +21,7 @@ from mglu_ops import dispatch
 from mglu_ops.backends import cache
 from mglu_ops.backends.cpu import build, library
 from mglu_ops.backends.cuda import compiler
+from mglu_ops.layer_call import LayerArguments
 
 pytest_plugins = ["build_kinds"]
 pytestmark = pytest.mark.usefixtures("folder")
@@ -306,7 +307,7 @@ def test_a_malformed_cxx_leaves_composite(text, monkeypatch):
     dispatch._warn_of_fallback.cache_clear()
     dispatch._prepared.clear()
     with pytest.warns(UserWarning, match=r"composite: .*(CXX|no C\+\+ compiler)"):
-        dispatch.forward(layer.x, layer.weight, layer.packed_masks, "silu", None)
+        dispatch.forward(LayerArguments(layer.x, layer.weight, layer.packed_masks, "silu", None))
     dispatch._prepared.clear()
 
 

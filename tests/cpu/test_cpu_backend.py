@@ -31,7 +31,7 @@ from strategies import make_layer
 from mglu_ops import dispatch
 from mglu_ops.backends import BACKENDS
 from mglu_ops.backends.cpu import build, library
-from mglu_ops.layer_call import LayerCall
+from mglu_ops.layer_call import LayerArguments, LayerCall
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ISAS = ("portable", "avx2", "avx512")
@@ -279,20 +279,20 @@ def test_without_a_compiler_composite_runs_and_says_so_once(tmp_path):
 def test_the_choice_and_its_override(monkeypatch):
     layer = make_layer((3,), 512, 512)
     call = (layer.x, layer.weight, layer.packed_masks, "silu", None)
-    assert torch.equal(dispatch.forward(*call, backend="cpu"), run(layer))
+    assert torch.equal(dispatch.forward(LayerArguments(*call), backend="cpu"), run(layer))
     with pytest.raises(ValueError, match=r"backend: got 'cpu', .*no kernel for x torch.float64"):
-        dispatch.forward(layer.x.double(), layer.weight.double(), *call[2:], backend="cpu")
+        dispatch.forward(LayerArguments(layer.x.double(), layer.weight.double(), *call[2:]), backend="cpu")
     monkeypatch.setattr(library, "_loaded", "there is no compiler in this test")
     monkeypatch.setattr(library, "_tried_with", build.settings())
     with pytest.raises(build.BuildError, match="no compiler in this test"):
-        BACKENDS["cpu"].prepare(LayerCall.of(*call))
+        BACKENDS["cpu"].prepare(LayerCall.of(LayerArguments(*call)))
     with pytest.raises(ValueError, match="no compiler in this test"):
-        dispatch.forward(*call, backend="cpu")
+        dispatch.forward(LayerArguments(*call), backend="cpu")
     with pytest.warns(UserWarning, match="composite: .*no compiler in this test"):
-        dispatch.forward(*call)
+        dispatch.forward(LayerArguments(*call))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        dispatch.forward(*call)
+        dispatch.forward(LayerArguments(*call))
 
 
 # --- Sanitizers and the emulated instruction set ------------------------------------------------------------------

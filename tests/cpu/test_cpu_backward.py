@@ -21,7 +21,7 @@ from mglu_ops.backends import BACKENDS
 from mglu_ops.backends.base import BackwardArguments
 from mglu_ops.backends.cpu import Cpu, backward, build, library
 from mglu_ops.backends.cpu import backward_steps as steps
-from mglu_ops.layer_call import LayerCall
+from mglu_ops.layer_call import LayerArguments, LayerCall
 
 BF16, F32, F16, F64 = torch.bfloat16, torch.float32, torch.float16, torch.float64
 NAMES = ("x", "weight", "logits", "mask_weights")
@@ -128,7 +128,7 @@ def arguments_of(layer: Layer, needs: tuple[bool, bool] = (True, True), logits_d
 
 def run(arguments: BackwardArguments) -> tuple[Tensor, ...]:
     """Return the CPU backend's gradients, also on CPUs for which `dispatch` would not choose it."""
-    call = LayerCall.of(*arguments[1:4])
+    call = LayerCall.of(LayerArguments(*arguments[1:4]))
     return BACKENDS["cpu"].prepare_backward(call)(arguments)
 
 
@@ -236,17 +236,17 @@ def test_repetition_does_not_change_bits():
 def test_only_bfloat16_runs_this_backward_pass(kernels):
     for dtype in (F32, F16, F64):
         layer = Layer.random("cpu", dtype, (5,), 16, 24, 2)
-        call = LayerCall.of(layer.x, layer.weight, layer.packed_masks)
+        call = LayerCall.of(LayerArguments(layer.x, layer.weight, layer.packed_masks))
         assert dispatch._backward_backend(call).name == "composite"
     layer = Layer.random("cpu", BF16, (5,), 16, 24, 2)
-    call = LayerCall.of(layer.x, layer.weight, layer.packed_masks)
+    call = LayerCall.of(LayerArguments(layer.x, layer.weight, layer.packed_masks))
     name = "cpu" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "composite"
     assert dispatch._backward_backend(call).name == name
 
 
 def test_cpus_without_bfloat16_instructions_run_composite(monkeypatch):
     layer = Layer.random("cpu", BF16, (5,), 16, 24, 2)
-    call = LayerCall.of(layer.x, layer.weight, layer.packed_masks)
+    call = LayerCall.of(LayerArguments(layer.x, layer.weight, layer.packed_masks))
     with monkeypatch.context() as patch:
         patch.setattr(library.Library, "supports", lambda self, isa, dtype: isa not in ("avx512_bf16", "amx"))
         assert dispatch._backward_backend(call).name == "composite"

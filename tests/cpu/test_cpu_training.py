@@ -19,7 +19,7 @@ from strategies import Layer, make_layer
 from mglu_ops import dispatch
 from mglu_ops.backends import BACKENDS, cpu
 from mglu_ops.backends.cpu import Cpu, build, library
-from mglu_ops.layer_call import LayerCall
+from mglu_ops.layer_call import LayerArguments, LayerCall
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="needs a C++ compiler")
 
@@ -57,7 +57,8 @@ def test_activations_and_their_derivatives(kernel, activation):
     packed = torch.ops.mglu.pack_masks(torch.tensor([[[True, False]]]))
     cpu = BACKENDS["cpu"]
     assert isinstance(cpu, Cpu)
-    y, partials = cpu.prepare_forward_train(LayerCall.of(x, weight, packed, activation), isa)(x, weight, packed, None)
+    given = LayerArguments(x, weight, packed, activation)
+    y, partials = cpu.prepare_forward_train(LayerCall.of(given), isa)(given)
     wide = gates.double().requires_grad_()
     act = s.ACTIVATIONS[activation].forward(wide)
     (derivative,) = torch.autograd.grad(act.sum(), wide)

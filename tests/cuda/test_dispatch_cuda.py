@@ -19,7 +19,7 @@ from mglu_ops.backends.cuda.choice import choose
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
 from mglu_ops.backends.cuda.kernels import CONFIGS, permute_x, tile_wgmma
 from mglu_ops.backends.cuda.tensor_map import MAP_BYTES, Matrix
-from mglu_ops.layer_call import LayerCall
+from mglu_ops.layer_call import LayerArguments, LayerCall
 
 
 class OnGpu:
@@ -90,8 +90,8 @@ def test_without_a_compiler_the_kernels_in_the_cache_run(monkeypatch: pytest.Mon
     monkeypatch.setattr(cuda, "is_cached", lambda kernel, arch, macros: (kernel, arch) != ("decode_mma", "sm_90"))
     assert mglu_ops.explain_dispatch(*layer(64)).kernel == "tile_wgmma"
     reason = "cuda-core is not installed (pip install cuda-core), and the cache does not hold the kernel"
-    assert BACKENDS["cuda"].unsupported_reason(LayerCall.of(*layer(1), "silu", None)) == reason
-    assert BACKENDS["cuda"].supports(LayerCall.of(*layer(0), "silu", None))
+    assert BACKENDS["cuda"].unsupported_reason(LayerCall.of(LayerArguments(*layer(1), "silu", None))) == reason
+    assert BACKENDS["cuda"].supports(LayerCall.of(LayerArguments(*layer(0), "silu", None)))
     masks: Any = OnGpu(torch.empty(4, 64, 64, dtype=torch.bool))
     assert BACKENDS["cuda"].can_pack(masks)
     monkeypatch.setattr(cuda, "is_cached", lambda *_: False)
@@ -130,11 +130,11 @@ def test_a_layer_that_misses_the_fast_kernels_is_a_fallback_with_its_cause(chang
 def test_a_fallback_warns_once_for_all_numbers_of_tokens(launched: list[tuple[int, ...]]) -> None:
     dispatch._warn_of_fallback.cache_clear()
     with pytest.warns(UserWarning, match="in_features 2047 is not a multiple of 8"):
-        dispatch.forward(*layer(1, d=256, h=2047), "silu", None)
+        dispatch.forward(LayerArguments(*layer(1, d=256, h=2047), "silu", None))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for tokens in (5, 9):
-            dispatch.forward(*layer(tokens, d=256, h=2047), "silu", None)
+            dispatch.forward(LayerArguments(*layer(tokens, d=256, h=2047), "silu", None))
 
 
 def test_older_gpus_take_few_tokens_on_chip(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +195,7 @@ def test_batch_invariant_mode_refuses_calls_that_cannot_be_invariant(monkeypatch
         with pytest.raises(RuntimeError, match=r"set_batch_invariant_mode.*cannot run this: training"):
             torch.ops.mglu.forward(x, weight, packed)
         with pytest.raises(RuntimeError, match=r"the backend 'composite' was asked for"):
-            dispatch.forward(x, weight, packed, "silu", None, backend="composite")
+            dispatch.forward(LayerArguments(x, weight, packed, "silu", None), backend="composite")
         with pytest.raises(RuntimeError, match=r"no kernel for x torch\.float64"):
             mglu_ops.explain_dispatch(*layer(1, dtype=torch.float64))
         set_gpu(monkeypatch, (8, 0))
@@ -212,7 +212,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Record the shapes of results in the order of calls, without launches."""
     shapes: list[tuple[int, ...]] = []
 
-    def run(call: CudaCall, x: Any, *rest: Any) -> torch.Tensor:
+    def run(call: CudaCall, given: LayerArguments) -> torch.Tensor:
         shapes.append(call._shape)
         return torch.empty(call._shape)
 
@@ -231,10 +231,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 def test_a_repeated_call_is_not_chosen_again(launched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, packed = layer((2, 3), d=64, h=64)
-    assert dispatch.repeat(x, weight, packed, "silu", None) is None
-    assert dispatch.forward(x, weight, packed, "silu", None).shape == (2, 3, 64)
+    assert dispatch.repeat(LayerArguments(x, weight, packed, "silu", None)) is None
+    assert dispatch.forward(LayerArguments(x, weight, packed, "silu", None)).shape == (2, 3, 64)
     monkeypatch.setattr(dispatch, "choose", None)  # a further choice would fail
-    result = dispatch.repeat(x, weight, packed, "silu", None)
+    result = dispatch.repeat(LayerArguments(x, weight, packed, "silu", None))
     assert result is not None
     assert result.shape == (2, 3, 64)
     assert len(launched) == 2
@@ -245,8 +245,8 @@ def test_a_changed_call_is_chosen_again(launched: list[tuple[int, ...]]) -> None
         return OnGpu(torch.empty(6, 4 * stride, dtype=dtype)[:, ::stride])
 
     x, weight, packed = layer(6, d=64, h=64)
-    dispatch.forward(x, weight, packed, "silu", None)
-    dispatch.forward(x, weight, packed, "silu", mask_weight())
+    dispatch.forward(LayerArguments(x, weight, packed, "silu", None))
+    dispatch.forward(LayerArguments(x, weight, packed, "silu", mask_weight()))
     wide = torch.empty(64, 128, dtype=torch.bfloat16)
     changed = {
         "tokens": (*layer(5, d=64, h=64), "silu", None),
@@ -270,20 +270,20 @@ def test_a_changed_call_is_chosen_again(launched: list[tuple[int, ...]]) -> None
         "masks address": (x, weight, OnGpu(packed.tensor, 4), "silu", None),
     }
     for name, call in changed.items():
-        assert dispatch.repeat(*call) is None, name
+        assert dispatch.repeat(LayerArguments(*call)) is None, name
     with mglu_ops.set_batch_invariant_mode():
-        assert dispatch.repeat(x, weight, packed, "silu", None) is None
-    assert dispatch.repeat(x, weight, packed, "silu", None) is not None
-    assert dispatch.repeat(x, weight, packed, "silu", mask_weight()) is not None
+        assert dispatch.repeat(LayerArguments(x, weight, packed, "silu", None)) is None
+    assert dispatch.repeat(LayerArguments(x, weight, packed, "silu", None)) is not None
+    assert dispatch.repeat(LayerArguments(x, weight, packed, "silu", mask_weight())) is not None
 
 
 def test_a_view_of_known_rows_is_known_from_its_second_call_on(launched: list[tuple[int, ...]]) -> None:
     x, weight, packed = layer(6, d=64, h=64)
-    dispatch.forward(x, weight, packed, "silu", None)
+    dispatch.forward(LayerArguments(x, weight, packed, "silu", None))
     view = OnGpu(x.tensor.view(2, 3, 64))
-    assert dispatch.repeat(view, weight, packed, "silu", None) is None
-    assert dispatch.forward(view, weight, packed, "silu", None).shape == (2, 3, 64)
-    result = dispatch.repeat(view, weight, packed, "silu", None)
+    assert dispatch.repeat(LayerArguments(view, weight, packed, "silu", None)) is None
+    assert dispatch.forward(LayerArguments(view, weight, packed, "silu", None)).shape == (2, 3, 64)
+    result = dispatch.repeat(LayerArguments(view, weight, packed, "silu", None))
     assert result is not None
     assert result.shape == (2, 3, 64)
 
@@ -293,16 +293,16 @@ def test_a_repeated_call_with_copied_rows_is_not_chosen_again(
 ) -> None:
     _, weight, packed = layer(1, d=64, h=64)
     x: Any = OnGpu(torch.empty(3, 2, 64, dtype=torch.bfloat16).transpose(0, 1))
-    assert dispatch.forward(x, weight, packed, "silu", None).shape == (2, 3, 64)
+    assert dispatch.forward(LayerArguments(x, weight, packed, "silu", None)).shape == (2, 3, 64)
     monkeypatch.setattr(dispatch, "choose", None)
-    assert dispatch.repeat(x, weight, packed, "silu", None) is not None
+    assert dispatch.repeat(LayerArguments(x, weight, packed, "silu", None)) is not None
     assert launched == [(2, 3, 64), (2, 3, 64)]
 
 
 def test_none_as_a_tensor_reaches_the_checks() -> None:
     x, weight, packed = layer(1, d=64, h=64)
     for call in ((None, weight, packed), (x, None, packed), (x, weight, None)):
-        assert dispatch.repeat(*call, "silu", None) is None  # type: ignore[arg-type] # torch lets None through
+        assert dispatch.repeat(LayerArguments(*call, "silu", None)) is None  # type: ignore[arg-type] # torch lets None through
 
 
 def test_memory_is_bounded_and_shared_by_threads(
@@ -314,8 +314,8 @@ def test_memory_is_bounded_and_shared_by_threads(
     def work() -> None:
         for _ in range(5):
             for call in calls:
-                if dispatch.repeat(*call, "silu", None) is None:
-                    dispatch.forward(*call, "silu", None)
+                if dispatch.repeat(LayerArguments(*call, "silu", None)) is None:
+                    dispatch.forward(LayerArguments(*call, "silu", None))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -329,14 +329,14 @@ def test_memory_is_bounded_and_shared_by_threads(
 class Recorder:
     """Replaces a launch, and records its arguments."""
 
-    calls: ClassVar[list[tuple[str, tuple[int, ...], bytes | None]]] = []
+    calls: ClassVar[list[tuple[str, dict[str, int], bytes | None]]] = []
 
-    def __init__(self, kernel: str, *_: Any, constants: bytes, **__: Any) -> None:
+    def __init__(self, kernel: str, *_: Any, **__: Any) -> None:
         self.kernel = kernel
-        self.constants = constants
 
-    def __call__(self, *addresses: int, maps: bytes | None = None) -> None:
-        self.calls.append((self.kernel, addresses, maps))
+    def __call__(self, stream: int, maps: bytes | None = None, /, **pointers: int) -> None:
+        assert stream == 7
+        self.calls.append((self.kernel, pointers, maps))
 
 
 @pytest.mark.parametrize(("n_masks", "permuted"), [(1, False), (8, True)])
@@ -361,14 +361,15 @@ def test_tensor_maps_are_encoded_once_for_each_address(
     assert config.permuted == permuted
     sequence = config.sequence(call, KNOWN_GPUS[9, 0], 0)
     assert (sequence.workspace_bytes > 0) is permuted
-    workspace, mask_weight, out = 9, 0, 8
+    workspace = 9
     for x, weight, masks in ((1, 2, 3), (1, 2, 3), (4, 2, 3), (1, 5, 6)):
-        sequence(7, workspace, x, weight, masks, mask_weight, out)
-        last, addresses, maps = Recorder.calls[-1]
+        given = {"x": x, "weight": weight, "packed_masks": masks, "mask_weights": 0, "weight_scale": 0, "out": 8}
+        sequence(7, workspace=workspace, **given)
+        last, pointers, maps = Recorder.calls[-1]
         boxed = (weight, masks) if permuted else (x, weight, masks)
         assert (last, maps) == ("tile_wgmma", b"".join(bytes([one]) * MAP_BYTES for one in boxed))
-        assert addresses == (7, workspace if permuted else x, weight, masks, mask_weight, out)
+        assert pointers == {**given, "x": workspace if permuted else x}
         if permuted:
-            assert Recorder.calls[-2] == ("permute_x", (7, x, 0, 0, 0, workspace), None)
+            assert Recorder.calls[-2] == ("permute_x", {**given, "out": workspace}, None)
     assert encoded == [2, 3, *([] if permuted else [1, 4]), 5, 6]
     assert len(Recorder.calls) == (8 if permuted else 4)

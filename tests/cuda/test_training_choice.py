@@ -49,7 +49,7 @@ def test_tile_wgmma_declines_results_that_tma_cannot_store() -> None:
         replace(call, out_features=8196),
         replace(call, dtype=torch.float32),
         replace(call, leading=(0,)),
-        replace(call, weight=replace(call.weight, alignment=8)),
+        replace(call, weight=replace(call.weight, layout=replace(call.weight.layout, alignment=8))),
     ):
         assert training_choice(refused, HOPPER) is None
     assert training_choice(call, KNOWN_GPUS[10, 0]) is None

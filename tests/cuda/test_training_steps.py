@@ -21,7 +21,7 @@ from mglu_ops.backends.base import BackwardArguments
 from mglu_ops.backends.cuda import training
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
 from mglu_ops.backends.cuda.kernels import backward_gemm
-from mglu_ops.layer_call import LayerCall
+from mglu_ops.layer_call import LayerArguments, LayerCall
 
 __all__ = ["emulated_kernels"]  # a fixture
 
@@ -152,8 +152,9 @@ def run(
 ) -> dict[str, Tensor]:
     """Return the result and gradients of a step, with empty tensors for gradients that are not needed."""
     operands = layer.x, layer.weight, layer.packed_masks
-    call = LayerCall.of(*operands, layer.activation, layer.mask_weights)
-    y, partials = training.ForwardTrain(call)(*operands, layer.mask_weights)
+    given = LayerArguments(*operands, layer.activation, layer.mask_weights)
+    call = LayerCall.of(given)
+    y, partials = training.ForwardTrain(call)(given)
     assert y.is_contiguous()
     assert partials.is_contiguous()
     logits_dtype = layer.logits.dtype if logits else None
@@ -252,5 +253,6 @@ def test_packed_masks_in_other_layouts(layout: str) -> None:
     results = []
     for masks in (packed, other):
         operands = layer.x, layer.weight, masks
-        results.append(training.ForwardTrain(LayerCall.of(*operands))(*operands, None))
+        given = LayerArguments(*operands)
+        results.append(training.ForwardTrain(LayerCall.of(given))(given))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

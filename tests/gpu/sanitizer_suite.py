@@ -28,7 +28,7 @@ from mglu_ops.backends import BACKENDS, reference
 from mglu_ops.backends.base import BackwardArguments
 from mglu_ops.backends.cuda import DecodeMma, LaunchConfig
 from mglu_ops.backends.cuda.kernels import backward_gemm
-from mglu_ops.layer_call import LayerCall
+from mglu_ops.layer_call import LayerArguments, LayerCall
 from mglu_ops.masks import pack
 
 Shape = tuple[int, int, int, int]
@@ -139,9 +139,9 @@ def run_step(dtype: torch.dtype, shape: Shape, mask_weights_dtype: torch.dtype |
     exact = layer.in_plain_torch(torch.float64)
     tensors = (layer.x, layer.weight, pack(layer.logits > 0), layer.grad_output, layer.mask_weights)
     x, weight, packed, grad_output, term_weights = (None if t is None else t.cuda() for t in tensors)
-    call = LayerCall.of(x, weight, packed, "silu", term_weights)  # type: ignore[arg-type]
-    forward = BACKENDS["cuda"].prepare_forward_train(call)
-    y, partials = forward(x, weight, packed, term_weights)  # type: ignore[arg-type]
+    given = LayerArguments(x, weight, packed, "silu", term_weights)  # type: ignore[arg-type]
+    call = LayerCall.of(given)
+    y, partials = BACKENDS["cuda"].prepare_forward_train(call)(given)
     arguments = BackwardArguments(
         grad_output,  # type: ignore[arg-type]
         x,  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from torch import Tensor
 import mglu_ops
 from mglu_ops import dispatch
 from mglu_ops.backends import reference
+from mglu_ops.layer_call import LayerArguments
 
 pytestmark = pytest.mark.gpu
 
@@ -105,7 +106,9 @@ def test_tokens_run_on_the_cuda_backend() -> None:
     assert mglu_ops.explain_dispatch(x.repeat(100, 1, 1)[..., :519], weight[:, :519], packed).backend == "composite"
     expected = reference.forward(x, weight, logits > 0, "silu", mask_weight)
     for backend in ("cuda", "composite"):
-        assert_matches(dispatch.forward(x, weight, packed, "silu", mask_weight, backend=backend), expected)
+        assert_matches(
+            dispatch.forward(LayerArguments(x, weight, packed, "silu", mask_weight), backend=backend), expected
+        )
 
 
 def test_runs_on_the_current_stream() -> None:

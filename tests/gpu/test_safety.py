@@ -23,8 +23,8 @@ from mglu_ops.backends.cuda.compiler import CompileError
 from mglu_ops.backends.cuda.device import gpu_of
 from mglu_ops.backends.cuda.kernels import base, permute_x
 from mglu_ops.backends.cuda.kernels import pack as packing
-from mglu_ops.backends.cuda.launch import load_kernel
-from mglu_ops.layer_call import LayerCall
+from mglu_ops.backends.cuda.launch import load_kernel, parameters
+from mglu_ops.layer_call import LayerArguments, LayerCall
 
 pytestmark = pytest.mark.gpu
 
@@ -85,13 +85,23 @@ def test_guard_bands(tokens: int, dtype: torch.dtype, shape: tuple[int, int], n_
     expected = p.run()
     p.x, p.weight, p.packed = between(p.x, float("nan")), between(p.weight, float("nan")), between(p.packed, 255)
     p.mask_weights = between(p.mask_weights, float("nan"))
-    prepared = BACKENDS["cuda"].prepare(LayerCall.of(p.x, p.weight, p.packed, p.activation, p.mask_weights))
+    prepared = BACKENDS["cuda"].prepare(
+        LayerCall.of(LayerArguments(p.x, p.weight, p.packed, p.activation, p.mask_weights))
+    )
     assert isinstance(prepared, CudaCall)
     assert prepared.sequence is not None
     out = between(torch.full_like(expected, float("nan")), 7.0)
     workspace = between(torch.zeros(prepared.sequence.workspace_bytes, dtype=torch.uint8, device="cuda"), 7)
-    tensors = (workspace, p.x, p.weight, p.packed, p.mask_weights, out)
-    prepared.sequence(torch.cuda.current_stream().cuda_stream, *(tensor.data_ptr() for tensor in tensors))
+    prepared.sequence(
+        torch.cuda.current_stream().cuda_stream,
+        workspace=workspace.data_ptr(),
+        x=p.x.data_ptr(),
+        weight=p.weight.data_ptr(),
+        packed_masks=p.packed.data_ptr(),
+        mask_weights=p.mask_weights.data_ptr(),
+        weight_scale=0,
+        out=out.data_ptr(),
+    )
     assert torch.equal(out, expected)
     assert bool((bands_of(out) == 7.0).all())
     assert bool((bands_of(workspace) == 7).all())
@@ -250,7 +260,7 @@ def test_tensors_on_another_gpu(kernel: str, backend: str) -> None:
         logits = p.masks.to(p.x.dtype) - 0.5
     assert torch.equal(torch.ops.mglu.pack_masks(p.masks), p.packed)
     assert torch.equal(torch.ops.mglu.pack_logits(logits), p.packed)
-    result = dispatch.forward(p.x, p.weight, p.packed, p.activation, None, backend=backend)
+    result = dispatch.forward(LayerArguments(p.x, p.weight, p.packed, p.activation, None), backend=backend)
     assert torch.cuda.current_device() == 0
     assert result.device == p.x.device == torch.device("cuda", 1)
     assert_matches(result, p.oracle(), p.x.dtype)
@@ -288,7 +298,7 @@ def test_threads_on_two_gpus_at_once() -> None:
 def test_a_failed_compile_has_the_log_and_leaves_the_context(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MGLU_CACHE_DIR", str(tmp_path))
     p = Problem(1, 64, 256, 8)
-    call = LayerCall.of(p.x, p.weight, p.packed)
+    call = LayerCall.of(LayerArguments(p.x, p.weight, p.packed))
     with pytest.raises(CompileError, match="kMaskGroup divides kMasks"):
         DecodeMma(mask_group=5, block_tokens=8).sequence(call, gpu_of(0), 0)
     p.check()
@@ -304,13 +314,16 @@ def test_a_failed_launch_says_why_and_leaves_the_context() -> None:
     too_deep = DecodeMma(tiles=4, stages=60, mask_group=8, block_tokens=8)
     for _ in range(2):  # the failure leaves no partial state
         with pytest.raises(driver.LaunchError, match=r"mglu_decode_mma: \d+ bytes of shared memory: CUDA error 1 "):
-            too_deep.sequence(LayerCall.of(p.x, p.weight, p.packed), gpu_of(0), 0)
+            too_deep.sequence(LayerCall.of(LayerArguments(p.x, p.weight, p.packed)), gpu_of(0), 0)
         p.check()
     kernel = load_kernel(0, "permute_x", "sm_90a" if HOPPER else "sm_80", permute_x.macros(8, 1))
-    constants = base.constants(LayerCall.of(p.x, p.weight, p.packed))
-    launch = driver.Launch(kernel, (1, 1), 4096, 0, overlap=False, constants=constants)
+    fields = parameters("params.cuh")
+    integers = base.integers(LayerCall.of(LayerArguments(p.x, p.weight, p.packed)))
+    launch = driver.Launch(kernel, (1, 1), 4096, 0, overlap=False, parameters=fields, integers=integers)
+    with pytest.raises(KeyError, match="x"):
+        launch(torch.cuda.current_stream().cuda_stream)
     with pytest.raises(driver.LaunchError, match="launching mglu_permute_x: CUDA error"):
-        launch(torch.cuda.current_stream().cuda_stream, 0, 0, 0, 0, 0)
+        launch(torch.cuda.current_stream().cuda_stream, **dict.fromkeys(fields.pointers, 0))
     torch.cuda.synchronize()
     p.check()
 

@@ -21,7 +21,7 @@ from mglu_ops.backends.cuda.device import gpu_of
 from mglu_ops.backends.cuda.kernels import backward_gemm
 from mglu_ops.backends.cuda.kernels import training_steps as steps
 from mglu_ops.backends.cuda.kernels.base import round_up
-from mglu_ops.layer_call import LayerCall
+from mglu_ops.layer_call import LayerArguments, LayerCall
 
 pytestmark = pytest.mark.gpu
 
@@ -195,7 +195,7 @@ def gemms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 
 def described(layer: Layer) -> LayerCall:
-    return LayerCall.of(layer.x, layer.weight, layer.packed_masks, layer.activation, layer.mask_weights)
+    return LayerCall.of(LayerArguments(layer.x, layer.weight, layer.packed_masks, layer.activation, layer.mask_weights))
 
 
 def run(layer: Layer, *wanted: str) -> dict[str, Tensor]:
@@ -314,7 +314,7 @@ def test_gradients_that_are_not_needed_are_empty_tensors() -> None:
     layer = Layer.random("cuda", BF16, (33,), 64, 72, 2)
     call, operands = described(layer), (layer.x, layer.weight, layer.packed_masks)
     with torch.no_grad():
-        _, partials = BACKENDS["cuda"].prepare_forward_train(call)(*operands, None)
+        _, partials = BACKENDS["cuda"].prepare_forward_train(call)(LayerArguments(*operands))
         for needs_x, needs_weight, logits in itertools.product([True, False], repeat=3):
             needs, logits_dtype = (needs_x, needs_weight), F32 if logits else None
             arguments = BackwardArguments(layer.grad_output, *operands, partials, needs, logits_dtype, None)
@@ -359,10 +359,9 @@ def test_layouts_of_packed_masks(layout: str) -> None:
     other = packed.repeat_interleave(2, 2)[:, :, ::2] if layout == "strided" else LAYOUTS[layout](packed)
     results = []
     for masks in (packed, other):
-        operands = layer.x, layer.weight, masks
+        given = LayerArguments(layer.x, layer.weight, masks)
         with torch.no_grad():
-            prepared = BACKENDS["cuda"].prepare_forward_train(LayerCall.of(*operands))
-            results.append(prepared(*operands, None))
+            results.append(BACKENDS["cuda"].prepare_forward_train(LayerCall.of(given))(given))
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
 
@@ -384,7 +383,7 @@ def test_scratch_memory_of_backward(logits_dtype: torch.dtype, gemms: str) -> No
     layer = Layer.random("cuda", BF16, (tokens,), d, h, n_masks)
     call, operands = described(layer), (layer.x, layer.weight, layer.packed_masks)
     with torch.no_grad():
-        _, partials = training.ForwardTrain(call)(*operands, None)
+        _, partials = training.ForwardTrain(call)(LayerArguments(*operands))
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -422,7 +421,7 @@ def test_in_a_cuda_graph() -> None:
     forward, backward = training.ForwardTrain(call), training.Backward(call)
 
     def step() -> list[Tensor]:
-        y, partials = forward(*operands, layer.mask_weights)
+        y, partials = forward(LayerArguments(*operands, mask_weights=layer.mask_weights))
         arguments = BackwardArguments(layer.grad_output, *operands, partials, (True, True), BF16, F32)
         grads = backward(arguments)
         return [y, partials, *grads]

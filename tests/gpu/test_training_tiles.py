@@ -14,7 +14,7 @@ from torch import Tensor
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends.cuda.device import gpu_of
 from mglu_ops.backends.cuda.kernels.tile_wgmma_training import TrainingTile, partials_of, training_choice
-from mglu_ops.layer_call import LayerCall
+from mglu_ops.layer_call import LayerArguments, LayerCall
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")]
@@ -33,7 +33,7 @@ def seeded() -> Iterator[None]:
 
 
 def described(p: Problem) -> LayerCall:
-    return LayerCall.of(p.x, p.weight, p.packed, p.activation, p.mask_weights)
+    return LayerCall.of(LayerArguments(p.x, p.weight, p.packed, p.activation, p.mask_weights))
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -51,10 +51,17 @@ def launch(p: Problem, y: Tensor, partials: Tensor, config: TrainingTile | None 
     assert launched.violation(call, gpu) is None
     sequence = launched.sequence(call, gpu, 0)
     workspace = torch.empty(sequence.workspace_bytes, dtype=torch.uint8, device="cuda")
-    term_weights = 0 if p.mask_weights is None else p.mask_weights.data_ptr()
-    inputs = p.x.data_ptr(), p.weight.data_ptr(), p.packed.data_ptr(), term_weights
-    stream = torch.cuda.current_stream().cuda_stream
-    sequence(stream, workspace.data_ptr(), *inputs, y.data_ptr(), partials.data_ptr())
+    sequence(
+        torch.cuda.current_stream().cuda_stream,
+        workspace=workspace.data_ptr(),
+        x=p.x.data_ptr(),
+        weight=p.weight.data_ptr(),
+        packed_masks=p.packed.data_ptr(),
+        mask_weights=0 if p.mask_weights is None else p.mask_weights.data_ptr(),
+        weight_scale=0,
+        out=y.data_ptr(),
+        partials=partials.data_ptr(),
+    )
 
 
 def outputs(p: Problem) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:

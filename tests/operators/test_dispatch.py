@@ -14,7 +14,7 @@ from mglu_ops import dispatch
 from mglu_ops.backends import Backend, PreparedCall
 from mglu_ops.backends.base import BackwardArguments
 from mglu_ops.backends.composite import Composite
-from mglu_ops.layer_call import LayerCall
+from mglu_ops.layer_call import LayerArguments, LayerCall
 
 
 def call(tokens: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -32,9 +32,9 @@ def test_explain_says_which_backend_a_cpu_call_takes_and_why() -> None:
 
 def test_an_override_that_cannot_take_the_call_says_why() -> None:
     with pytest.raises(ValueError, match=r"backend: got 'cuda', which cannot take this call: x is on cpu"):
-        dispatch.forward(*call(), "silu", None, backend="cuda")
+        dispatch.forward(LayerArguments(*call(), "silu", None), backend="cuda")
     with pytest.raises(ValueError, match=r"backend: got 'fast', must be composite, cpu, cuda, triton"):
-        dispatch.forward(*call(), "silu", None, backend="fast")
+        dispatch.forward(LayerArguments(*call(), "silu", None), backend="fast")
 
 
 def test_an_override_prepares_the_call_with_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,12 +48,14 @@ def test_an_override_prepares_the_call_with_its_launch(monkeypatch: pytest.Monke
 
         def prepare(self, call: LayerCall, launch: object = None) -> PreparedCall:
             prepared.append((call.leading, call.tokens, call.x.strides, call.mask_weights.strides, launch))
-            return lambda x, *rest: x.new_ones(call.result_shape)
+            return lambda given: given.x.new_ones(call.result_shape)
 
     x, weight, packed = call(6)
     monkeypatch.setattr(dispatch, "BACKENDS", {"ones": Ones()})
     term_weights = torch.ones(2, 3, 2)
-    result = dispatch.forward(x.view(2, 3, 16), weight, packed, "silu", term_weights, backend="ones", launch="slowly")
+    result = dispatch.forward(
+        LayerArguments(x.view(2, 3, 16), weight, packed, "silu", term_weights), backend="ones", launch="slowly"
+    )
     assert prepared == [((2, 3), 6, (16, 1), (2, 1), "slowly")]
     assert torch.equal(result, torch.ones(2, 3, 8))
 
@@ -64,8 +66,8 @@ def test_rows_that_need_a_copy_are_copied_at_each_call() -> None:
     for backend in ("cpu", "composite"):
         for _ in range(2):
             assert torch.equal(
-                dispatch.forward(columns, weight, packed, "silu", None, backend=backend),
-                dispatch.forward(x.view(2, 3, 16), weight, packed, "silu", None, backend=backend),
+                dispatch.forward(LayerArguments(columns, weight, packed, "silu", None), backend=backend),
+                dispatch.forward(LayerArguments(x.view(2, 3, 16), weight, packed, "silu", None), backend=backend),
             )
     first = torch.ops.mglu.forward(columns, weight, packed)
     columns.mul_(2)
@@ -103,9 +105,9 @@ def test_training_runs_on_the_cuda_backend_where_it_can(monkeypatch: pytest.Monk
         def prepare_forward_train(self, call: LayerCall) -> Any:
             prepared = super().prepare_forward_train(call)
 
-            def run(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-                shapes.append((x.shape, rest[-1].shape))
-                return prepared(x, *rest)
+            def run(given: LayerArguments) -> tuple[Tensor, Tensor]:
+                shapes.append((given.x.shape, given.mask_weights.shape))
+                return prepared(given)
 
             return run
 

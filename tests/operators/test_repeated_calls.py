@@ -19,7 +19,7 @@ from strategies import make_layer
 from torch import Tensor
 
 from mglu_ops import batch_invariance, dispatch
-from mglu_ops.layer_call import arguments_key, metadata_key
+from mglu_ops.layer_call import LayerArguments, arguments_key, metadata_key
 
 Arguments = dict[str, Any]
 Change = Callable[[Arguments, str], None]
@@ -316,7 +316,7 @@ class OnAnotherGpu:
         return getattr(self._tensor, name)
 
 
-@pytest.mark.parametrize("key", [metadata_key, arguments_key])
+@pytest.mark.parametrize("key", [lambda *args: metadata_key(LayerArguments(*args)), arguments_key])
 @pytest.mark.parametrize("name", ["x", "weight", "packed_masks", "mask_weights"])
 def test_another_gpu_makes_another_call(key: Callable[..., object], name: str) -> None:
     args = arguments("forward")

@@ -10,7 +10,7 @@ from mglu_ops import dispatch
 from mglu_ops.backends import BACKENDS
 from mglu_ops.backends.cuda.choice import LaunchChoice, choose
 from mglu_ops.backends.cuda.device import gpu_of
-from mglu_ops.layer_call import LayerCall
+from mglu_ops.layer_call import LayerArguments, LayerCall
 
 
 def run_on(
@@ -23,15 +23,17 @@ def run_on(
     launch: Any = None,
 ) -> Tensor:
     """The result of one backend, with the given launch or its own choice."""
-    return dispatch.forward(x, weight, packed_masks, activation, mask_weights, backend=backend, launch=launch)
+    return dispatch.forward(
+        LayerArguments(x, weight, packed_masks, activation, mask_weights), backend=backend, launch=launch
+    )
 
 
 def unsupported(backend: str, *operands: Any) -> str | None:
     """Why a backend cannot take a call with `x, weight, packed_masks, activation, mask_weights`."""
-    return BACKENDS[backend].unsupported_reason(LayerCall.of(*operands))
+    return BACKENDS[backend].unsupported_reason(LayerCall.of(LayerArguments(*operands)))
 
 
 def launch_of(*operands: Any) -> LaunchChoice:
     """How the CUDA backend launches a call with the same arguments."""
-    call = LayerCall.of(*operands)
+    call = LayerCall.of(LayerArguments(*operands))
     return choose(call, gpu_of(call.device.index))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mglu_ops.backends import BACKENDS, reference
 from mglu_ops.backends.cpu import Cpu, build, library
-from mglu_ops.layer_call import LayerCall
+from mglu_ops.layer_call import LayerArguments, LayerCall
 
 EMULATION = Path(__file__).parents[1] / "cpu" / "cpu_avx512_emulation.h"
 
@@ -47,9 +47,8 @@ def forward_train(layer: Layer, isa: str | None = None) -> tuple[Tensor, Tensor]
     """The result and the partial derivatives of a layer whose x is `[tokens, in_features]`."""
     cpu = BACKENDS["cpu"]
     assert isinstance(cpu, Cpu)
-    given = (layer.x, layer.weight, layer.packed_masks)
-    call = LayerCall.of(*given, layer.activation, layer.mask_weights)
-    return cpu.prepare_forward_train(call, isa)(*given, layer.mask_weights)
+    given = LayerArguments(layer.x, layer.weight, layer.packed_masks, layer.activation, layer.mask_weights)
+    return cpu.prepare_forward_train(LayerCall.of(given), isa)(given)
 
 
 def exact_partials(layer: Layer) -> Tensor:

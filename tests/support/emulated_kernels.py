@@ -22,8 +22,8 @@ from torch import Tensor
 from mglu_ops.backends.cuda import training
 from mglu_ops.backends.cuda.compiler import source_directory
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
-from mglu_ops.backends.cuda.driver import POINTERS
 from mglu_ops.backends.cuda.kernels import training_steps
+from mglu_ops.backends.cuda.launch import parameters
 
 STAND_INS = Path(__file__).parents[1] / "cuda" / "emulation"
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -44,16 +44,20 @@ def emulated_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _launch(
-    device: int | None, kernel: str, macros: tuple[tuple[str, int], ...], blocks: int, constants: bytes
+    device: int | None,
+    kernel: str,
+    macros: tuple[tuple[str, int], ...],
+    blocks: int,
+    integers: tuple[tuple[str, int], ...],
 ) -> Callable[..., None]:
     assert device is None  # for CPU tensors
-    run = _compiled(kernel, macros)
+    run, fields = _compiled(kernel, macros), parameters(f"{kernel}.cu")
+    packed = bytearray(fields.with_integers(dict(integers)))
 
-    def launch(stream: int, *pointers: int, maps: bytes | None = None) -> None:
-        parameters = POINTERS.pack(*pointers) + constants
-        if maps is not None:
-            parameters = parameters[: -len(maps)] + maps
-        assert run(parameters, len(parameters), blocks), f"{kernel}: other parameters"
+    def launch(stream: int, **pointers: int) -> None:
+        assert pointers.keys() == set(fields.pointers)
+        fields.pack_pointers(packed, 0, *fields.in_order(pointers))
+        assert run(bytes(packed), len(packed), blocks), f"{kernel}: other parameters"
 
     return launch
 

@@ -156,7 +156,7 @@ TensorMap encode(const Matrix& matrix, const void* pointer) {
     TensorMap map;
     const std::uint64_t sizes[] = {matrix.width, matrix.height}, pitches[] = {matrix.pitch};
     const std::uint32_t box[] = {matrix.box_width, matrix.box_height}, steps[] = {1, 1};
-    cuda.check(cuda.encode(map.bytes, matrix.item_bytes == 1 ? kUint8 : kUint16, 2, const_cast<void*>(pointer), sizes,
+    cuda.check(cuda.encode(map.opaque, matrix.item_bytes == 1 ? kUint8 : kUint16, 2, const_cast<void*>(pointer), sizes,
                            pitches, box, steps, 0, matrix.swizzle ? kSwizzle128B : kNoSwizzle, kPromote64B, 0),
                "encoding a tensor map");
     return map;

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "../../cuda/types.cuh"
+
 namespace mglu::cuda {
 
 struct DeviceFacts {
@@ -40,10 +42,6 @@ struct Matrix {
     bool swizzle;
 };
 
-// CUtensorMap, as kernels take it.
-struct alignas(64) TensorMap {
-    unsigned char bytes[128];
-};
 TensorMap encode(const Matrix& matrix, const void* pointer);
 
 // `parameters` points to the one argument that every kernel has.

@@ -15,8 +15,9 @@ struct Cubin {
 
 // What a kernel is compiled for. Element types have the numbers of csrc/cuda/element.cuh.
 struct Variant {
-    int arch;     // 90 for compute capability 9.0
-    int element;  // of x and W
+    int arch;           // 90 for compute capability 9.0
+    int element;        // of x
+    int weight_format;  // its code in csrc/cuda/weight_formats.cuh
     int n_masks;
     int activation;   // its code in csrc/cpu/activation.h
     int mask_weight;  // element type of mask_weights; -1 without them

@@ -9,28 +9,13 @@
 #include <tuple>
 #include <utility>
 
+#include "../../cuda/params.cuh"
+#include "../../cuda/weight_formats.cuh"
 #include "kernels.h"
 
 namespace mglu::cuda {
 
 namespace {
-
-// The same struct as in csrc/cuda/params.cuh.
-struct Params {
-    const void *x, *weight, *masks, *mask_weight;
-    void* out;
-    std::int64_t x_row_stride, x_column_stride, weight_row_stride, weight_column_stride;
-    std::int64_t mask_row_stride, mask_octet_stride, mask_stride, mask_weight_row_stride, mask_weight_column_stride;
-    std::int32_t tokens, out_features, in_features, x_is_vectorizable;
-};
-static_assert(sizeof(Params) == 128);
-
-// The same struct as in csrc/cuda/tile.cuh.
-struct TileParams {
-    Params params;
-    TensorMap x, weight, masks;
-};
-static_assert(sizeof(TileParams) == 512);
 
 constexpr std::int64_t kMaxTokens = 512;  // of a launch; calls with more make several (MAX_TOKENS in device_code.py)
 constexpr unsigned kPlainThreads = 256, kPlainWarps = 8, kPermuteThreads = 256;
@@ -70,7 +55,7 @@ Params parameters(const LayerCall& call, void* out, std::int64_t first, std::int
     Params p{};
     p.x = static_cast<const char*>(call.x.data) + first * call.x_row_stride * item;
     p.weight = call.weight.data;
-    p.masks = call.packed_masks.data;
+    p.packed_masks = static_cast<const u8*>(call.packed_masks.data);
     p.out = static_cast<char*>(out) + first * call.out_features * item;
     p.x_row_stride = call.x_row_stride;
     p.x_column_stride = call.x.last_stride();
@@ -80,8 +65,8 @@ Params parameters(const LayerCall& call, void* out, std::int64_t first, std::int
     p.mask_octet_stride = call.packed_masks.strides[1];
     p.mask_stride = call.packed_masks.strides[2];
     if (const auto& mask_weight = call.mask_weights) {
-        p.mask_weight = static_cast<const char*>(mask_weight->data) +
-                        first * call.mask_weight_row_stride * item_bytes(mask_weight->dtype);
+        p.mask_weights = static_cast<const char*>(mask_weight->data) +
+                         first * call.mask_weight_row_stride * item_bytes(mask_weight->dtype);
         p.mask_weight_row_stride = call.mask_weight_row_stride;
         p.mask_weight_column_stride = mask_weight->last_stride();
     }
@@ -105,16 +90,16 @@ class Loaded {
     }
     Function compiled(int device, const Variant& variant, int tokens) {
         const std::lock_guard lock(mutex_);
-        Function& function =
-            compiled_[{device, variant.element, variant.n_masks, variant.activation, variant.mask_weight, tokens}];
+        Function& function = compiled_[{device, variant.element, variant.weight_format, variant.n_masks,
+                                        variant.activation, variant.mask_weight, tokens}];
         if (function == nullptr) {
             const auto define = [](const char* name, int value) {
                 return std::string("-D") + name + "=" + std::to_string(value);
             };
             const std::vector<char> code =
                 compile(plain_sources(), variant.arch,
-                        {define("MGLU_ELEMENT", variant.element), define("MGLU_N_MASKS", variant.n_masks),
-                         define("MGLU_ACTIVATION", variant.activation),
+                        {define("MGLU_ELEMENT", variant.element), define("MGLU_WEIGHT_FORMAT", variant.weight_format),
+                         define("MGLU_N_MASKS", variant.n_masks), define("MGLU_ACTIVATION", variant.activation),
                          define("MGLU_MASK_WEIGHTS", variant.mask_weight), define("MGLU_TOKENS", tokens)});
             function = load(code.data(), "mglu_plain", 0);
         }
@@ -124,7 +109,7 @@ class Loaded {
   private:
     std::mutex mutex_;
     std::map<std::tuple<int, int, unsigned>, Function> cubins_;
-    std::map<std::tuple<int, int, int, int, int, int>, Function> compiled_;
+    std::map<std::tuple<int, int, int, int, int, int, int>, Function> compiled_;
 };
 
 Loaded& loaded() {
@@ -169,15 +154,17 @@ const void* permute_x(const TunedLaunch& tuned, const DeviceFacts& device, Param
 TileParams tile_parameters(const TunedLaunch& tuned, const Params& p) {
     const Boxes& box = tuned.boxes;
     const auto height = static_cast<std::uint64_t>(p.out_features), width = static_cast<std::uint64_t>(p.in_features);
-    TileParams tile{p, {}, encode({2, width, height, 2 * width, 64, box.rows, true}, p.weight), {}};
+    TileParams tile{};
+    static_cast<Params&>(tile) = p;
+    tile.weight_map = encode({2, width, height, 2 * width, 64, box.rows, true}, p.weight);
     if (tuned.permute_x.cubin < 0) {
         const auto tokens = static_cast<std::uint32_t>(p.tokens);
         const auto pitch = static_cast<std::uint64_t>(2 * p.x_row_stride);
-        tile.x = encode({2, width, tokens, pitch, 64, std::min(box.tokens, tokens), true}, p.x);
+        tile.x_map = encode({2, width, tokens, pitch, 64, std::min(box.tokens, tokens), true}, p.x);
     }
     if (box.mask_bytes > 0) {
         const auto pitch = static_cast<std::uint64_t>(p.mask_row_stride);
-        tile.masks = encode({1, pitch, height, pitch, box.mask_bytes, box.rows, box.swizzle_masks}, p.masks);
+        tile.masks_map = encode({1, pitch, height, pitch, box.mask_bytes, box.rows, box.swizzle_masks}, p.packed_masks);
     }
     return tile;
 }
@@ -228,6 +215,7 @@ void forward(const LayerCall& call, void* out, const Executor& executor) {
     const auto& mask_weight = call.mask_weights;
     const Variant variant{.arch = device.arch,
                           .element = element("x", call.x.dtype),
+                          .weight_format = static_cast<int>(WeightFormat::dense),
                           .n_masks = static_cast<int>(call.n_masks),
                           .activation = call.activation,
                           .mask_weight = mask_weight ? element("mask_weights", mask_weight->dtype) : -1};

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...activations import ACTIVATIONS
-from ...layer_call import LayerCall
+from ...layer_call import LayerArguments, LayerCall
 from ...masks import packed_shape, packed_width
 from ..base import Backend, PreparedBackward, PreparedCall, PreparedForwardTrain
 from . import backward
@@ -26,9 +26,7 @@ from .library import (
     is_loaded,
     is_missing,
     load,
-    pack_constants,
-    pack_packing_call,
-    pack_pointers,
+    packer,
 )
 
 __all__ = ["BuildError", "Cpu", "is_loaded", "is_missing", "isa"]
@@ -68,17 +66,14 @@ class Cpu(Backend):
         Raises:
             BuildError: the kernels could not be built.
         """
-        constants, copied = _settled(call, launch)
-        return CpuCall(_library(), constants, call.result_shape, copied)
+        return CpuCall(_library(), call, launch)
 
     def can_train_forward(self, call: LayerCall) -> bool:
         return call.in_features > 0 and self.supports(call)
 
     def prepare_forward_train(self, call: LayerCall, launch: str | None = None) -> PreparedForwardTrain:
         """Prepare a supported call with in_features > 0 for any tensors; `launch` as in `prepare`."""
-        constants, copied = _settled(call, launch)
-        entries = call.n_masks + 1 if call.mask_weights_dtype is None else 2 * call.n_masks + 1
-        return CpuForwardTrain(_library(), constants, call.result_shape, copied, entries)
+        return CpuForwardTrain(_library(), call, launch)
 
     def can_pack(self, masks: Tensor) -> bool:
         return masks.is_cpu and masks.dtype in _MASK_SOURCES and isinstance(load(), Library)
@@ -92,12 +87,19 @@ class Cpu(Backend):
         n_masks, out_features, in_features = masks.shape
         packed = masks.new_empty(packed_shape(n_masks, out_features, in_features), dtype=torch.uint8)
         size = masks.element_size()
-        _library().pack(
-            pack_packing_call(
-                masks.data_ptr(), packed.data_ptr(), n_masks, out_features, in_features,
-                *(stride * size for stride in masks.stride()), _MASK_SOURCES[masks.dtype],
-            )
-        )  # fmt: skip
+        pack = packer(
+            "Pack",
+            {
+                "n_masks": n_masks,
+                "out_features": out_features,
+                "in_features": in_features,
+                "mask_stride": masks.stride(0) * size,
+                "row_stride": masks.stride(1) * size,
+                "column_stride": masks.stride(2) * size,
+                "source": _MASK_SOURCES[masks.dtype],
+            },
+        )
+        _library().pack(pack({"masks": masks.data_ptr(), "packed_masks": packed.data_ptr()}))
         return packed
 
     def can_train_backward(self, call: LayerCall) -> bool:
@@ -106,32 +108,6 @@ class Cpu(Backend):
     def prepare_backward(self, call: LayerCall) -> PreparedBackward:
         """Prepare a supported backward pass. Raises what `prepare` raises."""
         return backward.Backward(call, _library())
-
-
-def _settled(call: LayerCall, launch: str | None) -> tuple[bytes, tuple[bool, bool, bool]]:
-    """Return `Forward`'s fields without pointers, and which of x, weight and packed masks are copied first."""
-    in_features, n_masks, width = call.in_features, call.n_masks, packed_width(call.in_features)
-    copied = (
-        call.tokens > 0 and not _is_in_rows((in_features,), call.x.strides),
-        call.out_features > 0 and not _is_in_rows((in_features,), call.weight.strides),
-        call.out_features > 0 and not _is_in_rows((width, n_masks), call.masks.strides),
-    )
-    constants = pack_constants(
-        call.tokens,
-        call.out_features,
-        in_features,
-        n_masks,
-        in_features if copied[0] else call.x.strides[0],
-        in_features if copied[1] else call.weight.strides[0],
-        width * n_masks if copied[2] else call.masks.strides[0],
-        *call.mask_weights.strides,
-        call.out_features,
-        DTYPES[call.dtype],
-        0 if call.mask_weights_dtype is None else DTYPES[call.mask_weights_dtype],
-        ACTIVATIONS[call.activation].code,
-        ISAS[launch or "best"],
-    )
-    return constants, copied
 
 
 def _library() -> Library:
@@ -154,64 +130,79 @@ def _is_in_rows(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 class _Call:
     """A prepared call of the kernels. Thread-safe.
 
-    `copied` says which of x, weight and packed masks are copied first: reading them is most of the work, and strides
-    between neighbouring elements would make each load inefficient.
+    x, weight and packed masks are copied first if neighbouring elements are not neighbours in memory: reading them is
+    most of the work, and strides between elements would make each load inefficient.
     """
 
-    __slots__ = ("_any_copied", "_constants", "_copied", "_library", "_shape")
-
-    def __init__(
-        self, library: Library, constants: bytes, shape: tuple[int, ...], copied: tuple[bool, bool, bool]
-    ) -> None:
+    def __init__(self, library: Library, call: LayerCall, launch: str | None) -> None:
+        """Prepare a call; `launch` forces an instruction set of `ISAS`."""
+        in_features, n_masks, width = call.in_features, call.n_masks, packed_width(call.in_features)
+        layout = call.weight.layout
+        self._copied = (
+            call.tokens > 0 and not _is_in_rows((in_features,), call.x.strides),
+            call.out_features > 0 and not _is_in_rows((in_features,), layout.strides),
+            call.out_features > 0 and not _is_in_rows((width, n_masks), call.masks.strides),
+        )
+        self._any_copied = any(self._copied)
         self._library = library
-        self._constants = constants
-        self._shape = shape
-        self._copied = copied
-        self._any_copied = any(copied)
+        self._shape = call.result_shape
+        self._pack = packer(
+            "Forward",
+            {
+                "tokens": call.tokens,
+                "out_features": call.out_features,
+                "in_features": in_features,
+                "n_masks": n_masks,
+                "x_stride": in_features if self._copied[0] else call.x.strides[0],
+                "weight_stride": in_features if self._copied[1] else layout.strides[0],
+                "mask_stride": width * n_masks if self._copied[2] else call.masks.strides[0],
+                "mask_weight_stride": call.mask_weights.strides[0],
+                "mask_weight_mask_stride": call.mask_weights.strides[1],
+                "out_stride": call.out_features,
+                "dtype": DTYPES[call.dtype],
+                "mask_weights_dtype": 0 if call.mask_weights_dtype is None else DTYPES[call.mask_weights_dtype],
+                "weight_format": call.weight.format.code,
+                "activation": ACTIVATIONS[call.activation].code,
+                "isa": ISAS[launch or "best"],
+            },
+        )
 
-    def _run(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        packed_masks: Tensor,
-        mask_weights: Tensor | None,
-        out: Tensor,
-        partials: int,
-    ) -> None:
+    def _run(self, given: LayerArguments, out: Tensor, partials: int) -> None:
         """Write the result, and the partial derivatives if their address is not 0."""
+        x, weight, packed_masks, _, mask_weights, scale, _ = given
         if self._any_copied:
-            given = zip((x, weight, packed_masks), self._copied, strict=True)
-            x, weight, packed_masks = (tensor.contiguous() if copied else tensor for tensor, copied in given)
-        mask_weight = 0 if mask_weights is None else mask_weights.data_ptr()
-        pointers = x.data_ptr(), weight.data_ptr(), packed_masks.data_ptr(), mask_weight, out.data_ptr(), partials
-        self._library.forward(pack_pointers(*pointers) + self._constants)
+            tensors = zip((x, weight, packed_masks), self._copied, strict=True)
+            x, weight, packed_masks = (tensor.contiguous() if copied else tensor for tensor, copied in tensors)
+        pointers = {
+            "x": x.data_ptr(),
+            "weight": weight.data_ptr(),
+            "packed_masks": packed_masks.data_ptr(),
+            "mask_weights": 0 if mask_weights is None else mask_weights.data_ptr(),
+            "weight_scale": 0 if scale is None else scale.data_ptr(),
+            "out": out.data_ptr(),
+            "partials": partials,
+        }
+        self._library.forward(self._pack(pointers))
 
 
 class CpuCall(_Call):
     """A prepared call of `mglu::forward`."""
 
-    __slots__ = ()
-
-    def __call__(self, x: Tensor, weight: Tensor, packed_masks: Tensor, mask_weights: Tensor | None) -> Tensor:
-        out = x.new_empty(self._shape)
-        self._run(x, weight, packed_masks, mask_weights, out, 0)
+    def __call__(self, given: LayerArguments) -> Tensor:
+        out = given.x.new_empty(self._shape)
+        self._run(given, out, 0)
         return out
 
 
 class CpuForwardTrain(_Call):
     """A prepared call of `mglu::forward_train`."""
 
-    __slots__ = ("_partials_shape",)
+    def __init__(self, library: Library, call: LayerCall, launch: str | None) -> None:
+        super().__init__(library, call, launch)
+        entries = call.n_masks + 1 if call.mask_weights_dtype is None else 2 * call.n_masks + 1
+        self._partials_shape = (*self._shape[:-1], entries, self._shape[-1])
 
-    def __init__(
-        self, library: Library, constants: bytes, shape: tuple[int, ...], copied: tuple[bool, bool, bool], entries: int
-    ) -> None:
-        super().__init__(library, constants, shape, copied)
-        self._partials_shape = (*shape[:-1], entries, shape[-1])
-
-    def __call__(
-        self, x: Tensor, weight: Tensor, packed_masks: Tensor, mask_weights: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        out, partials = x.new_empty(self._shape), x.new_empty(self._partials_shape)
-        self._run(x, weight, packed_masks, mask_weights, out, partials.data_ptr())
+    def __call__(self, given: LayerArguments) -> tuple[Tensor, Tensor]:
+        out, partials = given.x.new_empty(self._shape), given.x.new_empty(self._partials_shape)
+        self._run(given, out, partials.data_ptr())
         return out, partials

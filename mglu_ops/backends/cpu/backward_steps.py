@@ -5,35 +5,43 @@ Columns of matrices are contiguous, and rows may have any distance; packed masks
 
 from __future__ import annotations
 
-import struct
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from ...masks import n_masks_of
-from .library import DTYPES, Library
+from .library import DTYPES, Library, packer
 
-# The structs of csrc/cpu/backward.h: pointers, then sizes, strides and dtypes, all of 8 bytes.
-_pack_flip_signs = struct.Struct("@3P4q").pack
-_pack_scale = struct.Struct("@3P6q").pack
-_pack_weight_gradients = struct.Struct("@6P7q").pack
-_pack_mask_weight_gradients = struct.Struct("@3P6q").pack
+
+def _run(library: Library, name: str, pointers: Mapping[str, Tensor | None], **integers: int) -> None:
+    """Run a step, whose struct in csrc/cpu/backward.h has its name in camel case."""
+    pack = packer(name.title().replace("_", ""), integers, "backward.h")
+    addresses = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in pointers.items()}
+    library.run_step(name, pack(addresses))
 
 
 def flip_signs(library: Library, weight: Tensor, packed_masks: Tensor) -> Tensor:
     """Return W, then F_i * W for every mask: `[n_masks + 1, out_features, in_features]`."""
     n_masks, (d, h) = n_masks_of(packed_masks), weight.shape
     flipped = weight.new_empty(n_masks + 1, d, h)
-    addresses = weight.data_ptr(), packed_masks.data_ptr(), flipped.data_ptr()
-    library.run_step("flip_signs", _pack_flip_signs(*addresses, n_masks, d, h, weight.stride(0)))
+    tensors = {"weight": weight, "packed_masks": packed_masks, "out": flipped}
+    sizes = {"n_masks": n_masks, "out_features": d, "in_features": h}
+    _run(library, "flip_signs", tensors, **sizes, weight_stride=weight.stride(0))
     return flipped
 
 
 def scale(library: Library, grad_output: Tensor, partials: Tensor, out: Tensor) -> None:
     """Write the products of G `[tokens, columns]` and partials `[tokens, entries, columns]`, shaped as the partials."""
-    addresses = grad_output.data_ptr(), partials.data_ptr(), out.data_ptr()
-    strides = grad_output.stride(0), *partials.stride()[:2]
-    library.run_step("scale", _pack_scale(*addresses, *partials.shape, *strides))
+    _run(
+        library,
+        "scale",
+        {"grad_output": grad_output, "partials": partials, "out": out},
+        **dict(zip(("tokens", "entries", "columns"), partials.shape, strict=True)),
+        grad_stride=grad_output.stride(0),
+        partials_stride=partials.stride(0),
+        entry_stride=partials.stride(1),
+    )
 
 
 def weight_gradients(
@@ -58,22 +66,37 @@ def weight_gradients(
             contiguous.
     """
     n_masks, d, h = products.shape
-    tensors = total, products, weight, packed_masks, grad_weight, grad_logits
-    total_dtype, logits_dtype = (torch.float32 if tensor is None else tensor.dtype for tensor in (total, grad_logits))
-    library.run_step(
+    _run(
+        library,
         "weight_gradients",
-        _pack_weight_gradients(
-            *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
-            *(n_masks, d, h, weight.stride(0), 0 if grad_logits is None else grad_logits.stride(0)),
-            *(DTYPES[total_dtype], DTYPES[logits_dtype]),
-        ),
+        {
+            "total": total,
+            "products": products,
+            "weight": weight,
+            "packed_masks": packed_masks,
+            "grad_weight": grad_weight,
+            "grad_logits": grad_logits,
+        },
+        n_masks=n_masks,
+        out_features=d,
+        in_features=h,
+        weight_stride=weight.stride(0),
+        logits_stride=0 if grad_logits is None else grad_logits.stride(0),
+        total_dtype=DTYPES[torch.float32 if total is None else total.dtype],
+        logits_dtype=DTYPES[torch.float32 if grad_logits is None else grad_logits.dtype],
     )
 
 
 def mask_weight_gradients(library: Library, grad_output: Tensor, terms: Tensor) -> Tensor:
     """Sum G `[tokens, columns]` times R `[tokens, n_masks, columns]` over columns, in float32."""
     sums = terms.new_empty(terms.shape[:2], dtype=torch.float32)
-    addresses = grad_output.data_ptr(), terms.data_ptr(), sums.data_ptr()
-    strides = grad_output.stride(0), *terms.stride()[:2]
-    library.run_step("mask_weight_gradients", _pack_mask_weight_gradients(*addresses, *terms.shape, *strides))
+    _run(
+        library,
+        "mask_weight_gradients",
+        {"grad_output": grad_output, "terms": terms, "out": sums},
+        **dict(zip(("tokens", "n_masks", "columns"), terms.shape, strict=True)),
+        grad_stride=grad_output.stride(0),
+        terms_stride=terms.stride(0),
+        mask_stride=terms.stride(1),
+    )
     return sums

@@ -93,8 +93,8 @@ def settings() -> tuple[str | None, ...]:
 def _artifact() -> Artifact:
     """Describe the library. Its inputs include the options in `CXX`, but not the compiler."""
     folder = source_directory()
-    geometry = folder.parent / "cuda" / "packed_masks.cuh"
-    sources = sorted((*folder.glob("*.cpp"), *folder.glob("*.h"), geometry))
+    shared = (folder.parent / "cuda" / name for name in ("packed_masks.cuh", "weight_formats.cuh"))
+    sources = sorted((*folder.glob("*.cpp"), *folder.glob("*.h"), *shared))
     options = dropwhile(lambda word: not word.startswith("-"), _wanted())
     return Artifact(
         name=f"cpu-{platform.machine()}",

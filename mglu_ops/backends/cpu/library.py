@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import ctypes
 import os
-import struct
 import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
-from .build import BuildError, load_library, settings
-
-# `Forward`: six pointers, then ten sizes and strides and four enumerations, all of 8 bytes.
-pack_pointers = struct.Struct("@6P").pack
-pack_constants = struct.Struct("@14q").pack
-
-# `Pack`: two pointers, six sizes and strides, one enumeration.
-pack_packing_call = struct.Struct("@2P7q").pack
+from ..parameters import read_parameters
+from .build import BuildError, load_library, settings, source_directory
 
 ISAS = {"best": 0, "portable": 1, "avx2": 2, "avx512": 3, "avx512_bf16": 4, "amx": 5}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 STEPS = ("flip_signs", "scale", "weight_gradients", "mask_weight_gradients")
 """The steps of a backward pass (csrc/cpu/backward.h)."""
+
+
+def packer(
+    struct: str, integers: Mapping[str, int], header: str = "mglu_cpu.h"
+) -> Callable[[Mapping[str, int]], bytes]:
+    """A function that packs a struct of csrc/cpu with these integers and, at each call, addresses by name."""
+    fields = read_parameters(source_directory() / header, struct)
+    template = fields.with_integers(integers)
+
+    def pack(pointers: Mapping[str, int]) -> bytes:
+        packed = bytearray(template)
+        fields.pack_pointers(packed, 0, *fields.in_order(pointers))
+        return bytes(packed)
+
+    return pack
 
 
 class Library:

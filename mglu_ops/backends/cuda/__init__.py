@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...activations import ACTIVATIONS
-from ...layer_call import LayerCall
+from ...layer_call import LayerArguments, LayerCall
 from ..base import Backend, PreparedBackward, PreparedCall, PreparedForwardTrain
 from . import training
 from .choice import LaunchChoice, choose
@@ -187,28 +187,31 @@ class CudaCall:
         self._dtype = dtype
         self._device = device
 
-    def __call__(self, x: Tensor, weight: Tensor, packed_masks: Tensor, mask_weights: Tensor | None) -> Tensor:
+    def __call__(self, given: LayerArguments) -> Tensor:
         device = self._device
         if device != _current_device():
             with torch.cuda.device(device):
-                return self(x, weight, packed_masks, mask_weights)
+                return self(given)
         out = _empty(self._shape, self._strides, self._dtype, device)
         sequence = self.sequence
         if sequence is None:
             return out
         stream = _current_stream(device)
-        pointers = (
-            weight.data_ptr(),
-            packed_masks.data_ptr(),
-            0 if mask_weights is None else mask_weights.data_ptr(),
-            out.data_ptr(),
-        )
+        x, weight, packed_masks, _, mask_weights, scale, _ = given
+        pointers = {
+            "x": x.data_ptr(),
+            "weight": weight.data_ptr(),
+            "packed_masks": packed_masks.data_ptr(),
+            "mask_weights": 0 if mask_weights is None else mask_weights.data_ptr(),
+            "weight_scale": 0 if scale is None else scale.data_ptr(),
+            "out": out.data_ptr(),
+        }
         if sequence.workspace_bytes:
             # Freed on return, after the launches. Whoever gets the memory next runs after the kernels on this stream.
             workspace = _empty((sequence.workspace_bytes,), (1,), torch.uint8, device)
-            sequence(stream, workspace.data_ptr(), x.data_ptr(), *pointers)
+            sequence(stream, workspace=workspace.data_ptr(), **pointers)
         elif sequence.maps is not None:
-            sequence(stream, 0, x.data_ptr(), *pointers)
+            sequence(stream, **pointers)
         else:
-            sequence.kernel(stream, x.data_ptr(), *pointers)
+            sequence.kernel(stream, **pointers)
         return out

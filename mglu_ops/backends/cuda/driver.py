@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import struct as binary
 import threading
+from collections.abc import Mapping
 from functools import cache
+
+from ..parameters import Parameters
 
 
 class LaunchError(RuntimeError):
@@ -29,10 +31,6 @@ class _LaunchStruct(ctypes.Structure):
     )
 
 
-POINTERS = binary.Struct("5Q")
-"""The head of every kernel's parameters: x, weight, masks, mask weights, out."""
-
-_pack_pointers = POINTERS.pack_into
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _MAX_DYNAMIC_SHARED_SIZE = 8
 _NO_CONTEXT = 201
@@ -95,14 +93,23 @@ class Kernel:
 
 
 class Launch:
-    """A kernel with its geometry and its parameters. The pointers, which differ by call, come first in its one struct.
+    """A kernel with its geometry and its parameters, of which only the pointers and tensor maps differ by call.
 
     Thread-safe.
     """
 
     def __init__(
-        self, kernel: Kernel, grid: tuple[int, int], threads: int, shared: int, overlap: bool, constants: bytes
+        self,
+        kernel: Kernel,
+        grid: tuple[int, int],
+        threads: int,
+        shared: int,
+        *,
+        overlap: bool,
+        parameters: Parameters,
+        integers: Mapping[str, int],
     ) -> None:
+        """Prepare a launch; `integers` are all strides and sizes of the struct `parameters`, by name."""
         kernel.allow_shared(shared)
         self._kernel = kernel
         self._launch = _library().cuLaunchKernelEx
@@ -111,24 +118,26 @@ class Launch:
         # that kernel before they touch memory.
         self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
         self._overlap = overlap
-        self._constants = constants
+        self._struct = parameters.with_integers(integers)
+        self._map_offset = parameters.map_offset
+        self._in_order, self._pack = parameters.in_order, parameters.pack_pointers
         self._local = threading.local()
 
-    def __call__(
-        self, stream: int, x: int, weight: int, masks: int, mask_weight: int, out: int, maps: bytes | None = None
-    ) -> None:
-        """Launch on a stream of the current context; the five arguments after it are addresses.
+    def __call__(self, stream: int, maps: bytes | None = None, /, **pointers: int) -> None:
+        """Launch on a stream of the current context with the address of each pointer of the struct, and all its maps.
 
-        `maps` replaces the last bytes of the constants.
+        Raises:
+            KeyError: a pointer of the struct is missing.
+            LaunchError: the driver refused the launch; the context stays usable.
         """
         try:
             struct, config, function, buffer, arguments = self._local.state
         except AttributeError:
             struct, config, function, buffer, arguments = self._local.state = self._new_state()
         struct.stream = stream
-        _pack_pointers(buffer, 0, x, weight, masks, mask_weight, out)
+        self._pack(buffer, 0, *self._in_order(pointers))
         if maps is not None:
-            buffer[-len(maps) :] = maps  # one copy; a ctypes array would be copied byte by byte
+            buffer[self._map_offset :] = maps  # one copy; a ctypes array would be copied byte by byte
         result = self._launch(config, function, arguments, None)
         if result == _NO_CONTEXT:
             bind_context(self._kernel.device)
@@ -140,7 +149,6 @@ class Launch:
         """Make the buffers that the driver reads in a launch: one set per thread, because ctypes releases the GIL."""
         attributes = ctypes.pointer(self._attribute)
         struct = _LaunchStruct(*self._geometry, None, attributes, 1 if self._overlap else 0)
-        size = POINTERS.size + len(self._constants)
-        buffer = ctypes.create_string_buffer(bytes(POINTERS.size) + self._constants, size)
+        buffer = ctypes.create_string_buffer(self._struct, len(self._struct))
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
         return struct, ctypes.byref(struct), self._kernel.handle, memoryview(buffer).cast("B"), arguments

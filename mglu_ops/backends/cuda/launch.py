@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from .compiler import compile_cubin
+from ..parameters import Parameters, read_parameters
+from .compiler import compile_cubin, source_directory
 from .driver import Kernel, Launch
 from .tensor_map import TensorMaps
 
@@ -23,6 +24,11 @@ def load_kernel(device: int, name: str, target: str, macros: dict[str, int]) -> 
 @cache
 def _load_kernel(device: int, name: str, target: str, macros: tuple[tuple[str, int], ...]) -> Kernel:
     return Kernel(compile_cubin(name, target, dict(macros)), f"mglu_{name}", device)
+
+
+def parameters(source: str, name: str = "Params") -> Parameters:
+    """The struct `name` of parameters that a file of csrc/cuda declares."""
+    return read_parameters(source_directory() / source, name)
 
 
 @dataclass(frozen=True)
@@ -46,26 +52,16 @@ class LaunchSequence:
     x_maps: TensorMaps | None = None
     result_maps: TensorMaps | None = None
 
-    def __call__(
-        self,
-        stream: int,
-        workspace: int,
-        x: int,
-        weight: int,
-        masks: int,
-        term_weights: int,
-        out: int,
-        partials: int = 0,
-    ) -> None:
-        """Launch on a stream; all other arguments are addresses."""
+    def __call__(self, stream: int, *, workspace: int = 0, partials: int = 0, **pointers: int) -> None:
+        """Launch on a stream; the other arguments are addresses: those of `Params`, and of other memory."""
         maps = None
         if self.maps is not None:
-            maps = self.maps(weight, masks)
+            maps = self.maps(pointers["weight"], pointers["packed_masks"])
             if self.x_maps is not None:
-                maps = self.x_maps(x) + maps
+                maps = self.x_maps(pointers["x"]) + maps
             if self.result_maps is not None:
-                maps += self.result_maps(out, partials)
+                maps += self.result_maps(pointers["out"], partials)
         if self.permute is not None:
-            self.permute(stream, x, 0, 0, 0, workspace)
-            x = workspace
-        self.kernel(stream, x, weight, masks, term_weights, out, maps=maps)
+            self.permute(stream, **{**pointers, "out": workspace})
+            pointers["x"] = workspace
+        self.kernel(stream, maps, **pointers)

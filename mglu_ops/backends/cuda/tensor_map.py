@@ -6,9 +6,9 @@ import ctypes
 import threading
 from dataclasses import dataclass
 
+from ..parameters import MAP_BYTES
 from .driver import call_driver
 
-MAP_BYTES = 128
 _MAPS_KEPT = 1024
 _ALIGNMENT = 64  # of the encoded map, in bytes
 

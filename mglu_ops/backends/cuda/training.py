@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...layer_call import LayerCall
+from ...layer_call import LayerArguments, LayerCall
 from ...masks import n_masks_of
 from ..base import BackwardArguments
 from .device import gpu_of
@@ -71,16 +71,25 @@ class ForwardTrain:
         self._entries = partials_of(call)
         self._sequence = _tile_sequence(call)
 
-    def __call__(
-        self, x: Tensor, weight: Tensor, packed_masks: Tensor, mask_weights: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, given: LayerArguments) -> tuple[Tensor, Tensor]:
         call, sequence = self._call, self._sequence
+        x, weight, packed_masks, _, mask_weights, *_ = given
         tokens, out_features = x.shape[0], call.out_features
         result, partials = x.new_empty(tokens, out_features), x.new_empty(tokens, self._entries, out_features)
         if sequence is not None:
             permuted_x = x.new_empty(sequence.workspace_bytes, dtype=torch.uint8) if sequence.workspace_bytes else None
-            tensors = permuted_x, x, weight, packed_masks, mask_weights, result, partials
-            sequence(_stream(x), *(0 if tensor is None else tensor.data_ptr() for tensor in tensors))
+            tensors = {
+                "workspace": permuted_x,
+                "x": x,
+                "weight": weight,
+                "packed_masks": packed_masks,
+                "mask_weights": mask_weights,
+                "weight_scale": None,
+                "out": result,
+                "partials": partials,
+            }
+            addresses = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
+            sequence(_stream(x), **addresses)
             return result, partials
 
         x, weight, packed_masks = x.contiguous(), _with_contiguous_columns(weight), _aligned(packed_masks)
@@ -220,7 +229,7 @@ class _InputGradient:
     def __call__(self, operands: Operands, at: Addresses, grad_x: Tensor) -> None:
         flipped = operands.weight.new_empty(self._flipped_shape)
         stream, address = _stream(grad_x), flipped.data_ptr()
-        self._flip_signs(stream, 0, at.weight, at.packed_masks, 0, address)
+        self._flip_signs(stream, weight=at.weight, packed_masks=at.packed_masks, out=address)
         self._gemm(stream, at.grad_output, at.partials, at.weight, address, grad_x.data_ptr())
 
 
@@ -337,15 +346,14 @@ class _WeightGradients:
                 chunk.total(stream, gradient, at.partials + chunk.partials, at.x, 0, total)
             first, others = (total, products) if self._total_is_first else (products, products + chunk.second)
             chunk.products(stream, gradient, at.partials + chunk.later_partials, at.x, 0, first, others)
-            steps.launch_weight_gradients(
-                chunk.gradients,
+            chunk.gradients(
                 stream,
-                total,
-                at.weight + chunk.weight,
-                at.packed_masks + chunk.packed_masks,
-                products,
-                result,
-                at_logits + chunk.grad_logits if at_logits else 0,
+                total=total,
+                weight=at.weight + chunk.weight,
+                packed_masks=at.packed_masks + chunk.packed_masks,
+                products=products,
+                weight_gradient=result,
+                logits_gradient=at_logits + chunk.grad_logits if at_logits else 0,
             )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from ...layer_call import LayerCall, as_rows
+from ...layer_call import LayerArguments, LayerCall
 from ...masks import packed_width
 from ..base import Backend, PreparedCall
 from .configs import MAX_TOKENS
@@ -66,7 +66,7 @@ class Triton(Backend):
             return f"the Triton kernels are for {most} tokens at most in {call.dtype}, got {call.tokens}"
         columns = (
             ("x", call.in_features, call.x),
-            ("weight", call.in_features, call.weight),
+            ("weight", call.in_features, call.weight.layout),
             ("packed_masks", packed_width(call.in_features), call.masks),
         )
         for name, size, layout in columns:
@@ -78,10 +78,9 @@ class Triton(Backend):
         """Import the kernels. Triton itself compiles and keeps them; `launch` replaces the tuned configuration."""
         from .launch import launch as run
 
-        activation, shape = call.activation, call.result_shape
+        shape = call.result_shape
 
-        def prepared(x: Tensor, weight: Tensor, packed_masks: Tensor, mask_weights: Tensor | None) -> Tensor:
-            term_weights = None if mask_weights is None else as_rows(mask_weights)
-            return run(as_rows(x), weight, packed_masks, activation, term_weights, launch).view(shape)
+        def prepared(given: LayerArguments) -> Tensor:
+            return run(given.in_rows(), launch).view(shape)
 
         return prepared

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...layer_call import LayerArguments
 from ...masks import n_masks_of
 from .configs import Config, MatvecConfig, choose
 from .matmul import matmul_kernel
@@ -42,20 +43,13 @@ def _is_traced(tensor: Tensor) -> bool:
     return type(tensor) not in (Tensor, torch.nn.Parameter)
 
 
-def launch(
-    x: Tensor,
-    weight: Tensor,
-    packed_masks: Tensor,
-    activation: str,
-    mask_weights: Tensor | None,
-    config: Config | None,
-) -> Tensor:
-    """The result `[tokens, out_features]`; one kernel, and no allocation but the result's."""
-    tokens, in_features = x.shape
-    out_features, n_masks = weight.shape[0], n_masks_of(packed_masks)
+def launch(given: LayerArguments, config: Config | None) -> Tensor:
+    """The result `[tokens, out_features]` of arguments `in_rows`; one kernel, and no allocation but the result's."""
+    x, weight, packed_masks, activation, mask_weights, *_ = given
+    tokens, in_features, out_features, n_masks = x.shape[0], given.in_features, given.out_features, given.n_masks
     if x.is_cuda and not _is_traced(x) and x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):  # Triton launches on the current device
-            return launch(x, weight, packed_masks, activation, mask_weights, config)
+            return launch(given, config)
     y = x.new_empty(tokens, out_features)
     if y.numel() == 0:
         return y

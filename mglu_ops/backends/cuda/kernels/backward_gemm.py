@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -11,8 +10,8 @@ from torch import Tensor
 
 from ..device import Gpu, gpu_of
 from ..driver import Launch
-from ..launch import load_kernel
-from ..tensor_map import MAP_BYTES, Matrix, TensorMaps
+from ..launch import load_kernel, parameters
+from ..tensor_map import Matrix, TensorMaps
 from .base import ELEMENTS, ceil_div
 
 NAME = "backward_gemm"
@@ -22,8 +21,6 @@ _ROWS, _COLUMNS, _DEPTH = 128, 256, 32
 _CLUSTER, _STAGES, _THREADS = 2, 7, 384
 _STAGE_BYTES = 2 * (2 * _ROWS * _DEPTH + _DEPTH * _COLUMNS)
 _BARRIER_BYTES = 16 * _STAGES
-_SIZES = struct.Struct("3i12x")
-"""The fields between the pointers and the maps in `GemmParams`."""
 
 _LEAST_FULL = 0.75
 """The fraction of SMs that must have a tile. With fewer tiles the library's GEMM, which splits k, is faster."""
@@ -90,7 +87,7 @@ class Gemm:
         Raises:
             LaunchError: the driver refused the launch; the context stays usable.
         """
-        self.launch(stream, others, 0, 0, 0, first, maps=self.maps(grad, partials, right, flipped))
+        self.launch(stream, self.maps(grad, partials, right, flipped), out=first, others=others)
 
 
 def input_gradient(grad: Tensor, partials: Tensor, weight: Tensor) -> Gemm:
@@ -155,7 +152,8 @@ def _prepare(
         _THREADS,
         shared_bytes(),
         overlap=True,
-        constants=_SIZES.pack(tokens, out_features, in_features) + bytes(4 * MAP_BYTES),
+        parameters=parameters("backward_gemm.cu"),
+        integers={"tokens": tokens, "out_features": out_features, "in_features": in_features},
     )
     box_features, box_tokens = (_DEPTH, _ROWS) if is_input_gradient else (64, _DEPTH)
     grad = Matrix(2, out_features, tokens, of_grad, box_features, box_tokens, swizzle=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -17,9 +16,6 @@ from ..launch import LaunchSequence
 
 ELEMENTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 """The codes of the dtypes in `csrc/cuda/element.cuh`."""
-
-_SIZES_AND_STRIDES = struct.Struct("9q4i")
-"""The fields after the pointers in `Params` of csrc/cuda/params.cuh."""
 
 
 @dataclass(frozen=True)
@@ -106,15 +102,24 @@ def common_macros(call: LayerCall) -> dict[str, int]:
         "MGLU_ELEMENT": ELEMENTS[call.dtype],
         "MGLU_N_MASKS": call.n_masks,
         "MGLU_ACTIVATION": ACTIVATIONS[call.activation].code,
+        "MGLU_WEIGHT_FORMAT": call.weight.format.code,
         "MGLU_MASK_WEIGHTS": -1 if call.mask_weights_dtype is None else ELEMENTS[call.mask_weights_dtype],
     }
 
 
-def constants(call: LayerCall) -> bytes:
-    """The kernels' parameters after the pointers: strides, sizes, and whether x can be read in whole vectors."""
-    strides = (*call.x.strides, *call.weight.strides, *call.masks.strides, *call.mask_weights.strides)
-    sizes = call.tokens, call.out_features, call.in_features
-    return _SIZES_AND_STRIDES.pack(*strides, *sizes, int(x_is_vectorizable(call)))
+def integers(call: LayerCall) -> dict[str, int]:
+    """The strides and sizes in `Params` (csrc/cuda/params.cuh), and whether x can be read in whole vectors."""
+    layouts = {"x": call.x, "weight": call.weight.layout, "mask_weight": call.mask_weights}
+    of_masks = zip(("mask_row_stride", "mask_octet_stride", "mask_stride"), call.masks.strides, strict=True)
+    return {
+        **{f"{name}_row_stride": layout.strides[0] for name, layout in layouts.items()},
+        **{f"{name}_column_stride": layout.strides[1] for name, layout in layouts.items()},
+        **dict(of_masks),
+        "tokens": call.tokens,
+        "out_features": call.out_features,
+        "in_features": call.in_features,
+        "x_is_vectorizable": int(x_is_vectorizable(call)),
+    }
 
 
 def x_is_vectorizable(call: LayerCall) -> bool:
@@ -125,12 +130,12 @@ def x_is_vectorizable(call: LayerCall) -> bool:
 
 def weight_is_vectorizable(call: LayerCall) -> bool:
     """Whether rows of the weight are whole, aligned 16-byte vectors, with a stride in bytes that fits in 32 bits."""
-    row, column = call.weight.strides
+    row, column = call.weight.layout.strides
     return (
         call.in_features % 8 == 0
         and column == 1
-        and call.weight.alignment == 16
-        and row * call.dtype.itemsize % 16 == 0
+        and call.weight.layout.alignment == 16
+        and row * call.weight.bits % 128 == 0
         and row < 2**26
     )
 

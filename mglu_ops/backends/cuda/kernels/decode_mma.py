@@ -13,14 +13,14 @@ import torch
 from ....layer_call import LayerCall
 from ..device import RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
 from ..driver import Launch
-from ..launch import LaunchSequence, load_kernel
+from ..launch import LaunchSequence, load_kernel, parameters
 from .base import (
     LaunchConfig,
     aligned_violations,
     ceil_div,
     common_macros,
-    constants,
     has_aligned_rows,
+    integers,
     mask_alignment,
     round_up,
 )
@@ -78,7 +78,7 @@ class DecodeMma(LaunchConfig):
     def shared_bytes(self, call: LayerCall) -> int:
         """Bytes of every warp's ring of stages, and of x. At the end the sums overwrite both."""
         warps = self.tiles * self.split_k
-        ring = self.stages * ROWS * self.stage_columns // 8 * (16 + call.n_masks)
+        ring = self.stages * ROWS * call.bytes_of_columns(self.stage_columns)
         columns = round_up(call.in_features, self.stage_columns)
         sums = round_up(4 * (call.n_masks + 1) * ROWS * self.token_columns(call.tokens), 128)
         rows_of_x = (columns * 2 + 16) * min(call.tokens, self.block_tokens)
@@ -116,7 +116,8 @@ class DecodeMma(LaunchConfig):
             self.threads,
             self.requested_shared_bytes(call, gpu),
             overlap=gpu.arch >= (9, 0),
-            constants=constants(call),
+            parameters=parameters("params.cuh"),
+            integers=integers(call),
         )
         return LaunchSequence(kernel)
 

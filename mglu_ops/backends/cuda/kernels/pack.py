@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from functools import lru_cache
 
 import torch
@@ -10,15 +9,13 @@ from torch import Tensor
 
 from ....masks import packed_shape, packed_width
 from ..driver import Launch
-from ..launch import load_kernel
+from ..launch import load_kernel, parameters
 from .base import ELEMENTS
 
 KINDS = {**ELEMENTS, torch.bool: 3}
 """The codes of the dtypes that can be packed: logits, by `> 0`, and bool masks."""
 
 _THREADS = 256
-_CONSTANTS = struct.Struct("3q3i4x")
-"""The fields after the pointers in `PackParams`."""
 
 
 def source(arch: tuple[int, int], dtype: torch.dtype, n_masks: int) -> tuple[str, str, dict[str, int]]:
@@ -43,7 +40,7 @@ def pack(masks: Tensor, arch: tuple[int, int], stream: int) -> Tensor:
         vector = address % alignment == 0 and masks.stride(2) == 1
         vector = vector and all(stride * masks.element_size() % alignment == 0 for stride in masks.stride()[:2])
         launch = _launch(masks.device.index, arch, masks.dtype, shape, masks.stride(), vector)
-        launch(stream, address, 0, 0, 0, packed.data_ptr())
+        launch(stream, source=address, packed=packed.data_ptr())
     return packed
 
 
@@ -65,5 +62,13 @@ def _launch(
         _THREADS,
         0,
         overlap=False,
-        constants=_CONSTANTS.pack(*strides, out_features, in_features, int(vector)),
+        parameters=parameters("pack.cu"),
+        integers={
+            "mask_stride": strides[0],
+            "row_stride": strides[1],
+            "column_stride": strides[2],
+            "out_features": out_features,
+            "in_features": in_features,
+            "vector": int(vector),
+        },
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from ....layer_call import LayerCall
 from ..device import Gpu
 from ..driver import Launch
-from ..launch import load_kernel
-from .base import ceil_div, constants, round_up
+from ..launch import load_kernel, parameters
+from .base import ceil_div, integers, round_up
 
 NAME = "permute_x"
 
@@ -37,7 +37,8 @@ def launch(call: LayerCall, gpu: Gpu, device: int, target: str, block_tokens: in
         256,
         0,
         overlap=gpu.arch >= (9, 0),
-        constants=constants(call),
+        parameters=parameters("params.cuh"),
+        integers=integers(call),
     )
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from ....layer_call import LayerCall
 from ..device import Gpu
 from ..driver import Launch
-from ..launch import LaunchSequence, load_kernel
-from .base import LaunchConfig, ceil_div, common_macros, constants
+from ..launch import LaunchSequence, load_kernel, parameters
+from .base import LaunchConfig, ceil_div, common_macros, integers
 
 _MOST_GRID_Y = 65535
 
@@ -42,7 +42,15 @@ class Plain(LaunchConfig):
     def sequence(self, call: LayerCall, gpu: Gpu, device: int) -> LaunchSequence:
         kernel = load_kernel(device, self.kernel, self.target(gpu), self.macros(call))
         return LaunchSequence(
-            Launch(kernel, self.grid(call, gpu), self.threads, 0, overlap=False, constants=constants(call))
+            Launch(
+                kernel,
+                self.grid(call, gpu),
+                self.threads,
+                0,
+                overlap=False,
+                parameters=parameters("params.cuh"),
+                integers=integers(call),
+            )
         )
 
     def _violations(self, call: LayerCall, gpu: Gpu) -> Iterator[str]:

@@ -13,17 +13,17 @@ import torch
 from ....layer_call import LayerCall
 from ..device import RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
 from ..driver import Launch
-from ..launch import LaunchSequence, load_kernel
-from ..tensor_map import MAP_BYTES, Matrix, TensorMaps
+from ..launch import LaunchSequence, load_kernel, parameters
+from ..tensor_map import Matrix, TensorMaps
 from . import permute_x
 from .base import (
     LaunchConfig,
     aligned_violations,
     ceil_div,
     common_macros,
-    constants,
     has_aligned_rows,
     has_x_in_rows,
+    integers,
     mask_alignment,
     round_up,
 )
@@ -77,23 +77,23 @@ class TileWgmma(LaunchConfig):
         return super().target(gpu) + "a"
 
     def shared_bytes(self, call: LayerCall) -> int:
-        return self.stages * self._stage_bytes(call.n_masks) + self._fixed_bytes(call.n_masks)
+        return self.stages * self._stage_bytes(call.n_masks, call.weight.bits) + self._fixed_bytes(call.n_masks)
 
     def _fixed_bytes(self, n_masks: int) -> int:
         """Bytes of the sums that warpgroups of the same rows, or successive passes, exchange."""
         exchanges = self.mask_groups == 2 or self.passes > 1
         return self.row_groups * self.block_tokens * 512 if exchanges else 0
 
-    def _stage_bytes(self, n_masks: int) -> int:
+    def _stage_bytes(self, n_masks: int, weight_bits: int) -> int:
         """Bytes of one stage of the ring, with its barriers."""
         x = self.block_tokens * (256 if self.sparse else 128)
         barriers = 24 if self.sparse else 16
-        return round_up(self.sub * (x + self.rows * (128 + 8 * n_masks)), 1024) + barriers
+        return round_up(self.sub * (x + self.rows * 8 * (weight_bits + n_masks)), 1024) + barriers
 
-    def with_full_ring(self, n_masks: int, shared_bytes_per_sm: int) -> TileWgmma:
+    def with_full_ring(self, n_masks: int, weight_bits: int, shared_bytes_per_sm: int) -> TileWgmma:
         """Return this launch with as many stages as the shared memory of an SM holds, up to 12."""
         limit = shared_bytes_per_sm - RESERVED_SHARED_BYTES_PER_BLOCK - self._fixed_bytes(n_masks)
-        return replace(self, stages=min(MOST_STAGES, limit // self._stage_bytes(n_masks)))
+        return replace(self, stages=min(MOST_STAGES, limit // self._stage_bytes(n_masks, weight_bits)))
 
     def grid(self, call: LayerCall, gpu: Gpu) -> tuple[int, int]:
         token_tiles = ceil_div(ceil_div(call.tokens, self.block_tokens), self.cluster)
@@ -128,7 +128,9 @@ class TileWgmma(LaunchConfig):
             pitch = 2 * (call.x.strides[0] if call.tokens > 1 else call.in_features)
             x = Matrix(2, call.in_features, call.tokens, pitch, 64, min(self.block_tokens, call.tokens), swizzle=True)
         rows = self.rows // self.cluster
-        weight = Matrix(2, call.in_features, call.out_features, call.weight.strides[0] * 2, 64, rows, swizzle=True)
+        weight = Matrix(
+            2, call.in_features, call.out_features, call.weight.layout.strides[0] * 2, 64, rows, swizzle=True
+        )
         if mask_alignment(call) < 16:
             return x, weight, None
         width = call.in_features // 8 * call.n_masks
@@ -143,13 +145,15 @@ class TileWgmma(LaunchConfig):
     def sequence(self, call: LayerCall, gpu: Gpu, device: int) -> LaunchSequence:
         results = self.results(call)
         result_maps = TensorMaps(*results) if results else None
+        struct = "TrainingTileParams" if results else "TileParams"
         kernel = Launch(
             load_kernel(device, self.kernel, self.target(gpu), self.macros(call)),
             self.grid(call, gpu),
             self.threads,
             self.requested_shared_bytes(call, gpu),
             overlap=True,
-            constants=constants(call) + bytes((3 + len(results)) * MAP_BYTES),
+            parameters=parameters("params.cuh", struct),
+            integers=integers(call),
         )
         x, *weights = self.matrices(call)
         maps = TensorMaps(*weights)

@@ -67,7 +67,7 @@ def _sparse_tile(call: LayerCall, gpu: Gpu) -> TileWgmma:
         last_wave = costs_of(gpu).last_wave
         waves = {rows: waves_of(ceil_div(call.out_features, rows), gpu.multiprocessors, last_wave) for rows in fitting}
         config = replace(config, rows=min(fitting, key=lambda rows: waves[rows] * (3 if rows == 64 else 4)))
-    return filled(config, n_masks, gpu.shared_bytes_per_sm, least_stages=4)
+    return filled(config, n_masks, call.weight.bits, gpu.shared_bytes_per_sm, least_stages=4)
 
 
 def _fits_sparse(n_masks: int, groups: int, columns: int) -> bool:
@@ -94,7 +94,7 @@ def fastest(call: LayerCall, gpu: Gpu, must_permute: bool, costs: CostModel) -> 
 
 def candidates(call: LayerCall, gpu: Gpu, must_permute: bool) -> Iterator[TileWgmma]:
     """The launches that suit a call."""
-    found = launches(call.n_masks, must_permute, gpu.shared_bytes_per_sm)
+    found = launches(call.n_masks, call.weight.bits, must_permute, gpu.shared_bytes_per_sm)
     return (config for config in found if suits(config, call))
 
 
@@ -106,17 +106,20 @@ def suits(config: TileWgmma, call: LayerCall) -> bool:
 
 
 @cache
-def launches(n_masks: int, must_permute: bool, shared_bytes_per_sm: int) -> tuple[TileWgmma, ...]:
+def launches(n_masks: int, weight_bits: int, must_permute: bool, shared_bytes_per_sm: int) -> tuple[TileWgmma, ...]:
     """All launches with enough registers, and with at least three stages in shared memory."""
-    found = (filled(shape, n_masks, shared_bytes_per_sm, least_stages=3) for shape in shapes(n_masks, must_permute))
+    found = (
+        filled(shape, n_masks, weight_bits, shared_bytes_per_sm, least_stages=3)
+        for shape in shapes(n_masks, must_permute)
+    )
     return tuple(config for config in found if config.stages >= 3)
 
 
-def filled(config: TileWgmma, n_masks: int, shared_bytes_per_sm: int, least_stages: int) -> TileWgmma:
+def filled(config: TileWgmma, n_masks: int, weight_bits: int, shared_bytes_per_sm: int, least_stages: int) -> TileWgmma:
     """Return the launch with as many stages as fit, shorter ones if fewer than `least_stages` long ones fit."""
-    full = config.with_full_ring(n_masks, shared_bytes_per_sm)
+    full = config.with_full_ring(n_masks, weight_bits, shared_bytes_per_sm)
     shorter = full.stages < least_stages and n_masks % 2 == 0
-    return replace(config, sub=1).with_full_ring(n_masks, shared_bytes_per_sm) if shorter else full
+    return replace(config, sub=1).with_full_ring(n_masks, weight_bits, shared_bytes_per_sm) if shorter else full
 
 
 def shapes(n_masks: int, must_permute: bool) -> Iterator[TileWgmma]:

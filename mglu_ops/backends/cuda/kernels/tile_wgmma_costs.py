@@ -92,7 +92,7 @@ class CostModel:
         waves = waves_of(token_tiles * ceil_div(call.out_features, config.rows), gpu.multiprocessors, self.last_wave)
         columns = config.row_groups * self._columns(config, call.n_masks)
         multiplying = waves * (columns * call.in_features * self.column_us + (self.exchange_us if shared_rows else 0))
-        bytes_of_column = 2 + call.n_masks / 8  # of one row of W and its masks
+        bytes_of_column = call.bytes_of_columns(8) / 8  # of one row of W and its masks
         from_memory = call.out_features * bytes_of_column / self.dram_bytes_per_us
         bytes_of_tile = config.rows * bytes_of_column / config.cluster + 2 * min(config.block_tokens, call.tokens)
         from_l2 = waves * gpu.multiprocessors * bytes_of_tile / self.l2_bytes_per_us

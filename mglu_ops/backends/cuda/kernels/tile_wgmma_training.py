@@ -80,7 +80,9 @@ def training_choice(call: LayerCall, gpu: Gpu) -> TrainingTile | None:
     if not can_run(call, gpu) or call.out_features % 8 or call.tokens == 0:
         return None
     must_permute = call.batch_invariant or not has_x_in_rows(call)
-    found = launches(call.n_masks, call.mask_weights_dtype is not None, must_permute, gpu.shared_bytes_per_sm)
+    found = launches(
+        call.n_masks, call.weight.bits, call.mask_weights_dtype is not None, must_permute, gpu.shared_bytes_per_sm
+    )
     costs = costs_of(gpu)
     fitting = (config for config in found if suits(config, call))
     fastest = min(fitting, key=lambda config: costs.microseconds(config, call, gpu))
@@ -90,10 +92,12 @@ def training_choice(call: LayerCall, gpu: Gpu) -> TrainingTile | None:
 
 
 @cache
-def launches(n_masks: int, weighted: bool, must_permute: bool, shared_bytes_per_sm: int) -> tuple[TrainingTile, ...]:
+def launches(
+    n_masks: int, weight_bits: int, weighted: bool, must_permute: bool, shared_bytes_per_sm: int
+) -> tuple[TrainingTile, ...]:
     """All launches with enough registers, and with at least three stages in shared memory beside the stored boxes."""
     dense = (
         TrainingTile(**vars(shape), weighted=weighted) for shape in shapes(n_masks, must_permute) if not shape.sparse
     )
-    found = (filled(tile, n_masks, shared_bytes_per_sm, least_stages=3) for tile in dense)
+    found = (filled(tile, n_masks, weight_bits, shared_bytes_per_sm, least_stages=3) for tile in dense)
     return tuple(config for config in found if isinstance(config, TrainingTile) and config.stages >= 3)

@@ -11,7 +11,6 @@ Raises, every function:
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 
@@ -22,18 +21,15 @@ from ....activations import ACTIVATIONS
 from ....masks import n_masks_of
 from ..device import gpu_of
 from ..driver import Launch
-from ..launch import load_kernel
+from ..launch import load_kernel, parameters
 from .base import ELEMENTS, ceil_div
 
 _THREADS = 256
 _OCTET = 8
 _NO_DTYPE = -1
 
-_POINTER = struct.Struct("Q")
-
 Prepared = Callable[..., None]
-"""A `Launch`, which takes the stream and five addresses, or a function that does nothing if there is nothing to
-compute."""
+"""A `Launch`, or a function that does nothing if there is nothing to compute."""
 
 
 def flip_signs(weight: Tensor, packed_masks: Tensor, *, with_weight: bool = True) -> Tensor:
@@ -47,16 +43,16 @@ def flip_signs(weight: Tensor, packed_masks: Tensor, *, with_weight: bool = True
     n_masks = n_masks_of(packed_masks)
     out = weight.new_empty(n_masks + with_weight, *weight.shape)
     launch = prepare_flip_signs(weight, n_masks, with_weight=with_weight)
-    launch(_stream(out), 0, weight.data_ptr(), packed_masks.data_ptr(), 0, out.data_ptr())
+    launch(_stream(out), weight=weight.data_ptr(), packed_masks=packed_masks.data_ptr(), out=out.data_ptr())
     return out
 
 
 def prepare_flip_signs(weight: Tensor, n_masks: int, *, with_weight: bool) -> Prepared:
-    """Prepare a launch with the addresses `0, weight, packed_masks, 0, out`; out must be a multiple of 16."""
+    """Prepare a launch, which takes the addresses of `weight`, `packed_masks` and `out`, a multiple of 16."""
     rows, columns = weight.shape
     macros = flip_signs_macros(n_masks, with_weight, _is_vector(weight))
-    constants = struct.pack("2qi4x", weight.stride(0), rows, columns)
-    return _prepare("flip_signs", weight, macros, _warps(rows, columns), constants)
+    integers = {"weight_row_stride": weight.stride(0), "rows": rows, "columns": columns}
+    return _prepare("flip_signs", weight, macros, _warps(rows, columns), integers)
 
 
 def flip_signs_macros(n_masks: int, with_weight: bool, vector: bool) -> dict[str, int]:
@@ -79,12 +75,26 @@ def partials(products: Tensor, activation: str, mask_weights: Tensor | None, par
     vector = _is_vector(products, partials, result)
     mask_weights_dtype = None if mask_weights is None else mask_weights.dtype
     macros = partials_macros(partials.dtype, products.dtype, n_products - 1, activation, mask_weights_dtype, vector)
-    strides = (*products.stride()[:2], *partials.stride()[:2], result.stride(0))
     mask_weight_strides = (0, 0) if mask_weights is None else mask_weights.stride()
-    constants = struct.pack("8qi4x", *strides, *mask_weight_strides, tokens, columns)
-    launch = _prepare("partials", result, macros, _warps(tokens, columns, per_thread=4), constants)
-    pointers = products.data_ptr(), partials.data_ptr(), 0, _address(mask_weights), result.data_ptr()
-    launch(_stream(result), *pointers)
+    integers = {
+        "products_row_stride": products.stride(0),
+        "products_entry_stride": products.stride(1),
+        "partials_row_stride": partials.stride(0),
+        "partials_entry_stride": partials.stride(1),
+        "result_row_stride": result.stride(0),
+        "mask_weight_row_stride": mask_weight_strides[0],
+        "mask_weight_column_stride": mask_weight_strides[1],
+        "tokens": tokens,
+        "columns": columns,
+    }
+    launch = _prepare("partials", result, macros, _warps(tokens, columns, per_thread=4), integers)
+    launch(
+        _stream(result),
+        products=products.data_ptr(),
+        partials=partials.data_ptr(),
+        mask_weights=_address(mask_weights),
+        result=result.data_ptr(),
+    )
 
 
 def partials_macros(
@@ -115,10 +125,15 @@ def scale(grad_output: Tensor, partials: Tensor) -> Tensor:
     tokens, entries, columns = partials.shape
     out = partials.new_empty(tokens, entries, columns)
     macros = scale_macros(partials.dtype, entries, _is_vector(grad_output, partials, out))
-    strides = (grad_output.stride(0), *partials.stride()[:2])
-    constants = struct.pack("4qi4x", *strides, tokens, columns)
-    launch = _prepare("scale", out, macros, _warps(tokens, columns), constants)
-    launch(_stream(out), grad_output.data_ptr(), partials.data_ptr(), 0, 0, out.data_ptr())
+    integers = {
+        "gradient_row_stride": grad_output.stride(0),
+        "partials_row_stride": partials.stride(0),
+        "partials_entry_stride": partials.stride(1),
+        "tokens": tokens,
+        "columns": columns,
+    }
+    launch = _prepare("scale", out, macros, _warps(tokens, columns), integers)
+    launch(_stream(out), gradient=grad_output.data_ptr(), partials=partials.data_ptr(), out=out.data_ptr())
     return out
 
 
@@ -149,16 +164,24 @@ def weight_gradients(
         grad_logits: `[n_masks, out_features, in_features]`, each matrix contiguous, in float16, bfloat16 or float32.
     """
     launch = prepare_weight_gradients(total, products, weight, grad_weight, grad_logits)
-    operands = weight.data_ptr(), packed_masks.data_ptr(), products.data_ptr()
-    launch_weight_gradients(
-        launch, _stream(products), _address(total), *operands, _address(grad_weight), _address(grad_logits)
+    launch(
+        _stream(products),
+        total=_address(total),
+        weight=weight.data_ptr(),
+        packed_masks=packed_masks.data_ptr(),
+        products=products.data_ptr(),
+        weight_gradient=_address(grad_weight),
+        logits_gradient=_address(grad_logits),
     )
 
 
 def prepare_weight_gradients(
     total: Tensor | None, products: Tensor, weight: Tensor, grad_weight: Tensor | None, grad_logits: Tensor | None
 ) -> Prepared:
-    """Prepare a launch for `launch_weight_gradients`. Meta tensors count as aligned; the weight must not be one."""
+    """Prepare a launch, which takes addresses as in `weight_gradients`, 0 for missing tensors.
+
+    Meta tensors count as aligned; the weight must not be one.
+    """
     n_masks, rows, columns = products.shape
     given = [tensor for tensor in (total, products, weight, grad_weight, grad_logits) if tensor is not None]
     weight_dtype = None if grad_weight is None else grad_weight.dtype
@@ -168,22 +191,14 @@ def prepare_weight_gradients(
         products.dtype, total_dtype, n_masks, weight_dtype, logits_dtype, _is_vector(*given)
     )
     logits_stride = 0 if grad_logits is None else grad_logits.stride(0)
-    constants = struct.pack("5q8x", weight.stride(0), products.stride(0), logits_stride, rows, columns)
-    return _prepare("weight_gradients", weight, macros, _warps(rows, columns), constants)
-
-
-def launch_weight_gradients(
-    launch: Prepared,
-    stream: int,
-    total: int,
-    weight: int,
-    packed_masks: int,
-    products: int,
-    grad_weight: int,
-    grad_logits: int,
-) -> None:
-    """Launch on a stream. Addresses of missing tensors are 0; the sixth address replaces constants."""
-    launch(stream, total, weight, packed_masks, products, grad_weight, maps=_POINTER.pack(grad_logits))
+    integers = {
+        "weight_row_stride": weight.stride(0),
+        "products_stride": products.stride(0),
+        "logits_stride": logits_stride,
+        "rows": rows,
+        "columns": columns,
+    }
+    return _prepare("weight_gradients", weight, macros, _warps(rows, columns), integers)
 
 
 def weight_gradients_macros(
@@ -215,9 +230,15 @@ def mask_weight_gradients(grad_output: Tensor, terms: Tensor, dtype: torch.dtype
     tokens, n_masks, columns = terms.shape
     out = terms.new_empty(tokens, n_masks, dtype=dtype)
     macros = mask_weight_gradients_macros(terms.dtype, n_masks, dtype, _is_vector(grad_output, terms))
-    constants = struct.pack("4qi4x", grad_output.stride(0), *terms.stride()[:2], tokens, columns)
-    launch = _prepare("mask_weight_gradients", out, macros, tokens * n_masks, constants)
-    launch(_stream(out), grad_output.data_ptr(), terms.data_ptr(), 0, 0, out.data_ptr())
+    integers = {
+        "gradient_row_stride": grad_output.stride(0),
+        "terms_row_stride": terms.stride(0),
+        "terms_mask_stride": terms.stride(1),
+        "tokens": tokens,
+        "columns": columns,
+    }
+    launch = _prepare("mask_weight_gradients", out, macros, tokens * n_masks, integers)
+    launch(_stream(out), gradient=grad_output.data_ptr(), terms=terms.data_ptr(), out=out.data_ptr())
     return out
 
 
@@ -263,20 +284,29 @@ def _stream(on: Tensor) -> int:
     return torch._C._cuda_getCurrentRawStream(on.device.index)
 
 
-def _prepare(kernel: str, on: Tensor, macros: Mapping[str, int], warps: int, constants: bytes) -> Prepared:
-    """Prepare a launch of `warps` warps on the device of a tensor; `constants` follow the kernel's five pointers."""
+def _prepare(kernel: str, on: Tensor, macros: Mapping[str, int], warps: int, integers: Mapping[str, int]) -> Prepared:
+    """Prepare a launch of `warps` warps on the device of a tensor, with the strides and sizes of its struct."""
     if warps == 0:
         return _launch_nothing
-    return _launch(on.device.index, kernel, tuple(macros.items()), ceil_div(warps, _THREADS // 32), constants)
+    return _launch(
+        on.device.index, kernel, tuple(macros.items()), ceil_div(warps, _THREADS // 32), tuple(integers.items())
+    )
 
 
-def _launch_nothing(*arguments: int, maps: bytes | None = None) -> None:
+def _launch_nothing(stream: int, **pointers: int) -> None:
     """Do nothing, in place of the launch of an empty grid."""
 
 
 @lru_cache(maxsize=4096)
-def _launch(device: int, kernel: str, macros: tuple[tuple[str, int], ...], blocks: int, constants: bytes) -> Launch:
+def _launch(
+    device: int,
+    kernel: str,
+    macros: tuple[tuple[str, int], ...],
+    blocks: int,
+    integers: tuple[tuple[str, int], ...],
+) -> Launch:
     """Make a launch, with its kernel loaded into the context of `device`, the current device."""
     major, minor = gpu_of(device).arch
     loaded = load_kernel(device, kernel, f"sm_{major}{minor}", dict(macros))
-    return Launch(loaded, (blocks, 1), _THREADS, 0, overlap=False, constants=constants)
+    fields = parameters(f"{kernel}.cu")
+    return Launch(loaded, (blocks, 1), _THREADS, 0, overlap=False, parameters=fields, integers=dict(integers))

@@ -1,0 +1,17 @@
+// The types of parameters. This header and params.cuh are plain C++, so that csrc/library includes them too.
+#pragma once
+
+namespace mglu {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+// A descriptor of a matrix in global memory for TMA, which copies boxes of it. The driver encodes it (CUtensorMap).
+struct alignas(64) TensorMap {
+    u64 opaque[16];
+};
+
+}  // namespace mglu

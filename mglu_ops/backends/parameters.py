@@ -1,0 +1,93 @@
+"""The struct that a kernel takes as its only argument, read from the C++ or CUDA source that declares it."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from operator import itemgetter
+from pathlib import Path
+
+MAP_BYTES = 128
+_MAP_ALIGNMENT = 64
+_POINTER = re.compile(r"(?:const )?[\w:]+\* (\w+);")
+_OTHER = re.compile(r"([\w:]+) (\w+)(?: = [\w:]+)?;")
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The fields of a struct: pointers first, then 64-bit integers, 32-bit integers and tensor maps.
+
+    Attributes:
+        pointers: the names of the pointers.
+        longs: the names of 64-bit sizes, strides and enumerations.
+        ints: the names of 32-bit ones.
+        maps: the names of the tensor maps.
+    """
+
+    pointers: tuple[str, ...] = ()
+    longs: tuple[str, ...] = ()
+    ints: tuple[str, ...] = ()
+    maps: tuple[str, ...] = ()
+
+    @property
+    def map_offset(self) -> int:
+        """Bytes before the first map."""
+        alignment = _MAP_ALIGNMENT if self.maps else 8
+        size = 8 * len(self.pointers + self.longs) + 4 * len(self.ints)
+        return -(-size // alignment) * alignment
+
+    @property
+    def size(self) -> int:
+        """Bytes of the struct."""
+        return self.map_offset + MAP_BYTES * len(self.maps)
+
+    @cached_property
+    def pack_pointers(self) -> Callable[..., None]:
+        """Write addresses, in the order of the struct, to a buffer from an offset on."""
+        return struct.Struct(f"{len(self.pointers)}Q").pack_into
+
+    @cached_property
+    def in_order(self) -> Callable[[Mapping[str, int]], tuple[int, ...]]:
+        """The addresses of all pointers, which are given by name, in the order of the struct."""
+        return itemgetter(*self.pointers)
+
+    def with_integers(self, values: Mapping[str, int]) -> bytes:
+        """The struct with these sizes, strides and enumerations; pointers and maps are zeros.
+
+        Raises:
+            TypeError: the names are not those of the struct.
+        """
+        names = self.longs + self.ints
+        if values.keys() != set(names):
+            raise TypeError(f"parameters: got {', '.join(values)}, must be {', '.join(names)}")
+        numbers = struct.pack(f"={len(self.longs)}q{len(self.ints)}i", *(values[name] for name in names))
+        return (bytes(8 * len(self.pointers)) + numbers).ljust(self.size, b"\0")
+
+
+@cache
+def read_parameters(source: Path, name: str) -> Parameters:
+    """The struct `name` that a source declares, one field a line, with the fields of its base first.
+
+    A type that is neither a pointer nor `int` nor `TensorMap` is a 64-bit integer or enumeration.
+
+    Raises:
+        ValueError: the source does not declare the struct, or not in the order of `Parameters`.
+    """
+    found = re.search(rf"^struct {name}(?: : (\w+))? {{\n(.*?)^}};", source.read_text(), flags=re.MULTILINE | re.DOTALL)
+    if found is None:
+        raise ValueError(f"{source.name} declares no struct {name}")
+    base = read_parameters(source, found[1]) if found[1] else Parameters()
+    kinds = [list(base.pointers), list(base.longs), list(base.ints), list(base.maps)]
+    for line in filter(None, (line.partition("//")[0].strip() for line in found[2].splitlines())):
+        pointer, other = _POINTER.fullmatch(line), _OTHER.fullmatch(line)
+        kind = 0 if pointer else {"int": 2, "TensorMap": 3}.get(other[1], 1) if other else -1
+        if kind < 0 or any(kinds[kind + 1 :]):
+            raise ValueError(
+                f"{source.name}: {name}: {line!r} is no field, or comes too late: first come pointers, then "
+                "64-bit integers, ints and tensor maps"
+            )
+        kinds[kind].append(pointer[1] if pointer else other[2])  # type: ignore[index] # one of them matches
+    return Parameters(*map(tuple, kinds))

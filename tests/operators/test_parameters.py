@@ -1,0 +1,77 @@
+"""The structs of parameters that Python reads from the C++ and CUDA sources."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mglu_ops.backends.cpu.build import source_directory as cpu_sources
+from mglu_ops.backends.cuda.compiler import source_directory as cuda_sources
+from mglu_ops.backends.parameters import MAP_BYTES, Parameters, read_parameters
+
+_STRUCT = re.compile(
+    r"^struct (\w*Params|Forward|Pack|Unpack|FlipSigns|Scale|\w+Gradients)\b[^;]*?{$.*?^};", re.M | re.S
+)
+SOURCES = [*sorted(cuda_sources().glob("*.cu*")), cpu_sources() / "mglu_cpu.h", cpu_sources() / "backward.h"]
+STRUCTS = [(source, found[0], found[1]) for source in SOURCES for found in _STRUCT.finditer(source.read_text())]
+
+
+def offsets(fields: Parameters) -> dict[str, int]:
+    """The offset of each field, from where the host writes it."""
+    packed = bytearray(fields.size)
+    fields.pack_pointers(packed, 0, *fields.in_order({name: 1 + i for i, name in enumerate(fields.pointers)}))
+    found = {name: packed.index(1 + i) for i, name in enumerate(fields.pointers)}
+    integers = fields.longs + fields.ints
+    for name in integers:
+        found[name] = fields.with_integers({other: -int(other == name) for other in integers}).index(0xFF)
+    return found | {name: fields.map_offset + MAP_BYTES * i for i, name in enumerate(fields.maps)}
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_every_struct_is_packed_as_a_compiler_lays_it_out(tmp_path: Path) -> None:
+    assert len(STRUCTS) == 17
+    lines = ["#include <cstddef>", "#include <cstdio>", '#include "types.cuh"', '#include "mglu_cpu.h"']
+    printed, expected = [], []
+    for source in SOURCES:
+        texts = [text for path, text, _ in STRUCTS if path == source]
+        space = re.sub(r"\W", "_", source.name)
+        lines.append(f"namespace {space} {{ using namespace mglu; using namespace mglu::cpu;")
+        lines += [re.sub(r"^constexpr .*$", "", text, flags=re.MULTILINE) for text in texts]
+        lines.append("}")
+        for name in (name for path, _, name in STRUCTS if path == source):
+            fields = read_parameters(source, name)
+            printed.append(f"sizeof({space}::{name})")
+            expected.append(fields.size)
+            for field, offset in offsets(fields).items():
+                printed.append(f"offsetof({space}::{name}, {field})")
+                expected.append(offset)
+    lines += ["int main() {", *(f'std::printf("%zu\\n", {expression});' for expression in printed), "}"]
+    (tmp_path / "layout.cpp").write_text("\n".join(lines))
+    options = ["-std=c++17", "-Wno-invalid-offsetof", f"-I{cuda_sources()}", f"-I{cpu_sources()}"]
+    subprocess.run(["g++", *options, tmp_path / "layout.cpp", "-o", tmp_path / "layout"], check=True)
+    output = subprocess.run([tmp_path / "layout"], capture_output=True, text=True, check=True).stdout
+    assert dict(zip(printed, map(int, output.split()), strict=True)) == dict(zip(printed, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "kernel.cu declares no struct Params"),
+        ("struct Params {\n    int size;\n    const void* x;\n};\n", r"'const void\* x;' .* comes too late"),
+        ("struct Params {\n    int rows, columns;\n};\n", "'int rows, columns;' is no field"),
+    ],
+)
+def test_a_struct_that_cannot_be_packed_is_refused(text: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "kernel.cu").write_text(text)
+    with pytest.raises(ValueError, match=problem):
+        read_parameters(tmp_path / "kernel.cu", "Params")
+
+
+def test_strides_and_sizes_are_given_by_name() -> None:
+    fields = read_parameters(cuda_sources() / "flip_signs.cu", "Params")
+    with pytest.raises(TypeError, match="got rows, column, must be weight_row_stride, rows, columns"):
+        fields.with_integers({"rows": 1, "column": 2})
