@@ -172,13 +172,10 @@ def repeat(given: LayerArguments) -> Tensor | None:
 
     None for any other call, which must be checked and passed to `forward`.
     """
-    if given.x is None or given.weight is None or given.packed_masks is None:  # torch lets None through
-        return None
     try:
-        key = metadata_key(given)
-    except RuntimeError:  # a tensor that is not dense has no strides or no address; the checks say which
+        prepared = _prepared.get(metadata_key(given))
+    except (RuntimeError, AttributeError):  # a tensor that is not dense, or None, which torch lets through
         return None
-    prepared = _prepared.get(key)
     return None if prepared is None else prepared(given)
 
 

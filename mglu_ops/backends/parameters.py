@@ -45,9 +45,9 @@ class Parameters:
         return self.map_offset + MAP_BYTES * len(self.maps)
 
     @cached_property
-    def pack_pointers(self) -> Callable[..., None]:
-        """Write addresses, in the order of the struct, to a buffer from an offset on."""
-        return struct.Struct(f"{len(self.pointers)}Q").pack_into
+    def pointer_struct(self) -> struct.Struct:
+        """Packs addresses in the order of the struct."""
+        return struct.Struct(f"{len(self.pointers)}Q")
 
     @cached_property
     def in_order(self) -> Callable[[Mapping[str, int]], tuple[int, ...]]:

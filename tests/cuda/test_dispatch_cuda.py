@@ -334,7 +334,7 @@ class Recorder:
     def __init__(self, kernel: str, *_: Any, **__: Any) -> None:
         self.kernel = kernel
 
-    def __call__(self, stream: int, maps: bytes | None = None, /, **pointers: int) -> None:
+    def __call__(self, stream: int, pointers: dict[str, int], maps: bytes | None = None) -> None:
         assert stream == 7
         self.calls.append((self.kernel, pointers, maps))
 
@@ -364,7 +364,7 @@ def test_tensor_maps_are_encoded_once_for_each_address(
     workspace = 9
     for x, weight, masks in ((1, 2, 3), (1, 2, 3), (4, 2, 3), (1, 5, 6)):
         given = {"x": x, "weight": weight, "packed_masks": masks, "mask_weights": 0, "weight_scale": 0, "out": 8}
-        sequence(7, workspace=workspace, **given)
+        sequence(7, given, workspace=workspace)
         last, pointers, maps = Recorder.calls[-1]
         boxed = (weight, masks) if permuted else (x, weight, masks)
         assert (last, maps) == ("tile_wgmma", b"".join(bytes([one]) * MAP_BYTES for one in boxed))

@@ -81,7 +81,7 @@ def test_an_entry_serves_only_its_gpu_and_problem(tmp_path: Path, monkeypatch: p
         contiguous(4, 2, 16384, 4096),
         contiguous(4, 1, 16368, 4096),
         contiguous(4, 1, 16384, 4088),
-        replace(CALL, weight=replace(CALL.weight, alignment=8)),
+        replace(CALL, weight=replace(CALL.weight, layout=replace(CALL.weight.layout, alignment=8))),
         replace(CALL, masks=replace(CALL.masks, alignment=1)),
         replace(CALL, x=replace(CALL.x, alignment=8)),
         replace(CALL, batch_invariant=True),

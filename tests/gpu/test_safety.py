@@ -92,15 +92,11 @@ def test_guard_bands(tokens: int, dtype: torch.dtype, shape: tuple[int, int], n_
     assert prepared.sequence is not None
     out = between(torch.full_like(expected, float("nan")), 7.0)
     workspace = between(torch.zeros(prepared.sequence.workspace_bytes, dtype=torch.uint8, device="cuda"), 7)
+    pointers = {"x": p.x, "weight": p.weight, "packed_masks": p.packed, "mask_weights": p.mask_weights, "out": out}
     prepared.sequence(
         torch.cuda.current_stream().cuda_stream,
+        {"weight_scale": 0, **{name: tensor.data_ptr() for name, tensor in pointers.items()}},
         workspace=workspace.data_ptr(),
-        x=p.x.data_ptr(),
-        weight=p.weight.data_ptr(),
-        packed_masks=p.packed.data_ptr(),
-        mask_weights=p.mask_weights.data_ptr(),
-        weight_scale=0,
-        out=out.data_ptr(),
     )
     assert torch.equal(out, expected)
     assert bool((bands_of(out) == 7.0).all())
@@ -116,7 +112,7 @@ def test_guard_bands_of_packing(dtype: torch.dtype, shape: tuple[int, int, int])
     out = between(torch.zeros_like(expected), 7)
     arch = torch.cuda.get_device_capability()
     launch = packing._launch(0, arch, source.dtype, shape, source.stride(), vector=False)
-    launch(torch.cuda.current_stream().cuda_stream, source.data_ptr(), 0, 0, 0, out.data_ptr())
+    launch(torch.cuda.current_stream().cuda_stream, {"source": source.data_ptr(), "packed": out.data_ptr()})
     assert torch.equal(out, expected)
     assert bool((bands_of(out) == 7).all())
 
@@ -321,9 +317,9 @@ def test_a_failed_launch_says_why_and_leaves_the_context() -> None:
     integers = base.integers(LayerCall.of(LayerArguments(p.x, p.weight, p.packed)))
     launch = driver.Launch(kernel, (1, 1), 4096, 0, overlap=False, parameters=fields, integers=integers)
     with pytest.raises(KeyError, match="x"):
-        launch(torch.cuda.current_stream().cuda_stream)
+        launch(torch.cuda.current_stream().cuda_stream, {})
     with pytest.raises(driver.LaunchError, match="launching mglu_permute_x: CUDA error"):
-        launch(torch.cuda.current_stream().cuda_stream, **dict.fromkeys(fields.pointers, 0))
+        launch(torch.cuda.current_stream().cuda_stream, dict.fromkeys(fields.pointers, 0))
     torch.cuda.synchronize()
     p.check()
 

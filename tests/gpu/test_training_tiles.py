@@ -51,15 +51,12 @@ def launch(p: Problem, y: Tensor, partials: Tensor, config: TrainingTile | None 
     assert launched.violation(call, gpu) is None
     sequence = launched.sequence(call, gpu, 0)
     workspace = torch.empty(sequence.workspace_bytes, dtype=torch.uint8, device="cuda")
+    tensors = {"x": p.x, "weight": p.weight, "packed_masks": p.packed, "mask_weights": p.mask_weights, "out": y}
+    pointers = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
     sequence(
         torch.cuda.current_stream().cuda_stream,
+        {"weight_scale": 0, **pointers},
         workspace=workspace.data_ptr(),
-        x=p.x.data_ptr(),
-        weight=p.weight.data_ptr(),
-        packed_masks=p.packed.data_ptr(),
-        mask_weights=0 if p.mask_weights is None else p.mask_weights.data_ptr(),
-        weight_scale=0,
-        out=y.data_ptr(),
         partials=partials.data_ptr(),
     )
 

@@ -23,7 +23,9 @@ STRUCTS = [(source, found[0], found[1]) for source in SOURCES for found in _STRU
 def offsets(fields: Parameters) -> dict[str, int]:
     """The offset of each field, from where the host writes it."""
     packed = bytearray(fields.size)
-    fields.pack_pointers(packed, 0, *fields.in_order({name: 1 + i for i, name in enumerate(fields.pointers)}))
+    fields.pointer_struct.pack_into(
+        packed, 0, *fields.in_order({name: 1 + i for i, name in enumerate(fields.pointers)})
+    )
     found = {name: packed.index(1 + i) for i, name in enumerate(fields.pointers)}
     integers = fields.longs + fields.ints
     for name in integers:

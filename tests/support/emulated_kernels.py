@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -54,9 +54,9 @@ def _launch(
     run, fields = _compiled(kernel, macros), parameters(f"{kernel}.cu")
     packed = bytearray(fields.with_integers(dict(integers)))
 
-    def launch(stream: int, **pointers: int) -> None:
+    def launch(stream: int, pointers: Mapping[str, int]) -> None:
         assert pointers.keys() == set(fields.pointers)
-        fields.pack_pointers(packed, 0, *fields.in_order(pointers))
+        fields.pointer_struct.pack_into(packed, 0, *fields.in_order(pointers))
         assert run(bytes(packed), len(packed), blocks), f"{kernel}: other parameters"
 
     return launch

@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from mglu_ops.backends.triton import launch
+from mglu_ops.layer_call import LayerArguments
 
 _TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.uint8: "u8"}
 
@@ -40,7 +41,7 @@ def compile_kernel(n_masks: int, tokens: int, dtype: torch.dtype, capability: in
     packed = torch.empty(1024, 128, n_masks, dtype=torch.uint8)
     recorders = {name: _Recorder(getattr(launch, name)) for name in ("matvec_kernel", "matmul_kernel")}
     with mock.patch.multiple(launch, **recorders):
-        launch.launch(x, weight, packed, "silu", None, None)
+        launch.launch(LayerArguments(x, weight, packed), None)
     (used,) = (recorder for recorder in recorders.values() if hasattr(recorder, "args"))
     return _compile(used.kernel, used.args, used.kwargs, capability)
 

@@ -25,14 +25,9 @@ def packer(
 ) -> Callable[[Mapping[str, int]], bytes]:
     """A function that packs a struct of csrc/cpu with these integers and, at each call, addresses by name."""
     fields = read_parameters(source_directory() / header, struct)
-    template = fields.with_integers(integers)
-
-    def pack(pointers: Mapping[str, int]) -> bytes:
-        packed = bytearray(template)
-        fields.pack_pointers(packed, 0, *fields.in_order(pointers))
-        return bytes(packed)
-
-    return pack
+    pack, in_order = fields.pointer_struct.pack, fields.in_order
+    packed_integers = fields.with_integers(integers)[fields.pointer_struct.size :]
+    return lambda pointers: pack(*in_order(pointers)) + packed_integers
 
 
 class Library:

@@ -209,9 +209,9 @@ class CudaCall:
         if sequence.workspace_bytes:
             # Freed on return, after the launches. Whoever gets the memory next runs after the kernels on this stream.
             workspace = _empty((sequence.workspace_bytes,), (1,), torch.uint8, device)
-            sequence(stream, workspace=workspace.data_ptr(), **pointers)
+            sequence(stream, pointers, workspace=workspace.data_ptr())
         elif sequence.maps is not None:
-            sequence(stream, **pointers)
+            sequence(stream, pointers)
         else:
-            sequence.kernel(stream, **pointers)
+            sequence.kernel(stream, pointers)
         return out

@@ -119,12 +119,13 @@ class Launch:
         self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
         self._overlap = overlap
         self._struct = parameters.with_integers(integers)
-        self._map_offset = parameters.map_offset
-        self._in_order, self._pack = parameters.in_order, parameters.pack_pointers
+        self._in_order, self._pack = parameters.in_order, parameters.pointer_struct.pack_into
         self._local = threading.local()
 
-    def __call__(self, stream: int, maps: bytes | None = None, /, **pointers: int) -> None:
-        """Launch on a stream of the current context with the address of each pointer of the struct, and all its maps.
+    def __call__(self, stream: int, pointers: Mapping[str, int], maps: bytes | None = None) -> None:
+        """Launch on a stream of the current context, with the address of each pointer of the struct by name.
+
+        `maps` are the last maps of the struct; those before them are zeros.
 
         Raises:
             KeyError: a pointer of the struct is missing.
@@ -137,7 +138,7 @@ class Launch:
         struct.stream = stream
         self._pack(buffer, 0, *self._in_order(pointers))
         if maps is not None:
-            buffer[self._map_offset :] = maps  # one copy; a ctypes array would be copied byte by byte
+            buffer[-len(maps) :] = maps  # one copy; a ctypes array would be copied byte by byte
         result = self._launch(config, function, arguments, None)
         if result == _NO_CONTEXT:
             bind_context(self._kernel.device)

@@ -52,8 +52,8 @@ class LaunchSequence:
     x_maps: TensorMaps | None = None
     result_maps: TensorMaps | None = None
 
-    def __call__(self, stream: int, *, workspace: int = 0, partials: int = 0, **pointers: int) -> None:
-        """Launch on a stream; the other arguments are addresses: those of `Params`, and of other memory."""
+    def __call__(self, stream: int, pointers: dict[str, int], *, workspace: int = 0, partials: int = 0) -> None:
+        """Launch on a stream with the addresses of `Params` by name, and those of other memory."""
         maps = None
         if self.maps is not None:
             maps = self.maps(pointers["weight"], pointers["packed_masks"])
@@ -62,6 +62,6 @@ class LaunchSequence:
             if self.result_maps is not None:
                 maps += self.result_maps(pointers["out"], partials)
         if self.permute is not None:
-            self.permute(stream, **{**pointers, "out": workspace})
-            pointers["x"] = workspace
-        self.kernel(stream, maps, **pointers)
+            self.permute(stream, {**pointers, "out": workspace})
+            pointers = {**pointers, "x": workspace}
+        self.kernel(stream, pointers, maps)

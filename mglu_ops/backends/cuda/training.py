@@ -79,17 +79,16 @@ class ForwardTrain:
         if sequence is not None:
             permuted_x = x.new_empty(sequence.workspace_bytes, dtype=torch.uint8) if sequence.workspace_bytes else None
             tensors = {
-                "workspace": permuted_x,
                 "x": x,
                 "weight": weight,
                 "packed_masks": packed_masks,
                 "mask_weights": mask_weights,
                 "weight_scale": None,
                 "out": result,
-                "partials": partials,
             }
-            addresses = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
-            sequence(_stream(x), **addresses)
+            pointers = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
+            workspace = 0 if permuted_x is None else permuted_x.data_ptr()
+            sequence(_stream(x), pointers, workspace=workspace, partials=partials.data_ptr())
             return result, partials
 
         x, weight, packed_masks = x.contiguous(), _with_contiguous_columns(weight), _aligned(packed_masks)
@@ -229,7 +228,7 @@ class _InputGradient:
     def __call__(self, operands: Operands, at: Addresses, grad_x: Tensor) -> None:
         flipped = operands.weight.new_empty(self._flipped_shape)
         stream, address = _stream(grad_x), flipped.data_ptr()
-        self._flip_signs(stream, weight=at.weight, packed_masks=at.packed_masks, out=address)
+        self._flip_signs(stream, {"weight": at.weight, "packed_masks": at.packed_masks, "out": address})
         self._gemm(stream, at.grad_output, at.partials, at.weight, address, grad_x.data_ptr())
 
 
@@ -346,15 +345,15 @@ class _WeightGradients:
                 chunk.total(stream, gradient, at.partials + chunk.partials, at.x, 0, total)
             first, others = (total, products) if self._total_is_first else (products, products + chunk.second)
             chunk.products(stream, gradient, at.partials + chunk.later_partials, at.x, 0, first, others)
-            chunk.gradients(
-                stream,
-                total=total,
-                weight=at.weight + chunk.weight,
-                packed_masks=at.packed_masks + chunk.packed_masks,
-                products=products,
-                weight_gradient=result,
-                logits_gradient=at_logits + chunk.grad_logits if at_logits else 0,
-            )
+            pointers = {
+                "total": total,
+                "weight": at.weight + chunk.weight,
+                "packed_masks": at.packed_masks + chunk.packed_masks,
+                "products": products,
+                "weight_gradient": result,
+                "logits_gradient": at_logits + chunk.grad_logits if at_logits else 0,
+            }
+            chunk.gradients(stream, pointers)
 
 
 def _bytes_between(whole: Tensor, part: Tensor) -> int:

@@ -87,7 +87,7 @@ class Gemm:
         Raises:
             LaunchError: the driver refused the launch; the context stays usable.
         """
-        self.launch(stream, self.maps(grad, partials, right, flipped), out=first, others=others)
+        self.launch(stream, {"others": others, "out": first}, self.maps(grad, partials, right, flipped))
 
 
 def input_gradient(grad: Tensor, partials: Tensor, weight: Tensor) -> Gemm:

@@ -40,7 +40,7 @@ def pack(masks: Tensor, arch: tuple[int, int], stream: int) -> Tensor:
         vector = address % alignment == 0 and masks.stride(2) == 1
         vector = vector and all(stride * masks.element_size() % alignment == 0 for stride in masks.stride()[:2])
         launch = _launch(masks.device.index, arch, masks.dtype, shape, masks.stride(), vector)
-        launch(stream, source=address, packed=packed.data_ptr())
+        launch(stream, {"source": address, "packed": packed.data_ptr()})
     return packed
 
 

@@ -43,7 +43,7 @@ def flip_signs(weight: Tensor, packed_masks: Tensor, *, with_weight: bool = True
     n_masks = n_masks_of(packed_masks)
     out = weight.new_empty(n_masks + with_weight, *weight.shape)
     launch = prepare_flip_signs(weight, n_masks, with_weight=with_weight)
-    launch(_stream(out), weight=weight.data_ptr(), packed_masks=packed_masks.data_ptr(), out=out.data_ptr())
+    _run(launch, out, weight=weight, packed_masks=packed_masks, out=out)
     return out
 
 
@@ -88,13 +88,7 @@ def partials(products: Tensor, activation: str, mask_weights: Tensor | None, par
         "columns": columns,
     }
     launch = _prepare("partials", result, macros, _warps(tokens, columns, per_thread=4), integers)
-    launch(
-        _stream(result),
-        products=products.data_ptr(),
-        partials=partials.data_ptr(),
-        mask_weights=_address(mask_weights),
-        result=result.data_ptr(),
-    )
+    _run(launch, result, products=products, partials=partials, mask_weights=mask_weights, result=result)
 
 
 def partials_macros(
@@ -133,7 +127,7 @@ def scale(grad_output: Tensor, partials: Tensor) -> Tensor:
         "columns": columns,
     }
     launch = _prepare("scale", out, macros, _warps(tokens, columns), integers)
-    launch(_stream(out), gradient=grad_output.data_ptr(), partials=partials.data_ptr(), out=out.data_ptr())
+    _run(launch, out, gradient=grad_output, partials=partials, out=out)
     return out
 
 
@@ -164,14 +158,15 @@ def weight_gradients(
         grad_logits: `[n_masks, out_features, in_features]`, each matrix contiguous, in float16, bfloat16 or float32.
     """
     launch = prepare_weight_gradients(total, products, weight, grad_weight, grad_logits)
-    launch(
-        _stream(products),
-        total=_address(total),
-        weight=weight.data_ptr(),
-        packed_masks=packed_masks.data_ptr(),
-        products=products.data_ptr(),
-        weight_gradient=_address(grad_weight),
-        logits_gradient=_address(grad_logits),
+    _run(
+        launch,
+        products,
+        total=total,
+        weight=weight,
+        packed_masks=packed_masks,
+        products=products,
+        weight_gradient=grad_weight,
+        logits_gradient=grad_logits,
     )
 
 
@@ -238,7 +233,7 @@ def mask_weight_gradients(grad_output: Tensor, terms: Tensor, dtype: torch.dtype
         "columns": columns,
     }
     launch = _prepare("mask_weight_gradients", out, macros, tokens * n_masks, integers)
-    launch(_stream(out), gradient=grad_output.data_ptr(), terms=terms.data_ptr(), out=out.data_ptr())
+    _run(launch, out, gradient=grad_output, terms=terms, out=out)
     return out
 
 
@@ -257,8 +252,10 @@ def _code(dtype: torch.dtype | None) -> int:
     return _NO_DTYPE if dtype is None else ELEMENTS[dtype]
 
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def _run(launch: Prepared, on: Tensor, **tensors: Tensor | None) -> None:
+    """Launch on the current stream of a tensor's device, with the tensors that the kernel takes; some may be None."""
+    pointers = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
+    launch(_stream(on), pointers)
 
 
 def _is_vector(*tensors: Tensor) -> bool:
@@ -293,7 +290,7 @@ def _prepare(kernel: str, on: Tensor, macros: Mapping[str, int], warps: int, int
     )
 
 
-def _launch_nothing(stream: int, **pointers: int) -> None:
+def _launch_nothing(stream: int, pointers: Mapping[str, int]) -> None:
     """Do nothing, in place of the launch of an empty grid."""
 
 
