@@ -1,14 +1,15 @@
 """The formats in which the weight of a layer is stored; `csrc/cuda/weight_formats.cuh` lists the same for C++.
 
-A mask selects whole elements of W, so it is the same in every format. The kernels decode W in registers, once for all
-masks.
+A mask selects whole elements of W, so it is the same in every format. The kernels decode W once for all masks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -18,17 +19,42 @@ class WeightFormat:
     Attributes:
         name: as the operators take it.
         code: its number in `csrc/cuda/weight_formats.cuh`.
-        dtype: of the stored tensor; None for x's.
+        quantize: the stored weight and its scales (None without scales) of a floating weight
+            `[out_features, in_features]`.
+        dequantize: the weight in a dtype that a stored weight and its scales stand for.
     """
 
     name: str
     code: int
-    dtype: torch.dtype | None = None
+    quantize: Callable[[Tensor], tuple[Tensor, Tensor | None]]
+    dequantize: Callable[[Tensor, Tensor | None, torch.dtype], Tensor]
 
-    def stored_dtype(self, of_x: torch.dtype) -> torch.dtype:
-        """The dtype of the stored tensor of a layer whose x has the dtype `of_x`."""
-        return self.dtype or of_x
+    @property
+    def is_dense(self) -> bool:
+        """Whether the weight is stored as it is, in x's dtype."""
+        return self.code == 0
 
 
-FORMATS = {one.name: one for one in (WeightFormat("dense", 0),)}
-"""The formats by their names."""
+_E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
+
+
+def _quantize_fp8_row(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Round each row to float8_e4m3fn, with a scale that maps its largest value to the largest of that type."""
+    wide = weight.float()
+    scale = wide.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / _E4M3_MAX
+    return (wide / scale[:, None]).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn), scale
+
+
+def _dequantize_fp8_row(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    assert scale is not None
+    return (weight.to(torch.float64) * scale[:, None]).to(dtype)
+
+
+FORMATS = {
+    one.name: one
+    for one in (
+        WeightFormat("dense", 0, lambda weight: (weight, None), lambda weight, _, dtype: weight.to(dtype)),
+        WeightFormat("fp8_row", 1, _quantize_fp8_row, _dequantize_fp8_row),
+    )
+}
+"""The formats by their names. The operators take `dense` alone so far."""

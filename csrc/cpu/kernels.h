@@ -14,7 +14,12 @@
 
 namespace mglu::cpu {
 
-// Each function takes a checked, non-empty call whose instruction set runs here. The last two take only bfloat16.
+using ForwardFunction = Status (*)(const Forward&, ParallelFor);
+
+// Runs a checked, non-empty call whose weight is not dense, by a function for dense weights.
+Status forward_decoded(const Forward& call, ParallelFor parallel_for, ForwardFunction run);
+
+// Each function takes a checked, non-empty call with a dense weight whose instruction set runs here. The last two take only bfloat16.
 Status forward_portable(const Forward& call, ParallelFor parallel_for);
 #if defined(__x86_64__)
 Status forward_avx2(const Forward& call, ParallelFor parallel_for);

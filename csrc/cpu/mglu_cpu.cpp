@@ -6,8 +6,6 @@
 namespace mglu::cpu {
 namespace {
 
-using ForwardFunction = Status (*)(const Forward&, ParallelFor);
-
 // Returns the kernel of an instruction set, or null if this build or machine lacks it or it cannot take the dtype.
 ForwardFunction find_forward(Isa isa, DType dtype) {
     switch (isa) {
@@ -45,7 +43,9 @@ bool is_valid(const Forward& call) {
     const bool masks = call.n_masks >= 1 && call.n_masks <= kMaxMasks;
     const bool mask_weight = !call.mask_weights || is_in_range(call.mask_weights_dtype, 3);
     const bool partials = !call.partials || call.in_features > 0;
-    const bool weight = call.weight_format == WeightFormat::dense && !call.weight_scale;
+    const bool is_dense = call.weight_format == WeightFormat::dense;
+    const bool is_fp8 = call.weight_format == WeightFormat::fp8_row && !call.partials;
+    const bool weight = call.weight_scale ? is_fp8 : is_dense;
     return sizes && masks && mask_weight && partials && weight && is_in_range(call.dtype, 3) &&
            is_in_range(call.activation, kActivationCount) && is_in_range(call.isa, 6);
 }
@@ -58,7 +58,8 @@ Status forward(const Forward& call, ParallelFor parallel_for) {
     const ForwardFunction run = find_forward(isa, call.dtype);
     if (!run) return Status::unsupported_isa;
     if (call.tokens == 0 || call.out_features == 0) return Status::ok;
-    return run(call, parallel_for);
+    return call.weight_format == WeightFormat::dense ? run(call, parallel_for)
+                                                     : forward_decoded(call, parallel_for, run);
 }
 
 bool supports(Isa isa, DType dtype) { return isa == Isa::best || find_forward(isa, dtype); }

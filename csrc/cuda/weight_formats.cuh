@@ -4,7 +4,8 @@
 namespace mglu {
 
 enum class WeightFormat : long long {
-    dense = 0,  // in x's type
+    dense = 0,    // in x's type
+    fp8_row = 1,  // float8_e4m3fn, with a float32 scale for each row
 };
 
 }  // namespace mglu

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ..activations import get_activation
+from ..formats import FORMATS
 from ..layer_call import LayerArguments, LayerCall
 from ..masks import n_masks_of, unpack_one
 from .base import Backend, BackwardArguments, PreparedBackward, PreparedCall, PreparedForwardTrain
@@ -145,8 +146,9 @@ def _is_sparse(mask: Tensor) -> bool:
 
 def _forward(given: LayerArguments) -> Tensor:
     """The result `[tokens, out_features]` of arguments `in_rows`."""
-    x, weight, packed_masks, activation, mask_weights, *_ = given
+    x, weight, packed_masks, activation, mask_weights, scale, weight_format = given
     act, dtype = get_activation(activation).forward, sum_dtype(x.dtype)
+    weight = FORMATS[weight_format].dequantize(weight, scale, x.dtype)
     result = x.new_zeros(x.shape[0], given.out_features, dtype=dtype)
     term_weights = None if mask_weights is None else mask_weights.to(dtype)
     apart = x.is_cpu and x.dtype is not torch.float64

@@ -61,6 +61,8 @@ class Triton(Backend):
     def unsupported_reason(self, call: LayerCall) -> str | None:
         if call.dtype is torch.float64:
             return "the Triton kernels sum in float32, which is too narrow for float64"
+        if not call.weight.format.is_dense:
+            return f"no kernel for the weight format {call.weight.format.name}"
         most = MAX_WIDE_TOKENS if call.dtype is torch.float32 else MAX_TOKENS
         if call.tokens > most:
             return f"the Triton kernels are for {most} tokens at most in {call.dtype}, got {call.tokens}"

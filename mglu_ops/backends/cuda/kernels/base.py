@@ -155,7 +155,12 @@ def mask_alignment(call: LayerCall) -> int:
 
 def has_aligned_rows(call: LayerCall) -> bool:
     """Whether rows of W and of the masks can be copied in whole vectors, as the 16-bit kernels do."""
-    return weight_is_vectorizable(call) and mask_alignment(call) >= 4 and call.in_features > 0
+    return (
+        call.weight.format.is_dense
+        and weight_is_vectorizable(call)
+        and mask_alignment(call) >= 4
+        and call.in_features > 0
+    )
 
 
 def has_x_in_rows(call: LayerCall) -> bool:
@@ -167,6 +172,8 @@ def aligned_violations(kernel: str, call: LayerCall, rows: int) -> Iterator[str]
     """Yield the requirements of the 16-bit kernels that a call does not meet; a block takes `rows` rows of W."""
     if call.dtype is torch.float32:
         yield f"{kernel} has no float32"
+    if not call.weight.format.is_dense:
+        yield f"{kernel} has no weight format {call.weight.format.name}"
     if call.in_features % 8 or not call.in_features:
         yield f"{kernel} needs in_features that are a multiple of 8, got {call.in_features}"
     if not has_aligned_rows(call):
