@@ -11,6 +11,7 @@ from torch import Tensor
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends import reference
 from mglu_ops.backends import triton as backend
+from mglu_ops.layer_call import LayerArguments
 from mglu_ops.masks import pack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not backend.is_installed(), reason="triton is not installed")]
@@ -134,7 +135,7 @@ def test_compiled_graph_holds_the_kernel(tokens: int) -> None:
 
     @torch.library.triton_op(f"mglu_test::triton_forward_{tokens}", mutates_args={})
     def operator(x: Tensor, weight: Tensor, packed_masks: Tensor) -> Tensor:
-        return launch(x, weight, packed_masks, "silu", None, None)
+        return launch(LayerArguments(x, weight, packed_masks), None)
 
     x, weight, masks, _ = problem(tokens, 256, 1024, 4, torch.float16)
     packed = pack(masks)
