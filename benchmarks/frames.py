@@ -22,6 +22,8 @@ class MissingResultError(FileNotFoundError):
 def load(results: Path, name: str, command: str | None = None) -> pd.DataFrame:
     """The rows of a result, with a column for each name in `extra`, and `layer`, such as `8192 x 2048`.
 
+    The environment is in `attrs` of the frame.
+
     Args:
         results: the folder of the results.
         name: the name of the CSV file.
@@ -34,14 +36,15 @@ def load(results: Path, name: str, command: str | None = None) -> pd.DataFrame:
     if not path.is_file():
         command = command or f"python -m mglu_ops bench {name}"
         raise MissingResultError(f"{path}: no such result; `{command}` measures it")
-    head = len(read_environment(results, name))
-    rows = pd.read_csv(path, skiprows=head, keep_default_na=False, na_values=["nan"])
+    environment = read_environment(results, name)
+    rows = pd.read_csv(path, skiprows=len(environment), keep_default_na=False, na_values=["nan"])
     if "extra" in rows:
         extra = pd.DataFrame([json.loads(cell) for cell in rows.pop("extra")], rows.index)
         rows = rows.join(extra.reindex(columns=extra.columns.union(EXTRA)))
         rows["chosen"] = rows.chosen.eq(True)
     if "out_features" in rows:
         rows["layer"] = rows.out_features.astype(str) + " x " + rows.in_features.astype(str)
+    rows.attrs = environment
     return rows
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import pandas as pd
 
 from benchmarks.ceiling import GEMM
-from benchmarks.frames import MissingResultError, load
-from benchmarks.tables import ONE_TOKEN, chosen, one_token_times
+from benchmarks.frames import MissingResultError, fastest, load
+from benchmarks.tables import MODEL_OF, ONE_TOKEN, chosen, one_token_times
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -188,60 +189,105 @@ def roofline(rows: pd.DataFrame) -> Figure:
     return figure
 
 
+def mask_label(n_masks: int) -> str:
+    """The legend's name for a layer with this number of masks; 0 is SwiGLU."""
+    return f"{n_masks} mask{'s' if n_masks > 1 else ''}" if n_masks else "SwiGLU"
+
+
+def draw_bars(axes: Axes, figures: pd.DataFrame, labels: pd.DataFrame) -> None:
+    """Draw a group of labelled bars for each line of a frame, whose columns are numbers of masks; 0 is SwiGLU."""
+    height = 0.8 / figures.shape[1]
+    for i, (n_masks, column) in enumerate(figures.items()):
+        places = [line + (i - (figures.shape[1] - 1) / 2) * height for line in range(len(figures))]
+        color = BY_MASKS[n_masks].color if n_masks else SWIGLU.color
+        bars = axes.barh(places, column, height, label=mask_label(n_masks), color=color)
+        axes.bar_label(bars, labels[n_masks], padding=2, fontsize=7)
+    axes.set_yticks(range(len(figures)), figures.index, fontsize=7)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+
+
+def layer_speedups(rows: pd.DataFrame) -> pd.DataFrame:
+    """The time of the fastest SwiGLU divided by ours for one token: a line for each layer, a column for each n_masks."""
+    ours = chosen(rows, swiglu=("SwiGLU", ["layer"]))
+    speedups = (ours.swiglu / ours.microseconds).droplevel("tokens").unstack("n_masks")
+    return speedups.loc[rows.layer.unique()]
+
+
+def draw_speedups(axes: Axes, speedups: pd.DataFrame) -> None:
+    """Draw speed-ups over SwiGLU as bars, and a line at 1."""
+    draw_bars(axes, speedups, speedups.map("{:.2f}x".format))
+    axes.axvline(1, color=CEILING.color, linestyle=CEILING.linestyle, linewidth=1)
+    axes.set_xlabel("speed-up over the fastest SwiGLU (dashed)")
+
+
 def speedup_by_model(rows: pd.DataFrame) -> Figure:
     """The time of the fastest SwiGLU divided by ours for one token, for the layers of each model."""
     figure, (axes,) = figure_of(1, 3.6)
-    ours = chosen(rows, swiglu=("SwiGLU", ["layer"]))
-    speedups = (ours.swiglu / ours.microseconds).dropna()
-    counts = masks(rows)
-    height = 0.8 / len(counts)
-    names = rows.drop_duplicates("layer").set_index("layer").case
-    for line, layer in enumerate(names.index):
-        for (n_masks, _), speedup in speedups.loc[layer].items():
-            label = f"{n_masks} mask{'s' if n_masks > 1 else ''}" if line == 0 else None
-            y = line + (counts.index(n_masks) - (len(counts) - 1) / 2) * height
-            axes.barh(y, speedup, height, label=label, color=BY_MASKS[n_masks].color)
-            axes.text(speedup + 0.02, y, f"{speedup:.2f}x", va="center", fontsize=7)
-    axes.axvline(1, color=CEILING.color, linestyle=CEILING.linestyle, linewidth=1)
-    labels = [f"{name.replace(', ', chr(10))}\n{layer}" for layer, name in names.items()]
-    axes.set_yticks(range(len(labels)), labels, fontsize=7)
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
-    axes.set_xlabel("speed-up over the fastest SwiGLU (dashed)")
+    names = rows.drop_duplicates("layer").set_index("layer").case.str.replace(", ", "\n")
+    draw_speedups(axes, layer_speedups(rows).rename(lambda layer: f"{names[layer]}\n{layer}"))
     axes.set_title("one token through the gated projection")
     draw_legend(figure, axes)
     return figure
 
 
-PLOTS: dict[str, tuple[str, Callable[[pd.DataFrame], Figure]]] = {
-    "latency_by_masks": ("one_token", latency_by_masks),
-    "fraction_of_ceiling": ("one_token", fraction_of_ceiling),
-    "speedup_by_model": ("models", speedup_by_model),
-    "speedup_over_swiglu": ("routes", speedup_over_swiglu),
-    "roofline": ("tokens", roofline),
+def layer_and_model(layers: pd.DataFrame, models: pd.DataFrame) -> Figure:
+    """One token: speed-ups of a layer, and tokens a second of the whole models that have such layers."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(1.6 * WIDTH, 2.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    one = models[models.tokens == 1]
+    rates = 1e6 / fastest(one, ("SwiGLU", "SwiMGLU"), ["layer", "n_masks"]).microseconds.unstack("n_masks")
+    rates = rates.loc[one.layer.unique()]
+    draw_speedups(left, layer_speedups(layers).loc[rates.index].rename(lambda layer: f"{MODEL_OF[layer]}\n{layer}"))
+    left.set_title("the gated projection of one layer")
+    ratios = rates.div(rates[0], axis="index")
+    draw_bars(right, rates.rename(MODEL_OF), rates.map("{:.0f}".format) + ratios.map(", {:.2f}x".format))
+    right.set_xlabel("tokens a second, and their ratio to SwiGLU's")
+    right.set_title("a whole model")
+    right.margins(x=0.2)  # for the labels
+    devices = ", ".join(sorted({layers.attrs["device"], models.attrs["device"]}))
+    dtypes = ", ".join(sorted({*layers["dtype"], *one["dtype"]}))
+    figure.suptitle(f"{devices}, {dtypes}, one token at a time", fontsize=10)
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=rates.shape[1])
+    return figure
+
+
+PLOTS: dict[str, tuple[tuple[str, ...], Callable[..., Figure]]] = {
+    "layer_and_model": (("models", "decode_model"), layer_and_model),
+    "latency_by_masks": (("one_token",), latency_by_masks),
+    "fraction_of_ceiling": (("one_token",), fraction_of_ceiling),
+    "speedup_by_model": (("models",), speedup_by_model),
+    "speedup_over_swiglu": (("routes",), speedup_over_swiglu),
+    "roofline": (("tokens",), roofline),
 }
-"""Name of a plot to the result that it shows and the function that draws it."""
+"""Name of a plot to the results that it shows and the function that draws it from their rows."""
 
 
-def source(results: Path, table: str) -> str:
-    """The metadata of a plot that names its result and the digest of the result's bytes."""
-    digest = hashlib.sha256((results / f"{table}.csv").read_bytes()).hexdigest()
-    return f"{table}.csv sha256 {digest}"
+def source(results: Path, *names: str) -> str:
+    """The metadata of a plot that name its results and the digests of their bytes."""
+    digests = {name: hashlib.sha256((results / f"{name}.csv").read_bytes()).hexdigest() for name in names}
+    return ", ".join(f"{name}.csv sha256 {digest}" for name, digest in digests.items())
+
+
+def draw_one(name: str, results: Path, out: Path) -> Path:
+    """Draw the plot of a name into the folder `out`."""
+    names, picture = PLOTS[name]
+    frames = [load(results, table) for table in names]
+    return save(lambda rows: picture(*rows), frames, out / f"{name}.svg", source(results, *names))
 
 
 def draw(results: Path, out: Path) -> list[Path]:
-    """Draw every plot whose result is in `results` into the folder `out`, as SVG.
+    """Draw every plot whose results are in `results` into the folder `out`, as SVG.
 
     Raises:
         FileNotFoundError: there are no results.
     """
     paths = []
-    for name, (table, picture) in PLOTS.items():
-        try:
-            rows = load(results, table)
-        except MissingResultError:
-            continue
-        paths.append(save(picture, rows, out / f"{name}.svg", source(results, table)))
+    for name in PLOTS:
+        with suppress(MissingResultError):
+            paths.append(draw_one(name, results, out))
     if not paths:
         raise FileNotFoundError(f"{results}: no results are here to draw from; measure some first")
     return paths

@@ -36,6 +36,8 @@ ONE_TOKEN = {
     "naive, eager": "naive eager",
 }
 """Label of a line to the beginning of the names of its variants."""
+MODEL_OF = {f"{sizes.intermediate} x {sizes.hidden}": name for name, sizes in MODELS.items()}
+"""Size of a gated projection to the name of the model that `decode_model` measures with it."""
 
 
 def one_token_times(rows: pd.DataFrame) -> pd.DataFrame:
@@ -149,8 +151,7 @@ def models(results: Path) -> str:
 
 def title(layer: str, sequences: int) -> str:
     """The name of the model that decodes with such layers, and its number of sequences."""
-    name = {f"{sizes.intermediate} x {sizes.hidden}": name for name, sizes in MODELS.items()}.get(layer, layer)
-    return f"{name}, {'one sequence' if sequences == 1 else f'{sequences} sequences'}"
+    return f"{MODEL_OF.get(layer, layer)}, {'one sequence' if sequences == 1 else f'{sequences} sequences'}"
 
 
 def decode_model(results: Path) -> str:
