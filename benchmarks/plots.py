@@ -208,7 +208,7 @@ def draw_bars(axes: Axes, figures: pd.DataFrame, labels: pd.DataFrame) -> None:
 
 
 def layer_speedups(rows: pd.DataFrame) -> pd.DataFrame:
-    """The time of the fastest SwiGLU divided by ours for one token: a line for each layer, a column for each n_masks."""
+    """The time of the fastest SwiGLU divided by ours for one token, with a line for each layer."""
     ours = chosen(rows, swiglu=("SwiGLU", ["layer"]))
     speedups = (ours.swiglu / ours.microseconds).droplevel("tokens").unstack("n_masks")
     return speedups.loc[rows.layer.unique()]
