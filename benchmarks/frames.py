@@ -18,15 +18,6 @@ Parts: TypeAlias = Callable[[pd.DataFrame], Iterable[str]]
 
 EXTRA = ("chosen", "left_out", "peak_mb", "errors", "bits_repeat")
 """Names in `Row.extra` that are columns of every frame, also where no row has them."""
-CPU = ("cpu_one_token", "cpu_one_token_xeon", "cpu_tokens", "cpu_tokens_xeon", "cpu_tokens_zen4")
-"""The results of `benchmarks.cpu`."""
-COMMANDS = {
-    "compile_time": "python -m benchmarks.compile_time",
-    "packages": "python -m benchmarks.packages",
-    "tensor_parallel": "torchrun --standalone --nproc-per-node 2 -m benchmarks.tensor_parallel",
-    **{name: f"python -m benchmarks.cpu --name {name}" for name in CPU},
-}
-"""Name of a result to the command that measures it, where that is not `python -m mglu_ops bench` and the name."""
 TABLES: dict[str, Callable[[Path], str]] = {}
 """Name of a table to the function that makes it from the folder of the results; `table` enters it here."""
 
@@ -50,8 +41,7 @@ def load(results: Path, name: str) -> pd.DataFrame:
     """
     path = results / f"{name}.csv"
     if not path.is_file():
-        command = COMMANDS.get(name, f"python -m mglu_ops bench {name}")
-        raise MissingResultError(f"{path}: no such result; `{command}` measures it")
+        raise MissingResultError(f"{path}: no such result; benchmarks/README.md has the command that measures it")
     environment = read_environment(results, name)
     rows = pd.read_csv(path, skiprows=len(environment), keep_default_na=False, na_values=["nan"])
     rows = rows.rename(columns={"least": "microseconds"})

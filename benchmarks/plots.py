@@ -62,13 +62,14 @@ BY_MASKS = {
 }
 
 
-def figure_of(panels: int, height: float, sharex: bool = True) -> tuple[Figure, list[Axes]]:
-    """A figure, and its panels from top to bottom, of a height in inches each."""
+def figure_of(panels: int, height: float, sharex: bool = True, columns: int = 1) -> tuple[Figure, list[Axes]]:
+    """A figure and its panels, of a height in inches each, from top to bottom or in several columns."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(WIDTH, height * panels), layout="constrained")
-    axes = figure.subplots(panels, sharex=sharex, squeeze=False)
-    return figure, list(axes[:, 0])
+    lines = panels // columns
+    figure = Figure(figsize=(WIDTH * columns, height * lines), layout="constrained")
+    axes = figure.subplots(lines, columns, sharex=sharex, squeeze=False)
+    return figure, list(axes.flat)
 
 
 def draw_line(axes: Axes, label: str, style: Style, points: Iterable[tuple[float, float]]) -> None:
@@ -93,13 +94,7 @@ def draw_legend(figure: Figure, axes: Axes) -> None:
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
 
 
-BY_VARIANT = {
-    "read ceiling": CEILING,
-    "mglu cuda": CUDA,
-    "mglu triton": TRITON,
-    "naive compiled": COMPILED,
-    "naive eager": EAGER,
-}
+BY_LABEL = dict(zip(ONE_TOKEN, (CEILING, CUDA, TRITON, COMPILED, EAGER), strict=True))
 
 
 def latency_by_masks(rows: pd.DataFrame) -> Figure:
@@ -108,8 +103,7 @@ def latency_by_masks(rows: pd.DataFrame) -> Figure:
     figure, panels = figure_of(len(layers), 2.8)
     for axes, (layer, here) in zip(panels, layers, strict=True):
         for label, column in one_token_times(here).items():
-            style = BY_VARIANT[ONE_TOKEN[label]] if label in ONE_TOKEN else SWIGLU
-            draw_line(axes, label, style, column.dropna().items())
+            draw_line(axes, label, BY_LABEL.get(label, SWIGLU), column.dropna().items())
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
         axes.set_ylabel("us a layer")
@@ -189,68 +183,42 @@ def roofline(rows: pd.DataFrame) -> Figure:
     return figure
 
 
-def mask_label(n_masks: int) -> str:
-    """The legend's name for a layer with this number of masks; 0 is SwiGLU."""
-    return f"{n_masks} mask{'s' if n_masks > 1 else ''}" if n_masks else "SwiGLU"
-
-
 def draw_bars(axes: Axes, figures: pd.DataFrame, labels: pd.DataFrame) -> None:
     """Draw a group of labelled bars for each line of a frame, whose columns are numbers of masks; 0 is SwiGLU."""
     height = 0.8 / figures.shape[1]
     for i, (n_masks, column) in enumerate(figures.items()):
         places = [line + (i - (figures.shape[1] - 1) / 2) * height for line in range(len(figures))]
-        color = BY_MASKS[n_masks].color if n_masks else SWIGLU.color
-        bars = axes.barh(places, column, height, label=mask_label(n_masks), color=color)
+        name = f"{n_masks} mask{'s' if n_masks > 1 else ''}" if n_masks else "SwiGLU"
+        bars = axes.barh(places, column, height, label=name, color=(BY_MASKS[n_masks] if n_masks else SWIGLU).color)
         axes.bar_label(bars, labels[n_masks], padding=2, fontsize=7)
     axes.set_yticks(range(len(figures)), figures.index, fontsize=7)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-
-
-def layer_speedups(rows: pd.DataFrame) -> pd.DataFrame:
-    """The time of the fastest SwiGLU divided by ours for one token, with a line for each layer."""
-    ours = chosen(rows, swiglu=("SwiGLU", ["layer"]))
-    speedups = (ours.swiglu / ours.microseconds).droplevel("tokens").unstack("n_masks")
-    return speedups.loc[rows.layer.unique()]
-
-
-def draw_speedups(axes: Axes, speedups: pd.DataFrame) -> None:
-    """Draw speed-ups over SwiGLU as bars, and a line at 1."""
-    draw_bars(axes, speedups, speedups.map("{:.2f}x".format))
-    axes.axvline(1, color=CEILING.color, linestyle=CEILING.linestyle, linewidth=1)
-    axes.set_xlabel("speed-up over the fastest SwiGLU (dashed)")
-
-
-def speedup_by_model(rows: pd.DataFrame) -> Figure:
-    """The time of the fastest SwiGLU divided by ours for one token, for the layers of each model."""
-    figure, (axes,) = figure_of(1, 3.6)
-    names = rows.drop_duplicates("layer").set_index("layer").case.str.replace(", ", "\n")
-    draw_speedups(axes, layer_speedups(rows).rename(lambda layer: f"{names[layer]}\n{layer}"))
-    axes.set_title("one token through the gated projection")
-    draw_legend(figure, axes)
-    return figure
+    axes.margins(x=0.25)  # for the labels
 
 
 def layer_and_model(layers: pd.DataFrame, models: pd.DataFrame) -> Figure:
-    """One token: speed-ups of a layer, and tokens a second of the whole models that have such layers."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(1.6 * WIDTH, 2.8), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    one = models[models.tokens == 1]
-    rates = 1e6 / fastest(one, ("SwiGLU", "SwiMGLU"), ["layer", "n_masks"]).microseconds.unstack("n_masks")
-    rates = rates.loc[one.layer.unique()]
-    draw_speedups(left, layer_speedups(layers).loc[rates.index].rename(lambda layer: f"{MODEL_OF[layer]}\n{layer}"))
+    """One token: the speed-up of the layers of current models over SwiGLU, and tokens a second of whole models."""
+    figure, (left, right) = figure_of(2, 3.6, sharex=False, columns=2)
+    ours = chosen(layers, swiglu=("SwiGLU", ["layer"])).droplevel("tokens")
+    names = layers.drop_duplicates("layer").set_index("layer").case.str.replace(", ", "\n")
+    speedups = (ours.swiglu / ours.microseconds).unstack("n_masks").loc[names.index]
+    draw_bars(left, speedups.set_axis(names + "\n" + names.index), speedups.map("{:.2f}x".format))
+    left.axvline(1, color=CEILING.color, linestyle=CEILING.linestyle, linewidth=1)
+    left.set_xlabel("speed-up over the fastest SwiGLU (dashed)")
     left.set_title("the gated projection of one layer")
-    ratios = rates.div(rates[0], axis="index")
-    draw_bars(right, rates.rename(MODEL_OF), rates.map("{:.0f}".format) + ratios.map(", {:.2f}x".format))
+
+    models = models[models.tokens == 1]
+    best = fastest(models, ("SwiGLU", "SwiMGLU"), ["layer", "n_masks"])
+    rates = best.rate.unstack("n_masks").loc[models.layer.unique()]
+    labels = rates.map("{:.0f}".format) + rates.div(rates[0], axis="index").map(", {:.2f}x".format)
+    draw_bars(right, rates.rename(MODEL_OF), labels)
     right.set_xlabel("tokens a second, and their ratio to SwiGLU's")
     right.set_title("a whole model")
-    right.margins(x=0.2)  # for the labels
-    devices = ", ".join(sorted({layers.attrs["device"], models.attrs["device"]}))
-    dtypes = ", ".join(sorted({*layers["dtype"], *one["dtype"]}))
-    figure.suptitle(f"{devices}, {dtypes}, one token at a time", fontsize=10)
-    figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=rates.shape[1])
+
+    devices = sorted({layers.attrs["device"], models.attrs["device"]})
+    figure.suptitle(", ".join([*devices, *sorted({*layers["dtype"], *models["dtype"]}), "one token at a time"]))
+    draw_legend(figure, right)
     return figure
 
 
@@ -258,7 +226,6 @@ PLOTS: dict[str, tuple[tuple[str, ...], Callable[..., Figure]]] = {
     "layer_and_model": (("models", "decode_model"), layer_and_model),
     "latency_by_masks": (("one_token",), latency_by_masks),
     "fraction_of_ceiling": (("one_token",), fraction_of_ceiling),
-    "speedup_by_model": (("models",), speedup_by_model),
     "speedup_over_swiglu": (("routes",), speedup_over_swiglu),
     "roofline": (("tokens",), roofline),
 }

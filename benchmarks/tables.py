@@ -9,7 +9,6 @@ import pandas as pd
 
 from benchmarks.decode_model import MODELS
 from benchmarks.frames import (
-    CPU,
     fastest,
     form,
     grid,
@@ -192,7 +191,7 @@ def tensor_parallel(rows: pd.DataFrame) -> Iterator[str]:
     yield grid("out x in", lines.rename(columns={"case": "work"}))
 
 
-@table(*CPU)
+@table("cpu_one_token", "cpu_one_token_xeon", "cpu_tokens", "cpu_tokens_xeon", "cpu_tokens_zen4")
 def cpu(rows: pd.DataFrame) -> Iterator[str]:
     """The least times of each problem, in microseconds."""
     problem = ["dtype", "tokens", "n_masks"]

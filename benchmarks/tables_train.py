@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from benchmarks.frames import form, grid, markdown, ms, ratio, share, shown, speedup, table, us, whole
+from benchmarks.frames import form, grid, markdown, ms, ratio, share, shown, speedup, table, whole
 from benchmarks.train_layers import CASE, FUSED, GEMMS, MODULE, NAIVE, OPERATOR, RECOMPUTING, SWIGLU, TRICK, Results
 
 PROBLEM = ["layer", "tokens", "n_masks"]
@@ -84,10 +84,11 @@ def errors(rows: pd.DataFrame) -> str:
         for of in (found[found.variant == variant] for variant in (NAIVE, FUSED))
     )
     naive, fused = naive.align(fused, join="inner")
-    naive, fused, growth = (frame.groupby("n_masks").max() for frame in (1e3 * naive, 1e3 * fused, fused / naive))
-    cells = naive.map(us) + ", " + fused.map(us) + " (" + growth.map(ratio) + ")"
+    figures = {"{:.1f}, ": 1e3 * naive, "{:.1f} ": 1e3 * fused, "({:.2f}x)": fused / naive}
+    texts = [of.groupby("n_masks").max().map(pattern.format).astype(str) for pattern, of in figures.items()]
+    cells = (texts[0] + texts[1] + texts[2]).add_suffix(": naive, fused, 1e-3")
     repeat = found.bits_repeat[found.variant == FUSED].groupby("n_masks").agg(lambda of: f"{sum(of)} of {len(of)}")
-    return grid("n_m", cells.add_suffix(": naive, fused, 1e-3").assign(**{"bits repeat": repeat}))
+    return grid("n_m", cells.assign(**{"bits repeat": repeat}))
 
 
 @table("train_model")

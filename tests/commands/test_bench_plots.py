@@ -95,35 +95,25 @@ def bars(axes: Any) -> dict[str, list[float]]:
     return {bars.get_label(): [float(bar.get_width()) for bar in bars] for bars in axes.containers}
 
 
-@pytest.mark.parametrize("name", ["speedup_by_model", "layer_and_model"])
-def test_speedups_of_layers_are_those_of_the_results(plots: Any, name: str) -> None:
-    tables, picture = plots.PLOTS[name]
-    axes = picture(*(load(suites.RESULTS, table) for table in tables)).axes[0]
-    lines = committed("models")
-    shapes = [label.get_text().splitlines()[-1].split(" x ") for label in axes.get_yticklabels()]
-    assert len(shapes) == (6 if name == "speedup_by_model" else 2)
-    problems = [{"out_features": d, "in_features": h} for d, h in shapes]
-    for n_masks, label in ((1, "1 mask"), (4, "4 masks"), (8, "8 masks")):
-        expected = [
-            least(lines, "SwiGLU", **problem) / least(lines, "mglu cuda", n_masks=n_masks, **problem)
-            for problem in problems
-        ]
-        assert bars(axes)[label] == pytest.approx(expected)
-
-
-def test_rates_of_models_are_those_of_the_results(plots: Any) -> None:
-    _, picture = plots.PLOTS["layer_and_model"]
-    figure = picture(load(suites.RESULTS, "models"), load(suites.RESULTS, "decode_model"))
-    axes = figure.axes[1]
-    lines = committed("decode_model")
-    layers = {"Llama-3.2 1B": 8192, "Llama-3.1 8B": 14336}
-    assert [label.get_text() for label in axes.get_yticklabels()] == list(layers)
-    found = bars(axes)
-    for n_masks, label in {0: "SwiGLU", 1: "1 mask", 4: "4 masks", 8: "8 masks"}.items():
-        variant = "SwiMGLU" if n_masks else "SwiGLU"
-        expected = [1e6 / least(lines, variant, tokens=1, n_masks=n_masks, out_features=d) for d in layers.values()]
-        assert found[label] == pytest.approx(expected)
+def test_layers_and_models_are_those_of_the_results(plots: Any) -> None:
+    tables, picture = plots.PLOTS["layer_and_model"]
+    figure = picture(*(load(suites.RESULTS, table) for table in tables))
     assert figure.get_suptitle() == "NVIDIA H200, bfloat16, one token at a time"
+    left, right = figure.axes
+    shapes = [label.get_text().splitlines()[-1].split(" x ") for label in left.get_yticklabels()]
+    models = {"Llama-3.2 1B": 8192, "Llama-3.1 8B": 14336}
+    assert [label.get_text() for label in right.get_yticklabels()] == list(models)
+    assert [tuple(map(int, shape)) for shape in shapes] == list(suites.MODELS)
+    lines = committed("models")
+    for n_masks, label in ((1, "1 mask"), (4, "4 masks"), (8, "8 masks")):
+        swiglu = [least(lines, "SwiGLU", out_features=d, in_features=h) for d, h in shapes]
+        ours = [least(lines, "mglu cuda", n_masks=n_masks, out_features=d, in_features=h) for d, h in shapes]
+        assert bars(left)[label] == pytest.approx([theirs / mine for theirs, mine in zip(swiglu, ours, strict=True)])
+    lines = committed("decode_model")
+    for n_masks, label in ((0, "SwiGLU"), (1, "1 mask"), (4, "4 masks"), (8, "8 masks")):
+        variant = "SwiMGLU" if n_masks else "SwiGLU"
+        times = [least(lines, variant, tokens=1, n_masks=n_masks, out_features=d) for d in models.values()]
+        assert bars(right)[label] == pytest.approx([1e6 / time for time in times])
 
 
 def test_roofline_is_that_of_the_results(plots: Any) -> None:
@@ -173,10 +163,8 @@ def test_plots_repeat_byte_for_byte_and_name_their_result(plots: Any, tmp_path: 
         assert len(one.read_bytes()) < 100_000
         tables, _ = plots.PLOTS[one.stem]
         assert plots.source(suites.RESULTS, *tables) in one.read_text()
-        committed_plot = (suites.RESULTS / one.name).read_text()
-        assert plots.source(suites.RESULTS, *tables) in committed_plot, (
-            "`python -m mglu_ops bench plots` draws it again"
-        )
+        drawn_before = (suites.RESULTS / one.name).read_text()
+        assert plots.source(suites.RESULTS, *tables) in drawn_before, "`python -m mglu_ops bench plots` draws it again"
 
 
 def test_plots_need_results(plots: Any, tmp_path: Path) -> None:
