@@ -122,7 +122,8 @@ def in_order(rows: pd.DataFrame, lines: str | list[str], columns: str, cells: st
 def markdown(head: Iterable[object], lines: Iterable[Sequence[object]]) -> str:
     """A table from the cells of its head and its lines."""
     head = list(head)
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in [head, ["---"] * len(head), *lines])
+    every: list[Sequence[object]] = [head, ["---"] * len(head), *lines]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in every)
 
 
 def grid(corner: str, cells: pd.DataFrame) -> str:
