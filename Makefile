@@ -47,14 +47,15 @@ test-torch:
 	$(OTHER)/bin/python -m pip install --quiet --constraint $(OTHER)/constraints.txt torch==$(TORCH) --editable ".[dev]"
 	$(OTHER)/bin/python -m pytest -n 2 --dist worksteal tests/passes tests/packaging/test_export.py
 
-# The sdist and the wheel, and README's snippets with each, installed into a fresh environment that borrows torch from .venv.
+# Builds the sdist and the wheel, and runs README's snippets with each, in a fresh environment that borrows torch from
+# .venv.
 dist: $(VENV)/.ready
 	rm -rf build dist
 	$(BIN)/python -m build
 	for package in dist/*; do \
 		$(PYTHON) -m venv --clear build/venv && build/venv/bin/python -m pip install --quiet --no-deps $$package && \
-		PYTHONPATH=$$($(BIN)/python -c "import torch; print(torch.__path__[0] + '/..')") \
-		MGLU_README_PYTHON=$(CURDIR)/build/venv/bin/python \
+		$(BIN)/python -c "import torch; print(torch.__path__[0] + '/..')" > build/torch.pth && \
+		cp build/torch.pth build/venv/lib/python3*/site-packages && MGLU_README_PYTHON=$(CURDIR)/build/venv/bin/python \
 			$(BIN)/python -m pytest tests/commands/test_readme.py -k snippets || exit 1; \
 	done
 

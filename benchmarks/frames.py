@@ -29,8 +29,8 @@ class MissingResultError(FileNotFoundError):
 def load(results: Path, name: str) -> pd.DataFrame:
     """The rows of a result, whose environment is in `attrs`.
 
-    The columns are those of the file, with one for each name in `extra` instead of that, the least of several times as
-    `microseconds`, and two more: `layer`, such as `8192 x 2048`, and `rate`, in tokens a second.
+    The columns are those of the file, except that each name in `extra` has a column of its own and `least` is called
+    `microseconds`. Two are added: `layer`, such as `8192 x 2048`, and `rate`, in tokens a second.
 
     Args:
         results: the folder of the results.
@@ -141,7 +141,7 @@ def page(parts: Parts, name: str, results: Path) -> str:
 
 
 def table(*names: str, result: str | None = None) -> Callable[[Parts], Parts]:
-    """Enter a function in `TABLES` by the names of its tables, which are those of their results if none is given."""
+    """Enter a function in `TABLES` under each name; `result` names the CSV file if its name differs."""
 
     def enter(parts: Parts) -> Parts:
         TABLES.update({name: partial(page, parts, result or name) for name in names})
