@@ -12,7 +12,7 @@ GPU_ENV := MGLU_REQUIRE_GPU=1
 GPU_JOBS ?= $(shell nvidia-smi --query-gpu=memory.free --format=csv,noheader,nounits \
 	| awk 'NR == 1 { n = int($$1 / 6000); print (n > 12 ? 12 : n < 1 ? 1 : n) }')
 
-.PHONY: demo test test-all test-long lint types unit unit-long test-torch gpu-install gpu-test gpu-sanitize gpu-bench clean
+.PHONY: demo test test-all test-long lint types unit unit-long test-torch dist gpu-install gpu-test gpu-sanitize gpu-bench clean
 
 demo: $(VENV)/.ready
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/demo.py $(DEMO_ARGS)
@@ -46,6 +46,18 @@ test-torch:
 	grep -v '^torch==\|^triton==\|^numpy==\|^setuptools==\|^cuda-\|^nvidia-' constraints.txt > $(OTHER)/constraints.txt
 	$(OTHER)/bin/python -m pip install --quiet --constraint $(OTHER)/constraints.txt torch==$(TORCH) --editable ".[dev]"
 	$(OTHER)/bin/python -m pytest -n 2 --dist worksteal tests/passes tests/packaging/test_export.py
+
+# Builds the sdist and the wheel, and runs README's snippets with each, in a fresh environment that borrows torch from
+# .venv.
+dist: $(VENV)/.ready
+	rm -rf build dist
+	$(BIN)/python -m build
+	for package in dist/*; do \
+		$(PYTHON) -m venv --clear build/venv && build/venv/bin/python -m pip install --quiet --no-deps $$package && \
+		$(BIN)/python -c "import torch; print(torch.__path__[0] + '/..')" > build/torch.pth && \
+		cp build/torch.pth build/venv/lib/python3*/site-packages && MGLU_README_PYTHON=$(CURDIR)/build/venv/bin/python \
+			$(BIN)/python -m pytest tests/commands/test_readme.py -k snippets || exit 1; \
+	done
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -9,14 +9,12 @@ python -m benchmarks.compile_time --out benchmarks/results [--layers 32] [--n-ma
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +24,7 @@ from torch._inductor.utils import fresh_cache
 from torch.fx import Graph
 
 from benchmarks.ordinary_models import FEATURES, MASKED_LAYERS, STEPS, TOKENS, Chain, Llama, Masked, UNet, resnet
-from benchmarks.records import Row, write
+from benchmarks.records import Row, parser_of, write
 from benchmarks.timing import summarise, wall_microseconds
 from compile_passes.fusion import fuse_graph
 from compile_passes.report import FusionReport
@@ -223,8 +221,7 @@ def _row(case: str, variant: str, seconds: Sequence[float], extra: dict[str, obj
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser = parser_of(__doc__)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--n-masks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)

@@ -7,7 +7,6 @@ This command takes any problem; `python -m mglu_ops bench` measures the problems
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
@@ -29,7 +28,7 @@ from benchmarks.ceiling import (
 )
 from benchmarks.harness import PROTOCOL, SETTLED_PROTOCOL, Timing, Variant, measure
 from benchmarks.layers import Layers, masks_of
-from benchmarks.records import Row, write
+from benchmarks.records import Row, parser_of, write
 from benchmarks.timing import ROUNDS, SETTLE_SECONDS
 from mglu_ops import dispatch
 from mglu_ops.layer_call import LayerArguments
@@ -227,8 +226,7 @@ def run(sweep: Sweep, out: Path, name: str, rounds: int = ROUNDS) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser = parser_of(__doc__)
     parser.add_argument("--name", default="decode")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1])
     parser.add_argument("--n-masks", type=int, nargs="+", default=[1, 2, 4, 8, 16])

@@ -10,7 +10,6 @@ compared with the logits of the same model in float64 for the same tokens. Their
 
 from __future__ import annotations
 
-import argparse
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ import mglu_ops
 from benchmarks.ceiling import reader
 from benchmarks.decoder import Attention, Decoder, Sizes, swiglu
 from benchmarks.harness import Captured, Variant, capture, relative_error
-from benchmarks.records import RESUME_HELP, Row, measure
+from benchmarks.records import Row, measure, parser_of
 from benchmarks.timing import ROUNDS, time_graphs
 from mglu_ops.nn import SwiMGLU
 
@@ -228,12 +227,10 @@ def run(problems: Sequence[Problem], out: Path, resume: bool = False) -> list[Ro
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser = parser_of(__doc__, resume=True)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--compilations", type=int, default=COMPILATIONS, help="of each model; the fastest counts")
-    parser.add_argument("--resume", action="store_true", help=RESUME_HELP)
     options = parser.parse_args()
     chosen = [Problem(name, batch, options.compilations) for name in options.models for batch in options.batches]
     run(chosen, options.out, options.resume)

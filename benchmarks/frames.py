@@ -1,47 +1,58 @@
-"""Results as pandas frames, and the text of their figures. Measuring does not import this module, nor pandas."""
+"""Results as pandas frames, and frames as Markdown. Measuring does not import this module, nor pandas."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import pandas as pd
 
 from benchmarks.records import read_environment
 
+Parts: TypeAlias = Callable[[pd.DataFrame], Iterable[str]]
+"""Makes the parts of a table from the rows of a result."""
+
 EXTRA = ("chosen", "left_out", "peak_mb", "errors", "bits_repeat")
 """Names in `Row.extra` that are columns of every frame, also where no row has them."""
+TABLES: dict[str, Callable[[Path], str]] = {}
+"""Name of a table to the function that makes it from the folder of the results; `table` enters it here."""
 
 
 class MissingResultError(FileNotFoundError):
     """No result has what a table needs."""
 
 
-def load(results: Path, name: str, command: str | None = None) -> pd.DataFrame:
-    """The rows of a result, with a column for each name in `extra`, and `layer`, such as `8192 x 2048`.
+def load(results: Path, name: str) -> pd.DataFrame:
+    """The rows of a result, whose environment is in `attrs`.
+
+    The columns are those of the file, except that each name in `extra` has a column of its own and `least` is called
+    `microseconds`. Two are added: `layer`, such as `8192 x 2048`, and `rate`, in tokens a second.
 
     Args:
         results: the folder of the results.
         name: the name of the CSV file.
-        command: what measures it, for the error; None for `python -m mglu_ops bench` and its name.
 
     Raises:
         MissingResultError: it is not there.
     """
     path = results / f"{name}.csv"
     if not path.is_file():
-        command = command or f"python -m mglu_ops bench {name}"
-        raise MissingResultError(f"{path}: no such result; `{command}` measures it")
-    head = len(read_environment(results, name))
-    rows = pd.read_csv(path, skiprows=head, keep_default_na=False, na_values=["nan"])
+        raise MissingResultError(f"{path}: no such result; benchmarks/README.md has the command that measures it")
+    environment = read_environment(results, name)
+    rows = pd.read_csv(path, skiprows=len(environment), keep_default_na=False, na_values=["nan"])
+    rows = rows.rename(columns={"least": "microseconds"})
     if "extra" in rows:
         extra = pd.DataFrame([json.loads(cell) for cell in rows.pop("extra")], rows.index)
         rows = rows.join(extra.reindex(columns=extra.columns.union(EXTRA)))
         rows["chosen"] = rows.chosen.eq(True)
-    if "out_features" in rows:
+    if "tokens" in rows:
         rows["layer"] = rows.out_features.astype(str) + " x " + rows.in_features.astype(str)
+        rows["rate"] = 1e6 * rows.tokens / rows.microseconds
+    rows.attrs = environment
     return rows
 
 
@@ -62,56 +73,45 @@ def swiglu_time(rows: pd.DataFrame) -> float:
     return float(rows.microseconds[rows.variant.str.startswith("SwiGLU")].min())
 
 
-# --- Text: empty where a figure is missing ----------------------------------------------------------------------------
+# --- The text of a figure: empty where it is missing ------------------------------------------------------------------
 
 
-def us(time: float) -> str:
-    """Microseconds with one decimal."""
-    return "" if math.isnan(time) else f"{time:.1f}"
+def form(pattern: str) -> Callable[[float], str]:
+    """The function that formats a figure by a pattern."""
+    return lambda figure: "" if math.isnan(figure) else pattern.format(figure)
+
+
+us, whole, ratio = form("{:.1f}"), form("{:.0f}"), form("{:.2f}x")
 
 
 def ms(time: float) -> str:
     """Microseconds as milliseconds with three digits or more."""
-    return "" if math.isnan(time) else f"{time / 1000:.{2 if time < 10_000 else 1}f}"
+    return form("{:.2f}" if time < 10_000 else "{:.1f}")(time / 1000)
 
 
 def duration(time: float) -> str:
     """Microseconds as us or ms with three digits."""
     value, unit = (time, "us") if time < 1000 else (time / 1000, "ms")
-    return "" if math.isnan(time) else f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
+    return form(f"{{:.{2 if value < 10 else 1 if value < 100 else 0}f}} {unit}")(value)
 
 
-def rate(time: float, tokens: int) -> str:
-    """Tokens a second, from the microseconds of a step."""
-    return "" if math.isnan(time) else f"{1e6 * tokens / time:.0f}"
-
-
-def times(above: float, below: float) -> str:
-    """`above / below` as `1.79x`."""
-    return "" if math.isnan(above / below) else f"{above / below:.2f}x"
-
-
-def speedup(theirs: float, ours: float) -> str:
+def speedup(theirs_over_ours: float) -> str:
     """How many times as fast ours is, in bold where it is slower."""
-    return f"**{times(theirs, ours)}, slower**" if theirs < ours else times(theirs, ours)
+    return f"**{ratio(theirs_over_ours)}, slower**" if theirs_over_ours < 1 else ratio(theirs_over_ours)
 
 
-def share(ours: float, theirs: float) -> str:
+def share(ours_over_theirs: float) -> str:
     """How much of theirs ours is, as `64%`, in bold where it is more."""
-    percent = "" if math.isnan(ours / theirs) else f"{100 * ours / theirs:.0f}%"
-    return f"**{percent}, more**" if ours > theirs else percent
+    return form("**{:.0%}, more**" if ours_over_theirs > 1 else "{:.0%}")(ours_over_theirs)
 
 
-def text(form: Callable[..., str], *figures: pd.Series) -> pd.Series:
-    """`form` of the figures of each problem, which are aligned by their index."""
-    table = pd.concat(figures, axis=1)
-    return pd.Series([form(*line) for line in table.itertuples(index=False)], table.index, dtype=object)
-
-
-def shown(rows: pd.DataFrame, form: Callable[..., str] = us, *columns: str) -> pd.Series:
-    """`form` of the time and of other columns of each row; if it has no time, why it was left out, or "wrong"."""
-    cells = text(form, rows.microseconds, *(rows[column] for column in columns))
+def shown(rows: pd.DataFrame, form: Callable[[float], str] = us, column: str = "microseconds") -> pd.Series:
+    """A figure of each row as text; if the row has no time, why it was left out, or "wrong"."""
+    cells = rows[column].map(form).astype(object)
     return cells.where(rows.microseconds.notna(), rows.left_out.astype(object).fillna("wrong"))
+
+
+# --- Tables -----------------------------------------------------------------------------------------------------------
 
 
 def in_order(rows: pd.DataFrame, lines: str | list[str], columns: str, cells: str) -> pd.DataFrame:
@@ -126,20 +126,25 @@ def markdown(head: Iterable[object], lines: Iterable[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in every)
 
 
-def table(lines: Iterable[Mapping[str, object]]) -> str:
-    """A table whose lines map the names of its columns to cells."""
-    lines = list(lines)
-    return markdown(lines[0] if lines else (), [[*line.values()] for line in lines])
-
-
 def grid(corner: str, cells: pd.DataFrame) -> str:
     """A table with the index of a frame as its first column; columns that are numbers are numbers of masks."""
     head = [f"n_m = {name}" if isinstance(name, int) else name for name in cells.columns]
     return markdown([corner, *head], cells.astype(object).where(cells.notna(), "").itertuples())
 
 
-def page(results: Path, name: str, *parts: str) -> str:
-    """Tables below a line that says where, with which torch and at which commit their figures were measured."""
-    facts = read_environment(results, name)
-    commits = ", ".join(commit[:7] for commit in facts["commit"].split(", "))
-    return "\n\n".join([f"`{name}.csv`: {facts['device']}, torch {facts['torch']}, commit {commits}.", *parts])
+def page(parts: Parts, name: str, results: Path) -> str:
+    """Tables of a result, below a line that says where, with which torch and at which commit it was measured."""
+    rows = load(results, name)
+    commits = ", ".join(commit[:7] for commit in rows.attrs["commit"].split(", "))
+    head = f"`{name}.csv`: {rows.attrs['device']}, torch {rows.attrs['torch']}, commit {commits}."
+    return "\n\n".join([head, *parts(rows)])
+
+
+def table(*names: str, result: str | None = None) -> Callable[[Parts], Parts]:
+    """Enter a function in `TABLES` under each name; `result` names the CSV file if its name differs."""
+
+    def enter(parts: Parts) -> Parts:
+        TABLES.update({name: partial(page, parts, result or name) for name in names})
+        return parts
+
+    return enter

@@ -11,7 +11,6 @@ one call at a time. `--resume` works as in benchmarks/train.py.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import random
@@ -20,7 +19,6 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +29,7 @@ from torch import Tensor, nn
 
 import mglu_ops
 from benchmarks.harness import relative_error
-from benchmarks.records import RESUME_HELP, Row, measure
+from benchmarks.records import Row, measure, parser_of
 from benchmarks.timing import summarise, wall_microseconds
 from mglu_ops.nn import MGLU
 
@@ -257,12 +255,10 @@ def bench(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser = parser_of(__doc__, resume=True)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS)[:1])
     parser.add_argument("--n-masks", type=int, nargs="+", default=MASKS)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
-    parser.add_argument("--resume", action="store_true", help=RESUME_HELP)
     options = parser.parse_args()
     problems = [Problem(name, batch, options.n_masks) for name, batch in product(options.models, options.batches)]
     measure(problems, bench, options.out, "generate", PROTOCOL, options.resume)

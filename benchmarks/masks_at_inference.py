@@ -5,12 +5,10 @@ python -m benchmarks.masks_at_inference --out benchmarks/results [--device cuda|
 
 from __future__ import annotations
 
-import argparse
 import copy
 import tempfile
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +17,7 @@ from torch import Tensor
 
 import mglu_ops
 from benchmarks.harness import relative_error
-from benchmarks.records import Row, write
+from benchmarks.records import Row, parser_of, write
 from benchmarks.timing import gpu_microseconds, summarise, wall_microseconds
 from compile_passes.backend import mglu
 from mglu_ops.accuracy import ERROR_BUDGET
@@ -115,8 +113,7 @@ def bench(device: str, n_masks: int, rounds: int) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser = parser_of(__doc__)
     parser.add_argument("--device", choices=list(SHAPES), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--n-masks", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--rounds", type=int, default=30)

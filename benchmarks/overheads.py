@@ -9,7 +9,6 @@ kernel cache (cold), and again in another process with the cache that the first 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -27,7 +26,7 @@ from torch import Tensor
 
 import mglu_ops
 from benchmarks.baselines import swiglu
-from benchmarks.records import Row, write
+from benchmarks.records import Row, parser_of, write
 from benchmarks.timing import summarise, wall_microseconds
 
 PROTOCOL = (
@@ -156,8 +155,7 @@ def bench(out: Path, rounds: int = ROUNDS, processes: int = PROCESSES, at_once: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--processes", type=int, default=PROCESSES, help="for each first use, cold and warm")
     parser.add_argument("--at-once", type=int, default=1, help="how many first uses are timed side by side")

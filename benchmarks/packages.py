@@ -5,7 +5,6 @@ python -m benchmarks.packages --out benchmarks/results [--device cuda]
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
 import tempfile
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import mglu_ops
-from benchmarks.records import environment, write_table
+from benchmarks.records import environment, parser_of, write_table
 from mglu_ops.packaging.tensor_file import write_tensor
 
 LAYERS, FEATURES, MASKS = 32, 64, 2
@@ -78,8 +77,7 @@ def bench(device: str) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser = parser_of(__doc__)
     parser.add_argument("--name", default="packages")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     arguments = parser.parse_args()

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
-from benchmarks import summary, tables, tables_train
+from benchmarks import frames, summary, tables, tables_train  # noqa: F401 (the last two enter their tables in frames)
 from benchmarks.frames import MissingResultError
 from benchmarks.learning import claims
 from benchmarks.learning import tables as learning
@@ -21,26 +20,7 @@ FOLDERS = ("benchmarks", "compile_passes", "csrc", "mglu_ops")
 """Folders that are searched for pages, besides the root itself."""
 TABLES: dict[str, Callable[[Path], str]] = {
     "summary": summary.summary,
-    "one_token": tables.one_token,
-    "sustained": partial(tables.one_token, name="sustained"),
-    "paper": tables.paper,
-    "routes": tables.routes,
-    "tokens": tables.floors,
-    "models": tables.models,
-    "decode_model": tables.decode_model,
-    "generate": tables.generate,
-    "train": tables_train.train,
-    "train_cpu": partial(tables_train.train, name="train_cpu"),
-    "train_model": tables_train.train_model,
-    "masks_at_inference": tables.masks_at_inference,
-    "overheads": tables.overheads,
-    "tensor_parallel": tables.tensor_parallel,
-    **{
-        name: partial(tables.cpu, name=name)
-        for name in ("cpu_one_token", "cpu_one_token_xeon", "cpu_tokens", "cpu_tokens_xeon", "cpu_tokens_zen4")
-    },
-    "compile_time": tables.compile_time,
-    "packages": tables.packages,
+    **frames.TABLES,
     **learning.TABLES,
     "learning_claims": claims.claims,
     "learning_findings": claims.findings,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import pandas as pd
 
 from benchmarks.ceiling import GEMM
-from benchmarks.frames import MissingResultError, load
-from benchmarks.tables import ONE_TOKEN, chosen, one_token_times
+from benchmarks.frames import MissingResultError, fastest, load
+from benchmarks.tables import MODEL_OF, ONE_TOKEN, chosen, one_token_times
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,13 +62,14 @@ BY_MASKS = {
 }
 
 
-def figure_of(panels: int, height: float, sharex: bool = True) -> tuple[Figure, list[Axes]]:
-    """A figure, and its panels from top to bottom, of a height in inches each."""
+def figure_of(panels: int, height: float, sharex: bool = True, columns: int = 1) -> tuple[Figure, list[Axes]]:
+    """A figure and its panels, of a height in inches each, from top to bottom or in several columns."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(WIDTH, height * panels), layout="constrained")
-    axes = figure.subplots(panels, sharex=sharex, squeeze=False)
-    return figure, list(axes[:, 0])
+    lines = panels // columns
+    figure = Figure(figsize=(WIDTH * columns, height * lines), layout="constrained")
+    axes = figure.subplots(lines, columns, sharex=sharex, squeeze=False)
+    return figure, list(axes.flat)
 
 
 def draw_line(axes: Axes, label: str, style: Style, points: Iterable[tuple[float, float]]) -> None:
@@ -92,13 +94,7 @@ def draw_legend(figure: Figure, axes: Axes) -> None:
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
 
 
-BY_VARIANT = {
-    "read ceiling": CEILING,
-    "mglu cuda": CUDA,
-    "mglu triton": TRITON,
-    "naive compiled": COMPILED,
-    "naive eager": EAGER,
-}
+BY_LABEL = dict(zip(ONE_TOKEN, (CEILING, CUDA, TRITON, COMPILED, EAGER), strict=True))
 
 
 def latency_by_masks(rows: pd.DataFrame) -> Figure:
@@ -107,8 +103,7 @@ def latency_by_masks(rows: pd.DataFrame) -> Figure:
     figure, panels = figure_of(len(layers), 2.8)
     for axes, (layer, here) in zip(panels, layers, strict=True):
         for label, column in one_token_times(here).items():
-            style = BY_VARIANT[ONE_TOKEN[label]] if label in ONE_TOKEN else SWIGLU
-            draw_line(axes, label, style, column.dropna().items())
+            draw_line(axes, label, BY_LABEL.get(label, SWIGLU), column.dropna().items())
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
         axes.set_ylabel("us a layer")
@@ -188,60 +183,78 @@ def roofline(rows: pd.DataFrame) -> Figure:
     return figure
 
 
-def speedup_by_model(rows: pd.DataFrame) -> Figure:
-    """The time of the fastest SwiGLU divided by ours for one token, for the layers of each model."""
-    figure, (axes,) = figure_of(1, 3.6)
-    ours = chosen(rows, swiglu=("SwiGLU", ["layer"]))
-    speedups = (ours.swiglu / ours.microseconds).dropna()
-    counts = masks(rows)
-    height = 0.8 / len(counts)
-    names = rows.drop_duplicates("layer").set_index("layer").case
-    for line, layer in enumerate(names.index):
-        for (n_masks, _), speedup in speedups.loc[layer].items():
-            label = f"{n_masks} mask{'s' if n_masks > 1 else ''}" if line == 0 else None
-            y = line + (counts.index(n_masks) - (len(counts) - 1) / 2) * height
-            axes.barh(y, speedup, height, label=label, color=BY_MASKS[n_masks].color)
-            axes.text(speedup + 0.02, y, f"{speedup:.2f}x", va="center", fontsize=7)
-    axes.axvline(1, color=CEILING.color, linestyle=CEILING.linestyle, linewidth=1)
-    labels = [f"{name.replace(', ', chr(10))}\n{layer}" for layer, name in names.items()]
-    axes.set_yticks(range(len(labels)), labels, fontsize=7)
+def draw_bars(axes: Axes, figures: pd.DataFrame, labels: pd.DataFrame) -> None:
+    """Draw a group of labelled bars for each line of a frame, whose columns are numbers of masks; 0 is SwiGLU."""
+    height = 0.8 / figures.shape[1]
+    for i, (n_masks, column) in enumerate(figures.items()):
+        places = [line + (i - (figures.shape[1] - 1) / 2) * height for line in range(len(figures))]
+        name = f"{n_masks} mask{'s' if n_masks > 1 else ''}" if n_masks else "SwiGLU"
+        bars = axes.barh(places, column, height, label=name, color=(BY_MASKS[n_masks] if n_masks else SWIGLU).color)
+        axes.bar_label(bars, labels[n_masks], padding=2, fontsize=7)
+    axes.set_yticks(range(len(figures)), figures.index, fontsize=7)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    axes.set_xlabel("speed-up over the fastest SwiGLU (dashed)")
-    axes.set_title("one token through the gated projection")
-    draw_legend(figure, axes)
+    axes.margins(x=0.25)  # for the labels
+
+
+def layer_and_model(layers: pd.DataFrame, models: pd.DataFrame) -> Figure:
+    """One token: the speed-up of the layers of current models over SwiGLU, and tokens a second of whole models."""
+    figure, (left, right) = figure_of(2, 3.6, sharex=False, columns=2)
+    ours = chosen(layers, swiglu=("SwiGLU", ["layer"])).droplevel("tokens")
+    names = layers.drop_duplicates("layer").set_index("layer").case.str.replace(", ", "\n")
+    speedups = (ours.swiglu / ours.microseconds).unstack("n_masks").loc[names.index]
+    draw_bars(left, speedups.set_axis(names + "\n" + names.index), speedups.map("{:.2f}x".format))
+    left.axvline(1, color=CEILING.color, linestyle=CEILING.linestyle, linewidth=1)
+    left.set_xlabel("speed-up over the fastest SwiGLU (dashed)")
+    left.set_title("the gated projection of one layer")
+
+    models = models[models.tokens == 1]
+    best = fastest(models, ("SwiGLU", "SwiMGLU"), ["layer", "n_masks"])
+    rates = best.rate.unstack("n_masks").loc[models.layer.unique()]
+    labels = rates.map("{:.0f}".format) + rates.div(rates[0], axis="index").map(", {:.2f}x".format)
+    draw_bars(right, rates.rename(MODEL_OF), labels)
+    right.set_xlabel("tokens a second, and their ratio to SwiGLU's")
+    right.set_title("a whole model")
+
+    devices = sorted({layers.attrs["device"], models.attrs["device"]})
+    figure.suptitle(", ".join([*devices, *sorted({*layers["dtype"], *models["dtype"]}), "one token at a time"]))
+    draw_legend(figure, right)
     return figure
 
 
-PLOTS: dict[str, tuple[str, Callable[[pd.DataFrame], Figure]]] = {
-    "latency_by_masks": ("one_token", latency_by_masks),
-    "fraction_of_ceiling": ("one_token", fraction_of_ceiling),
-    "speedup_by_model": ("models", speedup_by_model),
-    "speedup_over_swiglu": ("routes", speedup_over_swiglu),
-    "roofline": ("tokens", roofline),
+PLOTS: dict[str, tuple[tuple[str, ...], Callable[..., Figure]]] = {
+    "layer_and_model": (("models", "decode_model"), layer_and_model),
+    "latency_by_masks": (("one_token",), latency_by_masks),
+    "fraction_of_ceiling": (("one_token",), fraction_of_ceiling),
+    "speedup_over_swiglu": (("routes",), speedup_over_swiglu),
+    "roofline": (("tokens",), roofline),
 }
-"""Name of a plot to the result that it shows and the function that draws it."""
+"""Name of a plot to the results that it shows and the function that draws it from their rows."""
 
 
-def source(results: Path, table: str) -> str:
-    """The metadata of a plot that names its result and the digest of the result's bytes."""
-    digest = hashlib.sha256((results / f"{table}.csv").read_bytes()).hexdigest()
-    return f"{table}.csv sha256 {digest}"
+def source(results: Path, *names: str) -> str:
+    """The metadata of a plot that name its results and the digests of their bytes."""
+    digests = {name: hashlib.sha256((results / f"{name}.csv").read_bytes()).hexdigest() for name in names}
+    return ", ".join(f"{name}.csv sha256 {digest}" for name, digest in digests.items())
+
+
+def draw_one(name: str, results: Path, out: Path) -> Path:
+    """Draw the plot of a name into the folder `out`."""
+    names, picture = PLOTS[name]
+    frames = [load(results, table) for table in names]
+    return save(lambda rows: picture(*rows), frames, out / f"{name}.svg", source(results, *names))
 
 
 def draw(results: Path, out: Path) -> list[Path]:
-    """Draw every plot whose result is in `results` into the folder `out`, as SVG.
+    """Draw every plot whose results are in `results` into the folder `out`, as SVG.
 
     Raises:
         FileNotFoundError: there are no results.
     """
     paths = []
-    for name, (table, picture) in PLOTS.items():
-        try:
-            rows = load(results, table)
-        except MissingResultError:
-            continue
-        paths.append(save(picture, rows, out / f"{name}.svg", source(results, table)))
+    for name in PLOTS:
+        with suppress(MissingResultError):
+            paths.append(draw_one(name, results, out))
     if not paths:
         raise FileNotFoundError(f"{results}: no results are here to draw from; measure some first")
     return paths

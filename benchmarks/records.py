@@ -6,6 +6,7 @@ A result is one file, `<name>.csv`. Its first lines start with `#` and say what 
 
 from __future__ import annotations
 
+import argparse
 import csv
 import importlib.metadata
 import io
@@ -23,7 +24,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 COMMENT = "# "
-RESUME_HELP = "keep the rows of the result in --out, and measure only the problems that it lacks"
 
 
 @dataclass(frozen=True)
@@ -178,6 +178,16 @@ def read(out: Path, name: str) -> list[Row]:
 def read_environment(out: Path, name: str) -> dict[str, str]:
     """The environment in which `<name>.csv` was measured."""
     return read_table(out / f"{name}.csv")[0]
+
+
+def parser_of(about: str, resume: bool = False) -> argparse.ArgumentParser:
+    """A parser with the options that the commands of benchmarks share: `--out` and, for `measure`, `--resume`."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    if resume:
+        text = "keep the rows of the result in --out, and measure only the problems that it lacks"
+        parser.add_argument("--resume", action="store_true", help=text)
+    return parser
 
 
 class Problem(Protocol):

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from benchmarks.frames import duration, fastest, load, markdown, text
-from benchmarks.tables import load_cpu
+from benchmarks.frames import duration, fastest, load, markdown
 from benchmarks.train_layers import CASE, FUSED, NAIVE
 
 MASKS = (1, 4, 8, 16)
@@ -43,16 +42,16 @@ def gpu_line(
     mine = fastest(rows[rows.chosen] if rows.chosen.any() else rows, ours, "n_masks")[column].reindex(MASKS)
     theirs = fastest(rows, naive, "n_masks")[column].reindex(MASKS)
     swiglu = fastest(rows, "SwiGLU", "layer")[column].min()
-    return [label, form(swiglu), *text(lambda mine, theirs: cell(mine, swiglu, theirs, form), mine, theirs)]
+    return [label, form(swiglu), *(cell(one, swiglu, other, form) for one, other in zip(mine, theirs, strict=True))]
 
 
 def cpu_line(label: str, results: Path, name: str) -> list[str]:
     """A line for one token in bfloat16 on a CPU, where SwiGLU is measured again beside each number of masks."""
-    rows = load_cpu(results, name)
-    rows = rows[(rows["dtype"] == "bfloat16") & (rows.tokens == 1) & rows.n_masks.isin(MASKS)]
+    rows = load(results, name)
+    rows = rows[(rows["dtype"] == "bfloat16") & (rows.tokens == 1)]
     prefixes = ("mglu cpu", "SwiGLU", "naive compiled")
-    ours, swiglu, naive = (fastest(rows, prefix, "n_masks").microseconds for prefix in prefixes)
-    return [label, f"{swiglu.min() / 1000:.2f} to {swiglu.max() / 1000:.2f} ms", *text(cell, ours, swiglu, naive)]
+    ours, swiglu, naive = (fastest(rows, prefix, "n_masks").microseconds.loc[[*MASKS]] for prefix in prefixes)
+    return [label, f"{swiglu.min() / 1000:.2f} to {swiglu.max() / 1000:.2f} ms", *map(cell, ours, swiglu, naive)]
 
 
 def summary(results: Path) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 
 import pandas as pd
 
-from benchmarks.frames import grid, load, markdown, ms, page, rate, share, shown, speedup, text, times
+from benchmarks.frames import form, grid, markdown, ms, ratio, share, shown, speedup, table, whole
 from benchmarks.train_layers import CASE, FUSED, GEMMS, MODULE, NAIVE, OPERATOR, RECOMPUTING, SWIGLU, TRICK, Results
 
 PROBLEM = ["layer", "tokens", "n_masks"]
@@ -21,21 +21,21 @@ TIMES = {
 """Heading of a column of times to the name of its variant."""
 
 
-def train(results: Path, name: str = "train") -> str:
+@table("train", "train_cpu")
+def train(rows: pd.DataFrame) -> Iterator[str]:
     """Times, errors and, on a GPU, peak memory of a training step of one layer."""
-    rows = load(results, name)
     rows = rows[rows.case == CASE]
     # SwiGLU is measured once for all numbers of masks, and shown beside each.
     swiglu = rows[rows.variant == SWIGLU].drop(columns="n_masks")
     swiglu = swiglu.merge(rows[PROBLEM].drop_duplicates(), on=["layer", "tokens"])
     every = pd.concat([rows[rows.variant != SWIGLU], swiglu], ignore_index=True)
     frames = {"ms": step_times(every)} | ({"peak MB": memory(every)} if rows.peak_mb.notna().any() else {})
-    parts = [
-        grid(f"tokens, {layer}, {unit}", frame.loc[layer].reset_index("n_masks").rename(columns={"n_masks": "n_m"}))
-        for unit, frame in frames.items()
-        for layer in rows.layer.unique()
-    ]
-    return page(results, name, *parts, *([errors(rows)] if rows.errors.notna().any() else []))
+    for unit, frame in frames.items():
+        for layer in rows.layer.unique():
+            cells = frame.loc[layer].reset_index("n_masks").rename(columns={"n_masks": "n_m"})
+            yield grid(f"tokens, {layer}, {unit}", cells)
+    if rows.errors.notna().any():
+        yield errors(rows)
 
 
 def by_variant(rows: pd.DataFrame, figures: pd.Series) -> pd.DataFrame:
@@ -51,15 +51,15 @@ def step_times(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(
         {
             **{heading: cells[variant] for heading, variant in TIMES.items()},
-            **{heading: text(speedup, time[variant], time[FUSED]) for heading, variant in others.items()},
-            "of the GEMMs": text(times, time[FUSED], time[GEMMS]),
+            **{heading: (time[variant] / time[FUSED]).map(speedup) for heading, variant in others.items()},
+            "of the GEMMs": (time[FUSED] / time[GEMMS]).map(ratio),
         }
     )
 
 
 def memory(rows: pd.DataFrame) -> pd.DataFrame:
     """Peak megabytes over the inputs, and what it costs and saves to compute the activations again."""
-    megabytes = rows.peak_mb.map("{:.0f}".format).where(rows.peak_mb.notna(), rows.left_out)
+    megabytes = rows.peak_mb.map(whole).where(rows.peak_mb.notna(), rows.left_out)
     cells, peak, time = (by_variant(rows, figures) for figures in (megabytes, rows.peak_mb, rows.microseconds))
     return pd.DataFrame(
         {
@@ -67,11 +67,11 @@ def memory(rows: pd.DataFrame) -> pd.DataFrame:
             "five lines": cells[TRICK],
             "SwiGLU": cells[SWIGLU],
             "fused": cells[FUSED],
-            "of naive": text(share, peak[FUSED], peak[NAIVE]),
-            "of five lines": text(share, peak[FUSED], peak[TRICK]),
+            "of naive": (peak[FUSED] / peak[NAIVE]).map(share),
+            "of five lines": (peak[FUSED] / peak[TRICK]).map(share),
             "not saved": cells[RECOMPUTING],
-            "of fused": text(share, peak[RECOMPUTING], peak[FUSED]),
-            "its time, of fused": text(times, time[RECOMPUTING], time[FUSED]),
+            "of fused": (peak[RECOMPUTING] / peak[FUSED]).map(share),
+            "its time, of fused": (time[RECOMPUTING] / time[FUSED]).map(ratio),
         }
     )
 
@@ -84,27 +84,25 @@ def errors(rows: pd.DataFrame) -> str:
         for of in (found[found.variant == variant] for variant in (NAIVE, FUSED))
     )
     naive, fused = naive.align(fused, join="inner")
-    naive, fused, ratio = (one.groupby("n_masks").max() for one in (1e3 * naive, 1e3 * fused, fused / naive))
-    form = "{:.1f}, {:.1f} ({:.2f}x)".format
-    cells = {f"{name}: naive, fused, 1e-3": text(form, naive[name], fused[name], ratio[name]) for name in ratio}
+    figures = {"{:.1f}, ": 1e3 * naive, "{:.1f} ": 1e3 * fused, "({:.2f}x)": fused / naive}
+    texts = [of.groupby("n_masks").max().map(pattern.format).astype(str) for pattern, of in figures.items()]
+    cells = (texts[0] + texts[1] + texts[2]).add_suffix(": naive, fused, 1e-3")
     repeat = found.bits_repeat[found.variant == FUSED].groupby("n_masks").agg(lambda of: f"{sum(of)} of {len(of)}")
-    return grid("n_m", pd.DataFrame({**cells, "bits repeat": repeat}))
+    return grid("n_m", cells.assign(**{"bits repeat": repeat}))
 
 
-def train_model(results: Path) -> str:
+@table("train_model")
+def train_model(rows: pd.DataFrame) -> Iterator[str]:
     """Tokens a second and peak memory of a step of whole models."""
-    rows = load(results, "train_model")
-    rows["rate"] = shown(rows, rate, "tokens")
-    rows["gigabytes"] = (rows.peak_mb / 1000).map("{:.1f}".format).where(rows.peak_mb.notna(), "")
+    rows["tokens a second"] = shown(rows, whole, "rate")
+    rows["gigabytes"] = (rows.peak_mb / 1000).map(form("{:.1f}"))
     head = ["n_m", "SwiGLU, tokens a second", "GB", "naive", "GB", "fused", "GB"]
     head += ["fused over naive", "naive over SwiGLU", "fused over SwiGLU"]
-    parts = []
     for (case, tokens, layer), here in rows.groupby(["case", "tokens", "layer"], sort=False):
         lines = []
         for n_masks, problem in here.groupby("n_masks"):
             forms = problem.set_index("variant").reindex(["SwiGLU", "naive", "fused"])
             swiglu, naive, fused = forms.microseconds
-            ratios = [speedup(naive, fused), speedup(swiglu, naive), speedup(swiglu, fused)]
-            lines.append([n_masks, *forms[["rate", "gigabytes"]].fillna("").to_numpy().flat, *ratios])
-        parts.append(f"{case}, {tokens} tokens a step, {layer}\n\n{markdown(head, lines)}")
-    return page(results, "train_model", *parts)
+            speedups = map(speedup, (naive / fused, swiglu / naive, swiglu / fused))
+            lines.append([n_masks, *forms[["tokens a second", "gigabytes"]].fillna("").to_numpy().flat, *speedups])
+        yield f"{case}, {tokens} tokens a step, {layer}\n\n{markdown(head, lines)}"

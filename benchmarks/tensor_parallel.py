@@ -8,7 +8,6 @@ holds the whole layer and runs it alone. Without GPUs the ranks are CPU processe
 
 from __future__ import annotations
 
-import argparse
 import copy
 import os
 import random
@@ -25,7 +24,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 
 import mglu_ops
 from benchmarks.harness import Variant, capture, relative_error
-from benchmarks.records import Row, write
+from benchmarks.records import Row, parser_of, write
 from benchmarks.timing import gpu_microseconds, summarise, wall_microseconds
 from benchmarks.train import shape_of
 from mglu_ops.accuracy import ERROR_BUDGET
@@ -239,8 +238,7 @@ def run(chosen: Sequence[Problem], out: Path, rounds: int = ROUNDS, seconds: flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser = parser_of(__doc__)
     parser.add_argument("--shapes", type=shape_of, nargs="+", default=SHAPES, metavar="DxH")
     parser.add_argument("--n-masks", type=int, nargs="+", default=MASKS)
     parser.add_argument("--decoded", type=int, nargs="*", default=DECODED, help="numbers of tokens to decode")

@@ -9,7 +9,6 @@ do so at once.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.memory import allocated, peak, release
-from benchmarks.records import RESUME_HELP, Row, measure
+from benchmarks.records import Row, measure, parser_of
 from benchmarks.timing import (
     LOAD_SECONDS,
     SETTLED_ROUNDS,
@@ -190,14 +189,12 @@ def shape_of(text: str) -> tuple[int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser = parser_of(__doc__, resume=True)
     parser.add_argument("--shapes", type=shape_of, nargs="+", default=SHAPES, metavar="DxH")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--n-masks", type=int, nargs="+", default=MASKS)
     parser.add_argument("--rounds", type=int, default=SETTLED_ROUNDS)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--resume", action="store_true", help=RESUME_HELP)
     parser.add_argument("--only-compile", action="store_true", help="measure nothing, but fill Inductor's cache")
     arguments = parser.parse_args()
     chosen = problems(arguments.shapes, arguments.tokens, arguments.n_masks)

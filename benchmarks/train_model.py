@@ -9,7 +9,6 @@ logits included. The blocks and the loss are compiled. `--resume` and `--only-co
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from benchmarks.decoder import Sizes
 from benchmarks.language_model import LanguageModel, count, share_tensors
 from benchmarks.memory import allocated, peak, release
-from benchmarks.records import RESUME_HELP, Row, measure
+from benchmarks.records import Row, measure, parser_of
 from benchmarks.timing import (
     LOAD_SECONDS,
     SETTLED_ROUNDS,
@@ -248,13 +247,11 @@ def run(chosen: Sequence[Problem], out: Path, rounds: int = SETTLED_ROUNDS, resu
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser = parser_of(__doc__, resume=True)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
     parser.add_argument("--n-masks", type=int, nargs="+", default=MASKS)
     parser.add_argument("--rounds", type=int, default=SETTLED_ROUNDS)
-    parser.add_argument("--resume", action="store_true", help=RESUME_HELP)
     parser.add_argument("--only-compile", action="store_true", help="measure nothing, but fill Inductor's cache")
     arguments = parser.parse_args()
     chosen = problems(arguments.models, arguments.precisions, arguments.n_masks)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from bench_rows import row
 
-from benchmarks import baselines, decode, frames, pages, paper, suites, summary, tables
+from benchmarks import baselines, decode, frames, pages, suites, summary, tables
 from benchmarks.ceiling import GEMM_TOKENS, floor
 from benchmarks.harness import relative_error
 from benchmarks.records import Row, environment, read, read_environment, read_table, write, write_table
@@ -227,16 +227,16 @@ GLU_RATIOS = {
 """The column GLU/CUDA."""
 
 
-@pytest.mark.parametrize("gpu", list(paper.GPUS))
+@pytest.mark.parametrize("gpu", MGLU_RATIOS)
 def test_the_papers_times_give_the_papers_ratios(gpu: str) -> None:
-    of_mglu, of_glu = paper.GPUS[gpu]
-    problems = [(shape, n_masks) for shape in ((8192, 2048), (14336, 4096)) for n_masks in (1, 2, 4, 8)]
-    assert list(of_mglu) == list(of_glu) == problems
-    ratios = [ratio for line in of_mglu.values() for ratio in (line.torch / line.cuda, line.torch / line.triton)]
-    assert ratios == pytest.approx([float(printed) for printed in MGLU_RATIOS[gpu].split()], abs=0.0151)
-    ratios = [line.glu / line.cuda for line in of_glu.values()]
-    assert ratios == pytest.approx([float(printed) for printed in GLU_RATIOS[gpu].split()], abs=0.0051)
-    assert [line.cuda for line in of_mglu.values()] == [line.cuda for line in of_glu.values()]
+    pd = pytest.importorskip("pandas", reason="the tables need pandas")
+    printed = pd.read_csv(tables.PAPER, comment="#")
+    rows = printed[printed["GPU"] == gpu]
+    problems = [(layer, n_masks) for layer in ("8192 x 2048", "14336 x 4096") for n_masks in (1, 2, 4, 8)]
+    assert list(zip(rows.layer, rows.n_m, strict=True)) == problems
+    ratios = [ratio for row in rows.itertuples() for ratio in (row.Torch / row.CUDA, row.Torch / row.Triton)]
+    assert ratios == pytest.approx([float(one) for one in MGLU_RATIOS[gpu].split()], abs=0.0151)
+    assert list(rows.GLU / rows.CUDA) == pytest.approx([float(one) for one in GLU_RATIOS[gpu].split()], abs=0.0051)
 
 
 def test_paper_table_has_our_gpu_beside_the_papers(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_paper_table_has_our_gpu_beside_the_papers(tmp_path: Path) -> None:
         ),
     ]
     write(measured, tmp_path, "one_token", {"device": "Some GPU", "torch": "2", "commit": "0"})
-    assert tables.paper(tmp_path).splitlines()[2:] == [
+    assert pages.TABLES["paper"](tmp_path).splitlines()[2:] == [
         "8192 x 2048, us",
         "",
         "| n_m | GPU | CUDA | Triton | Torch | Torch/CUDA | Torch/Triton | GLU | GLU/CUDA |",
@@ -272,7 +272,7 @@ def test_routes_show_where_we_lose(tmp_path: Path) -> None:
 
     def lines(*others: Row) -> list[str]:
         write([*problem, *others], tmp_path, "routes", "by the clock")
-        return tables.routes(tmp_path).splitlines()[2:]
+        return pages.TABLES["routes"](tmp_path).splitlines()[2:]
 
     won = lines(row("SwiGLU compiled", 150.0))
     assert won[0] == "8192 x 2048, n_m = 1, us"
@@ -286,7 +286,7 @@ def test_routes_show_where_we_lose(tmp_path: Path) -> None:
 def test_table_of_a_cpu(tmp_path: Path) -> None:
     def lines(tokens: int, **least: float) -> list[dict[str, Any]]:
         names = {"reading": "read loop", "ours": "mglu cpu", "naive": "naive compiled", "glu": "SwiGLU eager"}
-        problem = {"tokens": tokens, "n_masks": 1, "dtype": "float32"}
+        problem = {"tokens": tokens, "out_features": 64, "in_features": 32, "n_masks": 1, "dtype": "float32"}
         isa = {"ours": "avx2"}
         return [
             {"variant": names[name], **problem, "least": time, "median": 2 * time, "isa": isa.get(name, "")}
@@ -294,9 +294,9 @@ def test_table_of_a_cpu(tmp_path: Path) -> None:
         ]
 
     won, lost = lines(1, reading=8.0, ours=10.0, naive=25.0, glu=20.0), lines(2, reading=8.0, ours=10.0, naive=9.0)
-    write_table([*won, *lost], {"device": "a CPU", "torch": "2", "commit": "0123456789"}, tmp_path, "cpu")
-    text = tables.cpu(tmp_path, "cpu").splitlines()
-    assert text[0] == "`cpu.csv`: a CPU, torch 2, commit 0123456."
+    write_table([*won, *lost], {"device": "a CPU", "torch": "2", "commit": "0123456789"}, tmp_path, "cpu_tokens")
+    text = pages.TABLES["cpu_tokens"](tmp_path).splitlines()
+    assert text[0] == "`cpu_tokens.csv`: a CPU, torch 2, commit 0123456."
     assert text[4:] == [
         "| float32 | 1 | 1 | 8.0 | 10.0 (avx2) | 0.80, 0.80 | 25.0 | 2.50x | 20.0 | 2.00x |",
         "| float32 | 2 | 1 | 8.0 | 10.0 (avx2) | 0.80, 0.80 | 9.0 | **0.90x, slower** |  |  |",
@@ -311,7 +311,7 @@ def test_tables_of_models(tmp_path: Path) -> None:
         row("mglu cuda", 12.5, n_masks=4, extra={"chosen": True}),
     ]
     write(measured, tmp_path, "models", "by the clock")
-    assert tables.models(tmp_path).splitlines()[4:] == [
+    assert pages.TABLES["models"](tmp_path).splitlines()[4:] == [
         "| A 1B, B 1B | 8192 x 2048 | 20.0 | 10.0, 2.00x | 12.5, 1.60x |"
     ]
     decoded = [
@@ -320,21 +320,19 @@ def test_tables_of_models(tmp_path: Path) -> None:
         row("SwiMGLU", 850.0, n_masks=4, extra={"weight_mb": 2000.0}),
     ]
     write(decoded, tmp_path, "decode_model", "by the clock")
-    lines = tables.decode_model(tmp_path).splitlines()
+    lines = pages.TABLES["decode_model"](tmp_path).splitlines()
     assert lines[2] == "Llama-3.2 1B, one sequence:"
     assert lines[6:] == [
         "| SwiGLU | 2471.6 | 1.000 | 1000 | 1.00x | 0.50 |",
         "| SwiMGLU, n_m = 4 | 2000.0 | 0.800 | 1250 | 1.25x | 0.50 |",
     ]
     write([*decoded, *(replace(one, tokens=8) for one in decoded)], tmp_path, "decode_model", "by the clock")
-    lines = tables.decode_model(tmp_path).splitlines()
+    lines = pages.TABLES["decode_model"](tmp_path).splitlines()
     assert lines[9] == "Llama-3.2 1B, 8 sequences:"
     assert lines[14] == "| SwiMGLU, n_m = 4 | 2000.0 | 0.800 | 10000 | 1.25x | 0.50 |"
 
 
 def test_table_of_several_gpus(tmp_path: Path) -> None:
-    with pytest.raises(frames.MissingResultError, match=r"`torchrun .* benchmarks\.tensor_parallel` measures it"):
-        tables.tensor_parallel(tmp_path)
     measured = [
         row("one rank", 30.0, case="decode"),
         row("2 ranks", 20.0, case="decode"),
@@ -342,7 +340,7 @@ def test_table_of_several_gpus(tmp_path: Path) -> None:
         row("2 ranks", 40.0, case="decode", n_masks=4),
     ]
     write(measured, tmp_path, "tensor_parallel", "by the clock")
-    assert tables.tensor_parallel(tmp_path).splitlines()[2:] == [
+    assert pages.TABLES["tensor_parallel"](tmp_path).splitlines()[2:] == [
         "| out x in | work | tokens | one rank, 2 ranks, us: n_m = 1 | one rank, 2 ranks, us: n_m = 4 |",
         "| --- | --- | --- | --- | --- |",
         "| 8192 x 2048 | decode | 1 | 30.0, 20.0: 1.50x | 30.0, 40.0: **0.75x, slower** |",
@@ -362,7 +360,7 @@ def test_marked_tables_are_replaced_and_the_rest_of_a_page_stays(tmp_path: Path)
     assert filled.startswith("# A\n\n<!-- table: sustained -->\n\n`sustained.csv`: ")
     assert filled.endswith("| SwiGLU, fastest | 20.0 |\n\n<!-- end -->\n\nafter\n")
     assert pages.fill(filled, tmp_path) == filled
-    with pytest.raises(frames.MissingResultError, match="`python -m mglu_ops bench one_token` measures it"):
+    with pytest.raises(frames.MissingResultError, match=r"one_token\.csv: no such result; benchmarks/README\.md"):
         pages.fill(page.replace("sustained", "one_token"), tmp_path)
 
 

@@ -47,7 +47,7 @@ def drawn(axes: Any) -> dict[str, list[tuple[float, float]]]:
 
 def panels(plots: Any, name: str) -> list[tuple[dict[str, int], dict[str, list[tuple[float, float]]]]]:
     """The shape and the lines of each panel of a plot of the committed results."""
-    table, picture = plots.PLOTS[name]
+    (table,), picture = plots.PLOTS[name]
     found = load(suites.RESULTS, table)
     shapes = found[["out_features", "in_features"]].drop_duplicates().to_dict("records")
     return [(shape, drawn(axes)) for shape, axes in zip(shapes, picture(found).axes, strict=False)]
@@ -90,17 +90,30 @@ def test_speedup_is_that_of_the_results(plots: Any) -> None:
                 assert speedup == pytest.approx(swiglu / ours)
 
 
-def test_speedup_by_model_is_that_of_the_results(plots: Any) -> None:
+def bars(axes: Any) -> dict[str, list[float]]:
+    """The lengths of the bars of a panel by their label in the legend, from top to bottom."""
+    return {bars.get_label(): [float(bar.get_width()) for bar in bars] for bars in axes.containers}
+
+
+def test_layers_and_models_are_those_of_the_results(plots: Any) -> None:
+    tables, picture = plots.PLOTS["layer_and_model"]
+    figure = picture(*(load(suites.RESULTS, table) for table in tables))
+    assert figure.get_suptitle() == "NVIDIA H200, bfloat16, one token at a time"
+    left, right = figure.axes
+    shapes = [label.get_text().splitlines()[-1].split(" x ") for label in left.get_yticklabels()]
+    models = {"Llama-3.2 1B": 8192, "Llama-3.1 8B": 14336}
+    assert [label.get_text() for label in right.get_yticklabels()] == list(models)
+    assert [tuple(map(int, shape)) for shape in shapes] == list(suites.MODELS)
     lines = committed("models")
-    found = load(suites.RESULTS, "models")
-    (axes,) = plots.speedup_by_model(found).axes
-    shapes = found[["out_features", "in_features"]].drop_duplicates().to_dict("records")
-    bars = {(round(bar.get_y() + bar.get_height() / 2), round(bar.get_y(), 3)): bar.get_width() for bar in axes.patches}
-    assert len(bars) == 3 * len(shapes)
-    for index, shape in enumerate(shapes):
-        swiglu = least(lines, "SwiGLU", **shape)
-        drawn_here = [width for (line, _), width in sorted(bars.items()) if line == index]
-        assert drawn_here == pytest.approx([swiglu / least(lines, "mglu cuda", n_masks=n, **shape) for n in (1, 4, 8)])
+    for n_masks, label in ((1, "1 mask"), (4, "4 masks"), (8, "8 masks")):
+        swiglu = [least(lines, "SwiGLU", out_features=d, in_features=h) for d, h in shapes]
+        ours = [least(lines, "mglu cuda", n_masks=n_masks, out_features=d, in_features=h) for d, h in shapes]
+        assert bars(left)[label] == pytest.approx([theirs / mine for theirs, mine in zip(swiglu, ours, strict=True)])
+    lines = committed("decode_model")
+    for n_masks, label in ((0, "SwiGLU"), (1, "1 mask"), (4, "4 masks"), (8, "8 masks")):
+        variant = "SwiMGLU" if n_masks else "SwiGLU"
+        times = [least(lines, variant, tokens=1, n_masks=n_masks, out_features=d) for d in models.values()]
+        assert bars(right)[label] == pytest.approx([1e6 / time for time in times])
 
 
 def test_roofline_is_that_of_the_results(plots: Any) -> None:
@@ -148,10 +161,10 @@ def test_plots_repeat_byte_for_byte_and_name_their_result(plots: Any, tmp_path: 
     for one, other in zip(first, second, strict=True):
         assert one.read_bytes() == other.read_bytes()
         assert len(one.read_bytes()) < 100_000
-        table, _ = plots.PLOTS[one.stem]
-        assert plots.source(suites.RESULTS, table) in one.read_text()
-        committed_plot = (suites.RESULTS / one.name).read_text()
-        assert plots.source(suites.RESULTS, table) in committed_plot, "`python -m mglu_ops bench plots` draws it again"
+        tables, _ = plots.PLOTS[one.stem]
+        assert plots.source(suites.RESULTS, *tables) in one.read_text()
+        drawn_before = (suites.RESULTS / one.name).read_text()
+        assert plots.source(suites.RESULTS, *tables) in drawn_before, "`python -m mglu_ops bench plots` draws it again"
 
 
 def test_plots_need_results(plots: Any, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from bench_rows import frame_of, row
 from families import quick_only_for
 from torch import Tensor
 
-from benchmarks import memory, records, suites, summary, tables_train, timing, train, train_layers
+from benchmarks import memory, pages, records, suites, summary, timing, train, train_layers
 from benchmarks.records import Row, read, read_environment, write
 from benchmarks.train_layers import FUSED, GEMMS, MODULE, NAIVE, OPERATOR, RECOMPUTING, SWIGLU, TRICK
 from mglu_ops.accuracy import ERROR_BUDGET
@@ -122,7 +122,7 @@ def test_what_does_not_fit_into_memory_is_left_out_in_words(monkeypatch: pytest.
     assert (naive.left_out, naive.is_wrong, naive.has_time) == ("out of memory", False, False)
     assert all(one.has_time for one in rows if one is not naive)
     assert "left out" in str(naive)
-    assert "| 10 | 2 | out of memory |" in tables_train.train(tmp_path)
+    assert "| 10 | 2 | out of memory |" in pages.TABLES["train"](tmp_path)
 
 
 class TwiceTheGradient(torch.autograd.Function):
@@ -217,7 +217,7 @@ def test_a_resumed_result_lacks_only_the_problems_that_are_not_there(
     assert begun == [10, 0, 20, 30]
     assert [one.tokens for one in rows] == [one.tokens for one in read(tmp_path, "train")] == [10, 20, 30]
     assert read_environment(tmp_path, "train")["commit"] == "1111111111, 2222222222"
-    assert "commit 1111111, 2222222." in tables_train.train(tmp_path)
+    assert "commit 1111111, 2222222." in pages.TABLES["train"](tmp_path)
     with pytest.raises(ValueError, match="has another protocol: 'by the clock' instead of 'by another clock'"):
         measure("2222222222", "by another clock")
 
@@ -268,7 +268,7 @@ def measured(n_masks: int, **changes: Any) -> list[Row]:
 
 def test_tables_of_a_step_show_where_it_loses(tmp_path: Path) -> None:
     write([*measured(1), *measured(4, fused=(13.0, 1200.0))], tmp_path, "train", "by the clock")
-    lines = tables_train.train(tmp_path).splitlines()
+    lines = pages.TABLES["train"](tmp_path).splitlines()
     ratios = "2.00x | 1.20x | **0.40x, slower** | 1.05x"
     assert f"| 8192 | 1 | 20.0 | 12.0 | 10.0 | 10.0 | 10.0 | 9.50 | {ratios} |" in lines
     ratios = "1.54x | **0.92x, slower** | **0.31x, slower** | 1.37x"

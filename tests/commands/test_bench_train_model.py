@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from bench_rows import row
 from torch import nn
 
-from benchmarks import decoder, suites, tables_train, train_model
+from benchmarks import decoder, pages, suites, train_model
 from benchmarks.decoder import Sizes
 from benchmarks.language_model import LanguageModel, count, share_tensors
 from benchmarks.records import Row, read, write
@@ -146,7 +146,7 @@ def test_table_of_models(tmp_path: Path) -> None:
 
     rows = [model("SwiGLU", 128.0, 30_000.0), model("naive", 256.0, 64_000.0), model("fused", 160.0, 40_000.0)]
     write(rows, tmp_path, "train_model", "by the clock")
-    text = tables_train.train_model(tmp_path)
+    text = pages.TABLES["train_model"](tmp_path)
     assert "Llama-3.2 1B, autocast, 8192 tokens a step, 8192 x 2048" in text
     ratios = "1.60x | **0.50x, slower** | **0.80x, slower**"
     assert f"| 4 | 64000 | 30.0 | 32000 | 64.0 | 51200 | 40.0 | {ratios} |" in text

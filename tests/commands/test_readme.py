@@ -18,6 +18,8 @@ from benchmarks import pages, suites
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 MOST_LINES = 150
+PYTHON = os.environ.get("MGLU_README_PYTHON")
+"""The Python of an environment that mglu_ops is installed into, for `make dist`; None to run this checkout."""
 
 
 def name_of(page: Path) -> str:
@@ -40,9 +42,10 @@ def commands(page: str) -> list[str]:
 
 
 def run(command: Sequence[str | Path], folder: Path) -> str:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join([str(Path(PYTHON or sys.executable).parent), os.environ["PATH"]])
+    python_path = os.pathsep.join(filter(None, [not PYTHON and str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path, "PYTHONPATH": python_path}
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")  # the usual one may hold older code
     process = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=600)
     assert process.returncode == 0, process.stderr
     return process.stdout
@@ -53,7 +56,7 @@ def run(command: Sequence[str | Path], folder: Path) -> str:
 def test_snippets_of_the_readme_run_in_order_and_print_what_it_shows(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     (tmp_path / "readme.py").write_text("\n".join(snippets("python")))
-    printed = run([sys.executable, "readme.py"], tmp_path)
+    printed = run(["python", "readme.py"], tmp_path)
     shown = [line for text in snippets("text") for line in text.splitlines() if line]
     assert shown
     for line in shown:
