@@ -594,6 +594,26 @@ for _op, _rule in (
     torch.library.register_vmap(_op, _rule, lib=_lib)
 
 
+# --- The name that mask_weights had ----------------------------------------------------------------------------------
+
+
+def _renamed(op: Any) -> Callable[..., Any]:
+    """The kernel of an overload that takes `route_weights`."""
+
+    def kernel(x: Tensor, weight: Tensor, masks: Tensor, activation: str = "silu", *, route_weights: Any) -> Any:
+        notices.warn(f"{op.name()}: route_weights is now called mask_weights", stacklevel=3)
+        return op(x, weight, masks, activation, route_weights)
+
+    return kernel
+
+
+for _op, _masks in ((forward, "packed_masks"), (forward_ste, "mask_logits")):
+    _name = f"{_op._schema.name.split('::')[1]}.route_weights"
+    _tail, _result = 'str activation="silu", *, Tensor? route_weights', str(_op._schema).rpartition("-> ")[2]
+    _lib.define(f"{_name}(Tensor x, Tensor weight, Tensor {_masks}, {_tail}) -> {_result}")
+    _lib.impl(_name, _renamed(_op), "CompositeImplicitAutograd")
+
+
 # --- DTensor --------------------------------------------------------------------------------------------------------
 
 
