@@ -86,10 +86,7 @@ def packed(module: PlainMGLU) -> nn.Module:
 
 
 class Form(NamedTuple):
-    """A form of the model: whether masks are packed, the fusion pass is on, and `triton.enable_pdl` is set by hand.
-
-    The fusion pass turns dependent launch on for decoding, without `pdl`.
-    """
+    """A form of the model: whether masks are packed, the fusion pass is on, and `triton.enable_pdl` is set by hand."""
 
     name: str
     packed: bool = False

@@ -14,7 +14,7 @@ from .entry import current_pass, used_in_thread
 from .fusion import FusionPass
 from .install import fusion_report
 
-_OWN_OPTIONS = ("strict", "assume_binary", "dependent_launch")
+_OWN_OPTIONS = ("strict", "assume_binary")
 
 
 def mglu(

@@ -23,7 +23,6 @@ from torch.fx import Graph
 
 from mglu_ops import notices
 
-from .dependent_launch import settings_of_dependent_launch
 from .fusion import FusionError, FusionPass, GraphPass
 
 _SLOT = "pre_grad_custom_pass"
@@ -119,14 +118,11 @@ def _settings_of(fusion_pass: FusionPass) -> dict[str, Any]:
     """The settings under which Inductor runs a pass.
 
     If torch lets a pass choose, it runs before the lookup in the compile cache: then a warm start has the same report
-    as a cold one, and the fused graph is the key of the cache. With CUDA graphs, a pass of the scheduler is added too
-    (`dependent_launch.py`).
+    as a cold one, and the fused graph is the key of the cache.
     """
     settings: dict[str, Any] = {_SLOT: fusion_pass}
     if hasattr(inductor_config, "pre_grad_pass_timing"):
         settings["pre_grad_pass_timing"] = "early"
-    if fusion_pass.dependent_launch:
-        settings.update(settings_of_dependent_launch())
     return settings
 
 

@@ -320,29 +320,20 @@ class FusionPass(CustomGraphPass):
         *,
         strict: bool = False,
         assume_binary: bool = False,
-        dependent_launch: bool = True,
         before: Sequence[GraphPass] = (),
     ) -> None:
-        options = {"strict": strict, "assume_binary": assume_binary, "dependent_launch": dependent_launch}
-        for name, value in options.items():
+        for name, value in {"strict": strict, "assume_binary": assume_binary}.items():
             if not isinstance(value, bool):
                 raise TypeError(f"{name}: got {value!r}, must be True or False")
         self.report = report
         self.strict = strict
         self.assume_binary = assume_binary
-        self.dependent_launch = dependent_launch
         self.before = tuple(before)
         self.has_run = False
 
     def after(self, before: Sequence[GraphPass]) -> FusionPass:
         """A pass of the same options and report that first runs the passes `before`."""
-        return FusionPass(
-            self.report,
-            strict=self.strict,
-            assume_binary=self.assume_binary,
-            dependent_launch=self.dependent_launch,
-            before=before,
-        )
+        return FusionPass(self.report, strict=self.strict, assume_binary=self.assume_binary, before=before)
 
     def __call__(self, graph: Graph) -> None:
         self.has_run = True
@@ -361,20 +352,11 @@ class FusionPass(CustomGraphPass):
         uuids = [graph_pass.uuid() if isinstance(graph_pass, CustomGraphPass) else None for graph_pass in self.before]
         if any(uuid is None for uuid in uuids):
             return None
-        return (
-            "mglu_ops",
-            _source_hash(),
-            self.strict,
-            self.assume_binary,
-            self.dependent_launch,
-            tuple(str(uuid) for uuid in uuids),
-        )
+        return ("mglu_ops", _source_hash(), self.strict, self.assume_binary, tuple(str(uuid) for uuid in uuids))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.strict, self.assume_binary, self.dependent_launch, self.before)
+        return _rebuild, (self.strict, self.assume_binary, self.before)
 
 
-def _rebuild(strict: bool, assume_binary: bool, dependent_launch: bool, before: Sequence[GraphPass]) -> FusionPass:
-    return FusionPass(
-        FusionReport(), strict=strict, assume_binary=assume_binary, dependent_launch=dependent_launch, before=before
-    )
+def _rebuild(strict: bool, assume_binary: bool, before: Sequence[GraphPass]) -> FusionPass:
+    return FusionPass(FusionReport(), strict=strict, assume_binary=assume_binary, before=before)

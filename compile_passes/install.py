@@ -24,7 +24,7 @@ def fusion_report() -> FusionReport:
     return _global_report
 
 
-def enable_fusion(*, strict: bool = False, assume_binary: bool = False, dependent_launch: bool = True) -> FusionReport:
+def enable_fusion(*, strict: bool = False, assume_binary: bool = False) -> FusionReport:
     """Fuse MGLU layers in every `torch.compile` with the Inductor backend from now on, in all threads.
 
     Args:
@@ -32,10 +32,6 @@ def enable_fusion(*, strict: bool = False, assume_binary: bool = False, dependen
             fused, or if Inductor does not run the pass.
         assume_binary: also fuse masks that are real tensors, trusting them to hold 0 and 1 only; `mglu::pack_masks`
             then checks their values at run time.
-        dependent_launch: in graphs with MGLU layers that Inductor captures into CUDA graphs (mode="reduce-overhead",
-            "max-autotune", or `generate` with a static cache), let each kernel be set up while the one before it still
-            runs, on GPUs of compute capability 9 and later. It changes no result. With False, Inductor's setting
-            `triton.enable_pdl` alone decides, as it does wherever it is True.
 
     Returns:
         The report of `fusion_report()`, which grows with each compilation of any thread.
@@ -57,9 +53,7 @@ def enable_fusion(*, strict: bool = False, assume_binary: bool = False, dependen
         TypeError: an option is neither True nor False.
     """
     global _in_force
-    fusion_pass = FusionPass(
-        _global_report, strict=strict, assume_binary=assume_binary, dependent_launch=dependent_launch
-    )
+    fusion_pass = FusionPass(_global_report, strict=strict, assume_binary=assume_binary)
     before = entry.set_for_process(fusion_pass)
     if before is None or before is not _in_force or before.uuid() != fusion_pass.uuid():
         drop_compiled_code()
@@ -76,9 +70,7 @@ def disable_fusion() -> None:
 
 
 @contextmanager
-def fusion(
-    *, strict: bool = False, assume_binary: bool = False, dependent_launch: bool = True
-) -> Iterator[FusionReport]:
+def fusion(*, strict: bool = False, assume_binary: bool = False) -> Iterator[FusionReport]:
     """Fuse the compilations inside a `with` block, which has its own report; the options are as in `enable_fusion`.
 
     `torch.compile` compiles at the first call, so that call must be inside the block.
@@ -100,7 +92,7 @@ def fusion(
     """
     report = FusionReport()
     before = entry.unfused_compilations
-    fusion_pass = FusionPass(report, strict=strict, assume_binary=assume_binary, dependent_launch=dependent_launch)
+    fusion_pass = FusionPass(report, strict=strict, assume_binary=assume_binary)
     with entry.used_in_thread(fusion_pass):
         yield report
     seen = _seen(report, entry.unfused_compilations - before)

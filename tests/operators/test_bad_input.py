@@ -348,7 +348,6 @@ def test_a_switch_that_is_not_a_bool_is_refused() -> None:
         (mglu_ops.set_batch_invariant_mode, "mode"),
         (lambda value: mglu_ops.enable_fusion(strict=value), "strict"),
         (lambda value: mglu_ops.enable_fusion(assume_binary=value), "assume_binary"),
-        (lambda value: mglu_ops.enable_fusion(dependent_launch=value), "dependent_launch"),
     ):
         with pytest.raises(TypeError, match=f"^{name}: got 'off', must be True or False"):
             call("off")

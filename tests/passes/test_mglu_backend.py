@@ -93,12 +93,10 @@ def test_freezing_as_an_option_gives_a_warning(is_set: bool, monkeypatch: pytest
 
 
 def test_pickle_keeps_options_and_uuid() -> None:
-    fusion_pass = FusionPass(
-        FusionReport(graphs=3), assume_binary=True, dependent_launch=False, before=[Recorder("other")]
-    )
+    fusion_pass = FusionPass(FusionReport(graphs=3), assume_binary=True, before=[Recorder("other")])
     copied = pickle.loads(pickle.dumps(fusion_pass))
     assert copied.uuid() == fusion_pass.uuid()
-    assert (copied.strict, copied.assume_binary, copied.dependent_launch) == (False, True, False)
+    assert (copied.strict, copied.assume_binary) == (False, True)
     assert copied.report.graphs == 0
 
 
@@ -108,7 +106,6 @@ def test_uuid_tells_options_and_chains_apart() -> None:
         FusionPass(report),
         FusionPass(report, strict=True),
         FusionPass(report, assume_binary=True),
-        FusionPass(report, dependent_launch=False),
         FusionPass(report, before=[Recorder("a")]),
         FusionPass(report, before=[Recorder("b")]),
         FusionPass(report, before=[Recorder("a"), Recorder("b")]),
