@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from families import sample
 
 from mglu_ops import notices
 from mglu_ops.backends.cpu import build
@@ -62,7 +63,7 @@ def copying_compiler(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("how", CLOSED)
+@pytest.mark.parametrize("how", sample(CLOSED, 3))
 def test_a_standard_error_that_cannot_be_written_changes_no_call(how: str, tmp_path: Path) -> None:
     break_it, redirection = CLOSED[how]
     program = tmp_path / "program.py"
@@ -74,7 +75,7 @@ def test_a_standard_error_that_cannot_be_written_changes_no_call(how: str, tmp_p
     assert second == "built"
 
 
-@pytest.mark.parametrize("how", ["closed", "full", "broken pipe"])
+@pytest.mark.parametrize("how", sample(["closed", "full", "broken pipe"], 3))
 def test_a_command_that_fails_exits_as_usual(how: str, tmp_path: Path) -> None:
     done = run_in_shell(f"-m mglu_ops build --no-cpu {CLOSED[how][1]}", tmp_path)
     assert (done.returncode, done.stdout) == (2, "")

@@ -50,6 +50,7 @@ def test_a_package_without_the_operator_agrees_with_its_model(more_packages: Pat
     assert_agrees_with_eager(more_packages / "composite.pt2")
 
 
+@long
 @needs_compiler
 def test_a_package_with_a_shim_and_a_weights_file_agrees_with_its_model(packages: Path, library: Path) -> None:
     bare, x = packages / "bare.pt2", inputs(1)

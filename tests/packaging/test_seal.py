@@ -68,7 +68,7 @@ def test_whole_files_are_accepted(check: Check, bare: Path, weights: Path) -> No
     assert torch.equal(mglu_ops.load_weights(weights)["weight"], torch.arange(100.0))
 
 
-@pytest.mark.parametrize("name", ["bare", "weights"])
+@pytest.mark.parametrize("name", ["bare", pytest.param("weights", marks=pytest.mark.long)])
 def test_any_changed_byte_is_found(name: str, check: Check, bare: Path, weights: Path) -> None:
     path = {"bare": bare, "weights": weights}[name]
     whole = path.read_bytes()
@@ -79,7 +79,7 @@ def test_any_changed_byte_is_found(name: str, check: Check, bare: Path, weights:
         assert str(path) in check(bare, weights), at
 
 
-@pytest.mark.parametrize("name", ["bare", "weights"])
+@pytest.mark.parametrize("name", ["bare", pytest.param("weights", marks=pytest.mark.long)])
 def test_truncated_and_longer_files_are_refused(name: str, check: Check, bare: Path, weights: Path) -> None:
     path = {"bare": bare, "weights": weights}[name]
     whole = path.read_bytes()
