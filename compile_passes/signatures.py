@@ -115,6 +115,4 @@ def _as_one_sequence(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _is_same(value: Any, default: Any) -> bool:
     """Equality that adds no guard on a symbolic number and does not compare tensors."""
-    if value is None or default is None:
-        return value is default
-    return isinstance(value, (bool, int, float, str)) and bool(value == default)
+    return value is default or (isinstance(value, (bool, int, float, str)) and bool(value == default))
