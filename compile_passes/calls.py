@@ -103,6 +103,8 @@ class Watcher:
 def _watched(node: Node) -> Effect | None:
     """The effect of a call by running it on fake tensors; None if that fails."""
     inputs, watch = node.all_input_nodes, _Watch()
+    if any(example(item) is None for item in inputs):  # None as an argument would mean another call
+        return None
     try:
         with FakeTensorMode(), torch.no_grad():
             copies = {item: tree_map(_copy, example(item)) for item in inputs}
@@ -288,10 +290,9 @@ def _of_bodies(node: Node, bodies: Sequence[GraphModule | None]) -> Effect:
     """The effect of a call of other graphs, all of which must be known."""
     from .memory import Memory
 
-    known = [body for body in bodies if body is not None]
-    if not bodies or len(known) < len(bodies):
+    if not bodies or None in bodies:
         return _unknown(node)
-    memories = [Memory(body.graph) for body in known]
+    memories = [Memory(body.graph) for body in bodies if body is not None]
     everything = frozenset(range(len(node.all_input_nodes)))
     writes = any(memory.writes_inputs for memory in memories)
     shares = any(memory.returns_inputs for memory in memories)

@@ -39,7 +39,7 @@ def call(target: Any, *args: Any, **kwargs: Any) -> tuple[Node, list[Node]]:
         (call(operator.gt, "a", 0.5), [TRAINED], BOOL, Result((0, 1), ((0, 0),))),
         (call(torch.logical_not, "a"), [Operand((0, 1), BOOL)], BOOL, Result((1, 0), ())),
         (call(operator.add, "a", "b"), [Operand((2,), LONG, True), Operand((3,), LONG, True)], LONG, Result((5,), ())),
-        # The dtype of a tensor without dimensions does not change the dtype of the result; that of a filled tensor does.
+        # A tensor without dimensions does not change the dtype of the result; a filled tensor does.
         (call("mul", "a", "b"), [MASK, Operand((3,), torch.float64, True)], FLOAT, Result((0, 3), ())),
         (call("mul", "a", "b"), [MASK, Operand((3,), torch.float64)], torch.float64, Result((0, 3), ())),
         # Arguments that are equal in Python but not in torch

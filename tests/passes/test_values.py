@@ -1,4 +1,4 @@
-"""Abstract values: arithmetic of functions of a mask, equality of masks, and which values are functions of a projection."""
+"""Abstract values: arithmetic of functions of a mask, equality of masks, and functions of a projection."""
 
 from __future__ import annotations
 
@@ -86,7 +86,11 @@ def test_a_gradient_of_zeros_stays(first: bool) -> None:
 
 
 def test_gate_and_complement() -> None:
-    gate, value, neither = Binary(MASK, slope=(1, 1)), Binary(MASK, (1, 0), slope=(-1, -1)), Binary(MASK, (1, 1), (0, 1))
+    gate, value, neither = (
+        Binary(MASK, slope=(1, 1)),
+        Binary(MASK, (1, 0), slope=(-1, -1)),
+        Binary(MASK, (1, 1), (0, 1)),
+    )
     assert [f.is_gate(1) for f in (gate, value, neither)] == [True, False, False]
     assert [f.is_gate(-1) for f in (gate, value, neither)] == [False, True, False]
     assert [f.is_mask for f in (gate, value, neither)] == [True, True, False]
@@ -122,6 +126,7 @@ def test_merge() -> None:
     assert merge(TRAINED, other) is None
     assert merge(other, TRAINED) is None
     assert merge(MASK, replace(MASK, key="other")) is None
+    assert merge(replace(MASK, key="other"), MASK) is None
     assert merge(replace(MASK, rounding=0.5), replace(TRAINED, rounding=0.25)) == replace(TRAINED, rounding=0.5)
 
 
