@@ -302,5 +302,5 @@ def _slice(graph: Graph, node: Node, index: int | None) -> Node:
 
 def _stack(graph: Graph, nodes: Sequence[Node]) -> Node:
     if len(nodes) == 1:
-        return graph.call_method("unsqueeze", (nodes[0], 0))
+        return graph.call_method("unsqueeze", (*nodes, 0))
     return graph.call_function(torch.stack, (list(nodes),))

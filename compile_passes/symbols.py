@@ -252,11 +252,12 @@ def as_call(node: Any) -> Call | None:
     calls = _calls_read.get()
     if calls is None:
         return _read(node)
-    known = calls.get(node)
+    target, args, kwargs, call = calls.get(node, (None, None, None, None))
     # FX replaces the argument tuple of a node and never changes it, so identity tells whether it is the same.
-    if known is None or not (known[0] is node.target and known[1] is node.args and known[2] is node.kwargs):
-        known = calls[node] = (node.target, node.args, node.kwargs, _read(node))
-    return known[3]
+    if not (target is node.target and args is node.args and kwargs is node.kwargs):
+        call = _read(node)
+        calls[node] = (node.target, node.args, node.kwargs, call)
+    return call
 
 
 def _read(node: Node) -> Call | None:
