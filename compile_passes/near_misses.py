@@ -98,7 +98,7 @@ def _carried_on(
 ) -> dict[_Form, _Path]:
     """The forms that a node passes on; a product with x ends them and is noted."""
     passed: dict[_Form, _Path] = {}
-    if node.op == "output" or symbol_of(node) in READS_NO_VALUES or _has_a_body(node):
+    if symbol_of(node) in READS_NO_VALUES or _has_a_body(node):
         return passed
     for item in node.all_input_nodes:
         forms = carried.get(item)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
+from torch.utils.checkpoint import checkpoint
 
 import mglu_ops
 from compile_passes import examples
@@ -119,11 +120,12 @@ def test_fuse_in_a_backend(inputs: Callable[..., Any], dynamic: bool | None, tra
 
 
 def test_what_dynamo_recorded_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes that switch autocast have no value, and need none."""
+    """Nodes that switch autocast and bodies of higher-order operators have no value, and need none."""
     monkeypatch.setattr(examples, "_run", lambda *_, **__: pytest.fail("the graph was run"))
     model = layer()
 
     def function(x: Tensor) -> Tensor:
+        x = checkpoint(torch.sin, x, use_reentrant=False)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return model(x)
 
