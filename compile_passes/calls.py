@@ -203,11 +203,9 @@ def _multiplies(op: torch._ops.OpOverload) -> bool:
 def _is_of_torch(node: Node) -> bool:
     """Whether a node calls a function that only calls operators."""
     target: Any = node.target
-    if node.op == "call_method" or isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        return True
-    module = getattr(target, "__module__", None) or "torch"
     if target is getattr:
         return True
+    module = getattr(target, "__module__", None) or "torch"  # the name of a method has no module
     return module.split(".")[0] in _TORCH and not module.startswith(_OUTSIDE_OF_OPERATORS)
 
 

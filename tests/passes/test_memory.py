@@ -109,6 +109,7 @@ def test_only_an_attribute_has_the_storage_of_the_tensor_with_its_name() -> None
     pair.meta["example_value"] = (given.meta["example_value"], saved.meta["example_value"])
     graph.output(given)
     memory = Memory(graph)
+    assert memory.storages[attribute]
     assert memory.storages[given].isdisjoint(memory.storages[attribute])
     assert memory.storages[pair] == (memory.storages[given] | memory.storages[saved]) - {"saved storage"}
     assert "saved storage" in memory.storages[saved]

@@ -183,6 +183,7 @@ def test_refusal_of_an_unknown_result() -> None:
         ((EXP, EXP_OF_OTHER), "`x` and `other_x`$"),
         ((EXP, ROOT), r"`exp_1 \[5, 8\] = exp\(x\)` and `neg \[5, 4\] = neg\(x\)`$"),
         ((EXP, TRAINED_ROOT), r"`.* = exp\(x\)` and `.* = exp\(x\)` \(only one of them takes a gradient\)$"),
+        ((TRAINED_ROOT, EXP), r"`.* = exp\(x\)` and `.* = exp\(x\)` \(only one of them takes a gradient\)$"),
     ],
 )
 def test_difference_of_two_inputs(x: tuple[Node, Node], difference: str) -> None:

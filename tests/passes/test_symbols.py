@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.fx import Graph
 
-from compile_passes.symbols import Call, as_call, is_identity_dropout, is_inplace_name, value_users
+from compile_passes.symbols import Call, as_call, calls_read_once, is_identity_dropout, is_inplace_name, value_users
 
 GRAPH = Graph()
 X, Y = GRAPH.placeholder("x"), GRAPH.placeholder("y")
@@ -72,6 +72,17 @@ def test_what_is_no_call() -> None:
 def test_alpha_makes_another_symbol() -> None:
     assert as_call(GRAPH.call_function(torch.add, (X, Y), {"alpha": 1})) == Call("add", (X, Y), is_whole=True)
     assert as_call(GRAPH.call_function(torch.add, (X, Y), {"alpha": 2})) == Call("scaled_add", (X, Y, 2), is_whole=True)
+
+
+def test_a_call_is_read_once_as_long_as_nothing_changes() -> None:
+    node = Graph().call_function(torch.add, (X, Y), {"alpha": 1})
+    with calls_read_once():
+        first = as_call(node)
+        assert as_call(node) is first
+        node.kwargs = {"alpha": 2}
+        assert as_call(node) == Call("scaled_add", (X, Y, 2), is_whole=True)
+        assert as_call(node) is as_call(node)
+    assert as_call(node) is not as_call(node)
 
 
 @pytest.mark.parametrize(
