@@ -90,7 +90,7 @@ class Signature:
             if parameter.names[0] == "inplace" and not isinstance(value, (bool, NoneType)):
                 return None
             bound[parameter.names[0]] = value
-        if not self.is_open and (given or position < len(args)):
+        if not self.is_open and (given or args[position:]):
             return None
         return {name: bound[name] for name in self.read}
 

@@ -115,6 +115,15 @@ def test_an_empty_report_is_one_line() -> None:
     assert str(report_of(nn.Linear(8, 8))) == "0 fused, 0 missed, 1 graph seen"
 
 
+@pytest.mark.parametrize(
+    ("operator", "packed", "noted"),
+    [("forward", "at each call", True), ("forward", "beforehand", False), ("forward_ste", "at each call", False)],
+)
+def test_masks_that_are_packed_at_each_call_are_noted(operator: str, packed: str, noted: bool) -> None:
+    site = SiteReport("mlp", "", 2, "silu", "float32", operator, packed=packed)
+    assert ("use mglu_ops.freeze" in str(FusionReport(fused=[site]))) is noted
+
+
 @pytest.mark.parametrize("learnable", [True, False])
 def test_layers_that_call_the_operator_already_are_listed(learnable: bool) -> None:
     report = report_of(MGLU(8, 8, n_masks=3, learnable_masks=learnable))
