@@ -103,6 +103,8 @@ class Watcher:
 def _watched(node: Node) -> Effect | None:
     """The effect of a call by running it on fake tensors; None if that fails."""
     inputs, watch = node.all_input_nodes, _Watch()
+    if any(example(item) is None for item in inputs):  # None as an argument would mean another call
+        return None
     try:
         with FakeTensorMode(), torch.no_grad():
             copies = {item: tree_map(_copy, example(item)) for item in inputs}
@@ -201,11 +203,9 @@ def _multiplies(op: torch._ops.OpOverload) -> bool:
 def _is_of_torch(node: Node) -> bool:
     """Whether a node calls a function that only calls operators."""
     target: Any = node.target
-    if node.op == "call_method" or isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        return True
-    module = getattr(target, "__module__", None) or "torch"
     if target is getattr:
         return True
+    module = getattr(target, "__module__", None) or "torch"  # the name of a method has no module
     return module.split(".")[0] in _TORCH and not module.startswith(_OUTSIDE_OF_OPERATORS)
 
 
@@ -288,10 +288,9 @@ def _of_bodies(node: Node, bodies: Sequence[GraphModule | None]) -> Effect:
     """The effect of a call of other graphs, all of which must be known."""
     from .memory import Memory
 
-    known = [body for body in bodies if body is not None]
-    if not bodies or len(known) < len(bodies):
+    if not bodies or None in bodies:
         return _unknown(node)
-    memories = [Memory(body.graph) for body in known]
+    memories = [Memory(body.graph) for body in bodies if body is not None]
     everything = frozenset(range(len(node.all_input_nodes)))
     writes = any(memory.writes_inputs for memory in memories)
     shares = any(memory.returns_inputs for memory in memories)

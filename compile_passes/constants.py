@@ -153,7 +153,7 @@ _PURE_NAMESPACES = ("aten", "prims", "mglu")
 def _is_pure(node: Node, constant: dict[Node, None]) -> bool:
     """Whether a node is a function of constants without side effects that returns the same at every call."""
     target, inputs = node.target, node.all_input_nodes
-    if node.op != "call_function" or not inputs or not all(item in constant for item in inputs):
+    if not inputs or not all(item in constant for item in inputs):
         return False
     if not isinstance(target, torch._ops.OpOverload):
         return getattr(target, "__module__", None) in ("_operator", "math")

@@ -141,7 +141,7 @@ def unscaled(a: Formula) -> tuple[Formula, float]:
     if not a.terms:
         return a, 1.0
     factor = a.terms[0][1]
-    unit = a if factor == 1 else scaled(a, 1 / factor)
+    unit = scaled(a, 1 / factor)
     return (a, 1.0) if unit is None else (unit, factor)
 
 
@@ -174,8 +174,9 @@ def inverse(a: Formula | None) -> Formula | None:
     """`1 / a`."""
     if a is None or not a.terms:
         return None
-    if len(a.terms) == 1 and a.terms[0][0] == ():
-        return constant(1 / a.terms[0][1])
+    terms = dict(a.terms)
+    if terms.keys() == {()}:
+        return constant(1 / terms[()])
     return _applied("inv", a)
 
 

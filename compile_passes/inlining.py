@@ -7,6 +7,7 @@ commonest straight-through mask is a hard mask made under `no_grad`, plus `logit
 
 from __future__ import annotations
 
+import itertools
 import operator
 from typing import Any
 
@@ -138,7 +139,7 @@ def _detached(graph: Graph, operand: Any, without_gradient: set[Node]) -> Any:
 
 def _adopt(module: GraphModule, body: GraphModule, name: str) -> str:
     """Register with the module a body that an inlined body calls; returns the unused name that it received."""
-    numbered = (f"{name}_{number}" for number in range(len(module._modules) + 1))
+    numbered = (f"{name}_{number}" for number in itertools.count())
     free = next(other for other in numbered if not hasattr(module, other))
     module.add_module(free, getattr(body, name))
     return free

@@ -97,7 +97,7 @@ def _traced(node: Node) -> Iterator[Hashable]:
     """The storages of the examples of a node, and of the real tensor that it names."""
     value = example(node)
     values = [*value] if isinstance(value, (tuple, list)) else [value]
-    if node.op == "get_attr" and node.graph.owning_module is not None:
+    if node.op == "get_attr":
         values.append(getattr(node.graph.owning_module, str(node.target), None))
     yield from (storage_of(item) for item in values if isinstance(item, Tensor))
     if STORAGE in node.meta:

@@ -98,7 +98,7 @@ def _carried_on(
 ) -> dict[_Form, _Path]:
     """The forms that a node passes on; a product with x ends them and is noted."""
     passed: dict[_Form, _Path] = {}
-    if node.op == "output" or symbol_of(node) in READS_NO_VALUES or _has_a_body(node):
+    if symbol_of(node) in READS_NO_VALUES or _has_a_body(node):
         return passed
     for item in node.all_input_nodes:
         forms = carried.get(item)
@@ -244,7 +244,8 @@ def _is_known(recogniser: Recogniser, node: Node) -> bool:
 
 def _reason(recogniser: Recogniser, nodes: Sequence[Node]) -> str:
     reads = [_reading(recogniser, node) for node in nodes[:_MOST_NAMED]]
-    more = f", and {len(nodes) - len(reads)} more" if len(nodes) > len(reads) else ""
+    count = len(nodes) - len(reads)
+    more = f", and {count} more" if count else ""
     return (
         f"one x is multiplied by two masked forms of one weight, but {', '.join(reads)}{more} in a way that the pass "
         "does not know; write act(F.linear(x, W * M)) * F.linear(x, W * (1 - M))"

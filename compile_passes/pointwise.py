@@ -46,7 +46,7 @@ class _Hole:
 def evaluate(node: Node, operands: dict[Node, Operand], dtype: torch.dtype) -> Result | None:
     """Evaluate an elementwise node on `operands`, which all have the same length or are numbers.
 
-    Returns None if a result is not finite, or is not a tensor of `dtype`, the dtype of the node.
+    Returns None if a result is not finite, or if its dtype is not `dtype`, the dtype of the node.
     """
     positions = {operand: position for position, operand in enumerate(operands)}
     args, kwargs = (_frozen(part, positions) for part in (node.args, dict(node.kwargs)))
@@ -87,10 +87,9 @@ def _evaluated(
         named = {name: _filled(argument, tensors) for name, argument in kwargs}
         function = getattr(type(filled[0]), target) if op == "call_method" else target
         result = function(*filled, **named)
-        if not isinstance(result, torch.Tensor) or result.dtype != dtype or result.numel() not in (1, length):
+        if result.dtype != dtype:
             return None
-        result = result.expand(length) if result.dim() == 0 else result
-        values = tuple(float(v) for v in result.detach().tolist())
+        values = tuple(float(v) for v in result.detach().flatten().tolist())
         if not all(v == v and abs(v) != float("inf") for v in values):
             return None
         leaves = [t for t, operand in zip(tensors, operands, strict=True) if operand.has_gradient]
@@ -100,8 +99,8 @@ def _evaluated(
 def _slopes(result: torch.Tensor, leaves: Sequence[torch.Tensor], length: int) -> tuple[tuple[float, ...], ...]:
     if not leaves or not result.requires_grad:
         return ((0.0,) * length,) * len(leaves)
-    gradients = torch.autograd.grad(result.sum(), leaves, allow_unused=True)
-    return tuple((0.0,) * length if g is None else tuple(g.tolist()) for g in gradients)
+    gradients = torch.autograd.grad(result.sum(), leaves, materialize_grads=True)
+    return tuple(tuple(gradient.tolist()) for gradient in gradients)
 
 
 def _no_autocast() -> torch.autocast:
@@ -128,7 +127,7 @@ def as_dtype(value: float, dtype: torch.dtype) -> float | None:
     try:
         with _disable_current_modes():
             return float(torch.tensor(value, dtype=torch.float64).to(dtype).item()) if _fits(value, dtype) else None
-    except (RuntimeError, OverflowError):
+    except RuntimeError:  # a dtype without conversions, such as float4
         return None
 
 

@@ -171,10 +171,10 @@ def _difference(recogniser: Recogniser, a: Node, b: Node) -> str:
     """The pair of nodes at which two expressions begin to differ, as text for a message."""
     while True:
         inputs = [node.all_input_nodes for node in (a, b)]
-        alike = a.op == b.op and a.target == b.target and len(inputs[0]) == len(inputs[1])
+        alike = a.target == b.target and len(inputs[0]) == len(inputs[1])
         pairs = list(zip(*inputs, strict=True)) if alike else []
         unequal = [pair for pair in pairs if recogniser.key(pair[0]) != recogniser.key(pair[1])]
-        if len(unequal) != 1 or _is_slice(unequal[0][0]):
+        if len(unequal) != 1 or any(map(_is_slice, unequal[0])):
             return f"`{line(a)}` and `{line(b)}`{_why_different(recogniser, a, b)}"
         a, b = unequal[0]
 

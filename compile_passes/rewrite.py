@@ -239,9 +239,9 @@ def _is_folded(recogniser: Recogniser, node: Node) -> bool:
 
 def _whole_logits(recogniser: Recogniser, layer: Layer) -> Node | None:
     """The tensor `L` `[n_masks, ...]` such that mask i of the gate is `L[i] > 0` for every i; None if there is none."""
-    sources: list[Slice] = [(mask.logits, mask.index) for mask, _ in layer.masks if mask.logits is not None]
-    if len(sources) < len(layer.masks) or any(complement for _, complement in layer.masks):
+    if any(mask.logits is None or complement for mask, complement in layer.masks):
         return None
+    sources: list[Slice] = [(mask.logits, mask.index) for mask, _ in layer.masks if mask.logits is not None]
     logits = _whole(recogniser, sources, bool(layer.mask_weights))
     example = tensor_example(logits)
     return logits if example is not None and example.dtype in FLOATING else None
@@ -302,5 +302,5 @@ def _slice(graph: Graph, node: Node, index: int | None) -> Node:
 
 def _stack(graph: Graph, nodes: Sequence[Node]) -> Node:
     if len(nodes) == 1:
-        return graph.call_method("unsqueeze", (nodes[0], 0))
+        return graph.call_method("unsqueeze", (*nodes, 0))
     return graph.call_function(torch.stack, (list(nodes),))

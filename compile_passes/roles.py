@@ -179,7 +179,7 @@ def _root(factor: Node) -> _Root:
         if call is None or call.symbol not in (*_ARITHMETIC, *_LOGIC):
             break
         if call.symbol in ("to", "alias"):
-            nodes = [call.args[0]]
+            nodes = list(call.args)
         else:
             nodes = [item for item in factor.all_input_nodes if symbol_of(item) not in _NUMBERS]
         if len(nodes) != 1:

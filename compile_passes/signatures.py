@@ -90,7 +90,7 @@ class Signature:
             if parameter.names[0] == "inplace" and not isinstance(value, (bool, NoneType)):
                 return None
             bound[parameter.names[0]] = value
-        if not self.is_open and (given or position < len(args)):
+        if not self.is_open and (given or args[position:]):
             return None
         return {name: bound[name] for name in self.read}
 
@@ -115,6 +115,4 @@ def _as_one_sequence(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _is_same(value: Any, default: Any) -> bool:
     """Equality that adds no guard on a symbolic number and does not compare tensors."""
-    if value is None or default is None:
-        return value is default
-    return isinstance(value, (bool, int, float, str)) and bool(value == default)
+    return value is default or (isinstance(value, (bool, int, float, str)) and bool(value == default))

@@ -9,7 +9,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from .recognise import Recogniser
-from .shapes import tensor_example
+from .shapes import dtype_of
 from .symbols import as_call, value_users
 from .values import Bundle, Gated, Projection, Term
 
@@ -54,9 +54,9 @@ def _without_cast(recogniser: Recogniser, node: Node) -> Node:
     """The sum itself, where `node` is a copy of it or a cast of it from the layer's dtype to another one."""
     call = as_call(node)
     while call is not None and call.symbol in ("to", "alias"):
-        source = call.args[0]
-        value, found = recogniser.value(source), tensor_example(source)
-        if not isinstance(value, Gated) or found is None or found.dtype != value.terms[0].gate.dtype:
+        (source,) = call.args
+        value = recogniser.value(source)
+        if not isinstance(value, Gated) or dtype_of(source) != value.terms[0].gate.dtype:
             break
         node, call = source, as_call(source)
     return node

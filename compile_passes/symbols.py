@@ -10,7 +10,7 @@ argument such as `rounding_mode="floor"`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -252,17 +252,18 @@ def as_call(node: Any) -> Call | None:
     calls = _calls_read.get()
     if calls is None:
         return _read(node)
-    known = calls.get(node)
+    target, args, kwargs, call = calls.get(node, (None, None, None, None))
     # FX replaces the argument tuple of a node and never changes it, so identity tells whether it is the same.
-    if known is None or not (known[0] is node.target and known[1] is node.args and known[2] is node.kwargs):
-        known = calls[node] = (node.target, node.args, node.kwargs, _read(node))
-    return known[3]
+    if not (target is node.target and args is node.args and kwargs is node.kwargs):
+        call = _read(node)
+        calls[node] = (node.target, node.args, node.kwargs, call)
+    return call
 
 
 def _read(node: Node) -> Call | None:
     if node.op == "call_module":
         return _call_of_module(node)
-    if not node.op.startswith("call_") or not isinstance(node.target, Hashable):
+    if not node.op.startswith("call_"):
         return None
     spellings = _TABLE.get(node.target) or _TABLE.get(_out_of_place(node.target)) or ()
     calls = (_bind(symbol, signature, node.args, node.kwargs) for symbol, signature in spellings)
@@ -313,7 +314,8 @@ def _call_of_module(node: Node) -> Call | None:
     if symbol is None or getattr(module, "inplace", False):
         return None
     signature = _TABLE["clone" if symbol == "alias" else getattr(F, symbol)][0][1]
-    options = {name: getattr(module, name) for name in ("approximate", "training", "p") if hasattr(module, name)}
+    names = (parameter.names[0] for parameter in signature.parameters)
+    options = {name: getattr(module, name) for name in names if hasattr(module, name)}
     return _bind(symbol, signature, node.args, {**node.kwargs, **options})
 
 

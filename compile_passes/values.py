@@ -12,8 +12,9 @@ one value, because all of them are computed in the same way. All other tensors o
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TypeAlias
 
 import torch
@@ -117,7 +118,7 @@ class Binary:
 
     def is_gate(self, sign: int) -> bool:
         """Whether f is M itself (`sign` 1) or its complement (`sign` -1)."""
-        return self.at == ((0, 1) if sign == 1 else (1, 0))
+        return self.at == _VALUES[sign]
 
     @property
     def is_mask(self) -> bool:
@@ -127,6 +128,10 @@ class Binary:
     def passes_gradient(self, sign: int) -> bool:
         """Whether f has the slope of M (`sign` 1) or of its complement (`sign` -1) at both points."""
         return self.slope == (sign, sign)
+
+
+_VALUES: Mapping[int, Pair] = MappingProxyType({1: (0, 1), -1: (1, 0)})
+"""The values of a mask (1) and of its complement (-1) at M = 0 and M = 1."""
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
+from torch.utils.checkpoint import checkpoint
 
 import mglu_ops
 from compile_passes import examples
+from compile_passes.fusion import FusionError
 from compile_passes.report import FusionReport
-from mglu_ops.nn import NaiveMGLU
+from mglu_ops.nn import MGLU, NaiveMGLU
 
 SAME = 4 * BUDGET[torch.float32]
 
@@ -118,11 +120,12 @@ def test_fuse_in_a_backend(inputs: Callable[..., Any], dynamic: bool | None, tra
 
 
 def test_what_dynamo_recorded_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes that switch autocast have no value, and need none."""
+    """Nodes that switch autocast and bodies of higher-order operators have no value, and need none."""
     monkeypatch.setattr(examples, "_run", lambda *_, **__: pytest.fail("the graph was run"))
     model = layer()
 
     def function(x: Tensor) -> Tensor:
+        x = checkpoint(torch.sin, x, use_reentrant=False)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return model(x)
 
@@ -285,6 +288,29 @@ def test_fuse_an_exported_program(kind: str, dynamic: bool, training: bool) -> N
     assert [site.operator for site in report.fused] == ["forward_ste" if training else "forward"]
 
 
+class Filled(nn.Module):
+    """A layer that writes a number to parts of its weight; `torch.export` makes the number an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(12, 16))
+        self.register_buffer("mask", torch.rand(12, 16) > 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.weight.clone(), self.weight.clone()
+        gate[~self.mask], value[self.mask] = 0, 0
+        return torch.nn.functional.silu(x @ gate.T) * (x @ value.T)
+
+
+def test_numbers_that_export_makes_attributes_are_known() -> None:
+    x, report = torch.randn(3, 16), FusionReport()
+    with torch.no_grad():
+        unfused = torch.export.export(Filled(), (x,)).module()
+        fused = mglu_ops.fuse(unfused, report=report, strict=True)
+        assert relative_error(fused(x), unfused(x)) <= SAME
+    assert len(report.fused) == 1
+
+
 # --- torch.fx --------------------------------------------------------------------------------------------------------
 
 
@@ -294,13 +320,13 @@ class Plain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight, self.logits = nn.Parameter(torch.randn(12, 16)), nn.Parameter(torch.randn(12, 16))
-        self.norm, self.batch_norm = nn.LayerNorm(16), nn.BatchNorm1d(12)
+        self.norm, self.batch_norm, self.activation = nn.LayerNorm(16), nn.BatchNorm1d(12), nn.SiLU()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x)
         m = ((self.logits > 0).float() - self.logits).detach() + self.logits
         gate, value = x @ (self.weight * m).T, x @ (self.weight * (1 - m)).T
-        return self.batch_norm(torch.nn.functional.silu(gate) * value)
+        return self.batch_norm(self.activation(gate) * value)
 
 
 @pytest.mark.parametrize("is_fake", [True, False])
@@ -335,6 +361,15 @@ def test_calls_of_a_module_of_torch_are_read_by_what_they_do() -> None:
     parameters = dict(gm.named_parameters())
     assert_same(results(fused, {"x": x}, parameters), results(gm, {"x": x}, parameters), SAME)
     assert [site.operator for site in report.fused] == ["forward"]
+
+
+def test_strict_needs_a_layer_or_a_call_of_the_operator() -> None:
+    x = torch.randn(3, 16)
+    with torch.no_grad():
+        called = torch.export.export(MGLU(16, 12), (x,)).module()
+    assert mglu_ops.fuse(called, strict=True)(x).shape == (3, 12)
+    with pytest.raises(FusionError, match="nothing was fused"):
+        mglu_ops.fuse(torch.fx.symbolic_trace(nn.Linear(16, 12)), [x], strict=True)
 
 
 def test_inputs_that_are_missing_or_do_not_fit_are_errors() -> None:

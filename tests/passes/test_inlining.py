@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 import mglu_ops
 from compile_passes.exported import fuse_exported, layers_of
@@ -228,3 +228,50 @@ def test_inlined_body_may_write_to_a_parameter(trains: bool) -> None:
     for _ in range(3):
         for found, expected in zip(value_and_gradients(inlined, x), value_and_gradients(module, x), strict=True):
             assert torch.equal(found, expected)
+
+
+class OfModule(nn.Module):
+    """A body that calls a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (self.linear(x),)
+
+
+class OfParameter(OfModule):
+    """A body that reads a parameter."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (x * self.linear.weight,)
+
+
+class OfInput(OfModule):
+    """A body that reads only its operands."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (x * 2,)
+
+
+@pytest.mark.parametrize(
+    ("body", "options", "is_inlined"),
+    [
+        (torch.fx.symbolic_trace(OfInput()), {}, True),
+        (torch.fx.symbolic_trace(OfInput()), {"option": 1}, False),
+        (torch.fx.symbolic_trace(OfModule()), {}, False),
+        (torch.fx.symbolic_trace(OfParameter()), {}, False),
+        (OfInput(), {}, False),
+    ],
+)
+def test_body_that_cannot_be_moved_stays(body: nn.Module, options: dict[str, int], is_inlined: bool) -> None:
+    root = nn.Module()
+    root.body = body
+    graph = Graph(root)
+    x, named = graph.placeholder("x"), graph.get_attr("body")
+    call = graph.call_function(_set_grad_enabled, (False, named, x), options)
+    graph.output(graph.call_function(getitem, (call, 0)))
+    module = GraphModule(root, graph)
+    inline_no_grad(module, trains=False)
+    assert len(bodies_in(module)) == (0 if is_inlined else 1)

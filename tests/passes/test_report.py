@@ -15,10 +15,11 @@ import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from graphs import Capture
 from torch import Tensor, nn
+from torch.fx import Graph, Node
 
 import mglu_ops
 from compile_passes.explain import explain
-from compile_passes.report import FusionReport, SiteReport
+from compile_passes.report import FusionReport, SiteReport, layers_present, line, module_path, source_line
 from mglu_ops.__main__ import main
 from mglu_ops.nn import MGLU, NaiveMGLU
 
@@ -114,6 +115,15 @@ def test_an_empty_report_is_one_line() -> None:
     assert str(report_of(nn.Linear(8, 8))) == "0 fused, 0 missed, 1 graph seen"
 
 
+@pytest.mark.parametrize(
+    ("operator", "packed", "noted"),
+    [("forward", "at each call", True), ("forward", "beforehand", False), ("forward_ste", "at each call", False)],
+)
+def test_masks_that_are_packed_at_each_call_are_noted(operator: str, packed: str, noted: bool) -> None:
+    site = SiteReport("mlp", "", 2, "silu", "float32", operator, packed=packed)
+    assert ("use mglu_ops.freeze" in str(FusionReport(fused=[site]))) is noted
+
+
 @pytest.mark.parametrize("learnable", [True, False])
 def test_layers_that_call_the_operator_already_are_listed(learnable: bool) -> None:
     report = report_of(MGLU(8, 8, n_masks=3, learnable_masks=learnable))
@@ -121,6 +131,88 @@ def test_layers_that_call_the_operator_already_are_listed(learnable: bool) -> No
     (site,) = report.present
     expected = ("forward_ste", "at each call") if learnable else ("forward", "beforehand")
     assert (site.n_masks, site.activation, site.operator, site.packed) == (3, "silu", *expected)
+
+
+def test_arguments_of_the_operator() -> None:
+    graph, mglu = Graph(), torch.ops.mglu
+    x, weight, packed, logits = (graph.placeholder(name) for name in ("x", "weight", "packed", "logits"))
+    examples = (torch.zeros(2, 8, dtype=torch.float16), torch.zeros(4, 8), torch.zeros(4, 2, 3), torch.zeros(5, 4, 8))
+    for node, example in zip((x, weight, packed, logits), examples, strict=True):
+        node.meta["example_value"] = example
+    graph.call_function(mglu.forward.default, (x, weight, packed))
+    graph.call_function(mglu.forward, (x, weight, packed, "gelu"))
+    graph.call_function(mglu.forward.default, (x, weight, packed), {"activation": "relu"})
+    graph.call_function(mglu.forward_ste.default, (x, weight, logits, "tanh", None))
+    graph.call_function(mglu.forward.default, (x, weight, graph.placeholder("unknown")))
+    graph.call_function(mglu.forward.default, (x, weight), {"packed_masks": packed})
+    graph.call_function(mglu.pack_masks.default, (logits,))
+    found = [(site.operator, site.n_masks, site.activation, site.dtype) for site in layers_present(graph)]
+    assert found == [
+        *(("forward", 3, activation, "float16") for activation in ("silu", "gelu", "relu")),
+        ("forward_ste", 5, "tanh", "float16"),
+        ("forward", 0, "silu", "float16"),
+    ]
+
+
+def node_with(**meta: object) -> Node:
+    node = Graph().placeholder("x")
+    node.meta = meta
+    return node
+
+
+@pytest.mark.parametrize(
+    ("recorded", "path"),
+    [
+        ("L['self']", ""),
+        ("L['self'].layers[3].mlp", "layers.3.mlp"),
+        ("L['model'].layers.3.mlp", "layers.3.mlp"),
+        ("L['self']._modules['layers']._modules['3'].mlp", "layers.3.mlp"),
+        ("L['self']._orig_mod.mlp", "mlp"),
+        ("L['self']._orig_mod", ""),
+        ("self.mlp", "mlp"),
+        ("mlp", "mlp"),
+    ],
+)
+def test_module_path(recorded: str, path: str) -> None:
+    assert (
+        module_path(node_with(nn_module_stack={"a": ("L['self'].outer", nn.Module), "b": (recorded, nn.Module)}))
+        == path
+    )
+
+
+def test_module_path_and_source_that_are_unknown() -> None:
+    assert module_path(node_with()) == module_path(node_with(nn_module_stack={})) == ""
+    assert source_line(node_with()) == source_line(node_with(stack_trace=None)) == ""
+
+
+def test_source_line_is_the_innermost_of_the_user() -> None:
+    of_torch = f'File "{torch.__file__}", line 3, in f'
+    trace = f'File "a.py", line 1, in f\n    f()\nFile "b.py", line 2, in f\n{of_torch}\n'
+    assert source_line(node_with(stack_trace=trace)) == "b.py:2"
+    assert source_line(node_with(stack_trace=of_torch)) == f"{torch.__file__}:3"
+
+
+def test_a_node_as_text() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    for target, args, kwargs, text in (
+        (torch.cat, ([x, x], 0), {}, "cat = cat([x, x], 0)"),
+        (F.softmax, (x,), {"dim": 1}, "softmax = softmax(x, dim=1)"),
+        (torch.ops.aten.sort.default, (x,), {}, "sort_default = aten.sort(x)"),
+    ):
+        assert line(graph.call_function(target, args, kwargs)) == text
+    x.meta["example_value"] = torch.zeros(2, 3)
+    assert line(x) == "x"
+    node = graph.call_method("relu", (x,))
+    node.meta["example_value"] = torch.zeros(2, 3)
+    assert line(node) == "relu [2, 3] = relu(x)"
+
+
+def test_place_of_a_layer() -> None:
+    for module, source, place in (("mlp", "a.py:1", "mlp"), ("", "a.py:1", "a.py:1"), ("", "", "(function)")):
+        assert str(SiteReport(module, source, 2, "silu", "float32")) == (
+            f"{place}: n_masks=2, silu, float32, fused to mglu::"
+        )
 
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 drops the examples on a CPU; the pass warns")
@@ -185,6 +277,12 @@ def test_explain_leaves_the_model_as_it_was() -> None:
         assert model.training
         assert model[1].training
     assert isinstance(model[0], NaiveMGLU)
+
+
+def test_explain_runs_a_model_in_inference_and_trusts_no_mask() -> None:
+    report = explain(Mixed(), torch.randn(2, 8))
+    assert [site.operator for site in report.fused] == ["forward", "forward"]
+    assert len(report.missed) == 1
 
 
 def test_explain_names_a_wrong_input_in_one_line() -> None:
