@@ -88,7 +88,7 @@ def _halves(both: Tensor) -> tuple[Tensor, Tensor]:
     return both[..., :D], both[..., D:]
 
 
-@pytest.mark.parametrize(("name", "kind", "mode"), family(JOINED_PAIRS, MAIN_KINDS, MODES))
+@pytest.mark.parametrize(("name", "kind", "mode"), family(JOINED_PAIRS, MAIN_KINDS, MODES, one_in=1))
 def test_gate_and_value_in_one_product(name: str, kind: str, mode: str) -> None:
     def term(x: Tensor, w: Tensor, m: Tensor, _: More) -> Tensor:
         return activated(JOINED_PAIRS[name](x, w, m, KINDS[kind].complement(m)))
@@ -194,7 +194,7 @@ def _less_total(total: Tensor, gates: Tensor) -> Tensor:
     return (F.silu(gates) * (total.unsqueeze(-2) - gates)).sum(-2)
 
 
-@pytest.mark.parametrize(("name", "kind", "mode"), family(JOINED, MAIN_KINDS, MODES))
+@pytest.mark.parametrize(("name", "kind", "mode"), family(JOINED, MAIN_KINDS, MODES, one_in=1))
 def test_all_masks_in_one_product(name: str, kind: str, mode: str) -> None:
     def layer(x: Tensor, weight: Tensor, masks: Masks, more: More) -> Tensor:
         return JOINED[name](x, weight, masks, [KINDS[kind].complement(m) for m in masks])
