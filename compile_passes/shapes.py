@@ -201,11 +201,12 @@ def _bounds_of_a_part(parts: Node, dim: int, index: int) -> tuple[int, int] | No
 
 def column_of(node: Any) -> tuple[Node, int] | None:
     """`(tensor, i)` if `node` is `tensor[..., i : i + 1]`, in any spelling."""
-    call = as_call(node)
-    found = None
-    if call is not None and call.symbol == "unsqueeze" and dimension(call.args[1], node) == dims(node) - 1:
+    call, found = as_call(node), None
+    if call is None:
+        return None
+    if call.symbol == "unsqueeze" and dimension(call.args[1], node) == dims(node) - 1:
         found = slice_of(call.args[0])
-    elif call is not None and call.symbol == "getitem" and isinstance(call.args[1], tuple) and call.args[1][-1:] == (None,):
+    elif call.symbol == "getitem" and isinstance(call.args[1], tuple) and call.args[1][-1:] == (None,):
         base, index = call.args
         found = _slice(base, *_single_item(base, index[:-1]))
     elif (part := range_of(node)) is not None and part[3] == part[2] + 1:

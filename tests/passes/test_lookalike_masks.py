@@ -312,6 +312,8 @@ OF_LOGITS: dict[str, tuple[bool, Callable[[Tensor, Tensor], tuple[Tensor, Tensor
     "the transpose of a mask": (True, lambda l, o: (straight_through(l).t(), None)),
     # Tensors of few values
     "the relu of a sign": (True, lambda l, o: (F.relu(torch.sign(l.detach())), None)),
+    "a sign times a mask": (False, lambda l, o: (torch.sign(l.detach()) * _hard(o), None)),
+    "> in place": (False, lambda l, o: (l.detach().clone().gt_(0), None)),
     "a product of signs": (False, lambda l, o: (torch.sign(l.detach()) * torch.sign(o.detach()), None)),
     "a rounded tanh": (False, lambda l, o: (torch.round(torch.tanh(l.detach())), None)),
     "other values that are scattered": (False, lambda l, o: (_chosen(l, torch.zeros_like(l), o.detach()), None)),
