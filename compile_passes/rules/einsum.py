@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from string import digits
 from typing import Any
 
 from torch.fx import Node
@@ -49,8 +50,8 @@ def _axes_of_projection(x: str, weight: str, output: str) -> tuple[bool, int | N
         return None
     stack, (first, second) = weight[:-2], weight[-2:]
     for features, contracted, upright in ((first, second, True), (second, first, False)):
-        tokens = x.removesuffix(contracted)
-        if tokens != x and stack in output and output.replace(stack, "") == tokens + features:
+        wanted = x.removesuffix(contracted) + features
+        if x.endswith(contracted) and stack in output and output.replace(stack, "") == wanted:
             return upright, output.index(stack) if stack else None
     return None
 
@@ -133,35 +134,28 @@ def einsum_of_a_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
         items = [times(recogniser, a, b) for a, b in zip(items, other.items, strict=True)]
     masks = axes[first.dim]
     for weight_axes, weight in mask_weights:
-        if weight_axes not in (masks, *_insertions(output[:-1], masks)):
+        if masks not in weight_axes or weight_axes.replace(masks, "") not in ("", output[:-1]):
             return None
         column = MaskWeight(weight, is_number=weight_axes == masks, dim=weight_axes.index(masks))
         items = [with_mask_weight(item, replace(column, index=i)) for i, item in enumerate(items)]
     return joined(recogniser, items)
 
 
-def _insertions(axes: str, letter: str) -> list[str]:
-    return [axes[:i] + letter + axes[i:] for i in range(len(axes) + 1)]
-
-
 # --- Equations -------------------------------------------------------------------------------------------------------
 
 
 def parse_einsum(call: Call) -> tuple[list[tuple[str, Node]], str] | None:
-    """`([(axes, operand), ...], output axes)`, in which each dimension of `...` has a letter of its own."""
+    """`([(axes, operand), ...], output axes)`, in which each dimension of `...` has a digit as its letter."""
     equation, operands = call.args
-    if not isinstance(equation, str) or not all(isinstance(o, Node) for o in operands):
+    if not isinstance(equation, str):
         return None
-    inputs, arrow, output = str(equation).replace(" ", "").partition("->")
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
     if not arrow:  # the default output: the dimensions of `...`, then the letters that occur once, in sorted order
         single = [letter for letter in sorted(set(inputs) - set(".,")) if inputs.count(letter) == 1]
         output = "..." * ("..." in inputs) + "".join(single)
-    axes = inputs.split(",")
-    if len(axes) != len(operands):
-        return None
     expanded = []
-    for letters, operand in zip(axes, operands, strict=True):
-        hidden = _letters_of_ellipsis(dims(operand) - len(letters.replace("...", "")))
+    for letters, operand in zip(inputs.split(","), operands, strict=True):
+        hidden = digits[: dims(operand) - len(letters.replace("...", ""))]
         expanded.append((letters.replace("...", hidden), operand))
         output = output.replace("...", hidden) if "..." in letters else output
     if any(len(letters) != dims(operand) or len(set(letters)) != len(letters) for letters, operand in expanded):
@@ -173,7 +167,3 @@ def parse_einsum(call: Call) -> tuple[list[tuple[str, Node]], str] | None:
             return None  # an operand of size 1 is repeated along the letter
         sizes.update(found)
     return expanded, output
-
-
-def _letters_of_ellipsis(count: int) -> str:
-    return "".join(chr(0x3B1 + i) for i in range(max(count, 0)))  # Greek letters, which no equation of einsum has

@@ -379,6 +379,36 @@ NOT_JOINED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "an einsum of masks and tokens, the second first": lambda x, w, m, o: torch.einsum(
         "bnd,nbd->nd", F.silu(_first_masks(_square(x), _eight(w, m))), _first_masks(_square(x), _eight(w, ~m))
     ),
+    "an einsum with a transposed result": lambda x, w, m, o: _term_of(
+        torch.einsum("bh,dh->db", _square(x), w * f) for f in (m[0], ~m[0])
+    ),
+    "an einsum without an arrow, with a transposed result": lambda x, w, m, o: _term_of(
+        torch.einsum("zh,ah", _square(x), w * f) for f in (m[0], ~m[0])
+    ),
+    "an einsum with a diagonal": lambda x, w, m, o: _term_of(
+        torch.einsum("bd,dd->bd", x, w * f) for f in (m[0], ~m[0])
+    ),
+    "an einsum of the tokens": lambda x, w, m, o: _term_of(
+        torch.einsum("hb,dh->bd", _square(x), w * f) for f in (m[0], ~m[0])
+    ),
+    "an einsum of an ellipsis without an arrow": lambda x, w, m, o: _term_of(
+        torch.einsum("...h,dh", x, w * f) for f in (m[0], ~m[0])
+    ),
+    "an einsum of three operands with a transposed result, beside a layer": lambda x, w, m, o: (
+        _term_of(_both(x, w, m).chunk(2, 1)) + torch.einsum("bh,dh,dh->db", x, w, m[0].to(w.dtype)).sum()
+    ),
+    "an einsum of lists, beside a layer": lambda x, w, m, o: (
+        _term_of(_both(x, w, m).chunk(2, 1)) + torch.einsum(x, [0, 1], w * m[0], [2, 1], [0, 2])
+    ),
+    "an einsum with weights of the tokens of a batch": lambda x, w, m, o: torch.einsum(
+        "nbtd,nbt->btd", _of_a_batch(x, w, m), o.flatten()[:30].view(3, 2, 5)
+    ),
+    "an einsum with weights of a batch": lambda x, w, m, o: torch.einsum(
+        "nbtd,nb->btd", _of_a_batch(x, w, m), o[:3, :2]
+    ),
+    "an einsum with weights of tokens but not of masks": lambda x, w, m, o: torch.einsum(
+        "nbtd,bt->btd", _of_a_batch(x, w, m), o[:2, :5]
+    ),
     "an einsum that adds up features": lambda x, w, m, o: torch.einsum(
         "bd->b", F.silu(_catted(x, w * m[0], w * m[1])) * _catted(x, w * ~m[0], w * ~m[1])
     ),
@@ -421,6 +451,10 @@ STILL_FUSED = (
     "a stack that is masked twice",
     "an empty part",
     "x of three dimensions",
+    "an einsum of an ellipsis without an arrow",
+    "an einsum of three operands with a transposed result, beside a layer",
+    "an einsum of lists, beside a layer",
+    "an einsum with weights of the tokens of a batch",
     "x of four dimensions",
     "glu of a stack",
     "complex numbers beside a layer",
@@ -441,6 +475,11 @@ def _first_masks(x: Tensor, weights: list[Tensor]) -> Tensor:
 
 def _second_masks(x: Tensor, weights: list[Tensor]) -> Tensor:
     return torch.einsum("bh,ndh->bnd", x, torch.stack(weights))
+
+
+def _of_a_batch(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
+    """The terms `[n_masks, 2, 5, D]` of a batch of inputs."""
+    return _term_of(torch.einsum("bth,ndh->nbtd", torch.stack([x, 2 * x]), w * f) for f in (m, ~m))
 
 
 def _of_complex_masks(m: Tensor) -> Tensor:
