@@ -40,9 +40,11 @@ def _linear_terms(recogniser: Recogniser, node: Node) -> list[tuple[float, float
         carries = carries and requires_grad(argument) and symbol != "detach"
         is_hard = argument is not node and isinstance(recogniser.value(argument), Binary)
         if symbol in ("add", "sub") and not is_hard:
-            pending += [(operands[0], sign, carries), (operands[1], sign if symbol == "add" else -sign, carries)]
+            left, right = operands
+            pending += [(left, sign, carries), (right, sign if symbol == "add" else -sign, carries)]
         elif symbol in ("neg", "detach"):
-            pending.append((operands[0], -sign if symbol == "neg" else sign, carries))
+            (source,) = operands
+            pending.append((source, -sign if symbol == "neg" else sign, carries))
         else:
             value, gradient, first = terms.get(recogniser.key(argument), (0.0, 0.0, argument))
             terms[recogniser.key(argument)] = (value + sign, gradient + sign * carries, first)
@@ -57,7 +59,7 @@ def straight_through(recogniser: Recogniser, node: Node, call: Call) -> Value:
     own sum is not binary at all, not even up to rounding errors. The operator takes the mask that was meant.
     """
     terms = _linear_terms(recogniser, node)
-    if terms is None or len(terms) < 2:
+    if terms is None:
         return None
     present = [(value, argument) for value, _, argument in terms if value != 0]
     differentiable = [(gradient, argument) for _, gradient, argument in terms if gradient != 0]
@@ -138,6 +140,11 @@ def cast_to_bool(recogniser: Recogniser, node: Node, call: Call) -> Value:
 # --- Tensors of few values -------------------------------------------------------------------------------------------
 
 
+def _of_bits(recogniser: Recogniser, node: Node) -> Binary:
+    """A tensor that holds only 0 and 1."""
+    return Binary(Mask(node, recogniser.key(node), "values"))
+
+
 @rule("sign")
 def sign(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`sign(x)`, which holds -1, 0 and 1."""
@@ -158,13 +165,13 @@ def rounded(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`round(sigmoid(logits))`."""
     (source,) = call.args
     inner = recogniser.through(source)
-    return of_levels(recogniser, node, [0, 1]) if inner is not None and inner.symbol == "sigmoid" else None
+    return _of_bits(recogniser, node) if inner is not None and inner.symbol == "sigmoid" else None
 
 
 @rule("one_hot", "bernoulli")
 def zeros_and_ones(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`one_hot(indices)` and random masks."""
-    return of_levels(recogniser, node, [0, 1])
+    return _of_bits(recogniser, node)
 
 
 @rule("scatter")
@@ -183,7 +190,7 @@ def lowest_bit(recogniser: Recogniser, node: Node, call: Call) -> Value:
     if dtype is None or dtype.is_floating_point or dtype is torch.bool:
         return None
     if call.symbol == "remainder":
-        return of_levels(recogniser, node, [0, 1]) if right == Scalar(2) else None
+        return _of_bits(recogniser, node) if right == Scalar(2) else None
     numbers = [int(value.value) for value in (left, right) if isinstance(value, Scalar)]
     if len(numbers) != 1:
         return None
@@ -216,7 +223,7 @@ def result_of_a_function(recogniser: Recogniser, node: Node, call: Call) -> Valu
     key = recogniser.key(node)
     carrier = Carrier(node, key) if requires_grad(node) else None
     mask = Mask(node, key, proof="autograd.Function", carrier=carrier)
-    return Binary(mask, slope=(1, 1) if carrier else (0, 0))
+    return Binary(mask, slope=(1, 1)) if carrier else Binary(mask)
 
 
 # --- The elements of a mask in another order ------------------------------------------------------------------------
@@ -248,7 +255,7 @@ def stack_under_vmap(recogniser: Recogniser, node: Node, call: Call) -> Value:
     source, dim = call.args
     value = recogniser.value(source)
     if isinstance(value, Bundle) and value.dim == 0 and all(map(_is_proved, value.items)):
-        value = Binary(Mask(source, recogniser.key(source), "values"))  # a bundle of masks as one stack of masks
+        value = _of_bits(recogniser, source)  # a bundle of masks as one stack of masks
     if not isinstance(value, Binary) or value.mask.stack is None or value.mask.batched or dim != 0:
         return None
     return replace(value, mask=replace(value.mask, batched=True))

@@ -418,6 +418,9 @@ NOT_JOINED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "weights of tokens that are as many as the masks": lambda x, w, m, o: (
         F.silu(_first_masks(x[:3], list(w * m))) * _first_masks(x[:3], list(w * ~m)) * o[:3, :1]
     ).sum(0),
+    "weights of the tokens of a batch": lambda x, w, m, o: (
+        _term_of(F.linear(torch.stack([x, 2 * x]), w * f) for f in (m[0], ~m[0])) * o.flatten()[:10].view(2, 5, 1)
+    ),
     "x of three dimensions": lambda x, w, m, o: _term_of(
         torch.stack([x, 2 * x]) @ torch.stack([w * one for one in f]).mT.unsqueeze(1) for f in (m, ~m)
     ).sum(0),
@@ -450,6 +453,7 @@ STILL_FUSED = (
     "slices of masks along the rows",
     "a stack that is masked twice",
     "an empty part",
+    "weights of the tokens of a batch",
     "x of three dimensions",
     "an einsum of an ellipsis without an arrow",
     "an einsum of three operands with a transposed result, beside a layer",
