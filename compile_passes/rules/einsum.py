@@ -154,7 +154,7 @@ def parse_einsum(call: Call) -> tuple[list[tuple[str, Node]], str] | None:
         single = [letter for letter in sorted(set(inputs) - set(".,")) if inputs.count(letter) == 1]
         output = "..." * ("..." in inputs) + "".join(single)
     expanded = []
-    for letters, operand in zip(inputs.split(","), operands, strict=True):
+    for letters, operand in zip(inputs.split(","), operands, strict=False):  # one node may hold all operands
         hidden = digits[: dims(operand) - len(letters.replace("...", ""))]
         expanded.append((letters.replace("...", hidden), operand))
         output = output.replace("...", hidden) if "..." in letters else output

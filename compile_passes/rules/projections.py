@@ -155,8 +155,7 @@ def unflattened(recogniser: Recogniser, node: Node, call: Call) -> Value:
     if not isinstance(value, Bundle) or projection_of(value) is None or before is None or after is None:
         return None
     wanted = (*before.shape[:-1], len(value.items), value.size)
-    is_last = value.dim == before.dim() - 1
-    return Bundle(value.items, value.dim) if is_last and equal_sizes(after.shape, wanted) else None
+    return Bundle(value.items, value.dim) if equal_sizes(after.shape, wanted) else None
 
 
 @rule("unsqueeze")

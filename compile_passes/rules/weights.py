@@ -158,7 +158,7 @@ def _difference_of_stacks(
     stacks = [value for _, value in (left, right) if isinstance(value, Bundle)]
     first, *_ = stacks
     count = len(first.items)
-    if any(stack.size is not None or stack.dim != 0 or len(stack.items) != count for stack in stacks):
+    if any((stack.dim, stack.size, len(stack.items)) != (0, None, count) for stack in stacks):
         return None
     sides = []
     for argument, value in (left, right):

@@ -418,6 +418,9 @@ NOT_JOINED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "weights of tokens that are as many as the masks": lambda x, w, m, o: (
         F.silu(_first_masks(x[:3], list(w * m))) * _first_masks(x[:3], list(w * ~m)) * o[:3, :1]
     ).sum(0),
+    "one weight of a stack": lambda x, w, m, o: (_term_of(_first_masks(x, list(w * f)) for f in (m, ~m)) * o[0, 0]).sum(
+        0
+    ),
     "weights of the tokens of a batch": lambda x, w, m, o: (
         _term_of(F.linear(torch.stack([x, 2 * x]), w * f) for f in (m[0], ~m[0])) * o.flatten()[:10].view(2, 5, 1)
     ),
@@ -453,6 +456,7 @@ STILL_FUSED = (
     "slices of masks along the rows",
     "a stack that is masked twice",
     "an empty part",
+    "one weight of a stack",
     "weights of the tokens of a batch",
     "x of three dimensions",
     "an einsum of an ellipsis without an arrow",
