@@ -121,7 +121,8 @@ def slice_of(node: Any) -> tuple[Node, int, int] | None:
     base, index = call.args
     inner = as_call(base)
     if inner is not None and inner.symbol == "unbind":
-        return _slice(*inner.args, index)
+        base, dim = inner.args
+        return _slice(base, dim, index)
     return _slice(base, *_single_item(base, index))
 
 
@@ -138,7 +139,7 @@ def _slice(base: Any, dim: Any, index: Any) -> tuple[Node, int, int] | None:
     return base, dim, index
 
 
-def _single_item(base: Any, index: Any) -> tuple[int | None, Any]:
+def _single_item(base: Any, index: Any) -> tuple[Any, Any]:
     """`(dim, item)` of an index that is `:` in all other dimensions; `(None, None)` of any other index."""
     items = list(index) if isinstance(index, tuple) else [index]
     if Ellipsis in items:

@@ -48,7 +48,7 @@ def _axes_of_projection(x: str, weight: str, output: str) -> tuple[bool, int | N
     """
     if len(weight) not in (2, 3):
         return None
-    stack, (first, second) = weight[:-2], weight[-2:]
+    stack, first, second = weight[:-2], weight[-2], weight[-1]
     for features, contracted, upright in ((first, second, True), (second, first, False)):
         wanted = x.removesuffix(contracted) + features
         if x.endswith(contracted) and stack in output and output.replace(stack, "") == wanted:

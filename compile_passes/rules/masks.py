@@ -179,8 +179,9 @@ def scattered(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`zeros_like(logits).scatter(-1, topk_indices, 1.0)`."""
     base, _, _, source = call.args
     background, value = recogniser.value(base), recogniser.value(source)
-    known = isinstance(background, Scalar) and isinstance(value, Scalar)
-    return of_levels(recogniser, node, [background.value, value.value]) if known else None
+    if not isinstance(background, Scalar) or not isinstance(value, Scalar):
+        return None
+    return of_levels(recogniser, node, [background.value, value.value])
 
 
 @rule("and", "remainder")
@@ -215,7 +216,8 @@ def result_of_a_function(recogniser: Recogniser, node: Node, call: Call) -> Valu
     if body is None or not isinstance(index, int):
         return None
     view = View(body.graph)
-    ((results, *_),) = view.graph.output_node().args  # the results, and what is saved for backward
+    returned: Any = view.graph.output_node().args
+    ((results, *_),) = returned  # the results, and what is saved for backward
     result = results[index] if isinstance(results, (tuple, list)) else results
     hard = None if view.memory.writes_inputs else type(recogniser)(view).value(result)
     if not isinstance(hard, Binary) or not hard.is_mask or hard.mask.proof is None:
@@ -279,8 +281,9 @@ def slice_of_a_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
         return None
     stack, dim, index = found
     value = recogniser.value(stack)
-    is_stack = isinstance(value, Binary) and len(value.mask.shape) == 3
-    return binary_at(value, index) if is_stack and dim == 0 else None
+    if dim != 0 or not isinstance(value, Binary) or len(value.mask.shape) != 3:
+        return None
+    return binary_at(value, index)
 
 
 @rule("stack")
