@@ -271,6 +271,9 @@ NOT_JOINED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "each token with another mask": lambda x, w, m, o: _term_of(
         _square(x).unsqueeze(1).expand(8, 8, H) @ torch.stack(_eight(w, f)).mT for f in (m, ~m)
     ).sum(1),
+    "a repeated batch, each input with another mask": lambda x, w, m, o: _term_of(
+        torch.stack([x, 2 * x, 3 * x]).expand(3, -1, -1, -1) @ torch.stack([w * one for one in f]).mT for f in (m, ~m)
+    ).sum(0),
     "one token, repeated": lambda x, w, m, o: _term_of(
         x[0].expand(3, -1) @ torch.stack([w * one for one in f]).mT for f in (m, ~m)
     ).sum(0),
