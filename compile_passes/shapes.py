@@ -69,9 +69,8 @@ def equal_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 def same_shape(*nodes: Any) -> bool:
     """Whether all nodes are tensors of the same known shape."""
-    examples = [tensor_example(node) for node in nodes]
-    first = examples[0]
-    return first is not None and all(item is not None and equal_sizes(item.shape, first.shape) for item in examples)
+    first, *others = [tensor_example(node) for node in nodes]
+    return first is not None and all(item is not None and equal_sizes(item.shape, first.shape) for item in others)
 
 
 def broadcasts_to(node: Any, result: Any) -> bool:
@@ -118,23 +117,36 @@ def slice_of(node: Any) -> tuple[Node, int, int] | None:
     if call is None or call.symbol not in ("select", "getitem"):
         return None
     if call.symbol == "select":
-        base, dim, index = call.args
-    else:
-        base, index = call.args
-        dim, inner = 0, as_call(base)
-        if inner is not None and inner.symbol == "unbind":
-            base, dim = inner.args
-        elif isinstance(index, tuple) and not any(item is None or item is Ellipsis for item in index):
-            (dim, index), *more = [(i, item) for i, item in enumerate(index) if not is_whole(item)] or [(0, None)]
-            if more:
-                return None
-    if not isinstance(base, Node) or isinstance(index, bool) or not isinstance(index, int):
-        return None
+        return _slice(*call.args)
+    base, index = call.args
+    inner = as_call(base)
+    if inner is not None and inner.symbol == "unbind":
+        base, dim = inner.args
+        return _slice(base, dim, index)
+    return _slice(base, *_single_item(base, index))
+
+
+def _slice(base: Any, dim: Any, index: Any) -> tuple[Node, int, int] | None:
+    """`(base, dim, index)` with numbers that are not negative; None if `index` is not a number."""
     dim = dimension(dim, base)
-    if dim is not None and index < 0:
+    if dim is None or isinstance(index, bool) or not isinstance(index, int):
+        return None
+    if index < 0:
         length = size(base, dim)
-        index = -1 if length is None else index + length
-    return None if dim is None or index < 0 else (base, dim, index)
+        if length is None:
+            return None
+        index += length
+    return base, dim, index
+
+
+def _single_item(base: Any, index: Any) -> tuple[Any, Any]:
+    """`(dim, item)` of an index that is `:` in all other dimensions; `(None, None)` of any other index."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    if Ellipsis in items:
+        position = items.index(Ellipsis)
+        items[position : position + 1] = [slice(None)] * (dims(base) - len(items) + 1)
+    given = [(dim, item) for dim, item in enumerate(items) if not is_whole(item)]
+    return given[0] if len(given) == 1 else (None, None)
 
 
 def is_whole(item: Any) -> bool:
@@ -149,37 +161,22 @@ def range_of(node: Any) -> tuple[Node, int, int, int] | None:
         return None
     if call.symbol == "narrow":
         base, dim, start, length = call.args
-        bounds = (start, start + length) if _is_index(start) and isinstance(length, int) else None
+        is_known = isinstance(start, int) and isinstance(length, int) and start >= 0
+        bounds = (start, start + length) if is_known else None
     elif call.symbol == "slice":
-        base, dim, start, stop, step = call.args
-        bounds = _bounds(slice(start, stop, step), size(base, dim if isinstance(dim, int) else 0))
+        base, dim, *part = call.args
+        bounds = _bounds(slice(*part), size(base, dim))
     else:
         base, index = call.args
         inner = as_call(base)
         if inner is not None and inner.symbol == "split" and isinstance(index, int):
+            bounds = _bounds_of_a_part(base, inner.args[1], index)
             base, dim = inner.args
-            bounds = _bounds_of_a_part(call.args[0], dim, index)
         else:
-            found = _single_slice(base, index)
-            if found is None:
-                return None
-            dim, part = found
-            bounds = _bounds(part, size(base, dim))
+            dim, part = _single_item(base, index)
+            bounds = _bounds(part, size(base, dim)) if isinstance(part, slice) else None
     dim = dimension(dim, base)
     return None if dim is None or bounds is None else (base, dim, *bounds)
-
-
-def _single_slice(base: Any, index: Any) -> tuple[int, slice] | None:
-    """`(dim, slice)` of an index that is `:` in all other dimensions."""
-    items = list(index) if isinstance(index, tuple) else [index]
-    positions = [i for i, item in enumerate(items) if item is Ellipsis]
-    if len(positions) == 1:
-        missing = dims(base) - (len(items) - 1)
-        items[positions[0] : positions[0] + 1] = [slice(None)] * max(missing, 0)
-    if len(items) > dims(base) or not all(isinstance(item, slice) for item in items):
-        return None
-    sliced = [(i, item) for i, item in enumerate(items) if not is_whole(item)]
-    return sliced[0] if len(sliced) == 1 else None
 
 
 def _bounds(part: slice, length: int | None) -> tuple[int, int] | None:
@@ -191,83 +188,54 @@ def _bounds(part: slice, length: int | None) -> tuple[int, int] | None:
     return (start, stop) if start < stop else None
 
 
-def _bounds_of_a_part(parts: Node, dim: Any, index: int) -> tuple[int, int] | None:
+def _bounds_of_a_part(parts: Node, dim: int, index: int) -> tuple[int, int] | None:
     """`(start, stop)` of entry `index` of a `chunk` or `split`, from the sizes of the entries before it."""
     values = example(parts)
-    if not isinstance(values, (tuple, list)) or not isinstance(dim, int) or not -len(values) <= index < len(values):
+    if not isinstance(values, (tuple, list)):
         return None
     sizes = [value.shape[dim] for value in values]
     if not all(isinstance(item, int) for item in sizes):
         return None
-    index %= len(values)
-    return sum(sizes[:index]), sum(sizes[: index + 1])
+    start = sum(sizes[:index])
+    return start, start + sizes[index]
 
 
 def column_of(node: Any) -> tuple[Node, int] | None:
     """`(tensor, i)` if `node` is `tensor[..., i : i + 1]`, in any spelling."""
-    call = as_call(node)
-    if call is not None and call.symbol == "unsqueeze" and dimension(call.args[1], node) == dims(node) - 1:
+    call, found = as_call(node), None
+    if call is None:
+        return None
+    if call.symbol == "unsqueeze" and dimension(call.args[1], node) == dims(node) - 1:
         found = slice_of(call.args[0])
-        if found is None:
-            found = _last_slice(as_call(call.args[0]))
-        return None if found is None or found[1] != dims(found[0]) - 1 else (found[0], found[2])
-    if call is not None and call.symbol == "getitem" and isinstance(call.args[1], tuple) and call.args[1][-1] is None:
-        return _last_slice_unsqueezed(*call.args)
-    part = range_of(node)
-    if part is None or part[1] != dims(part[0]) - 1 or part[3] != part[2] + 1:
-        return None
-    return part[0], part[2]
-
-
-def _last_slice(call: Any) -> tuple[Node, int, int] | None:
-    """`(tensor, last dim, i)` of a call `tensor[..., i]`."""
-    if call is None or call.symbol != "getitem" or not isinstance(call.args[1], tuple):
-        return None
-    base, index = call.args
-    is_last = len(index) == 2 and index[0] is Ellipsis and _is_index(index[1])
-    return (base, dims(base) - 1, index[1]) if is_last and isinstance(base, Node) else None
-
-
-def _last_slice_unsqueezed(base: Any, index: tuple[Any, ...]) -> tuple[Node, int] | None:
-    """`(tensor, i)` of an index `tensor[..., i, None]`."""
-    if len(index) < 2 or not _is_index(index[-2]):
-        return None
-    rest = index[:-2]
-    ellipses = [item for item in rest if item is Ellipsis]
-    whole = all(item is Ellipsis or is_whole(item) for item in rest)
-    return (base, index[-2]) if whole and (ellipses or len(rest) + 1 == dims(base)) else None
-
-
-def _is_index(item: Any) -> bool:
-    return isinstance(item, int) and not isinstance(item, bool) and item >= 0
+    elif call.symbol == "getitem" and isinstance(call.args[1], tuple) and call.args[1][-1:] == (None,):
+        base, index = call.args
+        found = _slice(base, *_single_item(base, index[:-1]))
+    elif (part := range_of(node)) is not None and part[3] == part[2] + 1:
+        found = part[:3]
+    return None if found is None or found[1] != dims(found[0]) - 1 else (found[0], found[2])
 
 
 def repeated(node: Any) -> tuple[Any, int | None]:
     """`(tensor, dim)` if `node` repeats a tensor along a new dimension `dim`; otherwise `(node, None)`."""
     call = as_call(node)
-    if call is None or not call.args or not isinstance(call.args[0], Node):
+    if call is None or call.symbol not in ("unsqueeze", "getitem", "expand", "repeat", "expand_as"):
         return node, None
     base: Any = call.args[0]
-    dim: int | None = None
+    dim: int | None
     if call.symbol == "unsqueeze":
         dim = dimension(call.args[1], node)
-    elif call.symbol == "getitem" and isinstance(call.args[1], tuple):
-        new_dims = [i for i, item in enumerate(call.args[1]) if item is None]
-        if len(new_dims) == 1 and all(item is None or is_whole(item) for item in call.args[1]):
-            dim = new_dims[0]
-    elif call.symbol == "getitem" and call.args[1] is None:
-        dim = 0
-    elif call.symbol in ("expand", "repeat", "expand_as"):
+    elif call.symbol == "getitem":
+        position, item = _single_item(base, call.args[1])
+        dim = position if item is None else None
+    else:
         base, dim = repeated(base) if dims(base) == dims(node) else (base, 0)
-    if dim is None or not _is_repetition(base, node, dim):
-        return node, None
-    return base, dim
+    return (base, dim) if dim is not None and _is_repetition(base, node, dim) else (node, None)
 
 
 def _is_repetition(base: Any, node: Node, dim: int) -> bool:
     """Whether `node` has the shape of `base` repeated along a new dimension `dim`."""
     one, many = tensor_example(base), tensor_example(node)
-    if one is None or many is None or many.dim() != one.dim() + 1:
+    if one is None or many is None:
         return False
     return equal_sizes(one.shape, (*many.shape[:dim], *many.shape[dim + 1 :]))
 

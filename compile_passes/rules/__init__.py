@@ -97,6 +97,7 @@ PRECEDENCE: Mapping[tuple[Rule, Rule], str] = MappingProxyType(
         (mask_functions.pointwise, masks.comparison): _KNOWN_MASK,
         (mask_functions.pointwise, masks.sign): _KNOWN_MASK,
         (mask_functions.pointwise, masks.lowest_bit): _KNOWN_MASK,
+        (masks.slice_of_a_stack, masks.rearranged): "the former knows which mask of the stack it is",
         (projections.difference_of_projections, activations.function_of_two): (
             "`p + p` and `p - p` are projections with the mask factors 2 M and 0; both values hold"
         ),

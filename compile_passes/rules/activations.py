@@ -29,14 +29,14 @@ def function_of_one(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """An activation, or one step of an activation that the program writes out."""
     source, *options = call.args
     if call.symbol == "maximum" and function_of(_first(recogniser.value(source))) is None:
-        source, options = options[0], [source]
+        (source,), options = options, [source]
 
     def function(value: Value) -> Value:
         argument = function_of(value)
         if argument is None:
             return None
-        formula = _formula_of_one(recogniser, call.symbol, argument[0], options)
-        return _activated(node, source, formula, argument[1])
+        formula, projection = argument
+        return _activated(node, source, _formula_of_one(recogniser, call.symbol, formula, options), projection)
 
     return each(recogniser.value(source), function)
 
@@ -74,29 +74,33 @@ def _formula_of_one(recogniser: Recogniser, symbol: str, formula: Formula, optio
 def function_of_two(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """A function of two functions of one projection, or of such a function and a number."""
     left, right = reversed(call.args) if call.symbol == "rsub" else call.args
-    numbers = [_number(argument, recogniser.value(argument)) for argument in (left, right)]
-    if numbers[0] is None and numbers[1] is None:
+    first, second = (_number(argument, recogniser.value(argument)) for argument in (left, right))
+    if first is None and second is None:
         return pairwise(recogniser, node, left, right, lambda a, b: _of_two(recogniser, node, call.symbol, a, b))
-    source, is_left = (right, False) if numbers[0] is not None else (left, True)
+    source = left if first is None else right
 
     def function(value: Value) -> Value:
         argument = function_of(value)
         if argument is None:
             return None
-        operands = (argument[0], numbers[1]) if is_left else (numbers[0], argument[0])
-        return _activated(node, source, _arithmetic(call.symbol, *operands), argument[1])
+        formula, projection = argument
+        result = _arithmetic(call.symbol, first or formula, second or formula)
+        return _activated(node, source, result, projection)
 
     return each(recogniser.value(source), function)
 
 
 def _of_two(recogniser: Recogniser, node: Node, symbol: str, a: Value, b: Value) -> Value:
     first, second = function_of(a), function_of(b)
-    if first is None or second is None or not same_projection(recogniser, first[1], second[1]):
+    if first is None or second is None:
         return None
-    result = _arithmetic(symbol, first[0], second[0])
-    if symbol == "mul" and _is_gating(first[0], second[0], result):
+    (f, projection), (g, other) = first, second
+    if not same_projection(recogniser, projection, other):
         return None
-    return _activated(node, None, result, first[1])
+    result = _arithmetic(symbol, f, g)
+    if symbol == "mul" and _is_gating(f, g, result):
+        return None
+    return _activated(node, None, result, projection)
 
 
 def _arithmetic(symbol: str, a: Formula | None, b: Formula | None) -> Formula | None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from string import digits
 from typing import Any
 
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..recognise import Recogniser
-from ..shapes import dims, example, size
+from ..shapes import dims, example
 from ..symbols import Call
-from ..values import MOST_ITEMS, Binary, Bundle, MaskWeight, Projection, Value, Weighted, binary_at
+from ..values import BATCHED, MOST_ITEMS, Binary, Bundle, MaskWeight, Projection, Value, Weighted, binary_at
 from .bundles import bundle
 from .gates import times, with_mask_weight
 from .projections import projection_at, projection_by
@@ -45,17 +46,14 @@ def _axes_of_projection(x: str, weight: str, output: str) -> tuple[bool, int | N
 
     None if the operands are not the input and the weight of a projection.
     """
-    shared = [axis for axis in weight if axis in x]
-    if len(shared) != 1 or shared[0] in output or not x.endswith(shared[0]):
+    if len(weight) not in (2, 3):
         return None
-    own = [axis for axis in weight if axis not in x and axis in output]
-    if len(own) + 1 != len(weight) or len(weight) not in (2, 3):
-        return None
-    features = weight[-1] if weight[-1] != shared[0] else weight[-2]
-    stack = weight[0] if len(weight) == 3 else ""
-    if stack == shared[0] or output.replace(stack, "") != x[:-1] + features:
-        return None
-    return weight[-1] == shared[0], output.index(stack) if stack else None
+    stack, first, second = weight[:-2], weight[-2], weight[-1]
+    for features, contracted, upright in ((first, second, True), (second, first, False)):
+        wanted = x.removesuffix(contracted) + features
+        if x.endswith(contracted) and stack in output and output.replace(stack, "") == wanted:
+            return upright, output.index(stack) if stack else None
+    return None
 
 
 def _einsum_operands(
@@ -104,7 +102,7 @@ def _masked_projections(
         return projection_by(recogniser, node, x, weight, replace(weighted, factor=mask), upright=upright)
 
     if stack_dim is None:
-        return of(factor) if len(factor.mask.shape) == 2 else None
+        return of(factor)
     count = factor.mask.stack
     if count is None or count > MOST_ITEMS:
         return None
@@ -122,54 +120,42 @@ def einsum_of_a_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
         return None
     operands, output = parsed
     parts = [(axes, recogniser.value(operand), operand) for axes, operand in operands]
-    stacks = [
-        (axes, value) for axes, value, _ in parts if isinstance(value, Bundle) and value.size is None and value.dim >= 0
-    ]
+    stacks = [(axes, value) for axes, value, _ in parts if isinstance(value, Bundle)]
     mask_weights = [(axes, operand) for axes, value, operand in parts if not isinstance(value, Bundle)]
-    if not stacks or len(stacks) + len(mask_weights) != len(parts) or dims(node) != len(output):
+    if not stacks:
         return None
-    axes, first = stacks[0]
-    if output != axes[: first.dim] + axes[first.dim + 1 :]:
+    (axes, first), *others = stacks
+    if first.dim == BATCHED or first.size is not None or output != axes[: first.dim] + axes[first.dim + 1 :]:
         return None
     items: list[Value] = list(first.items)
-    for other_axes, other in stacks[1:]:
-        if other_axes != axes or other.dim != first.dim or len(other.items) != len(items):
+    for other_axes, other in others:
+        if (other_axes, other.dim, other.size) != (axes, first.dim, first.size):
             return None
         items = [times(recogniser, a, b) for a, b in zip(items, other.items, strict=True)]
-    for mask_weight_axes, mask_weight in mask_weights:
-        masks = axes[first.dim]
-        if (
-            mask_weight_axes not in (masks, *_insertions(output[:-1], masks))
-            or size(mask_weight, mask_weight_axes.index(masks)) is None
-        ):
+    masks = axes[first.dim]
+    for weight_axes, weight in mask_weights:
+        if masks not in weight_axes or weight_axes.replace(masks, "") not in ("", output[:-1]):
             return None
-        column = MaskWeight(mask_weight, mask_weight_axes == masks and len(output) > 1, mask_weight_axes.index(masks))
+        column = MaskWeight(weight, is_number=weight_axes == masks, dim=weight_axes.index(masks))
         items = [with_mask_weight(item, replace(column, index=i)) for i, item in enumerate(items)]
     return joined(recogniser, items)
-
-
-def _insertions(axes: str, letter: str) -> list[str]:
-    return [axes[:i] + letter + axes[i:] for i in range(len(axes) + 1)]
 
 
 # --- Equations -------------------------------------------------------------------------------------------------------
 
 
 def parse_einsum(call: Call) -> tuple[list[tuple[str, Node]], str] | None:
-    """`([(axes, operand), ...], output axes)`, in which each dimension of `...` has a letter of its own."""
+    """`([(axes, operand), ...], output axes)`, in which each dimension of `...` has a digit as its letter."""
     equation, operands = call.args
-    if not isinstance(equation, str) or not all(isinstance(o, Node) for o in operands):
+    if not isinstance(equation, str):
         return None
-    inputs, arrow, output = str(equation).replace(" ", "").partition("->")
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
     if not arrow:  # the default output: the dimensions of `...`, then the letters that occur once, in sorted order
         single = [letter for letter in sorted(set(inputs) - set(".,")) if inputs.count(letter) == 1]
         output = "..." * ("..." in inputs) + "".join(single)
-    axes = inputs.split(",")
-    if len(axes) != len(operands):
-        return None
     expanded = []
-    for letters, operand in zip(axes, operands, strict=True):
-        hidden = _letters_of_ellipsis(dims(operand) - len(letters.replace("...", "")))
+    for letters, operand in zip(inputs.split(","), operands, strict=False):  # one node may hold all operands
+        hidden = digits[: dims(operand) - len(letters.replace("...", ""))]
         expanded.append((letters.replace("...", hidden), operand))
         output = output.replace("...", hidden) if "..." in letters else output
     if any(len(letters) != dims(operand) or len(set(letters)) != len(letters) for letters, operand in expanded):
@@ -181,7 +167,3 @@ def parse_einsum(call: Call) -> tuple[list[tuple[str, Node]], str] | None:
             return None  # an operand of size 1 is repeated along the letter
         sizes.update(found)
     return expanded, output
-
-
-def _letters_of_ellipsis(count: int) -> str:
-    return "".join(chr(0x3B1 + i) for i in range(max(count, 0)))  # Greek letters, which no equation of einsum has

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
 from torch.fx import Node
 
 from .. import formulas
+from ..formulas import Formula
 from ..recognise import Recogniser
 from ..shapes import dimension, dims, dtype_of, equal_sizes, same_shape, tensor_example
 from ..symbols import Call
@@ -66,16 +67,20 @@ def gated_linear_unit(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def _sigmoid(value: Value) -> Value:
-    function = function_of(value)
-    formula = None if function is None else formulas.apply("sigmoid", function[0])
-    return None if function is None or formula is None else Activated(formula, function[1])
+    return _applied(value, lambda formula: formulas.apply("sigmoid", formula))
 
 
 def _inverse(value: Value) -> Value:
-    """`1 / value`, of a function of one projection."""
-    function = function_of(value)
-    formula = None if function is None else formulas.inverse(function[0])
-    return None if function is None or formula is None else Activated(formula, function[1])
+    return _applied(value, formulas.inverse)
+
+
+def _applied(value: Value, function: Callable[[Formula], Formula | None]) -> Activated | None:
+    argument = function_of(value)
+    if argument is None:
+        return None
+    formula, projection = argument
+    result = function(formula)
+    return None if result is None else Activated(result, projection)
 
 
 def times(recogniser: Recogniser, a: Value, b: Value) -> Value:
@@ -192,7 +197,7 @@ def _weighted_stack(value: Bundle, projection: Projection, weight: Node, node: N
     count, dim = len(value.items), value.dim
     if mask_weight is None or tokens is None or dims(node) != len(tokens.shape) + 1:
         return None
-    if _is_number(weight) and count != 1:
+    if _is_number(weight):
         mask_weights = [MaskWeight(weight, is_number=True)] * count
     else:
         mask_weight_dim = dim - (dims(node) - mask_weight.dim())

@@ -53,7 +53,8 @@ def pointwise(recogniser: Recogniser, node: Node, call: Call) -> Value:
         return _function_of_a_mask(node, functions, operands, result.values, result.slopes)
     if any(isinstance(value, Levels) for value in values):
         return of_levels(recogniser, node, result.values)
-    return Scalar(result.values[0])
+    (value,) = result.values
+    return Scalar(value)
 
 
 def _operands(inputs: Sequence[Node], values: Sequence[Value]) -> dict[Node, Operand]:
@@ -85,8 +86,9 @@ def _function_of_a_mask(
     slopes: Sequence[Sequence[float]],
 ) -> Binary | None:
     """The function that a node computes from functions of one mask, by the chain rule; None for several masks."""
-    mask = functions[0].mask
-    for function in functions[1:]:
+    first, *others = functions
+    mask = first.mask
+    for function in others:
         merged = merge(mask, function.mask)
         if merged is None:
             return None
@@ -105,7 +107,7 @@ def _function_of_a_mask(
 def of_levels(recogniser: Recogniser, node: Node, values: Sequence[float]) -> Value:
     """A tensor that holds no other values than these, which is a mask if they are 0 and 1."""
     levels = tuple(sorted(set(values)))
-    if not 0 <= levels[0] <= levels[-1] <= 1:
+    if not all(0 <= level <= 1 for level in levels):
         return Levels(levels)
     others = [value for value in levels if value not in (0, 1)]
     doubt = f"it may hold {', '.join(f'{value:g}' for value in others)}" if others else ""
@@ -150,7 +152,7 @@ def _of_masks(operands: dict[Node, Operand]) -> list[Operand]:
 @rule("to")
 def cast(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """A mask, or a number, in another dtype."""
-    source, dtype = call.args[0], dtype_of(node)
+    (source,), dtype = call.args, dtype_of(node)
     value, example = recogniser.value(source), tensor_example(source)
     if dtype is None or dtype.is_complex or example is None or not isinstance(value, (Scalar, Levels, Binary)):
         return None
@@ -182,7 +184,8 @@ def _narrows_the_gradient(mask: Mask, source: torch.dtype, dtype: torch.dtype) -
 @rule("alias")
 def alias(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """A copy of a mask or of a number."""
-    value = recogniser.value(call.args[0])
+    (source,) = call.args
+    value = recogniser.value(source)
     if isinstance(value, Binary) and not requires_grad(node):
         return replace(value, slope=(0, 0))
     return value if isinstance(value, (Scalar, Levels, Binary)) else None
@@ -213,5 +216,6 @@ def ones(recogniser: Recogniser, node: Node, call: Call) -> Value:
 @rule("full", "tensor")
 def full(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`full_like(m, 0.5)` and `torch.tensor(0.5)`."""
-    value = recogniser.value(call.args[0])
+    (number,) = call.args
+    value = recogniser.value(number)
     return _filled(node, value.value) if isinstance(value, Scalar) else None

@@ -12,8 +12,9 @@ from torch.fx import Node
 from ..recognise import Recogniser
 from ..shapes import dimension, dtype_of, requires_grad, same_shape, slice_of, submodule, tensor_example
 from ..symbols import Call
-from ..values import MOST_ITEMS, Binary, Bundle, Carrier, Levels, Mask, Scalar, Value, binary_at, opposite, slice_key
+from ..values import Binary, Bundle, Carrier, Levels, Mask, Scalar, Value, binary_at, opposite, slice_key
 from ..view import View
+from .bundles import bundle
 from .mask_functions import COMPARISONS, of_levels
 from .rule import rule
 
@@ -39,9 +40,11 @@ def _linear_terms(recogniser: Recogniser, node: Node) -> list[tuple[float, float
         carries = carries and requires_grad(argument) and symbol != "detach"
         is_hard = argument is not node and isinstance(recogniser.value(argument), Binary)
         if symbol in ("add", "sub") and not is_hard:
-            pending += [(operands[0], sign, carries), (operands[1], sign if symbol == "add" else -sign, carries)]
+            left, right = operands
+            pending += [(left, sign, carries), (right, sign if symbol == "add" else -sign, carries)]
         elif symbol in ("neg", "detach"):
-            pending.append((operands[0], -sign if symbol == "neg" else sign, carries))
+            (source,) = operands
+            pending.append((source, -sign if symbol == "neg" else sign, carries))
         else:
             value, gradient, first = terms.get(recogniser.key(argument), (0.0, 0.0, argument))
             terms[recogniser.key(argument)] = (value + sign, gradient + sign * carries, first)
@@ -56,26 +59,27 @@ def straight_through(recogniser: Recogniser, node: Node, call: Call) -> Value:
     own sum is not binary at all, not even up to rounding errors. The operator takes the mask that was meant.
     """
     terms = _linear_terms(recogniser, node)
-    if terms is None or len(terms) < 2:
+    if terms is None:
         return None
-    present = [term for term in terms if term[0] != 0]
-    differentiable = [term for term in terms if term[1] != 0]
-    if len(present) != 1 or present[0][0] != 1:
+    present = [(value, argument) for value, _, argument in terms if value != 0]
+    differentiable = [(gradient, argument) for _, gradient, argument in terms if gradient != 0]
+    if len(present) != 1:
         return None
-    hard = recogniser.value(present[0][2])
-    if not isinstance(hard, Binary) or not hard.is_mask or hard.mask.carrier is not None:
+    ((factor, source),) = present
+    hard = recogniser.value(source)
+    if factor != 1 or not isinstance(hard, Binary) or not hard.is_mask or hard.mask.carrier is not None:
         return None
-    if not same_shape(node, present[0][2]):
+    if not same_shape(node, source):
         return None
     dtype = dtype_of(node)
     rounding = torch.finfo(dtype).eps if dtype is not None and dtype.is_floating_point else 0.0
     if not differentiable or not requires_grad(node):
         return replace(hard, slope=(0, 0), mask=replace(hard.mask, rounding=rounding))
-    if len(differentiable) > 1 or differentiable[0][1] != 1:
+    (slope, soft), *others = differentiable
+    if others or slope != 1:
         return None
     if hard.is_gate(-1):  # such as `logits >= 0`, the complement of `0 > logits`
         hard = Binary(opposite(hard.mask))
-    soft = differentiable[0][2]
     carrier = Carrier(node, recogniser.key(node), soft if _is_positive(recogniser, hard.mask, soft) else None)
     proof = hard.mask.proof and "straight-through"
     mask = replace(hard.mask, proof=proof, carrier=carrier, rounding=rounding)
@@ -126,7 +130,7 @@ def _compared(recogniser: Recogniser, argument: Any) -> Hashable:
 @rule("to")
 def cast_to_bool(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`m.bool()` of an unknown tensor, which is `m != 0`."""
-    source = call.args[0]
+    (source,) = call.args
     if dtype_of(node) is not torch.bool or recogniser.value(source) is not None:
         return None
     operands = sorted([_compared(recogniser, source), "zero"], key=repr)
@@ -134,6 +138,11 @@ def cast_to_bool(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 # --- Tensors of few values -------------------------------------------------------------------------------------------
+
+
+def _of_bits(recogniser: Recogniser, node: Node) -> Binary:
+    """A tensor that holds only 0 and 1."""
+    return Binary(Mask(node, recogniser.key(node), "values"))
 
 
 @rule("sign")
@@ -146,42 +155,48 @@ def sign(recogniser: Recogniser, node: Node, call: Call) -> Value:
 @rule("heaviside")
 def heaviside(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`heaviside(x, v)`, which holds 0, v and 1."""
-    at_zero = recogniser.value(call.args[1])
+    _, values = call.args
+    at_zero = recogniser.value(values)
     return of_levels(recogniser, node, [0, at_zero.value, 1]) if isinstance(at_zero, Scalar) else None
 
 
 @rule("round")
 def rounded(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`round(sigmoid(logits))`."""
-    inner = recogniser.through(call.args[0])
-    return of_levels(recogniser, node, [0, 1]) if inner is not None and inner.symbol == "sigmoid" else None
+    (source,) = call.args
+    inner = recogniser.through(source)
+    return _of_bits(recogniser, node) if inner is not None and inner.symbol == "sigmoid" else None
 
 
 @rule("one_hot", "bernoulli")
 def zeros_and_ones(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`one_hot(indices)` and random masks."""
-    return of_levels(recogniser, node, [0, 1])
+    return _of_bits(recogniser, node)
 
 
 @rule("scatter")
 def scattered(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`zeros_like(logits).scatter(-1, topk_indices, 1.0)`."""
-    values = [recogniser.value(call.args[0]), recogniser.value(call.args[3])]
-    numbers = [value.value for value in values if isinstance(value, Scalar)]
-    return of_levels(recogniser, node, numbers) if len(numbers) == len(values) else None
+    base, _, _, source = call.args
+    background, value = recogniser.value(base), recogniser.value(source)
+    if not isinstance(background, Scalar) or not isinstance(value, Scalar):
+        return None
+    return of_levels(recogniser, node, [background.value, value.value])
 
 
 @rule("and", "remainder")
 def lowest_bit(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`(packed >> i) & 1` and `packed % 2`, which hold 0 and 1, and `packed & 8`, which holds 0 and 8."""
-    dtype, values = dtype_of(node), [recogniser.value(argument) for argument in call.args]
+    dtype, (left, right) = dtype_of(node), map(recogniser.value, call.args)
     if dtype is None or dtype.is_floating_point or dtype is torch.bool:
         return None
     if call.symbol == "remainder":
-        return of_levels(recogniser, node, [0, 1]) if values[1] == Scalar(2) else None
-    bits = [value.value for value in values if isinstance(value, Scalar)]
-    is_bit = len(bits) == 1 and int(bits[0]) & (int(bits[0]) - 1) == 0
-    return of_levels(recogniser, node, [0, bits[0]]) if is_bit else None
+        return _of_bits(recogniser, node) if right == Scalar(2) else None
+    numbers = [int(value.value) for value in (left, right) if isinstance(value, Scalar)]
+    if len(numbers) != 1:
+        return None
+    (bit,) = numbers
+    return of_levels(recogniser, node, [0, bit]) if bit & (bit - 1) == 0 else None
 
 
 # --- Custom autograd functions ---------------------------------------------------------------------------------------
@@ -201,8 +216,8 @@ def result_of_a_function(recogniser: Recogniser, node: Node, call: Call) -> Valu
     if body is None or not isinstance(index, int):
         return None
     view = View(body.graph)
-    returned: Any = view.graph.output_node().args[0]
-    results = returned[0]  # the body returns a pair: its results, and what is saved for backward
+    returned: Any = view.graph.output_node().args
+    ((results, *_),) = returned  # the results, and what is saved for backward
     result = results[index] if isinstance(results, (tuple, list)) else results
     hard = None if view.memory.writes_inputs else type(recogniser)(view).value(result)
     if not isinstance(hard, Binary) or not hard.is_mask or hard.mask.proof is None:
@@ -210,7 +225,7 @@ def result_of_a_function(recogniser: Recogniser, node: Node, call: Call) -> Valu
     key = recogniser.key(node)
     carrier = Carrier(node, key) if requires_grad(node) else None
     mask = Mask(node, key, proof="autograd.Function", carrier=carrier)
-    return Binary(mask, slope=(1, 1) if carrier else (0, 0))
+    return Binary(mask, slope=(1, 1)) if carrier else Binary(mask)
 
 
 # --- The elements of a mask in another order ------------------------------------------------------------------------
@@ -226,8 +241,6 @@ def rearranged(recogniser: Recogniser, node: Node, call: Call) -> Value:
     value, example = recogniser.value(source), tensor_example(node)
     if not isinstance(value, Binary) or not value.is_mask or value.mask.proof is None or example is None:
         return None
-    if _is_slice_of_a_stack(node, value):
-        return None  # `slice_of_a_stack` knows which mask it is
     inverted = value.is_gate(-1)
     carries = requires_grad(node) and any(value.slope)
     if not call.is_whole or (carries and inverted):
@@ -244,7 +257,7 @@ def stack_under_vmap(recogniser: Recogniser, node: Node, call: Call) -> Value:
     source, dim = call.args
     value = recogniser.value(source)
     if isinstance(value, Bundle) and value.dim == 0 and all(map(_is_proved, value.items)):
-        value = Binary(Mask(source, recogniser.key(source), "values"))  # a bundle of masks as one stack of masks
+        value = _of_bits(recogniser, source)  # a bundle of masks as one stack of masks
     if not isinstance(value, Binary) or value.mask.stack is None or value.mask.batched or dim != 0:
         return None
     return replace(value, mask=replace(value.mask, batched=True))
@@ -252,8 +265,9 @@ def stack_under_vmap(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 def _is_proved(value: Value) -> bool:
     """Whether a value is a mask without a gradient that is proved to be binary."""
-    is_mask = isinstance(value, Binary) and value.is_mask and value.mask.rounding == 0
-    return is_mask and isinstance(value, Binary) and value.mask.proof is not None and not any(value.slope)
+    if not isinstance(value, Binary) or any(value.slope):
+        return False
+    return value.is_mask and value.mask.proof is not None and value.mask.rounding == 0
 
 
 # --- Stacks ----------------------------------------------------------------------------------------------------------
@@ -263,15 +277,13 @@ def _is_proved(value: Value) -> bool:
 def slice_of_a_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`masks[i]`."""
     found = slice_of(node)
-    value = None if found is None else recogniser.value(found[0])
-    if found is None or not isinstance(value, Binary) or not _is_slice_of_a_stack(node, value):
+    if found is None:
         return None
-    return binary_at(value, found[2])
-
-
-def _is_slice_of_a_stack(node: Node, stack: Binary) -> bool:
-    found = slice_of(node)
-    return found is not None and len(stack.mask.shape) == 3 and found[1] == 0
+    stack, dim, index = found
+    value = recogniser.value(stack)
+    if dim != 0 or not isinstance(value, Binary) or len(value.mask.shape) != 3:
+        return None
+    return binary_at(value, index)
 
 
 @rule("stack")
@@ -281,7 +293,7 @@ def stacked_masks(recogniser: Recogniser, node: Node, call: Call) -> Value:
     values = [recogniser.value(item) for item in items] if isinstance(items, (list, tuple)) else []
     masks = [value for value in values if isinstance(value, Binary) and len(value.mask.shape) == 2]
     is_known = masks and len(masks) == len(values) and dimension(dim, node) == 0
-    return _bundle_of_masks(node, items, masks) if is_known else None
+    return _bundle_of_masks(node, masks) if is_known else None
 
 
 @rule("cat")
@@ -292,15 +304,9 @@ def concatenated_masks(recogniser: Recogniser, node: Node, call: Call) -> Value:
     stacks = [value for value in values if isinstance(value, Binary) and value.mask.stack is not None]
     if not stacks or len(stacks) < len(values) or dimension(dim, node) != 0:
         return None
-    masks = [binary_at(value, i) for value in stacks for i in range(value.mask.stack or 0)]
-    return _bundle_of_masks(node, items, masks)
+    return _bundle_of_masks(node, [binary_at(value, i) for value in stacks for i in range(value.mask.shape[0])])
 
 
-def _bundle_of_masks(node: Node, items: Sequence[Any], masks: Sequence[Binary]) -> Bundle | None:
-    """A bundle of masks, if the dtype of the joint tensor represents the values of each."""
-    dtypes = [dtype_of(item) for item in items]
-    dtype = dtype_of(node)
-    trained = requires_grad(node)
-    known = dtype is not None and all(d is not None and torch.promote_types(d, dtype) == dtype for d in dtypes)
-    items_known = tuple(mask if trained else replace(mask, slope=(0.0, 0.0)) for mask in masks)
-    return Bundle(items_known, 0) if known and len(items_known) <= MOST_ITEMS else None
+def _bundle_of_masks(node: Node, masks: Sequence[Binary]) -> Bundle | None:
+    """A bundle of masks, which keep their gradients if the joint tensor has one."""
+    return bundle(masks if requires_grad(node) else [replace(mask, slope=(0, 0)) for mask in masks], 0)

@@ -150,26 +150,27 @@ def part_of_projections(recogniser: Recogniser, node: Node, call: Call) -> Value
 @rule("unflatten", "reshape")
 def unflattened(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """Concatenated products `[..., n * d]` as a stack `[..., n, d]`."""
-    source = call.args[0]
+    source, *_ = call.args
     value, before, after = recogniser.value(source), tensor_example(source), tensor_example(node)
     if not isinstance(value, Bundle) or projection_of(value) is None or before is None or after is None:
         return None
     wanted = (*before.shape[:-1], len(value.items), value.size)
-    is_last = value.dim == before.dim() - 1
-    return Bundle(value.items, value.dim) if is_last and equal_sizes(after.shape, wanted) else None
+    return Bundle(value.items, value.dim) if equal_sizes(after.shape, wanted) else None
 
 
 @rule("unsqueeze")
 def unsqueezed(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`F.linear(x, W).unsqueeze(1)`, from which a stack is subtracted."""
-    value, dim = recogniser.value(call.args[0]), dimension(call.args[1], node)
+    source, position = call.args
+    value, dim = recogniser.value(source), dimension(position, node)
     return Bundle((value,), dim) if isinstance(value, Projection) and dim is not None else None
 
 
 @rule("to", "alias", "assert_metadata")
 def pass_through(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """A part of the layer in a wider dtype. The check of the site compares the projections' dtype with the result's."""
-    value, dtype = recogniser.value(call.args[0]), dtype_of(node)
+    (source,) = call.args
+    value, dtype = recogniser.value(source), dtype_of(node)
     projection = projection_of(value)
     if projection is None or dtype is None or not holds(dtype, projection.dtype):
         return None

@@ -88,11 +88,11 @@ def joined(recogniser: Recogniser, parts: Sequence[Value]) -> Gated | None:
     terms = tuple(term for part in sums for term in part.terms)
     if len(sums) < len(parts):
         return None
-    first = terms[0]
-    unit = formulas.unscaled(first.formula)[0]
+    first, *others = terms
+    unit, _ = formulas.unscaled(first.formula)
     alike = all(
         formulas.unscaled(term.formula)[0] == unit and same_operands(recogniser, term.gate, first.gate)
-        for term in terms[1:]
+        for term in others
     )
     return Gated(terms) if alike else None
 
@@ -120,14 +120,16 @@ def difference_of_terms(recogniser: Recogniser, node: Node, call: Call) -> Value
 @rule("neg")
 def negated_term(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`-term`."""
-    value = recogniser.value(call.args[0])
+    (source,) = call.args
+    value = recogniser.value(source)
     return scaled(value, -1) if isinstance(value, Gated) else None
 
 
 @rule("stack")
 def stacked_terms(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`stack(terms)`, `stack(gates)` and `stack(values)`."""
-    items, dim = call.args[0], dimension(call.args[1], node)
+    items, position = call.args
+    dim = dimension(position, node)
     if not isinstance(items, (list, tuple)) or dim is None:
         return None
     values = [recogniser.value(item) for item in items]

@@ -31,7 +31,7 @@ from .rule import rule
 @rule("to", "alias")
 def cast_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """A masked weight in another dtype, if the operator's own cast gives the same; a copy of a weight."""
-    source, dtype = call.args[0], dtype_of(node)
+    (source,), dtype = call.args, dtype_of(node)
     value = recogniser.value(source)
     if isinstance(value, Weighted) and value.factor is None and call.symbol == "to":
         return None  # a weight in another dtype is another weight
@@ -53,9 +53,9 @@ def rounds_once(weighted: Weighted, node: Any, dtype: torch.dtype) -> bool:
 @rule("getattr", "t", "mT", "transpose", "permute")
 def transpose(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """The transpose of a weight, or of each weight in a stack or a concatenation."""
-    source = call.args[0]
+    source, *how = call.args
     value = recogniser.value(source)
-    if not _swaps_last_two(call, source):
+    if not _swaps_last_two(call.symbol, source, how):
         return None
     if isinstance(value, Bundle):
         flipped = each(value, lambda one: _flipped(one) if isinstance(one, Weighted) else None)
@@ -70,25 +70,26 @@ def _flipped(weighted: Weighted | Product) -> Weighted | Product:
     return replace(weighted, transposed=not weighted.transposed)
 
 
-def _swaps_last_two(call: Call, source: Any) -> bool:
+def _swaps_last_two(symbol: str, source: Any, how: list[Any]) -> bool:
     """Whether a call swaps the last two dimensions of its argument and leaves the others in place."""
+    if symbol == "getattr":
+        (symbol,) = how
+    if symbol in ("mT", "mH"):
+        return True
+    if symbol in ("t", "T", "H"):
+        return is_matrix(source)
     count = dims(source)
-    last_two = [count - 2, count - 1]
-    if call.symbol == "getattr":
-        return call.args[1] in ("mT", "mH") or (call.args[1] in ("T", "H") and count == 2)
-    if call.symbol in ("t", "mT"):
-        return count == 2 or call.symbol == "mT"
-    dims_given = call.args[1] if call.symbol == "permute" else call.args[1:]
-    order = [dimension(dim, source) for dim in dims_given]
-    if call.symbol == "permute":
-        return order == [*range(count - 2), *reversed(last_two)]
-    return sorted(dim for dim in order if dim is not None) == last_two
+    if symbol == "permute":
+        (order,) = how
+        return [dimension(dim, source) for dim in order] == [*range(count - 2), count - 1, count - 2]
+    return {dimension(dim, source) for dim in how} == {count - 2, count - 1}
 
 
 @rule("unsqueeze")
 def stack_to_be_broadcast(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """A stack of weights `[n_masks, h, d]` as `[n_masks, 1, h, d]`, for a product with x of three dimensions."""
-    value, dim = recogniser.value(call.args[0]), dimension(call.args[1], node)
+    source, position = call.args
+    value, dim = recogniser.value(source), dimension(position, node)
     if not isinstance(value, Bundle) or dim is None:
         return None
     return value if 1 <= dim <= dims(node) - 3 else None
@@ -97,8 +98,9 @@ def stack_to_be_broadcast(recogniser: Recogniser, node: Node, call: Call) -> Val
 @rule("stack")
 def stacked_weights(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`stack([W * M, W * (1 - M)])`."""
-    items = _masked_items(recogniser, call.args[0])
-    return bundle(items, 0) if items and dimension(call.args[1], node) == 0 else None
+    weights, dim = call.args
+    items = _masked_items(recogniser, weights)
+    return bundle(items, 0) if items and dimension(dim, node) == 0 else None
 
 
 def _masked_items(recogniser: Recogniser, items: Any) -> list[Weighted]:
@@ -112,13 +114,15 @@ def _masked_items(recogniser: Recogniser, items: Any) -> list[Weighted]:
 @rule("cat", "vstack")
 def concatenated_weights(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`cat([W * M, W * (1 - M)])` along the output features."""
-    parts, dim = call.args[0], dimension(call.args[1] if call.symbol == "cat" else 0, node)
+    parts, position = call.args if call.symbol == "cat" else (*call.args, 0)
+    dim = dimension(position, node)
     if not isinstance(parts, (list, tuple)) or dim is None:
         return None
     values = [recogniser.value(part) for part in parts]
     if all(isinstance(value, Bundle) for value in values):
         return _concatenated_bundles([value for value in values if isinstance(value, Bundle)], dim)
-    items, length = _masked_items(recogniser, parts), size(parts[0], dim)
+    first, *_ = parts
+    items, length = _masked_items(recogniser, parts), size(first, dim)
     if not items or length is None or not same_shape(*parts):
         return None
     return bundle(items, dim, length)
@@ -126,7 +130,7 @@ def concatenated_weights(recogniser: Recogniser, node: Node, call: Call) -> Valu
 
 def _concatenated_bundles(parts: Sequence[Bundle], dim: int) -> Bundle | None:
     """The bundle of all items of several bundles that are concatenated along their own dimension."""
-    first = parts[0]
+    first, *_ = parts
     alike = all((part.dim, part.size) == (dim, first.size) for part in parts)
     return bundle([item for part in parts for item in part.items], dim, first.size) if alike else None
 
@@ -134,14 +138,15 @@ def _concatenated_bundles(parts: Sequence[Bundle], dim: int) -> Bundle | None:
 @rule("flatten", "reshape")
 def flattened_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """A stack of weights `[n, d, h]` as one tensor `[n * d, h]`."""
-    source = call.args[0]
+    source, *_ = call.args
     value, before, after = recogniser.value(source), tensor_example(source), tensor_example(node)
     if not isinstance(value, Bundle) or value.dim != 0 or before is None or after is None:
         return None
-    rows = size(source, 1)
-    if rows is None or before.dim() != 3 or not isinstance(value.items[0], Weighted):
+    first, *_ = value.items
+    if before.dim() != 3 or not isinstance(first, Weighted):
         return None
-    is_flat = equal_sizes(after.shape, (len(value.items) * rows, before.shape[2]))
+    n_items, rows, columns = before.shape
+    is_flat = isinstance(rows, int) and equal_sizes(after.shape, (n_items * rows, columns))
     return Bundle(value.items, 0, rows) if is_flat else None
 
 

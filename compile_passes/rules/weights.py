@@ -156,8 +156,9 @@ def _difference_of_stacks(
 ) -> Bundle | None:
     """`W - W * M` for all masks of a stack at once; W may be a single weight, which is broadcast."""
     stacks = [value for _, value in (left, right) if isinstance(value, Bundle)]
-    count = len(stacks[0].items)
-    if any(stack.size is not None or stack.dim != 0 or len(stack.items) != count for stack in stacks):
+    first, *_ = stacks
+    count = len(first.items)
+    if any((stack.dim, stack.size, len(stack.items)) != (0, None, count) for stack in stacks):
         return None
     sides = []
     for argument, value in (left, right):
@@ -174,7 +175,8 @@ def _difference_of_stacks(
 @rule("neg")
 def negated_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`-(W * M)`, which occurs in `W + -(W * M)`."""
-    value = recogniser.value(call.args[0])
+    (source,) = call.args
+    value = recogniser.value(source)
     if not isinstance(value, Weighted) or value.factor is None:
         return None
     factor = value.factor
@@ -211,14 +213,14 @@ def index_put(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 def _choose(recogniser: Recogniser, node: Node, mask: Any, if_true: Any, if_false: Any) -> Value:
     """A weight where the mask has one value, and 0 where it has the other."""
-    numbers = [recogniser.value(branch) == Scalar(0) for branch in (if_true, if_false)]
-    weight = if_false if numbers[0] else if_true
+    zero_if_true, zero_if_false = (recogniser.value(branch) == Scalar(0) for branch in (if_true, if_false))
+    weight = if_false if zero_if_true else if_true
     condition = recogniser.factor(mask, weight)
-    if numbers.count(True) != 1 or not isinstance(condition, Binary):
+    if zero_if_true == zero_if_false or not isinstance(condition, Binary):
         return None
     weighted = _upright(recogniser.as_weighted(weight), weight)
     if weighted is None or weighted.factor is not None or not _fits(node, weighted, condition, weight):
         return None
-    factor_at = [float(bool(at) != numbers[0]) for at in condition.at]
-    factor = Binary(condition.mask, at=(factor_at[0], factor_at[1]))
+    at_0, at_1 = (float(bool(at) != zero_if_true) for at in condition.at)
+    factor = Binary(condition.mask, at=(at_0, at_1))
     return _of_each_mask(node, factor, lambda one: _masked(weighted, one))

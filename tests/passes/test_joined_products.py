@@ -88,7 +88,7 @@ def _halves(both: Tensor) -> tuple[Tensor, Tensor]:
     return both[..., :D], both[..., D:]
 
 
-@pytest.mark.parametrize(("name", "kind", "mode"), family(JOINED_PAIRS, MAIN_KINDS, MODES))
+@pytest.mark.parametrize(("name", "kind", "mode"), family(JOINED_PAIRS, MAIN_KINDS, MODES, one_in=1))
 def test_gate_and_value_in_one_product(name: str, kind: str, mode: str) -> None:
     def term(x: Tensor, w: Tensor, m: Tensor, _: More) -> Tensor:
         return activated(JOINED_PAIRS[name](x, w, m, KINDS[kind].complement(m)))
@@ -194,7 +194,7 @@ def _less_total(total: Tensor, gates: Tensor) -> Tensor:
     return (F.silu(gates) * (total.unsqueeze(-2) - gates)).sum(-2)
 
 
-@pytest.mark.parametrize(("name", "kind", "mode"), family(JOINED, MAIN_KINDS, MODES))
+@pytest.mark.parametrize(("name", "kind", "mode"), family(JOINED, MAIN_KINDS, MODES, one_in=1))
 def test_all_masks_in_one_product(name: str, kind: str, mode: str) -> None:
     def layer(x: Tensor, weight: Tensor, masks: Masks, more: More) -> Tensor:
         return JOINED[name](x, weight, masks, [KINDS[kind].complement(m) for m in masks])
@@ -271,6 +271,9 @@ NOT_JOINED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "each token with another mask": lambda x, w, m, o: _term_of(
         _square(x).unsqueeze(1).expand(8, 8, H) @ torch.stack(_eight(w, f)).mT for f in (m, ~m)
     ).sum(1),
+    "a repeated batch, each input with another mask": lambda x, w, m, o: _term_of(
+        torch.stack([x, 2 * x, 3 * x]).expand(3, -1, -1, -1) @ torch.stack([w * one for one in f]).mT for f in (m, ~m)
+    ).sum(0),
     "one token, repeated": lambda x, w, m, o: _term_of(
         x[0].expand(3, -1) @ torch.stack([w * one for one in f]).mT for f in (m, ~m)
     ).sum(0),
@@ -355,6 +358,98 @@ NOT_JOINED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "a product with two masks at once, beside a layer": lambda x, w, m, o: (
         _term_of(_both(x, w, m).chunk(2, 1)) + torch.einsum("bh,dh,dh,dh->bd", x, w, m[0].to(w.dtype), m[1].to(w.dtype))
     ),
+    "a weight and a mask in two layouts": lambda x, w, m, o: _term_of(
+        torch.einsum("bh,hd,dh->bd", x, w, f.to(w.dtype)) for f in (m[0], ~m[0])
+    ),
+    "a mask and a weight in two layouts": lambda x, w, m, o: _term_of(
+        torch.einsum("bh,dh,hd->bd", x, w, f.to(w.dtype)) for f in (m[0], ~m[0])
+    ),
+    "an einsum of three operands under vmap": lambda x, w, m, o: torch.vmap(
+        lambda one: _term_of(torch.einsum("bh,dh,dh->bd", x, w, f.to(w.dtype)) for f in (one, ~one))
+    )(m).sum(0),
+    "an einsum that adds up the masks": lambda x, w, m, o: _term_of(
+        torch.einsum("bh,ndh->bd", x, torch.stack([w * one for one in f])) for f in (m, ~m)
+    ),
+    "an einsum of stacks along other dimensions": lambda x, w, m, o: torch.einsum(
+        "nbd,nbd->bd", F.silu(_first_masks(_square(x), _eight(w, m))), _second_masks(_square(x), _eight(w, ~m))
+    ),
+    "an einsum of stacks along other dimensions, the second first": lambda x, w, m, o: torch.einsum(
+        "bnd,bnd->bd", F.silu(_second_masks(_square(x), _eight(w, m))), _first_masks(_square(x), _eight(w, ~m))
+    ),
+    "an einsum of masks and tokens": lambda x, w, m, o: torch.einsum(
+        "nbd,bnd->bd", F.silu(_first_masks(_square(x), _eight(w, m))), _first_masks(_square(x), _eight(w, ~m))
+    ),
+    "an einsum of masks and tokens, the second first": lambda x, w, m, o: torch.einsum(
+        "bnd,nbd->nd", F.silu(_first_masks(_square(x), _eight(w, m))), _first_masks(_square(x), _eight(w, ~m))
+    ),
+    "an einsum with a transposed result": lambda x, w, m, o: _term_of(
+        torch.einsum("bh,dh->db", _square(x), w * f) for f in (m[0], ~m[0])
+    ),
+    "an einsum without an arrow, with a transposed result": lambda x, w, m, o: _term_of(
+        torch.einsum("zh,ah", _square(x), w * f) for f in (m[0], ~m[0])
+    ),
+    "an einsum with a diagonal": lambda x, w, m, o: _term_of(
+        torch.einsum("bd,dd->bd", x, w * f) for f in (m[0], ~m[0])
+    ),
+    "an einsum of the tokens": lambda x, w, m, o: _term_of(
+        torch.einsum("hb,dh->bd", _square(x), w * f) for f in (m[0], ~m[0])
+    ),
+    "an einsum of an ellipsis without an arrow": lambda x, w, m, o: _term_of(
+        torch.einsum("...h,dh", x, w * f) for f in (m[0], ~m[0])
+    ),
+    "an einsum of three operands with a transposed result, beside a layer": lambda x, w, m, o: (
+        _term_of(_both(x, w, m).chunk(2, 1)) + torch.einsum("bh,dh,dh->db", x, w, m[0].to(w.dtype)).sum()
+    ),
+    "an einsum of lists, beside a layer": lambda x, w, m, o: (
+        _term_of(_both(x, w, m).chunk(2, 1)) + torch.einsum(x, [0, 1], w * m[0], [2, 1], [0, 2])
+    ),
+    "an einsum with weights of the tokens of a batch": lambda x, w, m, o: torch.einsum(
+        "nbtd,nbt->btd", _of_a_batch(x, w, m), o.flatten()[:30].view(3, 2, 5)
+    ),
+    "an einsum with weights of a batch": lambda x, w, m, o: torch.einsum(
+        "nbtd,nb->btd", _of_a_batch(x, w, m), o[:3, :2]
+    ),
+    "an einsum with weights of tokens but not of masks": lambda x, w, m, o: torch.einsum(
+        "nbtd,bt->btd", _of_a_batch(x, w, m), o[:2, :5]
+    ),
+    "an einsum that adds up features": lambda x, w, m, o: torch.einsum(
+        "bd->b", F.silu(_catted(x, w * m[0], w * m[1])) * _catted(x, w * ~m[0], w * ~m[1])
+    ),
+    "an einsum that adds up tokens": lambda x, w, m, o: torch.einsum(
+        "nbd->nd", F.silu(_first_masks(x, list(w * m))) * _first_masks(x, list(w * ~m))
+    ),
+    "weights of tokens that are as many as the masks": lambda x, w, m, o: (
+        F.silu(_first_masks(x[:3], list(w * m))) * _first_masks(x[:3], list(w * ~m)) * o[:3, :1]
+    ).sum(0),
+    "one weight of a stack": lambda x, w, m, o: (_term_of(_first_masks(x, list(w * f)) for f in (m, ~m)) * o[0, 0]).sum(
+        0
+    ),
+    "weights of the tokens of a batch": lambda x, w, m, o: (
+        _term_of(F.linear(torch.stack([x, 2 * x]), w * f) for f in (m[0], ~m[0])) * o.flatten()[:10].view(2, 5, 1)
+    ),
+    "x of three dimensions": lambda x, w, m, o: _term_of(
+        torch.stack([x, 2 * x]) @ torch.stack([w * one for one in f]).mT.unsqueeze(1) for f in (m, ~m)
+    ).sum(0),
+    "x of four dimensions": lambda x, w, m, o: _term_of(
+        x[None, None] @ torch.stack([w * one for one in f]).mT.unsqueeze(1).unsqueeze(2) for f in (m, ~m)
+    ).sum(0),
+    "a stack whose first dimensions are swapped": lambda x, w, m, o: _term_of(
+        x @ torch.stack(_eight(w, f)).transpose(0, 1) for f in (m, ~m)
+    ).sum(0),
+    "a stack whose dimensions stay in their order": lambda x, w, m, o: _term_of(
+        x @ torch.stack(_eight(w, f)).permute(0, 1, 2) for f in (m, ~m)
+    ).sum(0),
+    "tokens of a stack along the second dimension": lambda x, w, m, o: _term_of(
+        _second_masks(x, [w * m[0], w * ~m[0]]).unbind(0)[:2]
+    ),
+    "ranges of tokens of a stack along the second dimension": lambda x, w, m, o: _term_of(
+        _second_masks(x, [w * m[0], w * ~m[0]]).split(1, 0)[:2]
+    ).sum(0),
+    "glu of a stack": lambda x, w, m, o: F.glu(_first_masks(x, [*(w * m), *(w * ~m)]), 0).sum(0),
+    "glu of three products": lambda x, w, m, o: F.glu(_catted(x, w * m[0], w * ~m[0], w * m[1], w * ~m[1], w * m[2])),
+    "glu of tokens": lambda x, w, m, o: F.glu(_both(x[:4], w, m), 0),
+    "complex numbers beside a layer": lambda x, w, m, o: _term_of(_both(x, w, m).chunk(2, 1)) + _of_complex_masks(m[0]),
+    "a tensor less itself, beside a layer": lambda x, w, m, o: _term_of(_both(x, w, m).chunk(2, 1)) + (o - o).sum(),
     "an empty part": lambda x, w, m, o: _term_of(_both(x, w, m).chunk(2, 1)) + _both(x, w, m).narrow(1, 0, 0).sum(),
 }
 
@@ -364,6 +459,17 @@ STILL_FUSED = (
     "slices of masks along the rows",
     "a stack that is masked twice",
     "an empty part",
+    "one weight of a stack",
+    "weights of the tokens of a batch",
+    "x of three dimensions",
+    "an einsum of an ellipsis without an arrow",
+    "an einsum of three operands with a transposed result, beside a layer",
+    "an einsum of lists, beside a layer",
+    "an einsum with weights of the tokens of a batch",
+    "x of four dimensions",
+    "glu of a stack",
+    "complex numbers beside a layer",
+    "a tensor less itself, beside a layer",
     "a product with two masks at once, beside a layer",
     "the product with the masks, beside a layer",
 )
@@ -372,6 +478,25 @@ STILL_FUSED = (
 
 def _both(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
     return _catted(x, w * m[0], w * ~m[0])
+
+
+def _first_masks(x: Tensor, weights: list[Tensor]) -> Tensor:
+    return torch.einsum("bh,ndh->nbd", x, torch.stack(weights))
+
+
+def _second_masks(x: Tensor, weights: list[Tensor]) -> Tensor:
+    return torch.einsum("bh,ndh->bnd", x, torch.stack(weights))
+
+
+def _of_a_batch(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
+    """The terms `[n_masks, 2, 5, D]` of a batch of inputs."""
+    return _term_of(torch.einsum("bth,ndh->nbtd", torch.stack([x, 2 * x]), w * f) for f in (m, ~m))
+
+
+def _of_complex_masks(m: Tensor) -> Tensor:
+    zeros = torch.zeros_like(m, dtype=torch.complex64)
+    y = (m.to(torch.complex64) + zeros) * torch.full_like(zeros, 2)
+    return (torch.sgn(y) + y).real.sum()
 
 
 def _square(x: Tensor) -> Tensor:

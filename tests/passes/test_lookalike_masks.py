@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -298,6 +299,8 @@ OF_LOGITS: dict[str, tuple[bool, Callable[[Tensor, Tensor], tuple[Tensor, Tensor
     "of a comparison that broadcasts": (True, lambda l, o: (_of_a_row(l), None)),
     "the negative mask": (False, lambda l, o: (l - l.detach() - _hard(l), None)),
     "twice the mask, by a product": (False, lambda l, o: ((2 * _hard(l) - l).detach() + l, None)),
+    "twice the mask, by a function": (False, lambda l, o: (_Twice.apply(l), None)),
+    "a negated mask, subtracted": (True, lambda l, o: (l - l.detach() - (-_hard(l)), None)),
     "twice the mask, by a sum": (False, lambda l, o: (_hard(l) + _hard(l) + l - l.detach(), None)),
     "twice the gradient": (False, lambda l, o: (_hard(l) + l + l - l.detach() - l.detach(), None)),
     "the negative gradient": (False, lambda l, o: (_hard(l) - l + l.detach(), None)),
@@ -312,6 +315,9 @@ OF_LOGITS: dict[str, tuple[bool, Callable[[Tensor, Tensor], tuple[Tensor, Tensor
     "the transpose of a mask": (True, lambda l, o: (straight_through(l).t(), None)),
     # Tensors of few values
     "the relu of a sign": (True, lambda l, o: (F.relu(torch.sign(l.detach())), None)),
+    "1 less a sign": (False, lambda l, o: (1 - torch.sign(l.detach()), None)),
+    "a sign times a mask": (False, lambda l, o: (torch.sign(l.detach()) * _hard(o), None)),
+    "> in place": (False, lambda l, o: (l.detach().clone().gt_(0), None)),
     "a product of signs": (False, lambda l, o: (torch.sign(l.detach()) * torch.sign(o.detach()), None)),
     "a rounded tanh": (False, lambda l, o: (torch.round(torch.tanh(l.detach())), None)),
     "other values that are scattered": (False, lambda l, o: (_chosen(l, torch.zeros_like(l), o.detach()), None)),
@@ -340,6 +346,18 @@ OF_LOGITS: dict[str, tuple[bool, Callable[[Tensor, Tensor], tuple[Tensor, Tensor
     "> and <": (False, lambda l, o: (l > o, l < o)),
     "== and > of integers": (False, lambda l, o: (_integers(l) > 0, _integers(l) == 0)),
 }
+
+
+class _Twice(torch.autograd.Function):
+    """A function whose forward holds 0 and 2."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return 2 * _hard(logits)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 def _of_a_row(logits: Tensor) -> Tensor:

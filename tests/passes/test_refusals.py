@@ -157,6 +157,11 @@ def other_weight(x, weight, logits, bits, other):
 
 
 @refused("mask different weights")
+def other_weight_with_the_complement_first(x, weight, logits, bits, other):
+    return F.silu(F.linear(x, weight * ~bits[0])) * F.linear(x, other * bits[0])
+
+
+@refused("mask different weights")
 def detached_weight(x, weight, logits, bits, other):
     return F.silu(F.linear(x, weight * bits[0])) * F.linear(x, weight.detach() * ~bits[0])
 
@@ -457,6 +462,12 @@ def number_of_more_dimensions_in_the_activation(x, weight, logits, bits, other):
 
 
 @refused("by `addcmul` in a way that")
+def product_that_is_added_no_times(x, weight, logits, bits, other):
+    gate, value = F.silu(F.linear(x, weight * bits[0])), F.linear(x, weight * ~bits[0])
+    return torch.addcmul(other[0], gate, value, value=0)
+
+
+@refused("by `addcmul` in a way that")
 def product_that_is_added_to_more_dimensions(x, weight, logits, bits, other):
     gate, value = F.silu(F.linear(x, weight * bits[0])), F.linear(x, weight * ~bits[0])
     return torch.addcmul(torch.zeros(2, 5, D, dtype=x.dtype), gate, value)
@@ -581,6 +592,13 @@ def pruned_product_of_two_weights(x, weight, logits, bits, other):
     return layer(x, weight, bits[0], ~bits[0]), pruned
 
 
+@accepted
+def products_of_two_weights_with_two_masks(x, weight, logits, bits, other):
+    first = F.silu(F.linear(x, logits[0] * bits[1])) * F.linear(x, logits[1] * ~bits[2])
+    second = F.silu(F.linear(x, logits[2] * bits[2])) * F.linear(x, other * ~bits[1])
+    return layer(x, weight, bits[0], ~bits[0]), first, second
+
+
 # --- The tests -------------------------------------------------------------------------------------------------------
 
 
@@ -606,7 +624,7 @@ ABOUT_GRADIENTS = (
 )
 
 
-@pytest.mark.parametrize(("name", "training"), family(REFUSED, [True, False]))
+@pytest.mark.parametrize(("name", "training"), family(REFUSED, [True, False], one_in=1))
 def test_layer_is_refused(name: str, training: bool) -> None:
     reason, function = REFUSED[name]
     trained = ("x", "weight", "logits") if training else ()

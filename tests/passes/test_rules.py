@@ -54,6 +54,11 @@ def _sign_of_a_mask(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
     return F.silu(F.linear(x, weight * m)) * F.linear(x, weight * F.relu(torch.sign(0.5 - m)))
 
 
+def _slice_of_compared_logits(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+    m = (logits > 0)[0]
+    return F.silu(F.linear(x, weight * m)) * F.linear(x, weight * ~m)
+
+
 def _sum_with_itself(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
     m = (logits[0] > 0).to(x.dtype)
     gate, value = F.linear(x, weight * m), F.linear(x, weight * (1 - m))
@@ -64,6 +69,7 @@ PROGRAMS: dict[tuple[str, str], Callable[[Tensor, Tensor, Tensor], Any]] = {
     ("pointwise", "comparison"): _compared_mask,
     ("pointwise", "lowest_bit"): _bit_of_a_mask,
     ("pointwise", "sign"): _sign_of_a_mask,
+    ("slice_of_a_stack", "rearranged"): _slice_of_compared_logits,
     ("difference_of_projections", "function_of_two"): _sum_with_itself,
     ("function_of_two", "gated_product"): LAYERS["g * sigmoid(g)"][2],
 }

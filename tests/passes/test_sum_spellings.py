@@ -113,6 +113,15 @@ def test_addcmul(name: str, kind: str, mode: str) -> None:
     fuses_to_one(layer, KINDS[kind], mode)
 
 
+def test_zeros_to_which_a_product_is_added_are_left_out() -> None:
+    def program(x: Tensor, weight: Tensor, masks: Tensor, **_: Tensor) -> Tensor:
+        gate, value = F.linear(x, weight * masks[0]), F.linear(x, weight * ~masks[0])
+        return torch.addcmul(torch.zeros(5, D, dtype=torch.float64), F.silu(gate), value)
+
+    capture = compare(program, lambda: tensors(KINDS["bool"], training=True), SAME)
+    assert [len(capture.report.fused), capture.calls["add"], capture.calls["zeros"]] == [1, 0, 0]
+
+
 # --- Sums that are not one layer -------------------------------------------------------------------------------------
 
 
@@ -159,7 +168,7 @@ OTHER_SUMS: dict[str, tuple[int, Callable[[list[Tensor], More], Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "training"), family(OTHER_SUMS, [True, False]))
+@pytest.mark.parametrize(("name", "training"), family(OTHER_SUMS, [True, False], one_in=1))
 def test_sum_that_is_not_one_layer(name: str, training: bool) -> None:
     count, total = OTHER_SUMS[name]
 

@@ -9,16 +9,19 @@ from typing import Any
 import pytest
 
 
-def family(*axes: Iterable[Any], fits: Callable[..., bool] = lambda *case: True, most: int = 3) -> list[Any]:
+def family(
+    *axes: Iterable[Any], fits: Callable[..., bool] = lambda *case: True, most: int = 3, one_in: int | None = None
+) -> list[Any]:
     """The combinations of several axes that fit: each value of the longest axis with a few combinations of the others.
 
     The combinations differ from value to value, so that all of them occur. The first one with each value of the first
-    axis is quick, or with every second value if there are more than 8.
+    axis is quick, or with every second value if there are more than 8, or with one value in `one_in`.
 
     Args:
         *axes: the values of each parameter.
         fits: whether a combination makes sense.
         most: the most combinations with one value of the longest axis.
+        one_in: if given, one in so many values of the first axis has a quick combination.
     """
     lists = [list(axis) for axis in axes]
     longest = max(range(len(lists)), key=lambda axis: len(lists[axis]))
@@ -27,7 +30,7 @@ def family(*axes: Iterable[Any], fits: Callable[..., bool] = lambda *case: True,
     for number, value in enumerate(lists[longest]):
         of_value = [k for k, case in enumerate(every) if case[longest] is value]
         chosen.update(itertools.islice(itertools.cycle(of_value), number * most, (number + 1) * most))
-    quick = lists[0][:: 2 if len(lists[0]) > 8 else 1]
+    quick = lists[0][:: one_in or (2 if len(lists[0]) > 8 else 1)]
     found = []
     for case in (every[k] for k in sorted(chosen)):
         found.append(_parameters(case, is_long=case[0] not in quick))
