@@ -17,7 +17,7 @@ GPU_JOBS ?= $(shell nvidia-smi --query-gpu=memory.free --format=csv,noheader,nou
 demo: $(VENV)/.ready
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/demo.py $(DEMO_ARGS)
 
-# The checks for every change: at most 5 minutes on 2 idle cores.
+# The checks for every change: about 6 minutes on 2 idle cores.
 test: lint types unit
 
 # All that can be checked without a GPU, as continuous integration does.
