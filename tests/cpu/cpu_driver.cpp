@@ -139,7 +139,7 @@ void check(Isa isa, DType dtype, std::int64_t tokens, std::int64_t d, std::int64
                  d + 2,
                  dtype,
                  DType::bfloat16,
-                 WeightFormat::dense,
+                 mglu::WeightFormat::dense,
                  activation,
                  isa};
     std::vector<double> exact(static_cast<std::size_t>(tokens * d)), activated(exact.size());
