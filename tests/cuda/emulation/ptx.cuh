@@ -9,6 +9,8 @@
 #include <barrier>
 #endif
 
+#include "types.cuh"
+
 #define __device__
 #define __global__
 #define __forceinline__ inline
@@ -39,12 +41,6 @@ inline float __shfl_xor_sync(unsigned, float value, int distance) {
 #endif
 
 namespace mglu {
-
-using u8 = unsigned char;
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
-using i64 = long long;
 
 inline int min(int a, int b) { return a < b ? a : b; }
 
