@@ -98,6 +98,11 @@ def same_training(n_masks: int) -> float:
     return (n_masks + 2) / 3
 
 
+def same_fp8_load(n_masks: int) -> float:
+    """As `same_load` with weights of 8 bits, beside which masks weigh twice as much: `(16 + n_masks) / 24`."""
+    return (2 * 8 + n_masks) / (3 * 8)
+
+
 def best_with(activation: str, n_masks: int, width: float = 1.0) -> Recipe:
     """Our recipe with another gate, and the factor of leveled weights for that gate."""
     gain = round(level_gain(n_masks, activation), 4)
@@ -129,6 +134,20 @@ OTHER_GATES = (
     # LU with other activations.
     *(leveled_lu(activation) for activation in ("relu", "gelu", "silu")),
 )
+EQUAL_TRAINING = (
+    # As many FLOPs as SwiGLU: 1 mask and 1.5 times as wide ReLU squared have them already.
+    *(best_with(gate, 4, 0.5) for gate in ("relu", "relu_squared")),
+    # As many FLOPs as 4 masks.
+    leveled_lu("relu_squared", 3.0),
+    *(leveled_glu(gate, 2.0) for gate in ("relu", "silu")),
+)
+EQUAL_FP8_BYTES = (
+    *(leveled_lu("relu_squared", round(1.5 * same_fp8_load(n_masks), 4)) for n_masks in (1, 4)),
+    *(leveled_glu(gate, round(same_fp8_load(n_masks), 4)) for gate in ("relu", "silu") for n_masks in (1, 4)),
+    *(best_with("relu", n_masks, round(1 / same_fp8_load(n_masks), 4)) for n_masks in (1, 4)),
+)
+FROZEN = tuple(replace(best_with(gate, n), learned=False) for gate in ("relu", "silu") for n in (1, 4))
+"""Random masks that are not learned."""
 
 
 EXPERIMENTS: dict[str, list[Recipe]] = {
@@ -247,6 +266,14 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
         *seeds(replace(one, size="90M") for one in RELU_GATES),
         *seeds(OTHER_GATES),
         *seeds(replace(one, size="90M") for one in GELU_GATES),
+        *seeds(replace(leveled_glu(activation), size="90M") for activation in ("relu", "gelu")),
+    ],
+    # Equal training FLOPs, equal bytes with weights of 8 bits, and whether it is worth it to learn the masks.
+    "equal": [
+        *seeds(EQUAL_TRAINING),
+        *seeds(FROZEN),
+        *seeds(replace(one, size="90M") for one in FROZEN[:2]),
+        *seeds(EQUAL_FP8_BYTES),
     ],
 }
 """Name to runs. A run in several experiments is trained once."""
