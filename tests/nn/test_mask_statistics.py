@@ -74,17 +74,6 @@ def test_masks_may_be_larger_than_what_is_counted_at_once(monkeypatch: pytest.Mo
         assert torch.equal(count_ones(pack(masks)), masks.sum((1, 2)))
 
 
-def test_known_masks() -> None:
-    ones, half = torch.ones(4, 12, dtype=torch.bool), torch.ones(4, 12, dtype=torch.bool)
-    half[:, ::2] = False
-    packed = pack(torch.stack([ones, ~ones, half, ~half]))
-    assert gate_ratio(packed, 12).tolist() == [1, 0, 0.5, 0.5]
-    wanted = [[1, 0, 0.5, 0.5], [0, 1, 0.5, 0.5], [0.5, 0.5, 1, 0], [0.5, 0.5, 0, 1]]
-    assert mask_agreement(packed, 12).tolist() == wanted
-    assert flip_ratio(packed, packed.flip(2), 12).tolist() == [0.5] * 4
-    assert flip_ratio(packed, packed, 12).tolist() == [0] * 4
-
-
 def test_ratios_can_be_traced_and_change_nothing() -> None:
     packed, before = pack(random_masks(3, 8, 20)), pack(random_masks(3, 8, 20, seed=1))
     copies = packed.clone(), before.clone()

@@ -1,4 +1,4 @@
-"""Gradients of the operators, against autograd through the oracle and finite differences; and what they cost."""
+"""Gradients of the operators, against autograd through the oracle; and what they cost."""
 
 from __future__ import annotations
 
@@ -53,19 +53,6 @@ def wanted_of(layer: Layer) -> tuple[str, ...]:
 
 
 # --- Values -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("activation", s.ACTIVATION_NAMES)
-def test_gradients_agree_with_finite_differences(activation, weighted):
-    layer = make_layer((2, 2), 9, 3, 2, activation=activation, dtype=torch.float64, weighted=weighted, seed=1)
-    args = leaves(layer, "x", "weight", "mask_weights")
-    differentiable = [args[name] for name in ("x", "weight", "mask_weights") if args[name] is not None]
-
-    def function(x: Tensor, weight: Tensor, mask_weight: Tensor | None = None) -> Tensor:
-        return forward(x, weight, layer.packed_masks, activation, mask_weight)
-
-    assert torch.autograd.gradcheck(function, differentiable)
 
 
 @s.examples(60)
