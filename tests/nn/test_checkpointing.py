@@ -81,7 +81,6 @@ def saved_bytes(forward: Callable[[Tensor], Tensor], x: Tensor) -> int:
 def test_recomputing_runs_forward_twice_and_gives_the_same_bits(
     runs: list[str], backend: str | None, options: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    torch.manual_seed(0)
     layer = MGLU(33, 20, n_masks=3, dtype=dtype, **options)
     x = torch.randn(2, 7, 33, dtype=dtype)
     found = {}
@@ -156,8 +155,6 @@ def test_recomputing_layers_are_exported() -> None:
 
 @pytest.mark.long
 def test_a_recomputing_layer_beside_layers_that_are_fused() -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     model = nn.Sequential(MGLU(16, 16, n_masks=2, save_activations=False), NaiveMGLU(16, 16, n_masks=2))
     x = torch.randn(5, 16)
     want = gradients(model, model, x)
@@ -185,7 +182,6 @@ class Checkpointed(nn.Module):
 @each_kind_of_masks
 def test_a_checkpoint_gives_the_same_bits(backend: str | None, save_activations: bool, options: dict[str, Any]) -> None:
     """This includes a checkpoint around a layer that recomputes anyway."""
-    torch.manual_seed(0)
     block = SwiMGLU(24, 40, n_masks=3, save_activations=save_activations, **options)
     x = torch.randn(2, 5, 24)
     want = gradients(compiled(block, backend), block, x)
@@ -199,7 +195,6 @@ def test_a_reentrant_checkpoint_gives_the_same_gradients(
     runs: list[str], dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
     """Its first forward pass records no gradients, so it runs the inference kernel, which rounds differently."""
-    torch.manual_seed(0)
     block = SwiMGLU(24, 40, n_masks=3, dtype=dtype, **options)
     x = torch.randn(2, 5, 24, dtype=dtype)
     want = gradients(block, block, x)
@@ -235,7 +230,6 @@ def save(*operators: Any) -> Callable[..., CheckpointPolicy]:
 def test_policies_save_what_they_name(
     runs: list[str], backend: str | None, policy: Any, times: int, learnable_masks: bool
 ) -> None:
-    torch.manual_seed(0)
     block = SwiMGLU(24, 40, n_masks=2, learnable_masks=learnable_masks)
     x = torch.randn(5, 24)
     want = gradients(compiled(block, backend), block, x)

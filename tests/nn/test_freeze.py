@@ -32,7 +32,6 @@ def state_keys(module: nn.Module) -> set[str]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("top_k", [None, 2])
 def test_frozen_mglu_is_bit_equal(dtype, top_k):
-    torch.manual_seed(0)
     layer = MGLU(45, 16, n_masks=3, top_k=top_k, dtype=dtype)
     with torch.no_grad():
         edges = [0.0, -0.0, torch.nan, torch.inf, -torch.inf, 1e-7, -1e-7]
@@ -68,7 +67,6 @@ def test_frozen_mglu_is_bit_equal_at_any_shape(in_features, out_features, n_mask
 @pytest.mark.parametrize("learnable_masks", [True, False], ids=["learned", "fixed"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_freezing_a_naive_layer_gives_an_mglu(learnable_masks, dtype):
-    torch.manual_seed(0)
     layer = NaiveMGLU(45, 16, n_masks=3, top_k=2, learnable_masks=learnable_masks, dtype=dtype).eval()
     weight, router, x = layer.weight, layer.router, torch.randn(7, 45, dtype=dtype)
     before = layer(x)
@@ -138,7 +136,6 @@ class Tree(nn.Module):
 
 @each_kind
 def test_every_layer_of_a_tree_is_frozen_and_shared_weights_stay_shared(kind):
-    torch.manual_seed(0)
     model = Tree(kind).double()
     x = torch.randn(5, 16, dtype=torch.float64)
     before = model(x)
@@ -176,8 +173,6 @@ def test_hooks_and_requires_grad_are_kept(kind):
 @each_kind
 @pytest.mark.parametrize("in_place", [True, False], ids=["Module.compile", "torch.compile"])
 def test_freeze_reaches_into_a_compiled_model(kind, in_place):
-    torch.compiler.reset()
-    torch.manual_seed(0)
     layer = kind(21, 12, n_masks=2)
     options = {"backend": "aot_eager", "fullgraph": True}
     compiled = layer if in_place else torch.compile(layer, **options)
@@ -202,7 +197,6 @@ class Doubled(nn.Module):
 @each_kind
 @pytest.mark.parametrize("names", [("weight",), ("mask_logits",), ("weight", "mask_logits")], ids=str)
 def test_parametrized_tensors_are_frozen_by_their_value(kind, names):
-    torch.manual_seed(0)
     layer = kind(20, 12, n_masks=2, dtype=torch.float64)
     for name in names:
         parametrize.register_parametrization(layer, name, Doubled())
@@ -286,14 +280,6 @@ def test_checkpoints_load_into_naive_and_fused_layers(through, source_kind, targ
             assert target.state_dict()[name].dtype == tensor.dtype
         x = torch.randn(4, 21, dtype=torch.float64)
         assert_matches(target(x), source(x))
-
-
-def test_frozen_checkpoint_loads_into_a_fixed_layer(tmp_path):
-    source, target = freeze(NaiveMGLU(21, 10, n_masks=3)), MGLU(21, 10, n_masks=3, learnable_masks=False)
-    safetensors.torch.save_model(source, str(tmp_path / "model.safetensors"))
-    safetensors.torch.load_model(target, tmp_path / "model.safetensors")
-    x = torch.randn(4, 21)
-    assert torch.equal(target(x), source(x))
 
 
 @each_kind

@@ -176,7 +176,6 @@ def test_the_check_leaves_nothing_in_a_state_dict() -> None:
 
 @each_kind
 def test_compiled_modules_are_one_graph_and_check_shapes(kind: type[nn.Module]) -> None:
-    torch._dynamo.reset()
     module = layer(kind)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(X), module(X))

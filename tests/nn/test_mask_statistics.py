@@ -132,8 +132,6 @@ def assert_close(found: dict[str, float], want: dict[str, float]) -> None:
 @pytest.mark.parametrize("kind", [MGLU, NaiveMGLU])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_numbers_of_a_model_while_it_trains(kind: type[nn.Module], compiled: bool) -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     layers = [kind(13, 13, n_masks=3, top_k=2), kind(13, 21)]
     model: Any = nn.Sequential(layers[0], nn.Sequential(nn.ReLU(), layers[1]))
     if compiled:

@@ -141,7 +141,6 @@ def test_mask_weights_are_the_softmax_of_the_kept_logits(top_k):
 
 @pytest.mark.parametrize(("kind", "activation"), [(SwiMGLU, "silu"), (GeMGLU, "gelu"), (ReMGLU, "relu")])
 def test_feed_forward_blocks_apply_the_activation_of_their_name(kind, activation):
-    torch.manual_seed(0)
     block = kind(20, 36, n_masks=2, top_k=1, dtype=torch.float64)
     assert kind(8, 8, activation=activation).mglu.activation == activation
     torch.manual_seed(0)
@@ -170,7 +169,6 @@ def test_initial_weights_equal_those_of_linear_and_logits_are_small():
 
 @pytest.mark.parametrize("in_features", [300, 304, 5])
 def test_fixed_masks_are_fair_coins_in_the_packed_format(in_features):
-    torch.manual_seed(0)
     layer = MGLU(in_features, 200, n_masks=4, learnable_masks=False)
     check_packed_masks(layer.packed_masks, in_features, 200)
     assert layer.packed_masks.unique().numel() == (256 if in_features > 8 else 2**in_features)
@@ -188,8 +186,6 @@ def test_fixed_masks_are_fair_coins_in_the_packed_format(in_features):
 @learned_or_fixed
 @pytest.mark.parametrize("top_k", [None, 2])
 def test_modules_compile_as_one_graph(kind, learnable_masks, top_k):
-    torch.compiler.reset()
-    torch.manual_seed(0)
     layer = kind(19, 12, n_masks=3, learnable_masks=learnable_masks, top_k=top_k)
     x, grad = torch.randn(5, 19), torch.randn(5, 12)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
@@ -202,8 +198,6 @@ def test_modules_compile_as_one_graph(kind, learnable_masks, top_k):
 
 
 def test_a_block_compiles_with_inductor():
-    torch.compiler.reset()
-    torch.manual_seed(0)
     block = SwiMGLU(16, 24, n_masks=2)
     x = torch.randn(5, 16)
     assert_matches(torch.compile(block, fullgraph=True)(x), block(x))

@@ -254,7 +254,6 @@ def test_logits_of_own_modules_among_the_weights_are_named(change: str) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_adamw_decays_neither_logits_nor_norms_and_moves_logits_by_their_rate(compiled: bool) -> None:
-    torch._dynamo.reset()
     model: Any = nn.Sequential(nn.LayerNorm(16), SwiMGLU(16, 24, n_masks=2, weight_init="leveled"))
     forward = torch.compile(model, backend="aot_eager") if compiled else model
     optimizer = torch.optim.AdamW(parameter_groups(forward, lr=1e-3, weight_decay=0.5))

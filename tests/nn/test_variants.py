@@ -67,7 +67,6 @@ class Algorithm2(nn.Linear):
 @pytest.mark.parametrize("kind", [MGLU, NaiveMGLU])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_one_mask_equals_algorithm_2_from_initial_values_to_gradients(kind, activation):
-    torch.manual_seed(0)
     paper = Algorithm2(64, 48)
     torch.manual_seed(0)
     ours = kind(64, 48, activation=activation)
@@ -165,7 +164,6 @@ def test_leveled_weights_are_the_papers_times_a_factor(kind, options, factor):
 @pytest.mark.parametrize("options", [{"n_masks": 1}, {"n_masks": 16}, {"n_masks": 8, "top_k": 2}], ids=str)
 def test_leveled_sums_are_as_large_as_with_four_masks(activation, options):
     """Gates that are curved near 0 differ from the approximation by up to a quarter; without the factor, threefold."""
-    torch.manual_seed(0)
     x = F.rms_norm(torch.randn(256, 128), (128,))
     layers = [MGLU(128, 2048, activation=activation, weight_init="leveled", **of) for of in ({"n_masks": 4}, options)]
     if layers[1].router is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import strategies as s
@@ -180,37 +182,33 @@ def batched(tensor: Tensor, count: int = BATCH) -> Tensor:
     return torch.stack([tensor.roll(i, dims=-2 if tensor.dim() > 1 else 0) for i in range(count)])
 
 
+def assert_equals_a_loop(function: Callable[..., Any], dims: tuple[int | None, ...], *args: Tensor) -> None:
+    """Assert that vmap over these dimensions gives what a loop over the entries of the batch gives."""
+    found = torch.vmap(function, dims)(*args)
+    for i in range(BATCH):
+        expected = function(*(arg if dim is None else arg.select(dim, i) for arg, dim in zip(args, dims, strict=True)))
+        of_entry = tuple(part[i] for part in found) if isinstance(found, tuple) else found[i]
+        torch.testing.assert_close(of_entry, expected)
+
+
 @pytest.mark.parametrize("name", ["forward", "forward_ste", "forward_train"])
 @pytest.mark.parametrize(
     "which", [which for which in itertools.product([False, True], repeat=4) if any(which)], ids=str
 )
 def test_vmap_gives_the_results_of_a_loop(name, which):
-    layer = make_layer(weighted=True, dtype=torch.float64)
-    masks = layer.logits if name == "forward_ste" else layer.packed_masks
-    args = [layer.x, layer.weight, masks, layer.mask_weights]
-    args = [batched(arg) if over else arg for arg, over in zip(args, which, strict=True)]
-    function = getattr(torch.ops.mglu, name)
-    dims = (*(0 if over else None for over in which[:3]), None, 0 if which[3] else None)
-    found = torch.vmap(function, dims)(*args[:3], "gelu", args[3])
-    for i in range(BATCH):
-        x, weight, masks, mask_weight = (arg[i] if over else arg for arg, over in zip(args, which, strict=True))
-        expected = function(x, weight, masks, "gelu", mask_weight)
-        if name == "forward":
-            torch.testing.assert_close(found[i], expected)
-        else:
-            torch.testing.assert_close([part[i] for part in found], list(expected))
+    layer, op = make_layer(weighted=True, dtype=torch.float64), getattr(torch.ops.mglu, name)
+    args = (layer.x, layer.weight, layer.logits if name == "forward_ste" else layer.packed_masks, layer.mask_weights)
+    args = (batched(arg) if over else arg for arg, over in zip(args, which, strict=True))
+    dims = tuple(0 if over else None for over in which)
+    assert_equals_a_loop(lambda x, w, masks, mask_weights: op(x, w, masks, "gelu", mask_weights), dims, *args)
 
 
-@pytest.mark.parametrize("in_dims", [(1, None), (1, 0), (None, 1), (-1, -1)])
-def test_vmap_over_other_dimensions(in_dims):
+@pytest.mark.parametrize("dims", [(1, None), (1, 0), (None, 1), (-1, -1)])
+def test_vmap_over_other_dimensions(dims):
     layer = make_layer(dtype=torch.float64)
-    x = layer.x if in_dims[0] is None else batched(layer.x).movedim(0, in_dims[0])
-    weight = layer.weight if in_dims[1] is None else batched(layer.weight).movedim(0, in_dims[1])
-    result = torch.vmap(lambda x, w: forward(x, w, layer.packed_masks), in_dims)(x, weight)
-    for i in range(BATCH):
-        x_i = x if in_dims[0] is None else x.select(in_dims[0], i)
-        w_i = weight if in_dims[1] is None else weight.select(in_dims[1], i)
-        torch.testing.assert_close(result[i], forward(x_i, w_i, layer.packed_masks))
+    args = zip((layer.x, layer.weight), dims, strict=True)
+    args = (arg if dim is None else batched(arg).movedim(0, dim) for arg, dim in args)
+    assert_equals_a_loop(lambda x, w: forward(x, w, layer.packed_masks), dims, *args)
 
 
 def test_vmap_nests():
@@ -223,9 +221,10 @@ def test_vmap_nests():
 
 def test_vmap_over_packing():
     masks = batched(make_layer().masks)
-    packed = torch.vmap(torch.ops.mglu.pack_masks)(masks)
-    assert all(torch.equal(packed[i], torch.ops.mglu.pack_masks(masks[i])) for i in range(BATCH))
-    assert torch.equal(torch.vmap(lambda p: torch.ops.mglu.unpack_masks(p, 24))(packed), masks)
+    assert_equals_a_loop(torch.ops.mglu.pack_masks, (0,), masks)
+    assert_equals_a_loop(torch.ops.mglu.pack_logits, (0,), masks.float())
+    packed = torch.stack([torch.ops.mglu.pack_masks(of_layer) for of_layer in masks])
+    assert_equals_a_loop(lambda packed: torch.ops.mglu.unpack_masks(packed, 24), (0,), packed)
 
 
 @pytest.mark.parametrize("which", ["x", "weight"])
