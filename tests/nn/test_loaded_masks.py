@@ -182,7 +182,6 @@ def test_compiled_modules_are_one_graph_and_check_shapes(kind: type[nn.Module]) 
     module.packed_masks = module.packed_masks[..., :2]
     with pytest.raises(Exception, match=r"packed_masks: got shape \[10, 3, 2\], must have n_masks=3 as its last size"):
         compiled(X)
-    torch._dynamo.reset()
 
 
 def test_fake_tensors_transforms_and_modes_read_no_values() -> None:

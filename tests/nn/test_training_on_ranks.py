@@ -9,38 +9,34 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from data_parallel import SAME, check_data_parallel, new_model
+from families import sample
 from ranks import RANKS, run_on_ranks
 from torch.nn.parallel import DistributedDataParallel
 from training import WIDTH, batches
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
 
-HOW = ("cpu", torch.float64, WIDTH)
+HOW = [  # dtype, save_activations and the backend of torch.compile
+    (torch.float64, True, None),
+    (torch.float64, False, None),
+    (torch.float64, True, "aot_eager"),
+    (torch.float64, False, "aot_eager"),
+    (torch.bfloat16, True, None),
+]
 
 
-def a_long_test(*case: object) -> object:
-    return pytest.param(*case, marks=pytest.mark.long)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "save_activations", "backend"),
-    [
-        (torch.float64, True, None),
-        a_long_test(torch.float64, False, None),
-        a_long_test(torch.float64, True, "aot_eager"),
-        a_long_test(torch.float64, False, "aot_eager"),
-        a_long_test(torch.bfloat16, True, None),
-    ],
-)
+@pytest.mark.parametrize("how", sample(HOW, len(HOW)))
 def test_data_parallel_training_equals_training_with_the_whole_batch(
-    dtype: torch.dtype, save_activations: bool, backend: str | None, tmp_path: Path
+    how: tuple[torch.dtype, bool, str | None], tmp_path: Path
 ) -> None:
+    dtype, save_activations, backend = how
     run_on_ranks(check_data_parallel, tmp_path, "cpu", dtype, WIDTH, save_activations, backend)
 
 
 def check_accumulation(rank: int) -> None:
     """Run two parts of a batch under `no_sync`, without communication, and a third with it."""
-    alone, parallel = new_model(*HOW), DistributedDataParallel(new_model(*HOW))
+    alone, model = (new_model("cpu", torch.float64, WIDTH) for _ in range(2))
+    parallel = DistributedDataParallel(model)
     x, target = (tensor.double() for tensor in next(iter(batches(1, tokens=48))))
     F.mse_loss(alone(x), target).backward()
     parts = list(zip(x.chunk(RANKS)[rank].chunk(3), target.chunk(RANKS)[rank].chunk(3), strict=True))
