@@ -68,8 +68,10 @@ def test_masks_that_differ_in_one_bit_are_found_and_nothing_is_replaced() -> Non
 def test_another_activation_is_found_in_every_dtype(dtype: torch.dtype, activation: Callable[[Tensor], Tensor]) -> None:
     model = nn.Sequential(Sigmoid(activation, dtype))
     name = activation.__name__
+    # In bfloat16, the results of silu, relu and gelu may be so close that rounding could explain the difference.
+    wrong = "tanh" if dtype is torch.bfloat16 else "gelu"
     with pytest.raises(ValueError, match="check that it passes the module's activation"):
-        freeze(model, replace={Sigmoid: lambda m: MGLU.from_parameters(m.weight, m.masks(), activation="gelu")})
+        freeze(model, replace={Sigmoid: lambda m: MGLU.from_parameters(m.weight, m.masks(), activation=wrong)})
     freeze(model, replace={Sigmoid: lambda m: MGLU.from_parameters(m.weight, m.masks(), activation=name)})
     assert type(model[0]) is MGLU
 

@@ -305,6 +305,7 @@ BAD = [
 ]
 
 
+@each_kind
 @pytest.mark.parametrize(("wrong", "message"), BAD, ids=[f"{i}-{min(wrong)}" for i, (wrong, _) in enumerate(BAD)])
 def test_bad_arguments_are_named(kind, wrong, message):
     with pytest.raises(ValueError, match=message):
