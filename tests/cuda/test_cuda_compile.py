@@ -25,7 +25,8 @@ from mglu_ops.backends.cuda.compiler import source_directory
 from mglu_ops.backends.cuda.device import KNOWN_GPUS, RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
 from mglu_ops.backends.cuda.kernels import backward_gemm, permute_x, training_steps
 from mglu_ops.backends.cuda.kernels.tile_wgmma_training import training_choice
-from mglu_ops.layer_call import LayerCall
+from mglu_ops.formats import FORMATS
+from mglu_ops.layer_call import LayerCall, StoredWeight
 
 ARCHITECTURES = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
 REGISTERS_PER_SM = 65536
@@ -208,9 +209,12 @@ def test_tiles_cover_all_rows_and_tokens(n_masks: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("arch", quick_only_for([(9, 0)], ARCHITECTURES), ids=str)
-def test_plain_compiles_without_spills(arch: tuple[int, int], dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", FORMATS)
+def test_plain_compiles_without_spills(arch: tuple[int, int], dtype: torch.dtype, name: str, tmp_path: Path) -> None:
     for n_masks, tokens in ((3, 1), (16, 4)):
         call = layer_call(dtype, n_masks, tokens, mask_alignment=1)
+        stored = StoredWeight(FORMATS[name], FORMATS[name].dtype or dtype, call.weight.layout)
+        call = replace(call, weight=stored)
         config = launch_of(call, KNOWN_GPUS[arch])
         assert config.kernel == "plain"
         _check(call, KNOWN_GPUS[arch], config, tmp_path)

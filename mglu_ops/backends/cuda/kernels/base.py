@@ -11,6 +11,7 @@ import torch
 
 from ....activations import ACTIVATIONS
 from ....layer_call import LayerCall
+from ....sizes import ceil_div
 from ..device import MOST_THREADS_PER_BLOCK, RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
 from ..launch import LaunchSequence
 
@@ -135,7 +136,7 @@ def weight_is_vectorizable(call: LayerCall) -> bool:
         call.in_features % 8 == 0
         and column == 1
         and call.weight.layout.alignment == 16
-        and row * call.weight.bits % 128 == 0
+        and row * call.weight.dtype.itemsize % 16 == 0
         and row < 2**26
     )
 
@@ -180,10 +181,6 @@ def aligned_violations(kernel: str, call: LayerCall, rows: int) -> Iterator[str]
         yield f"{kernel} needs aligned rows of weight and packed_masks"
     if call.out_features < rows:
         yield f"rows: got {rows}, must be at most out_features {call.out_features}"
-
-
-def ceil_div(value: int, step: int) -> int:
-    return -(-value // step)
 
 
 def round_up(value: int, step: int) -> int:
