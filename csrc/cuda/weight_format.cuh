@@ -78,4 +78,75 @@ struct StoredWeight<WeightFormat::int4_group, kType> {
     }
 };
 
+// Four neighbouring weights of a row as pairs of 16-bit elements for tensor cores, without their scales, which are
+// exact: the even weights (columns 0 and 2) and the odd ones. `word` are the weights as they are stored.
+template <WeightFormat kFormat, int kType>
+struct WeightPairs;
+
+template <int kType>
+struct WeightPairs<WeightFormat::dense, kType> {
+    static constexpr int kBits = 16;
+
+    static __device__ __forceinline__ void decode(u32& even, u32& odd, const u32 (&word)[2]) {
+        even = pick_bytes<0x5410>(word[0], word[1]);
+        odd = pick_bytes<0x7632>(word[0], word[1]);
+    }
+};
+
+template <int kType>
+struct WeightPairs<WeightFormat::fp8_row, kType> {
+    static constexpr int kBits = 8;
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    // float16 by one instruction a pair, and bfloat16 from there by float32: there is no other conversion that keeps NaN.
+    static __device__ __forceinline__ void decode(u32& even, u32& odd, const u32 (&word)[1]) {
+        asm("{\n\t.reg .b16 low, high;\n\tmov.b32 {low, high}, %2;\n\tcvt.rn.f16x2.e4m3x2 %0, low;\n\t"
+            "cvt.rn.f16x2.e4m3x2 %1, high;\n\t}"
+            : "=r"(even), "=r"(odd)
+            : "r"(pick_bytes<0x3120>(word[0], 0)));
+        if constexpr (kType == kBfloat16) even = to_bfloat16(even), odd = to_bfloat16(odd);
+    }
+
+    static __device__ __forceinline__ u32 to_bfloat16(u32 pair) {
+        return from_floats<kBfloat16>(to_float<kFloat16>(pair & 0xffffu), to_float<kFloat16>(pair >> 16));
+    }
+#else
+    static __device__ __forceinline__ void decode(u32& even, u32& odd, const u32 (&word)[1]) {
+        even = from_floats<kType>(Fp8::decode(word[0] & 0xffu, 0), Fp8::decode(word[0] >> 16 & 0xffu, 0));
+        odd = from_floats<kType>(Fp8::decode(word[0] >> 8 & 0xffu, 0), Fp8::decode(word[0] >> 24, 0));
+    }
+#endif
+};
+
+template <int kType>
+struct WeightPairs<WeightFormat::int8_row, kType> {
+    static constexpr int kBits = 8;
+
+    // The byte becomes the last bits of a number whose last bit has the value 1, from which the rest is subtracted. In
+    // bfloat16, which has 8 significant bits, this is 128 + the last seven bits; the rest is 128 or 256.
+    static __device__ __forceinline__ void decode(u32& even, u32& odd, const u32 (&word)[1]) {
+        if constexpr (kType == kFloat16) {
+            const u32 positive = word[0] ^ 0x80808080u;  // + 128
+            even = add_1152_less(pick_bytes<0x4240>(positive, 0x64646464u));
+            odd = add_1152_less(pick_bytes<0x4341>(positive, 0x64646464u));
+        } else {
+            even = last_seven_bits_less(pick_bytes<0x4240>(word[0], 0x43434343u));
+            odd = last_seven_bits_less(pick_bytes<0x4341>(word[0], 0x43434343u));
+        }
+    }
+
+    static __device__ __forceinline__ u32 add_1152_less(u32 pair) {
+        u32 difference;
+        asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(pair), "r"(0x64806480u));
+        return difference;
+    }
+    static __device__ __forceinline__ u32 last_seven_bits_less(u32 pair) {
+        u32 difference;
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;"
+            : "=r"(difference)
+            : "r"(pair & 0xff80ff80u), "r"(0xbf80bf80u), "r"(pair & 0xff7fff7fu));
+        return difference;
+    }
+};
+
 }  // namespace mglu

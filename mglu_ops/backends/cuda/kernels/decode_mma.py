@@ -27,6 +27,8 @@ from .base import (
 
 ROWS = 16
 """Rows of W in a tile, which is one `mma` high."""
+FORMATS = ("dense", "fp8_row", "int8_row")
+"""The formats of W that the kernel takes."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class DecodeMma(LaunchConfig):
         return LaunchSequence(kernel)
 
     def _violations(self, call: LayerCall, gpu: Gpu) -> Iterator[str]:
-        yield from aligned_violations(self.kernel, call, ROWS)
+        yield from aligned_violations(self.kernel, call, ROWS, FORMATS)
         if self.block_tokens > 16:
             yield f"block_tokens: got {self.block_tokens}, must be 1 to 16"
         if self.cluster > 1 and (self.cluster > 2 or gpu.arch != (9, 0) or call.tokens > self.block_tokens):
@@ -142,7 +144,12 @@ def choose(call: LayerCall, gpu: Gpu) -> DecodeMma | None:
     call of 8 tokens, and with at most 4 warps per tile, since 8 or more would add up a single token's masks in another
     order (csrc/cuda/decode_mma.md).
     """
-    if not has_aligned_rows(call) or call.dtype == torch.float32 or call.out_features < ROWS or gpu.arch < (8, 0):
+    if (
+        not has_aligned_rows(call, FORMATS)
+        or call.dtype == torch.float32
+        or call.out_features < ROWS
+        or gpu.arch < (8, 0)
+    ):
         return None
     asked = replace(call, leading=(8,)) if call.batch_invariant else call
     fitted = _fit(_preferred(asked, gpu), asked, gpu)
@@ -191,8 +198,8 @@ def _preferred(call: LayerCall, gpu: Gpu) -> DecodeMma:
     if n_masks <= 8:
         few_warps = tiles * split_k <= (10 if n_masks <= 2 else 8)
         long_stages = few_warps and call.in_features >= split_k * 4 * 128
-    else:
-        long_stages = split_k == 1
+    else:  # 16 tokens in 8 bits would need more registers than there are
+        long_stages = split_k == 1 and (call.weight.bits == 16 or call.tokens <= 8)
     return DecodeMma(
         tiles=tiles,
         split_k=split_k,
