@@ -364,19 +364,34 @@ STORED = [name for name, one in FORMATS.items() if not one.is_dense]
 
 @pytest.mark.parametrize("name", STORED)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("tokens", "d", "h", "n_masks"), [(1, 67, 46, 3), (5, 130, 64, 16), (40, 1030, 2056, 1)])
+@pytest.mark.parametrize(
+    ("tokens", "d", "h", "n_masks"),
+    [
+        (1, 67, 46, 3),
+        (5, 130, 64, 16),
+        (1, 2048, 4096, 4),
+        (16, 1030, 2064, 16),
+        (9, 1030, 2064, 7),
+        (40, 1030, 2064, 1),
+    ],
+)
 def test_a_weight_in_fewer_bits(name: str, dtype: torch.dtype, tokens: int, d: int, h: int, n_masks: int) -> None:
     given, expected = stored_layer(name, dtype, tokens, d, h, n_masks, "cuda")
     found = dispatch.forward(given, backend="cuda")
     assert relative_error(found.cpu(), expected) < BUDGET[dtype]
     by_composite = dispatch.forward(given, backend="composite")  # it decodes the weight to x's dtype
     assert relative_error(by_composite.cpu(), expected) < 2 * BUDGET[dtype]
-    strided = given._replace(weight=given.weight.t().contiguous().t())
-    torch.testing.assert_close(dispatch.forward(strided, backend="cuda"), found)
+    padded = torch.zeros(d, given.weight.shape[1] + 16, dtype=torch.uint8, device="cuda").view(given.weight.dtype)
+    padded[:, 16:].copy_(given.weight)
+    for weight in (given.weight.t().contiguous().t(), padded[:, 16:]):
+        found = dispatch.forward(given._replace(weight=weight), backend="cuda")
+        assert relative_error(found.cpu(), expected) < BUDGET[dtype]
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_every_stored_value_is_decoded(name: str) -> None:
-    given, expected = every_stored_value(name, "cuda")
-    found = dispatch.forward(given, backend="cuda")
-    torch.testing.assert_close(found[0], expected, equal_nan=True, rtol=0, atol=0)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_stored_value_is_decoded(name: str, dtype: torch.dtype) -> None:
+    for column in range(31):
+        given, expected = every_stored_value(name, column, dtype, "cuda")
+        found = dispatch.forward(given, backend="cuda")
+        torch.testing.assert_close(found[0], expected, equal_nan=True, rtol=0, atol=0)

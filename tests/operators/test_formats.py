@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import mglu_ops
 from mglu_ops import dispatch
 from mglu_ops.backends import BACKENDS
-from mglu_ops.backends.cuda import DecodeMma, Plain
+from mglu_ops.backends.cuda import DecodeMma, Plain, TileWgmma
 from mglu_ops.backends.cuda.choice import choose
 from mglu_ops.backends.cuda.compiler import source_directory
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
@@ -215,12 +215,22 @@ def test_the_choice_names_the_format() -> None:
 
 
 @every_format
-def test_kernels_for_dense_weights_refuse_a_format(name: str) -> None:
-    call = LayerCall.of(stored_layer(name, torch.bfloat16, 1, 64, 256, 4)[0])
+@pytest.mark.parametrize("tokens", [1, 8, 16, 64])
+def test_kernels_that_take_a_format(name: str, tokens: int) -> None:
+    hopper = KNOWN_GPUS[9, 0]
+    call = LayerCall.of(stored_layer(name, torch.bfloat16, tokens, 64, 256, 4)[0])
     assert call.bytes_of_columns(8) == (4 if name == "int4_group" else 8) + 4
     assert name in str(BACKENDS["triton"].unsupported_reason(call))
-    choice = choose(call, KNOWN_GPUS[9, 0])
-    assert isinstance(choice.config, Plain)
-    assert choice.slow_reason == f"the weight is in the format {name}"
-    assert choice.config.sources(call, KNOWN_GPUS[9, 0])[0][2]["MGLU_WEIGHT_FORMAT"] == FORMATS[name].code
-    assert DecodeMma().violation(call, KNOWN_GPUS[9, 0]) == f"decode_mma has no weight format {name}"
+    choice = choose(call, hopper)
+    assert choice.config.sources(call, hopper)[0][2]["MGLU_WEIGHT_FORMAT"] == FORMATS[name].code
+    assert TileWgmma().violation(call, hopper) == f"tile_wgmma has no weight format {name}"
+    if name in ("fp8_row", "int8_row"):
+        assert isinstance(choice.config, DecodeMma)
+        assert choice.slow_reason is None
+        # A vector of 16 bytes is 16 columns.
+        narrower = LayerCall.of(stored_layer(name, torch.bfloat16, tokens, 64, 264, 4)[0])
+        assert isinstance(choose(narrower, hopper).config, Plain)
+    else:
+        assert isinstance(choice.config, Plain)
+        assert choice.slow_reason == f"the weight is in the format {name}"
+        assert DecodeMma().violation(call, hopper) == f"decode_mma has no weight format {name}"

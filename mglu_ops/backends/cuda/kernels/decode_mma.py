@@ -189,6 +189,7 @@ def _preferred(call: LayerCall, gpu: Gpu) -> DecodeMma:
 
     It has two or three warps for each of an SM's four schedulers, a power of two of them along k. Up to 8 masks, stages
     are twice as long if warps are few and each has at least four long stages; beyond 8 masks, if a warp has all of k.
+    In 8 bits, up to 8 masks, they are four times as long if each warp has at least eight of them.
     Mask bits are held for four masks at a time, which needs the fewest registers, or for all 8 where stages are
     swizzled, which is faster. The measurements are in csrc/cuda/decode_mma.md.
     """
@@ -200,10 +201,11 @@ def _preferred(call: LayerCall, gpu: Gpu) -> DecodeMma:
         long_stages = few_warps and call.in_features >= split_k * 4 * 128
     else:  # 16 tokens in 8 bits would need more registers than there are
         long_stages = split_k == 1 and (call.weight.bits == 16 or call.tokens <= 8)
+    longest = call.weight.bits == 8 and n_masks <= 8 and call.in_features >= split_k * 8 * 256
     return DecodeMma(
         tiles=tiles,
         split_k=split_k,
-        sub=2 if long_stages else 1,
+        sub=1 if not long_stages else 4 if longest else 2,
         mask_group=4 if n_masks % 4 == 0 and not (n_masks == 8 and long_stages) else n_masks,
         block_tokens=16 if call.tokens > 8 else 8,
     )
