@@ -74,7 +74,8 @@ __device__ __forceinline__ void decode_epilogue(const Params& p, const u8* share
             const u8* parts = shared + tile * (Shape::kParts * Shape::kWarpBytes);
             const int tile_start = min(first_row + tile * Shape::kRows, p.out_features - Shape::kRows);
             const int offset = (row - tile_start) * Shape::kColumns + token;
-            const float scale = StoredWeight<Shape::kFormat, Shape::kType>::scale(p, row, 0);
+            const float scale =
+                kScalesColumns<Shape::kFormat> ? 1.0f : StoredWeight<Shape::kFormat, Shape::kType>::scale(p, row, 0);
             const float t = sum_of_parts<Shape>(parts, offset) * scale;
 #pragma unroll
             for (int first = 0; first < kMasks; first += kMaskLanes) {

@@ -16,9 +16,10 @@
 //
 // The order of a row's sums depends on in_features and on the launch configuration, not on the other tokens.
 //
-// W in 8 bits is decoded to 16 bits where it leaves shared memory; the scale of a row multiplies the sums.
+// W in 8 or 4 bits is decoded to 16 bits where it leaves shared memory. The scale of a row multiplies its sums at the
+// end, and that of a block or of a group the sums of its 128 columns.
 //
-// Requirements: in_features % 8 == 0 (16 in 8 bits), rows of weight 16-byte aligned, rows of masks aligned to MGLU_MASK_VECTOR and
+// Requirements: in_features % 8 == 0 (16 in 8 bits, 32 in 4), rows of weight 16-byte aligned, rows of masks aligned to MGLU_MASK_VECTOR and
 // contiguous, out_features >= 16.
 #include "activation.cuh"
 #include "decode_epilogue.cuh"
@@ -51,6 +52,8 @@ constexpr bool kReadOnce = MGLU_READ_ONCE;  // W is read once: a block has all t
 constexpr int kCluster = MGLU_CLUSTER;      // blocks that copy x for each other: 1 or 2
 constexpr WeightFormat kFormat = static_cast<WeightFormat>(MGLU_WEIGHT_FORMAT);
 using Weight = WeightPairs<kFormat, kType>;
+constexpr int kGroups = kScalesColumns<kFormat> ? kStageChunks / 2 : 1;  // parts of a stage with scales of their own
+static_assert(!kScalesColumns<kFormat> || kStageChunks % 2 == 0, "groups of 128 columns");
 static_assert(kCluster == 1 || (kReadOnce && kHasTma), "clusters need all tokens in each block, and TMA");
 
 constexpr int kMaskGroups = kMasks / kMaskGroup;
@@ -134,6 +137,32 @@ struct SharedX {
 // One warp's sums over k: [0] is t, [1 + i] is s_i.
 struct Accumulators {
     float sum[kMasks + 1][kTokenTiles][4];
+
+    // Adds the sums of a group of columns times the scales of rows g and g + 8.
+    __device__ __forceinline__ void add(const Accumulators& group, const float (&scale)[2]) {
+#pragma unroll
+        for (int i = 0; i <= kMasks; ++i)
+#pragma unroll
+            for (int n = 0; n < kTokenTiles; ++n)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) sum[i][n][j] += group.sum[i][n][j] * scale[j / 2];
+    }
+};
+
+// The scales of a stage's groups of 128 columns, for a lane's rows g and g + 8.
+struct GroupScales {
+    float scale[kGroups][2];
+
+    __device__ __forceinline__ void load(const Params& p, int row, int stage) {
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+            const int column = (stage * kGroups + group) * kScaledTogether;
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                scale[group][half] =
+                    column < p.in_features ? StoredWeight<kFormat, kType>::scale(p, row + 8 * half, column) : 0.0f;
+        }
+    }
 };
 
 // The addresses of a lane's reads that the compiler cannot derive: every other address is one of these plus a constant.
@@ -193,9 +222,8 @@ struct ChunkFragments {
             const u32 address = (rows + lane.weights) ^ source * Stage::kQuarterBytes;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                u32 word[Weight::kBits / 8];
-                load_shared_words(word, address + half * (8 * Stage::kBlockRowBytes));
-                Weight::decode(weights[0].pair(source, half), weights[1].pair(source, half), word);
+                Weight::load(weights[0].pair(source, half), weights[1].pair(source, half),
+                             address + half * (8 * Stage::kBlockRowBytes));
             }
         }
 #pragma unroll
@@ -343,12 +371,21 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
     keep_in_register(x_offset);
     int x_end = 0;  // the end of the segments that have arrived
     u32 x_next = x.ready;
+    GroupScales scales, next_scales;
+    if (kScalesColumns<kFormat> && own_stages > 0) next_scales.load(p, tile_row + g, part);
     for (int n = 0; n < own_stages; ++n) {
         for (; x_offset >= x_end; x_end += x.segment_octets * 16, x_next += 8) barrier_wait(x_next, 0);
+        if constexpr (kScalesColumns<kFormat>) {  // a stage ahead, so that nothing waits for them
+            scales = next_scales;
+            if (n + 1 < own_stages) next_scales.load(p, tile_row + g, part + (n + 1) * kSplitK);
+        }
         copy_async_wait<kStages - 1>();  // this lane's copies of the oldest stage have arrived,
         __syncwarp();                    // and so have the other lanes'
+        Accumulators group_sums;
 #pragma unroll
         for (int chunk_in_stage = 0; chunk_in_stage < kStageChunks; ++chunk_in_stage) {
+            if (kScalesColumns<kFormat> && chunk_in_stage % 2 == 0) group_sums = {};
+            Accumulators& sums = kScalesColumns<kFormat> ? group_sums : acc;
             const ChunkFragments chunk(slot + chunk_in_stage * (kRows * Stage::kBlockRowBytes), at,
                                        x_offset + chunk_in_stage * 128);
 #pragma unroll
@@ -361,10 +398,12 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
                     if (n + kStages < own_stages) loader.load_next(slot);
                     copy_async_commit();
                 }
-                if (group == 0) chunk.multiply_unmasked(acc, constants);
+                if (group == 0) chunk.multiply_unmasked(sums, constants);
                 const SparseMetadata<kMaskGroup> even(top, bottom, 0, constants), odd(top, bottom, 1, constants);
-                chunk.multiply_masked(acc, group, even, odd);
+                chunk.multiply_masked(sums, group, even, odd);
             }
+            if (kScalesColumns<kFormat> && chunk_in_stage % 2 == 1)
+                acc.add(group_sums, scales.scale[chunk_in_stage / 2]);
         }
         slot += kStageBytes;
         if (slot == ring_end) slot -= kRingBytes;

@@ -13,19 +13,20 @@ template <int kRows_, int kOctets_, int kBits_, int kMasks_, int kMaskVector_>
 struct StageShape {
     static constexpr int kRows = kRows_;
     static constexpr int kOctets = kOctets_;
-    static constexpr int kBits = kBits_;  // of a weight: 16 or 8
+    static constexpr int kBits = kBits_;  // of a weight: 16, 8 or 4
     static constexpr int kMasks = kMasks_;
     static constexpr int kMaskVector = kMaskVector_;  // bytes of a lane's copy of masks
     static constexpr int kWeightBytes = kRows * kOctets * kBits;
     static constexpr int kBlockRowBytes = 8 * kBits;  // 64 columns of a row
     static constexpr int kMaskRowBytes = mask_bytes(kOctets * kOctet, kMasks);
     static constexpr int kBytes = kWeightBytes + kRows * kMaskRowBytes;
-    // Swizzles that spread the rows over the banks. A warp's reads of weights touch a quarter of a block's row in four
-    // rows at once (16 bits) or in eight (8 bits): the n-th quarter of row r lies at n ^ swizzle_of(r). Reads of masks
-    // touch two rows, which collide only where a row is a multiple of 128 bytes. There, odd rows swap neighbouring
-    // 16-byte vectors.
+    // Swizzles that spread the rows over the banks. A warp reads a quarter of a block's row in all of its rows at once:
+    // the n-th quarter of row r lies at n ^ swizzle_of(r). Reads of masks touch two rows, which collide only where a row
+    // is a multiple of 128 bytes. There, odd rows swap neighbouring 16-byte vectors.
     static constexpr int kQuarterBytes = kBlockRowBytes / 4;
-    static __device__ __forceinline__ int swizzle_of(int row) { return (kBits == 16 ? row : row / 2) % 4; }
+    static __device__ __forceinline__ int swizzle_of(int row) {
+        return kBits == 16 ? row % 4 : kBits == 8 ? row / 2 % 4 : row / 4 % 2 * 2;
+    }
     static constexpr bool kSwizzleMasks = kMaskRowBytes % 128 == 0 && kMaskVector == 16;
 };
 

@@ -78,8 +78,12 @@ struct StoredWeight<WeightFormat::int4_group, kType> {
     }
 };
 
-// Four neighbouring weights of a row as pairs of 16-bit elements for tensor cores, without their scales, which are
-// exact: the even weights (columns 0 and 2) and the odd ones. `word` are the weights as they are stored.
+// Whether scales belong to columns (and rows) of W, and not to whole rows.
+template <WeightFormat kFormat>
+constexpr bool kScalesColumns = kFormat == WeightFormat::fp8_block || kFormat == WeightFormat::int4_group;
+
+// Four neighbouring weights of a row, read from shared memory, as pairs of 16-bit elements for tensor cores: the even
+// weights (columns 0 and 2) and the odd ones, without their scales. They are exact.
 template <WeightFormat kFormat, int kType>
 struct WeightPairs;
 
@@ -87,65 +91,92 @@ template <int kType>
 struct WeightPairs<WeightFormat::dense, kType> {
     static constexpr int kBits = 16;
 
-    static __device__ __forceinline__ void decode(u32& even, u32& odd, const u32 (&word)[2]) {
+    static __device__ __forceinline__ void load(u32& even, u32& odd, u32 address) {
+        u32 word[2];
+        load_shared_words(word, address);
         even = pick_bytes<0x5410>(word[0], word[1]);
         odd = pick_bytes<0x7632>(word[0], word[1]);
     }
 };
 
 template <int kType>
-struct WeightPairs<WeightFormat::fp8_row, kType> {
+struct Fp8Pairs {
     static constexpr int kBits = 8;
 
+    static __device__ __forceinline__ void load(u32& even, u32& odd, u32 address) {
+        const u32 word = load_shared_4(address);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-    // float16 by one instruction a pair, and bfloat16 from there by float32: there is no other conversion that keeps NaN.
-    static __device__ __forceinline__ void decode(u32& even, u32& odd, const u32 (&word)[1]) {
+        // float16 by one conversion a pair, and bfloat16 from there by float32: no other way keeps NaN.
         asm("{\n\t.reg .b16 low, high;\n\tmov.b32 {low, high}, %2;\n\tcvt.rn.f16x2.e4m3x2 %0, low;\n\t"
             "cvt.rn.f16x2.e4m3x2 %1, high;\n\t}"
             : "=r"(even), "=r"(odd)
-            : "r"(pick_bytes<0x3120>(word[0], 0)));
+            : "r"(pick_bytes<0x3120>(word, 0)));
         if constexpr (kType == kBfloat16) even = to_bfloat16(even), odd = to_bfloat16(odd);
+#else
+        even = from_floats<kType>(Fp8::decode(word & 0xffu, 0), Fp8::decode(word >> 16 & 0xffu, 0));
+        odd = from_floats<kType>(Fp8::decode(word >> 8 & 0xffu, 0), Fp8::decode(word >> 24, 0));
+#endif
     }
 
     static __device__ __forceinline__ u32 to_bfloat16(u32 pair) {
         return from_floats<kBfloat16>(to_float<kFloat16>(pair & 0xffffu), to_float<kFloat16>(pair >> 16));
     }
-#else
-    static __device__ __forceinline__ void decode(u32& even, u32& odd, const u32 (&word)[1]) {
-        even = from_floats<kType>(Fp8::decode(word[0] & 0xffu, 0), Fp8::decode(word[0] >> 16 & 0xffu, 0));
-        odd = from_floats<kType>(Fp8::decode(word[0] >> 8 & 0xffu, 0), Fp8::decode(word[0] >> 24, 0));
-    }
-#endif
 };
+template <int kType>
+struct WeightPairs<WeightFormat::fp8_row, kType> : Fp8Pairs<kType> {};
+template <int kType>
+struct WeightPairs<WeightFormat::fp8_block, kType> : Fp8Pairs<kType> {};
 
+// a * b + c of two pairs of 16-bit elements.
+template <int kType>
+__device__ __forceinline__ u32 multiply_add(u32 a, u32 b, u32 c) {
+    u32 result;
+    if constexpr (kType == kBfloat16) asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+    else asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+    return result;
+}
+
+// An integer becomes the last bits of a number whose last bit has the value 1; what it is too large by is subtracted.
 template <int kType>
 struct WeightPairs<WeightFormat::int8_row, kType> {
     static constexpr int kBits = 8;
 
-    // The byte becomes the last bits of a number whose last bit has the value 1, from which the rest is subtracted. In
-    // bfloat16, which has 8 significant bits, this is 128 + the last seven bits; the rest is 128 or 256.
-    static __device__ __forceinline__ void decode(u32& even, u32& odd, const u32 (&word)[1]) {
+    static __device__ __forceinline__ void load(u32& even, u32& odd, u32 address) {
+        const u32 word = load_shared_4(address);
         if constexpr (kType == kFloat16) {
-            const u32 positive = word[0] ^ 0x80808080u;  // + 128
-            even = add_1152_less(pick_bytes<0x4240>(positive, 0x64646464u));
-            odd = add_1152_less(pick_bytes<0x4341>(positive, 0x64646464u));
+            const u32 positive = word ^ 0x80808080u;           // + 128
+            even = pick_bytes<0x4240>(positive, 0x64646464u);  // + 1024
+            odd = pick_bytes<0x4341>(positive, 0x64646464u);
+            even = multiply_add<kType>(even, 0x3c003c00u, 0xe480e480u);  // * 1 - 1152
+            odd = multiply_add<kType>(odd, 0x3c003c00u, 0xe480e480u);
         } else {
-            even = last_seven_bits_less(pick_bytes<0x4240>(word[0], 0x43434343u));
-            odd = last_seven_bits_less(pick_bytes<0x4341>(word[0], 0x43434343u));
+            even = without_offset(pick_bytes<0x4240>(word, 0x43434343u));
+            odd = without_offset(pick_bytes<0x4341>(word, 0x43434343u));
         }
     }
 
-    static __device__ __forceinline__ u32 add_1152_less(u32 pair) {
-        u32 difference;
-        asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(pair), "r"(0x64806480u));
-        return difference;
+    // bfloat16 has 8 significant bits: 128 + the last seven bits, less 128, or less 256 for a negative number.
+    static __device__ __forceinline__ u32 without_offset(u32 pair) {
+        return multiply_add<kType>(pair & 0xff80ff80u, 0xbf80bf80u, pair & 0xff7fff7fu);
     }
-    static __device__ __forceinline__ u32 last_seven_bits_less(u32 pair) {
-        u32 difference;
-        asm("fma.rn.bf16x2 %0, %1, %2, %3;"
-            : "=r"(difference)
-            : "r"(pair & 0xff80ff80u), "r"(0xbf80bf80u), "r"(pair & 0xff7fff7fu));
-        return difference;
+};
+
+template <int kType>
+struct WeightPairs<WeightFormat::int4_group, kType> {
+    static constexpr int kBits = 4;
+
+    static __device__ __forceinline__ void load(u32& even, u32& odd, u32 address) {
+        u16 bits;
+        asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(address) : "memory");
+        const u32 word = bits * 0x101u;  // column 0 at bit 0, 1 at 4, 2 at 16, 3 at 20
+        if constexpr (kType == kFloat16) {
+            even = multiply_add<kType>((word & 0x000f000fu) | 0x64006400u, 0x3c003c00u, 0xe408e408u);  // - 1032
+            // Here the number is 1024 + 16 (w + 8): times 1 / 16, less 72.
+            odd = multiply_add<kType>((word & 0x00f000f0u) | 0x64006400u, 0x2c002c00u, 0xd480d480u);
+        } else {
+            even = multiply_add<kType>((word & 0x000f000fu) | 0x43004300u, 0x3f803f80u, 0xc308c308u);  // - 136
+            odd = multiply_add<kType>((word >> 4 & 0x000f000fu) | 0x43004300u, 0x3f803f80u, 0xc308c308u);
+        }
     }
 };
 

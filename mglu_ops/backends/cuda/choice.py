@@ -13,7 +13,7 @@ import torch
 from ...layer_call import LayerCall
 from . import launch_tables
 from .device import Gpu
-from .kernels import CHOICES, decode_mma
+from .kernels import CHOICES
 from .kernels.base import LaunchConfig, has_aligned_rows, has_x_in_rows, mask_alignment, weight_is_vectorizable
 
 
@@ -56,8 +56,6 @@ def without_tables(call: LayerCall, gpu: Gpu) -> LaunchConfig:
 def _slow_reason(call: LayerCall) -> str | None:
     if call.dtype is torch.float32:
         return None
-    if call.weight.format.name not in decode_mma.FORMATS:
-        return f"the weight is in the format {call.weight.format.name}"
     if call.in_features % 8 or call.in_features == 0:
         return f"in_features {call.in_features} is not a multiple of 8"
     if not weight_is_vectorizable(call):

@@ -134,7 +134,7 @@ def weight_is_vectorizable(call: LayerCall) -> bool:
     row, column = call.weight.layout.strides
     return (
         call.in_features % 8 == 0
-        and call.in_features * call.weight.dtype.itemsize % 16 == 0
+        and call.in_features * call.weight.bits % 128 == 0
         and column == 1
         and call.weight.layout.alignment == 16
         and row * call.weight.dtype.itemsize % 16 == 0

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ....formats import FORMATS
 from ....layer_call import LayerCall
 from ..device import RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
 from ..driver import Launch
@@ -27,8 +28,11 @@ from .base import (
 
 ROWS = 16
 """Rows of W in a tile, which is one `mma` high."""
-FORMATS = ("dense", "fp8_row", "int8_row")
-"""The formats of W that the kernel takes."""
+
+
+def _scales_columns(call: LayerCall) -> bool:
+    """Whether scales belong to groups of 128 columns, of which a stage holds whole ones."""
+    return call.weight.format.columns is not None
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,8 @@ class DecodeMma(LaunchConfig):
 
     def _violations(self, call: LayerCall, gpu: Gpu) -> Iterator[str]:
         yield from aligned_violations(self.kernel, call, ROWS, FORMATS)
+        if _scales_columns(call) and self.sub == 1:
+            yield f"sub: got 1, must be 2 or 4 for {call.weight.format.name}"
         if self.block_tokens > 16:
             yield f"block_tokens: got {self.block_tokens}, must be 1 to 16"
         if self.cluster > 1 and (self.cluster > 2 or gpu.arch != (9, 0) or call.tokens > self.block_tokens):
@@ -189,7 +195,7 @@ def _preferred(call: LayerCall, gpu: Gpu) -> DecodeMma:
 
     It has two or three warps for each of an SM's four schedulers, a power of two of them along k. Up to 8 masks, stages
     are twice as long if warps are few and each has at least four long stages; beyond 8 masks, if a warp has all of k.
-    In 8 bits, up to 8 masks, they are four times as long if each warp has at least eight of them.
+    In 8 and 4 bits, up to 8 masks, they are four times as long if each warp has at least eight of them.
     Mask bits are held for four masks at a time, which needs the fewest registers, or for all 8 where stages are
     swizzled, which is faster. The measurements are in csrc/cuda/decode_mma.md.
     """
@@ -199,15 +205,16 @@ def _preferred(call: LayerCall, gpu: Gpu) -> DecodeMma:
     if n_masks <= 8:
         few_warps = tiles * split_k <= (10 if n_masks <= 2 else 8)
         long_stages = few_warps and call.in_features >= split_k * 4 * 128
-    else:  # 16 tokens in 8 bits would need more registers than there are
+    else:  # 16 tokens in fewer bits would need more registers than there are
         long_stages = split_k == 1 and (call.weight.bits == 16 or call.tokens <= 8)
-    longest = call.weight.bits == 8 and n_masks <= 8 and call.in_features >= split_k * 8 * 256
+    long_stages = long_stages or _scales_columns(call)
+    longest = call.weight.bits <= 8 and n_masks <= 8 and call.in_features >= split_k * 8 * 256
     return DecodeMma(
         tiles=tiles,
         split_k=split_k,
         sub=1 if not long_stages else 4 if longest else 2,
         mask_group=4 if n_masks % 4 == 0 and not (n_masks == 8 and long_stages) else n_masks,
-        block_tokens=16 if call.tokens > 8 else 8,
+        block_tokens=16 if call.tokens > 8 and not (n_masks > 8 and _scales_columns(call)) else 8,
     )
 
 
@@ -220,7 +227,7 @@ def _fit(config: DecodeMma, call: LayerCall, gpu: Gpu) -> DecodeMma | None:
             return replace(config, blocks_per_sm=blocks)
         if config.stages > 2:
             config = replace(config, stages=config.stages - 1)
-        elif config.sub > 1:
+        elif config.sub > (2 if _scales_columns(call) else 1):
             config = replace(config, sub=config.sub // 2)
         elif config.block_tokens > 2:  # x needs less space; W is read again, mostly from L2
             config = replace(config, block_tokens=config.block_tokens // 2)
