@@ -13,7 +13,8 @@ template <int kRows_, int kOctets_, int kBits_, int kMasks_, int kMaskVector_>
 struct StageShape {
     static constexpr int kRows = kRows_;
     static constexpr int kOctets = kOctets_;
-    static constexpr int kBits = kBits_;  // of a weight: 16, 8 or 4
+    static constexpr int kBits = kBits_;                       // of a weight: 16, 8 or 4
+    static constexpr int kElementBytes = kBits == 16 ? 2 : 1;  // of a stored element, which strides count
     static constexpr int kMasks = kMasks_;
     static constexpr int kMaskVector = kMaskVector_;  // bytes of a lane's copy of masks
     static constexpr int kWeightBytes = kRows * kOctets * kBits;
@@ -86,7 +87,7 @@ class StageLoader {
         weight_slot_offset_ = lane % kWeightVectors / kBlockVectors * (kRows * Shape::kBlockRowBytes) +
                               row * Shape::kBlockRowBytes +
                               (lane % kBlockVectors * 16 ^ Shape::swizzle_of(row) * Shape::kQuarterBytes);
-        weight_step_ = p.weight_row_stride * (Shape::kBits / 8 * kRowsPerCopy);
+        weight_step_ = p.weight_row_stride * (Shape::kElementBytes * kRowsPerCopy);
         mask_step_ = p.mask_row_stride * kMaskRowsPerCopy;
 #pragma unroll
         for (int c = 0; c < kOffsets; ++c) {
@@ -107,7 +108,7 @@ class StageLoader {
         const int lane = threadIdx.x % 32;
         const int row = lane / kWeightVectors;
         octets_left_ = p.in_features / kOctet - first_stage * kOctets;
-        weight_ = static_cast<const u8*>(p.weight) + (first_row + row) * p.weight_row_stride * (Shape::kBits / 8) +
+        weight_ = static_cast<const u8*>(p.weight) + (first_row + row) * p.weight_row_stride * Shape::kElementBytes +
                   static_cast<i64>(first_stage * kWeightVectors + lane % kWeightVectors) * 16;
         masks_ = p.packed_masks + first_row * p.mask_row_stride + static_cast<i64>(first_stage) * kMaskRowBytes;
         if constexpr (kUniformCopies) masks_ += mask_row_offset_[0];
