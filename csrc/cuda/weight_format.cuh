@@ -168,7 +168,7 @@ struct WeightPairs<WeightFormat::int4_group, kType> {
     static __device__ __forceinline__ void load(u32& even, u32& odd, u32 address) {
         u16 bits;
         asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(address) : "memory");
-        const u32 word = bits * 0x101u;  // column 0 at bit 0, 1 at 4, 2 at 16, 3 at 20
+        const u32 word = pick_bytes<0x4140>(bits, 0);  // column 0 at bit 0, 1 at 4, 2 at 16, 3 at 20
         if constexpr (kType == kFloat16) {
             even = multiply_add<kType>((word & 0x000f000fu) | 0x64006400u, 0x3c003c00u, 0xe408e408u);  // - 1032
             // Here the number is 1024 + 16 (w + 8): times 1 / 16, less 72.

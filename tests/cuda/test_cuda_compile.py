@@ -24,7 +24,7 @@ from mglu_ops.backends.cuda import DecodeMma, LaunchConfig, TileWgmma
 from mglu_ops.backends.cuda.choice import without_tables
 from mglu_ops.backends.cuda.compiler import source_directory
 from mglu_ops.backends.cuda.device import KNOWN_GPUS, RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
-from mglu_ops.backends.cuda.kernels import backward_gemm, decode_mma, permute_x, training_steps
+from mglu_ops.backends.cuda.kernels import backward_gemm, permute_x, training_steps
 from mglu_ops.backends.cuda.kernels.tile_wgmma_training import training_choice
 from mglu_ops.formats import FORMATS
 from mglu_ops.layer_call import LayerCall, StoredWeight
@@ -118,7 +118,7 @@ def _check(call: LayerCall, gpu: Gpu, config: LaunchConfig, tmp_path: Path) -> N
 )
 @pytest.mark.parametrize("arch", quick_only_for([(9, 0)], ARCHITECTURES), ids=str)
 def test_decode_mma_compiles_without_spills(arch: tuple[int, int], tokens: int, n_masks: int, tmp_path: Path) -> None:
-    for dtype, name in itertools.product((torch.float16, torch.bfloat16), decode_mma.FORMATS):
+    for dtype, name in itertools.product((torch.float16, torch.bfloat16), FORMATS):
         if name == "dense" and dtype is torch.bfloat16 and n_masks != 4:
             continue  # as float16
         shape = (14336, 4096) if tokens == 1 else (4096, 1024)  # long and short stages

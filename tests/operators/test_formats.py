@@ -224,13 +224,11 @@ def test_kernels_that_take_a_format(name: str, tokens: int) -> None:
     choice = choose(call, hopper)
     assert choice.config.sources(call, hopper)[0][2]["MGLU_WEIGHT_FORMAT"] == FORMATS[name].code
     assert TileWgmma().violation(call, hopper) == f"tile_wgmma has no weight format {name}"
-    if name in ("fp8_row", "int8_row"):
-        assert isinstance(choice.config, DecodeMma)
-        assert choice.slow_reason is None
-        # A vector of 16 bytes is 16 columns.
-        narrower = LayerCall.of(stored_layer(name, torch.bfloat16, tokens, 64, 264, 4)[0])
-        assert isinstance(choose(narrower, hopper).config, Plain)
-    else:
-        assert isinstance(choice.config, Plain)
-        assert choice.slow_reason == f"the weight is in the format {name}"
-        assert DecodeMma().violation(call, hopper) == f"decode_mma has no weight format {name}"
+    assert isinstance(choice.config, DecodeMma)
+    assert choice.slow_reason is None
+    # A vector of 16 bytes is 16 columns in 8 bits, and 32 in 4.
+    for columns, expected in ((256 + 128 // call.weight.bits, DecodeMma), (264, Plain)):
+        wider = LayerCall.of(stored_layer(name, torch.bfloat16, tokens, 64, columns, 4)[0])
+        assert isinstance(choose(wider, hopper).config, expected)
+    if FORMATS[name].columns:
+        assert DecodeMma(sub=1).violation(call, hopper) == f"sub: got 1, must be 2 or 4 for {name}"

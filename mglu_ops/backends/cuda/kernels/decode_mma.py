@@ -201,7 +201,9 @@ def _preferred(call: LayerCall, gpu: Gpu) -> DecodeMma:
     """
     n_masks = call.n_masks
     tiles = _tiles_of_block(call.out_features, gpu.multiprocessors)
-    split_k = next(split for split in (8, 4, 2, 1) if split * tiles <= 12)
+    # Sums of groups of columns take as many registers as all others, which 8 warps have.
+    most_warps = 8 if _scales_columns(call) and n_masks >= 8 else 12
+    split_k = next(split for split in (8, 4, 2, 1) if split * tiles <= most_warps)
     if n_masks <= 8:
         few_warps = tiles * split_k <= (10 if n_masks <= 2 else 8)
         long_stages = few_warps and call.in_features >= split_k * 4 * 128
