@@ -29,6 +29,7 @@ test-long: unit-long
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
 
 types: $(VENV)/.ready
 	$(BIN)/mypy

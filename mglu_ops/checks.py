@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .activations import get_activation
+from .formats import FORMATS, WeightFormat, get_format
 from .layer_call import LayerArguments
 from .masks import MAX_MASKS, check_layout
 from .sizes import same_sizes
@@ -20,30 +21,56 @@ _FLOATING_NAMES = "float16, bfloat16, float32 or float64"
 
 def check_layer(given: LayerArguments) -> None:
     """Check the arguments of `mglu::forward`."""
-    check_inputs(given.x, given.weight)
+    weight_format = get_format(given.weight_format)
+    check_inputs(given.x, given.weight, weight_format)
+    _check_scale(given.weight, given.weight_scale, weight_format)
     get_activation(given.activation)
-    check_packed(given.weight, given.packed_masks)
+    check_packed(given.weight, given.packed_masks, weight_format)
     check_mask_weights(given.x, given.n_masks, given.mask_weights)
 
 
-def check_inputs(x: Tensor, weight: Tensor) -> None:
-    """Check that x `[..., in_features]` and weight `[out_features, in_features]` fit together."""
+def check_inputs(x: Tensor, weight: Tensor, weight_format: WeightFormat = FORMATS["dense"]) -> None:
+    """Check that x `[..., in_features]` and a weight of this format fit together."""
     check_dense("x", x)
     check_dense("weight", weight)
     if x.dtype not in FLOATING:
         raise TypeError(f"x: got dtype {x.dtype}, must be {_FLOATING_NAMES}")
-    if weight.dtype != x.dtype:
-        raise TypeError(f"weight: got dtype {weight.dtype}, must be x's dtype {x.dtype}")
+    if weight.dtype != (weight_format.dtype or x.dtype):
+        expected = f"x's dtype {x.dtype}" if weight_format.is_dense else str(weight_format.dtype)
+        raise TypeError(
+            f"weight: got dtype {weight.dtype}, must be {expected} for weight_format={weight_format.name!r}"
+        )
     if x.dim() < 1:
         raise ValueError("x: got a scalar, must be [..., in_features]")
     if weight.dim() != 2:
-        raise ValueError(f"weight: got shape {list(weight.shape)}, must be [out_features, in_features]")
-    if not same_sizes(x.shape[-1:], weight.shape[1:]):
+        shape = "[out_features, in_features / 2]" if weight_format.packed == 2 else "[out_features, in_features]"
+        raise ValueError(f"weight: got shape {list(weight.shape)}, must be {shape}")
+    in_features = weight_format.packed * weight.shape[1]
+    if not same_sizes(x.shape[-1:], (in_features,)):
         raise ValueError(
-            f"x: got last size {x.shape[-1]} (shape {list(x.shape)}), must be weight's in_features {weight.shape[1]}"
+            f"x: got last size {x.shape[-1]} (shape {list(x.shape)}), must be weight's in_features {in_features}"
         )
     if weight.device != x.device:
         raise ValueError(f"weight: got device {weight.device}, must be x's device {x.device}")
+
+
+def _check_scale(weight: Tensor, scale: Tensor | None, weight_format: WeightFormat) -> None:
+    """Check that the scales are those of a weight of this format, on its device."""
+    where = f"for weight_format={weight_format.name!r}"
+    if weight_format.is_dense:
+        if scale is not None:
+            raise ValueError(f"weight_scale: got a tensor of shape {list(scale.shape)}, must be None {where}")
+        return
+    shape = weight_format.scale_shape(weight.shape[0], weight_format.packed * weight.shape[1])
+    if scale is None:
+        raise ValueError(f"weight_scale: got None, must be {weight_format.scale_dtype} {list(shape)} {where}")
+    check_dense("weight_scale", scale)
+    if scale.dtype != weight_format.scale_dtype:
+        raise TypeError(f"weight_scale: got dtype {scale.dtype}, must be {weight_format.scale_dtype} {where}")
+    if not same_sizes(scale.shape, shape):
+        raise ValueError(f"weight_scale: got shape {list(scale.shape)}, must be {list(shape)} {where}")
+    if scale.device != weight.device:
+        raise ValueError(f"weight_scale: got device {scale.device}, must be x's device {weight.device}")
 
 
 def check_floating(name: str, dtype: torch.dtype | None) -> None:
@@ -52,9 +79,9 @@ def check_floating(name: str, dtype: torch.dtype | None) -> None:
         raise TypeError(f"{name}: got {dtype}, must be {_FLOATING_NAMES}, or None")
 
 
-def check_packed(weight: Tensor, packed_masks: Tensor) -> None:
-    """Check that packed_masks are the packed masks of a weight of this shape, on its device."""
-    check_layout(packed_masks, weight.shape[1], weight.shape[0])
+def check_packed(weight: Tensor, packed_masks: Tensor, weight_format: WeightFormat = FORMATS["dense"]) -> None:
+    """Check that packed_masks are the packed masks of a weight of this shape and format, on its device."""
+    check_layout(packed_masks, weight_format.packed * weight.shape[1], weight.shape[0])
     if packed_masks.device != weight.device:
         raise ValueError(f"packed_masks: got device {packed_masks.device}, must be x's device {weight.device}")
 

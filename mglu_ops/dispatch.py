@@ -72,7 +72,13 @@ _REFUSED = (
 
 
 def explain_dispatch(
-    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", mask_weights: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    packed_masks: Tensor,
+    activation: str = "silu",
+    mask_weights: Tensor | None = None,
+    weight_scale: Tensor | None = None,
+    weight_format: str = "dense",
 ) -> Choice:
     """The backend and the kernel for a call of `mglu::forward` with these arguments; reads no value of the tensors.
 
@@ -82,7 +88,7 @@ def explain_dispatch(
         TableError: a table of launches (`MGLU_TUNING_TABLE`) cannot be used.
         RuntimeError: the batch-invariant mode is on, and nothing can run the call in it.
     """
-    given = LayerArguments(x, weight, packed_masks, activation, mask_weights)
+    given = LayerArguments(x, weight, packed_masks, activation, mask_weights, weight_scale, weight_format)
     check_layer(given)
     return choose(LayerCall.of(given))
 
@@ -147,8 +153,11 @@ def _choose_on_cpu(call: LayerCall) -> Choice:
         return Choice("composite", f"library GEMMs, the only backend for {call.dtype} on a CPU")
     problem = BACKENDS["cpu"].unsupported_reason(call)
     if problem is None:
-        isa = cpu.isa(call.dtype, call.tokens, call.n_masks)
-        return Choice("cpu", f"kernels of this package, instruction set {isa}")
+        weight_format = call.weight.format
+        dtype = call.dtype if weight_format.columns is None else torch.float32  # of the products (decoded_weight.cpp)
+        decoded = "" if weight_format.is_dense else f", after decoding {weight_format.name}"
+        isa = cpu.isa(dtype, call.tokens, call.n_masks)
+        return Choice("cpu", f"kernels of this package, instruction set {isa}{decoded}")
     slow = call.out_features * call.in_features >= _NOTICEABLE_WEIGHTS
     return Choice("composite", f"library GEMMs, several times slower here than the CPU backend: {problem}", slow)
 
@@ -232,9 +241,11 @@ def _prepare_on(name: str, given: LayerArguments, launch: Any) -> PreparedCall:
 
 
 def _prepare(backend: Backend, call: LayerCall, given: LayerArguments, launch: Any) -> PreparedCall:
-    """A prepared call, which first copies x and the mask weights if they cannot be viewed as rows."""
+    """A prepared call, which first copies what is not `in_rows` and cannot be viewed so."""
     prepared = backend.prepare(call, launch)
-    copies = _is_copied(given.x) or (given.mask_weights is not None and _is_copied(given.mask_weights))
+    scale, weights = given.weight_scale, given.mask_weights
+    copies = _is_copied(given.x) or (weights is not None and _is_copied(weights))
+    copies = copies or (scale is not None and not scale.is_contiguous())
     return _OfCopiedRows(prepared) if copies else prepared
 
 
@@ -243,7 +254,7 @@ def _is_copied(tensor: Tensor) -> bool:
 
 
 class _OfCopiedRows:
-    """A prepared call that first copies x and the mask weights to rows, in the layout that it was prepared for."""
+    """A prepared call that first copies arguments to rows, in the layout that it was prepared for."""
 
     def __init__(self, prepared: PreparedCall) -> None:
         self._prepared = prepared

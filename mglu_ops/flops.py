@@ -16,7 +16,7 @@ from .masks import N_MASKS_DIM
 
 
 def _gemm_flops(x_shape: Sequence[int], weight_shape: Sequence[int], n_masks: int) -> int:
-    return (n_masks + 1) * 2 * math.prod(x_shape[:-1]) * math.prod(weight_shape)
+    return (n_masks + 1) * 2 * math.prod(x_shape) * weight_shape[0]
 
 
 @register_flop_formula([torch.ops.mglu.forward, torch.ops.mglu.forward_train])

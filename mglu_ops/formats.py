@@ -1,15 +1,32 @@
 """The formats in which the weight of a layer is stored; `csrc/cuda/weight_formats.cuh` lists the same for C++.
 
+With d = out_features and h = in_features:
+
+| format | weight | weight_scale | bits a weight |
+|---|---|---|---|
+| `dense` | x's dtype `[d, h]` | None | those of x's dtype |
+| `fp8_row` | float8_e4m3fn `[d, h]` | float32 `[d]` | 8 |
+| `fp8_block` | float8_e4m3fn `[d, h]` | float32 `[ceil(d / 128), ceil(h / 128)]` | 8 |
+| `int8_row` | int8 `[d, h]` | float32 `[d]` | 8 |
+| `int4_group` | uint8 `[d, h / 2]` | bfloat16 `[d, ceil(h / 128)]` | 4.125 |
+
+A weight is its stored number times the scale of its row, of its block of 128 x 128, or of its group of 128 columns. A
+byte of `int4_group` holds the weights of an even column, in its low four bits, and of the next column, each plus 8.
+
 A mask selects whole elements of W, so it is the same in every format. The kernels decode W once for all masks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F  # noqa: N812 (the field's name)
 from torch import Tensor
+
+from .sizes import ceil_div
+
+_BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -19,42 +36,98 @@ class WeightFormat:
     Attributes:
         name: as the operators take it.
         code: its number in `csrc/cuda/weight_formats.cuh`.
-        quantize: the stored weight and its scales (None without scales) of a floating weight
-            `[out_features, in_features]`.
-        dequantize: the weight in a dtype that a stored weight and its scales stand for.
+        dtype: of the stored weight; None for x's dtype.
+        scale_dtype: of the scales; None without scales.
+        rows: the rows that share a scale.
+        columns: the columns that share a scale; None for whole rows.
+        largest: the largest stored number, to which the largest weight of a scale is mapped.
+        packed: how many neighbouring columns one element of the stored weight holds.
     """
 
     name: str
     code: int
-    quantize: Callable[[Tensor], tuple[Tensor, Tensor | None]]
-    dequantize: Callable[[Tensor, Tensor | None, torch.dtype], Tensor]
+    dtype: torch.dtype | None = None
+    scale_dtype: torch.dtype | None = None
+    rows: int = 1
+    columns: int | None = None
+    largest: float = 1.0
+    packed: int = 1
 
     @property
     def is_dense(self) -> bool:
         """Whether the weight is stored as it is, in x's dtype."""
-        return self.code == 0
+        return self.dtype is None
+
+    def scale_shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
+        """The shape of the scales of a weight."""
+        rows = ceil_div(out_features, self.rows)
+        return (rows,) if self.columns is None else (rows, ceil_div(in_features, self.columns))
+
+    def quantize(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The stored weight and its scales (None for `dense`) of a floating weight, rounded to the nearest.
+
+        Args:
+            weight: `[out_features, in_features]`; `int4_group` needs an even in_features.
+        """
+        if self.dtype is None or self.scale_dtype is None:
+            return weight, None
+        wide = weight.to(torch.float32)
+        scale = self._largest_weights(wide).clamp_min(torch.finfo(torch.float32).tiny * self.largest) / self.largest
+        scale = scale.to(self.scale_dtype)
+        stored = (wide / self._of_weights(scale.float(), *weight.shape)).clamp(-self.largest, self.largest)
+        if not self.dtype.is_floating_point:
+            stored = stored.round()
+        if self.packed == 2:
+            stored = stored + 8
+            stored = stored[:, ::2] + 16 * stored[:, 1::2]
+        return stored.to(self.dtype), scale
+
+    def dequantize(self, weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The weight `[out_features, in_features]` of a stored weight and its scales, rounded to `dtype`."""
+        if scale is None:
+            return weight.to(dtype)
+        if self.packed == 2:
+            weight = (torch.stack((weight & 15, weight >> 4), -1).flatten(1)).to(torch.int8) - 8
+        wide = torch.float64 if dtype is torch.float64 else torch.float32
+        return (weight.to(wide) * self._of_weights(scale.to(wide), *weight.shape)).to(dtype)
+
+    def _largest_weights(self, weight: Tensor) -> Tensor:
+        """The largest absolute weight of each scale, in the shape of the scales."""
+        if self.columns is None:
+            return weight.abs().amax(1) if weight.shape[1] else weight.new_zeros(weight.shape[0])
+        (rows, columns), shape = weight.shape, self.scale_shape(*weight.shape)
+        padding = (0, shape[1] * self.columns - columns, 0, shape[0] * self.rows - rows)
+        return F.pad(weight.abs(), padding).view(shape[0], self.rows, shape[1], self.columns).amax((1, 3))
+
+    def _of_weights(self, scale: Tensor, out_features: int, in_features: int) -> Tensor:
+        """The scale of each weight, for a product with the weights."""
+        if self.columns is None:
+            return scale[:, None]
+        repeated = scale.repeat_interleave(self.rows, 0)[:out_features]
+        return repeated.repeat_interleave(self.columns, 1)[:, :in_features]
 
 
-_E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
-
-
-def _quantize_fp8_row(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Round each row to float8_e4m3fn, with a scale that maps its largest value to the largest of that type."""
-    wide = weight.float()
-    scale = wide.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / _E4M3_MAX
-    return (wide / scale[:, None]).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn), scale
-
-
-def _dequantize_fp8_row(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    assert scale is not None
-    return (weight.to(torch.float64) * scale[:, None]).to(dtype)
-
+_FP8, _FP8_LARGEST = torch.float8_e4m3fn, torch.finfo(torch.float8_e4m3fn).max
 
 FORMATS = {
     one.name: one
     for one in (
-        WeightFormat("dense", 0, lambda weight: (weight, None), lambda weight, _, dtype: weight.to(dtype)),
-        WeightFormat("fp8_row", 1, _quantize_fp8_row, _dequantize_fp8_row),
+        WeightFormat("dense", 0),
+        WeightFormat("fp8_row", 1, _FP8, torch.float32, largest=_FP8_LARGEST),
+        WeightFormat("fp8_block", 2, _FP8, torch.float32, _BLOCK, _BLOCK, _FP8_LARGEST),
+        WeightFormat("int8_row", 3, torch.int8, torch.float32, largest=127),
+        WeightFormat("int4_group", 4, torch.uint8, torch.bfloat16, 1, _BLOCK, 7, packed=2),
     )
 }
-"""The formats by their names. The operators take `dense` alone so far."""
+"""The formats by their names."""
+
+
+def get_format(name: str) -> WeightFormat:
+    """The format called `name`.
+
+    Raises:
+        ValueError: there is no such format.
+    """
+    if name not in FORMATS:
+        raise ValueError(f"weight_format: got {name!r}, must be one of {', '.join(FORMATS)}")
+    return FORMATS[name]

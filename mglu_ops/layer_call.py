@@ -26,15 +26,12 @@ _MOST_ALIGNED = 16
 
 
 class LayerArguments(NamedTuple):
-    """The arguments of `mglu::forward`, from the operator to the launch of its kernels.
-
-    `weight_scale` and `weight_format` are not arguments of the operators yet.
-    """
+    """The arguments of `mglu::forward`, from the operator to the launch of its kernels."""
 
     x: Tensor
     """`[..., in_features]`."""
     weight: Tensor
-    """`[out_features, in_features]` in x's dtype, or as `weight_format` stores it."""
+    """`[out_features, in_features]` in x's dtype, or as `weight_format` stores it (`mglu_ops.formats`)."""
     packed_masks: Tensor
     """uint8 `[out_features, ceil(in_features / 8), n_masks]`."""
     activation: str = "silu"
@@ -42,7 +39,7 @@ class LayerArguments(NamedTuple):
     mask_weights: Tensor | None = None
     """`[..., n_masks]`."""
     weight_scale: Tensor | None = None
-    """The scales of the weight, in the layout of `weight_format`."""
+    """The scales of the weight, in the shape that `weight_format` has; contiguous `in_rows`."""
     weight_format: str = "dense"
     """A name of `mglu_ops.formats.FORMATS`."""
 
@@ -63,11 +60,17 @@ class LayerArguments(NamedTuple):
         return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
 
     def in_rows(self) -> LayerArguments:
-        """The same with x `[tokens, in_features]` and mask weights `[tokens, n_masks]`; copies if views cannot be."""
-        if self.x.dim() == 2:  # and so have the mask weights
+        """The same with x `[tokens, in_features]`, mask weights `[tokens, n_masks]` and contiguous scales.
+
+        Copies what cannot be viewed so.
+        """
+        scale = self.weight_scale
+        if self.x.dim() == 2 and (scale is None or scale.is_contiguous()):  # mask weights have x's dimensions
             return self
         weights = None if self.mask_weights is None else as_rows(self.mask_weights)
-        return self._replace(x=as_rows(self.x), mask_weights=weights)
+        return self._replace(
+            x=as_rows(self.x), mask_weights=weights, weight_scale=None if scale is None else scale.contiguous()
+        )
 
 
 @dataclass(frozen=True)
@@ -95,18 +98,16 @@ class StoredWeight:
         format: the format.
         dtype: of its elements.
         layout: the layout of the tensor.
-        scale: the layout of its scales; None without scales.
     """
 
     format: WeightFormat
     dtype: torch.dtype
     layout: Layout
-    scale: Layout | None = None
 
     @property
     def bits(self) -> int:
         """The bits of one weight."""
-        return 8 * self.dtype.itemsize
+        return 8 * self.dtype.itemsize // self.format.packed
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class LayerCall:
 
         x and the mask weights are taken as their rows (`in_rows`), which may be copies.
         """
-        weight_format, scale, weights = FORMATS[given.weight_format], given.weight_scale, given.mask_weights
+        weights = given.mask_weights
         return LayerCall(
             device=given.x.device,
             dtype=given.x.dtype,
@@ -160,9 +161,7 @@ class LayerCall:
             activation=given.activation,
             mask_weights_dtype=None if weights is None else weights.dtype,
             x=Layout.of(as_rows(given.x)),
-            weight=StoredWeight(
-                weight_format, given.weight.dtype, Layout.of(given.weight), None if scale is None else Layout.of(scale)
-            ),
+            weight=StoredWeight(FORMATS[given.weight_format], given.weight.dtype, Layout.of(given.weight)),
             masks=Layout.of(given.packed_masks),
             mask_weights=Layout((0, 0)) if weights is None else Layout.of(as_rows(weights)),
             batch_invariant=batch_invariance.enabled,

@@ -5,7 +5,7 @@
 | `mglu::pack_masks(masks)` | bool or {0, 1} masks in the packed format (`mglu_ops.masks`) |
 | `mglu::pack_logits(mask_logits)` | the masks `logits > 0` in the packed format, in one pass over the logits |
 | `mglu::unpack_masks(packed_masks, in_features)` | bool masks: the inverse of packing |
-| `mglu::forward(x, weight, packed_masks, activation, mask_weights)` | the layer with fixed masks |
+| `mglu::forward(x, weight, packed_masks, activation, mask_weights, ...)` | the layer with fixed masks |
 | `mglu::forward_ste(x, weight, mask_logits, activation, mask_weights)` | the layer with learned masks; packs them |
 | `mglu::forward_train(...)` | forward, and the partial derivatives that backward reads; autograd calls it |
 | `mglu::backward(...)` | all gradients of a layer |
@@ -14,6 +14,9 @@
 
 x `[..., in_features]`, weight W `[out_features, in_features]`, y `[..., out_features]`, mask_weights r
 `[..., n_masks]` (1 without them), mask_logits `[n_masks, out_features, in_features]` with M = logits > 0.
+
+`forward` also takes W in 8 or 4 bits, as `weight_scale` and `weight_format` say (`mglu_ops.formats`). Such a weight has
+no gradient. For the gradients of x and of the mask weights it is decoded to x's dtype, in backward once more.
 
 With F_i = -1 where M_i = 1 and +1 elsewhere, t = x W^T and f_i = x (F_i * W)^T, the gate g_i is (t - f_i) / 2 and the
 value v_i is (t + f_i) / 2. `forward_train` keeps the derivatives of y, elementwise:
@@ -64,6 +67,7 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from . import checks, dispatch, notices
 from .activations import get_activation
 from .backends.base import BackwardArguments
+from .formats import FORMATS
 from .layer_call import LayerArguments, arguments_key
 from .masks import (
     binary_masks,
@@ -78,11 +82,12 @@ from .sizes import same_sizes
 from .tensors import check_dense, check_memory
 
 _LAYER = 'str activation="silu", Tensor? mask_weights=None'
+_STORED = 'Tensor? weight_scale=None, str weight_format="dense"'
 SCHEMAS = (
     "pack_masks(Tensor masks) -> Tensor",
     "pack_logits(Tensor mask_logits) -> Tensor",
     "unpack_masks(Tensor packed_masks, SymInt in_features) -> Tensor",
-    f"forward(Tensor x, Tensor weight, Tensor packed_masks, {_LAYER}) -> Tensor",
+    f"forward(Tensor x, Tensor weight, Tensor packed_masks, {_LAYER}, {_STORED}) -> Tensor",
     f"forward_ste(Tensor x, Tensor weight, Tensor mask_logits, {_LAYER}) -> (Tensor, Tensor)",
     f"forward_train(Tensor x, Tensor weight, Tensor packed_masks, {_LAYER}) -> (Tensor, Tensor)",
     "backward(Tensor grad_output, Tensor x, Tensor weight, Tensor packed_masks, Tensor partials, bool[2] needs, "
@@ -350,13 +355,17 @@ class _Layer(torch.autograd.Function):
         packed_masks: Tensor | None,
         activation: str,
         mask_weights: Tensor | None,
+        weight_scale: Tensor | None = None,
+        weight_format: str = "dense",
     ) -> tuple[Tensor, Tensor | None, Tensor]:
+        decoded = _decoded(x, weight, weight_scale, weight_format)
         with torch._C._AutoDispatchBelowAutograd(), _no_view_tracking(), _outer_gradients():
             if mask_logits is not None:
                 _check_ste(x, weight, mask_logits, activation, mask_weights)
                 packed_masks = pack_logits(mask_logits)
-            result, partials = forward_train(x, weight, packed_masks, activation, mask_weights)
-        ctx.save_for_backward(x, weight, packed_masks, partials)
+            result, partials = forward_train(x, decoded, packed_masks, activation, mask_weights)
+        ctx.save_for_backward(x, weight, packed_masks, partials, weight_scale)
+        ctx.weight_format = weight_format
         ctx.logits_dtype = None if mask_logits is None else mask_logits.dtype
         ctx.mask_weights_dtype = None if mask_weights is None else mask_weights.dtype
         ctx.mark_non_differentiable(packed_masks, partials)
@@ -366,11 +375,15 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if grad_output is None:
-            return (None,) * 6
-        needs_x, needs_weight, needs_logits, _, _, needs_mask_weights = ctx.needs_input_grad
+            return (None,) * 8
+        needs_x, needs_weight, needs_logits, _, _, needs_mask_weights, *_ = ctx.needs_input_grad
+        x, weight, packed_masks, partials, weight_scale = ctx.saved_tensors
         grads = backward(
             grad_output,
-            *ctx.saved_tensors,
+            x,
+            _decoded(x, weight, weight_scale, ctx.weight_format),
+            packed_masks,
+            partials,
             (needs_x, needs_weight),
             ctx.logits_dtype if needs_logits else None,
             ctx.mask_weights_dtype if needs_mask_weights else None,
@@ -379,7 +392,12 @@ class _Layer(torch.autograd.Function):
         grad_x, grad_weight, grad_logits, grad_mask_weights = (
             grad if is_needed else None for grad, is_needed in zip(grads, needed, strict=True)
         )
-        return grad_x, grad_weight, grad_logits, None, None, grad_mask_weights
+        return grad_x, grad_weight, grad_logits, None, None, grad_mask_weights, None, None
+
+
+def _decoded(x: Tensor, weight: Tensor, scale: Tensor | None, weight_format: str) -> Tensor:
+    """The weight in x's dtype."""
+    return weight if weight_format == "dense" else FORMATS[weight_format].dequantize(weight, scale, x.dtype)
 
 
 class _LayerBackward(torch.autograd.Function):
@@ -425,8 +443,16 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 def _apply_layer(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Call `_Layer` with the arguments of `mglu::forward`."""
-    given = LayerArguments(*args)
-    return _apply(_Layer, given.x, given.weight, None, given.packed_masks, given.activation, given.mask_weights)
+    x, weight, packed_masks, activation, mask_weights, scale, weight_format = given = LayerArguments(*args)
+    if weight_format != "dense":
+        checks.check_layer(given)
+        for name, tensor in (("weight", weight), ("weight_scale", scale)):
+            if tensor is not None and tensor.requires_grad:
+                raise ValueError(
+                    f"{name}: got a tensor that requires a gradient, which there is not for "
+                    f"weight_format={weight_format!r}: call {name}.requires_grad_(False)"
+                )
+    return _apply(_Layer, x, weight, None, packed_masks, activation, mask_weights, scale, weight_format)
 
 
 def _needs_gradient(*args: Any) -> bool:
@@ -541,15 +567,16 @@ for _device_type, _key in _AUTOCAST_KEYS.items():
 
 def _vmap_layer(op: Any, out_dims: Any) -> Callable[..., Any]:
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        defaults: tuple[Any, ...] = ("silu", None)
-        x, weight, masks, activation, mask_weights = (*args, *defaults[len(args) - 3 :])
-        dims = (*in_dims, None, None)[:5]
-        if dims[1] is not None or dims[2] is not None or (dims[0] is None and dims[4] is None):
+        given, names = LayerArguments(*args), LayerArguments._fields
+        dims = {name: dim for name, dim in zip(names, in_dims, strict=False) if dim is not None}
+        if not dims or dims.keys() - {"x", "mask_weights"}:
             return _vmap_loop(op)(info, in_dims, *args)
-        x = _batched(x, dims[0], info.batch_size)
-        if mask_weights is not None:
-            mask_weights = _batched(mask_weights, dims[4], info.batch_size)
-        return op(x, weight, masks, activation, mask_weights), out_dims
+        batched: dict[str, Any] = {
+            name: _batched(getattr(given, name), dims.get(name), info.batch_size)
+            for name in ("x", "mask_weights")
+            if getattr(given, name) is not None
+        }
+        return op(*given._replace(**batched)[: len(op._schema.arguments)]), out_dims
 
     return rule
 

@@ -1,12 +1,13 @@
 """DTensor's sharding rules: along out_features (column parallel) or along the tokens of x (token parallel).
 
-| sharding | x | weight | packed masks | mask logits | mask weights | result | gradients summed over the ranks |
+| sharding | x | weight, scales | packed masks | mask logits | mask weights | result | gradients summed over the ranks |
 |---|---|---|---|---|---|---|---|
 | replicated | replicated | replicated | replicated | replicated | replicated | replicated | none |
 | column parallel | replicated | `Shard(0)` | `Shard(0)` | `Shard(1)` | replicated | `Shard(-1)` | x, mask weights |
 | token parallel | `Shard(i)` | replicated | replicated | replicated | `Shard(i)` | `Shard(i)` | weight, mask logits |
 
-For each dimension of the mesh, DTensor takes the row that moves the least data.
+For each dimension of the mesh, DTensor takes the row that moves the least data. A shard of a weight whose rows share
+scales (`fp8_block`) must have whole blocks of them.
 
 Importing this module registers the rules. `ops` imports it when DTensor first asks for the shapes of an operator's
 results (`ops._fake`), so that a program without DTensors does not import `torch.distributed.tensor`.
@@ -14,6 +15,7 @@ results (`ops._fake`), so that a program without DTensors does not import `torch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +23,8 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import register_sharding
+
+from .formats import FORMATS
 
 Option = tuple[list[Placement], list[Placement]]
 """A sharding of an operator: the placements of its results and of its tensor arguments."""
@@ -51,11 +55,33 @@ def _unpack_masks(packed_masks: Any, in_features: int) -> list[Option]:
     return [([_replicate], [_replicate]), ([Shard(1)], [Shard(0)])]
 
 
-def _forward(x: Any, weight: Any, packed_masks: Any, activation: Any = None, mask_weights: Any = None) -> list[Option]:
+def _forward(
+    x: Any,
+    weight: Any,
+    packed_masks: Any,
+    activation: Any = None,
+    mask_weights: Any = None,
+    weight_scale: Any = None,
+    weight_format: str = "dense",
+) -> list[Option]:
+    _check_blocks(weight, weight_format)
     return [
-        ([of_result], [of_x, of_rows, of_rows, *_if_given(mask_weights, of_x)])
+        ([of_result], [of_x, of_rows, of_rows, *_if_given(mask_weights, of_x), *_if_given(weight_scale, of_rows)])
         for of_x, of_rows, of_result in _placements(x)
     ]
+
+
+def _check_blocks(weight: Any, weight_format: str) -> None:
+    """Check that each shard of a weight has the rows of whole scales."""
+    shards = math.prod(
+        weight.mesh.size(dim) for dim, placement in enumerate(weight.placements) if placement == Shard(0)
+    )
+    rows = FORMATS[weight_format].rows
+    if shards > 1 and rows > 1 and weight.shape[0] % (rows * shards):
+        raise ValueError(
+            f"weight: got {weight.shape[0]} rows of {weight_format} in {shards} shards, must be a multiple of {rows} "
+            "rows in each shard, which share their scales"
+        )
 
 
 def _forward_ste(
@@ -128,12 +154,14 @@ def _register(op: Any, rule: Callable[..., list[Option]], first_option: int | No
         propagator.op_to_schema_info[op] = RuntimeSchemaInfo(first_option, needs_pytree=True)
 
 
+def _position(op: Any, name: str) -> int:
+    return [argument.name for argument in op._schema.arguments].index(name)
+
+
 _register(_mglu.pack_masks.default, _pack)
 _register(_mglu.pack_logits.default, _pack)
 _register(_mglu.unpack_masks.default, _unpack_masks)
-_register(_mglu.forward.default, _forward)
+_register(_mglu.forward.default, _forward, _position(_mglu.forward.default, "weight_format"))
 _register(_mglu.forward_ste.default, _forward_ste)
 _register(_mglu.forward_train.default, _forward_train)
-_register(
-    _mglu.backward.default, _backward, [arg.name for arg in _mglu.backward.default._schema.arguments].index("needs")
-)
+_register(_mglu.backward.default, _backward, _position(_mglu.backward.default, "needs"))

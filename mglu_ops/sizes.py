@@ -1,4 +1,4 @@
-"""Comparison of sizes that is cheap in eager mode and adds no guard that a compiler cannot decide."""
+"""Comparison of sizes, cheap in eager mode and without a guard that a compiler cannot decide; and division."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+
+def ceil_div(size: int, step: int) -> int:
+    """The quotient, rounded up."""
+    return -(-size // step)
 
 
 def same_sizes(got: Sequence[Any], expected: Sequence[Any]) -> bool:

@@ -1,5 +1,7 @@
-// Weights in other formats than x's type: rows are decoded to x's type, a block at a time, and multiplied as dense ones.
-// Every decoded value is exact, since the row's scale multiplies the sums.
+// Weights in other formats than x's type: rows are decoded, a block of them at a time, and multiplied as dense ones.
+//
+// The scale of a row multiplies the sums, and the stored numbers are exact in x's type. Scales of blocks and of groups
+// multiply the weights, which needs float32: then x and the result are converted.
 #include <algorithm>
 
 #include "kernels.h"
@@ -10,7 +12,7 @@ namespace {
 #include "element.h"
 
 constexpr std::int64_t kBlockBytes = 1 << 21;  // decoded weights of a block, which stay in the caches
-constexpr std::int64_t kGrain = 1 << 14;       // weights of a task, at least
+constexpr std::int64_t kGrain = 1 << 14;       // elements of a task, at least
 
 float decode_e4m3(std::uint8_t bits) {
     const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x80) << 24, magnitude = bits & 0x7f;
@@ -18,16 +20,27 @@ float decode_e4m3(std::uint8_t bits) {
     return bit_cast<float>(sign | bit_cast<std::uint32_t>(bit_cast<float>(magnitude << 20) * 0x1p120f));
 }
 
-// Each value of a byte as an element of x's type.
+// The number that a byte of fp8 or int8 stores, as an element of the products.
 template <class E>
 struct Table {
     E value[256];
 
-    Table() {
-        for (int bits = 0; bits < 256; ++bits)
-            value[bits] = from_float<E>(decode_e4m3(static_cast<std::uint8_t>(bits)));
+    explicit Table(WeightFormat format) {
+        for (int bits = 0; bits < 256; ++bits) {
+            const auto byte = static_cast<std::uint8_t>(bits);
+            const float number = format == WeightFormat::int8_row ? static_cast<std::int8_t>(byte) : decode_e4m3(byte);
+            value[bits] = from_float<E>(number);
+        }
     }
 };
+
+// The scale of a weight's block of 128 x 128, or of its group of 128 columns.
+float scale_of(const Forward& call, std::int64_t row, std::int64_t column) {
+    const std::int64_t groups = ceil_div(call.in_features, kScaledTogether), group = column / kScaledTogether;
+    if (call.weight_format == WeightFormat::int4_group)
+        return to_float(static_cast<const BFloat16*>(call.weight_scale)[row * groups + group]);
+    return static_cast<const float*>(call.weight_scale)[row / kScaledTogether * groups + group];
+}
 
 template <class E>
 struct Decode {
@@ -38,22 +51,36 @@ struct Decode {
 
     static void run(std::int64_t begin, std::int64_t end, void* context) {
         const auto& job = *static_cast<const Decode*>(context);
-        for (std::int64_t row = begin; row < end; ++row) {
-            const auto* from =
-                static_cast<const std::uint8_t*>(job.call.weight) + (job.first_row + row) * job.call.weight_stride;
-            E* to = job.to + row * job.call.in_features;
-            for (std::int64_t k = 0; k < job.call.in_features; ++k) to[k] = job.table.value[from[k]];
+        for (std::int64_t row = begin; row < end; ++row) job.decode(job.first_row + row, job.to + row * job.width());
+    }
+
+    std::int64_t width() const { return call.in_features; }
+
+    void decode(std::int64_t row, E* to) const {
+        const auto* from = static_cast<const std::uint8_t*>(call.weight) + row * call.weight_stride;
+        if (call.weight_format == WeightFormat::int4_group) {
+            for (std::int64_t k = 0; k < width(); ++k)
+                to[k] = from_float<E>(static_cast<float>((from[k / 2] >> k % 2 * 4 & 15) - 8));
+        } else {
+            for (std::int64_t k = 0; k < width(); ++k) to[k] = table.value[from[k]];
+        }
+        if (has_row_scales(call.weight_format)) return;
+        for (std::int64_t first = 0; first < width(); first += kScaledTogether) {
+            const float scale = scale_of(call, row, first);
+            for (std::int64_t k = first; k < smaller(first + kScaledTogether, width()); ++k)
+                to[k] = from_float<E>(to_float(to[k]) * scale);
         }
     }
 };
 
+// Runs a call whose x and result are of type E.
 template <class E>
-Status forward_typed(const Forward& call, ParallelFor parallel_for, ForwardFunction run) {
+Status forward_blocks(const Forward& call, ParallelFor parallel_for, ForwardFunction run) {
     const std::int64_t row_bytes = std::max<std::int64_t>(call.in_features * static_cast<std::int64_t>(sizeof(E)), 1);
     const std::int64_t rows = smaller(std::max<std::int64_t>(kBlockBytes / row_bytes / 64, 1) * 64, call.out_features);
     const Floats memory = allocate_floats(ceil_div(rows * row_bytes, 4));
     if (!memory) return Status::out_of_memory;
-    Decode<E> job{call, 0, reinterpret_cast<E*>(memory.get()), {}};
+    Decode<E> job{call, 0, reinterpret_cast<E*>(memory.get()), Table<E>(call.weight_format)};
     for (; job.first_row < call.out_features; job.first_row += rows) {
         const std::int64_t count = smaller(rows, call.out_features - job.first_row);
         if (parallel_for(0, count, ceil_div(kGrain, call.in_features + 1), Decode<E>::run, &job))
@@ -63,7 +90,8 @@ Status forward_typed(const Forward& call, ParallelFor parallel_for, ForwardFunct
         block.weight_stride = call.in_features;
         block.weight_format = WeightFormat::dense;
         block.packed_masks = call.packed_masks + job.first_row * call.mask_stride;
-        block.weight_scale = call.weight_scale + job.first_row;
+        block.weight_scale =
+            has_row_scales(call.weight_format) ? static_cast<const float*>(call.weight_scale) + job.first_row : nullptr;
         block.out = static_cast<E*>(call.out) + job.first_row;
         block.out_features = count;
         const Status status = run(block, parallel_for);
@@ -72,13 +100,59 @@ Status forward_typed(const Forward& call, ParallelFor parallel_for, ForwardFunct
     return Status::ok;
 }
 
+// Converts rows of a matrix to another type.
+template <class From, class To>
+struct Convert {
+    const From* from;
+    std::int64_t from_stride;
+    To* to;
+    std::int64_t to_stride;
+    std::int64_t columns;
+
+    static void run(std::int64_t begin, std::int64_t end, void* context) {
+        const auto& job = *static_cast<const Convert*>(context);
+        for (std::int64_t row = begin; row < end; ++row)
+            for (std::int64_t k = 0; k < job.columns; ++k)
+                job.to[row * job.to_stride + k] = from_float<To>(to_float(job.from[row * job.from_stride + k]));
+    }
+};
+
+// Runs a call of a 16-bit type E by products in float32.
+template <class E>
+Status forward_widened(const Forward& call, ParallelFor parallel_for, ForwardFunction run) {
+    const Floats x = allocate_floats(call.tokens * call.in_features);
+    const Floats out = allocate_floats(call.tokens * call.out_features);
+    if (!x || !out) return Status::out_of_memory;
+    Convert<E, float> widen{static_cast<const E*>(call.x), call.x_stride, x.get(), call.in_features, call.in_features};
+    if (parallel_for(0, call.tokens, ceil_div(kGrain, call.in_features + 1), widen.run, &widen))
+        return Status::parallel_for_failed;
+    Forward wide = call;
+    wide.x = x.get();
+    wide.x_stride = call.in_features;
+    wide.out = out.get();
+    wide.out_stride = call.out_features;
+    wide.dtype = DType::float32;
+    const Status status = forward_blocks<float>(wide, parallel_for, run);
+    if (status != Status::ok) return status;
+    Convert<float, E> narrow{out.get(), call.out_features, static_cast<E*>(call.out), call.out_stride,
+                             call.out_features};
+    return parallel_for(0, call.tokens, ceil_div(kGrain, call.out_features), narrow.run, &narrow)
+               ? Status::parallel_for_failed
+               : Status::ok;
+}
+
 }  // namespace
 
 Status forward_decoded(const Forward& call, ParallelFor parallel_for, ForwardFunction run) {
+    const bool narrow = has_row_scales(call.weight_format);
     switch (call.dtype) {
-        case DType::float32: return forward_typed<float>(call, parallel_for, run);
-        case DType::bfloat16: return forward_typed<BFloat16>(call, parallel_for, run);
-        case DType::float16: return forward_typed<Float16>(call, parallel_for, run);
+        case DType::float32: return forward_blocks<float>(call, parallel_for, run);
+        case DType::bfloat16:
+            return narrow ? forward_blocks<BFloat16>(call, parallel_for, run)
+                          : forward_widened<BFloat16>(call, parallel_for, run);
+        case DType::float16:
+            return narrow ? forward_blocks<Float16>(call, parallel_for, run)
+                          : forward_widened<Float16>(call, parallel_for, run);
     }
     return Status::invalid_argument;
 }

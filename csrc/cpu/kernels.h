@@ -16,7 +16,13 @@ namespace mglu::cpu {
 
 using ForwardFunction = Status (*)(const Forward&, ParallelFor);
 
-// Runs a checked, non-empty call whose weight is not dense, by a function for dense weights.
+// Whether a scale belongs to a row of W, so that it can multiply the row's sums.
+constexpr bool has_row_scales(WeightFormat format) {
+    return format == WeightFormat::fp8_row || format == WeightFormat::int8_row;
+}
+
+// Runs a checked, non-empty call whose weight is not dense, by a function for dense weights. `run` takes x's type if
+// the weight has row scales, else float32.
 Status forward_decoded(const Forward& call, ParallelFor parallel_for, ForwardFunction run);
 
 // Each function takes a checked, non-empty call with a dense weight whose instruction set runs here. The last two take only bfloat16.

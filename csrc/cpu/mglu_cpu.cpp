@@ -44,8 +44,8 @@ bool is_valid(const Forward& call) {
     const bool mask_weight = !call.mask_weights || is_in_range(call.mask_weights_dtype, 3);
     const bool partials = !call.partials || call.in_features > 0;
     const bool is_dense = call.weight_format == WeightFormat::dense;
-    const bool is_fp8 = call.weight_format == WeightFormat::fp8_row && !call.partials;
-    const bool weight = call.weight_scale ? is_fp8 : is_dense;
+    const bool is_decoded = is_in_range(call.weight_format, kWeightFormats) && !is_dense && !call.partials;
+    const bool weight = call.weight_scale ? is_decoded : is_dense;
     return sizes && masks && mask_weight && partials && weight && is_in_range(call.dtype, 3) &&
            is_in_range(call.activation, kActivationCount) && is_in_range(call.isa, 6);
 }
@@ -54,8 +54,10 @@ bool is_valid(const Forward& call) {
 
 Status forward(const Forward& call, ParallelFor parallel_for) {
     if (!is_valid(call) || !parallel_for) return Status::invalid_argument;
-    const Isa isa = call.isa == Isa::best ? best_isa(call.dtype, call.tokens, call.n_masks) : call.isa;
-    const ForwardFunction run = find_forward(isa, call.dtype);
+    const bool narrow = call.weight_format == WeightFormat::dense || has_row_scales(call.weight_format);
+    const DType dtype = narrow ? call.dtype : DType::float32;  // of the products
+    const Isa isa = call.isa == Isa::best ? best_isa(dtype, call.tokens, call.n_masks) : call.isa;
+    const ForwardFunction run = find_forward(isa, dtype);
     if (!run) return Status::unsupported_isa;
     if (call.tokens == 0 || call.out_features == 0) return Status::ok;
     return call.weight_format == WeightFormat::dense ? run(call, parallel_for)

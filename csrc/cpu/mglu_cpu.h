@@ -51,7 +51,7 @@ struct Forward {
     const void* weight;                // [out_features, in_features] as weight_format has it; dense is of dtype
     const std::uint8_t* packed_masks;  // the packed format (csrc/cuda/packed_masks.cuh); padding bits are ignored
     const void* mask_weights;          // [tokens, n_masks] of mask_weights_dtype, or nullptr for a weight of 1 each
-    const float* weight_scale;         // [out_features], a factor of each row of W, or nullptr
+    const void* weight_scale;          // as weight_format has it, or nullptr for dense
     void* out;                         // [tokens, out_features] of dtype; overlaps no input
     void* partials;                    // nullptr, or in training [tokens, partials_of(call), out_features] of dtype
     std::int64_t tokens;
@@ -59,7 +59,7 @@ struct Forward {
     std::int64_t in_features;
     std::int64_t n_masks;                  // 1 to 16
     std::int64_t x_stride;                 // from one token to the next
-    std::int64_t weight_stride;            // from one output feature to the next
+    std::int64_t weight_stride;            // from one output feature to the next, in stored elements
     std::int64_t mask_stride;              // from one output feature to the next, in bytes
     std::int64_t mask_weight_stride;       // from one token to the next
     std::int64_t mask_weight_mask_stride;  // from one mask to the next

@@ -8,7 +8,7 @@ inline std::int64_t results_of(const Forward& call) { return 1 + (call.partials 
 
 // A factor of the gates and values of a row of W, whose sums are of the stored weights.
 inline float row_scale(const Forward& call, std::int64_t row) {
-    return call.weight_scale && row < call.out_features ? call.weight_scale[row] : 1.0f;
+    return call.weight_scale && row < call.out_features ? static_cast<const float*>(call.weight_scale)[row] : 1.0f;
 }
 
 // The start of a token's row of a result.

@@ -6,16 +6,18 @@
 #include "params.cuh"
 #include "ptx.cuh"
 #include "mask_weights.cuh"
+#include "weight_format.cuh"
 
 namespace mglu {
 
 // A block has kTiles tiles of kRows rows of W. The kParts warps that share a tile, each with a part of k, are
 // neighbours. Each warp has left its sums in shared memory, kWarpBytes apart: float [1 + kMasks][kRows][kColumns],
 // first t = x W^T, then s_i = x (M_i * W)^T of each mask.
-template <int kType_, int kMasks_, Activation kActivation_, int kMaskWeightType_, int kTiles_, int kParts_, int kRows_,
-          int kColumns_, int kWarpBytes_>
+template <int kType_, WeightFormat kFormat_, int kMasks_, Activation kActivation_, int kMaskWeightType_, int kTiles_,
+          int kParts_, int kRows_, int kColumns_, int kWarpBytes_>
 struct EpilogueShape {
     static constexpr int kType = kType_;
+    static constexpr WeightFormat kFormat = kFormat_;
     static constexpr int kMasks = kMasks_;
     static constexpr Activation kActivation = kActivation_;
     static constexpr int kMaskWeightType = kMaskWeightType_;  // -1: no mask weights
@@ -72,12 +74,14 @@ __device__ __forceinline__ void decode_epilogue(const Params& p, const u8* share
             const u8* parts = shared + tile * (Shape::kParts * Shape::kWarpBytes);
             const int tile_start = min(first_row + tile * Shape::kRows, p.out_features - Shape::kRows);
             const int offset = (row - tile_start) * Shape::kColumns + token;
-            const float t = sum_of_parts<Shape>(parts, offset);
+            const float scale =
+                kScalesColumns<Shape::kFormat> ? 1.0f : StoredWeight<Shape::kFormat, Shape::kType>::scale(p, row, 0);
+            const float t = sum_of_parts<Shape>(parts, offset) * scale;
 #pragma unroll
             for (int first = 0; first < kMasks; first += kMaskLanes) {
                 const int i = first + mask_lane;
                 if (kMasks % kMaskLanes != 0 && i >= kMasks) continue;
-                const float gate = sum_of_parts<Shape>(parts, (1 + i) * kPlane + offset);
+                const float gate = sum_of_parts<Shape>(parts, (1 + i) * kPlane + offset) * scale;
                 const float term = activate<Shape::kActivation, true>(gate) * (t - gate);
                 sum[first / kMaskLanes % kLanePartialSums] +=
                     load_mask_weight<Shape::kMaskWeightType>(p, token, i) * term;

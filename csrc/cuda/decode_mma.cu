@@ -16,7 +16,10 @@
 //
 // The order of a row's sums depends on in_features and on the launch configuration, not on the other tokens.
 //
-// Requirements: in_features % 8 == 0, rows of weight 16-byte aligned, rows of masks aligned to MGLU_MASK_VECTOR and
+// W in 8 or 4 bits is decoded to 16 bits where it leaves shared memory. The scale of a row multiplies its sums at the
+// end, and that of a block or of a group the sums of its 128 columns.
+//
+// Requirements: in_features % 8 == 0 (16 in 8 bits, 32 in 4), rows of weight 16-byte aligned, rows of masks aligned to MGLU_MASK_VECTOR and
 // contiguous, out_features >= 16.
 #include "activation.cuh"
 #include "decode_epilogue.cuh"
@@ -26,7 +29,7 @@
 #include "params.cuh"
 #include "ptx.cuh"
 #include "stage_ring.cuh"
-#include "weight_formats.cuh"
+#include "weight_format.cuh"
 #include "work.cuh"
 
 namespace mglu {
@@ -47,7 +50,10 @@ constexpr int kMaskGroup = MGLU_MASK_GROUP;        // masks whose bits are in re
 constexpr int kBlocksPerSm = MGLU_BLOCKS_PER_SM;
 constexpr bool kReadOnce = MGLU_READ_ONCE;  // W is read once: a block has all tokens
 constexpr int kCluster = MGLU_CLUSTER;      // blocks that copy x for each other: 1 or 2
-static_assert(static_cast<WeightFormat>(MGLU_WEIGHT_FORMAT) == WeightFormat::dense, "decode_mma takes dense weights");
+constexpr WeightFormat kFormat = static_cast<WeightFormat>(MGLU_WEIGHT_FORMAT);
+using Weight = WeightPairs<kFormat, kType>;
+constexpr int kGroups = kScalesColumns<kFormat> ? kStageChunks / 2 : 1;  // parts of a stage with scales of their own
+static_assert(!kScalesColumns<kFormat> || kStageChunks % 2 == 0, "groups of 128 columns");
 static_assert(kCluster == 1 || (kReadOnce && kHasTma), "clusters need all tokens in each block, and TMA");
 
 constexpr int kMaskGroups = kMasks / kMaskGroup;
@@ -55,7 +61,7 @@ static_assert(kMaskGroups * kMaskGroup == kMasks, "kMaskGroup divides kMasks");
 constexpr int kWarps = kTiles * kSplitK;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kRows = 16;
-using Stage = StageShape<kRows, 8 * kStageChunks, kMasks, kMaskVector>;
+using Stage = StageShape<kRows, 8 * kStageChunks, Weight::kBits, kMasks, kMaskVector>;
 constexpr int kWeightBytes = Stage::kWeightBytes;
 constexpr int kMaskRowBytes = Stage::kMaskRowBytes;
 constexpr int kStageBytes = Stage::kBytes;
@@ -65,8 +71,8 @@ constexpr int kRingBytes = kStages * kStageBytes;
 // A warp's sums overwrite its ring. Where they are larger, they overwrite all rings and x.
 constexpr bool kSumsInRing = 4 * kPartialFloats <= kRingBytes;
 constexpr int kSumBytes = kSumsInRing ? kRingBytes : (4 * kPartialFloats + 127) / 128 * 128;
-using Epilogue =
-    EpilogueShape<kType, kMasks, kActivation, kMaskWeightType, kTiles, kSplitK, kRows, kTokenColumns, kSumBytes>;
+using Epilogue = EpilogueShape<kType, kFormat, kMasks, kActivation, kMaskWeightType, kTiles, kSplitK, kRows,
+                               kTokenColumns, kSumBytes>;
 
 // x in shared memory: a row for each token, in vectors of 8 columns, with 16 bytes of padding between rows so that the
 // words that a warp reads of 8 tokens lie in different banks. x arrives in kXSegments segments along k, each with a
@@ -131,16 +137,42 @@ struct SharedX {
 // One warp's sums over k: [0] is t, [1 + i] is s_i.
 struct Accumulators {
     float sum[kMasks + 1][kTokenTiles][4];
+
+    // Adds the sums of a group of columns times the scales of rows g and g + 8.
+    __device__ __forceinline__ void add(const Accumulators& group, const float (&scale)[2]) {
+#pragma unroll
+        for (int i = 0; i <= kMasks; ++i)
+#pragma unroll
+            for (int n = 0; n < kTokenTiles; ++n)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) sum[i][n][j] += group.sum[i][n][j] * scale[j / 2];
+    }
+};
+
+// The scales of a stage's groups of 128 columns, for a lane's rows g and g + 8.
+struct GroupScales {
+    float scale[kGroups][2];
+
+    __device__ __forceinline__ void load(const Params& p, int row, int stage) {
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+            const int column = (stage * kGroups + group) * kScaledTogether;
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                scale[group][half] =
+                    column < p.in_features ? StoredWeight<kFormat, kType>::scale(p, row + 8 * half, column) : 0.0f;
+        }
+    }
 };
 
 // The addresses of a lane's reads that the compiler cannot derive: every other address is one of these plus a constant.
 struct LaneAddresses {
-    u32 weights;         // in a slot: 8 bytes of row g; XOR applies `source` (0 to 3)
+    u32 weights;         // in a slot: 4 weights of row g; XOR applies `source` (0 to 3)
     u32 masks[2];        // in a slot: row g, columns 16q to 16q + 15 of a chunk
     u32 x[kTokenTiles];  // 4 of a token's first 16 bytes
 
     __device__ __forceinline__ LaneAddresses(int g, int q, const SharedX& rows, int tokens) {
-        weights = g * 128 + g % 4 * 32 + q * 8;
+        weights = g * Stage::kBlockRowBytes + Stage::swizzle_of(g) * Stage::kQuarterBytes + q * (Weight::kBits / 2);
         // StageLoader swizzles the masks' rows.
         const u32 swizzle = kSwizzleMasks ? g % 2 * 16 : 0;
 #pragma unroll
@@ -187,13 +219,11 @@ struct ChunkFragments {
     __device__ __forceinline__ ChunkFragments(u32 rows, const LaneAddresses& lane, int x_offset) {
 #pragma unroll
         for (int source = 0; source < 4; ++source) {
-            const u32 address = (rows + lane.weights) ^ source * 32;
+            const u32 address = (rows + lane.weights) ^ source * Stage::kQuarterBytes;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                u32 word[2];
-                load_shared_words(word, address + half * 1024);
-                weights[0].set(source, half, word, 0);
-                weights[1].set(source, half, word, 1);
+                Weight::load(weights[0].pair(source, half), weights[1].pair(source, half),
+                             address + half * (8 * Stage::kBlockRowBytes));
             }
         }
 #pragma unroll
@@ -341,13 +371,23 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
     keep_in_register(x_offset);
     int x_end = 0;  // the end of the segments that have arrived
     u32 x_next = x.ready;
+    GroupScales scales, next_scales;
+    if (kScalesColumns<kFormat> && own_stages > 0) next_scales.load(p, tile_row + g, part);
     for (int n = 0; n < own_stages; ++n) {
         for (; x_offset >= x_end; x_end += x.segment_octets * 16, x_next += 8) barrier_wait(x_next, 0);
+        if constexpr (kScalesColumns<kFormat>) {  // a stage ahead, so that nothing waits for them
+            scales = next_scales;
+            if (n + 1 < own_stages) next_scales.load(p, tile_row + g, part + (n + 1) * kSplitK);
+        }
         copy_async_wait<kStages - 1>();  // this lane's copies of the oldest stage have arrived,
         __syncwarp();                    // and so have the other lanes'
+        Accumulators group_sums;
 #pragma unroll
         for (int chunk_in_stage = 0; chunk_in_stage < kStageChunks; ++chunk_in_stage) {
-            const ChunkFragments chunk(slot + chunk_in_stage * (kRows * 128), at, x_offset + chunk_in_stage * 128);
+            if (kScalesColumns<kFormat> && chunk_in_stage % 2 == 0) group_sums = {};
+            Accumulators& sums = kScalesColumns<kFormat> ? group_sums : acc;
+            const ChunkFragments chunk(slot + chunk_in_stage * (kRows * Stage::kBlockRowBytes), at,
+                                       x_offset + chunk_in_stage * 128);
 #pragma unroll
             for (int group = 0; group < kMaskGroups; ++group) {
                 const MaskWords<kMaskGroup> top = load_mask_group(slot, at, 0, chunk_in_stage, group);
@@ -358,10 +398,12 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
                     if (n + kStages < own_stages) loader.load_next(slot);
                     copy_async_commit();
                 }
-                if (group == 0) chunk.multiply_unmasked(acc, constants);
+                if (group == 0) chunk.multiply_unmasked(sums, constants);
                 const SparseMetadata<kMaskGroup> even(top, bottom, 0, constants), odd(top, bottom, 1, constants);
-                chunk.multiply_masked(acc, group, even, odd);
+                chunk.multiply_masked(sums, group, even, odd);
             }
+            if (kScalesColumns<kFormat> && chunk_in_stage % 2 == 1)
+                acc.add(group_sums, scales.scale[chunk_in_stage / 2]);
         }
         slot += kStageBytes;
         if (slot == ring_end) slot -= kRingBytes;

@@ -92,10 +92,12 @@ struct SparseMetadata {
 struct SparseWeights {
     u32 value[2][4];
 
-    // Sets the values of row g + 8 bottom from the 4 weights at column 16 source + 4 q.
+    // The pair of values of row g + 8 bottom from the 4 weights at column 16 source + 4 q.
+    __device__ __forceinline__ u32& pair(int source, int bottom) { return value[source / 2][source % 2 * 2 + bottom]; }
+
+    // Sets a pair from 4 weights of 16 bits.
     __device__ __forceinline__ void set(int source, int bottom, const u32 (&word)[2], int odd) {
-        u32& pair_of_weights = value[source / 2][source % 2 * 2 + bottom];
-        pair_of_weights = odd ? pick_bytes<0x7632>(word[0], word[1]) : pick_bytes<0x5410>(word[0], word[1]);
+        pair(source, bottom) = odd ? pick_bytes<0x7632>(word[0], word[1]) : pick_bytes<0x5410>(word[0], word[1]);
     }
 };
 

@@ -18,7 +18,7 @@ struct Params {
     const void* mask_weights;  // [tokens, n_masks], or null
     const void* weight_scale;  // as the weight's format has it (weight_format.cuh), or null
     void* out;                 // [tokens, out_features], contiguous
-    i64 x_row_stride;          // strides count elements; an element of the masks is a byte
+    i64 x_row_stride;          // strides count stored elements; an element of the masks is a byte
     i64 x_column_stride;
     i64 weight_row_stride;
     i64 weight_column_stride;

@@ -22,29 +22,41 @@ using Bits = typename Element<kType>::Bits;
 using X = StoredWeight<WeightFormat::dense, kType>;
 using Weight = StoredWeight<static_cast<WeightFormat>(MGLU_WEIGHT_FORMAT), kType>;
 
-// Loads eight consecutive elements from column k on. Elements past the end of the row are zero. `vector`: whether rows
+// The bytes of eight columns, and of one load of `load_octet`.
+template <class Stored>
+constexpr int kOctetBytes = sizeof(typename Stored::Bits) * kOctet / Stored::kColumns;
+template <class Stored>
+constexpr int kLoad = kOctetBytes<Stored> < 16 ? kOctetBytes<Stored> : 16;
+
+// Loads eight consecutive columns from column k on. Columns past the end of the row are zero. `vector`: whether rows
 // are contiguous and aligned to whole loads.
 template <class Stored>
 __device__ __forceinline__ void load_octet(float (&value)[8], const typename Stored::Bits* row, i64 stride, int k,
                                            int end, bool vector) {
+    constexpr int kColumns = Stored::kColumns;
     union {
-        typename Stored::Bits element[8];
-        Vec16 vector16[sizeof(element) / 16 ? sizeof(element) / 16 : 1];
+        typename Stored::Bits element[8 / kColumns];
+        Vec16 vector16[2];
         u64 vector8;
+        u32 vector4;
     } read;
     if (vector && k + 8 <= end) {
-        if constexpr (sizeof(read.element) == 8) {
-            read.vector8 = *reinterpret_cast<const u64*>(row + k);
+        const typename Stored::Bits* from = row + k / kColumns;
+        if constexpr (kLoad<Stored> == 4) {
+            read.vector4 = *reinterpret_cast<const u32*>(from);
+        } else if constexpr (kLoad<Stored> == 8) {
+            read.vector8 = *reinterpret_cast<const u64*>(from);
         } else {
 #pragma unroll
             for (int v = 0; v < sizeof(read.element) / 16; ++v)
-                read.vector16[v] = reinterpret_cast<const Vec16*>(row + k)[v];
+                read.vector16[v] = reinterpret_cast<const Vec16*>(from)[v];
         }
 #pragma unroll
-        for (int j = 0; j < 8; ++j) value[j] = Stored::decode(read.element[j]);
+        for (int j = 0; j < 8; ++j) value[j] = Stored::decode(read.element[j / kColumns], j % kColumns);
     } else {
 #pragma unroll
-        for (int j = 0; j < 8; ++j) value[j] = k + j < end ? Stored::decode(row[(k + j) * stride]) : 0.0f;
+        for (int j = 0; j < 8; ++j)
+            value[j] = k + j < end ? Stored::decode(row[(k + j) / kColumns * stride], j % kColumns) : 0.0f;
     }
 }
 
@@ -56,9 +68,8 @@ __device__ __forceinline__ float warp_sum(float value) {
 
 template <class Stored>
 __device__ __forceinline__ bool is_aligned(const void* pointer, i64 row_stride, i64 column_stride) {
-    constexpr int kLoad = sizeof(typename Stored::Bits) == 1 ? 8 : 16;
-    return column_stride == 1 && reinterpret_cast<u64>(pointer) % kLoad == 0 &&
-           row_stride * static_cast<i64>(sizeof(typename Stored::Bits)) % kLoad == 0;
+    return column_stride == 1 && reinterpret_cast<u64>(pointer) % kLoad<Stored> == 0 &&
+           row_stride * static_cast<i64>(sizeof(typename Stored::Bits)) % kLoad<Stored> == 0;
 }
 
 }  // namespace mglu
@@ -80,6 +91,9 @@ extern "C" __global__ void __launch_bounds__(32 * mglu::kWarps) mglu_plain(const
     for (int k = lane * kOctet; k < p.in_features; k += 32 * kOctet) {
         float w[8];
         load_octet<Weight>(w, weight, p.weight_column_stride, k, p.in_features, weight_vector);
+        const float scale = Weight::scale(p, row, k);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) w[j] *= scale;
         float product[kTokens]
                      [kOctet];  // t and all s_i sum these same rounded products, so that t - s_i loses no precision
 #pragma unroll
@@ -108,12 +122,11 @@ extern "C" __global__ void __launch_bounds__(32 * mglu::kWarps) mglu_plain(const
 #pragma unroll
     for (int n = 0; n < kTokens; ++n) {
         const int token = first_token + n;
-        const float scale = Weight::row_scale(p, row);
-        const float sum_t = warp_sum(t[n]) * scale;
+        const float sum_t = warp_sum(t[n]);
         float sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < kMasks; ++i) {
-            const float gate = warp_sum(s[i][n]) * scale;
+            const float gate = warp_sum(s[i][n]);
             if (token < p.tokens)
                 sum += load_mask_weight<MGLU_MASK_WEIGHTS>(p, token, i) *
                        (activate<kActivation, kType != kFloat32>(gate) * (sum_t - gate));

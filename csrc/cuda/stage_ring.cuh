@@ -1,7 +1,7 @@
 // A warp's ring of stages in shared memory, which the warp itself fills with cp.async.
 //
-// A stage is kRows rows of 8 kOctets columns: the weights in blocks of 64 columns, each block row by row (128 bytes a
-// row), then the mask bytes row by row. All lanes of the warp copy; a warp waits for no other warp.
+// A stage is kRows rows of 8 kOctets columns: the weights in blocks of 64 columns, each block row by row (8 kBits bytes
+// a row), then the mask bytes row by row. All lanes of the warp copy; a warp waits for no other warp.
 #pragma once
 #include "packed_masks.cuh"
 #include "params.cuh"
@@ -9,18 +9,25 @@
 
 namespace mglu {
 
-template <int kRows_, int kOctets_, int kMasks_, int kMaskVector_>
+template <int kRows_, int kOctets_, int kBits_, int kMasks_, int kMaskVector_>
 struct StageShape {
     static constexpr int kRows = kRows_;
     static constexpr int kOctets = kOctets_;
+    static constexpr int kBits = kBits_;                       // of a weight: 16, 8 or 4
+    static constexpr int kElementBytes = kBits == 16 ? 2 : 1;  // of a stored element, which strides count
     static constexpr int kMasks = kMasks_;
     static constexpr int kMaskVector = kMaskVector_;  // bytes of a lane's copy of masks
-    static constexpr int kWeightBytes = kRows * kOctets * 16;
+    static constexpr int kWeightBytes = kRows * kOctets * kBits;
+    static constexpr int kBlockRowBytes = 8 * kBits;  // 64 columns of a row
     static constexpr int kMaskRowBytes = mask_bytes(kOctets * kOctet, kMasks);
     static constexpr int kBytes = kWeightBytes + kRows * kMaskRowBytes;
-    // Swizzles that spread the rows over the banks. A warp's reads of weights touch 32 bytes of four rows at once: the
-    // n-th 32 bytes of row r lie at n ^ (r % 4). Reads of masks touch two rows, which collide only where a row is a
-    // multiple of 128 bytes. There, odd rows swap neighbouring 16-byte vectors.
+    // Swizzles that spread the rows over the banks. A warp reads a quarter of a block's row in all of its rows at once:
+    // the n-th quarter of row r lies at n ^ swizzle_of(r). Reads of masks touch two rows, which collide only where a row
+    // is a multiple of 128 bytes. There, odd rows swap neighbouring 16-byte vectors.
+    static constexpr int kQuarterBytes = kBlockRowBytes / 4;
+    static __device__ __forceinline__ int swizzle_of(int row) {
+        return kBits == 16 ? row % 4 : kBits == 8 ? row / 2 % 4 : row / 4 % 2 * 2;
+    }
     static constexpr bool kSwizzleMasks = kMaskRowBytes % 128 == 0 && kMaskVector == 16;
 };
 
@@ -30,12 +37,14 @@ template <typename Shape, int kStep>  // a warp takes every kStep-th stage of k
 class StageLoader {
     static constexpr int kRows = Shape::kRows;
     static constexpr int kOctets = Shape::kOctets;
+    static constexpr int kWeightVectors = kOctets * Shape::kBits / 16;  // of 16 bytes in a row of a stage
+    static constexpr int kVectorOctets = kOctets / kWeightVectors;
     static constexpr int kMasks = Shape::kMasks;
     static constexpr int kMaskVector = Shape::kMaskVector;
     static constexpr int kMaskRowBytes = Shape::kMaskRowBytes;
     // In one copy instruction every lane copies one vector. With V vectors in a row, the instruction copies 32 / V
     // rows.
-    static constexpr int kRowsPerCopy = 32 / kOctets;
+    static constexpr int kRowsPerCopy = 32 / kWeightVectors;
     static constexpr int kWeightCopies = kRows / kRowsPerCopy;
     static constexpr int kVectorsPerRow = kMaskRowBytes / kMaskVector;
     static constexpr int kMaskVectors = kRows * kVectorsPerRow;
@@ -47,7 +56,7 @@ class StageLoader {
     static constexpr int kMaskCopiesPerRow = kUniformCopies && kVectorsPerRow > 32 ? kVectorsPerRow / 32 : 1;
     static constexpr int kOffsets = kUniformCopies ? 1 : kMaskCopies;
     static_assert(kMaskRowBytes % kMaskVector == 0, "a stage's mask row is whole vectors");
-    static_assert(32 % kOctets == 0, "a copy of weights is whole rows");
+    static_assert(32 % kWeightVectors == 0, "a copy of weights is whole rows");
 
     const u8* weight_;
     const u8* masks_;
@@ -73,9 +82,12 @@ class StageLoader {
         keep_in_register(lane_);
         policy_ = cache_policy(read_once);
         // Consecutive lanes copy consecutive 16-byte vectors of a row, so that they read whole lines of 128 bytes.
-        const int row = lane / kOctets;
-        weight_slot_offset_ = lane % kOctets / 8 * (kRows * 128) + row * 128 + ((lane % 8) ^ (row % 4 * 2)) * 16;
-        weight_step_ = p.weight_row_stride * (2 * kRowsPerCopy);
+        constexpr int kBlockVectors = Shape::kBlockRowBytes / 16;
+        const int row = lane / kWeightVectors;
+        weight_slot_offset_ = lane % kWeightVectors / kBlockVectors * (kRows * Shape::kBlockRowBytes) +
+                              row * Shape::kBlockRowBytes +
+                              (lane % kBlockVectors * 16 ^ Shape::swizzle_of(row) * Shape::kQuarterBytes);
+        weight_step_ = p.weight_row_stride * (Shape::kElementBytes * kRowsPerCopy);
         mask_step_ = p.mask_row_stride * kMaskRowsPerCopy;
 #pragma unroll
         for (int c = 0; c < kOffsets; ++c) {
@@ -94,10 +106,10 @@ class StageLoader {
     // Moves to stage `first_stage` of the kRows rows from `first_row` on; load_next() continues from there along k.
     __device__ __forceinline__ void start(const Params& p, int first_row, int first_stage) {
         const int lane = threadIdx.x % 32;
-        const int row = lane / kOctets;
+        const int row = lane / kWeightVectors;
         octets_left_ = p.in_features / kOctet - first_stage * kOctets;
-        weight_ = static_cast<const u8*>(p.weight) + (first_row + row) * p.weight_row_stride * 2 +
-                  static_cast<i64>(first_stage * kOctets + lane % kOctets) * 16;
+        weight_ = static_cast<const u8*>(p.weight) + (first_row + row) * p.weight_row_stride * Shape::kElementBytes +
+                  static_cast<i64>(first_stage * kWeightVectors + lane % kWeightVectors) * 16;
         masks_ = p.packed_masks + first_row * p.mask_row_stride + static_cast<i64>(first_stage) * kMaskRowBytes;
         if constexpr (kUniformCopies) masks_ += mask_row_offset_[0];
         keep_in_register(weight_);
@@ -113,13 +125,13 @@ class StageLoader {
         const u8* weight = weight_;
 #pragma unroll
         for (int c = 0; c < kWeightCopies; ++c) {
-            const u32 valid = lane % kOctets < octets_left_ ? 16 : 0;
-            const u32 swizzle = c * kRowsPerCopy % 4 * 32;
-            copy_or_prefetch<16, kPrefetch>((slot + weight_slot_offset_ + c * kRowsPerCopy * 128) ^ swizzle, weight,
-                                            valid);
+            const u32 valid = lane % kWeightVectors * kVectorOctets < octets_left_ ? 16 : 0;
+            const u32 swizzle = Shape::swizzle_of(c * kRowsPerCopy) * Shape::kQuarterBytes;
+            copy_or_prefetch<16, kPrefetch>(
+                (slot + weight_slot_offset_ + c * kRowsPerCopy * Shape::kBlockRowBytes) ^ swizzle, weight, valid);
             weight += weight_step_;
         }
-        weight_ += kStep * kOctets * 16;
+        weight_ += kStep * kWeightVectors * 16;
         const u8* masks = masks_;
 #pragma unroll
         for (int c = 0; c < kMaskCopies; ++c) {

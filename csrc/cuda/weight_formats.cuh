@@ -4,8 +4,16 @@
 namespace mglu {
 
 enum class WeightFormat : long long {
-    dense = 0,    // in x's type
-    fp8_row = 1,  // float8_e4m3fn, with a float32 scale for each row
+    dense = 0,       // in x's type
+    fp8_row = 1,     // float8_e4m3fn, with a float32 scale for each row
+    fp8_block = 2,   // float8_e4m3fn, with a float32 scale for each block of 128 x 128
+    int8_row = 3,    // int8, with a float32 scale for each row
+    int4_group = 4,  // two columns in a byte, each plus 8, with a bfloat16 scale for each 128 columns of a row
 };
+
+constexpr int kWeightFormats = 5;
+
+// The columns that share a scale in fp8_block and int4_group, and the rows in fp8_block.
+constexpr int kScaledTogether = 128;
 
 }  // namespace mglu

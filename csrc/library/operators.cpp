@@ -26,8 +26,8 @@ constexpr const char* kSchemas[] = {
     "pack_masks(Tensor masks) -> Tensor",
     "pack_logits(Tensor mask_logits) -> Tensor",
     "unpack_masks(Tensor packed_masks, SymInt in_features) -> Tensor",
-    "forward(Tensor x, Tensor weight, Tensor packed_masks, str activation=\"silu\", Tensor? mask_weights=None) -> "
-    "Tensor",
+    "forward(Tensor x, Tensor weight, Tensor packed_masks, str activation=\"silu\", Tensor? mask_weights=None, "
+    "Tensor? weight_scale=None, str weight_format=\"dense\") -> Tensor",
     "forward_ste(Tensor x, Tensor weight, Tensor mask_logits, str activation=\"silu\", Tensor? mask_weights=None) -> "
     "(Tensor, Tensor)",
     "forward_train(Tensor x, Tensor weight, Tensor packed_masks, str activation=\"silu\", Tensor? mask_weights=None) "
@@ -73,6 +73,8 @@ void boxed_forward(StableIValue* stack, std::uint64_t, std::uint64_t) {
     const auto packed_masks = to<stable::Tensor>(stack[2]);
     const std::string activation = to_string(stack[3]);
     const auto mask_weights = to<std::optional<stable::Tensor>>(stack[4]);
+    const auto weight_scale = to<std::optional<stable::Tensor>>(stack[5]);
+    check_format(to_string(stack[6]));
     stack[0] = give(
         forward(x.get(), weight.get(), packed_masks.get(), activation, mask_weights ? mask_weights->get() : nullptr));
 }

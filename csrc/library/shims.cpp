@@ -7,8 +7,10 @@
 namespace {
 
 AOTITorchError forward(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle packed_masks,
-                       const char* activation, AtenTensorHandle* mask_weights, AtenTensorHandle* result) {
+                       const char* activation, AtenTensorHandle* mask_weights, const char* weight_format,
+                       AtenTensorHandle* result) {
     try {
+        mglu::check_format(weight_format);
         AtenTensorHandle mask_weight = mask_weights != nullptr ? *mask_weights : nullptr;
         *result = mglu::forward(x, weight, packed_masks, activation, mask_weight).release();
         return AOTI_TORCH_SUCCESS;
@@ -25,15 +27,16 @@ extern "C" {
 
 AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_mglu_forward(AtenTensorHandle x, AtenTensorHandle weight,
                                                              AtenTensorHandle packed_masks, const char* activation,
-                                                             AtenTensorHandle* mask_weights, AtenTensorHandle* result) {
-    return forward(x, weight, packed_masks, activation, mask_weights, result);
+                                                             AtenTensorHandle* mask_weights, AtenTensorHandle*,
+                                                             const char* weight_format, AtenTensorHandle* result) {
+    return forward(x, weight, packed_masks, activation, mask_weights, weight_format, result);
 }
 
 AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cuda_mglu_forward(AtenTensorHandle x, AtenTensorHandle weight,
                                                               AtenTensorHandle packed_masks, const char* activation,
-                                                              AtenTensorHandle* mask_weights,
-                                                              AtenTensorHandle* result) {
-    return forward(x, weight, packed_masks, activation, mask_weights, result);
+                                                              AtenTensorHandle* mask_weights, AtenTensorHandle*,
+                                                              const char* weight_format, AtenTensorHandle* result) {
+    return forward(x, weight, packed_masks, activation, mask_weights, weight_format, result);
 }
 
 }  // extern "C"

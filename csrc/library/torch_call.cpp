@@ -107,6 +107,12 @@ Handle unpack_masks(AtenTensorHandle handle, std::int64_t in_features) {
     return result;
 }
 
+void check_format(std::string_view weight_format) {
+    if (weight_format != "dense")
+        refuse("weight_format: got '" + std::string(weight_format) +
+               "', must be 'dense' (mglu_ops in Python takes the others)");
+}
+
 Handle forward(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle packed_masks, std::string_view activation,
                AtenTensorHandle mask_weights) {
     Handle owners[4];

@@ -148,7 +148,8 @@ def _forward(given: LayerArguments) -> Tensor:
     """The result `[tokens, out_features]` of arguments `in_rows`."""
     x, weight, packed_masks, activation, mask_weights, scale, weight_format = given
     act, dtype = get_activation(activation).forward, sum_dtype(x.dtype)
-    weight = FORMATS[weight_format].dequantize(weight, scale, x.dtype)
+    if scale is not None:
+        weight = FORMATS[weight_format].dequantize(weight, scale, operand_dtype(x))
     result = x.new_zeros(x.shape[0], given.out_features, dtype=dtype)
     term_weights = None if mask_weights is None else mask_weights.to(dtype)
     apart = x.is_cpu and x.dtype is not torch.float64

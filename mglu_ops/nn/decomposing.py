@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..activations import get_activation
+from ..formats import FORMATS
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -43,8 +44,15 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
 
 
 def _forward(
-    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", mask_weights: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    packed_masks: Tensor,
+    activation: str = "silu",
+    mask_weights: Tensor | None = None,
+    weight_scale: Tensor | None = None,
+    weight_format: str = "dense",
 ) -> Tensor:
+    weight = FORMATS[weight_format].dequantize(weight, weight_scale, x.dtype)
     act = get_activation(activation).forward
     bits = torch.arange(8, dtype=torch.int32, device=packed_masks.device)
     y: Tensor | None = None

@@ -14,14 +14,23 @@ from torch import Tensor
 
 from ..activations import get_activation
 from ..backends.composite import matmul, operand_dtype
+from ..formats import FORMATS
 from ..layer_call import as_rows
 from ..masks import n_masks_of
 
 
 def forward(
-    x: Tensor, weight: Tensor, packed_masks: Tensor, activation: str = "silu", mask_weights: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    packed_masks: Tensor,
+    activation: str = "silu",
+    mask_weights: Tensor | None = None,
+    weight_scale: Tensor | None = None,
+    weight_format: str = "dense",
 ) -> Tensor:
     """The result `[..., out_features]` in x's dtype; the arguments are those of `mglu::forward`."""
+    if weight_scale is not None:
+        weight = FORMATS[weight_format].dequantize(weight, weight_scale, operand_dtype(x))
     act = get_activation(activation).forward
     terms = [act(gate) * value for gate, value in _gates_and_values(as_rows(x), weight, packed_masks)]
     if mask_weights is not None:

@@ -73,11 +73,16 @@ def tensors_of(program: ExportedProgram) -> dict[str, Tensor]:
 def arguments_of(layer: Node) -> dict[str, Any]:
     """The arguments of a call of `mglu::forward`, by name."""
     given = dict(zip((argument.name for argument in ops.forward._schema.arguments), layer.args, strict=False))
-    return {"activation": "silu", "mask_weights": None, **given, **layer.kwargs}
+    return {"activation": "silu", "mask_weights": None, "weight_format": "dense", **given, **layer.kwargs}
 
 
 def _describe_layer(layer: Node) -> LayerInfo:
     arguments = arguments_of(layer)
+    if arguments["weight_format"] != "dense":
+        raise NotImplementedError(
+            f"export: the model has a layer with weight_format={arguments['weight_format']!r}; packages hold dense "
+            "weights only"
+        )
     weight, masks = arguments["weight"].meta["val"], arguments["packed_masks"].meta["val"]
     mask_weight = arguments["mask_weights"]
     return LayerInfo(

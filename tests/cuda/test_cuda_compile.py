@@ -6,6 +6,7 @@ NVRTC compiles it, as on a user's machine; the development requirements install 
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 import shutil
 import subprocess
@@ -25,7 +26,8 @@ from mglu_ops.backends.cuda.compiler import source_directory
 from mglu_ops.backends.cuda.device import KNOWN_GPUS, RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
 from mglu_ops.backends.cuda.kernels import backward_gemm, permute_x, training_steps
 from mglu_ops.backends.cuda.kernels.tile_wgmma_training import training_choice
-from mglu_ops.layer_call import LayerCall
+from mglu_ops.formats import FORMATS
+from mglu_ops.layer_call import LayerCall, StoredWeight
 
 ARCHITECTURES = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
 REGISTERS_PER_SM = 65536
@@ -50,6 +52,11 @@ def layer_call(
 ) -> LayerCall:
     call = LayerCall.contiguous(torch.device("cuda"), dtype, n_masks, tokens, *shape)
     return replace(call, masks=replace(call.masks, alignment=mask_alignment), x=replace(call.x, alignment=x_alignment))
+
+
+def stored_in(call: LayerCall, name: str) -> LayerCall:
+    """The call with its weight in a format."""
+    return replace(call, weight=StoredWeight(FORMATS[name], FORMATS[name].dtype or call.dtype, call.weight.layout))
 
 
 def launch_of(call: LayerCall, gpu: Gpu) -> Any:
@@ -111,9 +118,11 @@ def _check(call: LayerCall, gpu: Gpu, config: LaunchConfig, tmp_path: Path) -> N
 )
 @pytest.mark.parametrize("arch", quick_only_for([(9, 0)], ARCHITECTURES), ids=str)
 def test_decode_mma_compiles_without_spills(arch: tuple[int, int], tokens: int, n_masks: int, tmp_path: Path) -> None:
-    for dtype in (torch.float16, torch.bfloat16) if n_masks == 4 else (torch.float16,):
+    for dtype, name in itertools.product((torch.float16, torch.bfloat16), FORMATS):
+        if name == "dense" and dtype is torch.bfloat16 and n_masks != 4:
+            continue  # as float16
         shape = (14336, 4096) if tokens == 1 else (4096, 1024)  # long and short stages
-        call = layer_call(dtype, n_masks, tokens, shape)
+        call = stored_in(layer_call(dtype, n_masks, tokens, shape), name)
         config = launch_of(call, KNOWN_GPUS[arch])
         assert isinstance(config, DecodeMma)
         _check(call, KNOWN_GPUS[arch], config, tmp_path)
@@ -208,9 +217,10 @@ def test_tiles_cover_all_rows_and_tokens(n_masks: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("arch", quick_only_for([(9, 0)], ARCHITECTURES), ids=str)
-def test_plain_compiles_without_spills(arch: tuple[int, int], dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", FORMATS)
+def test_plain_compiles_without_spills(arch: tuple[int, int], dtype: torch.dtype, name: str, tmp_path: Path) -> None:
     for n_masks, tokens in ((3, 1), (16, 4)):
-        call = layer_call(dtype, n_masks, tokens, mask_alignment=1)
+        call = stored_in(layer_call(dtype, n_masks, tokens, mask_alignment=1), name)
         config = launch_of(call, KNOWN_GPUS[arch])
         assert config.kernel == "plain"
         _check(call, KNOWN_GPUS[arch], config, tmp_path)

@@ -10,14 +10,13 @@ import torch
 from backend_calls import launch_of, run_on, unsupported
 from budgets import BUDGET, assert_matches, relative_error
 from cuda_problem import Problem
-from stored_weights import stored_layer
+from stored_weights import every_stored_value, stored_layer
 from torch import Tensor
 
 from mglu_ops import dispatch
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends.cuda import DecodeMma, LaunchConfig, Plain, TileWgmma
-from mglu_ops.layer_call import LayerArguments
-from mglu_ops.masks import pack
+from mglu_ops.formats import FORMATS
 
 pytestmark = pytest.mark.gpu
 
@@ -360,20 +359,39 @@ def test_unsupported() -> None:
     assert unsupported("cuda", p.x.expand(1000, -1), p.weight, p.packed, "silu", None)
 
 
+STORED = [name for name, one in FORMATS.items() if not one.is_dense]
+
+
+@pytest.mark.parametrize("name", STORED)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("tokens", "d", "h", "n_masks"), [(1, 67, 45, 3), (5, 130, 64, 16), (40, 1030, 2056, 1)])
-def test_a_weight_in_8_bits(dtype: torch.dtype, tokens: int, d: int, h: int, n_masks: int) -> None:
-    given, expected = stored_layer("fp8_row", dtype, tokens, d, h, n_masks, "cuda")
+@pytest.mark.parametrize(
+    ("tokens", "d", "h", "n_masks"),
+    [
+        (1, 67, 46, 3),
+        (5, 130, 64, 16),
+        (1, 2048, 4096, 4),
+        (16, 1030, 2064, 16),
+        (9, 1030, 2064, 7),
+        (40, 1030, 2064, 1),
+    ],
+)
+def test_a_weight_in_fewer_bits(name: str, dtype: torch.dtype, tokens: int, d: int, h: int, n_masks: int) -> None:
+    given, expected = stored_layer(name, dtype, tokens, d, h, n_masks, "cuda")
     found = dispatch.forward(given, backend="cuda")
     assert relative_error(found.cpu(), expected) < BUDGET[dtype]
-    strided = given._replace(weight=given.weight.t().contiguous().t())
-    torch.testing.assert_close(dispatch.forward(strided, backend="cuda"), found)
+    by_composite = dispatch.forward(given, backend="composite")  # it decodes the weight to x's dtype
+    assert relative_error(by_composite.cpu(), expected) < 2 * BUDGET[dtype]
+    padded = torch.zeros(d, given.weight.shape[1] + 16, dtype=torch.uint8, device="cuda").view(given.weight.dtype)
+    padded[:, 16:].copy_(given.weight)
+    for weight in (given.weight.t().contiguous().t(), padded[:, 16:]):
+        found = dispatch.forward(given._replace(weight=weight), backend="cuda")
+        assert relative_error(found.cpu(), expected) < BUDGET[dtype]
 
 
-def test_every_value_of_a_byte_is_decoded() -> None:
-    stored = torch.arange(256, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
-    weight = torch.stack((stored, torch.ones(256, device="cuda").to(stored.dtype)), 1)
-    packed = pack(torch.tensor([[[True, False]]]).expand(1, 256, 2)).cuda()
-    x, scale = torch.ones(1, 2, device="cuda"), torch.full((256,), 3.0, device="cuda")
-    found = dispatch.forward(LayerArguments(x, weight, packed, "identity", None, scale, "fp8_row"), backend="cuda")
-    torch.testing.assert_close(found[0], 9 * stored.float(), equal_nan=True, rtol=0, atol=0)
+@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_stored_value_is_decoded(name: str, dtype: torch.dtype) -> None:
+    for column in range(31):
+        given, expected = every_stored_value(name, column, dtype, "cuda")
+        found = dispatch.forward(given, backend="cuda")
+        torch.testing.assert_close(found[0], expected, equal_nan=True, rtol=0, atol=0)

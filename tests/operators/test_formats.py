@@ -1,4 +1,4 @@
-"""Weights in other formats than x's dtype, below the operators, which do not take them yet."""
+"""Weights in other formats than x's dtype."""
 
 from __future__ import annotations
 
@@ -7,64 +7,228 @@ import re
 import pytest
 import torch
 from budgets import BUDGET, relative_error
-from stored_weights import stored_layer
+from hypothesis import given
+from hypothesis import strategies as st
+from stored_weights import every_stored_value, stored_layer
+from strategies import examples
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
+import mglu_ops
 from mglu_ops import dispatch
 from mglu_ops.backends import BACKENDS
-from mglu_ops.backends.cuda import DecodeMma, Plain
+from mglu_ops.backends.cuda import DecodeMma, Plain, TileWgmma
 from mglu_ops.backends.cuda.choice import choose
 from mglu_ops.backends.cuda.compiler import source_directory
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
 from mglu_ops.formats import FORMATS
 from mglu_ops.layer_call import LayerArguments, LayerCall
-from mglu_ops.masks import pack
+
+STORED = [name for name, one in FORMATS.items() if not one.is_dense]
+CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+every_format = pytest.mark.parametrize("name", STORED)
+forward = torch.ops.mglu.forward
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("tokens", "d", "h", "n_masks"), [(1, 67, 45, 3), (2, 130, 64, 16), (40, 1030, 2056, 1)])
-def test_cpu_and_composite_match_the_oracle(dtype: torch.dtype, tokens: int, d: int, h: int, n_masks: int) -> None:
-    """On the CPU the decoded weights are exact, so that the error is as for a dense weight."""
-    given, expected = stored_layer("fp8_row", dtype, tokens, d, h, n_masks)
-    found = dispatch.forward(given, backend="cpu")
+@every_format
+@given(
+    sizes=st.tuples(st.integers(0, 40), st.integers(1, 300), st.integers(1, 300).map(lambda half: 2 * half)),
+    n_masks=st.integers(1, 16),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    backend=st.sampled_from([None, "cpu", "composite"]),
+)
+@examples(25)
+def test_results_match_the_oracle_of_the_decoded_weight(
+    name: str, sizes: tuple[int, int, int], n_masks: int, dtype: torch.dtype, backend: str | None
+) -> None:
+    """Backends of the CPU sum decoded weights that are exact, or rounded to float32: the error is a dense weight's."""
+    given, expected = stored_layer(name, dtype, *sizes, n_masks)
+    found = forward(*given) if backend is None else dispatch.forward(given, backend=backend)
     assert relative_error(found, expected) < BUDGET[dtype]
-    strided = given._replace(weight=given.weight.t().contiguous().t())
-    assert torch.equal(dispatch.forward(strided, backend="cpu"), found)
-    assert relative_error(dispatch.forward(given, backend="composite"), expected) < 2 * BUDGET[dtype]
 
 
-def test_every_value_of_a_byte_is_decoded() -> None:
-    """One weight a row, and a mask of ones, so that a result is `gate * value` with a value of x alone."""
-    stored = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    weight = torch.stack((stored, torch.ones_like(stored, dtype=torch.float32).to(stored.dtype)), 1)
-    packed = pack(torch.tensor([[[True, False]]]).expand(1, 256, 2))
-    x = torch.ones(1, 2)
-    found = dispatch.forward(
-        LayerArguments(x, weight, packed, "identity", None, torch.full((256,), 3.0), "fp8_row"), backend="cpu"
+@every_format
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_strides_of_no_argument_matter(name: str, dtype: torch.dtype) -> None:
+    given, _ = stored_layer(name, dtype, 6, 130, 264, 2)
+    tensors = {key: value for key, value in given.tensors().items() if key != "mask_weights"}
+    found = forward(*given)
+    for key, tensor in tensors.items():
+        spread = torch.zeros(*tensor.shape, 2, dtype=torch.uint8).to(tensor.dtype)[..., 0].copy_(tensor)
+        transposed = tensor.t().contiguous().t() if tensor.dim() == 2 else spread
+        for changed in (spread, transposed):
+            assert not changed.is_contiguous() or changed.shape[0] == 1
+            assert torch.equal(forward(*given._replace(**{key: changed})), found), key
+
+
+@every_format
+def test_more_dimensions_are_more_tokens(name: str) -> None:
+    given, _ = stored_layer(name, torch.float32, 6, 130, 264, 2)
+    found = forward(*given._replace(x=given.x.view(2, 3, -1), mask_weights=given.mask_weights.view(2, 3, -1)))
+    assert torch.equal(found.view(6, -1), forward(*given))
+
+
+@every_format
+def test_every_stored_value_is_decoded(name: str) -> None:
+    given, expected = every_stored_value(name)
+    for backend in ("cpu", "composite"):
+        found = dispatch.forward(given, backend=backend)
+        torch.testing.assert_close(found[0], expected, equal_nan=True, rtol=0, atol=0)
+
+
+@every_format
+def test_quantizing_rounds_to_the_nearest(name: str) -> None:
+    chosen, weight = FORMATS[name], torch.randn(130, 264, dtype=torch.float64)
+    weight[7] = 0
+    stored, scale = chosen.quantize(weight)
+    assert (stored.dtype, scale.dtype, tuple(scale.shape)) == (
+        chosen.dtype,
+        chosen.scale_dtype,
+        chosen.scale_shape(130, 264),
     )
-    torch.testing.assert_close(found[0], 9 * stored.float(), equal_nan=True, rtol=0, atol=0)
+    decoded = chosen.dequantize(stored, scale, torch.float64)
+    assert torch.equal(decoded[7], weight[7])
+    again, _ = chosen.quantize(decoded)
+    assert torch.equal(again.view(torch.uint8), stored.view(torch.uint8))
+    # The largest distance between stored numbers: fp8 has 4 significant bits, the integers a step of 1.
+    step = {torch.float8_e4m3fn: 32, torch.int8: 1, torch.uint8: 1}[chosen.dtype]
+    columns = scale[:, None] if scale.dim() == 1 else scale.repeat_interleave(128, 1)[:, :264]
+    rows = columns.repeat_interleave(chosen.rows, 0)[:130].double()
+    assert ((decoded - weight).abs() <= 0.51 * step * rows).all()
 
 
 def test_python_and_cpp_list_the_same_formats() -> None:
     source = (source_directory() / "weight_formats.cuh").read_text()
     found = {name: int(code) for name, code in re.findall(r"^    (\w+) = (\d+),", source, flags=re.MULTILINE)}
     assert found == {one.name: one.code for one in FORMATS.values()}
+    assert f"kWeightFormats = {len(FORMATS)};" in source
 
 
-def test_other_backends_and_kernels_refuse_a_format_that_they_cannot_read() -> None:
-    call = LayerCall.of(stored_layer("fp8_row", torch.bfloat16, 1, 64, 256, 4)[0])
-    assert call.bytes_of_columns(8) == 8 + 4
-    assert "fp8_row" in str(BACKENDS["triton"].unsupported_reason(call))
-    choice = choose(call, KNOWN_GPUS[9, 0])
-    assert isinstance(choice.config, Plain)
-    assert choice.slow_reason == "the weight is in the format fp8_row"
-    assert choice.config.sources(call, KNOWN_GPUS[9, 0])[0][2]["MGLU_WEIGHT_FORMAT"] == 1
-    assert DecodeMma().violation(call, KNOWN_GPUS[9, 0]) == "decode_mma has no weight format fp8_row"
+# --- The operator -----------------------------------------------------------------------------------------------------
+
+LAYER, _ = stored_layer("fp8_row", torch.float32, 3, 256, 264, 2)
+BLOCKS, _ = stored_layer("fp8_block", torch.float32, 3, 256, 264, 2)
+NIBBLES, _ = stored_layer("int4_group", torch.float32, 3, 256, 264, 2)
 
 
-def test_autocast_leaves_a_weight_in_8_bits() -> None:
-    given, _ = stored_layer("fp8_row", torch.float32, 1, 16, 16, 1)
-    with (
-        torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(TypeError, match=r"weight: got dtype torch\.float8_e4m3fn"),
-    ):
-        torch.ops.mglu.forward(*given[:3])
+@pytest.mark.parametrize(
+    ("given", "changes", "error", "message"),
+    [
+        (LAYER, {"weight_format": "fp7"}, ValueError, r"weight_format: got 'fp7', must be one of dense, fp8_row"),
+        (LAYER, {"weight_format": "dense"}, TypeError, r"weight: got dtype torch\.float8_e4m3fn, must be x's dtype"),
+        (LAYER, {"weight_format": "int8_row"}, TypeError, r"weight: got .*fn, must be torch\.int8 for .*'int8_row'"),
+        (LAYER, {"weight_scale": None}, ValueError, r"weight_scale: got None, must be torch\.float32 \[256\]"),
+        (LAYER, {"weight_scale": torch.ones(256).half()}, TypeError, r"weight_scale: got dtype torch\.float16, must"),
+        (LAYER, {"weight_scale": torch.ones(256, 1)}, ValueError, r"weight_scale: got shape \[256, 1\], must be \[256"),
+        (BLOCKS, {"weight_scale": torch.ones(2, 2)}, ValueError, r"weight_scale: got shape \[2, 2\], must be \[2, 3\]"),
+        (
+            NIBBLES,
+            {"weight": torch.zeros(256, dtype=torch.uint8)},
+            ValueError,
+            r"must be \[out_features, in_feat",
+        ),
+        (NIBBLES, {"x": torch.ones(3, 263)}, ValueError, r"x: got last size 263 .* must be weight's in_features 264"),
+        (
+            LAYER,
+            {"weight": torch.ones(256, 264), "weight_format": "dense"},
+            ValueError,
+            r"weight_scale: got a tensor of shape \[256\], must be None for weight_format='dense'",
+        ),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_wrong_arguments_are_named(
+    given: LayerArguments, changes: dict[str, object], error: type[Exception], message: str, device: str
+) -> None:
+    changed = given._replace(**changes)
+    moved = {name: tensor.to(device) for name, tensor in changed.tensors().items()}
+    with pytest.raises(error, match=message):
+        forward(*changed._replace(**moved))
+
+
+@every_format
+def test_opcheck(name: str) -> None:
+    """Torch cannot compare fp8 tensors, which `test_schema` does with the arguments before and after a call."""
+    given, _ = stored_layer(name, torch.float32, 3, 130, 264, 2)
+    trained = given._replace(x=given.x.clone().requires_grad_(), mask_weights=given.mask_weights.requires_grad_())
+    checks = CHECKS if given.weight.dtype.is_floating_point else ("test_schema", *CHECKS)
+    for arguments in (given, trained):
+        report = torch.library.opcheck(forward.default, tuple(arguments), test_utils=checks)
+        assert set(report.values()) == {"SUCCESS"}
+
+
+@every_format
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_x_and_of_mask_weights(name: str, dtype: torch.dtype) -> None:
+    """They are those of the decoded weight, in eager mode and compiled."""
+    given, _ = stored_layer(name, dtype, 5, 130, 264, 3)
+    decoded = FORMATS[name].dequantize(given.weight, given.weight_scale, dtype)
+
+    def gradients(function: object, *rest: object) -> list[Tensor]:
+        x, weights = given.x.clone().requires_grad_(), given.mask_weights.clone().requires_grad_()
+        function(x, *rest[:1], given.packed_masks, "silu", weights, *rest[1:]).square().sum().backward()
+        return [x.grad, weights.grad]
+
+    expected = gradients(forward, decoded)
+    stored = (given.weight, given.weight_scale, name)
+    for function in (forward, torch.compile(forward, backend="aot_eager", fullgraph=True)):
+        for found, want in zip(gradients(function, *stored), expected, strict=True):
+            torch.testing.assert_close(found, want, rtol=2e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-4)
+
+
+def test_a_stored_weight_has_no_gradient() -> None:
+    for name in ("weight", "weight_scale"):
+        wrong = LAYER._replace(**{name: getattr(LAYER, name).clone().requires_grad_()})
+        with pytest.raises(ValueError, match=rf"{name}: got a tensor that requires a gradient.*'fp8_row'"):
+            forward(*wrong)
+        with torch.no_grad():
+            assert torch.equal(forward(*wrong), forward(*LAYER))
+
+
+def test_autocast_casts_x_alone() -> None:
+    for layer in (LAYER, NIBBLES):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = forward(*layer)
+        assert torch.equal(found, forward(*layer._replace(x=layer.x.bfloat16())))
+
+
+@every_format
+def test_vmap(name: str) -> None:
+    """Over x it is one call of more tokens; over weights and scales, a loop."""
+    given, _ = stored_layer(name, torch.float32, 4, 130, 264, 2)
+    x = torch.stack((given.x, 2 * given.x))
+    of_x = torch.vmap(lambda one: forward(*given._replace(x=one)))(x)
+    torch.testing.assert_close(of_x, torch.stack([forward(*given._replace(x=one)) for one in x]))
+    scales = torch.stack((given.weight_scale, 2 * given.weight_scale))
+    of_scales = torch.vmap(lambda one: forward(*given._replace(weight_scale=one)))(scales)
+    assert torch.equal(of_scales, torch.stack([forward(*given._replace(weight_scale=one)) for one in scales]))
+
+
+def test_flops_are_those_of_the_decoded_weight() -> None:
+    with FlopCounterMode(display=False) as counter:
+        forward(*NIBBLES)
+    assert counter.get_total_flops() == 3 * 2 * 3 * 256 * 264
+
+
+def test_the_choice_names_the_format() -> None:
+    assert "after decoding int4_group" in str(mglu_ops.explain_dispatch(*NIBBLES))
+
+
+@every_format
+@pytest.mark.parametrize("tokens", [1, 8, 16, 64])
+def test_kernels_that_take_a_format(name: str, tokens: int) -> None:
+    hopper = KNOWN_GPUS[9, 0]
+    call = LayerCall.of(stored_layer(name, torch.bfloat16, tokens, 64, 256, 4)[0])
+    assert call.bytes_of_columns(8) == (4 if name == "int4_group" else 8) + 4
+    assert name in str(BACKENDS["triton"].unsupported_reason(call))
+    choice = choose(call, hopper)
+    assert choice.config.sources(call, hopper)[0][2]["MGLU_WEIGHT_FORMAT"] == FORMATS[name].code
+    assert TileWgmma().violation(call, hopper) == f"tile_wgmma has no weight format {name}"
+    assert isinstance(choice.config, DecodeMma)
+    assert choice.slow_reason is None
+    # A vector of 16 bytes is 16 columns in 8 bits, and 32 in 4.
+    for columns, expected in ((256 + 128 // call.weight.bits, DecodeMma), (264, Plain)):
+        wider = LayerCall.of(stored_layer(name, torch.bfloat16, tokens, 64, columns, 4)[0])
+        assert isinstance(choose(wider, hopper).config, expected)
+    if FORMATS[name].columns:
+        assert DecodeMma(sub=1).violation(call, hopper) == f"sub: got 1, must be 2 or 4 for {name}"

@@ -137,10 +137,10 @@ class _Call:
     def __init__(self, library: Library, call: LayerCall, launch: str | None) -> None:
         """Prepare a call; `launch` forces an instruction set of `ISAS`."""
         in_features, n_masks, width = call.in_features, call.n_masks, packed_width(call.in_features)
-        layout = call.weight.layout
+        layout, stored_columns = call.weight.layout, in_features // call.weight.format.packed
         self._copied = (
             call.tokens > 0 and not _is_in_rows((in_features,), call.x.strides),
-            call.out_features > 0 and not _is_in_rows((in_features,), layout.strides),
+            call.out_features > 0 and not _is_in_rows((stored_columns,), layout.strides),
             call.out_features > 0 and not _is_in_rows((width, n_masks), call.masks.strides),
         )
         self._any_copied = any(self._copied)
@@ -154,7 +154,7 @@ class _Call:
                 "in_features": in_features,
                 "n_masks": n_masks,
                 "x_stride": in_features if self._copied[0] else call.x.strides[0],
-                "weight_stride": in_features if self._copied[1] else layout.strides[0],
+                "weight_stride": stored_columns if self._copied[1] else layout.strides[0],
                 "mask_stride": width * n_masks if self._copied[2] else call.masks.strides[0],
                 "mask_weight_stride": call.mask_weights.strides[0],
                 "mask_weight_mask_stride": call.mask_weights.strides[1],

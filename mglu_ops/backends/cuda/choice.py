@@ -56,8 +56,6 @@ def without_tables(call: LayerCall, gpu: Gpu) -> LaunchConfig:
 def _slow_reason(call: LayerCall) -> str | None:
     if call.dtype is torch.float32:
         return None
-    if not call.weight.format.is_dense:
-        return f"the weight is in the format {call.weight.format.name}"
     if call.in_features % 8 or call.in_features == 0:
         return f"in_features {call.in_features} is not a multiple of 8"
     if not weight_is_vectorizable(call):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -11,6 +11,7 @@ import torch
 
 from ....activations import ACTIVATIONS
 from ....layer_call import LayerCall
+from ....sizes import ceil_div
 from ..device import MOST_THREADS_PER_BLOCK, RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
 from ..launch import LaunchSequence
 
@@ -133,9 +134,10 @@ def weight_is_vectorizable(call: LayerCall) -> bool:
     row, column = call.weight.layout.strides
     return (
         call.in_features % 8 == 0
+        and call.in_features * call.weight.bits % 128 == 0
         and column == 1
         and call.weight.layout.alignment == 16
-        and row * call.weight.bits % 128 == 0
+        and row * call.weight.dtype.itemsize % 16 == 0
         and row < 2**26
     )
 
@@ -153,10 +155,10 @@ def mask_alignment(call: LayerCall) -> int:
     return next(size for size in (16, 8, 4, 1) if call.masks.alignment % size == 0 and (row | length) % size == 0)
 
 
-def has_aligned_rows(call: LayerCall) -> bool:
-    """Whether rows of W and of the masks can be copied in whole vectors, as the 16-bit kernels do."""
+def has_aligned_rows(call: LayerCall, formats: Collection[str] = ("dense",)) -> bool:
+    """Whether rows of W, in one of these formats, and of the masks can be copied in whole vectors."""
     return (
-        call.weight.format.is_dense
+        call.weight.format.name in formats
         and weight_is_vectorizable(call)
         and mask_alignment(call) >= 4
         and call.in_features > 0
@@ -168,22 +170,18 @@ def has_x_in_rows(call: LayerCall) -> bool:
     return x_is_vectorizable(call) and (call.tokens == 1 or call.x.strides[0] >= call.in_features)
 
 
-def aligned_violations(kernel: str, call: LayerCall, rows: int) -> Iterator[str]:
+def aligned_violations(kernel: str, call: LayerCall, rows: int, formats: Collection[str] = ("dense",)) -> Iterator[str]:
     """Yield the requirements of the 16-bit kernels that a call does not meet; a block takes `rows` rows of W."""
     if call.dtype is torch.float32:
         yield f"{kernel} has no float32"
-    if not call.weight.format.is_dense:
+    if call.weight.format.name not in formats:
         yield f"{kernel} has no weight format {call.weight.format.name}"
     if call.in_features % 8 or not call.in_features:
         yield f"{kernel} needs in_features that are a multiple of 8, got {call.in_features}"
-    if not has_aligned_rows(call):
+    if not has_aligned_rows(call, formats):
         yield f"{kernel} needs aligned rows of weight and packed_masks"
     if call.out_features < rows:
         yield f"rows: got {rows}, must be at most out_features {call.out_features}"
-
-
-def ceil_div(value: int, step: int) -> int:
-    return -(-value // step)
 
 
 def round_up(value: int, step: int) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ....formats import FORMATS
 from ....layer_call import LayerCall
 from ..device import RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
 from ..driver import Launch
@@ -27,6 +28,11 @@ from .base import (
 
 ROWS = 16
 """Rows of W in a tile, which is one `mma` high."""
+
+
+def _scales_columns(call: LayerCall) -> bool:
+    """Whether scales belong to groups of 128 columns, of which a stage holds whole ones."""
+    return call.weight.format.columns is not None
 
 
 @dataclass(frozen=True)
@@ -122,7 +128,9 @@ class DecodeMma(LaunchConfig):
         return LaunchSequence(kernel)
 
     def _violations(self, call: LayerCall, gpu: Gpu) -> Iterator[str]:
-        yield from aligned_violations(self.kernel, call, ROWS)
+        yield from aligned_violations(self.kernel, call, ROWS, FORMATS)
+        if _scales_columns(call) and self.sub == 1:
+            yield f"sub: got 1, must be 2 or 4 for {call.weight.format.name}"
         if self.block_tokens > 16:
             yield f"block_tokens: got {self.block_tokens}, must be 1 to 16"
         if self.cluster > 1 and (self.cluster > 2 or gpu.arch != (9, 0) or call.tokens > self.block_tokens):
@@ -142,7 +150,12 @@ def choose(call: LayerCall, gpu: Gpu) -> DecodeMma | None:
     call of 8 tokens, and with at most 4 warps per tile, since 8 or more would add up a single token's masks in another
     order (csrc/cuda/decode_mma.md).
     """
-    if not has_aligned_rows(call) or call.dtype == torch.float32 or call.out_features < ROWS or gpu.arch < (8, 0):
+    if (
+        not has_aligned_rows(call, FORMATS)
+        or call.dtype == torch.float32
+        or call.out_features < ROWS
+        or gpu.arch < (8, 0)
+    ):
         return None
     asked = replace(call, leading=(8,)) if call.batch_invariant else call
     fitted = _fit(_preferred(asked, gpu), asked, gpu)
@@ -182,23 +195,28 @@ def _preferred(call: LayerCall, gpu: Gpu) -> DecodeMma:
 
     It has two or three warps for each of an SM's four schedulers, a power of two of them along k. Up to 8 masks, stages
     are twice as long if warps are few and each has at least four long stages; beyond 8 masks, if a warp has all of k.
+    In 8 and 4 bits, up to 8 masks, they are four times as long if each warp has at least eight of them.
     Mask bits are held for four masks at a time, which needs the fewest registers, or for all 8 where stages are
     swizzled, which is faster. The measurements are in csrc/cuda/decode_mma.md.
     """
     n_masks = call.n_masks
     tiles = _tiles_of_block(call.out_features, gpu.multiprocessors)
-    split_k = next(split for split in (8, 4, 2, 1) if split * tiles <= 12)
+    # Sums of groups of columns take as many registers as all others, which 8 warps have.
+    most_warps = 8 if _scales_columns(call) and n_masks >= 8 else 12
+    split_k = next(split for split in (8, 4, 2, 1) if split * tiles <= most_warps)
     if n_masks <= 8:
         few_warps = tiles * split_k <= (10 if n_masks <= 2 else 8)
         long_stages = few_warps and call.in_features >= split_k * 4 * 128
-    else:
-        long_stages = split_k == 1
+    else:  # 16 tokens in fewer bits would need more registers than there are
+        long_stages = split_k == 1 and (call.weight.bits == 16 or call.tokens <= 8)
+    long_stages = long_stages or _scales_columns(call)
+    longest = call.weight.bits <= 8 and n_masks <= 8 and call.in_features >= split_k * 8 * 256
     return DecodeMma(
         tiles=tiles,
         split_k=split_k,
-        sub=2 if long_stages else 1,
+        sub=1 if not long_stages else 4 if longest else 2,
         mask_group=4 if n_masks % 4 == 0 and not (n_masks == 8 and long_stages) else n_masks,
-        block_tokens=16 if call.tokens > 8 else 8,
+        block_tokens=16 if call.tokens > 8 and not (n_masks > 8 and _scales_columns(call)) else 8,
     )
 
 
@@ -211,7 +229,7 @@ def _fit(config: DecodeMma, call: LayerCall, gpu: Gpu) -> DecodeMma | None:
             return replace(config, blocks_per_sm=blocks)
         if config.stages > 2:
             config = replace(config, stages=config.stages - 1)
-        elif config.sub > 1:
+        elif config.sub > (2 if _scales_columns(call) else 1):
             config = replace(config, sub=config.sub // 2)
         elif config.block_tokens > 2:  # x needs less space; W is read again, mostly from L2
             config = replace(config, block_tokens=config.block_tokens // 2)
