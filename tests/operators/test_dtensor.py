@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RANKS, run_on_ranks
+from stored_weights import stored_layer
 from strategies import make_layer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,6 +26,7 @@ from torch.distributed.tensor.experimental import register_sharding
 
 import mglu_ops
 from mglu_ops import ops
+from mglu_ops.formats import FORMATS
 from mglu_ops.nn import MGLU, NaiveMGLU
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
@@ -50,14 +52,16 @@ class Ranks:
             sharded = self.shard(tensor, placement)
             setattr(module, name, nn.Parameter(sharded) if isinstance(tensor, nn.Parameter) else sharded)
 
-    def compare(self, what: str, got: Tensor | None, want: Tensor, placement: object | None = None) -> None:
+    def compare(
+        self, what: str, got: Tensor | None, want: Tensor, placement: object | None = None, rtol: float = 1e-9
+    ) -> None:
         if not isinstance(got, DTensor):
             self.failures.append(f"{what}: not a DTensor")
             return
         if placement is not None and got.placements != (placement,):
             self.failures.append(f"{what}: placed {got.placements}, not {placement}")
         full = got.full_tensor()
-        if full.shape != want.shape or not torch.allclose(full.to(want.dtype), want, rtol=1e-9, atol=1e-11):
+        if full.shape != want.shape or not torch.allclose(full.to(want.dtype), want, rtol=rtol, atol=rtol / 100):
             self.failures.append(f"{what}: differs")
 
 
@@ -198,9 +202,31 @@ def _rules_of_the_user(ranks: Ranks) -> None:
         ranks.failures.append("the user's later rule was not asked")
 
 
+def _stored_weights(ranks: Ranks) -> None:
+    """Weights in fewer bits with their scales. A shard holds whole blocks of rows that share scales."""
+    rank = dist.get_rank()
+
+    def rows(tensor: Tensor) -> Tensor:  # gloo cannot scatter fp8
+        return DTensor.from_local(tensor.chunk(RANKS)[rank].contiguous(), ranks.mesh, [Shard(0)])
+
+    for name in (name for name in FORMATS if name != "dense"):
+        given, _ = stored_layer(name, torch.float32, 6, 256, 264, 2)
+        expected = torch.ops.mglu.forward(*given)
+        of_x = {key: ranks.shard(getattr(given, key), Replicate()) for key in ("x", "mask_weights")}
+        of_weight = {key: rows(getattr(given, key)) for key in ("weight", "weight_scale", "packed_masks")}
+        got = torch.ops.mglu.forward(*given._replace(**of_x, **of_weight))
+        ranks.compare(name, got, expected, Shard(1), rtol=1e-5)
+    given, _ = stored_layer("fp8_block", torch.float32, 6, 384, 264, 2)
+    of_weight = {key: rows(getattr(given, key)) for key in ("weight", "packed_masks")}
+    scale = ranks.shard(given.weight_scale, Replicate())
+    x = ranks.shard(given.x, Replicate())
+    with pytest.raises(RuntimeError, match="384 rows of fp8_block in 2 shards, must be a multiple of 128 rows in each"):
+        torch.ops.mglu.forward(x, **of_weight, weight_scale=scale, weight_format="fp8_block")
+
+
 CHECKS = {
     check.__name__.strip("_"): check
-    for check in (_packing, _layers, _learned_masks, _rules_of_the_user, _compiled_modules)
+    for check in (_packing, _layers, _learned_masks, _stored_weights, _rules_of_the_user, _compiled_modules)
 }
 
 
