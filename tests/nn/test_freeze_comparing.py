@@ -48,9 +48,8 @@ def test_masks_that_differ_in_one_bit_are_found_and_nothing_is_replaced() -> Non
     assert model[2].logits[1, 3, 5] > 0
     assert not model[2].masks()[1, 3, 5]
     parts = list(model)
-    with pytest.raises(
-        ValueError, match="the function for Sigmoid returned a module that computes something"
-    ) as caught:
+    message = "the function for Sigmoid returned a module that computes something"
+    with pytest.raises(ValueError, match=message) as caught:
         freeze(model, replace={Sigmoid: from_logits})
     words = str(caught.value)
     assert "from_parameters takes logits for masks `logits > 0`, and bool masks for others" in words
@@ -69,8 +68,10 @@ def test_masks_that_differ_in_one_bit_are_found_and_nothing_is_replaced() -> Non
 def test_another_activation_is_found_in_every_dtype(dtype: torch.dtype, activation: Callable[[Tensor], Tensor]) -> None:
     model = nn.Sequential(Sigmoid(activation, dtype))
     name = activation.__name__
+    # In bfloat16, the results of silu, relu and gelu may be so close that rounding could explain the difference.
+    wrong = "tanh" if dtype is torch.bfloat16 else "gelu"
     with pytest.raises(ValueError, match="check that it passes the module's activation"):
-        freeze(model, replace={Sigmoid: lambda m: MGLU.from_parameters(m.weight, m.masks(), activation="gelu")})
+        freeze(model, replace={Sigmoid: lambda m: MGLU.from_parameters(m.weight, m.masks(), activation=wrong)})
     freeze(model, replace={Sigmoid: lambda m: MGLU.from_parameters(m.weight, m.masks(), activation=name)})
     assert type(model[0]) is MGLU
 
@@ -160,9 +161,8 @@ class InTuple(Sigmoid):
 )
 def test_modules_that_cannot_be_compared_cause_a_warning(cls: type[Sigmoid], function: Any, reason: str) -> None:
     model = nn.Sequential(cls())
-    with pytest.warns(
-        UserWarning, match=rf"results of {cls.__name__} and of .* were not compared \({reason}"
-    ) as caught:
+    words = rf"results of {cls.__name__} and of .* were not compared \({reason}"
+    with pytest.warns(UserWarning, match=words) as caught:
         freeze(model, replace={cls: function})
     assert [warning.filename for warning in caught] == [__file__]
     assert type(model[0]) is not cls

@@ -30,14 +30,23 @@ def test_x_of_another_dtype_or_device_is_blamed_and_not_the_weight(name: str) ->
     if name == "recomputing":
         layer.train()
     for dtype in (torch.float64, torch.bfloat16, torch.int64):
-        with pytest.raises(
-            TypeError, match=rf"^x: got dtype {dtype}, must be the module's dtype torch\.float32, or use au"
-        ):
+        words = rf"^x: got dtype {dtype}, must be the module's dtype torch\.float32, or use au"
+        with pytest.raises(TypeError, match=words):
             layer(x.to(dtype))
     with pytest.raises(ValueError, match=r"^x: got device meta, must be the module's device cpu$"):
         layer(x.to("meta"))
     with pytest.raises(TypeError, match=r"^x: got dtype torch\.float32, must be the module's dtype torch\.float16"):
         LAYERS[name](dtype=torch.float16)(x)
+
+
+@EACH
+def test_wrong_input_is_named(name: str) -> None:
+    layer = LAYERS[name]()
+    for wrong, kind in ((None, "None"), ([[1.0] * 16], "list")):
+        with pytest.raises(TypeError, match=f"^x: got {kind}, must be a tensor$"):
+            layer(wrong)
+    with pytest.raises(ValueError, match=r"x: got last size 9|x: got shape \[2, 9\], must be .* = \[\.\.\., 16\]"):
+        layer(torch.randn(2, 9))
 
 
 @EACH

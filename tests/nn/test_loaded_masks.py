@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import mglu_ops
-from mglu_ops.nn import MGLU, NaiveMGLU, SwiMGLU, check_masks, freeze
+from mglu_ops.nn import MGLU, NaiveMGLU, SwiMGLU, check_masks, freeze, packed_buffers
 
-MASKED = [MGLU, NaiveMGLU]
+each_kind = pytest.mark.parametrize("kind", [MGLU, NaiveMGLU])
 X = torch.randn(4, 21)
 PADDING = r"padding bits past in_features=21 are set"
 
@@ -26,11 +26,13 @@ PADDING = r"padding bits past in_features=21 are set"
 WRONG: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "padding": (lambda p: p | 0x80, PADDING),
     "packed for 24 columns": (lambda p: torch.full_like(p, 255), PADDING),
-    "dtype": (lambda p: p.view(torch.int8), r"got dtype torch\.int8, must be torch\.uint8"),
+    "int8": (lambda p: p.view(torch.int8), r"got dtype torch\.int8, must be torch\.uint8"),
+    "bool": (lambda p: p.bool(), r"got dtype torch\.bool, must be torch\.uint8"),
     "n_masks": (lambda p: p[..., :2], r"got n_masks=2 \(shape \[10, 3, 2\]\), must be 3"),
     "more masks": (lambda p: p[..., [0, 1, 2, 0]], r"got n_masks=4 \(shape \[10, 3, 4\]\), must be 3"),
-    "in_features": (lambda p: p[:, :2], r"got shape \[10, 2, 3\], must be"),
+    "in_features": (lambda p: p[:, :2], r"got shape \[10, 2, 3\], must be .* \[10, 3, n_masks\] for in_features=21"),
     "out_features": (lambda p: p[:9], r"got shape \[9, 3, 3\], must be"),
+    "order": (lambda p: p.permute(2, 0, 1), r"got shape \[3, 10, 3\], must be"),
     "rank": (lambda p: p[0, 0], r"got shape \[3\], must be"),
 }
 
@@ -71,7 +73,7 @@ LOADERS = [by_attribute, by_buffers, by_pickle, by_deepcopy, by_moving]
 
 
 @pytest.mark.parametrize("load", LOADERS)
-@pytest.mark.parametrize("kind", MASKED)
+@each_kind
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_masks_are_refused_at_first_use(name: str, kind: type[nn.Module], load: Callable[..., nn.Module]) -> None:
     corrupt, words = WRONG[name]
@@ -86,8 +88,25 @@ def test_wrong_masks_are_refused_at_first_use(name: str, kind: type[nn.Module], 
         check_masks(module)
 
 
+@each_kind
+@pytest.mark.parametrize("options", [{}, {"assign": True}, {"strict": False}], ids=str)
+@pytest.mark.parametrize("name", [*WRONG, "no tensor"])
+def test_wrong_masks_in_a_state_dict_are_refused(name: str, options: dict[str, bool], kind: type[nn.Module]) -> None:
+    corrupt, words = WRONG.get(name, (Tensor.tolist, r"got list, must be a torch\.uint8 tensor"))
+    model = nn.ModuleDict({"block": layer(kind)})
+    before = model["block"].packed_masks.clone()
+    state = {**model.state_dict(), "block.packed_masks": corrupt(before.clone())}
+    with pytest.raises(RuntimeError, match=rf"block\.packed_masks: {words}") as raised:
+        model.load_state_dict(state, **options)
+    assert str(raised.value).count("packed_masks:") == 1
+    assert "Missing" not in str(raised.value)
+    assert "size mismatch" not in str(raised.value)
+    assert torch.equal(model["block"].packed_masks, before), "the refused masks were loaded"
+    assert model["block"].packed_masks.dtype is torch.uint8
+
+
 @pytest.mark.parametrize("load", LOADERS)
-@pytest.mark.parametrize("kind", MASKED)
+@each_kind
 def test_right_masks_are_used(kind: type[nn.Module], load: Callable[..., nn.Module]) -> None:
     source, target = layer(kind), layer(kind)
     target.load_state_dict({**target.state_dict(), "weight": source.weight})
@@ -96,7 +115,7 @@ def test_right_masks_are_used(kind: type[nn.Module], load: Callable[..., nn.Modu
     check_masks(target)
 
 
-@pytest.mark.parametrize("kind", MASKED)
+@each_kind
 def test_a_rank_may_hold_a_part_of_the_rows(kind: type[nn.Module]) -> None:
     whole, part = layer(kind), layer(kind)
     part.weight, part.packed_masks = nn.Parameter(whole.weight[2:7].detach()), whole.packed_masks[2:7]
@@ -119,7 +138,7 @@ def test_checks_of_another_number_of_columns_do_not_count() -> None:
         narrow(X)
 
 
-@pytest.mark.parametrize("kind", MASKED)
+@each_kind
 def test_values_are_read_once(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     module, reads = layer(kind), []
     monkeypatch.setattr(
@@ -135,8 +154,6 @@ def test_values_are_read_once(kind: type[nn.Module], monkeypatch: pytest.MonkeyP
 
 
 def test_no_tensor_is_kept_alive() -> None:
-    from mglu_ops.nn import packed_buffers
-
     gc.collect()
     before = len(packed_buffers._checked)
     module = layer()
@@ -157,16 +174,14 @@ def test_the_check_leaves_nothing_in_a_state_dict() -> None:
 # --- Where values cannot be read --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", MASKED)
+@each_kind
 def test_compiled_modules_are_one_graph_and_check_shapes(kind: type[nn.Module]) -> None:
-    torch._dynamo.reset()
     module = layer(kind)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(X), module(X))
     module.packed_masks = module.packed_masks[..., :2]
     with pytest.raises(Exception, match=r"packed_masks: got shape \[10, 3, 2\], must have n_masks=3 as its last size"):
         compiled(X)
-    torch._dynamo.reset()
 
 
 def test_fake_tensors_transforms_and_modes_read_no_values() -> None:
@@ -188,7 +203,7 @@ def test_fake_tensors_transforms_and_modes_read_no_values() -> None:
 # --- Other ways in ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", MASKED)
+@each_kind
 def test_safetensors_are_checked(kind: type[nn.Module], tmp_path: Path) -> None:
     module = layer(kind)
     before = module.packed_masks.clone()
@@ -198,16 +213,6 @@ def test_safetensors_are_checked(kind: type[nn.Module], tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match=PADDING):
             safetensors.torch.load_model(module, tmp_path / "model.safetensors", strict=strict)
     assert torch.equal(module.packed_masks, before)
-
-
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("assign", [True, False])
-def test_one_name_at_a_time_is_checked(strict: bool, assign: bool) -> None:
-    """Some loaders call `load_state_dict` of each module in this way."""
-    module = layer()
-    state = {"packed_masks": module.packed_masks | 0x80}
-    with pytest.raises(RuntimeError, match=PADDING):
-        module.load_state_dict(state, strict=strict, assign=assign)
 
 
 def test_a_model_without_fixed_masks_passes() -> None:

@@ -9,19 +9,19 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from budgets import BUDGET, NAIVE_FACTOR, assert_matches, relative_error
+from budgets import NAIVE_FACTOR, assert_matches, relative_error
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import examples
+from strategies import ACTIVATION_NAMES, DTYPES, examples
 from torch import Tensor, nn
 
-from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends import reference
 from mglu_ops.masks import check_packed_masks
 from mglu_ops.nn import GLU, LU, MGLU, GeMGLU, MGLUFeedForward, NaiveMGLU, ReMGLU, SwiMGLU
 
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 MASKED = [MGLU, NaiveMGLU]
+each_kind = pytest.mark.parametrize("kind", MASKED)
+learned_or_fixed = pytest.mark.parametrize("learnable_masks", [True, False], ids=["learned", "fixed"])
 
 
 def pair(*args, seed: int = 0, **kwargs) -> tuple[MGLU, NaiveMGLU]:
@@ -64,10 +64,12 @@ def results(layer: nn.Module, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("learnable_masks", [True, False], ids=["learned", "fixed"])
-@pytest.mark.parametrize("n_masks", [1, 4])
-def test_results_and_gradients_match_the_oracle(dtype, learnable_masks, n_masks):
-    fused, naive = pair(67, 48, n_masks=n_masks, learnable_masks=learnable_masks, dtype=dtype)
+@learned_or_fixed
+@pytest.mark.parametrize(("n_masks", "top_k"), [(1, None), (4, None), (4, 1), (4, 2), (4, 4)])
+def test_results_and_gradients_match_the_oracle(dtype, learnable_masks, n_masks, top_k):
+    if top_k is not None and dtype.itemsize == 2:
+        return  # the next test, because in a near tie the oracle's router could keep another mask
+    fused, naive = pair(67, 48, n_masks=n_masks, top_k=top_k, learnable_masks=learnable_masks, dtype=dtype)
     x, grad = torch.randn(3, 11, 67, dtype=dtype), torch.randn(3, 11, 48, dtype=dtype)
     expected = oracle(fused, x, grad)
     got, got_naive = results(fused, x, grad), results(naive, x, grad)
@@ -76,30 +78,15 @@ def test_results_and_gradients_match_the_oracle(dtype, learnable_masks, n_masks)
         assert got[name].dtype == dtype
         assert_matches(got[name], expected[name], dtype, name)
         assert_matches(got_naive[name], expected[name], dtype, f"naive {name}")
-    if dtype in (torch.float16, torch.bfloat16):
+    if dtype.itemsize == 2:
         # For float32 and float64, the operator's own tests compare with the naive layer's error.
         naive_error = relative_error(got_naive["result"], expected["result"])
         assert relative_error(got["result"], expected["result"]) <= NAIVE_FACTOR * naive_error
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("learnable_masks", [True, False], ids=["learned", "fixed"])
-@pytest.mark.parametrize("top_k", [1, 2, 4])
-def test_routed_results_and_gradients_match_the_oracle(dtype, learnable_masks, top_k):
-    fused, naive = pair(40, 24, n_masks=4, learnable_masks=learnable_masks, top_k=top_k, dtype=dtype)
-    x, grad = torch.randn(2, 9, 40, dtype=dtype), torch.randn(2, 9, 24, dtype=dtype)
-    expected = oracle(fused, x, grad)
-    assert "router.weight" in expected
-    for kind in (fused, naive):
-        got = results(kind, x, grad)
-        assert set(got) == set(expected)
-        for name in expected:
-            assert_matches(got[name], expected[name], dtype, f"{type(kind).__name__} {name}")
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_routed_in_16_bits_matches_the_oracle_with_the_same_mask_weights(dtype):
-    # In a near tie the oracle's router could keep another mask, so the oracle gets the layer's mask weights.
+    """Here the oracle gets the mask weights of the layer."""
     fused, naive = pair(40, 24, n_masks=4, top_k=2, dtype=dtype)
     x = torch.randn(18, 40, dtype=dtype)
     mask_weights = fused.mask_weights(x)
@@ -107,18 +94,6 @@ def test_routed_in_16_bits_matches_the_oracle_with_the_same_mask_weights(dtype):
     expected = reference.forward(x, fused.weight, fused.mask_logits > 0, "silu", mask_weights)
     assert_matches(fused(x), expected, dtype)
     assert_matches(naive(x), expected, dtype)
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("learnable_masks", [True, False], ids=["learned", "fixed"])
-def test_every_activation(activation, learnable_masks):
-    arguments = {"n_masks": 2, "activation": activation, "learnable_masks": learnable_masks}
-    fused, naive = pair(21, 10, dtype=torch.float64, **arguments)
-    x, grad = torch.randn(6, 21, dtype=torch.float64), torch.randn(6, 10, dtype=torch.float64)
-    expected = oracle(fused, x, grad)
-    for kind in (fused, naive):
-        for name, got in results(kind, x, grad).items():
-            assert_matches(got, expected[name], torch.float64, name)
 
 
 @given(
@@ -133,7 +108,9 @@ def test_every_activation(activation, learnable_masks):
 @examples(60)
 def test_any_shape_matches_the_naive_layer(in_features, out_features, n_masks, leading, learnable, seed, data):
     top_k = data.draw(st.none() | st.integers(1, n_masks), label="top_k")
-    sizes = {"n_masks": n_masks, "learnable_masks": learnable, "top_k": top_k}
+    # The derivative of relu is not defined where a mask has no 1 in a row; test_variants.py tests relu.
+    activation = data.draw(st.sampled_from([name for name in ACTIVATION_NAMES if name != "relu"]), label="activation")
+    sizes = {"n_masks": n_masks, "learnable_masks": learnable, "top_k": top_k, "activation": activation}
     fused, naive = pair(in_features, out_features, seed=seed, dtype=torch.float64, **sizes)
     x = torch.randn(*leading, in_features, dtype=torch.float64)
     grad = torch.randn(*leading, out_features, dtype=torch.float64)
@@ -143,37 +120,6 @@ def test_any_shape_matches_the_naive_layer(in_features, out_features, n_masks, l
         assert got[name].shape == expected[name].shape
         # The tolerance is absolute where the naive gradient is 0 up to rounding: a single mask always has weight 1.
         torch.testing.assert_close(got[name], expected[name], rtol=1e-11, atol=1e-13)
-
-
-@pytest.mark.parametrize("top_k", [None, 2])
-def test_training_takes_the_steps_of_the_naive_layer(top_k):
-    fused, naive = pair(24, 16, n_masks=3, top_k=top_k, dtype=torch.float64)
-    start = copy.deepcopy(fused.state_dict())
-    x, target = torch.randn(5, 32, 24, dtype=torch.float64), torch.randn(5, 32, 16, dtype=torch.float64)
-    for layer in (fused, naive):
-        optimizer = torch.optim.SGD(layer.parameters(), lr=5.0)
-        losses = []
-        for step in range(5):
-            optimizer.zero_grad()
-            loss = F.mse_loss(layer(x[step]), target[step])
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        assert all(torch.isfinite(p).all() for p in layer.parameters()), losses
-    for name, got in fused.state_dict().items():
-        torch.testing.assert_close(got, naive.state_dict()[name], rtol=1e-12, atol=1e-12)
-        assert not torch.equal(got, start[name]), f"{name} was not trained"
-    flipped = (start["mask_logits"] > 0) != (fused.mask_logits > 0)
-    assert flipped.any(), "no mask changed, so this did not test the straight-through gradient"
-
-
-def test_masks_are_not_trained_when_fixed():
-    layer = MGLU(16, 8, n_masks=2, learnable_masks=False)
-    before = layer.packed_masks.clone()
-    layer(torch.randn(4, 16)).sum().backward()
-    assert [name for name, _ in layer.named_parameters()] == ["weight"]
-    assert layer.weight.grad is not None
-    assert torch.equal(layer.packed_masks, before)
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 5])
@@ -190,28 +136,13 @@ def test_mask_weights_are_the_softmax_of_the_kept_logits(top_k):
         torch.testing.assert_close(weights[list(chosen)], exponentials / exponentials.sum())
 
 
-@pytest.mark.parametrize("kind", MASKED)
-def test_a_mask_that_no_token_takes_does_not_count(kind):
-    torch.manual_seed(0)
-    layer = kind(12, 8, n_masks=3, top_k=1)
-    x = torch.randn(20, 12)
-    before, chosen = layer(x), layer.mask_weights(x).argmax(-1)
-    with torch.no_grad():
-        layer.mask_logits[2].neg_()
-    after = layer(x)
-    assert (chosen == 2).any()
-    assert (chosen != 2).any()
-    torch.testing.assert_close(after[chosen != 2], before[chosen != 2], rtol=0, atol=1e-6)
-    assert (after[chosen == 2] != before[chosen == 2]).any(-1).all()
-
-
 # --- Feed-forward blocks and baselines ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kind", "activation"), [(SwiMGLU, "silu"), (GeMGLU, "gelu"), (ReMGLU, "relu")])
 def test_feed_forward_blocks_apply_the_activation_of_their_name(kind, activation):
-    torch.manual_seed(0)
     block = kind(20, 36, n_masks=2, top_k=1, dtype=torch.float64)
+    assert kind(8, 8, activation=activation).mglu.activation == activation
     torch.manual_seed(0)
     same = MGLUFeedForward(20, 36, n_masks=2, top_k=1, activation=activation, dtype=torch.float64)
     x = torch.randn(3, 20, dtype=torch.float64)
@@ -219,23 +150,8 @@ def test_feed_forward_blocks_apply_the_activation_of_their_name(kind, activation
     hidden = reference.forward(x, block.mglu.weight, masks, activation, mask_weights)
     assert_matches(block(x), hidden @ block.down_proj.weight.double().t(), torch.float64)
     assert torch.equal(block(x), same(x))
-    assert list(block.state_dict()) == [
-        "mglu.weight",
-        "mglu.mask_logits",
-        "mglu.router.weight",
-        "down_proj.weight",
-    ]
-
-
-def test_glu_and_lu_compute_their_equations():
-    x = torch.randn(4, 10, dtype=torch.float64)
-    glu, lu = GLU(10, 6, dtype=torch.float64), LU(10, 6, dtype=torch.float64)
-    gate, up = x @ glu.gate_proj.weight.t(), x @ glu.up_proj.weight.t()
-    torch.testing.assert_close(glu(x), gate * torch.sigmoid(gate) * up)
-    torch.testing.assert_close(lu(x), F.gelu(x @ lu.up_proj.weight.t()))
-    torch.testing.assert_close(GLU(10, 6, "relu")(x.float() * 0), torch.zeros(4, 6))
-    assert [name for name, _ in glu.named_parameters()] == ["gate_proj.weight", "up_proj.weight"]
-    assert [name for name, _ in lu.named_parameters()] == ["up_proj.weight"]
+    names = ["mglu.weight", "mglu.mask_logits", "mglu.router.weight", "down_proj.weight"]
+    assert list(block.state_dict()) == names
 
 
 # --- Initial values -----------------------------------------------------------------------------------------
@@ -253,7 +169,6 @@ def test_initial_weights_equal_those_of_linear_and_logits_are_small():
 
 @pytest.mark.parametrize("in_features", [300, 304, 5])
 def test_fixed_masks_are_fair_coins_in_the_packed_format(in_features):
-    torch.manual_seed(0)
     layer = MGLU(in_features, 200, n_masks=4, learnable_masks=False)
     check_packed_masks(layer.packed_masks, in_features, 200)
     assert layer.packed_masks.unique().numel() == (256 if in_features > 8 else 2**in_features)
@@ -267,12 +182,10 @@ def test_fixed_masks_are_fair_coins_in_the_packed_format(in_features):
 # --- PyTorch's operations on modules ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", MASKED)
-@pytest.mark.parametrize("learnable_masks", [True, False], ids=["learned", "fixed"])
+@each_kind
+@learned_or_fixed
 @pytest.mark.parametrize("top_k", [None, 2])
 def test_modules_compile_as_one_graph(kind, learnable_masks, top_k):
-    torch.compiler.reset()
-    torch.manual_seed(0)
     layer = kind(19, 12, n_masks=3, learnable_masks=learnable_masks, top_k=top_k)
     x, grad = torch.randn(5, 19), torch.randn(5, 12)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
@@ -285,14 +198,12 @@ def test_modules_compile_as_one_graph(kind, learnable_masks, top_k):
 
 
 def test_a_block_compiles_with_inductor():
-    torch.compiler.reset()
-    torch.manual_seed(0)
     block = SwiMGLU(16, 24, n_masks=2)
     x = torch.randn(5, 16)
     assert_matches(torch.compile(block, fullgraph=True)(x), block(x))
 
 
-@pytest.mark.parametrize("learnable_masks", [True, False], ids=["learned", "fixed"])
+@learned_or_fixed
 @pytest.mark.parametrize("top_k", [None, 2])
 def test_autocast_gives_bfloat16_results_and_float32_gradients(learnable_masks, top_k):
     fused, naive = pair(33, 16, n_masks=3, learnable_masks=learnable_masks, top_k=top_k)
@@ -307,8 +218,8 @@ def test_autocast_gives_bfloat16_results_and_float32_gradients(learnable_masks, 
     assert {parameter.grad.dtype for parameter in fused.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("kind", MASKED)
-@pytest.mark.parametrize("learnable_masks", [True, False], ids=["learned", "fixed"])
+@each_kind
+@learned_or_fixed
 def test_copies_are_equal_and_independent(kind, learnable_masks):
     layer = kind(19, 12, n_masks=3, learnable_masks=learnable_masks, top_k=2, activation="gelu_tanh")
     x = torch.randn(4, 19)
@@ -316,11 +227,7 @@ def test_copies_are_equal_and_independent(kind, learnable_masks):
     saved = io.BytesIO()
     torch.save(layer, saved)
     saved.seek(0)
-    copies = [
-        copy.deepcopy(layer),
-        pickle.loads(pickle.dumps(layer)),
-        torch.load(saved, weights_only=False),
-    ]
+    copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), torch.load(saved, weights_only=False)]
     with torch.no_grad():
         layer.weight.zero_()
     for duplicate in copies:
@@ -329,7 +236,7 @@ def test_copies_are_equal_and_independent(kind, learnable_masks):
 
 
 @pytest.mark.parametrize("kind", [*MASKED, MGLUFeedForward])
-@pytest.mark.parametrize("learnable_masks", [True, False], ids=["learned", "fixed"])
+@learned_or_fixed
 def test_modules_on_meta_can_be_materialized(kind, learnable_masks):
     layer = kind(19, 12, n_masks=3, learnable_masks=learnable_masks, top_k=2, device="meta")
     assert all(t.is_meta for t in [*layer.parameters(), *layer.buffers()])
@@ -351,7 +258,7 @@ def test_a_meta_module_gives_a_meta_result():
     assert (result.shape, result.dtype, result.device.type) == ((2, 3, 8), torch.bfloat16, "meta")
 
 
-@pytest.mark.parametrize("kind", MASKED)
+@each_kind
 def test_packed_masks_stay_bytes_when_the_dtype_changes(kind):
     layer = kind(19, 12, n_masks=3, learnable_masks=False, top_k=1)
     packed = layer.packed_masks.clone()
@@ -363,7 +270,7 @@ def test_packed_masks_stay_bytes_when_the_dtype_changes(kind):
     assert layer.double()(torch.randn(2, 19, dtype=torch.float64)).dtype is torch.float64
 
 
-@pytest.mark.parametrize("kind", MASKED)
+@each_kind
 def test_repr_names_every_argument(kind):
     text = repr(kind(19, 12, n_masks=3, learnable_masks=False, activation="gelu", top_k=2))
     start = f"{kind.__name__}(\n  in_features=19, out_features=12, n_masks=3, activation='gelu', "
@@ -380,29 +287,25 @@ def test_functional_call_replaces_the_parameters():
 
 BAD = [
     ({"in_features": 0}, "in_features: got 0, must be an int of at least 1"),
-    ({"in_features": -4}, "in_features: got -4"),
     ({"in_features": 8.0}, r"in_features: got 8\.0"),
     ({"in_features": True}, "in_features: got True"),
-    ({"out_features": 0}, "out_features: got 0"),
     ({"out_features": "8"}, "out_features: got '8'"),
     ({"n_masks": 0}, "n_masks: got 0, must be an int from 1 to 16"),
     ({"n_masks": 17}, "n_masks: got 17"),
     ({"n_masks": True}, "n_masks: got True"),
-    ({"n_masks": 2.0}, r"n_masks: got 2\.0"),
     ({"activation": "swish"}, "activation: got 'swish', must be one of silu, gelu"),
     ({"activation": F.silu}, "activation: got <function silu"),
     ({"activation": ["silu"]}, r"activation: got \['silu'\]"),
     ({"top_k": 0, "n_masks": 2}, "top_k: got 0, must be None or an int from 1 to n_masks=2"),
     ({"top_k": 3, "n_masks": 2}, "top_k: got 3"),
     ({"top_k": True, "n_masks": 2}, "top_k: got True"),
-    ({"top_k": 1.0, "n_masks": 2}, r"top_k: got 1\.0"),
     ({"learnable_masks": "no"}, "learnable_masks: got 'no', must be True or False"),
+    ({"weight_init": "xavier"}, "weight_init: got 'xavier', must be one of paper, leveled"),
     ({"dtype": torch.int8}, "dtype: got torch.int8, must be None or one of torch.float16"),
-    ({"dtype": torch.complex64}, "dtype: got torch.complex64"),
 ]
 
 
-@pytest.mark.parametrize("kind", MASKED)
+@each_kind
 @pytest.mark.parametrize(("wrong", "message"), BAD, ids=[f"{i}-{min(wrong)}" for i, (wrong, _) in enumerate(BAD)])
 def test_bad_arguments_are_named(kind, wrong, message):
     with pytest.raises(ValueError, match=message):
@@ -417,10 +320,12 @@ def test_bad_arguments_are_named(kind, wrong, message):
         (lambda: MGLUFeedForward(8, 8, n_masks=99), "n_masks: got 99"),
         (
             lambda: SwiMGLU(8, 8, activation="swish"),
-            "activation: got 'swish', must be 'silu' or left out for SwiMGLU; MGLUFeedForward takes any",
+            "activation: got 'swish', must be 'silu' or left out for SwiMGLU; MG",
         ),
         (lambda: GeMGLU(8, 8, activation="silu"), "activation: got 'silu', must be 'gelu' or left out for GeMGLU"),
         (lambda: ReMGLU(8, 8, activation=F.relu), "activation: got <.*>, must be 'relu' or left out for ReMGLU"),
+        (lambda: SwiMGLU(8, 8, weight_init="xavier"), "weight_init: got 'xavier', must be one of paper, leveled"),
+        (lambda: MGLU(8, 8, save_activations=None), "save_activations: got None, must be True or False"),
         (lambda: GLU(0, 8), "in_features: got 0"),
         (lambda: GLU(8, 8, "nope"), "activation: got 'nope'"),
         (lambda: LU(8, 0), "out_features: got 0"),
@@ -435,26 +340,3 @@ def test_bad_arguments_are_named(kind, wrong, message):
 def test_bad_arguments_of_blocks_and_baselines_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_bad_input_is_named():
-    layer = MGLU(8, 4)
-    with pytest.raises(ValueError, match="x: got last size 9"):
-        layer(torch.randn(2, 9))
-    with pytest.raises(TypeError, match=r"x: got dtype torch\.int64"):
-        layer(torch.ones(2, 8, dtype=torch.int64))
-    for kind in (MGLU(8, 4), MGLU(8, 4, learnable_masks=False), MGLU(8, 4, n_masks=2, top_k=1), SwiMGLU(8, 4)):
-        for wrong, name in ((None, "None"), ([[1.0] * 8], "list")):
-            with pytest.raises(TypeError, match=f"^x: got {name}, must be a tensor$"):
-                kind(wrong)
-    with pytest.raises(ValueError, match=r"x: got shape \[2, 9\], must be \[\.\.\., in_features\] = \[\.\.\., 8\]"):
-        MGLU(8, 4, n_masks=2, top_k=1)(torch.randn(2, 9))
-
-
-@pytest.mark.parametrize(("kind", "activation"), [(SwiMGLU, "silu"), (GeMGLU, "gelu"), (ReMGLU, "relu")])
-def test_a_block_takes_the_activation_of_its_name(kind, activation):
-    assert kind(8, 8, activation=activation).mglu.activation == activation
-
-
-def test_budgets_have_every_dtype():
-    assert set(DTYPES) == set(BUDGET)

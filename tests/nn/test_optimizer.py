@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
@@ -135,25 +133,25 @@ def test_selected_logits_have_the_rate_that_their_module_says() -> None:
     assert groups[-1]["lr"] == pytest.approx(3e-4)
 
 
-@pytest.mark.parametrize("wrap", ["compiled", "compiled part", "data parallel", "root"])
+WRAPPED: dict[str, Callable[[Model], nn.Module]] = {
+    "compiled": torch.compile,
+    "data parallel": lambda model: nn.DataParallel(torch.compile(model)),
+    "root": lambda model: nn.ModuleList([model]),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPED)
 def test_wrapped_models(wrap: str) -> None:
-    model: nn.Module = Model()
+    model = Model()
     want = [group["params"] for group in parameter_groups(model, lr=1.0, weight_decay=1.0)]
-    if wrap == "compiled":
-        model = torch.compile(model)
-    elif wrap == "compiled part":
-        model.gated = torch.compile(model.gated)
-    elif wrap == "data parallel":
-        model = nn.DataParallel(torch.compile(model))
-    else:
-        model = nn.ModuleList([model])
-    got = [group["params"] for group in parameter_groups(model, lr=1.0, weight_decay=1.0)]
+    got = [group["params"] for group in parameter_groups(WRAPPED[wrap](model), lr=1.0, weight_decay=1.0)]
     assert [[id(p) for p in group] for group in got] == [[id(p) for p in group] for group in want]
 
 
 def test_a_layer_may_be_the_model_itself() -> None:
     assert groups_of(MGLU(8, 8)) == {"weights": {"weight"}, "mask_logits": {"mask_logits"}}
     assert groups_of(torch.compile(NaiveMGLU(8, 8)))["mask_logits"] == {"_orig_mod.mask_logits"}
+    assert groups_of(type("Scaled", (MGLU,), {})(8, 8))["mask_logits"] == {"mask_logits"}
     assert groups_of(nn.Linear(4, 4)) == {"weights": {"weight"}, "no_decay": {"bias"}}
 
 
@@ -251,23 +249,14 @@ def test_logits_of_own_modules_among_the_weights_are_named(change: str) -> None:
         groups_of(model)
 
 
-def test_subclasses_are_recognised() -> None:
-    class Scaled(MGLU):
-        pass
-
-    assert groups_of(Scaled(8, 8))["mask_logits"] == {"mask_logits"}
-
-
 # --- In an optimizer ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_adamw_decays_neither_logits_nor_norms_and_moves_logits_by_their_rate(fused: bool, compiled: bool) -> None:
-    torch._dynamo.reset()
+def test_adamw_decays_neither_logits_nor_norms_and_moves_logits_by_their_rate(compiled: bool) -> None:
     model: Any = nn.Sequential(nn.LayerNorm(16), SwiMGLU(16, 24, n_masks=2, weight_init="leveled"))
     forward = torch.compile(model, backend="aot_eager") if compiled else model
-    optimizer = torch.optim.AdamW(parameter_groups(forward, lr=1e-3, weight_decay=0.5), fused=fused)
+    optimizer = torch.optim.AdamW(parameter_groups(forward, lr=1e-3, weight_decay=0.5))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     forward(torch.randn(4, 16)).square().sum().backward()
     for parameter in model.parameters():
@@ -276,29 +265,15 @@ def test_adamw_decays_neither_logits_nor_norms_and_moves_logits_by_their_rate(fu
     for name, parameter in model.named_parameters():
         decayed = name.endswith((".mglu.weight", "down_proj.weight"))
         torch.testing.assert_close(parameter.detach(), before[name] * (1 - 5e-4) if decayed else before[name])
-    optimizer = torch.optim.AdamW(parameter_groups(forward, lr=1e-3, weight_decay=0.0), fused=fused)
+    optimizer = torch.optim.AdamW(parameter_groups(forward, lr=1e-3, weight_decay=0.0))
     for parameter in model.parameters():
         parameter.grad.fill_(0.5)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer.step()
     for name, parameter in model.named_parameters():
         step = 3e-4 if name.endswith("mask_logits") else 1e-3
-        torch.testing.assert_close(
-            before[name] - parameter.detach(), torch.full_like(before[name], step), rtol=1e-3, atol=0
-        )
-
-
-def test_groups_are_found_by_name_and_a_schedule_keeps_their_ratio() -> None:
-    model = Model(partial(MGLU, weight_init="leveled"))
-    optimizer = torch.optim.AdamW(parameter_groups(model, lr=1e-3, weight_decay=0.1))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    optimizer.step()
-    schedule.step()
-    rates = {group["name"]: group["lr"] for group in optimizer.param_groups}
-    assert rates == pytest.approx({"weights": 5e-4, "no_decay": 5e-4, "mask_logits": 1.5e-4})
-    other = torch.optim.AdamW(parameter_groups(Model(), lr=1.0, weight_decay=1.0))
-    other.load_state_dict(optimizer.state_dict())
-    assert [group["name"] for group in other.param_groups] == list(rates)
+        moved = before[name] - parameter.detach()
+        torch.testing.assert_close(moved, torch.full_like(moved, step), rtol=1e-3, atol=0)
 
 
 def test_a_bfloat16_logit_does_not_move_at_a_small_rate_but_a_float32_logit_does() -> None:
@@ -319,42 +294,6 @@ def test_a_bfloat16_logit_does_not_move_at_a_small_rate_but_a_float32_logit_does
         assert torch.equal(layer.mask_logits, before) != moves
 
 
-@pytest.fixture
-def _one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
-@pytest.mark.usefixtures("_one_rank")
-@pytest.mark.parametrize("compiled", [False, True])
-def test_fully_sharded_parameters(compiled: bool) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor
-
-    mesh = init_device_mesh("cpu", (1,))
-    model = nn.Sequential(nn.LayerNorm(16), SwiMGLU(16, 24, n_masks=3, weight_init="leveled"))
-    fully_shard(model[1], mesh=mesh)
-    if compiled:
-        model[1].mglu.compile(backend="aot_eager")
-    fully_shard(model, mesh=mesh)
-    assert isinstance(model[1].mglu.mask_logits, DTensor)
-    assert groups_of(model) == {
-        "weights": {"1.mglu.weight", "1.down_proj.weight"},
-        "no_decay": {"0.weight", "0.bias"},
-        "mask_logits": {"1.mglu.mask_logits"},
-    }
-    optimizer = torch.optim.AdamW(parameter_groups(model, lr=1e-2, weight_decay=0.1), fused=True)
-    before = model[1].mglu.mask_logits.full_tensor().detach().clone()
-    model(torch.randn(4, 16)).sum().backward()
-    optimizer.step()
-    moved = (model[1].mglu.mask_logits.full_tensor() - before).abs()
-    assert moved.max().item() == pytest.approx(3e-3, rel=1e-3)
-
-
 # --- Errors ---------------------------------------------------------------------------------------------------------
 
 
@@ -371,12 +310,10 @@ BAD = [
     ({"lr": -1e-3}, ValueError, r"lr: got -0\.001, must be finite and at least 0"),
     ({"lr": float("nan")}, ValueError, "lr: got nan"),
     ({"lr": "1e-3"}, TypeError, "lr: got '1e-3', must be a number"),
-    ({"lr": None}, TypeError, "lr: got None"),
     ({"lr": torch.tensor(1e-3)}, TypeError, "lr: got tensor"),
     ({"weight_decay": -0.1}, ValueError, r"weight_decay: got -0\.1"),
     ({"weight_decay": True}, TypeError, "weight_decay: got True"),
     ({"mask_lr": -1}, ValueError, "mask_lr: got -1"),
-    ({"mask_lr": float("inf")}, ValueError, "mask_lr: got inf"),
     ({"mask_logits": "own.logits"}, TypeError, "mask_logits: got 'own.logits', must be a list of names"),
     ({"mask_logits": 3}, TypeError, "mask_logits: got 3"),
     ({"mask_logits": [3]}, TypeError, r"mask_logits: got 3 in the list, must be a str"),

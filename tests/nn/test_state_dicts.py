@@ -61,9 +61,8 @@ def test_dtypes_that_would_be_cast_are_refused(
     layer = nn.ModuleDict({"layer": kind(8, 8)})
     before = {key: value.clone() for key, value in layer.state_dict().items()}
     state = {**kind(8, 8).state_dict(), name: torch.ones_like(getattr(layer["layer"], name)).to(dtype)}
-    with pytest.raises(
-        RuntimeError, match=rf"layer\.{name}: got dtype {dtype}, must be one of torch\.float16"
-    ) as caught:
+    message = rf"layer\.{name}: got dtype {dtype}, must be one of torch\.float16"
+    with pytest.raises(RuntimeError, match=message) as caught:
         layer.load_state_dict({f"layer.{key}": value for key, value in state.items()}, **options)
     assert "Missing" not in str(caught.value)
     assert str(caught.value).count("got dtype") == 1

@@ -1,4 +1,4 @@
-"""Training on two ranks: DistributedDataParallel and `fully_shard`, against one process with the whole batch."""
+"""DistributedDataParallel on two ranks, against one process with the whole batch; tests/distributed has FSDP."""
 
 from __future__ import annotations
 
@@ -8,41 +8,35 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from data_parallel import SAME, STEPS, TOKENS, check_data_parallel, new_model, whole_batch
+from data_parallel import SAME, check_data_parallel, new_model
+from families import sample
 from ranks import RANKS, run_on_ranks
 from torch.nn.parallel import DistributedDataParallel
-from training import WIDTH, batches, optimizer_of
-
-from mglu_ops.nn import MaskStatistics
+from training import WIDTH, batches
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
 
-HOW = ("cpu", torch.float64, WIDTH)
+HOW = [  # dtype, save_activations and the backend of torch.compile
+    (torch.float64, True, None),
+    (torch.float64, False, None),
+    (torch.float64, True, "aot_eager"),
+    (torch.float64, False, "aot_eager"),
+    (torch.bfloat16, True, None),
+]
 
 
-@pytest.mark.parametrize(
-    ("save_activations", "backend"),
-    [
-        (True, None),
-        pytest.param(False, None, marks=pytest.mark.long),
-        pytest.param(True, "aot_eager", marks=pytest.mark.long),
-        pytest.param(False, "aot_eager", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("how", sample(HOW, len(HOW)))
 def test_data_parallel_training_equals_training_with_the_whole_batch(
-    save_activations: bool, backend: str | None, tmp_path: Path
+    how: tuple[torch.dtype, bool, str | None], tmp_path: Path
 ) -> None:
-    run_on_ranks(check_data_parallel, tmp_path, *HOW, save_activations, backend)
-
-
-@pytest.mark.long
-def test_data_parallel_training_in_bfloat16(tmp_path: Path) -> None:
-    run_on_ranks(check_data_parallel, tmp_path, "cpu", torch.bfloat16, WIDTH, True, None)
+    dtype, save_activations, backend = how
+    run_on_ranks(check_data_parallel, tmp_path, "cpu", dtype, WIDTH, save_activations, backend)
 
 
 def check_accumulation(rank: int) -> None:
     """Run two parts of a batch under `no_sync`, without communication, and a third with it."""
-    alone, parallel = new_model(*HOW), DistributedDataParallel(new_model(*HOW))
+    alone, model = (new_model("cpu", torch.float64, WIDTH) for _ in range(2))
+    parallel = DistributedDataParallel(model)
     x, target = (tensor.double() for tensor in next(iter(batches(1, tokens=48))))
     F.mse_loss(alone(x), target).backward()
     parts = list(zip(x.chunk(RANKS)[rank].chunk(3), target.chunk(RANKS)[rank].chunk(3), strict=True))
@@ -57,28 +51,3 @@ def check_accumulation(rank: int) -> None:
 @pytest.mark.long
 def test_accumulated_gradients_of_two_ranks_equal_the_whole_batch(tmp_path: Path) -> None:
     run_on_ranks(check_accumulation, tmp_path)
-
-
-def check_fully_sharded(rank: int, save_activations: bool) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    alone, _, numbers = whole_batch(*HOW)
-    mesh, sharded = init_device_mesh("cpu", (RANKS,)), new_model(*HOW, save_activations)
-    for block in sharded:
-        fully_shard(block, mesh=mesh)
-    fully_shard(sharded, mesh=mesh)
-    optimizer, statistics = optimizer_of(sharded), MaskStatistics(sharded)
-    for i, (x, target) in enumerate(batches(STEPS, TOKENS)):
-        optimizer.zero_grad()
-        F.mse_loss(sharded(x.double().chunk(RANKS)[rank]), target.double().chunk(RANKS)[rank]).backward()
-        optimizer.step()
-        assert statistics.update() == numbers[i], f"step {i}"
-    for (name, got), want in zip(sharded.named_parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(got.full_tensor(), want.detach(), **SAME, msg=name)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("save_activations", [True, False])
-def test_fully_sharded_training_equals_training_with_the_whole_batch(save_activations: bool, tmp_path: Path) -> None:
-    run_on_ranks(check_fully_sharded, tmp_path, save_activations)

@@ -60,15 +60,9 @@ def test_an_override_prepares_the_call_with_its_launch(monkeypatch: pytest.Monke
     assert torch.equal(result, torch.ones(2, 3, 8))
 
 
-def test_rows_that_need_a_copy_are_copied_at_each_call() -> None:
+def test_a_copy_of_rows_is_made_at_each_call() -> None:
     x, weight, packed = call(6)
     columns = x.view(2, 3, 16).transpose(0, 1).contiguous().transpose(0, 1)
-    for backend in ("cpu", "composite"):
-        for _ in range(2):
-            assert torch.equal(
-                dispatch.forward(LayerArguments(columns, weight, packed, "silu", None), backend=backend),
-                dispatch.forward(LayerArguments(x.view(2, 3, 16), weight, packed, "silu", None), backend=backend),
-            )
     first = torch.ops.mglu.forward(columns, weight, packed)
     columns.mul_(2)
     again = torch.ops.mglu.forward(columns, weight, packed)
@@ -126,21 +120,13 @@ def test_training_runs_on_the_cuda_backend_where_it_can(monkeypatch: pytest.Monk
     monkeypatch.setattr(dispatch, "BACKENDS", {"composite": Composite()})
     monkeypatch.setattr(dispatch, "_training_calls", {})
     result, partials = torch.ops.mglu.forward_train(x, weight, packed, "silu", term_weights)
-    rest = (
-        weight,
-        packed,
-        partials.transpose(0, 1).contiguous().transpose(0, 1),
-        (True, True),
-        None,
-        term_weights.dtype,
-    )
+    strided = partials.transpose(0, 1).contiguous().transpose(0, 1)
+    rest = (weight, packed, strided, (True, True), None, term_weights.dtype)
     gradients = torch.ops.mglu.backward(result, x, *rest)
     monkeypatch.setattr(dispatch, "BACKENDS", {"cuda": Cuda(), "composite": Composite()})
     monkeypatch.setattr(dispatch, "_training_calls", {})
-    for got, want in zip(
-        torch.ops.mglu.forward_train(x, weight, packed, "silu", term_weights), (result, partials), strict=True
-    ):
-        assert torch.equal(got, want)
+    again = torch.ops.mglu.forward_train(x, weight, packed, "silu", term_weights)
+    assert all(map(torch.equal, again, (result, partials)))
     for got, want in zip(torch.ops.mglu.backward(result, x, *rest), gradients, strict=True):
         assert torch.equal(got, want)
     for _ in range(2):  # prepared once, whatever the number of calls

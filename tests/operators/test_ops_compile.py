@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import strategies as s
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from budgets import assert_matches
 from families import quick_only_for
-from strategies import DTYPES, Layer, make_layer
+from strategies import DTYPES, OPS, Layer, arguments_of, make_layer
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.decorators import mark_unbacked
@@ -131,7 +132,7 @@ def frames(
 
 
 LAYERS = ("forward", "forward_ste")
-ORDERS = ((1, 2, 64, 0, 8), (8, 1, 64, 0, 2))
+ORDERS = ((1, 2, 1000, 0, 8), (8, 1, 1000, 0, 2))
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=["from-1", "from-8"])
@@ -144,39 +145,25 @@ def test_an_operator_compiles_as_many_graphs_as_a_linear_layer(training, order):
         assert frames(name, order, training=training) == linear
 
 
-@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("name", LAYERS)
-def test_one_graph_serves_every_number_of_tokens_from_2_on(name, training):
-    assert frames(name, (8, 2, 3, 17, 64, 1000), training=training) == [1] * 6
-
-
 @pytest.mark.parametrize(
-    ("backend", "name", "training", "weighted"),
-    [("aot_eager", *case) for case in itertools.product(LAYERS, [False, True], [False, True])]
-    + [("inductor", name, True, True) for name in LAYERS],
+    ("backend", "name", "training", "weighted", "how"),
+    [
+        *(("aot_eager", *case, "unbacked") for case in itertools.product(LAYERS, [False, True], [False, True])),
+        *(("inductor", name, True, True, "unbacked") for name in LAYERS),
+        *(("aot_eager", name, training, True, "oblivious") for name in LAYERS for training in (False, True)),
+    ],
 )
-def test_one_graph_serves_every_number_of_tokens_marked_unbacked(backend, name, training, weighted):
-    """`mark_unbacked` asks torch not to specialise for 0 and 1 tokens; the operators must add no guard that does."""
-    for order in ORDERS:
-        counts = frames(name, order, training=training, weighted=weighted, backend=backend, prepare=_unbacked_tokens)
-        assert counts == [1] * len(order)
+def test_one_graph_serves_every_number_of_tokens_if_torch_does_not_specialise(backend, name, training, weighted, how):
+    """`mark_unbacked` and `backed_size_oblivious` ask torch not to specialise for 0 and 1 tokens.
 
-
-@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("name", LAYERS)
-def test_one_graph_serves_every_number_of_tokens_when_size_oblivious(name, training):
-    """`backed_size_oblivious` asks the same of torch.
-
-    Inductor is not tested here, because in torch 2.13 it sometimes adds guards, even for a linear layer.
+    The operators must add no guard that does. With `backed_size_oblivious`, Inductor of torch 2.13 sometimes adds
+    guards of its own, even for a linear layer.
     """
+    prepare = (lambda x: mark_unbacked(x, 0)) if how == "unbacked" else (lambda x: None)
     for order in ORDERS:
-        with symbolic_config.patch(backed_size_oblivious=True):
-            counts = frames(name, order, training=training, weighted=True)
+        with symbolic_config.patch(backed_size_oblivious=how == "oblivious"):
+            counts = frames(name, order, training=training, weighted=weighted, backend=backend, prepare=prepare)
         assert counts == [1] * len(order)
-
-
-def _unbacked_tokens(x: Tensor) -> None:
-    mark_unbacked(x, 0)
 
 
 def test_data_dependent_sizes_compile_in_one_graph():
@@ -195,10 +182,10 @@ def test_data_dependent_sizes_compile_in_one_graph():
 
 @pytest.mark.parametrize(
     ("dtype", "backend"),
-    [(dtype, "aot_eager") for dtype in DTYPES]
-    + [
-        (torch.float32, "inductor"),
-        pytest.param(torch.bfloat16, "inductor", marks=pytest.mark.long),
+    [
+        *((dtype, "aot_eager") for dtype in DTYPES),
+        # The quick tests compile both operators with Inductor above.
+        *(pytest.param(dtype, "inductor", marks=pytest.mark.long) for dtype in (torch.float32, torch.bfloat16)),
     ],
 )
 def test_compiled_results_and_gradients_equal_eager_ones(dtype, backend):
@@ -228,10 +215,9 @@ def test_compiled_functions_take_any_strides(layout):
     torch.testing.assert_close(compiled(*args), mglu.forward(*args))
 
 
-@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-def test_compiled_autocast_equals_eager_autocast(training):
+def test_compiled_autocast_equals_eager_autocast():
     layer = make_layer((16,), 64, 32, weighted=True)
-    args = [tensor.clone().requires_grad_(training) for tensor in (layer.x, layer.weight, layer.logits)]
+    args = [leaf(tensor) for tensor in (layer.x, layer.weight, layer.logits)]
 
     def function(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -240,11 +226,10 @@ def test_compiled_autocast_equals_eager_autocast(training):
     result = torch.compile(function, backend="aot_eager", fullgraph=True)(*args)
     assert result.dtype is torch.bfloat16
     assert torch.equal(result, function(*args))
-    if training:
-        grads = torch.autograd.grad(result.float().sum(), args)
-        expected = torch.autograd.grad(function(*args).float().sum(), args)
-        for got, want in zip(grads, expected, strict=True):
-            torch.testing.assert_close(got, want)
+    grads = torch.autograd.grad(result.float().sum(), args)
+    expected = torch.autograd.grad(function(*args).float().sum(), args)
+    for got, want in zip(grads, expected, strict=True):
+        torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("partition", [default_partition, min_cut_rematerialization_partition])
@@ -313,39 +298,23 @@ def test_an_exported_program_holds_one_operator():
 # --- Fake and meta tensors --------------------------------------------------------------------------------
 
 
-def describe(results: Tensor | tuple[Tensor, ...]) -> list[tuple[object, ...]]:
-    results = results if isinstance(results, tuple) else (results,)
-    return [(result.shape, result.stride(), result.dtype) for result in results]
-
-
-def calls(layer: Layer) -> dict[str, tuple[object, ...]]:
-    """The arguments of a call of each operator."""
-    args = (layer.x, layer.weight, layer.packed_masks)
-    tail = (layer.activation, layer.mask_weights)
-    result, partials = mglu.forward_train(*args, *tail)
-    mask_weights_dtype = None if layer.mask_weights is None else layer.mask_weights.dtype
-    return {
-        "pack_masks": (layer.masks,),
-        "pack_logits": (layer.logits,),
-        "unpack_masks": (layer.packed_masks, layer.x.shape[-1]),
-        "forward": (*args, *tail),
-        "forward_ste": (layer.x, layer.weight, layer.logits, *tail),
-        "forward_train": (*args, *tail),
-        "backward": (result, *args, partials, (True, True), torch.float32, mask_weights_dtype),
-    }
-
-
 @pytest.mark.parametrize("leading", [(5,), (), (0,), (2, 3)])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fake_and_meta_results_have_the_shape_strides_and_dtype_of_real_ones(dtype, weighted, leading):
-    for op, args in calls(make_layer(leading, 13, weighted=weighted, dtype=dtype)).items():
-        real = describe(getattr(mglu, op)(*args))
-        meta = [arg.to("meta") if isinstance(arg, Tensor) else arg for arg in args]
-        assert describe(getattr(mglu, op)(*meta)) == real, op
+    layer = make_layer(leading, 13, weighted=weighted, dtype=dtype)
+    for op in OPS:
+        args = arguments_of(op, layer)
+
+        def described(convert: Callable[[Tensor], Tensor], op: str = op, args: dict[str, Any] = args) -> list[Any]:
+            results = getattr(mglu, op)(**{k: convert(v) if isinstance(v, Tensor) else v for k, v in args.items()})
+            results = results if isinstance(results, tuple) else (results,)
+            return [(result.shape, result.stride(), result.dtype) for result in results]
+
+        real = described(lambda tensor: tensor)
+        assert described(lambda tensor: tensor.to("meta")) == real, op
         with FakeTensorMode() as mode:
-            fake = [mode.from_tensor(arg) if isinstance(arg, Tensor) else arg for arg in args]
-            assert describe(getattr(mglu, op)(*fake)) == real, op
+            assert described(mode.from_tensor) == real, op
 
 
 def test_meta_tensors_get_gradients_of_the_right_shape():

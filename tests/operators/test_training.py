@@ -1,10 +1,8 @@
-"""`forward_train` and `backward` called directly: what is kept, each gradient alone, errors, memory, checkpoints."""
+"""`forward_train` and `backward` called directly: what is kept, each gradient alone, errors and memory."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from functools import partial
 
 import pytest
 import strategies as s
@@ -16,9 +14,7 @@ from hypothesis import strategies as st
 from strategies import DTYPES, Layer, make_layer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from mglu_ops import dispatch
 from mglu_ops.activations import get_activation
 from mglu_ops.backends import composite
 
@@ -248,73 +244,3 @@ def test_errors_in_float32_on_gpus_without_fast_float64(n_masks, density, monkey
     monkeypatch.setattr(composite, "_backward_total_dtype", lambda x: torch.float32)
     layer = make_layer((96,), 512, 256, n_masks, dtype=torch.float32, density=density)
     assert_as_good_as_naive(layer, 2.5)
-
-
-# --- Checkpoints ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """How often forward_train and backward ran, in eager or in compiled code."""
-    counts: Counter[str] = Counter()
-
-    def counted(name: str, run: Callable[..., object]) -> Callable[..., object]:
-        def call(*args: object) -> object:
-            counts[name] += 1
-            return run(*args)
-
-        return call
-
-    for name in ("forward_train", "backward"):
-        monkeypatch.setattr(dispatch, name, counted(name, getattr(dispatch, name)))
-    torch._dynamo.reset()
-    yield counts
-    torch._dynamo.reset()
-
-
-def keep(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-    is_layer = op is mglu.forward_train.default
-    return CheckpointPolicy.MUST_SAVE if is_layer else CheckpointPolicy.MUST_RECOMPUTE
-
-
-def selected(policy: object) -> dict[str, object]:
-    return {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, policy)}
-
-
-CHECKPOINTS = {
-    "reentrant": {"use_reentrant": True},
-    "not reentrant": {"use_reentrant": False},
-    "a policy that keeps the layer": selected(keep),
-    "a list with the layer": selected([mglu.forward_train.default]),
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "backend"),
-    [
-        (kind, backend)
-        for kind in CHECKPOINTS
-        for backend in (None, "aot_eager")
-        if (kind, backend) != ("reentrant", "aot_eager")
-    ],
-)
-def test_checkpoints_recompute_the_layer_unless_a_policy_keeps_it(calls, kind, backend):
-    layer = make_layer(dtype=torch.float64, weighted=True)
-    tensors = (layer.x, layer.weight, layer.logits, layer.mask_weights)
-
-    def block(x: Tensor, weight: Tensor, logits: Tensor, mask_weight: Tensor) -> Tensor:
-        return mglu.forward_ste(x.sin(), weight, logits, "gelu", mask_weight)[0].square()
-
-    def step(*args: Tensor) -> Tensor:
-        return checkpoint(block, *args, **CHECKPOINTS[kind]).sum()
-
-    plain = [tensor.clone().requires_grad_() for tensor in tensors]
-    block(*plain).sum().backward()
-    calls.clear()
-    function = step if backend is None else torch.compile(step, backend=backend, fullgraph=True)
-    args = [tensor.clone().requires_grad_() for tensor in tensors]
-    function(*args).backward()
-    for got, want in zip(args, plain, strict=True):
-        torch.testing.assert_close(got.grad, want.grad)
-    # A reentrant checkpoint first computes the result without gradients, by another operator.
-    assert calls == {"forward_train": 2 if kind == "not reentrant" else 1, "backward": 1}

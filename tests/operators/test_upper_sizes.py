@@ -23,23 +23,6 @@ def _h100(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "has_cuda_core", lambda: True)
 
 
-def test_every_operator_accepts_16_masks() -> None:
-    """test_bad_input.py tests that 17 are refused."""
-    layer = make_layer((2,), 24, 10, 16, weighted=True)
-    packed = torch.ops.mglu.pack_masks(layer.masks)
-    assert torch.equal(torch.ops.mglu.unpack_masks(packed, 24), layer.masks)
-    assert torch.equal(torch.ops.mglu.pack_logits(layer.logits), packed)
-    rest = ("silu", layer.mask_weights)
-    result = torch.ops.mglu.forward(layer.x, layer.weight, packed, *rest)
-    torch.testing.assert_close(result, layer.oracle().float())
-    assert torch.equal(torch.ops.mglu.forward_ste(layer.x, layer.weight, layer.logits, *rest)[0], result)
-    trained, partials = torch.ops.mglu.forward_train(layer.x, layer.weight, packed, *rest)
-    torch.testing.assert_close(trained, result)
-    needs = ((True, True), torch.float32, torch.float32)
-    gradients = torch.ops.mglu.backward(torch.ones(2, 10), layer.x, layer.weight, packed, partials, *needs)
-    assert [list(gradient.shape) for gradient in gradients] == [[2, 24], [10, 24], [16, 10, 24], [2, 16]]
-
-
 def on_gpu(tokens: int, out_features: int, in_features: int, dtype: torch.dtype = torch.bfloat16) -> LayerCall:
     return LayerCall.contiguous(GPU, dtype, 1, tokens, out_features, in_features)
 

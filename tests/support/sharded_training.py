@@ -6,9 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
-from budgets import relative_error
-from tensor_parallel import SAME, STEPS, Setting, whole
+from tensor_parallel import STEPS, Setting, assert_same_parameters, optimizer_of, train, whole
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -21,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import mglu_ops
-from mglu_ops.nn import MGLUFeedForward, parameter_groups
+from mglu_ops.nn import MaskStatistics
 from mglu_ops.parallel import shard_placement_fn
 
 
@@ -32,51 +30,30 @@ def shard_fully(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
     return fully_shard(model, mesh=mesh, shard_placement_fn=placement)
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(parameter_groups(model, lr=1e-2, weight_decay=0.1))
-
-
-def train(
-    setting: Setting, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, parts: DeviceMesh
-) -> None:
-    """Run some steps, in which each rank of `parts` has its share of the batch."""
-    for step in steps:
-        optimizer.zero_grad()
-        x, target = (setting.x(seed).chunk(parts.size())[parts.get_local_rank()] for seed in (step, step + STEPS))
-        F.mse_loss(model(x), target).backward()
-        optimizer.step()
-
-
-def assert_same_parameters(got: nn.Module, want: nn.Module, what: str) -> None:
-    for (name, parameter), expected in zip(got.named_parameters(), want.parameters(), strict=True):
-        error = relative_error(whole(parameter), expected)
-        assert error <= SAME, f"{what}: {name}: relative error {error:.3g}"
-
-
-def alone(setting: Setting) -> DeviceMesh:
-    """The mesh of this rank, which trains with the whole batch."""
-    return init_device_mesh(setting.device, (dist.get_world_size(), 1), mesh_dim_names=("all", "one"))["one"]
-
-
 # --- FSDP2 ----------------------------------------------------------------------------------------------------------
 
 
 def check_spread(setting: Setting) -> None:
     """Each rank holds its share of every mask, and of the weight."""
-    for n_masks in (1, 3):
-        model = nn.Sequential(MGLUFeedForward(setting.width, setting.intermediate, n_masks=n_masks)).to(setting.device)
-        layer, rows = shard_fully(model, setting.mesh)[0].mglu, setting.intermediate // setting.mesh.size()
-        assert layer.mask_logits.to_local().shape == (n_masks, rows, setting.width)
-        assert layer.weight.to_local().shape == (rows, setting.width)
+    layer, rows = shard_fully(setting.model(), setting.mesh)[0].mglu, setting.intermediate // setting.mesh.size()
+    assert layer.mask_logits.to_local().shape == (3, rows, setting.width)
+    assert layer.weight.to_local().shape == (rows, setting.width)
 
 
 def check_fully_sharded_training(setting: Setting) -> None:
-    """AdamW steps give the same parameters as in one process with the whole batch, and the gathered model freezes."""
-    expected, sharded = (setting.model(top_k=2) for _ in range(2))
-    train(setting, expected, optimizer_of(expected), range(STEPS), alone(setting))
+    """AdamW steps give the same parameters as in one process with the whole batch, and the gathered model freezes.
+
+    The sharded layers compute their activations again in the backward pass.
+    """
+    expected, sharded = setting.model(top_k=2), setting.model(top_k=2, save_activations=False)
     shard_fully(sharded, setting.mesh)
+    statistics = [MaskStatistics(model) for model in (expected, sharded)]
+    train(setting, expected, optimizer_of(expected), range(STEPS))
     train(setting, sharded, optimizer_of(sharded), range(STEPS), setting.mesh)
     assert_same_parameters(sharded, expected, "fully_shard")
+    want, found = (each.update() for each in statistics)
+    assert found == want
+    assert found["0.mglu/flips/0"] > 0
     with pytest.raises(ValueError, match=r"model: 0.mglu is sharded by FSDP, .*; call freeze before fully_shard, or"):
         mglu_ops.freeze(sharded)
     # The advice works.
@@ -90,7 +67,7 @@ def check_fully_sharded_training(setting: Setting) -> None:
 def check_frozen_first(setting: Setting) -> None:
     """A model that is frozen before `fully_shard` trains its weights, and keeps its masks."""
     expected, sharded = (mglu_ops.freeze(setting.model()) for _ in range(2))
-    train(setting, expected, optimizer_of(expected), range(STEPS), alone(setting))
+    train(setting, expected, optimizer_of(expected), range(STEPS))
     shard_fully(sharded, setting.mesh)
     train(setting, sharded, optimizer_of(sharded), range(STEPS), setting.mesh)
     assert_same_parameters(sharded, expected, "frozen")
@@ -103,19 +80,18 @@ def check_both(setting: Setting) -> None:
     inner = Setting(mesh["tensor"], setting.device, setting.dtype)
     expected, sharded = setting.model(top_k=2), inner.parallel(inner.model(top_k=2))
     shard_fully(sharded, mesh["data"])
-    train(setting, expected, optimizer_of(expected), range(STEPS), alone(setting))
+    train(setting, expected, optimizer_of(expected), range(STEPS))
     train(setting, sharded, optimizer_of(sharded), range(STEPS), mesh["data"])
     assert_same_parameters(sharded, expected, "fully_shard of tensor-parallel layers")
-
-
-CHECKS = {"spread": check_spread, "training": check_fully_sharded_training, "frozen_first": check_frozen_first}
 
 
 def run_checks(rank: int, device: str, dtype: torch.dtype) -> None:
     """Run the checks on this rank; with four ranks or more, also `check_both`."""
     setting = Setting.of(device, dtype)
-    for check in (*CHECKS.values(), *((check_both,) if dist.get_world_size() >= 4 else ())):
+    for check in (check_spread, check_fully_sharded_training, check_frozen_first):
         check(setting)
+    if dist.get_world_size() >= 4:
+        check_both(setting)
 
 
 # --- Checkpoints ----------------------------------------------------------------------------------------------------
@@ -124,18 +100,22 @@ SAVED_AT = 2
 """The step at which a run is saved."""
 
 
-def run_of(setting: Setting, way: str, seed: int) -> tuple[nn.Sequential, DeviceMesh]:
-    """A model whose initial parameters depend on `seed`, sharded in one of three ways, and its data-parallel ranks."""
+def model_of(setting: Setting, way: str, seed: int = 0) -> nn.Sequential:
+    """A model whose initial parameters depend on `seed`, frozen if that is the way."""
     model = setting.model()
     if seed:
         torch.manual_seed(seed)
         for layer in model:
             layer.reset_parameters()
+    return mglu_ops.freeze(model) if way == "frozen" else model
+
+
+def run_of(setting: Setting, way: str, seed: int) -> tuple[nn.Sequential, DeviceMesh | None]:
+    """Such a model, sharded in one of three ways, and its data-parallel ranks."""
+    model = model_of(setting, way, seed)
     if way == "fully_shard":
         return shard_fully(model, setting.mesh), setting.mesh
-    if way == "frozen":
-        mglu_ops.freeze(model)
-    return setting.parallel(model), alone(setting)
+    return setting.parallel(model), None
 
 
 WAYS = ("fully_shard", "tensor parallel", "frozen")
@@ -167,10 +147,8 @@ def load(rank: int, device: str, folder: str) -> None:
         set_state_dict(model, optimizer, model_state_dict=stored["model"], optim_state_dict=stored["optimizer"])
         assert_same_bits(model, torch.load(f"{folder}/{way}.pt"), way)
         train(setting, model, optimizer, range(SAVED_AT, STEPS), parts)
-        expected = setting.model()
-        if way == "frozen":
-            mglu_ops.freeze(expected)
-        train(setting, expected, optimizer_of(expected), range(STEPS), alone(setting))
+        expected = model_of(setting, way)
+        train(setting, expected, optimizer_of(expected), range(STEPS))
         assert_same_parameters(model, expected, way)
 
 
@@ -191,11 +169,7 @@ def load_in_another_way(rank: int, device: str, folder: str) -> None:
 def load_whole(folder: str) -> None:
     """Load each checkpoint into a model of one process, without a process group: the bits are the same."""
     for way in WAYS:
-        model = Setting(None, "cpu", torch.float64).model()
-        for layer in model:
-            layer.reset_parameters()
-        if way == "frozen":
-            mglu_ops.freeze(model)
+        model = model_of(Setting(None, "cpu", torch.float64), way, seed=1)
         stored = {"model": get_model_state_dict(model)}
         dcp.load(stored, checkpoint_id=f"{folder}/{way}")
         set_model_state_dict(model, stored["model"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -97,6 +98,31 @@ def make_layer(
     masks = torch.rand(n_masks, out_features, in_features, generator=generator) < density
     mask_weight = torch.rand(*leading, n_masks, generator=generator).to(dtype) if weighted else None
     return Layer(x, weight, masks, torch.ops.mglu.pack_masks(masks), activation, mask_weight)
+
+
+OPS = ("pack_masks", "pack_logits", "unpack_masks", "forward", "forward_ste", "forward_train", "backward")
+
+
+def arguments_of(op: str, layer: Layer) -> dict[str, Any]:
+    """The arguments of an operator's call with a layer, by name. The derivatives that `backward` takes are random."""
+    if op == "pack_masks":
+        return {"masks": layer.masks}
+    if op == "pack_logits":
+        return {"mask_logits": layer.logits}
+    if op == "unpack_masks":
+        return {"packed_masks": layer.packed_masks, "in_features": layer.x.shape[-1]}
+    masks = {"mask_logits": layer.logits} if op == "forward_ste" else {"packed_masks": layer.packed_masks}
+    args = {"x": layer.x, "weight": layer.weight, **masks}
+    if op != "backward":
+        return args | {"activation": layer.activation, "mask_weights": layer.mask_weights}
+    (*leading, _), (out_features, _), n_masks = layer.x.shape, layer.weight.shape, len(layer.masks)
+    rows = n_masks + 1 if layer.mask_weights is None else 2 * n_masks + 1
+    generator = torch.Generator().manual_seed(1)
+    grad_output = torch.randn(*leading, out_features, generator=generator).to(layer.x.dtype)
+    partials = torch.randn(*leading, rows, out_features, generator=generator).to(layer.x.dtype)
+    mask_weights_dtype = None if layer.mask_weights is None else layer.mask_weights.dtype
+    dtypes = {"logits_dtype": torch.float32, "mask_weights_dtype": mask_weights_dtype}
+    return {"grad_output": grad_output, **args, "partials": partials, "needs": [True, True], **dtypes}
 
 
 @st.composite

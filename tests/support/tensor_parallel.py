@@ -114,15 +114,11 @@ KINDS: dict[str, dict[str, Any]] = {
 def check_placements(setting: Setting) -> None:
     """Each rank holds its rows of the weight and of the masks, and all of the router."""
     for learnable_masks in (True, False):
-        model = setting.model(learnable_masks=learnable_masks, top_k=2)
-        layer, expected = (
-            setting.parallel(model)[0].mglu,
-            setting.model(learnable_masks=learnable_masks, top_k=2)[0].mglu,
-        )
+        layer, expected = (setting.model(learnable_masks=learnable_masks, top_k=2) for _ in range(2))
+        tensors, wanted = setting.parallel(layer)[0].mglu.state_dict(), expected[0].mglu.state_dict()
         masks = ("mask_logits", Shard(1)) if learnable_masks else ("packed_masks", Shard(0))
         for name, placement in (("weight", Shard(0)), masks, ("router.weight", Replicate())):
-            tensor = dict([*layer.named_parameters(), *layer.named_buffers()])[name]
-            want = dict([*expected.named_parameters(), *expected.named_buffers()])[name]
+            tensor, want = tensors[name], wanted[name]
             assert tensor.placements == (placement,), name
             assert torch.equal(tensor.full_tensor(), want), name
             if isinstance(placement, Shard):
@@ -138,17 +134,13 @@ def check_results(setting: Setting) -> None:
         alone = setting.model(**options)
         want = gradients(alone, alone, setting.x())
         for sequence in (False, True):
-            mine = setting.part_of_sequence if sequence else _all
+            mine = setting.part_of_sequence if sequence else lambda tensor: tensor
             expected = {key: mine(t) if key in ("x", "y") else t for key, t in want.items()}
             sharded = setting.parallel(setting.model(**options), sequence)
             with torch.no_grad():
                 setting.assert_same(sharded(mine(setting.x())), expected["y"], f"{name}, no gradients", factor=2)
             got = gradients(sharded, sharded, mine(setting.x()))
             assert_same_gradients(setting, got, expected, f"{name}, sequence={sequence}")
-
-
-def _all(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def check_compiled(setting: Setting, backend: str, kinds: Sequence[str]) -> None:
@@ -164,21 +156,36 @@ def check_compiled(setting: Setting, backend: str, kinds: Sequence[str]) -> None
         assert_same_gradients(setting, gradients(sharded, compiled, setting.x()), want, name)
 
 
+def optimizer_of(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameter_groups(model, lr=1e-2, weight_decay=0.1))
+
+
+def train(
+    setting: Setting, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, parts: DeviceMesh | None = None
+) -> None:
+    """Run some steps with the whole batch, or with the share of this rank among `parts`."""
+    count, rank = (1, 0) if parts is None else (parts.size(), parts.get_local_rank())
+    for step in steps:
+        optimizer.zero_grad()
+        x, target = (setting.x(seed).chunk(count)[rank] for seed in (step, step + STEPS))
+        F.mse_loss(model(x), target).backward()
+        optimizer.step()
+
+
+def assert_same_parameters(got: nn.Module, want: nn.Module, what: str) -> None:
+    for (name, parameter), expected in zip(got.named_parameters(), want.parameters(), strict=True):
+        error = relative_error(whole(parameter), expected)
+        assert error <= SAME, f"{what}: {name}: relative error {error:.3g}"
+
+
 def check_training(setting: Setting) -> None:
     """Some steps of AdamW give the same parameters as in one process, and change masks."""
     for name in ("learned", "weighted"):
         alone, sharded = (setting.model(**KINDS[name]) for _ in range(2))
         before = alone[0].mglu.mask_logits.detach() > 0
-        setting.parallel(sharded)
-        for model in (alone, sharded):
-            optimizer = torch.optim.AdamW(parameter_groups(model, lr=1e-2, weight_decay=0.1))
-            for step in range(STEPS):
-                optimizer.zero_grad()
-                F.mse_loss(model(setting.x(step)), setting.x(step + STEPS)).backward()
-                optimizer.step()
-        for (key, got), want in zip(sharded.named_parameters(), alone.parameters(), strict=True):
-            error = relative_error(whole(got), want)
-            assert error <= SAME, f"{name}: {key}: relative error {error:.3g}"
+        for model in (alone, setting.parallel(sharded)):
+            train(setting, model, optimizer_of(model), range(STEPS))
+        assert_same_parameters(sharded, alone, name)
         assert not torch.equal(whole(sharded[0].mglu.mask_logits) > 0, before)
 
 
@@ -211,9 +218,8 @@ def check_uneven(setting: Setting) -> None:
         torch.manual_seed(0)
         alone, sharded = (MGLU(setting.width, out_features).to(setting.device, setting.dtype) for _ in range(2))
         sharded.load_state_dict(alone.state_dict())
-        with pytest.raises(
-            ValueError, match=f"out_features: got {out_features}, must be a multiple of the .*, {ranks}"
-        ):
+        message = f"out_features: got {out_features}, must be a multiple of the .*, {ranks}"
+        with pytest.raises(ValueError, match=message):
             parallelize_module(sharded, setting.mesh, ColwiseMGLU())
         parallelize_module(sharded, setting.mesh, ColwiseMGLU(use_local_output=False))
         want = gradients(alone, alone, setting.x())
