@@ -76,7 +76,7 @@ NAIVE = (
     Baseline("naive compiled, coordinate descent, bool masks", naive, "coordinate descent"),
     Baseline("naive compiled, max-autotune, bool masks", naive, "max-autotune"),
 )
-NAIVE_ON_CPU = (Baseline("naive compiled", naive, "compiled"),)
+NAIVE_ON_CPU = Baseline("naive compiled", naive, "compiled")
 SWIGLU = (
     Baseline("SwiGLU eager", swiglu, "eager"),
     Baseline("SwiGLU compiled", swiglu, "compiled"),

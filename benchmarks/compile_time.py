@@ -203,21 +203,9 @@ def bench_ordinary(case: Ordinary, rounds: int) -> list[Row]:
 
 def _row(case: str, variant: str, seconds: Sequence[float], extra: dict[str, object], n_masks: int = 0) -> Row:
     """A row of compilation times; its sizes are 0 for a model without MGLU layers."""
-    median, spread = summarise(seconds)
-    return Row(
-        case=case,
-        variant=variant,
-        tokens=3 if n_masks else 0,
-        out_features=HIDDEN if n_masks else 0,
-        in_features=WIDTH if n_masks else 0,
-        n_masks=n_masks,
-        dtype="float32",
-        microseconds=median * 1e6,
-        spread=spread * 1e6,
-        fraction_of_ceiling=float("nan"),
-        error=float("nan"),
-        extra=extra,
-    )
+    tokens, shape = (3, (HIDDEN, WIDTH)) if n_masks else (0, (0, 0))
+    times = [1e6 * one for one in seconds]
+    return Row.of_times(case, variant, tokens, shape, n_masks, times, dtype=torch.float32, extra=extra)
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from benchmarks.ceiling import (
     reader,
 )
 from benchmarks.harness import PROTOCOL, SETTLED_PROTOCOL, Timing, Variant, measure
-from benchmarks.layers import Layers, masks_of
+from benchmarks.layers import Layers, all_masks
 from benchmarks.records import Row, parser_of, write
 from benchmarks.timing import ROUNDS, SETTLE_SECONDS
 from mglu_ops import dispatch
@@ -89,10 +89,7 @@ def naive_variants(layers: Layers, tuned: bool) -> list[Variant]:
         dtype = torch.bool if baseline.has_bool_masks else layers.x.dtype
         count = layers_for(layers.weights[0].numel() * (2 + dtype.itemsize * layers.n_masks))
         if dtype not in masks_by_dtype:
-            masks_by_dtype[dtype] = [
-                torch.stack([masks_of(packed, m) for m in range(layers.n_masks)]).to(dtype)
-                for packed in layers.packed[:count]
-            ]
+            masks_by_dtype[dtype] = [all_masks(packed, dtype) for packed in layers.packed[:count]]
         masks = masks_by_dtype[dtype]
         variants.append(Variant(baseline.name, partial(run, baseline.build(), masks), len(masks), layers.oracle))
     return variants

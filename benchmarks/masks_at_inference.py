@@ -18,7 +18,7 @@ from torch import Tensor
 import mglu_ops
 from benchmarks.harness import relative_error
 from benchmarks.records import Row, parser_of, write
-from benchmarks.timing import gpu_microseconds, summarise, wall_microseconds
+from benchmarks.timing import clock_of
 from compile_passes.backend import mglu
 from mglu_ops.accuracy import ERROR_BUDGET
 from mglu_ops.nn import NaiveMGLU
@@ -62,7 +62,7 @@ def times_of(
     model: NaiveMGLU, x: Tensor, backend: str | Callable[..., Any] | None, freezing: bool, rounds: int
 ) -> tuple[list[float], Tensor]:
     """Microseconds of each call, and the result."""
-    clock = gpu_microseconds if x.is_cuda else wall_microseconds
+    clock = clock_of(x.device.type)
     torch._dynamo.reset()
     mode = "reduce-overhead" if x.is_cuda else "default"
     call: Callable[[Tensor], Tensor] = model
@@ -92,23 +92,9 @@ def bench(device: str, n_masks: int, rounds: int) -> list[Row]:
             if way.backend == "export" and device != "cpu":
                 continue
             times, result = times_of(models[way.model], x, way.backend, way.freezing, rounds)
-            (median, spread), error = summarise(times), relative_error(result, expected)
-            rows.append(
-                Row(
-                    case="masks at inference",
-                    variant=name,
-                    tokens=1,
-                    out_features=d,
-                    in_features=h,
-                    n_masks=n_masks,
-                    dtype=str(dtype).removeprefix("torch."),
-                    microseconds=median if error <= ERROR_BUDGET[dtype] else float("nan"),
-                    spread=spread,
-                    fraction_of_ceiling=float("nan"),
-                    error=error,
-                    extra={"packed": way.packed},
-                )
-            )
+            error, budget = relative_error(result, expected), ERROR_BUDGET[dtype]
+            problem, extra = ("masks at inference", name, 1, (d, h), n_masks), {"packed": way.packed}
+            rows.append(Row.of_times(*problem, times, dtype=dtype, error=error, budget=budget, extra={**extra}))
     return rows
 
 

@@ -23,6 +23,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from benchmarks.timing import summarise
+
 COMMENT = "# "
 
 
@@ -54,9 +56,29 @@ class Row:
     dtype: str
     microseconds: float
     spread: float
-    fraction_of_ceiling: float
-    error: float
+    fraction_of_ceiling: float = math.nan
+    error: float = math.nan
     extra: dict[str, object] = field(default_factory=dict)
+
+    @classmethod
+    def of_times(
+        cls,
+        case: str,
+        variant: str,
+        tokens: int,
+        shape: tuple[int, int],
+        n_masks: int,
+        times: Sequence[float],
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        error: float = math.nan,
+        budget: float = math.inf,
+        extra: dict[str, object] | None = None,
+    ) -> Row:
+        """The row of some times in microseconds; it has no time without times, or if the error exceeds the budget."""
+        median, spread = summarise(times) if times else (math.nan, math.nan)
+        problem = case, variant, tokens, *shape, n_masks, str(dtype).removeprefix("torch.")
+        return cls(*problem, math.nan if error > budget else median, spread, error=error, extra=extra or {})
 
     @property
     def shape(self) -> tuple[int, int]:

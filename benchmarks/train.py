@@ -19,14 +19,7 @@ import torch
 
 from benchmarks.memory import allocated, peak, release
 from benchmarks.records import Row, measure, parser_of
-from benchmarks.timing import (
-    LOAD_SECONDS,
-    SETTLED_ROUNDS,
-    gpu_microseconds,
-    summarise,
-    under_load,
-    wall_microseconds,
-)
+from benchmarks.timing import LOAD_SECONDS, SETTLED_ROUNDS, clock_of, under_load
 from benchmarks.train_layers import (
     CASE,
     CHECKED_TOKENS,
@@ -141,21 +134,14 @@ def bench(
     release(device)
     ready, columns = prepared(problem, device)
     release(device)
-    clock = gpu_microseconds if device == "cuda" else wall_microseconds
-    times = under_load(ready, clock, rounds, load)
-    return [row(problem, name, times.get(name, []), extra) for name, extra in columns.items()]
-
-
-def row(problem: Problem, name: str, times: Sequence[float], extra: dict[str, object]) -> Row:
-    """The row of a variant; it has no time if the result is wrong or the variant did not run."""
-    median, spread = summarise(times) if times else (float("nan"), float("nan"))
-    errors = extra.get("errors")
-    error = max(errors.values()) if isinstance(errors, dict) else float("nan")
-    if error > ERROR_BUDGET[torch.bfloat16]:
-        median = float("nan")
-    shape = problem.shape
-    nan = float("nan")
-    return Row(CASE, name, problem.tokens, *shape, problem.n_masks, "bfloat16", median, spread, nan, error, extra)
+    times = under_load(ready, clock_of(device), rounds, load)
+    rows = []
+    for name, extra in columns.items():
+        errors = extra.get("errors")
+        error = max(errors.values()) if isinstance(errors, dict) else float("nan")
+        size, budget = (problem.tokens, problem.shape, problem.n_masks), ERROR_BUDGET[torch.bfloat16]
+        rows.append(Row.of_times(CASE, name, *size, times.get(name, []), error=error, budget=budget, extra=extra))
+    return rows
 
 
 def compile_only(problem: Problem, device: str) -> None:

@@ -23,14 +23,7 @@ from benchmarks.decoder import Sizes
 from benchmarks.language_model import LanguageModel, count, share_tensors
 from benchmarks.memory import allocated, peak, release
 from benchmarks.records import Row, measure, parser_of
-from benchmarks.timing import (
-    LOAD_SECONDS,
-    SETTLED_ROUNDS,
-    gpu_microseconds,
-    summarise,
-    under_load,
-    wall_microseconds,
-)
+from benchmarks.timing import LOAD_SECONDS, SETTLED_ROUNDS, clock_of, under_load
 from mglu_ops.nn import GLU, MGLU, NaiveMGLU
 
 Precision = Literal["autocast", "bfloat16"]
@@ -215,28 +208,12 @@ def bench(
     sizes, batch = model or MODELS[problem.name]
     found, columns = trainings(problem, Model(sizes, batch), device)
     release(device)
-    clock = gpu_microseconds if device == "cuda" else wall_microseconds
-    times = under_load({name: training.step for name, training in found.items()}, clock, rounds, load)
+    times = under_load({name: training.step for name, training in found.items()}, clock_of(device), rounds, load)
     rows = []
     for name, extra in columns.items():
-        median, spread = summarise(times[name])
         error = float(str(extra.pop("distance", "nan")))
-        rows.append(
-            Row(
-                case=problem.case,
-                variant=name,
-                tokens=batch * sizes.context,
-                out_features=sizes.intermediate,
-                in_features=sizes.hidden,
-                n_masks=problem.n_masks,
-                dtype="bfloat16",
-                microseconds=float("nan") if error > MAX_DISTANCE else median,
-                spread=spread,
-                fraction_of_ceiling=float("nan"),
-                error=error,
-                extra=extra,
-            )
-        )
+        size = batch * sizes.context, (sizes.intermediate, sizes.hidden), problem.n_masks
+        rows.append(Row.of_times(problem.case, name, *size, times[name], error=error, budget=MAX_DISTANCE, extra=extra))
     return rows
 
 
