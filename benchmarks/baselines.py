@@ -87,6 +87,7 @@ SWIGLU = (
 )
 
 
-def in_modes(baselines: Collection[Baseline], modes: Collection[Mode]) -> list[Baseline]:
-    """The baselines whose mode is one of `modes`."""
-    return [baseline for baseline in baselines if baseline.mode in modes]
+def in_modes(baselines: Collection[Baseline], tuned: bool, autotuned: bool) -> list[Baseline]:
+    """The baselines in the modes to measure; `tuned` adds coordinate descent and, if `autotuned`, max-autotune."""
+    measured = {"eager": True, "compiled": True, "coordinate descent": tuned, "max-autotune": tuned and autotuned}
+    return [baseline for baseline in baselines if measured[baseline.mode]]

@@ -23,12 +23,14 @@ from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 from torch.fx import Graph
 
-from benchmarks.ordinary_models import FEATURES, MASKED_LAYERS, STEPS, TOKENS, Chain, Llama, Masked, UNet, resnet
+from benchmarks.decoder import Sizes
+from benchmarks.language_model import LanguageModel
+from benchmarks.ordinary_models import FEATURES, MASKED_LAYERS, STEPS, TOKENS, Chain, Masked, UNet, resnet
 from benchmarks.records import Row, parser_of, write
 from benchmarks.timing import summarise, wall_microseconds
 from compile_passes.fusion import fuse_graph
 from compile_passes.report import FusionReport
-from mglu_ops.nn import NaiveMGLU
+from mglu_ops.nn import GLU, NaiveMGLU
 
 WIDTH, HIDDEN = 64, 128
 NODES = (10, 100, 1000, 5000)
@@ -166,7 +168,9 @@ def chain(step: str, nodes: int) -> Ordinary:
 
 
 def llama(layers: int) -> Ordinary:
-    return Ordinary(f"Llama, {layers} layers", lambda: (Llama(layers), torch.arange(16).view(2, 8)))
+    """A decoder with SwiGLU that predicts the tokens of two sequences."""
+    sizes = Sizes(layers, FEATURES, 2 * FEATURES, heads=4, kv_heads=4, vocabulary=256, context=64, rope_base=10_000.0)
+    return Ordinary(f"Llama, {layers} layers", lambda: (LanguageModel(sizes, GLU), torch.arange(18).view(2, 9)))
 
 
 def masked(kind: str, layers: int) -> Ordinary:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -126,10 +126,18 @@ def markdown(head: Iterable[object], lines: Iterable[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in every)
 
 
-def grid(corner: str, cells: pd.DataFrame) -> str:
-    """A table with the index of a frame as its first column; columns that are numbers are numbers of masks."""
+def grid(corner: str, cells: pd.DataFrame | Mapping[str, pd.Series]) -> str:
+    """A table of a frame, or of its columns by name, whose first columns are the levels of its index.
+
+    Args:
+        corner: the name of the first column.
+        cells: the frame; columns that are numbers are numbers of masks.
+    """
+    cells = pd.DataFrame(cells)
+    levels = ["n_m" if name == "n_masks" else name for name in cells.index.names[1:]]
     head = [f"n_m = {name}" if isinstance(name, int) else name for name in cells.columns]
-    return markdown([corner, *head], cells.astype(object).where(cells.notna(), "").itertuples())
+    lines = cells.astype(object).where(cells.notna(), "").set_axis(range(len(head)), axis="columns").reset_index()
+    return markdown([corner, *levels, *head], lines.itertuples(index=False))
 
 
 def page(parts: Parts, name: str, results: Path) -> str:

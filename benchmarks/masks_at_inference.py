@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 import mglu_ops
 from benchmarks.harness import relative_error
-from benchmarks.records import Row, parser_of, write
+from benchmarks.records import Row, parser_of, written
 from benchmarks.timing import clock_of
 from compile_passes.backend import mglu
 from mglu_ops.accuracy import ERROR_BUDGET
@@ -98,16 +99,19 @@ def bench(device: str, n_masks: int, rounds: int) -> list[Row]:
     return rows
 
 
+def run(device: str, masks: Sequence[int], rounds: int, out: Path) -> list[Row]:
+    """Measure several numbers of masks into `masks_at_inference_DEVICE.csv` of a folder."""
+    rows = [row for n_masks in masks for row in bench(device, n_masks, rounds)]
+    return written(rows, out, f"masks_at_inference_{device}", PROTOCOL)
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--device", choices=list(SHAPES), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--n-masks", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--rounds", type=int, default=30)
     options = parser.parse_args()
-    rows = [row for n_masks in options.n_masks for row in bench(options.device, n_masks, options.rounds)]
-    for row in rows:
-        print(f"n_masks={row.n_masks} {row.variant:28}{row.microseconds:10.1f} us  error {row.error:.1e}")
-    write(rows, options.out, f"masks_at_inference_{options.device}", PROTOCOL)
+    run(options.device, options.n_masks, options.rounds, options.out)
 
 
 if __name__ == "__main__":

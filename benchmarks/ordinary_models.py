@@ -41,68 +41,6 @@ class Chain(nn.Module):
         return h
 
 
-class Attention(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-
-    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
-        q, k = rotated(q, rotation), rotated(k, rotation)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2))
-
-
-def rotated(x: Tensor, rotation: Tensor) -> Tensor:
-    """Rotary position embedding; `rotation` `[2, tokens, head_dim]` holds cosines and sines."""
-    left, right = x.chunk(2, dim=-1)
-    return x * rotation[0] + torch.cat([-right, left], dim=-1) * rotation[1]
-
-
-class SwiGLU(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
-        self.down = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class LlamaLayer(nn.Module):
-    def __init__(self, width: int, hidden: int, heads: int) -> None:
-        super().__init__()
-        self.attention_norm, self.attention = nn.RMSNorm(width), Attention(width, heads)
-        self.mlp_norm, self.mlp = nn.RMSNorm(width), SwiGLU(width, hidden)
-
-    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotation)
-        return x + self.mlp(self.mlp_norm(x))
-
-
-class Llama(nn.Module):
-    """Decoder layers of attention with rotary embeddings and SwiGLU; takes token indices `[batch, tokens]`."""
-
-    rotation: Tensor
-
-    def __init__(self, layers: int, width: int = FEATURES, heads: int = 4, vocabulary: int = 256) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList(LlamaLayer(width, 2 * width, heads) for _ in range(layers))
-        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
-        head_dim = width // heads
-        frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
-        angles = torch.outer(torch.arange(64.0), frequencies).repeat(1, 2)
-        self.register_buffer("rotation", torch.stack([angles.cos(), angles.sin()]))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x, self.rotation[:, : tokens.shape[1]])
-        return self.head(self.norm(x))
-
-
 class Bottleneck(nn.Module):
     """The residual block of ResNet-50: 1 x 1, 3 x 3 and 1 x 1 convolutions with batch norms."""
 
