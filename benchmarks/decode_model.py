@@ -22,11 +22,11 @@ from torch._inductor.utils import fresh_cache
 
 import mglu_ops
 from benchmarks.ceiling import reader
-from benchmarks.decoder import Attention, Decoder, Sizes, swiglu
+from benchmarks.decoder import Attention, Decoder, Projection, Sizes
 from benchmarks.harness import Captured, Variant, capture, relative_error
 from benchmarks.records import Row, measure, parser_of
 from benchmarks.timing import ROUNDS, time_graphs
-from mglu_ops.nn import SwiMGLU
+from mglu_ops.nn import GLU, MGLU
 
 MODELS = {
     "Llama-3.2 1B": Sizes(),
@@ -72,12 +72,12 @@ class Problem:
 
 def build(sizes: Sizes, n_masks: int, device: str, dtype: torch.dtype, batch: int = 1) -> Decoder:
     """Build a model for inference with random weights and packed random masks; `n_masks` 0 is SwiGLU."""
-    feed_forward: Callable[[int, int], nn.Module] = partial(SwiMGLU, n_masks=n_masks) if n_masks else swiglu
+    projection: Projection = partial(MGLU, n_masks=n_masks) if n_masks else GLU
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model = Decoder(sizes, feed_forward, batch)
+            model = Decoder(sizes, projection, batch)
     finally:
         torch.set_default_dtype(before)
     return (mglu_ops.freeze(model) if n_masks else model).eval().requires_grad_(False)

@@ -52,19 +52,7 @@ class Model(NamedTuple):
 
 MODELS = {
     "Llama-3.2 1B": Model(Sizes(context=LENGTH), batch=4),
-    "350M": Model(
-        Sizes(
-            layers=24,
-            hidden=1024,
-            intermediate=2816,
-            heads=16,
-            kv_heads=16,
-            vocabulary=32000,
-            context=LENGTH,
-            rope_base=10_000.0,
-        ),
-        batch=8,
-    ),
+    "350M": Model(Sizes(24, 1024, 2816, 16, 16, vocabulary=32000, context=LENGTH, rope_base=10_000.0), batch=8),
 }
 
 
@@ -205,14 +193,14 @@ def bench(
         load: the argument `seconds` of `timing.under_load`.
     """
     release(device)
-    sizes, batch = model or MODELS[problem.name]
-    found, columns = trainings(problem, Model(sizes, batch), device)
+    model = model or MODELS[problem.name]
+    found, columns = trainings(problem, model, device)
     release(device)
     times = under_load({name: training.step for name, training in found.items()}, clock_of(device), rounds, load)
     rows = []
     for name, extra in columns.items():
         error = float(str(extra.pop("distance", "nan")))
-        size = batch * sizes.context, (sizes.intermediate, sizes.hidden), problem.n_masks
+        size = model.batch * model.sizes.context, (model.sizes.intermediate, model.sizes.hidden), problem.n_masks
         rows.append(Row.of_times(problem.case, name, *size, times[name], error=error, budget=MAX_DISTANCE, extra=extra))
     return rows
 
