@@ -22,7 +22,7 @@ from torch._inductor.utils import fresh_cache
 
 import mglu_ops
 from benchmarks.ceiling import reader
-from benchmarks.decoder import Attention, Decoder, Projection, Sizes
+from benchmarks.decoder import Attention, Decoder, Projection, Sizes, creating
 from benchmarks.harness import Captured, Variant, capture, relative_error
 from benchmarks.records import Row, measure, parser_of
 from benchmarks.timing import ROUNDS, time_graphs
@@ -73,13 +73,8 @@ class Problem:
 def build(sizes: Sizes, n_masks: int, device: str, dtype: torch.dtype, batch: int = 1) -> Decoder:
     """Build a model for inference with random weights and packed random masks; `n_masks` 0 is SwiGLU."""
     projection: Projection = partial(MGLU, n_masks=n_masks) if n_masks else GLU
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            model = Decoder(sizes, projection, batch)
-    finally:
-        torch.set_default_dtype(before)
+    with creating(device, dtype):
+        model = Decoder(sizes, projection, batch)
     return (mglu_ops.freeze(model) if n_masks else model).eval().requires_grad_(False)
 
 

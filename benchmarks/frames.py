@@ -114,9 +114,9 @@ def shown(rows: pd.DataFrame, form: Callable[[float], str] = us, column: str = "
 # --- Tables -----------------------------------------------------------------------------------------------------------
 
 
-def in_order(rows: pd.DataFrame, lines: str | list[str], columns: str, cells: str) -> pd.DataFrame:
-    """A cell of each row by its line and its column, both in the order of the rows."""
-    return rows.pivot_table(cells, lines, columns, aggfunc="first", sort=False)
+def in_order(rows: pd.DataFrame, lines: str | list[str], columns: str, cells: pd.Series) -> pd.DataFrame:
+    """A cell for each row by its line and its column, both in the order of the rows."""
+    return rows.assign(cell=cells).pivot_table("cell", lines, columns, aggfunc="first", sort=False)
 
 
 def markdown(head: Iterable[object], lines: Iterable[Sequence[object]]) -> str:

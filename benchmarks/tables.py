@@ -142,17 +142,16 @@ def decode_model(rows: pd.DataFrame) -> Iterator[str]:
 @table("generate")
 def generate(rows: pd.DataFrame) -> Iterator[str]:
     """Tokens a second of `generate` with each form of a model, by the number of sequences and masks."""
-    rows["cell"] = shown(rows, whole, "rate")
     for (_, layer, batch), here in rows.groupby(["out_features", "layer", "tokens"]):
-        cells = in_order(here, "variant", "n_masks", "cell").reindex(columns=sorted({0, *rows.n_masks}))
+        cells = in_order(here, "variant", "n_masks", shown(here, whole, "rate"))
+        cells = cells.reindex(columns=sorted({0, *rows.n_masks}))
         yield grid(f"{title(layer, batch)}, tokens a second", cells.rename(columns={0: "without masks"}))
 
 
 @table("masks_at_inference", result="masks_at_inference_cuda")
 def masks_at_inference(rows: pd.DataFrame) -> Iterator[str]:
     """Microseconds per call, by the way in which a naive layer is fused."""
-    rows["cell"] = shown(rows)
-    cells = in_order(rows, ["variant", "packed"], "n_masks", "cell")
+    cells = in_order(rows, ["variant", "packed"], "n_masks", shown(rows))
     yield grid("us a call", cells.rename_axis(index={"packed": "masks are made or packed"}))
 
 
@@ -168,12 +167,11 @@ def overheads(rows: pd.DataFrame) -> Iterator[str]:
 def tensor_parallel(rows: pd.DataFrame) -> Iterator[str]:
     """Microseconds per layer on one rank and on several, and how many times as fast several are."""
     one, several = rows.variant.unique()
-    rows["text"] = shown(rows)
     problem = ["layer", "case", "tokens", "n_masks"]
-    time, text = (in_order(rows, problem, "variant", column) for column in ("microseconds", "text"))
+    time, text = (in_order(rows, problem, "variant", figures) for figures in (rows.microseconds, shown(rows)))
     gain = (time[one] / time[several]).map(speedup).reindex(text.index)
-    cells = (text[one].fillna("") + ", " + text[several].fillna("") + ": " + gain.fillna("")).rename("cell")
-    lines = in_order(cells.reset_index(), problem[:3], "n_masks", "cell").rename_axis(index={"case": "work"})
+    cells = text[one].fillna("") + ", " + text[several].fillna("") + ": " + gain.fillna("")
+    lines = cells.unstack("n_masks", sort=False).rename_axis(index={"case": "work"})
     yield grid("out x in", lines.rename(columns=f"{one}, {several}, us: n_m = {{}}".format))
 
 
@@ -201,7 +199,7 @@ def cpu(rows: pd.DataFrame) -> Iterator[str]:
 def compile_time(rows: pd.DataFrame) -> Iterator[str]:
     """Seconds to compile a model, and the fusion pass's part of them."""
     variants = ["naive compiled", "compiled", "traced", "fused", "pass"]
-    seconds = in_order(rows, "case", "variant", "microseconds").reindex(columns=variants) / 1e6
+    seconds = in_order(rows, "case", "variant", rows.microseconds).reindex(columns=variants) / 1e6
     without = seconds[variants[:3]].bfill(axis="columns").iloc[:, 0]
     # Tracing is only a part of compiling: the time is more, and the share of the pass less, than what was measured.
     more, less = (seconds.traced.notna().map({True: word, False: ""}) for word in ("more than ", "less than "))

@@ -9,7 +9,7 @@ logits included. The blocks and the loss are compiled. `--resume` and `--only-co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from benchmarks.decoder import Sizes
+from benchmarks.decoder import Projection, Sizes, creating
 from benchmarks.language_model import LanguageModel, count, share_tensors
 from benchmarks.memory import allocated, peak, release
 from benchmarks.records import Row, measure, parser_of
@@ -115,15 +115,10 @@ class Training:
         return gradients
 
 
-def build(sizes: Sizes, projection: Callable[..., nn.Module], device: str, precision: Precision) -> LanguageModel:
+def build(sizes: Sizes, projection: Projection, device: str, precision: Precision) -> LanguageModel:
     """Build a model with random parameters in float32 for autocast, else in bfloat16."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16 if precision == "bfloat16" else torch.float32)
-    try:
-        with torch.device(device):
-            return LanguageModel(sizes, projection)
-    finally:
-        torch.set_default_dtype(before)
+    with creating(device, torch.bfloat16 if precision == "bfloat16" else torch.float32):
+        return LanguageModel(sizes, projection)
 
 
 def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
