@@ -163,11 +163,6 @@ def capture_step(decoding: Decoding, name: str) -> Captured:
     return captured
 
 
-def capture_ceiling(memory: Tensor) -> Captured:
-    """Capture a kernel that reads all of `memory`."""
-    return capture(Variant("read ceiling", reader([memory], [memory[:0]]), 1))
-
-
 def bench(
     sizes: Sizes,
     batch: int = 1,
@@ -181,7 +176,8 @@ def bench(
     decodings: dict[int, list[Captured]] = {n_masks: [] for n_masks in masks}
     with torch.no_grad():
         memory = torch.empty(max(weight_bytes.values()), dtype=torch.uint8, device="cuda")
-        readings = {n_masks: capture_ceiling(memory[:count]) for n_masks, count in weight_bytes.items()}
+        readers = {n_masks: reader([memory[:count]], [memory[:0]]) for n_masks, count in weight_bytes.items()}
+        readings = {n_masks: capture(Variant("read ceiling", read, 1)) for n_masks, read in readers.items()}
         for _ in range(compilations):
             with fresh_cache():
                 for n_masks, model in models.items():
@@ -200,10 +196,8 @@ def bench(
             if one is not reading:
                 name = layer(n_masks)
                 extra |= {"error_budget": float(f"{one.budget:.3g}"), "compilation": i}
-            shape = sizes.intermediate, sizes.hidden
-            rows.append(
-                Row("decode model", name, batch, *shape, n_masks, "bfloat16", time, spread, fraction, error, extra)
-            )
+            problem = "decode model", name, batch, sizes.intermediate, sizes.hidden, n_masks, "bfloat16"
+            rows.append(Row(*problem, time, spread, fraction, error, extra))
     return rows
 
 

@@ -13,7 +13,6 @@ oracle. A variant that fails has no time, and its row is reported as wrong.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.timing import ROUNDS, GraphTimer, summarise, time_graphs
+from benchmarks.timing import ROUNDS, GraphTimer, first_call, summarise, time_graphs
 from mglu_ops import accuracy
 
 PROTOCOL = (
@@ -105,14 +104,15 @@ def capture(variant: Variant) -> Captured:
     """Capture one run over all layers of a variant, after two calls that compile what is compiled at the first call."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    start = time.perf_counter()
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            variant.run(0)  # compiles, loads and warms up outside the graph
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    if (elapsed := time.perf_counter() - start) > 1:
-        print(f"{variant.name}: ready after {elapsed:.1f} s", flush=True)
+
+    def warm_up() -> None:
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                variant.run(0)  # compiles, loads and warms up outside the graph
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+
+    first_call(variant.name, warm_up)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outputs = [variant.run(i) for i in range(variant.layers)]

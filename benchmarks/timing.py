@@ -76,6 +76,14 @@ def clock_of(device: str) -> Clock:
     return gpu_microseconds if device == "cuda" else wall_microseconds
 
 
+def first_call(name: str, call: Callable[[], object]) -> None:
+    """Make the first call of something that then compiles, and say how long it took if it is more than a second."""
+    start = time.perf_counter()
+    call()
+    if (elapsed := time.perf_counter() - start) > 1:
+        print(f"{name}: ready after {elapsed:.1f} s", flush=True)
+
+
 def _calls_in(seconds: float, call: Callable[[], object], clock: Clock) -> int:
     """The number of consecutive calls that take the given time; at least 1."""
     call()  # allocates again what `memory.release` may have freed
@@ -94,8 +102,8 @@ def under_load(
 
     Args:
         calls: what to time, by name; each has run before, so that nothing is compiled here.
-        clock: measures a number of calls. It must not wait for the GPU before it starts, since the load just before
-            is part of the method.
+        clock: measures a number of calls. It must start at once, since the load just before is part of the method; a
+            barrier between ranks is short enough.
         rounds: largest number of times for each call.
         seconds: how long a call is repeated before its clock starts, and how long it is then timed; at least one call.
         most_seconds: time after which no further round begins, once there are `MIN_SETTLED_ROUNDS`.

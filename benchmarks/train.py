@@ -9,7 +9,6 @@ do so at once.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -19,7 +18,7 @@ import torch
 
 from benchmarks.memory import allocated, peak, release
 from benchmarks.records import Row, measure, parser_of
-from benchmarks.timing import LOAD_SECONDS, SETTLED_ROUNDS, clock_of, under_load
+from benchmarks.timing import LOAD_SECONDS, SETTLED_ROUNDS, clock_of, first_call, under_load
 from benchmarks.train_layers import (
     CASE,
     CHECKED_TOKENS,
@@ -68,21 +67,6 @@ def problems(
     return [Problem(shape, count, n_masks) for shape, count, n_masks in product(shapes, tokens, masks)]
 
 
-def first_call(name: str, call: Callable[[], object]) -> None:
-    """Make the first call of something that then compiles, and say how long it took if it is more than a second."""
-    start = time.perf_counter()
-    call()
-    if (elapsed := time.perf_counter() - start) > 1:
-        print(f"{name}: ready after {elapsed:.1f} s", flush=True)
-
-
-def peak_over_inputs(step: Step, device: str) -> float:
-    """The most megabytes that a step needs besides its inputs, parameters and upstream gradient."""
-    step.drop_gradients()
-    before = allocated(device)
-    return peak(step, device) - before
-
-
 def checked(step: Step, oracle: Oracle) -> dict[str, object]:
     """The errors of a layer, and whether two steps with the same, full upstream gradient give the same bits."""
     training = oracle.training
@@ -105,7 +89,9 @@ def prepared(problem: Problem, device: str) -> tuple[dict[str, Callable[[], None
     for name, step in candidates.items():
         try:
             first_call(name, step)
-            columns[name] = {"peak_mb": round(peak_over_inputs(step, device), 1)}
+            step.drop_gradients()
+            before = allocated(device)  # the inputs, the parameters and the upstream gradient
+            columns[name] = {"peak_mb": round(peak(step, device) - before, 1)}
             step.drop_gradients()
             if name != SWIGLU:
                 columns[name] |= checked(step, oracle)
