@@ -12,8 +12,8 @@ from __future__ import annotations
 import gc
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,24 +91,17 @@ def time_of_pass(graph: Graph, layers: int, may_report: bool = False) -> float:
     """
     copy, report = Graph(graph.owning_module), FusionReport()
     copy.output(copy.graph_copy(graph, {}))
-    with warnings.catch_warnings(), _no_garbage_collection():
+    with warnings.catch_warnings():
         warnings.filterwarnings("error", message="mglu_ops")  # the pass warns if it fails
-        start = time.thread_time()
-        fuse_graph(copy, report, strict=not may_report)
-        elapsed = time.thread_time() - start
+        gc.disable()
+        try:
+            start = time.thread_time()
+            fuse_graph(copy, report, strict=not may_report)
+            elapsed = time.thread_time() - start
+        finally:
+            gc.enable()
     assert len(report.fused) == layers, f"{len(report.fused)} of {layers} layers fused"
     return elapsed
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def time_of_compilation(function: Callable[..., Any], x: Tensor, backend: str) -> float:
@@ -118,11 +111,9 @@ def time_of_compilation(function: Callable[..., Any], x: Tensor, backend: str) -
         return wall_microseconds(lambda: torch.compile(function, backend=backend)(x)) / 1e6
 
 
-@contextmanager
-def no_autograd_cache() -> Iterator[None]:
+def no_autograd_cache() -> AbstractContextManager[None]:
     """Turn off the cache of AOTAutograd, which `fresh_cache` leaves on."""
-    with torch._functorch.config.patch(enable_autograd_cache=False):
-        yield
+    return torch._functorch.config.patch(enable_autograd_cache=False)
 
 
 def bench(layers: int, n_masks: int, rounds: int) -> list[Row]:

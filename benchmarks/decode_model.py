@@ -22,7 +22,7 @@ from torch._inductor.utils import fresh_cache
 
 import mglu_ops
 from benchmarks.ceiling import reader
-from benchmarks.decoder import Attention, Decoder, Projection, Sizes, creating
+from benchmarks.decoder import Decoder, Projection, Sizes, creating
 from benchmarks.harness import Captured, Variant, capture, relative_error
 from benchmarks.records import Row, measure, parser_of
 from benchmarks.timing import ROUNDS, time_graphs
@@ -88,9 +88,7 @@ class Decoding:
 
     @classmethod
     def start(cls, model: Decoder) -> Decoding:
-        attention = model.blocks[0].get_submodule("attention")
-        assert isinstance(attention, Attention)
-        token = torch.zeros(attention.keys.shape[0], dtype=torch.long, device=model.head.weight.device)
+        token = torch.zeros(model.batch, dtype=torch.long, device=model.head.weight.device)
         decoding = cls(model, token, token[:1].clone())
         decoding.restart()
         return decoding

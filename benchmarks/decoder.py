@@ -146,7 +146,7 @@ class Decoder(nn.Module):
 
     def __init__(self, sizes: Sizes, projection: Projection, batch: int = 1) -> None:
         super().__init__()
-        self.context = sizes.context
+        self.context, self.batch = sizes.context, batch
         self.start = Start(sizes)
         self.blocks = nn.ModuleList(Block(sizes, Attention(sizes, batch), projection) for _ in range(sizes.layers))
         self.head = Head(sizes, self.start.embedding.weight)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -16,14 +15,12 @@ TOKENS = FEATURES
 NODES_PER_STEP = 3
 
 # The steps of a chain of elementwise operators, `NODES_PER_STEP` nodes each. Their values stay finite in long chains.
-STEPS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
-    {
-        "tanh": lambda h: h + 0.1 * torch.tanh(h),
-        "silu": lambda h: h - 0.1 * F.silu(h),
-        "exp": lambda h: h - 0.1 * torch.exp(h),
-        "relu": lambda h: h - 0.1 * F.relu(h),
-    }
-)
+STEPS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "tanh": lambda h: h + 0.1 * torch.tanh(h),
+    "silu": lambda h: h - 0.1 * F.silu(h),
+    "exp": lambda h: h - 0.1 * torch.exp(h),
+    "relu": lambda h: h - 0.1 * F.relu(h),
+}
 
 
 class Chain(nn.Module):
@@ -166,15 +163,13 @@ class MaskedTanhStep(nn.Module):
 
 # Layers that take activations `[TOKENS, FEATURES]` and a bool mask of the same shape. To the pass, masked activations
 # look like masked weights: both are masked matrices that a product reads.
-MASKED_LAYERS: Mapping[str, type[nn.Module]] = MappingProxyType(
-    {
-        "padded MLP": PaddedMLP,
-        "MLP with dropout": DropoutMLP,
-        "split attention": SplitAttention,
-        "masked tanh": MaskedTanh,
-        "chain of masked tanh": MaskedTanhStep,
-    }
-)
+MASKED_LAYERS: Mapping[str, type[nn.Module]] = {
+    "padded MLP": PaddedMLP,
+    "MLP with dropout": DropoutMLP,
+    "split attention": SplitAttention,
+    "masked tanh": MaskedTanh,
+    "chain of masked tanh": MaskedTanhStep,
+}
 
 
 class Masked(nn.Module):

@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 
 import torch
@@ -176,13 +176,6 @@ def bench(problem: Problem, ranks: Ranks, rounds: int = ROUNDS, seconds: float =
     return rows
 
 
-def problems(
-    shapes: Sequence[tuple[int, int]], masks: Sequence[int], decoded: Sequence[int], trained: Sequence[int]
-) -> list[Problem]:
-    tokens = [*((DECODE, t) for t in decoded), *((TRAIN, t) for t in trained)]
-    return [Problem(case, shape, n, t) for shape in shapes for n in masks for case, t in tokens]
-
-
 def run(chosen: Sequence[Problem], out: Path, rounds: int = ROUNDS, seconds: float = SECONDS) -> list[Row]:
     """Measure problems on the ranks of torchrun; rank 0 prints the rows and writes `tensor_parallel.csv`."""
     ranks = Ranks.start()
@@ -210,7 +203,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="how long a turn repeats its call")
     arguments = parser.parse_args()
-    chosen = problems(arguments.shapes, arguments.n_masks, arguments.decoded, arguments.trained)
+    work = [*product([DECODE], arguments.decoded), *product([TRAIN], arguments.trained)]
+    every = product(arguments.shapes, arguments.n_masks, work)
+    chosen = [Problem(case, shape, n_masks, tokens) for shape, n_masks, (case, tokens) in every]
     rows = run(chosen, arguments.out, arguments.rounds, arguments.seconds)
     raise SystemExit(any(row.is_wrong for row in rows))
 

@@ -22,7 +22,6 @@ from benchmarks.timing import LOAD_SECONDS, SETTLED_ROUNDS, clock_of, first_call
 from benchmarks.train_layers import (
     CASE,
     CHECKED_TOKENS,
-    COMPILED,
     GEMMS,
     SWIGLU,
     Oracle,
@@ -130,17 +129,6 @@ def bench(
     return rows
 
 
-def compile_only(problem: Problem, device: str) -> None:
-    """Call each compiled variant of a problem once, so that Inductor's cache on the disk has its kernels."""
-    torch._dynamo.reset()
-    training = Training(problem.shape, problem.tokens, problem.n_masks, device)
-    for name, step in steps(training).items():
-        if name in COMPILED:
-            first_call(f"{problem}, {name}", step)
-            step.drop_gradients()
-            release(device)
-
-
 def run(
     chosen: Sequence[Problem],
     out: Path,
@@ -172,7 +160,7 @@ def main() -> None:
     chosen = problems(arguments.shapes, arguments.tokens, arguments.n_masks)
     if arguments.only_compile:
         for problem in chosen:
-            compile_only(problem, arguments.device)
+            bench(problem, arguments.device, rounds=1, load=0.0)
     else:
         run(chosen, arguments.out, arguments.device, arguments.rounds, resume=arguments.resume)
 

@@ -26,9 +26,6 @@ MODULE = "mglu_ops.nn.MGLU, eager"
 RECOMPUTING = "mglu_ops.nn.MGLU, save_activations=False"
 SWIGLU = "SwiGLU compiled"
 GEMMS = "three stacked GEMMs"
-COMPILED = (NAIVE, TRICK, FUSED)
-"""The variants that torch.compile compiles."""
-
 CHECKED_TOKENS = 512
 """Rows of x whose results are compared with float64."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -192,6 +192,12 @@ class Recipe:
         if self.straight_through != "identity":
             squashed = Squashed(self.straight_through, self.slope)
             parametrize.register_parametrization(module, "mask_logits", squashed, unsafe=True)
+
+
+KINDS: dict[str, type] = {
+    one.name: {"top_k": int, "start": str}.get(one.name, type(one.default)) for one in fields(Recipe)
+}
+"""Name of a field of a recipe to the type of its values besides None."""
 
 
 @torch.no_grad()

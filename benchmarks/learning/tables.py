@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, TypeAlias, get_type_hints
+from typing import Any, TypeAlias
 
 from benchmarks.frames import MissingResultError, form, markdown
 from benchmarks.learning import cost
 from benchmarks.learning.experiments import BEST, EXPERIMENTS, RESULTS, SWIGLU, same_load, same_training
-from benchmarks.learning.recipe import SIZES, Recipe
+from benchmarks.learning.recipe import KINDS, SIZES, Recipe
 from benchmarks.records import read_table
 
 FOLDER = RESULTS.name
@@ -89,17 +88,10 @@ ByRecipe: TypeAlias = "dict[Recipe, Trained]"
 
 def recipe_of(facts: dict[str, str]) -> Recipe:
     """The recipe in the head of a result. Fields that are newer than the result have their defaults."""
-    hints = get_type_hints(Recipe)
     values: dict[str, Any] = {}
-    for one in fields(Recipe):
-        text = facts.get(f"recipe.{one.name}", str(one.default))
-        if text == "None":
-            values[one.name] = None
-        elif isinstance(one.default, bool):
-            values[one.name] = text == "True"
-        else:
-            kind = int if one.name == "top_k" else hints[one.name]
-            values[one.name] = kind(text) if kind in (int, float) else text
+    for name, kind in KINDS.items():
+        text = facts.get(f"recipe.{name}", str(getattr(Recipe, name)))
+        values[name] = None if text == "None" else text == "True" if kind is bool else kind(text)
     return Recipe(**values)
 
 
@@ -121,12 +113,12 @@ def runs(results: Path) -> list[Finished]:
     return found
 
 
-def by_recipe(found: Iterable[Finished], milliseconds: Mapping[str, float] = MappingProxyType({})) -> ByRecipe:
+def by_recipe(found: Iterable[Finished], milliseconds: Mapping[str, float] | None = None) -> ByRecipe:
     """Group runs by their recipe with seed 0; `milliseconds` are the times of a step as in `costs`."""
     of: ByRecipe = {}
     for run in found:
         recipe = replace(run.recipe, seed=0)
-        ms = milliseconds.get(cost.layer_of(recipe).name, math.nan)
+        ms = (milliseconds or {}).get(cost.layer_of(recipe).name, math.nan)
         of.setdefault(recipe, Trained(recipe, [], ms)).seeds.append(run)
     return of
 

@@ -14,10 +14,10 @@ import argparse
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any
 
 import torch
 from filelock import FileLock
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.language_model import count
 from benchmarks.learning.corpus import Corpus, load
-from benchmarks.learning.recipe import Recipe
+from benchmarks.learning.recipe import KINDS, Recipe
 from benchmarks.learning.schedule import points
 from benchmarks.learning.training import Training, keep_all_graphs, masked_layers
 from benchmarks.records import environment, write_table, write_whole
@@ -149,14 +149,10 @@ def head(training: Training) -> dict[str, str]:
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
     """Add an option for each field of a recipe."""
-    hints = get_type_hints(Recipe)
-    for one in fields(Recipe):
-        if isinstance(one.default, bool):
-            parser.add_argument(f"--{one.name.replace('_', '-')}", action=argparse.BooleanOptionalAction)
-        else:
-            kind = int if one.name == "top_k" else hints[one.name]
-            parser.add_argument(f"--{one.name.replace('_', '-')}", type=kind if kind in (int, float) else str)
-    parser.set_defaults(**{one.name: one.default for one in fields(Recipe)})
+    for name, kind in KINDS.items():
+        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+        parser.add_argument(f"--{name.replace('_', '-')}", **how)
+    parser.set_defaults(**asdict(Recipe()))
 
 
 def main() -> None:
@@ -167,7 +163,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, help="stop after about this time, and leave a checkpoint")
     add_recipe(parser)
     options = vars(parser.parse_args())
-    recipe = Recipe(**{one.name: options[one.name] for one in fields(Recipe)})
+    recipe = Recipe(**{name: options[name] for name in KINDS})
     try:
         finished = run(recipe, load(options["corpus"]), options["out"], options["device"], options["seconds"])
     except TimeoutError as error:
