@@ -209,8 +209,9 @@ def train_tokenizer(documents: Sequence[Document], vocabulary: int = VOCABULARY)
     total = sum(document.size for document in documents)
     every = max(1, total // TOKENIZER_BYTES)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    options = {"special_tokens": [END], "initial_alphabet": alphabet, "show_progress": False}
-    trainer = trainers.BpeTrainer(vocab_size=vocabulary, **options)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator((document.text for document in documents[::every]), trainer)
     return tokenizer
 

@@ -115,17 +115,16 @@ class Recipe:
         return Recipe("glu", size=self.size, width=self.width, megabytes=self.skip, seed=self.seed)
 
     @property
+    def changes(self) -> dict[str, Any]:
+        """The fields that differ from the default recipe of the same layer, number of masks and seed."""
+        default = Recipe(self.layer, self.n_masks, seed=self.seed)
+        return {name: value for name, value in asdict(self).items() if value != getattr(default, name)}
+
+    @property
     def name(self) -> str:
         """The name of the run: its layer, every field that differs from the default, and its seed."""
-        default = Recipe(layer=self.layer, n_masks=self.n_masks)
-        changed = {
-            key: value
-            for key, value in asdict(self).items()
-            if value != getattr(default, key) and key not in ("layer", "n_masks", "seed")
-        }
-        parts = [f"{self.layer}-{self.n_masks}" if self.has_masks else self.layer]
-        parts += [f"{key}={value}" for key, value in changed.items()]
-        return "_".join([*parts, f"seed={self.seed}"])
+        layer = f"{self.layer}-{self.n_masks}" if self.has_masks else self.layer
+        return "_".join([layer, *(f"{name}={value}" for name, value in self.changes.items()), f"seed={self.seed}"])
 
     @property
     def sizes(self) -> Sizes:

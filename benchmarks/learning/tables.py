@@ -10,7 +10,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -207,13 +207,7 @@ def label(recipe: Recipe) -> str:
 
 
 def options_of(recipe: Recipe) -> list[str]:
-    """The fields that differ from the layer's default recipe, as text for a table."""
-    default = Recipe(layer=recipe.layer, n_masks=recipe.n_masks, activation=recipe.activation)
-    changed = {
-        one.name: getattr(recipe, one.name)
-        for one in fields(Recipe)
-        if one.name != "seed" and getattr(recipe, one.name) != getattr(default, one.name)
-    }
+    """The fields that differ from the layer's default recipe, besides the activation, as text for a table."""
     words = {
         "top_k": f"Top-{recipe.top_k}",
         "fused": "not fused",
@@ -235,7 +229,7 @@ def options_of(recipe: Recipe) -> list[str]:
         "distilled": "distilled",
         "skip": f"after {recipe.skip:g} MB of the teacher",
     }
-    return [words.get(name, f"{name} = {value}") for name, value in changed.items()]
+    return [words.get(name, f"{name} = {value}") for name, value in recipe.changes.items() if name != "activation"]
 
 
 def source(found: Sequence[Finished]) -> str:
