@@ -111,8 +111,7 @@ def times_of(variants: list[Variant], count: int, seconds: float) -> dict[str, l
             layer = (i + offset * (count // 2 + 1)) % count % variant.layers
             times[variant.name].append(wall_microseconds(partial(variant.run, layer)))
         i += 1
-        taken = {name: (len(found), sum(found) / 1e6) for name, found in times.items()}
-        running = [one for one in running if taken[one.name][0] < MIN_ROUNDS or taken[one.name][1] < seconds]
+        running = [one for one in running if len(of := times[one.name]) < MIN_ROUNDS or sum(of) < seconds * 1e6]
     return times
 
 
