@@ -20,7 +20,7 @@ from benchmarks.baselines import NAIVE, SWIGLU, in_modes, swiglu_stacked
 from benchmarks.ceiling import GEMM, GEMM_TOKENS, MAX_SEPARATE_GEMM_TOKENS, MIN_GEMM_TOKENS, floor, gemm, reader
 from benchmarks.harness import PROTOCOL, SETTLED_PROTOCOL, Timing, Variant, measure
 from benchmarks.layers import Layers, all_masks
-from benchmarks.records import Row, parser_of, write
+from benchmarks.records import Row, parser_of, printed, write
 from benchmarks.timing import ROUNDS, SETTLE_SECONDS
 from mglu_ops import dispatch
 from mglu_ops.layer_call import LayerArguments
@@ -196,8 +196,7 @@ def run(sweep: Sweep, out: Path, name: str, rounds: int = ROUNDS) -> list[Row]:
     if sweep.settle_seconds:
         protocol = SETTLED_PROTOCOL.format(seconds=2 * sweep.settle_seconds)
     for found in sweep.rows(rounds):
-        print(*found, sep="\n", flush=True)
-        rows += found
+        rows += printed(found)
         write(rows, out, name, protocol)
     return rows
 

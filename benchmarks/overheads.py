@@ -26,7 +26,7 @@ from torch import Tensor
 
 import mglu_ops
 from benchmarks.baselines import swiglu
-from benchmarks.records import Row, parser_of, write
+from benchmarks.records import Row, parser_of, printed, write
 from benchmarks.timing import wall_microseconds
 
 PROTOCOL = (
@@ -142,9 +142,7 @@ def bench(out: Path, rounds: int = ROUNDS, processes: int = PROCESSES, at_once: 
     protocol = f"{PROTOCOL} ({processes}, {at_once} side by side)"
     rows: list[Row] = []
     for measured in (partial(host_rows, rounds), partial(first_use_rows, processes, at_once)):
-        rows += (found := measured())
-        for row in found:
-            print(f"{row.case:18} {row.variant:70} T={row.tokens:<3} n_m={row.n_masks:<3}{row.microseconds:12.2f} us")
+        rows += printed(measured())
         write(rows, out, "overheads", protocol)  # after each part, in case a later one fails
     return rows
 

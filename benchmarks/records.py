@@ -111,7 +111,8 @@ class Row:
         share = "" if math.isnan(self.fraction_of_ceiling) else f" {self.fraction_of_ceiling:.3f} of the ceiling"
         error = "" if math.isnan(self.error) else f", error {self.error:.1e}"
         extra = "".join(f", {name} {value}" for name, value in self.extra.items())
-        return f"{problem} {self.variant:50} {result:>13} +-{self.spread:<7.2f}{share}{error}{extra}"
+        what = f"{self.case}: {self.variant}"
+        return f"{problem} {what:60} {result:>13} +-{self.spread:<7.2f}{share}{error}{extra}"
 
 
 def _cpu_name() -> str:
@@ -154,10 +155,15 @@ def write(rows: Iterable[Row], out: Path, name: str, facts: str | Mapping[str, s
     write_table(table, environment(facts) if isinstance(facts, str) else facts, out, name)
 
 
+def printed(rows: list[Row]) -> list[Row]:
+    """Print rows and return them."""
+    print(*rows, sep="\n", flush=True)
+    return rows
+
+
 def written(rows: list[Row], out: Path, name: str, protocol: str) -> list[Row]:
     """Print rows, write them as `write` does, and return them."""
-    print(*rows, sep="\n", flush=True)
-    write(rows, out, name, protocol)
+    write(printed(rows), out, name, protocol)
     return rows
 
 
@@ -250,9 +256,7 @@ def measure(
         if problem.is_in(rows):
             continue
         print(f"{problem}: {i + 1} of {len(problems)}", flush=True)
-        found = bench(problem)
-        print(*found, sep="\n", flush=True)
-        rows = list({row.key: row for row in [*rows, *found]}.values())
+        rows = list({row.key: row for row in [*rows, *printed(bench(problem))]}.values())
         write(rows, out, name, facts)
     return rows
 
