@@ -170,8 +170,9 @@ def main() -> None:
     )
     for dtype, tokens, n_masks in product(arguments.dtypes, arguments.tokens, arguments.n_masks):
         torch._dynamo.reset()
-        problem = *arguments.shape, n_masks, tokens, getattr(torch, dtype)
-        rows += (found := bench(*problem, arguments.seconds, arguments.baselines))
+        d, h = arguments.shape
+        found = bench(d, h, n_masks, tokens, getattr(torch, dtype), arguments.seconds, arguments.baselines)
+        rows += found
         print(*(line.format(**row) for row in found), sep="\n", flush=True)
     facts = {**environment(PROTOCOL), "load": " ".join(f"{load:.2f}" for load in os.getloadavg())}
     write_table(rows, facts, arguments.out, arguments.name)

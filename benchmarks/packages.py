@@ -59,7 +59,7 @@ def bench(device: str) -> list[dict[str, object]]:
         for name, arguments in VARIANTS.items():
             mglu_ops.export(model, (x,), root / "model.pt2", **arguments)
             options = "--tolerance", "1e-4", "--time", "200"
-            command = [program, root / "model.pt2", *options, root / "x", root / "y"]
+            command: list[str | Path] = [program, root / "model.pt2", *options, root / "x", root / "y"]
             process = subprocess.run(command, capture_output=True, text=True, check=False)
             found = re.search(r"([\d.]+) us a call", process.stdout)
             if process.returncode != 0 or found is None:
