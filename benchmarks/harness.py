@@ -1,13 +1,6 @@
-"""Times variants of a layer on a GPU, after comparing their results with float64.
+"""Times variants of a layer on a GPU by replaying CUDA graphs, after comparing their results with float64.
 
-A variant runs once over several layers with distinct weights, together more than 1 GB, so that nothing comes from L2.
-The run is captured into a CUDA graph. The graphs of all variants of a problem are replayed in turn, in a new order each
-round. In each round a graph is replayed once before the clock starts, and is then timed for two replays. Where the
-power limit lowers the clocks, it is replayed until they settle, and is then timed for as long. A time is the median
-over the rounds, per layer, and its spread is the distance between the quartiles.
-
-Before the timing, every output is filled with NaN, the graph is replayed, and the result must agree with a float64
-oracle. A variant that fails has no time, and its row is reported as wrong.
+README.md describes the method ("GPU", "Correctness", "Bursts and clocks").
 """
 
 from __future__ import annotations
