@@ -241,9 +241,9 @@ def stability(results: Path) -> str:
         MissingResultError: no run is finished.
     """
     found = runs(results)
-    lines = []
+    lines, of = [], by_recipe(found)
     for lr, recipe in product((1e-3, 3e-3, 6e-3, 1e-2), (SWIGLU, FOUR)):
-        if one := by_recipe(found).get(replace(recipe, lr=lr)):
+        if one := of.get(replace(recipe, lr=lr)):
             parts = [[(float(row["train"]), float(row["worst"])) for row in run.rows[1:]] for run in one.seeds]
             spike = max(worst - mean for run in parts for mean, worst in run)
             rise = max(late - early for run in parts for i, (early, _) in enumerate(run) for late, _ in run[i:])

@@ -91,7 +91,7 @@ def recipe_of(facts: dict[str, str]) -> Recipe:
     values: dict[str, Any] = {}
     for name, kind in KINDS.items():
         text = facts.get(f"recipe.{name}", str(getattr(Recipe, name)))
-        values[name] = None if text == "None" else text == "True" if kind is bool else kind(text)
+        values[name] = None if text == "None" else (text == "True" if kind is bool else kind(text))
     return Recipe(**values)
 
 
