@@ -76,7 +76,7 @@ NAIVE = (
     Baseline("naive compiled, coordinate descent, bool masks", naive, "coordinate descent"),
     Baseline("naive compiled, max-autotune, bool masks", naive, "max-autotune"),
 )
-NAIVE_ON_CPU = (Baseline("naive compiled", naive, "compiled"),)
+NAIVE_ON_CPU = Baseline("naive compiled", naive, "compiled")
 SWIGLU = (
     Baseline("SwiGLU eager", swiglu, "eager"),
     Baseline("SwiGLU compiled", swiglu, "compiled"),
@@ -87,6 +87,7 @@ SWIGLU = (
 )
 
 
-def in_modes(baselines: Collection[Baseline], modes: Collection[Mode]) -> list[Baseline]:
-    """The baselines whose mode is one of `modes`."""
-    return [baseline for baseline in baselines if baseline.mode in modes]
+def in_modes(baselines: Collection[Baseline], tuned: bool, autotuned: bool) -> list[Baseline]:
+    """The baselines in the modes to measure; `tuned` adds coordinate descent and, if `autotuned`, max-autotune."""
+    measured = {"eager": True, "compiled": True, "coordinate descent": tuned, "max-autotune": tuned and autotuned}
+    return [baseline for baseline in baselines if measured[baseline.mode]]

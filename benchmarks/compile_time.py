@@ -12,8 +12,8 @@ from __future__ import annotations
 import gc
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +23,14 @@ from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 from torch.fx import Graph
 
-from benchmarks.ordinary_models import FEATURES, MASKED_LAYERS, STEPS, TOKENS, Chain, Llama, Masked, UNet, resnet
+from benchmarks.decoder import Sizes
+from benchmarks.language_model import LanguageModel
+from benchmarks.ordinary_models import FEATURES, MASKED_LAYERS, STEPS, TOKENS, Chain, Masked, UNet, resnet
 from benchmarks.records import Row, parser_of, write
 from benchmarks.timing import summarise, wall_microseconds
 from compile_passes.fusion import fuse_graph
 from compile_passes.report import FusionReport
-from mglu_ops.nn import NaiveMGLU
+from mglu_ops.nn import GLU, NaiveMGLU
 
 WIDTH, HIDDEN = 64, 128
 NODES = (10, 100, 1000, 5000)
@@ -89,24 +91,17 @@ def time_of_pass(graph: Graph, layers: int, may_report: bool = False) -> float:
     """
     copy, report = Graph(graph.owning_module), FusionReport()
     copy.output(copy.graph_copy(graph, {}))
-    with warnings.catch_warnings(), _no_garbage_collection():
+    with warnings.catch_warnings():
         warnings.filterwarnings("error", message="mglu_ops")  # the pass warns if it fails
-        start = time.thread_time()
-        fuse_graph(copy, report, strict=not may_report)
-        elapsed = time.thread_time() - start
+        gc.disable()
+        try:
+            start = time.thread_time()
+            fuse_graph(copy, report, strict=not may_report)
+            elapsed = time.thread_time() - start
+        finally:
+            gc.enable()
     assert len(report.fused) == layers, f"{len(report.fused)} of {layers} layers fused"
     return elapsed
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def time_of_compilation(function: Callable[..., Any], x: Tensor, backend: str) -> float:
@@ -116,11 +111,9 @@ def time_of_compilation(function: Callable[..., Any], x: Tensor, backend: str) -
         return wall_microseconds(lambda: torch.compile(function, backend=backend)(x)) / 1e6
 
 
-@contextmanager
-def no_autograd_cache() -> Iterator[None]:
+def no_autograd_cache() -> AbstractContextManager[None]:
     """Turn off the cache of AOTAutograd, which `fresh_cache` leaves on."""
-    with torch._functorch.config.patch(enable_autograd_cache=False):
-        yield
+    return torch._functorch.config.patch(enable_autograd_cache=False)
 
 
 def bench(layers: int, n_masks: int, rounds: int) -> list[Row]:
@@ -166,7 +159,9 @@ def chain(step: str, nodes: int) -> Ordinary:
 
 
 def llama(layers: int) -> Ordinary:
-    return Ordinary(f"Llama, {layers} layers", lambda: (Llama(layers), torch.arange(16).view(2, 8)))
+    """A decoder with SwiGLU that predicts the tokens of two sequences."""
+    sizes = Sizes(layers, FEATURES, 2 * FEATURES, heads=4, kv_heads=4, vocabulary=256, context=64, rope_base=10_000.0)
+    return Ordinary(f"Llama, {layers} layers", lambda: (LanguageModel(sizes, GLU), torch.arange(18).view(2, 9)))
 
 
 def masked(kind: str, layers: int) -> Ordinary:
@@ -203,21 +198,9 @@ def bench_ordinary(case: Ordinary, rounds: int) -> list[Row]:
 
 def _row(case: str, variant: str, seconds: Sequence[float], extra: dict[str, object], n_masks: int = 0) -> Row:
     """A row of compilation times; its sizes are 0 for a model without MGLU layers."""
-    median, spread = summarise(seconds)
-    return Row(
-        case=case,
-        variant=variant,
-        tokens=3 if n_masks else 0,
-        out_features=HIDDEN if n_masks else 0,
-        in_features=WIDTH if n_masks else 0,
-        n_masks=n_masks,
-        dtype="float32",
-        microseconds=median * 1e6,
-        spread=spread * 1e6,
-        fraction_of_ceiling=float("nan"),
-        error=float("nan"),
-        extra=extra,
-    )
+    tokens, shape = (3, (HIDDEN, WIDTH)) if n_masks else (0, (0, 0))
+    times = [1e6 * one for one in seconds]
+    return Row.of_times(case, variant, tokens, shape, n_masks, times, dtype=torch.float32, extra=extra)
 
 
 def main() -> None:

@@ -16,19 +16,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.baselines import NAIVE, SWIGLU, Mode, in_modes, swiglu_stacked
-from benchmarks.ceiling import (
-    GEMM,
-    GEMM_TOKENS,
-    MAX_SEPARATE_GEMM_TOKENS,
-    MIN_GEMM_TOKENS,
-    floor,
-    gemm,
-    reader,
-)
+from benchmarks.baselines import NAIVE, SWIGLU, in_modes, swiglu_stacked
+from benchmarks.ceiling import GEMM, GEMM_TOKENS, MAX_SEPARATE_GEMM_TOKENS, MIN_GEMM_TOKENS, floor, gemm, reader
 from benchmarks.harness import PROTOCOL, SETTLED_PROTOCOL, Timing, Variant, measure
-from benchmarks.layers import Layers, masks_of
-from benchmarks.records import Row, parser_of, write
+from benchmarks.layers import Layers, all_masks
+from benchmarks.records import Row, parser_of, printed, write
 from benchmarks.timing import ROUNDS, SETTLE_SECONDS
 from mglu_ops import dispatch
 from mglu_ops.layer_call import LayerArguments
@@ -51,9 +43,7 @@ def our_variants(layers: Layers, backends: Collection[str]) -> list[Variant]:
         return dispatch.forward(LayerArguments(x, weights[i], packed[i]), backend=backend)
 
     variants = [Variant(f"mglu {chosen}", partial(run, None), layers.count, layers.oracle)]
-    for backend in BACKENDS:
-        if backend not in backends or backend == chosen:
-            continue
+    for backend in (one for one in BACKENDS if one in backends and one != chosen):
         try:
             run(backend, 0)
         except ValueError as refusal:
@@ -61,16 +51,6 @@ def our_variants(layers: Layers, backends: Collection[str]) -> list[Variant]:
         else:
             variants.append(Variant(f"mglu {backend}", partial(run, backend), layers.count, layers.oracle))
     return variants
-
-
-def _modes(tuned: bool, autotuned: bool) -> list[Mode]:
-    """The modes of compilation to measure; `tuned` adds coordinate descent and, if `autotuned`, max-autotune."""
-    modes: list[Mode] = ["eager", "compiled"]
-    if tuned:
-        modes.append("coordinate descent")
-    if tuned and autotuned:
-        modes.append("max-autotune")
-    return modes
 
 
 def naive_variants(layers: Layers, tuned: bool) -> list[Variant]:
@@ -85,14 +65,11 @@ def naive_variants(layers: Layers, tuned: bool) -> list[Variant]:
     variants = []
     autotuned = layers.x.shape[0] == 1 and layers.n_masks <= MAX_AUTOTUNED_MASKS
     masks_by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for baseline in in_modes(NAIVE, _modes(tuned, autotuned)):
+    for baseline in in_modes(NAIVE, tuned, autotuned):
         dtype = torch.bool if baseline.has_bool_masks else layers.x.dtype
         count = layers_for(layers.weights[0].numel() * (2 + dtype.itemsize * layers.n_masks))
         if dtype not in masks_by_dtype:
-            masks_by_dtype[dtype] = [
-                torch.stack([masks_of(packed, m) for m in range(layers.n_masks)]).to(dtype)
-                for packed in layers.packed[:count]
-            ]
+            masks_by_dtype[dtype] = [all_masks(packed, dtype) for packed in layers.packed[:count]]
         masks = masks_by_dtype[dtype]
         variants.append(Variant(baseline.name, partial(run, baseline.build(), masks), len(masks), layers.oracle))
     return variants
@@ -117,7 +94,7 @@ def swiglu_variants(layers: Layers, tuned: bool) -> list[Variant]:
             len(stacks),
             layers.swiglu_oracle,
         )
-        for baseline in in_modes(SWIGLU, _modes(tuned, layers.x.shape[0] == 1))
+        for baseline in in_modes(SWIGLU, tuned, autotuned=layers.x.shape[0] == 1)
     ]
 
 
@@ -219,8 +196,7 @@ def run(sweep: Sweep, out: Path, name: str, rounds: int = ROUNDS) -> list[Row]:
     if sweep.settle_seconds:
         protocol = SETTLED_PROTOCOL.format(seconds=2 * sweep.settle_seconds)
     for found in sweep.rows(rounds):
-        print(*found, sep="\n", flush=True)
-        rows += found
+        rows += printed(found)
         write(rows, out, name, protocol)
     return rows
 

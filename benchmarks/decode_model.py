@@ -22,11 +22,11 @@ from torch._inductor.utils import fresh_cache
 
 import mglu_ops
 from benchmarks.ceiling import reader
-from benchmarks.decoder import Attention, Decoder, Sizes, swiglu
+from benchmarks.decoder import Decoder, Projection, Sizes, creating
 from benchmarks.harness import Captured, Variant, capture, relative_error
 from benchmarks.records import Row, measure, parser_of
 from benchmarks.timing import ROUNDS, time_graphs
-from mglu_ops.nn import SwiMGLU
+from mglu_ops.nn import GLU, MGLU
 
 MODELS = {
     "Llama-3.2 1B": Sizes(),
@@ -72,14 +72,9 @@ class Problem:
 
 def build(sizes: Sizes, n_masks: int, device: str, dtype: torch.dtype, batch: int = 1) -> Decoder:
     """Build a model for inference with random weights and packed random masks; `n_masks` 0 is SwiGLU."""
-    feed_forward: Callable[[int, int], nn.Module] = partial(SwiMGLU, n_masks=n_masks) if n_masks else swiglu
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            model = Decoder(sizes, feed_forward, batch)
-    finally:
-        torch.set_default_dtype(before)
+    projection: Projection = partial(MGLU, n_masks=n_masks) if n_masks else GLU
+    with creating(device, dtype):
+        model = Decoder(sizes, projection, batch)
     return (mglu_ops.freeze(model) if n_masks else model).eval().requires_grad_(False)
 
 
@@ -93,9 +88,7 @@ class Decoding:
 
     @classmethod
     def start(cls, model: Decoder) -> Decoding:
-        attention = model.blocks[0].get_submodule("attention")
-        assert isinstance(attention, Attention)
-        token = torch.zeros(attention.keys.shape[0], dtype=torch.long, device=model.head.weight.device)
+        token = torch.zeros(model.batch, dtype=torch.long, device=model.head.weight.device)
         decoding = cls(model, token, token[:1].clone())
         decoding.restart()
         return decoding
@@ -168,11 +161,6 @@ def capture_step(decoding: Decoding, name: str) -> Captured:
     return captured
 
 
-def capture_ceiling(memory: Tensor) -> Captured:
-    """Capture a kernel that reads all of `memory`."""
-    return capture(Variant("read ceiling", reader([memory], [memory[:0]]), 1))
-
-
 def bench(
     sizes: Sizes,
     batch: int = 1,
@@ -186,7 +174,8 @@ def bench(
     decodings: dict[int, list[Captured]] = {n_masks: [] for n_masks in masks}
     with torch.no_grad():
         memory = torch.empty(max(weight_bytes.values()), dtype=torch.uint8, device="cuda")
-        readings = {n_masks: capture_ceiling(memory[:count]) for n_masks, count in weight_bytes.items()}
+        readers = {n_masks: reader([memory[:count]], [memory[:0]]) for n_masks, count in weight_bytes.items()}
+        readings = {n_masks: capture(Variant("read ceiling", read, 1)) for n_masks, read in readers.items()}
         for _ in range(compilations):
             with fresh_cache():
                 for n_masks, model in models.items():
@@ -205,10 +194,8 @@ def bench(
             if one is not reading:
                 name = layer(n_masks)
                 extra |= {"error_budget": float(f"{one.budget:.3g}"), "compilation": i}
-            shape = sizes.intermediate, sizes.hidden
-            rows.append(
-                Row("decode model", name, batch, *shape, n_masks, "bfloat16", time, spread, fraction, error, extra)
-            )
+            problem = "decode model", name, batch, sizes.intermediate, sizes.hidden, n_masks, "bfloat16"
+            rows.append(Row(*problem, time, spread, fraction, error, extra))
     return rows
 
 

@@ -1,15 +1,14 @@
-"""A decoder-only language model like Llama that takes one token at a time; its feed-forward layer is an argument."""
+"""A decoder-only language model like Llama that takes one token at a time; its gated projection is an argument."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from mglu_ops.nn import GLU
 
 
 @dataclass(frozen=True)
@@ -28,6 +27,18 @@ class Sizes:
     @property
     def head_width(self) -> int:
         return self.hidden // self.heads
+
+
+@contextmanager
+def creating(device: str, dtype: torch.dtype) -> Iterator[None]:
+    """Create tensors on a device and in a dtype by default."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -71,19 +82,24 @@ class Attention(nn.Module):
         return self.output(mixed.reshape(batch, -1))
 
 
-class Block(nn.Module):
-    """A pre-norm decoder block."""
+Projection = Callable[[int, int], nn.Module]
+"""Makes the gated projection of a block from `(hidden, intermediate)`."""
 
-    def __init__(self, sizes: Sizes, feed_forward: nn.Module, batch: int) -> None:
+
+class Block(nn.Module):
+    """A pre-norm decoder block; `forward` passes what it gets besides x to the attention."""
+
+    def __init__(self, sizes: Sizes, attention: nn.Module, projection: Projection) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(sizes.hidden, eps=1e-5)
-        self.attention = Attention(sizes, batch)
-        self.feed_forward_norm = nn.RMSNorm(sizes.hidden, eps=1e-5)
-        self.feed_forward = feed_forward
+        self.attention = attention
+        self.projection_norm = nn.RMSNorm(sizes.hidden, eps=1e-5)
+        self.projection = projection(sizes.hidden, sizes.intermediate)
+        self.down = nn.Linear(sizes.intermediate, sizes.hidden, bias=False)
 
-    def forward(self, x: Tensor, position: Tensor, rotation: tuple[Tensor, Tensor], seen: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), position, rotation, seen)
-        return x + self.feed_forward(self.feed_forward_norm(x))
+    def forward(self, x: Tensor, *context: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), *context)
+        return x + self.down(self.projection(self.projection_norm(x)))
 
 
 class Start(nn.Module):
@@ -124,17 +140,15 @@ class Decoder(nn.Module):
 
     Args:
         sizes: the sizes of the model.
-        feed_forward: makes the feed-forward layer of a block from `(hidden, intermediate)`.
+        projection: makes the gated projection of a block.
         batch: number of sequences, which all have the same length.
     """
 
-    def __init__(self, sizes: Sizes, feed_forward: Callable[[int, int], nn.Module], batch: int = 1) -> None:
+    def __init__(self, sizes: Sizes, projection: Projection, batch: int = 1) -> None:
         super().__init__()
-        self.context = sizes.context
+        self.context, self.batch = sizes.context, batch
         self.start = Start(sizes)
-        self.blocks = nn.ModuleList(
-            Block(sizes, feed_forward(sizes.hidden, sizes.intermediate), batch) for _ in range(sizes.layers)
-        )
+        self.blocks = nn.ModuleList(Block(sizes, Attention(sizes, batch), projection) for _ in range(sizes.layers))
         self.head = Head(sizes, self.start.embedding.weight)
 
     def forward(self, token: Tensor, position: Tensor) -> Tensor:
@@ -156,8 +170,3 @@ class Decoder(nn.Module):
         """Bytes of parameters and packed masks that a step reads, without the cache and the rotations."""
         tensors = {*self.parameters(), *(b for name, b in self.named_buffers() if name.endswith("packed_masks"))}
         return sum(tensor.nbytes for tensor in tensors)
-
-
-def swiglu(hidden: int, intermediate: int) -> nn.Module:
-    """SwiGLU's feed-forward layer: gate, up and down."""
-    return nn.Sequential(GLU(hidden, intermediate), nn.Linear(intermediate, hidden, bias=False))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -114,9 +114,9 @@ def shown(rows: pd.DataFrame, form: Callable[[float], str] = us, column: str = "
 # --- Tables -----------------------------------------------------------------------------------------------------------
 
 
-def in_order(rows: pd.DataFrame, lines: str | list[str], columns: str, cells: str) -> pd.DataFrame:
-    """A cell of each row by its line and its column, both in the order of the rows."""
-    return rows.pivot_table(cells, lines, columns, aggfunc="first", sort=False)
+def in_order(rows: pd.DataFrame, lines: str | list[str], columns: str, cells: pd.Series) -> pd.DataFrame:
+    """A cell for each row by its line and its column, both in the order of the rows."""
+    return rows.assign(cell=cells).pivot_table("cell", lines, columns, aggfunc="first", sort=False)
 
 
 def markdown(head: Iterable[object], lines: Iterable[Sequence[object]]) -> str:
@@ -126,10 +126,18 @@ def markdown(head: Iterable[object], lines: Iterable[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in every)
 
 
-def grid(corner: str, cells: pd.DataFrame) -> str:
-    """A table with the index of a frame as its first column; columns that are numbers are numbers of masks."""
+def grid(corner: str, cells: pd.DataFrame | Mapping[str, pd.Series]) -> str:
+    """A table of a frame, or of its columns by name, whose first columns are the levels of its index.
+
+    Args:
+        corner: the name of the first column.
+        cells: the frame; columns that are numbers are numbers of masks.
+    """
+    cells = pd.DataFrame(cells)
+    levels = ["n_m" if name == "n_masks" else name for name in cells.index.names[1:]]
     head = [f"n_m = {name}" if isinstance(name, int) else name for name in cells.columns]
-    return markdown([corner, *head], cells.astype(object).where(cells.notna(), "").itertuples())
+    lines = cells.astype(object).where(cells.notna(), "").set_axis(range(len(head)), axis="columns").reset_index()
+    return markdown([corner, *levels, *head], lines.itertuples(index=False))
 
 
 def page(parts: Parts, name: str, results: Path) -> str:

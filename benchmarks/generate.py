@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import mglu_ops
 from benchmarks.harness import relative_error
 from benchmarks.records import Row, measure, parser_of
-from benchmarks.timing import summarise, wall_microseconds
+from benchmarks.timing import wall_microseconds
 from mglu_ops.nn import MGLU
 
 CASE = "generate"
@@ -230,24 +230,11 @@ def bench(
     rows = []
     exact = dict(zip(problem.variants, (result.double() for result in logits), strict=True))
     for (form, n_masks), result in zip(problem.variants, logits, strict=True):
-        median, spread = summarise(times[form, n_masks])
         error = relative_error(result, exact[MGLUS[0], n_masks]) if form.packed else float("nan")
-        rows.append(
-            Row(
-                case=CASE,
-                variant=form.name,
-                tokens=problem.batch,
-                out_features=sizes["intermediate_size"],
-                in_features=sizes["hidden_size"],
-                n_masks=n_masks,
-                dtype="bfloat16",
-                microseconds=float("nan") if error > MAX_DISTANCE else median,
-                spread=spread,
-                fraction_of_ceiling=float("nan"),
-                error=error,
-                extra={"new_tokens": new_tokens},
-            )
-        )
+        size = problem.batch, (sizes["intermediate_size"], sizes["hidden_size"]), n_masks
+        extra: dict[str, object] = {"new_tokens": new_tokens}
+        of_form = times[form, n_masks]
+        rows.append(Row.of_times(CASE, form.name, *size, of_form, error=error, budget=MAX_DISTANCE, extra=extra))
     return rows
 
 

@@ -1,19 +1,11 @@
-"""Times variants of a layer on a GPU, after comparing their results with float64.
+"""Times variants of a layer on a GPU by replaying CUDA graphs, after comparing their results with float64.
 
-A variant runs once over several layers with distinct weights, together more than 1 GB, so that nothing comes from L2.
-The run is captured into a CUDA graph. The graphs of all variants of a problem are replayed in turn, in a new order each
-round. In each round a graph is replayed once before the clock starts, and is then timed for two replays. Where the
-power limit lowers the clocks, it is replayed until they settle, and is then timed for as long. A time is the median
-over the rounds, per layer, and its spread is the distance between the quartiles.
-
-Before the timing, every output is filled with NaN, the graph is replayed, and the result must agree with a float64
-oracle. A variant that fails has no time, and its row is reported as wrong.
+README.md describes the method ("GPU", "Correctness", "Bursts and clocks").
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.timing import ROUNDS, GraphTimer, summarise, time_graphs
+from benchmarks.timing import ROUNDS, GraphTimer, first_call, summarise, time_graphs
 from mglu_ops import accuracy
 
 PROTOCOL = (
@@ -105,14 +97,15 @@ def capture(variant: Variant) -> Captured:
     """Capture one run over all layers of a variant, after two calls that compile what is compiled at the first call."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    start = time.perf_counter()
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            variant.run(0)  # compiles, loads and warms up outside the graph
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    if (elapsed := time.perf_counter() - start) > 1:
-        print(f"{variant.name}: ready after {elapsed:.1f} s", flush=True)
+
+    def warm_up() -> None:
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                variant.run(0)  # compiles, loads and warms up outside the graph
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+
+    first_call(variant.name, warm_up)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outputs = [variant.run(i) for i in range(variant.layers)]

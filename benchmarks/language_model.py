@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.decoder import Sizes, angles, rotate
+from benchmarks.decoder import Block, Projection, Sizes, angles, rotate
 
 
 class Attention(nn.Module):
@@ -26,27 +24,6 @@ class Attention(nn.Module):
         query, key = (rotate(one, *rotation).type_as(value) for one in (query, key))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return self.output(mixed.transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    """A pre-norm decoder block.
-
-    Args:
-        sizes: the sizes of the model.
-        projection: makes the gated projection from `(hidden, intermediate)`.
-    """
-
-    def __init__(self, sizes: Sizes, projection: Callable[[int, int], nn.Module]) -> None:
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(sizes.hidden, eps=1e-5)
-        self.attention = Attention(sizes)
-        self.projection_norm = nn.RMSNorm(sizes.hidden, eps=1e-5)
-        self.projection = projection(sizes.hidden, sizes.intermediate)
-        self.down = nn.Linear(sizes.intermediate, sizes.hidden, bias=False)
-
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotation)
-        return x + self.down(self.projection(self.projection_norm(x)))
 
 
 class Loss(nn.Module):
@@ -70,19 +47,19 @@ class LanguageModel(nn.Module):
 
     Args:
         sizes: the sizes of the model; `context` is the longest sequence.
-        projection: makes the gated projection of a block from `(hidden, intermediate)`.
+        projection: makes the gated projection of a block.
     """
 
     cosine: Tensor
     sine: Tensor
 
-    def __init__(self, sizes: Sizes, projection: Callable[[int, int], nn.Module]) -> None:
+    def __init__(self, sizes: Sizes, projection: Projection) -> None:
         super().__init__()
         self.embedding = nn.Embedding(sizes.vocabulary, sizes.hidden)
         nn.init.normal_(self.embedding.weight, std=sizes.hidden**-0.5)
         self.register_buffer("cosine", angles(sizes).cos().float())
         self.register_buffer("sine", angles(sizes).sin().float())
-        self.blocks = nn.ModuleList(Block(sizes, projection) for _ in range(sizes.layers))
+        self.blocks = nn.ModuleList(Block(sizes, Attention(sizes), projection) for _ in range(sizes.layers))
         self.loss: Loss = Loss(sizes)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -109,14 +86,9 @@ class LanguageModel(nn.Module):
 
 def share_tensors(source: nn.Module, target: nn.Module) -> None:
     """Let a module use the parameters and buffers of another module with the same names."""
-    for name, parameter in source.named_parameters():
-        setattr(_owner(target, name), name.rpartition(".")[2], parameter)
-    for name, buffer in source.named_buffers():
-        setattr(_owner(target, name), name.rpartition(".")[2], buffer)
-
-
-def _owner(module: nn.Module, name: str) -> nn.Module:
-    return module.get_submodule(name.rpartition(".")[0])
+    for path, tensor in (*source.named_parameters(), *source.named_buffers()):
+        owner, _, name = path.rpartition(".")
+        setattr(target.get_submodule(owner), name, tensor)
 
 
 def count(model: nn.Module) -> int:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +18,8 @@ from torch import Tensor
 
 import mglu_ops
 from benchmarks.harness import relative_error
-from benchmarks.records import Row, parser_of, write
-from benchmarks.timing import gpu_microseconds, summarise, wall_microseconds
+from benchmarks.records import Row, parser_of, written
+from benchmarks.timing import clock_of
 from compile_passes.backend import mglu
 from mglu_ops.accuracy import ERROR_BUDGET
 from mglu_ops.nn import NaiveMGLU
@@ -62,7 +63,7 @@ def times_of(
     model: NaiveMGLU, x: Tensor, backend: str | Callable[..., Any] | None, freezing: bool, rounds: int
 ) -> tuple[list[float], Tensor]:
     """Microseconds of each call, and the result."""
-    clock = gpu_microseconds if x.is_cuda else wall_microseconds
+    clock = clock_of(x.device.type)
     torch._dynamo.reset()
     mode = "reduce-overhead" if x.is_cuda else "default"
     call: Callable[[Tensor], Tensor] = model
@@ -92,24 +93,16 @@ def bench(device: str, n_masks: int, rounds: int) -> list[Row]:
             if way.backend == "export" and device != "cpu":
                 continue
             times, result = times_of(models[way.model], x, way.backend, way.freezing, rounds)
-            (median, spread), error = summarise(times), relative_error(result, expected)
-            rows.append(
-                Row(
-                    case="masks at inference",
-                    variant=name,
-                    tokens=1,
-                    out_features=d,
-                    in_features=h,
-                    n_masks=n_masks,
-                    dtype=str(dtype).removeprefix("torch."),
-                    microseconds=median if error <= ERROR_BUDGET[dtype] else float("nan"),
-                    spread=spread,
-                    fraction_of_ceiling=float("nan"),
-                    error=error,
-                    extra={"packed": way.packed},
-                )
-            )
+            error, budget = relative_error(result, expected), ERROR_BUDGET[dtype]
+            problem, extra = ("masks at inference", name, 1, (d, h), n_masks), {"packed": way.packed}
+            rows.append(Row.of_times(*problem, times, dtype=dtype, error=error, budget=budget, extra={**extra}))
     return rows
+
+
+def run(device: str, masks: Sequence[int], rounds: int, out: Path) -> list[Row]:
+    """Measure several numbers of masks into `masks_at_inference_DEVICE.csv` of a folder."""
+    rows = [row for n_masks in masks for row in bench(device, n_masks, rounds)]
+    return written(rows, out, f"masks_at_inference_{device}", PROTOCOL)
 
 
 def main() -> None:
@@ -118,10 +111,7 @@ def main() -> None:
     parser.add_argument("--n-masks", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--rounds", type=int, default=30)
     options = parser.parse_args()
-    rows = [row for n_masks in options.n_masks for row in bench(options.device, n_masks, options.rounds)]
-    for row in rows:
-        print(f"n_masks={row.n_masks} {row.variant:28}{row.microseconds:10.1f} us  error {row.error:.1e}")
-    write(rows, options.out, f"masks_at_inference_{options.device}", PROTOCOL)
+    run(options.device, options.n_masks, options.rounds, options.out)
 
 
 if __name__ == "__main__":

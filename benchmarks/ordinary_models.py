@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -16,14 +15,12 @@ TOKENS = FEATURES
 NODES_PER_STEP = 3
 
 # The steps of a chain of elementwise operators, `NODES_PER_STEP` nodes each. Their values stay finite in long chains.
-STEPS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
-    {
-        "tanh": lambda h: h + 0.1 * torch.tanh(h),
-        "silu": lambda h: h - 0.1 * F.silu(h),
-        "exp": lambda h: h - 0.1 * torch.exp(h),
-        "relu": lambda h: h - 0.1 * F.relu(h),
-    }
-)
+STEPS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "tanh": lambda h: h + 0.1 * torch.tanh(h),
+    "silu": lambda h: h - 0.1 * F.silu(h),
+    "exp": lambda h: h - 0.1 * torch.exp(h),
+    "relu": lambda h: h - 0.1 * F.relu(h),
+}
 
 
 class Chain(nn.Module):
@@ -39,68 +36,6 @@ class Chain(nn.Module):
         for _ in range(self.steps):
             h = self.step(h)
         return h
-
-
-class Attention(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-
-    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
-        q, k = rotated(q, rotation), rotated(k, rotation)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2))
-
-
-def rotated(x: Tensor, rotation: Tensor) -> Tensor:
-    """Rotary position embedding; `rotation` `[2, tokens, head_dim]` holds cosines and sines."""
-    left, right = x.chunk(2, dim=-1)
-    return x * rotation[0] + torch.cat([-right, left], dim=-1) * rotation[1]
-
-
-class SwiGLU(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
-        self.down = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class LlamaLayer(nn.Module):
-    def __init__(self, width: int, hidden: int, heads: int) -> None:
-        super().__init__()
-        self.attention_norm, self.attention = nn.RMSNorm(width), Attention(width, heads)
-        self.mlp_norm, self.mlp = nn.RMSNorm(width), SwiGLU(width, hidden)
-
-    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotation)
-        return x + self.mlp(self.mlp_norm(x))
-
-
-class Llama(nn.Module):
-    """Decoder layers of attention with rotary embeddings and SwiGLU; takes token indices `[batch, tokens]`."""
-
-    rotation: Tensor
-
-    def __init__(self, layers: int, width: int = FEATURES, heads: int = 4, vocabulary: int = 256) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList(LlamaLayer(width, 2 * width, heads) for _ in range(layers))
-        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
-        head_dim = width // heads
-        frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
-        angles = torch.outer(torch.arange(64.0), frequencies).repeat(1, 2)
-        self.register_buffer("rotation", torch.stack([angles.cos(), angles.sin()]))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x, self.rotation[:, : tokens.shape[1]])
-        return self.head(self.norm(x))
 
 
 class Bottleneck(nn.Module):
@@ -228,15 +163,13 @@ class MaskedTanhStep(nn.Module):
 
 # Layers that take activations `[TOKENS, FEATURES]` and a bool mask of the same shape. To the pass, masked activations
 # look like masked weights: both are masked matrices that a product reads.
-MASKED_LAYERS: Mapping[str, type[nn.Module]] = MappingProxyType(
-    {
-        "padded MLP": PaddedMLP,
-        "MLP with dropout": DropoutMLP,
-        "split attention": SplitAttention,
-        "masked tanh": MaskedTanh,
-        "chain of masked tanh": MaskedTanhStep,
-    }
-)
+MASKED_LAYERS: Mapping[str, type[nn.Module]] = {
+    "padded MLP": PaddedMLP,
+    "MLP with dropout": DropoutMLP,
+    "split attention": SplitAttention,
+    "masked tanh": MaskedTanh,
+    "chain of masked tanh": MaskedTanhStep,
+}
 
 
 class Masked(nn.Module):

@@ -26,8 +26,8 @@ from torch import Tensor
 
 import mglu_ops
 from benchmarks.baselines import swiglu
-from benchmarks.records import Row, parser_of, write
-from benchmarks.timing import summarise, wall_microseconds
+from benchmarks.records import Row, parser_of, printed, write
+from benchmarks.timing import wall_microseconds
 
 PROTOCOL = (
     "host: median of rounds of 100 calls, us a call; first use: one call in a new process, us, median of processes"
@@ -80,13 +80,8 @@ def host_rows(rounds: int) -> list[Row]:
                 }
                 for name, call in calls.items():
                     times = host_times(call, rounds)
-                    rows.append(_row("host time a call", f"{name}, {mode}", tokens, d, h, n_masks, times))
+                    rows.append(Row.of_times("host time a call", f"{name}, {mode}", tokens, (d, h), n_masks, times))
     return rows
-
-
-def _row(case: str, variant: str, tokens: int, d: int, h: int, n_masks: int, times: list[float]) -> Row:
-    nan = float("nan")
-    return Row(case, variant, tokens, d, h, n_masks, "bfloat16", *summarise(times), nan, nan)
 
 
 _FIRST_USE = """
@@ -129,7 +124,7 @@ def first_use_rows(processes: int, at_once: int) -> list[Row]:
     with ThreadPoolExecutor(at_once) as pool:
         found = list(pool.map(times_of, FIRST_USES))
     return [
-        _row("first use", f"{kernel}, {name}", tokens, 14336, 4096, n_masks, times)
+        Row.of_times("first use", f"{kernel}, {name}", tokens, (14336, 4096), n_masks, times)
         for (tokens, n_masks), (kernel, cold, warm) in zip(FIRST_USES, found, strict=True)
         for name, times in (("cold", cold), ("warm", warm))
     ]
@@ -147,9 +142,7 @@ def bench(out: Path, rounds: int = ROUNDS, processes: int = PROCESSES, at_once: 
     protocol = f"{PROTOCOL} ({processes}, {at_once} side by side)"
     rows: list[Row] = []
     for measured in (partial(host_rows, rounds), partial(first_use_rows, processes, at_once)):
-        rows += (found := measured())
-        for row in found:
-            print(f"{row.case:18} {row.variant:70} T={row.tokens:<3} n_m={row.n_masks:<3}{row.microseconds:12.2f} us")
+        rows += printed(measured())
         write(rows, out, "overheads", protocol)  # after each part, in case a later one fails
     return rows
 

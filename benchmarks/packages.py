@@ -56,18 +56,10 @@ def bench(device: str) -> list[dict[str, object]]:
         program = mglu_ops.build_runtime(root, program=True).with_name("run_package")
         write_tensor(root / "x", x)
         write_tensor(root / "y", model(x))
-        for name, options in VARIANTS.items():
-            mglu_ops.export(model, (x,), root / "model.pt2", **options)
-            command: list[str | Path] = [
-                program,
-                root / "model.pt2",
-                "--tolerance",
-                "1e-4",
-                "--time",
-                "200",
-                root / "x",
-                root / "y",
-            ]
+        for name, arguments in VARIANTS.items():
+            mglu_ops.export(model, (x,), root / "model.pt2", **arguments)
+            options = "--tolerance", "1e-4", "--time", "200"
+            command: list[str | Path] = [program, root / "model.pt2", *options, root / "x", root / "y"]
             process = subprocess.run(command, capture_output=True, text=True, check=False)
             found = re.search(r"([\d.]+) us a call", process.stdout)
             if process.returncode != 0 or found is None:

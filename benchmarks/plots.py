@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
 
@@ -17,8 +17,6 @@ from benchmarks.tables import MODEL_OF, ONE_TOKEN, chosen, one_token_times
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-_T = TypeVar("_T")
 
 WIDTH = 5.0
 """Width of a plot in inches, which a phone shows without making the text smaller."""
@@ -50,16 +48,12 @@ class Style(NamedTuple):
 CEILING = Style("#000000", "", "--")
 CUDA = Style("#0072B2", "o")
 TRITON = Style("#009E73", "s")
+THIN: Any = {"color": CEILING.color, "linestyle": CEILING.linestyle, "linewidth": 1}
+"""The line of a ratio of 1."""
 SWIGLU = Style("#CC79A7", "", "-.")
 COMPILED = Style("#E69F00", "^")
 EAGER = Style("#D55E00", "v")
-BY_MASKS = {
-    1: CUDA,
-    2: Style("#56B4E9", "P"),
-    4: COMPILED,
-    8: TRITON,
-    16: EAGER,
-}
+BY_MASKS = {1: CUDA, 2: Style("#56B4E9", "P"), 4: COMPILED, 8: TRITON, 16: EAGER}
 
 
 def figure_of(panels: int, height: float, sharex: bool = True, columns: int = 1) -> tuple[Figure, list[Axes]]:
@@ -85,7 +79,7 @@ def masks(rows: pd.DataFrame) -> list[int]:
 
 def powers_of_two(axes: Axes, label: str, ticks: Sequence[int]) -> None:
     axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.set_xticks(ticks, map(str, ticks))
     axes.set_xlabel(label)
 
 
@@ -104,10 +98,8 @@ def latency_by_masks(rows: pd.DataFrame) -> Figure:
     for axes, (layer, here) in zip(panels, layers, strict=True):
         for label, column in one_token_times(here).items():
             draw_line(axes, label, BY_LABEL.get(label, SWIGLU), column.dropna().items())
-        axes.set_yscale("log")
+        axes.set(yscale="log", ylabel="us a layer", title=f"one token, {layer}")
         axes.yaxis.set_major_formatter("{x:g}")
-        axes.set_ylabel("us a layer")
-        axes.set_title(f"one token, {layer}")
     powers_of_two(panels[-1], "masks", masks(rows))
     draw_legend(figure, panels[0])
     return figure
@@ -122,10 +114,8 @@ def fraction_of_ceiling(rows: pd.DataFrame) -> Figure:
             found = right[(right.layer == layer) & (right.variant == f"mglu {backend.lower()}")]
             points = zip(found.n_masks, found.fraction_of_ceiling, strict=True)
             draw_line(axes, f"{backend}, {layer}", style._replace(linestyle=linestyle), points)
-    axes.set_ylim(0, 1.05)
-    axes.axhline(1, color=CEILING.color, linestyle=CEILING.linestyle, linewidth=1)
-    axes.set_ylabel("of the read ceiling")
-    axes.set_title("one token")
+    axes.axhline(1, **THIN)
+    axes.set(ylim=(0, 1.05), ylabel="of the read ceiling", title="one token")
     powers_of_two(axes, "masks", masks(rows))
     draw_legend(figure, axes)
     return figure
@@ -140,10 +130,8 @@ def speedup_over_swiglu(rows: pd.DataFrame) -> Figure:
     for axes, layer in zip(panels, layers, strict=True):
         for n_masks, line in speedup.loc[layer].groupby("n_masks"):
             draw_line(axes, f"n_m = {n_masks}", BY_MASKS[n_masks], line.droplevel("n_masks").items())
-        axes.axhline(1, color=CEILING.color, linestyle=CEILING.linestyle, linewidth=1)
-        axes.set_ylim(bottom=0)
-        axes.set_ylabel("speed-up over SwiGLU")
-        axes.set_title(layer)
+        axes.axhline(1, **THIN)
+        axes.set(ylim=(0, None), ylabel="speed-up over SwiGLU", title=layer)
     powers_of_two(panels[-1], "tokens", sorted(set(rows.tokens)))
     panels[-1].tick_params(axis="x", labelrotation=45)
     draw_legend(figure, panels[0])
@@ -174,10 +162,7 @@ def roofline(rows: pd.DataFrame) -> Figure:
         for n_masks, line in ours.groupby("n_masks"):
             points = zip(line.intensity, line.teraflops, strict=True)
             draw_line(axes, f"n_m = {n_masks}", BY_MASKS[n_masks], points)
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_ylabel("TFLOP/s")
-        axes.set_title(layer)
+        axes.set(xscale="log", yscale="log", ylabel="TFLOP/s", title=layer)
     panels[-1].set_xlabel("FLOP a byte of weights and masks")
     draw_legend(figure, panels[0])
     return figure
@@ -204,17 +189,15 @@ def layer_and_model(layers: pd.DataFrame, models: pd.DataFrame) -> Figure:
     names = layers.drop_duplicates("layer").set_index("layer").case.str.replace(", ", "\n")
     speedups = (ours.swiglu / ours.microseconds).unstack("n_masks").loc[names.index]
     draw_bars(left, speedups.set_axis(names + "\n" + names.index), speedups.map("{:.2f}x".format))
-    left.axvline(1, color=CEILING.color, linestyle=CEILING.linestyle, linewidth=1)
-    left.set_xlabel("speed-up over the fastest SwiGLU (dashed)")
-    left.set_title("the gated projection of one layer")
+    left.axvline(1, **THIN)
+    left.set(xlabel="speed-up over the fastest SwiGLU (dashed)", title="the gated projection of one layer")
 
     models = models[models.tokens == 1]
     best = fastest(models, ("SwiGLU", "SwiMGLU"), ["layer", "n_masks"])
     rates = best.rate.unstack("n_masks").loc[models.layer.unique()]
     labels = rates.map("{:.0f}".format) + rates.div(rates[0], axis="index").map(", {:.2f}x".format)
     draw_bars(right, rates.rename(MODEL_OF), labels)
-    right.set_xlabel("tokens a second, and their ratio to SwiGLU's")
-    right.set_title("a whole model")
+    right.set(xlabel="tokens a second, and their ratio to SwiGLU's", title="a whole model")
 
     devices = sorted({layers.attrs["device"], models.attrs["device"]})
     figure.suptitle(", ".join([*devices, *sorted({*layers["dtype"], *models["dtype"]}), "one token at a time"]))
@@ -238,13 +221,6 @@ def source(results: Path, *names: str) -> str:
     return ", ".join(f"{name}.csv sha256 {digest}" for name, digest in digests.items())
 
 
-def draw_one(name: str, results: Path, out: Path) -> Path:
-    """Draw the plot of a name into the folder `out`."""
-    names, picture = PLOTS[name]
-    frames = [load(results, table) for table in names]
-    return save(lambda rows: picture(*rows), frames, out / f"{name}.svg", source(results, *names))
-
-
 def draw(results: Path, out: Path) -> list[Path]:
     """Draw every plot whose results are in `results` into the folder `out`, as SVG.
 
@@ -252,19 +228,20 @@ def draw(results: Path, out: Path) -> list[Path]:
         FileNotFoundError: there are no results.
     """
     paths = []
-    for name in PLOTS:
+    for name, (tables, picture) in PLOTS.items():
         with suppress(MissingResultError):
-            paths.append(draw_one(name, results, out))
+            rows = [load(results, table) for table in tables]
+            paths.append(save(picture, rows, out / f"{name}.svg", source(results, *tables)))
     if not paths:
         raise FileNotFoundError(f"{results}: no results are here to draw from; measure some first")
     return paths
 
 
-def save(picture: Callable[[_T], Figure], rows: _T, path: Path, source: str | None = None) -> Path:
-    """Draw a picture of rows into an SVG file, whose metadata name the source and nothing that changes."""
+def save(picture: Callable[..., Figure], rows: Sequence[Any], path: Path, source: str | None = None) -> Path:
+    """Draw a picture of its arguments into an SVG file, whose metadata name the source and nothing that changes."""
     import matplotlib
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(RC):
-        picture(rows).savefig(path, metadata={"Date": None, "Creator": None, "Source": source})
+        picture(*rows).savefig(path, metadata={"Date": None, "Creator": None, "Source": source})
     return path

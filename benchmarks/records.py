@@ -23,6 +23,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from benchmarks.timing import summarise
+
 COMMENT = "# "
 
 
@@ -54,13 +56,38 @@ class Row:
     dtype: str
     microseconds: float
     spread: float
-    fraction_of_ceiling: float
-    error: float
+    fraction_of_ceiling: float = math.nan
+    error: float = math.nan
     extra: dict[str, object] = field(default_factory=dict)
+
+    @classmethod
+    def of_times(
+        cls,
+        case: str,
+        variant: str,
+        tokens: int,
+        shape: tuple[int, int],
+        n_masks: int,
+        times: Sequence[float],
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        error: float = math.nan,
+        budget: float = math.inf,
+        extra: dict[str, object] | None = None,
+    ) -> Row:
+        """The row of some times in microseconds; it has no time without times, or if the error exceeds the budget."""
+        median, spread = summarise(times) if times else (math.nan, math.nan)
+        problem = case, variant, tokens, *shape, n_masks, str(dtype).removeprefix("torch.")
+        return cls(*problem, math.nan if error > budget else median, spread, error=error, extra=extra or {})
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.out_features, self.in_features
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """The columns that tell a row of a result from all others."""
+        return self.case, self.variant, self.tokens, self.shape, self.n_masks, self.dtype, self.extra.get("compilation")
 
     @property
     def left_out(self) -> str | None:
@@ -84,7 +111,8 @@ class Row:
         share = "" if math.isnan(self.fraction_of_ceiling) else f" {self.fraction_of_ceiling:.3f} of the ceiling"
         error = "" if math.isnan(self.error) else f", error {self.error:.1e}"
         extra = "".join(f", {name} {value}" for name, value in self.extra.items())
-        return f"{problem} {self.variant:50} {result:>13} +-{self.spread:<7.2f}{share}{error}{extra}"
+        what = f"{self.case}: {self.variant}"
+        return f"{problem} {what:60} {result:>13} +-{self.spread:<7.2f}{share}{error}{extra}"
 
 
 def _cpu_name() -> str:
@@ -116,19 +144,27 @@ def environment(protocol: str) -> dict[str, str]:
 
 
 def write(rows: Iterable[Row], out: Path, name: str, facts: str | Mapping[str, str]) -> None:
-    """Write rows to `<name>.csv` in a folder, floats with six digits.
+    """Write rows, at least one, to `<name>.csv` in a folder, floats with six digits.
 
-    Args:
-        rows: the rows, at least one.
-        out: the folder.
-        name: the name of the result.
-        facts: the environment of the rows, or the protocol of rows that were measured here and now.
+    `facts` are the environment of the rows, or the protocol of rows that were measured here and now.
     """
     table = [
         {column: float(f"{value:.6g}") if isinstance(value, float) else value for column, value in asdict(row).items()}
         for row in rows
     ]
     write_table(table, environment(facts) if isinstance(facts, str) else facts, out, name)
+
+
+def printed(rows: list[Row]) -> list[Row]:
+    """Print rows and return them."""
+    print(*rows, sep="\n", flush=True)
+    return rows
+
+
+def written(rows: list[Row], out: Path, name: str, protocol: str) -> list[Row]:
+    """Print rows, write them as `write` does, and return them."""
+    write(printed(rows), out, name, protocol)
+    return rows
 
 
 def write_table(table: Sequence[Mapping[str, Any]], environment: Mapping[str, str], out: Path, name: str) -> None:
@@ -191,33 +227,20 @@ def parser_of(about: str, resume: bool = False) -> argparse.ArgumentParser:
 
 
 class Problem(Protocol):
-    """What a benchmark measures at a time."""
+    """What a benchmark measures at a time; `is_in` says whether some rows are its result."""
 
-    def is_in(self, rows: Sequence[Row]) -> bool:
-        """Whether some rows are the result of this problem."""
-        ...
+    def is_in(self, rows: Sequence[Row]) -> bool: ...
 
 
 P = TypeVar("P", bound=Problem)
 
 
 def measure(
-    problems: Sequence[P],
-    bench: Callable[[P], list[Row]],
-    out: Path,
-    name: str,
-    protocol: str,
-    resume: bool = False,
+    problems: Sequence[P], bench: Callable[[P], list[Row]], out: Path, name: str, protocol: str, resume: bool = False
 ) -> list[Row]:
     """Measure problem by problem, and write all rows so far after each, so that a command may be stopped.
 
-    Args:
-        problems: what to measure, in this order.
-        bench: measures a problem.
-        out: the folder of the result.
-        name: the name of the result.
-        protocol: how it is measured.
-        resume: keep the rows of a result that is in the folder, and measure only the problems that it lacks.
+    With `resume`, the rows of a result that is in the folder stay, and only the problems that it lacks are measured.
 
     Returns:
         All rows of the result.
@@ -233,16 +256,9 @@ def measure(
         if problem.is_in(rows):
             continue
         print(f"{problem}: {i + 1} of {len(problems)}", flush=True)
-        found = bench(problem)
-        print(*found, sep="\n", flush=True)
-        rows = list({_key(row): row for row in [*rows, *found]}.values())
+        rows = list({row.key: row for row in [*rows, *printed(bench(problem))]}.values())
         write(rows, out, name, facts)
     return rows
-
-
-def _key(row: Row) -> tuple[object, ...]:
-    """The columns that tell a row of a result from all others."""
-    return row.case, row.variant, row.tokens, row.shape, row.n_masks, row.dtype, row.extra.get("compilation")
 
 
 def _resumed(earlier: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:

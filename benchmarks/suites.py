@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from benchmarks import decode_model, masks_at_inference, overheads, train, train
 from benchmarks.decode import SHAPES, Sweep
 from benchmarks.decode import run as run_sweep
 from benchmarks.decoder import Sizes
-from benchmarks.records import Row, version, write
+from benchmarks.records import Row, version, written
 
 RESULTS = Path(__file__).parent / "results"
 ONE_TO_8192 = tuple(2**i for i in range(14))
@@ -84,18 +85,15 @@ SWEEPS = {
 """Name of a suite to what it shows and its problems."""
 
 
-def _sweep_suite(name: str, about: str, sweep: Sweep) -> Suite:
-    def measure(out: Path, quick: bool) -> Sequence[Row]:
-        return run_sweep(sweep.quick(), out, name, QUICK_ROUNDS) if quick else run_sweep(sweep, out, name)
-
-    return Suite(about, measure)
+def _sweep(sweep: Sweep, name: str, out: Path, quick: bool) -> Sequence[Row]:
+    return run_sweep(sweep.quick(), out, name, QUICK_ROUNDS) if quick else run_sweep(sweep, out, name)
 
 
 def _decode_model(out: Path, quick: bool) -> Sequence[Row]:
     if quick:
-        sizes = Sizes(layers=2, vocabulary=1024)
-        rows = decode_model.bench(sizes, masks=(0, 1), rounds=QUICK_ROUNDS, compilations=1)
-        return _written(rows, out, "decode_model", decode_model.PROTOCOL)
+        small = Sizes(layers=2, vocabulary=1024)
+        rows = decode_model.bench(small, masks=(0, 1), rounds=QUICK_ROUNDS, compilations=1)
+        return written(rows, out, "decode_model", decode_model.PROTOCOL)
     problems = [decode_model.Problem(name, batch) for name in decode_model.MODELS for batch in decode_model.BATCHES]
     return decode_model.run(problems, out)
 
@@ -111,26 +109,17 @@ def _train_model(out: Path, quick: bool) -> Sequence[Row]:
         sizes = replace(train_model.MODELS["350M"].sizes, layers=2, context=128)
         problem = train_model.Problem("350M", "autocast", 1)
         rows = train_model.bench(problem, train_model.Model(sizes, batch=1), rounds=QUICK_ROUNDS)
-        return _written(rows, out, "train_model", train_model.PROTOCOL)
+        return written(rows, out, "train_model", train_model.PROTOCOL)
     return train_model.run(train_model.problems(), out)
 
 
 def _masks_at_inference(out: Path, quick: bool) -> Sequence[Row]:
-    rounds = QUICK_ROUNDS if quick else 30
-    rows = [
-        row for n_masks in ((1,) if quick else (1, 4, 8)) for row in masks_at_inference.bench("cuda", n_masks, rounds)
-    ]
-    return _written(rows, out, "masks_at_inference_cuda", masks_at_inference.PROTOCOL)
+    masks, rounds = ((1,), QUICK_ROUNDS) if quick else ((1, 4, 8), 30)
+    return masks_at_inference.run("cuda", masks, rounds, out)
 
 
 def _overheads(out: Path, quick: bool) -> Sequence[Row]:
     return overheads.bench(out, rounds=QUICK_ROUNDS, processes=1) if quick else overheads.bench(out)
-
-
-def _written(rows: list[Row], out: Path, name: str, protocol: str) -> list[Row]:
-    print(*rows, sep="\n", flush=True)
-    write(rows, out, name, protocol)
-    return rows
 
 
 def _tables(out: Path, quick: bool) -> Sequence[Row]:
@@ -153,7 +142,7 @@ def _plots(out: Path, quick: bool) -> Sequence[Row]:
 
 
 SUITES = {
-    **{name: _sweep_suite(name, about, sweep) for name, (about, sweep) in SWEEPS.items()},
+    **{name: Suite(about, partial(_sweep, sweep, name)) for name, (about, sweep) in SWEEPS.items()},
     "decode_model": Suite("tokens a second of a whole model, with SwiGLU and with SwiMGLU", _decode_model),
     "train": Suite("a training step of a layer, in every form: time, peak memory and errors", _train),
     "train_model": Suite("a training step of whole models, with SwiGLU and with SwiMGLU", _train_model),
@@ -183,14 +172,16 @@ def select(names: Sequence[str]) -> dict[str, Suite]:
     """
     if unknown := [name for name in names if name not in SUITES]:
         raise SuiteError(f"no suite is named {', '.join(unknown)}; there are {', '.join(SUITES)}")
-    suites = {name: SUITES[name] for name in names or SUITES}
-    for name, problem in [(name, problem_of(suite)) for name, suite in suites.items()]:
-        if problem is not None and (names or suites[name].needs == GPU):
+    chosen = {}
+    for name in names or SUITES:
+        suite = SUITES[name]
+        if (problem := problem_of(suite)) is None:
+            chosen[name] = suite
+        elif names or suite.needs == GPU:
             raise SuiteError(f"{name} {problem}")
-        if problem is not None:
+        else:
             print(f"{name} is left out: it {problem}")
-            del suites[name]
-    return suites
+    return chosen
 
 
 def listing() -> str:

@@ -12,6 +12,18 @@ from benchmarks.frames import duration, fastest, load, markdown
 from benchmarks.train_layers import CASE, FUSED, NAIVE
 
 MASKS = (1, 4, 8, 16)
+STEP = f"case == '{CASE}' and layer == '8192 x 2048' and tokens == 8192"
+AUTOCAST = "case == 'Llama-3.2 1B, autocast'"
+ON_GPU: list[tuple[str, str, str, dict[str, str]]] = [
+    ("14336 x 4096, 1 token", "one_token", "layer == '14336 x 4096'", {}),
+    ("8192 x 2048, 64 tokens", "routes", "layer == '8192 x 2048' and tokens == 64", {}),
+    ("8192 x 2048, 8192 tokens", "routes", "layer == '8192 x 2048' and tokens == 8192", {}),
+    ("1B-parameter model, 1 token", "decode_model", "layer == '8192 x 2048' and tokens == 1", {"ours": "SwiMGLU"}),
+    ("8192 x 2048, training step, 8192 tokens", "train", STEP, {"ours": FUSED}),
+    ("the same, peak memory over the inputs", "train", STEP, {"ours": FUSED, "column": "peak_mb"}),
+    ("1B-parameter model, training step, 8192 tokens", "train_model", AUTOCAST, {"ours": "fused", "naive": "naive"}),
+]
+"""Work on a GPU, the result that has it, the rows of the result, and further arguments of `gpu_line`."""
 
 
 def cell(ours: float, swiglu: float, naive: float, form: Callable[[float], str] = duration) -> str:
@@ -56,25 +68,8 @@ def cpu_line(label: str, results: Path, name: str) -> list[str]:
 
 def summary(results: Path) -> str:
     """One line for each kind of work; bold where mglu_ops is slower."""
-
-    def rows(name: str, **fields: object) -> pd.DataFrame:
-        found = load(results, name)
-        return found[(found[list(fields)] == list(fields.values())).all(axis=1)]
-
-    step = rows("train", case=CASE, layer="8192 x 2048", tokens=8192)
     lines = [
-        gpu_line("H200: 14336 x 4096, 1 token", rows("one_token", layer="14336 x 4096")),
-        gpu_line("H200: 8192 x 2048, 64 tokens", rows("routes", layer="8192 x 2048", tokens=64)),
-        gpu_line("H200: 8192 x 2048, 8192 tokens", rows("routes", layer="8192 x 2048", tokens=8192)),
-        gpu_line("H200: 1B-parameter model, 1 token", rows("decode_model", layer="8192 x 2048", tokens=1), "SwiMGLU"),
-        gpu_line("H200: 8192 x 2048, training step, 8192 tokens", step, FUSED),
-        gpu_line("H200: the same, peak memory over the inputs", step, FUSED, column="peak_mb"),
-        gpu_line(
-            "H200: 1B-parameter model, training step, 8192 tokens",
-            rows("train_model", case="Llama-3.2 1B, autocast"),
-            "fused",
-            "naive",
-        ),
+        *(gpu_line(f"H200: {work}", load(results, name).query(rows), **how) for work, name, rows, how in ON_GPU),
         cpu_line("2 CPU cores, AVX2: 8192 x 2048, 1 token", results, "cpu_one_token"),
         cpu_line("16 CPU cores, AVX-512: 8192 x 2048, 1 token", results, "cpu_one_token_xeon"),
     ]

@@ -8,19 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from benchmarks.decode_model import MODELS
-from benchmarks.frames import (
-    fastest,
-    form,
-    grid,
-    in_order,
-    ratio,
-    shown,
-    speedup,
-    swiglu_time,
-    table,
-    us,
-    whole,
-)
+from benchmarks.frames import fastest, form, grid, in_order, ratio, shown, speedup, swiglu_time, table, us, whole
 
 PROBLEM = ["layer", "n_masks", "tokens"]
 ONE_TOKEN = {
@@ -71,7 +59,7 @@ def paper(rows: pd.DataFrame) -> Iterator[str]:
             "GLU": lines.GLU.map(us),
             "GLU/CUDA": (lines.GLU / lines.CUDA).map(ratio),
         }
-        yield f"{layer}, us\n\n{grid('n_m', pd.DataFrame(cells))}"
+        yield f"{layer}, us\n\n{grid('n_m', cells)}"
 
 
 def chosen(rows: pd.DataFrame, **others: tuple[str, list[str]]) -> pd.DataFrame:
@@ -126,8 +114,8 @@ def models(rows: pd.DataFrame) -> Iterator[str]:
     cells = (shown(ours) + ", " + (ours.swiglu / ours.microseconds).map(ratio)).unstack("n_masks")
     cells = cells.rename(columns="SwiMGLU, n_m = {}".format)
     cells.insert(0, "SwiGLU, us", fastest(rows, "SwiGLU", "layer").microseconds.map(us))
-    lines = rows.drop_duplicates("layer")[["case", "layer"]].join(cells, on="layer").rename(columns={"layer": "d x h"})
-    yield grid("layer of", lines.set_index("case"))
+    lines = rows.drop_duplicates("layer")[["case", "layer"]].join(cells, on="layer").set_index(["case", "layer"])
+    yield grid("layer of", lines.rename_axis(index={"layer": "d x h"}))
 
 
 def title(layer: str, sequences: int) -> str:
@@ -140,6 +128,7 @@ def decode_model(rows: pd.DataFrame) -> Iterator[str]:
     """Tokens a second of whole models, from the fastest compilation of each."""
     for (layer, batch), here in rows.groupby(["layer", "tokens"], sort=False):
         best = fastest(here, ("SwiGLU", "SwiMGLU"), "n_masks")
+        best = best.rename(lambda n_masks: f"SwiMGLU, n_m = {n_masks}" if n_masks else "SwiGLU")
         cells = {
             "MB of weights": best.weight_mb,
             "ms a step": (best.microseconds / 1000).map(form("{:.3f}")),
@@ -147,48 +136,43 @@ def decode_model(rows: pd.DataFrame) -> Iterator[str]:
             "over SwiGLU": (swiglu_time(here) / best.microseconds).map(ratio),
             "of reading": best.fraction_of_ceiling.map(form("{:.2f}")),
         }
-        lines = pd.DataFrame(cells).rename(lambda n_masks: f"SwiMGLU, n_m = {n_masks}" if n_masks else "SwiGLU")
-        yield f"{title(layer, batch)}:\n\n{grid('feed-forward layer', lines)}"
+        yield f"{title(layer, batch)}:\n\n{grid('feed-forward layer', cells)}"
 
 
 @table("generate")
 def generate(rows: pd.DataFrame) -> Iterator[str]:
     """Tokens a second of `generate` with each form of a model, by the number of sequences and masks."""
-    rows["cell"] = shown(rows, whole, "rate")
     for (_, layer, batch), here in rows.groupby(["out_features", "layer", "tokens"]):
-        cells = in_order(here, "variant", "n_masks", "cell").reindex(columns=sorted({0, *rows.n_masks}))
+        cells = in_order(here, "variant", "n_masks", shown(here, whole, "rate"))
+        cells = cells.reindex(columns=sorted({0, *rows.n_masks}))
         yield grid(f"{title(layer, batch)}, tokens a second", cells.rename(columns={0: "without masks"}))
 
 
 @table("masks_at_inference", result="masks_at_inference_cuda")
 def masks_at_inference(rows: pd.DataFrame) -> Iterator[str]:
     """Microseconds per call, by the way in which a naive layer is fused."""
-    rows["cell"] = shown(rows)
-    cells = in_order(rows, ["variant", "packed"], "n_masks", "cell").reset_index("packed")
-    yield grid("us a call", cells.rename(columns={"packed": "masks are made or packed"}))
+    cells = in_order(rows, ["variant", "packed"], "n_masks", shown(rows))
+    yield grid("us a call", cells.rename_axis(index={"packed": "masks are made or packed"}))
 
 
 @table("overheads")
 def overheads(rows: pd.DataFrame) -> Iterator[str]:
     """Host time per call, and the first call of a kernel in a process."""
-    rows["us"], rows["spread, us"] = shown(rows), rows.spread.map(us)
-    rows = rows.rename(columns={"n_masks": "n_m"}).set_index("variant")
-    for case, here in rows.groupby("case", sort=False)[["tokens", "n_m", "us", "spread, us"]]:
-        yield grid(case, here)
+    rows = rows.set_index(["variant", "tokens", "n_masks"])
+    for case, here in rows.groupby("case", sort=False):
+        yield grid(case, {"us": shown(here), "spread, us": here.spread.map(us)})
 
 
 @table("tensor_parallel")
 def tensor_parallel(rows: pd.DataFrame) -> Iterator[str]:
     """Microseconds per layer on one rank and on several, and how many times as fast several are."""
     one, several = rows.variant.unique()
-    rows["text"] = shown(rows)
     problem = ["layer", "case", "tokens", "n_masks"]
-    time, text = (in_order(rows, problem, "variant", column) for column in ("microseconds", "text"))
+    time, text = (in_order(rows, problem, "variant", figures) for figures in (rows.microseconds, shown(rows)))
     gain = (time[one] / time[several]).map(speedup).reindex(text.index)
-    cells = (text[one].fillna("") + ", " + text[several].fillna("") + ": " + gain.fillna("")).rename("cell")
-    lines = in_order(cells.reset_index(), problem[:3], "n_masks", "cell")
-    lines = lines.rename(columns=f"{one}, {several}, us: n_m = {{}}".format).reset_index(["case", "tokens"])
-    yield grid("out x in", lines.rename(columns={"case": "work"}))
+    cells = text[one].fillna("") + ", " + text[several].fillna("") + ": " + gain.fillna("")
+    lines = cells.unstack("n_masks", sort=False).rename_axis(index={"case": "work"})
+    yield grid("out x in", lines.rename(columns=f"{one}, {several}, us: n_m = {{}}".format))
 
 
 @table("cpu_one_token", "cpu_one_token_xeon", "cpu_tokens", "cpu_tokens_xeon", "cpu_tokens_zen4")
@@ -208,15 +192,14 @@ def cpu(rows: pd.DataFrame) -> Iterator[str]:
         "fastest SwiGLU": swiglu.map(us),
         "speed-up over SwiGLU": (swiglu / ours.microseconds).map(speedup),
     }
-    lines = pd.DataFrame(cells).reset_index(problem[1:]).rename(columns={"n_masks": "n_m"})
-    yield grid("dtype", lines)
+    yield grid("dtype", cells)
 
 
 @table("compile_time")
 def compile_time(rows: pd.DataFrame) -> Iterator[str]:
     """Seconds to compile a model, and the fusion pass's part of them."""
     variants = ["naive compiled", "compiled", "traced", "fused", "pass"]
-    seconds = in_order(rows, "case", "variant", "microseconds").reindex(columns=variants) / 1e6
+    seconds = in_order(rows, "case", "variant", rows.microseconds).reindex(columns=variants) / 1e6
     without = seconds[variants[:3]].bfill(axis="columns").iloc[:, 0]
     # Tracing is only a part of compiling: the time is more, and the share of the pass less, than what was measured.
     more, less = (seconds.traced.notna().map({True: word, False: ""}) for word in ("more than ", "less than "))
@@ -226,7 +209,7 @@ def compile_time(rows: pd.DataFrame) -> Iterator[str]:
         "the pass, ms": (1000 * seconds["pass"]).map("{:.1f}".format),
         "the pass, of the time without": less + (seconds["pass"] / without).map("{:.2%}".format),
     }
-    yield grid("model", pd.DataFrame(cells))
+    yield grid("model", cells)
 
 
 @table("packages")

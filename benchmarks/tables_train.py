@@ -32,8 +32,7 @@ def train(rows: pd.DataFrame) -> Iterator[str]:
     frames = {"ms": step_times(every)} | ({"peak MB": memory(every)} if rows.peak_mb.notna().any() else {})
     for unit, frame in frames.items():
         for layer in rows.layer.unique():
-            cells = frame.loc[layer].reset_index("n_masks").rename(columns={"n_masks": "n_m"})
-            yield grid(f"tokens, {layer}, {unit}", cells)
+            yield grid(f"tokens, {layer}, {unit}", frame.loc[layer])
     if rows.errors.notna().any():
         yield errors(rows)
 

@@ -9,10 +9,11 @@ holds the whole layer and runs it alone. Without GPUs the ranks are CPU processe
 from __future__ import annotations
 
 import copy
+import math
 import os
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain, product
 from pathlib import Path
 
 import torch
@@ -24,8 +25,8 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 
 import mglu_ops
 from benchmarks.harness import Variant, capture, relative_error
-from benchmarks.records import Row, parser_of, write
-from benchmarks.timing import gpu_microseconds, summarise, wall_microseconds
+from benchmarks.records import Row, parser_of, printed, write
+from benchmarks.timing import clock_of, under_load
 from benchmarks.train import shape_of
 from mglu_ops.accuracy import ERROR_BUDGET
 from mglu_ops.nn import MGLUFeedForward
@@ -86,11 +87,10 @@ class Ranks:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return largest.item()
 
-    def clock(self, call: Callable[[], object], calls: int) -> float:
+    def clock(self, call: Call, calls: int = 1) -> float:
         """Microseconds of a call on the slowest rank, averaged over `calls`, which is the same on all ranks."""
-        clock = gpu_microseconds if self.device.type == "cuda" else wall_microseconds
         dist.barrier()
-        return self.slowest(clock(call, calls))
+        return self.slowest(clock_of(self.device.type)(call, calls))
 
 
 def layer_of(problem: Problem, ranks: Ranks) -> nn.Module:
@@ -114,7 +114,8 @@ def decoding(problem: Problem, ranks: Ranks, x: Tensor, whole: nn.Module, is_par
     """
     own = sum(t.nbytes for t in whole.state_dict().values()) // (ranks.mesh.size() if is_parallel else 1)
     count = int(ROTATED_BYTES // own) + 1 if ranks.device.type == "cuda" else 1
-    layers = [parallel(layer, ranks) if is_parallel else layer for layer in _layers(problem, ranks, whole, count)]
+    every = chain([whole], (layer_of(problem, ranks) for _ in range(count - 1)))
+    layers = [parallel(layer, ranks) if is_parallel else layer for layer in every]
 
     @torch.no_grad()
     def run(i: int) -> Tensor:
@@ -123,12 +124,6 @@ def decoding(problem: Problem, ranks: Ranks, x: Tensor, whole: nn.Module, is_par
     if ranks.device.type == "cuda":
         return capture(Variant("decode", run, count)).replay, count
     return lambda: [run(i) for i in range(count)], count
-
-
-def _layers(problem: Problem, ranks: Ranks, whole: nn.Module, count: int) -> Iterator[nn.Module]:
-    yield whole
-    for _ in range(count - 1):
-        yield layer_of(problem, ranks)
 
 
 def training(x: Tensor, layer: nn.Module) -> Call:
@@ -170,54 +165,15 @@ def bench(problem: Problem, ranks: Ranks, rounds: int = ROUNDS, seconds: float =
         calls = {name: decoding(problem, ranks, x, whole, layer is divided) for name, layer in names.items()}
     else:
         calls = {name: (training(x, layer), 1) for name, layer in names.items()}
-    times = in_turns({name: call for name, (call, _) in calls.items()}, ranks, rounds, seconds)
-    return [
-        row_of(problem, name, [time / calls[name][1] for time in of_call], errors[name])
-        for name, of_call in times.items()
-    ]
-
-
-def in_turns(calls: dict[str, Call], ranks: Ranks, rounds: int, seconds: float) -> dict[str, list[float]]:
-    """The microseconds of each call. All ranks make the same calls in the same order, as collectives require."""
-    counts = {}
-    for name, call in calls.items():
-        ranks.clock(call, 2)
-        counts[name] = max(1, round(seconds * 1e6 / ranks.clock(call, 2)))
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    order, shuffle = list(calls), random.Random(0).shuffle
-    for _ in range(rounds):
-        shuffle(order)
-        for name in order:
-            ranks.clock(calls[name], counts[name])
-            times[name].append(ranks.clock(calls[name], counts[name]))
-    return times
-
-
-def end_together() -> None:
-    """Leave the process group once the gloo threads of all ranks have dropped their tensors.
-
-    A thread that drops the last reference to a tensor while Python shuts down aborts the process
-    (https://github.com/pytorch/pytorch/issues/190489).
-    """
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def row_of(problem: Problem, variant: str, times: Sequence[float], error: float) -> Row:
-    """The row of a variant; without a time if its result is wrong."""
-    median, spread = summarise(times)
-    nan = float("nan")
-    if not error <= ERROR_BUDGET[torch.bfloat16]:
-        median = nan
-    d, h = problem.shape
-    return Row(problem.case, variant, problem.tokens, d, h, problem.n_masks, "bfloat16", median, spread, nan, error)
-
-
-def problems(
-    shapes: Sequence[tuple[int, int]], masks: Sequence[int], decoded: Sequence[int], trained: Sequence[int]
-) -> list[Problem]:
-    tokens = [*((DECODE, t) for t in decoded), *((TRAIN, t) for t in trained)]
-    return [Problem(case, shape, n, t) for shape in shapes for n in masks for case, t in tokens]
+    # A time is the slowest rank's, the same on all ranks, so that they make the same calls in the same order.
+    turns = {name: call for name, (call, _) in calls.items()}
+    times = under_load(turns, ranks.clock, rounds, seconds, most_seconds=math.inf)
+    size, budget = (problem.tokens, problem.shape, problem.n_masks), ERROR_BUDGET[torch.bfloat16]
+    rows = []
+    for name, of_call in times.items():
+        of_layer = [time / calls[name][1] for time in of_call]
+        rows.append(Row.of_times(problem.case, name, *size, of_layer, error=errors[name], budget=budget))
+    return rows
 
 
 def run(chosen: Sequence[Problem], out: Path, rounds: int = ROUNDS, seconds: float = SECONDS) -> list[Row]:
@@ -229,11 +185,12 @@ def run(chosen: Sequence[Problem], out: Path, rounds: int = ROUNDS, seconds: flo
         found = bench(problem, ranks, rounds, seconds)
         rows += found
         if dist.get_rank() == 0:
-            print(*(f"{row.case:14}{row}" for row in found), sep="\n", flush=True)
+            printed(found)
             write(rows, out, "tensor_parallel", f"{dist.get_backend()}, {ranks.mesh.size()} ranks; {PROTOCOL}")
         if ranks.device.type == "cuda":
             torch.cuda.empty_cache()
-    end_together()
+    dist.barrier()  # so that gloo's threads drop their tensors before Python ends: see pytorch issue 190489
+    dist.destroy_process_group()
     return rows
 
 
@@ -246,7 +203,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="how long a turn repeats its call")
     arguments = parser.parse_args()
-    chosen = problems(arguments.shapes, arguments.n_masks, arguments.decoded, arguments.trained)
+    work = [*product([DECODE], arguments.decoded), *product([TRAIN], arguments.trained)]
+    every = product(arguments.shapes, arguments.n_masks, work)
+    chosen = [Problem(case, shape, n_masks, tokens) for shape, n_masks, (case, tokens) in every]
     rows = run(chosen, arguments.out, arguments.rounds, arguments.seconds)
     raise SystemExit(any(row.is_wrong for row in rows))
 

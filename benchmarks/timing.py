@@ -26,7 +26,6 @@ LOAD_SECONDS = 0.06
 """How long a call that is not a graph is repeated before its clock starts, and how long it is then timed."""
 SETTLED_ROUNDS = 9
 MAX_SECONDS_OF_SETTLED_ROUNDS = 10.0
-"""Time after which no further round of calls under load begins, once there are `MIN_SETTLED_ROUNDS`."""
 
 
 class Clock(Protocol):
@@ -72,6 +71,19 @@ def gpu_microseconds(call: Callable[[], object], calls: int = 1) -> float:
     return start.elapsed_time(end) * 1000 / calls
 
 
+def clock_of(device: str) -> Clock:
+    """The clock for a kind of device: events on a GPU, else the wall clock."""
+    return gpu_microseconds if device == "cuda" else wall_microseconds
+
+
+def first_call(name: str, call: Callable[[], object]) -> None:
+    """Make the first call of something that then compiles, and say how long it took if it is more than a second."""
+    start = time.perf_counter()
+    call()
+    if (elapsed := time.perf_counter() - start) > 1:
+        print(f"{name}: ready after {elapsed:.1f} s", flush=True)
+
+
 def _calls_in(seconds: float, call: Callable[[], object], clock: Clock) -> int:
     """The number of consecutive calls that take the given time; at least 1."""
     call()  # allocates again what `memory.release` may have freed
@@ -84,15 +96,17 @@ def under_load(
     clock: Clock,
     rounds: int = SETTLED_ROUNDS,
     seconds: float = LOAD_SECONDS,
+    most_seconds: float = MAX_SECONDS_OF_SETTLED_ROUNDS,
 ) -> dict[str, list[float]]:
     """Times of every call under sustained load, taken in turns whose order changes from round to round.
 
     Args:
         calls: what to time, by name; each has run before, so that nothing is compiled here.
-        clock: measures a number of calls. It must not wait for the GPU before it starts, since the load just before
-            is part of the method.
+        clock: measures a number of calls. It must start at once, since the load just before is part of the method; a
+            barrier between ranks is short enough.
         rounds: largest number of times for each call.
         seconds: how long a call is repeated before its clock starts, and how long it is then timed; at least one call.
+        most_seconds: time after which no further round begins, once there are `MIN_SETTLED_ROUNDS`.
     """
     counts = {name: _calls_in(seconds, call, clock) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -100,7 +114,7 @@ def under_load(
     shuffle = random.Random(0).shuffle
     start = time.perf_counter()
     for done in range(rounds):
-        if done >= MIN_SETTLED_ROUNDS and time.perf_counter() - start > MAX_SECONDS_OF_SETTLED_ROUNDS:
+        if done >= MIN_SETTLED_ROUNDS and time.perf_counter() - start > most_seconds:
             break
         shuffle(order)  # a call heats the GPU, and the next call must not always be the same one
         for name in order:

@@ -9,7 +9,6 @@ do so at once.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -19,18 +18,10 @@ import torch
 
 from benchmarks.memory import allocated, peak, release
 from benchmarks.records import Row, measure, parser_of
-from benchmarks.timing import (
-    LOAD_SECONDS,
-    SETTLED_ROUNDS,
-    gpu_microseconds,
-    summarise,
-    under_load,
-    wall_microseconds,
-)
+from benchmarks.timing import LOAD_SECONDS, SETTLED_ROUNDS, clock_of, first_call, under_load
 from benchmarks.train_layers import (
     CASE,
     CHECKED_TOKENS,
-    COMPILED,
     GEMMS,
     SWIGLU,
     Oracle,
@@ -75,21 +66,6 @@ def problems(
     return [Problem(shape, count, n_masks) for shape, count, n_masks in product(shapes, tokens, masks)]
 
 
-def first_call(name: str, call: Callable[[], object]) -> None:
-    """Make the first call of something that then compiles, and say how long it took if it is more than a second."""
-    start = time.perf_counter()
-    call()
-    if (elapsed := time.perf_counter() - start) > 1:
-        print(f"{name}: ready after {elapsed:.1f} s", flush=True)
-
-
-def peak_over_inputs(step: Step, device: str) -> float:
-    """The most megabytes that a step needs besides its inputs, parameters and upstream gradient."""
-    step.drop_gradients()
-    before = allocated(device)
-    return peak(step, device) - before
-
-
 def checked(step: Step, oracle: Oracle) -> dict[str, object]:
     """The errors of a layer, and whether two steps with the same, full upstream gradient give the same bits."""
     training = oracle.training
@@ -112,7 +88,9 @@ def prepared(problem: Problem, device: str) -> tuple[dict[str, Callable[[], None
     for name, step in candidates.items():
         try:
             first_call(name, step)
-            columns[name] = {"peak_mb": round(peak_over_inputs(step, device), 1)}
+            step.drop_gradients()
+            before = allocated(device)  # the inputs, the parameters and the upstream gradient
+            columns[name] = {"peak_mb": round(peak(step, device) - before, 1)}
             step.drop_gradients()
             if name != SWIGLU:
                 columns[name] |= checked(step, oracle)
@@ -141,32 +119,14 @@ def bench(
     release(device)
     ready, columns = prepared(problem, device)
     release(device)
-    clock = gpu_microseconds if device == "cuda" else wall_microseconds
-    times = under_load(ready, clock, rounds, load)
-    return [row(problem, name, times.get(name, []), extra) for name, extra in columns.items()]
-
-
-def row(problem: Problem, name: str, times: Sequence[float], extra: dict[str, object]) -> Row:
-    """The row of a variant; it has no time if the result is wrong or the variant did not run."""
-    median, spread = summarise(times) if times else (float("nan"), float("nan"))
-    errors = extra.get("errors")
-    error = max(errors.values()) if isinstance(errors, dict) else float("nan")
-    if error > ERROR_BUDGET[torch.bfloat16]:
-        median = float("nan")
-    shape = problem.shape
-    nan = float("nan")
-    return Row(CASE, name, problem.tokens, *shape, problem.n_masks, "bfloat16", median, spread, nan, error, extra)
-
-
-def compile_only(problem: Problem, device: str) -> None:
-    """Call each compiled variant of a problem once, so that Inductor's cache on the disk has its kernels."""
-    torch._dynamo.reset()
-    training = Training(problem.shape, problem.tokens, problem.n_masks, device)
-    for name, step in steps(training).items():
-        if name in COMPILED:
-            first_call(f"{problem}, {name}", step)
-            step.drop_gradients()
-            release(device)
+    times = under_load(ready, clock_of(device), rounds, load)
+    rows = []
+    for name, extra in columns.items():
+        errors = extra.get("errors")
+        error = max(errors.values()) if isinstance(errors, dict) else float("nan")
+        size, budget = (problem.tokens, problem.shape, problem.n_masks), ERROR_BUDGET[torch.bfloat16]
+        rows.append(Row.of_times(CASE, name, *size, times.get(name, []), error=error, budget=budget, extra=extra))
+    return rows
 
 
 def run(
@@ -200,7 +160,7 @@ def main() -> None:
     chosen = problems(arguments.shapes, arguments.tokens, arguments.n_masks)
     if arguments.only_compile:
         for problem in chosen:
-            compile_only(problem, arguments.device)
+            bench(problem, arguments.device, rounds=1, load=0.0)
     else:
         run(chosen, arguments.out, arguments.device, arguments.rounds, resume=arguments.resume)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +26,6 @@ MODULE = "mglu_ops.nn.MGLU, eager"
 RECOMPUTING = "mglu_ops.nn.MGLU, save_activations=False"
 SWIGLU = "SwiGLU compiled"
 GEMMS = "three stacked GEMMs"
-COMPILED = (NAIVE, TRICK, FUSED)
-"""The variants that torch.compile compiles."""
-
 CHECKED_TOKENS = 512
 """Rows of x whose results are compared with float64."""
 
@@ -85,20 +81,14 @@ class Step:
         self.layer(self.x).backward(self.grad_output)
 
 
-M = TypeVar("M", bound=nn.Module)
-
-
-def on_the_parameters_of(naive: NaiveMGLU, kind: Callable[..., M], **arguments: Any) -> M:
-    """Another form of the naive layer, with the same parameters."""
-    layer: Any = kind(naive.in_features, naive.out_features, n_masks=naive.n_masks, device="meta", **arguments)
-    layer.weight, layer.mask_logits = naive.weight, naive.mask_logits
-    return layer
-
-
 def steps(training: Training) -> dict[str, Step]:
     """A step of every variant of a layer, on the same parameters; compiled variants compile at their first call."""
     naive = training.naive
-    form = partial(on_the_parameters_of, naive)
+
+    def form(kind: Callable[..., Any], **arguments: Any) -> Any:
+        layer = kind(naive.in_features, naive.out_features, n_masks=naive.n_masks, device="meta", **arguments)
+        layer.weight, layer.mask_logits = naive.weight, naive.mask_logits
+        return layer
 
     def operator(x: Tensor) -> Tensor:
         return torch.ops.mglu.forward_ste(x, naive.weight, naive.mask_logits, naive.activation)[0]

@@ -9,7 +9,7 @@ logits included. The blocks and the loss are compiled. `--resume` and `--only-co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -17,20 +17,13 @@ from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from benchmarks.decoder import Sizes
+from benchmarks.decoder import Projection, Sizes, creating
 from benchmarks.language_model import LanguageModel, count, share_tensors
 from benchmarks.memory import allocated, peak, release
 from benchmarks.records import Row, measure, parser_of
-from benchmarks.timing import (
-    LOAD_SECONDS,
-    SETTLED_ROUNDS,
-    gpu_microseconds,
-    summarise,
-    under_load,
-    wall_microseconds,
-)
+from benchmarks.timing import LOAD_SECONDS, SETTLED_ROUNDS, clock_of, under_load
 from mglu_ops.nn import GLU, MGLU, NaiveMGLU
 
 Precision = Literal["autocast", "bfloat16"]
@@ -59,19 +52,7 @@ class Model(NamedTuple):
 
 MODELS = {
     "Llama-3.2 1B": Model(Sizes(context=LENGTH), batch=4),
-    "350M": Model(
-        Sizes(
-            layers=24,
-            hidden=1024,
-            intermediate=2816,
-            heads=16,
-            kv_heads=16,
-            vocabulary=32000,
-            context=LENGTH,
-            rope_base=10_000.0,
-        ),
-        batch=8,
-    ),
+    "350M": Model(Sizes(24, 1024, 2816, 16, 16, vocabulary=32000, context=LENGTH, rope_base=10_000.0), batch=8),
 }
 
 
@@ -134,15 +115,10 @@ class Training:
         return gradients
 
 
-def build(sizes: Sizes, projection: Callable[..., nn.Module], device: str, precision: Precision) -> LanguageModel:
+def build(sizes: Sizes, projection: Projection, device: str, precision: Precision) -> LanguageModel:
     """Build a model with random parameters in float32 for autocast, else in bfloat16."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16 if precision == "bfloat16" else torch.float32)
-    try:
-        with torch.device(device):
-            return LanguageModel(sizes, projection)
-    finally:
-        torch.set_default_dtype(before)
+    with creating(device, torch.bfloat16 if precision == "bfloat16" else torch.float32):
+        return LanguageModel(sizes, projection)
 
 
 def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
@@ -212,31 +188,15 @@ def bench(
         load: the argument `seconds` of `timing.under_load`.
     """
     release(device)
-    sizes, batch = model or MODELS[problem.name]
-    found, columns = trainings(problem, Model(sizes, batch), device)
+    model = model or MODELS[problem.name]
+    found, columns = trainings(problem, model, device)
     release(device)
-    clock = gpu_microseconds if device == "cuda" else wall_microseconds
-    times = under_load({name: training.step for name, training in found.items()}, clock, rounds, load)
+    times = under_load({name: training.step for name, training in found.items()}, clock_of(device), rounds, load)
     rows = []
     for name, extra in columns.items():
-        median, spread = summarise(times[name])
         error = float(str(extra.pop("distance", "nan")))
-        rows.append(
-            Row(
-                case=problem.case,
-                variant=name,
-                tokens=batch * sizes.context,
-                out_features=sizes.intermediate,
-                in_features=sizes.hidden,
-                n_masks=problem.n_masks,
-                dtype="bfloat16",
-                microseconds=float("nan") if error > MAX_DISTANCE else median,
-                spread=spread,
-                fraction_of_ceiling=float("nan"),
-                error=error,
-                extra=extra,
-            )
-        )
+        size = model.batch * model.sizes.context, (model.sizes.intermediate, model.sizes.hidden), problem.n_masks
+        rows.append(Row.of_times(problem.case, name, *size, times[name], error=error, budget=MAX_DISTANCE, extra=extra))
     return rows
 
 

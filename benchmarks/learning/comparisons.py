@@ -29,15 +29,7 @@ from benchmarks.learning.recipe import SIZES, Recipe
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two layers that are compared.
-
-    Attributes:
-        layer: the name of the first layer in a table.
-        recipe: its recipe.
-        other: the name of the second layer.
-        other_recipe: its recipe.
-        sizes: the models in which both were trained, keys of SIZES.
-    """
+    """Two layers that are compared: their names in a table, their recipes, and the models, keys of SIZES."""
 
     layer: str
     recipe: Recipe
@@ -127,5 +119,4 @@ COMPARISONS = {
 def recipes() -> Iterator[Recipe]:
     """The recipes of all comparisons."""
     for one in chain.from_iterable(COMPARISONS.values()):
-        for size in one.sizes:
-            yield from one.at(size)
+        yield from chain.from_iterable(map(one.at, one.sizes))

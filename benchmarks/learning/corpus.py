@@ -77,18 +77,11 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a corpus consists of.
+    """What a corpus consists of: the sizes of the training text and of the held-out text, and its packages.
 
     Attributes:
         kind: the kind of text, or the name of the folder that it was read from.
         digest: the first 16 digits of a hash of all tokens, of how they are divided, and of the tokenizer.
-        train_bytes: bytes of the training text.
-        train_tokens: its tokens.
-        train_files: its documents.
-        held_out_bytes: bytes of the held-out text.
-        held_out_tokens: its tokens.
-        held_out_files: its documents.
-        held_out_packages: the packages that are held out.
     """
 
     kind: str
@@ -123,7 +116,7 @@ class Corpus:
 
 
 def roots(kind: str = "python") -> list[Path]:
-    """The folders of Python's own modules and of all installed packages, also of those outside a virtual environment.
+    """The folders of Python's modules and of all installed packages, also outside a virtual environment.
 
     `english` adds the folders of the manual pages.
     """
@@ -229,8 +222,8 @@ def encode(tokenizer: Any, documents: Sequence[Document], batch: int = 512) -> N
     found = []
     for start in range(0, len(documents), batch):
         texts = [document.text for document in documents[start : start + batch]]
-        for encoding in tokenizer.encode_batch(texts, add_special_tokens=False):
-            found.append(np.array([*encoding.ids, end], dtype=np.uint16))
+        encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
+        found += [np.array([*encoding.ids, end], dtype=np.uint16) for encoding in encodings]
     return np.concatenate(found)
 
 
@@ -282,17 +275,12 @@ def _write(out: Path, kind: str, train: Sequence[Document], held_out: Sequence[D
     digest = hashlib.sha256(tokenizer.to_str().encode())
     for ids in tokens.values():
         digest.update(hashlib.sha256(ids.tobytes()).digest())
-    sizes = Sizes(
-        kind=kind,
-        digest=digest.hexdigest()[:16],
-        train_bytes=sum(document.size for document in train),
-        train_tokens=len(tokens["train"]),
-        train_files=len(train),
-        held_out_bytes=sum(document.size for document in held_out),
-        held_out_tokens=len(tokens["held_out"]),
-        held_out_files=len(held_out),
-        held_out_packages=sorted({document.package for document in held_out}),
-    )
+    counts: dict[str, int] = {}
+    for name, documents in (("train", train), ("held_out", held_out)):
+        counts[f"{name}_bytes"] = sum(document.size for document in documents)
+        counts[f"{name}_tokens"], counts[f"{name}_files"] = len(tokens[name]), len(documents)
+    packages = sorted({document.package for document in held_out})
+    sizes = Sizes(kind, digest.hexdigest()[:16], **counts, held_out_packages=packages)
     for name, ids in tokens.items():
         np.save(out / f"{name}.npy", ids)
     tokenizer.save(str(out / "tokenizer.json"))

@@ -9,7 +9,6 @@ random, since the kernels do not depend on it.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from benchmarks.learning.corpus import Corpus, Sizes
 from benchmarks.learning.experiments import EXPERIMENTS, chosen
 from benchmarks.learning.recipe import CONTEXT, SEQUENCES, Recipe
 from benchmarks.learning.training import Training, keep_all_graphs
-from benchmarks.records import environment, write_table
+from benchmarks.records import environment, parser_of, write_table
 
 NAME = "learning_cost"
 STEPS = 10
@@ -34,22 +33,9 @@ PROTOCOL = (
 
 def layer_of(recipe: Recipe) -> Recipe:
     """The recipe with defaults in all fields that do not affect the kernels of a step."""
-    default = Recipe()
-    return replace(
-        recipe,
-        megabytes=default.megabytes,
-        lr=default.lr,
-        mask_lr=default.mask_lr,
-        mask_stop=default.mask_stop,
-        logits_std=default.logits_std,
-        gate_ratio=default.gate_ratio,
-        weight_gain=1.0,
-        down_gain=1.0,
-        start=None,
-        skip=0.0,
-        seed=0,
-        distilled=False,
-    )
+    rates = "lr", "mask_lr", "mask_stop"
+    initial = "logits_std", "gate_ratio", "weight_gain", "down_gain", "start", "seed"
+    return replace(recipe, **{n: getattr(Recipe, n) for n in ("megabytes", "skip", "distilled", *rates, *initial)})
 
 
 def random_text(vocabulary: int, steps: int = 2) -> Corpus:
@@ -94,8 +80,7 @@ def measure(recipes: Sequence[Recipe], out: Path, most: int = 0) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=list(EXPERIMENTS), default=list(EXPERIMENTS), metavar="NAME")
     parser.add_argument("--kernels", type=int, default=0, help="print the slowest kernels of each layer, this many")
     options = parser.parse_args()

@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks import plots
-from benchmarks.learning.claims import EIGHT, FOUR, GELU, ONE, SIXTEEN, TWO, losses_of
+from benchmarks.learning.claims import GELU, losses_of
+from benchmarks.learning.comparisons import PAPERS
 from benchmarks.learning.experiments import BEST, LARGER, RESULTS, SWIGLU
 from benchmarks.learning.recipe import Recipe
 from benchmarks.learning.tables import Finished, label, runs
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 STYLES = {
     GELU: plots.CEILING,
     SWIGLU: plots.SWIGLU,
-    **{one: plots.BY_MASKS[one.n_masks]._replace(marker="") for one in (ONE, TWO, FOUR, EIGHT, SIXTEEN)},
+    **{one: plots.BY_MASKS[n_masks]._replace(marker="") for n_masks, one in PAPERS.items()},
 }
 """The layers of the paper's learning curves. Each one that was trained is drawn, with its first seed."""
 
@@ -54,21 +55,17 @@ def by_masks(found: Sequence[Finished]) -> Figure:
     """The final loss by number of masks, with the paper's recipe and with ours; a bar spans the seeds."""
     figure, (axes,) = plots.figure_of(1, 3.2)
     losses = losses_of(found, Recipe.size)
-    paper = {one.n_masks: one for one in (ONE, TWO, FOUR, EIGHT, SIXTEEN)}
-    for name, recipes, style in (("the paper's recipe", paper, plots.EAGER), ("our recipe", BEST, plots.CUDA)):
+    for name, recipes, style in (("the paper's recipe", PAPERS, plots.EAGER), ("our recipe", BEST, plots.CUDA)):
         points = [(n_masks, losses[one]) for n_masks, one in recipes.items() if one in losses]
         plots.draw_line(axes, name, style, [(n_masks, statistics.fmean(of)) for n_masks, of in points])
         for n_masks, of in points:
             axes.plot([n_masks, n_masks], [min(of), max(of)], color=style.color, linewidth=1)
-    for name, one, style in (
-        ("SwiGLU", SWIGLU, plots.SWIGLU),
-        ("SwiGLU, product times 1.6", LARGER, plots.SWIGLU._replace(linestyle=":")),
-    ):
+    for name, one, linestyle in (("SwiGLU", SWIGLU, "-."), ("SwiGLU, product times 1.6", LARGER, ":")):
         if one in losses:
-            mean = statistics.fmean(losses[one])
-            plots.draw_line(axes, name, style, [(n_masks, mean) for n_masks in paper])
+            mean, style = statistics.fmean(losses[one]), plots.SWIGLU._replace(linestyle=linestyle)
+            plots.draw_line(axes, name, style, [(n_masks, mean) for n_masks in PAPERS])
     axes.set_ylabel("held out, nats a byte")
-    plots.powers_of_two(axes, "masks", list(paper))
+    plots.powers_of_two(axes, "masks", list(PAPERS))
     plots.draw_legend(figure, axes)
     return figure
 
@@ -76,22 +73,17 @@ def by_masks(found: Sequence[Finished]) -> Figure:
 def gate_ratios(found: Sequence[Finished]) -> Figure:
     """The share of ones in the masks of each layer at the end, as in the paper's Figure 14."""
     figure, (axes,) = plots.figure_of(1, 3.0)
-    for run in first_seeds(found, (ONE, TWO, FOUR, EIGHT)):
+    for run in first_seeds(found, [one for n_masks, one in PAPERS.items() if n_masks < 16]):
         ratios = json.loads(run.rows[-1]["gate_ratios"])
         style = STYLES[run.recipe]._replace(marker=plots.BY_MASKS[run.recipe.n_masks].marker)
         plots.draw_line(axes, label(run.recipe), style, list(enumerate(ratios, 1)))
-    axes.axhline(0.5, color=plots.CEILING.color, linestyle=plots.CEILING.linestyle, linewidth=1)
-    axes.set_xlabel("layer")
-    axes.set_ylabel("gate ratio")
+    axes.axhline(0.5, **plots.THIN)
+    axes.set(xlabel="layer", ylabel="gate ratio")
     plots.draw_legend(figure, axes)
     return figure
 
 
-PLOTS: dict[str, Callable[[Sequence[Finished]], Figure]] = {
-    "learning_curves": curves,
-    "learning_by_masks": by_masks,
-    "learning_gate_ratios": gate_ratios,
-}
+PLOTS = {"learning_curves": curves, "learning_by_masks": by_masks, "learning_gate_ratios": gate_ratios}
 """Name of a plot to the function that draws it from the finished runs."""
 
 
@@ -102,7 +94,7 @@ def draw(results: Path, out: Path) -> list[Path]:
         MissingResultError: no run is finished.
     """
     found = runs(results)
-    return [plots.save(picture, found, out / f"{name}.svg") for name, picture in PLOTS.items()]
+    return [plots.save(picture, [found], out / f"{name}.svg") for name, picture in PLOTS.items()]
 
 
 def main() -> None:

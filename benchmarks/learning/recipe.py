@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from benchmarks.decoder import Sizes
-from benchmarks.language_model import Block, LanguageModel
+from benchmarks.decoder import Block, Projection, Sizes
+from benchmarks.language_model import LanguageModel
 from mglu_ops.nn import GLU, LU, MGLU, NaiveMGLU
 from mglu_ops.nn.conversion import WEIGHTS, take_over_glu
 
@@ -28,16 +28,7 @@ SEQUENCES = 32
 
 
 def _sizes(layers: int, hidden: int, heads: int) -> Sizes:
-    return Sizes(
-        layers=layers,
-        hidden=hidden,
-        intermediate=4 * hidden,
-        heads=heads,
-        kv_heads=heads,
-        vocabulary=8192,
-        context=CONTEXT,
-        rope_base=10_000.0,
-    )
+    return Sizes(layers, hidden, 4 * hidden, heads, heads, vocabulary=8192, context=CONTEXT, rope_base=10_000.0)
 
 
 SIZES = {"10M": _sizes(6, 256, 4), "25M": _sizes(10, 384, 6), "90M": _sizes(12, 640, 10)}
@@ -103,17 +94,14 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.layer not in LAYERS:
-            raise ValueError(f"layer: got {self.layer!r}, must be one of {', '.join(LAYERS)}")
-        if self.size not in SIZES:
-            raise ValueError(f"size: got {self.size!r}, must be one of {', '.join(SIZES)}")
-        if self.straight_through not in get_args(StraightThrough):
-            raise ValueError(f"straight_through: got {self.straight_through!r}")
+        allowed = {"layer": LAYERS, "size": SIZES, "straight_through": get_args(StraightThrough)}
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, must be one of {', '.join(values)}")
         if self.start is not None and (self.start not in WEIGHTS or self.layer != "mglu" or not self.fused):
             raise ValueError(
                 f"start: got {self.start!r} for {self.layer}, must be one of {', '.join(WEIGHTS)} for a fused mglu"
             )
-
         if self.distilled and self.start is None:
             raise ValueError("distilled: got True without a start, whose teacher makes the predictions")
 
@@ -127,23 +115,22 @@ class Recipe:
         return Recipe("glu", size=self.size, width=self.width, megabytes=self.skip, seed=self.seed)
 
     @property
+    def changes(self) -> dict[str, Any]:
+        """The fields that differ from the default recipe of the same layer, number of masks and seed."""
+        default = Recipe(self.layer, self.n_masks, seed=self.seed)
+        return {name: value for name, value in asdict(self).items() if value != getattr(default, name)}
+
+    @property
     def name(self) -> str:
         """The name of the run: its layer, every field that differs from the default, and its seed."""
-        default = Recipe(layer=self.layer, n_masks=self.n_masks)
-        changed = {
-            key: value
-            for key, value in asdict(self).items()
-            if value != getattr(default, key) and key not in ("layer", "n_masks", "seed")
-        }
-        parts = [f"{self.layer}-{self.n_masks}" if self.has_masks else self.layer]
-        parts += [f"{key}={value}" for key, value in changed.items()]
-        return "_".join([*parts, f"seed={self.seed}"])
+        layer = f"{self.layer}-{self.n_masks}" if self.has_masks else self.layer
+        return "_".join([layer, *(f"{name}={value}" for name, value in self.changes.items()), f"seed={self.seed}"])
 
     @property
     def sizes(self) -> Sizes:
         """The sizes of the model."""
-        found = asdict(SIZES[self.size])
-        return Sizes(**{**found, "intermediate": round(found["intermediate"] * self.width / 8) * 8})
+        sizes = SIZES[self.size]
+        return replace(sizes, intermediate=round(sizes.intermediate * self.width / 8) * 8)
 
     @property
     def flops_of_token(self) -> float:
@@ -163,56 +150,53 @@ class Recipe:
         teacher = self.teacher.flops_of_token / 3 if self.distilled else 0
         return 6 * (sizes.layers * block + sizes.vocabulary * sizes.hidden) + teacher
 
+    @torch.no_grad()
     def model(self) -> LanguageModel:
         """Build the model with its initial parameters, in float32 on the current default device."""
         torch.manual_seed(self.seed)
         model = LanguageModel(self.sizes, self._projection())
         for module in model.modules():
             if isinstance(module, (MGLU, NaiveMGLU)) and module.mask_logits is not None:
-                self._start_logits(module)
-        self._start_weights(model)
-        return model
-
-    @torch.no_grad()
-    def _start_weights(self, model: LanguageModel) -> None:
+                self._start_logits(module, module.mask_logits)
         for block in model.blocks:
             assert isinstance(block, Block)
             block.down.weight.mul_(self.down_gain)
             for name, parameter in block.projection.named_parameters():
                 if name.endswith("weight") and "router" not in name:
                     parameter.mul_(self.weight_gain)
+        return model
 
-    def _projection(self) -> Callable[[int, int], nn.Module]:
-        makers: dict[Layer, Callable[..., nn.Module]] = {
-            "lu": partial(LU, activation=self.activation),
-            "glu": partial(GLU, activation=self.activation),
-            "glu_shared": partial(GLU, activation=self.activation, shared=True),
-            "mglu": partial(MGLU if self.fused else NaiveMGLU, **self._masked()),
-            "no_gate_mask": partial(NaiveMGLU, mask_gate=False, **self._masked()),
-            "no_value_mask": partial(NaiveMGLU, mask_value=False, **self._masked()),
-        }
-        make = makers[self.layer]
-        factor = self.scale * (self.n_masks**-0.5 if self.scaled_sum and self.has_masks else 1.0)
-        return make if factor == 1 else lambda hidden, intermediate: Scaled(make(hidden, intermediate), factor)
-
-    def _masked(self) -> dict[str, Any]:
-        return {
+    def _projection(self) -> Projection:
+        masked: dict[str, Any] = {
             "n_masks": self.n_masks,
             "activation": self.activation,
             "top_k": self.top_k,
             "learnable_masks": self.learned,
         }
+        makers: dict[Layer, Callable[..., nn.Module]] = {
+            "lu": partial(LU, activation=self.activation),
+            "glu": partial(GLU, activation=self.activation),
+            "glu_shared": partial(GLU, activation=self.activation, shared=True),
+            "mglu": partial(MGLU if self.fused else NaiveMGLU, **masked),
+            "no_gate_mask": partial(NaiveMGLU, mask_gate=False, **masked),
+            "no_value_mask": partial(NaiveMGLU, mask_value=False, **masked),
+        }
+        make = makers[self.layer]
+        factor = self.scale * (self.n_masks**-0.5 if self.scaled_sum and self.has_masks else 1.0)
+        return make if factor == 1 else lambda hidden, intermediate: Scaled(make(hidden, intermediate), factor)
 
-    @torch.no_grad()
-    def _start_logits(self, module: MGLU | NaiveMGLU) -> None:
-        logits = module.mask_logits
-        assert logits is not None
+    def _start_logits(self, module: nn.Module, logits: Tensor) -> None:
         mean = self.logits_std * math.sqrt(2) * torch.erfinv(torch.tensor(2 * self.gate_ratio - 1)).item()
         nn.init.normal_(logits, mean, self.logits_std)
-        if self.straight_through == "clipped":
-            parametrize.register_parametrization(module, "mask_logits", Clipped(self.slope), unsafe=True)
-        elif self.straight_through == "tanh":
-            parametrize.register_parametrization(module, "mask_logits", Tanh(self.slope), unsafe=True)
+        if self.straight_through != "identity":
+            squashed = Squashed(self.straight_through, self.slope)
+            parametrize.register_parametrization(module, "mask_logits", squashed, unsafe=True)
+
+
+KINDS: dict[str, type] = {
+    one.name: {"top_k": int, "start": str}.get(one.name, type(one.default)) for one in fields(Recipe)
+}
+"""Name of a field of a recipe to the type of its values besides None."""
 
 
 @torch.no_grad()
@@ -242,23 +226,14 @@ class Scaled(nn.Module):
         return self.projection(x) * self.factor
 
 
-class Clipped(nn.Module):
-    """Clamps logits to `[-slope, slope]`: signs stay, and logits outside get no gradient."""
+class Squashed(nn.Module):
+    """Maps logits to `[-slope, slope]`: signs stay, and logits far from 0 get little gradient, or none if clipped."""
 
-    def __init__(self, slope: float) -> None:
+    def __init__(self, how: StraightThrough, slope: float) -> None:
         super().__init__()
-        self.slope = slope
+        self.how, self.slope = how, slope
 
     def forward(self, logits: Tensor) -> Tensor:
-        return logits.clamp(-self.slope, self.slope)
-
-
-class Tanh(nn.Module):
-    """Squashes logits with tanh: signs stay, and the gradient fades with the distance from 0."""
-
-    def __init__(self, slope: float) -> None:
-        super().__init__()
-        self.slope = slope
-
-    def forward(self, logits: Tensor) -> Tensor:
+        if self.how == "clipped":
+            return logits.clamp(-self.slope, self.slope)
         return torch.tanh(logits / self.slope) * self.slope

@@ -10,30 +10,17 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, TypeAlias
 
-from benchmarks.frames import MissingResultError, markdown
+from benchmarks.frames import MissingResultError, form, markdown
 from benchmarks.learning import cost
 from benchmarks.learning.experiments import BEST, EXPERIMENTS, RESULTS, SWIGLU, same_load, same_training
-from benchmarks.learning.recipe import SIZES, Recipe
+from benchmarks.learning.recipe import KINDS, SIZES, Recipe
 from benchmarks.records import read_table
 
-HEAD = (
-    "feed-forward layer",
-    "weights",
-    "MB a token",
-    "nats a byte",
-    "to SwiGLU",
-    "seeds",
-    "gate ratio",
-    "flipped",
-    "PFLOP",
-    "ms a step",
-    "memory",
-)
 FOLDER = RESULTS.name
 """The name of the subfolder of the results that has the runs."""
 
@@ -65,25 +52,46 @@ class Finished:
         """The mean number of bytes of held-out text in a token."""
         return float(self.facts["corpus.held_out_bytes"]) / float(self.facts["corpus.held_out_tokens"])
 
-    @staticmethod
-    def read(path: Path) -> Finished:
-        facts, rows = read_table(path)
-        return Finished(recipe_of(facts), facts, rows)
+
+@dataclass(frozen=True)
+class Trained:
+    """The finished runs of a recipe, which differ by seed; `ms` is the time of a training step, NaN if unknown."""
+
+    recipe: Recipe
+    seeds: list[Finished]
+    ms: float
+
+    @property
+    def first(self) -> Finished:
+        return self.seeds[0]
+
+    @property
+    def loss(self) -> float:
+        """The mean over the seeds, in nats a byte."""
+        return statistics.fmean(run.loss for run in self.seeds)
+
+    @property
+    def spread(self) -> float:
+        """The distance between the smallest and the largest loss."""
+        losses = [run.loss for run in self.seeds]
+        return max(losses) - min(losses)
+
+    @property
+    def peak_gb(self) -> float:
+        """The most memory of training, in gigabytes; NaN on a CPU."""
+        return max(float(run.facts["peak_mb"]) for run in self.seeds) / 1000
+
+
+ByRecipe: TypeAlias = "dict[Recipe, Trained]"
+"""Recipe with seed 0 to its finished runs."""
 
 
 def recipe_of(facts: dict[str, str]) -> Recipe:
     """The recipe in the head of a result. Fields that are newer than the result have their defaults."""
-    hints = get_type_hints(Recipe)
     values: dict[str, Any] = {}
-    for one in fields(Recipe):
-        text = facts.get(f"recipe.{one.name}", str(one.default))
-        if text == "None":
-            values[one.name] = None
-        elif isinstance(one.default, bool):
-            values[one.name] = text == "True"
-        else:
-            kind = int if one.name == "top_k" else hints[one.name]
-            values[one.name] = kind(text) if kind in (int, float) else text
+    for name, kind in KINDS.items():
+        text = facts.get(f"recipe.{name}", str(getattr(Recipe, name)))
+        values[name] = None if text == "None" else (text == "True" if kind is bool else kind(text))
     return Recipe(**values)
 
 
@@ -94,7 +102,8 @@ def runs(results: Path) -> list[Finished]:
         MissingResultError: no run is finished.
         ValueError: the runs read different texts.
     """
-    found = [Finished.read(path) for path in sorted((results / FOLDER).glob("*.csv"))]
+    files = [read_table(path) for path in sorted((results / FOLDER).glob("*.csv"))]
+    found = [Finished(recipe_of(facts), facts, rows) for facts, rows in files]
     if not found:
         raise MissingResultError(
             f"{results / FOLDER}: no results; `python -m benchmarks.learning.experiments` measures them"
@@ -102,6 +111,16 @@ def runs(results: Path) -> list[Finished]:
     if len(digests := {run.facts["corpus.digest"] for run in found}) > 1:
         raise ValueError(f"{results / FOLDER}: the results are of several texts: {', '.join(sorted(digests))}")
     return found
+
+
+def by_recipe(found: Iterable[Finished], milliseconds: Mapping[str, float] | None = None) -> ByRecipe:
+    """Group runs by their recipe with seed 0; `milliseconds` are the times of a step as in `costs`."""
+    of: ByRecipe = {}
+    for run in found:
+        recipe = replace(run.recipe, seed=0)
+        ms = (milliseconds or {}).get(cost.layer_of(recipe).name, math.nan)
+        of.setdefault(recipe, Trained(recipe, [], ms)).seeds.append(run)
+    return of
 
 
 def costs(results: Path) -> tuple[str, dict[str, float]]:
@@ -124,16 +143,11 @@ def experiment(results: Path, name: str) -> str:
     byte. A mean over several seeds is followed by the largest distance between two of them.
     """
     found, (where, milliseconds) = runs(results), costs(results)
+    of = by_recipe(found, milliseconds)
     wanted = list(dict.fromkeys(replace(recipe, seed=0) for recipe in EXPERIMENTS[name]))
-    lines, missing = [], []
-    for recipe in wanted:
-        of = [run for run in found if replace(run.recipe, seed=0) == recipe]
-        if of:
-            lines.append(line(of, found, milliseconds))
-        else:
-            missing.append(label(recipe))
-    parts = [source(found) + where, markdown(HEAD, lines)]
-    if missing:
+    lines = [[cell(of[one], of.get(baseline(one))) for cell in CELLS.values()] for one in wanted if one in of]
+    parts = [source(found) + where, markdown(CELLS, lines)]
+    if missing := [label(recipe) for recipe in wanted if recipe not in of]:
         parts.append(f"Not run: {'; '.join(missing)}.")
     return "\n\n".join(parts)
 
@@ -153,51 +167,19 @@ def choice(results: Path) -> str:
         "SwiGLU with as many bytes as n_m = 1": replace(SWIGLU, width=same_load(1)),
         "SwiGLU with as many training operations as n_m = 4": replace(SWIGLU, width=same_training(4)),
     }
-    lines = []
+    lines, of = [], by_recipe(found, milliseconds)
     for size in SIZES:
         recipes = {name: replace(recipe, size=size) for name, recipe in layers.items()}
-        finished = {name: [run for run in found if replace(run.recipe, seed=0) == one] for name, one in recipes.items()}
-        figures = {name: decisive(of, milliseconds) for name, of in finished.items() if of}
-        if "SwiGLU" not in figures:
-            continue
-        swiglu = figures["SwiGLU"]
-        for name, (loss, *costs_of) in figures.items():
-            ratios = [f"{one:.1f} ({one / base:.2f})" for one, base in zip(costs_of, swiglu[1:], strict=True)]
-            lines.append([size, name, f"{loss - swiglu[0]:+.3f}", *("" if "nan" in cell else cell for cell in ratios)])
+        swiglu = of.get(recipes["SwiGLU"])
+        for name, recipe in recipes.items():
+            if swiglu is not None and recipe in of:
+                one = of[recipe]
+                pairs = (one.first.load, swiglu.first.load), (one.ms, swiglu.ms), (one.peak_gb, swiglu.peak_gb)
+                ratios = [f"{ours:.1f} ({ours / base:.2f})" for ours, base in pairs]
+                gap = (one.loss - swiglu.loss) * one.first.bytes_of_token
+                lines.append([size, name, f"{gap:+.3f}", *("" if "nan" in cell else cell for cell in ratios)])
     head = ["model", "layer", "loss to SwiGLU", "MB a token", "ms a training step", "GB of training memory"]
     return f"{source(found)}{where}\n\n{markdown(head, lines)}"
-
-
-def decisive(of: Sequence[Finished], milliseconds: Mapping[str, float]) -> tuple[float, float, float, float]:
-    """Nats a token, MB a token, ms a training step and GB of training memory, from the runs of a recipe's seeds."""
-    one = of[0]
-    loss = statistics.fmean(run.loss for run in of) * one.bytes_of_token
-    step = milliseconds.get(cost.layer_of(one.recipe).name, math.nan)
-    return loss, one.load, step, max(float(run.facts["peak_mb"]) for run in of) / 1000
-
-
-def line(of: Sequence[Finished], everything: Iterable[Finished], milliseconds: Mapping[str, float]) -> list[str]:
-    """The cells of a recipe's row, from its runs with different seeds."""
-    one, losses = of[0], [run.loss for run in of]
-    glu = replace(baseline(one.recipe), seed=0)
-    baselines = [run.loss for run in everything if replace(run.recipe, seed=0) == glu]
-    gap = f"{statistics.fmean(losses) - statistics.fmean(baselines):+.4f}" if baselines else ""
-    has_masks = one.recipe.has_masks
-    # `cost` times a step without a teacher.
-    step = None if one.recipe.distilled else milliseconds.get(cost.layer_of(one.recipe).name)
-    return [
-        label(one.recipe),
-        f"{float(one.facts['weights']) / 1e6:.1f} M",
-        f"{one.load:.1f}",
-        with_spread(losses),
-        "" if replace(one.recipe, seed=0) == glu else gap,
-        str(len(of)),
-        f"{float(one.last['gate_ratio']):.3f}" if has_masks else "",
-        f"{float(one.last['flipped']):.1%}" if has_masks else "",
-        f"{float(one.facts['tflop']) / 1000:.1f}",
-        "" if step is None else f"{step:.1f}",
-        "" if math.isnan(peak := max(float(run.facts["peak_mb"]) for run in of)) else f"{peak / 1000:.1f} GB",
-    ]
 
 
 def baseline(recipe: Recipe) -> Recipe:
@@ -205,12 +187,6 @@ def baseline(recipe: Recipe) -> Recipe:
     megabytes = recipe.skip + recipe.megabytes
     lr = Recipe.lr if recipe.start is not None else recipe.lr
     return Recipe("glu", size=recipe.size, megabytes=megabytes, lr=lr, seed=recipe.seed)
-
-
-def with_spread(values: Sequence[float]) -> str:
-    """The mean, and for several values the distance between the smallest and the largest."""
-    mean = f"{statistics.fmean(values):.4f}"
-    return mean if len(values) == 1 else f"{mean} ({max(values) - min(values):.4f})"
 
 
 def label(recipe: Recipe) -> str:
@@ -231,13 +207,7 @@ def label(recipe: Recipe) -> str:
 
 
 def options_of(recipe: Recipe) -> list[str]:
-    """The fields that differ from the layer's default recipe, as text for a table."""
-    default = Recipe(layer=recipe.layer, n_masks=recipe.n_masks, activation=recipe.activation)
-    changed = {
-        one.name: getattr(recipe, one.name)
-        for one in fields(Recipe)
-        if one.name != "seed" and getattr(recipe, one.name) != getattr(default, one.name)
-    }
+    """The fields that differ from the layer's default recipe, besides the activation, as text for a table."""
     words = {
         "top_k": f"Top-{recipe.top_k}",
         "fused": "not fused",
@@ -259,18 +229,17 @@ def options_of(recipe: Recipe) -> list[str]:
         "distilled": "distilled",
         "skip": f"after {recipe.skip:g} MB of the teacher",
     }
-    return [words.get(name, f"{name} = {value}") for name, value in changed.items()]
+    return [words.get(name, f"{name} = {value}") for name, value in recipe.changes.items() if name != "activation"]
 
 
 def source(found: Sequence[Finished]) -> str:
     """The line above a table: devices, torch, commits and text."""
     devices, commits = (list(dict.fromkeys(run.facts[what] for run in found)) for what in ("device", "commit"))
     facts = found[0].facts
-    size = float(facts["corpus.held_out_bytes"]) / 1e6
     return (
         f"{' and '.join(devices)}, torch {facts['torch']}, commits {', '.join(commit[:7] for commit in commits)}; "
-        f"text `{facts['corpus.kind']}` "
-        f"{facts['corpus.digest']}, {size:.1f} MB held out."
+        f"text `{facts['corpus.kind']}` {facts['corpus.digest']}, "
+        f"{float(facts['corpus.held_out_bytes']) / 1e6:.1f} MB held out."
     )
 
 
@@ -290,7 +259,7 @@ def masks(results: Path) -> str:
         [
             label(run.recipe),
             *(f"{ratio:.3f}" for ratio in of),
-            agreement(run.last["agreement"]),
+            form("{:.3f}")(float(run.last["agreement"])),  # NaN for one mask
             *(f"{float(row['flips']):.2%}" for row in (run.rows[0], run.last)),
         ]
         for run, of in ratios
@@ -298,11 +267,21 @@ def masks(results: Path) -> str:
     return f"{source(found)}\n\n{markdown(head, lines)}"
 
 
-def agreement(text: str) -> str:
-    """The mean agreement between masks; empty for one mask."""
-    return "" if text == "nan" else f"{float(text):.3f}"
-
-
+CELLS: dict[str, Callable[[Trained, Trained | None], str]] = {
+    "feed-forward layer": lambda one, _: label(one.recipe),
+    "weights": lambda one, _: f"{float(one.first.facts['weights']) / 1e6:.1f} M",
+    "MB a token": lambda one, _: f"{one.first.load:.1f}",
+    "nats a byte": lambda one, _: f"{one.loss:.4f}" + (f" ({one.spread:.4f})" if len(one.seeds) > 1 else ""),
+    "to SwiGLU": lambda one, glu: f"{one.loss - glu.loss:+.4f}" if glu and glu is not one else "",
+    "seeds": lambda one, _: str(len(one.seeds)),
+    "gate ratio": lambda one, _: f"{float(one.first.last['gate_ratio']):.3f}" if one.recipe.has_masks else "",
+    "flipped": lambda one, _: f"{float(one.first.last['flipped']):.1%}" if one.recipe.has_masks else "",
+    "PFLOP": lambda one, _: f"{float(one.first.facts['tflop']) / 1000:.1f}",
+    # Steps are timed without a teacher.
+    "ms a step": lambda one, _: "" if one.recipe.distilled else form("{:.1f}")(one.ms),
+    "memory": lambda one, _: form("{:.1f} GB")(one.peak_gb),
+}
+"""Heading of a column of an experiment's table to its cell, from a recipe's runs and from SwiGLU's (`baseline`)."""
 TABLES: dict[str, Callable[[Path], str]] = {
     **{f"learning_{name}": partial(experiment, name=name) for name in EXPERIMENTS},
     "learning_masks": masks,

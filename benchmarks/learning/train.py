@@ -11,12 +11,13 @@ a GPU it is not, because the backward pass of attention adds in no fixed order.
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any
 
 import torch
 from filelock import FileLock
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.language_model import count
 from benchmarks.learning.corpus import Corpus, load
-from benchmarks.learning.recipe import Recipe
+from benchmarks.learning.recipe import KINDS, Recipe
 from benchmarks.learning.schedule import points
 from benchmarks.learning.training import Training, keep_all_graphs, masked_layers
 from benchmarks.records import environment, write_table, write_whole
@@ -67,7 +68,7 @@ def run(
     Raises:
         TimeoutError: another process trains this run.
     """
-    begin = time.perf_counter()
+    end = math.inf if limit is None else time.perf_counter() + limit
     out.mkdir(parents=True, exist_ok=True)
     with FileLock(out / f"{recipe.name}.lock", timeout=0):
         teacher = None
@@ -76,14 +77,12 @@ def run(
             wait = -1 if limit is None else limit  # -1 waits without a limit
             try:
                 with FileLock(out / f"{recipe.teacher.name}.lock", timeout=wait):
-                    rest = None if limit is None else limit - (time.perf_counter() - begin)
-                    if not weights.is_file() and not _run(recipe.teacher, corpus, out, device, rest, compiled, None):
+                    if not weights.is_file() and not _run(recipe.teacher, corpus, out, device, end, compiled, None):
                         return False
             except TimeoutError:
                 return False
             teacher = torch.load(weights, map_location=device, weights_only=True)
-        rest = None if limit is None else limit - (time.perf_counter() - begin)
-        return _run(recipe, corpus, out, device, rest, compiled, teacher)
+        return _run(recipe, corpus, out, device, end, compiled, teacher)
 
 
 def _run(
@@ -91,12 +90,11 @@ def _run(
     corpus: Corpus,
     out: Path,
     device: str,
-    limit: float | None,
+    end: float,
     compiled: bool,
     teacher: Mapping[str, Tensor] | None,
 ) -> bool:
-    """Train for at most `limit` seconds, from the run's checkpoint if there is one."""
-    begin = time.perf_counter()
+    """Train until `end` of the clock, from the run's checkpoint if there is one."""
     checkpoint = out / f"{recipe.name}.pt"
     training = Training(recipe, corpus, device, compiled, teacher)
     training.warm_up()
@@ -112,8 +110,7 @@ def _run(
         print(f"{recipe.name}: {row['megabytes']:.1f} MB, train {row['train']:.4f}", end=" ")
         print(f"held out {row['held_out']:.4f} nats a byte, {row['seconds']:.0f} s", flush=True)
         now = time.perf_counter()
-        # The next point will take about as long as this one.
-        is_over = limit is not None and now - begin + (now - start) > limit
+        is_over = now + (now - start) > end  # the next point will take about as long as this one
         if last < training.steps and (is_over or now - saved > SAVE_SECONDS):
             training.save(checkpoint)
             saved = time.perf_counter()
@@ -129,7 +126,6 @@ def _run(
 
 def head(training: Training) -> dict[str, str]:
     """The head of a result: what it depends on, and what the run cost."""
-    facts = {key: str(value) for key, value in asdict(training.recipe).items()}
     sizes = asdict(training.corpus.sizes)
     sizes["held_out_packages"] = " ".join(sizes["held_out_packages"])
     logits = sum(p.numel() for n, p in training.model.named_parameters() if "mask_logits" in n)
@@ -145,7 +141,7 @@ def head(training: Training) -> dict[str, str]:
     }
     return {
         **environment(PROTOCOL),
-        **{f"recipe.{key}": value for key, value in facts.items()},
+        **{f"recipe.{key}": str(value) for key, value in asdict(training.recipe).items()},
         **{f"corpus.{key}": str(value) for key, value in sizes.items()},
         **{key: str(value) for key, value in cost.items()},
     }
@@ -153,14 +149,10 @@ def head(training: Training) -> dict[str, str]:
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
     """Add an option for each field of a recipe."""
-    hints = get_type_hints(Recipe)
-    for one in fields(Recipe):
-        if isinstance(one.default, bool):
-            parser.add_argument(f"--{one.name.replace('_', '-')}", action=argparse.BooleanOptionalAction)
-        else:
-            kind = int if one.name == "top_k" else hints[one.name]
-            parser.add_argument(f"--{one.name.replace('_', '-')}", type=kind if kind in (int, float) else str)
-    parser.set_defaults(**{one.name: one.default for one in fields(Recipe)})
+    for name, kind in KINDS.items():
+        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+        parser.add_argument(f"--{name.replace('_', '-')}", **how)
+    parser.set_defaults(**asdict(Recipe()))
 
 
 def main() -> None:
@@ -171,7 +163,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, help="stop after about this time, and leave a checkpoint")
     add_recipe(parser)
     options = vars(parser.parse_args())
-    recipe = Recipe(**{one.name: options[one.name] for one in fields(Recipe)})
+    recipe = Recipe(**{name: options[name] for name in KINDS})
     try:
         finished = run(recipe, load(options["corpus"]), options["out"], options["device"], options["seconds"])
     except TimeoutError as error:

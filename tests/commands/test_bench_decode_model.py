@@ -44,7 +44,7 @@ def reference_logits(model: Decoder, sizes: Sizes, tokens: Tensor) -> Tensor:
         weights = scores.masked_fill(~causal, -math.inf).softmax(-1)
         mixed = torch.einsum("hqk,khw->qhw", weights, value.repeat_interleave(group, dim=1))
         x = x + attention.output.double()(mixed.flatten(1))
-        x = x + block.feed_forward.double()(block.feed_forward_norm.double()(x))
+        x = x + block.down.double()(block.projection.double()(block.projection_norm.double()(x)))
     return model.head.norm.double()(x) @ model.head.weight.double().T
 
 
