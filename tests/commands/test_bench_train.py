@@ -296,10 +296,3 @@ def test_summary_of_training_has_time_and_memory(tmp_path: Path) -> None:
         "",
         "",
     ]
-
-
-def test_figures_in_extra_columns_stay_numbers(tmp_path: Path) -> None:
-    write(measured(1), tmp_path, "train", "by the clock")
-    (fused,) = (one for one in read(tmp_path, "train") if one.variant == FUSED)
-    assert fused.extra["peak_mb"] == 500.0
-    assert fused.extra["errors"] == {"y": 0.002, "dx": 0.003, "dweight": 0.003, "dlogits": 0.004}
