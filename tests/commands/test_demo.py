@@ -72,16 +72,10 @@ def demo() -> SimpleNamespace:
     return SimpleNamespace(**runpy.run_path(str(DEMO)))
 
 
-class WrongGradient(torch.autograd.Function):
-    """Returns its input, and multiplies the gradient by 1.001."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Tensor:
-        return gradient * 1.001
+def with_wrong_gradient(logits: Tensor) -> Tensor:
+    if logits.requires_grad:
+        logits.register_hook(lambda gradient: gradient * 1.001)
+    return logits
 
 
 @pytest.mark.parametrize(
@@ -90,7 +84,7 @@ class WrongGradient(torch.autograd.Function):
         (lambda logits: logits, True, True),
         (lambda logits: logits * 1.001, False, False),
         (lambda logits: logits * float("nan"), False, False),
-        (WrongGradient.apply, False, True),
+        (with_wrong_gradient, False, True),
         (lambda logits: logits * (1.001 if logits.shape[1] == 1 else 1), True, False),
     ],
     ids=["right", "outputs", "nan", "gradients", "one token"],
