@@ -36,7 +36,6 @@ HEAD = (
 )
 FOLDER = RESULTS.name
 """The name of the subfolder of the results that has the runs."""
-_TYPES = get_type_hints(Recipe)
 
 
 @dataclass(frozen=True)
@@ -74,6 +73,7 @@ class Finished:
 
 def recipe_of(facts: dict[str, str]) -> Recipe:
     """The recipe in the head of a result. Fields that are newer than the result have their defaults."""
+    hints = get_type_hints(Recipe)
     values: dict[str, Any] = {}
     for one in fields(Recipe):
         text = facts.get(f"recipe.{one.name}", str(one.default))
@@ -82,7 +82,7 @@ def recipe_of(facts: dict[str, str]) -> Recipe:
         elif isinstance(one.default, bool):
             values[one.name] = text == "True"
         else:
-            kind = int if one.name == "top_k" else _TYPES[one.name]
+            kind = int if one.name == "top_k" else hints[one.name]
             values[one.name] = kind(text) if kind in (int, float) else text
     return Recipe(**values)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,8 @@ def test_roofs_and_speedup_of_a_small_table(plots: Any, tmp_path: Path) -> None:
 def test_plots_repeat_byte_for_byte_and_name_their_result(plots: Any, tmp_path: Path) -> None:
     paths = plots.draw(suites.RESULTS, tmp_path)
     assert [path.stem for path in paths] == list(plots.PLOTS)
-    again = plots.draw_one("roofline", suites.RESULTS, tmp_path / "again")
+    shutil.copy(suites.RESULTS / "tokens.csv", tmp_path)
+    (again,) = plots.draw(tmp_path, tmp_path / "again")
     assert again.read_bytes() == (tmp_path / again.name).read_bytes()
     for path in paths:
         tables, _ = plots.PLOTS[path.stem]
