@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import math
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-import torch.nn.functional as F
 from bench_rows import row
 
-from benchmarks import baselines, decode, frames, pages, suites, summary, tables
+from benchmarks import decode, frames, pages, suites, summary, tables
 from benchmarks.ceiling import GEMM_TOKENS, floor
 from benchmarks.harness import relative_error
-from benchmarks.records import Row, environment, read, read_environment, read_table, write, write_table
+from benchmarks.records import Row, read, read_environment, read_table, write, write_table
 from benchmarks.timing import summarise
 from mglu_ops import bench
 from mglu_ops.__main__ import main
-from mglu_ops.nn import NaiveMGLU
 from mglu_ops.timer import BYTES_OF_LAYERS, layers_for
 
 NAN = float("nan")
@@ -56,7 +55,7 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
     written = [
         row("mglu cuda", 10.25, extra={"chosen": True, "packed": "at each call, twice"}),
         row("naive, of a name with a comma", NAN, error=math.inf),
-        row("read ceiling", 9.5, error=NAN, fraction_of_ceiling=1.0),
+        row("read ceiling", 9.5, error=NAN, fraction_of_ceiling=1.0, extra={"peak_mb": 500.0, "errors": {"y": 0.002}}),
     ]
     write(written, tmp_path, "some", "by the clock:\n  # twice")
     assert [path.name for path in tmp_path.iterdir()] == ["some.csv"]
@@ -80,37 +79,6 @@ def test_summary_of_times_is_their_median_and_interquartile_range() -> None:
     assert summarise([3.0, 1.0, 2.0]) == (2.0, 2.0)
     assert summarise([5.0, 1.0, 4.0, 2.0, 3.0, 7.0, 6.0]) == (4.0, 4.0)
     assert summarise([3.0]) == (3.0, 0.0)
-
-
-def test_commit_of_a_result_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MGLU_COMMIT", "abc")
-    assert environment("by the clock")["commit"] == "abc"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
-def test_naive_layer_with_either_kind_of_masks(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    x, weight, masks = torch.randn(3, 16), torch.randn(8, 16), torch.rand(2, 8, 16) > 0.5
-    expected = sum(F.silu(x @ (weight * m).T) * (x @ (weight * ~m).T) for m in masks)
-    torch.testing.assert_close(baselines.naive(x, weight, masks.to(dtype)), expected)
-
-
-def test_complement_trick_is_the_naive_layer() -> None:
-    torch.manual_seed(0)
-    naive, trick = (kind(16, 8, n_masks=2).double() for kind in (NaiveMGLU, baselines.ComplementTrick))
-    trick.load_state_dict(naive.state_dict())
-    x = torch.randn(3, 16, dtype=torch.float64)
-    torch.testing.assert_close(trick(x), naive(x))
-    for ours, theirs in zip(
-        *(torch.autograd.grad(m(x).sum(), list(m.parameters())) for m in (trick, naive)), strict=True
-    ):
-        torch.testing.assert_close(ours, theirs)
-
-
-def test_stacked_swiglu_is_swiglu() -> None:
-    x, gate, up = torch.randn(3, 16), torch.randn(8, 16), torch.randn(8, 16)
-    stacked = baselines.swiglu_stacked(x, torch.cat((gate, up)))
-    torch.testing.assert_close(stacked, baselines.swiglu(x, gate, up))
 
 
 # --- Suites and the command -----------------------------------------------------------------------------------------
@@ -139,14 +107,6 @@ def test_sweep_measures_each_problem_once(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert len(calls) == len(found) == len(read(tmp_path, "some")) == 8
     assert "in turns of 0.5 s" in read_environment(tmp_path, "some")["protocol"]
     assert sweep.quick() == replace(sweep, tokens=(1,), masks=(1,), shapes={(32, 16): "b"}, settle_seconds=0.0)
-
-
-def test_suites_measure_the_problems_of_the_paper_and_of_models() -> None:
-    assert suites.SWEEPS["routes"][1].tokens == tuple(2**i for i in range(14))
-    assert suites.SWEEPS["one_token"][1].masks == (1, 2, 4, 8, 16)
-    assert set(suites.SWEEPS["one_token"][1].shapes) == {(8192, 2048), (14336, 4096)}
-    assert suites.SWEEPS["models"][1].shapes[14336, 4096] == "Llama-3.1 8B, Mistral 7B"
-    assert all(h % 8 == 0 for _, h in suites.MODELS)
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -198,19 +158,14 @@ def test_command_leaves_out_the_plots_without_their_packages(
     assert "WRONG: 8192x2048" in printed
 
 
+@patch.dict(sys.modules, {"pandas": None})
 def test_measuring_does_not_import_pandas() -> None:
-    program = (
-        "import sys\n"
-        "sys.modules['pandas'] = None\n"
-        "from benchmarks import compile_time, cpu, generate, packages, suites, tensor_parallel\n"
-        "from benchmarks.learning import cost, experiments\n"
-    )
-    subprocess.run([sys.executable, "-c", program], cwd=bench.ROOT, check=True)
-
-
-def test_make_runs_the_suites() -> None:
-    makefile = (Path(__file__).parents[2] / "Makefile").read_text()
-    assert "$(PYTHON) -m mglu_ops bench" in makefile.split("\ngpu-bench:")[1].split("\n\n")[0]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "benchmarks"]:
+        del sys.modules[name]
+    for name in ("compile_time", "cpu", "generate", "packages", "suites", "tensor_parallel"):
+        importlib.import_module(f"benchmarks.{name}")
+    for name in ("cost", "experiments"):
+        importlib.import_module(f"benchmarks.learning.{name}")
 
 
 # --- Tables ---------------------------------------------------------------------------------------------------------

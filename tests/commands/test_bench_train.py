@@ -125,20 +125,15 @@ def test_what_does_not_fit_into_memory_is_left_out_in_words(monkeypatch: pytest.
     assert "| 10 | 2 | out of memory |" in pages.TABLES["train"](tmp_path)
 
 
-class TwiceTheGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor) -> Tensor:
-        return y.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grad: Tensor) -> Tensor:
-        return 2 * grad[0]
+def with_twice_the_gradient(y: Tensor) -> Tensor:
+    y.register_hook(lambda gradient: 2 * gradient)
+    return y
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("no_compiler")
 def test_a_wrong_gradient_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_layer(monkeypatch, FUSED, lambda layer: lambda x: TwiceTheGradient.apply(layer(x)))
+    replace_layer(monkeypatch, FUSED, lambda layer: lambda x: with_twice_the_gradient(layer(x)))
     (fused,) = (one for one in bench(PROBLEM) if one.variant == FUSED)
     assert fused.is_wrong
     errors: Any = fused.extra["errors"]
@@ -296,10 +291,3 @@ def test_summary_of_training_has_time_and_memory(tmp_path: Path) -> None:
         "",
         "",
     ]
-
-
-def test_figures_in_extra_columns_stay_numbers(tmp_path: Path) -> None:
-    write(measured(1), tmp_path, "train", "by the clock")
-    (fused,) = (one for one in read(tmp_path, "train") if one.variant == FUSED)
-    assert fused.extra["peak_mb"] == 500.0
-    assert fused.extra["errors"] == {"y": 0.002, "dx": 0.003, "dweight": 0.003, "dlogits": 0.004}

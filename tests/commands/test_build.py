@@ -93,38 +93,3 @@ def test_without_out_the_cache_is_filled_and_stays_private(
     count = len(compiled)
     assert main(["build", "--no-cpu", *LAYER]) == 0
     assert len(compiled) == count
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--arch", "sm_90"], "--arch and --shapes: CUDA kernels are compiled for a GPU and for a layer; give both"),
-        (["--no-cpu"], "--no-cpu leaves nothing to build without --arch and --shapes"),
-        (["--arch", "hopper", "--shapes", "8x8"], "arch: got 'hopper', must be of the form sm_90"),
-        (["--arch", "sm_70", "--shapes", "8x8"], "arch: got sm_70"),
-        ([*LAYER, "--n-masks", "0"], "--n-masks: got [0], must be 1 to 16"),
-        ([*LAYER, "--tokens", "0"], "--tokens: got [0], must be at least 1"),
-        ([*LAYER, "--activation", "swish"], "--activation: got 'swish', must be one of silu, "),
-        (["--out", "open"], "has mode 777, with which others can write to it"),
-        (["--out", "file"], "file is not used: [Errno 17] File exists"),
-        ([], "there is no C++ compiler on the path (CXX=no-such-compiler)"),
-    ],
-)
-def test_what_cannot_be_built_is_said_in_one_line(
-    arguments: list[str],
-    words: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
-    (tmp_path / "file").touch()
-    assert main(["build", *arguments]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    line = printed.err.splitlines()[-1]
-    assert line.startswith("python -m mglu_ops build: error: ")
-    assert words in line

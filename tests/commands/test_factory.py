@@ -11,6 +11,8 @@ from mglu_ops.__main__ import main
 from mglu_ops.factory import FactoryError, load_factory, load_model
 
 CODE = """
+import sys
+
 import neighbour_of_{name}
 
 
@@ -20,6 +22,10 @@ def make():
 
 def broken():
     raise RuntimeError("no weights here")
+
+
+def leaves():
+    sys.exit("no weights today")
 
 
 def lonely():
@@ -46,6 +52,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (parent / f"{name}.py").write_text(CODE.format(name=name))
         (tmp_path / f"neighbour_of_{name}.py").write_text("size = 8\n")
     (tmp_path / "fails.py").write_text("import no_such_package\n")
+    (tmp_path / "raises.py").write_text("# a file that fails on import\n{}['no_such_key']\n")
+    (tmp_path / "no_syntax.py").write_text("def def\n")
     return tmp_path
 
 
@@ -67,7 +75,10 @@ def test_a_factory_is_found_in_a_file_and_in_a_module(folder: Path, monkeypatch:
         ("fails.py:make", "No module named 'no_such_package'"),
         ("models.py:nothing", r"models\.py has no function 'nothing'"),
         ("models.py:not_a_function", "is of type int, must be a function"),
-        ("models.py:broken", r"failed: RuntimeError: no weights here \(models\.py, line 10\)"),
+        ("raises.py:make", r"failed: KeyError: 'no_such_key' \(raises\.py, line 2\)"),
+        ("no_syntax.py:make", "failed: SyntaxError"),
+        ("models.py:broken", r"failed: RuntimeError: no weights here \(models\.py, line 12\)"),
+        ("models.py:leaves", r"failed: SystemExit: no weights today \(models\.py, line 16\)"),
         ("models.py:lonely", r"returned str, must be \(model, \(input, ...\)\)"),
         ("models.py:bare", r"returned \(str, str\), must be"),
     ],

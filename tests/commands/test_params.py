@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from functools import partial
 
 import pytest
@@ -93,28 +92,3 @@ def test_the_table_and_its_options(capsys):
     assert lines[0] == "small: 12 layers, h = 768, d = 3072, vocabulary of 50257"
     assert lines[-1].split()[:4] == ["SwiMGLU", "3", "112.9", "M"]
     assert len(lines) == 5
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--n-masks", "17"], "--n-masks: got 17, must be from 1 to 16"),
-        (["--bits", "0"], "--bits: got 0, must be at least 1"),
-        (["medium"], "medium: .*; must be small, large or a config.json of Transformers"),
-    ],
-)
-def test_a_wrong_option_is_one_line(arguments, words, capsys):
-    assert main(["params", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert re.search(words, error), error
-
-
-@pytest.mark.parametrize("content", ["[]", "{", "{}", json.dumps({**LLAMA, "vocab_size": "many"})])
-def test_a_wrong_config_is_one_line(content, tmp_path, capsys):
-    path = tmp_path / "config.json"
-    path.write_text(content)
-    assert main(["params", str(path)]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert "config.json" in error

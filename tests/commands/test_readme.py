@@ -6,16 +6,18 @@ import importlib.util
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
+import processes
 import pytest
+from processes import ROOT, snippets
 
 from benchmarks import pages, suites
+from benchmarks.learning import tables
 
-ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 MOST_LINES = 150
 PYTHON = os.environ.get("MGLU_README_PYTHON")
@@ -29,24 +31,19 @@ def name_of(page: Path) -> str:
 EVERY_PAGE = pytest.mark.parametrize("page", pages.all_pages(), ids=name_of)
 
 
-def snippets(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
-
-
 def commands(page: str) -> list[str]:
     """The commands of a page, without their comments: lines that are indented or stand in a bash fence."""
-    fences = re.findall(r"^```bash\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
     indented = re.findall(r"^    (.+)$", page, flags=re.MULTILINE)
-    lines = [line.partition("#")[0].strip() for line in [*indented, *"\n".join(fences).splitlines()]]
+    lines = [line.partition("#")[0].strip() for line in [*indented, *"\n".join(snippets(page, "bash")).splitlines()]]
     return [line for line in lines if re.match(r"(make|pip|python) ", line)]
 
 
 def run(command: Sequence[str | Path], folder: Path) -> str:
-    path = os.pathsep.join([str(Path(PYTHON or sys.executable).parent), os.environ["PATH"]])
-    python_path = os.pathsep.join(filter(None, [not PYTHON and str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path, "PYTHONPATH": python_path}
+    environment = {"PATH": os.pathsep.join([str(Path(PYTHON or sys.executable).parent), os.environ["PATH"]])}
+    if PYTHON:
+        environment["PYTHONPATH"] = ""
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")  # the usual one may hold older code
-    process = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=600)
+    process = processes.run(command, timeout=600, folder=folder, **environment)
     assert process.returncode == 0, process.stderr
     return process.stdout
 
@@ -55,14 +52,21 @@ def run(command: Sequence[str | Path], folder: Path) -> str:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++, as torch.compile does")
 def test_snippets_of_the_readme_run_in_order_and_print_what_it_shows(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    (tmp_path / "readme.py").write_text("\n".join(snippets("python")))
+    (tmp_path / "readme.py").write_text("\n".join(snippets(README, "python")))
     printed = run(["python", "readme.py"], tmp_path)
-    shown = [line for text in snippets("text") for line in text.splitlines() if line]
+    shown = [line for text in snippets(README, "text") for line in text.splitlines() if line]
     assert shown
     for line in shown:
         assert line in printed
-    run(["bash", "-c", "set -euo pipefail\n" + "\n".join(snippets("bash"))], tmp_path)
+    run(["bash", "-c", "set -euo pipefail\n" + "\n".join(snippets(README, "bash"))], tmp_path)
     assert (tmp_path / "model.pt2").is_file()
+
+
+def test_snippets_of_the_faq_run(tmp_path: Path) -> None:
+    found = snippets((ROOT / "FAQ.md").read_text(), "python")
+    assert found
+    (tmp_path / "faq.py").write_text("\n".join(found))
+    run(["python", "faq.py"], tmp_path)
 
 
 def test_readme_is_short() -> None:
@@ -98,7 +102,8 @@ def test_a_page_installs_from_the_clone_and_never_by_name(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", pages.pages(), ids=name_of)
-def test_tables_of_a_page_are_generated_from_the_results(page: Path) -> None:
+def test_tables_of_a_page_are_generated_from_the_results(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "runs", cache(tables.runs))  # otherwise each table reads hundreds of files
     text = page.read_text()
     assert pages.fill(text, suites.RESULTS) == text, "python -m mglu_ops bench tables fills them"
     marks = re.findall(r"^<!-- table: ", text, flags=re.MULTILINE)

@@ -70,21 +70,11 @@ def test_weights_are_made_as_the_table_says(init: str) -> None:
         assert logits.std().item() == pytest.approx(0.01, rel=0.5)
         masks = masks_of(new.mlp.mglu)
         assert 0.4 < masks.float().mean() < 0.6
-        for i in range(1, 4):
-            assert not torch.equal(masks[0], masks[i])
-
-
-def test_magnitude_is_the_nearest_pair_of_matrices() -> None:
-    """Every other choice of one element of W and M is farther from the two matrices."""
-    model = tiny_swiglu()
-    old, new = model.model.layers[0].mlp, from_swiglu(model, 1).model.layers[0].mlp.mglu
-    gate, up, mask = old.gate_proj.weight, old.up_proj.weight, masks_of(new)[0]
-    assert torch.equal(new.weight, torch.where(mask, gate, up))
-    error = (gate - mask * new.weight).square() + (up - ~mask * new.weight).square()
-    for other_mask in (True, False):
-        for weight in (gate, up, (gate + up) / 2, torch.zeros_like(gate)):
-            other = (gate - other_mask * weight).square() + (up - (not other_mask) * weight).square()
-            assert (error <= other).all()
+        agreement = [(masks[0] == mask).float().mean() for mask in masks[1:]]
+        if init == "magnitude":
+            assert torch.equal(masks[0], gate.abs() >= up.abs())
+            assert all(0.6 < share < 0.9 for share in agreement), "further masks mostly agree with the first"
+        assert max(agreement) < 1
 
 
 def test_elements_of_equal_magnitude_come_from_the_gate() -> None:
@@ -98,12 +88,6 @@ def test_elements_of_equal_magnitude_come_from_the_gate() -> None:
     assert masks_of(new)[0, :12].all()
     more = mglus(from_swiglu(model, 3))[0]
     assert masks_of(more)[0, :12].all()
-
-
-def test_further_masks_mostly_agree_with_the_first() -> None:
-    masks = masks_of(mglus(from_swiglu(tiny_swiglu(), 3))[0])
-    for i in (1, 2):
-        assert 0.6 < (masks[0] == masks[i]).float().mean() < 0.9
 
 
 def test_a_router_keeps_the_down_projection() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from hf_models import BY_NAME, mglus
+from processes import snippets
 
 import mglu_ops.transformers as mt
 from mglu_ops.transformers.configuration import ACTIVATIONS, MGLUConfigMixin
@@ -18,9 +19,9 @@ PAGE = Path(mt.__file__).with_name("README.md").read_text()
 def test_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    snippets = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
-    assert len(snippets) == 5
-    for snippet in snippets:
+    found = snippets(PAGE, "python")
+    assert len(found) == 5
+    for snippet in found:
         exec(compile(snippet, "README.md", "exec"), names)
     assert names["tokens"].shape == (1, 24 + 8)
     assert all(mglu.packed_masks is not None for mglu in mglus(names["model"]))

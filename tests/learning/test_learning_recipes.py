@@ -14,6 +14,7 @@ from benchmarks.learning.recipe import SIZES, Recipe
 from mglu_ops.nn import MGLU
 
 pytest_plugins = ["learning_fixtures"]
+pytestmark = pytest.mark.usefixtures("tiny")
 
 
 def test_names_of_runs_are_unique_and_survive_a_file_system():
@@ -40,7 +41,6 @@ def test_a_wrong_recipe_is_named(wrong):
         Recipe(**wrong)
 
 
-@pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("ratio", [0.2, 0.5, 0.8])
 def test_the_initial_gate_ratio(ratio):
     model = Recipe(gate_ratio=ratio).model()
@@ -48,7 +48,6 @@ def test_the_initial_gate_ratio(ratio):
         assert abs(float((layer.mask_logits > 0).float().mean()) - ratio) < 0.03
 
 
-@pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("how", ["clipped", "tanh"])
 def test_straight_through_gradients_fade_and_masks_stay(how):
     torch.manual_seed(0)
@@ -63,14 +62,12 @@ def test_straight_through_gradients_fade_and_masks_stay(how):
     torch.testing.assert_close(layers[1].parametrizations.mask_logits.original.grad, grad * factor)
 
 
-@pytest.mark.usefixtures("tiny")
 def test_the_sum_over_masks_may_be_scaled():
     x = torch.randn(3, 16)
     plain, scaled = (Recipe(n_masks=4, scaled_sum=one).model().blocks[0].projection for one in (False, True))
     torch.testing.assert_close(scaled(x), plain(x) / 2)
 
 
-@pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("options", [{"layer": "glu"}, {"n_masks": 2, "top_k": 1}], ids=str)
 def test_initial_weights_may_be_scaled(options):
     plain, scaled = (Recipe(**options, **gains).model() for gains in ({}, {"weight_gain": 3.0, "down_gain": 0.5}))

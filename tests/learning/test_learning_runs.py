@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from filelock import FileLock
-from learning_fixtures import VOCABULARY, tiny_run
+from learning_fixtures import rows_of, tiny_run
 
-from benchmarks.learning import corpus, cost, experiments, train, training
+from benchmarks.learning import cost, experiments, train, training
 from benchmarks.learning.recipe import Recipe
 from benchmarks.records import read_table, write_table
 
 pytest_plugins = ["learning_fixtures"]
+pytestmark = pytest.mark.usefixtures("tiny")
 
 
-@pytest.mark.usefixtures("tiny")
 def test_a_run_stops_before_a_point_that_would_be_too_late(text, tmp_path, monkeypatch):
     one, now = tiny_run(text, 20, layer="glu"), [0.0]
     monkeypatch.setattr(train.time, "perf_counter", lambda: now[0])
@@ -39,7 +33,6 @@ def test_a_run_stops_before_a_point_that_would_be_too_late(text, tmp_path, monke
     assert train.run(one, text, tmp_path, "cpu", limit=25, compiled=False)
 
 
-@pytest.mark.usefixtures("tiny")
 def test_a_long_run_leaves_checkpoints_in_case_that_it_is_killed(text, tmp_path, monkeypatch):
     one = tiny_run(text, 20, n_masks=2)
     assert train.run(one, text, tmp_path / "whole", "cpu", compiled=False)
@@ -57,8 +50,7 @@ def test_a_long_run_leaves_checkpoints_in_case_that_it_is_killed(text, tmp_path,
     monkeypatch.setattr(training.Training, "advance", advance)
     assert torch.load(tmp_path / "parts" / f"{one.name}.pt")["progress"]["step"] == 10
     assert train.run(one, text, tmp_path / "parts", "cpu", compiled=False)
-    whole, parts = (read_table(tmp_path / name / f"{one.name}.csv")[1] for name in ("whole", "parts"))
-    assert [{**row, "seconds": ""} for row in whole] == [{**row, "seconds": ""} for row in parts]
+    assert rows_of(tmp_path / "whole", one) == rows_of(tmp_path / "parts", one)
 
 
 def test_a_result_that_is_killed_in_the_middle_is_not_there(tmp_path):
@@ -71,56 +63,7 @@ def test_a_result_that_is_killed_in_the_middle_is_not_there(tmp_path):
     assert not (tmp_path / "result.csv").exists()
 
 
-KILLED = """
-import sys
-from pathlib import Path
-from benchmarks.decoder import Sizes
-from benchmarks.learning import corpus, experiments, recipe, schedule
-recipe.SIZES["25M"] = Sizes(layers=2, hidden=16, intermediate=32, heads=2, kv_heads=2, vocabulary=300, context=16)
-schedule.SEQUENCES, schedule.CONTEXT, schedule.EVALUATIONS = 4, 16, 10
-from benchmarks.learning import train
-train.SAVE_SECONDS = 0.0
-run = experiments.run
-experiments.run = lambda one, text, out, device, rest: run(one, text, out, device, rest, False)
-experiments.EXPERIMENTS["layers"] = [recipe.Recipe(layer, 2, megabytes=0.03) for layer in ("mglu", "glu")]
-experiments.main()
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_experiments_that_are_killed_go_on_bit_for_bit(how, folder, tmp_path):
-    corpus.prepare(tmp_path / "corpus", text=folder, vocabulary=VOCABULARY)
-    common = [sys.executable, "-c", KILLED, "--corpus", str(tmp_path / "corpus"), "--only", "layers", "--device", "cpu"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-
-    def start(out: Path) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([*common, "--out", str(out), "--done"], env=environment)
-
-    assert start(tmp_path / "whole").wait() == 0
-    kills = 0
-    for seconds in (0.0, 0.4, 1.1, 0.7):  # between the first checkpoint of a run and the signal
-        process = start(tmp_path / "parts")
-        while process.poll() is None and not list((tmp_path / "parts").glob("*.pt")):
-            time.sleep(0.05)
-        time.sleep(seconds)
-        if process.poll() is None:
-            process.send_signal(how)
-            kills += process.wait() == -how
-    assert kills > 0
-    assert start(tmp_path / "parts").wait() == 0
-    names = sorted(path.name for path in (tmp_path / "whole").iterdir())
-    assert sorted(path.name for path in (tmp_path / "parts").iterdir() if path.suffix != ".tmp") == names
-    for name in names:
-        if name.endswith(".csv"):
-            whole, parts = (read_table(tmp_path / part / name)[1] for part in ("whole", "parts"))
-            assert [{**row, "seconds": ""} for row in whole] == [{**row, "seconds": ""} for row in parts]
-
-
-@pytest.mark.usefixtures("tiny")
-def test_experiments_go_on_where_they_stopped(text, folder, tmp_path, monkeypatch, capsys):
-    prepared = tmp_path / "corpus"
-    corpus.prepare(prepared, text=folder, vocabulary=VOCABULARY)
+def test_experiments_go_on_where_they_stopped(text, prepared, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(experiments.EXPERIMENTS, "layers", [tiny_run(text, 4, n_masks=n) for n in (1, 2)])
     trained: list[str] = []
 
@@ -160,10 +103,8 @@ def test_a_scaled_conversion_has_a_teacher_that_is_scaled_too():
     assert half.megabytes == one.megabytes / 2
 
 
-@pytest.mark.usefixtures("tiny")
-def test_processes_that_share_a_folder_leave_out_each_others_runs(text, folder, tmp_path, monkeypatch, capsys):
-    prepared, out = tmp_path / "corpus", tmp_path / "out"
-    corpus.prepare(prepared, text=folder, vocabulary=VOCABULARY)
+def test_processes_that_share_a_folder_leave_out_each_others_runs(text, prepared, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
     one, other = (experiments.scaled(tiny_run(text, 4, layer="glu", seed=seed), 1.0) for seed in (0, 1))
     monkeypatch.setitem(experiments.EXPERIMENTS, "layers", [one, other])
     monkeypatch.setattr(experiments, "run", lambda *arguments: train.run(*arguments, compiled=False))
@@ -178,7 +119,6 @@ def test_processes_that_share_a_folder_leave_out_each_others_runs(text, folder, 
     assert len(list(out.glob("*.csv"))) == 2
 
 
-@pytest.mark.usefixtures("tiny")
 def test_a_conversion_waits_for_the_process_that_trains_its_teacher(text, tmp_path):
     teacher = tiny_run(text, 8, layer="glu")
     one = tiny_run(text, 4, start="magnitude", skip=teacher.megabytes)
@@ -194,26 +134,12 @@ def test_a_conversion_waits_for_the_process_that_trains_its_teacher(text, tmp_pa
     assert (tmp_path / f"{one.name}.csv").is_file()
 
 
-@pytest.mark.usefixtures("tiny")
-def test_a_step_on_a_cpu_has_no_kernels():
-    assert cost.cost(Recipe("glu"), "cpu", compiled=False) == {}
-
-
 @pytest.mark.long
-@pytest.mark.usefixtures("tiny")
 def test_the_cost_of_more_layers_than_torch_compiles_by_itself():
     """By default torch compiles at most 8 graphs of a function, and the experiments have many more layers."""
     with torch._dynamo.config.patch(recompile_limit=1):
         for layer in ("glu", "lu", "glu_shared"):
             assert cost.cost(Recipe(layer), "cpu") == {}
-
-
-@pytest.mark.gpu
-def test_the_kernels_of_a_step_take_milliseconds():
-    run = training.Training(Recipe("glu", size="10M"), cost.random_text(8192), "cuda", compiled=False)
-    times = cost.kernels_of_step(run)
-    assert len(times) > 10
-    assert 1 < sum(times.values()) < 1000
 
 
 def test_the_cost_of_each_layer_is_measured_once(tmp_path, monkeypatch, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from benchmarks.frames import MissingResultError
 from benchmarks.learning import claims, cost, experiments, tables
 from benchmarks.learning.experiments import PAPER
 from benchmarks.learning.recipe import Recipe
+from benchmarks.learning.training import Training
 from benchmarks.records import read_table, write_table
 
 pytest_plugins = ["learning_fixtures"]
@@ -28,10 +30,12 @@ def finished(folder: Path, one: Recipe, loss: float, device: str = "a GPU", **la
     )
 
 
-def test_recipes_survive_their_file(tmp_path):
-    for one in experiments.chosen(experiments.EXPERIMENTS):
+def test_recipes_survive_their_file(tmp_path, monkeypatch):
+    every = experiments.chosen(experiments.EXPERIMENTS)
+    for one in every:
         finished(tmp_path, one, 0.75, gate_ratio=0.5, flipped=0.1)
-    assert {run.recipe for run in tables.runs(tmp_path)} == set(experiments.chosen(experiments.EXPERIMENTS))
+    monkeypatch.setattr(tables, "runs", cache(tables.runs))  # reading hundreds of files for each table takes a minute
+    assert {run.recipe for run in tables.runs(tmp_path)} == set(every)
     older = {f"recipe.{key}": str(value) for key, value in asdict(Recipe("glu")).items() if key != "distilled"}
     assert tables.recipe_of(older) == Recipe("glu")
     for name in tables.TABLES:
@@ -214,3 +218,11 @@ def test_spikes_are_measured_within_a_part_of_a_run_and_rises_between_parts(tmp_
         [{**row, "held_out": 0.7}, {**row, "held_out": 0.7}], facts | {"recipe.seed": "1"}, path.parent, other.name
     )
     assert claims.stability(tmp_path).splitlines()[-1] == "| 0.01 | SwiMGLU, n_m = 4 | 0.8000 | 1.00 | 0.50 | 2 |"
+
+
+@pytest.mark.gpu
+def test_the_kernels_of_a_step_take_milliseconds():
+    run = Training(Recipe("glu", size="10M"), cost.random_text(8192), "cuda", compiled=False)
+    times = cost.kernels_of_step(run)
+    assert len(times) > 10
+    assert 1 < sum(times.values()) < 1000

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from learning_fixtures import VOCABULARY, tiny_run
+from learning_fixtures import VOCABULARY, rows_of, tiny_run
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.learning import schedule, train, training
@@ -20,6 +20,7 @@ from benchmarks.records import read_table
 from mglu_ops.nn import MGLU, NaiveMGLU
 
 pytest_plugins = ["learning_fixtures"]
+pytestmark = pytest.mark.usefixtures("tiny")
 
 
 def test_the_learning_rate_rises_and_falls():
@@ -31,7 +32,6 @@ def test_the_learning_rate_rises_and_falls():
     assert all(a > b for a, b in pairwise(rates[100:]))
 
 
-@pytest.mark.usefixtures("tiny")
 def test_every_window_is_read_once_in_an_epoch():
     tokens = torch.arange(1000, dtype=torch.int32).to(torch.uint16)
     windows = schedule.Windows(tokens, "cpu")
@@ -59,15 +59,14 @@ ALL_LAYERS = [
 ]
 
 
-@pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("options", ALL_LAYERS, ids=lambda options: "-".join(map(str, options.values())))
 def test_every_layer_learns_and_writes_its_curve(options, text, tmp_path):
-    one = tiny_run(text, 40, **options)
+    one = tiny_run(text, 20, **options)
     assert train.run(one, text, tmp_path, "cpu", compiled=False)
     facts, rows = read_table(tmp_path / f"{one.name}.csv")
-    assert [int(row["step"]) for row in rows] == [10, 20, 30, 40]
+    assert [int(row["step"]) for row in rows] == [5, 10, 15, 20]
     assert all(float(row["worst"]) >= float(row["train"]) for row in rows)
-    assert float(facts["tflop"]) == round(one.flops_of_token * 40 * 64 / 1e12)
+    assert float(facts["tflop"]) == round(one.flops_of_token * 20 * 64 / 1e12)
     losses = [float(row["held_out"]) for row in rows]
     assert losses[-1] < losses[0] < math.log(VOCABULARY)
     assert facts["recipe.layer"] == options["layer"]
@@ -80,18 +79,15 @@ def test_every_layer_learns_and_writes_its_curve(options, text, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("layer", ["mglu", "no_gate_mask"])
 def test_a_compiled_run_follows_the_eager_one(layer, text, tmp_path):
     one = tiny_run(text, 40, layer=layer, n_masks=2)
     for compiled in (False, True):
         assert train.run(one, text, tmp_path / str(compiled), "cpu", compiled=compiled)
-    eager, compiled_rows = (read_table(tmp_path / str(name) / f"{one.name}.csv")[1] for name in (False, True))
-    for first, second in zip(eager, compiled_rows, strict=True):
+    for first, second in zip(rows_of(tmp_path / "False", one), rows_of(tmp_path / "True", one), strict=True):
         assert float(first["held_out"]) == pytest.approx(float(second["held_out"]), rel=0.02)
 
 
-@pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("layer", ["mglu", "glu"])
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(layer, text, tmp_path):
     one = tiny_run(text, 20, layer=layer, n_masks=2, mask_stop=0.7)
@@ -101,12 +97,9 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(layer, text, tmp_path):
         stops += 1
         assert (tmp_path / "parts" / f"{one.name}.pt").is_file()
     assert stops == 3
-    whole, parts = (read_table(tmp_path / name / f"{one.name}.csv")[1] for name in ("whole", "parts"))
-    for first, second in zip(whole, parts, strict=True):
-        assert {**first, "seconds": ""} == {**second, "seconds": ""}
+    assert rows_of(tmp_path / "whole", one) == rows_of(tmp_path / "parts", one)
 
 
-@pytest.mark.usefixtures("tiny")
 def test_a_checkpoint_of_another_recipe_is_refused(text, tmp_path):
     one = tiny_run(text, 8)
     run = training.Training(one, text, "cpu", compiled=False)
@@ -129,7 +122,6 @@ def assert_distilled(run: training.Training) -> None:
     assert all(map(torch.equal, before, run.teacher.parameters()))
 
 
-@pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize(
     "options",
     [
@@ -170,7 +162,6 @@ def test_a_converted_model_starts_from_its_teacher(options, text, tmp_path):
         training.Training(one, text, "cpu", compiled=False)
 
 
-@pytest.mark.usefixtures("tiny")
 def test_masks_stop_where_the_recipe_says(text):
     run = training.Training(tiny_run(text, 10, n_masks=2, mask_stop=0.5), text, "cpu", compiled=False)
     for _ in range(5):
@@ -182,7 +173,6 @@ def test_masks_stop_where_the_recipe_says(text):
     assert not torch.equal(weight, run.model.blocks[0].projection.weight)
 
 
-@pytest.mark.usefixtures("tiny")
 def test_held_out_loss_is_in_nats_a_byte_of_the_text(text):
     """The oracle takes each token's probability, one window at a time, and the bytes of the tokenizer's pieces."""
     run = training.Training(tiny_run(text, 4), text, "cpu", compiled=False)
@@ -203,7 +193,6 @@ def test_held_out_loss_is_in_nats_a_byte_of_the_text(text):
     assert int(text.token_bytes[text.held_out.long()].sum()) == text.sizes.held_out_bytes
 
 
-@pytest.mark.usefixtures("tiny")
 def test_flips_are_those_of_one_step(text):
     run = training.Training(tiny_run(text, 8, n_masks=2), text, "cpu", compiled=False)
     before: list[torch.Tensor] = []
@@ -225,7 +214,6 @@ def test_flips_are_those_of_one_step(text):
     assert run.progress.rows[-1]["agreement"] == pytest.approx(sum(agreement) / 2, rel=1e-4)
 
 
-@pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("options", ALL_LAYERS, ids=lambda options: "-".join(map(str, options.values())))
 def test_operations_are_those_that_torch_counts(options, text):
     run = training.Training(tiny_run(text, 4, **options), text, "cpu", compiled=False)
@@ -247,7 +235,6 @@ def test_layers_with_masks_are_found():
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("tiny")
 def test_runs_with_the_same_graphs_are_compiled_once(text):
     torch._dynamo.reset()
     graphs = []
@@ -262,7 +249,6 @@ def test_runs_with_the_same_graphs_are_compiled_once(text):
     assert graphs[0] == graphs[1] < graphs[2] == graphs[3]
 
 
-@pytest.mark.usefixtures("tiny")
 def test_warming_up_leaves_no_trace(text):
     one = tiny_run(text, 6, n_masks=2)
     fresh, warm = (training.Training(one, text, "cpu", compiled=False) for _ in range(2))

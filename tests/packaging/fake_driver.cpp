@@ -49,8 +49,11 @@ int cuLaunchKernelEx(const Config* config, void* function, void**, void**) {
     return 0;
 }
 
-int cuTensorMapEncodeTiled(void*, int, unsigned, void*, const unsigned long long*, const unsigned long long*,
-                           const unsigned*, const unsigned*, int, int, int, int) {
+int cuTensorMapEncodeTiled(void*, int type, unsigned, void*, const unsigned long long* sizes,
+                           const unsigned long long* pitches, const unsigned* box, const unsigned*, int, int swizzle,
+                           int, int) {
+    std::printf("map %d %llu %llu %llu %u %u %d\n", type + 1, sizes[0], sizes[1], pitches[0], box[0], box[1],
+                swizzle != 0);
     return 0;
 }
 

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import shutil
-import signal
-import sys
 import tempfile
 import traceback
 import warnings
@@ -19,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from budgets import BUDGET
 from hypothesis import given
-from library_fixtures import inputs, model, needs_compiler, run
+from library_fixtures import inputs, model, needs_compiler
+from small_packages import write_archive
 from strategies import Layer, layers
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
@@ -27,7 +24,7 @@ from torch.export import Dim, ExportedProgram
 import mglu_ops
 from mglu_ops.nn import MGLU
 from mglu_ops.packaging import composite
-from mglu_ops.packaging.package import read_info
+from mglu_ops.packaging.package import LayerInfo, read_info
 from mglu_ops.packaging.seal import PackageError
 
 pytest_plugins = ["library_fixtures"]
@@ -80,20 +77,12 @@ def test_the_torch_operations_of_a_package_agree_with_the_oracle(layer: Layer) -
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        (
-            "1.weight",
-            lambda w: w[:1],
-            r"1\.weight: got float32 \[1, 96\] .* must be float32 \[64, 96\] with the strides",
-        ),
-        ("1.bias", lambda w: w.double(), r"1\.bias: got float64 \[64\] .* on cpu, must be float32 \[64\]"),
-        (
-            "1.weight",
-            lambda w: w.t().contiguous().t(),
-            r"with the strides \[1, 64\] on cpu, must be .* strides \[96, 1\]",
-        ),
-        ("1.bias", lambda w: w.to_sparse(), r"got a tensor of the layout torch\.sparse_coo on cpu, must be"),
-        ("1.bias", lambda w: w.to("meta"), r"on meta, must be float32 .* on cpu"),
-        ("0.packed_masks", lambda w: None, r"0\.packed_masks: got NoneType, must be uint8 \[96, 8, 4\]"),
+        ("2.weight", lambda w: w[:1], r"2\.weight: got float32 \[1, 96\] .* must be float32 \[64, 96\] with the"),
+        ("2.bias", lambda w: w.double(), r"2\.bias: got float64 \[64\] .* on cpu, must be float32 \[64\]"),
+        ("2.weight", lambda w: w.t().contiguous().t(), r"with the strides \[1, 64\] on cpu, must be .*\[96, 1\]"),
+        ("2.bias", lambda w: w.to_sparse(), r"got a tensor of the layout torch\.sparse_coo on cpu, must be"),
+        ("2.bias", lambda w: w.to("meta"), r"on meta, must be float32 .* on cpu"),
+        ("1.packed_masks", lambda w: None, r"1\.packed_masks: got NoneType, must be uint8 \[96, 8, 4\]"),
     ],
 )
 def test_weights_of_another_layout_are_refused(
@@ -133,36 +122,27 @@ def test_a_package_sees_what_its_model_writes(tmp_path: Path, backend: str) -> N
 
 def test_package_holds_packed_masks_and_no_logits(packages: Path) -> None:
     path = packages / "operator.pt2"
-    loaded = mglu_ops.load(path)
-    names = loaded._runner.get_constant_fqns()
-    assert {"0.packed_masks", "2.packed_masks", "0.weight"} <= set(names)
+    names = mglu_ops.load(path)._runner.get_constant_fqns()
+    assert {"1.packed_masks", "3.packed_masks", "1.weight"} <= set(names)
     assert not any("logits" in name for name in names)
-    layers = model()
+    layer = model()[1]
     with zipfile.ZipFile(path) as archive:
         (code,) = [archive.read(name) for name in archive.namelist() if name.endswith(".so")]
-    bits = layers[0].mask_logits > 0
-    packed = torch.ops.mglu.pack_masks(bits).numpy().tobytes()
-    assert packed in code
-    assert layers[0].weight.detach().numpy().tobytes() in code
-    assert layers[0].mask_logits.detach().numpy().tobytes() not in code
-    assert len(packed) * 32 == layers[0].mask_logits.numel() * 4
+    assert torch.ops.mglu.pack_logits(layer.mask_logits).numpy().tobytes() in code
+    assert layer.weight.detach().numpy().tobytes() in code
+    assert layer.mask_logits.detach().numpy().tobytes() not in code
 
 
 def test_a_package_describes_itself(packages: Path) -> None:
     info = read_info(packages / "operator.pt2")
     assert (info.torch, info.device, info.backend, info.calls) == (torch.__version__, "cpu", "cpu", "operator")
-    assert [(layer.n_masks, layer.out_features, layer.in_features) for layer in info.layers] == [
-        (4, 96, 64),
-        (2, 40, 64),
+    assert info.layers == [
+        LayerInfo(4, 96, 64, "float32", "silu", None),
+        LayerInfo(2, 40, 64, "float32", "silu", "float32"),
     ]
-    assert [layer.mask_weights_dtype for layer in info.layers] == [None, "float32"]
     (tensor,) = info.inputs
-    assert tensor.dtype == "float32"
     (low, high, symbol), features = tensor.shape
-    assert low <= 1
-    assert high is None
-    assert symbol.isidentifier()
-    assert features == 64
+    assert (tensor.dtype, low <= 1, high, symbol.isidentifier(), features) == ("float32", True, None, True, 64)
     bare = read_info(packages / "bare.pt2")
     assert (bare.calls, bare.embeds_weights, bare.inputs[0].shape) == ("shim", False, [1, 64])
 
@@ -202,29 +182,22 @@ def test_two_packages_share_their_weights(tmp_path: Path) -> None:
     info = mglu_ops.export(program, (), tmp_path / "two.pt2", weights=file)
     assert not info.embeds_weights
     weights = mglu_ops.load_weights(file)
-    assert set(weights) == {
-        "0.weight",
-        "0.packed_masks",
-        "1.weight",
-        "1.bias",
-        "2.weight",
-        "2.packed_masks",
-        "2.router.weight",
-    }
+    masked = {f"{layer}.{name}" for layer in (1, 3) for name in ("weight", "packed_masks")}
+    assert set(weights) == masked | {"0.weight", "2.weight", "2.bias", "3.router.weight"}
     one, two = (mglu_ops.load(tmp_path / name, weights=weights) for name in ("one.pt2", "two.pt2"))
     x, y = inputs(3), torch.randn(4, 5, 64)
     torch.testing.assert_close(one(x), layers(x).detach())
     torch.testing.assert_close(two(y), layers(y).detach())
     with torch.no_grad():
-        for tensor in (weights["2.weight"], layers[2].weight):
+        for tensor in (weights["3.weight"], layers[3].weight):
             tensor.mul_(-3)
     torch.testing.assert_close(one(x), layers(x).detach(), msg="the first has a copy of its own")
     torch.testing.assert_close(two(y), layers(y).detach(), msg="the second has a copy of its own")
-    with pytest.raises(PackageError, match=r"lack 0\.packed_masks"):
-        mglu_ops.load(tmp_path / "one.pt2", weights={k: v for k, v in weights.items() if k != "0.packed_masks"})
+    with pytest.raises(PackageError, match=r"lack 1\.packed_masks"):
+        mglu_ops.load(tmp_path / "one.pt2", weights={k: v for k, v in weights.items() if k != "1.packed_masks"})
     with pytest.raises(PackageError, match="pass weights"):
         mglu_ops.load(tmp_path / "one.pt2")
-    with pytest.raises(ValueError, match=r"holds another 2\.weight"):
+    with pytest.raises(ValueError, match=r"holds another 3\.weight"):
         mglu_ops.export(layers, (inputs(3),), tmp_path / "three.pt2", weights=file)
     with pytest.raises(ValueError, match=r"must be input: float32 \[3, 64\]"):
         one(inputs(4))
@@ -236,18 +209,11 @@ def test_two_packages_share_their_weights(tmp_path: Path) -> None:
         ({"model": F.silu}, "model: got function"),
         ({"example_inputs": inputs(3)}, r"example_inputs: got float32 \[3, 64\], must be a tuple"),
         ({"example_inputs": None}, "example_inputs: got None, must be a tuple"),
-        (
-            {"inductor_options": {"cpp.no_such": 1}},
-            "inductor_options: got cpp.no_such, which torch._inductor.config does",
-        ),
+        ({"inductor_options": {"cpp.no_such": 1}}, "inductor_options: got cpp.no_such, which torch._inductor.config"),
         ({"inductor_options": 3}, "inductor_options: got int, must be a mapping"),
         ({"weights": "/tmp"}, "weights: /tmp cannot be written: Is a directory"),
         ({"weights": "/no/such/folder/weights.pt"}, "weights: .* cannot be written: No such file or directory"),
-        ({"weights": "/dev/null/weights.pt"}, "weights: .* cannot be written: Not a directory"),
-        (
-            {"model": MGLU(8, 8, device="meta"), "example_inputs": (torch.ones(2, 8, device="meta"),)},
-            "are on meta; they",
-        ),
+        ({"model": model().to("meta"), "example_inputs": (inputs(3).to("meta"),)}, "are on meta; they"),
         ({"path": "model.zip"}, r"path: got .*model.zip, must be a name that ends in \.pt2"),
         ({"path": "...pt2"}, r"path: got .*/\.\.\.pt2, must be a name that ends in \.pt2"),
         ({"path": "no/such/folder/model.pt2"}, "is not a folder"),
@@ -260,7 +226,7 @@ def test_two_packages_share_their_weights(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_arguments_of_export_are_refused(tmp_path: Path, options: dict[str, object], words: str) -> None:
-    arguments = {"model": model(), "example_inputs": (inputs(3),), "path": "model.pt2", **options}
+    arguments = {"model": MGLU(64, 8).eval(), "example_inputs": (inputs(3),), "path": "model.pt2", **options}
     arguments["path"] = tmp_path / str(arguments["path"])
     with pytest.raises(ValueError, match=words):
         mglu_ops.export(**arguments)
@@ -279,28 +245,13 @@ def test_the_files_of_export_are_named_if_they_cannot_be_written(tmp_path: Path)
 
 
 def test_an_error_of_torch_export_is_short(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="on example_inputs float32") as caught:
+    words = r"export failed on example_inputs float32 \[3, 65\]: RuntimeError: "
+    with pytest.raises(ValueError, match=words) as caught:
         mglu_ops.export(model(), (torch.randn(3, 65),), tmp_path / "model.pt2")
     assert len("".join(traceback.format_exception(caught.value)).splitlines()) < 40
 
 
-def test_a_damaged_weights_file_is_refused(tmp_path: Path) -> None:
-    weights = tmp_path / "weights.pt"
-    weights.write_bytes(b"no archive")
-    with pytest.raises(PackageError, match=r"weights\.pt has no seal at its end"):
-        mglu_ops.export(model(), (inputs(3),), tmp_path / "model.pt2", weights=weights)
-
-
 # --- The file that export writes ------------------------------------------------------------------------------------
-
-KILLED = """
-import os, signal, sys, torch, library_fixtures, mglu_ops
-def compile(program, package_path, **options):
-    with open(package_path, "wb") as file: file.write(b"half a package")
-    os.kill(os.getpid(), signal.SIGKILL)
-torch._inductor.aoti_compile_and_package = compile
-mglu_ops.export(library_fixtures.model(), (library_fixtures.inputs(3),), sys.argv[1])
-"""
 
 
 class NotCompiledError(Exception):
@@ -312,27 +263,31 @@ def fail_to_compile(program: object, package_path: str, **options: object) -> No
     raise NotCompiledError
 
 
-def test_a_killed_export_leaves_the_older_package(packages: Path, tmp_path: Path) -> None:
-    path = tmp_path / "model.pt2"
-    shutil.copy(packages / "operator.pt2", path)
-    killed = run([sys.executable, "-c", KILLED, path], PYTHONPATH=os.pathsep.join(sys.path))
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert path.read_bytes() == (packages / "operator.pt2").read_bytes()
+def test_an_unfinished_export_leaves_the_older_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The older package is there while the new one is compiled, if the process is killed then, and after an error."""
+    path, seen = tmp_path / "model.pt2", []
 
+    def compile_half(program: object, package_path: str, **options: object) -> None:
+        try:
+            fail_to_compile(program, package_path)
+        finally:
+            seen.append(path.read_bytes() if path.exists() else None)
 
-def test_a_failed_export_leaves_nothing_else(packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", fail_to_compile)
-    path = tmp_path / "model.pt2"
-    for before in ([], [path]):
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile_half)
+    for before in (None, b"an older package"):
+        if before is not None:
+            path.write_bytes(before)
         with pytest.raises(NotCompiledError):
             mglu_ops.export(model(), (inputs(3),), path)
-        assert list(tmp_path.iterdir()) == before
-        shutil.copy(packages / "operator.pt2", path)
-    assert path.read_bytes() == (packages / "operator.pt2").read_bytes()
+        assert list(tmp_path.iterdir()) == ([] if before is None else [path])
+    assert seen == [None, path.read_bytes()] == [None, b"an older package"]
 
 
-@long
-def test_export_replaces_the_file_that_a_link_names(packages: Path, tmp_path: Path) -> None:
+def test_export_replaces_the_file_that_a_link_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_nothing(program: object, package_path: str, **options: object) -> None:
+        write_archive(Path(package_path), {"new": "code"})
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile_nothing)
     (tmp_path / "folder").mkdir()
     target, link = tmp_path / "folder" / "version1.pt2", tmp_path / "model.pt2"
     target.write_bytes(b"an older package")
@@ -340,7 +295,7 @@ def test_export_replaces_the_file_that_a_link_names(packages: Path, tmp_path: Pa
     mglu_ops.export(model(), (inputs(3),), link)
     assert link.is_symlink()
     assert list((tmp_path / "folder").iterdir()) == [target]
-    assert_agrees_with_eager(target)
+    assert zipfile.ZipFile(target).namelist() == ["new"]
 
 
 def test_a_folder_that_takes_no_new_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,13 +332,6 @@ def test_a_model_in_training_mode_is_warned_of(tmp_path: Path, monkeypatch: pyte
     dropping.eval()
     for module in (dropping, torch.export.export(dropping, (torch.randn(3, 8),))):
         assert warnings_of_export(module, path, monkeypatch) == []
-
-
-def test_a_model_that_torch_cannot_export_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"export failed on example_inputs float32 \[3, 65\]: RuntimeError: (a and b|mat1)"
-    ):
-        mglu_ops.export(model(), (torch.randn(3, 65),), tmp_path / "model.pt2")
 
 
 def test_sizes_that_cannot_vary_are_reported(tmp_path: Path) -> None:

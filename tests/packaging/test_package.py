@@ -17,13 +17,8 @@ LAYER = asdict(INFO.layers[0])
 
 def test_a_description_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "model.pt2"
-    changes = {
-        "cpu": ["x86_64", "AVX2"],
-        "conditions": ["s0 % 2 == 0"],
-        "missed": ["a reason"],
-        "embeds_weights": False,
-    }
-    info = write_small_package(path, **changes)
+    changes = {"cpu": ["x86_64", "AVX2"], "conditions": ["s0 % 2 == 0"], "missed": ["a reason"]}
+    info = write_small_package(path, **changes, embeds_weights=False)
     assert read_info(path) == replace(info, path=str(path))
     assert str(read_info(path)).splitlines() == [
         f"{path}: 1 MGLU layer, backend cpu, cpu, weights in a file of their own",

@@ -1,12 +1,16 @@
-"""Packages run in processes without Python, by `run_package`."""
+"""Packages run in processes without Python: by `run_package`, and by the program of csrc/README.md."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
-from library_fixtures import needs_compiler, run, run_package, tensor_files
+from library_fixtures import needs_compiler, run_package, tensor_files
+from processes import ROOT, run, snippets
 
 pytest_plugins = ["library_fixtures"]
 pytestmark = [needs_compiler]
@@ -80,3 +84,23 @@ def test_weights_files_are_read_under_sanitizers(programs: Path, packages: Path)
 def test_damaged_packages_and_hostile_tensors_are_refused_under_sanitizers(programs: Path, packages: Path) -> None:
     process = run([programs / "fuzz", "2", packages / "small.pt2"])
     assert process.returncode == 0, process.stdout + process.stderr
+
+
+@pytest.mark.long
+def test_the_snippets_of_the_page_run_in_order(tmp_path: Path) -> None:
+    """The commands build and run the C++ program, by g++ and by CMake. It loads the package of the Python snippet."""
+    page = (ROOT / "csrc/README.md").read_text()
+    for language, name in (("python", "readme.py"), ("cpp", "main.cpp"), ("cmake", "CMakeLists.txt")):
+        (snippet,) = snippets(page, language)
+        (tmp_path / name).write_text(snippet)
+    # Users wait for the compiler's optimisations; a test need not.
+    compiler = tmp_path / "bin" / "g++"
+    compiler.parent.mkdir()
+    compiler.write_text(f'#!/bin/sh\nexec {shutil.which("g++")} "$@" -O0\n')
+    compiler.chmod(0o755)
+    path = os.pathsep.join([str(compiler.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
+    script = "\n".join(["set -euo pipefail", "python readme.py", *snippets(page, "bash")])
+    process = run(["bash", "-c", script], timeout=600, folder=tmp_path, PATH=path)
+    assert process.returncode == 0, process.stderr
+    results = [line for line in process.stdout.splitlines() if line.startswith("[") and "%" not in line]
+    assert results == ["[1, 64]", "[7, 64]", "[64, 64]"] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import re
 import subprocess
 import sys
@@ -11,8 +12,8 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from processes import ROOT
 
-ROOT = Path(__file__).parents[2]
 PACKAGES = ("mglu_ops", "compile_passes")
 
 
@@ -76,10 +77,15 @@ def run_isolated(code: str, site: Path) -> str:
     return process.stdout
 
 
-def test_wheel_has_the_command(wheel: Path) -> None:
+def test_wheel_has_the_command_and_the_entry_points(wheel: Path) -> None:
     (name,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("entry_points.txt"))
-    scripts = zipfile.ZipFile(wheel).read(name).decode().split("[console_scripts]")[1].split("[")[0]
-    assert scripts.split() == ["mglu-ops", "=", "mglu_ops.__main__:main"]
+    found = configparser.ConfigParser()
+    found.read_string(zipfile.ZipFile(wheel).read(name).decode())
+    assert {section: dict(found[section]) for section in found.sections()} == {
+        "console_scripts": {"mglu-ops": "mglu_ops.__main__:main"},
+        "torch_dynamo_backends": {"mglu": "compile_passes.backend:mglu"},
+        "vllm.general_plugins": {"mglu_ops": "mglu_ops.vllm:register"},
+    }
 
 
 def test_wheel_is_pure_and_holds_every_module_and_the_device_code(wheel: Path) -> None:
@@ -95,12 +101,14 @@ def test_wheel_is_pure_and_holds_every_module_and_the_device_code(wheel: Path) -
 
 
 @pytest.mark.long
-def test_cpu_paths_work_with_nothing_but_torch(site: Path) -> None:
-    out = run_isolated(
-        """
+def test_layers_run_and_are_exported_with_nothing_but_torch(site: Path, tmp_path: Path) -> None:
+    """Torch does without NumPy, which it does not require."""
+    run_isolated(
+        f"""
         import importlib.util
-        assert not any(importlib.util.find_spec(name) for name in ("triton", "tqdm", "safetensors", "pytest"))
+        assert not any(importlib.util.find_spec(name) for name in ("numpy", "triton", "tqdm", "safetensors", "pytest"))
         import mglu_ops
+        from mglu_ops.packaging.tensor_file import write_tensor
         assert mglu_ops.__file__.startswith(sys.path[-1])
         x, w = torch.randn(3, 20, requires_grad=True), torch.randn(6, 20, requires_grad=True)
         logits = torch.randn(2, 6, 20, requires_grad=True)
@@ -108,36 +116,18 @@ def test_cpu_paths_work_with_nothing_but_torch(site: Path) -> None:
         y.sum().backward()
         assert all(t.grad is not None for t in (x, w, logits))
         assert torch.equal(torch.ops.mglu.forward(x, w, packed), y)
-        layer = mglu_ops.nn.NaiveMGLU(20, 6, n_masks=2)
+        layer = mglu_ops.nn.NaiveMGLU(20, 6, n_masks=2).eval()
         expected = layer(x)
         with mglu_ops.fusion(strict=True) as report:
             torch.testing.assert_close(torch.compile(layer, backend="mglu")(x), expected)
         torch.testing.assert_close(mglu_ops.freeze(layer)(x), expected)
-        print("fine")
-        """,
-        site,
-    )
-    assert "fine" in out
-
-
-@pytest.mark.long
-def test_models_are_exported_with_nothing_but_torch(site: Path, tmp_path: Path) -> None:
-    """Torch does without NumPy, which it does not require."""
-    out = run_isolated(
-        f"""
-        import importlib.util
-        assert importlib.util.find_spec("numpy") is None
-        import mglu_ops
-        from mglu_ops.packaging.tensor_file import write_tensor
-        layer, x = mglu_ops.nn.NaiveMGLU(20, 6, n_masks=2).eval(), torch.randn(3, 20)
+        x = x.detach()
         mglu_ops.export(layer, (x,), {str(tmp_path / "model.pt2")!r}, strict=True)
-        torch.testing.assert_close(mglu_ops.load({str(tmp_path / "model.pt2")!r})(x), layer(x))
+        torch.testing.assert_close(mglu_ops.load({str(tmp_path / "model.pt2")!r})(x), expected)
         write_tensor({str(tmp_path / "x.tensor")!r}, x)
-        print("fine")
         """,
         site,
     )
-    assert "fine" in out
     assert (tmp_path / "x.tensor").stat().st_size == len("mglu-tensor 1 float32 3 20\n") + 4 * 60
 
 
@@ -152,39 +142,4 @@ def test_import_is_light(site: Path) -> None:
         assert not heavy, heavy
         print(seconds)
     """
-    best = min(float(run_isolated(code, site)) for _ in range(3))
-    assert best < 0.2, f"import takes {best:.3f} s"
-
-
-@pytest.mark.long
-def test_the_wheel_installs_into_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
-    """With pip, outside the checkout. The torch of this environment is lent to the new one, which has no other."""
-    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
-    python = str(tmp_path / "venv/bin/python")
-    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
-    subprocess.run([python, *install], check=True, cwd=tmp_path)
-    (folder,) = (tmp_path / "venv").glob("lib/python*/site-packages/mglu_ops")
-    lent = tmp_path / "lent"
-    lent.mkdir()
-    for name in distributions_of("torch"):
-        for top in {file.parts[0] for file in metadata.files(name) or [] if file.parts[0] not in ("..", "__pycache__")}:
-            (lent / top).symlink_to(Path(str(metadata.distribution(name).locate_file(top))))
-    (folder.parent / "lent.pth").write_text(str(lent))
-
-    def run(*arguments: str) -> str:
-        command = [python, "-I", *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path, timeout=300).stdout
-
-    assert run("-m", "mglu_ops", "--version") == f"mglu_ops {metadata.version('mglu-ops')}\n"
-    run("-c", CALL)
-    groups = "import importlib.metadata as m; print(*m.entry_points(group=%r).names)"
-    assert run("-c", groups % "torch_dynamo_backends") == "mglu\n"
-    assert run("-c", groups % "vllm.general_plugins") == "mglu_ops\n"
-
-
-CALL = """
-import torch, mglu_ops
-layer, x = mglu_ops.nn.SwiMGLU(20, 16, n_masks=2), torch.randn(3, 20)
-expected = layer(x)
-torch.testing.assert_close(mglu_ops.freeze(layer)(x), expected)
-"""
+    assert any(float(run_isolated(code, site)) < 0.2 for _ in range(3))

@@ -9,15 +9,11 @@ from pathlib import Path
 
 import pytest
 from library_fixtures import needs_compiler
-
-ROOT = Path(__file__).parents[2]
+from processes import ROOT, run
 
 
 def run_example(name: str, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "examples" / name), *map(str, arguments)]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    variables = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(command, capture_output=True, text=True, env=variables, timeout=500)
+    return run([sys.executable, ROOT / "examples" / name, *arguments], timeout=500, **environment)
 
 
 @needs_compiler

@@ -31,18 +31,14 @@ def test_the_shards_of_all_ranks_are_the_checkpoint(ranks: int) -> None:
     assert torch.equal(torch.cat([packed_shard_of_logits(logits, *masks, rank, ranks) for rank in each]), packed)
 
 
-@pytest.mark.parametrize("from_logits", [False, True])
-def test_ranks_add_up_to_the_whole_layer(from_logits: bool) -> None:
+def test_ranks_add_up_to_the_whole_layer() -> None:
     """As in vLLM, each rank computes columns of MGLU from its rows; the row-parallel projection sums over the ranks."""
     torch.manual_seed(0)
     layer, x, ranks = MGLUFeedForward(COLUMNS, ROWS, n_masks=N_MASKS).double(), torch.randn(5, COLUMNS).double(), 2
     weight, logits = layer.mglu.weight.detach(), layer.mglu.mask_logits.detach()
     total = torch.zeros(5, COLUMNS, dtype=torch.float64)
     for rank in range(ranks):
-        shape = (N_MASKS, ROWS, COLUMNS, rank, ranks)
-        packed = packed_shard_of_logits(logits, *shape)
-        if not from_logits:
-            packed = packed_shard(torch.ops.mglu.pack_logits(logits), *shape)
+        packed = packed_shard_of_logits(logits, N_MASKS, ROWS, COLUMNS, rank, ranks)
         columns = torch.ops.mglu.forward(x, weight_shard(weight, ROWS, COLUMNS, rank, ranks), packed, "silu")
         total += columns @ layer.down_proj.weight.detach()[:, rows_of_rank(ROWS, rank, ranks)].T
     torch.testing.assert_close(total, layer(x).detach())

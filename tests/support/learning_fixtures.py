@@ -12,6 +12,7 @@ import torch
 from benchmarks.decoder import Sizes
 from benchmarks.learning import corpus, recipe, schedule
 from benchmarks.learning.recipe import Recipe
+from benchmarks.records import read_table
 
 VOCABULARY = 300
 TINY = Sizes(layers=2, hidden=16, intermediate=32, heads=2, kv_heads=2, vocabulary=VOCABULARY, context=16)
@@ -38,8 +39,16 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def text(folder, tmp_path_factory) -> corpus.Corpus:
-    return corpus.prepare(tmp_path_factory.mktemp("corpus"), text=folder, vocabulary=VOCABULARY)
+def prepared(folder, tmp_path_factory) -> Path:
+    """The folder of a corpus that was made of the text."""
+    made = tmp_path_factory.mktemp("corpus")
+    corpus.prepare(made, text=folder, vocabulary=VOCABULARY)
+    return made
+
+
+@pytest.fixture(scope="session")
+def text(prepared) -> corpus.Corpus:
+    return corpus.load(prepared)
 
 
 @pytest.fixture
@@ -50,6 +59,11 @@ def tiny(monkeypatch) -> Iterator[None]:
     monkeypatch.setattr(schedule, "EVALUATIONS", 4)
     yield
     torch._dynamo.reset()
+
+
+def rows_of(folder: Path, one: Recipe) -> list[dict[str, str]]:
+    """The curve of a finished run, without the seconds that it took."""
+    return [{**row, "seconds": ""} for row in read_table(folder / f"{one.name}.csv")[1]]
 
 
 def tiny_run(text: corpus.Corpus, steps: int, **options: object) -> Recipe:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
+from processes import run
 from small_packages import write_small_package
 from torch import Tensor, nn
 
@@ -28,9 +28,10 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g
 
 
 def model() -> nn.Module:
-    """A naive layer, a linear layer, and a weighted layer of `mglu_ops.nn`."""
+    """A norm, whose code Inductor compiles for the strides of x, a naive layer, and a weighted one of `mglu_ops.nn`."""
     torch.manual_seed(0)
-    return nn.Sequential(NaiveMGLU(64, 96, n_masks=4), nn.Linear(96, 64), MGLU(64, 40, n_masks=2, top_k=2)).eval()
+    layers = (nn.RMSNorm(64), NaiveMGLU(64, 96, n_masks=4), nn.Linear(96, 64), MGLU(64, 40, n_masks=2, top_k=2))
+    return nn.Sequential(*layers).eval()
 
 
 def model_and_inputs() -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -42,37 +43,16 @@ def inputs(tokens: int) -> Tensor:
     return torch.randn(tokens, 64, generator=torch.Generator().manual_seed(tokens))
 
 
-def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
     """A folder that `make` fills in the first process that asks for it."""
     base = factory.getbasetemp()
-    root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    folder, done = root / name, root / f"{name}.done"
-    with (root / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not done.exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
-            make(folder)
-            done.touch()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    with FileLock(folder.with_suffix(".lock")):
+        if not folder.exists():
+            unfinished = factory.mktemp(name)
+            make(unfinished)
+            unfinished.rename(folder)
     return folder
-
-
-def run(command: Sequence[str | Path], timeout: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(word) for word in command],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-    )
-
-
-def python(code: str, *arguments: str | Path) -> str:
-    """Run code in a new Python process; the text that it prints."""
-    process = run([sys.executable, "-W", "ignore", "-c", code, *arguments], PYTHONPATH=os.pathsep.join(sys.path))
-    assert process.returncode == 0, process.stderr
-    return process.stdout
 
 
 @pytest.fixture(scope="session")
@@ -131,11 +111,8 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     Building them takes minutes, so only tests marked `long` use them.
     """
-
-    def make(folder: Path) -> None:
-        build_targets(folder, ["mglu_ops", "run_package", "fuzz"], flags=SANITIZERS)
-
-    return once(tmp_path_factory, "programs", make)
+    targets = ["mglu_ops", "run_package", "fuzz"]
+    return once(tmp_path_factory, "programs", lambda folder: build_targets(folder, targets, flags=SANITIZERS))
 
 
 def run_package(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:

@@ -6,9 +6,9 @@
 // was written by mglu_ops.export(..., weights=FILE), for packages without weights of their own. The exit code is 0 if
 // every result agrees to a relative error of ERROR (default 1e-5), 1 if one does not, 2 if something is wrong.
 #include <ATen/Parallel.h>
+#include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
-#include <torch/csrc/jit/serialization/pickle.h>
 #include <torch/version.h>
 
 #include <chrono>
@@ -23,6 +23,13 @@
 #include <vector>
 
 #include "../mglu_ops.h"
+
+namespace torch::jit {
+
+// Declared as in torch/csrc/jit/serialization/pickle.h, which takes longer to compile than all other headers here.
+TORCH_API c10::IValue pickle_load(const std::vector<char>& data);
+
+}  // namespace torch::jit
 
 namespace {
 

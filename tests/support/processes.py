@@ -1,0 +1,41 @@
+"""Processes that run commands and Python code with this checkout, and the snippets of pages that they run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(
+    command: Sequence[str | Path], timeout: float = 300, folder: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in a folder with one thread, since tests that run beside it would stall several."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    return subprocess.run(
+        [str(word) for word in command],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        cwd=folder,
+        env={**variables, **environment},
+    )
+
+
+def python(*arguments: str | Path, **options: Any) -> str:
+    """Run Python with arguments, such as `-c` and code, which must succeed; the text that it prints."""
+    process = run([sys.executable, "-W", "ignore", *arguments], **options)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+def snippets(page: str, language: str) -> list[str]:
+    """The code of the fences of a language in a page."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
