@@ -428,9 +428,6 @@ def _less_repeated(x: Tensor, w: Tensor, gates: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", [*NOT_JOINED, *STILL_JOINED])
 def test_parts_of_joined_products(name: str) -> None:
     program = (NOT_JOINED | STILL_JOINED)[name]
-
-    def layer(x: Tensor, weight: Tensor, logits: Tensor, bits: Tensor, other: Tensor) -> Tensor:
-        return program(x, weight, bits, other)
-
+    layer = lookalikes.by_name(lambda x, w, logits, bits, other: program(x, w, bits, other))
     capture = compare(layer, lambda: lookalikes.tensors(("x", "weight")), SAME)
     assert len(capture.report.fused) == (name in STILL_JOINED)
