@@ -53,12 +53,17 @@ def test_a_symbolic_float_is_named() -> None:
     assert "whose value is unknown when compiling" in reason
 
 
+# Functions with the values of relu, and their gradient at 0.
 KINKS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "clamp": ("1", lambda g: g.clamp(min=0)),
+    "clamp of a position": ("1", lambda g: g.clamp(0)),
+    "clamp of None": ("1", lambda g: torch.clamp(g, 0.0, None)),
     "clip": ("1", lambda g: torch.clip(g, 0)),
-    "clamp_min": ("1", lambda g: torch.clamp_min(g, 0.0)),
+    "clamp_min": ("1", lambda g: g.clamp_min(0)),
+    "clamp_min of a keyword": ("1", lambda g: torch.clamp_min(g, min=0.0)),
     "maximum": ("1/2", lambda g: torch.maximum(g, torch.zeros_like(g))),
     "maximum of zeros": ("1/2", lambda g: torch.maximum(torch.zeros_like(g), other=g)),
+    "maximum of a number": ("1/2", lambda g: torch.maximum(g, torch.tensor(0.0, dtype=g.dtype))),
     "max": ("1/2", lambda g: torch.max(g, torch.zeros_like(g))),
 }
 

@@ -69,7 +69,6 @@ REFUSED: dict[str, dict[str, Layer]] = {
         "the sigmoid of another gate": lambda x, w, l, b, o: (
             F.linear(x, w * b[0]) * torch.sigmoid(F.linear(x, w * b[1])) * F.linear(x, w * ~b[0])
         ),
-        "a comparison of negated logits": lambda x, w, l, b, o: _of_negated_logits(x, w, l),
     },
     "a per-channel mask": {
         "masked outputs": lambda x, w, l, b, o: _of_channels(x, w, b[0, 0]),
@@ -98,10 +97,6 @@ REFUSED: dict[str, dict[str, Layer]] = {
     },
     "project different inputs": {
         "another x": lambda x, w, l, b, o: _of_inputs(x, x + 1, w, b[0]),
-        "the same expression of x before and after a write": lambda x, w, l, b, o: _before_and_after_a_write(
-            x, w, b[0]
-        ),
-        "the same expression, which is then written to": lambda x, w, l, b, o: _one_then_written_to(x, w, b[0]),
     },
     # A reason names the nodes where the two expressions begin to differ, but not slices, whose names tell nothing.
     "different inputs, `l_x_` and `add [5, 8] = add(l_x_, 1)`": {
@@ -276,9 +271,6 @@ REFUSED: dict[str, dict[str, Layer]] = {
         ),
     },
     # Modes and transforms
-    "does not pass straight through|under another grad mode": {
-        "a masked weight without a gradient": lambda x, w, l, b, o: _value_under_no_grad(x, w, straight_through(l[0])),
-    },
     "under another grad mode": {
         "a projection without a gradient": lambda x, w, l, b, o: _value_under(torch.no_grad(), x, w, b[0]),
     },
@@ -370,13 +362,6 @@ def _after_a_write(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
     return gate * F.linear(x, w * ~m)
 
 
-def _of_negated_logits(x: Tensor, w: Tensor, logits: Tensor) -> Tensor:
-    logits = logits.clone()
-    first = logits[0] > 0
-    logits.neg_()
-    return gated(x, w, first, ~(logits[0] > 0))
-
-
 def _of_channels(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
     total = F.linear(x, w)
     return term_of_products(total * m, total * ~m)
@@ -389,19 +374,6 @@ def _of_inputs(x: Tensor, other: Tensor, w: Tensor, m: Tensor) -> Tensor:
 def _of_slices(w: Tensor, logits: Tensor, m: Tensor) -> Tensor:
     a, b = logits[0], logits[1]
     return _of_inputs(a.sin(), b.sin(), w, m)
-
-
-def _before_and_after_a_write(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
-    x = x.clone()
-    first = x + 1
-    x.add_(1)
-    return _of_inputs(first, x + 1, w, m)
-
-
-def _one_then_written_to(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
-    first, second = x + 1, x + 1
-    second.add_(5)
-    return _of_inputs(first, second, w, m)
 
 
 def _of_written_weight(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
@@ -457,13 +429,6 @@ def _value_under(mode: Any, x: Tensor, w: Tensor, m: Tensor) -> Tensor:
     gate, masked = F.silu(F.linear(x, w * m)), w * ~m
     with mode:
         value = F.linear(x, masked)
-    return gate * value
-
-
-def _value_under_no_grad(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
-    gate = F.silu(F.linear(x, w * m))
-    with torch.no_grad():
-        value = F.linear(x, w * (1 - m))
     return gate * value
 
 
