@@ -186,12 +186,6 @@ NOT_JOINED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "ranges of tokens of a stack": lambda x, w, m, o: activated(stacked(x, [w * m[0], w * ~m[0]]).split(1, 1)[:2]).sum(
         0
     ),
-    "tokens of a stack along the second dimension": lambda x, w, m, o: activated(
-        tokens_first(x, [w * m[0], w * ~m[0]]).unbind(0)[:2]
-    ),
-    "ranges of tokens of a stack along the second dimension": lambda x, w, m, o: activated(
-        tokens_first(x, [w * m[0], w * ~m[0]]).split(1, 0)[:2]
-    ).sum(0),
     "a concatenation along the input features": lambda x, w, m, o: activated(
         (torch.cat([x, x], 1) @ torch.cat([w * m[0], w * ~m[0]])).chunk(2, 1)
     ),
@@ -237,9 +231,6 @@ NOT_JOINED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "a stack whose first dimensions are swapped": lambda x, w, m, o: activated(
         x @ eight(w, f).transpose(0, 1) for f in (m, ~m)
     ).sum(0),
-    "a stack whose dimensions stay in their order": lambda x, w, m, o: activated(
-        x @ eight(w, f).permute(0, 1, 2) for f in (m, ~m)
-    ).sum(0),
     "a stack that is rounded": lambda x, w, m, o: activated(stacked(x, each(w, m[:2]).float().double())),
     "a stack with a mask in it": lambda x, w, m, o: activated(
         stacked(x, [w * m[0], m[1].to(w.dtype), w * ~m[0]]).unbind(0)[:2]
@@ -280,9 +271,6 @@ NOT_JOINED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "a repeated weight under vmap": lambda x, w, m, o: torch.vmap(
         lambda one: activated(x @ (w.expand(3, -1, -1) * f).mT for f in (one, ~one))
     )(m).sum(0),
-    "one mask for a repeated weight": lambda x, w, m, o: activated(
-        stacked(x, w.expand(3, -1, -1) * torch.stack([f])) for f in (m[0], ~m[0])
-    ).sum(0),
     "a stack of one mask for a repeated weight": lambda x, w, m, o: activated(
         stacked(x, w.expand(3, -1, -1) * f[:1]) for f in (m, ~m)
     ).sum(0),
@@ -315,9 +303,6 @@ NOT_JOINED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "a weight and a mask in two layouts": lambda x, w, m, o: activated(
         torch.einsum("bh,hd,dh->bd", x, w, f.to(w.dtype)) for f in (m[0], ~m[0])
     ),
-    "a mask and a weight in two layouts": lambda x, w, m, o: activated(
-        torch.einsum("bh,dh,hd->bd", x, w, f.to(w.dtype)) for f in (m[0], ~m[0])
-    ),
     "an einsum of three operands under vmap": lambda x, w, m, o: torch.vmap(
         lambda one: activated(torch.einsum("bh,dh,dh->bd", x, w, f.to(w.dtype)) for f in (one, ~one))
     )(m).sum(0),
@@ -327,14 +312,8 @@ NOT_JOINED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "an einsum of stacks along other dimensions": lambda x, w, m, o: torch.einsum(
         "nbd,nbd->bd", F.silu(stacked(square(x), eight(w, m))), tokens_first(square(x), eight(w, ~m))
     ),
-    "an einsum of stacks along other dimensions, the second first": lambda x, w, m, o: torch.einsum(
-        "bnd,bnd->bd", F.silu(tokens_first(square(x), eight(w, m))), stacked(square(x), eight(w, ~m))
-    ),
     "an einsum of masks and tokens": lambda x, w, m, o: torch.einsum(
         "nbd,bnd->bd", F.silu(stacked(square(x), eight(w, m))), stacked(square(x), eight(w, ~m))
-    ),
-    "an einsum of masks and tokens, the second first": lambda x, w, m, o: torch.einsum(
-        "bnd,nbd->nd", F.silu(stacked(square(x), eight(w, m))), stacked(square(x), eight(w, ~m))
     ),
     "an einsum with a transposed result": lambda x, w, m, o: activated(
         torch.einsum("bh,dh->db", square(x), w * f) for f in (m[0], ~m[0])

@@ -53,56 +53,42 @@ CONSTANTS: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor]]] = {
 # The mask m is 0 or 1. Comments say what torch computes where that is not plain arithmetic.
 ARITHMETIC: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor]]] = {
     "m - 1 of uint8": (torch.uint8, lambda m: m - 1),  # 255 for 0
-    "(m - 1) > 0 of uint8": (torch.uint8, lambda m: (m - 1) > 0),  # the complement
-    "-(m - 1) of uint8": (torch.uint8, lambda m: -(m - 1)),  # 1 for 0
     "-m > 0 of uint8": (torch.uint8, lambda m: ~(-m > 0)),  # 255 for 1
     "m > -1 of uint8": (torch.uint8, lambda m: m > -1),  # torch compares with 255
-    "m == -255 of uint8": (torch.uint8, lambda m: m == -255),
     "m < 257 of uint8": (torch.uint8, lambda m: m < 257),
     "~m of uint8": (torch.uint8, lambda m: ~m),  # 254 and 255
     "~m & 1 of uint8": (torch.uint8, lambda m: ~m & 1),
     "m + m of bool": (torch.bool, lambda m: ~(m + m)),  # True + True is True
     "m + True of bool": (torch.bool, lambda m: m + True),
-    "2 - (m + 1) of bool": (torch.bool, lambda m: 2 - (m + 1)),
     "m * m of bool": (torch.bool, lambda m: 1 - (m * m).double()),
     "m ^ 3 of int64": (torch.int64, lambda m: m ^ 3),
     "m & 2 of int64": (torch.int64, lambda m: m & 2),
     "1 >> m": (torch.int64, lambda m: 1 >> m),  # the complement
     "m * 255 + 1 of uint8": (torch.uint8, lambda m: m * 255 + 1),  # 0 for 1: the complement
-    "m * 127 + 1 of int8": (torch.int8, lambda m: (m * 127 + 1) > 0),  # overflows to -128
     "m * 256 to uint8": (torch.int64, lambda m: (m * 256).to(torch.uint8) == 0),
     "-m to uint8": (torch.float64, lambda m: (-m).to(torch.int64).to(torch.uint8) == 0),
-    "m * 0.5 to int": (torch.float64, lambda m: (m * 0.5).int() == 0),
     "(1 - m * 0.5).int()": (torch.float64, lambda m: (1 - m * 0.5).int()),  # the complement
     "(m - 0.5).bool()": (torch.float64, lambda m: (m - 0.5).bool()),
     "m * 1.5 rounded to even": (torch.float64, lambda m: torch.round(1.5 - m * 1.5)),
     "round(decimals=-1)": (torch.float64, lambda m: 1 - torch.round(m, decimals=-1)),
     "div floor": (torch.int64, lambda m: 1 - torch.div(m, 2, rounding_mode="floor")),
-    "div trunc": (torch.float64, lambda m: 1 - torch.div(m, 2, rounding_mode="trunc")),
     "div floor of a negative": (torch.int64, lambda m: 1 + torch.div(-m, 2, rounding_mode="floor")),  # the complement
     "floor_divide of a negative": (torch.int64, lambda m: 1 + torch.floor_divide(-m, 2)),
     "-m % 2": (torch.int64, lambda m: 1 - (-m) % 2),  # 1 for -1, of Python's sign
     "fmod(-m, 2)": (torch.int64, lambda m: 1 - torch.fmod(-m, 2)),  # -1 for -1, of C's sign
-    "remainder(2, m + 1)": (torch.int64, lambda m: torch.remainder(2, m + 1)),
     "remainder(m, -2)": (torch.int64, lambda m: 1 - torch.remainder(m, -2)),  # -1 for 1
     "m ** 0": (torch.float64, lambda m: m**0),
     "0 ** m": (torch.float64, lambda m: 0**m),  # the complement
-    "2 - 2 ** m": (torch.float64, lambda m: 2 - 2**m),
     "m ** 0.5": (torch.float64, lambda m: 1 - (m + 0.0) ** 0.5),
     "rsub of alpha": (torch.float64, lambda m: torch.rsub(m, 1, alpha=2)),
     "add of alpha 0": (torch.float64, lambda m: torch.add(torch.ones_like(m), m, alpha=0)),
-    "clamp(max=0)": (torch.float64, lambda m: 1 - m.clamp(max=0)),
     "clamp(min=1)": (torch.float64, lambda m: 1 - m.clamp(min=1)),
     "clamp(0.5, 0.2)": (torch.float64, lambda m: 1 - m.clamp(0.5, 0.2)),  # 0.2, the greater bound
     "maximum of another tensor": (torch.float64, lambda m: 1 - torch.maximum(m, m.flip(0))),
-    "logical_xor(m, 1)": (torch.int64, lambda m: torch.logical_xor(m, torch.ones_like(m))),
     "logical_or": (torch.bool, lambda m: torch.logical_or(m, ~m)),
     "eq of itself": (torch.float64, lambda m: m == m),
-    "cumsum": (torch.int64, lambda m: 1 - m.cumsum(0)),
     "flip": (torch.float64, lambda m: 1 - m.flip(0)),
     "sum of a dimension": (torch.int64, lambda m: 1 - m.sum(0, keepdim=True)),
-    "amax of a dimension": (torch.float64, lambda m: 1 - m.amax(1, keepdim=True)),
-    "sort": (torch.float64, lambda m: 1 - m.sort(dim=0).values),
     "transpose(dim0=0, dim1=1)": (torch.float64, lambda m: 1 - m.transpose(dim0=0, dim1=1)),
     "swapdims(dim0=-2, dim1=-1)": (torch.float64, lambda m: 1 - torch.swapdims(m, dim0=-2, dim1=-1)),
     "view of the transpose": (torch.float64, lambda m: 1 - m.t().reshape(D, H)),
@@ -233,6 +219,7 @@ OF_LOGITS: dict[str, tuple[bool, Callable[[Tensor, Tensor], tuple[Tensor, Tensor
     # Bits
     "% 2": (True, lambda l, o: (_integers(l) % 2, None)),
     "% 2 of floats": (False, lambda l, o: (l.detach() % 2, None)),
+    "% 3": (False, lambda l, o: (_integers(l) % 3, None)),
     "& 2": (True, lambda l, o: ((_integers(l) & 2) > 0, ~((_integers(l) & 2) > 0))),
     "& 2, divided": (True, lambda l, o: (torch.div(_integers(l) & 2, 2, rounding_mode="floor"), None)),
     "& 0": (True, lambda l, o: (_integers(l) & 0, None)),

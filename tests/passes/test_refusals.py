@@ -92,7 +92,6 @@ REFUSED: dict[str, dict[str, Layer]] = {
     # Operands
     "mask different weights": {
         "another weight": lambda x, w, l, b, o: term_of_weights(x, w * b[0], o * ~b[0]),
-        "another weight, the complement first": lambda x, w, l, b, o: term_of_weights(x, w * ~b[0], o * b[0]),
         "another norm": lambda x, w, l, b, o: term_of_weights(x, F.normalize(w) * b[0], F.normalize(w, p=1.0) * ~b[0]),
     },
     "project different inputs": {
@@ -149,27 +148,17 @@ REFUSED: dict[str, dict[str, Layer]] = {
         "tensordot": lambda x, w, l, b, o: term_of_products(
             *(torch.tensordot(x, w * f, ([1], [1])) for f in (b[0], ~b[0]))
         ),
-        "products and sums": lambda x, w, l, b, o: term_of_products(
-            *((x[:, None] * (w * f)).sum(-1) for f in (b[0], ~b[0]))
-        ),
         "bmm of two inputs and weights": lambda x, w, l, b, o: term_of_products(
             *(torch.bmm(torch.stack([x, x + 1]), (torch.stack([w, o]) * f).mT) for f in (b[:2], ~b[:2]))
         ),
         "one token as a vector": lambda x, w, l, b, o: term_of_products(
             torch.mv(w * b[0], x[0]), torch.mv(w * ~b[0], x[0])
         ),
-        "one token as a vector, by matmul": lambda x, w, l, b, o: term_of_products(
-            (w * b[0]) @ x[0], (w * ~b[0]) @ x[0]
-        ),
         "addcmul": lambda x, w, l, b, o: term_of_weights(x, w * b[0], torch.addcmul(w, w, b[0].to(w.dtype), value=-1)),
-        "lerp": lambda x, w, l, b, o: term_of_weights(
-            x, *(torch.lerp(torch.zeros_like(w), w, f.to(w.dtype)) for f in (b[0], ~b[0]))
-        ),
         "masked_scatter": lambda x, w, l, b, o: term_of_weights(
             x, *(torch.zeros_like(w).masked_scatter(f, w) for f in (b[0], ~b[0]))
         ),
         "signs": lambda x, w, l, b, o: term_of_weights(x, w * (1 + l[0].sign()) / 2, w * (1 - l[0].sign()) / 2),
-        "sines": lambda x, w, l, b, o: term_of_weights(x, (w * b[0]).sin(), (w * ~b[0]).sin()),
         "roundings to float32": lambda x, w, l, b, o: term_of_weights(x, _rounded(w * b[0]), _rounded(w * ~b[0])),
         "the weight less a rounded one": lambda x, w, l, b, o: term_of_weights(x, w * b[0], w - (w * b[0]).float()),
         "masked again after rounding": lambda x, w, l, b, o: term_of_weights(
