@@ -306,10 +306,20 @@ FIXED: dict[str, Layer] = {
     "terms that are added in place": _terms_added_in_place,
 }
 
+
+def _by_name(function: Layer) -> Layer:
+    """The layer as a function whose arguments have the names of the tensors."""
+
+    def layer(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+        return function(x, weight, logits)
+
+    return layer
+
+
 LAYERS: dict[str, tuple[str, str, Layer]] = {
-    **{name: ("forward_ste", "silu", layer) for name, layer in TRAINED.items()},
-    **{name: ("forward", "silu", layer) for name, layer in FIXED.items()},
+    **{name: ("forward_ste", "silu", _by_name(layer)) for name, layer in TRAINED.items()},
+    **{name: ("forward", "silu", _by_name(layer)) for name, layer in FIXED.items()},
     **{name: ("forward_ste", activation, with_product(product)) for name, (activation, product) in BY_HAND.items()},
 }
 """Name -> the operator that the layer becomes in training, its activation, and the layer."""
-LAYERS["gated linear units"] = ("forward", "sigmoid", FIXED["gated linear units"])
+LAYERS["gated linear units"] = ("forward", "sigmoid", _by_name(FIXED["gated linear units"]))
