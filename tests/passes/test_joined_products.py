@@ -271,6 +271,9 @@ NOT_JOINED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "a repeated weight under vmap": lambda x, w, m, o: torch.vmap(
         lambda one: activated(x @ (w.expand(3, -1, -1) * f).mT for f in (one, ~one))
     )(m).sum(0),
+    "one mask for a repeated weight": lambda x, w, m, o: activated(
+        stacked(x, w.expand(3, -1, -1) * torch.stack([f])) for f in (m[0], ~m[0])
+    ).sum(0),
     "a stack of one mask for a repeated weight": lambda x, w, m, o: activated(
         stacked(x, w.expand(3, -1, -1) * f[:1]) for f in (m, ~m)
     ).sum(0),

@@ -210,6 +210,7 @@ OF_LOGITS: dict[str, tuple[bool, Callable[[Tensor, Tensor], tuple[Tensor, Tensor
     "the relu of a sign": (True, lambda l, o: (F.relu(torch.sign(l.detach())), None)),
     "1 less a sign": (False, lambda l, o: (1 - torch.sign(l.detach()), None)),
     "a sign times a mask": (False, lambda l, o: (torch.sign(l.detach()) * _hard(o), None)),
+    "> in place": (False, lambda l, o: (l.detach().clone().gt_(0), None)),
     "a rounded tanh": (False, lambda l, o: (torch.round(torch.tanh(l.detach())), None)),
     "other values that are scattered": (False, lambda l, o: (_chosen(l, torch.zeros_like(l), o.detach()), None)),
     "ones scattered into another tensor": (False, lambda l, o: (_chosen(l, o.detach(), 1.0), None)),
