@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from families import sample
+from families import quick_only_for
 from graphs import assert_says_why, compare
 from lookalikes import ALL, SAME, D, H, Layer, by_name, tensors
 from spellings import gated, term_of_products, term_of_weights
@@ -240,8 +240,15 @@ MAY_BE_SILENT = {
 }
 
 
+# A program of each kind, for the quick tests.
+TYPICAL = (
+    *("transpose(0, 0)", "select(dim=1)", "gt and ge", "transpose of the masks of a stack", "add of alpha"),
+    *("einsum of exchanged masks", "addmm(alpha=2)", "where of another number"),
+)
+
+
 @pytest.mark.parametrize("trained", [ALL, ()], ids=["training", "inference"])
-@pytest.mark.parametrize("name", sample(PROGRAMS, every=12))
+@pytest.mark.parametrize("name", quick_only_for(TYPICAL, PROGRAMS))
 def test_arguments_of_a_call(name: str, trained: tuple[str, ...]) -> None:
     capture = compare(by_name(PROGRAMS[name]), lambda: tensors(trained), SAME)
     if name not in MAY_BE_SILENT:

@@ -295,7 +295,9 @@ def _bias(term: Tensor) -> Tensor:
 
 SUMS: dict[str, Callable[[list[Tensor]], Tensor]] = {
     "y = 0": sum,
-    "y += term": lambda terms: functools.reduce(operator.iadd, terms, torch.zeros(terms[0].shape).to(terms[0])),
+    "y += term": lambda terms: functools.reduce(
+        operator.iadd, terms, torch.zeros(terms[0].shape, dtype=terms[0].dtype)
+    ),
     "zeros_like and +=": lambda terms: functools.reduce(operator.iadd, terms, torch.zeros_like(terms[0])),
     "reduce": lambda terms: functools.reduce(operator.add, terms),
     "add by keywords": lambda terms: functools.reduce(lambda y, term: torch.add(input=y, other=term), terms),
