@@ -12,36 +12,17 @@ from budgets import BUDGET
 from families import family
 from graphs import Capture, assert_same, compare, results
 from kinds import KINDS, MAIN_KINDS, MODES, PAIRS, SAME, More, fuses_to_one, sum_of
-from layers import tensors, with_activation
+from layers import BY_HAND, tensors, with_activation
 from torch import Tensor
 
-HAND_WRITTEN: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
-    "g * sigmoid(g) * v": ("silu", lambda g, v: g * torch.sigmoid(g) * v),
-    "v * (g * sigmoid(g))": ("silu", lambda g, v: v * (g * torch.sigmoid(g))),
-    "g * v * sigmoid(g)": ("silu", lambda g, v: g * v * torch.sigmoid(g)),
-    "g * v * sigmoid(v)": ("silu", lambda g, v: g * v * torch.sigmoid(v)),
-    "g / (1 + exp(-g)) * v": ("silu", lambda g, v: g / (1 + torch.exp(-g)) * v),
-    "gelu of erf": ("gelu", lambda g, v: 0.5 * g * (1 + torch.erf(g * 0.5**0.5)) * v),
-    "mul by keywords": ("silu", lambda g, v: torch.mul(input=F.silu(input=g), other=v)),
-    "v * g / (1 + exp(-g))": ("silu", lambda g, v: v * g / (1 + torch.exp(-g))),
-    "neg(-g) * v": ("identity", lambda g, v: torch.neg(-g) * v),
-    "g**2 with relu": ("relu_squared", lambda g, v: torch.relu(g) ** 2 * v),
-    "square of relu": ("relu_squared", lambda g, v: torch.square(torch.relu(g)) * v),
-    "g * v": ("identity", lambda g, v: g * v),
-    "Dropout(0.0)": ("silu", lambda g, v: F.silu(F.dropout(g, 0.0, True)) * v),
-    "Dropout(0.0) of the product": ("silu", lambda g, v: F.dropout(F.silu(g), p=0.0) * F.dropout(v, p=0.0)),
-    "Dropout in eval": ("silu", lambda g, v: F.silu(F.dropout(g, training=False)) * torch.dropout(v, 0.5, False)),
-}
 
-
-@pytest.mark.parametrize(
-    ("name", "pair", "kind", "mode"), family(HAND_WRITTEN, ["masked twice", "total - gate"], MAIN_KINDS, MODES)
-)
-def test_hand_written_activation(name: str, pair: str, kind: str, mode: str) -> None:
-    activation, function = HAND_WRITTEN[name]
+@pytest.mark.parametrize(("name", "kind", "mode"), family(BY_HAND, MAIN_KINDS, MODES))
+def test_hand_written_activation(name: str, kind: str, mode: str) -> None:
+    """The value is a difference; `test_whole_layers` has masked values."""
+    activation, product = BY_HAND[name]
 
     def term(x: Tensor, w: Tensor, m: Tensor, _: More) -> Tensor:
-        return function(*PAIRS[pair](x, w, m, KINDS[kind].complement(m)))
+        return product(*PAIRS["total - gate"](x, w, m, m))
 
     fuses_to_one(sum_of(term), KINDS[kind], mode, activation=activation)
 
@@ -72,12 +53,17 @@ def test_a_symbolic_float_is_named() -> None:
     assert "whose value is unknown when compiling" in reason
 
 
+# Functions with the values of relu, and their gradient at 0.
 KINKS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "clamp": ("1", lambda g: g.clamp(min=0)),
+    "clamp of a position": ("1", lambda g: g.clamp(0)),
+    "clamp of None": ("1", lambda g: torch.clamp(g, 0.0, None)),
     "clip": ("1", lambda g: torch.clip(g, 0)),
-    "clamp_min": ("1", lambda g: torch.clamp_min(g, 0.0)),
+    "clamp_min": ("1", lambda g: g.clamp_min(0)),
+    "clamp_min of a keyword": ("1", lambda g: torch.clamp_min(g, min=0.0)),
     "maximum": ("1/2", lambda g: torch.maximum(g, torch.zeros_like(g))),
     "maximum of zeros": ("1/2", lambda g: torch.maximum(torch.zeros_like(g), other=g)),
+    "maximum of a number": ("1/2", lambda g: torch.maximum(g, torch.tensor(0.0, dtype=g.dtype))),
     "max": ("1/2", lambda g: torch.max(g, torch.zeros_like(g))),
 }
 

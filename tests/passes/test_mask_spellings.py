@@ -13,96 +13,33 @@ import torch.nn.functional as F
 from budgets import BUDGET, NAIVE_FACTOR, relative_error
 from families import family, sample
 from graphs import Capture, compare, results
-from kinds import (
-    KINDS,
-    MODES,
-    N_MASKS,
-    PAIRS,
-    SAME,
-    D,
-    Kind,
-    More,
-    fuses_to_one,
-    sum_of,
-    tensors,
+from kinds import KINDS, MODES, N_MASKS, PAIRS, SAME, D, Kind, More, activated, fuses_to_one, sum_of, tensors
+from spellings import (
+    COMPLEMENTS,
+    COMPLEMENTS_OF,
+    FIXED,
+    MASKED_WEIGHTS,
+    MASKS,
+    TRAINED,
+    filled,
+    gated,
+    straight_through,
+    takes,
+    term_of_products,
+    term_of_total,
+    term_of_weights,
 )
-from spellings import TRAINED, gated, straight_through, term_of_products, term_of_total, term_of_weights
 from torch import Tensor
-
-# Name -> the kinds of masks that the spelling takes (`_takes`), and the complement.
-COMPLEMENTS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
-    "1 - m": ("real", lambda m: 1 - m),
-    "1.0 - m": ("real", lambda m: 1.0 - m),
-    "rsub": ("real", lambda m: torch.rsub(m, 1)),
-    "rsub by keyword": ("real", lambda m: torch.rsub(m, other=1)),
-    "ones_like - m": ("real", lambda m: torch.ones_like(m) - m),
-    "sub of a number": ("real", lambda m: torch.sub(1, other=m)),
-    "sub by keywords": ("real", lambda m: torch.sub(input=torch.ones_like(m), other=m)),
-    "add of alpha": ("real", lambda m: torch.add(torch.ones_like(m), m, alpha=-1)),
-    "-m + 1": ("real", lambda m: -m + 1),
-    "~m": ("bool", lambda m: ~m),
-    "m ^ True": ("fixed bits", lambda m: m ^ True),
-    "m ^ 1": ("integer", lambda m: m ^ 1),
-    "bitwise_xor": ("bool", lambda m: torch.bitwise_xor(m, torch.ones_like(m))),
-    "logical_xor": ("fixed", lambda m: torch.logical_xor(m, torch.ones_like(m))),
-    "logical_not": ("fixed", lambda m: torch.logical_not(m)),
-    "m == 0": ("fixed", lambda m: m == 0),
-    "m != 1": ("fixed", lambda m: m != 1),
-    "m < 1": ("fixed", lambda m: m < 1),
-    "m <= 0": ("fixed", lambda m: m <= 0),
-    "m < 0.5": ("fixed", lambda m: m < 0.5),
-    "~(m > 0)": ("fixed", lambda m: ~(m > 0)),
-    "~m.bool()": ("fixed", lambda m: ~m.bool()),
-    "eq by keywords": ("fixed", lambda m: torch.eq(input=m, other=0)),
-    "where": ("fixed", lambda m: torch.where(m > 0, 0.0, 1.0)),
-    "1 - m.double()": ("fixed", lambda m: 1 - m.double()),
-}
-
-
-# Name -> the kinds of masks that the spelling takes, and the masked weight.
-MASKED_WEIGHTS: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
-    "w * m": ("any", lambda w, m: w * m),
-    "m * w": ("any", lambda w, m: m * w),
-    "mul by keyword": ("any", lambda w, m: torch.mul(w, other=m)),
-    "mul by keywords": ("any", lambda w, m: torch.mul(other=w, input=m)),
-    "method mul by keyword": ("any", lambda w, m: w.mul(other=m)),
-    "multiply": ("any", torch.multiply),
-    "w * m.to(w.dtype)": ("any", lambda w, m: w * m.to(w.dtype)),
-    "w * m.to(dtype=)": ("any", lambda w, m: w * m.to(dtype=w.dtype)),
-    "w * m.type_as(w)": ("any", lambda w, m: w * m.type_as(w)),
-    "clone.mul_": ("any", lambda w, m: w.clone().mul_(m)),
-    "where(m.bool())": ("fixed", lambda w, m: torch.where(m.bool(), w, 0)),
-    "where(m != 0)": ("fixed", lambda w, m: torch.where(m != 0, w, 0)),
-    "where(m == 1)": ("fixed", lambda w, m: torch.where(m == 1, w, torch.zeros_like(w))),
-    "where(m > 0.5)": ("fixed", lambda w, m: torch.where(m > 0.5, w, 0.0)),
-    "where(m == 0, 0, w)": ("fixed", lambda w, m: torch.where(m == 0, 0, w)),
-    "where by keywords": ("fixed", lambda w, m: torch.where(condition=m > 0, input=w, other=0.0)),
-    "method where": ("fixed", lambda w, m: w.where(m > 0, 0.0)),
-    "masked_fill(m == 0)": ("fixed", lambda w, m: w.masked_fill(m == 0, 0)),
-    "masked_fill by keywords": ("fixed", lambda w, m: torch.masked_fill(input=w, mask=m == 0, value=0.0)),
-    "clone[m == 0] = 0": ("fixed", lambda w, m: _filled(w.clone(), m == 0)),
-}
-
-
-def _filled(w: Tensor, m: Tensor) -> Tensor:
-    w[m] = 0
-    return w
-
-
-def _takes(kind: Kind, kinds: str) -> bool:
-    return {
-        "any": True,
-        "real": not kind.is_bool,
-        "bool": kind.is_bool,
-        "integer": kind.is_integer,
-        "fixed bits": kind.is_bool or kind.is_integer,
-        "fixed": not kind.trains,
-    }[kinds]
 
 
 def kinds_that_take(table: dict[str, tuple[str, Any]]) -> list[Any]:
     """Each entry of a table with each kind of mask that it takes, in both modes."""
-    return family(table, KINDS, MODES, fits=lambda name, kind, _: _takes(KINDS[kind], table[name][0]))
+
+    def fits(name: str, kind: str, mode: str) -> bool:
+        one = KINDS[kind]
+        return takes(table[name][0], is_bool=one.is_bool, is_integer=one.is_integer, trains=one.trains)
+
+    return family(table, KINDS, MODES, fits=fits)
 
 
 @pytest.mark.parametrize(("name", "kind", "mode"), kinds_that_take(COMPLEMENTS))
@@ -124,8 +61,7 @@ def test_masked_weight(name: str, kind: str, mode: str) -> None:
 @pytest.mark.parametrize(("name", "kind", "mode"), family(PAIRS, reversed(KINDS), MODES))
 def test_gate_and_value(name: str, kind: str, mode: str) -> None:
     def term(x: Tensor, w: Tensor, m: Tensor, _: More) -> Tensor:
-        gate, value = PAIRS[name](x, w, m, KINDS[kind].complement(m))
-        return F.silu(gate) * value
+        return activated(PAIRS[name](x, w, m, KINDS[kind].complement(m)))
 
     fuses_to_one(sum_of(term), KINDS[kind], mode)
 
@@ -133,18 +69,17 @@ def test_gate_and_value(name: str, kind: str, mode: str) -> None:
 # --- Masks of logits -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mode", "name"), family(MODES, TRAINED))
-def test_mask_of_logits(mode: str, name: str) -> None:
-    """Straight-through spellings, which all receive the whole stack of logits."""
+@pytest.mark.parametrize(
+    ("kind", "mode", "name"), [*family(["logits"], MODES, TRAINED), *family(["bool"], MODES, FIXED)]
+)
+def test_mask_of_a_stack(kind: str, mode: str, name: str) -> None:
+    """Spellings of a mask, which receive the whole stack of logits or of masks."""
 
     def program(x: Tensor, weight: Tensor, masks: Tensor, **_: Tensor) -> Tensor:
-        y: Any = 0
-        for i in range(N_MASKS):
-            m = TRAINED[name](masks, i)
-            y = y + gated(x, weight, m, 1 - m)
-        return y
+        made = [MASKS[kind][name](masks, i) for i in range(N_MASKS)]
+        return sum(gated(x, weight, m, KINDS[kind].complement(m)) for m in made)
 
-    _fuses_masks_of_logits(program, mode)
+    _fuses_to_one(program, kind, mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -153,14 +88,15 @@ def test_value_whose_weight_is_the_sum_of_the_weight_and_a_negated_product(mode:
         gates = [weight * straight_through(logits) for logits in masks]
         return sum(term_of_weights(x, gate, weight + -gate) for gate in gates)
 
-    _fuses_masks_of_logits(program, mode)
+    _fuses_to_one(program, "logits", mode)
 
 
-def _fuses_masks_of_logits(program: Callable[..., Any], mode: str) -> None:
+def _fuses_to_one(program: Callable[..., Any], kind: str, mode: str) -> None:
     training = mode == "training"
-    capture = compare(program, functools.partial(tensors, KINDS["logits"], training=training), SAME)
+    capture = compare(program, functools.partial(tensors, KINDS[kind], training=training), SAME)
     assert capture.reasons == []
-    assert [site.operator for site in capture.report.fused] == ["forward_ste" if training else "forward"]
+    operator = "forward_ste" if training and KINDS[kind].trains else "forward"
+    assert [site.operator for site in capture.report.fused] == [operator]
 
 
 # Name -> whether the masks are trained, and the factors of gate and value from the logits of one mask.
@@ -190,15 +126,15 @@ def test_pair_of_masks_of_logits(name: str, mode: str) -> None:
 def test_masks_made_before_autocast(name: str) -> None:
     """The masks are float32, the products bfloat16."""
 
-    def program(x: Tensor, weight: Tensor, masks: Tensor) -> Tensor:
+    def program(x: Tensor, weight: Tensor, masks: Tensor, dtype: torch.dtype | None = torch.bfloat16) -> Tensor:
         made = [TRAINED[name](masks, i) for i in range(N_MASKS)]
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
             return sum(gated(x, weight, m, 1 - m) for m in made)
 
     for training in (True, False):
         exact = {k: t for k, t in tensors(KINDS["logits"], training=training).items() if k in ("x", "weight", "masks")}
         named = {k: t.detach().float().requires_grad_(training) for k, t in exact.items()}
-        oracle = results(lambda x, weight, masks: _in_float64(x, weight, masks, name), exact)
+        oracle = results(functools.partial(program, dtype=None), exact)
         naive, capture = results(program, named), Capture()
         fused = results(capture.compile(program), named)
         assert capture.reasons == []
@@ -207,11 +143,6 @@ def test_masks_made_before_autocast(name: str) -> None:
             assert fused[key].dtype == naive[key].dtype
             bar = max(BUDGET[torch.bfloat16], NAIVE_FACTOR * relative_error(naive[key], wanted))
             assert relative_error(fused[key], wanted) <= bar, key
-
-
-def _in_float64(x: Tensor, weight: Tensor, masks: Tensor, name: str) -> Tensor:
-    made = [TRAINED[name](masks, i) for i in range(N_MASKS)]
-    return sum(gated(x, weight, m, 1 - m) for m in made)
 
 
 # --- Real tensors that are used as masks -----------------------------------------------------------------------------
@@ -230,58 +161,37 @@ def _of_both(x: Tensor, weights: Tensor) -> Tensor:
     return term_of_products(gates, values).sum(0)
 
 
+# More functions of a real tensor that equal its complement at 0 and 1.
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = COMPLEMENTS_OF["float"] | {
+    "1 - m / 1": lambda m: 1 - m / 1,
+    "1 - m ** 2": lambda m: 1 - m**2,
+    "1 - m.square()": lambda m: 1 - m.square(),
+    "1 - m.detach()": lambda m: 1 - m.detach(),
+    "1 - m.clone()": lambda m: 1 - m.clone(),
+    "(m - 1).abs()": lambda m: (m - 1).abs(),
+    "sub of alpha": lambda m: -torch.sub(m, 0.5, alpha=2),
+    "div of a rounding": lambda m: 1 - torch.div(m, 1, rounding_mode="floor"),
+    "m.int() ^ 1": lambda m: m.int() ^ 1,
+    "~(m >= 1)": lambda m: ~(m >= 1),
+    "casts": lambda m: (1 - m.float()).double(),
+}
+
 # Name -> how many operators it becomes under `assume_binary`, and the program.
 USED_AS_MASKS: dict[str, tuple[int, Terms]] = {
     # One mask: the weight is multiplied by two functions of it
-    "w * m and w * (1 - m)": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * (1 - m[0]))),
     "of a product": (1, lambda x, w, m, o, b: term_of_weights(x, w * (m[0] * m[1]), w * (1 - m[0] * m[1]))),
     "of a copy of the weight": (1, lambda x, w, m, o, b: term_of_weights(x, w.clone() * m[0], w * (1 - m[0]))),
-    "of a copy of the mask": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * (1 - m[0].clone()))),
-    "casts": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * (1 - m[0].float()).double())),
-    "type_as": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * (1 - m[0].type_as(w)))),
-    "ones_like": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * (torch.ones_like(m[0]) - m[0]))),
     "where": (1, lambda x, w, m, o, b: term_of_weights(x, torch.where(m[0] > 0.5, w, 0), w * (1 - m[0]))),
     "masked_fill": (1, lambda x, w, m, o, b: term_of_weights(x, w.masked_fill(m[0] < 0.5, 0), w * (1 - m[0]))),
-    "index_put": (1, lambda x, w, m, o, b: term_of_weights(x, _filled(w.clone(), m[0] < 0.5), w * (1 - m[0]))),
-    # Every operation that takes a mask to a function of it
-    "1 - m / 1": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * (1 - m[0] / 1))),
-    "1 - m ** 2": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * (1 - m[0] ** 2))),
-    "1 - m.square()": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * (1 - m[0].square()))),
-    "1 - m.detach()": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * (1 - m[0].detach()))),
-    "(m - 1).abs()": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * (m[0] - 1).abs())),
-    "-(m - 1)": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * -(m[0] - 1))),
-    "(-m) + 1": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * (-m[0] + 1))),
-    "add of alpha": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * -torch.add(m[0], 1, alpha=-1))),
-    "sub of alpha": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * -torch.sub(m[0], 0.5, alpha=2))),
-    "div of a rounding": (
-        1,
-        lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * (1 - torch.div(m[0], 1, rounding_mode="floor"))),
-    ),
-    "m.int() ^ 1": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * (m[0].int() ^ 1))),
-    "m == 0": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * (m[0] == 0))),
-    "m != 1": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * (m[0] != 1))),
-    "m < 1": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * (m[0] < 1))),
-    "m <= 0": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * (m[0] <= 0))),
-    "~(m > 0)": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * ~(m[0] > 0))),
-    "~(m >= 1)": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * ~(m[0] >= 1))),
-    "logical_not": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * m[0].logical_not())),
-    "logical_xor": (
-        1,
-        lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * torch.logical_xor(m[0], torch.ones_like(m[0]))),
-    ),
+    "index_put": (1, lambda x, w, m, o, b: term_of_weights(x, filled(w.clone(), m[0] < 0.5), w * (1 - m[0]))),
     # The second function compares 1 - m
-    "compared": (1, lambda x, w, m, o, b: term_of_weights(x, w * (m[0] > 0.5), w * ((1 - m[0]) > 0.5))),
-    "compared by rsub": (
-        1,
-        lambda x, w, m, o, b: term_of_weights(x, w * (m[0] > 0.5), w * (torch.rsub(m[0], 1) > 0.5)),
-    ),
+    "compared": (1, lambda x, w, m, o, b: _compared(x, w, m[0], 1 - m[0])),
+    "compared by rsub": (1, lambda x, w, m, o, b: _compared(x, w, m[0], torch.rsub(m[0], 1))),
     "cast to bool": (1, lambda x, w, m, o, b: term_of_weights(x, w * (m[0] == 1), w * (1 - m[0]).bool())),
     # One function, and the weight without a mask
-    "w - w * m": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w - w * m[0])),
     "-(w * m) + w": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], -(w * m[0]) + w)),
     "w + -(m * w)": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w + -(m[0] * w))),
     "copy - w * m": (1, lambda x, w, m, o, b: term_of_weights(x, w * m[0], w.clone() - w * m[0])),
-    "total": (1, lambda x, w, m, o, b: term_of_total(F.linear(x, w), F.linear(x, w * m[0]))),
     "total by matmul": (1, lambda x, w, m, o, b: term_of_total(x @ w, x @ (w * m[0]))),
     "total by a transpose": (1, lambda x, w, m, o, b: term_of_total(x @ w.t(), F.linear(x, w * m[0]))),
     "total by inner": (1, lambda x, w, m, o, b: term_of_total(torch.inner(x, w), torch.inner(x, w * m[0]))),
@@ -349,6 +259,15 @@ def _assuming(terms: Terms, masks: Callable[[dict[str, Tensor]], Tensor]) -> Cap
     return compare(program, make, SAME, assume_binary=True)
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_that_show_a_real_tensor_to_be_used_as_a_mask(name: str) -> None:
+    capture = _assuming(
+        lambda x, w, m, o, b: term_of_weights(x, w * m[0], w * FUNCTIONS[name](m[0])),
+        lambda named: named["bits"].to(torch.float64),
+    )
+    assert [len(capture.report.fused), capture.reasons] == [1, []]
+
+
 @pytest.mark.parametrize("name", USED_AS_MASKS)
 def test_a_real_tensor_that_is_used_as_a_mask(name: str) -> None:
     count, terms = USED_AS_MASKS[name]
@@ -364,23 +283,23 @@ NOT_USED_AS_MASKS: dict[str, tuple[str, Terms]] = {
         "two different masks",
         lambda x, w, l, o, b: term_of_weights(x, w * (l[0] > 0), w * (l[0] < 0.5)),
     ),
-    "3 - l": ("two different masks", lambda x, w, l, o, b: term_of_weights(x, w * (l[0] > 0), w * ((3 - l[0]) > 2.5))),
-    "0 - l": ("two different masks", lambda x, w, l, o, b: term_of_weights(x, w * (l[0] > 0), w * ((0 - l[0]) > -0.5))),
+    "3 - l": ("two different masks", lambda x, w, l, o, b: _compared(x, w, l[0], 3 - l[0], 2.5)),
+    "0 - l": ("two different masks", lambda x, w, l, o, b: _compared(x, w, l[0], 0 - l[0], -0.5)),
     "l + 1": ("two different masks", lambda x, w, l, o, b: term_of_weights(x, w * (l[0] > 0), w * ((l[0] + 1) < 1.5))),
     "l * 2": ("two different masks", lambda x, w, l, o, b: term_of_weights(x, w * (l[0] > 0), w * ((l[0] * 2) < 1))),
     "1 - a comparison": (
         "two different masks",
         lambda x, w, l, o, b: term_of_weights(x, w * (l[0] > 1), w * (1 - 1.0 * (l[0] > 0))),
     ),
-    "a sigmoid": ("two different masks", lambda x, w, l, o, b: _compared(x, w, l[0].sigmoid())),
+    "a sigmoid": ("two different masks", lambda x, w, l, o, b: _compared(x, w, l[0].sigmoid(), 1 - l[0].sigmoid())),
     "a row": ("per-channel", lambda x, w, l, o, b: term_of_weights(x, w * l[0, 0], w * (1 - l[0, 0]))),
     "a column": ("per-channel", lambda x, w, l, o, b: term_of_weights(x, w * l[0, :, :1], w * (1 - l[0, :, :1]))),
     "slices of one stack": ("not recognised", lambda x, w, l, o, b: term_of_weights(x, l[1] * l[0], l[1] * (1 - l[0]))),
 }
 
 
-def _compared(x: Tensor, w: Tensor, soft: Tensor) -> Tensor:
-    return term_of_weights(x, w * (soft > 0.5), w * ((1 - soft) > 0.5))
+def _compared(x: Tensor, w: Tensor, m: Tensor, complement: Tensor, bound: float = 0.5) -> Tensor:
+    return term_of_weights(x, w * (m > 0.5), w * (complement > bound))
 
 
 @pytest.mark.parametrize("name", NOT_USED_AS_MASKS)

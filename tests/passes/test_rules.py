@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graphs import Capture
-from layers import LAYERS
-from layers import tensors as layer_tensors
+from layers import LAYERS, hard, tensors
+from spellings import gated
 from torch import Tensor
 from torch.fx import Graph
 
@@ -40,27 +40,16 @@ def test_precedence_is_the_order_in_which_rules_are_asked() -> None:
 
 
 def _compared_mask(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
-    m = (logits[0] > 0).to(x.dtype)
-    return F.silu(F.linear(x, weight * m)) * F.linear(x, weight * (m == 0))
+    return gated(x, weight, hard(logits[0]), hard(logits[0]) == 0)
 
 
 def _bit_of_a_mask(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
     m = (logits[0] > 0).to(torch.uint8)
-    return F.silu(F.linear(x, weight * m)) * F.linear(x, weight * (~m & 1))
-
-
-def _sign_of_a_mask(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
-    m = (logits[0] > 0).to(x.dtype)
-    return F.silu(F.linear(x, weight * m)) * F.linear(x, weight * F.relu(torch.sign(0.5 - m)))
-
-
-def _slice_of_compared_logits(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
-    m = (logits > 0)[0]
-    return F.silu(F.linear(x, weight * m)) * F.linear(x, weight * ~m)
+    return gated(x, weight, m, ~m & 1)
 
 
 def _sum_with_itself(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
-    m = (logits[0] > 0).to(x.dtype)
+    m = hard(logits[0])
     gate, value = F.linear(x, weight * m), F.linear(x, weight * (1 - m))
     return F.silu(gate) * (value + value)
 
@@ -68,8 +57,8 @@ def _sum_with_itself(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
 PROGRAMS: dict[tuple[str, str], Callable[[Tensor, Tensor, Tensor], Any]] = {
     ("pointwise", "comparison"): _compared_mask,
     ("pointwise", "lowest_bit"): _bit_of_a_mask,
-    ("pointwise", "sign"): _sign_of_a_mask,
-    ("slice_of_a_stack", "rearranged"): _slice_of_compared_logits,
+    ("pointwise", "sign"): lambda x, weight, logits: gated(x, weight, F.relu(torch.sign(hard(logits[0]) - 0.5))),
+    ("slice_of_a_stack", "rearranged"): lambda x, weight, logits: gated(x, weight, (logits > 0)[0], ~(logits > 0)[0]),
     ("difference_of_projections", "function_of_two"): _sum_with_itself,
     ("function_of_two", "gated_product"): LAYERS["g * sigmoid(g)"][2],
 }
@@ -79,14 +68,14 @@ PROGRAMS: dict[tuple[str, str], Callable[[Tensor, Tensor, Tensor], Any]] = {
 @pytest.mark.parametrize("pair", PRECEDENCE, ids=lambda pair: f"{pair[0].name} before {pair[1].name}")
 def test_precedence_lists_only_rules_that_disagree(pair: tuple[Rule, Rule]) -> None:
     capture = Capture()
-    capture.compile(PROGRAMS[pair[0].name, pair[1].name])(**layer_tensors(1))
+    capture.compile(PROGRAMS[pair[0].name, pair[1].name])(**tensors(1))
     assert pair in capture.decided
 
 
 def test_rules_that_disagree_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conflicts, "PRECEDENCE", {})
     with pytest.raises(Exception, match="rules `pointwise` and `comparison` know different values of `%eq"):
-        Capture().compile(_compared_mask)(**layer_tensors(1))
+        Capture().compile(_compared_mask)(**tensors(1))
 
 
 def test_a_call_is_read_again_once_its_arguments_change() -> None:

@@ -40,161 +40,113 @@ def value(node: Node) -> Tensor:
     return node.meta["val"]
 
 
-Spellings = dict[str, tuple[Callable[[Any], Any], Any]]
-"""Name -> a function of x `[4, 6]`, and what its result is found to be; None if it is not found."""
-
-SLICES: Spellings = {
-    "select": (lambda x: x.select(1, 2), (1, 2)),
-    "select from the end": (lambda x: x.select(-1, -2), (1, 4)),
-    "select of the first, from the end": (lambda x: x.select(-2, -4), (0, 0)),
-    "unbind": (lambda x: x.unbind()[0], (0, 0)),
-    "unbind of the last dimension": (lambda x: x.unbind(-1)[-1], (1, 5)),
-    "an index": (lambda x: x[1], (0, 1)),
-    "an index from the end": (lambda x: x[-1], (0, 3)),
-    "an index and whole dimensions": (lambda x: x[1, :], (0, 1)),
-    "the second index": (lambda x: x[:, 0], (1, 0)),
-    "the second index, after a step of 1": (lambda x: x[::1, 3], (1, 3)),
-    "the last index": (lambda x: x[..., 3], (1, 3)),
-    "the first index": (lambda x: x[0, ...], (0, 0)),
-    "an ellipsis that stands for nothing": (lambda x: x[:, ..., 3], (1, 3)),
-    "two indices": (lambda x: x[1, 2], None),
-    "all": (lambda x: x[:, :], None),
-    "a step": (lambda x: x[::2, 1], None),
-    "a start": (lambda x: x[1:, 1], None),
-    "a stop": (lambda x: x[:3, 1], None),
-    "a new dimension": (lambda x: x[None, 1], None),
-    "only a new dimension": (lambda x: x[None], None),
-    "True": (lambda x: x[True], None),
-    "False": (lambda x: x.unbind()[False], None),
-    "an index that is computed": (lambda x: x[x.argmax() % 4], None),
-    "an entry of a chunk": (lambda x: x.chunk(4)[1], None),
-    "a result of several": (lambda x: x.max(0)[0], None),
-    "several entries of unbind": (lambda x: x.unbind()[0:1], None),
-    "an index of two numbers": (lambda x: x[[0, 1]], None),
-    "another function": (lambda x: x.narrow(0, 1, 1), None),
-    "x itself": (lambda x: x, None),
+# Functions of x `[4, 6]`, and what their result is found to be: `slice` (dim, index), `range` (dim, start, stop),
+# `column` (index), or x `repeated` along a new dimension.
+NODES: dict[str, tuple[Callable[[Any], Any], dict[str, tuple[int, ...]]]] = {
+    "select": (lambda x: x.select(1, 2), {"slice": (1, 2)}),
+    "select from the end": (lambda x: x.select(-1, -2), {"slice": (1, 4)}),
+    "select of the first, from the end": (lambda x: x.select(-2, -4), {"slice": (0, 0)}),
+    "unbind": (lambda x: x.unbind()[0], {"slice": (0, 0)}),
+    "unbind of the last dimension": (lambda x: x.unbind(-1)[-1], {"slice": (1, 5)}),
+    "an index": (lambda x: x[1], {"slice": (0, 1)}),
+    "an index from the end": (lambda x: x[-1], {"slice": (0, 3)}),
+    "an index and whole dimensions": (lambda x: x[1, :], {"slice": (0, 1)}),
+    "the second index": (lambda x: x[:, 0], {"slice": (1, 0)}),
+    "the second index, after a step of 1": (lambda x: x[::1, 3], {"slice": (1, 3)}),
+    "the last index": (lambda x: x[..., 3], {"slice": (1, 3)}),
+    "an ellipsis that stands for nothing": (lambda x: x[:, ..., 3], {"slice": (1, 3)}),
+    "two indices": (lambda x: x[1, 2], {}),
+    "all": (lambda x: x[:, :], {}),
+    "a step": (lambda x: x[::2, 1], {}),
+    "a start": (lambda x: x[1:, 1], {}),
+    "a stop": (lambda x: x[:3, 1], {}),
+    "a new dimension": (lambda x: x[None, 1], {}),
+    "only a new dimension": (lambda x: x[None], {"repeated": (0,)}),
+    "True": (lambda x: x[True], {}),
+    "False": (lambda x: x.unbind()[False], {}),
+    "an index that is computed": (lambda x: x[x.argmax() % 4], {}),
+    "an entry of a chunk": (lambda x: x.chunk(4)[1], {"range": (0, 1, 2)}),
+    "a result of several": (lambda x: x.max(0)[0], {}),
+    "several entries of unbind": (lambda x: x.unbind()[0:1], {}),
+    "an index of two numbers": (lambda x: x[[0, 1]], {}),
+    "x itself": (lambda x: x, {}),
+    "narrow": (lambda x: x.narrow(1, 2, 3), {"range": (1, 2, 5)}),
+    "narrow from the start": (lambda x: torch.narrow(x, -1, 0, 1), {"range": (1, 0, 1), "column": (0,)}),
+    "aten.slice": (lambda x: aten.slice(x, -1, 1, 4), {"range": (1, 1, 4)}),
+    "aten.slice of the first dimension": (lambda x: aten.slice.Tensor(x, 0, -3), {"range": (0, 1, 4)}),
+    "a slice": (lambda x: x[1:3], {"range": (0, 1, 3)}),
+    "a slice from the end": (lambda x: x[-3:-1], {"range": (0, 1, 3)}),
+    "a slice that ends after the end": (lambda x: x[1:9], {"range": (0, 1, 4)}),
+    "the second slice": (lambda x: x[:, 1:], {"range": (1, 1, 6)}),
+    "the first slice": (lambda x: x[:2, :], {"range": (0, 0, 2)}),
+    "an entry of a chunk, as a range": (lambda x: x.chunk(3, 1)[1], {"range": (1, 2, 4)}),
+    "the last entry of a chunk": (lambda x: x.chunk(3, -1)[-1], {"range": (1, 4, 6)}),
+    "an entry of a split": (lambda x: x.split([1, 2, 3], 1)[2], {"range": (1, 3, 6)}),
+    "the first entry of a split": (lambda x: x.split(3)[0], {"range": (0, 0, 3)}),
+    "an empty slice": (lambda x: x[2:2], {}),
+    "a step of 2": (lambda x: x[0:3:2], {}),
+    "two slices": (lambda x: x[1:2, 1:2], {}),
+    "a slice and an index": (lambda x: x[1:3, 0], {}),
+    "a slice and a new dimension": (lambda x: x[None, 1:3], {}),
+    "narrow from the end": (lambda x: x.narrow(0, -1, 1), {}),
+    "narrow to a size that is computed": (lambda x: x.narrow(0, 0, x.size(0) - 1), {}),
+    "narrow from a number that is computed": (lambda x: x.narrow(0, x.size(0) - 1, 1), {}),
+    "a stop that is computed": (lambda x: x[: x.size(0) - 1], {}),
+    "several entries of a chunk": (lambda x: x.chunk(3)[0:2], {}),
+    "a slice of the entries of unbind": (lambda x: x.unbind()[1:2], {}),
+    "a slice, as a column": (lambda x: x[:, 1:2], {"range": (1, 1, 2), "column": (1,)}),
+    "the last slice, as a column": (lambda x: x[..., 5:], {"range": (1, 5, 6), "column": (5,)}),
+    "an entry of a chunk, as a column": (lambda x: x.chunk(6, 1)[4], {"range": (1, 4, 5), "column": (4,)}),
+    "an index and a new dimension": (lambda x: x[:, 1, None], {"column": (1,)}),
+    "an ellipsis, an index and a new dimension": (lambda x: x[..., -1, None], {"column": (5,)}),
+    "an index, unsqueezed": (lambda x: x[..., 0].unsqueeze(-1), {"column": (0,), "repeated": (1,)}),
+    "a row, unsqueezed": (lambda x: x[1].unsqueeze(-1), {"repeated": (1,)}),
+    "a row and a new dimension": (lambda x: x[1, None], {}),
+    "an index, unsqueezed before": (lambda x: x[:, 1].unsqueeze(0), {"repeated": (0,)}),
+    "an element": (lambda x: x[0, 1, None], {}),
+    "an element of some rows": (lambda x: x[:2, 1, None], {}),
+    "True, as a column": (lambda x: x[:, True, None], {}),
+    "x with a new dimension": (lambda x: x.unsqueeze(-1), {"repeated": (2,)}),
+    "an index in the middle": (lambda x: x[None][..., 1, :].unsqueeze(-1), {"repeated": (2,)}),
+    "a row of a stack": (lambda x: x[None][:, 1, None], {}),
+    "unsqueeze": (lambda x: x.unsqueeze(1), {"repeated": (1,)}),
+    "the last None": (lambda x: x[:, :, None], {"repeated": (2,)}),
+    "expand": (lambda x: x.expand(3, -1, -1), {"repeated": (0,)}),
+    "repeat": (lambda x: x.repeat(3, 1, 1), {"repeated": (0,)}),
+    "expand_as": (lambda x: x.expand_as(x.new_zeros(3, 4, 6)), {"repeated": (0,)}),
+    "unsqueeze, expand": (lambda x: x.unsqueeze(1).expand(4, 3, 6), {"repeated": (1,)}),
+    "None, repeat": (lambda x: x[:, None].repeat(1, 3, 1), {"repeated": (1,)}),
+    "expand, expand": (lambda x: x[None].expand(3, 4, 6).expand(3, 4, 6), {"repeated": (0,)}),
+    "repeat along an old dimension": (lambda x: x.repeat(2, 1), {}),
+    "repeat along two dimensions": (lambda x: x.repeat(2, 2, 1), {}),
+    "a dimension of x, expanded": (lambda x: x[:, :1].expand(4, 6), {}),
+    "two new dimensions": (lambda x: x[None, None], {}),
+    "a new dimension of some rows": (lambda x: x[None, 1:], {}),
+    "rows that are chosen": (lambda x: x[torch.zeros(3, 4, dtype=torch.int64)], {}),
+    "expand to more dimensions": (lambda x: x.expand(2, 3, 4, 6), {}),
+    "a stack": (lambda x: torch.stack([x, x]), {}),
+    "zeros": (lambda x: torch.zeros(1, 4, 6), {}),
 }
-
-RANGES: Spellings = {
-    "narrow": (lambda x: x.narrow(1, 2, 3), (1, 2, 5)),
-    "narrow from the start": (lambda x: torch.narrow(x, -1, 0, 1), (1, 0, 1)),
-    "aten.slice": (lambda x: aten.slice(x, -1, 1, 4), (1, 1, 4)),
-    "aten.slice of the first dimension": (lambda x: aten.slice.Tensor(x, 0, -3), (0, 1, 4)),
-    "a slice": (lambda x: x[1:3], (0, 1, 3)),
-    "a slice from the end": (lambda x: x[-3:-1], (0, 1, 3)),
-    "a slice that ends after the end": (lambda x: x[1:9], (0, 1, 4)),
-    "a step of 1": (lambda x: x[1:3:1], (0, 1, 3)),
-    "the second slice": (lambda x: x[:, 1:], (1, 1, 6)),
-    "the first slice": (lambda x: x[:2, :], (0, 0, 2)),
-    "the last slice": (lambda x: x[..., 2:], (1, 2, 6)),
-    "the first slice before an ellipsis": (lambda x: x[2:, ...], (0, 2, 4)),
-    "an entry of a chunk": (lambda x: x.chunk(3, 1)[1], (1, 2, 4)),
-    "the last entry of a chunk": (lambda x: x.chunk(3, -1)[-1], (1, 4, 6)),
-    "an entry of a split": (lambda x: x.split([1, 2, 3], 1)[2], (1, 3, 6)),
-    "the first entry of a split": (lambda x: x.split(3)[0], (0, 0, 3)),
-    "an empty slice": (lambda x: x[2:2], None),
-    "a slice that ends before it starts": (lambda x: x[3:1], None),
-    "a step of 2": (lambda x: x[0:3:2], None),
-    "two slices": (lambda x: x[1:2, 1:2], None),
-    "all": (lambda x: x[:], None),
-    "a slice and an index": (lambda x: x[1:3, 0], None),
-    "a slice and a new dimension": (lambda x: x[None, 1:3], None),
-    "narrow from the end": (lambda x: x.narrow(0, -1, 1), None),
-    "narrow to a size that is computed": (lambda x: x.narrow(0, 0, x.size(0) - 1), None),
-    "narrow from a number that is computed": (lambda x: x.narrow(0, x.size(0) - 1, 1), None),
-    "a stop that is computed": (lambda x: x[: x.size(0) - 1], None),
-    "several entries of a chunk": (lambda x: x.chunk(3)[0:2], None),
-    "a result of several": (lambda x: x.max(0)[0], None),
-    "an entry of unbind": (lambda x: x.unbind()[1], None),
-    "a slice of the entries of unbind": (lambda x: x.unbind()[1:2], None),
-    "an index": (lambda x: x[1], None),
-    "another function": (lambda x: x.select(0, 1), None),
-}
-
-COLUMNS: Spellings = {
-    "a slice": (lambda x: x[:, 1:2], 1),
-    "the last slice": (lambda x: x[..., 5:], 5),
-    "narrow": (lambda x: x.narrow(-1, 2, 1), 2),
-    "an entry of a chunk": (lambda x: x.chunk(6, 1)[4], 4),
-    "an index and a new dimension": (lambda x: x[:, 1, None], 1),
-    "an ellipsis, an index and a new dimension": (lambda x: x[..., -1, None], 5),
-    "an index, unsqueezed": (lambda x: x[..., 0].unsqueeze(-1), 0),
-    "select, unsqueezed": (lambda x: x.select(1, 3).unsqueeze(1), 3),
-    "two columns": (lambda x: x[:, 1:3], None),
-    "a row": (lambda x: x[1:2], None),
-    "a row, unsqueezed": (lambda x: x[1].unsqueeze(-1), None),
-    "a row and a new dimension": (lambda x: x[1, None], None),
-    "an index, unsqueezed before": (lambda x: x[:, 1].unsqueeze(0), None),
-    "an element": (lambda x: x[0, 1, None], None),
-    "an element of some rows": (lambda x: x[:2, 1, None], None),
-    "True": (lambda x: x[:, True, None], None),
-    "only a new dimension": (lambda x: x[..., None], None),
-    "x with a new dimension": (lambda x: x.unsqueeze(-1), None),
-    "an index without dimensions": (lambda x: x[()], None),
-    "an index in the middle": (lambda x: x[None][..., 1, :].unsqueeze(-1), None),
-    "a row of a stack": (lambda x: x[None][:, 1, None], None),
-    "x itself": (lambda x: x, None),
-}
-
-REPETITIONS: Spellings = {
-    "unsqueeze": (lambda x: x.unsqueeze(1), 1),
-    "unsqueeze at the end": (lambda x: x.unsqueeze(-1), 2),
-    "None": (lambda x: x[None], 0),
-    "the second None": (lambda x: x[:, None, :], 1),
-    "the last None": (lambda x: x[:, :, None], 2),
-    "expand": (lambda x: x.expand(3, -1, -1), 0),
-    "repeat": (lambda x: x.repeat(3, 1, 1), 0),
-    "expand_as": (lambda x: x.expand_as(x.new_zeros(3, 4, 6)), 0),
-    "unsqueeze, expand": (lambda x: x.unsqueeze(1).expand(4, 3, 6), 1),
-    "None, repeat": (lambda x: x[:, None].repeat(1, 3, 1), 1),
-    "expand, expand": (lambda x: x[None].expand(3, 4, 6).expand(3, 4, 6), 0),
-    "repeat along an old dimension": (lambda x: x.repeat(2, 1), None),
-    "repeat along two dimensions": (lambda x: x.repeat(2, 2, 1), None),
-    "a dimension of x, expanded": (lambda x: x[:, :1].expand(4, 6), None),
-    "two new dimensions": (lambda x: x[None, None], None),
-    "a new dimension of some rows": (lambda x: x[None, 1:], None),
-    "rows that are chosen": (lambda x: x[torch.zeros(3, 4, dtype=torch.int64)], None),
-    "True": (lambda x: x[True], None),
-    "an index": (lambda x: x[0], None),
-    "expand to more dimensions": (lambda x: x.expand(2, 3, 4, 6), None),
-    "a stack": (lambda x: torch.stack([x, x]), None),
-    "zeros": (lambda x: torch.zeros(1, 4, 6), None),
+SPELLED: dict[str, Callable[..., Tensor]] = {
+    "slice": torch.select,
+    "range": lambda x, dim, start, stop: x.narrow(dim, start, stop - start),
+    "column": lambda x, index: x[..., index : index + 1],
+    "repeated": torch.unsqueeze,
 }
 
 
-def spelled(table: Spellings) -> Any:
-    return pytest.mark.parametrize(("function", "wanted"), [pytest.param(*row, id=name) for name, row in table.items()])
-
-
-@spelled(SLICES)
-def test_slice(function: Callable[[Tensor], Tensor], wanted: tuple[int, int] | None) -> None:
+@pytest.mark.parametrize("name", NODES)
+def test_what_a_node_is_of_x(name: str) -> None:
+    function, wanted = NODES[name]
     x, node = traced(function)
-    found = shapes.slice_of(node)
-    assert found == (wanted and (x, *wanted))
-    assert wanted is None or torch.equal(value(node), value(x).select(*wanted))
-
-
-@spelled(RANGES)
-def test_range(function: Callable[[Tensor], Tensor], wanted: tuple[int, int, int] | None) -> None:
-    x, node = traced(function)
-    assert shapes.range_of(node) == (wanted and (x, *wanted))
-    if wanted is not None:
-        dim, start, stop = wanted
-        assert torch.equal(value(node), value(x).narrow(dim, start, stop - start))
-
-
-@spelled(COLUMNS)
-def test_column(function: Callable[[Tensor], Tensor], wanted: int | None) -> None:
-    x, node = traced(function)
-    assert shapes.column_of(node) == (None if wanted is None else (x, wanted))
-    assert wanted is None or torch.equal(value(node), value(x)[..., wanted : wanted + 1])
-
-
-@spelled(REPETITIONS)
-def test_repetition(function: Callable[[Tensor], Tensor], wanted: int | None) -> None:
-    x, node = traced(function)
-    assert shapes.repeated(node) == ((node, None) if wanted is None else (x, wanted))
-    assert wanted is None or (value(node) == value(x).unsqueeze(wanted)).all()
+    found = {"slice": shapes.slice_of(node), "range": shapes.range_of(node), "column": shapes.column_of(node)}
+    if shapes.repeated(node) != (node, None):
+        found["repeated"] = shapes.repeated(node)
+    assert {kind: (*numbers,) for kind, one in found.items() if one is not None for _, *numbers in [one]} == wanted
+    for kind, numbers in wanted.items():
+        source, *_ = found[kind]
+        assert source is x or kind == "repeated"
+        assert torch.equal(value(node), SPELLED[kind](value(source), *numbers).expand_as(value(node)))
 
 
 # --- Symbolic sizes --------------------------------------------------------------------------------------------------

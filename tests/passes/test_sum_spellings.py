@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -12,72 +13,49 @@ import torch.nn.functional as F
 from families import family
 from graphs import compare
 from kinds import KINDS, MAIN_KINDS, MODES, SAME, D, More, fuses_to_one, tensors
-from spellings import gated
+from spellings import SUMS, gated
 from torch import Tensor
 
 
 def _accumulated(y: Any, terms: list[Tensor]) -> Tensor:
-    for term in terms:
-        y = y + term
-    return y
+    return functools.reduce(operator.add, terms, y)
 
 
-def _accumulated_in_place(y: Tensor, terms: list[Tensor]) -> Tensor:
-    for term in terms:
-        y += term
-    return y
+def _scaled(numbers: Any, terms: list[Tensor]) -> Tensor:
+    return sum(number * term for number, term in zip(numbers, terms, strict=True))
 
 
-FLOATS = (0.5, -1.75)
+def _of_terms(total: Callable[[list[Tensor]], Tensor]) -> Callable[[list[Tensor], More], Tensor]:
+    return lambda terms, more: total(terms)
 
 
 # The sum of the terms of all masks.
 TOTALS: dict[str, Callable[[list[Tensor], More], Tensor]] = {
-    "sum": lambda terms, more: sum(terms),
-    "torch.add by keywords": lambda terms, more: functools.reduce(lambda y, t: torch.add(input=y, other=t), terms),
-    "stack.sum": lambda terms, more: torch.stack(terms).sum(0),
-    "torch.sum by keywords": lambda terms, more: torch.sum(input=torch.stack(tensors=terms, dim=0), dim=0),
-    "sum of a tuple of dims": lambda terms, more: torch.stack(terms).sum(dim=(0,)),
-    "stack.mean(0)": lambda terms, more: torch.stack(terms).mean(0),
-    "stack.mean(dim=0)": lambda terms, more: torch.stack(terms, -1).mean(dim=-1),
-    "torch.mean": lambda terms, more: torch.mean(torch.stack(terms, 1), 1),
-    "sum / n": lambda terms, more: sum(terms) / len(terms),
-    "sum * (1 / n)": lambda terms, more: sum(terms) * (1 / len(terms)),
-    "terms / n": lambda terms, more: sum(t / len(terms) for t in terms),
-    "0.5 * term": lambda terms, more: sum(0.5 * t for t in terms),
-    "floats": lambda terms, more: sum(f * t for f, t in zip(FLOATS, terms, strict=True)),
+    **{name: _of_terms(total) for name, total in SUMS.items()},
+    "numbers": lambda terms, more: _scaled((0.5, -1.75), terms),
     "0.5 * the first": lambda terms, more: 0.5 * terms[0] + terms[1],
     "a difference": lambda terms, more: terms[0] - terms[1],
     "numbers that are almost equal": lambda terms, more: terms[0] + (1 + 1e-9) * terms[1],
     "an opposite": lambda terms, more: -terms[0] + terms[1],
-    "stack, scaled": lambda terms, more: (0.5 * torch.stack(terms)).sum(0),
-    "stack, divided": lambda terms, more: (torch.stack(terms) / 4).sum(0),
     "stack, times one weight": lambda terms, more: (more["a0"] * torch.stack(terms)).sum(0),
     "a[None] of the last dimension": lambda terms, more: (torch.stack(terms, -1) * more["a"]).sum(-1),
     "a[:, None]": lambda terms, more: (torch.stack(terms, 1) * more["a"][:, None]).sum(1),
-    "weighted and scaled": lambda terms, more: sum(0.5 * (more["a"][i] * t) for i, t in enumerate(terms)),
-    "stack @ a": lambda terms, more: torch.stack(terms, -1) @ more["a"],
+    "weighted and scaled": lambda terms, more: 0.5 * _scaled(more["a"], terms),
     "a[i] * term": lambda terms, more: sum(more["a"][i] * t for i, t in enumerate(terms)),
-    "term * a[i]": lambda terms, more: _accumulated(0, [t * a for t, a in zip(terms, more["a"].unbind(), strict=True)]),
-    "softmax(a)[i] * term": lambda terms, more: sum(more["a"].softmax(0)[i] * t for i, t in enumerate(terms)),
+    "stack @ a": lambda terms, more: torch.stack(terms, -1) @ more["a"],
+    "term * a[i]": lambda terms, more: sum(t * a for t, a in zip(terms, more["a"].unbind(), strict=True)),
+    "softmax(a)[i] * term": lambda terms, more: _scaled(more["a"].softmax(0), terms),
     "scalar parameters": lambda terms, more: more["a0"] * terms[0] + terms[1] * more["a1"],
     "a[:, None, None]": lambda terms, more: (torch.stack(terms) * more["a"][:, None, None]).sum(0),
     "a.view(-1, 1, 1)": lambda terms, more: (more["a"].view(-1, 1, 1) * torch.stack(terms)).sum(0),
     "einsum of a": lambda terms, more: torch.einsum("n,nbd->bd", more["a"], torch.stack(terms)),
-    "einsum": lambda terms, more: torch.einsum("nbd->bd", torch.stack(terms)),
     "scaled sum": lambda terms, more: more["a0"] * sum(terms),
-    "bias first": lambda terms, more: _accumulated(more["bias"], terms),
-    "sum from a bias": lambda terms, more: sum(terms, more["bias"]),
     "bias first, expanded": lambda terms, more: _accumulated(more["bias"].expand(5, D), terms),
     "bias first, of mean": lambda terms, more: _accumulated(more["bias"], [t / len(terms) for t in terms]),
-    "bias last": lambda terms, more: sum(terms) + more["bias"],
     "bias between": lambda terms, more: terms[0] + more["bias"] + terms[1],
     "bias between a difference": lambda terms, more: terms[0] + more["bias"] - terms[1],
     "bias of a narrower dtype": lambda terms, more: _accumulated(more["narrow"][0], terms),
     "bias in the second sum": lambda terms, more: terms[0] + (more["bias"] + terms[1]),
-    "zeros after": lambda terms, more: (terms[0] + terms[1]) + torch.zeros_like(terms[0]),
-    "zeros and +=": lambda terms, more: _accumulated_in_place(torch.zeros_like(terms[0]), terms),
-    "dropout of 0 per term": lambda terms, more: sum(F.dropout(t, 0.0) for t in terms),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -58,22 +59,17 @@ EXPRESSIONS: dict[str, Callable[[Tensor, More], Tensor]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "pair", "kind", "mode"), family(EXPRESSIONS, ["w - w * m", "total - gate"], ["float", "logits"], MODES)
+    ("name", "pair", "kind", "mode"),
+    family(EXPRESSIONS, [None, "w - w * m", "total - gate"], ["float", "logits"], MODES),
 )
-def test_weight_is_an_expression(name: str, pair: str, kind: str, mode: str) -> None:
-    """The weight is computed once per mask; in the next test it is computed once per product."""
+def test_weight_is_an_expression(name: str, pair: str | None, kind: str, mode: str) -> None:
+    """The weight is computed once per mask, or without a pair once per product."""
 
     def term(x: Tensor, w: Tensor, m: Tensor, more: More) -> Tensor:
-        return activated(PAIRS[pair](x, EXPRESSIONS[name](w, more), m, KINDS[kind].complement(m)))
-
-    fuses_to_one(sum_of(term), KINDS[kind], mode)
-
-
-@pytest.mark.parametrize(("kind", "mode", "name"), family(["logits", "float"], MODES, EXPRESSIONS))
-def test_weight_is_computed_at_each_use(kind: str, mode: str, name: str) -> None:
-    def term(x: Tensor, w: Tensor, m: Tensor, more: More) -> Tensor:
-        gate = F.linear(x, EXPRESSIONS[name](w, more) * m)
-        return F.silu(gate) * F.linear(x, EXPRESSIONS[name](w, more) * KINDS[kind].complement(m))
+        weight, complement = EXPRESSIONS[name](w, more), KINDS[kind].complement(m)
+        if pair is None:
+            return term_of_weights(x, weight * m, EXPRESSIONS[name](w, more) * complement)
+        return activated(PAIRS[pair](x, weight, m, complement))
 
     fuses_to_one(sum_of(term), KINDS[kind], mode)
 
@@ -173,61 +169,59 @@ def test_weight_stored_the_other_way(spelling: str, square: bool) -> None:
     assert masked_products(capture.calls) == 0
 
 
+# How a module reads its masks.
+BUFFERS: dict[str, Callable[[Any], Any]] = {
+    "tensors of their own": lambda model: [model.mask0, model.mask1, model.mask2],
+    "iterated": lambda model: model.stacked,
+    "unbind": lambda model: model.stacked.unbind(),
+    "index": lambda model: [model.stacked[i] for i in range(3)],
+}
+
+
 class Buffers(nn.Module):
-    """Fixed masks in buffers, read in four ways."""
+    """Fixed masks in buffers."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, masks: Callable[[Any], Any]) -> None:
         super().__init__()
-        self.way = way
+        self.masks = masks
         self.weight = nn.Parameter(torch.randn(12, 16, dtype=torch.float64))
-        masks = torch.rand(3, 12, 16) > 0.5
-        self.register_buffer("stacked", masks)
+        self.register_buffer("stacked", torch.rand(3, 12, 16) > 0.5)
         for i in range(3):
-            self.register_buffer(f"mask{i}", masks[i].clone())
-
-    def masks(self) -> Any:
-        if self.way == "list":
-            return [self.mask0, self.mask1, self.mask2]
-        if self.way == "index":
-            return [self.stacked[i] for i in range(3)]
-        return self.stacked.unbind() if self.way == "unbind" else self.stacked
+            self.register_buffer(f"mask{i}", self.stacked[i].clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        return sum(F.silu(F.linear(x, self.weight * m)) * F.linear(x, self.weight * ~m) for m in self.masks())
-
-
-@pytest.mark.parametrize("way", ["list", "iterated", "unbind", "index"])
-def test_mask_buffers(way: str) -> None:
-    model, x = Buffers(way), torch.randn(4, 16, dtype=torch.float64)
-    capture = Capture(strict=True)
-    assert_same(model_results(model, x, capture.compile(model)), model_results(model, x), SAME)
-    # Slices of one tensor are packed together; separate masks are stacked first.
-    assert capture.calls == {"mglu.pack_masks": 1, "mglu.forward": 1} | ({"stack": 1} if way == "list" else {})
+        return sum(gated(x, self.weight, m, ~m) for m in self.masks(self))
 
 
 class LogitList(nn.Module):
     """Logits in a ParameterList, with one parameter per mask."""
 
-    def __init__(self, n_masks: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(12, 16, dtype=torch.float64))
-        self.logits = nn.ParameterList(torch.randn(12, 16, dtype=torch.float64) for _ in range(n_masks))
+        self.logits = nn.ParameterList(torch.randn(12, 16, dtype=torch.float64) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = None
-        for logits in self.logits:
-            term = gated(x, self.weight, straight_through(logits))
-            y = term if y is None else y + term
-        return y
+        return sum(gated(x, self.weight, straight_through(logits)) for logits in self.logits)
 
 
-@pytest.mark.parametrize("n_masks", [1, 3])
-def test_one_parameter_per_mask(n_masks: int) -> None:
-    model, x = LogitList(n_masks), torch.randn(4, 16, dtype=torch.float64)
-    capture = Capture(strict=True)
+def _compiled(model: nn.Module) -> Counter[str]:
+    """Check results and gradients of a model, and return how often its graph calls each operation."""
+    x, capture = torch.randn(4, 16, dtype=torch.float64), Capture(strict=True)
     assert_same(model_results(model, x, capture.compile(model)), model_results(model, x), SAME)
-    assert capture.calls["mglu.forward_ste"] == 1
-    assert masked_products(capture.calls) == 0
+    return capture.calls
+
+
+@pytest.mark.parametrize("way", BUFFERS)
+def test_mask_buffers(way: str) -> None:
+    """Slices of one tensor are packed together; separate masks are stacked first."""
+    stacks = {"stack": 1} if way == "tensors of their own" else {}
+    assert _compiled(Buffers(BUFFERS[way])) == {"mglu.pack_masks": 1, "mglu.forward": 1} | stacks
+
+
+def test_one_parameter_per_mask() -> None:
+    calls = _compiled(LogitList())
+    assert [calls["mglu.forward_ste"], masked_products(calls)] == [1, 0]
 
 
 # --- Products with one argument changed ------------------------------------------------------------------------------
@@ -239,11 +233,6 @@ Program = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
 def _copied_without_a_gradient(w: Tensor) -> Tensor:
     with torch.no_grad():
         return w.clone()
-
-
-def _channels(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
-    total = F.linear(x, w)
-    return term_of_products(total * m, total * ~m)
 
 
 def _total_of_columns(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
@@ -283,102 +272,7 @@ def _masked(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", STILL_ONE_WEIGHT)
 def test_products_that_are_of_one_weight(name: str) -> None:
+    layer = lookalikes.by_name(lambda x, w, logits, bits, other: STILL_ONE_WEIGHT[name](x, w, bits, other))
     budget = 10 * BUDGET[torch.float32 if "float32" in name else torch.float64]
-    capture = _compared(STILL_ONE_WEIGHT[name], budget)
-    assert capture.reasons == []
-    assert len(capture.report.fused) == 1
-
-
-def _compared(program: Program, budget: float) -> Capture:
-    def layer(x: Tensor, weight: Tensor, logits: Tensor, bits: Tensor, other: Tensor) -> Any:
-        return program(x, weight, bits, other)
-
-    return compare(layer, lambda: lookalikes.tensors(("x", "weight")), budget)
-
-
-# Name -> a part of the reason, and the program.
-OTHER_PRODUCTS: dict[str, tuple[str, Program]] = {
-    "rounded to float32": (
-        "does not know",
-        lambda x, w, m, o: term_of_weights(x, (w * m[0]).float().double(), (w * ~m[0]).float().double()),
-    ),
-    "the weight less a rounded one": (
-        "does not know",
-        lambda x, w, m, o: term_of_weights(x, w * m[0], w - (w * m[0]).float()),
-    ),
-    "masked again after rounding": (
-        "does not know",
-        lambda x, w, m, o: term_of_weights(x, (w * m[0]).float() * m[0].double(), w * ~m[0]),
-    ),
-    "rounded to integers": (
-        "does not know",
-        lambda x, w, m, o: term_of_weights(x, (w * m[0] * 9).long().double(), (w * 9 * ~m[0]).long().double()),
-    ),
-    "one copy without a gradient": (
-        "different weights",
-        lambda x, w, m, o: term_of_weights(x, w * m[0], _copied_without_a_gradient(w) * ~m[0]),
-    ),
-    "transposed to itself": (
-        "does not know",
-        lambda x, w, m, o: term_of_products(x @ (w * m[0]).transpose(0, 0), x @ (w * ~m[0]).t()),
-    ),
-    "the real part": ("does not know", lambda x, w, m, o: term_of_products(x @ (w * m[0]).real, x @ (w * ~m[0]).T)),
-    "transposed products of unknown tensors": (
-        "not recognised",
-        lambda x, w, m, o: term_of_products(x @ (w * o).t(), x @ (w * o.tanh()).t()),
-    ),
-    "a difference of two inputs": (
-        "does not know",
-        lambda x, w, m, o: term_of_products(F.linear(x, w * m[0]), F.linear(x, w) - F.linear(2 * x, w * m[0])),
-    ),
-    "a difference of two layouts": (
-        "does not know",
-        lambda x, w, m, o: term_of_products(F.linear(x, w * m[0]), F.linear(x, w) - x @ (w * m[0])),
-    ),
-    "a difference of two weights": (
-        "does not know",
-        lambda x, w, m, o: term_of_products(F.linear(x, w * m[0]), F.linear(x, w) - F.linear(x, o * m[0])),
-    ),
-    "a row less the gate": (
-        "does not know",
-        lambda x, w, m, o: (o[0] - F.linear(x, w * m[0])) * F.linear(x, w * ~m[0]),
-    ),
-    "the gate less a row": (
-        "does not know",
-        lambda x, w, m, o: (F.linear(x, w * m[0]) - o[0]) * F.linear(x, w * ~m[0]),
-    ),
-    "a bias of the total": (
-        "adds a bias",
-        lambda x, w, m, o: term_of_total(F.linear(x, w, o[0]), F.linear(x, w * m[0])),
-    ),
-    "a bias of what is subtracted": (
-        "adds a bias",
-        lambda x, w, m, o: term_of_products(F.linear(x, w * m[0]), F.linear(x, w) - F.linear(x, w * m[0], o[0])),
-    ),
-    "twice a bias": (
-        "adds a bias",
-        lambda x, w, m, o: term_of_products(torch.addmm(o[0], x, (w * m[0]).t(), beta=2), F.linear(x, w * ~m[0])),
-    ),
-    "a gate that is rounded": (
-        "does not know",
-        lambda x, w, m, o: F.silu(F.linear(x, w * m[0]).float()).double() * F.linear(x, w * ~m[0]),
-    ),
-    "masked outputs": ("per-channel", lambda x, w, m, o: _channels(x, w, m[0, 0])),
-    "masked outputs, by a row": ("per-channel", lambda x, w, m, o: _channels(x, w, m[0, :1])),
-    "masked tokens": ("", lambda x, w, m, o: _channels(x, w, m[0, :5, :1])),
-    "masked elements of the outputs": ("", lambda x, w, m, o: _channels(x, w, m[0, :5])),
-    "outputs times a bit": ("", lambda x, w, m, o: _channels(x, w, m[0, 0, 0])),
-    "outputs times a stack of rows": ("", lambda x, w, m, o: _channels(x, w, m[:, :1])),
-    "masked outputs of a masked weight": (
-        "does not know",
-        lambda x, w, m, o: term_of_products(F.linear(x, w * m[0]) * m[0, 0], F.linear(x, w * ~m[0])),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OTHER_PRODUCTS)
-def test_products_that_are_not_of_one_masked_weight(name: str) -> None:
-    reason, program = OTHER_PRODUCTS[name]
-    capture = _compared(program, SAME)
-    assert capture.report.fused == []
-    assert [reason in text for text in capture.reasons] == [True] * bool(reason)
+    capture = compare(layer, lambda: lookalikes.tensors(("x", "weight")), budget)
+    assert [len(capture.report.fused), capture.reasons] == [1, []]

@@ -15,20 +15,14 @@ import torch
 import torch.nn.functional as F
 from budgets import BUDGET
 from graphs import compare
-from spellings import straight_through
+from spellings import PROJECTIONS, straight_through
 from torch import Tensor
 
 SAME = 10 * BUDGET[torch.float64]
 
-
 D = H = 8
-
-
 N_MASKS = 2
-
-
 More = dict[str, Tensor]
-
 
 Layer = Callable[[Tensor, Tensor, list[Tensor], More], Any]
 
@@ -101,9 +95,23 @@ def sum_of(term: Callable[[Tensor, Tensor, Tensor, More], Tensor]) -> Layer:
     return lambda x, weight, masks, more: sum(term(x, weight, m, more) for m in masks)
 
 
-# Gate and value from x, weight, mask and complement.
-PAIRS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
-    "masked twice": lambda x, w, m, c: (F.linear(x, w * m), F.linear(x, w * c)),
+def _projected(project: Callable[[Tensor, Tensor], Tensor]) -> Pair:
+    return lambda x, w, m, c: (project(x, w * m), project(x, w * c))
+
+
+def _less_masked(x: Tensor, w: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
+    return F.linear(x, masked), F.linear(x, w - masked)
+
+
+def _less_gate(gate: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    return gate, total - gate
+
+
+Pair = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Makes gate and value from x, weight, mask and complement."""
+
+PAIRS: dict[str, Pair] = {
+    "masked twice": _projected(F.linear),
     "gate by the complement": lambda x, w, m, c: (F.linear(x, w * c), F.linear(x, w * m)),
     "w - w * m": lambda x, w, m, c: (F.linear(x, w * m), F.linear(x, w - w * m)),
     "w - m * w": lambda x, w, m, c: (F.linear(x, m * w), F.linear(x, w - m * w)),
@@ -111,41 +119,11 @@ PAIRS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor
     "torch.sub by keyword": lambda x, w, m, c: (F.linear(x, w * m), F.linear(x, torch.sub(w, other=w * m))),
     "-(w * m) + w": lambda x, w, m, c: (F.linear(x, w * m), F.linear(x, -(w * m) + w)),
     "total - gate": lambda x, w, m, c: _less_gate(F.linear(x, w * m), F.linear(x, w)),
-    "total first": lambda x, w, m, c: _less_gate(other=F.linear(x, w), gate=F.linear(x, w * m)),
     "total - gate of matmul": lambda x, w, m, c: _less_gate(x @ (w * m).T, x @ w.T),
     "total - masked": lambda x, w, m, c: (F.linear(x, w) - F.linear(x, w * c), F.linear(x, w * c)),
-    "linear(x, w) - linear(x, w * m)": lambda x, w, m, c: (
-        F.linear(x, w * m),
-        F.linear(x, w) - F.linear(x, w * m),
-    ),
-    "linear by keywords": lambda x, w, m, c: (F.linear(input=x, weight=w * m), F.linear(x, weight=w * c)),
-    "linear of no bias": lambda x, w, m, c: (F.linear(x, w * m, None), F.linear(x, w * c, bias=None)),
-    "matmul by keywords": lambda x, w, m, c: (
-        torch.matmul(input=x, other=(w * m).t()),
-        torch.matmul(x, other=(w * c).T),
-    ),
-    "method matmul by keyword": lambda x, w, m, c: (x.matmul(other=(w * m).mT), x.mm(mat2=(w * c).t())),
-    "permute(dims=)": lambda x, w, m, c: (x @ (w * m).permute(dims=(1, 0)), x @ (w * c).permute(1, 0)),
-    "permute of a sequence": lambda x, w, m, c: (x @ (w * m).permute((1, 0)), x @ (w * c).permute([1, 0])),
-    "transpose by keywords": lambda x, w, m, c: (
-        x @ (w * m).transpose(dim0=0, dim1=1),
-        x @ (w * c).swapaxes(axis0=-1, axis1=0),
-    ),
-    "einsum": lambda x, w, m, c: (torch.einsum("bh,dh->bd", x, w * m), torch.einsum("dh,bh->bd", w * c, x)),
-    "einsum without arrow": lambda x, w, m, c: (torch.einsum("bh,dh", x, w * m), torch.einsum("bh,dh", x, w * c)),
-    "addmm by keywords": lambda x, w, m, c: (
-        torch.addmm(input=x.new_zeros(D), mat1=x, mat2=(w * m).t()),
-        torch.addmm(w[0], x, (w * c).t(), beta=0),
-    ),
+    "total - a product of its own": lambda x, w, m, c: (F.linear(x, w * m), F.linear(x, w) - F.linear(x, w * m)),
+    **{name: _projected(project) for name, project in PROJECTIONS.items() if name != "linear"},
 }
-
-
-def _less_masked(x: Tensor, w: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
-    return F.linear(x, masked), F.linear(x, w - masked)
-
-
-def _less_gate(gate: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    return gate, other - gate
 
 
 def activated(pair: Any) -> Tensor:

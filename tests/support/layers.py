@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from spellings import Sign, gated, straight_through
+from spellings import STACK_PROJECTIONS, Sign, gated, straight_through, term_of_products, term_of_total
 from torch import Tensor, nn
 
 D, H = 12, 8
+
+Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""A function of x, the weight and the logits of all masks."""
 
 
 def tensors(n_masks: int, *, three_d: bool = False, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -24,213 +28,20 @@ def tensors(n_masks: int, *, three_d: bool = False, dtype: torch.dtype = torch.f
     return {"x": normal(2, 3, H) if three_d else normal(5, H), "weight": normal(D, H), "logits": normal(n_masks, D, H)}
 
 
-LAYERS: dict[str, tuple[str, str, Callable[..., Any]]] = {}
-"""Name -> the operator that the layer becomes in training, its activation, and `function(x, weight, logits)`."""
-
-
-def fuses(operator: str, activation: str = "silu") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a layer with the operator that it becomes in training."""
-
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        LAYERS[function.__name__] = (operator, activation, function)
-        return function
-
-    return register
-
-
 def hard(logits: Tensor) -> Tensor:
     return (logits > 0).to(logits.dtype)
-
-
-# --- All masks at once -----------------------------------------------------------------------------------------------
-
-
-@fuses("forward_ste")
-def stacked_masks_in_a_loop(x, weight, logits):
-    masks, y = straight_through(logits), 0
-    for i in range(len(logits)):
-        y = y + gated(x, weight, masks[i])
-    return y
-
-
-@fuses("forward_ste")
-def stacked_masks_unbound(x, weight, logits):
-    return sum(gated(x, weight, m) for m in straight_through(logits).unbind(0))
-
-
-@fuses("forward")
-def stacked_fixed_masks(x, weight, logits):
-    masks = hard(logits)
-    return sum(gated(x, weight, masks[i, :, :]) for i in range(len(logits)))
-
-
-@fuses("forward_ste")
-def einsum(x, weight, logits):
-    m = straight_through(logits)
-    gate = torch.einsum("...h,ndh->n...d", x, m * weight)
-    value = torch.einsum("...h,ndh->n...d", x, (1 - m) * weight)
-    return (F.silu(gate) * value).sum(0)
-
-
-@fuses("forward")
-def einsum_masks_last_and_operands_swapped(x, weight, logits):
-    m = logits > 0
-    gate = torch.einsum("ndh,...h->...dn", torch.where(m, weight, 0), x)
-    value = torch.einsum("nhd,...h->...dn", (weight[None] * ~m).mT, x)
-    return (F.silu(gate) * value).sum(dim=-1)
-
-
-@fuses("forward_ste")
-def einsum_of_all(x, weight, logits):
-    m = straight_through(logits)
-    gate = torch.einsum("...h,ndh->...nd", x, weight.unsqueeze(0) * m)
-    value = torch.einsum("...h,ndh->...nd", x, weight.unsqueeze(0) * (1.0 - m))
-    return torch.einsum("...nd,...nd->...d", F.silu(gate), value)
-
-
-@fuses("forward_ste")
-def einsum_of_weight_x_and_masks(x, weight, logits):
-    m = straight_through(logits)
-    gate, value = (torch.einsum("dh,...h,ndh->n...d", weight, x, factor) for factor in (m, 1 - m))
-    return (F.silu(gate) * value).sum(0)
-
-
-@fuses("forward_ste")
-def einsum_per_mask(x, weight, logits):
-    y = 0
-    for m in straight_through(logits):
-        gate, value = (torch.einsum("...h,dh->...d", x, weight * s) for s in (m, 1 - m))
-        y = y + F.silu(gate) * value
-    return y
-
-
-@fuses("forward_ste")
-def bmm(x, weight, logits):
-    m, rows = straight_through(logits), x.reshape(-1, H)
-    repeated = rows.expand(len(logits), -1, -1)
-    gate = torch.bmm(repeated, (weight * m).transpose(1, 2))
-    value = torch.bmm(repeated, (weight * (1 - m)).transpose(1, 2))
-    return (F.silu(gate) * value).sum(0)
-
-
-@fuses("forward")
-def bmm_of_copies(x, weight, logits):
-    m, rows = hard(logits), x.reshape(-1, H).unsqueeze(0).repeat(len(logits), 1, 1)
-    gate, value = rows @ (weight * m).mT, rows.bmm((weight - weight * m).permute(0, 2, 1))
-    return torch.sum(F.silu(gate) * value, dim=0)
-
-
-@fuses("forward_ste")
-def broadcast_matmul(x, weight, logits):
-    m, rows = straight_through(logits), x.reshape(-1, H)
-    gate, value = rows @ (weight * m).mT, rows @ (weight * (1 - m)).mT
-    return (F.silu(gate) * value).sum(0)
-
-
-@fuses("forward")
-def broadcast_matmul_of_three_dimensions(x, weight, logits):
-    m, rows = logits > 0, x.reshape(1, -1, H)
-    gate = rows.unsqueeze(1) @ (weight * m).transpose(-1, -2)
-    value = rows.unsqueeze(1) @ (weight * ~m).transpose(-1, -2)
-    return (F.silu(gate) * value).sum(1)
-
-
-@fuses("forward")
-def broadcast_matmul_with_leading_masks(x, weight, logits):
-    m, rows = logits > 0, x.reshape(1, -1, H)
-    gate = rows[None] @ (weight * m).mT.unsqueeze(1)
-    value = rows[None] @ (weight * ~m).mT.unsqueeze(1)
-    return (F.silu(gate) * value).sum(0)
-
-
-@fuses("forward")
-def complement_of_a_stack_by_subtraction(x, weight, logits):
-    gate = torch.einsum("...h,ndh->n...d", x, hard(logits) * weight)
-    return (F.silu(gate) * (F.linear(x, weight) - gate)).sum(0)
-
-
-@fuses("forward")
-def complement_of_a_stack_by_unsqueezed_subtraction(x, weight, logits):
-    gate = torch.einsum("...h,ndh->...nd", x, hard(logits) * weight)
-    return (F.silu(gate) * (F.linear(x, weight).unsqueeze(-2) - gate)).sum(-2)
-
-
-@fuses("forward")
-def slices_of_projections(x, weight, logits):
-    m = logits > 0
-    gates = torch.einsum("...h,ndh->n...d", x, m * weight)
-    values = torch.einsum("...h,ndh->n...d", x, ~m * weight)
-    return sum(F.silu(gates[i]) * values[i] for i in range(len(logits)))
-
-
-@fuses("forward")
-def filled_stack(x, weight, logits):
-    m = logits > 0
-    weights = weight.expand(len(logits), -1, -1)
-    gate = torch.einsum("...h,ndh->n...d", x, weights.masked_fill(~m, 0))
-    value = torch.einsum("...h,ndh->n...d", x, weights.masked_fill(m, 0))
-    return (F.silu(gate) * value).sum(0)
-
-
-# --- Mask weights of stacks -----------------------------------------------------------------------------------------
-
-
-def _weighted_stack(x: Tensor, weight: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    m = straight_through(logits)
-    gate = torch.einsum("...h,ndh->n...d", x, m * weight)
-    terms = F.silu(gate) * torch.einsum("...h,ndh->n...d", x, (1 - m) * weight)
-    return terms, torch.softmax(x @ logits[:, 0].mT, -1)
-
-
-@fuses("forward_ste")
-def stack_weighted_by_einsum(x, weight, logits):
-    terms, mask_weight = _weighted_stack(x, weight, logits)
-    return torch.einsum("n...d,...n->...d", terms, mask_weight)
-
-
-@fuses("forward_ste")
-def stack_weighted_by_a_product(x, weight, logits):
-    terms, mask_weight = _weighted_stack(x, weight, logits)
-    return (terms * mask_weight.movedim(-1, 0).unsqueeze(-1)).sum(0)
-
-
-@fuses("forward")
-def stack_weighted_before_the_value(x, weight, logits):
-    m = logits > 0
-    mask_weight = torch.sigmoid(x @ logits[:, 1].mT)
-    gate = torch.einsum("...h,ndh->...nd", x, m * weight)
-    value = torch.einsum("...h,ndh->...nd", x, ~m * weight)
-    return (F.silu(gate) * (mask_weight.unsqueeze(-1) * value)).sum(-2)
-
-
-@fuses("forward_ste")
-def weighted_by_columns(x, weight, logits):
-    mask_weight = torch.softmax(x @ logits[:, 0].mT, -1)
-    y = 0
-    for i in range(len(logits)):
-        y = y + mask_weight[..., i, None] * gated(x, weight, straight_through(logits[i]))
-    return y
-
-
-@fuses("forward_ste")
-def weighted_by_unsqueezed_columns(x, weight, logits):
-    mask_weight = torch.softmax(x @ logits[:, 0].mT, -1)
-    y = 0
-    for r, m in zip(mask_weight.unbind(-1), logits, strict=True):
-        y = y + gated(x, weight, straight_through(m)) * r.unsqueeze(-1)
-    return y
 
 
 # --- How masks are made ----------------------------------------------------------------------------------------------
 
 
 class ClippedSign(torch.autograd.Function):
-    """A straight-through estimator with a custom gradient, which the pass must keep."""
+    """A straight-through estimator whose mask is 1 at 0, and whose custom gradient the pass must keep."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
         ctx.save_for_backward(logits)
-        return torch.where(logits > 0, 1.0, 0.0).to(logits)
+        return torch.where(logits >= 0, 1.0, 0.0).to(logits)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -238,203 +49,53 @@ class ClippedSign(torch.autograd.Function):
         return F.hardtanh(grad) * (logits.abs() < 1)
 
 
-@fuses("forward_ste")
-def autograd_function(x, weight, logits):
-    return sum(gated(x, weight, Sign.apply(m)) for m in logits)
+def _passing(mask: Tensor, soft: Tensor) -> Tensor:
+    """A mask that passes its gradient to a tensor."""
+    return mask.to(soft.dtype) + soft - soft.detach()
 
 
-@fuses("forward_ste")
-def autograd_function_of_a_stack(x, weight, logits):
-    masks = Sign.apply(logits)
-    return sum(gated(x, weight, m) for m in masks)
+def _of_negated_logits(logits: Tensor) -> Tensor:
+    logits = logits.clone()
+    mask = hard(logits)
+    logits.mul_(-1)
+    return (mask - logits).detach() + logits
 
 
-@fuses("forward_ste")
-def autograd_function_with_a_gradient_of_its_own(x, weight, logits):
-    return sum(gated(x, weight, ClippedSign.apply(m)) for m in logits)
-
-
-@fuses("forward_ste")
-def straight_through_of_a_sigmoid(x, weight, logits):
-    y = 0
-    for m in logits:
-        soft = torch.sigmoid(m)
-        y = y + gated(x, weight, (soft > 0.5).to(m.dtype) + soft - soft.detach())
-    return y
-
-
-@fuses("forward_ste")
-def straight_through_of_a_rounded_sigmoid(x, weight, logits):
-    soft = torch.sigmoid(logits)
-    masks = torch.round(soft).detach() + (soft - soft.detach())
-    return sum(gated(x, weight, masks[i]) for i in range(len(logits)))
-
-
-@fuses("forward_ste")
-def straight_through_twice(x, weight, logits):
-    """Gate and value each compute the mask."""
-    y = 0
-    for m in logits:
-        y = y + F.silu(F.linear(x, weight * straight_through(m))) * F.linear(x, weight * (1 - straight_through(m)))
-    return y
-
-
-@fuses("forward")
-def sigmoid_above_a_half(x, weight, logits):
-    return sum(gated(x, weight, (torch.sigmoid(m) > 0.5).to(x.dtype)) for m in logits)
-
-
-@fuses("forward")
-def rounded_sigmoid(x, weight, logits):
-    return sum(gated(x, weight, torch.sigmoid(m.detach()).round()) for m in logits)
-
-
-@fuses("forward")
-def heaviside(x, weight, logits):
-    zero = torch.zeros((), dtype=logits.dtype)
-    return sum(gated(x, weight, torch.heaviside(m.detach(), zero)) for m in logits)
-
-
-@fuses("forward")
-def positive_sign(x, weight, logits):
-    return sum(gated(x, weight, F.relu(torch.sign(m.detach()))) for m in logits)
-
-
-@fuses("forward")
-def clamped_sign(x, weight, logits):
-    return sum(gated(x, weight, m.detach().sign().clamp(min=0)) for m in logits)
-
-
-@fuses("forward")
-def sign_of_what_a_threshold_leaves(x, weight, logits):
-    """The sign may be -1, whose absolute value is 1."""
-    return sum(gated(x, weight, F.softshrink(m.detach(), 0.5).sign().abs()) for m in logits)
-
-
-@fuses("forward")
-def sign_with_ones_for_zeros(x, weight, logits):
-    return sum(gated(x, weight, ((2 * (m > 0).to(x.dtype) - 1) + 1) / 2) for m in logits)
-
-
-def _to_straight_through(hard: Tensor, logits: Tensor) -> Tensor:
-    return hard.to(logits.dtype) + logits - logits.detach()
-
-
-@fuses("forward_ste")
-def not_negative(x, weight, logits):
-    return sum(gated(x, weight, _to_straight_through(m >= 0, m)) for m in logits)
-
-
-@fuses("forward_ste")
-def sigmoid_of_at_least_a_half(x, weight, logits):
-    y = 0
-    for m in logits:
-        p = torch.sigmoid(m)
-        y = y + gated(x, weight, ((p >= 0.5).to(p.dtype) - p).detach() + p)
-    return y
-
-
-@fuses("forward_ste")
-def not_below_zero(x, weight, logits):
-    return sum(gated(x, weight, _to_straight_through(~(m < 0), m)) for m in logits)
-
-
-@fuses("forward_ste")
-def one_minus_at_most_zero(x, weight, logits):
-    return sum(gated(x, weight, _to_straight_through(1 - (m <= 0).to(m.dtype), m)) for m in logits)
-
-
-class NotNegative(torch.autograd.Function):
-    """A straight-through estimator whose mask is 1 at 0."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
-        return (logits >= 0).to(logits.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-@fuses("forward_ste")
-def autograd_function_that_is_1_at_0(x, weight, logits):
-    return sum(gated(x, weight, NotNegative.apply(m)) for m in logits)
-
-
-@fuses("forward_ste")
-def largest_of_each_row(x, weight, logits):
-    y = 0
-    for m in logits:
-        hard = torch.zeros_like(m).scatter(-1, m.topk(3, -1).indices, 1.0)
-        y = y + gated(x, weight, _to_straight_through(hard, m))
-    return y
-
-
-@fuses("forward")
-def largest_of_each_row_in_place(x, weight, logits):
-    masks = (torch.zeros_like(m).scatter_(-1, m.topk(3, -1).indices, 1.0) for m in logits)
-    return sum(gated(x, weight, m) for m in masks)
-
-
-@fuses("forward_ste")
-def threshold_of_each_row(x, weight, logits):
-    thresholds = (m.kthvalue(4, -1, keepdim=True).values for m in logits)
-    return sum(gated(x, weight, _to_straight_through(m >= k, m)) for m, k in zip(logits, thresholds, strict=True))
-
-
-@fuses("forward")
-def one_hot_rows(x, weight, logits):
-    return sum(gated(x, weight, F.one_hot(m.argmax(-1), H)) for m in logits)
-
-
-@fuses("forward")
-def transposed_masks(x, weight, logits):
-    masks = (logits > 0).to(x.dtype).mT.contiguous()
-    return sum(gated(x, weight, masks[i].t()) for i in range(len(logits)))
-
-
-@fuses("forward")
-def unpacked_by_an_arange(x, weight, logits):
+def _unpacked(logits: Tensor) -> Tensor:
     """Each byte holds four bits of a row."""
-    shifts, y = torch.arange(4, dtype=torch.uint8), 0
-    for m in logits:
-        packed = ((m > 0).to(torch.uint8).reshape(D, H // 4, 4) << shifts).sum(-1).to(torch.uint8)
-        y = y + gated(x, weight, ((packed[..., None] >> shifts) & 1).reshape(D, H).to(x.dtype))
-    return y
+    shifts = torch.arange(4, dtype=torch.uint8)
+    packed = ((logits > 0).to(torch.uint8).reshape(D, H // 4, 4) << shifts).sum(-1).to(torch.uint8)
+    return ((packed[..., None] >> shifts) & 1).reshape(D, H).to(logits.dtype)
 
 
-@fuses("forward")
-def vmap_over_masks(x, weight, logits):
-    return torch.vmap(lambda m: gated(x, weight, m, ~m))(logits > 0).sum(0)
+# Masks from the logits of one mask.
+TRAINED_MASKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "autograd.Function": Sign.apply,
+    "autograd.Function with a gradient of its own": ClippedSign.apply,
+    "a sigmoid": lambda l: _passing(torch.sigmoid(l) > 0.5, torch.sigmoid(l)),
+    "not negative": lambda l: _passing(l >= 0, l),
+    "one minus at most zero": lambda l: _passing(1 - (l <= 0).to(l.dtype), l),
+    "the largest of each row": lambda l: _passing(torch.zeros_like(l).scatter(-1, l.topk(3, -1).indices, 1.0), l),
+    "a threshold of each row": lambda l: _passing(l >= l.kthvalue(4, -1, keepdim=True).values, l),
+    "logits that are negated in place": _of_negated_logits,
+}
+FIXED_MASKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a sigmoid above a half": lambda l: (torch.sigmoid(l) > 0.5).to(l.dtype),
+    "a rounded sigmoid": lambda l: torch.sigmoid(l.detach()).round(),
+    "heaviside": lambda l: torch.heaviside(l.detach(), torch.zeros((), dtype=l.dtype)),
+    "a positive sign": lambda l: F.relu(torch.sign(l.detach())),
+    "a clamped sign": lambda l: l.detach().sign().clamp(min=0),
+    "a sign, which may be -1, without its sign": lambda l: F.softshrink(l.detach(), 0.5).sign().abs(),
+    "a sign with ones for zeros": lambda l: ((2 * hard(l) - 1) + 1) / 2,
+    "the largest of each row, in place": lambda l: torch.zeros_like(l).scatter_(-1, l.topk(3, -1).indices, 1.0),
+    "one-hot rows": lambda l: F.one_hot(l.argmax(-1), H),
+    "a transpose": lambda l: hard(l).mT.contiguous().t(),
+    "bits unpacked by an arange": _unpacked,
+}
 
 
-@fuses("forward")
-def vmap_over_masks_that_are_stacked(x, weight, logits):
-    return torch.vmap(lambda m: gated(x, weight, m, ~m))(torch.stack([m > 0 for m in logits])).sum(0)
-
-
-@fuses("forward_ste")
-def vmap_over_trained_masks(x, weight, logits):
-    return torch.vmap(lambda m: gated(x, weight, m))(straight_through(logits)).sum(0)
-
-
-@fuses("forward", "sigmoid")
-def gated_linear_units(x, weight, logits):
-    return sum(F.glu(F.linear(x, torch.cat([weight * ~m, weight * m]))) for m in logits > 0)
-
-
-@fuses("forward")
-def accumulated_by_addcmul(x, weight, logits):
-    y = torch.zeros(*x.shape[:-1], D, dtype=x.dtype)
-    for m in logits > 0:
-        y = torch.addcmul(y, F.silu(F.linear(x, weight * m)), F.linear(x, weight * ~m))
-    return y
-
-
-@fuses("forward")
-def terms_times_weights(x, weight, logits):
-    terms = torch.stack([gated(x, weight, m, ~m) for m in logits > 0], -1)
-    return terms @ torch.softmax(logits[:, 0, 0], 0)
+def _with_mask(make: Callable[[Tensor], Tensor]) -> Layer:
+    return lambda x, weight, logits: sum(gated(x, weight, make(one)) for one in logits)
 
 
 def _packed(logits: Tensor) -> Tensor:
@@ -443,203 +104,222 @@ def _packed(logits: Tensor) -> Tensor:
     return ((logits[:8] > 0) * weights).sum(0).to(torch.uint8)
 
 
-@fuses("forward")
-def packed_bits(x, weight, logits):
-    packed = _packed(logits)
-    return sum(gated(x, weight, ((packed >> i) & 1).to(x.dtype)) for i in range(min(len(logits), 8)))
+def _with_bits(bit: Callable[[Tensor, int], Tensor]) -> Layer:
+    def layer(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+        packed = _packed(logits)
+        return sum(gated(x, weight, bit(packed, i).to(x.dtype)) for i in range(min(len(logits), 8)))
 
-
-@fuses("forward")
-def packed_bits_as_bool(x, weight, logits):
-    packed, y = _packed(logits), 0
-    for i in range(min(len(logits), 8)):
-        m = (packed & (1 << i)) != 0
-        y = y + F.silu(F.linear(x, weight * m)) * F.linear(x, weight * ~m)
-    return y
-
-
-@fuses("forward")
-def packed_bits_by_remainder(x, weight, logits):
-    packed = _packed(logits)
-    return sum(gated(x, weight, (packed // 2**i) % 2) for i in range(min(len(logits), 8)))
-
-
-@fuses("forward")
-def thresholds_of_one_tensor(x, weight, logits):
-    """All masks are comparisons of one matrix."""
-    return sum(gated(x, weight, (logits[0] > bound / 10).to(x.dtype)) for bound in range(len(logits)))
-
-
-# --- Masked weights --------------------------------------------------------------------------------------------------
-
-
-@fuses("forward")
-def clone_written_to(x, weight, logits):
-    y = 0
-    for m in logits > 0:
-        gate, value = weight.clone(), weight.clone()
-        gate.mul_(m)
-        value[m] = 0
-        y = y + F.silu(F.linear(x, gate)) * F.linear(x, value)
-    return y
-
-
-@fuses("forward_ste")
-def logits_negated_inside_the_straight_through(x, weight, logits):
-    y = 0
-    for m in logits.clone():
-        m = m.clone()
-        hard = (m > 0).to(m.dtype)
-        m.mul_(-1)
-        y = y + gated(x, weight, (hard - m).detach() + m)
-    return y
-
-
-@fuses("forward")
-def sum_that_is_written_before(x, weight, logits):
-    y = torch.zeros(*x.shape[:-1], D, dtype=x.dtype)
-    y[0] = 3
-    for m in logits > 0:
-        y = y + gated(x, weight, m, ~m)
-    return y
-
-
-@fuses("forward")
-def residual_that_terms_are_added_to(x, weight, logits):
-    y = weight[:, 0] * x.sum(-1, keepdim=True)
-    for m in logits > 0:
-        y += gated(x, weight, m, ~m)
-    return y
-
-
-@fuses("forward")
-def clone_filled(x, weight, logits):
-    y = 0
-    for m in logits > 0:
-        gate = weight.clone().masked_fill_(~m, 0.0)
-        value = weight.clone()
-        value *= ~m
-        y = y + F.silu(F.linear(x, gate)) * F.linear(x, value)
-    return y
-
-
-@fuses("forward_ste")
-def addmm_without_bias(x, weight, logits):
-    rows, y = x.reshape(-1, H), 0
-    for i in range(len(logits)):
-        m = straight_through(logits[i])
-        gate = torch.addmm(torch.zeros(D, dtype=x.dtype), rows, (weight * m).t())
-        value = torch.addmm(weight[:, 0], rows, (weight * (1 - m)).t(), beta=0)
-        y = y + F.silu(gate) * value
-    return y
-
-
-@fuses("forward_ste")
-def complement_by_subtraction(x, weight, logits):
-    total, y = x @ weight.T, 0
-    for m in logits:
-        gate = x @ (weight * straight_through(m)).T
-        y = y + F.silu(gate) * (total - gate)
-    return y
+    return layer
 
 
 # --- Activations -----------------------------------------------------------------------------------------------------
 
 
-def with_activation(function: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+def with_product(product: Callable[[Tensor, Tensor], Tensor]) -> Layer:
+    """A layer with a function of gate and value in place of `silu(gate) * value`."""
+
     def layer(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
-        y = 0
-        for m in logits:
-            m = straight_through(m)
-            y = y + function(F.linear(x, weight * m)) * F.linear(x, weight * (1 - m))
-        return y
+        masks = map(straight_through, logits)
+        return sum(product(F.linear(x, weight * m), F.linear(x, weight * (1 - m))) for m in masks)
 
     return layer
 
 
-BY_HAND: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
-    "g / (1 + exp(-g))": ("silu", lambda g: g / (1 + torch.exp(-g))),
-    "g * (1 / (exp(-g) + 1))": ("silu", lambda g: g * (1 / ((-g).exp() + 1))),
-    "g * reciprocal": ("silu", lambda g: torch.reciprocal(1.0 + torch.exp(-1 * g)) * g),
-    "g * sigmoid(g)": ("silu", lambda g: g * g.sigmoid()),
-    "g.mul(sigmoid)": ("silu", lambda g: torch.sigmoid(g).mul(g)),
-    "module silu": ("silu", nn.SiLU()),
-    "1 / (1 + exp(-g))": ("sigmoid", lambda g: 1 / (1 + torch.exp(-g))),
-    "erf": ("gelu", lambda g: 0.5 * g * (1 + torch.erf(g / math.sqrt(2)))),
-    "erf of a product": ("gelu", lambda g: g * (torch.erf(g * 0.7071067811865476) + 1.0) / 2),
-    "module gelu": ("gelu", nn.GELU()),
+def with_activation(function: Callable[[Tensor], Tensor]) -> Layer:
+    return with_product(lambda gate, value: function(gate) * value)
+
+
+# Activations that are written out by hand, or modules, and the activation of the operator.
+BY_HAND: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "g / (1 + exp(-g))": ("silu", lambda g, v: g / (1 + torch.exp(-g)) * v),
+    "g * (1 / (exp(-g) + 1))": ("silu", lambda g, v: g * (1 / ((-g).exp() + 1)) * v),
+    "g * reciprocal": ("silu", lambda g, v: torch.reciprocal(1.0 + torch.exp(-1 * g)) * g * v),
+    "g * sigmoid(g)": ("silu", lambda g, v: g * g.sigmoid() * v),
+    "g.mul(sigmoid)": ("silu", lambda g, v: torch.sigmoid(g).mul(g) * v),
+    "v * (g * sigmoid(g))": ("silu", lambda g, v: v * (g * torch.sigmoid(g))),
+    "g * v * sigmoid(g)": ("silu", lambda g, v: g * v * torch.sigmoid(g)),
+    "g * v * sigmoid(v)": ("silu", lambda g, v: g * v * torch.sigmoid(v)),
+    "v * g / (1 + exp(-g))": ("silu", lambda g, v: v * g / (1 + torch.exp(-g))),
+    "mul by keywords": ("silu", lambda g, v: torch.mul(input=F.silu(input=g), other=v)),
+    "silu in place": ("silu", lambda g, v: F.silu(g, inplace=True) * v),
+    "module silu": ("silu", lambda g, v: nn.SiLU()(g) * v),
+    "Dropout(0.0)": ("silu", lambda g, v: F.silu(F.dropout(g, 0.0, True)) * v),
+    "Dropout(0.0) of the product": ("silu", lambda g, v: F.dropout(F.silu(g), p=0.0) * F.dropout(v, p=0.0)),
+    "Dropout in eval": ("silu", lambda g, v: F.silu(F.dropout(g, training=False)) * torch.dropout(v, 0.5, False)),
+    "1 / (1 + exp(-g))": ("sigmoid", lambda g, v: 1 / (1 + torch.exp(-g)) * v),
+    "erf": ("gelu", lambda g, v: 0.5 * g * (1 + torch.erf(g / math.sqrt(2))) * v),
+    "erf of a product": ("gelu", lambda g, v: g * (torch.erf(g * 0.7071067811865476) + 1.0) / 2 * v),
+    "erf of a root": ("gelu", lambda g, v: 0.5 * g * (1 + torch.erf(g * 0.5**0.5)) * v),
+    "module gelu": ("gelu", lambda g, v: nn.GELU()(g) * v),
     "tanh of a cube": (
         "gelu_tanh",
-        lambda g: 0.5 * g * (1 + torch.tanh(0.7978845608028654 * (g + 0.044715 * torch.pow(g, 3)))),
+        lambda g, v: 0.5 * g * (1 + torch.tanh(0.7978845608028654 * (g + 0.044715 * torch.pow(g, 3)))) * v,
     ),
     "tanh of products": (
         "gelu_tanh",
-        lambda g: 0.5 * g * (1 + torch.tanh(g * 0.7978845608028654 * (1 + 0.044715 * g * g))),
+        lambda g, v: 0.5 * g * (1 + torch.tanh(g * 0.7978845608028654 * (1 + 0.044715 * g * g))) * v,
     ),
-    "module gelu_tanh": ("gelu_tanh", nn.GELU(approximate="tanh")),
-    "threshold": ("relu", lambda g: F.threshold(g, 0.0, 0.0)),
-    "relu_": ("relu", lambda g: g.relu_()),
-    "module relu": ("relu", nn.ReLU(inplace=True)),
-    "module tanh": ("tanh", nn.Tanh()),
-    "method tanh": ("tanh", lambda g: g.tanh()),
-    "module identity": ("identity", nn.Identity()),
+    "module gelu_tanh": ("gelu_tanh", lambda g, v: nn.GELU(approximate="tanh")(g) * v),
+    "threshold": ("relu", lambda g, v: F.threshold(g, 0.0, 0.0) * v),
+    "relu_": ("relu", lambda g, v: g.relu_() * v),
+    "module relu": ("relu", lambda g, v: nn.ReLU(inplace=True)(g) * v),
+    "relu ** 2": ("relu_squared", lambda g, v: torch.relu(g) ** 2 * v),
+    "square of relu": ("relu_squared", lambda g, v: torch.square(torch.relu(g)) * v),
+    "module tanh": ("tanh", lambda g, v: nn.Tanh()(g) * v),
+    "method tanh": ("tanh", lambda g, v: g.tanh() * v),
+    "module identity": ("identity", lambda g, v: nn.Identity()(g) * v),
+    "neg(-g)": ("identity", lambda g, v: torch.neg(-g) * v),
+    "g * v": ("identity", lambda g, v: g * v),
 }
 
-for _name, (_activation, _function) in BY_HAND.items():
-    LAYERS[_name] = ("forward_ste", _activation, with_activation(_function))
+
+# --- All masks at once -----------------------------------------------------------------------------------------------
 
 
-@fuses("forward_ste")
-def activation_in_three_factors(x, weight, logits):
-    y = 0
-    for m in logits:
-        m = straight_through(m)
-        gate, value = F.linear(x, weight * m), F.linear(x, weight * (1 - m))
-        y = y + gate * value * torch.sigmoid(gate)
-    return y
+def _with_stack(dim: int, project: Callable[[Tensor, Tensor], Tensor]) -> Layer:
+    def layer(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+        m, rows = straight_through(logits), x.reshape(-1, H)
+        return term_of_products(project(rows, weight * m), project(rows, weight * (1 - m))).sum(dim)
+
+    return layer
 
 
-@fuses("forward_ste")
-def activation_by_a_quotient(x, weight, logits):
-    y = 0
-    for m in logits:
-        m = straight_through(m)
-        gate, value = F.linear(x, weight * m), F.linear(x, weight * (1 - m))
-        y = y + value * gate / (1 + torch.exp(-gate))
-    return y
+# Products of x `[tokens, H]` and a stack of weights, with the dimension of the masks.
+STACKS: dict[str, tuple[int, Callable[[Tensor, Tensor], Tensor]]] = STACK_PROJECTIONS | {
+    "matmul of three dimensions": (1, lambda x, w: x[None].unsqueeze(1) @ w.transpose(-1, -2)),
+    "matmul of leading masks": (0, lambda x, w: x[None][None] @ w.mT.unsqueeze(1)),
+}
+
+
+def _stacked(x: Tensor, weight: Tensor, masks: Tensor, complement: Tensor) -> tuple[Tensor, Tensor]:
+    gates, values = (torch.einsum("...h,ndh->n...d", x, factor * weight) for factor in (masks, complement))
+    return gates, values
+
+
+def _stacked_terms(x: Tensor, weight: Tensor, masks: Tensor) -> Tensor:
+    return term_of_products(*_stacked(x, weight, masks, 1 - masks))
+
+
+def _einsum_of_all(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+    m = straight_through(logits)
+    gates = torch.einsum("...h,ndh->...nd", x, weight.unsqueeze(0) * m)
+    values = torch.einsum("...h,ndh->...nd", x, weight.unsqueeze(0) * (1.0 - m))
+    return torch.einsum("...nd,...nd->...d", F.silu(gates), values)
+
+
+def _einsum_of_weight_x_and_masks(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+    m = straight_through(logits)
+    gates, values = (torch.einsum("dh,...h,ndh->n...d", weight, x, factor) for factor in (m, 1 - m))
+    return term_of_products(gates, values).sum(0)
+
+
+def _slices_of_projections(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+    gates, values = _stacked(x, weight, logits > 0, logits <= 0)
+    return sum(term_of_products(gates[i], values[i]) for i in range(len(logits)))
+
+
+def _filled_stack(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+    weights, m = weight.expand(len(logits), -1, -1), logits > 0
+    gates = torch.einsum("...h,ndh->n...d", x, weights.masked_fill(~m, 0))
+    values = torch.einsum("...h,ndh->n...d", x, weights.masked_fill(m, 0))
+    return term_of_products(gates, values).sum(0)
+
+
+def _weighted_before_the_value(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+    gates, values = _stacked(x, weight, logits > 0, logits <= 0)
+    mask_weight = torch.sigmoid(x @ logits[:, 1].mT).movedim(-1, 0)
+    return (F.silu(gates) * (mask_weight.unsqueeze(-1) * values)).sum(0)
+
+
+def _weights(x: Tensor, logits: Tensor) -> Tensor:
+    return torch.softmax(x @ logits[:, 0].mT, -1)
 
 
 # --- Sums ------------------------------------------------------------------------------------------------------------
 
 
-@fuses("forward_ste")
-def accumulator_like_a_term(x, weight, logits):
-    y = None
-    for m in logits:
-        term = gated(x, weight, straight_through(m))
-        if y is None:
-            y = torch.zeros_like(term)
-        y += term
-    return y
+def _fixed_terms(x: Tensor, weight: Tensor, logits: Tensor) -> list[Tensor]:
+    return [gated(x, weight, m, ~m) for m in logits > 0]
 
 
-@fuses("forward_ste")
-def accumulator_made_empty(x, weight, logits):
-    y = torch.empty(*x.shape[:-1], D, dtype=x.dtype).zero_()
-    for m in logits:
-        y = y + gated(x, weight, straight_through(m))
-    return y
+def _trained_terms(x: Tensor, weight: Tensor, logits: Tensor) -> list[Tensor]:
+    return [gated(x, weight, straight_through(one)) for one in logits]
 
 
-@fuses("forward_ste")
-def residual_inside_the_sum(x, weight, logits):
-    y = torch.cat([x, x], -1)[..., :D].sin()
-    for m in logits:
-        y = y + gated(x, weight, straight_through(m))
-    return y * 2
+def _sum_that_is_written_before(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+    y = torch.zeros(*x.shape[:-1], D, dtype=x.dtype)
+    y[0] = 3
+    return sum(_fixed_terms(x, weight, logits), y)
 
 
-@fuses("forward_ste")
-def residual_last(x, weight, logits):
-    y = functools.reduce(torch.add, [gated(x, weight, straight_through(m)) for m in logits])
-    return torch.cat([x, x], -1)[..., :D] + y
+def _terms_added_in_place(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+    return functools.reduce(operator.iadd, _fixed_terms(x, weight, logits), weight[:, 0] * x.sum(-1, keepdim=True))
+
+
+def _sum_that_is_made_empty(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+    return sum(_trained_terms(x, weight, logits), torch.empty(*x.shape[:-1], D, dtype=x.dtype).zero_())
+
+
+# --- All layers ------------------------------------------------------------------------------------------------------
+
+# Layers that become `forward_ste` in training, and layers that become `forward`.
+TRAINED: dict[str, Layer] = {
+    **{name: _with_mask(make) for name, make in TRAINED_MASKS.items()},
+    "autograd.Function of a stack": lambda x, w, l: sum(gated(x, w, m) for m in Sign.apply(l)),
+    "stacked masks, unbound": lambda x, w, l: sum(gated(x, w, m) for m in straight_through(l).unbind(0)),
+    **{f"stack, {name}": _with_stack(*stack) for name, stack in STACKS.items()},
+    "einsum of all": _einsum_of_all,
+    "einsum of weight, x and masks": _einsum_of_weight_x_and_masks,
+    "vmap over trained masks": lambda x, w, l: torch.vmap(lambda m: gated(x, w, m))(straight_through(l)).sum(0),
+    "stack weighted by einsum": lambda x, w, l: torch.einsum(
+        "n...d,...n->...d", _stacked_terms(x, w, straight_through(l)), _weights(x, l)
+    ),
+    "stack weighted by a product": lambda x, w, l: (
+        _stacked_terms(x, w, straight_through(l)) * _weights(x, l).movedim(-1, 0).unsqueeze(-1)
+    ).sum(0),
+    "weighted by columns": lambda x, w, l: sum(
+        _weights(x, l)[..., i, None] * gated(x, w, straight_through(l[i])) for i in range(len(l))
+    ),
+    "complement by subtraction": lambda x, w, l: sum(
+        term_of_total(x @ w.T, x @ (w * straight_through(m)).T) for m in l
+    ),
+    "a sum that is made empty": _sum_that_is_made_empty,
+    "a residual inside the sum": lambda x, w, l: sum(_trained_terms(x, w, l), torch.cat([x, x], -1)[..., :D].sin()) * 2,
+    "a residual last": lambda x, w, l: torch.cat([x, x], -1)[..., :D] + sum(_trained_terms(x, w, l)),
+}
+FIXED: dict[str, Layer] = {
+    **{name: _with_mask(make) for name, make in FIXED_MASKS.items()},
+    "packed bits": _with_bits(lambda packed, i: (packed >> i) & 1),
+    "packed bits as bool": _with_bits(lambda packed, i: (packed & (1 << i)) != 0),
+    "packed bits by a remainder": _with_bits(lambda packed, i: (packed // 2**i) % 2),
+    "thresholds of one matrix": lambda x, w, l: sum(gated(x, w, (l[0] > i / 10).to(w.dtype)) for i in range(len(l))),
+    "stacked masks": lambda x, w, l: sum(gated(x, w, hard(l)[i, :, :]) for i in range(len(l))),
+    "slices of projections": _slices_of_projections,
+    "a filled stack": _filled_stack,
+    "stack weighted before the value": _weighted_before_the_value,
+    "vmap over masks": lambda x, w, l: torch.vmap(lambda m: gated(x, w, m, ~m))(l > 0).sum(0),
+    "vmap over stacked masks": lambda x, w, l: torch.vmap(lambda m: gated(x, w, m, ~m))(
+        torch.stack([one > 0 for one in l])
+    ).sum(0),
+    "gated linear units": lambda x, w, l: sum(F.glu(F.linear(x, torch.cat([w * ~m, w * m]))) for m in l > 0),
+    "a sum that is written before": _sum_that_is_written_before,
+    "terms that are added in place": _terms_added_in_place,
+}
+
+
+def _by_name(function: Layer) -> Layer:
+    """The layer as a function whose arguments have the names of the tensors."""
+
+    def layer(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
+        return function(x, weight, logits)
+
+    return layer
+
+
+LAYERS: dict[str, tuple[str, str, Layer]] = {
+    **{name: ("forward_ste", "silu", _by_name(layer)) for name, layer in TRAINED.items()},
+    **{name: ("forward", "silu", _by_name(layer)) for name, layer in FIXED.items()},
+    **{name: ("forward_ste", activation, with_product(product)) for name, (activation, product) in BY_HAND.items()},
+}
+"""Name -> the operator that the layer becomes in training, its activation, and the layer."""
+LAYERS["gated linear units"] = ("forward", "sigmoid", _by_name(FIXED["gated linear units"]))

@@ -16,13 +16,8 @@ from graphs import Capture, assert_says_why, compare
 from torch import Tensor
 
 SAME = 10 * BUDGET[torch.float64]
-
-
 D = H = 8  # square, so that shapes do not reveal a transpose
-
-
 ALL = ("x", "weight", "logits", "other")
-
 
 Layer = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Any]
 """A function `layer(x, weight, logits, bits, other)`."""
@@ -43,6 +38,15 @@ def tensors(trained: tuple[str, ...] = ()) -> dict[str, Tensor]:
     x[0], weight[2] = 0, 0
     named = {"x": x, "weight": weight, "logits": logits, "bits": logits > 0, "other": other}
     return {name: t.requires_grad_(name in trained) if name != "bits" else t for name, t in named.items()}
+
+
+def by_name(program: Layer) -> Layer:
+    """The program as a function whose arguments have the names of the tensors."""
+
+    def layer(x: Tensor, weight: Tensor, logits: Tensor, bits: Tensor, other: Tensor) -> Any:
+        return program(x, weight, logits, bits, other)
+
+    return layer
 
 
 def check(layer: Layer, trained: tuple[str, ...] = (), **options: Any) -> Capture:

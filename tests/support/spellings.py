@@ -50,21 +50,10 @@ def _under_no_grad(logits: Tensor) -> Tensor:
     return hard + logits - logits.detach()
 
 
-def _detached_under_no_grad(logits: Tensor) -> Tensor:
-    with torch.no_grad():
-        hard = torch.where(logits > 0, 1.0, 0.0).to(logits.dtype)
-    return (hard - logits).detach() + logits
-
-
 def _difference_under_no_grad(logits: Tensor) -> Tensor:
     with torch.no_grad():
-        difference = (logits > 0).to(logits.dtype) - logits
+        difference = torch.where(logits > 0, 1.0, 0.0).to(logits.dtype) - logits
     return difference + logits
-
-
-def _zero_under_no_grad(logits: Tensor) -> Tensor:
-    """A difference that is exactly 0, for logits of any size, carries the gradient."""
-    return _hard(logits) + (logits - logits.detach())
 
 
 def gated(x: Tensor, weight: Tensor, m: Tensor, complement: Tensor | None = None) -> Tensor:
@@ -98,10 +87,9 @@ TRAINED: dict[str, Callable[[Tensor, int], Tensor]] = {
     "clone": lambda logits, i: straight_through(logits[i].clone()),
     "no_grad block": lambda logits, i: _under_no_grad(logits[i]),
     "no_grad block of all": lambda logits, i: _under_no_grad(logits)[i],
-    "no_grad, then detach": lambda logits, i: _detached_under_no_grad(logits[i]),
     "difference under no_grad": lambda logits, i: _difference_under_no_grad(logits[i]),
     "decorated": lambda logits, i: _hard(logits[i]) + logits[i] - logits[i].detach(),
-    "decorated, a zero": lambda logits, i: _zero_under_no_grad(logits[i]),
+    "decorated, a zero": lambda logits, i: _hard(logits[i]) + (logits[i] - logits[i].detach()),
     ".data": lambda logits, i: (logits[i].data > 0).to(logits.dtype) + logits[i] - logits[i].data,
     ".data of the difference": lambda logits, i: ((logits[i] > 0).to(logits.dtype) - logits[i]).data + logits[i],
     "detached comparison": lambda logits, i: (logits[i].detach() > 0).to(logits.dtype) - logits[i].detach() + logits[i],
@@ -125,38 +113,68 @@ GIVEN: dict[str, Callable[[Tensor, int], Tensor]] = {
     name: FIXED[name] for name in ("slice", "unbind", "negative_index", "clone")
 }
 
-COMPLEMENTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "1 - m": lambda m: 1 - m,
-    "1.0 - m": lambda m: 1.0 - m,
-    "rsub": lambda m: torch.rsub(m, 1),
-    "-(m - 1)": lambda m: -(m - 1),
-    "ones_like - m": lambda m: torch.ones_like(m) - m,
-    "rsub by keyword": lambda m: torch.rsub(m, other=1),
-    "(1 - 2 * m) * 0.5 + 0.5": lambda m: (1 - 2 * m) * 0.5 + 0.5,
+# Kinds of masks: functions that make the masks of a program from logits, and the spellings of each kind.
+KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "logits": lambda logits: logits,
+    "bool": lambda logits: logits > 0,
+    "float": lambda logits: (logits > 0).to(logits.dtype),
+    "uint8": lambda logits: (logits > 0).to(torch.uint8),
+    "int64": lambda logits: (logits > 0).long(),
 }
+MASKS = {"logits": TRAINED, "bool": FIXED, "float": GIVEN, "uint8": GIVEN, "int64": GIVEN}
 
-BOOL_COMPLEMENTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "~m": lambda m: ~m,
-    "logical_not": lambda m: torch.logical_not(m),
-    "m == 0": lambda m: m == 0,
-    "1 - m.double()": lambda m: 1 - m.double(),
-    "m.double() < 0.5": lambda m: m.double() < 0.5,
-    "uint8": lambda m: 1 - m.to(torch.uint8),
-    "m ^ True": lambda m: m ^ True,
+
+def takes(masks: str, *, is_bool: bool, is_integer: bool, trains: bool) -> bool:
+    """Whether a spelling for some `masks` fits a kind of masks."""
+    return {
+        "any": True,
+        "real": not is_bool,
+        "bool": is_bool,
+        "integer": is_integer,
+        "fixed bits": is_bool or is_integer,
+        "fixed": not trains,
+    }[masks]
+
+
+# Name -> the masks that the spelling `takes`, and the complement of a mask.
+COMPLEMENTS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "~m": ("bool", lambda m: ~m),
+    "1 - m": ("real", lambda m: 1 - m),
+    "1.0 - m": ("real", lambda m: 1.0 - m),
+    "rsub": ("real", lambda m: torch.rsub(m, 1)),
+    "rsub by keyword": ("real", lambda m: torch.rsub(m, other=1)),
+    "-(m - 1)": ("real", lambda m: -(m - 1)),
+    "-m + 1": ("real", lambda m: -m + 1),
+    "ones_like - m": ("real", lambda m: torch.ones_like(m) - m),
+    "(1 - 2 * m) * 0.5 + 0.5": ("real", lambda m: (1 - 2 * m.double()) * 0.5 + 0.5),
+    "sub of a number": ("real", lambda m: torch.sub(1, other=m)),
+    "sub by keywords": ("real", lambda m: torch.sub(input=torch.ones_like(m), other=m)),
+    "add of alpha": ("real", lambda m: torch.add(torch.ones_like(m), m, alpha=-1)),
+    "uint8": ("bool", lambda m: 1 - m.to(torch.uint8)),
+    "m ^ True": ("fixed bits", lambda m: m ^ True),
+    "m ^ 1": ("integer", lambda m: m ^ 1),
+    "bitwise_xor": ("bool", lambda m: torch.bitwise_xor(m, torch.ones_like(m))),
+    "logical_xor": ("fixed", lambda m: torch.logical_xor(m, torch.ones_like(m))),
+    "logical_not": ("fixed", lambda m: torch.logical_not(m)),
+    "m == 0": ("fixed", lambda m: m == 0),
+    "m != 1": ("fixed", lambda m: m != 1),
+    "m < 1": ("fixed", lambda m: m < 1),
+    "m <= 0": ("fixed", lambda m: m <= 0),
+    "m.double() < 0.5": ("fixed", lambda m: m.double() < 0.5),
+    "~(m > 0)": ("fixed", lambda m: ~(m > 0)),
+    "~m.bool()": ("fixed", lambda m: ~m.bool()),
+    "eq by keywords": ("fixed", lambda m: torch.eq(input=m, other=0)),
+    "where": ("bool", lambda m: torch.where(m > 0, 0.0, 1.0)),
+    "1 - m.double()": ("fixed", lambda m: 1 - m.double()),
 }
-
-# Complements of tensors of any dtype that carry no gradient.
-FIXED_COMPLEMENTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "m == 0": lambda m: m == 0,
-    "m < 1": lambda m: m < 1,
-    "logical_not": lambda m: torch.logical_not(m),
-    "1 - m.double()": lambda m: 1 - m.double(),
-}
-
-INTEGER_COMPLEMENTS: dict[str, Callable[[Tensor], Tensor]] = FIXED_COMPLEMENTS | {
-    "1 - m": lambda m: 1 - m,
-    "ones_like - m": lambda m: torch.ones_like(m) - m,
-    "m ^ 1": lambda m: m ^ 1,
+ALL_COMPLEMENTS = {name: complement for name, (_, complement) in COMPLEMENTS.items()}
+COMPLEMENTS_OF: dict[str, dict[str, Callable[[Tensor], Tensor]]] = {
+    kind: {
+        name: complement
+        for name, (masks, complement) in COMPLEMENTS.items()
+        if takes(masks, is_bool=kind == "bool", is_integer="int" in kind, trains=kind == "logits")
+    }
+    for kind in KINDS
 }
 
 # Functions that are the complement only in some dtypes, because numbers are rounded to the tensor's dtype and integers
@@ -179,44 +197,62 @@ DOUBTFUL_COMPLEMENTS: dict[str, Callable[[Tensor], Tensor]] = {
     "clamp(max=0)": lambda m: 1 - m.double().clamp(max=0),
 }
 
-PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "w * m": lambda w, m: w * m,
-    "m * w": lambda w, m: m * w,
-    "torch.mul": torch.mul,
-    "clone.mul_": lambda w, m: w.clone().mul_(m),
-    "mul by keyword": lambda w, m: torch.mul(w, other=m),
-    "mul by keywords": lambda w, m: torch.mul(other=w, input=m),
-    "clone *= m": lambda w, m: _multiplied_in_place(w.clone(), m),
+# Name -> the masks that the spelling `takes`, and the masked weight.
+MASKED_WEIGHTS: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "w * m": ("any", lambda w, m: w * m),
+    "m * w": ("any", lambda w, m: m * w),
+    "torch.mul": ("any", torch.mul),
+    "multiply": ("any", torch.multiply),
+    "mul by keyword": ("any", lambda w, m: torch.mul(w, other=m)),
+    "mul by keywords": ("any", lambda w, m: torch.mul(other=w, input=m)),
+    "method mul by keyword": ("any", lambda w, m: w.mul(other=m)),
+    "w * m.to(w.dtype)": ("any", lambda w, m: w * m.to(w.dtype)),
+    "w * m.to(dtype=)": ("any", lambda w, m: w * m.to(dtype=w.dtype)),
+    "w * m.type_as(w)": ("any", lambda w, m: w * m.type_as(w)),
+    "clone.mul_": ("any", lambda w, m: w.clone().mul_(m)),
+    "clone *= m": ("any", lambda w, m: operator.imul(w.clone(), m)),
+    "where(m.bool())": ("fixed", lambda w, m: torch.where(m.bool(), w, 0)),
+    "where(m != 0)": ("fixed", lambda w, m: torch.where(m != 0, w, 0)),
+    "where(m == 1)": ("fixed", lambda w, m: torch.where(m == 1, w, torch.zeros_like(w))),
+    "where(m > 0.5)": ("fixed", lambda w, m: torch.where(m > 0.5, w, 0.0)),
+    "where(m == 0, 0, w)": ("fixed", lambda w, m: torch.where(m == 0, 0, w)),
+    "where by keywords": ("fixed", lambda w, m: torch.where(condition=m > 0, input=w, other=0.0)),
+    "method where": ("fixed", lambda w, m: w.where(m > 0, 0.0)),
+    "masked_fill(m == 0)": ("fixed", lambda w, m: w.masked_fill(m == 0, 0)),
+    "masked_fill by keywords": ("fixed", lambda w, m: torch.masked_fill(input=w, mask=m == 0, value=0.0)),
+    "clone[m == 0] = 0": ("fixed", lambda w, m: filled(w.clone(), m == 0)),
 }
+BOOL_PRODUCTS = {name: product for name, (_, product) in MASKED_WEIGHTS.items()}
+_ANY_PRODUCTS = {name: product for name, (masks, product) in MASKED_WEIGHTS.items() if masks == "any"}
+PRODUCTS_OF = {kind: BOOL_PRODUCTS if kind == "bool" else _ANY_PRODUCTS for kind in KINDS}
 
 
-def _multiplied_in_place(w: Tensor, m: Tensor) -> Tensor:
-    w *= m
-    return w
-
-
-BOOL_PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = PRODUCTS | {
-    "where": lambda w, m: torch.where(m, w, 0),
-    "where_not": lambda w, m: torch.where(~m, 0, w),
-    "masked_fill": lambda w, m: w.masked_fill(~m, 0),
-    "clone[~m] = 0": lambda w, m: _filled_in_place(w.clone(), ~m),
-}
-
-
-def _filled_in_place(w: Tensor, m: Tensor) -> Tensor:
+def filled(w: Tensor, m: Tensor) -> Tensor:
+    """Write zeros to w where m is true."""
     w[m] = 0
     return w
 
 
 PROJECTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "linear": F.linear,
+    "linear by keywords": lambda x, w: F.linear(weight=w, input=x),
+    "linear of no bias": lambda x, w: F.linear(x, w, None),
+    "linear of bias=None": lambda x, w: F.linear(x, weight=w, bias=None),
     "x @ w.T": lambda x, w: x @ w.T,
     "matmul": lambda x, w: torch.matmul(x, w.t()),
-    "einsum": lambda x, w: torch.einsum("bh,dh->bd", x, w),
-    "addmm": lambda x, w: torch.addmm(torch.zeros(1, dtype=x.dtype), x, w.t()),
-    "linear by keywords": lambda x, w: F.linear(weight=w, input=x),
     "matmul by keywords": lambda x, w: torch.matmul(input=x, other=w.permute(dims=(1, 0))),
+    "method matmul by keyword": lambda x, w: x.matmul(other=w.mT),
+    "mm by keyword": lambda x, w: x.mm(mat2=w.t()),
+    "permute": lambda x, w: x @ w.permute(1, 0),
+    "permute of a list": lambda x, w: x @ w.permute([1, 0]),
+    "transpose by keywords": lambda x, w: x @ w.transpose(dim0=0, dim1=1),
     "swapaxes by keywords": lambda x, w: x.matmul(other=w.swapaxes(axis0=-1, axis1=0)),
+    "einsum": lambda x, w: torch.einsum("bh,dh->bd", x, w),
+    "einsum of the weight first": lambda x, w: torch.einsum("dh,bh->bd", w, x),
+    "einsum without arrow": lambda x, w: torch.einsum("bh,dh", x, w),
+    "addmm": lambda x, w: torch.addmm(torch.zeros(1, dtype=x.dtype), x, w.t()),
+    "addmm by keywords": lambda x, w: torch.addmm(input=x.new_zeros(len(w)), mat1=x, mat2=w.t()),
+    "addmm of beta 0": lambda x, w: torch.addmm(w[0], x, w.t(), beta=0),
 }
 
 # Activations written out as formulas.
@@ -249,27 +285,6 @@ DOUBTFUL_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _running_sum(terms: list[Tensor]) -> Tensor:
-    y: Any = 0
-    for term in terms:
-        y = y + term
-    return y
-
-
-def _running_sum_from_none(terms: list[Tensor]) -> Tensor:
-    y = None
-    for term in terms:
-        y = term if y is None else y + term
-    return y
-
-
-def _accumulated(terms: list[Tensor]) -> Tensor:
-    y = torch.zeros(terms[0].shape, dtype=terms[0].dtype)
-    for term in terms:
-        y += term
-    return y
-
-
 def _residual(term: Tensor) -> Tensor:
     return torch.full(term.shape, 2.0, dtype=term.dtype).cumsum(-1)
 
@@ -279,20 +294,32 @@ def _bias(term: Tensor) -> Tensor:
 
 
 SUMS: dict[str, Callable[[list[Tensor]], Tensor]] = {
-    "y = 0": _running_sum,
-    "y = None": _running_sum_from_none,
-    "y += term": _accumulated,
-    "sum": sum,
-    "stack": lambda terms: torch.stack(terms).sum(0),
-    "stack_last": lambda terms: torch.stack(terms, dim=-1).sum(dim=-1),
+    "y = 0": sum,
+    "y += term": lambda terms: functools.reduce(
+        operator.iadd, terms, torch.zeros(terms[0].shape, dtype=terms[0].dtype)
+    ),
+    "zeros_like and +=": lambda terms: functools.reduce(operator.iadd, terms, torch.zeros_like(terms[0])),
     "reduce": lambda terms: functools.reduce(operator.add, terms),
-    "residual": lambda terms: functools.reduce(operator.add, terms, _residual(terms[0])),
-    "mean": lambda terms: torch.stack(terms).mean(0),
-    "sum / n": lambda terms: sum(terms) / len(terms),
-    "terms / n": lambda terms: sum(0.5 * term for term in terms),
-    "bias": lambda terms: functools.reduce(operator.add, terms, _bias(terms[0])),
     "add by keywords": lambda terms: functools.reduce(lambda y, term: torch.add(input=y, other=term), terms),
     "pairs": lambda terms: sum(terms[: len(terms) // 2]) + sum(terms[len(terms) // 2 :]),
+    "stack": lambda terms: torch.stack(terms).sum(0),
+    "stack_last": lambda terms: torch.stack(terms, dim=-1).sum(dim=-1),
+    "stack by keywords": lambda terms: torch.sum(input=torch.stack(tensors=terms, dim=0), dim=0),
+    "sum of a tuple of dims": lambda terms: torch.stack(terms).sum(dim=(0,)),
+    "einsum": lambda terms: torch.einsum("nbd->bd", torch.stack(terms)),
+    "mean": lambda terms: torch.stack(terms).mean(0),
+    "mean_last": lambda terms: torch.stack(terms, -1).mean(dim=-1),
+    "torch.mean": lambda terms: torch.mean(torch.stack(terms, 1), 1),
+    "sum / n": lambda terms: sum(terms) / len(terms),
+    "sum * (1 / n)": lambda terms: sum(terms) * (1 / len(terms)),
+    "terms / n": lambda terms: sum(0.5 * term for term in terms),
+    "stack, scaled": lambda terms: (0.5 * torch.stack(terms)).sum(0),
+    "stack, divided": lambda terms: (torch.stack(terms) / 4).sum(0),
+    "zeros after": lambda terms: sum(terms) + torch.zeros_like(terms[0]),
+    "dropout of 0 per term": lambda terms: sum(F.dropout(term, 0.0) for term in terms),
+    "residual": lambda terms: functools.reduce(operator.add, terms, _residual(terms[0])),
+    "bias": lambda terms: functools.reduce(operator.add, terms, _bias(terms[0])),
+    "bias last": lambda terms: sum(terms) + _bias(terms[0]),
 }
 
 # Weights that are expressions of two parameters `[d, h]`.
@@ -317,12 +344,34 @@ SCALES: dict[str, Callable[[Tensor, int], Any]] = {
 # Gate and value from one product of x and two masked weights `[d, h]`.
 JOINTS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "cat, chunk": lambda x, a, b: F.linear(x, torch.cat([a, b])).chunk(2, dim=-1),
-    "cat, split": lambda x, a, b: F.linear(x, torch.cat([a, b], dim=0)).split(a.shape[0], -1),
+    "cat, chunk by keywords": lambda x, a, b: torch.chunk(input=F.linear(x, torch.cat([a, b])), chunks=2, dim=1),
+    "cat, split": lambda x, a, b: F.linear(x, torch.cat([a, b], dim=0)).split(len(a), -1),
+    "cat, split by sizes": lambda x, a, b: torch.split(F.linear(x, torch.cat([a, b])), [len(a), len(b)], dim=-1),
+    "cat, tensor_split": lambda x, a, b: F.linear(x, torch.cat([a, b])).tensor_split(2, dim=-1),
     "cat, slices": lambda x, a, b: _halves(F.linear(x, torch.cat([a, b]))),
+    "cat, narrow": lambda x, a, b: [F.linear(x, torch.cat([a, b])).narrow(-1, i * len(a), len(a)) for i in range(2)],
     "cat, unflatten": lambda x, a, b: F.linear(x, torch.cat([a, b])).unflatten(-1, (2, -1)).unbind(-2),
+    "cat, view": lambda x, a, b: F.linear(x, torch.cat([a, b])).view(len(x), 2, len(a)).unbind(1),
+    "cat, matmul": lambda x, a, b: (x @ torch.cat([a, b]).t()).chunk(2, dim=-1),
+    "cat of transposes": lambda x, a, b: (x @ torch.cat([a.t(), b.t()], dim=1)).chunk(2, dim=-1),
+    "cat of transposes, transposed": lambda x, a, b: F.linear(x, torch.cat([a.t(), b.t()], 1).t()).chunk(2, -1),
+    "cat, unflatten of three dimensions": lambda x, a, b: (
+        F.linear(x[None], torch.cat([a, b])).unflatten(-1, (2, -1)).unbind(-2)
+    ),
+    "vstack": lambda x, a, b: F.linear(x, torch.vstack([a, b])).chunk(2, -1),
+    "concat": lambda x, a, b: F.linear(x, torch.concat((a, b), dim=0)).chunk(2, dim=-1),
     "stack, einsum": lambda x, a, b: torch.einsum("bh,kdh->kbd", x, torch.stack([a, b])),
+    "stack, einsum of tokens first": lambda x, a, b: torch.einsum("bh,kdh->bkd", x, torch.stack([a, b])).unbind(1),
     "stack, matmul": lambda x, a, b: torch.matmul(x, torch.stack([a, b]).mT),
+    "stack, matmul of x[None]": lambda x, a, b: x[None] @ torch.stack([a, b]).transpose(1, 2),
+    "stack, bmm": lambda x, a, b: torch.bmm(x.expand(2, -1, -1), torch.stack([a, b]).mT).unbind(0),
     "stack, flatten": lambda x, a, b: F.linear(x, torch.stack([a, b]).flatten(0, 1)).view(len(x), 2, -1).unbind(1),
+    "stack, flatten, unflatten": lambda x, a, b: (
+        F.linear(x, torch.stack([a, b]).flatten(0, 1)).unflatten(-1, (2, -1)).unbind(-2)
+    ),
+    "stack, view": lambda x, a, b: F.linear(x, torch.stack([a, b]).view(-1, x.shape[-1])).chunk(2, -1),
+    "stack, reshape": lambda x, a, b: F.linear(x, torch.stack([a, b]).reshape(-1, x.shape[-1])).chunk(2, -1),
+    "stack, linear of each": lambda x, a, b: [F.linear(x, one) for one in torch.stack([a, b])],
     # Wrong: the rows have another order.
     "interleaved": lambda x, a, b: F.linear(x, torch.stack([a, b], 1).flatten(0, 1)).chunk(2, dim=-1),
     "strided": lambda x, a, b: F.linear(x, torch.cat([a, b])).unflatten(-1, (-1, 2)).unbind(-1),
@@ -334,25 +383,6 @@ def _halves(both: Tensor) -> tuple[Tensor, Tensor]:
     middle = both.shape[-1] // 2
     return both[..., :middle], both[..., middle:]
 
-
-# Kinds of masks: functions that make the masks of a program from logits, and the spellings of each kind.
-KINDS: dict[str, Callable[[Tensor], Tensor]] = {
-    "logits": lambda logits: logits,
-    "bool": lambda logits: logits > 0,
-    "float": lambda logits: (logits > 0).to(logits.dtype),
-    "uint8": lambda logits: (logits > 0).to(torch.uint8),
-    "int64": lambda logits: (logits > 0).long(),
-}
-MASKS = {"logits": TRAINED, "bool": FIXED, "float": GIVEN, "uint8": GIVEN, "int64": GIVEN}
-COMPLEMENTS_OF = {
-    "logits": COMPLEMENTS,
-    "bool": BOOL_COMPLEMENTS,
-    "float": COMPLEMENTS | FIXED_COMPLEMENTS,
-    "uint8": INTEGER_COMPLEMENTS,
-    "int64": INTEGER_COMPLEMENTS,
-}
-PRODUCTS_OF = {kind: BOOL_PRODUCTS if kind == "bool" else PRODUCTS for kind in KINDS}
-ALL_COMPLEMENTS = COMPLEMENTS | BOOL_COMPLEMENTS | INTEGER_COMPLEMENTS
 
 # Transposes, and calls that look like one, of a square matrix.
 TRANSPOSES: dict[str, Callable[[Tensor], Tensor]] = {
