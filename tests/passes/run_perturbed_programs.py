@@ -17,15 +17,17 @@ from __future__ import annotations
 import argparse
 import functools
 import math
+import multiprocessing
+import queue
 import re
+import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from run_random_programs import run
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from right_programs import Program
@@ -35,6 +37,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]  # this working copy
 
 OUTCOMES = ("fused", "refused", "silent", "skipped", "failed")
 COMMAND = "python tests/passes/run_perturbed_programs.py"
+MOST_SECONDS_PER_PROGRAM = 60
+
+Judge: TypeAlias = Callable[[int], tuple[str, str]]
+"""Returns the outcome of the program with a number, and the reason if it failed."""
+
+# --- One program -----------------------------------------------------------------------------------------------------
 
 
 def judge(seed: int, inductor: bool, index: int) -> tuple[str, str]:
@@ -95,13 +103,80 @@ def _quiet() -> None:
 
 def run_one(seed: int, index: int, *, inductor: bool, shorten: bool) -> int:
     from perturbed_programs import program
-    from shortening import shortened
+    from source_programs import shortened
 
     outcome, reason = judge(seed, inductor, index)
     print(reason or program(seed, index), outcome, sep="\n")
     if shorten and outcome == "failed":
         print(shortened(program(seed, index), functools.partial(outcome_of, inductor=inductor)))
     return int(outcome == "failed")
+
+
+# --- Many programs ----------------------------------------------------------------------------------------------------
+
+
+def _too_slow(number: int, frame: FrameType | None) -> None:
+    raise TimeoutError(f"the program took more than {MOST_SECONDS_PER_PROGRAM} seconds")
+
+
+def _work(judge: Judge, numbers: Sequence[int], deadline: float, results: Any, current: Any) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # new memory holds NaN, as in the tests
+    signal.signal(signal.SIGALRM, _too_slow)
+    for number in numbers:
+        if time.monotonic() > deadline:
+            break
+        current.value = number
+        signal.alarm(MOST_SECONDS_PER_PROGRAM)
+        outcome = judge(number)
+        signal.alarm(0)
+        results.put((number, *outcome))
+
+
+def run(
+    judge: Judge, numbers: Sequence[int], processes: int, command: str, seconds: float = math.inf
+) -> tuple[dict[int, str], dict[int, str]]:
+    """Judge programs by their numbers in several processes, which begin no program after `seconds`.
+
+    Returns the outcomes, and the reasons of the failures. `command` repeats a program, with its number as `{number}`.
+    """
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    started = time.monotonic()
+    workers = []
+    for k in range(min(processes, len(numbers))):
+        current = context.Value("q", numbers[k])
+        arguments = (judge, numbers[k::processes], started + seconds, results, current)
+        worker = context.Process(target=_work, args=arguments, daemon=True)
+        worker.start()
+        workers.append((worker, current))
+    outcomes: dict[int, str] = {}
+    failures: dict[int, str] = {}
+
+    def failed(number: int, reason: str) -> None:
+        outcomes[number], failures[number] = "failed", reason
+        print(f"{number} ({command.format(number=number)}):\n    {reason}", flush=True)
+
+    while True:
+        alive = any(worker.is_alive() for worker, _ in workers)
+        try:
+            number, outcome, reason = results.get(timeout=1)
+        except queue.Empty:
+            if not alive:
+                break
+            continue
+        outcomes[number] = outcome
+        if outcome == "failed":
+            failed(number, reason)
+        if len(outcomes) % 1000 == 0:
+            counts = dict(Counter(outcomes.values()))
+            print(f"{len(outcomes)} programs in {time.monotonic() - started:.0f} s: {counts}", flush=True)
+    for worker, current in workers:
+        if worker.exitcode != 0:
+            failed(current.value, f"its process ended with {worker.exitcode}; the programs after it did not run")
+    return outcomes, failures
 
 
 def table(outcomes: dict[int, str], place: Callable[[int], tuple[int, int]]) -> str:
