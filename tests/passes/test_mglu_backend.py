@@ -56,16 +56,6 @@ def test_backend_is_strict_and_takes_inductor_options() -> None:
         run(layer(), backend="mglu", options={"no_such_option": 1})
 
 
-@pytest.mark.long
-def test_backend_inside_a_block_reports_there() -> None:
-    theirs = Recorder()
-    inductor_config.pre_grad_custom_pass = theirs
-    with mglu_ops.fusion() as report:
-        run(layer(), backend="mglu")
-    assert len(theirs.seen) == len(report.fused) == 1
-    assert mglu_ops.fusion_report().graphs == 0
-
-
 @pytest.mark.parametrize("around", [mglu_ops.enable_fusion, mglu_ops.fusion])
 def test_backend_takes_the_options_around_it(around: Callable[..., Any]) -> None:
     def compile_around(model: nn.Module, **options: bool) -> FusionReport:

@@ -7,16 +7,23 @@ from __future__ import annotations
 
 import pytest
 from families import family
-from hypothesis import given
+from hypothesis import given, settings
 from mglu_programs import Program
 from random_programs import SPECIALS, Case, cases, run_case
 from spellings import COMPLEMENTS_OF, DOUBTFUL_FUNCTIONS, KINDS, MASKS
 from strategies import examples
 
 
-@examples(100)
+@settings(max_examples=10)
 @given(case=cases())
 def test_any_program_gives_what_eager_gives(case: Case) -> None:
+    run_case(case)
+
+
+@pytest.mark.long
+@examples(200)
+@given(case=cases())
+def test_any_of_many_programs_gives_what_eager_gives(case: Case) -> None:
     run_case(case)
 
 

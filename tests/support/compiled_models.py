@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,15 +66,17 @@ def run(model: nn.Module, **options: Any) -> Tensor:
     return result
 
 
-def trace(model: nn.Module, settings: dict[str, Any] | None = None) -> None:
-    """Take a model through Inductor, with settings for this compilation, but run its graph instead of compiling it."""
+def traced_by_inductor(gm: torch.fx.GraphModule, inputs: list[Tensor], **settings: Any) -> Any:
+    """A backend that takes a graph through Inductor, with settings for it, but runs the graph instead of compiling."""
+    return compile_fx(gm, inputs, inner_compile=interpreted, config_patches=settings)
 
-    def backend(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        return compile_fx(gm, inputs, inner_compile=interpreted, config_patches=settings)
 
+def trace(model: nn.Module, **settings: Any) -> None:
+    """Run a model with the backend `traced_by_inductor` and compare it with eager."""
     x = torch.randn(3, 16)
     with torch.no_grad():
-        assert relative_error(torch.compile(model, backend=backend)(x), model(x)) <= SAME
+        result = torch.compile(model, backend=partial(traced_by_inductor, **settings))(x)
+        assert relative_error(result, model(x)) <= SAME
 
 
 def interpreted(gm: torch.fx.GraphModule, _: Any, **options: Any) -> Any:
