@@ -49,12 +49,12 @@ def flipped(tensor: Tensor) -> Tensor:
     return ~tensor if tensor.dtype is torch.bool else 1 - tensor
 
 
-torch.library.define("mglu_tests::flip_", "(Tensor(a!) mask) -> ()")
-
-
-@torch.library.impl("mglu_tests::flip_", "CompositeExplicitAutograd")
-def _flip_(tensor: Tensor) -> None:
+def _flip(tensor: Tensor) -> None:
     tensor.copy_(flipped(tensor))
+
+
+torch.library.define("mglu_tests::flip_", "(Tensor(a!) mask) -> ()")
+torch.library.impl("mglu_tests::flip_", "CompositeExplicitAutograd", _flip)
 
 
 def _flip_by_setitem(tensor: Tensor) -> None:
@@ -96,7 +96,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "broadcast": lambda tensor: torch.broadcast_tensors(tensor, tensor[0])[0],
 }
 WRITES: dict[str, Callable[[Tensor], object]] = {
-    **{name: lambda tensor, view=view: _flip_(view(tensor)) for name, view in VIEWS.items()},
+    **{name: lambda tensor, view=view: _flip(view(tensor)) for name, view in VIEWS.items()},
     "setitem": _flip_by_setitem,
     "index_put": _flip_by_index,
     "out": _flip_by_out,
