@@ -229,20 +229,6 @@ def test_split_of_an_ordinary_model_is_not_reported(
     assert (report.fused, report.missed) == ([], [])
 
 
-def test_graph_without_ddp_counts_as_whole() -> None:
-    seen = []
-
-    def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
-        nodes = list(gm.graph.nodes)
-        seen.append(any(map(distributed.comes_from_another_part, nodes)))
-        assert distributed.report_split_layers(gm.graph, ()) == []
-        assert not distributed.lacks_its_mask(gm.graph, nodes)
-        return gm.forward
-
-    torch.compile(Layer(), backend=backend)(torch.randn(6, SIZE))
-    assert seen == [False]
-
-
 @pytest.mark.long
 def test_report_keeps_no_graph_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """The records of a split graph disappear with the context of its compilation, and do not hold the graph."""

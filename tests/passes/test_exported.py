@@ -135,31 +135,6 @@ def test_shared_masks_are_packed_once() -> None:
     torch.testing.assert_close(fused.module()(x), module(x))
 
 
-class Inference(nn.Module):
-    """A model whose forward turns gradients off. An export with grad mode on records that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = NaiveMGLU(12, 12, n_masks=2)
-        self.head = nn.Linear(12, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            y = self.layer(x) + x
-        return self.head(y)
-
-
-def test_layers_under_no_grad_are_found() -> None:
-    module = Inference()
-    program = export(module, torch.randn(5, 12), grad=True)
-    assert "wrap_with_set_grad_enabled" in str(program.graph)
-    fused = fuse_exported(program, strict=True)
-    assert operators(fused) == ["mglu.forward.default"]
-    assert "layer.packed_masks" in fused.state_dict
-    x = torch.randn(3, 12)
-    torch.testing.assert_close(saved_and_loaded(fused).module()(x), module(x))
-
-
 class Transposed(nn.Module):
     """A layer with a weight `[in_features, out_features]`, which `tied` models use for a second product."""
 

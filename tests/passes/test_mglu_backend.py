@@ -7,7 +7,6 @@ import os
 import pickle
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -116,32 +115,21 @@ def test_an_empty_graph() -> None:
 # --- Other processes -------------------------------------------------------------------------------------------------
 
 
-MODEL = """
+START = """
 import json, sys, torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
 torch.set_num_threads(1)
 torch.manual_seed(0)
-
-class Layer(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(12, 16))
-        self.logits = torch.nn.Parameter(torch.randn(2, 12, 16))
-
-    def forward(self, x):
-        y = 0
-        for l in self.logits:
-            m = ((l > 0).float() - l).detach() + l
-            y = y + F.silu(F.linear(x, self.weight * m)) * F.linear(x, self.weight * (1 - m))
-        return y
+x = torch.randn(3, 16)
 """
 
 
 CACHED = """
 import mglu_ops
+from mglu_ops.nn import NaiveMGLU
 with mglu_ops.fusion(strict=True) as report:
-    y = torch.compile(Layer())(torch.randn(3, 16))
+    y = torch.compile(NaiveMGLU(16, 12, n_masks=2))(x)
     y.sum().backward()
 print(json.dumps({
     "report": str(report),
@@ -156,8 +144,12 @@ print(json.dumps({
 
 WITHOUT_IMPORT = """
 assert "mglu_ops" not in sys.modules
-model, x = Layer(), torch.randn(3, 16)
-error = (torch.compile(model, backend="mglu")(x) - model(x)).abs().max().item()
+weight, mask = torch.randn(12, 16), torch.randn(12, 16) > 0
+
+def layer(x):
+    return F.silu(F.linear(x, weight * mask)) * F.linear(x, weight * ~mask)
+
+error = (torch.compile(layer, backend="mglu")(x) - layer(x)).abs().max().item()
 import mglu_ops
 print(json.dumps({"fused": len(mglu_ops.fusion_report().fused), "error": error}))
 """
@@ -165,7 +157,7 @@ print(json.dumps({"fused": len(mglu_ops.fusion_report().fused), "error": error})
 
 def process(script: str, tmp_path: Path) -> dict[str, Any]:
     file = tmp_path / "script.py"
-    file.write_text(textwrap.dedent(MODEL + script))
+    file.write_text(START + script)
     done = subprocess.run(
         [sys.executable, str(file)],
         env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")},

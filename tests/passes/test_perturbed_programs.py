@@ -28,7 +28,6 @@ from perturbed_programs import (
     through_inductor,
     through_the_pass,
 )
-from right_program_parts import SPELLINGS
 from right_programs import Program, draw
 from source_programs import Both, difference, outcomes, shortened
 
@@ -80,13 +79,6 @@ def test_every_perturbation_at_every_position() -> None:
     assert positions == set(range(length + 1))
     some = found[:: len(found) // 50]
     assert all(program(seed, index).source != draw(seed).source for index in some)
-
-
-def test_seeds_have_all_spellings() -> None:
-    programs = [draw(seed) for seed in range(200)]
-    assert {p.given for p in programs} == {spelling.given for spelling in SPELLINGS.values()}
-    assert {p.n_masks for p in programs} == {1, 2, 3}
-    assert {p.no_grad for p in programs} == {bool(p.trained) for p in programs} == {True, False}
 
 
 @pytest.mark.long
