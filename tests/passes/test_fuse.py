@@ -11,7 +11,7 @@ import torch._inductor.config as inductor_config
 from budgets import relative_error
 from compiled_models import SAME, layer
 from families import family
-from graphs import assert_same, calls, results
+from graphs import assert_same, calls, known_of_shapes, results
 from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -67,29 +67,16 @@ class Backend:
     def __call__(self, gm: GraphModule, example_inputs: list[Any]) -> Any:
         if self.before is not None:
             self.before(gm)
-        given, known = self.inputs(example_inputs), _known_of_shapes()
+        given, mode = self.inputs(example_inputs), TracingContext.get().fake_mode
+        assert mode is not None
+        known = known_of_shapes(mode)
         self.fused.append(mglu_ops.fuse(gm, given, report=self.report, strict=True))
-        assert _known_of_shapes() == known, "fuse changed the shape environment"
+        assert known_of_shapes(mode) == known, "fuse changed the shape environment"
         return self.then(self.fused[-1], example_inputs)
 
     @property
     def operators(self) -> list[str]:
         return [site.operator for site in self.report.fused]
-
-
-def _known_of_shapes() -> tuple[Any, ...]:
-    """The guards and everything else that the ShapeEnv of this compilation contains."""
-    mode = TracingContext.get().fake_mode
-    assert mode is not None
-    env = mode.shape_env
-    assert env is not None
-    return (
-        [str(guard.expr) for guard in env.guards],
-        dict(env.replacements),
-        dict(env.var_to_range),
-        dict(env.deferred_runtime_asserts),
-        list(env.pending_fresh_unbacked_symbols),
-    )
 
 
 def _check(backend: Backend, model: nn.Module, training: bool, **options: Any) -> None:
@@ -263,12 +250,10 @@ def test_fuse_an_exported_program(kind: str, dynamic: bool, training: bool) -> N
     with torch.set_grad_enabled(training):
         unfused = torch.export.export(model, (x,), dynamic_shapes=shapes).module()
         (recorded,) = (node.meta["val"] for node in unfused.graph.find_nodes(op="placeholder"))
-        env = recorded.fake_mode.shape_env
-        known = ([str(guard.expr) for guard in env.guards], dict(env.replacements)) if dynamic else None
+        known = known_of_shapes(recorded.fake_mode)
         given = {"left out": None, "real": [x], "fake": [FakeTensorMode().from_tensor(x)]}[kind]
         fused = mglu_ops.fuse(unfused, given, report=report, strict=True)
-        if dynamic:
-            assert ([str(guard.expr) for guard in env.guards], dict(env.replacements)) == known
+        assert known_of_shapes(recorded.fake_mode) == known
         for tokens in (3, 5) if dynamic else (3,):
             x = torch.randn(tokens, 16)
             parameters = dict(unfused.named_parameters())

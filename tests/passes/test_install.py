@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 from budgets import relative_error
-from compiled_models import SAME, RealMask, Recorder, SoftMGLU, layer, run, trace, traced_by_inductor
+from compiled_models import SAME, Recorder, layer, real_mask, run, soft_mask, trace, traced_by_inductor
 from graphs import assert_same, model_results
 from torch import nn
 from torch._dynamo.callback import CallbackTrigger, callback_handler
@@ -56,7 +56,7 @@ def test_settings_stay_unchanged() -> None:
         trace(layer())
         assert settings() == before
     with pytest.raises(Exception, match="strict fusion"):
-        trace(SoftMGLU())
+        trace(soft_mask())
     assert settings() == before
 
 
@@ -71,11 +71,11 @@ def test_enabling_twice_replaces_the_options() -> None:
     mglu_ops.enable_fusion()
     mglu_ops.enable_fusion(assume_binary=True)
     report = mglu_ops.fusion_report()
-    trace(RealMask())
+    trace(real_mask())
     assert (len(report.fused), report.graphs) == (1, 1)
     with pytest.raises(TypeError, match="strict: got 1"):
         mglu_ops.enable_fusion(strict=1)  # type: ignore[arg-type]
-    trace(RealMask())
+    trace(real_mask())
     assert (len(report.fused), report.graphs) == (2, 2)
 
 
@@ -84,8 +84,8 @@ def test_blocks_nest_and_have_reports_of_their_own() -> None:
     with mglu_ops.fusion() as outer:
         trace(layer())
         with mglu_ops.fusion(assume_binary=True) as inner:
-            trace(RealMask())
-        trace(RealMask())
+            trace(real_mask())
+        trace(real_mask())
     trace(layer())
     assert (len(inner.fused), len(inner.missed)) == (1, 0)
     assert (len(outer.fused), len(outer.missed)) == (1, 1)
@@ -141,7 +141,7 @@ def test_strict_raises_for_a_missed_layer() -> None:
     """Torch wraps the error in an error of its own."""
     report = mglu_ops.enable_fusion(strict=True)
     with pytest.raises(Exception, match=r"FusionError: strict fusion: .*proves to be binary"):
-        trace(SoftMGLU())
+        trace(soft_mask())
     assert len(report.missed) == 1
 
 
@@ -152,7 +152,7 @@ def test_strict_raises_where_nothing_was_fused() -> None:
 
 @pytest.mark.long
 def test_assume_binary_checks_at_run_time() -> None:
-    model = RealMask()
+    model = real_mask()
     with mglu_ops.fusion() as report:
         run(model)
     assert [len(report.fused), len(report.missed)] == [0, 1]
@@ -161,7 +161,7 @@ def test_assume_binary_checks_at_run_time() -> None:
         compiled, x = torch.compile(model), torch.randn(3, 16)
         assert relative_error(compiled(x), model(x)) <= SAME
         assert len(report.fused) == 1
-        model.mask[3, 4] = 2
+        model.stored[3, 4] = 2
         with pytest.raises(ValueError, match=r"masks: 1 of 192 values are neither 0 nor 1 \(the first is 2.0\)"):
             compiled(x)
 
@@ -194,7 +194,7 @@ def test_another_library_overwrites_the_slot() -> None:
     trace(layer())
     assert len(theirs.seen) == len(report.fused) == 1
     with pytest.raises(Exception, match="strict fusion"):
-        trace(SoftMGLU())
+        trace(soft_mask())
     mglu_ops.disable_fusion()
     assert inductor_config.pre_grad_custom_pass is theirs
 
@@ -218,7 +218,7 @@ def test_a_pass_in_the_options_of_one_model(backend: str) -> None:
 
 def test_a_model_that_is_not_to_be_fused() -> None:
     report = mglu_ops.enable_fusion(strict=True)
-    trace(SoftMGLU(), pre_grad_custom_pass=NoFusion())
+    trace(soft_mask(), pre_grad_custom_pass=NoFusion())
     assert report.graphs == 0
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config as inductor_config
-from compiled_models import RealMask, Recorder, SoftMGLU, layer, run
+from compiled_models import Recorder, layer, real_mask, run, soft_mask
 from families import sample
 from torch import nn
 from torch._inductor import compile_fx
@@ -39,7 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", sample(OPTIONS, every=4))
 def test_backend_with_options(name: str) -> None:
     options = OPTIONS[name]
-    model = RealMask() if "options" in options else layer()
+    model = real_mask() if "options" in options else layer()
     run(model, backend="mglu", **options)
     report = mglu_ops.fusion_report()
     assert [len(report.fused), len(report.missed)] == [1, 0]
@@ -49,7 +49,7 @@ def test_backend_with_options(name: str) -> None:
 @pytest.mark.long
 def test_backend_is_strict_and_takes_inductor_options() -> None:
     with pytest.raises(Exception, match="strict fusion"):
-        run(SoftMGLU(), backend="mglu", options={"strict": True})
+        run(soft_mask(), backend="mglu", options={"strict": True})
     run(layer(), backend="mglu", options={"epilogue_fusion": False})
     with pytest.raises(Exception, match="no_such_option"):
         run(layer(), backend="mglu", options={"no_such_option": 1})
@@ -65,8 +65,8 @@ def test_backend_takes_the_options_around_it(around: Callable[..., Any]) -> None
         return report
 
     with pytest.raises(Exception, match="FusionError: strict fusion"):
-        compile_around(SoftMGLU(), strict=True)
-    assert len(compile_around(RealMask(), assume_binary=True).fused) == 1
+        compile_around(soft_mask(), strict=True)
+    assert len(compile_around(real_mask(), assume_binary=True).fused) == 1
 
 
 @pytest.mark.parametrize("is_set", [False, True])

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import sample
+from graphs import known_of_shapes
 from ordinary import Program, draw
 from source_programs import Both, judged, outcomes, shortened
 from torch._guards import detect_fake_mode
@@ -53,26 +54,11 @@ class Watched(Both):
 
     def run_pass(self, gm: GraphModule, example_inputs: Any) -> None:
         assert not self.before, "one graph is captured"
-        known = shape_facts(gm)
+        mode = detect_fake_mode([example(node) for node in gm.graph.find_nodes(op="placeholder")])
+        known = known_of_shapes(mode)
         with limited(MOST_SECONDS):
             super().run_pass(gm, example_inputs)
-        assert shape_facts(gm) == known, "the pass added a guard"
-
-
-def shape_facts(gm: GraphModule) -> list[list[str]]:
-    """What the shape environment of a graph contains: guards, and sizes that it takes for equal or known."""
-    mode = detect_fake_mode([example(node) for node in gm.graph.find_nodes(op="placeholder")])
-    if mode is None or mode.shape_env is None:
-        return []
-    env = mode.shape_env
-    return [
-        [str(guard.expr) for guard in env.guards],
-        sorted(f"{symbol} = {value}" for symbol, value in env.replacements.items()),
-        sorted(
-            f"{symbol}: {[str(a.expr) for a in asserts]}" for symbol, asserts in env.deferred_runtime_asserts.items()
-        ),
-        sorted(f"{symbol} in {bounds}" for symbol, bounds in env.var_to_range.items()),
-    ]
+        assert known_of_shapes(mode) == known, "the pass added a guard"
 
 
 def check(program: Program) -> str:

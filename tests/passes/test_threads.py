@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from budgets import relative_error
-from compiled_models import SAME, RealMask, Recorder, interpreted, layer, run, trace
+from compiled_models import SAME, Recorder, interpreted, layer, real_mask, run, trace
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch._inductor.compile_fx import compile_fx
@@ -73,7 +73,7 @@ def test_enabled_fusion_holds_in_every_thread(enable_in_thread: bool) -> None:
     of_options(lambda: mglu_ops.enable_fusion(strict=True))
     of_compilation(lambda: trace(layer()))
     with pytest.raises(Exception, match=r"FusionError: strict fusion: .*proves to be binary"):
-        of_compilation(lambda: trace(RealMask()))
+        of_compilation(lambda: trace(real_mask()))
     report = mglu_ops.fusion_report()
     assert [len(report.fused), len(report.missed), report.graphs] == [1, 1, 2]
     of_options(mglu_ops.disable_fusion)
@@ -190,7 +190,7 @@ def test_blocks_of_threads_have_reports_and_options_of_their_own() -> None:
         return gm.forward
 
     for i in range(THREADS):
-        for model in (with_masks(i + 1), RealMask()):
+        for model in (with_masks(i + 1), real_mask()):
             torch._dynamo.reset()
             torch.compile(model, backend=capture)(torch.randn(3, 16))
     ready, reports = threading.Barrier(THREADS), [FusionReport() for _ in range(THREADS)]

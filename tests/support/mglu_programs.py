@@ -21,6 +21,7 @@ from spellings import (
     STACK_PRODUCTS,
     STACK_PROJECTIONS,
     SUMS,
+    TRANSPOSES,
     WEIGHTS,
     straight_through,
 )
@@ -56,6 +57,10 @@ WRONGS: dict[str, Callable[[Operands], Operands]] = {
     "2 - m": lambda o: o._replace(value_mask=2 - o.gate_mask * 1.0),
     "m and m": lambda o: o._replace(value_mask=o.gate_mask),
     "masks in another order": lambda o: o._replace(value_mask=o.value_mask.flip(0)),
+    **{
+        name: lambda o, function=function: o._replace(gate_mask=function(o.gate_mask))
+        for name, function in TRANSPOSES.items()
+    },
     **{
         name: lambda o, function=function: o._replace(value_mask=function(o.gate_mask))
         for name, function in DOUBTFUL_COMPLEMENTS.items()
