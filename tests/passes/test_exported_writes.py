@@ -134,7 +134,8 @@ class WritingModel(nn.Module):
         self.weight = nn.Parameter(torch.randn(6, 8))
         self.logits = nn.Parameter(torch.randn(6, 8))
         self.register_buffer("masks", (torch.rand(2, 6, 8) > 0.5).to(dtype))
-        self.register_buffer("second", self.masks[1])
+        if "second" in (mask.split()[0], *(name for _, name, _ in writes)):
+            self.register_buffer("second", self.masks[1])  # torch decomposes no writes to memory that buffers share
         self.mask, self.writes, self.copied, self.no_grad = mask, writes, copied, no_grad
 
     def write(self, place: int) -> None:
