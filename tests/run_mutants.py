@@ -21,25 +21,26 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_COPIED = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
 SAME_TO_A_TEST = ("_Eq_Is", "_Is_Eq", "_NotEq_IsNot", "_IsNot_NotEq")
-PROCESSES = get_context("forkserver")  # each process starts as a copy of one that imported torch
-PROCESSES.set_forkserver_preload(["hypothesis", "torch._dynamo", "torch._inductor.compile_fx", "torch.export"])
+ENVIRONMENT = {
+    "HYPOTHESIS_PROFILE": "quick",
+    "OMP_NUM_THREADS": "1",
+    "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
+    "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
+}
 
 
 @dataclass(frozen=True)
@@ -185,56 +186,32 @@ def _lines(node: ast.stmt) -> range:
     return range(node.lineno, body[0].lineno if body else end)
 
 
-class _Chosen:
-    """A plugin of pytest that runs some tests in their order, and keeps the first one that fails."""
-
-    def __init__(self, names: list[str]) -> None:
-        self._order = {name: i for i, name in enumerate(names)}
-        self.failed: list[str] = []
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        chosen = [item for item in items if item.nodeid in self._order]
-        items[:] = sorted(chosen, key=lambda item: self._order[item.nodeid])
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:
-            self.failed.append(report.nodeid)
+OPTIONS = ["-q", "--tb=no", "-o", "cache_dir=cache", "@names"]
+"""Options of pytest, which keeps the tests that failed in its cache, and reads from a file which tests to run."""
 
 
-def _run_tests(folder: Path, names: list[str], first: bool, results: Connection) -> None:
-    """Send the tests that fail in a copy of the working tree; only the first one if `first`."""
-    os.setsid()
-    os.chdir(folder)
-    sys.path[:0] = [str(folder)]
-    os.environ.update(PYTHONPATH=str(folder), HYPOTHESIS_PROFILE="quick", OMP_NUM_THREADS="1")
-    os.environ.update(TORCHINDUCTOR_FX_GRAPH_CACHE="0", TORCHINDUCTOR_AUTOGRAD_CACHE="0")
-    with Path(folder, "output").open("w") as output, redirect_stdout(output), redirect_stderr(output):
-        chosen = _Chosen(names)
-        files = sorted({name.partition("::")[0] for name in names})
-        code = pytest.main(["-q", "--tb=no", "-p", "no:cacheprovider", *(["-x"] if first else []), *files], [chosen])
-    results.send(chosen.failed or ([] if code in (0, 5) else [f"exit code {int(code)}"]))
-
-
-def failed(mutant: Mutant | None, names: list[str], seconds: float) -> list[str] | None:
+def failed(mutant: Mutant | None, names: list[str], seconds: float | None) -> list[str] | None:
     """The first of some tests that fails with a mutant, or all that fail without one; None if the time ends before."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = shutil.copytree(ROOT, Path(temporary, "tree"), ignore=NOT_COPIED)
         if mutant is not None:
             (folder / mutant.file).write_text(mutant.source)
-        receiver, sender = PROCESSES.Pipe(duplex=False)
-        process = PROCESSES.Process(target=_run_tests, args=(folder, names, mutant is not None, sender))
-        process.start()
-        sender.close()
+        (folder / "names").write_text("\n".join(names))
+        command = [sys.executable, "-m", "pytest", *(["-x"] if mutant else []), *OPTIONS]
+        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(folder)}
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, start_new_session=True
+        )
         try:
-            return receiver.recv() if receiver.poll(seconds) else None
-        except EOFError:
-            return ["the process of the tests ended"]
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
         finally:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid or 0, signal.SIGKILL)
-            process.kill()
-            process.join()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what the tests started, too
+        kept = folder / "cache" / "v" / "cache" / "lastfailed"
+        found = list(json.loads(kept.read_text())) if kept.exists() else []
+        return found or ([] if code in (0, 5) else [f"exit code {code}"])
 
 
 def run(options: argparse.Namespace) -> int:
@@ -252,7 +229,7 @@ def run(options: argparse.Namespace) -> int:
     with ThreadPoolExecutor(options.processes) as pool:
         outcomes = list(pool.map(outcome, drawn))
     killers = sorted({name for _, names in outcomes for name in names if "::" in name})
-    wrong = failed(None, killers, 1e6) or []
+    wrong = (failed(None, killers, None) or []) if killers else []
     for mutant, (text, names) in zip(drawn, outcomes, strict=True):
         if not names or names[0] in wrong:
             print(f"{mutant}: {text}{', which fails without it too' if names else ''}")
@@ -277,7 +254,7 @@ def main() -> int:
     command.add_argument("mutants", type=Path)
     command.add_argument("coverage", type=Path, help="what pytest-cov wrote")
     command.add_argument("--processes", type=int, default=2)
-    command.add_argument("--seconds", type=float, default=1e6, help="leave a mutant after this time")
+    command.add_argument("--seconds", type=float, help="leave a mutant after this time")
     command.set_defaults(run=run)
     options = parser.parse_args()
     return int(options.run(options))

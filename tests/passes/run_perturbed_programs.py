@@ -17,15 +17,17 @@ from __future__ import annotations
 import argparse
 import functools
 import math
+import multiprocessing
+import queue
 import re
+import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from run_random_programs import run
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from right_programs import Program
@@ -35,9 +37,15 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]  # this working copy
 
 OUTCOMES = ("fused", "refused", "silent", "skipped", "failed")
 COMMAND = "python tests/passes/run_perturbed_programs.py"
+MOST_SECONDS_PER_PROGRAM = 60
+
+Key: TypeAlias = tuple[int, int]
+"""The seed and the index of a program."""
+
+# --- One program -----------------------------------------------------------------------------------------------------
 
 
-def judge(seed: int, inductor: bool, index: int) -> tuple[str, str]:
+def judge(seed: int, index: int, inductor: bool) -> tuple[str, str]:
     """The outcome of one program, and the reason if it failed."""
     from perturbed_programs import perturbation, place, program
 
@@ -73,13 +81,6 @@ def _without_it(seed: int) -> str:
     return ""
 
 
-def judge_sample(inductor: bool, number: int) -> tuple[str, str]:
-    from perturbed_programs import sample
-
-    seed, index = sample(number)
-    return judge(seed, inductor, index)
-
-
 @functools.cache
 def _quiet() -> None:
     """Turn off a measurement that takes a third of the compile time, and the logs and warnings of torch."""
@@ -95,37 +96,107 @@ def _quiet() -> None:
 
 def run_one(seed: int, index: int, *, inductor: bool, shorten: bool) -> int:
     from perturbed_programs import program
-    from shortening import shortened
+    from source_programs import shortened
 
-    outcome, reason = judge(seed, inductor, index)
+    outcome, reason = judge(seed, index, inductor)
     print(reason or program(seed, index), outcome, sep="\n")
     if shorten and outcome == "failed":
         print(shortened(program(seed, index), functools.partial(outcome_of, inductor=inductor)))
     return int(outcome == "failed")
 
 
-def table(outcomes: dict[int, str], place: Callable[[int], tuple[int, int]]) -> str:
+# --- Many programs ----------------------------------------------------------------------------------------------------
+
+
+def _too_slow(number: int, frame: FrameType | None) -> None:
+    raise TimeoutError(f"the program took more than {MOST_SECONDS_PER_PROGRAM} seconds")
+
+
+def _work(programs: dict[int, Key], inductor: bool, deadline: float, results: Any, current: Any) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # new memory holds NaN, as in the tests
+    signal.signal(signal.SIGALRM, _too_slow)
+    for number, key in programs.items():
+        if time.monotonic() > deadline:
+            break
+        current.value = number
+        signal.alarm(MOST_SECONDS_PER_PROGRAM)
+        outcome = judge(*key, inductor)
+        signal.alarm(0)
+        results.put((number, *outcome))
+
+
+def run(
+    keys: Sequence[Key], *, inductor: bool = False, processes: int = 1, seconds: float = math.inf
+) -> tuple[dict[int, str], dict[int, str]]:
+    """Judge programs in several processes, which begin no program after `seconds`.
+
+    Returns the outcomes by number, and the reasons of the failures, which are printed with the commands that repeat
+    them. (Two samples may be one program.)
+    """
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    started = time.monotonic()
+    workers = []
+    for k in range(min(processes, len(keys))):
+        own, current = dict(list(enumerate(keys))[k::processes]), context.Value("q", k)
+        worker = context.Process(target=_work, args=(own, inductor, started + seconds, results, current), daemon=True)
+        worker.start()
+        workers.append((worker, current))
+    outcomes: dict[int, str] = {}
+    failures: dict[int, str] = {}
+
+    def failed(number: int, reason: str) -> None:
+        outcomes[number], failures[number] = "failed", reason
+        print(f"{COMMAND} {options_of(keys[number])}{' --inductor' * inductor}:\n    {reason}", flush=True)
+
+    while True:
+        alive = any(worker.is_alive() for worker, _ in workers)
+        try:
+            number, outcome, reason = results.get(timeout=1)
+        except queue.Empty:
+            if not alive:
+                break
+            continue
+        outcomes[number] = outcome
+        if outcome == "failed":
+            failed(number, reason)
+        if len(outcomes) % 1000 == 0:
+            counts = dict(Counter(outcomes.values()))
+            print(f"{len(outcomes)} programs in {time.monotonic() - started:.0f} s: {counts}", flush=True)
+    for worker, current in workers:
+        if worker.exitcode != 0:
+            failed(current.value, f"its process ended with {worker.exitcode}; the programs after it did not run")
+    return outcomes, failures
+
+
+def options_of(key: Key) -> str:
+    return f"--seed {key[0]} --index {key[1]}"
+
+
+def table(keys: Sequence[Key], outcomes: dict[int, str]) -> str:
     """A line for each family of perturbations, which counts its programs by outcome."""
     from perturbed_programs import perturbation
 
     rows: dict[str, Counter[str]] = {}
     for number, outcome in outcomes.items():
-        _, index = place(number)
-        rows.setdefault(perturbation(index).family, Counter())[outcome.split(":")[0]] += 1
+        rows.setdefault(perturbation(keys[number][1]).family, Counter())[outcome.split(":")[0]] += 1
     kinds = sorted({kind for row in rows.values() for kind in row} | set(OUTCOMES))
     lines = [f"{'family':32}" + "".join(f"{kind:>17}" for kind in kinds)]
     lines += [f"{name:32}" + "".join(f"{row[kind]:17}" for kind in kinds) for name, row in sorted(rows.items())]
     return "\n".join(lines)
 
 
-def print_failures(failures: dict[int, str]) -> None:
-    """Print for each kind of difference how many programs failed with it, and the number of one such program."""
-    kinds: dict[str, list[int]] = {}
+def print_failures(keys: Sequence[Key], failures: dict[int, str]) -> None:
+    """Print for each kind of difference how many programs failed with it, and one such program."""
+    kinds: dict[str, list[Key]] = {}
     for number, reason in failures.items():
-        lines = reason.splitlines()
-        kinds.setdefault(re.sub(r"[\d.]+(e-?\d+)?$", "...", lines[0]), []).append(number)
-    for kind, numbers in sorted(kinds.items(), key=lambda item: -len(item[1])):
-        print(f"{len(numbers)} failed: {kind} (such as {numbers[0]})")
+        kind = re.sub(r"[\d.]+(e-?\d+)?$", "...", reason.splitlines()[0])
+        kinds.setdefault(kind, []).append(keys[number])
+    for kind, failed in sorted(kinds.items(), key=lambda item: -len(item[1])):
+        print(f"{len(failed)} failed: {kind} (such as {options_of(failed[0])})")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -147,16 +218,12 @@ def main(arguments: list[str] | None = None) -> int:
     from perturbed_programs import indices, sample
 
     started = time.monotonic()
-    numbers, place = range(options.start, options.start + options.programs), sample
-    judge_number, which = functools.partial(judge_sample, options.inductor), "--programs 1 --start {number}"
+    keys = [sample(number) for number in range(options.start, options.start + options.programs)]
     if options.every is not None:
-        numbers, place = list(indices(options.every)), lambda index: (options.every, index)
-        judge_number = functools.partial(judge, options.every, options.inductor)
-        which = f"--seed {options.every} --index {{number}}"
-    command = f"{COMMAND} {which}{' --inductor' * options.inductor}"
-    outcomes, failures = run(judge_number, numbers, options.processes, command, options.seconds)
-    print(table(outcomes, place))
-    print_failures(failures)
+        keys = [(options.every, index) for index in indices(options.every)]
+    outcomes, failures = run(keys, inductor=options.inductor, processes=options.processes, seconds=options.seconds)
+    print(table(keys, outcomes))
+    print_failures(keys, failures)
     for reason, count in Counter(outcome for outcome in outcomes.values() if ":" in outcome).most_common():
         print(f"{count} {reason}")
     counts = Counter(outcome.split(":")[0] for outcome in outcomes.values())

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from compile_passes import evaluate, rewrite
-from compile_passes.fusion import FusionError, fuse_graph
-from compile_passes.report import FusionReport
+from compile_passes.fusion import FusionError
 from compile_passes.rules import Rule
 
 SAME = 1e-12
@@ -123,28 +122,3 @@ def test_a_rule_that_adds_a_guard_is_an_error(monkeypatch: pytest.MonkeyPatch) -
         compiled(torch.randn(5, 8))
     compiled(torch.randn(7, 8))
     assert len(capture.before) == 1, "compiled once for all sizes"
-
-
-def test_a_graph_in_which_nothing_fuses_is_not_touched() -> None:
-    """In the functional view, each write to the copy makes a new value; the graph itself stays unchanged."""
-
-    def program(x: Tensor, weight: Tensor, masks: Tensor) -> Tensor:
-        copy = weight.clone()
-        copy.mul_(2)
-        copy[masks[0]] = 0
-        return F.linear(x, copy) + copy.sum()
-
-    capture = Capture()
-    assert_same(results(capture.compile(program), tensors()), results(program, tensors()), SAME)
-    _left_alone(capture)
-
-
-def test_reports_of_several_graphs_add_up() -> None:
-    report = FusionReport()
-    capture = Capture(fuse=False)
-    capture.compile(layer)(**tensors())
-    for _ in range(2):
-        graph = torch.fx.Graph()
-        graph.output(graph.graph_copy(capture.before[0], {}))
-        fuse_graph(graph, report, strict=True)
-    assert (len(report.fused), report.graphs) == (2, 2)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from exported import export, operators, saved_and_loaded
+from exported import Masked, export, operators, saved_and_loaded
 from torch import Tensor, nn
 
 from compile_passes.exported import fuse_exported, layers_of
@@ -46,23 +46,6 @@ def test_routed_layer() -> None:
     assert operators(fused) == ["mglu.forward.default"]
     x = torch.randn(9, 20)
     torch.testing.assert_close(fused.module()(x), module(x))
-
-
-class Masked(nn.Module):
-    """A layer whose mask is `mask(stored)`."""
-
-    def __init__(self, stored: Tensor, mask: Callable[[Tensor], Tensor], *, parameter: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(stored.shape[-2:]))
-        if parameter:
-            self.stored: Tensor = nn.Parameter(stored)
-        else:
-            self.register_buffer("stored", stored)
-        self.mask = mask
-
-    def forward(self, x: Tensor) -> Tensor:
-        m = self.mask(self.stored)
-        return F.silu(F.linear(x, self.weight * m)) * F.linear(x, self.weight * (1 - m))
 
 
 BINARY = {
@@ -132,21 +115,9 @@ def test_a_long_chain_of_constants_is_evaluated() -> None:
     torch.testing.assert_close(fused.module()(x), module(x))
 
 
-class LowRank(nn.Module):
-    """A layer whose logits are a product of two matrices. A product in bfloat16 would change some of their signs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(60, 200))
-        self.a, self.b = nn.Parameter(torch.randn(60, 64)), nn.Parameter(torch.randn(64, 200))
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = self.a @ self.b > 0
-        return F.silu(F.linear(x, self.weight * mask)) * F.linear(x, self.weight * ~mask)
-
-
 def test_autocast_around_the_pass_does_not_change_constants() -> None:
-    module, x = LowRank(), torch.randn(5, 200)
+    """The logits are a product of two matrices. A product in bfloat16 would change some of their signs."""
+    module, x = Masked(torch.randn(64, 64), lambda stored: stored @ stored > 0), torch.randn(5, 64)
     program = export(module, x)
     with torch.autocast("cpu", torch.bfloat16):
         fused = fuse_exported(program, strict=True)
@@ -154,47 +125,14 @@ def test_autocast_around_the_pass_does_not_change_constants() -> None:
     torch.testing.assert_close(fused.module()(x), module(x), rtol=1e-4, atol=1e-3)
 
 
-class Shared(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = NaiveMGLU(12, 12, n_masks=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(self.layer(x))
-
-
 def test_shared_masks_are_packed_once() -> None:
-    module = Shared()
+    layer = NaiveMGLU(12, 12, n_masks=2)
+    module = nn.Sequential(layer, layer)
     fused = fuse_exported(export(module, torch.randn(5, 12)), strict=True)
     assert len(layers_of(fused.graph)) == 2
-    assert [name for name in fused.state_dict if "packed" in name] == ["layer.packed_masks"]
+    assert [name for name in fused.state_dict if "packed" in name] == ["0.packed_masks"]
     x = torch.randn(3, 12)
     torch.testing.assert_close(fused.module()(x), module(x))
-
-
-class Inference(nn.Module):
-    """A model whose forward turns gradients off. An export with grad mode on records that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = NaiveMGLU(12, 12, n_masks=2)
-        self.head = nn.Linear(12, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            y = self.layer(x) + x
-        return self.head(y)
-
-
-def test_layers_under_no_grad_are_found() -> None:
-    module = Inference()
-    program = export(module, torch.randn(5, 12), grad=True)
-    assert "wrap_with_set_grad_enabled" in str(program.graph)
-    fused = fuse_exported(program, strict=True)
-    assert operators(fused) == ["mglu.forward.default"]
-    assert "layer.packed_masks" in fused.state_dict
-    x = torch.randn(3, 12)
-    torch.testing.assert_close(saved_and_loaded(fused).module()(x), module(x))
 
 
 class Transposed(nn.Module):

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config as inductor_config
-from budgets import BUDGET, relative_error
+from budgets import relative_error
+from compiled_models import SAME, layer
 from families import family
-from graphs import assert_same, calls, results
+from graphs import assert_same, calls, known_of_shapes, results
 from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,9 +22,7 @@ import mglu_ops
 from compile_passes import examples
 from compile_passes.fusion import FusionError
 from compile_passes.report import FusionReport
-from mglu_ops.nn import MGLU, NaiveMGLU
-
-SAME = 4 * BUDGET[torch.float32]
+from mglu_ops.nn import MGLU
 
 
 @pytest.fixture(autouse=True)
@@ -32,10 +31,6 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-def layer() -> NaiveMGLU:
-    return NaiveMGLU(16, 12, n_masks=2)
 
 
 # --- Inside a custom backend -----------------------------------------------------------------------------------------
@@ -72,29 +67,16 @@ class Backend:
     def __call__(self, gm: GraphModule, example_inputs: list[Any]) -> Any:
         if self.before is not None:
             self.before(gm)
-        given, known = self.inputs(example_inputs), _known_of_shapes()
+        given, mode = self.inputs(example_inputs), TracingContext.get().fake_mode
+        assert mode is not None
+        known = known_of_shapes(mode)
         self.fused.append(mglu_ops.fuse(gm, given, report=self.report, strict=True))
-        assert _known_of_shapes() == known, "fuse changed the shape environment"
+        assert known_of_shapes(mode) == known, "fuse changed the shape environment"
         return self.then(self.fused[-1], example_inputs)
 
     @property
     def operators(self) -> list[str]:
         return [site.operator for site in self.report.fused]
-
-
-def _known_of_shapes() -> tuple[Any, ...]:
-    """The guards and everything else that the ShapeEnv of this compilation contains."""
-    mode = TracingContext.get().fake_mode
-    assert mode is not None
-    env = mode.shape_env
-    assert env is not None
-    return (
-        [str(guard.expr) for guard in env.guards],
-        dict(env.replacements),
-        dict(env.var_to_range),
-        dict(env.deferred_runtime_asserts),
-        list(env.pending_fresh_unbacked_symbols),
-    )
 
 
 def _check(backend: Backend, model: nn.Module, training: bool, **options: Any) -> None:
@@ -109,14 +91,31 @@ def _check(backend: Backend, model: nn.Module, training: bool, **options: Any) -
             assert_same(found, wanted, SAME)
 
 
+def _add_a_node(gm: GraphModule) -> None:
+    """Add a node without an example, as a pass of the user may do."""
+    output = gm.graph.output_node()
+    (result,) = output.args[0]
+    with gm.graph.inserting_before(output):
+        changed = gm.graph.call_function(torch.mul, (result, 1))
+    output.args = ((changed,),)
+    gm.recompile()
+
+
 @pytest.mark.parametrize(
-    ("inputs", "dynamic", "training"), family([_left_out, _real, _fake], [True, None, False], [True, False])
+    ("inputs", "dynamic", "training", "before"),
+    family([_left_out, _real, _fake], [True, None, False], [True, False], [None, _add_a_node], most=4),
 )
-def test_fuse_in_a_backend(inputs: Callable[..., Any], dynamic: bool | None, training: bool) -> None:
-    backend = Backend(inputs)
+def test_fuse_in_a_backend(
+    inputs: Callable[..., Any], dynamic: bool | None, training: bool, before: Callable[[GraphModule], None] | None
+) -> None:
+    """A graph that another pass has changed must be run again; its shapes stay symbolic."""
+    backend = Backend(inputs, before)
     _check(backend, layer(), training, dynamic=dynamic)
     graphs = {True: 1, None: 2, False: 3}[dynamic]  # None: Dynamo makes the tokens dynamic when they change
     assert backend.operators == ["forward_ste" if training else "forward"] * graphs
+    if before is not None:
+        (result,) = backend.fused[-1].graph.output_node().all_input_nodes
+        assert isinstance(result.meta["example_value"].shape[0], torch.SymInt) == (dynamic is not False)
 
 
 def test_what_dynamo_recorded_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,37 +133,14 @@ def test_what_dynamo_recorded_is_not_run_again(monkeypatch: pytest.MonkeyPatch) 
     assert [site.dtype for site in backend.report.fused] == ["bfloat16"]
 
 
-def _add_a_node(gm: GraphModule) -> None:
-    """Add a node without an example, as a pass of the user may do."""
-    output = gm.graph.output_node()
-    (result,) = output.args[0]
-    with gm.graph.inserting_before(output):
-        changed = gm.graph.call_function(torch.mul, (result, 1))
-    output.args = ((changed,),)
-    gm.recompile()
-
-
-@pytest.mark.parametrize(("inputs", "training"), family([_left_out, _real, _fake], [True, False]))
-def test_fuse_in_a_backend_that_changed_the_graph(inputs: Callable[..., Any], training: bool) -> None:
-    """The graph must be run again; its shapes stay symbolic."""
-    backend = Backend(inputs, before=_add_a_node)
-    _check(backend, layer(), training, dynamic=True)
-    assert backend.operators == ["forward_ste" if training else "forward"]
-    (gm,) = backend.fused
-    (added,) = gm.graph.output_node().all_input_nodes
-    shapes = [added.meta["example_value"].shape]
-    assert [isinstance(shape[0], torch.SymInt) for shape in shapes] == [True]
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("dynamic", [True, False])
-def test_fuse_in_a_backend_before_inductor(dynamic: bool, training: bool) -> None:
+def test_fuse_in_a_backend_before_inductor(training: bool) -> None:
     from torch._inductor.compile_fx import compile_fx
 
     backend = Backend(then=compile_fx)
-    _check(backend, layer(), training, dynamic=dynamic)
-    assert set(backend.operators) == {"forward_ste" if training else "forward"}
+    _check(backend, layer(), training, dynamic=True)
+    assert backend.operators == ["forward_ste" if training else "forward"]
 
 
 def test_fused_module_still_tells_which_inputs_are_parameters() -> None:
@@ -274,12 +250,10 @@ def test_fuse_an_exported_program(kind: str, dynamic: bool, training: bool) -> N
     with torch.set_grad_enabled(training):
         unfused = torch.export.export(model, (x,), dynamic_shapes=shapes).module()
         (recorded,) = (node.meta["val"] for node in unfused.graph.find_nodes(op="placeholder"))
-        env = recorded.fake_mode.shape_env
-        known = ([str(guard.expr) for guard in env.guards], dict(env.replacements)) if dynamic else None
+        known = known_of_shapes(recorded.fake_mode)
         given = {"left out": None, "real": [x], "fake": [FakeTensorMode().from_tensor(x)]}[kind]
         fused = mglu_ops.fuse(unfused, given, report=report, strict=True)
-        if dynamic:
-            assert ([str(guard.expr) for guard in env.guards], dict(env.replacements)) == known
+        assert known_of_shapes(recorded.fake_mode) == known
         for tokens in (3, 5) if dynamic else (3,):
             x = torch.randn(tokens, 16)
             parameters = dict(unfused.named_parameters())
@@ -378,11 +352,16 @@ def test_inputs_that_are_missing_or_do_not_fit_are_errors() -> None:
         (None, "recorded none"),
         ([], "got 0, must be 1"),
         ([x, x], "got 2, must be 1"),
-        ([x[:, :5]], "the module does not take float32"),
+        ([x[:, :5]], r"example_inputs: the module does not take float32 \[3, 5\]: "),
         ([None], "the module does not take None"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=message) as caught:
             mglu_ops.fuse(gm, given)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(TypeError, match="example_inputs: got int, must be a list or a tuple"):
+        mglu_ops.fuse(gm, 3)
+    with pytest.raises(TypeError, match=r"gm: got Linear, must be a torch\.fx\.GraphModule"):
+        mglu_ops.fuse(nn.Linear(3, 3))
 
 
 def test_an_error_in_the_graph_restores_the_grad_mode() -> None:

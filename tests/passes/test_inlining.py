@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from operator import getitem
 
 import pytest
 import torch
 import torch.nn.functional as F
+from exported import Masked
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
@@ -55,16 +55,9 @@ def with_its_operand(logits: Tensor) -> Tensor:
 MASKS = {function.__name__: function for function in (under_no_grad, decorated, two_bodies, with_its_operand)}
 
 
-class StraightThrough(nn.Module):
-    def __init__(self, mask: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(6, 20))
-        self.logits = nn.Parameter(torch.randn(6, 20))
-        self.mask = mask
-
-    def forward(self, x: Tensor) -> Tensor:
-        m = self.mask(self.logits)
-        return F.silu(F.linear(x, self.weight * m)) * F.linear(x, self.weight * (1 - m))
+def layer(kind: str) -> Masked:
+    torch.manual_seed(0)
+    return Masked(torch.randn(6, 20), MASKS[kind], parameter=True)
 
 
 def bodies_in(module: GraphModule) -> list[torch.fx.Node]:
@@ -80,8 +73,7 @@ def value_and_gradients(module: nn.Module, *inputs: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("kind", MASKS)
 def test_hard_mask_in_a_training_graph_is_found(kind: str) -> None:
     """The inlined graph has the same results and gradients, and its layer is fused with trained masks."""
-    torch.manual_seed(0)
-    module, x = StraightThrough(MASKS[kind]), torch.randn(5, 20, requires_grad=True)
+    module, x = layer(kind), torch.randn(5, 20, requires_grad=True)
     inlined = torch.export.export(module, (x,)).module()
     assert bodies_in(inlined)
     inline_no_grad(inlined, trains=True)
@@ -101,7 +93,7 @@ def test_hard_mask_in_a_training_graph_is_found(kind: str) -> None:
 @pytest.mark.parametrize("strict", [False, True], ids=["make_fx", "dynamo"])
 @pytest.mark.parametrize("kind", MASKS)
 def test_hard_mask_in_an_exported_program_is_found(kind: str, strict: bool) -> None:
-    module, x = StraightThrough(MASKS[kind]), torch.randn(5, 20)
+    module, x = layer(kind), torch.randn(5, 20)
     program = torch.export.export(module, (x,), strict=strict)
     fused = fuse_exported(program, strict=True)
     assert len(layers_of(fused.graph)) == 1
@@ -129,7 +121,6 @@ def hand_made(turns_on: bool, inner_turns_on: bool | None = None) -> GraphModule
         return GraphModule(root, graph)
 
     root = nn.Module()
-
     root.add_module("body", body(None if inner_turns_on is None else body(None)))
     root.register_parameter("w", nn.Parameter(torch.tensor([2.0, 3.0])))
     graph = torch.fx.Graph()
@@ -144,15 +135,19 @@ def hand_made(turns_on: bool, inner_turns_on: bool | None = None) -> GraphModule
     return module
 
 
+@pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.parametrize("inner_turns_on", [None, False, True])
 @pytest.mark.parametrize("turns_on", [False, True])
-def test_only_bodies_that_record_nothing_are_inlined_in_training(turns_on: bool, inner_turns_on: bool | None) -> None:
+def test_bodies_that_record_a_gradient_are_inlined_for_inference_only(
+    turns_on: bool, inner_turns_on: bool | None, trains: bool
+) -> None:
     module, x = hand_made(turns_on, inner_turns_on), torch.tensor([5.0, 7.0], requires_grad=True)
     inlined = hand_made(turns_on, inner_turns_on)
-    inline_no_grad(inlined, trains=True)
+    inline_no_grad(inlined, trains=trains)
     inlined.graph.lint()
-    assert len(bodies_in(inlined)) == (1 if turns_on or inner_turns_on else 0)
-    for mode in (True, False):
+    is_kept = trains and bool(turns_on or inner_turns_on)
+    assert (len(bodies_in(inlined)), len(list(inlined.children()))) == (is_kept, is_kept)
+    for mode in (True, False) if trains else (False,):
         with torch.set_grad_enabled(mode):
             result, expected = inlined(x), module(x)
         assert torch.equal(result, expected)
@@ -162,22 +157,7 @@ def test_only_bodies_that_record_nothing_are_inlined_in_training(turns_on: bool,
                 torch.autograd.grad(y.sum(), [x, m.w], allow_unused=True)
                 for y, m in ((result, inlined), (expected, module))
             ]
-            assert [g if g is None else g.tolist() for g in gradients[0]] == [
-                g if g is None else g.tolist() for g in gradients[1]
-            ]
-
-
-@pytest.mark.parametrize("inner_turns_on", [None, False, True])
-@pytest.mark.parametrize("turns_on", [False, True])
-def test_all_bodies_are_inlined_for_inference(turns_on: bool, inner_turns_on: bool | None) -> None:
-    module, x = hand_made(turns_on, inner_turns_on), torch.tensor([5.0, 7.0])
-    inlined = copy.deepcopy(module)
-    inline_no_grad(inlined, trains=False)
-    inlined.graph.lint()
-    assert not bodies_in(inlined)
-    assert not list(inlined.children())
-    with torch.no_grad():
-        assert torch.equal(inlined(x), module(x))
+            torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
 
 
 class Autocast(nn.Module):
@@ -230,39 +210,27 @@ def test_inlined_body_may_write_to_a_parameter(trains: bool) -> None:
             assert torch.equal(found, expected)
 
 
-class OfModule(nn.Module):
-    """A body that calls a module."""
+class Body(nn.Module):
+    """A body that reads only its operand, calls a module, or reads a parameter."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
+        self.linear, self.kind = nn.Linear(4, 4), kind
 
     def forward(self, x: Tensor) -> tuple[Tensor]:
-        return (self.linear(x),)
-
-
-class OfParameter(OfModule):
-    """A body that reads a parameter."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor]:
-        return (x * self.linear.weight,)
-
-
-class OfInput(OfModule):
-    """A body that reads only its operands."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor]:
-        return (x * 2,)
+        if self.kind == "input":
+            return (x * 2,)
+        return (self.linear(x) if self.kind == "module" else x * self.linear.weight,)
 
 
 @pytest.mark.parametrize(
     ("body", "options", "is_inlined"),
     [
-        (torch.fx.symbolic_trace(OfInput()), {}, True),
-        (torch.fx.symbolic_trace(OfInput()), {"option": 1}, False),
-        (torch.fx.symbolic_trace(OfModule()), {}, False),
-        (torch.fx.symbolic_trace(OfParameter()), {}, False),
-        (OfInput(), {}, False),
+        (torch.fx.symbolic_trace(Body("input")), {}, True),
+        (torch.fx.symbolic_trace(Body("input")), {"option": 1}, False),
+        (torch.fx.symbolic_trace(Body("module")), {}, False),
+        (torch.fx.symbolic_trace(Body("parameter")), {}, False),
+        (Body("input"), {}, False),
     ],
 )
 def test_body_that_cannot_be_moved_stays(body: nn.Module, options: dict[str, int], is_inlined: bool) -> None:

@@ -14,7 +14,7 @@ from benchmarks.compile_time import masked, time_of_pass
 from benchmarks.ordinary_models import MASKED_LAYERS
 from compile_passes.examples import record_examples
 
-SHALLOW, DEEP = 100, 400
+SHALLOW, DEEP = 50, 200
 MOST_GROWTH = 2.0
 """The largest ratio of the time per node of the deep model to the time per node of the shallow one."""
 ROUNDS = 3

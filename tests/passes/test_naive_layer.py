@@ -20,6 +20,13 @@ from mglu_ops.nn import NaiveMGLU
 SAME = 10 * BUDGET[torch.float64]
 
 
+def fused(model: nn.Module, x: Tensor, budget: float = SAME) -> Capture:
+    """Fuse a model, and compare its result and gradients with eager's."""
+    capture = Capture(strict=True)
+    assert_same(model_results(model, x, capture.compile(model)), model_results(model, x), budget)
+    return capture
+
+
 @pytest.mark.parametrize(("dtype", "n_masks"), family([torch.float32, torch.bfloat16, torch.float16], [4, 1, 2, 16]))
 def test_naive_layer_in_training(dtype: torch.dtype, n_masks: int) -> None:
     torch.manual_seed(0)
@@ -29,23 +36,21 @@ def test_naive_layer_in_training(dtype: torch.dtype, n_masks: int) -> None:
     naive = model_results(model, x)
     oracle = model_results(copy.deepcopy(model).double(), x.double())
     capture = Capture(strict=True)
-    fused = model_results(model, x, capture.compile(model))
+    found = model_results(model, x, capture.compile(model))
 
     assert masked_products(capture.calls_before) == 2 * n_masks
     assert capture.calls == {"mglu.forward_ste": 1, "getitem": 1}
     for name, wanted in oracle.items():
         bar = max(BUDGET[dtype], NAIVE_FACTOR * relative_error(naive[name], wanted))
-        assert fused[name].dtype == dtype
-        assert relative_error(fused[name], wanted) <= bar, name
+        assert found[name].dtype == dtype
+        assert relative_error(found[name], wanted) <= bar, name
 
 
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 def test_naive_layer_with_each_activation(activation: str) -> None:
     torch.manual_seed(1)
     model = NaiveMGLU(16, 12, n_masks=2, activation=activation, dtype=torch.float64)
-    x = torch.randn(4, 16, dtype=torch.float64)
-    capture = Capture(strict=True)
-    assert_same(model_results(model, x, capture.compile(model)), model_results(model, x), SAME)
+    capture = fused(model, torch.randn(4, 16, dtype=torch.float64))
     assert capture.calls == {"mglu.forward_ste": 1, "getitem": 1}
     assert [site.activation for site in capture.report.fused] == [activation]
 
@@ -75,33 +80,25 @@ def test_eval_and_train_compile_anew() -> None:
 
 
 def test_fixed_masks_are_not_packed_again() -> None:
-    model, x = NaiveMGLU(16, 12, n_masks=3, learnable_masks=False), torch.randn(4, 16)
-    capture = Capture(strict=True)
-    assert_same(model_results(model, x, capture.compile(model)), model_results(model, x), 4 * BUDGET[torch.float32])
-    assert capture.calls == {"mglu.forward": 1}
+    model = NaiveMGLU(16, 12, n_masks=3, learnable_masks=False)
+    assert fused(model, torch.randn(4, 16), 4 * BUDGET[torch.float32]).calls == {"mglu.forward": 1}
 
 
 @pytest.mark.parametrize(("top_k", "learned"), family([2, 1, 3, 4], [True, False]))
 def test_routed_layer(top_k: int, learned: bool) -> None:
     torch.manual_seed(2)
     model = NaiveMGLU(16, 12, n_masks=4, top_k=top_k, learnable_masks=learned, dtype=torch.float64)
-    x = torch.randn(2, 3, 16, dtype=torch.float64)
-    capture = Capture(strict=True)
-    compiled = capture.compile(model)
-    assert_same(model_results(model, x, compiled), model_results(model, x), SAME)
-    assert capture.calls["mglu.forward_ste" if learned else "mglu.forward"] == 1
-    assert masked_products(capture.calls) == 1, "the router"
-    with torch.no_grad():
-        assert relative_error(compiled(x), model(x)) <= SAME
-    assert [site.operator for site in capture.report.fused] == ["forward_ste" if learned else "forward", "forward"]
+    for training, operator in ((True, "forward_ste" if learned else "forward"), (False, "forward")):
+        with torch.set_grad_enabled(training):
+            capture = fused(model, torch.randn(2, 3, 16, dtype=torch.float64))
+        assert capture.calls[f"mglu.{operator}"] == 1
+        assert masked_products(capture.calls) == 1, "the router"
 
 
 @pytest.mark.parametrize("shape", [(16,), (1, 16), (0, 16), (2, 3, 4, 16)])
 def test_shapes_of_x(shape: tuple[int, ...]) -> None:
-    model, x = NaiveMGLU(16, 12, n_masks=2, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
-    capture = Capture(strict=True)
-    assert_same(model_results(model, x, capture.compile(model)), model_results(model, x), SAME)
-    assert capture.calls["mglu.forward_ste"] == 1
+    model = NaiveMGLU(16, 12, n_masks=2, dtype=torch.float64)
+    assert fused(model, torch.randn(shape, dtype=torch.float64)).calls["mglu.forward_ste"] == 1
 
 
 @pytest.mark.parametrize("accumulated", [False, True])
@@ -144,11 +141,11 @@ def test_autocast(where: str) -> None:
     capture = Capture(strict=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=where == "ambient"):
         naive = model_results(model, x)
-        fused = model_results(model, x, capture.compile(model))
+        found = model_results(model, x, capture.compile(model))
     assert capture.calls["mglu.forward_ste"] == 1
     for name, wanted in oracle.items():
         key = name if name in ("x", "result 0") else f"layer.{name}"
-        assert fused[key].dtype == naive[key].dtype
+        assert found[key].dtype == naive[key].dtype
         bar = max(BUDGET[torch.bfloat16], NAIVE_FACTOR * relative_error(naive[key], scale * wanted))
-        assert relative_error(fused[key], scale * wanted) <= bar, key
+        assert relative_error(found[key], scale * wanted) <= bar, key
     assert [site.dtype for site in capture.report.fused] == ["bfloat16"]

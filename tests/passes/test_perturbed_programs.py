@@ -20,10 +20,7 @@ from families import sample as quick_sample
 from perturbations import PERTURBATIONS
 from perturbed_programs import (
     FAMILIES,
-    Both,
-    difference,
     indices,
-    outcomes,
     perturbation,
     program,
     right_program,
@@ -31,9 +28,8 @@ from perturbed_programs import (
     through_inductor,
     through_the_pass,
 )
-from right_program_parts import SPELLINGS
 from right_programs import Program, draw
-from shortening import shortened
+from source_programs import Both, difference, outcomes, shortened
 
 PROGRAMS = 300
 RUNNER = Path(__file__).with_name("run_perturbed_programs.py")
@@ -85,13 +81,6 @@ def test_every_perturbation_at_every_position() -> None:
     assert all(program(seed, index).source != draw(seed).source for index in some)
 
 
-def test_seeds_have_all_spellings() -> None:
-    programs = [draw(seed) for seed in range(200)]
-    assert {p.given for p in programs} == {spelling.given for spelling in SPELLINGS.values()}
-    assert {p.n_masks for p in programs} == {1, 2, 3}
-    assert {p.no_grad for p in programs} == {bool(p.trained) for p in programs} == {True, False}
-
-
 @pytest.mark.long
 def test_every_perturbation_fits_somewhere() -> None:
     """Each perturbation has a place in one of a few programs, and its source can be compiled."""
@@ -124,14 +113,6 @@ PLAIN = Program(
 )
 
 
-def _replaced(name: str, changed: Callable[[torch.Tensor], Any]) -> Callable[..., dict[str, Any]]:
-    def found(program: Program, function: Callable[..., Any]) -> dict[str, Any]:
-        values = outcomes(program, function)
-        return values | {name: changed(values[name])}
-
-    return found
-
-
 @pytest.mark.parametrize(
     ("name", "changed", "message"),
     [
@@ -146,9 +127,9 @@ def _replaced(name: str, changed: Callable[[torch.Tensor], Any]) -> Callable[...
     ],
 )
 def test_a_difference_is_seen(name: str, changed: Callable[[Any], Any], message: str) -> None:
-    wanted = outcomes(PLAIN, PLAIN.function())
-    assert difference(outcomes(PLAIN, PLAIN.function()), wanted) is None
-    found = _replaced(name, changed)(PLAIN, PLAIN.function())
+    found, wanted = (outcomes(PLAIN, PLAIN.function()) for _ in range(2))
+    assert difference(found, wanted) is None
+    found[name] = changed(found[name])
     assert (difference(found, wanted) or "").startswith(message)
 
 
@@ -164,7 +145,7 @@ def test_a_failure_is_seen_and_shortened(monkeypatch: pytest.MonkeyPatch) -> Non
     longer = replace(PLAIN, statements=(*PLAIN.statements, "e = x.sum()", "y = y + e"), extra=("e",), shared="x")
     with pytest.raises(AssertionError, match="result 0: relative error"):
         through_the_pass(longer)
-    short = shortened(longer)
+    short = shortened(longer, through_the_pass)
     assert len(short.statements) <= len(PLAIN.statements)
     assert (short.trained, short.extra, short.shared) == ((), (), "")
 
@@ -185,19 +166,15 @@ def test_program_through_inductor() -> None:
 
 
 @pytest.mark.long
-def test_the_script_prints_one_program() -> None:
-    seed, index = next(key for key in map(sample, itertools.count()) if through_the_pass(program(*key)) == "fused")
-    command = [sys.executable, str(RUNNER), "--seed", str(seed), "--index", str(index)]
-    result = subprocess.run(command, cwd=RUNNER.parents[2], capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    assert program(seed, index).source in result.stdout
-    assert result.stdout.rstrip().endswith("fused")
-
-
-@pytest.mark.long
-def test_the_script_counts_what_it_ran() -> None:
+def test_the_script_prints_one_program_or_counts_many() -> None:
     number = next(n for n in itertools.count() if through_the_pass(program(*sample(n))) == "fused")
-    command = [sys.executable, str(RUNNER), "--programs", "1", "--start", str(number)]
-    result = subprocess.run(command, cwd=RUNNER.parents[2], capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    assert "1 programs: 1 fused, 0 refused, 0 silent, 0 skipped, 0 failed" in result.stdout
+    seed, index = sample(number)
+    counts = "1 programs: 1 fused, 0 refused, 0 silent, 0 skipped, 0 failed"
+    for options, words in (
+        (f"--seed {seed} --index {index}", f"{program(seed, index).source}\nfused"),
+        (f"--programs 1 --start {number}", counts),
+    ):
+        command = [sys.executable, str(RUNNER), *options.split()]
+        result = subprocess.run(command, cwd=RUNNER.parents[2], capture_output=True, text=True, timeout=300)
+        assert result.returncode == 0, result.stderr
+        assert words in result.stdout

@@ -6,18 +6,17 @@ import asyncio
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from budgets import relative_error
-from compiled_models import SAME, RealMask, Recorder, SoftMGLU, interpreted, layer, run, trace
-from torch import Tensor, nn
+from compiled_models import SAME, Recorder, interpreted, layer, real_mask, run, trace
+from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import Graph
-from torch.utils.data import DataLoader, IterableDataset
 
 import mglu_ops
 from compile_passes.fusion import FusionError, FusionPass
@@ -52,6 +51,10 @@ def in_a_thread(work: Callable[[], Any]) -> None:
     in_threads(lambda _: work(), count=1)
 
 
+def in_main(work: Callable[[], Any]) -> None:
+    work()
+
+
 def with_masks(n_masks: int) -> NaiveMGLU:
     return NaiveMGLU(16, 12, n_masks=n_masks)
 
@@ -63,30 +66,19 @@ def masks_of(report: FusionReport) -> list[int]:
 # --- enable_fusion and disable_fusion --------------------------------------------------------------------------------
 
 
-def test_enabled_in_the_main_thread() -> None:
-    report = mglu_ops.enable_fusion(assume_binary=True)
-    in_a_thread(lambda: trace(RealMask()))
-    assert (len(report.fused), report.graphs) == (1, 1)
-    mglu_ops.disable_fusion()
-    in_a_thread(lambda: trace(RealMask()))
-    assert report.graphs == 1
-
-
-def test_strict_raises_in_the_thread_that_compiles() -> None:
-    mglu_ops.enable_fusion(strict=True)
+@pytest.mark.parametrize("enable_in_thread", [False, True])
+def test_enabled_fusion_holds_in_every_thread(enable_in_thread: bool) -> None:
+    """In another thread than the one that enables it, too, with its options."""
+    of_options, of_compilation = (in_a_thread, in_main) if enable_in_thread else (in_main, in_a_thread)
+    of_options(lambda: mglu_ops.enable_fusion(strict=True))
+    of_compilation(lambda: trace(layer()))
     with pytest.raises(Exception, match=r"FusionError: strict fusion: .*proves to be binary"):
-        in_a_thread(lambda: trace(SoftMGLU()))
-    trace(layer())
-    assert [len(mglu_ops.fusion_report().fused), len(mglu_ops.fusion_report().missed)] == [1, 1]
-
-
-def test_enabled_and_disabled_in_different_threads() -> None:
-    in_a_thread(mglu_ops.enable_fusion)
-    trace(layer())
-    assert mglu_ops.fusion_report().graphs == 1
-    in_a_thread(mglu_ops.disable_fusion)
-    trace(layer())
-    assert mglu_ops.fusion_report().graphs == 1
+        of_compilation(lambda: trace(real_mask()))
+    report = mglu_ops.fusion_report()
+    assert [len(report.fused), len(report.missed), report.graphs] == [1, 1, 2]
+    of_options(mglu_ops.disable_fusion)
+    of_compilation(lambda: trace(layer()))
+    assert report.graphs == 2
 
 
 def test_the_pass_of_another_library_in_one_thread() -> None:
@@ -168,13 +160,6 @@ def test_enabling_restarts_the_count_of_compilations() -> None:
 # --- Compilations at once --------------------------------------------------------------------------------------------
 
 
-def test_compilations_in_many_threads() -> None:
-    report = mglu_ops.enable_fusion(strict=True)
-    in_threads(lambda i: trace(with_masks(i + 1)))
-    assert masks_of(report) == [1, 2, 3, 4]
-    assert (report.graphs, report.missed) == (THREADS, [])
-
-
 @pytest.mark.long
 def test_compilations_by_inductor_in_many_threads() -> None:
     """Inductor compiles, trains and infers in each thread."""
@@ -193,8 +178,11 @@ def test_compilations_by_inductor_in_many_threads() -> None:
     assert masks_of(report) == [1, 1, 2, 2, 3, 3]
 
 
-def test_calls_of_inductor_in_many_threads() -> None:
-    """Without Dynamo, since it compiles in one thread at a time. Before torch 2.13, the threads share settings."""
+def test_blocks_of_threads_have_reports_and_options_of_their_own() -> None:
+    """Inductor is called without Dynamo, which compiles in one thread at a time.
+
+    All blocks are open at once. Before torch 2.13, the threads share Inductor's settings.
+    """
     graphs: list[tuple[torch.fx.GraphModule, list[Tensor]]] = []
 
     def capture(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
@@ -202,16 +190,24 @@ def test_calls_of_inductor_in_many_threads() -> None:
         return gm.forward
 
     for i in range(THREADS):
-        torch.compile(with_masks(i + 1), backend=capture)(torch.randn(3, 16))
+        for model in (with_masks(i + 1), real_mask()):
+            torch._dynamo.reset()
+            torch.compile(model, backend=capture)(torch.randn(3, 16))
     ready, reports = threading.Barrier(THREADS), [FusionReport() for _ in range(THREADS)]
 
     def work(i: int) -> None:
-        with torch.no_grad(), mglu_ops.fusion() as reports[i]:
+        with torch.no_grad(), mglu_ops.fusion(assume_binary=i % 2 == 0) as reports[i]:
             ready.wait()
-            compile_fx(*graphs[i], inner_compile=interpreted)
+            for graph in graphs[2 * i : 2 * i + 2]:
+                compile_fx(*graph, inner_compile=interpreted)
+            ready.wait()
 
+    mglu_ops.enable_fusion()
     in_threads(work)
-    assert [masks_of(report) for report in reports] == [[1], [2], [3], [4]]
+    for i, report in enumerate(reports):
+        assert (report.graphs, len(report.missed)) == (2, i % 2)
+        assert masks_of(report) == ([1, i + 1] if i % 2 == 0 else [i + 1])
+    assert mglu_ops.fusion_report().graphs == 0
 
 
 def test_one_pass_in_many_threads() -> None:
@@ -231,33 +227,7 @@ def test_one_pass_in_many_threads() -> None:
     assert (len(report.fused), report.graphs) == (THREADS, THREADS)
 
 
-@pytest.mark.long
-def test_backend_in_a_thread() -> None:
-    in_a_thread(lambda: run(layer(), backend="mglu"))
-    assert len(mglu_ops.fusion_report().fused) == 1
-
-
 # --- Blocks ----------------------------------------------------------------------------------------------------------
-
-
-def test_blocks_of_threads_have_reports_and_options_of_their_own() -> None:
-    """All blocks are open at once."""
-    opened, reports = threading.Barrier(THREADS), [FusionReport() for _ in range(THREADS)]
-
-    def work(i: int) -> None:
-        with mglu_ops.fusion(assume_binary=i % 2 == 0) as reports[i]:
-            opened.wait()
-            trace(with_masks(i + 1))
-            trace(RealMask())
-            opened.wait()
-
-    mglu_ops.enable_fusion()
-    in_threads(work)
-    for i, report in enumerate(reports):
-        assert report.graphs == 2
-        assert masks_of(report) == ([1, i + 1] if i % 2 == 0 else [i + 1])
-        assert len(report.missed) == i % 2
-    assert mglu_ops.fusion_report().graphs == 0
 
 
 def test_a_block_does_not_hold_in_another_thread_and_says_so() -> None:
@@ -317,23 +287,3 @@ def test_a_forked_process_inherits_the_options() -> None:
 
     fork()
     in_a_thread(fork)
-
-
-class Compiling(IterableDataset[Tensor]):
-    """Items that a compiled model makes in the worker."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def __iter__(self) -> Iterator[Tensor]:
-        x = torch.ones(3, 16)
-        with torch.no_grad():
-            result = torch.compile(self.model)(x)
-            yield torch.tensor([len(mglu_ops.fusion_report().fused), relative_error(result, self.model(x)) <= SAME])
-
-
-@pytest.mark.long
-def test_a_worker_of_a_data_loader() -> None:
-    mglu_ops.enable_fusion(strict=True)
-    loader = DataLoader(Compiling(layer()), batch_size=None, num_workers=1, multiprocessing_context="fork")
-    assert [item.tolist() for item in loader] == [[1, 1]]

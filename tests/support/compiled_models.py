@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from budgets import BUDGET, relative_error
+from exported import Masked
 from functorch.compile import make_boxed_func
 from graphs import call_name
 from torch import Tensor, nn
@@ -32,28 +34,18 @@ class Recorder(CustomGraphPass):
         return self.identity
 
 
-class SoftMGLU(nn.Module):
+def layer() -> NaiveMGLU:
+    return NaiveMGLU(16, 12, n_masks=2)
+
+
+def soft_mask() -> Masked:
     """A layer that is recognised but cannot be fused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.logits = nn.Parameter(torch.randn(12, 16)), nn.Parameter(torch.randn(12, 16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        m = torch.sigmoid(self.logits)
-        return torch.tanh(x @ (self.weight * m).T) * (x @ (self.weight * (1 - m)).T)
+    return Masked(torch.randn(12, 16), torch.sigmoid, parameter=True)
 
 
-class RealMask(nn.Module):
-    """A float mask, which only the user's `assume_binary` makes binary."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(12, 16))
-        self.register_buffer("mask", (torch.rand(12, 16) > 0.5).float())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x @ (self.weight * self.mask).T) * (x @ (self.weight * (1 - self.mask)).T)
+def real_mask() -> Masked:
+    """A layer with a float mask, which only the user's `assume_binary` makes binary."""
+    return Masked((torch.rand(12, 16) > 0.5).float(), lambda stored: stored)
 
 
 def run(model: nn.Module, **options: Any) -> Tensor:
@@ -65,21 +57,19 @@ def run(model: nn.Module, **options: Any) -> Tensor:
     return result
 
 
-def trace(model: nn.Module, settings: dict[str, Any] | None = None) -> None:
-    """Take a model through Inductor, with settings for this compilation, but run its graph instead of compiling it."""
+def traced_by_inductor(gm: torch.fx.GraphModule, inputs: list[Tensor], **settings: Any) -> Any:
+    """A backend that takes a graph through Inductor, with settings for it, but runs the graph instead of compiling."""
+    return compile_fx(gm, inputs, inner_compile=interpreted, config_patches=settings)
 
-    def backend(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        return compile_fx(gm, inputs, inner_compile=interpreted, config_patches=settings)
 
+def trace(model: nn.Module, **settings: Any) -> None:
+    """Run a model with the backend `traced_by_inductor` and compare it with eager."""
     x = torch.randn(3, 16)
     with torch.no_grad():
-        assert relative_error(torch.compile(model, backend=backend)(x), model(x)) <= SAME
+        result = torch.compile(model, backend=partial(traced_by_inductor, **settings))(x)
+        assert relative_error(result, model(x)) <= SAME
 
 
 def interpreted(gm: torch.fx.GraphModule, _: Any, **options: Any) -> Any:
     """An `inner_compile` for Inductor that compiles nothing."""
     return make_boxed_func(gm.forward)
-
-
-def layer() -> NaiveMGLU:
-    return NaiveMGLU(16, 12, n_masks=2)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
@@ -25,3 +27,21 @@ def saved_and_loaded(program: ExportedProgram) -> ExportedProgram:
     torch.export.save(program, file)
     file.seek(0)
     return torch.export.load(file)
+
+
+class Masked(nn.Module):
+    """A layer whose mask is `mask(stored)`, of a buffer or a parameter."""
+
+    def __init__(self, stored: Tensor, mask: Callable[[Tensor], Tensor], *, parameter: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(stored.shape[-2:]))
+        if parameter:
+            self.stored: Tensor = nn.Parameter(stored)
+        else:
+            self.register_buffer("stored", stored)
+        self.mask = mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        m = self.mask(self.stored)
+        other = ~m if m.dtype is torch.bool else 1 - m
+        return F.silu(F.linear(x, self.weight * m)) * F.linear(x, self.weight * other)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from budgets import BUDGET, relative_error
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
 
 from compile_passes.conflicts import check_rules
@@ -100,6 +101,23 @@ def call_name(node: torch.fx.Node) -> str:
         return f"mglu.{node.target._schema.name.split('::')[1]}"
     call = as_call(node)
     return call.symbol if call else str(getattr(node.target, "__name__", node.target))
+
+
+def known_of_shapes(mode: FakeTensorMode | None) -> dict[str, list[str]]:
+    """What the shape environment of a compilation contains: guards, and sizes that it takes for equal or known."""
+    if mode is None or mode.shape_env is None:
+        return {}
+    env = mode.shape_env
+    return {
+        "guards": [str(guard.expr) for guard in env.guards],
+        "equal": sorted(map(str, env.replacements.items())),
+        "bounds": sorted(map(str, env.var_to_range.items())),
+        "asserts": sorted(
+            f"{symbol}: {[str(one.expr) for one in asserts]}"
+            for symbol, asserts in env.deferred_runtime_asserts.items()
+        ),
+        "pending": list(map(str, env.pending_fresh_unbacked_symbols)),
+    }
 
 
 def results(

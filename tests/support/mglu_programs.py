@@ -1,9 +1,10 @@
-"""Programs composed of the parts in `spellings`: MGLU layers that are right, or subtly wrong."""
+"""Programs composed of the parts in `spellings`: MGLU layers that are right, or wrong in their first term."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,44 @@ from spellings import (
 from torch import Tensor
 
 from mglu_ops.activations import ACTIVATIONS
+
+
+class Operands(NamedTuple):
+    """The mask of a gate, and x, weight and mask of its value; each mask is one matrix or a stack."""
+
+    gate_mask: Tensor
+    x: Tensor
+    weight: Tensor
+    value_mask: Tensor
+    other_x: Tensor
+    other_weight: Tensor
+
+
+# Mistakes: changes of the operands of a term. Some of them leave an MGLU layer, which the pass cannot always prove.
+WRONGS: dict[str, Callable[[Operands], Operands]] = {
+    "soft mask": lambda o: o._replace(gate_mask=o.gate_mask * 0.5 + 0.25),
+    "squared mask": lambda o: o._replace(gate_mask=o.gate_mask * o.gate_mask),
+    "detached mask": lambda o: o._replace(gate_mask=o.gate_mask.detach()),
+    "transposed mask": lambda o: o._replace(gate_mask=o.gate_mask.mT),
+    "mask per channel": lambda o: o._replace(gate_mask=o.gate_mask[..., :1]),
+    "other x": lambda o: o._replace(x=o.other_x),
+    "detached x": lambda o: o._replace(x=o.x.detach()),
+    "copied x": lambda o: o._replace(x=o.x * 1),
+    "other weight": lambda o: o._replace(weight=o.other_weight),
+    "detached weight": lambda o: o._replace(weight=o.weight.detach()),
+    "rounded weight": lambda o: o._replace(weight=o.weight.bfloat16().to(o.weight.dtype)),
+    "2 - m": lambda o: o._replace(value_mask=2 - o.gate_mask * 1.0),
+    "m and m": lambda o: o._replace(value_mask=o.gate_mask),
+    "masks in another order": lambda o: o._replace(value_mask=o.value_mask.flip(0)),
+    **{
+        name: lambda o, function=function: o._replace(gate_mask=function(o.gate_mask))
+        for name, function in TRANSPOSES.items()
+    },
+    **{
+        name: lambda o, function=function: o._replace(value_mask=function(o.gate_mask))
+        for name, function in DOUBTFUL_COMPLEMENTS.items()
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -56,209 +95,45 @@ class Program:
     def trained(self) -> bool:
         return self.kind == "logits"
 
-    def __call__(self, x: Tensor, weight: Tensor, masks: Tensor, other_x: Tensor, other_weight: Tensor) -> Any:
+    def __call__(self, x: Tensor, weight: Tensor, masks: Tensor, other_x: Tensor, other_weight: Tensor) -> Tensor:
         """The layer for x and other_x `[..., h]`, weight and other_weight `[d, h]`, and masks `[n, d, h]` of a kind."""
-        if self.wrong is not None and self.wrong.startswith("mutate"):
-            x, weight, masks = x.clone(), weight.clone(), masks.clone()
-        terms, extra = [], []
+        terms = []
         for i in range(masks.shape[0]):
-            term, more = self._term(i, x, weight, masks, other_x, other_weight)
+            term = self._term(i, x, weight, masks, other_x, other_weight)
             terms.append(term if self.scale is None else SCALES[self.scale](other_x.flatten(), i) * term)
-            extra += more
-        total = SUMS[self.total](terms)
-        return (total, *extra)
+        return SUMS[self.total](terms)
 
-    def _term(
-        self, i: int, x: Tensor, weight: Tensor, masks: Tensor, other_x: Tensor, other_weight: Tensor
-    ) -> tuple[Tensor, list[Tensor]]:
-        wrong = self.wrong if i == 0 else None
+    def _term(self, i: int, x: Tensor, weight: Tensor, masks: Tensor, other_x: Tensor, other_weight: Tensor) -> Tensor:
         product, project = BOOL_PRODUCTS[self.product], PROJECTIONS[self.projection]
         m = MASKS[self.kind][self.mask](masks, i)
-        if wrong == "soft mask":
-            m = torch.sigmoid(masks[i]) if self.trained else masks[i] * 0.5 + 0.25
-        if wrong == "mask per channel":
-            m = m[:, :1]
-        if wrong == "one mask is detached":
-            m = m.detach()
-        if wrong == "squared mask":
-            m = m * m
-        complement = ALL_COMPLEMENTS[self.complement]
-        masked_weight = WEIGHTS[self.weight](weight, other_weight)
-        value_x = {"other x": other_x, "detached x": x.detach(), "copied x": x * 1}.get(wrong or "", x)
-        value_weight = {"other weight": other_weight, "detached weight": masked_weight.detach()}.get(
-            wrong or "", masked_weight
-        )
-
-        gate_weight = product(masked_weight, complement(m) if self.swapped else m)
-        if wrong == "rounded":
-            gate_weight = gate_weight.to(torch.bfloat16).to(weight.dtype)
-        if wrong in TRANSPOSES:
-            gate_weight = TRANSPOSES[wrong](gate_weight)
+        pair = m, ALL_COMPLEMENTS[self.complement](m)
+        gate_mask, value_mask = reversed(pair) if self.swapped else pair
+        masked = WEIGHTS[self.weight](weight, other_weight)
+        again = WEIGHTS[self.weight](weight, other_weight) if self.at_each_use else masked
+        operands = Operands(gate_mask, x, again, value_mask, other_x, other_weight)
+        if self.wrong is not None and i == 0:
+            operands = WRONGS[self.wrong](operands)
+        gate_weight = product(masked, operands.gate_mask)
         if self.joint is not None:
-            gate, value = JOINTS[self.joint](
-                x, gate_weight, product(value_weight, m if self.swapped else complement(m))
-            )
-            return self._product(gate, value), []
-        gate = project(x, gate_weight)
-        if wrong == "bias":
-            gate = gate + other_x.flatten()[0]
-        if wrong == "detached gate":
-            gate = gate.detach()
-        extra = _mutate(wrong, x, weight, masks, i, gate)
-        if wrong == "gate is used elsewhere":
-            extra.append(gate)
-
-        if self.at_each_use and value_weight is masked_weight:
-            value_weight = WEIGHTS[self.weight](weight, other_weight)
-        m_value = self._value_factor(m, masks, i, wrong)
-        if self.value == "masked":
-            value = project(value_x, product(value_weight, m_value))
-        elif self.value == "w - w * m":
-            value = project(value_x, value_weight - product(value_weight, m))
+            gate, value = JOINTS[self.joint](x, gate_weight, product(operands.weight, operands.value_mask))
         else:
-            value = project(value_x, value_weight) - gate
-        if wrong == "alpha of the difference":
-            value = torch.sub(project(value_x, value_weight), gate, alpha=2)
-        if wrong == "no_grad":
-            with torch.no_grad():
-                value = project(value_x, product(value_weight, m_value))
-        if wrong == "activation":
-            value = torch.tanh(value)
-        if wrong == "floor of the value":
-            value = torch.div(value, 2, rounding_mode="floor")
-        if wrong == "mutate gate after":
-            gate.mul_(0.5)
+            gate = project(x, gate_weight)
+            value = self._value(operands, gate)
         activated = self._activated(gate)
-        if wrong == "activation is used elsewhere":
-            extra.append(activated)
-        return self._product(gate, value, activated), extra
+        return value * activated if self.value_first else activated * value
 
-    def _value_factor(self, m: Tensor, masks: Tensor, i: int, wrong: str | None) -> Tensor:
-        """The factor of the weight in the value of term i, whose mask is m."""
-        if wrong == "2 - m":
-            return 2 - m * 1.0
-        if wrong == "m and m":
-            return m
-        if wrong == "compared mask":
-            return m < 0.5
-        if wrong == "next mask":
-            return masks[(i + 1) % len(masks)] > 0
-        if wrong is not None and wrong in DOUBTFUL_COMPLEMENTS:
-            return DOUBTFUL_COMPLEMENTS[wrong](m)
-        return m if self.swapped else ALL_COMPLEMENTS[self.complement](m)
-
-    def has_one_factor(self, masks: Tensor) -> bool:
-        """Whether gate and value of the first term multiply the weight by equal factors, given masks `[n, d, h]`."""
-        if self.value != "masked":
-            return False
-        m = MASKS[self.kind][self.mask](masks, 0)
-        gate_factor = ALL_COMPLEMENTS[self.complement](m) if self.swapped else m
-        return torch.equal(gate_factor.double(), self._value_factor(m, masks, 0, self.wrong).double())
+    def _value(self, operands: Operands, gate: Tensor) -> Tensor:
+        product, project = BOOL_PRODUCTS[self.product], PROJECTIONS[self.projection]
+        if self.value == "masked":
+            return project(operands.x, product(operands.weight, operands.value_mask))
+        if self.value == "w - w * m":
+            return project(operands.x, operands.weight - product(operands.weight, operands.gate_mask))
+        return project(operands.x, operands.weight) - gate
 
     def _activated(self, gate: Tensor) -> Tensor:
         if self.hand_written is None:
             return ACTIVATIONS[self.activation].forward(gate)
         return (HAND_WRITTEN | DOUBTFUL_FUNCTIONS)[self.hand_written](gate)
-
-    def _product(self, gate: Tensor, value: Tensor, activated: Tensor | None = None) -> Tensor:
-        activated = self._activated(gate) if activated is None else activated
-        return value * activated if self.value_first else activated * value
-
-
-def _mutate(wrong: str | None, x: Tensor, weight: Tensor, masks: Tensor, i: int, gate: Tensor) -> list[Tensor]:
-    """Write in place between gate and value."""
-    if wrong == "mutate x":
-        x.add_(1)
-    elif wrong == "mutate x by operator":
-        x /= 2
-    elif wrong == "mutate x through a view":
-        x.view(-1)[0] = 5
-    elif wrong == "mutate x by out":
-        torch.add(x, 1, out=x)
-    elif wrong == "mutate weight":
-        weight.detach().mul_(2)
-    elif wrong == "mutate weight by setitem":
-        weight[0] = 1
-    elif wrong == "mutate masks":
-        masks.copy_(masks.flip(0) if masks.dtype is torch.bool else -masks)
-    elif wrong == "mutate masks through a view":
-        row = masks[i].detach()[0]
-        row.copy_(torch.zeros_like(row))
-    elif wrong == "mutate gate by a list":
-        torch._foreach_mul_([gate], 2.0)
-    return []
-
-
-# Changes of the first term of a program. Some of them leave it an MGLU program, which the pass cannot always prove.
-WRONGS = (
-    "soft mask",
-    "mask per channel",
-    "one mask is detached",
-    "squared mask",
-    "other x",
-    "detached x",
-    "copied x",
-    "other weight",
-    "detached weight",
-    "rounded",
-    "bias",
-    "detached gate",
-    "gate is used elsewhere",
-    "activation is used elsewhere",
-    "2 - m",
-    "m and m",
-    "compared mask",
-    "next mask",
-    "no_grad",
-    "activation",
-    "mutate x",
-    "mutate x by operator",
-    "mutate x through a view",
-    "mutate x by out",
-    "mutate weight",
-    "mutate weight by setitem",
-    "mutate masks",
-    "mutate masks through a view",
-    "mutate gate by a list",
-    "mutate gate after",
-    "alpha of the difference",
-    "floor of the value",
-    *TRANSPOSES,
-    *DOUBTFUL_COMPLEMENTS,
-)
-
-
-# Changes that give gate and value different inputs or weights.
-OF_OTHER_OPERANDS = ("other x", "detached x", "copied x", "other weight", "detached weight")
-
-
-# Changes of the masks alone, which also fit programs whose gate and value come from one product.
-MASK_WRONGS = ("soft mask", "squared mask", "one mask is detached", *TRANSPOSES)
-
-
-def program_tensors(program: Program, n_masks: int = 3, d: int = 8, h: int = 8) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(n_masks)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    logits = normal(n_masks, d, h)
-    named = {
-        "x": normal(5, h),
-        "weight": normal(d, h),
-        "masks": logits if program.trained else logits > 0,
-        "other_x": normal(5, h),
-        "other_weight": normal(d, h),
-    }
-    return {name: t.requires_grad_() if t.is_floating_point() else t for name, t in named.items()}
-
-
-def layer_tensors(**changed: Any) -> dict[str, Tensor]:
-    named = program_tensors(Program())
-    return {"x": named["x"], "weight": named["weight"], "logits": named["masks"]} | changed
-
-
-# --- Layers with all masks in one tensor -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -274,63 +149,29 @@ class StackProgram:
     activation: str = "silu"
     kind: str = "logits"
     wrong: str | None = None
+    """A mistake of `WRONGS`, made for all masks."""
 
     @property
     def trained(self) -> bool:
         return self.kind == "logits"
 
-    def __call__(self, x: Tensor, weight: Tensor, masks: Tensor, other_x: Tensor, other_weight: Tensor) -> Any:
+    def __call__(self, x: Tensor, weight: Tensor, masks: Tensor, other_x: Tensor, other_weight: Tensor) -> Tensor:
         """The layer for the tensors that a `Program` takes."""
-        wrong = self.wrong
         m = straight_through(masks) if self.trained else masks
         dim, project = STACK_PROJECTIONS[self.projection]
         product = STACK_PRODUCTS[self.product]
-        if wrong == "soft masks":
-            m = torch.sigmoid(masks) if self.trained else masks * 0.5
-        gate_x = torch.stack([x, other_x])[: len(masks)].repeat(len(masks), 1, 1) if wrong == "x per mask" else x
-        gate_weights = product(weight, m)
-        if wrong == "weight per mask":
-            gate_weights = torch.stack([weight, other_weight] * len(masks))[: len(masks)] * m
-        if wrong == "x per mask":
-            gate = torch.bmm(gate_x[: len(masks)], gate_weights.mT).movedim(0, dim)
-        else:
-            gate = project(x, gate_weights)
-        if wrong == "masks and tokens are exchanged":
-            gate = gate.transpose(0, 1)
-        if wrong == "masks and features are exchanged":
-            gate = gate.transpose(0, 2)
-        if wrong == "mutate weight":
-            weight.detach().mul_(2)
-        complement = ALL_COMPLEMENTS[self.complement](m)
-        if wrong is not None and wrong in DOUBTFUL_COMPLEMENTS:
-            complement = DOUBTFUL_COMPLEMENTS[wrong](m)
-        if wrong == "masks in another order":
-            complement = complement.flip(0)
-        if wrong == "transposed masks":
-            complement = complement.mT
-        if wrong == "2 - m":
-            complement = 2 - m * 1.0
-        value_x = other_x if wrong == "other x" else x
-        value_weight = other_weight if wrong == "other weight" else weight
+        operands = Operands(m, x, weight, ALL_COMPLEMENTS[self.complement](m), other_x, other_weight)
+        if self.wrong is not None:
+            operands = WRONGS[self.wrong](operands)
+        gate = project(x, product(weight, operands.gate_mask))
         if self.value == "masked":
-            value = project(value_x, product(value_weight, complement))
+            value = project(operands.x, product(operands.weight, operands.value_mask))
         else:
-            value = F.linear(value_x, value_weight).unsqueeze(dim) - gate
+            value = F.linear(operands.x, operands.weight).unsqueeze(dim) - gate
         terms = ACTIVATIONS[self.activation].forward(gate) * value
-        if wrong == "a term twice":
-            terms = torch.cat([terms, terms], dim).narrow(dim, 1, len(masks))
-        mask_weight = torch.softmax(other_x @ other_weight[: len(masks)].mT, -1)
-        return self._total(terms, dim, mask_weight)
+        return self._total(terms, dim, torch.softmax(other_x @ other_weight[: len(masks)].mT, -1))
 
     def _total(self, terms: Tensor, dim: int, mask_weight: Tensor) -> Tensor:
-        if self.wrong == "sum over tokens":
-            return terms.sum(1 if dim == 0 else 0)
-        if self.wrong == "mask_weight of another order":
-            mask_weight = (
-                mask_weight.flip(-1).t()
-                if dim == 0 and mask_weight.shape[0] == mask_weight.shape[1]
-                else mask_weight.flip(-1)
-            )
         letters = ("nbd", "bnd", "bdn")[dim]
         if self.mask_weight == "scalars":
             terms = terms * mask_weight[0].reshape([-1 if i == dim else 1 for i in range(3)])
@@ -338,36 +179,47 @@ class StackProgram:
             return torch.einsum(f"{letters},bn->bd", terms, mask_weight)
         if self.mask_weight == "product":
             terms = terms * mask_weight.movedim(-1, 0 if dim == 0 else -1).unsqueeze((2, 2, 1)[dim])
-        if self.total == "sum":
-            return terms.sum(dim)
-        if self.total == "einsum":
-            return torch.einsum(f"{letters}->bd", terms)
-        if self.total == "mean":
-            return terms.mean(dim)
-        return (
-            sum(terms.unbind(dim))
-            if self.total == "unbind"
-            else sum(terms.select(dim, i) for i in range(terms.shape[dim]))
-        )
+        return STACK_TOTALS[self.total](terms, dim)
 
 
-STACK_WRONGS = (
-    "soft masks",
-    "x per mask",
-    "weight per mask",
-    "masks and tokens are exchanged",
-    "masks and features are exchanged",
-    "mutate weight",
-    "masks in another order",
-    "transposed masks",
-    "2 - m",
-    "other x",
-    "other weight",
-    "a term twice",
-    "sum over tokens",
-    "mask_weight of another order",
-    *DOUBTFUL_COMPLEMENTS,
-)
+# From terms, and the dimension of the masks. The last one is wrong.
+STACK_TOTALS: dict[str, Callable[[Tensor, int], Any]] = {
+    "sum": lambda terms, dim: terms.sum(dim),
+    "einsum": lambda terms, dim: torch.einsum(f"{('nbd', 'bnd', 'bdn')[dim]}->bd", terms),
+    "unbind": lambda terms, dim: sum(terms.unbind(dim)),
+    "select": lambda terms, dim: sum(terms.select(dim, i) for i in range(terms.shape[dim])),
+    "mean": lambda terms, dim: terms.mean(dim),
+    "sum over tokens": lambda terms, dim: terms.sum(1 if dim == 0 else 0),
+}
 
 
-STACKS_OF_OTHER_OPERANDS = ("x per mask", "weight per mask", "other x", "other weight")
+# --- Their tensors ---------------------------------------------------------------------------------------------------
+
+
+def normal_tensors(n_masks: int, tokens: int = 5, d: int = 8, h: int = 8) -> dict[str, Tensor]:
+    """The float64 tensors x and other_x `[tokens, h]`, weight and other_weight `[d, h]`, and logits `[n_masks, d, h]`.
+
+    They are square by default, so that shapes do not reveal a transpose.
+    """
+    generator = torch.Generator().manual_seed(n_masks)
+    shapes = {
+        "logits": (n_masks, d, h),
+        "x": (tokens, h),
+        "weight": (d, h),
+        "other_x": (tokens, h),
+        "other_weight": (d, h),
+    }
+    return {name: torch.randn(*shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+def program_tensors(program: Program, n_masks: int = 3) -> dict[str, Tensor]:
+    """The tensors of a program with trained or bool masks; those with floating point require a gradient."""
+    named = normal_tensors(n_masks)
+    logits = named.pop("logits")
+    named["masks"] = logits if program.trained else logits > 0
+    return {name: t.requires_grad_() if t.is_floating_point() else t for name, t in named.items()}
+
+
+def layer_tensors(**changed: Any) -> dict[str, Tensor]:
+    named = normal_tensors(3)
+    return {name: named[name].requires_grad_() for name in ("x", "weight", "logits")} | changed

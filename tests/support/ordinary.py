@@ -1,63 +1,34 @@
 """Random programs made of the operators of ordinary models, without an MGLU layer.
 
-A program is Python source with one statement per line, so that a failing one can be read, shortened and run by hand.
 Each line comes from a template (`ordinary_templates`), whose fields are filled with results of earlier lines. A line on
 which eager torch raises an error is dropped, so templates need not consider shapes and dtypes.
 """
 
 from __future__ import annotations
 
-import linecache
-import math
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from ordinary_templates import CONSTANTS, DATA_DEPENDENT_TEMPLATES, TEMPLATES
-from spellings import Sign
+from source_programs import NAMES, SourceProgram, assigned
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 MOST_NUMBERS = 4096
 """The most elements of a tensor of a program."""
 
 
-class Scaled(torch.autograd.Function):
-    """A custom function whose gradient is not the derivative of its forward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return grad * x
-
-
-NAMES = {"torch": torch, "F": F, "math": math, "checkpoint": checkpoint, "Sign": Sign, "Scaled": Scaled}
-"""The names that the source of a program may use."""
-
-
 @dataclass(frozen=True)
-class Program:
-    """A function of tensors as source, and how it is compiled and called."""
-
-    seed: int
-    statements: tuple[str, ...]
+class Program(SourceProgram):
     dtype: torch.dtype = torch.float32
     square: bool = False
     """Whether all sizes are equal, so that shapes do not tell dimensions apart."""
     empty: bool = False
     """Whether the number of tokens is 0."""
-    special: bool = False
-    """Whether the inputs hold NaN, infinities and zeros."""
     trained: bool = False
     surrounding: str = "nothing"
     """The context in which the program runs: a key of `SURROUNDINGS`."""
@@ -66,52 +37,67 @@ class Program:
     assume_binary: bool = False
 
     @property
-    def source(self) -> str:
-        body = "\n".join(f"    {line}" for statement in self.statements for line in statement.splitlines())
-        return f"def program({', '.join(self.argument_names)}):\n{body}\n    return ({', '.join(self.returned)},)\n"
+    def arguments(self) -> list[str]:
+        return list(self.inputs())
 
     @property
-    def argument_names(self) -> list[str]:
-        return [name for name in self.all_inputs() if re.search(rf"\b{name}\b", "\n".join(self.statements))]
-
-    @property
-    def returned(self) -> list[str]:
+    def returned(self) -> tuple[str, ...]:
         """The variables that no other line reads."""
-        definitions = {name: statement for statement in self.statements for name in _defined(statement)}
+        definitions = {name: statement for statement in self.statements for name in assigned(statement)}
 
         def is_read(name: str) -> bool:
             others = [text for other, text in definitions.items() if other != name]
             return any(re.search(rf"\b{name}\b", text) for text in others)
 
-        return [name for name in definitions if not is_read(name)] or list(definitions)[-1:]
-
-    def function(self) -> Callable[..., Any]:
-        """The compiled source, which is registered with `linecache` so that tracing records its lines."""
-        file = f"<program {self.seed}>"
-        linecache.cache[file] = (len(self.source), None, self.source.splitlines(keepends=True), file)
-        space = dict(NAMES)
-        exec(compile(self.source, file, "exec"), space)
-        return space["program"]
+        return tuple(name for name in definitions if not is_read(name)) or tuple(definitions)[-1:]
 
     def inputs(self) -> dict[str, Any]:
-        """New inputs with the same values at each call, because a program may write to its inputs."""
-        return {name: value for name, value in self.all_inputs().items() if name in self.argument_names}
+        source = "\n".join(self.statements)
+        return {name: value for name, value in self.all_inputs().items() if re.search(rf"\b{name}\b", source)}
 
     def all_inputs(self) -> dict[str, Any]:
-        return _inputs(self)
+        """The tensors of a small model: tokens, images, weights, masks of every kind, indices, and two numbers."""
+        generator = torch.Generator().manual_seed(self.seed)
+        tokens, d, h = (4, 4, 4) if self.square else (3, 5, 4)
+        tokens = 0 if self.empty else tokens
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64).to(self.dtype)
+
+        def integers(high: int, *shape: int) -> Tensor:
+            return torch.randint(0, high, shape, generator=generator)
+
+        named = {
+            "x": normal(tokens, h),
+            "X": normal(2, tokens, h),
+            "W": normal(d, h),
+            "V": normal(d, h),
+            "L": normal(d, h),
+            "S": normal(3, d, h),
+            "b": normal(d),
+            "r": normal(tokens, 1).sigmoid(),
+            "m": normal(d, h) > 0,
+            "M": normal(3, d, h) > 0,
+            "f": integers(2, d, h).to(self.dtype),
+            "i": integers(2, d, h),
+            "u": integers(200, d, h).to(torch.uint8),
+            "image": normal(2, 3, 6, 6),
+            "kernel": normal(4, 3, 3, 3),
+            "index": integers(3, tokens),
+            "z": torch.complex(normal(tokens, h).float(), normal(tokens, h).float()),
+            "t": normal(1)[0],
+        }
+        for name in ("x", "X", "W", "V", "L", "S", "b", "r", "kernel", "z", "t"):
+            named[name].requires_grad_(self.trained and random.Random(f"{self.seed}{name}").random() < 0.6)
+        return {**named, "scale": 0.375, "count": 2}
 
     def surroundings(self) -> AbstractContextManager[Any]:
         return SURROUNDINGS[self.surrounding]()
 
     def configuration(self) -> AbstractContextManager[Any]:
-        """Dynamo's settings while the program is compiled."""
         return torch._dynamo.config.patch(
             capture_dynamic_output_shape_ops=self.data_dependent, capture_scalar_outputs=self.data_dependent
         )
-
-    def __str__(self) -> str:
-        options = {k: v for k, v in vars(self).items() if k not in ("seed", "statements") and v}
-        return f"# seed {self.seed}, {', '.join(f'{k}={v}' for k, v in options.items())}\n{self.source}"
 
 
 SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -119,51 +105,6 @@ SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "no_grad": torch.no_grad,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
 }
-
-
-def _defined(statement: str) -> list[str]:
-    return re.findall(r"^\s*(v\d+) = ", statement, flags=re.MULTILINE)
-
-
-def _inputs(program: Program) -> dict[str, Any]:
-    """The tensors of a small model: tokens, images, weights, masks of every kind, indices, and two numbers."""
-    generator = torch.Generator().manual_seed(program.seed)
-    tokens, d, h = (4, 4, 4) if program.square else (3, 5, 4)
-    tokens = 0 if program.empty else tokens
-
-    def normal(*shape: int) -> Tensor:
-        values = torch.randn(*shape, generator=generator, dtype=torch.float64)
-        if program.special and values.numel() > 2:
-            places = torch.randint(0, values.numel(), (3,), generator=generator)
-            values.view(-1)[places] = torch.tensor([math.nan, math.inf, 0.0], dtype=torch.float64)
-        return values.to(program.dtype)
-
-    def integers(high: int, *shape: int) -> Tensor:
-        return torch.randint(0, high, shape, generator=generator)
-
-    named = {
-        "x": normal(tokens, h),
-        "X": normal(2, tokens, h),
-        "W": normal(d, h),
-        "V": normal(d, h),
-        "L": normal(d, h),
-        "S": normal(3, d, h),
-        "b": normal(d),
-        "r": normal(tokens, 1).sigmoid(),
-        "m": normal(d, h) > 0,
-        "M": normal(3, d, h) > 0,
-        "f": integers(2, d, h).to(program.dtype),
-        "i": integers(2, d, h),
-        "u": integers(200, d, h).to(torch.uint8),
-        "image": normal(2, 3, 6, 6),
-        "kernel": normal(4, 3, 3, 3),
-        "index": integers(3, tokens),
-        "z": torch.complex(normal(tokens, h).float(), normal(tokens, h).float()),
-        "t": normal(1)[0],
-    }
-    trainable = ("x", "X", "W", "V", "L", "S", "b", "r", "kernel", "z", "t")
-    chosen = {name for name in trainable if program.trained and random.Random(f"{program.seed}{name}").random() < 0.6}
-    return {**{k: v.requires_grad_(k in chosen) for k, v in named.items()}, "scale": 0.375, "count": 2}
 
 
 # --- Drawing programs ------------------------------------------------------------------------------------------------
@@ -178,7 +119,6 @@ def draw(seed: int) -> Program:
         dtype=dice.choices([torch.float32, torch.float64, torch.bfloat16, torch.float16], [12, 3, 2, 1])[0],
         square=dice.random() < 0.3,
         empty=dice.random() < 0.07,
-        special=dice.random() < 0.3,
         trained=dice.random() < 0.6,
         surrounding=dice.choices(list(SURROUNDINGS), [8, 1, 1])[0],
         dynamic=dice.random() < 0.3,
@@ -194,13 +134,13 @@ def draw(seed: int) -> Program:
         statement = _statement(dice, program, space, name=f"v{len(statements)}")
         if statement is not None and _runs(statement, space, program):
             statements.append(statement)
-    if not any(map(_defined, statements)):
+    if not any(map(assigned, statements)):
         statements.append("v0 = x + 1")
     return replace(program, statements=tuple(statements))
 
 
 def _statement(dice: random.Random, program: Program, space: dict[str, Any], name: str) -> str | None:
-    """A line, perhaps inside a `with` block; None if no tensor fits a field of the template."""
+    """A line, perhaps in a `with` statement; None if no tensor fits a field of the template."""
     kinds = [*TEMPLATES, "data-dependent"]
     weights = [weight for weight, _ in TEMPLATES.values()]
     kind = dice.choices(kinds, [*weights, 4 if program.data_dependent else 0])[0]
@@ -214,12 +154,12 @@ def _statement(dice: random.Random, program: Program, space: dict[str, Any], nam
         ["", "with torch.no_grad():", "with torch.autocast('cpu', dtype=torch.bfloat16):", "with torch.enable_grad():"],
         [30, 2, 1, 0.5],
     )[0]
-    return f"{block}\n    {line}" if block else line
+    return f"{block} {line}".strip()
 
 
 def _runs(statement: str, space: dict[str, Any], program: Program) -> bool:
     """Run a line in `space`; returns whether torch runs it and its result is a tensor that is not too large."""
-    names = _defined(statement)
+    names = assigned(statement)
     with program.surroundings():
         try:
             exec(statement, space)
@@ -285,56 +225,3 @@ _KINDS: dict[str, Callable[[Tensor, Tensor], bool]] = {
     "weight": lambda t, first: t.is_floating_point() and t.dim() == 2 and t.shape[-1:] == first.shape[-1:],
     "right": lambda t, first: t.is_floating_point() and t.dim() >= 2 and t.shape[-2:-1] == first.shape[-1:],
 }
-
-
-# --- Running and shortening programs ---------------------------------------------------------------------------------
-
-
-def outcomes(program: Program, function: Callable[..., Any]) -> dict[str, Any]:
-    """The results of a program, its inputs afterwards, and their gradients."""
-    torch.manual_seed(program.seed)
-    inputs = program.inputs()
-    with program.surroundings():
-        results = function(**inputs)
-    found: dict[str, Any] = {f"result {i}": tensor.detach().clone() for i, tensor in enumerate(results)}
-    tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
-    found |= {f"{name} afterwards": tensor.detach().clone() for name, tensor in tensors.items()}
-    trained = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
-    recorded = [tensor for tensor in results if tensor.requires_grad]
-    if trained and recorded:
-        weights = [torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view(y.shape) for y in recorded]
-        leaves = {name: tensor for name, tensor in trained.items() if tensor.is_leaf}
-        grads = torch.autograd.grad(recorded, list(leaves.values()), weights, allow_unused=True)
-        found |= {f"gradient of {name}": grad for name, grad in zip(leaves, grads, strict=True)}
-    return found
-
-
-def assert_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Check that two `outcomes` are equal to the last bit; NaN equals NaN."""
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        if value is None:
-            assert found[name] is None, f"{name}: a gradient where eager has none"
-        else:
-            torch.testing.assert_close(
-                found[name], value, rtol=0, atol=0, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
-            )
-
-
-def shortened(program: Program, fails: Callable[[Program], bool]) -> Program:
-    """The shortest program found that still fails: without lines and options that the failure does not need."""
-    while (shorter := next(filter(fails, _simpler(program)), None)) is not None:
-        program = shorter
-    return program
-
-
-def _simpler(program: Program) -> Iterator[Program]:
-    for i in reversed(range(len(program.statements))):
-        yield replace(program, statements=(*program.statements[:i], *program.statements[i + 1 :]))
-        if (first := program.statements[i]).startswith("with "):
-            line = first.split("\n    ")[1]
-            yield replace(program, statements=(*program.statements[:i], line, *program.statements[i + 1 :]))
-    plain = Program(program.seed, ())
-    for name in ("square", "empty", "special", "trained", "surrounding", "dynamic", "data_dependent", "assume_binary"):
-        if getattr(program, name) != getattr(plain, name):
-            yield replace(program, **{name: getattr(plain, name)})

@@ -206,12 +206,12 @@ WRITES = """
 
 GRADIENTS = """
 {any}.detach() | {any}.data | {any}.detach().clone() | torch.detach({any}) | {any} + ({any} - {any}).detach()
-Scaled.apply({real}) | Sign.apply({real}) | checkpoint(torch.sin, {real}, use_reentrant=False)
+Damped.apply({real}) | Sign.apply({real}) | checkpoint(torch.sin, {real}, use_reentrant=False)
 checkpoint(lambda y: F.silu(y) * y, {real}, use_reentrant=False) | torch.vmap(lambda y: y * 2)({any})
 torch.vmap(torch.sum)({any}) | torch.func.grad(lambda y: (y * y).sum())({real})
 torch.utils._pytree.tree_map(torch.neg, [{any}])[0]
 checkpoint(lambda y: y.mul(2).add_(1), {real}, use_reentrant=False) | torch.func.jvp(torch.sin, ({real},), ({twin},))[1]
-torch.vmap(lambda y: F.linear(y, W))(x) | Scaled.apply(F.linear(x, W * m))
+torch.vmap(lambda y: F.linear(y, W))(x) | Damped.apply(F.linear(x, W * m))
 """
 
 # Layers with gates of masked weights that differ from MGLU in some detail.

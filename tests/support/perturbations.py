@@ -27,7 +27,8 @@ from perturbation_tables import (
     is_array,
     is_recorded,
 )
-from right_programs import Program, assigned, reads, sides
+from right_programs import Program
+from source_programs import assigned, reads, sides
 from torch import Tensor
 
 NEW, OTHER = "new", "other"

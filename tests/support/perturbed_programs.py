@@ -11,32 +11,18 @@ afterwards, and the state of the random numbers. A graph in which nothing is fus
 
 from __future__ import annotations
 
-import copy
 import functools
 import random
-import re
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from budgets import BUDGET, relative_error
-from graphs import Capture
 from perturbations import PERTURBATIONS, Perturbation, Place, Scopes, perturbed, places
 from right_programs import Program, draw
+from source_programs import Both, attempt, difference, judged, outcomes, tolerance, verdict
 from torch import Tensor
-from torch.fx import GraphModule
 
 import mglu_ops
-
-SAME = 10 * BUDGET[torch.float64]
-NARROW = {r"bfloat16": torch.bfloat16, r"\bfloat16|half\(": torch.float16, r"float32|\.float\(": torch.float32}
-"""How a program spells a cast to a dtype, beginning with the least precise.
-
-A straight-through sum or a gradient in this dtype is rounded, which the operator's exact mask is not.
-"""
-NOISE = 1e-11
-"""A tensor whose absolute values add up to less holds only rounding errors, of a difference of equal numbers."""
 
 SAMPLES_PER_SEED = 20
 FAMILIES = {
@@ -109,162 +95,32 @@ def sample(number: int) -> tuple[int, int]:
 
 
 def through_the_pass(program: Program) -> str:
-    """Compare the graphs with and without the pass, run without Inductor, with eager.
-
-    Returns:
-        `fused`, `refused` with a reason, `silent` (neither), or `skipped: ` and why nothing can be compared.
-
-    Raises:
-        AssertionError: something does not hold.
-    """
+    """Judge a program (`source_programs.judged`); one whose results are not finite is skipped."""
     try:
         wanted = outcomes(program, program.function())
     except Exception:
         return "skipped: eager raises an error"
-    if not all(map(_is_finite, wanted.values())):
+    if not all(bool(value.isfinite().all()) for value in wanted.values() if isinstance(value, Tensor)):
         return "skipped: not finite"
-    backend = Both(assume_binary=program.assume_binary)
-    with torch._dynamo.config.patch(compiled_autograd=program.compiled_autograd):
-        compiled = backend.compile(program.function())
-        found = _attempt(program, compiled)
-        assert backend.error is None, f"the pass raises {backend.error!r}"
-        if backend.plain is None:
-            return "skipped: Dynamo raises an error"
-        if not backend.report.fused:
-            assert list(map(str, backend.after)) == list(map(str, backend.before)), "refused, but the graph changed"
-            return "refused" if backend.report.missed else "silent"
-        backend.runs_plain = True
-        plain = _attempt(program, compiled)
-    return _verdict(program, found, plain, wanted)
+    return judged(program, wanted, Both(assume_binary=program.assume_binary))
 
 
 def through_inductor(program: Program) -> str:
     """Compare a program compiled by Inductor with fusion with eager; if they differ, also compile it without fusion.
 
-    Returns and raises what `through_the_pass` does.
+    Returns and raises what `judged` does.
     """
     wanted = outcomes(program, program.function())
 
     def compiled() -> Any:
         torch._dynamo.reset()
-        with (
-            torch._dynamo.config.patch(compiled_autograd=program.compiled_autograd),
-            torch._inductor.config.patch(fallback_random=True, fx_graph_cache=False),
-        ):
-            return _attempt(program, torch.compile(program.function(), fullgraph=True))
+        with program.configuration(), torch._inductor.config.patch(fallback_random=True, fx_graph_cache=False):
+            return attempt(program, torch.compile(program.function(), fullgraph=True))
 
     with mglu_ops.fusion(assume_binary=program.assume_binary) as report:
         found = compiled()
     if not report.fused:
         return "refused" if report.missed else "silent"
-    if not isinstance(found, Exception) and difference(found, wanted, _tolerance(program)) is None:
+    if not isinstance(found, Exception) and difference(found, wanted, tolerance(program)) is None:
         return "fused"
-    return _verdict(program, found, compiled(), wanted)
-
-
-def _attempt(program: Program, function: Callable[..., Any]) -> dict[str, Any] | Exception:
-    try:
-        return outcomes(program, function)
-    except TimeoutError:
-        raise
-    except Exception as error:
-        return error
-
-
-def _verdict(
-    program: Program, found: dict[str, Any] | Exception, plain: dict[str, Any] | Exception, wanted: dict[str, Any]
-) -> str:
-    """The verdict on a program in which a layer is fused."""
-    if isinstance(plain, Exception):
-        return "skipped: raises an error when compiled without fusion"
-    tolerance = _tolerance(program)
-    if difference(plain, wanted, tolerance) is not None:
-        return "skipped: differs when compiled without fusion"
-    if program.assume_binary and isinstance(found, ValueError) and "must be binary" in str(found):
-        return "refused"
-    assert not isinstance(found, Exception), f"raises {type(found).__name__}: {found}"
-    text = difference(found, wanted, tolerance)
-    assert text is None, text
-    return "fused"
-
-
-class Both(Capture):
-    """A `Capture` that also keeps the original graph, and runs either."""
-
-    plain: GraphModule | None = None
-    runs_plain = False
-    error: Exception | None = None
-    """What the pass raised or warned of; Dynamo wraps errors of a backend in its own."""
-
-    def __call__(self, gm: GraphModule, example_inputs: Any) -> Callable[..., Any]:
-        self.plain = plain = copy.deepcopy(gm)
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("error", module="compile_passes")
-                super().__call__(gm, example_inputs)
-        except Exception as error:
-            self.error = error
-            raise
-        return lambda *inputs: (plain if self.runs_plain else gm).forward(*inputs)
-
-
-def outcomes(program: Program, function: Callable[..., Any]) -> dict[str, Any]:
-    """All that a call of a program gives: results, gradients, the inputs afterwards, and the state of random numbers.
-
-    These are gradients of a weighted sum of all results, in which each element has a weight of its own.
-    """
-    torch.manual_seed(program.seed)
-    inputs = program.inputs()
-    with program.surroundings():
-        results = function(**inputs)
-    found: dict[str, Any] = {f"result {i}": y.detach().clone() for i, y in enumerate(results)}
-    found |= {f"result {i} requires a gradient": y.requires_grad for i, y in enumerate(results)}
-    found |= {f"{name} afterwards": t.detach().clone() for name, t in inputs.items()}
-    found["state of random numbers"] = torch.get_rng_state()
-    leaves = {name: t for name, t in inputs.items() if t.requires_grad and t.is_leaf}
-    found |= {f"gradient of {name}": None for name in leaves}
-    recorded = [y for y in results if y.requires_grad]
-    if leaves and recorded:
-        weights = [torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view(y.shape) for y in recorded]
-        grads = torch.autograd.grad(recorded, list(leaves.values()), weights, allow_unused=True)
-        found |= {f"gradient of {name}": grad for name, grad in zip(leaves, grads, strict=True)}
-    return found
-
-
-def _tolerance(program: Program) -> float:
-    """The largest relative error that is rounding, in the least precise dtype that a program casts to."""
-    source = str(program)
-    return next((BUDGET[dtype] for spelling, dtype in NARROW.items() if re.search(spelling, source)), SAME)
-
-
-def difference(found: dict[str, Any], wanted: dict[str, Any], tolerance: float = SAME) -> str | None:
-    """What the first difference of two `outcomes` is, or None; `tolerance` is for the relative errors of tensors."""
-    if found.keys() != wanted.keys():
-        return f"has {sorted(found.keys() ^ wanted.keys())} on one side only"
-    for name, value in wanted.items():
-        if (text := _difference(found[name], value, tolerance)) is not None:
-            return f"{name}: {text}"
-    return None
-
-
-def _difference(a: Any, b: Any, tolerance: float) -> str | None:
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        return None if a is b else f"{_words(a)}, must be {_words(b)}"
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return f"{a.dtype} {tuple(a.shape)}, must be {b.dtype} {tuple(b.shape)}"
-    if not b.is_floating_point():
-        return None if torch.equal(a, b) else "other values"
-    if b.abs().sum() < NOISE and a.abs().sum() < NOISE:
-        return None
-    error = relative_error(a, b)
-    return None if error <= max(tolerance, BUDGET[b.dtype]) else f"relative error {error:.3g}"
-
-
-def _words(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return "a tensor" if value.any() else "a tensor of zeros"
-    return str(value)
-
-
-def _is_finite(value: Any) -> bool:
-    return not isinstance(value, Tensor) or bool(value.isfinite().all())
+    return verdict(program, found, compiled(), wanted)

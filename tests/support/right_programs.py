@@ -6,16 +6,14 @@
 
 from __future__ import annotations
 
-import linecache
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from right_program_parts import (
     ACTIVATIONS,
     BOOL_PRODUCTS,
@@ -28,35 +26,15 @@ from right_program_parts import (
     WEIGHTS,
     Spelling,
 )
-from spellings import Sign
+from source_programs import NAMES, SourceProgram, assigned, reads
 from torch import Tensor
 
 SIZE = 8
 """The number of input features and of output features. They are equal, so that shapes do not reveal a transpose."""
 
 
-class Damped(torch.autograd.Function):
-    """A copy whose gradient is a tenth of the derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 0.1
-
-
-NAMES: dict[str, Any] = {"torch": torch, "F": F, "Sign": Sign, "Damped": Damped}
-"""The names that the source of a program may use besides its arguments."""
-
-
 @dataclass(frozen=True)
-class Program:
-    """A function of tensors as source, and how it is compiled and called."""
-
-    seed: int
-    statements: tuple[str, ...]
+class Program(SourceProgram):
     given: str
     """What the masks are made from (`Spelling.given`)."""
     n_masks: int
@@ -84,20 +62,10 @@ class Program:
         return [*found, *(["shared"] if self.shared else [])]
 
     @property
-    def source(self) -> str:
-        lines = [*self.statements, f"return ({', '.join(('y', *self.extra))},)"]
-        return f"def program({', '.join(self.arguments)}):\n" + "".join(f"    {line}\n" for line in lines)
-
-    def function(self) -> Callable[..., Any]:
-        """The compiled source, which is registered with `linecache` so that tracing records its lines."""
-        file = f"<program {self.seed}>"
-        linecache.cache[file] = (len(self.source), None, self.source.splitlines(keepends=True), file)
-        space = dict(NAMES)
-        exec(compile(self.source, file, "exec"), space)
-        return space["program"]
+    def returned(self) -> tuple[str, ...]:
+        return ("y", *self.extra)
 
     def inputs(self) -> dict[str, Tensor]:
-        """New float64 inputs with the same values at each call, because a program may write to its inputs."""
         named = {name: self._input(name) for name in self.arguments if name != "shared"}
         for name in set(self.trained) & named.keys():
             named[name].requires_grad_()
@@ -119,6 +87,9 @@ class Program:
     def surroundings(self) -> AbstractContextManager[Any]:
         return torch.set_grad_enabled(not self.no_grad)
 
+    def configuration(self) -> AbstractContextManager[Any]:
+        return torch._dynamo.config.patch(compiled_autograd=self.compiled_autograd)
+
     def scopes(self) -> Iterator[dict[str, Tensor]]:
         """The tensors in scope before each statement, and before the return."""
         torch.manual_seed(self.seed)
@@ -128,30 +99,8 @@ class Program:
                 yield {name: value for name, value in space.items() if isinstance(value, Tensor)}
                 exec(statement, space)
 
-    def __str__(self) -> str:
-        options = {k: v for k, v in vars(self).items() if k not in ("seed", "statements") and v}
-        return f"# seed {self.seed}, {', '.join(f'{k}={v}' for k, v in options.items())}\n{self.source}"
-
 
 _ARGUMENT = re.compile(r"x0?|W0?|V|K|L|M|P|l\d|m\d")
-_STATEMENT = re.compile(r"(with [^:]*: )?((?:\w+, )*\w+,? = )?(.*)")
-_NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
-
-
-def sides(statement: str) -> tuple[str, str]:
-    """A statement in two parts: up to the sign of an assignment to variables (if it is one), and the rest."""
-    block, targets, rest = _STATEMENT.fullmatch(statement).groups("")
-    return block + targets, rest
-
-
-def assigned(statement: str) -> list[str]:
-    """The variables that a statement assigns, other than by a write in place."""
-    return _NAME.findall(_STATEMENT.fullmatch(statement).group(2) or "")
-
-
-def reads(statement: str) -> list[str]:
-    """The names that a statement reads or writes in place."""
-    return _NAME.findall(sides(statement)[1])
 
 
 # --- Drawing ---------------------------------------------------------------------------------------------------------

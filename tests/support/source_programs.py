@@ -1,0 +1,334 @@
+"""Programs as Python source with one statement per line: how they are run, judged and shortened.
+
+A failing program can be read, shortened and run by hand. `right_programs` and `ordinary` draw such programs.
+"""
+
+from __future__ import annotations
+
+import copy
+import linecache
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from budgets import BUDGET, relative_error
+from graphs import Capture
+from spellings import Sign
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.utils.checkpoint import checkpoint
+
+
+class Damped(torch.autograd.Function):
+    """A copy whose gradient is a tenth of the derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 0.1
+
+
+NAMES: dict[str, Any] = {
+    "torch": torch,
+    "F": F,
+    "math": math,
+    "checkpoint": checkpoint,
+    "Sign": Sign,
+    "Damped": Damped,
+}
+"""The names that the source of a program may use besides its arguments."""
+
+
+@dataclass(frozen=True)
+class SourceProgram:
+    """A function of tensors as source, and how it is compiled and called; a subclass knows its inputs and results."""
+
+    seed: int
+    statements: tuple[str, ...]
+
+    assume_binary = False
+    dynamic = False
+
+    @property
+    def arguments(self) -> list[str]:
+        raise NotImplementedError
+
+    @property
+    def returned(self) -> tuple[str, ...]:
+        raise NotImplementedError
+
+    def inputs(self) -> dict[str, Any]:
+        """New inputs with the same values at each call, because a program may write to its inputs."""
+        raise NotImplementedError
+
+    def surroundings(self) -> AbstractContextManager[Any]:
+        """The context in which the program runs."""
+        return nullcontext()
+
+    def configuration(self) -> AbstractContextManager[Any]:
+        """Dynamo's settings while the program is compiled and run."""
+        return nullcontext()
+
+    @property
+    def source(self) -> str:
+        lines = [*self.statements, f"return ({', '.join(self.returned)},)"]
+        return f"def program({', '.join(self.arguments)}):\n" + "".join(f"    {line}\n" for line in lines)
+
+    def function(self) -> Callable[..., Any]:
+        """The compiled source, which is registered with `linecache` so that tracing records its lines."""
+        file = f"<program {self.seed}>"
+        linecache.cache[file] = (len(self.source), None, self.source.splitlines(keepends=True), file)
+        space = dict(NAMES)
+        exec(compile(self.source, file, "exec"), space)
+        return space["program"]
+
+    def __str__(self) -> str:
+        options = {k: v for k, v in vars(self).items() if k not in ("seed", "statements") and v}
+        return f"# seed {self.seed}, {', '.join(f'{k}={v}' for k, v in options.items())}\n{self.source}"
+
+
+AnyProgram = TypeVar("AnyProgram", bound=SourceProgram)
+
+_STATEMENT = re.compile(r"(with [^:]*: )?((?:\w+, )*\w+,? = )?(.*)")
+_NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
+
+
+def sides(statement: str) -> tuple[str, str]:
+    """A statement in two parts: up to the sign of an assignment to variables (if it is one), and the rest."""
+    block, targets, rest = _STATEMENT.fullmatch(statement).groups("")
+    return block + targets, rest
+
+
+def assigned(statement: str) -> list[str]:
+    """The variables that a statement assigns, other than by a write in place."""
+    return _NAME.findall(_STATEMENT.fullmatch(statement).group(2) or "")
+
+
+def reads(statement: str) -> list[str]:
+    """The names that a statement reads or writes in place."""
+    return _NAME.findall(sides(statement)[1])
+
+
+# --- Running ---------------------------------------------------------------------------------------------------------
+
+
+class Both(Capture):
+    """A `Capture` that also keeps the original graph, and runs either."""
+
+    plain: GraphModule | None = None
+    runs_plain = False
+    error: BaseException | None = None
+    """What the pass raised or warned of; Dynamo wraps errors of a backend in its own."""
+
+    def __call__(self, gm: GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        self.plain = plain = copy.deepcopy(gm)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                self.run_pass(gm, example_inputs)
+        except BaseException as error:
+            self.error = error
+            raise
+        return lambda *inputs: (plain if self.runs_plain else gm).forward(*inputs)
+
+    def run_pass(self, gm: GraphModule, example_inputs: Any) -> None:
+        """Change a graph; what this raises is a failure of the pass."""
+        super().__call__(gm, example_inputs)
+
+
+def outcomes(program: SourceProgram, function: Callable[..., Any]) -> dict[str, Any]:
+    """All that a call of a program gives: results, gradients, the inputs afterwards, and the state of random numbers.
+
+    These are gradients of a weighted sum of all results, in which each element has a weight of its own.
+    """
+    torch.manual_seed(program.seed)
+    inputs = program.inputs()
+    with program.surroundings():
+        results = function(**inputs)
+    tensors = {name: t for name, t in inputs.items() if isinstance(t, Tensor)}
+    found: dict[str, Any] = {f"result {i}": y.detach().clone() for i, y in enumerate(results)}
+    found |= {f"result {i} requires a gradient": y.requires_grad for i, y in enumerate(results)}
+    found |= {f"{name} afterwards": t.detach().clone() for name, t in tensors.items()}
+    found["state of random numbers"] = torch.get_rng_state()
+    leaves = {name: t for name, t in tensors.items() if t.requires_grad and t.is_leaf}
+    found |= {f"gradient of {name}": None for name in leaves}
+    recorded = [y for y in results if y.requires_grad]
+    if leaves and recorded:
+        weights = [torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view(y.shape) for y in recorded]
+        grads = torch.autograd.grad(recorded, list(leaves.values()), weights, allow_unused=True)
+        found |= {f"gradient of {name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    return found
+
+
+def attempt(program: SourceProgram, function: Callable[..., Any]) -> dict[str, Any] | Exception:
+    """The outcomes of a call, or the error that it raises."""
+    try:
+        return outcomes(program, function)
+    except TimeoutError:
+        raise
+    except Exception as error:
+        return error
+
+
+# --- Judging ---------------------------------------------------------------------------------------------------------
+
+SAME = 10 * BUDGET[torch.float64]
+NARROW = {r"bfloat16": torch.bfloat16, r"\bfloat16|half\(": torch.float16, r"float32|\.float\(": torch.float32}
+"""How a program spells a cast to a dtype, beginning with the least precise.
+
+A straight-through sum or a gradient in this dtype is rounded, which the operator's exact mask is not.
+"""
+NOISE = 1e-11
+"""A tensor whose absolute values add up to less holds only rounding errors, of a difference of equal numbers."""
+
+
+def judged(program: SourceProgram, wanted: Mapping[str, Any], backend: Both) -> str:
+    """Compare the graphs of a program with and without the pass, run without Inductor, with the outcomes of eager.
+
+    Returns:
+        `fused`, `refused` with a reason, `silent` (neither), or `skipped: ` and why nothing can be compared.
+
+    Raises:
+        AssertionError: something does not hold.
+    """
+    with program.configuration():
+        compiled = backend.compile(program.function(), dynamic=program.dynamic or None)
+        found = attempt(program, compiled)
+        if backend.error is not None:
+            raise AssertionError(f"the pass raises {backend.error!r}") from backend.error
+        if backend.plain is None:
+            return "skipped: Dynamo raises an error"
+        backend.runs_plain = True
+        plain = attempt(program, compiled)
+    if backend.report.fused:
+        return verdict(program, found, plain, wanted)
+    assert list(map(str, backend.after)) == list(map(str, backend.before)), "refused, but the graph changed"
+    if not isinstance(found, Exception) and not isinstance(plain, Exception):
+        text = difference(found, plain, None)
+        assert text is None, f"refused, but {text}"
+    return "refused" if backend.report.missed else "silent"
+
+
+def verdict(
+    program: SourceProgram,
+    found: dict[str, Any] | Exception,
+    plain: dict[str, Any] | Exception,
+    wanted: Mapping[str, Any],
+) -> str:
+    """The verdict on a program in which a layer is fused."""
+    if isinstance(plain, Exception):
+        return "skipped: raises an error when compiled without fusion"
+    if difference(plain, wanted, tolerance(program)) is not None:
+        return "skipped: differs when compiled without fusion"
+    if program.assume_binary and isinstance(found, ValueError) and "must be binary" in str(found):
+        return "refused"
+    assert not isinstance(found, Exception), f"raises {type(found).__name__}: {found}"
+    text = difference(found, wanted, tolerance(program))
+    assert text is None, text
+    return "fused"
+
+
+def tolerance(program: SourceProgram) -> float:
+    """The largest relative error that is rounding, in the least precise dtype that a program casts to."""
+    source = str(program)
+    return next((BUDGET[dtype] for spelling, dtype in NARROW.items() if re.search(spelling, source)), SAME)
+
+
+def difference(found: Mapping[str, Any], wanted: Mapping[str, Any], tolerance: float | None = SAME) -> str | None:
+    """What the first difference of two `outcomes` is, or None.
+
+    `tolerance` is for the relative errors of tensors; without one, they must be equal to the last bit.
+    """
+    if found.keys() != wanted.keys():
+        return f"has {sorted(found.keys() ^ wanted.keys())} on one side only"
+    for name, value in wanted.items():
+        if (text := _difference(found[name], value, tolerance)) is not None:
+            return f"{name}: {text}"
+    return None
+
+
+def _difference(a: Any, b: Any, tolerance: float | None) -> str | None:
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return None if a is b else f"{_words(a)}, must be {_words(b)}"
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return f"{a.dtype} {tuple(a.shape)}, must be {b.dtype} {tuple(b.shape)}"
+    if bool(((a == b) | (a.isnan() & b.isnan())).all()):
+        return None
+    if tolerance is None or not b.is_floating_point():
+        return "other values"
+    if b.abs().sum() < NOISE and a.abs().sum() < NOISE:
+        return None
+    error = relative_error(a, b)
+    return None if error <= max(tolerance, BUDGET[b.dtype]) else f"relative error {error:.3g}"
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return "a tensor" if value.any() else "a tensor of zeros"
+    return str(value)
+
+
+# --- Shortening ------------------------------------------------------------------------------------------------------
+
+
+def shortened(program: AnyProgram, judge: Callable[[AnyProgram], Any]) -> AnyProgram:
+    """The shortest program found that fails in the same way: without statements and options that do not matter."""
+    reason = kind_of_failure(program, judge)
+    while True:
+        shorter = (other for other in _simpler(program) if kind_of_failure(other, judge) == reason)
+        if (found := next(shorter, None)) is None:
+            return program
+        program = found
+
+
+def kind_of_failure(program: AnyProgram, judge: Callable[[AnyProgram], Any]) -> str | None:
+    """The message of a failure without names and numbers; None if the program does not fail."""
+    try:
+        judge(program)
+    except AssertionError as error:
+        line = str(error).splitlines()[0]  # pytest adds more
+        return re.sub(r"^(result|gradient|state|\w+ afterwards)?[^:]*:", r"\1:", line).rstrip("0123456789.e+-")
+    except Exception as error:
+        return type(error).__name__
+    return None
+
+
+def _simpler(program: AnyProgram) -> Iterator[AnyProgram]:
+    options = [option for option in fields(program) if option.default is not MISSING]
+    for option in options:
+        value = getattr(program, option.name)
+        if value != option.default:
+            yield replace(program, **{option.name: option.default})
+        if isinstance(value, tuple):
+            yield from (replace(program, **{option.name: tuple(v for v in value if v != one)}) for one in value)
+    lines = program.statements
+    for i in reversed(range(len(lines))):
+        yield replace(program, statements=(*lines[:i], *lines[i + 1 :]))
+    for i in reversed(range(len(lines))):
+        yield from (replace(program, statements=other) for other in _without(lines, i))
+
+
+def _without(lines: tuple[str, ...], i: int) -> Iterator[tuple[str, ...]]:
+    """The statements without the `with` of statement i, or without the statement.
+
+    Then each variable that it reads takes the place of the one it assigns.
+    """
+    if lines[i].startswith("with "):
+        yield (*lines[:i], lines[i].partition(": ")[2], *lines[i + 1 :])
+    if len(targets := assigned(lines[i])) != 1:
+        return
+    for name in dict.fromkeys(reads(lines[i])):
+        if targets == ["y"]:
+            if sides(lines[i])[1] != name:
+                yield (*lines[:i], f"y = {name}", *lines[i + 1 :])
+        else:
+            yield (*lines[:i], *(re.sub(rf"\b{targets[0]}\b", name, line) for line in lines[i + 1 :]))
