@@ -68,16 +68,6 @@ class Folder:
                 found[node] = None
         return list(found)
 
-    def sources(self, node: Node) -> set[Node]:
-        """A node and all nodes that it is computed from."""
-        found: set[Node] = set()
-        stack = [node]
-        while stack:
-            if (current := stack.pop()) not in found:
-                found.add(current)
-                stack.extend(current.all_input_nodes)
-        return found
-
     def evaluate(self, node: Node) -> Any:
         """The value of a constant node; intermediate values are not kept."""
         done: dict[Node, Any] = {}

@@ -22,7 +22,7 @@ from torch._guards import TracingContext
 from torch.fx import Graph, Node
 
 from .report import SiteReport, missed_at
-from .shapes import equal_sizes, tensor_example
+from .shapes import equal_sizes, sources, tensor_example
 from .symbols import as_call
 
 SPLIT_BY_DDP = (
@@ -56,24 +56,6 @@ class _Parts:
     in_transit: list[tuple[ReferenceType[torch.Tensor], SiteReport, _Reads]] = field(default_factory=list)
     """The examples of masked weights that a part returns; the input of a later part has the same example."""
 
-    def is_new(self, graph: Graph) -> bool:
-        if any(other() is graph for other in self.graphs):
-            return False
-        self.graphs.append(ref(graph))
-        return True
-
-    def follow(self, node: Node, masked: SiteReport, reads: _Reads) -> None:
-        """Record where the masked weight at `node` goes: into a product, or out of this part."""
-        is_projected, leaving = _fate(node)
-        if is_projected:
-            reads.masked = reads.masked or masked
-        values = [value for value in map(tensor_example, leaving) if value is not None]
-        self.in_transit.extend((ref(value), masked, reads) for value in values)
-
-    def received(self, node: Node) -> list[tuple[SiteReport, _Reads]]:
-        """The masked weights of other parts that arrive at an input of this part."""
-        return [(masked, reads) for value, masked, reads in self.in_transit if value() is tensor_example(node)]
-
 
 _parts_by_context: WeakKeyDictionary[Any, _Parts] = WeakKeyDictionary()
 """The parts of each graph, by the object that Dynamo keeps while its DDP optimiser compiles them."""
@@ -104,7 +86,7 @@ def lacks_its_mask(graph: Graph, spelling: Collection[Node]) -> bool:
         for node, operands in _masked(weight)
         if node in spelling
         for operand in operands
-        for source in _sources(operand)
+        for source in sources(operand)
     )
 
 
@@ -118,23 +100,27 @@ def report_split_layers(graph: Graph, found: Collection[Node]) -> list[SiteRepor
     if context is None:
         return []
     parts = _parts_by_context.setdefault(context, _Parts())
-    if not parts.is_new(graph):
+    if any(other() is graph for other in parts.graphs):
         return []
+    parts.graphs.append(ref(graph))
+    masked = []
     for weight in _weights(graph):
         reads = parts.weights.setdefault(str(weight.target), _Reads())
         reads.count += sum(reader not in found for reader, _ in _readers(weight))
-        for node, _ in _masked(weight):
-            if node not in found:
-                parts.follow(node, missed_at(node, SPLIT_BY_DDP), reads)
+        masked += [(node, missed_at(node, SPLIT_BY_DDP), reads) for node, _ in _masked(weight) if node not in found]
     for node in filter(comes_from_another_part, graph.nodes):
-        for masked, reads in parts.received(node):
-            parts.follow(node, masked, reads)
-    split = []
-    for reads in parts.weights.values():
-        if reads.masked is not None and reads.count > 1 and not reads.is_reported:
-            reads.is_reported = True
-            split.append(reads.masked)
-    return split
+        received = [(miss, reads) for value, miss, reads in parts.in_transit if value() is tensor_example(node)]
+        masked += [(node, miss, reads) for miss, reads in received]
+    for node, miss, reads in masked:
+        is_projected, leaving = _fate(node)
+        if is_projected:
+            reads.masked = reads.masked or miss
+        values = [value for value in map(tensor_example, leaving) if value is not None]
+        parts.in_transit.extend((ref(value), miss, reads) for value in values)
+    split = [reads for reads in parts.weights.values() if reads.masked and reads.count > 1 and not reads.is_reported]
+    for reads in split:
+        reads.is_reported = True
+    return [reads.masked for reads in split if reads.masked]
 
 
 def _weights(graph: Graph) -> Iterator[Node]:
@@ -194,15 +180,3 @@ def _fate(masked: Node) -> tuple[bool, list[Node]]:
             elif call is not None and call.symbol in _PROJECTS:
                 is_projected |= call.symbol != "linear" or user.args[:1] != (node,)
     return is_projected, leaving
-
-
-def _sources(node: Node) -> Iterator[Node]:
-    """The inputs of the graph that a node depends on."""
-    pending, seen = [node], {node}
-    while pending:
-        current = pending.pop()
-        if current.op == "placeholder":
-            yield current
-        fresh = [item for item in current.all_input_nodes if item not in seen]
-        seen.update(fresh)
-        pending.extend(fresh)

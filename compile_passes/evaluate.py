@@ -28,7 +28,7 @@ from .rules import LAYER_RULES_BY_SYMBOL, WEIGHT_RULES_BY_SYMBOL, RuleError, Rul
 from .rules.weight_layouts import rounds_once
 from .shapes import dims, dtype_of, requires_grad
 from .symbols import as_call
-from .values import Binary, Bundle, Levels, Mask, Scalar, Value, Weighted
+from .values import Binary, Bundle, Levels, Mask, Scalar, Value, Weighted, first_of
 from .view import View
 
 
@@ -66,7 +66,7 @@ class Evaluation(Recogniser):
                 value = self._evaluate(node, WEIGHT_RULES_BY_SYMBOL, lambda _: None)
             finally:
                 self._values = values
-            if isinstance(value.items[0] if isinstance(value, Bundle) else value, Binary):
+            if isinstance(first_of(value), Binary):
                 self._assumed[node] = value
 
     def factor(self, mask: Any, weight: Any) -> Value:
@@ -75,7 +75,7 @@ class Evaluation(Recogniser):
         A real tensor is taken for a mask only where it multiplies the weights that it was found to mask.
         """
         assumed = self._assumed.get(mask) if isinstance(mask, Node) else None
-        first = assumed.items[0] if isinstance(assumed, Bundle) else assumed
+        first = first_of(assumed)
         if isinstance(first, Binary) and (self.key(original(weight)), stack_key(first.mask.key)) in self._roles:
             return assumed
         return self.value(mask)
@@ -100,9 +100,8 @@ class Evaluation(Recogniser):
         dtype = dtype_of(node)
         if dtype is None or not isinstance(value, (Weighted, Bundle)):
             return True
-        held = [(item, self.value(item)) for item in node.all_input_nodes]
-        weights = [(item, one.items[0] if isinstance(one, Bundle) else one) for item, one in held]
-        return all(rounds_once(one, item, dtype) for item, one in weights if isinstance(one, Weighted))
+        held = [(item, first_of(self.value(item))) for item in node.all_input_nodes]
+        return all(rounds_once(one, item, dtype) for item, one in held if isinstance(one, Weighted))
 
     def _leaf(self, node: Node) -> Value:
         """The value of a node that no rule knows: a mask by its dtype, by its constant values, or by its use."""

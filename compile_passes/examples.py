@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mglu_ops.words import described
 
+from .calls import tensors_in
 from .shapes import example
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -73,8 +74,9 @@ def _has_current_gradients(graph: Graph) -> bool:
     """Whether the recorded results have gradients exactly if they would have them in the current grad mode."""
     leaves = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
     wanted = torch.is_grad_enabled() and any(map(_requires_grad, leaves))
-    results = [node for node in _recorded_results(graph) if _is_floating(node)]
-    return not results or any(map(_requires_grad, results)) == wanted
+    results = [value for node in _recorded_results(graph) for value in tensors_in(example(node))]
+    has_floating = any(value.is_floating_point() for value in results)
+    return not has_floating or any(value.requires_grad for value in results) == wanted
 
 
 def _recorded_results(graph: Graph) -> list[Node]:
@@ -98,17 +100,7 @@ def _is_module(node: Node) -> bool:
 
 
 def _requires_grad(node: Node) -> bool:
-    return any(value.requires_grad for value in _tensors(node))
-
-
-def _is_floating(node: Node) -> bool:
-    return any(value.is_floating_point() for value in _tensors(node))
-
-
-def _tensors(node: Node) -> list[torch.Tensor]:
-    value = example(node)
-    values = value if isinstance(value, (list, tuple)) else (value,)
-    return [item for item in values if isinstance(item, torch.Tensor)]
+    return any(value.requires_grad for value in tensors_in(example(node)))
 
 
 def _as_number(value: Any) -> Any:

@@ -17,13 +17,13 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from .calls import as_function
 from .constants import ConstantValues, Folder
 from .fusion import FusionError, fuse_graph
 from .report import WHEN_EXPORTED, FusionReport, module_path
+from .shapes import sources
 
 _aten = torch.ops.aten
-
-
 _mglu = torch.ops.mglu
 
 
@@ -112,7 +112,7 @@ def _lower_to_aten(graph: Graph) -> None:
         if not is_new or node.op not in ("call_function", "call_method"):
             continue
         inputs = node.all_input_nodes
-        traced = make_fx(_as_function(node, inputs))(*(item.meta["val"] for item in inputs)).graph
+        traced = make_fx(_of_its_inputs(node, inputs))(*(item.meta["val"] for item in inputs)).graph
         copies: dict[Node, Any] = dict(zip(traced.find_nodes(op="placeholder"), inputs, strict=True))
         with graph.inserting_before(node):
             for inner in traced.nodes:
@@ -124,16 +124,13 @@ def _lower_to_aten(graph: Graph) -> None:
         graph.erase_node(node)
 
 
-def _as_function(node: Node, inputs: list[Node]) -> Callable[..., Any]:
+def _of_its_inputs(node: Node, inputs: list[Node]) -> Callable[..., Any]:
     """A node as a function of the values of its inputs."""
 
     def function(*values: Any) -> Any:
         held = dict(zip(inputs, values, strict=True))
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), held.__getitem__)
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        assert callable(node.target)
-        return node.target(*args, **kwargs)
+        return as_function(node)(*args, **kwargs)
 
     return function
 
@@ -162,7 +159,7 @@ def _fold_operands(folder: Folder) -> list[bool]:
         if is_packed[-1]:
             folder.replace_by_buffer(packed, f"{prefix}packed_masks")
         if weight in constant and weight.op != "placeholder":
-            sources = folder.sources(weight)
-            if all(user in sources for node in sources - {weight} for user in node.users):
+            made_of = sources(weight)
+            if all(user in made_of for node in made_of - {weight} for user in node.users):
                 folder.replace_by_buffer(weight, f"{prefix}fused_weight")
     return is_packed

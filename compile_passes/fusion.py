@@ -6,7 +6,7 @@ import copy
 import hashlib
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from .memory import Memory
 from .near_misses import find_near_misses
 from .proof import Layer, check, spelled
 from .recognise import Recogniser
-from .report import FusionReport, SiteReport, layers_present, lines, missed_at, module_path, source_line
+from .report import FusionReport, SiteReport, layers_present, lines, missed_at, report_at
 from .rewrite import replacement, rewrite
 from .shapes import example, tensor_example
 from .sites import Refusal, Site, find_sites, interior
@@ -165,19 +165,13 @@ def _cause(error: Exception) -> str:
     return f"{error}: {type(inner).__name__}: {inner}" if inner is not error else f"{type(error).__name__}: {error}"
 
 
-@contextmanager
-def _no_new_guards(graph: Graph) -> Iterator[None]:
+def _no_new_guards(graph: Graph) -> AbstractContextManager[None]:
     """Make it an error to add a guard on a symbolic size inside the block: reading a graph must not specialise it."""
     modes = (getattr(tensor_example(node), "fake_mode", None) for node in graph.nodes)
     env = next((mode.shape_env for mode in modes if mode is not None and mode.shape_env is not None), None)
     if env is None:
-        yield
-    elif hasattr(env, "error_on_new_guards"):
-        with env.error_on_new_guards():
-            yield
-    else:
-        with _errors_on_new_guards(env):
-            yield
+        return nullcontext()
+    return env.error_on_new_guards() if hasattr(env, "error_on_new_guards") else _errors_on_new_guards(env)
 
 
 @contextmanager
@@ -271,14 +265,7 @@ def _has_examples(graph: Graph) -> bool:
 
 def _describe(site: Site, **more: Any) -> SiteReport:
     term = site.terms[0]
-    return SiteReport(
-        module_path=module_path(site.root),
-        source=source_line(site.root),
-        n_masks=len(site.terms),
-        activation=spelled(term),
-        dtype=str(term.gate.dtype).removeprefix("torch."),
-        **more,
-    )
+    return report_at(site.root, term.gate.dtype, n_masks=len(site.terms), activation=spelled(term), **more)
 
 
 def _frozen(graph: Graph) -> dict[Node, Tensor]:

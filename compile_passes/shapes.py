@@ -240,6 +240,17 @@ def _is_repetition(base: Any, node: Node, dim: int) -> bool:
     return equal_sizes(one.shape, (*many.shape[:dim], *many.shape[dim + 1 :]))
 
 
+def sources(node: Node) -> set[Node]:
+    """A node and all nodes that it is computed from."""
+    found: set[Node] = set()
+    pending = [node]
+    while pending:
+        if (current := pending.pop()) not in found:
+            found.add(current)
+            pending.extend(current.all_input_nodes)
+    return found
+
+
 def submodule(graph: Graph, node: Any) -> GraphModule | None:
     """The graph module that a node calls, or that it names as the body of a higher-order operator."""
     if graph.owning_module is None or not isinstance(node, Node) or node.op not in ("get_attr", "call_module"):

@@ -184,35 +184,22 @@ def negated_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
     return replace(value, factor=replace(factor, at=at, slope=slope))
 
 
-@rule("where")
-def where(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`where(M, W, 0)` and `where(M, 0, W)`."""
-    condition, if_true, if_false = call.args
-    return _choose(recogniser, node, condition, if_true, if_false)
+@rule("where", "masked_fill", "index_put")
+def chosen_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`where(M, W, 0)`, `where(M, 0, W)`, `W.masked_fill(M, 0)`, and `W[~M] = 0`, which export records as `index_put`.
 
-
-@rule("masked_fill")
-def masked_fill(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`W.masked_fill(M, 0)`."""
-    tensor, mask, fill = call.args
-    return _choose(recogniser, node, mask, fill, tensor)
-
-
-@rule("index_put")
-def index_put(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`W[~M] = 0`, which `torch.export` records as `index_put`."""
-    tensor, indices, fill = call.args
-    if not isinstance(indices, Sequence) or len(indices) != 1:
-        return None
-    (mask,) = indices
-    number = tensor_example(fill)
-    if not same_shape(tensor, mask) or number is None or number.dim() != 0:
-        return None
-    return _choose(recogniser, node, mask, fill, tensor)
-
-
-def _choose(recogniser: Recogniser, node: Node, mask: Any, if_true: Any, if_false: Any) -> Value:
-    """A weight where the mask has one value, and 0 where it has the other."""
+    The value is the weight where the mask has one value, and 0 where it has the other.
+    """
+    if call.symbol == "where":
+        mask, if_true, if_false = call.args
+    else:
+        if_false, mask, if_true = call.args
+    if call.symbol == "index_put":
+        if not isinstance(mask, Sequence) or len(mask) != 1 or dims(if_true) != 0:
+            return None
+        (mask,) = mask
+        if not same_shape(if_false, mask):
+            return None
     zero_if_true, zero_if_false = (recogniser.value(branch) == Scalar(0) for branch in (if_true, if_false))
     weight = if_false if zero_if_true else if_true
     condition = recogniser.factor(mask, weight)
