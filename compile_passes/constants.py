@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import itertools
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -156,24 +156,10 @@ _KEEP_A_WEIGHT = ("mul", "linear", "matmul", "t", "mT", "transpose")
 """Symbols of the calls that read a weight. A mask also has another user, which makes its complement."""
 
 
-class ConstantValues(Mapping[Node, Tensor]):
-    """The values of constants that may be masks or numbers, each computed on demand to save memory."""
-
-    def __init__(self, folder: Folder) -> None:
-        self._folder = folder
-        self._nodes = dict.fromkeys(filter(_may_tell, folder.constant_nodes()))
-
-    def __getitem__(self, node: Node) -> Tensor:
-        if node not in self._nodes:
-            raise KeyError(node)
-        value: Tensor = self._folder.evaluate(node)
-        return value
-
-    def __iter__(self) -> Iterator[Node]:
-        return iter(self._nodes)
-
-    def __len__(self) -> int:
-        return len(self._nodes)
+def values_of_constants(folder: Folder) -> Callable[[Node], Tensor | None]:
+    """A function that computes the value of a constant that may be a mask or a number, on demand to save memory."""
+    nodes = set(filter(_may_tell, folder.constant_nodes()))
+    return lambda node: folder.evaluate(node) if node in nodes else None
 
 
 def _may_tell(node: Node) -> bool:

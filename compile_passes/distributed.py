@@ -22,8 +22,8 @@ from torch._guards import TracingContext
 from torch.fx import Graph, Node
 
 from .report import SiteReport, missed_at
-from .shapes import equal_sizes, sources, tensor_example
-from .symbols import as_call
+from .shapes import equal_sizes, is_matrix, sources, tensor_example
+from .symbols import symbol_of
 
 SPLIT_BY_DDP = (
     "DistributedDataParallel split this layer: torch.compile ends a graph wherever a bucket of gradients is full, and "
@@ -109,8 +109,7 @@ def report_split_layers(graph: Graph, found: Collection[Node]) -> list[SiteRepor
         reads.count += sum(reader not in found for reader, _ in _readers(weight))
         masked += [(node, missed_at(node, SPLIT_BY_DDP), reads) for node, _ in _masked(weight) if node not in found]
     for node in filter(comes_from_another_part, graph.nodes):
-        received = [(miss, reads) for value, miss, reads in parts.in_transit if value() is tensor_example(node)]
-        masked += [(node, miss, reads) for miss, reads in received]
+        masked += [(node, miss, reads) for value, miss, reads in parts.in_transit if value() is tensor_example(node)]
     for node, miss, reads in masked:
         is_projected, leaving = _fate(node)
         if is_projected:
@@ -126,7 +125,7 @@ def report_split_layers(graph: Graph, found: Collection[Node]) -> list[SiteRepor
 def _weights(graph: Graph) -> Iterator[Node]:
     """The inputs of a graph that are parameters of the model and matrices."""
     for node in graph.find_nodes(op="placeholder"):
-        if _is_parameter(node) and tensor_example(node).dim() == 2:  # type: ignore[union-attr] # a parameter is a tensor
+        if _is_parameter(node) and is_matrix(node):
             yield node
 
 
@@ -140,21 +139,20 @@ def _readers(weight: Node) -> Iterator[tuple[Node, Node]]:
     while pending:
         form = pending.pop()
         for user in form.users:
-            call, value = as_call(user), tensor_example(user)
-            if call is not None and call.symbol in _SAME_WEIGHT and value is not None:
+            if tensor_example(user) is None:
+                continue  # it reads only the shape or dtype
+            if symbol_of(user) in _SAME_WEIGHT:
                 pending.append(user)
-            elif value is not None:  # a user without a value reads only the shape or dtype
+            else:
                 yield user, form
 
 
 def _masked(weight: Node) -> Iterator[tuple[Node, list[Node]]]:
     """Products of a weight with a tensor of its shape, and choices of its entries, each with its possible masks."""
     for node, form in _readers(weight):
-        call = as_call(node)
-        if call is not None and call.symbol in _MASKS:
-            operands = [operand for operand in node.all_input_nodes if operand is not form and _covers(operand, form)]
-            if operands:
-                yield node, operands
+        operands = [operand for operand in node.all_input_nodes if operand is not form and _covers(operand, form)]
+        if operands and symbol_of(node) in _MASKS:
+            yield node, operands
 
 
 def _covers(mask: Node, weight: Node) -> bool:
@@ -172,11 +170,11 @@ def _fate(masked: Node) -> tuple[bool, list[Node]]:
     while pending:
         node = pending.pop()
         for user in node.users:
-            call = as_call(user)
+            symbol = symbol_of(user)
             if user.op == "output":
                 leaving.append(node)
-            elif call is not None and call.symbol in (*_SAME_WEIGHT, "add", "sub"):  # W - W * M
+            elif symbol in (*_SAME_WEIGHT, "add", "sub"):  # W - W * M
                 pending.append(user)
-            elif call is not None and call.symbol in _PROJECTS:
-                is_projected |= call.symbol != "linear" or user.args[:1] != (node,)
+            elif symbol in _PROJECTS:
+                is_projected |= symbol != "linear" or user.args[:1] != (node,)
     return is_projected, leaving

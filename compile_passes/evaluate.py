@@ -15,7 +15,7 @@ A graph is read in three steps. Each goes over the nodes once, so the time is li
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -35,14 +35,14 @@ from .view import View
 class Evaluation(Recogniser):
     """A recogniser with the values of all nodes, computed once each."""
 
-    def __init__(self, view: View, constants: Mapping[Node, torch.Tensor] | None = None) -> None:
+    def __init__(self, view: View, constants: Callable[[Node], torch.Tensor | None] = lambda _: None) -> None:
         """Read the graph of a view.
 
-        `constants` are the values of nodes of the original graph that have the same value whenever it runs.
+        `constants` gives the value of a node of the original graph if it has the same value whenever it runs.
         """
         super().__init__(view)
         graph = view.graph
-        self._constants = constants or {}
+        self._constants = constants
         self._roles = frozenset(roles_of_masks(graph, self))
         masks = {mask for _, mask in self._roles}
         for node in graph.nodes:
@@ -108,7 +108,7 @@ class Evaluation(Recogniser):
         key = self.key(node)
         if dtype_of(node) is torch.bool:
             return Binary(Mask(node, key, "bool"))
-        constant = self._constants.get(self.view.origin[node]) if self.view.is_constant(node) else None
+        constant = self._constants(self.view.origin[node]) if self.view.is_constant(node) else None
         if constant is not None:
             if constant.dim() == 0:
                 return Scalar(float(constant))

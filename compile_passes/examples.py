@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from mglu_ops.words import described
 
 from .calls import tensors_in
-from .shapes import example
+from .shapes import example, submodule
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _NUMBER = (bool, int, float, *_SYMBOLIC)
@@ -66,7 +66,7 @@ def _is_recorded(graph: Graph) -> bool:
     Nodes that switch the grad mode or autocast have no value; only the nodes that switch back read them.
     """
     computed = [node for node in graph.nodes if node.op == "output" or "example_value" in node.meta]
-    read = {node for user in computed for node in user.all_input_nodes if not _is_module(node)}
+    read = {node for user in computed for node in user.all_input_nodes if not _is_body(node)}
     return all("example_value" in node.meta for node in read) and _has_current_gradients(graph)
 
 
@@ -93,10 +93,9 @@ def _recorded_results(graph: Graph) -> list[Node]:
     return found
 
 
-def _is_module(node: Node) -> bool:
+def _is_body(node: Node) -> bool:
     """Whether a node names the body of a higher-order operator."""
-    root = node.graph.owning_module
-    return node.op == "get_attr" and isinstance(getattr(root, str(node.target), None), torch.nn.Module)
+    return node.op == "get_attr" and submodule(node.graph, node) is not None
 
 
 def _requires_grad(node: Node) -> bool:

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .calls import as_function
-from .constants import ConstantValues, Folder
+from .constants import Folder, values_of_constants
 from .fusion import FusionError, fuse_graph
 from .report import WHEN_EXPORTED, FusionReport, module_path
 from .shapes import sources
@@ -58,14 +58,17 @@ def fuse_exported(
         folder = Folder(program)
         graph = folder.graph
         for node in graph.nodes:
-            _drop_gradient(node)
+            value = node.meta.get("val")
+            if isinstance(value, Tensor) and value.requires_grad:
+                node.meta["val"] = value.detach()
         constant = set(folder.constant_nodes())
         for node in graph.find_nodes(op="call_function", target=_aten._assert_tensor_metadata.default):
             if constant.issuperset(node.all_input_nodes):  # the assertion held when the program was traced
                 graph.erase_node(node)
         _stop_training(graph)
         given, n_before = set(layers_of(graph)), len(report.fused)
-        fuse_graph(graph, report, strict=strict, assume_binary=assume_binary, constants=ConstantValues(folder))
+        constants = values_of_constants(folder)
+        fuse_graph(graph, report, strict=strict, assume_binary=assume_binary, constants=constants)
         layers = layers_of(graph)
         if strict and not layers:
             raise FusionError("strict fusion: nothing was fused, the program has no MGLU layer")
@@ -81,12 +84,6 @@ def fuse_exported(
 def layers_of(graph: Graph) -> list[Node]:
     """The calls of `mglu::forward` in a graph."""
     return graph.find_nodes(op="call_function", target=_mglu.forward.default)
-
-
-def _drop_gradient(node: Node) -> None:
-    value = node.meta.get("val")
-    if isinstance(value, Tensor) and value.requires_grad:
-        node.meta["val"] = value.detach()
 
 
 def _stop_training(graph: Graph) -> None:
@@ -135,12 +132,6 @@ def _of_its_inputs(node: Node, inputs: list[Node]) -> Callable[..., Any]:
     return function
 
 
-def _operand(layer: Node, position: int) -> Node:
-    operand = layer.args[position]
-    assert isinstance(operand, Node), "a tensor of the layer"
-    return operand
-
-
 def _fold_operands(folder: Folder) -> list[bool]:
     """Replace constant packed masks, and weights that are a cast or transpose of a constant, by buffers.
 
@@ -152,7 +143,8 @@ def _fold_operands(folder: Folder) -> list[bool]:
     constant = set(folder.constant_nodes())
     is_packed = []
     for layer in layers_of(folder.graph):
-        weight, packed = _operand(layer, 1), _operand(layer, 2)
+        operands: Any = layer.args
+        _, weight, packed, *_ = operands
         path = module_path(layer)
         prefix = f"{path}." if path else ""
         is_packed.append(packed in constant and packed.op != "placeholder")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
@@ -49,7 +49,7 @@ def fuse_graph(
     *,
     strict: bool = False,
     assume_binary: bool = False,
-    constants: Mapping[Node, Tensor] | None = None,
+    constants: Callable[[Node], Tensor | None] = lambda _: None,
 ) -> None:
     """Rewrite the MGLU layers of a graph in place, and add to `report` what became of each.
 
@@ -58,8 +58,8 @@ def fuse_graph(
         report: receives the layers that were fused and those that were missed.
         strict: raise an error if a layer is not fused, or if the pass fails.
         assume_binary: also fuse real masks, trusting them to be binary (packing checks at run time).
-        constants: the values of nodes that have the same value whenever the graph runs; a real mask among them is
-            proved to be binary by its values.
+        constants: the value of a node if it is the same whenever the graph runs, otherwise None; a real mask among
+            such nodes is proved to be binary by its values.
 
     Raises:
         FusionError: under `strict`, if a layer is not fused (the other layers are), or if the pass itself fails.
@@ -97,7 +97,7 @@ def fuse_graph(
 
 
 def _fuse(
-    graph: Graph, constants: Mapping[Node, Tensor] | None, assume_binary: bool
+    graph: Graph, constants: Callable[[Node], Tensor | None], assume_binary: bool
 ) -> tuple[list[SiteReport], list[SiteReport]]:
     """Fuse the layers of a graph; returns the reports of those that were fused and of those that were not."""
     view = View(graph)
@@ -112,7 +112,7 @@ def _fuse(
         except Refusal as refusal:
             if lacks_its_mask(graph, view.originals(spelling)):
                 continue  # `report_split_layers` reports it
-            missed.append(_missed(recogniser, site, refusal))
+            missed.append(_describe(site, reason=str(refusal), before=lines(spelling)))
             reported.update(recogniser.key(projection.weight) for projection in site.projections)
         found.update(spelling)
     missed.extend(report_split_layers(graph, view.originals(found)))
@@ -124,7 +124,7 @@ def _fuse(
         try:
             made.append(replacement(recogniser, layer))
         except Refusal as refusal:
-            missed.append(_missed(recogniser, layer.site, refusal))
+            missed.append(_describe(layer.site, reason=str(refusal), before=lines(layer.interior)))
     notes = _notes(recogniser, [one.layer for one in made])
     fused = [
         _describe(
@@ -142,10 +142,6 @@ def _fuse(
     if made:
         rewrite(view, made)
     return fused, missed
-
-
-def _missed(recogniser: Recogniser, site: Site, refusal: Refusal) -> SiteReport:
-    return _describe(site, reason=str(refusal), before=lines(interior(recogniser, site)))
 
 
 def _notes(recogniser: Recogniser, layers: Sequence[Layer]) -> list[str]:
@@ -230,8 +226,13 @@ def fuse(
     record_examples(fused, example_inputs)
     report = FusionReport() if report is None else report
     lifted = _lifted_numbers(gm)
-    constants = {node: lifted[node.target] for node in fused.graph.nodes if node.target in lifted}
-    fuse_graph(fused.graph, report, strict=strict, assume_binary=assume_binary, constants=constants)
+    fuse_graph(
+        fused.graph,
+        report,
+        strict=strict,
+        assume_binary=assume_binary,
+        constants=lambda node: lifted.get(node.target),
+    )
     if strict and not report.fused and not report.present:
         raise FusionError("strict fusion: nothing was fused")
     fused.recompile()
@@ -331,7 +332,7 @@ class FusionPass(CustomGraphPass):
             self.report,
             strict=self.strict,
             assume_binary=self.assume_binary,
-            constants=_frozen(graph),
+            constants=_frozen(graph).get,
         )
 
     def uuid(self) -> Any | None:
@@ -341,9 +342,5 @@ class FusionPass(CustomGraphPass):
             return None
         return ("mglu_ops", _source_hash(), self.strict, self.assume_binary, tuple(str(uuid) for uuid in uuids))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.strict, self.assume_binary, self.before)
-
-
-def _rebuild(strict: bool, assume_binary: bool, before: Sequence[GraphPass]) -> FusionPass:
-    return FusionPass(FusionReport(), strict=strict, assume_binary=assume_binary, before=before)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "report": FusionReport(), "has_run": False}

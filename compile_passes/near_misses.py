@@ -149,11 +149,9 @@ def _forms_at(recogniser: Recogniser, node: Node, masked: frozenset[Hashable]) -
 
 
 def _known_forms(recogniser: Recogniser, value: Value) -> Iterator[_Form]:
-    if isinstance(value, Bundle):
-        for item in value.items:
-            yield from _known_forms(recogniser, item)
-    elif isinstance(value, Weighted) and value.factor is not None and value.factor.at[0] != value.factor.at[1]:
-        yield recogniser.key(value.weight), (value.factor.mask.key, value.factor.at)
+    for item in value.items if isinstance(value, Bundle) else (value,):
+        if isinstance(item, Weighted) and item.factor is not None and item.factor.at[0] != item.factor.at[1]:
+            yield recogniser.key(item.weight), (item.factor.mask.key, item.factor.at)
 
 
 def _weight_itself(recogniser: Recogniser, node: Node) -> Node:

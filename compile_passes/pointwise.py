@@ -80,7 +80,7 @@ def _evaluated(
     operands: tuple[Operand, ...],
     dtype: torch.dtype,
 ) -> Result | None:
-    with _disable_current_modes(), torch.enable_grad(), _no_autocast():
+    with _disable_current_modes(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         length = max(len(operand.values) for operand in operands)
         tensors = [_tensor(operand, length) for operand in operands]
         filled = [_filled(argument, tensors) for argument in args]
@@ -103,10 +103,6 @@ def _slopes(result: torch.Tensor, leaves: Sequence[torch.Tensor], length: int) -
     return tuple(tuple(gradient.tolist()) for gradient in gradients)
 
 
-def _no_autocast() -> torch.autocast:
-    return torch.autocast("cpu", enabled=False)
-
-
 def _tensor(operand: Operand, length: int) -> torch.Tensor:
     """An operand as a tensor of `length` elements; a single value is repeated, because a call may write to it."""
     values = operand.values[0] if operand.is_number else operand.values * (length // len(operand.values))
@@ -124,14 +120,11 @@ def _filled(argument: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 def as_dtype(value: float, dtype: torch.dtype) -> float | None:
     """A number rounded to a dtype: 0.5 is 0 as an integer, 0.999 is 1 in bfloat16. None if the dtype cannot hold it."""
+    is_integer = dtype is not torch.bool and not dtype.is_floating_point
     try:
+        if is_integer and not torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max:
+            return None
         with _disable_current_modes():
-            return float(torch.tensor(value, dtype=torch.float64).to(dtype).item()) if _fits(value, dtype) else None
+            return float(torch.tensor(value, dtype=torch.float64).to(dtype).item())
     except RuntimeError:  # a dtype without conversions, such as float4
         return None
-
-
-def _fits(value: float, dtype: torch.dtype) -> bool:
-    if dtype is torch.bool or dtype.is_floating_point:
-        return True
-    return torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max

@@ -97,7 +97,7 @@ def _fused_call(graph: Graph, recogniser: Recogniser, layer: Layer) -> tuple[Nod
     """Make the call of the operator; returns the layer's result and when its masks are packed."""
     x = _cast(graph, layer.x, layer.dtype)
     weight = _transpose(graph, layer, _cast(graph, layer.weight, layer.dtype))
-    layer = _in_weight_order(recogniser, layer)
+    layer = _in_weight_order(layer)
     mask_weight = _mask_weights(graph, recogniser, layer)
     if layer.trains_masks:
         logits = _transpose(graph, layer, _mask_logits(graph, recogniser, layer))
@@ -108,7 +108,7 @@ def _fused_call(graph: Graph, recogniser: Recogniser, layer: Layer) -> tuple[Nod
     return result, packed
 
 
-def _in_weight_order(recogniser: Recogniser, layer: Layer) -> Layer:
+def _in_weight_order(layer: Layer) -> Layer:
     """The layer with its masks in the order of their columns of mask weights, if all mask_weights are columns."""
     columns = [column for column in map(_column_of, layer.mask_weights) if column is not None]
     if not columns or len(columns) != len(layer.mask_weights):

@@ -32,8 +32,10 @@ def function_of_one(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
     def function(value: Value) -> Value:
         one = function_of(value)
-        formula = one and _formula_of_one(recogniser, call.symbol, one.formula, options)
-        return one and _activated(node, source, formula, one.projection)
+        if one is None:
+            return None
+        formula = _formula_of_one(recogniser, call.symbol, one.formula, options)
+        return _activated(node, source, formula, one.projection)
 
     return each(recogniser.value(source), function)
 
@@ -74,8 +76,10 @@ def function_of_two(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
     def function(value: Value) -> Value:
         one = function_of(value)
-        formula = one and _arithmetic(call.symbol, first or one.formula, second or one.formula)
-        return one and _activated(node, source, formula, one.projection)
+        if one is None:
+            return None
+        formula = _arithmetic(call.symbol, first or one.formula, second or one.formula)
+        return _activated(node, source, formula, one.projection)
 
     return each(recogniser.value(source), function)
 

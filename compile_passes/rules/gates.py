@@ -70,7 +70,7 @@ def gated_linear_unit(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 def _applied(function: Callable[[Formula], Formula | None], value: Value) -> Activated | None:
     one = function_of(value)
-    formula = one and function(one.formula)
+    formula = None if one is None else function(one.formula)
     return None if one is None or formula is None else replace(one, formula=formula)
 
 

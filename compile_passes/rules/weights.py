@@ -63,7 +63,7 @@ def _upright(weighted: Weighted | None, argument: Any) -> Weighted | None:
     return Weighted(argument, None) if weighted.factor is None and is_matrix(argument) else None
 
 
-def _of_each_mask(node: Node, mask: Binary, masked: Callable[[Binary], Weighted | None]) -> Weighted | Bundle | None:
+def _of_each_mask(mask: Binary, masked: Callable[[Binary], Weighted | None]) -> Weighted | Bundle | None:
     """Apply `masked` to a mask, or to each mask of a stack."""
     if len(mask.mask.shape) != 3 and not mask.mask.batched:
         return masked(mask)
@@ -99,7 +99,7 @@ def _apply_mask(recogniser: Recogniser, node: Node, mask: Binary, argument: Any)
     weighted = _upright(recogniser.as_weighted(argument), argument)
     if weighted is None or not _fits(node, weighted, mask, argument):
         return None
-    return _of_each_mask(node, mask, lambda one: _masked(weighted, one))
+    return _of_each_mask(mask, lambda one: _masked(weighted, one))
 
 
 def _masked(weighted: Weighted, mask: Binary) -> Weighted | None:
@@ -210,4 +210,4 @@ def chosen_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
         return None
     at_0, at_1 = (float(bool(at) != zero_if_true) for at in condition.at)
     factor = Binary(condition.mask, at=(at_0, at_1))
-    return _of_each_mask(node, factor, lambda one: _masked(weighted, one))
+    return _of_each_mask(factor, lambda one: _masked(weighted, one))
