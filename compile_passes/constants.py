@@ -19,7 +19,7 @@ from mglu_ops.tensors import bytes_of
 
 from .inlining import inline_no_grad
 from .memory import STORAGE, Memory, storage_of
-from .shapes import tensor_example
+from .shapes import sources, tensor_example
 from .symbols import as_call
 
 _CONSTANT_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -70,23 +70,16 @@ class Folder:
 
     def evaluate(self, node: Node) -> Any:
         """The value of a constant node; intermediate values are not kept."""
-        done: dict[Node, Any] = {}
-        pending = [node]
+        values: dict[Node, Any] = {}
         with torch.no_grad():
-            while pending:
-                current = pending[-1]
-                missing = [item for item in current.all_input_nodes if item not in done]
+            for current in sorted(sources(node)):
                 if current in self._held:
-                    done[current] = self._held[current]
-                elif missing:
-                    pending.extend(missing)
-                    continue
-                elif current not in done:
-                    args, kwargs = torch.fx.map_arg((current.args, current.kwargs), done.__getitem__)
+                    values[current] = self._held[current]
+                else:
+                    args, kwargs = torch.fx.map_arg((current.args, current.kwargs), values.__getitem__)
                     assert callable(current.target), "constant nodes are placeholders and calls of functions"
-                    done[current] = current.target(*args, **kwargs)
-                pending.pop()
-        return done[node]
+                    values[current] = current.target(*args, **kwargs)
+        return values[node]
 
     def replace_by_buffer(self, node: Node, name: str) -> None:
         """Evaluate a constant node and replace it by a buffer called `name` (or `name_1`, ... if that is taken)."""

@@ -206,7 +206,7 @@ def _weighted_stack(value: Bundle, projection: Projection, weight: Node, node: N
             return None
         is_number = per_mask and not per_token
         mask_weights = [MaskWeight(weight, is_number, mask_weight_dim if is_number else dim, i) for i in range(count)]
-    return bundle([with_mask_weight(item, one) for item, one in zip(value.items, mask_weights, strict=True)], dim)
+    return bundle(list(map(with_mask_weight, value.items, mask_weights)), dim)
 
 
 def with_mask_weight(value: Value, mask_weight: MaskWeight) -> Value:
