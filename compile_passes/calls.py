@@ -94,7 +94,7 @@ class Watcher:
             return Effect(shares=frozenset(range(len(node.all_input_nodes))))
         elif not node.all_input_nodes and not isinstance(example(node), Tensor):
             return NONE  # it switches a mode
-        key = _likeness(node)
+        key = (call_key(node), *(_kind(example(item)) for item in node.all_input_nodes))
         if key not in self._known:
             self._known[key] = _watched(node) or _by_schema(node)
         return self._known[key]
@@ -224,8 +224,8 @@ def _is_named_inplace(node: Node) -> bool:
 # --- Calls that are alike --------------------------------------------------------------------------------------------
 
 
-def _likeness(node: Node) -> Hashable:
-    """A key that is equal for calls of one function whose arguments differ only in the values of tensors."""
+def call_key(node: Node) -> Hashable:
+    """A key that is equal for calls of one function with equal arguments; an input is represented by its position."""
     positions = {item: position for position, item in enumerate(node.all_input_nodes)}
 
     def frozen(argument: Any) -> Hashable:
@@ -237,8 +237,7 @@ def _likeness(node: Node) -> Hashable:
             return tuple((name, frozen(item)) for name, item in argument.items())
         return (type(argument).__name__, repr(argument))
 
-    kinds = tuple(_kind(example(item)) for item in positions)
-    return (node.op, node.target, frozen(node.args), frozen(node.kwargs), kinds)
+    return (node.op, node.target, frozen(node.args), frozen(node.kwargs))
 
 
 def _kind(value: Any) -> Hashable:

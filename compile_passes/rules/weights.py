@@ -102,7 +102,9 @@ def _apply_mask(recogniser: Recogniser, node: Node, mask: Binary, argument: Any)
     return _of_each_mask(mask, lambda one: _masked(weighted, one))
 
 
-def _masked(weighted: Weighted, mask: Binary) -> Weighted | None:
+def _masked(weighted: Value, mask: Value) -> Weighted | None:
+    if not isinstance(weighted, Weighted) or not isinstance(mask, Binary):
+        return None
     factor = mask if weighted.factor is None else multiply(mask, weighted.factor)
     return None if factor is None else replace(weighted, factor=factor)
 
@@ -115,7 +117,7 @@ def _apply_masks(recogniser: Recogniser, node: Node, masks: Bundle, argument: An
         return None
     if not equal_sizes(shape.shape, (len(masks.items), *weight.shape)):
         return None
-    return bundle([_masked(weighted, one) if isinstance(one, Binary) else None for one in masks.items], 0)
+    return bundle([_masked(weighted, one) for one in masks.items], 0)
 
 
 def _mask_again(node: Node, mask: Binary, held: Bundle) -> Bundle | None:
@@ -124,8 +126,7 @@ def _mask_again(node: Node, mask: Binary, held: Bundle) -> Bundle | None:
         return None
     if not equal_sizes(shape.shape, mask.mask.shape):
         return None
-    pairs = [(item, binary_at(mask, i)) for i, item in enumerate(held.items)]
-    return bundle([_masked(item, one) if isinstance(item, Weighted) else None for item, one in pairs], 0)
+    return bundle([_masked(item, binary_at(mask, i)) for i, item in enumerate(held.items)], 0)
 
 
 @rule("add", "sub")
