@@ -22,7 +22,7 @@ from torch._guards import TracingContext
 from torch.fx import Graph, Node
 
 from .report import SiteReport, missed_at
-from .shapes import equal_sizes, is_matrix, sources, tensor_example
+from .shapes import is_like, is_matrix, sources, tensor_example
 from .symbols import symbol_of
 
 SPLIT_BY_DDP = (
@@ -150,17 +150,13 @@ def _readers(weight: Node) -> Iterator[tuple[Node, Node]]:
 def _masked(weight: Node) -> Iterator[tuple[Node, list[Node]]]:
     """Products of a weight with a tensor of its shape, and choices of its entries, each with its possible masks."""
     for node, form in _readers(weight):
-        operands = [operand for operand in node.all_input_nodes if operand is not form and _covers(operand, form)]
+        operands = [operand for operand in node.all_input_nodes if operand is not form and _may_mask(operand, form)]
         if operands and symbol_of(node) in _MASKS:
             yield node, operands
 
 
-def _covers(mask: Node, weight: Node) -> bool:
-    """Whether a tensor has the shape of a weight or of a stack of its masks, and is not a parameter."""
-    value, matrix = tensor_example(mask), tensor_example(weight)
-    if value is None or matrix is None or _is_parameter(mask):
-        return False
-    return value.dim() in (2, 3) and equal_sizes(value.shape[-2:], matrix.shape)
+def _may_mask(mask: Node, weight: Node) -> bool:
+    return is_like(mask, weight) and not _is_parameter(mask)
 
 
 def _fate(masked: Node) -> tuple[bool, list[Node]]:

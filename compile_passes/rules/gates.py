@@ -12,7 +12,7 @@ from torch.fx import Node
 from .. import formulas
 from ..formulas import Formula
 from ..recognise import Recogniser
-from ..shapes import dimension, dims, dtype_of, equal_sizes, same_shape, tensor_example
+from ..shapes import dimension, dims, dtype_of, has_shape, same_shape, tensor_example
 from ..symbols import Call
 from ..values import (
     Activated,
@@ -182,26 +182,23 @@ def _is_number(node: Node) -> bool:
 
 def _is_column(mask_weight: Node, x: Node) -> bool:
     """Whether a tensor is one weight per token, `[..., 1]`."""
-    weight, tokens = tensor_example(mask_weight), tensor_example(x)
-    return weight is not None and tokens is not None and equal_sizes(weight.shape, (*tokens.shape[:-1], 1))
+    tokens = tensor_example(x)
+    return tokens is not None and has_shape(mask_weight, (*tokens.shape[:-1], 1))
 
 
 def _weighted_stack(value: Bundle, projection: Projection, weight: Node, node: Node) -> Value:
     """A stack of terms times a tensor with the stack's dimension: one weight per token and mask, or one per mask."""
-    mask_weight, tokens = tensor_example(weight), tensor_example(projection.x)
-    count, dim = len(value.items), value.dim
-    if mask_weight is None or tokens is None or dims(node) != len(tokens.shape) + 1:
+    tokens, count, dim = tensor_example(projection.x), len(value.items), value.dim
+    if tokens is None or dims(node) != tokens.dim() + 1:
         return None
     if _is_number(weight):
         mask_weights = [MaskWeight(weight, is_number=True)] * count
     else:
-        mask_weight_dim = dim - (dims(node) - mask_weight.dim())
-        ones = [1] * (mask_weight.dim() - 1)
-        column = (*tokens.shape[:-1], 1)
-        per_mask = mask_weight_dim >= 0 and equal_sizes(
-            mask_weight.shape, (*ones[:mask_weight_dim], count, *ones[mask_weight_dim:])
-        )
-        per_token = equal_sizes(mask_weight.shape, (*column[:dim], count, *column[dim:]))
+        mask_weight_dim = dim - (dims(node) - dims(weight))
+        ones, column = [1] * (dims(weight) - 1), (*tokens.shape[:-1], 1)
+        of_masks = (*ones[:mask_weight_dim], count, *ones[mask_weight_dim:])
+        per_mask = mask_weight_dim >= 0 and has_shape(weight, of_masks)
+        per_token = has_shape(weight, (*column[:dim], count, *column[dim:]))
         if not per_mask and not per_token:
             return None
         is_number = per_mask and not per_token

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from ..pointwise import Operand, Result, as_dtype, evaluate
 from ..recognise import Recogniser
-from ..shapes import dtype_of, equal_sizes, holds, requires_grad, same_shape, tensor_example
+from ..shapes import dtype_of, has_shape, holds, requires_grad, same_shape, tensor_example
 from ..symbols import Call
 from ..values import Binary, Carrier, Levels, Mask, Scalar, Value, merge, opposite, slice_key
 from .rule import rule
@@ -163,8 +163,7 @@ def _function_of_a_mask(
     mask: Mask | None = first.mask
     for function in others:
         mask = mask and merge(mask, function.mask)
-    example = tensor_example(node)
-    if mask is None or example is None or not equal_sizes(example.shape, mask.shape):
+    if mask is None or not has_shape(node, mask.shape):
         return None
     total = [0.0, 0.0]
     carrying = [function for item, function in functions.items() if operands[item].has_gradient]

@@ -12,7 +12,7 @@ from ..shapes import (
     dimension,
     dims,
     dtype_of,
-    equal_sizes,
+    has_shape,
     holds,
     is_matrix,
     repeated,
@@ -151,11 +151,11 @@ def part_of_projections(recogniser: Recogniser, node: Node, call: Call) -> Value
 def unflattened(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """Concatenated products `[..., n * d]` as a stack `[..., n, d]`."""
     source, *_ = call.args
-    value, before, after = recogniser.value(source), tensor_example(source), tensor_example(node)
-    if not isinstance(value, Bundle) or projection_of(value) is None or before is None or after is None:
+    value, before = recogniser.value(source), tensor_example(source)
+    if not isinstance(value, Bundle) or projection_of(value) is None or before is None:
         return None
-    wanted = (*before.shape[:-1], len(value.items), value.size)
-    return Bundle(value.items, value.dim) if equal_sizes(after.shape, wanted) else None
+    is_stack = has_shape(node, (*before.shape[:-1], len(value.items), value.size))
+    return Bundle(value.items, value.dim) if is_stack else None
 
 
 @rule("unsqueeze")

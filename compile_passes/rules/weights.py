@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from ..recognise import Recogniser
-from ..shapes import dims, dtype_of, equal_sizes, is_matrix, same_shape, size, tensor_example
+from ..shapes import dims, dtype_of, has_shape, is_matrix, same_shape, size, tensor_example
 from ..symbols import Call
 from ..values import (
     BATCHED,
@@ -80,16 +80,10 @@ def _fits(node: Node, weighted: Weighted, mask: Binary, argument: Any) -> bool:
 
     A mask that is broadcast to the weight passes here, so that the check of the site can refuse it with its reason.
     """
-    if len(mask.mask.shape) != 3:
-        return same_shape(node, argument)
-    shape, weight = tensor_example(node), tensor_example(weighted.weight)
     masks = mask.mask.shape
-    return (
-        shape is not None
-        and weight is not None
-        and equal_sizes(shape.shape, masks)
-        and equal_sizes(weight.shape, masks[1:])
-    )
+    if len(masks) != 3:
+        return same_shape(node, argument)
+    return has_shape(node, masks) and has_shape(weighted.weight, masks[1:])
 
 
 def _apply_mask(recogniser: Recogniser, node: Node, mask: Binary, argument: Any) -> Weighted | Bundle | None:
@@ -111,20 +105,15 @@ def _masked(weighted: Value, mask: Value) -> Weighted | None:
 
 def _apply_masks(recogniser: Recogniser, node: Node, masks: Bundle, argument: Any) -> Bundle | None:
     """One weight times a bundle of masks."""
-    weighted, shape = _upright(recogniser.as_weighted(argument), argument), tensor_example(node)
+    weighted = _upright(recogniser.as_weighted(argument), argument)
     weight = None if weighted is None else tensor_example(weighted.weight)
-    if weighted is None or weight is None or shape is None:
-        return None
-    if not equal_sizes(shape.shape, (len(masks.items), *weight.shape)):
+    if weight is None or not has_shape(node, (len(masks.items), *weight.shape)):
         return None
     return bundle([_masked(weighted, one) for one in masks.items], 0)
 
 
 def _mask_again(node: Node, mask: Binary, held: Bundle) -> Bundle | None:
-    shape = tensor_example(node)
-    if shape is None or mask.mask.stack != len(held.items):
-        return None
-    if not equal_sizes(shape.shape, mask.mask.shape):
+    if mask.mask.stack != len(held.items) or not has_shape(node, mask.mask.shape):
         return None
     return bundle([_masked(item, binary_at(mask, i)) for i, item in enumerate(held.items)], 0)
 
