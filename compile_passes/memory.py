@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
-from .calls import NONE, Effect, Watcher, storage_of, tensors_in
+from .calls import NONE, Effect, Watcher, storage_of
 from .shapes import example
 
 STORAGE = "mglu_storage"
@@ -94,8 +95,11 @@ class Memory:
 
 def _traced(node: Node) -> Iterator[Hashable]:
     """The storages of the examples of a node, and of the real tensor that it names."""
-    named = getattr(node.graph.owning_module, str(node.target), None) if node.op == "get_attr" else None
-    yield from map(storage_of, tensors_in((example(node), named)))
+    value = example(node)
+    values = [*value] if isinstance(value, (tuple, list)) else [value]
+    if node.op == "get_attr":
+        values.append(getattr(node.graph.owning_module, str(node.target), None))
+    yield from (storage_of(item) for item in values if isinstance(item, Tensor))
     if STORAGE in node.meta:
         yield node.meta[STORAGE]
 
