@@ -94,7 +94,7 @@ class Watcher:
             return Effect(shares=frozenset(range(len(node.all_input_nodes))))
         elif not node.all_input_nodes and not isinstance(example(node), Tensor):
             return NONE  # it switches a mode
-        key = _likeness(node)
+        key = (call_key(node), *(_kind(example(item)) for item in node.all_input_nodes))
         if key not in self._known:
             self._known[key] = _watched(node) or _by_schema(node)
         return self._known[key]
@@ -108,14 +108,14 @@ def _watched(node: Node) -> Effect | None:
     try:
         with FakeTensorMode(), torch.no_grad():
             copies = {item: tree_map(_copy, example(item)) for item in inputs}
-            call = _as_function(node)
+            call = as_function(node)
             args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), copies.__getitem__)
             with watch:
                 result = call(*args, **kwargs)
     except Exception:  # the call may raise any error, and sizes may be unknown
         return None
-    memory = {i: {storage_of(t) for t in _tensors(copies[item])} for i, item in enumerate(inputs)}
-    returned = {storage_of(t) for t in _tensors(result)}
+    memory = {i: {storage_of(t) for t in tensors_in(copies[item])} for i, item in enumerate(inputs)}
+    returned = {storage_of(t) for t in tensors_in(result)}
     writes = {i for i, held in memory.items() if held & watch.written}
     changes_metadata = bool(inputs) and any(tensor is copies[inputs[0]] for tensor in watch.reshaped)
     if _is_named_inplace(node) and inputs:
@@ -149,7 +149,7 @@ class _NoExample(Exception):  # noqa: N818 (a result, not an error)
     """A call has no example to run on."""
 
 
-def _as_function(node: Node) -> Callable[..., Any]:
+def as_function(node: Node) -> Callable[..., Any]:
     """The function that a node calls; a module of torch runs with copies of its parameters and buffers."""
     if node.op == "call_method":
         return lambda tensor, *args, **kwargs: getattr(tensor, str(node.target))(*args, **kwargs)
@@ -181,7 +181,7 @@ class _Watch(TorchDispatchMode):
         written = [given.get(argument.name) for argument in func._schema.arguments if _is_written(argument)]
         if given.get("training", given.get("train")) is True:  # the schemas of most norms do not declare this write
             written += [given.get("running_mean"), given.get("running_var")]
-        self.written.update(storage_of(tensor) for tensor in _tensors(written))
+        self.written.update(storage_of(tensor) for tensor in tensors_in(written))
         self.draws |= _draws(func)
         self.multiplies |= _multiplies(func)
         self.reshaped += args[:1] if torch.Tag.inplace_view in func.tags else ()
@@ -224,8 +224,8 @@ def _is_named_inplace(node: Node) -> bool:
 # --- Calls that are alike --------------------------------------------------------------------------------------------
 
 
-def _likeness(node: Node) -> Hashable:
-    """A key that is equal for calls of one function whose arguments differ only in the values of tensors."""
+def call_key(node: Node) -> Hashable:
+    """A key that is equal for calls of one function with equal arguments; an input is represented by its position."""
     positions = {item: position for position, item in enumerate(node.all_input_nodes)}
 
     def frozen(argument: Any) -> Hashable:
@@ -237,8 +237,7 @@ def _likeness(node: Node) -> Hashable:
             return tuple((name, frozen(item)) for name, item in argument.items())
         return (type(argument).__name__, repr(argument))
 
-    kinds = tuple(_kind(example(item)) for item in positions)
-    return (node.op, node.target, frozen(node.args), frozen(node.kwargs), kinds)
+    return (node.op, node.target, frozen(node.args), frozen(node.kwargs))
 
 
 def _kind(value: Any) -> Hashable:
@@ -312,7 +311,8 @@ def bodies_of(node: Node) -> list[GraphModule | None]:
 # --- Tensors ---------------------------------------------------------------------------------------------------------
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a value, which may be a tuple of several."""
     return (item for item in tree_leaves(value) if isinstance(item, Tensor))
 
 

@@ -17,13 +17,6 @@ from torch._dynamo.guards import DeletedGuardManagerWrapper
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 
 
-class _Nothing:
-    """The type of an object that is never a local variable of compiled code."""
-
-
-_NOTHING = _Nothing()
-
-
 def drop_compiled_code() -> None:
     """Let every compiled function be compiled again at its next call. Waits for a compilation in another thread."""
     with convert_frame.compile_lock:
@@ -42,5 +35,5 @@ def drop_compiled_code() -> None:
 def _never_valid() -> DeletedGuardManagerWrapper:
     """The guards of an invalid entry, which Dynamo does not count against its limit of compilations per function."""
     guards = DeletedGuardManagerWrapper("mglu_ops.enable_fusion was called")
-    guards.id_matched_objs = {"": weakref.ref(_NOTHING)}
+    guards.id_matched_objs = {"": weakref.ref(drop_compiled_code)}  # as if guarded by a local variable that none has
     return guards

@@ -5,9 +5,8 @@ The tests run it on every graph that they capture (`tests/support/graphs.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-import torch
 from torch.fx import Graph, Node
 
 from .evaluate import Evaluation
@@ -28,7 +27,7 @@ class RuleConflict(Exception):  # noqa: N818 (a property of the rules, not of th
         )
 
 
-def check_rules(graph: Graph, constants: Mapping[Node, torch.Tensor] | None = None) -> set[tuple[Rule, Rule]]:
+def check_rules(graph: Graph) -> set[tuple[Rule, Rule]]:
     """Ask all rules about all nodes of a graph, which stays unchanged.
 
     Returns:
@@ -38,15 +37,15 @@ def check_rules(graph: Graph, constants: Mapping[Node, torch.Tensor] | None = No
         RuleConflict: two rules disagree about a node, and the pair is not in `PRECEDENCE`.
     """
     with calls_read_once():
-        return _AskAll(View(graph), constants).decided
+        return _AskAll(View(graph)).decided
 
 
 class _AskAll(Evaluation):
     """An evaluation that asks all rules of a symbol and does not stop at the first that knows a value."""
 
-    def __init__(self, view: View, constants: Mapping[Node, torch.Tensor] | None = None) -> None:
+    def __init__(self, view: View) -> None:
         self.decided: set[tuple[Rule, Rule]] = set()
-        super().__init__(view, constants)
+        super().__init__(view)
 
     def _evaluate(self, node: Node, rules: RulesBySymbol, otherwise: Callable[[Node], Value]) -> Value:
         call = as_call(node)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import itertools
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from mglu_ops.tensors import bytes_of
 
 from .inlining import inline_no_grad
 from .memory import STORAGE, Memory, storage_of
-from .shapes import tensor_example
+from .shapes import sources, tensor_example
 from .symbols import as_call
 
 _CONSTANT_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -68,35 +68,18 @@ class Folder:
                 found[node] = None
         return list(found)
 
-    def sources(self, node: Node) -> set[Node]:
-        """A node and all nodes that it is computed from."""
-        found: set[Node] = set()
-        stack = [node]
-        while stack:
-            if (current := stack.pop()) not in found:
-                found.add(current)
-                stack.extend(current.all_input_nodes)
-        return found
-
     def evaluate(self, node: Node) -> Any:
         """The value of a constant node; intermediate values are not kept."""
-        done: dict[Node, Any] = {}
-        pending = [node]
+        values: dict[Node, Any] = {}
         with torch.no_grad():
-            while pending:
-                current = pending[-1]
-                missing = [item for item in current.all_input_nodes if item not in done]
+            for current in sorted(sources(node)):
                 if current in self._held:
-                    done[current] = self._held[current]
-                elif missing:
-                    pending.extend(missing)
-                    continue
-                elif current not in done:
-                    args, kwargs = torch.fx.map_arg((current.args, current.kwargs), done.__getitem__)
+                    values[current] = self._held[current]
+                else:
+                    args, kwargs = torch.fx.map_arg((current.args, current.kwargs), values.__getitem__)
                     assert callable(current.target), "constant nodes are placeholders and calls of functions"
-                    done[current] = current.target(*args, **kwargs)
-                pending.pop()
-        return done[node]
+                    values[current] = current.target(*args, **kwargs)
+        return values[node]
 
     def replace_by_buffer(self, node: Node, name: str) -> None:
         """Evaluate a constant node and replace it by a buffer called `name` (or `name_1`, ... if that is taken)."""
@@ -166,24 +149,10 @@ _KEEP_A_WEIGHT = ("mul", "linear", "matmul", "t", "mT", "transpose")
 """Symbols of the calls that read a weight. A mask also has another user, which makes its complement."""
 
 
-class ConstantValues(Mapping[Node, Tensor]):
-    """The values of constants that may be masks or numbers, each computed on demand to save memory."""
-
-    def __init__(self, folder: Folder) -> None:
-        self._folder = folder
-        self._nodes = dict.fromkeys(filter(_may_tell, folder.constant_nodes()))
-
-    def __getitem__(self, node: Node) -> Tensor:
-        if node not in self._nodes:
-            raise KeyError(node)
-        value: Tensor = self._folder.evaluate(node)
-        return value
-
-    def __iter__(self) -> Iterator[Node]:
-        return iter(self._nodes)
-
-    def __len__(self) -> int:
-        return len(self._nodes)
+def values_of_constants(folder: Folder) -> Callable[[Node], Tensor | None]:
+    """A function that computes the value of a constant that may be a mask or a number, on demand to save memory."""
+    nodes = set(filter(_may_tell, folder.constant_nodes()))
+    return lambda node: folder.evaluate(node) if node in nodes else None
 
 
 def _may_tell(node: Node) -> bool:

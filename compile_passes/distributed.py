@@ -22,8 +22,8 @@ from torch._guards import TracingContext
 from torch.fx import Graph, Node
 
 from .report import SiteReport, missed_at
-from .shapes import equal_sizes, tensor_example
-from .symbols import as_call
+from .shapes import is_like, is_matrix, sources, tensor_example
+from .symbols import symbol_of
 
 SPLIT_BY_DDP = (
     "DistributedDataParallel split this layer: torch.compile ends a graph wherever a bucket of gradients is full, and "
@@ -56,24 +56,6 @@ class _Parts:
     in_transit: list[tuple[ReferenceType[torch.Tensor], SiteReport, _Reads]] = field(default_factory=list)
     """The examples of masked weights that a part returns; the input of a later part has the same example."""
 
-    def is_new(self, graph: Graph) -> bool:
-        if any(other() is graph for other in self.graphs):
-            return False
-        self.graphs.append(ref(graph))
-        return True
-
-    def follow(self, node: Node, masked: SiteReport, reads: _Reads) -> None:
-        """Record where the masked weight at `node` goes: into a product, or out of this part."""
-        is_projected, leaving = _fate(node)
-        if is_projected:
-            reads.masked = reads.masked or masked
-        values = [value for value in map(tensor_example, leaving) if value is not None]
-        self.in_transit.extend((ref(value), masked, reads) for value in values)
-
-    def received(self, node: Node) -> list[tuple[SiteReport, _Reads]]:
-        """The masked weights of other parts that arrive at an input of this part."""
-        return [(masked, reads) for value, masked, reads in self.in_transit if value() is tensor_example(node)]
-
 
 _parts_by_context: WeakKeyDictionary[Any, _Parts] = WeakKeyDictionary()
 """The parts of each graph, by the object that Dynamo keeps while its DDP optimiser compiles them."""
@@ -104,7 +86,7 @@ def lacks_its_mask(graph: Graph, spelling: Collection[Node]) -> bool:
         for node, operands in _masked(weight)
         if node in spelling
         for operand in operands
-        for source in _sources(operand)
+        for source in sources(operand)
     )
 
 
@@ -118,29 +100,32 @@ def report_split_layers(graph: Graph, found: Collection[Node]) -> list[SiteRepor
     if context is None:
         return []
     parts = _parts_by_context.setdefault(context, _Parts())
-    if not parts.is_new(graph):
+    if any(other() is graph for other in parts.graphs):
         return []
+    parts.graphs.append(ref(graph))
+    masked = []
     for weight in _weights(graph):
         reads = parts.weights.setdefault(str(weight.target), _Reads())
         reads.count += sum(reader not in found for reader, _ in _readers(weight))
-        for node, _ in _masked(weight):
-            if node not in found:
-                parts.follow(node, missed_at(node, SPLIT_BY_DDP), reads)
+        masked += [(node, missed_at(node, SPLIT_BY_DDP), reads) for node, _ in _masked(weight) if node not in found]
     for node in filter(comes_from_another_part, graph.nodes):
-        for masked, reads in parts.received(node):
-            parts.follow(node, masked, reads)
-    split = []
-    for reads in parts.weights.values():
-        if reads.masked is not None and reads.count > 1 and not reads.is_reported:
-            reads.is_reported = True
-            split.append(reads.masked)
-    return split
+        masked += [(node, miss, reads) for value, miss, reads in parts.in_transit if value() is tensor_example(node)]
+    for node, miss, reads in masked:
+        is_projected, leaving = _fate(node)
+        if is_projected:
+            reads.masked = reads.masked or miss
+        values = [value for value in map(tensor_example, leaving) if value is not None]
+        parts.in_transit.extend((ref(value), miss, reads) for value in values)
+    split = [reads for reads in parts.weights.values() if reads.masked and reads.count > 1 and not reads.is_reported]
+    for reads in split:
+        reads.is_reported = True
+    return [reads.masked for reads in split if reads.masked]
 
 
 def _weights(graph: Graph) -> Iterator[Node]:
     """The inputs of a graph that are parameters of the model and matrices."""
     for node in graph.find_nodes(op="placeholder"):
-        if _is_parameter(node) and tensor_example(node).dim() == 2:  # type: ignore[union-attr] # a parameter is a tensor
+        if _is_parameter(node) and is_matrix(node):
             yield node
 
 
@@ -154,29 +139,24 @@ def _readers(weight: Node) -> Iterator[tuple[Node, Node]]:
     while pending:
         form = pending.pop()
         for user in form.users:
-            call, value = as_call(user), tensor_example(user)
-            if call is not None and call.symbol in _SAME_WEIGHT and value is not None:
+            if tensor_example(user) is None:
+                continue  # it reads only the shape or dtype
+            if symbol_of(user) in _SAME_WEIGHT:
                 pending.append(user)
-            elif value is not None:  # a user without a value reads only the shape or dtype
+            else:
                 yield user, form
 
 
 def _masked(weight: Node) -> Iterator[tuple[Node, list[Node]]]:
     """Products of a weight with a tensor of its shape, and choices of its entries, each with its possible masks."""
     for node, form in _readers(weight):
-        call = as_call(node)
-        if call is not None and call.symbol in _MASKS:
-            operands = [operand for operand in node.all_input_nodes if operand is not form and _covers(operand, form)]
-            if operands:
-                yield node, operands
+        operands = [operand for operand in node.all_input_nodes if operand is not form and _may_mask(operand, form)]
+        if operands and symbol_of(node) in _MASKS:
+            yield node, operands
 
 
-def _covers(mask: Node, weight: Node) -> bool:
-    """Whether a tensor has the shape of a weight or of a stack of its masks, and is not a parameter."""
-    value, matrix = tensor_example(mask), tensor_example(weight)
-    if value is None or matrix is None or _is_parameter(mask):
-        return False
-    return value.dim() in (2, 3) and equal_sizes(value.shape[-2:], matrix.shape)
+def _may_mask(mask: Node, weight: Node) -> bool:
+    return is_like(mask, weight) and not _is_parameter(mask)
 
 
 def _fate(masked: Node) -> tuple[bool, list[Node]]:
@@ -186,23 +166,11 @@ def _fate(masked: Node) -> tuple[bool, list[Node]]:
     while pending:
         node = pending.pop()
         for user in node.users:
-            call = as_call(user)
+            symbol = symbol_of(user)
             if user.op == "output":
                 leaving.append(node)
-            elif call is not None and call.symbol in (*_SAME_WEIGHT, "add", "sub"):  # W - W * M
+            elif symbol in (*_SAME_WEIGHT, "add", "sub"):  # W - W * M
                 pending.append(user)
-            elif call is not None and call.symbol in _PROJECTS:
-                is_projected |= call.symbol != "linear" or user.args[:1] != (node,)
+            elif symbol in _PROJECTS:
+                is_projected |= symbol != "linear" or user.args[:1] != (node,)
     return is_projected, leaving
-
-
-def _sources(node: Node) -> Iterator[Node]:
-    """The inputs of the graph that a node depends on."""
-    pending, seen = [node], {node}
-    while pending:
-        current = pending.pop()
-        if current.op == "placeholder":
-            yield current
-        fresh = [item for item in current.all_input_nodes if item not in seen]
-        seen.update(fresh)
-        pending.extend(fresh)

@@ -15,7 +15,7 @@ A graph is read in three steps. Each goes over the nodes once, so the time is li
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -28,21 +28,21 @@ from .rules import LAYER_RULES_BY_SYMBOL, WEIGHT_RULES_BY_SYMBOL, RuleError, Rul
 from .rules.weight_layouts import rounds_once
 from .shapes import dims, dtype_of, requires_grad
 from .symbols import as_call
-from .values import Binary, Bundle, Levels, Mask, Scalar, Value, Weighted
+from .values import Binary, Bundle, Levels, Mask, Scalar, Value, Weighted, first_of
 from .view import View
 
 
 class Evaluation(Recogniser):
     """A recogniser with the values of all nodes, computed once each."""
 
-    def __init__(self, view: View, constants: Mapping[Node, torch.Tensor] | None = None) -> None:
+    def __init__(self, view: View, constants: Callable[[Node], torch.Tensor | None] = lambda _: None) -> None:
         """Read the graph of a view.
 
-        `constants` are the values of nodes of the original graph that have the same value whenever it runs.
+        `constants` gives the value of a node of the original graph if it has the same value whenever it runs.
         """
         super().__init__(view)
         graph = view.graph
-        self._constants = constants or {}
+        self._constants = constants
         self._roles = frozenset(roles_of_masks(graph, self))
         masks = {mask for _, mask in self._roles}
         for node in graph.nodes:
@@ -66,7 +66,7 @@ class Evaluation(Recogniser):
                 value = self._evaluate(node, WEIGHT_RULES_BY_SYMBOL, lambda _: None)
             finally:
                 self._values = values
-            if isinstance(value.items[0] if isinstance(value, Bundle) else value, Binary):
+            if isinstance(first_of(value), Binary):
                 self._assumed[node] = value
 
     def factor(self, mask: Any, weight: Any) -> Value:
@@ -75,7 +75,7 @@ class Evaluation(Recogniser):
         A real tensor is taken for a mask only where it multiplies the weights that it was found to mask.
         """
         assumed = self._assumed.get(mask) if isinstance(mask, Node) else None
-        first = assumed.items[0] if isinstance(assumed, Bundle) else assumed
+        first = first_of(assumed)
         if isinstance(first, Binary) and (self.key(original(weight)), stack_key(first.mask.key)) in self._roles:
             return assumed
         return self.value(mask)
@@ -100,16 +100,15 @@ class Evaluation(Recogniser):
         dtype = dtype_of(node)
         if dtype is None or not isinstance(value, (Weighted, Bundle)):
             return True
-        held = [(item, self.value(item)) for item in node.all_input_nodes]
-        weights = [(item, one.items[0] if isinstance(one, Bundle) else one) for item, one in held]
-        return all(rounds_once(one, item, dtype) for item, one in weights if isinstance(one, Weighted))
+        held = [(item, first_of(self.value(item))) for item in node.all_input_nodes]
+        return all(rounds_once(one, item, dtype) for item, one in held if isinstance(one, Weighted))
 
     def _leaf(self, node: Node) -> Value:
         """The value of a node that no rule knows: a mask by its dtype, by its constant values, or by its use."""
         key = self.key(node)
         if dtype_of(node) is torch.bool:
             return Binary(Mask(node, key, "bool"))
-        constant = self._constants.get(self.view.origin[node]) if self.view.is_constant(node) else None
+        constant = self._constants(self.view.origin[node]) if self.view.is_constant(node) else None
         if constant is not None:
             if constant.dim() == 0:
                 return Scalar(float(constant))

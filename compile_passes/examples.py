@@ -13,7 +13,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mglu_ops.words import described
 
-from .shapes import example
+from .calls import tensors_in
+from .shapes import example, submodule
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _NUMBER = (bool, int, float, *_SYMBOLIC)
@@ -65,7 +66,7 @@ def _is_recorded(graph: Graph) -> bool:
     Nodes that switch the grad mode or autocast have no value; only the nodes that switch back read them.
     """
     computed = [node for node in graph.nodes if node.op == "output" or "example_value" in node.meta]
-    read = {node for user in computed for node in user.all_input_nodes if not _is_module(node)}
+    read = {node for user in computed for node in user.all_input_nodes if not _is_body(node)}
     return all("example_value" in node.meta for node in read) and _has_current_gradients(graph)
 
 
@@ -73,8 +74,9 @@ def _has_current_gradients(graph: Graph) -> bool:
     """Whether the recorded results have gradients exactly if they would have them in the current grad mode."""
     leaves = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
     wanted = torch.is_grad_enabled() and any(map(_requires_grad, leaves))
-    results = [node for node in _recorded_results(graph) if _is_floating(node)]
-    return not results or any(map(_requires_grad, results)) == wanted
+    results = [value for node in _recorded_results(graph) for value in tensors_in(example(node))]
+    has_floating = any(value.is_floating_point() for value in results)
+    return not has_floating or any(value.requires_grad for value in results) == wanted
 
 
 def _recorded_results(graph: Graph) -> list[Node]:
@@ -91,24 +93,13 @@ def _recorded_results(graph: Graph) -> list[Node]:
     return found
 
 
-def _is_module(node: Node) -> bool:
+def _is_body(node: Node) -> bool:
     """Whether a node names the body of a higher-order operator."""
-    root = node.graph.owning_module
-    return node.op == "get_attr" and isinstance(getattr(root, str(node.target), None), torch.nn.Module)
+    return node.op == "get_attr" and submodule(node.graph, node) is not None
 
 
 def _requires_grad(node: Node) -> bool:
-    return any(value.requires_grad for value in _tensors(node))
-
-
-def _is_floating(node: Node) -> bool:
-    return any(value.is_floating_point() for value in _tensors(node))
-
-
-def _tensors(node: Node) -> list[torch.Tensor]:
-    value = example(node)
-    values = value if isinstance(value, (list, tuple)) else (value,)
-    return [item for item in values if isinstance(item, torch.Tensor)]
+    return any(value.requires_grad for value in tensors_in(example(node)))
 
 
 def _as_number(value: Any) -> Any:

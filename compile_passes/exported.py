@@ -17,13 +17,13 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from .constants import ConstantValues, Folder
+from .calls import as_function
+from .constants import Folder, values_of_constants
 from .fusion import FusionError, fuse_graph
 from .report import WHEN_EXPORTED, FusionReport, module_path
+from .shapes import sources
 
 _aten = torch.ops.aten
-
-
 _mglu = torch.ops.mglu
 
 
@@ -58,14 +58,17 @@ def fuse_exported(
         folder = Folder(program)
         graph = folder.graph
         for node in graph.nodes:
-            _drop_gradient(node)
+            value = node.meta.get("val")
+            if isinstance(value, Tensor) and value.requires_grad:
+                node.meta["val"] = value.detach()
         constant = set(folder.constant_nodes())
         for node in graph.find_nodes(op="call_function", target=_aten._assert_tensor_metadata.default):
             if constant.issuperset(node.all_input_nodes):  # the assertion held when the program was traced
                 graph.erase_node(node)
         _stop_training(graph)
         given, n_before = set(layers_of(graph)), len(report.fused)
-        fuse_graph(graph, report, strict=strict, assume_binary=assume_binary, constants=ConstantValues(folder))
+        constants = values_of_constants(folder)
+        fuse_graph(graph, report, strict=strict, assume_binary=assume_binary, constants=constants)
         layers = layers_of(graph)
         if strict and not layers:
             raise FusionError("strict fusion: nothing was fused, the program has no MGLU layer")
@@ -81,12 +84,6 @@ def fuse_exported(
 def layers_of(graph: Graph) -> list[Node]:
     """The calls of `mglu::forward` in a graph."""
     return graph.find_nodes(op="call_function", target=_mglu.forward.default)
-
-
-def _drop_gradient(node: Node) -> None:
-    value = node.meta.get("val")
-    if isinstance(value, Tensor) and value.requires_grad:
-        node.meta["val"] = value.detach()
 
 
 def _stop_training(graph: Graph) -> None:
@@ -112,7 +109,7 @@ def _lower_to_aten(graph: Graph) -> None:
         if not is_new or node.op not in ("call_function", "call_method"):
             continue
         inputs = node.all_input_nodes
-        traced = make_fx(_as_function(node, inputs))(*(item.meta["val"] for item in inputs)).graph
+        traced = make_fx(_of_its_inputs(node, inputs))(*(item.meta["val"] for item in inputs)).graph
         copies: dict[Node, Any] = dict(zip(traced.find_nodes(op="placeholder"), inputs, strict=True))
         with graph.inserting_before(node):
             for inner in traced.nodes:
@@ -124,24 +121,15 @@ def _lower_to_aten(graph: Graph) -> None:
         graph.erase_node(node)
 
 
-def _as_function(node: Node, inputs: list[Node]) -> Callable[..., Any]:
+def _of_its_inputs(node: Node, inputs: list[Node]) -> Callable[..., Any]:
     """A node as a function of the values of its inputs."""
 
     def function(*values: Any) -> Any:
         held = dict(zip(inputs, values, strict=True))
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), held.__getitem__)
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        assert callable(node.target)
-        return node.target(*args, **kwargs)
+        return as_function(node)(*args, **kwargs)
 
     return function
-
-
-def _operand(layer: Node, position: int) -> Node:
-    operand = layer.args[position]
-    assert isinstance(operand, Node), "a tensor of the layer"
-    return operand
 
 
 def _fold_operands(folder: Folder) -> list[bool]:
@@ -155,14 +143,15 @@ def _fold_operands(folder: Folder) -> list[bool]:
     constant = set(folder.constant_nodes())
     is_packed = []
     for layer in layers_of(folder.graph):
-        weight, packed = _operand(layer, 1), _operand(layer, 2)
+        operands: Any = layer.args
+        _, weight, packed, *_ = operands
         path = module_path(layer)
         prefix = f"{path}." if path else ""
         is_packed.append(packed in constant and packed.op != "placeholder")
         if is_packed[-1]:
             folder.replace_by_buffer(packed, f"{prefix}packed_masks")
         if weight in constant and weight.op != "placeholder":
-            sources = folder.sources(weight)
-            if all(user in sources for node in sources - {weight} for user in node.users):
+            made_of = sources(weight)
+            if all(user in made_of for node in made_of - {weight} for user in node.users):
                 folder.replace_by_buffer(weight, f"{prefix}fused_weight")
     return is_packed

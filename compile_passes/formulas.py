@@ -17,7 +17,7 @@ relu only in value (`Scaled.kink`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
@@ -99,10 +99,14 @@ def _spelled_term(monomial: Monomial, value: float) -> str:
 def _formula(terms: dict[Monomial, float]) -> Formula | None:
     """The normal form of a sum; None if it is too large or a coefficient is not finite."""
     present = [(monomial, value) for monomial, value in terms.items() if value != 0]
-    atoms = sum(atom.size for monomial, _ in present for atom, _ in monomial)
-    if len(present) > _MOST_TERMS or atoms > _MOST_ATOMS or not all(math.isfinite(value) for _, value in present):
+    if len(present) > _MOST_TERMS or not all(math.isfinite(value) for _, value in present):
         return None
-    return Formula(tuple(sorted(present, key=lambda term: [(atom.text, power) for atom, power in term[0]])))
+    formula = _sum_of(present)
+    return formula if formula.size <= _MOST_ATOMS else None
+
+
+def _sum_of(terms: Iterable[tuple[Monomial, float]]) -> Formula:
+    return Formula(tuple(sorted(terms, key=lambda term: [(atom.text, power) for atom, power in term[0]])))
 
 
 def constant(value: float) -> Formula | None:
@@ -207,9 +211,9 @@ def _half_of_one_plus(a: Formula, b: Formula | None) -> Formula | None:
 # --- Activations -----------------------------------------------------------------------------------------------------
 
 CLAMP, MAXIMUM = "clamp_min", "maximum"
-"""Functions that differ from relu only in their derivative at 0."""
 
-GRADIENT_AT_0 = MappingProxyType({CLAMP: "1", MAXIMUM: "1/2"})
+LIKE_RELU = MappingProxyType({CLAMP: ("clamp(min=0)", "1"), MAXIMUM: ("maximum(g, 0)", "1/2")})
+"""How functions are written that differ from relu only in their derivative at 0, and that derivative."""
 
 
 @dataclass(frozen=True)
@@ -229,29 +233,25 @@ def activation(formula: Formula, digits: int = DIGITS) -> Scaled | None:
         return None
     scale = factor / known
     scale = 1.0 if abs(scale - 1) < 10.0**-digits else scale
-    return Scaled("relu", scale, name) if name in GRADIENT_AT_0 else Scaled(name, scale)
+    return Scaled("relu", scale, name) if name in LIKE_RELU else Scaled(name, scale)
 
 
 @lru_cache
 def _by_digits(digits: int) -> MappingProxyType[Formula, tuple[str, float]]:
     """The name of each activation and its factor (`unscaled`), by its unit formula."""
     named = {}
-    for name, formula in _known():
+    for name in (*ACTIVATIONS, CLAMP, MAXIMUM):
+        formula = VARIABLE if name == "identity" else apply(name, VARIABLE)
+        assert formula is not None, "within the limits"
         unit, factor = unscaled(formula)
         named[_rounded(unit, digits)] = (name, factor)
     return MappingProxyType(named)
 
 
-def _known() -> Iterator[tuple[str, Formula]]:
-    for name in (*ACTIVATIONS, CLAMP, MAXIMUM):
-        formula = VARIABLE if name == "identity" else apply(name, VARIABLE)
-        assert formula is not None, "within the limits"
-        yield name, formula
-
-
 def _rounded(formula: Formula, digits: int) -> Formula:
-    terms = [(_rounded_atoms(monomial, digits), float(f"{value:.{digits}g}")) for monomial, value in formula.terms]
-    return Formula(tuple(sorted(terms, key=lambda term: [(atom.text, power) for atom, power in term[0]])))
+    return _sum_of(
+        (_rounded_atoms(monomial, digits), float(f"{value:.{digits}g}")) for monomial, value in formula.terms
+    )
 
 
 def _rounded_atoms(monomial: Monomial, digits: int) -> Monomial:

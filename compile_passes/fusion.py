@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from .memory import Memory
 from .near_misses import find_near_misses
 from .proof import Layer, check, spelled
 from .recognise import Recogniser
-from .report import FusionReport, SiteReport, layers_present, lines, missed_at, module_path, source_line
+from .report import FusionReport, SiteReport, layers_present, lines, missed_at, report_at
 from .rewrite import replacement, rewrite
 from .shapes import example, tensor_example
 from .sites import Refusal, Site, find_sites, interior
@@ -49,7 +49,7 @@ def fuse_graph(
     *,
     strict: bool = False,
     assume_binary: bool = False,
-    constants: Mapping[Node, Tensor] | None = None,
+    constants: Callable[[Node], Tensor | None] = lambda _: None,
 ) -> None:
     """Rewrite the MGLU layers of a graph in place, and add to `report` what became of each.
 
@@ -58,8 +58,8 @@ def fuse_graph(
         report: receives the layers that were fused and those that were missed.
         strict: raise an error if a layer is not fused, or if the pass fails.
         assume_binary: also fuse real masks, trusting them to be binary (packing checks at run time).
-        constants: the values of nodes that have the same value whenever the graph runs; a real mask among them is
-            proved to be binary by its values.
+        constants: the value of a node if it is the same whenever the graph runs, otherwise None; a real mask among
+            such nodes is proved to be binary by its values.
 
     Raises:
         FusionError: under `strict`, if a layer is not fused (the other layers are), or if the pass itself fails.
@@ -97,7 +97,7 @@ def fuse_graph(
 
 
 def _fuse(
-    graph: Graph, constants: Mapping[Node, Tensor] | None, assume_binary: bool
+    graph: Graph, constants: Callable[[Node], Tensor | None], assume_binary: bool
 ) -> tuple[list[SiteReport], list[SiteReport]]:
     """Fuse the layers of a graph; returns the reports of those that were fused and of those that were not."""
     view = View(graph)
@@ -112,7 +112,7 @@ def _fuse(
         except Refusal as refusal:
             if lacks_its_mask(graph, view.originals(spelling)):
                 continue  # `report_split_layers` reports it
-            missed.append(_missed(recogniser, site, refusal))
+            missed.append(_describe(site, reason=str(refusal), before=lines(spelling)))
             reported.update(recogniser.key(projection.weight) for projection in site.projections)
         found.update(spelling)
     missed.extend(report_split_layers(graph, view.originals(found)))
@@ -124,7 +124,7 @@ def _fuse(
         try:
             made.append(replacement(recogniser, layer))
         except Refusal as refusal:
-            missed.append(_missed(recogniser, layer.site, refusal))
+            missed.append(_describe(layer.site, reason=str(refusal), before=lines(layer.interior)))
     notes = _notes(recogniser, [one.layer for one in made])
     fused = [
         _describe(
@@ -144,10 +144,6 @@ def _fuse(
     return fused, missed
 
 
-def _missed(recogniser: Recogniser, site: Site, refusal: Refusal) -> SiteReport:
-    return _describe(site, reason=str(refusal), before=lines(interior(recogniser, site)))
-
-
 def _notes(recogniser: Recogniser, layers: Sequence[Layer]) -> list[str]:
     """A note for each layer whose weight other operators read too, so that it is read several times."""
     keys = [recogniser.key(layer.weight) for layer in layers]
@@ -165,19 +161,13 @@ def _cause(error: Exception) -> str:
     return f"{error}: {type(inner).__name__}: {inner}" if inner is not error else f"{type(error).__name__}: {error}"
 
 
-@contextmanager
-def _no_new_guards(graph: Graph) -> Iterator[None]:
+def _no_new_guards(graph: Graph) -> AbstractContextManager[None]:
     """Make it an error to add a guard on a symbolic size inside the block: reading a graph must not specialise it."""
     modes = (getattr(tensor_example(node), "fake_mode", None) for node in graph.nodes)
     env = next((mode.shape_env for mode in modes if mode is not None and mode.shape_env is not None), None)
     if env is None:
-        yield
-    elif hasattr(env, "error_on_new_guards"):
-        with env.error_on_new_guards():
-            yield
-    else:
-        with _errors_on_new_guards(env):
-            yield
+        return nullcontext()
+    return env.error_on_new_guards() if hasattr(env, "error_on_new_guards") else _errors_on_new_guards(env)
 
 
 @contextmanager
@@ -236,8 +226,13 @@ def fuse(
     record_examples(fused, example_inputs)
     report = FusionReport() if report is None else report
     lifted = _lifted_numbers(gm)
-    constants = {node: lifted[node.target] for node in fused.graph.nodes if node.target in lifted}
-    fuse_graph(fused.graph, report, strict=strict, assume_binary=assume_binary, constants=constants)
+    fuse_graph(
+        fused.graph,
+        report,
+        strict=strict,
+        assume_binary=assume_binary,
+        constants=lambda node: lifted.get(node.target),
+    )
     if strict and not report.fused and not report.present:
         raise FusionError("strict fusion: nothing was fused")
     fused.recompile()
@@ -271,14 +266,7 @@ def _has_examples(graph: Graph) -> bool:
 
 def _describe(site: Site, **more: Any) -> SiteReport:
     term = site.terms[0]
-    return SiteReport(
-        module_path=module_path(site.root),
-        source=source_line(site.root),
-        n_masks=len(site.terms),
-        activation=spelled(term),
-        dtype=str(term.gate.dtype).removeprefix("torch."),
-        **more,
-    )
+    return report_at(site.root, term.gate.dtype, n_masks=len(site.terms), activation=spelled(term), **more)
 
 
 def _frozen(graph: Graph) -> dict[Node, Tensor]:
@@ -344,7 +332,7 @@ class FusionPass(CustomGraphPass):
             self.report,
             strict=self.strict,
             assume_binary=self.assume_binary,
-            constants=_frozen(graph),
+            constants=_frozen(graph).get,
         )
 
     def uuid(self) -> Any | None:
@@ -354,9 +342,5 @@ class FusionPass(CustomGraphPass):
             return None
         return ("mglu_ops", _source_hash(), self.strict, self.assume_binary, tuple(str(uuid) for uuid in uuids))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.strict, self.assume_binary, self.before)
-
-
-def _rebuild(strict: bool, assume_binary: bool, before: Sequence[GraphPass]) -> FusionPass:
-    return FusionPass(FusionReport(), strict=strict, assume_binary=assume_binary, before=before)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "report": FusionReport(), "has_run": False}

@@ -43,8 +43,7 @@ def enable_fusion(*, strict: bool = False, assume_binary: bool = False) -> Fusio
 
     The options belong to the process. Any thread may call this function or `disable_fusion`, and the last call holds
     for every compilation that begins after it. In its thread, a `fusion()` block overrides these options. A forked
-    process inherits them; a spawned one does not, and has to call
-    this function itself.
+    process inherits them; a spawned one does not, and has to call this function itself.
 
     The passes of other libraries in Inductor's slot `pre_grad_custom_pass` run first, whenever they were put there. A
     model that is compiled with `options={"pre_grad_custom_pass": compile_passes.entry.NoFusion()}` is not fused.

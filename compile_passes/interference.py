@@ -13,7 +13,7 @@ from .recognise import Recogniser
 from .report import line
 from .sites import Refusal
 from .symbols import as_call, value_users
-from .values import Activated, Bundle, Gated, Product, Projection, Weighted
+from .values import Activated, Bundle, Gated, Product, Projection, Weighted, first_of
 from .view import View, overwritten
 
 
@@ -98,16 +98,13 @@ def _check_backward(view: View, root: Node, interior: Sequence[Node], reads: Col
 
 # --- Kinds of nodes --------------------------------------------------------------------------------------------------
 
-_COMPUTED = (Projection, Activated, Gated)
-
 
 def _is_computed(recogniser: Recogniser, node: Node) -> bool:
     """Whether a node holds what the operator computes internally: products, activations, terms, or a tuple of them."""
     call = as_call(node)
     if call is not None and call.symbol in ("unbind", "split"):
         return isinstance(call.args[0], Node) and _is_computed(recogniser, call.args[0])
-    value = recogniser.value(node)
-    return isinstance(value.items[0] if isinstance(value, Bundle) else value, _COMPUTED)
+    return isinstance(first_of(recogniser.value(node)), (Projection, Activated, Gated))
 
 
 def _is_weight_or_more(recogniser: Recogniser, node: Node) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from .recognise import Recogniser
-from .shapes import dims, dtype_of, equal_sizes, repeated, submodule, tensor_example
+from .shapes import dims, dtype_of, is_like, repeated, submodule, tensor_example
 from .symbols import READS_NO_VALUES, symbol_of, value_users
 from .values import Activated, Binary, Bundle, Gated, Levels, Product, Value, Weighted, projection_of
 from .view import opaque, overwritten
@@ -124,8 +124,8 @@ def _masked_by_any_call(recogniser: Recogniser, node: Node) -> Iterator[Hashable
     if recogniser.value(node) is not None or dims(node) not in (2, 3):
         return
     values = {item: recogniser.value(item) for item in node.all_input_nodes}
-    if any(isinstance(value, (Binary, Levels)) and _is_like(node, item) for item, value in values.items()):
-        weights = [item for item, value in values.items() if value is None and _is_like(node, item)]
+    if any(isinstance(value, (Binary, Levels)) and is_like(node, item) for item, value in values.items()):
+        weights = [item for item, value in values.items() if value is None and is_like(node, item)]
         yield from (recogniser.key(item) for item in weights if _is_real(item))
 
 
@@ -144,16 +144,14 @@ def _forms_at(recogniser: Recogniser, node: Node, masked: frozenset[Hashable]) -
         yield recogniser.key(node), _ITSELF
     if not recogniser.view.effect(node).multiplies:
         for item in (_weight_itself(recogniser, item) for item in node.all_input_nodes):
-            if recogniser.key(item) in masked and _is_like(node, item) and len(node.all_input_nodes) > 1:
+            if recogniser.key(item) in masked and is_like(node, item) and len(node.all_input_nodes) > 1:
                 yield recogniser.key(item), recogniser.key(node)
 
 
 def _known_forms(recogniser: Recogniser, value: Value) -> Iterator[_Form]:
-    if isinstance(value, Bundle):
-        for item in value.items:
-            yield from _known_forms(recogniser, item)
-    elif isinstance(value, Weighted) and value.factor is not None and value.factor.at[0] != value.factor.at[1]:
-        yield recogniser.key(value.weight), (value.factor.mask.key, value.factor.at)
+    for item in value.items if isinstance(value, Bundle) else (value,):
+        if isinstance(item, Weighted) and item.factor is not None and item.factor.at[0] != item.factor.at[1]:
+            yield recogniser.key(item.weight), (item.factor.mask.key, item.factor.at)
 
 
 def _weight_itself(recogniser: Recogniser, node: Node) -> Node:
@@ -162,14 +160,6 @@ def _weight_itself(recogniser: Recogniser, node: Node) -> Node:
     node = base if isinstance(base, Node) else node
     value = recogniser.value(node)
     return value.weight if isinstance(value, Weighted) and value.factor is None and not value.transposed else node
-
-
-def _is_like(node: Node, weight: Node) -> bool:
-    """Whether a node has the shape of a weight, or of a stack of them."""
-    made, held = tensor_example(node), tensor_example(weight)
-    if made is None or held is None or made.dim() not in (2, 3):
-        return False
-    return equal_sizes(made.shape[-2:], held.shape[-2:])
 
 
 def _multiplied(recogniser: Recogniser, node: Node, weight: Node) -> list[Hashable]:

@@ -8,14 +8,14 @@ True + True is True.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
 import torch
 from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
+
+from .calls import as_function, call_key
 
 
 @dataclass(frozen=True)
@@ -36,63 +36,41 @@ class Result:
     slopes: tuple[tuple[float, ...], ...]
 
 
-@dataclass(frozen=True)
-class _Hole:
-    """A placeholder for an operand in the arguments of a node."""
+_results: dict[Hashable, tuple[Result | None]] = {}
+"""The results of earlier calls."""
 
-    position: int
+_MOST_RESULTS = 4096
 
 
-def evaluate(node: Node, operands: dict[Node, Operand], dtype: torch.dtype) -> Result | None:
+def evaluate(node: Node, operands: Mapping[Node, Operand], dtype: torch.dtype) -> Result | None:
     """Evaluate an elementwise node on `operands`, which all have the same length or are numbers.
 
     Returns None if a result is not finite, or if its dtype is not `dtype`, the dtype of the node.
     """
-    positions = {operand: position for position, operand in enumerate(operands)}
-    args, kwargs = (_frozen(part, positions) for part in (node.args, dict(node.kwargs)))
-    # The cache's key includes the text of the arguments, because `1`, `1.0` and `True` are equal as keys.
-    return _evaluated(node.op, node.target, args, kwargs, repr((args, kwargs)), tuple(operands.values()), dtype)
+    if node.op == "call_module":  # its target is a name that another graph may give to another module
+        return _evaluated(node, operands, dtype)
+    key = (call_key(node), tuple(operands.values()), dtype)
+    found = _results.get(key)
+    if found is None:
+        if len(_results) >= _MOST_RESULTS:
+            _results.clear()
+        found = _results[key] = (_evaluated(node, operands, dtype),)
+    return found[0]
 
 
-def _frozen(argument: Any, positions: dict[Node, int]) -> Any:
-    """An argument as nested tuples, with a `_Hole` for each node, so that it can be the key of a cache."""
-    if isinstance(argument, Node):
-        return _Hole(positions[argument])
-    if isinstance(argument, (list, tuple)):
-        return tuple(_frozen(item, positions) for item in argument)
-    if isinstance(argument, dict):
-        return tuple((name, _frozen(item, positions)) for name, item in argument.items())
-    return argument if isinstance(argument, Hashable) else _Unhashable(argument)
-
-
-@dataclass(frozen=True, eq=False)
-class _Unhashable:
-    value: Any
-
-
-@lru_cache(maxsize=4096)
-def _evaluated(
-    op: str,
-    target: Any,
-    args: tuple[Any, ...],
-    kwargs: tuple[tuple[str, Any], ...],
-    spelled: str,
-    operands: tuple[Operand, ...],
-    dtype: torch.dtype,
-) -> Result | None:
-    with _disable_current_modes(), torch.enable_grad(), _no_autocast():
-        length = max(len(operand.values) for operand in operands)
-        tensors = [_tensor(operand, length) for operand in operands]
-        filled = [_filled(argument, tensors) for argument in args]
-        named = {name: _filled(argument, tensors) for name, argument in kwargs}
-        function = getattr(type(filled[0]), target) if op == "call_method" else target
-        result = function(*filled, **named)
+def _evaluated(node: Node, operands: Mapping[Node, Operand], dtype: torch.dtype) -> Result | None:
+    with _disable_current_modes(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        length = max(len(operand.values) for operand in operands.values())
+        tensors = {item: _tensor(operand, length) for item, operand in operands.items()}
+        # The call reads copies, because an in-place operation may not write to a leaf with a gradient.
+        args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda item: tensors[item].clone())
+        result = as_function(node)(*args, **kwargs)
         if result.dtype != dtype:
             return None
         values = tuple(float(v) for v in result.detach().flatten().tolist())
         if not all(v == v and abs(v) != float("inf") for v in values):
             return None
-        leaves = [t for t, operand in zip(tensors, operands, strict=True) if operand.has_gradient]
+        leaves = [tensors[item] for item, operand in operands.items() if operand.has_gradient]
         return Result(values, _slopes(result, leaves, length))
 
 
@@ -103,10 +81,6 @@ def _slopes(result: torch.Tensor, leaves: Sequence[torch.Tensor], length: int) -
     return tuple(tuple(gradient.tolist()) for gradient in gradients)
 
 
-def _no_autocast() -> torch.autocast:
-    return torch.autocast("cpu", enabled=False)
-
-
 def _tensor(operand: Operand, length: int) -> torch.Tensor:
     """An operand as a tensor of `length` elements; a single value is repeated, because a call may write to it."""
     values = operand.values[0] if operand.is_number else operand.values * (length // len(operand.values))
@@ -114,24 +88,13 @@ def _tensor(operand: Operand, length: int) -> torch.Tensor:
     return tensor.requires_grad_() if operand.has_gradient else tensor
 
 
-def _filled(argument: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    if isinstance(argument, _Hole):
-        return tensors[argument.position].clone()  # an in-place operation may not write to a leaf with a gradient
-    if isinstance(argument, tuple):
-        return tuple(_filled(item, tensors) for item in argument)
-    return argument.value if isinstance(argument, _Unhashable) else argument
-
-
 def as_dtype(value: float, dtype: torch.dtype) -> float | None:
     """A number rounded to a dtype: 0.5 is 0 as an integer, 0.999 is 1 in bfloat16. None if the dtype cannot hold it."""
+    is_integer = dtype is not torch.bool and not dtype.is_floating_point
     try:
+        if is_integer and not torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max:
+            return None
         with _disable_current_modes():
-            return float(torch.tensor(value, dtype=torch.float64).to(dtype).item()) if _fits(value, dtype) else None
+            return float(torch.tensor(value, dtype=torch.float64).to(dtype).item())
     except RuntimeError:  # a dtype without conversions, such as float4
         return None
-
-
-def _fits(value: float, dtype: torch.dtype) -> bool:
-    if dtype is torch.bool or dtype.is_floating_point:
-        return True
-    return torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max

@@ -1,17 +1,7 @@
 """The proof that a site is an MGLU layer and may be replaced by the operator; a refusal gives its reason.
 
-The graph before autograd is neither functional nor normalised, so equal expressions need not hold equal values. A site
-is fused only if all of this holds (README.md has the argument for each point):
-
-1. All terms read one x and one weight: the same node, or expressions with equal keys (`Recogniser.key`).
-2. The factors of gate and value are M and 1 - M of one mask that is proved to be binary.
-3. Where the mask carries a gradient, the slopes of the factors are +1 and -1 with respect to one tensor.
-4. Masks have the weight's shape, all projections have the dtype of the result, and all operands are dense tensors.
-5. The gate goes through one of the operator's activations, in value and in derivative.
-6. The terms have numbers or mask weights that the operator can take.
-7. Nothing outside the layer writes to what the operator reads before it runs, and in training afterwards; gates,
-   values and products have no users outside the layer; the layer is computed under one grad mode and one autocast,
-   and the operator outside functorch transforms (`interference.py` looks at the nodes that `rewrite.py` has made).
+README.md, "Why a fused layer is right", lists the conditions and gives the argument for each. `interference.py` checks
+those about what surrounds the layer: writes, modes and other users. The other conditions are checked here.
 """
 
 from __future__ import annotations
@@ -25,9 +15,11 @@ import torch
 from torch.fx import Node
 
 from mglu_ops.activations import ACTIVATIONS
+from mglu_ops.checks import FLOATING
+from mglu_ops.masks import MAX_MASKS
 
 from . import formulas
-from .formulas import GRADIENT_AT_0, Scaled
+from .formulas import LIKE_RELU, Scaled
 from .pointwise import as_dtype
 from .recognise import Recogniser
 from .report import line
@@ -35,11 +27,6 @@ from .shapes import dtype_of, equal_sizes, range_of, requires_grad, slice_of, te
 from .sites import Refusal, Site, interior
 from .values import Mask, MaskWeight, Term
 from .view import overwritten
-
-MAX_MASKS = 16
-
-
-_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -69,14 +56,14 @@ class Layer:
         A comparison with NaN gives a mask of 0 or 1. A real mask may be NaN, and a straight-through sum is.
         """
         masks = [mask for mask, _ in self.masks if mask.proof not in (None, "constant")]
-        return any(mask.rounding or mask.carrier or dtype_of(mask.bits) in _FLOATING for mask in masks)
+        return any(mask.rounding or mask.carrier or dtype_of(mask.bits) in FLOATING for mask in masks)
 
 
 def check(recogniser: Recogniser, site: Site, assume_binary: bool) -> Layer:
     """Prove that a site is MGLU and may be replaced, and describe the layer.
 
     Raises:
-        Refusal: one of the conditions at the head of this module does not hold.
+        Refusal: a condition does not hold; the reason names all that fail.
     """
     reasons = _Reasons()
     reasons.of(_check_number, site)
@@ -335,13 +322,10 @@ def _check_activation(site: Site) -> tuple[str, list[float]]:
         )
     if first.kink is not None and requires_grad(site.root):
         raise Refusal(
-            f"the gate goes through a relu written as {_SPELLED[first.kink]}, whose gradient where the gate is 0 is "
-            f"{GRADIENT_AT_0[first.kink]}, and not 0 as for relu; write torch.relu"
+            "the gate goes through a relu written as {}, whose gradient where the gate is 0 is {}, and not 0 as for "
+            "relu; write torch.relu".format(*LIKE_RELU[first.kink])
         )
     return first.activation, [one.scale for one in found if one is not None]
-
-
-_SPELLED = {formulas.CLAMP: "clamp(min=0)", formulas.MAXIMUM: "maximum(g, 0)"}
 
 
 def _check_weights(site: Site, scales: list[float], dtype: torch.dtype) -> tuple[tuple[MaskWeight | float, ...], float]:

@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from mglu_ops.words import counted
 
-from .shapes import tensor_example
+from .shapes import dtype_of, size, tensor_example
 from .symbols import as_call
 
 AT_EACH_CALL = "at each call"
@@ -142,14 +142,11 @@ def _present_at(node: Node) -> SiteReport | None:
     if op not in (torch.ops.mglu.forward, torch.ops.mglu.forward_ste) or len(node.args) < 3:
         return None
     packs = op is torch.ops.mglu.forward_ste
-    x, masks = tensor_example(node.args[0]), tensor_example(node.args[2])
-    count = None if masks is None else masks.shape[0 if packs else -1]
-    return SiteReport(
-        module_path=module_path(node),
-        source=source_line(node),
-        n_masks=count if isinstance(count, int) else 0,
+    return report_at(
+        node,
+        dtype_of(node.args[0]),
+        n_masks=size(node.args[2], 0 if packs else -1) or 0,
         activation=str(node.args[3] if len(node.args) > 3 else node.kwargs.get("activation", "silu")),
-        dtype=str(getattr(x, "dtype", None)).removeprefix("torch."),
         operator="forward_ste" if packs else "forward",
         packed=AT_EACH_CALL if packs else BEFOREHAND,
     )
@@ -157,15 +154,13 @@ def _present_at(node: Node) -> SiteReport | None:
 
 def missed_at(node: Node, reason: str) -> SiteReport:
     """The report of a miss that is known only by one node, as its masks and activation were not recognised."""
-    return SiteReport(
-        module_path=module_path(node),
-        source=source_line(node),
-        n_masks=0,
-        activation="",
-        dtype=str(getattr(tensor_example(node), "dtype", None)).removeprefix("torch."),
-        reason=reason,
-        before=lines([node]),
-    )
+    return report_at(node, dtype_of(node), n_masks=0, activation="", reason=reason, before=lines([node]))
+
+
+def report_at(node: Node, dtype: torch.dtype | None, **more: Any) -> SiteReport:
+    """The report of a layer of this dtype whose result, or last known part, is a node; `more` are other attributes."""
+    named = str(dtype).removeprefix("torch.")
+    return SiteReport(module_path=module_path(node), source=source_line(node), dtype=named, **more)
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

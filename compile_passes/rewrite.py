@@ -16,7 +16,7 @@ from .interference import check_interference
 from .proof import Layer
 from .recognise import Recogniser
 from .report import AT_EACH_CALL, BEFOREHAND, WHEN_COMPILED
-from .shapes import column_of, dims, dtype_of, requires_grad, slice_of, tensor_example
+from .shapes import column_of, dims, dtype_of, requires_grad, size, slice_of, sources, tensor_example
 from .symbols import as_call
 from .values import Mask, MaskWeight, Slice
 from .view import View
@@ -97,7 +97,7 @@ def _fused_call(graph: Graph, recogniser: Recogniser, layer: Layer) -> tuple[Nod
     """Make the call of the operator; returns the layer's result and when its masks are packed."""
     x = _cast(graph, layer.x, layer.dtype)
     weight = _transpose(graph, layer, _cast(graph, layer.weight, layer.dtype))
-    layer = _in_weight_order(recogniser, layer)
+    layer = _in_weight_order(layer)
     mask_weight = _mask_weights(graph, recogniser, layer)
     if layer.trains_masks:
         logits = _transpose(graph, layer, _mask_logits(graph, recogniser, layer))
@@ -108,7 +108,7 @@ def _fused_call(graph: Graph, recogniser: Recogniser, layer: Layer) -> tuple[Nod
     return result, packed
 
 
-def _in_weight_order(recogniser: Recogniser, layer: Layer) -> Layer:
+def _in_weight_order(layer: Layer) -> Layer:
     """The layer with its masks in the order of their columns of mask weights, if all mask_weights are columns."""
     columns = [column for column in map(_column_of, layer.mask_weights) if column is not None]
     if not columns or len(columns) != len(layer.mask_weights):
@@ -134,19 +134,12 @@ def _mask_weights(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node | 
     if len(columns) == len(layer.mask_weights) and len({recogniser.key(base) for base, _ in columns}) == 1:
         base, first = columns[0][0], layer.mask_weights[0]
         assert isinstance(first, MaskWeight)
-        example = tensor_example(base)
         stack_dim = -1 if first.index is None else first.dim
-        if example is not None and [index for _, index in columns] == list(range(_length(example, stack_dim))):
+        if [index for _, index in columns] == list(range(size(base, stack_dim) or 0)):
             return _masks_last(graph, layer, base, stack_dim)
     return graph.call_function(
         torch.cat, ([_as_column(graph, layer, mask_weight) for mask_weight in layer.mask_weights], -1)
     )
-
-
-def _length(example: torch.Tensor, dim: int) -> int:
-    """A size, or -1 if it is symbolic."""
-    size = example.shape[dim]
-    return size if isinstance(size, int) else -1
 
 
 def _masks_last(graph: Graph, layer: Layer, mask_weight: Node, stack_dim: int) -> Node:
@@ -226,15 +219,8 @@ def _is_folded(recogniser: Recogniser, node: Node) -> bool:
     """Whether Inductor's freezing evaluates a node when it compiles, because it depends on module attributes alone."""
     if not inductor_config.freezing or torch.is_grad_enabled():
         return False
-    pending, seen = [node], set()
-    while pending:
-        current = pending.pop()
-        if current.op == "placeholder" or (current.op == "get_attr" and not recogniser.view.is_constant(current)):
-            return False
-        if current not in seen:
-            seen.add(current)
-            pending.extend(current.all_input_nodes)
-    return True
+    given = [item for item in sources(node) if item.op in ("placeholder", "get_attr")]
+    return all(item.op == "get_attr" and recogniser.view.is_constant(item) for item in given)
 
 
 def _whole_logits(recogniser: Recogniser, layer: Layer) -> Node | None:
@@ -276,11 +262,9 @@ def _whole(recogniser: Recogniser, slices: Sequence[Slice], ordered: bool) -> No
     found = [_resolved(item) for item in slices]
     if any(index is None for _, index in found) or len({recogniser.key(node) for node, _ in found}) != 1:
         return None
-    example = tensor_example(found[0][0])
-    indices = [index for _, index in found if index is not None]
-    if example is None or example.dim() != 3:
-        return None
-    return found[0][0] if (indices if ordered else sorted(indices)) == list(range(_length(example, 0))) else None
+    stack, indices = found[0][0], [index for _, index in found if index is not None]
+    is_whole = (indices if ordered else sorted(indices)) == list(range(size(stack, 0) or 0))
+    return stack if is_whole and dims(stack) == 3 else None
 
 
 def _resolved(item: Slice) -> Slice:

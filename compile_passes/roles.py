@@ -22,28 +22,12 @@ from .values import Binary, Bundle, Product, Value, Weighted
 _NUMBERS = frozenset({"ones", "zeros", "full", "tensor"})
 """Symbols of calls that make a tensor filled with one number."""
 
-
 _ARITHMETIC = frozenset(
-    {
-        *(
-            "add",
-            "sub",
-            "rsub",
-            "scaled_add",
-            "scaled_sub",
-            "neg",
-            "mul",
-            "div",
-            "rounded_div",
-            "pow",
-            "square",
-            "abs",
-            "xor",
-        ),
-        *("to", "alias", "detach"),
-    }
+    (
+        *("add", "sub", "rsub", "scaled_add", "scaled_sub", "neg", "mul", "div", "rounded_div"),
+        *("pow", "square", "abs", "xor", "to", "alias", "detach"),
+    )
 )
-
 
 _LOGIC = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_xor", "not"})
 """Operations that take a mask, or a mask and a number, to a function of that mask.
@@ -51,7 +35,6 @@ _LOGIC = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_
 Operations that make a mask from something else, such as `round` from a sigmoid, are not listed: there the result is the
 mask.
 """
-
 
 Role = tuple[Hashable, Hashable]
 """The keys of a weight and of a real tensor that masks it (if that is a slice of a stack of masks, of the stack)."""
@@ -202,7 +185,6 @@ def stack_key(key: Hashable) -> Hashable:
 
 # --- Masked weights --------------------------------------------------------------------------------------------------
 
-
 _TRANSPOSING = frozenset({"t", "mT", "transpose", "permute", "getattr", "unsqueeze"})
 
 
@@ -240,10 +222,8 @@ def keys_of_masked_weights(graph: Graph, recogniser: Recogniser) -> Iterator[Has
 
 
 def _masked_keys(recogniser: Recogniser, value: Value) -> Iterator[Hashable]:
-    if isinstance(value, Bundle):
-        for item in value.items:
-            yield from _masked_keys(recogniser, item)
-    elif isinstance(value, Weighted) and value.factor is not None:
-        yield recogniser.key(value.weight)
-    elif isinstance(value, Product):
-        yield from map(recogniser.key, value.weights)
+    for item in value.items if isinstance(value, Bundle) else (value,):
+        if isinstance(item, Weighted) and item.factor is not None:
+            yield recogniser.key(item.weight)
+        elif isinstance(item, Product):
+            yield from map(recogniser.key, item.weights)

@@ -67,10 +67,24 @@ def equal_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
     return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
 
 
-def same_shape(*nodes: Any) -> bool:
+def has_shape(node: Any, sizes: Sequence[Any]) -> bool:
+    """Whether a node is a tensor that is known to have this shape."""
+    value = tensor_example(node)
+    return value is not None and equal_sizes(value.shape, sizes)
+
+
+def same_shape(first: Any, *others: Any) -> bool:
     """Whether all nodes are tensors of the same known shape."""
-    first, *others = [tensor_example(node) for node in nodes]
-    return first is not None and all(item is not None and equal_sizes(item.shape, first.shape) for item in others)
+    value = tensor_example(first)
+    return value is not None and all(has_shape(node, value.shape) for node in others)
+
+
+def is_like(node: Node, weight: Node) -> bool:
+    """Whether a node has the shape of a weight, or of a stack of them."""
+    made, held = tensor_example(node), tensor_example(weight)
+    if made is None or held is None or made.dim() not in (2, 3):
+        return False
+    return equal_sizes(made.shape[-2:], held.shape[-2:])
 
 
 def broadcasts_to(node: Any, result: Any) -> bool:
@@ -234,10 +248,19 @@ def repeated(node: Any) -> tuple[Any, int | None]:
 
 def _is_repetition(base: Any, node: Node, dim: int) -> bool:
     """Whether `node` has the shape of `base` repeated along a new dimension `dim`."""
-    one, many = tensor_example(base), tensor_example(node)
-    if one is None or many is None:
-        return False
-    return equal_sizes(one.shape, (*many.shape[:dim], *many.shape[dim + 1 :]))
+    many = tensor_example(node)
+    return many is not None and has_shape(base, (*many.shape[:dim], *many.shape[dim + 1 :]))
+
+
+def sources(node: Node) -> set[Node]:
+    """A node and all nodes that it is computed from."""
+    found: set[Node] = set()
+    pending = [node]
+    while pending:
+        if (current := pending.pop()) not in found:
+            found.add(current)
+            pending.extend(current.all_input_nodes)
+    return found
 
 
 def submodule(graph: Graph, node: Any) -> GraphModule | None:

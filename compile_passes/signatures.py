@@ -35,9 +35,6 @@ class _Kind(Enum):
 _REQUIRED = object()
 
 
-_MISSING = object()
-
-
 @dataclass(frozen=True)
 class _Parameter:
     names: tuple[str, ...]
@@ -75,7 +72,7 @@ class Signature:
         bound: dict[str, Any] = {}
         given, position = dict(kwargs), 0
         for parameter in self.parameters:
-            value: Any = _MISSING
+            value = parameter.default
             if position < len(args):
                 is_rest = parameter.kind is _Kind.REST
                 value = _as_one_sequence(args[position:]) if is_rest else args[position]
@@ -83,8 +80,6 @@ class Signature:
             else:
                 for name in parameter.names:
                     value = given.pop(name, value)
-            if value is _MISSING:
-                value = parameter.default
             if value is _REQUIRED or (parameter.kind is _Kind.FIXED and not _is_same(value, parameter.default)):
                 return None
             if parameter.names[0] == "inplace" and not isinstance(value, (bool, NoneType)):

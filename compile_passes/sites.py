@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 from .recognise import Recogniser
 from .shapes import dtype_of
-from .symbols import as_call, value_users
+from .symbols import as_call, symbol_of, value_users
 from .values import Bundle, Gated, Projection, Term
 
 
@@ -98,10 +98,8 @@ def interior(recogniser: Recogniser, site: Site) -> tuple[Node, ...]:
 
 def _is_spelling(recogniser: Recogniser, node: Node) -> bool:
     """Whether a node belongs to the spelling of a layer: a rule knows it or has looked through it, or it is a tuple."""
-    if recogniser.value(node) is not None or node in recogniser.looked_through:
-        return True
-    call = as_call(node)
-    return call is not None and call.symbol in _IN_BETWEEN
+    is_known = recogniser.value(node) is not None or node in recogniser.looked_through
+    return is_known or symbol_of(node) in _IN_BETWEEN
 
 
 _IN_BETWEEN = frozenset({"unbind", "split", "expand", "repeat", "unsqueeze", "getitem", "select", "empty", "size"})

@@ -248,20 +248,24 @@ Part: TypeAlias = "Binary | Weighted | Projection | Activated | Gated"
 Value: TypeAlias = Scalar | Levels | Binary | Product | Weighted | Projection | Activated | Gated | Bundle | None
 
 
+def first_of(value: Value) -> Value:
+    """The first item of a bundle, which is of the same type as the others; any other value itself."""
+    return value.items[0] if isinstance(value, Bundle) else value
+
+
 def projection_of(value: Value) -> Projection | None:
     """A projection that a value is made of; for a bundle, a projection of its first item."""
-    if isinstance(value, Bundle):
-        value = value.items[0]
+    value = first_of(value)
     if isinstance(value, Gated):
         return value.terms[0].gate
     return value.projection if isinstance(value, Activated) else value if isinstance(value, Projection) else None
 
 
-def function_of(value: Value) -> tuple[Formula, Projection] | None:
-    """A value as an elementwise function of a projection."""
+def function_of(value: Value) -> Activated | None:
+    """A value as an elementwise function of a projection, without a mask weight."""
     if isinstance(value, Projection):
-        return VARIABLE, value
-    return (value.formula, value.projection) if isinstance(value, Activated) and value.mask_weight is None else None
+        return Activated(VARIABLE, value)
+    return value if isinstance(value, Activated) and value.mask_weight is None else None
 
 
 def slice_key(key: Hashable, index: int) -> Hashable:

@@ -177,10 +177,11 @@ class View:
         Writes by the nodes `without` of the view do not count.
         """
         excluded = {self.origin.get(item) for item in without}
+        end = self.memory.order[self.origin[before]]
         found = [
             writer
             for storage in self.memory.storages[self._holders[node]]
-            for writer in self.memory.writes(storage, self._defined[node], self.position(before))
+            for writer in self.memory.writes(storage, self._defined[node], end)
             if writer not in excluded
         ]
         return min(found, key=self.memory.order.__getitem__, default=None)
@@ -194,10 +195,6 @@ class View:
     def originals(self, nodes: Iterable[Node]) -> set[Node]:
         """The original nodes of nodes of the view."""
         return {self.origin[node] for node in nodes if node in self.origin}
-
-    def position(self, node: Node) -> int:
-        """The position of the original of a node in its graph."""
-        return self.memory.order[self.origin[node]]
 
     # --- Changing the original graph ---------------------------------------------------------------------------------
 

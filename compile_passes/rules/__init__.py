@@ -1,4 +1,4 @@
-"""All rules of the recogniser, in the order in which they are asked.
+"""All rules of the recogniser, in the order in which they are asked: by module, and as they are written in a module.
 
 The first rule that knows a value of a node decides it. Most rules exclude one another by the types of the values that
 they read, so their order does not matter. Where two rules may know different values of one node, `PRECEDENCE` names the
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from . import activations, einsum, gates, mask_functions, masks, projections, sums, weight_layouts, weights
-from .rule import Rule, RuleError, RulesBySymbol, by_symbol
+from .rule import Rule, RuleError, RulesBySymbol, by_symbol, rules_of
 
 __all__ = [
     "LAYER_RULES",
@@ -24,70 +24,10 @@ __all__ = [
     "RulesBySymbol",
 ]
 
-WEIGHT_RULES: tuple[Rule, ...] = (
-    # Weights
-    weights.masked_weight,
-    weights.difference_of_weights,
-    weights.negated_weight,
-    weights.where,
-    weights.masked_fill,
-    weights.index_put,
-    weight_layouts.cast_weight,
-    weight_layouts.transpose,
-    weight_layouts.stack_to_be_broadcast,
-    weight_layouts.stacked_weights,
-    weight_layouts.concatenated_weights,
-    weight_layouts.flattened_stack,
-    weight_layouts.part_of_a_bundle,
-    # Masks
-    masks.straight_through,
-    masks.slice_of_a_stack,
-    masks.stacked_masks,
-    masks.concatenated_masks,
-    mask_functions.pointwise,
-    masks.comparison,
-    masks.cast_to_bool,
-    mask_functions.cast,
-    mask_functions.alias,
-    mask_functions.zeros,
-    mask_functions.ones,
-    mask_functions.full,
-    masks.sign,
-    masks.heaviside,
-    masks.rounded,
-    masks.zeros_and_ones,
-    masks.scattered,
-    masks.lowest_bit,
-    masks.result_of_a_function,
-    masks.rearranged,
-    masks.stack_under_vmap,
-)
+WEIGHT_RULES = rules_of(weights, weight_layouts, mask_functions, masks)
 """The rules that find masks and (masked) weights. They are asked about every node of a graph."""
 
-LAYER_RULES: tuple[Rule, ...] = (
-    projections.project,
-    einsum.einsum_projection,
-    projections.part_of_projections,
-    projections.unflattened,
-    projections.unsqueezed,
-    projections.stack_of_a_vmap,
-    projections.difference_of_projections,
-    projections.pass_through,
-    projections.channels_masked,
-    activations.function_of_one,
-    activations.function_of_two,
-    activations.dropout,
-    gates.gated_product,
-    gates.gated_linear_unit,
-    sums.sum_of_terms,
-    sums.sum_with_a_product,
-    sums.product_of_a_stack,
-    sums.difference_of_terms,
-    sums.negated_term,
-    sums.stacked_terms,
-    sums.sum_of_a_stack,
-    einsum.einsum_of_a_stack,
-)
+LAYER_RULES = rules_of(projections, activations, gates, sums, einsum)
 """The rules that find what is made of masked weights. They are asked only in graphs that have a masked weight."""
 
 _KNOWN_MASK = "the operand is a known mask or a tensor of few values, and a function of that says more than a new mask"

@@ -13,13 +13,12 @@ from ..formulas import Formula
 from ..recognise import Recogniser
 from ..shapes import dtype_of, example, holds, same_shape
 from ..symbols import OTHER_ACTIVATIONS, Call, is_identity_dropout
-from ..values import Activated, Bundle, Projection, Scalar, Value, function_of, projection_of
+from ..values import Activated, Projection, Scalar, Value, first_of, function_of, projection_of
 from .bundles import each, pairwise
 from .projections import same_projection
 from .rule import rule
 
 _FUNCTIONS = ("silu", "gelu", "relu", "sigmoid", "tanh", "exp", "erf", "abs")
-
 
 _WITH_OPTIONS = ("neg", "reciprocal", "square", "pow", "clamp", "clamp_min", "maximum", "max", "threshold")
 
@@ -28,21 +27,17 @@ _WITH_OPTIONS = ("neg", "reciprocal", "square", "pow", "clamp", "clamp_min", "ma
 def function_of_one(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """An activation, or one step of an activation that the program writes out."""
     source, *options = call.args
-    if call.symbol == "maximum" and function_of(_first(recogniser.value(source))) is None:
+    if call.symbol == "maximum" and function_of(first_of(recogniser.value(source))) is None:
         (source,), options = options, [source]
 
     def function(value: Value) -> Value:
-        argument = function_of(value)
-        if argument is None:
+        one = function_of(value)
+        if one is None:
             return None
-        formula, projection = argument
-        return _activated(node, source, _formula_of_one(recogniser, call.symbol, formula, options), projection)
+        formula = _formula_of_one(recogniser, call.symbol, one.formula, options)
+        return _activated(node, source, formula, one.projection)
 
     return each(recogniser.value(source), function)
-
-
-def _first(value: Value) -> Value:
-    return value.items[0] if isinstance(value, Bundle) else value
 
 
 def _formula_of_one(recogniser: Recogniser, symbol: str, formula: Formula, options: list[Any]) -> Formula | None:
@@ -80,27 +75,23 @@ def function_of_two(recogniser: Recogniser, node: Node, call: Call) -> Value:
     source = left if first is None else right
 
     def function(value: Value) -> Value:
-        argument = function_of(value)
-        if argument is None:
+        one = function_of(value)
+        if one is None:
             return None
-        formula, projection = argument
-        result = _arithmetic(call.symbol, first or formula, second or formula)
-        return _activated(node, source, result, projection)
+        formula = _arithmetic(call.symbol, first or one.formula, second or one.formula)
+        return _activated(node, source, formula, one.projection)
 
     return each(recogniser.value(source), function)
 
 
 def _of_two(recogniser: Recogniser, node: Node, symbol: str, a: Value, b: Value) -> Value:
-    first, second = function_of(a), function_of(b)
-    if first is None or second is None:
+    f, g = function_of(a), function_of(b)
+    if f is None or g is None or not same_projection(recogniser, f.projection, g.projection):
         return None
-    (f, projection), (g, other) = first, second
-    if not same_projection(recogniser, projection, other):
+    result = _arithmetic(symbol, f.formula, g.formula)
+    if symbol == "mul" and _is_gating(f.formula, g.formula, result):
         return None
-    result = _arithmetic(symbol, f, g)
-    if symbol == "mul" and _is_gating(f, g, result):
-        return None
-    return _activated(node, None, result, projection)
+    return _activated(node, None, result, f.projection)
 
 
 def _arithmetic(symbol: str, a: Formula | None, b: Formula | None) -> Formula | None:

@@ -64,10 +64,7 @@ def _einsum_operands(
         return None if isinstance(value, Bundle) else projection_at(recogniser, node, x, weight, upright=upright)
     if not isinstance(value, Bundle) or value.size is not None:
         return None
-    items = [
-        projection_by(recogniser, node, x, weight, item, upright=upright) if isinstance(item, Weighted) else None
-        for item in value.items
-    ]
+    items = [projection_by(recogniser, node, x, weight, item, upright=upright) for item in value.items]
     return bundle(items, stack_dim)
 
 

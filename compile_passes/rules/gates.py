@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from torch.fx import Node
 
 from .. import formulas
 from ..formulas import Formula
 from ..recognise import Recogniser
-from ..shapes import dimension, dims, dtype_of, equal_sizes, same_shape, tensor_example
+from ..shapes import dimension, dims, dtype_of, has_shape, same_shape, tensor_example
 from ..symbols import Call
 from ..values import (
     Activated,
@@ -39,18 +40,19 @@ def gated_product(recogniser: Recogniser, node: Node, call: Call) -> Value:
     left, right = call.args
     a, b = recogniser.value(left), recogniser.value(right)
     if isinstance(a, _PARTS) and isinstance(b, _PARTS):
-        divides = call.symbol == "div"  # as in `value * g / (1 + exp(-g))`
-        return pairwise(recogniser, node, left, right, lambda x, y: times(recogniser, x, _inverse(y) if divides else y))
-    if isinstance(a, _PARTS) and isinstance(b, Scalar) and same_shape(node, left):
-        inverse = 1 / b.value if call.symbol == "div" and b.value else None
-        return scaled(a, b.value if call.symbol == "mul" else inverse)
-    if call.symbol == "div":
+
+        def product(x: Value, y: Value) -> Value:  # or a quotient, as in `value * g / (1 + exp(-g))`
+            return times(recogniser, x, _applied(formulas.inverse, y) if call.symbol == "div" else y)
+
+        return pairwise(recogniser, node, left, right, product)
+    if isinstance(b, _PARTS) and call.symbol == "mul":
+        (left, a), (right, b) = (right, b), (left, a)
+    if not isinstance(a, _PARTS):
         return None
-    if isinstance(b, _PARTS) and isinstance(a, Scalar) and same_shape(node, right):
-        return scaled(b, a.value)
-    if isinstance(a, _PARTS):
-        return _weighted(a, left, right, node)
-    return _weighted(b, right, left, node) if isinstance(b, _PARTS) else None
+    if isinstance(b, Scalar) and same_shape(node, left):
+        inverse = 1 / b.value if b.value else None
+        return scaled(a, b.value if call.symbol == "mul" else inverse)
+    return _weighted(a, left, right, node) if call.symbol == "mul" else None
 
 
 @rule("glu")
@@ -62,25 +64,14 @@ def gated_linear_unit(recogniser: Recogniser, node: Node, call: Call) -> Value:
         return None
     middle = len(value.items) // 2
     pairs = zip(value.items[:middle], value.items[middle:], strict=True)
-    terms = [times(recogniser, a, _sigmoid(b)) for a, b in pairs]
+    terms = [times(recogniser, a, _applied(partial(formulas.apply, "sigmoid"), b)) for a, b in pairs]
     return terms[0] if value.size is not None and middle == 1 else bundle(terms, value.dim, value.size)
 
 
-def _sigmoid(value: Value) -> Value:
-    return _applied(value, lambda formula: formulas.apply("sigmoid", formula))
-
-
-def _inverse(value: Value) -> Value:
-    return _applied(value, formulas.inverse)
-
-
-def _applied(value: Value, function: Callable[[Formula], Formula | None]) -> Activated | None:
-    argument = function_of(value)
-    if argument is None:
-        return None
-    formula, projection = argument
-    result = function(formula)
-    return None if result is None else Activated(result, projection)
+def _applied(function: Callable[[Formula], Formula | None], value: Value) -> Activated | None:
+    one = function_of(value)
+    formula = None if one is None else function(one.formula)
+    return None if one is None or formula is None else replace(one, formula=formula)
 
 
 def times(recogniser: Recogniser, a: Value, b: Value) -> Value:
@@ -99,10 +90,10 @@ def _gated_times(recogniser: Recogniser, gated: Gated, other: Value) -> Gated | 
     function = function_of(other)
     if function is None or len(gated.terms) != 1 or gated.rest is not None:
         return None
-    (term,), (formula, projection) = gated.terms, function
+    (term,), projection = gated.terms, function.projection
     if formulas.unscaled(term.formula)[0] == formulas.VARIABLE and same_projection(recogniser, projection, term.value):
         term = replace(term, gate=term.value, value=term.gate)
-    product = formulas.multiply(term.formula, formula)
+    product = formulas.multiply(term.formula, function.formula)
     if product is None or not same_projection(recogniser, projection, term.gate):
         return None
     return Gated((replace(term, formula=product),))
@@ -154,14 +145,18 @@ def scaled(value: Value, factor: float | None) -> Value:
     if isinstance(value, Bundle):
         return each(value, lambda item: scaled(item, factor))
     if isinstance(value, Gated) and value.rest is None:
-        formulas_of_terms = [formulas.scaled(term.formula, factor) for term in value.terms]
-        known = [formula for formula in formulas_of_terms if formula is not None]
-        terms = tuple(replace(term, formula=formula) for term, formula in zip(value.terms, known, strict=False))
-        return Gated(terms) if len(known) == len(value.terms) else None
-    if isinstance(value, Activated):  # one with a mask_weight; without one, `function_of_two` has scaled its formula
-        formula = formulas.scaled(value.formula, factor)
-        return None if formula is None else replace(value, formula=formula)
-    return None
+        terms = [term for term in (_scaled(term, factor) for term in value.terms) if term is not None]
+        return Gated(tuple(terms)) if len(terms) == len(value.terms) else None
+    # One with a mask weight; without one, `function_of_two` has scaled its formula.
+    return _scaled(value, factor) if isinstance(value, Activated) else None
+
+
+_Part = TypeVar("_Part", Term, Activated)
+
+
+def _scaled(part: _Part, factor: float) -> _Part | None:
+    formula = formulas.scaled(part.formula, factor)
+    return None if formula is None else replace(part, formula=formula)
 
 
 def _weighted(value: Value, part: Any, weight: Any, node: Node) -> Value:
@@ -187,41 +182,35 @@ def _is_number(node: Node) -> bool:
 
 def _is_column(mask_weight: Node, x: Node) -> bool:
     """Whether a tensor is one weight per token, `[..., 1]`."""
-    weight, tokens = tensor_example(mask_weight), tensor_example(x)
-    return weight is not None and tokens is not None and equal_sizes(weight.shape, (*tokens.shape[:-1], 1))
+    tokens = tensor_example(x)
+    return tokens is not None and has_shape(mask_weight, (*tokens.shape[:-1], 1))
 
 
 def _weighted_stack(value: Bundle, projection: Projection, weight: Node, node: Node) -> Value:
     """A stack of terms times a tensor with the stack's dimension: one weight per token and mask, or one per mask."""
-    mask_weight, tokens = tensor_example(weight), tensor_example(projection.x)
-    count, dim = len(value.items), value.dim
-    if mask_weight is None or tokens is None or dims(node) != len(tokens.shape) + 1:
+    tokens, count, dim = tensor_example(projection.x), len(value.items), value.dim
+    if tokens is None or dims(node) != tokens.dim() + 1:
         return None
     if _is_number(weight):
         mask_weights = [MaskWeight(weight, is_number=True)] * count
     else:
-        mask_weight_dim = dim - (dims(node) - mask_weight.dim())
-        ones = [1] * (mask_weight.dim() - 1)
-        column = (*tokens.shape[:-1], 1)
-        per_mask = mask_weight_dim >= 0 and equal_sizes(
-            mask_weight.shape, (*ones[:mask_weight_dim], count, *ones[mask_weight_dim:])
-        )
-        per_token = equal_sizes(mask_weight.shape, (*column[:dim], count, *column[dim:]))
+        mask_weight_dim = dim - (dims(node) - dims(weight))
+        ones, column = [1] * (dims(weight) - 1), (*tokens.shape[:-1], 1)
+        of_masks = (*ones[:mask_weight_dim], count, *ones[mask_weight_dim:])
+        per_mask = mask_weight_dim >= 0 and has_shape(weight, of_masks)
+        per_token = has_shape(weight, (*column[:dim], count, *column[dim:]))
         if not per_mask and not per_token:
             return None
         is_number = per_mask and not per_token
         mask_weights = [MaskWeight(weight, is_number, mask_weight_dim if is_number else dim, i) for i in range(count)]
-    return bundle([with_mask_weight(item, one) for item, one in zip(value.items, mask_weights, strict=True)], dim)
+    return bundle(list(map(with_mask_weight, value.items, mask_weights)), dim)
 
 
 def with_mask_weight(value: Value, mask_weight: MaskWeight) -> Value:
     """A term, or a part of one, times a mask weight; None if it has one already."""
-    if isinstance(value, Projection):
-        value = Activated(formulas.VARIABLE, value)
     if isinstance(value, Gated):
         if len(value.terms) != 1 or value.terms[0].mask_weight is not None or value.rest is not None:
             return None
         return Gated((replace(value.terms[0], mask_weight=mask_weight),))
-    return (
-        replace(value, mask_weight=mask_weight) if isinstance(value, Activated) and value.mask_weight is None else None
-    )
+    function = function_of(value)
+    return function and replace(function, mask_weight=mask_weight)

@@ -1,22 +1,99 @@
-"""Rules for elementwise functions of masks and of numbers, which torch itself evaluates (`pointwise.py`)."""
+"""Rules for elementwise functions of masks and of numbers: straight-through sums, and what torch itself evaluates."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.fx import Node
 
-from ..pointwise import Operand, as_dtype, evaluate
+from ..pointwise import Operand, Result, as_dtype, evaluate
 from ..recognise import Recogniser
-from ..shapes import dtype_of, equal_sizes, holds, requires_grad, tensor_example
+from ..shapes import dtype_of, has_shape, holds, requires_grad, same_shape, tensor_example
 from ..symbols import Call
-from ..values import Binary, Levels, Mask, Scalar, Value, merge
+from ..values import Binary, Carrier, Levels, Mask, Scalar, Value, merge, opposite, slice_key
 from .rule import rule
 
-COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne")
+# --- The straight-through form ---------------------------------------------------------------------------------------
 
+_LONGEST_SUM = 16
+"""How many nodes to look at: a straight-through mask is a short sum, but a residual stream may have any length."""
+
+
+def _linear_terms(recogniser: Recogniser, node: Node) -> list[tuple[float, float, Node]] | None:
+    """The terms of a sum as `(coefficient of the value, coefficient of the gradient, node)`; None for a long sum."""
+    terms: dict[Hashable, tuple[float, float, Node]] = {}
+    pending: list[tuple[Any, float, bool]] = [(node, 1.0, True)]
+    for _ in range(_LONGEST_SUM):
+        if not pending:
+            return list(terms.values())
+        argument, sign, carries = pending.pop()
+        if not isinstance(argument, Node):
+            return None
+        call = recogniser.through(argument)
+        symbol, operands = ("", ()) if call is None else (call.symbol, call.args)
+        carries = carries and requires_grad(argument) and symbol != "detach"
+        is_hard = argument is not node and isinstance(recogniser.value(argument), Binary)
+        if symbol in ("add", "sub") and not is_hard:
+            left, right = operands
+            pending += [(left, sign, carries), (right, sign if symbol == "add" else -sign, carries)]
+        elif symbol in ("neg", "detach"):
+            (source,) = operands
+            pending.append((source, -sign if symbol == "neg" else sign, carries))
+        else:
+            value, gradient, first = terms.get(recogniser.key(argument), (0.0, 0.0, argument))
+            terms[recogniser.key(argument)] = (value + sign, gradient + sign * carries, first)
+    return None
+
+
+@rule("add", "sub")
+def straight_through(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`(hard - soft).detach() + soft` in any order, which has the value of `hard` and the gradient of `soft`.
+
+    Where `soft` is not finite, or |soft| is above 256 in bfloat16, 2048 in float16 or 2^24 in float32, the program's
+    own sum is not binary at all, not even up to rounding errors. The operator takes the mask that was meant.
+    """
+    terms = _linear_terms(recogniser, node)
+    if terms is None:
+        return None
+    present = [(value, argument) for value, _, argument in terms if value != 0]
+    differentiable = [(gradient, argument) for _, gradient, argument in terms if gradient != 0]
+    if len(present) != 1:
+        return None
+    ((factor, source),) = present
+    hard = recogniser.value(source)
+    if factor != 1 or not isinstance(hard, Binary) or not hard.is_mask or hard.mask.carrier is not None:
+        return None
+    if not same_shape(node, source):
+        return None
+    dtype = dtype_of(node)
+    rounding = torch.finfo(dtype).eps if dtype is not None and dtype.is_floating_point else 0.0
+    if not differentiable or not requires_grad(node):
+        return replace(hard, slope=(0, 0), mask=replace(hard.mask, rounding=rounding))
+    (slope, soft), *others = differentiable
+    if others or slope != 1:
+        return None
+    if hard.is_gate(-1):  # such as `logits >= 0`, the complement of `0 > logits`
+        hard = Binary(opposite(hard.mask))
+    carrier = Carrier(node, recogniser.key(node), soft if _is_positive(recogniser, hard.mask, soft) else None)
+    proof = hard.mask.proof and "straight-through"
+    mask = replace(hard.mask, proof=proof, carrier=carrier, rounding=rounding)
+    return Binary(mask, slope=(1, 1))
+
+
+def _is_positive(recogniser: Recogniser, mask: Mask, soft: Node) -> bool:
+    """Whether a mask is `soft > 0`."""
+    if mask.logits is None:
+        return False
+    key = recogniser.key(mask.logits)
+    return recogniser.key(soft) == (key if mask.index is None else slice_key(key, mask.index))
+
+
+# --- Functions that torch evaluates ----------------------------------------------------------------------------------
+
+COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne")
 
 _POINTWISE = (
     *("add", "sub", "rsub", "scaled_add", "scaled_sub", "mul", "div", "rounded_div", "neg", "abs", "reciprocal"),
@@ -44,13 +121,13 @@ def pointwise(recogniser: Recogniser, node: Node, call: Call) -> Value:
     result = evaluate(node, operands, dtype)
     if result is None:
         return None
-    functions = [value for value in values if isinstance(value, Binary)]
+    functions = {item: value for item, value in zip(inputs, values, strict=True) if isinstance(value, Binary)}
     if functions:
-        rounding = max(function.mask.rounding for function in functions)
+        rounding = max(function.mask.rounding for function in functions.values())
         perturbed = [evaluate(node, _perturbed(operands, error), dtype) for error in _rounding_errors(rounding)]
         if not all(other is not None and _is_close(other.values, result.values, rounding) for other in perturbed):
             return None
-        return _function_of_a_mask(node, functions, operands, result.values, result.slopes)
+        return _function_of_a_mask(node, functions, operands, result)
     if any(isinstance(value, Levels) for value in values):
         return of_levels(recogniser, node, result.values)
     (value,) = result.values
@@ -79,29 +156,21 @@ def _operands(inputs: Sequence[Node], values: Sequence[Value]) -> dict[Node, Ope
 
 
 def _function_of_a_mask(
-    node: Node,
-    functions: Sequence[Binary],
-    operands: dict[Node, Operand],
-    values: Sequence[float],
-    slopes: Sequence[Sequence[float]],
+    node: Node, functions: Mapping[Node, Binary], operands: Mapping[Node, Operand], result: Result
 ) -> Binary | None:
     """The function that a node computes from functions of one mask, by the chain rule; None for several masks."""
-    first, *others = functions
-    mask = first.mask
+    first, *others = functions.values()
+    mask: Mask | None = first.mask
     for function in others:
-        merged = merge(mask, function.mask)
-        if merged is None:
-            return None
-        mask = merged
-    example = tensor_example(node)
-    if example is None or not equal_sizes(example.shape, mask.shape):
+        mask = mask and merge(mask, function.mask)
+    if mask is None or not has_shape(node, mask.shape):
         return None
     total = [0.0, 0.0]
-    carrying = [f for f, operand in zip(functions, _of_masks(operands), strict=True) if operand.has_gradient]
+    carrying = [function for item, function in functions.items() if operands[item].has_gradient]
     if requires_grad(node):
-        for function, slope in zip(carrying, slopes, strict=True):
+        for function, slope in zip(carrying, result.slopes, strict=True):
             total = [t + s * f for t, s, f in zip(total, slope, function.slope, strict=True)]
-    return Binary(mask, at=(values[0], values[-1]), slope=(total[0], total[1]))
+    return Binary(mask, at=(result.values[0], result.values[-1]), slope=(total[0], total[1]))
 
 
 def of_levels(recogniser: Recogniser, node: Node, values: Sequence[float]) -> Value:
@@ -142,10 +211,6 @@ def _is_close(perturbed: Sequence[float], exact: Sequence[float], rounding: floa
     return all(abs(a - b) <= 16 * rounding * (1 + abs(b)) for a, b in zip(perturbed, exact, strict=True))
 
 
-def _of_masks(operands: dict[Node, Operand]) -> list[Operand]:
-    return [operand for operand in operands.values() if len(operand.values) > 1]
-
-
 # --- Casts and copies ------------------------------------------------------------------------------------------------
 
 
@@ -157,9 +222,8 @@ def cast(recogniser: Recogniser, node: Node, call: Call) -> Value:
     if dtype is None or dtype.is_complex or example is None or not isinstance(value, (Scalar, Levels, Binary)):
         return None
     points = value.at if isinstance(value, Binary) else value.values if isinstance(value, Levels) else (value.value,)
-    cast_points = [as_dtype(point, dtype) for point in points]
-    values = [point for point in cast_points if point is not None]
-    if len(values) < len(cast_points):
+    values = [point for point in (as_dtype(point, dtype) for point in points) if point is not None]
+    if len(values) < len(points):
         return None
     if isinstance(value, Levels):
         return of_levels(recogniser, node, values)
@@ -194,28 +258,12 @@ def alias(recogniser: Recogniser, node: Node, call: Call) -> Value:
 # --- Numbers ---------------------------------------------------------------------------------------------------------
 
 
-def _filled(node: Node, value: float) -> Scalar | None:
-    """A tensor filled with a number, which is rounded to the dtype of the tensor."""
-    dtype = dtype_of(node)
-    if dtype is None or dtype.is_complex:
+@rule("zeros", "ones", "full", "tensor")
+def filled(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`zeros_like(m)`, `full_like(m, 0.5)` and `torch.tensor(0.5)`: a number, rounded to the dtype of the tensor."""
+    number = {"zeros": 0, "ones": 1}[call.symbol] if call.symbol in ("zeros", "ones") else call.args[0]
+    value, dtype = recogniser.value(number), dtype_of(node)
+    if not isinstance(value, Scalar) or dtype is None or dtype.is_complex:
         return None
-    rounded = as_dtype(value, dtype)
+    rounded = as_dtype(value.value, dtype)
     return None if rounded is None else Scalar(rounded)
-
-
-@rule("zeros")
-def zeros(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    return _filled(node, 0)
-
-
-@rule("ones")
-def ones(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    return _filled(node, 1)
-
-
-@rule("full", "tensor")
-def full(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`full_like(m, 0.5)` and `torch.tensor(0.5)`."""
-    (number,) = call.args
-    value = recogniser.value(number)
-    return _filled(node, value.value) if isinstance(value, Scalar) else None

@@ -1,8 +1,8 @@
-"""Rules for tensors that are masks by how they are made: straight-through forms, comparisons, signs, bits, stacks."""
+"""Rules for tensors that are masks by how they are made: stacks, comparisons, signs, bits, custom functions."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -12,86 +12,44 @@ from torch.fx import Node
 from ..recognise import Recogniser
 from ..shapes import dimension, dtype_of, requires_grad, same_shape, slice_of, submodule, tensor_example
 from ..symbols import Call
-from ..values import Binary, Bundle, Carrier, Levels, Mask, Scalar, Value, binary_at, opposite, slice_key
+from ..values import Binary, Bundle, Carrier, Levels, Mask, Scalar, Value, binary_at
 from ..view import View
 from .bundles import bundle
 from .mask_functions import COMPARISONS, of_levels
 from .rule import rule
 
-# --- The straight-through form ---------------------------------------------------------------------------------------
+# --- Stacks ----------------------------------------------------------------------------------------------------------
 
 
-_LONGEST_SUM = 16
-"""How many nodes to look at: a straight-through mask is a short sum, but a residual stream may have any length."""
+@rule("getitem", "select")
+def slice_of_a_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`masks[i]`."""
+    found = slice_of(node)
+    if found is None:
+        return None
+    stack, dim, index = found
+    value = recogniser.value(stack)
+    if dim != 0 or not isinstance(value, Binary) or len(value.mask.shape) != 3:
+        return None
+    return binary_at(value, index)
 
 
-def _linear_terms(recogniser: Recogniser, node: Node) -> list[tuple[float, float, Node]] | None:
-    """The terms of a sum as `(coefficient of the value, coefficient of the gradient, node)`; None for a long sum."""
-    terms: dict[Hashable, tuple[float, float, Node]] = {}
-    pending: list[tuple[Any, float, bool]] = [(node, 1.0, True)]
-    for _ in range(_LONGEST_SUM):
-        if not pending:
-            return list(terms.values())
-        argument, sign, carries = pending.pop()
-        if not isinstance(argument, Node):
+@rule("stack", "cat")
+def joined_masks(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`stack([M, 1 - M])`, and `cat([S, 1 - S])` of stacks of masks."""
+    items, dim = call.args
+    values = [recogniser.value(item) for item in items] if isinstance(items, (list, tuple)) else []
+    masks = [value for value in values if isinstance(value, Binary)]
+    if not masks or len(masks) < len(values) or dimension(dim, node) != 0:
+        return None
+    if call.symbol == "cat":
+        if any(value.mask.stack is None for value in masks):
             return None
-        call = recogniser.through(argument)
-        symbol, operands = ("", ()) if call is None else (call.symbol, call.args)
-        carries = carries and requires_grad(argument) and symbol != "detach"
-        is_hard = argument is not node and isinstance(recogniser.value(argument), Binary)
-        if symbol in ("add", "sub") and not is_hard:
-            left, right = operands
-            pending += [(left, sign, carries), (right, sign if symbol == "add" else -sign, carries)]
-        elif symbol in ("neg", "detach"):
-            (source,) = operands
-            pending.append((source, -sign if symbol == "neg" else sign, carries))
-        else:
-            value, gradient, first = terms.get(recogniser.key(argument), (0.0, 0.0, argument))
-            terms[recogniser.key(argument)] = (value + sign, gradient + sign * carries, first)
-    return None
-
-
-@rule("add", "sub")
-def straight_through(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`(hard - soft).detach() + soft` in any order, which has the value of `hard` and the gradient of `soft`.
-
-    Where `soft` is not finite, or |soft| is above 256 in bfloat16, 2048 in float16 or 2^24 in float32, the program's
-    own sum is not binary at all, not even up to rounding errors. The operator takes the mask that was meant.
-    """
-    terms = _linear_terms(recogniser, node)
-    if terms is None:
+        masks = [binary_at(value, i) for value in masks for i in range(value.mask.shape[0])]
+    elif any(len(value.mask.shape) != 2 for value in masks):
         return None
-    present = [(value, argument) for value, _, argument in terms if value != 0]
-    differentiable = [(gradient, argument) for _, gradient, argument in terms if gradient != 0]
-    if len(present) != 1:
-        return None
-    ((factor, source),) = present
-    hard = recogniser.value(source)
-    if factor != 1 or not isinstance(hard, Binary) or not hard.is_mask or hard.mask.carrier is not None:
-        return None
-    if not same_shape(node, source):
-        return None
-    dtype = dtype_of(node)
-    rounding = torch.finfo(dtype).eps if dtype is not None and dtype.is_floating_point else 0.0
-    if not differentiable or not requires_grad(node):
-        return replace(hard, slope=(0, 0), mask=replace(hard.mask, rounding=rounding))
-    (slope, soft), *others = differentiable
-    if others or slope != 1:
-        return None
-    if hard.is_gate(-1):  # such as `logits >= 0`, the complement of `0 > logits`
-        hard = Binary(opposite(hard.mask))
-    carrier = Carrier(node, recogniser.key(node), soft if _is_positive(recogniser, hard.mask, soft) else None)
-    proof = hard.mask.proof and "straight-through"
-    mask = replace(hard.mask, proof=proof, carrier=carrier, rounding=rounding)
-    return Binary(mask, slope=(1, 1))
-
-
-def _is_positive(recogniser: Recogniser, mask: Mask, soft: Node) -> bool:
-    """Whether a mask is `soft > 0`."""
-    if mask.logits is None:
-        return False
-    key = recogniser.key(mask.logits)
-    return recogniser.key(soft) == (key if mask.index is None else slice_key(key, mask.index))
+    # The masks keep their gradients if the joint tensor has one.
+    return bundle(masks if requires_grad(node) else [replace(mask, slope=(0, 0)) for mask in masks], 0)
 
 
 # --- Comparisons -----------------------------------------------------------------------------------------------------
@@ -131,18 +89,11 @@ def _compared(recogniser: Recogniser, argument: Any) -> Hashable:
 def cast_to_bool(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`m.bool()` of an unknown tensor, which is `m != 0`."""
     (source,) = call.args
-    if dtype_of(node) is not torch.bool or recogniser.value(source) is not None:
-        return None
-    operands = sorted([_compared(recogniser, source), "zero"], key=repr)
-    return Binary(Mask(node, ("eq", *operands), "bool", inverted=True), at=(1, 0))
+    is_known = recogniser.value(source) is not None
+    return None if is_known else comparison.function(recogniser, node, Call("ne", (source, 0)))
 
 
 # --- Tensors of few values -------------------------------------------------------------------------------------------
-
-
-def _of_bits(recogniser: Recogniser, node: Node) -> Binary:
-    """A tensor that holds only 0 and 1."""
-    return Binary(Mask(node, recogniser.key(node), "values"))
 
 
 @rule("sign")
@@ -165,13 +116,13 @@ def rounded(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`round(sigmoid(logits))`."""
     (source,) = call.args
     inner = recogniser.through(source)
-    return _of_bits(recogniser, node) if inner is not None and inner.symbol == "sigmoid" else None
+    return of_levels(recogniser, node, [0, 1]) if inner is not None and inner.symbol == "sigmoid" else None
 
 
 @rule("one_hot", "bernoulli")
 def zeros_and_ones(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`one_hot(indices)` and random masks."""
-    return _of_bits(recogniser, node)
+    return of_levels(recogniser, node, [0, 1])
 
 
 @rule("scatter")
@@ -191,7 +142,7 @@ def lowest_bit(recogniser: Recogniser, node: Node, call: Call) -> Value:
     if dtype is None or dtype.is_floating_point or dtype is torch.bool:
         return None
     if call.symbol == "remainder":
-        return _of_bits(recogniser, node) if right == Scalar(2) else None
+        return of_levels(recogniser, node, [0, 1]) if right == Scalar(2) else None
     numbers = [int(value.value) for value in (left, right) if isinstance(value, Scalar)]
     if len(numbers) != 1:
         return None
@@ -257,7 +208,7 @@ def stack_under_vmap(recogniser: Recogniser, node: Node, call: Call) -> Value:
     source, dim = call.args
     value = recogniser.value(source)
     if isinstance(value, Bundle) and value.dim == 0 and all(map(_is_proved, value.items)):
-        value = _of_bits(recogniser, source)  # a bundle of masks as one stack of masks
+        value = of_levels(recogniser, source, [0, 1])  # a bundle of masks as one stack of masks
     if not isinstance(value, Binary) or value.mask.stack is None or value.mask.batched or dim != 0:
         return None
     return replace(value, mask=replace(value.mask, batched=True))
@@ -268,45 +219,3 @@ def _is_proved(value: Value) -> bool:
     if not isinstance(value, Binary) or any(value.slope):
         return False
     return value.is_mask and value.mask.proof is not None and value.mask.rounding == 0
-
-
-# --- Stacks ----------------------------------------------------------------------------------------------------------
-
-
-@rule("getitem", "select")
-def slice_of_a_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`masks[i]`."""
-    found = slice_of(node)
-    if found is None:
-        return None
-    stack, dim, index = found
-    value = recogniser.value(stack)
-    if dim != 0 or not isinstance(value, Binary) or len(value.mask.shape) != 3:
-        return None
-    return binary_at(value, index)
-
-
-@rule("stack")
-def stacked_masks(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`stack([M, 1 - M])`."""
-    items, dim = call.args
-    values = [recogniser.value(item) for item in items] if isinstance(items, (list, tuple)) else []
-    masks = [value for value in values if isinstance(value, Binary) and len(value.mask.shape) == 2]
-    is_known = masks and len(masks) == len(values) and dimension(dim, node) == 0
-    return _bundle_of_masks(node, masks) if is_known else None
-
-
-@rule("cat")
-def concatenated_masks(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`cat([S, 1 - S])` of stacks of masks."""
-    items, dim = call.args
-    values = [recogniser.value(item) for item in items] if isinstance(items, (list, tuple)) else []
-    stacks = [value for value in values if isinstance(value, Binary) and value.mask.stack is not None]
-    if not stacks or len(stacks) < len(values) or dimension(dim, node) != 0:
-        return None
-    return _bundle_of_masks(node, [binary_at(value, i) for value in stacks for i in range(value.mask.shape[0])])
-
-
-def _bundle_of_masks(node: Node, masks: Sequence[Binary]) -> Bundle | None:
-    """A bundle of masks, which keep their gradients if the joint tensor has one."""
-    return bundle(masks if requires_grad(node) else [replace(mask, slope=(0, 0)) for mask in masks], 0)

@@ -12,8 +12,9 @@ from ..shapes import (
     dimension,
     dims,
     dtype_of,
-    equal_sizes,
+    has_shape,
     holds,
+    is_matrix,
     repeated,
     same_shape,
     size,
@@ -63,7 +64,7 @@ def projection_at(
     """The product at `node` of x and a weight, whose layout is `[out, in]` if `upright`, else `[in, out]`."""
     value = recogniser.value(weight)
 
-    def of(weighted: Weighted) -> Projection | None:
+    def of(weighted: Value) -> Projection | None:
         return projection_by(recogniser, node, x, weight, weighted, upright=upright, problem=problem)
 
     if isinstance(value, Bundle):
@@ -74,8 +75,7 @@ def projection_at(
         dtype = dtype_of(node)
         transposed = value.transposed == upright
         return None if dtype is None else Projection(x, value, None, dtype, transposed, problem)
-    weighted = recogniser.as_weighted(weight)
-    return of(weighted) if weighted is not None and dims(weight) == 2 else None
+    return of(recogniser.as_weighted(weight)) if is_matrix(weight) else None
 
 
 def projection_by(
@@ -83,23 +83,23 @@ def projection_by(
     node: Node,
     x: Node,
     weight: Node,
-    weighted: Weighted,
+    weighted: Value,
     *,
     upright: bool,
     problem: str | None = None,
 ) -> Projection | None:
-    """The product at `node` of x and `weighted` (the value of node `weight`), if that weight is masked anywhere."""
+    """The product at `node` of x and `weighted` (a value at node `weight`), if that is a weight masked anywhere."""
     dtype = dtype_of(node)
-    if dtype is None or recogniser.key(weighted.weight) not in recogniser.masked_weights:
+    if not isinstance(weighted, Weighted) or dtype is None:
         return None
-    if not rounds_once(weighted, weight, dtype):
+    if recogniser.key(weighted.weight) not in recogniser.masked_weights or not rounds_once(weighted, weight, dtype):
         return None
     transposed = weighted.transposed == upright
     return Projection(x, weighted.weight, weighted.factor, dtype, transposed, problem)
 
 
 def _projections(
-    node: Node, x: Node, weight: Node, value: Bundle, of: Callable[[Weighted], Projection | None], *, upright: bool
+    node: Node, x: Node, weight: Node, value: Bundle, of: Callable[[Value], Projection | None], *, upright: bool
 ) -> Bundle | None:
     """The products of x and each weight of a bundle.
 
@@ -107,7 +107,7 @@ def _projections(
     multiplied by broadcasting: either x lacks the dimension of the masks, which then comes first in the result, or x is
     repeated along it.
     """
-    dim, items = None, [of(item) if isinstance(item, Weighted) else None for item in value.items]
+    items = list(map(of, value.items))
     if value.size is not None:
         is_along_outputs = value.dim == (0 if upright else 1)
         return bundle(items, dims(node) - 1, value.size) if is_along_outputs else None
@@ -151,11 +151,11 @@ def part_of_projections(recogniser: Recogniser, node: Node, call: Call) -> Value
 def unflattened(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """Concatenated products `[..., n * d]` as a stack `[..., n, d]`."""
     source, *_ = call.args
-    value, before, after = recogniser.value(source), tensor_example(source), tensor_example(node)
-    if not isinstance(value, Bundle) or projection_of(value) is None or before is None or after is None:
+    value, before = recogniser.value(source), tensor_example(source)
+    if not isinstance(value, Bundle) or projection_of(value) is None or before is None:
         return None
-    wanted = (*before.shape[:-1], len(value.items), value.size)
-    return Bundle(value.items, value.dim) if equal_sizes(after.shape, wanted) else None
+    is_stack = has_shape(node, (*before.shape[:-1], len(value.items), value.size))
+    return Bundle(value.items, value.dim) if is_stack else None
 
 
 @rule("unsqueeze")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 
 from torch.fx import Node
 
@@ -32,8 +32,13 @@ class Rule:
 
 
 def rule(*symbols: str) -> Callable[[RuleFunction], Rule]:
-    """Make a rule of a function; `rules/__init__.py` lists the rules in the order in which they are asked."""
+    """Make a rule of a function."""
     return lambda function: Rule(function, symbols)
+
+
+def rules_of(*modules: ModuleType) -> tuple[Rule, ...]:
+    """The rules of some modules, in the order in which they are written there."""
+    return tuple(one for module in modules for one in vars(module).values() if isinstance(one, Rule))
 
 
 RulesBySymbol = Mapping[str, tuple[Rule, ...]]

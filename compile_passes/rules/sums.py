@@ -75,11 +75,8 @@ def product_of_a_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
     value = recogniser.value(source)
     if not isinstance(value, Bundle) or value.size is not None or value.dim != dims(source) - 1 or dims(weights) != 1:
         return None
-    mask_weights = [MaskWeight(weights, is_number=True, index=i) for i in range(len(value.items))]
-    return joined(
-        recogniser,
-        [with_mask_weight(item, mask_weight) for item, mask_weight in zip(value.items, mask_weights, strict=True)],
-    )
+    numbers = [MaskWeight(weights, is_number=True, index=i) for i in range(len(value.items))]
+    return joined(recogniser, list(map(with_mask_weight, value.items, numbers)))
 
 
 def joined(recogniser: Recogniser, parts: Sequence[Value]) -> Gated | None:
@@ -146,8 +143,9 @@ def sum_of_a_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`terms.sum(0)` and `terms.mean(0)` along the dimension of the masks."""
     source, dim, keepdim = call.args
     value = recogniser.value(source)
-    is_stack = isinstance(value, Bundle) and value.size is None and dimension(dim, source) == value.dim
-    if not is_stack or not isinstance(value, Bundle) or keepdim is not False or dtype_of(node) != dtype_of(source):
+    if not isinstance(value, Bundle) or value.size is not None or dimension(dim, source) != value.dim:
+        return None
+    if keepdim is not False or dtype_of(node) != dtype_of(source):
         return None
     total = joined(recogniser, value.items)
     return total if call.symbol == "sum" else scaled(total, 1 / len(value.items))

@@ -14,7 +14,7 @@ from ..shapes import (
     dimension,
     dims,
     dtype_of,
-    equal_sizes,
+    has_shape,
     holds,
     is_matrix,
     requires_grad,
@@ -139,14 +139,14 @@ def _concatenated_bundles(parts: Sequence[Bundle], dim: int) -> Bundle | None:
 def flattened_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """A stack of weights `[n, d, h]` as one tensor `[n * d, h]`."""
     source, *_ = call.args
-    value, before, after = recogniser.value(source), tensor_example(source), tensor_example(node)
-    if not isinstance(value, Bundle) or value.dim != 0 or before is None or after is None:
+    value, before = recogniser.value(source), tensor_example(source)
+    if not isinstance(value, Bundle) or value.dim != 0 or before is None:
         return None
     first, *_ = value.items
     if before.dim() != 3 or not isinstance(first, Weighted):
         return None
     n_items, rows, columns = before.shape
-    is_flat = isinstance(rows, int) and equal_sizes(after.shape, (n_items * rows, columns))
+    is_flat = isinstance(rows, int) and has_shape(node, (n_items * rows, columns))
     return Bundle(value.items, 0, rows) if is_flat else None
 
 

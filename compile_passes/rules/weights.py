@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from ..recognise import Recogniser
-from ..shapes import dims, dtype_of, equal_sizes, is_matrix, same_shape, size, tensor_example
+from ..shapes import dims, dtype_of, has_shape, is_matrix, same_shape, size, tensor_example
 from ..symbols import Call
 from ..values import (
     BATCHED,
@@ -63,7 +63,7 @@ def _upright(weighted: Weighted | None, argument: Any) -> Weighted | None:
     return Weighted(argument, None) if weighted.factor is None and is_matrix(argument) else None
 
 
-def _of_each_mask(node: Node, mask: Binary, masked: Callable[[Binary], Weighted | None]) -> Weighted | Bundle | None:
+def _of_each_mask(mask: Binary, masked: Callable[[Binary], Weighted | None]) -> Weighted | Bundle | None:
     """Apply `masked` to a mask, or to each mask of a stack."""
     if len(mask.mask.shape) != 3 and not mask.mask.batched:
         return masked(mask)
@@ -80,16 +80,10 @@ def _fits(node: Node, weighted: Weighted, mask: Binary, argument: Any) -> bool:
 
     A mask that is broadcast to the weight passes here, so that the check of the site can refuse it with its reason.
     """
-    if len(mask.mask.shape) != 3:
-        return same_shape(node, argument)
-    shape, weight = tensor_example(node), tensor_example(weighted.weight)
     masks = mask.mask.shape
-    return (
-        shape is not None
-        and weight is not None
-        and equal_sizes(shape.shape, masks)
-        and equal_sizes(weight.shape, masks[1:])
-    )
+    if len(masks) != 3:
+        return same_shape(node, argument)
+    return has_shape(node, masks) and has_shape(weighted.weight, masks[1:])
 
 
 def _apply_mask(recogniser: Recogniser, node: Node, mask: Binary, argument: Any) -> Weighted | Bundle | None:
@@ -99,33 +93,29 @@ def _apply_mask(recogniser: Recogniser, node: Node, mask: Binary, argument: Any)
     weighted = _upright(recogniser.as_weighted(argument), argument)
     if weighted is None or not _fits(node, weighted, mask, argument):
         return None
-    return _of_each_mask(node, mask, lambda one: _masked(weighted, one))
+    return _of_each_mask(mask, lambda one: _masked(weighted, one))
 
 
-def _masked(weighted: Weighted, mask: Binary) -> Weighted | None:
+def _masked(weighted: Value, mask: Value) -> Weighted | None:
+    if not isinstance(weighted, Weighted) or not isinstance(mask, Binary):
+        return None
     factor = mask if weighted.factor is None else multiply(mask, weighted.factor)
     return None if factor is None else replace(weighted, factor=factor)
 
 
 def _apply_masks(recogniser: Recogniser, node: Node, masks: Bundle, argument: Any) -> Bundle | None:
     """One weight times a bundle of masks."""
-    weighted, shape = _upright(recogniser.as_weighted(argument), argument), tensor_example(node)
+    weighted = _upright(recogniser.as_weighted(argument), argument)
     weight = None if weighted is None else tensor_example(weighted.weight)
-    if weighted is None or weight is None or shape is None:
+    if weight is None or not has_shape(node, (len(masks.items), *weight.shape)):
         return None
-    if not equal_sizes(shape.shape, (len(masks.items), *weight.shape)):
-        return None
-    return bundle([_masked(weighted, one) if isinstance(one, Binary) else None for one in masks.items], 0)
+    return bundle([_masked(weighted, one) for one in masks.items], 0)
 
 
 def _mask_again(node: Node, mask: Binary, held: Bundle) -> Bundle | None:
-    shape = tensor_example(node)
-    if shape is None or mask.mask.stack != len(held.items):
+    if mask.mask.stack != len(held.items) or not has_shape(node, mask.mask.shape):
         return None
-    if not equal_sizes(shape.shape, mask.mask.shape):
-        return None
-    pairs = [(item, binary_at(mask, i)) for i, item in enumerate(held.items)]
-    return bundle([_masked(item, one) if isinstance(item, Weighted) else None for item, one in pairs], 0)
+    return bundle([_masked(item, binary_at(mask, i)) for i, item in enumerate(held.items)], 0)
 
 
 @rule("add", "sub")
@@ -184,35 +174,22 @@ def negated_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
     return replace(value, factor=replace(factor, at=at, slope=slope))
 
 
-@rule("where")
-def where(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`where(M, W, 0)` and `where(M, 0, W)`."""
-    condition, if_true, if_false = call.args
-    return _choose(recogniser, node, condition, if_true, if_false)
+@rule("where", "masked_fill", "index_put")
+def chosen_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`where(M, W, 0)`, `where(M, 0, W)`, `W.masked_fill(M, 0)`, and `W[~M] = 0`, which export records as `index_put`.
 
-
-@rule("masked_fill")
-def masked_fill(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`W.masked_fill(M, 0)`."""
-    tensor, mask, fill = call.args
-    return _choose(recogniser, node, mask, fill, tensor)
-
-
-@rule("index_put")
-def index_put(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`W[~M] = 0`, which `torch.export` records as `index_put`."""
-    tensor, indices, fill = call.args
-    if not isinstance(indices, Sequence) or len(indices) != 1:
-        return None
-    (mask,) = indices
-    number = tensor_example(fill)
-    if not same_shape(tensor, mask) or number is None or number.dim() != 0:
-        return None
-    return _choose(recogniser, node, mask, fill, tensor)
-
-
-def _choose(recogniser: Recogniser, node: Node, mask: Any, if_true: Any, if_false: Any) -> Value:
-    """A weight where the mask has one value, and 0 where it has the other."""
+    The value is the weight where the mask has one value, and 0 where it has the other.
+    """
+    if call.symbol == "where":
+        mask, if_true, if_false = call.args
+    else:
+        if_false, mask, if_true = call.args
+    if call.symbol == "index_put":
+        if not isinstance(mask, Sequence) or len(mask) != 1 or dims(if_true) != 0:
+            return None
+        (mask,) = mask
+        if not same_shape(if_false, mask):
+            return None
     zero_if_true, zero_if_false = (recogniser.value(branch) == Scalar(0) for branch in (if_true, if_false))
     weight = if_false if zero_if_true else if_true
     condition = recogniser.factor(mask, weight)
@@ -223,4 +200,4 @@ def _choose(recogniser: Recogniser, node: Node, mask: Any, if_true: Any, if_fals
         return None
     at_0, at_1 = (float(bool(at) != zero_if_true) for at in condition.at)
     factor = Binary(condition.mask, at=(at_0, at_1))
-    return _of_each_mask(node, factor, lambda one: _masked(weighted, one))
+    return _of_each_mask(factor, lambda one: _masked(weighted, one))

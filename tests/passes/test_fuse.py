@@ -328,9 +328,22 @@ class NormedTwice(Plain):
         return torch.nn.functional.silu(gate) * value
 
 
-def test_calls_of_a_module_of_torch_are_read_by_what_they_do() -> None:
+class MaskOfAModule(Plain):
+    """A layer whose mask is made by a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        m = self.relu(torch.sign(self.logits.detach()))
+        return torch.nn.functional.silu(x @ (self.weight * m).T) * (x @ (self.weight * (1 - m)).T)
+
+
+@pytest.mark.parametrize("model", [NormedTwice, MaskOfAModule])
+def test_calls_of_a_module_of_torch_are_read_by_what_they_do(model: type[nn.Module]) -> None:
     x, report = torch.randn(3, 16), FusionReport()
-    gm = torch.fx.symbolic_trace(NormedTwice())
+    gm = torch.fx.symbolic_trace(model())
     fused = mglu_ops.fuse(gm, [x], report=report, strict=True)
     parameters = dict(gm.named_parameters())
     assert_same(results(fused, {"x": x}, parameters), results(gm, {"x": x}, parameters), SAME)

@@ -201,7 +201,13 @@ def test_projection_of(value: Value, projection: Projection | None) -> None:
 
 @pytest.mark.parametrize(
     ("value", "function"),
-    [(GATE, (VARIABLE, GATE)), (Activated(SILU, VALUE), (SILU, VALUE)), (WEIGHTED, None), (SUM, None), (None, None)],
+    [
+        (GATE, Activated(VARIABLE, GATE)),
+        (Activated(SILU, VALUE), Activated(SILU, VALUE)),
+        (WEIGHTED, None),
+        (SUM, None),
+        (None, None),
+    ],
 )
 def test_function_of(value: Value, function: object) -> None:
     assert function_of(value) == function
