@@ -22,9 +22,6 @@ LIBRARY = "libmglu_ops.so"
 CHECKSUM = f"{LIBRARY}.sha256"
 """The file beside the library that holds its checksum, in the format of `sha256sum`."""
 
-_PRODUCTS = {"mglu_ops": LIBRARY}
-"""The file that a target of `csrc/CMakeLists.txt` makes, where its name is another."""
-
 
 class BuildError(RuntimeError):
     """A tool that the build needs is missing, or the compiler refused a source; the message holds what it said."""
@@ -124,7 +121,7 @@ def build_targets(
         defines = [f"-D{name}={value}" for name, value in settings.items()]
         _run([cmake, "-S", str(source_directory()), "-B", folder, "-G", generator, *defines])
         _run([cmake, "--build", folder, "--parallel", str(os.cpu_count()), "--target", *targets])
-        for name in (_PRODUCTS.get(target, target) for target in targets):
+        for name in (LIBRARY if target == "mglu_ops" else target for target in targets):
             temporary = out / f"{name}.{os.getpid()}.tmp"
             shutil.copy(Path(folder) / name, temporary)
             os.replace(temporary, out / name)  # a process that has mapped the old file keeps it

@@ -34,12 +34,7 @@ class PackageError(RuntimeError):
 
 
 def seal(path: Path, contents: str) -> None:
-    """Write the seal of a zip archive.
-
-    Args:
-        path: the archive.
-        contents: the words between the format and the checksum.
-    """
+    """Write the seal of a zip archive; `contents` are the words between the format and the checksum."""
     with zipfile.ZipFile(path, "a") as archive:
         archive.comment = f"mglu_ops seal {FORMAT} {contents} adler32=".encode() + b"0" * _CHECKSUM_DIGITS
     with path.open("r+b") as file:
