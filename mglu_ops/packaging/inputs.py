@@ -176,16 +176,9 @@ class Inputs:
     def tensors(self, arguments: Any, spec: TreeSpec) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
         """The tensors for the code, in order, and pairs of a copy and a tensor into which the copy is to go afterwards.
 
-        An input of other strides than the example's is copied. What the model then writes to it is in the copy.
-
-        Args:
-            arguments: `(args, kwargs)` of the call.
-            spec: the tree of the example's.
-
-        Raises:
-            TypeError: an input is not a dense tensor.
-            ValueError: the arguments are not nested like the example's, or the dtype, device, shape or value of
-                one is not as the package was compiled for, or its storage was resized.
+        An input of other strides than the example's is copied. What the model then writes to it is in the copy. The
+        arguments are `(args, kwargs)` of the call, and `spec` is the tree of the example's. `Package.__call__` says
+        which errors are raised.
         """
         found, written = [], []
         for entry, dtype, value in zip(self._info.inputs, self._dtypes, self._leaves(arguments, spec), strict=True):

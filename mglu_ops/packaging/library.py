@@ -100,12 +100,9 @@ def build_targets(
         out: the folder.
         targets: `mglu_ops`, and the programs `run_package`, `run_package_alone` and `fuzz`. `run_package` loads the
             library in its own folder.
-        compiler: as in `build_runtime`.
+        compiler: as in `build_runtime`, as are the errors.
         flags: as in `build_runtime`; they follow `-O3`.
         kernels: folder that `write_kernels` filled.
-
-    Raises:
-        BuildError: as in `build_runtime`.
     """
     cmake, generator, compiler = _find_tools(compiler)
     settings = {
@@ -128,13 +125,10 @@ def build_targets(
 
 
 def write_kernels(folder: str | Path, archs: Sequence[str], packages: Sequence[str | Path]) -> None:
-    """Compile kernels and write them to a folder, for CMake's `MGLU_KERNELS`. The arguments are `build_runtime`'s.
+    """Compile kernels and write them to a folder, for CMake's `MGLU_KERNELS`.
 
-    Raises:
-        BuildError: neither NVRTC nor nvcc is here, or a kernel was refused.
-        PackageError: as in `build_runtime`.
-        FileNotFoundError: as in `build_runtime`.
-        ValueError: as in `build_runtime`.
+    Arguments and errors are those of `build_runtime`. A BuildError says that neither NVRTC nor nvcc is here, or that
+    a kernel was refused.
     """
     from ..backends.cuda.compiler import CompileError
     from . import device_code

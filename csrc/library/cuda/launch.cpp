@@ -140,7 +140,7 @@ unsigned reserved_shared_bytes(const TunedLaunch& tuned, const DeviceFacts& devi
 
 // Copies x into the order that `tuned` reads, and returns the address of the copy.
 const void* permute_x(const TunedLaunch& tuned, const DeviceFacts& device, Params p, const Executor& executor) {
-    p.out = executor.allocate(tuned.permute_x.bytes, executor.context);
+    p.out = executor.allocate(tuned.permute_x.bytes);
     const Geometry geometry{tuned.permute_x.blocks, 1, kPermuteThreads, 0, tuned.overlap};
     launch(load_cubin(device, tuned.permute_x.cubin, 0), geometry, executor.stream, &p);
     return p.out;
