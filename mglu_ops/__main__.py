@@ -10,9 +10,8 @@ import argparse
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any
 
-from . import bench, build, notices, params, passes
+from . import __version__, bench, build, notices, params, passes
 from .errors import UserError
 from .packaging import command as packaging
 from .tuning import command as tuning
@@ -25,26 +24,6 @@ COMMANDS = (passes, packaging, build, tuning, bench, params)
 OWN_PACKAGES = ("benchmarks", "compile_passes", "mglu_ops")
 DISTRIBUTIONS = {"cuda": "cuda-core"}
 """Modules whose name differs from the name that pip installs them by."""
-
-
-class _Version(argparse.Action):
-    """Prints the version and exits. The version is looked up only if it is asked for."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        print(f"mglu_ops {version()}")
-        parser.exit()
-
-
-def version() -> str:
-    """The version of the installed package, or of this checkout if it is not installed."""
-    from importlib import metadata
-
-    from . import __version__
-
-    try:
-        return metadata.version("mglu-ops")
-    except metadata.PackageNotFoundError:
-        return __version__
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -82,7 +61,7 @@ def _problem(error: UserError | ModuleNotFoundError) -> str | None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=PROG, description="Masked Gated Linear Units for PyTorch")
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    parser.add_argument("--version", action="version", version=f"mglu_ops {__version__}")
     parser.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:

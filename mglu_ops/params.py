@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +24,16 @@ MEGABYTE = 1 << 20
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of a decoder like Llama.
+    """The sizes of a decoder like Llama."""
 
-    Attributes:
-        hidden: features between the layers, h.
-        intermediate: features inside a feed-forward layer, d.
-        layers: number of decoder blocks.
-        heads: number of query heads.
-        kv_heads: number of key and value heads.
-        head_width: features of a head.
-        vocabulary: number of tokens.
-        tied: whether embedding and head are one matrix.
-    """
-
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_width: int
-    vocabulary: int
-    tied: bool = True
+    hidden: int  # features between the layers, h
+    intermediate: int  # features inside a feed-forward layer, d
+    layers: int  # number of decoder blocks
+    heads: int  # number of query heads
+    kv_heads: int  # number of key and value heads
+    head_width: int  # features of a head
+    vocabulary: int  # number of tokens
+    tied: bool = True  # whether embedding and head are one matrix
 
     @property
     def shared_weights(self) -> int:
@@ -84,24 +73,16 @@ KEYS = {
 class Count:
     """The parameters, storage and reads of a model with one kind of feed-forward layer.
 
-    Attributes:
-        name: the kind of feed-forward layer.
-        n_masks: number of masks; 0 without masks.
-        weights: number of weights.
-        mask_bits: number of mask bits.
-        storage: bytes of a checkpoint with packed masks.
-        load: bytes that decoding one token reads: every weight once, but only one row of an untied embedding.
-        projection_load: bytes of the first projection of one feed-forward layer: `(16 + n_masks) h d` bits for an MGLU
-            in 16 bits, the paper's Table 2.
+    `projection_load` is the paper's Table 2: `(16 + n_masks) h d` bits for an MGLU in 16 bits.
     """
 
-    name: str
-    n_masks: int
-    weights: int
-    mask_bits: int
-    storage: int
-    load: int
-    projection_load: int
+    name: str  # the kind of feed-forward layer
+    n_masks: int  # 0 without masks
+    weights: int  # number of weights
+    mask_bits: int  # number of mask bits
+    storage: int  # bytes of a checkpoint with packed masks
+    load: int  # bytes that decoding one token reads: every weight once, but only one row of an untied embedding
+    projection_load: int  # bytes of the first projection of one feed-forward layer
 
 
 def counts(sizes: ModelSizes, masks: Sequence[int], bits: int = 16) -> list[Count]:
@@ -172,8 +153,7 @@ def run(options: argparse.Namespace) -> int:
     models = {name: _sizes(name) for name in options.models}
     found = {name: counts(sizes, options.n_masks, options.bits) for name, sizes in models.items()}
     if options.json:
-        names = [field.name for field in fields(Count)]
-        print(json.dumps({model: [{n: getattr(row, n) for n in names} for row in of] for model, of in found.items()}))
+        print(json.dumps({model: [asdict(row) for row in rows] for model, rows in found.items()}))
         return 0
     print("\n\n".join(_table(name, models[name], rows) for name, rows in found.items()))
     return 0

@@ -2,20 +2,18 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 
 #include "../cpu/mglu_cpu.h"
 
 namespace mglu {
 
-// Allocates memory on the GPU, aligned to 16 bytes, for the kernels that are launched next on the stream. The next call
-// may free it.
-using Allocate = void* (*)(std::int64_t bytes, void* context);
-
 struct Executor {
     cpu::ParallelFor parallel_for = nullptr;  // torch's, or any other
     void* stream = nullptr;                   // CUstream
-    Allocate allocate = nullptr;
-    void* context = nullptr;  // the last argument of `allocate`
+    // Allocates memory on the GPU, aligned to 16 bytes, for the kernels that are launched next on the stream. The next
+    // call may free it.
+    std::function<void*(std::int64_t bytes)> allocate = nullptr;
 };
 
 }  // namespace mglu

@@ -36,32 +36,6 @@ std::string adler32(std::istream& file, std::streamoff bytes) {
     return digits;
 }
 
-}  // namespace
-
-Seal read_seal(std::istream& file) {
-    file.seekg(0, std::ios::end);
-    const std::streamoff size = std::max<std::streamoff>(file.tellg(), 0);
-    std::string tail(static_cast<std::size_t>(std::min(size, kLongestSeal)), '\0');
-    file.seekg(size - static_cast<std::streamoff>(tail.size()));
-    file.read(tail.data(), static_cast<std::streamsize>(tail.size()));
-    const std::size_t start = tail.rfind("mglu_ops seal ");
-    char kind[16] = "", torch[64] = "", device[16] = "", weights[16] = "";
-    int format = 0;
-    if (!file || start == std::string::npos ||
-        std::sscanf(tail.c_str() + start, "mglu_ops seal %9d %15s torch=%63s device=%15s weights=%15s", &format, kind,
-                    torch, device, weights) < 2)
-        fail("it has no seal at its end: it is truncated, or was not made by mglu_ops.export");
-    if (format != kFormat)
-        fail("it has the format " + std::to_string(format) + ", must have " + std::to_string(kFormat) +
-             ": export the model anew");
-    file.seekg(0);
-    if (adler32(file, size - kChecksumDigits) != tail.substr(tail.size() - kChecksumDigits))
-        fail("it is damaged: its checksum is wrong");
-    return {kind, torch, device, weights};
-}
-
-namespace {
-
 // Reads the seal of the file at `path`, which must be of this kind.
 Seal seal_of(const std::string& path, const std::string& kind) {
     try {
@@ -88,6 +62,28 @@ void check_model(const std::string& path, const char* weights, const char* torch
 }
 
 }  // namespace
+
+Seal read_seal(std::istream& file) {
+    file.seekg(0, std::ios::end);
+    const std::streamoff size = std::max<std::streamoff>(file.tellg(), 0);
+    std::string tail(static_cast<std::size_t>(std::min(size, kLongestSeal)), '\0');
+    file.seekg(size - static_cast<std::streamoff>(tail.size()));
+    file.read(tail.data(), static_cast<std::streamsize>(tail.size()));
+    const std::size_t start = tail.rfind("mglu_ops seal ");
+    char kind[16] = "", torch[64] = "", device[16] = "", weights[16] = "";
+    int format = 0;
+    if (!file || start == std::string::npos ||
+        std::sscanf(tail.c_str() + start, "mglu_ops seal %9d %15s torch=%63s device=%15s weights=%15s", &format, kind,
+                    torch, device, weights) < 2)
+        fail("it has no seal at its end: it is truncated, or was not made by mglu_ops.export");
+    if (format != kFormat)
+        fail("it has the format " + std::to_string(format) + ", must have " + std::to_string(kFormat) +
+             ": export the model anew");
+    file.seekg(0);
+    if (adler32(file, size - kChecksumDigits) != tail.substr(tail.size() - kChecksumDigits))
+        fail("it is damaged: its checksum is wrong");
+    return {kind, torch, device, weights};
+}
 
 }  // namespace mglu
 

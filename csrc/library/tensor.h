@@ -28,8 +28,6 @@ bool is_floating(Scalar dtype);
 
 // Does not own its data, sizes and strides.
 struct Tensor {
-    static constexpr int kMaxDims = 64;  // torch's own limit
-
     void* data = nullptr;
     std::int64_t dims = 0;
     const std::int64_t* sizes = nullptr;

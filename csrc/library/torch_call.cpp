@@ -1,5 +1,7 @@
 #include "torch_call.h"
 
+#include <torch/csrc/stable/accelerator.h>
+
 #include <optional>
 #include <vector>
 
@@ -14,22 +16,6 @@ namespace mglu {
 
 namespace {
 
-// Memory from torch for kernels. It may be freed while the kernels still run: whoever gets it next launches on the same
-// stream, after them.
-class Workspace {
-  public:
-    explicit Workspace(const Tensor& like) : like_(like) {}
-    static void* allocate(std::int64_t bytes, void* workspace) {
-        auto* self = static_cast<Workspace*>(workspace);
-        self->held_ = empty({bytes}, Scalar::uint8, self->like_);
-        return view(self->held_.get()).data;
-    }
-
-  private:
-    const Tensor& like_;
-    Handle held_;
-};
-
 // The threads of torch's pool, and torch's current stream of the tensor's GPU.
 Executor executor_for(const Tensor& tensor) {
     Executor executor{torch_parallel_for};
@@ -39,23 +25,6 @@ Executor executor_for(const Tensor& tensor) {
     }
     return executor;
 }
-
-// While it lives, the tensor's GPU is the current device.
-class DeviceGuard {
-  public:
-    explicit DeviceGuard(const Tensor& tensor) {
-        if (tensor.device == Device::cuda)
-            raise_unless_ok(aoti_torch_create_device_guard(tensor.device_index, &guard_), "its device");
-    }
-    DeviceGuard(const DeviceGuard&) = delete;
-    DeviceGuard& operator=(const DeviceGuard&) = delete;
-    ~DeviceGuard() {
-        if (guard_ != nullptr) aoti_torch_delete_device_guard(guard_);
-    }
-
-  private:
-    DeviceGuardHandle guard_ = nullptr;
-};
 
 // Writes 1 where a value is above 0, else 0. A float is above 0 if its bits, read as an unsigned integer, lie in 1 ..
 // infinity; the bits of NaN and of negative numbers lie above.
@@ -126,12 +95,15 @@ Handle forward(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle pac
     };
     LayerCall call = describe_with({});
     if (const Copies copies = needed_copies(call); copies.any()) call = describe_with(copies);
-    const DeviceGuard guard(call.x);
-    Handle result = empty(call.result_sizes(), call.x.dtype, call.x);
-    Workspace workspace(call.x);
+    std::optional<torch::stable::accelerator::DeviceGuard> guard;
+    if (call.x.device == Device::cuda) guard.emplace(call.x.device_index);
+    Handle result = empty(call.result_sizes(), call.x.dtype, call.x), workspace;
     Executor executor = executor_for(call.x);
-    executor.allocate = Workspace::allocate;
-    executor.context = &workspace;
+    // The memory may be freed while the kernels still run: whoever gets it next launches on the same stream, after them.
+    executor.allocate = [&](std::int64_t bytes) {
+        workspace = empty({bytes}, Scalar::uint8, call.x);
+        return view(workspace.get()).data;
+    };
     forward(call, view(result.get()), executor);
     return result;
 }

@@ -4,9 +4,9 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/c/shim.h>
 
+#include <memory>
 #include <stdexcept>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "tensor.h"
@@ -17,25 +17,11 @@ inline void raise_unless_ok(AOTITorchError error, const char* what) {
     if (error != AOTI_TORCH_SUCCESS) throw std::runtime_error(std::string("mglu: torch refused ") + what);
 }
 
-// Owns a handle.
-class Handle {
-  public:
-    Handle() = default;
-    explicit Handle(AtenTensorHandle handle) : handle_(handle) {}
-    Handle(Handle&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
-    Handle& operator=(Handle&& other) noexcept {
-        std::swap(handle_, other.handle_);
-        return *this;
-    }
-    ~Handle() {
-        if (handle_ != nullptr) aoti_torch_delete_tensor_object(handle_);
-    }
-    AtenTensorHandle get() const { return handle_; }
-    AtenTensorHandle release() { return std::exchange(handle_, nullptr); }
-
-  private:
-    AtenTensorHandle handle_ = nullptr;
+// Owns a tensor.
+struct DeleteTensor {
+    void operator()(AtenTensorHandle handle) const { aoti_torch_delete_tensor_object(handle); }
 };
+using Handle = std::unique_ptr<AtenTensorOpaque, DeleteTensor>;
 
 // The tensor of a handle, which must outlive it.
 inline Tensor view(AtenTensorHandle handle) {

@@ -5,36 +5,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..activations import get_activation
 from ..checks import FLOATING
 from ..masks import MAX_MASKS
+
+WEIGHT_INITS = ("paper", "leveled")
 
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def check_size(name: str, value: object) -> None:
-    """Check that a number of features is an int of at least 1."""
-    if not (_is_int(value) and value >= 1):  # type: ignore[operator]
-        raise ValueError(f"{name}: got {value!r}, must be an int of at least 1")
+def check_sizes(**sizes: object) -> None:
+    """Check that numbers of features are ints of at least 1."""
+    for name, value in sizes.items():
+        if not (_is_int(value) and value >= 1):  # type: ignore[operator]
+            raise ValueError(f"{name}: got {value!r}, must be an int of at least 1")
 
 
-def check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}: got {value!r}, must be True or False")
-
-
-def check_activation(activation: str) -> None:
-    get_activation(activation)
+def check_flags(**flags: object) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}: got {value!r}, must be True or False")
 
 
 def check_dtype(dtype: torch.dtype | None) -> None:
     if dtype is not None and dtype not in FLOATING:
         raise ValueError(f"dtype: got {dtype!r}, must be None or one of {', '.join(map(str, FLOATING))}")
-
-
-WEIGHT_INITS = ("paper", "leveled")
 
 
 def check_weight_init(weight_init: object) -> None:
@@ -45,21 +41,28 @@ def check_weight_init(weight_init: object) -> None:
 def check_masks(n_masks: object, learnable_masks: object, top_k: object) -> None:
     if not (_is_int(n_masks) and 1 <= n_masks <= MAX_MASKS):  # type: ignore[operator]
         raise ValueError(f"n_masks: got {n_masks!r}, must be an int from 1 to {MAX_MASKS}")
-    check_flag("learnable_masks", learnable_masks)
+    check_flags(learnable_masks=learnable_masks)
     if top_k is not None and not (_is_int(top_k) and 1 <= top_k <= n_masks):  # type: ignore[operator]
         raise ValueError(f"top_k: got {top_k!r}, must be None or an int from 1 to n_masks={n_masks}")
 
 
+def check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}, must be a torch.nn.Module")
+
+
 def check_weight_and_masks(weight: Tensor, masks: Tensor) -> None:
     """Check a weight `[out_features, in_features]`, and logits or bool masks `[n_masks, out_features, in_features]`."""
-    for name, tensor, ranks in (("weight", weight, (2,)), ("masks", masks, (2, 3))):
+    for name, tensor, ranks, also, form in (
+        ("weight", weight, (2,), (), "[out_features, in_features]"),
+        ("masks", masks, (2, 3), (torch.bool,), "[n_masks, out_features, in_features]"),
+    ):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: got {type(tensor).__name__}, must be a tensor")
-        if tensor.dtype not in FLOATING and not (name == "masks" and tensor.dtype is torch.bool):
-            allowed = f"{', '.join(map(str, FLOATING))}{' or torch.bool' if name == 'masks' else ''}"
+        if tensor.dtype not in (*FLOATING, *also):
+            allowed = " or ".join([", ".join(map(str, FLOATING)), *map(str, also)])
             raise TypeError(f"{name}: got dtype {tensor.dtype}, must be one of {allowed}")
         if tensor.dim() not in ranks:
-            form = "[out_features, in_features]" if name == "weight" else "[n_masks, out_features, in_features]"
             raise ValueError(f"{name}: got shape {list(tensor.shape)}, must be {form}")
     if masks.shape[-2:] != weight.shape:
         raise ValueError(

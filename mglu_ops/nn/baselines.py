@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..activations import get_activation
-from .arguments import check_activation, check_dtype, check_flag, check_size
+from .arguments import check_dtype, check_flags, check_sizes
 
 
 class GLU(nn.Module):
@@ -44,7 +44,7 @@ class GLU(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         _check(in_features, out_features, activation, bias, dtype)
-        check_flag("shared", shared)
+        check_flags(shared=shared)
         super().__init__()
         self.activation = activation
         self.gate_proj = None if shared else nn.Linear(in_features, out_features, bias, device, dtype)
@@ -66,15 +66,7 @@ class GLU(nn.Module):
 
 
 class LU(nn.Module):
-    """`act(x W^T + b)`: the linear unit without a gate.
-
-    Args:
-        in_features: last size of x, at least 1.
-        out_features: last size of the result, at least 1.
-        activation: as in `MGLU`.
-        bias: whether to add a bias to the product.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
+    """`act(x W^T + b)`: the linear unit without a gate. Its arguments are those of `GLU`.
 
     Attributes:
         up_proj: `nn.Linear(in_features, out_features, bias)`, W and b.
@@ -110,8 +102,7 @@ class LU(nn.Module):
 
 
 def _check(in_features: int, out_features: int, activation: str, bias: bool, dtype: torch.dtype | None) -> None:
-    check_size("in_features", in_features)
-    check_size("out_features", out_features)
-    check_activation(activation)
-    check_flag("bias", bias)
+    check_sizes(in_features=in_features, out_features=out_features)
+    get_activation(activation)
+    check_flags(bias=bias)
     check_dtype(dtype)

@@ -20,16 +20,11 @@ _ADVICE = (
 
 
 def check_same_results(old: nn.Module, new: nn.Module, name: str, stacklevel: int) -> None:
-    """Check that two modules compute the same in evaluation mode. Warn if they cannot be compared.
+    """Check that a module and its replacement compute the same in evaluation mode. Warn if they cannot be compared.
 
     x is `[batch, sequence, in_features]` or `[tokens, in_features]`, in the dtype of the first MGLU layer in `new`.
-    Modules on the meta device compute no values, and are not compared.
-
-    Args:
-        old: the module.
-        new: its replacement.
-        name: what the messages call `old`.
-        stacklevel: as in `warnings.warn`, counted from the caller of this function.
+    Modules on the meta device compute no values, and are not compared. Messages call the module `name`; `stacklevel`
+    counts from the caller of this function.
 
     Raises:
         ValueError: the results differ by more than rounding, or in their shapes.
@@ -67,15 +62,15 @@ def _results(old: nn.Module, new: nn.Module, layer: MaskedLinear) -> tuple[Tenso
 def _evaluated(module: nn.Module, x: Tensor) -> Tensor:
     """The result in evaluation mode; each part of the module keeps its own mode."""
     modes = {part: part.training for part in module.modules()}
-    module.eval()
     try:
+        module.eval()
         result = module(x)
-        if not isinstance(result, Tensor):
-            raise TypeError(f"the result is a {type(result).__name__}, not a tensor")
-        return result
     finally:
         for part, mode in modes.items():
             part.training = mode
+    if not isinstance(result, Tensor):
+        raise TypeError(f"the result is a {type(result).__name__}, not a tensor")
+    return result
 
 
 def _compare(expected: Tensor, result: Tensor, name: str) -> None:

@@ -36,12 +36,7 @@ def take_over_glu(layer: MGLU, gate: Tensor, up: Tensor, init: str) -> None:
         gate: `[out_features, in_features]`, W_g.
         up: `[out_features, in_features]`, W_u.
         init: a key of WEIGHTS.
-
-    Raises:
-        ValueError: `init` is not such a key.
     """
-    if init not in WEIGHTS:
-        raise ValueError(f"init: got {init!r}, must be one of {', '.join(WEIGHTS)}")
     assert layer.mask_logits is not None
     layer.weight = nn.Parameter(WEIGHTS[init](gate, up).clone())
     if init == "magnitude":

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from .arguments import check_size
+from .arguments import check_sizes
 from .masked_linear import MaskedOptions
 from .mglu import MGLU
 
@@ -26,14 +26,7 @@ class MGLUFeedForward(nn.Module):
     Args:
         hidden: size of x and of the result, at least 1.
         intermediate: size of the hidden layer between the two projections, at least 1.
-        n_masks: number of masks, 1 to 16.
-        activation: as in `MGLU`.
-        learnable_masks: as in `MGLU`.
-        top_k: as in `MGLU`.
-        weight_init: as in `MGLU`.
-        save_activations: as in `MGLU`.
-        device: device of parameters and buffers.
-        dtype: dtype of the parameters.
+        options: the keyword arguments of `MGLU`; `device` and `dtype` also hold for `down_proj`.
 
     Attributes:
         mglu: `MGLU(hidden, intermediate, ...)`.
@@ -44,8 +37,7 @@ class MGLUFeedForward(nn.Module):
     """
 
     def __init__(self, hidden: int, intermediate: int, **options: Unpack[FeedForwardOptions]) -> None:
-        check_size("hidden", hidden)
-        check_size("intermediate", intermediate)
+        check_sizes(hidden=hidden, intermediate=intermediate)
         super().__init__()
         self.mglu = MGLU(hidden, intermediate, **options)
         factory = {"device": self.mglu.weight.device, "dtype": self.mglu.weight.dtype}

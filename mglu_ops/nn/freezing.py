@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from typing import TypeVar, overload
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
 from .. import notices
+from .arguments import check_model
 from .lookalikes import Lookalike, lookalikes, warn_of_lookalikes
 from .masked_linear import LOGITS, MaskedLinear
 from .mglu import MGLU
@@ -81,10 +83,8 @@ def freeze(model: nn.Module, *, replace: Replacements | None = None) -> nn.Modul
             model does not contain or a function whose module computes something else, or the module to replace is the
             root of a compiled model.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: got {type(model).__name__}, must be a torch.nn.Module")
-    _refuse_fully_sharded(model, {} if replace is None else replace)
-    _refuse_offloaded(model, {} if replace is None else replace)
+    check_model(model)
+    _refuse_managed(model, () if replace is None else replace)
     if replace is not None:
         model = replace_modules(model, replace, stacklevel=2)
     packed: dict[Tensor, Tensor] = {}
@@ -118,35 +118,31 @@ def _advice(found: Lookalike) -> str:
     )
 
 
-def _refuse_offloaded(model: nn.Module, replace: Replacements) -> None:
-    """Refuse logits that accelerate has offloaded: until its forward fetches them, the module holds empty tensors."""
-    if not any(hasattr(module, "_hf_hook") for module in model.modules()):
-        return
+def _refuse_managed(model: nn.Module, replace: Collection[type[nn.Module]]) -> None:
+    """Refuse logits that FSDP or accelerate manages.
+
+    FSDP cannot give up a parameter, and would put it back at each call. accelerate offloads parameters, and until its
+    forward fetches them, the module holds empty tensors.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    managers = () if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+    sharded = {inner for module in model.modules() if isinstance(module, managers) for inner in module.modules()}
+    may_be_offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
     for name, module in model.named_modules():
-        is_packed = isinstance(module, MaskedLinear) and module.learnable_masks
-        if (is_packed or type(module) in replace) and any(p.is_meta for p in module.parameters()):
+        if type(module) not in replace and not (isinstance(module, MaskedLinear) and module.learnable_masks):
+            continue
+        if module in sharded:
+            raise ValueError(
+                f"model: {name or 'it'} is sharded by FSDP, which cannot give up its logits; call freeze before "
+                "fully_shard, or load the state dict of this model, which "
+                "torch.distributed.checkpoint.state_dict.get_model_state_dict returns, into a model without FSDP, "
+                "and freeze that one"
+            )
+        if may_be_offloaded and any(parameter.is_meta for parameter in module.parameters()):
             raise ValueError(
                 f"model: {name or 'it'} is offloaded by accelerate, so that its logits are not in the model; load it "
                 "without a device_map that offloads, call freeze, save it, and load the saved model"
             )
-
-
-def _refuse_fully_sharded(model: nn.Module, replace: Replacements) -> None:
-    """Refuse logits that FSDP manages: FSDP cannot give up a parameter, and would put them back at each call."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return
-    for outer_name, outer in model.named_modules():
-        if not isinstance(outer, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)):
-            continue
-        for name, module in outer.named_modules(prefix=outer_name):
-            if type(module) in replace or (isinstance(module, MaskedLinear) and module.learnable_masks):
-                raise ValueError(
-                    f"model: {name or 'it'} is sharded by FSDP, which cannot give up its logits; call freeze before "
-                    "fully_shard, or load the state dict of this model, which "
-                    "torch.distributed.checkpoint.state_dict.get_model_state_dict returns, into a model without FSDP, "
-                    "and freeze that one"
-                )
 
 
 def _pack_masks(module: MaskedLinear, packed: dict[Tensor, Tensor]) -> None:

@@ -18,21 +18,12 @@ from .masked_linear import MaskedLinear
 class Lookalike(NamedTuple):
     """A module with a weight `[d, h]` and logits `[n, d, h]`, n from 1 to 16, of a class outside of this package."""
 
-    name: str
-    """The name of the module in the model, without wrappers; empty for the model itself."""
+    name: str  # of the module in the model, without wrappers; empty for the model itself
     cls: type[nn.Module]
-    weight: str
-    """The attribute with the weight: of the module, or `NAME.weight` of an `nn.Linear` in it."""
-    logits: str
-    """The attribute with the logits."""
-    parameter_name: str
-    """The name of the parameter in the module that holds the logits, or from which they are computed."""
+    weight: str  # the attribute with the weight: of the module, or `NAME.weight` of an `nn.Linear` in it
+    logits: str  # the attribute with the logits
+    parameter_name: str  # of the parameter in the module that holds the logits, or from which they are computed
     parameter: nn.Parameter
-
-    @property
-    def pattern(self) -> str:
-        """An entry of `mask_logits=[...]` that takes the logits of all modules of this class."""
-        return f"*.{self.parameter_name}" if self.name else self.parameter_name
 
 
 def lookalikes(model: nn.Module) -> list[Lookalike]:
@@ -48,14 +39,14 @@ def lookalikes(model: nn.Module) -> list[Lookalike]:
         cls, own = parametrize.type_before_parametrizations(module), _parameters_by_attribute(module)
         children = [(key, child) for key, child in module.named_children() if isinstance(child, nn.Linear)]
         weights = {key: p for key, (_, p) in own.items()} | {f"{key}.weight": child.weight for key, child in children}
-        pairs = (
+        pairs = [
             Lookalike(without_wrappers(name), cls, weight, logits, parameter_name, parameter)
             for logits, (parameter_name, parameter) in own.items()
             if parameter.dim() == 3 and parameter.shape[0] <= MAX_MASKS and parameter.is_floating_point()
             for weight, other in weights.items()
             if not is_lazy(other) and other.shape == parameter.shape[1:]
-        )
-        found += [pair for pair in [next(pairs, None)] if pair is not None]
+        ]
+        found += pairs[:1]
     return found
 
 
@@ -80,11 +71,9 @@ def warn_of_lookalikes(
 ) -> None:
     """Warn once for each class of modules that look like MGLU layers.
 
-    Args:
-        caller: the function that the user called, which begins the message.
-        found: the modules.
-        consequence: what happens because such a module is unknown, and what to do; takes the first module of a class.
-        stacklevel: as in `warnings.warn`, counted from the caller of this function.
+    The message begins with `caller`, the function that the user called, and ends with the `consequence` of the first
+    module of a class: what happens because it is unknown, and what to do. `stacklevel` counts from the caller of this
+    function.
     """
     of_class: dict[type[nn.Module], list[Lookalike]] = {}
     for one in found:
@@ -102,20 +91,13 @@ def warn_of_lookalikes(
 def warn_of_unnamed_logits(
     caller: str, model: nn.Module, mask_logits: Selection, consequence: str, stacklevel: int
 ) -> None:
-    """Warn of modules that look like MGLU layers and train logits that `mask_logits` does not name.
-
-    Args:
-        caller: the function that the user called, which begins the message.
-        model: its model.
-        mask_logits: its argument.
-        consequence: what happens to these modules.
-        stacklevel: as in `warnings.warn`, counted from the caller of this function.
-    """
+    """Warn, as `warn_of_lookalikes` does, of lookalikes that train logits which `mask_logits` does not name."""
     named = {owner.get_parameter(name.rpartition(".")[2]) for name, owner in selected(model, mask_logits).items()}
     known = named | logits_of_modules(model).keys()
     found = [one for one in lookalikes(model) if one.parameter.requires_grad and one.parameter not in known]
 
     def advice(one: Lookalike) -> str:
-        return f'{consequence}; if it is one, name its logits: mask_logits=["{one.pattern}"]'
+        name = f"*.{one.parameter_name}" if one.name else one.parameter_name
+        return f'{consequence}; if it is one, name its logits: mask_logits=["{name}"]'
 
     warn_of_lookalikes(caller, found, advice, stacklevel + 1)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..masks import N_MASKS_DIM, check_layout, count_ones, n_masks_of
 from ..tensors import whole
+from .arguments import check_model
 from .lookalikes import warn_of_unnamed_logits
 from .mask_logits import Selection, logits_of_modules, selected, value_now, without_wrappers
 from .masked_linear import MaskedLinear
@@ -40,17 +41,11 @@ def mask_agreement(packed_masks: Tensor, in_features: int) -> Tensor:
     Independent masks with as many ones as zeros agree in half of their bits. Masks that agree in all of them compute
     the same term twice; masks that agree in none exchange gate and value.
 
-    Args:
-        packed_masks: as in `gate_ratio`.
-        in_features: as in `gate_ratio`.
+    Arguments and errors are those of `gate_ratio`.
 
     Returns:
         float32 `[n_masks, n_masks]`, symmetric, with ones on the diagonal, on the device of the masks. Nothing
         synchronises with a GPU.
-
-    Raises:
-        TypeError: the dtype is not uint8.
-        ValueError: the shape does not fit `in_features`.
     """
     check_layout(packed_masks, in_features)
     n_masks = n_masks_of(packed_masks)
@@ -67,19 +62,12 @@ def mask_agreement(packed_masks: Tensor, in_features: int) -> Tensor:
 
 
 def flip_ratio(before: Tensor, packed_masks: Tensor, in_features: int) -> Tensor:
-    """The fraction of bits in which each mask differs from its earlier state.
+    """The fraction of bits in which each mask differs from its earlier state, in the form of `gate_ratio`.
 
     Args:
         before: the earlier masks, in the format and the shape of `packed_masks`.
         packed_masks: as in `gate_ratio`.
-        in_features: as in `gate_ratio`.
-
-    Returns:
-        float32 `[n_masks]` on the device of the masks, from 0 to 1. Nothing synchronises with a GPU.
-
-    Raises:
-        TypeError: a dtype is not uint8.
-        ValueError: the shape does not fit `in_features`, or the two shapes differ.
+        in_features: as in `gate_ratio`, as are the errors.
     """
     check_layout(packed_masks, in_features)
     if before.dtype is not torch.uint8:
@@ -131,8 +119,7 @@ class MaskStatistics:
     """
 
     def __init__(self, model: nn.Module, *, mask_logits: Selection = ()) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model: got {type(model).__name__}, must be a torch.nn.Module")
+        check_model(model)
         self._layers = _layers(model, mask_logits)
         if not self._layers:
             raise ValueError(
@@ -157,13 +144,11 @@ class MaskStatistics:
             found[f"{prefix}nan"] = nan
             self._before[layer] = packed_masks
         # All work has been launched by now; only reading the numbers waits for it.
-        numbers: dict[str, float] = {}
-        for key, value in found.items():
-            if value.dim():
-                numbers |= {f"{key}/{i}": number for i, number in enumerate(value.tolist())}
-            else:
-                numbers[key] = value.item()
-        return numbers
+        return {
+            f"{key}/{i}" if value.dim() else key: number
+            for key, value in found.items()
+            for i, number in enumerate(value.reshape(-1).tolist())
+        }
 
 
 class _Masks(NamedTuple):
@@ -171,8 +156,7 @@ class _Masks(NamedTuple):
 
     packed_masks: Tensor
     in_features: int
-    nan: Tensor
-    """The fraction of its logits that are NaN, a scalar."""
+    nan: Tensor  # the fraction of its logits that are NaN, a scalar
 
 
 def _layers(model: nn.Module, mask_logits: Selection) -> dict[str, Callable[[], _Masks]]:

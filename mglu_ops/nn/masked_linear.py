@@ -9,9 +9,10 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
+from ..activations import get_activation
 from ..checks import FLOATING
 from ..masks import check_layout, check_packed_masks, clear_padding_, n_masks_of, packed_shape
-from .arguments import WEIGHT_INITS, check_activation, check_dtype, check_masks, check_size, check_weight_init
+from .arguments import WEIGHT_INITS, check_dtype, check_masks, check_sizes, check_weight_init
 from .leveling import level_gain
 
 LOGITS = "mask_logits"
@@ -60,20 +61,15 @@ class MaskedLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_size("in_features", in_features)
-        check_size("out_features", out_features)
+        check_sizes(in_features=in_features, out_features=out_features)
         check_masks(n_masks, learnable_masks, top_k)
-        check_activation(activation)
+        get_activation(activation)
         check_weight_init(weight_init)
         check_dtype(dtype)
         super().__init__()
-        self.in_features = in_features
-        self.out_features = out_features
-        self.n_masks = n_masks
-        self.activation = activation
-        self.top_k = top_k
-        self.weight_init = weight_init
-
+        self.in_features, self.out_features = in_features, out_features
+        self.n_masks, self.top_k = n_masks, top_k
+        self.activation, self.weight_init = activation, weight_init
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
         self.register_parameter(LOGITS, None)
         self.register_buffer(PACKED, None)
@@ -194,25 +190,22 @@ class MaskedLinear(nn.Module):
     def _mask_problem(self, state_dict: Mapping[str, Any], prefix: str) -> str | None:
         """Return why this module cannot load the masks of a checkpoint, or None if it can."""
         logits_key, key = prefix + LOGITS, prefix + PACKED
-        packed = state_dict.get(key)
-        if self.learnable_masks:
-            if packed is None or logits_key in state_dict:
-                return None
+        packed, has_logits = state_dict.get(key), logits_key in state_dict
+        if self.learnable_masks and packed is not None and not has_logits:
             return (
                 f"{key}: the checkpoint holds packed masks, but this {type(self).__name__} learns its masks; "
                 "construct it with learnable_masks=False, or call mglu_ops.freeze(model) before loading"
             )
-        if packed is None:
-            if logits_key not in state_dict:
-                return None
+        if not self.learnable_masks and packed is None and has_logits:
             return (
                 f"{logits_key}: the checkpoint holds logits, but this {type(self).__name__} has packed masks; "
                 "construct it with learnable_masks=True, load, and then call mglu_ops.freeze(model)"
             )
-        try:
-            check_masks_of(self, packed, self.out_features, key)
-        except (TypeError, ValueError) as error:
-            return str(error)
+        if not self.learnable_masks and packed is not None:
+            try:
+                check_masks_of(self, packed, self.out_features, key)
+            except (TypeError, ValueError) as error:
+                return str(error)
         return None
 
 

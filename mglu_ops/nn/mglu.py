@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .. import ops
-from .arguments import as_parameter, check_flag, check_router, check_weight_and_masks
+from .arguments import as_parameter, check_flags, check_router, check_weight_and_masks
 from .masked_linear import MaskedLinear, MaskedOptions
 from .packed_buffers import check_masks_in_use
 
@@ -71,7 +71,7 @@ class MGLU(MaskedLinear):
         save_activations: bool = True,
         **options: Unpack[MaskedOptions],
     ) -> None:
-        check_flag("save_activations", save_activations)
+        check_flags(save_activations=save_activations)
         super().__init__(in_features, out_features, **options)
         self.save_activations = save_activations
 
@@ -109,10 +109,10 @@ class MGLU(MaskedLinear):
         check_weight_and_masks(weight, masks)
         if (router is None) != (top_k is None):
             raise ValueError(f"router: got {router!r} with top_k={top_k!r}, must both be given or both be None")
-        if router is not None:
-            check_router(router, weight.shape[1], 1 if masks.dim() == 2 else masks.shape[0])
         masks = masks if masks.dim() == 3 else masks.unsqueeze(0)
         out_features, in_features = weight.shape
+        if router is not None:
+            check_router(router, in_features, masks.shape[0])
         layer = cls(
             in_features,
             out_features,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..activations import get_activation
-from .arguments import check_flag
+from .arguments import check_flags
 from .masked_linear import MaskedLinear, MaskedOptions
 from .packed_buffers import check_masks_in_use
 
@@ -27,16 +27,14 @@ class NaiveMGLU(MaskedLinear):
     it into an `MGLU`, or packs its masks if an option below keeps it from being one.
 
     Args:
-        in_features: as in `MGLU`, as are all arguments that are not listed here.
-        out_features: as in `MGLU`.
+        in_features, out_features: as in `MGLU`, as are all arguments that are not listed here.
         bias: whether to add b_g and b_v, which all masks share.
         mask_gate: whether the gates have masks; if False, the paper's ablation 'no gate mask', `act(x W^T)`.
         mask_value: whether the values have masks; if False, the ablation 'no value mask', `x W^T`. Without masks on
             either, the layer is `GLU(shared=True)`, and refused here.
 
     Attributes:
-        gate_bias: Parameter `[out_features]`, b_g, initialised with 0; None without `bias`.
-        value_bias: Parameter `[out_features]`, b_v, initialised with 0; None without `bias`.
+        gate_bias, value_bias: Parameters `[out_features]`, b_g and b_v, initialised with 0; None without `bias`.
 
     Raises:
         ValueError: an argument is out of range or of another type.
@@ -55,8 +53,7 @@ class NaiveMGLU(MaskedLinear):
         mask_value: bool = True,
         **options: Unpack[MaskedOptions],
     ) -> None:
-        for name, flag in (("bias", bias), ("mask_gate", mask_gate), ("mask_value", mask_value)):
-            check_flag(name, flag)
+        check_flags(bias=bias, mask_gate=mask_gate, mask_value=mask_value)
         if not (mask_gate or mask_value):
             raise ValueError("mask_gate, mask_value: got False for both, must be True for one; see GLU(shared=True)")
         if options.get("weight_init") == "leveled" and not (mask_gate and mask_value):

@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from .. import notices
+from .arguments import check_model
 from .lookalikes import warn_of_unnamed_logits
 from .mask_logits import Selection, logits_of_modules, parameters_with_owners, selected
 
@@ -78,8 +79,7 @@ def parameter_groups(
             parameter has no shape yet (lazy modules), a module is a `FullyShardedDataParallel` (which flattens
             parameters, so that norms and weights look alike), or there is no parameter to train.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: got {type(model).__name__}, must be a torch.nn.Module")
+    check_model(model)
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise ValueError(
             "model: FullyShardedDataParallel flattens parameters, so that norms and weights look alike; "

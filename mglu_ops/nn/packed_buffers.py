@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from .arguments import check_model
 from .masked_linear import MaskedLinear, check_masks_of
 
 
@@ -33,8 +34,7 @@ def check_masks(model: nn.Module) -> None:
         TypeError: `model` is not an `nn.Module`, or packed masks are not uint8; the message has the module's name.
         ValueError: packed masks have another shape than the module's, or their padding is not 0.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: got {type(model).__name__}, must be a torch.nn.Module")
+    check_model(model)
     for name, module in model.named_modules():
         if isinstance(module, MaskedLinear) and module.packed_masks is not None:
             path = f"{name}.packed_masks" if name else "packed_masks"

@@ -14,17 +14,9 @@ Replacements = Mapping[type[nn.Module], Callable[..., nn.Module]]
 
 
 def replace_modules(model: nn.Module, replace: Replacements, stacklevel: int) -> nn.Module:
-    """Replace the modules of the given classes, or none if there is an error; see `freeze` for what stays shared.
+    """Replace the modules of the given classes, or none if there is an error; see `freeze` for results and errors.
 
     Warnings name the caller at `stacklevel`, as in `warnings.warn`, counted from the caller of this function.
-
-    Returns:
-        `model`, or what replaces it if it is of one of the classes itself.
-
-    Raises:
-        TypeError: `replace` is not such a mapping, or a function did not return a module.
-        ValueError: a class occurs nowhere in the model, the module is the root of a compiled model, or what a function
-            returned computes something else than the module.
     """
     _check(replace)
     places = [place for place in _places(model) if _class_of(place[2]) in replace]

@@ -89,10 +89,7 @@ def run_export(options: argparse.Namespace) -> int:
 @contextmanager
 def _without_logs_of_torch() -> Iterator[None]:
     """Leave standard error to the one line of the command, unless `TORCH_LOGS` asks for torch's logs."""
-    if "TORCH_LOGS" in os.environ:
-        yield
-        return
-    logging.disable(logging.ERROR)
+    logging.disable(logging.NOTSET if "TORCH_LOGS" in os.environ else logging.ERROR)
     try:
         yield
     finally:

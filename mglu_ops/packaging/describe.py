@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import operator
 import platform
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .. import ops
 from ..masks import n_masks_of
 from .inputs import Expression, Sizes, dense_order
 from .package import InputInfo, LayerInfo, PackageInfo, WeightInfo
@@ -70,28 +68,27 @@ def tensors_of(program: ExportedProgram) -> dict[str, Tensor]:
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
-def arguments_of(layer: Node) -> dict[str, Any]:
-    """The arguments of a call of `mglu::forward`, by name."""
-    given = dict(zip((argument.name for argument in ops.forward._schema.arguments), layer.args, strict=False))
-    return {"activation": "silu", "mask_weights": None, "weight_format": "dense", **given, **layer.kwargs}
+def arguments_of(node: Node) -> dict[str, Any]:
+    """The arguments that a call of an operator is given, by name; empty for other nodes."""
+    if (schema := getattr(node.target, "_schema", None)) is None:
+        return {}
+    return {**dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)), **node.kwargs}
 
 
 def _describe_layer(layer: Node) -> LayerInfo:
-    arguments = arguments_of(layer)
-    if arguments["weight_format"] != "dense":
+    given = {"activation": "silu", "mask_weights": None, "weight_format": "dense", **arguments_of(layer)}
+    if given["weight_format"] != "dense":
         raise NotImplementedError(
-            f"export: the model has a layer with weight_format={arguments['weight_format']!r}; packages hold dense "
-            "weights only"
+            f"export: the model has a layer with weight_format={given['weight_format']!r}; packages hold dense weights only"
         )
-    weight, masks = arguments["weight"].meta["val"], arguments["packed_masks"].meta["val"]
-    mask_weight = arguments["mask_weights"]
+    weight, mask_weights = given["weight"].meta["val"], given["mask_weights"]
     return LayerInfo(
-        n_masks=int(n_masks_of(masks)),
+        n_masks=int(n_masks_of(given["packed_masks"].meta["val"])),
         out_features=int(weight.shape[0]),
         in_features=int(weight.shape[1]),
         dtype=_name(weight.dtype),
-        activation=arguments["activation"],
-        mask_weights_dtype=None if mask_weight is None else _name(mask_weight.meta["val"].dtype),
+        activation=given["activation"],
+        mask_weights_dtype=None if mask_weights is None else _name(mask_weights.meta["val"].dtype),
     )
 
 
@@ -127,32 +124,11 @@ def _describe_inputs(program: ExportedProgram) -> list[InputInfo]:
 
 
 def _written(program: ExportedProgram) -> set[str]:
-    """The names of the inputs that a program writes to, in place or, if it was decomposed, by its outputs."""
-    from torch.export.graph_signature import OutputKind
-
-    outputs = program.graph_signature.output_specs
-    names = {str(spec.target) for spec in outputs if spec.kind is OutputKind.USER_INPUT_MUTATION}
-    reached = [node for each in program.graph.nodes for node in _shared(each, only_written=True)]
-    seen: set[Node] = set()
-    while reached:
-        node = reached.pop()
-        if node not in seen:
-            seen.add(node)
-            reached += _shared(node)
-    return names | {node.name for node in seen if node.op == "placeholder"}
-
-
-def _shared(node: Node, only_written: bool = False) -> list[Node]:
-    """The arguments of an operator that share memory with its results, as a view's does, or that it writes to."""
-    if node.target is operator.getitem and not only_written:
-        return node.all_input_nodes
-    schema = getattr(node.target, "_schema", None)
-    found: list[Node] = []
-    for position, argument in enumerate(schema.arguments if schema else ()):
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        if argument.alias_info is not None and (argument.alias_info.is_write or not only_written):
-            torch.fx.map_arg(value, found.append)
-    return found
+    """The names of the inputs that a program writes to. Decomposed, it returns what it would write in place."""
+    schemas = [getattr(node.target, "_schema", None) for node in program.graph.nodes]
+    if any(schema is not None and schema.is_mutable for schema in schemas):
+        program = program.run_decompositions({})
+    return set(program.graph_signature.user_inputs_to_mutate.values())
 
 
 def _describe_tensor(program: ExportedProgram, name: str, value: Tensor, is_written: bool) -> InputInfo:
@@ -208,7 +184,8 @@ def _conditions(program: ExportedProgram, inputs: list[InputInfo]) -> list[str]:
                 f"model: it was traced for {guard} alone, which a package cannot check; fix its sizes "
                 "(dynamic_tokens=False)"
             ) from None
-        if not _is_trivial(condition):
+        left, _, right = condition.text.partition(" == ")
+        if left != right:  # in the symbols of the inputs, many conditions say that something equals itself
             conditions.append(condition.text)
     return conditions
 
@@ -244,13 +221,3 @@ def _named_sizes(program: ExportedProgram, inputs: list[InputInfo]) -> Iterator[
         for dim, size in enumerate(entry.shape):
             for source in sources:
                 yield f"{source}.size()[{dim}]", str(size if isinstance(size, int) else size[2])
-
-
-def _is_trivial(condition: Expression) -> bool:
-    """Whether a condition says that something equals itself, as many do in the symbols of the inputs."""
-    comparison = ast.parse(condition.text, mode="eval").body
-    return (
-        isinstance(comparison, ast.Compare)
-        and isinstance(comparison.ops[0], ast.Eq)
-        and ast.dump(comparison.left) == ast.dump(comparison.comparators[0])
-    )

@@ -7,8 +7,9 @@ looks them up.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +40,12 @@ def write(folder: Path, archs: Sequence[str], packages: Sequence[str | Path]) ->
     """Compile the kernels of the layers of `packages` for `archs`, and write them and their table to `folder`.
 
     Raises:
-        ValueError: an architecture is not of the form sm_90, or unknown, or one of the two lists is empty and the other
-            is not.
+        ValueError: an architecture is not of the form sm_90, or unknown, or one of the two lists is empty.
         PackageError: a package is damaged, or for a CPU.
         CompileError: neither NVRTC nor nvcc is here, or a kernel was refused.
     """
-    if bool(archs) != bool(packages):
+    if not (archs and packages):
         raise ValueError("kernels are compiled for an architecture and for a package's layers: give both")
-    if not archs:
-        return
     gpus = [gpu_of_architecture(capability(arch)) for arch in archs]
     layers = list(dict.fromkeys(layer for package in packages for layer in _layers(package)))
     cubins = _Cubins(folder)
@@ -131,32 +129,17 @@ def _variant(call: LayerCall, gpu: Gpu) -> str:
 
 def _tuned(layer: LayerInfo, gpu: Gpu, cubins: _Cubins) -> Iterator[str]:
     """A row for each run of numbers of tokens that are launched alike."""
-    for (first, last), launch in _runs(range(1, MAX_TOKENS + 1), lambda tokens: _launch(layer, gpu, tokens, cubins)):
+    for launch, run in groupby(range(1, MAX_TOKENS + 1), lambda tokens: _launch(layer, gpu, tokens, cubins)):
+        tokens = list(run)
         if launch is not None:
             yield _row(
-                variant=_variant(_call(layer, first), gpu),
+                variant=_variant(_call(layer, tokens[0]), gpu),
                 out_features=layer.out_features,
                 in_features=layer.in_features,
-                first_tokens=first,
-                last_tokens=last,
+                first_tokens=tokens[0],
+                last_tokens=tokens[-1],
                 **launch,
             )
-
-
-def _runs(numbers: Iterable[int], value: Any) -> Iterator[tuple[tuple[int, int], Any]]:
-    """`((first, last), value)` for each run of neighbours of one value."""
-    run: tuple[int, int] | None = None
-    held: Any = None
-    for number in numbers:
-        current = value(number)
-        if run is not None and current == held:
-            run = (run[0], number)
-            continue
-        if run is not None:
-            yield run, held
-        run, held = (number, number), current
-    if run is not None:
-        yield run, held
 
 
 def _launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> dict[str, object] | None:

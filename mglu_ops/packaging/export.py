@@ -98,7 +98,7 @@ def export(
     _check_files(path, weights)
     _check_compiler()
     report = FusionReport()
-    with _beside(path) as unfinished, torch.no_grad(), _quiet():
+    with _replacing("path", path) as unfinished, torch.no_grad(), _quiet():
         program = _exported(model, tuple(example_inputs), dynamic_tokens, dynamic_shapes)
         device = _device(program)
         fused = fuse_exported(program, report=report, strict=strict, assume_binary=assume_binary)
@@ -115,7 +115,6 @@ def export(
             _store_weights(fused, weights)
         _compile(fused, info, dict(options), unfinished)
         seal_package(unfinished, info)
-        os.replace(unfinished, path.resolve())
     if has_own_libstdcxx(path):
         notices.warn(
             f"mglu_ops.export: Python cannot load {path}, only C++ programs can, because the C++ compiler links "
@@ -152,19 +151,21 @@ def _check_files(path: Path, weights: Path | None) -> None:
 
 
 @contextmanager
-def _beside(path: Path) -> Iterator[Path]:
-    """A file of the same name in a new folder beside a file, so that the finished file can take its place at once.
+def _replacing(name: str, path: Path) -> Iterator[Path]:
+    """A file of the same name in a new folder beside a file, whose place it takes at the end unless there is an error.
 
-    Whoever reads the package meanwhile, or after the process was killed, finds the older one, and never half of one.
-    A killed process leaves the new folder, `.NAME.*.tmp`.
+    Whoever reads the file meanwhile, or after the process was killed, finds the older one, and never half of one. A
+    killed process leaves the new folder, `.NAME.*.tmp`.
     """
     target = path.resolve()
     try:
         folder = tempfile.TemporaryDirectory(prefix=f".{path.name}.", suffix=".tmp", dir=target.parent)
     except OSError as error:
-        raise ValueError(f"path: {path} cannot be written: {error.strerror} in {target.parent}") from None
-    with folder as name:
-        yield Path(name, path.name)  # torch makes its stem the folder of all members
+        raise ValueError(f"{name}: {path} cannot be written: {error.strerror} in {target.parent}") from None
+    with folder as inside:
+        unfinished = Path(inside, path.name)  # torch makes the stem of a package's name the folder of its members
+        yield unfinished
+        os.replace(unfinished, target)
 
 
 def _check_compiler() -> None:
@@ -212,10 +213,10 @@ def _exported(
     import torch.fx.experimental._config as symbolic
     from torch.utils import _pytree as pytree
 
-    inputs = pytree.tree_map(_dense, inputs)
+    inputs = pytree.tree_map_only(Tensor, _dense, inputs)
     if dynamic_shapes is not None or not dynamic_tokens:
         return _torch_export(model, inputs, dynamic_shapes)
-    inputs = pytree.tree_map(_enlarged, inputs)
+    inputs = pytree.tree_map_only(Tensor, _enlarged, inputs)
     shapes = pytree.tree_map(_varying, inputs)
     # Without this setting, torch assumes that a size that varies is never 0 or 1.
     with symbolic.patch(backed_size_oblivious=True):  # type: ignore[attr-defined] # a config module's
@@ -233,15 +234,15 @@ def _torch_export(model: nn.Module, inputs: tuple[Any, ...], shapes: Any) -> Exp
         return torch.export.export(model, inputs, dynamic_shapes=shapes)
     except Exception as error:  # it runs the user's code, and raises errors of many types
         reason, *_ = str(error).strip().splitlines() or [""]
-        problem = f"{type(error).__name__}: {reason}"
-    # This is not raised from the error of torch, whose traceback has 200 lines.
-    raise ValueError(f"model: torch.export.export failed on example_inputs {described(inputs)}: {problem}")
+        raise ValueError(
+            f"model: torch.export.export failed on example_inputs {described(inputs)}: {type(error).__name__}: {reason}"
+        ) from None  # the traceback of torch's error has 200 lines
 
 
-def _dense(value: Any) -> Any:
+def _dense(value: Tensor) -> Tensor:
     """A tensor whose strides leave gaps or overlap as a contiguous one: torch compiles code for strides."""
-    is_strided = isinstance(value, Tensor) and value.layout is torch.strided
-    return value.contiguous() if is_strided and dense_order(value.shape, value.stride()) is None else value
+    has_gaps = value.layout is torch.strided and dense_order(value.shape, value.stride()) is None
+    return value.contiguous() if has_gaps else value
 
 
 def _signs_of_training(model: nn.Module | ExportedProgram) -> list[str]:
@@ -251,9 +252,7 @@ def _signs_of_training(model: nn.Module | ExportedProgram) -> list[str]:
         return [how] if model.training else []
     names = []
     for node in model.graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        given = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) if schema else {}
-        given |= node.kwargs
+        given = arguments_of(node)
         if given.get("train") is True or given.get("training") is True or given.get("dropout_p", 0.0) != 0.0:
             names.append(node.name)
     how = f"the program was exported in training mode, and is compiled so: {', '.join(names)}; call model.eval() before"
@@ -264,21 +263,17 @@ _SMALLEST_EXAMPLES = (2, 3, 5, 7)
 """The smallest example of the first, second, ... size that varies."""
 
 
-def _enlarged(value: Any) -> Any:
+def _enlarged(value: Tensor) -> Tensor:
     """Repeat the elements of a tensor until all sizes that vary are above 1.
 
     If the example has a size of 1, torch lets it vary and then compiles code that is right for 1 alone (torch 2.13).
     """
-    if not isinstance(value, Tensor):
-        return value
     for dim in _varying(value):
-        if value.shape[dim] <= 1:
-            wanted = _SMALLEST_EXAMPLES[min(dim, 3)]
-            value = (
-                value.repeat_interleave(wanted, dim)
-                if value.shape[dim]
-                else value.new_zeros((*value.shape[:dim], wanted, *value.shape[dim + 1 :]))
-            )
+        wanted = _SMALLEST_EXAMPLES[min(dim, 3)]
+        if value.shape[dim] == 1:
+            value = value.repeat_interleave(wanted, dim)
+        elif value.shape[dim] == 0:
+            value = value.new_zeros((*value.shape[:dim], wanted, *value.shape[dim + 1 :]))
     return value
 
 
@@ -307,12 +302,8 @@ def _check_masks(program: ExportedProgram) -> None:
     """Check the packed masks that a model held already; the others were packed by `fuse_exported`."""
     from ..passes import layers_of
 
-    signature, tensors = program.graph_signature, tensors_of(program)
-    names = {
-        **signature.inputs_to_parameters,
-        **signature.inputs_to_buffers,
-        **signature.inputs_to_lifted_tensor_constants,
-    }
+    tensors = tensors_of(program)
+    names = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs}
     for layer in layers_of(program.graph):
         arguments = arguments_of(layer)
         name = names.get(arguments["packed_masks"].name)
@@ -368,16 +359,12 @@ def _triton_rule(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: 
     from ..backends.triton.launch import launch
 
     given = LayerArguments(*args, **(kwargs or {}))
-    x, weights = given.x, given.mask_weights
     with mode:
-        rows = x.reshape(-1, x.shape[-1])
-        tokens = rows.shape[0]
+        in_rows = given.in_rows()
+        tokens = in_rows.x.shape[0]
         # The launch is chosen once for all numbers of tokens: tiles of 16 tokens take any number of them.
-        chosen = choose(given.n_masks, tokens if isinstance(tokens, int) else 16, wide=x.dtype is torch.float32)
-        in_rows = given._replace(
-            x=rows, mask_weights=None if weights is None else weights.reshape(-1, weights.shape[-1])
-        )
-        return launch(in_rows, chosen).view(*x.shape[:-1], given.out_features)
+        chosen = choose(given.n_masks, tokens if isinstance(tokens, int) else 16, wide=given.x.dtype is torch.float32)
+        return launch(in_rows, chosen).view(*given.x.shape[:-1], given.out_features)
 
 
 def _composite_rule(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
@@ -397,10 +384,6 @@ def _store_weights(program: ExportedProgram, path: Path) -> None:
     for name in found.keys() & stored.keys():
         if found[name].dtype != stored[name].dtype or not torch.equal(found[name], stored[name]):
             raise ValueError(f"weights: {path} holds another {name}; packages that share a file share their tensors")
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        torch.save({**stored, **found}, temporary)
-        seal(temporary, "weights")
-        os.replace(temporary, path)  # other packages never see half a file
-    finally:
-        temporary.unlink(missing_ok=True)
+    with _replacing("weights", path) as unfinished:
+        torch.save({**stored, **found}, unfinished)
+        seal(unfinished, "weights")

@@ -9,7 +9,6 @@ Sizes and conditions are Python expressions in integer symbols, such as `s77 + s
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Sequence
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -19,12 +18,11 @@ from torch import Tensor
 
 from ..tensors import check_dense, check_memory
 from ..words import counted
+from .package import InputInfo, PackageInfo, in_words
 from .seal import PackageError
 
 if TYPE_CHECKING:
     from torch.utils._pytree import TreeSpec
-
-    from .package import InputInfo, PackageInfo
 
 _FUNCTIONS = {"abs": abs, "max": max, "min": min}
 _NODES = (
@@ -66,10 +64,6 @@ class Expression:
         except ZeroDivisionError:
             return None
 
-    def with_names(self, names: dict[str, str]) -> str:
-        """The text with other words in place of symbols."""
-        return re.sub(r"[A-Za-z_]\w*", lambda found: names.get(found[0], found[0]), self.text)
-
 
 def _is_allowed(node: ast.AST, called: set[int]) -> bool:
     if isinstance(node, ast.Constant):
@@ -98,27 +92,24 @@ class Sizes:
             for dim, size in enumerate(entry.shape)
             if not isinstance(size, int)
         ]
+        self._words: dict[str, str] = {}  # what each known symbol is called in messages
         self._alone: dict[str, tuple[str, int]] = {}
         self._solved: list[tuple[str, str, int, Expression]] = []
         self._computed: list[tuple[str, int, Expression]] = []
         for entry, dim, size in sorted(found, key=lambda each: not each[2].text.isidentifier()):  # a stable order
-            unknown = sorted(size.names - self._words().keys())
+            unknown = sorted(size.names - self._words.keys())
             if unknown == [size.text]:
                 self._alone[size.text] = entry.name, dim
+                self._words[size.text] = f"{entry.name}.shape[{dim}]"
                 continue
             if len(unknown) == 1 and _is_linear(size, unknown[0]):
                 self._solved.append((unknown[0], entry.name, dim, size))
+                self._words[unknown[0]] = unknown[0]
             self._computed.append((entry.name, dim, size))
         self._conditions = [Expression(text) for text in conditions]
-        known = self._words().keys()
         for size in (*(size for _, _, size in self._computed), *self._conditions):
-            if untold := size.names - known:
+            if untold := size.names - self._words.keys():
                 raise PackageError(f"its description: no size of its inputs tells {min(untold)!r}")
-
-    def _words(self) -> dict[str, str]:
-        """What each symbol is, for messages."""
-        words = {symbol: f"{name}.shape[{dim}]" for symbol, (name, dim) in self._alone.items()}
-        return words | {symbol: symbol for symbol, *_ in self._solved}
 
     def check(self, shapes: dict[str, torch.Size]) -> None:
         """Check the shapes of all inputs, by name.
@@ -132,12 +123,12 @@ class Sizes:
             values[symbol] = (shapes[name][dim] - start) // ((after - start) or 1)  # 0 in `s3 * s4` if s4 is 0
         for name, dim, size in self._computed:
             if (wanted := size(values)) != (found := shapes[name][dim]):
-                words = size.with_names(self._words())
+                words = in_words(size.text, self._words)
                 because = f"which is {words}" if size.names <= self._alone.keys() else f"for some integer in {words}"
                 raise ValueError(f"{name}: got size {found} in dimension {dim}, must be {wanted}, {because}")
         for condition in self._conditions:
             if not condition(values):
-                words = condition.with_names(self._words())
+                words = in_words(condition.text, self._words)
                 found_sizes = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
                 raise ValueError(f"inputs: got the shapes {found_sizes}; the model was compiled for {words} alone")
 
@@ -145,12 +136,8 @@ class Sizes:
 def _is_linear(size: Expression, symbol: str) -> bool:
     """Whether a size grows by the same step with a symbol, wherever the other symbols are."""
     for others in (2, 5):
-        values = [size({**dict.fromkeys(size.names, others), symbol: value}) for value in (0, 1, 2, 101)]
-        if None in values or values[1] == values[0]:
-            return False
-        if any(
-            value != values[0] + at * (values[1] - values[0]) for at, value in zip((2, 101), values[2:], strict=True)
-        ):
+        at_0, at_1, *more = (size({**dict.fromkeys(size.names, others), symbol: value}) for value in (0, 1, 2, 101))
+        if None in (at_0, at_1, *more) or at_1 == at_0 or more != [2 * at_1 - at_0, 101 * at_1 - 100 * at_0]:
             return False
     return True
 
@@ -189,16 +176,9 @@ class Inputs:
     def tensors(self, arguments: Any, spec: TreeSpec) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
         """The tensors for the code, in order, and pairs of a copy and a tensor into which the copy is to go afterwards.
 
-        An input of other strides than the example's is copied. What the model then writes to it is in the copy.
-
-        Args:
-            arguments: `(args, kwargs)` of the call.
-            spec: the tree of the example's.
-
-        Raises:
-            TypeError: an input is not a dense tensor.
-            ValueError: the arguments are not nested like the example's, or the dtype, device, shape or value of
-                one is not as the package was compiled for, or its storage was resized.
+        An input of other strides than the example's is copied. What the model then writes to it is in the copy. The
+        arguments are `(args, kwargs)` of the call, and `spec` is the tree of the example's. `Package.__call__` says
+        which errors are raised.
         """
         found, written = [], []
         for entry, dtype, value in zip(self._info.inputs, self._dtypes, self._leaves(arguments, spec), strict=True):

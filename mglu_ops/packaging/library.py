@@ -22,9 +22,6 @@ LIBRARY = "libmglu_ops.so"
 CHECKSUM = f"{LIBRARY}.sha256"
 """The file beside the library that holds its checksum, in the format of `sha256sum`."""
 
-_PRODUCTS = {"mglu_ops": LIBRARY}
-"""The file that a target of `csrc/CMakeLists.txt` makes, where its name is another."""
-
 
 class BuildError(RuntimeError):
     """A tool that the build needs is missing, or the compiler refused a source; the message holds what it said."""
@@ -103,12 +100,9 @@ def build_targets(
         out: the folder.
         targets: `mglu_ops`, and the programs `run_package`, `run_package_alone` and `fuzz`. `run_package` loads the
             library in its own folder.
-        compiler: as in `build_runtime`.
+        compiler: as in `build_runtime`, as are the errors.
         flags: as in `build_runtime`; they follow `-O3`.
         kernels: folder that `write_kernels` filled.
-
-    Raises:
-        BuildError: as in `build_runtime`.
     """
     cmake, generator, compiler = _find_tools(compiler)
     settings = {
@@ -124,20 +118,17 @@ def build_targets(
         defines = [f"-D{name}={value}" for name, value in settings.items()]
         _run([cmake, "-S", str(source_directory()), "-B", folder, "-G", generator, *defines])
         _run([cmake, "--build", folder, "--parallel", str(os.cpu_count()), "--target", *targets])
-        for name in (_PRODUCTS.get(target, target) for target in targets):
+        for name in (LIBRARY if target == "mglu_ops" else target for target in targets):
             temporary = out / f"{name}.{os.getpid()}.tmp"
             shutil.copy(Path(folder) / name, temporary)
             os.replace(temporary, out / name)  # a process that has mapped the old file keeps it
 
 
 def write_kernels(folder: str | Path, archs: Sequence[str], packages: Sequence[str | Path]) -> None:
-    """Compile kernels and write them to a folder, for CMake's `MGLU_KERNELS`. The arguments are `build_runtime`'s.
+    """Compile kernels and write them to a folder, for CMake's `MGLU_KERNELS`.
 
-    Raises:
-        BuildError: neither NVRTC nor nvcc is here, or a kernel was refused.
-        PackageError: as in `build_runtime`.
-        FileNotFoundError: as in `build_runtime`.
-        ValueError: as in `build_runtime`.
+    Arguments and errors are those of `build_runtime`. A BuildError says that neither NVRTC nor nvcc is here, or that
+    a kernel was refused.
     """
     from ..backends.cuda.compiler import CompileError
     from . import device_code

@@ -87,10 +87,12 @@ def load(
     library = None if library is None else as_path("library", library)
     weights = weights if weights is None or isinstance(weights, Mapping) else as_path("weights", weights)
     info = read_info(path)
-    _check_torch(info)
-    _check_cpu(info)
-    _check_device(info)
-    _check_cpp_runtime(info)
+    _check_process(info)
+    if has_own_libstdcxx(path):
+        raise PackageError(
+            f"{path} holds a copy of libstdc++ and would crash Python, because its C++ compiler links it "
+            "statically; export it anew, with CXX set to a compiler that links libstdc++.so"
+        )
     if info.calls == "shim":
         from .library import load_library
 
@@ -134,14 +136,13 @@ def load_weights(path: str | Path, device: torch.device | str = "cpu") -> dict[s
 
 def _give_weights(runner: Any, weights: str | Path | Mapping[str, Tensor], info: PackageInfo) -> None:
     tensors = weights if isinstance(weights, Mapping) else load_weights(weights, info.device)
-    needed = runner.get_constant_fqns()
-    if missing := [name for name in needed if name not in tensors]:
+    needed = set(runner.get_constant_fqns())
+    if missing := needed - tensors.keys():
         raise PackageError(f"{info.path}: the weights lack {', '.join(sorted(missing))}")
-    constants = {name: tensors[name] for name in needed}
     described = {weight.name: weight for weight in info.weights}
-    for name, tensor in constants.items():
-        _check_weight(info, described.get(name), name, tensor)
-    runner.load_constants(constants, check_full_update=True, user_managed=True)
+    for name in needed:
+        _check_weight(info, described.get(name), name, tensors[name])
+    runner.load_constants({name: tensors[name] for name in needed}, check_full_update=True, user_managed=True)
 
 
 def _check_weight(info: PackageInfo, expected: WeightInfo | None, name: str, tensor: object) -> None:
@@ -158,55 +159,28 @@ def _check_weight(info: PackageInfo, expected: WeightInfo | None, name: str, ten
     raise PackageError(f"{info.path}: weights: {name}: got {found}, must be {expected} on {info.device}")
 
 
-# --- Does it fit? ---------------------------------------------------------------------------------------------------
-
-
-def _check_torch(info: PackageInfo) -> None:
-    if minor_version(info.torch) != minor_version(torch.__version__):
-        raise PackageError(
-            f"{info.path} was compiled by torch {info.torch}, and this is {torch.__version__}; export it anew"
-        )
-
-
 _VECTORS = ("DEFAULT", "AVX2", "AVX512")
 """Vector instructions of x86 by torch's names. A CPU that has one of them has all before it."""
 
 
-def _check_cpu(info: PackageInfo) -> None:
-    """Refuse code for instructions that this CPU lacks, which would kill the process."""
-    here = [platform.machine(), torch.backends.cpu.get_cpu_capability()]
-    if not info.cpu or info.cpu == here:
-        return
-    made, found = info.cpu[1], here[1]
-    if (
-        info.cpu[0] == here[0]
-        and made in _VECTORS
-        and found in _VECTORS
-        and _VECTORS.index(made) < _VECTORS.index(found)
-    ):
-        return
-    raise PackageError(f"{info.path} was compiled for a CPU {' '.join(info.cpu)}, and this is {' '.join(here)}")
-
-
-def _check_cpp_runtime(info: PackageInfo) -> None:
-    """Refuse code that would crash this process (see `cpp_runtime`)."""
-    if has_own_libstdcxx(Path(info.path)):
+def _check_process(info: PackageInfo) -> None:
+    """Check that this torch, CPU and GPU run the package. Instructions that the CPU lacks would kill the process."""
+    if minor_version(info.torch) != minor_version(torch.__version__):
         raise PackageError(
-            f"{info.path} holds a copy of libstdc++ and would crash Python, because its C++ compiler links it "
-            "statically; export it anew, with CXX set to a compiler that links libstdc++.so"
+            f"{info.path} was compiled by torch {info.torch}, and this is {torch.__version__}; export it anew"
         )
-
-
-def _check_device(info: PackageInfo) -> None:
+    machine, vectors = platform.machine(), torch.backends.cpu.get_cpu_capability()
+    runnable = _VECTORS[: _VECTORS.index(vectors) + 1] if vectors in _VECTORS else (vectors,)
+    if info.cpu and not (info.cpu[0] == machine and info.cpu[1] in runnable):
+        raise PackageError(f"{info.path} was compiled for a CPU {' '.join(info.cpu)}, and this is {machine} {vectors}")
     if info.device == "cpu":
         return
     if not torch.cuda.is_available():
         raise PackageError(f"{info.path} is for a GPU, and torch sees none here")
     assert info.arch is not None
     made, here = tuple(info.arch), torch.cuda.get_device_capability()
-    if made == here or (info.multi_arch and here > made):
-        return
-    raise PackageError(
-        f"{info.path} was compiled for compute capability {made[0]}.{made[1]}, and this GPU "
-        f"({torch.cuda.get_device_name()}) has {here[0]}.{here[1]}; export it here"
-    )
+    if made != here and not (info.multi_arch and here > made):
+        raise PackageError(
+            f"{info.path} was compiled for compute capability {made[0]}.{made[1]}, and this GPU "
+            f"({torch.cuda.get_device_name()}) has {here[0]}.{here[1]}; export it here"
+        )

@@ -148,15 +148,16 @@ class PackageInfo:
         layers = counted(len(self.layers), "MGLU layer")
         lines = [f"{self.path}: {layers}, backend {self.backend}, {self.device}{gpu}{weights}"]
         lines += [f"  torch {self.torch}; {needs}", *(f"  input {entry}" for entry in self.inputs)]
-        lines += [f"  only where {self._in_words(condition)}" for condition in self.conditions]
+        sizes = ((entry.name, dim, size) for entry in self.inputs for dim, size in enumerate(entry.shape))
+        words = {size[2]: f"{name}.shape[{dim}]" for name, dim, size in sizes if not isinstance(size, int)}
+        lines += [f"  only where {in_words(condition, words)}" for condition in self.conditions]
         lines += [f"  not fused: {reason}" for reason in self.missed]
         return "\n".join(lines)
 
-    def _in_words(self, condition: str) -> str:
-        """A condition with `x.shape[0]` in place of the symbol of this size."""
-        sizes = ((entry.name, dim, size) for entry in self.inputs for dim, size in enumerate(entry.shape))
-        words = {size[2]: f"{name}.shape[{dim}]" for name, dim, size in sizes if not isinstance(size, int)}
-        return re.sub(r"[A-Za-z_]\w*", lambda found: words.get(found[0], found[0]), condition)
+
+def in_words(expression: str, words: dict[str, str]) -> str:
+    """An expression with words such as `x.shape[0]` in place of the symbols of sizes."""
+    return re.sub(r"[A-Za-z_]\w*", lambda found: words.get(found[0], found[0]), expression)
 
 
 def seal_package(path: Path, info: PackageInfo) -> None:

@@ -13,6 +13,7 @@ writes a file can seal it.
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 import zipfile
@@ -26,7 +27,6 @@ FORMAT = 4
 _SEAL = re.compile(rb"mglu_ops seal (\d{1,9}) ([!-~ ]*)adler32=([0-9a-f]{8})\Z")
 _CHECKSUM_DIGITS = 8
 _TAIL_BYTES = 1 << 16
-_CHUNK_BYTES = 1 << 24
 
 
 class PackageError(RuntimeError):
@@ -34,12 +34,7 @@ class PackageError(RuntimeError):
 
 
 def seal(path: Path, contents: str) -> None:
-    """Write the seal of a zip archive.
-
-    Args:
-        path: the archive.
-        contents: the words between the format and the checksum.
-    """
+    """Write the seal of a zip archive; `contents` are the words between the format and the checksum."""
     with zipfile.ZipFile(path, "a") as archive:
         archive.comment = f"mglu_ops seal {FORMAT} {contents} adler32=".encode() + b"0" * _CHECKSUM_DIGITS
     with path.open("r+b") as file:
@@ -78,11 +73,5 @@ def check_seal(path: Path, kind: str) -> None:
 
 def _checksum(file: BinaryIO) -> bytes:
     """The checksum of all bytes of a file but the last eight, which may be more than fit into memory."""
-    left = file.seek(0, os.SEEK_END) - _CHECKSUM_DIGITS
-    file.seek(0)
-    checksum = zlib.adler32(b"")
-    while left > 0:
-        chunk = file.read(min(left, _CHUNK_BYTES))
-        checksum = zlib.adler32(chunk, checksum)
-        left -= len(chunk)
-    return b"%08x" % checksum
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
+        return b"%08x" % zlib.adler32(view[:-_CHECKSUM_DIGITS])

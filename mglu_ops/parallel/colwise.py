@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from ..nn.masked_linear import MaskedLinear
@@ -55,11 +55,7 @@ class ColwiseMGLU(ColwiseParallel):
 
 
 def check_divisible(module: MaskedLinear, mesh: DeviceMesh) -> None:
-    """Check that every rank gets the same number of rows.
-
-    Raises:
-        ValueError: the number of ranks does not divide out_features.
-    """
+    """Check that every rank gets the same number of rows."""
     if module.out_features % mesh.size():
         raise ValueError(
             f"out_features: got {module.out_features}, must be a multiple of the number of ranks, {mesh.size()}"
@@ -74,14 +70,9 @@ def _partition(src_data_rank: int | None, name: str, module: nn.Module, mesh: De
 
 
 def place(module: nn.Module, name: str, placement: Placement, mesh: DeviceMesh, src_data_rank: int | None) -> None:
-    """Replace a parameter or a buffer by a DTensor, unless it is one already, or None.
+    """Replace a parameter or a buffer by a DTensor on a mesh of one dimension, unless it is one already, or None.
 
-    Args:
-        module: the module that holds the tensor.
-        name: the name of the tensor in the module.
-        placement: the placement of the DTensor on a mesh of one dimension.
-        mesh: the ranks.
-        src_data_rank: the rank whose values all ranks get; None if each has the values already.
+    All ranks get the values of `src_data_rank`; if that is None, each has the values already.
     """
     tensor: Tensor | None = getattr(module, name)
     if tensor is None or isinstance(tensor, DTensor):
@@ -89,10 +80,3 @@ def place(module: nn.Module, name: str, placement: Placement, mesh: DeviceMesh, 
     placed = distribute_tensor(tensor.detach(), mesh, [placement], src_data_rank=src_data_rank)
     is_parameter = isinstance(tensor, nn.Parameter)
     setattr(module, name, nn.Parameter(placed, requires_grad=tensor.requires_grad) if is_parameter else placed)
-
-
-def replicate_router(module: MaskedLinear, mesh: DeviceMesh) -> None:
-    """Replace the parameters of a router by replicated DTensors; every rank has their values already."""
-    if module.router is not None:
-        for name, _ in list(module.router.named_parameters(recurse=False)):
-            place(module.router, name, Replicate(), mesh, None)

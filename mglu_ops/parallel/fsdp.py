@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from ..nn.arguments import check_model
 from ..nn.lookalikes import warn_of_unnamed_logits
 from ..nn.mask_logits import Selection, logits_of_modules, parameters_with_owners, selected
 
@@ -38,8 +39,7 @@ def shard_placement_fn(model: nn.Module, *, mask_logits: Selection = ()) -> Call
         TypeError: `model` is not an `nn.Module`, or `mask_logits` is not as above.
         ValueError: a name in `mask_logits` fits no parameter.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: got {type(model).__name__}, must be a torch.nn.Module")
+    check_model(model)
     names = set(selected(model, mask_logits))
     without_placement = "its logits are divided along their first dimension, which is that of the masks"
     warn_of_unnamed_logits("shard_placement_fn", model, mask_logits, without_placement, stacklevel=2)

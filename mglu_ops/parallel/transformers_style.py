@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, ColwiseParallel
 
 from ..nn.masked_linear import MaskedLinear
-from .colwise import ROWS, check_divisible, place, replicate_router
+from .colwise import ROWS, check_divisible, place
 
 NAME = "mglu_colwise"
 
@@ -29,7 +30,9 @@ class TransformersColwiseMGLU(ColwiseParallel):
             )
         check_divisible(module, mesh)
         place(module, "packed_masks", ROWS["packed_masks"], mesh, None)
-        replicate_router(module, mesh)
+        if module.router is not None:
+            for name, _ in list(module.router.named_parameters(recurse=False)):
+                place(module.router, name, Replicate(), mesh, None)
         return super().install_forward(module, mesh)
 
 

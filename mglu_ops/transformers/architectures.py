@@ -2,56 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    LlamaForCausalLM,
-    LlamaModel,
-    MistralForCausalLM,
-    MistralModel,
-    Qwen3ForCausalLM,
-    Qwen3Model,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from . import modeling
+from .modeling import MGLULlamaForCausalLM, MGLUMistralForCausalLM, MGLUQwen3ForCausalLM
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """The classes of one architecture.
-
-    Attributes:
-        config: the configuration with MGLU.
-        swiglu: the decoder and the language model of Transformers.
-        mglu: the decoder and the language model with MGLU.
-    """
+class Architecture(NamedTuple):
+    """The configuration of one architecture with MGLU, and its decoder and language model with SwiGLU and with MGLU."""
 
     config: type[Any]
     swiglu: tuple[type[Any], type[Any]]
     mglu: tuple[type[Any], type[Any]]
 
+    @classmethod
+    def of(cls, model: type[Any]) -> Architecture:
+        """The architecture of a language model with MGLU, whose last base is the class of Transformers."""
+        decoder = model.decoder_class
+        return cls(model.config_class, (decoder.__bases__[-1], model.__bases__[-1]), (decoder, model))
 
-ARCHITECTURES = (
-    Architecture(
-        modeling.MGLULlamaConfig,
-        (LlamaModel, LlamaForCausalLM),
-        (modeling.MGLULlamaModel, modeling.MGLULlamaForCausalLM),
-    ),
-    Architecture(
-        modeling.MGLUQwen3Config,
-        (Qwen3Model, Qwen3ForCausalLM),
-        (modeling.MGLUQwen3Model, modeling.MGLUQwen3ForCausalLM),
-    ),
-    Architecture(
-        modeling.MGLUMistralConfig,
-        (MistralModel, MistralForCausalLM),
-        (modeling.MGLUMistralModel, modeling.MGLUMistralForCausalLM),
-    ),
-)
+
+ARCHITECTURES = tuple(map(Architecture.of, (MGLULlamaForCausalLM, MGLUQwen3ForCausalLM, MGLUMistralForCausalLM)))
 
 
 def register() -> None:

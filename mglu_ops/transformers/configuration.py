@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig, MistralConfig, Qwen3Config
 
-from ..nn.arguments import check_flag, check_masks, check_weight_init
+from ..nn.arguments import check_flags, check_masks, check_weight_init
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -55,7 +55,7 @@ class MGLUConfigMixin:
         Raises:
             ValueError: a value is out of range, or there is a bias, which MGLU does not have.
         """
-        check_flag("learnable_masks", self.learnable_masks)
+        check_flags(learnable_masks=self.learnable_masks)
         check_weight_init(self.weight_init)
         check_mask_keys(self.n_masks, self.mask_top_k, self.router_aux_loss_coef)
         check_feed_forward(self)

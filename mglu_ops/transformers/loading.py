@@ -20,36 +20,29 @@ _FLOATING = ("F16", "BF16", "F32", "F64", *map(str, FLOATING))
 
 
 def check_loaded(model: nn.Module, info: Any, source: str) -> None:
-    """Check what the loader of Transformers reports, before it draws at random what is missing.
-
-    Args:
-        model: the model, into which the checkpoint was loaded.
-        info: the loader's `LoadStateDictInfo`.
-        source: the name of the checkpoint, for the messages.
+    """Check a `LoadStateDictInfo` of the loader of Transformers, before it draws at random what is missing.
 
     Raises:
         ValueError: weights or masks of an MGLU are not in the checkpoint, or have other sizes; the checkpoint has an
             MGLU, or tensors of one, that the model does not have; or packed masks have padding that is not 0.
     """
     layers = _layers(model)
-    kinds = set(map(_kind, layers))
     for key, found, expected in sorted(info.mismatched_keys):
         if _is_of(key, layers):
             raise ValueError(
                 f"{source}: {key} has shape {list(found)}, but the configuration says {list(expected)}; check "
                 "hidden_size, intermediate_size and n_masks (ignore_mismatched_sizes does not hold for MGLU layers)"
             )
-    missing = sorted(key for key in info.missing_keys if _is_of(key, layers))
-    if missing:
+    if missing := sorted(key for key in info.missing_keys if _is_of(key, layers)):
         reason = _reason(set(info.unexpected_keys), len(set(map(_owner, missing))) < len(layers))
         raise ValueError(f"{source}: has no {_first_of(missing)}; {reason}")
-    surplus = sorted(key for key in info.unexpected_keys if not _is_of(key, layers) and _is_of(_kind(key), kinds))
-    if surplus:
+    kinds = set(map(_kind, layers))
+    unused = sorted(key for key in info.unexpected_keys if _is_of(_kind(key), kinds))
+    if surplus := [key for key in unused if not _is_of(key, layers)]:
         raise ValueError(
             f"{source}: has {_first_of(surplus)}, of a layer that the configuration does not have; check "
             "num_hidden_layers: without its last layers, the model would compute something else than the saved one"
         )
-    unused = sorted(key for key in info.unexpected_keys if _is_of(key, layers))
     if unused:
         raise ValueError(
             f"{source}: has {_first_of(unused)}, which the configuration does not mention: without it, the model would "
@@ -68,8 +61,7 @@ def check_adapter(model: nn.Module, info: Any, expected: Iterable[str], source: 
         ValueError: weights or masks are missing. Transformers loads no `modules_to_save`, unlike PEFT.
     """
     layers = _layers(model)
-    missing = sorted(key for key in set(expected) & set(info.missing_keys) if _is_of(key, layers))
-    if missing:
+    if missing := sorted(key for key in set(expected) & set(info.missing_keys) if _is_of(key, layers)):
         raise ValueError(
             f"{source}: Transformers cannot load {_first_of(missing)} of an adapter with modules_to_save; load the "
             "base model, and then the adapter with peft.PeftModel.from_pretrained(base_model, folder)"
@@ -146,35 +138,26 @@ def _first_of(keys: list[str]) -> str:
     return f"{keys[0]} and {len(keys) - 1} more" if len(keys) > 1 else keys[0]
 
 
+_REASONS = {
+    LOGITS: "it holds the logits of masks, and the configuration says learnable_masks=False: load it with "
+    "learnable_masks=True, then pack the masks with mglu_ops.transformers.freeze(model)",
+    PACKED: "it holds packed masks, and the configuration says learnable_masks=True: load it with "
+    "learnable_masks=False; logits cannot be made from packed masks",
+    "gate_proj.weight": "it is a SwiGLU model: load it with its own class, and make an MGLU model of it, which must be "
+    "trained, with mglu_ops.transformers.from_swiglu(model, n_masks=...)",
+}
+"""What a tensor that the model does not have tells about the kind of a checkpoint, and what to do."""
+
+
 def _reason(unexpected: set[str], is_in_some_layers: bool) -> str:
-    """What a checkpoint's unexpected tensors tell about its kind, and what to do.
-
-    Args:
-        unexpected: the keys of these tensors.
-        is_in_some_layers: whether the checkpoint has the missing tensors for other layers.
-    """
-
-    def has(ending: str) -> bool:
-        return any(key.endswith(ending) for key in unexpected)
-
-    if is_in_some_layers and (has(f".{LOGITS}") or has(".packed_masks")):
+    """Why a checkpoint with these unexpected tensors lacks others, which it may have for some layers."""
+    found = {name for key in unexpected for name in _REASONS if key.endswith(f".{name}")}
+    if is_in_some_layers and found & {LOGITS, PACKED}:
         return (
             "some layers hold packed masks and others the logits of masks, which no configuration describes: pack "
             "the logits of the others with torch.ops.mglu.pack_logits, and save the model with learnable_masks=False"
         )
-    if has(f".{LOGITS}"):
-        return (
-            "it holds the logits of masks, and the configuration says learnable_masks=False: load it with "
-            "learnable_masks=True, then pack the masks with mglu_ops.transformers.freeze(model)"
-        )
-    if has(".packed_masks"):
-        return (
-            "it holds packed masks, and the configuration says learnable_masks=True: load it with "
-            "learnable_masks=False; logits cannot be made from packed masks"
-        )
-    if has(".gate_proj.weight"):
-        return (
-            "it is a SwiGLU model: load it with its own class, and make an MGLU model of it, which must be trained, "
-            "with mglu_ops.transformers.from_swiglu(model, n_masks=...)"
-        )
+    for name, reason in _REASONS.items():
+        if name in found:
+            return reason
     return "masks and weights of MGLU layers are never drawn at random when a checkpoint is loaded"

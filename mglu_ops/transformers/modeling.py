@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     LlamaForCausalLM,
     LlamaModel,
@@ -24,6 +24,8 @@ from transformers import (
     Qwen3Model,
 )
 from transformers import initialization as init
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder
 
 from ..nn import MGLU, MGLUFeedForward
@@ -31,7 +33,7 @@ from .adapters import warn_of_untrained_weights
 from .configuration import ACTIVATIONS, MGLUConfigMixin, MGLULlamaConfig, MGLUMistralConfig, MGLUQwen3Config
 from .loading import check_adapter, check_dtypes, check_loaded, warn_of_quantizer
 from .model_card import write_model_card
-from .routing import RoutedForwardMixin
+from .routing import load_balancing_loss
 
 if TYPE_CHECKING:  # the class after the mixins in the list of bases
     from transformers import PreTrainedModel as _Model
@@ -151,8 +153,10 @@ class MGLUModelMixin(MGLUPreTrainedMixin):
         self.post_init()
 
 
-class MGLUForCausalLMMixin(RoutedForwardMixin, MGLUPreTrainedMixin):
+class MGLUForCausalLMMixin(MGLUPreTrainedMixin):
     """A language model on a decoder of `MGLUModelMixin`; put it before the class of Transformers.
+
+    In training, it adds the load-balancing loss of the routers to its loss.
 
     Attributes:
         decoder_class: the class of the decoder.
@@ -166,6 +170,65 @@ class MGLUForCausalLMMixin(RoutedForwardMixin, MGLUPreTrainedMixin):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the model as its base class does.
+
+        The cache is among `kwargs`, since its name depends on the version of Transformers.
+
+        In training, with `labels` and `router_aux_loss_coef > 0`, the result is a `MoeCausalLMOutputWithPast`:
+        `aux_loss` is the load-balancing loss, and `loss` the language model's loss plus
+        `router_aux_loss_coef * aux_loss`. In evaluation, `loss` is the language model's alone.
+        """
+        inputs: dict[str, Any] = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "inputs_embeds": inputs_embeds,
+            "use_cache": use_cache,
+            **kwargs,
+        }
+        if labels is None or not self.training or self.config.router_aux_loss_coef == 0:
+            return super().forward(labels=labels, logits_to_keep=logits_to_keep, **inputs)
+        outputs = self.model(**inputs, output_router_logits=True, return_dict=True)
+        return self._with_balance(outputs, labels, logits_to_keep, attention_mask, kwargs)
+
+    def _with_balance(
+        self,
+        outputs: Any,
+        labels: Tensor,
+        logits_to_keep: int | Tensor,
+        attention_mask: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> MoeCausalLMOutputWithPast:
+        config: Any = self.config
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=config.vocab_size, **kwargs)
+        balance = load_balancing_loss(outputs.router_logits, config.n_masks, config.mask_top_k, attention_mask)
+        # Trainer divides the loss by the number of tokens in all batches that it accumulates, so this loss is scaled in
+        # the same way.
+        in_all = kwargs.get("num_items_in_batch")
+        share = 1 if in_all is None else (labels[:, 1:] != -100).sum() / in_all
+        rest = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
+        return MoeCausalLMOutputWithPast(
+            loss=loss + config.router_aux_loss_coef * share * balance.to(loss.device),
+            aux_loss=balance,
+            logits=logits,
+            **rest,
+        )
 
 
 def _recorded(base: type[Any]) -> dict[str, Any]:

@@ -69,12 +69,10 @@ class ColumnParallelMGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x `[tokens, in_features]` to `[tokens, out_features / ranks]`."""
-        return ops.forward(x, self.weight, self.packed_masks, self.activation, self._mask_weights(x))
-
-    def _mask_weights(self, x: Tensor) -> Tensor | None:
-        if self.router is None or self.top_k is None:
-            return None
-        return top_k_mask_weights(self.router(x), self.top_k)
+        mask_weights = None
+        if self.router is not None and self.top_k is not None:
+            mask_weights = top_k_mask_weights(self.router(x), self.top_k)
+        return ops.forward(x, self.weight, self.packed_masks, self.activation, mask_weights)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Take this rank's part of the layer's tensors in a checkpoint; vLLM's loader calls it, perhaps repeatedly.

@@ -11,7 +11,7 @@ namespace {
 // The driver never reads memory at these addresses.
 void* const kAddress = reinterpret_cast<void*>(0x1000);
 
-void* allocate(std::int64_t bytes, void*) {
+void* allocate(std::int64_t bytes) {
     std::printf("allocate %ld\n", static_cast<long>(bytes));
     return kAddress;
 }

@@ -1,7 +1,5 @@
 #include "kernels.h"
 
-#include <iterator>
-
 // Defines `symbol` as the bytes of a file and a 0 after them; the assembler finds the file by -Wa,-I.
 #define MGLU_EMBED(symbol, file)                                                                   \
     asm(".section .rodata\n.balign 64\n" #symbol ":\n.incbin \"" file "\"\n.byte 0\n.previous\n"); \
@@ -24,7 +22,10 @@ constexpr PlainKernel kPlain[] = {{}};
 
 namespace mglu::cuda {
 
-Kernels kernels() { return {kCubins, kTuned, std::size(kTuned) - 1, kPlain, std::size(kPlain) - 1}; }
+Kernels kernels() {
+    const auto rows = [](const auto& table) { return std::span(table).first(std::size(table) - 1); };
+    return {rows(kCubins), rows(kTuned), rows(kPlain)};
+}
 
 std::vector<Source> plain_sources() {
     const auto source = [](const char* name, const unsigned char* text) {

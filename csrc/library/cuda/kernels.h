@@ -1,8 +1,9 @@
 // The kernels that are compiled into the library, and the tables that say which kernel runs a call.
 #pragma once
 
-#include <cstddef>
+#include <compare>
 #include <cstdint>
+#include <span>
 
 #include "driver.h"
 
@@ -22,7 +23,7 @@ struct Variant {
     int activation;   // its code in csrc/cpu/activation.h
     int mask_weight;  // element type of mask_weights; -1 without them
 
-    bool operator==(const Variant& other) const = default;
+    auto operator<=>(const Variant& other) const = default;
 };
 
 // The launch of permute_x, on the same stream before tile_wgmma: it copies x with its columns in the order in which
@@ -70,11 +71,9 @@ struct PlainKernel {
 };
 
 struct Kernels {
-    const Cubin* cubins;
-    const TunedLaunch* tuned;
-    std::size_t n_tuned;
-    const PlainKernel* plain;
-    std::size_t n_plain;
+    std::span<const Cubin> cubins;
+    std::span<const TunedLaunch> tuned;
+    std::span<const PlainKernel> plain;
 };
 
 Kernels kernels();

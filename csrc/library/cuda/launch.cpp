@@ -4,10 +4,10 @@
 #include <cstdio>
 #include <map>
 #include <mutex>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <tuple>
-#include <utility>
 
 #include "../../cuda/params.cuh"
 #include "../../cuda/weight_formats.cuh"
@@ -40,12 +40,10 @@ bool has_tuned_layout(const LayerCall& call) {
            call.packed_masks.is_aligned();
 }
 
-// A cubin runs on its own architecture, and on later minor versions of the same major one.
-bool runs_on(int built, int device) { return built / 10 == device / 10 && built <= device; }
-
-// Whether a kernel that was compiled for `built` computes what `wanted` asks for, on the device of `wanted`.
+// Whether a kernel that was compiled for `built` computes what `wanted` asks for, on the device of `wanted`. A cubin
+// runs on its own architecture, and on later minor versions of the same major one.
 bool serves(const Variant& built, Variant wanted) {
-    if (runs_on(built.arch, wanted.arch)) wanted.arch = built.arch;
+    if (built.arch / 10 == wanted.arch / 10 && built.arch <= wanted.arch) wanted.arch = built.arch;
     return built == wanted;
 }
 
@@ -78,55 +76,52 @@ Params parameters(const LayerCall& call, void* out, std::int64_t first, std::int
     return p;
 }
 
-// Loaded kernels by device. They are never unloaded.
-class Loaded {
-  public:
-    Function cubin(int device, int index, unsigned shared_bytes) {
-        const std::lock_guard lock(mutex_);
-        Function& function = cubins_[{device, index, shared_bytes}];
-        const Cubin& cubin = kernels().cubins[index];
-        if (function == nullptr) function = load(cubin.code, cubin.kernel, shared_bytes);
-        return function;
-    }
-    Function compiled(int device, const Variant& variant, int tokens) {
-        const std::lock_guard lock(mutex_);
-        Function& function = compiled_[{device, variant.element, variant.weight_format, variant.n_masks,
-                                        variant.activation, variant.mask_weight, tokens}];
-        if (function == nullptr) {
-            const auto define = [](const char* name, int value) {
-                return std::string("-D") + name + "=" + std::to_string(value);
-            };
-            const std::vector<char> code =
-                compile(plain_sources(), variant.arch,
-                        {define("MGLU_ELEMENT", variant.element), define("MGLU_WEIGHT_FORMAT", variant.weight_format),
-                         define("MGLU_N_MASKS", variant.n_masks), define("MGLU_ACTIVATION", variant.activation),
-                         define("MGLU_MASK_WEIGHTS", variant.mask_weight), define("MGLU_TOKENS", tokens)});
-            function = load(code.data(), "mglu_plain", 0);
-        }
-        return function;
-    }
+// The kernel of a key, which `make` loads at the first call. It is never unloaded, and the map never destroyed, because
+// the driver may be unloaded first.
+template <typename Key, typename Make>
+Function loaded(const Key& key, const Make& make) {
+    static std::mutex mutex;
+    static auto* kernels = new std::map<Key, Function>;
+    const std::lock_guard lock(mutex);
+    Function& function = (*kernels)[key];
+    if (function == nullptr) function = make();
+    return function;
+}
 
-  private:
-    std::mutex mutex_;
-    std::map<std::tuple<int, int, unsigned>, Function> cubins_;
-    std::map<std::tuple<int, int, int, int, int, int, int>, Function> compiled_;
-};
+Function load_cubin(const DeviceFacts& device, int index, unsigned shared_bytes) {
+    const Cubin& cubin = kernels().cubins[index];
+    return loaded(std::tuple(device.device, index, shared_bytes),
+                  [&] { return load(cubin.code, cubin.kernel, shared_bytes); });
+}
 
-Loaded& loaded() {
-    static auto* kernels = new Loaded;  // never destroyed, because the driver may be unloaded first
-    return *kernels;
+Function compile_plain(const DeviceFacts& device, const Variant& variant, int tokens) {
+    return loaded(std::tuple(device.device, variant, tokens), [&] {
+        const auto define = [](const char* name, int value) {
+            return std::string("-D") + name + "=" + std::to_string(value);
+        };
+        const std::vector<char> code =
+            compile(plain_sources(), variant.arch,
+                    {define("MGLU_ELEMENT", variant.element), define("MGLU_WEIGHT_FORMAT", variant.weight_format),
+                     define("MGLU_N_MASKS", variant.n_masks), define("MGLU_ACTIVATION", variant.activation),
+                     define("MGLU_MASK_WEIGHTS", variant.mask_weight), define("MGLU_TOKENS", tokens)});
+        return load(code.data(), "mglu_plain", 0);
+    });
+}
+
+// The first row of a table that fits; null if none does.
+template <typename Row, typename Fits>
+const Row* find(std::span<const Row> table, const Fits& fits) {
+    const auto found = std::ranges::find_if(table, fits);
+    return found != table.end() ? &*found : nullptr;
 }
 
 const TunedLaunch* find_tuned(const Variant& variant, const DeviceFacts& device, const LayerCall& call,
                               std::int64_t tokens) {
-    const Kernels all = kernels();
-    const TunedLaunch* end = all.tuned + all.n_tuned;
-    const TunedLaunch* found = std::find_if(all.tuned, end, [&](const TunedLaunch& row) {
+    return find(kernels().tuned, [&](const TunedLaunch& row) {
         return serves(row.variant, variant) && row.out_features == call.out_features &&
                row.in_features == call.in_features && row.first_tokens <= tokens && tokens <= row.last_tokens &&
                row.shared_bytes <= static_cast<unsigned>(device.max_shared_bytes_per_block);
     });
-    return found != end ? found : nullptr;
 }
 
 unsigned grid_blocks(const TunedLaunch& tuned, const DeviceFacts& device) {
@@ -145,9 +140,9 @@ unsigned reserved_shared_bytes(const TunedLaunch& tuned, const DeviceFacts& devi
 
 // Copies x into the order that `tuned` reads, and returns the address of the copy.
 const void* permute_x(const TunedLaunch& tuned, const DeviceFacts& device, Params p, const Executor& executor) {
-    p.out = executor.allocate(tuned.permute_x.bytes, executor.context);
+    p.out = executor.allocate(tuned.permute_x.bytes);
     const Geometry geometry{tuned.permute_x.blocks, 1, kPermuteThreads, 0, tuned.overlap};
-    launch(loaded().cubin(device.device, tuned.permute_x.cubin, 0), geometry, executor.stream, &p);
+    launch(load_cubin(device, tuned.permute_x.cubin, 0), geometry, executor.stream, &p);
     return p.out;
 }
 
@@ -173,7 +168,7 @@ void launch_tuned(const TunedLaunch& tuned, const DeviceFacts& device, Params p,
     if (tuned.permute_x.cubin >= 0) p.x = permute_x(tuned, device, p, executor);
     const Geometry geometry{grid_blocks(tuned, device), 1, tuned.threads, reserved_shared_bytes(tuned, device),
                             tuned.overlap};
-    const Function kernel = loaded().cubin(device.device, tuned.cubin, geometry.shared_bytes);
+    const Function kernel = load_cubin(device, tuned.cubin, geometry.shared_bytes);
     if (tuned.boxes.rows == 0) return launch(kernel, geometry, executor.stream, &p);
     TileParams tile = tile_parameters(tuned, p);
     launch(kernel, geometry, executor.stream, &tile);
@@ -195,14 +190,11 @@ void launch_plain(const Variant& variant, const DeviceFacts& device, Params p, v
     const int tokens = p.tokens == 1 ? 1 : 4;
     const auto ceil_div = [](int a, int b) { return static_cast<unsigned>((a + b - 1) / b); };
     const Geometry geometry{ceil_div(p.out_features, kPlainWarps), ceil_div(p.tokens, tokens), kPlainThreads, 0, false};
-    const Kernels all = kernels();
-    const PlainKernel* end = all.plain + all.n_plain;
-    const PlainKernel* found = std::find_if(all.plain, end, [&](const PlainKernel& plain) {
+    const PlainKernel* found = find(kernels().plain, [&](const PlainKernel& plain) {
         return serves(plain.variant, variant) && plain.tokens == tokens;
     });
-    const Function function = found != end ? loaded().cubin(device.device, found->cubin, 0)
-                                           : loaded().compiled(device.device, variant, tokens);
-    launch(function, geometry, stream, &p);
+    launch(found != nullptr ? load_cubin(device, found->cubin, 0) : compile_plain(device, variant, tokens), geometry,
+           stream, &p);
 }
 
 }  // namespace

@@ -78,17 +78,11 @@ struct Owned {
     std::unique_ptr<unsigned char[]> data;
 };
 
+// The bytes of an element: the number in the name of a dtype is its bits, and `bool` has none.
 std::size_t item_size(mglu::Scalar dtype) {
-    switch (dtype) {
-        case mglu::Scalar::float32:
-        case mglu::Scalar::int32: return 4;
-        case mglu::Scalar::float64:
-        case mglu::Scalar::int64: return 8;
-        case mglu::Scalar::float16:
-        case mglu::Scalar::bfloat16:
-        case mglu::Scalar::int16: return 2;
-        default: return 1;
-    }
+    const std::string name = mglu::name(dtype);
+    const std::size_t number = name.find_first_of("123456789");
+    return number == std::string::npos ? 1 : std::stoul(name.substr(number)) / 8;
 }
 
 std::unique_ptr<Owned> make(Random& random, std::vector<std::int64_t> sizes, mglu::Scalar dtype, bool zeros_and_ones) {
