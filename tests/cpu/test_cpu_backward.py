@@ -122,8 +122,10 @@ def test_errors_are_close_to_the_naive_layers(n_masks, density):
 
 @given(st.data())
 def test_layers_of_any_size(data):
-    size = st.integers(1, 70)
-    tokens, d, h, n_masks = (data.draw(one) for one in (size, size, size, st.integers(1, 16)))
+    tokens, d, n_masks = (data.draw(st.integers(1, most)) for most in (70, 70, 16))
+    h = data.draw(
+        st.integers(2, 70)
+    )  # of one weight, gate or value is 0, and some gradients are differences that vanish
     mask_weights_dtype = data.draw(st.sampled_from([None, BF16, F32]))
     torch.manual_seed(data.draw(st.integers(0, 2**16)))
     layer = Layer.random("cpu", BF16, (tokens,), d, h, n_masks, mask_weights_dtype=mask_weights_dtype)
