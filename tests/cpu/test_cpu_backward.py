@@ -12,8 +12,9 @@ from cpu_calls import BFLOAT16, EMULATED, needs_compiler
 from cuda_problem import pack
 from hypothesis import given
 from hypothesis import strategies as st
+from memory_layouts import rows_apart, transposed
 from torch import Tensor
-from training_checks import NAMES, Layer, assert_as_good_as_naive, assert_rounded, rows_apart, take_step, transposed
+from training_checks import NAMES, Layer, assert_as_good_as_naive, assert_rounded, take_step
 
 from mglu_ops import dispatch
 from mglu_ops.backends import BACKENDS
@@ -123,9 +124,7 @@ def test_errors_are_close_to_the_naive_layers(n_masks, density):
 @given(st.data())
 def test_layers_of_any_size(data):
     tokens, d, n_masks = (data.draw(st.integers(1, most)) for most in (70, 70, 16))
-    h = data.draw(
-        st.integers(2, 70)
-    )  # of one weight, gate or value is 0, and some gradients are differences that vanish
+    h = data.draw(st.integers(2, 70))  # of one weight, gate or value is 0, and the gradients of x and weight vanish
     mask_weights_dtype = data.draw(st.sampled_from([None, BF16, F32]))
     torch.manual_seed(data.draw(st.integers(0, 2**16)))
     layer = Layer.random("cpu", BF16, (tokens,), d, h, n_masks, mask_weights_dtype=mask_weights_dtype)

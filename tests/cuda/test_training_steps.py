@@ -13,8 +13,9 @@ import pytest
 import torch
 from emulated_kernels import emulated_kernels, needs_compiler
 from families import family, quick_only_for, sample
+from memory_layouts import rows_apart, spaced, transposed, unaligned
 from torch import Tensor
-from training_checks import Layer, Steps, assert_as_good_as_naive, rows_apart, take_step, transposed, unaligned
+from training_checks import Layer, Steps, assert_as_good_as_naive, take_step
 
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends.cuda import training
@@ -189,7 +190,7 @@ def test_any_strides_give_nearly_the_same(d: int) -> None:
             torch.testing.assert_close(tensor, whole[name], rtol=0.02, atol=1e-2, msg=name)
 
 
-@pytest.mark.parametrize("layout", [unaligned, lambda masks: masks.repeat_interleave(2, 2)[:, :, ::2], transposed])
+@pytest.mark.parametrize("layout", [unaligned, spaced, transposed])
 def test_packed_masks_in_other_layouts(layout: Callable[[Tensor], Tensor]) -> None:
     layer = Layer.random("cpu", BF16, (6,), 16, 40, 4)
     other = replace(layer, packed_masks=layout(layer.packed_masks))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +38,15 @@ from mglu_ops.nn import (
     parameter_groups,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
 
 WIDE, TOKENS = 256, 512
 """Sizes for which the 16-bit kernels run: rows of whole 16-byte vectors, and several tiles."""
 
 
 @pytest.fixture(autouse=True)
-def exact_float32() -> Iterator[None]:
-    """Run float32 GEMMs in float32 (not TF32), as the tolerances assume."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
+def _nothing_compiled() -> None:
     torch._dynamo.reset()
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def on_gpu(kind: type[MGLU | NaiveMGLU], n_masks: int = 2, **options: Any) -> nn.Sequential:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from budgets import relative_error
 from cuda_problem import pack
+from memory_layouts import rows_apart, unaligned
 from strategies import naive
 from torch import Tensor
 
@@ -21,24 +22,6 @@ from mglu_ops.backends.cuda.kernels import training_steps as steps
 from mglu_ops.layer_call import LayerArguments, LayerCall
 
 NAMES = ("x", "weight", "logits", "mask_weights")
-
-
-def unaligned(tensor: Tensor) -> Tensor:
-    """A contiguous copy that starts one element past a multiple of 16 bytes."""
-    return tensor.new_empty(tensor.numel() + 1)[1:].view(tensor.shape).copy_(tensor)
-
-
-def rows_apart(tensor: Tensor, distance: int = 8) -> Tensor:
-    """A copy whose rows have `distance` elements between them, which hold NaN or 255."""
-    shape = (*tensor.shape[:-1], tensor.shape[-1] + distance)
-    between = float("nan") if tensor.is_floating_point() else 255
-    wide = torch.full(shape, between, dtype=tensor.dtype, device=tensor.device)
-    return wide[..., : tensor.shape[-1]].copy_(tensor)
-
-
-def transposed(tensor: Tensor) -> Tensor:
-    """A copy whose first two dimensions are in the other order in memory."""
-    return tensor.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 def assert_rounded(found: Tensor, exact: Tensor, what: str) -> None:
