@@ -79,7 +79,8 @@ def _describe_layer(layer: Node) -> LayerInfo:
     given = {"activation": "silu", "mask_weights": None, "weight_format": "dense", **arguments_of(layer)}
     if given["weight_format"] != "dense":
         raise NotImplementedError(
-            f"export: the model has a layer with weight_format={given['weight_format']!r}; packages hold dense weights only"
+            f"export: the model has a layer with weight_format={given['weight_format']!r}; packages hold dense "
+            "weights only"
         )
     weight, mask_weights = given["weight"].meta["val"], given["mask_weights"]
     return LayerInfo(

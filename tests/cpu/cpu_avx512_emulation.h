@@ -37,6 +37,11 @@ V each_(F f) {
     for (int i = 0; i < static_cast<int>(sizeof(v.lane) / sizeof(v.lane[0])); ++i) v.lane[i] = f(i);
     return v;
 }
+// Defines an intrinsic by lane i of its result.
+#define MGLU_LANES(V, name, parameters, lane_i)         \
+    inline V name parameters {                          \
+        return each_<V>([&](int i) { return lane_i; }); \
+    }
 inline std::uint32_t bits_(float x) { return loaded_<std::uint32_t>(&x); }
 inline float float_(std::uint32_t x) { return loaded_<float>(&x); }
 
@@ -59,21 +64,11 @@ __m512i _mm512_setr_epi32(Ints... lanes) {
     static_assert(sizeof...(lanes) == 16);
     return {{lanes...}};
 }
-inline __m256i _mm256_broadcastsi128_si256(__m128i a) {
-    return each_<__m256i>([&](int i) { return a.lane[i % 8]; });
-}
-inline __m512 _mm512_broadcast_f32x8(__m256 a) {
-    return each_<__m512>([&](int i) { return a.lane[i % 8]; });
-}
-inline __m256 _mm512_castps512_ps256(__m512 a) {
-    return each_<__m256>([&](int i) { return a.lane[i]; });
-}
-inline __m256 _mm512_extractf32x8_ps(__m512 a, int half) {
-    return each_<__m256>([&](int i) { return a.lane[8 * half + i]; });
-}
-inline __m512 _mm512_insertf32x8(__m512 a, __m256 b, int half) {
-    return each_<__m512>([&](int i) { return i / 8 == half ? b.lane[i % 8] : a.lane[i]; });
-}
+MGLU_LANES(__m256i, _mm256_broadcastsi128_si256, (__m128i a), a.lane[i % 8])
+MGLU_LANES(__m512, _mm512_broadcast_f32x8, (__m256 a), a.lane[i % 8])
+MGLU_LANES(__m256, _mm512_castps512_ps256, (__m512 a), a.lane[i])
+MGLU_LANES(__m256, _mm512_extractf32x8_ps, (__m512 a, int half), a.lane[8 * half + i])
+MGLU_LANES(__m512, _mm512_insertf32x8, (__m512 a, __m256 b, int half), i / 8 == half ? b.lane[i % 8] : a.lane[i])
 inline __m512 _mm512_permutex2var_ps(__m512 a, __m512i index, __m512 b) {
     return each_<__m512>([&](int i) { return (index.lane[i] & 16 ? b : a).lane[index.lane[i] & 15]; });
 }
@@ -82,9 +77,7 @@ inline __m256i _mm512_castsi512_si256(__m512i a) { return loaded_<__m256i>(&a); 
 inline __m256i _mm512_extracti64x4_epi64(__m512i a, int half) { return loaded_<__m256i>(a.lane + 8 * half); }
 
 // Conversions.
-inline __m512i _mm512_cvtepu16_epi32(__m256i a) {
-    return each_<__m512i>([&](int i) { return static_cast<std::int32_t>(a.lane[i]); });
-}
+MGLU_LANES(__m512i, _mm512_cvtepu16_epi32, (__m256i a), static_cast<std::int32_t>(a.lane[i]))
 inline __m512i _mm512_slli_epi32(__m512i a, unsigned count) {
     return each_<__m512i>(
         [&](int i) { return static_cast<std::int32_t>(static_cast<std::uint32_t>(a.lane[i]) << count); });
@@ -100,65 +93,32 @@ inline __m512 _mm512_cvtph_ps(__m256i a) {
         return sign * std::ldexp(static_cast<float>(fraction + 1024), exponent - 25);
     });
 }
-inline __m512d _mm512_cvtps_pd(__m256 a) {
-    return each_<__m512d>([&](int i) { return static_cast<double>(a.lane[i]); });
-}
-inline __m256 _mm512_cvtpd_ps(__m512d a) {
-    return each_<__m256>([&](int i) { return static_cast<float>(a.lane[i]); });
-}
+MGLU_LANES(__m512d, _mm512_cvtps_pd, (__m256 a), static_cast<double>(a.lane[i]))
+MGLU_LANES(__m256, _mm512_cvtpd_ps, (__m512d a), static_cast<float>(a.lane[i]))
 
 // Arithmetic.
-inline __m512 _mm512_add_ps(__m512 a, __m512 b) {
-    return each_<__m512>([&](int i) { return a.lane[i] + b.lane[i]; });
-}
-inline __m512 _mm512_sub_ps(__m512 a, __m512 b) {
-    return each_<__m512>([&](int i) { return a.lane[i] - b.lane[i]; });
-}
-inline __m512 _mm512_mul_ps(__m512 a, __m512 b) {
-    return each_<__m512>([&](int i) { return a.lane[i] * b.lane[i]; });
-}
-inline __m512 _mm512_div_ps(__m512 a, __m512 b) {
-    return each_<__m512>([&](int i) { return a.lane[i] / b.lane[i]; });
-}
-inline __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) {
-    return each_<__m512>([&](int i) { return std::fma(a.lane[i], b.lane[i], c.lane[i]); });
-}
-inline __m512 _mm512_max_ps(__m512 a, __m512 b) {  // returns the second argument if either is NaN
-    return each_<__m512>([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; });
-}
-inline __m512 _mm512_min_ps(__m512 a, __m512 b) {
-    return each_<__m512>([&](int i) { return a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]; });
-}
-inline __m512 _mm512_abs_ps(__m512 a) {
-    return each_<__m512>([&](int i) { return std::fabs(a.lane[i]); });
-}
-inline __m512 _mm512_and_ps(__m512 a, __m512 b) {
-    return each_<__m512>([&](int i) { return float_(bits_(a.lane[i]) & bits_(b.lane[i])); });
-}
-inline __m512 _mm512_andnot_ps(__m512 a, __m512 b) {
-    return each_<__m512>([&](int i) { return float_(~bits_(a.lane[i]) & bits_(b.lane[i])); });
-}
-inline __m512 _mm512_or_ps(__m512 a, __m512 b) {
-    return each_<__m512>([&](int i) { return float_(bits_(a.lane[i]) | bits_(b.lane[i])); });
-}
-inline __m512 _mm512_roundscale_ps(__m512 a, int) {
-    return each_<__m512>([&](int i) { return std::nearbyint(a.lane[i]); });
-}
+MGLU_LANES(__m512, _mm512_add_ps, (__m512 a, __m512 b), a.lane[i] + b.lane[i])
+MGLU_LANES(__m512, _mm512_sub_ps, (__m512 a, __m512 b), a.lane[i] - b.lane[i])
+MGLU_LANES(__m512, _mm512_mul_ps, (__m512 a, __m512 b), a.lane[i] * b.lane[i])
+MGLU_LANES(__m512, _mm512_div_ps, (__m512 a, __m512 b), a.lane[i] / b.lane[i])
+MGLU_LANES(__m512, _mm512_fmadd_ps, (__m512 a, __m512 b, __m512 c), std::fma(a.lane[i], b.lane[i], c.lane[i]))
+// Both return the second argument if either is NaN.
+MGLU_LANES(__m512, _mm512_max_ps, (__m512 a, __m512 b), a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i])
+MGLU_LANES(__m512, _mm512_min_ps, (__m512 a, __m512 b), a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i])
+MGLU_LANES(__m512, _mm512_abs_ps, (__m512 a), std::fabs(a.lane[i]))
+MGLU_LANES(__m512, _mm512_and_ps, (__m512 a, __m512 b), float_(bits_(a.lane[i]) & bits_(b.lane[i])))
+MGLU_LANES(__m512, _mm512_andnot_ps, (__m512 a, __m512 b), float_(~bits_(a.lane[i]) & bits_(b.lane[i])))
+MGLU_LANES(__m512, _mm512_or_ps, (__m512 a, __m512 b), float_(bits_(a.lane[i]) | bits_(b.lane[i])))
+MGLU_LANES(__m512, _mm512_roundscale_ps, (__m512 a, int), std::nearbyint(a.lane[i]))
 inline __m512 _mm512_scalef_ps(__m512 a, __m512 b) {
     return each_<__m512>([&](int i) {
         const bool number = !std::isnan(a.lane[i]) && !std::isnan(b.lane[i]);
         return number ? std::ldexp(a.lane[i], static_cast<int>(std::floor(b.lane[i]))) : NAN;
     });
 }
-inline __m512d _mm512_add_pd(__m512d a, __m512d b) {
-    return each_<__m512d>([&](int i) { return a.lane[i] + b.lane[i]; });
-}
-inline __m512d _mm512_sub_pd(__m512d a, __m512d b) {
-    return each_<__m512d>([&](int i) { return a.lane[i] - b.lane[i]; });
-}
-inline __m512d _mm512_fmadd_pd(__m512d a, __m512d b, __m512d c) {
-    return each_<__m512d>([&](int i) { return std::fma(a.lane[i], b.lane[i], c.lane[i]); });
-}
+MGLU_LANES(__m512d, _mm512_add_pd, (__m512d a, __m512d b), a.lane[i] + b.lane[i])
+MGLU_LANES(__m512d, _mm512_sub_pd, (__m512d a, __m512d b), a.lane[i] - b.lane[i])
+MGLU_LANES(__m512d, _mm512_fmadd_pd, (__m512d a, __m512d b, __m512d c), std::fma(a.lane[i], b.lane[i], c.lane[i]))
 
 // Masks.
 inline __mmask16 _mm512_cmp_ps_mask(__m512 a, __m512 b, int predicate) {
@@ -169,9 +129,7 @@ inline __mmask16 _mm512_cmp_ps_mask(__m512 a, __m512 b, int predicate) {
     }
     return static_cast<__mmask16>(mask);
 }
-inline __m512 _mm512_mask_blend_ps(__mmask16 mask, __m512 a, __m512 b) {
-    return each_<__m512>([&](int i) { return (mask >> i & 1 ? b : a).lane[i]; });
-}
+MGLU_LANES(__m512, _mm512_mask_blend_ps, (__mmask16 mask, __m512 a, __m512 b), (mask >> i & 1 ? b : a).lane[i])
 inline __m512 _mm512_mask_add_ps(__m512 unset, __mmask16 mask, __m512 a, __m512 b) {
     return each_<__m512>([&](int i) { return mask >> i & 1 ? a.lane[i] + b.lane[i] : unset.lane[i]; });
 }
@@ -183,9 +141,7 @@ inline void _mm512_mask_storeu_ps(float* p, __mmask16 mask, __m512 a) {
         if (mask >> i & 1) p[i] = a.lane[i];
     }
 }
-inline __m512 _mm512_maskz_mov_ps(__mmask16 mask, __m512 a) {
-    return each_<__m512>([&](int i) { return mask >> i & 1 ? a.lane[i] : 0.0f; });
-}
+MGLU_LANES(__m512, _mm512_maskz_mov_ps, (__mmask16 mask, __m512 a), mask >> i & 1 ? a.lane[i] : 0.0f)
 
 // Integers of 8, 16 and 32 bits.
 template <class T>
@@ -205,9 +161,7 @@ inline void _mm512_storeu_si512(void* p, __m512i a) { std::memcpy(p, &a, sizeof(
 inline __m512i _mm512_set1_epi16(std::int16_t x) {
     return integers_<std::int16_t>([=](int) { return x; });
 }
-inline __m512i _mm512_xor_si512(__m512i a, __m512i b) {
-    return each_<__m512i>([&](int i) { return a.lane[i] ^ b.lane[i]; });
-}
+MGLU_LANES(__m512i, _mm512_xor_si512, (__m512i a, __m512i b), a.lane[i] ^ b.lane[i])
 inline __m512i _mm512_maskz_loadu_epi8(__mmask64 mask, const void* p) {
     const auto* bytes = static_cast<const std::uint8_t*>(p);
     return integers_<std::uint8_t>([=](int i) { return mask >> i & 1 ? bytes[i] : std::uint8_t{}; });

@@ -1,5 +1,5 @@
 // Compares the CPU kernels with sums in float64, in a separate program so that sanitizers can watch it.
-// tests/cpu/test_cpu_backend.py runs it. It prints a line for each instruction set that ran and for each mistake, and
+// tests/cpu/test_cpu_kernels.py runs it. It prints a line for each instruction set that ran and for each mistake, and
 // its exit status is nonzero if there was a mistake.
 //
 // Every tensor is an allocation of exactly its size, so that sanitizers see reads past its end. All but the last

@@ -3,51 +3,42 @@
 from __future__ import annotations
 
 import itertools
-import platform
-import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 from budgets import relative_error
-from cpu_calls import emulated_library
+from cpu_calls import BFLOAT16, EMULATED, needs_compiler
 from cuda_problem import pack
 from hypothesis import given
 from hypothesis import strategies as st
+from memory_layouts import rows_apart, transposed
 from torch import Tensor
-from training_checks import Layer, assert_as_good_as_naive, assert_rounded, rows_apart
+from training_checks import NAMES, Layer, assert_as_good_as_naive, assert_rounded, take_step
 
 from mglu_ops import dispatch
 from mglu_ops.backends import BACKENDS
-from mglu_ops.backends.base import BackwardArguments
 from mglu_ops.backends.cpu import Cpu, backward, build, library
 from mglu_ops.backends.cpu import backward_steps as steps
-from mglu_ops.layer_call import LayerArguments, LayerCall
 
-BF16, F32, F16, F64 = torch.bfloat16, torch.float32, torch.float16, torch.float64
-NAMES = ("x", "weight", "logits", "mask_weights")
-COLUMNS = (0, 1, 7, 8, 31, 32, 33, 72, 257)
-
+pytest_plugins = ["cpu_calls"]
 pytestmark = [
-    pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="needs a C++ compiler"),
-    pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86-64"),
+    needs_compiler,
+    pytest.mark.parametrize("kernel", [BFLOAT16[0], EMULATED[0]], indirect=True, ids=str),
 ]
 
-
-@pytest.fixture(scope="module", params=["native", pytest.param("emulated", marks=pytest.mark.long)])
-def kernels(request: pytest.FixtureRequest) -> library.Library:
-    if request.param == "emulated":
-        return emulated_library()
-    loaded = library.load()
-    assert isinstance(loaded, library.Library), loaded
-    if not loaded.supports("avx512_bf16", BF16):
-        pytest.skip("this CPU has no bfloat16 instructions")
-    return loaded
+BF16, F32, F16, F64 = torch.bfloat16, torch.float32, torch.float16, torch.float64
+COLUMNS = (0, 1, 7, 8, 31, 32, 33, 72, 257)
 
 
 @pytest.fixture(autouse=True)
-def _loaded_kernels(kernels: library.Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_loaded", kernels)
+def _forgotten_calls(kernel, monkeypatch):
     monkeypatch.setattr(dispatch, "_training_calls", {})
+
+
+@pytest.fixture
+def kernels(kernel):
+    return kernel.library()
 
 
 # --- The steps ----------------------------------------------------------------------------------------------------
@@ -117,43 +108,29 @@ def test_not_finite_numbers(kernels):
 # --- Whole layers -------------------------------------------------------------------------------------------------
 
 
-def arguments_of(layer: Layer, needs: tuple[bool, bool] = (True, True), logits_dtype=BF16) -> BackwardArguments:
-    term_weights = layer.mask_weights
-    _, partials = torch.ops.mglu.forward_train(
-        layer.x, layer.weight, layer.packed_masks, layer.activation, term_weights
-    )
-    given = layer.grad_output, layer.x, layer.weight, layer.packed_masks, partials
-    return BackwardArguments(*given, list(needs), logits_dtype, None if term_weights is None else term_weights.dtype)
-
-
-def run(arguments: BackwardArguments) -> tuple[Tensor, ...]:
-    """Return the CPU backend's gradients, also on CPUs for which `dispatch` would not choose it."""
-    call = LayerCall.of(LayerArguments(*arguments[1:4]))
-    return BACKENDS["cpu"].prepare_backward(call)(arguments)
-
-
-def gradients(layer: Layer, **options) -> dict[str, Tensor]:
-    found = run(arguments_of(layer, **options))
-    return {name: tensor for name, tensor in zip(NAMES, found, strict=True) if tensor.numel()}
+def run(layer: Layer, needs: tuple[bool, ...] = (True,) * 4) -> dict[str, Tensor]:
+    """Return the CPU backend's gradients, also on CPUs for which `dispatch` would not choose it, and the result."""
+    backward = BACKENDS["cpu"].prepare_backward(layer.call)
+    return take_step(layer, lambda given: torch.ops.mglu.forward_train(*given[:5]), backward, needs)
 
 
 @pytest.mark.parametrize("density", [0.1, 0.25, 0.5, 0.75, 0.9])
 @pytest.mark.parametrize("n_masks", [1, 2, 3, 4, 5, 8, 16])
 def test_errors_are_close_to_the_naive_layers(n_masks, density):
     layer = Layer.random("cpu", BF16, (192,), 96, 136, n_masks, density=density, mask_weights_dtype=BF16)
-    assert_as_good_as_naive(gradients(layer), layer, 1.5 if 0.25 <= density <= 0.75 else 2.5)
+    assert_as_good_as_naive(run(layer), layer, 1.5 if 0.25 <= density <= 0.75 else 2.5)
 
 
 @given(st.data())
 def test_layers_of_any_size(data):
-    size = st.integers(1, 70)
-    tokens, d, h, n_masks = (data.draw(one) for one in (size, size, size, st.integers(1, 16)))
-    options = {"mask_weights_dtype": data.draw(st.sampled_from([None, BF16, F32])), "density": 0.5}
+    tokens, d, n_masks = (data.draw(st.integers(1, most)) for most in (70, 70, 16))
+    h = data.draw(st.integers(2, 70))  # of one weight, gate or value is 0, and the gradients of x and weight vanish
+    mask_weights_dtype = data.draw(st.sampled_from([None, BF16, F32]))
     torch.manual_seed(data.draw(st.integers(0, 2**16)))
-    layer = Layer.random("cpu", BF16, (tokens,), d, h, n_masks, **options)
+    layer = Layer.random("cpu", BF16, (tokens,), d, h, n_masks, mask_weights_dtype=mask_weights_dtype)
     exact = layer.in_plain_torch(F64)
     # Small sums have few roundings, so errors vary by chance. Hence a fixed bound, not the naive layer's error.
-    for name, found in gradients(layer).items():
+    for name, found in run(layer).items():
         terms = exact[name].norm() + 1
         assert (found.double() - exact[name]).norm() <= 2.0**-4 * terms, name
 
@@ -161,98 +138,69 @@ def test_layers_of_any_size(data):
 @pytest.mark.parametrize("weighted", [False, True])
 def test_chunks_of_tokens_and_features(monkeypatch, weighted):
     layer = Layer.random("cpu", BF16, (200,), 150, 72, 5, mask_weights_dtype=BF16 if weighted else None)
-    whole = gradients(layer)
+    whole = run(layer)
     monkeypatch.setattr(backward, "_CHUNK_NUMBERS", 1)
-    parts = gradients(layer)
+    parts = run(layer)
     for name, found in whole.items():
         assert relative_error(parts[name], found.double()) <= 2.0**-9
     assert_as_good_as_naive(parts, layer, 1.5)
 
 
-@pytest.mark.parametrize("logits_dtype", [None, BF16, F32, F16, F64])
-@pytest.mark.parametrize("needs", list(itertools.product((False, True), repeat=2)))
+@pytest.mark.parametrize("logits_dtype", [BF16, F32, F16, F64])
 @pytest.mark.parametrize("n_masks", [2, 6])
-def test_each_gradient_alone(needs, logits_dtype, n_masks):
-    """Unneeded gradients are empty, needed ones have the right dtype, and no two results share memory."""
-    layer = Layer.random("cpu", BF16, (70,), 40, 72, n_masks, mask_weights_dtype=F32, logits_dtype=logits_dtype or BF16)
-    found = run(arguments_of(layer, needs, logits_dtype))
-    shapes = layer.x.shape, layer.weight.shape, layer.logits.shape, layer.mask_weights.shape
-    needed = (*needs, logits_dtype is not None, True)
-    dtypes = BF16, BF16, logits_dtype or BF16, F32
-    for tensor, shape, is_needed, dtype in zip(found, shapes, needed, dtypes, strict=True):
-        assert tensor.shape == (shape if is_needed else (0,))
-        assert tensor.dtype is dtype
-        assert tensor.is_contiguous()
-    addresses = [tensor.data_ptr() for tensor in found if tensor.numel()]
-    assert len(set(addresses)) == len(addresses)
-    assert_as_good_as_naive({n: t for n, t in zip(NAMES, found, strict=True) if t.numel()}, layer, 1.5)
-
-
-def test_the_gradient_of_mask_weights_is_not_always_needed():
-    layer = Layer.random("cpu", BF16, (20,), 40, 72, 3, mask_weights_dtype=BF16)
-    arguments = arguments_of(layer)
-    found = run(arguments._replace(mask_weights_dtype=None))
-    assert found[3].numel() == 0
-    assert all(map(torch.equal, found[:3], run(arguments)[:3]))
+def test_each_subset_of_gradients(logits_dtype, n_masks):
+    layer = Layer.random("cpu", BF16, (70,), 40, 72, n_masks, mask_weights_dtype=F32, logits_dtype=logits_dtype)
+    for needs in itertools.product((False, True), repeat=4):
+        found = run(layer, needs)
+        for name in found.keys() - {"y"}:
+            assert found[name].dtype is getattr(layer, name).dtype
+        assert_as_good_as_naive(found, layer, 1.5)
 
 
 @pytest.mark.parametrize("size", [(0, 8, 8), (3, 0, 8), (3, 8, 0), (0, 0, 0), (1, 1, 1), (1, 300, 9), (2, 1, 300)])
 def test_sizes_of_zero_and_one(size):
     layer = Layer.random("cpu", BF16, size[:1], *size[1:], 3, mask_weights_dtype=BF16)
     exact = layer.in_plain_torch(F64)
-    for name, found in zip(NAMES, run(arguments_of(layer)), strict=True):
-        assert found.shape == exact[name].shape
+    for name, found in run(layer).items():
         torch.testing.assert_close(found.double(), exact[name], rtol=0.1, atol=0.05)
 
 
 @pytest.mark.parametrize("n_masks", [2, 6])
 def test_layouts_do_not_change_results(n_masks):
     layer = Layer.random("cpu", BF16, (33,), 41, 50, n_masks, mask_weights_dtype=BF16)
-    arguments = arguments_of(layer)
-    expected = run(arguments)
-    grad, x, weight, masks = arguments[:4]
     wide_masks = torch.full((41, 9, n_masks + 2), 255, dtype=torch.uint8)
-    wide_masks[:, :7, :n_masks] = masks
-    for change in (rows_apart, lambda tensor: tensor.t().contiguous().t()):
-        changed = arguments._replace(
-            grad_output=change(grad), x=change(x), weight=change(weight), packed_masks=wide_masks[:, :7, :n_masks]
-        )
-        assert all(map(torch.equal, run(changed), expected))
-    one = arguments._replace(grad_output=grad[:1].expand_as(grad))
-    same = arguments._replace(grad_output=one.grad_output.contiguous())
-    assert all(map(torch.equal, run(one), run(same)))
+    packed_masks = wide_masks[:, :7, :n_masks].copy_(layer.packed_masks)
+    expanded = layer.grad_output[:1].expand(33, 41)
+    for change in (rows_apart, transposed):
+        for grad_output in (change(layer.grad_output), expanded):
+            same = replace(layer, grad_output=grad_output.contiguous())
+            x, weight = change(layer.x), change(layer.weight)
+            changed = replace(layer, x=x, weight=weight, packed_masks=packed_masks, grad_output=grad_output)
+            assert all(map(torch.equal, run(changed).values(), run(same).values()))
 
 
 def test_repetition_does_not_change_bits():
-    arguments = arguments_of(Layer.random("cpu", BF16, (300,), 256, 200, 5, mask_weights_dtype=BF16))
-    expected = run(arguments)
+    layer = Layer.random("cpu", BF16, (300,), 256, 200, 5, mask_weights_dtype=BF16)
+    expected = run(layer)
     for _ in range(3):
-        assert all(map(torch.equal, run(arguments), expected))
+        assert all(map(torch.equal, run(layer).values(), expected.values()))
 
 
 # --- The choice of the backend ------------------------------------------------------------------------------------
 
 
-def test_only_bfloat16_runs_this_backward_pass(kernels):
-    for dtype in (F32, F16, F64):
-        layer = Layer.random("cpu", dtype, (5,), 16, 24, 2)
-        call = LayerCall.of(LayerArguments(layer.x, layer.weight, layer.packed_masks))
-        assert dispatch._backward_backend(call).name == "composite"
-    layer = Layer.random("cpu", BF16, (5,), 16, 24, 2)
-    call = LayerCall.of(LayerArguments(layer.x, layer.weight, layer.packed_masks))
-    name = "cpu" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "composite"
-    assert dispatch._backward_backend(call).name == name
+def test_only_bfloat16_on_cpus_with_its_instructions_runs_this_backward_pass(monkeypatch):
+    def chosen(dtype: torch.dtype) -> str:
+        return dispatch._backward_backend(Layer.random("cpu", dtype, (5,), 16, 24, 2).call).name
 
-
-def test_cpus_without_bfloat16_instructions_run_composite(monkeypatch):
-    layer = Layer.random("cpu", BF16, (5,), 16, 24, 2)
-    call = LayerCall.of(LayerArguments(layer.x, layer.weight, layer.packed_masks))
+    assert {chosen(dtype) for dtype in (F32, F16, F64)} == {"composite"}
+    assert chosen(BF16) == ("cpu" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "composite")
     with monkeypatch.context() as patch:
         patch.setattr(library.Library, "supports", lambda self, isa, dtype: isa not in ("avx512_bf16", "amx"))
-        assert dispatch._backward_backend(call).name == "composite"
+        assert chosen(BF16) == "composite"
     monkeypatch.setattr(library, "_loaded", "there is no compiler in this test")
     monkeypatch.setattr(library, "_tried_with", build.settings())
-    assert dispatch._backward_backend(call).name == "composite"
+    assert chosen(BF16) == "composite"
 
 
 def test_autograd_runs_this_backward_pass(monkeypatch):

@@ -1,18 +1,14 @@
 """The device code compiles for every architecture without spills, on a machine without a GPU.
 
-NVRTC compiles it, as on a user's machine; the development requirements install it on Linux. Without NVRTC, nvcc does.
+NVRTC compiles it, as on a user's machine; the development requirements install it on Linux.
 """
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,12 +29,7 @@ ARCHITECTURES = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
 REGISTERS_PER_SM = 65536
 
 
-def _nvrtc() -> Any:
-    """Import NVRTC's Python bindings, or return None if they are not installed."""
-    try:
-        return importlib.import_module("cuda.bindings.nvrtc")
-    except ImportError:
-        return None
+HOPPER = KNOWN_GPUS[9, 0]
 
 
 def layer_call(
@@ -49,8 +40,9 @@ def layer_call(
     *,
     mask_alignment: int = 16,
     x_alignment: int = 16,
+    **options: Any,
 ) -> LayerCall:
-    call = LayerCall.contiguous(torch.device("cuda"), dtype, n_masks, tokens, *shape)
+    call = LayerCall.contiguous(torch.device("cuda"), dtype, n_masks, tokens, *shape, **options)
     return replace(call, masks=replace(call.masks, alignment=mask_alignment), x=replace(call.x, alignment=x_alignment))
 
 
@@ -64,52 +56,35 @@ def launch_of(call: LayerCall, gpu: Gpu) -> Any:
     return without_tables(call, gpu)
 
 
-HOPPER = KNOWN_GPUS[9, 0]
-
-
-def _compile(kernel: str, name: str, defines: dict[str, int], tmp_path: Path) -> str:
-    """Compile a kernel for a target such as sm_90a, and return the report of ptxas."""
-    nvrtc = _nvrtc()
-    if nvrtc is None:
-        return _compile_with_nvcc(kernel, name, defines, tmp_path)
+def compiled(kernel: str, target: str, macros: dict[str, int]) -> tuple[int, int, str]:
+    """Compile a kernel for a target such as sm_90a, and return its registers, the bytes it spills, and the log."""
+    nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC (pip install cuda-core nvidia-cuda-nvrtc)")
     source = source_directory() / f"{kernel}.cu"
     error, program = nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), 0, [], [])
     assert int(error) == 0
-    macros = [f"-D{key}={value}" for key, value in defines.items()]
-    options = [f"-arch={name}", "-std=c++17", f"-I{source.parent}", "--ptxas-options=-v", *macros]
+    options = [f"-arch={target}", "-std=c++17", f"-I{source.parent}", "--ptxas-options=-v"]
+    options += [f"-D{key}={value}" for key, value in macros.items()]
     (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     _, size = nvrtc.nvrtcGetProgramLogSize(program)
     log = b" " * size
     nvrtc.nvrtcGetProgramLog(program, log)
     nvrtc.nvrtcDestroyProgram(program)
     assert int(error) == 0, log.decode()
-    return log.decode()
+    registers, spills = (
+        re.search(pattern, log.decode()) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
+    )
+    assert registers is not None, log.decode()
+    assert spills is not None, log.decode()
+    return int(registers[1]), int(spills[1]), f"{kernel} {macros}: {log.decode()}"
 
 
-def _compile_with_nvcc(kernel: str, name: str, defines: dict[str, int], tmp_path: Path) -> str:
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        pytest.skip("needs NVRTC (pip install cuda-core nvidia-cuda-nvrtc) or nvcc")
-    macros = [f"-D{key}={value}" for key, value in defines.items()]
-    target = f"-gencode=arch=compute_{name[3:]},code={name}"
-    command = [nvcc, "-cubin", "-std=c++17", target, "-Xptxas", "-v", *macros, "-o", str(tmp_path / "out.cubin")]
-    source = source_directory() / f"{kernel}.cu"
-    result = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return result.stderr
-
-
-def _check(call: LayerCall, gpu: Gpu, config: LaunchConfig, tmp_path: Path) -> None:
-    log = _compile(config.kernel, config.target(gpu), config.macros(call), tmp_path)
-    registers = re.search(r"Used (\d+) registers", log)
-    spills = re.search(r"(\d+) bytes spill stores", log)
-    assert registers is not None, log
-    assert spills is not None, log
+def check(call: LayerCall, gpu: Gpu, config: LaunchConfig | None) -> None:
+    assert config is not None
+    registers, spills, log = compiled(config.kernel, config.target(gpu), config.macros(call))
     # 15 masks of 16 tokens in the large blocks of an A100 use all registers and spill three words.
-    most = 12 if gpu.arch == (8, 0) and call.n_masks == 15 else 0
-    assert int(spills[1]) <= most, f"{config} for {gpu.arch}: {log}"
+    assert spills <= (12 if gpu.arch == (8, 0) and call.n_masks == 15 else 0), f"{config} for {gpu.arch}: {log}"
     assert "serialized" not in log, f"wgmmas wait for each other in {config}: {log}"
-    assert int(registers[1]) * config.resident_threads() <= REGISTERS_PER_SM, f"{config}: {log}"
+    assert registers * config.resident_threads() <= REGISTERS_PER_SM, f"{config}: {log}"
 
 
 @pytest.mark.parametrize(
@@ -117,7 +92,7 @@ def _check(call: LayerCall, gpu: Gpu, config: LaunchConfig, tmp_path: Path) -> N
     [(1, 1), (1, 3), (1, 4), (1, 8), (1, 16), (8, 1), (8, 4), (8, 7), (8, 16), (16, 3), (16, 8), (16, 15), (16, 16)],
 )
 @pytest.mark.parametrize("arch", quick_only_for([(9, 0)], ARCHITECTURES), ids=str)
-def test_decode_mma_compiles_without_spills(arch: tuple[int, int], tokens: int, n_masks: int, tmp_path: Path) -> None:
+def test_decode_mma_compiles_without_spills(arch: tuple[int, int], tokens: int, n_masks: int) -> None:
     for dtype, name in itertools.product((torch.float16, torch.bfloat16), FORMATS):
         if name == "dense" and dtype is torch.bfloat16 and n_masks != 4:
             continue  # as float16
@@ -125,55 +100,53 @@ def test_decode_mma_compiles_without_spills(arch: tuple[int, int], tokens: int, 
         call = stored_in(layer_call(dtype, n_masks, tokens, shape), name)
         config = launch_of(call, KNOWN_GPUS[arch])
         assert isinstance(config, DecodeMma)
-        _check(call, KNOWN_GPUS[arch], config, tmp_path)
+        check(call, KNOWN_GPUS[arch], config)
 
 
 @pytest.mark.parametrize("tokens", quick_only_for([64], [32, 64, 8192]))
 @pytest.mark.parametrize("n_masks", [1, 4, 8, 9, 16])
-def test_tile_wgmma_compiles_without_spills(n_masks: int, tokens: int, tmp_path: Path) -> None:
+def test_tile_wgmma_compiles_without_spills(n_masks: int, tokens: int) -> None:
     call = layer_call(torch.bfloat16 if n_masks == 4 else torch.float16, n_masks, tokens)
     config = launch_of(call, HOPPER)
     assert isinstance(config, TileWgmma)
-    _check(call, HOPPER, config, tmp_path)
+    check(call, HOPPER, config)
     if config.permuted:
-        _compile(permute_x.NAME, "sm_90a", permute_x.macros(config.block_tokens, config.sub), tmp_path)
+        compiled(permute_x.NAME, "sm_90a", permute_x.macros(config.block_tokens, config.sub))
     elif not config.sparse:  # as for an x that TMA cannot load
         config = launch_of(layer_call(call.dtype, n_masks, tokens, x_alignment=8), HOPPER)
         assert config.permuted
-        _check(call, HOPPER, config, tmp_path)
+        check(call, HOPPER, config)
 
 
 @pytest.mark.parametrize(
     ("n_masks", "tokens"),
     [(2, 24), (8, 32), (9, 32), (10, 32), (11, 24), (12, 24), (13, 24), (15, 16), (16, 16), (16, 32)],
 )
-def test_sparse_tiles_compile_without_spills_where_registers_are_fewest(
-    n_masks: int, tokens: int, tmp_path: Path
-) -> None:
+def test_sparse_tiles_compile_without_spills_where_registers_are_fewest(n_masks: int, tokens: int) -> None:
     call = layer_call(torch.bfloat16, n_masks, tokens, (14336, 4096))
     config = launch_of(call, HOPPER)
     assert config.sparse
-    _check(call, HOPPER, config, tmp_path)
+    check(call, HOPPER, config)
 
 
 @pytest.mark.parametrize(("n_masks", "tokens"), [(3, 64), (8, 80), (16, 64)])
-def test_sparse_tiles_of_small_layers_compile_without_spills(n_masks: int, tokens: int, tmp_path: Path) -> None:
+def test_sparse_tiles_of_small_layers_compile_without_spills(n_masks: int, tokens: int) -> None:
     call = layer_call(torch.bfloat16, n_masks, tokens, (4096, 1024))
     chosen = launch_of(call, HOPPER)
     assert chosen.sparse
     assert chosen.block_tokens < tokens
     config = replace(chosen, cluster=2)
     assert config.violation(call, HOPPER) is None
-    _check(call, HOPPER, config, tmp_path)
+    check(call, HOPPER, config)
 
 
 @pytest.mark.parametrize("tokens", [32, 64])
-def test_tile_wgmma_compiles_for_masks_without_a_tensor_map(tokens: int, tmp_path: Path) -> None:
+def test_tile_wgmma_compiles_for_masks_without_a_tensor_map(tokens: int) -> None:
     call = layer_call(torch.float16, 3, tokens, mask_alignment=8)
     config = launch_of(call, HOPPER)
     assert config.sparse == (tokens == 32)
     assert config.matrices(call)[2] is None
-    _check(call, HOPPER, config, tmp_path)
+    check(call, HOPPER, config)
 
 
 @pytest.mark.parametrize("weighted", quick_only_for([False], [False, True]))
@@ -181,49 +154,29 @@ def test_tile_wgmma_compiles_for_masks_without_a_tensor_map(tokens: int, tmp_pat
 @pytest.mark.parametrize("tokens", quick_only_for([8192], [128, 2048, 8192]))
 @pytest.mark.parametrize("n_masks", quick_only_for([1, 4, 11, 16], range(1, 17)))
 def test_tiles_of_training_compile_without_spills(
-    n_masks: int, tokens: int, shape: tuple[int, int], weighted: bool, tmp_path: Path
+    n_masks: int, tokens: int, shape: tuple[int, int], weighted: bool
 ) -> None:
-    dtype, mask_weight = (torch.bfloat16, torch.float16)[n_masks % 2], torch.float32 if weighted else None
-    call = LayerCall.contiguous(torch.device("cuda"), dtype, n_masks, tokens, *shape, mask_weights_dtype=mask_weight)
-    config = training_choice(call, HOPPER)
-    assert config is not None
-    _check(call, HOPPER, config, tmp_path)
+    options = {"mask_weights_dtype": torch.float32} if weighted else {}
+    call = layer_call((torch.bfloat16, torch.float16)[n_masks % 2], n_masks, tokens, shape, **options)
+    check(call, HOPPER, training_choice(call, HOPPER))
 
 
 @pytest.mark.parametrize("activation", sample(sorted(set(ACTIVATIONS) - {"silu"}), every=3))
 @pytest.mark.parametrize("n_masks", [1, 8])
-def test_tiles_of_training_compile_with_every_activation(n_masks: int, activation: str, tmp_path: Path) -> None:
-    call = LayerCall.contiguous(torch.device("cuda"), torch.bfloat16, n_masks, 8192, 8192, 2048, activation)
-    config = training_choice(call, HOPPER)
-    assert config is not None
-    _check(call, HOPPER, config, tmp_path)
-
-
-@pytest.mark.parametrize("n_masks", range(1, 17))
-def test_tiles_cover_all_rows_and_tokens(n_masks: int) -> None:
-    for tokens, out_features in ((9, 64), (17, 100), (64, 14336), (1000, 8192), (8192, 8192)):
-        call = layer_call(torch.float16, n_masks, tokens, (out_features, 4096))
-        config = launch_of(call, HOPPER)
-        assert config.kernel == "tile_wgmma" or tokens <= 16
-        if config.kernel == "tile_wgmma":
-            assert config.rows <= out_features
-            assert config.stages >= 3
-            copy = permute_x.copy_bytes(call, config.block_tokens, config.sub)
-            assert copy >= tokens * 4096 * 2
-            assert copy % (8 * 128) == 0  # whole warps of permute_x
-            assert not (config.permuted and config.sparse)
-            assert config.threads <= 384
+def test_tiles_of_training_compile_with_every_activation(n_masks: int, activation: str) -> None:
+    call = layer_call(torch.bfloat16, n_masks, 8192, activation=activation)
+    check(call, HOPPER, training_choice(call, HOPPER))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("arch", quick_only_for([(9, 0)], ARCHITECTURES), ids=str)
 @pytest.mark.parametrize("name", FORMATS)
-def test_plain_compiles_without_spills(arch: tuple[int, int], dtype: torch.dtype, name: str, tmp_path: Path) -> None:
+def test_plain_compiles_without_spills(arch: tuple[int, int], dtype: torch.dtype, name: str) -> None:
     for n_masks, tokens in ((3, 1), (16, 4)):
         call = stored_in(layer_call(dtype, n_masks, tokens, mask_alignment=1), name)
         config = launch_of(call, KNOWN_GPUS[arch])
         assert config.kernel == "plain"
-        _check(call, KNOWN_GPUS[arch], config, tmp_path)
+        check(call, KNOWN_GPUS[arch], config)
 
 
 def _training_step_variants(
@@ -257,18 +210,13 @@ def _training_step_variants(
     ],
 )
 def test_training_steps_compile_without_spills(
-    arch: tuple[int, int], n_masks: int, dtype: torch.dtype, activation: str, vector: bool, tmp_path: Path
+    arch: tuple[int, int], n_masks: int, dtype: torch.dtype, activation: str, vector: bool
 ) -> None:
     for kernel, macros in _training_step_variants(n_masks, dtype, activation, vector):
-        log = _compile(kernel, f"sm_{arch[0]}{arch[1]}", macros, tmp_path)
-        registers = re.search(r"Used (\d+) registers", log)
-        assert registers is not None, log
-        spilled = re.search(r"(\d+) bytes spill stores", log)
-        assert spilled is not None, log
-        allowed = 4 if kernel == "weight_gradients" and arch >= (10, 0) else 0  # with 7 masks
-        assert int(spilled[1]) <= allowed, f"{kernel} {macros}: {log}"
+        registers, spills, log = compiled(kernel, f"sm_{arch[0]}{arch[1]}", macros)
+        assert spills <= (4 if kernel == "weight_gradients" and arch >= (10, 0) else 0), log  # with 7 masks
         blocks = 3 if vector else 2  # at least, on an SM
-        assert int(registers[1]) * 256 * blocks <= REGISTERS_PER_SM, f"{kernel} {macros}: {log}"
+        assert registers * 256 * blocks <= REGISTERS_PER_SM, log
 
 
 @pytest.mark.parametrize(
@@ -276,43 +224,12 @@ def test_training_steps_compile_without_spills(
 )
 @pytest.mark.parametrize("is_input_gradient", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_gemms_of_backward_compile_without_spills(
-    dtype: torch.dtype, is_input_gradient: bool, n_products: int, tmp_path: Path
-) -> None:
+def test_gemms_of_backward_compile_without_spills(dtype: torch.dtype, is_input_gradient: bool, n_products: int) -> None:
     wide = n_products == 1 and not is_input_gradient
     macros = backward_gemm.macros(dtype, n_products, is_input_gradient=is_input_gradient, wide=wide)
-    log = _compile(backward_gemm.NAME, "sm_90a", macros, tmp_path)
+    _, _, log = compiled(backward_gemm.NAME, "sm_90a", macros)
     assert "0 bytes stack frame, 0 bytes spill stores" in log, log
     assert backward_gemm.shared_bytes() + RESERVED_SHARED_BYTES_PER_BLOCK <= HOPPER.shared_bytes_per_sm
-
-
-@pytest.mark.parametrize("n_masks", range(1, 17))
-@pytest.mark.parametrize("tokens", [1, 2, 8, 9, 64])
-@pytest.mark.parametrize("in_features", [8, 2048, 4096, 14336, 65536])
-def test_shared_memory_fits(in_features: int, tokens: int, n_masks: int) -> None:
-    for arch in ARCHITECTURES:
-        gpu = KNOWN_GPUS[arch]
-        call = layer_call(torch.float16, n_masks, tokens, (8192, in_features))
-        config = launch_of(call, gpu)
-        shared = config.shared_bytes(call)
-        assert config.violation(call, gpu) is None
-        if isinstance(config, DecodeMma):  # exactly as many blocks fit on an SM as intended
-            requested = config.requested_shared_bytes(call, gpu)
-            assert requested >= shared
-            blocks = gpu.shared_bytes_per_sm // (requested + RESERVED_SHARED_BYTES_PER_BLOCK)
-            assert blocks == config.blocks_per_sm
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
-@pytest.mark.parametrize("out_features", [16, 2048, 8192, 9728, 14336, 28672])
-def test_warps_of_few_tokens_fill_the_schedulers(out_features: int, arch: tuple[int, int]) -> None:
-    gpu = replace(KNOWN_GPUS[arch], multiprocessors=132)
-    for n_masks in (5, 8, 12, 16):
-        config = launch_of(layer_call(torch.bfloat16, n_masks, 8, (out_features, 2048)), gpu)
-        assert isinstance(config, DecodeMma)
-        warps = config.tiles * config.split_k
-        assert 7 <= warps <= 12
-        assert warps / (4 * -(-warps // 4)) > 0.8
 
 
 def test_no_header_is_included() -> None:

@@ -49,12 +49,16 @@ def layer(
     h: int = 4096,
     n_masks: int = 4,
     dtype: torch.dtype = torch.bfloat16,
-) -> tuple[Any, Any, Any]:
-    """Return x, weight and packed masks, whose memory is never accessed."""
+) -> Any:
+    """Return the arguments of a call, whose memory is never accessed."""
     tokens = (tokens,) if isinstance(tokens, int) else tokens
     shapes = ((*tokens, h), dtype), ((d, h), dtype), ((d, -(-h // 8), n_masks), torch.uint8)
-    x, weight, packed = (OnGpu(torch.empty(shape, dtype=dtype)) for shape, dtype in shapes)
-    return x, weight, packed
+    tensors: Any = (OnGpu(torch.empty(shape, dtype=dtype)) for shape, dtype in shapes)
+    return LayerArguments(*tensors)
+
+
+def explain(*sizes: Any, **options: Any) -> dispatch.Choice:
+    return mglu_ops.explain_dispatch(*layer(*sizes, **options)[:5])
 
 
 @pytest.fixture(autouse=True)
@@ -73,25 +77,25 @@ def set_gpu(monkeypatch: pytest.MonkeyPatch, arch: tuple[int, int]) -> None:
 
 def test_explain_names_the_kernel_its_launch_and_their_origin() -> None:
     for tokens, kernel in ((1, "decode_mma"), (8, "decode_mma"), (64, "tile_wgmma"), (5000, "tile_wgmma")):
-        choice = mglu_ops.explain_dispatch(*layer(tokens))
+        choice = explain(tokens)
         assert (choice.backend, choice.kernel, choice.is_fallback) == ("cuda", kernel, False)
         assert choice.launch_origin == "the cost model"
         assert str(choice).startswith(f"cuda {kernel}(")
         assert "by the cost model: the masks are applied on chip" in str(choice)
-    assert "tiles=7" in str(mglu_ops.explain_dispatch(*layer(8)))
-    choice = mglu_ops.explain_dispatch(*layer(8, dtype=torch.float32))
+    assert "tiles=7" in str(explain(8))
+    choice = explain(8, dtype=torch.float32)
     assert (choice.kernel, choice.is_fallback) == ("plain", False)  # float32 has no other kernel
-    choice = mglu_ops.explain_dispatch(*layer(100, dtype=torch.float32))
+    choice = explain(100, dtype=torch.float32)
     assert (choice.backend, choice.kernel) == ("composite", None)
 
 
 def test_without_a_compiler_the_kernels_in_the_cache_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "has_cuda_core", lambda: False)
     monkeypatch.setattr(cuda, "is_cached", lambda kernel, arch, macros: (kernel, arch) != ("decode_mma", "sm_90"))
-    assert mglu_ops.explain_dispatch(*layer(64)).kernel == "tile_wgmma"
+    assert explain(64).kernel == "tile_wgmma"
     reason = "cuda-core is not installed (pip install cuda-core), and the cache does not hold the kernel"
-    assert BACKENDS["cuda"].unsupported_reason(LayerCall.of(LayerArguments(*layer(1), "silu", None))) == reason
-    assert BACKENDS["cuda"].supports(LayerCall.of(LayerArguments(*layer(0), "silu", None)))
+    assert BACKENDS["cuda"].unsupported_reason(LayerCall.of(layer(1))) == reason
+    assert BACKENDS["cuda"].supports(LayerCall.of(layer(0)))
     masks: Any = OnGpu(torch.empty(4, 64, 64, dtype=torch.bool))
     assert BACKENDS["cuda"].can_pack(masks)
     monkeypatch.setattr(cuda, "is_cached", lambda *_: False)
@@ -104,10 +108,10 @@ def test_explain_reads_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = launch_tables.Entry(KNOWN_GPUS[9, 0], call, config, 30.0, config, 40.0, launch_tables.FOLDER)
     key = launch_tables._key(call, KNOWN_GPUS[9, 0])
     monkeypatch.setattr(launch_tables, "_all_tables", lambda: {key: entry})
-    choice = mglu_ops.explain_dispatch(*layer(8))
+    choice = explain(8)
     assert choice.launch == config
     assert "the table" in choice.launch_origin
-    assert mglu_ops.explain_dispatch(*layer(7)).launch_origin == "the cost model"
+    assert explain(7).launch_origin == "the cost model"
 
 
 @pytest.mark.parametrize(
@@ -119,31 +123,31 @@ def test_explain_reads_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_layer_that_misses_the_fast_kernels_is_a_fallback_with_its_cause(changed: dict[str, int], cause: str) -> None:
-    x, weight, packed = layer(1, h=changed.get("h", 4096))
-    weight.offset, packed.offset = changed.get("weight", 0), changed.get("packed", 0)
-    choice = mglu_ops.explain_dispatch(x, weight, packed)
+    given = layer(1, h=changed.get("h", 4096))
+    given.weight.offset, given.packed_masks.offset = changed.get("weight", 0), changed.get("packed", 0)
+    choice = mglu_ops.explain_dispatch(*given[:5])
     assert (choice.backend, choice.kernel, choice.is_fallback) == ("cuda", "plain", True)
     assert choice.reason == f"several times slower than by the kernels for aligned layers: {cause}"
-    assert not mglu_ops.explain_dispatch(*layer(1, d=60, h=4095)).is_fallback  # too small to be worth a warning
+    assert not explain(1, d=60, h=4095).is_fallback  # too small to be worth a warning
 
 
 def test_a_fallback_warns_once_for_all_numbers_of_tokens(launched: list[tuple[int, ...]]) -> None:
     dispatch._warn_of_fallback.cache_clear()
     with pytest.warns(UserWarning, match="in_features 2047 is not a multiple of 8"):
-        dispatch.forward(LayerArguments(*layer(1, d=256, h=2047), "silu", None))
+        dispatch.forward(layer(1, d=256, h=2047))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for tokens in (5, 9):
-            dispatch.forward(LayerArguments(*layer(tokens, d=256, h=2047), "silu", None))
+            dispatch.forward(layer(tokens, d=256, h=2047))
 
 
 def test_older_gpus_take_few_tokens_on_chip(monkeypatch: pytest.MonkeyPatch) -> None:
     set_gpu(monkeypatch, (8, 9))
-    assert mglu_ops.explain_dispatch(*layer(512)).kernel == "decode_mma"
-    assert mglu_ops.explain_dispatch(*layer(513)).backend == "composite"
+    assert explain(512).kernel == "decode_mma"
+    assert explain(513).backend == "composite"
     set_gpu(monkeypatch, (7, 5))
     monkeypatch.setattr(type(BACKENDS["triton"]), "unsupported_reason", lambda backend, call: None)
-    choice = mglu_ops.explain_dispatch(*layer(1))
+    choice = explain(1)
     assert (choice.backend, choice.is_fallback) == ("triton", True)
     assert "compute capability (7, 5) is below 8.0" in choice.reason
 
@@ -169,19 +173,15 @@ def test_batch_invariant_order_of_sums_does_not_depend_on_tokens(monkeypatch: py
     counts = (1, 2, 8, 9, 16, 17, 64, 600, 5000)
     small = {"d": 512, "h": 512}
     with mglu_ops.set_batch_invariant_mode():
-        assert {mglu_ops.explain_dispatch(*layer(tokens, **small)).kernel for tokens in counts} == {"tile_wgmma"}
-        assert mglu_ops.explain_dispatch(*layer(1, **small)).launch_origin == "the batch-invariant order"
+        assert {explain(tokens, **small).kernel for tokens in counts} == {"tile_wgmma"}
+        assert explain(1, **small).launch_origin == "the batch-invariant order"
         for config in ({"dtype": torch.float32}, {"h": 500}, {"d": 8}):
-            launches = {
-                str(mglu_ops.explain_dispatch(*layer(tokens, **{**small, **config})).launch) for tokens in counts
-            }
+            launches = {str(explain(tokens, **{**small, **config}).launch) for tokens in counts}
             assert launches == {"plain(block_tokens=4)"}
         for arch in ((8, 0), (8, 9), (10, 0), (12, 0)):
             set_gpu(monkeypatch, arch)
             for n_masks in (1, 3, 8, 16):
-                launches = {
-                    str(mglu_ops.explain_dispatch(*layer(tokens, n_masks=n_masks, **small)).launch) for tokens in counts
-                }
+                launches = {str(explain(tokens, n_masks=n_masks, **small).launch) for tokens in counts}
                 assert len(launches) == 1
                 assert "decode_mma(" in launches.pop()
 
@@ -197,10 +197,10 @@ def test_batch_invariant_mode_refuses_calls_that_cannot_be_invariant(monkeypatch
         with pytest.raises(RuntimeError, match=r"the backend 'composite' was asked for"):
             dispatch.forward(LayerArguments(x, weight, packed, "silu", None), backend="composite")
         with pytest.raises(RuntimeError, match=r"no kernel for x torch\.float64"):
-            mglu_ops.explain_dispatch(*layer(1, dtype=torch.float64))
+            explain(1, dtype=torch.float64)
         set_gpu(monkeypatch, (8, 0))
         with pytest.raises(RuntimeError, match=r"300000 tokens, above 262140"):
-            mglu_ops.explain_dispatch(*layer(300000, d=16, h=12))
+            explain(300000, d=16, h=12)
     torch.ops.mglu.forward(x, weight, packed).sum().backward()
 
 
@@ -230,11 +230,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 def test_a_repeated_call_is_not_chosen_again(launched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight, packed = layer((2, 3), d=64, h=64)
-    assert dispatch.repeat(LayerArguments(x, weight, packed, "silu", None)) is None
-    assert dispatch.forward(LayerArguments(x, weight, packed, "silu", None)).shape == (2, 3, 64)
+    given = layer((2, 3), d=64, h=64)
+    assert dispatch.repeat(given) is None
+    assert dispatch.forward(given).shape == (2, 3, 64)
     monkeypatch.setattr(dispatch, "choose", None)  # a further choice would fail
-    result = dispatch.repeat(LayerArguments(x, weight, packed, "silu", None))
+    result = dispatch.repeat(given)
     assert result is not None
     assert result.shape == (2, 3, 64)
     assert len(launched) == 2
@@ -244,46 +244,48 @@ def test_a_changed_call_is_chosen_again(launched: list[tuple[int, ...]]) -> None
     def mask_weight(dtype: torch.dtype = torch.float32, stride: int = 1) -> Any:
         return OnGpu(torch.empty(6, 4 * stride, dtype=dtype)[:, ::stride])
 
-    x, weight, packed = layer(6, d=64, h=64)
-    dispatch.forward(LayerArguments(x, weight, packed, "silu", None))
-    dispatch.forward(LayerArguments(x, weight, packed, "silu", mask_weight()))
+    given = layer(6, d=64, h=64)
+    x, weight, packed = given[:3]
+    dispatch.forward(given)
+    dispatch.forward(given._replace(mask_weights=mask_weight()))
     wide = torch.empty(64, 128, dtype=torch.bfloat16)
+    mask_major = packed.tensor.permute(2, 0, 1).contiguous().permute(1, 2, 0)
     changed = {
-        "tokens": (*layer(5, d=64, h=64), "silu", None),
-        "rank": (OnGpu(x.tensor.view(2, 3, 64)), weight, packed, "silu", None),
-        "activation": (x, weight, packed, "gelu", None),
-        "mask_weight dtype": (x, weight, packed, "silu", mask_weight(torch.bfloat16)),
-        "mask_weight strides": (x, weight, packed, "silu", mask_weight(stride=2)),
-        "dtype": (*layer(6, d=64, h=64, dtype=torch.float16), "silu", None),
-        "weight dtype": (x, OnGpu(weight.tensor.half()), packed, "silu", None),
-        "masks dtype": (x, weight, OnGpu(packed.tensor.to(torch.int8)), "silu", None),
-        "weight device": (x, OnGpu(weight.tensor, device="cuda:1"), packed, "silu", None),
-        "masks device": (x, weight, OnGpu(packed.tensor, device="cuda:1"), "silu", None),
-        "x device": (OnGpu(x.tensor, device="cuda:1"), weight, packed, "silu", None),
-        "n_masks": (x, weight, OnGpu(torch.empty(64, 8, 5, dtype=torch.uint8)), "silu", None),
-        "weight rows": (x, OnGpu(weight.tensor[:63]), packed, "silu", None),
-        "x strides": (OnGpu(wide[:6, :64]), weight, packed, "silu", None),
-        "weight strides": (x, OnGpu(wide[:, :64]), packed, "silu", None),
-        "masks strides": (x, weight, OnGpu(packed.tensor.permute(2, 0, 1).contiguous().permute(1, 2, 0)), "silu", None),
-        "x address": (OnGpu(x.tensor, 2), weight, packed, "silu", None),
-        "weight address": (x, OnGpu(weight.tensor, 8), packed, "silu", None),
-        "masks address": (x, weight, OnGpu(packed.tensor, 4), "silu", None),
+        "tokens": layer(5, d=64, h=64)._asdict(),
+        "dtype": layer(6, d=64, h=64, dtype=torch.float16)._asdict(),
+        "rank": {"x": OnGpu(x.tensor.view(2, 3, 64))},
+        "activation": {"activation": "gelu"},
+        "mask_weight dtype": {"mask_weights": mask_weight(torch.bfloat16)},
+        "mask_weight strides": {"mask_weights": mask_weight(stride=2)},
+        "weight dtype": {"weight": OnGpu(weight.tensor.half())},
+        "masks dtype": {"packed_masks": OnGpu(packed.tensor.to(torch.int8))},
+        "x device": {"x": OnGpu(x.tensor, device="cuda:1")},
+        "weight device": {"weight": OnGpu(weight.tensor, device="cuda:1")},
+        "masks device": {"packed_masks": OnGpu(packed.tensor, device="cuda:1")},
+        "n_masks": {"packed_masks": OnGpu(torch.empty(64, 8, 5, dtype=torch.uint8))},
+        "weight rows": {"weight": OnGpu(weight.tensor[:63])},
+        "x strides": {"x": OnGpu(wide[:6, :64])},
+        "weight strides": {"weight": OnGpu(wide[:, :64])},
+        "masks strides": {"packed_masks": OnGpu(mask_major)},
+        "x address": {"x": OnGpu(x.tensor, 2)},
+        "weight address": {"weight": OnGpu(weight.tensor, 8)},
+        "masks address": {"packed_masks": OnGpu(packed.tensor, 4)},
     }
-    for name, call in changed.items():
-        assert dispatch.repeat(LayerArguments(*call)) is None, name
+    for name, changes in changed.items():
+        assert dispatch.repeat(given._replace(**changes)) is None, name
     with mglu_ops.set_batch_invariant_mode():
-        assert dispatch.repeat(LayerArguments(x, weight, packed, "silu", None)) is None
-    assert dispatch.repeat(LayerArguments(x, weight, packed, "silu", None)) is not None
-    assert dispatch.repeat(LayerArguments(x, weight, packed, "silu", mask_weight())) is not None
+        assert dispatch.repeat(given) is None
+    assert dispatch.repeat(given) is not None
+    assert dispatch.repeat(given._replace(mask_weights=mask_weight())) is not None
 
 
 def test_a_view_of_known_rows_is_known_from_its_second_call_on(launched: list[tuple[int, ...]]) -> None:
-    x, weight, packed = layer(6, d=64, h=64)
-    dispatch.forward(LayerArguments(x, weight, packed, "silu", None))
-    view = OnGpu(x.tensor.view(2, 3, 64))
-    assert dispatch.repeat(LayerArguments(view, weight, packed, "silu", None)) is None
-    assert dispatch.forward(LayerArguments(view, weight, packed, "silu", None)).shape == (2, 3, 64)
-    result = dispatch.repeat(LayerArguments(view, weight, packed, "silu", None))
+    given = layer(6, d=64, h=64)
+    dispatch.forward(given)
+    view = given._replace(x=OnGpu(given.x.tensor.view(2, 3, 64)))
+    assert dispatch.repeat(view) is None
+    assert dispatch.forward(view).shape == (2, 3, 64)
+    result = dispatch.repeat(view)
     assert result is not None
     assert result.shape == (2, 3, 64)
 
@@ -291,18 +293,17 @@ def test_a_view_of_known_rows_is_known_from_its_second_call_on(launched: list[tu
 def test_a_repeated_call_with_copied_rows_is_not_chosen_again(
     launched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, weight, packed = layer(1, d=64, h=64)
-    x: Any = OnGpu(torch.empty(3, 2, 64, dtype=torch.bfloat16).transpose(0, 1))
-    assert dispatch.forward(LayerArguments(x, weight, packed, "silu", None)).shape == (2, 3, 64)
+    x = OnGpu(torch.empty(3, 2, 64, dtype=torch.bfloat16).transpose(0, 1))
+    given = layer(1, d=64, h=64)._replace(x=x)
+    assert dispatch.forward(given).shape == (2, 3, 64)
     monkeypatch.setattr(dispatch, "choose", None)
-    assert dispatch.repeat(LayerArguments(x, weight, packed, "silu", None)) is not None
+    assert dispatch.repeat(given) is not None
     assert launched == [(2, 3, 64), (2, 3, 64)]
 
 
 def test_none_as_a_tensor_reaches_the_checks() -> None:
-    x, weight, packed = layer(1, d=64, h=64)
-    for call in ((None, weight, packed), (x, None, packed), (x, weight, None)):
-        assert dispatch.repeat(LayerArguments(*call, "silu", None)) is None  # type: ignore[arg-type] # torch lets None through
+    for name in ("x", "weight", "packed_masks"):
+        assert dispatch.repeat(layer(1, d=64, h=64)._replace(**{name: None})) is None  # torch lets None through
 
 
 def test_memory_is_bounded_and_shared_by_threads(
@@ -314,8 +315,8 @@ def test_memory_is_bounded_and_shared_by_threads(
     def work() -> None:
         for _ in range(5):
             for call in calls:
-                if dispatch.repeat(LayerArguments(*call, "silu", None)) is None:
-                    dispatch.forward(LayerArguments(*call, "silu", None))
+                if dispatch.repeat(call) is None:
+                    dispatch.forward(call)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mglu_ops.backends.cuda import DecodeMma, LaunchConfig, TileWgmma, launch_tables
+from mglu_ops.backends.cuda import LaunchConfig, TileWgmma, launch_tables
 from mglu_ops.backends.cuda.choice import LaunchChoice, choose, without_tables
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
 from mglu_ops.backends.cuda.launch_tables import Entry, TableError
@@ -166,63 +165,6 @@ def test_the_packages_tables_are_sound_and_worth_having() -> None:
             assert entry.config != without_tables(entry.call, entry.gpu), f"{path}: {entry}"
         environment = json.loads(path.read_text())["environment"]
         assert environment.keys() >= {"commit", "torch", "cuda", "compiler", "protocol", "device_code", "mglu_ops"}
-
-
-@pytest.mark.parametrize("arch", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)], ids=str)
-def test_the_models_choices_keep_to_the_limits(arch: tuple[int, int]) -> None:
-    for dtype in (torch.float16, torch.float32):
-        for n_masks in range(1, 17):
-            for tokens in (1, 2, 8, 9, 17, 64, 300):
-                for shape in ((16, 8), (14336, 4096), (8192, 2048), (4096, 14336)):
-                    call = contiguous(n_masks, tokens, *shape, dtype)
-                    for other in (
-                        call,
-                        replace(call, batch_invariant=True),
-                        replace(call, x=replace(call.x, alignment=8)),
-                    ):
-                        config = without_tables(other, KNOWN_GPUS[arch])
-                        assert config.violation(other, KNOWN_GPUS[arch]) is None, (other, config)
-
-
-@pytest.mark.parametrize(
-    ("n_masks", "settings", "words"),
-    [
-        (16, {"sub": 3, "mask_group": 8}, "sub: got 3, must be 1, 2 or 4"),
-        (16, {"sub": 8, "mask_group": 8}, "sub: got 8, must be 1, 2 or 4"),
-        (12, {"sub": 4, "mask_group": 12}, "mask_group: got 12, must divide n_masks 12 into whole words"),
-        (16, {"sub": 4, "mask_group": 4, "split_k": 8}, r"\d+ bytes of shared memory a block, more than"),
-        (8, {"mask_group": 8, "cluster": 4}, "cluster: got 4, must be 1, or 2 on compute capability 9.0"),
-        (8, {"mask_group": 8, "cluster": 2, "block_tokens": 4}, "cluster: got 2, must be 1, or 2 .* has all tokens"),
-    ],
-)
-def test_settings_that_decode_mma_cannot_have(n_masks: int, settings: dict[str, Any], words: str) -> None:
-    config = DecodeMma(**{"block_tokens": 16, **settings})
-    call = contiguous(n_masks, 6, 128, 64, torch.float16)
-    assert re.fullmatch(words + ".*", config.violation(call, H200) or "")
-
-
-def test_sparse_tiles_cannot_permute_x() -> None:
-    call = contiguous(8, 20, 128, 64, torch.float16)
-    tile = TileWgmma(rows=64, block_tokens=24, stages=4, sparse=True)
-    assert tile.violation(call, H200) is None
-    assert (replace(tile, permuted=True).violation(call, H200) or "").startswith("permuted: not with sparse products")
-
-
-def test_clusters_of_tiles_are_pairs() -> None:
-    call = contiguous(8, 100, 128, 64, torch.float16)
-    tile = TileWgmma(rows=64, block_tokens=24, stages=4, cluster=2)
-    assert tile.violation(call, H200) is None
-    assert tile.grid(call, H200) == (12, 1)  # 2 tiles of rows by 3 pairs of the 5 tiles of tokens
-    assert tile.grid(contiguous(8, 10_000, 128, 64), replace(H200, multiprocessors=11)) == (10, 1)
-    assert replace(tile, cluster=4).violation(call, H200) == "cluster: got 4, must be 1 or 2"
-
-
-def test_a_stage_is_more_than_one_group_of_wgmmas() -> None:
-    call = contiguous(2, 64, 128, 64, torch.float16)
-    tile = TileWgmma(rows=64, block_tokens=64, stages=4, mask_groups=2, steps=2)
-    assert tile.violation(call, H200) is None
-    assert replace(tile, sub=2, steps=4).violation(call, H200) is None
-    assert (replace(tile, steps=4).violation(call, H200) or "").startswith("steps: got 4, must be less")
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 64])

@@ -6,29 +6,28 @@ tests/support/emulated_kernels.py says what emulation can show. test_cuda_compil
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
-import training_checks as checks
 from emulated_kernels import emulated_kernels, needs_compiler
 from families import family, quick_only_for, sample
+from memory_layouts import rows_apart, spaced, transposed, unaligned
 from torch import Tensor
-from training_checks import Layer
+from training_checks import Layer, Steps, assert_as_good_as_naive, take_step
 
 from mglu_ops.activations import ACTIVATIONS
-from mglu_ops.backends.base import BackwardArguments
 from mglu_ops.backends.cuda import training
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
 from mglu_ops.backends.cuda.kernels import backward_gemm
-from mglu_ops.layer_call import LayerArguments, LayerCall
 
 __all__ = ["emulated_kernels"]  # a fixture
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("emulated_kernels")]
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-SHAPES = [(3, 520), (5, 37), (1, 8), (2, 1), (0, 24), (4, 0)]
+STEPS = Steps("cpu", [(3, 520), (5, 37), (1, 8), (2, 1), (0, 24), (4, 0)])
 """Rows and columns: several warps per row, a ragged end, and sizes of 0."""
 
 
@@ -37,19 +36,12 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-def normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    return torch.randn(shape).to(dtype)
-
-
 # --- The kernels ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("n_masks", "with_weight"), family([1, 4, 5, 8, 16], [True, False]))
 def test_flip_signs(n_masks: int, with_weight: bool) -> None:
-    for rows, columns in SHAPES:
-        weight, masks = normal(rows, columns, dtype=F16), torch.rand(n_masks, rows, columns) < 0.5
-        for w in (weight, checks.rows_apart(weight), checks.rows_apart(weight, 3), checks.unaligned(weight)):
-            checks.check_flip_signs(w, masks, with_weight=with_weight)
+    STEPS.flip_signs(n_masks, F16, with_weight=with_weight)
 
 
 @pytest.mark.parametrize(
@@ -57,28 +49,17 @@ def test_flip_signs(n_masks: int, with_weight: bool) -> None:
     family(ACTIVATIONS, [3, 2, 16, 1], [BF16, F16], [None, F32, F16]),
 )
 def test_partials(activation: str, n_masks: int, dtype: torch.dtype, mask_weights_dtype: torch.dtype | None) -> None:
-    for (tokens, columns), products_dtype in itertools.product(SHAPES, (F32, dtype)):
-        mask_weight = None if mask_weights_dtype is None else torch.rand(n_masks, tokens).to(mask_weights_dtype).t()
-        products = 2 * normal(tokens, n_masks + 1, columns, dtype=products_dtype)
-        checks.check_partials(products, dtype, activation, mask_weight)
-        checks.check_partials(products, dtype, activation, mask_weight, rows_apart=8)
+    STEPS.partials(n_masks, dtype, activation, mask_weights_dtype)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_partials_of_large_and_small_gates(activation: str) -> None:
-    size = torch.logspace(-4, 1.5, 1024)
-    products = torch.stack((size * torch.randn(1024), size * torch.randn(1024)))[None]
-    checks.check_partials(products, BF16, activation, None)
+    STEPS.partials_of_large_and_small_gates(activation, BF16)
 
 
 @pytest.mark.parametrize(("entries", "dtype"), family([1, 3, 5, 17], [BF16, F16]))
 def test_scale(entries: int, dtype: torch.dtype) -> None:
-    for tokens, columns in SHAPES:
-        grad, partials = normal(tokens, columns, dtype=dtype), normal(tokens, entries, columns, dtype=dtype)
-        for g in (grad, checks.rows_apart(grad, 3), checks.unaligned(grad), grad[:1].expand_as(grad)):
-            checks.check_scale(g, partials)
-        checks.check_scale(grad, checks.rows_apart(partials))
-        checks.check_scale(grad, checks.rows_apart(partials, 5))
+    STEPS.scale(entries, dtype)
 
 
 @pytest.mark.parametrize(
@@ -94,21 +75,12 @@ def test_scale(entries: int, dtype: torch.dtype) -> None:
 def test_weight_gradients(
     n_masks: int, weight_dtype: torch.dtype | None, logits_dtype: torch.dtype | None, dtype: torch.dtype
 ) -> None:
-    for rows, columns in SHAPES:
-        weight, total = normal(rows, columns, dtype=dtype), normal(rows, columns, dtype=dtype)
-        masks, products = torch.rand(n_masks, rows, columns) < 0.5, normal(n_masks, rows, columns, dtype=dtype)
-        for w in (weight, checks.rows_apart(weight), checks.unaligned(weight)):
-            checks.check_weight_gradients(w, masks, total, products, weight_dtype, logits_dtype)
-            checks.check_weight_gradients(w, masks, total.float(), products, weight_dtype, logits_dtype)
-        if {weight_dtype, logits_dtype} <= {dtype, None}:
-            checks.check_weight_gradients(weight, masks, total, products, weight_dtype, logits_dtype, in_place=True)
+    STEPS.weight_gradients(n_masks, dtype, weight_dtype, logits_dtype)
 
 
 @pytest.mark.parametrize(("n_masks", "mask_weights_dtype"), family([1, 3], [F32, BF16]))
 def test_mask_weight_gradients(n_masks: int, mask_weights_dtype: torch.dtype) -> None:
-    for tokens, columns in SHAPES:
-        terms = normal(tokens, 2 * n_masks + 1, columns)[:, n_masks + 1 :]
-        checks.check_mask_weight_gradients(normal(tokens, columns), terms, mask_weights_dtype)
+    STEPS.mask_weight_gradients(n_masks, BF16, mask_weights_dtype)
 
 
 # --- Whole steps ----------------------------------------------------------------------------------------------------
@@ -144,28 +116,8 @@ def test_sizes_for_which_backward_uses_its_own_gemm(sizes: tuple[int, int, int],
     assert backward_gemm.is_faster(KNOWN_GPUS[9, 0], *sizes) is own_kernel
 
 
-def run(
-    layer: Layer,
-    needs: Sequence[bool] = (True, True),
-    logits: bool = True,
-    term_weights: bool = True,
-) -> dict[str, Tensor]:
-    """Return the result and gradients of a step, with empty tensors for gradients that are not needed."""
-    operands = layer.x, layer.weight, layer.packed_masks
-    given = LayerArguments(*operands, layer.activation, layer.mask_weights)
-    call = LayerCall.of(given)
-    y, partials = training.ForwardTrain(call)(given)
-    assert y.is_contiguous()
-    assert partials.is_contiguous()
-    logits_dtype = layer.logits.dtype if logits else None
-    mask_weights_dtype = layer.mask_weights.dtype if term_weights and layer.mask_weights is not None else None
-    arguments = BackwardArguments(layer.grad_output, *operands, partials, needs, logits_dtype, mask_weights_dtype)
-    grads = training.Backward(call)(arguments)
-    assert all(grad.is_contiguous() for grad in grads)
-    assert len({grad.untyped_storage().data_ptr() for grad in grads if grad.numel()}) == sum(
-        grad.numel() > 0 for grad in grads
-    )
-    return {"y": y, **dict(zip(checks.NAMES, grads, strict=True))}
+def run(layer: Layer, needs: Sequence[bool] = (True,) * 4) -> dict[str, Tensor]:
+    return take_step(layer, training.ForwardTrain(layer.call), training.Backward(layer.call), needs)
 
 
 @pytest.mark.parametrize(
@@ -176,10 +128,7 @@ def test_errors_are_close_to_the_naive_layers(
     n_masks: int, density: float, dtype: torch.dtype, mask_weights_dtype: torch.dtype | None
 ) -> None:
     layer = Layer.random("cpu", dtype, (96,), 136, 200, n_masks, density=density, mask_weights_dtype=mask_weights_dtype)
-    found = run(layer)
-    if mask_weights_dtype is None:
-        assert found.pop("mask_weights").numel() == 0
-    checks.assert_as_good_as_naive(found, layer, 1.5 if density < 0.9 else 2.5)
+    assert_as_good_as_naive(run(layer), layer, 1.5 if density < 0.9 else 2.5)
 
 
 @pytest.mark.long
@@ -192,15 +141,15 @@ def test_several_chunks_give_the_gradients_of_one(monkeypatch: pytest.MonkeyPatc
     for name in ("y", "weight", "logits", "mask_weights"):
         assert torch.equal(found[name], whole[name]), name
     torch.testing.assert_close(found["x"], whole["x"], rtol=0.02, atol=0.05)
-    checks.assert_as_good_as_naive(found, layer, 1.5)
+    assert_as_good_as_naive(found, layer, 1.5)
 
 
 @pytest.mark.parametrize("needs", sample(list(itertools.product([True, False], repeat=4)), 5))
 def test_each_subset_of_gradients(needs: tuple[bool, bool, bool, bool]) -> None:
     layer = Layer.random("cpu", BF16, (9,), 24, 40, 2, mask_weights_dtype=F32)
-    whole, found = run(layer), run(layer, needs[:2], *needs[2:])
-    for name, needed in zip(checks.NAMES, needs, strict=True):
-        assert torch.equal(found[name], whole[name]) if needed else found[name].numel() == 0
+    whole = run(layer)
+    for name, found in run(layer, needs).items():
+        assert torch.equal(found, whole[name])
 
 
 ODD_SIZES = [(0, 24, 40), (1, 24, 40), (5, 0, 40), (5, 24, 0), (7, 13, 21)]
@@ -221,38 +170,29 @@ def test_dtypes_of_logits_and_mask_weights(logits_dtype: torch.dtype) -> None:
     found = run(layer)
     assert found["logits"].dtype is logits_dtype
     assert found["mask_weights"].dtype is F32
-    checks.assert_as_good_as_naive(found, layer, 1.5)
+    assert_as_good_as_naive(found, layer, 1.5)
 
 
 @pytest.mark.parametrize("d", quick_only_for([24], [24, 21]))
-def test_any_strides_give_the_same_bits(d: int) -> None:
+def test_any_strides_give_nearly_the_same(d: int) -> None:
     layer = Layer.random("cpu", BF16, (10,), d, 40, 3, mask_weights_dtype=F32)
     layer.grad_output = layer.grad_output[:1].repeat(10, 1)
     whole = run(layer)
-    assert layer.mask_weights is not None
-    for x, weight, grad, term_weights in (
-        (layer.x.t().contiguous().t(), checks.rows_apart(layer.weight), layer.grad_output[:1].expand(10, d), "t"),
-        (checks.unaligned(layer.x), checks.unaligned(layer.weight), checks.unaligned(layer.grad_output), ""),
-        (checks.rows_apart(layer.x, 3), layer.weight.t().contiguous().t(), layer.grad_output.t().contiguous().t(), ""),
+    x, weight, grad, mask_weights = layer.x, layer.weight, layer.grad_output, layer.mask_weights
+    assert mask_weights is not None
+    for changes in (
+        {"x": transposed(x), "weight": rows_apart(weight), "grad_output": grad[:1].expand(10, d)},
+        {"x": unaligned(x), "weight": unaligned(weight), "grad_output": unaligned(grad)},
+        {"x": rows_apart(x, 3), "weight": transposed(weight), "grad_output": transposed(grad)},
+        {"mask_weights": transposed(mask_weights)},
     ):
-        mask_weights = layer.mask_weights.t().contiguous().t() if term_weights else layer.mask_weights
-        other = Layer(x, weight, layer.logits, mask_weights, grad)
-        for name, tensor in run(other).items():
+        for name, tensor in run(replace(layer, **changes)).items():
             torch.testing.assert_close(tensor, whole[name], rtol=0.02, atol=1e-2, msg=name)
 
 
-@pytest.mark.parametrize("layout", ["unaligned", "strided", "transposed"])
-def test_packed_masks_in_other_layouts(layout: str) -> None:
+@pytest.mark.parametrize("layout", [unaligned, spaced, transposed])
+def test_packed_masks_in_other_layouts(layout: Callable[[Tensor], Tensor]) -> None:
     layer = Layer.random("cpu", BF16, (6,), 16, 40, 4)
-    packed = layer.packed_masks
-    other = {
-        "unaligned": checks.unaligned(packed),
-        "strided": packed.repeat_interleave(2, 2)[:, :, ::2],
-        "transposed": packed.transpose(0, 1).contiguous().transpose(0, 1),
-    }[layout]
-    results = []
-    for masks in (packed, other):
-        operands = layer.x, layer.weight, masks
-        given = LayerArguments(*operands)
-        results.append(training.ForwardTrain(LayerCall.of(given))(given))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    other = replace(layer, packed_masks=layout(layer.packed_masks))
+    found, expected = (training.ForwardTrain(one.call)(one.given) for one in (other, layer))
+    assert all(map(torch.equal, found, expected))

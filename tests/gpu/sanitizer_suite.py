@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,18 +23,15 @@ import torch
 from backend_calls import launch_of, run_on
 from budgets import assert_matches
 from torch import Tensor
-from training_checks import NAMES, Layer
+from training_checks import Layer, take_step
 
 from mglu_ops.backends import BACKENDS, reference
-from mglu_ops.backends.base import BackwardArguments
 from mglu_ops.backends.cuda import DecodeMma, LaunchConfig
 from mglu_ops.backends.cuda.kernels import backward_gemm
-from mglu_ops.layer_call import LayerArguments, LayerCall
 from mglu_ops.masks import pack
 
 Shape = tuple[int, int, int, int]
 
-MMA = "decode_mma"
 CASES: list[tuple[LaunchConfig | None, torch.dtype, Shape]] = [
     # Shapes are (tokens, out_features, in_features, n_masks). Without a launch configuration, the backend chooses one;
     # these shapes reach every kernel, and its variants for odd sizes.
@@ -134,28 +132,14 @@ def run_training(cases: Sequence[tuple[torch.dtype, Shape]]) -> None:
 
 def run_step(dtype: torch.dtype, shape: Shape, mask_weights_dtype: torch.dtype | None) -> None:
     """Run forward and backward of one layer, and check the result and all gradients."""
-    tokens, d, h, n_masks = shape
-    layer = Layer.random("cpu", dtype, (tokens,), d, h, n_masks, mask_weights_dtype=mask_weights_dtype)
+    tokens, *sizes = shape
+    layer = Layer.random("cpu", dtype, (tokens,), *sizes, mask_weights_dtype=mask_weights_dtype)
     exact = layer.in_plain_torch(torch.float64)
-    tensors = (layer.x, layer.weight, pack(layer.logits > 0), layer.grad_output, layer.mask_weights)
-    x, weight, packed, grad_output, term_weights = (None if t is None else t.cuda() for t in tensors)
-    given = LayerArguments(x, weight, packed, "silu", term_weights)  # type: ignore[arg-type]
-    call = LayerCall.of(given)
-    y, partials = BACKENDS["cuda"].prepare_forward_train(call)(given)
-    arguments = BackwardArguments(
-        grad_output,  # type: ignore[arg-type]
-        x,  # type: ignore[arg-type]
-        weight,  # type: ignore[arg-type]
-        packed,  # type: ignore[arg-type]
-        partials,
-        (True, True),
-        dtype,
-        mask_weights_dtype,
-    )
-    grads = BACKENDS["cuda"].prepare_backward(call)(arguments)
-    for name, found in zip(("y", *NAMES), (y, *grads), strict=True):
-        if name in exact:
-            assert_matches(found.cpu(), exact[name], dtype, f"{name} of {call}")
+    tensors = {name: value.cuda() for name, value in vars(layer).items() if isinstance(value, Tensor)}
+    layer, cuda = replace(layer, **tensors), BACKENDS["cuda"]
+    found = take_step(layer, cuda.prepare_forward_train(layer.call), cuda.prepare_backward(layer.call))
+    for name, tensor in found.items():
+        assert_matches(tensor.cpu(), exact[name], dtype, f"{name} of {layer.call}")
 
 
 def main(kernels: Sequence[str]) -> None:

@@ -6,15 +6,13 @@ differences. The naive layer and the float64 layer are computed on the CPU.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from backend_calls import run_on, unsupported
 from hypothesis import given
 from hypothesis import strategies as st
 from outliers import assert_loses_no_more_than_naive, outlier_layers, slack_of_differences
-from strategies import Layer, examples
+from strategies import examples
 
 from mglu_ops.backends.cuda import Plain
 
@@ -27,29 +25,21 @@ ACTIVATIONS = ("silu", "identity")
 IN_FEATURES = (1024, 256, 64, 67)
 
 
-def check(layer: Layer, backend: str, launch: Any = None) -> None:
-    operands = [tensor.cuda() for tensor in (layer.x, layer.weight, layer.packed_masks)]
-    if unsupported(backend, *operands, layer.activation, None) is not None:
-        return
-    result = run_on(backend, *operands, layer.activation, launch=launch).cpu()
-    assert_loses_no_more_than_naive(result, layer, slack_of_differences(layer), what=f"{backend} {launch or ''}")
-
-
-@pytest.mark.parametrize("n_masks", [1, 4, 8, 16])
+@pytest.mark.parametrize(
+    ("backend", "launch", "n_masks"),
+    [
+        *(("cuda", launch, n_masks) for launch in (None, Plain(block_tokens=1)) for n_masks in (1, 4, 8, 16)),
+        *(("triton", None, n_masks) for n_masks in (1, 4)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 @examples(20)
 @given(data=st.data())
-def test_cuda(data: st.DataObject, dtype: torch.dtype, n_masks: int) -> None:
+def test_outliers(data: st.DataObject, dtype: torch.dtype, backend: str, launch: Plain | None, n_masks: int) -> None:
     drawn = outlier_layers(dtype, out_features=64, in_features=IN_FEATURES, n_masks=(n_masks,), activations=ACTIVATIONS)
     layer = data.draw(drawn)
-    check(layer, "cuda")
-    check(layer, "cuda", Plain(block_tokens=1))
-
-
-@pytest.mark.parametrize("n_masks", [1, 4])
-@pytest.mark.parametrize("dtype", DTYPES)
-@examples(20)
-@given(data=st.data())
-def test_triton(data: st.DataObject, dtype: torch.dtype, n_masks: int) -> None:
-    drawn = outlier_layers(dtype, out_features=64, in_features=IN_FEATURES, n_masks=(n_masks,), activations=ACTIVATIONS)
-    check(data.draw(drawn), "triton")
+    operands = [tensor.cuda() for tensor in (layer.x, layer.weight, layer.packed_masks)]
+    if unsupported(backend, *operands, layer.activation) is None:
+        result = run_on(backend, *operands, layer.activation, launch=launch).cpu()
+        assert_loses_no_more_than_naive(result, layer, slack_of_differences(layer))

@@ -71,37 +71,37 @@ def program_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run_package_alone"
 
 
+def run_package(program: Path, package: Path, *options: str) -> str:
+    """Run a package with the inputs beside it, compare its results, and return what was printed as errors."""
+    files = [package.parent / f"{name}{tokens}.tensor" for tokens in TOKENS for name in "xy"]
+    process = run([program, package, "--tolerance", "3e-3", *options, *files])
+    assert process.returncode == 0, process.stdout + process.stderr
+    print(package.stem, re.findall(r"([\d.]+) us a call", process.stdout))
+    return process.stderr
+
+
+@pytest.mark.parametrize("package", ["operator.pt2", "shim.pt2"])
 @pytest.mark.parametrize("kernels", ["compiled", "nvrtc"])
-def test_the_library_runs_packages(packages: Path, libraries: dict[str, Path], kernels: str) -> None:
+def test_the_library_runs_packages(packages: Path, libraries: dict[str, Path], kernels: str, package: str) -> None:
     """The library prints a message if it has to use the plain kernels."""
-    program = libraries[kernels].with_name("run_package")
-    files = [packages / f"{name}{tokens}.tensor" for tokens in TOKENS for name in "xy"]
-    for package in ("operator", "shim"):
-        process = run([program, packages / f"{package}.pt2", "--tolerance", "3e-3", "--time", "200", *files])
-        assert process.returncode == 0, process.stdout + process.stderr
-        assert ("no tuned kernel" in process.stderr) is (kernels == "nvrtc")
-        print(package, re.findall(r"([\d.]+) us a call", process.stdout))
+    printed = run_package(libraries[kernels].with_name("run_package"), packages / package, "--time", "200")
+    assert ("no tuned kernel" in printed) is (kernels == "nvrtc")
 
 
 def test_triton_packages_need_no_library(packages: Path, program_alone: Path) -> None:
-    files = [packages / f"{name}{tokens}.tensor" for tokens in TOKENS for name in "xy"]
-    process = run([program_alone, packages / "triton.pt2", "--tolerance", "3e-3", "--time", "200", *files])
-    assert process.returncode == 0, process.stdout + process.stderr
+    run_package(program_alone, packages / "triton.pt2", "--time", "200")
     assert "libmglu_ops" not in run(["ldd", program_alone]).stdout
-    print("triton", re.findall(r"([\d.]+) us a call", process.stdout))
 
 
-def test_a_package_for_several_gpus(packages: Path, program_alone: Path, tmp_path: Path) -> None:
+def test_a_package_for_several_gpus(packages: Path, program_alone: Path) -> None:
     """Below Hopper such a package runs on this GPU; from Hopper on torch cannot make it, and `export` says so."""
-    layers, example = model(torch.float16), (inputs(1, torch.float16),)
+    layers, example, path = model(torch.float16), (inputs(1, torch.float16),), packages / "several.pt2"
     if torch.cuda.get_device_capability() >= (9, 0):
         with pytest.raises(ValueError, match=r"compute capability 8\.x alone"):
-            mglu_ops.export(layers, example, tmp_path / "m.pt2", backend="triton", multi_arch=True)
+            mglu_ops.export(layers, example, path, backend="triton", multi_arch=True)
         return
-    assert mglu_ops.export(layers, example, tmp_path / "m.pt2", backend="triton", multi_arch=True).multi_arch
-    files = [packages / f"{name}{tokens}.tensor" for tokens in TOKENS for name in "xy"]
-    process = run([program_alone, tmp_path / "m.pt2", "--tolerance", "3e-3", *files])
-    assert process.returncode == 0, process.stdout + process.stderr
+    assert mglu_ops.export(layers, example, path, backend="triton", multi_arch=True).multi_arch
+    run_package(program_alone, path)
 
 
 LIBRARY_ALONE = """

@@ -2,63 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from memory_layouts import rows_apart, unaligned
+from torch import Tensor
 
 from mglu_ops.backends import BACKENDS
 
 pytestmark = pytest.mark.gpu
 
+Shape = tuple[int, int, int]
+Layout = Callable[[Tensor], Tensor]
 SPECIAL = (0.0, -0.0, float("nan"), float("inf"), -float("inf"), 6e-8, -6e-8)
 SHAPES = [(1, 1, 1), (3, 5, 7), (4, 64, 256), (16, 33, 129), (2, 130, 24), (8, 3, 4096), (5, 17, 8)]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
-def logits(shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
+def logits(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
     values = torch.randn(shape).to(dtype)
     special = torch.tensor(SPECIAL, dtype=dtype)[torch.randint(len(SPECIAL), shape)]
     return torch.where(torch.rand(shape) < 0.2, special, values)
 
 
-def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    if layout == "transposed":
-        return tensor.mT.contiguous().mT
-    if layout == "offset":
-        padded = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
-        return padded[1:].view(tensor.shape).copy_(tensor)
-    if layout == "rows apart":
-        wide = torch.zeros(*tensor.shape[:2], tensor.shape[2] + 8, dtype=tensor.dtype, device=tensor.device)
-        return wide[..., : tensor.shape[2]].copy_(tensor)
-    return tensor
+layouts = pytest.mark.parametrize(
+    "laid_out", [torch.clone, lambda tensor: tensor.mT.contiguous().mT, unaligned, rows_apart]
+)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "transposed", "offset", "rows apart"])
+@layouts
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_packing_matches_the_cpu(shape: tuple[int, int, int], dtype: torch.dtype, layout: str) -> None:
+def test_packing_matches_the_cpu(shape: Shape, dtype: torch.dtype, laid_out: Layout) -> None:
     host = logits(shape, dtype)
     expected = torch.ops.mglu.pack_masks(host > 0)
-    device = laid_out(host.cuda(), layout)
+    device = laid_out(host.cuda())
     assert BACKENDS["cuda"].can_pack(device) == (dtype is not torch.float64)
     assert torch.equal(torch.ops.mglu.pack_logits(device).cpu(), expected)
-    masks = laid_out(host.cuda() > 0, layout)
+    masks = laid_out(host.cuda() > 0)
     assert BACKENDS["cuda"].can_pack(masks)
     assert torch.equal(torch.ops.mglu.pack_masks(masks).cpu(), expected)
     assert torch.equal(torch.ops.mglu.unpack_masks(torch.ops.mglu.pack_masks(masks), shape[2]), host.cuda() > 0)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "transposed", "offset", "rows apart"])
+@layouts
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_any_byte_of_a_bool_but_0_is_true(shape: tuple[int, int, int], layout: str) -> None:
+def test_any_byte_of_a_bool_but_0_is_true(shape: Shape, laid_out: Layout) -> None:
     octets = torch.randint(0, 256, shape, dtype=torch.uint8)
     octets[torch.rand(shape) < 0.4] = 0
-    viewed = laid_out(octets.cuda(), layout).view(torch.bool)
+    viewed = laid_out(octets.cuda()).view(torch.bool)
     assert BACKENDS["cuda"].can_pack(viewed)
     assert torch.equal(torch.ops.mglu.pack_masks(viewed).cpu(), torch.ops.mglu.pack_masks(octets != 0))
 
 
 @pytest.mark.parametrize("shape", [(2, 0, 9), (2, 3, 0), (1, 0, 0)])
-def test_empty_masks(shape: tuple[int, int, int]) -> None:
+def test_empty_masks(shape: Shape) -> None:
     packed = torch.ops.mglu.pack_logits(torch.zeros(shape, device="cuda"))
     assert packed.shape == (shape[1], -(-shape[2] // 8), shape[0])
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ import torch
 from backend_calls import launch_of, run_on
 from budgets import assert_matches
 from cuda_problem import Problem
+from memory_layouts import bands_of, between
 from torch import Tensor
 
 from mglu_ops import dispatch
@@ -24,7 +25,6 @@ from mglu_ops.backends.cuda.device import gpu_of
 from mglu_ops.backends.cuda.kernels import base, permute_x
 from mglu_ops.backends.cuda.kernels import pack as packing
 from mglu_ops.backends.cuda.launch import load_kernel, parameters
-from mglu_ops.layer_call import LayerArguments, LayerCall
 
 pytestmark = pytest.mark.gpu
 
@@ -40,36 +40,15 @@ if torch.cuda.is_available() and not HOPPER:
     del KERNELS["tile_wgmma"]
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
-    torch.manual_seed(0)
-    yield
-    torch.cuda.synchronize()  # report a fault in the test that caused it
-
-
 def problem(kernel: str, d: int, h: int, n_masks: int) -> Problem:
     """Make a problem for which the backend chooses `kernel`."""
     tokens, dtype = KERNELS[kernel]
     p = Problem(tokens, d, h, n_masks, dtype)
-    assert launch_of(p.x, p.weight, p.packed, p.activation, p.mask_weights).config.kernel == kernel
+    assert launch_of(*p.given).config.kernel == kernel
     return p
 
 
 # --- Guard bands ----------------------------------------------------------------------------------------------------
-
-BAND = 4096  # elements
-
-
-def between(tensor: Tensor, fill: float) -> Tensor:
-    """Copy a tensor between bands of `fill`."""
-    storage = torch.full((tensor.numel() + 2 * BAND,), fill, dtype=tensor.dtype, device="cuda")
-    storage[BAND:-BAND] = tensor.flatten()
-    return storage[BAND:-BAND].view(tensor.shape)
-
-
-def bands_of(tensor: Tensor) -> Tensor:
-    storage = tensor.as_strided((tensor.numel() + 2 * BAND,), (1,), tensor.storage_offset() - BAND)
-    return torch.cat((storage[:BAND], storage[-BAND:]))
 
 
 @pytest.mark.parametrize("n_masks", [1, 3, 8, 16])
@@ -85,19 +64,12 @@ def test_guard_bands(tokens: int, dtype: torch.dtype, shape: tuple[int, int], n_
     expected = p.run()
     p.x, p.weight, p.packed = between(p.x, float("nan")), between(p.weight, float("nan")), between(p.packed, 255)
     p.mask_weights = between(p.mask_weights, float("nan"))
-    prepared = BACKENDS["cuda"].prepare(
-        LayerCall.of(LayerArguments(p.x, p.weight, p.packed, p.activation, p.mask_weights))
-    )
+    prepared = BACKENDS["cuda"].prepare(p.call)
     assert isinstance(prepared, CudaCall)
     assert prepared.sequence is not None
     out = between(torch.full_like(expected, float("nan")), 7.0)
     workspace = between(torch.zeros(prepared.sequence.workspace_bytes, dtype=torch.uint8, device="cuda"), 7)
-    pointers = {"x": p.x, "weight": p.weight, "packed_masks": p.packed, "mask_weights": p.mask_weights, "out": out}
-    prepared.sequence(
-        torch.cuda.current_stream().cuda_stream,
-        {"weight_scale": 0, **{name: tensor.data_ptr() for name, tensor in pointers.items()}},
-        workspace=workspace.data_ptr(),
-    )
+    p.launch(prepared.sequence, out, workspace)
     assert torch.equal(out, expected)
     assert bool((bands_of(out) == 7.0).all())
     assert bool((bands_of(workspace) == 7).all())
@@ -257,7 +229,7 @@ def test_tensors_on_another_gpu(kernel: str, backend: str) -> None:
         logits = p.masks.to(p.x.dtype) - 0.5
     assert torch.equal(torch.ops.mglu.pack_masks(p.masks), p.packed)
     assert torch.equal(torch.ops.mglu.pack_logits(logits), p.packed)
-    result = dispatch.forward(LayerArguments(p.x, p.weight, p.packed, p.activation, None), backend=backend)
+    result = dispatch.forward(p.given, backend=backend)
     assert torch.cuda.current_device() == 0
     assert result.device == p.x.device == torch.device("cuda", 1)
     assert_matches(result, p.oracle(), p.x.dtype)
@@ -295,9 +267,8 @@ def test_threads_on_two_gpus_at_once() -> None:
 def test_a_failed_compile_has_the_log_and_leaves_the_context(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MGLU_CACHE_DIR", str(tmp_path))
     p = Problem(1, 64, 256, 8)
-    call = LayerCall.of(LayerArguments(p.x, p.weight, p.packed))
     with pytest.raises(CompileError, match="kMaskGroup divides kMasks"):
-        DecodeMma(mask_group=5, block_tokens=8).sequence(call, gpu_of(0), 0)
+        DecodeMma(mask_group=5, block_tokens=8).sequence(p.call, gpu_of(0), 0)
     p.check()
     with pytest.raises(ValueError, match="mask_group: got 5, must divide n_masks 8 into whole words"):
         p.run(DecodeMma(mask_group=5, block_tokens=8))
@@ -311,11 +282,11 @@ def test_a_failed_launch_says_why_and_leaves_the_context() -> None:
     too_deep = DecodeMma(tiles=4, stages=60, mask_group=8, block_tokens=8)
     for _ in range(2):  # the failure leaves no partial state
         with pytest.raises(driver.LaunchError, match=r"mglu_decode_mma: \d+ bytes of shared memory: CUDA error 1 "):
-            too_deep.sequence(LayerCall.of(LayerArguments(p.x, p.weight, p.packed)), gpu_of(0), 0)
+            too_deep.sequence(p.call, gpu_of(0), 0)
         p.check()
     kernel = load_kernel(0, "permute_x", "sm_90a" if HOPPER else "sm_80", permute_x.macros(8, 1))
     fields = parameters("params.cuh")
-    integers = base.integers(LayerCall.of(LayerArguments(p.x, p.weight, p.packed)))
+    integers = base.integers(p.call)
     launch = driver.Launch(kernel, (1, 1), 4096, 0, overlap=False, parameters=fields, integers=integers)
     with pytest.raises(KeyError, match="x"):
         launch(torch.cuda.current_stream().cuda_stream, {})

@@ -3,119 +3,82 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
-import training_checks as checks
-from budgets import assert_matches, relative_error
+from budgets import NAIVE_FACTOR, assert_matches, relative_error
+from memory_layouts import rows_apart, spaced, unaligned
 from torch import Tensor
-from training_checks import Layer
+from training_checks import NAMES, Layer, Steps, assert_as_good_as_naive, take_step
 
 from mglu_ops import dispatch
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends import BACKENDS
-from mglu_ops.backends.base import BackwardArguments
 from mglu_ops.backends.cuda import training
 from mglu_ops.backends.cuda.device import gpu_of
 from mglu_ops.backends.cuda.kernels import backward_gemm
 from mglu_ops.backends.cuda.kernels import training_steps as steps
 from mglu_ops.backends.cuda.kernels.base import round_up
-from mglu_ops.layer_call import LayerArguments, LayerCall
 
 pytestmark = pytest.mark.gpu
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-SHAPES = [(3, 520), (257, 4096), (5, 37), (19, 1004), (1, 8), (2, 1), (0, 24), (4, 0)]
+STEPS = Steps("cuda", [(3, 520), (257, 4096), (5, 37), (19, 1004), (1, 8), (2, 1), (0, 24), (4, 0)])
 """Rows and columns: whole vectors, ends that are not multiples of 16 and 8, and sizes of 0."""
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
-    torch.manual_seed(0)
-    yield
-    torch.cuda.synchronize()  # report a fault in the test that caused it
 
 
 def normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.randn(shape, device="cuda").to(dtype)
 
 
-def random_masks(*shape: int) -> Tensor:
-    return torch.rand(shape, device="cuda") < 0.5
-
-
 # --- The kernels, whose outputs hold NaN before (tests/conftest.py) ---------------------------------------------------
 
+both_halves = pytest.mark.parametrize("dtype", [F16, BF16])
+
 
 @pytest.mark.parametrize("n_masks", range(1, 17))
-@pytest.mark.parametrize("dtype", [F16, BF16])
+@both_halves
 def test_flip_signs(n_masks: int, dtype: torch.dtype) -> None:
-    for rows, columns in SHAPES:
-        weight, masks = normal(rows, columns, dtype=dtype), random_masks(n_masks, rows, columns)
-        for w in (weight, checks.rows_apart(weight), checks.rows_apart(weight, 3), checks.unaligned(weight)):
-            checks.check_flip_signs(w, masks)
-        checks.check_flip_signs(weight, masks, with_weight=False)
+    for with_weight in (True, False):
+        STEPS.flip_signs(n_masks, dtype, with_weight=with_weight)
 
 
 @pytest.mark.parametrize("n_masks", range(1, 17))
-@pytest.mark.parametrize("dtype", [F16, BF16])
+@both_halves
 @pytest.mark.parametrize("mask_weights_dtype", [None, F16, BF16, F32], ids=str)
 def test_partials(mask_weights_dtype: torch.dtype | None, dtype: torch.dtype, n_masks: int) -> None:
-    for (tokens, columns), products_dtype in itertools.product(SHAPES, (F32, dtype)):
-        mask_weight = (
-            None
-            if mask_weights_dtype is None
-            else torch.rand(n_masks, tokens, device="cuda").to(mask_weights_dtype).t()
-        )
-        products = 2 * normal(tokens, n_masks + 1, columns, dtype=products_dtype)
-        checks.check_partials(products, dtype, "silu", mask_weight)
-        checks.check_partials(products, dtype, "silu", mask_weight, rows_apart=8)
+    STEPS.partials(n_masks, dtype, "silu", mask_weights_dtype)
 
 
-@pytest.mark.parametrize("dtype", [F16, BF16])
+@both_halves
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_partials_of_every_activation(activation: str, dtype: torch.dtype) -> None:
-    size = torch.logspace(-4, 1.5, 4096, device="cuda")  # gates near 0 and far from it
-    products = torch.stack([size * torch.randn_like(size) for _ in range(3)])[None]
-    checks.check_partials(products, dtype, activation, None)
-    checks.check_partials(2 * normal(33, 4, 264, dtype=F32), dtype, activation, torch.rand(33, 3, device="cuda"))
+    STEPS.partials_of_large_and_small_gates(activation, dtype)
+    STEPS.partials(3, dtype, activation, F32)
 
 
 @pytest.mark.parametrize("entries", range(1, 18))
-@pytest.mark.parametrize("dtype", [F16, BF16])
+@both_halves
 def test_scale(entries: int, dtype: torch.dtype) -> None:
-    for tokens, columns in SHAPES:
-        grad, partials = normal(tokens, columns, dtype=dtype), normal(tokens, entries, columns, dtype=dtype)
-        for g in (grad, checks.rows_apart(grad, 3), checks.unaligned(grad), grad[:1].expand_as(grad)):
-            checks.check_scale(g, partials)
-        checks.check_scale(grad, checks.rows_apart(partials))
-        checks.check_scale(grad, checks.rows_apart(partials, 5))
+    STEPS.scale(entries, dtype)
 
 
 @pytest.mark.parametrize("dtypes", list(itertools.product([F16, BF16, F32, None], repeat=2))[:-1], ids=str)
 @pytest.mark.parametrize("n_masks", [1, 2, 3, 4, 8, 16])
-@pytest.mark.parametrize("dtype", [F16, BF16])
+@both_halves
 def test_weight_gradients(
     dtype: torch.dtype, n_masks: int, dtypes: tuple[torch.dtype | None, torch.dtype | None]
 ) -> None:
-    for rows, columns in SHAPES:
-        weight, total = normal(rows, columns, dtype=dtype), normal(rows, columns, dtype=dtype)
-        masks, products = random_masks(n_masks, rows, columns), normal(n_masks, rows, columns, dtype=dtype)
-        for w in (weight, checks.rows_apart(weight), checks.unaligned(weight)):
-            checks.check_weight_gradients(w, masks, total, products, *dtypes)
-            checks.check_weight_gradients(w, masks, total.float(), products, *dtypes)
-        if {*dtypes} <= {dtype, None}:
-            checks.check_weight_gradients(weight, masks, total, products, *dtypes, in_place=True)
+    STEPS.weight_gradients(n_masks, dtype, *dtypes)
 
 
 @pytest.mark.parametrize("n_masks", [1, 2, 5, 16])
 @pytest.mark.parametrize("mask_weights_dtype", [F16, BF16, F32])
-@pytest.mark.parametrize("dtype", [F16, BF16])
+@both_halves
 def test_mask_weight_gradients(dtype: torch.dtype, mask_weights_dtype: torch.dtype, n_masks: int) -> None:
-    for tokens, columns in SHAPES:
-        terms = normal(tokens, 2 * n_masks + 1, columns, dtype=dtype)[:, n_masks + 1 :]
-        checks.check_mask_weight_gradients(normal(tokens, columns, dtype=dtype), terms, mask_weights_dtype)
+    STEPS.mask_weight_gradients(n_masks, dtype, mask_weights_dtype)
 
 
 @pytest.mark.parametrize(
@@ -126,14 +89,14 @@ def test_mask_weight_gradients(dtype: torch.dtype, mask_weights_dtype: torch.dty
     ],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("dtype", [F16, BF16])
+@both_halves
 def test_gemms_of_backward(dtype: torch.dtype, sizes: tuple[int, int, int, int]) -> None:
     tokens, d, h, n_masks = sizes
     if torch.cuda.get_device_capability() != backward_gemm.ARCH:
         pytest.skip("needs compute capability 9.0")
-    grad, x = checks.rows_apart(normal(tokens, d, dtype=dtype)), checks.rows_apart(normal(tokens, h, dtype=dtype))
+    grad, x = rows_apart(normal(tokens, d, dtype=dtype)), rows_apart(normal(tokens, h, dtype=dtype))
     partials = normal(tokens, 2 * n_masks + 1, 2 * d, dtype=dtype)[:, : n_masks + 1, d:]
-    weight, flipped = checks.rows_apart(normal(d, h, dtype=dtype)), normal(n_masks, d, h, dtype=dtype)
+    weight, flipped = rows_apart(normal(d, h, dtype=dtype)), normal(n_masks, d, h, dtype=dtype)
     scaled = (grad[:, None] * partials).double()
     grad_x = torch.full((tokens, h), float("nan"), dtype=dtype, device="cuda")
     products = torch.full((n_masks + 1, d, h), float("nan"), dtype=dtype, device="cuda")
@@ -194,47 +157,39 @@ def gemms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return str(request.param)
 
 
-def described(layer: Layer) -> LayerCall:
-    return LayerCall.of(LayerArguments(layer.x, layer.weight, layer.packed_masks, layer.activation, layer.mask_weights))
-
-
 def run(layer: Layer, *wanted: str) -> dict[str, Tensor]:
     """Return the result and the wanted gradients of `forward_ste`, or of `forward` if the logits need no gradient."""
-    inputs = {
-        "x": layer.x, "weight": layer.weight, "logits": layer.logits, "mask_weights": layer.mask_weights
-    }  # fmt: skip
-    leaves = {
-        name: None if tensor is None else tensor.detach().requires_grad_(name in wanted)
-        for name, tensor in inputs.items()
-    }
+    tensors = {name: getattr(layer, name) for name in NAMES}
+    leaves = {k: None if t is None else t.detach().requires_grad_(k in wanted) for k, t in tensors.items()}
+    x, weight, logits, mask_weights = leaves.values()
     if "logits" in wanted:
-        x, weight, logits, term_weights = leaves.values()
-        y, _ = torch.ops.mglu.forward_ste(x, weight, logits, layer.activation, term_weights)
+        y, _ = torch.ops.mglu.forward_ste(x, weight, logits, layer.activation, mask_weights)
     else:
-        y = torch.ops.mglu.forward(
-            leaves["x"], leaves["weight"], layer.packed_masks, layer.activation, leaves["mask_weights"]
-        )
+        y = torch.ops.mglu.forward(x, weight, layer.packed_masks, layer.activation, mask_weights)
     grads = torch.autograd.grad(y, [leaves[name] for name in wanted], layer.grad_output) if wanted else ()
     return {"y": y.detach(), **dict(zip(wanted, grads, strict=True))}
 
 
 def gradients_of(layer: Layer) -> tuple[str, ...]:
-    return checks.NAMES if layer.mask_weights is not None else checks.NAMES[:3]
+    return NAMES if layer.mask_weights is not None else NAMES[:3]
+
+
+RAGGED = [(512, 384, 508), (301, 383, 512), (257, 129, 333), (64, 7, 16)]
 
 
 @pytest.mark.usefixtures("gemms")
 @pytest.mark.parametrize("density", [0.5, 0.25, 0.75, 0.1, 0.9])
 @pytest.mark.parametrize("n_masks", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("dtype", [F16, BF16])
+@both_halves
 def test_errors_are_close_to_the_naive_layers(dtype: torch.dtype, weighted: bool, n_masks: int, density: float) -> None:
     layer = Layer.random(
         "cuda", dtype, (512,), 384, 512, n_masks, density=density, mask_weights_dtype=dtype if weighted else None
     )
-    assert BACKENDS["cuda"].can_train_forward(described(layer))
+    assert BACKENDS["cuda"].can_train_forward(layer.call)
     found = run(layer, *gradients_of(layer))
-    checks.assert_as_good_as_naive({"y": found.pop("y")}, layer, 1.5)
-    checks.assert_as_good_as_naive(found, layer, 1.5 if 0.2 < density < 0.8 else 2.5)
+    assert_as_good_as_naive({"y": found.pop("y")}, layer, 1.5)
+    assert_as_good_as_naive(found, layer, 1.5 if 0.2 < density < 0.8 else 2.5)
 
 
 @pytest.mark.parametrize("n_masks", [1, 2, 4, 8, 16])
@@ -245,44 +200,51 @@ def test_errors_in_float32_are_close_to_the_naive_layers(
 ) -> None:
     monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", precision)
     layer = Layer.random("cuda", F32, (512,), 1024, 512, n_masks, density=density)
-    found = run(layer, *checks.NAMES[:3])
-    checks.assert_as_good_as_naive({"y": found.pop("y")}, layer, 1.5)
-    checks.assert_as_good_as_naive(found, layer, 1.5 if 0.2 < density < 0.8 else 2.5)
+    found = run(layer, *NAMES[:3])
+    assert_as_good_as_naive({"y": found.pop("y")}, layer, 1.5)
+    assert_as_good_as_naive(found, layer, 1.5 if 0.2 < density < 0.8 else 2.5)
+
+
+@pytest.mark.usefixtures("exact_float32")
+@pytest.mark.parametrize("n_masks", [1, 4])
+@pytest.mark.parametrize("dtype", [F16, BF16, F32, F64])
+def test_errors_are_within_the_budget(dtype: torch.dtype, n_masks: int) -> None:
+    layer = Layer.random("cuda", dtype, (7, 9), 160, 200, n_masks, mask_weights_dtype=dtype, activation="gelu")
+    found, exact = run(layer, *NAMES), layer.in_plain_torch(F64)
+    for name in NAMES:
+        assert_matches(found[name], exact[name], dtype, name)
+    if dtype.itemsize == 2:
+        del found["y"]
+        assert_as_good_as_naive(found, layer, NAIVE_FACTOR)
 
 
 @pytest.mark.usefixtures("gemms")
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", [F16, BF16])
-def test_errors_of_every_activation(dtype: torch.dtype, activation: str) -> None:
-    layer = Layer.random("cuda", dtype, (512,), 384, 512, 4, mask_weights_dtype=F32, activation=activation)
-    checks.assert_as_good_as_naive(run(layer, *checks.NAMES), layer, 1.5)
-
-
-@pytest.mark.usefixtures("gemms")
-@pytest.mark.parametrize("sizes", [(512, 384, 508), (301, 383, 512), (257, 129, 333), (64, 7, 16)], ids=str)
-@pytest.mark.parametrize("dtype", [F16, BF16])
-def test_errors_of_ragged_sizes(dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
-    tokens, d, h = sizes
-    layer = Layer.random("cuda", dtype, (tokens,), d, h, 3, mask_weights_dtype=F32)
-    checks.assert_as_good_as_naive(run(layer, *checks.NAMES), layer, 1.5)
-
-
-@pytest.mark.usefixtures("gemms")
-@pytest.mark.parametrize("tokens", [(4096,), (16, 300)], ids=str)
-def test_errors_of_several_chunks(tokens: tuple[int, ...]) -> None:
-    layer = Layer.random("cuda", BF16, tokens, 2048, 1024, 4, mask_weights_dtype=F32)
-    assert len(training.feature_chunks(4096, 4, 2048, 1024, training.BACKWARD_CHUNKS)) > 1
-    checks.assert_as_good_as_naive(run(layer, *checks.NAMES), layer, 1.5)
+@pytest.mark.parametrize(
+    ("tokens", "d", "h", "n_masks", "activation"),
+    [
+        *(((512,), 384, 512, 4, activation) for activation in ACTIVATIONS),
+        *(((tokens,), d, h, 3, "silu") for tokens, d, h in RAGGED),
+        *((tokens, 2048, 1024, 4, "silu") for tokens in ((4096,), (16, 300))),  # several chunks
+    ],
+    ids=str,
+)
+@both_halves
+def test_errors_of_activations_and_sizes(
+    dtype: torch.dtype, tokens: tuple[int, ...], d: int, h: int, n_masks: int, activation: str
+) -> None:
+    layer = Layer.random("cuda", dtype, tokens, d, h, n_masks, mask_weights_dtype=F32, activation=activation)
+    assert d < 2048 or len(training.feature_chunks(4096, n_masks, d, h, training.BACKWARD_CHUNKS)) > 1
+    assert_as_good_as_naive(run(layer, *NAMES), layer, 1.5)
 
 
 @pytest.mark.usefixtures("gemms")
 @pytest.mark.parametrize("sizes", [(0, 24, 40), (1, 24, 40), (5, 0, 40), (5, 24, 0), (0, 7, 9), (1, 1, 1)], ids=str)
-@pytest.mark.parametrize("dtype", [F16, BF16])
+@both_halves
 def test_sizes_of_zero_and_one(dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
     tokens, d, h = sizes
     layer = Layer.random("cuda", dtype, (tokens,), d, h, 3, mask_weights_dtype=F32)
     exact = layer.in_plain_torch(F64)
-    for name, found in run(layer, *checks.NAMES).items():
+    for name, found in run(layer, *NAMES).items():
         torch.testing.assert_close(found.double(), exact[name], rtol=0.02, atol=0.02, msg=name)
 
 
@@ -292,77 +254,65 @@ def test_dtypes_of_logits_and_mask_weights(mask_weights_dtype: torch.dtype, logi
     layer = Layer.random(
         "cuda", BF16, (256,), 128, 192, 3, logits_dtype=logits_dtype, mask_weights_dtype=mask_weights_dtype
     )
-    found = run(layer, *checks.NAMES)
+    found = run(layer, *NAMES)
     assert found["logits"].dtype is logits_dtype
     assert found["mask_weights"].dtype is mask_weights_dtype
-    checks.assert_as_good_as_naive(found, layer, 1.5)
+    assert_as_good_as_naive(found, layer, 1.5)
 
 
-SUBSETS = [subset for size in range(1, 5) for subset in itertools.combinations(checks.NAMES, size)]
+SUBSETS = [subset for size in range(1, 5) for subset in itertools.combinations(NAMES, size)]
 
 
 @pytest.mark.parametrize("wanted", SUBSETS, ids="-".join)
 def test_each_subset_of_gradients_has_the_bits_of_all(wanted: tuple[str, ...]) -> None:
     layer = Layer.random("cuda", BF16, (7, 9), 136, 200, 3, mask_weights_dtype=F32)
-    whole, found = run(layer, *checks.NAMES), run(layer, *wanted)
+    whole, found = run(layer, *NAMES), run(layer, *wanted)
     for name, tensor in found.items():
         # A GEMM of another size may sum in another order.
         torch.testing.assert_close(tensor, whole[name], rtol=0.02, atol=0.02, msg=name)
 
 
 def test_gradients_that_are_not_needed_are_empty_tensors() -> None:
-    layer = Layer.random("cuda", BF16, (33,), 64, 72, 2)
-    call, operands = described(layer), (layer.x, layer.weight, layer.packed_masks)
+    layer, cuda = Layer.random("cuda", BF16, (33,), 64, 72, 2), BACKENDS["cuda"]
+    forward, backward = cuda.prepare_forward_train(layer.call), cuda.prepare_backward(layer.call)
     with torch.no_grad():
-        _, partials = BACKENDS["cuda"].prepare_forward_train(call)(LayerArguments(*operands))
-        for needs_x, needs_weight, logits in itertools.product([True, False], repeat=3):
-            needs, logits_dtype = (needs_x, needs_weight), F32 if logits else None
-            arguments = BackwardArguments(layer.grad_output, *operands, partials, needs, logits_dtype, None)
-            grads = BACKENDS["cuda"].prepare_backward(call)(arguments)
-            assert [grad.numel() > 0 for grad in grads] == [needs_x, needs_weight, logits, False]
+        for needs in itertools.product([True, False], repeat=3):
+            found = take_step(layer, forward, backward, (*needs, False))
+            assert all(tensor.numel() for tensor in found.values())
 
 
 @pytest.mark.usefixtures("gemms")
-@pytest.mark.parametrize("dtype", [F16, BF16])
+@both_halves
 def test_bits_repeat(dtype: torch.dtype) -> None:
     layer = Layer.random("cuda", dtype, (4096,), 2048, 1024, 4, mask_weights_dtype=F32)
-    first = run(layer, *checks.NAMES)
+    first = run(layer, *NAMES)
     for _ in range(3):
-        again = run(layer, *checks.NAMES)
+        again = run(layer, *NAMES)
         assert all(torch.equal(again[name], first[name]) for name in first)
 
 
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "unaligned": checks.unaligned,
-    "rows apart": checks.rows_apart,
-    "rows apart by an odd distance": lambda tensor: checks.rows_apart(tensor, 3),
-    "transposed": lambda tensor: tensor.mT.contiguous().mT,
-}
+LAYOUTS = (unaligned, rows_apart, lambda tensor: rows_apart(tensor, 3), lambda tensor: tensor.mT.contiguous().mT)
 
 
 @pytest.mark.usefixtures("gemms")
 @pytest.mark.parametrize("d", [256, 131])
 @pytest.mark.parametrize("name", ["x", "weight", "logits", "mask_weights", "grad_output"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_of_each_tensor(layout: str, name: str, d: int) -> None:
+def test_layouts_of_each_tensor(layout: Callable[[Tensor], Tensor], name: str, d: int) -> None:
     layer = Layer.random("cuda", BF16, (130,), d, 264, 3, mask_weights_dtype=F32)
-    expected = run(layer, *checks.NAMES)
-    setattr(layer, name, LAYOUTS[layout](getattr(layer, name)))
-    for gradient, found in run(layer, *checks.NAMES).items():
+    expected = run(layer, *NAMES)
+    setattr(layer, name, layout(getattr(layer, name)))
+    for gradient, found in run(layer, *NAMES).items():
         torch.testing.assert_close(found, expected[gradient], rtol=0.02, atol=0.05, msg=gradient)
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, "strided"])
-def test_layouts_of_packed_masks(layout: str) -> None:
+@pytest.mark.parametrize("layout", [*LAYOUTS, spaced])
+def test_layouts_of_packed_masks(layout: Callable[[Tensor], Tensor]) -> None:
     layer = Layer.random("cuda", BF16, (130,), 256, 264, 4)
-    packed = layer.packed_masks
-    other = packed.repeat_interleave(2, 2)[:, :, ::2] if layout == "strided" else LAYOUTS[layout](packed)
-    results = []
-    for masks in (packed, other):
-        given = LayerArguments(layer.x, layer.weight, masks)
-        with torch.no_grad():
-            results.append(BACKENDS["cuda"].prepare_forward_train(LayerCall.of(given))(given))
-    for found, expected in zip(*results, strict=True):
+    other = replace(layer, packed_masks=layout(layer.packed_masks))
+    with torch.no_grad():
+        results = [BACKENDS["cuda"].prepare_forward_train(one.call)(one.given) for one in (layer, other)]
+    for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
 
 
@@ -372,23 +322,21 @@ def test_expanded_gradients() -> None:
     layer = Layer.random("cuda", BF16, (4, 33), 136, 200, 3, mask_weights_dtype=F32)
     for grad in (torch.ones((), device="cuda", dtype=BF16), normal(136), normal(33, 136), normal(4, 1, 1)):
         layer.grad_output = grad.expand(4, 33, 136)
-        found = run(layer, *checks.NAMES)
-        checks.assert_as_good_as_naive(found, layer, 1.5)
+        found = run(layer, *NAMES)
+        assert_as_good_as_naive(found, layer, 1.5)
 
 
 @pytest.mark.parametrize("logits_dtype", [BF16, F32])
 def test_scratch_memory_of_backward(logits_dtype: torch.dtype, gemms: str) -> None:
     """It is a fifth of dt, b_i and D with library GEMMs, and the flipped weights or a chunk of D with own kernels."""
     tokens, d, h, n_masks = 8192, 8192, 1024, 4
-    layer = Layer.random("cuda", BF16, (tokens,), d, h, n_masks)
-    call, operands = described(layer), (layer.x, layer.weight, layer.packed_masks)
+    layer = Layer.random("cuda", BF16, (tokens,), d, h, n_masks, logits_dtype=logits_dtype)
     with torch.no_grad():
-        _, partials = training.ForwardTrain(call)(LayerArguments(*operands))
+        _, partials = training.ForwardTrain(layer.call)(layer.given)
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        arguments = BackwardArguments(layer.grad_output, *operands, partials, (True, True), logits_dtype, None)
-        training.Backward(call)(arguments)
+        training.Backward(layer.call)(layer.backward_arguments(partials))
     gradients = 2 * (tokens * h + d * h) + logits_dtype.itemsize * n_masks * d * h
     scratch = 0 if logits_dtype == BF16 else 2 * 2**25
     if gemms == "library GEMMs":
@@ -401,14 +349,14 @@ def test_scratch_memory_of_backward(logits_dtype: torch.dtype, gemms: str) -> No
 def test_on_a_stream_of_its_own() -> None:
     layer = Layer.random("cuda", BF16, (300,), 256, 512, 3)
     layer.x = 2 * layer.x
-    expected = run(layer, *checks.NAMES[:3])
+    expected = run(layer, *NAMES[:3])
     layer.x = layer.x / 2
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         torch.cuda._sleep(20_000_000)
         layer.x.mul_(2)
-        found = run(layer, *checks.NAMES[:3])
+        found = run(layer, *NAMES[:3])
     stream.synchronize()
     for name in found:
         torch.testing.assert_close(found[name], expected[name], rtol=0.02, atol=0.02, msg=name)
@@ -416,15 +364,11 @@ def test_on_a_stream_of_its_own() -> None:
 
 def test_in_a_cuda_graph() -> None:
     layer = Layer.random("cuda", BF16, (300,), 256, 512, 3, mask_weights_dtype=F32)
-    call, operands = described(layer), (layer.x, layer.weight, layer.packed_masks)
-
-    forward, backward = training.ForwardTrain(call), training.Backward(call)
+    forward, backward = training.ForwardTrain(layer.call), training.Backward(layer.call)
 
     def step() -> list[Tensor]:
-        y, partials = forward(LayerArguments(*operands, mask_weights=layer.mask_weights))
-        arguments = BackwardArguments(layer.grad_output, *operands, partials, (True, True), BF16, F32)
-        grads = backward(arguments)
-        return [y, partials, *grads]
+        y, partials = forward(layer.given)
+        return [y, partials, *backward(layer.backward_arguments(partials))]
 
     with torch.no_grad():
         step()
@@ -441,10 +385,10 @@ def test_in_a_cuda_graph() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 def test_tensors_on_another_gpu() -> None:
     layer = Layer.random("cuda:1", BF16, (300,), 256, 512, 3, mask_weights_dtype=F32)
-    found = run(layer, *checks.NAMES)
+    found = run(layer, *NAMES)
     assert torch.cuda.current_device() == 0
     assert all(tensor.device == layer.x.device for tensor in found.values())
-    checks.assert_as_good_as_naive(found, layer, 1.5)
+    assert_as_good_as_naive(found, layer, 1.5)
 
 
 def test_calls_of_other_dtypes_run_on_the_composite_backend() -> None:
@@ -455,4 +399,4 @@ def test_calls_of_other_dtypes_run_on_the_composite_backend() -> None:
         (BF16, F64, False),
     ):
         layer = Layer.random("cuda", dtype, (5,), 16, 24, 2, mask_weights_dtype=mask_weights_dtype)
-        assert BACKENDS["cuda"].can_train_forward(described(layer)) == can
+        assert BACKENDS["cuda"].can_train_forward(layer.call) == can

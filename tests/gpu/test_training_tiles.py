@@ -2,98 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from budgets import assert_matches
 from cuda_problem import Problem
+from memory_layouts import bands_of, between
 from torch import Tensor
+from training_checks import exact_partials, products_of
 
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends.cuda.device import gpu_of
 from mglu_ops.backends.cuda.kernels.tile_wgmma_training import TrainingTile, partials_of, training_choice
-from mglu_ops.layer_call import LayerArguments, LayerCall
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")]
 
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (*HALVES, torch.float32)
-BAND = 4096
-"""Elements of NaN before and after the memory that a launch writes."""
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
-    torch.manual_seed(0)
-    yield
-    torch.cuda.synchronize()  # report a fault in the test that caused it
-
-
-def described(p: Problem) -> LayerCall:
-    return LayerCall.of(LayerArguments(p.x, p.weight, p.packed, p.activation, p.mask_weights))
-
-
-def poisoned(*shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return a tensor of NaN, and the larger tensor of which it is the middle."""
-    size = torch.Size(shape).numel()
-    storage = torch.full((size + 2 * BAND,), float("nan"), dtype=dtype, device="cuda")
-    return storage[BAND:-BAND].view(shape), storage
+def outputs(p: Problem) -> tuple[Tensor, Tensor]:
+    """Allocate the result and the partial derivatives, in the middle of NaN."""
+    y, partials = (len(p.x), len(p.weight)), (len(p.x), partials_of(p.call), len(p.weight))
+    nan = float("nan")
+    return between(p.x.new_full(y, nan), nan), between(p.x.new_full(partials, nan), nan)
 
 
 def launch(p: Problem, y: Tensor, partials: Tensor, config: TrainingTile | None = None) -> None:
     """Launch `config`, or the launch that is chosen."""
-    call, gpu = described(p), gpu_of(0)
+    call, gpu = p.call, gpu_of(0)
     launched = config or training_choice(call, gpu)
     assert launched is not None
     assert launched.violation(call, gpu) is None
     sequence = launched.sequence(call, gpu, 0)
     workspace = torch.empty(sequence.workspace_bytes, dtype=torch.uint8, device="cuda")
-    tensors = {"x": p.x, "weight": p.weight, "packed_masks": p.packed, "mask_weights": p.mask_weights, "out": y}
-    pointers = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
-    sequence(
-        torch.cuda.current_stream().cuda_stream,
-        {"weight_scale": 0, **pointers},
-        workspace=workspace.data_ptr(),
-        partials=partials.data_ptr(),
-    )
-
-
-def outputs(p: Problem) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Allocate the result and the partial derivatives, each as a tensor and as that tensor with bands around it."""
-    call = described(p)
-    y = poisoned(call.tokens, call.out_features, dtype=call.dtype)
-    return y, poisoned(call.tokens, partials_of(call), call.out_features, dtype=call.dtype)
+    p.launch(sequence, y, workspace, partials=partials.data_ptr())
 
 
 def run(p: Problem, config: TrainingTile | None = None) -> tuple[Tensor, Tensor]:
     """Return the result and the partial derivatives."""
-    (y, y_storage), (partials, storage) = outputs(p)
-    launch(p, y, partials, config)
-    for whole in (y_storage, storage):
-        assert whole[:BAND].isnan().all()
-        assert whole[-BAND:].isnan().all()
-    return y, partials
+    found = outputs(p)
+    launch(p, *found, config)
+    assert all(bands_of(tensor).isnan().all() for tensor in found)
+    return found
 
 
 def oracle(p: Problem) -> tuple[Tensor, Tensor]:
-    """Compute both in float64, mask by mask."""
-    activation = ACTIVATIONS[p.activation]
-    x, weight = p.x.double(), p.weight.double()
-    term_weights = torch.ones(len(x), len(p.masks), device="cuda") if p.mask_weights is None else p.mask_weights
-    t = x @ weight.t()
-    y, by_t, by_f, by_mask_weight = torch.zeros_like(t), torch.zeros_like(t), [], []
-    for mask, mask_weight in zip(p.masks, term_weights.double().t(), strict=True):
-        f = x @ torch.where(mask, -weight, weight).t()
-        gate, value = (t - f) / 2, (t + f) / 2
-        act, slope = activation.forward(gate), activation.backward(torch.ones_like(gate), gate)
-        y += mask_weight[:, None] * act * value
-        by_t += mask_weight[:, None] * (act + slope * value) / 2
-        by_f.append(mask_weight[:, None] * (act - slope * value) / 2)
-        by_mask_weight.append(act * value)
-    return y, torch.stack([by_t, *by_f, *(by_mask_weight if p.mask_weights is not None else [])], 1)
+    """Compute both for 128 tokens at a time, since autograd keeps several copies in float64."""
+    products = products_of(p.x, p.weight, p.masks).split(128)
+    mask_weights = [None] * len(products) if p.mask_weights is None else p.mask_weights.split(128)
+    parts = [exact_partials(t_and_f, p.activation, r) for t_and_f, r in zip(products, mask_weights, strict=True)]
+    y, partials = zip(*parts, strict=True)
+    return torch.cat(y), torch.cat(partials)
 
 
 def check(p: Problem, config: TrainingTile | None = None) -> None:
@@ -218,8 +180,8 @@ def test_the_next_launch_sees_the_results(n_masks: int) -> None:
     """The next launch may start early, but must not read the result before it is written."""
     first = Problem(520, 1024, 512, n_masks, torch.bfloat16)
     second = Problem(520, 256, 1024, n_masks, torch.bfloat16)
-    (second.x, _), (partials_of_first, _) = outputs(first)
-    (y, _), (partials, _) = outputs(second)
+    second.x, partials_of_first = outputs(first)
+    y, partials = outputs(second)
     for _ in range(50):
         first.x.normal_()
         launch(first, second.x, partials_of_first)

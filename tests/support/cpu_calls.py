@@ -2,25 +2,67 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import math
+import platform
 import shlex
+import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from backend_calls import run_on
-from budgets import BUDGET, relative_error
-from strategies import ACTIVATIONS, Layer
+from budgets import assert_matches
+from strategies import Layer
 from torch import Tensor
+from training_checks import exact_partials, products_of
 
-from mglu_ops.backends import BACKENDS, reference
+from mglu_ops.backends import BACKENDS
 from mglu_ops.backends.cpu import Cpu, build, library
 from mglu_ops.layer_call import LayerArguments, LayerCall
 
 EMULATION = Path(__file__).parents[1] / "cpu" / "cpu_avx512_emulation.h"
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, build.COMPILERS)), reason=f"needs one of {', '.join(build.COMPILERS)}"
+)
 
 
+class Kernel(NamedTuple):
+    """The kernels of an instruction set for a dtype, run by this CPU or by emulated intrinsics."""
+
+    isa: str
+    dtype: torch.dtype
+    is_emulated: bool = False
+
+    def __str__(self) -> str:
+        return f"{'emulated ' if self.is_emulated else ''}{self.isa} {self.dtype}".replace("torch.", "")
+
+    def library(self) -> library.Library:
+        if self.is_emulated and platform.machine() != "x86_64":
+            pytest.skip("the emulated instructions are those of x86-64")
+        loaded = emulated_library() if self.is_emulated else library.load()
+        assert isinstance(loaded, library.Library), loaded
+        if not loaded.supports(self.isa, self.dtype):
+            pytest.skip(f"this CPU has no {self.isa}")
+        return loaded
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BFLOAT16 = [Kernel(isa, torch.bfloat16) for isa in ("avx512_bf16", "amx")]
+NATIVE = [*(Kernel(isa, dtype) for isa in ("portable", "avx2", "avx512") for dtype in DTYPES), *BFLOAT16]
+EMULATED = [pytest.param(kernel._replace(is_emulated=True), marks=pytest.mark.long) for kernel in BFLOAT16]
+
+
+@pytest.fixture(params=[*NATIVE, *EMULATED], ids=str)
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    """Each instruction set that this machine has, with each dtype that it takes, and the emulated ones."""
+    found: Kernel = request.param
+    monkeypatch.setattr(library, "_loaded", found.library())
+    return found
+
+
+@functools.cache
 def emulated_library() -> library.Library:
     """The kernels built with emulated intrinsics, so that every x86-64 machine has all instruction sets."""
     version = hashlib.sha256(EMULATION.read_bytes()).hexdigest()[:16]  # the options are part of the cache's key
@@ -32,15 +74,7 @@ def emulated_library() -> library.Library:
 
 
 def run(layer: Layer, isa: str = "best") -> Tensor:
-    x = layer.x.reshape(math.prod(layer.x.shape[:-1]), layer.x.shape[-1])
-    mask_weight = layer.mask_weights
-    mask_weight = None if mask_weight is None else mask_weight.reshape(len(x), mask_weight.shape[-1])
-    result = run_on("cpu", x, layer.weight, layer.packed_masks, layer.activation, mask_weight, launch=isa)
-    return result.view(*layer.x.shape[:-1], layer.weight.shape[0])
-
-
-def oracle(layer: Layer) -> Tensor:
-    return reference.forward(layer.x, layer.weight, layer.masks, layer.activation, layer.mask_weights)
+    return run_on("cpu", layer.x, layer.weight, layer.packed_masks, layer.activation, layer.mask_weights, launch=isa)
 
 
 def forward_train(layer: Layer, isa: str | None = None) -> tuple[Tensor, Tensor]:
@@ -51,29 +85,16 @@ def forward_train(layer: Layer, isa: str | None = None) -> tuple[Tensor, Tensor]
     return cpu.prepare_forward_train(LayerCall.of(given), isa)(given)
 
 
-def exact_partials(layer: Layer) -> Tensor:
-    """The partial derivatives of the result, by autograd in float64."""
-    x, weight, masks = layer.x.double(), layer.weight.double(), layer.masks
-    t = (x @ weight.T).requires_grad_()
-    flipped = [(x @ torch.where(mask, -weight, weight).T).requires_grad_() for mask in masks]
-    ones = torch.ones(len(masks), *t.shape, dtype=torch.float64)
-    term_weights = ones if layer.mask_weights is None else layer.mask_weights.T.double()[..., None] * ones
-    term_weights = list(term_weights.detach().clone().requires_grad_())
-    act = ACTIVATIONS[layer.activation].forward
-    y = sum(r * act((t - f) / 2) * ((t + f) / 2) for r, f in zip(term_weights, flipped, strict=True))
-    assert isinstance(y, Tensor)
-    wanted = [t, *flipped] if layer.mask_weights is None else [t, *flipped, *term_weights]
-    return torch.stack(torch.autograd.grad(y.sum(), wanted), 1)
-
-
-def assert_trains(layer: Layer, isa: str | None, what: str) -> None:
-    """Assert that the result and each partial derivative are within the budget of their dtype."""
+def assert_right(layer: Layer, isa: str | None, what: str) -> None:
+    """Assert that the result, in inference and in training, and each partial derivative are within the budget."""
+    products = products_of(layer.x, layer.weight, layer.masks)
+    exact, exact_entries = exact_partials(products, layer.activation, layer.mask_weights)
+    assert_matches(run(layer, isa or "best"), exact, what=what)
     y, partials = forward_train(layer, isa)
     assert y.dtype is partials.dtype is layer.x.dtype
     assert y.is_contiguous()
     assert partials.is_contiguous()
-    assert relative_error(y, oracle(layer)) <= BUDGET[y.dtype], what
-    exact = exact_partials(layer)
-    assert partials.shape == exact.shape
-    for entry in range(exact.shape[1]):
-        assert relative_error(partials[:, entry], exact[:, entry]) <= BUDGET[y.dtype], f"{what}, {entry=}"
+    assert_matches(y, exact, what=f"{what} in training")
+    assert partials.shape == exact_entries.shape
+    for entry in range(partials.shape[1]):
+        assert_matches(partials[:, entry], exact_entries[:, entry], what=f"{what}, {entry=}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from backend_calls import run_on, unsupported
 from budgets import assert_matches
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from mglu_ops.backends import reference
 from mglu_ops.backends.cuda import LaunchConfig
+from mglu_ops.layer_call import LayerArguments, LayerCall
 
 
 def pack(masks: Tensor) -> Tensor:
@@ -42,23 +45,31 @@ class Problem:
             None if mask_weights_dtype is None else torch.rand(tokens, n_masks, device="cuda").to(mask_weights_dtype)
         )
 
+    @property
+    def given(self) -> LayerArguments:
+        return LayerArguments(self.x, self.weight, self.packed, self.activation, self.mask_weights)
+
+    @property
+    def call(self) -> LayerCall:
+        return LayerCall.of(self.given)
+
     def run(self, config: LaunchConfig | None = None) -> Tensor:
-        return run_on("cuda", self.x, self.weight, self.packed, self.activation, self.mask_weights, launch=config)
+        return run_on("cuda", *self.given[:5], launch=config)
+
+    def launch(self, sequence: Any, out: Tensor, workspace: Tensor, **addresses: int) -> None:
+        """Launch prepared kernels on the current stream, with outputs of the test."""
+        pointers = {name: tensor.data_ptr() for name, tensor in self.given.tensors().items()}
+        pointers = {"mask_weights": 0, "weight_scale": 0, **pointers, "out": out.data_ptr()}
+        sequence(torch.cuda.current_stream().cuda_stream, pointers, workspace=workspace.data_ptr(), **addresses)
 
     def oracle(self) -> Tensor:
         """Sum mask by mask, so that float64 copies of all masks never exist at once."""
-        terms = [
-            reference.forward(
-                self.x,
-                self.weight,
-                mask[None],
-                self.activation,
-                None if self.mask_weights is None else self.mask_weights[:, i : i + 1],
-            )
-            for i, mask in enumerate(self.masks)
-        ]
-        return torch.stack(terms).sum(0)
+        result = torch.zeros(len(self.x), len(self.weight), dtype=torch.float64, device=self.x.device)
+        for i, mask in enumerate(self.masks):
+            weights = None if self.mask_weights is None else self.mask_weights[:, i : i + 1]
+            result += reference.forward(self.x, self.weight, mask[None], self.activation, weights)
+        return result
 
     def check(self, config: LaunchConfig | None = None) -> None:
-        assert unsupported("cuda", self.x, self.weight, self.packed, self.activation, self.mask_weights) is None
+        assert unsupported("cuda", *self.given[:5]) is None
         assert_matches(self.run(config), self.oracle(), self.x.dtype)

@@ -5,35 +5,27 @@ tests/gpu/test_training_backend.py runs them on a GPU, tests/cuda/test_training_
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from budgets import relative_error
 from cuda_problem import pack
+from memory_layouts import rows_apart, unaligned
+from strategies import naive
 from torch import Tensor
 
 from mglu_ops.activations import ACTIVATIONS
+from mglu_ops.backends.base import BackwardArguments, PreparedBackward, PreparedForwardTrain
 from mglu_ops.backends.cuda.kernels import training_steps as steps
+from mglu_ops.layer_call import LayerArguments, LayerCall
 
 NAMES = ("x", "weight", "logits", "mask_weights")
 
 
-def unaligned(tensor: Tensor) -> Tensor:
-    """A contiguous copy that starts one element past a multiple of 16 bytes."""
-    return tensor.new_empty(tensor.numel() + 1)[1:].view(tensor.shape).copy_(tensor)
-
-
-def rows_apart(tensor: Tensor, distance: int = 8) -> Tensor:
-    """A copy whose rows have `distance` elements between them, which hold NaN or 255."""
-    shape = (*tensor.shape[:-1], tensor.shape[-1] + distance)
-    between = float("nan") if tensor.is_floating_point() else 255
-    wide = torch.full(shape, between, dtype=tensor.dtype, device=tensor.device)
-    return wide[..., : tensor.shape[-1]].copy_(tensor)
-
-
-def assert_rounded(found: Tensor, exact: Tensor, what: str, steps: float = 0.51) -> None:
-    """Assert that each value is the exact one after one rounding, or within a few more steps of the dtype's precision.
+def assert_rounded(found: Tensor, exact: Tensor, what: str) -> None:
+    """Assert that each value is the exact one after one rounding.
 
     A value beyond the range of the dtype must be infinite, such as the square of 300 in float16.
     """
@@ -43,80 +35,137 @@ def assert_rounded(found: Tensor, exact: Tensor, what: str, steps: float = 0.51)
     smallest = 1e-5 * float(exact.masked_fill(overflows, 0).abs().amax()) if exact.numel() else 0.0
     exact = torch.where(overflows, exact.sign() * torch.inf, exact)
     torch.testing.assert_close(
-        found.double(), exact, rtol=steps * eps, atol=smallest, msg=lambda text: f"{what}: {text}"
+        found.double(), exact, rtol=0.51 * eps, atol=smallest, msg=lambda text: f"{what}: {text}"
     )
+
+
+def products_of(x: Tensor, weight: Tensor, masks: Tensor) -> Tensor:
+    """Return x W^T, and it with the signs of each mask flipped, in float64 `[tokens, n_masks + 1, out_features]`."""
+    x, weight = x.double(), weight.double()
+    return torch.stack([x @ weight.t(), *(x @ torch.where(mask, -weight, weight).t() for mask in masks)], 1)
+
+
+def exact_partials(products: Tensor, activation: str, mask_weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The result, and P, Q_i and (with mask weights) R_i `[tokens, entries, columns]`, by autograd in float64."""
+    products = products.detach().double().requires_grad_()
+    t, f = products[:, :1], products[:, 1:]
+    weights = torch.ones_like(f) if mask_weights is None else mask_weights.double()[..., None].expand_as(f)
+    weights = weights.detach().clone().requires_grad_()
+    y = (weights * ACTIVATIONS[activation].forward((t - f) / 2) * ((t + f) / 2)).sum(1)
+    entries = torch.autograd.grad(y.sum(), [products] if mask_weights is None else [products, weights])
+    return y.detach(), torch.cat(entries, 1)
 
 
 # --- The kernels ----------------------------------------------------------------------------------------------------
 
 
-def check_flip_signs(weight: Tensor, masks: Tensor, *, with_weight: bool = True) -> None:
-    found = steps.flip_signs(weight, pack(masks), with_weight=with_weight)
-    expected = torch.where(masks, -weight, weight)
-    if with_weight:
-        expected = torch.cat((weight[None], expected))
-    assert torch.equal(found, expected)
+@dataclass(frozen=True)
+class Steps:
+    """Checks of the kernels of a training step on one device, with matrices of several numbers of rows and columns.
+
+    Operands have rows that are contiguous, apart by whole vectors or by less, and that start at odd addresses.
+    """
+
+    device: str
+    shapes: Sequence[tuple[int, int]]
+
+    def normal(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(shape, device=self.device).to(dtype)
+
+    def poisoned(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.full(shape, float("nan"), dtype=dtype, device=self.device)
+
+    def masks(self, *shape: int) -> Tensor:
+        return torch.rand(shape, device=self.device) < 0.5
+
+    def flip_signs(self, n_masks: int, dtype: torch.dtype, *, with_weight: bool) -> None:
+        for shape in self.shapes:
+            weight, masks = self.normal(*shape, dtype=dtype), self.masks(n_masks, *shape)
+            expected = torch.cat((weight[None][:with_weight], torch.where(masks, -weight, weight)))
+            for w in (weight, rows_apart(weight), rows_apart(weight, 3), unaligned(weight)):
+                assert torch.equal(steps.flip_signs(w, pack(masks), with_weight=with_weight), expected)
+
+    def partials(
+        self, n_masks: int, dtype: torch.dtype, activation: str, mask_weights_dtype: torch.dtype | None
+    ) -> None:
+        for (tokens, columns), products_dtype in itertools.product(self.shapes, (torch.float32, dtype)):
+            mask_weights = None
+            if mask_weights_dtype is not None:
+                mask_weights = torch.rand(n_masks, tokens, device=self.device).to(mask_weights_dtype).t()
+            products = 2 * self.normal(tokens, n_masks + 1, columns, dtype=products_dtype)
+            for distance in (0, 8):
+                self._partials_of(products, dtype, activation, mask_weights, distance)
+
+    def partials_of_large_and_small_gates(self, activation: str, dtype: torch.dtype) -> None:
+        size = torch.logspace(-4, 1.5, 1024, device=self.device)
+        products = torch.stack([size * torch.randn_like(size) for _ in range(3)])[None]
+        self._partials_of(products, dtype, activation, None, 0)
+
+    def _partials_of(
+        self, products: Tensor, dtype: torch.dtype, activation: str, mask_weights: Tensor | None, distance: int
+    ) -> None:
+        """Check `partials` for products `[tokens, n_masks + 1, columns]`; it runs in place if they have `dtype`."""
+        tokens, n_products, columns = products.shape
+        n_entries = n_products if mask_weights is None else 2 * n_products - 1
+        exact_result, exact = exact_partials(products, activation, mask_weights)
+        entries = self.poisoned(tokens, n_entries, columns + distance, dtype=dtype)
+        result = self.poisoned(tokens, columns + distance, dtype=dtype)
+        partials = entries[:, :, :columns]
+        if products.dtype is dtype:
+            partials[:, :n_products] = products
+            products = partials[:, :n_products]
+        steps.partials(products, activation, mask_weights, partials, result[:, :columns])
+        assert_rounded(result[:, :columns], exact_result, "result")
+        assert_rounded(partials, exact, "partials")
+        assert bool(entries[:, :, columns:].isnan().all())
+        assert bool(result[:, columns:].isnan().all())
+
+    def scale(self, entries: int, dtype: torch.dtype) -> None:
+        """The product of two 16-bit numbers is exact in float32, so that there is one rounding."""
+        for tokens, columns in self.shapes:
+            grad = self.normal(tokens, columns, dtype=dtype)
+            partials = self.normal(tokens, entries, columns, dtype=dtype)
+            layouts = [(g, partials) for g in (grad, rows_apart(grad, 3), unaligned(grad), grad[:1].expand_as(grad))]
+            layouts += [(grad, rows_apart(partials, distance)) for distance in (8, 5)]
+            for g, p in layouts:
+                assert torch.equal(steps.scale(g, p), (g.float()[:, None] * p.float()).to(dtype))
+
+    def weight_gradients(
+        self, n_masks: int, dtype: torch.dtype, weight_dtype: torch.dtype | None, logits_dtype: torch.dtype | None
+    ) -> None:
+        """Check each pair of dtypes of gradients, None for one that is not needed, and gradients written in place."""
+        for shape in self.shapes:
+            weight, total = self.normal(*shape, dtype=dtype), self.normal(*shape, dtype=dtype)
+            masks, products = self.masks(n_masks, *shape), self.normal(n_masks, *shape, dtype=dtype)
+            for w in (weight, rows_apart(weight), unaligned(weight)):
+                for t in (total, total.float()):
+                    grad_weight = None if weight_dtype is None else self.poisoned(*shape, dtype=weight_dtype)
+                    grad_logits = None if logits_dtype is None else self.poisoned(n_masks, *shape, dtype=logits_dtype)
+                    _check_weight_gradients(w, masks, t, products, grad_weight, grad_logits)
+            if {weight_dtype, logits_dtype} <= {dtype, None}:
+                in_place = total if weight_dtype else None, products if logits_dtype else None
+                _check_weight_gradients(weight, masks, total, products, *in_place)
+
+    def mask_weight_gradients(self, n_masks: int, dtype: torch.dtype, mask_weights_dtype: torch.dtype) -> None:
+        for tokens, columns in self.shapes:
+            grad = self.normal(tokens, columns, dtype=dtype)
+            terms = self.normal(tokens, 2 * n_masks + 1, columns, dtype=dtype)[:, n_masks + 1 :]
+            found = steps.mask_weight_gradients(grad, terms, mask_weights_dtype)
+            assert found.dtype is mask_weights_dtype
+            assert_rounded(found, (grad.double()[:, None] * terms.double()).sum(-1), "mask weights")
 
 
-def exact_partials(products: Tensor, activation: str, mask_weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The result, and P, Q_i and (with mask weights) R_i `[tokens, entries, columns]`, in float64 from t and f_i."""
-    t, f = products.double().split([1, products.shape[1] - 1], dim=1)
-    gate, value = (t - f) / 2, (t + f) / 2
-    activated = ACTIVATIONS[activation].forward(gate)
-    slope = ACTIVATIONS[activation].backward(torch.ones_like(gate), gate)
-    mask_weight = 1.0 if mask_weights is None else mask_weights.double()[..., None]
-    terms = activated * value
-    by_total = (mask_weight * (slope * value + activated)).sum(1, keepdim=True) / 2
-    by_flipped = mask_weight * (activated - slope * value) / 2
-    entries = (by_total, by_flipped) if mask_weights is None else (by_total, by_flipped, terms)
-    return (mask_weight * terms).sum(1), torch.cat(entries, 1)
-
-
-def check_partials(
-    products: Tensor, dtype: torch.dtype, activation: str, mask_weights: Tensor | None, *, rows_apart: int = 0
-) -> None:
-    """Check `partials` for products `[tokens, n_masks + 1, columns]`; it runs in place if they have `dtype`."""
-    tokens, n_products, columns = products.shape
-    n_entries = n_products if mask_weights is None else 2 * n_products - 1
-    exact_result, exact = exact_partials(products, activation, mask_weights)
-    entries = torch.full((tokens, n_entries, columns + rows_apart), float("nan"), dtype=dtype, device=products.device)
-    partials = entries[:, :, :columns]
-    if products.dtype is dtype:
-        partials[:, :n_products] = products
-        products = partials[:, :n_products]
-    result = torch.full((tokens, columns + rows_apart), float("nan"), dtype=dtype, device=products.device)
-    steps.partials(products, activation, mask_weights, partials, result[:, :columns])
-    assert_rounded(result[:, :columns], exact_result, "result")
-    assert_rounded(partials, exact, "partials")
-    assert bool(entries[:, :, columns:].isnan().all())
-    assert bool(result[:, columns:].isnan().all())
-
-
-def check_scale(grad_output: Tensor, partials: Tensor) -> None:
-    """The product of two 16-bit numbers is exact in float32, so that there is one rounding."""
-    found = steps.scale(grad_output, partials)
-    assert torch.equal(found, (grad_output.float()[:, None] * partials.float()).to(partials.dtype))
-
-
-def check_weight_gradients(
+def _check_weight_gradients(
     weight: Tensor,
     masks: Tensor,
     total: Tensor,
     products: Tensor,
-    weight_dtype: torch.dtype | None,
-    logits_dtype: torch.dtype | None,
-    *,
-    in_place: bool = False,
+    grad_weight: Tensor | None,
+    grad_logits: Tensor | None,
 ) -> None:
-    def output(operand: Tensor, dtype: torch.dtype | None) -> Tensor | None:
-        if dtype is None:
-            return None
-        return operand if in_place else torch.full(operand.shape, float("nan"), dtype=dtype, device=operand.device)
-
     exact_weight = total.double() + torch.where(masks, -products, products).double().sum(0)
     exact_logits = -2 * weight.double() * products.double()
-    grad_weight, grad_logits = output(total, weight_dtype), output(products, logits_dtype)
-    given = None if weight_dtype is None else total
+    given = None if grad_weight is None else total
     steps.weight_gradients(given, products, weight, pack(masks), grad_weight, grad_logits)
     if grad_weight is not None:
         assert_rounded(grad_weight, exact_weight, "weight")
@@ -124,25 +173,17 @@ def check_weight_gradients(
         assert torch.equal(grad_logits, exact_logits.to(grad_logits.dtype))
 
 
-def check_mask_weight_gradients(grad_output: Tensor, terms: Tensor, dtype: torch.dtype) -> None:
-    found = steps.mask_weight_gradients(grad_output, terms, dtype)
-    assert found.dtype is dtype
-    assert_rounded(found, (grad_output.double()[:, None] * terms.double()).sum(-1), "mask weights")
-
-
 # --- Whole layers ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Layer:
-    """The arguments of a layer with learned masks, `[..., in_features]`, and the gradient of its result.
-
-    The masks have ones at a fraction `density` of the weights.
-    """
+    """The arguments of a layer with learned masks, `[..., in_features]`, and the gradient of its result."""
 
     x: Tensor
     weight: Tensor
     logits: Tensor
+    packed_masks: Tensor
     mask_weights: Tensor | None
     grad_output: Tensor
     activation: str = "silu"
@@ -161,40 +202,62 @@ class Layer:
         mask_weights_dtype: torch.dtype | None = None,
         activation: str = "silu",
     ) -> Layer:
+        """A layer whose masks have ones at a fraction `density` of the weights."""
+
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, device=device)
 
-        ones = torch.rand(n_masks, d, h, device=device) < density
-        logits = torch.where(ones, 0.01 + normal(n_masks, d, h).abs(), -0.01 - normal(n_masks, d, h).abs())
+        masks = torch.rand(n_masks, d, h, device=device) < density
+        logits = torch.where(masks, 0.01 + normal(n_masks, d, h).abs(), -0.01 - normal(n_masks, d, h).abs())
         return Layer(
             normal(*tokens, h).to(dtype),
             (normal(d, h) / max(h, 1) ** 0.5).to(dtype),
             logits.to(logits_dtype or dtype),
+            pack(masks),
             None if mask_weights_dtype is None else torch.rand(*tokens, n_masks, device=device).to(mask_weights_dtype),
             normal(*tokens, d).to(dtype),
             activation,
         )
 
     @property
-    def packed_masks(self) -> Tensor:
-        return pack(self.logits > 0)
+    def given(self) -> LayerArguments:
+        return LayerArguments(self.x, self.weight, self.packed_masks, self.activation, self.mask_weights)
+
+    @property
+    def call(self) -> LayerCall:
+        return LayerCall.of(self.given)
+
+    def backward_arguments(self, partials: Tensor, needs: Sequence[bool] = (True,) * 4) -> BackwardArguments:
+        """The arguments of a backward pass; `needs` says which of the gradients `NAMES` are needed."""
+        logits_dtype = self.logits.dtype if needs[2] else None
+        mask_weights_dtype = self.mask_weights.dtype if needs[3] and self.mask_weights is not None else None
+        return BackwardArguments(
+            self.grad_output, *self.given[:3], partials, needs[:2], logits_dtype, mask_weights_dtype
+        )
 
     def in_plain_torch(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The result `y` and all gradients of the naive layer, computed in `dtype`."""
-        act = ACTIVATIONS[self.activation].forward
-        x, weight = (tensor.detach().to(dtype).requires_grad_() for tensor in (self.x, self.weight))
-        masks = (self.logits > 0).to(dtype).requires_grad_()
-        term_weights = None if self.mask_weights is None else self.mask_weights.detach().to(dtype).requires_grad_()
-        y: Tensor | float = 0.0
-        for i in range(len(masks)):
-            gate = torch.nn.functional.linear(x, weight * masks[i])
-            value = torch.nn.functional.linear(x, weight * (1 - masks[i]))
-            term = act(gate) * value
-            y = y + (term if term_weights is None else term_weights[..., i : i + 1] * term)
-        assert isinstance(y, Tensor)
-        inputs = [x, weight, masks] if term_weights is None else [x, weight, masks, term_weights]
-        grads = torch.autograd.grad(y, inputs, self.grad_output.to(dtype))
-        return {"y": y.detach(), **dict(zip(NAMES, grads, strict=False))}
+        masks = (self.logits > 0).to(dtype)
+        operands = {"x": self.x, "weight": self.weight, "logits": masks, "mask_weights": self.mask_weights}
+        leaves = {k: t.detach().to(dtype).requires_grad_() for k, t in operands.items() if t is not None}
+        x, weight, masks, *mask_weights = leaves.values()
+        y = naive(x, weight, masks, self.activation, *mask_weights)
+        grads = torch.autograd.grad(y, tuple(leaves.values()), self.grad_output.to(dtype))
+        return {"y": y.detach(), **dict(zip(leaves, grads, strict=True))}
+
+
+def take_step(
+    layer: Layer, forward: PreparedForwardTrain, backward: PreparedBackward, needs: Sequence[bool] = (True,) * 4
+) -> dict[str, Tensor]:
+    """The result `y` and the needed gradients; the others must be empty, and no two share memory."""
+    y, partials = forward(layer.given)
+    grads = backward(layer.backward_arguments(partials, needs))
+    assert all(tensor.is_contiguous() for tensor in (y, partials, *grads))
+    storages = [grad.untyped_storage().data_ptr() for grad in grads if grad.numel()]
+    assert len(set(storages)) == len(storages)
+    needed = [*needs[:3], needs[3] and layer.mask_weights is not None]
+    assert all(grad.numel() == 0 for grad, is_needed in zip(grads, needed, strict=True) if not is_needed)
+    return {"y": y, **dict(itertools.compress(zip(NAMES, grads, strict=True), needed))}
 
 
 def assert_as_good_as_naive(found: dict[str, Tensor], layer: Layer, factor: float) -> None:

@@ -1,0 +1,157 @@
+"""The launches of the CUDA backend: every call has one, and settings that cannot run are refused with the reason."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from mglu_ops.backends.cuda import DecodeMma, TileWgmma
+from mglu_ops.backends.cuda.choice import without_tables
+from mglu_ops.backends.cuda.device import KNOWN_GPUS, RESERVED_SHARED_BYTES_PER_BLOCK
+from mglu_ops.backends.cuda.kernels import permute_x
+from mglu_ops.backends.cuda.kernels.tile_wgmma_training import TrainingTile, partials_of, training_choice
+from mglu_ops.layer_call import LayerCall
+
+ARCHITECTURES = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
+HOPPER = KNOWN_GPUS[9, 0]
+
+
+def contiguous(
+    n_masks: int, tokens: int, d: int, h: int, dtype: torch.dtype = torch.float16, **options: Any
+) -> LayerCall:
+    return LayerCall.contiguous(torch.device("cuda"), dtype, n_masks, tokens, d, h, **options)
+
+
+def unaligned(call: LayerCall) -> LayerCall:
+    """The call with an x that TMA cannot load."""
+    return replace(call, x=replace(call.x, alignment=8))
+
+
+# --- The choice -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
+def test_choices_keep_to_the_limits_and_cover_the_result(arch: tuple[int, int]) -> None:
+    gpu = KNOWN_GPUS[arch]
+    shapes = ((16, 8), (100, 4096), (14336, 4096), (8192, 2048), (4096, 14336), (8192, 65536))
+    for dtype, n_masks, tokens, shape in itertools.product(
+        (torch.float16, torch.float32), range(1, 17), (1, 2, 8, 9, 17, 64, 300, 8192), shapes
+    ):
+        call = contiguous(n_masks, tokens, *shape, dtype)
+        for other in (call, replace(call, batch_invariant=True), unaligned(call)):
+            config = without_tables(other, gpu)
+            assert config.violation(other, gpu) is None, (other, config)
+            if isinstance(config, DecodeMma):  # exactly as many blocks fit on an SM as intended
+                requested = config.requested_shared_bytes(other, gpu)
+                assert requested >= config.shared_bytes(other)
+                blocks = gpu.shared_bytes_per_sm // (requested + RESERVED_SHARED_BYTES_PER_BLOCK)
+                assert blocks == config.blocks_per_sm
+            if isinstance(config, TileWgmma):
+                assert config.rows <= other.out_features
+                assert config.stages >= 3
+                assert config.threads <= 384
+                assert not (config.permuted and config.sparse)
+                copy = permute_x.copy_bytes(other, config.block_tokens, config.sub)
+                assert copy >= tokens * other.in_features * 2
+                assert copy % (8 * 128) == 0  # whole warps of permute_x
+            elif arch == (9, 0) and dtype is torch.float16 and shape[1] >= 2048:
+                assert tokens <= 16
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
+@pytest.mark.parametrize("out_features", [16, 2048, 8192, 9728, 14336, 28672])
+def test_warps_of_few_tokens_fill_the_schedulers(out_features: int, arch: tuple[int, int]) -> None:
+    gpu = replace(KNOWN_GPUS[arch], multiprocessors=132)
+    for n_masks in (5, 8, 12, 16):
+        config = without_tables(contiguous(n_masks, 8, out_features, 2048, torch.bfloat16), gpu)
+        assert isinstance(config, DecodeMma)
+        warps = config.tiles * config.split_k
+        assert 7 <= warps <= 12
+        assert warps / (4 * -(-warps // 4)) > 0.8
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("n_masks", range(1, 17))
+def test_training_has_a_launch_for_every_aligned_call(n_masks: int, weighted: bool) -> None:
+    for tokens, shape in ((1, (64, 64)), (33, (72, 320)), (8192, (1000, 4096)), (32768, (28672, 8192))):
+        call = contiguous(n_masks, tokens, *shape, mask_weights_dtype=torch.float32 if weighted else None)
+        config = training_choice(call, HOPPER)
+        assert isinstance(config, TrainingTile)
+        assert config.violation(call, HOPPER) is None
+        assert config.stages >= 3
+        assert not config.sparse
+        result, partials = config.results(call)
+        assert (result.width, partials.width) == (shape[0], (n_masks * (1 + weighted) + 1) * shape[0])
+        assert partials.width == partials_of(call) * shape[0]
+        assert result.height == partials.height == tokens
+        permuted = training_choice(unaligned(call), HOPPER)
+        assert permuted is not None
+        assert permuted.permuted
+
+
+def test_tile_wgmma_declines_results_that_tma_cannot_store() -> None:
+    call = contiguous(4, 1024, 8192, 2048)
+    assert training_choice(call, HOPPER) is not None
+    for refused in (
+        replace(call, out_features=8196),
+        replace(call, dtype=torch.float32),
+        replace(call, leading=(0,)),
+        replace(call, weight=replace(call.weight, layout=replace(call.weight.layout, alignment=8))),
+    ):
+        assert training_choice(refused, HOPPER) is None
+    assert training_choice(call, KNOWN_GPUS[10, 0]) is None
+
+
+# --- Settings -------------------------------------------------------------------------------------------------------
+
+DECODE = DecodeMma(block_tokens=16)
+TILE = TileWgmma(rows=64, block_tokens=24, stages=4)
+TRAINING = training_choice(contiguous(4, 1024, 8192, 2048), HOPPER)
+
+
+@pytest.mark.parametrize(
+    ("config", "n_masks", "settings", "reason"),
+    [
+        (DECODE, 16, {"sub": 3, "mask_group": 8}, "sub: got 3, must be 1, 2 or 4"),
+        (DECODE, 16, {"sub": 8, "mask_group": 8}, "sub: got 8, must be 1, 2 or 4"),
+        (DECODE, 12, {"sub": 4, "mask_group": 12}, "mask_group: got 12, must divide n_masks 12 into whole words"),
+        (DECODE, 16, {"sub": 4, "mask_group": 4, "split_k": 8}, r"\d+ bytes of shared memory a block, more than"),
+        (DECODE, 8, {"mask_group": 8, "cluster": 4}, "cluster: got 4, must be 1, or 2 on compute capability 9.0"),
+        (
+            DECODE,
+            8,
+            {"mask_group": 8, "cluster": 2, "block_tokens": 4},
+            "cluster: got 2, must be 1, or 2 .* has all tokens",
+        ),
+        (TILE, 8, {"sparse": True}, None),
+        (TILE, 8, {"sparse": True, "permuted": True}, "permuted: not with sparse products"),
+        (TILE, 8, {"cluster": 2}, None),
+        (TILE, 8, {"cluster": 4}, "cluster: got 4, must be 1 or 2$"),
+        # A stage is more than one group of wgmmas.
+        (TILE, 2, {"block_tokens": 64, "mask_groups": 2, "steps": 2}, None),
+        (TILE, 2, {"block_tokens": 64, "mask_groups": 2, "sub": 2, "steps": 4}, None),
+        (TILE, 2, {"block_tokens": 64, "mask_groups": 2, "steps": 4}, "steps: got 4, must be less"),
+        (TRAINING, 4, {"sparse": True, "permuted": False}, "sparse: not in training"),
+        (TRAINING, 4, {"weighted": True}, "weighted: got True, for mask weights None"),
+        (TRAINING, 4, {"box_tokens": 12}, "box_tokens: got 12, must be a multiple of 8 that divides 64"),
+        (TRAINING, 4, {"box_tokens": 24}, "box_tokens: got 24, must be a multiple of 8 that divides 64"),
+        (TRAINING, 4, {"box_tokens": 64}, r"\d+ bytes of shared memory a block, more than"),
+    ],
+)
+def test_settings_that_a_launch_can_and_cannot_have(
+    config: Any, n_masks: int, settings: dict[str, Any], reason: str | None
+) -> None:
+    call = contiguous(n_masks, 1024, 8192, 2048) if config is TRAINING else contiguous(n_masks, 6, 128, 64)
+    found = replace(config, **settings).violation(call, HOPPER)
+    assert found is None if reason is None else re.match(reason, found or "")
+
+
+def test_clusters_of_tiles_are_pairs() -> None:
+    tile = replace(TILE, cluster=2)
+    assert tile.grid(contiguous(8, 100, 128, 64), HOPPER) == (12, 1)  # 2 tiles of rows by 3 pairs of the 5 of tokens
+    assert tile.grid(contiguous(8, 10_000, 128, 64), replace(HOPPER, multiprocessors=11)) == (10, 1)

@@ -1,0 +1,51 @@
+"""Copies of a tensor in other places and strides, and memory around it that must be neither read nor written."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BAND = 4096
+"""Elements before and after a tensor."""
+
+
+def unaligned(tensor: Tensor, offset: int = 1) -> Tensor:
+    """A contiguous copy that starts `offset` elements past a multiple of 16 bytes."""
+    return tensor.new_empty(tensor.numel() + offset)[offset:].view(tensor.shape).copy_(tensor)
+
+
+def rows_apart(tensor: Tensor, distance: int = 8) -> Tensor:
+    """A copy whose rows have `distance` elements between them, which hold NaN or 255."""
+    shape = (*tensor.shape[:-1], tensor.shape[-1] + distance)
+    return tensor.new_full(shape, _poison(tensor))[..., : tensor.shape[-1]].copy_(tensor)
+
+
+def spaced(tensor: Tensor) -> Tensor:
+    """A copy with an element of poison after each element."""
+    return torch.stack((tensor, torch.full_like(tensor, _poison(tensor))), -1)[..., 0]
+
+
+def transposed(tensor: Tensor) -> Tensor:
+    """A copy whose first two dimensions are in the other order in memory."""
+    return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def mask_major(tensor: Tensor) -> Tensor:
+    """A copy whose last dimension, the masks of packed masks, is the outermost in memory."""
+    return tensor.movedim(-1, 0).contiguous().movedim(0, -1)
+
+
+def between(tensor: Tensor, fill: float) -> Tensor:
+    """A copy between bands of `fill`."""
+    storage = tensor.new_full((tensor.numel() + 2 * BAND,), fill)
+    return storage[BAND:-BAND].view(tensor.shape).copy_(tensor)
+
+
+def bands_of(tensor: Tensor) -> Tensor:
+    """The memory around a tensor that `between` returned."""
+    storage = tensor.as_strided((tensor.numel() + 2 * BAND,), (1,), tensor.storage_offset() - BAND)
+    return torch.cat((storage[:BAND], storage[-BAND:]))
+
+
+def _poison(tensor: Tensor) -> float:
+    return float("nan") if tensor.is_floating_point() else 255
