@@ -39,20 +39,20 @@ def seeded() -> None:
 # --- The kernels ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("n_masks", "with_weight"), family([1, 4, 5, 8, 16], [True, False]))
+@pytest.mark.parametrize(("n_masks", "with_weight"), family([1, 4, 5, 8, 16], [True, False], one_in=2))
 def test_flip_signs(n_masks: int, with_weight: bool) -> None:
     STEPS.flip_signs(n_masks, F16, with_weight=with_weight)
 
 
 @pytest.mark.parametrize(
     ("activation", "n_masks", "dtype", "mask_weights_dtype"),
-    family(ACTIVATIONS, [3, 2, 16, 1], [BF16, F16], [None, F32, F16]),
+    family(ACTIVATIONS, [3, 2, 16, 1], [BF16, F16], [None, F32, F16], one_in=3),
 )
 def test_partials(activation: str, n_masks: int, dtype: torch.dtype, mask_weights_dtype: torch.dtype | None) -> None:
     STEPS.partials(n_masks, dtype, activation, mask_weights_dtype)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", sample(ACTIVATIONS, 3))
 def test_partials_of_large_and_small_gates(activation: str) -> None:
     STEPS.partials_of_large_and_small_gates(activation, BF16)
 
