@@ -27,7 +27,7 @@ class ColumnParallelMGLU(nn.Module):
     """The MGLU projection whose `out_features` are spread over the ranks: this rank's columns of the result.
 
     Checkpoints hold the whole weight, and packed masks or logits. `load_weights` takes this rank's rows of either form.
-    The weight is not quantized, since the masks select single elements of it.
+    The weight is not quantized.
 
     Args:
         in_features: last size of x.
