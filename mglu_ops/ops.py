@@ -444,7 +444,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 def _apply_layer(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Call `_Layer` with the arguments of `mglu::forward`."""
     x, weight, packed_masks, activation, mask_weights, scale, weight_format = given = LayerArguments(*args)
-    if weight_format != "dense":
+    if weight_format != "dense" or scale is not None:
         checks.check_layer(given)
         for name, tensor in (("weight", weight), ("weight_scale", scale)):
             if tensor is not None and tensor.requires_grad:

@@ -142,8 +142,10 @@ def test_wrong_arguments_are_named(
 ) -> None:
     changed = given._replace(**changes)
     moved = {name: tensor.to(device) for name, tensor in changed.tensors().items()}
-    with pytest.raises(error, match=message):
-        forward(*changed._replace(**moved))
+    moved = changed._replace(**moved)
+    for trains in (False, True):  # in training, autograd has the arguments first
+        with pytest.raises(error, match=message):
+            forward(*moved._replace(x=moved.x.clone().requires_grad_(trains)))
 
 
 @every_format
