@@ -149,7 +149,7 @@ class MaskedLinear(nn.Module):
         """
         weight = self.weight
         if self.weight_scale is not None:
-            weight = torch.empty(self.out_features, self.in_features, device=self.weight.device)
+            weight = self.weight.new_empty(self.out_features, self.in_features, dtype=torch.float32)
         nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
         weight.mul_(self.weight_gain)
         if self.weight_scale is not None:
