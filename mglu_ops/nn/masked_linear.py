@@ -147,13 +147,14 @@ class MaskedLinear(nn.Module):
         """Initialise weight and router as `nn.Linear` does, logits from 0.01 * N(0, 1), fixed masks with bits that
         are 1 with probability 1/2. Then multiply the weight by `weight_gain`, and round it to `weight_format`.
         """
-        weight = self.weight
+        weight: Tensor = self.weight
         if self.weight_scale is not None:
             weight = self.weight.new_empty(self.out_features, self.in_features, dtype=torch.float32)
         nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
         weight.mul_(self.weight_gain)
         if self.weight_scale is not None:
             stored, scale = get_format(self.weight_format).quantize(weight)
+            assert scale is not None
             self.weight.copy_(stored)
             self.weight_scale.copy_(scale)
         self.reset_masks()
