@@ -12,6 +12,7 @@ from .. import ops
 from .arguments import as_parameter, check_flags, check_router, check_weight_and_masks
 from .masked_linear import MaskedLinear, MaskedOptions
 from .packed_buffers import check_masks_in_use
+from .torchao_weights import is_of_torchao, unpacked
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -141,6 +142,19 @@ class MGLU(MaskedLinear):
         else:
             layer.packed_masks = ops.pack_masks(masks)
         return layer
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter, but a weight that torchao has quantized in the layer's own format, with its scales."""
+        if name == "weight" and is_of_torchao(param):
+            if self.learnable_masks:
+                raise ValueError(
+                    "weight: got a quantized weight of torchao, but the masks are learned, must be frozen before: call "
+                    "mglu_ops.freeze(model) first"
+                )
+            stored, weight, scale = unpacked(param)
+            self.weight_format, self.weight_scale = stored.name, nn.Parameter(scale, requires_grad=False)
+            param = nn.Parameter(weight, requires_grad=False)
+        super().register_parameter(name, param)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x `[..., in_features]` to `[..., out_features]`, in x's dtype or under autocast in autocast's.

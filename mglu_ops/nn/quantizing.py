@@ -33,6 +33,11 @@ def quantize(model: ModelT, weight_format: str, *, skip: Iterable[str] = ()) -> 
     Only `MGLU` changes. The down projection of `MGLUFeedForward`, attention and all other layers stay what they are,
     for a quantizer of linear layers.
 
+    torchao's `quantize_` takes only linear layers, unless it is told of others. With `Float8WeightOnlyConfig` and
+    `Int8WeightOnlyConfig`, it then quantizes an `MGLU` to `fp8_row` and `int8_row`; other configs are refused:
+
+        quantize_(model, Float8WeightOnlyConfig(), filter_fn=lambda module, _: isinstance(module, (nn.Linear, MGLU)))
+
     Modules keep their identity, hooks, masks and router. Layers that share a weight share the quantized one. A layer
     that has this format already stays as it is. Either all layers that `skip` does not name are quantized, or there is
     an error and none is. An optimizer created before holds the former weights: create a new one if training continues.
