@@ -21,18 +21,12 @@ def unpacked(tensor: Any) -> tuple[WeightFormat, Tensor, Tensor]:
         ValueError: no format has such values and scales, or torchao would quantize the activations too.
     """
     name, (out_features, in_features) = type(tensor).__name__, tensor.shape
-    stored, block = getattr(tensor, "qdata", None), list(getattr(tensor, "block_size", None) or ())
-    is_known = name in ("Float8Tensor", "Int8Tensor") and stored is not None and stored.shape == tensor.shape
-    if (
-        is_known
-        and getattr(tensor, "act_quant_kwargs", None) is None
-        and getattr(tensor, "act_pre_scale", None) is None
-    ):
+    block = list(getattr(tensor, "block_size", ()))
+    if name in ("Float8Tensor", "Int8Tensor") and not _has_more_than_scales(tensor):
         for chosen in FORMATS.values():
-            fits = chosen.dtype is stored.dtype and block == [chosen.rows, chosen.columns or in_features]
-            if fits and not _has_zero_points(tensor):
+            if chosen.dtype is tensor.qdata.dtype and block == [chosen.rows, chosen.columns or in_features]:
                 scale = tensor.scale.to(chosen.scale_dtype).reshape(chosen.scale_shape(out_features, in_features))
-                return chosen, stored, scale
+                return chosen, tensor.qdata, scale
     raise ValueError(
         f"weight: got torchao's {name} with blocks of {block}, must have one scale a row and leave the activations as "
         "they are, as Float8WeightOnlyConfig() and Int8WeightOnlyConfig() make it; for other formats, call "
@@ -40,6 +34,8 @@ def unpacked(tensor: Any) -> tuple[WeightFormat, Tensor, Tensor]:
     )
 
 
-def _has_zero_points(tensor: Any) -> bool:
+def _has_more_than_scales(tensor: Any) -> bool:
+    """Whether the activations are quantized or scaled too, or the weight has zero points."""
     zero_point = getattr(tensor, "zero_point", None)
-    return zero_point is not None and bool(zero_point.any())
+    of_activations = (getattr(tensor, name, None) for name in ("act_quant_kwargs", "act_quant_scale", "act_pre_scale"))
+    return any(one is not None for one in of_activations) or (zero_point is not None and bool(zero_point.any()))
