@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .batch_invariance import is_batch_invariant_mode_enabled, set_batch_invariant_mode
     from .dispatch import explain_dispatch
     from .masks import check_packed_masks
-    from .nn import freeze
+    from .nn import freeze, quantize
     from .packaging.export import export
     from .packaging.library import build_runtime, load_library
     from .packaging.load import load, load_weights
@@ -38,6 +38,7 @@ __all__ = [
     "load_weights",
     "nn",
     "ops",
+    "quantize",
     "set_batch_invariant_mode",
 ]
 
@@ -56,6 +57,7 @@ _DEFINED_IN = {
     "load": "packaging.load",
     "load_library": "packaging.library",
     "load_weights": "packaging.load",
+    "quantize": "nn",
     "set_batch_invariant_mode": "batch_invariance",
 }
 """The module that defines a public name."""

@@ -44,6 +44,7 @@ class Choice:
         is_fallback: whether `reason` kept a faster backend or kernel from running the call.
         launch: how the CUDA backend launches the call.
         launch_origin: where `launch` comes from: a table of measured launches, or the cost model.
+        weight_format: the format of the weight (`mglu_ops.formats`).
     """
 
     backend: str
@@ -51,6 +52,7 @@ class Choice:
     is_fallback: bool = False
     launch: LaunchConfig | None = None
     launch_origin: str = ""
+    weight_format: str = "dense"
 
     @property
     def kernel(self) -> str | None:
@@ -59,7 +61,8 @@ class Choice:
 
     def __str__(self) -> str:
         launch = "" if self.launch is None else f" {self.launch}, by {self.launch_origin}"
-        return f"{self.backend}{launch}: {self.reason}"
+        stored = "" if self.weight_format == "dense" else f", weight in {self.weight_format}"
+        return f"{self.backend}{launch}{stored}: {self.reason}"
 
 
 _NOTICEABLE_WEIGHTS = 1 << 18
@@ -95,6 +98,10 @@ def explain_dispatch(
 
 def choose(call: LayerCall) -> Choice:
     """The backend for a call; raises the errors of `explain_dispatch`."""
+    return replace(_choose(call), weight_format=call.weight.format.name)
+
+
+def _choose(call: LayerCall) -> Choice:
     if call.batch_invariant:
         return _choose_batch_invariant(call)
     if call.device.type == "cpu":

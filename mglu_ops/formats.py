@@ -87,7 +87,8 @@ class WeightFormat:
         if scale is None:
             return weight.to(dtype)
         if self.packed == 2:
-            weight = (torch.stack((weight & 15, weight >> 4), -1).flatten(1)).to(torch.int8) - 8
+            # Not `>> 4`, which returns its argument for a DTensor in torch 2.13 (masks.py).
+            weight = torch.stack((weight & 15, weight // 16), -1).flatten(1).to(torch.int8) - 8
         wide = torch.float64 if dtype is torch.float64 else torch.float32
         return (weight.to(wide) * self._of_weights(scale.to(wide), *weight.shape)).to(dtype)
 

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import UserError
+
+if TYPE_CHECKING:
+    from .formats import WeightFormat
 
 DESCRIPTION = (
     "Prints, for a decoder like Llama with each kind of feed-forward layer, the number of weights and of mask bits, "
@@ -85,24 +89,45 @@ class Count:
     projection_load: int  # bytes of the first projection of one feed-forward layer
 
 
-def counts(sizes: ModelSizes, masks: Sequence[int], bits: int = 16) -> list[Count]:
-    """Count a model with GELU, with SwiGLU, and with SwiMGLU of each number of masks, `bits` a weight."""
+def counts(
+    sizes: ModelSizes, masks: Sequence[int], bits: int = 16, weight_format: WeightFormat | None = None
+) -> list[Count]:
+    """Count a model with GELU, with SwiGLU, and with SwiMGLU of each number of masks, `bits` a weight.
+
+    With a `weight_format` (`mglu_ops.formats`), the first projection of each feed-forward layer, and nothing else, is
+    stored in it, with its scales.
+    """
     kinds = [("GELU", 1, 0), ("SwiGLU", 2, 0), *(("SwiMGLU", 1, n_masks) for n_masks in masks)]
-    return [_count(sizes, *kind, bits) for kind in kinds]
+    matrix = _matrix_bits(sizes, bits, weight_format)
+    return [_count(sizes, *kind, bits, matrix) for kind in kinds]
 
 
-def _count(sizes: ModelSizes, name: str, matrices: int, n_masks: int, bits: int) -> Count:
-    weights = sizes.shared_weights + (matrices + 1) * sizes.projection
+def _matrix_bits(sizes: ModelSizes, bits: int, weight_format: WeightFormat | None) -> int:
+    """The bits of a matrix `[d, h]` and its scales."""
+    d, h = sizes.intermediate, sizes.hidden
+    if weight_format is None or weight_format.dtype is None or weight_format.scale_dtype is None:
+        return d * h * bits
+    if h % weight_format.packed:
+        raise ValueError(f"weight_format: got {weight_format.name!r}, must be another for an odd h={h}")
+    scales = math.prod(weight_format.scale_shape(d, h))
+    return 8 * (
+        d * h // weight_format.packed * weight_format.dtype.itemsize + scales * weight_format.scale_dtype.itemsize
+    )
+
+
+def _count(sizes: ModelSizes, name: str, matrices: int, n_masks: int, bits: int, matrix: int) -> Count:
+    """Count a model. `matrix` is the number of bits of a matrix of the first projection of a layer."""
+    others, first = sizes.shared_weights + sizes.projection, sizes.layers * matrices * matrix
     mask_bits = n_masks * sizes.projection
     row_only = 0 if sizes.tied else sizes.embedding - sizes.hidden
     return Count(
         name,
         n_masks,
-        weights,
+        others + matrices * sizes.projection,
         mask_bits,
-        storage=(weights * bits + mask_bits) // 8,
-        load=((weights - row_only) * bits + mask_bits) // 8,
-        projection_load=sizes.hidden * sizes.intermediate * (matrices * bits + n_masks) // 8,
+        storage=(others * bits + first + mask_bits) // 8,
+        load=((others - row_only) * bits + first + mask_bits) // 8,
+        projection_load=(matrices * matrix + n_masks * sizes.hidden * sizes.intermediate) // 8,
     )
 
 
@@ -137,12 +162,20 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--n-masks", type=int, nargs="+", default=[1, 2, 4, 8, 16], metavar="N", help="1 to 16")
     parser.add_argument("--bits", type=int, default=16, metavar="N", help="bits of a weight (default: 16)")
+    parser.add_argument(
+        "--weight-format",
+        default="dense",
+        metavar="NAME",
+        help="store the first projection of each feed-forward layer, with its scales, as fp8_row, fp8_block, int8_row "
+        "or int4_group (default: dense, in --bits)",
+    )
     parser.add_argument("--json", action="store_true", help="print numbers and bytes as JSON")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the tables; the exit code. Raises UserError for a wrong option or file."""
+    from .formats import get_format
     from .masks import MAX_MASKS
 
     for n_masks in options.n_masks:
@@ -151,7 +184,11 @@ def run(options: argparse.Namespace) -> int:
     if options.bits < 1:
         raise UserError(f"--bits: got {options.bits}, must be at least 1")
     models = {name: _sizes(name) for name in options.models}
-    found = {name: counts(sizes, options.n_masks, options.bits) for name, sizes in models.items()}
+    try:
+        chosen = get_format(options.weight_format)
+        found = {name: counts(sizes, options.n_masks, options.bits, chosen) for name, sizes in models.items()}
+    except ValueError as error:
+        raise UserError(f"--weight-format: {str(error).removeprefix('weight_format: ')}") from error
     if options.json:
         print(json.dumps({model: [asdict(row) for row in rows] for model, rows in found.items()}))
         return 0

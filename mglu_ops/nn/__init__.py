@@ -1,4 +1,4 @@
-"""Modules: the MGLU projection and feed-forward blocks, the paper's naive layer, baselines, and `freeze`.
+"""Modules: the MGLU projection and feed-forward blocks, the paper's naive layer, baselines, `freeze` and `quantize`.
 
 For training: `parameter_groups` for the optimizer, and statistics about masks for the log. For ONNX: `decompose`.
 """
@@ -12,6 +12,7 @@ from .mglu import MGLU
 from .naive import NaiveMGLU
 from .optimizer import parameter_groups
 from .packed_buffers import check_masks
+from .quantizing import quantize
 
 __all__ = [
     "GLU",
@@ -30,4 +31,5 @@ __all__ = [
     "gate_ratio",
     "mask_agreement",
     "parameter_groups",
+    "quantize",
 ]

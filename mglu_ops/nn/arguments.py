@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import FLOATING
+from ..formats import WeightFormat
 from ..masks import MAX_MASKS
 
 WEIGHT_INITS = ("paper", "leveled")
@@ -36,6 +37,15 @@ def check_dtype(dtype: torch.dtype | None) -> None:
 def check_weight_init(weight_init: object) -> None:
     if weight_init not in WEIGHT_INITS:
         raise ValueError(f"weight_init: got {weight_init!r}, must be one of {', '.join(WEIGHT_INITS)}")
+
+
+def check_columns(weight_format: WeightFormat, in_features: int) -> None:
+    """Check that a weight with that many columns can be stored in a format."""
+    if in_features % weight_format.packed:
+        raise ValueError(
+            f"weight_format: got {weight_format.name!r} with in_features={in_features}, which must be a multiple of "
+            f"{weight_format.packed} for it"
+        )
 
 
 def check_masks(n_masks: object, learnable_masks: object, top_k: object) -> None:

@@ -26,7 +26,8 @@ class MGLUFeedForward(nn.Module):
     Args:
         hidden: size of x and of the result, at least 1.
         intermediate: size of the hidden layer between the two projections, at least 1.
-        options: the keyword arguments of `MGLU`; `device` and `dtype` also hold for `down_proj`.
+        options: the keyword arguments of `MGLU`; `device` and `dtype` also hold for `down_proj`, and
+            `weight_format` does not.
 
     Attributes:
         mglu: `MGLU(hidden, intermediate, ...)`.
@@ -40,8 +41,8 @@ class MGLUFeedForward(nn.Module):
         check_sizes(hidden=hidden, intermediate=intermediate)
         super().__init__()
         self.mglu = MGLU(hidden, intermediate, **options)
-        factory = {"device": self.mglu.weight.device, "dtype": self.mglu.weight.dtype}
-        self.down_proj = nn.Linear(intermediate, hidden, bias=False, **factory)
+        device, dtype = self.mglu.weight.device, options.get("dtype")
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
         self.mglu.reset_parameters()

@@ -84,7 +84,12 @@ def freeze(model: nn.Module, *, replace: Replacements | None = None) -> nn.Modul
             root of a compiled model.
     """
     check_model(model)
-    _refuse_managed(model, () if replace is None else replace)
+    changed = {
+        module
+        for module in model.modules()
+        if type(module) in (replace or ()) or (isinstance(module, MaskedLinear) and module.learnable_masks)
+    }
+    refuse_managed(model, changed, "logits", "freeze")
     if replace is not None:
         model = replace_modules(model, replace, stacklevel=2)
     packed: dict[Tensor, Tensor] = {}
@@ -118,8 +123,8 @@ def _advice(found: Lookalike) -> str:
     )
 
 
-def _refuse_managed(model: nn.Module, replace: Collection[type[nn.Module]]) -> None:
-    """Refuse logits that FSDP or accelerate manages.
+def refuse_managed(model: nn.Module, changed: Collection[nn.Module], what: str, function: str) -> None:
+    """Refuse modules that a function changes, and whose parameters (`what`) FSDP or accelerate manages.
 
     FSDP cannot give up a parameter, and would put it back at each call. accelerate offloads parameters, and until its
     forward fetches them, the module holds empty tensors.
@@ -129,19 +134,19 @@ def _refuse_managed(model: nn.Module, replace: Collection[type[nn.Module]]) -> N
     sharded = {inner for module in model.modules() if isinstance(module, managers) for inner in module.modules()}
     may_be_offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
     for name, module in model.named_modules():
-        if type(module) not in replace and not (isinstance(module, MaskedLinear) and module.learnable_masks):
+        if module not in changed:
             continue
         if module in sharded:
             raise ValueError(
-                f"model: {name or 'it'} is sharded by FSDP, which cannot give up its logits; call freeze before "
+                f"model: {name or 'it'} is sharded by FSDP, which cannot give up its {what}; call {function} before "
                 "fully_shard, or load the state dict of this model, which "
                 "torch.distributed.checkpoint.state_dict.get_model_state_dict returns, into a model without FSDP, "
-                "and freeze that one"
+                f"and {function} that one"
             )
         if may_be_offloaded and any(parameter.is_meta for parameter in module.parameters()):
             raise ValueError(
-                f"model: {name or 'it'} is offloaded by accelerate, so that its logits are not in the model; load it "
-                "without a device_map that offloads, call freeze, save it, and load the saved model"
+                f"model: {name or 'it'} is offloaded by accelerate, so that the model does not hold its {what}; load "
+                f"it without a device_map that offloads, call {function}, save it, and load the saved model"
             )
 
 

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, TypedDict
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from ..activations import get_activation
 from ..checks import FLOATING
+from ..formats import get_format
 from ..masks import check_layout, check_packed_masks, clear_padding_, n_masks_of, packed_shape
-from .arguments import WEIGHT_INITS, check_dtype, check_masks, check_sizes, check_weight_init
+from .arguments import (
+    WEIGHT_INITS,
+    check_columns,
+    check_dtype,
+    check_masks,
+    check_sizes,
+    check_weight_init,
+)
 from .leveling import level_gain
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 LOGITS = "mask_logits"
 LOGITS_STD = 0.01
 """The standard deviation of new logits."""
 PACKED = "packed_masks"
+SCALE = "weight_scale"
 
 
 class MaskedOptions(TypedDict, total=False):
@@ -29,6 +41,7 @@ class MaskedOptions(TypedDict, total=False):
     learnable_masks: bool
     top_k: int | None
     weight_init: str
+    weight_format: str
     device: torch.device | str | None
     dtype: torch.dtype | None
 
@@ -43,7 +56,10 @@ class MaskedLinear(nn.Module):
     top_k: int | None
     weight_init: str
     """How the weights were drawn, by this module or by the one whose state dict it has loaded."""
+    weight_format: str
+    """How the weight is stored, a name of `mglu_ops.formats.FORMATS`."""
     weight: nn.Parameter
+    weight_scale: nn.Parameter | None
     mask_logits: nn.Parameter | None
     packed_masks: Tensor | None
     router: nn.Linear | None
@@ -58,6 +74,7 @@ class MaskedLinear(nn.Module):
         learnable_masks: bool = True,
         top_k: int | None = None,
         weight_init: str = "paper",
+        weight_format: str = "dense",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -65,12 +82,25 @@ class MaskedLinear(nn.Module):
         check_masks(n_masks, learnable_masks, top_k)
         get_activation(activation)
         check_weight_init(weight_init)
+        stored = get_format(weight_format)
+        check_columns(stored, in_features)
+        if learnable_masks and not stored.is_dense:
+            raise ValueError(
+                f"weight_format: got {weight_format!r} with learnable_masks=True, must be 'dense': only a layer whose "
+                "masks are fixed is quantized; pass learnable_masks=False, or train, freeze and call mglu_ops.quantize"
+            )
         check_dtype(dtype)
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.n_masks, self.top_k = n_masks, top_k
-        self.activation, self.weight_init = activation, weight_init
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
+        self.activation, self.weight_init, self.weight_format = activation, weight_init, weight_format
+        columns = in_features // stored.packed
+        weight = torch.empty(out_features, columns, device=device, dtype=stored.dtype or dtype)
+        self.weight = nn.Parameter(weight, requires_grad=stored.is_dense)
+        self.register_parameter(SCALE, None)
+        if not stored.is_dense:
+            scale = torch.empty(stored.scale_shape(out_features, in_features), device=device, dtype=stored.scale_dtype)
+            self.weight_scale = nn.Parameter(scale, requires_grad=False)
         self.register_parameter(LOGITS, None)
         self.register_buffer(PACKED, None)
         if learnable_masks:
@@ -91,6 +121,17 @@ class MaskedLinear(nn.Module):
         else:
             super().register_parameter(name, param)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Apply `to`, `half` and their like, which may move a stored weight and its scales, but not convert them."""
+        stored = () if self.weight_format == "dense" else (self.weight, self.weight_scale)
+
+        def keep_dtype(tensor: Tensor) -> Tensor:
+            result = fn(tensor)
+            is_converted = result.dtype != tensor.dtype and any(tensor is one for one in stored)
+            return tensor.to(result.device) if is_converted else result
+
+        return super()._apply(keep_dtype, recurse)
+
     @property
     def learnable_masks(self) -> bool:
         """Whether the masks are logits that training updates; False for fixed and for frozen masks."""
@@ -104,10 +145,18 @@ class MaskedLinear(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialise weight and router as `nn.Linear` does, logits from 0.01 * N(0, 1), fixed masks with bits that
-        are 1 with probability 1/2. Then multiply the weight by `weight_gain`.
+        are 1 with probability 1/2. Then multiply the weight by `weight_gain`, and round it to `weight_format`.
         """
-        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
-        self.weight.mul_(self.weight_gain)
+        weight: Tensor = self.weight
+        if self.weight_scale is not None:
+            weight = self.weight.new_empty(self.out_features, self.in_features, dtype=torch.float32)
+        nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+        weight.mul_(self.weight_gain)
+        if self.weight_scale is not None:
+            stored, scale = get_format(self.weight_format).quantize(weight)
+            assert scale is not None
+            self.weight.copy_(stored)
+            self.weight_scale.copy_(scale)
         self.reset_masks()
         if self.router is not None:
             self.router.reset_parameters()
@@ -127,7 +176,7 @@ class MaskedLinear(nn.Module):
         """Check x against this module first: the errors of later checks would blame the weight for a wrong x.
 
         Raises:
-            TypeError: x is not a tensor, or has another dtype than the weight, without autocast.
+            TypeError: x is not a tensor, or has another dtype than a dense weight, without autocast.
             ValueError: x is on another device than the weight, or its last size is not in_features.
         """
         if not isinstance(x, Tensor):  # torch's own message would contain all values of a list or an array
@@ -136,7 +185,8 @@ class MaskedLinear(nn.Module):
         if weight is not None:
             if x.device != weight.device:
                 raise ValueError(f"x: got device {x.device}, must be the module's device {weight.device}")
-            if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            is_dense = weight.dtype in FLOATING  # the operator checks other dtypes
+            if is_dense and x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
                 raise TypeError(f"x: got dtype {x.dtype}, must be the module's dtype {weight.dtype}, or use autocast")
         if self.router is not None and x.shape[-1:] != (self.in_features,):
             raise ValueError(f"x: got shape {list(x.shape)}, must be [..., in_features] = [..., {self.in_features}]")
@@ -151,9 +201,10 @@ class MaskedLinear(nn.Module):
         return top_k_mask_weights(self.router(x), self.top_k)
 
     def extra_repr(self) -> str:
+        stored = "" if self.weight_format == "dense" else f", weight_format={self.weight_format!r}"
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, n_masks={self.n_masks}, "
-            f"activation={self.activation!r}, learnable_masks={self.learnable_masks}, top_k={self.top_k}"
+            f"activation={self.activation!r}, learnable_masks={self.learnable_masks}, top_k={self.top_k}{stored}"
         )
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -173,8 +224,10 @@ class MaskedLinear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        weight, logits, packed = (prefix + name for name in ("weight", LOGITS, PACKED))
-        problems = {key: _dtype_problem(key, state_dict[key]) for key in (weight, logits) if key in state_dict}
+        weight, scale, logits, packed = (prefix + name for name in ("weight", SCALE, LOGITS, PACKED))
+        problems = {logits: _dtype_problem(logits, state_dict[logits])} if logits in state_dict else {}
+        if (problem := self._weight_problem(state_dict, prefix)) is not None:
+            problems |= {weight: problem, scale: problem}  # a weight without its scales is another weight
         if (problem := self._mask_problem(state_dict, prefix)) is not None:
             problems |= {logits: problem, packed: problem}
         refused = {key: problem for key, problem in problems.items() if problem is not None}
@@ -186,6 +239,33 @@ class MaskedLinear(nn.Module):
         missing_keys[:] = [key for key in missing_keys if key not in refused]
         if weight in kept and local_metadata.get("weight_init") in WEIGHT_INITS:
             self.weight_init = local_metadata["weight_init"]
+
+    def _weight_problem(self, state_dict: Mapping[str, Any], prefix: str) -> str | None:
+        """Return why this module cannot load the weight of a checkpoint and its scales, or None if it can."""
+        key, scale_key = prefix + "weight", prefix + SCALE
+        weight, scale = state_dict.get(key), state_dict.get(scale_key)
+        if self.weight_format == "dense":
+            if scale is not None:
+                return (
+                    f"{scale_key}: the checkpoint holds a quantized weight, but the weight of this "
+                    f"{type(self).__name__} is dense; construct it with the weight_format of the checkpoint, or call "
+                    "mglu_ops.quantize(model, weight_format) before loading"
+                )
+            return _dtype_problem(key, weight)
+        if weight is None and scale is None:
+            return None
+        stored = get_format(self.weight_format)
+        shapes = {
+            key: (weight, stored.dtype, (self.out_features, self.in_features // stored.packed)),
+            scale_key: (scale, stored.scale_dtype, stored.scale_shape(self.out_features, self.in_features)),
+        }
+        for name, (tensor, dtype, shape) in shapes.items():
+            found = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else "no tensor"
+            if found != (expected := f"{dtype} {list(shape)}"):
+                is_dense = name == key and isinstance(tensor, Tensor) and tensor.dtype in FLOATING
+                advice = "; load it into a dense model, and call mglu_ops.quantize after loading" if is_dense else ""
+                return f"{name}: got {found}, must be {expected} for weight_format={self.weight_format!r}{advice}"
+        return None
 
     def _mask_problem(self, state_dict: Mapping[str, Any], prefix: str) -> str | None:
         """Return why this module cannot load the masks of a checkpoint, or None if it can."""

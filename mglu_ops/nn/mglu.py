@@ -12,6 +12,7 @@ from .. import ops
 from .arguments import as_parameter, check_flags, check_router, check_weight_and_masks
 from .masked_linear import MaskedLinear, MaskedOptions
 from .packed_buffers import check_masks_in_use
+from .torchao_weights import is_of_torchao, unpacked
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -32,6 +33,10 @@ class MGLU(MaskedLinear):
     with `strict=False` or `assign=True`), and for all other loaders when the layer first uses them, or by
     `mglu_ops.nn.check_masks`. Other wrong bits cannot be found (`mglu_ops.check_packed_masks`).
 
+    The weight of a layer with fixed masks may be stored in 8 or 4 bits, with its scales in `weight_scale`, which is
+    then in the `state_dict` too. `to(dtype)`, `half()` and their like do not cast the two. `load_state_dict`, with any
+    options, refuses them if their dtype or shape is not that of `weight_format`, or if one comes without the other.
+
     Args:
         in_features: last size of x, at least 1.
         out_features: last size of the result, at least 1.
@@ -43,16 +48,22 @@ class MGLU(MaskedLinear):
             other number of masks than 4, multiplies it by `(20 / (n_masks^2 + n_masks))^(1/4)`, so that the sum over
             the masks begins as large as with four masks (mglu_ops/nn/README.md). With a router, the factor is
             `(20 / (1 + 1 / top_k))^(1/4)`. The exponent is 1/2 with `sigmoid`, and 1/6 with `relu_squared`.
+        weight_format: `dense` for the dtype of x; or `fp8_row`, `fp8_block`, `int8_row` or `int4_group` for 8 or 4 bits
+            (`mglu_ops.formats`), which need `learnable_masks=False`. The layer then takes x in float16, bfloat16 or
+            float32, computes its gradient, and has no gradient of the weight. `mglu_ops.quantize` makes such a layer
+            of a frozen one; this argument, one to load a checkpoint into.
         save_activations: whether a forward pass with gradients keeps n_masks + 1 tensors of the result's size and dtype
             (2 n_masks + 1 with a router) for the backward pass. If False, it keeps only x, which the model mostly holds
             anyway, and backward runs forward once more: n_masks + 1 matrix products beside the 3 (n_masks + 1) of a
             training step. The gradients are the same bit for bit. Only this layer's operator is recomputed, and not
             the router. The attribute of this name may be changed at any time.
         device: device of parameters and buffers; on `meta`, call `to_empty` and `reset_parameters` before use.
-        dtype: dtype of weight, mask_logits and router: float16, bfloat16, float32 or float64.
+        dtype: dtype of a dense weight, mask_logits and router: float16, bfloat16, float32 or float64.
 
     Attributes:
-        weight: Parameter `[out_features, in_features]`, initialised as `weight_init` says.
+        weight: Parameter `[out_features, in_features]`, initialised as `weight_init` says. With a `weight_format`,
+            its dtype and shape are the format's, and `requires_grad` is False.
+        weight_scale: Parameter of the scales, with `requires_grad=False`; None if the weight is dense.
         mask_logits: Parameter `[n_masks, out_features, in_features]`, drawn from 0.01 * N(0, 1); None if fixed.
         packed_masks: buffer `uint8 [out_features, ceil(in_features / 8), n_masks]`; None if learnable.
         router: `nn.Linear(in_features, n_masks, bias=False)`; None without `top_k`.
@@ -132,13 +143,28 @@ class MGLU(MaskedLinear):
             layer.packed_masks = ops.pack_masks(masks)
         return layer
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter, but a weight that torchao has quantized in the layer's own format, with its scales."""
+        if name == "weight" and is_of_torchao(param):
+            if self.learnable_masks:
+                raise ValueError(
+                    "weight: got a quantized weight of torchao, but the masks are learned, must be frozen before: call "
+                    "mglu_ops.freeze(model) first"
+                )
+            stored, weight, scale = unpacked(param)
+            self.weight_format, self.weight_scale = stored.name, nn.Parameter(scale, requires_grad=False)
+            param = nn.Parameter(weight, requires_grad=False)
+        super().register_parameter(name, param)
+
     def forward(self, x: Tensor) -> Tensor:
         """Map x `[..., in_features]` to `[..., out_features]`, in x's dtype or under autocast in autocast's.
 
         Raises:
-            TypeError: x is not a dense tensor, or its dtype differs from the weight's, without autocast.
-            ValueError: x is on another device than weight, or its last size is not in_features; or packed masks that
-                were not loaded by `load_state_dict` have another shape than the layer's, or padding that is not 0.
+            TypeError: x is not a dense tensor, or its dtype differs from that of a dense weight, without autocast; or a
+                weight or scales that were not loaded by `load_state_dict` have another dtype than the weight format's.
+            ValueError: x is on another device than weight, or its last size is not in_features; packed masks, a weight
+                or scales that were not loaded by `load_state_dict` have another shape than the layer's, or padding of
+                masks is not 0; or a weight in 8 or 4 bits requires a gradient.
         """
         if isinstance(x, torch.fx.Proxy):  # torch.fx.symbolic_trace, in which nothing has a value
             return self._project(x, self.mask_weights(x))
@@ -155,7 +181,10 @@ class MGLU(MaskedLinear):
     def _project(self, x: Tensor, mask_weights: Tensor | None) -> Tensor:
         if self.packed_masks is None:
             return ops.forward_ste(x, self.weight, self.mask_logits, self.activation, mask_weights)[0]
-        return ops.forward(x, self.weight, self.packed_masks, self.activation, mask_weights)
+        given = (x, self.weight, self.packed_masks, self.activation, mask_weights)
+        if self.weight_format == "dense":
+            return ops.forward(*given)
+        return ops.forward(*given, self.weight_scale, self.weight_format)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, save_activations={self.save_activations}"

@@ -27,7 +27,8 @@ class NaiveMGLU(MaskedLinear):
     it into an `MGLU`, or packs its masks if an option below keeps it from being one.
 
     Args:
-        in_features, out_features: as in `MGLU`, as are all arguments that are not listed here.
+        in_features, out_features: as in `MGLU`, as are all arguments that are not listed here. `weight_format` must be
+            `dense`.
         bias: whether to add b_g and b_v, which all masks share.
         mask_gate: whether the gates have masks; if False, the paper's ablation 'no gate mask', `act(x W^T)`.
         mask_value: whether the values have masks; if False, the ablation 'no value mask', `x W^T`. Without masks on
@@ -58,6 +59,10 @@ class NaiveMGLU(MaskedLinear):
             raise ValueError("mask_gate, mask_value: got False for both, must be True for one; see GLU(shared=True)")
         if options.get("weight_init") == "leveled" and not (mask_gate and mask_value):
             raise ValueError("weight_init: got 'leveled' without masks on gates and values, must be 'paper'")
+        if options.get("weight_format", "dense") != "dense":
+            raise ValueError(
+                f"weight_format: got {options['weight_format']!r}, must be 'dense' for NaiveMGLU; see MGLU"
+            )
         super().__init__(in_features, out_features, **options)
         self.mask_gate, self.mask_value = mask_gate, mask_value
         for name in ("gate_bias", "value_bias"):

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from ..nn.masked_linear import MaskedLinear
 
-ROWS = {"weight": Shard(0), "mask_logits": Shard(1), "packed_masks": Shard(0)}
+ROWS = {"weight": Shard(0), "weight_scale": Shard(0), "mask_logits": Shard(1), "packed_masks": Shard(0)}
 """The placement that divides each tensor of a layer by rows, which are out_features."""
 
 
@@ -24,7 +24,8 @@ class ColwiseMGLU(ColwiseParallel):
     `[n_masks, out_features, in_features]` or `packed_masks` `[out_features, ceil(in_features / 8), n_masks]`. A router
     is on every rank. The layer needs no communication in forward, and one sum of the gradient of x over the ranks in
     backward; `RowwiseParallel` after it sums the result. Layers with learned masks, fixed masks and frozen masks are
-    sharded alike, before or after `mglu_ops.freeze`.
+    sharded alike, before or after `mglu_ops.freeze`. So are quantized ones with their scales, before or after
+    `mglu_ops.quantize`; a rank's rows in `fp8_block` must be a multiple of 128.
 
     Args:
         input_layouts: placement of x `[..., in_features]`: replicated by default; `Shard(1)` if each rank has a part

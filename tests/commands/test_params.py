@@ -11,7 +11,8 @@ import torch
 from benchmarks.decoder import Sizes
 from benchmarks.language_model import LanguageModel, count
 from mglu_ops.__main__ import main
-from mglu_ops.nn import GLU, LU, MGLU
+from mglu_ops.formats import FORMATS
+from mglu_ops.nn import GLU, LU, MGLU, quantize
 from mglu_ops.params import PAPER, ModelSizes, counts
 
 # Table 6 of arXiv 2506.23225: scale, model, n_masks, weights and masks in millions, MB.
@@ -84,6 +85,41 @@ def test_a_config_of_transformers(tmp_path, capsys):
     attention = 16 * 2048 * 64 * 2 * 40
     assert untied[1]["weights"] == 1235814400 + 128256 * 2048 + attention
     assert untied[1]["load"] == 2 * (1235814400 + attention + 2048)
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "projection"),
+    [
+        ("fp8_row", 8192 * 2048 + 4 * 8192),
+        ("fp8_block", 8192 * 2048 + 4 * 64 * 16),
+        ("int8_row", 8192 * 2048 + 4 * 8192),
+        ("int4_group", 8192 * 1024 + 2 * 8192 * 16),
+    ],
+)
+def test_a_format_counts_the_bytes_of_the_stored_weight_and_its_scales(weight_format, projection):
+    dense = counts(PAPER["large"], [4])
+    for row, of_dense in zip(counts(PAPER["large"], [4], 16, FORMATS[weight_format]), dense, strict=True):
+        matrices = 2 if row.name == "SwiGLU" else 1
+        assert row.projection_load == matrices * projection + 8192 * 2048 * row.n_masks // 8
+        saved = 16 * matrices * (2 * 8192 * 2048 - projection)  # in 16 layers
+        assert (row.weights, row.storage, row.load) == (
+            of_dense.weights,
+            of_dense.storage - saved,
+            of_dense.load - saved,
+        )
+    layer = quantize(MGLU(2048, 8192, n_masks=4, learnable_masks=False, device="meta"), weight_format)
+    assert row.projection_load == sum(tensor.nbytes for tensor in layer.state_dict().values())
+
+
+def test_formats_on_the_command_line(tmp_path, capsys):
+    assert main(["params", "small", "--n-masks", "1", "--weight-format", "fp8_row", "--json"]) == 0
+    (rows,) = json.loads(capsys.readouterr().out).values()
+    assert rows[-1]["projection_load"] == 768 * 3072 * 9 // 8 + 4 * 3072
+    assert main(["params", "small", "--weight-format", "fp4"]) == 2
+    assert "--weight-format: got 'fp4', must be one of dense, fp8_row" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "hidden_size": 2047, "head_dim": 64}))
+    assert main(["params", str(tmp_path / "config.json"), "--weight-format", "int4_group"]) == 2
+    assert "--weight-format: got 'int4_group', must be another for an odd h=2047" in capsys.readouterr().err
 
 
 def test_the_table_and_its_options(capsys):

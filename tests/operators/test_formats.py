@@ -213,7 +213,9 @@ def test_flops_are_those_of_the_decoded_weight() -> None:
 
 
 def test_the_choice_names_the_format() -> None:
-    assert "after decoding int4_group" in str(mglu_ops.explain_dispatch(*NIBBLES))
+    for device in ("cpu", "meta"):
+        given = (value.to(device) if isinstance(value, Tensor) else value for value in NIBBLES)
+        assert ", weight in int4_group: " in str(mglu_ops.explain_dispatch(*given))
 
 
 @every_format

@@ -1,4 +1,4 @@
-"""The examples that evaluate a model and that export one to C++ run at a small size, and fail with a clear error."""
+"""The examples that quantize a model, evaluate one and export one to C++ run at a small size, or fail clearly."""
 
 from __future__ import annotations
 
@@ -24,6 +24,20 @@ def test_a_block_is_exported_and_run_in_cpp(tmp_path: Path) -> None:
     assert process.returncode == 0, process.stderr
     assert "agree with PyTorch's, for 1, 7 and 64 tokens" in process.stdout
     assert {"model.pt2", "libmglu_ops.so", "run_package"} <= {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "size"),
+    [("fp8_row", 96 * 64 + 4 * 96), pytest.param("int4_group", 96 * 34, marks=pytest.mark.long)],
+)
+def test_a_model_is_quantized_saved_and_loaded(weight_format: str, size: int, tmp_path: Path) -> None:
+    small = ("--hidden", "64", "--intermediate", "96", "--n-masks", "2", "--output", tmp_path / "out/model.pt")
+    process = run_example("quantize.py", *small, "--weight-format", weight_format)
+    assert process.returncode == 0, process.stderr
+    masks = 96 * 8 * 2
+    assert f"{weight_format}: {96 * 64 * 2 + masks} -> {size + masks} bytes a layer" in process.stdout
+    assert "the same results, True" in process.stdout
+    assert f"weight in {weight_format}" in process.stdout
 
 
 @pytest.mark.long

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from tensor_parallel import STEPS, Setting, assert_same_parameters, optimizer_of, train, whole
+from tensor_parallel import (
+    STEPS,
+    Setting,
+    assert_same_gradients,
+    assert_same_parameters,
+    gradients,
+    optimizer_of,
+    train,
+    whole,
+)
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -74,6 +85,18 @@ def check_frozen_first(setting: Setting) -> None:
     assert torch.equal(sharded[0].mglu.packed_masks, expected[0].mglu.packed_masks)
 
 
+def check_quantized_first(setting: Setting) -> None:
+    """Stored weights and their scales are sharded like other parameters, and gathered without a conversion."""
+    for name in ("fp8_row", "int4_group"):
+        alone = mglu_ops.quantize(mglu_ops.freeze(setting.model()), name)
+        sharded = shard_fully(copy.deepcopy(alone), setting.mesh)
+        assert sharded[0].mglu.weight.to_local().shape[0] == setting.intermediate // setting.mesh.size()
+        want = gradients(alone, alone, setting.x())
+        assert_same_gradients(setting, gradients(sharded, sharded, setting.x()), want, name)
+        with pytest.raises(ValueError, match=r"model: 0.mglu is sharded by FSDP, .*; call quantize before fully_shard"):
+            mglu_ops.quantize(sharded, name)
+
+
 def check_both(setting: Setting) -> None:
     """Two groups of tensor-parallel ranks; FSDP divides what each rank holds between the groups."""
     mesh = init_device_mesh(setting.device, (2, dist.get_world_size() // 2), mesh_dim_names=("data", "tensor"))
@@ -88,7 +111,7 @@ def check_both(setting: Setting) -> None:
 def run_checks(rank: int, device: str, dtype: torch.dtype) -> None:
     """Run the checks on this rank; with four ranks or more, also `check_both`."""
     setting = Setting.of(device, dtype)
-    for check in (check_spread, check_fully_sharded_training, check_frozen_first):
+    for check in (check_spread, check_fully_sharded_training, check_frozen_first, check_quantized_first):
         check(setting)
     if dist.get_world_size() >= 4:
         check_both(setting)

@@ -211,6 +211,25 @@ def check_freezing(setting: Setting) -> None:
             assert one.mglu.packed_masks is packed
 
 
+def check_quantized(setting: Setting) -> None:
+    """Layers quantized before or after they are sharded give the results and gradients of one process."""
+    for name in ("fp8_row", "int8_row", "int4_group"):
+        alone = mglu_ops.quantize(mglu_ops.freeze(setting.model()), name)
+        want = gradients(alone, alone, setting.x())
+        after = mglu_ops.quantize(setting.parallel(mglu_ops.freeze(setting.model())), name)
+        # gloo cannot scatter fp8.
+        before = [] if name == "fp8_row" else [setting.parallel(copy.deepcopy(alone))]
+        for sharded in (after, *before):
+            assert sharded[0].mglu.weight_scale.placements == (Shard(0),), name
+            with torch.no_grad():
+                setting.assert_same(sharded(setting.x()), want["y"], f"{name}, no gradients", factor=2)
+            assert_same_gradients(setting, gradients(sharded, sharded, setting.x()), want, name)
+    blocks = mglu_ops.freeze(MGLU(setting.width, 16 * setting.mesh.size())).to(setting.device, setting.dtype)
+    mglu_ops.quantize(parallelize_module(blocks, setting.mesh, ColwiseMGLU()), "fp8_block")
+    with pytest.raises(RuntimeError, match=r"rows of fp8_block in . shards, must be a multiple of 128 rows in each"):
+        blocks(setting.x())
+
+
 def check_uneven(setting: Setting) -> None:
     """With DTensor results, the number of ranks need not divide out_features; with local ones, it must."""
     ranks = setting.mesh.size()
@@ -256,11 +275,17 @@ def check_materialized(setting: Setting) -> None:
         assert all(0.4 < statistics[f"gate_ratio/{i}"] < 0.6 for i in range(3)), statistics
         assert statistics["agreement"] < 0.6, statistics
         assert layer(setting.x()).isfinite().all()
+    stored = MGLU(setting.width, setting.intermediate, learnable_masks=False, weight_format="int4_group", device="meta")
+    parallelize_module(stored, setting.mesh, ColwiseMGLU())
+    stored.to_empty(device=setting.device)
+    stored.reset_parameters()
+    assert len(stored.weight.full_tensor().unique()) > 100
+    assert stored(setting.x()).isfinite().all()
 
 
 CHECKS = {"placements": check_placements, "results": check_results, "training": check_training}
 CHECKS |= {"freezing": check_freezing, "uneven": check_uneven, "damaged_masks": check_damaged_masks}
-CHECKS["materialized"] = check_materialized
+CHECKS |= {"materialized": check_materialized, "quantized": check_quantized}
 
 
 def run_checks(rank: int, device: str, dtype: torch.dtype, names: Sequence[str], width: int = WIDTH) -> None:

@@ -1,0 +1,409 @@
+"""Weights in 8 and 4 bits in modules: `quantize`, `weight_format=`, checkpoints, and PyTorch's operations."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from budgets import assert_matches
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+import mglu_ops
+from mglu_ops.formats import FORMATS
+from mglu_ops.nn import MGLU, MGLUFeedForward, NaiveMGLU, SwiMGLU, freeze, quantize
+
+STORED = [name for name in FORMATS if name != "dense"]
+each_format = pytest.mark.parametrize("weight_format", STORED)
+IN, OUT = 132, 140  # more than one block and one group of 128
+
+
+def frozen(**options: Any) -> SwiMGLU:
+    return freeze(SwiMGLU(IN, OUT, n_masks=2, **options))
+
+
+def stored(weight_format: str, **options: Any) -> SwiMGLU:
+    """A model made to load a checkpoint of this format into."""
+    return SwiMGLU(IN, OUT, n_masks=2, learnable_masks=False, weight_format=weight_format, **options)
+
+
+# --- Numbers ----------------------------------------------------------------------------------------------------------
+
+
+@each_format
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_results_and_gradients_of_x_are_those_of_the_dequantized_weight(weight_format: str, dtype: torch.dtype) -> None:
+    model = frozen(top_k=1, dtype=dtype)
+    chosen, weight, down = FORMATS[weight_format], model.mglu.weight.detach().clone(), model.down_proj.weight
+    assert quantize(model, weight_format) is model
+    expected_weight, expected_scale = chosen.quantize(weight)
+    assert torch.equal(model.mglu.weight.view(torch.uint8), expected_weight.view(torch.uint8))
+    assert torch.equal(model.mglu.weight_scale, expected_scale)
+    assert model.down_proj.weight is down, "only MGLU is quantized"
+    exact = MGLU(IN, OUT, n_masks=2, learnable_masks=False, dtype=torch.float64)
+    exact.packed_masks = model.mglu.packed_masks
+    exact.weight = nn.Parameter(chosen.dequantize(expected_weight, expected_scale, torch.float64))
+    x = torch.randn(2, 5, IN, dtype=dtype, requires_grad=True)
+    weights = torch.rand(2, 5, 2, dtype=dtype)
+    wide = x.detach().double().requires_grad_()
+    y, expected = model.mglu._project(x, weights), exact._project(wide, weights.double())
+    assert y.dtype == dtype
+    assert_matches(y.detach(), expected.detach(), dtype)
+    grad = torch.randn_like(y)
+    of_x = torch.autograd.grad(y, x, grad)[0]
+    assert_matches(of_x, torch.autograd.grad(expected, wide, grad.double())[0], dtype, "the gradient of x")
+    assert model(x).shape == x.shape
+
+
+def test_adapters_train_beside_a_quantized_weight_which_has_no_gradient() -> None:
+    model = nn.Sequential(nn.Linear(IN, IN), quantize(frozen(), "fp8_row"))
+    x = torch.randn(3, IN)
+    grads = {}
+    for model[1].mglu.save_activations in (True, False):
+        grads[model[1].mglu.save_activations] = torch.autograd.grad(model(x).sum(), model[0].weight)[0]
+    assert torch.equal(grads[True], grads[False])
+    assert grads[True].norm() > 0
+    before = copy.deepcopy(model[1].mglu.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    model(x).sum().backward()
+    optimizer.step()
+    assert all(
+        torch.equal(value.view(torch.uint8), before[key].view(torch.uint8))
+        for key, value in model[1].mglu.state_dict().items()
+    )
+    model[1].mglu.weight.requires_grad_()
+    with pytest.raises(ValueError, match=r"weight: got a tensor that requires a gradient.*weight_format='fp8_row'"):
+        model(x)
+
+
+@each_format
+def test_compiled_and_exported_modules_compute_the_same(weight_format: str) -> None:
+    model, x = quantize(frozen(), weight_format), torch.randn(3, IN)
+    torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
+    torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), model(x))
+
+
+# --- PyTorch's operations on modules ----------------------------------------------------------------------------------
+
+
+def _pickled(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
+def _saved(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def _swapped(model: nn.Module) -> nn.Module:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return model.to(torch.float16)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+# Operations, each with the dtype that the dense parameters have afterwards.
+OPERATIONS: dict[str, tuple[Callable[[nn.Module], nn.Module], torch.dtype]] = {
+    "to bfloat16": (lambda m: m.to(torch.bfloat16), torch.bfloat16),
+    "to another model's dtype": (lambda m: m.to(nn.Linear(1, 1, dtype=torch.float16).weight), torch.float16),
+    "half and back": (lambda m: m.half().float(), torch.float32),
+    "double": (lambda m: m.double(), torch.float64),
+    "swapped parameters": (_swapped, torch.float16),
+    "type": (lambda m: m.down_proj.type(torch.float16) and m.mglu.type(torch.uint8) and m, torch.float16),
+    "cpu": (lambda m: m.cpu(), torch.float32),
+    "deepcopy": (copy.deepcopy, torch.float32),
+    "pickle": (_pickled, torch.float32),
+    "torch.save": (_saved, torch.float32),
+}
+
+
+@each_format
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_no_operation_converts_the_stored_weight(name: str, weight_format: str) -> None:
+    operation, dtype = OPERATIONS[name]
+    if name == "pickle" and FORMATS[weight_format].dtype is torch.float8_e4m3fn:
+        pytest.skip("torch 2.13 cannot unpickle a float8 tensor; torch.save works")
+    model = quantize(frozen(), weight_format)
+    before = copy.deepcopy(dict(model.mglu.named_parameters()))
+    model = operation(model)
+    assert model.down_proj.weight.dtype == dtype
+    for key, expected in before.items():
+        found = model.mglu.get_parameter(key)
+        assert found.dtype == expected.dtype
+        assert not found.requires_grad
+        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)), key
+    assert model(torch.randn(2, IN, dtype=dtype)).dtype == dtype
+
+
+def test_a_moved_model_keeps_its_dtypes_on_every_device() -> None:
+    model = quantize(frozen(), "fp8_row").to("meta", torch.bfloat16)
+    assert {(p.device.type, p.dtype) for p in model.parameters()} == {
+        ("meta", torch.float8_e4m3fn),
+        ("meta", torch.float32),
+        ("meta", torch.bfloat16),
+    }
+    model.to_empty(device="cpu").mglu.reset_parameters()
+    assert model.mglu.weight.dtype is torch.float8_e4m3fn
+    assert (
+        0.5
+        < FORMATS["fp8_row"].dequantize(model.mglu.weight, model.mglu.weight_scale, torch.float32).abs().max() * IN**0.5
+        < 1.1
+    )  # as nn.Linear draws it
+
+
+# --- Checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@each_format
+@pytest.mark.parametrize(
+    "options", [{}, {"assign": True}, {"strict": False}, {"assign": True, "device": "meta"}], ids=str
+)
+def test_a_checkpoint_is_loaded_bit_for_bit(weight_format: str, options: dict[str, Any], tmp_path: Path) -> None:
+    model, x = quantize(frozen(), weight_format).eval(), torch.randn(3, IN)
+    assert set(model.mglu.state_dict()) == {"weight", "weight_scale", "packed_masks"}
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "model.safetensors")
+    options = dict(options)
+    empty = stored(weight_format, device=options.pop("device", None))
+    empty.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"), **options)
+    assert torch.equal(empty(x), model(x))
+    assert not any(p.requires_grad for p in empty.mglu.parameters())
+    with torch.device("meta"):
+        skeleton = quantize(frozen(), weight_format)
+    skeleton.load_state_dict(torch.load(_file(model.state_dict()), weights_only=True), assign=True)
+    assert torch.equal(skeleton(x), model(x))
+
+
+def _file(state: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+def _without(key: str) -> Callable[[dict[str, Tensor]], None]:
+    return lambda state: state.pop(f"mglu.{key}")
+
+
+def _with(key: str, change: Callable[[Tensor], object]) -> Callable[[dict[str, Tensor]], None]:
+    return lambda state: state.update({f"mglu.{key}": change(state[f"mglu.{key}"])})
+
+
+# A change to the state dict of a model in fp8_row, and the error.
+WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
+    "no scale": (_without("weight_scale"), r"mglu\.weight_scale: got no tensor, must be torch\.float32 \[140\]"),
+    "no weight": (_without("weight"), r"mglu\.weight: got no tensor, must be torch\.float8_e4m3fn \[140, 132\]"),
+    "the scale in bfloat16": (
+        _with("weight_scale", Tensor.bfloat16),
+        r"weight_scale: got torch\.bfloat16 \[140\], must",
+    ),
+    "a scale of another shape": (
+        _with("weight_scale", lambda s: s[:, None]),
+        r"weight_scale: got .*\[140, 1\], must be",
+    ),
+    "the scale of another layer": (_with("weight_scale", lambda s: s[:5]), r"weight_scale: got .*\[5\], must be"),
+    "no tensor": (_with("weight_scale", Tensor.tolist), r"weight_scale: got no tensor"),
+    "int8": (_with("weight", lambda w: w.view(torch.int8)), r"mglu\.weight: got torch\.int8 \[140, 132\], must be"),
+    "a bfloat16 weight": (
+        _with("weight", Tensor.bfloat16),
+        r"mglu\.weight: got torch\.bfloat16 .* call mglu_ops\.quantize after loading",
+    ),
+    "another shape": (_with("weight", lambda w: w[:, :8]), r"mglu\.weight: got .*\[140, 8\], must be .*\[140, 132\]"),
+    "a dense checkpoint": (
+        lambda state: [_without("weight_scale")(state), _with("weight", Tensor.half)(state)],
+        r"mglu\.weight: got torch\.float16 .*load it into a dense model, and call mglu_ops\.quantize after loading",
+    ),
+}
+LOADING = [{}, {"strict": False}, {"assign": True}, {"strict": False, "assign": True}]
+
+
+@pytest.mark.parametrize("options", LOADING, ids=str)
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_weights_and_scales_are_refused_by_name(name: str, options: dict[str, bool]) -> None:
+    change, words = WRONG[name]
+    state = quantize(frozen(), "fp8_row").state_dict()
+    change(state)
+    _is_refused(stored("fp8_row"), state, words, options)
+
+
+@each_format
+@pytest.mark.parametrize("options", LOADING, ids=str)
+def test_checkpoints_of_another_format_are_refused(weight_format: str, options: dict[str, bool]) -> None:
+    dense, state = frozen(), quantize(frozen(), weight_format).state_dict()
+    words = r"mglu\.weight_scale: the checkpoint holds a quantized weight, .* call mglu_ops\.quantize\(model"
+    _is_refused(dense, state, words, options)
+    del state["mglu.weight_scale"]
+    _is_refused(dense, state, r"mglu\.weight: got dtype .*, must be one of torch\.float16", options)
+    for other in STORED:
+        if other != weight_format:
+            words = rf"mglu\.weight(_scale)?: got .*, must be .* for weight_format='{weight_format}'"
+            _is_refused(stored(weight_format), quantize(frozen(), other).state_dict(), words, options)
+
+
+def _is_refused(model: nn.Module, state: dict[str, Tensor], words: str, options: dict[str, bool]) -> None:
+    before = {key: value.clone() for key, value in model.mglu.named_parameters()}
+    with pytest.raises(RuntimeError, match=words) as raised:
+        model.load_state_dict(state, **options)
+    assert "Missing" not in str(raised.value)
+    assert "Unexpected" not in str(raised.value)
+    assert "size mismatch" not in str(raised.value)
+    for key, expected in before.items():
+        found = model.mglu.get_parameter(key)
+        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)), "a refused tensor was loaded"
+
+
+def test_missing_keys_are_reported_as_ever() -> None:
+    state = {"down_proj.weight": torch.zeros(IN, OUT)}
+    assert "mglu.weight_scale" in stored("fp8_row").load_state_dict(state, strict=False).missing_keys
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\).*mglu\.weight_scale"):
+        stored("fp8_row").load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("weight", torch.zeros(OUT, IN), r"weight: got dtype torch\.float32, must be torch\.float8_e4m3fn"),
+        ("weight_scale", torch.ones(OUT, 1), r"weight_scale: got shape \[140, 1\], must be \[140\]"),
+        ("weight_scale", None, r"weight_scale: got None, must be torch\.float32 \[140\]"),
+    ],
+)
+def test_what_other_loaders_assign_is_refused_in_use(key: str, value: Tensor | None, words: str) -> None:
+    model = quantize(frozen(), "fp8_row")
+    setattr(model.mglu, key, None if value is None else nn.Parameter(value, requires_grad=False))
+    with pytest.raises((TypeError, ValueError), match=words):
+        model(torch.randn(2, IN))
+
+
+# --- Which layers are quantized ---------------------------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    """A shared layer, layers with one weight, and blocks that `skip` can name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = MGLU(16, 16, n_masks=2)
+        self.again = self.first
+        self.tied = MGLU(16, 16, n_masks=3, learnable_masks=False)
+        self.tied.weight = self.first.weight
+        self.blocks = nn.ModuleList(SwiMGLU(16, 24) for _ in range(3))
+
+
+def formats_of(model: nn.Module) -> list[str]:
+    return [module.weight_format for module in model.modules() if isinstance(module, MGLU)]
+
+
+def test_every_layer_is_quantized_and_shared_weights_stay_shared() -> None:
+    model = freeze(Blocks())
+    calls: list[Any] = []
+    model.first.register_forward_hook(lambda *_: calls.append(1))
+    quantize(model, "int4_group")
+    assert formats_of(model) == ["int4_group"] * 5
+    assert model.again is model.first
+    assert model.tied.weight is model.first.weight
+    assert model.tied.weight_scale is model.first.weight_scale
+    model.again(torch.randn(2, 16))
+    assert calls
+    weights = [module.weight for module in model.modules() if isinstance(module, MGLU)]
+    quantize(model, "int4_group")
+    assert all(a is b for a, b in zip(weights, (m.weight for m in model.modules() if isinstance(m, MGLU)), strict=True))
+    assert "weight_format='int4_group'" in repr(model.first)
+    assert "weight_format" not in repr(MGLU(8, 8))
+
+
+@pytest.mark.parametrize(
+    ("skip", "kept"),
+    [
+        (["blocks.1"], [3]),
+        (["blocks.*.mglu"], [2, 3, 4]),
+        (["again"], [0]),
+        (("tied", "blocks.2.mglu"), [1, 4]),
+        (["*"], [0, 1, 2, 3, 4]),
+    ],
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_skipped_layers_stay_dense(skip: Any, kept: list[int], compiled: bool) -> None:
+    model = freeze(Blocks())
+    quantize(torch.compile(model) if compiled else model, "fp8_block", skip=skip)
+    assert [i for i, name in enumerate(formats_of(model)) if name == "dense"] == kept
+
+
+def _own_weight(layer: MGLU) -> MGLU:
+    parametrize.register_parametrization(layer, "weight", nn.Identity())
+    return layer
+
+
+# A layer that cannot be quantized to int4_group, and the error.
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "learned": (lambda: MGLU(16, 8), r"1\.mglu learns its masks, must be frozen .* mglu_ops\.freeze\(model\) first"),
+    "naive": (lambda: freeze(NaiveMGLU(16, 8, bias=True)), r"1\.mglu is a NaiveMGLU, .* name it in skip"),
+    "another format": (
+        lambda: MGLU(16, 8, learnable_masks=False, weight_format="int8_row"),
+        r"1\.mglu is quantized to int8_row already, .* or quantize the dense model to int4_group",
+    ),
+    "parametrized": (lambda: _own_weight(freeze(MGLU(16, 8))), r"1\.mglu computes its weight from other tensors"),
+    "odd": (
+        lambda: freeze(MGLU(15, 8)),
+        r"1\.mglu: weight_format: got 'int4_group' with in_features=15, which must be a multiple of 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_all_layers_are_quantized_or_none(name: str) -> None:
+    make, words = REFUSED[name]
+    model = nn.Sequential(freeze(MGLU(16, 16)), nn.ModuleDict({"mglu": make()}))
+    with pytest.raises(ValueError, match=f"^model: {words}"):
+        quantize(model, "int4_group")
+    assert model[0].weight_format == "dense"
+    quantize(model, "int4_group", skip=["1.mglu"])
+    assert model[0].weight_format == "int4_group"
+
+
+@pytest.mark.parametrize(
+    ("model", "weight_format", "options", "error", "words"),
+    [
+        (nn.Linear(2, 2), "fp8_row", {}, ValueError, "model: got a Linear without an MGLU, must have one"),
+        ("model", "fp8_row", {}, TypeError, r"model: got str, must be a torch\.nn\.Module"),
+        (MGLU(8, 8), "fp8_row", {}, ValueError, r"model: it learns its masks, must be frozen"),
+        (frozen(), "dense", {}, ValueError, "weight_format: got 'dense', must be one of fp8_row, fp8_block"),
+        (frozen(), "fp8", {}, ValueError, "weight_format: got 'fp8', must be one of"),
+        (frozen(), "fp8_row", {"skip": "mglu"}, TypeError, "skip: got 'mglu', must be a list of names of modules"),
+        (frozen(), "fp8_row", {"skip": [1]}, TypeError, "skip: got 1 in the list, must be a str"),
+        (
+            frozen(),
+            "fp8_row",
+            {"skip": ["down_proj"]},
+            ValueError,
+            "skip: no MGLU has the name 'down_proj'.*it has mglu",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    model: Any, weight_format: str, options: Any, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        mglu_ops.quantize(model, weight_format, **options)
+
+
+def test_wrong_constructor_arguments_are_refused() -> None:
+    for make in (MGLU, MGLUFeedForward):
+        with pytest.raises(
+            ValueError, match=r"weight_format: got 'fp8_row' with learnable_masks=True, must be 'dense'"
+        ):
+            make(16, 16, weight_format="fp8_row")
+        with pytest.raises(ValueError, match=r"weight_format: got 'int4_group' with in_features=15"):
+            make(15, 16, weight_format="int4_group", learnable_masks=False)
+        with pytest.raises(ValueError, match=r"weight_format: got 'int3', must be one of dense, fp8_row"):
+            make(16, 16, weight_format="int3", learnable_masks=False)
+    with pytest.raises(ValueError, match=r"weight_format: got 'fp8_row', must be 'dense' for NaiveMGLU"):
+        NaiveMGLU(16, 16, weight_format="fp8_row", learnable_masks=False)
