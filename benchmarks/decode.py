@@ -11,19 +11,29 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from benchmarks.baselines import NAIVE, SWIGLU, in_modes, swiglu_stacked
-from benchmarks.ceiling import GEMM, GEMM_TOKENS, MAX_SEPARATE_GEMM_TOKENS, MIN_GEMM_TOKENS, floor, gemm, reader
+from benchmarks.ceiling import (
+    GEMM,
+    GEMM_LAYERS,
+    GEMM_TOKENS,
+    MAX_SEPARATE_GEMM_TOKENS,
+    MIN_GEMM_TOKENS,
+    floor,
+    gemm,
+    reader,
+)
 from benchmarks.harness import PROTOCOL, SETTLED_PROTOCOL, Timing, Variant, measure
 from benchmarks.layers import Layers, all_masks
+from benchmarks.quantized import quantized_swiglu_variants
 from benchmarks.records import Row, parser_of, printed, write
 from benchmarks.timing import ROUNDS, SETTLE_SECONDS
 from mglu_ops import dispatch
-from mglu_ops.layer_call import LayerArguments
 from mglu_ops.timer import layers_for
 
 SHAPES = ((14336, 4096), (8192, 2048))
@@ -36,11 +46,10 @@ the library's GEMMs, as the default mode does."""
 
 def our_variants(layers: Layers, backends: Collection[str]) -> list[Variant]:
     """The backend that the dispatch chooses, then the others in `backends` that support the problem."""
-    x, weights, packed = layers.x, layers.weights, layers.packed
-    chosen = dispatch.explain_dispatch(x, weights[0], packed[0]).backend
+    chosen = dispatch.explain_dispatch(*layers.arguments(0)).backend
 
     def run(backend: str | None, i: int) -> Tensor:
-        return dispatch.forward(LayerArguments(x, weights[i], packed[i]), backend=backend)
+        return dispatch.forward(layers.arguments(i), backend=backend)
 
     variants = [Variant(f"mglu {chosen}", partial(run, None), layers.count, layers.oracle)]
     for backend in (one for one in BACKENDS if one in backends and one != chosen):
@@ -110,6 +119,7 @@ def bench(
     tuned: bool = True,
     settle_seconds: float = 0.0,
     case: str = "decode",
+    weight_format: str = "dense",
 ) -> list[Row]:
     """Measure one problem and return its rows.
 
@@ -124,23 +134,25 @@ def bench(
         tuned: also compile the naive layer and SwiGLU with the options of torch.compile that take longer.
         settle_seconds: as in `harness.measure`; above `MAX_SEPARATE_GEMM_TOKENS` tokens at least `SETTLE_SECONDS`.
         case: the name of the problem in the rows.
+        weight_format: how the weights of MGLU and of SwiGLU are stored.
     """
     torch._dynamo.reset()
-    layers = Layers(d, h, n_masks, tokens, dtype)
+    layers = Layers(d, h, n_masks, tokens, dtype, weight_format=weight_format)
     ours = our_variants(layers, {"cuda", *baselines})
     variants = [Variant("read ceiling", reader(layers.weights, layers.packed), layers.count), *ours]
     if "naive" in baselines:
         variants += naive_variants(layers, tuned)
     if "swiglu" in baselines:
-        variants += swiglu_variants(layers, tuned)
+        variants += swiglu_variants(layers, tuned) if weight_format == "dense" else quantized_swiglu_variants(layers)
     many = tokens > MAX_SEPARATE_GEMM_TOKENS
+    dense = [layers.weight(i, dtype) for i in range(GEMM_LAYERS)]
     if many:
-        variants.append(gemm(layers.weights))
+        variants.append(gemm(dense))
     timings = measure(variants, dtype, rounds, max(settle_seconds, SETTLE_SECONDS) if many else settle_seconds)
     if MIN_GEMM_TOKENS <= tokens <= MAX_SEPARATE_GEMM_TOKENS:
-        timings |= measure([gemm(layers.weights)], dtype, rounds)
-    ceiling, product = timings["read ceiling"].microseconds, timings.get(GEMM)
-    timings["floor"] = Timing(floor(ceiling, product and product.microseconds, tokens, n_masks), 0.0)
+        timings |= measure([gemm(dense)], dtype, rounds)
+    ceiling, gemm_timing = timings["read ceiling"].microseconds, timings.get(GEMM)
+    timings["floor"] = Timing(floor(ceiling, gemm_timing and gemm_timing.microseconds, tokens, n_masks), 0.0)
 
     def row(name: str, timing: Timing) -> Row:
         share = float("nan") if name == GEMM else ceiling / timing.microseconds
@@ -169,6 +181,8 @@ class Sweep:
     """Numbers of tokens for which `bench` gets `tuned=True`."""
     settle_seconds: float = 0.0
     """The argument of `bench`."""
+    weight_formats: tuple[str, ...] = ("dense",)
+    """The formats in which weights are stored; other than the dense one, they are the names of the problems."""
 
     def quick(self) -> Sweep:
         """The sweep reduced to its smallest problem, to see that everything works."""
@@ -178,15 +192,19 @@ class Sweep:
     def rows(self, rounds: int = ROUNDS) -> Iterator[list[Row]]:
         """Measure problem by problem, and yield the rows of each."""
         torch.manual_seed(0)
-        for (d, h), case in self.shapes.items():
-            for tokens in self.tokens:
-                for n_masks in self.masks:
-                    # SwiGLU has no masks, so one measurement per shape and number of tokens is enough.
-                    once = [name for name in self.baselines if name != "swiglu" or n_masks == self.masks[0]]
-                    problem = d, h, n_masks, tokens, self.dtype, once
-                    tuned = tokens in self.tuned_at
-                    yield bench(*problem, rounds, tuned=tuned, settle_seconds=self.settle_seconds, case=case)
-                    torch.cuda.empty_cache()
+        for ((d, h), case), name, tokens, n_masks in product(
+            self.shapes.items(), self.weight_formats, self.tokens, self.masks
+        ):
+            # SwiGLU has no masks, so one measurement per shape and number of tokens is enough.
+            once = [name for name in self.baselines if name != "swiglu" or n_masks == self.masks[0]]
+            yield bench(
+                *(d, h, n_masks, tokens, self.dtype, once, rounds),
+                tuned=tokens in self.tuned_at,
+                settle_seconds=self.settle_seconds,
+                case=case if name == "dense" else name,
+                weight_format=name,
+            )
+            torch.cuda.empty_cache()
 
 
 def run(sweep: Sweep, out: Path, name: str, rounds: int = ROUNDS) -> list[Row]:

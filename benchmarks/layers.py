@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.baselines import swiglu
+from mglu_ops.formats import FORMATS
+from mglu_ops.layer_call import LayerArguments
 from mglu_ops.timer import layers_for
 
 
@@ -41,13 +43,15 @@ class Layers:
         h: in_features.
         n_masks: number of masks.
         tokens: rows of x.
-        dtype: of x and the weights.
+        dtype: of x, and of the weights unless they are stored in another.
         device: where the layers are.
         count: number of MGLU layers; by default as many as take more than a gigabyte together with their results.
+        weight_format: how weights are stored, a name of `mglu_ops.formats.FORMATS`.
 
     Attributes:
         x: the input `[tokens, h]`, the same for all layers.
-        weights: a weight `[d, h]` for each layer.
+        weights: a weight `[d, h]` for each layer, as it is stored.
+        scales: the scales of each weight; None for dense ones.
         packed: packed masks `uint8 [d, h / 8, n_masks]` for each layer.
     """
 
@@ -60,24 +64,37 @@ class Layers:
         dtype: torch.dtype,
         device: str = "cuda",
         count: int | None = None,
+        weight_format: str = "dense",
     ) -> None:
         self.n_masks = n_masks
-        self.count = count or layers_for(d * h * 2 + d * h // 8 * n_masks + tokens * d * 2)
+        self.format = FORMATS[weight_format]
+        bytes_of_weight = d * h * (self.format.dtype or dtype).itemsize // self.format.packed
+        self.count = count or layers_for(bytes_of_weight + d * h // 8 * n_masks + tokens * d * 2)
         self.x = torch.randn(tokens, h, device=device).to(dtype)
-        self.weights = [(torch.randn(d, h, device=device) / h**0.5).to(dtype) for _ in range(self.count)]
+        made = (self.format.quantize((torch.randn(d, h, device=device) / h**0.5).to(dtype)) for _ in range(self.count))
+        self.weights, self.scales = map(list, zip(*made, strict=True))
         octets = d, h // 8, n_masks
         self.packed = [torch.randint(0, 256, octets, dtype=torch.uint8, device=device) for _ in range(self.count)]
         self._known: dict[tuple[str, int], Tensor] = {}
 
+    def arguments(self, i: int) -> LayerArguments:
+        """The arguments of the operator for layer i."""
+        scale, name = self.scales[i], self.format.name
+        return LayerArguments(self.x, self.weights[i], self.packed[i], weight_scale=scale, weight_format=name)
+
+    def weight(self, i: int, dtype: torch.dtype) -> Tensor:
+        """The weight `[d, h]` of layer i, decoded to `dtype`."""
+        return self.format.dequantize(self.weights[i], self.scales[i], dtype)
+
     def oracle(self, i: int) -> Tensor:
         """MGLU of layer i in float64; cached."""
         if ("mglu", i) not in self._known:
-            self._known["mglu", i] = mglu(self.x, self.weights[i], self.packed[i])
+            self._known["mglu", i] = mglu(self.x, self.weight(i, torch.float64), self.packed[i])
         return self._known["mglu", i]
 
     def swiglu_oracle(self, i: int) -> Tensor:
         """SwiGLU in float64 with the weights 2 i (gate) and 2 i + 1 (value); cached."""
         if ("swiglu", i) not in self._known:
-            x, gate, up = (one.double() for one in (self.x, *self.weights[2 * i : 2 * i + 2]))
-            self._known["swiglu", i] = swiglu(x, gate, up)
+            gate, up = (self.weight(j, torch.float64) for j in (2 * i, 2 * i + 1))
+            self._known["swiglu", i] = swiglu(self.x.double(), gate, up)
         return self._known["swiglu", i]

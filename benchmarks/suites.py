@@ -19,6 +19,7 @@ from benchmarks.decode import SHAPES, Sweep
 from benchmarks.decode import run as run_sweep
 from benchmarks.decoder import Sizes
 from benchmarks.records import Row, version, written
+from mglu_ops.formats import FORMATS
 
 RESULTS = Path(__file__).parent / "results"
 ONE_TO_8192 = tuple(2**i for i in range(14))
@@ -75,6 +76,15 @@ SWEEPS = {
             baselines=("naive", "swiglu", "triton", "composite"),
             shapes={SHAPES[1]: "decode"},
             tuned_at=(1, 8192),
+        ),
+    ),
+    "formats": (
+        "1 to 16 tokens, bfloat16, weights in 8 and 4 bits: our kernels, and SwiGLU with such weights",
+        Sweep(
+            tokens=(1, 8, 16),
+            masks=(1, 2, 4, 8),
+            baselines=("swiglu",),
+            weight_formats=tuple(name for name in FORMATS if name != "dense"),
         ),
     ),
     "models": (

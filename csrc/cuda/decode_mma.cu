@@ -19,8 +19,8 @@
 // W in 8 or 4 bits is decoded to 16 bits where it leaves shared memory. The scale of a row multiplies its sums at the
 // end, and that of a block or of a group the sums of its 128 columns.
 //
-// Requirements: in_features % 8 == 0 (16 in 8 bits, 32 in 4), rows of weight 16-byte aligned, rows of masks aligned to MGLU_MASK_VECTOR and
-// contiguous, out_features >= 16.
+// Requirements: in_features % 8 == 0 (16 in 8 bits, 32 in 4), rows of weight 16-byte aligned, rows of masks aligned to
+// MGLU_MASK_VECTOR and contiguous, out_features >= 16.
 #include "activation.cuh"
 #include "decode_epilogue.cuh"
 #include "element.cuh"
@@ -73,6 +73,55 @@ constexpr bool kSumsInRing = 4 * kPartialFloats <= kRingBytes;
 constexpr int kSumBytes = kSumsInRing ? kRingBytes : (4 * kPartialFloats + 127) / 128 * 128;
 using Epilogue = EpilogueShape<kType, kFormat, kMasks, kActivation, kMaskWeightType, kTiles, kSplitK, kRows,
                                kTokenColumns, kSumBytes>;
+
+// x of one token as the products take it, in shared memory, where W is in 4 bits and reading does not hide arithmetic:
+// for each half of a chunk the even columns and then the odd ones, each followed by a zero. A lane reads its columns 2q
+// (or 2q + 1) of four groups of 8 as one vector.
+constexpr bool kExpandedX = kTokenColumns == 1 && Weight::kBits == 4;
+constexpr int kChunkOfX = kExpandedX ? 256 : 128;  // bytes
+
+struct ExpandedX {
+    static constexpr int kHeld = 3;  // items of a thread that are in registers while W is requested
+    u32 held[kHeld][4];              // an item is columns 2q and 2q + 1 of four groups of 8
+
+    static __device__ __forceinline__ void load(u32 (&pair)[4], const Params& p, int item) {
+        const u16* x = static_cast<const u16*>(p.x);
+#pragma unroll
+        for (int octet = 0; octet < 4; ++octet) {
+            const int column = item / 4 * 32 + octet * 8 + item % 4 * 2;
+            pair[octet] = 0;
+            if (column >= p.in_features) continue;
+            const u16* from = x + column * p.x_column_stride;
+            pair[octet] = p.x_is_vectorizable ? *reinterpret_cast<const u32*>(from)
+                                              : from[0] | static_cast<u32>(from[p.x_column_stride]) << 16;
+        }
+    }
+    static __device__ __forceinline__ void store(const u32 (&pair)[4], u32 base, int item) {
+        Vec16 even, odd;
+#pragma unroll
+        for (int octet = 0; octet < 4; ++octet)
+            even.word[octet] = pair[octet] & 0xffffu, odd.word[octet] = pair[octet] >> 16;
+        const u32 to = base + item / 4 * 128 + item % 4 * 16;
+        store_shared_16(to, even);
+        store_shared_16(to + 64, odd);
+    }
+
+    __device__ __forceinline__ void load(const Params& p, int items) {
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i)
+            if (threadIdx.x + i * kThreads < items) load(held[i], p, threadIdx.x + i * kThreads);
+    }
+    // All threads of the block wait for each other afterwards.
+    __device__ __forceinline__ void store(const Params& p, u32 base, int items) {
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i)
+            if (threadIdx.x + i * kThreads < items) store(held[i], base, threadIdx.x + i * kThreads);
+        for (int item = threadIdx.x + kHeld * kThreads; item < items; item += kThreads) {
+            load(held[0], p, item);
+            store(held[0], base, item);
+        }
+    }
+};
 
 // x in shared memory: a row for each token, in vectors of 8 columns, with 16 bytes of padding between rows so that the
 // words that a warp reads of 8 tokens lie in different banks. x arrives in kXSegments segments along k, each with a
@@ -179,7 +228,8 @@ struct LaneAddresses {
         for (int i = 0; i < 2; ++i) masks[i] = kWeightBytes + g * kMaskRowBytes + ((2 * q + i) * kMasks ^ swizzle);
         // Columns past the last token repeat that token. Their sums are never written.
 #pragma unroll
-        for (int n = 0; n < kTokenTiles; ++n) x[n] = rows.base + min(n * 8 + g, tokens - 1) * rows.row_bytes() + q * 4;
+        for (int n = 0; n < kTokenTiles; ++n)
+            x[n] = rows.base + (kExpandedX ? q * 16 : min(n * 8 + g, tokens - 1) * rows.row_bytes() + q * 4);
         keep_in_register(weights), keep_in_register(masks[0]), keep_in_register(masks[1]);
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n) keep_in_register(x[n]);
@@ -226,14 +276,19 @@ struct ChunkFragments {
                              address + half * (8 * Stage::kBlockRowBytes));
             }
         }
+        if constexpr (kExpandedX) {
 #pragma unroll
-        for (int n = 0; n < kTokenTiles; ++n)
+            for (int i = 0; i < 4; ++i) load_shared_words(x[0][i / 2][i % 2], lane.x[0] + x_offset + i * 64);
+        } else {
 #pragma unroll
-            for (int octet = 0; octet < 8; ++octet) {
-                const u32 word = load_shared_4(lane.x[n] + x_offset + octet * 16);
-                x[n][octet / 4][0][octet % 4] = word & 0xffffu;
-                x[n][octet / 4][1][octet % 4] = word >> 16;
-            }
+            for (int n = 0; n < kTokenTiles; ++n)
+#pragma unroll
+                for (int octet = 0; octet < 8; ++octet) {
+                    const u32 word = load_shared_4(lane.x[n] + x_offset + octet * 16);
+                    x[n][octet / 4][0][octet % 4] = word & 0xffffu;
+                    x[n][octet / 4][1][octet % 4] = word >> 16;
+                }
+        }
     }
 
     template <int kSelector, int kOdd>
@@ -326,7 +381,7 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
     const int own_stages = first_row + tile * kRows < p.out_features ? (stages - part + kSplitK - 1) / kSplitK : 0;
 
     // Bulk copies need a tenth of the instructions.
-    const bool use_bulk_copy = kHasTma && p.x_is_vectorizable;
+    const bool use_bulk_copy = kHasTma && !kExpandedX && p.x_is_vectorizable;
     if (threadIdx.x < kXSegments) barrier_init(x.ready + 8 * threadIdx.x, 1);
     if constexpr (kHasTma) fence_async_proxy();
     if (use_bulk_copy) x.store(p, p.in_features / 8);  // the zeros past in_features
@@ -345,7 +400,10 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
     }
     wait_for_earlier_kernels();
     if constexpr (kCluster > 1) wait_for_cluster();
-    if (use_bulk_copy) x.copy(p, warp, lane);
+    ExpandedX expanded;
+    const int items = x.octets;
+    if constexpr (kExpandedX) expanded.load(p, items);
+    else if (use_bulk_copy) x.copy(p, warp, lane);
     else x.store(p, 0);
     StageLoader<Stage, kSplitK> loader(p, kReadOnce);
     loader.start(p, tile_row, part);
@@ -354,7 +412,10 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
         if (s < own_stages) loader.load_next(ring + s * kStageBytes);
         copy_async_commit();
     }
-    if (!use_bulk_copy) {
+    if constexpr (kExpandedX) {
+        expanded.store(p, x.base, items);
+        __syncthreads();
+    } else if (!use_bulk_copy) {
         copy_async_commit();
         copy_async_wait<0>();
         __syncthreads();
@@ -366,7 +427,7 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
     Accumulators acc = {};
     u32 slot = ring;
     u32 ring_end = ring + kRingBytes;
-    int x_offset = part * (kStageChunks * 128);
+    int x_offset = part * (kStageChunks * kChunkOfX);
     keep_in_register(ring_end);
     keep_in_register(x_offset);
     int x_end = 0;  // the end of the segments that have arrived
@@ -374,7 +435,8 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
     GroupScales scales, next_scales;
     if (kScalesColumns<kFormat> && own_stages > 0) next_scales.load(p, tile_row + g, part);
     for (int n = 0; n < own_stages; ++n) {
-        for (; x_offset >= x_end; x_end += x.segment_octets * 16, x_next += 8) barrier_wait(x_next, 0);
+        if constexpr (!kExpandedX)
+            for (; x_offset >= x_end; x_end += x.segment_octets * 16, x_next += 8) barrier_wait(x_next, 0);
         if constexpr (kScalesColumns<kFormat>) {  // a stage ahead, so that nothing waits for them
             scales = next_scales;
             if (n + 1 < own_stages) next_scales.load(p, tile_row + g, part + (n + 1) * kSplitK);
@@ -387,7 +449,7 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
             if (kScalesColumns<kFormat> && chunk_in_stage % 2 == 0) group_sums = {};
             Accumulators& sums = kScalesColumns<kFormat> ? group_sums : acc;
             const ChunkFragments chunk(slot + chunk_in_stage * (kRows * Stage::kBlockRowBytes), at,
-                                       x_offset + chunk_in_stage * 128);
+                                       x_offset + chunk_in_stage * kChunkOfX);
 #pragma unroll
             for (int group = 0; group < kMaskGroups; ++group) {
                 const MaskWords<kMaskGroup> top = load_mask_group(slot, at, 0, chunk_in_stage, group);
@@ -407,7 +469,7 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
         }
         slot += kStageBytes;
         if (slot == ring_end) slot -= kRingBytes;
-        x_offset += kSplitK * (kStageChunks * 128);
+        x_offset += kSplitK * (kStageChunks * kChunkOfX);
     }
     if constexpr (kCluster > 1) {
         // The other block's copies arrive here even if this block has no rows left to compute. This block must not

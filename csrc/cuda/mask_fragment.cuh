@@ -94,11 +94,6 @@ struct SparseWeights {
 
     // The pair of values of row g + 8 bottom from the 4 weights at column 16 source + 4 q.
     __device__ __forceinline__ u32& pair(int source, int bottom) { return value[source / 2][source % 2 * 2 + bottom]; }
-
-    // Sets a pair from 4 weights of 16 bits.
-    __device__ __forceinline__ void set(int source, int bottom, const u32 (&word)[2], int odd) {
-        pair(source, bottom) = odd ? pick_bytes<0x7632>(word[0], word[1]) : pick_bytes<0x5410>(word[0], word[1]);
-    }
 };
 
 // Reads an even number of bytes from shared memory with the widest loads that this number keeps aligned.

@@ -226,6 +226,20 @@ __device__ __forceinline__ u32 load_shared_4(u32 address) {
     return v;
 }
 
+// Reads the last bits of a word, 32, 16 or 8 of them.
+template <int kBits>
+__device__ __forceinline__ u32 load_shared_bits(u32 address) {
+    if constexpr (kBits == 32) return load_shared_4(address);
+    u32 v;
+    if constexpr (kBits == 16)
+        asm volatile("{\n\t.reg .u16 v;\n\tld.shared.u16 v, [%1];\n\tcvt.u32.u16 %0, v;\n\t}"
+                     : "=r"(v)
+                     : "r"(address)
+                     : "memory");
+    else asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+    return v;
+}
+
 // Makes a value opaque, so that it stays in its register. Without this ptxas recomputes addresses from the kernel's
 // parameters at every stage (70 instructions a stage).
 template <typename T>

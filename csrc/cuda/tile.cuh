@@ -3,7 +3,7 @@
 #include "activation.cuh"
 #include "packed_masks.cuh"
 #include "params.cuh"
-#include "weight_formats.cuh"
+#include "weight_format.cuh"
 #include "wgmma.cuh"
 #include "work.cuh"
 
@@ -15,14 +15,16 @@ constexpr Activation kActivation = static_cast<Activation>(MGLU_ACTIVATION);
 constexpr int kMaskWeightType = MGLU_MASK_WEIGHTS;  // -1: no mask weights
 constexpr int kTokens = MGLU_TOKEN_COLUMNS;         // tokens of a tile: N of the wgmma
 constexpr int kBlockRows = MGLU_BLOCK_ROWS;         // rows of W of a tile, a multiple of 16
-constexpr int kMaskGroups = MGLU_MASK_GROUPS;    // warpgroups that share 64 rows, each with a part of the masks: 1 or 2
-constexpr int kPasses = MGLU_PASSES;             // passes over k, each with an equal part of the masks
-constexpr int kStages = MGLU_STAGES;             // stages in the ring
-constexpr int kStageChunks = MGLU_SUB;           // chunks of 64 columns in a stage
-constexpr int kSteps = MGLU_STEPS;               // wgmmas of 16 columns in a commit group: 1, 2 or 4
-constexpr int kCluster = MGLU_CLUSTER;           // blocks that load W and masks for each other: 1 or 2
-constexpr bool kSparse = MGLU_SPARSE != 0;       // masks are the metadata of sparse products, not sign flips
-constexpr bool kPermutedX = MGLU_PERMUTED != 0;  // p.x is the copy that permute_x.cu has made
+constexpr int kMaskGroups = MGLU_MASK_GROUPS;  // warpgroups that share 64 rows, each with a part of the masks: 1 or 2
+constexpr int kPasses = MGLU_PASSES;           // passes over k, each with an equal part of the masks
+constexpr int kStages = MGLU_STAGES;           // stages in the ring
+constexpr int kStageChunks = MGLU_SUB;         // chunks of 64 columns in a stage
+constexpr int kSteps = MGLU_STEPS;             // wgmmas of 16 columns in a commit group: 1, 2 or 4
+constexpr int kCluster = MGLU_CLUSTER;         // blocks that load W and masks for each other: 1 or 2
+constexpr bool kSparse = MGLU_SPARSE != 0;     // masks are the metadata of sparse products, not sign flips
+constexpr WeightFormat kFormat = static_cast<WeightFormat>(MGLU_WEIGHT_FORMAT);
+using Weight = WeightPairs<kFormat, kType>;
+constexpr bool kPermutedX = MGLU_PERMUTED != 0;    // p.x is the copy that permute_x.cu has made
 constexpr bool kBulkMasks = MGLU_BULK_MASKS != 0;  // TMA loads the masks: their rows are 16-byte aligned
 #if defined(MGLU_TRAIN) && MGLU_TRAIN
 constexpr bool kTrain = true;                // also write what backward needs (tile_training.cuh)
@@ -38,7 +40,6 @@ constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kColumns = kTokens / 2;  // sums of one product that a thread holds
 constexpr int kSwath = 8;              // row tiles that are visited together for each tile of tokens
 constexpr int kPassMasks = kMasks / kPasses;
-static_assert(static_cast<WeightFormat>(MGLU_WEIGHT_FORMAT) == WeightFormat::dense, "tile_wgmma takes dense weights");
 static_assert(kBlockRows % 16 == 0 && kBlockRows >= 64, "whole warps of rows, and at least one warpgroup");
 static_assert(kMaskGroups == 1 || kMaskGroups == 2, "one warpgroup for all masks, or two");
 static_assert(kBlockRows / kCluster % 8 == 0, "a block loads multiples of 8 rows, the period of the swizzle");
@@ -46,6 +47,7 @@ static_assert(kConsumers <= 4, "at most four consumer warpgroups: registers");
 static_assert(kPasses == 1 || (kPassMasks * kPasses == kMasks && kPassMasks % 4 == 0),
               "the masks of a pass are whole words");
 static_assert(!kTrain || !kSparse, "in training products are dense");
+static_assert(!kTrain || kFormat == WeightFormat::dense, "in training W has the type of x");
 static_assert(!kTrain || kTokens % kBoxTokens == 0, "whole boxes");
 
 // Registers per thread, in multiples of 8. A launch gives each thread 168, 128 or 96, some of which move from the
@@ -57,8 +59,8 @@ constexpr int kLaunchRegisters = kConsumers == 2 ? 3 * 168 : kConsumers == 3 ? 4
 constexpr int kConsumerRegisters =
     kConsumers == 1 ? 255 : (kLaunchRegisters - kProducerRegisters) / (8 * kConsumers) * 8;
 
-// A stage of the ring: x [kStageChunks][kTokens][64] and W [kStageChunks][kBlockRows][64], both with the 16-byte vector
-// v of row r at v ^ (r % 8), then the masks [kStageChunks / kMaskSpan][kBlockRows][mask bytes of kMaskSpan chunks]. TMA
+// A stage of the ring: x [kStageChunks][kTokens][64] with the 16-byte vector v of row r at v ^ (r % 8), W
+// [kStageChunks][kBlockRows][64], swizzled likewise (weight_offset()), then the masks [kStageChunks / kMaskSpan][kBlockRows][mask bytes of kMaskSpan chunks]. TMA
 // moves multiples of 16 bytes per row, hence kMaskSpan.
 //
 // For sparse products x is [kStageChunks][2][kTokens][64]: each half has 32 columns, first the even ones, each followed
@@ -68,11 +70,21 @@ constexpr int kMaskRowBytes = mask_bytes(64 * kMaskSpan, kMasks);
 constexpr bool kSwizzleMasks = kMasks == 16;  // rows of 128 bytes, swizzled like the rows of W
 constexpr int kXChunkBytes = kTokens * (kSparse ? 256 : 128);
 constexpr int kXBytes = kStageChunks * kXChunkBytes;
-constexpr int kWeightBytes = kStageChunks * kBlockRows * 128;
+constexpr int kWeightRowBytes = 8 * Weight::kBits;                                  // 64 columns of a row
+constexpr int kWeightBoxColumns = kWeightRowBytes / (Weight::kBits == 16 ? 2 : 1);  // of stored elements
+constexpr int kWeightChunkBytes = kBlockRows * kWeightRowBytes;
+constexpr int kWeightBytes = kStageChunks * kWeightChunkBytes;
 constexpr int kMaskBytes = kBulkMasks ? kStageChunks / kMaskSpan * kBlockRows * kMaskRowBytes : 0;
 constexpr int kStageBytes = (kXBytes + kWeightBytes + kMaskBytes + 1023) / 1024 * 1024;
 static_assert(!kBulkMasks || kStageChunks % kMaskSpan == 0,
               "an odd number of masks is loaded for two chunks at a time");
+
+// Where TMA puts byte `byte` of a row of 64 weights. Its swizzle permutes the 16-byte vectors of rows of 128, 64 or 32
+// bytes; `row` is the row modulo 8.
+__device__ __forceinline__ u32 weight_offset(int row, int byte) {
+    const int swizzle = Weight::kBits == 16 ? row : Weight::kBits == 8 ? row / 2 % 4 : row / 4 % 2;
+    return (byte / 16 ^ swizzle) * 16 + byte % 16;
+}
 
 // The first product of a warpgroup. The products of a pass (t if the pass computes it, then one for each mask) are
 // divided among the warpgroups of the same rows.

@@ -124,6 +124,33 @@ __device__ __forceinline__ void release_stage(u32 empty, int lane) {
 // 128 bytes a row.
 __device__ __forceinline__ int sparse_row(int g) { return g % 2 * 4 | (g & 2) | (g / 4 ^ g % 2); }
 
+// The scales of the current stage for a lane's two rows of W, 8 rows apart, where scales belong to 128 columns. They are
+// loaded a stage ahead, so that nothing waits for them, and multiply the weights, which are rounded to x's type as in a
+// layer whose weights were decoded first.
+struct StageScales {
+    float now[2], next[2];
+
+    __device__ __forceinline__ void load_next(const Params& p, int row, int stage) {
+        static_assert(!kScalesColumns<kFormat> || kStageChunks <= 2, "a stage belongs to one group of columns");
+        if constexpr (kScalesColumns<kFormat>) {
+            const int column = stage * kStageChunks * 64;
+#pragma unroll
+            for (int half = 0; half < 2 && column < p.in_features; ++half)
+                next[half] = StoredWeight<kFormat, kType>::scale(p, row + 8 * half, column);
+        }
+    }
+    // Moves to stage `stage`, whose scales have been loaded.
+    __device__ __forceinline__ void advance(const Params& p, int row, int stage) {
+        if constexpr (kScalesColumns<kFormat>) now[0] = next[0], now[1] = next[1];
+        load_next(p, row, stage + 1);
+    }
+    // The scale of a row's weights.
+    __device__ __forceinline__ auto of(int half) const {
+        if constexpr (kScalesColumns<kFormat>) return now[half];
+        else return Unscaled();
+    }
+};
+
 // The accumulators of 64 rows: t if kTotal, then f_i (with kSparse s_i) of the masks kFirst to kFirst + kCount - 1 of a
 // pass.
 template <bool kTotal, int kFirst, int kCount>
@@ -188,10 +215,16 @@ struct Accumulators {
         const int pass;
         const int row;              // row g of the warp, as a row of the tile
         const u8* const mask_rows;  // the masks of that row in global memory
+        StageScales scales;
         u32 weight[kSteps][4];
 
         __device__ __forceinline__ Fragments(const Params& p, int tile_row, int warp_row, int pass)
             : p(p), pass(pass), row(warp_row + g), mask_rows(p.packed_masks + (tile_row + row) * p.mask_row_stride) {}
+
+        // The offset of 64 weights of the row (half = 0) or of the row 8 further (half = 1) in a stage.
+        __device__ __forceinline__ u32 weight_row(int chunk, int half) const {
+            return kXBytes + chunk * kWeightChunkBytes + (row + 8 * half) * kWeightRowBytes;
+        }
 
         // The offset of the row's masks of a chunk in a stage.
         __device__ __forceinline__ u32 mask_offset(int chunk) const {
@@ -207,7 +240,7 @@ struct Accumulators {
         static constexpr int kOctets = 2 * kSteps;  // of a batch
         static constexpr int kBytes = kOctets * kPassMasks;
         static constexpr bool kLoadNaturalEarly = kProducts * kColumns + 100 <= kConsumerRegisters;
-        const u32 matrix;
+        const u32 matrix;  // dense weights are read as matrices, to which the lane contributes this address
         u32 bytes[2][(kBytes + 3) / 4];
 
         __device__ __forceinline__ NaturalOrder(const Params& p, int tile_row, int warp_row, int pass)
@@ -222,8 +255,20 @@ struct Accumulators {
         }
         __device__ __forceinline__ void load(u32 slot, int chunk, int chunk_of_row, int batch) {
 #pragma unroll
-            for (int s = 0; s < kSteps; ++s)
-                load_matrices(weight[s], slot + chunk * kBlockRows * 128 + (matrix ^ (batch * kSteps + s) * 32));
+            for (int s = 0; s < kSteps; ++s) {
+                const int step = batch * kSteps + s;
+                if constexpr (kFormat == WeightFormat::dense) {
+                    load_matrices(weight[s], slot + chunk * kWeightChunkBytes + (matrix ^ step * 32));
+                } else {
+#pragma unroll
+                    for (int r = 0; r < 4; ++r) {
+                        const int column = 16 * step + r / 2 * 8 + 2 * this->q;
+                        const u32 bits = load_shared_bits<2 * Weight::kBits>(
+                            slot + this->weight_row(chunk, r % 2) + weight_offset(this->g, column * Weight::kBits / 8));
+                        weight[s][r] = Weight::neighbours(bits, this->scales.of(r % 2));
+                    }
+                }
+            }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 if constexpr (kBulkMasks)
@@ -245,7 +290,8 @@ struct Accumulators {
     // quarter of the mask bytes that it would in natural order.
     struct PermutedColumns : Fragments {
         using Fragments::weight;
-        Vec16 octet[2][2];  // rows g and g + 8, columns 16q to 16q + 15
+        static constexpr int kOctetWords = Weight::kBits / 4;
+        u32 octets[2][2 * kOctetWords];  // rows g and g + 8, columns 16q to 16q + 15, as they are stored
         MaskWords<kCount> bits[2];
 
         using Fragments::Fragments;
@@ -258,12 +304,17 @@ struct Accumulators {
             if constexpr (kBatches > 1 || kLoadEarly) interleave(0, batch), interleave(1, batch);
         }
         __device__ __forceinline__ void load(u32 slot, int chunk, int chunk_of_row) {
-            const u32 weights = slot + kXBytes + (chunk * kBlockRows + this->row) * 128;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
+                constexpr int kWords = kOctetWords < 2 ? 2 : 4;  // of a load
 #pragma unroll
-                for (int o = 0; o < 2; ++o)
-                    octet[half][o] = load_shared_16(weights + half * 1024 + (2 * this->q + o ^ this->g) * 16);
+                for (int w = 0; w < 2 * kOctetWords; w += kWords) {
+                    u32 words[kWords];
+                    load_shared_words(words, slot + this->weight_row(chunk, half) +
+                                                 weight_offset(this->g, 8 * kOctetWords * this->q + 4 * w));
+#pragma unroll
+                    for (int j = 0; j < kWords; ++j) octets[half][w + j] = words[j];
+                }
                 if constexpr (kBatches == 1 && !kLoadEarly) {  // at once, since registers are few
                     interleave(half, 0);
 #pragma unroll
@@ -280,10 +331,8 @@ struct Accumulators {
         __device__ __forceinline__ void interleave(int half, int batch) {
 #pragma unroll
             for (int s = 0; s < kSteps; ++s) {
-                const u32 a = octet[half][0].word[batch * kSteps + s];
-                const u32 b = octet[half][1].word[batch * kSteps + s];
-                weight[s][half] = pick_bytes<0x5410>(a, b);
-                weight[s][2 + half] = pick_bytes<0x7632>(a, b);
+                Weight::across(weight[s][half], weight[s][2 + half], octets[half], octets[half] + kOctetWords,
+                               batch * kSteps + s, this->scales.of(half));
             }
         }
         __device__ __forceinline__ u32 flips(int mask, int batch, int step, int r) const {
@@ -298,8 +347,11 @@ struct Accumulators {
         const int lane = threadIdx.x % 32;
         const int stages = stage_count(p);
         FragmentsOfW fragments(p, tile_row, warpgroup_row + threadIdx.x / 32 % 4 * 16, pass);
+        const int row = tile_row + fragments.row;
+        fragments.scales.load_next(p, row, 0);
         u32 unreleased = 0;  // the empty barrier of the previous stage until its release
         for (int stage = 0; stage < stages; ++stage) {
+            fragments.scales.advance(p, row, stage);
             const u32 slot = wait_for_stage(ring, full, position);
 #pragma unroll
             for (int chunk = 0; chunk < kStageChunks; ++chunk) {
@@ -348,24 +400,29 @@ struct Accumulators {
         const int stages = stage_count(p);
         const u8* mask_rows = p.packed_masks + (tile_row + row) * p.mask_row_stride;
         const MetadataConstants constants;
+        StageScales scales;
+        scales.load_next(p, tile_row + row, 0);
         u32 unreleased = 0;
         for (int stage = 0; stage < stages; ++stage) {
+            scales.advance(p, tile_row + row, stage);
             const u32 slot = wait_for_stage(ring, full, position);
 #pragma unroll
             for (int chunk = 0; chunk < kStageChunks; ++chunk) {
-                const u32 weights = slot + kXBytes + (chunk * kBlockRows + row) * 128 + q % 2 * 8;
+                const u32 weights = slot + kXBytes + chunk * kWeightChunkBytes + row * kWeightRowBytes;
                 const u32 masks = slot + kXBytes + kWeightBytes +
                                   (chunk / kMaskSpan * kBlockRows + row) * kMaskRowBytes +
                                   chunk % kMaskSpan * mask_bytes(64, kMasks);
-                u32 word[4][2][2];
+                SparseWeights weight[2];  // the even weights and the odd ones
                 MaskWords<kCount> bits[2];
                 const auto load = [&] {
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
 #pragma unroll
-                        for (int source = 0; source < 4; ++source)
-                            load_shared_words(word[source][half],
-                                              weights + half * 1024 + (2 * source + q / 2 ^ row_in_8) * 16);
+                        for (int source = 0; source < 4; ++source) {
+                            const u32 at = weight_offset(row_in_8, (4 * source + q) * Weight::kBits / 2);
+                            Weight::load(weight[0].pair(source, half), weight[1].pair(source, half),
+                                         weights + half * (8 * kWeightRowBytes) + at, scales.of(half));
+                        }
                         load_mask_words(bits[half], p, masks, mask_rows, half, q, row_in_8,
                                         stage * kStageChunks + chunk, pass);
                     }
@@ -376,11 +433,8 @@ struct Accumulators {
                     wgmma_wait<1>();
                     if (chunk == 0 && odd == 1 && unreleased) release_stage(unreleased, lane);
                     if (!kLoadEarly && odd == 0) load();
-                    SparseWeights weight;
-#pragma unroll
-                    for (int i = 0; i < 8; ++i) weight.set(i / 2, i % 2, word[i / 2][i % 2], odd);
                     const SparseMetadata<kCount> metadata(bits[0], bits[1], odd, constants);
-                    multiply_sparse(weight, metadata, constants, slot + chunk * kTokens * 256 + odd * 64);
+                    multiply_sparse(weight[odd], metadata, constants, slot + chunk * kTokens * 256 + odd * 64);
                 }
             }
             unreleased = empty + 8 * position.slot;
@@ -413,6 +467,22 @@ struct Accumulators {
 #pragma unroll
         for (int i = 0; i < kCount; ++i)
             Product::template run_sparse<kSelector>(f[i], weight.value[kSelector], b, metadata.word[i]);
+    }
+
+    // Multiplies the sums by the scales of their rows. `row` is the first of the warp's rows.
+    __device__ __forceinline__ void scale_rows(const Params& p, int row) {
+        if constexpr (kFormat != WeightFormat::dense && !kScalesColumns<kFormat>) {
+            const int g = threadIdx.x % 32 / 4;
+            row += kSparse ? sparse_row(g) : g;
+            const float scale[2] = {StoredWeight<kFormat, kType>::scale(p, row, 0),
+                                    StoredWeight<kFormat, kType>::scale(p, row + 8, 0)};
+#pragma unroll
+            for (int c = 0; c < kColumns; ++c) {
+                if constexpr (kTotal) t[c] *= scale[c % 4 / 2];
+#pragma unroll
+                for (int i = 0; i < kCount; ++i) f[i][c] *= scale[c % 4 / 2];
+            }
+        }
     }
 
     // Adds the terms of this warpgroup's masks to `sum` in order, so that the bits do not depend on how masks are

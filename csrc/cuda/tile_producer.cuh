@@ -11,14 +11,14 @@ __device__ __forceinline__ void load_weights_and_masks(const TileParams& tp, u32
                                                        u32 x_bytes, u64 policy) {
     constexpr int kRows = kBlockRows / kCluster;
     const u32 rank = kCluster > 1 ? rank_in_cluster() : 0;
-    const u32 weights = slot + kXBytes + rank * (kRows * 128);
+    const u32 weights = slot + kXBytes + rank * (kRows * kWeightRowBytes);
     const u32 masks = slot + kXBytes + kWeightBytes + rank * (kRows * kMaskRowBytes);
     row += rank * kRows;
     barrier_arrive_expect_bytes(barrier, x_bytes + kWeightBytes + kMaskBytes);
 #pragma unroll
     for (int chunk = 0; chunk < kStageChunks; ++chunk)
-        tma_load_box<kCluster>(weights + chunk * kBlockRows * 128, tp.weight_map, (stage * kStageChunks + chunk) * 64,
-                               row, barrier, policy);
+        tma_load_box<kCluster>(weights + chunk * kWeightChunkBytes, tp.weight_map,
+                               (stage * kStageChunks + chunk) * kWeightBoxColumns, row, barrier, policy);
 #pragma unroll
     for (int span = 0; kBulkMasks && span < kStageChunks / kMaskSpan; ++span)
         tma_load_box<kCluster>(masks + span * kBlockRows * kMaskRowBytes, tp.masks_map,
@@ -33,7 +33,8 @@ __device__ __forceinline__ void prefetch_first_stage(const TileParams& tp) {
     constexpr bool kAll = kRows <= 64;
     const int row = Tiles::at(tp, Tiles::first()).row + (kCluster > 1 ? rank_in_cluster() : 0) * kRows;
 #pragma unroll
-    for (int chunk = 0; chunk < (kAll ? kStageChunks : 1); ++chunk) tma_prefetch_box(tp.weight_map, chunk * 64, row);
+    for (int chunk = 0; chunk < (kAll ? kStageChunks : 1); ++chunk)
+        tma_prefetch_box(tp.weight_map, chunk * kWeightBoxColumns, row);
 #pragma unroll
     for (int span = 0; kAll && kBulkMasks && span < kStageChunks / kMaskSpan; ++span)
         tma_prefetch_box(tp.masks_map, span * kMaskRowBytes, row);

@@ -21,9 +21,12 @@
 // A cluster halves the reads from L2 and their power. A slot of the ring is refilled when all warps of all blocks have
 // released it.
 //
+// W in 8 or 4 bits is decoded to 16 bits in registers, once for all products of a pass. Scales of rows multiply the sums,
+// and scales of 128 columns the weights.
+//
 // The sums of a token do not depend on other tokens: every accumulator sums k in ascending steps of 16.
 //
-// Requirements: 16-bit elements, in_features % 8 == 0, rows of weight and of an x that is not permuted 16-byte aligned,
+// Requirements: x in 16 bits, in_features % 8 == 0 (16 for W in 8 bits, 32 in 4), rows of weight and of an x that is not permuted 16-byte aligned,
 // masks contiguous inside a row, out_features >= kBlockRows; in training out_features % 8 == 0.
 #include "element.cuh"
 #include "tile_producer.cuh"
@@ -110,6 +113,7 @@ __device__ __forceinline__ void run_pass(const Params& p, u32 ring, u32 full, u3
     else
         accumulators.template accumulate<typename decltype(accumulators)::NaturalOrder>(p, ring, full, empty, tile.row,
                                                                                         warpgroup_row, pass, position);
+    accumulators.scale_rows(p, row);
     if constexpr (kGroup > 0) named_sync<256>(exchange.written);
     else if (!kLastGroup && not_first) named_sync<256>(exchange.read);
     if constexpr (kTotal && kKeepTotal) {

@@ -82,52 +82,7 @@ struct StoredWeight<WeightFormat::int4_group, kType> {
 template <WeightFormat kFormat>
 constexpr bool kScalesColumns = kFormat == WeightFormat::fp8_block || kFormat == WeightFormat::int4_group;
 
-// Four neighbouring weights of a row, read from shared memory, as pairs of 16-bit elements for tensor cores: the even
-// weights (columns 0 and 2) and the odd ones, without their scales. They are exact.
-template <WeightFormat kFormat, int kType>
-struct WeightPairs;
-
-template <int kType>
-struct WeightPairs<WeightFormat::dense, kType> {
-    static constexpr int kBits = 16;
-
-    static __device__ __forceinline__ void load(u32& even, u32& odd, u32 address) {
-        u32 word[2];
-        load_shared_words(word, address);
-        even = pick_bytes<0x5410>(word[0], word[1]);
-        odd = pick_bytes<0x7632>(word[0], word[1]);
-    }
-};
-
-template <int kType>
-struct Fp8Pairs {
-    static constexpr int kBits = 8;
-
-    static __device__ __forceinline__ void load(u32& even, u32& odd, u32 address) {
-        const u32 word = load_shared_4(address);
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-        // float16 by one conversion a pair, and bfloat16 from there by float32: no other way keeps NaN.
-        asm("{\n\t.reg .b16 low, high;\n\tmov.b32 {low, high}, %2;\n\tcvt.rn.f16x2.e4m3x2 %0, low;\n\t"
-            "cvt.rn.f16x2.e4m3x2 %1, high;\n\t}"
-            : "=r"(even), "=r"(odd)
-            : "r"(pick_bytes<0x3120>(word, 0)));
-        if constexpr (kType == kBfloat16) even = to_bfloat16(even), odd = to_bfloat16(odd);
-#else
-        even = from_floats<kType>(Fp8::decode(word & 0xffu, 0), Fp8::decode(word >> 16 & 0xffu, 0));
-        odd = from_floats<kType>(Fp8::decode(word >> 8 & 0xffu, 0), Fp8::decode(word >> 24, 0));
-#endif
-    }
-
-    static __device__ __forceinline__ u32 to_bfloat16(u32 pair) {
-        return from_floats<kBfloat16>(to_float<kFloat16>(pair & 0xffffu), to_float<kFloat16>(pair >> 16));
-    }
-};
-template <int kType>
-struct WeightPairs<WeightFormat::fp8_row, kType> : Fp8Pairs<kType> {};
-template <int kType>
-struct WeightPairs<WeightFormat::fp8_block, kType> : Fp8Pairs<kType> {};
-
-// a * b + c of two pairs of 16-bit elements.
+// a * b + c, and a * b, of two pairs of 16-bit elements.
 template <int kType>
 __device__ __forceinline__ u32 multiply_add(u32 a, u32 b, u32 c) {
     u32 result;
@@ -136,25 +91,125 @@ __device__ __forceinline__ u32 multiply_add(u32 a, u32 b, u32 c) {
     return result;
 }
 
-// An integer becomes the last bits of a number whose last bit has the value 1; what it is too large by is subtracted.
+// In place of a scale: weights are wanted without theirs.
+struct Unscaled {
+    friend __device__ __forceinline__ float operator*(float weight, Unscaled) { return weight; }
+};
+
+template <typename Scale>
+constexpr bool kIsUnscaled = false;
+template <>
+constexpr bool kIsUnscaled<Unscaled> = true;
+
+// A pair of elements of type kFrom times a scale, as elements of type kTo.
+template <int kFrom, int kTo, typename Scale>
+__device__ __forceinline__ u32 convert_pair(u32 pair, Scale scale) {
+    return from_floats<kTo>(to_float<kFrom>(pair & 0xffffu) * scale, to_float<kFrom>(pair >> 16) * scale);
+}
+
+// Weights as pairs of 16-bit elements for tensor cores: exact without their scales, and rounded with them. A pair has
+// its first weight in the lower half. Scale is float where scales belong to columns, or Unscaled.
+//
+// - load: four neighbouring weights of a row in shared memory, as the even ones (columns 0 and 2) and the odd ones
+// - neighbours: two neighbouring weights, from the last 2 kBits bits of a word
+// - across: of two groups A and B of 8 neighbouring weights, the pairs (A_2s, B_2s) and (A_2s+1, B_2s+1)
+template <WeightFormat kFormat, int kType>
+struct WeightPairs;
+
 template <int kType>
-struct WeightPairs<WeightFormat::int8_row, kType> {
+struct WeightPairs<WeightFormat::dense, kType> {
+    static constexpr int kBits = 16;
+
+    template <typename Scale = Unscaled>
+    static __device__ __forceinline__ void load(u32& even, u32& odd, u32 address, Scale scale = {}) {
+        u32 word[2];
+        load_shared_words(word, address);
+        even = pick_bytes<0x5410>(word[0], word[1]);
+        odd = pick_bytes<0x7632>(word[0], word[1]);
+    }
+    template <typename Scale = Unscaled>
+    static __device__ __forceinline__ u32 neighbours(u32 bits, Scale scale = {}) {
+        return bits;
+    }
+    template <typename Scale = Unscaled>
+    static __device__ __forceinline__ void across(u32& first, u32& second, const u32* a, const u32* b, int s,
+                                                  Scale scale = {}) {
+        first = pick_bytes<0x5410>(a[s], b[s]);
+        second = pick_bytes<0x7632>(a[s], b[s]);
+    }
+};
+
+// Formats of bytes. `decode` turns the four bytes of a word into two pairs. The bytes of the lower one are the digits of
+// kLow, the last digit first, and so on.
+template <typename Bytes>
+struct BytePairs {
     static constexpr int kBits = 8;
 
-    static __device__ __forceinline__ void load(u32& even, u32& odd, u32 address) {
-        const u32 word = load_shared_4(address);
+    template <typename Scale = Unscaled>
+    static __device__ __forceinline__ void load(u32& even, u32& odd, u32 address, Scale scale = {}) {
+        Bytes::template decode<0x20, 0x31>(even, odd, load_shared_4(address), scale);
+    }
+    template <typename Scale = Unscaled>
+    static __device__ __forceinline__ u32 neighbours(u32 bits, Scale scale = {}) {
+        u32 pair, unused;
+        Bytes::template decode<0x10, 0x32>(pair, unused, bits, scale);
+        return pair;
+    }
+    template <typename Scale = Unscaled>
+    static __device__ __forceinline__ void across(u32& first, u32& second, const u32* a, const u32* b, int s,
+                                                  Scale scale = {}) {
+        const u32 word = __byte_perm(a[s / 2], b[s / 2], s % 2 ? 0x7362 : 0x5140);
+        Bytes::template decode<0x10, 0x32>(first, second, word, scale);
+    }
+};
+
+template <int kType>
+struct Fp8Pairs : BytePairs<Fp8Pairs<kType>> {
+    template <u32 kLow, u32 kHigh, typename Scale>
+    static __device__ __forceinline__ void decode(u32& low, u32& high, u32 word, Scale scale) {
+        word = pick_bytes<kHigh << 8 | kLow>(word, 0);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+        // float16 by one conversion a pair, and bfloat16 from there by float32: no other way keeps NaN.
+        asm("{\n\t.reg .b16 first, second;\n\tmov.b32 {first, second}, %2;\n\tcvt.rn.f16x2.e4m3x2 %0, first;\n\t"
+            "cvt.rn.f16x2.e4m3x2 %1, second;\n\t}"
+            : "=r"(low), "=r"(high)
+            : "r"(word));
+        if constexpr (kType == kBfloat16 || !kIsUnscaled<Scale>) {
+            low = convert_pair<kFloat16, kType>(low, scale);
+            high = convert_pair<kFloat16, kType>(high, scale);
+        }
+#else
+        low = from_floats<kType>(Fp8::decode(word & 0xffu, 0) * scale, Fp8::decode(word >> 8 & 0xffu, 0) * scale);
+        high = from_floats<kType>(Fp8::decode(word >> 16 & 0xffu, 0) * scale, Fp8::decode(word >> 24, 0) * scale);
+#endif
+    }
+};
+template <int kType>
+struct WeightPairs<WeightFormat::fp8_row, kType> : Fp8Pairs<kType> {};
+template <int kType>
+struct WeightPairs<WeightFormat::fp8_block, kType> : Fp8Pairs<kType> {};
+
+// An integer becomes the last bits of a number whose last bit has the value 1; what it is too large by is subtracted.
+template <int kType>
+struct WeightPairs<WeightFormat::int8_row, kType> : BytePairs<WeightPairs<WeightFormat::int8_row, kType>> {
+    // The selector of a pair's bytes, each with a byte of the second word above it.
+    static __host__ __device__ constexpr u32 below(u32 bytes) { return 0x4040 | (bytes & 15) | (bytes & 0xf0) << 4; }
+
+    template <u32 kLow, u32 kHigh, typename Scale>
+    static __device__ __forceinline__ void decode(u32& low, u32& high, u32 word, Scale scale) {
         if constexpr (kType == kFloat16) {
-            const u32 positive = word ^ 0x80808080u;           // + 128
-            even = pick_bytes<0x4240>(positive, 0x64646464u);  // + 1024
-            odd = pick_bytes<0x4341>(positive, 0x64646464u);
-            even = multiply_add<kType>(even, 0x3c003c00u, 0xe480e480u);  // * 1 - 1152
-            odd = multiply_add<kType>(odd, 0x3c003c00u, 0xe480e480u);
+            const u32 positive = word ^ 0x80808080u;                              // + 128
+            low = subtract_1152(pick_bytes<below(kLow)>(positive, 0x64646464u));  // + 1024
+            high = subtract_1152(pick_bytes<below(kHigh)>(positive, 0x64646464u));
         } else {
-            even = without_offset(pick_bytes<0x4240>(word, 0x43434343u));
-            odd = without_offset(pick_bytes<0x4341>(word, 0x43434343u));
+            low = without_offset(pick_bytes<below(kLow)>(word, 0x43434343u));
+            high = without_offset(pick_bytes<below(kHigh)>(word, 0x43434343u));
         }
     }
 
+    static __device__ __forceinline__ u32 subtract_1152(u32 pair) {
+        return multiply_add<kType>(pair, 0x3c003c00u, 0xe480e480u);
+    }
     // bfloat16 has 8 significant bits: 128 + the last seven bits, less 128, or less 256 for a negative number.
     static __device__ __forceinline__ u32 without_offset(u32 pair) {
         return multiply_add<kType>(pair & 0xff80ff80u, 0xbf80bf80u, pair & 0xff7fff7fu);
@@ -165,18 +220,54 @@ template <int kType>
 struct WeightPairs<WeightFormat::int4_group, kType> {
     static constexpr int kBits = 4;
 
-    static __device__ __forceinline__ void load(u32& even, u32& odd, u32 address) {
-        u16 bits;
-        asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(address) : "memory");
-        const u32 word = pick_bytes<0x4140>(bits, 0);  // column 0 at bit 0, 1 at 4, 2 at 16, 3 at 20
+    template <typename Scale = Unscaled>
+    static __device__ __forceinline__ void load(u32& even, u32& odd, u32 address, Scale scale = {}) {
+        const u32 bits = load_shared_bits<16>(address);
+        decode(even, odd, pick_bytes<0x4140>(bits, 0), scale);  // column 0 at bit 0, 1 at 4, 2 at 16, 3 at 20
+    }
+    template <typename Scale = Unscaled>
+    static __device__ __forceinline__ u32 neighbours(u32 bits, Scale scale = {}) {
+        u32 pair, unused;
+        decode(pair, unused, bits | bits << 12, scale);
+        return pair;
+    }
+    template <typename Scale = Unscaled>
+    static __device__ __forceinline__ void across(u32& first, u32& second, const u32* a, const u32* b, int s,
+                                                  Scale scale = {}) {
+        decode(first, second, __byte_perm(*a, *b, 0x4400 + 0x1111 * s), scale);  // byte s of A, and of B
+    }
+
+    // The pairs of the four bits from bits 0 and 16 on, and from bits 4 and 20 on. Other bits do not matter.
+    template <typename Scale>
+    static __device__ __forceinline__ void decode(u32& first, u32& second, u32 word, Scale scale) {
         if constexpr (kType == kFloat16) {
-            even = multiply_add<kType>((word & 0x000f000fu) | 0x64006400u, 0x3c003c00u, 0xe408e408u);  // - 1032
+            first = multiply_add<kType>(with_exponent<0x000f000fu>(word), 0x3c003c00u, 0xe408e408u);  // - 1032
             // Here the number is 1024 + 16 (w + 8): times 1 / 16, less 72.
-            odd = multiply_add<kType>((word & 0x00f000f0u) | 0x64006400u, 0x2c002c00u, 0xd480d480u);
+            second = multiply_add<kType>(with_exponent<0x00f000f0u>(word), 0x2c002c00u, 0xd480d480u);
         } else {
-            even = multiply_add<kType>((word & 0x000f000fu) | 0x43004300u, 0x3f803f80u, 0xc308c308u);  // - 136
-            odd = multiply_add<kType>((word >> 4 & 0x000f000fu) | 0x43004300u, 0x3f803f80u, 0xc308c308u);
+            first = multiply_add<kType>(with_exponent<0x000f000fu>(word), 0x3f803f80u, 0xc308c308u);  // - 136
+            second = multiply_add<kType>(with_exponent<0x000f000fu>(word >> 4), 0x3f803f80u, 0xc308c308u);
         }
+        if constexpr (!kIsUnscaled<Scale>) {
+            if constexpr (kType == kBfloat16) {  // the scale is a bfloat16
+                const u32 scales = from_floats<kBfloat16>(scale, scale);
+                first = multiply_add<kType>(first, scales, 0x80008000u);  // - 0
+                second = multiply_add<kType>(second, scales, 0x80008000u);
+            } else {
+                first = convert_pair<kType, kType>(first, scale);
+                second = convert_pair<kType, kType>(second, scale);
+            }
+        }
+    }
+
+    // (word & kMask) | exponent by one LOP3, which the compiler divides into two where it sees two constants.
+    template <u32 kMask>
+    static __device__ __forceinline__ u32 with_exponent(u32 word) {
+        u32 result;
+        asm("lop3.b32 %0, %1, %2, %3, 0xea;"
+            : "=r"(result)
+            : "r"(word), "r"(kMask), "r"(kType == kFloat16 ? 0x64006400u : 0x43004300u));
+        return result;
     }
 };
 

@@ -119,6 +119,27 @@ def test_tile_wgmma_compiles_without_spills(n_masks: int, tokens: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("n_masks", "tokens", "x_alignment"),  # an x at multiples of 8 bytes is permuted
+    [
+        (2, 8192, 16),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in ((1, 64, 16), (4, 24, 16), (4, 8192, 8), (8, 64, 8), (9, 24, 16), (16, 24, 16), (16, 8192, 16))
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", quick_only_for(["int4_group"], [name for name in FORMATS if name != "dense"]))
+def test_tile_wgmma_of_fewer_bits_compiles_without_spills(
+    name: str, n_masks: int, tokens: int, x_alignment: int
+) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        call = stored_in(layer_call(dtype, n_masks, tokens, (14336, 4096), x_alignment=x_alignment), name)
+        config = launch_of(call, HOPPER)
+        assert isinstance(config, TileWgmma)
+        check(call, HOPPER, config)
+
+
+@pytest.mark.parametrize(
     ("n_masks", "tokens"),
     [(2, 24), (8, 32), (9, 32), (10, 32), (11, 24), (12, 24), (13, 24), (15, 16), (16, 16), (16, 32)],
 )

@@ -15,6 +15,7 @@ from mglu_ops.backends.cuda import LaunchConfig, TileWgmma, launch_tables
 from mglu_ops.backends.cuda.choice import LaunchChoice, choose, without_tables
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
 from mglu_ops.backends.cuda.launch_tables import Entry, TableError
+from mglu_ops.formats import FORMATS
 from mglu_ops.layer_call import LayerCall
 from mglu_ops.tuning.candidates import neighbours, starts
 
@@ -82,6 +83,7 @@ def test_an_entry_serves_only_its_gpu_and_problem(tmp_path: Path, monkeypatch: p
         contiguous(4, 1, 16384, 4088),
         replace(CALL, weight=replace(CALL.weight, layout=replace(CALL.weight.layout, alignment=8))),
         replace(CALL, masks=replace(CALL.masks, alignment=1)),
+        replace(CALL, weight=replace(CALL.weight, format=FORMATS["fp8_row"], dtype=torch.float8_e4m3fn)),
         replace(CALL, x=replace(CALL.x, alignment=8)),
         replace(CALL, batch_invariant=True),
     ):

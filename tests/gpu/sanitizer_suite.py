@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,12 +23,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import torch
 from backend_calls import launch_of, run_on
 from budgets import assert_matches
+from stored_weights import stored_layer
 from torch import Tensor
 from training_checks import Layer, take_step
 
+from mglu_ops import dispatch
 from mglu_ops.backends import BACKENDS, reference
 from mglu_ops.backends.cuda import DecodeMma, LaunchConfig
 from mglu_ops.backends.cuda.kernels import backward_gemm
+from mglu_ops.formats import FORMATS
 from mglu_ops.masks import pack
 
 Shape = tuple[int, int, int, int]
@@ -71,6 +75,18 @@ def run(
         return False
     result = run_on("cuda", *operands, launch=config)  # type: ignore[arg-type]
     assert_matches(result.cpu(), reference.forward(x, weight, masks, "silu", term_weights), dtype, f"{config} {shape}")
+    return True
+
+
+STORED_SHAPES = ((1, 130, 288, 4), (9, 130, 288, 16), (20, 130, 288, 4), (40, 130, 288, 1), (40, 67, 46, 3))
+
+
+def run_stored(name: str, shape: Shape, kernels: Sequence[str]) -> bool:
+    """Run a call with the weight in a format as `run` does."""
+    given, expected = stored_layer(name, torch.bfloat16, *shape, "cuda")
+    if kernels and launch_of(*given).config.kernel not in kernels:
+        return False
+    assert_matches(dispatch.forward(given, backend="cuda").cpu(), expected, torch.bfloat16, f"{name} {shape}")
     return True
 
 
@@ -149,6 +165,8 @@ def main(kernels: Sequence[str]) -> None:
     """
     torch.manual_seed(0)
     calls = sum(run(*case, mask_weights_dtype=index % 3 == 0, kernels=kernels) for index, case in enumerate(CASES))
+    stored = (name for name in FORMATS if name != "dense")
+    calls += sum(run_stored(*case, kernels) for case in product(stored, STORED_SHAPES))
     if not kernels or "plain" in kernels:
         run_packing()
         run_training(LIBRARY_STEPS)

@@ -10,11 +10,14 @@ import torch
 from backend_calls import run_on
 from budgets import assert_matches
 from cuda_problem import Problem
+from stored_weights import stored_layer
 from torch import Tensor
 
 import mglu_ops
+from mglu_ops import dispatch
 from mglu_ops.backends.cuda.choice import without_tables
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
+from mglu_ops.formats import FORMATS
 from mglu_ops.layer_call import LayerCall
 
 pytestmark = [
@@ -57,6 +60,15 @@ def test_rows_of_any_batch(shape: tuple[int, int], n_masks: int, dtype: torch.dt
     aligned = shape[1] // 8 * n_masks % 4 == 0
     assert mglu_ops.explain_dispatch(p.x, p.weight, p.packed).kernel == (fast if aligned else "plain")
     assert_rows_agree(p, p.x)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "dense"])
+def test_rows_of_weights_in_fewer_bits(name: str) -> None:
+    given, _ = stored_layer(name, torch.bfloat16, 200, 512, 2048, 4, "cuda")
+    everyone = dispatch.forward(given, backend="cuda")
+    for tokens in TOKENS:
+        weights = given._replace(x=given.x[:tokens], mask_weights=given.mask_weights[:tokens])  # type: ignore[index]
+        assert torch.equal(dispatch.forward(weights, backend="cuda"), everyone[:tokens]), tokens
 
 
 @pytest.mark.parametrize("n_masks", [3, 16])

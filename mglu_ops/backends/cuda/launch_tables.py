@@ -97,7 +97,7 @@ _Key = tuple[object, ...]
 
 def _key(call: LayerCall, gpu: Gpu) -> _Key:
     """The properties that a call must share with the measured call of an entry."""
-    shape = call.n_masks, call.tokens, call.out_features, call.in_features
+    shape = call.weight.format.name, call.n_masks, call.tokens, call.out_features, call.in_features
     return (gpu.name, gpu.arch, gpu.multiprocessors, call.dtype, *shape)
 
 

@@ -14,7 +14,7 @@ _ALIGNMENT = 64  # of the encoded map, in bytes
 
 _UINT8, _UINT16 = 0, 1
 _NO_SWIZZLE = 0
-_SWIZZLES = {64: 2, 128: 3}  # keys are bytes in a row of a box
+_SWIZZLES = {32: 1, 64: 2, 128: 3}  # keys are bytes in a row of a box
 _PROMOTE_64B = 1
 
 
@@ -30,7 +30,8 @@ class Matrix:
         box_width: columns of a box.
         box_height: rows of a box.
         swizzle: whether the 16-byte vectors of a row are permuted in shared memory: vector v of row r of a box is
-            stored at v ^ (r % 8) in rows of 128 bytes, at v ^ (r / 2 % 4) in rows of 64.
+            stored at v ^ (r % 8) in rows of 128 bytes, at v ^ (r / 2 % 4) in rows of 64, at v ^ (r / 4 % 2) in rows
+            of 32.
         depth: matrices of a stack; 0 for a single matrix, which is copied in boxes of two dimensions.
         depth_pitch: distance between the matrices of a stack, a multiple of 16.
         box_depth: matrices of a box.

@@ -88,6 +88,8 @@ class DecodeMma(LaunchConfig):
         columns = round_up(call.in_features, self.stage_columns)
         sums = round_up(4 * (call.n_masks + 1) * ROWS * self.token_columns(call.tokens), 128)
         rows_of_x = (columns * 2 + 16) * min(call.tokens, self.block_tokens)
+        if call.tokens == 1 and call.weight.bits == 4:  # each element with a zero after it
+            rows_of_x = columns * 4
         return max(warps * ring + rows_of_x + 32, warps * sums)
 
     def requested_shared_bytes(self, call: LayerCall, gpu: Gpu) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ....formats import FORMATS
 from ....layer_call import LayerCall
 from ..device import RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
 from ..driver import Launch
@@ -128,9 +129,9 @@ class TileWgmma(LaunchConfig):
             pitch = 2 * (call.x.strides[0] if call.tokens > 1 else call.in_features)
             x = Matrix(2, call.in_features, call.tokens, pitch, 64, min(self.block_tokens, call.tokens), swizzle=True)
         rows = self.rows // self.cluster
-        weight = Matrix(
-            2, call.in_features, call.out_features, call.weight.layout.strides[0] * 2, 64, rows, swizzle=True
-        )
+        item, packed = call.weight.dtype.itemsize, call.weight.format.packed
+        pitch = call.weight.layout.strides[0] * item
+        weight = Matrix(item, call.in_features // packed, call.out_features, pitch, 64 // packed, rows, swizzle=True)
         if mask_alignment(call) < 16:
             return x, weight, None
         width = call.in_features // 8 * call.n_masks
@@ -164,7 +165,7 @@ class TileWgmma(LaunchConfig):
         return LaunchSequence(kernel, permute, permute_x.copy_bytes(call, *tile), maps, result_maps=result_maps)
 
     def _violations(self, call: LayerCall, gpu: Gpu) -> Iterator[str]:
-        yield from aligned_violations(self.kernel, call, self.rows)
+        yield from aligned_violations(self.kernel, call, self.rows, FORMATS)
         if not self.permuted and not has_x_in_rows(call):
             yield f"{self} needs rows of x that are aligned and do not overlap"
         if gpu.arch != ARCH:
@@ -196,4 +197,6 @@ class TileWgmma(LaunchConfig):
 
 def can_run(call: LayerCall, gpu: Gpu) -> bool:
     """Whether some launch of the kernel can run a call."""
-    return has_aligned_rows(call) and call.dtype != torch.float32 and call.out_features >= 64 and gpu.arch == ARCH
+    return (
+        has_aligned_rows(call, FORMATS) and call.dtype != torch.float32 and call.out_features >= 64 and gpu.arch == ARCH
+    )

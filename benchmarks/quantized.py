@@ -1,0 +1,92 @@
+"""SwiGLU with weights in 8 and 4 bits: what a user of plain torch can run today."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.baselines import OPTIONS
+from benchmarks.harness import Variant
+from benchmarks.layers import Layers
+from mglu_ops.formats import WeightFormat
+
+Weights = tuple[Tensor, ...]
+"""The tensors of one layer."""
+
+
+def decoded_swiglu(
+    format: WeightFormat, x: Tensor, gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor
+) -> Tensor:
+    """SwiGLU whose weights are decoded where they are used, for torch.compile to fuse."""
+    gate, up = format.dequantize(gate, gate_scale, x.dtype), format.dequantize(up, up_scale, x.dtype)
+    return F.silu(F.linear(x, gate)) * F.linear(x, up)
+
+
+def row_scaled_swiglu(x: Tensor, gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor) -> Tensor:
+    """The same where scales belong to rows, with the scales on the results, as one writes it by hand."""
+    gated = F.linear(x, gate.to(x.dtype)) * gate_scale.to(x.dtype)
+    return F.silu(gated) * (F.linear(x, up.to(x.dtype)) * up_scale.to(x.dtype))
+
+
+def in_fp8_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round x to float8_e4m3fn; returns it with a scale `[tokens, 1]` for each token."""
+    scale = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-12) / torch.finfo(torch.float8_e4m3fn).max
+    return (x / scale).to(torch.float8_e4m3fn), scale
+
+
+def scaled_mm_swiglu(x: Tensor, both: Tensor, scale: Tensor) -> Tensor:
+    """SwiGLU by torch._scaled_mm with x in fp8, and one weight `[2 d, h]`."""
+    stored, x_scale = in_fp8_tokens(x)
+    product = torch._scaled_mm(stored, both.t(), x_scale, scale[None], out_dtype=x.dtype, use_fast_accum=True)
+    gate, up = product.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def int4_swiglu(x: Tensor, both: Tensor, scales: Tensor) -> Tensor:
+    """SwiGLU by torch's kernel for int4, and one weight `[2 d, h]`."""
+    gate, up = torch._weight_int4pack_mm(x, both, 128, scales).chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def int4_packed(weight: Tensor, scale: Tensor) -> Weights:
+    """The weight and scales of `int4_group` as torch's kernel for int4 reads them."""
+    swapped = (weight << 4) | (weight >> 4)  # it has the even column in the upper four bits
+    zeros = torch.zeros_like(scale)  # it stores w + 8 as well, and adds a zero point of the scale's unit
+    return torch._convert_weight_to_int4pack(swapped, 8), torch.stack((scale, zeros), -1).transpose(0, 1).contiguous()
+
+
+def quantized_swiglu_variants(layers: Layers) -> list[Variant]:
+    """SwiGLU in the format of the layers. Its two weights are the weights of two MGLU layers."""
+    return list(_variants(layers))
+
+
+def _variants(layers: Layers) -> Iterator[Variant]:
+    format, weights, scales = layers.format, layers.weights, layers.scales
+    pairs: list[Weights] = [
+        (weights[i], scales[i], weights[i + 1], scales[i + 1]) for i in range(0, len(weights) - 1, 2)
+    ]
+
+    def variant(name: str, form: Callable[..., Tensor], tensors: Sequence[Weights], x_in_fp8: bool = False) -> Variant:
+        oracle = partial(_oracle_of_fp8_x, layers) if x_in_fp8 else layers.swiglu_oracle
+        return Variant(name, lambda i: form(layers.x, *tensors[i]), len(tensors), oracle)
+
+    tuned = partial(torch.compile, fullgraph=True, dynamic=False, options=OPTIONS["coordinate descent"])
+    yield variant("SwiGLU decoded, coordinate descent", tuned(partial(decoded_swiglu, format)), pairs)
+    if format.columns is None:
+        yield variant("SwiGLU scaled, coordinate descent", tuned(row_scaled_swiglu), pairs)
+    stacks = [(torch.cat((one[0], one[2])), torch.cat((one[1], one[3]))) for one in pairs]
+    if format.name == "fp8_row":
+        yield variant("SwiGLU torch._scaled_mm, compiled", tuned(scaled_mm_swiglu), stacks, x_in_fp8=True)
+    if format.name == "int4_group" and layers.x.dtype is torch.bfloat16:
+        yield variant("SwiGLU int4pack_mm, compiled", tuned(int4_swiglu), [int4_packed(*one) for one in stacks])
+
+
+def _oracle_of_fp8_x(layers: Layers, i: int) -> Tensor:
+    """SwiGLU in float64 with x as fp8 holds it."""
+    stored, scale = in_fp8_tokens(layers.x)
+    x = stored.double() * scale.double()
+    return F.silu(x @ layers.weight(2 * i, torch.float64).T) * (x @ layers.weight(2 * i + 1, torch.float64).T)
