@@ -6,6 +6,9 @@ The models have random weights in bfloat16 and a static cache, and decode greedi
 one block and the head; a whole step is one CUDA graph, which passes its tokens to the next step. The logits are
 compared with the logits of the same model in float64 for the same tokens. Their error may be at most
 `ERROR_OVER_EAGER` times the error of the eager model. `--resume` works as in benchmarks/train.py.
+
+With `--fp8`, the weights of all linear layers except the head are in fp8 with a scale a row: MGLU's by
+`mglu_ops.quantize`, the others and SwiGLU's as plain torch runs them fastest (benchmarks/quantized.py).
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -24,6 +28,7 @@ import mglu_ops
 from benchmarks.ceiling import reader
 from benchmarks.decoder import Decoder, Projection, Sizes, creating
 from benchmarks.harness import Captured, Variant, capture, relative_error
+from benchmarks.quantized import store_in_fp8
 from benchmarks.records import Row, measure, parser_of
 from benchmarks.timing import ROUNDS, time_graphs
 from mglu_ops.nn import GLU, MGLU
@@ -57,6 +62,7 @@ class Problem:
     name: str
     batch: int
     compilations: int = COMPILATIONS
+    fp8: bool = False
 
     def __str__(self) -> str:
         return f"{self.name}, {self.batch} sequences"
@@ -70,12 +76,18 @@ class Problem:
         return (shape, self.batch) in {(row.shape, row.tokens) for row in rows}
 
 
-def build(sizes: Sizes, n_masks: int, device: str, dtype: torch.dtype, batch: int = 1) -> Decoder:
+def build(sizes: Sizes, n_masks: int, device: str, dtype: torch.dtype, batch: int = 1, *, fp8: bool = False) -> Decoder:
     """Build a model for inference with random weights and packed random masks; `n_masks` 0 is SwiGLU."""
     projection: Projection = partial(MGLU, n_masks=n_masks) if n_masks else GLU
     with creating(device, dtype):
         model = Decoder(sizes, projection, batch)
-    return (mglu_ops.freeze(model) if n_masks else model).eval().requires_grad_(False)
+    if n_masks:
+        mglu_ops.freeze(model)
+    if fp8:
+        if n_masks:
+            mglu_ops.quantize(model, "fp8_row")
+        store_in_fp8(model.blocks)
+    return model.eval().requires_grad_(False)
 
 
 @dataclass
@@ -122,11 +134,15 @@ def logits_of(model: Decoder, tokens: Sequence[Tensor]) -> Tensor:
 
 
 def in_float64(model: Decoder) -> Decoder:
-    """Let a model decode in float64. To save memory, a block's parameters are in float64 only while it runs."""
+    """Let a model decode in float64. To save memory, a block's parameters are in float64 only while it runs.
+
+    Weights in fp8 and their scales stay what they are.
+    """
 
     def convert(block: nn.Module, dtype: torch.dtype) -> None:
         for parameter in block.parameters():
-            parameter.data = parameter.data.to(dtype)
+            if parameter.dtype in (before, torch.float64):
+                parameter.data = parameter.data.to(dtype)
 
     before = model.head.weight.dtype
     model.start.double()
@@ -167,9 +183,11 @@ def bench(
     masks: Sequence[int] = MASKS,
     rounds: int = ROUNDS,
     compilations: int = COMPILATIONS,
+    *,
+    fp8: bool = False,
 ) -> list[Row]:
     """A row per model and compilation, and one per read ceiling; all of them are timed in turn."""
-    models = {n_masks: build(sizes, n_masks, "cuda", torch.bfloat16, batch) for n_masks in masks}
+    models = {n_masks: build(sizes, n_masks, "cuda", torch.bfloat16, batch, fp8=fp8) for n_masks in masks}
     weight_bytes = {n_masks: model.weight_bytes() for n_masks, model in models.items()}
     decodings: dict[int, list[Captured]] = {n_masks: [] for n_masks in masks}
     with torch.no_grad():
@@ -204,13 +222,13 @@ def layer(n_masks: int) -> str:
 
 
 def run(problems: Sequence[Problem], out: Path, resume: bool = False) -> list[Row]:
-    """Measure problems into `decode_model.csv` of a folder."""
+    """Measure problems into `decode_model.csv` of a folder, or `decode_model_fp8.csv`."""
     torch.manual_seed(0)
 
     def rows_of(problem: Problem) -> list[Row]:
-        return bench(problem.sizes, problem.batch, compilations=problem.compilations)
+        return bench(problem.sizes, problem.batch, compilations=problem.compilations, fp8=problem.fp8)
 
-    return measure(problems, rows_of, out, "decode_model", PROTOCOL, resume)
+    return measure(problems, rows_of, out, f"decode_model{'_fp8' if problems[0].fp8 else ''}", PROTOCOL, resume)
 
 
 def main() -> None:
@@ -218,8 +236,10 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--compilations", type=int, default=COMPILATIONS, help="of each model; the fastest counts")
+    parser.add_argument("--fp8", action="store_true", help="weights in fp8")
     options = parser.parse_args()
-    chosen = [Problem(name, batch, options.compilations) for name in options.models for batch in options.batches]
+    every = product(options.models, options.batches)
+    chosen = [Problem(name, batch, options.compilations, options.fp8) for name, batch in every]
     run(chosen, options.out, options.resume)
 
 

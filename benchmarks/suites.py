@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,13 +100,13 @@ def _sweep(sweep: Sweep, name: str, out: Path, quick: bool) -> Sequence[Row]:
     return run_sweep(sweep.quick(), out, name, QUICK_ROUNDS) if quick else run_sweep(sweep, out, name)
 
 
-def _decode_model(out: Path, quick: bool) -> Sequence[Row]:
+def _decode_model(out: Path, quick: bool, fp8: bool = False) -> Sequence[Row]:
     if quick:
         small = Sizes(layers=2, vocabulary=1024)
-        rows = decode_model.bench(small, masks=(0, 1), rounds=QUICK_ROUNDS, compilations=1)
-        return written(rows, out, "decode_model", decode_model.PROTOCOL)
-    problems = [decode_model.Problem(name, batch) for name in decode_model.MODELS for batch in decode_model.BATCHES]
-    return decode_model.run(problems, out)
+        rows = decode_model.bench(small, masks=(0, 1), rounds=QUICK_ROUNDS, compilations=1, fp8=fp8)
+        return written(rows, out, "decode_model_fp8" if fp8 else "decode_model", decode_model.PROTOCOL)
+    every = product(decode_model.MODELS, decode_model.BATCHES[:2] if fp8 else decode_model.BATCHES)
+    return decode_model.run([decode_model.Problem(*problem, fp8=fp8) for problem in every], out)
 
 
 def _train(out: Path, quick: bool) -> Sequence[Row]:
@@ -154,6 +155,9 @@ def _plots(out: Path, quick: bool) -> Sequence[Row]:
 SUITES = {
     **{name: Suite(about, partial(_sweep, sweep, name)) for name, (about, sweep) in SWEEPS.items()},
     "decode_model": Suite("tokens a second of a whole model, with SwiGLU and with SwiMGLU", _decode_model),
+    "decode_model_fp8": Suite(
+        "the same with weights in fp8, for one and for 8 sequences", partial(_decode_model, fp8=True)
+    ),
     "train": Suite("a training step of a layer, in every form: time, peak memory and errors", _train),
     "train_model": Suite("a training step of whole models, with SwiGLU and with SwiMGLU", _train_model),
     "masks_at_inference": Suite("what packing the masks costs at inference, by when it is done", _masks_at_inference),

@@ -123,7 +123,7 @@ def title(layer: str, sequences: int) -> str:
     return f"{MODEL_OF.get(layer, layer)}, {'one sequence' if sequences == 1 else f'{sequences} sequences'}"
 
 
-@table("decode_model")
+@table("decode_model", "decode_model_fp8")
 def decode_model(rows: pd.DataFrame) -> Iterator[str]:
     """Tokens a second of whole models, from the fastest compilation of each."""
     for (layer, batch), here in rows.groupby(["layer", "tokens"], sort=False):

@@ -88,10 +88,11 @@ def test_sweep_measures_each_problem_once(monkeypatch: pytest.MonkeyPatch, tmp_p
     calls: list[tuple[Any, ...]] = []
 
     def measured(
-        d: int, h: int, n_masks: int, tokens: int, *rest: Any, tuned: bool, settle_seconds: float, case: str
+        d: int, h: int, n_masks: int, tokens: int, *rest: Any, settle_seconds: float, case: str, **options: Any
     ) -> list[Row]:
         assert settle_seconds == 0.25
-        calls.append((d, h, n_masks, tokens, rest[1], tuned, case))
+        calls.append((d, h, n_masks, tokens, rest[1], options["tuned"], case))
+        assert options["weight_format"] == (case if case == "fp8_row" else "dense")
         return [row("mglu cuda", 1.0, n_masks, tokens, out_features=d, in_features=h, case=case)]
 
     monkeypatch.setattr(decode, "bench", measured)
@@ -106,6 +107,9 @@ def test_sweep_measures_each_problem_once(monkeypatch: pytest.MonkeyPatch, tmp_p
     ]
     assert len(calls) == len(found) == len(read(tmp_path, "some")) == 8
     assert "in turns of 0.5 s" in read_environment(tmp_path, "some")["protocol"]
+    calls.clear()
+    decode.run(replace(sweep, weight_formats=("dense", "fp8_row")), tmp_path, "some")
+    assert [case for *_, case in calls[:8]] == ["a"] * 4 + ["fp8_row"] * 4
     assert sweep.quick() == replace(sweep, tokens=(1,), masks=(1,), shapes={(32, 16): "b"}, settle_seconds=0.0)
 
 

@@ -81,6 +81,22 @@ def test_float64_block_by_block_is_float64(n_masks: int) -> None:
     torch.testing.assert_close(list(model.blocks.parameters()), before, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("n_masks", [0, 2])
+@torch.no_grad()
+def test_a_model_in_fp8_is_compared_with_its_decoded_weights(n_masks: int) -> None:
+    torch.manual_seed(0)
+    model = decode_model.build(SIZES, n_masks, "cpu", torch.bfloat16, fp8=True)
+    stored = [one for one in model.blocks.parameters() if one.dtype is torch.float8_e4m3fn]
+    assert len(stored) == 4 * SIZES.layers
+    assert not any(isinstance(one, torch.nn.Linear) for one in model.blocks.modules())
+    before = [parameter.clone() for parameter in model.blocks.parameters()]
+    decoding = decode_model.Decoding.start(model)
+    error, eager = decoding.errors(decoding.step)
+    assert error == eager
+    assert 1e-4 < error < 3e-2
+    torch.testing.assert_close(list(model.blocks.parameters()), before, rtol=0, atol=0)
+
+
 def test_a_copy_shares_all_tensors() -> None:
     model = decode_model.build(SIZES, 2, "cpu", torch.bfloat16)
     copied = decode_model.sharing(model)
@@ -126,7 +142,8 @@ def test_bytes_of_weights_count_each_matrix_once() -> None:
 def test_problems_that_were_measured_are_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     measured: list[tuple[int, int]] = []
 
-    def bench(sizes: Sizes, batch: int, compilations: int) -> list[Row]:
+    def bench(sizes: Sizes, batch: int, compilations: int, fp8: bool) -> list[Row]:
+        assert not fp8
         measured.append((sizes.layers, batch))
         shape = sizes.intermediate, sizes.hidden
         return [
