@@ -107,6 +107,24 @@ def floors(rows: pd.DataFrame) -> Iterator[str]:
         yield grid(f"tokens, {layer}", cells.loc[layer])
 
 
+@table("formats")
+def formats(rows: pd.DataFrame) -> Iterator[str]:
+    """Layers with weights in 8 and 4 bits: us, the share of reading, and how many times as fast as the fastest SwiGLU.
+
+    An fp8 layer is compared with the fastest SwiGLU in any form of fp8, another one with that in its own format.
+    """
+    kind = rows.case.replace({"fp8_row": "fp8", "fp8_block": "fp8"})
+    swiglu = rows.assign(kind=kind)[rows.variant.str.startswith("SwiGLU")]
+    best = swiglu.groupby(["layer", "tokens", "kind"]).microseconds.min().rename("swiglu")
+    ours = rows.assign(kind=kind)[rows.chosen].join(best, on=["layer", "tokens", "kind"])
+    share_of_reading = ours.fraction_of_ceiling.map(form("{:.2f}"))
+    ours["cell"] = shown(ours) + ", " + share_of_reading + ", " + (ours.swiglu / ours.microseconds).map(speedup)
+    for (layer, tokens), here in ours.groupby(["layer", "tokens"], sort=False):
+        cells = in_order(here, "case", "n_masks", here.cell)
+        cells.insert(0, "SwiGLU", here.drop_duplicates("case").set_index("case").swiglu.map(us))
+        yield grid(f"{layer}, {tokens} token{'s' if tokens > 1 else ''}", cells)
+
+
 @table("models")
 def models(rows: pd.DataFrame) -> Iterator[str]:
     """One token through the layers of current models: the fastest SwiGLU, and ours with its speed-up."""

@@ -8,7 +8,7 @@ same description, so that later calls find what was prepared for the first.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -194,6 +194,10 @@ class LayerCall:
             masks=Layout((width * n_masks, n_masks, 1)),
             mask_weights=Layout((0, 0) if mask_weights_dtype is None else (n_masks, 1)),
         )
+
+    def with_dense_weight(self) -> LayerCall:
+        """The same call with a contiguous weight in x's dtype."""
+        return replace(self, weight=StoredWeight(FORMATS["dense"], self.dtype, Layout((self.in_features, 1))))
 
     @property
     def tokens(self) -> int:

@@ -13,6 +13,11 @@ def ceil_div(size: int, step: int) -> int:
     return -(-size // step)
 
 
+def round_up(size: int, step: int) -> int:
+    """The smallest multiple of `step` that is not below a size."""
+    return ceil_div(size, step) * step
+
+
 def same_sizes(got: Sequence[Any], expected: Sequence[Any]) -> bool:
     """Return whether two shapes are equal.
 

@@ -118,6 +118,23 @@ def test_tile_wgmma_compiles_without_spills(n_masks: int, tokens: int) -> None:
         check(call, HOPPER, config)
 
 
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "dense"])
+def test_weights_are_decoded_first_for_many_tokens(name: str) -> None:
+    """Where scales belong to columns, decoding takes so many instructions that it is not worth repeating."""
+    call = stored_in(layer_call(torch.bfloat16, 4, 8192), name)
+    decoded = replace(launch_of(call, HOPPER), decoded=True, sub=1, stages=3)
+    (_, kernel, *_) = decoded.sources(call, HOPPER)
+    registers, spills, log = compiled(*kernel)
+    assert (kernel[0], spills) == ("decode_weight", 0), log
+    assert registers <= 64, log
+    if call.weight.format.columns is not None:
+        assert launch_of(call, HOPPER).decoded
+        assert not launch_of(replace(call, batch_invariant=True), HOPPER).decoded  # it rounds W
+        assert not launch_of(replace(call, leading=(64,)), HOPPER).decoded
+    dense = call.with_dense_weight()
+    assert "decoded" in str(decoded.violation(dense, HOPPER))
+
+
 @pytest.mark.parametrize(
     ("n_masks", "tokens", "x_alignment"),  # an x at multiples of 8 bytes is permuted
     [

@@ -350,6 +350,19 @@ def test_a_weight_in_fewer_bits(name: str, dtype: torch.dtype, tokens: int, d: i
 
 @pytest.mark.parametrize("name", STORED)
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("permuted", [False, True])
+def test_a_weight_that_is_decoded_first(name: str, dtype: torch.dtype, permuted: bool) -> None:
+    given, expected = stored_layer(name, dtype, 70, 330, 2080, 4, "cuda")
+    launch = TileWgmma(block_tokens=32, stages=4, decoded=True, permuted=permuted)
+    padded = torch.zeros(330, given.weight.shape[1] + 16, dtype=torch.uint8, device="cuda").view(given.weight.dtype)
+    padded[:, 16:].copy_(given.weight)
+    for weight in (given.weight, padded[:, 16:]):
+        found = dispatch.forward(given._replace(weight=weight), backend="cuda", launch=launch)
+        assert relative_error(found.cpu(), expected) < BUDGET[dtype]
+
+
+@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_every_stored_value_is_decoded(name: str, dtype: torch.dtype, tokens: int) -> None:
     for column in range(31):

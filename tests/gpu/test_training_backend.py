@@ -20,7 +20,7 @@ from mglu_ops.backends.cuda import training
 from mglu_ops.backends.cuda.device import gpu_of
 from mglu_ops.backends.cuda.kernels import backward_gemm
 from mglu_ops.backends.cuda.kernels import training_steps as steps
-from mglu_ops.backends.cuda.kernels.base import round_up
+from mglu_ops.sizes import round_up
 
 pytestmark = pytest.mark.gpu
 

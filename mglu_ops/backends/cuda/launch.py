@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
+from ...sizes import round_up
 from ..parameters import Parameters, read_parameters
 from .compiler import compile_cubin, source_directory
 from .driver import Kernel, Launch
@@ -32,13 +33,27 @@ def parameters(source: str, name: str = "Params") -> Parameters:
 
 
 @dataclass(frozen=True)
+class CopyLaunch:
+    """A launch that writes a copy of a tensor in another form, which a later kernel reads in its place.
+
+    Attributes:
+        launch: its `out` is the address of the copy, a multiple of 16 bytes.
+        nbytes: the size of the copy.
+        tensor: the name in `Params` of the tensor that it replaces.
+    """
+
+    launch: Launch
+    nbytes: int
+    tensor: str
+
+
+@dataclass(frozen=True)
 class LaunchSequence:
-    """One kernel, possibly after another that permutes x for it.
+    """One kernel, possibly after others that copy x or W for it.
 
     Attributes:
         kernel: computes the result.
-        permute: writes the permuted copy of x that `kernel` reads in place of x.
-        workspace_bytes: the size of the copy, whose memory the caller provides at a multiple of 16 bytes.
+        copies: the launches before it, in order. A later one may start only when all earlier ones have ended.
         maps: the tensor maps of W and the masks, if the kernel copies them in boxes.
         x_maps: the tensor map of x, if the kernel copies x itself in boxes. It is separate from `maps`, since several
             layers may read the same x, and a layer reads a new x at each call.
@@ -46,22 +61,28 @@ class LaunchSequence:
     """
 
     kernel: Launch
-    permute: Launch | None = None
-    workspace_bytes: int = 0
+    copies: tuple[CopyLaunch, ...] = ()
     maps: TensorMaps | None = None
     x_maps: TensorMaps | None = None
     result_maps: TensorMaps | None = None
 
+    @cached_property
+    def workspace_bytes(self) -> int:
+        """The size of all copies, whose memory the caller provides at a multiple of 16 bytes."""
+        return sum(round_up(copy.nbytes, 16) for copy in self.copies)
+
     def __call__(self, stream: int, pointers: dict[str, int], *, workspace: int = 0, partials: int = 0) -> None:
         """Launch on a stream with the addresses of `Params` by name, and those of other memory."""
-        maps = None
+        read = pointers
+        for copy in self.copies:
+            copy.launch(stream, {**pointers, "out": workspace})
+            read = {**read, copy.tensor: workspace}
+            workspace += round_up(copy.nbytes, 16)
+        pointers, maps = read, None
         if self.maps is not None:
             maps = self.maps(pointers["weight"], pointers["packed_masks"])
             if self.x_maps is not None:
                 maps = self.x_maps(pointers["x"]) + maps
             if self.result_maps is not None:
                 maps += self.result_maps(pointers["out"], partials)
-        if self.permute is not None:
-            self.permute(stream, {**pointers, "out": workspace})
-            pointers = {**pointers, "x": workspace}
         self.kernel(stream, pointers, maps)

@@ -30,12 +30,13 @@ from torch import Tensor
 
 from ...layer_call import LayerArguments, LayerCall
 from ...masks import n_masks_of
+from ...sizes import ceil_div, round_up
 from ..base import BackwardArguments
 from .device import gpu_of
 from .kernels import backward_gemm
 from .kernels import training_steps as steps
 from .kernels.backward_gemm import Gemm
-from .kernels.base import ELEMENTS, ceil_div, round_up
+from .kernels.base import ELEMENTS
 from .kernels.tile_wgmma_training import partials_of, training_choice
 from .launch import LaunchSequence
 

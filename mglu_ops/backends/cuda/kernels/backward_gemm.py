@@ -8,11 +8,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ....sizes import ceil_div
 from ..device import Gpu, gpu_of
 from ..driver import Launch
 from ..launch import load_kernel, parameters
 from ..tensor_map import Matrix, TensorMaps
-from .base import ELEMENTS, ceil_div
+from .base import ELEMENTS
 
 NAME = "backward_gemm"
 ARCH = (9, 0)

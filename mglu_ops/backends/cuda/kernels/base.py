@@ -11,7 +11,6 @@ import torch
 
 from ....activations import ACTIVATIONS
 from ....layer_call import LayerCall
-from ....sizes import ceil_div
 from ..device import MOST_THREADS_PER_BLOCK, RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
 from ..launch import LaunchSequence
 
@@ -182,7 +181,3 @@ def aligned_violations(kernel: str, call: LayerCall, rows: int, formats: Collect
         yield f"{kernel} needs aligned rows of weight and packed_masks"
     if call.out_features < rows:
         yield f"rows: got {rows}, must be at most out_features {call.out_features}"
-
-
-def round_up(value: int, step: int) -> int:
-    return ceil_div(value, step) * step

@@ -12,19 +12,11 @@ import torch
 
 from ....formats import FORMATS
 from ....layer_call import LayerCall
+from ....sizes import ceil_div, round_up
 from ..device import RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
 from ..driver import Launch
 from ..launch import LaunchSequence, load_kernel, parameters
-from .base import (
-    LaunchConfig,
-    aligned_violations,
-    ceil_div,
-    common_macros,
-    has_aligned_rows,
-    integers,
-    mask_alignment,
-    round_up,
-)
+from .base import LaunchConfig, aligned_violations, common_macros, has_aligned_rows, integers, mask_alignment
 
 ROWS = 16
 """Rows of W in a tile, which is one `mma` high."""

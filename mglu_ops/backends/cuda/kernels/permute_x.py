@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from ....layer_call import LayerCall
+from ....sizes import ceil_div, round_up
 from ..device import Gpu
 from ..driver import Launch
 from ..launch import load_kernel, parameters
-from .base import ceil_div, integers, round_up
+from .base import integers
 
 NAME = "permute_x"
 

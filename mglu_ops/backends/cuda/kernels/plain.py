@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ....layer_call import LayerCall
+from ....sizes import ceil_div
 from ..device import Gpu
 from ..driver import Launch
 from ..launch import LaunchSequence, load_kernel, parameters
-from .base import LaunchConfig, ceil_div, common_macros, integers
+from .base import LaunchConfig, common_macros, integers
 
 _MOST_GRID_Y = 65535
 

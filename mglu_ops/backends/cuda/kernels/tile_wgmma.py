@@ -12,21 +12,20 @@ import torch
 
 from ....formats import FORMATS
 from ....layer_call import LayerCall
+from ....sizes import ceil_div, round_up
 from ..device import RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
 from ..driver import Launch
-from ..launch import LaunchSequence, load_kernel, parameters
+from ..launch import CopyLaunch, LaunchSequence, load_kernel, parameters
 from ..tensor_map import Matrix, TensorMaps
-from . import permute_x
+from . import decode_weight, permute_x
 from .base import (
     LaunchConfig,
     aligned_violations,
-    ceil_div,
     common_macros,
     has_aligned_rows,
     has_x_in_rows,
     integers,
     mask_alignment,
-    round_up,
 )
 
 ARCH = (9, 0)
@@ -63,6 +62,8 @@ class TileWgmma(LaunchConfig):
     Otherwise x itself is read, in rows of 16-byte vectors."""
     cluster: int = 1
     """Neighbouring blocks that load W and its masks together (multicast): 1 or 2."""
+    decoded: bool = False
+    """Whether `decode_weight` first copies W in x's dtype, which pays for many tokens. Otherwise W itself is read."""
 
     @property
     def threads(self) -> int:
@@ -77,7 +78,12 @@ class TileWgmma(LaunchConfig):
         """The architecture-specific target, which has `wgmma`."""
         return super().target(gpu) + "a"
 
+    def as_read(self, call: LayerCall) -> LayerCall:
+        """The call with the weight that the kernel reads."""
+        return call.with_dense_weight() if self.decoded else call
+
     def shared_bytes(self, call: LayerCall) -> int:
+        call = self.as_read(call)
         return self.stages * self._stage_bytes(call.n_masks, call.weight.bits) + self._fixed_bytes(call.n_masks)
 
     def _fixed_bytes(self, n_masks: int) -> int:
@@ -102,7 +108,7 @@ class TileWgmma(LaunchConfig):
         return self.cluster * min(tiles, gpu.multiprocessors // self.cluster), 1
 
     def macros(self, call: LayerCall) -> dict[str, int]:
-        return common_macros(call) | {
+        return common_macros(self.as_read(call)) | {
             "MGLU_TOKEN_COLUMNS": self.block_tokens,
             "MGLU_BLOCK_ROWS": self.rows,
             "MGLU_MASK_GROUPS": self.mask_groups,
@@ -118,12 +124,15 @@ class TileWgmma(LaunchConfig):
 
     def sources(self, call: LayerCall, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
         found = super().sources(call, gpu)
+        if self.decoded:
+            found.append((decode_weight.NAME, self.target(gpu), decode_weight.macros(call)))
         if self.permuted:
             found.append((permute_x.NAME, self.target(gpu), permute_x.macros(self.block_tokens, self.sub)))
         return found
 
     def matrices(self, call: LayerCall) -> tuple[Matrix | None, Matrix, Matrix | None]:
         """The matrices with tensor maps: x unless permuted, W, and the masks if their rows are 16-byte aligned."""
+        call = self.as_read(call)
         x = None
         if not self.permuted:
             pitch = 2 * (call.x.strides[0] if call.tokens > 1 else call.in_features)
@@ -157,12 +166,17 @@ class TileWgmma(LaunchConfig):
             integers=integers(call),
         )
         x, *weights = self.matrices(call)
-        maps = TensorMaps(*weights)
-        if x is not None:
-            return LaunchSequence(kernel, maps=maps, x_maps=TensorMaps(x), result_maps=result_maps)
-        tile = self.block_tokens, self.sub
-        permute = permute_x.launch(call, gpu, device, self.target(gpu), *tile)
-        return LaunchSequence(kernel, permute, permute_x.copy_bytes(call, *tile), maps, result_maps=result_maps)
+        copies, target = [], self.target(gpu)
+        if self.decoded:
+            decode = decode_weight.launch(call, gpu, device, target)
+            copies.append(CopyLaunch(decode, decode_weight.copy_bytes(call), "weight"))
+        if self.permuted:
+            # It waits for the launches before it, so that the kernel, which reads W before it waits, finds W decoded.
+            tile = self.block_tokens, self.sub
+            permute = permute_x.launch(call, gpu, device, target, *tile)
+            copies.append(CopyLaunch(permute, permute_x.copy_bytes(call, *tile), "x"))
+        x_maps = None if x is None else TensorMaps(x)
+        return LaunchSequence(kernel, tuple(copies), TensorMaps(*weights), x_maps, result_maps)
 
     def _violations(self, call: LayerCall, gpu: Gpu) -> Iterator[str]:
         yield from aligned_violations(self.kernel, call, self.rows, FORMATS)
@@ -174,6 +188,8 @@ class TileWgmma(LaunchConfig):
             yield f"rows: got {self.rows}, must be a multiple of 16, at least 64"
         if self.block_tokens % 8:
             yield f"block_tokens: got {self.block_tokens}, must be a multiple of 8"
+        if self.decoded and call.weight.format.is_dense:
+            yield "decoded: the weight has x's dtype"
         if self.cluster > 2:
             yield f"cluster: got {self.cluster}, must be 1 or 2"
         if self.permuted and self.sparse:

@@ -10,9 +10,10 @@ from dataclasses import replace
 from functools import cache
 
 from ....layer_call import LayerCall
+from ....sizes import ceil_div, round_up
 from ..device import Gpu
 from . import decode_mma
-from .base import ceil_div, has_x_in_rows, round_up
+from .base import has_x_in_rows
 from .tile_wgmma import TileWgmma, can_run
 from .tile_wgmma_costs import CostModel, costs_of, waves_of
 
@@ -96,6 +97,9 @@ def candidates(call: LayerCall, gpu: Gpu, must_permute: bool) -> Iterator[TileWg
     """The launches that suit a call."""
     scales_columns = call.weight.format.columns is not None
     found = launches(call.n_masks, call.weight.bits, scales_columns, must_permute, gpu.shared_bytes_per_sm)
+    if not (call.weight.format.is_dense or call.batch_invariant):  # a decoded weight is rounded
+        dense = launches(call.n_masks, 16, False, must_permute, gpu.shared_bytes_per_sm)
+        found += tuple(replace(config, decoded=True) for config in dense)
     return (config for config in found if suits(config, call))
 
 

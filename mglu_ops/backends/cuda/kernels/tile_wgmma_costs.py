@@ -12,15 +12,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 from ....layer_call import LayerCall
+from ....sizes import ceil_div, round_up
 from ..device import Gpu
-from .base import ceil_div, round_up
 from .tile_wgmma import TileWgmma
 
 FORMAT = 2
@@ -87,10 +87,14 @@ class CostModel:
 
     def microseconds(self, config: TileWgmma, call: LayerCall, gpu: Gpu) -> float:
         """Estimate the time of a launch."""
+        if config.decoded:
+            copied = call.out_features * call.in_features * (call.weight.bits / 8 + call.dtype.itemsize)
+            copying = _DECODE_LAUNCH_US + copied / self.dram_bytes_per_us
+            return copying + self.microseconds(replace(config, decoded=False), config.as_read(call), gpu)
         shared_rows = config.mask_groups == 2
         token_tiles = round_up(ceil_div(call.tokens, config.block_tokens), config.cluster)
         waves = waves_of(token_tiles * ceil_div(call.out_features, config.rows), gpu.multiprocessors, self.last_wave)
-        columns = config.row_groups * self._columns(config, call.n_masks)
+        columns = config.row_groups * (self._columns(config, call.n_masks) + config.passes * _decode_columns(call))
         multiplying = waves * (columns * call.in_features * self.column_us + (self.exchange_us if shared_rows else 0))
         bytes_of_column = call.bytes_of_columns(8) / 8  # of one row of W and its masks
         from_memory = call.out_features * bytes_of_column / self.dram_bytes_per_us
@@ -115,6 +119,15 @@ class CostModel:
         bits = 0 if config.permuted or config.sparse else config.mask_groups * n_masks * of_mask
         columns = products * (costs.gap + config.block_tokens) + config.passes * costs.fragments + bits
         return columns * self.cluster if config.cluster > 1 else columns
+
+
+_DECODE_LAUNCH_US = 2.0
+"""Fixed time of `decode_weight`."""
+
+
+def _decode_columns(call: LayerCall) -> float:
+    """The time to decode 64 rows of W for a pass, in columns of tokens. Measured with 1 to 8 masks (tile_wgmma.md)."""
+    return 0 if call.weight.format.is_dense else 20 if call.weight.format.columns is None else 40
 
 
 def waves_of(blocks: int, multiprocessors: int, last_wave: float) -> float:

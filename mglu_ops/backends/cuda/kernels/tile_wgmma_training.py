@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from ....layer_call import LayerCall
+from ....sizes import ceil_div
 from ..device import Gpu
 from ..tensor_map import Matrix
-from .base import ceil_div, has_x_in_rows
+from .base import has_x_in_rows
 from .tile_wgmma import TileWgmma, can_run
 from .tile_wgmma_choice import filled, shapes, suits
 from .tile_wgmma_costs import costs_of

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from ....activations import ACTIVATIONS
 from ....masks import n_masks_of
+from ....sizes import ceil_div
 from ..device import gpu_of
 from ..driver import Launch
 from ..launch import load_kernel, parameters
-from .base import ELEMENTS, ceil_div
+from .base import ELEMENTS
 
 _THREADS = 256
 _OCTET = 8

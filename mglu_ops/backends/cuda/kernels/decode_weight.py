@@ -1,0 +1,43 @@
+"""The copy of a stored weight in x's dtype, which `tile_wgmma` reads for many tokens (csrc/cuda/decode_weight.cu)."""
+
+from __future__ import annotations
+
+from ....layer_call import LayerCall
+from ....sizes import ceil_div
+from ..device import Gpu
+from ..driver import Launch
+from ..launch import load_kernel, parameters
+from .base import ELEMENTS, integers
+
+NAME = "decode_weight"
+
+_BLOCK_BYTES = 256 * 16
+"""Each of a block's threads takes 16 bytes of the weight."""
+
+
+def macros(call: LayerCall) -> dict[str, int]:
+    """The macros of the source."""
+    return {"MGLU_ELEMENT": ELEMENTS[call.dtype], "MGLU_WEIGHT_FORMAT": call.weight.format.code}
+
+
+def copy_bytes(call: LayerCall) -> int:
+    """The size of the copy in bytes."""
+    return call.out_features * call.in_features * call.dtype.itemsize
+
+
+def blocks(call: LayerCall) -> int:
+    """Blocks of the launch."""
+    return ceil_div(call.out_features * call.in_features * call.weight.bits // 8, _BLOCK_BYTES)
+
+
+def launch(call: LayerCall, gpu: Gpu, device: int, target: str) -> Launch:
+    """Compile, load and describe the launch that precedes a `tile_wgmma`."""
+    return Launch(
+        load_kernel(device, NAME, target, macros(call)),
+        (blocks(call), 1),
+        256,
+        0,
+        overlap=gpu.arch >= (9, 0),
+        parameters=parameters("params.cuh"),
+        integers=integers(call),
+    )
