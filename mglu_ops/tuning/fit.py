@@ -12,7 +12,7 @@ import csv
 import random
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,15 +116,18 @@ def _times(wanted: Mapping[LayerCall, list[TileWgmma]], gpu: Gpu, note: Callable
     return found
 
 
+_SETTINGS = {name: default for name, default in asdict(TileWgmma()).items() if name != "decoded"}
+"""The settings of a launch for weights in x's dtype, and their defaults."""
+
+
 def write_timings(path: Path, timings: Iterable[Timing], header: str) -> None:
     """Write a CSV file; `header` is a comment at its head."""
     with path.open("w", newline="") as file:
         file.write(f"# {header}\n")
         writer = csv.writer(file)
-        names = [field.name for field in fields(TileWgmma)]
-        writer.writerow(["n_masks", "tokens", "out_features", "in_features", *names, "microseconds"])
+        writer.writerow(["n_masks", "tokens", "out_features", "in_features", *_SETTINGS, "microseconds"])
         for one in timings:
-            settings = [int(value) for value in astuple(one.config)]
+            settings = [int(getattr(one.config, name)) for name in _SETTINGS]
             shape = one.n_masks, one.tokens, one.out_features, one.in_features
             writer.writerow([*shape, *settings, f"{one.microseconds:.3f}"])
 
@@ -137,7 +140,6 @@ def read_timings(path: Path) -> list[Timing]:
     """
     with path.open(newline="") as file:
         rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
-    defaults = asdict(TileWgmma())
     try:
         return [
             Timing(
@@ -145,7 +147,7 @@ def read_timings(path: Path) -> list[Timing]:
                 int(row["tokens"]),
                 int(row["out_features"]),
                 int(row["in_features"]),
-                TileWgmma(**{name: type(default)(int(row[name])) for name, default in defaults.items()}),
+                TileWgmma(**{name: type(default)(int(row[name])) for name, default in _SETTINGS.items()}),
                 float(row["microseconds"]),
             )
             for row in rows
