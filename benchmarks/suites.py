@@ -106,7 +106,7 @@ def _decode_model(out: Path, quick: bool, fp8: bool = False) -> Sequence[Row]:
         rows = decode_model.bench(small, masks=(0, 1), rounds=QUICK_ROUNDS, compilations=1, fp8=fp8)
         return written(rows, out, "decode_model_fp8" if fp8 else "decode_model", decode_model.PROTOCOL)
     every = product(decode_model.MODELS, decode_model.BATCHES[:2] if fp8 else decode_model.BATCHES)
-    return decode_model.run([decode_model.Problem(*problem, fp8=fp8) for problem in every], out)
+    return decode_model.run([decode_model.Problem(name, batch, fp8=fp8) for name, batch in every], out)
 
 
 def _train(out: Path, quick: bool) -> Sequence[Row]:
