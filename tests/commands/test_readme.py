@@ -62,11 +62,12 @@ def test_snippets_of_the_readme_run_in_order_and_print_what_it_shows(tmp_path: P
     assert (tmp_path / "model.pt2").is_file()
 
 
-def test_snippets_of_the_faq_run(tmp_path: Path) -> None:
-    found = snippets((ROOT / "FAQ.md").read_text(), "python")
+@pytest.mark.parametrize("page", ["FAQ.md", "mglu_ops/weight_formats.md"])
+def test_snippets_of_a_page_run(page: str, tmp_path: Path) -> None:
+    found = snippets((ROOT / page).read_text(), "python")
     assert found
-    (tmp_path / "faq.py").write_text("\n".join(found))
-    run(["python", "faq.py"], tmp_path)
+    (tmp_path / "snippets.py").write_text("\n".join(found))
+    run(["python", "snippets.py"], tmp_path)
 
 
 def test_readme_is_short() -> None:
