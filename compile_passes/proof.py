@@ -280,12 +280,17 @@ def _check_mask_shape(term: Term, mask: Mask) -> None:
 
 
 def _check_kinds(site: Site, masks: Iterable[Mask]) -> None:
-    """Refuse tensors that the operators do not take, and tensors whose class computes its products in its own way."""
+    """Refuse unknown tensors, those that the operators do not take, and those whose class computes its own products."""
     operands = [node for projection in site.projections for node in (projection.x, projection.weight)]
     operands += [mask.bits for mask in masks] + [
         term.mask_weight.node for term in site.terms if term.mask_weight is not None
     ]
     for node in operands:
+        if tensor_example(node) is None:  # such as one that `Memory.misdescribed` names
+            raise Refusal(
+                f"the shape of `{node}` is unknown, or a call such as t_ or unsqueeze_ changes it in place; "
+                "call the function that returns a new tensor (such as t)"
+            )
         kind = unusual_kind(node)
         if kind is not None:
             raise Refusal(f"`{node}` is a {kind}, and the operator takes plain tensors and DTensors")
