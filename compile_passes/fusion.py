@@ -131,6 +131,7 @@ def _fuse(
             one.layer.site,
             operator="forward_ste" if one.layer.trains_masks else "forward",
             weighted=bool(one.layer.mask_weights),
+            weight_format="dense" if one.layer.stored is None else one.layer.stored.format.name,
             packed=one.packed,
             note=note,
             hides_nan=one.layer.hides_nan,
@@ -145,15 +146,23 @@ def _fuse(
 
 
 def _notes(recogniser: Recogniser, layers: Sequence[Layer]) -> list[str]:
-    """A note for each layer whose weight other operators read too, so that it is read several times."""
+    """A note for each layer whose weight is read by several operators, or read after it was decoded from 8 bits."""
     keys = [recogniser.key(layer.weight) for layer in layers]
-    return [
-        f"{keys.count(key)} operators read this weight, each of them all of it, because they do not compute one sum of "
-        "terms with one input and one activation"
-        if keys.count(key) > 1
-        else ""
-        for key in keys
-    ]
+    notes = []
+    for key, layer in zip(keys, layers, strict=True):
+        note = []
+        if keys.count(key) > 1:
+            note.append(
+                f"{keys.count(key)} operators read this weight, each of them all of it, because they do not compute "
+                "one sum of terms with one input and one activation"
+            )
+        if layer.why_decoded:
+            note.append(
+                f"The program decodes the weight `{layer.weight.name}` from 8 bits at each call, and the operator "
+                f"does not read it as it is stored: {layer.why_decoded}"
+            )
+        notes.append(". ".join(note))
+    return notes
 
 
 def _cause(error: Exception) -> str:
