@@ -205,7 +205,7 @@ def _is_rounded(path: Sequence[Node], dtype: torch.dtype) -> bool:
 
 
 _known: dict[Hashable, bool] = {}
-"""Answers of `_spreads`, which takes a tenth of a second for large weights; the layers of a model have few shapes."""
+"""Answers of `_spreads`: for blocks of a large weight it takes up to a second, and a model has few shapes."""
 
 
 def _spreads(
@@ -218,16 +218,15 @@ def _spreads(
     if is_one_scale(scale):
         return True
     weight, product = decoding.weight, decoding.products[-1]
-    read = [item for node in calls for item in node.all_input_nodes]
-    shapes = {node: _shape(node) for node in (scale, weight, product, *read)}
-    known = {node: shape for node, shape in shapes.items() if shape is not None}
-    if len(known) < len(shapes) or _count(scale) != math.prod(scale_shape):
+    nodes = [scale, weight, product, *(item for node in calls for item in node.all_input_nodes)]
+    shapes = {node: shape for node in nodes if (shape := _shape(node)) is not None}
+    if len(shapes) < len(set(nodes)) or _count(scale) != math.prod(scale_shape):
         return False
-    key = (one.name, decoding.transposed, tuple(known.values()), *map(call_key, calls))
+    key = (one.name, decoding.transposed, *map(call_key, calls), *map(shapes.get, nodes))
     if key not in _known:
         with _disable_current_modes():
-            found = _spread_positions(scale, calls, known)
-            found = None if found is None else found.expand(known[product]).reshape(known[weight])
+            found = _spread_positions(scale, calls, shapes)
+            found = None if found is None else found.expand(shapes[product]).reshape(shapes[weight])
             _known[key] = found is not None and _is_layout(found.T if decoding.transposed else found, one)
     return _known[key]
 

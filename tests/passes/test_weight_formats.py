@@ -10,12 +10,14 @@ import torch
 import torch.nn.functional as F
 from budgets import BUDGET, NAIVE_FACTOR, assert_matches, relative_error
 from exported import export, operators, saved_and_loaded
+from families import family
 from graphs import Capture, compare, results
 from hypothesis import given
 from hypothesis import strategies as st
 from spellings import straight_through
 from strategies import examples
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 import mglu_ops
 from compile_passes.exported import fuse_exported
@@ -96,8 +98,7 @@ def check(decode: Decode, name: str, given: dict[str, Tensor], *, trains_x: bool
     return capture
 
 
-@pytest.mark.parametrize("name", ["fp8_row", "int8_row"])
-@pytest.mark.parametrize("spelling", OF_ROWS)
+@pytest.mark.parametrize(("spelling", "name"), family(OF_ROWS, ["fp8_row", "int8_row"]))
 def test_scales_of_rows(spelling: str, name: str) -> None:
     capture = check(OF_ROWS[spelling], name, arguments(name, torch.bfloat16))
     assert formats(capture) == [name]
@@ -351,6 +352,7 @@ def test_export(name: str, decode: Decode) -> None:
     torch.testing.assert_close(saved_and_loaded(fused).module()(given["x"]), module(given["x"]))
 
 
+@pytest.mark.long
 def test_inductor() -> None:
     given = arguments("fp8_row", torch.bfloat16)
     module = Stored(given, OF_ROWS["in float32"])
@@ -378,3 +380,52 @@ def test_other_devices() -> None:
     capture.compile(layer(lambda q, s, dtype: q.to("meta", dtype) * s.to("meta")[:, None]))(**moved)
     assert formats(capture) == ["dense"]
     assert "is on cpu, and the weight on meta" in capture.report.fused[0].note
+
+
+class OfRows(Tensor):
+    """A weight in the format of rows that decodes itself wherever it is used, as those of torchao do."""
+
+    q: Tensor
+    s: Tensor
+
+    @staticmethod
+    def __new__(cls, q: Tensor, s: Tensor) -> Tensor:
+        return Tensor._make_wrapper_subclass(cls, q.shape, dtype=s.dtype)
+
+    def __init__(self, q: Tensor, s: Tensor) -> None:
+        self.q, self.s = q, s
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["q", "s"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], *_: Any) -> OfRows:
+        return OfRows(inner["q"], inner["s"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return args[0]
+        decoded = tree_map(lambda a: a.q.to(a.s.dtype) * a.s[:, None] if isinstance(a, OfRows) else a, args)
+        return func(*decoded, **(kwargs or {}))
+
+
+class OfSubclass(nn.Module):
+    def __init__(self, given: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(OfRows(given["q"], given["s"]), requires_grad=False)
+        self.register_buffer("m", given["m"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return layer(lambda *_: self.weight)(x, self.weight, self.weight, self.m)
+
+
+def test_a_tensor_subclass_is_fused_once_export_has_decomposed_it() -> None:
+    given = arguments("fp8_row", n_masks=2)
+    module, report = OfSubclass(given), FusionReport()
+    program = export(module, given["x"])
+    fused = fuse_exported(program.run_decompositions(), report=report, strict=True)
+    assert [site.weight_format for site in report.fused] == ["fp8_row"]
+    torch.testing.assert_close(fused.module()(given["x"]), module(given["x"]))
+    fuse_exported(program, report=report)
+    assert "is a OfRows, and the operator takes plain tensors" in (report.missed[0].reason or "")
