@@ -158,13 +158,15 @@ def _check_roundings(decoding: _Decoding, dtype: torch.dtype) -> None:
 
 
 def _check_tensors(recogniser: Recogniser, found: StoredWeight, weight: Node, root: Node) -> None:
-    """Refuse a weight or scales that need a gradient, or that the program moves to another device."""
+    """Refuse tensors that need a gradient, that the program moves to another device, or whose shards may cut blocks."""
     records = recogniser.view.modes(root).grad is not False
     for node in (found.weight, found.scale):
         if records and (requires_grad(node) or requires_grad(weight)):
             raise Refusal(f"`{node.name}` requires a gradient, which a stored weight and its scales do not have")
         if example(node).device != example(weight).device:
             raise Refusal(f"`{node.name}` is on {example(node).device}, and the weight on {example(weight).device}")
+    if found.format.rows > 1 and type(example(weight)).__module__.startswith("torch.distributed"):
+        raise Refusal(f"`{found.weight.name}` is a DTensor, whose shards may divide blocks that share a scale")
 
 
 # --- Scales ----------------------------------------------------------------------------------------------------------

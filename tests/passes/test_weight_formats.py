@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from budgets import BUDGET, NAIVE_FACTOR, assert_matches, relative_error
 from exported import export, operators, saved_and_loaded
@@ -17,11 +18,13 @@ from hypothesis import strategies as st
 from spellings import straight_through
 from strategies import examples
 from torch import Tensor, nn
+from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map
 
 import mglu_ops
 from compile_passes.exported import fuse_exported
-from compile_passes.report import FusionReport
+from compile_passes.report import FusionReport, layers_present
 from mglu_ops.formats import FORMATS
 
 Decode = Callable[[Tensor, Tensor, torch.dtype], Tensor]
@@ -349,6 +352,7 @@ def test_export(name: str, decode: Decode) -> None:
     fused = fuse_exported(export(module, given["x"]), report=report, strict=True)
     assert [site.weight_format for site in report.fused] == [name]
     assert operators(fused) == ["mglu.forward.default"]
+    assert [site.weight_format for site in layers_present(fused.graph)] == [name]
     torch.testing.assert_close(saved_and_loaded(fused).module()(given["x"]), module(given["x"]))
 
 
@@ -380,6 +384,26 @@ def test_other_devices() -> None:
     capture.compile(layer(lambda q, s, dtype: q.to("meta", dtype) * s.to("meta")[:, None]))(**moved)
     assert formats(capture) == ["dense"]
     assert "is on cpu, and the weight on meta" in capture.report.fused[0].note
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Two ranks, of which this process is the first; nothing is communicated."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("name", "wanted"), [("int8_row", "int8_row"), ("fp8_block", "dense")])
+def test_shards_of_rows(mesh: DeviceMesh, name: str, wanted: str) -> None:
+    decode = OF_BLOCKS["expand"] if name == "fp8_block" else OF_ROWS["in x's dtype"]
+    given, capture = arguments(name, d=140), Capture(strict=True)
+    dims = {"x": Replicate(), "m": Shard(1), "q": Shard(0), "s": Replicate() if name == "fp8_block" else Shard(0)}
+    shards = {key: distribute_tensor(t, mesh, [dims[key]], src_data_rank=None) for key, t in given.items()}
+    found = capture.compile(layer(decode))(**shards)
+    torch.testing.assert_close(found.to_local(), layer(decode)(**given)[:, :70])
+    assert formats(capture) == [wanted]
+    assert ("shards may divide blocks" in capture.report.fused[0].note) == (wanted == "dense")
 
 
 class OfRows(Tensor):
